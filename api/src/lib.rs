@@ -1,0 +1,15 @@
+//! The language of Divvy: names, quantities, allocated claims and opaque
+//! configuration, as types that every other room speaks.
+//!
+//! Nothing here does I/O, reads a clock or knows a GPU. Wire objects of
+//! Kubernetes come in as `k8s-openapi` types and leave as ours: after
+//! [`claim::AllocatedClaim`] is made there is no `Option` left to check.
+
+pub mod claim;
+pub mod config;
+pub mod names;
+pub mod quantity;
+
+pub use claim::{AllocatedClaim, AllocatedDevice, Hold};
+pub use names::{ClaimRef, ClaimUid, DeviceName, GpuUuid, PoolName, RequestName, ShareId};
+pub use quantity::Quantity;

@@ -1,0 +1,93 @@
+//! Every identifier that crosses a room has a type of its own, so that a claim
+//! UID is never passed where a GPU UUID belongs. The constants are the names
+//! under which Divvy is known to a cluster; attribute names repeat those of
+//! NVIDIA's driver under our domain, so that selectors port by search and replace.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The DRA driver name, the domain of attributes and capacities, and the CDI vendor.
+pub const DRIVER: &str = "gpu.divvy.dev";
+/// The CDI kind of what a claim holds. A `.` in the class would ask for CDI 0.6.0.
+pub const CDI_KIND: &str = "gpu.divvy.dev/claim";
+/// API group and version of opaque configuration.
+pub const CONFIG_API_VERSION: &str = "resource.divvy.dev/v1alpha1";
+
+macro_rules! name {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(String);
+
+        impl $name {
+            /// The name as text.
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl From<&str> for $name {
+            fn from(text: &str) -> Self {
+                Self(text.to_owned())
+            }
+        }
+
+        impl From<String> for $name {
+            fn from(text: String) -> Self {
+                Self(text)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+                out.write_str(&self.0)
+            }
+        }
+
+        impl AsRef<str> for $name {
+            fn as_ref(&self) -> &str {
+                &self.0
+            }
+        }
+    };
+}
+
+name!(
+    /// UID of a ResourceClaim.
+    ClaimUid
+);
+name!(
+    /// Name of a request in a claim, always the base: `gpu/sub` belongs to `gpu`.
+    RequestName
+);
+name!(
+    /// Name of a pool; Divvy has one per node, named after the node.
+    PoolName
+);
+name!(
+    /// Name of a device in a pool, for example `gpu-0-mig-1g10gb-19-0`.
+    DeviceName
+);
+name!(
+    /// UUID of a physical GPU as NVML writes it, for example `GPU-5d5a...`.
+    GpuUuid
+);
+name!(
+    /// The scheduler's id of one share of a multi-allocation device.
+    ShareId
+);
+
+/// Which claim: what the kubelet sends, and what an error message names.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ClaimRef {
+    pub namespace: String,
+    pub name: String,
+    pub uid: ClaimUid,
+}
+
+impl fmt::Display for ClaimRef {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}/{}", self.namespace, self.name)
+    }
+}

@@ -1,0 +1,37 @@
+//! The hands: what runs on a node. One claim goes through it like this:
+//!
+//! ```text
+//! kubelet ─▶ service ─▶ claims ─▶ plan ─▶ records ─▶ execute ─▶ records ─▶ CDI ids
+//!                       (GET,     (pure)  (Intent)   (hardware,  (Prepared)
+//!                        typed)                       CDI file)
+//! ```
+//!
+//! Only [`execute`] changes hardware, and only what a record already announces.
+//! [`gpus`] owns the NVML session and the inventory that the publisher watches;
+//! [`node`] starts everything, owns every task and stops them in reverse order.
+
+pub mod paths;
+
+pub mod discover;
+pub mod gpus;
+pub mod sysfs;
+
+pub mod engine;
+pub mod execute;
+pub mod plan;
+pub mod records;
+pub mod recover;
+pub mod step;
+
+pub mod cdi;
+
+pub mod args;
+pub mod claims;
+pub mod events;
+pub mod health;
+pub mod http;
+pub mod metrics;
+pub mod node;
+pub mod reconcile;
+pub mod registration;
+pub mod service;
