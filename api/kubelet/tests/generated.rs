@@ -1,0 +1,58 @@
+//! The committed bindings are what the vendored interfaces generate.
+//!
+//! `DIVVY_REGENERATE=1 cargo test -p divvy-kubelet` writes them anew.
+
+use std::path::{Path, PathBuf};
+
+/// Vendored interface, and where its bindings are kept.
+const INTERFACES: [(&str, &str); 5] = [
+    ("pluginregistration/v1", "pluginregistration_v1.rs"),
+    ("dra/v1", "dra_v1.rs"),
+    ("dra/v1beta1", "dra_v1beta1.rs"),
+    ("dra-health/v1", "dra_health_v1.rs"),
+    ("dra-health/v1alpha1", "dra_health_v1alpha1.rs"),
+];
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// One descriptor set and one folder per interface: `v1` is the package name of
+/// more than one of the kubelet's interfaces.
+fn generate(interface: &str, scratch: &Path) -> String {
+    let include = root().join("proto").join(interface);
+    let files = protox::compile([include.join("api.proto")], [&include]).unwrap();
+    tonic_prost_build::configure().out_dir(scratch).compile_fds(files).unwrap();
+    let mut made = std::fs::read_dir(scratch).unwrap().map(|entry| entry.unwrap().path());
+    std::fs::read_to_string(made.next().unwrap()).unwrap()
+}
+
+#[test]
+fn committed_bindings_are_what_the_interfaces_generate() {
+    let write = std::env::var_os("DIVVY_REGENERATE").is_some();
+    for (interface, bindings) in INTERFACES {
+        let scratch = tempfile::tempdir().unwrap();
+        let fresh = generate(interface, scratch.path());
+        let path = root().join("src/generated").join(bindings);
+        if write {
+            std::fs::write(&path, &fresh).unwrap();
+        }
+        let committed = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(committed == fresh, "{bindings} differs; run with DIVVY_REGENERATE=1 and commit");
+    }
+}
+
+/// The kubelet calls these paths, whatever the files are called.
+#[test]
+fn wire_names_are_those_the_kubelet_calls() {
+    use divvy_kubelet::{dra, health, registration};
+    for (name, expected) in [
+        (registration::registration_server::SERVICE_NAME, "pluginregistration.Registration"),
+        (dra::v1::dra_plugin_server::SERVICE_NAME, "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"),
+        (dra::v1beta1::dra_plugin_server::SERVICE_NAME, "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin"),
+        (health::v1::dra_resource_health_server::SERVICE_NAME, "v1.DRAResourceHealth"),
+        (health::v1alpha1::dra_resource_health_server::SERVICE_NAME, "v1alpha1.DRAResourceHealth"),
+    ] {
+        assert_eq!(name, expected);
+    }
+}
