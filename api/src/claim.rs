@@ -2,14 +2,20 @@
 //!
 //! [`AllocatedClaim::try_from`] is the edge: results of other drivers are left
 //! out, sub-requests are folded into their base, class and claim configuration
-//! are merged in the upstream precedence (class first, claim over class, later
+//! are put in the upstream precedence (class first, claim over class, later
 //! over earlier), and whatever is malformed is an error that names the claim.
+//! [`AllocatedClaim::from_json`] does the same from the bytes the API server
+//! sent, where a key that is given twice in a configuration can still be seen.
 
-use crate::config::DeviceConfig;
-use crate::names::{ClaimRef, DeviceName, PoolName, RequestName, ShareId};
-use crate::quantity::Quantity;
-use k8s_openapi::api::resource::v1::ResourceClaim;
-use std::collections::BTreeMap;
+use crate::config::{ConfigError, DeviceConfig};
+use crate::names::{ClaimRef, DRIVER, DeviceName, PoolName, RequestName, ShareId};
+use crate::quantity::{Quantity, QuantityError};
+use k8s_openapi::api::resource::v1::{
+    DeviceAllocationConfiguration, DeviceRequestAllocationResult, OpaqueDeviceConfiguration, ResourceClaim,
+};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A claim with an allocation, reduced to our driver's results, in result order.
 /// Invariant: `devices` is not empty and (pool, device, hold) does not repeat.
@@ -36,7 +42,8 @@ pub struct AllocatedDevice {
 pub enum Hold {
     /// Nobody else may.
     Exclusive,
-    /// Together with other shares of the same device.
+    /// Together with other shares of the same device. Capacities of our own
+    /// domain are named without it.
     Share { id: ShareId, consumed: BTreeMap<String, Quantity> },
     /// adminAccess: looks on, owns nothing.
     Admin,
@@ -45,21 +52,242 @@ pub enum Hold {
 /// Why a ResourceClaim cannot be read; every message names the claim.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimError {
+    #[error("the API server's answer is not a ResourceClaim: {cause}")]
+    Unreadable { cause: String },
     #[error("claim {claim} has no {field}")]
     Missing { claim: String, field: &'static str },
     #[error("claim {claim} is not allocated")]
-    NotAllocated { claim: ClaimRef },
-    #[error("claim {claim} has no device of driver gpu.divvy.dev")]
-    NotOurs { claim: ClaimRef },
+    NotAllocated { claim: Box<ClaimRef> },
+    #[error("claim {claim} has no device of driver {DRIVER}")]
+    NotOurs { claim: Box<ClaimRef> },
     #[error("claim {claim}, request {request}: {cause}")]
-    Config { claim: ClaimRef, request: String, cause: crate::config::ConfigError },
+    Config { claim: Box<ClaimRef>, request: String, cause: ConfigError },
+    #[error(
+        "claim {claim}, request {request}: configuration is from {source_name:?}, expected FromClass or FromClaim"
+    )]
+    ConfigSource { claim: Box<ClaimRef>, request: String, source_name: String },
     #[error("claim {claim}, device {device}: {cause}")]
-    Capacity { claim: ClaimRef, device: DeviceName, cause: crate::quantity::QuantityError },
+    Capacity { claim: Box<ClaimRef>, device: DeviceName, cause: QuantityError },
+    #[error("claim {claim}, device {device}: capacity {capacity} is given twice")]
+    CapacityTwice { claim: Box<ClaimRef>, device: DeviceName, capacity: String },
+    #[error("claim {claim}, device {device}: consumes capacity but has no shareID")]
+    NoShareId { claim: Box<ClaimRef>, device: DeviceName },
+    #[error("claim {claim} holds device {device} twice")]
+    Repeated { claim: Box<ClaimRef>, device: DeviceName },
 }
 
 impl TryFrom<&ResourceClaim> for AllocatedClaim {
     type Error = ClaimError;
-    fn try_from(_claim: &ResourceClaim) -> Result<Self, ClaimError> {
-        Err(ClaimError::Missing { claim: String::new(), field: "implementation" })
+    fn try_from(claim: &ResourceClaim) -> Result<Self, ClaimError> {
+        read(claim, |_, opaque| DeviceConfig::from_value(&opaque.parameters.0))
+    }
+}
+
+impl AllocatedClaim {
+    /// Reads a claim from the bytes of the API server.
+    pub fn from_json(json: &[u8]) -> Result<Self, ClaimError> {
+        let unreadable = |cause: serde_json::Error| ClaimError::Unreadable { cause: cause.to_string() };
+        let claim: ResourceClaim = serde_json::from_slice(json).map_err(unreadable)?;
+        let texts = serde_json::from_slice::<RawClaim<'_>>(json).map_err(unreadable)?.parameters();
+        read(&claim, |index, opaque| match texts.get(index).copied().flatten() {
+            Some(text) => DeviceConfig::parse(text.get()),
+            None => DeviceConfig::from_value(&opaque.parameters.0),
+        })
+    }
+}
+
+/// The base of a request: `gpu/sub` belongs to `gpu`.
+fn base(request: &str) -> &str {
+    request.split_once('/').map_or(request, |(base, _)| base)
+}
+
+/// Whether a configuration for these requests is for that result's request.
+fn applies(requests: Option<&Vec<String>>, request: &str) -> bool {
+    let named = requests.map_or(&[] as &[String], Vec::as_slice);
+    named.is_empty() || named.iter().any(|name| name == request || name == base(request))
+}
+
+type ParseConfig<'a> = dyn Fn(usize, &OpaqueDeviceConfiguration) -> Result<DeviceConfig, ConfigError> + 'a;
+
+fn read(
+    claim: &ResourceClaim,
+    parse: impl Fn(usize, &OpaqueDeviceConfiguration) -> Result<DeviceConfig, ConfigError>,
+) -> Result<AllocatedClaim, ClaimError> {
+    let reference = reference(claim)?;
+    let allocation = claim.status.as_ref().and_then(|status| status.allocation.as_ref());
+    let devices = match allocation {
+        Some(allocation) => allocation.devices.as_ref(),
+        None => return Err(ClaimError::NotAllocated { claim: reference.into() }),
+    };
+    let configs = devices.and_then(|devices| devices.config.as_deref()).unwrap_or_default();
+    let results = devices.and_then(|devices| devices.results.as_deref()).unwrap_or_default();
+    let mut seen = BTreeSet::new();
+    let devices = results
+        .iter()
+        .filter(|result| result.driver == DRIVER)
+        .map(|result| {
+            let device = read_result(&reference, result, configs, &parse)?;
+            let key = (
+                result.pool.as_str(),
+                result.device.as_str(),
+                result.admin_access,
+                result.share_id.as_deref(),
+            );
+            match seen.insert(key) {
+                true => Ok(device),
+                false => Err(ClaimError::Repeated { claim: reference.clone().into(), device: device.device }),
+            }
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    match devices.is_empty() {
+        true => Err(ClaimError::NotOurs { claim: reference.into() }),
+        false => Ok(AllocatedClaim { claim: reference, devices }),
+    }
+}
+
+fn reference(claim: &ResourceClaim) -> Result<ClaimRef, ClaimError> {
+    let metadata = &claim.metadata;
+    let called = || {
+        let part = |text: &Option<String>| text.clone().unwrap_or_else(|| "?".to_owned());
+        format!("{}/{}", part(&metadata.namespace), part(&metadata.name))
+    };
+    let field = |text: &Option<String>, field| match text {
+        Some(text) if !text.is_empty() => Ok(text.clone()),
+        _ => Err(ClaimError::Missing { claim: called(), field }),
+    };
+    Ok(ClaimRef {
+        namespace: field(&metadata.namespace, "namespace")?,
+        name: field(&metadata.name, "name")?,
+        uid: field(&metadata.uid, "uid")?.into(),
+    })
+}
+
+fn read_result(
+    claim: &ClaimRef,
+    result: &DeviceRequestAllocationResult,
+    configs: &[DeviceAllocationConfiguration],
+    parse: &ParseConfig<'_>,
+) -> Result<AllocatedDevice, ClaimError> {
+    let filled = |text: &str, field| match text.is_empty() {
+        true => Err(ClaimError::Missing { claim: claim.to_string(), field }),
+        false => Ok(text.to_owned()),
+    };
+    Ok(AllocatedDevice {
+        request: filled(base(&result.request), "request name in an allocation result")?.into(),
+        pool: filled(&result.pool, "pool in an allocation result")?.into(),
+        device: filled(&result.device, "device in an allocation result")?.into(),
+        hold: hold(claim, result)?,
+        configs: configs_of(claim, &result.request, configs, parse)?,
+    })
+}
+
+fn hold(claim: &ClaimRef, result: &DeviceRequestAllocationResult) -> Result<Hold, ClaimError> {
+    if result.admin_access == Some(true) {
+        return Ok(Hold::Admin);
+    }
+    let device = || DeviceName::from(result.device.as_str());
+    let consumed = result.consumed_capacity.as_ref().filter(|consumed| !consumed.is_empty());
+    let Some(id) = &result.share_id else {
+        return match consumed {
+            Some(_) => Err(ClaimError::NoShareId { claim: claim.clone().into(), device: device() }),
+            None => Ok(Hold::Exclusive),
+        };
+    };
+    let mut ours = BTreeMap::new();
+    for (name, wire) in consumed.into_iter().flatten() {
+        let name =
+            name.strip_prefix(DRIVER).and_then(|rest| rest.strip_prefix('/')).unwrap_or(name).to_owned();
+        let amount = Quantity::try_from(wire).map_err(|cause| ClaimError::Capacity {
+            claim: claim.clone().into(),
+            device: device(),
+            cause,
+        })?;
+        if ours.insert(name.clone(), amount).is_some() {
+            return Err(ClaimError::CapacityTwice {
+                claim: claim.clone().into(),
+                device: device(),
+                capacity: name,
+            });
+        }
+    }
+    Ok(Hold::Share { id: id.as_str().into(), consumed: ours })
+}
+
+fn configs_of(
+    claim: &ClaimRef,
+    request: &str,
+    configs: &[DeviceAllocationConfiguration],
+    parse: &ParseConfig<'_>,
+) -> Result<Vec<DeviceConfig>, ClaimError> {
+    let (mut of_class, mut of_claim) = (Vec::new(), Vec::new());
+    for (index, config) in configs.iter().enumerate() {
+        let Some(opaque) = config.opaque.as_ref().filter(|opaque| opaque.driver == DRIVER) else {
+            continue;
+        };
+        if !applies(config.requests.as_ref(), request) {
+            continue;
+        }
+        let ranked = match config.source.as_str() {
+            "FromClass" => &mut of_class,
+            "FromClaim" => &mut of_claim,
+            source_name => {
+                let (claim, request, source_name) =
+                    (claim.clone().into(), request.to_owned(), source_name.to_owned());
+                return Err(ClaimError::ConfigSource { claim, request, source_name });
+            }
+        };
+        ranked.push(parse(index, opaque).map_err(|cause| ClaimError::Config {
+            claim: claim.clone().into(),
+            request: request.to_owned(),
+            cause,
+        })?);
+    }
+    of_class.append(&mut of_claim);
+    Ok(of_class)
+}
+
+/// The path to the opaque parameters, which stay text.
+#[derive(Deserialize)]
+struct RawClaim<'a> {
+    #[serde(borrow)]
+    status: Option<RawStatus<'a>>,
+}
+
+#[derive(Deserialize)]
+struct RawStatus<'a> {
+    #[serde(borrow)]
+    allocation: Option<RawAllocation<'a>>,
+}
+
+#[derive(Deserialize)]
+struct RawAllocation<'a> {
+    #[serde(borrow)]
+    devices: Option<RawDevices<'a>>,
+}
+
+#[derive(Deserialize)]
+struct RawDevices<'a> {
+    #[serde(borrow)]
+    config: Option<Vec<RawConfig<'a>>>,
+}
+
+#[derive(Deserialize)]
+struct RawConfig<'a> {
+    #[serde(borrow)]
+    opaque: Option<RawOpaque<'a>>,
+}
+
+#[derive(Deserialize)]
+struct RawOpaque<'a> {
+    #[serde(borrow)]
+    parameters: Option<&'a RawValue>,
+}
+
+impl<'a> RawClaim<'a> {
+    /// The parameters of each configuration, in order.
+    fn parameters(self) -> Vec<Option<&'a RawValue>> {
+        let configs = self.status.and_then(|status| status.allocation);
+        let configs = configs.and_then(|allocation| allocation.devices).and_then(|devices| devices.config);
+        configs.unwrap_or_default().into_iter().map(|config| config.opaque?.parameters).collect()
     }
 }
