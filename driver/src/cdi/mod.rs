@@ -1,1 +1,190 @@
-//! Placeholder.
+//! CDI: how a prepared claim reaches a container.
+//!
+//! One file per claim, written at once by a rename, holds the claim's devices
+//! ([`nodes`]), the GPU driver's files that every container needs ([`files`])
+//! and one hook that makes them findable. Paths on the host are those below the
+//! driver root, paths in the container are the same without it, so an
+//! unmodified image sees the layout that the GPU driver was made for.
+//!
+//! A file's content depends on the claim, the hardware and the GPU driver
+//! alone; writing it twice gives the same bytes and the same ids. What does not
+//! depend on the claim is found once and kept until the driver's files change.
+
+pub mod document;
+pub mod elf;
+pub mod files;
+pub mod hook;
+pub mod nodes;
+mod spec;
+
+pub use hook::HookMode;
+pub use nodes::DeviceNodes;
+
+use crate::paths::HostPaths;
+use divvy_api::{ClaimUid, DeviceName};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+/// A fully qualified CDI device, `gpu.divvy.dev/claim=<uid>-<device>`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CdiId(String);
+
+impl CdiId {
+    /// The id of a device of a claim: the same for every prepare, before and after a restart.
+    pub fn new(claim: &ClaimUid, device: &DeviceName) -> Self {
+        Self(format!("{}={}", divvy_api::names::CDI_KIND, spec::device_name(claim, device)))
+    }
+
+    /// As the kubelet wants it.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl From<CdiId> for String {
+    fn from(id: CdiId) -> Self {
+        id.0
+    }
+}
+
+impl std::fmt::Display for CdiId {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str(&self.0)
+    }
+}
+
+/// A device of a claim and what of the hardware it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClaimDevice {
+    pub device: DeviceName,
+    pub nodes: DeviceNodes,
+}
+
+/// Writes and removes the CDI files of claims. A clone shares the cache.
+#[derive(Clone, Debug)]
+pub struct Cdi {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    paths: HostPaths,
+    hook: HookMode,
+    /// Edits common to all claims, with the state of the files they were made of.
+    common: Mutex<Option<spec::Common>>,
+}
+
+/// Why no claim can be given to a container on this node.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadinessError {
+    #[error("CDI directory {path} cannot be written; create it, or name another with --cdi-dir")]
+    Directory {
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error(transparent)]
+    Files(#[from] files::FilesError),
+    #[error(transparent)]
+    Hook(#[from] hook::HookError),
+    #[error(transparent)]
+    Nodes(#[from] nodes::NodesError),
+}
+
+/// Why the CDI file of a claim was not written or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum CdiError {
+    #[error("claim {claim}: CDI file {path} cannot be written")]
+    Write {
+        claim: ClaimUid,
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error("claim {claim}: CDI file {path} cannot be removed")]
+    Remove {
+        claim: ClaimUid,
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error("claim {claim}, device {device}: no device nodes for it")]
+    Nodes {
+        claim: ClaimUid,
+        device: DeviceName,
+        #[source]
+        cause: nodes::NodesError,
+    },
+    #[error("claim {claim}: the node is not ready for containers with GPUs")]
+    NotReady {
+        claim: ClaimUid,
+        #[source]
+        cause: ReadinessError,
+    },
+}
+
+impl Cdi {
+    /// Nothing is read or written yet.
+    pub fn new(paths: &HostPaths, hook: HookMode) -> Self {
+        let shared = Shared { paths: paths.clone(), hook, common: Mutex::new(None) };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// Whether a claim could be written now: the directory can be written, the
+    /// driver's files and the hook are there, the device nodes are or could be made.
+    /// Blocks for as long as `nvidia-modprobe` may take.
+    pub fn check(&self) -> Result<(), ReadinessError> {
+        let dir = &self.shared.paths.cdi_dir;
+        rustix::fs::access(dir, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK)
+            .map_err(|cause| ReadinessError::Directory { path: dir.clone(), cause: cause.into() })?;
+        self.common().map(|_| ())
+    }
+
+    /// Writes the claim's file and answers the ids of its devices, in the order given.
+    pub fn write_claim(&self, claim: &ClaimUid, devices: &[ClaimDevice]) -> Result<Vec<CdiId>, CdiError> {
+        let json = self.render(claim, devices)?;
+        let path = self.file(claim);
+        replace(&path, &json).map_err(|cause| CdiError::Write { claim: claim.clone(), path, cause })?;
+        Ok(devices.iter().map(|device| CdiId::new(claim, &device.device)).collect())
+    }
+
+    /// Removes the claim's file; one that is not there is fine.
+    pub fn remove_claim(&self, claim: &ClaimUid) -> Result<(), CdiError> {
+        let path = self.file(claim);
+        match std::fs::remove_file(&path) {
+            Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
+                Err(CdiError::Remove { claim: claim.clone(), path, cause })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the claim's file holds exactly what [`Self::write_claim`] would write now.
+    pub fn claim_is_written(&self, claim: &ClaimUid, devices: &[ClaimDevice]) -> bool {
+        match (self.render(claim, devices), std::fs::read(self.file(claim))) {
+            (Ok(want), Ok(have)) => want == have,
+            _ => false,
+        }
+    }
+
+    /// `<CDI directory>/gpu.divvy.dev-claim_<uid>.json`.
+    fn file(&self, claim: &ClaimUid) -> PathBuf {
+        self.shared.paths.cdi_dir.join(format!("{}-claim_{claim}.json", divvy_api::names::DRIVER))
+    }
+}
+
+/// Puts `bytes` at `path` at once: a reader sees the old file or the new one.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    // The runtime reads every .json and .yaml file; this one is neither.
+    let part = path.with_extension("part");
+    let result = std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, path));
+    if result.is_err() {
+        // What is left over would only take space; the first error is the one to tell.
+        let _ = std::fs::remove_file(&part);
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,113 @@
+//! The CDI document as Divvy writes it: the few fields of the specification
+//! that a GPU needs, and the lowest `cdiVersion` that a runtime must know for
+//! them. A runtime with an older CDI library refuses a newer version outright,
+//! so the number is computed from what the document holds, never assumed.
+
+use serde::Serialize;
+
+/// One CDI file. It borrows the edits that all claims have in common.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Document<'a> {
+    cdi_version: &'static str,
+    kind: &'static str,
+    devices: &'a [Device],
+    container_edits: &'a Edits,
+}
+
+/// One device of a document; its id is `<kind>=<name>`.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Device {
+    pub name: String,
+    pub container_edits: Edits,
+}
+
+/// What is changed in a container.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Edits {
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub env: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub device_nodes: Vec<DeviceNode>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<Mount>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub hooks: Vec<Hook>,
+}
+
+/// A character device. Major and minor are always given, so the runtime makes
+/// the node without looking at the host's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceNode {
+    pub path: String,
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    pub major: u32,
+    pub minor: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file_mode: Option<u32>,
+    pub permissions: &'static str,
+}
+
+/// A bind mount.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Mount {
+    pub host_path: String,
+    pub container_path: String,
+    pub options: &'static [&'static str],
+}
+
+/// A command that the runtime runs while it makes the container.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Hook {
+    pub hook_name: &'static str,
+    pub path: String,
+    pub args: Vec<String>,
+    /// Seconds; the runtime kills it after that.
+    pub timeout: u32,
+}
+
+impl<'a> Document<'a> {
+    /// A document of the claims' kind.
+    pub fn new(devices: &'a [Device], container_edits: &'a Edits) -> Self {
+        Self { cdi_version: version(devices), kind: divvy_api::names::CDI_KIND, devices, container_edits }
+    }
+}
+
+/// The lowest version that fits. Of what these types can say, only a device
+/// name that starts with a digit needs more than 0.3.0.
+fn version(devices: &[Device]) -> &'static str {
+    let letter = |device: &Device| device.name.starts_with(|c: char| c.is_ascii_alphabetic());
+    if devices.iter().all(letter) { "0.3.0" } else { "0.5.0" }
+}
+
+impl DeviceNode {
+    /// A character device that the container may read and write.
+    pub fn new(path: impl Into<String>, major: u32, minor: u32) -> Self {
+        Self { path: path.into(), kind: "c", major, minor, file_mode: None, permissions: "rw" }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(name: &str, expect: &str) {
+        let devices = [Device { name: name.to_owned(), container_edits: Edits::default() }];
+        let edits = Edits::default();
+        let json = serde_json::to_value(Document::new(&devices, &edits)).unwrap();
+        assert_eq!(json["cdiVersion"], expect, "{name}");
+        assert_eq!(json["containerEdits"], serde_json::json!({}), "nothing empty is written");
+    }
+
+    #[test]
+    fn version_is_the_lowest_that_fits_the_device_name() {
+        check("a1b2-gpu-0", "0.3.0");
+        check("1a2b-gpu-0", "0.5.0");
+    }
+}

@@ -1,0 +1,409 @@
+//! The GPU driver's files that containers need, found below the driver root by
+//! looking into the few directories where distributions, driver images and
+//! managed Kubernetes put them.
+//!
+//! A library of driver version V is named `*.so.V`; its soname is read from the
+//! file, so links are not relied upon. Every path is resolved inside the driver
+//! root: an absolute link in a driver image means a file of that image.
+
+use super::elf::{self, Object};
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Directories with libraries, below the driver root; a file in an earlier one
+/// hides its namesake in a later one.
+const LIBRARY_DIRS: &[&str] = &[
+    MULTIARCH,
+    "usr/lib64",
+    "usr/lib",
+    "lib64",
+    NVIDIA_CURRENT,
+    "usr/local/nvidia/lib64",
+    "home/kubernetes/bin/nvidia/lib64",
+    "run/opengl-driver/lib",
+];
+#[cfg(target_arch = "x86_64")]
+const MULTIARCH: &str = "usr/lib/x86_64-linux-gnu";
+#[cfg(target_arch = "x86_64")]
+const NVIDIA_CURRENT: &str = "usr/lib/x86_64-linux-gnu/nvidia/current";
+#[cfg(not(target_arch = "x86_64"))]
+const MULTIARCH: &str = "usr/lib/aarch64-linux-gnu";
+#[cfg(not(target_arch = "x86_64"))]
+const NVIDIA_CURRENT: &str = "usr/lib/aarch64-linux-gnu/nvidia/current";
+
+const BINARY_DIRS: &[&str] = &[
+    "usr/bin",
+    "usr/sbin",
+    "usr/local/nvidia/bin",
+    "home/kubernetes/bin/nvidia/bin",
+    "run/current-system/sw/bin",
+];
+const BINARIES: &[&str] =
+    &["nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"];
+/// Libraries of the GPU driver that do not carry its version.
+const UNVERSIONED: &[&str] = &["libnvidia-nvvm70.so.4", "libnvidia-api.so.1"];
+const DATA: &[&str] = &[
+    "usr/share/nvidia/nvoptix.bin",
+    "usr/share/glvnd/egl_vendor.d/10_nvidia.json",
+    "usr/share/vulkan/icd.d/nvidia_icd.json",
+    "etc/vulkan/icd.d/nvidia_icd.json",
+];
+
+/// Why the driver's files are not known.
+#[derive(Debug, thiserror::Error)]
+pub enum FilesError {
+    #[error(
+        "no libnvidia-ml.so.<version> or libcuda.so.<version> below {root}; is the GPU driver installed there?"
+    )]
+    NoDriver { root: PathBuf },
+    #[error(
+        "kernel module is version {kernel}, but below {root} there is only {found}; finish the driver update"
+    )]
+    Version { root: PathBuf, kernel: String, found: String },
+    #[error("{path} cannot be read")]
+    Read {
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+}
+
+/// A file on the host and where a container sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shared {
+    pub host: PathBuf,
+    pub container: PathBuf,
+}
+
+/// A library, by which names programs know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Library {
+    pub file: Shared,
+    pub soname: Option<String>,
+}
+
+/// A link that the GPU driver's installer makes beside its libraries.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Link {
+    /// In the container.
+    pub path: PathBuf,
+    /// A name in the same directory.
+    pub target: String,
+}
+
+/// Everything that is mounted, in an order that does not change.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DriverFiles {
+    pub version: String,
+    pub libraries: Vec<Library>,
+    pub links: Vec<Link>,
+    /// Binaries, at `/usr/bin` in the container, and data files.
+    pub others: Vec<Shared>,
+}
+
+/// What has to stay the same for a [`DriverFiles`] to be true: the version of
+/// the kernel module and the directories. Cheap to take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stamp {
+    kernel: Option<String>,
+    dirs: Vec<Option<(u64, u64, i64, i64)>>,
+}
+
+impl Stamp {
+    /// As it is now.
+    pub fn take(driver_root: &Path, proc_root: &Path) -> Self {
+        let stat = |dir: &&str| {
+            let meta = std::fs::metadata(driver_root.join(dir)).ok()?;
+            Some((meta.dev(), meta.ino(), meta.mtime(), meta.mtime_nsec()))
+        };
+        Self {
+            kernel: kernel_version(proc_root),
+            dirs: LIBRARY_DIRS.iter().chain(BINARY_DIRS).map(stat).collect(),
+        }
+    }
+}
+
+/// Version of the loaded kernel module, for example `580.95.05`.
+fn kernel_version(proc_root: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(proc_root.join("driver/nvidia/version")).ok()?;
+    let line = text.lines().find(|line| line.starts_with("NVRM version"))?;
+    line.split_whitespace().find(|word| is_version(word)).map(str::to_owned)
+}
+
+/// `580.95.05`: numbers with dots between, at least one dot.
+fn is_version(word: &str) -> bool {
+    word.contains('.')
+        && word.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()))
+}
+
+impl DriverFiles {
+    /// Finds them.
+    pub fn find(root: &Path, stamp: &Stamp) -> Result<Self, FilesError> {
+        let opened = File::open(root).map_err(|cause| FilesError::Read { path: root.to_owned(), cause })?;
+        let root = Root { path: root, opened };
+        let names = root.list()?;
+        let version = version(&root, &names, stamp.kernel.as_deref())?;
+        let suffix = format!(".so.{version}");
+        let mut found = Self { version, ..Self::default() };
+        for (name, dir) in &names {
+            if !name.ends_with(&suffix) && !UNVERSIONED.contains(&name.as_str()) {
+                continue;
+            }
+            let path = Path::new(dir).join(name);
+            let Some((file, shared)) = root.open(&path) else { continue };
+            match elf::inspect(&file) {
+                Ok(Object::Library { soname }) => found.libraries.push(Library { file: shared, soname }),
+                Ok(Object::Other) => {}
+                Err(cause) => return Err(FilesError::Read { path: root.path.join(path), cause }),
+            }
+        }
+        found.links = root.links(&names, &found.libraries);
+        for name in BINARIES {
+            let paths = BINARY_DIRS.iter().map(|dir| Path::new(dir).join(name));
+            if let Some((_, shared)) = paths.into_iter().find_map(|path| root.open(&path)) {
+                found.others.push(Shared { container: Path::new("/usr/bin").join(name), ..shared });
+            }
+        }
+        found.others.extend(DATA.iter().filter_map(|path| Some(root.open(Path::new(path))?.1)));
+        Ok(found)
+    }
+}
+
+/// The version whose files are to be mounted: the kernel module's, or where
+/// that is not known the newest that is installed.
+fn version(
+    root: &Root<'_>,
+    names: &BTreeMap<String, String>,
+    kernel: Option<&str>,
+) -> Result<String, FilesError> {
+    let versions: BTreeSet<(Vec<u64>, &str)> = names
+        .keys()
+        .filter_map(|name| name.strip_prefix("libnvidia-ml.so.").or_else(|| name.strip_prefix("libcuda.so.")))
+        .filter(|version| is_version(version))
+        .map(|version| (version.split('.').filter_map(|part| part.parse().ok()).collect(), version))
+        .collect();
+    let Some((_, newest)) = versions.last() else {
+        return Err(FilesError::NoDriver { root: root.path.to_owned() });
+    };
+    match kernel {
+        None => Ok((*newest).to_owned()),
+        Some(kernel) if versions.iter().any(|(_, version)| *version == kernel) => Ok(kernel.to_owned()),
+        Some(kernel) => Err(FilesError::Version {
+            root: root.path.to_owned(),
+            kernel: kernel.to_owned(),
+            found: (*newest).to_owned(),
+        }),
+    }
+}
+
+/// The driver root, out of which no link leads.
+struct Root<'a> {
+    path: &'a Path,
+    opened: File,
+}
+
+impl Root<'_> {
+    /// Names in the library directories, and the directory of each.
+    fn list(&self) -> Result<BTreeMap<String, String>, FilesError> {
+        let mut names = BTreeMap::new();
+        for dir in LIBRARY_DIRS {
+            let entries = match std::fs::read_dir(self.path.join(dir)) {
+                Err(cause) if cause.kind() == io::ErrorKind::NotFound => continue,
+                entries => entries,
+            };
+            let read = |cause| FilesError::Read { path: self.path.join(dir), cause };
+            for entry in entries.map_err(read)? {
+                // A name that is not text is none of the GPU driver's.
+                if let Ok(name) = entry.map_err(read)?.file_name().into_string() {
+                    names.entry(name).or_insert_with(|| (*dir).to_owned());
+                }
+            }
+        }
+        Ok(names)
+    }
+
+    /// Opens a regular file, every link resolved inside the root.
+    fn open(&self, path: &Path) -> Option<(File, Shared)> {
+        // Without O_NONBLOCK a FIFO would block; a device is not opened for long.
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+        let file = File::from(rustix::fs::openat2(&self.opened, path, flags, Mode::empty(), resolve).ok()?);
+        if !file.metadata().ok()?.is_file() {
+            return None;
+        }
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+        let host = std::fs::read_link(format!("/proc/self/fd/{fd}")).ok()?;
+        Some((file, Shared { host, container: Path::new("/").join(path) }))
+    }
+
+    /// Links beside the libraries that lead to one of them, `libcuda.so` always among them.
+    fn links(&self, names: &BTreeMap<String, String>, libraries: &[Library]) -> Vec<Link> {
+        let base = |library: &Library| Some(library.file.container.file_name()?.to_str()?.to_owned());
+        let sonames: BTreeSet<String> =
+            libraries.iter().filter_map(|library| library.soname.clone()).collect();
+        let mut targets: BTreeSet<String> = libraries.iter().filter_map(base).collect();
+        targets.extend(sonames.iter().cloned());
+        let mut links = BTreeSet::new();
+        for (name, dir) in names {
+            if targets.contains(name) {
+                continue;
+            }
+            let path = Path::new(dir).join(name);
+            let Ok(target) = std::fs::read_link(self.path.join(&path)) else { continue };
+            if let Some(target) = target.to_str().filter(|target| targets.contains(*target)) {
+                links.insert(Link { path: Path::new("/").join(path), target: target.to_owned() });
+            }
+        }
+        let cuda = libraries.iter().find(|library| library.soname.as_deref() == Some("libcuda.so.1"));
+        if let Some(cuda) = cuda {
+            let path = cuda.file.container.with_file_name("libcuda.so");
+            links.insert(Link { path, target: "libcuda.so.1".to_owned() });
+        }
+        links.into_iter().collect()
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_numbers_with_dots() {
+        for (word, expect) in [
+            ("580.95.05", true),
+            ("580.95", true),
+            ("580", false),
+            ("1", false),
+            ("x.y", false),
+            ("5..1", false),
+        ] {
+            assert_eq!(is_version(word), expect, "{word}");
+        }
+    }
+
+    /// A library small enough to write by hand: only its soname can be read.
+    pub(in super::super) fn library(soname: &str) -> Vec<u8> {
+        let mut elf = vec![0; 64 + 2 * 56 + 3 * 16];
+        let machine: u16 = if cfg!(target_arch = "aarch64") { 183 } else { 62 };
+        let strings = elf.len() as u64;
+        let length = strings + soname.len() as u64 + 2;
+        let mut put = |at: usize, bytes: &[u8]| elf[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, b"\x7fELF\x02\x01\x01");
+        put(16, &3u16.to_le_bytes());
+        put(18, &machine.to_le_bytes());
+        put(32, &64u64.to_le_bytes());
+        put(54, &56u16.to_le_bytes());
+        put(56, &2u16.to_le_bytes());
+        for (at, kind, offset, size) in [(64, 1u32, 0u64, length), (120, 2, 176, 48)] {
+            put(at, &kind.to_le_bytes());
+            put(at + 8, &offset.to_le_bytes());
+            put(at + 16, &offset.to_le_bytes());
+            put(at + 32, &size.to_le_bytes());
+        }
+        for (at, tag, value) in [(176, 5u64, strings), (192, 14, 1)] {
+            put(at, &tag.to_le_bytes());
+            put(at + 8, &value.to_le_bytes());
+        }
+        elf.push(0);
+        elf.extend(soname.bytes());
+        elf.push(0);
+        elf
+    }
+
+    /// A driver root: (path, content); a content that starts with `->` is a link.
+    fn root(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for (path, content) in files {
+            let path = dir.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            match content.strip_prefix(b"->") {
+                Some(target) => {
+                    std::os::unix::fs::symlink(std::str::from_utf8(target).unwrap(), path).unwrap()
+                }
+                None => std::fs::write(path, content).unwrap(),
+            }
+        }
+        dir
+    }
+
+    fn find(dir: &Path) -> Result<DriverFiles, FilesError> {
+        DriverFiles::find(dir, &Stamp::take(dir, &dir.join("proc")))
+    }
+
+    #[test]
+    fn libraries_of_the_loaded_version_are_found_with_their_names() {
+        let cuda = library("libcuda.so.1");
+        let core = library("libnvidia-glcore.so.580.1.2");
+        let lib = |name: &str| format!("{MULTIARCH}/{name}");
+        let dir = root(&[
+            ("proc/driver/nvidia/version", b"NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.2  Mon\n"),
+            (&lib("libcuda.so.580.1.2"), &cuda),
+            (&lib("libcuda.so.590.1"), &cuda),
+            (&lib("libcuda.so.1"), b"->libcuda.so.580.1.2"),
+            (&lib("libnvidia-glcore.so.580.1.2"), &core),
+            (&lib("libglindirect.so.0"), b"->libnvidia-glcore.so.580.1.2"),
+            (&lib("libother.so.1"), b"->libother.so.1.0"),
+            ("usr/lib/libcuda.so.580.1.2", b"a 32-bit library"),
+            ("usr/bin/nvidia-smi", b"->/opt/nvidia/smi"),
+            ("opt/nvidia/smi", b"#!"),
+        ]);
+        let found = find(dir.path()).unwrap();
+        assert_eq!(found.version, "580.1.2");
+        let names: Vec<_> = found
+            .libraries
+            .iter()
+            .map(|l| (l.file.container.to_str().unwrap(), l.soname.as_deref()))
+            .collect();
+        let at = |name: &str| format!("/{MULTIARCH}/{name}");
+        assert_eq!(
+            names,
+            [
+                (at("libcuda.so.580.1.2").as_str(), Some("libcuda.so.1")),
+                (at("libnvidia-glcore.so.580.1.2").as_str(), Some("libnvidia-glcore.so.580.1.2")),
+            ]
+        );
+        let links: Vec<_> =
+            found.links.iter().map(|l| (l.path.to_str().unwrap(), l.target.as_str())).collect();
+        assert_eq!(
+            links,
+            [
+                (at("libcuda.so").as_str(), "libcuda.so.1"),
+                (at("libglindirect.so.0").as_str(), "libnvidia-glcore.so.580.1.2")
+            ]
+        );
+        let root = dir.path().canonicalize().unwrap();
+        let smi = Shared { host: root.join("opt/nvidia/smi"), container: "/usr/bin/nvidia-smi".into() };
+        assert_eq!(found.others, [smi], "an absolute link is one of the driver root");
+    }
+
+    #[test]
+    fn a_root_without_a_driver_is_named() {
+        let dir = root(&[("usr/lib/libc.so.6", b"x")]);
+        let text = find(dir.path()).unwrap_err().to_string();
+        assert!(text.contains(dir.path().to_str().unwrap()), "{text}");
+    }
+
+    #[test]
+    fn half_an_update_is_refused() {
+        let dir = root(&[
+            ("proc/driver/nvidia/version", b"NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.2  Mon\n"),
+            ("usr/lib64/libnvidia-ml.so.590.3", b"x"),
+        ]);
+        let text = find(dir.path()).unwrap_err().to_string();
+        assert!(text.contains("580.1.2") && text.contains("590.3"), "{text}");
+    }
+
+    #[test]
+    fn a_new_file_changes_the_stamp() {
+        let dir = root(&[("usr/lib64/libnvidia-ml.so.590.3", b"x")]);
+        let take = || Stamp::take(dir.path(), &dir.path().join("proc"));
+        let before = take();
+        assert_eq!(before, take());
+        std::fs::remove_dir_all(dir.path().join("usr/lib64")).unwrap();
+        assert_ne!(before, take());
+    }
+}

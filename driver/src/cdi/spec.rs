@@ -1,0 +1,149 @@
+//! Puts a claim's document together: what all claims have in common, found once
+//! and kept until the GPU driver's files or nodes change, and the claim's devices.
+
+use super::document::{Device, Document, Edits, Hook, Mount};
+use super::files::{DriverFiles, Shared as SharedFile, Stamp};
+use super::nodes::CommonNodes;
+use super::{Cdi, CdiError, ClaimDevice, ReadinessError, hook};
+use divvy_api::{ClaimUid, DeviceName};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError};
+
+const MOUNT_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
+/// Seconds for the runtime; the hook gives up earlier by itself.
+const HOOK_TIMEOUT: u32 = 15;
+
+/// Edits that every claim has, and what they were made of.
+#[derive(Clone, Debug)]
+pub(super) struct Common {
+    stamp: Stamp,
+    nodes: CommonNodes,
+    hook: Option<PathBuf>,
+    edits: Arc<Edits>,
+}
+
+impl Common {
+    /// Whether nothing has changed since.
+    fn holds(&self, stamp: &Stamp, nodes: &CommonNodes) -> bool {
+        self.stamp == *stamp && self.nodes == *nodes && self.hook.as_ref().is_none_or(|path| path.exists())
+    }
+}
+
+impl Cdi {
+    /// The common edits, found again if anything they stand on has changed.
+    pub(super) fn common(&self) -> Result<Arc<Edits>, ReadinessError> {
+        let paths = &self.shared.paths;
+        let nodes = CommonNodes::find(paths)?;
+        let stamp = Stamp::take(&paths.driver_root, &paths.proc_root);
+        let mut cached = self.shared.common.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(common) = cached.as_ref().filter(|common| common.holds(&stamp, &nodes)) {
+            return Ok(common.edits.clone());
+        }
+        let files = DriverFiles::find(&paths.driver_root, &stamp)?;
+        let hook = hook::install(&self.shared.hook, &paths.plugin_dir())?;
+        let edits = Arc::new(edits(&files, &nodes, hook.as_deref()));
+        *cached = Some(Common { stamp, nodes, hook, edits: edits.clone() });
+        Ok(edits)
+    }
+
+    /// The bytes of a claim's file.
+    pub(super) fn render(&self, claim: &ClaimUid, devices: &[ClaimDevice]) -> Result<Vec<u8>, CdiError> {
+        let common = self.common().map_err(|cause| CdiError::NotReady { claim: claim.clone(), cause })?;
+        let mut rendered: Vec<Device> = Vec::with_capacity(devices.len());
+        for ClaimDevice { device, nodes } in devices {
+            let fail = |cause| CdiError::Nodes { claim: claim.clone(), device: device.clone(), cause };
+            let nodes = nodes.nodes(&self.shared.paths).map_err(fail)?;
+            let name = device_name(claim, device);
+            // One device twice, once with adminAccess: one entry with all the nodes.
+            match rendered.iter_mut().find(|have| have.name == name) {
+                None => {
+                    let container_edits = Edits { device_nodes: nodes, ..Edits::default() };
+                    rendered.push(Device { name, container_edits });
+                }
+                Some(have) => {
+                    let have = &mut have.container_edits.device_nodes;
+                    let new: Vec<_> = nodes.into_iter().filter(|node| !have.contains(node)).collect();
+                    have.extend(new);
+                }
+            }
+        }
+        serde_json::to_vec(&Document::new(&rendered, &common)).map_err(|cause| CdiError::Write {
+            claim: claim.clone(),
+            path: self.file(claim),
+            cause: cause.into(),
+        })
+    }
+}
+
+/// What stands behind the `=` of a CDI id.
+pub(super) fn device_name(claim: &ClaimUid, device: &DeviceName) -> String {
+    format!("{claim}-{device}")
+}
+
+fn edits(files: &DriverFiles, nodes: &CommonNodes, hook: Option<&Path>) -> Edits {
+    let mut mounts: Vec<Mount> = Vec::new();
+    let mut mount = |host: &Path, container: &Path| {
+        mounts.push(Mount { host_path: text(host), container_path: text(container), options: MOUNT_OPTIONS });
+    };
+    for SharedFile { host, container } in
+        files.libraries.iter().map(|library| &library.file).chain(&files.others)
+    {
+        mount(host, container);
+    }
+    let hooks = match hook {
+        Some(path) => vec![Hook {
+            hook_name: "createContainer",
+            path: text(path),
+            args: hook_args(files),
+            timeout: HOOK_TIMEOUT,
+        }],
+        None => {
+            for (host, container) in other_names(files) {
+                mount(host, &container);
+            }
+            Vec::new()
+        }
+    };
+    // `void` tells an NVIDIA container runtime that may be installed to stay away.
+    Edits { env: vec!["NVIDIA_VISIBLE_DEVICES=void".to_owned()], device_nodes: nodes.nodes(), mounts, hooks }
+}
+
+/// `--library PATH[=SONAME]` for each library and `--link PATH=TARGET` for each link.
+fn hook_args(files: &DriverFiles) -> Vec<String> {
+    let mut args = vec!["divvy-hook".to_owned()];
+    for library in &files.libraries {
+        let Some(soname) = &library.soname else { continue };
+        args.extend(["--library".to_owned(), format!("{}={soname}", text(&library.file.container))]);
+    }
+    for link in &files.links {
+        args.extend(["--link".to_owned(), format!("{}={}", text(&link.path), link.target)]);
+    }
+    args
+}
+
+/// Files once more under the names that the hook would have made as links.
+fn other_names(files: &DriverFiles) -> Vec<(&Path, PathBuf)> {
+    let mut names: Vec<(&Path, PathBuf)> = Vec::new();
+    for library in &files.libraries {
+        let Some(soname) = &library.soname else { continue };
+        let path = library.file.container.with_file_name(soname);
+        if path != library.file.container {
+            names.push((&library.file.host, path));
+        }
+    }
+    for link in &files.links {
+        let target = link.path.with_file_name(&link.target);
+        let named = names.iter().find(|(_, path)| *path == target).map(|(host, _)| *host);
+        let direct = files.libraries.iter().find(|library| library.file.container == target);
+        if let Some(host) = named.or(direct.map(|library| library.file.host.as_path())) {
+            names.push((host, link.path.clone()));
+        }
+    }
+    names
+}
+
+/// Paths come from directory listings that keep only names that are text, and
+/// from flags.
+fn text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}

@@ -1,0 +1,289 @@
+//! The face on a small world of its own: a driver root with two libraries, the
+//! kernel's tables and nodes as the simulator and a real node have them.
+
+use super::*;
+use serde_json::{Value, json};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+const DEVICES: &str = "Character devices:\n195 nvidia\n237 nvidia-caps\n511 nvidia-uvm\n\nBlock devices:\n";
+
+struct World {
+    dir: tempfile::TempDir,
+    cdi: Cdi,
+}
+
+impl World {
+    fn new() -> Self {
+        Self::with(|_| HookMode::None)
+    }
+
+    fn with(hook: impl FnOnce(&Path) -> HookMode) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().canonicalize().unwrap();
+        let paths = HostPaths {
+            kubelet_root: root.join("kubelet"),
+            cdi_dir: root.join("cdi"),
+            driver_root: root.join("driver"),
+            dev_root: root.join("driver"),
+            proc_root: root.join("proc"),
+            sys_root: root.join("sys"),
+            state_dir: root.join("state"),
+        };
+        fs::create_dir_all(&paths.cdi_dir).unwrap();
+        let world = Self { cdi: Cdi::new(&paths, hook(&root)), dir };
+        world.file("driver/usr/lib64/libcuda.so.580.1", &files::tests::library("libcuda.so.1"));
+        world.file("driver/usr/lib64/libnvidia-ml.so.580.1", &files::tests::library("libnvidia-ml.so.1"));
+        world.file("driver/usr/bin/nvidia-smi", b"smi");
+        world.file("proc/devices", DEVICES.as_bytes());
+        for node in ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0", "nvidia1"] {
+            world.file(&format!("driver/dev/{node}"), b"");
+        }
+        world.capability("gpu1/mig/gi2/access", 156);
+        world.capability("gpu1/mig/gi2/ci0/access", 157);
+        world
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.dir.path().canonicalize().unwrap().join(path)
+    }
+
+    fn file(&self, path: &str, content: &[u8]) {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+
+    fn program(&self, path: &str, script: &str) {
+        self.file(path, format!("#!/bin/sh\n{script}").as_bytes());
+        fs::set_permissions(self.path(path), fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    fn capability(&self, file: &str, minor: u32) {
+        let text = format!("DeviceFileMinor: {minor}\nDeviceFileMode: 292\nDeviceFileModify: 1\n");
+        self.file(&format!("proc/driver/nvidia/capabilities/{file}"), text.as_bytes());
+    }
+
+    fn remove(&self, path: &str) {
+        fs::remove_file(self.path(path)).unwrap();
+    }
+
+    fn written(&self) -> Value {
+        serde_json::from_slice(&fs::read(self.path("cdi/gpu.divvy.dev-claim_1-2.json")).unwrap()).unwrap()
+    }
+}
+
+fn uid() -> ClaimUid {
+    ClaimUid::from("1-2")
+}
+
+fn gpu(minor: u32) -> ClaimDevice {
+    ClaimDevice { device: DeviceName::from(format!("gpu-{minor}")), nodes: DeviceNodes::Gpu { minor } }
+}
+
+fn mig() -> ClaimDevice {
+    let nodes = DeviceNodes::Mig { minor: 1, gpu_instance: 2, compute_instance: 0 };
+    ClaimDevice { device: DeviceName::from("gpu-1-mig-3g40gb-9-4"), nodes }
+}
+
+/// The whole chain of causes, as it is logged.
+fn told(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
+fn refused(world: &World, devices: &[ClaimDevice], parts: &[&str]) {
+    let text = told(&world.cdi.write_claim(&uid(), devices).unwrap_err());
+    for part in parts.iter().chain(&["claim 1-2"]) {
+        assert!(text.contains(part), "{part:?} is not in {text:?}");
+    }
+    let left: Vec<_> = fs::read_dir(world.path("cdi")).map(|dir| dir.collect()).unwrap_or_default();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+fn node(path: &str, major: u32, minor: u32) -> Value {
+    json!({"path": path, "type": "c", "major": major, "minor": minor, "permissions": "rw"})
+}
+
+#[test]
+fn a_claim_is_one_file_with_its_devices_and_what_all_claims_share() {
+    let world = World::new();
+    let ids = world.cdi.write_claim(&uid(), &[gpu(0), mig()]).unwrap();
+    let ids: Vec<_> = ids.iter().map(CdiId::as_str).collect();
+    assert_eq!(ids, ["gpu.divvy.dev/claim=1-2-gpu-0", "gpu.divvy.dev/claim=1-2-gpu-1-mig-3g40gb-9-4"]);
+    let cap = |minor: u32| {
+        let mut node = node(&format!("/dev/nvidia-caps/nvidia-cap{minor}"), 237, minor);
+        node["fileMode"] = json!(0o444);
+        node
+    };
+    let mount = |path: &str, container: &str| {
+        json!({
+            "hostPath": world.path("driver").join(path),
+            "containerPath": container,
+            "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"],
+        })
+    };
+    assert_eq!(
+        world.written(),
+        json!({
+            "cdiVersion": "0.5.0",
+            "kind": "gpu.divvy.dev/claim",
+            "devices": [
+                {"name": "1-2-gpu-0", "containerEdits": {"deviceNodes": [node("/dev/nvidia0", 195, 0)]}},
+                {"name": "1-2-gpu-1-mig-3g40gb-9-4", "containerEdits": {"deviceNodes": [
+                    node("/dev/nvidia1", 195, 1), cap(156), cap(157),
+                ]}},
+            ],
+            "containerEdits": {
+                "env": ["NVIDIA_VISIBLE_DEVICES=void"],
+                "deviceNodes": [
+                    node("/dev/nvidiactl", 195, 255),
+                    node("/dev/nvidia-uvm", 511, 0),
+                    node("/dev/nvidia-uvm-tools", 511, 1),
+                ],
+                "mounts": [
+                    mount("usr/lib64/libcuda.so.580.1", "/usr/lib64/libcuda.so.580.1"),
+                    mount("usr/lib64/libnvidia-ml.so.580.1", "/usr/lib64/libnvidia-ml.so.580.1"),
+                    mount("usr/bin/nvidia-smi", "/usr/bin/nvidia-smi"),
+                    mount("usr/lib64/libcuda.so.580.1", "/usr/lib64/libcuda.so.1"),
+                    mount("usr/lib64/libnvidia-ml.so.580.1", "/usr/lib64/libnvidia-ml.so.1"),
+                    mount("usr/lib64/libcuda.so.580.1", "/usr/lib64/libcuda.so"),
+                ],
+            },
+        })
+    );
+}
+
+#[test]
+fn the_hook_is_told_every_name() {
+    let world = World::with(|root| {
+        fs::write(root.join("divvy-hook"), "hook").unwrap();
+        HookMode::Own(root.join("divvy-hook"))
+    });
+    world.cdi.write_claim(&uid(), &[gpu(0)]).unwrap();
+    let hook = world.written()["containerEdits"]["hooks"][0].take();
+    assert_eq!(hook["hookName"], "createContainer");
+    assert_eq!(
+        hook["args"],
+        json!([
+            "divvy-hook",
+            "--library",
+            "/usr/lib64/libcuda.so.580.1=libcuda.so.1",
+            "--library",
+            "/usr/lib64/libnvidia-ml.so.580.1=libnvidia-ml.so.1",
+            "--link",
+            "/usr/lib64/libcuda.so=libcuda.so.1",
+        ])
+    );
+    let path = hook["path"].as_str().unwrap();
+    assert!(path.starts_with(world.path("kubelet/plugins/gpu.divvy.dev/hook").to_str().unwrap()), "{path}");
+    assert_eq!(fs::read(path).unwrap(), b"hook");
+
+    fs::remove_file(path).unwrap();
+    world.cdi.write_claim(&uid(), &[gpu(0)]).unwrap();
+    assert!(Path::new(path).exists(), "a hook that somebody removed is put back");
+}
+
+#[test]
+fn writing_again_gives_the_same_bytes_and_removing_again_is_fine() {
+    let world = World::new();
+    let devices = [gpu(0), mig()];
+    assert!(!world.cdi.claim_is_written(&uid(), &devices));
+    let ids = world.cdi.write_claim(&uid(), &devices).unwrap();
+    let first = fs::read(world.path("cdi/gpu.divvy.dev-claim_1-2.json")).unwrap();
+    assert_eq!(world.cdi.write_claim(&uid(), &devices).unwrap(), ids);
+    assert_eq!(fs::read(world.path("cdi/gpu.divvy.dev-claim_1-2.json")).unwrap(), first);
+    assert!(world.cdi.claim_is_written(&uid(), &devices));
+    assert!(!world.cdi.claim_is_written(&uid(), &devices[..1]));
+    world.cdi.remove_claim(&uid()).unwrap();
+    world.cdi.remove_claim(&uid()).unwrap();
+    assert_eq!(fs::read_dir(world.path("cdi")).unwrap().count(), 0);
+}
+
+#[test]
+fn admin_access_shows_what_is_live_and_joins_the_same_device() {
+    let world = World::new();
+    let admin = DeviceNodes::Admin { minor: 1, instances: vec![(2, vec![0])] };
+    let admin = ClaimDevice { device: DeviceName::from("gpu-1"), nodes: admin };
+    let ids = world.cdi.write_claim(&uid(), &[gpu(1), admin]).unwrap();
+    assert_eq!(ids[0], ids[1]);
+    let devices = world.written()["devices"].take();
+    let paths: Vec<_> = devices[0]["containerEdits"]["deviceNodes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|n| n["path"].clone())
+        .collect();
+    assert_eq!(paths, ["/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap156", "/dev/nvidia-caps/nvidia-cap157"]);
+    assert_eq!(devices.as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn a_driver_that_was_updated_is_seen_at_once() {
+    let world = World::new();
+    world.cdi.write_claim(&uid(), &[gpu(0)]).unwrap();
+    for library in ["libcuda", "libnvidia-ml"] {
+        let to = world.path(&format!("driver/usr/lib64/{library}.so.590.2"));
+        fs::rename(world.path(&format!("driver/usr/lib64/{library}.so.580.1")), to).unwrap();
+    }
+    assert!(!world.cdi.claim_is_written(&uid(), &[gpu(0)]));
+    world.cdi.write_claim(&uid(), &[gpu(0)]).unwrap();
+    assert_eq!(
+        world.written()["containerEdits"]["mounts"][0]["containerPath"],
+        "/usr/lib64/libcuda.so.590.2"
+    );
+}
+
+#[test]
+fn missing_nodes_and_modules_are_made_by_the_drivers_helper() {
+    let world = World::new();
+    for node in ["nvidia0", "nvidia-uvm", "nvidiactl"] {
+        world.remove(&format!("driver/dev/{node}"));
+    }
+    world.file("proc/devices", b"Character devices:\n  1 mem\n");
+    let (dev, devices) = (world.path("driver/dev"), world.path("proc/devices"));
+    let script = format!(
+        "case \"$*\" in\n\
+         '-c 255') : > {dev}/nvidiactl; echo '195 nvidia' >> {devices};;\n\
+         '-c 0') : > {dev}/nvidia0;;\n\
+         '-u') : > {dev}/nvidia-uvm; echo '511 nvidia-uvm' >> {devices};;\n\
+         *) exit 9;;\nesac\n",
+        dev = dev.display(),
+        devices = devices.display(),
+    );
+    world.program("driver/usr/bin/nvidia-modprobe", &script);
+    world.cdi.check().unwrap();
+    world.cdi.write_claim(&uid(), &[gpu(0)]).unwrap();
+}
+
+#[test]
+fn a_helper_that_does_not_help_is_one_clear_error() {
+    let world = World::new();
+    world.remove("driver/dev/nvidia-uvm");
+    let text = told(&world.cdi.check().unwrap_err());
+    assert!(text.contains("nvidia-uvm is missing") && text.contains("nvidia-modprobe"), "{text}");
+    world.program("driver/usr/bin/nvidia-modprobe", "echo no such module >&2; exit 1");
+    refused(&world, &[gpu(0)], &["nvidia-uvm is missing", "no such module"]);
+    world.program("driver/usr/bin/nvidia-modprobe", "exit 0");
+    refused(&world, &[gpu(0)], &["nvidia-uvm is missing"]);
+}
+
+#[test]
+fn an_instance_without_its_files_names_claim_device_and_path() {
+    let world = World::new();
+    let device = mig();
+    world.remove("proc/driver/nvidia/capabilities/gpu1/mig/gi2/ci0/access");
+    refused(&world, &[device.clone()], &["gpu-1-mig-3g40gb-9-4", "gi2/ci0/access", "No such file"]);
+    world.file("proc/driver/nvidia/capabilities/gpu1/mig/gi2/ci0/access", b"DeviceFileMode: 292\n");
+    refused(&world, &[device], &["gi2/ci0/access", "DeviceFileMinor"]);
+}
+
+#[test]
+fn a_directory_that_is_missing_is_refused_before_and_at_the_claim() {
+    let world = World::new();
+    world.cdi.check().unwrap();
+    fs::remove_dir(world.path("cdi")).unwrap();
+    let text = told(&world.cdi.check().unwrap_err());
+    assert!(text.contains("--cdi-dir") && text.contains("No such file"), "{text}");
+    refused(&world, &[gpu(0)], &["gpu.divvy.dev-claim_1-2.json", "No such file"]);
+}
