@@ -1,0 +1,353 @@
+//! GPU models: one data file each in `catalogue/`, every row with its source.
+//!
+//! Figures are data because formulas are wrong: a `1g.20gb` of an H100 has 26
+//! multiprocessors, not 32, and profile ids are opaque numbers. A row with
+//! `verified = false` was derived or is known from documents only; everything
+//! else was printed by a real card. Files are read when a model is first used,
+//! so a process pays for the models of its node only.
+
+use crate::state::Placement;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::OnceLock;
+
+macro_rules! files {
+    ($($key:literal),* $(,)?) => {
+        [$(File { key: $key, text: include_str!(concat!("../catalogue/", $key, ".toml")), row: OnceLock::new() },)*]
+    };
+}
+
+struct File {
+    key: &'static str,
+    text: &'static str,
+    row: OnceLock<GpuModel>,
+}
+
+static FILES: [File; 16] = files![
+    "T4",
+    "L4",
+    "L40S",
+    "A10",
+    "A30-24GB",
+    "A100-SXM4-40GB",
+    "A100-SXM4-80GB",
+    "H100-SXM5-80GB",
+    "H100-PCIe-80GB",
+    "H100-NVL-94GB",
+    "GH200-96GB",
+    "H200-SXM-141GB",
+    "B200-180GB",
+    "GB200-186GB",
+    "B300-269GB",
+    "RTX-PRO-6000",
+];
+
+/// A model of the catalogue.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Model(&'static GpuModel);
+
+/// What every GPU of a model has in common.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GpuModel {
+    /// How people ask for it: `H100-SXM5-80GB`.
+    pub key: String,
+    /// `nvmlDeviceGetName`.
+    pub product: String,
+    /// Where the figures of this file come from, profiles apart.
+    pub source: String,
+    pub verified: bool,
+    /// `nvmlBrandType_t`.
+    pub brand: u32,
+    pub architecture: Architecture,
+    pub compute_capability: (u32, u32),
+    /// PCI device id, vendor apart.
+    pub device_id: u16,
+    /// A display controller (PCI class 0x0300) and not a 3D controller (0x0302).
+    #[serde(default)]
+    pub display: bool,
+    pub memory_total_mib: u64,
+    /// Part of the total that the driver keeps.
+    pub memory_reserved_mib: u64,
+    pub bar1_mib: u64,
+    pub multiprocessors: u32,
+    pub power_watts: u32,
+    pub pcie_generation: u32,
+    pub encoders: u32,
+    pub decoders: u32,
+    #[serde(default)]
+    pub jpeg_engines: u32,
+    #[serde(default)]
+    pub ofa_engines: u32,
+    /// Links to an NVSwitch or a bridge; 0 without NVLink.
+    #[serde(default)]
+    pub nvlink_links: u32,
+    /// Links lead to NVSwitches, so that all GPUs of the node reach each other.
+    #[serde(default)]
+    pub nvswitch: bool,
+    /// MiB/s of one link in each direction.
+    #[serde(default)]
+    pub nvlink_mib_per_second: u32,
+    pub addressing: Addressing,
+    /// Registers with a fabric manager.
+    #[serde(default)]
+    pub fabric: bool,
+    /// Each GPU has a PCI domain of its own (Grace).
+    #[serde(default)]
+    pub own_pci_domain: bool,
+    /// Absent on GPUs without MIG.
+    pub mig: Option<MigModel>,
+}
+
+/// `nvmlDeviceArchitecture_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+pub enum Architecture {
+    Turing = 6,
+    Ampere = 7,
+    Ada = 8,
+    Hopper = 9,
+    Blackwell = 10,
+}
+
+/// How the GPU reaches pageable memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum Addressing {
+    Hmm,
+    Ats,
+}
+
+/// How a GPU is cut.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigModel {
+    /// Memory slices: placements lie in `0..grid`.
+    pub grid: u32,
+    /// Compute slices; as many instances as there can be at most.
+    pub compute_slices: u32,
+    pub toggle: Toggle,
+    #[serde(rename = "profile")]
+    pub profiles: Vec<GiProfile>,
+}
+
+/// What it takes to change the MIG mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Toggle {
+    /// A GPU reset; the mode is stored on the board and outlives a reboot.
+    Reset,
+    /// Nothing but an idle GPU; the mode is gone with the driver.
+    Live,
+}
+
+/// A GPU-instance profile.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GiProfile {
+    /// `NVML_GPU_INSTANCE_PROFILE_*`.
+    pub index: u32,
+    /// Column ID of `nvidia-smi mig -lgip`; opaque.
+    pub id: u32,
+    pub name: String,
+    pub memory_mib: u64,
+    /// Multiprocessors.
+    pub sm: u32,
+    /// Copy engines.
+    pub ce: u32,
+    /// Decoders.
+    pub dec: u32,
+    /// Encoders.
+    #[serde(default)]
+    pub enc: u32,
+    /// JPEG engines.
+    pub jpg: u32,
+    /// Optical-flow engines.
+    pub ofa: u32,
+    /// How many can exist at once.
+    pub instances: u32,
+    /// Memory slices it takes.
+    pub size: u32,
+    /// Where it may start.
+    pub starts: Vec<u32>,
+    pub source: String,
+    pub verified: bool,
+}
+
+/// A compute-instance profile inside a GPU-instance profile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CiProfile {
+    /// `NVML_COMPUTE_INSTANCE_PROFILE_*`; the id is the same number.
+    pub index: u32,
+    /// Compute slices.
+    pub slices: u32,
+    pub sm: u32,
+    /// How many fit into an empty GPU instance.
+    pub instances: u32,
+}
+
+/// No model of that name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("no GPU model {wanted:?} in the catalogue; there are {}", keys().collect::<Vec<_>>().join(", "))]
+pub struct NoSuchModel {
+    wanted: String,
+}
+
+/// Keys of all models.
+pub fn keys() -> impl Iterator<Item = &'static str> {
+    FILES.iter().map(|file| file.key)
+}
+
+/// All models.
+pub fn all() -> impl Iterator<Item = Model> {
+    FILES.iter().map(|file| Model(file.row()))
+}
+
+/// The model of that key, or the only one whose key begins with it (`H200`, `A100-SXM4-40`).
+pub fn find(wanted: &str) -> Result<Model, NoSuchModel> {
+    let lower = wanted.to_ascii_lowercase();
+    let is = |file: &&File| file.key.eq_ignore_ascii_case(wanted);
+    let mut begins = FILES.iter().filter(|file| file.key.to_ascii_lowercase().starts_with(&lower));
+    let file = match FILES.iter().find(is) {
+        Some(file) => Some(file),
+        None => match (begins.next(), begins.next()) {
+            (Some(file), None) if !wanted.is_empty() => Some(file),
+            _ => None,
+        },
+    };
+    file.map(|file| Model(file.row())).ok_or_else(|| NoSuchModel { wanted: wanted.to_owned() })
+}
+
+impl File {
+    fn row(&self) -> &GpuModel {
+        // The files are compiled in and a test reads each of them.
+        self.row.get_or_init(|| match toml::from_str(self.text) {
+            Ok(row) => row,
+            Err(error) => panic!("catalogue/{}.toml: {error}", self.key),
+        })
+    }
+}
+
+impl Model {
+    /// Its row.
+    pub const fn row(self) -> &'static GpuModel {
+        self.0
+    }
+}
+
+impl GpuModel {
+    /// The GPU-instance profile of that id.
+    pub fn profile(&self, id: u32) -> Option<&GiProfile> {
+        self.mig.as_ref()?.profiles.iter().find(|profile| profile.id == id)
+    }
+
+    /// The GPU-instance profile of that index.
+    pub fn profile_at(&self, index: u32) -> Option<&GiProfile> {
+        self.mig.as_ref()?.profiles.iter().find(|profile| profile.index == index)
+    }
+
+    /// The CI profiles that a GPU instance of that profile offers, by index.
+    pub fn ci_profiles<'a>(&'a self, gi: &'a GiProfile) -> impl Iterator<Item = CiProfile> + 'a {
+        let slices = gi.slices();
+        let per_slice = self.profile_at(0).map_or(gi.sm, |one| one.sm);
+        let offered = CI_SIZES.iter().filter(move |(_, size)| match slices {
+            7 => *size != 6 && *size != 8,
+            _ => *size == slices || (*size < slices && *size <= 2),
+        });
+        let plain = offered.map(move |(index, size)| CiProfile {
+            index: *index,
+            slices: *size,
+            sm: if *size == slices { gi.sm } else { per_slice * size },
+            instances: slices / size,
+        });
+        // Media profiles have a second one-slice profile that carries the media engines.
+        let media = CiProfile { index: CI_REV1, slices: 1, sm: per_slice, instances: 1 };
+        plain.chain(gi.has_media().then_some(media))
+    }
+
+    /// The CI profile of that id inside a GPU instance of that profile.
+    pub fn ci_profile(&self, gi: &GiProfile, id: u32) -> Option<CiProfile> {
+        self.ci_profiles(gi).find(|profile| profile.index == id)
+    }
+}
+
+/// Index and compute slices of the plain CI profiles.
+const CI_SIZES: &[(u32, u32)] = &[(0, 1), (1, 2), (2, 3), (3, 4), (4, 7), (5, 8), (6, 6)];
+/// `NVML_COMPUTE_INSTANCE_PROFILE_1_SLICE_REV1`.
+const CI_REV1: u32 = 7;
+
+impl MigModel {
+    /// Memory slices without a compute slice: no one-slice instance can lie there.
+    pub fn is_dead(&self, slice: u32) -> bool {
+        let ones = self.profiles.iter().filter(|profile| profile.index == 0);
+        !ones.flat_map(GiProfile::placements).any(|placement| placement.slices().contains(&slice))
+    }
+
+    /// The profile that takes the whole GPU: its engines are all there are.
+    pub fn whole(&self) -> Option<&GiProfile> {
+        self.profiles.iter().find(|profile| profile.size == self.grid)
+    }
+}
+
+impl GiProfile {
+    /// Where it may lie, ascending.
+    pub fn placements(&self) -> impl Iterator<Item = Placement> + '_ {
+        self.starts.iter().map(|&start| Placement { start, size: self.size })
+    }
+
+    /// Compute slices, by the index.
+    pub const fn slices(&self) -> u32 {
+        match self.index {
+            0 | 7 | 9 | 0xA | 0xD | 0xF => 1,
+            1 | 8 | 0xB | 0xE | 0x10 => 2,
+            2 | 0x11 => 3,
+            3 | 0xC => 4,
+            5 => 8,
+            6 => 6,
+            _ => 7,
+        }
+    }
+
+    /// `+me` profiles: one GPU instance has the engines that there is one of.
+    pub const fn has_media(&self) -> bool {
+        matches!(self.index, 7 | 8)
+    }
+
+    /// `+gfx` profiles can draw.
+    pub const fn has_graphics(&self) -> bool {
+        matches!(self.index, 0xA | 0xB | 0xC | 0x11)
+    }
+
+    /// Engines of each kind, in the order copy, decode, encode, JPEG, optical flow.
+    pub const fn engines(&self) -> [u32; 5] {
+        [self.ce, self.dec, self.enc, self.jpg, self.ofa]
+    }
+}
+
+impl From<Model> for String {
+    fn from(model: Model) -> Self {
+        model.0.key.clone()
+    }
+}
+
+impl TryFrom<String> for Model {
+    type Error = NoSuchModel;
+
+    fn try_from(key: String) -> Result<Self, NoSuchModel> {
+        find(&key)
+    }
+}
+
+impl PartialEq for Model {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self.0, other.0)
+    }
+}
+
+impl Eq for Model {}
+
+impl fmt::Debug for Model {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.0.key)
+    }
+}

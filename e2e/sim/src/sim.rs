@@ -1,0 +1,105 @@
+//! [`Sim`]: one simulator, opened by its root.
+
+use crate::code::Code;
+use crate::state::{Privilege, State};
+use crate::store::{Store, StoreError};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Where the state lies below a root; the one path that containers share with the host.
+pub(crate) const STATE_DIR: &str = "run/divvy-sim";
+
+/// A simulator: the root of its trees and its state.
+#[derive(Debug)]
+pub struct Sim {
+    root: PathBuf,
+    dir: PathBuf,
+    store: Store,
+}
+
+/// Why the state was not changed or read.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// The simulator itself is broken.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The GPU says no.
+    #[error("{0}")]
+    Refused(#[from] Code),
+}
+
+impl From<Failure> for Code {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Store(error) => error.into(),
+            Failure::Refused(code) => code,
+        }
+    }
+}
+
+impl Sim {
+    /// Opens the simulator whose driver root is `root`. `/` is a container: it
+    /// has the state and its own `/dev`, and trees are left to the host.
+    pub fn open(root: impl Into<PathBuf>) -> Result<Self, StoreError> {
+        let root = root.into();
+        let dir = root.join(STATE_DIR);
+        let render = (root != Path::new("/")).then(|| root.clone());
+        let store = Store::open(dir.clone(), render)?;
+        Ok(Self { root, dir, store })
+    }
+
+    /// Opens the simulator that a file of its driver root belongs to: the nearest
+    /// directory above it that has a state.
+    pub fn from_library_path(file: &Path) -> Result<Self, StoreError> {
+        let file = file.canonicalize().unwrap_or_else(|_| file.to_owned());
+        let root = file.ancestors().skip(1).find(|dir| dir.join(STATE_DIR).join("state.json").exists());
+        Self::open(root.unwrap_or(Path::new("/")))
+    }
+
+    pub(crate) fn create(root: PathBuf, state: &State) -> Result<Self, StoreError> {
+        let dir = root.join(STATE_DIR);
+        let store = Store::create(dir.clone(), root.clone(), state)?;
+        Ok(Self { root, dir, store })
+    }
+
+    /// The driver root.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where the state lies: what a harness binds to `/run/divvy-sim` in containers.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The directory of device nodes.
+    pub fn dev(&self) -> PathBuf {
+        self.root.join("dev")
+    }
+
+    /// Where the trace is written, a JSON line per call.
+    pub fn trace_path(&self) -> PathBuf {
+        self.dir.join("trace.jsonl")
+    }
+
+    /// The state as it is now; cheap while nobody changes it.
+    pub fn read(&self) -> Result<Arc<State>, Failure> {
+        Ok(self.store.read()?)
+    }
+
+    /// Changes the state and the trees that show it. Nothing changes when `change` refuses.
+    pub fn update<T>(&self, change: impl FnOnce(&mut State) -> Result<T, Code>) -> Result<T, Failure> {
+        self.store.update(|state| change(state).map_err(Failure::Refused))
+    }
+
+    /// Whether this process is root in the eyes of the driver.
+    pub fn privileged(&self, state: &State) -> bool {
+        match state.host.privilege {
+            Privilege::Nobody => false,
+            Privilege::Owner => {
+                let user = rustix::process::geteuid();
+                user.is_root() || rustix::fs::stat(&self.dir).is_ok_and(|stat| stat.st_uid == user.as_raw())
+            }
+        }
+    }
+}

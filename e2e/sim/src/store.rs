@@ -1,0 +1,278 @@
+//! The state file: read by everybody, changed under one lock.
+//!
+//! A change takes the lock, edits a copy, renders what it changes in `/proc`,
+//! `/sys` and `/dev`, and renames a new file over the old one. A process killed
+//! at any point leaves the old state or the new one. It may leave the trees
+//! ahead of the state; a marker file says so, and whoever comes next renders them
+//! again. There is no fsync: the state need not outlive the machine.
+//!
+//! A reader parses the file once and keeps it open. While it is open its inode
+//! number cannot be used again, so one `stat` tells whether the file of that
+//! name is still the one parsed. No lock is held between calls, no thread is
+//! started, and the cache is only ever tried, never waited for: a process may
+//! fork at any time.
+
+use crate::code::Code;
+use crate::control::LOCK;
+use crate::state::{FORMAT, State};
+use crate::tree;
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, RwLock};
+use std::time::{Duration, Instant};
+
+/// Nobody needs the lock for longer.
+const LOCK_WAIT: Duration = Duration::from_secs(20);
+/// First pause between two tries for the lock; it doubles up to [`LOCK_PAUSE_MAX`].
+const LOCK_PAUSE: Duration = Duration::from_micros(20);
+const LOCK_PAUSE_MAX: Duration = Duration::from_millis(1);
+
+/// The state of one simulator on disk.
+#[derive(Debug)]
+pub struct Store {
+    /// Root of the rendered trees; absent inside a container, which has only the state.
+    render: Option<PathBuf>,
+    dir: PathBuf,
+    cache: RwLock<Option<Cached>>,
+}
+
+#[derive(Debug, Clone)]
+struct Cached {
+    state: Arc<State>,
+    inode: (u64, u64),
+    /// Kept open so that its inode is not used again.
+    _file: Arc<File>,
+}
+
+/// The state cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    #[error("no simulated GPUs in {dir}; `divvy-sim up` makes them")]
+    Absent { dir: PathBuf },
+    #[error("cannot {what} {path}")]
+    Io { what: &'static str, path: PathBuf, source: io::Error },
+    #[error("cannot read {path}: not a state of this simulator")]
+    Damaged { path: PathBuf, source: serde_json::Error },
+    #[error("{path} has format {found}, this simulator reads {FORMAT}; use the programs of one build")]
+    Format { path: PathBuf, found: u32 },
+    #[error("another process has held {path} for {seconds} s")]
+    Locked { path: PathBuf, seconds: u64 },
+    #[error("cannot render {path}")]
+    Render { path: PathBuf, source: io::Error },
+}
+
+impl From<StoreError> for Code {
+    fn from(error: StoreError) -> Self {
+        match error {
+            StoreError::Absent { .. } => Self::DriverNotLoaded,
+            StoreError::Io { ref source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+                Self::NoPermission
+            }
+            StoreError::Io { .. } | StoreError::Render { .. } => Self::OperatingSystem,
+            StoreError::Locked { .. } => Self::Timeout,
+            StoreError::Damaged { .. } | StoreError::Format { .. } => Self::Unknown,
+        }
+    }
+}
+
+impl Store {
+    /// The store in `dir`; trees are rendered below `render`.
+    pub fn open(dir: PathBuf, render: Option<PathBuf>) -> Result<Self, StoreError> {
+        let store = Self { render, dir, cache: RwLock::new(None) };
+        let state = store.read()?;
+        if store.render.is_some() && store.dirty_path().exists() {
+            let _lock = store.lock()?;
+            // Somebody else may have been faster; rendering twice is harmless.
+            store.repair(&state)?;
+        }
+        Ok(store)
+    }
+
+    /// Writes the first state and renders it.
+    pub fn create(dir: PathBuf, render: PathBuf, state: &State) -> Result<Self, StoreError> {
+        let store = Self { render: Some(render), dir, cache: RwLock::new(None) };
+        std::fs::create_dir_all(&store.dir)
+            .map_err(|source| store.io("create", store.dir.clone(), source))?;
+        let _lock = store.lock()?;
+        store.mark_dirty()?;
+        store.commit(state)?;
+        store.repair(state)?;
+        Ok(store)
+    }
+
+    /// The state as it is now.
+    pub fn read(&self) -> Result<Arc<State>, StoreError> {
+        Ok(self.current()?.state)
+    }
+
+    /// Changes the state; nothing is written when `change` fails or changes nothing.
+    pub fn update<T, E: From<StoreError>>(
+        &self,
+        change: impl FnOnce(&mut State) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let _lock = self.lock()?;
+        let before = self.current()?.state;
+        if self.render.is_some() && self.dirty_path().exists() {
+            self.repair(&before)?;
+        }
+        let mut after = State::clone(&before);
+        let result = change(&mut after)?;
+        if after == *before {
+            return Ok(result);
+        }
+        after.generation += 1;
+        let edits = tree::changes(&before, &after);
+        if edits.is_empty() {
+            self.commit(&after)?;
+            return Ok(result);
+        }
+        self.mark_dirty()?;
+        if let Some(root) = &self.render {
+            edits.apply(root).map_err(render_error)?;
+        }
+        self.commit(&after)?;
+        if self.render.is_some() {
+            self.mark_clean()?;
+        }
+        Ok(result)
+    }
+
+    fn current(&self) -> Result<Cached, StoreError> {
+        let path = self.state_path();
+        let stat = rustix::fs::stat(&path).map_err(|errno| self.read_error(path.clone(), errno.into()))?;
+        let inode = (stat.st_dev, stat.st_ino);
+        // Tried, not waited for: after a fork the lock's owner may not exist here.
+        for _ in 0..64 {
+            if let Ok(cache) = self.cache.try_read() {
+                match &*cache {
+                    Some(cached) if cached.inode == inode => return Ok(cached.clone()),
+                    _ => break,
+                }
+            }
+            std::hint::spin_loop();
+        }
+        let fresh = self.load(path)?;
+        self.remember(fresh.clone());
+        Ok(fresh)
+    }
+
+    fn load(&self, path: PathBuf) -> Result<Cached, StoreError> {
+        let mut file = File::open(&path).map_err(|source| self.read_error(path.clone(), source))?;
+        let stat = rustix::fs::fstat(&file).map_err(|errno| self.io("read", path.clone(), errno.into()))?;
+        let mut text = Vec::new();
+        file.read_to_end(&mut text).map_err(|source| self.io("read", path.clone(), source))?;
+        let state: State = serde_json::from_slice(&text)
+            .map_err(|source| StoreError::Damaged { path: path.clone(), source })?;
+        if state.format != FORMAT {
+            return Err(StoreError::Format { path, found: state.format });
+        }
+        Ok(Cached { state: Arc::new(state), inode: (stat.st_dev, stat.st_ino), _file: Arc::new(file) })
+    }
+
+    fn remember(&self, fresh: Cached) {
+        if let Ok(mut cache) = self.cache.try_write() {
+            *cache = Some(fresh);
+        }
+    }
+
+    fn commit(&self, state: &State) -> Result<(), StoreError> {
+        let (new, path) = (self.dir.join("state.json.new"), self.state_path());
+        let text =
+            serde_json::to_vec(state).map_err(|source| StoreError::Damaged { path: path.clone(), source })?;
+        let mut options = File::options();
+        options.read(true).write(true).create(true).truncate(true);
+        let mut file = options.open(&new).map_err(|source| self.io("write", new.clone(), source))?;
+        io::Write::write_all(&mut file, &text).map_err(|source| self.io("write", new.clone(), source))?;
+        let stat = rustix::fs::fstat(&file).map_err(|errno| self.io("write", new.clone(), errno.into()))?;
+        std::fs::rename(&new, &path).map_err(|source| self.io("replace", path, source))?;
+        self.remember(Cached {
+            state: Arc::new(state.clone()),
+            inode: (stat.st_dev, stat.st_ino),
+            _file: Arc::new(file),
+        });
+        Ok(())
+    }
+
+    /// Renders everything again; the lock is held.
+    fn repair(&self, state: &State) -> Result<(), StoreError> {
+        let Some(root) = &self.render else { return Ok(()) };
+        tree::render(root, state).map_err(render_error)?;
+        self.mark_clean()
+    }
+
+    fn mark_dirty(&self) -> Result<(), StoreError> {
+        let path = self.dirty_path();
+        File::create(&path).map(drop).map_err(|source| self.io("create", path, source))
+    }
+
+    fn mark_clean(&self) -> Result<(), StoreError> {
+        let path = self.dirty_path();
+        match std::fs::remove_file(&path) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => Err(self.io("remove", path, source)),
+            _ => Ok(()),
+        }
+    }
+
+    fn lock(&self) -> Result<Lock, StoreError> {
+        lock(&self.dir.join("lock"), LOCK_WAIT)
+    }
+
+    fn state_path(&self) -> PathBuf {
+        self.dir.join("state.json")
+    }
+
+    fn dirty_path(&self) -> PathBuf {
+        self.dir.join("dirty")
+    }
+
+    fn read_error(&self, path: PathBuf, source: io::Error) -> StoreError {
+        if source.kind() == io::ErrorKind::NotFound {
+            return StoreError::Absent { dir: self.dir.clone() };
+        }
+        self.io("read", path, source)
+    }
+
+    fn io(&self, what: &'static str, path: PathBuf, source: io::Error) -> StoreError {
+        StoreError::Io { what, path, source }
+    }
+}
+
+fn render_error(failure: tree::RenderError) -> StoreError {
+    StoreError::Render { path: failure.path, source: failure.source }
+}
+
+/// A file lock; the kernel takes it from a process that dies.
+#[derive(Debug)]
+pub(crate) struct Lock(OwnedFd);
+
+/// Takes the lock, waiting at most that long.
+pub(crate) fn lock(path: &Path, wait: Duration) -> Result<Lock, StoreError> {
+    let error = |what, errno: Errno| StoreError::Io { what, path: path.to_owned(), source: errno.into() };
+    let flags = OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file =
+        rustix::fs::open(path, flags, Mode::from_raw_mode(0o644)).map_err(|errno| error("open", errno))?;
+    let (begin, mut pause) = (Instant::now(), LOCK_PAUSE);
+    loop {
+        match rustix::fs::flock(&file, LOCK) {
+            Ok(()) => return Ok(Lock(file)),
+            Err(Errno::WOULDBLOCK | Errno::INTR) => {}
+            Err(errno) => return Err(error("lock", errno)),
+        }
+        if begin.elapsed() > wait {
+            return Err(StoreError::Locked { path: path.to_owned(), seconds: wait.as_secs() });
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LOCK_PAUSE_MAX);
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Said aloud and not left to close: a child forked meanwhile has the same lock.
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
+    }
+}
