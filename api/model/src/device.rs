@@ -3,7 +3,9 @@
 //! The pattern is that of NVIDIA's DRA driver. A name parses back to exactly
 //! the device it was made of, for every device that can be published.
 
+use crate::inventory::{Gpu, Inventory, MigProfile};
 use crate::numbers::GpuNumber;
+use crate::placement::Placement;
 use divvy_api::DeviceName;
 use std::fmt;
 
@@ -24,6 +26,23 @@ pub struct DeviceNameError {
     pub name: String,
 }
 
+/// Why a device cannot be found on this node.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ResolveError {
+    #[error("device {device}: this node has no GPU number {}", device.gpu())]
+    NoGpu { device: DeviceId },
+    #[error("device {device}: GPU {} has no such MIG profile", device.gpu())]
+    NoProfile { device: DeviceId },
+    #[error("device {device}: profile {profile} cannot start at {start}")]
+    NoPlacement { device: DeviceId, profile: String, start: u32 },
+}
+
+/// The part of a GPU that is an instance of a profile at a placement.
+pub type Part<'a> = (&'a MigProfile, Placement);
+
+/// A device name is a DNS label.
+const MAX_NAME: usize = 63;
+
 impl DeviceId {
     /// The GPU it lies on.
     pub fn gpu(&self) -> GpuNumber {
@@ -40,6 +59,23 @@ impl DeviceId {
             .map(|c| if c == '+' || c == ',' { '-' } else { c.to_ascii_lowercase() })
             .collect();
         Self::Mig { gpu, slug, profile_id, start }
+    }
+
+    /// What it is on this node: a GPU, or a profile of it at a placement.
+    pub fn resolve<'a>(&self, node: &'a Inventory) -> Result<(&'a Gpu, Option<Part<'a>>), ResolveError> {
+        let gpu = node.gpu(self.gpu()).ok_or_else(|| ResolveError::NoGpu { device: self.clone() })?;
+        let Self::Mig { profile_id, start, .. } = *self else {
+            return Ok((gpu, None));
+        };
+        let named = |profile: &&MigProfile| Self::mig(gpu.number, &profile.name, profile_id, start) == *self;
+        let profile = gpu.profile(profile_id).filter(named);
+        let profile = profile.ok_or_else(|| ResolveError::NoProfile { device: self.clone() })?;
+        match profile.placements.iter().find(|placement| placement.start == start) {
+            Some(placement) => Ok((gpu, Some((profile, *placement)))),
+            None => {
+                Err(ResolveError::NoPlacement { device: self.clone(), profile: profile.name.clone(), start })
+            }
+        }
     }
 
     /// The name under which it is published.
@@ -59,9 +95,127 @@ impl fmt::Display for DeviceId {
     }
 }
 
+/// Reads only what [`DeviceId`] writes: no sign, no leading zero, no other case.
 impl TryFrom<&DeviceName> for DeviceId {
     type Error = DeviceNameError;
     fn try_from(name: &DeviceName) -> Result<Self, DeviceNameError> {
-        Err(DeviceNameError { name: name.to_string() })
+        parse(name.as_str()).ok_or_else(|| DeviceNameError { name: name.to_string() })
+    }
+}
+
+fn parse(name: &str) -> Option<DeviceId> {
+    if name.len() > MAX_NAME {
+        return None;
+    }
+    let rest = name.strip_prefix("gpu-")?;
+    let Some((gpu, rest)) = rest.split_once("-mig-") else {
+        return Some(DeviceId::Gpu(GpuNumber(number(rest)?)));
+    };
+    let (rest, start) = rest.rsplit_once('-')?;
+    let (slug, profile_id) = rest.rsplit_once('-')?;
+    is_slug(slug).then_some(DeviceId::Mig {
+        gpu: GpuNumber(number(gpu)?),
+        slug: slug.to_owned(),
+        profile_id: number(profile_id)?,
+        start: number(start)?,
+    })
+}
+
+/// A number as `Display` writes it.
+fn number(text: &str) -> Option<u32> {
+    let number: u32 = text.parse().ok()?;
+    (number.to_string() == text).then_some(number)
+}
+
+/// Words of lower-case letters and digits with single dashes between them.
+fn is_slug(text: &str) -> bool {
+    let word =
+        |word: &str| !word.is_empty() && word.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit());
+    text.split('-').all(word)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::tests::{gpu, mig, profile};
+    use proptest::prelude::*;
+
+    fn id() -> impl Strategy<Value = DeviceId> {
+        let slug = "[1-9][0-9]?g[1-9][0-9]{0,2}gb(-(me|gfx|me-all|[0-9]{1,2}))?";
+        prop_oneof![
+            any::<u32>().prop_map(|gpu| DeviceId::Gpu(GpuNumber(gpu))),
+            (any::<u32>(), slug, any::<u32>(), any::<u32>()).prop_map(|(gpu, slug, profile_id, start)| {
+                DeviceId::Mig { gpu: GpuNumber(gpu), slug, profile_id, start }
+            }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_name_means_the_device_it_was_made_of(id in id()) {
+            prop_assert!(id.to_string().len() <= MAX_NAME);
+            prop_assert_eq!(DeviceId::try_from(&id.name()), Ok(id));
+        }
+
+        #[test]
+        fn a_device_has_one_name(text in "gpu-[0-9]{1,3}(-mig-[-0-9a-zG+]{0,12}-[0-9]{1,3}-[0-9]{1,2})?|.*") {
+            let name = DeviceName::from(text);
+            if let Ok(id) = DeviceId::try_from(&name) {
+                prop_assert_eq!(id.name(), name);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_written_so_is_refused() {
+        for name in [
+            "",
+            "gpu",
+            "gpu-",
+            "gpu--1",
+            "gpu-+1",
+            "gpu-01",
+            "gpu-0 ",
+            "GPU-0",
+            "gpu-4294967296",
+            "gpu-0-",
+            "gpu-0-mig",
+            "gpu-0-mig-",
+            "gpu-0-mig-19-0",
+            "gpu-0-mig--19-0",
+            "gpu-0-mig-1g10gb-19",
+            "gpu-0-mig-1g.10gb-19-0",
+            "gpu-0-mig-1G10gb-19-0",
+            "gpu-0-mig-1g10gb--19-0",
+            "gpu-0-mig-1g10gb-019-0",
+            "gpu-0-mig-1g10gb-19-00",
+            "gpu-0-timeslice",
+        ] {
+            let found = DeviceId::try_from(&DeviceName::from(name));
+            assert_eq!(found, Err(DeviceNameError { name: name.to_owned() }));
+        }
+    }
+
+    #[test]
+    fn a_device_resolves_to_what_the_node_has() {
+        let node = Inventory {
+            gpus: vec![gpu(0, mig(vec![profile(19, "1g.10gb", &[(0, 1), (1, 1)])]))],
+            ..Default::default()
+        };
+        let check = |name: &str, expected: Result<Option<(u32, u32)>, &str>| {
+            let found = DeviceId::try_from(&DeviceName::from(name)).expect(name);
+            let found =
+                found.resolve(&node).map(|(_, part)| part.map(|(profile, place)| (profile.id, place.start)));
+            assert_eq!(found.map_err(|error| error.to_string()), expected.map_err(str::to_owned), "{name}");
+        };
+        check("gpu-0", Ok(None));
+        check("gpu-0-mig-1g10gb-19-1", Ok(Some((19, 1))));
+        check("gpu-1", Err("device gpu-1: this node has no GPU number 1"));
+        check("gpu-0-mig-1g10gb-20-0", Err("device gpu-0-mig-1g10gb-20-0: GPU 0 has no such MIG profile"));
+        check("gpu-0-mig-1g12gb-19-0", Err("device gpu-0-mig-1g12gb-19-0: GPU 0 has no such MIG profile"));
+        check(
+            "gpu-0-mig-1g10gb-19-2",
+            Err("device gpu-0-mig-1g10gb-19-2: profile 1g.10gb cannot start at 2"),
+        );
     }
 }

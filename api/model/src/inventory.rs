@@ -170,3 +170,64 @@ impl fmt::Display for Condition {
         }
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A present GPU; the tests care for its number and its profiles.
+    pub(crate) fn gpu(number: u32, mig: Mig) -> Gpu {
+        Gpu {
+            number: GpuNumber(number),
+            uuid: GpuUuid::from(format!("GPU-{number}")),
+            minor: number,
+            product: "NVIDIA H100 80GB HBM3".to_owned(),
+            brand: "Nvidia".to_owned(),
+            architecture: "Hopper".to_owned(),
+            compute_capability: (9, 0),
+            memory_bytes: 81559 << 20,
+            addressing_mode: None,
+            pci_bus_id: "0000:1a:00.0".to_owned(),
+            pcie_root: None,
+            numa_node: None,
+            nvlink_group: None,
+            nvlink_peers: 0,
+            mig,
+            presence: Presence::Present,
+            conditions: Vec::new(),
+        }
+    }
+
+    pub(crate) fn mig(profiles: Vec<MigProfile>) -> Mig {
+        Mig::Supported { mode: MigMode::Off, toggle: MigToggle::Live, profiles, instances: Vec::new() }
+    }
+
+    pub(crate) fn profile(id: u32, name: &str, placements: &[(u32, u32)]) -> MigProfile {
+        MigProfile {
+            id,
+            index: 0,
+            name: name.to_owned(),
+            memory_mib: 9984,
+            multiprocessors: 16,
+            copy_engines: 1,
+            decoders: 1,
+            encoders: 0,
+            jpeg_engines: 1,
+            ofa_engines: 0,
+            max_instances: 7,
+            placements: placements.iter().map(|&(start, size)| Placement { start, size }).collect(),
+        }
+    }
+
+    #[test]
+    fn gpus_and_profiles_are_found_by_their_own_key() {
+        let node = Inventory {
+            gpus: vec![gpu(3, Mig::Unsupported), gpu(1, mig(vec![profile(19, "1g.10gb", &[(0, 1)])]))],
+            ..Default::default()
+        };
+        assert_eq!(node.gpu(GpuNumber(1)).map(|gpu| gpu.uuid.as_str()), Some("GPU-1"));
+        assert_eq!(node.gpu(GpuNumber(0)), None);
+        let has = |number, id| node.gpu(GpuNumber(number)).and_then(|gpu| gpu.profile(id)).is_some();
+        assert!(has(1, 19) && !has(1, 0) && !has(3, 19));
+    }
+}

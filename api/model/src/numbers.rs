@@ -32,7 +32,8 @@ impl GpuNumbers {
             return *number;
         }
         let taken = |n: u32| self.by_uuid.values().any(|have| have.0 == n);
-        let number = GpuNumber(if taken(minor) { (0..).find(|n| !taken(*n)).unwrap_or(minor) } else { minor });
+        let number =
+            GpuNumber(if taken(minor) { (0..).find(|n| !taken(*n)).unwrap_or(minor) } else { minor });
         self.by_uuid.insert(uuid.clone(), number);
         number
     }
@@ -45,5 +46,70 @@ impl GpuNumbers {
     /// All numbers given, by UUID.
     pub fn iter(&self) -> impl Iterator<Item = (&GpuUuid, GpuNumber)> {
         self.by_uuid.iter().map(|(uuid, number)| (uuid, *number))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn uuid(n: u32) -> GpuUuid {
+        GpuUuid::from(format!("GPU-{n}"))
+    }
+
+    #[test]
+    fn a_number_stays_when_the_minors_shift() {
+        let mut numbers = GpuNumbers::default();
+        let first: Vec<_> = (0..4).map(|minor| numbers.number(&uuid(minor), minor).0).collect();
+        assert_eq!(first, [0, 1, 2, 3]);
+        // GPU 1 is lost at a reboot: the driver counts the others anew.
+        let after: Vec<_> =
+            [(0, 0), (2, 1), (3, 2)].map(|(gpu, minor)| numbers.number(&uuid(gpu), minor).0).into();
+        assert_eq!(after, [0, 2, 3]);
+        // A new GPU in its place has minor 3 and takes nobody's number.
+        assert_eq!(numbers.number(&uuid(9), 3), GpuNumber(4));
+        // The lost one comes back.
+        assert_eq!(numbers.number(&uuid(1), 1), GpuNumber(1));
+    }
+
+    #[test]
+    fn a_forgotten_number_is_free_again() {
+        let mut numbers = GpuNumbers::default();
+        numbers.number(&uuid(0), 0);
+        assert_eq!(numbers.forget(&uuid(0)), Some(GpuNumber(0)));
+        assert_eq!(numbers.forget(&uuid(0)), None);
+        assert_eq!(numbers.number(&uuid(1), 0), GpuNumber(0));
+    }
+
+    /// Written by one version and read by the next.
+    #[test]
+    fn the_table_is_written_as_it_always_was() {
+        let mut numbers = GpuNumbers::default();
+        numbers.number(&uuid(7), 3);
+        numbers.number(&uuid(5), 0);
+        let golden = r#"{"by_uuid":{"GPU-5":0,"GPU-7":3}}"#;
+        assert_eq!(serde_json::to_string(&numbers).expect("json"), golden);
+        assert_eq!(serde_json::from_str::<GpuNumbers>(golden).expect("reads"), numbers);
+        let newer = golden.replace("}}", r#"},"more":1}"#);
+        assert_eq!(
+            serde_json::from_str::<GpuNumbers>(&newer).expect("unknown fields are tolerated"),
+            numbers
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn numbers_are_distinct_and_never_move(seen in prop::collection::vec((0u32..12, 0u32..8), 0..40)) {
+            let mut numbers = GpuNumbers::default();
+            let mut given = BTreeMap::new();
+            for (gpu, minor) in seen {
+                let number = numbers.number(&uuid(gpu), minor);
+                prop_assert_eq!(*given.entry(gpu).or_insert(number), number);
+            }
+            let distinct: std::collections::BTreeSet<_> = given.values().collect();
+            prop_assert_eq!(distinct.len(), given.len());
+            prop_assert_eq!(numbers.iter().count(), given.len());
+        }
     }
 }

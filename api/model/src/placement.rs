@@ -25,8 +25,53 @@ impl Placement {
     }
 }
 
+/// The candidates that share no slice with what is taken, in their order.
+pub fn free<'a>(candidates: &'a [Placement], taken: &'a [Placement]) -> impl Iterator<Item = Placement> + 'a {
+    let is_free = |candidate: &Placement| !taken.iter().any(|other| other.overlaps(*candidate));
+    candidates.iter().copied().filter(is_free)
+}
+
 impl fmt::Display for Placement {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "{}:{}", self.start, self.size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn placement() -> impl Strategy<Value = Placement> {
+        (0u32..24, 0u32..13).prop_map(|(start, size)| Placement { start, size })
+    }
+
+    proptest! {
+        #[test]
+        fn overlap_is_having_a_slice_in_common(a in placement(), b in placement()) {
+            let common = a.slices().any(|slice| b.slices().contains(&slice));
+            let empty = a.size == 0 || b.size == 0;
+            prop_assert_eq!(a.overlaps(b) && !empty, common);
+            prop_assert_eq!(a.overlaps(b), b.overlaps(a));
+        }
+
+        #[test]
+        fn what_is_free_touches_nothing_and_what_is_not_does(
+            candidates in prop::collection::vec(placement(), 0..12),
+            taken in prop::collection::vec(placement(), 0..6),
+        ) {
+            let found: Vec<_> = free(&candidates, &taken).collect();
+            for candidate in &candidates {
+                let touches = taken.iter().any(|other| other.overlaps(*candidate));
+                prop_assert_eq!(found.contains(candidate), !touches);
+            }
+        }
+
+        #[test]
+        fn no_placement_overflows(start in any::<u32>(), size in any::<u32>(), other in placement()) {
+            let placement = Placement { start, size };
+            prop_assert!(placement.slices().start <= placement.slices().end);
+            let _ = placement.overlaps(other);
+        }
     }
 }
