@@ -1,0 +1,94 @@
+//! NVML's return codes, all of them: a code that this list does not know is
+//! [`Code::Other`], so that a newer GPU driver never turns into a parse error.
+
+use std::fmt;
+
+macro_rules! codes {
+    ($($name:ident = $number:literal, $text:literal;)*) => {
+        /// Why NVML refused a call.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Code {
+            $($name,)*
+            /// A code newer than this list.
+            Other(u32),
+        }
+
+        impl From<u32> for Code {
+            fn from(number: u32) -> Self {
+                match number {
+                    $($number => Self::$name,)*
+                    other => Self::Other(other),
+                }
+            }
+        }
+
+        impl Code {
+            /// The number in `nvmlReturn_t`.
+            pub fn number(self) -> u32 {
+                match self {
+                    $(Self::$name => $number,)*
+                    Self::Other(number) => number,
+                }
+            }
+
+            fn text(self) -> &'static str {
+                match self {
+                    $(Self::$name => $text,)*
+                    Self::Other(_) => "unknown return code",
+                }
+            }
+        }
+    };
+}
+
+codes! {
+    Uninitialized = 1, "NVML is not initialised";
+    InvalidArgument = 2, "invalid argument";
+    NotSupported = 3, "not supported";
+    NoPermission = 4, "no permission, the driver must run as root with all GPU device nodes";
+    AlreadyInitialized = 5, "already initialised";
+    NotFound = 6, "not found";
+    InsufficientSize = 7, "buffer too small";
+    InsufficientPower = 8, "external power cables are not attached";
+    DriverNotLoaded = 9, "the GPU driver is not loaded";
+    Timeout = 10, "timed out";
+    IrqIssue = 11, "the kernel found an interrupt problem with a GPU";
+    LibraryNotFound = 12, "the NVML library was not found";
+    FunctionNotFound = 13, "this GPU driver has no such function";
+    CorruptedInforom = 14, "the infoROM is corrupted";
+    GpuIsLost = 15, "the GPU is lost";
+    ResetRequired = 16, "the GPU needs a reset";
+    OperatingSystem = 17, "blocked by the operating system";
+    LibRmVersionMismatch = 18, "library and kernel module differ in version, reload the kernel module or reboot";
+    InUse = 19, "in use by another client";
+    Memory = 20, "out of memory";
+    NoData = 21, "no data";
+    VgpuEccNotSupported = 22, "not available on vGPU with ECC";
+    InsufficientResources = 23, "no room for it on the GPU";
+    FreqNotSupported = 24, "frequency not supported";
+    ArgumentVersionMismatch = 25, "argument version mismatch";
+    Deprecated = 26, "deprecated";
+    NotReady = 27, "not ready";
+    GpuNotFound = 28, "no GPU was found";
+    InvalidState = 29, "invalid state";
+    ResetTypeNotSupported = 30, "reset type not supported";
+    Unknown = 999, "unknown error";
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{} (NVML code {})", self.text(), self.number())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Code;
+
+    #[test]
+    fn every_number_survives_the_way_there_and_back() {
+        for number in (1..=40).chain([998, 999, 1000, u32::MAX]) {
+            assert_eq!(Code::from(number).number(), number);
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! How NVML's numbers are written: brand, architecture, addressing mode, bus
+//! id and profile name, spelt as NVIDIA's own Kubernetes components spell them.
+
+use nvml_wrapper_sys::bindings as sys;
+
+/// NVML's first architecture whose MIG mode is changed while the GPU is in the driver.
+pub(crate) const HOPPER: u32 = sys::NVML_DEVICE_ARCH_HOPPER;
+
+pub(crate) fn brand(number: u32) -> &'static str {
+    match number {
+        1 => "Quadro",
+        2 => "Tesla",
+        3 => "NVS",
+        4 => "Grid",
+        5 => "GeForce",
+        6 => "Titan",
+        7 => "NvidiaVApps",
+        8 => "NvidiaVPC",
+        9 => "NvidiaVCS",
+        10 => "NvidiaVWS",
+        11 => "NvidiaCloudGaming",
+        12 => "QuadroRTX",
+        13 => "NvidiaRTX",
+        14 => "Nvidia",
+        15 => "GeForceRTX",
+        16 => "TitanRTX",
+        _ => "Unknown",
+    }
+}
+
+pub(crate) fn architecture(number: u32) -> &'static str {
+    match number {
+        sys::NVML_DEVICE_ARCH_KEPLER => "Kepler",
+        sys::NVML_DEVICE_ARCH_MAXWELL => "Maxwell",
+        sys::NVML_DEVICE_ARCH_PASCAL => "Pascal",
+        sys::NVML_DEVICE_ARCH_VOLTA => "Volta",
+        sys::NVML_DEVICE_ARCH_TURING => "Turing",
+        sys::NVML_DEVICE_ARCH_AMPERE => "Ampere",
+        sys::NVML_DEVICE_ARCH_ADA => "Ada Lovelace",
+        sys::NVML_DEVICE_ARCH_HOPPER => "Hopper",
+        sys::NVML_DEVICE_ARCH_BLACKWELL => "Blackwell",
+        13 => "Rubin",
+        _ => "Unknown",
+    }
+}
+
+pub(crate) fn addressing_mode(number: u32) -> Option<&'static str> {
+    match number {
+        0 => Some("None"),
+        1 => Some("HMM"),
+        2 => Some("ATS"),
+        _ => None,
+    }
+}
+
+/// `00000000:1A:00.0` becomes `0000:1a:00.0`; a domain beyond 16 bits stays whole.
+pub(crate) fn bus_id(nvml: &str) -> String {
+    let lower = nvml.to_ascii_lowercase();
+    match lower.strip_prefix("0000") {
+        Some(short) if short.find(':') == Some(4) => short.to_owned(),
+        _ => lower,
+    }
+}
+
+/// NVML's own name without its prefix, or the one NVIDIA's tools compute.
+pub(crate) fn profile(nvml: &str, index: u32, slices: u32, memory_mib: u64, total_bytes: u64) -> String {
+    let name = nvml.strip_prefix("MIG ").unwrap_or(nvml);
+    if name.split_once("g.").is_some_and(|(slices, _)| slices.parse::<u32>().is_ok()) {
+        return name.to_owned();
+    }
+    let kind = match index {
+        7 | 8 => "+me",
+        10..=12 | 17 => "+gfx",
+        13 | 14 => "-me",
+        15 | 16 => "+me.all",
+        _ => "",
+    };
+    format!("{slices}g.{}gb{kind}", gigabytes(memory_mib, total_bytes))
+}
+
+/// Memory in eighths of the GPU, rounded up, of its whole gibibytes.
+fn gigabytes(memory_mib: u64, total_bytes: u64) -> u64 {
+    const MIB: u64 = 1 << 20;
+    let eighths = (memory_mib * MIB * 8).div_ceil(total_bytes.max(1));
+    let whole = total_bytes.div_ceil(1 << 30);
+    (eighths * whole + 4) / 8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bus_ids_are_written_as_sysfs_writes_them() {
+        for (nvml, sysfs) in [
+            ("00000000:1A:00.0", "0000:1a:00.0"),
+            ("00000008:01:00.0", "0008:01:00.0"),
+            ("00010000:01:00.0", "00010000:01:00.0"),
+            ("0000:1A:00.0", "0000:1a:00.0"),
+        ] {
+            assert_eq!(bus_id(nvml), sysfs);
+        }
+    }
+
+    #[test]
+    fn profiles_are_named_by_nvml_or_by_the_formula_of_its_tools() {
+        const H100: u64 = 81_559 << 20;
+        for (nvml, index, slices, mib, total, name) in [
+            ("MIG 1g.10gb+me", 7, 1, 9_984, H100, "1g.10gb+me"),
+            ("3g.40gb", 2, 3, 40_448, H100, "3g.40gb"),
+            ("", 0, 1, 9_984, H100, "1g.10gb"),
+            ("", 9, 1, 20_096, H100, "1g.20gb"),
+            ("", 2, 3, 40_448, H100, "3g.40gb"),
+            ("", 4, 7, 81_152, H100, "7g.80gb"),
+            ("", 7, 1, 9_984, H100, "1g.10gb+me"),
+            ("", 0, 1, 5_836, 24_576 << 20, "1g.6gb"),
+        ] {
+            assert_eq!(profile(nvml, index, slices, mib, total), name);
+        }
+    }
+}

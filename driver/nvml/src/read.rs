@@ -1,0 +1,234 @@
+//! What is read of a GPU: a [`Description`] that stays while the library is
+//! open, and a [`State`] that changes with use and is cheap to read again.
+
+use crate::code::Code;
+use crate::error::NvmlError;
+use crate::mig::MAX_PROFILES;
+use crate::names;
+use crate::queue::Worker;
+use crate::raw::{Device, Remote};
+use divvy_api::GpuUuid;
+use divvy_model::inventory::{ComputeInstance, MigMode, MigProfile, MigToggle};
+use divvy_model::placement::Placement;
+use std::sync::Arc;
+
+/// All GPUs that NVML found when it was opened.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    pub driver_version: String,
+    /// (major, minor).
+    pub cuda_version: (u32, u32),
+    pub gpus: Vec<GpuReading>,
+    /// NVML indices that gave no UUID, and why.
+    pub unreadable: Vec<(u32, Code)>,
+}
+
+/// One GPU, or why it could not be read.
+#[derive(Clone, Debug)]
+pub struct GpuReading {
+    pub uuid: GpuUuid,
+    pub reading: Result<(Arc<Description>, State), NvmlError>,
+}
+
+/// What a GPU is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Description {
+    pub product: String,
+    pub brand: String,
+    pub architecture: String,
+    pub compute_capability: (u32, u32),
+    /// 0 where NVML does not say.
+    pub memory_bytes: u64,
+    pub addressing_mode: Option<String>,
+    /// As sysfs writes it.
+    pub pci_bus_id: String,
+    pub toggle: MigToggle,
+    /// By profile id; empty where the GPU has no MIG.
+    pub profiles: Vec<MigProfile>,
+    /// Absent while MIG is on, which silences the links.
+    pub links: Option<Links>,
+}
+
+/// Where the active NVLinks of a GPU lead.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Links {
+    /// Bus ids of GPUs at the other end.
+    pub gpus: Vec<String>,
+    /// Whether links lead to an NVSwitch, and in which fabric.
+    pub switch: Option<Fabric>,
+}
+
+/// An NVSwitch fabric; all zero where the GPU driver names none.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Fabric {
+    pub cluster: [u8; 16],
+    pub clique: u32,
+}
+
+/// What changes with use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct State {
+    /// `/dev/nvidia<minor>`; may change when MIG mode does.
+    pub minor: u32,
+    pub mig: RawMig,
+}
+
+/// MIG as it is now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RawMig {
+    Unsupported,
+    Supported { mode: MigMode, instances: Vec<RawInstance> },
+}
+
+/// A GPU instance that exists, whoever made it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RawInstance {
+    pub id: u32,
+    pub profile_id: u32,
+    pub placement: Placement,
+    pub compute_instances: Vec<ComputeInstance>,
+}
+
+/// What a GPU need not have: an answer, or none.
+fn soft<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+    match answer {
+        Ok(answer) => Ok(Some(answer)),
+        Err(NvmlError::Call { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+impl Worker {
+    pub(crate) fn state(&mut self) -> Result<State, NvmlError> {
+        let device = self.device()?;
+        let minor = self.call("nvmlDeviceGetMinorNumber", |nvml| nvml.minor(device))?;
+        let mig = match self.mig_mode() {
+            Ok(_) if self.description()?.profiles.is_empty() => RawMig::Unsupported,
+            Ok(MigMode::Off) => RawMig::Supported { mode: MigMode::Off, instances: Vec::new() },
+            Ok(MigMode::On) => RawMig::Supported { mode: MigMode::On, instances: self.instances()? },
+            Err(NvmlError::Call { code: Code::NotSupported | Code::FunctionNotFound, .. }) => {
+                RawMig::Unsupported
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(State { minor, mig })
+    }
+
+    /// Reads once; the links again as long as MIG kept them silent.
+    pub(crate) fn description(&mut self) -> Result<Arc<Description>, NvmlError> {
+        let known = match &self.description {
+            Some(known) if known.links.is_some() => return Ok(Arc::clone(known)),
+            Some(known) => Arc::clone(known),
+            None => Arc::new(self.describe()?),
+        };
+        let links = match self.mig_mode() {
+            Ok(MigMode::On) => None,
+            _ => Some(self.links()?),
+        };
+        let known =
+            if links == known.links { known } else { Arc::new(Description { links, ..(*known).clone() }) };
+        self.description = Some(Arc::clone(&known));
+        Ok(known)
+    }
+
+    fn describe(&mut self) -> Result<Description, NvmlError> {
+        let device = self.device()?;
+        let product = self.call("nvmlDeviceGetName", |nvml| nvml.name(device))?;
+        let bus_id = self.call("nvmlDeviceGetPciInfo_v3", |nvml| nvml.bus_id(device))?;
+        let compute_capability =
+            self.call("nvmlDeviceGetCudaComputeCapability", |nvml| nvml.compute_capability(device))?;
+        let brand = soft(self.call("nvmlDeviceGetBrand", |nvml| nvml.brand(device)))?;
+        let architecture = soft(self.call("nvmlDeviceGetArchitecture", |nvml| nvml.architecture(device)))?;
+        let memory = soft(self.call("nvmlDeviceGetMemoryInfo_v2", |nvml| nvml.memory_total(device)))?;
+        let addressing = soft(self.call("nvmlDeviceGetAddressingMode", |nvml| nvml.addressing_mode(device)))?;
+        let memory_bytes = memory.unwrap_or(0);
+        let profiles = match self.mig_mode() {
+            Err(NvmlError::Call { .. }) => Vec::new(),
+            Err(error) => return Err(error),
+            Ok(_) => self.profiles(device, memory_bytes)?,
+        };
+        let architecture = architecture.unwrap_or(u32::MAX);
+        Ok(Description {
+            product,
+            brand: names::brand(brand.unwrap_or(0)).to_owned(),
+            architecture: names::architecture(architecture).to_owned(),
+            compute_capability,
+            memory_bytes,
+            addressing_mode: addressing.and_then(names::addressing_mode).map(str::to_owned),
+            pci_bus_id: names::bus_id(&bus_id),
+            toggle: if architecture == u32::MAX || architecture < names::HOPPER {
+                MigToggle::NeedsReset
+            } else {
+                MigToggle::Live
+            },
+            profiles,
+            links: None,
+        })
+    }
+
+    fn profiles(&mut self, device: Device, memory_bytes: u64) -> Result<Vec<MigProfile>, NvmlError> {
+        let mut profiles = Vec::new();
+        for index in 0..MAX_PROFILES {
+            let info = match self
+                .call("nvmlDeviceGetGpuInstanceProfileInfo", |nvml| nvml.gi_profile(device, index))
+            {
+                Ok(info) => info,
+                Err(NvmlError::Call { code: Code::NotSupported, .. }) => continue,
+                // The end of the list, or a GPU driver without the call.
+                Err(NvmlError::Call { code: Code::InvalidArgument | Code::FunctionNotFound, .. }) => break,
+                Err(error) => return Err(error),
+            };
+            let placements = self
+                .call("nvmlDeviceGetGpuInstancePossiblePlacements", |nvml| nvml.placements(device, info.id));
+            let mut placements = soft(placements)?.unwrap_or_default();
+            placements.sort_unstable();
+            profiles.push(MigProfile {
+                id: info.id,
+                index,
+                name: names::profile(&info.name, index, info.slices, info.memory_mib, memory_bytes),
+                memory_mib: info.memory_mib,
+                multiprocessors: info.multiprocessors,
+                copy_engines: info.copy_engines,
+                decoders: info.decoders,
+                encoders: info.encoders,
+                jpeg_engines: info.jpeg_engines,
+                ofa_engines: info.ofa_engines,
+                max_instances: info.instances,
+                placements,
+            });
+        }
+        profiles.sort_by_key(|profile| profile.id);
+        Ok(profiles)
+    }
+
+    fn links(&mut self) -> Result<Links, NvmlError> {
+        let device = self.device()?;
+        let mut links = Links::default();
+        let mut switched = false;
+        for link in 0..MAX_LINKS {
+            match soft(self.call("nvmlDeviceGetNvLinkState", |nvml| nvml.link_is_active(device, link)))? {
+                Some(true) => {}
+                Some(false) => continue,
+                None => break,
+            }
+            match soft(
+                self.call("nvmlDeviceGetNvLinkRemotePciInfo_v2", |nvml| nvml.link_remote(device, link)),
+            )? {
+                Some(Remote::Gpu(bus_id)) => links.gpus.push(names::bus_id(&bus_id)),
+                Some(Remote::Switch) => switched = true,
+                Some(Remote::Other) | None => {}
+            }
+        }
+        links.gpus.sort_unstable();
+        links.gpus.dedup();
+        if switched {
+            let fabric = soft(self.call("nvmlDeviceGetGpuFabricInfo", |nvml| nvml.fabric(device)))?;
+            links.switch =
+                Some(fabric.map(|(cluster, clique)| Fabric { cluster, clique }).unwrap_or_default());
+        }
+        Ok(links)
+    }
+}
+
+/// Links end where NVML refuses the number; this ends a library that never does.
+const MAX_LINKS: u32 = 64;
