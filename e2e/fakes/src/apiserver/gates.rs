@@ -1,0 +1,81 @@
+//! Feature gates: a server with a gate off drops the fields behind it, without
+//! a word, unless the stored object already has them.
+
+use super::rules::devices_mut;
+use serde_json::Value;
+
+/// Which features the server has; all of them by default, as 1.37.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gates {
+    /// `sharedCounters`, `consumesCounters`, `perDeviceNodeSelection`.
+    pub partitionable_devices: bool,
+    /// `allowMultipleAllocations` and, with it, what request policies need.
+    pub consumable_capacity: bool,
+    /// `taints`.
+    pub device_taints: bool,
+    /// `bindsToNode`, `bindingConditions`, `bindingFailureConditions`.
+    pub binding_conditions: bool,
+}
+
+impl Default for Gates {
+    fn default() -> Self {
+        Self {
+            partitionable_devices: true,
+            consumable_capacity: true,
+            device_taints: true,
+            binding_conditions: true,
+        }
+    }
+}
+
+impl Gates {
+    /// Clears the fields of a slice that no gate and no stored object allows.
+    pub(crate) fn drop_fields(&self, slice: &mut Value, stored: Option<&Value>) {
+        let used = |fields: &[&str]| stored.is_some_and(|old| fields.iter().any(|field| has(old, field)));
+        let mut drop = |on: bool, of_spec: &[&str], of_device: &[&str]| {
+            if on || used(of_spec) || used(of_device) {
+                return;
+            }
+            for field in of_spec {
+                remove(&mut slice["spec"], field);
+            }
+            for device in devices_mut(slice) {
+                for field in of_device {
+                    remove(device, field);
+                }
+            }
+        };
+        drop(
+            self.partitionable_devices,
+            &["sharedCounters", "perDeviceNodeSelection"],
+            &["consumesCounters", "nodeName", "nodeSelector", "allNodes"],
+        );
+        drop(self.consumable_capacity, &[], &["allowMultipleAllocations"]);
+        drop(self.device_taints, &[], &["taints"]);
+        drop(self.binding_conditions, &[], &["bindsToNode", "bindingConditions", "bindingFailureConditions"]);
+        if !self.consumable_capacity && !used(&["allowMultipleAllocations"]) {
+            for device in devices_mut(slice) {
+                for (_, capacity) in
+                    device.get_mut("capacity").and_then(Value::as_object_mut).into_iter().flatten()
+                {
+                    remove(capacity, "requestPolicy");
+                }
+            }
+        }
+    }
+}
+
+fn remove(object: &mut Value, field: &str) {
+    if let Some(map) = object.as_object_mut() {
+        map.remove(field);
+    }
+}
+
+/// Whether the spec of a slice, or a device of it, has a field.
+fn has(slice: &Value, field: &str) -> bool {
+    let spec = &slice["spec"];
+    !spec[field].is_null()
+        || spec["devices"]
+            .as_array()
+            .is_some_and(|devices| devices.iter().any(|device| !device[field].is_null()))
+}

@@ -1,0 +1,250 @@
+//! From an HTTP request to the store and back.
+
+use super::kinds::Kind;
+use super::objects::{self, Preconditions, Target};
+use super::selectors::Selection;
+use super::status::Failure;
+use super::watch::{self, WatchOptions};
+use super::{Outage, Request, Server, discovery, table};
+use axum::body::{Body, to_bytes};
+use axum::extract::State;
+use axum::http::{Method, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The real server's limit of a request body.
+const BODY_LIMIT: usize = 3 << 20;
+
+type HttpRequest = axum::http::Request<Body>;
+
+/// The resource a path names.
+struct Route {
+    kind: &'static Kind,
+    namespace: Option<String>,
+    name: Option<String>,
+    status: bool,
+}
+
+pub(crate) fn router(server: Arc<Server>) -> axum::Router {
+    axum::Router::new().fallback(answer).with_state(server)
+}
+
+async fn answer(State(server): State<Arc<Server>>, request: HttpRequest) -> Response {
+    match server.outage() {
+        Some(Outage::Answer503) => return Failure::unavailable().into_response(),
+        // The connection ends with this answer; a new one is refused.
+        Some(Outage::Refuse) => {
+            return ([(header::CONNECTION, "close")], Failure::unavailable()).into_response();
+        }
+        None => {}
+    }
+    match handle(&server, request).await {
+        Ok(response) => response,
+        Err(failure) => failure.into_response(),
+    }
+}
+
+async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, Failure> {
+    let (parts, body) = request.into_parts();
+    let path = parts.uri.path().to_owned();
+    if let "/readyz" | "/livez" | "/healthz" = path.as_str() {
+        return Ok("ok".into_response());
+    }
+    if let Some(document) = discovery::document(&path, &server.version()) {
+        return Ok(axum::Json(document).into_response());
+    }
+    let Some(route) = route(&path) else {
+        return Err(Failure::new(404, "NotFound", "the server could not find the requested resource"));
+    };
+    let axum::extract::Query(query) =
+        axum::extract::Query::<HashMap<String, String>>::try_from_uri(&parts.uri).unwrap_or_default();
+    let flag =
+        |name: &str| query.get(name).is_some_and(|value| matches!(value.as_str(), "true" | "1" | "All"));
+    let verb = verb(&parts.method, route.name.is_some(), flag("watch"));
+    server.record(Request {
+        verb,
+        resource: route.kind.plural,
+        namespace: route.namespace.clone(),
+        name: route.name.clone(),
+        dry_run: flag("dryRun"),
+    })?;
+    let body = to_bytes(body, BODY_LIMIT).await.map_err(|_| {
+        Failure::new(413, "RequestEntityTooLarge", "Request entity too large: limit is 3145728")
+    })?;
+    let body: Option<Value> = match body.is_empty() {
+        true => None,
+        false => {
+            Some(serde_json::from_slice(&body).map_err(|error| Failure::bad_request(error.to_string()))?)
+        }
+    };
+    let target = Target {
+        kind: route.kind,
+        namespace: route.namespace.clone().unwrap_or_default(),
+        name: route.name.clone().unwrap_or_default(),
+        status: route.status,
+        dry_run: flag("dryRun"),
+    };
+    let need_body = || body.clone().ok_or_else(|| Failure::bad_request("a body is required"));
+    let text = |name: &str| query.get(name).map(String::as_str).unwrap_or_default();
+    let selection = || {
+        Selection::parse(route.kind, route.namespace.clone(), text("fieldSelector"), text("labelSelector"))
+    };
+    let accept = parts.headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let as_table = accept.contains("as=Table");
+    match verb {
+        "get" => {
+            let store = server.store();
+            let key = super::store::key(target.kind, &target.namespace, &target.name);
+            let found =
+                store.get(&key).ok_or_else(|| Failure::not_found(target.kind.plural, &target.name))?;
+            Ok(if as_table {
+                axum::Json(table::table(target.kind, std::slice::from_ref(found), "")).into_response()
+            } else {
+                one(200, found)
+            })
+        }
+        "list" => {
+            let selection = selection()?;
+            let store = server.store();
+            let found: Vec<_> =
+                store.list(route.kind).filter(|object| selection.matches(object)).cloned().collect();
+            let version = store.version().to_string();
+            Ok(if as_table {
+                axum::Json(table::table(route.kind, &found, &version)).into_response()
+            } else {
+                list(route.kind, &found, &version)
+            })
+        }
+        "watch" => {
+            let from = match text("resourceVersion") {
+                "" | "0" => None,
+                version => {
+                    Some(version.parse().map_err(|_| Failure::bad_request("invalid resource version"))?)
+                }
+            };
+            let options = WatchOptions {
+                from,
+                initial_events: flag("sendInitialEvents"),
+                bookmarks: flag("allowWatchBookmarks"),
+                timeout: Duration::from_secs(text("timeoutSeconds").parse().unwrap_or(1800)),
+            };
+            let body = watch::body(server.clone(), route.kind, selection()?, options);
+            Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+        }
+        "create" => {
+            let object = need_body()?;
+            let created = server.write(|store, gates| objects::create(store, gates, target, object))?;
+            Ok(one(201, &created))
+        }
+        "update" => {
+            let object = need_body()?;
+            let updated = server.write(|store, gates| objects::update(store, gates, &target, object))?;
+            Ok(one(200, &updated))
+        }
+        "patch" => {
+            let patch = need_body()?;
+            let content =
+                parts.headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+            if content.starts_with("application/json-patch") {
+                return Err(Failure::new(415, "UnsupportedMediaType", "JSON patches are not served here"));
+            }
+            let apply = content.starts_with("application/apply-patch");
+            let patched = server.write(|store, gates| objects::patch(store, gates, &target, patch, apply))?;
+            Ok(one(200, &patched))
+        }
+        "delete" => {
+            let wanted = body.as_ref().map(|body| body["preconditions"].clone()).unwrap_or_default();
+            let field = |name: &str| wanted[name].as_str().map(str::to_owned);
+            let only = Preconditions { uid: field("uid"), version: field("resourceVersion") };
+            let gone = server.write(|store, _| objects::delete(store, &target, &only))?;
+            Ok(deleted(&target, &gone))
+        }
+        "deletecollection" => {
+            let selection = selection()?;
+            let doomed: Vec<_> =
+                server.store().list(route.kind).filter(|object| selection.matches(object)).cloned().collect();
+            for object in &doomed {
+                let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
+                let target = Target { namespace: text("namespace"), name: text("name"), ..target.clone() };
+                // Gone already is as good.
+                let _ = server.write(|store, _| objects::delete(store, &target, &Preconditions::default()));
+            }
+            Ok(list(route.kind, &doomed, &server.store().version().to_string()))
+        }
+        _ => Err(Failure::new(405, "MethodNotAllowed", "the server does not allow this method")),
+    }
+}
+
+fn verb(method: &Method, named: bool, watch: bool) -> &'static str {
+    match (method.as_str(), named) {
+        ("GET", _) if watch => "watch",
+        ("GET", true) => "get",
+        ("GET", false) => "list",
+        ("POST", false) => "create",
+        ("PUT", true) => "update",
+        ("PATCH", true) => "patch",
+        ("DELETE", true) => "delete",
+        ("DELETE", false) => "deletecollection",
+        _ => "unknown",
+    }
+}
+
+fn route(path: &str) -> Option<Route> {
+    let segments: Vec<&str> = path.split('/').filter(|segment| !segment.is_empty()).collect();
+    let (group, version, rest) = match segments.as_slice() {
+        ["api", version, rest @ ..] => ("", *version, rest),
+        ["apis", group, version, rest @ ..] => (*group, *version, rest),
+        _ => return None,
+    };
+    let (namespace, rest) = match rest {
+        ["namespaces", namespace, rest @ ..] if !matches!(rest, [] | ["status" | "finalize"]) => {
+            (Some((*namespace).to_owned()), rest)
+        }
+        rest => (None, rest),
+    };
+    let (plural, name, sub) = match rest {
+        [plural] => (*plural, None, None),
+        [plural, name] => (*plural, Some((*name).to_owned()), None),
+        [plural, name, sub] => (*plural, Some((*name).to_owned()), Some(*sub)),
+        _ => return None,
+    };
+    let kind = Kind::find(group, version, plural)?;
+    if sub.is_some_and(|sub| sub != "status" || !kind.has_status) {
+        return None;
+    }
+    Some(Route { kind, namespace, name, status: sub.is_some() })
+}
+
+fn one(code: u16, object: &Value) -> Response {
+    let code = axum::http::StatusCode::from_u16(code).unwrap_or_default();
+    (code, [(header::CONTENT_TYPE, "application/json")], object.to_string()).into_response()
+}
+
+fn list(kind: &Kind, objects: &[Arc<Value>], version: &str) -> Response {
+    let items: Vec<&Value> = objects.iter().map(AsRef::as_ref).collect();
+    let list = json!({
+        "kind": format!("{}List", kind.kind), "apiVersion": kind.api_version(),
+        "metadata": {"resourceVersion": version}, "items": items,
+    });
+    one(200, &list)
+}
+
+/// The object while finalizers hold it, else a Status.
+fn deleted(target: &Target, object: &Value) -> Response {
+    if !object["metadata"]["deletionTimestamp"].is_null() {
+        return one(200, object);
+    }
+    let details = json!({
+        "name": target.name, "group": target.kind.group, "kind": target.kind.plural,
+        "uid": object["metadata"]["uid"],
+    });
+    one(
+        200,
+        &json!({
+            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details,
+        }),
+    )
+}

@@ -1,0 +1,170 @@
+//! A watch: a position in the log of changes, sent as lines of JSON.
+
+use super::Server;
+use super::kinds::Kind;
+use super::selectors::Selection;
+use super::status::Failure;
+use axum::body::Body;
+use futures::stream;
+use serde_json::{Value, json};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{Instant, sleep_until};
+
+/// How often a client that wants them gets a bookmark.
+const BOOKMARK: Duration = Duration::from_secs(10);
+
+/// What the client asked for.
+#[derive(Clone, Debug)]
+pub(crate) struct WatchOptions {
+    /// Absent: from now on, after what exists.
+    pub(crate) from: Option<u64>,
+    pub(crate) initial_events: bool,
+    pub(crate) bookmarks: bool,
+    pub(crate) timeout: Duration,
+}
+
+struct Watch {
+    server: Arc<Server>,
+    kind: &'static Kind,
+    selection: Selection,
+    options: WatchOptions,
+    cursor: u64,
+    lines: VecDeque<String>,
+    changed: tokio::sync::watch::Receiver<u64>,
+    deadline: Instant,
+    next_bookmark: Instant,
+    ended: bool,
+}
+
+/// The body of the answer.
+pub(crate) fn body(
+    server: Arc<Server>,
+    kind: &'static Kind,
+    selection: Selection,
+    options: WatchOptions,
+) -> Body {
+    let mut lines = VecDeque::new();
+    let cursor = {
+        let store = server.store();
+        if options.from.is_none() || options.initial_events {
+            for object in store.list(kind).filter(|object| selection.matches(object)) {
+                lines.push_back(line("ADDED", object));
+            }
+            if options.initial_events {
+                lines.push_back(bookmark(kind, store.version(), true));
+            }
+            store.version()
+        } else {
+            options.from.unwrap_or_default()
+        }
+    };
+    let now = Instant::now();
+    let watch = Watch {
+        changed: server.changed.subscribe(),
+        server,
+        kind,
+        selection,
+        cursor,
+        lines,
+        deadline: now + options.timeout,
+        next_bookmark: now + BOOKMARK,
+        options,
+        ended: false,
+    };
+    Body::from_stream(stream::unfold(watch, |mut watch| async move {
+        let line = watch.next().await?;
+        Some((line, watch))
+    }))
+}
+
+impl Watch {
+    async fn next(&mut self) -> Option<std::io::Result<String>> {
+        loop {
+            if self.server.outage().is_some() {
+                self.ended = true;
+                return Some(Err(std::io::ErrorKind::ConnectionReset.into()));
+            }
+            if let Some(line) = self.lines.pop_front() {
+                return Some(Ok(line));
+            }
+            if self.ended {
+                return None;
+            }
+            self.collect();
+            if !self.lines.is_empty() {
+                continue;
+            }
+            let next_bookmark =
+                if self.options.bookmarks { self.next_bookmark } else { self.deadline + BOOKMARK };
+            tokio::select! {
+                changed = self.changed.changed() => self.ended = changed.is_err(),
+                () = sleep_until(self.deadline) => {
+                    self.ended = true;
+                    if self.options.bookmarks {
+                        self.lines.push_back(bookmark(self.kind, self.cursor, false));
+                    }
+                }
+                () = sleep_until(next_bookmark) => {
+                    self.next_bookmark += BOOKMARK;
+                    self.lines.push_back(bookmark(self.kind, self.cursor, false));
+                }
+            }
+        }
+    }
+
+    /// Takes what happened since the cursor. An object that a change moves into
+    /// or out of the selection is an addition or a deletion to this watcher.
+    fn collect(&mut self) {
+        self.changed.mark_unchanged();
+        let store = self.server.store();
+        let Some(changes) = store.since(self.cursor) else {
+            self.lines.push_back(line("ERROR", &Failure::gone().object()));
+            self.ended = true;
+            return;
+        };
+        for change in changes {
+            if (change.group, change.plural) != (self.kind.group, self.kind.plural) {
+                continue;
+            }
+            let seen = |object: &Option<Arc<Value>>| {
+                object.as_ref().filter(|object| self.selection.matches(object)).cloned()
+            };
+            let text = match (seen(&change.before), seen(&change.after)) {
+                (None, None) => continue,
+                (None, Some(after)) => line("ADDED", &after),
+                (Some(_), Some(after)) => line("MODIFIED", &after),
+                (Some(before), None) => {
+                    let mut last = (*before).clone();
+                    last["metadata"]["resourceVersion"] = Value::String(change.version.to_string());
+                    line("DELETED", &last)
+                }
+            };
+            self.lines.push_back(text);
+        }
+        self.cursor = store.version();
+    }
+}
+
+fn line(event: &str, object: &Value) -> String {
+    format!("{{\"type\":\"{event}\",\"object\":{object}}}\n")
+}
+
+fn bookmark(kind: &Kind, version: u64, initial_end: bool) -> String {
+    let mut object = json!({
+        "kind": kind.kind, "apiVersion": kind.api_version(),
+        "metadata": {"resourceVersion": version.to_string(), "creationTimestamp": null},
+    });
+    if kind.plural == "resourceslices" {
+        // Clients decode a bookmark as the object it is about.
+        object["spec"] =
+            json!({"driver": "", "pool": {"name": "", "generation": 0, "resourceSliceCount": 0}});
+    } else {
+        object["spec"] = json!({});
+    }
+    if initial_end {
+        object["metadata"]["annotations"] = json!({"k8s.io/initial-events-end": "true"});
+    }
+    line("BOOKMARK", &object)
+}
