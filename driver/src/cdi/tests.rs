@@ -4,7 +4,6 @@
 use super::*;
 use serde_json::{Value, json};
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 
 const DEVICES: &str = "Character devices:\n195 nvidia\n237 nvidia-caps\n511 nvidia-uvm\n\nBlock devices:\n";
 
@@ -54,9 +53,13 @@ impl World {
         fs::write(path, content).unwrap();
     }
 
+    /// Written by a child: a file that this process has open for writing, when
+    /// another test forks, could not be executed.
     fn program(&self, path: &str, script: &str) {
-        self.file(path, format!("#!/bin/sh\n{script}").as_bytes());
-        fs::set_permissions(self.path(path), fs::Permissions::from_mode(0o755)).unwrap();
+        let path = self.path(path);
+        let write = "printf '#!/bin/sh\\n%s\\n' \"$1\" > \"$0\" && chmod 755 \"$0\"";
+        let status = std::process::Command::new("/bin/sh").args(["-c", write]).arg(path).arg(script).status();
+        assert!(status.unwrap().success());
     }
 
     fn capability(&self, file: &str, minor: u32) {
@@ -273,7 +276,11 @@ fn an_instance_without_its_files_names_claim_device_and_path() {
     let world = World::new();
     let device = mig();
     world.remove("proc/driver/nvidia/capabilities/gpu1/mig/gi2/ci0/access");
-    refused(&world, &[device.clone()], &["gpu-1-mig-3g40gb-9-4", "gi2/ci0/access", "No such file"]);
+    refused(
+        &world,
+        std::slice::from_ref(&device),
+        &["gpu-1-mig-3g40gb-9-4", "gi2/ci0/access", "No such file"],
+    );
     world.file("proc/driver/nvidia/capabilities/gpu1/mig/gi2/ci0/access", b"DeviceFileMode: 292\n");
     refused(&world, &[device], &["gi2/ci0/access", "DeviceFileMinor"]);
 }
