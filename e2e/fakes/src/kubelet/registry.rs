@@ -1,0 +1,222 @@
+//! Finds registration sockets and registers what answers behind them.
+//!
+//! A socket is a plugin from `GetInfo` to the removal of its file; a file that
+//! is replaced (another inode) is another plugin. A failed registration is
+//! repeated with growing pauses, as the kubelet's reconciler does.
+
+use super::KubeletOptions;
+use super::Versions;
+use super::authority::{get_info, notify};
+use super::calls::{Service, unix};
+use super::health::{HealthCache, HealthService};
+use divvy_kubelet::registration::{PluginInfo, RegistrationStatus};
+use std::collections::BTreeMap;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint};
+
+const SCAN: Duration = Duration::from_millis(25);
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// The kubelet waits five seconds; a shorter pause only makes tests shorter.
+const REOPEN_HEALTH: Duration = Duration::from_millis(200);
+
+/// A registered plugin and the one connection to its service socket.
+#[derive(Clone)]
+pub struct Plugin {
+    pub info: PluginInfo,
+    pub registration_socket: PathBuf,
+    pub service: Service,
+    pub health_service: Option<HealthService>,
+    pub(super) channel: Channel,
+    pub(super) cache: Arc<HealthCache>,
+    dials: Arc<AtomicUsize>,
+}
+
+impl Plugin {
+    /// How many connections were made to the service socket.
+    pub fn connections(&self) -> usize {
+        self.dials.load(Ordering::Relaxed)
+    }
+}
+
+#[derive(Default)]
+struct State {
+    /// By socket and inode, in order of registration.
+    registered: Vec<(PathBuf, u64, Plugin, CancellationToken)>,
+    failed: BTreeMap<(PathBuf, u64), (Instant, Duration)>,
+    errors: Vec<String>,
+    refused: u32,
+}
+
+pub(super) struct Registry {
+    options: KubeletOptions,
+    stop: CancellationToken,
+    state: Mutex<State>,
+}
+
+impl Registry {
+    pub(super) fn new(options: KubeletOptions, stop: CancellationToken) -> Self {
+        Self { options, stop, state: Mutex::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn plugins(&self, driver: &str) -> Vec<Plugin> {
+        let state = self.state();
+        let of_driver = state.registered.iter().filter(|(_, _, plugin, _)| plugin.info.name == driver);
+        of_driver.map(|(_, _, plugin, _)| plugin.clone()).collect()
+    }
+
+    pub(super) fn errors(&self) -> Vec<String> {
+        self.state().errors.clone()
+    }
+
+    pub(super) fn forget(&self) {
+        for (_, _, _, gone) in self.state().registered.drain(..) {
+            gone.cancel();
+        }
+    }
+
+    pub(super) async fn watch(self: Arc<Self>, folder: PathBuf) {
+        while !self.stop.is_cancelled() {
+            let found = sockets(&folder);
+            self.drop_missing(&found);
+            for (socket, inode) in found {
+                if self.is_due(&socket, inode) {
+                    self.register(&socket, inode).await;
+                }
+            }
+            tokio::time::sleep(SCAN).await;
+        }
+    }
+
+    fn drop_missing(&self, found: &[(PathBuf, u64)]) {
+        self.state().registered.retain(|(socket, inode, _, gone)| {
+            let there = found.iter().any(|(path, number)| path == socket && number == inode);
+            if !there {
+                gone.cancel();
+            }
+            there
+        });
+    }
+
+    fn is_due(&self, socket: &Path, inode: u64) -> bool {
+        let state = self.state();
+        let known = state.registered.iter().any(|(path, number, ..)| path == socket && *number == inode);
+        let waiting =
+            state.failed.get(&(socket.to_owned(), inode)).is_some_and(|(at, _)| Instant::now() < *at);
+        !known && !waiting
+    }
+
+    async fn register(&self, socket: &Path, inode: u64) {
+        match self.try_register(socket).await {
+            Ok(plugin) if !self.stop.is_cancelled() => {
+                let gone = self.stop.child_token();
+                if let Some(service) = plugin.health_service {
+                    let follow = plugin.clone().follow_health(service, REOPEN_HEALTH);
+                    let gone = gone.clone();
+                    tokio::spawn(async move {
+                        gone.run_until_cancelled(follow).await;
+                    });
+                }
+                self.state().registered.push((socket.to_owned(), inode, plugin, gone));
+            }
+            Ok(_) => {}
+            Err(error) => {
+                tracing::debug!(socket = %socket.display(), error, "registration failed");
+                let mut state = self.state();
+                state.errors.push(error);
+                let key = (socket.to_owned(), inode);
+                let pause = state.failed.get(&key).map_or(FIRST_PAUSE, |(_, last)| *last * 2);
+                let pause = pause.min(LONGEST_PAUSE);
+                state.failed.insert(key, (Instant::now() + pause, pause));
+            }
+        }
+    }
+
+    async fn try_register(&self, socket: &Path) -> Result<Plugin, String> {
+        let info = get_info(socket).await?;
+        let refusal = self.validate(&info).and_then(|service| {
+            let mut state = self.state();
+            if state.refused < self.options.refuse {
+                state.refused += 1;
+                return Err("the kubelet was told to refuse".to_owned());
+            }
+            Ok(service)
+        });
+        let service = match refusal {
+            Ok(service) => service,
+            Err(error) => {
+                let status = RegistrationStatus { plugin_registered: false, error: error.clone() };
+                // The refusal is the result, whatever the plugin says to it.
+                let _ = notify(socket, status).await;
+                return Err(error);
+            }
+        };
+        let dials = Arc::new(AtomicUsize::new(0));
+        let connector = unix(PathBuf::from(&info.endpoint), Some(Arc::clone(&dials)));
+        let channel = Endpoint::from_static("http://localhost").connect_with_connector_lazy(connector);
+        notify(socket, RegistrationStatus { plugin_registered: true, error: String::new() }).await?;
+        Ok(Plugin {
+            health_service: health_service(&info, self.options.versions),
+            info,
+            registration_socket: socket.to_owned(),
+            service,
+            channel,
+            cache: Arc::default(),
+            dials,
+        })
+    }
+
+    fn validate(&self, info: &PluginInfo) -> Result<Service, String> {
+        if info.r#type != divvy_kubelet::PLUGIN_TYPE {
+            return Err(format!("plugin type {:?} is not known", info.r#type));
+        }
+        if info.name.is_empty() || info.endpoint.is_empty() {
+            return Err("name or endpoint is empty".to_owned());
+        }
+        let known = |version: &String| match (version.as_str(), self.options.versions) {
+            ("v1.DRAPlugin", Versions::All) => Some(Service::V1),
+            ("v1beta1.DRAPlugin", _) => Some(Service::V1beta1),
+            _ => None,
+        };
+        let chosen = info.supported_versions.iter().find_map(known);
+        chosen.ok_or_else(|| format!("none of {:?} is supported", info.supported_versions))
+    }
+}
+
+/// The kubelet prefers v1, whatever the order of the list.
+fn health_service(info: &PluginInfo, versions: Versions) -> Option<HealthService> {
+    let offers = |name: &str| info.supported_versions.iter().any(|version| version == name);
+    if versions == Versions::All && offers("v1.DRAResourceHealth") {
+        Some(HealthService::V1)
+    } else if offers("v1alpha1.DRAResourceHealth") {
+        Some(HealthService::V1alpha1)
+    } else {
+        None
+    }
+}
+
+fn sockets(folder: &Path) -> Vec<(PathBuf, u64)> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let mut found = Vec::new();
+    for entry in entries.flatten() {
+        let hidden = entry.file_name().to_string_lossy().starts_with('.');
+        if let Ok(data) = entry.metadata()
+            && data.file_type().is_socket()
+            && !hidden
+        {
+            found.push((entry.path(), data.ino()));
+        }
+    }
+    found.sort();
+    found
+}

@@ -1,0 +1,143 @@
+//! The fake kubelet against a toy plugin: it must refuse what the real one refuses.
+
+use divvy_fakes::kubelet::{CallError, FakeKubelet, KubeletOptions, Versions, encode_authority, get_info};
+use divvy_kubelet::dra::v1;
+use divvy_kubelet::dra::v1::dra_plugin_server::{DraPlugin, DraPluginServer};
+use divvy_kubelet::registration::registration_server::{Registration, RegistrationServer};
+use divvy_kubelet::registration::{InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tokio::net::UnixListener;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Request, Response, Status, transport::Server};
+
+const DRIVER: &str = "toy.example.com";
+const SOON: Duration = Duration::from_secs(10);
+
+struct Toy {
+    endpoint: PathBuf,
+    versions: Vec<String>,
+    /// UIDs that a prepare answers, whatever was asked.
+    answers: Vec<String>,
+}
+
+#[tonic::async_trait]
+impl Registration for Toy {
+    async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
+        Ok(Response::new(PluginInfo {
+            r#type: divvy_kubelet::PLUGIN_TYPE.to_owned(),
+            name: DRIVER.to_owned(),
+            endpoint: self.endpoint.to_string_lossy().into_owned(),
+            supported_versions: self.versions.clone(),
+        }))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        _: Request<RegistrationStatus>,
+    ) -> Result<Response<RegistrationStatusResponse>, Status> {
+        Ok(Response::new(RegistrationStatusResponse {}))
+    }
+}
+
+#[tonic::async_trait]
+impl DraPlugin for Toy {
+    async fn node_prepare_resources(
+        &self,
+        _: Request<v1::NodePrepareResourcesRequest>,
+    ) -> Result<Response<v1::NodePrepareResourcesResponse>, Status> {
+        let one = |uid: &String| (uid.clone(), v1::NodePrepareResourceResponse::default());
+        let claims = self.answers.iter().map(one).collect();
+        Ok(Response::new(v1::NodePrepareResourcesResponse { claims }))
+    }
+
+    async fn node_unprepare_resources(
+        &self,
+        _: Request<v1::NodeUnprepareResourcesRequest>,
+    ) -> Result<Response<v1::NodeUnprepareResourcesResponse>, Status> {
+        std::future::pending().await
+    }
+}
+
+/// A toy plugin whose registration socket has that name.
+fn toy(root: &Path, name: &str, versions: &[&str], answers: &[&str]) -> PathBuf {
+    let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+    let endpoint = root.join("dra.sock");
+    let registry = root.join("plugins_registry");
+    std::fs::create_dir_all(&registry).unwrap();
+    let make = || Toy { endpoint: endpoint.clone(), versions: owned(versions), answers: owned(answers) };
+    let service = UnixListenerStream::new(UnixListener::bind(&endpoint).unwrap());
+    tokio::spawn(Server::builder().add_service(DraPluginServer::new(make())).serve_with_incoming(service));
+    let socket = registry.join(name);
+    let registration = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
+    let server = Server::builder().add_service(RegistrationServer::new(make()));
+    tokio::spawn(server.serve_with_incoming(registration));
+    socket
+}
+
+fn claim(uid: &str) -> v1::Claim {
+    v1::Claim { namespace: "default".to_owned(), uid: uid.to_owned(), name: uid.to_owned() }
+}
+
+#[test]
+fn authority_is_encoded_as_grpc_go_does() {
+    let encoded = encode_authority("/var/lib/kubelet/plugins_registry/a.b@reg.sock");
+    assert_eq!(encoded, "%2Fvar%2Flib%2Fkubelet%2Fplugins_registry%2Fa.b@reg.sock");
+}
+
+#[tokio::test]
+async fn a_socket_name_with_an_at_sign_answers_the_kubelet() {
+    let root = tempfile::tempdir().unwrap();
+    let socket = toy(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &[]);
+    assert_eq!(get_info(&socket).await.unwrap().name, DRIVER);
+}
+
+/// Should this test ever fail, the `@` in the driver's socket name has become needless.
+#[tokio::test]
+async fn a_socket_name_without_an_at_sign_cannot_be_registered() {
+    let root = tempfile::tempdir().unwrap();
+    let socket = toy(root.path(), "toy-reg.sock", &["v1.DRAPlugin"], &[]);
+    let error = get_info(&socket).await.unwrap_err();
+    assert_eq!(error, "GetInfo: stream terminated by RST_STREAM with error code 1");
+}
+
+async fn check_prepare(asked: &[&str], answered: &[&str], expected: Result<usize, CallError>) {
+    let root = tempfile::tempdir().unwrap();
+    toy(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], answered);
+    let kubelet = FakeKubelet::start(root.path(), KubeletOptions::default()).unwrap();
+    kubelet.wait_registered(DRIVER, 1, SOON).await.unwrap();
+    let claims: Vec<_> = asked.iter().map(|uid| claim(uid)).collect();
+    assert_eq!(kubelet.prepare(DRIVER, &claims).await.map(|outcomes| outcomes.len()), expected);
+}
+
+#[tokio::test]
+async fn an_answer_must_have_one_entry_for_each_uid_and_no_other() {
+    check_prepare(&["a", "b"], &["a", "b"], Ok(2)).await;
+    check_prepare(&["a", "b"], &["a"], Err(CallError::Skipped(1))).await;
+    check_prepare(&["a"], &["a", "x"], Err(CallError::Unknown("x".to_owned()))).await;
+}
+
+#[tokio::test]
+async fn a_call_that_hangs_ends_at_its_deadline() {
+    let root = tempfile::tempdir().unwrap();
+    toy(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &[]);
+    let call_timeout = Duration::from_millis(50);
+    let options = KubeletOptions { call_timeout, ..KubeletOptions::default() };
+    let kubelet = FakeKubelet::start(root.path(), options).unwrap();
+    kubelet.wait_registered(DRIVER, 1, SOON).await.unwrap();
+    let error = kubelet.unprepare(DRIVER, &[claim("a")]).await.unwrap_err();
+    assert_eq!(error, CallError::Deadline(call_timeout));
+}
+
+#[tokio::test]
+async fn a_plugin_without_a_known_version_is_refused() {
+    let root = tempfile::tempdir().unwrap();
+    toy(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &[]);
+    let options = KubeletOptions { versions: Versions::OnlyV1beta1, ..KubeletOptions::default() };
+    let kubelet = FakeKubelet::start(root.path(), options).unwrap();
+    while kubelet.registration_errors().is_empty() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert_eq!(kubelet.registration_errors()[0], r#"none of ["v1.DRAPlugin"] is supported"#);
+    assert!(kubelet.plugins(DRIVER).is_empty());
+}
