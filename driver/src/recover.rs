@@ -1,1 +1,305 @@
-//! Placeholder.
+//! Records held against the hardware: at the start, before the kubelet may call,
+//! and whenever a GPU comes back or has lost what a record promises.
+//!
+//! The kubelet does not prepare again what it believes prepared, so a Prepared
+//! record whose instance is missing is made again, whatever took it: a reboot, a
+//! GPU reset, a new GPU driver, a stranger. A record that is half done is
+//! undone. GPU instances are enumerated, not MIG handles: one without a compute
+//! instance has no handle. An instance that no record explains is reported, and
+//! destroyed only where the node is configured as exclusively ours.
+
+use crate::engine::claim::{NotGivenBack, Unlocked};
+use crate::engine::{HeldState, Inner, RecoveryReport};
+use crate::execute::{StepError, is};
+use crate::plan::{Access, Part};
+use crate::records::{ClaimRecord, Locked};
+use crate::step::{InstanceKey, Step, Undo};
+use divvy_api::{ClaimRef, ClaimUid, GpuUuid};
+use divvy_model::inventory::{Mig, MigMode, MigToggle, Presence};
+use divvy_model::{Gpu, Inventory};
+use futures::future::join_all;
+use std::collections::BTreeSet;
+use std::sync::{Arc, PoisonError};
+
+/// What became of a claim.
+enum Settled {
+    Unchanged,
+    Undone,
+    Restored,
+    Gone,
+}
+
+impl Inner {
+    /// Every record and every GPU, once.
+    pub(crate) async fn recover(self: &Arc<Self>) -> RecoveryReport {
+        let mut report = RecoveryReport::default();
+        match self.records.all() {
+            Ok((records, quarantined)) => {
+                report.quarantined = quarantined.into_iter().map(|aside| (aside.path, aside.cause)).collect();
+                let settle = async |record: ClaimRecord| {
+                    let settled = self.settle_claim(&record.claim.uid).await;
+                    (record.claim, settled)
+                };
+                for (claim, settled) in join_all(records.into_iter().map(settle)).await {
+                    note(&mut report, claim, settled);
+                }
+            }
+            Err(error) => {
+                tracing::error!(
+                    error = &error as &dyn std::error::Error,
+                    "records cannot be listed; nothing recovered"
+                );
+            }
+        }
+        let inventory = self.inventory();
+        let usable = inventory.gpus.iter().filter(|gpu| is_usable(gpu));
+        let unexplained = join_all(usable.map(|gpu| self.settle_gpu(gpu))).await;
+        report.unexplained = unexplained.into_iter().flatten().map(|key| key.to_string()).collect();
+        report
+    }
+
+    /// Settles GPUs as they come, come back, lose instances or get another driver.
+    pub(crate) async fn watch(self: Arc<Self>, settled: Arc<Inventory>) {
+        let mut inventories = self.gpus.inventory();
+        let mut last = settled;
+        loop {
+            let now = inventories.borrow_and_update().clone();
+            let others_driver = now.driver_version != last.driver_version && !now.driver_version.is_empty();
+            for gpu in now.gpus.iter().filter(|gpu| is_usable(gpu)) {
+                let was = last.gpus.iter().find(|was| was.uuid == gpu.uuid);
+                let is_new = was.is_none_or(|was| !is_usable(was));
+                let changed = was.is_none_or(|was| was.mig != gpu.mig || was.minor != gpu.minor);
+                if is_new || others_driver || (changed && self.lacks_something(gpu)) {
+                    let (inner, gpu) = (self.clone(), gpu.clone());
+                    self.tasks.spawn(async move { inner.settle(&gpu).await });
+                }
+            }
+            last = now;
+            tokio::select! {
+                () = self.stop.cancelled() => return,
+                changed = inventories.changed() => if changed.is_err() { return },
+            }
+        }
+    }
+
+    /// One GPU and the claims on it.
+    async fn settle(self: &Arc<Self>, gpu: &Gpu) {
+        let mut report = RecoveryReport::default();
+        let only = BTreeSet::from([gpu.uuid.clone()]);
+        let claims = match self.locks.lock(&only, self.options.answer_within).await {
+            Ok(mut locked) => match self.records.index(&mut locked) {
+                Ok(()) => self.records.on(&gpu.uuid),
+                Err(error) => {
+                    tracing::warn!(gpu = %gpu.uuid, error = &error as &dyn std::error::Error, "GPU not settled");
+                    return;
+                }
+            },
+            Err(error) => {
+                tracing::warn!(gpu = %gpu.uuid, error = &error as &dyn std::error::Error, "GPU not settled");
+                return;
+            }
+        };
+        for record in claims {
+            let settled = self.settle_claim(&record.claim.uid).await;
+            note(&mut report, record.claim.clone(), settled);
+        }
+        self.settle_gpu(gpu).await;
+    }
+
+    async fn settle_claim(self: &Arc<Self>, uid: &ClaimUid) -> Result<Settled, NotGivenBack> {
+        let _claim = self.claims.lock(uid).await;
+        let (mut locked, record) = match self.lock(uid, BTreeSet::new()).await {
+            Ok(locked) => locked,
+            Err(Unlocked::Record(error)) => return Err(error.into()),
+            Err(Unlocked::Lock(error)) => return Err(NotGivenBack::Lock(error)),
+        };
+        let Some(record) = record else { return Ok(Settled::Gone) };
+        match record.state {
+            HeldState::Intent | HeldState::Releasing => {
+                self.give_back(&mut locked, record).await?;
+                Ok(Settled::Undone)
+            }
+            HeldState::Prepared => match self.restore(&mut locked, record).await? {
+                true => Ok(Settled::Restored),
+                false => Ok(Settled::Unchanged),
+            },
+        }
+    }
+
+    /// Makes again what is missing of a prepared claim; says whether anything was.
+    async fn restore(
+        self: &Arc<Self>,
+        locked: &mut Locked,
+        mut record: ClaimRecord,
+    ) -> Result<bool, NotGivenBack> {
+        let before = record.clone();
+        let hands = self.hands();
+        let mut steps = Vec::new();
+        for device in record.devices.iter_mut().filter(|device| device.access == Access::Exclusive) {
+            let Part::Instance(key) = &device.part else { continue };
+            let found = hands.find(key, &format!("find {key}")).await?;
+            match found {
+                None => {
+                    if self.toggles_live(&key.gpu) {
+                        steps.push(Step::EnableMig { gpu: key.gpu.clone() });
+                    }
+                    steps.push(Step::CreateGpuInstance(key.clone()));
+                    steps.push(Step::CreateComputeInstance(key.clone()));
+                    device.instance = None;
+                }
+                Some(found) if found.compute_instances.is_empty() => {
+                    steps.push(Step::CreateComputeInstance(key.clone()));
+                    device.instance = None;
+                }
+                Some(found) => {
+                    let same = device.instance.as_ref().is_some_and(|ids| {
+                        ids.gpu_instance == found.id
+                            && found
+                                .compute_instances
+                                .iter()
+                                .any(|compute| compute.id == ids.compute_instance)
+                    });
+                    if !same {
+                        device.instance = None;
+                    }
+                }
+            }
+        }
+        announce(&mut record, &steps);
+        if record.undo != before.undo {
+            self.records.write(locked, &record)?;
+        }
+        hands.run(locked, &mut record, &steps).await.map_err(|failed| failed.cause)?;
+        let written = self.ensure_cdi(&mut record).await?;
+        if record != before {
+            self.records.write(locked, &record)?;
+        }
+        if !steps.is_empty() {
+            self.look_again(locked);
+        }
+        Ok(written || !steps.is_empty())
+    }
+
+    /// The GPU beyond its claims: MIG mode and instances that no record explains.
+    async fn settle_gpu(self: &Arc<Self>, gpu: &Gpu) -> Vec<InstanceKey> {
+        let Mig::Supported { .. } = gpu.mig else { return Vec::new() };
+        match self.look_at_gpu(gpu).await {
+            Ok(unexplained) => unexplained,
+            Err(error) => {
+                tracing::warn!(gpu = %gpu.uuid, error = &error as &dyn std::error::Error, "GPU not settled");
+                Vec::new()
+            }
+        }
+    }
+
+    async fn look_at_gpu(self: &Arc<Self>, gpu: &Gpu) -> Result<Vec<InstanceKey>, NotGivenBack> {
+        let only = BTreeSet::from([gpu.uuid.clone()]);
+        let mut locked =
+            self.locks.lock(&only, self.options.answer_within).await.map_err(NotGivenBack::Lock)?;
+        self.records.index(&mut locked)?;
+        let hands = self.hands();
+        let held = self.records.holdings(&locked);
+        let mut unexplained = Vec::new();
+        for instance in hands.instances(&gpu.uuid).await? {
+            let explained =
+                held.iter().any(|holding| matches!(&holding.part, Part::Instance(key) if is(&instance, key)));
+            if explained {
+                continue;
+            }
+            let key = InstanceKey {
+                gpu: gpu.uuid.clone(),
+                profile_id: instance.profile_id,
+                placement: instance.placement,
+            };
+            if self.options.exclusive_ownership {
+                match hands.destroy(&key).await {
+                    Ok(()) => {
+                        tracing::warn!(instance = %key, "destroyed: no record explains it and the node is exclusively ours");
+                        continue;
+                    }
+                    Err(error) => tracing::warn!(
+                        instance = %key, error = &error as &dyn std::error::Error, "unexplained, and cannot be destroyed"
+                    ),
+                }
+            } else {
+                tracing::warn!(instance = %key, "no record explains it; it is left alone");
+            }
+            unexplained.push(key);
+        }
+        self.settle_mode(&mut locked, &gpu.uuid).await?;
+        if self.options.exclusive_ownership {
+            self.look_again(&locked);
+        }
+        let mut all = self.unexplained.lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert(gpu.uuid.clone(), unexplained.clone());
+        Ok(unexplained)
+    }
+
+    /// A mode that was ours and that a reboot took is nobody's; one that we left
+    /// on without instances goes off after the hold-off.
+    async fn settle_mode(self: &Arc<Self>, locked: &mut Locked, uuid: &GpuUuid) -> Result<(), NotGivenBack> {
+        let Some(gpu) = locked.gpu(uuid).filter(|gpu| gpu.mig_is_ours()) else { return Ok(()) };
+        match self.hands().mig_mode_now(uuid).await? {
+            MigMode::Off => gpu.set_mig_ours(false).map_err(StepError::from)?,
+            MigMode::On => self.rest_later(locked),
+        }
+        Ok(())
+    }
+
+    fn toggles_live(&self, uuid: &GpuUuid) -> bool {
+        let inventory = self.inventory();
+        let gpu = inventory.gpus.iter().find(|gpu| gpu.uuid == *uuid);
+        gpu.is_some_and(|gpu| matches!(gpu.mig, Mig::Supported { toggle: MigToggle::Live, .. }))
+    }
+
+    /// Whether a record promises an instance that this description lacks, or waits to be undone.
+    fn lacks_something(&self, gpu: &Gpu) -> bool {
+        let Mig::Supported { instances, .. } = &gpu.mig else { return false };
+        let missing = |part: &Part| {
+            matches!(part, Part::Instance(key) if key.gpu == gpu.uuid && !instances.iter().any(|instance| {
+                instance.profile_id == key.profile_id && instance.placement.start == key.placement.start
+            }))
+        };
+        self.records.on(&gpu.uuid).iter().any(|record| {
+            record.state == HeldState::Prepared && record.holdings().any(|holding| missing(&holding.part))
+        })
+    }
+}
+
+/// Whether work on the GPU can be tried.
+fn is_usable(gpu: &Gpu) -> bool {
+    gpu.presence == Presence::Present && gpu.conditions.is_empty()
+}
+
+/// Adds to the record what takes these steps back, before they are done.
+fn announce(record: &mut ClaimRecord, steps: &[Step]) {
+    let new: Vec<Undo> =
+        steps.iter().filter_map(Step::undo).filter(|undo| !record.undo.contains(undo)).collect();
+    // Before the CDI file: undone after it is gone.
+    record.undo.splice(0..0, new);
+}
+
+fn note(report: &mut RecoveryReport, claim: ClaimRef, settled: Result<Settled, NotGivenBack>) {
+    match settled {
+        Ok(Settled::Unchanged | Settled::Gone) => {}
+        Ok(Settled::Undone) => {
+            tracing::info!(%claim, "half-done claim undone");
+            report.undone.push(claim);
+        }
+        Ok(Settled::Restored) => {
+            tracing::info!(%claim, "prepared claim made again");
+            report.restored.push(claim);
+        }
+        Err(error) => {
+            let error = &error as &dyn std::error::Error;
+            tracing::warn!(%claim, error, "claim neither undone nor restored yet");
+            report.unsettled.push((claim, chain(error)));
+        }
+    }
+}
+
+/// An error with its causes, in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
+}

@@ -1,16 +1,49 @@
 //! The claim's life on this node: allocated, prepared, released.
+//!
+//! ```text
+//! prepare    lock claim, lock GPUs ─▶ plan ─▶ Intent ─▶ steps ─▶ Prepared ─▶ answer
+//!                                               └─ a step failed ─▶ undo ─▶ no record
+//! unprepare  lock claim, lock GPUs ─▶ Releasing ─▶ undo ─▶ no record
+//! recovery   as unprepare for what is half done; what is Prepared is made again if it is missing
+//! ```
+//!
+//! Work runs in tasks of the engine: a caller that goes away does not stop a
+//! plan half-way, and one that waits is answered in time whatever the hardware
+//! does. What is left when an undo fails is an Intent record; the next prepare,
+//! unprepare or recovery of the claim begins with it.
+//!
+//! Tasks: one per call under way, one that watches the inventory for GPUs that
+//! come back or lose instances ([`crate::recover`]), and for each GPU without
+//! instances one that waits to turn MIG mode off ([`mode`]).
+
+pub(crate) mod claim;
+mod locks;
+mod mode;
 
 use crate::cdi::Cdi;
+use crate::execute::{Hands, StepError};
 use crate::gpus::Gpus;
 use crate::paths::HostPaths;
-use divvy_api::{AllocatedClaim, ClaimRef, ClaimUid, DeviceName, PoolName, RequestName, ShareId};
+use crate::plan::PlanError;
+use crate::records::{LockError, Locks, RecordError, Records};
+use crate::step::InstanceKey;
+use divvy_api::{AllocatedClaim, ClaimRef, ClaimUid, DeviceName, GpuUuid, PoolName, RequestName, ShareId};
+use divvy_model::Inventory;
+use locks::ClaimLocks;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 /// Prepares and releases claims; a clone is the same engine.
 #[derive(Clone)]
-pub struct Engine;
+pub struct Engine {
+    inner: Arc<Inner>,
+}
 
 /// What the engine is told at its start.
 #[derive(Clone, Debug)]
@@ -85,47 +118,202 @@ pub enum StartError {
 /// Why a claim was not prepared; every message names the claim.
 #[derive(Debug, thiserror::Error)]
 pub enum PrepareError {
+    #[error(transparent)]
+    Refused(#[from] PlanError),
+    #[error("claim {claim}, {devices}: nothing was changed")]
+    Locked {
+        claim: ClaimRef,
+        devices: String,
+        #[source]
+        cause: LockError,
+    },
+    #[error("claim {claim}: its record cannot be kept")]
+    Record {
+        claim: ClaimRef,
+        #[source]
+        cause: RecordError,
+    },
+    #[error("claim {claim}, {devices}: not prepared")]
+    Step {
+        claim: ClaimRef,
+        devices: String,
+        #[source]
+        cause: StepError,
+    },
+    #[error("claim {claim}, {devices}: what an earlier attempt left cannot be undone yet")]
+    NotUndone {
+        claim: ClaimRef,
+        devices: String,
+        #[source]
+        cause: StepError,
+    },
     #[error("claim {claim}: no answer within {within:?}; it is still being worked on, retry")]
     Late { claim: ClaimRef, within: Duration },
+    #[error("claim {claim}: preparing it crashed; see the log")]
+    Crashed { claim: ClaimRef },
 }
 
 /// Why a claim was not released; every message names the claim.
 #[derive(Debug, thiserror::Error)]
 pub enum UnprepareError {
+    #[error("claim {uid}: nothing was changed")]
+    Locked {
+        uid: ClaimUid,
+        #[source]
+        cause: LockError,
+    },
+    #[error("claim {uid}: its record cannot be kept")]
+    Record {
+        uid: ClaimUid,
+        #[source]
+        cause: RecordError,
+    },
+    #[error("claim {claim}, {devices}: not given back yet")]
+    Step {
+        claim: ClaimRef,
+        devices: String,
+        #[source]
+        cause: StepError,
+    },
     #[error("claim {uid}: no answer within {within:?}; it is still being worked on, retry")]
     Late { uid: ClaimUid, within: Duration },
+    #[error("claim {uid}: releasing it crashed; see the log")]
+    Crashed { uid: ClaimUid },
+}
+
+/// What the engine's tasks share.
+pub(crate) struct Inner {
+    pub(crate) options: EngineOptions,
+    pub(crate) gpus: Gpus,
+    pub(crate) cdi: Cdi,
+    pub(crate) records: Records,
+    pub(crate) locks: Arc<Locks>,
+    pub(crate) claims: ClaimLocks,
+    pub(crate) tasks: TaskTracker,
+    pub(crate) stop: CancellationToken,
+    /// Instances that no record explains, as last seen.
+    pub(crate) unexplained: Mutex<BTreeMap<GpuUuid, Vec<InstanceKey>>>,
 }
 
 impl Engine {
     /// Local recovery, then ready: half-done claims are undone, missing
     /// instances and CDI files of prepared claims made again. A record that
     /// cannot be read is set aside, never a reason to fail.
-    pub async fn start(options: EngineOptions, gpus: Gpus, cdi: Cdi) -> Result<(Self, RecoveryReport), StartError> {
-        let _ = (options, gpus, cdi);
-        Ok((Self, RecoveryReport::default()))
+    pub async fn start(
+        options: EngineOptions,
+        gpus: Gpus,
+        cdi: Cdi,
+    ) -> Result<(Self, RecoveryReport), StartError> {
+        let state = &options.paths.state_dir;
+        let unusable = |cause| StartError::StateDir { path: state.clone(), cause };
+        let records = Records::open(state).map_err(unusable)?;
+        let locks = Locks::open(state).map_err(unusable)?;
+        let inner = Arc::new(Inner {
+            options,
+            gpus,
+            cdi,
+            records,
+            locks: Arc::new(locks),
+            claims: ClaimLocks::default(),
+            tasks: TaskTracker::new(),
+            stop: CancellationToken::new(),
+            unexplained: Mutex::default(),
+        });
+        let explainer = Arc::downgrade(&inner);
+        let ours = move |gpu: &GpuUuid, profile_id: u32, start: u32| {
+            explainer
+                .upgrade()
+                .is_some_and(|inner| inner.records.explains(&inner.locks, gpu, profile_id, start))
+        };
+        inner.gpus.set_ours(Arc::new(ours));
+        let settled = inner.inventory();
+        let report = inner.recover().await;
+        inner.tasks.spawn(inner.clone().watch(settled));
+        Ok((Self { inner }, report))
     }
 
     /// Makes the claim's devices ready; repeated, it answers the same bytes.
     pub async fn prepare(&self, claim: &AllocatedClaim) -> Result<Vec<PreparedDevice>, PrepareError> {
-        Err(PrepareError::Late { claim: claim.claim.clone(), within: Duration::ZERO })
+        let (inner, owned) = (self.inner.clone(), claim.clone());
+        let within = inner.options.answer_within;
+        let task = self.inner.tasks.spawn(async move { inner.prepare(&owned).await });
+        match timeout(within, task).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(_)) => Err(PrepareError::Crashed { claim: claim.claim.clone() }),
+            Err(_) => Err(PrepareError::Late { claim: claim.claim.clone(), within }),
+        }
     }
 
     /// Gives the claim's devices back, from its record alone; an unknown claim is released already.
     pub async fn unprepare(&self, uid: &ClaimUid) -> Result<(), UnprepareError> {
-        Err(UnprepareError::Late { uid: uid.clone(), within: Duration::ZERO })
+        let (inner, owned) = (self.inner.clone(), uid.clone());
+        let within = inner.options.answer_within;
+        let task = self.inner.tasks.spawn(async move { inner.unprepare(&owned).await });
+        match timeout(within, task).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(_)) => Err(UnprepareError::Crashed { uid: uid.clone() }),
+            Err(_) => Err(UnprepareError::Late { uid: uid.clone(), within }),
+        }
     }
 
     /// Every claim with a record, to be held against the API server.
     pub fn held(&self) -> Vec<HeldClaim> {
-        Vec::new()
+        let records = match self.inner.records.all() {
+            Ok((records, _)) => records,
+            Err(error) => {
+                tracing::warn!(error = &error as &dyn std::error::Error, "records cannot be listed");
+                return Vec::new();
+            }
+        };
+        let held = |record: crate::records::ClaimRecord| HeldClaim {
+            devices: record.devices.into_iter().map(|device| device.device).collect(),
+            claim: record.claim,
+            state: record.state,
+        };
+        records.into_iter().map(held).collect()
     }
 
-    /// The devices of a claim that is prepared and whose CDI file is as it must be.
+    /// The devices of a claim that is prepared and whose CDI file is as it must
+    /// be; none says that [`Self::prepare`] has something to do.
     pub fn prepared(&self, uid: &ClaimUid) -> Option<Vec<PreparedDevice>> {
-        let _ = uid;
-        None
+        let record = self.inner.records.read(uid).ok()??;
+        if record.state != HeldState::Prepared {
+            return None;
+        }
+        let devices = self.inner.hands().known_cdi_devices(&record)?;
+        self.inner.cdi.claim_is_written(uid, &devices).then(|| record.answer())
     }
 
-    /// Waits for what is under way; nothing is given back.
-    pub async fn shutdown(&self) {}
+    /// How many records were set aside since the start.
+    pub fn quarantined(&self) -> u64 {
+        self.inner.records.quarantined()
+    }
+
+    /// GPU instances that no record explains, as last seen.
+    pub fn unexplained(&self) -> Vec<InstanceKey> {
+        let unexplained = self.inner.unexplained.lock().unwrap_or_else(PoisonError::into_inner);
+        unexplained.values().flatten().cloned().collect()
+    }
+
+    /// Ends the engine's own tasks and waits for calls under way; nothing is given back.
+    pub async fn shutdown(&self) {
+        self.inner.stop.cancel();
+        self.inner.tasks.close();
+        self.inner.tasks.wait().await;
+    }
+}
+
+impl Inner {
+    pub(crate) fn inventory(&self) -> Arc<Inventory> {
+        self.gpus.inventory().borrow().clone()
+    }
+
+    pub(crate) fn hands(&self) -> Hands {
+        Hands { gpus: self.gpus.clone(), cdi: self.cdi.clone(), not_after: None }
+    }
+
+    /// Hands that leave a part of the answer's time for taking back what they did.
+    pub(crate) fn hurried_hands(&self, begun: Instant) -> Hands {
+        Hands { not_after: Some(begun + self.options.answer_within.mul_f32(0.75)), ..self.hands() }
+    }
 }
