@@ -1,6 +1,145 @@
-//! The map of the GPUs as text.
-use crate::state::State;
-/// Draws who holds which slice; with ANSI colours when asked.
-pub fn draw(_state: &State, _colour: bool) -> String {
-    String::new()
+//! The map of the GPUs as text: what is cut out of each, and who holds it.
+//!
+//! A GPU is a bar over its memory slices, to scale. What a holder is called is
+//! the caller's choice: the command line names processes, others may know more.
+
+use crate::state::{Gi, Gpu, State};
+use std::fmt::Write;
+
+/// Characters between two walls of the bar, per GPU.
+const WIDTH: usize = 72;
+
+/// A part of a GPU that somebody may hold.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
+    pub slot: usize,
+    pub gpu: &'a Gpu,
+    /// The GPU instance, or absent for the whole GPU.
+    pub gi: Option<&'a Gi>,
+}
+
+/// How parts are drawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Look {
+    Free,
+    Cut,
+    Held,
+    Bad,
+}
+
+/// Draws all GPUs, naming the processes that run on them.
+pub fn draw(state: &State, colour: bool) -> String {
+    draw_with(state, colour, &processes)
+}
+
+/// Draws all GPUs; `holder` names who holds a part.
+pub fn draw_with(state: &State, colour: bool, holder: &dyn Fn(Part<'_>) -> Option<String>) -> String {
+    let mut text = String::new();
+    for (slot, gpu) in state.gpus.iter().enumerate() {
+        title(&mut text, state, slot, gpu);
+        bar(&mut text, slot, gpu, colour, holder);
+    }
+    text
+}
+
+/// Names of processes and of clients that only hold.
+pub fn processes(part: Part<'_>) -> Option<String> {
+    let inside = |gi: Option<u32>| part.gi.is_none_or(|part| gi == Some(part.id));
+    let run = part.gpu.processes.iter().filter(|process| inside(process.instance.map(|(gi, _)| gi)));
+    let hold = part.gpu.holders.iter().filter(|holder| inside(holder.gi));
+    let names: Vec<String> = run
+        .map(|process| format!("{} ({})", process.name, process.pid))
+        .chain(hold.map(|holder| format!("{} ({}) holds it", holder.name, holder.pid)))
+        .collect();
+    (!names.is_empty()).then(|| names.join(", "))
+}
+
+fn title(text: &mut String, state: &State, slot: usize, gpu: &Gpu) {
+    let place = match state.index_of_slot(slot) {
+        Some(index) => format!("index {index}, minor {}", gpu.minor),
+        None => "not listed".to_owned(),
+    };
+    let mig = match (gpu.model().mig.is_some(), gpu.mig.current, gpu.mig.pending) {
+        (false, ..) => "",
+        (_, true, true) => ", MIG on",
+        (_, false, false) => ", MIG off",
+        (_, true, false) => ", MIG on, off after a reset",
+        (_, false, true) => ", MIG off, on after a reset",
+    };
+    let (product, bdf) = (&gpu.model().product, &gpu.bdf);
+    // Writing to a String cannot fail, here and below.
+    let _ = writeln!(text, "GPU {slot}  {product}  {bdf}  ({place}{mig})");
+}
+
+fn bar(text: &mut String, slot: usize, gpu: &Gpu, colour: bool, holder: &dyn Fn(Part<'_>) -> Option<String>) {
+    let part = |gi| Part { slot, gpu, gi };
+    let mut cells: Vec<(u32, String, Look)> = Vec::new();
+    let mut below = Vec::new();
+    let whole = |label: &str, look| vec![(1, label.to_owned(), look)];
+    if gpu.missing {
+        cells = whole("missing since the boot", Look::Bad);
+    } else if gpu.lost {
+        cells = whole("fell off the bus", Look::Bad);
+    } else if let (true, Some(mig)) = (gpu.mig.current, &gpu.model().mig) {
+        let mut next = 0;
+        let mut sorted: Vec<&Gi> = gpu.instances.iter().collect();
+        sorted.sort_by_key(|gi| gi.placement.start);
+        for gi in sorted {
+            cells.extend((next..gi.placement.start).map(|_| (1, String::new(), Look::Free)));
+            next = gi.placement.slices().end;
+            let name = gpu.model().profile(gi.profile).map_or("?", |profile| &profile.name);
+            let held = holder(part(Some(gi)));
+            let look = if held.is_some() { Look::Held } else { Look::Cut };
+            cells.push((gi.placement.size, name.to_owned(), look));
+            let cis = if gi.cis.len() == 1 {
+                String::new()
+            } else {
+                format!(", {} compute instances", gi.cis.len())
+            };
+            below.push(format!(
+                "  {name} at {} is GPU instance {}{cis}: {}",
+                gi.placement,
+                gi.id,
+                held.as_deref().unwrap_or("idle")
+            ));
+        }
+        cells.extend((next..mig.grid).map(|_| (1, String::new(), Look::Free)));
+    } else {
+        let held = holder(part(None));
+        let look = if held.is_some() { Look::Held } else { Look::Free };
+        cells = whole(held.as_deref().unwrap_or("whole and free"), look);
+    }
+    draw_cells(text, &cells, colour);
+    for line in below {
+        let _ = writeln!(text, "{line}");
+    }
+}
+
+/// One line of cells, each as wide as its share of the sum.
+fn draw_cells(text: &mut String, cells: &[(u32, String, Look)], colour: bool) {
+    let total: usize = cells.iter().map(|(size, ..)| *size as usize).sum();
+    let unit = WIDTH / total.max(1);
+    text.push_str("  ");
+    for (size, label, look) in cells {
+        // A cell keeps one column for its wall.
+        let width = unit * *size as usize - 1;
+        let (fill, code) = match look {
+            Look::Free => ('.', "2"),
+            Look::Cut => (' ', "36"),
+            Look::Held => ('#', "32"),
+            Look::Bad => ('!', "31"),
+        };
+        let label: String = label.chars().take(width).collect();
+        let label =
+            if label.is_empty() || label.chars().count() + 2 > width { label } else { format!(" {label} ") };
+        let pad = width - label.chars().count();
+        let inner: String = std::iter::once(fill).take(pad.min(1)).chain(label.chars()).collect::<String>()
+            + &fill.to_string().repeat(pad.saturating_sub(1));
+        if colour {
+            let _ = write!(text, "|\x1b[{code}m{inner}\x1b[0m");
+        } else {
+            let _ = write!(text, "|{inner}");
+        }
+    }
+    text.push_str("|\n");
 }

@@ -1,1 +1,155 @@
+//! The stand-in for `nvidia-modprobe`: loads modules and makes device nodes.
+//!
+//! It has the options that drivers and container tools use: `-c MINOR` for a
+//! GPU's node, `-u` for unified memory, `-m` for mode setting, `-f FILE` for the
+//! node of a capability file. Without options it loads the driver.
 
+use crate::code::Code;
+use crate::sim::{Failure, Sim};
+use crate::tree;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Minors from this one on mean no GPU but the driver's own nodes.
+const MODESET: u32 = 254;
+
+/// What one run is asked for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Wanted {
+    uvm: bool,
+    modeset: bool,
+    minors: Vec<u32>,
+    capabilities: Vec<PathBuf>,
+}
+
+/// Why nothing was loaded or made.
+#[derive(Debug, thiserror::Error)]
+enum ModprobeError {
+    #[error("unrecognized option {0:?}")]
+    Option(String),
+    #[error("option {0} needs a number")]
+    Number(String),
+    #[error("no GPU with minor {0}")]
+    NoGpu(u32),
+    #[error("{0} is not a capability file")]
+    NotCapability(PathBuf),
+    #[error(transparent)]
+    State(#[from] Failure),
+    #[error(transparent)]
+    Render(#[from] tree::RenderError),
+}
+
+/// Main of `nvidia-modprobe`; the simulator is the one whose driver root holds the program.
+pub(crate) fn main() -> ExitCode {
+    let args = std::env::args().skip(1).collect::<Vec<_>>();
+    match parse(&args).and_then(|wanted| run(&wanted)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("nvidia-modprobe: ERROR: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn parse(args: &[String]) -> Result<Wanted, ModprobeError> {
+    let mut wanted = Wanted::default();
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        // `-c 0`, `-c=0`, `-c0`, `--create-nvidia-device-node=0`.
+        let (name, value) = match arg.split_once('=') {
+            Some((name, value)) => (name, Some(value.to_owned())),
+            None if arg.len() > 2 && !arg.starts_with("--") => (&arg[..2], Some(arg[2..].to_owned())),
+            None => (arg.as_str(), None),
+        };
+        let mut value = || value.clone().or_else(|| args.next().cloned()).unwrap_or_default();
+        match name {
+            "-c" | "--create-nvidia-device-node" => {
+                wanted.minors.push(value().parse().map_err(|_| ModprobeError::Number(arg.clone()))?);
+            }
+            "-u" | "--unified-memory" => wanted.uvm = true,
+            "-m" | "--modeset" => wanted.modeset = true,
+            "-f" | "--create-nvidia-cap-device-node" => wanted.capabilities.push(value().into()),
+            // Switches and links have no nodes here.
+            "-s" | "--nvswitch" | "-l" | "--nvlink" => {}
+            _ => return Err(ModprobeError::Option(arg.clone())),
+        }
+    }
+    Ok(wanted)
+}
+
+fn run(wanted: &Wanted) -> Result<(), ModprobeError> {
+    let program = std::env::current_exe().unwrap_or_default();
+    let sim = Sim::from_library_path(&program).map_err(Failure::from)?;
+    // The real program is set-uid root: anybody may run it.
+    for minor in &wanted.minors {
+        let known = |gpu: &crate::state::Gpu| !gpu.missing && gpu.minor == *minor;
+        if *minor < MODESET && !wanted.uvm && !sim.read()?.gpus.iter().any(known) {
+            return Err(ModprobeError::NoGpu(*minor));
+        }
+    }
+    sim.update(|state| {
+        state.modules.nvidia = true;
+        state.modules.uvm |= wanted.uvm;
+        state.modules.modeset |= wanted.modeset;
+        for gpu in &mut state.gpus {
+            gpu.node |= wanted.minors.contains(&gpu.minor);
+        }
+        Ok::<(), Code>(())
+    })?;
+    let state = sim.read()?;
+    let ensure = |node: &str| tree::ensure_node(sim.root(), &state, &format!("dev/{node}"));
+    ensure("nvidiactl")?;
+    if wanted.uvm {
+        ensure("nvidia-uvm")?;
+        ensure("nvidia-uvm-tools")?;
+    }
+    for minor in wanted.minors.iter().filter(|minor| **minor < MODESET) {
+        ensure(&format!("nvidia{minor}"))?;
+    }
+    if wanted.modeset || wanted.minors.contains(&MODESET) {
+        ensure("nvidia-modeset")?;
+    }
+    for file in &wanted.capabilities {
+        let minor = capability(sim.root(), file);
+        let made = match minor {
+            Some(minor) => ensure(&format!("nvidia-caps/nvidia-cap{minor}"))?,
+            None => false,
+        };
+        if !made {
+            return Err(ModprobeError::NotCapability(file.clone()));
+        }
+    }
+    Ok(())
+}
+
+/// The minor that a capability file names; the file is meant as the driver's
+/// `/proc` has it, or as it lies below the root.
+fn capability(root: &Path, file: &Path) -> Option<u32> {
+    let below = root.join(file.strip_prefix("/").unwrap_or(file));
+    let text = std::fs::read_to_string(below).or_else(|_| std::fs::read_to_string(file)).ok()?;
+    text.lines().find_map(|line| line.strip_prefix("DeviceFileMinor:")?.trim().parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(args: &str, expected: Option<Wanted>) {
+        let args: Vec<String> = args.split_whitespace().map(str::to_owned).collect();
+        assert_eq!(parse(&args).ok(), expected, "{args:?}");
+    }
+
+    #[test]
+    fn options_are_read_in_every_spelling() {
+        let minor = |minor| Some(Wanted { minors: vec![minor], ..Wanted::default() });
+        check("", Some(Wanted::default()));
+        check("-c 3", minor(3));
+        check("-c3", minor(3));
+        check("-c=3", minor(3));
+        check("--create-nvidia-device-node=3", minor(3));
+        check("-u -c 0", Some(Wanted { uvm: true, minors: vec![0], ..Wanted::default() }));
+        check("-f /a/b", Some(Wanted { capabilities: vec!["/a/b".into()], ..Wanted::default() }));
+        check("-c", None);
+        check("-x", None);
+    }
+}

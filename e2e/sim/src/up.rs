@@ -1,31 +1,329 @@
 //! Making a simulator: the driver root with its first state.
+//!
+//! The root holds what an installation of the GPU driver holds, as far as a
+//! Kubernetes driver looks: `libnvidia-ml.so.<version>` (the simulated library),
+//! more libraries of that version, `nvidia-smi` and `nvidia-modprobe` (links to
+//! the program given), and the rendered trees.
 
-use crate::sim::Sim;
-use crate::state::Host;
+use crate::catalogue::{self, Model, NoSuchModel};
+use crate::control::Control;
+use crate::elf::shared_object;
+use crate::mig;
+use crate::sim::{Failure, STATE_DIR, Sim};
+use crate::state::{Events, FORMAT, Gpu, Health, Host, MigMode, Modules, State};
+use crate::store::StoreError;
+use std::io;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+
+/// How many GPUs the capability table has room for.
+const MAX_GPUS: usize = 32;
+
+/// Where libraries lie below a root.
+const LIB_DIR: &str =
+    if cfg!(target_arch = "aarch64") { "usr/lib/aarch64-linux-gnu" } else { "usr/lib/x86_64-linux-gnu" };
+
+/// File name that cargo gives the simulated library.
+const LIBRARY: &str = "libdivvy_sim_nvml.so";
+
+/// Libraries beside the simulated one: name, and the number in the soname if it has one.
+const LIBRARIES: &[(&str, Option<u32>)] = &[
+    ("libcuda", Some(1)),
+    ("libcudadebugger", Some(1)),
+    ("libnvcuvid", Some(1)),
+    ("libnvidia-allocator", Some(1)),
+    ("libnvidia-cfg", Some(1)),
+    ("libnvidia-encode", Some(1)),
+    ("libnvidia-gpucomp", None),
+    ("libnvidia-nvvm", Some(4)),
+    ("libnvidia-opticalflow", Some(1)),
+    ("libnvidia-ptxjitcompiler", Some(1)),
+];
+
+/// Programs of the driver root that the multi-call program stands in for.
+const PROGRAMS: &[&str] = &["nvidia-smi", "nvidia-modprobe"];
 
 /// How to make a simulator.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// `libdivvy_sim_nvml.so`, see [`library`].
+    /// The simulated `libnvidia-ml`, see [`library`].
     pub library: PathBuf,
-    /// A program whose main is [`crate::command::main`].
+    /// A program whose main is [`crate::command::main`] or asks [`crate::command::multicall`].
     pub multicall: PathBuf,
-    /// Version of the GPU driver.
+    /// Version of the GPU driver, `580.95.05`.
     pub driver: String,
     pub cuda: (u32, u32),
     /// Two nodes with different seeds have different GPUs.
     pub seed: u64,
+    /// GPUs are spread over them in order.
     pub numa_nodes: u32,
     pub host: Host,
 }
 
-/// Makes the simulator in `dir` with GPUs such as `8xH100-SXM5-80GB,2xL4`.
-pub fn up(_dir: &Path, _gpus: &str, _options: &Options) -> anyhow::Result<Sim> {
-    anyhow::bail!("not yet")
+impl Options {
+    /// A bare-metal node of two sockets with a current driver.
+    pub fn new(library: PathBuf, multicall: PathBuf) -> Self {
+        Self {
+            library,
+            multicall,
+            driver: "580.95.05".to_owned(),
+            cuda: (13, 0),
+            seed: 0,
+            numa_nodes: 2,
+            host: Host::default(),
+        }
+    }
 }
 
-/// The simulated `libnvidia-ml` where cargo leaves it: beside this program or in `deps`.
-pub fn library() -> anyhow::Result<PathBuf> {
-    anyhow::bail!("not yet")
+/// Why there is no simulator.
+#[derive(Debug, thiserror::Error)]
+pub enum UpError {
+    #[error("cannot read {part:?} of the GPU list; write it as 8xH100-SXM5-80GB,2xL4")]
+    List { part: String },
+    #[error("{count} GPUs are too many; the driver numbers {MAX_GPUS}")]
+    TooMany { count: usize },
+    #[error(transparent)]
+    Model(#[from] NoSuchModel),
+    #[error("{version:?} is not a driver version such as 580.95.05")]
+    Version { version: String },
+    #[error("{dir} has simulated GPUs already; remove it or choose another directory")]
+    Exists { dir: PathBuf },
+    #[error("/ cannot be a simulated driver root; choose a directory")]
+    Root,
+    #[error("cannot make {path}")]
+    Io { path: PathBuf, source: io::Error },
+    #[error("no {LIBRARY} near {near}; build it with `cargo build -p divvy-sim-nvml` or name it")]
+    NoLibrary { near: PathBuf },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Refused(#[from] Failure),
+}
+
+/// Makes the simulator in `dir` with GPUs such as `8xH100-SXM5-80GB,2xL4`.
+pub fn up(dir: &Path, gpus: &str, options: &Options) -> Result<Sim, UpError> {
+    let models = parse_list(gpus)?;
+    check_version(&options.driver)?;
+    std::fs::create_dir_all(dir).map_err(|source| at(dir, source))?;
+    let root = dir.canonicalize().map_err(|source| at(dir, source))?;
+    if root == Path::new("/") {
+        return Err(UpError::Root);
+    }
+    if root.join(STATE_DIR).join("state.json").exists() {
+        return Err(UpError::Exists { dir: root });
+    }
+    install(&root, &options.library, &options.driver)?;
+    let bin = root.join("usr/bin");
+    std::fs::create_dir_all(&bin).map_err(|source| at(&bin, source))?;
+    for program in PROGRAMS {
+        place(&options.multicall, &bin.join(program))?;
+    }
+    let mut state = State {
+        format: FORMAT,
+        generation: 1,
+        boot: 1,
+        driver: options.driver.clone(),
+        cuda: options.cuda,
+        host: options.host.clone(),
+        modules: Modules::at_boot(options.host.bare),
+        gpus: boards(&models, options),
+        events: Events::default(),
+        control: Control::default(),
+    };
+    state.deal_minors();
+    Ok(Sim::create(root, &state)?)
+}
+
+/// Installs another version of the GPU driver, as an upgrade does: its files
+/// are replaced and its modules loaded again, so everything but the boards is new.
+pub fn replace_driver(sim: &Sim, version: &str) -> Result<(), UpError> {
+    check_version(version)?;
+    let old = sim.read()?.driver.clone();
+    let lib = sim.root().join(LIB_DIR);
+    install(sim.root(), &lib.join(format!("libnvidia-ml.so.{old}")), version)?;
+    sim.update(|state| {
+        state.reboot();
+        state.driver = version.to_owned();
+        Ok(())
+    })?;
+    if old != version {
+        for name in LIBRARIES.iter().map(|(name, _)| *name).chain(["libnvidia-ml"]) {
+            let path = lib.join(format!("{name}.so.{old}"));
+            std::fs::remove_file(&path).map_err(|source| at(&path, source))?;
+        }
+    }
+    Ok(())
+}
+
+/// The simulated library where cargo leaves it: beside this program or in `deps`.
+pub fn library() -> Result<PathBuf, UpError> {
+    let program = std::env::current_exe().map_err(|source| at(Path::new("/proc/self/exe"), source))?;
+    let near = program.parent().unwrap_or(Path::new("/")).to_owned();
+    [near.join(LIBRARY), near.join("deps").join(LIBRARY), near.join("..").join("deps").join(LIBRARY)]
+        .into_iter()
+        .find(|path| path.exists())
+        .ok_or(UpError::NoLibrary { near })
+}
+
+/// `8xH100-SXM5-80GB,2xL4`, one model per GPU.
+fn parse_list(list: &str) -> Result<Vec<Model>, UpError> {
+    let mut models = Vec::new();
+    for part in list.split(',').map(str::trim) {
+        let bad = || UpError::List { part: part.to_owned() };
+        // A name may begin with a digit of its own, never with digits and an x.
+        let (count, name) = match part.split_once('x') {
+            Some((count, name)) if !count.is_empty() && count.bytes().all(|byte| byte.is_ascii_digit()) => {
+                (count.parse::<usize>().map_err(|_| bad())?, name)
+            }
+            _ => (1, part),
+        };
+        if name.is_empty() || count == 0 {
+            return Err(bad());
+        }
+        let model = catalogue::find(name)?;
+        let total = models.len().saturating_add(count);
+        if total > MAX_GPUS {
+            return Err(UpError::TooMany { count: total });
+        }
+        models.resize(total, model);
+    }
+    Ok(models)
+}
+
+fn check_version(version: &str) -> Result<(), UpError> {
+    let number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    let good = version.split('.').count() >= 2 && version.split('.').all(number);
+    if good { Ok(()) } else { Err(UpError::Version { version: version.to_owned() }) }
+}
+
+/// Two GPUs share a PCIe root, as on boards with a switch per pair; those that
+/// have a PCI domain of their own do not.
+fn boards(models: &[Model], options: &Options) -> Vec<Gpu> {
+    let count = models.len();
+    let board = |(slot, model): (usize, &Model)| {
+        let row = model.row();
+        let (pair, half) = (slot / 2, slot % 2);
+        let (domain, bus) = if row.own_pci_domain { (0x10 * pair + 8 + half, 0) } else { (0, 7 + 15 * pair) };
+        let hop = |bus: usize, device: usize| format!("{domain:04x}:{bus:02x}:{device:02x}.0");
+        let (bdf, bridges) = if row.own_pci_domain {
+            (hop(1, 0), vec![hop(0, 0)])
+        } else {
+            (hop(bus + 3 + half, 0), vec![hop(bus, 1), hop(bus + 1, 0), hop(bus + 2, half)])
+        };
+        let pdi = mix(options.seed, slot as u64);
+        let numa = match options.numa_nodes {
+            0 => None,
+            nodes => u32::try_from(slot * nodes as usize / count).ok(),
+        };
+        Gpu {
+            model: *model,
+            uuid: mig::gpu_uuid(pdi),
+            serial: format!("165{:010}", pdi % 10_000_000_000),
+            pdi,
+            minor: 0,
+            node: !options.host.bare,
+            bdf,
+            pcie_root: format!("pci{domain:04x}:{bus:02x}"),
+            bridges,
+            numa,
+            module: u32::try_from(slot + 1).unwrap_or(u32::MAX),
+            lost: false,
+            missing: false,
+            dead: false,
+            epoch: 1,
+            mig: MigMode::default(),
+            compute_mode: 0,
+            persistence: false,
+            timeslice: 0,
+            instances: Vec::new(),
+            processes: Vec::new(),
+            holders: Vec::new(),
+            health: Health::default(),
+        }
+    };
+    let mut boards: Vec<Gpu> = models.iter().enumerate().map(board).collect();
+    // Slots are in PCI order, as the driver counts.
+    boards.sort_by(|one, other| one.bdf.cmp(&other.bdf));
+    boards
+}
+
+/// A device id that does not look counted (SplitMix64).
+fn mix(seed: u64, slot: u64) -> u64 {
+    let mut mixed = seed.wrapping_mul(0x0101).wrapping_add(slot + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+/// Puts the libraries of that version in place and points the links at them.
+fn install(root: &Path, library: &Path, version: &str) -> Result<(), UpError> {
+    let lib = root.join(LIB_DIR);
+    std::fs::create_dir_all(&lib).map_err(|source| at(&lib, source))?;
+    for (name, number) in LIBRARIES {
+        let file = format!("{name}.so.{version}");
+        let soname = number.map_or(file.clone(), |number| format!("{name}.so.{number}"));
+        let path = lib.join(&file);
+        std::fs::write(&path, shared_object(&soname)).map_err(|source| at(&path, source))?;
+        if number.is_some() {
+            link(&file, &lib.join(&soname))?;
+        }
+    }
+    link("libcuda.so.1", &lib.join("libcuda.so"))?;
+    let file = format!("libnvidia-ml.so.{version}");
+    place(library, &lib.join(&file))?;
+    link(&file, &lib.join("libnvidia-ml.so.1"))
+}
+
+/// A hard link where the file system allows it, else a copy: both can be
+/// mounted into a container, which a symlink cannot.
+fn place(from: &Path, to: &Path) -> Result<(), UpError> {
+    let from = from.canonicalize().map_err(|source| at(from, source))?;
+    if from == *to {
+        return Ok(());
+    }
+    drop(std::fs::remove_file(to));
+    std::fs::hard_link(&from, to)
+        .or_else(|_| std::fs::copy(&from, to).map(drop))
+        .map_err(|source| at(to, source))
+}
+
+/// Replaces a symlink in one step.
+fn link(target: &str, path: &Path) -> Result<(), UpError> {
+    let new = path.with_extension("new");
+    drop(std::fs::remove_file(&new));
+    symlink(target, &new).and_then(|()| std::fs::rename(&new, path)).map_err(|source| at(path, source))
+}
+
+fn at(path: &Path, source: io::Error) -> UpError {
+    UpError::Io { path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(list: &str, expected: Result<&[&str], &str>) {
+        let got = parse_list(list).map_err(|error| error.to_string());
+        match expected {
+            Ok(keys) => assert_eq!(
+                got.map(|models| models.iter().map(|model| model.row().key.clone()).collect::<Vec<_>>()),
+                Ok(keys.iter().map(|&key| key.to_owned()).collect())
+            ),
+            Err(part) => assert!(got.as_ref().is_err_and(|error| error.contains(part)), "{list}: {got:?}"),
+        }
+    }
+
+    #[test]
+    fn a_list_of_gpus_is_counts_and_names() {
+        check("2xL4,H200", Ok(&["L4", "L4", "H200-SXM-141GB"]));
+        check("L40S", Ok(&["L40S"]));
+        check("RTX-PRO-6000", Ok(&["RTX-PRO-6000"]));
+        check("", Err("GPU list"));
+        check("0xL4", Err("GPU list"));
+        check("2x", Err("GPU list"));
+        check("33xL4", Err("too many"));
+        check("99999999999999999999xL4", Err("GPU list"));
+        check("H100", Err("no GPU model"));
+        check("nonsense", Err("there are T4"));
+    }
 }

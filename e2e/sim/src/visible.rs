@@ -6,8 +6,9 @@
 
 use crate::sim::Sim;
 use crate::state::{Gpu, State};
+use rustix::fs::{Access, AtFlags, CWD};
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Capability that lets a process create and destroy instances.
 pub const CAP_CONFIG: u32 = 1;
@@ -31,12 +32,13 @@ pub struct Visible {
     pub ctl: bool,
     gpus: BTreeSet<u32>,
     caps: BTreeSet<u32>,
+    dir: PathBuf,
 }
 
 impl Visible {
     /// Reads the nodes in `dev`.
     pub fn read(dev: &Path) -> Self {
-        let mut visible = Self::default();
+        let mut visible = Self { dir: dev.join("nvidia-caps"), ..Self::default() };
         for name in names(dev) {
             match name.strip_prefix("nvidia") {
                 Some("ctl") => visible.ctl = true,
@@ -44,7 +46,7 @@ impl Visible {
                 None => {}
             }
         }
-        let caps = names(&dev.join("nvidia-caps"));
+        let caps = names(&visible.dir);
         visible
             .caps
             .extend(caps.iter().filter_map(|name| name.strip_prefix("nvidia-cap")?.parse::<u32>().ok()));
@@ -68,12 +70,18 @@ impl Visible {
 
     /// Whether instances may be created and destroyed without being root.
     pub fn config(&self) -> bool {
-        self.caps.contains(&CAP_CONFIG)
+        self.may_use(CAP_CONFIG)
     }
 
     /// Whether other instances' use may be seen without being root.
     pub fn monitor(&self) -> bool {
-        self.caps.contains(&CAP_MONITOR)
+        self.may_use(CAP_MONITOR)
+    }
+
+    /// These two are not for everybody who sees them.
+    fn may_use(&self, cap: u32) -> bool {
+        let node = self.dir.join(format!("nvidia-cap{cap}"));
+        self.caps.contains(&cap) && rustix::fs::accessat(CWD, node, Access::READ_OK, AtFlags::EACCESS).is_ok()
     }
 
     /// Slots of the GPUs that are listed and visible, by index.

@@ -1,0 +1,295 @@
+//! The command line: `divvy-sim`, and the stand-ins when called by their names.
+//!
+//! Every command does one operation of [`crate::operate`] on the simulator in
+//! `--root`, so what a person does by hand is what a test does in code.
+
+mod args;
+
+use crate::catalogue;
+use crate::code::Code;
+use crate::control::{Latency, Pattern, When, alive};
+use crate::sim::Sim;
+use crate::state::{Holder, Host, Privilege, Process, State};
+use crate::{draw, modprobe, smi, up};
+use anyhow::{Context, Result, bail};
+use args::{Args, Command, GpuArg, ProcessCommand, Side, Toggle};
+use clap::Parser;
+use std::ffi::OsStr;
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// Main of `divvy-sim`, and of `nvidia-smi` and `nvidia-modprobe` when called by these names.
+pub fn main() -> ExitCode {
+    if let Some(code) = multicall() {
+        return code;
+    }
+    match run(Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("divvy-sim: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs the stand-in whose name this process was called by, if it is one.
+pub fn multicall() -> Option<ExitCode> {
+    let name = std::env::args_os().next()?;
+    match Path::new(&name).file_name().and_then(OsStr::to_str)? {
+        "nvidia-smi" => Some(smi::main()),
+        "nvidia-modprobe" => Some(modprobe::main()),
+        _ => None,
+    }
+}
+
+fn run(args: Args) -> Result<()> {
+    let root = args.root;
+    let open = || -> Result<Sim> {
+        let root = root.clone().context("which simulator? give --root DIR or set DIVVY_SIM")?;
+        Ok(Sim::open(root)?)
+    };
+    match args.command {
+        Command::Up(up) => bring_up(up),
+        Command::Catalogue => print(&list_models()),
+        Command::Show { json } => show(&open()?, json),
+        Command::Xid { gpu, xid, instance } => {
+            change(&open()?, Some(&gpu), |state, slot| state.xid(slot, xid, instance))
+        }
+        Command::Recovery { gpu, action } => {
+            change(&open()?, Some(&gpu), |state, slot| state.set_recovery_action(slot, action))
+        }
+        Command::Lose { gpu, comes_back } => {
+            change(&open()?, Some(&gpu), |state, slot| state.lose(slot, comes_back))
+        }
+        Command::Find { gpu } => change(&open()?, Some(&gpu), State::find),
+        Command::Reset { gpu, force } => change(&open()?, Some(&gpu), |state, slot| state.reset(slot, force)),
+        Command::Reboot => change(&open()?, None, |state, _| {
+            state.reboot();
+            Ok(())
+        }),
+        Command::Driver { version } => Ok(up::replace_driver(&open()?, &version)?),
+        Command::Process { command } => process(&open()?, command),
+        Command::Latency { call, ms, global_lock, gpu } => {
+            let sim = open()?;
+            let pattern = pattern(&sim, call, gpu.as_ref())?;
+            change(&sim, None, |state, _| {
+                state.set_latency(Latency { pattern, ms, global_lock });
+                Ok(())
+            })
+        }
+        Command::Fault { call, code, nth, after, gpu, clear } => {
+            fault(&open()?, call, code, nth, after, gpu.as_ref(), clear)
+        }
+        Command::Hold { call, side, nth, gpu } => {
+            let sim = open()?;
+            let pattern = pattern(&sim, call, gpu.as_ref())?;
+            change(&sim, None, |state, _| {
+                state.add_hold(pattern, nth, side.when());
+                Ok(())
+            })
+        }
+        Command::Held { wait } => held(&open()?, wait),
+        Command::Release { call } => change(&open()?, None, |state, _| {
+            state.release(call.as_deref());
+            Ok(())
+        }),
+        Command::Trace { toggle } => trace(&open()?, toggle),
+    }
+}
+
+fn bring_up(wanted: args::Up) -> Result<()> {
+    let library = match wanted.library {
+        Some(library) => library,
+        None => up::library()?,
+    };
+    let multicall = match wanted.program {
+        Some(program) => program,
+        None => std::env::current_exe().context("cannot find this program")?,
+    };
+    let mut options = up::Options::new(library, multicall);
+    options.driver = wanted.driver;
+    options.seed = wanted.seed;
+    options.numa_nodes = wanted.numa_nodes;
+    options.host = Host {
+        vm: wanted.vm,
+        bare: wanted.no_nodes,
+        mknod: wanted.mknod,
+        fresh_uuids: wanted.fresh_uuids,
+        privilege: if wanted.unprivileged { Privilege::Nobody } else { Privilege::Owner },
+    };
+    let sim = up::up(&wanted.dir, &wanted.gpus, &options)?;
+    show(&sim, false)
+}
+
+fn show(sim: &Sim, json: bool) -> Result<()> {
+    let state = sim.read()?;
+    if json {
+        return print(&format!("{}\n", serde_json::to_string_pretty(&*state)?));
+    }
+    print(&draw(&state, std::io::stdout().is_terminal()))
+}
+
+/// Does one operation, on a GPU or on the node.
+fn change(
+    sim: &Sim,
+    gpu: Option<&GpuArg>,
+    operation: impl FnOnce(&mut State, usize) -> Result<(), Code>,
+) -> Result<()> {
+    let slot = match gpu {
+        Some(gpu) => slot(&*sim.read()?, gpu)?,
+        None => 0,
+    };
+    Ok(sim.update(|state| operation(state, slot))?)
+}
+
+fn slot(state: &State, gpu: &GpuArg) -> Result<usize> {
+    let found = match gpu {
+        GpuArg::Slot(slot) => Some(*slot).filter(|slot| *slot < state.gpus.len()),
+        GpuArg::Uuid(uuid) => state.gpus.iter().position(|gpu| gpu.uuid == *uuid),
+    };
+    found.with_context(|| format!("no GPU {gpu}; `divvy-sim show` lists {}", state.gpus.len()))
+}
+
+fn pattern(sim: &Sim, call: String, gpu: Option<&GpuArg>) -> Result<Pattern> {
+    let gpu = match gpu {
+        Some(gpu) => Some(slot(&*sim.read()?, gpu)?),
+        None => None,
+    };
+    Ok(Pattern { call, gpu })
+}
+
+fn process(sim: &Sim, command: ProcessCommand) -> Result<()> {
+    match command {
+        ProcessCommand::Add { gpu, pid, name, instance, memory, kind } => {
+            let process = Process { pid, name, kind: kind.kind(), instance, memory_mib: memory };
+            change(sim, Some(&gpu), |state, slot| state.add_process(slot, process))
+        }
+        ProcessCommand::Hold { gpu, pid, name, gi } => {
+            let holder = Holder { pid, name, gi };
+            change(sim, Some(&gpu), |state, slot| state.add_holder(slot, holder))
+        }
+        ProcessCommand::Remove { pid, gpu: Some(gpu) } => {
+            change(sim, Some(&gpu), |state, slot| state.remove_process(Some(slot), pid))
+        }
+        ProcessCommand::Remove { pid, gpu: None } => {
+            change(sim, None, |state, _| state.remove_process(None, pid))
+        }
+    }
+}
+
+fn fault(
+    sim: &Sim,
+    call: Option<String>,
+    code: Option<Code>,
+    nth: Option<u64>,
+    after: bool,
+    gpu: Option<&GpuArg>,
+    clear: bool,
+) -> Result<()> {
+    if clear {
+        return change(sim, None, |state, _| {
+            state.clear_faults(call.as_deref());
+            Ok(())
+        });
+    }
+    let (Some(call), Some(code)) = (call, code) else { bail!("a fault needs a call and a code") };
+    let pattern = pattern(sim, call, gpu)?;
+    let when = if after { When::After } else { When::Before };
+    change(sim, None, |state, _| {
+        state.add_fault(pattern, nth, when, code);
+        Ok(())
+    })
+}
+
+/// Prints the calls that are blocked, if need be after waiting for one.
+fn held(sim: &Sim, wait: Option<u64>) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(wait.unwrap_or(0));
+    loop {
+        let state = sim.read()?;
+        let mut text = String::new();
+        for held in state.control.held.iter().filter(|held| alive(held)) {
+            text.push_str(&serde_json::to_string(held)?);
+            text.push('\n');
+        }
+        if !text.is_empty() || wait.is_none() {
+            return print(&text);
+        }
+        if Instant::now() >= deadline {
+            bail!("no call was blocked in {} s", wait.unwrap_or(0));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn trace(sim: &Sim, toggle: Option<Toggle>) -> Result<()> {
+    let path = sim.trace_path();
+    let on = |on| {
+        change(sim, None, |state, _| {
+            state.control.trace = on;
+            Ok(())
+        })
+    };
+    match toggle {
+        Some(Toggle::On) => on(true),
+        Some(Toggle::Off) => on(false),
+        Some(Toggle::Clear) => match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("cannot remove {}", path.display()))
+            }
+            _ => Ok(()),
+        },
+        None => match std::fs::read_to_string(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            text => print(&text.with_context(|| format!("cannot read {}", path.display()))?),
+        },
+    }
+}
+
+fn list_models() -> String {
+    let mut text = String::new();
+    for model in catalogue::all() {
+        let row = model.row();
+        let mark = |verified: bool| if verified { "" } else { "  (unverified)" };
+        text.push_str(&format!(
+            "{:<16} {}, {} MiB, {} SM{}\n                 {}\n",
+            row.key,
+            row.product,
+            row.memory_total_mib,
+            row.multiprocessors,
+            mark(row.verified),
+            row.source
+        ));
+        for profile in row.mig.iter().flat_map(|mig| &mig.profiles) {
+            text.push_str(&format!(
+                "    {:<15} id {:<3} x{}  {:>6} MiB  {:>3} SM  at {:?}:{}{}\n",
+                profile.name,
+                profile.id,
+                profile.instances,
+                profile.memory_mib,
+                profile.sm,
+                profile.starts,
+                profile.size,
+                mark(profile.verified)
+            ));
+        }
+    }
+    text
+}
+
+/// A reader that goes away early is no error.
+fn print(text: &str) -> Result<()> {
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(error).context("cannot write to the terminal")
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Side {
+    const fn when(&self) -> When {
+        if self.after { When::After } else { When::Before }
+    }
+}
