@@ -77,14 +77,17 @@ impl Worker {
         NvmlError::InUse { call, gpu: self.gpu(), pids }
     }
 
-    pub(crate) fn instances(&mut self) -> Result<Vec<RawInstance>, NvmlError> {
+    /// GPU instances of one profile or of all.
+    pub(crate) fn instances_of(&mut self, only: Option<u32>) -> Result<Vec<RawInstance>, NvmlError> {
         let device = self.device()?;
         match absent_is_none(self.call("nvmlDeviceGetMigMode", |nvml| nvml.mig_mode(device)))? {
             Some((true, _)) => {}
             Some((false, _)) | None => return Ok(Vec::new()),
         }
         let mut all = Vec::new();
-        for profile in &self.description()?.profiles {
+        let description = self.description()?;
+        let wanted = description.profiles.iter().filter(|profile| only.is_none_or(|only| only == profile.id));
+        for profile in wanted {
             let found = self.call("nvmlDeviceGetGpuInstances", |nvml| {
                 nvml.gpu_instances(device, profile.id, profile.max_instances)
             });

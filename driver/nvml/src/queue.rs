@@ -166,7 +166,16 @@ impl GpuQueue {
 
     /// GPU instances that exist, with their compute instances. With MIG off there are none.
     pub async fn instances(&self) -> Result<Vec<RawInstance>, NvmlError> {
-        self.submit("nvmlDeviceGetGpuInstances", self.limits.query, Worker::instances).await
+        self.submit("nvmlDeviceGetGpuInstances", self.limits.query, |worker| worker.instances_of(None)).await
+    }
+
+    /// The GPU instance of that profile at that start, if it exists; cheaper than all of them.
+    pub async fn instance(&self, profile_id: u32, start: u32) -> Result<Option<RawInstance>, NvmlError> {
+        self.submit("nvmlDeviceGetGpuInstances", self.limits.query, move |worker| {
+            let found = worker.instances_of(Some(profile_id))?;
+            Ok(found.into_iter().find(|instance| instance.placement.start == start))
+        })
+        .await
     }
 
     /// What changes with use: minor, MIG mode, instances.
@@ -175,7 +184,7 @@ impl GpuQueue {
     }
 
     /// Description and state. Sent at once; the future waits for the answer.
-    pub(crate) fn read(&self) -> impl Future<Output = Result<(Arc<Description>, State), NvmlError>> + use<> {
+    pub fn read(&self) -> impl Future<Output = Result<(Arc<Description>, State), NvmlError>> + use<> {
         self.submit("nvmlDeviceGetName", self.limits.query, |worker| {
             Ok((worker.description()?, worker.state()?))
         })

@@ -105,7 +105,7 @@ impl Worker {
         let mig = match self.mig_mode() {
             Ok(_) if self.description()?.profiles.is_empty() => RawMig::Unsupported,
             Ok(MigMode::Off) => RawMig::Supported { mode: MigMode::Off, instances: Vec::new() },
-            Ok(MigMode::On) => RawMig::Supported { mode: MigMode::On, instances: self.instances()? },
+            Ok(MigMode::On) => RawMig::Supported { mode: MigMode::On, instances: self.instances_of(None)? },
             Err(NvmlError::Call { code: Code::NotSupported | Code::FunctionNotFound, .. }) => {
                 RawMig::Unsupported
             }

@@ -1,0 +1,237 @@
+//! GPUs this node has known, kept in `gpu-numbers.json` in the state directory:
+//! numbers, which are a promise, and last descriptions, which let a missing GPU
+//! stay published after a restart.
+//!
+//! Written whole and renamed, with fsync: it changes when hardware does, and a
+//! number must survive the power. A file that cannot be read is set aside. A
+//! description that a newer driver wrote differently is forgotten alone.
+
+use divvy_model::inventory::{Gpu, Inventory, Mig, MigMode, MigToggle};
+use divvy_model::numbers::GpuNumbers;
+use serde::{Deserialize, Serialize};
+use serde_json::value::{RawValue, to_raw_value};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+const FILE: &str = "gpu-numbers.json";
+const VERSION: u32 = 1;
+
+/// The file and what it holds.
+pub(super) struct Known {
+    path: PathBuf,
+    pub(super) numbers: GpuNumbers,
+    /// Descriptions at the last reading, for GPUs that are not read now.
+    pub(super) last: Inventory,
+    written: Vec<u8>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Document {
+    version: u32,
+    numbers: GpuNumbers,
+    gpus: Vec<Box<RawValue>>,
+}
+
+/// Why the file could not be kept.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write {path}; GPU numbers may change at the next start")]
+pub(super) struct KeepError {
+    path: PathBuf,
+    #[source]
+    cause: std::io::Error,
+}
+
+impl Known {
+    /// Reads the file; one that is missing or damaged is as good as empty.
+    pub(super) fn load(state_dir: &Path) -> Self {
+        let path = state_dir.join(FILE);
+        let written = match std::fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(cause) => {
+                if cause.kind() != std::io::ErrorKind::NotFound {
+                    tracing::warn!(path = %path.display(), %cause, "cannot read the GPU numbers");
+                }
+                Vec::new()
+            }
+        };
+        let empty = Document { version: VERSION, numbers: GpuNumbers::default(), gpus: Vec::new() };
+        let document = match parse(&written) {
+            Ok(document) => document.unwrap_or(empty),
+            Err(cause) => {
+                let aside = path.with_extension("json.damaged");
+                let moved = std::fs::rename(&path, &aside).is_ok();
+                tracing::warn!(path = %path.display(), aside = %aside.display(), moved, cause, "GPU numbers set aside, numbers are given anew");
+                empty
+            }
+        };
+        let mut gpus: Vec<Gpu> =
+            document.gpus.iter().filter_map(|gpu| serde_json::from_str(gpu.get()).ok()).collect();
+        // A description without its number, or with another, is none.
+        gpus.retain(|gpu| {
+            document.numbers.iter().any(|(uuid, number)| (uuid, number) == (&gpu.uuid, gpu.number))
+        });
+        let last = Inventory { gpus, ..Inventory::default() };
+        Self { path, numbers: document.numbers, last, written }
+    }
+
+    /// Keeps that inventory's numbers and descriptions; writes only what changed.
+    pub(super) fn keep(&mut self, inventory: &Inventory) -> Result<(), KeepError> {
+        let gpus =
+            inventory.gpus.iter().map(description).map(|gpu| to_raw_value(&gpu)).collect::<Result<_, _>>();
+        let bytes = gpus.and_then(|gpus| {
+            serde_json::to_vec(&Document { version: VERSION, numbers: self.numbers.clone(), gpus })
+        });
+        let failed = |cause| KeepError { path: self.path.clone(), cause };
+        let bytes = bytes.map_err(|cause| failed(cause.into()))?;
+        if bytes != self.written {
+            write(&self.path, &bytes).map_err(failed)?;
+            self.written = bytes;
+        }
+        Ok(())
+    }
+}
+
+/// `None` for an empty file, which a first start that lost its power may leave.
+fn parse(bytes: &[u8]) -> Result<Option<Document>, String> {
+    if bytes.is_empty() {
+        return Ok(None);
+    }
+    let document: Document = serde_json::from_slice(bytes).map_err(|cause| cause.to_string())?;
+    match document.version {
+        VERSION => Ok(Some(document)),
+        newer => Err(format!("format {newer} is not format {VERSION}")),
+    }
+}
+
+/// What of a GPU outlives a restart: not its instances, conditions or presence.
+fn description(gpu: &Gpu) -> Gpu {
+    let mut gpu = gpu.clone();
+    gpu.conditions.clear();
+    gpu.presence = divvy_model::inventory::Presence::Missing;
+    if let Mig::Supported { mode, toggle, instances, .. } = &mut gpu.mig {
+        instances.clear();
+        if *toggle == MigToggle::Live {
+            *mode = MigMode::Off;
+        }
+    }
+    gpu
+}
+
+fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let dir = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(dir)?;
+    let fresh = path.with_extension(format!("json.{}", std::process::id()));
+    let mut file = std::fs::File::create(&fresh)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    std::fs::rename(&fresh, path)?;
+    std::fs::File::open(dir)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use divvy_model::inventory::{MigProfile, Presence};
+    use divvy_model::numbers::GpuNumber;
+    use divvy_model::placement::Placement;
+
+    fn gpu(number: u32) -> Gpu {
+        Gpu {
+            number: GpuNumber(number),
+            uuid: format!("GPU-{number}").into(),
+            minor: number,
+            product: "NVIDIA L4".to_owned(),
+            brand: "Nvidia".to_owned(),
+            architecture: "Ada Lovelace".to_owned(),
+            compute_capability: (8, 9),
+            memory_bytes: 24_152_899_584,
+            addressing_mode: None,
+            pci_bus_id: "0000:1a:00.0".to_owned(),
+            pcie_root: Some("pci0000:16".to_owned()),
+            numa_node: Some(0),
+            nvlink_group: None,
+            nvlink_peers: 0,
+            mig: Mig::Unsupported,
+            presence: Presence::Present,
+            conditions: Vec::new(),
+        }
+    }
+
+    fn mig_gpu(number: u32) -> Gpu {
+        let profile = MigProfile {
+            id: 19,
+            index: 0,
+            name: "1g.10gb".to_owned(),
+            memory_mib: 9_984,
+            multiprocessors: 16,
+            copy_engines: 1,
+            decoders: 1,
+            encoders: 0,
+            jpeg_engines: 1,
+            ofa_engines: 0,
+            max_instances: 7,
+            placements: vec![Placement { start: 0, size: 1 }],
+        };
+        let mig = Mig::Supported {
+            mode: MigMode::Off,
+            toggle: MigToggle::Live,
+            profiles: vec![profile],
+            instances: Vec::new(),
+        };
+        Gpu { mig, ..gpu(number) }
+    }
+
+    fn kept(dir: &Path) -> Vec<u8> {
+        let mut known = Known::load(dir);
+        let gpus: Vec<Gpu> = vec![gpu(0), mig_gpu(2)];
+        for gpu in &gpus {
+            known.numbers.number(&gpu.uuid, gpu.minor);
+        }
+        known.keep(&Inventory { gpus, ..Inventory::default() }).expect("kept");
+        std::fs::read(dir.join(FILE)).expect("file")
+    }
+
+    const GOLDEN: &str = include_str!("known.golden.json");
+
+    #[test]
+    fn the_file_is_byte_for_byte_what_it_always_was() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        assert_eq!(String::from_utf8(kept(dir.path())).expect("utf-8"), GOLDEN.trim_end());
+    }
+
+    #[test]
+    fn a_kept_gpu_comes_back_as_missing_with_its_number() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        kept(dir.path());
+        let known = Known::load(dir.path());
+        let missing = |gpu: Gpu| Gpu { presence: Presence::Missing, ..gpu };
+        assert_eq!(known.last.gpus, [missing(gpu(0)), missing(mig_gpu(2))]);
+        assert_eq!(known.numbers.iter().count(), 2);
+    }
+
+    #[test]
+    fn a_description_of_another_make_is_forgotten_and_the_number_kept() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        let other = GOLDEN.replace("\"product\":\"NVIDIA L4\"", "\"product\":{\"name\":\"L4\"},\"more\":1");
+        std::fs::write(dir.path().join(FILE), other).expect("file");
+        let known = Known::load(dir.path());
+        assert_eq!((known.last.gpus.len(), known.numbers.iter().count()), (0, 2));
+    }
+
+    #[test]
+    fn whatever_the_file_holds_the_driver_starts() {
+        let newer = GOLDEN.replacen("\"version\":1", "\"version\":2", 1);
+        let cut = (1..GOLDEN.trim_end().len()).map(|at| &GOLDEN.as_bytes()[..at]);
+        for bytes in cut.chain([newer.as_bytes(), b"\xff\0", b"[]"]) {
+            let dir = tempfile::tempdir().expect("temporary directory");
+            std::fs::write(dir.path().join(FILE), bytes).expect("file");
+            let known = Known::load(dir.path());
+            assert_eq!(known.numbers, GpuNumbers::default());
+            assert!(
+                dir.path().join("gpu-numbers.json.damaged").exists(),
+                "{:?}",
+                String::from_utf8_lossy(bytes)
+            );
+        }
+    }
+}
