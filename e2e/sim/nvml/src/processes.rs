@@ -1,0 +1,136 @@
+//! Processes: who runs on a GPU or in a MIG device, and how much of it each uses.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use divvy_sim::code::Code;
+use divvy_sim::state::{Process, ProcessKind};
+
+use crate::abi::{
+    ProcessDetail, ProcessDetailList, ProcessInfo, ProcessInfoV1, ProcessUtilization, Utilization,
+};
+use crate::argument::{Array, Count, Out, Outcome};
+use crate::handle::{Device, Target};
+use crate::library::{Nvml, entry};
+
+const MIB: u64 = 1 << 20;
+/// "No instance."
+const NOBODY: u32 = u32::MAX;
+/// Per cent that a GPU with processes is busy.
+const BUSY: u32 = 60;
+
+/// The processes that the caller may see through that handle. All instances together only with the right to monitor.
+fn processes(nvml: &Nvml, device: Device, kind: Option<ProcessKind>) -> Outcome<Vec<Process>> {
+    let Target { gpu, mig, .. } = device.target(&nvml.state)?;
+    if mig.is_none() && gpu.mig.current && !nvml.may_monitor() {
+        return Err(Code::NoPermission);
+    }
+    let here = mig.map(|(gi, ci)| (gi.id, ci.id));
+    let seen = |process: &&Process| {
+        kind.is_none_or(|kind| process.kind == kind) && (here.is_none() || process.instance == here)
+    };
+    Ok(gpu.processes.iter().filter(seen).cloned().collect())
+}
+
+fn first_version(process: Process) -> ProcessInfoV1 {
+    ProcessInfoV1 { pid: process.pid, used_memory: process.memory_mib * MIB }
+}
+
+fn current_version(process: Process) -> ProcessInfo {
+    let (gpu_instance_id, compute_instance_id) = process.instance.unwrap_or((NOBODY, NOBODY));
+    ProcessInfo {
+        pid: process.pid,
+        used_memory: process.memory_mib * MIB,
+        gpu_instance_id,
+        compute_instance_id,
+    }
+}
+
+/// The three lists, each with its first version and two names for today's.
+macro_rules! lists {
+    ($($kind:ident: $first:ident $second:ident $third:ident;)*) => {
+        entry! {$(
+            fn $first(nvml, device: Device, count: Count, array: Array<ProcessInfoV1>) {
+                let found = processes(nvml, device, Some(ProcessKind::$kind))?;
+                count.list(&array, found.into_iter().map(first_version).collect())
+            }
+
+            fn $second(nvml, device: Device, count: Count, array: Array<ProcessInfo>) {
+                let found = processes(nvml, device, Some(ProcessKind::$kind))?;
+                count.list(&array, found.into_iter().map(current_version).collect())
+            }
+
+            fn $third(nvml, device: Device, count: Count, array: Array<ProcessInfo>) {
+                let found = processes(nvml, device, Some(ProcessKind::$kind))?;
+                count.list(&array, found.into_iter().map(current_version).collect())
+            }
+        )*}
+    };
+}
+
+lists! {
+    Compute: nvmlDeviceGetComputeRunningProcesses nvmlDeviceGetComputeRunningProcesses_v2
+        nvmlDeviceGetComputeRunningProcesses_v3;
+    Graphics: nvmlDeviceGetGraphicsRunningProcesses nvmlDeviceGetGraphicsRunningProcesses_v2
+        nvmlDeviceGetGraphicsRunningProcesses_v3;
+    Mps: nvmlDeviceGetMPSComputeRunningProcesses nvmlDeviceGetMPSComputeRunningProcesses_v2
+        nvmlDeviceGetMPSComputeRunningProcesses_v3;
+}
+
+entry! {
+    fn nvmlDeviceGetRunningProcessDetailList(nvml, device: Device, list: Out<ProcessDetailList>) {
+        list.expect_version()?;
+        let given = list.get();
+        let kind = match given.mode {
+            0 => ProcessKind::Compute,
+            1 => ProcessKind::Graphics,
+            2 => ProcessKind::Mps,
+            _ => return Err(Code::InvalidArgument),
+        };
+        let found = processes(nvml, device, Some(kind))?;
+        list.set(ProcessDetailList { entries: found.len() as u32, ..given });
+        if found.len() > given.entries as usize || (given.array.is_null() && !found.is_empty()) {
+            return Err(Code::InsufficientSize);
+        }
+        Array::from(given.array).fill(found.into_iter().map(|process| {
+            let ProcessInfo { pid, used_memory, gpu_instance_id, compute_instance_id } = current_version(process);
+            ProcessDetail { pid, used_memory, gpu_instance_id, compute_instance_id, used_protected_memory: 0 }
+        }));
+        Ok(())
+    }
+
+    /// Not for instances: the counters are the GPU's.
+    fn nvmlDeviceGetProcessUtilization(
+        nvml, device: Device, array: Array<ProcessUtilization>, count: Count, _since: u64,
+    ) {
+        let (_, gpu) = device.whole(&nvml.state)?;
+        if gpu.mig.current {
+            return Err(Code::NotSupported);
+        }
+        let found = processes(nvml, device, None)?;
+        if found.is_empty() {
+            count.set(0);
+            return Err(Code::NotFound);
+        }
+        let timestamp = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_micros() as u64);
+        let share = BUSY / found.len() as u32;
+        let sample = |process: Process| ProcessUtilization {
+            pid: process.pid,
+            timestamp,
+            sm: share,
+            memory: share / 2,
+            encoder: 0,
+            decoder: 0,
+        };
+        count.list(&array, found.into_iter().map(sample).collect())
+    }
+
+    fn nvmlDeviceGetUtilizationRates(nvml, device: Device, rates: Out<Utilization>) {
+        let (_, gpu) = device.whole(&nvml.state)?;
+        if gpu.mig.current {
+            return Err(Code::NotSupported);
+        }
+        let busy = if gpu.processes.is_empty() { 0 } else { BUSY };
+        rates.set(Utilization { gpu: busy, memory: busy / 2 });
+        Ok(())
+    }
+}
