@@ -270,8 +270,15 @@ fn install(root: &Path, library: &Path, version: &str) -> Result<(), UpError> {
     }
     link("libcuda.so.1", &lib.join("libcuda.so"))?;
     let file = format!("libnvidia-ml.so.{version}");
-    place(library, &lib.join(&file))?;
+    copy(library, &lib.join(&file))?;
     link(&file, &lib.join("libnvidia-ml.so.1"))
+}
+
+/// Each root has a library of its own: the loader takes files of one inode for
+/// one library, so with links a process could load only one simulator's.
+fn copy(from: &Path, to: &Path) -> Result<(), UpError> {
+    let new = to.with_extension("new");
+    std::fs::copy(from, &new).and_then(|_| std::fs::rename(&new, to)).map_err(|source| at(to, source))
 }
 
 /// A hard link where the file system allows it, else a copy: both can be
