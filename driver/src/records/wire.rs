@@ -92,8 +92,8 @@ struct Device {
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
 struct At {
+    #[serde(rename = "profileID")]
     profile_id: u32,
     start: u32,
     size: u32,

@@ -1,1 +1,96 @@
+use super::*;
 
+const SHORT: Duration = Duration::from_millis(50);
+const LONG: Duration = Duration::from_secs(20);
+
+fn set(gpus: &[&str]) -> BTreeSet<GpuUuid> {
+    gpus.iter().map(|gpu| GpuUuid::from(*gpu)).collect()
+}
+
+/// Two `Locks` over one directory are two processes to each other: `flock`
+/// belongs to the open file, not to the process.
+fn two_processes() -> (tempfile::TempDir, Locks, Locks) {
+    let dir = tempfile::tempdir().unwrap();
+    let (one, two) = (Locks::open(dir.path()).unwrap(), Locks::open(dir.path()).unwrap());
+    (dir, one, two)
+}
+
+#[tokio::test]
+async fn a_gpu_is_locked_once_and_others_stay_free() {
+    let (_dir, one, two) = two_processes();
+    let held = one.lock(&set(&["GPU-0"]), LONG).await.unwrap();
+    for other in [&one, &two] {
+        let error = other.lock(&set(&["GPU-0", "GPU-7"]), SHORT).await.unwrap_err();
+        assert!(matches!(error, LockError::Busy { gpu, .. } if gpu.as_str() == "GPU-0"));
+        drop(other.lock(&set(&["GPU-7"]), LONG).await.unwrap());
+    }
+    drop(held);
+    drop(two.lock(&set(&["GPU-0"]), LONG).await.unwrap());
+}
+
+#[tokio::test]
+async fn a_wait_between_processes_ends_with_the_lock() {
+    let (_dir, one, two) = two_processes();
+    let held = one.lock(&set(&["GPU-0"]), LONG).await.unwrap();
+    let gpus = set(&["GPU-0"]);
+    let waiting = two.lock(&gpus, LONG);
+    let release = async {
+        tokio::task::yield_now().await;
+        drop(held);
+    };
+    let (locked, ()) = tokio::join!(waiting, release);
+    assert!(locked.unwrap().gpu(&"GPU-0".into()).is_some());
+}
+
+#[tokio::test]
+async fn a_wait_that_was_given_up_locks_nothing() {
+    let (_dir, one, two) = two_processes();
+    let held = one.lock(&set(&["GPU-0"]), LONG).await.unwrap();
+    assert!(two.lock(&set(&["GPU-0"]), SHORT).await.is_err());
+    drop(held);
+    // The thread that still waited gets the lock and lets it go.
+    drop(one.lock(&set(&["GPU-0"]), LONG).await.unwrap());
+}
+
+#[tokio::test]
+async fn the_index_is_out_of_date_once_another_process_moved_on() {
+    let (_dir, one, two) = two_processes();
+    let gpus = set(&["GPU-0"]);
+    let mut locked = one.lock(&gpus, LONG).await.unwrap();
+    assert!(!locked.gpus()[0].is_indexed());
+    locked.gpus_mut()[0].set_indexed();
+    locked.gpus_mut()[0].move_on().unwrap();
+    assert!(locked.gpus()[0].is_indexed(), "what we changed ourselves we know");
+    drop(locked);
+    assert!(one.lock(&gpus, LONG).await.unwrap().gpus()[0].is_indexed());
+
+    two.lock(&gpus, LONG).await.unwrap().gpus_mut()[0].move_on().unwrap();
+    assert!(!one.lock(&gpus, LONG).await.unwrap().gpus()[0].is_indexed());
+}
+
+#[tokio::test]
+async fn who_turned_mig_on_outlives_the_process() {
+    let (dir, one, _) = two_processes();
+    let gpus = set(&["GPU-0"]);
+    one.lock(&gpus, LONG).await.unwrap().gpus_mut()[0].set_mig_ours(true).unwrap();
+    let again = Locks::open(dir.path()).unwrap();
+    assert!(again.lock(&gpus, LONG).await.unwrap().gpus()[0].mig_is_ours());
+    let file = std::fs::read_to_string(dir.path().join("gpus/GPU-0")).unwrap();
+    assert_eq!(file, "divvy 1 00000000000000000000 mig=ours\n");
+}
+
+#[tokio::test]
+async fn a_damaged_gpu_file_is_a_gpu_at_rest() {
+    let (dir, one, _) = two_processes();
+    for damage in ["", "divvy 1 0000", "divvy 2 00000000000000000007 mig=ours\n", "\u{0}\u{0}\u{0}"] {
+        std::fs::write(dir.path().join("gpus/GPU-0"), damage).unwrap();
+        let locked = one.lock(&set(&["GPU-0"]), LONG).await.unwrap();
+        assert!(!locked.gpus()[0].mig_is_ours());
+    }
+}
+
+#[tokio::test]
+async fn a_uuid_is_never_a_path() {
+    let (_dir, one, _) = two_processes();
+    assert!(matches!(one.lock(&set(&["../GPU"]), LONG).await, Err(LockError::File(_))));
+}

@@ -1,1 +1,167 @@
+use super::*;
+use crate::plan::Access;
+use proptest::prelude::*;
 
+/// A record of format 1, as the first build wrote it. Never edited: what it
+/// says must be read for as long as a node may still have such a file.
+const V1: &[u8] = include_bytes!("v1.golden.json");
+
+fn key(start: u32, size: u32) -> InstanceKey {
+    InstanceKey { gpu: "GPU-a".into(), profile_id: 9, placement: Placement { start, size } }
+}
+
+fn sample() -> ClaimRecord {
+    let device = |name: &str, access, part, instance| DeviceRecord {
+        request: "r".into(),
+        pool: "node".into(),
+        device: name.into(),
+        share_id: None,
+        access,
+        part,
+        instance,
+        cdi_ids: vec![format!("gpu.divvy.dev/claim=u-1-{name}")],
+    };
+    let ids = InstanceIds { gpu_instance: 2, compute_instance: 0, uuid: "MIG-x".into() };
+    ClaimRecord {
+        claim: ClaimRef { namespace: "ns".into(), name: "claim".into(), uid: "u-1".into() },
+        state: HeldState::Prepared,
+        devices: vec![
+            device("gpu-1", Access::Exclusive, Part::Whole { gpu: "GPU-b".into() }, None),
+            device("gpu-0-mig-3g40gb-9-4", Access::Exclusive, Part::Instance(key(4, 4)), Some(ids)),
+            device("gpu-0-mig-3g40gb-9-0", Access::Admin, Part::Instance(key(0, 4)), None),
+        ],
+        undo: vec![
+            Undo::DestroyGpuInstance(key(4, 4)),
+            Undo::DestroyComputeInstances(key(4, 4)),
+            Undo::RemoveCdi,
+        ],
+    }
+}
+
+/// The bytes with the body changed and the checksum right.
+fn with_body(change: impl Fn(String) -> String) -> Vec<u8> {
+    let text = String::from_utf8(encode(&sample()).unwrap()).unwrap();
+    let body = text.split_once("\"record\":").unwrap().1.trim_end().strip_suffix('}').unwrap();
+    let body = change(body.to_owned());
+    format!("{{\"format\":1,\"crc32\":\"{:08x}\",\"record\":{body}}}", crc32fast::hash(body.as_bytes()))
+        .into_bytes()
+}
+
+#[test]
+fn bytes_of_format_1_do_not_change() {
+    assert_eq!(String::from_utf8(encode(&sample()).unwrap()).unwrap(), String::from_utf8_lossy(V1));
+}
+
+/// The golden of the oldest format that a node may have is read by this build.
+#[test]
+fn this_build_reads_format_1() {
+    assert_eq!(decode(V1).unwrap(), sample());
+}
+
+#[test]
+fn a_newer_format_is_left_to_newer_builds() {
+    let newer = String::from_utf8_lossy(V1).replace("\"format\":1", "\"format\":2");
+    let error = decode(newer.as_bytes()).unwrap_err();
+    assert_eq!(error.to_string(), "written in format 2; this build reads up to 1");
+}
+
+#[test]
+fn unknown_fields_are_tolerated() {
+    let added = with_body(|body| {
+        body.replacen("{\"claim\":{", "{\"later\":[{}],\"claim\":{\"later\":1,", 1)
+            .replace("{\"request\"", "{\"later\":{\"x\":null},\"request\"")
+            .replace("{\"do\"", "{\"later\":true,\"do\"")
+    });
+    assert_eq!(decode(&added).unwrap(), sample());
+}
+
+#[test]
+fn an_undo_that_is_not_known_is_no_record_of_ours() {
+    let unknown = with_body(|body| body.replace("\"removeCdi\"", "\"stopSomething\""));
+    assert!(matches!(decode(&unknown), Err(DecodeError::Body { format: 1, .. })));
+}
+
+#[test]
+fn a_record_cut_short_anywhere_is_seen() {
+    // Without its last byte, the newline, it is still whole.
+    for length in 0..V1.len() - 1 {
+        assert!(decode(&V1[..length]).is_err(), "cut at {length}");
+    }
+}
+
+#[test]
+fn a_flipped_bit_never_changes_what_a_record_says() {
+    for at in 0..V1.len() {
+        for bit in 0..8 {
+            let mut bytes = V1.to_vec();
+            bytes[at] ^= 1 << bit;
+            if let Ok(record) = decode(&bytes) {
+                assert_eq!(record, sample(), "byte {at}, bit {bit}");
+            }
+        }
+    }
+}
+
+fn any_key() -> impl Strategy<Value = InstanceKey> {
+    ("GPU-[a-c]", 0..30u32, 0..12u32, 1..12u32).prop_map(|(gpu, profile_id, start, size)| InstanceKey {
+        gpu: gpu.into(),
+        profile_id,
+        placement: Placement { start, size },
+    })
+}
+
+fn any_device() -> impl Strategy<Value = DeviceRecord> {
+    let part = prop_oneof![
+        "GPU-[a-c]".prop_map(|gpu| Part::Whole { gpu: gpu.into() }),
+        any_key().prop_map(Part::Instance)
+    ];
+    (".{0,9}", part, any::<bool>(), proptest::option::of("[a-f0-9-]{1,9}"), any::<Option<(u32, u32)>>())
+        .prop_map(|(name, part, admin, share, ids)| DeviceRecord {
+            request: name.as_str().into(),
+            pool: "node".into(),
+            device: name.as_str().into(),
+            share_id: share.map(Into::into),
+            access: if admin { Access::Admin } else { Access::Exclusive },
+            instance: ids.filter(|_| matches!(part, Part::Instance(_))).map(
+                |(gpu_instance, compute_instance)| InstanceIds {
+                    gpu_instance,
+                    compute_instance,
+                    uuid: format!("MIG-{name}"),
+                },
+            ),
+            part,
+            cdi_ids: vec![name],
+        })
+}
+
+fn any_record() -> impl Strategy<Value = ClaimRecord> {
+    let state = prop_oneof![Just(HeldState::Intent), Just(HeldState::Prepared), Just(HeldState::Releasing)];
+    let undo = prop_oneof![
+        any_key().prop_map(Undo::DestroyGpuInstance),
+        any_key().prop_map(Undo::DestroyComputeInstances),
+        Just(Undo::RemoveCdi)
+    ];
+    let many = proptest::collection::vec(any_device(), 0..4);
+    (".{0,9}", state, many, proptest::collection::vec(undo, 0..4)).prop_map(|(name, state, devices, undo)| {
+        let claim = ClaimRef { namespace: name.clone(), name: name.clone(), uid: name.into() };
+        ClaimRecord { claim, state, devices, undo }
+    })
+}
+
+proptest! {
+    #[test]
+    fn what_is_written_is_read(record in any_record()) {
+        prop_assert_eq!(decode(&encode(&record).unwrap()).unwrap(), record);
+    }
+
+    #[test]
+    fn no_bytes_crash_the_reader(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        let _ = decode(&bytes);
+    }
+
+    #[test]
+    fn no_body_crashes_the_reader(body in "[\\[\\]{}:,\"a-z0-9-]{0,80}") {
+        let checksum = crc32fast::hash(body.as_bytes());
+        let _ = decode(format!("{{\"format\":1,\"crc32\":\"{checksum:08x}\",\"record\":{body}}}").as_bytes());
+    }
+}
