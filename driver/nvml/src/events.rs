@@ -37,6 +37,7 @@ pub struct Late {
     pub gpu: GpuUuid,
     pub call: &'static str,
     pub after: Duration,
+    /// Of the whole job: [`NvmlError::Deadline`] where it stopped after that call.
     pub result: Result<(), NvmlError>,
 }
 

@@ -310,13 +310,11 @@ impl Library {
     /// Processes of all kinds, with the GPU instance each runs in.
     pub(crate) fn processes(&self, device: Device) -> Vec<(u32, u32)> {
         let mut all = Vec::new();
-        for graphics in [false, true] {
-            let list = |count: &mut c_uint, into: *mut sys::nvmlProcessInfo_t| {
-                if graphics {
-                    nvml!(self, nvmlDeviceGetGraphicsRunningProcesses_v3(device.0, count, into))
-                } else {
-                    nvml!(self, nvmlDeviceGetComputeRunningProcesses_v3(device.0, count, into))
-                }
+        for kind in 0..3 {
+            let list = |count: &mut c_uint, into: *mut sys::nvmlProcessInfo_t| match kind {
+                0 => nvml!(self, nvmlDeviceGetComputeRunningProcesses_v3(device.0, count, into)),
+                1 => nvml!(self, nvmlDeviceGetGraphicsRunningProcesses_v3(device.0, count, into)),
+                _ => nvml!(self, nvmlDeviceGetMPSComputeRunningProcesses_v3(device.0, count, into)),
             };
             let mut count = 0;
             if !matches!(list(&mut count, std::ptr::null_mut()), Ok(()) | Err(Code::InsufficientSize))

@@ -15,7 +15,8 @@ const DIRECTORIES: [&str; 8] = [
     "usr/lib/aarch64-linux-gnu/nvidia/current",
 ];
 
-/// A file on disk; two of one path differ when the file was replaced.
+/// A file on disk, by its real path. An upgrade gives it another name, a
+/// re-installation another identity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LibraryFile {
     pub(super) path: PathBuf,
@@ -25,7 +26,7 @@ pub(super) struct LibraryFile {
 /// The library, if the GPU driver is installed.
 pub(super) fn find(driver_root: &Path) -> Option<LibraryFile> {
     DIRECTORIES.iter().find_map(|dir| {
-        let path = driver_root.join(dir).join("libnvidia-ml.so.1");
+        let path = driver_root.join(dir).join("libnvidia-ml.so.1").canonicalize().ok()?;
         let meta = std::fs::metadata(&path).ok().filter(|meta| meta.is_file())?;
         let identity = (meta.dev(), meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec());
         Some(LibraryFile { path, identity })

@@ -1,0 +1,5 @@
+//! The crate against simulated GPUs, through the C library as in production.
+
+mod session;
+mod stuck;
+mod world;

@@ -1,0 +1,227 @@
+//! What a session reads, changes and refuses, on simulated GPUs.
+
+use crate::world::{World, impatient, next};
+use divvy_model::inventory::MigMode;
+use divvy_model::placement::Placement;
+use divvy_nvml::{Closing, Code, Event, Limits, NvmlError, OpenError, RawMig, Session};
+use divvy_sim::control::{Pattern, When};
+use divvy_sim::state::{Process, ProcessKind};
+use std::time::Duration;
+
+const CATALOGUE: &str = "T4,L4,L40S,A10,A30-24GB,A100-SXM4-40GB,A100-SXM4-80GB,H100-SXM5-80GB,H100-PCIe-80GB,\
+    H100-NVL-94GB,GH200-96GB,H200-SXM-141GB,B200-180GB,GB200-186GB,B300-269GB,RTX-PRO-6000";
+
+#[tokio::test]
+async fn a_snapshot_says_of_each_gpu_what_the_catalogue_says() {
+    let world = World::new(CATALOGUE);
+    let session = world.open(Limits::default());
+    let snapshot = session.snapshot().await.expect("snapshot");
+    let state = world.sim.read().expect("state");
+    assert_eq!(
+        (snapshot.driver_version.as_str(), snapshot.cuda_version),
+        (state.driver.as_str(), state.cuda)
+    );
+    assert_eq!(snapshot.gpus.len(), state.gpus.len());
+    assert!(snapshot.unreadable.is_empty());
+    for gpu in &state.gpus {
+        let row = gpu.model.row();
+        let found = snapshot.gpus.iter().find(|found| found.uuid.as_str() == gpu.uuid).expect("found");
+        let (is, now) = found.reading.as_ref().expect("readable");
+        assert_eq!(is.product, row.product);
+        assert_eq!(is.memory_bytes, row.memory_total_mib << 20, "{}", row.key);
+        assert_eq!(is.compute_capability, row.compute_capability);
+        assert_eq!(is.pci_bus_id, gpu.bdf);
+        assert_eq!(now.minor, gpu.minor);
+        let Some(mig) = &row.mig else {
+            assert_eq!((is.profiles.len(), &now.mig), (0, &RawMig::Unsupported), "{}", row.key);
+            continue;
+        };
+        assert_eq!(now.mig, RawMig::Supported { mode: MigMode::Off, instances: Vec::new() });
+        assert_eq!(is.profiles.len(), mig.profiles.len(), "{}", row.key);
+        for profile in &mig.profiles {
+            let read = is.profiles.iter().find(|read| read.id == profile.id).expect("profile");
+            assert_eq!(
+                (read.index, &read.name, read.memory_mib, read.multiprocessors, read.max_instances),
+                (profile.index, &profile.name, profile.memory_mib, profile.sm, profile.instances),
+                "{}",
+                row.key
+            );
+            let mut placements: Vec<_> = profile.placements().map(|at| (at.start, at.size)).collect();
+            placements.sort_unstable();
+            let read: Vec<_> = read.placements.iter().map(|at| (at.start, at.size)).collect();
+            assert_eq!(read, placements, "{} {}", row.key, profile.name);
+        }
+    }
+    assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+#[tokio::test]
+async fn every_instance_of_every_profile_is_made_found_and_destroyed() {
+    let world = World::new("A30-24GB,A100-SXM4-80GB,H100-SXM5-80GB,H200-SXM-141GB,B200-180GB,RTX-PRO-6000");
+    let session = world.open(Limits::default());
+    for gpu in session.snapshot().await.expect("snapshot").gpus {
+        let queue = session.gpu(&gpu.uuid);
+        queue.set_mig_mode(MigMode::On).await.expect("MIG on");
+        assert_eq!(queue.mig_mode().await, Ok(MigMode::On));
+        let (is, _) = gpu.reading.expect("readable");
+        for profile in &is.profiles {
+            for at in &profile.placements {
+                let id = queue.create_gpu_instance(profile.id, *at).await.expect("GPU instance");
+                let hollow = queue.instance(profile.id, at.start).await.expect("found").expect("there");
+                assert_eq!((hollow.id, hollow.placement, hollow.compute_instances.len()), (id, *at, 0));
+                let made = queue.create_compute_instance(id).await.expect("compute instance");
+                assert!(made.uuid.starts_with("MIG-"), "{}", made.uuid);
+                let all = queue.instances().await.expect("instances");
+                assert_eq!(all.len(), 1);
+                assert_eq!((all[0].profile_id, all[0].placement), (profile.id, *at));
+                assert_eq!(all[0].compute_instances, [made.clone()]);
+                let in_use = queue.destroy_gpu_instance(id).await.expect_err("it has a compute instance");
+                assert_eq!(in_use.code(), Some(Code::InUse));
+                // Twice: what is gone is fine.
+                for _ in 0..2 {
+                    queue.destroy_compute_instance(id, made.id).await.expect("no compute instance");
+                }
+                for _ in 0..2 {
+                    queue.destroy_gpu_instance(id).await.expect("no GPU instance");
+                }
+                assert_eq!(queue.instances().await.as_deref(), Ok([].as_slice()));
+            }
+        }
+        queue.set_mig_mode(MigMode::Off).await.expect("MIG off");
+        queue.destroy_gpu_instance(1).await.expect("with MIG off there is none");
+    }
+}
+
+#[tokio::test]
+async fn a_compute_instance_fills_its_gpu_instance() {
+    let world = World::new("H100-SXM5-80GB");
+    let session = world.open(Limits::default());
+    let queue = world.queue(&session, 0);
+    queue.set_mig_mode(MigMode::On).await.expect("MIG on");
+    let (is, _) = queue.read().await.expect("description");
+    let three = is.profiles.iter().find(|profile| profile.name == "3g.40gb").expect("profile");
+    let id = queue.create_gpu_instance(three.id, three.placements[0]).await.expect("GPU instance");
+    let first = queue.create_compute_instance(id).await.expect("compute instance");
+    let second = queue.create_compute_instance(id).await.expect_err("no room for another");
+    assert_eq!(second.code(), Some(Code::InsufficientResources));
+    assert_eq!(queue.instances().await.expect("instances")[0].compute_instances, [first]);
+}
+
+#[tokio::test]
+async fn what_nvml_refuses_has_its_code_and_changes_nothing() {
+    let world = World::new("H100-SXM5-80GB");
+    let session = world.open(Limits::default());
+    let queue = world.queue(&session, 0);
+    queue.set_mig_mode(MigMode::On).await.expect("MIG on");
+    let (is, _) = queue.read().await.expect("description");
+    let profile = is.profiles.iter().find(|profile| profile.name == "1g.10gb").expect("profile");
+    for code in codes() {
+        for call in ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceGetInfo"] {
+            world.change(|state| state.add_fault(Pattern::new(call), Some(1), When::Before, code));
+            let error =
+                queue.create_gpu_instance(profile.id, profile.placements[0]).await.expect_err("faulty");
+            assert_eq!(error.code().map(Code::number), Some(u32::from(code)), "{call}");
+            assert_eq!(world.instances(0), 0, "{call} {code}");
+            world.change(|state| state.clear_faults(None));
+        }
+    }
+    let nowhere = queue.create_gpu_instance(profile.id, Placement { start: 40, size: 1 }).await;
+    assert_eq!(nowhere.expect_err("off the grid").code(), Some(Code::InvalidArgument));
+}
+
+/// All codes that a call can answer, lost GPUs and stale handles apart.
+fn codes() -> Vec<divvy_sim::Code> {
+    (1..=30u32).chain([999]).filter_map(|number| divvy_sim::Code::try_from(number).ok()).collect()
+}
+
+#[tokio::test]
+async fn who_blocks_the_mode_is_named() {
+    let world = World::new("H100-SXM5-80GB");
+    let session = world.open(Limits::default());
+    let queue = world.queue(&session, 0);
+    for (pid, kind) in [(7, ProcessKind::Compute), (9, ProcessKind::Graphics), (8, ProcessKind::Mps)] {
+        let process = Process { pid, name: "busy".to_owned(), kind, instance: None, memory_mib: 1 };
+        world.change(|state| state.add_process(0, process).expect("process"));
+    }
+    let error = queue.set_mig_mode(MigMode::On).await.expect_err("in use");
+    assert!(matches!(&error, NvmlError::InUse { pids, .. } if *pids == [7, 8, 9]), "{error:?}");
+    assert!(error.to_string().contains("process 7, 8, 9"), "{error}");
+    let state = world.sim.read().expect("state");
+    assert_eq!((state.gpus[0].mig.current, state.gpus[0].mig.pending), (false, false));
+}
+
+#[tokio::test]
+async fn a_lost_gpu_is_told_once_and_harms_no_other() {
+    let world = World::new("2xH100-SXM5-80GB");
+    let session = world.open(Limits::default());
+    let mut events = session.events().expect("first caller");
+    assert!(session.events().is_none());
+    let (lost, well) = (world.queue(&session, 0), world.queue(&session, 1));
+    world.change(|state| state.lose(0, true).expect("lost"));
+    for _ in 0..2 {
+        assert!(matches!(lost.mig_mode().await, Err(NvmlError::Lost { .. })));
+    }
+    assert_eq!(well.mig_mode().await, Ok(MigMode::Off));
+    let told = next(&mut events, |event| matches!(event, Event::Lost { .. }).then_some(event)).await;
+    assert_eq!(told, Event::Lost { gpu: world.uuid(0), call: "nvmlDeviceGetMigMode" });
+    world.change(|state| state.find(0).expect("found"));
+    assert_eq!(lost.mig_mode().await, Ok(MigMode::Off));
+    while let Ok(event) = events.try_recv() {
+        assert!(!matches!(event, Event::Lost { .. }), "{event:?}");
+    }
+}
+
+#[tokio::test]
+async fn events_come_with_the_gpu_and_the_instance() {
+    let world = World::new("2xH100-SXM5-80GB");
+    let session = world.open(Limits::default());
+    let mut events = session.events().expect("events");
+    // Events before the registration are nobody's: tell until one is heard.
+    let heard = next(&mut events, |event| matches!(event, Event::Xid { .. }).then_some(event));
+    let tell = async {
+        loop {
+            world.change(|state| state.xid(1, 31, None).expect("xid"));
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let heard = tokio::select! { heard = heard => heard, () = tell => unreachable!("it tells for ever") };
+    let gpu = world.uuid(1);
+    assert_eq!(heard, Event::Xid { gpu: gpu.clone(), xid: 31, gpu_instance: None, compute_instance: None });
+    world.change(|state| state.xid(1, 94, Some((5, 0))).expect("xid"));
+    let heard = next(&mut events, |event| matches!(event, Event::Xid { xid: 94, .. }).then_some(event)).await;
+    assert_eq!(
+        heard,
+        Event::Xid { gpu: gpu.clone(), xid: 94, gpu_instance: Some(5), compute_instance: Some(0) }
+    );
+    world.queue(&session, 1).set_mig_mode(MigMode::On).await.expect("MIG on");
+    next(&mut events, |event| (event == Event::MigConfigChange { gpu: gpu.clone() }).then_some(())).await;
+    assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+/// Whether a file of that driver root is mapped into this process.
+fn mapped(world: &World) -> bool {
+    let root = world.sim.root().to_str().expect("utf-8").to_owned();
+    std::fs::read_to_string("/proc/self/maps").expect("maps").contains(&root)
+}
+
+#[tokio::test]
+async fn a_closed_session_refuses_and_can_be_opened_again() {
+    let world = World::new("H100-SXM5-80GB");
+    let path = world.library();
+    for _ in 0..3 {
+        let session = world.open(impatient());
+        let queue = world.queue(&session, 0);
+        assert_eq!(queue.mig_mode().await, Ok(MigMode::Off));
+        assert!(mapped(&world));
+        assert_eq!(session.clone().close().await, Closing::Unloaded);
+        assert!(!mapped(&world), "the library is unloaded");
+        let gpu = world.uuid(0);
+        assert_eq!(queue.mig_mode().await, Err(NvmlError::Closed { gpu: gpu.clone() }));
+        assert_eq!(session.gpu(&gpu).mig_mode().await, Err(NvmlError::Closed { gpu }));
+        assert!(session.snapshot().await.is_err());
+    }
+    std::fs::remove_file(&path).expect("removed");
+    assert!(matches!(Session::open(&path, impatient()), Err(OpenError::Library { .. })));
+    std::fs::write(&path, "no library").expect("written");
+    assert!(matches!(Session::open(&path, impatient()), Err(OpenError::Initialise { .. })));
+}

@@ -1,0 +1,85 @@
+//! A simulated node for one test, and a session on it.
+
+use divvy_api::GpuUuid;
+use divvy_nvml::{Event, GpuQueue, Limits, Session};
+use divvy_sim::control::{Pattern, When};
+use divvy_sim::{Options, Sim, State};
+use std::time::Duration;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+pub(crate) struct World {
+    pub(crate) sim: Sim,
+    _dir: tempfile::TempDir,
+}
+
+impl World {
+    pub(crate) fn new(gpus: &str) -> Self {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        // The loader knows a file by its inode: each world has its own.
+        let library = dir.path().join("libnvidia-ml.so");
+        std::fs::copy(divvy_sim::library().expect("simulated library"), &library).expect("copied library");
+        let options = Options::new(library.clone(), library);
+        let sim = divvy_sim::up(&dir.path().join("root"), gpus, &options).expect("simulator");
+        Self { sim, _dir: dir }
+    }
+
+    pub(crate) fn library(&self) -> std::path::PathBuf {
+        self.sim.root().join("usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1")
+    }
+
+    pub(crate) fn open(&self, limits: Limits) -> Session {
+        Session::open(&self.library(), limits).expect("open")
+    }
+
+    pub(crate) fn uuid(&self, slot: usize) -> GpuUuid {
+        GpuUuid::from(self.sim.read().expect("state").gpus[slot].uuid.as_str())
+    }
+
+    pub(crate) fn queue(&self, session: &Session, slot: usize) -> GpuQueue {
+        session.gpu(&self.uuid(slot))
+    }
+
+    pub(crate) fn change(&self, change: impl FnOnce(&mut State)) {
+        self.sim
+            .update(|state| {
+                change(state);
+                Ok(())
+            })
+            .expect("changed");
+    }
+
+    pub(crate) fn hold(&self, call: &str, slot: usize, when: When) {
+        let pattern = Pattern { call: call.to_owned(), gpu: Some(slot) };
+        self.change(|state| state.add_hold(pattern, None, when));
+    }
+
+    pub(crate) fn release(&self) {
+        self.change(|state| state.release(None));
+    }
+
+    /// Waits until a call is blocked, so that what follows meets it.
+    pub(crate) async fn held(&self) {
+        while self.sim.read().expect("state").control.held.is_empty() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    pub(crate) fn instances(&self, slot: usize) -> usize {
+        self.sim.read().expect("state").gpus[slot].instances.len()
+    }
+}
+
+/// Limits that a held call runs into soon, and no other call does.
+pub(crate) fn impatient() -> Limits {
+    let soon = Duration::from_millis(1500);
+    Limits { query: soon, mig_mode: soon, create: soon, destroy: soon }
+}
+
+/// The next event that `pick` takes.
+pub(crate) async fn next<T>(events: &mut UnboundedReceiver<Event>, pick: impl Fn(Event) -> Option<T>) -> T {
+    loop {
+        if let Some(found) = pick(events.recv().await.expect("an open session")) {
+            return found;
+        }
+    }
+}
