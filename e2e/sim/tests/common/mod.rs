@@ -1,0 +1,46 @@
+//! Simulators in temporary directories.
+
+#![allow(dead_code)] // each test binary uses its part
+
+use divvy_sim::{Options, Sim, up};
+use std::path::PathBuf;
+use tempfile::TempDir;
+
+/// A simulator that goes with the value.
+pub(crate) struct Node {
+    pub(crate) dir: TempDir,
+    pub(crate) sim: Sim,
+}
+
+impl Node {
+    /// GPUs as in `divvy-sim up --gpus`.
+    pub(crate) fn up(gpus: &str) -> Self {
+        Self::up_with(gpus, |_| {})
+    }
+
+    /// The same with other options.
+    pub(crate) fn up_with(gpus: &str, change: impl FnOnce(&mut Options)) -> Self {
+        let dir = TempDir::new().expect("a temporary directory");
+        let library = dir.path().join("library.so");
+        std::fs::write(&library, "stands for the library").expect("writable");
+        let mut options = Options::new(library, PathBuf::from(env!("CARGO_BIN_EXE_divvy-sim")));
+        change(&mut options);
+        let sim = up(&dir.path().join("node"), gpus, &options).expect("a simulator");
+        Self { dir, sim }
+    }
+
+    /// Another process's view of it.
+    pub(crate) fn again(&self) -> Sim {
+        Sim::open(self.sim.root()).expect("the same simulator")
+    }
+
+    /// Whether a path below the root exists.
+    pub(crate) fn has(&self, path: &str) -> bool {
+        self.sim.root().join(path).symlink_metadata().is_ok()
+    }
+
+    /// The text of a file below the root.
+    pub(crate) fn text(&self, path: &str) -> String {
+        std::fs::read_to_string(self.sim.root().join(path)).expect("a file")
+    }
+}
