@@ -1,0 +1,105 @@
+//! CEL selectors in the environment that Kubernetes gives them.
+//!
+//! `device.driver`, `device.attributes[domain].name`, `device.capacity[domain].name`
+//! and `device.allowMultipleAllocations`; `quantity()` and `semver()` with their
+//! members; `cel.bind`; optionals, strings and lists as in the API server. An
+//! unknown domain is an empty map, an unknown name is an error, and an error on
+//! any device that is looked at ends the allocation, as in the scheduler.
+
+mod device;
+mod quantity;
+mod semver;
+
+use crate::pool::Candidate;
+use ::cel::common::ast::{ComprehensionExpr, Expr, IdedExpr, ListExpr, LiteralValue};
+use ::cel::parser::{Macro, MacroExprHelper, ParseError};
+use ::cel::{Context, DeclarationError, Env, Program, Value, extensions};
+use std::fmt;
+use std::sync::{Arc, LazyLock};
+
+/// The API server's limit.
+const LONGEST: usize = 10 * 1024;
+
+static ENV: LazyLock<Arc<Env>> =
+    LazyLock::new(|| Arc::new(environment().expect("every declaration is made once")));
+
+fn environment() -> Result<Env, DeclarationError> {
+    let mut env = Env::stdlib();
+    env.add_extension(extensions::strings)?;
+    env.add_extension(extensions::lists)?;
+    env.add_macro(Macro::receiver("bind", 3, bind))?;
+    quantity::declare(&mut env)?;
+    semver::declare(&mut env)?;
+    Ok(env)
+}
+
+/// `cel.bind(name, value, expression)`: the value under a name. As in cel-go it
+/// is a loop over nothing whose accumulator has the name.
+fn bind(
+    helper: &mut MacroExprHelper<'_>,
+    target: &mut Option<IdedExpr>,
+    args: &mut Vec<IdedExpr>,
+) -> Result<Option<IdedExpr>, ParseError> {
+    let is_cel =
+        target.as_ref().is_some_and(|target| matches!(&target.expr, Expr::Ident(name) if name == "cel"));
+    let [name, _, _] = args.as_slice() else {
+        return Ok(None);
+    };
+    let Expr::Ident(name) = name.expr.clone() else {
+        return Err(helper.new_error(name.id, "cel.bind needs a plain name"));
+    };
+    if !is_cel {
+        return Ok(None);
+    }
+    let (Some(result), Some(accu_init)) = (args.pop(), args.pop()) else {
+        return Ok(None);
+    };
+    target.take();
+    let bound = ComprehensionExpr {
+        iter_range: helper.next_expr(Expr::List(ListExpr::new(Vec::new()))),
+        iter_var: "#unused".to_owned(),
+        iter_var2: None,
+        accu_var: name.clone(),
+        accu_init,
+        loop_cond: helper.next_expr(Expr::Literal(LiteralValue::Boolean(false.into()))),
+        loop_step: helper.next_expr(Expr::Ident(name)),
+        result,
+    };
+    Ok(Some(helper.next_expr(Expr::Comprehension(Box::new(bound)))))
+}
+
+/// A compiled selector.
+pub(crate) struct Selector<'a> {
+    text: &'a str,
+    program: Program,
+}
+
+impl<'a> Selector<'a> {
+    pub(crate) fn compile(text: &'a str) -> Result<Self, String> {
+        if text.len() > LONGEST {
+            return Err(format!("a CEL expression is longer than {LONGEST} bytes"));
+        }
+        let program = ENV.compile(text).map_err(|cause| format!("CEL expression {text:?}: {cause}"))?;
+        Ok(Self { text, program })
+    }
+
+    /// Whether the device is selected.
+    pub(crate) fn matches(&self, device: &Candidate<'_>) -> Result<bool, String> {
+        let mut context = Context::with_env(Arc::clone(&ENV));
+        context.add_variable_as_val("device", Box::new(device::DeviceVal::new(device)));
+        match self.program.execute(&context) {
+            Ok(Value::Bool(matches)) => Ok(matches),
+            Ok(other) => Err(format!("{:?} is {other:?} and not true or false", self.text)),
+            Err(cause) => Err(format!("{:?}: {cause}", self.text)),
+        }
+    }
+}
+
+impl fmt::Debug for Selector<'_> {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{:?}", self.text)
+    }
+}
+
+#[cfg(test)]
+mod tests;

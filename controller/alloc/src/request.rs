@@ -1,0 +1,169 @@
+//! What a claim asks for: requests in order, each with one or more alternatives.
+
+use crate::cel::Selector;
+use crate::constraint::Constraint;
+use crate::ledger::Amounts;
+use crate::why::{WhyNot, called};
+use divvy_api::Quantity;
+use k8s_openapi::api::resource::v1::{
+    CapacityRequirements, DeviceClass, DeviceDerivedAttribute, DeviceRequest, DeviceSelector,
+    DeviceToleration, ResourceClaim,
+};
+
+/// A claim, read.
+#[derive(Debug)]
+pub(crate) struct Asked<'a> {
+    /// `namespace/name`.
+    pub(crate) claim: String,
+    pub(crate) requests: Vec<Request<'a>>,
+    pub(crate) constraints: Vec<Constraint<'a>>,
+}
+
+/// A request is served by the first alternative that fits.
+#[derive(Debug)]
+pub(crate) struct Request<'a> {
+    pub(crate) alternatives: Vec<Alternative<'a>>,
+}
+
+/// `exactly`, or one of `firstAvailable`.
+#[derive(Debug)]
+pub(crate) struct Alternative<'a> {
+    /// `gpu`, or `gpu/sub`.
+    pub(crate) name: String,
+    /// `gpu`.
+    pub(crate) base: &'a str,
+    pub(crate) class: &'a DeviceClass,
+    pub(crate) class_selectors: Vec<Selector<'a>>,
+    pub(crate) selectors: Vec<Selector<'a>>,
+    pub(crate) count: Count,
+    pub(crate) admin: bool,
+    pub(crate) tolerations: &'a [DeviceToleration],
+    pub(crate) capacity: Amounts<'a>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Count {
+    Exactly(usize),
+    /// Every device that is selected.
+    All,
+}
+
+impl<'a> Asked<'a> {
+    pub(crate) fn read(claim: &'a ResourceClaim, classes: &'a [DeviceClass]) -> Result<Self, WhyNot> {
+        let name = called(claim);
+        if claim.status.as_ref().is_some_and(|status| status.allocation.is_some()) {
+            return Err(WhyNot::Claim { claim: name, cause: "it is allocated already".to_owned() });
+        }
+        let devices = claim.spec.as_ref().and_then(|spec| spec.devices.as_ref());
+        let constraints = devices.and_then(|devices| devices.constraints.as_deref()).unwrap_or_default();
+        let constraints =
+            constraints.iter().map(|wire| Constraint::read(&name, wire)).collect::<Result<_, _>>()?;
+        let requests = devices.and_then(|devices| devices.requests.as_deref()).unwrap_or_default();
+        let requests =
+            requests.iter().map(|wire| read_request(&name, wire, classes)).collect::<Result<_, _>>()?;
+        Ok(Self { claim: name, requests, constraints })
+    }
+}
+
+/// What `exactly` and `firstAvailable` have in common.
+struct Wire<'a> {
+    sub: Option<&'a str>,
+    class: &'a str,
+    selectors: Option<&'a Vec<DeviceSelector>>,
+    mode: Option<&'a str>,
+    count: Option<i64>,
+    admin: bool,
+    tolerations: Option<&'a Vec<DeviceToleration>>,
+    capacity: Option<&'a CapacityRequirements>,
+    derived: Option<&'a Vec<DeviceDerivedAttribute>>,
+}
+
+fn read_request<'a>(
+    claim: &str,
+    wire: &'a DeviceRequest,
+    classes: &'a [DeviceClass],
+) -> Result<Request<'a>, WhyNot> {
+    let exactly = wire.exactly.iter().map(|one| Wire {
+        sub: None,
+        class: &one.device_class_name,
+        selectors: one.selectors.as_ref(),
+        mode: one.allocation_mode.as_deref(),
+        count: one.count,
+        admin: one.admin_access == Some(true),
+        tolerations: one.tolerations.as_ref(),
+        capacity: one.capacity.as_ref(),
+        derived: one.derived_attributes.as_ref(),
+    });
+    let first = wire.first_available.iter().flatten().map(|sub| Wire {
+        sub: Some(&sub.name),
+        class: &sub.device_class_name,
+        selectors: sub.selectors.as_ref(),
+        mode: sub.allocation_mode.as_deref(),
+        count: sub.count,
+        admin: false,
+        tolerations: sub.tolerations.as_ref(),
+        capacity: sub.capacity.as_ref(),
+        derived: sub.derived_attributes.as_ref(),
+    });
+    let alternatives: Vec<_> = exactly
+        .chain(first)
+        .map(|alternative| read_alternative(claim, &wire.name, alternative, classes))
+        .collect::<Result<_, _>>()?;
+    match alternatives.is_empty() {
+        true => Err(WhyNot::Request {
+            claim: claim.to_owned(),
+            request: wire.name.clone(),
+            cause: "neither exactly nor firstAvailable is given".to_owned(),
+        }),
+        false => Ok(Request { alternatives }),
+    }
+}
+
+fn read_alternative<'a>(
+    claim: &str,
+    base: &'a str,
+    wire: Wire<'a>,
+    classes: &'a [DeviceClass],
+) -> Result<Alternative<'a>, WhyNot> {
+    let name = wire.sub.map_or(base.to_owned(), |sub| format!("{base}/{sub}"));
+    let refuse = |cause: String| WhyNot::Request { claim: claim.to_owned(), request: name.clone(), cause };
+    if wire.derived.is_some_and(|derived| !derived.is_empty()) {
+        return Err(refuse("derived attributes are not supported".to_owned()));
+    }
+    let class = classes
+        .iter()
+        .find(|class| class.metadata.name.as_deref() == Some(wire.class))
+        .ok_or_else(|| refuse(format!("there is no DeviceClass {:?}", wire.class)))?;
+    let count = match (wire.mode.unwrap_or("ExactCount"), wire.count.unwrap_or(1)) {
+        ("ExactCount", count) => match usize::try_from(count) {
+            Ok(count) if count > 0 => Count::Exactly(count),
+            _ => return Err(refuse(format!("count {count} is not a number of devices"))),
+        },
+        ("All", _) => Count::All,
+        (mode, _) => return Err(refuse(format!("unknown allocationMode {mode:?}"))),
+    };
+    let selectors = |wire: Option<&'a Vec<DeviceSelector>>| {
+        let read = |selector: &'a DeviceSelector| match &selector.cel {
+            Some(cel) => Selector::compile(&cel.expression).map_err(refuse),
+            None => Err(refuse("a selector has no CEL expression".to_owned())),
+        };
+        wire.into_iter().flatten().map(read).collect::<Result<Vec<_>, _>>()
+    };
+    let mut capacity = Amounts::new();
+    for (key, amount) in wire.capacity.and_then(|capacity| capacity.requests.as_ref()).into_iter().flatten() {
+        let amount =
+            Quantity::try_from(amount).map_err(|cause| refuse(format!("capacity {key}: {cause}")))?;
+        capacity.insert(key.as_str(), amount);
+    }
+    Ok(Alternative {
+        base,
+        class,
+        class_selectors: selectors(class.spec.as_ref().and_then(|spec| spec.selectors.as_ref()))?,
+        selectors: selectors(wire.selectors)?,
+        count,
+        admin: wire.admin,
+        tolerations: wire.tolerations.map(Vec::as_slice).unwrap_or_default(),
+        capacity,
+        name: name.clone(),
+    })
+}
