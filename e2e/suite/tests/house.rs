@@ -31,6 +31,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
             "divvy-driver?",
             "divvy-hook?",
             "divvy-kubelet?",
+            "divvy-nvml?",
             "divvy-slices?",
             "divvy-sim?",
             "divvy-sim-nvml?",

@@ -1,0 +1,65 @@
+# What `run` and `ctl` share: a cluster lives in one directory, $cluster.
+#
+#   proc/NAME/{cmd,pid,log}   a process: how it is started, its id, what it says
+#   NODE/                     a node: kubelet, containerd, driver root, CDI files
+#
+# Everything a test does to a process goes through `start` and `stop`, so a
+# process that is killed is started again exactly as before.
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+# define NAME COMMAND...: how a process is started.
+define() {
+  local name=$1
+  shift
+  mkdir -p "$cluster/proc/$name"
+  {
+    printf '#!/usr/bin/env bash\nexport PATH=%q\n' "$PATH"
+    printf 'exec'
+    printf ' %q' "$@"
+    printf '\n'
+  } > "$cluster/proc/$name/cmd"
+  chmod +x "$cluster/proc/$name/cmd"
+}
+
+alive() {
+  local pid
+  pid=$(cat "$cluster/proc/$1/pid" 2>/dev/null) || return 1
+  # A zombie has ended.
+  [ -n "$pid" ] && grep -qsv '^State:[[:space:]]*Z' <(grep -s '^State' "/proc/$pid/status")
+}
+
+start() {
+  local dir=$cluster/proc/$1
+  alive "$1" && return
+  setsid "$dir/cmd" >> "$dir/log" 2>&1 < /dev/null &
+  echo $! > "$dir/pid"
+  disown
+}
+
+# stop NAME [SIGNAL] [SECONDS]: after that many seconds it is killed.
+stop() {
+  local dir=$cluster/proc/$1 signal=${2:-TERM} patience=${3:-10} pid
+  alive "$1" || return 0
+  pid=$(cat "$dir/pid")
+  kill "-$signal" "$pid" 2>/dev/null || true
+  for _ in $(seq $((patience * 20))); do
+    alive "$1" || { rm -f "$dir/pid"; return 0; }
+    sleep 0.05
+  done
+  kill -KILL "$pid" 2>/dev/null || true
+  for _ in $(seq 100); do alive "$1" || break; sleep 0.05; done
+  rm -f "$dir/pid"
+}
+
+# wait_for WHAT SECONDS COMMAND...
+wait_for() {
+  local what=$1 seconds=$2
+  shift 2
+  local deadline=$((SECONDS + seconds))
+  until "$@" > /dev/null 2>&1; do
+    [ $SECONDS -lt $deadline ] || die "$what: not after $seconds s"
+    sleep 0.1
+  done
+}

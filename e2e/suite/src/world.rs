@@ -1,0 +1,388 @@
+//! The cluster as scenarios see it: the API server, what containers print, what
+//! the GPUs hold, and the power switches.
+
+use crate::Args;
+use crate::objects::{Claim, pod};
+use anyhow::{Context, Result, bail, ensure};
+use divvy_api::DeviceName;
+use divvy_model::DeviceId;
+use k8s_openapi::api::core::v1::{Event, Node, Pod};
+use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceClaimTemplate, ResourceSlice};
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Longer than a kubelet's back-off between two tries to start a pod.
+const PATIENCE: Duration = Duration::from_secs(150);
+/// The nodes that e2e/cluster/run starts.
+pub(crate) const NODES: [&str; 2] = ["n1", "n2"];
+
+pub(crate) struct World {
+    pub(crate) pods: Api<Pod>,
+    pub(crate) claims: Api<ResourceClaim>,
+    pub(crate) templates: Api<ResourceClaimTemplate>,
+    pub(crate) slices: Api<ResourceSlice>,
+    nodes: Api<Node>,
+    events: Api<Event>,
+    dir: PathBuf,
+    ctl: PathBuf,
+    sim: PathBuf,
+}
+
+/// A GPU as the simulator has it.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+pub(crate) struct Gpu {
+    pub(crate) uuid: String,
+    pub(crate) minor: u32,
+    #[serde(default)]
+    pub(crate) missing: bool,
+    #[serde(default)]
+    pub(crate) mig: Mig,
+    #[serde(default)]
+    pub(crate) instances: Vec<Instance>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
+pub(crate) struct Mig {
+    pub(crate) current: bool,
+}
+
+/// A GPU instance.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+pub(crate) struct Instance {
+    profile: u32,
+    placement: Placement,
+    cis: Vec<ComputeInstance>,
+}
+
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+struct Placement {
+    start: u32,
+}
+
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+struct ComputeInstance {
+    uuid: String,
+}
+
+/// A device that a claim holds.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Held {
+    pub(crate) node: String,
+    pub(crate) device: String,
+}
+
+impl World {
+    pub(crate) async fn connect(args: &Args) -> Result<Self> {
+        let file = args.kubeconfig.clone().unwrap_or_else(|| args.dir.join("admin.kubeconfig"));
+        let kubeconfig =
+            Kubeconfig::read_from(&file).with_context(|| format!("reading {}", file.display()))?;
+        let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
+        let client = Client::try_from(config)?;
+        Ok(Self {
+            pods: Api::default_namespaced(client.clone()),
+            claims: Api::default_namespaced(client.clone()),
+            templates: Api::default_namespaced(client.clone()),
+            slices: Api::all(client.clone()),
+            nodes: Api::all(client.clone()),
+            events: Api::default_namespaced(client),
+            dir: args.dir.clone(),
+            ctl: args.ctl.clone(),
+            sim: args.sim.clone(),
+        })
+    }
+
+    /// Waits for slices of every node.
+    pub(crate) async fn published(&self) -> Result<()> {
+        eventually("slices of every node", || async {
+            let slices = self.slices.list(&ListParams::default()).await?;
+            let nodes: BTreeSet<_> = slices.iter().filter_map(|slice| slice.spec.node_name.clone()).collect();
+            ensure!(NODES.iter().all(|node| nodes.contains(*node)), "only {nodes:?} are published");
+            Ok(())
+        })
+        .await
+    }
+
+    // What a user does.
+
+    pub(crate) async fn template(&self, name: &str, devices: Value) -> Result<()> {
+        let template = json!({"metadata": {"name": name}, "spec": {"spec": devices}});
+        self.templates.create(&PostParams::default(), &serde_json::from_value(template)?).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn claim(&self, name: &str, devices: Value) -> Result<()> {
+        let claim = json!({"metadata": {"name": name}, "spec": devices});
+        self.claims.create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn pod(&self, name: &str, claim: Claim<'_>) -> Result<()> {
+        self.pods.create(&PostParams::default(), &serde_json::from_value(pod(name, claim))?).await?;
+        Ok(())
+    }
+
+    pub(crate) async fn delete_pod(&self, name: &str) -> Result<()> {
+        self.pods.delete(name, &DeleteParams::default()).await?;
+        self.gone(name).await
+    }
+
+    pub(crate) async fn gone(&self, name: &str) -> Result<()> {
+        eventually(&format!("pod {name} gone"), || async {
+            ensure!(self.pods.get_opt(name).await?.is_none(), "it is still there");
+            Ok(())
+        })
+        .await
+    }
+
+    // What the API server says.
+
+    pub(crate) async fn ready(&self, name: &str) -> Result<()> {
+        eventually(&format!("pod {name} ready"), || async {
+            let pod = self.pods.get(name).await?;
+            ensure!(condition(&pod, "Ready").is_some_and(|(yes, _)| yes), "it is {}", phase(&pod));
+            Ok(())
+        })
+        .await
+    }
+
+    /// The scheduler has looked at the pod and found no place.
+    pub(crate) async fn unschedulable(&self, name: &str) -> Result<()> {
+        eventually(&format!("pod {name} unschedulable"), || async {
+            let pod = self.pods.get(name).await?;
+            let refused =
+                condition(&pod, "PodScheduled").is_some_and(|(yes, why)| !yes && why == "Unschedulable");
+            ensure!(refused, "it is {}", phase(&pod));
+            Ok(())
+        })
+        .await
+    }
+
+    /// How often the pod's container was started again.
+    pub(crate) async fn restarts(&self, name: &str) -> Result<i32> {
+        let pod = self.pods.get(name).await?;
+        let statuses = pod.status.unwrap_or_default().container_statuses.unwrap_or_default();
+        Ok(statuses.iter().map(|status| status.restart_count).sum())
+    }
+
+    pub(crate) async fn node_ready(&self, name: &str) -> Result<()> {
+        eventually(&format!("node {name} ready"), || async {
+            let node = self.nodes.get(name).await?;
+            let conditions = node.status.and_then(|status| status.conditions).unwrap_or_default();
+            let ready = conditions.iter().any(|c| c.type_ == "Ready" && c.status == "True");
+            ensure!(ready, "it is not");
+            Ok(())
+        })
+        .await
+    }
+
+    /// The devices that a pod's claims hold.
+    pub(crate) async fn held(&self, pod: &str) -> Result<BTreeSet<Held>> {
+        let pod = self.pods.get(pod).await?;
+        let spec = pod.spec.unwrap_or_default();
+        let own = pod.status.unwrap_or_default().resource_claim_statuses.unwrap_or_default();
+        let shared = spec.resource_claims.unwrap_or_default();
+        let names = own.into_iter().filter_map(|status| status.resource_claim_name);
+        let names: BTreeSet<_> =
+            names.chain(shared.into_iter().filter_map(|c| c.resource_claim_name)).collect();
+        let mut held = BTreeSet::new();
+        for name in names {
+            let claim = self.claims.get(&name).await?;
+            let allocation = claim.status.and_then(|status| status.allocation);
+            let results =
+                allocation.and_then(|allocation| allocation.devices).and_then(|devices| devices.results);
+            for result in results.with_context(|| format!("claim {name} is not allocated"))? {
+                held.insert(Held { node: result.pool, device: result.device });
+            }
+        }
+        Ok(held)
+    }
+
+    /// The one device that a pod holds.
+    pub(crate) async fn holds_one(&self, pod: &str) -> Result<Held> {
+        let mut held = self.held(pod).await?;
+        ensure!(held.len() == 1, "pod {pod} holds {held:?}");
+        held.pop_first().context("nothing held")
+    }
+
+    /// All published devices of a node, by name.
+    pub(crate) async fn devices(&self, node: &str) -> Result<BTreeMap<String, Device>> {
+        let slices = self.slices.list(&ListParams::default()).await?;
+        let ours = slices.into_iter().filter(|slice| slice.spec.node_name.as_deref() == Some(node));
+        let devices = ours.flat_map(|slice| slice.spec.devices.unwrap_or_default());
+        Ok(devices.map(|device| (device.name.clone(), device)).collect())
+    }
+
+    // What the GPUs hold.
+
+    pub(crate) fn gpus(&self, node: &str) -> Result<Vec<Gpu>> {
+        #[derive(Deserialize)]
+        struct State {
+            gpus: Vec<Gpu>,
+        }
+        let json = self.sim(node, &["show", "--json"])?;
+        Ok(serde_json::from_str::<State>(&json)?.gpus)
+    }
+
+    /// The UUIDs that `nvidia-smi -L` has to list for a device: those of the GPU
+    /// and, for an instance, of its one compute instance.
+    pub(crate) async fn uuids(&self, held: &Held) -> Result<BTreeSet<String>> {
+        let devices = self.devices(&held.node).await?;
+        let device = devices.get(&held.device).with_context(|| format!("{held:?} is not published"))?;
+        let attribute = |name: &str| {
+            let value = device.attributes.as_ref().and_then(|all| all.get(name));
+            value.and_then(|value| value.string.clone()).with_context(|| format!("{held:?} has no {name}"))
+        };
+        match DeviceId::try_from(&DeviceName::from(held.device.as_str()))? {
+            DeviceId::Gpu(_) => Ok(BTreeSet::from([attribute("uuid")?])),
+            DeviceId::Mig { profile_id, start, .. } => {
+                let parent = attribute("parentUUID")?;
+                let gpus = self.gpus(&held.node)?;
+                let gpu = gpus.iter().find(|gpu| gpu.uuid == parent).context("no such GPU")?;
+                let same = |i: &&Instance| i.profile == profile_id && i.placement.start == start;
+                let instance = gpu.instances.iter().find(same);
+                let instance = instance.with_context(|| format!("{held:?} does not exist: {gpu:?}"))?;
+                ensure!(instance.cis.len() == 1, "{held:?} has {} compute instances", instance.cis.len());
+                Ok(BTreeSet::from([parent, instance.cis[0].uuid.clone()]))
+            }
+        }
+    }
+
+    /// Every GPU of every node whole: no instance, and MIG mode off where it can be.
+    async fn whole(&self) -> Result<()> {
+        eventually("all GPUs whole", || async {
+            for node in NODES {
+                for gpu in self.gpus(node)? {
+                    ensure!(gpu.instances.is_empty() && !gpu.mig.current, "{node} has {gpu:?}");
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    // What a container sees.
+
+    /// The pod's container sees exactly the devices of its claims.
+    pub(crate) async fn sees_its_devices(&self, pod: &str) -> Result<BTreeSet<String>> {
+        let mut expected = BTreeSet::new();
+        for held in self.held(pod).await? {
+            expected.extend(self.uuids(&held).await?);
+        }
+        eventually(&format!("what pod {pod} sees"), || async {
+            let seen = self.seen(pod).await?;
+            ensure!(seen == expected, "it sees {seen:?} and holds {expected:?}");
+            Ok(())
+        })
+        .await?;
+        Ok(expected)
+    }
+
+    /// UUIDs in the latest output of `nvidia-smi -L`, once it is complete.
+    async fn seen(&self, name: &str) -> Result<BTreeSet<String>> {
+        let pod = self.pods.get(name).await?;
+        let uid = pod.metadata.uid.context("no UID")?;
+        let node = pod.spec.and_then(|spec| spec.node_name).context("not on a node")?;
+        let dir = self.dir.join(node).join("podlogs").join(format!("default_{name}_{uid}")).join("main");
+        let mut logs: Vec<PathBuf> = std::fs::read_dir(&dir)
+            .with_context(|| format!("{}", dir.display()))?
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .collect();
+        logs.sort();
+        let text = std::fs::read_to_string(logs.last().context("no log yet")?)?;
+        // TIME STREAM TAG TEXT
+        let lines: Vec<&str> = text.lines().filter_map(|line| line.splitn(4, ' ').nth(3)).collect();
+        ensure!(lines.last() == Some(&"end"), "its output is {lines:?}");
+        let uuid = |line: &&str| Some(line.split_once("UUID: ")?.1.split(')').next()?.to_owned());
+        Ok(lines.iter().filter_map(uuid).collect())
+    }
+
+    // The power switches.
+
+    pub(crate) fn ctl(&self, verb: &str, name: &str) -> Result<()> {
+        let mut command = Command::new(&self.ctl);
+        output(command.arg(&self.dir).arg(verb).arg(name)).map(|_| ())
+    }
+
+    pub(crate) fn sim(&self, node: &str, args: &[&str]) -> Result<String> {
+        output(Command::new(&self.sim).arg("-C").arg(self.dir.join(node).join("gpus")).args(args))
+    }
+
+    // Between scenarios.
+
+    /// Deletes what a scenario made and waits until every GPU is whole.
+    pub(crate) async fn clean(&self) -> Result<()> {
+        let all = ListParams::default();
+        self.pods.delete_collection(&DeleteParams::default(), &all).await?;
+        eventually("pods gone", || async {
+            let left: Vec<_> =
+                self.pods.list(&all).await?.into_iter().filter_map(|pod| pod.metadata.name).collect();
+            ensure!(left.is_empty(), "{left:?} are still there");
+            Ok(())
+        })
+        .await?;
+        self.templates.delete_collection(&DeleteParams::default(), &all).await?;
+        self.claims.delete_collection(&DeleteParams::default(), &all).await?;
+        eventually("claims gone", || async {
+            ensure!(self.claims.list(&all).await?.items.is_empty(), "some are still there");
+            Ok(())
+        })
+        .await?;
+        self.whole().await
+    }
+
+    /// Warnings of the last minutes, for a person who looks at a failure.
+    pub(crate) async fn describe(&self) -> String {
+        let Ok(events) = self.events.list(&ListParams::default()).await else { return String::new() };
+        let warnings = events.into_iter().filter(|event| event.type_.as_deref() == Some("Warning"));
+        let line = |event: Event| {
+            let about = event.involved_object.name.unwrap_or_default();
+            format!("  {about}: {}: {}", event.reason.unwrap_or_default(), event.message.unwrap_or_default())
+        };
+        warnings.map(line).collect::<Vec<_>>().join("\n")
+    }
+}
+
+fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("{command:?}"))?;
+    if !output.status.success() {
+        bail!("{command:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+fn condition(pod: &Pod, kind: &str) -> Option<(bool, String)> {
+    let conditions = pod.status.as_ref()?.conditions.as_ref()?;
+    let found = conditions.iter().find(|condition| condition.type_ == kind)?;
+    Some((found.status == "True", found.reason.clone().unwrap_or_default()))
+}
+
+fn phase(pod: &Pod) -> String {
+    let status = pod.status.clone().unwrap_or_default();
+    let waiting = status.container_statuses.unwrap_or_default().into_iter().find_map(|container| {
+        let waiting = container.state?.waiting?;
+        Some(format!("{}: {}", waiting.reason.unwrap_or_default(), waiting.message.unwrap_or_default()))
+    });
+    format!("{} {}", status.phase.unwrap_or_default(), waiting.unwrap_or_default()).trim().to_owned()
+}
+
+/// Tries until it holds; the last reason why it did not is the error.
+pub(crate) async fn eventually<F>(what: &str, check: impl Fn() -> F) -> Result<()>
+where
+    F: Future<Output = Result<()>>,
+{
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match check().await {
+            Ok(()) => return Ok(()),
+            Err(error) if Instant::now() > deadline => return Err(error.context(what.to_owned())),
+            Err(_) => tokio::time::sleep(Duration::from_millis(200)).await,
+        }
+    }
+}
