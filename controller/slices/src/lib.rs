@@ -1,1 +1,34 @@
-//! Placeholder.
+//! The voice: what a node has, told to the API server.
+//!
+//! ```text
+//! Inventory ─▶ pool ─▶ slices ─▶ validate ─▶ sync ─▶ actor ─▶ ResourceSlices
+//!              (what   (which    (no before  (what   (the only one
+//!              exists)  slice)    the server) to do)  that writes)
+//! ```
+//!
+//! Everything up to [`sync`] is pure. [`actor`] owns the watch, the writes and
+//! the waiting, and keeps one pool per node, named after the node. Where two
+//! rules meet, the stronger one is: a device that may be allocated stays
+//! published, with its name and its cost; what must not be handed out is tainted.
+
+mod amounts;
+mod compare;
+mod order;
+mod taints;
+
+pub mod pool;
+pub mod slices;
+pub mod validate;
+
+pub mod sync;
+
+pub mod actor;
+
+pub use actor::{Limits, PublishOptions, Published, run};
+pub use pool::{Pool, PoolOptions, Support, pool};
+pub use slices::{Content, slices};
+pub use validate::{Invalid, validate};
+
+#[cfg(test)]
+#[path = "../tests/common/mod.rs"]
+mod tests;

@@ -1,0 +1,533 @@
+//! The one that writes: keeps the node's slices on the API server as the
+//! inventory says, for as long as it lives.
+//!
+//! It works in sessions. A session reads what is there (Node, server version,
+//! slices), asks the server by dry run what it would keep, brings the slices in
+//! line, then follows a watch. Anything unexpected (an outage, a conflict, a
+//! watch that lost its place) ends the session with an error; after a short
+//! back-off the next one reads everything anew. So there is one way to
+//! recover, and it is the way to start.
+//!
+//! What a session reacts to:
+//! - a new inventory: at once;
+//! - slices deleted by somebody (a kubelet deletes them all when it starts): as
+//!   soon as the deletions pause, well within a second, and after another look
+//!   at the Node: if it was re-created, its UID is new;
+//! - slices edited by somebody: repaired after a second, more slowly each time;
+//! - a refusal (422): an error of configuration that repeating does not cure;
+//!   tried again after minutes, or at once with a new inventory.
+//!
+//! When it stops, what is published stays: the next one finds it in order.
+
+mod observed;
+mod probe;
+mod waiting;
+
+use crate::compare;
+use crate::pool::{PoolOptions, Support, pool};
+use crate::slices::{Content, slices, without_driver};
+use crate::sync::{self, Action, Desired, Owner};
+use crate::validate::{Invalid, validate};
+use divvy_model::Inventory;
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::api::{Api, DeleteParams, ListParams, PostParams, Preconditions, WatchParams};
+use kube::{Client, ResourceExt};
+use observed::{Change, Observed};
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tracing::{debug, error, info, warn};
+use waiting::{Backoff, Due};
+
+/// Whose slices to publish, and how long to wait for what.
+#[derive(Clone, Debug)]
+pub struct PublishOptions {
+    pub driver: String,
+    /// Name of the Node object; the pool has the same.
+    pub node: String,
+    pub limits: Limits,
+}
+
+/// Every wait there is.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// One call to the API server.
+    pub call: Duration,
+    /// Between sessions: at first, and at most.
+    pub backoff: (Duration, Duration),
+    /// After a refusal.
+    pub refused: Duration,
+    /// Quiet after a deletion before slices are created again.
+    pub settle: Duration,
+    /// Before a foreign edit is repaired: at first, and at most.
+    pub repair: (Duration, Duration),
+    /// Life of one watch, after which Node and server version are looked at again.
+    pub watch: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            call: Duration::from_secs(10),
+            backoff: (Duration::from_millis(100), Duration::from_secs(5)),
+            refused: Duration::from_secs(300),
+            settle: Duration::from_millis(100),
+            repair: (Duration::from_secs(1), Duration::from_secs(30)),
+            watch: Duration::from_secs(240),
+        }
+    }
+}
+
+impl PublishOptions {
+    /// Divvy's own slices of a node.
+    pub fn new(node: impl Into<String>) -> Self {
+        Self { driver: divvy_api::names::DRIVER.to_owned(), node: node.into(), limits: Limits::default() }
+    }
+}
+
+/// How publishing stands, for readiness, metrics and conditions.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Published {
+    /// Of the pool on the server; 0 before the first.
+    pub generation: i64,
+    pub slices: usize,
+    pub devices: usize,
+    /// The server has what the inventory says, as far as anybody told us.
+    pub in_sync: bool,
+    /// What the server cannot do, and what is published therefore.
+    pub degraded: Option<String>,
+    /// Why the last attempt failed; nothing once one succeeded.
+    pub error: Option<String>,
+    /// Slices created, updated and deleted so far.
+    pub writes: u64,
+}
+
+/// Why a session ended, or a synchronisation failed.
+#[derive(Debug, thiserror::Error)]
+enum PublishError {
+    #[error("{call} failed")]
+    Call { call: &'static str, source: Box<kube::Error> },
+    #[error("{call} was not answered in {}s", .after.as_secs())]
+    Timeout { call: &'static str, after: Duration },
+    #[error("node {node} does not exist; slices need it as their owner")]
+    NoNode { node: String },
+    #[error("the watch ended: {why}")]
+    Watch { why: String },
+    #[error("somebody else changed slice {slice}; reading again")]
+    Overtaken { slice: String },
+    #[error("the API server refused slice {slice}: {message}")]
+    Refused { slice: String, message: String },
+    #[error("the pool would be invalid")]
+    Invalid(#[from] Invalid),
+}
+
+impl PublishError {
+    /// Whether repeating does not help.
+    fn is_configuration(&self) -> bool {
+        matches!(self, Self::Refused { .. } | Self::Invalid(_))
+    }
+}
+
+/// Publishes until `stop` comes; what is published then stays.
+pub async fn run(
+    client: Client,
+    options: PublishOptions,
+    inventory: watch::Receiver<Arc<Inventory>>,
+    published: watch::Sender<Published>,
+    stop: impl Future<Output = ()>,
+) {
+    let mut actor = Actor::new(client, options, inventory, published);
+    tokio::pin!(stop);
+    loop {
+        let ended = tokio::select! {
+            () = &mut stop => return,
+            ended = actor.session() => ended,
+        };
+        if let Err(error) = ended {
+            actor.failed(&error);
+        }
+        let pause = actor.backoff.next();
+        tokio::select! {
+            () = &mut stop => return,
+            () = sleep(pause) => {}
+        }
+    }
+}
+
+struct Actor {
+    client: Client,
+    slices: Api<ResourceSlice>,
+    nodes: Api<Node>,
+    options: PublishOptions,
+    inventory: watch::Receiver<Arc<Inventory>>,
+    published: watch::Sender<Published>,
+    observed: Observed,
+    support: Support,
+    /// `gitVersion` of the server that was asked what it keeps.
+    version: String,
+    /// What the server makes of contents that it does not keep as sent.
+    rewritten: Vec<(Content, Content)>,
+    /// Highest generation that we saw or wrote.
+    generation: i64,
+    backoff: Backoff,
+    due: Due,
+}
+
+impl Actor {
+    fn new(
+        client: Client,
+        options: PublishOptions,
+        inventory: watch::Receiver<Arc<Inventory>>,
+        published: watch::Sender<Published>,
+    ) -> Self {
+        Self {
+            slices: Api::all(client.clone()),
+            nodes: Api::all(client.clone()),
+            client,
+            inventory,
+            published,
+            observed: Observed::default(),
+            support: Support::default(),
+            version: String::new(),
+            rewritten: Vec::new(),
+            generation: 0,
+            backoff: Backoff::new(options.limits.backoff),
+            due: Due::new(&options.limits),
+            options,
+        }
+    }
+
+    /// From a fresh look to the first thing that does not go as expected.
+    async fn session(&mut self) -> Result<(), PublishError> {
+        let fields = format!("spec.driver={},spec.nodeName={}", self.options.driver, self.options.node);
+        let list = ListParams::default().fields(&fields);
+        // One after the other: each at once would need a connection of its own.
+        let uid = self.node_uid().await?;
+        let version = self.server_version().await?;
+        let support = self.probe().await?;
+        let there = self.call("list of slices", self.slices.list(&list)).await?;
+        self.adopt(version, support);
+        let mut position = there.metadata.resource_version.unwrap_or_default();
+        self.observed.replace(there.items);
+        let mut owner =
+            Owner { driver: self.options.driver.clone(), node: self.options.node.clone(), node_uid: uid };
+        self.due.now();
+        loop {
+            let seconds = u32::try_from(self.options.limits.watch.as_secs()).unwrap_or(u32::MAX);
+            let params = WatchParams::default().fields(&fields).timeout(seconds);
+            let opened = Instant::now();
+            let events = self.call("watch of slices", self.slices.watch(&params, &position)).await?;
+            self.follow(events.boxed(), &mut owner, &mut position).await?;
+            if opened.elapsed() < Duration::from_secs(1) {
+                return Err(PublishError::Watch { why: "the server closed it at once".to_owned() });
+            }
+            // The end of a watch is when a server is replaced, and when to look at what has no watch.
+            let uid = self.node_uid().await?;
+            let version = self.server_version().await?;
+            if version != self.version {
+                let support = self.probe().await?;
+                self.adopt(version, support);
+                self.due.now();
+            }
+            if uid != owner.node_uid {
+                owner.node_uid = uid;
+                self.due.now();
+            }
+        }
+    }
+
+    /// Follows one watch to its end.
+    async fn follow<S>(
+        &mut self,
+        mut events: S,
+        owner: &mut Owner,
+        position: &mut String,
+    ) -> Result<(), PublishError>
+    where
+        S: futures::Stream<Item = kube::Result<kube::core::WatchEvent<ResourceSlice>>> + Unpin,
+    {
+        // A connection that died silently ends no watch.
+        let end = Instant::now() + self.options.limits.watch + self.options.limits.call;
+        let mut asking = true;
+        loop {
+            tokio::select! {
+                biased;
+                changed = self.inventory.changed(), if asking => match changed {
+                    Ok(()) => self.due.now(),
+                    // Nobody will change it any more; what it says stays true.
+                    Err(_) => asking = false,
+                },
+                () = sleep_until(self.due.at()), if self.due.is_set() => {
+                    if self.due.take_node_check() {
+                        owner.node_uid = self.node_uid().await?;
+                    }
+                    match self.sync(owner).await {
+                        Ok(()) => self.backoff.reset(),
+                        Err(error) if error.is_configuration() => {
+                            self.failed(&error);
+                            self.due.refused();
+                        }
+                        Err(error) => return Err(error),
+                    }
+                }
+                event = events.next() => match event {
+                    None => return Ok(()),
+                    Some(Err(error)) => return Err(PublishError::Watch { why: error.to_string() }),
+                    Some(Ok(event)) => {
+                        let change = self.observed.event(event, position)?;
+                        match change {
+                            Change::Nothing => {}
+                            Change::Deleted => self.due.deleted(),
+                            Change::Edited => self.due.edited(),
+                        }
+                    }
+                },
+                () = sleep_until(end) => return Ok(()),
+            }
+        }
+    }
+
+    /// Brings the server in line with the inventory.
+    async fn sync(&mut self, owner: &Owner) -> Result<(), PublishError> {
+        self.due.clear();
+        // Each pass may teach what the server does not keep; there are two such things.
+        for _ in 0..3 {
+            if self.pass(owner).await? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// One pass; false if it learnt that something else is to be published.
+    async fn pass(&mut self, owner: &Owner) -> Result<bool, PublishError> {
+        let mut contents = self.desired();
+        validate(&contents)?;
+        let devices = contents.iter().map(|content| content.devices.len()).sum();
+        compare::keep_times(&mut contents, self.observed.slices().map(|slice| &slice.spec));
+        for content in &mut contents {
+            if let Some((_, kept)) = self.rewritten.iter().find(|(sent, _)| compare::same(sent, content)) {
+                content.clone_from(kept);
+            }
+        }
+        self.generation = self.observed.generation(&owner.node).max(self.generation);
+        let desired = Desired { owner, contents: &contents, used_generation: self.generation };
+        let actions = sync::plan(desired, self.observed.slices());
+        let writes = actions.len() as u64;
+        let params = PostParams::default();
+        for action in actions {
+            let written = match action {
+                Action::Delete(slice) => {
+                    self.delete(&slice).await?;
+                    continue;
+                }
+                Action::Update { index, slice } => {
+                    let name = slice.name_any();
+                    let call = self.slices.replace(&name, &params, &slice);
+                    (index, self.write("update of a slice", name.clone(), call).await?)
+                }
+                Action::Create { index, slice } => {
+                    let name = slice.metadata.generate_name.clone().unwrap_or_default();
+                    let call = self.slices.create(&params, &slice);
+                    (index, self.write("creation of a slice", name, call).await?)
+                }
+            };
+            let (index, slice) = written;
+            let kept = compare::content(&slice.spec);
+            self.observed.wrote(slice);
+            if let Some(difference) = compare::dropped(&contents[index], &kept) {
+                // The pool is complete with its last slice only: stopping here
+                // leaves nothing that a scheduler would believe.
+                self.learn(difference, contents.swap_remove(index), kept);
+                return Ok(false);
+            }
+        }
+        self.generation = self.observed.generation(&owner.node);
+        self.report(writes, contents.len(), devices);
+        Ok(true)
+    }
+
+    /// What the inventory says should be there.
+    fn desired(&mut self) -> Vec<Content> {
+        let inventory = self.inventory.borrow_and_update().clone();
+        if inventory.gpus.is_empty() {
+            return without_driver(self.observed.slices(), self.support);
+        }
+        slices(pool(&inventory, &PoolOptions { support: self.support }))
+    }
+
+    async fn delete(&mut self, slice: &ResourceSlice) -> Result<(), PublishError> {
+        let name = slice.name_any();
+        let preconditions = Preconditions {
+            uid: slice.metadata.uid.clone(),
+            resource_version: slice.metadata.resource_version.clone(),
+        };
+        let params = DeleteParams::default().preconditions(preconditions);
+        let call = async {
+            match self.slices.delete(&name, &params).await {
+                Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+                other => other.map(drop),
+            }
+        };
+        self.write("deletion of a slice", name.clone(), call).await?;
+        self.observed.removed(slice);
+        Ok(())
+    }
+
+    /// A write, with what its failures mean to us.
+    async fn write<T>(
+        &self,
+        call: &'static str,
+        slice: String,
+        answer: impl Future<Output = kube::Result<T>>,
+    ) -> Result<T, PublishError> {
+        self.call(call, answer).await.map_err(|error| match error {
+            PublishError::Call { source, .. } if code(&source) == Some(409) || code(&source) == Some(404) => {
+                PublishError::Overtaken { slice }
+            }
+            PublishError::Call { source, .. } if matches!(code(&source), Some(400 | 413 | 422)) => {
+                PublishError::Refused { slice, message: source.to_string() }
+            }
+            other => other,
+        })
+    }
+
+    /// One call within its deadline.
+    async fn call<T>(
+        &self,
+        call: &'static str,
+        answer: impl Future<Output = kube::Result<T>>,
+    ) -> Result<T, PublishError> {
+        let after = self.options.limits.call;
+        let answered = timeout(after, answer).await.map_err(|_| PublishError::Timeout { call, after })?;
+        answered.map_err(|source| PublishError::Call { call, source: Box::new(source) })
+    }
+
+    async fn node_uid(&self) -> Result<String, PublishError> {
+        let node = self.call("read of the node", self.nodes.get_metadata_opt(&self.options.node)).await?;
+        let uid = node.and_then(|node| node.metadata.uid);
+        uid.ok_or_else(|| PublishError::NoNode { node: self.options.node.clone() })
+    }
+
+    async fn server_version(&self) -> Result<String, PublishError> {
+        Ok(self.call("read of the server version", self.client.apiserver_version()).await?.git_version)
+    }
+
+    async fn probe(&self) -> Result<Support, PublishError> {
+        let dry = PostParams { dry_run: true, field_manager: None };
+        let mut answers = [None, None];
+        for (slice, answer) in probe::pair(&self.options.driver, &self.options.node).iter().zip(&mut answers)
+        {
+            *answer = match self.call("dry run of a slice", self.slices.create(&dry, slice)).await {
+                Ok(kept) => Some(kept),
+                // A server that refuses the pair would refuse the pool.
+                Err(PublishError::Call { source, .. }) if matches!(code(&source), Some(400 | 422)) => None,
+                Err(error) => return Err(error),
+            };
+        }
+        let [counters, devices] = answers;
+        Ok(probe::support(counters.as_ref(), devices.as_ref()))
+    }
+
+    /// Takes over what a server says of itself.
+    fn adopt(&mut self, version: String, support: Support) {
+        if self.version != version {
+            self.rewritten.clear();
+        }
+        self.version = version;
+        self.set_support(support);
+    }
+
+    /// The server kept less than was sent.
+    fn learn(&mut self, difference: compare::Difference, sent: Content, kept: Content) {
+        let support = Support {
+            counters: self.support.counters && !difference.counters,
+            taints: self.support.taints && !difference.taints,
+        };
+        if support != self.support {
+            self.set_support(support);
+        } else {
+            // Accepted as it is, or we would write it for ever.
+            error!(version = %self.version, "the API server changes what is published; its version of it stays");
+            self.rewritten.push((sent, kept));
+        }
+    }
+
+    fn set_support(&mut self, support: Support) {
+        if self.support != support {
+            match degraded(support, &self.version) {
+                Some(why) => warn!("{why}"),
+                None => info!(version = %self.version, "the API server keeps all that is published"),
+            }
+        }
+        self.support = support;
+        let why = degraded(support, &self.version);
+        self.published
+            .send_if_modified(|published| std::mem::replace(&mut published.degraded, why.clone()) != why);
+    }
+
+    fn report(&self, writes: u64, slices: usize, devices: usize) {
+        let generation = self.generation;
+        if writes > 0 {
+            info!(generation, slices, devices, writes, "published");
+        }
+        self.published.send_modify(|published| {
+            *published = Published {
+                generation,
+                slices,
+                devices,
+                in_sync: true,
+                degraded: published.degraded.take(),
+                error: None,
+                writes: published.writes + writes,
+            };
+        });
+    }
+
+    fn failed(&self, error: &PublishError) {
+        let text = chain(error);
+        match error {
+            PublishError::Overtaken { .. } => debug!("{text}"),
+            _ if error.is_configuration() => error!("{text}"),
+            _ => warn!("publishing: {text}"),
+        }
+        self.published.send_modify(|published| {
+            published.in_sync = false;
+            published.error = Some(text);
+        });
+    }
+}
+
+fn code(error: &kube::Error) -> Option<u16> {
+    match error {
+        kube::Error::Api(status) => Some(status.code),
+        _ => None,
+    }
+}
+
+/// What a server lacks, in one sentence.
+fn degraded(support: Support, version: &str) -> Option<String> {
+    let lacks = match (support.counters, support.taints) {
+        (true, true) => return None,
+        (false, true) => "shared counters; only whole GPUs and the MIG instances that exist are published",
+        (true, false) => "device taints; devices that must not be handed out are not published",
+        (false, false) => {
+            "shared counters and device taints; only usable whole GPUs and the MIG instances that exist are published"
+        }
+    };
+    Some(format!("API server {version} does not keep {lacks}"))
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}

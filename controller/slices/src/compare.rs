@@ -1,0 +1,130 @@
+//! Equal as the API means it: an absent list is an empty one, quantities are
+//! compared by value, and a taint that we send without a time equals the one
+//! that the server gave a time.
+
+use crate::slices::Content;
+use divvy_api::Quantity;
+use k8s_openapi::api::resource::v1::{CounterSet, Device, DeviceCapacity, DeviceTaint, ResourceSliceSpec};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
+use std::collections::BTreeMap;
+
+/// What a slice of the server holds.
+pub(crate) fn content(spec: &ResourceSliceSpec) -> Content {
+    Content {
+        counters: spec.shared_counters.clone().unwrap_or_default(),
+        devices: spec.devices.clone().unwrap_or_default(),
+    }
+}
+
+/// Whether two contents mean the same.
+pub(crate) fn same(a: &Content, b: &Content) -> bool {
+    // The texts are equal in all but the first comparison after a change.
+    a == b || normal(a.clone()) == normal(b.clone())
+}
+
+/// The parts in which two contents differ, for messages and decisions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Difference {
+    pub(crate) counters: bool,
+    pub(crate) taints: bool,
+    pub(crate) rest: bool,
+}
+
+/// What the server did not keep of what was sent; nothing if it kept all.
+pub(crate) fn dropped(sent: &Content, kept: &Content) -> Option<Difference> {
+    if same(sent, kept) {
+        return None;
+    }
+    let (mut sent, mut kept) = (normal(sent.clone()), normal(kept.clone()));
+    let mut difference = Difference::default();
+    let consumptions =
+        |content: &Content| content.devices.iter().filter(|d| d.consumes_counters.is_some()).count();
+    let taints = |content: &Content| content.devices.iter().flat_map(|d| &d.taints).flatten().count();
+    difference.counters =
+        consumptions(&kept) < consumptions(&sent) || kept.counters.len() < sent.counters.len();
+    difference.taints = taints(&kept) < taints(&sent);
+    for content in [&mut sent, &mut kept] {
+        content.counters.clear();
+        for device in &mut content.devices {
+            device.consumes_counters = None;
+            device.taints = None;
+        }
+    }
+    difference.rest = sent != kept || !(difference.counters || difference.taints);
+    Some(difference)
+}
+
+/// Writes the times of taints that are already on the server into what is
+/// desired: a taint that stays keeps the time at which it was added.
+pub(crate) fn keep_times<'a>(
+    desired: &mut [Content],
+    published: impl IntoIterator<Item = &'a ResourceSliceSpec>,
+) {
+    let mut known: BTreeMap<(&str, &str), Vec<&DeviceTaint>> = BTreeMap::new();
+    for device in published.into_iter().flat_map(|spec| spec.devices.iter().flatten()) {
+        for taint in device.taints.iter().flatten() {
+            known.entry((&device.name, &taint.key)).or_default().push(taint);
+        }
+    }
+    if known.is_empty() {
+        return;
+    }
+    for device in desired.iter_mut().flat_map(|content| &mut content.devices) {
+        for taint in device.taints.iter_mut().flatten().filter(|taint| taint.time_added.is_none()) {
+            let candidates = known.get(&(device.name.as_str(), taint.key.as_str())).into_iter().flatten();
+            let same = |other: &&&DeviceTaint| other.value == taint.value && other.effect == taint.effect;
+            taint.time_added = candidates.copied().find(|t| same(&t)).and_then(|t| t.time_added.clone());
+        }
+    }
+}
+
+fn normal(mut content: Content) -> Content {
+    content.counters.iter_mut().for_each(normal_set);
+    content.devices.iter_mut().for_each(normal_device);
+    content
+}
+
+fn normal_set(set: &mut CounterSet) {
+    set.counters.values_mut().for_each(|counter| canonical(&mut counter.value));
+}
+
+fn normal_device(device: &mut Device) {
+    device.capacity.iter_mut().flat_map(BTreeMap::values_mut).for_each(normal_capacity);
+    for consumption in device.consumes_counters.iter_mut().flatten() {
+        consumption.counters.values_mut().for_each(|counter| canonical(&mut counter.value));
+        empty_is_none(&mut consumption.compatibility_groups);
+    }
+    for taint in device.taints.iter_mut().flatten() {
+        taint.time_added = None;
+        taint.value = taint.value.take().filter(|value| !value.is_empty());
+    }
+    empty_is_none(&mut device.taints);
+    empty_is_none(&mut device.consumes_counters);
+    empty_is_none(&mut device.binding_conditions);
+    empty_is_none(&mut device.binding_failure_conditions);
+    device.attributes = device.attributes.take().filter(|map| !map.is_empty());
+    device.capacity = device.capacity.take().filter(|map| !map.is_empty());
+    device.allow_multiple_allocations = device.allow_multiple_allocations.filter(|allowed| *allowed);
+}
+
+fn normal_capacity(capacity: &mut DeviceCapacity) {
+    canonical(&mut capacity.value);
+    let Some(policy) = &mut capacity.request_policy else { return };
+    policy.default.iter_mut().for_each(canonical);
+    policy.valid_values.iter_mut().flatten().for_each(canonical);
+    if let Some(range) = &mut policy.valid_range {
+        canonical(&mut range.min);
+        range.max.iter_mut().chain(&mut range.step).for_each(canonical);
+    }
+}
+
+fn canonical(quantity: &mut WireQuantity) {
+    if let Ok(parsed) = quantity.0.parse::<Quantity>() {
+        // By value: `1e3` and `1k` are one amount in two formats.
+        quantity.0 = parsed.as_nano().to_string();
+    }
+}
+
+fn empty_is_none<T>(list: &mut Option<Vec<T>>) {
+    *list = list.take().filter(|list| !list.is_empty());
+}

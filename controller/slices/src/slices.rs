@@ -1,0 +1,81 @@
+//! Pool to slices: what stands in which ResourceSlice, and in which order.
+//!
+//! Counter sets and devices never share a slice. First the counter sets, eight
+//! to a slice; then one slice per GPU with its instances, so that a change of
+//! one GPU is a change of one slice; then the devices that take a whole GPU, the
+//! last GPU first (why is told in the essay on order). A pool without devices is one empty
+//! slice: the driver is here, and has nothing.
+
+use crate::compare;
+use crate::pool::{Pool, Support};
+use crate::taints::{self, Cause};
+use crate::validate::{COUNTER_SETS, DEVICES_WITH_COUNTERS};
+use k8s_openapi::api::resource::v1::{CounterSet, Device, ResourceSlice};
+use std::collections::{BTreeMap, HashSet};
+
+/// What one slice holds; at most one of the two is not empty.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Content {
+    pub counters: Vec<CounterSet>,
+    pub devices: Vec<Device>,
+}
+
+/// The contents of the slices of a pool, in the order of their names.
+pub fn slices(pool: Pool) -> Vec<Content> {
+    let (mut counters, mut instances, mut whole) = (Vec::new(), Vec::new(), Vec::new());
+    for gpu in pool.gpus {
+        counters.extend(gpu.counters);
+        instances.extend(chunks(gpu.instances, DEVICES_WITH_COUNTERS));
+        whole.push(gpu.whole);
+    }
+    whole.reverse();
+    let whole = chunks(whole.into_iter().flatten().collect(), DEVICES_WITH_COUNTERS);
+    let counters = chunks(counters, COUNTER_SETS);
+    let mut contents: Vec<Content> =
+        counters.into_iter().map(|counters| Content { counters, ..Content::default() }).collect();
+    let devices = instances.into_iter().chain(whole);
+    contents.extend(devices.map(|devices| Content { devices, ..Content::default() }));
+    if contents.is_empty() {
+        contents.push(Content::default());
+    }
+    contents
+}
+
+/// What is published stays while there is no GPU driver to ask, but for a taint
+/// on every device: claims may hold them, and a device that is not published
+/// costs nothing, so that a second claim could get the same GPU.
+pub fn without_driver<'a>(
+    published: impl IntoIterator<Item = &'a ResourceSlice>,
+    support: Support,
+) -> Vec<Content> {
+    // A pool caught between two generations: the newer word on a name counts.
+    let mut newest_first: Vec<&ResourceSlice> = published.into_iter().collect();
+    newest_first.sort_by_key(|slice| std::cmp::Reverse(slice.spec.pool.generation));
+    let (mut sets, mut devices) = (HashSet::new(), HashSet::new());
+    let mut by_name: BTreeMap<Option<&str>, Content> = BTreeMap::new();
+    for slice in newest_first {
+        let mut content = compare::content(&slice.spec);
+        content.counters.retain(|set| sets.insert(set.name.clone()));
+        content.devices.retain(|device| devices.insert(device.name.clone()));
+        if content != Content::default() {
+            by_name.insert(slice.metadata.name.as_deref(), content);
+        }
+    }
+    let mut contents: Vec<Content> = by_name.into_values().collect();
+    for device in contents.iter_mut().flat_map(|content| &mut content.devices).filter(|_| support.taints) {
+        taints::add(device.taints.get_or_insert_default(), &Cause::NoDriver);
+    }
+    if contents.is_empty() {
+        contents.push(Content::default());
+    }
+    contents
+}
+
+fn chunks<T>(items: Vec<T>, most: usize) -> Vec<Vec<T>> {
+    let mut items = items.into_iter().peekable();
+    let mut chunks = Vec::new();
+    while items.peek().is_some() {
+        chunks.push(items.by_ref().take(most).collect());
+    }
+    chunks
+}

@@ -1,0 +1,76 @@
+//! Why a device is published and yet not to be handed out.
+//!
+//! One key per cause, so that an operator reads it in `kubectl describe` and a
+//! claim of his can tolerate exactly it. All are `NoSchedule`: what runs goes on.
+
+use divvy_api::names::DRIVER;
+use divvy_model::inventory::{Condition, Gpu, GpuInstance, MigMode, Presence};
+use k8s_openapi::api::resource::v1::DeviceTaint;
+
+/// The cause of a taint; its key is `gpu.divvy.dev/<name>`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Cause<'a> {
+    /// The GPU of that number is not there.
+    Missing,
+    Lost,
+    /// A hardware call on it has not come back.
+    Stuck(&'a str),
+    /// MIG mode is what the device cannot live with, and is not ours to change.
+    MigMode(MigMode),
+    /// An instance that somebody else made is in the way.
+    Foreign(&'a GpuInstance),
+    /// There is no GPU driver, and these devices are what was published before.
+    NoDriver,
+}
+
+impl Cause<'_> {
+    pub(crate) fn taint(&self) -> DeviceTaint {
+        let (name, value) = match self {
+            Self::Missing => ("gpu-missing", None),
+            Self::Lost => ("gpu-lost", None),
+            Self::Stuck(call) => ("gpu-stuck", Some(label(call))),
+            Self::MigMode(MigMode::On) => ("mig-mode", Some("on".to_owned())),
+            Self::MigMode(MigMode::Off) => ("mig-mode", Some("off".to_owned())),
+            Self::Foreign(instance) => {
+                ("foreign-instance", Some(format!("{}-{}", instance.profile_id, instance.placement.start)))
+            }
+            Self::NoDriver => ("no-gpu-driver", None),
+        };
+        DeviceTaint {
+            key: format!("{DRIVER}/{name}"),
+            value,
+            effect: "NoSchedule".to_owned(),
+            // The server writes the time; we keep it from then on.
+            time_added: None,
+        }
+    }
+}
+
+/// What is wrong with a GPU as a whole.
+pub(crate) fn of_gpu(gpu: &Gpu) -> Vec<DeviceTaint> {
+    let missing = (gpu.presence == Presence::Missing).then_some(Cause::Missing);
+    let conditions = gpu.conditions.iter().map(|condition| match condition {
+        Condition::Lost => Cause::Lost,
+        Condition::Stuck { call } => Cause::Stuck(call),
+    });
+    let mut taints: Vec<DeviceTaint> = Vec::new();
+    for cause in missing.into_iter().chain(conditions) {
+        add(&mut taints, &cause);
+    }
+    taints
+}
+
+/// Adds a taint unless its key is there.
+pub(crate) fn add(taints: &mut Vec<DeviceTaint>, cause: &Cause<'_>) {
+    let taint = cause.taint();
+    if taints.iter().all(|have| have.key != taint.key) {
+        taints.push(taint);
+    }
+}
+
+/// As a label value: what it may not hold becomes `_`, at most 63 characters.
+fn label(text: &str) -> String {
+    let legal = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.') { c } else { '_' };
+    let text: String = text.chars().map(legal).take(63).collect();
+    text.trim_matches(|c: char| !c.is_ascii_alphanumeric()).to_owned()
+}

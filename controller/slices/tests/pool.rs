@@ -1,0 +1,314 @@
+//! What is published of every GPU, and what the API says to it.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod common;
+
+use common::{gpu, in_mode, inventory_of, node, with_instance};
+use divvy_api::Quantity;
+use divvy_model::DeviceId;
+use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, Origin, Presence};
+use divvy_sim::catalogue::{self, GpuModel, Model};
+use divvy_slices::{Content, Pool, PoolOptions, Support, pool, slices, validate};
+use k8s_openapi::api::resource::v1::Device;
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+const H100: &str = "H100-SXM5-80GB";
+
+fn models() -> impl Iterator<Item = &'static GpuModel> {
+    catalogue::all().map(Model::row)
+}
+
+fn row(model: &str) -> &'static GpuModel {
+    catalogue::find(model).unwrap().row()
+}
+
+fn published(inventory: &Inventory) -> Vec<Content> {
+    slices(pool(inventory, &PoolOptions::default()))
+}
+
+fn device<'a>(pool: &'a Pool, name: &str) -> &'a Device {
+    pool.devices().find(|device| device.name == name).unwrap_or_else(|| panic!("no device {name}"))
+}
+
+/// Keys of the taints of a device, without the domain.
+fn taints(pool: &Pool, name: &str) -> Vec<String> {
+    let taints = device(pool, name).taints.iter().flatten();
+    taints.map(|taint| taint.key.trim_start_matches("gpu.divvy.dev/").to_owned()).collect()
+}
+
+/// Names of the devices that may be handed out.
+fn free(pool: &Pool) -> BTreeSet<String> {
+    pool.devices().filter(|device| device.taints.is_none()).map(|device| device.name.clone()).collect()
+}
+
+fn whole(inventory: &Inventory) -> Pool {
+    pool(inventory, &PoolOptions::default())
+}
+
+#[test]
+fn sixteen_gpus_of_any_model_with_every_profile_are_valid() {
+    for model in models() {
+        let contents = published(&inventory_of(&model.key, 16));
+        assert_eq!(validate(&contents), Ok(()), "{}", model.key);
+        let bytes = |content: &Content| {
+            serde_json::to_vec(&content.devices).unwrap().len()
+                + serde_json::to_vec(&content.counters).unwrap().len()
+        };
+        let devices: usize = contents.iter().map(|content| content.devices.len()).sum();
+        println!(
+            "16x{}: {devices} devices, {} slices, {} bytes per node, largest slice {}",
+            model.key,
+            contents.len(),
+            contents.iter().map(bytes).sum::<usize>(),
+            contents.iter().map(bytes).max().unwrap(),
+        );
+        // Far below what etcd takes for one object.
+        assert!(contents.iter().all(|content| bytes(content) < 1 << 20));
+    }
+}
+
+#[test]
+fn every_device_of_the_catalogue_keeps_the_budget_of_attributes_and_capacities() {
+    for model in models() {
+        for device in whole(&inventory_of(&model.key, 1)).devices() {
+            let used = device.attributes.as_ref().unwrap().len() + device.capacity.as_ref().unwrap().len();
+            assert!(used <= 32, "{} {}: {used}", model.key, device.name);
+        }
+    }
+}
+
+#[test]
+fn memory_slices_go_first_where_a_device_says_too_much() {
+    let pool = whole(&inventory_of("RTX-PRO-6000", 1));
+    let has = |name: &str, prefix: &str| {
+        let device = device(&pool, name);
+        device.capacity.as_ref().unwrap().keys().any(|key| key.starts_with(prefix))
+    };
+    assert!(has("gpu-0-mig-1g24gb-14-0", "memorySlice"));
+    assert!(!has("gpu-0-mig-4g96gb-0-0", "memorySlice"));
+    assert!(device(&pool, "gpu-0-mig-4g96gb-0-0").attributes.as_ref().unwrap().contains_key("brand"));
+}
+
+#[test]
+fn every_published_name_parses_back() {
+    for model in models() {
+        for device in whole(&inventory_of(&model.key, 1)).devices() {
+            let name = divvy_api::DeviceName::from(device.name.as_str());
+            assert_eq!(DeviceId::try_from(&name).unwrap().to_string(), device.name);
+        }
+    }
+}
+
+#[test]
+fn an_h100_is_published_as_committed() {
+    let pool = whole(&inventory_of(H100, 1));
+    let shown = ["gpu-0", "gpu-0-mig-1g10gb-me-20-6", "gpu-0-mig-3g40gb-9-4"].map(|name| device(&pool, name));
+    insta::assert_json_snapshot!("h100", (pool.counter_sets().collect::<Vec<_>>(), shown));
+}
+
+#[test]
+fn a_gpu_without_mig_has_one_counter_and_no_instances() {
+    let pool = whole(&inventory_of("L4", 1));
+    assert_eq!(free(&pool), BTreeSet::from(["gpu-0".to_owned()]));
+    let set = pool.counter_sets().next().unwrap();
+    assert_eq!(set.counters.keys().collect::<Vec<_>>(), ["memory"]);
+    assert_eq!(device(&pool, "gpu-0").consumes_counters.as_ref().unwrap()[0].counters, set.counters);
+}
+
+#[test]
+fn a_gpu_that_does_not_tell_its_memory_is_guarded_all_the_same() {
+    let mut gpu = gpu(row("L4"), 0);
+    gpu.memory_bytes = 0;
+    let contents = published(&node(vec![gpu]));
+    assert_eq!(validate(&contents), Ok(()));
+    assert_eq!(contents[0].counters[0].counters["memory"].value.0, "1");
+    assert_eq!(contents[1].devices[0].capacity, None);
+}
+
+#[test]
+fn nothing_is_shared_while_nothing_enforces_a_share() {
+    for model in models() {
+        for device in whole(&inventory_of(&model.key, 1)).devices() {
+            assert_eq!(device.allow_multiple_allocations, None);
+            assert!(device.capacity.iter().flatten().all(|(_, capacity)| capacity.request_policy.is_none()));
+        }
+    }
+}
+
+#[test]
+fn our_own_instances_change_nothing() {
+    let idle = in_mode(gpu(row(H100), 0), MigMode::On);
+    let busy = with_instance(gpu(row(H100), 0), 19, 6, Origin::Ours);
+    assert_eq!(whole(&node(vec![idle.clone()])), whole(&node(vec![busy])));
+    assert_eq!(whole(&node(vec![idle])), whole(&inventory_of(H100, 1)));
+}
+
+#[test]
+fn a_foreign_instance_is_a_device_and_what_it_overlaps_is_tainted() {
+    let pool = whole(&node(vec![with_instance(gpu(row(H100), 0), 9, 4, Origin::Foreign)]));
+    let uuid = &device(&pool, "gpu-0-mig-3g40gb-9-4").attributes.as_ref().unwrap()["uuid"];
+    assert_eq!(uuid.string.as_deref(), Some("MIG-0-9-4"));
+    let free = free(&pool);
+    assert!(free.contains("gpu-0-mig-3g40gb-9-4") && free.contains("gpu-0-mig-4g40gb-5-0"));
+    for name in ["gpu-0", "gpu-0-mig-7g80gb-0-0", "gpu-0-mig-1g10gb-19-4", "gpu-0-mig-1g20gb-15-6"] {
+        assert_eq!(taints(&pool, name), ["foreign-instance"], "{name}");
+    }
+}
+
+#[test]
+fn a_foreign_instance_with_the_only_media_engines_takes_them_from_every_other() {
+    let pool = whole(&node(vec![with_instance(gpu(row(H100), 0), 20, 6, Origin::Foreign)]));
+    assert_eq!(taints(&pool, "gpu-0-mig-1g10gb-me-20-0"), ["foreign-instance"]);
+    assert!(free(&pool).contains("gpu-0-mig-1g10gb-19-0"));
+}
+
+#[test]
+fn a_foreign_instance_in_pieces_is_not_handed_out() {
+    let mut gpu = with_instance(gpu(row(H100), 0), 9, 4, Origin::Foreign);
+    let Mig::Supported { instances, .. } = &mut gpu.mig else { unreachable!() };
+    let second = instances[0].compute_instances[0].clone();
+    instances[0].compute_instances.push(second);
+    assert_eq!(taints(&whole(&node(vec![gpu])), "gpu-0-mig-3g40gb-9-4"), ["foreign-instance"]);
+}
+
+#[test]
+fn ampere_offers_what_its_mode_allows() {
+    let a100 = |mode| whole(&node(vec![in_mode(gpu(row("A100-SXM4-80GB"), 0), mode)]));
+    assert_eq!(free(&a100(MigMode::Off)), BTreeSet::from(["gpu-0".to_owned()]));
+    assert_eq!(taints(&a100(MigMode::On), "gpu-0"), ["mig-mode"]);
+    assert_eq!(free(&a100(MigMode::On)).len(), a100(MigMode::On).devices().count() - 1);
+    let costs = |pool: &Pool| {
+        pool.devices().map(|d| (d.name.clone(), d.consumes_counters.clone())).collect::<Vec<_>>()
+    };
+    assert_eq!(costs(&a100(MigMode::On)), costs(&a100(MigMode::Off)));
+}
+
+fn check_withdrawn(edit: impl Fn(&mut Gpu), key: &str) {
+    let before = whole(&inventory_of(H100, 2));
+    let mut inventory = inventory_of(H100, 2);
+    edit(&mut inventory.gpus[1]);
+    let after = whole(&inventory);
+    assert_eq!(validate(&slices(after.clone())), Ok(()));
+    let shape = |pool: &Pool| {
+        let cost = |d: &Device| (d.name.clone(), d.consumes_counters.clone(), d.capacity.clone());
+        (pool.counter_sets().cloned().collect::<Vec<_>>(), pool.devices().map(cost).collect::<Vec<_>>())
+    };
+    assert_eq!(shape(&before), shape(&after), "names and costs stay");
+    for device in after.devices() {
+        let expected: &[&str] = if device.name.starts_with("gpu-1") { &[key] } else { &[] };
+        assert_eq!(taints(&after, &device.name), expected, "{}", device.name);
+    }
+}
+
+#[test]
+fn a_gpu_in_trouble_keeps_its_devices_tainted() {
+    check_withdrawn(|gpu| gpu.presence = Presence::Missing, "gpu-missing");
+    check_withdrawn(|gpu| gpu.conditions = vec![Condition::Lost], "gpu-lost");
+    check_withdrawn(|gpu| gpu.conditions = vec![Condition::Stuck { call: "nvmlX (y)".into() }], "gpu-stuck");
+}
+
+#[test]
+fn an_empty_node_publishes_one_empty_slice() {
+    assert_eq!(published(&Inventory::default()), [Content::default()]);
+}
+
+#[test]
+fn instances_fill_the_node_from_its_first_gpu_and_whole_gpus_from_its_last() {
+    let contents = published(&inventory_of(H100, 3));
+    let of_type = |wanted: &str| -> Vec<String> {
+        let devices = contents.iter().flat_map(|content| &content.devices);
+        let is = |d: &&Device| d.attributes.as_ref().unwrap()["type"].string.as_deref() == Some(wanted);
+        devices.filter(is).map(|d| d.name.clone()).collect()
+    };
+    assert_eq!(of_type("gpu"), ["gpu-2", "gpu-1", "gpu-0"]);
+    let small: Vec<String> = of_type("mig")
+        .into_iter()
+        .filter(|n| n.contains("1g10gb-19"))
+        .take(8)
+        .map(|n| n.replace("-mig-1g10gb-19", ""))
+        .collect();
+    assert_eq!(
+        small,
+        ["gpu-0-6", "gpu-0-5", "gpu-0-4", "gpu-0-3", "gpu-0-2", "gpu-0-1", "gpu-0-0", "gpu-1-6"]
+    );
+}
+
+#[test]
+fn without_counters_only_what_exists_is_published_and_nothing_excludes_another() {
+    let support = Support { counters: false, taints: true };
+    let cut = with_instance(with_instance(gpu(row(H100), 1), 9, 4, Origin::Ours), 19, 0, Origin::Foreign);
+    let pool = pool(&node(vec![gpu(row(H100), 0), cut]), &PoolOptions { support });
+    let names: Vec<&str> = pool.devices().map(|device| device.name.as_str()).collect();
+    assert_eq!(names, ["gpu-0", "gpu-1-mig-1g10gb-19-0", "gpu-1-mig-3g40gb-9-4"]);
+    assert!(pool.devices().all(|device| device.consumes_counters.is_none()));
+    assert_eq!(validate(&slices(pool)), Ok(()));
+}
+
+#[test]
+fn without_taints_what_must_not_be_handed_out_is_left_out() {
+    let support = Support { counters: true, taints: false };
+    let mut inventory = inventory_of(H100, 2);
+    inventory.gpus[0].presence = Presence::Missing;
+    let pool = pool(&inventory, &PoolOptions { support });
+    assert!(pool.devices().all(|device| device.name.starts_with("gpu-1")));
+}
+
+#[test]
+fn odd_descriptions_still_publish_validly() {
+    let mut inventory = inventory_of(H100, 1);
+    inventory.driver_version = "R580-beta".to_owned();
+    inventory.cuda_version = (0, 0);
+    let gpu = &mut inventory.gpus[0];
+    gpu.product = "ü".repeat(60);
+    gpu.brand = String::new();
+    (gpu.pcie_root, gpu.numa_node, gpu.addressing_mode) = (None, None, None);
+    assert_eq!(validate(&published(&inventory)), Ok(()));
+}
+
+/// Amounts of a device, by counter.
+fn cost(device: &Device) -> BTreeMap<String, i64> {
+    let counters = device.consumes_counters.iter().flatten().flat_map(|c| &c.counters);
+    counters.map(|(name, c)| (name.clone(), Quantity::try_from(&c.value).unwrap().value().unwrap())).collect()
+}
+
+proptest! {
+    /// What the scheduler lets in by counters, the hardware can make: prepare
+    /// never has to refuse what was allocated.
+    #[test]
+    fn counters_admit_only_what_the_gpu_can_hold(
+        model in (0..models().count()).prop_map(|n| models().nth(n).unwrap()),
+        picks in prop::collection::vec(any::<prop::sample::Index>(), 1..40),
+    ) {
+        let pool = whole(&inventory_of(&model.key, 1));
+        let mut rest: BTreeMap<String, i64> = pool.counter_sets().flat_map(|set| &set.counters)
+            .map(|(name, c)| (name.clone(), Quantity::try_from(&c.value).unwrap().value().unwrap())).collect();
+        let devices: Vec<&Device> = pool.devices().collect();
+        let mut taken = Vec::new();
+        for pick in picks {
+            let device = pick.get(&devices);
+            let cost = cost(device);
+            if cost.iter().all(|(name, amount)| rest[name] >= *amount) {
+                for (name, amount) in cost {
+                    *rest.get_mut(&name).unwrap() -= amount;
+                }
+                taken.push(DeviceId::try_from(&device.name.as_str().into()).unwrap());
+            }
+        }
+        let gpu = &inventory_of(&model.key, 1).gpus[0];
+        let mut places = Vec::new();
+        for id in &taken {
+            match id {
+                DeviceId::Gpu(_) => prop_assert_eq!(taken.len(), 1),
+                DeviceId::Mig { profile_id, start, .. } => {
+                    let profile = gpu.profile(*profile_id).unwrap();
+                    let at = *profile.placements.iter().find(|at| at.start == *start).unwrap();
+                    prop_assert!(places.iter().all(|(_, other)| !at.overlaps(*other)));
+                    places.push((*profile_id, at));
+                    let same = places.iter().filter(|(id, _)| id == profile_id).count();
+                    prop_assert!(same <= profile.max_instances as usize, "{} of {}", same, profile.name);
+                }
+            }
+        }
+    }
+}
