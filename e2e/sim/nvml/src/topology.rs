@@ -163,7 +163,7 @@ entry! {
 
     fn nvmlDeviceGetTopologyNearestGpus(nvml, device: Device, level: u32, count: Count, array: Array<Device>) {
         let (own, gpu) = device.whole(&nvml.state)?;
-        if level > 50 || level % 10 != 0 {
+        if level > 50 || !level.is_multiple_of(10) {
             return Err(Code::InvalidArgument);
         }
         let near = nvml.gpus().filter(|(slot, other)| *slot != own && distance(gpu, other) == level);
