@@ -15,7 +15,7 @@ use std::fmt;
 pub const FORMAT: u32 = 1;
 
 /// Events kept; NVML drops what nobody fetched as well.
-const EVENTS_KEPT: usize = 256;
+const EVENTS_KEPT: usize = 128;
 
 /// A node with GPUs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

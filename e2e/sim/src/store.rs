@@ -1,10 +1,11 @@
 //! The state file: read by everybody, changed under one lock.
 //!
-//! A change takes the lock, edits a copy, renders what it changes in `/proc`,
-//! `/sys` and `/dev`, and renames a new file over the old one. A process killed
-//! at any point leaves the old state or the new one. It may leave the trees
-//! ahead of the state; a marker file says so, and whoever comes next renders them
-//! again. There is no fsync: the state need not outlive the machine.
+//! A change takes the lock, edits a copy, writes it to a new file, renders what it
+//! changes in `/proc`, `/sys` and `/dev`, swaps the new file for the old one and
+//! removes that. A process killed at any point leaves the old state or the new
+//! one. It may leave the trees behind or ahead of the state, and then it leaves
+//! the second file too: whoever finds one renders everything again. There is no
+//! fsync: the state need not outlive the machine.
 //!
 //! A reader parses the file once and keeps it open. While it is open its inode
 //! number cannot be used again, so one `stat` tells whether the file of that
@@ -16,10 +17,10 @@ use crate::code::Code;
 use crate::control::LOCK;
 use crate::state::{FORMAT, State};
 use crate::tree;
-use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
@@ -65,13 +66,23 @@ pub enum StoreError {
     Render { path: PathBuf, source: io::Error },
 }
 
+impl StoreError {
+    fn is_denied(&self) -> bool {
+        use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+        match self {
+            Self::Io { source, .. } | Self::Render { source, .. } => {
+                matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem)
+            }
+            _ => false,
+        }
+    }
+}
+
 impl From<StoreError> for Code {
     fn from(error: StoreError) -> Self {
         match error {
             StoreError::Absent { .. } => Self::DriverNotLoaded,
-            StoreError::Io { ref source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
-                Self::NoPermission
-            }
+            denied if denied.is_denied() => Self::NoPermission,
             StoreError::Io { .. } | StoreError::Render { .. } => Self::OperatingSystem,
             StoreError::Locked { .. } => Self::Timeout,
             StoreError::Damaged { .. } | StoreError::Format { .. } => Self::Unknown,
@@ -83,24 +94,27 @@ impl Store {
     /// The store in `dir`; trees are rendered below `render`.
     pub fn open(dir: PathBuf, render: Option<PathBuf>) -> Result<Self, StoreError> {
         let store = Self { render, dir, cache: RwLock::new(None) };
-        let state = store.read()?;
-        if store.render.is_some() && store.dirty_path().exists() {
-            let _lock = store.lock()?;
-            // Somebody else may have been faster; rendering twice is harmless.
-            store.repair(&state)?;
+        store.read()?;
+        if store.unfinished() {
+            // With the lock, a second file is left over and not in the making. A
+            // process that may not write reads all the same.
+            match store.lock().and_then(|_lock| store.finish()) {
+                Err(error) if !error.is_denied() => return Err(error),
+                _ => {}
+            }
         }
         Ok(store)
     }
 
     /// Writes the first state and renders it.
     pub fn create(dir: PathBuf, render: PathBuf, state: &State) -> Result<Self, StoreError> {
-        let store = Self { render: Some(render), dir, cache: RwLock::new(None) };
+        let store = Self { render: Some(render.clone()), dir, cache: RwLock::new(None) };
         std::fs::create_dir_all(&store.dir)
             .map_err(|source| store.io("create", store.dir.clone(), source))?;
         let _lock = store.lock()?;
-        store.mark_dirty()?;
-        store.commit(state)?;
-        store.repair(state)?;
+        tree::render(&render, state).map_err(render_error)?;
+        let new = store.write_new(state)?;
+        store.commit(new)?;
         Ok(store)
     }
 
@@ -115,29 +129,23 @@ impl Store {
         change: impl FnOnce(&mut State) -> Result<T, E>,
     ) -> Result<T, E> {
         let _lock = self.lock()?;
+        self.finish()?;
         let before = self.current()?.state;
-        if self.render.is_some() && self.dirty_path().exists() {
-            self.repair(&before)?;
-        }
         let mut after = State::clone(&before);
         let result = change(&mut after)?;
         if after == *before {
             return Ok(result);
         }
         after.generation += 1;
+        let new = self.write_new(&after)?;
         let edits = tree::changes(&before, &after);
-        if edits.is_empty() {
-            self.commit(&after)?;
-            return Ok(result);
+        match &self.render {
+            _ if edits.is_empty() => {}
+            Some(root) => edits.apply(root).map_err(render_error)?,
+            // A container has not got the trees; the next process that has renders them.
+            None => self.ask_for_trees()?,
         }
-        self.mark_dirty()?;
-        if let Some(root) = &self.render {
-            edits.apply(root).map_err(render_error)?;
-        }
-        self.commit(&after)?;
-        if self.render.is_some() {
-            self.mark_clean()?;
-        }
+        self.commit(new)?;
         Ok(result)
     }
 
@@ -179,38 +187,57 @@ impl Store {
         }
     }
 
-    fn commit(&self, state: &State) -> Result<(), StoreError> {
-        let (new, path) = (self.dir.join("state.json.new"), self.state_path());
-        let text =
-            serde_json::to_vec(state).map_err(|source| StoreError::Damaged { path: path.clone(), source })?;
+    /// Writes the second file.
+    fn write_new(&self, state: &State) -> Result<Cached, StoreError> {
+        let path = self.new_path();
+        let error = |source| self.io("write", path.clone(), source);
+        let text = serde_json::to_vec(state).map_err(|source| error(source.into()))?;
         let mut options = File::options();
         options.read(true).write(true).create(true).truncate(true);
-        let mut file = options.open(&new).map_err(|source| self.io("write", new.clone(), source))?;
-        io::Write::write_all(&mut file, &text).map_err(|source| self.io("write", new.clone(), source))?;
-        let stat = rustix::fs::fstat(&file).map_err(|errno| self.io("write", new.clone(), errno.into()))?;
-        std::fs::rename(&new, &path).map_err(|source| self.io("replace", path, source))?;
-        self.remember(Cached {
+        let mut file = options.open(&path).map_err(error)?;
+        file.write_all(&text).map_err(error)?;
+        let stat = rustix::fs::fstat(&file).map_err(|errno| error(errno.into()))?;
+        Ok(Cached {
             state: Arc::new(state.clone()),
             inode: (stat.st_dev, stat.st_ino),
             _file: Arc::new(file),
-        });
+        })
+    }
+
+    /// Makes the second file the state.
+    fn commit(&self, new: Cached) -> Result<(), StoreError> {
+        let (from, to) = (self.new_path(), self.state_path());
+        // Swapped where there is an old one: some file systems flush a file that replaces another.
+        match rustix::fs::renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE) {
+            Ok(()) => self.remove(from)?,
+            Err(Errno::NOENT | Errno::INVAL | Errno::NOSYS) => {
+                std::fs::rename(&from, &to).map_err(|source| self.io("replace", to, source))?;
+            }
+            Err(errno) => return Err(self.io("replace", to, errno.into())),
+        }
+        self.remember(new);
         Ok(())
     }
 
-    /// Renders everything again; the lock is held.
-    fn repair(&self, state: &State) -> Result<(), StoreError> {
-        let Some(root) = &self.render else { return Ok(()) };
-        tree::render(root, state).map_err(render_error)?;
-        self.mark_clean()
+    /// Somebody died in the midst of a change, or changed the state from a container.
+    fn unfinished(&self) -> bool {
+        self.render.is_some() && (self.new_path().exists() || self.stale_path().exists())
     }
 
-    fn mark_dirty(&self) -> Result<(), StoreError> {
-        let path = self.dirty_path();
+    /// Renders everything again if need be; the lock is held.
+    fn finish(&self) -> Result<(), StoreError> {
+        let Some(root) = self.render.as_ref().filter(|_| self.unfinished()) else { return Ok(()) };
+        tree::render(root, &*self.read()?).map_err(render_error)?;
+        self.remove(self.new_path())?;
+        self.remove(self.stale_path())
+    }
+
+    fn ask_for_trees(&self) -> Result<(), StoreError> {
+        let path = self.stale_path();
         File::create(&path).map(drop).map_err(|source| self.io("create", path, source))
     }
 
-    fn mark_clean(&self) -> Result<(), StoreError> {
-        let path = self.dirty_path();
+    fn remove(&self, path: PathBuf) -> Result<(), StoreError> {
         match std::fs::remove_file(&path) {
             Err(source) if source.kind() != io::ErrorKind::NotFound => Err(self.io("remove", path, source)),
             _ => Ok(()),
@@ -225,8 +252,12 @@ impl Store {
         self.dir.join("state.json")
     }
 
-    fn dirty_path(&self) -> PathBuf {
-        self.dir.join("dirty")
+    fn new_path(&self) -> PathBuf {
+        self.dir.join("state.json.new")
+    }
+
+    fn stale_path(&self) -> PathBuf {
+        self.dir.join("trees-are-stale")
     }
 
     fn read_error(&self, path: PathBuf, source: io::Error) -> StoreError {

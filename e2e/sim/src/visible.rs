@@ -39,17 +39,14 @@ impl Visible {
     /// Reads the nodes in `dev`.
     pub fn read(dev: &Path) -> Self {
         let mut visible = Self { dir: dev.join("nvidia-caps"), ..Self::default() };
-        for name in names(dev) {
-            match name.strip_prefix("nvidia") {
-                Some("ctl") => visible.ctl = true,
-                Some(minor) => visible.gpus.extend(minor.parse::<u32>()),
-                None => {}
-            }
-        }
-        let caps = names(&visible.dir);
-        visible
-            .caps
-            .extend(caps.iter().filter_map(|name| name.strip_prefix("nvidia-cap")?.parse::<u32>().ok()));
+        for_names(dev, |name| match name.strip_prefix("nvidia") {
+            Some("ctl") => visible.ctl = true,
+            Some(minor) => visible.gpus.extend(minor.parse::<u32>()),
+            None => {}
+        });
+        for_names(&dev.join("nvidia-caps"), |name| {
+            visible.caps.extend(name.strip_prefix("nvidia-cap").and_then(|minor| minor.parse::<u32>().ok()));
+        });
         visible
     }
 
@@ -97,7 +94,11 @@ impl Sim {
     }
 }
 
-fn names(dir: &Path) -> Vec<String> {
-    let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
-    entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect()
+fn for_names(dir: &Path, mut each: impl FnMut(&str)) {
+    let Ok(entries) = std::fs::read_dir(dir) else { return };
+    for entry in entries.flatten() {
+        if let Some(name) = entry.file_name().to_str() {
+            each(name);
+        }
+    }
 }

@@ -99,7 +99,7 @@ fn the_event_queue_is_bounded() {
     let node = Node::up("L4");
     node.sim.update(|state| (0..1000).try_for_each(|xid| state.xid(0, xid, None))).expect("a GPU");
     let events = node.sim.read().expect("a state").events.clone();
-    assert_eq!((events.last, events.queue.len()), (1000, 256));
+    assert_eq!((events.last, events.queue.len()), (1000, 128));
     assert_eq!(events.queue.last().map(|event| event.seq), Some(1000));
 }
 
