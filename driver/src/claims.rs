@@ -1,1 +1,164 @@
-//! Placeholder.
+//! From the kubelet's reference to an allocated claim: one live GET, never a cache.
+//!
+//! The claim is read as bytes, because duplicate keys in opaque configuration
+//! are lost in any parsed form. A claim under the right name with another UID
+//! has replaced ours and must not get its devices.
+
+use divvy_api::claim::ClaimError;
+use divvy_api::{AllocatedClaim, ClaimRef, ClaimUid};
+use divvy_kubelet::dra::v1;
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::Api;
+use kube::api::GetParams;
+use serde::Deserialize;
+use std::time::Duration;
+
+/// Why a claim could not be read. Its name is in each message.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    #[error("claim reference has no valid {field}")]
+    Reference { field: &'static str },
+    #[error("claim {claim} does not exist")]
+    Gone { claim: ClaimRef },
+    #[error("claim {claim} was replaced: it has UID {found} instead of {}", claim.uid)]
+    Replaced { claim: ClaimRef, found: String },
+    #[error("claim {claim} cannot be read from the API server")]
+    Api {
+        claim: ClaimRef,
+        #[source]
+        cause: Box<kube::Error>,
+    },
+    #[error("claim {claim} was not read from the API server within {within:?}")]
+    Deadline { claim: ClaimRef, within: Duration },
+    #[error("claim {claim} is not a ResourceClaim")]
+    Malformed {
+        claim: ClaimRef,
+        #[source]
+        cause: serde_json::Error,
+    },
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+}
+
+impl ReadError {
+    /// Whether the API server said nothing of the claim, neither yes nor no.
+    pub fn is_outage(&self) -> bool {
+        match self {
+            Self::Deadline { .. } => true,
+            Self::Api { cause, .. } => !matches!(&**cause, kube::Error::Api(status) if status.code < 500),
+            _ => false,
+        }
+    }
+}
+
+/// Checks what the kubelet sent. UIDs name files and names go into URLs, so
+/// neither may hold anything that means something there.
+pub fn reference(claim: &v1::Claim) -> Result<ClaimRef, ReadError> {
+    let plain = |text: &str| {
+        (1..=253).contains(&text.len())
+            && !text.starts_with('.')
+            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+    };
+    for (field, text) in [("uid", &claim.uid), ("namespace", &claim.namespace), ("name", &claim.name)] {
+        if !plain(text) {
+            return Err(ReadError::Reference { field });
+        }
+    }
+    Ok(unchecked(claim))
+}
+
+/// The reference as it came, for use where it names neither a file nor an object.
+pub fn unchecked(claim: &v1::Claim) -> ClaimRef {
+    ClaimRef {
+        namespace: claim.namespace.clone(),
+        name: claim.name.clone(),
+        uid: ClaimUid::from(claim.uid.as_str()),
+    }
+}
+
+/// Reads claims, each within a deadline.
+#[derive(Clone)]
+pub struct Claims {
+    client: kube::Client,
+    within: Duration,
+}
+
+#[derive(Deserialize)]
+struct Identity {
+    metadata: IdentityMetadata,
+}
+
+#[derive(Deserialize)]
+struct IdentityMetadata {
+    uid: String,
+}
+
+impl Claims {
+    /// Reads with that client.
+    pub fn new(client: kube::Client, within: Duration) -> Self {
+        Self { client, within }
+    }
+
+    /// The claim, if it is the one that was meant, allocated and well configured.
+    pub async fn allocated(&self, claim: &ClaimRef) -> Result<AllocatedClaim, ReadError> {
+        let body = self.body(claim).await?;
+        let identity: Identity = serde_json::from_str(&body)
+            .map_err(|cause| ReadError::Malformed { claim: claim.clone(), cause })?;
+        if identity.metadata.uid != claim.uid.as_str() {
+            return Err(ReadError::Replaced { claim: claim.clone(), found: identity.metadata.uid });
+        }
+        Ok(AllocatedClaim::from_json(body.as_bytes())?)
+    }
+
+    /// The claim under that name, whatever its UID; `None` if there is surely none.
+    pub async fn current(&self, claim: &ClaimRef) -> Result<Option<ResourceClaim>, ReadError> {
+        match self.body(claim).await {
+            Err(ReadError::Gone { .. }) => Ok(None),
+            Err(other) => Err(other),
+            Ok(body) => serde_json::from_str(&body)
+                .map(Some)
+                .map_err(|cause| ReadError::Malformed { claim: claim.clone(), cause }),
+        }
+    }
+
+    async fn body(&self, claim: &ClaimRef) -> Result<String, ReadError> {
+        let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
+        let failed = |cause| ReadError::Api { claim: claim.clone(), cause: Box::new(cause) };
+        let request = kube::core::Request::new(api.resource_url())
+            .get(&claim.name, &GetParams::default())
+            .map_err(|cause| failed(kube::Error::BuildRequest(cause)))?;
+        match tokio::time::timeout(self.within, self.client.request_text(request)).await {
+            Err(_) => Err(ReadError::Deadline { claim: claim.clone(), within: self.within }),
+            Ok(Err(kube::Error::Api(status))) if status.code == 404 => {
+                Err(ReadError::Gone { claim: claim.clone() })
+            }
+            Ok(Err(cause)) => Err(failed(cause)),
+            Ok(Ok(body)) => Ok(body),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(uid: &str, namespace: &str, name: &str, bad: Option<&str>) {
+        let claim = v1::Claim { uid: uid.to_owned(), namespace: namespace.to_owned(), name: name.to_owned() };
+        let found = match reference(&claim) {
+            Err(ReadError::Reference { field }) => Some(field),
+            _ => None,
+        };
+        assert_eq!(found, bad);
+    }
+
+    #[test]
+    fn a_reference_cannot_name_anything_but_a_claim() {
+        check("0d5b1f0e-6c1b", "default", "a.b-c", None);
+        check("", "default", "a", Some("uid"));
+        check("../../etc", "default", "a", Some("uid"));
+        check("..", "default", "a", Some("uid"));
+        check("u", "a/b", "a", Some("namespace"));
+        check("u", "default", "a?x=y", Some("name"));
+        check("u", "default", &"a".repeat(254), Some("name"));
+    }
+}

@@ -1,1 +1,231 @@
-//! Placeholder.
+//! Device health for the kubelet, from the same inventory that is published.
+//!
+//! Every message is the whole list: at once, after each change of the
+//! inventory, and every ten seconds, because the kubelet takes what it has not
+//! heard of for half a minute as unknown. Health is for the pod's status; what
+//! keeps the scheduler away is the taint on the same device.
+
+use divvy_api::PoolName;
+use divvy_kubelet::health::{v1, v1alpha1};
+use divvy_model::inventory::{Gpu, Mig, Presence};
+use divvy_model::{DeviceId, Inventory, Placement};
+use k8s_openapi::jiff::Timestamp;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::{Request, Response, Status};
+
+/// The health service, in both versions; a clone is the same.
+#[derive(Clone)]
+pub struct Health {
+    pub pool: PoolName,
+    pub inventory: watch::Receiver<Arc<Inventory>>,
+    /// Owns the task of each stream.
+    pub tasks: TaskTracker,
+    /// Ends all streams.
+    pub stop: CancellationToken,
+}
+
+const REPEAT: Duration = Duration::from_secs(10);
+/// Three repetitions may be lost.
+const TIMEOUT_SECONDS: i64 = 30;
+/// The kubelet cuts longer messages.
+const MESSAGE: usize = 1024;
+
+/// What is wrong with a GPU and so with each of its devices; `None` if nothing is.
+fn trouble(gpu: &Gpu) -> Option<String> {
+    let mut troubles: Vec<String> = gpu.conditions.iter().map(ToString::to_string).collect();
+    if gpu.presence == Presence::Missing {
+        troubles.insert(0, "GPU is missing".to_owned());
+    }
+    let mut text = troubles.join("; ");
+    text.truncate(text.floor_char_boundary(MESSAGE));
+    (!text.is_empty()).then_some(text)
+}
+
+/// Every device of the GPU that is or could be published.
+fn devices(gpu: &Gpu) -> Vec<DeviceId> {
+    let mut devices = vec![DeviceId::Gpu(gpu.number)];
+    if let Mig::Supported { profiles, .. } = &gpu.mig {
+        for profile in profiles {
+            let instance =
+                |placement: &Placement| DeviceId::mig(gpu.number, &profile.name, profile.id, placement.start);
+            devices.extend(profile.placements.iter().map(instance));
+        }
+    }
+    devices
+}
+
+fn list(pool: &PoolName, inventory: &Inventory, now: Timestamp) -> v1::NodeWatchResourcesResponse {
+    let mut list = Vec::new();
+    for gpu in &inventory.gpus {
+        let trouble = trouble(gpu);
+        let health = if trouble.is_some() { v1::HealthStatus::Unhealthy } else { v1::HealthStatus::Healthy };
+        list.extend(devices(gpu).into_iter().map(|device| v1::DeviceHealth {
+            device: Some(v1::DeviceIdentifier {
+                pool_name: pool.to_string(),
+                device_name: device.to_string(),
+            }),
+            health: health.into(),
+            last_updated_time: now.as_second(),
+            health_check_timeout_seconds: TIMEOUT_SECONDS,
+            message: trouble.clone().unwrap_or_default(),
+        }));
+    }
+    v1::NodeWatchResourcesResponse { devices: list }
+}
+
+type Messages<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+impl Health {
+    fn follow(&self) -> impl Stream<Item = v1::NodeWatchResourcesResponse> + use<> {
+        let (sender, receiver) = mpsc::channel(1);
+        let Self { pool, mut inventory, stop, .. } = self.clone();
+        let messages = async move {
+            // Ends with the kubelet's interest or with the inventory.
+            loop {
+                let now = inventory.borrow_and_update().clone();
+                if sender.send(list(&pool, &now, Timestamp::now())).await.is_err() {
+                    return;
+                }
+                tokio::select! {
+                    () = tokio::time::sleep(REPEAT) => {}
+                    () = sender.closed() => return,
+                    changed = inventory.changed() => if changed.is_err() { return },
+                }
+            }
+        };
+        self.tasks.spawn(async move { stop.run_until_cancelled(messages).await });
+        ReceiverStream::new(receiver)
+    }
+}
+
+#[tonic::async_trait]
+impl v1::dra_resource_health_server::DraResourceHealth for Health {
+    type NodeWatchResourcesStream = Messages<v1::NodeWatchResourcesResponse>;
+
+    async fn node_watch_resources(
+        &self,
+        _: Request<v1::NodeWatchResourcesRequest>,
+    ) -> Result<Response<Self::NodeWatchResourcesStream>, Status> {
+        Ok(Response::new(Box::pin(self.follow().map(Ok))))
+    }
+}
+
+#[tonic::async_trait]
+impl v1alpha1::dra_resource_health_server::DraResourceHealth for Health {
+    type NodeWatchResourcesStream = Messages<v1alpha1::NodeWatchResourcesResponse>;
+
+    async fn node_watch_resources(
+        &self,
+        _: Request<v1alpha1::NodeWatchResourcesRequest>,
+    ) -> Result<Response<Self::NodeWatchResourcesStream>, Status> {
+        Ok(Response::new(Box::pin(self.follow().map(older).map(Ok))))
+    }
+}
+
+fn older(list: v1::NodeWatchResourcesResponse) -> v1alpha1::NodeWatchResourcesResponse {
+    let one = |health: v1::DeviceHealth| v1alpha1::DeviceHealth {
+        device: health.device.map(|device| v1alpha1::DeviceIdentifier {
+            pool_name: device.pool_name,
+            device_name: device.device_name,
+        }),
+        health: health.health,
+        last_updated_time: health.last_updated_time,
+        health_check_timeout_seconds: health.health_check_timeout_seconds,
+        message: health.message,
+    };
+    v1alpha1::NodeWatchResourcesResponse { devices: list.devices.into_iter().map(one).collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use divvy_model::inventory::{Condition, MigMode, MigProfile, MigToggle};
+    use divvy_model::numbers::GpuNumber;
+
+    fn gpu(number: u32, presence: Presence, conditions: Vec<Condition>) -> Gpu {
+        let profile = MigProfile {
+            id: 19,
+            index: 0,
+            name: "1g.10gb".to_owned(),
+            memory_mib: 9728,
+            multiprocessors: 16,
+            copy_engines: 1,
+            decoders: 1,
+            encoders: 0,
+            jpeg_engines: 1,
+            ofa_engines: 0,
+            max_instances: 7,
+            placements: vec![Placement { start: 0, size: 1 }, Placement { start: 1, size: 1 }],
+        };
+        Gpu {
+            number: GpuNumber(number),
+            uuid: format!("GPU-{number}").into(),
+            minor: number,
+            product: String::new(),
+            brand: String::new(),
+            architecture: String::new(),
+            compute_capability: (9, 0),
+            memory_bytes: 0,
+            addressing_mode: None,
+            pci_bus_id: String::new(),
+            pcie_root: None,
+            numa_node: None,
+            nvlink_group: None,
+            nvlink_peers: 0,
+            mig: Mig::Supported {
+                mode: MigMode::Off,
+                toggle: MigToggle::Live,
+                profiles: vec![profile],
+                instances: Vec::new(),
+            },
+            presence,
+            conditions,
+        }
+    }
+
+    fn check(gpu: Gpu, expected: &[(&str, v1::HealthStatus, &str)]) {
+        let inventory = Inventory { gpus: vec![gpu], ..Inventory::default() };
+        let list = list(&"node".into(), &inventory, Timestamp::UNIX_EPOCH);
+        let found: Vec<_> = list
+            .devices
+            .iter()
+            .map(|it| (it.device.as_ref().unwrap().device_name.as_str(), it.health(), it.message.as_str()))
+            .collect();
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn every_device_of_a_gpu_shares_its_health() {
+        use v1::HealthStatus::{Healthy, Unhealthy};
+        let names = ["gpu-0", "gpu-0-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-1"];
+        check(gpu(0, Presence::Present, vec![]), &names.map(|name| (name, Healthy, "")));
+        check(gpu(0, Presence::Missing, vec![]), &names.map(|name| (name, Unhealthy, "GPU is missing")));
+        let lost = gpu(0, Presence::Present, vec![Condition::Lost]);
+        check(lost, &names.map(|name| (name, Unhealthy, "GPU is lost")));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_list_comes_at_once_on_change_and_every_ten_seconds() {
+        let (sender, inventory) = watch::channel(Arc::default());
+        let stop = CancellationToken::new();
+        let health = Health { pool: "n".into(), inventory, tasks: TaskTracker::new(), stop: stop.clone() };
+        let mut messages = Box::pin(health.follow());
+        assert_eq!(messages.next().await.unwrap().devices.len(), 0);
+        let gpus = vec![gpu(0, Presence::Present, vec![])];
+        sender.send_replace(Arc::new(Inventory { gpus, ..Inventory::default() }));
+        let begun = tokio::time::Instant::now();
+        assert_eq!(messages.next().await.unwrap().devices.len(), 3);
+        assert_eq!(begun.elapsed(), Duration::ZERO);
+        assert_eq!(messages.next().await.unwrap().devices.len(), 3);
+        assert_eq!(begun.elapsed(), REPEAT);
+        stop.cancel();
+        assert!(messages.next().await.is_none());
+    }
+}

@@ -27,6 +27,8 @@ pub mod cdi;
 
 pub mod args;
 pub mod claims;
+pub mod client;
+pub mod cri;
 pub mod events;
 pub mod health;
 pub mod http;
@@ -35,3 +37,5 @@ pub mod node;
 pub mod reconcile;
 pub mod registration;
 pub mod service;
+pub mod turns;
+pub mod watching;

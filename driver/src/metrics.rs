@@ -1,1 +1,327 @@
-//! Placeholder.
+//! What a scrape shows. Counters and histograms are kept as things happen;
+//! gauges are taken from the daemon's own state at the scrape, so they cannot lag.
+
+use crate::engine::{Engine, HeldState};
+use divvy_model::Inventory;
+use divvy_model::inventory::{Condition, Presence};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::{Registry, Unit};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// How a claim's prepare or unprepare ended.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Outcome {
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ClaimState {
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct GpuPresence {
+    presence: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct GpuCondition {
+    gpu: u32,
+    uuid: String,
+    condition: &'static str,
+}
+
+type Histograms = Family<Outcome, Histogram, fn() -> Histogram>;
+type Seconds = Gauge<f64, AtomicU64>;
+
+/// All metrics of the daemon; a clone is the same.
+#[derive(Clone)]
+pub struct Metrics {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    registry: Mutex<Registry>,
+    sources: OnceLock<(Engine, watch::Receiver<Arc<Inventory>>)>,
+    prepare: Histograms,
+    unprepare: Histograms,
+    quarantined: Counter,
+    unexplained: Gauge,
+    reconciled: Family<Outcome, Counter>,
+    events_dropped: Counter,
+    published: Gauge,
+    degraded: Gauge,
+    ready: Gauge,
+    claims: Family<ClaimState, Gauge>,
+    gpus: Family<GpuPresence, Gauge>,
+    conditions: Family<GpuCondition, Gauge>,
+    process: Process,
+}
+
+#[derive(Default)]
+struct Process {
+    resident: Gauge,
+    virtual_memory: Gauge,
+    fds: Gauge,
+    threads: Gauge,
+    cpu: Seconds,
+    start: Seconds,
+}
+
+/// From a whole-GPU prepare in a millisecond to the kubelet's deadline.
+fn histogram() -> Histogram {
+    Histogram::new([0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 45.0])
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let shared = Shared {
+            registry: Mutex::default(),
+            sources: OnceLock::new(),
+            prepare: Family::new_with_constructor(histogram as fn() -> Histogram),
+            unprepare: Family::new_with_constructor(histogram as fn() -> Histogram),
+            quarantined: Counter::default(),
+            unexplained: Gauge::default(),
+            reconciled: Family::default(),
+            events_dropped: Counter::default(),
+            published: Gauge::default(),
+            degraded: Gauge::default(),
+            ready: Gauge::default(),
+            claims: Family::default(),
+            gpus: Family::default(),
+            conditions: Family::default(),
+            process: Process::default(),
+        };
+        let mut registry = Registry::default();
+        shared.register(&mut registry);
+        Self { shared: Arc::new(Shared { registry: Mutex::new(registry), ..shared }) }
+    }
+}
+
+impl Shared {
+    fn register(&self, registry: &mut Registry) {
+        let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
+        registry.register("divvy_build", "Version of this daemon", build);
+        let seconds = || Unit::Seconds;
+        registry.register_with_unit(
+            "divvy_prepare",
+            "Time to prepare a claim",
+            seconds(),
+            self.prepare.clone(),
+        );
+        registry.register_with_unit(
+            "divvy_unprepare",
+            "Time to unprepare a claim",
+            seconds(),
+            self.unprepare.clone(),
+        );
+        registry.register("divvy_claims", "Claims with a record on this node", self.claims.clone());
+        registry.register("divvy_gpus", "GPUs of this node", self.gpus.clone());
+        registry.register(
+            "divvy_gpu_condition",
+            "1 while the condition keeps a GPU from being handed out",
+            self.conditions.clone(),
+        );
+        registry.register(
+            "divvy_records_quarantined",
+            "Records that could not be read and were set aside",
+            self.quarantined.clone(),
+        );
+        registry.register(
+            "divvy_unexplained_instances",
+            "GPU instances that no record explains",
+            self.unexplained.clone(),
+        );
+        registry.register(
+            "divvy_reconciled_claims",
+            "Claims that were put right against the API server",
+            self.reconciled.clone(),
+        );
+        registry.register(
+            "divvy_events_dropped",
+            "Kubernetes events not sent because there were too many",
+            self.events_dropped.clone(),
+        );
+        registry.register(
+            "divvy_published",
+            "1 while the API server has the node's current pool",
+            self.published.clone(),
+        );
+        registry.register(
+            "divvy_published_degraded",
+            "1 while the server keeps the pool from being published whole",
+            self.degraded.clone(),
+        );
+        registry.register("divvy_ready", "1 while /readyz says yes", self.ready.clone());
+        let process = &self.process;
+        let bytes = || Unit::Bytes;
+        registry.register_with_unit(
+            "process_resident_memory",
+            "Resident memory",
+            bytes(),
+            process.resident.clone(),
+        );
+        registry.register_with_unit(
+            "process_virtual_memory",
+            "Virtual memory",
+            bytes(),
+            process.virtual_memory.clone(),
+        );
+        registry.register("process_open_fds", "Open file descriptors", process.fds.clone());
+        registry.register("process_threads", "Threads of the process", process.threads.clone());
+        registry.register("process_cpu_seconds_total", "Processor time used", process.cpu.clone());
+        registry.register_with_unit(
+            "process_start_time",
+            "Start since the epoch",
+            seconds(),
+            process.start.clone(),
+        );
+    }
+}
+
+impl Metrics {
+    /// Where gauges are taken from, known once the engine runs.
+    pub fn watch(&self, engine: Engine, inventory: watch::Receiver<Arc<Inventory>>) {
+        // Set once by the node; a second call would change nothing.
+        let _ = self.shared.sources.set((engine, inventory));
+    }
+
+    /// A claim was prepared, or refused.
+    pub fn prepared(&self, ok: bool, took: Duration) {
+        self.shared.prepare.get_or_create(&outcome(ok)).observe(took.as_secs_f64());
+    }
+
+    /// A claim was unprepared, or not.
+    pub fn unprepared(&self, ok: bool, took: Duration) {
+        self.shared.unprepare.get_or_create(&outcome(ok)).observe(took.as_secs_f64());
+    }
+
+    /// A claim was put right by reconciliation.
+    pub fn reconciled(&self, ok: bool) {
+        self.shared.reconciled.get_or_create(&outcome(ok)).inc();
+    }
+
+    /// An event was not sent.
+    pub fn event_dropped(&self) {
+        self.shared.events_dropped.inc();
+    }
+
+    /// State of the published pool.
+    pub fn published(&self, current: bool, degraded: bool) {
+        self.shared.published.set(current.into());
+        self.shared.degraded.set(degraded.into());
+    }
+
+    /// The scrape's text.
+    pub fn render(&self, ready: bool) -> Result<String, std::fmt::Error> {
+        self.shared.ready.set(ready.into());
+        self.take_gauges();
+        self.shared.process.take();
+        let registry = self.shared.registry.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut out = String::new();
+        encode(&mut out, &registry)?;
+        Ok(out)
+    }
+
+    fn take_gauges(&self) {
+        let Some((engine, inventory)) = self.shared.sources.get() else { return };
+        self.shared.quarantined.inner().store(engine.quarantined(), Ordering::Relaxed);
+        self.shared.unexplained.set(engine.unexplained().len() as i64);
+        let held = engine.held();
+        for (state, name) in [
+            (HeldState::Intent, "intent"),
+            (HeldState::Prepared, "prepared"),
+            (HeldState::Releasing, "releasing"),
+        ] {
+            let count = held.iter().filter(|claim| claim.state == state).count();
+            self.shared.claims.get_or_create(&ClaimState { state: name }).set(count as i64);
+        }
+        let inventory = inventory.borrow().clone();
+        for (presence, name) in [(Presence::Present, "present"), (Presence::Missing, "missing")] {
+            let count = inventory.gpus.iter().filter(|gpu| gpu.presence == presence).count();
+            self.shared.gpus.get_or_create(&GpuPresence { presence: name }).set(count as i64);
+        }
+        self.shared.conditions.clear();
+        for gpu in &inventory.gpus {
+            for condition in &gpu.conditions {
+                let condition = match condition {
+                    Condition::Stuck { .. } => "stuck",
+                    Condition::Lost => "lost",
+                };
+                let label = GpuCondition { gpu: gpu.number.0, uuid: gpu.uuid.to_string(), condition };
+                self.shared.conditions.get_or_create(&label).set(1);
+            }
+        }
+    }
+}
+
+fn outcome(ok: bool) -> Outcome {
+    Outcome { result: if ok { "ok" } else { "error" } }
+}
+
+impl Process {
+    /// As every Prometheus client does it, from `/proc/self`; what cannot be read stays as it was.
+    fn take(&self) {
+        let page = rustix::param::page_size() as i64;
+        let ticks = rustix::param::clock_ticks_per_second() as f64;
+        if let Ok(fds) = std::fs::read_dir("/proc/self/fd") {
+            self.fds.set(fds.count() as i64);
+        }
+        let Ok(stat) = std::fs::read_to_string("/proc/self/stat") else { return };
+        // The name in parentheses may hold anything; fields are counted from behind it.
+        let Some((_, rest)) = stat.rsplit_once(") ") else { return };
+        let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
+        let field = |number: usize| fields.get(number - 3).and_then(|text| text.parse::<i64>().ok());
+        if let (Some(user), Some(system)) = (field(14), field(15)) {
+            self.cpu.set((user + system) as f64 / ticks);
+        }
+        if let (Some(threads), Some(size), Some(pages)) = (field(20), field(23), field(24)) {
+            self.threads.set(threads);
+            self.virtual_memory.set(size);
+            self.resident.set(pages * page);
+        }
+        if let (Some(started), Some(boot)) = (field(22), boot_time()) {
+            self.start.set(boot + started as f64 / ticks);
+        }
+    }
+}
+
+fn boot_time() -> Option<f64> {
+    let stat = std::fs::read_to_string("/proc/stat").ok()?;
+    stat.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(text: &str, line: &str) {
+        assert!(text.lines().any(|found| found.starts_with(line)), "{line} is not in\n{text}");
+    }
+
+    #[test]
+    fn a_scrape_shows_what_happened_under_the_names_the_field_expects() {
+        let metrics = Metrics::default();
+        metrics.prepared(true, Duration::from_millis(3));
+        metrics.unprepared(false, Duration::from_secs(1));
+        let text = metrics.render(true).unwrap();
+        check(&text, "divvy_build_info{version=\"");
+        check(&text, "divvy_prepare_seconds_count{result=\"ok\"} 1");
+        check(&text, "divvy_unprepare_seconds_count{result=\"error\"} 1");
+        check(&text, "divvy_records_quarantined_total 0");
+        check(&text, "divvy_unexplained_instances 0");
+        check(&text, "process_resident_memory_bytes ");
+        check(&text, "process_start_time_seconds ");
+        check(&text, "divvy_ready 1");
+        assert!(text.ends_with("# EOF\n"));
+    }
+}

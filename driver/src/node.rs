@@ -1,1 +1,352 @@
-//! Placeholder.
+//! The daemon: starts everything, owns every task, stops in reverse order.
+//!
+//! ```text
+//! start  GPUs ─▶ local recovery ─▶ service socket ─▶ publisher ─▶ registration socket ─▶ reconciliation
+//! stop   ◀────────────────────────────────────────────────────────────────────────────────────────────
+//! ```
+//!
+//! Nothing before registration needs the API server or the kubelet, so a node
+//! comes up whatever else is down. A GPU driver that is missing or late is
+//! waited for while an empty pool is published. A task that ends by itself ends
+//! the daemon: state is in files, and a fresh start is the best repair.
+
+use crate::args::{Args, Http, LogFormat};
+use crate::cdi::Cdi;
+use crate::claims::Claims;
+use crate::engine::{Engine, EngineOptions, RecoveryReport};
+use crate::events::{Events, Reason, events};
+use crate::gpus::{Gpus, GpusOptions};
+use crate::health::Health;
+use crate::http::{Condition, Readiness};
+use crate::metrics::Metrics;
+use crate::paths::HostPaths;
+use crate::reconcile::Reconciler;
+use crate::registration::{Registered, Registrar, SocketFile, Sockets, remove_dead_sockets};
+use crate::service::Service;
+use crate::turns::Turns;
+use crate::{client, cri, http, watching};
+use anyhow::Context;
+use clap::Parser;
+use divvy_api::PoolName;
+use divvy_kubelet::{dra, health, registration};
+use divvy_nvml::Limits;
+use std::io::IsTerminal;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+use tokio::net::UnixListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::transport::Server;
+use tonic::transport::server::Router;
+use tracing_subscriber::EnvFilter;
+
+/// A pod has 30 s to stop by default; what is not done by then is found by recovery.
+const STOP_WITHIN: Duration = Duration::from_secs(25);
+
+/// The daemon's `main`.
+pub fn main() -> ExitCode {
+    let args = Args::parse();
+    if let Err(error) = logging(args.watching.log_format, &args.watching.log_level) {
+        eprintln!("divvy-node: {error:#}");
+        return ExitCode::FAILURE;
+    }
+    // One thread is enough: hardware and files have threads of their own, and
+    // each worker thread would cost its stack and its allocator arena.
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(cause) => {
+            tracing::error!(%cause, "cannot start");
+            return ExitCode::FAILURE;
+        }
+    };
+    let result = runtime.block_on(run(args));
+    // A hardware call that never returns must not keep the process.
+    runtime.shutdown_background();
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn logging(format: LogFormat, level: &str) -> anyhow::Result<()> {
+    let filter = EnvFilter::try_new(level).context("--log-level")?;
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let begun = match format {
+        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).try_init(),
+        LogFormat::Json => lines.json().flatten_event(true).try_init(),
+    };
+    begun.map_err(|cause| anyhow::anyhow!(cause))
+}
+
+async fn run(args: Args) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate()).context("signals")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("signals")?;
+    let mut stages = Stages::default();
+    let failed = stages.failed.clone();
+    let ended = tokio::select! {
+        started = start(&args, &mut stages) => match started {
+            Err(error) => Err(error),
+            Ok(()) => {
+                tokio::select! {
+                    () = failed.cancelled() => Err(anyhow::anyhow!("a part of the daemon has ended")),
+                    _ = terminate.recv() => Ok(()),
+                    _ = interrupt.recv() => Ok(()),
+                }
+            }
+        },
+        _ = terminate.recv() => Ok(()),
+        _ = interrupt.recv() => Ok(()),
+    };
+    tracing::info!("stopping");
+    if tokio::time::timeout(STOP_WITHIN, stages.stop()).await.is_err() {
+        tracing::warn!("not everything has ended in time; the next start recovers");
+    }
+    ended
+}
+
+/// What runs, in the order it was started.
+#[derive(Default)]
+struct Stages {
+    running: Vec<Stage>,
+    /// Cancelled when a task ends that should run for ever.
+    failed: CancellationToken,
+}
+
+enum Stage {
+    Task {
+        name: &'static str,
+        stop: CancellationToken,
+        task: JoinHandle<()>,
+    },
+    /// Claims under way.
+    Calls(TaskTracker),
+    Engine(Engine),
+    Gpus(Gpus),
+}
+
+impl Stages {
+    /// Runs a part of the daemon until its token is cancelled.
+    fn task(
+        &mut self,
+        name: &'static str,
+        part: impl FnOnce(CancellationToken) -> futures::future::BoxFuture<'static, anyhow::Result<()>>,
+    ) {
+        let stop = CancellationToken::new();
+        let work = part(stop.clone());
+        // A guard, because a panic must be noticed as well.
+        let (failed, stopped) = (self.failed.clone().drop_guard(), stop.clone());
+        let task = tokio::spawn(async move {
+            let _failed = failed;
+            match work.await {
+                Err(error) => tracing::error!(part = name, "{error:#}"),
+                Ok(()) if !stopped.is_cancelled() => tracing::error!(part = name, "ended"),
+                Ok(()) => {}
+            }
+        });
+        self.running.push(Stage::Task { name, stop, task });
+    }
+
+    /// A part that can be dropped at any point.
+    fn droppable(&mut self, name: &'static str, work: impl Future<Output = ()> + Send + 'static) {
+        self.task(name, |stop| {
+            Box::pin(async move {
+                stop.run_until_cancelled(work).await;
+                Ok(())
+            })
+        });
+    }
+
+    async fn stop(&mut self) {
+        while let Some(stage) = self.running.pop() {
+            match stage {
+                Stage::Task { name, stop, task } => {
+                    stop.cancel();
+                    if let Err(cause) = task.await {
+                        tracing::error!(part = name, %cause, "ended badly");
+                    }
+                }
+                Stage::Calls(calls) => {
+                    calls.close();
+                    calls.wait().await;
+                }
+                Stage::Engine(engine) => engine.shutdown().await,
+                Stage::Gpus(gpus) => gpus.shutdown().await,
+            }
+        }
+    }
+}
+
+async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
+    let paths = args.host.paths();
+    let pool = PoolName::from(args.cluster.node_name.as_str());
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), node = %pool, ?paths, "divvy-node starts");
+    for config in &args.host.runtime_config {
+        if let Some(off) = cri::check(config, &paths.cdi_dir) {
+            tracing::warn!("{off}");
+        }
+    }
+    let sockets = Sockets::choose(&paths, args.cluster.pod_uid.as_ref())?;
+    for dir in [paths.plugin_dir(), paths.registry_dir()] {
+        make_dir(&dir)?;
+    }
+    remove_dead_sockets(&sockets);
+
+    let client = client::client(args.cluster.kubeconfig.as_deref()).await?;
+    let metrics = Metrics::default();
+    let readiness = Readiness::default();
+    if let Http::On(address) = args.watching.http_address {
+        let listener = http::bind(address).await?;
+        let (metrics, readiness) = (metrics.clone(), readiness.clone());
+        stages.task("http", |stop| {
+            Box::pin(async move { Ok(http::serve(listener, metrics, readiness, stop).await?) })
+        });
+    }
+    let (events, scribe) = events(client.clone(), &args.cluster.node_name, metrics.clone());
+    stages.droppable("events", scribe.run());
+
+    let gpus = Gpus::start(GpusOptions { limits: limits(args), ..GpusOptions::new(&paths) }).await;
+    stages.running.push(Stage::Gpus(gpus.clone()));
+    let inventory = gpus.inventory();
+    let cdi = Cdi::new(&paths, args.host.hook().context("--hook")?);
+    let watch =
+        watching::Gpus { inventory: inventory.clone(), readiness: readiness.clone(), events: events.clone() };
+    stages.droppable("GPU watch", watch.run());
+    let watch = watching::Cdi {
+        cdi: cdi.clone(),
+        inventory: inventory.clone(),
+        readiness: readiness.clone(),
+        events: events.clone(),
+    };
+    stages.droppable("CDI watch", watch.run());
+
+    let options = engine_options(args, &paths, &pool);
+    let (engine, report) = Engine::start(options, gpus, cdi).await?;
+    stages.running.push(Stage::Engine(engine.clone()));
+    tell(&report, &events);
+    metrics.watch(engine.clone(), inventory.clone());
+    readiness.set(Condition::Recovered, Ok(()));
+
+    let calls = TaskTracker::new();
+    stages.running.push(Stage::Calls(calls.clone()));
+    let claims = Claims::new(client.clone(), args.limits.read_within);
+    let turns = Turns::default();
+    let service = Service {
+        engine: engine.clone(),
+        claims: claims.clone(),
+        turns: turns.clone(),
+        events: events.clone(),
+        metrics: metrics.clone(),
+        tasks: calls.clone(),
+        answer_within: args.limits.answer_within,
+    };
+    let (file, listener) = SocketFile::listen(&sockets.service)?;
+    stages.task("service", |stop| {
+        let health =
+            Health { pool: pool.clone(), inventory: inventory.clone(), tasks: calls, stop: stop.clone() };
+        let router = Server::builder()
+            .add_service(dra::v1::dra_plugin_server::DraPluginServer::new(service.clone()))
+            .add_service(dra::v1beta1::dra_plugin_server::DraPluginServer::new(service))
+            .add_service(health::v1::dra_resource_health_server::DraResourceHealthServer::new(health.clone()))
+            .add_service(health::v1alpha1::dra_resource_health_server::DraResourceHealthServer::new(health));
+        Box::pin(serve(router, file, listener, stop))
+    });
+
+    // PUBLISHER
+
+    let (status, registered) = watch::channel(Registered::NotYet);
+    let watch = watching::Registration { registered: registered.clone(), readiness };
+    stages.droppable("registration watch", watch.run());
+    let (file, listener) = SocketFile::listen(&sockets.registration)?;
+    let registrar = Registrar::new(&sockets.service, status);
+    stages.task("registration", |stop| {
+        let registrar = registration::registration_server::RegistrationServer::new(registrar);
+        Box::pin(serve(Server::builder().add_service(registrar), file, listener, stop))
+    });
+
+    let reconciler = Reconciler {
+        engine,
+        claims,
+        client,
+        node: args.cluster.node_name.clone(),
+        pool,
+        turns,
+        events,
+        metrics,
+        read_within: args.limits.read_within,
+    };
+    stages.droppable("reconciliation", after(registered, reconciler));
+    Ok(())
+}
+
+async fn after(mut registered: watch::Receiver<Registered>, reconciler: Reconciler) {
+    // Without the sender the daemon is ending.
+    if registered.wait_for(|now| *now == Registered::Yes).await.is_ok() {
+        reconciler.run().await;
+    } else {
+        std::future::pending().await
+    }
+}
+
+/// Serves one socket; its file goes before the last call has ended.
+async fn serve(
+    router: Router,
+    file: SocketFile,
+    listener: UnixListener,
+    stop: CancellationToken,
+) -> anyhow::Result<()> {
+    let stopped = async move {
+        stop.cancelled_owned().await;
+        drop(file);
+    };
+    Ok(router.serve_with_incoming_shutdown(UnixListenerStream::new(listener), stopped).await?)
+}
+
+fn make_dir(dir: &Path) -> anyhow::Result<()> {
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o750).create(dir);
+    made.with_context(|| format!("cannot make {}; is --kubelet-root right?", dir.display()))
+}
+
+fn limits(args: &Args) -> Limits {
+    Limits {
+        query: args.limits.nvml_query_within,
+        mig_mode: args.limits.nvml_mode_within,
+        create: args.limits.nvml_create_within,
+        destroy: args.limits.nvml_destroy_within,
+    }
+}
+
+fn engine_options(args: &Args, paths: &HostPaths, pool: &PoolName) -> EngineOptions {
+    EngineOptions {
+        paths: paths.clone(),
+        pool: pool.clone(),
+        mig_hold_off: args.gpus.mig_hold_off,
+        exclusive_ownership: args.gpus.exclusive_ownership,
+        answer_within: args.limits.answer_within,
+    }
+}
+
+/// What recovery found, to those who can do something about it.
+fn tell(report: &RecoveryReport, events: &Events) {
+    for (file, why) in &report.quarantined {
+        events.node(Reason::RecordQuarantined, &format!("record set aside as {}: {why}", file.display()));
+    }
+    for (claim, why) in &report.unsettled {
+        events.claim(claim, Reason::ClaimNotRecovered, why);
+    }
+    if !report.unexplained.is_empty() {
+        let instances = report.unexplained.join(", ");
+        events.node(
+            Reason::UnexplainedInstances,
+            &format!("GPU instances that no claim explains: {instances}"),
+        );
+    }
+}

@@ -1,1 +1,309 @@
-//! Placeholder.
+//! The two sockets between the kubelet and this driver, and the registration service.
+//!
+//! The service socket is there before the registration socket, because the
+//! kubelet dials it as soon as it has read `GetInfo`; they go in reverse. The
+//! registration socket answers for the whole life of the daemon: a kubelet that
+//! restarts asks again.
+//!
+//! A registration socket has an `@` in its name. The kubelet sends its
+//! percent-encoded path as HTTP/2 `:authority`, which Rust's `http` crate
+//! accepts as user information before an `@` and refuses as a host. What stands
+//! after the `@` is therefore kept to the characters of a host name.
+//!
+//! Two instances of a rolling update have sockets of their own, named by pod
+//! UID; a path that would not fit into a socket address gets a shorter, hashed name.
+
+use crate::paths::HostPaths;
+use divvy_api::names::DRIVER;
+use divvy_kubelet::registration::registration_server::Registration;
+use divvy_kubelet::registration::{InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse};
+use sha2::{Digest, Sha256};
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tonic::{Request, Response, Status};
+
+/// Longest path of a socket address, its closing zero apart.
+const LONGEST: usize = 107;
+
+/// UID of the pod that this daemon runs in, where two may run at once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodUid(String);
+
+/// Why a text is not a pod UID.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a pod UID has 1 to 63 letters, digits and dashes")]
+pub struct PodUidError;
+
+impl FromStr for PodUid {
+    type Err = PodUidError;
+
+    fn from_str(text: &str) -> Result<Self, PodUidError> {
+        let fits = (1..=63).contains(&text.len())
+            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+        if fits { Ok(Self(text.to_owned())) } else { Err(PodUidError) }
+    }
+}
+
+/// Where the two sockets lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sockets {
+    pub service: PathBuf,
+    pub registration: PathBuf,
+}
+
+/// Why a socket cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    #[error("no socket path in {dir} is short enough ({LONGEST} bytes); use a shorter --kubelet-root")]
+    TooLong { dir: PathBuf },
+    #[error("cannot listen on {path}")]
+    Listen {
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+}
+
+impl Sockets {
+    /// Fixed names for the only instance, names by pod UID for one of several.
+    pub fn choose(paths: &HostPaths, instance: Option<&PodUid>) -> Result<Self, SocketError> {
+        let (service, registration) = match instance {
+            None => {
+                (vec!["dra.sock".to_owned()], vec![format!("{DRIVER}@reg.sock"), "dra@reg.sock".to_owned()])
+            }
+            Some(PodUid(uid)) => {
+                let hash = hash(uid);
+                let (short, long) = (&hash[..16], &hash[..32]);
+                (
+                    vec![format!("dra-{uid}.sock"), format!("dra-{short}.sock")],
+                    vec![
+                        format!("{DRIVER}@{uid}.sock"),
+                        format!("{DRIVER}@{short}.sock"),
+                        format!("dra@{long}.sock"),
+                    ],
+                )
+            }
+        };
+        Ok(Self {
+            service: first_fit(&paths.plugin_dir(), &service)?,
+            registration: first_fit(&paths.registry_dir(), &registration)?,
+        })
+    }
+}
+
+/// Lower-case hex of a digest that two drivers of one pod would not share.
+fn hash(uid: &str) -> String {
+    let digest = Sha256::new().chain_update(DRIVER).chain_update([0]).chain_update(uid).finalize();
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn first_fit(dir: &Path, names: &[String]) -> Result<PathBuf, SocketError> {
+    let mut paths = names.iter().map(|name| dir.join(name));
+    paths
+        .find(|path| path.as_os_str().len() <= LONGEST)
+        .ok_or_else(|| SocketError::TooLong { dir: dir.to_owned() })
+}
+
+/// The file of a socket we listen on; dropped, it is removed, unless another took the path.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    inode: u64,
+}
+
+impl SocketFile {
+    /// Listens on the path; what lay there before is replaced. Only the owner may connect.
+    pub fn listen(path: &Path) -> Result<(Self, UnixListener), SocketError> {
+        let attempt = || {
+            match std::fs::remove_file(path) {
+                Err(cause) if cause.kind() != io::ErrorKind::NotFound => return Err(cause),
+                _ => {}
+            }
+            let listener = UnixListener::bind(path)?;
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+            Ok((listener, std::fs::symlink_metadata(path)?.ino()))
+        };
+        let (listener, inode) =
+            attempt().map_err(|cause| SocketError::Listen { path: path.to_owned(), cause })?;
+        Ok((Self { path: path.to_owned(), inode }, listener))
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if std::fs::symlink_metadata(&self.path).is_ok_and(|data| data.ino() == self.inode) {
+            // Nothing can be done about a file that does not go: the next start replaces it.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Removes sockets of earlier instances that nobody listens on: the kubelet
+/// would dial a dead registration socket for ever.
+pub fn remove_dead_sockets(sockets: &Sockets) {
+    for (socket, prefix) in
+        [(&sockets.registration, format!("{DRIVER}@")), (&sockets.service, "dra-".to_owned())]
+    {
+        let Some(entries) = socket.parent().and_then(|dir| std::fs::read_dir(dir).ok()) else { continue };
+        for path in entries.flatten().map(|entry| entry.path()) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let ours = name.starts_with(&prefix) && name.ends_with(".sock") && path != *socket;
+            if ours
+                && UnixStream::connect(&path).is_err_and(|err| err.kind() == io::ErrorKind::ConnectionRefused)
+            {
+                match std::fs::remove_file(&path) {
+                    Ok(()) => {
+                        tracing::info!(socket = %path.display(), "socket of an earlier instance removed")
+                    }
+                    Err(cause) => tracing::warn!(socket = %path.display(), %cause, "dead socket stays"),
+                }
+            }
+        }
+    }
+}
+
+/// What the kubelet last said of our registration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Registered {
+    NotYet,
+    Yes,
+    Refused { error: String },
+}
+
+/// The registration service.
+pub struct Registrar {
+    endpoint: String,
+    status: watch::Sender<Registered>,
+}
+
+impl Registrar {
+    /// Answers with that service socket; what the kubelet says of it goes to `status`.
+    pub fn new(service: &Path, status: watch::Sender<Registered>) -> Self {
+        Self { endpoint: service.to_string_lossy().into_owned(), status }
+    }
+}
+
+#[tonic::async_trait]
+impl Registration for Registrar {
+    async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
+        Ok(Response::new(PluginInfo {
+            r#type: divvy_kubelet::PLUGIN_TYPE.to_owned(),
+            name: DRIVER.to_owned(),
+            endpoint: self.endpoint.clone(),
+            supported_versions: divvy_kubelet::SUPPORTED_VERSIONS.map(str::to_owned).to_vec(),
+        }))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        request: Request<RegistrationStatus>,
+    ) -> Result<Response<RegistrationStatusResponse>, Status> {
+        let RegistrationStatus { plugin_registered, error } = request.into_inner();
+        if plugin_registered {
+            tracing::info!("registered with the kubelet");
+            self.status.send_replace(Registered::Yes);
+        } else {
+            tracing::error!(error, "the kubelet refused the registration; it will ask again");
+            self.status.send_replace(Registered::Refused { error });
+        }
+        Ok(Response::new(RegistrationStatusResponse {}))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UID: &str = "0d5b1f0e-6c1b-4a39-9a55-3f6a0d6c2b11";
+
+    fn paths(root: &str) -> HostPaths {
+        let any = PathBuf::from("/");
+        HostPaths {
+            kubelet_root: PathBuf::from(root),
+            cdi_dir: any.clone(),
+            driver_root: any.clone(),
+            dev_root: any.clone(),
+            proc_root: any.clone(),
+            sys_root: any.clone(),
+            state_dir: any,
+        }
+    }
+
+    fn check(root: &str, uid: Option<&str>, service: &str, registration: &str) {
+        let uid = uid.map(|uid| uid.parse().unwrap());
+        let sockets = Sockets::choose(&paths(root), uid.as_ref()).unwrap();
+        let name = |path: &Path| path.file_name().unwrap().to_string_lossy().into_owned();
+        assert_eq!(
+            (name(&sockets.service).as_str(), name(&sockets.registration).as_str()),
+            (service, registration)
+        );
+        for path in [sockets.service, sockets.registration] {
+            assert!(path.as_os_str().len() <= LONGEST);
+        }
+    }
+
+    #[test]
+    fn socket_names_shrink_until_they_fit() {
+        let uid = format!("{UID}.sock");
+        check("/var/lib/kubelet", None, "dra.sock", "gpu.divvy.dev@reg.sock");
+        check("/var/lib/kubelet", Some(UID), &format!("dra-{uid}"), &format!("gpu.divvy.dev@{uid}"));
+        let digest = hash(UID);
+        let root = format!("/{}", "k".repeat(45));
+        check(
+            &root,
+            Some(UID),
+            &format!("dra-{}.sock", &digest[..16]),
+            &format!("gpu.divvy.dev@{}.sock", &digest[..16]),
+        );
+        assert!(Sockets::choose(&paths(&format!("/{}", "k".repeat(90))), None).is_err());
+    }
+
+    #[test]
+    fn every_registration_socket_can_be_addressed_by_the_kubelet() {
+        for uid in [None, Some(UID.parse().unwrap())] {
+            let sockets = Sockets::choose(&paths("/var/lib/kubelet"), uid.as_ref()).unwrap();
+            let encoded = sockets.registration.to_string_lossy().replace('/', "%2F");
+            assert!(encoded.parse::<tonic::codegen::http::uri::Authority>().is_ok(), "{encoded}");
+        }
+    }
+
+    #[test]
+    fn a_pod_uid_is_safe_in_a_file_name() {
+        for bad in ["", "../x", "a/b", "a@b", "a b", &"a".repeat(64)] {
+            assert_eq!(bad.parse::<PodUid>(), Err(PodUidError));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_socket_that_another_instance_took_over_is_left_to_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let first = SocketFile::listen(&path).unwrap();
+        let second = SocketFile::listen(&path).unwrap();
+        drop(first);
+        assert!(path.exists());
+        drop(second);
+        assert!(!path.exists());
+    }
+
+    #[tokio::test]
+    async fn only_dead_sockets_of_this_driver_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let paths = paths(&root.path().to_string_lossy());
+        std::fs::create_dir_all(paths.registry_dir()).unwrap();
+        std::fs::create_dir_all(paths.plugin_dir()).unwrap();
+        let make = |name: &str| {
+            let path = paths.registry_dir().join(name);
+            (std::os::unix::net::UnixListener::bind(&path).unwrap(), path)
+        };
+        let dead = ["gpu.divvy.dev@dead.sock", "other.dev@dead.sock"].map(|name| make(name).1);
+        let (_alive, alive) = make("gpu.divvy.dev@alive.sock");
+        remove_dead_sockets(&Sockets::choose(&paths, None).unwrap());
+        assert_eq!([dead[0].exists(), dead[1].exists(), alive.exists()], [false, true, true]);
+    }
+}

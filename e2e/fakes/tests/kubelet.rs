@@ -1,4 +1,5 @@
 //! The fake kubelet against a toy plugin: it must refuse what the real one refuses.
+#![allow(clippy::unwrap_used)]
 
 use divvy_fakes::kubelet::{CallError, FakeKubelet, KubeletOptions, Versions, encode_authority, get_info};
 use divvy_kubelet::dra::v1;
