@@ -46,7 +46,7 @@ fn names_are_in_the_pattern_people_know() {
         "gpu-0-mig-1g10gb-19-6",
         "gpu-0-mig-1g10gb-me-20-3",
         "gpu-0-mig-7g80gb-0-0",
-        "gpu-0-mig-1g24gb-67-9",
+        "gpu-0-mig-1g24gb-me-67-9",
         "gpu-0-mig-2g48gb-meall-64-6",
     ] {
         assert!(names.iter().any(|have| have == name), "{name} in {names:?}");

@@ -48,6 +48,11 @@ pub struct World<'a> {
 /// The most devices one claim can hold.
 pub(crate) const MOST_DEVICES: usize = 32;
 
+/// CEL is parsed and evaluated by recursion, and the longest expression that
+/// the API server takes needs more stack than a thread commonly has: up to 256 MiB
+/// in an unoptimized build.
+const STACK_BYTES: usize = 512 << 20;
+
 /// Finds devices for a claim on the node, as the scheduler would.
 ///
 /// `share_id` makes the id of each share of a multi-allocation device.
@@ -56,12 +61,27 @@ pub fn allocate(
     claim: &ResourceClaim,
     share_id: &mut dyn FnMut() -> String,
 ) -> Result<AllocationResult, WhyNot> {
+    let found = std::thread::scope(|scope| {
+        let deep = std::thread::Builder::new().name("divvy-alloc".to_owned()).stack_size(STACK_BYTES);
+        let refused = |cause: String| WhyNot::Claim { claim: why::called(claim), cause };
+        let thread =
+            deep.spawn_scoped(scope, || find(world, claim)).map_err(|cause| refused(cause.to_string()))?;
+        thread.join().unwrap_or_else(|_| Err(refused("the allocator panicked; this is a bug".to_owned())))
+    });
+    let mut allocation = found?;
+    let results = allocation.devices.iter_mut().flat_map(|devices| devices.results.iter_mut().flatten());
+    results.filter_map(|result| result.share_id.as_mut()).for_each(|id| *id = share_id());
+    Ok(allocation)
+}
+
+/// As [`allocate`], with the ids of shares left blank.
+fn find(world: &World<'_>, claim: &ResourceClaim) -> Result<AllocationResult, WhyNot> {
     let ledger = ledger::Ledger::read(world.claims)?;
     let pools = pool::Pools::gather(world, &ledger);
     let asked = request::Asked::read(claim, world.classes)?;
     let mut search = search::Search::new(&pools, &ledger, &asked)?;
     match search.run()? {
-        Some(picks) => Ok(result::write(world, claim, &asked, &pools, &picks, share_id)),
+        Some(picks) => Ok(result::write(world, claim, &asked, &pools, &picks)),
         None => Err(why::explain(world, claim, &mut search)?),
     }
 }

@@ -11,13 +11,13 @@ use k8s_openapi::api::resource::v1::{
 };
 use std::collections::BTreeMap;
 
+/// The ids of shares are left blank.
 pub(crate) fn write<'a>(
     world: &World<'_>,
     claim: &ResourceClaim,
     asked: &Asked<'a>,
     pools: &Pools<'a>,
     picks: &[Pick<'a>],
-    share_id: &mut dyn FnMut() -> String,
 ) -> AllocationResult {
     let of = |pick: &Pick<'_>| {
         (&asked.requests[pick.request].alternatives[pick.alternative], &pools.devices[pick.device])
@@ -26,7 +26,7 @@ pub(crate) fn write<'a>(
         .iter()
         .map(|pick| {
             let (request, device) = of(pick);
-            result(request, device, pick, share_id)
+            result(request, device, pick)
         })
         .collect();
     let mut chosen: BTreeMap<usize, &Alternative<'a>> = BTreeMap::new();
@@ -49,7 +49,6 @@ fn result(
     request: &Alternative<'_>,
     device: &Candidate<'_>,
     pick: &Pick<'_>,
-    share_id: &mut dyn FnMut() -> String,
 ) -> DeviceRequestAllocationResult {
     let consumed = pick.share.as_ref().filter(|share| !share.is_empty());
     let consumed =
@@ -61,7 +60,7 @@ fn result(
         device: device.key.device.to_owned(),
         admin_access: request.admin.then_some(true),
         tolerations: Some(request.tolerations.to_vec()).filter(|tolerations| !tolerations.is_empty()),
-        share_id: pick.share.is_some().then(share_id),
+        share_id: pick.share.as_ref().map(|_| String::new()),
         consumed_capacity: consumed,
         binding_conditions: device.wire.binding_conditions.clone(),
         binding_failure_conditions: device.wire.binding_failure_conditions.clone(),

@@ -89,7 +89,7 @@ impl<'a> Selector<'a> {
         context.add_variable_as_val("device", Box::new(device::DeviceVal::new(device)));
         match self.program.execute(&context) {
             Ok(Value::Bool(matches)) => Ok(matches),
-            Ok(other) => Err(format!("{:?} is {other:?} and not true or false", self.text)),
+            Ok(other) => Err(format!("{:?} gives a {}, not true or false", self.text, other.type_of())),
             Err(cause) => Err(format!("{:?}: {cause}", self.text)),
         }
     }

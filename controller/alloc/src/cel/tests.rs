@@ -107,19 +107,3 @@ fn what_does_not_hold_is_an_error_and_not_a_no() {
         assert!(found.contains(cause), "{expression}: {found}");
     }
 }
-
-#[test]
-fn a_hostile_expression_is_refused() {
-    for expression in [
-        "(".repeat(9_000) + "true",
-        "[".repeat(9_000),
-        "!".repeat(10_000) + "true",
-        "device".to_owned() + &".a".repeat(5_000),
-        "true".to_owned() + &" && true".repeat(2_000),
-        "cel.bind(".repeat(1_000),
-        format!("cel.bind(1, 2, {})", "3"),
-        "x.bind(a, 1, a == 1)".to_owned(),
-    ] {
-        assert!(matches(&expression).is_err(), "{}", &expression[..20.min(expression.len())]);
-    }
-}

@@ -1,0 +1,149 @@
+//! A small language for worlds: slices, classes and claims as short JSON.
+
+#![allow(dead_code)] // Each test file uses its part.
+
+use divvy_alloc::{WhyNot, World, allocate};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::{AllocationResult, DeviceClass, ResourceClaim, ResourceSlice};
+use serde_json::{Value, from_value, json};
+
+pub(crate) const DRIVER: &str = "gpu.divvy.dev";
+pub(crate) const NODE: &str = "node-a";
+
+#[derive(Default)]
+pub(crate) struct Cluster {
+    pub(crate) slices: Vec<ResourceSlice>,
+    pub(crate) classes: Vec<DeviceClass>,
+    pub(crate) claims: Vec<ResourceClaim>,
+}
+
+/// `value` with the fields of `more`.
+pub(crate) fn with(mut value: Value, more: Value) -> Value {
+    for (key, field) in more.as_object().into_iter().flatten() {
+        value[key] = field.clone();
+    }
+    value
+}
+
+pub(crate) fn node(name: &str) -> Node {
+    let labels = json!({"kubernetes.io/hostname": name, "zone": "z1"});
+    from_value(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}))
+        .expect("node")
+}
+
+/// A slice of generation 1 in a pool of one slice, on the node.
+pub(crate) fn slice(name: &str, pool: &str, more: Value) -> Value {
+    let spec = json!({
+        "driver": DRIVER, "nodeName": NODE,
+        "pool": {"name": pool, "generation": 1, "resourceSliceCount": 1},
+    });
+    json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": name}, "spec": with(spec, more)})
+}
+
+pub(crate) fn pool_of(slices: i64, generation: i64, name: &str) -> Value {
+    json!({"name": name, "generation": generation, "resourceSliceCount": slices})
+}
+
+pub(crate) fn device(name: &str) -> Value {
+    json!({"name": name})
+}
+
+pub(crate) fn devices(names: &[&str]) -> Value {
+    names.iter().map(|name| device(name)).collect()
+}
+
+pub(crate) fn class(name: &str, expressions: &[&str]) -> Value {
+    let selectors: Vec<_> = expressions.iter().map(|text| json!({"cel": {"expression": text}})).collect();
+    json!({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name}, "spec": {"selectors": selectors}})
+}
+
+/// A claim over the given `spec.devices`.
+pub(crate) fn claim(devices: Value) -> Value {
+    json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": {"namespace": "ns", "name": "c", "uid": "u"}, "spec": {"devices": devices},
+    })
+}
+
+/// A request for one device of class `any`.
+pub(crate) fn one(name: &str, more: Value) -> Value {
+    json!({"name": name, "exactly": with(json!({"deviceClassName": "any"}), more)})
+}
+
+pub(crate) fn requests(requests: &[Value]) -> Value {
+    claim(json!({"requests": requests}))
+}
+
+pub(crate) fn select(expression: &str) -> Value {
+    json!({"selectors": [{"cel": {"expression": expression}}]})
+}
+
+/// A result of an existing claim.
+pub(crate) fn held(device: &str, more: Value) -> Value {
+    with(json!({"request": "r", "driver": DRIVER, "pool": "p", "device": device}), more)
+}
+
+impl Cluster {
+    /// Slices, the class `any` that takes every device, and claims that hold something.
+    pub(crate) fn new(slices: &[Value], held: &[Value]) -> Self {
+        let read = |value: &Value| from_value(value.clone()).expect("a slice");
+        let mut cluster =
+            Self { slices: slices.iter().map(read).collect(), ..Self::default() }.class(class("any", &[]));
+        for (index, result) in held.iter().enumerate() {
+            let status = json!({"allocation": {"devices": {"results": [result]}}});
+            let holder = with(claim(json!({})), json!({"status": status}));
+            let holder =
+                with(holder, json!({"metadata": {"namespace": "ns", "name": format!("holder-{index}")}}));
+            cluster.claims.push(from_value(holder).expect("a claim"));
+        }
+        cluster
+    }
+
+    pub(crate) fn class(mut self, class: Value) -> Self {
+        self.classes.push(from_value(class).expect("a class"));
+        self
+    }
+
+    pub(crate) fn allocate(&self, claim: &Value) -> Result<AllocationResult, WhyNot> {
+        let node = node(NODE);
+        let world = World { slices: &self.slices, classes: &self.classes, claims: &self.claims, node: &node };
+        let claim: ResourceClaim = from_value(claim.clone()).expect("a claim");
+        let mut shares = 0;
+        allocate(&world, &claim, &mut || {
+            shares += 1;
+            format!("share-{shares}")
+        })
+    }
+
+    /// Allocates and keeps the allocation.
+    pub(crate) fn take(&mut self, name: &str, claim: &Value) -> Result<AllocationResult, WhyNot> {
+        let result = self.allocate(claim)?;
+        let mut claim: ResourceClaim = from_value(claim.clone()).expect("a claim");
+        claim.metadata.name = Some(name.to_owned());
+        claim.status.get_or_insert_default().allocation = Some(result.clone());
+        self.claims.push(claim);
+        Ok(result)
+    }
+
+    pub(crate) fn release(&mut self, name: &str) {
+        self.claims.retain(|claim| claim.metadata.name.as_deref() != Some(name));
+    }
+}
+
+/// The devices of an allocation, as `request=device`.
+pub(crate) fn picked(result: &AllocationResult) -> Vec<String> {
+    let results = result.devices.iter().flat_map(|devices| devices.results.iter().flatten());
+    results.map(|result| format!("{}={}", result.request, result.device)).collect()
+}
+
+pub(crate) fn check(cluster: &Cluster, claim: &Value, expected: &[&str]) {
+    match cluster.allocate(claim) {
+        Ok(result) => assert_eq!(picked(&result), expected, "{claim}"),
+        Err(why) => panic!("{why}"),
+    }
+}
+
+pub(crate) fn check_not(cluster: &Cluster, claim: &Value, why: &str) {
+    let found = cluster.allocate(claim).map(|result| picked(&result)).expect_err("no allocation").to_string();
+    assert!(found.contains(why), "{found}");
+}

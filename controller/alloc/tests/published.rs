@@ -1,0 +1,179 @@
+//! What is published is allocated as the hardware allows: nothing that is held
+//! at once overlaps, and what fits is found.
+
+mod common;
+#[path = "../../slices/tests/common/mod.rs"]
+mod gpus;
+
+use common::{Cluster, NODE, claim, class, one, picked, pool_of, select, slice, with};
+use divvy_api::DeviceName;
+use divvy_model::inventory::MigMode;
+use divvy_model::{DeviceId, Inventory, Placement};
+use divvy_slices::{PoolOptions, pool, slices};
+use gpus::inventory_of;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+fn published(node: &Inventory) -> Cluster {
+    let contents = slices(pool(node, &PoolOptions::default()));
+    let count = contents.len() as i64;
+    let wire: Vec<_> = contents
+        .into_iter()
+        .enumerate()
+        .map(|(index, content)| {
+            let some = |list: Value| if list == json!([]) { Value::Null } else { list };
+            let spec = json!({
+                "pool": pool_of(count, 1, NODE),
+                "sharedCounters": some(json!(content.counters)),
+                "devices": some(json!(content.devices)),
+            });
+            slice(&format!("slice-{index:03}"), NODE, spec)
+        })
+        .collect();
+    let of_type = |kind: &str| {
+        format!("device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type == '{kind}'")
+    };
+    Cluster::new(&wire, &[])
+        .class(class("gpu.divvy.dev", &[&of_type("gpu")]))
+        .class(class("mig.divvy.dev", &[&of_type("mig")]))
+}
+
+fn gpus_wanted(count: i64) -> Value {
+    json!({"name": "r", "exactly": {"deviceClassName": "gpu.divvy.dev", "count": count}})
+}
+
+fn mig_wanted(profile: &str) -> Value {
+    let selector = select(&format!("device.attributes['gpu.divvy.dev'].profile == '{profile}'"));
+    json!({"name": "r", "exactly": with(selector, json!({"deviceClassName": "mig.divvy.dev"}))})
+}
+
+fn wanting(request: Value) -> Value {
+    claim(json!({"requests": [request]}))
+}
+
+/// Takes as many as fit and says on which devices.
+fn fill(cluster: &mut Cluster, claim: &Value, most: usize) -> Vec<String> {
+    let taken = (0..most).map_while(|n| cluster.take(&format!("fill-{n}"), claim).ok());
+    taken.flat_map(|result| picked(&result)).collect()
+}
+
+#[test]
+fn every_profile_fits_as_often_as_the_hardware_says() {
+    for model in divvy_sim::catalogue::all() {
+        // Ampere is cut only where MIG mode is on already.
+        let node = gpus::node(vec![gpus::in_mode(gpus::gpu(model.row(), 0), MigMode::On)]);
+        for profile in model.row().mig.iter().flat_map(|mig| &mig.profiles) {
+            let mut cluster = published(&node);
+            let taken = fill(&mut cluster, &wanting(mig_wanted(&profile.name)), 9);
+            assert_eq!(
+                taken.len(),
+                profile.instances as usize,
+                "{} on {}: {taken:?}",
+                profile.name,
+                model.row().key
+            );
+        }
+    }
+}
+
+#[test]
+fn a_gpu_in_parts_is_not_whole_until_it_is_given_back() {
+    let mut cluster = published(&inventory_of("H100-SXM5-80GB", 2));
+    cluster.take("part", &wanting(mig_wanted("3g.40gb"))).expect("fits");
+    cluster.take("whole", &wanting(gpus_wanted(1))).expect("the other GPU is whole");
+    let why = cluster.allocate(&wanting(gpus_wanted(1))).expect_err("no GPU is left").to_string();
+    assert!(why.contains("request r wants 1"), "{why}");
+    assert!(why.contains("overlapping devices in use"), "{why}");
+    cluster.release("part");
+    cluster.take("again", &wanting(gpus_wanted(1))).expect("whole again");
+}
+
+#[test]
+fn gpus_with_nvlink_between_them_are_found_together() {
+    let together = json!({"matchAttribute": "gpu.divvy.dev/nvlinkGroup"});
+    let asked = claim(json!({"requests": [gpus_wanted(4)], "constraints": [together]}));
+    let found = published(&inventory_of("H100-SXM5-80GB", 8)).allocate(&asked).expect("fits");
+    assert_eq!(picked(&found).len(), 4);
+    let why = published(&inventory_of("L4", 8)).allocate(&asked).expect_err("no NVLink").to_string();
+    assert!(why.contains("8 against a constraint"), "{why}");
+}
+
+#[test]
+fn one_claim_mixes_kinds_and_sizes() {
+    let request = |name: &str, request: Value| with(request, json!({"name": name}));
+    let asked = claim(json!({"requests": [
+        request("small", mig_wanted("1g.10gb")),
+        request("big", mig_wanted("7g.80gb")),
+        request("whole", gpus_wanted(1)),
+        request("any", one("any", select("device.capacity['gpu.divvy.dev'].memory.isGreaterThan(quantity('30Gi'))"))),
+    ]}));
+    let node = inventory_of("H100-SXM5-80GB", 4);
+    let found = published(&node).allocate(&asked).expect("fits");
+    assert_apart(&node, &picked(&found));
+}
+
+/// No two of the devices (`request=name`) need the same hardware.
+fn assert_apart(node: &Inventory, held: &[String]) {
+    let parts: Vec<_> = held
+        .iter()
+        .map(|row| {
+            let (_, name) = row.split_once('=').expect("request=device");
+            let id = DeviceId::try_from(&DeviceName::from(name)).expect(name);
+            let (gpu, part) = id.resolve(node).expect(name);
+            (gpu.number, part.map(|(_, placement)| placement))
+        })
+        .collect();
+    let clash = |a: Option<Placement>, b: Option<Placement>| match (a, b) {
+        (Some(a), Some(b)) => a.overlaps(b),
+        _ => true,
+    };
+    for (index, (gpu, part)) in parts.iter().enumerate() {
+        for (other, other_part) in &parts[index + 1..] {
+            assert!(gpu != other || !clash(*part, *other_part), "{held:?}");
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Take(usize),
+    Release(usize),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![3 => (0usize..12).prop_map(Step::Take), 2 => (0usize..20).prop_map(Step::Release)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_is_held_at_once_never_overlaps(
+        model in prop::sample::select(vec!["B200-180GB", "H100-SXM5-80GB", "RTX-PRO-6000"]),
+        steps in prop::collection::vec(step(), 1..20),
+    ) {
+        let node = inventory_of(model, 2);
+        let mut cluster = published(&node);
+        let profiles: Vec<_> = gpus::profiles(divvy_sim::catalogue::find(model).expect(model).row());
+        let mut held: Vec<(String, Vec<String>)> = Vec::new();
+        for (number, step) in steps.into_iter().enumerate() {
+            match step {
+                Step::Take(what) => {
+                    let request = profiles.get(what).map_or(gpus_wanted(1), |profile| mig_wanted(&profile.name));
+                    let name = format!("claim-{number}");
+                    if let Ok(result) = cluster.take(&name, &wanting(request)) {
+                        held.push((name, picked(&result)));
+                    }
+                }
+                Step::Release(which) if which < held.len() => cluster.release(&held.remove(which).0),
+                Step::Release(_) => {}
+            }
+            let all: Vec<_> = held.iter().flat_map(|(_, devices)| devices.clone()).collect();
+            assert_apart(&node, &all);
+        }
+        for (name, _) in held {
+            cluster.release(&name);
+        }
+        prop_assert!(cluster.allocate(&wanting(gpus_wanted(2))).is_ok(), "given back whole");
+    }
+}
