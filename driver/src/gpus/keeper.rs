@@ -60,6 +60,8 @@ pub(super) struct Keeper {
     sysfs: Sysfs,
     pci: BTreeMap<String, PciFacts>,
     known: Known,
+    /// Descriptions or minors changed since they were kept.
+    changed: bool,
     ours: Arc<Ours>,
     nvml: Nvml,
     /// What the last look for the driver found wrong, to be logged once.
@@ -86,6 +88,7 @@ impl Keeper {
             sysfs: Sysfs::new(&options.sys_root),
             pci: BTreeMap::new(),
             known: Known::load(&options.state_dir),
+            changed: false,
             ours: Arc::new(|_, _, _| false),
             nvml: Nvml::Closed,
             trouble: String::new(),
@@ -242,6 +245,7 @@ impl Keeper {
         self.trouble.clear();
         *lock(&self.shared.session) = Some(session.clone());
         self.nvml = Nvml::Open { file, session, events, snapshot };
+        self.changed = true;
         self.publish();
     }
 
@@ -251,8 +255,8 @@ impl Keeper {
         let session = match std::mem::replace(&mut self.nvml, Nvml::Closed) {
             Nvml::Open { session, .. } => Some(session),
             Nvml::Opening { opened, .. } => {
-                // As long as a start may wait; what opens later closes by its drop.
-                let opened = tokio::time::timeout(self.options.first_reading, opened).await;
+                // What opens later than this closes by its drop.
+                let opened = tokio::time::timeout(self.options.limits.query, opened).await;
                 opened.ok().and_then(Result::ok).and_then(Result::ok).map(|(session, _)| session)
             }
             Nvml::Closed | Nvml::Drained => None,
@@ -323,7 +327,10 @@ impl Keeper {
     /// Reads a GPU, or once more after the reading that runs: that one may
     /// have passed what the caller wants to see.
     fn start_reading(&mut self, gpu: GpuUuid, done: Option<oneshot::Sender<()>>) {
-        let Nvml::Open { session, .. } = &self.nvml else { return };
+        let Nvml::Open { session, snapshot, .. } = &self.nvml else { return };
+        if snapshot.gpus.iter().all(|known| known.uuid != gpu) {
+            return;
+        }
         if let Some(waiting) = self.reading.get_mut(&gpu) {
             waiting.next.get_or_insert_default().extend(done);
             return;
@@ -364,6 +371,11 @@ impl Keeper {
             self.pci.insert(description.pci_bus_id.clone(), place);
             tracing::info!(%gpu, "GPU is readable again");
         }
+        let same = match (&known.reading, &reading) {
+            (Ok((was, before)), Ok((is, now))) => Arc::ptr_eq(was, is) && before.minor == now.minor,
+            _ => false,
+        };
+        self.changed |= !same;
         known.reading = reading;
         self.publish();
     }
@@ -389,7 +401,10 @@ impl Keeper {
             Nvml::Opening { .. } => return,
             Nvml::Closed | Nvml::Drained => discover::without_driver(&last),
         };
-        if let Err(cause) = self.known.keep(&inventory) {
+        if std::mem::take(&mut self.changed)
+            && let Err(cause) = self.known.keep(&inventory)
+        {
+            self.changed = true;
             tracing::error!(cause = chain(&cause), "GPU numbers are not kept");
         }
         self.shared.inventory.send_if_modified(|published| {

@@ -15,11 +15,9 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(gpus: &str) -> Self {
         let dir = tempfile::tempdir().expect("temporary directory");
-        // The loader knows a file by its inode: each world has its own.
-        let library = dir.path().join("libnvidia-ml.so");
-        std::fs::copy(divvy_sim::library().expect("simulated library"), &library).expect("copied library");
-        let options = Options::new(library.clone(), library);
-        let sim = divvy_sim::up(&dir.path().join("root"), gpus, &options).expect("simulator");
+        let library = divvy_sim::library().expect("simulated library");
+        let program = std::env::current_exe().expect("this test");
+        let sim = divvy_sim::up(dir.path(), gpus, &Options::new(library, program)).expect("simulator");
         Self { sim, _dir: dir }
     }
 

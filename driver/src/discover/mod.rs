@@ -183,3 +183,6 @@ fn link(gpus: &mut [Gpu], snapshot: &Snapshot, last: &Inventory) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
