@@ -1,0 +1,109 @@
+//! `divvy allocate`: what the scheduler would answer, without a cluster.
+//!
+//! It reads what `kubectl get resourceslices,deviceclasses,resourceclaims -o yaml`
+//! prints (lists are unpacked), takes claims that have an allocation as held,
+//! and allocates the others one after the other.
+
+use anyhow::{Context, Result, bail};
+use divvy_alloc::{World, allocate};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+use serde::Deserialize;
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// See the command's help.
+#[derive(clap::Args)]
+pub(crate) struct AllocateArguments {
+    /// Files with ResourceSlices, DeviceClasses and ResourceClaims, YAML or JSON; `-` is standard input
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// The node to allocate on
+    #[arg(long)]
+    node: String,
+}
+
+#[derive(Default)]
+struct Objects {
+    slices: Vec<ResourceSlice>,
+    classes: Vec<DeviceClass>,
+    claims: Vec<ResourceClaim>,
+}
+
+/// Prints a line per device that each claim would get, or why it gets none.
+pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
+    let mut objects = Objects::default();
+    for file in &arguments.files {
+        let text = if file.as_os_str() == "-" {
+            std::io::read_to_string(std::io::stdin()).context("cannot read standard input")?
+        } else {
+            std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?
+        };
+        for document in serde_norway::Deserializer::from_str(&text) {
+            let value =
+                Value::deserialize(document).with_context(|| format!("{} is not YAML", file.display()))?;
+            objects.take(value).with_context(|| file.display().to_string())?;
+        }
+    }
+    let mut node = Node::default();
+    node.metadata.name = Some(arguments.node.clone());
+    let mut refused = 0;
+    let (mut held, open): (Vec<_>, Vec<_>) = objects.claims.into_iter().partition(is_allocated);
+    for mut claim in open {
+        let name = claim.metadata.name.clone().unwrap_or_default();
+        let world = World { slices: &objects.slices, classes: &objects.classes, claims: &held, node: &node };
+        let mut shares = 0_u32;
+        let mut share_id = || {
+            shares += 1;
+            format!("share-{shares}")
+        };
+        match allocate(&world, &claim, &mut share_id) {
+            Ok(allocation) => {
+                for result in allocation.devices.iter().flat_map(|devices| devices.results.iter().flatten()) {
+                    println!(
+                        "{name}\t{}\t{}/{}/{}",
+                        result.request, result.driver, result.pool, result.device
+                    );
+                }
+                claim.status.get_or_insert_default().allocation = Some(allocation);
+                held.push(claim);
+            }
+            Err(why) => {
+                refused += 1;
+                println!("{name}\trefused\t{why}");
+            }
+        }
+    }
+    Ok(if refused == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn is_allocated(claim: &ResourceClaim) -> bool {
+    claim.status.as_ref().is_some_and(|status| status.allocation.is_some())
+}
+
+impl Objects {
+    fn take(&mut self, value: Value) -> Result<()> {
+        match value["kind"].as_str() {
+            Some("ResourceSlice") => self.slices.push(serde_json::from_value(value)?),
+            Some("DeviceClass") => self.classes.push(serde_json::from_value(value)?),
+            Some("ResourceClaim") => self.claims.push(serde_json::from_value(value)?),
+            Some(list) if list.ends_with("List") => {
+                let kind = list.trim_end_matches("List").to_owned();
+                for item in value["items"].as_array().into_iter().flatten() {
+                    let mut item = item.clone();
+                    if item["kind"].is_null() && !kind.is_empty() {
+                        item["kind"] = Value::String(kind.clone());
+                    }
+                    self.take(item)?;
+                }
+            }
+            Some(other) => {
+                bail!("kind {other} is not allocated from; give ResourceSlice, DeviceClass and ResourceClaim")
+            }
+            None if value.is_null() => {}
+            None => bail!("a document without a kind"),
+        }
+        Ok(())
+    }
+}

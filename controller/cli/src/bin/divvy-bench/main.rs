@@ -1,0 +1,106 @@
+//! `divvy-bench`: what preparing a claim costs, against what it cannot avoid.
+//!
+//! One line per figure, `name<TAB>value<TAB>unit`. Machines are noisy, so every
+//! figure is the median of interleaved rounds of the thing and its floor, with
+//! the tenth and ninetieth percentile beside it; ratios are what to compare.
+//!
+//! The daemon is the binary as the image ships it, built first; the API server
+//! is another process, and the kubelet's part is played by this one.
+
+mod api;
+mod figures;
+mod stats;
+mod world;
+
+use anyhow::{Context, Result, bail};
+use clap::Parser;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Measure divvy-node against its floor; one line per figure: name, value, unit.
+#[derive(Parser)]
+#[command(name = "divvy-bench", version)]
+struct Arguments {
+    /// Measure this divvy-node instead of building the shipping one
+    #[arg(long, value_name = "FILE")]
+    node: Option<PathBuf>,
+    /// Where files on a disk are measured
+    #[arg(long, value_name = "DIR", default_value = "target")]
+    disk_dir: PathBuf,
+    /// Where files in memory are measured
+    #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
+    tmpfs_dir: PathBuf,
+    /// Rounds of each figure
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Samples of each round
+    #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u32).range(5..))]
+    samples: u32,
+    /// Only these parts: gpu, mig, parallel, held, burst, memory, start, pool
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+    /// Serve the API in this directory until standard input ends (for the benchmark's own use)
+    #[arg(long, value_name = "DIR", hide = true)]
+    serve_api: Option<PathBuf>,
+}
+
+fn main() -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    if let Some(code) = divvy_sim::command::multicall() {
+        std::process::exit(if code == std::process::ExitCode::SUCCESS { 0 } else { 1 });
+    }
+    let arguments = Arguments::parse();
+    if let Some(dir) = &arguments.serve_api {
+        return runtime.block_on(api::serve(dir));
+    }
+    let node = match &arguments.node {
+        Some(node) => node.clone(),
+        None => shipped()?,
+    };
+    let size = std::fs::metadata(&node).with_context(|| format!("no {}", node.display()))?.len();
+    stats::line("node_binary_mib", size as f64 / (1024.0 * 1024.0), "MiB");
+    runtime.block_on(figures::all(&figures::Plan {
+        node,
+        disk: std::path::absolute(&arguments.disk_dir)?,
+        tmpfs: arguments.tmpfs_dir,
+        rounds: arguments.rounds,
+        samples: arguments.samples,
+        only: arguments.only,
+    }))
+}
+
+/// Builds the daemon and the hook as the image ships them.
+fn shipped() -> Result<PathBuf> {
+    eprintln!("building divvy-node as it ships (a few minutes the first time)");
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
+    let build = |package: &str, binary: &str| -> Result<PathBuf> {
+        let out = Command::new(&cargo)
+            .args([
+                "build",
+                "--profile",
+                "ship",
+                "--message-format",
+                "json-render-diagnostics",
+                "-p",
+                package,
+                "--bin",
+                binary,
+            ])
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .stderr(std::process::Stdio::inherit())
+            .output()
+            .context("cannot start cargo")?;
+        if !out.status.success() {
+            bail!("building {binary} failed");
+        }
+        let messages = String::from_utf8_lossy(&out.stdout);
+        let executable = messages
+            .lines()
+            .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+            .filter(|message| message["target"]["name"] == binary)
+            .find_map(|message| message["executable"].as_str().map(PathBuf::from));
+        executable.with_context(|| format!("cargo did not say where {binary} is"))
+    };
+    build("divvy-hook", "divvy-hook")?;
+    build("divvy-driver", "divvy-node")
+}

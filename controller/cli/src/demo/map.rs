@@ -1,0 +1,118 @@
+//! The map of the GPUs with who holds what.
+//!
+//! It is drawn by a process of its own that opens the simulator's state afresh:
+//! what it shows is what the GPUs are, not what the demo believes.
+
+use anyhow::{Context, Result, ensure};
+use divvy_model::DeviceId;
+use divvy_sim::Sim;
+use divvy_sim::draw::{Part, draw_with, processes};
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+/// What the drawing process is told.
+#[derive(clap::Args)]
+pub(crate) struct MapArguments {
+    /// The simulator's directory.
+    dir: PathBuf,
+    /// `<GPU UUID>[@<start of the instance>]=<claim>`
+    #[arg(long)]
+    holder: Vec<Holder>,
+    #[arg(long)]
+    colours: bool,
+}
+
+/// A claim and the part that it holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Holder {
+    uuid: String,
+    start: Option<u32>,
+    claim: String,
+}
+
+impl std::str::FromStr for Holder {
+    type Err = &'static str;
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const FORM: &str = "a holder is <GPU UUID>[@<start>]=<claim>";
+        let (part, claim) = text.split_once('=').ok_or(FORM)?;
+        let (uuid, start) = match part.split_once('@') {
+            Some((uuid, start)) => (uuid, Some(start.parse().map_err(|_| FORM)?)),
+            None => (part, None),
+        };
+        Ok(Self { uuid: uuid.to_owned(), start, claim: claim.to_owned() })
+    }
+}
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.start {
+            Some(start) => write!(out, "{}@{start}={}", self.uuid, self.claim),
+            None => write!(out, "{}={}", self.uuid, self.claim),
+        }
+    }
+}
+
+/// The parts that allocated claims hold, by what was published.
+pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec<Holder> {
+    let uuid_of = |gpu: &str| {
+        let devices = slices.iter().flat_map(|slice| slice.spec.devices.iter().flatten());
+        let device = devices.into_iter().find(|device| device.name == gpu)?;
+        device.attributes.as_ref()?.get("uuid")?.string.clone()
+    };
+    let mut holders = Vec::new();
+    for claim in claims {
+        let allocation = claim.status.as_ref().and_then(|status| status.allocation.as_ref());
+        let results = allocation.and_then(|allocation| allocation.devices.as_ref()?.results.as_ref());
+        for result in results.into_iter().flatten() {
+            let Ok(id) = DeviceId::try_from(&result.device.as_str().into()) else { continue };
+            let start = match &id {
+                DeviceId::Gpu(_) => None,
+                DeviceId::Mig { start, .. } => Some(*start),
+            };
+            let Some(uuid) = uuid_of(&DeviceId::Gpu(id.gpu()).to_string()) else { continue };
+            holders.push(Holder { uuid, start, claim: claim.metadata.name.clone().unwrap_or_default() });
+        }
+    }
+    holders
+}
+
+/// Has another process draw the map.
+pub(crate) fn drawn(dir: &Path, holders: &[Holder], colours: bool) -> Result<String> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("map").arg(dir);
+    if colours {
+        command.arg("--colours");
+    }
+    for holder in holders {
+        command.arg("--holder").arg(holder.to_string());
+    }
+    let out = command.output().context("cannot start the process that draws")?;
+    ensure!(out.status.success(), "the map: {}", String::from_utf8_lossy(&out.stderr));
+    Ok(String::from_utf8_lossy(&out.stdout).into_owned())
+}
+
+/// Draws the map: the other process.
+pub(crate) fn run(arguments: &MapArguments) -> Result<ExitCode> {
+    let state = Sim::open(&arguments.dir)?.read()?;
+    let name = |part: Part<'_>| {
+        let start = part.gi.map(|gi| gi.placement.start);
+        let holds = |holder: &&Holder| holder.uuid == part.gpu.uuid && holder.start == start;
+        arguments.holder.iter().find(holds).map(|holder| holder.claim.clone()).or_else(|| processes(part))
+    };
+    print!("{}", draw_with(&state, arguments.colours, &name));
+    Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_holder_reads_back_as_written() {
+        for text in ["GPU-1=whole", "GPU-1@3=slice"] {
+            assert_eq!(text.parse::<Holder>().expect("parses").to_string(), text);
+        }
+        assert!("GPU-1".parse::<Holder>().is_err());
+    }
+}
