@@ -3,7 +3,7 @@
 
 use crate::code::Code;
 use crate::error::NvmlError;
-use crate::queue::StuckCall;
+use crate::job::StuckCall;
 use crate::raw::{Device, Heard, Library};
 use divvy_api::GpuUuid;
 use nvml_wrapper_sys::bindings as sys;

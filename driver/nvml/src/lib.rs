@@ -24,6 +24,7 @@
 mod code;
 mod error;
 mod events;
+mod job;
 mod mig;
 mod names;
 mod queue;
@@ -34,6 +35,7 @@ mod session;
 pub use code::Code;
 pub use error::{NvmlError, OpenError};
 pub use events::{Event, Late};
-pub use queue::{GpuQueue, StuckCall};
+pub use job::StuckCall;
+pub use queue::GpuQueue;
 pub use read::{Description, Fabric, GpuReading, Links, RawInstance, RawMig, Snapshot, State};
 pub use session::{Closing, Limits, Session};

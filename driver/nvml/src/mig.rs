@@ -4,7 +4,7 @@
 
 use crate::code::Code;
 use crate::error::NvmlError;
-use crate::queue::Worker;
+use crate::job::Worker;
 use crate::raw::{CiProfile, Gi, GiInfo};
 use crate::read::RawInstance;
 use divvy_model::inventory::{ComputeInstance, MigMode};

@@ -3,9 +3,9 @@
 
 use crate::code::Code;
 use crate::error::NvmlError;
+use crate::job::Worker;
 use crate::mig::MAX_PROFILES;
 use crate::names;
-use crate::queue::Worker;
 use crate::raw::{Device, Remote};
 use divvy_api::GpuUuid;
 use divvy_model::inventory::{ComputeInstance, MigMode, MigProfile, MigToggle};

@@ -6,7 +6,8 @@
 use crate::code::Code;
 use crate::error::{NvmlError, OpenError};
 use crate::events::{self, Event};
-use crate::queue::{GpuQueue, StuckCall};
+use crate::job::{Seed, Shared, StuckCall};
+use crate::queue::GpuQueue;
 use crate::raw::{Device, Library};
 use crate::read::{GpuReading, Snapshot};
 use divvy_api::GpuUuid;
@@ -139,14 +140,12 @@ impl Session {
         if let Some(queue) = open.queues.get(uuid) {
             return queue.clone();
         }
-        let queue = match &open.library {
-            Some((library, alive)) => {
-                let device = self.0.gpus.iter().find(|(known, _)| known == uuid).map(|(_, device)| *device);
-                let events = self.0.events.clone();
-                GpuQueue::new(uuid.clone(), Arc::clone(library), device, alive.clone(), events, self.0.limits)
-            }
-            None => GpuQueue::closed(uuid.clone(), self.0.events.clone(), self.0.limits),
-        };
+        let seed = open.library.as_ref().map(|(library, alive)| Seed {
+            library: Arc::clone(library),
+            device: self.0.gpus.iter().find(|(known, _)| known == uuid).map(|(_, device)| *device),
+            alive: alive.clone(),
+        });
+        let queue = GpuQueue::new(Shared::new(uuid.clone(), seed, self.0.events.clone()), self.0.limits);
         open.queues.insert(uuid.clone(), queue.clone());
         queue
     }

@@ -74,7 +74,7 @@ async fn every_instance_of_every_profile_is_made_found_and_destroyed() {
                 let all = queue.instances().await.expect("instances");
                 assert_eq!(all.len(), 1);
                 assert_eq!((all[0].profile_id, all[0].placement), (profile.id, *at));
-                assert_eq!(all[0].compute_instances, [made.clone()]);
+                assert_eq!(all[0].compute_instances.as_slice(), std::slice::from_ref(&made));
                 let in_use = queue.destroy_gpu_instance(id).await.expect_err("it has a compute instance");
                 assert_eq!(in_use.code(), Some(Code::InUse));
                 // Twice: what is gone is fine.
@@ -105,6 +105,37 @@ async fn a_compute_instance_fills_its_gpu_instance() {
     let second = queue.create_compute_instance(id).await.expect_err("no room for another");
     assert_eq!(second.code(), Some(Code::InsufficientResources));
     assert_eq!(queue.instances().await.expect("instances")[0].compute_instances, [first]);
+}
+
+#[tokio::test]
+async fn an_instance_costs_few_calls() {
+    let world = World::new("H100-SXM5-80GB");
+    let session = world.open(Limits::default());
+    let queue = world.queue(&session, 0);
+    queue.set_mig_mode(MigMode::On).await.expect("MIG on");
+    let make = async |start| {
+        let id = queue.create_gpu_instance(19, Placement { start, size: 1 }).await.expect("GPU instance");
+        queue.create_compute_instance(id).await.expect("compute instance");
+    };
+    // The first of a profile asks what compute instances it offers.
+    make(0).await;
+    world.change(|state| state.control.trace = true);
+    make(1).await;
+    let trace = std::fs::read_to_string(world.sim.trace_path()).expect("trace");
+    let calls: Vec<_> =
+        trace.lines().filter_map(|line| line.split('"').find(|word| word.starts_with("nvml"))).collect();
+    assert_eq!(
+        calls,
+        [
+            "nvmlDeviceCreateGpuInstanceWithPlacement",
+            "nvmlGpuInstanceGetInfo",
+            "nvmlDeviceGetGpuInstanceById",
+            "nvmlGpuInstanceGetInfo",
+            "nvmlGpuInstanceCreateComputeInstance",
+            "nvmlComputeInstanceGetInfo_v2",
+            "nvmlDeviceGetUUID",
+        ]
+    );
 }
 
 #[tokio::test]
