@@ -4,6 +4,7 @@
 use crate::engine::{Engine, HeldState};
 use divvy_model::Inventory;
 use divvy_model::inventory::{Condition, Presence};
+use divvy_slices::Published;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -58,8 +59,11 @@ struct Shared {
     unexplained: Gauge,
     reconciled: Family<Outcome, Counter>,
     events_dropped: Counter,
-    published: Gauge,
+    in_sync: Gauge,
     degraded: Gauge,
+    slices: Gauge,
+    devices: Gauge,
+    slice_writes: Counter,
     ready: Gauge,
     claims: Family<ClaimState, Gauge>,
     gpus: Family<GpuPresence, Gauge>,
@@ -93,8 +97,11 @@ impl Default for Metrics {
             unexplained: Gauge::default(),
             reconciled: Family::default(),
             events_dropped: Counter::default(),
-            published: Gauge::default(),
+            in_sync: Gauge::default(),
             degraded: Gauge::default(),
+            slices: Gauge::default(),
+            devices: Gauge::default(),
+            slice_writes: Counter::default(),
             ready: Gauge::default(),
             claims: Family::default(),
             gpus: Family::default(),
@@ -152,12 +159,23 @@ impl Shared {
             self.events_dropped.clone(),
         );
         registry.register(
-            "divvy_published",
-            "1 while the API server has the node's current pool",
-            self.published.clone(),
+            "divvy_pool_in_sync",
+            "1 while the API server has the pool as the hardware is",
+            self.in_sync.clone(),
         );
         registry.register(
-            "divvy_published_degraded",
+            "divvy_slices",
+            "ResourceSlices of this node on the API server",
+            self.slices.clone(),
+        );
+        registry.register("divvy_devices", "Devices published in them", self.devices.clone());
+        registry.register(
+            "divvy_slice_writes",
+            "ResourceSlices created, updated and deleted",
+            self.slice_writes.clone(),
+        );
+        registry.register(
+            "divvy_pool_degraded",
             "1 while the server keeps the pool from being published whole",
             self.degraded.clone(),
         );
@@ -216,9 +234,12 @@ impl Metrics {
     }
 
     /// State of the published pool.
-    pub fn published(&self, current: bool, degraded: bool) {
-        self.shared.published.set(current.into());
-        self.shared.degraded.set(degraded.into());
+    pub fn published(&self, pool: &Published) {
+        self.shared.in_sync.set(pool.in_sync.into());
+        self.shared.degraded.set(pool.degraded.is_some().into());
+        self.shared.slices.set(pool.slices as i64);
+        self.shared.devices.set(pool.devices as i64);
+        self.shared.slice_writes.inner().store(pool.writes, Ordering::Relaxed);
     }
 
     /// The scrape's text.

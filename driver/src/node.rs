@@ -30,6 +30,7 @@ use clap::Parser;
 use divvy_api::PoolName;
 use divvy_kubelet::{dra, health, registration};
 use divvy_nvml::Limits;
+use divvy_slices::{PublishOptions, Published};
 use std::io::IsTerminal;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
@@ -260,7 +261,22 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
         Box::pin(serve(router, file, listener, stop))
     });
 
-    // PUBLISHER
+    let (state, published) = watch::channel(Published::default());
+    let watch = watching::Publishing {
+        published,
+        readiness: readiness.clone(),
+        events: events.clone(),
+        metrics: metrics.clone(),
+    };
+    stages.droppable("publisher watch", watch.run());
+    let options = PublishOptions::new(args.cluster.node_name.as_str());
+    let publisher = client.clone();
+    stages.task("publisher", |stop| {
+        Box::pin(async move {
+            divvy_slices::run(publisher, options, inventory, state, stop.cancelled_owned()).await;
+            Ok(())
+        })
+    });
 
     let (status, registered) = watch::channel(Registered::NotYet);
     let watch = watching::Registration { registered: registered.clone(), readiness };

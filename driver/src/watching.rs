@@ -4,10 +4,12 @@
 use crate::cdi;
 use crate::events::{Events, Reason};
 use crate::http::{Condition, Readiness};
+use crate::metrics::Metrics;
 use crate::registration::Registered;
 use crate::service::chain;
 use divvy_model::Inventory;
 use divvy_model::inventory::{self, Presence};
+use divvy_slices::Published;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -103,6 +105,37 @@ impl Registration {
             };
             self.readiness.set(Condition::Registered, state);
             if self.registered.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+        }
+    }
+}
+
+/// Watches what the API server has of the pool.
+pub struct Publishing {
+    pub published: watch::Receiver<Published>,
+    pub readiness: Readiness,
+    pub events: Events,
+    pub metrics: Metrics,
+}
+
+impl Publishing {
+    /// Until the publisher is gone.
+    pub async fn run(mut self) {
+        loop {
+            let now = self.published.borrow_and_update().clone();
+            self.metrics.published(&now);
+            if let Some(why) = &now.degraded {
+                self.events.node(Reason::PoolDegraded, why);
+            }
+            // A pool that is on the server stays there while the server is away.
+            let state = match (now.generation, now.error) {
+                (0, Some(error)) => Err(error),
+                (0, None) => Err("waiting for the API server".to_owned()),
+                _ => Ok(()),
+            };
+            self.readiness.set(Condition::Published, state);
+            if self.published.changed().await.is_err() {
                 return std::future::pending().await;
             }
         }

@@ -1,0 +1,109 @@
+//! What can be seen of the daemon: metrics, probes, events, exit codes.
+
+use crate::harness::{Daemon, H100, World, until};
+use k8s_openapi::api::events::v1::Event;
+use std::process::Command;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+/// A free port, and the flag's value for it.
+fn address() -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
+async fn get(address: &str, path: &str) -> std::io::Result<String> {
+    let mut stream = tokio::net::TcpStream::connect(address).await?;
+    stream
+        .write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").as_bytes())
+        .await?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).await?;
+    Ok(text)
+}
+
+async fn wait_for(address: &str, path: &str, text: &str) -> String {
+    let deadline = std::time::Instant::now() + crate::harness::PATIENCE;
+    loop {
+        let answer = get(address, path).await.unwrap_or_default();
+        if answer.contains(text) {
+            return answer;
+        }
+        assert!(std::time::Instant::now() < deadline, "{text:?} is not in {answer:?}");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test]
+async fn probes_and_metrics_tell_how_the_node_is() {
+    let world = World::up(H100).await;
+    let address = address();
+    let _daemon = world.start(&["--http-address", &address]).await;
+    let ready = wait_for(&address, "/readyz", "200 OK").await;
+    assert!(ready.contains("[+]cdi ok"), "{ready}");
+    assert!(get(&address, "/livez").await.unwrap().ends_with("ok\n"));
+    world.prepare(&world.claim("a", &["gpu-0"])).await.unwrap();
+    let metrics = get(&address, "/metrics").await.unwrap();
+    for line in [
+        "divvy_prepare_seconds_count{result=\"ok\"} 1",
+        "divvy_claims{state=\"prepared\"} 1",
+        "divvy_gpus{presence=\"present\"} 1",
+        "divvy_records_quarantined_total 0",
+    ] {
+        assert!(metrics.contains(line), "{line} is not in {metrics}");
+    }
+    std::fs::remove_dir_all(world.cdi_dir()).unwrap();
+    // Any change makes the daemon look again.
+    world.unprepare(&world.claim("a", &["gpu-0"])).await.unwrap();
+    let unready = wait_for(&address, "/readyz", "[-]cdi failed").await;
+    assert!(unready.contains("503"), "{unready}");
+    assert!(unready.contains("--cdi-dir"), "{unready}");
+}
+
+#[tokio::test]
+async fn a_refused_claim_has_one_event_however_often_it_is_tried() {
+    let world = World::up(H100).await;
+    let _daemon = world.start(&[]).await;
+    let claim = world.claim("a", &["gpu-9"]);
+    for _ in 0..3 {
+        world.prepare(&claim).await.unwrap_err();
+    }
+    let events = || {
+        let events = world.api.list::<Event>().into_iter();
+        events.filter(|event| event.reason.as_deref() == Some("PrepareFailed")).collect::<Vec<_>>()
+    };
+    until("there is an event", || !events().is_empty()).await;
+    world.prepare(&claim).await.unwrap_err();
+    let events = events();
+    assert_eq!(events.len(), 1);
+    let regarding = events[0].regarding.clone().unwrap();
+    assert_eq!((regarding.kind.as_deref(), regarding.name.as_deref()), (Some("ResourceClaim"), Some("a")));
+    assert!(events[0].note.as_ref().unwrap().contains("gpu-9"));
+}
+
+#[tokio::test]
+async fn a_runtime_without_cdi_is_warned_of() {
+    let world = World::up(H100).await;
+    std::fs::write(world.path("containerd.toml"), "version = 3\nenable_cdi = false\n").unwrap();
+    let daemon = world.start(&[]).await;
+    daemon.wait_log("this runtime has CDI off").await;
+}
+
+async fn check_exit(command: Command, text: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    let mut daemon = Daemon::spawn(command, &dir.path().join("log"));
+    assert_ne!(daemon.ended().await, Some(0));
+    let log = daemon.log();
+    assert!(log.contains(text), "{text:?} is not in {log:?}");
+}
+
+#[tokio::test]
+async fn a_daemon_that_cannot_start_says_why() {
+    let world = World::up(H100).await;
+    check_exit(world.command(&["--log-level", "x=y=z"]), "--log-level").await;
+    check_exit(world.command(&["--mig-hold-off", "30"]), "--mig-hold-off").await;
+    let mut command = Command::new(env!("CARGO_BIN_EXE_divvy-node"));
+    command.env_clear();
+    check_exit(command, "--node-name").await;
+    std::fs::write(world.path("k/plugins"), "in the way").unwrap();
+    check_exit(world.command(&[]), "--kubelet-root").await;
+}

@@ -1,0 +1,41 @@
+//! The published pool follows the node.
+
+use crate::harness::{H100, World, until};
+use k8s_openapi::api::resource::v1::ResourceSlice;
+
+#[tokio::test]
+async fn the_pool_is_published_and_comes_back_after_a_kubelet_start() {
+    let mut world = World::up(H100).await;
+    let _daemon = world.start(&[]).await;
+    until("gpu-0 is published", || world.published().contains(&"gpu-0".to_owned())).await;
+    let all = world.published();
+    assert!(all.contains(&"gpu-0-mig-1g10gb-19-2".to_owned()), "{all:?}");
+    world.kubelet.restart();
+    assert_eq!(world.published(), [""; 0]);
+    until("the pool is whole again", || world.published() == all).await;
+}
+
+#[tokio::test]
+async fn what_is_published_stays_when_the_driver_stops() {
+    let world = World::up("L4").await;
+    let daemon = world.start(&[]).await;
+    until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
+    daemon.stop().await;
+    assert_eq!(world.published(), ["gpu-0"]);
+}
+
+#[tokio::test]
+async fn a_gpu_driver_that_comes_late_is_waited_for_with_an_empty_pool() {
+    let world = World::up("L4").await;
+    let library = world.sim.root().join("usr/lib/x86_64-linux-gnu");
+    let away = world.path("away");
+    std::fs::rename(&library, &away).unwrap();
+    let _daemon = world.start(&[]).await;
+    until("an empty pool is published", || world.api.list::<ResourceSlice>().len() == 1).await;
+    assert_eq!(world.published(), [""; 0]);
+    let claim = world.claim("a", &["gpu-0"]);
+    world.prepare(&claim).await.unwrap_err();
+    std::fs::rename(&away, &library).unwrap();
+    until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
+    world.prepare_until_ok(&claim).await;
+}

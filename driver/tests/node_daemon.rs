@@ -1,0 +1,26 @@
+//! The real `divvy-node` on simulated GPUs, between a fake kubelet and a fake
+//! API server: what a kubelet's own tests ask of a DRA driver, and what bad
+//! input gets.
+#![allow(clippy::unwrap_used)]
+
+#[path = "harness/mod.rs"]
+mod harness;
+
+#[path = "node/bad_input.rs"]
+mod bad_input;
+#[path = "node/health.rs"]
+mod health;
+#[path = "node/instances.rs"]
+mod instances;
+#[path = "node/observation.rs"]
+mod observation;
+#[path = "node/prepare.rs"]
+mod prepare;
+#[path = "node/reconcile.rs"]
+mod reconcile;
+#[path = "node/registration.rs"]
+mod registration;
+#[path = "node/slices.rs"]
+mod slices;
+#[path = "node/unprepare.rs"]
+mod unprepare;
