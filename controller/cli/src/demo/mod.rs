@@ -47,6 +47,7 @@ pub(crate) fn as_another_program() -> Option<ExitCode> {
         "divvy-node" => Some(divvy_driver::node::main()),
         // Installed copies carry a hash of their content behind the name.
         name if name.starts_with("divvy-hook") => Some(divvy_hook::main()),
+        "divvy-sim" => Some(divvy_sim::command::main()),
         _ => divvy_sim::command::multicall(),
     }
 }
