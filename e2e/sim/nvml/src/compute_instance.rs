@@ -186,7 +186,7 @@ entry! {
     fn nvmlGpuInstanceGetComputeInstanceById(nvml, instance: GpuInstance, id: u32, found: Out<ComputeInstance>) {
         let (slot, gpu, gi) = instance.target(&nvml.state)?;
         let ci = gi.ci(id).ok_or(Code::NotFound)?;
-        if nvml.may_configure().is_err() && !nvml.visible.ci(gpu, gi.id, id) {
+        if nvml.may_configure().is_err() && !nvml.visible().ci(gpu, gi.id, id) {
             return Err(Code::NoPermission);
         }
         found.set(ComputeInstance::of(slot, gi.id, ci));

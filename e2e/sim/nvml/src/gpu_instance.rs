@@ -204,7 +204,7 @@ entry! {
     fn nvmlDeviceGetGpuInstanceById(nvml, device: Device, id: u32, found: Out<GpuInstance>) {
         let (slot, gpu) = with_mig(nvml, device)?;
         let gi = gpu.gi(id).ok_or(Code::NotFound)?;
-        if nvml.may_configure().is_err() && !nvml.visible.gi(gpu, id) {
+        if nvml.may_configure().is_err() && !nvml.visible().gi(gpu, id) {
             return Err(Code::NoPermission);
         }
         found.set(GpuInstance::of(slot, gi));

@@ -5,6 +5,7 @@
 //! All that is shared between calls is in [`LIBRARY`]; it is made by init and dropped by the last shutdown. There are
 //! no constructors and no threads.
 
+use std::cell::OnceCell;
 use std::ffi::{CStr, OsStr, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -43,24 +44,29 @@ pub(crate) struct Shared {
 pub(crate) struct Nvml {
     pub(crate) shared: Arc<Shared>,
     pub(crate) state: Arc<State>,
-    pub(crate) visible: Arc<Visible>,
+    visible: OnceCell<Arc<Visible>>,
 }
 
 impl Nvml {
+    /// The nodes in this process's `/dev`, read when a call first asks.
+    pub(crate) fn visible(&self) -> &Visible {
+        self.visible.get_or_init(|| self.shared.nodes.read(&self.shared.sim, &self.state))
+    }
+
     /// The GPUs that this process may see, by index.
     pub(crate) fn gpus(&self) -> impl Iterator<Item = (usize, &Gpu)> {
-        self.state.listed().filter(|(_, gpu)| self.visible.gpu(gpu))
+        self.state.listed().filter(|(_, gpu)| self.visible().gpu(gpu))
     }
 
     /// The MIG devices of a GPU that this process may see, by index.
     pub(crate) fn mig_devices<'s>(&'s self, gpu: &'s Gpu) -> impl Iterator<Item = (&'s Gi, &'s Ci)> {
-        let seen = |(gi, ci): &(&Gi, &Ci)| self.visible.ci(gpu, gi.id, ci.id);
+        let seen = |(gi, ci): &(&Gi, &Ci)| self.visible().ci(gpu, gi.id, ci.id);
         gpu.mig_devices().filter(seen)
     }
 
     /// Whether this process may change instances: root, or whoever holds the capability `mig/config`.
     pub(crate) fn may_configure(&self) -> Outcome {
-        let allowed = self.shared.sim.privileged(&self.state) || self.visible.config();
+        let allowed = self.shared.sim.privileged(&self.state) || self.visible().config();
         if allowed { Ok(()) } else { Err(Code::NoPermission) }
     }
 
@@ -71,7 +77,7 @@ impl Nvml {
 
     /// Whether this process may see what runs in all instances: root, or `mig/monitor`.
     pub(crate) fn may_monitor(&self) -> bool {
-        self.shared.sim.privileged(&self.state) || self.visible.monitor()
+        self.shared.sim.privileged(&self.state) || self.visible().monitor()
     }
 
     /// Changes the state. `change` looks up by handle again: what the call saw at its begin may be gone.
@@ -181,8 +187,7 @@ where
                 return Err(Code::DriverNotLoaded);
             }
             (arguments.check)(&state)?;
-            let visible = shared.nodes.read(&shared.sim, &state);
-            body(&Nvml { shared: Arc::clone(&shared), state, visible })
+            body(&Nvml { shared: Arc::clone(&shared), state, visible: OnceCell::new() })
         })
     })
 }
