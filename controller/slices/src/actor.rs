@@ -490,9 +490,11 @@ impl Actor {
 
     fn failed(&self, error: &PublishError) {
         let text = chain(error);
+        // Once per cause: an outage is tried at for hours.
+        let repeated = self.published.borrow().error.as_ref() == Some(&text);
         match error {
-            PublishError::Overtaken { .. } => debug!("{text}"),
-            _ if error.is_configuration() => error!("{text}"),
+            _ if repeated || matches!(error, PublishError::Overtaken { .. }) => debug!("publishing: {text}"),
+            _ if error.is_configuration() => error!("publishing: {text}"),
             _ => warn!("publishing: {text}"),
         }
         self.published.send_modify(|published| {

@@ -51,7 +51,8 @@ pub(crate) fn create(
             meta.get("generateName").and_then(Value::as_str),
         ) {
             (Some(name), _) if !name.is_empty() => name.to_owned(),
-            (_, Some(prefix)) => format!("{prefix}{}", suffix()),
+            // The real server cuts a long prefix, so that the name has at most 63 bytes.
+            (_, Some(prefix)) => format!("{}{}", &prefix[..prefix.floor_char_boundary(58)], suffix()),
             _ => return Err(Failure::invalid(target.kind.kind, "", &["metadata.name: required".to_owned()])),
         };
     }
