@@ -63,3 +63,10 @@ wait_for() {
     sleep 0.1
   done
 }
+
+unmount_below() {
+  local at
+  for at in $(awk -v d="$1/" 'index($5, d) == 1 { print $5 }' /proc/self/mountinfo | tac); do
+    umount -l "$at" 2> /dev/null || true
+  done
+}

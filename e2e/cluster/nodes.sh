@@ -91,7 +91,7 @@ start_node() { # start_node NAME NUMBER GPUS
 
   # The simulated driver's state reaches containers here and nowhere else.
   define "$node-containerd" containerd --config "$dir/containerd.toml"
-  ctr oci spec | jq --arg state "$dir/gpus/run/divvy-sim" \
+  ctr oci spec 2> /dev/null | jq --arg state "$dir/gpus/run/divvy-sim" \
     '.mounts += [{destination: "/run/divvy-sim", source: $state, type: "bind", options: ["rbind", "rw"]}]' > "$dir/base.json"
   cat > "$dir/containerd.toml" <<END
 version = 3
@@ -158,6 +158,8 @@ END
     --kubelet-root="$dir/kubelet" --cdi-dir="$dir/cdi" --driver-root="$dir/gpus" --dev-root="$dir/gpus" \
     --proc-root="$dir/gpus/proc" --sys-root="$dir/gpus/sys" --hook="$hook" --http-address="127.0.0.1:1636$number" --mig-hold-off=2s
 
+  echo "http://127.0.0.1:1636$number/readyz" > "$dir/readyz"
+
   start "$node-containerd"
   wait_for "containerd of $node" 30 ctr -a "$dir/containerd.sock" version
   ctr -a "$dir/containerd.sock" -n k8s.io images import "$cluster/image.tar" > /dev/null
@@ -176,9 +178,7 @@ teardown() {
   for name in n1-driver n2-driver n1-kubelet n2-kubelet; do stop "$name"; done
   for name in n1 n2; do "$here/ctl" "$cluster" power-off "$name"; done
   for name in scheduler kcm apiserver etcd; do stop "$name"; done
-  local at mounts
-  mounts=$(awk -v d="$cluster/" 'index($5, d) == 1 { print $5 }' /proc/self/mountinfo | tac)
-  for at in $mounts; do umount -l "$at" || true; done
+  unmount_below "$cluster"
   for link in dv1 dv2; do ip link del "$link" 2> /dev/null || true; done
   for dir in $(cat "$cluster/before/cgroups" 2> /dev/null); do
     for group in $(controllers); do
