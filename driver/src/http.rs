@@ -71,9 +71,13 @@ impl Readiness {
                 }
             }
             Err(why) => {
-                if unmet.get(&condition) != Some(&why) {
-                    tracing::warn!(condition = condition.name(), why, "not ready");
-                    unmet.insert(condition, why);
+                // Reasons may come and go with each attempt; the change of state is the news.
+                match unmet.insert(condition, why.clone()) {
+                    None => tracing::warn!(condition = condition.name(), why, "not ready"),
+                    Some(before) if before != why => {
+                        tracing::debug!(condition = condition.name(), why, "still not ready");
+                    }
+                    Some(_) => {}
                 }
             }
         }

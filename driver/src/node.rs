@@ -79,8 +79,16 @@ pub fn main() -> ExitCode {
 }
 
 fn logging(format: LogFormat, level: &str) -> anyhow::Result<()> {
-    let filter = EnvFilter::try_new(level).context("--log-level")?;
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let mut filter = EnvFilter::try_new(level).context("--log-level")?;
+    if !level.contains("kube_client") {
+        // It logs as errors what its callers retry and report themselves.
+        filter = filter.add_directive("kube_client=off".parse()?);
+    }
+    // Where a line cannot be written, a complaint of it would panic.
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .log_internal_errors(false);
     let begun = match format {
         LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).try_init(),
         LogFormat::Json => lines.json().flatten_event(true).try_init(),

@@ -113,7 +113,15 @@ fn first_fit(dir: &Path, names: &[String]) -> Result<PathBuf, SocketError> {
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
-    inode: u64,
+    identity: Identity,
+}
+
+/// An inode number alone is soon used again.
+type Identity = (u64, i64, i64);
+
+fn identity(path: &Path) -> io::Result<Identity> {
+    let data = std::fs::symlink_metadata(path)?;
+    Ok((data.ino(), data.mtime(), data.mtime_nsec()))
 }
 
 impl SocketFile {
@@ -126,17 +134,17 @@ impl SocketFile {
             }
             let listener = UnixListener::bind(path)?;
             std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-            Ok((listener, std::fs::symlink_metadata(path)?.ino()))
+            Ok((listener, identity(path)?))
         };
-        let (listener, inode) =
+        let (listener, identity) =
             attempt().map_err(|cause| SocketError::Listen { path: path.to_owned(), cause })?;
-        Ok((Self { path: path.to_owned(), inode }, listener))
+        Ok((Self { path: path.to_owned(), identity }, listener))
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if std::fs::symlink_metadata(&self.path).is_ok_and(|data| data.ino() == self.inode) {
+        if identity(&self.path).is_ok_and(|found| found == self.identity) {
             // Nothing can be done about a file that does not go: the next start replaces it.
             let _ = std::fs::remove_file(&self.path);
         }

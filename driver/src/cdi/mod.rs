@@ -153,7 +153,8 @@ impl Cdi {
     pub fn remove_claim(&self, claim: &ClaimUid) -> Result<(), CdiError> {
         let path = self.file(claim);
         match std::fs::remove_file(&path) {
-            Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
+            // Where no directory is, no file is.
+            Err(cause) if !matches!(cause.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 Err(CdiError::Remove { claim: claim.clone(), path, cause })
             }
             _ => Ok(()),

@@ -79,7 +79,7 @@ impl World {
             "--hook",
             "none",
             "--log-level",
-            "debug,h2=info,hyper_util=info,tower=info,rustls=info",
+            "info,divvy_driver=debug",
         ]);
         if !flags.contains(&"--http-address") {
             command.args(["--http-address", "off"]);
@@ -260,6 +260,11 @@ impl Daemon {
 
     pub(crate) async fn wait_log(&self, text: &str) {
         until(text, || self.log().contains(text)).await;
+    }
+
+    /// Whether the process is gone.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
     }
 
     /// SIGKILL: nothing is tidied up.

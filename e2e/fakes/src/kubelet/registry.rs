@@ -1,7 +1,7 @@
 //! Finds registration sockets and registers what answers behind them.
 //!
 //! A socket is a plugin from `GetInfo` to the removal of its file; a file that
-//! is replaced (another inode) is another plugin. A failed registration is
+//! is replaced is another plugin. A failed registration is
 //! repeated with growing pauses, as the kubelet's reconciler does.
 
 use super::KubeletOptions;
@@ -45,11 +45,14 @@ impl Plugin {
     }
 }
 
+/// Which file: an inode number alone is soon used again.
+type File = (u64, i64, i64);
+
 #[derive(Default)]
 struct State {
-    /// By socket and inode, in order of registration.
-    registered: Vec<(PathBuf, u64, Plugin, CancellationToken)>,
-    failed: BTreeMap<(PathBuf, u64), (Instant, Duration)>,
+    /// By socket, in order of registration.
+    registered: Vec<(PathBuf, File, Plugin, CancellationToken)>,
+    failed: BTreeMap<(PathBuf, File), (Instant, Duration)>,
     errors: Vec<String>,
     refused: u32,
 }
@@ -89,18 +92,18 @@ impl Registry {
         while !self.stop.is_cancelled() {
             let found = sockets(&folder);
             self.drop_missing(&found);
-            for (socket, inode) in found {
-                if self.is_due(&socket, inode) {
-                    self.register(&socket, inode).await;
+            for (socket, file) in found {
+                if self.is_due(&socket, file) {
+                    self.register(&socket, file).await;
                 }
             }
             tokio::time::sleep(SCAN).await;
         }
     }
 
-    fn drop_missing(&self, found: &[(PathBuf, u64)]) {
-        self.state().registered.retain(|(socket, inode, _, gone)| {
-            let there = found.iter().any(|(path, number)| path == socket && number == inode);
+    fn drop_missing(&self, found: &[(PathBuf, File)]) {
+        self.state().registered.retain(|(socket, file, _, gone)| {
+            let there = found.iter().any(|(path, number)| path == socket && number == file);
             if !there {
                 gone.cancel();
             }
@@ -108,15 +111,15 @@ impl Registry {
         });
     }
 
-    fn is_due(&self, socket: &Path, inode: u64) -> bool {
+    fn is_due(&self, socket: &Path, file: File) -> bool {
         let state = self.state();
-        let known = state.registered.iter().any(|(path, number, ..)| path == socket && *number == inode);
+        let known = state.registered.iter().any(|(path, number, ..)| path == socket && *number == file);
         let waiting =
-            state.failed.get(&(socket.to_owned(), inode)).is_some_and(|(at, _)| Instant::now() < *at);
+            state.failed.get(&(socket.to_owned(), file)).is_some_and(|(at, _)| Instant::now() < *at);
         !known && !waiting
     }
 
-    async fn register(&self, socket: &Path, inode: u64) {
+    async fn register(&self, socket: &Path, file: File) {
         match self.try_register(socket).await {
             Ok(plugin) if !self.stop.is_cancelled() => {
                 let gone = self.stop.child_token();
@@ -127,14 +130,14 @@ impl Registry {
                         gone.run_until_cancelled(follow).await;
                     });
                 }
-                self.state().registered.push((socket.to_owned(), inode, plugin, gone));
+                self.state().registered.push((socket.to_owned(), file, plugin, gone));
             }
             Ok(_) => {}
             Err(error) => {
                 tracing::debug!(socket = %socket.display(), error, "registration failed");
                 let mut state = self.state();
                 state.errors.push(error);
-                let key = (socket.to_owned(), inode);
+                let key = (socket.to_owned(), file);
                 let pause = state.failed.get(&key).map_or(FIRST_PAUSE, |(_, last)| *last * 2);
                 let pause = pause.min(LONGEST_PAUSE);
                 state.failed.insert(key, (Instant::now() + pause, pause));
@@ -205,7 +208,7 @@ fn health_service(info: &PluginInfo, versions: Versions) -> Option<HealthService
     }
 }
 
-fn sockets(folder: &Path) -> Vec<(PathBuf, u64)> {
+fn sockets(folder: &Path) -> Vec<(PathBuf, File)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let mut found = Vec::new();
     for entry in entries.flatten() {
@@ -214,7 +217,7 @@ fn sockets(folder: &Path) -> Vec<(PathBuf, u64)> {
             && data.file_type().is_socket()
             && !hidden
         {
-            found.push((entry.path(), data.ino()));
+            found.push((entry.path(), (data.ino(), data.mtime(), data.mtime_nsec())));
         }
     }
     found.sort();
