@@ -264,7 +264,7 @@ impl Hands {
                 continue;
             }
             if let Err(cause) = self.undo_one(uid, undo).await {
-                tracing::warn!(claim = %uid, %undo, error = &cause as &dyn std::error::Error, "not undone yet");
+                tracing::debug!(claim = %uid, %undo, error = &cause as &dyn std::error::Error, "not undone yet");
                 first.get_or_insert(undo.gpu());
                 failed.insert(undo.gpu(), cause);
             }

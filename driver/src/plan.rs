@@ -11,7 +11,7 @@ use crate::step::{InstanceKey, Step, Undo};
 use divvy_api::{
     AllocatedClaim, AllocatedDevice, ClaimRef, DeviceName, GpuUuid, Hold, PoolName, RequestName,
 };
-use divvy_model::inventory::{MigMode, MigToggle, Origin, Presence};
+use divvy_model::inventory::{Condition, MigMode, MigToggle, Origin, Presence};
 use divvy_model::{DeviceId, Gpu, GpuInstance, Inventory, Mig};
 use std::collections::BTreeSet;
 
@@ -71,41 +71,44 @@ pub struct PlannedDevice {
     pub part: Part,
 }
 
-/// Why a claim cannot be had; every message names claim, device and cause.
+/// Why a claim cannot be had; the message names claim, device and cause.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PlanError {
-    #[error("claim {claim}: pool {pool} of device {device} is not this node's pool {ours}")]
-    OtherPool { claim: ClaimRef, device: DeviceName, pool: PoolName, ours: PoolName },
-    #[error("claim {claim}: this node has no device {device}")]
-    UnknownDevice { claim: ClaimRef, device: DeviceName },
-    #[error("claim {claim}: device {device} cannot be shared; ask for it without a capacity")]
-    Share { claim: ClaimRef, device: DeviceName },
-    #[error("claim {claim}: the GPU of device {device}, {gpu}, is missing")]
-    Missing { claim: ClaimRef, device: DeviceName, gpu: GpuUuid },
-    #[error("claim {claim}: device {device} cannot be used: {condition} on {gpu}")]
-    Unusable { claim: ClaimRef, device: DeviceName, gpu: GpuUuid, condition: String },
-    #[error("claim {claim}: device {device} is in the way of claim {holder}, which holds part of {gpu}")]
-    Held { claim: ClaimRef, device: DeviceName, gpu: GpuUuid, holder: ClaimRef },
-    #[error("claim {claim}: device {device} overlaps another device of the same claim")]
-    OverlapsItself { claim: ClaimRef, device: DeviceName },
-    #[error(
-        "claim {claim}: device {device} overlaps GPU instance {instance} of {gpu}, which Divvy did not make; destroy it"
-    )]
-    Foreign { claim: ClaimRef, device: DeviceName, gpu: GpuUuid, instance: u32 },
-    #[error(
-        "claim {claim}: device {device} needs MIG mode off on {gpu}, which takes a GPU reset; drain the node and turn it off"
-    )]
-    NeedsMigOff { claim: ClaimRef, device: DeviceName, gpu: GpuUuid },
-    #[error(
-        "claim {claim}: device {device} needs MIG mode on on {gpu}, which takes a GPU reset; drain the node and turn it on"
-    )]
-    NeedsMigOn { claim: ClaimRef, device: DeviceName, gpu: GpuUuid },
+#[error("claim {claim}: device {device} {cause}")]
+pub struct PlanError {
+    pub claim: ClaimRef,
+    pub device: DeviceName,
+    pub cause: Box<Refusal>,
+}
+
+/// What stands against a device.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("is of pool {pool}, and this node's pool is {ours}")]
+    OtherPool { pool: PoolName, ours: PoolName },
+    #[error("is not on this node")]
+    UnknownDevice,
+    #[error("cannot be shared; ask for it without a capacity")]
+    Share,
+    #[error("is on {gpu}, which is missing")]
+    Missing { gpu: GpuUuid },
+    #[error("cannot be used now: {condition} on {gpu}")]
+    Unusable { gpu: GpuUuid, condition: Condition },
+    #[error("overlaps what claim {holder} holds on {gpu}")]
+    Held { gpu: GpuUuid, holder: ClaimRef },
+    #[error("overlaps another device of the same claim")]
+    OverlapsItself,
+    #[error("overlaps GPU instance {instance} of {gpu}, which Divvy did not make; destroy it or claim it")]
+    Foreign { gpu: GpuUuid, instance: u32 },
+    #[error("needs MIG mode off on {gpu}, which takes a GPU reset; drain the node and turn it off")]
+    NeedsMigOff { gpu: GpuUuid },
+    #[error("needs MIG mode on on {gpu}, which takes a GPU reset; drain the node and turn it on")]
+    NeedsMigOn { gpu: GpuUuid },
 }
 
 impl PlanError {
     /// Whether the cause is something that the inventory may have seen too early.
     pub fn meets_foreign(&self) -> bool {
-        matches!(self, Self::Foreign { .. })
+        matches!(*self.cause, Refusal::Foreign { .. })
     }
 }
 
@@ -150,39 +153,35 @@ pub fn plan(claim: &AllocatedClaim, view: View<'_>) -> Result<Plan, PlanError> {
     let mut plan =
         Plan { claim: claim.claim.clone(), devices: Vec::new(), steps: Vec::new(), meets_foreign: false };
     for device in &claim.devices {
-        add(&mut plan, device, view)?;
+        add(&mut plan, device, view).map_err(|refusal| PlanError {
+            claim: claim.claim.clone(),
+            device: device.device.clone(),
+            cause: Box::new(refusal),
+        })?;
     }
     plan.steps.push(Step::WriteCdi);
     Ok(plan)
 }
 
 /// One device: find it, refuse what stands against it, then say what it takes.
-fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), PlanError> {
-    let asked = Asked { claim: &plan.claim, device: &device.device };
+fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), Refusal> {
     if device.pool != *view.pool {
-        let (pool, ours) = (device.pool.clone(), view.pool.clone());
-        return Err(PlanError::OtherPool { claim: asked.claim(), device: asked.device(), pool, ours });
+        return Err(Refusal::OtherPool { pool: device.pool.clone(), ours: view.pool.clone() });
     }
-    let (gpu, part) = find(&asked, view.inventory)?;
+    let (gpu, part) = find(&device.device, view.inventory).ok_or(Refusal::UnknownDevice)?;
     let access = match &device.hold {
         Hold::Exclusive => Access::Exclusive,
         Hold::Admin => Access::Admin,
-        Hold::Share { .. } => {
-            return Err(PlanError::Share { claim: asked.claim(), device: asked.device() });
-        }
+        Hold::Share { .. } => return Err(Refusal::Share),
     };
     if gpu.presence == Presence::Missing {
-        return Err(PlanError::Missing {
-            claim: asked.claim(),
-            device: asked.device(),
-            gpu: gpu.uuid.clone(),
-        });
+        return Err(Refusal::Missing { gpu: gpu.uuid.clone() });
     }
     if access == Access::Exclusive {
-        asked.may_have(gpu, &part, plan, view.held)?;
+        may_have(plan, gpu, &part, view.held)?;
         let needs = match &part {
-            Part::Whole { .. } => asked.whole(gpu, view.mig_enabled)?,
-            Part::Instance(key) => asked.instance(gpu, key)?,
+            Part::Whole { .. } => whole(gpu, view.mig_enabled)?,
+            Part::Instance(key) => instance(gpu, key)?,
         };
         plan.meets_foreign |= needs.meets_foreign;
         for step in needs.steps {
@@ -207,126 +206,80 @@ struct Needs {
     meets_foreign: bool,
 }
 
-/// Who asks for what, for the errors.
-struct Asked<'a> {
-    claim: &'a ClaimRef,
-    device: &'a DeviceName,
-}
-
 /// The device that a name stands for on this node.
-fn find<'a>(asked: &Asked<'_>, inventory: &'a Inventory) -> Result<(&'a Gpu, Part), PlanError> {
-    let unknown = || PlanError::UnknownDevice { claim: asked.claim(), device: asked.device() };
-    let id = DeviceId::try_from(asked.device).map_err(|_| unknown())?;
-    let gpu = inventory.gpu(id.gpu()).ok_or_else(unknown)?;
+fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<(&'a Gpu, Part)> {
+    let id = DeviceId::try_from(name).ok()?;
+    let gpu = inventory.gpu(id.gpu())?;
     let part = match id {
         DeviceId::Gpu(_) => Part::Whole { gpu: gpu.uuid.clone() },
         DeviceId::Mig { profile_id, start, .. } => {
-            let profile = gpu.profile(profile_id).ok_or_else(unknown)?;
-            let placement = profile.placements.iter().find(|at| at.start == start).ok_or_else(unknown)?;
+            let profile = gpu.profile(profile_id)?;
+            let placement = *profile.placements.iter().find(|at| at.start == start)?;
             if DeviceId::mig(gpu.number, &profile.name, profile_id, start) != id {
-                return Err(unknown());
+                return None;
             }
-            Part::Instance(InstanceKey { gpu: gpu.uuid.clone(), profile_id, placement: *placement })
+            Part::Instance(InstanceKey { gpu: gpu.uuid.clone(), profile_id, placement })
         }
     };
-    Ok((gpu, part))
+    Some((gpu, part))
 }
 
-impl Asked<'_> {
-    fn claim(&self) -> ClaimRef {
-        self.claim.clone()
+/// Nothing is wrong with the GPU and nobody else has the part.
+fn may_have(plan: &Plan, gpu: &Gpu, part: &Part, held: &[Holding]) -> Result<(), Refusal> {
+    if let Some(condition) = gpu.conditions.first() {
+        return Err(Refusal::Unusable { gpu: gpu.uuid.clone(), condition: condition.clone() });
     }
-
-    fn device(&self) -> DeviceName {
-        self.device.clone()
+    let own = |device: &PlannedDevice| device.access == Access::Exclusive && device.part.excludes(part);
+    if plan.devices.iter().any(own) {
+        return Err(Refusal::OverlapsItself);
     }
-
-    /// Nothing is wrong with the GPU and nobody else has the part.
-    fn may_have(&self, gpu: &Gpu, part: &Part, plan: &Plan, held: &[Holding]) -> Result<(), PlanError> {
-        if let Some(condition) = gpu.conditions.first() {
-            return Err(PlanError::Unusable {
-                claim: self.claim(),
-                device: self.device(),
-                gpu: gpu.uuid.clone(),
-                condition: condition.to_string(),
-            });
-        }
-        let own = |device: &PlannedDevice| device.access == Access::Exclusive && device.part.excludes(part);
-        if plan.devices.iter().any(own) {
-            return Err(PlanError::OverlapsItself { claim: self.claim(), device: self.device() });
-        }
-        match held.iter().find(|holding| holding.claim.uid != self.claim.uid && holding.part.excludes(part)) {
-            None => Ok(()),
-            Some(holding) => Err(PlanError::Held {
-                claim: self.claim(),
-                device: self.device(),
-                gpu: gpu.uuid.clone(),
-                holder: holding.claim.clone(),
-            }),
-        }
+    match held.iter().find(|holding| holding.claim.uid != plan.claim.uid && holding.part.excludes(part)) {
+        None => Ok(()),
+        Some(holding) => Err(Refusal::Held { gpu: gpu.uuid.clone(), holder: holding.claim.clone() }),
     }
+}
 
-    /// The whole GPU: no instance may be on it, and MIG mode must be off.
-    fn whole(&self, gpu: &Gpu, mig_enabled: &BTreeSet<GpuUuid>) -> Result<Needs, PlanError> {
-        let Mig::Supported { mode, toggle, instances, .. } = &gpu.mig else {
-            return Ok(Needs { steps: Vec::new(), meets_foreign: false });
-        };
-        if let Some(foreign) = foreign(instances).next() {
-            return Err(self.foreign(gpu, foreign));
-        }
-        let on = *mode == MigMode::On || mig_enabled.contains(&gpu.uuid);
-        let steps = match (on, toggle) {
-            (false, _) => Vec::new(),
-            (true, MigToggle::Live) => vec![Step::DisableMig { gpu: gpu.uuid.clone() }],
-            (true, MigToggle::NeedsReset) => {
-                return Err(PlanError::NeedsMigOff {
-                    claim: self.claim(),
-                    device: self.device(),
-                    gpu: gpu.uuid.clone(),
-                });
-            }
-        };
-        Ok(Needs { steps, meets_foreign: false })
+/// The whole GPU: no instance may be on it, and MIG mode must be off.
+fn whole(gpu: &Gpu, mig_enabled: &BTreeSet<GpuUuid>) -> Result<Needs, Refusal> {
+    let Mig::Supported { mode, toggle, instances, .. } = &gpu.mig else {
+        return Ok(Needs { steps: Vec::new(), meets_foreign: false });
+    };
+    if let Some(other) = foreign(instances).next() {
+        return Err(Refusal::Foreign { gpu: gpu.uuid.clone(), instance: other.id });
     }
+    let on = *mode == MigMode::On || mig_enabled.contains(&gpu.uuid);
+    let steps = match (on, toggle) {
+        (false, _) => Vec::new(),
+        (true, MigToggle::Live) => vec![Step::DisableMig { gpu: gpu.uuid.clone() }],
+        (true, MigToggle::NeedsReset) => return Err(Refusal::NeedsMigOff { gpu: gpu.uuid.clone() }),
+    };
+    Ok(Needs { steps, meets_foreign: false })
+}
 
-    /// A MIG instance: made, or taken as it is where somebody else made it.
-    fn instance(&self, gpu: &Gpu, key: &InstanceKey) -> Result<Needs, PlanError> {
-        let Mig::Supported { mode, toggle, instances, .. } = &gpu.mig else {
-            return Err(PlanError::UnknownDevice { claim: self.claim(), device: self.device() });
-        };
-        let in_the_way = |other: &&GpuInstance| !is(other, key) && other.placement.overlaps(key.placement);
-        if let Some(other) = foreign(instances).find(in_the_way) {
-            return Err(self.foreign(gpu, other));
-        }
-        if *mode == MigMode::Off && *toggle == MigToggle::NeedsReset {
-            return Err(PlanError::NeedsMigOn {
-                claim: self.claim(),
-                device: self.device(),
-                gpu: gpu.uuid.clone(),
-            });
-        }
-        let there = foreign(instances).find(|other| is(other, key));
-        let mut steps = Vec::new();
-        if there.is_none() && *toggle == MigToggle::Live {
+/// A MIG instance: made, or taken as it is where somebody else made it.
+fn instance(gpu: &Gpu, key: &InstanceKey) -> Result<Needs, Refusal> {
+    let Mig::Supported { mode, toggle, instances, .. } = &gpu.mig else {
+        return Err(Refusal::UnknownDevice);
+    };
+    let in_the_way = |other: &&GpuInstance| !is(other, key) && other.placement.overlaps(key.placement);
+    if let Some(other) = foreign(instances).find(in_the_way) {
+        return Err(Refusal::Foreign { gpu: gpu.uuid.clone(), instance: other.id });
+    }
+    if *mode == MigMode::Off && *toggle == MigToggle::NeedsReset {
+        return Err(Refusal::NeedsMigOn { gpu: gpu.uuid.clone() });
+    }
+    let there = foreign(instances).find(|other| is(other, key));
+    let mut steps = Vec::new();
+    if there.is_none() {
+        if *toggle == MigToggle::Live {
             steps.push(Step::EnableMig { gpu: gpu.uuid.clone() });
         }
-        if there.is_none() {
-            steps.push(Step::CreateGpuInstance(key.clone()));
-        }
-        if there.is_none_or(|instance| instance.compute_instances.is_empty()) {
-            steps.push(Step::CreateComputeInstance(key.clone()));
-        }
-        Ok(Needs { steps, meets_foreign: there.is_some() })
+        steps.push(Step::CreateGpuInstance(key.clone()));
     }
-
-    fn foreign(&self, gpu: &Gpu, instance: &GpuInstance) -> PlanError {
-        PlanError::Foreign {
-            claim: self.claim(),
-            device: self.device(),
-            gpu: gpu.uuid.clone(),
-            instance: instance.id,
-        }
+    if there.is_none_or(|instance| instance.compute_instances.is_empty()) {
+        steps.push(Step::CreateComputeInstance(key.clone()));
     }
+    Ok(Needs { steps, meets_foreign: there.is_some() })
 }
 
 /// Instances that somebody else made. Ours are judged by the records: the

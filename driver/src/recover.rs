@@ -20,6 +20,11 @@ use divvy_model::{Gpu, Inventory};
 use futures::future::join_all;
 use std::collections::BTreeSet;
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// How often promises are held against the inventory when nothing has changed.
+const ROUND: Duration = Duration::from_secs(10);
 
 /// What became of a claim.
 enum Settled {
@@ -58,27 +63,38 @@ impl Inner {
         report
     }
 
-    /// Settles GPUs as they come, come back, lose instances or get another driver.
+    /// Settles GPUs as they come, come back, lose instances or get another
+    /// driver. A loss that the inventory shows at once is seen at once; one that
+    /// fell between two readings, or could not be made good, at the next round.
     pub(crate) async fn watch(self: Arc<Self>, settled: Arc<Inventory>) {
         let mut inventories = self.gpus.inventory();
+        // What changed while the claims were settled.
+        inventories.mark_changed();
         let mut last = settled;
+        let mut round = tokio::time::interval_at(Instant::now() + ROUND, ROUND);
         loop {
+            let mut look_at_all = false;
+            tokio::select! {
+                () = self.stop.cancelled() => return,
+                changed = inventories.changed() => if changed.is_err() { return },
+                _ = round.tick() => look_at_all = true,
+            }
             let now = inventories.borrow_and_update().clone();
             let others_driver = now.driver_version != last.driver_version && !now.driver_version.is_empty();
             for gpu in now.gpus.iter().filter(|gpu| is_usable(gpu)) {
                 let was = last.gpus.iter().find(|was| was.uuid == gpu.uuid);
                 let is_new = was.is_none_or(|was| !is_usable(was));
-                let changed = was.is_none_or(|was| was.mig != gpu.mig || was.minor != gpu.minor);
-                if is_new || others_driver || (changed && self.lacks_something(gpu)) {
+                let changed = was.is_none_or(|was| was.mig != gpu.mig);
+                if is_new
+                    || others_driver
+                    || ((changed || look_at_all) && self.lacks_something(gpu))
+                    || (look_at_all && self.is_half_done(gpu))
+                {
                     let (inner, gpu) = (self.clone(), gpu.clone());
                     self.tasks.spawn(async move { inner.settle(&gpu).await });
                 }
             }
             last = now;
-            tokio::select! {
-                () = self.stop.cancelled() => return,
-                changed = inventories.changed() => if changed.is_err() { return },
-            }
         }
     }
 
@@ -252,7 +268,15 @@ impl Inner {
         gpu.is_some_and(|gpu| matches!(gpu.mig, Mig::Supported { toggle: MigToggle::Live, .. }))
     }
 
-    /// Whether a record promises an instance that this description lacks, or waits to be undone.
+    /// Whether a claim on it waits to be undone and nobody is at it.
+    fn is_half_done(&self, gpu: &Gpu) -> bool {
+        let waits = |record: &Arc<ClaimRecord>| {
+            record.state != HeldState::Prepared && !self.claims.is_busy(&record.claim.uid)
+        };
+        self.records.on(&gpu.uuid).iter().any(waits)
+    }
+
+    /// Whether a record promises an instance that this description lacks.
     fn lacks_something(&self, gpu: &Gpu) -> bool {
         let Mig::Supported { instances, .. } = &gpu.mig else { return false };
         let missing = |part: &Part| {

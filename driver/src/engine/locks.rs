@@ -27,6 +27,11 @@ impl ClaimLocks {
         };
         ClaimLock { locks: self, uid: uid.clone(), guard: Some(lock.lock_owned().await) }
     }
+
+    /// Whether somebody has the claim or waits for it.
+    pub(crate) fn is_busy(&self, uid: &ClaimUid) -> bool {
+        self.claims.lock().unwrap_or_else(PoisonError::into_inner).contains_key(uid)
+    }
 }
 
 impl Drop for ClaimLock<'_> {

@@ -1,6 +1,6 @@
 use super::*;
 use divvy_api::ShareId;
-use divvy_model::inventory::{ComputeInstance, Condition, MigProfile};
+use divvy_model::inventory::{ComputeInstance, MigProfile};
 use divvy_model::{GpuNumber, Placement};
 
 /// A node with one GPU, as text: what the GPU is, what is on it, who holds what.
@@ -283,13 +283,13 @@ fn unknown_devices_pools_and_shares_are_refused() {
         "gpu-0-mig-1g10gb-18-0",
         "gpu-0-mig-2g10gb-19-0",
     ] {
-        check_refused(&world, device, &format!("has no device {device}"));
+        check_refused(&world, device, &format!("device {device} is not on this node"));
     }
-    check_refused(&world, "elsewhere/gpu-0", "not this node's pool node");
+    check_refused(&world, "elsewhere/gpu-0", "this node's pool is node");
     check_refused(&world, "share:gpu-0", "cannot be shared");
     let mut plain = world.clone();
     plain.gpu.mig = Mig::Unsupported;
-    check_refused(&plain, "gpu-0-mig-1g10gb-19-0", "has no device");
+    check_refused(&plain, "gpu-0-mig-1g10gb-19-0", "is not on this node");
 }
 
 #[test]

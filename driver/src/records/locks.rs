@@ -120,12 +120,6 @@ impl Locks {
         Some(Line::read(&file).ok()?.generation)
     }
 
-    /// The GPUs that ever were locked: those that records or MIG mode may concern.
-    pub fn known(&self) -> io::Result<BTreeSet<GpuUuid>> {
-        let name = |entry: io::Result<std::fs::DirEntry>| Some(entry.ok()?.file_name().to_str()?.into());
-        Ok(std::fs::read_dir(&self.dir)?.filter_map(name).collect())
-    }
-
     fn slot(&self, gpu: &GpuUuid) -> Arc<Mutex<Slot>> {
         let mut gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
         gpus.entry(gpu.clone()).or_default().clone()

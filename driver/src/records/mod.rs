@@ -31,7 +31,6 @@ mod wire;
 pub use index::Records;
 pub use locks::{GpuFileError, LockError, Locked, LockedGpu, Locks};
 pub use store::{Quarantined, RecordError};
-pub use wire::FORMAT;
 
 use crate::engine::{HeldState, PreparedDevice};
 use crate::plan::{Access, Holding, Part, Plan};

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 /// The format that this build writes, and the newest that it reads.
-pub const FORMAT: u32 = 1;
+const FORMAT: u32 = 1;
 
 /// Why bytes are not a record.
 #[derive(Debug, thiserror::Error)]
