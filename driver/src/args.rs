@@ -35,7 +35,7 @@ pub struct Args {
 #[command(next_help_heading = "Cluster")]
 pub struct ClusterArgs {
     /// Name of the Node this daemon serves; also the name of its pool
-    #[arg(long, env = "NODE_NAME", value_name = "NAME")]
+    #[arg(long, env = "NODE_NAME", value_name = "NAME", value_parser = node_name)]
     pub node_name: String,
     /// Kubeconfig file; without it the pod's ServiceAccount is used
     #[arg(long, env = "KUBECONFIG", value_name = "FILE")]
@@ -174,6 +174,14 @@ impl HostArgs {
     }
 }
 
+/// As Kubernetes names nodes; it goes into URLs and selectors.
+fn node_name(text: &str) -> Result<String, String> {
+    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte);
+    let edges = text.starts_with(['-', '.']) || text.ends_with(['-', '.']);
+    let fits = (1..=253).contains(&text.len()) && text.bytes().all(plain) && !edges;
+    if fits { Ok(text.to_owned()) } else { Err("must be the name of a Node: a-z, 0-9, - and .".to_owned()) }
+}
+
 fn pod_uid(text: &str) -> Result<PodUid, String> {
     text.parse().map_err(|err: crate::registration::PodUidError| err.to_string())
 }
@@ -236,6 +244,21 @@ mod tests {
         check_time("2m", Some(120_000));
         for bad in ["", "s", "30", "30 s", "-1s", "61m", "99999999999999999999m", "1h", "s1"] {
             check_time(bad, None);
+        }
+    }
+
+    #[test]
+    fn a_node_name_is_safe_in_a_url() {
+        assert!(node_name("ip-10-0-0-1.ec2.internal").is_ok());
+        for bad in ["", "a/b", "A", "a,b", "-a", "a.", "a b"] {
+            assert!(node_name(bad).is_err(), "{bad}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_value_makes_the_command_line_panic(text in "\\PC{0,12}") {
+            let _ = (time(&text), http(&text), absolute(&text), node_name(&text), pod_uid(&text));
         }
     }
 

@@ -91,4 +91,11 @@ mod tests {
         check("cdi_spec_dirs = [\n \"/run/cdi\" ]", None);
         check("#enable_cdi = false", None);
     }
+
+    proptest::proptest! {
+        #[test]
+        fn no_configuration_makes_it_panic(text in "((enable_cdi|cdi_spec_dirs|version|io.containerd.grpc.v1.cri|[=\\[\\]'\"# \n]|\\PC)){0,40}") {
+            let _ = judge(&text, "c", Path::new("/run/cdi"));
+        }
+    }
 }

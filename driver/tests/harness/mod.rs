@@ -3,7 +3,7 @@
 //!
 //! Everything that outlives the daemon is in [`World`]; a [`Daemon`] can be
 //! stopped, killed and started again over it.
-#![allow(dead_code)]
+#![allow(dead_code, clippy::unwrap_used)]
 
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
 use divvy_fakes::kubelet::{FakeKubelet, KubeletOptions, Outcome, Wipe};
