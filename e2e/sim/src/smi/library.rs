@@ -7,11 +7,13 @@ use std::ffi::{CStr, c_char, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr;
 
+use super::structures::{Attributes, Bar1, Handle, Memory, Pci, Process, text, version};
+
 /// Directories of libraries, from the directory of programs.
 const LIB_DIRS: [&str; 2] = ["../lib/x86_64-linux-gnu", "../lib/aarch64-linux-gnu"];
 const SONAME: &str = "libnvidia-ml.so.1";
 /// A GPU has no more instances or processes than this.
-const MOST: usize = 64;
+pub(super) const MOST: usize = 64;
 
 /// Why a command did not do what it was asked to.
 #[derive(Debug, thiserror::Error)]
@@ -63,152 +65,6 @@ pub(super) fn text_of(code: u32) -> String {
     known.to_owned()
 }
 
-/// `nvmlDevice_t`, `nvmlGpuInstance_t` and `nvmlComputeInstance_t`: numbers to this program.
-pub(super) type Handle = usize;
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Placement {
-    pub(super) start: u32,
-    pub(super) size: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Memory {
-    version: u32,
-    pub(super) total: u64,
-    pub(super) reserved: u64,
-    pub(super) free: u64,
-    pub(super) used: u64,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Bar1 {
-    pub(super) total: u64,
-    pub(super) free: u64,
-    pub(super) used: u64,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Pci {
-    _legacy: [c_char; 16],
-    pub(super) domain: u32,
-    pub(super) bus: u32,
-    pub(super) device: u32,
-    pub(super) device_id: u32,
-    pub(super) subsystem_id: u32,
-    bus_id: [c_char; 32],
-}
-
-/// A GPU-instance profile, version 2.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct GiProfile {
-    version: u32,
-    pub(super) id: u32,
-    pub(super) p2p: u32,
-    pub(super) slices: u32,
-    pub(super) instances: u32,
-    pub(super) sm: u32,
-    pub(super) ce: u32,
-    pub(super) dec: u32,
-    pub(super) enc: u32,
-    pub(super) jpg: u32,
-    pub(super) ofa: u32,
-    pub(super) memory_mib: u64,
-    name: [c_char; 96],
-}
-
-/// A compute-instance profile, version 2.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct CiProfile {
-    version: u32,
-    pub(super) id: u32,
-    pub(super) slices: u32,
-    pub(super) instances: u32,
-    pub(super) sm: u32,
-    pub(super) ce: u32,
-    pub(super) dec: u32,
-    pub(super) enc: u32,
-    pub(super) jpg: u32,
-    pub(super) ofa: u32,
-    name: [c_char; 96],
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct GiInfo {
-    _device: Handle,
-    pub(super) id: u32,
-    pub(super) profile: u32,
-    pub(super) placement: Placement,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct CiInfo {
-    _device: Handle,
-    _gi: Handle,
-    pub(super) id: u32,
-    pub(super) profile: u32,
-    pub(super) placement: Placement,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Attributes {
-    pub(super) sm: u32,
-    pub(super) ce: u32,
-    pub(super) dec: u32,
-    pub(super) enc: u32,
-    pub(super) jpg: u32,
-    pub(super) ofa: u32,
-    _slices: [u32; 2],
-    _memory_mib: u64,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Process {
-    pub(super) pid: u32,
-    pub(super) used: u64,
-    pub(super) gi: u32,
-    pub(super) ci: u32,
-}
-
-impl Pci {
-    pub(super) fn bus_id(&self) -> String {
-        text(&self.bus_id)
-    }
-}
-
-impl GiProfile {
-    pub(super) fn name(&self) -> String {
-        text(&self.name)
-    }
-}
-
-impl CiProfile {
-    pub(super) fn name(&self) -> String {
-        text(&self.name)
-    }
-}
-
-fn text(array: &[c_char]) -> String {
-    let bytes: Vec<u8> =
-        array.iter().map(|byte| byte.cast_unsigned()).take_while(|byte| *byte != 0).collect();
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
-/// The version word of a structure.
-const fn version<T>(number: u32) -> u32 {
-    size_of::<T>() as u32 | number << 24
-}
-
 /// The loaded library, initialised; where it was found.
 pub(super) struct Nvml {
     library: libloading::Library,
@@ -233,14 +89,14 @@ impl Nvml {
     }
 
     /// A function of the library. `F` must be its type in the header.
-    fn symbol<F: Copy>(&self, name: &'static str) -> Smi<F> {
+    pub(super) fn symbol<F: Copy>(&self, name: &'static str) -> Smi<F> {
         // SAFETY: callers, all in this file, name the type that the header has.
         let symbol = unsafe { self.library.get::<F>(name.as_bytes()) };
         symbol.map(|symbol| *symbol).map_err(|_| SmiError::NoSymbol { name })
     }
 
     /// Calls `name(handle, &mut T)`.
-    fn about<T: Copy>(&self, name: &'static str, handle: Handle, start: T) -> Smi<T> {
+    pub(super) fn about<T: Copy>(&self, name: &'static str, handle: Handle, start: T) -> Smi<T> {
         let call: unsafe extern "C" fn(Handle, *mut T) -> u32 = self.symbol(name)?;
         let mut value = start;
         // SAFETY: the output is a place of the type that the call fills.
@@ -249,7 +105,13 @@ impl Nvml {
     }
 
     /// Calls `name(handle, number, &mut T)`.
-    fn about_number<T: Copy>(&self, name: &'static str, handle: Handle, number: u32, start: T) -> Smi<T> {
+    pub(super) fn about_number<T: Copy>(
+        &self,
+        name: &'static str,
+        handle: Handle,
+        number: u32,
+        start: T,
+    ) -> Smi<T> {
         let call: unsafe extern "C" fn(Handle, u32, *mut T) -> u32 = self.symbol(name)?;
         let mut value = start;
         // SAFETY: the output is a place of the type that the call fills.
@@ -258,7 +120,7 @@ impl Nvml {
     }
 
     /// Calls `name(handle)` or `name(handle, number)`.
-    fn act(&self, name: &'static str, handle: Handle, number: u32) -> Smi<()> {
+    pub(super) fn act(&self, name: &'static str, handle: Handle, number: u32) -> Smi<()> {
         let call: unsafe extern "C" fn(Handle, u32) -> u32 = self.symbol(name)?;
         // SAFETY: an argument more than a function has is ignored by the C calling convention.
         done(unsafe { call(handle, number) })
@@ -413,153 +275,6 @@ impl Nvml {
         Ok(found.into_iter().take(count as usize).collect())
     }
 
-    /// The GPU-instance profiles that the GPU has, small ones first.
-    pub(super) fn gi_profiles(&self, device: Handle) -> Smi<Vec<GiProfile>> {
-        let start = GiProfile {
-            version: version::<GiProfile>(2),
-            id: 0,
-            p2p: 0,
-            slices: 0,
-            instances: 0,
-            sm: 0,
-            ce: 0,
-            dec: 0,
-            enc: 0,
-            jpg: 0,
-            ofa: 0,
-            memory_mib: 0,
-            name: [0; 96],
-        };
-        let name = "nvmlDeviceGetGpuInstanceProfileInfoV";
-        let mut found = self.indexed(|index| self.about_number(name, device, index, start))?;
-        found.sort_by_key(|profile| (profile.slices, profile.memory_mib));
-        Ok(found)
-    }
-
-    /// The compute-instance profiles that the GPU instance has, by index.
-    pub(super) fn ci_profiles(&self, gi: Handle) -> Smi<Vec<CiProfile>> {
-        let name = "nvmlGpuInstanceGetComputeInstanceProfileInfoV";
-        let call: unsafe extern "C" fn(Handle, u32, u32, *mut CiProfile) -> u32 = self.symbol(name)?;
-        self.indexed(|index| {
-            let mut value = CiProfile {
-                version: version::<CiProfile>(2),
-                id: 0,
-                slices: 0,
-                instances: 0,
-                sm: 0,
-                ce: 0,
-                dec: 0,
-                enc: 0,
-                jpg: 0,
-                ofa: 0,
-                name: [0; 96],
-            };
-            // SAFETY: the output is a place of the type that the call fills.
-            done(unsafe { call(gi, index, 0, &mut value) })?;
-            Ok(value)
-        })
-    }
-
-    /// All that an enumeration by index has, until the index is invalid.
-    fn indexed<T>(&self, get: impl Fn(u32) -> Smi<T>) -> Smi<Vec<T>> {
-        let mut found = Vec::new();
-        for index in 0.. {
-            match get(index) {
-                Ok(value) => found.push(value),
-                Err(SmiError::Nvml(3)) => {}
-                Err(SmiError::Nvml(2)) => break,
-                Err(other) => return Err(other),
-            }
-        }
-        Ok(found)
-    }
-
-    pub(super) fn placements(&self, device: Handle, profile: u32) -> Smi<Vec<Placement>> {
-        let name = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
-        let call: unsafe extern "C" fn(Handle, u32, *mut Placement, *mut u32) -> u32 = self.symbol(name)?;
-        let mut found = [Placement { start: 0, size: 0 }; MOST];
-        let mut count = MOST as u32;
-        // SAFETY: the array has room for as many as the count says.
-        done(unsafe { call(device, profile, found.as_mut_ptr(), &mut count) })?;
-        Ok(found.into_iter().take(count as usize).collect())
-    }
-
-    /// The GPU instances, by id.
-    pub(super) fn gis(&self, device: Handle) -> Smi<Vec<(Handle, GiInfo)>> {
-        let mut found = Vec::new();
-        for profile in self.gi_profiles(device)? {
-            for gi in self.listed("nvmlDeviceGetGpuInstances", device, profile.id)? {
-                let placement = Placement { start: 0, size: 0 };
-                let start = GiInfo { _device: 0, id: 0, profile: 0, placement };
-                found.push((gi, self.about("nvmlGpuInstanceGetInfo", gi, start)?));
-            }
-        }
-        found.sort_by_key(|(_, info)| info.id);
-        Ok(found)
-    }
-
-    /// The compute instances of a GPU instance, by id.
-    pub(super) fn cis(&self, gi: Handle) -> Smi<Vec<(Handle, CiInfo)>> {
-        let mut found = Vec::new();
-        for profile in self.ci_profiles(gi)? {
-            for ci in self.listed("nvmlGpuInstanceGetComputeInstances", gi, profile.id)? {
-                found.push((ci, self.ci_info(ci)?));
-            }
-        }
-        found.sort_by_key(|(_, info)| info.id);
-        Ok(found)
-    }
-
-    fn listed(&self, name: &'static str, parent: Handle, profile: u32) -> Smi<Vec<Handle>> {
-        let call: unsafe extern "C" fn(Handle, u32, *mut Handle, *mut u32) -> u32 = self.symbol(name)?;
-        let mut found = [0; MOST];
-        let mut count = MOST as u32;
-        // SAFETY: the array has room for all that a profile allows.
-        done(unsafe { call(parent, profile, found.as_mut_ptr(), &mut count) })?;
-        Ok(found.into_iter().take(count as usize).collect())
-    }
-
-    fn ci_info(&self, ci: Handle) -> Smi<CiInfo> {
-        let placement = Placement { start: 0, size: 0 };
-        let start = CiInfo { _device: 0, _gi: 0, id: 0, profile: 0, placement };
-        self.about("nvmlComputeInstanceGetInfo_v2", ci, start)
-    }
-
-    pub(super) fn create_gi(
-        &self,
-        device: Handle,
-        profile: u32,
-        place: Option<Placement>,
-    ) -> Smi<(Handle, GiInfo)> {
-        let gi = match place {
-            None => self.about_number("nvmlDeviceCreateGpuInstance", device, profile, 0)?,
-            Some(place) => {
-                let name = "nvmlDeviceCreateGpuInstanceWithPlacement";
-                let call: unsafe extern "C" fn(Handle, u32, *const Placement, *mut Handle) -> u32 =
-                    self.symbol(name)?;
-                let mut gi = 0;
-                // SAFETY: the placement is read, the output is a place for a handle.
-                done(unsafe { call(device, profile, ptr::from_ref(&place), &mut gi) })?;
-                gi
-            }
-        };
-        let start = GiInfo { _device: 0, id: 0, profile: 0, placement: Placement { start: 0, size: 0 } };
-        Ok((gi, self.about("nvmlGpuInstanceGetInfo", gi, start)?))
-    }
-
-    pub(super) fn create_ci(&self, gi: Handle, profile: u32) -> Smi<CiInfo> {
-        let ci = self.about_number("nvmlGpuInstanceCreateComputeInstance", gi, profile, 0)?;
-        self.ci_info(ci)
-    }
-
-    pub(super) fn destroy_gi(&self, gi: Handle) -> Smi<()> {
-        self.act("nvmlGpuInstanceDestroy", gi, 0)
-    }
-
-    pub(super) fn destroy_ci(&self, ci: Handle) -> Smi<()> {
-        self.act("nvmlComputeInstanceDestroy", ci, 0)
-    }
-
     /// The file that the library was loaded from.
     pub(super) fn file(&self) -> PathBuf {
         let known = |info: &Info| {
@@ -605,6 +320,6 @@ impl Drop for Nvml {
     }
 }
 
-fn done(code: u32) -> Smi<()> {
+pub(super) fn done(code: u32) -> Smi<()> {
     if code == 0 { Ok(()) } else { Err(SmiError::Nvml(code)) }
 }

@@ -3,15 +3,19 @@
 //! Output has the shape of the real program's, because programs read it. One value has no NVML call: the time slice
 //! that `compute-policy` sets goes straight into the simulator's state.
 
+mod csv;
+mod instances;
 mod library;
 mod mig;
 mod query;
+mod structures;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use crate::sim::Sim;
-use library::{Handle, Nvml, Smi, SmiError, text_of};
+use library::{Nvml, Smi, SmiError, text_of};
+use structures::Handle;
 
 const HELP: &str = "\
 nvidia-smi [OPTION] ...
@@ -191,7 +195,7 @@ fn run(program: &Path, command: &Command, ids: Option<&str>) -> Smi<()> {
         Command::Table => query::table(&nvml, &gpus),
         Command::List => query::list(&nvml, &gpus),
         Command::Query { xml } => query::query(&nvml, &gpus, *xml),
-        Command::Csv { fields, format } => query::csv(&nvml, &gpus, fields, format),
+        Command::Csv { fields, format } => csv::csv(&nvml, &gpus, fields, format),
         Command::Mig(options) => mig::run(&nvml, &gpus, options),
         Command::MigMode(on) => each(&nvml, &gpus, |gpu, bus_id| set_mig_mode(&nvml, gpu, bus_id, *on)),
         Command::ComputeMode(mode) => each(&nvml, &gpus, |gpu, bus_id| {
