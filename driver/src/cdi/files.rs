@@ -106,25 +106,35 @@ pub struct DriverFiles {
 }
 
 /// What has to stay the same for a [`DriverFiles`] to be true: the version of
-/// the kernel module and the directories. Cheap to take.
+/// the kernel module and the directories that are there. Cheap to look at: a
+/// directory that is not there yet brings another version, or changes one that is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stamp {
     kernel: Option<String>,
-    dirs: Vec<Option<(u64, u64, i64, i64)>>,
+    dirs: Vec<(PathBuf, Change)>,
 }
+
+/// Device, inode and time of the last change of a directory.
+type Change = (u64, u64, i64, i64);
 
 impl Stamp {
     /// As it is now.
     pub fn take(driver_root: &Path, proc_root: &Path) -> Self {
-        let stat = |dir: &&str| {
-            let meta = std::fs::metadata(driver_root.join(dir)).ok()?;
-            Some((meta.dev(), meta.ino(), meta.mtime(), meta.mtime_nsec()))
-        };
-        Self {
-            kernel: kernel_version(proc_root),
-            dirs: LIBRARY_DIRS.iter().chain(BINARY_DIRS).map(stat).collect(),
-        }
+        let dirs = LIBRARY_DIRS.iter().chain(BINARY_DIRS).map(|dir| driver_root.join(dir));
+        let dirs = dirs.filter_map(|dir| change(&dir).map(|change| (dir, change))).collect();
+        Self { kernel: kernel_version(proc_root), dirs }
     }
+
+    /// Whether it still is so.
+    pub fn holds(&self, proc_root: &Path) -> bool {
+        let unchanged = |(dir, then): &(PathBuf, Change)| change(dir).is_some_and(|now| now == *then);
+        self.dirs.iter().all(unchanged) && self.kernel == kernel_version(proc_root)
+    }
+}
+
+fn change(dir: &Path) -> Option<Change> {
+    let meta = std::fs::metadata(dir).ok()?;
+    Some((meta.dev(), meta.ino(), meta.mtime(), meta.mtime_nsec()))
 }
 
 /// Version of the loaded kernel module, for example `580.95.05`.
@@ -398,12 +408,21 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_new_file_changes_the_stamp() {
-        let dir = root(&[("usr/lib64/libnvidia-ml.so.590.3", b"x")]);
-        let take = || Stamp::take(dir.path(), &dir.path().join("proc"));
-        let before = take();
-        assert_eq!(before, take());
-        std::fs::remove_dir_all(dir.path().join("usr/lib64")).unwrap();
-        assert_ne!(before, take());
+    fn whatever_comes_or_goes_breaks_the_stamp() {
+        let dir = root(&[("usr/lib64/libnvidia-ml.so.590.3", b"x"), ("usr/bin/nvidia-smi", b"x")]);
+        let proc_root = dir.path().join("proc");
+        let check = |change: &dyn Fn()| {
+            let stamp = Stamp::take(dir.path(), &proc_root);
+            assert!(stamp.holds(&proc_root));
+            change();
+            assert!(!stamp.holds(&proc_root));
+        };
+        check(&|| std::fs::write(dir.path().join("usr/lib64/libcuda.so.590.3"), "x").unwrap());
+        check(&|| std::fs::remove_file(dir.path().join("usr/bin/nvidia-smi")).unwrap());
+        check(&|| {
+            std::fs::create_dir_all(proc_root.join("driver/nvidia")).unwrap();
+            std::fs::write(proc_root.join("driver/nvidia/version"), "NVRM version: NVIDIA 590.3 x").unwrap();
+        });
+        check(&|| std::fs::remove_dir_all(dir.path().join("usr/lib64")).unwrap());
     }
 }

@@ -60,8 +60,8 @@ pub struct CommonNodes {
 }
 
 impl CommonNodes {
-    /// Looks for them, and has what is missing made.
-    pub fn find(paths: &HostPaths) -> Result<Self, NodesError> {
+    /// Looks for them, and has what is missing made. Also the majors, which tell the rest.
+    pub fn find(paths: &HostPaths) -> Result<(Self, Majors), NodesError> {
         // Two kernel modules can be missing, one behind the other.
         let mut asked = Vec::new();
         loop {
@@ -75,7 +75,7 @@ impl CommonNodes {
     }
 
     /// The nodes, or what is missing and how `nvidia-modprobe` is asked for it.
-    fn look(paths: &HostPaths) -> Result<Self, (NodesError, &'static [&'static str])> {
+    fn look(paths: &HostPaths) -> Result<(Self, Majors), (NodesError, &'static [&'static str])> {
         const LOAD: &[&str] = &["-c", "255"];
         const LOAD_UVM: &[&str] = &["-u"];
         let majors = Majors::read(paths).map_err(|cause| (cause, LOAD))?;
@@ -85,7 +85,8 @@ impl CommonNodes {
         for node in ["/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"] {
             present(paths, node).map_err(|cause| (cause, LOAD_UVM))?;
         }
-        Ok(Self { gpu_major, uvm_major, modeset: present(paths, "/dev/nvidia-modeset").is_ok() })
+        let modeset = present(paths, "/dev/nvidia-modeset").is_ok();
+        Ok((Self { gpu_major, uvm_major, modeset }, majors))
     }
 
     /// As they stand in a CDI file.
@@ -104,8 +105,7 @@ impl CommonNodes {
 
 impl DeviceNodes {
     /// As they stand in a CDI file.
-    pub fn nodes(&self, paths: &HostPaths) -> Result<Vec<DeviceNode>, NodesError> {
-        let majors = Majors::read(paths)?;
+    pub fn nodes(&self, paths: &HostPaths, majors: &Majors) -> Result<Vec<DeviceNode>, NodesError> {
         let (minor, access) = self.access_files();
         let path = format!("/dev/nvidia{minor}");
         if let Err(missing) = present(paths, &path) {
@@ -145,7 +145,8 @@ impl DeviceNodes {
 const GPU_MODULES: &[&str] = &["nvidia", "nvidiactl", "nvidia-frontend"];
 
 /// Majors of character devices, by name.
-struct Majors {
+#[derive(Debug)]
+pub struct Majors {
     path: PathBuf,
     by_name: BTreeMap<String, u32>,
 }

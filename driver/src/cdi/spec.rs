@@ -3,7 +3,7 @@
 
 use super::document::{Device, Document, Edits, Hook, Mount};
 use super::files::{DriverFiles, Shared as SharedFile, Stamp};
-use super::nodes::CommonNodes;
+use super::nodes::{CommonNodes, Majors};
 use super::{Cdi, CdiError, ClaimDevice, ReadinessError, hook};
 use divvy_api::{ClaimUid, DeviceName};
 use std::path::{Path, PathBuf};
@@ -24,35 +24,38 @@ pub(super) struct Common {
 
 impl Common {
     /// Whether nothing has changed since.
-    fn holds(&self, stamp: &Stamp, nodes: &CommonNodes) -> bool {
-        self.stamp == *stamp && self.nodes == *nodes && self.hook.as_ref().is_none_or(|path| path.exists())
+    fn holds(&self, proc_root: &Path, nodes: &CommonNodes) -> bool {
+        self.nodes == *nodes
+            && self.stamp.holds(proc_root)
+            && self.hook.as_ref().is_none_or(|path| path.exists())
     }
 }
 
 impl Cdi {
     /// The common edits, found again if anything they stand on has changed.
-    pub(super) fn common(&self) -> Result<Arc<Edits>, ReadinessError> {
+    pub(super) fn common(&self) -> Result<(Arc<Edits>, Majors), ReadinessError> {
         let paths = &self.shared.paths;
-        let nodes = CommonNodes::find(paths)?;
-        let stamp = Stamp::take(&paths.driver_root, &paths.proc_root);
+        let (nodes, majors) = CommonNodes::find(paths)?;
         let mut cached = self.shared.common.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(common) = cached.as_ref().filter(|common| common.holds(&stamp, &nodes)) {
-            return Ok(common.edits.clone());
+        if let Some(common) = cached.as_ref().filter(|common| common.holds(&paths.proc_root, &nodes)) {
+            return Ok((common.edits.clone(), majors));
         }
+        let stamp = Stamp::take(&paths.driver_root, &paths.proc_root);
         let files = DriverFiles::find(&paths.driver_root, &stamp)?;
         let hook = hook::install(&self.shared.hook, &paths.plugin_dir())?;
         let edits = Arc::new(edits(&files, &nodes, hook.as_deref()));
         *cached = Some(Common { stamp, nodes, hook, edits: edits.clone() });
-        Ok(edits)
+        Ok((edits, majors))
     }
 
     /// The bytes of a claim's file.
     pub(super) fn render(&self, claim: &ClaimUid, devices: &[ClaimDevice]) -> Result<Vec<u8>, CdiError> {
-        let common = self.common().map_err(|cause| CdiError::NotReady { claim: claim.clone(), cause })?;
+        let (common, majors) =
+            self.common().map_err(|cause| CdiError::NotReady { claim: claim.clone(), cause })?;
         let mut rendered: Vec<Device> = Vec::with_capacity(devices.len());
         for ClaimDevice { device, nodes } in devices {
             let fail = |cause| CdiError::Nodes { claim: claim.clone(), device: device.clone(), cause };
-            let nodes = nodes.nodes(&self.shared.paths).map_err(fail)?;
+            let nodes = nodes.nodes(&self.shared.paths, &majors).map_err(fail)?;
             let name = device_name(claim, device);
             // One device twice, once with adminAccess: one entry with all the nodes.
             match rendered.iter_mut().find(|have| have.name == name) {
