@@ -4,7 +4,7 @@
 //! and nothing is retried. What a failed step leaves is taken back by the
 //! caller with the same [`undo`](Hands::undo) that releases a claim.
 
-use crate::cdi::{Cdi, CdiError, ClaimDevice, DeviceNodes};
+use crate::cdi::{Cdi, CdiError, CdiId, ClaimDevice, DeviceNodes};
 use crate::gpus::{Gpus, Unavailable};
 use crate::plan::{Access, Part};
 use crate::records::{ClaimRecord, DeviceRecord, GpuFileError, InstanceIds, Locked};
@@ -12,7 +12,7 @@ use crate::step::{InstanceKey, Step, Undo};
 use divvy_api::{ClaimUid, GpuUuid};
 use divvy_model::inventory::{Mig, MigMode, Presence};
 use divvy_nvml::{GpuQueue, NvmlError, RawInstance};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 /// Does and undoes steps, none later than a time.
@@ -134,9 +134,9 @@ impl Hands {
         // The file is small, but a node or module that is missing is made first,
         // and that may take seconds.
         let written = tokio::task::spawn_blocking(move || cdi.write_claim(&uid, &devices)).await;
-        let ids = written.map_err(|_| StepError::Task)??;
-        for (device, id) in record.devices.iter_mut().zip(ids) {
-            device.cdi_ids = vec![id.into()];
+        written.map_err(|_| StepError::Task)??;
+        for device in &mut record.devices {
+            device.cdi_ids = vec![CdiId::new(&record.claim.uid, &device.device).into()];
         }
         Ok(())
     }
@@ -160,7 +160,7 @@ impl Hands {
             };
             devices.push(ClaimDevice { device: device.device.clone(), nodes });
         }
-        Ok(devices)
+        Ok(once_each(devices))
     }
 
     /// The same without a look at the hardware, where that can be said.
@@ -168,7 +168,7 @@ impl Hands {
         let known = |device: &DeviceRecord| {
             Some(ClaimDevice { device: device.device.clone(), nodes: self.known_nodes(device).ok()?? })
         };
-        record.devices.iter().map(known).collect()
+        record.devices.iter().map(known).collect::<Option<_>>().map(once_each)
     }
 
     fn known_nodes(&self, device: &DeviceRecord) -> Result<Option<DeviceNodes>, StepError> {
@@ -352,6 +352,13 @@ impl Hands {
 /// Whether an instance of the hardware is the one that a key names.
 pub fn is(instance: &RawInstance, key: &InstanceKey) -> bool {
     instance.profile_id == key.profile_id && instance.placement.start == key.placement.start
+}
+
+/// A CDI file names a device once, though a claim may own it and look at it.
+fn once_each(mut devices: Vec<ClaimDevice>) -> Vec<ClaimDevice> {
+    let mut seen = BTreeSet::new();
+    devices.retain(|device| seen.insert(device.device.clone()));
+    devices
 }
 
 fn hardware(step: &impl ToString, cause: NvmlError) -> StepError {

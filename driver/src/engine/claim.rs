@@ -99,18 +99,13 @@ impl Inner {
         let begun = Instant::now();
         let no_record = |cause| UnprepareError::Record { uid: uid.clone(), cause };
         let _claim = self.claims.lock(uid).await;
-        match self.records.read(uid) {
+        let (mut locked, record) = match self.lock(uid, BTreeSet::new()).await {
+            Ok((locked, Some(record))) => (locked, record),
             // No claim of ours ever had such a UID.
-            Ok(None) | Err(RecordError::Uid { .. }) => return Ok(()),
-            Ok(Some(_)) => {}
-            Err(cause) => return Err(no_record(cause)),
-        }
-        let (mut locked, record) =
-            self.lock(uid, BTreeSet::new()).await.map_err(|unlocked| match unlocked {
-                Unlocked::Lock(cause) => UnprepareError::Locked { uid: uid.clone(), cause },
-                Unlocked::Record(cause) => no_record(cause),
-            })?;
-        let Some(record) = record else { return Ok(()) };
+            Ok((_, None)) | Err(Unlocked::Record(RecordError::Uid { .. })) => return Ok(()),
+            Err(Unlocked::Record(cause)) => return Err(no_record(cause)),
+            Err(Unlocked::Lock(cause)) => return Err(UnprepareError::Locked { uid: uid.clone(), cause }),
+        };
         let (claim, devices) =
             (record.claim.clone(), names(record.devices.iter().map(|d| d.device.as_str())));
         self.give_back(&mut locked, record).await.map_err(|not| match not {
@@ -136,14 +131,11 @@ impl Inner {
         let within: Duration = self.options.answer_within.mul_f32(0.5);
         let mut wanted = gpus;
         loop {
-            if let Some(record) = self.records.read(uid).map_err(Unlocked::Record)? {
-                wanted.extend(record.gpus());
-            }
             let mut locked = self.locks.lock(&wanted, within).await.map_err(Unlocked::Lock)?;
             self.records.index(&mut locked).map_err(Unlocked::Record)?;
-            let record = self.records.read(uid).map_err(Unlocked::Record)?;
-            if record.as_ref().is_none_or(|record| locked.covers(&record.gpus())) {
-                return Ok((locked, record));
+            match self.records.read(uid).map_err(Unlocked::Record)? {
+                Some(record) if !locked.covers(&record.gpus()) => wanted.extend(record.gpus()),
+                record => return Ok((locked, record)),
             }
         }
     }
@@ -200,7 +192,7 @@ impl Inner {
             Err(cause) => Err(cause.into()),
         };
         match undone {
-            Ok(()) => self.rest_now(locked).await,
+            Ok(()) => self.rest_as_before(locked).await,
             Err(error) => tracing::warn!(
                 claim = %record.claim, %uid, error = &error as &dyn std::error::Error,
                 "failed prepare not undone yet; the claim's next call begins with it"

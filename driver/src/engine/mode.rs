@@ -14,10 +14,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl Inner {
-    /// Turns the mode off now where nobody needs it.
-    pub(super) async fn rest_now(self: &Arc<Self>, locked: &mut Locked) {
-        for gpu in self.idle(locked) {
-            self.rest(locked, &gpu).await;
+    /// Leaves the mode as it was when the GPUs were locked: off where we have
+    /// turned it on since, waiting to be turned off where it was on already.
+    pub(super) async fn rest_as_before(self: &Arc<Self>, locked: &mut Locked) {
+        for uuid in self.idle(locked) {
+            match locked.gpu(&uuid) {
+                Some(gpu) if gpu.mig_was_ours() => self.schedule(gpu),
+                _ => self.rest(locked, &uuid).await,
+            }
         }
     }
 

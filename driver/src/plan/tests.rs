@@ -321,3 +321,36 @@ fn administrators_look_on() {
     // The same claim may look at the whole GPU and own a part of it.
     assert!(planned(&world(HOPPER, MigMode::Off), "admin:gpu-0 gpu-0-mig-1g10gb-19-0").is_ok());
 }
+
+proptest::proptest! {
+    /// Whatever claims come and go, the parts that are held share no memory slice.
+    #[test]
+    fn held_parts_never_share_a_slice(
+        asks in proptest::collection::vec((0..6usize, 0..8usize, 0..8usize, proptest::bool::ANY), 1..30),
+    ) {
+        let names = [
+            "gpu-0", "gpu-0-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-4", "gpu-0-mig-1g10gb-me-20-0",
+            "gpu-0-mig-1g10gb-me-20-6", "gpu-0-mig-3g40gb-9-0", "gpu-0-mig-3g40gb-9-4", "gpu-1",
+        ];
+        let mut now = world(HOPPER, MigMode::Off);
+        for (claim, one, two, leaves) in asks {
+            let claim = format!("c{claim}");
+            now.held.retain(|holding| !(leaves && holding.claim.name == claim));
+            if let Ok(plan) = planned(&now, &format!("{} {}", names[one], names[two])) {
+                now.held.retain(|holding| holding.claim.name != claim);
+                for device in plan.devices {
+                    now = now.held(&claim, device.part);
+                }
+            }
+            let mut slices = [0u32; 8];
+            for holding in &now.held {
+                let covered = match &holding.part {
+                    Part::Whole { .. } => 0..8,
+                    Part::Instance(key) => key.placement.slices(),
+                };
+                covered.for_each(|slice| slices[slice as usize] += 1);
+            }
+            proptest::prop_assert!(slices.iter().all(|holders| *holders <= 1), "{:?}", now.held);
+        }
+    }
+}

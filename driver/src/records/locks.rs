@@ -73,6 +73,8 @@ pub struct LockedGpu {
     path: PathBuf,
     file: Arc<File>,
     line: Line,
+    /// Whether MIG mode was ours when the lock was taken.
+    was_ours: bool,
     /// Whether the generation was moved on since the lock was taken.
     moved: bool,
     slot: OwnedMutexGuard<Slot>,
@@ -109,7 +111,15 @@ impl Locks {
             };
             slot.file = Some(file.clone());
             let line = Line::read(&file).map_err(|cause| GpuFileError { path: path.clone(), cause })?;
-            locked.gpus.push(LockedGpu { uuid: gpu.clone(), path, file, line, moved: false, slot });
+            locked.gpus.push(LockedGpu {
+                uuid: gpu.clone(),
+                path,
+                file,
+                line,
+                was_ours: line.mig_ours,
+                moved: false,
+                slot,
+            });
         }
         Ok(locked)
     }
@@ -165,6 +175,11 @@ impl LockedGpu {
     /// Whether MIG mode is on because we turned it on.
     pub fn mig_is_ours(&self) -> bool {
         self.line.mig_ours
+    }
+
+    /// Whether that was so already when the lock was taken.
+    pub fn mig_was_ours(&self) -> bool {
+        self.was_ours
     }
 
     /// Remembers who turned MIG mode on: before we do, and after it is off.

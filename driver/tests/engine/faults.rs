@@ -68,6 +68,17 @@ async fn failed_prepare_takes_back_its_part_only() {
 }
 
 #[tokio::test]
+async fn failed_prepare_leaves_a_mode_that_was_on() {
+    let world = World::up(H100);
+    let node = world.start().await;
+    node.prepare("a", SLICE).await.unwrap();
+    node.unprepare("a").await.unwrap();
+    fault(&world, "nvmlDeviceCreateGpuInstanceWithPlacement", Some(1), When::Before);
+    node.refused("b", SLICE, "not prepared").await;
+    world.expect_hardware(&["mig"]);
+}
+
+#[tokio::test]
 async fn prepare_without_cdi_directory_fails_and_leaves_nothing() {
     let world = World::up(H100);
     let node = world.start().await;

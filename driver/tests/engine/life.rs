@@ -195,6 +195,12 @@ async fn administrators_look_on_and_hold_nothing() {
     node.unprepare("admin").await.unwrap();
     node.unprepare("b").await.unwrap();
     world.expect_no_trace();
+    // One claim may own a device and look at it; the CDI file names it once.
+    let both = node.prepare("c", "gpu-0 admin:gpu-0").await.unwrap();
+    assert_eq!(both[0].cdi_ids, both[1].cdi_ids);
+    let file: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(world.cdi_file("c")).unwrap()).unwrap();
+    assert_eq!(file["devices"].as_array().unwrap().len(), 1);
 }
 
 #[tokio::test]
