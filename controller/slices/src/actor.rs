@@ -21,25 +21,25 @@
 
 mod observed;
 mod probe;
+mod server;
 mod waiting;
 
 use crate::compare;
 use crate::pool::{PoolOptions, Support, pool};
 use crate::slices::{Content, slices, without_driver};
 use crate::sync::{self, Action, Desired, Owner};
-use crate::validate::{Invalid, validate};
+use crate::validate::validate;
 use divvy_model::Inventory;
 use futures::StreamExt;
-use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::ResourceSlice;
-use kube::api::{Api, DeleteParams, ListParams, PostParams, Preconditions, WatchParams};
-use kube::{Client, ResourceExt};
+use kube::Client;
 use observed::{Change, Observed};
+use server::{PublishError, Server, chain};
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{debug, error, info, warn};
 use waiting::{Backoff, Due};
 
@@ -106,32 +106,6 @@ pub struct Published {
     pub writes: u64,
 }
 
-/// Why a session ended, or a synchronisation failed.
-#[derive(Debug, thiserror::Error)]
-enum PublishError {
-    #[error("{call} failed")]
-    Call { call: &'static str, source: Box<kube::Error> },
-    #[error("{call} was not answered in {}s", .after.as_secs())]
-    Timeout { call: &'static str, after: Duration },
-    #[error("node {node} does not exist; slices need it as their owner")]
-    NoNode { node: String },
-    #[error("the watch ended: {why}")]
-    Watch { why: String },
-    #[error("somebody else changed slice {slice}; reading again")]
-    Overtaken { slice: String },
-    #[error("the API server refused slice {slice}: {message}")]
-    Refused { slice: String, message: String },
-    #[error("the pool would be invalid")]
-    Invalid(#[from] Invalid),
-}
-
-impl PublishError {
-    /// Whether repeating does not help.
-    fn is_configuration(&self) -> bool {
-        matches!(self, Self::Refused { .. } | Self::Invalid(_))
-    }
-}
-
 /// Publishes until `stop` comes; what is published then stays.
 pub async fn run(
     client: Client,
@@ -158,10 +132,11 @@ pub async fn run(
     }
 }
 
+/// A server that answers each write with something else is given up after so many.
+const MOST_PASSES: usize = 100;
+
 struct Actor {
-    client: Client,
-    slices: Api<ResourceSlice>,
-    nodes: Api<Node>,
+    server: Server,
     options: PublishOptions,
     inventory: watch::Receiver<Arc<Inventory>>,
     published: watch::Sender<Published>,
@@ -185,9 +160,7 @@ impl Actor {
         published: watch::Sender<Published>,
     ) -> Self {
         Self {
-            slices: Api::all(client.clone()),
-            nodes: Api::all(client.clone()),
-            client,
+            server: Server::new(client, &options),
             inventory,
             published,
             observed: Observed::default(),
@@ -203,13 +176,11 @@ impl Actor {
 
     /// From a fresh look to the first thing that does not go as expected.
     async fn session(&mut self) -> Result<(), PublishError> {
-        let fields = format!("spec.driver={},spec.nodeName={}", self.options.driver, self.options.node);
-        let list = ListParams::default().fields(&fields);
         // One after the other: each at once would need a connection of its own.
-        let uid = self.node_uid().await?;
-        let version = self.server_version().await?;
-        let support = self.probe().await?;
-        let there = self.call("list of slices", self.slices.list(&list)).await?;
+        let uid = self.server.node_uid().await?;
+        let version = self.server.version().await?;
+        let support = self.server.probe().await?;
+        let there = self.server.list().await?;
         self.adopt(version, support);
         let mut position = there.metadata.resource_version.unwrap_or_default();
         self.observed.replace(there.items);
@@ -217,19 +188,17 @@ impl Actor {
             Owner { driver: self.options.driver.clone(), node: self.options.node.clone(), node_uid: uid };
         self.due.now();
         loop {
-            let seconds = u32::try_from(self.options.limits.watch.as_secs()).unwrap_or(u32::MAX);
-            let params = WatchParams::default().fields(&fields).timeout(seconds);
             let opened = Instant::now();
-            let events = self.call("watch of slices", self.slices.watch(&params, &position)).await?;
+            let events = self.server.watch(&position).await?;
             self.follow(events.boxed(), &mut owner, &mut position).await?;
             if opened.elapsed() < Duration::from_secs(1) {
                 return Err(PublishError::Watch { why: "the server closed it at once".to_owned() });
             }
             // The end of a watch is when a server is replaced, and when to look at what has no watch.
-            let uid = self.node_uid().await?;
-            let version = self.server_version().await?;
+            let uid = self.server.node_uid().await?;
+            let version = self.server.version().await?;
             if version != self.version {
-                let support = self.probe().await?;
+                let support = self.server.probe().await?;
                 self.adopt(version, support);
                 self.due.now();
             }
@@ -263,7 +232,7 @@ impl Actor {
                 },
                 () = sleep_until(self.due.at()), if self.due.is_set() => {
                     if self.due.take_node_check() {
-                        owner.node_uid = self.node_uid().await?;
+                        owner.node_uid = self.server.node_uid().await?;
                     }
                     match self.sync(owner).await {
                         Ok(()) => self.backoff.reset(),
@@ -280,10 +249,11 @@ impl Actor {
                     Some(Ok(event)) => {
                         let change = self.observed.event(event, position)?;
                         match change {
-                            Change::Nothing => {}
+                            Change::Nothing => continue,
                             Change::Deleted => self.due.deleted(),
                             Change::Edited => self.due.edited(),
                         }
+                        self.published.send_if_modified(|state| std::mem::take(&mut state.in_sync));
                     }
                 },
                 () = sleep_until(end) => return Ok(()),
@@ -294,13 +264,13 @@ impl Actor {
     /// Brings the server in line with the inventory.
     async fn sync(&mut self, owner: &Owner) -> Result<(), PublishError> {
         self.due.clear();
-        // Each pass may teach what the server does not keep; there are two such things.
-        for _ in 0..3 {
+        // Each pass may teach one more thing that the server does not keep.
+        for _ in 0..MOST_PASSES {
             if self.pass(owner).await? {
-                break;
+                return Ok(());
             }
         }
-        Ok(())
+        Err(PublishError::Unsettled { passes: MOST_PASSES })
     }
 
     /// One pass; false if it learnt that something else is to be published.
@@ -318,25 +288,16 @@ impl Actor {
         let desired = Desired { owner, contents: &contents, used_generation: self.generation };
         let actions = sync::plan(desired, self.observed.slices());
         let writes = actions.len() as u64;
-        let params = PostParams::default();
         for action in actions {
-            let written = match action {
+            let (index, slice) = match action {
                 Action::Delete(slice) => {
-                    self.delete(&slice).await?;
+                    self.server.delete(&slice).await?;
+                    self.observed.removed(&slice);
                     continue;
                 }
-                Action::Update { index, slice } => {
-                    let name = slice.name_any();
-                    let call = self.slices.replace(&name, &params, &slice);
-                    (index, self.write("update of a slice", name.clone(), call).await?)
-                }
-                Action::Create { index, slice } => {
-                    let name = slice.metadata.generate_name.clone().unwrap_or_default();
-                    let call = self.slices.create(&params, &slice);
-                    (index, self.write("creation of a slice", name, call).await?)
-                }
+                Action::Update { index, slice } => (index, self.server.update(&slice).await?),
+                Action::Create { index, slice } => (index, self.server.create(&slice).await?),
             };
-            let (index, slice) = written;
             let kept = compare::content(&slice.spec);
             self.observed.wrote(slice);
             if let Some(difference) = compare::dropped(&contents[index], &kept) {
@@ -358,79 +319,6 @@ impl Actor {
             return without_driver(self.observed.slices(), self.support);
         }
         slices(pool(&inventory, &PoolOptions { support: self.support }))
-    }
-
-    async fn delete(&mut self, slice: &ResourceSlice) -> Result<(), PublishError> {
-        let name = slice.name_any();
-        let preconditions = Preconditions {
-            uid: slice.metadata.uid.clone(),
-            resource_version: slice.metadata.resource_version.clone(),
-        };
-        let params = DeleteParams::default().preconditions(preconditions);
-        let call = async {
-            match self.slices.delete(&name, &params).await {
-                Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
-                other => other.map(drop),
-            }
-        };
-        self.write("deletion of a slice", name.clone(), call).await?;
-        self.observed.removed(slice);
-        Ok(())
-    }
-
-    /// A write, with what its failures mean to us.
-    async fn write<T>(
-        &self,
-        call: &'static str,
-        slice: String,
-        answer: impl Future<Output = kube::Result<T>>,
-    ) -> Result<T, PublishError> {
-        self.call(call, answer).await.map_err(|error| match error {
-            PublishError::Call { source, .. } if code(&source) == Some(409) || code(&source) == Some(404) => {
-                PublishError::Overtaken { slice }
-            }
-            PublishError::Call { source, .. } if matches!(code(&source), Some(400 | 413 | 422)) => {
-                PublishError::Refused { slice, message: source.to_string() }
-            }
-            other => other,
-        })
-    }
-
-    /// One call within its deadline.
-    async fn call<T>(
-        &self,
-        call: &'static str,
-        answer: impl Future<Output = kube::Result<T>>,
-    ) -> Result<T, PublishError> {
-        let after = self.options.limits.call;
-        let answered = timeout(after, answer).await.map_err(|_| PublishError::Timeout { call, after })?;
-        answered.map_err(|source| PublishError::Call { call, source: Box::new(source) })
-    }
-
-    async fn node_uid(&self) -> Result<String, PublishError> {
-        let node = self.call("read of the node", self.nodes.get_metadata_opt(&self.options.node)).await?;
-        let uid = node.and_then(|node| node.metadata.uid);
-        uid.ok_or_else(|| PublishError::NoNode { node: self.options.node.clone() })
-    }
-
-    async fn server_version(&self) -> Result<String, PublishError> {
-        Ok(self.call("read of the server version", self.client.apiserver_version()).await?.git_version)
-    }
-
-    async fn probe(&self) -> Result<Support, PublishError> {
-        let dry = PostParams { dry_run: true, field_manager: None };
-        let mut answers = [None, None];
-        for (slice, answer) in probe::pair(&self.options.driver, &self.options.node).iter().zip(&mut answers)
-        {
-            *answer = match self.call("dry run of a slice", self.slices.create(&dry, slice)).await {
-                Ok(kept) => Some(kept),
-                // A server that refuses the pair would refuse the pool.
-                Err(PublishError::Call { source, .. }) if matches!(code(&source), Some(400 | 422)) => None,
-                Err(error) => return Err(error),
-            };
-        }
-        let [counters, devices] = answers;
-        Ok(probe::support(counters.as_ref(), devices.as_ref()))
     }
 
     /// Takes over what a server says of itself.
@@ -459,13 +347,13 @@ impl Actor {
 
     fn set_support(&mut self, support: Support) {
         if self.support != support {
-            match degraded(support, &self.version) {
+            match probe::degraded(support, &self.version) {
                 Some(why) => warn!("{why}"),
                 None => info!(version = %self.version, "the API server keeps all that is published"),
             }
         }
         self.support = support;
-        let why = degraded(support, &self.version);
+        let why = probe::degraded(support, &self.version);
         self.published
             .send_if_modified(|published| std::mem::replace(&mut published.degraded, why.clone()) != why);
     }
@@ -502,34 +390,4 @@ impl Actor {
             published.error = Some(text);
         });
     }
-}
-
-fn code(error: &kube::Error) -> Option<u16> {
-    match error {
-        kube::Error::Api(status) => Some(status.code),
-        _ => None,
-    }
-}
-
-/// What a server lacks, in one sentence.
-fn degraded(support: Support, version: &str) -> Option<String> {
-    let lacks = match (support.counters, support.taints) {
-        (true, true) => return None,
-        (false, true) => "shared counters; only whole GPUs and the MIG instances that exist are published",
-        (true, false) => "device taints; devices that must not be handed out are not published",
-        (false, false) => {
-            "shared counters and device taints; only usable whole GPUs and the MIG instances that exist are published"
-        }
-    };
-    Some(format!("API server {version} does not keep {lacks}"))
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }

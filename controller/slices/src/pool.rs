@@ -18,6 +18,7 @@ use divvy_model::{DeviceId, GpuNumber, Placement};
 use k8s_openapi::api::resource::v1::{
     Counter, CounterSet, Device, DeviceAttribute, DeviceCapacity, DeviceCounterConsumption, DeviceTaint,
 };
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::BTreeMap;
 
 /// All devices of a node.
@@ -85,9 +86,10 @@ pub fn pool(inventory: &Inventory, options: &PoolOptions) -> Pool {
 /// How a device is handed out, in one place for whole GPUs and instances alike:
 /// to one claim at a time. Without multiple allocation no capacity may carry a
 /// request policy, so none is set anywhere else.
-fn hand_out(device: &mut Device) {
+fn hand_out(mut device: Device) -> Device {
     device.allow_multiple_allocations = None;
     device.attributes.get_or_insert_default().insert("mode".to_owned(), string("exclusive"));
+    device
 }
 
 /// Makes the devices of one GPU; holds what they have in common.
@@ -99,7 +101,10 @@ struct Maker<'a> {
     common: BTreeMap<String, DeviceAttribute>,
     /// Taints of every device of the GPU.
     taints: Vec<DeviceTaint>,
-    slice_counters: Vec<String>,
+    /// Per memory slice, its name as a counter and as a capacity.
+    slices: Vec<(String, String)>,
+    /// One of something, in the words of the API: written once, not per slice and device.
+    one: WireQuantity,
 }
 
 impl<'a> Maker<'a> {
@@ -114,7 +119,10 @@ impl<'a> Maker<'a> {
             set: format!("gpu-{}-counter-set", gpu.number),
             common: common(node, gpu),
             taints: taints::of_gpu(gpu),
-            slice_counters: (0..totals.grid).map(|slice| format!("memory-slice-{slice}")).collect(),
+            slices: (0..totals.grid)
+                .map(|n| (format!("memory-slice-{n}"), format!("{MEMORY_SLICE}{n}")))
+                .collect(),
+            one: Quantity::count(1).into(),
             totals,
         }
     }
@@ -136,16 +144,16 @@ impl<'a> Maker<'a> {
                 made.whole.clear();
             }
             for profile in order::profiles(profiles) {
-                let base = self.instance_base(profile);
-                for at in order::placements(profile, profiles) {
-                    if support.counters || exists(profile.id, at) {
-                        made.instances.push(self.instance(&base, profile, at, (*mode, *toggle), instances));
-                    }
-                }
+                let mut places = order::placements(profile, profiles);
+                places.retain(|at| support.counters || exists(profile.id, *at));
+                let bases = std::iter::repeat_n(self.instance_base(profile), places.len());
+                let devices = places.into_iter().zip(bases);
+                made.instances.extend(
+                    devices.map(|(at, base)| self.instance(base, profile, at, (*mode, *toggle), instances)),
+                );
             }
         }
         for device in made.whole.iter_mut().chain(&mut made.instances) {
-            hand_out(device);
             fit_budget(device);
             if !support.counters {
                 device.consumes_counters = None;
@@ -170,12 +178,9 @@ impl<'a> Maker<'a> {
         // All of the memory, of which MIG keeps a part for itself.
         let mut amounts = self.totals.amounts;
         amounts[MEMORY] = gpu.memory_bytes >> 20 << 20;
-        let mut capacity = if self.totals.grid == 0 { BTreeMap::new() } else { capacities(&amounts) };
-        if amounts[MEMORY] > 0 {
-            capacity.insert("memory".to_owned(), capacity_of(Quantity::bytes(amounts[MEMORY])));
-        } else {
-            capacity.remove("memory");
-        }
+        let mut capacity = capacities(&written(&amounts));
+        // Nothing is known of engines without profiles, nor of memory where NVML does not tell.
+        capacity.retain(|name, _| if name == "memory" { amounts[MEMORY] > 0 } else { self.totals.grid > 0 });
         let mut taints = self.taints.clone();
         if let Mig::Supported { mode, toggle, instances, .. } = &gpu.mig {
             if (*mode, *toggle) == (MigMode::On, MigToggle::NeedsReset) {
@@ -185,14 +190,14 @@ impl<'a> Maker<'a> {
                 taints::add(&mut taints, &Cause::Foreign(foreign));
             }
         }
-        Device {
+        hand_out(Device {
             name: DeviceId::Gpu(gpu.number).to_string(),
             attributes: Some(attributes),
             capacity: some(capacity),
             consumes_counters: Some(vec![self.consumption(self.all_counters())]),
             taints: some(taints),
             ..Device::default()
-        }
+        })
     }
 
     /// What the instances of a profile have in common.
@@ -202,41 +207,40 @@ impl<'a> Maker<'a> {
         attributes.insert("parentUUID".to_owned(), string(self.gpu.uuid.as_str()));
         attributes.insert("profile".to_owned(), string(&profile.name));
         let amounts = amounts::of(profile);
+        let written = written(&amounts);
         // What it takes nothing of need not be counted.
-        let mut counters: BTreeMap<String, Counter> = quantities(&amounts)
+        let mut counters: BTreeMap<String, Counter> = counters(&written)
+            .enumerate()
             .filter(|(dimension, _)| amounts[*dimension] > 0)
-            .map(|(dimension, quantity)| (DIMENSIONS[dimension].1.to_owned(), counter(quantity)))
+            .map(|(_, counter)| counter)
             .collect();
         if self.totals.counted.iter().any(|(id, _)| *id == profile.id) {
-            counters.insert(profile_counter(profile.id), counter(Quantity::count(1)));
+            counters.insert(profile_counter(profile.id), Counter { value: self.one.clone() });
         }
-        Device {
+        hand_out(Device {
             attributes: Some(attributes),
-            capacity: Some(capacities(&amounts)),
+            capacity: Some(capacities(&written)),
             consumes_counters: Some(vec![self.consumption(counters)]),
             ..Device::default()
-        }
+        })
     }
 
+    /// One of them, at its place.
     fn instance(
         &self,
-        base: &Device,
+        mut device: Device,
         profile: &MigProfile,
         at: Placement,
         mig: (MigMode, MigToggle),
         instances: &[GpuInstance],
     ) -> Device {
-        let mut device = base.clone();
         device.name = DeviceId::mig(self.gpu.number, &profile.name, profile.id, at.start).to_string();
-        let slices = at.start as usize..at.slices().end as usize;
-        for (slice, name) in slices.clone().zip(&self.slice_counters[slices]) {
-            let one = Quantity::count(1);
-            device
-                .capacity
-                .get_or_insert_default()
-                .insert(format!("{MEMORY_SLICE}{slice}"), capacity_of(one));
+        for (counter, capacity) in &self.slices[at.start as usize..at.slices().end as usize] {
+            let value = || self.one.clone();
+            let capacities = device.capacity.get_or_insert_default();
+            capacities.insert(capacity.clone(), DeviceCapacity { value: value(), request_policy: None });
             for consumption in device.consumes_counters.iter_mut().flatten() {
-                consumption.counters.insert(name.clone(), counter(one));
+                consumption.counters.insert(counter.clone(), Counter { value: value() });
             }
         }
         let mut taints = self.taints.clone();
@@ -271,17 +275,16 @@ impl<'a> Maker<'a> {
         if self.totals.grid == 0 {
             // One counter that excludes: at least 1 where the memory is not told.
             let memory = (self.gpu.memory_bytes >> 20 << 20).max(1);
-            return BTreeMap::from([("memory".to_owned(), counter(Quantity::bytes(memory)))]);
+            let value = Quantity::bytes(memory).into();
+            return BTreeMap::from([("memory".to_owned(), Counter { value })]);
         }
-        let engines = quantities(&self.totals.amounts)
-            .map(|(dimension, quantity)| (DIMENSIONS[dimension].1.to_owned(), counter(quantity)));
-        let slices = self.slice_counters.iter().map(|name| (name.clone(), counter(Quantity::count(1))));
-        let counted = self
-            .totals
-            .counted
-            .iter()
-            .map(|(id, most)| (profile_counter(*id), counter(Quantity::count(*most))));
-        engines.chain(slices).chain(counted).collect()
+        let written = written(&self.totals.amounts);
+        let slices = self.slices.iter().map(|(name, _)| (name.clone(), Counter { value: self.one.clone() }));
+        let counted = self.totals.counted.iter().map(|(id, most)| {
+            let value = Quantity::count(*most).into();
+            (profile_counter(*id), Counter { value })
+        });
+        counters(&written).chain(slices).chain(counted).collect()
     }
 }
 
@@ -341,23 +344,24 @@ fn semantic(text: &str) -> Option<String> {
     Some(format!("{major}.{}.{}", next()?, next()?))
 }
 
-fn quantities(amounts: &Amounts) -> impl Iterator<Item = (usize, Quantity)> + '_ {
-    amounts.iter().enumerate().map(|(dimension, amount)| match dimension {
-        MEMORY => (dimension, Quantity::bytes(*amount)),
-        _ => (dimension, Quantity::count(*amount)),
+/// Amounts in the words of the API.
+fn written(amounts: &Amounts) -> [WireQuantity; DIMENSIONS.len()] {
+    std::array::from_fn(|dimension| match (dimension, amounts[dimension]) {
+        (MEMORY, bytes) => Quantity::bytes(bytes).into(),
+        // Already canonical, and cheaper: most amounts are small counts.
+        (_, count @ 0..1000) => WireQuantity(count.to_string()),
+        (_, count) => Quantity::count(count).into(),
     })
 }
 
-fn capacities(amounts: &Amounts) -> BTreeMap<String, DeviceCapacity> {
-    quantities(amounts).map(|(dimension, q)| (DIMENSIONS[dimension].0.to_owned(), capacity_of(q))).collect()
+fn capacities(written: &[WireQuantity; DIMENSIONS.len()]) -> BTreeMap<String, DeviceCapacity> {
+    let capacity = |value: &WireQuantity| DeviceCapacity { value: value.clone(), request_policy: None };
+    DIMENSIONS.iter().zip(written).map(|((name, _), value)| ((*name).to_owned(), capacity(value))).collect()
 }
 
-fn capacity_of(quantity: Quantity) -> DeviceCapacity {
-    DeviceCapacity { value: quantity.into(), request_policy: None }
-}
-
-fn counter(quantity: Quantity) -> Counter {
-    Counter { value: quantity.into() }
+fn counters(written: &[WireQuantity; DIMENSIONS.len()]) -> impl Iterator<Item = (String, Counter)> + '_ {
+    let counter = |value: &WireQuantity| Counter { value: value.clone() };
+    DIMENSIONS.iter().zip(written).map(move |((_, name), value)| ((*name).to_owned(), counter(value)))
 }
 
 fn profile_counter(id: u32) -> String {

@@ -146,6 +146,10 @@ fn counters(counters: &BTreeMap<String, Counter>) -> Result<(), Broken> {
 /// A quantity that the scheduler can count with: a whole number that is not
 /// negative and fits 64 bits.
 fn amount(what: &'static str, name: &str, text: &str) -> Result<i64, Broken> {
+    // Most are small plain numbers, and there are thousands of them.
+    if (1..=18).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit()) {
+        return Ok(text.bytes().fold(0, |value, digit| value * 10 + i64::from(digit - b'0')));
+    }
     let parsed = text.parse::<Quantity>().ok().filter(|quantity| quantity.is_whole());
     parsed.and_then(Quantity::value).filter(|value| *value >= 0).ok_or_else(|| Broken::Quantity {
         what,

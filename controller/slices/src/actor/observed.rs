@@ -5,7 +5,7 @@
 //! therefore no news, and a slice that we deleted does not come back by an event
 //! from before its deletion.
 
-use super::PublishError;
+use super::server::PublishError;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
 use kube::core::WatchEvent;

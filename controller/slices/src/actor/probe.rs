@@ -53,3 +53,16 @@ pub(super) fn support(counters: Option<&ResourceSlice>, devices: Option<&Resourc
         taints: device.is_some_and(|device| device.taints.is_some()),
     }
 }
+
+/// What a server lacks, in one sentence.
+pub(super) fn degraded(support: Support, version: &str) -> Option<String> {
+    let lacks = match (support.counters, support.taints) {
+        (true, true) => return None,
+        (false, true) => "shared counters; only whole GPUs and the MIG instances that exist are published",
+        (true, false) => "device taints; devices that must not be handed out are not published",
+        (false, false) => {
+            "shared counters and device taints; only usable whole GPUs and the MIG instances that exist are published"
+        }
+    };
+    Some(format!("API server {version} does not keep {lacks}"))
+}

@@ -1,8 +1,8 @@
 //! The rules of one device.
 
 use super::{
-    ATTRIBUTE_VALUES, ATTRIBUTES_AND_CAPACITIES, BINDING_CONDITIONS, Broken, CONSUMED_SETS, Sets, TAINTS,
-    VALID_VALUES, amount, at_most, counters, syntax,
+    ATTRIBUTE_VALUES, ATTRIBUTES_AND_CAPACITIES, BINDING_CONDITIONS, Broken, CONSUMED_SETS, COUNTERS, Sets,
+    TAINTS, VALID_VALUES, amount, at_most, syntax,
 };
 use k8s_openapi::api::resource::v1::{
     CapacityRequestPolicy, Device, DeviceAttribute, DeviceCapacity, DeviceCounterConsumption, DeviceTaint,
@@ -119,26 +119,28 @@ fn consumptions(consumptions: &[DeviceCounterConsumption], sets: &Sets<'_>) -> R
     if consumptions.is_empty() && !sets.is_empty() {
         return Err(Broken::Unguarded);
     }
-    let mut seen = HashSet::new();
-    for consumption in consumptions {
+    for (index, consumption) in consumptions.iter().enumerate() {
         let set = &consumption.counter_set;
-        if !seen.insert(set) {
+        if consumptions[..index].iter().any(|before| before.counter_set == *set) {
             return Err(Broken::Duplicate { what: "consumption of counter set", name: set.clone() });
         }
         let totals = sets.get(set.as_str()).ok_or_else(|| Broken::UnknownSet { set: set.clone() })?;
-        counters(&consumption.counters)?;
+        at_most("counters", consumption.counters.len(), COUNTERS)?;
+        if consumption.counters.is_empty() {
+            return Err(Broken::Empty { what: "counters" });
+        }
+        // Both are sorted by name, so one walk over the set serves them all.
+        let mut totals = totals.iter();
         for (counter, taken) in &consumption.counters {
-            let about = || (set.clone(), counter.clone());
-            let total = totals.get(counter).ok_or_else(|| {
-                let (set, counter) = about();
-                Broken::UnknownCounter { set, counter }
-            })?;
-            // Mostly one of a kind, or all there is: the same text is the same amount.
+            let about = |broken: fn(String, String) -> Broken| broken(set.clone(), counter.clone());
+            // A counter of the set has a good name and a good amount already.
+            let (_, total) = totals
+                .find(|(name, _)| *name == counter)
+                .ok_or_else(|| about(|set, counter| Broken::UnknownCounter { set, counter }))?;
             let fits = taken.value == total.value
                 || amount("counter", counter, &taken.value.0)? <= amount("counter", counter, &total.value.0)?;
             if !fits {
-                let (set, counter) = about();
-                return Err(Broken::TakesTooMuch { set, counter });
+                return Err(about(|set, counter| Broken::TakesTooMuch { set, counter }));
             }
         }
     }

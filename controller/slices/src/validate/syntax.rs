@@ -12,8 +12,11 @@ pub(crate) fn label(what: &'static str, text: &str) -> Result<(), Broken> {
 }
 
 fn is_label(text: &str) -> bool {
+    is_label_of_bytes(text.as_bytes())
+}
+
+fn is_label_of_bytes(bytes: &[u8]) -> bool {
     let edge = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
-    let bytes = text.as_bytes();
     bytes.len() <= 63
         && bytes.first().is_some_and(edge)
         && bytes.last().is_some_and(edge)
@@ -22,12 +25,12 @@ fn is_label(text: &str) -> bool {
 
 /// DNS subdomain: labels joined by dots.
 fn is_subdomain(text: &str, most: usize) -> bool {
-    text.len() <= most && text.split('.').all(is_label)
+    text.len() <= most && text.as_bytes().split(|b| *b == b'.').all(is_label_of_bytes)
 }
 
 /// Name of an attribute or a capacity: `[domain/]identifier`.
 pub(crate) fn qualified(what: &'static str, text: &str) -> Result<(), Broken> {
-    let (domain, id) = text.split_once('/').map_or((None, text), |(domain, id)| (Some(domain), id));
+    let (domain, id) = split_domain(text);
     let bytes = id.as_bytes();
     let identifier = id.len() <= 32
         && bytes.first().is_some_and(|b| b.is_ascii_alphabetic() || *b == b'_')
@@ -36,9 +39,17 @@ pub(crate) fn qualified(what: &'static str, text: &str) -> Result<(), Broken> {
     check(holds, what, text, "a C identifier of at most 32 characters, with or without a domain")
 }
 
+/// At the first slash. (A byte loop: the texts are short and many.)
+fn split_domain(text: &str) -> (Option<&str>, &str) {
+    match text.bytes().position(|b| b == b'/') {
+        Some(at) => (Some(&text[..at]), &text[at + 1..]),
+        None => (None, text),
+    }
+}
+
 /// Key of a taint: `[domain/]name`.
 pub(crate) fn label_key(what: &'static str, text: &str) -> Result<(), Broken> {
-    let (domain, name) = text.split_once('/').map_or((None, text), |(domain, name)| (Some(domain), name));
+    let (domain, name) = split_domain(text);
     let holds =
         !name.is_empty() && is_label_value(name) && domain.is_none_or(|domain| is_subdomain(domain, 253));
     check(holds, what, text, "a label key")
@@ -74,13 +85,23 @@ pub(crate) fn version(text: &str) -> Result<(), Broken> {
 }
 
 fn is_semver(text: &str) -> bool {
-    let (rest, build) = text.split_once('+').map_or((text, None), |(rest, build)| (rest, Some(build)));
-    let (core, pre) = rest.split_once('-').map_or((rest, None), |(core, pre)| (core, Some(pre)));
-    let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
-    let number = |part: &str| digits(part) && (part == "0" || !part.starts_with('0'));
-    let word = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
-    core.split('.').count() == 3
-        && core.split('.').all(number)
-        && pre.is_none_or(|pre| pre.split('.').all(|part| word(part) && (!digits(part) || number(part))))
-        && build.is_none_or(|build| build.split('.').all(word))
+    let bytes = text.as_bytes();
+    let (rest, build) = split_at(bytes, b'+');
+    let (core, pre) = split_at(rest, b'-');
+    let digits = |part: &[u8]| !part.is_empty() && part.iter().all(u8::is_ascii_digit);
+    let number = |part: &[u8]| digits(part) && (part == b"0" || part[0] != b'0');
+    let word = |part: &[u8]| !part.is_empty() && part.iter().all(|b| b.is_ascii_alphanumeric() || *b == b'-');
+    let dots = |b: &u8| *b == b'.';
+    core.split(dots).count() == 3
+        && core.split(dots).all(number)
+        && pre.is_none_or(|pre| pre.split(dots).all(|part| word(part) && (!digits(part) || number(part))))
+        && build.is_none_or(|build| build.split(dots).all(word))
+}
+
+/// What stands before and behind the first of a byte.
+fn split_at(bytes: &[u8], separator: u8) -> (&[u8], Option<&[u8]>) {
+    match bytes.iter().position(|b| *b == separator) {
+        Some(at) => (&bytes[..at], Some(&bytes[at + 1..])),
+        None => (bytes, None),
+    }
 }
