@@ -19,7 +19,7 @@ use divvy_model::inventory::{Mig, MigMode, MigToggle, Presence};
 use divvy_model::{Gpu, Inventory};
 use futures::future::join_all;
 use std::collections::BTreeSet;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -246,8 +246,6 @@ impl Inner {
         if self.options.exclusive_ownership {
             self.look_again(&locked);
         }
-        let mut all = self.unexplained.lock().unwrap_or_else(PoisonError::into_inner);
-        all.insert(gpu.uuid.clone(), unexplained.clone());
         Ok(unexplained)
     }
 

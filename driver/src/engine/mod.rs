@@ -28,12 +28,12 @@ use crate::plan::PlanError;
 use crate::records::{LockError, Locks, RecordError, Records};
 use crate::step::InstanceKey;
 use divvy_api::{AllocatedClaim, ClaimRef, ClaimUid, DeviceName, GpuUuid, PoolName, RequestName, ShareId};
-use divvy_model::Inventory;
+use divvy_model::inventory::Origin;
+use divvy_model::{Inventory, Mig};
 use locks::ClaimLocks;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -191,8 +191,6 @@ pub(crate) struct Inner {
     pub(crate) claims: ClaimLocks,
     pub(crate) tasks: TaskTracker,
     pub(crate) stop: CancellationToken,
-    /// Instances that no record explains, as last seen.
-    pub(crate) unexplained: Mutex<BTreeMap<GpuUuid, Vec<InstanceKey>>>,
 }
 
 impl Engine {
@@ -217,7 +215,6 @@ impl Engine {
             claims: ClaimLocks::default(),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
-            unexplained: Mutex::default(),
         });
         let explainer = Arc::downgrade(&inner);
         let ours = move |gpu: &GpuUuid, profile_id: u32, start: u32| {
@@ -289,10 +286,25 @@ impl Engine {
         self.inner.records.quarantined()
     }
 
-    /// GPU instances that no record explains, as last seen.
+    /// GPU instances that no record explains, as the inventory has them now.
     pub fn unexplained(&self) -> Vec<InstanceKey> {
-        let unexplained = self.inner.unexplained.lock().unwrap_or_else(PoisonError::into_inner);
-        unexplained.values().flatten().cloned().collect()
+        let inventory = self.inner.inventory();
+        let mut unexplained = Vec::new();
+        for gpu in &inventory.gpus {
+            let Mig::Supported { instances, .. } = &gpu.mig else { continue };
+            let records = self.inner.records.on(&gpu.uuid);
+            for instance in instances.iter().filter(|instance| instance.origin == Origin::Foreign) {
+                let key = InstanceKey {
+                    gpu: gpu.uuid.clone(),
+                    profile_id: instance.profile_id,
+                    placement: instance.placement,
+                };
+                if !records.iter().any(|record| record.devices.iter().any(|device| device.holds(&key))) {
+                    unexplained.push(key);
+                }
+            }
+        }
+        unexplained
     }
 
     /// Ends the engine's own tasks and waits for calls under way; nothing is given back.
