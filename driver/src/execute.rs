@@ -63,8 +63,7 @@ pub struct Failed {
 impl StepError {
     /// Whether the hardware may have changed all the same.
     fn may_have_taken_effect(&self) -> bool {
-        matches!(self, Self::Hardware { cause, .. }
-            if matches!(cause, NvmlError::Deadline { .. } | NvmlError::Lost { .. } | NvmlError::Closed { .. }))
+        matches!(self, Self::Hardware { cause, .. } if cause.may_take_effect())
     }
 }
 

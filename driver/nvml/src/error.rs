@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// Why a call on a GPU has no result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NvmlError {
-    /// NVML refused; nothing was changed.
+    /// NVML answered with an error: a refusal, or one after which nobody knows.
     #[error("{call} on {gpu}: {code}")]
     Call { call: &'static str, gpu: GpuUuid, code: Code },
     /// The call is still running and may yet take effect.
@@ -60,9 +60,13 @@ impl NvmlError {
         }
     }
 
-    /// Whether the hardware may still change by the call that failed.
+    /// Whether the hardware may have changed by the call that failed, or may yet.
     pub fn may_take_effect(&self) -> bool {
-        matches!(self, Self::Deadline { .. })
+        match self {
+            Self::Deadline { .. } | Self::Lost { .. } | Self::Closed { .. } => true,
+            Self::Call { code, .. } => !code.is_refusal(),
+            _ => false,
+        }
     }
 }
 

@@ -149,16 +149,22 @@ impl Cdi {
         Ok(devices.iter().map(|device| CdiId::new(claim, &device.device)).collect())
     }
 
-    /// Removes the claim's file; one that is not there is fine.
+    /// Removes the claim's file, and what a write that was killed left of it;
+    /// what is not there is fine.
     pub fn remove_claim(&self, claim: &ClaimUid) -> Result<(), CdiError> {
-        let path = self.file(claim);
-        match std::fs::remove_file(&path) {
-            // Where no directory is, no file is.
-            Err(cause) if !matches!(cause.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                Err(CdiError::Remove { claim: claim.clone(), path, cause })
+        let file = self.file(claim);
+        for path in [unfinished(&file), file] {
+            match std::fs::remove_file(&path) {
+                // Where no directory is, no file is.
+                Err(cause)
+                    if !matches!(cause.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
+                {
+                    return Err(CdiError::Remove { claim: claim.clone(), path, cause });
+                }
+                _ => {}
             }
-            _ => Ok(()),
         }
+        Ok(())
     }
 
     /// Whether the claim's file holds exactly what [`Self::write_claim`] would write now.
@@ -175,10 +181,15 @@ impl Cdi {
     }
 }
 
+/// Where a file is written before it is put at `path`. The runtime reads every
+/// .json and .yaml file; this one is neither.
+fn unfinished(path: &Path) -> PathBuf {
+    path.with_extension("part")
+}
+
 /// Puts `bytes` at `path` at once: a reader sees the old file or the new one.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    // The runtime reads every .json and .yaml file; this one is neither.
-    let part = path.with_extension("part");
+    let part = unfinished(path);
     let result = std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, path));
     if result.is_err() {
         // What is left over would only take space; the first error is the one to tell.

@@ -204,6 +204,14 @@ fn writing_again_gives_the_same_bytes_and_removing_again_is_fine() {
 }
 
 #[test]
+fn what_a_killed_write_left_goes_with_the_claim() {
+    let world = World::new();
+    world.file("cdi/gpu.divvy.dev-claim_1-2.part", b"{");
+    world.cdi.remove_claim(&uid()).unwrap();
+    assert_eq!(fs::read_dir(world.path("cdi")).unwrap().count(), 0);
+}
+
+#[test]
 fn admin_access_shows_what_is_live_and_joins_the_same_device() {
     let world = World::new();
     let admin = DeviceNodes::Admin { minor: 1, instances: vec![(2, vec![0])] };

@@ -39,6 +39,24 @@ fn clear(world: &World) {
 }
 
 #[tokio::test]
+async fn what_was_made_but_answered_with_an_error_goes_again() {
+    for call in [
+        "nvmlDeviceSetMigMode",
+        "nvmlDeviceCreateGpuInstanceWithPlacement",
+        "nvmlGpuInstanceCreateComputeInstance*",
+    ] {
+        let world = World::up(H100);
+        let node = world.start().await;
+        fault(&world, call, Some(1), When::After);
+        node.refused("a", SLICE, "not prepared").await;
+        assert_eq!(world.hardware(), ["off"], "{call}");
+        world.expect_no_trace();
+        node.prepare("a", SLICE).await.unwrap();
+        world.expect_hardware(&["mig 19@2+"]);
+    }
+}
+
+#[tokio::test]
 async fn failed_prepare_leaves_the_hardware_as_it_was() {
     for call in [
         "nvmlDeviceSetMigMode",

@@ -1,0 +1,85 @@
+//! Killed anywhere, the driver ends where it would have ended.
+//!
+//! Each test is one path of a claim's life. The path is walked once without
+//! harm: that says where it ends and which NVML calls it makes. Then it is
+//! walked again and again, and each time the daemon gets SIGKILL at one point:
+//! before or after the effect of one NVML call (the simulator holds the call),
+//! or before or after one file-system call that writes below the state or CDI
+//! directory (a preloaded library does it; the number grows until a walk
+//! completes). The daemon is started again, and the kubelet either goes on
+//! asking or the claim is given up; the node must then be what it is without
+//! the kill: GPU and compute instances with their ids, MIG mode, and every file
+//! by name and content.
+
+#[path = "crash/left.rs"]
+mod left;
+#[path = "crash/walk.rs"]
+mod walk;
+
+mod harness;
+
+use harness::H100;
+use walk::{Act, Path, walk};
+
+const SLICE: Act = Act::Prepare("mig", &["gpu-0-mig-1g10gb-19-2"]);
+const OTHER: Act = Act::Prepare("other", &["gpu-0-mig-3g40gb-9-4"]);
+const WHOLE: Act = Act::Prepare("whole", &["gpu-0"]);
+const TWO: &str = "2xH100-SXM5-80GB";
+/// Two modes, two GPUs, two instances.
+const MANY: Act = Act::Prepare("many", &["gpu-1", "gpu-0-mig-1g10gb-19-2", "gpu-0-mig-2g20gb-14-4"]);
+
+async fn check(gpus: &str, before: &'static [Act], act: Act, after: &'static [Act]) {
+    walk(Path { gpus, hold_off: "0s", before, act, after }).await;
+}
+
+#[tokio::test]
+async fn a_whole_gpu_is_prepared() {
+    check(H100, &[], WHOLE, &[Act::Release("whole")]).await;
+}
+
+#[tokio::test]
+async fn a_whole_gpu_is_released() {
+    check(H100, &[WHOLE], Act::Release("whole"), &[]).await;
+}
+
+#[tokio::test]
+async fn the_first_instance_of_a_gpu_is_prepared() {
+    check(H100, &[], SLICE, &[Act::Release("mig")]).await;
+}
+
+#[tokio::test]
+async fn the_last_instance_of_a_gpu_is_released() {
+    check(H100, &[SLICE], Act::Release("mig"), &[]).await;
+}
+
+#[tokio::test]
+async fn an_instance_beside_another_is_prepared() {
+    check(H100, &[OTHER], SLICE, &[Act::Release("mig"), Act::Release("other")]).await;
+}
+
+#[tokio::test]
+async fn an_instance_beside_another_is_released() {
+    check(H100, &[OTHER, SLICE], Act::Release("mig"), &[Act::Release("other")]).await;
+}
+
+#[tokio::test]
+async fn a_claim_of_several_devices_is_prepared() {
+    check(TWO, &[], MANY, &[Act::Release("many")]).await;
+}
+
+#[tokio::test]
+async fn a_claim_of_several_devices_is_released() {
+    check(TWO, &[MANY], Act::Release("many"), &[]).await;
+}
+
+#[tokio::test]
+async fn what_a_reboot_took_is_made_again() {
+    check(TWO, &[MANY], Act::Reboot, &[Act::Release("many")]).await;
+}
+
+#[tokio::test]
+async fn mig_mode_that_waits_to_be_turned_off_is_turned_off_for_a_whole_gpu() {
+    let mig_mode_on = &[SLICE, Act::Release("mig")];
+    let after = &[Act::Release("whole"), SLICE, Act::Release("mig")];
+    walk(Path { gpus: H100, hold_off: "60m", before: mig_mode_on, act: WHOLE, after }).await;
+}

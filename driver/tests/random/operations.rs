@@ -1,0 +1,173 @@
+//! What can happen, and how it is drawn.
+
+use divvy_sim::Code;
+use divvy_sim::control::When;
+
+/// Names for claims that exist at a time.
+pub(crate) const CLAIMS: usize = 10;
+/// Two that can be cut, one that cannot.
+pub(crate) const GPUS: &str = "2xH100-SXM5-80GB,1xL4";
+/// How many of them can be cut; they come first.
+const CUT: usize = 2;
+
+/// One thing that happens.
+#[derive(Clone, Debug)]
+pub(crate) enum Operation {
+    /// The claim is allocated those devices, unless it exists, and prepared.
+    Prepare { claim: usize, devices: Vec<String> },
+    /// The claim is released, if it exists.
+    Unprepare { claim: usize },
+    /// Prepare or unprepare, whichever the claim waits for, while a call fails once.
+    Fault { claim: usize, devices: Vec<String>, call: &'static str, when: When, code: Code },
+    /// The same while a call hangs.
+    Hang { claim: usize, devices: Vec<String>, call: &'static str, when: When, until: Until },
+    /// SIGKILL and a new start.
+    Kill,
+    /// The claim is deleted, its kubelet forgets it, the daemon is killed.
+    Forget { claim: usize },
+    /// The machine boots, perhaps without one of its GPUs.
+    Reboot { without: Option<usize> },
+    /// A GPU loses all that was on it.
+    Reset { gpu: usize },
+    /// A GPU falls off the bus.
+    Lose { gpu: usize },
+    /// The API server goes away, or comes back.
+    Outage { over: bool },
+    /// All that went wrong ends, all that waits is asked for again, and the node is looked at.
+    Settle,
+    /// Nothing is left of anything.
+    ReleaseAll,
+}
+
+/// How long a call hangs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Until {
+    /// For a moment.
+    Noticed,
+    /// Until the daemon has answered without it.
+    Answered,
+    /// Until the daemon is killed.
+    Killed,
+}
+
+/// The calls that change hardware, and one that looks.
+const CALLS: [&str; 6] = [
+    "nvmlDeviceSetMigMode",
+    "nvmlDeviceCreateGpuInstanceWithPlacement",
+    "nvmlGpuInstanceCreateComputeInstance",
+    "nvmlComputeInstanceDestroy",
+    "nvmlGpuInstanceDestroy",
+    "nvmlDeviceGetGpuInstances",
+];
+/// Codes of a call that may have had its effect all the same; then those of one that was refused.
+const CODES: [Code; 6] = [
+    Code::Unknown,
+    Code::Timeout,
+    Code::OperatingSystem,
+    Code::InUse,
+    Code::InsufficientResources,
+    Code::NoPermission,
+];
+/// Profiles of an H100 that are used, and where they may start.
+const PROFILES: [(&str, &[u32]); 4] = [
+    ("1g10gb-19", &[0, 1, 2, 3, 4, 5, 6]),
+    ("2g20gb-14", &[0, 2, 4]),
+    ("3g40gb-9", &[0, 4]),
+    ("7g80gb-0", &[0]),
+];
+
+impl Operation {
+    /// For the summary.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Prepare { .. } => "prepare",
+            Self::Unprepare { .. } => "unprepare",
+            Self::Fault { .. } => "fault",
+            Self::Hang { .. } => "hang",
+            Self::Kill => "kill",
+            Self::Forget { .. } => "forget",
+            Self::Reboot { .. } => "reboot",
+            Self::Reset { .. } => "reset",
+            Self::Lose { .. } => "lose",
+            Self::Outage { .. } => "outage",
+            Self::Settle => "settle",
+            Self::ReleaseAll => "release all",
+        }
+    }
+
+    /// One of them, the usual ones often.
+    pub(crate) fn draw(dice: &mut Dice) -> Self {
+        let claim = dice.below(CLAIMS);
+        let gpu = dice.below(CUT);
+        match dice.below(1000) {
+            0..460 => Self::Prepare { claim, devices: devices(dice) },
+            460..740 => Self::Unprepare { claim },
+            740..840 => {
+                let (call, when) = (*dice.of(&CALLS), side(dice));
+                let codes = if when == When::Before { &CODES[..] } else { &CODES[..3] };
+                Self::Fault { claim, devices: devices(dice), call, when, code: *dice.of(codes) }
+            }
+            840..870 => {
+                let until = match dice.below(10) {
+                    0..5 => Until::Noticed,
+                    5 => Until::Answered,
+                    _ => Until::Killed,
+                };
+                let (call, when) = (*dice.of(&CALLS[..5]), side(dice));
+                Self::Hang { claim, devices: devices(dice), call, when, until }
+            }
+            870..885 => Self::Kill,
+            885..890 => Self::Forget { claim },
+            890..896 => Self::Reboot { without: None },
+            896..900 => Self::Reboot { without: Some(gpu) },
+            900..910 => Self::Reset { gpu },
+            910..914 => Self::Lose { gpu },
+            914..926 => Self::Outage { over: dice.below(3) == 0 },
+            926..996 => Self::Settle,
+            _ => Self::ReleaseAll,
+        }
+    }
+}
+
+fn side(dice: &mut Dice) -> When {
+    *dice.of(&[When::Before, When::After])
+}
+
+/// One to three devices; few places, so that claims meet.
+fn devices(dice: &mut Dice) -> Vec<String> {
+    let count = [1, 1, 1, 2, 3][dice.below(5)];
+    let device = |dice: &mut Dice| match dice.below(10) {
+        0 => "gpu-2".to_owned(),
+        1 => format!("gpu-{}", dice.below(CUT)),
+        _ => {
+            let (profile, starts) = *dice.of(&PROFILES);
+            format!("gpu-{}-mig-{profile}-{}", dice.below(CUT), dice.of(starts))
+        }
+    };
+    (0..count).map(|_| device(dice)).collect()
+}
+
+/// Numbers that a seed decides (SplitMix64).
+pub(crate) struct Dice(u64);
+
+impl Dice {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+
+    fn of<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
+        &choices[self.below(choices.len())]
+    }
+}

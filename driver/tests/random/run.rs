@@ -1,0 +1,367 @@
+//! Runs operations on a node and holds the answers against the model.
+
+use crate::harness::{DRIVER, Daemon, PATIENCE, World};
+use crate::model::{Modelled, Part, Stage};
+use crate::operations::{CLAIMS, GPUS, Operation, Until};
+use crate::settled::{differences, never};
+use divvy_fakes::apiserver::Outage;
+use divvy_fakes::kubelet::{CallError, Outcome};
+use divvy_kubelet::dra::v1::Claim;
+use divvy_sim::control::{Pattern, When};
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use std::time::{Duration, Instant};
+
+const FLAGS: [&str; 8] = [
+    "--mig-hold-off",
+    "0s",
+    // A hang is answered soon.
+    "--nvml-mode-within",
+    "2s",
+    "--nvml-create-within",
+    "2s",
+    "--nvml-destroy-within",
+    "2s",
+];
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// A sequence that went wrong.
+pub(crate) struct Failure {
+    pub(crate) at: usize,
+    pub(crate) why: String,
+    pub(crate) log: String,
+}
+
+pub(crate) struct Runner {
+    world: World,
+    daemon: Option<Daemon>,
+    claims: Vec<Option<Modelled>>,
+    patience: Duration,
+    /// Makes UIDs.
+    made: usize,
+    /// Something is or was wrong with the node: refusals may have that reason.
+    rough: bool,
+    outage: bool,
+    /// GPUs that are lost or missing.
+    away: Vec<usize>,
+}
+
+/// What the kubelet asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Call {
+    Prepare,
+    Unprepare,
+}
+
+impl Runner {
+    /// A node that may take so long to settle.
+    pub(crate) async fn up(patience: Duration) -> Self {
+        let world = World::up(GPUS).await;
+        let daemon = Some(world.start(&FLAGS).await);
+        let claims = vec![None; CLAIMS];
+        Self { world, daemon, claims, patience, made: 0, rough: false, outage: false, away: Vec::new() }
+    }
+
+    pub(crate) fn failed(&mut self, at: usize, why: String) -> Failure {
+        let log = self.daemon.as_ref().map(Daemon::log).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        let log = lines[lines.len().saturating_sub(60)..].join("\n");
+        Failure { at, why, log }
+    }
+
+    pub(crate) async fn run(&mut self, operation: &Operation) -> Result<(), String> {
+        match operation {
+            Operation::Prepare { claim, devices } => self.prepare(*claim, devices).await?,
+            Operation::Unprepare { claim } => self.unprepare(*claim).await?,
+            Operation::Fault { claim, devices, call, when, code } => {
+                self.rough = true;
+                self.world.change(|state| state.add_fault(Pattern::new(*call), Some(1), *when, *code));
+                self.either(*claim, devices).await?;
+                self.world.change(|state| state.clear_faults(None));
+            }
+            Operation::Hang { claim, devices, call, when, until } => {
+                self.hang(*claim, devices, call, *when, *until).await?;
+            }
+            Operation::Kill => self.restart(|_| ()),
+            Operation::Forget { claim } => self.forget(*claim),
+            Operation::Reboot { without } => self.reboot(*without),
+            Operation::Reset { gpu } => {
+                self.rough = true;
+                // A GPU that is away has nothing to lose.
+                if !self.away.contains(gpu) {
+                    self.world.change(|state| state.reset(*gpu, true).unwrap());
+                }
+            }
+            Operation::Lose { gpu } => {
+                if !self.away.contains(gpu) {
+                    self.rough = true;
+                    self.away.push(*gpu);
+                    self.world.change(|state| state.lose(*gpu, true).unwrap());
+                }
+            }
+            Operation::Outage { over } => self.outage(!over),
+            Operation::Settle => self.settle().await?,
+            Operation::ReleaseAll => {
+                self.settle().await?;
+                for slot in 0..CLAIMS {
+                    self.unprepare(slot).await?;
+                }
+                self.settle().await?;
+            }
+        }
+        let claims: Vec<&Modelled> = self.claims.iter().flatten().collect();
+        never(&self.world, &claims).map_or(Ok(()), Err)
+    }
+
+    /// The next thing that the claim's life has for it.
+    async fn either(&mut self, slot: usize, devices: &[String]) -> Result<(), String> {
+        match &self.claims[slot] {
+            Some(claim) if claim.stage != Stage::Waiting => self.unprepare(slot).await,
+            _ => self.prepare(slot, devices).await,
+        }
+    }
+
+    fn allocate(&mut self, slot: usize, devices: &[String]) {
+        if self.claims[slot].is_some() {
+            return;
+        }
+        self.made += 1;
+        let names: Vec<&str> = devices.iter().map(String::as_str).collect();
+        let claim = self.world.claim(&format!("c{}", self.made), &names);
+        let devices = names.into_iter().map(Part::of).collect();
+        self.claims[slot] = Some(Modelled { claim, devices, stage: Stage::Waiting });
+    }
+
+    async fn prepare(&mut self, slot: usize, devices: &[String]) -> Result<(), String> {
+        self.allocate(slot, devices);
+        let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
+        if matches!(modelled.stage, Stage::Ending | Stage::Forgotten) {
+            return Ok(());
+        }
+        let outcome = self.call(Call::Prepare, &modelled.claim).await?;
+        self.prepared(slot, outcome)
+    }
+
+    /// Holds the answer of a prepare against the model.
+    fn prepared(&mut self, slot: usize, outcome: Outcome) -> Result<(), String> {
+        let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
+        let uid = &modelled.claim.uid;
+        let others = || {
+            let others = self.claims.iter().enumerate().filter(|(at, _)| *at != slot);
+            others.filter_map(|(_, other)| other.as_ref()).filter(|other| other.excludes(&modelled))
+        };
+        let stage = match (outcome, &modelled.stage) {
+            (Ok(answer), Stage::Prepared(before)) if answer != *before => {
+                return Err(format!("{uid} was answered {before:?}, then {answer:?}"));
+            }
+            (Ok(answer), _) => {
+                if modelled.is_absurd() {
+                    return Err(format!("{modelled:?} was prepared"));
+                }
+                if let Some(other) = others().find(|other| other.is_prepared()) {
+                    return Err(format!("{modelled:?} was prepared in spite of {other:?}"));
+                }
+                Stage::Prepared(answer)
+            }
+            (Err(error), stage) => {
+                let refused = modelled.is_absurd() || others().next().is_some();
+                if !self.rough && !refused {
+                    return Err(format!("{modelled:?} was refused: {error}"));
+                }
+                stage.clone()
+            }
+        };
+        self.claims[slot] = Some(Modelled { stage, ..modelled });
+        Ok(())
+    }
+
+    async fn unprepare(&mut self, slot: usize) -> Result<(), String> {
+        let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
+        if modelled.stage == Stage::Forgotten {
+            return Ok(());
+        }
+        let outcome = self.call(Call::Unprepare, &modelled.claim).await?;
+        self.unprepared(slot, outcome)
+    }
+
+    /// Holds the answer of an unprepare against the model.
+    fn unprepared(&mut self, slot: usize, outcome: Outcome) -> Result<(), String> {
+        let Some(modelled) = self.claims[slot].take() else { return Ok(()) };
+        match outcome {
+            Ok(_) => {
+                self.world.api.delete::<ResourceClaim>("ns", &modelled.claim.name);
+            }
+            Err(error) if !self.rough => return Err(format!("{modelled:?} was not released: {error}")),
+            Err(_) => self.claims[slot] = Some(Modelled { stage: Stage::Ending, ..modelled }),
+        }
+        Ok(())
+    }
+
+    /// One answered call; a daemon that is just starting is asked again.
+    async fn call(&self, call: Call, claim: &Claim) -> Result<Outcome, String> {
+        let begun = Instant::now();
+        loop {
+            match self.ask(call, claim).await {
+                Ok(outcome) => return Ok(outcome),
+                Err(CallError::Status(_) | CallError::NotRegistered { .. }) if begun.elapsed() < PATIENCE => {
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Err(error) => return Err(format!("{call:?} of {}: {error}", claim.uid)),
+            }
+        }
+    }
+
+    async fn ask(&self, call: Call, claim: &Claim) -> Result<Outcome, CallError> {
+        let claims = std::slice::from_ref(claim);
+        let outcomes = match call {
+            Call::Prepare => self.world.kubelet.prepare(DRIVER, claims).await?,
+            Call::Unprepare => self.world.kubelet.unprepare(DRIVER, claims).await?,
+        };
+        Ok(outcomes.into_values().next().unwrap_or_else(|| Ok(Vec::new())))
+    }
+
+    async fn hang(
+        &mut self,
+        slot: usize,
+        devices: &[String],
+        name: &'static str,
+        when: When,
+        until: Until,
+    ) -> Result<(), String> {
+        self.allocate(slot, devices);
+        let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
+        let asked = match modelled.stage {
+            Stage::Forgotten => return Ok(()),
+            Stage::Waiting => Call::Prepare,
+            Stage::Prepared(_) | Stage::Ending => Call::Unprepare,
+        };
+        self.rough = true;
+        self.world.change(|state| state.add_hold(Pattern::new(name), Some(1), when));
+        let held = || !self.world.sim.read().unwrap().control.held.is_empty();
+        let answer = {
+            let call = self.call(asked, &modelled.claim);
+            tokio::pin!(call);
+            let early = tokio::select! {
+                answer = &mut call => Some(answer),
+                () = async { while !held() { tokio::time::sleep(PAUSE).await } } => None,
+            };
+            match (early, until) {
+                (Some(answer), _) => Some(answer?),
+                (None, Until::Answered) => Some(call.await?),
+                (None, Until::Noticed) => {
+                    self.world.release();
+                    Some(call.await?)
+                }
+                (None, Until::Killed) => None,
+            }
+        };
+        let Some(answer) = answer else {
+            self.restart(|world| world.release());
+            if let (Call::Unprepare, Some(modelled)) = (asked, &mut self.claims[slot]) {
+                modelled.stage = Stage::Ending;
+            }
+            return Ok(());
+        };
+        self.world.release();
+        match asked {
+            Call::Prepare => self.prepared(slot, answer),
+            Call::Unprepare => self.unprepared(slot, answer),
+        }
+    }
+
+    fn restart(&mut self, between: impl FnOnce(&World)) {
+        if let Some(daemon) = self.daemon.take() {
+            daemon.kill();
+        }
+        between(&self.world);
+        // What was logged so far is of no use any more, and much.
+        let _ = std::fs::remove_file(self.world.path("log"));
+        self.daemon = Some(self.world.spawn(&FLAGS));
+    }
+
+    fn forget(&mut self, slot: usize) {
+        let Some(modelled) = &mut self.claims[slot] else { return };
+        modelled.stage = Stage::Forgotten;
+        self.world.api.delete::<ResourceClaim>("ns", &modelled.claim.name);
+        self.restart(|_| ());
+    }
+
+    fn reboot(&mut self, without: Option<usize>) {
+        let away: Vec<usize> = without.into_iter().collect();
+        self.rough |= !away.is_empty();
+        let back = std::mem::replace(&mut self.away, away);
+        self.restart(|world| {
+            world.change(|state| {
+                for gpu in back {
+                    state.find(gpu).unwrap();
+                }
+                if let Some(gpu) = without {
+                    state.lose(gpu, false).unwrap();
+                }
+                state.reboot();
+            });
+        });
+    }
+
+    fn outage(&mut self, begins: bool) {
+        self.outage = begins;
+        self.rough |= begins;
+        self.world.api.set_outage(begins.then_some(Outage::Refuse));
+    }
+
+    /// Ends what is wrong, asks for what waits, and looks at the node.
+    async fn settle(&mut self) -> Result<(), String> {
+        self.world.release();
+        if self.outage {
+            self.outage(false);
+        }
+        if !self.away.is_empty() {
+            self.reboot(None);
+        }
+        for slot in 0..CLAIMS {
+            self.conclude(slot).await?;
+        }
+        let begun = Instant::now();
+        loop {
+            let claims: Vec<&Modelled> = self.claims.iter().flatten().filter(|c| c.is_prepared()).collect();
+            let found = differences(&self.world, &claims);
+            if found.is_empty() {
+                break;
+            }
+            if begun.elapsed() > self.patience {
+                return Err(format!("the node has not settled:\n{}", found.join("\n")));
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+        self.claims.iter_mut().for_each(|claim| drop(claim.take_if(|claim| !claim.is_prepared())));
+        self.rough = false;
+        Ok(())
+    }
+
+    /// Asks until the claim is prepared or gone.
+    async fn conclude(&mut self, slot: usize) -> Result<(), String> {
+        let begun = Instant::now();
+        loop {
+            let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
+            let hopeless = modelled.is_absurd()
+                || self.claims.iter().enumerate().any(|(at, other)| {
+                    at != slot && other.as_ref().is_some_and(|other| other.excludes(&modelled))
+                });
+            match modelled.stage {
+                // Seen to when everything else is done.
+                Stage::Forgotten => return Ok(()),
+                Stage::Prepared(_) | Stage::Waiting if !hopeless => self.prepare(slot, &[]).await?,
+                Stage::Prepared(_) => return Ok(()),
+                Stage::Waiting | Stage::Ending => self.unprepare(slot).await?,
+            }
+            match &self.claims[slot] {
+                None => return Ok(()),
+                Some(now) if matches!(modelled.stage, Stage::Waiting) && now.is_prepared() => return Ok(()),
+                Some(now) if modelled.is_prepared() && now.is_prepared() => return Ok(()),
+                Some(now) if begun.elapsed() > self.patience => {
+                    return Err(format!("neither prepared nor released in {:?}: {now:?}", self.patience));
+                }
+                Some(_) => tokio::time::sleep(PAUSE).await,
+            }
+        }
+    }
+}

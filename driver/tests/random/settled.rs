@@ -1,0 +1,86 @@
+//! What the node must be when nothing is under way: exactly what the prepared
+//! claims need.
+
+use crate::harness::World;
+use crate::model::{Modelled, Part, Stage};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// What differs from what these claims need; empty if nothing does.
+pub(crate) fn differences(world: &World, claims: &[&Modelled]) -> Vec<String> {
+    let mut found = Vec::new();
+    let state = world.sim.read().unwrap();
+    let parts = || claims.iter().flat_map(|claim| &claim.devices);
+    for (at, gpu) in state.gpus.iter().enumerate() {
+        let wanted: BTreeSet<(u32, u32)> = parts().filter(|part| part.gpu == at).filter_map(key).collect();
+        let there: BTreeSet<(u32, u32)> =
+            gpu.instances.iter().map(|gi| (gi.profile, gi.placement.start)).collect();
+        if there != wanted {
+            found.push(format!("gpu-{at} has instances (profile, start) {there:?} instead of {wanted:?}"));
+        }
+        if let Some(gi) = gpu.instances.iter().find(|gi| gi.cis.len() != 1) {
+            found.push(format!("instance {} of gpu-{at} has {} compute instances", gi.id, gi.cis.len()));
+        }
+        if gpu.mig.current == wanted.is_empty() {
+            found.push(format!("gpu-{at}: MIG mode is {} with {wanted:?}", gpu.mig.current));
+        }
+    }
+    let names = |prefix: &str| -> BTreeSet<String> {
+        claims.iter().map(|claim| format!("{prefix}{}.json", claim.claim.uid)).collect()
+    };
+    expect(&world.state_dir().join("claims"), &names(""), &mut found);
+    expect(&world.cdi_dir(), &names("gpu.divvy.dev-claim_"), &mut found);
+    expect(&world.state_dir().join("quarantine"), &BTreeSet::new(), &mut found);
+    for claim in claims {
+        let uid = &claim.claim.uid;
+        let record = read(&world.state_dir().join(format!("claims/{uid}.json")));
+        if !record.contains(r#""state":"prepared""#) {
+            found.push(format!("record of {uid} is {record}"));
+        }
+        let file = read(&world.cdi_dir().join(format!("gpu.divvy.dev-claim_{uid}.json")));
+        for part in &claim.devices {
+            let node = format!("/dev/nvidia{}\"", state.gpus[part.gpu].minor);
+            if !file.contains(&part.name) || !file.contains(&node) {
+                found.push(format!("CDI file of {uid} lacks {} or {node}: {file}", part.name));
+            }
+        }
+    }
+    found
+}
+
+/// What never may be, whatever is under way: two claims in each other's way, or
+/// a whole GPU with something on it.
+pub(crate) fn never(world: &World, claims: &[&Modelled]) -> Option<String> {
+    let prepared: Vec<_> = claims.iter().filter(|claim| matches!(claim.stage, Stage::Prepared(_))).collect();
+    for (at, one) in prepared.iter().enumerate() {
+        if let Some(two) = prepared[at + 1..].iter().find(|two| one.excludes(two)) {
+            return Some(format!("{} and {} are prepared both", one.claim.uid, two.claim.uid));
+        }
+    }
+    let state = world.sim.read().unwrap();
+    let whole = prepared.iter().flat_map(|claim| &claim.devices).filter(|part| part.instance.is_none());
+    for part in whole {
+        let gpu = &state.gpus[part.gpu];
+        if gpu.mig.current || !gpu.instances.is_empty() {
+            return Some(format!("{} is held whole and has MIG mode on", part.name));
+        }
+    }
+    None
+}
+
+fn key(part: &Part) -> Option<(u32, u32)> {
+    part.instance.as_ref().map(|(profile, slices)| (*profile, slices.start))
+}
+
+fn expect(dir: &Path, wanted: &BTreeSet<String>, found: &mut Vec<String>) {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let there: BTreeSet<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    if there != *wanted {
+        found.push(format!("{} has {there:?} instead of {wanted:?}", dir.display()));
+    }
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|error| format!("({error})"))
+}
