@@ -162,7 +162,7 @@ END
 
   start "$node-containerd"
   wait_for "containerd of $node" 30 ctr -a "$dir/containerd.sock" version
-  ctr -a "$dir/containerd.sock" -n k8s.io images import "$cluster/image.tar" > /dev/null
+  ctr -a "$dir/containerd.sock" -n k8s.io images import "$cluster/image.tar" > "$dir/import.log" 2>&1
   start "$node-kubelet"
 }
 

@@ -12,6 +12,11 @@ use std::process::{Command, Stdio};
 
 const LIB: &str = "/usr/lib/x86_64-linux-gnu";
 
+/// The hook under test: cargo's, or the static one that is shipped.
+fn hook() -> PathBuf {
+    std::env::var_os("DIVVY_HOOK").map_or_else(|| env!("CARGO_BIN_EXE_divvy-hook").into(), PathBuf::from)
+}
+
 /// A host directory with a bundle, and things that the hook must not touch.
 struct World {
     dir: tempfile::TempDir,
@@ -61,7 +66,7 @@ impl World {
     fn run(&self) -> Result<(), String> {
         let library = format!("{LIB}/libcuda.so.580.1=libcuda.so.1");
         let link = format!("{LIB}/libcuda.so=libcuda.so.1");
-        let mut child = Command::new(env!("CARGO_BIN_EXE_divvy-hook"))
+        let mut child = Command::new(hook())
             .args(["--library", &library, "--link", &link])
             .env_clear()
             .stdin(Stdio::piped())
@@ -255,7 +260,7 @@ fn a_volume_is_told_from_the_image() {
 
 #[test]
 fn a_state_without_a_bundle_is_an_error() {
-    let output = Command::new(env!("CARGO_BIN_EXE_divvy-hook")).stdin(Stdio::null()).output().unwrap();
+    let output = Command::new(hook()).stdin(Stdio::null()).output().unwrap();
     assert!(!output.status.success());
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("OCI state"), "{said}");

@@ -40,6 +40,13 @@ pub(crate) fn request(name: &str, class: &str, cel: &str) -> Value {
     json!({"name": name, "exactly": device(class, cel)})
 }
 
+/// A request to look at a device that others may hold.
+pub(crate) fn admin_request(name: &str, class: &str, cel: &str) -> Value {
+    let mut device = device(class, cel);
+    device["adminAccess"] = json!(true);
+    json!({"name": name, "exactly": device})
+}
+
 /// A request for the first of several that can be had.
 pub(crate) fn first_available(name: &str, choices: &[(&str, &str, &str)]) -> Value {
     let choices: Vec<Value> = choices

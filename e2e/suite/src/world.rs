@@ -6,9 +6,9 @@ use crate::objects::{Claim, pod};
 use anyhow::{Context, Result, bail, ensure};
 use divvy_api::DeviceName;
 use divvy_model::DeviceId;
-use k8s_openapi::api::core::v1::{Event, Node, Pod};
+use k8s_openapi::api::core::v1::{Event, Namespace, Node, Pod};
 use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceClaimTemplate, ResourceSlice};
-use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use serde::Deserialize;
@@ -85,6 +85,10 @@ impl World {
             Kubeconfig::read_from(&file).with_context(|| format!("reading {}", file.display()))?;
         let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
         let client = Client::try_from(config)?;
+        // Only namespaces with this label may ask for adminAccess.
+        let label = json!({"metadata": {"labels": {"resource.kubernetes.io/admin-access": "true"}}});
+        let namespaces: Api<Namespace> = Api::all(client.clone());
+        namespaces.patch("default", &PatchParams::default(), &Patch::Merge(label)).await?;
         Ok(Self {
             pods: Api::default_namespaced(client.clone()),
             claims: Api::default_namespaced(client.clone()),

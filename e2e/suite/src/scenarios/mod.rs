@@ -27,6 +27,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     sharing::the_first_available_choice_is_taken,
     sharing::seven_slices_are_seven_pods_and_the_eighth_waits,
     sharing::a_gpu_goes_from_mig_to_whole_and_back,
+    sharing::admin_access_looks_on_and_takes_nothing,
     failures::a_killed_driver_disturbs_no_pod_and_catches_up,
     failures::a_restarted_kubelet_finds_the_slices_again,
     failures::a_force_deleted_pod_gives_its_gpu_back,

@@ -1,6 +1,8 @@
 //! Claims of every form, and GPUs cut by them.
 
-use crate::objects::{Claim, GPU, MIG, devices, first_available, profile, profile_on, request, uuid};
+use crate::objects::{
+    Claim, GPU, MIG, admin_request, devices, first_available, profile, profile_on, request, uuid,
+};
 use crate::world::World;
 use anyhow::{Result, ensure};
 use serde_json::json;
@@ -117,5 +119,25 @@ pub(super) async fn a_gpu_goes_from_mig_to_whole_and_back(world: &World) -> Resu
         ensure!(world.sees_its_devices(&whole).await? == BTreeSet::from([gpu.clone()]), "not the GPU");
         world.delete_pod(&whole).await?;
     }
+    Ok(())
+}
+
+pub(super) async fn admin_access_looks_on_and_takes_nothing(world: &World) -> Result<()> {
+    let gpu = world.gpus("n1")?.remove(4).uuid;
+    world.template("look", devices(&[admin_request("gpu", GPU, &uuid(&gpu))])).await?;
+    world.template("whole", devices(&[request("gpu", GPU, &uuid(&gpu))])).await?;
+    world.pod("looks", Claim::Template("look")).await?;
+    world.ready("looks").await?;
+    world.pod("works", Claim::Template("whole")).await?;
+    world.ready("works").await?;
+    for pod in ["looks", "works"] {
+        ensure!(
+            world.sees_its_devices(pod).await? == BTreeSet::from([gpu.clone()]),
+            "{pod} sees another GPU"
+        );
+    }
+    world.delete_pod("looks").await?;
+    ensure!(world.restarts("works").await? == 0, "the one who looked on disturbed the one who works");
+    world.sees_its_devices("works").await?;
     Ok(())
 }
