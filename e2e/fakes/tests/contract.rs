@@ -1,0 +1,256 @@
+//! What clients may count on, checked on the fake API server, or with
+//! `DIVVY_TEST_KUBECONFIG=FILE` on a real one: what passes on the fake and fails
+//! there is a bug of the fake.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
+use futures::StreamExt;
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
+use kube::api::{
+    Api, DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions, WatchEvent, WatchParams,
+};
+use serde_json::{Value, json};
+
+/// A server and a node name of our own on it.
+struct World {
+    client: kube::Client,
+    slices: Api<ResourceSlice>,
+    node: String,
+    _fake: Option<FakeApi>,
+}
+
+impl World {
+    async fn new(test: &str) -> Self {
+        let (client, fake) = match std::env::var_os("DIVVY_TEST_KUBECONFIG") {
+            Some(path) => {
+                let kubeconfig = kube::config::Kubeconfig::read_from(path).unwrap();
+                let config =
+                    kube::Config::from_custom_kubeconfig(kubeconfig, &Default::default()).await.unwrap();
+                (kube::Client::try_from(config).unwrap(), None)
+            }
+            None => {
+                let fake = FakeApi::start(FakeApiOptions::default()).await.unwrap();
+                (fake.client().unwrap(), Some(fake))
+            }
+        };
+        let world =
+            Self { slices: Api::all(client.clone()), client, node: format!("contract-{test}"), _fake: fake };
+        world.wipe().await;
+        world
+    }
+
+    fn ours(&self) -> ListParams {
+        ListParams::default().fields(&format!("spec.nodeName={}", self.node))
+    }
+
+    async fn there(&self) -> Vec<ResourceSlice> {
+        self.slices.list(&self.ours()).await.unwrap().items
+    }
+
+    async fn wipe(&self) {
+        self.slices.delete_collection(&DeleteParams::default(), &self.ours()).await.unwrap();
+    }
+
+    fn slice(&self, edit: impl FnOnce(&mut Value)) -> ResourceSlice {
+        let mut slice = json!({
+            "metadata": {"generateName": "00000-"},
+            "spec": {
+                "driver": "gpu.divvy.dev", "nodeName": self.node,
+                "pool": {"name": self.node, "generation": 1, "resourceSliceCount": 1},
+                "devices": [{
+                    "name": "gpu-0",
+                    "capacity": {"memory": {"value": "1024Mi"}},
+                    "consumesCounters": [{"counterSet": "gpu-0", "counters": {"memory": {"value": "0.5"}}}],
+                    "taints": [{"key": "a", "effect": "NoSchedule"}],
+                }],
+            },
+        });
+        edit(&mut slice);
+        serde_json::from_value(slice).unwrap()
+    }
+
+    async fn create(&self, edit: impl FnOnce(&mut Value)) -> Result<ResourceSlice, kube::Error> {
+        self.slices.create(&PostParams::default(), &self.slice(edit)).await
+    }
+}
+
+fn code<T: std::fmt::Debug>(result: Result<T, kube::Error>) -> u16 {
+    match result {
+        Err(kube::Error::Api(status)) => status.code,
+        other => panic!("expected an API error, got {other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn names_are_generated_and_quantities_are_canonical() {
+    let world = World::new("names").await;
+    let created = world.create(|_| ()).await.unwrap();
+    let name = created.metadata.name.clone().unwrap();
+    assert!(name.starts_with("00000-") && name.len() == 11, "{name}");
+    let device = &created.spec.devices.as_ref().unwrap()[0];
+    assert_eq!(device.capacity.as_ref().unwrap()["memory"].value.0, "1Gi");
+    assert_eq!(device.consumes_counters.as_ref().unwrap()[0].counters["memory"].value.0, "500m");
+    assert!(device.taints.as_ref().unwrap()[0].time_added.is_some());
+    assert_eq!(world.slices.get(&name).await.unwrap(), created);
+    let long = world.create(|s| s["metadata"]["generateName"] = json!("a".repeat(100))).await.unwrap();
+    assert_eq!(long.metadata.name.unwrap().len(), 63);
+    world.wipe().await;
+}
+
+#[tokio::test]
+async fn a_dry_run_answers_and_stores_nothing() {
+    let world = World::new("dry").await;
+    let dry = PostParams { dry_run: true, field_manager: None };
+    let answered = world.slices.create(&dry, &world.slice(|_| ())).await.unwrap();
+    assert!(answered.spec.devices.unwrap()[0].consumes_counters.is_some());
+    assert_eq!(world.there().await, []);
+}
+
+#[tokio::test]
+async fn a_write_with_an_old_version_or_uid_conflicts() {
+    let world = World::new("conflict").await;
+    let first = world.create(|_| ()).await.unwrap();
+    let name = first.metadata.name.clone().unwrap();
+    let mut second = first.clone();
+    second.spec.pool.generation = 2;
+    let second = world.slices.replace(&name, &PostParams::default(), &second).await.unwrap();
+    assert_eq!(second.metadata.generation, Some(2));
+    assert_eq!(code(world.slices.replace(&name, &PostParams::default(), &first).await), 409);
+    let old = |uid: Option<String>, version: &ResourceSlice| {
+        let resource_version = version.metadata.resource_version.clone();
+        DeleteParams::default().preconditions(Preconditions { uid, resource_version })
+    };
+    assert_eq!(code(world.slices.delete(&name, &old(second.metadata.uid.clone(), &first)).await), 409);
+    assert_eq!(code(world.slices.delete(&name, &old(Some("other".to_owned()), &second)).await), 409);
+    world.slices.delete(&name, &old(second.metadata.uid.clone(), &second)).await.unwrap();
+    assert_eq!(code(world.slices.delete(&name, &DeleteParams::default()).await), 404);
+    assert_eq!(code(world.slices.replace(&name, &PostParams::default(), &second).await), 404);
+}
+
+#[tokio::test]
+async fn an_update_that_changes_nothing_keeps_the_version() {
+    let world = World::new("same").await;
+    let first = world.create(|_| ()).await.unwrap();
+    let name = first.metadata.name.clone().unwrap();
+    let again = world.slices.replace(&name, &PostParams::default(), &first).await.unwrap();
+    assert_eq!(again.metadata.resource_version, first.metadata.resource_version);
+    world.wipe().await;
+}
+
+#[tokio::test]
+async fn slices_that_break_a_rule_are_refused() {
+    let world = World::new("refused").await;
+    type Edit = fn(&mut Value);
+    let device = |n: usize| json!({"name": format!("gpu-{n}"), "taints": [{"key": "a", "effect": "None"}]});
+    let refused: [(&str, Edit); 12] = [
+        ("devices beside counters", |s| s["spec"]["sharedCounters"] = json!([])),
+        ("device name", |s| s["spec"]["devices"][0]["name"] = json!("GPU_0")),
+        ("taint effect", |s| s["spec"]["devices"][0]["taints"][0]["effect"] = json!("NoRun")),
+        ("two selections", |s| s["spec"]["allNodes"] = json!(true)),
+        ("no selection", |s| s["spec"]["nodeName"] = Value::Null),
+        ("version", |s| s["spec"]["devices"][0]["attributes"] = json!({"v": {"version": "v1.2.3"}})),
+        ("no value", |s| s["spec"]["devices"][0]["attributes"] = json!({"v": {}})),
+        ("long text", |s| s["spec"]["devices"][0]["attributes"] = json!({"v": {"string": "a".repeat(65)}})),
+        ("policy", |s| {
+            s["spec"]["devices"][0]["capacity"]["memory"]["requestPolicy"] = json!({"default": "1Mi"})
+        }),
+        ("no slices", |s| s["spec"]["pool"]["resourceSliceCount"] = json!(0)),
+        ("twins", |s| {
+            let twin = s["spec"]["devices"][0].clone();
+            s["spec"]["devices"] = json!([twin, twin]);
+        }),
+        ("attributes", |s| {
+            s["spec"]["devices"][0]["attributes"] =
+                Value::Object((0..32).map(|n| (format!("a{n}"), json!({"int": 1}))).collect());
+        }),
+    ];
+    for (what, edit) in refused {
+        assert_eq!(code(world.create(edit).await), 422, "{what}");
+    }
+    assert_eq!(code(world.create(|s| s["spec"]["devices"] = (0..65).map(device).collect()).await), 422);
+    assert_eq!(
+        code(
+            world
+                .create(|s| {
+                    let set = |n: usize| json!({"name": format!("s{n}"), "counters": {"m": {"value": "1"}}});
+                    s["spec"]["devices"] = Value::Null;
+                    s["spec"]["sharedCounters"] = (0..9).map(set).collect();
+                })
+                .await
+        ),
+        422
+    );
+    let mut moved = world.create(|_| ()).await.unwrap();
+    moved.spec.pool.name = "other".to_owned();
+    let name = moved.metadata.name.clone().unwrap();
+    assert_eq!(code(world.slices.replace(&name, &PostParams::default(), &moved).await), 422);
+    world.wipe().await;
+}
+
+#[tokio::test]
+async fn a_watch_shows_additions_changes_and_deletions_of_what_was_selected() {
+    let world = World::new("watch").await;
+    let list = world.slices.list(&world.ours()).await.unwrap();
+    let params =
+        WatchParams::default().fields(&format!("spec.driver=gpu.divvy.dev,spec.nodeName={}", world.node));
+    let from = list.metadata.resource_version.unwrap();
+    let mut events = world.slices.watch(&params, &from).await.unwrap().boxed();
+    let mut slice = world.create(|_| ()).await.unwrap();
+    world.create(|s| s["spec"]["nodeName"] = json!("contract-elsewhere")).await.unwrap();
+    slice.spec.pool.generation = 2;
+    let name = slice.metadata.name.clone().unwrap();
+    world.slices.replace(&name, &PostParams::default(), &slice).await.unwrap();
+    world.wipe().await;
+    let mut seen = Vec::new();
+    while seen.len() < 3 {
+        let version = |slice: &ResourceSlice| -> u64 {
+            slice.metadata.resource_version.as_ref().unwrap().parse().unwrap()
+        };
+        seen.push(match events.next().await.unwrap().unwrap() {
+            WatchEvent::Added(s) => ("added", s.metadata.name.clone(), version(&s)),
+            WatchEvent::Modified(s) => ("modified", s.metadata.name.clone(), version(&s)),
+            WatchEvent::Deleted(s) => ("deleted", s.metadata.name.clone(), version(&s)),
+            WatchEvent::Bookmark(_) => continue,
+            WatchEvent::Error(status) => panic!("{status:?}"),
+        });
+    }
+    let kinds: Vec<&str> = seen.iter().map(|event| event.0).collect();
+    assert_eq!(kinds, ["added", "modified", "deleted"]);
+    assert!(seen.iter().all(|event| event.1.as_ref() == Some(&name)));
+    assert!(seen.is_sorted_by(|a, b| a.2 < b.2), "each event has a version of its own: {seen:?}");
+    let elsewhere = ListParams::default().fields("spec.nodeName=contract-elsewhere");
+    world.slices.delete_collection(&DeleteParams::default(), &elsewhere).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_field_that_is_not_indexed_cannot_be_selected_by() {
+    let world = World::new("fields").await;
+    assert_eq!(code(world.slices.list(&ListParams::default().fields("spec.allNodes=true")).await), 400);
+}
+
+#[tokio::test]
+async fn a_claim_keeps_spec_and_status_apart_and_waits_for_its_finalizers() {
+    let world = World::new("claim").await;
+    let claims: Api<ResourceClaim> = Api::namespaced(world.client.clone(), "default");
+    let claim: ResourceClaim = serde_json::from_value(json!({
+        "metadata": {"name": "contract", "finalizers": ["resource.kubernetes.io/delete-protection"]},
+        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.divvy.dev"}}]}},
+        "status": {"reservedFor": [{"resource": "pods", "name": "p", "uid": "u"}]},
+    }))
+    .unwrap();
+    let created = claims.create(&PostParams::default(), &claim).await.unwrap();
+    assert_eq!(created.status.and_then(|status| status.reserved_for), None);
+    let status = json!({"status": {"allocation": {"devices": {"results": [
+        {"request": "gpu", "driver": "gpu.divvy.dev", "pool": "n1", "device": "gpu-0"}]}}}});
+    let merge = PatchParams::default();
+    let allocated = claims.patch_status("contract", &merge, &Patch::Merge(&status)).await.unwrap();
+    assert!(allocated.status.unwrap().allocation.is_some());
+    let renamed = json!({"metadata": {"labels": {"a": "b"}}, "status": null});
+    let labelled = claims.patch("contract", &merge, &Patch::Merge(&renamed)).await.unwrap();
+    assert!(labelled.status.unwrap().allocation.is_some(), "the status has its own door");
+    claims.delete("contract", &DeleteParams::default()).await.unwrap();
+    assert!(claims.get("contract").await.unwrap().metadata.deletion_timestamp.is_some());
+    let release = json!({"metadata": {"finalizers": null}});
+    claims.patch("contract", &merge, &Patch::Merge(&release)).await.unwrap();
+    assert_eq!(claims.get_opt("contract").await.unwrap(), None);
+}
