@@ -78,6 +78,11 @@ async fn what_a_reboot_took_is_made_again() {
 }
 
 #[tokio::test]
+async fn the_first_start_is_made_good() {
+    check(TWO, &[], Act::Install, &[]).await;
+}
+
+#[tokio::test]
 async fn mig_mode_that_waits_to_be_turned_off_is_turned_off_for_a_whole_gpu() {
     let mig_mode_on = &[SLICE, Act::Release("mig")];
     let after = &[Act::Release("whole"), SLICE, Act::Release("mig")];

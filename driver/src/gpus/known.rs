@@ -45,6 +45,7 @@ impl Known {
     /// Reads the file; one that is missing or damaged is as good as empty.
     pub(super) fn load(state_dir: &Path) -> Self {
         let path = state_dir.join(FILE);
+        sweep(state_dir);
         let written = match std::fs::read(&path) {
             Ok(bytes) => bytes,
             Err(cause) => {
@@ -117,10 +118,31 @@ fn description(gpu: &Gpu) -> Gpu {
     gpu
 }
 
+/// Removes what killed writes left, whoever made them.
+fn sweep(state_dir: &Path) {
+    for path in std::fs::read_dir(state_dir).into_iter().flatten().flatten().map(|entry| entry.path()) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name.starts_with(FILE) && name.ends_with(".part") {
+            // The next start gets what this one cannot.
+            let _ = std::fs::remove_file(&path);
+        }
+    }
+}
+
 fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    match write_once(path, bytes) {
+        // An instance of the driver that starts beside us swept our file away.
+        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => write_once(path, bytes),
+        result => result,
+    }
+}
+
+fn write_once(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let dir = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir)?;
-    let fresh = path.with_extension(format!("json.{}", std::process::id()));
+    // During an upgrade two instances write, and in containers both have process id 1.
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let fresh = path.with_extension(format!("json.{}-{}.part", std::process::id(), now.as_nanos()));
     let mut file = std::fs::File::create(&fresh)?;
     file.write_all(bytes)?;
     file.sync_all()?;
@@ -216,6 +238,17 @@ mod tests {
         std::fs::write(dir.path().join(FILE), other).expect("file");
         let known = Known::load(dir.path());
         assert_eq!((known.last.gpus.len(), known.numbers.iter().count()), (0, 2));
+    }
+
+    #[test]
+    fn what_a_killed_write_left_goes_at_the_next_start() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        kept(dir.path());
+        std::fs::write(dir.path().join("gpu-numbers.json.1-2.part"), "half").expect("file");
+        assert_eq!(Known::load(dir.path()).numbers.iter().count(), 2);
+        let names =
+            std::fs::read_dir(dir.path()).expect("directory").map(|entry| entry.expect("entry").file_name());
+        assert_eq!(names.collect::<Vec<_>>(), [FILE]);
     }
 
     #[test]

@@ -18,6 +18,15 @@ pub(crate) enum Act {
     Release(&'static str),
     /// The machine boots.
     Reboot,
+    /// The daemon starts on a node that it has never seen.
+    Install,
+}
+
+impl Act {
+    /// Whether it is the daemon's start, and not a call of the kubelet.
+    fn is_start(self) -> bool {
+        matches!(self, Self::Reboot | Self::Install)
+    }
 }
 
 /// From rest through `before` to where `act` begins, and through `after` back to rest.
@@ -66,7 +75,7 @@ struct Walker<'a> {
 pub(crate) async fn walk(path: Path<'_>) {
     let world = World::up(path.gpus).await;
     let mut walker = Walker { path, world, daemon: None };
-    walker.start().await;
+    walker.start();
     let known = walker.undisturbed().await;
     let mut points = 0;
     for (point, then) in walker.nvml_points(&known.calls) {
@@ -99,12 +108,12 @@ impl Walker<'_> {
         match self.path.act {
             Act::Prepare(..) => Then::GiveUp,
             Act::Release(_) => Then::Forget,
-            Act::Reboot => Then::Retry,
+            Act::Reboot | Act::Install => Then::Retry,
         }
     }
 
     /// Around each call of the trace. One that only reads has no effect to be
-    /// before or after of; what a boot reads is left out, it is much.
+    /// before or after of; what a start reads is left out, it is much.
     fn nvml_points(&self, calls: &[String]) -> Vec<(Point, Then)> {
         let mut seen = BTreeMap::<&str, u64>::new();
         let mut points = Vec::new();
@@ -117,14 +126,14 @@ impl Walker<'_> {
                 for when in [When::Before, When::After] {
                     points.extend(endings.map(|then| (point(when), then)));
                 }
-            } else if !matches!(self.path.act, Act::Reboot) {
+            } else if !self.path.act.is_start() {
                 points.push((point(When::Before), endings[at % 2]));
             }
         }
         points
     }
 
-    async fn start(&mut self) {
+    fn start(&mut self) {
         // What earlier daemons said would bury what matters.
         let _ = std::fs::remove_file(self.world.path("log"));
         let preload = std::env::current_exe().unwrap().parent().unwrap().join("libdivvy_crash.so");
@@ -191,10 +200,10 @@ impl Walker<'_> {
         self.disarm();
         let act = self.path.act;
         if hit {
-            self.start().await;
+            self.start();
         }
         match (then, act) {
-            (_, Act::Reboot) => self.expect(&known.ended, &at).await,
+            (_, Act::Reboot | Act::Install) => self.expect(&known.ended, &at).await,
             (Then::Retry, _) => {
                 self.until_done(act).await;
                 self.expect(&known.ended, &at).await;
@@ -215,9 +224,8 @@ impl Walker<'_> {
 
     /// Begins the act and waits until the daemon is at the point, or has passed it by.
     async fn act_until(&mut self, point: &Point, known: &Known) -> bool {
-        if let Act::Reboot = self.path.act {
-            self.kill();
-            self.world.change(divvy_sim::State::reboot);
+        if self.path.act.is_start() {
+            self.stop(self.path.act);
         }
         match point {
             Point::Nvml { call, nth, when } => {
@@ -228,8 +236,8 @@ impl Walker<'_> {
                 std::fs::write(self.control(), format!("{nth} {when}\n")).unwrap();
             }
         }
-        if let Act::Reboot = self.path.act {
-            self.start().await;
+        if self.path.act.is_start() {
+            self.start();
         }
         let (world, act) = (&self.world, self.path.act);
         let daemon = self.daemon.as_mut().unwrap();
@@ -266,6 +274,15 @@ impl Walker<'_> {
         })
     }
 
+    /// What comes before such a start.
+    fn stop(&mut self, act: Act) {
+        self.kill();
+        match act {
+            Act::Reboot => self.world.change(divvy_sim::State::reboot),
+            _ => std::fs::remove_dir_all(self.world.state_dir()).unwrap(),
+        }
+    }
+
     fn kill(&mut self) {
         self.daemon.take().unwrap().kill();
     }
@@ -278,10 +295,9 @@ impl Walker<'_> {
 
     /// Does it as the kubelet does: again and again until it is done.
     async fn until_done(&mut self, act: Act) {
-        if let Act::Reboot = act {
-            self.kill();
-            self.world.change(divvy_sim::State::reboot);
-            self.start().await;
+        if act.is_start() {
+            self.stop(act);
+            self.start();
         }
         let begun = Instant::now();
         while let Err(Failure::Unheard(why) | Failure::Refused(why)) = call(&self.world, act).await {
@@ -339,7 +355,7 @@ async fn call(world: &World, act: Act) -> Result<(), Failure> {
             Ok(())
         }
         // The daemon listens when it has recovered.
-        Act::Reboot => one(world.kubelet.unprepare(DRIVER, &[crate::harness::reference("nobody")]).await),
+        Act::Reboot | Act::Install => one(world.kubelet.unprepare(DRIVER, &[crate::harness::reference("nobody")]).await),
     }
 }
 
