@@ -79,23 +79,23 @@ impl Code {
     /// Whether a call that answers so was turned down before it changed
     /// anything. After a time-out or an unknown error nobody can tell.
     pub fn is_refusal(self) -> bool {
-        match self {
+        matches!(
+            self,
             Self::Uninitialized
-            | Self::InvalidArgument
-            | Self::NotSupported
-            | Self::NoPermission
-            | Self::NotFound
-            | Self::InsufficientSize
-            | Self::DriverNotLoaded
-            | Self::FunctionNotFound
-            | Self::ResetRequired
-            | Self::InUse
-            | Self::InsufficientResources
-            | Self::ArgumentVersionMismatch
-            | Self::GpuNotFound
-            | Self::InvalidState => true,
-            _ => false,
-        }
+                | Self::InvalidArgument
+                | Self::NotSupported
+                | Self::NoPermission
+                | Self::NotFound
+                | Self::InsufficientSize
+                | Self::DriverNotLoaded
+                | Self::FunctionNotFound
+                | Self::ResetRequired
+                | Self::InUse
+                | Self::InsufficientResources
+                | Self::ArgumentVersionMismatch
+                | Self::GpuNotFound
+                | Self::InvalidState
+        )
     }
 }
 
