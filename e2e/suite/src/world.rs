@@ -19,7 +19,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Longer than a kubelet's back-off between two tries to start a pod.
-const PATIENCE: Duration = Duration::from_secs(150);
+const PATIENCE: Duration = Duration::from_secs(240);
 /// The nodes that e2e/cluster/run starts.
 pub(crate) const NODES: [&str; 2] = ["n1", "n2"];
 
