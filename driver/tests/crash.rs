@@ -10,6 +10,7 @@
 //! asking or the claim is given up; the node must then be what it is without
 //! the kill: GPU and compute instances with their ids, MIG mode, and every file
 //! by name and content.
+#![allow(clippy::unwrap_used)]
 
 #[path = "crash/left.rs"]
 mod left;

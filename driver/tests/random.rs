@@ -13,7 +13,10 @@
 //! DIVVY_RANDOM_OPERATIONS   how many (1000)
 //! DIVVY_RANDOM_SEED         which (drawn from the clock, and printed)
 //! ```
+#![allow(clippy::unwrap_used)]
 
+#[path = "random/call.rs"]
+mod call;
 #[path = "random/model.rs"]
 mod model;
 #[path = "random/operations.rs"]
@@ -39,6 +42,14 @@ const IMPATIENCE: Duration = Duration::from_secs(4);
 /// For cutting a failing sequence down.
 const SHRINKING: Duration = Duration::from_secs(180);
 
+/// What happened, for the summary.
+#[derive(Default)]
+struct Counts {
+    operations: BTreeMap<&'static str, (usize, Duration)>,
+    struck: usize,
+    held: usize,
+}
+
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text}")))
@@ -53,30 +64,29 @@ async fn whatever_happens_the_node_is_what_the_model_says() {
     let mut dice = Dice::new(seed);
     let operations: Vec<Operation> = (0..wanted).map(|_| Operation::draw(&mut dice)).collect();
     let begun = Instant::now();
-    let mut counts = BTreeMap::<&str, (usize, Duration)>::new();
+    let mut counts = Counts::default();
     for (round, operations) in operations.chunks(ROUND).enumerate() {
         if let Err(failure) = run(operations, PATIENCE, &mut counts).await {
             shrink(seed, round * ROUND, operations, failure).await;
         }
         println!("{} operations in {:?}", round * ROUND + operations.len(), begun.elapsed());
     }
-    for (name, (count, time)) in counts {
+    for (name, (count, time)) in counts.operations {
         println!("{count:6} {name:12} {:8.1} ms each", time.as_secs_f64() * 1000.0 / count as f64);
     }
+    println!("{} faults struck, {} calls hung", counts.struck, counts.held);
 }
 
-async fn run(
-    operations: &[Operation],
-    patience: Duration,
-    counts: &mut BTreeMap<&'static str, (usize, Duration)>,
-) -> Result<(), Failure> {
+async fn run(operations: &[Operation], patience: Duration, counts: &mut Counts) -> Result<(), Failure> {
     let mut runner = Runner::up(patience).await;
     for (at, operation) in operations.iter().enumerate() {
         let begun = Instant::now();
         runner.run(operation).await.map_err(|why| runner.failed(at, why))?;
-        let count = counts.entry(operation.name()).or_default();
+        let count = counts.operations.entry(operation.name()).or_default();
         *count = (count.0 + 1, count.1 + begun.elapsed());
     }
+    counts.struck += runner.struck;
+    counts.held += runner.held;
     runner.run(&Operation::ReleaseAll).await.map_err(|why| runner.failed(operations.len(), why))
 }
 
@@ -91,7 +101,7 @@ async fn shrink(seed: u64, skipped: usize, operations: &[Operation], mut failure
         while at < left.len() && begun.elapsed() < SHRINKING {
             let mut tried = left.clone();
             tried.drain(at..(at + piece).min(left.len()));
-            match run(&tried, IMPATIENCE, &mut BTreeMap::new()).await {
+            match run(&tried, IMPATIENCE, &mut Counts::default()).await {
                 Err(fails) => {
                     tried.truncate(fails.at + 1);
                     (left, failure) = (tried, fails);

@@ -17,10 +17,10 @@ pub(crate) enum Operation {
     Prepare { claim: usize, devices: Vec<String> },
     /// The claim is released, if it exists.
     Unprepare { claim: usize },
-    /// Prepare or unprepare, whichever the claim waits for, while a call fails once.
-    Fault { claim: usize, devices: Vec<String>, call: &'static str, when: When, code: Code },
-    /// The same while a call hangs.
-    Hang { claim: usize, devices: Vec<String>, call: &'static str, when: When, until: Until },
+    /// Prepare or unprepare, whichever is next for the claim, while one of its calls fails once.
+    Fault { claim: usize, devices: Vec<String>, call: usize, nth: u64, when: When, code: Code },
+    /// The same while one of its calls hangs.
+    Hang { claim: usize, devices: Vec<String>, call: usize, when: When, until: Until },
     /// SIGKILL and a new start.
     Kill,
     /// The claim is deleted, its kubelet forgets it, the daemon is killed.
@@ -50,11 +50,16 @@ pub(crate) enum Until {
     Killed,
 }
 
-/// The calls that change hardware, and one that looks.
-const CALLS: [&str; 6] = [
+/// The calls by which a prepare changes hardware, and one by which it looks.
+pub(crate) const PREPARES: [&str; 4] = [
     "nvmlDeviceSetMigMode",
     "nvmlDeviceCreateGpuInstanceWithPlacement",
     "nvmlGpuInstanceCreateComputeInstance",
+    "nvmlDeviceGetGpuInstances",
+];
+/// The same of an unprepare.
+pub(crate) const UNPREPARES: [&str; 4] = [
+    "nvmlDeviceSetMigMode",
     "nvmlComputeInstanceDestroy",
     "nvmlGpuInstanceDestroy",
     "nvmlDeviceGetGpuInstances",
@@ -69,7 +74,8 @@ const CODES: [Code; 6] = [
     Code::NoPermission,
 ];
 /// Profiles of an H100 that are used, and where they may start.
-const PROFILES: [(&str, &[u32]); 4] = [
+const PROFILES: [(&str, &[u32]); 5] = [
+    ("1g10gb-19", &[0, 1, 2, 3, 4, 5, 6]),
     ("1g10gb-19", &[0, 1, 2, 3, 4, 5, 6]),
     ("2g20gb-14", &[0, 2, 4]),
     ("3g40gb-9", &[0, 4]),
@@ -100,12 +106,13 @@ impl Operation {
         let claim = dice.below(CLAIMS);
         let gpu = dice.below(CUT);
         match dice.below(1000) {
-            0..460 => Self::Prepare { claim, devices: devices(dice) },
-            460..740 => Self::Unprepare { claim },
+            0..410 => Self::Prepare { claim, devices: devices(dice) },
+            410..740 => Self::Unprepare { claim },
             740..840 => {
-                let (call, when) = (*dice.of(&CALLS), side(dice));
+                let (call, when) = (dice.below(4), side(dice));
                 let codes = if when == When::Before { &CODES[..] } else { &CODES[..3] };
-                Self::Fault { claim, devices: devices(dice), call, when, code: *dice.of(codes) }
+                let nth = *dice.of(&[1, 1, 2]);
+                Self::Fault { claim, devices: devices(dice), call, nth, when, code: *dice.of(codes) }
             }
             840..870 => {
                 let until = match dice.below(10) {
@@ -113,7 +120,7 @@ impl Operation {
                     5 => Until::Answered,
                     _ => Until::Killed,
                 };
-                let (call, when) = (*dice.of(&CALLS[..5]), side(dice));
+                let (call, when) = (dice.below(3), side(dice));
                 Self::Hang { claim, devices: devices(dice), call, when, until }
             }
             870..885 => Self::Kill,
@@ -135,7 +142,7 @@ fn side(dice: &mut Dice) -> When {
 
 /// One to three devices; few places, so that claims meet.
 fn devices(dice: &mut Dice) -> Vec<String> {
-    let count = [1, 1, 1, 2, 3][dice.below(5)];
+    let count = [1, 1, 1, 1, 2, 3][dice.below(6)];
     let device = |dice: &mut Dice| match dice.below(10) {
         0 => "gpu-2".to_owned(),
         1 => format!("gpu-{}", dice.below(CUT)),

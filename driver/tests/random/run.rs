@@ -1,12 +1,12 @@
 //! Runs operations on a node and holds the answers against the model.
 
-use crate::harness::{DRIVER, Daemon, PATIENCE, World};
+use crate::call::Call;
+use crate::harness::{Daemon, World};
 use crate::model::{Modelled, Part, Stage};
 use crate::operations::{CLAIMS, GPUS, Operation, Until};
 use crate::settled::{differences, never};
 use divvy_fakes::apiserver::Outage;
-use divvy_fakes::kubelet::{CallError, Outcome};
-use divvy_kubelet::dra::v1::Claim;
+use divvy_fakes::kubelet::Outcome;
 use divvy_sim::control::{Pattern, When};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ const FLAGS: [&str; 8] = [
     "--nvml-destroy-within",
     "2s",
 ];
-const PAUSE: Duration = Duration::from_millis(2);
+pub(crate) const PAUSE: Duration = Duration::from_millis(2);
 
 /// A sequence that went wrong.
 pub(crate) struct Failure {
@@ -36,6 +36,9 @@ pub(crate) struct Runner {
     daemon: Option<Daemon>,
     claims: Vec<Option<Modelled>>,
     patience: Duration,
+    /// Faults that struck, and calls that hung.
+    pub(crate) struck: usize,
+    pub(crate) held: usize,
     /// Makes UIDs.
     made: usize,
     /// Something is or was wrong with the node: refusals may have that reason.
@@ -45,20 +48,24 @@ pub(crate) struct Runner {
     away: Vec<usize>,
 }
 
-/// What the kubelet asks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Call {
-    Prepare,
-    Unprepare,
-}
-
 impl Runner {
     /// A node that may take so long to settle.
     pub(crate) async fn up(patience: Duration) -> Self {
         let world = World::up(GPUS).await;
         let daemon = Some(world.start(&FLAGS).await);
         let claims = vec![None; CLAIMS];
-        Self { world, daemon, claims, patience, made: 0, rough: false, outage: false, away: Vec::new() }
+        Self {
+            world,
+            daemon,
+            claims,
+            patience,
+            struck: 0,
+            held: 0,
+            made: 0,
+            rough: false,
+            outage: false,
+            away: Vec::new(),
+        }
     }
 
     pub(crate) fn failed(&mut self, at: usize, why: String) -> Failure {
@@ -72,14 +79,20 @@ impl Runner {
         match operation {
             Operation::Prepare { claim, devices } => self.prepare(*claim, devices).await?,
             Operation::Unprepare { claim } => self.unprepare(*claim).await?,
-            Operation::Fault { claim, devices, call, when, code } => {
-                self.rough = true;
-                self.world.change(|state| state.add_fault(Pattern::new(*call), Some(1), *when, *code));
-                self.either(*claim, devices).await?;
+            Operation::Fault { claim, devices, call, nth, when, code } => {
+                let Some((asked, modelled)) = self.next_call(*claim, devices).await? else { return Ok(()) };
+                let call = asked.nvml()[*call];
+                self.world.change(|state| state.add_fault(Pattern::new(call), Some(*nth), *when, *code));
+                let before = std::mem::replace(&mut self.rough, true);
+                let answer = asked.answer(&self.world, &modelled.claim).await?;
+                self.answered(asked, *claim, answer)?;
+                self.struck += usize::from(self.world.sim.read().unwrap().control.faults.is_empty());
                 self.world.change(|state| state.clear_faults(None));
+                // A GPU that could not be read is out of service for a while.
+                self.rough = before || call.contains("Get");
             }
             Operation::Hang { claim, devices, call, when, until } => {
-                self.hang(*claim, devices, call, *when, *until).await?;
+                self.hang(*claim, devices, *call, *when, *until).await?;
             }
             Operation::Kill => self.restart(|_| ()),
             Operation::Forget { claim } => self.forget(*claim),
@@ -112,12 +125,22 @@ impl Runner {
         never(&self.world, &claims).map_or(Ok(()), Err)
     }
 
-    /// The next thing that the claim's life has for it.
-    async fn either(&mut self, slot: usize, devices: &[String]) -> Result<(), String> {
-        match &self.claims[slot] {
-            Some(claim) if claim.stage != Stage::Waiting => self.unprepare(slot).await,
-            _ => self.prepare(slot, devices).await,
+    /// What is next in the claim's life; one that waits in vain makes room for another.
+    async fn next_call(
+        &mut self,
+        slot: usize,
+        devices: &[String],
+    ) -> Result<Option<(Call, Modelled)>, String> {
+        if self.claims[slot].as_ref().is_some_and(|claim| claim.stage == Stage::Waiting) {
+            self.unprepare(slot).await?;
         }
+        self.allocate(slot, devices);
+        let modelled = self.claims[slot].clone();
+        Ok(modelled.and_then(|modelled| match modelled.stage {
+            Stage::Forgotten => None,
+            Stage::Waiting => Some((Call::Prepare, modelled)),
+            Stage::Prepared(_) | Stage::Ending => Some((Call::Unprepare, modelled)),
+        }))
     }
 
     fn allocate(&mut self, slot: usize, devices: &[String]) {
@@ -137,7 +160,7 @@ impl Runner {
         if matches!(modelled.stage, Stage::Ending | Stage::Forgotten) {
             return Ok(());
         }
-        let outcome = self.call(Call::Prepare, &modelled.claim).await?;
+        let outcome = Call::Prepare.answer(&self.world, &modelled.claim).await?;
         self.prepared(slot, outcome)
     }
 
@@ -179,7 +202,7 @@ impl Runner {
         if modelled.stage == Stage::Forgotten {
             return Ok(());
         }
-        let outcome = self.call(Call::Unprepare, &modelled.claim).await?;
+        let outcome = Call::Unprepare.answer(&self.world, &modelled.claim).await?;
         self.unprepared(slot, outcome)
     }
 
@@ -196,56 +219,39 @@ impl Runner {
         Ok(())
     }
 
-    /// One answered call; a daemon that is just starting is asked again.
-    async fn call(&self, call: Call, claim: &Claim) -> Result<Outcome, String> {
-        let begun = Instant::now();
-        loop {
-            match self.ask(call, claim).await {
-                Ok(outcome) => return Ok(outcome),
-                Err(CallError::Status(_) | CallError::NotRegistered { .. }) if begun.elapsed() < PATIENCE => {
-                    tokio::time::sleep(PAUSE).await;
-                }
-                Err(error) => return Err(format!("{call:?} of {}: {error}", claim.uid)),
-            }
+    fn answered(&mut self, asked: Call, slot: usize, outcome: Outcome) -> Result<(), String> {
+        match asked {
+            Call::Prepare => self.prepared(slot, outcome),
+            Call::Unprepare => self.unprepared(slot, outcome),
         }
-    }
-
-    async fn ask(&self, call: Call, claim: &Claim) -> Result<Outcome, CallError> {
-        let claims = std::slice::from_ref(claim);
-        let outcomes = match call {
-            Call::Prepare => self.world.kubelet.prepare(DRIVER, claims).await?,
-            Call::Unprepare => self.world.kubelet.unprepare(DRIVER, claims).await?,
-        };
-        Ok(outcomes.into_values().next().unwrap_or_else(|| Ok(Vec::new())))
     }
 
     async fn hang(
         &mut self,
         slot: usize,
         devices: &[String],
-        name: &'static str,
+        call: usize,
         when: When,
         until: Until,
     ) -> Result<(), String> {
-        self.allocate(slot, devices);
-        let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
-        let asked = match modelled.stage {
-            Stage::Forgotten => return Ok(()),
-            Stage::Waiting => Call::Prepare,
-            Stage::Prepared(_) | Stage::Ending => Call::Unprepare,
-        };
-        self.rough = true;
+        let Some((asked, modelled)) = self.next_call(slot, devices).await? else { return Ok(()) };
+        let name = asked.nvml()[call];
+        let before = std::mem::replace(&mut self.rough, true);
         self.world.change(|state| state.add_hold(Pattern::new(name), Some(1), when));
         let held = || !self.world.sim.read().unwrap().control.held.is_empty();
+        let mut reached = true;
         let answer = {
-            let call = self.call(asked, &modelled.claim);
+            let call = asked.answer(&self.world, &modelled.claim);
             tokio::pin!(call);
             let early = tokio::select! {
                 answer = &mut call => Some(answer),
                 () = async { while !held() { tokio::time::sleep(PAUSE).await } } => None,
             };
             match (early, until) {
-                (Some(answer), _) => Some(answer?),
+                (Some(answer), _) => {
+                    reached = false;
+                    Some(answer?)
+                }
                 (None, Until::Answered) => Some(call.await?),
                 (None, Until::Noticed) => {
                     self.world.release();
@@ -254,7 +260,9 @@ impl Runner {
                 (None, Until::Killed) => None,
             }
         };
+        self.held += usize::from(reached);
         let Some(answer) = answer else {
+            self.rough = before;
             self.restart(|world| world.release());
             if let (Call::Unprepare, Some(modelled)) = (asked, &mut self.claims[slot]) {
                 modelled.stage = Stage::Ending;
@@ -262,10 +270,10 @@ impl Runner {
             return Ok(());
         };
         self.world.release();
-        match asked {
-            Call::Prepare => self.prepared(slot, answer),
-            Call::Unprepare => self.unprepared(slot, answer),
-        }
+        self.answered(asked, slot, answer)?;
+        // A GPU that was given up as stuck is out of service for a while.
+        self.rough = before || until == Until::Answered;
+        Ok(())
     }
 
     fn restart(&mut self, between: impl FnOnce(&World)) {

@@ -1,0 +1,48 @@
+//! The kubelet's calls.
+
+use crate::harness::{DRIVER, PATIENCE, World};
+use crate::operations::{PREPARES, UNPREPARES};
+use crate::run::PAUSE;
+use divvy_fakes::kubelet::{CallError, Outcome};
+use divvy_kubelet::dra::v1::Claim;
+use std::time::Instant;
+
+/// What the kubelet asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Call {
+    Prepare,
+    Unprepare,
+}
+
+impl Call {
+    /// NVML calls that it may make.
+    pub(crate) fn nvml(self) -> &'static [&'static str; 4] {
+        match self {
+            Self::Prepare => &PREPARES,
+            Self::Unprepare => &UNPREPARES,
+        }
+    }
+
+    /// One answered call; a daemon that is just starting is asked again.
+    pub(crate) async fn answer(self, world: &World, claim: &Claim) -> Result<Outcome, String> {
+        let begun = Instant::now();
+        loop {
+            match self.ask(world, claim).await {
+                Ok(outcome) => return Ok(outcome),
+                Err(CallError::Status(_) | CallError::NotRegistered { .. }) if begun.elapsed() < PATIENCE => {
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Err(error) => return Err(format!("{self:?} of {}: {error}", claim.uid)),
+            }
+        }
+    }
+
+    async fn ask(self, world: &World, claim: &Claim) -> Result<Outcome, CallError> {
+        let claims = std::slice::from_ref(claim);
+        let outcomes = match self {
+            Self::Prepare => world.kubelet.prepare(DRIVER, claims).await?,
+            Self::Unprepare => world.kubelet.unprepare(DRIVER, claims).await?,
+        };
+        Ok(outcomes.into_values().next().unwrap_or_else(|| Ok(Vec::new())))
+    }
+}
