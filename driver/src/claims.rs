@@ -102,12 +102,17 @@ impl Claims {
     /// The claim, if it is the one that was meant, allocated and well configured.
     pub async fn allocated(&self, claim: &ClaimRef) -> Result<AllocatedClaim, ReadError> {
         let body = self.body(claim).await?;
+        let allocated = AllocatedClaim::from_json(body.as_bytes());
+        if allocated.as_ref().is_ok_and(|found| found.claim.uid == claim.uid) {
+            return Ok(allocated?);
+        }
+        // Who it is says more than what is wrong with it.
         let identity: Identity = serde_json::from_str(&body)
             .map_err(|cause| ReadError::Malformed { claim: claim.clone(), cause })?;
         if identity.metadata.uid != claim.uid.as_str() {
             return Err(ReadError::Replaced { claim: claim.clone(), found: identity.metadata.uid });
         }
-        Ok(AllocatedClaim::from_json(body.as_bytes())?)
+        Ok(allocated?)
     }
 
     /// The claim under that name, whatever its UID; `None` if there is surely none.

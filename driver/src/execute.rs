@@ -129,11 +129,15 @@ impl Hands {
     /// Writes the claim's CDI file from the record and what the hardware is now.
     pub async fn write_cdi(&self, record: &mut ClaimRecord) -> Result<(), StepError> {
         let devices = self.cdi_devices(record).await?;
-        let (cdi, uid) = (self.cdi.clone(), record.claim.uid.clone());
-        // The file is small, but a node or module that is missing is made first,
-        // and that may take seconds.
-        let written = tokio::task::spawn_blocking(move || cdi.write_claim(&uid, &devices)).await;
-        written.map_err(|_| StepError::Task)??;
+        match self.cdi.write_claim_at_once(&record.claim.uid, &devices) {
+            Some(written) => drop(written?),
+            // A node or module that is missing is made first, and that may take seconds.
+            None => {
+                let (cdi, uid) = (self.cdi.clone(), record.claim.uid.clone());
+                let written = tokio::task::spawn_blocking(move || cdi.write_claim(&uid, &devices)).await;
+                written.map_err(|_| StepError::Task)??;
+            }
+        }
         for device in &mut record.devices {
             device.cdi_ids = vec![CdiId::new(&record.claim.uid, &device.device).into()];
         }
@@ -213,9 +217,9 @@ impl Hands {
         key: &InstanceKey,
         step: &impl ToString,
     ) -> Result<Option<RawInstance>, StepError> {
-        let instances = self.queue(&key.gpu, step)?.instances().await;
-        let instances = instances.map_err(|cause| hardware(step, cause))?;
-        Ok(instances.into_iter().find(|instance| is(instance, key)))
+        let found = self.queue(&key.gpu, step)?.instance(key.profile_id, key.placement.start).await;
+        let found = found.map_err(|cause| hardware(step, cause))?;
+        Ok(found.filter(|instance| is(instance, key)))
     }
 
     /// MIG mode on, and ours if we were the ones who turned it on.

@@ -143,9 +143,23 @@ impl Cdi {
 
     /// Writes the claim's file and answers the ids of its devices, in the order given.
     pub fn write_claim(&self, claim: &ClaimUid, devices: &[ClaimDevice]) -> Result<Vec<CdiId>, CdiError> {
-        let json = self.render(claim, devices)?;
+        self.put(claim, devices, &self.render(claim, devices)?)
+    }
+
+    /// The same, if it takes a look and a write and nothing that may be slow;
+    /// else none, and nothing is written.
+    pub fn write_claim_at_once(
+        &self,
+        claim: &ClaimUid,
+        devices: &[ClaimDevice],
+    ) -> Option<Result<Vec<CdiId>, CdiError>> {
+        let json = self.render_at_once(claim, devices)?;
+        Some(json.and_then(|json| self.put(claim, devices, &json)))
+    }
+
+    fn put(&self, claim: &ClaimUid, devices: &[ClaimDevice], json: &[u8]) -> Result<Vec<CdiId>, CdiError> {
         let path = self.file(claim);
-        replace(&path, &json).map_err(|cause| CdiError::Write { claim: claim.clone(), path, cause })?;
+        replace(&path, json).map_err(|cause| CdiError::Write { claim: claim.clone(), path, cause })?;
         Ok(devices.iter().map(|device| CdiId::new(claim, &device.device)).collect())
     }
 

@@ -74,6 +74,11 @@ impl CommonNodes {
         }
     }
 
+    /// The same without having anything made; none if something is missing.
+    pub fn known(paths: &HostPaths) -> Option<(Self, Majors)> {
+        Self::look(paths).ok()
+    }
+
     /// The nodes, or what is missing and how `nvidia-modprobe` is asked for it.
     fn look(paths: &HostPaths) -> Result<(Self, Majors), (NodesError, &'static [&'static str])> {
         const LOAD: &[&str] = &["-c", "255"];
@@ -104,14 +109,23 @@ impl CommonNodes {
 }
 
 impl DeviceNodes {
-    /// As they stand in a CDI file.
+    /// As they stand in a CDI file; a GPU's node that is missing is made.
     pub fn nodes(&self, paths: &HostPaths, majors: &Majors) -> Result<Vec<DeviceNode>, NodesError> {
+        match self.known(paths, majors) {
+            Err(missing @ NodesError::Node { .. }) => {
+                let (minor, _) = self.access_files();
+                modprobe(paths, missing, &["-c", &minor.to_string()])?;
+                self.known(paths, majors)
+            }
+            nodes => nodes,
+        }
+    }
+
+    /// The same without having anything made.
+    pub fn known(&self, paths: &HostPaths, majors: &Majors) -> Result<Vec<DeviceNode>, NodesError> {
         let (minor, access) = self.access_files();
         let path = format!("/dev/nvidia{minor}");
-        if let Err(missing) = present(paths, &path) {
-            modprobe(paths, missing, &["-c", &minor.to_string()])?;
-            present(paths, &path)?;
-        }
+        present(paths, &path)?;
         let mut nodes = vec![DeviceNode::new(path, majors.get(GPU_MODULES)?, minor)];
         for file in access {
             let major = majors.get(&["nvidia-caps"])?;

@@ -1,7 +1,7 @@
 //! Puts a claim's document together: what all claims have in common, found once
 //! and kept until the GPU driver's files or nodes change, and the claim's devices.
 
-use super::document::{Device, Document, Edits, Hook, Mount};
+use super::document::{Device, DeviceNode, Document, Edits, Hook, Mount};
 use super::files::{DriverFiles, Shared as SharedFile, Stamp};
 use super::nodes::{CommonNodes, Majors};
 use super::{Cdi, CdiError, ClaimDevice, ReadinessError, hook};
@@ -48,14 +48,49 @@ impl Cdi {
         Ok((edits, majors))
     }
 
+    /// The same, if nothing has changed and nobody is just finding it out.
+    fn known_common(&self) -> Option<(Arc<Edits>, Majors)> {
+        let paths = &self.shared.paths;
+        let (nodes, majors) = CommonNodes::known(paths)?;
+        let cached = self.shared.common.try_lock().ok()?;
+        let common = cached.as_ref().filter(|common| common.holds(&paths.proc_root, &nodes))?;
+        Some((common.edits.clone(), majors))
+    }
+
     /// The bytes of a claim's file.
     pub(super) fn render(&self, claim: &ClaimUid, devices: &[ClaimDevice]) -> Result<Vec<u8>, CdiError> {
         let (common, majors) =
             self.common().map_err(|cause| CdiError::NotReady { claim: claim.clone(), cause })?;
+        let nodes = |of: &ClaimDevice| {
+            let fail = |cause| CdiError::Nodes { claim: claim.clone(), device: of.device.clone(), cause };
+            of.nodes.nodes(&self.shared.paths, &majors).map_err(fail)
+        };
+        let nodes = devices.iter().map(nodes).collect::<Result<_, _>>()?;
+        self.document(claim, devices, nodes, &common)
+    }
+
+    /// The same, if it takes a look and nothing more: nothing to be found below
+    /// the driver root, no module to be loaded, no node to be made.
+    pub(super) fn render_at_once(
+        &self,
+        claim: &ClaimUid,
+        devices: &[ClaimDevice],
+    ) -> Option<Result<Vec<u8>, CdiError>> {
+        let (common, majors) = self.known_common()?;
+        let nodes = |of: &ClaimDevice| of.nodes.known(&self.shared.paths, &majors).ok();
+        let nodes = devices.iter().map(nodes).collect::<Option<_>>()?;
+        Some(self.document(claim, devices, nodes, &common))
+    }
+
+    fn document(
+        &self,
+        claim: &ClaimUid,
+        devices: &[ClaimDevice],
+        nodes: Vec<Vec<DeviceNode>>,
+        common: &Edits,
+    ) -> Result<Vec<u8>, CdiError> {
         let mut rendered: Vec<Device> = Vec::with_capacity(devices.len());
-        for ClaimDevice { device, nodes } in devices {
-            let fail = |cause| CdiError::Nodes { claim: claim.clone(), device: device.clone(), cause };
-            let nodes = nodes.nodes(&self.shared.paths, &majors).map_err(fail)?;
+        for (ClaimDevice { device, .. }, nodes) in devices.iter().zip(nodes) {
             let name = device_name(claim, device);
             // One device twice, once with adminAccess: one entry with all the nodes.
             match rendered.iter_mut().find(|have| have.name == name) {
@@ -70,7 +105,7 @@ impl Cdi {
                 }
             }
         }
-        serde_json::to_vec(&Document::new(&rendered, &common)).map_err(|cause| CdiError::Write {
+        serde_json::to_vec(&Document::new(&rendered, common)).map_err(|cause| CdiError::Write {
             claim: claim.clone(),
             path: self.file(claim),
             cause: cause.into(),

@@ -195,11 +195,12 @@ pub fn alive(held: &Held) -> bool {
 impl Sim {
     /// Runs one call of the library under the rules.
     pub fn call<T>(&self, call: Call<'_>, effect: impl FnOnce() -> Result<T, Code>) -> Result<T, Code> {
+        // Reading what others changed is a part of the call.
+        let begin = Instant::now();
         let state = self.read()?;
         if state.control.idle() {
             return effect();
         }
-        let begin = Instant::now();
         let result = self.ruled(&state, &call, effect);
         if state.control.trace {
             self.write_trace(&call, begin, result.as_ref().err().copied().unwrap_or(Code::Success));

@@ -1,13 +1,13 @@
 //! The figures: what is measured, between which floors, how often.
 
 use crate::stats::{figure, line, median, micros};
-use crate::world::World;
+use crate::world::{Dirs, World};
 use anyhow::{Context, Result};
 use divvy_kubelet::dra::v1::Claim as WireClaim;
 use divvy_model::inventory::Inventory;
 use divvy_model::numbers::GpuNumbers;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// What to measure, and how often.
 pub(crate) struct Plan {
@@ -52,74 +52,97 @@ pub(crate) async fn all(plan: &Plan) -> Result<()> {
     Ok(())
 }
 
+impl Plan {
+    /// The directories of a world whose records and CDI files lie below `files`.
+    fn dirs<'a>(&'a self, files: &'a Path) -> Dirs<'a> {
+        Dirs { memory: &self.tmpfs, files }
+    }
+
+    async fn world(&self, gpus: &str) -> Result<World> {
+        World::start(&self.node, gpus, &self.dirs(&self.tmpfs)).await
+    }
+}
+
 /// What no driver can avoid: reading the claim, being called, writing three files.
+#[derive(Default)]
 struct Floor {
-    /// p50 of a GET and p50 of an empty call, added; microseconds.
-    call: f64,
-    /// p50 of three temp-file-and-rename writes; microseconds.
-    files: f64,
+    gets: Vec<f64>,
+    calls: Vec<f64>,
+    files: Vec<f64>,
 }
 
 impl Floor {
-    async fn measure(world: &World, claim: &WireClaim, sizes: &Sizes, samples: u32) -> Result<Self> {
-        let (mut gets, mut calls, mut files) = (Vec::new(), Vec::new(), Vec::new());
-        for _ in 0..samples {
-            gets.push(micros(world.get(claim).await?));
-            calls.push(micros(world.prepare(&[]).await?));
-            files.push(micros(sizes.write()?));
-        }
-        Ok(Self { call: median(&gets) + median(&calls), files: median(&files) })
+    async fn sample(&mut self, world: &World, claim: &WireClaim, sizes: &Sizes) -> Result<()> {
+        self.gets.push(micros(world.get(claim).await?));
+        self.calls.push(micros(world.prepare(&[]).await?));
+        self.files.push(micros(sizes.write()?));
+        Ok(())
+    }
+
+    /// p50 of a GET and p50 of an empty call, added.
+    fn call(&self) -> f64 {
+        median(&self.gets) + median(&self.calls)
+    }
+
+    /// p50 of three temp-file-and-rename writes.
+    fn files(&self) -> f64 {
+        median(&self.files)
     }
 
     fn whole(&self) -> f64 {
-        self.call + self.files
+        self.call() + self.files()
     }
 }
 
 /// The files of one prepare: two versions of the record, one CDI file.
 struct Sizes {
-    records: PathBuf,
-    cdi: PathBuf,
-    record: usize,
-    spec: usize,
+    record: File,
+    spec: File,
+}
+
+struct File {
+    dir: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl File {
+    /// As large as that claim's file in the directory or below it, and beside it.
+    fn of(dir: &Path, claim: &WireClaim) -> Result<Self> {
+        let named =
+            |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().contains(&claim.uid));
+        let file = walk(dir).into_iter().find(named);
+        let file =
+            file.with_context(|| format!("no file of claim {} below {}", claim.name, dir.display()))?;
+        let bytes = vec![b'x'; usize::try_from(std::fs::metadata(&file)?.len())?];
+        Ok(Self { dir: file.parent().context("no parent")?.to_owned(), bytes })
+    }
+
+    // The driver and the runtime look at .json files only.
+    fn path(&self) -> PathBuf {
+        self.dir.join("floor")
+    }
+
+    fn put(&self) -> std::io::Result<()> {
+        let part = self.dir.join("floor.part");
+        std::fs::write(&part, &self.bytes)?;
+        std::fs::rename(part, self.path())
+    }
 }
 
 impl Sizes {
     /// Reads the sizes of a claim that is prepared now.
     fn of(world: &World, claim: &WireClaim) -> Result<Self> {
-        let find = |dir: PathBuf| -> Result<(PathBuf, usize)> {
-            let file = walk(&dir)
-                .into_iter()
-                .find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().contains(&claim.uid)))
-                .with_context(|| format!("no file of claim {} below {}", claim.name, dir.display()))?;
-            let size = usize::try_from(std::fs::metadata(&file)?.len())?;
-            Ok((file.parent().map(Path::to_owned).unwrap_or(dir), size))
-        };
-        let (records, record) = find(world.root.join("kubelet/plugins"))?;
-        let (cdi, spec) = find(world.root.join("cdi"))?;
-        // The files of the floor lie beside the real ones, on the same file system, not among them.
-        let floor = |dir: &Path| -> Result<PathBuf> {
-            let dir = dir.parent().context("no parent")?.join("floor");
-            std::fs::create_dir_all(&dir)?;
-            Ok(dir)
-        };
-        Ok(Self { records: floor(&records)?, cdi: floor(&cdi)?, record, spec })
+        Ok(Self { record: File::of(&world.state, claim)?, spec: File::of(&world.cdi, claim)? })
     }
 
     fn write(&self) -> Result<Duration> {
-        let (record, spec) = (vec![b'r'; self.record], vec![b's'; self.spec]);
-        let put = |dir: &Path, name: &str, bytes: &[u8]| -> std::io::Result<()> {
-            let part = dir.join(format!(".{name}.part"));
-            std::fs::write(&part, bytes)?;
-            std::fs::rename(part, dir.join(name))
-        };
         let began = Instant::now();
-        put(&self.records, "record", &record)?;
-        put(&self.cdi, "spec", &spec)?;
-        put(&self.records, "record", &record)?;
+        self.record.put()?;
+        self.spec.put()?;
+        self.record.put()?;
         let took = began.elapsed();
-        std::fs::remove_file(self.records.join("record"))?;
-        std::fs::remove_file(self.cdi.join("spec"))?;
+        std::fs::remove_file(self.record.path())?;
+        std::fs::remove_file(self.spec.path())?;
         Ok(took)
     }
 }
@@ -149,33 +172,50 @@ async fn warm(world: &World, claim: &WireClaim) -> Result<Sizes> {
     world.prepare(std::slice::from_ref(claim)).await?;
     let sizes = Sizes::of(world, claim)?;
     world.unprepare(std::slice::from_ref(claim)).await?;
-    cycles(world, claim, 5).await?;
+    cycles(world, claim, 20).await?;
     Ok(sizes)
 }
 
+/// A burst of changes is over and the inventory was read again.
+async fn settled() {
+    tokio::time::sleep(Duration::from_millis(300)).await;
+}
+
 /// Whole GPU, none held.
-async fn gpu(plan: &Plan, base: &Path, kind: &str) -> Result<()> {
-    let mut world = World::start(&plan.node, EIGHT, base, false).await?;
+async fn gpu(plan: &Plan, files: &Path, kind: &str) -> Result<()> {
+    let mut world = World::start(&plan.node, EIGHT, &plan.dirs(files)).await?;
     let claim = world.claim("whole", "gpu-0").await?;
+    let one = std::slice::from_ref(&claim);
     let sizes = warm(&world, &claim).await?;
-    let (mut calls, mut files, mut prepares, mut ratios, mut unprepares) =
+    let (mut calls, mut writes, mut prepares, mut ratios, mut unprepares) =
         (vec![], vec![], vec![], vec![], vec![]);
+    let (mut servers, mut parts) = (vec![], vec![]);
     for _ in 0..plan.rounds {
-        let floor = Floor::measure(&world, &claim, &sizes, plan.samples).await?;
-        let (prepare, unprepare) = cycles(&world, &claim, plan.samples).await?;
-        calls.push(floor.call);
-        files.push(floor.files);
+        let (mut floor, mut prepare, mut unprepare) = (Floor::default(), vec![], vec![]);
+        for _ in 0..plan.samples {
+            floor.sample(&world, &claim, &sizes).await?;
+            prepare.push(micros(world.prepare(one).await?));
+            unprepare.push(micros(world.unprepare(one).await?));
+        }
+        calls.push(floor.call());
+        writes.push(floor.files());
         prepares.push(median(&prepare));
         unprepares.push(median(&unprepare));
         ratios.push(median(&prepare) / floor.whole());
+        let server = world.server.time("default", "whole")?;
+        servers.push(server);
+        parts.push(server / floor.call());
     }
     if kind == "tmpfs" {
-        let server = world.server.time("default", "whole")?;
         figure("floor_us", &calls, "us");
-        line("api_server_us", server, "us");
-        line("api_server_part_of_floor", server / median(&calls), "ratio");
+        figure("api_server_us", &servers, "us");
+        figure("api_server_part_of_floor", &parts, "ratio");
+        anyhow::ensure!(
+            median(&parts) <= 0.4,
+            "the API server itself is more than 40 % of the floor: ratios would flatter"
+        );
     }
-    figure(&format!("fs_floor_us_{kind}"), &files, "us");
+    figure(&format!("fs_floor_us_{kind}"), &writes, "us");
     figure(&format!("prepare_gpu_us_{kind}"), &prepares, "us");
     figure(&format!("unprepare_gpu_us_{kind}"), &unprepares, "us");
     figure(&format!("prepare_gpu_ratio_{kind}"), &ratios, "ratio");
@@ -183,47 +223,61 @@ async fn gpu(plan: &Plan, base: &Path, kind: &str) -> Result<()> {
 }
 
 /// A MIG instance beside another that stays, less the time inside NVML; and
-/// what the first instance of a GPU pays for the mode.
+/// what the first instance of a GPU pays for the mode. Writing the trace is not
+/// part of what it tells, so that each NVML call costs us a little.
 async fn mig(plan: &Plan) -> Result<()> {
-    let world = World::start(&plan.node, EIGHT, &plan.tmpfs, true).await?;
+    let world = plan.world(EIGHT).await?;
     let stays = world.claim("stays", "gpu-0-mig-1g10gb-19-6").await?;
     let claim = world.claim("slice", "gpu-0-mig-1g10gb-19-0").await?;
     world.prepare(std::slice::from_ref(&stays)).await?;
     let sizes = warm(&world, &claim).await?;
-    let (mut prepares, mut unprepares) = (vec![], vec![]);
-    let mut offset = world.nvml(0)?.1;
     let one = std::slice::from_ref(&claim);
+    world.trace(true)?;
+    cycles(&world, &claim, 5).await?;
+    let (mut prepares, mut unprepares) = (vec![], vec![]);
+    let (mut prepare_nvmls, mut unprepare_nvmls) = (vec![], vec![]);
+    let (mut prepare_ratios, mut unprepare_ratios) = (vec![], vec![]);
     for _ in 0..plan.rounds {
-        let floor = Floor::measure(&world, &claim, &sizes, plan.samples).await?;
-        let (mut own_prepare, mut own_unprepare) = (vec![], vec![]);
+        let mut floor = Floor::default();
+        let (mut prepare, mut prepare_nvml, mut unprepare, mut unprepare_nvml) =
+            (vec![], vec![], vec![], vec![]);
         for _ in 0..plan.samples {
-            // The inventory is read again after a change; that is not part of the call.
-            tokio::time::sleep(Duration::from_millis(2)).await;
-            offset = world.nvml(offset)?.1;
+            floor.sample(&world, &claim, &sizes).await?;
+            world.forget_trace()?;
+            let began = SystemTime::now();
             let took = micros(world.prepare(one).await?);
-            let (nvml, end) = world.nvml(offset)?;
-            own_prepare.push(took - nvml.min(took));
-            tokio::time::sleep(Duration::from_millis(2)).await;
-            offset = world.nvml(end)?.1;
-            let took = micros(world.unprepare(one).await?);
-            let (nvml, end) = world.nvml(offset)?;
-            own_unprepare.push(took - nvml.min(took));
-            offset = end;
+            let between = SystemTime::now();
+            let took_back = micros(world.unprepare(one).await?);
+            let (nvml, nvml_back) = (world.nvml(began, between)?, world.nvml(between, SystemTime::now())?);
+            prepare.push(took - nvml);
+            prepare_nvml.push(nvml);
+            unprepare.push(took_back - nvml_back);
+            unprepare_nvml.push(nvml_back);
         }
-        prepares.push(median(&own_prepare) / floor.whole());
-        unprepares.push(median(&own_unprepare) / floor.whole());
+        prepares.push(median(&prepare));
+        prepare_nvmls.push(median(&prepare_nvml));
+        unprepares.push(median(&unprepare));
+        unprepare_nvmls.push(median(&unprepare_nvml));
+        prepare_ratios.push(median(&prepare) / floor.whole());
+        unprepare_ratios.push(median(&unprepare) / floor.whole());
     }
-    figure("prepare_mig_ratio", &prepares, "ratio");
-    figure("unprepare_mig_ratio", &unprepares, "ratio");
+    world.trace(false)?;
+    figure("prepare_mig_us", &prepares, "us");
+    figure("prepare_mig_nvml_us", &prepare_nvmls, "us");
+    figure("unprepare_mig_us", &unprepares, "us");
+    figure("unprepare_mig_nvml_us", &unprepare_nvmls, "us");
+    figure("prepare_mig_ratio", &prepare_ratios, "ratio");
+    figure("unprepare_mig_ratio", &unprepare_ratios, "ratio");
 
     let first = world.claim("first", "gpu-1-mig-1g10gb-19-0").await?;
-    let (mut toggles, one) = (vec![], std::slice::from_ref(&first));
+    let (mut toggles, first) = (vec![], std::slice::from_ref(&first));
     for _ in 0..plan.rounds {
-        let with = micros(world.prepare(one).await?);
-        world.unprepare(one).await?;
+        let with = micros(world.prepare(first).await?);
+        world.unprepare(first).await?;
         // The mode goes off after the hold-off, which is nothing here.
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        let (without, _) = cycles(&world, &claim, 3).await?;
+        settled().await;
+        let (without, _) = cycles(&world, &claim, 5).await?;
+        settled().await;
         toggles.push((with - median(&without)) / 1000.0);
     }
     figure("mode_toggle_ms", &toggles, "ms");
@@ -232,7 +286,7 @@ async fn mig(plan: &Plan) -> Result<()> {
 
 /// Eight prepares on eight GPUs whose creation takes 100 ms each, against one.
 async fn parallel(plan: &Plan) -> Result<()> {
-    let world = World::start(&plan.node, EIGHT, &plan.tmpfs, false).await?;
+    let world = plan.world(EIGHT).await?;
     let mut claims = Vec::new();
     for gpu in 0..8 {
         let stays = world.claim(&format!("stays-{gpu}"), &format!("gpu-{gpu}-mig-1g10gb-19-6")).await?;
@@ -247,26 +301,33 @@ async fn parallel(plan: &Plan) -> Result<()> {
         });
         Ok(())
     })?;
-    let mut ratios = Vec::new();
+    let (mut togethers, mut aparts, mut worse) = (vec![], vec![], vec![]);
     for _ in 0..plan.rounds {
+        settled().await;
         let one = world.prepare(&claims[..1]).await?;
         world.unprepare(&claims[..1]).await?;
+        settled().await;
         let together = world.prepare(&claims).await?;
         world.unprepare(&claims).await?;
+        settled().await;
         let began = Instant::now();
         futures::future::try_join_all(claims.iter().map(|claim| world.prepare(std::slice::from_ref(claim))))
             .await?;
         let apart = began.elapsed();
         world.unprepare(&claims).await?;
-        ratios.push(together.max(apart).as_secs_f64() / one.as_secs_f64());
+        togethers.push(together.as_secs_f64() / one.as_secs_f64());
+        aparts.push(apart.as_secs_f64() / one.as_secs_f64());
+        worse.push(together.max(apart).as_secs_f64() / one.as_secs_f64());
     }
-    figure("parallel8_ratio", &ratios, "ratio");
+    figure("parallel8_one_call_ratio", &togethers, "ratio");
+    figure("parallel8_eight_calls_ratio", &aparts, "ratio");
+    figure("parallel8_ratio", &worse, "ratio");
     Ok(())
 }
 
 /// A whole GPU while the others hold a hundred instances, against none.
 async fn held(plan: &Plan) -> Result<()> {
-    let world = World::start(&plan.node, "16xH100-SXM5-80GB", &plan.tmpfs, false).await?;
+    let world = plan.world("16xH100-SXM5-80GB").await?;
     let claim = world.claim("whole", "gpu-15").await?;
     let mut holders = Vec::new();
     for index in 0..100 {
@@ -278,11 +339,13 @@ async fn held(plan: &Plan) -> Result<()> {
     for _ in 0..plan.rounds {
         let (none, _) = cycles(&world, &claim, plan.samples).await?;
         world.prepare(&holders).await?;
+        settled().await;
         cycles(&world, &claim, 5).await?;
         let (many, _) = cycles(&world, &claim, plan.samples).await?;
         world.unprepare(&holders).await?;
-        // Let the modes go off and the inventory settle.
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        // The modes go off as well.
+        settled().await;
+        cycles(&world, &claim, 5).await?;
         slopes.push((median(&many) - median(&none)) / 100.0);
     }
     figure("held_slope_us", &slopes, "us");
@@ -291,7 +354,7 @@ async fn held(plan: &Plan) -> Result<()> {
 
 /// Forty claims one after the other.
 async fn burst(plan: &Plan) -> Result<()> {
-    let world = World::start(&plan.node, EIGHT, &plan.tmpfs, false).await?;
+    let world = plan.world(EIGHT).await?;
     let mut claims = Vec::new();
     for gpu in 0..8 {
         let stays = world.claim(&format!("stays-{gpu}"), &format!("gpu-{gpu}-mig-1g10gb-19-6")).await?;
@@ -308,6 +371,7 @@ async fn burst(plan: &Plan) -> Result<()> {
             took.push(micros(world.prepare(std::slice::from_ref(claim)).await?));
         }
         world.unprepare(&claims).await?;
+        settled().await;
         ratios.push(median(&took[30..40]) / median(&took[1..11]));
     }
     figure("burst40_ratio", &ratios, "ratio");
@@ -316,7 +380,7 @@ async fn burst(plan: &Plan) -> Result<()> {
 
 /// The daemon's memory after two thousand cycles.
 async fn memory(plan: &Plan) -> Result<()> {
-    let world = World::start(&plan.node, EIGHT, &plan.tmpfs, false).await?;
+    let world = plan.world(EIGHT).await?;
     let mut claims = Vec::new();
     for gpu in 0..8 {
         let device = if gpu % 2 == 0 { format!("gpu-{gpu}") } else { format!("gpu-{gpu}-mig-1g10gb-19-0") };
@@ -338,18 +402,29 @@ async fn memory(plan: &Plan) -> Result<()> {
 
 /// From nothing to slices, and from wiped slices to slices.
 async fn start(plan: &Plan) -> Result<()> {
-    let (mut starts, mut bars, mut wipes) = (vec![], vec![], vec![]);
+    let (mut starts, mut nvmls, mut bars, mut wipes) = (vec![], vec![], vec![], vec![]);
     for round in 0..plan.rounds {
-        let world = World::start(&plan.node, EIGHT, &plan.tmpfs, true).await?;
-        let (nvml, _) = world.nvml(0)?;
-        starts.push(world.start_to_slice.as_secs_f64() * 1000.0 - nvml / 1000.0);
+        let dirs = plan.dirs(&plan.tmpfs);
+        let (world, slices) = World::starting(&plan.node, EIGHT, &dirs, true).await?;
+        slices.complete(&world).await?;
+        let (took, now) = (world.started.0.elapsed(), SystemTime::now());
+        let nvml = world.nvml(world.started.1, now)?;
+        world.registered().await?;
+        world.trace(false)?;
+        starts.push((micros(took) - nvml) / 1000.0);
+        nvmls.push(nvml / 1000.0);
         let claim = world.claim(&format!("whole-{round}"), "gpu-0").await?;
         let sizes = warm(&world, &claim).await?;
-        let floor = Floor::measure(&world, &claim, &sizes, plan.samples).await?;
-        bars.push(100.0 + 10.0 * floor.call / 1000.0);
-        wipes.push(world.wipe().await?.as_secs_f64() * 1000.0);
+        let mut floor = Floor::default();
+        for _ in 0..plan.samples {
+            floor.sample(&world, &claim, &sizes).await?;
+        }
+        bars.push(100.0 + 10.0 * floor.call() / 1000.0);
+        settled().await;
+        wipes.push(micros(world.wipe().await?) / 1000.0);
     }
     figure("start_to_slice_ms", &starts, "ms");
+    figure("start_to_slice_nvml_ms", &nvmls, "ms");
     figure("start_to_slice_bar_ms", &bars, "ms");
     figure("republish_ms", &wipes, "ms");
     Ok(())

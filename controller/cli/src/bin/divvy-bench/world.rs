@@ -1,21 +1,26 @@
 //! One measured node: simulated GPUs, the API server's process, the daemon's
-//! process, and the kubelet's part in this one. All below one directory.
+//! process, and the kubelet's part in this one.
+//!
+//! The simulator and the sockets lie in memory always, since what they cost is
+//! not the daemon's; its records and CDI files lie where the figure wants them.
 
 use crate::api::Server;
 use anyhow::{Context, Result, anyhow, bail};
-use divvy_api::names::{ClaimRef, DRIVER};
-use divvy_driver::claims::Claims;
+use divvy_api::names::DRIVER;
 use divvy_fakes::kubelet::{FakeKubelet, KubeletOptions, Plugin};
 use divvy_kubelet::dra::v1::Claim as WireClaim;
 use divvy_sim::Sim;
+use divvy_sim::control::TraceLine;
+use futures::{StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::Api;
-use kube::api::{DeleteParams, ListParams, PostParams};
+use kube::api::{DeleteParams, GetParams, ListParams, PostParams, WatchEvent, WatchParams};
 use serde_json::json;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 pub(crate) const NODE: &str = "bench";
 const NAMESPACE: &str = "default";
@@ -24,25 +29,51 @@ const CLAIM_BYTES: usize = 4096;
 const BOOT: Duration = Duration::from_secs(30);
 const CALL: Duration = Duration::from_secs(45);
 
+/// Where things lie.
+pub(crate) struct Dirs<'a> {
+    /// In memory: simulator, sockets, log.
+    pub(crate) memory: &'a Path,
+    /// Records and CDI files.
+    pub(crate) files: &'a Path,
+}
+
 pub(crate) struct World {
     pub(crate) sim: Sim,
     pub(crate) client: kube::Client,
-    pub(crate) claims: Claims,
     pub(crate) server: Server,
-    /// The slices' first appearance, from the daemon's start.
-    pub(crate) start_to_slice: Duration,
+    /// When the daemon was started.
+    pub(crate) started: (Instant, SystemTime),
     kubelet: FakeKubelet,
     daemon: Child,
-    pub(crate) root: PathBuf,
-    _dir: tempfile::TempDir,
+    /// The daemon's records.
+    pub(crate) state: PathBuf,
+    pub(crate) cdi: PathBuf,
+    log: PathBuf,
+    _dirs: [tempfile::TempDir; 2],
 }
 
 impl World {
-    /// Starts a node below `base`.
-    pub(crate) async fn start(node: &Path, gpus: &str, base: &Path, trace: bool) -> Result<Self> {
-        std::fs::create_dir_all(base)?;
-        let dir = tempfile::Builder::new().prefix("db-").tempdir_in(base)?;
-        let root = dir.path().to_owned();
+    /// Starts a node and waits for its registration and its slices.
+    pub(crate) async fn start(node: &Path, gpus: &str, dirs: &Dirs<'_>) -> Result<Self> {
+        let (world, slices) = Self::starting(node, gpus, dirs, false).await?;
+        slices.complete(&world).await?;
+        world.registered().await?;
+        Ok(world)
+    }
+
+    /// Starts a node; what happens to its slices is watched from before the daemon's start.
+    pub(crate) async fn starting(
+        node: &Path,
+        gpus: &str,
+        dirs: &Dirs<'_>,
+        trace: bool,
+    ) -> Result<(Self, Slices)> {
+        let below = |dir: &Path| -> Result<tempfile::TempDir> {
+            std::fs::create_dir_all(dir)?;
+            Ok(tempfile::Builder::new().prefix("db-").tempdir_in(dir)?)
+        };
+        let (memory, files) = (below(dirs.memory)?, below(dirs.files)?);
+        let (root, state, cdi) = (memory.path(), files.path().join("state"), files.path().join("cdi"));
         let gpu = root.join("gpu");
         let options = divvy_sim::Options::new(divvy_sim::library()?, std::env::current_exe()?);
         let sim = divvy_sim::up(&gpu, gpus, &options)?;
@@ -50,26 +81,30 @@ impl World {
             state.control.trace = trace;
             Ok(())
         })?;
-        let server = Server::start(&root)?;
+        let server = Server::start(root)?;
         let config = kube::config::Kubeconfig::read_from(&server.kubeconfig)?;
         let config = kube::Config::from_custom_kubeconfig(config, &Default::default()).await?;
         let client = kube::Client::try_from(config)?;
         let object: Node =
             serde_json::from_value(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}))?;
         Api::all(client.clone()).create(&PostParams::default(), &object).await?;
+        let slices = Slices::watch(&client).await?;
         let kubelet = FakeKubelet::start(&root.join("kubelet"), KubeletOptions::default())?;
-        std::fs::create_dir_all(root.join("cdi"))?;
+        std::fs::create_dir_all(&cdi)?;
 
-        let began = Instant::now();
-        let log = std::fs::File::create(root.join("node.log"))?;
+        let started = (Instant::now(), SystemTime::now());
+        let path = root.join("node.log");
+        let log = std::fs::File::create(&path)?;
         let daemon = Command::new(node)
             .args(["--node-name", NODE, "--http-address", "off", "--mig-hold-off", "0s"])
             .arg("--kubeconfig")
             .arg(&server.kubeconfig)
             .arg("--kubelet-root")
             .arg(root.join("kubelet"))
+            .arg("--state-dir")
+            .arg(&state)
             .arg("--cdi-dir")
-            .arg(root.join("cdi"))
+            .arg(&cdi)
             .arg("--driver-root")
             .arg(&gpu)
             .arg("--dev-root")
@@ -83,73 +118,78 @@ impl World {
             .stderr(log)
             .spawn()
             .with_context(|| format!("cannot start {}", node.display()))?;
-        let claims = Claims::new(client.clone(), CALL);
-        let mut world = Self {
+        let world = Self {
             sim,
             client,
-            claims,
             server,
-            start_to_slice: Duration::ZERO,
+            started,
             kubelet,
             daemon,
-            root,
-            _dir: dir,
+            state,
+            cdi,
+            log: path,
+            _dirs: [memory, files],
         };
-        world.start_to_slice = world.wait_for_slices(began).await?;
-        if let Err(error) = world.kubelet.wait_registered(DRIVER, 1, BOOT).await {
-            bail!("divvy-node did not register: {error}\n{}", world.log());
+        Ok((world, slices))
+    }
+
+    /// Waits for the registration.
+    pub(crate) async fn registered(&self) -> Result<()> {
+        match self.kubelet.wait_registered(DRIVER, 1, BOOT).await {
+            Ok(_) => Ok(()),
+            Err(error) => bail!("divvy-node did not register: {error}\n{}", self.log()),
         }
-        Ok(world)
     }
 
     pub(crate) fn log(&self) -> String {
-        std::fs::read_to_string(self.root.join("node.log")).unwrap_or_default()
-    }
-
-    /// Time from `began` until the pool is complete.
-    pub(crate) async fn wait_for_slices(&self, began: Instant) -> Result<Duration> {
-        let api: Api<ResourceSlice> = Api::all(self.client.clone());
-        loop {
-            let slices = api.list(&ListParams::default()).await?.items;
-            let wanted = slices.first().map_or(i64::MAX, |slice| slice.spec.pool.resource_slice_count);
-            if i64::try_from(slices.len()).is_ok_and(|have| have == wanted) {
-                return Ok(began.elapsed());
-            }
-            if began.elapsed() > BOOT {
-                bail!("no slices within {BOOT:?}\n{}", self.log());
-            }
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
     /// Deletes the node's slices, as a kubelet does when it starts; time until they are back.
     pub(crate) async fn wipe(&self) -> Result<Duration> {
+        let slices = Slices::watch(&self.client).await?;
         let api: Api<ResourceSlice> = Api::all(self.client.clone());
         let fields = ListParams::default().fields(&format!("spec.nodeName={NODE}"));
+        let began = Instant::now();
         api.delete_collection(&DeleteParams::default(), &fields).await?;
-        self.wait_for_slices(Instant::now()).await
+        slices.complete(self).await?;
+        Ok(began.elapsed())
     }
 
     /// Puts an allocated claim on the API server.
     pub(crate) async fn claim(&self, name: &str, device: &str) -> Result<WireClaim> {
         let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), NAMESPACE);
-        let mut claim: ResourceClaim = serde_json::from_value(json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
-            "metadata": {"name": name, "namespace": NAMESPACE},
-            "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.divvy.dev"}}]}},
-            "status": {"allocation": {"devices": {"results": [
-                {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device},
-            ]}}},
-        }))?;
-        let bytes = serde_json::to_vec(&claim)?.len();
-        let padding = "x".repeat(CLAIM_BYTES.saturating_sub(bytes + 120));
-        claim.metadata.annotations = Some([("divvy.dev/padding".to_owned(), padding)].into());
-        let status = claim.status.clone();
-        let mut claim = api.create(&PostParams::default(), &claim).await?;
-        claim.status = status;
-        let claim = api.replace_status(name, &PostParams::default(), &claim).await?;
-        let uid = claim.metadata.uid.context("a claim without a UID")?;
-        Ok(WireClaim { namespace: NAMESPACE.into(), name: name.into(), uid })
+        let claim = |padding: usize| -> serde_json::Result<ResourceClaim> {
+            serde_json::from_value(json!({
+                "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+                "metadata": {"name": name, "namespace": NAMESPACE, "annotations": {"divvy.dev/padding": "x".repeat(padding)}},
+                "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.divvy.dev"}}]}},
+                "status": {"allocation": {"devices": {"results": [
+                    {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device},
+                ]}}},
+            }))
+        };
+        // What the server adds to an object counts as well: measured on one without padding.
+        let bare = self.allocated(&api, &claim(0)?).await?;
+        api.delete(name, &DeleteParams::default()).await?;
+        let claim = self.allocated(&api, &claim(CLAIM_BYTES.saturating_sub(bare.1))?).await?;
+        Ok(WireClaim { namespace: NAMESPACE.into(), name: name.into(), uid: claim.0 })
+    }
+
+    /// Creates a claim with its status; its UID and its size on the wire.
+    async fn allocated(&self, api: &Api<ResourceClaim>, claim: &ResourceClaim) -> Result<(String, usize)> {
+        let mut made = api.create(&PostParams::default(), claim).await?;
+        let name = made.metadata.name.clone().context("a claim without a name")?;
+        made.status = claim.status.clone();
+        let made = api.replace_status(&name, &PostParams::default(), &made).await?;
+        let uid = made.metadata.uid.context("a claim without a UID")?;
+        Ok((uid, self.body(&name).await?.len()))
+    }
+
+    async fn body(&self, name: &str) -> Result<String> {
+        let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), NAMESPACE);
+        let request = kube::core::Request::new(api.resource_url()).get(name, &GetParams::default())?;
+        Ok(self.client.request_text(request).await?)
     }
 
     fn plugin(&self) -> Result<Plugin> {
@@ -180,33 +220,53 @@ impl World {
         }
     }
 
-    /// One GET of the claim by the driver's own reader.
+    /// One GET of the claim by the driver's kind of client, to its last byte.
     pub(crate) async fn get(&self, claim: &WireClaim) -> Result<Duration> {
-        let claim = ClaimRef {
-            namespace: claim.namespace.clone(),
-            name: claim.name.clone(),
-            uid: claim.uid.as_str().into(),
-        };
         let began = Instant::now();
-        self.claims.allocated(&claim).await?;
+        self.body(&claim.name).await?;
         Ok(began.elapsed())
     }
 
-    /// Microseconds spent in NVML calls since `offset` in the trace, and the trace's end.
-    pub(crate) fn nvml(&self, offset: u64) -> Result<(f64, u64)> {
-        use std::io::{Read, Seek, SeekFrom};
-        let Ok(mut file) = std::fs::File::open(self.sim.trace_path()) else { return Ok((0.0, offset)) };
-        file.seek(SeekFrom::Start(offset))?;
-        let mut text = String::new();
-        file.read_to_string(&mut text)?;
-        let mut total = 0.0;
+    /// Turns the trace on or off.
+    pub(crate) fn trace(&self, on: bool) -> Result<()> {
+        self.sim.update(|state| {
+            state.control.trace = on;
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// Forgets the trace so far.
+    pub(crate) fn forget_trace(&self) -> Result<()> {
+        match std::fs::remove_file(self.sim.trace_path()) {
+            Err(cause) if cause.kind() != std::io::ErrorKind::NotFound => Err(cause.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Microseconds between two times in which some thread of the daemon was in an NVML call.
+    pub(crate) fn nvml(&self, from: SystemTime, to: SystemTime) -> Result<f64> {
+        let micros = |time: SystemTime| -> Result<u64> {
+            Ok(u64::try_from(time.duration_since(SystemTime::UNIX_EPOCH)?.as_micros())?)
+        };
+        let (from, to) = (micros(from)?, micros(to)?);
+        let text = std::fs::read_to_string(self.sim.trace_path())?;
+        let mut calls = Vec::new();
         for line in text.lines() {
-            let line: serde_json::Value = serde_json::from_str(line)?;
-            if line["pid"] == self.daemon.id() {
-                total += line["us"].as_f64().unwrap_or(0.0);
+            let line: TraceLine = serde_json::from_str(line)?;
+            if line.pid == self.daemon.id() {
+                calls.push((line.t_us.max(from), (line.t_us + line.us).min(to)));
             }
         }
-        Ok((total, offset + u64::try_from(text.len())?))
+        // Calls of several GPUs overlap; time passes once.
+        calls.sort_unstable();
+        let (mut total, mut covered) = (0, from);
+        for (begin, end) in calls {
+            let begin = begin.max(covered);
+            total += end.saturating_sub(begin);
+            covered = covered.max(end);
+        }
+        Ok(total as f64)
     }
 
     /// A line of the daemon's `/proc/<pid>/status`, in KiB.
@@ -215,6 +275,40 @@ impl World {
         let line = text.lines().find(|line| line.starts_with(key)).with_context(|| format!("no {key}"))?;
         let number = line.split_whitespace().nth(1).context("no number")?;
         Ok(number.parse()?)
+    }
+}
+
+/// What happens to the node's slices.
+pub(crate) struct Slices {
+    events: futures::stream::BoxStream<'static, kube::Result<WatchEvent<ResourceSlice>>>,
+}
+
+impl Slices {
+    /// From now on.
+    async fn watch(client: &kube::Client) -> Result<Self> {
+        let api: Api<ResourceSlice> = Api::all(client.clone());
+        let version = api.list(&ListParams::default()).await?.metadata.resource_version;
+        let events = api.watch(&WatchParams::default(), &version.unwrap_or_default()).await?;
+        Ok(Self { events: events.boxed() })
+    }
+
+    /// Waits until as many slices were created as their pool has.
+    pub(crate) async fn complete(mut self, world: &World) -> Result<()> {
+        let mut created = BTreeSet::new();
+        let complete = async {
+            while let Some(event) = self.events.try_next().await? {
+                let WatchEvent::Added(slice) = event else { continue };
+                created.insert(slice.metadata.name);
+                if i64::try_from(created.len())? == slice.spec.pool.resource_slice_count {
+                    return Ok(());
+                }
+            }
+            bail!("the watch ended")
+        };
+        match tokio::time::timeout(BOOT, complete).await {
+            Ok(done) => done,
+            Err(_) => bail!("no slices within {BOOT:?}\n{}", world.log()),
+        }
     }
 }
 
