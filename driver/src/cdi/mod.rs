@@ -138,7 +138,9 @@ impl Cdi {
         let dir = &self.shared.paths.cdi_dir;
         rustix::fs::access(dir, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK)
             .map_err(|cause| ReadinessError::Directory { path: dir.clone(), cause: cause.into() })?;
-        self.common().map(|_| ())
+        self.common()?;
+        nodes::ensure_gpus(&self.shared.paths)?;
+        Ok(())
     }
 
     /// Writes the claim's file and answers the ids of its devices, in the order given.

@@ -155,6 +155,24 @@ impl DeviceNodes {
     }
 }
 
+/// Has the nodes of all GPUs that the kernel knows made, as far as they are
+/// missing: NVML lists no GPU without its node.
+pub fn ensure_gpus(paths: &HostPaths) -> Result<(), NodesError> {
+    // No such directory: no GPU, or a module that will say so itself.
+    let Ok(gpus) = std::fs::read_dir(paths.proc_root.join("driver/nvidia/gpus")) else { return Ok(()) };
+    for gpu in gpus.flatten() {
+        let path = gpu.path().join("information");
+        let text = read(&path)?;
+        let minor = text.lines().find_map(|line| line.strip_prefix("Device Minor:"));
+        let minor = minor.and_then(|minor| minor.trim().parse::<u32>().ok());
+        let minor = minor.ok_or(NodesError::Field { path, field: "Device Minor" })?;
+        if let Err(missing) = present(paths, &format!("/dev/nvidia{minor}")) {
+            modprobe(paths, missing, &["-c", &minor.to_string()])?;
+        }
+    }
+    Ok(())
+}
+
 /// The kernel's name of the GPUs' major has changed over time.
 const GPU_MODULES: &[&str] = &["nvidia", "nvidiactl", "nvidia-frontend"];
 

@@ -39,3 +39,22 @@ async fn a_gpu_driver_that_comes_late_is_waited_for_with_an_empty_pool() {
     until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
     world.prepare_until_ok(&claim).await;
 }
+
+#[tokio::test]
+async fn a_node_without_kernel_modules_is_made_ready_by_the_drivers_own_helper() {
+    let world = World::up("L4").await;
+    world.change(|state| {
+        state.host.bare = true;
+        state.reboot();
+    });
+    let helper = world.sim.root().join("usr/bin/nvidia-modprobe");
+    std::fs::remove_file(&helper).unwrap();
+    let deps = std::env::current_exe().unwrap();
+    let program = deps.ancestors().nth(2).unwrap().join("divvy-sim");
+    assert!(program.exists(), "no {}; build it with `cargo build -p divvy-sim`", program.display());
+    // A copy: the program finds its simulator from where it lies.
+    std::fs::copy(program, &helper).unwrap();
+    let _daemon = world.start(&[]).await;
+    until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
+    world.prepare_until_ok(&world.claim("a", &["gpu-0"])).await;
+}
