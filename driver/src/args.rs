@@ -14,7 +14,8 @@ use std::time::Duration;
 /// Registers with the kubelet as the DRA driver gpu.divvy.dev, publishes the
 /// node's GPUs as ResourceSlices and, claim by claim, makes MIG instances and
 /// CDI files. Runs as root, one per node; all its state is in files, so it can
-/// be killed and replaced at any time.
+/// be killed and replaced at any time. SIGUSR1 makes it let go of the GPU driver,
+/// so that the driver can be replaced; SIGUSR2 makes it use the driver again.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "divvy-node", version, max_term_width = 100)]
 pub struct Args {

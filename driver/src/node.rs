@@ -236,6 +236,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
         events: events.clone(),
     };
     stages.droppable("CDI watch", watch.run());
+    stages.droppable("drain", drain_on_signal(gpus.clone())?);
 
     let options = engine_options(args, &paths, &pool);
     let (engine, report) = Engine::start(options, gpus, cdi).await?;
@@ -309,6 +310,27 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     };
     stages.droppable("reconciliation", after(registered, reconciler));
     Ok(())
+}
+
+/// SIGUSR1 closes NVML, so that the GPU driver can be unloaded; SIGUSR2 opens it
+/// again. In between every call that needs a GPU says that the driver is away.
+fn drain_on_signal(gpus: Gpus) -> anyhow::Result<impl Future<Output = ()>> {
+    let mut drain = signal(SignalKind::user_defined1()).context("signals")?;
+    let mut resume = signal(SignalKind::user_defined2()).context("signals")?;
+    Ok(async move {
+        loop {
+            tokio::select! {
+                _ = drain.recv() => {
+                    gpus.drain().await;
+                    tracing::info!("NVML closed on request; SIGUSR2 opens it again");
+                }
+                _ = resume.recv() => {
+                    gpus.resume();
+                    tracing::info!("NVML opened again on request");
+                }
+            }
+        }
+    })
 }
 
 async fn after(mut registered: watch::Receiver<Registered>, reconciler: Reconciler) {

@@ -209,16 +209,11 @@ struct Needs {
 /// The device that a name stands for on this node.
 fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<(&'a Gpu, Part)> {
     let id = DeviceId::try_from(name).ok()?;
-    let gpu = inventory.gpu(id.gpu())?;
-    let part = match id {
-        DeviceId::Gpu(_) => Part::Whole { gpu: gpu.uuid.clone() },
-        DeviceId::Mig { profile_id, start, .. } => {
-            let profile = gpu.profile(profile_id)?;
-            let placement = *profile.placements.iter().find(|at| at.start == start)?;
-            if DeviceId::mig(gpu.number, &profile.name, profile_id, start) != id {
-                return None;
-            }
-            Part::Instance(InstanceKey { gpu: gpu.uuid.clone(), profile_id, placement })
+    let (gpu, instance) = id.resolve(inventory).ok()?;
+    let part = match instance {
+        None => Part::Whole { gpu: gpu.uuid.clone() },
+        Some((profile, placement)) => {
+            Part::Instance(InstanceKey { gpu: gpu.uuid.clone(), profile_id: profile.id, placement })
         }
     };
     Some((gpu, part))

@@ -58,3 +58,26 @@ async fn a_node_without_kernel_modules_is_made_ready_by_the_drivers_own_helper()
     until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
     world.prepare_until_ok(&world.claim("a", &["gpu-0"])).await;
 }
+
+#[tokio::test]
+async fn a_drain_lets_go_of_the_gpu_driver_until_it_is_taken_back() {
+    let world = World::up("L4").await;
+    let daemon = world.start(&[]).await;
+    until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
+    let loaded = || {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", daemon.pid())).unwrap();
+        maps.contains("libnvidia-ml")
+    };
+    let signal = |name: &str| {
+        let sent = std::process::Command::new("kill").args([name, &daemon.pid().to_string()]).status();
+        assert!(sent.unwrap().success());
+    };
+    assert!(loaded());
+    signal("-USR1");
+    until("the library is unloaded", || !loaded()).await;
+    let claim = world.claim("a", &["gpu-0"]);
+    world.prepare(&claim).await.unwrap_err();
+    assert_eq!(world.published(), ["gpu-0"]);
+    signal("-USR2");
+    world.prepare_until_ok(&claim).await;
+}
