@@ -25,7 +25,7 @@ mod server;
 mod waiting;
 
 use crate::compare;
-use crate::pool::{PoolOptions, Support, pool};
+use crate::pool::{PoolOptions, Support, pool, same_pool};
 use crate::slices::{Content, slices, without_driver};
 use crate::sync::{self, Action, Desired, Owner};
 use crate::validate::validate;
@@ -140,6 +140,8 @@ struct Actor {
     options: PublishOptions,
     inventory: watch::Receiver<Arc<Inventory>>,
     published: watch::Sender<Published>,
+    /// What the last pool was made of.
+    last: Arc<Inventory>,
     observed: Observed,
     support: Support,
     /// `gitVersion` of the server that was asked what it keeps.
@@ -163,6 +165,7 @@ impl Actor {
             server: Server::new(client, &options),
             inventory,
             published,
+            last: Arc::default(),
             observed: Observed::default(),
             support: Support::default(),
             version: String::new(),
@@ -226,7 +229,11 @@ impl Actor {
             tokio::select! {
                 biased;
                 changed = self.inventory.changed(), if asking => match changed {
-                    Ok(()) => self.due.now(),
+                    Ok(()) => {
+                        if self.is_news() {
+                            self.due.now();
+                        }
+                    }
                     // Nobody will change it any more; what it says stays true.
                     Err(_) => asking = false,
                 },
@@ -312,9 +319,18 @@ impl Actor {
         Ok(true)
     }
 
+    /// Whether the inventory makes another pool than the last that was made.
+    /// Claims come and go all day, and making a pool of a large node takes
+    /// megabytes that a process seldom gives back.
+    fn is_news(&mut self) -> bool {
+        let now = self.inventory.borrow_and_update().clone();
+        !self.support.counters || !same_pool(&self.last, &now)
+    }
+
     /// What the inventory says should be there.
     fn desired(&mut self) -> Vec<Content> {
         let inventory = self.inventory.borrow_and_update().clone();
+        self.last = inventory.clone();
         if inventory.gpus.is_empty() {
             return without_driver(self.observed.slices(), self.support);
         }

@@ -83,6 +83,25 @@ pub fn pool(inventory: &Inventory, options: &PoolOptions) -> Pool {
     Pool { gpus }
 }
 
+/// Whether two inventories make the same pool on a server that has counters:
+/// they differ at most in our own instances, and in a MIG mode that comes and
+/// goes with them.
+pub fn same_pool(one: &Inventory, other: &Inventory) -> bool {
+    let unused = |inventory: &Inventory| {
+        let mut inventory = inventory.clone();
+        for gpu in &mut inventory.gpus {
+            if let Mig::Supported { mode, toggle, instances, .. } = &mut gpu.mig {
+                instances.retain(|instance| instance.origin == Origin::Foreign);
+                if *toggle == MigToggle::Live {
+                    *mode = MigMode::Off;
+                }
+            }
+        }
+        inventory
+    };
+    unused(one) == unused(other)
+}
+
 /// How a device is handed out, in one place for whole GPUs and instances alike:
 /// to one claim at a time. Without multiple allocation no capacity may carry a
 /// request policy, so none is set anywhere else.

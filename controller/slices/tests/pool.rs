@@ -6,9 +6,9 @@ mod common;
 use common::{gpu, in_mode, inventory_of, node, with_instance};
 use divvy_api::Quantity;
 use divvy_model::DeviceId;
-use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, Origin, Presence};
+use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, MigToggle, Origin, Presence};
 use divvy_sim::catalogue::{self, GpuModel, Model};
-use divvy_slices::{Content, Pool, PoolOptions, Support, pool, slices, validate};
+use divvy_slices::{Content, Pool, PoolOptions, Support, pool, same_pool, slices, validate};
 use k8s_openapi::api::resource::v1::Device;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -44,6 +44,27 @@ fn free(pool: &Pool) -> BTreeSet<String> {
 
 fn whole(inventory: &Inventory) -> Pool {
     pool(inventory, &PoolOptions::default())
+}
+
+#[test]
+fn what_claims_make_and_unmake_is_no_news_and_everything_else_is() {
+    for model in models().filter(|model| model.mig.is_some()) {
+        let at_rest = node(vec![gpu(model, 0)]);
+        let profile = at_rest.gpus[0].mig.clone();
+        let Mig::Supported { profiles, toggle, .. } = profile else { panic!("{} has MIG", model.key) };
+        let (id, start) = (profiles[0].id, profiles[0].placements[0].start);
+        let check = |changed: Gpu, news: bool| {
+            let changed = node(vec![changed]);
+            assert_eq!(!same_pool(&at_rest, &changed), news, "{}: {changed:?}", model.key);
+            assert_eq!(whole(&at_rest) != whole(&changed), news, "{}: {changed:?}", model.key);
+        };
+        let live = toggle == MigToggle::Live;
+        check(in_mode(gpu(model, 0), MigMode::On), !live);
+        check(with_instance(gpu(model, 0), id, start, Origin::Ours), !live);
+        check(with_instance(gpu(model, 0), id, start, Origin::Foreign), true);
+        check(Gpu { presence: Presence::Missing, ..gpu(model, 0) }, true);
+        check(Gpu { conditions: vec![Condition::Lost], ..gpu(model, 0) }, true);
+    }
 }
 
 #[test]
