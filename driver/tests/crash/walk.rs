@@ -355,7 +355,9 @@ async fn call(world: &World, act: Act) -> Result<(), Failure> {
             Ok(())
         }
         // The daemon listens when it has recovered.
-        Act::Reboot | Act::Install => one(world.kubelet.unprepare(DRIVER, &[crate::harness::reference("nobody")]).await),
+        Act::Reboot | Act::Install => {
+            one(world.kubelet.unprepare(DRIVER, &[crate::harness::reference("nobody")]).await)
+        }
     }
 }
 
