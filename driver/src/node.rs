@@ -33,8 +33,9 @@ use divvy_nvml::Limits;
 use divvy_slices::{PublishOptions, Published};
 use std::io::IsTerminal;
 use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -45,14 +46,24 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::transport::Server;
 use tonic::transport::server::Router;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, fmt};
 
 /// A pod has 30 s to stop by default; what is not done by then is found by recovery.
 const STOP_WITHIN: Duration = Duration::from_secs(25);
 
+/// What glibc is told of memory: one arena for all threads, and freed memory
+/// goes back soon. A daemon that waits keeps what it needs, not what it once
+/// needed to make a pool.
+const FRUGAL: [(&str, &str); 3] =
+    [("MALLOC_ARENA_MAX", "1"), ("MALLOC_TRIM_THRESHOLD_", "65536"), ("MALLOC_MMAP_THRESHOLD_", "65536")];
+
 /// The daemon's `main`.
 pub fn main() -> ExitCode {
     let args = Args::parse();
+    begin_again_frugally();
     if let Err(error) = logging(args.watching.log_format, &args.watching.log_level) {
         eprintln!("divvy-node: {error:#}");
         return ExitCode::FAILURE;
@@ -78,22 +89,40 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// glibc reads its settings before `main`, so the process becomes itself once
+/// more with them; an operator's own settings stay. Where that fails, it goes on
+/// as it is, only larger.
+fn begin_again_frugally() {
+    let unset = FRUGAL.iter().filter(|(name, _)| std::env::var_os(name).is_none()).copied();
+    let unset: Vec<(&str, &str)> = unset.collect();
+    if unset.is_empty() {
+        return;
+    }
+    let mut args = std::env::args_os();
+    let name = args.next().unwrap_or_default();
+    let cause = Command::new("/proc/self/exe").arg0(name).args(args).envs(unset).exec();
+    eprintln!("divvy-node: cannot start with less memory: {cause}");
+}
+
 fn logging(format: LogFormat, level: &str) -> anyhow::Result<()> {
-    let mut filter = EnvFilter::try_new(level).context("--log-level")?;
+    let mut filter: Targets = level.parse().context("--log-level")?;
     if !level.contains("kube_client") {
         // It logs as errors what its callers retry and report themselves.
-        filter = filter.add_directive("kube_client=off".parse()?);
+        filter = filter.with_target("kube_client", LevelFilter::OFF);
     }
     // Where a line cannot be written, a complaint of it would panic.
-    let lines = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .log_internal_errors(false);
+    let lines = fmt::layer().with_writer(std::io::stderr).log_internal_errors(false);
     let begun = match format {
-        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).try_init(),
-        LogFormat::Json => lines.json().flatten_event(true).try_init(),
+        LogFormat::Text => {
+            let lines = lines.with_ansi(std::io::stderr().is_terminal());
+            tracing_subscriber::registry().with(lines.with_filter(filter)).try_init()
+        }
+        LogFormat::Json => {
+            let lines = lines.json().flatten_event(true);
+            tracing_subscriber::registry().with(lines.with_filter(filter)).try_init()
+        }
     };
-    begun.map_err(|cause| anyhow::anyhow!(cause))
+    Ok(begun?)
 }
 
 async fn run(args: Args) -> anyhow::Result<()> {
@@ -220,7 +249,11 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
         });
     }
     let (events, scribe) = events(client.clone(), &args.cluster.node_name, metrics.clone());
-    stages.droppable("events", scribe.run());
+    stages.droppable("events", async {
+        scribe.run().await;
+        // Nobody is left to say anything: the daemon is ending.
+        std::future::pending().await
+    });
 
     let gpus = Gpus::start(GpusOptions { limits: limits(args), ..GpusOptions::new(&paths) }).await;
     stages.running.push(Stage::Gpus(gpus.clone()));

@@ -282,40 +282,49 @@ impl Actor {
 
     /// One pass; false if it learnt that something else is to be published.
     async fn pass(&mut self, owner: &Owner) -> Result<bool, PublishError> {
-        let mut contents = self.desired();
+        let there = self.observed.slices();
+        let mut contents = self.desired(&there);
         validate(&contents)?;
         let devices = contents.iter().map(|content| content.devices.len()).sum();
-        compare::keep_times(&mut contents, self.observed.slices().map(|slice| &slice.spec));
+        compare::keep_times(&mut contents, there.iter().map(|slice| &slice.spec));
         for content in &mut contents {
             if let Some((_, kept)) = self.rewritten.iter().find(|(sent, _)| compare::same(sent, content)) {
                 content.clone_from(kept);
             }
         }
         self.generation = self.observed.generation(&owner.node).max(self.generation);
-        let desired = Desired { owner, contents: &contents, used_generation: self.generation };
-        let actions = sync::plan(desired, self.observed.slices());
+        let slices = contents.len();
+        let desired = Desired { owner, contents, used_generation: self.generation };
+        let actions = sync::plan(desired, &there);
+        drop(there);
         let writes = actions.len() as u64;
         for action in actions {
-            let (index, slice) = match action {
+            let (sent, kept) = match action {
                 Action::Delete(slice) => {
                     self.server.delete(&slice).await?;
                     self.observed.removed(&slice);
                     continue;
                 }
-                Action::Update { index, slice } => (index, self.server.update(&slice).await?),
-                Action::Create { index, slice } => (index, self.server.create(&slice).await?),
+                Action::Update { slice: sent, .. } => {
+                    let kept = self.server.update(&sent).await?;
+                    (sent, kept)
+                }
+                Action::Create { slice: sent, .. } => {
+                    let kept = self.server.create(&sent).await?;
+                    (sent, kept)
+                }
             };
-            let kept = compare::content(&slice.spec);
-            self.observed.wrote(slice);
-            if let Some(difference) = compare::dropped(&contents[index], &kept) {
+            self.observed.wrote(&kept);
+            let (sent, kept) = (compare::content(&sent.spec), compare::content(&kept.spec));
+            if let Some(difference) = compare::dropped(&sent, &kept) {
                 // The pool is complete with its last slice only: stopping here
                 // leaves nothing that a scheduler would believe.
-                self.learn(difference, contents.swap_remove(index), kept);
+                self.learn(difference, sent, kept);
                 return Ok(false);
             }
         }
         self.generation = self.observed.generation(&owner.node);
-        self.report(writes, contents.len(), devices);
+        self.report(writes, slices, devices);
         Ok(true)
     }
 
@@ -328,11 +337,11 @@ impl Actor {
     }
 
     /// What the inventory says should be there.
-    fn desired(&mut self) -> Vec<Content> {
+    fn desired(&mut self, there: &[ResourceSlice]) -> Vec<Content> {
         let inventory = self.inventory.borrow_and_update().clone();
         self.last = inventory.clone();
         if inventory.gpus.is_empty() {
-            return without_driver(self.observed.slices(), self.support);
+            return without_driver(there, self.support);
         }
         slices(pool(&inventory, &PoolOptions { support: self.support }))
     }

@@ -29,11 +29,12 @@ pub struct Owner {
 }
 
 /// What should be on the server.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Desired<'a> {
     pub owner: &'a Owner,
-    /// In the order of their names.
-    pub contents: &'a [Content],
+    /// In the order of their names. Given away, because a pool of a large node
+    /// takes megabytes: the calls carry it, nothing is copied.
+    pub contents: Vec<Content>,
     /// Generations up to this one were used before, whatever is there now.
     pub used_generation: i64,
 }
@@ -56,7 +57,7 @@ pub enum Action {
 
 /// The calls that lead from what is there to what is desired, in their order.
 pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a ResourceSlice>) -> Vec<Action> {
-    let owner = desired.owner;
+    let (owner, used_generation) = (desired.owner, desired.used_generation);
     let mut there: Vec<&ResourceSlice> = there.into_iter().collect();
     there.sort_by(|a, b| a.metadata.name.cmp(&b.metadata.name));
     let ours = |slice: &&&ResourceSlice| slice.spec.pool.name == owner.node;
@@ -74,52 +75,51 @@ pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a Resour
         }
     }
 
-    let spec = |index: usize, generation: i64| spec(desired, index, generation);
-    let differs = |index: &usize| {
-        let (have, want) = (&kept[index].spec, spec(*index, newest));
-        !same_spec(have, &want)
-    };
+    let mut specs: Vec<Option<ResourceSliceSpec>> = specs(desired, newest);
+    let differs =
+        |index: &usize| specs[*index].as_ref().is_none_or(|want| !same_spec(&kept[index].spec, want));
     let changed: Vec<usize> = kept.keys().copied().filter(differs).collect();
     let in_place = kept.len() == count && changed.len() <= 1;
-    let generation = if in_place { newest } else { newest.max(desired.used_generation) + 1 };
+    if !in_place {
+        let generation = newest.max(used_generation) + 1;
+        specs.iter_mut().flatten().for_each(|spec| spec.pool.generation = generation);
+    }
 
     for (index, slice) in &kept {
         let adopt = !owned(slice, owner);
-        if !in_place || changed.contains(index) || adopt {
-            let mut updated = (*slice).clone();
-            updated.metadata.owner_references = Some(vec![owner_reference(owner)]);
-            updated.spec = spec(*index, generation);
-            actions.push(Action::Update { index: *index, slice: Box::new(updated) });
+        if let Some(spec) = specs[*index].take()
+            && (!in_place || changed.contains(index) || adopt)
+        {
+            let mut metadata = slice.metadata.clone();
+            metadata.owner_references = Some(vec![owner_reference(owner)]);
+            actions.push(Action::Update { index: *index, slice: Box::new(ResourceSlice { metadata, spec }) });
         }
     }
-    for index in (0..count).filter(|index| !kept.contains_key(index)) {
+    for (index, spec) in specs.into_iter().enumerate().filter_map(|(index, spec)| Some((index, spec?))) {
         let metadata = ObjectMeta {
             generate_name: Some(format!("{}-{}-{}-", encode_index(index, count), owner.driver, owner.node)),
             owner_references: Some(vec![owner_reference(owner)]),
             ..ObjectMeta::default()
         };
-        let slice = Box::new(ResourceSlice { metadata, spec: spec(index, generation) });
-        actions.push(Action::Create { index, slice });
+        actions.push(Action::Create { index, slice: Box::new(ResourceSlice { metadata, spec }) });
     }
     actions
 }
 
-fn spec(desired: Desired<'_>, index: usize, generation: i64) -> ResourceSliceSpec {
-    let content = &desired.contents[index];
-    let some = |empty: bool| (!empty).then_some(());
-    ResourceSliceSpec {
-        driver: desired.owner.driver.clone(),
-        node_name: Some(desired.owner.node.clone()),
-        pool: ResourcePool {
-            name: desired.owner.node.clone(),
-            generation,
-            resource_slice_count: i64::try_from(desired.contents.len()).unwrap_or(i64::MAX),
-        },
+/// What the slices should say, all of one generation; each is taken once.
+fn specs(desired: Desired<'_>, generation: i64) -> Vec<Option<ResourceSliceSpec>> {
+    let owner = desired.owner;
+    let count = i64::try_from(desired.contents.len()).unwrap_or(i64::MAX);
+    let spec = |content: Content| ResourceSliceSpec {
+        driver: owner.driver.clone(),
+        node_name: Some(owner.node.clone()),
+        pool: ResourcePool { name: owner.node.clone(), generation, resource_slice_count: count },
         // Never an empty list: the server counts it as devices that are there.
-        devices: some(content.devices.is_empty()).map(|()| content.devices.clone()),
-        shared_counters: some(content.counters.is_empty()).map(|()| content.counters.clone()),
+        devices: Some(content.devices).filter(|devices| !devices.is_empty()),
+        shared_counters: Some(content.counters).filter(|counters| !counters.is_empty()),
         ..ResourceSliceSpec::default()
-    }
+    };
+    desired.contents.into_iter().map(|content| Some(spec(content))).collect()
 }
 
 /// Whether a slice says what it should, generation included.

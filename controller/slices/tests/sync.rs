@@ -71,7 +71,8 @@ fn apply(there: &mut Vec<ResourceSlice>, actions: Vec<Action>) -> String {
 
 fn sync(there: &mut Vec<ResourceSlice>, desired: &[Content]) -> String {
     let owner = owner();
-    let actions = plan(Desired { owner: &owner, contents: desired, used_generation: 0 }, there.iter());
+    let actions =
+        plan(Desired { owner: &owner, contents: desired.to_vec(), used_generation: 0 }, there.iter());
     apply(there, actions)
 }
 
@@ -296,7 +297,7 @@ fn migration_mixed_naming() {
 fn a_generation_is_never_used_twice_although_all_slices_are_gone() {
     let (owner, desired) = (owner(), contents(&["gpu-0"]));
     let none: [ResourceSlice; 0] = [];
-    let actions = plan(Desired { owner: &owner, contents: &desired, used_generation: 7 }, none.iter());
+    let actions = plan(Desired { owner: &owner, contents: desired.clone(), used_generation: 7 }, none.iter());
     let Action::Create { slice, .. } = &actions[0] else { panic!("{actions:?}") };
     assert_eq!(slice.spec.pool.generation, 8);
 }
@@ -307,7 +308,8 @@ fn a_node_that_was_created_anew_adopts_its_slices_in_place() {
     let mut there = Vec::new();
     sync(&mut there, &desired);
     let owner = Owner { node_uid: "new-uid".into(), ..owner() };
-    let actions = plan(Desired { owner: &owner, contents: &desired, used_generation: 1 }, there.iter());
+    let actions =
+        plan(Desired { owner: &owner, contents: desired.clone(), used_generation: 1 }, there.iter());
     assert_eq!(apply(&mut there, actions), "update 0, update 1");
     assert!(there.iter().all(|slice| slice.spec.pool.generation == 1));
     assert!(there.iter().all(|slice| slice.metadata.owner_references.as_ref().unwrap()[0].uid == "new-uid"));
@@ -335,7 +337,7 @@ proptest! {
         let mut last = Vec::new();
         for (pool, cut) in pools.iter().zip(cuts) {
             last = contents(&pool.iter().map(String::as_str).collect::<Vec<_>>());
-            let mut actions = plan(Desired { owner: &owner, contents: &last, used_generation: 0 }, there.iter());
+            let mut actions = plan(Desired { owner: &owner, contents: last.clone(), used_generation: 0 }, there.iter());
             actions.truncate(cut);
             apply(&mut there, actions);
         }

@@ -4,6 +4,9 @@
 //! The watch lags behind our writes. An event older than what we hold is
 //! therefore no news, and a slice that we deleted does not come back by an event
 //! from before its deletion.
+//!
+//! Slices are kept as JSON. They are looked at again only when something is to
+//! be written, and as objects a pool of eight GPUs takes two megabytes for good.
 
 use super::server::PublishError;
 use k8s_openapi::api::resource::v1::ResourceSlice;
@@ -13,9 +16,32 @@ use std::collections::{BTreeMap, HashSet};
 
 #[derive(Debug, Default)]
 pub(super) struct Observed {
-    by_name: BTreeMap<String, ResourceSlice>,
+    by_name: BTreeMap<String, Kept>,
     /// UIDs of slices that we deleted.
     removed: HashSet<String>,
+}
+
+/// A slice, and what is asked of it often.
+#[derive(Debug)]
+struct Kept {
+    uid: Option<String>,
+    version: u64,
+    pool: String,
+    generation: i64,
+    json: Box<[u8]>,
+}
+
+impl Kept {
+    fn new(slice: &ResourceSlice) -> Self {
+        Self {
+            uid: slice.metadata.uid.clone(),
+            version: version(slice),
+            pool: slice.spec.pool.name.clone(),
+            generation: slice.spec.pool.generation,
+            // Writing an object of the API to memory cannot fail.
+            json: serde_json::to_vec(slice).unwrap_or_default().into_boxed_slice(),
+        }
+    }
 }
 
 /// What an event says that we did not know.
@@ -30,21 +56,22 @@ impl Observed {
     /// What a list shows, read after all our writes.
     pub(super) fn replace(&mut self, slices: Vec<ResourceSlice>) {
         self.removed.clear();
-        self.by_name = slices.into_iter().map(|slice| (slice.name_any(), slice)).collect();
+        self.by_name = slices.iter().map(|slice| (slice.name_any(), Kept::new(slice))).collect();
     }
 
-    pub(super) fn slices(&self) -> impl Iterator<Item = &ResourceSlice> {
-        self.by_name.values()
+    /// The slices as objects, by name.
+    pub(super) fn slices(&self) -> Vec<ResourceSlice> {
+        self.by_name.values().filter_map(|kept| serde_json::from_slice(&kept.json).ok()).collect()
     }
 
     /// The highest generation of a pool.
     pub(super) fn generation(&self, pool: &str) -> i64 {
-        let ours = self.slices().filter(|slice| slice.spec.pool.name == pool);
-        ours.map(|slice| slice.spec.pool.generation).max().unwrap_or(0)
+        let ours = self.by_name.values().filter(|kept| kept.pool == pool);
+        ours.map(|kept| kept.generation).max().unwrap_or(0)
     }
 
-    pub(super) fn wrote(&mut self, slice: ResourceSlice) {
-        self.by_name.insert(slice.name_any(), slice);
+    pub(super) fn wrote(&mut self, slice: &ResourceSlice) {
+        self.by_name.insert(slice.name_any(), Kept::new(slice));
     }
 
     pub(super) fn removed(&mut self, slice: &ResourceSlice) {
@@ -74,17 +101,17 @@ impl Observed {
         let known = self.by_name.get(&name);
         if deleted {
             // Of another slice with that name, or of one that we deleted.
-            if known.is_none_or(|known| known.metadata.uid != slice.metadata.uid) {
+            if known.is_none_or(|known| known.uid != slice.metadata.uid) {
                 return Ok(Change::Nothing);
             }
             self.by_name.remove(&name);
             return Ok(Change::Deleted);
         }
         let gone = slice.metadata.uid.as_ref().is_some_and(|uid| self.removed.contains(uid));
-        if gone || known.is_some_and(|known| version(known) >= version(&slice)) {
+        if gone || known.is_some_and(|known| known.version >= version(&slice)) {
             return Ok(Change::Nothing);
         }
-        self.by_name.insert(name, slice);
+        self.by_name.insert(name, Kept::new(&slice));
         Ok(Change::Edited)
     }
 }
