@@ -184,11 +184,19 @@ impl Cdi {
     }
 
     /// Whether the claim's file holds exactly what [`Self::write_claim`] would write now.
+    /// Blocks for as long as `nvidia-modprobe` may take.
     pub fn claim_is_written(&self, claim: &ClaimUid, devices: &[ClaimDevice]) -> bool {
-        match (self.render(claim, devices), std::fs::read(self.file(claim))) {
-            (Ok(want), Ok(have)) => want == have,
-            _ => false,
-        }
+        self.render(claim, devices).is_ok_and(|json| self.holds(claim, &json))
+    }
+
+    /// The same, if it takes a look and nothing that may be slow; else none.
+    pub fn claim_is_written_at_once(&self, claim: &ClaimUid, devices: &[ClaimDevice]) -> Option<bool> {
+        let json = self.render_at_once(claim, devices)?;
+        Some(json.is_ok_and(|json| self.holds(claim, &json)))
+    }
+
+    fn holds(&self, claim: &ClaimUid, json: &[u8]) -> bool {
+        std::fs::read(self.file(claim)).is_ok_and(|have| have == json)
     }
 
     /// `<CDI directory>/gpu.divvy.dev-claim_<uid>.json`.

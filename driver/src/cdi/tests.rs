@@ -268,6 +268,23 @@ fn missing_nodes_and_modules_are_made_by_the_drivers_helper() {
 }
 
 #[test]
+fn a_look_at_once_asks_no_helper() {
+    let world = World::new();
+    world.cdi.write_claim(&uid(), &[gpu(0)]).unwrap();
+    assert_eq!(world.cdi.claim_is_written_at_once(&uid(), &[gpu(0)]), Some(true));
+    assert_eq!(world.cdi.claim_is_written_at_once(&uid(), &[gpu(1)]), Some(false));
+    let asked = world.path("asked");
+    let node = world.path("driver/dev/nvidia0");
+    let script = format!(": > {}; : > {}", asked.display(), node.display());
+    world.program("driver/usr/bin/nvidia-modprobe", &script);
+    world.remove("driver/dev/nvidia0");
+    assert_eq!(world.cdi.claim_is_written_at_once(&uid(), &[gpu(0)]), None);
+    assert!(!asked.exists());
+    assert!(world.cdi.claim_is_written(&uid(), &[gpu(0)]));
+    assert!(asked.exists());
+}
+
+#[test]
 fn a_helper_that_does_not_help_is_one_clear_error() {
     let world = World::new();
     world.remove("driver/dev/nvidia-uvm");

@@ -4,11 +4,13 @@
 //! last description, one that cannot be read keeps its description and gets a
 //! condition that says why. What is published of them is decided elsewhere.
 
+mod doubts;
+
+pub use doubts::{Doubts, Fresh, Judge};
+
 use crate::sysfs::PciFacts;
 use divvy_api::GpuUuid;
-use divvy_model::inventory::{
-    Condition, Gpu, GpuInstance, Inventory, Mig, MigMode, MigToggle, Origin, Presence,
-};
+use divvy_model::inventory::{Condition, Gpu, GpuInstance, Inventory, Mig, MigMode, MigToggle, Presence};
 use divvy_model::numbers::GpuNumbers;
 use divvy_nvml::{Description, Links, NvmlError, RawMig, Snapshot, State};
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,7 +23,7 @@ pub fn inventory(
     snapshot: &Snapshot,
     pci: &BTreeMap<String, PciFacts>,
     numbers: &mut GpuNumbers,
-    ours: &Ours,
+    mut judge: Judge<'_>,
     last: &Inventory,
 ) -> Inventory {
     let mut gpus: Vec<Gpu> = Vec::with_capacity(snapshot.gpus.len());
@@ -46,7 +48,7 @@ pub fn inventory(
                     numa_node: facts.numa_node,
                     nvlink_group: None,
                     nvlink_peers: 0,
-                    mig: mig(&found.uuid, description, state, ours),
+                    mig: mig(&found.uuid, description, state, known, &mut judge),
                     presence: Presence::Present,
                     conditions: Vec::new(),
                 });
@@ -84,14 +86,29 @@ fn missing(gpu: &Gpu) -> Gpu {
     Gpu { presence: Presence::Missing, conditions: Vec::new(), mig, ..gpu.clone() }
 }
 
-fn mig(uuid: &GpuUuid, description: &Description, state: &State, ours: &Ours) -> Mig {
+fn mig(
+    uuid: &GpuUuid,
+    description: &Description,
+    state: &State,
+    last: Option<&Gpu>,
+    judge: &mut Judge<'_>,
+) -> Mig {
     let RawMig::Supported { mode, instances } = &state.mig else { return Mig::Unsupported };
-    let instances = instances.iter().map(|raw| GpuInstance {
-        id: raw.id,
-        profile_id: raw.profile_id,
-        placement: raw.placement,
-        compute_instances: raw.compute_instances.clone(),
-        origin: if ours(uuid, raw.profile_id, raw.placement.start) { Origin::Ours } else { Origin::Foreign },
+    let before = match last.map(|gpu| &gpu.mig) {
+        Some(Mig::Supported { instances, .. }) => instances.as_slice(),
+        _ => &[],
+    };
+    let instances = instances.iter().map(|raw| {
+        let same = |was: &&GpuInstance| {
+            (was.id, was.profile_id, was.placement) == (raw.id, raw.profile_id, raw.placement)
+        };
+        GpuInstance {
+            id: raw.id,
+            profile_id: raw.profile_id,
+            placement: raw.placement,
+            compute_instances: raw.compute_instances.clone(),
+            origin: judge.origin(uuid, raw, before.iter().find(same).map(|was| was.origin)),
+        }
     });
     Mig::Supported {
         mode: *mode,

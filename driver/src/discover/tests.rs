@@ -1,6 +1,7 @@
 //! What becomes of each GPU, and who reaches whom.
 
 use super::*;
+use divvy_model::inventory::Origin;
 use divvy_model::placement::Placement;
 use divvy_nvml::{Fabric, GpuReading, RawInstance};
 use std::sync::Arc;
@@ -43,6 +44,7 @@ fn fails(gpu: u32, error: NvmlError) -> GpuReading {
 #[derive(Default)]
 struct Node {
     numbers: GpuNumbers,
+    doubts: Doubts,
     last: Inventory,
 }
 
@@ -51,11 +53,17 @@ impl Node {
         self.reads_with(gpus, &|_, _, _| false)
     }
 
+    /// At the start.
     fn reads_with(&mut self, gpus: Vec<GpuReading>, ours: &Ours) -> &Inventory {
+        self.reads_fresh(gpus, ours, Fresh::All)
+    }
+
+    fn reads_fresh(&mut self, gpus: Vec<GpuReading>, ours: &Ours, fresh: Fresh<'_>) -> &Inventory {
         let driver_version = "580.95.05".to_owned();
         let snapshot = Snapshot { driver_version, cuda_version: (13, 0), gpus, unreadable: Vec::new() };
         let pci = [(bus(0), PciFacts { pcie_root: Some("pci0000:00".to_owned()), numa_node: Some(1) })];
-        self.last = inventory(&snapshot, &pci.into(), &mut self.numbers, ours, &self.last);
+        self.last =
+            inventory(&snapshot, &pci.into(), &mut self.numbers, self.doubts.judge(ours, fresh), &self.last);
         &self.last
     }
 
@@ -135,6 +143,78 @@ fn an_instance_is_ours_where_a_record_explains_it() {
     let gone = without_driver(&node.last);
     let Mig::Supported { mode: MigMode::Off, instances, .. } = &gone.gpus[0].mig else { panic!("{gone:?}") };
     assert!(instances.is_empty());
+}
+
+/// What happens to one instance and its record on GPU 0.
+enum Happens {
+    /// GPU 0 was read, or another one, or records changed; the instance is still shown.
+    Read,
+    ReadElsewhere,
+    Begins,
+    Recorded(bool),
+    Gone,
+}
+
+#[test]
+fn an_instance_becomes_foreign_only_when_read_without_a_record_from_begin_to_end() {
+    use Happens::{Begins, Gone, Read, ReadElsewhere, Recorded};
+    let (own, foreign) = (Origin::Ours, Origin::Foreign);
+    // From an instance of ours with a record: what happens, and whose it is in the end.
+    let cases: &[(&[Happens], Option<Origin>)] = &[
+        (&[Begins, Recorded(false), Read], Some(own)),
+        (&[Recorded(false), ReadElsewhere, ReadElsewhere], Some(own)),
+        (&[Recorded(false), ReadElsewhere, Begins, ReadElsewhere], Some(own)),
+        (&[Begins, Recorded(false), ReadElsewhere, Read], Some(own)),
+        (&[Begins, Recorded(false), Read, Begins, Gone], None),
+        (&[Begins, Recorded(false), Read, Recorded(true), Begins, Recorded(false), Read], Some(own)),
+        (
+            &[Begins, Recorded(false), Read, Begins, Recorded(true), ReadElsewhere, Recorded(false), Read],
+            Some(own),
+        ),
+        (&[Begins, Recorded(false), Read, Begins, Read], Some(foreign)),
+        (&[Recorded(false), ReadElsewhere, Begins, Read], Some(foreign)),
+        (&[Recorded(false), ReadElsewhere, Begins, Read, ReadElsewhere], Some(foreign)),
+        (&[Recorded(false), ReadElsewhere, Begins, Read, Recorded(true), ReadElsewhere], Some(own)),
+    ];
+    for (at, (happens, want)) in cases.iter().enumerate() {
+        let instance = RawInstance {
+            id: 7,
+            profile_id: 19,
+            placement: Placement { start: 0, size: 1 },
+            compute_instances: Vec::new(),
+        };
+        let mut recorded = true;
+        let mut node = Node::default();
+        let mut shown = vec![instance];
+        let show = |shown: &[RawInstance]| {
+            let mig = RawMig::Supported { mode: MigMode::On, instances: shown.to_vec() };
+            vec![reads(0, 0, None, mig)]
+        };
+        node.reads_with(show(&shown), &|_, _, _| true);
+        for happens in happens.iter() {
+            let (gpu, other) = (uuid(0), uuid(1));
+            let fresh = match happens {
+                Recorded(now) => {
+                    recorded = *now;
+                    continue;
+                }
+                Begins => {
+                    node.doubts.reading_begins(&gpu, &move |_, _, _| recorded);
+                    continue;
+                }
+                Gone => {
+                    shown.clear();
+                    Fresh::Gpu(&gpu)
+                }
+                Read => Fresh::Gpu(&gpu),
+                ReadElsewhere => Fresh::Gpu(&other),
+            };
+            node.reads_fresh(show(&shown), &move |_, _, _| recorded, fresh);
+        }
+        let Mig::Supported { instances, .. } = &node.last.gpus[0].mig else { panic!("{at}") };
+        assert_eq!(instances.first().map(|instance| instance.origin), *want, "case {at}");
+        assert_eq!(node.doubts.gpus().count(), usize::from(!recorded && *want == Some(own)), "case {at}");
+    }
 }
 
 fn linked(gpu: u32, far: &[u32]) -> GpuReading {

@@ -176,7 +176,16 @@ impl Inner {
     /// Whether the claim's CDI file had to be written again.
     pub(crate) async fn ensure_cdi(&self, record: &mut ClaimRecord) -> Result<bool, StepError> {
         let devices = self.hands().cdi_devices(record).await?;
-        if self.cdi.claim_is_written(&record.claim.uid, &devices) {
+        let written = match self.cdi.claim_is_written_at_once(&record.claim.uid, &devices) {
+            Some(written) => written,
+            // A node or module that is missing is made first, and that may take seconds.
+            None => {
+                let (cdi, uid) = (self.cdi.clone(), record.claim.uid.clone());
+                let written = tokio::task::spawn_blocking(move || cdi.claim_is_written(&uid, &devices));
+                written.await.map_err(|_| StepError::Task)?
+            }
+        };
+        if written {
             return Ok(false);
         }
         self.hands().write_cdi(record).await?;

@@ -271,14 +271,15 @@ impl Engine {
     }
 
     /// The devices of a claim that is prepared and whose CDI file is as it must
-    /// be; none says that [`Self::prepare`] has something to do.
+    /// be; none says that [`Self::prepare`] has something to do or to look at.
     pub fn prepared(&self, uid: &ClaimUid) -> Option<Vec<PreparedDevice>> {
         let record = self.inner.records.read(uid).ok()??;
         if record.state != HeldState::Prepared {
             return None;
         }
         let devices = self.inner.hands().known_cdi_devices(&record)?;
-        self.inner.cdi.claim_is_written(uid, &devices).then(|| record.answer())
+        let written = self.inner.cdi.claim_is_written_at_once(uid, &devices) == Some(true);
+        written.then(|| record.answer())
     }
 
     /// How many records were set aside since the start.

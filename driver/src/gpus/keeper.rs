@@ -8,7 +8,7 @@
 use super::known::Known;
 use super::library::{self, LibraryFile};
 use super::{GpusOptions, Shared, lock};
-use crate::discover::{self, Ours};
+use crate::discover::{self, Doubts, Fresh, Ours};
 use crate::sysfs::{PciFacts, Sysfs};
 use divvy_api::GpuUuid;
 use divvy_model::inventory::Inventory;
@@ -22,7 +22,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 /// Changes come in bursts (an instance, its compute instance, NVML's event of each).
 const SETTLE: Duration = Duration::from_millis(100);
-/// How often GPUs that could not be read are tried again.
+/// How often GPUs that could not be read, or not as to a doubt, are tried again.
 const RETRY: Duration = Duration::from_secs(10);
 
 pub(super) enum Command {
@@ -63,6 +63,7 @@ pub(super) struct Keeper {
     /// Descriptions or minors changed since they were kept.
     changed: bool,
     ours: Arc<Ours>,
+    doubts: Doubts,
     nvml: Nvml,
     /// What the last look for the driver found wrong, to be logged once.
     trouble: String,
@@ -90,6 +91,7 @@ impl Keeper {
             known: Known::load(&options.state_dir),
             changed: false,
             ours: Arc::new(|_, _, _| false),
+            doubts: Doubts::default(),
             nvml: Nvml::Closed,
             trouble: String::new(),
             first: Some(first),
@@ -151,12 +153,12 @@ impl Keeper {
             Command::Refresh(gpu, done) => self.start_reading(gpu, Some(done)),
             Command::SetOurs(ours) => {
                 self.ours = ours;
-                self.publish();
+                self.publish(Fresh::Nothing);
             }
             Command::Drain(done) => {
                 self.close().await;
                 self.nvml = Nvml::Drained;
-                self.publish();
+                self.publish(Fresh::Nothing);
                 tracing::info!("NVML is closed until it is resumed");
                 let _unheard = done.send(());
             }
@@ -185,7 +187,7 @@ impl Keeper {
                 self.close().await;
                 match found {
                     Some(file) => self.open(file),
-                    None => self.publish(),
+                    None => self.publish(Fresh::Nothing),
                 }
             }
         }
@@ -197,7 +199,7 @@ impl Keeper {
             tracing::warn!(trouble, "waiting for the GPU driver");
             self.trouble = trouble;
         }
-        self.publish();
+        self.publish(Fresh::Nothing);
     }
 
     fn open(&mut self, file: LibraryFile) {
@@ -246,7 +248,8 @@ impl Keeper {
         *lock(&self.shared.session) = Some(session.clone());
         self.nvml = Nvml::Open { file, session, events, snapshot };
         self.changed = true;
-        self.publish();
+        // Until now no instance could be destroyed through NVML.
+        self.publish(Fresh::All);
     }
 
     /// Lets running calls end, shuts NVML down, unloads it.
@@ -337,13 +340,19 @@ impl Keeper {
         }
         let waiting = Waiting { now: done.into_iter().collect(), ..Waiting::default() };
         self.reading.insert(gpu.clone(), waiting);
+        self.doubts.reading_begins(&gpu, &*self.ours);
         let reading = session.gpu(&gpu).read();
         self.reads.spawn(async move { (gpu, reading.await) });
     }
 
     fn read(&mut self, gpu: GpuUuid, reading: Reading) {
-        let waiting = self.reading.remove(&gpu).unwrap_or_default();
+        let mut waiting = self.reading.remove(&gpu).unwrap_or_default();
+        let told = reading.is_ok();
         self.set(&gpu, reading);
+        if told && !waiting.now.is_empty() && self.doubts.gpus().any(|doubted| *doubted == gpu) {
+            // Who waits wants to know whose the instances are.
+            waiting.next.get_or_insert_default().append(&mut waiting.now);
+        }
         for done in waiting.now {
             let _unheard = done.send(());
         }
@@ -377,30 +386,34 @@ impl Keeper {
         };
         self.changed |= !same;
         known.reading = reading;
-        self.publish();
+        self.publish(Fresh::Gpu(gpu));
     }
 
     fn retry(&mut self) {
         let Nvml::Open { snapshot, .. } = &self.nvml else { return };
-        let failed = snapshot.gpus.iter().filter(|gpu| gpu.reading.is_err()).map(|gpu| gpu.uuid.clone());
-        for gpu in failed.collect::<Vec<_>>() {
+        let failed = snapshot.gpus.iter().filter(|gpu| gpu.reading.is_err()).map(|gpu| &gpu.uuid);
+        for gpu in failed.chain(self.doubts.gpus()).cloned().collect::<BTreeSet<_>>() {
             self.start_reading(gpu, None);
         }
     }
 
-    fn publish(&mut self) {
+    fn publish(&mut self, fresh: Fresh<'_>) {
         let last: Arc<Inventory> = match self.first {
             Some(_) => Arc::new(self.known.last.clone()),
             None => Arc::clone(&self.shared.inventory.borrow()),
         };
         let inventory = match &self.nvml {
             Nvml::Open { snapshot, .. } => {
-                discover::inventory(snapshot, &self.pci, &mut self.known.numbers, &*self.ours, &last)
+                let judge = self.doubts.judge(&*self.ours, fresh);
+                discover::inventory(snapshot, &self.pci, &mut self.known.numbers, judge, &last)
             }
             // Judged when it is open.
             Nvml::Opening { .. } => return,
             Nvml::Closed | Nvml::Drained => discover::without_driver(&last),
         };
+        for gpu in self.doubts.gpus().cloned().collect::<BTreeSet<_>>() {
+            self.soon(gpu);
+        }
         if std::mem::take(&mut self.changed)
             && let Err(cause) = self.known.keep(&inventory)
         {

@@ -240,3 +240,37 @@ async fn two_drivers_at_once_see_each_other() {
     world.expect_hardware(&["off"]);
     old.refused("d", SLICE, "claim ns/c").await;
 }
+
+#[tokio::test]
+async fn a_device_node_that_is_gone_is_made_while_others_are_served() {
+    use std::os::unix::fs::PermissionsExt;
+    let world = World::up(H100);
+    let node = world.start().await;
+    node.prepare("a", "gpu-0").await.unwrap();
+    // A helper that is done only when this test, on the same thread, says so.
+    let (device, log, go) =
+        (world.sim.root().join("dev/nvidia0"), world.sim.root().join("asked"), world.sim.root().join("go"));
+    let helper = world.sim.root().join("usr/bin/nvidia-modprobe");
+    let script = format!(
+        "#!/bin/sh\necho \"$*\" >> {}\nwhile [ ! -e {} ]; do sleep 0.01; done\n: > {}\n",
+        log.display(),
+        go.display(),
+        device.display()
+    );
+    std::fs::remove_file(&device).unwrap();
+    // A copy, so that no file that this process has open for writing is executed.
+    let part = world.sim.root().join("helper");
+    std::fs::write(&part, script).unwrap();
+    std::fs::set_permissions(&part, std::fs::Permissions::from_mode(0o755)).unwrap();
+    // There may be one already.
+    let _ = std::fs::remove_file(&helper);
+    assert!(std::process::Command::new("cp").arg("-p").args([&part, &helper]).status().unwrap().success());
+    let serving = async {
+        until("the helper runs", || log.exists()).await;
+        std::fs::write(&go, "").unwrap();
+    };
+    let (again, ()) = tokio::join!(node.prepare("a", "gpu-0"), serving);
+    again.unwrap();
+    assert_eq!(std::fs::read_to_string(&log).unwrap(), "-c 0\n", "asked once, not given up");
+    assert!(device.exists());
+}

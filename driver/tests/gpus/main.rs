@@ -9,6 +9,7 @@ use divvy_sim::control::{Pattern, When};
 use divvy_sim::{Options, Sim, State, up};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 struct World {
@@ -208,11 +209,75 @@ async fn instances_that_come_and_go_are_seen_and_judged() {
     change(&sim, |state| {
         state.create_gi(0, 19, Some(divvy_sim::state::Placement { start: 3, size: 1 })).expect("created");
     });
-    let both = until(&gpus, |now| origins(&now.gpus[0]).len() == 2).await;
-    assert_eq!(origins(&both.gpus[0]), [(19, Origin::Ours), (19, Origin::Foreign)]);
+    let judged = [(19, Origin::Ours), (19, Origin::Foreign)];
+    let both = until(&gpus, |now| origins(&now.gpus[0]) == judged).await;
     assert_eq!(origins(&both.gpus[1]), []);
     gpus.set_ours(Arc::new(|_, _, _| true));
     until(&gpus, |now| origins(&now.gpus[0]) == [(19, Origin::Ours), (19, Origin::Ours)]).await;
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn an_instance_given_back_is_never_taken_for_a_strangers() {
+    let world = World::new();
+    let sim = world.install("2xH100-SXM5-80GB");
+    let gpus = world.start().await;
+    let (gpu, other) = (uuid(&sim, 0), uuid(&sim, 1));
+    let recorded = Arc::new(AtomicBool::new(true));
+    let ours: Arc<Ours> = Arc::new({
+        let recorded = recorded.clone();
+        move |_, _, _| recorded.load(Ordering::SeqCst)
+    });
+    gpus.set_ours(ours.clone());
+    let queue = gpus.queue(&gpu).expect("queue");
+    queue.set_mig_mode(MigMode::On).await.expect("MIG on");
+    let place = divvy_model::Placement { start: 0, size: 1 };
+    let id = queue.create_gpu_instance(19, place).await.expect("GPU instance");
+    gpus.refresh(&gpu).await;
+
+    // All is judged anew, by a reading that shows it still, before the next one is in.
+    let pattern = Pattern { call: "nvmlDeviceGetMinorNumber".to_owned(), gpu: Some(0) };
+    change(&sim, |state| state.add_hold(pattern, None, When::Before));
+    recorded.store(false, Ordering::SeqCst);
+    gpus.refresh(&other).await;
+    gpus.set_ours(ours);
+    gpus.refresh(&other).await;
+    assert_eq!(origins(&gpus.inventory().borrow().gpus[0]), [(19, Origin::Ours)]);
+    recorded.store(true, Ordering::SeqCst);
+    change(&sim, |state| state.release(None));
+    gpus.refresh(&gpu).await;
+    assert_eq!(origins(&gpus.inventory().borrow().gpus[0]), [(19, Origin::Ours)]);
+
+    // It goes while a reading that has seen it is under way.
+    let pattern = Pattern { call: "nvmlGpuInstanceGetComputeInstances".to_owned(), gpu: Some(0) };
+    change(&sim, |state| state.add_hold(pattern, Some(1), When::After));
+    let mut seen = gpus.inventory();
+    let giving_back = async {
+        while sim.read().expect("state").control.held.is_empty() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        change(&sim, |state| state.destroy_gi(0, id).expect("destroyed"));
+        recorded.store(false, Ordering::SeqCst);
+        change(&sim, |state| state.release(None));
+    };
+    let watching = async {
+        loop {
+            seen.changed().await.expect("a keeper");
+            let now = origins(&seen.borrow_and_update().gpus[0]);
+            assert_ne!(now, [(19, Origin::Foreign)]);
+            if now.is_empty() {
+                break;
+            }
+        }
+    };
+    tokio::join!(gpus.refresh(&gpu), giving_back, watching);
+
+    // A stranger's at the same place: known when the GPU was read again.
+    change(&sim, |state| {
+        state.create_gi(0, 19, Some(divvy_sim::state::Placement { start: 0, size: 1 })).expect("created");
+    });
+    gpus.refresh(&gpu).await;
+    assert_eq!(origins(&gpus.inventory().borrow().gpus[0]), [(19, Origin::Foreign)]);
     gpus.shutdown().await;
 }
 

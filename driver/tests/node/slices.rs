@@ -1,6 +1,7 @@
 //! The published pool follows the node.
 
 use crate::harness::{H100, World, until};
+use divvy_kubelet::dra::v1::Claim;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 
 #[tokio::test]
@@ -80,4 +81,39 @@ async fn a_drain_lets_go_of_the_gpu_driver_until_it_is_taken_back() {
     assert_eq!(world.published(), ["gpu-0"]);
     signal("-USR2");
     world.prepare_until_ok(&claim).await;
+}
+
+#[tokio::test]
+async fn claims_never_change_the_pool() {
+    let world = World::up("2xH100-SXM5-80GB").await;
+    let _daemon = world.start(&["--mig-hold-off", "0ms"]).await;
+    until("gpu-0 is published", || world.published().contains(&"gpu-0".to_owned())).await;
+    let versions = || {
+        let slices = world.api.list::<ResourceSlice>();
+        let version = |slice: ResourceSlice| {
+            let meta = slice.metadata;
+            (meta.name, meta.resource_version, slice.spec.pool.generation)
+        };
+        slices.into_iter().map(version).collect::<Vec<_>>()
+    };
+    let before = versions();
+    let devices = ["gpu-0-mig-1g10gb-19-2", "gpu-0-mig-3g40gb-9-4", "gpu-1-mig-2g20gb-14-0"];
+    let claims = devices.map(|device| world.claim(device, &[device]));
+    let cycle = async |claim: &Claim| {
+        for _ in 0..40 {
+            world.prepare(claim).await.unwrap();
+            world.unprepare(claim).await.unwrap();
+        }
+    };
+    tokio::join!(cycle(&claims[0]), cycle(&claims[1]), cycle(&claims[2]));
+    assert_eq!(versions(), before);
+    // A stranger's instance does change it: what was left out above would have come before.
+    world.change(|state| {
+        state.set_mig_mode(0, true).unwrap();
+        state.create_gi(0, 19, Some(divvy_sim::state::Placement { start: 3, size: 1 })).unwrap();
+    });
+    until("the stranger's instance is published", || versions() != before).await;
+    let generations =
+        |versions: Vec<(_, _, i64)>| versions.into_iter().map(|(.., generation)| generation).max();
+    assert_eq!(generations(versions()), generations(before).map(|generation| generation + 1));
 }
