@@ -22,7 +22,8 @@ const BOOT: Duration = Duration::from_secs(30);
 /// A running node.
 pub(crate) struct World {
     pub(crate) sim: Sim,
-    pub(crate) api: FakeApi,
+    /// Serves for as long as it is held.
+    _api: FakeApi,
     pub(crate) kubelet: FakeKubelet,
     pub(crate) client: kube::Client,
     pub(crate) node: Node,
@@ -67,8 +68,18 @@ impl World {
         let cdi_dir = root.join("cdi");
         std::fs::create_dir_all(&cdi_dir)?;
         let daemon = Daemon::start(&me, &root, &kubeconfig)?;
-        let world =
-            Self { sim, api, kubelet, client, node, kubeconfig, cdi_dir, daemon, root, _dir: temporary };
+        let world = Self {
+            sim,
+            _api: api,
+            kubelet,
+            client,
+            node,
+            kubeconfig,
+            cdi_dir,
+            daemon,
+            root,
+            _dir: temporary,
+        };
         if let Err(error) = world.kubelet.wait_registered(divvy_api::names::DRIVER, 1, BOOT).await {
             bail!("the driver did not register: {error}\n{}", world.daemon_log());
         }

@@ -446,7 +446,7 @@ async fn pool(plan: &Plan) -> Result<()> {
         &snapshot,
         &pci,
         &mut GpuNumbers::default(),
-        &|_, _, _| false,
+        divvy_driver::discover::Doubts::default().judge(&|_, _, _| false, divvy_driver::discover::Fresh::All),
         &Inventory::default(),
     );
     session.close().await;
