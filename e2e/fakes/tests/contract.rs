@@ -233,7 +233,8 @@ async fn a_claim_keeps_spec_and_status_apart_and_waits_for_its_finalizers() {
     let world = World::new("claim").await;
     let claims: Api<ResourceClaim> = Api::namespaced(world.client.clone(), "default");
     let claim: ResourceClaim = serde_json::from_value(json!({
-        "metadata": {"name": "contract", "finalizers": ["resource.kubernetes.io/delete-protection"]},
+        // Not Kubernetes' own finalizer: a controller takes that one away by itself.
+        "metadata": {"name": "contract", "finalizers": ["divvy.dev/contract"]},
         "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.divvy.dev"}}]}},
         "status": {"reservedFor": [{"resource": "pods", "name": "p", "uid": "u"}]},
     }))
@@ -241,7 +242,7 @@ async fn a_claim_keeps_spec_and_status_apart_and_waits_for_its_finalizers() {
     let created = claims.create(&PostParams::default(), &claim).await.unwrap();
     assert_eq!(created.status.and_then(|status| status.reserved_for), None);
     let status = json!({"status": {"allocation": {"devices": {"results": [
-        {"request": "gpu", "driver": "gpu.divvy.dev", "pool": "n1", "device": "gpu-0"}]}}}});
+        {"request": "gpu", "driver": "gpu.divvy.dev", "pool": "contract", "device": "gpu-0"}]}}}});
     let merge = PatchParams::default();
     let allocated = claims.patch_status("contract", &merge, &Patch::Merge(&status)).await.unwrap();
     assert!(allocated.status.unwrap().allocation.is_some());

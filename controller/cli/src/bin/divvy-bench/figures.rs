@@ -337,15 +337,17 @@ async fn held(plan: &Plan) -> Result<()> {
     cycles(&world, &claim, 10).await?;
     let mut slopes = Vec::new();
     for _ in 0..plan.rounds {
-        let (none, _) = cycles(&world, &claim, plan.samples).await?;
+        // With none before and after, so that a drift of the machine falls out.
+        let (mut none, _) = cycles(&world, &claim, plan.samples).await?;
         world.prepare(&holders).await?;
         settled().await;
         cycles(&world, &claim, 5).await?;
-        let (many, _) = cycles(&world, &claim, plan.samples).await?;
+        let (many, _) = cycles(&world, &claim, 2 * plan.samples).await?;
         world.unprepare(&holders).await?;
         // The modes go off as well.
         settled().await;
         cycles(&world, &claim, 5).await?;
+        none.extend(cycles(&world, &claim, plan.samples).await?.0);
         slopes.push((median(&many) - median(&none)) / 100.0);
     }
     figure("held_slope_us", &slopes, "us");
@@ -380,23 +382,29 @@ async fn burst(plan: &Plan) -> Result<()> {
 
 /// The daemon's memory after two thousand cycles.
 async fn memory(plan: &Plan) -> Result<()> {
-    let world = plan.world(EIGHT).await?;
-    let mut claims = Vec::new();
-    for gpu in 0..8 {
-        let device = if gpu % 2 == 0 { format!("gpu-{gpu}") } else { format!("gpu-{gpu}-mig-1g10gb-19-0") };
-        claims.push(world.claim(&format!("claim-{gpu}"), &device).await?);
-    }
-    let mut half = 0.0;
-    for cycle in 0..2000_usize {
-        if cycle == 1000 {
-            half = world.memory_kib("RssAnon")?;
+    let (mut resident, mut anonymous, mut growth) = (vec![], vec![], vec![]);
+    for _ in 0..plan.rounds {
+        let world = plan.world(EIGHT).await?;
+        let mut claims = Vec::new();
+        for gpu in 0..8 {
+            let device =
+                if gpu % 2 == 0 { format!("gpu-{gpu}") } else { format!("gpu-{gpu}-mig-1g10gb-19-0") };
+            claims.push(world.claim(&format!("claim-{gpu}"), &device).await?);
         }
-        let claim = &claims[cycle % claims.len()];
-        cycles(&world, claim, 1).await?;
+        let mut half = 0.0;
+        for cycle in 0..2000_usize {
+            if cycle == 1000 {
+                half = world.memory_kib("RssAnon")?;
+            }
+            cycles(&world, &claims[cycle % claims.len()], 1).await?;
+        }
+        resident.push(world.memory_kib("VmRSS")? / 1024.0);
+        anonymous.push(world.memory_kib("RssAnon")? / 1024.0);
+        growth.push(world.memory_kib("RssAnon")? - half);
     }
-    line("rss_mib", world.memory_kib("VmRSS")? / 1024.0, "MiB");
-    line("rss_anon_mib", world.memory_kib("RssAnon")? / 1024.0, "MiB");
-    line("rss_anon_growth_kib", world.memory_kib("RssAnon")? - half, "KiB");
+    figure("rss_mib", &resident, "MiB");
+    figure("rss_anon_mib", &anonymous, "MiB");
+    figure("rss_anon_growth_kib", &growth, "KiB");
     Ok(())
 }
 
