@@ -112,8 +112,8 @@ impl Walker<'_> {
         }
     }
 
-    /// Around each call of the trace. One that only reads has no effect to be
-    /// before or after of; what a start reads is left out, it is much.
+    /// Around each call of the trace. One that only reads has no effect, so each
+    /// side of it gets one ending; what a start reads is left out, it is much.
     fn nvml_points(&self, calls: &[String]) -> Vec<(Point, Then)> {
         let mut seen = BTreeMap::<&str, u64>::new();
         let mut points = Vec::new();
@@ -128,6 +128,7 @@ impl Walker<'_> {
                 }
             } else if !self.path.act.is_start() {
                 points.push((point(When::Before), endings[at % 2]));
+                points.push((point(When::After), endings[(at + 1) % 2]));
             }
         }
         points
