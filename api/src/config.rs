@@ -7,6 +7,7 @@
 //! [`DeviceConfig::from_value`] serves those who only have the value.
 
 use crate::names::CONFIG_API_VERSION;
+use crate::sharing::{MpsSettings, Sharing};
 use serde::Deserializer;
 use serde::de::{self, DeserializeSeed, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
@@ -16,9 +17,9 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceConfig {
     /// For whole GPUs.
-    GpuConfig {},
-    /// For MIG instances.
-    MigDeviceConfig {},
+    GpuConfig { sharing: Option<Sharing> },
+    /// For MIG instances; there is no time slicing inside one.
+    MigDeviceConfig { sharing: Option<MpsSettings> },
 }
 
 /// Why a configuration is refused; the message names the field.
@@ -44,8 +45,8 @@ impl DeviceConfig {
     /// The `kind` under which it is written.
     pub fn kind(&self) -> &'static str {
         match self {
-            Self::GpuConfig {} => "GpuConfig",
-            Self::MigDeviceConfig {} => "MigDeviceConfig",
+            Self::GpuConfig { .. } => "GpuConfig",
+            Self::MigDeviceConfig { .. } => "MigDeviceConfig",
         }
     }
 
@@ -70,8 +71,8 @@ impl DeviceConfig {
             return Err(ConfigError::ApiVersion { found: version.to_owned() });
         }
         let config = match text(object, "kind")? {
-            "GpuConfig" => Self::GpuConfig {},
-            "MigDeviceConfig" => Self::MigDeviceConfig {},
+            "GpuConfig" => Self::GpuConfig { sharing: None },
+            "MigDeviceConfig" => Self::MigDeviceConfig { sharing: None },
             found => return Err(ConfigError::UnknownKind { found: found.to_owned() }),
         };
         match object.keys().find(|key| !["apiVersion", "kind"].contains(&key.as_str())) {
@@ -169,8 +170,11 @@ mod tests {
 
     #[test]
     fn known_kinds_are_read() {
-        check(&format!(r#"{{{API},"kind":"GpuConfig"}}"#), Ok(DeviceConfig::GpuConfig {}));
-        check(&format!(r#" {{"kind":"MigDeviceConfig",{API}}} "#), Ok(DeviceConfig::MigDeviceConfig {}));
+        check(&format!(r#"{{{API},"kind":"GpuConfig"}}"#), Ok(DeviceConfig::GpuConfig { sharing: None }));
+        check(
+            &format!(r#" {{"kind":"MigDeviceConfig",{API}}} "#),
+            Ok(DeviceConfig::MigDeviceConfig { sharing: None }),
+        );
     }
 
     #[test]

@@ -7,8 +7,10 @@
 
 pub mod claim;
 pub mod config;
+pub mod mps;
 pub mod names;
 pub mod quantity;
+pub mod sharing;
 
 pub use claim::{AllocatedClaim, AllocatedDevice, Hold};
 pub use names::{ClaimRef, ClaimUid, DeviceName, GpuUuid, PoolName, RequestName, ShareId};

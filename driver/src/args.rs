@@ -73,6 +73,9 @@ pub struct HostArgs {
     /// Records, GPU numbers and locks; must be on disk [default: state/ in the plugin directory]
     #[arg(long, env = "STATE_DIR", value_name = "DIR", value_parser = absolute)]
     pub state_dir: Option<PathBuf>,
+    /// Sockets and shared memory of MPS; must be in memory
+    #[arg(long, env = "RUN_DIR", value_name = "DIR", default_value = "/run/divvy", value_parser = absolute)]
+    pub run_dir: PathBuf,
     /// The OCI hook that makes driver libraries findable in containers, or "none"
     /// [default: divvy-hook beside this program]
     #[arg(long, env = "HOOK", value_name = "FILE|none")]
@@ -160,6 +163,7 @@ impl HostArgs {
             proc_root: self.proc_root.clone(),
             sys_root: self.sys_root.clone(),
             state_dir: PathBuf::new(),
+            run_dir: self.run_dir.clone(),
         };
         paths.state_dir = self.state_dir.clone().unwrap_or_else(|| paths.plugin_dir().join("state"));
         paths

@@ -31,6 +31,7 @@ pub enum Reason {
     GpuStuck,
     GpuLost,
     GpuMissing,
+    MpsUnhealthy,
     PoolDegraded,
     NotReady,
 }
@@ -41,7 +42,7 @@ impl Reason {
             Self::PrepareFailed => "Prepare",
             Self::UnprepareFailed => "Unprepare",
             Self::RecordQuarantined | Self::ClaimNotRecovered | Self::UnexplainedInstances => "Recover",
-            Self::GpuStuck | Self::GpuLost | Self::GpuMissing => "WatchGpus",
+            Self::GpuStuck | Self::GpuLost | Self::GpuMissing | Self::MpsUnhealthy => "WatchGpus",
             Self::PoolDegraded => "Publish",
             Self::NotReady => "Start",
         }

@@ -277,6 +277,7 @@ impl Metrics {
                 let condition = match condition {
                     Condition::Stuck { .. } => "stuck",
                     Condition::Lost => "lost",
+                    Condition::Mps { .. } => "mps",
                 };
                 let label = GpuCondition { gpu: gpu.number.0, uuid: gpu.uuid.to_string(), condition };
                 self.shared.conditions.get_or_create(&label).set(1);

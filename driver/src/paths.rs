@@ -23,6 +23,8 @@ pub struct HostPaths {
     pub sys_root: PathBuf,
     /// Records, GPU numbers and locks; on disk, by default below the plugin directory.
     pub state_dir: PathBuf,
+    /// What a reboot may take: sockets and shared memory of MPS, `/run/divvy`.
+    pub run_dir: PathBuf,
 }
 
 impl HostPaths {

@@ -8,6 +8,7 @@
 //! for it and nothing is held by it.
 
 use crate::step::{InstanceKey, Step, Undo};
+use divvy_api::sharing::Mode;
 use divvy_api::{
     AllocatedClaim, AllocatedDevice, ClaimRef, DeviceName, GpuUuid, Hold, PoolName, RequestName,
 };
@@ -208,7 +209,7 @@ struct Needs {
 
 /// The device that a name stands for on this node.
 fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<(&'a Gpu, Part)> {
-    let id = DeviceId::try_from(name).ok()?;
+    let id = DeviceId::try_from(name).ok().filter(|id| matches!(id.mode(), Mode::Whole | Mode::Mig))?;
     let (gpu, instance) = id.resolve(inventory).ok()?;
     let part = match instance {
         None => Part::Whole { gpu: gpu.uuid.clone() },

@@ -238,7 +238,8 @@ mod tests {
             dev_root: any.clone(),
             proc_root: any.clone(),
             sys_root: any.clone(),
-            state_dir: any,
+            state_dir: any.clone(),
+            run_dir: any,
         }
     }
 

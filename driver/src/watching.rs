@@ -39,6 +39,7 @@ impl Gpus {
                     let reason = match condition {
                         inventory::Condition::Stuck { .. } => Reason::GpuStuck,
                         inventory::Condition::Lost => Reason::GpuLost,
+                        inventory::Condition::Mps { .. } => Reason::MpsUnhealthy,
                     };
                     self.events.node(reason, &format!("{name}: {condition}; its devices are tainted"));
                 }

@@ -156,7 +156,7 @@ END
     --root-dir="$dir/kubelet" --hostname-override="$node" --cert-dir="$dir/kubelet-pki" --v=2
   define "$node-driver" "$target/debug/divvy-node" --node-name="$node" --kubeconfig="$cluster/divvy.kubeconfig" \
     --kubelet-root="$dir/kubelet" --cdi-dir="$dir/cdi" --driver-root="$dir/gpus" --dev-root="$dir/gpus" \
-    --proc-root="$dir/gpus/proc" --sys-root="$dir/gpus/sys" --hook="$hook" --http-address="127.0.0.1:1636$number" --mig-hold-off=2s
+    --proc-root="$dir/gpus/proc" --sys-root="$dir/gpus/sys" --run-dir="$dir/run" --hook="$hook" --http-address="127.0.0.1:1636$number" --mig-hold-off=2s
 
   echo "http://127.0.0.1:1636$number/readyz" > "$dir/readyz"
 

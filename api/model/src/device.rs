@@ -7,6 +7,7 @@ use crate::inventory::{Gpu, Inventory, MigProfile};
 use crate::numbers::GpuNumber;
 use crate::placement::Placement;
 use divvy_api::DeviceName;
+use divvy_api::sharing::Mode;
 use std::fmt;
 
 /// What a device name stands for.
@@ -17,6 +18,10 @@ pub enum DeviceId {
     /// `gpu-N-mig-<profile>-<profile id>-<start>`; `slug` is the profile's
     /// name in lower case without dots, `+` and `,` as `-`.
     Mig { gpu: GpuNumber, slug: String, profile_id: u32, start: u32 },
+    /// `gpu-N-timeslice`: the whole GPU in turns.
+    Timeslice(GpuNumber),
+    /// `gpu-N-mps`: the whole GPU for clients of one MPS control daemon.
+    Mps(GpuNumber),
 }
 
 /// Why a name is not one of ours.
@@ -47,7 +52,17 @@ impl DeviceId {
     /// The GPU it lies on.
     pub fn gpu(&self) -> GpuNumber {
         match self {
-            Self::Gpu(gpu) | Self::Mig { gpu, .. } => *gpu,
+            Self::Gpu(gpu) | Self::Mig { gpu, .. } | Self::Timeslice(gpu) | Self::Mps(gpu) => *gpu,
+        }
+    }
+
+    /// The mode that a claim on it gives the GPU.
+    pub fn mode(&self) -> Mode {
+        match self {
+            Self::Gpu(_) => Mode::Whole,
+            Self::Mig { .. } => Mode::Mig,
+            Self::Timeslice(_) => Mode::Timeslice,
+            Self::Mps(_) => Mode::Mps,
         }
     }
 
@@ -91,6 +106,8 @@ impl fmt::Display for DeviceId {
             Self::Mig { gpu, slug, profile_id, start } => {
                 write!(out, "gpu-{gpu}-mig-{slug}-{profile_id}-{start}")
             }
+            Self::Timeslice(gpu) => write!(out, "gpu-{gpu}-timeslice"),
+            Self::Mps(gpu) => write!(out, "gpu-{gpu}-mps"),
         }
     }
 }
@@ -108,6 +125,12 @@ fn parse(name: &str) -> Option<DeviceId> {
         return None;
     }
     let rest = name.strip_prefix("gpu-")?;
+    if let Some(gpu) = rest.strip_suffix("-timeslice") {
+        return Some(DeviceId::Timeslice(GpuNumber(number(gpu)?)));
+    }
+    if let Some(gpu) = rest.strip_suffix("-mps") {
+        return Some(DeviceId::Mps(GpuNumber(number(gpu)?)));
+    }
     let Some((gpu, rest)) = rest.split_once("-mig-") else {
         return Some(DeviceId::Gpu(GpuNumber(number(rest)?)));
     };
@@ -144,6 +167,8 @@ mod tests {
         let slug = "[1-9][0-9]?g[1-9][0-9]{0,2}gb(-(me|gfx|me-all|[0-9]{1,2}))?";
         prop_oneof![
             any::<u32>().prop_map(|gpu| DeviceId::Gpu(GpuNumber(gpu))),
+            any::<u32>().prop_map(|gpu| DeviceId::Timeslice(GpuNumber(gpu))),
+            any::<u32>().prop_map(|gpu| DeviceId::Mps(GpuNumber(gpu))),
             (any::<u32>(), slug, any::<u32>(), any::<u32>()).prop_map(|(gpu, slug, profile_id, start)| {
                 DeviceId::Mig { gpu: GpuNumber(gpu), slug, profile_id, start }
             }),
@@ -158,7 +183,7 @@ mod tests {
         }
 
         #[test]
-        fn a_device_has_one_name(text in "gpu-[0-9]{1,3}(-mig-[-0-9a-zG+]{0,12}-[0-9]{1,3}-[0-9]{1,2})?|.*") {
+        fn a_device_has_one_name(text in "gpu-[0-9]{1,3}(-mig-[-0-9a-zG+]{0,12}-[0-9]{1,3}-[0-9]{1,2}|-timeslice|-mps)?|.*") {
             let name = DeviceName::from(text);
             if let Ok(id) = DeviceId::try_from(&name) {
                 prop_assert_eq!(id.name(), name);
@@ -189,7 +214,10 @@ mod tests {
             "gpu-0-mig-1g10gb--19-0",
             "gpu-0-mig-1g10gb-019-0",
             "gpu-0-mig-1g10gb-19-00",
-            "gpu-0-timeslice",
+            "gpu-0-timeslices",
+            "gpu-00-timeslice",
+            "gpu--mps",
+            "gpu-0-mps-1",
         ] {
             let found = DeviceId::try_from(&DeviceName::from(name));
             assert_eq!(found, Err(DeviceNameError { name: name.to_owned() }));

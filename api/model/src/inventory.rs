@@ -3,6 +3,7 @@
 
 use crate::numbers::GpuNumber;
 use crate::placement::Placement;
+use crate::policy::GpuPolicy;
 use divvy_api::GpuUuid;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -46,6 +47,9 @@ pub struct Gpu {
     pub presence: Presence,
     /// Why nobody should be given this GPU now; published as taints.
     pub conditions: Vec<Condition>,
+    /// What the administrator lets be made of it.
+    #[serde(default)]
+    pub policy: GpuPolicy,
 }
 
 /// Whether the GPU is there.
@@ -62,6 +66,8 @@ pub enum Condition {
     Stuck { call: String },
     /// NVML says GPU_IS_LOST.
     Lost,
+    /// The GPU's MPS control daemon is not well; concerns the MPS device alone.
+    Mps { cause: String },
 }
 
 /// What the GPU can do with MIG.
@@ -167,6 +173,7 @@ impl fmt::Display for Condition {
         match self {
             Self::Stuck { call } => write!(out, "{call} has not returned"),
             Self::Lost => out.write_str("GPU is lost"),
+            Self::Mps { cause } => write!(out, "MPS control daemon is {cause}"),
         }
     }
 }
@@ -195,6 +202,7 @@ pub(crate) mod tests {
             mig,
             presence: Presence::Present,
             conditions: Vec::new(),
+            policy: GpuPolicy::default(),
         }
     }
 

@@ -8,8 +8,10 @@ pub mod device;
 pub mod inventory;
 pub mod numbers;
 pub mod placement;
+pub mod policy;
 
 pub use device::DeviceId;
 pub use inventory::{Gpu, GpuInstance, Inventory, Mig, MigProfile};
 pub use numbers::GpuNumber;
 pub use placement::Placement;
+pub use policy::GpuPolicy;

@@ -49,9 +49,10 @@ impl Cause<'_> {
 /// What is wrong with a GPU as a whole.
 pub(crate) fn of_gpu(gpu: &Gpu) -> Vec<DeviceTaint> {
     let missing = (gpu.presence == Presence::Missing).then_some(Cause::Missing);
-    let conditions = gpu.conditions.iter().map(|condition| match condition {
-        Condition::Lost => Cause::Lost,
-        Condition::Stuck { call } => Cause::Stuck(call),
+    let conditions = gpu.conditions.iter().filter_map(|condition| match condition {
+        Condition::Lost => Some(Cause::Lost),
+        Condition::Stuck { call } => Some(Cause::Stuck(call)),
+        Condition::Mps { .. } => None,
     });
     let mut taints: Vec<DeviceTaint> = Vec::new();
     for cause in missing.into_iter().chain(conditions) {

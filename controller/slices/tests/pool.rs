@@ -320,7 +320,9 @@ proptest! {
         let mut places = Vec::new();
         for id in &taken {
             match id {
-                DeviceId::Gpu(_) => prop_assert_eq!(taken.len(), 1),
+                DeviceId::Gpu(_) | DeviceId::Timeslice(_) | DeviceId::Mps(_) => {
+                    prop_assert_eq!(taken.len(), 1)
+                }
                 DeviceId::Mig { profile_id, start, .. } => {
                     let profile = gpu.profile(*profile_id).unwrap();
                     let at = *profile.placements.iter().find(|at| at.start == *start).unwrap();

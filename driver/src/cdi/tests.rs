@@ -28,6 +28,7 @@ impl World {
             proc_root: root.join("proc"),
             sys_root: root.join("sys"),
             state_dir: root.join("state"),
+            run_dir: root.join("run"),
         };
         fs::create_dir_all(&paths.cdi_dir).unwrap();
         let world = Self { cdi: Cdi::new(&paths, hook(&root)), dir };

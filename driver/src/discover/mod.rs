@@ -51,6 +51,7 @@ pub fn inventory(
                     mig: mig(&found.uuid, description, state, known, &mut judge),
                     presence: Presence::Present,
                     conditions: Vec::new(),
+                    policy: Default::default(),
                 });
             }
             // A GPU that was never read cannot be described; it comes when it answers.

@@ -176,6 +176,7 @@ mod tests {
             mig: Mig::Unsupported,
             presence: Presence::Present,
             conditions: Vec::new(),
+            policy: Default::default(),
         }
     }
 

@@ -59,6 +59,7 @@ fn world(toggle: MigToggle, mode: MigMode) -> World {
         mig: Mig::Supported { mode, toggle, profiles, instances: Vec::new() },
         presence: Presence::Present,
         conditions: Vec::new(),
+        policy: Default::default(),
     };
     World { gpu, held: Vec::new(), mig_enabled: BTreeSet::new() }
 }

@@ -46,6 +46,7 @@ impl World {
             proc_root: sim.root().join("proc"),
             sys_root: sim.root().join("sys"),
             state_dir: dir.path().join("state"),
+            run_dir: dir.path().join("run"),
         };
         std::fs::create_dir(&paths.cdi_dir).unwrap();
         let hold_off = Duration::from_secs(3600);

@@ -90,6 +90,7 @@ impl World {
         path("--kubeconfig", &self.kubeconfig);
         path("--kubelet-root", &self.path("k"));
         path("--cdi-dir", &self.cdi_dir());
+        path("--run-dir", &self.path("run"));
         path("--driver-root", root);
         path("--dev-root", root);
         path("--proc-root", &root.join("proc"));

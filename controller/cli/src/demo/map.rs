@@ -67,7 +67,7 @@ pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec
         for result in results.into_iter().flatten() {
             let Ok(id) = DeviceId::try_from(&result.device.as_str().into()) else { continue };
             let start = match &id {
-                DeviceId::Gpu(_) => None,
+                DeviceId::Gpu(_) | DeviceId::Timeslice(_) | DeviceId::Mps(_) => None,
                 DeviceId::Mig { start, .. } => Some(*start),
             };
             let Some(uuid) = uuid_of(&DeviceId::Gpu(id.gpu()).to_string()) else { continue };

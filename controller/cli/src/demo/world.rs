@@ -125,6 +125,8 @@ impl Daemon {
             .arg(root.join("kubelet"))
             .arg("--cdi-dir")
             .arg(root.join("cdi"))
+            .arg("--run-dir")
+            .arg(root.join("run"))
             .arg("--driver-root")
             .arg(&gpu)
             .arg("--dev-root")

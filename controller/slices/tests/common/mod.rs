@@ -49,6 +49,7 @@ pub(crate) fn gpu(model: &GpuModel, number: u32) -> Gpu {
         mig,
         presence: Presence::Present,
         conditions: Vec::new(),
+        policy: Default::default(),
     }
 }
 

@@ -105,6 +105,8 @@ impl World {
             .arg(&state)
             .arg("--cdi-dir")
             .arg(&cdi)
+            .arg("--run-dir")
+            .arg(root.join("run"))
             .arg("--driver-root")
             .arg(&gpu)
             .arg("--dev-root")

@@ -1,0 +1,102 @@
+//! The ways in which a GPU is handed out, in the words that device names,
+//! attributes, configuration, records and metrics share.
+//!
+//! The first claim on a GPU decides its mode and the last release ends it, so a
+//! mode is a property of what is held, never of a node.
+
+use crate::quantity::Quantity;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// How a GPU is cut. Two modes never live on one GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// All of it for one claim: device `gpu-N`.
+    Whole,
+    /// In MIG instances: devices `gpu-N-mig-...`.
+    Mig,
+    /// In turns: device `gpu-N-timeslice`.
+    Timeslice,
+    /// By clients of one MPS control daemon: device `gpu-N-mps`.
+    Mps,
+}
+
+impl Mode {
+    /// All modes, in the order in which they are told.
+    pub const ALL: [Self; 4] = [Self::Whole, Self::Mig, Self::Timeslice, Self::Mps];
+
+    /// As it is written everywhere.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Whole => "whole",
+            Self::Mig => "mig",
+            Self::Timeslice => "timeslice",
+            Self::Mps => "mps",
+        }
+    }
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(self.as_str())
+    }
+}
+
+/// How long one process runs before the next has its turn. The numbers are those
+/// of `nvidia-smi compute-policy --set-timeslice` (open-gpu-kernel-modules,
+/// ctrl2080gpu.h).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Interval {
+    #[default]
+    Default,
+    Short,
+    Medium,
+    Long,
+}
+
+impl Interval {
+    /// The argument of `--set-timeslice`, 0 to 3.
+    pub fn number(self) -> u8 {
+        self as u8
+    }
+
+    /// As it is written everywhere.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Default => "Default",
+            Self::Short => "Short",
+            Self::Medium => "Medium",
+            Self::Long => "Long",
+        }
+    }
+}
+
+impl fmt::Display for Interval {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(self.as_str())
+    }
+}
+
+/// How the pods of one claim share a device that the claim has for itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    TimeSlicing(Interval),
+    Mps(MpsSettings),
+}
+
+/// What an MPS control daemon is told. Limits hold per client process and are
+/// cooperative: a client may lower them for itself and the server believes it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpsSettings {
+    /// Per cent of the multiprocessors, 1 to 100; none leaves all.
+    pub active_thread_percentage: Option<u32>,
+    /// Device memory per client process; none leaves all.
+    pub pinned_memory: Option<Quantity>,
+    /// The same for single devices of the request: key is a GPU or MIG UUID, or
+    /// an index into the UUIDs of the request's devices in order.
+    pub pinned_memory_per_device: BTreeMap<String, Quantity>,
+    /// Clients of different users at once; none means where the GPU driver can.
+    pub multi_user: Option<bool>,
+}
