@@ -187,6 +187,7 @@ mod tests {
             },
             presence,
             conditions,
+            policy: Default::default(),
         }
     }
 
