@@ -32,6 +32,7 @@ pub enum Reason {
     GpuLost,
     GpuMissing,
     MpsUnhealthy,
+    StatusRefused,
     PoolDegraded,
     NotReady,
 }
@@ -43,7 +44,7 @@ impl Reason {
             Self::UnprepareFailed => "Unprepare",
             Self::RecordQuarantined | Self::ClaimNotRecovered | Self::UnexplainedInstances => "Recover",
             Self::GpuStuck | Self::GpuLost | Self::GpuMissing | Self::MpsUnhealthy => "WatchGpus",
-            Self::PoolDegraded => "Publish",
+            Self::PoolDegraded | Self::StatusRefused => "Publish",
             Self::NotReady => "Start",
         }
     }

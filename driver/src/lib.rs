@@ -37,5 +37,6 @@ pub mod node;
 pub mod reconcile;
 pub mod registration;
 pub mod service;
+pub mod status;
 pub mod turns;
 pub mod watching;

@@ -59,6 +59,7 @@ struct Shared {
     unexplained: Gauge,
     reconciled: Family<Outcome, Counter>,
     events_dropped: Counter,
+    statuses: Family<Outcome, Counter>,
     in_sync: Gauge,
     degraded: Gauge,
     slices: Gauge,
@@ -97,6 +98,7 @@ impl Default for Metrics {
             unexplained: Gauge::default(),
             reconciled: Family::default(),
             events_dropped: Counter::default(),
+            statuses: Family::default(),
             in_sync: Gauge::default(),
             degraded: Gauge::default(),
             slices: Gauge::default(),
@@ -157,6 +159,11 @@ impl Shared {
             "divvy_events_dropped",
             "Kubernetes events not sent because there were too many",
             self.events_dropped.clone(),
+        );
+        registry.register(
+            "divvy_claim_status_writes",
+            "Writes of status.devices of prepared claims",
+            self.statuses.clone(),
         );
         registry.register(
             "divvy_pool_in_sync",
@@ -231,6 +238,11 @@ impl Metrics {
     /// An event was not sent.
     pub fn event_dropped(&self) {
         self.shared.events_dropped.inc();
+    }
+
+    /// The status of a prepared claim was written or not.
+    pub fn status_written(&self, ok: bool) {
+        self.shared.statuses.get_or_create(&outcome(ok)).inc();
     }
 
     /// State of the published pool.

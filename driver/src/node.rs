@@ -23,6 +23,7 @@ use crate::paths::HostPaths;
 use crate::reconcile::Reconciler;
 use crate::registration::{Registered, Registrar, SocketFile, Sockets, remove_dead_sockets};
 use crate::service::Service;
+use crate::status::statuses;
 use crate::turns::Turns;
 use crate::{client, cri, http, watching};
 use anyhow::Context;
@@ -255,6 +256,12 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
         std::future::pending().await
     });
 
+    let (statuses, writer) = statuses(client.clone(), events.clone(), metrics.clone());
+    stages.droppable("claim status", async {
+        writer.run().await;
+        std::future::pending().await
+    });
+
     let gpus = Gpus::start(GpusOptions { limits: limits(args), ..GpusOptions::new(&paths) }).await;
     stages.running.push(Stage::Gpus(gpus.clone()));
     let inventory = gpus.inventory();
@@ -288,6 +295,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
         turns: turns.clone(),
         events: events.clone(),
         metrics: metrics.clone(),
+        statuses,
         tasks: calls.clone(),
         answer_within: args.limits.answer_within,
     };

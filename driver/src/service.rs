@@ -14,6 +14,7 @@ use crate::claims::{Claims, ReadError, reference, unchecked};
 use crate::engine::{Engine, PrepareError, PreparedDevice, UnprepareError};
 use crate::events::{Events, Reason};
 use crate::metrics::Metrics;
+use crate::status::Statuses;
 use crate::turns::Turns;
 use divvy_api::ClaimRef;
 use divvy_kubelet::dra::{v1, v1beta1};
@@ -32,6 +33,7 @@ pub struct Service {
     pub turns: Turns,
     pub events: Events,
     pub metrics: Metrics,
+    pub statuses: Statuses,
     /// Owns the task of each claim.
     pub tasks: TaskTracker,
     /// Time for an answer, whatever happens.
@@ -130,7 +132,11 @@ impl Service {
 
     async fn prepare(&self, claim: &ClaimRef) -> Result<Vec<PreparedDevice>, Refusal> {
         match self.claims.allocated(claim).await {
-            Ok(allocated) => Ok(self.engine.prepare(&allocated).await?),
+            Ok(allocated) => {
+                let devices = self.engine.prepare(&allocated).await?;
+                self.statuses.prepared(claim, self.engine.facts(&claim.uid));
+                Ok(devices)
+            }
             Err(error) if error.is_outage() => match self.engine.prepared(&claim.uid) {
                 Some(devices) => {
                     tracing::info!(%claim, error = chain(&error), "answered from the record");

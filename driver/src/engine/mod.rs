@@ -17,6 +17,7 @@
 //! instances one that waits to turn MIG mode off ([`mode`]).
 
 pub(crate) mod claim;
+mod facts;
 mod locks;
 mod mode;
 

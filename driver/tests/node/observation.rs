@@ -107,3 +107,44 @@ async fn a_daemon_that_cannot_start_says_why() {
     std::fs::write(world.path("k/plugins"), "in the way").unwrap();
     check_exit(world.command(&[]), "--kubelet-root").await;
 }
+
+#[tokio::test]
+async fn the_claims_status_tells_what_its_devices_are() {
+    use k8s_openapi::api::resource::v1::ResourceClaim;
+    let world = World::up(H100).await;
+    let _daemon = world.start(&[]).await;
+    let claim = world.claim("a", &["gpu-0-mig-1g10gb-19-2"]);
+    world.prepare(&claim).await.unwrap();
+    let told = || world.api.get::<ResourceClaim>("ns", "a").and_then(|claim| claim.status?.devices);
+    until("the claim has device status", || told().is_some()).await;
+    let told = told().unwrap();
+    let data = told[0].data.clone().unwrap().0;
+    let (gpu, mig) = {
+        let state = world.sim.read().unwrap();
+        (state.gpus[0].uuid.clone(), state.gpus[0].instances[0].cis[0].uuid.clone())
+    };
+    assert_eq!((told.len(), told[0].device.as_str()), (1, "gpu-0-mig-1g10gb-19-2"));
+    assert_eq!(
+        data,
+        serde_json::json!({"uuid": gpu, "migUUID": mig, "mode": "mig", "memory": data["memory"].clone()})
+    );
+    assert!(data["memory"].as_str().is_some_and(|memory| memory.ends_with("Mi")), "{data}");
+}
+
+#[tokio::test]
+async fn a_refused_status_is_said_once_and_fails_no_prepare() {
+    let world = World::up(H100).await;
+    let daemon = world.start(&[]).await;
+    world.api.fail_next("patch", "resourceclaims", 100, 403);
+    for name in ["a", "b", "c"] {
+        let claim = world.claim(name, &["gpu-0"]);
+        world.prepare(&claim).await.unwrap();
+        until("its status was tried", || world.api.count("patch", "resourceclaims") > 0).await;
+        world.api.clear_requests();
+        world.unprepare(&claim).await.unwrap();
+    }
+    daemon.wait_log("the status of claims cannot be written").await;
+    assert_eq!(daemon.log().matches("the status of claims cannot be written").count(), 1);
+    let said = || world.api.list::<Event>().into_iter().any(|e| e.reason.as_deref() == Some("StatusRefused"));
+    until("an event says so", said).await;
+}
