@@ -66,9 +66,28 @@ fn title(text: &mut String, state: &State, slot: usize, gpu: &Gpu) {
         (_, true, false) => ", MIG on, off after a reset",
         (_, false, true) => ", MIG off, on after a reset",
     };
+    let mode = match gpu.compute_mode {
+        0 => "",
+        2 => ", compute prohibited",
+        _ => ", exclusive process",
+    };
+    let slice = match gpu.timeslice {
+        0 => String::new(),
+        level => format!(", time slice {}", timeslice(level)),
+    };
     let (product, bdf) = (&gpu.model().product, &gpu.bdf);
     // Writing to a String cannot fail, here and below.
-    let _ = writeln!(text, "GPU {slot}  {product}  {bdf}  ({place}{mig})");
+    let _ = writeln!(text, "GPU {slot}  {product}  {bdf}  ({place}{mig}{mode}{slice})");
+}
+
+/// A time slice as `nvidia-smi` names it.
+pub(crate) const fn timeslice(level: u32) -> &'static str {
+    match level {
+        0 => "Default",
+        1 => "Short",
+        2 => "Medium",
+        _ => "Long",
+    }
 }
 
 fn bar(text: &mut String, slot: usize, gpu: &Gpu, colour: bool, holder: &dyn Fn(Part<'_>) -> Option<String>) {

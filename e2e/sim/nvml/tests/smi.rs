@@ -8,6 +8,9 @@ mod common;
 use std::process::{Command, ExitCode};
 
 use common::Node;
+use divvy_sim::code::Code;
+use divvy_sim::control::{Pattern, When};
+use divvy_sim::state::State;
 
 fn main() -> ExitCode {
     if let Some(code) = divvy_sim::command::multicall() {
@@ -133,6 +136,17 @@ fn what_nvml_has_no_call_for_is_in_the_state() {
         "Timeslice for GPU 00000000:0A:00.0: Medium\nTimeslice for GPU 00000000:0B:00.0: Default",
     );
     assert_eq!(smi(&node, "compute-policy --set-timeslice=4").0, Some(2));
+    for (code, status, text) in
+        [(Code::NotSupported, 3, "Not Supported"), (Code::GpuIsLost, 15, "GPU is lost")]
+    {
+        let refuse = |state: &mut State| {
+            state.clear_faults(None);
+            state.add_fault(Pattern::new("compute-policy"), None, When::Before, code);
+            Ok(())
+        };
+        node.sim.update(refuse).expect("a rule");
+        check(&node, &format!("compute-policy -i {gpu} --set-timeslice 1"), status, text);
+    }
     smi(&node, "-c EXCLUSIVE_PROCESS -i 1");
     let state = node.sim.read().expect("a state");
     let modes: Vec<_> = state.gpus.iter().map(|gpu| (gpu.timeslice, gpu.compute_mode)).collect();

@@ -71,7 +71,7 @@ pub(super) enum Command {
     },
     /// Make calls slow; 0 makes them fast again
     Latency {
-        /// Name of an NVML function, or its beginning and a `*`
+        /// Name of an NVML function, or its beginning and a `*`; `compute-policy` for nvidia-smi's
         call: String,
         ms: u64,
         /// One such call at a time on the whole node
@@ -83,7 +83,7 @@ pub(super) enum Command {
     },
     /// Make calls fail
     Fault {
-        /// Name of an NVML function, or its beginning and a `*`
+        /// Name of an NVML function, or its beginning and a `*`; `compute-policy` for nvidia-smi's
         #[arg(required_unless_present = "clear")]
         call: Option<String>,
         /// NVML return code: a name such as IN_USE or a number
@@ -104,7 +104,7 @@ pub(super) enum Command {
     },
     /// Make calls block before or after their effect, until `release`
     Hold {
-        /// Name of an NVML function, or its beginning and a `*`
+        /// Name of an NVML function, or its beginning and a `*`; `compute-policy` for nvidia-smi's
         call: String,
         #[command(flatten)]
         side: Side,

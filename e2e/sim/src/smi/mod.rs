@@ -1,7 +1,8 @@
 //! The stand-in for `nvidia-smi`: what drivers and people call it for, over the same library.
 //!
 //! Output has the shape of the real program's, because programs read it. One value has no NVML call: the time slice
-//! that `compute-policy` sets goes straight into the simulator's state.
+//! that `compute-policy` sets goes straight into the simulator's state, as a call named [`COMPUTE_POLICY`] that rules
+//! can slow down, refuse and hold like those of the library.
 
 mod csv;
 mod instances;
@@ -13,7 +14,10 @@ mod structures;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use crate::code::Code;
+use crate::control::Call;
 use crate::sim::Sim;
+use crate::state::State;
 use library::{Nvml, Smi, SmiError, text_of};
 use structures::Handle;
 
@@ -31,6 +35,9 @@ nvidia-smi mig -lgip | -lgipp | -lgi | -lcip | -lci | -cgi LIST [-C] | -cci [LIS
                [-i LIST] [-gi LIST] [-ci LIST]
 nvidia-smi compute-policy -l | --set-timeslice=0|1|2|3 [-i LIST]
 nvidia-smi --version";
+
+/// The name that rules and the trace have for reading or setting a time slice; the trace's argument is the value set.
+pub const COMPUTE_POLICY: &str = "compute-policy";
 
 /// A GPU that a command is about.
 struct Selected {
@@ -215,16 +222,26 @@ fn run(program: &Path, command: &Command, ids: Option<&str>) -> Smi<()> {
             Ok(())
         }),
         Command::Timeslice(level) => each(&nvml, &gpus, |gpu, bus_id| {
-            change(&nvml, gpu, |state, slot| {
-                state.gpu_mut(slot)?.timeslice = *level;
-                Ok(())
+            policy_call(&nvml, gpu, &[(*level).into()], |sim, slot| {
+                if !sim.privileged(&*sim.read()?) {
+                    return Err(Code::NoPermission);
+                }
+                Ok(sim.update(|state| {
+                    state.gpu_mut(slot)?.timeslice = *level;
+                    Ok(())
+                })?)
             })?;
-            println!("Timeslice for GPU {bus_id} set to {}.", timeslice(*level));
+            println!("Timeslice for GPU {bus_id} set to {}.", crate::draw::timeslice(*level));
             Ok(())
         }),
         Command::ListPolicy => gpus.iter().try_for_each(|gpu| {
-            let level = change(&nvml, gpu.handle, |state, slot| Ok(state.gpu(slot)?.timeslice))?;
-            println!("Timeslice for GPU {}: {}", nvml.pci(gpu.handle)?.bus_id(), timeslice(level));
+            let level =
+                policy_call(&nvml, gpu.handle, &[], |sim, slot| Ok(sim.read()?.gpu(slot)?.timeslice))?;
+            println!(
+                "Timeslice for GPU {}: {}",
+                nvml.pci(gpu.handle)?.bus_id(),
+                crate::draw::timeslice(level)
+            );
             Ok(())
         }),
     }
@@ -263,15 +280,6 @@ fn set_mig_mode(nvml: &Nvml, gpu: Handle, bus_id: &str, on: bool) -> Smi<()> {
     Ok(())
 }
 
-const fn timeslice(level: u32) -> &'static str {
-    match level {
-        0 => "Default",
-        1 => "Short",
-        2 => "Medium",
-        _ => "Long",
-    }
-}
-
 /// The GPUs that `-i` names, or all.
 fn select(nvml: &Nvml, ids: Option<&str>) -> Smi<Vec<Selected>> {
     let all: Vec<Selected> = (0..nvml.count()?)
@@ -303,16 +311,32 @@ fn select(nvml: &Nvml, ids: Option<&str>) -> Smi<Vec<Selected>> {
 }
 
 /// Changes the state behind the library, for what NVML has no call.
-fn change<T>(
+fn change<T>(nvml: &Nvml, gpu: Handle, change: impl FnOnce(&mut State, usize) -> Result<T, Code>) -> Smi<T> {
+    let (sim, slot) = behind(nvml, gpu)?;
+    sim.update(|state| change(state, slot)).map_err(|failure| refused(failure.into()))
+}
+
+/// Does what the resource manager is asked for about a GPU's compute policy.
+fn policy_call<T>(
     nvml: &Nvml,
     gpu: Handle,
-    change: impl FnOnce(&mut crate::State, usize) -> Result<T, crate::Code>,
+    args: &[u64],
+    effect: impl FnOnce(&Sim, usize) -> Result<T, Code>,
 ) -> Smi<T> {
+    let (sim, slot) = behind(nvml, gpu)?;
+    let call = Call { name: COMPUTE_POLICY, gpu: Some(slot), args };
+    sim.call(call, || effect(&sim, slot)).map_err(refused)
+}
+
+/// The simulator behind the library, and the GPU's slot in it.
+fn behind(nvml: &Nvml, gpu: Handle) -> Smi<(Sim, usize)> {
     let uuid = nvml.uuid(gpu)?;
-    let sim = Sim::from_library_path(&nvml.file()).map_err(|_| SmiError::Nvml(9))?;
-    let changed = sim.update(|state| {
-        let slot = state.gpus.iter().position(|gpu| gpu.uuid == uuid).ok_or(crate::Code::NotFound)?;
-        change(state, slot)
-    });
-    changed.map_err(|failure| SmiError::Nvml(crate::Code::from(failure).into()))
+    let sim = Sim::from_library_path(&nvml.file()).map_err(|_| refused(Code::DriverNotLoaded))?;
+    let state = sim.read().map_err(|failure| refused(failure.into()))?;
+    let slot = state.gpus.iter().position(|gpu| gpu.uuid == uuid);
+    Ok((sim, slot.ok_or_else(|| refused(Code::NotFound))?))
+}
+
+fn refused(code: Code) -> SmiError {
+    SmiError::Nvml(code.into())
 }
