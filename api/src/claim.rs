@@ -3,13 +3,15 @@
 //! [`AllocatedClaim::try_from`] is the edge: results of other drivers are left
 //! out, sub-requests are folded into their base, class and claim configuration
 //! are put in the upstream precedence (class first, claim over class, later
-//! over earlier), and whatever is malformed is an error that names the claim.
+//! over earlier; [`AllocatedDevice::sharing`] walks it), and whatever is malformed
+//! is an error that names the claim.
 //! [`AllocatedClaim::from_json`] does the same from the bytes the API server
 //! sent, where a key that is given twice in a configuration can still be seen.
 
-use crate::config::{ConfigError, DeviceConfig};
+use crate::config::{self, AppliedConfig, ConfigError, DeviceConfig, Misfit};
 use crate::names::{ClaimRef, DRIVER, DeviceName, PoolName, RequestName, ShareId};
 use crate::quantity::{Quantity, QuantityError};
+use crate::sharing::{Mode, Sharing};
 use k8s_openapi::api::resource::v1::{
     DeviceAllocationConfiguration, DeviceRequestAllocationResult, OpaqueDeviceConfiguration, ResourceClaim,
 };
@@ -33,8 +35,20 @@ pub struct AllocatedDevice {
     pub pool: PoolName,
     pub device: DeviceName,
     pub hold: Hold,
-    /// Configuration that applies, lowest precedence first.
-    pub configs: Vec<DeviceConfig>,
+    /// Configuration meant for its request, lowest precedence first.
+    pub configs: Vec<AppliedConfig>,
+}
+
+impl AllocatedDevice {
+    /// How the claim's pods share it, given the mode its name stands for. Only a
+    /// whole GPU or a MIG instance can have an answer, and adminAccess, which
+    /// changes nothing on a device, has none.
+    pub fn sharing(&self, mode: Mode) -> Result<Option<Sharing>, Misfit> {
+        match self.hold {
+            Hold::Admin => Ok(None),
+            Hold::Exclusive | Hold::Share { .. } => config::effective(&self.configs, mode),
+        }
+    }
 }
 
 /// How the claim holds the device.
@@ -218,16 +232,16 @@ fn configs_of(
     request: &str,
     configs: &[DeviceAllocationConfiguration],
     parse: &ParseConfig<'_>,
-) -> Result<Vec<DeviceConfig>, ClaimError> {
+) -> Result<Vec<AppliedConfig>, ClaimError> {
     let (mut of_class, mut of_claim) = (Vec::new(), Vec::new());
-    for (index, config) in configs.iter().enumerate() {
-        let Some(opaque) = config.opaque.as_ref().filter(|opaque| opaque.driver == DRIVER) else {
+    for (index, entry) in configs.iter().enumerate() {
+        let Some(opaque) = entry.opaque.as_ref().filter(|opaque| opaque.driver == DRIVER) else {
             continue;
         };
-        if !applies(config.requests.as_ref(), request) {
+        if !applies(entry.requests.as_ref(), request) {
             continue;
         }
-        let ranked = match config.source.as_str() {
+        let ranked = match entry.source.as_str() {
             "FromClass" => &mut of_class,
             "FromClaim" => &mut of_claim,
             source_name => {
@@ -236,11 +250,15 @@ fn configs_of(
                 return Err(ClaimError::ConfigSource { claim, request, source_name });
             }
         };
-        ranked.push(parse(index, opaque).map_err(|cause| ClaimError::Config {
+        let config = parse(index, opaque).map_err(|cause| ClaimError::Config {
             claim: claim.clone().into(),
             request: request.to_owned(),
             cause,
-        })?);
+        })?;
+        // The requests of a class's configuration are put in by the scheduler.
+        let named = entry.requests.iter().flatten().any(|name| name == request);
+        let addressed = named && entry.source == "FromClaim";
+        ranked.push(AppliedConfig { config, addressed });
     }
     of_class.append(&mut of_claim);
     Ok(of_class)

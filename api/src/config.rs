@@ -1,17 +1,32 @@
 //! Opaque configuration of claims and DeviceClasses, `resource.divvy.dev/v1alpha1`.
 //!
-//! Parsed strictly: an unknown kind, an unknown field and a duplicate key are
-//! errors that name the field, because a setting that is silently ignored is
-//! worse than a refusal. A `serde_json::Value` has already lost duplicate keys,
-//! so [`DeviceConfig::parse`] works on the text and is what the driver uses;
+//! The documents are those of NVIDIA's DRA driver (`resource.nvidia.com/v1beta1`)
+//! under our own group, with the same defaults, so that they port by search and
+//! replace. They are read more strictly: see [`crate::schema`], and below what is
+//! refused here and taken there.
+//!
+//! | document | here | NVIDIA's driver |
+//! |---|---|---|
+//! | `sharing` absent or null | the device is not set up for sharing | the same |
+//! | `sharing: {}` | refused: a strategy is missing | refused |
+//! | `timeSlicingConfig: {}`, or without it | interval Default | the first stops its webhook |
+//! | `mpsConfig: {}`, or without it | no limits, clients of different users where the GPU driver can | no limits, one user |
+//! | a strategy with the other one's config | refused | refused in prepare only |
+//! | `TimeSlicing` on a MIG instance | refused | taken, does nothing |
+//! | `defaultActiveThreadPercentage: 0` | refused: it would leave no multiprocessor | taken |
+//! | a memory limit below 1Mi | refused | refused in prepare only |
+//!
+//! A `serde_json::Value` has already lost duplicate keys, so
+//! [`DeviceConfig::parse`] works on the text and is what the driver uses;
 //! [`DeviceConfig::from_value`] serves those who only have the value.
 
 use crate::names::CONFIG_API_VERSION;
-use crate::sharing::{MpsSettings, Sharing};
+use crate::quantity::Quantity;
+use crate::schema::{self, Fault, Field, Object, Shape, Unread};
+use crate::sharing::{Interval, Mode, MpsSettings, Sharing};
 use serde::Deserializer;
-use serde::de::{self, DeserializeSeed, MapAccess, SeqAccess, Visitor};
-use serde_json::{Map, Value};
-use std::fmt;
+use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// What a class or a claim may say about its devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +37,17 @@ pub enum DeviceConfig {
     MigDeviceConfig { sharing: Option<MpsSettings> },
 }
 
+/// A configuration that is meant for a device's request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AppliedConfig {
+    pub config: DeviceConfig,
+    /// The claim's author named this very request (or sub-request), so it must
+    /// fit the device. All others are for the devices they fit: those without
+    /// `requests`, those of a class, and those for the base of a sub-request,
+    /// whose alternatives may be of several kinds.
+    pub addressed: bool,
+}
+
 /// Why a configuration is refused; the message names the field.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
@@ -29,132 +55,318 @@ pub enum ConfigError {
     NotJson { cause: String },
     #[error("configuration is not a JSON object")]
     NotAnObject,
-    #[error("field {field} is given twice")]
-    DuplicateKey { field: String },
-    #[error("field {field} is missing or not a text")]
-    Missing { field: &'static str },
-    #[error("field apiVersion is {found:?}, expected {CONFIG_API_VERSION:?}")]
-    ApiVersion { found: String },
     #[error("field kind is {found:?}, expected GpuConfig or MigDeviceConfig")]
     UnknownKind { found: String },
-    #[error("field {field} is unknown to {kind}")]
-    UnknownField { kind: &'static str, field: String },
+    #[error(transparent)]
+    Field(#[from] Fault),
+    #[error("field sharing.{field} does not go with strategy {strategy}; remove one of them")]
+    OtherStrategy { field: &'static str, strategy: &'static str },
+    #[error(
+        "field sharing.strategy is TimeSlicing, which does nothing on a MIG instance; use MPS, or a GpuConfig for a whole GPU"
+    )]
+    TimeSlicingOnMig,
+    #[error(
+        "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected the UUID of a device or its index in the request, such as 0"
+    )]
+    DeviceKey { key: String },
+}
+
+/// A configuration that names a request whose device is of another kind.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{kind} is for {}, and the device is {}; {}", for_kind(kind), of_mode(*mode), remedy(*mode))]
+pub struct Misfit {
+    pub kind: &'static str,
+    /// Of the device.
+    pub mode: Mode,
+}
+
+fn for_kind(kind: &str) -> &'static str {
+    if kind == GPU_CONFIG.name { "whole GPUs" } else { "MIG instances" }
+}
+
+fn of_mode(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Whole => "a whole GPU",
+        Mode::Mig => "a MIG instance",
+        Mode::Timeslice => "a time-slice",
+        Mode::Mps => "a share of MPS",
+    }
+}
+
+fn remedy(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Whole => "use GpuConfig",
+        Mode::Mig => "use MigDeviceConfig",
+        Mode::Timeslice => "its interval is set by the node configuration, so remove the configuration",
+        Mode::Mps => "its limits are the claim's capacities, so remove the configuration",
+    }
+}
+
+/// The configuration of a device: how its claim's pods share it, if they do.
+///
+/// The order is that of NVIDIA's driver: `configs` come lowest precedence first
+/// and are walked from the back, the first that is for the device's kind holds,
+/// and nothing is merged.
+pub fn effective(configs: &[AppliedConfig], mode: Mode) -> Result<Option<Sharing>, Misfit> {
+    for AppliedConfig { config, addressed } in configs.iter().rev() {
+        match (config, mode) {
+            (DeviceConfig::GpuConfig { sharing }, Mode::Whole) => return Ok(sharing.clone()),
+            (DeviceConfig::MigDeviceConfig { sharing }, Mode::Mig) => {
+                return Ok(sharing.clone().map(Sharing::Mps));
+            }
+            _ if *addressed => return Err(Misfit { kind: config.kind(), mode }),
+            _ => {}
+        }
+    }
+    Ok(None)
 }
 
 impl DeviceConfig {
     /// The `kind` under which it is written.
     pub fn kind(&self) -> &'static str {
         match self {
-            Self::GpuConfig { .. } => "GpuConfig",
-            Self::MigDeviceConfig { .. } => "MigDeviceConfig",
+            Self::GpuConfig { .. } => GPU_CONFIG.name,
+            Self::MigDeviceConfig { .. } => MIG_DEVICE_CONFIG.name,
         }
     }
 
     /// Reads the text of an opaque configuration.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let mut duplicate = None;
         let mut json = serde_json::Deserializer::from_str(text);
-        let seed = Unrepeated { path: String::new(), duplicate: &mut duplicate };
-        let value = seed.deserialize(&mut json).and_then(|value| json.end().map(|()| value));
-        match (value, duplicate) {
-            (_, Some(field)) => Err(ConfigError::DuplicateKey { field }),
-            (Ok(value), None) => Self::from_value(&value),
-            (Err(cause), None) => Err(ConfigError::NotJson { cause: cause.to_string() }),
-        }
+        let value = untyped(&mut json)?;
+        json.end().map_err(|cause| ConfigError::NotJson { cause: cause.to_string() })?;
+        Self::from_value(&value)
     }
 
     /// Reads a configuration whose duplicate keys, if any, are already lost.
     pub fn from_value(value: &Value) -> Result<Self, ConfigError> {
         let object = value.as_object().ok_or(ConfigError::NotAnObject)?;
-        let version = text(object, "apiVersion")?;
-        if version != CONFIG_API_VERSION {
-            return Err(ConfigError::ApiVersion { found: version.to_owned() });
-        }
-        let config = match text(object, "kind")? {
-            "GpuConfig" => Self::GpuConfig { sharing: None },
-            "MigDeviceConfig" => Self::MigDeviceConfig { sharing: None },
-            found => return Err(ConfigError::UnknownKind { found: found.to_owned() }),
+        let kind = match object.get("kind") {
+            None | Some(Value::Null) => {
+                let (field, expected) = ("kind".to_owned(), "GpuConfig or MigDeviceConfig".to_owned());
+                return Err(Fault::Missing { field, expected }.into());
+            }
+            Some(Value::String(kind)) => kind.clone(),
+            Some(other) => other.to_string(),
         };
-        match object.keys().find(|key| !["apiVersion", "kind"].contains(&key.as_str())) {
-            Some(field) => Err(ConfigError::UnknownField { kind: config.kind(), field: field.clone() }),
-            None => Ok(config),
+        let table = match KINDS.iter().find(|table| table.name == kind) {
+            Some(table) => table,
+            None => return Err(ConfigError::UnknownKind { found: kind }),
+        };
+        let mig = table.name == MIG_DEVICE_CONFIG.name;
+        if mig && value["sharing"]["strategy"] == TIME_SLICING {
+            return Err(ConfigError::TimeSlicingOnMig);
         }
+        let value = schema::read(Shape::Object(table), value).map_err(refused)?;
+        let sharing = &value["sharing"];
+        Ok(match (mig, sharing.is_null()) {
+            (false, true) => Self::GpuConfig { sharing: None },
+            (false, false) => Self::GpuConfig { sharing: Some(gpu_sharing(sharing)?) },
+            (true, true) => Self::MigDeviceConfig { sharing: None },
+            (true, false) => Self::MigDeviceConfig { sharing: Some(mps(&sharing["mpsConfig"])?) },
+        })
     }
 }
 
-fn text<'a>(object: &'a Map<String, Value>, field: &'static str) -> Result<&'a str, ConfigError> {
-    object.get(field).and_then(Value::as_str).ok_or(ConfigError::Missing { field })
+fn untyped<'de, D: Deserializer<'de>>(json: D) -> Result<Value, ConfigError> {
+    schema::read(Shape::Any, json).map_err(refused)
 }
 
-/// Builds a `Value` and stops at a key that repeats, whose path it leaves behind.
-struct Unrepeated<'a> {
-    path: String,
-    duplicate: &'a mut Option<String>,
-}
-
-impl<'de> DeserializeSeed<'de> for Unrepeated<'_> {
-    type Value = Value;
-    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Value, D::Error> {
-        json.deserialize_any(self)
+fn refused<E: std::fmt::Display>(unread: Unread<E>) -> ConfigError {
+    match unread.fault {
+        Some(fault) => fault.into(),
+        None => ConfigError::NotJson { cause: unread.cause.to_string() },
     }
 }
 
-impl<'de> Visitor<'de> for Unrepeated<'_> {
-    type Value = Value;
-
-    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str("JSON")
+fn gpu_sharing(sharing: &Value) -> Result<Sharing, ConfigError> {
+    let other = |field: &'static str, strategy| match sharing[field].is_null() {
+        true => Ok(()),
+        false => Err(ConfigError::OtherStrategy { field, strategy }),
+    };
+    if sharing["strategy"] == MPS {
+        other("timeSlicingConfig", MPS)?;
+        return mps(&sharing["mpsConfig"]).map(Sharing::Mps);
     }
-
-    fn visit_unit<E>(self) -> Result<Value, E> {
-        Ok(Value::Null)
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
-        let mut list = Vec::new();
-        loop {
-            let path = format!("{}[{}]", self.path, list.len());
-            match items.next_element_seed(Unrepeated { path, duplicate: self.duplicate })? {
-                Some(item) => list.push(item),
-                None => return Ok(Value::Array(list)),
-            }
-        }
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Value, A::Error> {
-        let mut map = Map::new();
-        while let Some(key) = fields.next_key::<String>()? {
-            let path = if self.path.is_empty() { key.clone() } else { format!("{}.{key}", self.path) };
-            if map.contains_key(&key) {
-                *self.duplicate = Some(path);
-                return Err(de::Error::custom("duplicate key"));
-            }
-            let value = fields.next_value_seed(Unrepeated { path, duplicate: self.duplicate })?;
-            map.insert(key, value);
-        }
-        Ok(Value::Object(map))
-    }
+    other("mpsConfig", TIME_SLICING)?;
+    let interval = sharing["timeSlicingConfig"]["interval"].as_str();
+    Ok(Sharing::TimeSlicing(interval.and_then(Interval::from_name).unwrap_or_default()))
 }
+
+fn mps(config: &Value) -> Result<MpsSettings, ConfigError> {
+    let mut per_device = BTreeMap::new();
+    for (key, limit) in config["defaultPerDevicePinnedMemoryLimit"].as_object().into_iter().flatten() {
+        let limit: Option<Quantity> = schema::memory(limit);
+        match (is_device_key(key), limit) {
+            (true, Some(limit)) => per_device.insert(key.clone(), limit),
+            // A null takes the entry away.
+            (true, None) => continue,
+            (false, _) => return Err(ConfigError::DeviceKey { key: key.clone() }),
+        };
+    }
+    let percentage = config["defaultActiveThreadPercentage"].as_u64();
+    Ok(MpsSettings {
+        active_thread_percentage: percentage.and_then(|percentage| u32::try_from(percentage).ok()),
+        pinned_memory: schema::memory(&config["defaultPinnedDeviceMemoryLimit"]),
+        pinned_memory_per_device: per_device,
+        multi_user: config["multiUser"].as_bool(),
+    })
+}
+
+/// A UUID as NVML writes it, or an index as `Display` does. A claim has at most
+/// 32 devices.
+fn is_device_key(key: &str) -> bool {
+    let uuid = ["GPU-", "MIG-"].iter().any(|prefix| {
+        key.strip_prefix(prefix).is_some_and(|rest| {
+            !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_alphanumeric() || b"-/".contains(&b))
+        })
+    });
+    uuid || key.parse().is_ok_and(|index: u32| index < 32 && index.to_string() == key)
+}
+
+const TIME_SLICING: &str = "TimeSlicing";
+const MPS: &str = "MPS";
+
+/// All documents of this module, for the reader and the reference.
+pub const KINDS: &[&Object] = &[&GPU_CONFIG, &MIG_DEVICE_CONFIG];
+
+const API_VERSION: Field = Field {
+    name: "apiVersion",
+    shape: Shape::Literally(CONFIG_API_VERSION),
+    required: true,
+    absent: "",
+    about: "The version of this document.",
+};
+
+static GPU_CONFIG: Object = Object {
+    name: "GpuConfig",
+    about: "For whole GPUs (DeviceClass `gpu.divvy.dev`). It says how the pods and containers of one claim share its GPU.",
+    fields: &[
+        API_VERSION,
+        Field { name: "kind", shape: Shape::Literally("GpuConfig"), required: true, absent: "", about: "" },
+        Field {
+            name: "sharing",
+            shape: Shape::Object(&GPU_SHARING),
+            required: false,
+            absent: "nothing is set up: processes take turns as the GPU driver's default has it",
+            about: "How the GPU is shared.",
+        },
+    ],
+};
+
+static MIG_DEVICE_CONFIG: Object = Object {
+    name: "MigDeviceConfig",
+    about: "For MIG instances (DeviceClass `mig.divvy.dev` and those of single profiles).",
+    fields: &[
+        API_VERSION,
+        Field {
+            name: "kind",
+            shape: Shape::Literally("MigDeviceConfig"),
+            required: true,
+            absent: "",
+            about: "",
+        },
+        Field {
+            name: "sharing",
+            shape: Shape::Object(&MIG_SHARING),
+            required: false,
+            absent: "nothing is set up",
+            about: "How the instance is shared.",
+        },
+    ],
+};
+
+static GPU_SHARING: Object = Object {
+    name: "GpuSharing",
+    about: "",
+    fields: &[
+        Field {
+            name: "strategy",
+            shape: Shape::OneOf(&[TIME_SLICING, MPS]),
+            required: true,
+            absent: "",
+            about: "Processes take turns, or run at once as clients of an MPS control daemon.",
+        },
+        Field {
+            name: "timeSlicingConfig",
+            shape: Shape::Object(&TIME_SLICING_CONFIG),
+            required: false,
+            absent: "interval Default",
+            about: "Only with strategy TimeSlicing.",
+        },
+        MPS_CONFIG_FIELD,
+    ],
+};
+
+static MIG_SHARING: Object = Object {
+    name: "MigDeviceSharing",
+    about: "",
+    fields: &[
+        Field {
+            name: "strategy",
+            shape: Shape::OneOf(&[MPS]),
+            required: true,
+            absent: "",
+            about: "Processes run at once as clients of an MPS control daemon. TimeSlicing is refused: its interval does nothing on a MIG instance.",
+        },
+        MPS_CONFIG_FIELD,
+    ],
+};
+
+const MPS_CONFIG_FIELD: Field = Field {
+    name: "mpsConfig",
+    shape: Shape::Object(&MPS_CONFIG),
+    required: false,
+    absent: "no limits",
+    about: "Only with strategy MPS.",
+};
+
+static TIME_SLICING_CONFIG: Object = Object {
+    name: "TimeSlicingConfig",
+    about: "",
+    fields: &[Field {
+        name: "interval",
+        shape: Shape::OneOf(Interval::NAMES),
+        required: false,
+        absent: "Default",
+        about: "How long one process runs before the next has its turn.",
+    }],
+};
+
+static MPS_CONFIG: Object = Object {
+    name: "MpsConfig",
+    about: "Limits hold for each client process and are cooperative: MPS believes a client that lifts them.",
+    fields: &[
+        Field {
+            name: "defaultActiveThreadPercentage",
+            shape: Shape::Count(1, 100),
+            required: false,
+            absent: "all multiprocessors",
+            about: "Per cent of the multiprocessors that a client may use.",
+        },
+        Field {
+            name: "defaultPinnedDeviceMemoryLimit",
+            shape: Shape::Memory,
+            required: false,
+            absent: "all memory",
+            about: "Device memory that a client may take, in whole Mi, rounded down.",
+        },
+        Field {
+            name: "defaultPerDevicePinnedMemoryLimit",
+            shape: Shape::Map(&Shape::Memory),
+            required: false,
+            absent: "the limit above on each device",
+            about: "The same for single devices. The key is a device's UUID, or its index among the request's devices in the order of their UUIDs.",
+        },
+        Field {
+            name: "multiUser",
+            shape: Shape::Flag,
+            required: false,
+            absent: "where the GPU driver has it",
+            about: "Whether clients of different users may run at once.",
+        },
+    ],
+};
 
 #[cfg(test)]
 mod tests {
@@ -168,6 +380,22 @@ mod tests {
 
     const API: &str = r#""apiVersion":"resource.divvy.dev/v1alpha1""#;
 
+    fn check_gpu(sharing: &str, expected: Result<Option<Sharing>, &str>) {
+        let text = format!(r#"{{{API},"kind":"GpuConfig","sharing":{sharing}}}"#);
+        check(&text, expected.map(|sharing| DeviceConfig::GpuConfig { sharing }));
+    }
+
+    fn check_mig(sharing: &str, expected: Result<Option<MpsSettings>, &str>) {
+        let text = format!(r#"{{{API},"kind":"MigDeviceConfig","sharing":{sharing}}}"#);
+        check(&text, expected.map(|sharing| DeviceConfig::MigDeviceConfig { sharing }));
+    }
+
+    fn check_mps(config: &str, expected: Result<MpsSettings, &str>) {
+        let sharing = format!(r#"{{"strategy":"MPS","mpsConfig":{config}}}"#);
+        check_gpu(&sharing, expected.clone().map(|settings| Some(Sharing::Mps(settings))));
+        check_mig(&sharing, expected.map(Some));
+    }
+
     #[test]
     fn known_kinds_are_read() {
         check(&format!(r#"{{{API},"kind":"GpuConfig"}}"#), Ok(DeviceConfig::GpuConfig { sharing: None }));
@@ -178,11 +406,108 @@ mod tests {
     }
 
     #[test]
+    fn every_partial_object_has_a_meaning() {
+        let slicing = |interval| Ok(Some(Sharing::TimeSlicing(interval)));
+        let defaults = || Ok(Some(Sharing::Mps(MpsSettings::default())));
+        let no_strategy = "field sharing.strategy is missing, expected TimeSlicing or MPS";
+        check_gpu("null", Ok(None));
+        check_gpu("{}", Err(no_strategy));
+        check_gpu(r#"{"strategy":null,"mpsConfig":{}}"#, Err(no_strategy));
+        check_gpu(r#"{"strategy":"TimeSlicing"}"#, slicing(Interval::Default));
+        check_gpu(r#"{"strategy":"TimeSlicing","timeSlicingConfig":null}"#, slicing(Interval::Default));
+        check_gpu(r#"{"strategy":"TimeSlicing","timeSlicingConfig":{}}"#, slicing(Interval::Default));
+        check_gpu(
+            r#"{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":null}}"#,
+            slicing(Interval::Default),
+        );
+        check_gpu(
+            r#"{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"},"mpsConfig":null}"#,
+            slicing(Interval::Long),
+        );
+        check_gpu(r#"{"strategy":"MPS"}"#, defaults());
+        check_gpu(r#"{"strategy":"MPS","mpsConfig":{}}"#, defaults());
+        check_mig("null", Ok(None));
+        check_mig("{}", Err("field sharing.strategy is missing, expected MPS"));
+        check_mig(r#"{"strategy":"MPS"}"#, Ok(Some(MpsSettings::default())));
+    }
+
+    #[test]
+    fn mps_settings_are_read() {
+        let limit = |text: &str| -> Quantity { text.parse().expect("a quantity") };
+        check_mps(
+            r#"{"defaultActiveThreadPercentage":50,"defaultPinnedDeviceMemoryLimit":"10Gi","multiUser":false,
+                "defaultPerDevicePinnedMemoryLimit":{"0":"4Gi","GPU-8d6b-1":1048576,"31":null}}"#,
+            Ok(MpsSettings {
+                active_thread_percentage: Some(50),
+                pinned_memory: Some(limit("10Gi")),
+                pinned_memory_per_device: [("0", "4Gi"), ("GPU-8d6b-1", "1Mi")]
+                    .map(|(key, value)| (key.to_owned(), limit(value)))
+                    .into(),
+                multi_user: Some(false),
+            }),
+        );
+    }
+
+    #[test]
+    fn settings_out_of_range_are_refused() {
+        let percentage = |found: &str| {
+            format!(
+                "field sharing.mpsConfig.defaultActiveThreadPercentage is {found}, expected a whole number from 1 to 100"
+            )
+        };
+        for bad in ["0", "101", "-1", "50.5", "\"50\"", "true", "{}", "[]"] {
+            let found = match bad {
+                "{}" => "an object",
+                "[]" => "a list",
+                bad => bad,
+            };
+            check_mps(&format!(r#"{{"defaultActiveThreadPercentage":{bad}}}"#), Err(&percentage(found)));
+        }
+        for bad in ["\"1023Ki\"", "\"-1Gi\"", "\"much\"", "0", "1.5", "true"] {
+            let refused = format!(
+                "field sharing.mpsConfig.defaultPinnedDeviceMemoryLimit is {bad}, expected a quantity of memory of at least 1Mi, such as 512Mi or 10Gi"
+            );
+            check_mps(&format!(r#"{{"defaultPinnedDeviceMemoryLimit":{bad}}}"#), Err(&refused));
+        }
+        for key in ["", "00", "-1", "32", "gpu-0", "GPU-", "GPU-a b"] {
+            let refused = format!(
+                "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected the UUID of a device or its index in the request, such as 0"
+            );
+            check_mps(
+                &format!(r#"{{"defaultPerDevicePinnedMemoryLimit":{{{key:?}:"1Gi"}}}}"#),
+                Err(&refused),
+            );
+        }
+        check_gpu(
+            r#"{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"long"}}"#,
+            Err(
+                r#"field sharing.timeSlicingConfig.interval is "long", expected Default, Short, Medium or Long"#,
+            ),
+        );
+    }
+
+    #[test]
+    fn a_strategy_takes_its_own_config_only() {
+        check_gpu(
+            r#"{"strategy":"TimeSlicing","mpsConfig":{}}"#,
+            Err("field sharing.mpsConfig does not go with strategy TimeSlicing; remove one of them"),
+        );
+        check_gpu(
+            r#"{"strategy":"MPS","timeSlicingConfig":{}}"#,
+            Err("field sharing.timeSlicingConfig does not go with strategy MPS; remove one of them"),
+        );
+        let on_mig = "field sharing.strategy is TimeSlicing, which does nothing on a MIG instance; use MPS, or a GpuConfig for a whole GPU";
+        check_mig(r#"{"strategy":"TimeSlicing"}"#, Err(on_mig));
+        check_mig(r#"{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}"#, Err(on_mig));
+    }
+
+    #[test]
     fn refusals_name_the_field() {
         check("7", Err("configuration is not a JSON object"));
-        check("{}", Err("field apiVersion is missing or not a text"));
-        check(&format!("{{{API}}}"), Err("field kind is missing or not a text"));
-        check(&format!(r#"{{{API},"kind":1}}"#), Err("field kind is missing or not a text"));
+        check("{}", Err("field kind is missing, expected GpuConfig or MigDeviceConfig"));
+        check(r#"{"kind":1}"#, Err(r#"field kind is "1", expected GpuConfig or MigDeviceConfig"#));
+        let missing = r#"field apiVersion is missing, expected "resource.divvy.dev/v1alpha1""#;
+        check(r#"{"kind":"GpuConfig"}"#, Err(missing));
         check(
             r#"{"apiVersion":"v1","kind":"GpuConfig"}"#,
             Err(r#"field apiVersion is "v1", expected "resource.divvy.dev/v1alpha1""#),
@@ -192,8 +517,13 @@ mod tests {
             Err(r#"field kind is "Gpu", expected GpuConfig or MigDeviceConfig"#),
         );
         check(
-            &format!(r#"{{{API},"kind":"GpuConfig","sharing":{{}}}}"#),
-            Err("field sharing is unknown to GpuConfig"),
+            &format!(r#"{{{API},"kind":"GpuConfig","cores":{{}}}}"#),
+            Err("field cores is unknown to GpuConfig"),
+        );
+        check_gpu("7", Err("field sharing is 7, expected an object GpuSharing"));
+        check_gpu(
+            r#"{"strategy":"MPS","mpsconfig":{}}"#,
+            Err("field sharing.mpsconfig is unknown to GpuSharing; did you mean mpsConfig?"),
         );
         check(
             &format!(r#"{{{API},"kind":"GpuConfig","kind":"GpuConfig"}}"#),
@@ -211,11 +541,96 @@ mod tests {
         }
     }
 
+    #[test]
+    fn the_last_that_fits_holds_and_nothing_is_merged() {
+        let gpu = |interval| DeviceConfig::GpuConfig { sharing: Some(Sharing::TimeSlicing(interval)) };
+        let mig = || DeviceConfig::MigDeviceConfig { sharing: Some(MpsSettings::default()) };
+        let check = |configs: &[(DeviceConfig, bool)], mode, expected: Result<Option<Sharing>, &str>| {
+            let configs: Vec<_> = configs
+                .iter()
+                .map(|(config, addressed)| AppliedConfig { config: config.clone(), addressed: *addressed })
+                .collect();
+            let found = effective(&configs, mode).map_err(|misfit| misfit.to_string());
+            assert_eq!(found, expected.map_err(str::to_owned), "{configs:?}");
+        };
+        let slicing = |interval| Ok(Some(Sharing::TimeSlicing(interval)));
+        let nothing = DeviceConfig::GpuConfig { sharing: None };
+        check(&[], Mode::Whole, Ok(None));
+        check(
+            &[(gpu(Interval::Short), false), (gpu(Interval::Long), false)],
+            Mode::Whole,
+            slicing(Interval::Long),
+        );
+        check(&[(gpu(Interval::Short), true), (nothing, false)], Mode::Whole, Ok(None));
+        check(&[(gpu(Interval::Short), false), (mig(), false)], Mode::Whole, slicing(Interval::Short));
+        check(
+            &[(gpu(Interval::Short), false), (mig(), false)],
+            Mode::Mig,
+            Ok(Some(Sharing::Mps(MpsSettings::default()))),
+        );
+        check(&[(gpu(Interval::Short), false), (mig(), false)], Mode::Timeslice, Ok(None));
+        check(
+            &[(gpu(Interval::Short), false), (mig(), true)],
+            Mode::Whole,
+            Err("MigDeviceConfig is for MIG instances, and the device is a whole GPU; use GpuConfig"),
+        );
+        check(
+            &[(gpu(Interval::Short), true)],
+            Mode::Mps,
+            Err(
+                "GpuConfig is for whole GPUs, and the device is a share of MPS; its limits are the claim's capacities, so remove the configuration",
+            ),
+        );
+        check(&[(mig(), true), (gpu(Interval::Long), false)], Mode::Whole, slicing(Interval::Long));
+    }
+
+    /// Documents around the tables: known names mostly, any values.
+    fn document() -> impl Strategy<Value = Value> {
+        let key = prop_oneof![
+            Just("sharing"),
+            Just("strategy"),
+            Just("timeSlicingConfig"),
+            Just("interval"),
+            Just("mpsConfig"),
+            Just("defaultActiveThreadPercentage"),
+            Just("defaultPinnedDeviceMemoryLimit"),
+            Just("defaultPerDevicePinnedMemoryLimit"),
+            Just("multiUser"),
+            Just("0"),
+            Just("x"),
+        ];
+        let scalar = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            Just(Value::from(0.5)),
+            Just("MPS".into()),
+            Just("TimeSlicing".into()),
+            Just("Long".into()),
+            Just("1Gi".into()),
+            ".{0,4}".prop_map(Value::from),
+        ];
+        scalar.prop_recursive(5, 40, 4, move |inner| {
+            prop_oneof![
+                3 => prop::collection::btree_map(key.clone().prop_map(str::to_owned), inner.clone(), 0..4)
+                    .prop_map(|map| Value::Object(map.into_iter().collect())),
+                1 => prop::collection::vec(inner, 0..3).prop_map(Value::Array),
+            ]
+        })
+    }
+
     proptest! {
         #[test]
         fn no_text_panics(text in ".*", json in r#"[{}\[\]",:a0 ]{0,40}"#) {
             let _ = DeviceConfig::parse(&text);
             let _ = DeviceConfig::parse(&json);
+        }
+
+        #[test]
+        fn text_and_value_are_read_alike(sharing in document(), gpu in any::<bool>()) {
+            let kind = if gpu { "GpuConfig" } else { "MigDeviceConfig" };
+            let value = serde_json::json!({"apiVersion": CONFIG_API_VERSION, "kind": kind, "sharing": sharing});
+            prop_assert_eq!(DeviceConfig::parse(&value.to_string()), DeviceConfig::from_value(&value));
         }
     }
 }

@@ -10,6 +10,7 @@ pub mod config;
 pub mod mps;
 pub mod names;
 pub mod quantity;
+pub mod schema;
 pub mod sharing;
 
 pub use claim::{AllocatedClaim, AllocatedDevice, Hold};

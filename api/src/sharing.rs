@@ -57,6 +57,14 @@ pub enum Interval {
 }
 
 impl Interval {
+    /// All of them, as they are written, by number.
+    pub const NAMES: &'static [&'static str] = &["Default", "Short", "Medium", "Long"];
+
+    /// The one that is written so.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Default, Self::Short, Self::Medium, Self::Long].into_iter().find(|one| one.as_str() == name)
+    }
+
     /// The argument of `--set-timeslice`, 0 to 3.
     pub fn number(self) -> u8 {
         self as u8
@@ -64,12 +72,7 @@ impl Interval {
 
     /// As it is written everywhere.
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Default => "Default",
-            Self::Short => "Short",
-            Self::Medium => "Medium",
-            Self::Long => "Long",
-        }
+        Self::NAMES[usize::from(self.number())]
     }
 }
 
@@ -92,10 +95,10 @@ pub enum Sharing {
 pub struct MpsSettings {
     /// Per cent of the multiprocessors, 1 to 100; none leaves all.
     pub active_thread_percentage: Option<u32>,
-    /// Device memory per client process; none leaves all.
+    /// Device memory per client process, at least 1Mi; none leaves all.
     pub pinned_memory: Option<Quantity>,
     /// The same for single devices of the request: key is a GPU or MIG UUID, or
-    /// an index into the UUIDs of the request's devices in order.
+    /// an index (0 to 31) into the UUIDs of the request's devices in order.
     pub pinned_memory_per_device: BTreeMap<String, Quantity>,
     /// Clients of different users at once; none means where the GPU driver can.
     pub multi_user: Option<bool>,

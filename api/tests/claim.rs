@@ -1,6 +1,6 @@
 //! A ResourceClaim becomes an AllocatedClaim, or an error that names it.
 
-use divvy_api::config::DeviceConfig;
+use divvy_api::sharing::{Interval, Mode, Sharing};
 use divvy_api::{AllocatedClaim, Hold};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use proptest::prelude::*;
@@ -80,7 +80,7 @@ fn the_hold_follows_the_result() {
 fn class_configuration_comes_before_that_of_the_claim() {
     let check = |configs: Value, request: &str, expected: &[&str]| {
         let read = read(&claim(json!([result(request, "gpu-0")]), configs)).expect("allocated");
-        let kinds: Vec<_> = read.devices[0].configs.iter().map(DeviceConfig::kind).collect();
+        let kinds: Vec<_> = read.devices[0].configs.iter().map(|applied| applied.config.kind()).collect();
         assert_eq!(kinds, expected);
     };
     let (gpu, mig) = ("GpuConfig", "MigDeviceConfig");
@@ -93,6 +93,37 @@ fn class_configuration_comes_before_that_of_the_claim() {
     let foreign =
         json!({"source": "FromClaim", "opaque": {"driver": "net.example.com", "parameters": {"mtu": 9}}});
     check(json!([foreign, {"source": "FromClaim"}]), "r", &[]);
+}
+
+#[test]
+fn a_configuration_holds_for_the_requests_it_names() {
+    let slicing = |interval: &str, source: &str, requests: &[&str]| {
+        let sharing = json!({"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": interval}});
+        let mut config = config("GpuConfig", source, requests);
+        config["opaque"]["parameters"]["sharing"] = sharing;
+        config
+    };
+    let mig = |source, requests: &[&str]| config("MigDeviceConfig", source, requests);
+    let check = |configs: &[Value], request: &str, mode, expected: Result<Option<Interval>, ()>| {
+        let read = read(&claim(json!([result(request, "gpu-0")]), json!(configs))).expect("allocated");
+        let expected = expected.map(|interval| interval.map(Sharing::TimeSlicing));
+        assert_eq!(read.devices[0].sharing(mode).map_err(|_| ()), expected, "{configs:?}");
+    };
+    use Interval::{Long, Short};
+    use Mode::{Mps, Timeslice, Whole};
+    let (class, author) = ("FromClass", "FromClaim");
+    check(&[slicing("Long", author, &[]), slicing("Short", class, &["r"])], "r", Whole, Ok(Some(Long)));
+    check(&[slicing("Long", author, &["r"]), slicing("Short", author, &[])], "r", Whole, Ok(Some(Short)));
+    check(&[slicing("Long", author, &["r"])], "r/sub", Whole, Ok(Some(Long)));
+    check(&[slicing("Long", author, &["r/sub"])], "r/sub", Whole, Ok(Some(Long)));
+    check(&[slicing("Long", author, &["r/other"])], "r/sub", Whole, Ok(None));
+    check(&[slicing("Long", author, &["r"]), mig(author, &[])], "r", Whole, Ok(Some(Long)));
+    check(&[slicing("Long", author, &["r"]), mig(author, &["r"])], "r", Whole, Err(()));
+    check(&[slicing("Long", author, &["r/sub"])], "r/sub", Timeslice, Err(()));
+    // An alternative of another kind, and a class of the scheduler's choosing.
+    check(&[slicing("Long", author, &["r"]), mig(author, &["r"])], "r/sub", Whole, Ok(Some(Long)));
+    check(&[mig(class, &["r"])], "r", Whole, Ok(None));
+    check(&[slicing("Long", author, &[])], "r", Mps, Ok(None));
 }
 
 #[test]

@@ -1,0 +1,327 @@
+//! What a configuration document may hold, as data: the strict reader and the
+//! reference pages go by the same tables, so neither can know a field that the
+//! other does not.
+//!
+//! Reading is strict, because a setting that is silently ignored is worse than a
+//! refusal: an unknown field, a field given twice and a value of another shape
+//! are errors that name the field by its path. `null` is as good as absent, as it
+//! is to the API server. The reader works on any `Deserializer`, so that one of
+//! YAML adds the line to the error it hands back.
+
+use crate::quantity::Quantity;
+use serde::Deserializer;
+use serde::de::{self, DeserializeSeed, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value};
+use std::fmt;
+
+/// An object and its fields.
+#[derive(Debug)]
+pub struct Object {
+    /// As people call it: `GpuConfig`.
+    pub name: &'static str,
+    pub about: &'static str,
+    pub fields: &'static [Field],
+}
+
+/// A field of an object.
+#[derive(Debug)]
+pub struct Field {
+    pub name: &'static str,
+    pub shape: Shape,
+    pub required: bool,
+    /// What holds when it is absent, in words.
+    pub absent: &'static str,
+    pub about: &'static str,
+}
+
+/// What a field may hold.
+#[derive(Clone, Copy, Debug)]
+pub enum Shape {
+    /// Anything at all; its duplicate keys are errors too.
+    Any,
+    /// A text, not empty.
+    Text,
+    /// This text and no other.
+    Literally(&'static str),
+    /// One of these texts.
+    OneOf(&'static [&'static str]),
+    /// A whole number from the first to the second, both included.
+    Count(u32, u32),
+    Flag,
+    /// A Kubernetes quantity of at least 1Mi.
+    Memory,
+    Object(&'static Object),
+    List(&'static Shape),
+    /// Keys of the user's choice.
+    Map(&'static Shape),
+}
+
+/// Why a document is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    #[error("field {field} is given twice")]
+    Twice { field: String },
+    #[error("field {field} is unknown to {object}{}", near.map(|near| format!("; did you mean {near}?")).unwrap_or_default())]
+    Unknown { field: String, object: &'static str, near: Option<&'static str> },
+    #[error("field {field} is missing, expected {expected}")]
+    Missing { field: String, expected: String },
+    #[error("field {field} is {found}, expected {expected}")]
+    Wrong { field: String, found: String, expected: String },
+}
+
+/// A reading that failed: for a reason of ours, or because the text is not of its
+/// format. `cause` knows the place in the text either way.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unread<E> {
+    pub fault: Option<Fault>,
+    pub cause: E,
+}
+
+impl<E: fmt::Display> fmt::Display for Unread<E> {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.fault {
+            Some(fault) => fault.fmt(out),
+            None => self.cause.fmt(out),
+        }
+    }
+}
+
+/// Reads a document of that shape.
+pub fn read<'de, D: Deserializer<'de>>(shape: Shape, document: D) -> Result<Value, Unread<D::Error>> {
+    let mut fault = None;
+    let reader = Reader { shape, path: String::new(), fault: &mut fault };
+    reader.deserialize(document).map_err(|cause| Unread { fault, cause })
+}
+
+impl Shape {
+    /// In words, as errors and the reference say it.
+    pub fn expected(self) -> String {
+        match self {
+            Self::Any => "anything".to_owned(),
+            Self::Text => "a text".to_owned(),
+            Self::Literally(text) => format!("{text:?}"),
+            Self::OneOf(texts) => match texts {
+                [rest @ .., last] if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+                texts => texts.concat(),
+            },
+            Self::Count(least, u32::MAX) => format!("a whole number from {least}"),
+            Self::Count(least, most) => format!("a whole number from {least} to {most}"),
+            Self::Flag => "true or false".to_owned(),
+            Self::Memory => "a quantity of memory of at least 1Mi, such as 512Mi or 10Gi".to_owned(),
+            Self::Object(object) => format!("an object {}", object.name),
+            Self::List(item) => format!("a list, each item {}", item.expected()),
+            Self::Map(value) => format!("an object, each value {}", value.expected()),
+        }
+    }
+
+    fn accepts(self, value: &Value) -> bool {
+        match (self, value) {
+            (Self::Any, _)
+            | (_, Value::Null)
+            | (Self::Flag, Value::Bool(_))
+            | (Self::Object(_) | Self::Map(_), Value::Object(_))
+            | (Self::List(_), Value::Array(_)) => true,
+            (Self::Text, Value::String(text)) => !text.is_empty(),
+            (Self::Literally(only), Value::String(text)) => text == only,
+            (Self::OneOf(texts), Value::String(text)) => texts.contains(&text.as_str()),
+            (Self::Count(least, most), Value::Number(_)) => {
+                value.as_u64().is_some_and(|count| (u64::from(least)..=u64::from(most)).contains(&count))
+            }
+            (Self::Memory, _) => memory(value).is_some(),
+            _ => false,
+        }
+    }
+}
+
+/// A quantity of memory of at least 1Mi; Kubernetes takes a bare number too.
+pub fn memory(value: &Value) -> Option<Quantity> {
+    let amount = match value {
+        Value::String(text) => text.parse().ok()?,
+        Value::Number(_) => Quantity::bytes(value.as_u64()?),
+        _ => return None,
+    };
+    (amount >= Quantity::bytes(1 << 20) && amount.as_bytes().is_some()).then_some(amount)
+}
+
+/// How what was found is told.
+fn told(value: &Value) -> String {
+    match value {
+        Value::Object(_) => "an object".to_owned(),
+        Value::Array(_) => "a list".to_owned(),
+        Value::Null => "null".to_owned(),
+        Value::String(text) => format!("{text:?}"),
+        scalar => scalar.to_string(),
+    }
+}
+
+/// Builds a `Value` of a shape; what is wrong with it is left behind.
+struct Reader<'a> {
+    shape: Shape,
+    path: String,
+    fault: &'a mut Option<Fault>,
+}
+
+impl Reader<'_> {
+    fn refuse<E: de::Error>(self, fault: Fault) -> E {
+        refuse(self.fault, fault)
+    }
+
+    fn taken<E: de::Error>(self, value: Value) -> Result<Value, E> {
+        match self.shape.accepts(&value) {
+            true => Ok(value),
+            false => {
+                let (found, expected) = (told(&value), self.shape.expected());
+                let field = if self.path.is_empty() { "(all)".to_owned() } else { self.path.clone() };
+                Err(self.refuse(Fault::Wrong { field, found, expected }))
+            }
+        }
+    }
+}
+
+fn refuse<E: de::Error>(place: &mut Option<Fault>, fault: Fault) -> E {
+    let error = E::custom(&fault);
+    *place = Some(fault);
+    error
+}
+
+fn within(path: &str, key: &str) -> String {
+    if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") }
+}
+
+impl<'de> DeserializeSeed<'de> for Reader<'_> {
+    type Value = Value;
+    fn deserialize<D: Deserializer<'de>>(self, document: D) -> Result<Value, D::Error> {
+        document.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Reader<'_> {
+    type Value = Value;
+
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.shape.expected())
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<Value, E> {
+        self.taken(Value::Null)
+    }
+
+    fn visit_bool<E: de::Error>(self, value: bool) -> Result<Value, E> {
+        self.taken(value.into())
+    }
+
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Value, E> {
+        self.taken(value.into())
+    }
+
+    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Value, E> {
+        self.taken(value.into())
+    }
+
+    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Value, E> {
+        self.taken(value.into())
+    }
+
+    fn visit_str<E: de::Error>(self, value: &str) -> Result<Value, E> {
+        self.taken(value.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
+        let shape = match self.shape {
+            Shape::List(item) => *item,
+            Shape::Any => Shape::Any,
+            _ => return self.taken(Value::Array(Vec::new())),
+        };
+        let mut list = Vec::new();
+        loop {
+            let path = format!("{}[{}]", self.path, list.len());
+            let reader = Reader { shape, path: path.clone(), fault: &mut *self.fault };
+            match items.next_element_seed(reader)? {
+                Some(Value::Null) if !matches!(shape, Shape::Any) => {
+                    let fault =
+                        Fault::Wrong { field: path, found: "null".to_owned(), expected: shape.expected() };
+                    return Err(self.refuse(fault));
+                }
+                Some(item) => list.push(item),
+                None => return Ok(Value::Array(list)),
+            }
+        }
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
+        if !matches!(self.shape, Shape::Object(_) | Shape::Map(_) | Shape::Any) {
+            return self.taken(Value::Object(Map::new()));
+        }
+        let mut map = Map::new();
+        loop {
+            let key = Key { shape: self.shape, path: &self.path, seen: &map, fault: &mut *self.fault };
+            let Some((key, shape)) = entries.next_key_seed(key)? else { break };
+            let reader = Reader { shape, path: within(&self.path, &key), fault: &mut *self.fault };
+            let value = entries.next_value_seed(reader)?;
+            map.insert(key, value);
+        }
+        let fields = match self.shape {
+            Shape::Object(object) => object.fields,
+            _ => &[],
+        };
+        let absent = |field: &&Field| field.required && map.get(field.name).is_none_or(Value::is_null);
+        match fields.iter().find(absent) {
+            None => Ok(Value::Object(map)),
+            Some(field) => {
+                let (path, expected) = (within(&self.path, field.name), field.shape.expected());
+                Err(self.refuse(Fault::Missing { field: path, expected }))
+            }
+        }
+    }
+}
+
+/// Reads a key, so that what is wrong with it is found where it stands, and says
+/// what its value may hold.
+struct Key<'a> {
+    shape: Shape,
+    path: &'a str,
+    seen: &'a Map<String, Value>,
+    fault: &'a mut Option<Fault>,
+}
+
+impl<'de> DeserializeSeed<'de> for Key<'_> {
+    type Value = (String, Shape);
+    fn deserialize<D: Deserializer<'de>>(self, key: D) -> Result<(String, Shape), D::Error> {
+        key.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for Key<'_> {
+    type Value = (String, Shape);
+
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("the name of a field")
+    }
+
+    fn visit_str<E: de::Error>(self, key: &str) -> Result<(String, Shape), E> {
+        let field = within(self.path, key);
+        if self.seen.contains_key(key) {
+            return Err(refuse(self.fault, Fault::Twice { field }));
+        }
+        let shape = match self.shape {
+            Shape::Object(object) => match object.fields.iter().find(|field| field.name == key) {
+                Some(field) => field.shape,
+                None => {
+                    let near = nearest(key, object);
+                    return Err(refuse(self.fault, Fault::Unknown { field, object: object.name, near }));
+                }
+            },
+            Shape::Map(value) => *value,
+            _ => Shape::Any,
+        };
+        Ok((key.to_owned(), shape))
+    }
+}
+
+/// The field that was probably meant.
+fn nearest(key: &str, object: &Object) -> Option<&'static str> {
+    let key = key.to_ascii_lowercase();
+    let alike = |field: &&Field| strsim::jaro_winkler(&key, &field.name.to_ascii_lowercase());
+    let best = object.fields.iter().max_by(|a, b| alike(a).total_cmp(&alike(b)))?;
+    (alike(&best) > 0.8).then_some(best.name)
+}
