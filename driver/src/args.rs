@@ -64,10 +64,14 @@ pub struct HostArgs {
     /// that has device nodes of the GPU driver, else /]
     #[arg(long, env = "DEV_ROOT", value_name = "DIR", value_parser = absolute)]
     pub dev_root: Option<PathBuf>,
-    /// The host's /proc
+    /// Where this process sees the host's root: in a pod the directory at which it, or the driver
+    /// root and the device nodes of it, are mounted
+    #[arg(long, env = "HOST_PREFIX", value_name = "DIR", default_value = "/", value_parser = absolute)]
+    pub host_prefix: PathBuf,
+    /// The host's /proc as this process sees it
     #[arg(long, env = "PROC_ROOT", value_name = "DIR", default_value = "/proc", value_parser = absolute)]
     pub proc_root: PathBuf,
-    /// The host's /sys
+    /// The host's /sys as this process sees it
     #[arg(long, env = "SYS_ROOT", value_name = "DIR", default_value = "/sys", value_parser = absolute)]
     pub sys_root: PathBuf,
     /// Records, GPU numbers and locks; must be on disk [default: state/ in the plugin directory]
@@ -153,17 +157,23 @@ pub enum Http {
 impl HostArgs {
     /// The paths, with defaults that depend on other paths filled in.
     pub fn paths(&self) -> HostPaths {
-        let own_nodes = self.driver_root.join("dev/nvidiactl").exists();
-        let dev_root = if own_nodes { self.driver_root.clone() } else { PathBuf::from("/") };
         let mut paths = HostPaths {
             kubelet_root: self.kubelet_root.clone(),
             cdi_dir: self.cdi_dir.clone(),
             driver_root: self.driver_root.clone(),
-            dev_root: self.dev_root.clone().unwrap_or(dev_root),
+            dev_root: PathBuf::from("/"),
+            // What the kernel calls an open file is compared with it.
+            host_prefix: self.host_prefix.canonicalize().unwrap_or_else(|_| self.host_prefix.clone()),
             proc_root: self.proc_root.clone(),
             sys_root: self.sys_root.clone(),
             state_dir: PathBuf::new(),
             run_dir: self.run_dir.clone(),
+        };
+        let own_nodes = paths.seen(&paths.driver_root.join("dev/nvidiactl")).exists();
+        paths.dev_root = match &self.dev_root {
+            Some(dir) => dir.clone(),
+            None if own_nodes => paths.driver_root.clone(),
+            None => paths.dev_root,
         };
         paths.state_dir = self.state_dir.clone().unwrap_or_else(|| paths.plugin_dir().join("state"));
         paths

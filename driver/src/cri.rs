@@ -25,9 +25,9 @@ pub enum CdiOff {
     OtherDirs { config: String, cdi_dir: String, dirs: String },
 }
 
-/// Reads the runtime's configuration, if there is one.
-pub fn check(config: &Path, cdi_dir: &Path) -> Option<CdiOff> {
-    judge(&std::fs::read_to_string(config).ok()?, &config.to_string_lossy(), cdi_dir)
+/// Reads the runtime's configuration, if there is one, where it is seen.
+pub fn check(config: &Path, seen: &Path, cdi_dir: &Path) -> Option<CdiOff> {
+    judge(&std::fs::read_to_string(seen).ok()?, &config.to_string_lossy(), cdi_dir)
 }
 
 fn judge(text: &str, config: &str, cdi_dir: &Path) -> Option<CdiOff> {

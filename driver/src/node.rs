@@ -229,7 +229,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     let pool = PoolName::from(args.cluster.node_name.as_str());
     tracing::info!(version = env!("CARGO_PKG_VERSION"), node = %pool, ?paths, "divvy-node starts");
     for config in &args.host.runtime_config {
-        if let Some(off) = cri::check(config, &paths.cdi_dir) {
+        if let Some(off) = cri::check(config, &paths.seen(config), &paths.cdi_dir) {
             tracing::warn!("{off}");
         }
     }

@@ -230,17 +230,7 @@ mod tests {
     const UID: &str = "0d5b1f0e-6c1b-4a39-9a55-3f6a0d6c2b11";
 
     fn paths(root: &str) -> HostPaths {
-        let any = PathBuf::from("/");
-        HostPaths {
-            kubelet_root: PathBuf::from(root),
-            cdi_dir: any.clone(),
-            driver_root: any.clone(),
-            dev_root: any.clone(),
-            proc_root: any.clone(),
-            sys_root: any.clone(),
-            state_dir: any.clone(),
-            run_dir: any,
-        }
+        HostPaths { kubelet_root: PathBuf::from(root), ..HostPaths::below(Path::new("/")) }
     }
 
     fn check(root: &str, uid: Option<&str>, service: &str, registration: &str) {

@@ -7,7 +7,8 @@
 //! root: an absolute link in a driver image means a file of that image.
 
 use super::elf::{self, Object};
-use rustix::fs::{Mode, OFlags, ResolveFlags};
+use crate::paths::{HostPaths, open_inside};
+use rustix::fs::OFlags;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
@@ -151,10 +152,12 @@ fn is_version(word: &str) -> bool {
 }
 
 impl DriverFiles {
-    /// Finds them.
-    pub fn find(root: &Path, stamp: &Stamp) -> Result<Self, FilesError> {
-        let opened = File::open(root).map_err(|cause| FilesError::Read { path: root.to_owned(), cause })?;
-        let root = Root { path: root, opened };
+    /// Finds them below the driver root.
+    pub fn find(paths: &HostPaths, stamp: &Stamp) -> Result<Self, FilesError> {
+        let seen = paths.seen(&paths.driver_root);
+        let opened =
+            File::open(&seen).map_err(|cause| FilesError::Read { path: paths.driver_root.clone(), cause })?;
+        let root = Root { paths, seen, opened };
         let names = root.list()?;
         let version = version(&root, &names, stamp.kernel.as_deref())?;
         let suffix = format!(".so.{version}");
@@ -168,7 +171,7 @@ impl DriverFiles {
             match elf::inspect(&file) {
                 Ok(Object::Library { soname }) => found.libraries.push(Library { file: shared, soname }),
                 Ok(Object::Other) => {}
-                Err(cause) => return Err(FilesError::Read { path: root.path.join(path), cause }),
+                Err(cause) => return Err(FilesError::Read { path: shared.host, cause }),
             }
         }
         found.links = root.links(&names, &found.libraries);
@@ -197,13 +200,13 @@ fn version(
         .map(|version| (version.split('.').filter_map(|part| part.parse().ok()).collect(), version))
         .collect();
     let Some((_, newest)) = versions.last() else {
-        return Err(FilesError::NoDriver { root: root.path.to_owned() });
+        return Err(FilesError::NoDriver { root: root.paths.driver_root.clone() });
     };
     match kernel {
         None => Ok((*newest).to_owned()),
         Some(kernel) if versions.iter().any(|(_, version)| *version == kernel) => Ok(kernel.to_owned()),
         Some(kernel) => Err(FilesError::Version {
-            root: root.path.to_owned(),
+            root: root.paths.driver_root.clone(),
             kernel: kernel.to_owned(),
             found: (*newest).to_owned(),
         }),
@@ -212,7 +215,9 @@ fn version(
 
 /// The driver root, out of which no link leads.
 struct Root<'a> {
-    path: &'a Path,
+    paths: &'a HostPaths,
+    /// Where this process sees it.
+    seen: PathBuf,
     opened: File,
 }
 
@@ -221,11 +226,11 @@ impl Root<'_> {
     fn list(&self) -> Result<BTreeMap<String, String>, FilesError> {
         let mut names = BTreeMap::new();
         for dir in LIBRARY_DIRS {
-            let entries = match std::fs::read_dir(self.path.join(dir)) {
+            let entries = match std::fs::read_dir(self.seen.join(dir)) {
                 Err(cause) if cause.kind() == io::ErrorKind::NotFound => continue,
                 entries => entries,
             };
-            let read = |cause| FilesError::Read { path: self.path.join(dir), cause };
+            let read = |cause| FilesError::Read { path: self.paths.driver_root.join(dir), cause };
             for entry in entries.map_err(read)? {
                 // A name that is not text is none of the GPU driver's.
                 if let Ok(name) = entry.map_err(read)?.file_name().into_string() {
@@ -239,15 +244,12 @@ impl Root<'_> {
     /// Opens a regular file, every link resolved inside the root.
     fn open(&self, path: &Path) -> Option<(File, Shared)> {
         // Without O_NONBLOCK a FIFO would block; a device is not opened for long.
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-        let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
-        let file = File::from(rustix::fs::openat2(&self.opened, path, flags, Mode::empty(), resolve).ok()?);
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let (file, real) = open_inside(&self.opened, path, flags).ok()?;
         if !file.metadata().ok()?.is_file() {
             return None;
         }
-        let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
-        let host = std::fs::read_link(format!("/proc/self/fd/{fd}")).ok()?;
-        Some((file, Shared { host, container: Path::new("/").join(path) }))
+        Some((file, Shared { host: self.paths.on_host(&real), container: Path::new("/").join(path) }))
     }
 
     /// Links beside the libraries that lead to one of them, `libcuda.so` always among them.
@@ -263,7 +265,7 @@ impl Root<'_> {
                 continue;
             }
             let path = Path::new(dir).join(name);
-            let Ok(target) = std::fs::read_link(self.path.join(&path)) else { continue };
+            let Ok(target) = std::fs::read_link(self.seen.join(&path)) else { continue };
             if let Some(target) = target.to_str().filter(|target| targets.contains(*target)) {
                 links.insert(Link { path: Path::new("/").join(path), target: target.to_owned() });
             }
@@ -341,7 +343,8 @@ pub(super) mod tests {
     }
 
     fn find(dir: &Path) -> Result<DriverFiles, FilesError> {
-        DriverFiles::find(dir, &Stamp::take(dir, &dir.join("proc")))
+        let paths = HostPaths { driver_root: dir.to_owned(), ..HostPaths::below(dir) };
+        DriverFiles::find(&paths, &Stamp::take(dir, &paths.proc_root))
     }
 
     #[test]
@@ -388,6 +391,29 @@ pub(super) mod tests {
         let root = dir.path().canonicalize().unwrap();
         let smi = Shared { host: root.join("opt/nvidia/smi"), container: "/usr/bin/nvidia-smi".into() };
         assert_eq!(found.others, [smi], "an absolute link is one of the driver root");
+    }
+
+    #[test]
+    fn a_driver_root_seen_below_a_prefix_is_told_as_the_hosts() {
+        let dir = root(&[
+            ("usr/lib64/libnvidia-ml.so.580.1", &library("libnvidia-ml.so.1")),
+            ("usr/bin/nvidia-smi", b"->/opt/nvidia/smi"),
+            ("opt/nvidia/smi", b"#!"),
+        ]);
+        let prefix = dir.path().canonicalize().unwrap();
+        let paths = |driver_root: &str| HostPaths {
+            driver_root: driver_root.into(),
+            host_prefix: prefix.clone(),
+            ..HostPaths::below(dir.path())
+        };
+        let take = |paths: &HostPaths| Stamp::take(&paths.seen(&paths.driver_root), &paths.proc_root);
+        let whole = paths("/");
+        let found = DriverFiles::find(&whole, &take(&whole)).unwrap();
+        assert_eq!(found.libraries[0].file.host, Path::new("/usr/lib64/libnvidia-ml.so.580.1"));
+        assert_eq!(found.others[0].host, Path::new("/opt/nvidia/smi"), "a link stays below the prefix");
+        let absent = paths("/run/nvidia/driver");
+        let text = DriverFiles::find(&absent, &take(&absent)).unwrap_err().to_string();
+        assert!(text.starts_with("/run/nvidia/driver "), "{text}");
     }
 
     #[test]

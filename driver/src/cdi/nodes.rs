@@ -227,13 +227,13 @@ fn read(path: &Path) -> Result<String, NodesError> {
 
 fn present(paths: &HostPaths, node: &str) -> Result<(), NodesError> {
     let path = paths.dev(node);
-    if path.exists() { Ok(()) } else { Err(NodesError::Node { path }) }
+    if paths.seen(&path).exists() { Ok(()) } else { Err(NodesError::Node { path }) }
 }
 
 /// Asks the GPU driver's own helper for what is missing.
 fn modprobe(paths: &HostPaths, missing: NodesError, args: &[&str]) -> Result<(), NodesError> {
     let program = paths.driver_root.join("usr/bin/nvidia-modprobe");
-    run(&program, args, MODPROBE_DEADLINE).map_err(|said| NodesError::Modprobe {
+    run(&paths.seen(&program), args, MODPROBE_DEADLINE).map_err(|said| NodesError::Modprobe {
         missing: Box::new(missing),
         program,
         said,

@@ -4,12 +4,15 @@
 use super::document::{Device, DeviceNode, Document, Edits, Hook, Mount};
 use super::files::{DriverFiles, Shared as SharedFile, Stamp};
 use super::nodes::{CommonNodes, Majors};
-use super::{Cdi, CdiError, ClaimDevice, ReadinessError, hook};
-use divvy_api::{ClaimUid, DeviceName};
+use super::{Cdi, CdiError, ClaimDevice, MpsClient, ReadinessError, hook};
+use divvy_api::{ClaimUid, DeviceName, ShareId};
+use divvy_api::mps::CONTAINER_PIPE;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 
 const MOUNT_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
+/// Where clients of one MPS daemon write.
+const SHARED_OPTIONS: &[&str] = &["rw", "nosuid", "nodev", "noexec", "rbind", "rprivate"];
 /// Seconds for the runtime; the hook gives up earlier by itself.
 const HOOK_TIMEOUT: u32 = 15;
 
@@ -40,8 +43,8 @@ impl Cdi {
         if let Some(common) = cached.as_ref().filter(|common| common.holds(&paths.proc_root, &nodes)) {
             return Ok((common.edits.clone(), majors));
         }
-        let stamp = Stamp::take(&paths.driver_root, &paths.proc_root);
-        let files = DriverFiles::find(&paths.driver_root, &stamp)?;
+        let stamp = Stamp::take(&paths.seen(&paths.driver_root), &paths.proc_root);
+        let files = DriverFiles::find(paths, &stamp)?;
         let hook = hook::install(&self.shared.hook, &paths.plugin_dir())?;
         let edits = Arc::new(edits(&files, &nodes, hook.as_deref()));
         *cached = Some(Common { stamp, nodes, hook, edits: edits.clone() });
@@ -90,12 +93,13 @@ impl Cdi {
         common: &Edits,
     ) -> Result<Vec<u8>, CdiError> {
         let mut rendered: Vec<Device> = Vec::with_capacity(devices.len());
-        for (ClaimDevice { device, .. }, nodes) in devices.iter().zip(nodes) {
-            let name = device_name(claim, device);
+        for (ClaimDevice { device, share, mps, .. }, nodes) in devices.iter().zip(nodes) {
+            let name = device_name(claim, device, share.as_ref());
             // One device twice, once with adminAccess: one entry with all the nodes.
             match rendered.iter_mut().find(|have| have.name == name) {
                 None => {
-                    let container_edits = Edits { device_nodes: nodes, ..Edits::default() };
+                    let edits = mps.as_ref().map(client_edits).unwrap_or_default();
+                    let container_edits = Edits { device_nodes: nodes, ..edits };
                     rendered.push(Device { name, container_edits });
                 }
                 Some(have) => {
@@ -114,8 +118,30 @@ impl Cdi {
 }
 
 /// What stands behind the `=` of a CDI id.
-pub(super) fn device_name(claim: &ClaimUid, device: &DeviceName) -> String {
-    format!("{claim}-{device}")
+pub(super) fn device_name(claim: &ClaimUid, device: &DeviceName, share: Option<&ShareId>) -> String {
+    match share {
+        None => format!("{claim}-{device}"),
+        Some(share) => format!("{claim}-{device}-{share}"),
+    }
+}
+
+/// The variables that libcuda reads and the directories that it shares with its
+/// server. In a container the device is ordinal 0.
+fn client_edits(client: &MpsClient) -> Edits {
+    let mut env = vec![format!("CUDA_MPS_PIPE_DIRECTORY={CONTAINER_PIPE}")];
+    if let Some(threads) = client.limits.threads {
+        env.push(format!("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={threads}"));
+    }
+    if let Some(memory) = client.limits.memory_mib {
+        env.push(format!("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0={memory}M"));
+    }
+    let mount = |host: &str, container: &str| Mount {
+        host_path: text(&client.dir.join(host)),
+        container_path: container.to_owned(),
+        options: SHARED_OPTIONS,
+    };
+    let mounts = vec![mount("pipe", CONTAINER_PIPE), mount("shm", "/dev/shm")];
+    Edits { env, mounts, ..Edits::default() }
 }
 
 fn edits(files: &DriverFiles, nodes: &CommonNodes, hook: Option<&Path>) -> Edits {

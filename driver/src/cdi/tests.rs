@@ -20,16 +20,7 @@ impl World {
     fn with(hook: impl FnOnce(&Path) -> HookMode) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().canonicalize().unwrap();
-        let paths = HostPaths {
-            kubelet_root: root.join("kubelet"),
-            cdi_dir: root.join("cdi"),
-            driver_root: root.join("driver"),
-            dev_root: root.join("driver"),
-            proc_root: root.join("proc"),
-            sys_root: root.join("sys"),
-            state_dir: root.join("state"),
-            run_dir: root.join("run"),
-        };
+        let paths = HostPaths::below(&root);
         fs::create_dir_all(&paths.cdi_dir).unwrap();
         let world = Self { cdi: Cdi::new(&paths, hook(&root)), dir };
         world.file("driver/usr/lib64/libcuda.so.580.1", &files::tests::library("libcuda.so.1"));

@@ -1,5 +1,8 @@
 //! The NVML library of a driver root, and whether it is still the same file.
 
+use crate::paths::open_inside;
+use rustix::fs::OFlags;
+use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -23,11 +26,14 @@ pub(super) struct LibraryFile {
     identity: (u64, u64, u64, i64, i64),
 }
 
-/// The library, if the GPU driver is installed.
+/// The library, if the GPU driver is installed. Links are resolved inside the
+/// driver root, which in a pod is not where they were made.
 pub(super) fn find(driver_root: &Path) -> Option<LibraryFile> {
+    let root = File::open(driver_root).ok()?;
     DIRECTORIES.iter().find_map(|dir| {
-        let path = driver_root.join(dir).join("libnvidia-ml.so.1").canonicalize().ok()?;
-        let meta = std::fs::metadata(&path).ok().filter(|meta| meta.is_file())?;
+        let link = Path::new(dir).join("libnvidia-ml.so.1");
+        let (file, path) = open_inside(&root, &link, OFlags::PATH).ok()?;
+        let meta = file.metadata().ok().filter(|meta| meta.is_file())?;
         let identity = (meta.dev(), meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec());
         Some(LibraryFile { path, identity })
     })

@@ -24,6 +24,7 @@ use tokio::task::JoinHandle;
 /// How the GPUs are found and watched.
 #[derive(Clone, Debug)]
 pub struct GpusOptions {
+    /// As this process sees it.
     pub driver_root: PathBuf,
     pub sys_root: PathBuf,
     pub state_dir: PathBuf,
@@ -38,7 +39,7 @@ impl GpusOptions {
     /// The defaults for these paths.
     pub fn new(paths: &HostPaths) -> Self {
         Self {
-            driver_root: paths.driver_root.clone(),
+            driver_root: paths.seen(&paths.driver_root),
             sys_root: paths.sys_root.clone(),
             state_dir: paths.state_dir.clone(),
             limits: Limits::default(),
@@ -70,6 +71,11 @@ pub enum Unavailable {
     Missing { gpu: GpuUuid },
     #[error("{gpu} is not a GPU of this node")]
     Unknown { gpu: GpuUuid },
+}
+
+/// Where the GPU driver's libraries lie, as this process sees them.
+pub(crate) fn library_dir(driver_root: &std::path::Path) -> Option<PathBuf> {
+    Some(library::find(driver_root)?.path.parent()?.to_owned())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -43,6 +43,7 @@ impl World {
             cdi_dir: dir.path().join("cdi"),
             driver_root: sim.root().to_owned(),
             dev_root: sim.root().to_owned(),
+            host_prefix: "/".into(),
             proc_root: sim.root().join("proc"),
             sys_root: sim.root().join("sys"),
             state_dir: dir.path().join("state"),

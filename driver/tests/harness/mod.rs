@@ -69,7 +69,7 @@ impl World {
         self.path("k/plugins/gpu.divvy.dev/state")
     }
 
-    /// The daemon with the flags every test has, and these.
+    /// The daemon with the flags every test has, and these, which go before.
     pub(crate) fn command(&self, flags: &[&str]) -> Command {
         let root = self.sim.root();
         let mut command = Command::new(env!("CARGO_BIN_EXE_divvy-node"));
@@ -85,7 +85,9 @@ impl World {
             command.args(["--http-address", "off"]);
         }
         let mut path = |flag: &str, path: &Path| {
-            command.arg(flag).arg(path);
+            if !flags.contains(&flag) {
+                command.arg(flag).arg(path);
+            }
         };
         path("--kubeconfig", &self.kubeconfig);
         path("--kubelet-root", &self.path("k"));

@@ -148,3 +148,20 @@ async fn a_killed_driver_knows_its_claims_after_the_restart() {
     until("its CDI file is there again", || world.traces().len() == 2).await;
     assert_eq!(world.prepare_until_ok(&claim).await, devices);
 }
+
+/// As in a pod: the GPU driver's root is seen elsewhere than the runtime finds it.
+#[tokio::test]
+async fn what_is_seen_below_a_prefix_is_told_to_the_runtime_as_the_hosts() {
+    let world = World::up(H100).await;
+    let prefix = world.sim.root().parent().unwrap().to_str().unwrap().to_owned();
+    let root = format!("/{}", world.sim.root().file_name().unwrap().to_str().unwrap());
+    let flags = ["--host-prefix", &prefix, "--driver-root", &root, "--dev-root", &root];
+    let _daemon = world.start(&flags).await;
+    world.prepare(&world.claim("a", &[SLICE])).await.unwrap();
+    let file = world.cdi_dir().join("gpu.divvy.dev-claim_a.json");
+    let file: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let mounts = file["containerEdits"]["mounts"].as_array().unwrap();
+    let outside: Vec<_> =
+        mounts.iter().filter(|it| !it["hostPath"].as_str().unwrap().starts_with(&root)).collect();
+    assert!(!mounts.is_empty() && outside.is_empty(), "{outside:?}");
+}
