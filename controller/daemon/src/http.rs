@@ -1,0 +1,176 @@
+//! `/metrics`, `/livez` and `/readyz`.
+//!
+//! Each condition of readiness has a name and, while it is not met, a sentence;
+//! `/readyz` prints them all. Alive means only that the program still answers:
+//! what hangs elsewhere is not cured by a restart.
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use axum::routing::get;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+/// What must be true before a program can do its work.
+pub trait Condition: Copy + Ord + Send + 'static {
+    /// In the order in which they are told.
+    const ALL: &'static [Self];
+    fn name(self) -> &'static str;
+}
+
+/// All conditions; none is met at first. A clone is the same.
+#[derive(Debug)]
+pub struct Readiness<C> {
+    unmet: Arc<Mutex<BTreeMap<C, String>>>,
+}
+
+impl<C> Clone for Readiness<C> {
+    fn clone(&self) -> Self {
+        Self { unmet: self.unmet.clone() }
+    }
+}
+
+impl<C: Condition> Default for Readiness<C> {
+    fn default() -> Self {
+        let unmet = C::ALL.iter().map(|condition| (*condition, "not yet".to_owned())).collect();
+        Self { unmet: Arc::new(Mutex::new(unmet)) }
+    }
+}
+
+impl<C: Condition> Readiness<C> {
+    /// Notes a condition as met or as not met; a change is one log line.
+    pub fn set(&self, condition: C, state: Result<(), String>) {
+        let mut unmet = self.lock();
+        match state {
+            Ok(()) => {
+                if unmet.remove(&condition).is_some() {
+                    tracing::info!(condition = condition.name(), "ready");
+                }
+            }
+            Err(why) => {
+                // Reasons may come and go with each attempt; the change of state is the news.
+                match unmet.insert(condition, why.clone()) {
+                    None => tracing::warn!(condition = condition.name(), why, "not ready"),
+                    Some(before) if before != why => {
+                        tracing::debug!(condition = condition.name(), why, "still not ready");
+                    }
+                    Some(_) => {}
+                }
+            }
+        }
+    }
+
+    /// Whether all conditions are met.
+    pub fn is_ready(&self) -> bool {
+        self.lock().is_empty()
+    }
+
+    fn report(&self) -> String {
+        let unmet = self.lock();
+        let mut out = String::new();
+        for condition in C::ALL {
+            let name = condition.name();
+            // Writing to a string cannot fail.
+            let _ = match unmet.get(condition) {
+                None => writeln!(out, "[+]{name} ok"),
+                Some(why) => writeln!(out, "[-]{name} failed: {why}"),
+            };
+        }
+        out
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<C, String>> {
+        self.unmet.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Why nothing is served.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot listen on {address}; choose another with {flag}")]
+pub struct HttpError {
+    address: SocketAddr,
+    flag: &'static str,
+    #[source]
+    cause: std::io::Error,
+}
+
+/// Binds now, so that a taken port is an error of the start that names the flag.
+pub async fn bind(address: SocketAddr, flag: &'static str) -> Result<TcpListener, HttpError> {
+    TcpListener::bind(address).await.map_err(|cause| HttpError { address, flag, cause })
+}
+
+/// Writes the scrape's text; told whether the program is ready.
+pub type Render = Arc<dyn Fn(bool) -> Result<String, std::fmt::Error> + Send + Sync>;
+
+/// Serves until `stop`.
+pub async fn serve<C: Condition>(
+    listener: TcpListener,
+    render: Render,
+    readiness: Readiness<C>,
+    stop: CancellationToken,
+) -> std::io::Result<()> {
+    let router = Router::new()
+        .route("/metrics", get(scrape::<C>))
+        .route("/livez", get(async || "ok\n"))
+        .route("/readyz", get(ready::<C>))
+        .with_state((render, readiness));
+    axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned()).await
+}
+
+async fn scrape<C: Condition>(
+    State((render, readiness)): State<(Render, Readiness<C>)>,
+) -> impl IntoResponse {
+    const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    match render(readiness.is_ready()) {
+        Ok(text) => (StatusCode::OK, [(header::CONTENT_TYPE, OPENMETRICS)], text),
+        Err(err) => (
+            StatusCode::INTERNAL_SERVER_ERROR,
+            [(header::CONTENT_TYPE, "text/plain")],
+            format!("metrics cannot be written: {err}\n"),
+        ),
+    }
+}
+
+async fn ready<C: Condition>(State((_, readiness)): State<(Render, Readiness<C>)>) -> impl IntoResponse {
+    let code = if readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (code, readiness.report())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    enum Part {
+        One,
+        Two,
+    }
+
+    impl Condition for Part {
+        const ALL: &'static [Self] = &[Self::One, Self::Two];
+        fn name(self) -> &'static str {
+            match self {
+                Self::One => "one",
+                Self::Two => "two",
+            }
+        }
+    }
+
+    #[test]
+    fn a_program_is_ready_when_every_condition_is_met_and_says_what_is_not() {
+        let readiness = Readiness::default();
+        for part in Part::ALL {
+            assert!(!readiness.is_ready());
+            readiness.set(*part, Ok(()));
+        }
+        assert!(readiness.is_ready());
+        readiness.set(Part::Two, Err("no directory".to_owned()));
+        assert!(!readiness.is_ready());
+        assert_eq!(readiness.report(), "[+]one ok\n[-]two failed: no directory\n");
+    }
+}
