@@ -15,6 +15,8 @@
 //! | `TimeSlicing` on a MIG instance | refused | taken, does nothing |
 //! | `defaultActiveThreadPercentage: 0` | refused: it would leave no multiprocessor | taken |
 //! | a memory limit below 1Mi | refused | refused in prepare only |
+//! | `defaultPerDevicePinnedMemoryLimit` by index | 0 only, a request with MPS has one device | any device of the claim |
+//! | the same by the UUID of a MIG instance | refused, it is not known before | taken |
 //!
 //! A `serde_json::Value` has already lost duplicate keys, so
 //! [`DeviceConfig::parse`] works on the text and is what the driver uses;
@@ -66,9 +68,9 @@ pub enum ConfigError {
     )]
     TimeSlicingOnMig,
     #[error(
-        "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected the UUID of a device or its index in the request, such as 0"
+        "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected 0, since a request has one device where it has an MPS control daemon{}", if *mig { "; the UUID of a MIG instance is not known before it is made" } else { ", or the UUID of a GPU" }
     )]
-    DeviceKey { key: String },
+    DeviceKey { key: String, mig: bool },
 }
 
 /// A configuration that names a request whose device is of another kind.
@@ -163,7 +165,7 @@ impl DeviceConfig {
             (false, true) => Self::GpuConfig { sharing: None },
             (false, false) => Self::GpuConfig { sharing: Some(gpu_sharing(sharing)?) },
             (true, true) => Self::MigDeviceConfig { sharing: None },
-            (true, false) => Self::MigDeviceConfig { sharing: Some(mps(&sharing["mpsConfig"])?) },
+            (true, false) => Self::MigDeviceConfig { sharing: Some(mps(&sharing["mpsConfig"], true)?) },
         })
     }
 }
@@ -186,22 +188,22 @@ fn gpu_sharing(sharing: &Value) -> Result<Sharing, ConfigError> {
     };
     if sharing["strategy"] == MPS {
         other("timeSlicingConfig", MPS)?;
-        return mps(&sharing["mpsConfig"]).map(Sharing::Mps);
+        return mps(&sharing["mpsConfig"], false).map(Sharing::Mps);
     }
     other("mpsConfig", TIME_SLICING)?;
     let interval = sharing["timeSlicingConfig"]["interval"].as_str();
     Ok(Sharing::TimeSlicing(interval.and_then(Interval::from_name).unwrap_or_default()))
 }
 
-fn mps(config: &Value) -> Result<MpsSettings, ConfigError> {
+fn mps(config: &Value, mig: bool) -> Result<MpsSettings, ConfigError> {
     let mut per_device = BTreeMap::new();
     for (key, limit) in config["defaultPerDevicePinnedMemoryLimit"].as_object().into_iter().flatten() {
         let limit: Option<Quantity> = schema::memory(limit);
-        match (is_device_key(key), limit) {
+        match (is_device_key(key, mig), limit) {
             (true, Some(limit)) => per_device.insert(key.clone(), limit),
             // A null takes the entry away.
             (true, None) => continue,
-            (false, _) => return Err(ConfigError::DeviceKey { key: key.clone() }),
+            (false, _) => return Err(ConfigError::DeviceKey { key: key.clone(), mig }),
         };
     }
     let percentage = config["defaultActiveThreadPercentage"].as_u64();
@@ -213,15 +215,11 @@ fn mps(config: &Value) -> Result<MpsSettings, ConfigError> {
     })
 }
 
-/// A UUID as NVML writes it, or an index as `Display` does. A claim has at most
-/// 32 devices.
-fn is_device_key(key: &str) -> bool {
-    let uuid = ["GPU-", "MIG-"].iter().any(|prefix| {
-        key.strip_prefix(prefix).is_some_and(|rest| {
-            !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_alphanumeric() || b"-/".contains(&b))
-        })
-    });
-    uuid || key.parse().is_ok_and(|index: u32| index < 32 && index.to_string() == key)
+/// The index of a request's only device, or a GPU's UUID as NVML writes it. Which
+/// GPU a claim gets is the scheduler's business: a limit for another one rests.
+fn is_device_key(key: &str, mig: bool) -> bool {
+    let uuid = |rest: &str| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+    key == "0" || (!mig && key.strip_prefix("GPU-").is_some_and(uuid))
 }
 
 const TIME_SLICING: &str = "TimeSlicing";
@@ -356,7 +354,7 @@ static MPS_CONFIG: Object = Object {
             shape: Shape::Map(&Shape::Memory),
             required: false,
             absent: "the limit above on each device",
-            about: "The same for single devices. The key is a device's UUID, or its index among the request's devices in the order of their UUIDs.",
+            about: "The same for one device: the key is 0, or for a whole GPU its UUID. A limit for a GPU that the claim did not get rests.",
         },
         Field {
             name: "multiUser",
@@ -436,13 +434,11 @@ mod tests {
         let limit = |text: &str| -> Quantity { text.parse().expect("a quantity") };
         check_mps(
             r#"{"defaultActiveThreadPercentage":50,"defaultPinnedDeviceMemoryLimit":"10Gi","multiUser":false,
-                "defaultPerDevicePinnedMemoryLimit":{"0":"4Gi","GPU-8d6b-1":1048576,"31":null}}"#,
+                "defaultPerDevicePinnedMemoryLimit":{"0":1048576}}"#,
             Ok(MpsSettings {
                 active_thread_percentage: Some(50),
                 pinned_memory: Some(limit("10Gi")),
-                pinned_memory_per_device: [("0", "4Gi"), ("GPU-8d6b-1", "1Mi")]
-                    .map(|(key, value)| (key.to_owned(), limit(value)))
-                    .into(),
+                pinned_memory_per_device: [("0".to_owned(), limit("1Mi"))].into(),
                 multi_user: Some(false),
             }),
         );
@@ -469,15 +465,26 @@ mod tests {
             );
             check_mps(&format!(r#"{{"defaultPinnedDeviceMemoryLimit":{bad}}}"#), Err(&refused));
         }
-        for key in ["", "00", "-1", "32", "gpu-0", "GPU-", "GPU-a b"] {
+        let keyed = |key: &str| {
+            format!(
+                r#"{{"strategy":"MPS","mpsConfig":{{"defaultPerDevicePinnedMemoryLimit":{{{key:?}:"1Gi"}}}}}}"#
+            )
+        };
+        for key in ["", "00", "-1", "1", "gpu-0", "GPU-", "GPU-a b", "MIG-1"] {
             let refused = format!(
-                "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected the UUID of a device or its index in the request, such as 0"
+                "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected 0, since a request has one device where it has an MPS control daemon, or the UUID of a GPU"
             );
-            check_mps(
-                &format!(r#"{{"defaultPerDevicePinnedMemoryLimit":{{{key:?}:"1Gi"}}}}"#),
-                Err(&refused),
-            );
+            check_gpu(&keyed(key), Err(&refused));
         }
+        let refused = r#"field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key "GPU-1", expected 0, since a request has one device where it has an MPS control daemon; the UUID of a MIG instance is not known before it is made"#;
+        check_mig(&keyed("GPU-1"), Err(refused));
+        assert!(
+            DeviceConfig::from_value(&serde_json::json!({
+                "apiVersion": CONFIG_API_VERSION, "kind": "GpuConfig",
+                "sharing": serde_json::from_str::<Value>(&keyed("GPU-8d6b-1")).expect("JSON"),
+            }))
+            .is_ok()
+        );
         check_gpu(
             r#"{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"long"}}"#,
             Err(

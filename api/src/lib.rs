@@ -5,6 +5,7 @@
 //! Kubernetes come in as `k8s-openapi` types and leave as ours: after
 //! [`claim::AllocatedClaim`] is made there is no `Option` left to check.
 
+pub mod check;
 pub mod claim;
 pub mod config;
 pub mod mps;

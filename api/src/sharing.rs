@@ -97,8 +97,8 @@ pub struct MpsSettings {
     pub active_thread_percentage: Option<u32>,
     /// Device memory per client process, at least 1Mi; none leaves all.
     pub pinned_memory: Option<Quantity>,
-    /// The same for single devices of the request: key is a GPU or MIG UUID, or
-    /// an index (0 to 31) into the UUIDs of the request's devices in order.
+    /// The same for one device: the key is 0, a request's only device, or on a
+    /// whole GPU a GPU's UUID. One for a GPU that the claim did not get rests.
     pub pinned_memory_per_device: BTreeMap<String, Quantity>,
     /// Clients of different users at once; none means where the GPU driver can.
     pub multi_user: Option<bool>,

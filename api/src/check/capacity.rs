@@ -1,0 +1,108 @@
+//! What a request may ask of a device's capacities. The scheduler never finds a
+//! device for an amount that none has, and never says so: the pod just waits.
+
+use super::Finding;
+use crate::names::DRIVER;
+use crate::quantity::Quantity;
+use crate::sharing::Mode;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What devices say of themselves, whatever their mode.
+const FACTS: [&str; 7] =
+    ["memory", "multiprocessors", "copyEngines", "decoders", "encoders", "jpegEngines", "ofaEngines"];
+
+/// A capacity that a shared device deals out.
+struct Dealt {
+    mode: Mode,
+    name: &'static str,
+    /// In nano, as quantities count.
+    unit: i128,
+    /// In units; what a node offers may be less.
+    most: u64,
+    expected: &'static str,
+}
+
+const ONE: i128 = 1_000_000_000;
+
+/// The most clients are those of the newest MPS servers.
+const DEALT: [Dealt; 4] = [
+    Dealt {
+        mode: Mode::Timeslice,
+        name: "slots",
+        unit: ONE,
+        most: u64::MAX,
+        expected: "a whole number from 1",
+    },
+    Dealt {
+        mode: Mode::Mps,
+        name: "threads",
+        unit: ONE,
+        most: 100,
+        expected: "per cent of the multiprocessors, a whole number from 1 to 100",
+    },
+    Dealt { mode: Mode::Mps, name: "clients", unit: ONE, most: 60, expected: "a whole number from 1 to 60" },
+    Dealt { mode: Mode::Mps, name: "memory", unit: ONE << 20, most: u64::MAX, expected: "at least 1Mi" },
+];
+
+/// Checks the amounts that a request for devices of these modes asks for.
+pub(super) fn check(
+    amounts: &BTreeMap<String, WireQuantity>,
+    modes: &BTreeSet<Mode>,
+    path: &str,
+) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for (written, amount) in amounts {
+        let path = format!("{path}.capacity.requests[{written}]");
+        let name = match written.split_once('/') {
+            Some((DRIVER, name)) => name,
+            Some(_) => continue,
+            None => written,
+        };
+        let amount = match Quantity::try_from(amount) {
+            Ok(amount) => amount,
+            Err(cause) => {
+                findings.push(Finding::error(path, cause));
+                continue;
+            }
+        };
+        let refusals: Vec<_> = modes.iter().filter_map(|mode| refusal(name, amount, *mode).err()).collect();
+        // One kind of device that can give it is enough.
+        if let (true, Some(refusal)) = (refusals.len() == modes.len(), refusals.into_iter().next()) {
+            findings.push(Finding::error(path, refusal));
+        }
+    }
+    findings
+}
+
+/// Why no device of the mode has so much of it.
+fn refusal(name: &str, amount: Quantity, mode: Mode) -> Result<(), String> {
+    let dealt = || DEALT.iter().filter(|dealt| dealt.mode == mode);
+    if let Some(dealt) = dealt().find(|dealt| dealt.name == name) {
+        let units = u64::try_from(amount.as_nano() / dealt.unit).unwrap_or(0);
+        // Memory is rounded up to the step by the scheduler.
+        let whole = name == "memory" || amount.is_whole();
+        let fits = (1..=dealt.most).contains(&units) && whole;
+        return if fits { Ok(()) } else { Err(format!("{name} is {amount}, expected {}", dealt.expected)) };
+    }
+    let device = match mode {
+        Mode::Whole => "whole GPU",
+        Mode::Mig => "MIG instance",
+        Mode::Timeslice => "time-slice",
+        Mode::Mps => "share of MPS",
+    };
+    match (FACTS.contains(&name), mode) {
+        (true, Mode::Whole | Mode::Mig) => Ok(()),
+        (true, _) if amount <= Quantity::ZERO => Ok(()),
+        (true, _) => {
+            Err(format!("a {device} promises no {name}; select on it instead, or ask for a MIG instance"))
+        }
+        (false, _) => {
+            let has: Vec<_> = match mode {
+                Mode::Whole | Mode::Mig => FACTS.to_vec(),
+                _ => dealt().map(|dealt| dealt.name).collect(),
+            };
+            Err(format!("a {device} has no capacity {name}; ask for {}", has.join(", ")))
+        }
+    }
+}
