@@ -11,8 +11,10 @@
 //! - [`state`]: what the GPUs of a node are like now.
 //! - [`mig`]: what hardware and driver allow, pure functions on one GPU.
 //! - [`store`]: the locked file; [`tree`]: `/proc`, `/sys` and `/dev` rendered from it.
+//! - [`mps`]: the stand-ins for the MPS control daemon, its servers and their clients.
 //! - [`control`]: latency, faults, holds and the trace, applied by [`Sim::call`].
 
+mod alive;
 pub mod catalogue;
 pub mod code;
 pub mod command;
@@ -21,6 +23,7 @@ pub mod draw;
 mod elf;
 pub mod mig;
 mod modprobe;
+pub mod mps;
 pub mod operate;
 mod sim;
 pub mod smi;
@@ -30,6 +33,7 @@ pub mod tree;
 pub mod up;
 pub mod visible;
 
+pub use alive::Alive;
 pub use code::Code;
 pub use control::Call;
 pub use draw::draw;

@@ -6,7 +6,7 @@
 
 use crate::catalogue::{CiProfile, GiProfile, MigModel, Toggle};
 use crate::code::Code;
-use crate::state::{Ci, Gi, Gpu, Health, Host, MigMode, Placement};
+use crate::state::{Ci, Gi, Gpu, Health, Host, MigMode, Placement, Process, ProcessKind};
 use sha1::{Digest, Sha1};
 
 /// The driver's limit, whatever the profiles say.
@@ -115,6 +115,29 @@ fn wipe(gpu: &mut Gpu) {
         remap_failed: old.remap_failed,
         ..Health::default()
     };
+}
+
+/// MiB that processes can have, of one GPU instance or of the whole GPU.
+pub fn memory_mib(gpu: &Gpu, gi: Option<u32>) -> u64 {
+    let model = gpu.model();
+    match gi {
+        None => model.memory_total_mib.saturating_sub(model.memory_reserved_mib),
+        Some(id) => {
+            gpu.gi(id).and_then(|gi| model.profile(gi.profile)).map_or(0, |profile| profile.memory_mib)
+        }
+    }
+}
+
+/// Whether the compute mode lets another process in. It does not reach into MIG instances, and clients of MPS do not
+/// count: their server is the one process.
+pub fn lets_in(gpu: &Gpu, process: &Process) -> bool {
+    let alone = |other: &&Process| other.kind == ProcessKind::Compute && other.pid != process.pid;
+    match gpu.compute_mode {
+        _ if process.kind != ProcessKind::Compute || process.instance.is_some() => true,
+        0 => true,
+        2 => false,
+        _ => gpu.processes.iter().find(alone).is_none(),
+    }
 }
 
 /// Makes a GPU instance, at that placement or where the driver puts it.

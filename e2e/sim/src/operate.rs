@@ -130,7 +130,8 @@ impl State {
         Ok(())
     }
 
-    /// A process starts on the GPU: in an instance where MIG is on, else on the whole.
+    /// A process starts on the GPU: in an instance where MIG is on, else on the whole. IN_USE if the compute mode
+    /// keeps it out.
     pub fn add_process(&mut self, slot: usize, process: Process) -> Result<(), Code> {
         let gpu = self.gpu_mut(slot)?;
         match process.instance {
@@ -139,6 +140,9 @@ impl State {
                 gpu.gi(gi).and_then(|gi| gi.ci(ci)).ok_or(Code::NotFound)?;
             }
             None => {}
+        }
+        if !mig::lets_in(gpu, &process) {
+            return Err(Code::InUse);
         }
         gpu.processes.retain(|other| other.pid != process.pid);
         gpu.processes.push(process);

@@ -13,6 +13,7 @@
 //! started, and the cache is only ever tried, never waited for: a process may
 //! fork at any time.
 
+use crate::alive;
 use crate::code::Code;
 use crate::control::LOCK;
 use crate::state::{FORMAT, State};
@@ -132,21 +133,30 @@ impl Store {
         self.finish()?;
         let before = self.current()?.state;
         let mut after = State::clone(&before);
+        let dead = alive::dead(&self.dir);
+        alive::take_out(&mut after, &dead);
         let result = change(&mut after)?;
-        if after == *before {
-            return Ok(result);
+        if after != *before {
+            self.replace(&before, after)?;
         }
+        for (_, path) in dead {
+            self.remove(path)?;
+        }
+        Ok(result)
+    }
+
+    /// Makes `after` the state; the lock is held.
+    fn replace(&self, before: &State, mut after: State) -> Result<(), StoreError> {
         after.generation += 1;
         let new = self.write_new(&after)?;
-        let edits = tree::changes(&before, &after);
+        let edits = tree::changes(before, &after);
         match &self.render {
             _ if edits.is_empty() => {}
             Some(root) => edits.apply(root).map_err(render_error)?,
             // A container has not got the trees; the next process that has renders them.
             None => self.ask_for_trees()?,
         }
-        self.commit(new)?;
-        Ok(result)
+        self.commit(new)
     }
 
     fn current(&self) -> Result<Cached, StoreError> {

@@ -2,8 +2,8 @@
 //!
 //! The root holds what an installation of the GPU driver holds, as far as a
 //! Kubernetes driver looks: `libnvidia-ml.so.<version>` (the simulated library),
-//! more libraries of that version, `nvidia-smi` and `nvidia-modprobe` (links to
-//! the program given), and the rendered trees.
+//! more libraries of that version, `nvidia-smi`, `nvidia-modprobe` and the programs of
+//! MPS (links to the program given), and the rendered trees.
 
 use crate::catalogue::{self, Model, NoSuchModel};
 use crate::control::Control;
@@ -41,7 +41,8 @@ const LIBRARIES: &[(&str, Option<u32>)] = &[
 ];
 
 /// Programs of the driver root that the multi-call program stands in for.
-const PROGRAMS: &[&str] = &["nvidia-smi", "nvidia-modprobe"];
+const PROGRAMS: &[&str] =
+    &["nvidia-smi", "nvidia-modprobe", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"];
 
 /// How to make a simulator.
 #[derive(Clone, Debug)]

@@ -20,7 +20,10 @@ const BUSY: u32 = 60;
 
 /// The processes that the caller may see through that handle. All instances together only with the right to monitor.
 fn processes(nvml: &Nvml, device: Device, kind: Option<ProcessKind>) -> Outcome<Vec<Process>> {
-    let Target { gpu, mig, .. } = device.target(&nvml.state)?;
+    // Real processes that have died are gone from the hardware; who may not write the state sees them a while longer.
+    drop(nvml.shared.sim.bury());
+    let state = nvml.shared.sim.read()?;
+    let Target { gpu, mig, .. } = device.target(&state)?;
     if mig.is_none() && gpu.mig.current && !nvml.may_monitor() {
         return Err(Code::NoPermission);
     }

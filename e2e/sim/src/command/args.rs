@@ -13,6 +13,11 @@ use std::str::FromStr;
 /// Make one with `divvy-sim up --gpus 8xH100-SXM5-80GB,2xL4 DIR`, point a driver's roots at
 /// DIR (driver root and dev root DIR, proc root DIR/proc, sys root DIR/sys), and use the other
 /// commands to look at the GPUs and to make them misbehave. The simulator ends with `rm -r DIR`.
+///
+/// Rules (latency, fault, hold) are about calls. Besides NVML's functions there are: `compute-policy`
+/// (nvidia-smi reads or sets the time slice), `mps-control` (the MPS control daemon handles a
+/// command or a client; at fault it dies), `mps-server` (an MPS server does a client's work; at fault
+/// it goes to FAULT, with GPU_IS_LOST it dies), `mps-control-start` and `mps-server-start`.
 #[derive(Debug, Parser)]
 #[command(name = "divvy-sim", version)]
 pub(super) struct Args {
@@ -71,7 +76,7 @@ pub(super) enum Command {
     },
     /// Make calls slow; 0 makes them fast again
     Latency {
-        /// Name of an NVML function, or its beginning and a `*`; `compute-policy` for nvidia-smi's
+        /// Name of an NVML function or of another call (see `divvy-sim help`), or its beginning and a `*`
         call: String,
         ms: u64,
         /// One such call at a time on the whole node
@@ -83,7 +88,7 @@ pub(super) enum Command {
     },
     /// Make calls fail
     Fault {
-        /// Name of an NVML function, or its beginning and a `*`; `compute-policy` for nvidia-smi's
+        /// Name of an NVML function or of another call (see `divvy-sim help`), or its beginning and a `*`
         #[arg(required_unless_present = "clear")]
         call: Option<String>,
         /// NVML return code: a name such as IN_USE or a number
@@ -104,7 +109,7 @@ pub(super) enum Command {
     },
     /// Make calls block before or after their effect, until `release`
     Hold {
-        /// Name of an NVML function, or its beginning and a `*`; `compute-policy` for nvidia-smi's
+        /// Name of an NVML function or of another call (see `divvy-sim help`), or its beginning and a `*`
         call: String,
         #[command(flatten)]
         side: Side,
@@ -125,6 +130,9 @@ pub(super) enum Command {
     Release { call: Option<String> },
     /// Print the calls made while the trace was on, a JSON line each
     Trace { toggle: Option<Toggle> },
+    /// Stand in for a CUDA process: a client of MPS where a control daemon is at the pipe directory, else a process on
+    /// the GPU or MIG device it sees; says in a JSON line what it has got and stays
+    Client(Client),
     /// List the GPU models with their MIG profiles
     Catalogue,
 }
@@ -166,6 +174,30 @@ pub(super) struct Up {
     /// The program that becomes nvidia-smi and nvidia-modprobe, if not this one
     #[arg(long, value_name = "FILE")]
     pub(super) program: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Client {
+    /// Pipe directory of the control daemon [default: $CUDA_MPS_PIPE_DIRECTORY, else /tmp/nvidia-mps]
+    #[arg(long, value_name = "DIR")]
+    pub(super) pipe: Option<PathBuf>,
+    /// User that it claims to be, to the control daemon [default: its own]
+    #[arg(long)]
+    pub(super) uid: Option<u32>,
+    #[arg(long, default_value = "python3")]
+    pub(super) name: String,
+    /// MiB that it allocates
+    #[arg(long, value_name = "MIB", default_value_t = 512)]
+    pub(super) memory: u64,
+    /// GPU or MIG UUID, or index, without MPS [default: the first of $CUDA_VISIBLE_DEVICES, else the first it sees]
+    #[arg(long)]
+    pub(super) device: Option<String>,
+    /// Stay connected after a fatal error
+    #[arg(long)]
+    pub(super) stubborn: bool,
+    /// End after that time [default: never]
+    #[arg(long = "for", value_name = "SECONDS")]
+    pub(super) seconds: Option<f64>,
 }
 
 #[derive(Debug, Subcommand)]

@@ -10,7 +10,7 @@ use crate::code::Code;
 use crate::control::{Latency, Pattern, When, alive};
 use crate::sim::Sim;
 use crate::state::{Holder, Host, Privilege, Process, State};
-use crate::{draw, modprobe, smi, up};
+use crate::{draw, modprobe, mps, smi, up};
 use anyhow::{Context, Result, bail};
 use args::{Args, Command, GpuArg, ProcessCommand, Side, Toggle};
 use clap::Parser;
@@ -20,7 +20,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// Main of `divvy-sim`, and of `nvidia-smi` and `nvidia-modprobe` when called by these names.
+/// Main of `divvy-sim`, and of the stand-ins when called by their names.
 pub fn main() -> ExitCode {
     if let Some(code) = multicall() {
         return code;
@@ -40,6 +40,8 @@ pub fn multicall() -> Option<ExitCode> {
     match Path::new(&name).file_name().and_then(OsStr::to_str)? {
         "nvidia-smi" => Some(smi::main()),
         "nvidia-modprobe" => Some(modprobe::main()),
+        "nvidia-cuda-mps-control" => Some(mps::control_main()),
+        "nvidia-cuda-mps-server" => Some(mps::server_main()),
         _ => None,
     }
 }
@@ -95,6 +97,19 @@ fn run(args: Args) -> Result<()> {
             state.release(call.as_deref());
             Ok(())
         }),
+        Command::Client(client) => {
+            let wanted = mps::Wanted {
+                pipe: client.pipe,
+                uid: client.uid,
+                name: client.name,
+                memory_mib: client.memory,
+                device: client.device,
+                stubborn: client.stubborn,
+                time: client.seconds.map(Duration::try_from_secs_f64).transpose().context("--for")?,
+            };
+            // In a container the simulator is the one at its root.
+            mps::client_main(&wanted, || Ok(Sim::open(root.unwrap_or_else(|| "/".into()))?))
+        }
         Command::Trace { toggle } => trace(&open()?, toggle),
     }
 }
@@ -124,6 +139,8 @@ fn bring_up(wanted: args::Up) -> Result<()> {
 }
 
 fn show(sim: &Sim, json: bool) -> Result<()> {
+    // Who may not write the state sees the dead a while longer.
+    drop(sim.bury());
     let state = sim.read()?;
     if json {
         return print(&format!("{}\n", serde_json::to_string_pretty(&*state)?));
