@@ -359,6 +359,7 @@ impl Actor {
     fn learn(&mut self, difference: compare::Difference, sent: Content, kept: Content) {
         let support = Support {
             counters: self.support.counters && !difference.counters,
+            shares: self.support.shares && !difference.shares,
             taints: self.support.taints && !difference.taints,
         };
         if support != self.support {

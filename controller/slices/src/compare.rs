@@ -26,6 +26,7 @@ pub(crate) fn same(a: &Content, b: &Content) -> bool {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Difference {
     pub(crate) counters: bool,
+    pub(crate) shares: bool,
     pub(crate) taints: bool,
     pub(crate) rest: bool,
 }
@@ -40,17 +41,29 @@ pub(crate) fn dropped(sent: &Content, kept: &Content) -> Option<Difference> {
     let consumptions =
         |content: &Content| content.devices.iter().filter(|d| d.consumes_counters.is_some()).count();
     let taints = |content: &Content| content.devices.iter().flat_map(|d| &d.taints).flatten().count();
+    let shares = |content: &Content| {
+        let policies = |device: &Device| {
+            device.capacity.iter().flatten().filter(|(_, capacity)| capacity.request_policy.is_some()).count()
+        };
+        let all = content.devices.iter().filter(|d| d.allow_multiple_allocations.is_some());
+        all.map(|device| 1 + policies(device)).sum::<usize>()
+    };
     difference.counters =
         consumptions(&kept) < consumptions(&sent) || kept.counters.len() < sent.counters.len();
+    difference.shares = shares(&kept) < shares(&sent);
     difference.taints = taints(&kept) < taints(&sent);
     for content in [&mut sent, &mut kept] {
         content.counters.clear();
         for device in &mut content.devices {
             device.consumes_counters = None;
             device.taints = None;
+            device.allow_multiple_allocations = None;
+            for capacity in device.capacity.iter_mut().flat_map(BTreeMap::values_mut) {
+                capacity.request_policy = None;
+            }
         }
     }
-    difference.rest = sent != kept || !(difference.counters || difference.taints);
+    difference.rest = sent != kept || !(difference.counters || difference.shares || difference.taints);
     Some(difference)
 }
 

@@ -13,8 +13,11 @@
 
 mod amounts;
 mod compare;
+mod gpu;
+mod modes;
 mod order;
 mod taints;
+mod words;
 
 pub mod pool;
 pub mod slices;

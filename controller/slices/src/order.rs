@@ -22,6 +22,10 @@
 //!   back would be the next to be cut although another is cut already. The
 //!   price: a taint on one GPU touches two slices and so costs a new generation
 //!   of the pool. GPUs fail seldom, and are asked for all day.
+//! - **GPUs for several claims** stand behind all whole ones, the last GPU first
+//!   too. A claim that leaves the type open gets a GPU of its own as long as there
+//!   is one; shares of one type go to the same GPU until it is full, because its
+//!   device is always the first to be tried.
 
 use divvy_model::inventory::MigProfile;
 use divvy_model::placement::Placement;

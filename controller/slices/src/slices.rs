@@ -2,9 +2,10 @@
 //!
 //! Counter sets and devices never share a slice. First the counter sets, eight
 //! to a slice; then one slice per GPU with its instances, so that a change of
-//! one GPU is a change of one slice; then the devices that take a whole GPU, the
-//! last GPU first (why is told in the essay on order). A pool without devices is one empty
-//! slice: the driver is here, and has nothing.
+//! one GPU is a change of one slice; then the whole GPUs and behind all of them
+//! those for several claims, the last GPU first (why is told in the essay on
+//! order). A pool without devices is one empty slice: the driver is here, and has
+//! nothing.
 
 use crate::compare;
 use crate::pool::{Pool, Support};
@@ -22,14 +23,16 @@ pub struct Content {
 
 /// The contents of the slices of a pool, in the order of their names.
 pub fn slices(pool: Pool) -> Vec<Content> {
-    let (mut counters, mut instances, mut whole) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut counters, mut instances) = (Vec::new(), Vec::new());
+    let (mut whole, mut shared) = (Vec::new(), Vec::new());
     for gpu in pool.gpus {
         counters.extend(gpu.counters);
         instances.extend(chunks(gpu.instances, DEVICES_WITH_COUNTERS));
         whole.push(gpu.whole);
+        shared.push(gpu.shared);
     }
-    whole.reverse();
-    let whole = chunks(whole.into_iter().flatten().collect(), DEVICES_WITH_COUNTERS);
+    let of_whole_gpus = [whole, shared].into_iter().flat_map(|devices| devices.into_iter().rev()).flatten();
+    let whole = chunks(of_whole_gpus.collect(), DEVICES_WITH_COUNTERS);
     let counters = chunks(counters, COUNTER_SETS);
     let mut contents: Vec<Content> =
         counters.into_iter().map(|counters| Content { counters, ..Content::default() }).collect();

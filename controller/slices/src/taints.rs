@@ -4,6 +4,7 @@
 //! claim of his can tolerate exactly it. All are `NoSchedule`: what runs goes on.
 
 use divvy_api::names::DRIVER;
+use divvy_api::sharing::Mode;
 use divvy_model::inventory::{Condition, Gpu, GpuInstance, MigMode, Presence};
 use k8s_openapi::api::resource::v1::DeviceTaint;
 
@@ -19,6 +20,10 @@ pub(crate) enum Cause<'a> {
     MigMode(MigMode),
     /// An instance that somebody else made is in the way.
     Foreign(&'a GpuInstance),
+    /// The administrator does not want the GPU used so.
+    ModeOff(Mode),
+    /// The MPS control daemon of the GPU is not well.
+    MpsUnhealthy(&'a str),
     /// There is no GPU driver, and these devices are what was published before.
     NoDriver,
 }
@@ -34,6 +39,8 @@ impl Cause<'_> {
             Self::Foreign(instance) => {
                 ("foreign-instance", Some(format!("{}-{}", instance.profile_id, instance.placement.start)))
             }
+            Self::ModeOff(mode) => ("mode-off", Some(mode.to_string())),
+            Self::MpsUnhealthy(cause) => ("mps-unhealthy", Some(label(cause))),
             Self::NoDriver => ("no-gpu-driver", None),
         };
         DeviceTaint {
@@ -52,6 +59,7 @@ pub(crate) fn of_gpu(gpu: &Gpu) -> Vec<DeviceTaint> {
     let conditions = gpu.conditions.iter().filter_map(|condition| match condition {
         Condition::Lost => Some(Cause::Lost),
         Condition::Stuck { call } => Some(Cause::Stuck(call)),
+        // Concerns one device of it.
         Condition::Mps { .. } => None,
     });
     let mut taints: Vec<DeviceTaint> = Vec::new();
@@ -59,6 +67,18 @@ pub(crate) fn of_gpu(gpu: &Gpu) -> Vec<DeviceTaint> {
         add(&mut taints, &cause);
     }
     taints
+}
+
+/// Adds what concerns the devices of one mode alone.
+pub(crate) fn of_mode(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, mode: Mode) {
+    if !gpu.policy.modes.contains(&mode) {
+        add(taints, &Cause::ModeOff(mode));
+    }
+    for condition in &gpu.conditions {
+        if let (Condition::Mps { cause }, Mode::Mps) = (condition, mode) {
+            add(taints, &Cause::MpsUnhealthy(cause));
+        }
+    }
 }
 
 /// Adds a taint unless its key is there.

@@ -107,7 +107,7 @@ async fn a_pool_is_published_over_tls_and_belongs_to_the_node() {
     };
     let slices: Vec<ResourceSlice> = api.list();
     assert!(complete(&slices));
-    assert_eq!((seen.generation, seen.slices, seen.devices), (1, slices.len(), 52));
+    assert_eq!((seen.generation, seen.slices, seen.devices), (1, slices.len(), 56));
     let uid = api.get::<Node>("", "worker").unwrap().metadata.uid;
     assert!(
         slices
@@ -180,7 +180,7 @@ async fn a_new_inventory_is_published_at_once() {
     rig.inventory.send(Arc::new(inventory)).unwrap();
     rig.until(|published| published.generation == 2).await;
     assert!(start.elapsed() < Duration::from_millis(100));
-    assert_eq!(rig.devices().iter().filter(|device| device.taints.is_some()).count(), 26);
+    assert_eq!(rig.devices().iter().filter(|device| device.taints.is_some()).count(), 28);
 }
 
 #[tokio::test(start_paused = true)]
@@ -226,7 +226,7 @@ async fn an_api_server_that_is_away_for_an_hour_is_waited_for() {
     rig.inventory.send(Arc::new(inventory_of(H100, 2))).unwrap();
     rig.api.set_unavailable(false);
     let back = Instant::now();
-    rig.until(|published| published.in_sync && published.devices == 52).await;
+    rig.until(|published| published.in_sync && published.devices == 56).await;
     assert!(back.elapsed() <= Duration::from_secs(6), "{:?}", back.elapsed());
 }
 
@@ -338,7 +338,40 @@ async fn a_server_without_counters_never_sees_two_devices_that_exclude_each_othe
     // The gate is turned on, and the server replaced for it.
     rig.api.set_gates(Gates::default());
     rig.api.set_version("v1.37.1");
-    rig.until(|published| published.degraded.is_none() && published.devices == 52).await;
+    rig.until(|published| published.degraded.is_none() && published.devices == 56).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_without_consumable_capacity_gets_no_device_that_several_claims_hold() {
+    let api = api().await;
+    api.set_gates(Gates { consumable_capacity: false, ..Gates::default() });
+    let mut rig = Rig::start(api, inventory_of(H100, 2));
+    let seen = rig.until(|published| published.in_sync).await;
+    assert!(seen.degraded.unwrap().contains("does not keep consumable capacity (no time-slices"));
+    assert_eq!(seen.devices, 52);
+    assert!(rig.devices().iter().all(|device| device.consumes_counters.is_some()));
+    assert!(rig.names().iter().all(|name| !name.ends_with("timeslice") && !name.ends_with("mps")));
+    // The gate is turned on, and the server replaced for it.
+    rig.api.set_gates(Gates::default());
+    rig.api.set_version("v1.37.1");
+    rig.until(|published| published.degraded.is_none() && published.devices == 56).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_keeps_nothing_new_is_told_of_in_one_sentence() {
+    let api = api().await;
+    api.set_gates(Gates {
+        partitionable_devices: false,
+        consumable_capacity: false,
+        device_taints: false,
+        ..Gates::default()
+    });
+    let mut rig = Rig::start(api, inventory_of(H100, 2));
+    let degraded = rig.until(|published| published.in_sync).await.degraded.unwrap();
+    for lack in ["shared counters (", ", nor consumable capacity (", ", nor device taints ("] {
+        assert!(degraded.contains(lack), "{degraded}");
+    }
+    assert_eq!(rig.names(), ["gpu-1", "gpu-0"]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -365,6 +398,16 @@ async fn fields_that_vanish_behind_the_probe_are_noticed_by_reading_back() {
     let devices =
         rig.api.requests().into_iter().filter(|request| request.verb == "create" && !request.dry_run).count();
     assert!(devices <= 3, "the instances were never sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn shares_that_vanish_behind_the_probe_are_noticed_by_reading_back() {
+    let rig = Rig::published(Inventory::default()).await;
+    rig.api.set_gates(Gates { consumable_capacity: false, ..Gates::default() });
+    let mut published = rig.published.clone();
+    rig.inventory.send(Arc::new(inventory_of("L4", 1))).unwrap();
+    published.wait_for(|published| published.in_sync && published.degraded.is_some()).await.unwrap();
+    assert_eq!(rig.names(), ["gpu-0"]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -42,6 +42,13 @@ fn free(pool: &Pool) -> BTreeSet<String> {
     pool.devices().filter(|device| device.taints.is_none()).map(|device| device.name.clone()).collect()
 }
 
+/// Every device that takes all of the first GPU.
+const WHOLE: &[&str] = &["gpu-0", "gpu-0-timeslice", "gpu-0-mps"];
+
+fn names(names: &[&str]) -> BTreeSet<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
 fn whole(inventory: &Inventory) -> Pool {
     pool(inventory, &PoolOptions::default())
 }
@@ -131,7 +138,7 @@ fn an_h100_is_published_as_committed() {
 #[test]
 fn a_gpu_without_mig_has_one_counter_and_no_instances() {
     let pool = whole(&inventory_of("L4", 1));
-    assert_eq!(free(&pool), BTreeSet::from(["gpu-0".to_owned()]));
+    assert_eq!(free(&pool), names(WHOLE));
     let set = pool.counter_sets().next().unwrap();
     assert_eq!(set.counters.keys().collect::<Vec<_>>(), ["memory"]);
     assert_eq!(device(&pool, "gpu-0").consumes_counters.as_ref().unwrap()[0].counters, set.counters);
@@ -145,16 +152,6 @@ fn a_gpu_that_does_not_tell_its_memory_is_guarded_all_the_same() {
     assert_eq!(validate(&contents), Ok(()));
     assert_eq!(contents[0].counters[0].counters["memory"].value.0, "1");
     assert_eq!(contents[1].devices[0].capacity, None);
-}
-
-#[test]
-fn nothing_is_shared_while_nothing_enforces_a_share() {
-    for model in models() {
-        for device in whole(&inventory_of(&model.key, 1)).devices() {
-            assert_eq!(device.allow_multiple_allocations, None);
-            assert!(device.capacity.iter().flatten().all(|(_, capacity)| capacity.request_policy.is_none()));
-        }
-    }
 }
 
 #[test]
@@ -172,7 +169,8 @@ fn a_foreign_instance_is_a_device_and_what_it_overlaps_is_tainted() {
     assert_eq!(uuid.string.as_deref(), Some("MIG-0-9-4"));
     let free = free(&pool);
     assert!(free.contains("gpu-0-mig-3g40gb-9-4") && free.contains("gpu-0-mig-4g40gb-5-0"));
-    for name in ["gpu-0", "gpu-0-mig-7g80gb-0-0", "gpu-0-mig-1g10gb-19-4", "gpu-0-mig-1g20gb-15-6"] {
+    let parts = ["gpu-0-mig-7g80gb-0-0", "gpu-0-mig-1g10gb-19-4", "gpu-0-mig-1g20gb-15-6"];
+    for name in WHOLE.iter().copied().chain(parts) {
         assert_eq!(taints(&pool, name), ["foreign-instance"], "{name}");
     }
 }
@@ -196,9 +194,11 @@ fn a_foreign_instance_in_pieces_is_not_handed_out() {
 #[test]
 fn ampere_offers_what_its_mode_allows() {
     let a100 = |mode| whole(&node(vec![in_mode(gpu(row("A100-SXM4-80GB"), 0), mode)]));
-    assert_eq!(free(&a100(MigMode::Off)), BTreeSet::from(["gpu-0".to_owned()]));
-    assert_eq!(taints(&a100(MigMode::On), "gpu-0"), ["mig-mode"]);
-    assert_eq!(free(&a100(MigMode::On)).len(), a100(MigMode::On).devices().count() - 1);
+    assert_eq!(free(&a100(MigMode::Off)), names(WHOLE));
+    for name in WHOLE {
+        assert_eq!(taints(&a100(MigMode::On), name), ["mig-mode"], "{name}");
+    }
+    assert_eq!(free(&a100(MigMode::On)).len(), a100(MigMode::On).devices().count() - WHOLE.len());
     let costs = |pool: &Pool| {
         pool.devices().map(|d| (d.name.clone(), d.consumes_counters.clone())).collect::<Vec<_>>()
     };
@@ -243,6 +243,9 @@ fn instances_fill_the_node_from_its_first_gpu_and_whole_gpus_from_its_last() {
         devices.filter(is).map(|d| d.name.clone()).collect()
     };
     assert_eq!(of_type("gpu"), ["gpu-2", "gpu-1", "gpu-0"]);
+    assert_eq!(of_type("mps"), ["gpu-2-mps", "gpu-1-mps", "gpu-0-mps"]);
+    let last = contents.last().unwrap().devices.iter().map(|device| device.name.as_str());
+    assert_eq!(last.take(4).collect::<Vec<_>>(), ["gpu-2", "gpu-1", "gpu-0", "gpu-2-timeslice"]);
     let small: Vec<String> = of_type("mig")
         .into_iter()
         .filter(|n| n.contains("1g10gb-19"))
@@ -257,7 +260,7 @@ fn instances_fill_the_node_from_its_first_gpu_and_whole_gpus_from_its_last() {
 
 #[test]
 fn without_counters_only_what_exists_is_published_and_nothing_excludes_another() {
-    let support = Support { counters: false, taints: true };
+    let support = Support { counters: false, ..Support::default() };
     let cut = with_instance(with_instance(gpu(row(H100), 1), 9, 4, Origin::Ours), 19, 0, Origin::Foreign);
     let pool = pool(&node(vec![gpu(row(H100), 0), cut]), &PoolOptions { support });
     let names: Vec<&str> = pool.devices().map(|device| device.name.as_str()).collect();
@@ -268,7 +271,7 @@ fn without_counters_only_what_exists_is_published_and_nothing_excludes_another()
 
 #[test]
 fn without_taints_what_must_not_be_handed_out_is_left_out() {
-    let support = Support { counters: true, taints: false };
+    let support = Support { taints: false, ..Support::default() };
     let mut inventory = inventory_of(H100, 2);
     inventory.gpus[0].presence = Presence::Missing;
     let pool = pool(&inventory, &PoolOptions { support });

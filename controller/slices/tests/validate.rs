@@ -169,13 +169,24 @@ fn request_policies_follow_their_rules() {
     };
     check("", json!({"default": "80Gi", "validRange": {"min": "0", "max": "80Gi", "step": "1Mi"}}));
     check("", json!({"default": "2Gi", "validValues": ["1Gi", "2Gi"]}));
+    check("", json!({"default": "1Gi", "validRange": {"min": "1Gi", "step": "1Gi"}}));
+    check("", json!({"default": "1Gi"}));
     check("default is required", json!({"validRange": {"min": "0"}}));
+    check("default is required", json!({"validValues": ["0"]}));
+    check("default is more than there is", json!({"default": "81Gi"}));
     check("exclude each other", json!({"default": "1", "validValues": ["1"], "validRange": {"min": "0"}}));
     check("must lie in the range", json!({"default": "1Gi", "validRange": {"min": "2Gi"}}));
     check(
         "maximum is more than there is",
         json!({"default": "1Gi", "validRange": {"min": "0", "max": "81Gi"}}),
     );
+    check("must lie in the range", json!({"default": "3Gi", "validRange": {"min": "0", "max": "2Gi"}}));
+    check("a value is more than there is", json!({"default": "1Gi", "validValues": ["1Gi", "81Gi"]}));
+    check(
+        "maximum must be a multiple of the step",
+        json!({"default": "0", "validRange": {"min": "0", "max": "80Gi", "step": "3Gi"}}),
+    );
+    check("is not a quantity", json!({"default": "500m", "validRange": {"min": "0"}}));
     check("step must be positive", json!({"default": "1Gi", "validRange": {"min": "0", "step": "0"}}));
     check("multiple of the step", json!({"default": "1Gi", "validRange": {"min": "0", "step": "3Gi"}}));
     check("first step is more", json!({"default": "1Gi", "validRange": {"min": "1Gi", "step": "80Gi"}}));

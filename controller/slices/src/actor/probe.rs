@@ -6,18 +6,34 @@
 
 use crate::pool::Support;
 use k8s_openapi::api::resource::v1::{
-    Counter, CounterSet, Device, DeviceCounterConsumption, DeviceTaint, ResourcePool, ResourceSlice,
-    ResourceSliceSpec,
+    CapacityRequestPolicy, CapacityRequestPolicyRange, Counter, CounterSet, Device, DeviceCapacity,
+    DeviceCounterConsumption, DeviceTaint, ResourcePool, ResourceSlice, ResourceSliceSpec,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use std::collections::BTreeMap;
 
-/// One slice with a counter set, one with a device that draws from it.
+/// One slice with a counter set, one with a device that draws from it and that
+/// several claims may hold.
 pub(super) fn pair(driver: &str, node: &str) -> [ResourceSlice; 2] {
     let counters = BTreeMap::from([("memory".to_owned(), Counter { value: Quantity("1".to_owned()) })]);
+    let amount = |count: u32| Quantity(count.to_string());
+    let shares = DeviceCapacity {
+        value: amount(2),
+        request_policy: Some(CapacityRequestPolicy {
+            default: Some(amount(1)),
+            valid_range: Some(CapacityRequestPolicyRange {
+                min: amount(1),
+                max: None,
+                step: Some(amount(1)),
+            }),
+            valid_values: None,
+        }),
+    };
     let device = Device {
         name: "probe".to_owned(),
+        allow_multiple_allocations: Some(true),
+        capacity: Some(BTreeMap::from([("shares".to_owned(), shares)])),
         consumes_counters: Some(vec![DeviceCounterConsumption {
             counter_set: "probe".to_owned(),
             counters: counters.clone(),
@@ -50,19 +66,24 @@ pub(super) fn support(counters: Option<&ResourceSlice>, devices: Option<&Resourc
     Support {
         counters: counters.is_some_and(|slice| slice.spec.shared_counters.is_some())
             && device.is_some_and(|device| device.consumes_counters.is_some()),
+        shares: device.is_some_and(|device| {
+            device.allow_multiple_allocations == Some(true)
+                && device.capacity.iter().flatten().any(|(_, capacity)| capacity.request_policy.is_some())
+        }),
         taints: device.is_some_and(|device| device.taints.is_some()),
     }
 }
 
-/// What a server lacks, in one sentence.
+/// What a server lacks, and what is published therefore.
 pub(super) fn degraded(support: Support, version: &str) -> Option<String> {
-    let lacks = match (support.counters, support.taints) {
-        (true, true) => return None,
-        (false, true) => "shared counters; only whole GPUs and the MIG instances that exist are published",
-        (true, false) => "device taints; devices that must not be handed out are not published",
-        (false, false) => {
-            "shared counters and device taints; only usable whole GPUs and the MIG instances that exist are published"
-        }
-    };
-    Some(format!("API server {version} does not keep {lacks}"))
+    let lacks = [
+        (
+            support.counters,
+            "shared counters (only whole GPUs and the MIG instances that exist are published, no time-slices and no MPS)",
+        ),
+        (support.shares, "consumable capacity (no time-slices and no MPS are published)"),
+        (support.taints, "device taints (devices that must not be handed out are not published)"),
+    ];
+    let lacks: Vec<&str> = lacks.into_iter().filter_map(|(has, what)| (!has).then_some(what)).collect();
+    (!lacks.is_empty()).then(|| format!("API server {version} does not keep {}", lacks.join(", nor ")))
 }
