@@ -1,72 +1,68 @@
-# How the processes of a cluster are started, and how nothing of them is left.
-# One `define` per process; ports lie off the defaults, so that a cluster that
-# is already on this machine is not disturbed.
+# A node is a mount namespace of this machine with a kubelet and a containerd in
+# it. Its own directories lie at the places where every node has them, so what
+# runs there (a chart's default host paths above all) need not know that there
+# are two nodes here, and nothing of the machine's own is touched:
+#
+#   NODE/run  (in memory)  /run       NODE/lib  /var/lib
+#   NODE/etc  (a layer)    /etc       NODE/log  /var/log
+#   NODE/gpus              /run/nvidia/driver, where driver containers put theirs
 
-etcd_port=12379
-apiserver_port=16443
-sysctls="vm/overcommit_memory kernel/panic kernel/panic_on_oops net/ipv4/ip_forward"
-shared_dirs="/var/lib/kubelet /var/lib/cni /run/containerd /var/log/containers"
+driver_root=/run/nvidia/driver
 
-# What kubelet and CNI change on the whole machine.
-remember_host() {
-  mkdir -p "$cluster/before"
-  for key in $sysctls; do cat "/proc/sys/$key" > "$cluster/before/${key//\//.}"; done
-  for dir in $shared_dirs; do [ -e "$dir" ] || echo "$dir" >> "$cluster/before/absent"; done
+# enter NODE COMMAND...: runs it there; the node's processes are started so too.
+enter() {
+  local node=$1
+  shift
+  nsenter --mount="$cluster/$node/ns/mnt" -- "$@"
 }
 
-identity() { # identity NAME TOKEN: its kubeconfig
-  cat > "$cluster/$1.kubeconfig" <<END
-apiVersion: v1
-kind: Config
-clusters: [{name: c, cluster: {server: "https://127.0.0.1:$apiserver_port", certificate-authority: $cluster/certs/apiserver.crt}}]
-users: [{name: u, user: {token: $2}}]
-contexts: [{name: x, context: {cluster: c, user: u, namespace: default}}]
-current-context: x
-END
+# What a start of the machine does: its memory is empty, its file systems are mounted.
+boot() { # boot NODE
+  local dir=$cluster/$1
+  mkdir -p "$dir"/{run,lib,etc,etc-work,log,ns}
+  mount -t tmpfs -o mode=755 divvy-run "$dir/run"
+  # A namespace is kept by a file, on a mount that no other namespace sees.
+  mount --bind "$dir/ns" "$dir/ns"
+  mount --make-private "$dir/ns"
+  : > "$dir/ns/mnt"
+  # shellcheck disable=SC2016
+  unshare --mount="$dir/ns/mnt" --propagation private sh -euc '
+    dir=$1 driver_root=$2
+    mount -t overlay -o "lowerdir=/etc,upperdir=$dir/etc,workdir=$dir/etc-work" divvy-etc /etc
+    mount --bind "$dir/run" /run
+    mount --bind "$dir/lib" /var/lib
+    mount --bind "$dir/log" /var/log
+    mkdir -p "$driver_root" /run/cdi
+    mount --rbind "$dir/gpus" "$driver_root"
+    # As the init of a real node leaves it.
+    mount --make-rshared /' boot "$dir" "$driver_root"
 }
 
-start_control_plane() {
-  say "starting the control plane"
-  openssl genrsa -out "$cluster/sa.key" 2048 2> /dev/null
-  local line name user groups token
-  while read -r name user groups; do
-    token=$(openssl rand -hex 16)
-    echo "$token,$user,$user,\"$groups\"" >> "$cluster/tokens.csv"
-    identity "$name" "$token"
-  done <<END
-admin admin system:masters
-scheduler system:kube-scheduler system:authenticated
-n1 system:node:n1 system:nodes
-n2 system:node:n2 system:nodes
-divvy system:serviceaccount:divvy:divvy-node system:serviceaccounts
-END
-  chmod 600 "$cluster"/*.kubeconfig "$cluster/tokens.csv"
-  export KUBECONFIG=$cluster/admin.kubeconfig
-
-  local etcd=http://127.0.0.1:$etcd_port peer=http://127.0.0.1:$((etcd_port + 1))
-  define etcd etcd --data-dir="$cluster/etcd" --name=e --unsafe-no-fsync \
-    --listen-client-urls="$etcd" --advertise-client-urls="$etcd" \
-    --listen-peer-urls="$peer" --initial-advertise-peer-urls="$peer" --initial-cluster="e=$peer"
-  define apiserver kube-apiserver --etcd-servers="$etcd" --bind-address=127.0.0.1 --advertise-address=127.0.0.1 \
-    --secure-port="$apiserver_port" --cert-dir="$cluster/certs" --service-cluster-ip-range=10.96.0.0/16 \
-    --service-account-key-file="$cluster/sa.key" --service-account-signing-key-file="$cluster/sa.key" \
-    --service-account-issuer=https://kubernetes.default.svc --token-auth-file="$cluster/tokens.csv" \
-    --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true \
-    --endpoint-reconciler-type=none
-  define kcm kube-controller-manager --kubeconfig="$cluster/admin.kubeconfig" --use-service-account-credentials=false \
-    --service-account-private-key-file="$cluster/sa.key" --root-ca-file="$cluster/certs/apiserver.crt" \
-    --leader-elect=false --bind-address=127.0.0.1 --secure-port=11257 --flex-volume-plugin-dir="$cluster/flex"
-  define scheduler kube-scheduler --kubeconfig="$cluster/scheduler.kubeconfig" --leader-elect=false \
-    --bind-address=127.0.0.1 --secure-port=11259
-  start etcd
-  wait_for etcd 30 curl -sf "$etcd/health"
-  start apiserver
-  wait_for apiserver 60 api_ready
-  start kcm
-  start scheduler
+# Kills everything on the node at once, containers too, and loses its memory.
+power_off() { # power_off NODE
+  local dir=$cluster/$1 group pids=
+  for _ in $(seq 100); do
+    pids=$(node_pids "$1")
+    [ -n "$pids" ] || break
+    # shellcheck disable=SC2086
+    kill -KILL $pids 2> /dev/null || true
+    sleep 0.05
+  done
+  [ -z "$pids" ] || die "processes of $1 do not end: $pids"
+  for group in $(controllers); do
+    find "$group$(cat "$dir/cgroup")" -mindepth 1 -depth -type d -exec rmdir {} + 2> /dev/null || true
+  done
+  unmount_below "$dir"
 }
 
-api_ready() { [ "$(kubectl get --raw /readyz)" = ok ]; }
+# Those in its namespace, and those in containers, which have their own.
+node_pids() { # node_pids NODE
+  local dir=$cluster/$1
+  {
+    find /proc/[0-9]*/ns/mnt -lname "mnt:\[$(stat -c %i "$dir/ns/mnt")\]" || true
+    grep -lF ":$(cat "$dir/cgroup")/" /proc/[0-9]*/cgroup || true
+  } 2> /dev/null | cut -d/ -f3 | sort -un
+}
 
 controllers() { # directories in which a cgroup of a node has to be made
   if [ -e /sys/fs/cgroup/cgroup.controllers ]; then echo /sys/fs/cgroup; else ls -d /sys/fs/cgroup/*/; fi
@@ -75,8 +71,7 @@ controllers() { # directories in which a cgroup of a node has to be made
 start_node() { # start_node NAME NUMBER GPUS
   local node=$1 number=$2 gpus=$3 dir=$cluster/$1
   say "starting node $node with $gpus"
-  mkdir -p "$dir"/{cdi,cni,podlogs,kubelet,volumeplugins}
-  : > "$dir/resolv.conf"
+  mkdir -p "$dir"
   "$target/debug/divvy-sim" up --gpus "$gpus" --seed "$number" "$dir/gpus" > /dev/null
 
   local group cgroup=/dv$number-${cluster##*/}
@@ -87,55 +82,48 @@ start_node() { # start_node NAME NUMBER GPUS
       [ ! -e "$group/cgroup.procs" ] || [ ! -s "$group/$file" ] || cat "$group/$file" > "$group$cgroup/$file"
     done
   done
-  echo "$cgroup" >> "$cluster/before/cgroups"
+  echo "$cgroup" > "$dir/cgroup"
+  # The bridge of its pods carries the node's address.
+  add_bridge "dv$number" "10.88.$number.1"
 
+  mkdir -p "$dir"/etc/{containerd,cni/net.d}
   # The simulated driver's state reaches containers here and nowhere else.
-  define "$node-containerd" containerd --config "$dir/containerd.toml"
-  ctr oci spec 2> /dev/null | jq --arg state "$dir/gpus/run/divvy-sim" \
-    '.mounts += [{destination: "/run/divvy-sim", source: $state, type: "bind", options: ["rbind", "rw"]}]' > "$dir/base.json"
-  cat > "$dir/containerd.toml" <<END
+  ctr oci spec 2> /dev/null | jq --arg state "$driver_root/run/divvy-sim" \
+    '.mounts += [{destination: "/run/divvy-sim", source: $state, type: "bind", options: ["rbind", "rw"]}]' \
+    > "$dir/etc/containerd/base.json"
+  cat > "$dir/etc/containerd/config.toml" <<END
 version = 3
-root = "$dir/ctrd-root"
-state = "$dir/ctrd-state"
 disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.tracing.processor.v1.otlp", "io.containerd.internal.v1.tracing"]
-[grpc]
-  address = "$dir/containerd.sock"
-[ttrpc]
-  address = "$dir/containerd.sock.ttrpc"
 [plugins.'io.containerd.internal.v1.opt']
-  path = "$dir/opt"
+  path = "/var/lib/containerd-opt"
 [plugins.'io.containerd.cri.v1.images']
   snapshotter = "overlayfs"
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
   sandbox = "localhost/pause:1"
 [plugins.'io.containerd.cri.v1.runtime']
-  cdi_spec_dirs = ["$dir/cdi"]
   disable_apparmor = true
   restrict_oom_score_adj = true
-  netns_mounts_under_state_dir = true
 [plugins.'io.containerd.cri.v1.runtime'.cni]
   bin_dirs = ["$bin"]
-  conf_dir = "$dir/cni"
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
   runtime_type = "io.containerd.runc.v2"
-  base_runtime_spec = "$dir/base.json"
+  base_runtime_spec = "/etc/containerd/base.json"
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
   BinaryName = "$bin/runc"
   SystemdCgroup = false
-  Root = "$dir/runc-root"
 END
-  cat > "$dir/cni/10-dv.conflist" <<END
-{"cniVersion":"1.0.0","name":"dv$number","plugins":[{"type":"bridge","bridge":"dv$number","isGateway":true,"ipMasq":false,
- "ipam":{"type":"host-local","dataDir":"$dir/cni-ipam","ranges":[[{"subnet":"10.88.$number.0/24"}]]}}]}
+  cat > "$dir/etc/cni/net.d/10-dv.conflist" <<END
+{"cniVersion":"1.0.0","name":"dv$number","plugins":[{"type":"bridge","bridge":"dv$number","isDefaultGateway":true,"ipMasq":false,
+ "ipam":{"type":"host-local","ranges":[[{"subnet":"10.88.$number.0/24"}]]}}]}
 END
-  cat > "$dir/kubelet.yaml" <<END
+  : > "$dir/etc/kubelet-resolv.conf"
+  cat > "$dir/etc/kubelet.yaml" <<END
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
-address: 127.0.0.1
-port: 1635$number
+address: 10.88.$number.1
 healthzPort: 1634$number
 readOnlyPort: 0
-containerRuntimeEndpoint: unix://$dir/containerd.sock
+containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 cgroupDriver: cgroupfs
 cgroupRoot: $cgroup
 failSwapOn: false
@@ -146,51 +134,23 @@ authorization: {mode: AlwaysAllow}
 makeIPTablesUtilChains: false
 clusterDNS: [10.96.0.10]
 clusterDomain: cluster.local
-resolvConf: $dir/resolv.conf
+resolvConf: /etc/kubelet-resolv.conf
 evictionHard: {memory.available: 100Mi, nodefs.available: "1%", imagefs.available: "1%"}
 imageGCHighThresholdPercent: 100
-podLogsDir: $dir/podlogs
-volumePluginDir: $dir/volumeplugins
+volumePluginDir: /var/lib/kubelet/volumeplugins
 END
-  define "$node-kubelet" kubelet --config="$dir/kubelet.yaml" --kubeconfig="$cluster/$node.kubeconfig" \
-    --root-dir="$dir/kubelet" --hostname-override="$node" --cert-dir="$dir/kubelet-pki" --v=2
-  define "$node-driver" "$target/debug/divvy-node" --node-name="$node" --kubeconfig="$cluster/divvy.kubeconfig" \
-    --kubelet-root="$dir/kubelet" --cdi-dir="$dir/cdi" --driver-root="$dir/gpus" --dev-root="$dir/gpus" \
-    --proc-root="$dir/gpus/proc" --sys-root="$dir/gpus/sys" --run-dir="$dir/run" --hook="$hook" --http-address="127.0.0.1:1636$number" --mig-hold-off=2s
-
+  local there=(nsenter "--mount=$dir/ns/mnt" --)
+  define "$node-containerd" "${there[@]}" containerd
+  define "$node-kubelet" "${there[@]}" kubelet --config=/etc/kubelet.yaml --kubeconfig="$cluster/$node.kubeconfig" \
+    --node-ip="10.88.$number.1" --hostname-override="$node" --v=2
+  define "$node-driver" "${there[@]}" "$target/debug/divvy-node" --node-name="$node" --kubeconfig="$cluster/divvy.kubeconfig" \
+    --driver-root="$driver_root" --proc-root="$driver_root/proc" --sys-root="$driver_root/sys" \
+    --hook="$hook" --http-address="127.0.0.1:1636$number" --mig-hold-off=2s
   echo "http://127.0.0.1:1636$number/readyz" > "$dir/readyz"
 
+  boot "$node"
   start "$node-containerd"
-  wait_for "containerd of $node" 30 ctr -a "$dir/containerd.sock" version
-  ctr -a "$dir/containerd.sock" -n k8s.io images import "$cluster/image.tar" > "$dir/import.log" 2>&1
+  wait_for "containerd of $node" 30 enter "$node" ctr version
+  enter "$node" ctr -n k8s.io images import "$cluster/image.tar" > "$dir/import.log" 2>&1
   start "$node-kubelet"
-}
-
-# Ends everything, in the order in which nobody waits for somebody gone.
-teardown() {
-  say "taking the cluster down"
-  export KUBECONFIG=$cluster/admin.kubeconfig
-  local name dir pid link
-  if alive apiserver; then
-    # While the drivers run, so that GPUs are given back.
-    timeout 60 kubectl delete pods --all --all-namespaces --grace-period=1 > /dev/null 2>&1 || true
-  fi
-  for name in n1-driver n2-driver n1-kubelet n2-kubelet; do stop "$name"; done
-  for name in n1 n2; do "$here/ctl" "$cluster" power-off "$name"; done
-  for name in scheduler kcm apiserver etcd; do stop "$name"; done
-  unmount_below "$cluster"
-  for link in dv1 dv2; do ip link del "$link" 2> /dev/null || true; done
-  for dir in $(cat "$cluster/before/cgroups" 2> /dev/null); do
-    for group in $(controllers); do
-      # Deepest first; a group goes when its last process has.
-      find "$group$dir" -depth -type d -exec rmdir {} + 2> /dev/null || true
-    done
-  done
-  for name in $sysctls; do
-    [ ! -e "$cluster/before/${name//\//.}" ] || cat "$cluster/before/${name//\//.}" > "/proc/sys/$name"
-  done
-  rm -f /var/lib/cni/results/dv[12]-*
-  find /var/log/containers -xtype l -delete 2> /dev/null || true
-  for dir in $(cat "$cluster/before/absent" 2> /dev/null); do rm -rf "$dir"; done
-  rm -rf "$cluster"
 }

@@ -8,7 +8,7 @@ use divvy_api::DeviceName;
 use divvy_model::DeviceId;
 use k8s_openapi::api::core::v1::{Event, Namespace, Node, Pod};
 use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceClaimTemplate, ResourceSlice};
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, LogParams, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use serde::Deserialize;
@@ -292,18 +292,8 @@ impl World {
 
     /// UUIDs in the latest output of `nvidia-smi -L`, once it is complete.
     async fn seen(&self, name: &str) -> Result<BTreeSet<String>> {
-        let pod = self.pods.get(name).await?;
-        let uid = pod.metadata.uid.context("no UID")?;
-        let node = pod.spec.and_then(|spec| spec.node_name).context("not on a node")?;
-        let dir = self.dir.join(node).join("podlogs").join(format!("default_{name}_{uid}")).join("main");
-        let mut logs: Vec<PathBuf> = std::fs::read_dir(&dir)
-            .with_context(|| format!("{}", dir.display()))?
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .collect();
-        logs.sort();
-        let text = std::fs::read_to_string(logs.last().context("no log yet")?)?;
-        // TIME STREAM TAG TEXT
-        let lines: Vec<&str> = text.lines().filter_map(|line| line.splitn(4, ' ').nth(3)).collect();
+        let text = self.pods.logs(name, &LogParams::default()).await?;
+        let lines: Vec<&str> = text.lines().collect();
         ensure!(lines.last() == Some(&"end"), "its output is {lines:?}");
         let uuid = |line: &&str| Some(line.split_once("UUID: ")?.1.split(')').next()?.to_owned());
         Ok(lines.iter().filter_map(uuid).collect())

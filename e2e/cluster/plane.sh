@@ -1,0 +1,100 @@
+# The control plane, how it is taken down, and how nothing of a cluster is left.
+# Ports lie off the defaults, so that a cluster that is already on this machine
+# is not disturbed.
+
+# On a bridge of its own, so that pods and host processes reach one address.
+apiserver=10.88.0.1
+apiserver_port=16443
+etcd_port=12379
+sysctls="vm/overcommit_memory kernel/panic kernel/panic_on_oops net/ipv4/ip_forward"
+
+# What kubelet and CNI change on the whole machine.
+remember_host() {
+  mkdir -p "$cluster/before"
+  for key in $sysctls; do cat "/proc/sys/$key" > "$cluster/before/${key//\//.}"; done
+}
+
+add_bridge() { # add_bridge NAME ADDRESS
+  ip link add "$1" type bridge
+  ip address add "$2/24" dev "$1"
+  ip link set "$1" up
+}
+
+identity() { # identity NAME TOKEN: its kubeconfig
+  cat > "$cluster/$1.kubeconfig" <<END
+apiVersion: v1
+kind: Config
+clusters: [{name: c, cluster: {server: "https://$apiserver:$apiserver_port", certificate-authority: $cluster/certs/apiserver.crt}}]
+users: [{name: u, user: {token: $2}}]
+contexts: [{name: x, context: {cluster: c, user: u, namespace: default}}]
+current-context: x
+END
+}
+
+start_control_plane() {
+  say "starting the control plane"
+  add_bridge dv0 "$apiserver"
+  openssl genrsa -out "$cluster/sa.key" 2048 2> /dev/null
+  local name user groups token
+  while read -r name user groups; do
+    token=$(openssl rand -hex 16)
+    echo "$token,$user,$user,\"$groups\"" >> "$cluster/tokens.csv"
+    identity "$name" "$token"
+  done <<END
+admin admin system:masters
+scheduler system:kube-scheduler system:authenticated
+n1 system:node:n1 system:nodes
+n2 system:node:n2 system:nodes
+divvy system:serviceaccount:divvy:divvy-node system:serviceaccounts
+END
+  chmod 600 "$cluster"/*.kubeconfig "$cluster/tokens.csv"
+  export KUBECONFIG=$cluster/admin.kubeconfig
+
+  local etcd=http://127.0.0.1:$etcd_port peer=http://127.0.0.1:$((etcd_port + 1))
+  define etcd etcd --data-dir="$cluster/etcd" --name=e --unsafe-no-fsync \
+    --listen-client-urls="$etcd" --advertise-client-urls="$etcd" \
+    --listen-peer-urls="$peer" --initial-advertise-peer-urls="$peer" --initial-cluster="e=$peer"
+  # There is no kube-proxy: the API server finds webhooks by their pods' addresses.
+  define apiserver kube-apiserver --etcd-servers="$etcd" --bind-address="$apiserver" --advertise-address="$apiserver" \
+    --secure-port="$apiserver_port" --cert-dir="$cluster/certs" --service-cluster-ip-range=10.96.0.0/16 \
+    --service-account-key-file="$cluster/sa.key" --service-account-signing-key-file="$cluster/sa.key" \
+    --service-account-issuer=https://kubernetes.default.svc --token-auth-file="$cluster/tokens.csv" \
+    --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true \
+    --endpoint-reconciler-type=none --enable-aggregator-routing=true --kubelet-preferred-address-types=InternalIP
+  define kcm kube-controller-manager --kubeconfig="$cluster/admin.kubeconfig" --use-service-account-credentials=false \
+    --service-account-private-key-file="$cluster/sa.key" --root-ca-file="$cluster/certs/apiserver.crt" \
+    --leader-elect=false --bind-address=127.0.0.1 --secure-port=11257 --flex-volume-plugin-dir="$cluster/flex"
+  define scheduler kube-scheduler --kubeconfig="$cluster/scheduler.kubeconfig" --leader-elect=false \
+    --bind-address=127.0.0.1 --secure-port=11259
+  start etcd
+  wait_for etcd 30 curl -sf "$etcd/health"
+  start apiserver
+  wait_for apiserver 60 api_ready
+  start kcm
+  start scheduler
+}
+
+api_ready() { [ "$(kubectl get --raw /readyz)" = ok ]; }
+
+# Ends everything, in the order in which nobody waits for somebody gone.
+teardown() {
+  say "taking the cluster down"
+  export KUBECONFIG=$cluster/admin.kubeconfig
+  local node dir name
+  for dir in "$cluster"/*/cgroup; do
+    [ -e "$dir" ] || continue
+    node=$(basename "$(dirname "$dir")")
+    [ ! -e "$cluster/$node/ns/mnt" ] || power_off "$node"
+  done
+  for name in scheduler kcm apiserver etcd; do stop "$name"; done
+  unmount_below "$cluster"
+  for dir in "$cluster"/*/cgroup; do
+    [ -e "$dir" ] || continue
+    for group in $(controllers); do rmdir "$group$(cat "$dir")" 2> /dev/null || true; done
+  done
+  for name in dv0 dv1 dv2; do ip link del "$name" 2> /dev/null || true; done
+  for name in $sysctls; do
+    [ ! -e "$cluster/before/${name//\//.}" ] || cat "$cluster/before/${name//\//.}" > "/proc/sys/$name"
+  done
+  rm -rf "$cluster"
+}
