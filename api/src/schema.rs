@@ -41,6 +41,9 @@ pub enum Shape {
     Any,
     /// A text, not empty.
     Text,
+    /// The value of a label: a text, which may be empty. YAML takes `true` or `1`
+    /// for something else, so those who write it are told of quotes.
+    Label,
     /// This text and no other.
     Literally(&'static str),
     /// One of these texts.
@@ -90,8 +93,18 @@ impl<E: fmt::Display> fmt::Display for Unread<E> {
 pub fn read<'de, D: Deserializer<'de>>(shape: Shape, document: D) -> Result<Value, Unread<D::Error>> {
     let mut fault = None;
     let reader = Reader { shape, path: String::new(), fault: &mut fault };
-    reader.deserialize(document).map_err(|cause| Unread { fault, cause })
+    let document = reader.deserialize(document).map_err(|cause| Unread { fault, cause })?;
+    // Inside a document null is as good as absent.
+    if document.is_null() && !matches!(shape, Shape::Any) {
+        let fault =
+            Fault::Wrong { field: ALL.to_owned(), found: told(&document), expected: shape.expected() };
+        return Err(Unread { cause: de::Error::custom(&fault), fault: Some(fault) });
+    }
+    Ok(document)
 }
+
+/// The path of the document itself.
+const ALL: &str = "(all)";
 
 impl Shape {
     /// In words, as errors and the reference say it.
@@ -99,6 +112,7 @@ impl Shape {
         match self {
             Self::Any => "anything".to_owned(),
             Self::Text => "a text".to_owned(),
+            Self::Label => "a text; write it in quotes".to_owned(),
             Self::Literally(text) => format!("{text:?}"),
             Self::OneOf(texts) => match texts {
                 [rest @ .., last] if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
@@ -119,6 +133,7 @@ impl Shape {
             (Self::Any, _)
             | (_, Value::Null)
             | (Self::Flag, Value::Bool(_))
+            | (Self::Label, Value::String(_))
             | (Self::Object(_) | Self::Map(_), Value::Object(_))
             | (Self::List(_), Value::Array(_)) => true,
             (Self::Text, Value::String(text)) => !text.is_empty(),
@@ -171,7 +186,7 @@ impl Reader<'_> {
             true => Ok(value),
             false => {
                 let (found, expected) = (told(&value), self.shape.expected());
-                let field = if self.path.is_empty() { "(all)".to_owned() } else { self.path.clone() };
+                let field = if self.path.is_empty() { ALL.to_owned() } else { self.path.clone() };
                 Err(self.refuse(Fault::Wrong { field, found, expected }))
             }
         }
@@ -203,6 +218,11 @@ impl<'de> Visitor<'de> for Reader<'_> {
     }
 
     fn visit_unit<E: de::Error>(self) -> Result<Value, E> {
+        self.taken(Value::Null)
+    }
+
+    /// An empty document of YAML.
+    fn visit_none<E: de::Error>(self) -> Result<Value, E> {
         self.taken(Value::Null)
     }
 

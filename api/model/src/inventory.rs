@@ -48,7 +48,7 @@ pub struct Gpu {
     /// Why nobody should be given this GPU now; published as taints.
     pub conditions: Vec<Condition>,
     /// What the administrator lets be made of it.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "GpuPolicy::is_default")]
     pub policy: GpuPolicy,
 }
 

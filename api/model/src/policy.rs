@@ -21,10 +21,36 @@ pub struct GpuPolicy {
     pub interval: Interval,
     /// An MPS claim that names nothing gets one of so many parts, at least 1.
     pub mps_clients: u32,
+    /// All GPU instances on it are Divvy's: one that no record explains is destroyed.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub exclusive_ownership: bool,
+}
+
+impl GpuPolicy {
+    /// Whether it is what every GPU offers where nobody says anything.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// This policy for a GPU on which claims hold time-slices under another: they
+    /// stand on the interval that was set for them, and on slots that the
+    /// scheduler has counted already. A mode that is off takes nothing away, so
+    /// all else changes at once.
+    pub fn beside_timeslices(mut self, before: &Self) -> Self {
+        self.interval = before.interval;
+        self.slots = self.slots.max(before.slots);
+        self
+    }
 }
 
 impl Default for GpuPolicy {
     fn default() -> Self {
-        Self { modes: Mode::ALL.into_iter().collect(), slots: 4, interval: Interval::Default, mps_clients: 4 }
+        Self {
+            modes: Mode::ALL.into_iter().collect(),
+            slots: 4,
+            interval: Interval::Default,
+            mps_clients: 4,
+            exclusive_ownership: false,
+        }
     }
 }
