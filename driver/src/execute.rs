@@ -4,14 +4,18 @@
 //! and nothing is retried. What a failed step leaves is taken back by the
 //! caller with the same [`undo`](Hands::undo) that releases a claim.
 
-use crate::cdi::{Cdi, CdiError, CdiId, ClaimDevice, DeviceNodes};
+use crate::cdi::{Cdi, CdiError, CdiId, ClaimDevice, DeviceNodes, MpsClient};
 use crate::gpus::{Gpus, Unavailable};
-use crate::plan::{Access, Part};
+use crate::mps::{self, Mps, MpsError};
+use crate::plan::{Access, Holding, Part};
 use crate::records::{ClaimRecord, DeviceRecord, GpuFileError, InstanceIds, Locked};
+use crate::sharing::{MpsLimits, Setup};
 use crate::step::{InstanceKey, Step, Undo};
+use crate::timeslice::{self, TimesliceError};
+use divvy_api::sharing::Interval;
 use divvy_api::{ClaimUid, GpuUuid};
-use divvy_model::inventory::{Mig, MigMode, Presence};
-use divvy_nvml::{GpuQueue, NvmlError, RawInstance};
+use divvy_model::inventory::{Condition, Mig, MigMode, Presence};
+use divvy_nvml::{ComputeMode, GpuQueue, NvmlError, RawInstance};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
@@ -44,6 +48,14 @@ pub enum StepError {
     Hollow { key: InstanceKey },
     #[error("the inventory has no {gpu}")]
     Unknown { gpu: GpuUuid },
+    #[error("cannot {step}")]
+    Timeslice {
+        step: String,
+        #[source]
+        cause: TimesliceError,
+    },
+    #[error(transparent)]
+    Mps(#[from] MpsError),
     #[error(transparent)]
     GpuFile(#[from] GpuFileError),
     #[error(transparent)]
@@ -63,7 +75,13 @@ pub struct Failed {
 impl StepError {
     /// Whether the hardware may have changed all the same.
     fn may_have_taken_effect(&self) -> bool {
-        matches!(self, Self::Hardware { cause, .. } if cause.may_take_effect())
+        match self {
+            Self::Hardware { cause, .. } => cause.may_take_effect(),
+            Self::Timeslice { cause, .. } => cause.may_have_taken_effect(),
+            // What was asked for stays asked for.
+            Self::Mps(_) => true,
+            _ => false,
+        }
     }
 }
 
@@ -122,8 +140,68 @@ impl Hands {
                 record.devices.iter_mut().filter(own).for_each(|device| device.instance = Some(ids.clone()));
                 Ok(())
             }
+            Step::SetInterval { gpu, interval } => self.set_interval(gpu, *interval, step).await,
+            Step::SetComputeMode { gpu } => {
+                self.set_compute_mode(gpu, ComputeMode::ExclusiveProcess, step).await
+            }
+            Step::StartMps { part, limits } => self.start_mps(record, part, *limits).await,
+            Step::Join(_) => Ok(()),
             Step::WriteCdi => self.write_cdi(record).await,
         }
+    }
+
+    async fn set_interval(
+        &self,
+        gpu: &GpuUuid,
+        interval: Interval,
+        step: &impl ToString,
+    ) -> Result<(), StepError> {
+        let set = timeslice::set(self.cdi.paths(), gpu, interval, self.not_after).await;
+        set.map_err(|cause| StepError::Timeslice { step: step.to_string(), cause })?;
+        tracing::info!(%gpu, %interval, "time slice set");
+        Ok(())
+    }
+
+    /// Back to DEFAULT, where it is EXCLUSIVE_PROCESS.
+    pub async fn reset_compute_mode(&self, gpu: &GpuUuid) -> Result<(), StepError> {
+        let undo = Undo::ResetComputeMode { gpu: gpu.clone() };
+        self.set_compute_mode(gpu, ComputeMode::Default, &undo).await
+    }
+
+    async fn set_compute_mode(
+        &self,
+        gpu: &GpuUuid,
+        mode: ComputeMode,
+        step: &impl ToString,
+    ) -> Result<(), StepError> {
+        let set = self.queue(gpu, step)?.set_compute_mode(mode).await;
+        set.map_err(|cause| hardware(step, cause))
+    }
+
+    /// The daemon of a part that the record holds.
+    async fn start_mps(
+        &self,
+        record: &mut ClaimRecord,
+        part: &Part,
+        limits: MpsLimits,
+    ) -> Result<(), StepError> {
+        let device = match part {
+            Part::Whole { gpu } => gpu.to_string(),
+            Part::Instance(key) => {
+                let known = record.devices.iter().find(|device| device.holds(key));
+                match known.and_then(|device| device.instance.as_ref()) {
+                    Some(ids) => ids.uuid.clone(),
+                    None => self.ids(key).await?.uuid,
+                }
+            }
+        };
+        let by = Instant::now() + mps::START_WITHIN;
+        let by = self.not_after.map_or(by, |not_after| by.min(not_after));
+        Ok(self.mps().start(part, &device, limits, by.into()).await?)
+    }
+
+    fn mps(&self) -> Mps {
+        Mps::new(self.cdi.paths())
     }
 
     /// Writes the claim's CDI file from the record and what the hardware is now.
@@ -139,7 +217,8 @@ impl Hands {
             }
         }
         for device in &mut record.devices {
-            device.cdi_ids = vec![CdiId::new(&record.claim.uid, &device.device).into()];
+            let id = CdiId::new(&record.claim.uid, &device.device, device.share_id.as_ref());
+            device.cdi_ids = vec![id.into()];
         }
         Ok(())
     }
@@ -149,8 +228,7 @@ impl Hands {
     pub async fn cdi_devices(&self, record: &mut ClaimRecord) -> Result<Vec<ClaimDevice>, StepError> {
         let mut devices = Vec::with_capacity(record.devices.len());
         for device in &mut record.devices {
-            if let (Access::Exclusive, Part::Instance(key), None) =
-                (device.access, &device.part, &device.instance)
+            if let (true, Part::Instance(key), None) = (device.access.holds(), &device.part, &device.instance)
             {
                 device.instance = Some(self.ids(key).await?);
             }
@@ -161,29 +239,35 @@ impl Hands {
                     DeviceNodes::Admin { minor: self.minor(device.part.gpu())?, instances }
                 }
             };
-            devices.push(ClaimDevice { device: device.device.clone(), nodes });
+            devices.push(self.cdi_device(device, nodes));
         }
         Ok(once_each(devices))
     }
 
     /// The same without a look at the hardware, where that can be said.
     pub fn known_cdi_devices(&self, record: &ClaimRecord) -> Option<Vec<ClaimDevice>> {
-        let known = |device: &DeviceRecord| {
-            Some(ClaimDevice { device: device.device.clone(), nodes: self.known_nodes(device).ok()?? })
-        };
+        let known = |device: &DeviceRecord| Some(self.cdi_device(device, self.known_nodes(device).ok()??));
         record.devices.iter().map(known).collect::<Option<_>>().map(once_each)
+    }
+
+    fn cdi_device(&self, device: &DeviceRecord, nodes: DeviceNodes) -> ClaimDevice {
+        let mps = match device.access.setup() {
+            Some(Setup::Mps(limits)) => Some(MpsClient { dir: self.mps().of(&device.part), limits }),
+            Some(Setup::Timeslice(_)) | None => None,
+        };
+        ClaimDevice { device: device.device.clone(), share: device.share_id.clone(), nodes, mps }
     }
 
     fn known_nodes(&self, device: &DeviceRecord) -> Result<Option<DeviceNodes>, StepError> {
         let minor = self.minor(device.part.gpu())?;
         Ok(match (device.access, &device.part, &device.instance) {
-            (Access::Exclusive, Part::Instance(_), Some(ids)) => Some(DeviceNodes::Mig {
+            (Access::Admin, ..) | (_, Part::Instance(_), None) => None,
+            (_, Part::Instance(_), Some(ids)) => Some(DeviceNodes::Mig {
                 minor,
                 gpu_instance: ids.gpu_instance,
                 compute_instance: ids.compute_instance,
             }),
-            (Access::Exclusive, Part::Whole { .. }, _) => Some(DeviceNodes::Gpu { minor }),
-            (Access::Exclusive, Part::Instance(_), None) | (Access::Admin, ..) => None,
+            (_, Part::Whole { .. }, _) => Some(DeviceNodes::Gpu { minor }),
         })
     }
 
@@ -258,11 +342,12 @@ impl Hands {
 
     /// Takes steps back, last first. All are tried, but for those on a GPU on
     /// which one has failed; the first failure is the one to tell. What is gone
-    /// is undone, and so is everything on a GPU that is lost.
-    pub async fn undo(&self, uid: &ClaimUid, undo: &[Undo]) -> Result<(), StepError> {
+    /// is undone, and so is everything on a GPU that is lost. What another claim
+    /// stands on as well (`others` are all on these GPUs) is left to that claim.
+    pub async fn undo(&self, uid: &ClaimUid, undo: &[Undo], others: &[Holding]) -> Result<(), StepError> {
         let mut failed: BTreeMap<Option<&GpuUuid>, StepError> = BTreeMap::new();
         let mut first = None;
-        for undo in undo.iter().rev() {
+        for undo in undo.iter().rev().filter(|undo| !undo.is_others_too(others)) {
             if failed.contains_key(&undo.gpu()) {
                 continue;
             }
@@ -284,11 +369,18 @@ impl Hands {
             Undo::DestroyGpuInstance(key) | Undo::DestroyComputeInstances(key) => {
                 self.take_down(key, undo, matches!(undo, Undo::DestroyGpuInstance(_))).await
             }
+            Undo::ResetInterval { gpu } => self.set_interval(gpu, Interval::Default, undo).await,
+            Undo::ResetComputeMode { gpu } => self.reset_compute_mode(gpu).await,
+            Undo::StopMps { part } => {
+                let by = Instant::now() + mps::STOP_WITHIN;
+                // Processes and files, whatever becomes of the GPU.
+                return Ok(self.mps().stop(part, by.into()).await?);
+            }
         };
         match result {
-            // Its instances went with it, and it comes back without them.
+            // Its instances and settings went with it, and it comes back without them.
             Err(StepError::Hardware { cause: NvmlError::Lost { .. }, .. }) => Ok(()),
-            Err(_) if undo.gpu().is_some_and(|gpu| self.is_missing(gpu)) => Ok(()),
+            Err(_) if undo.gpu().is_some_and(|gpu| self.is_gone(gpu)) => Ok(()),
             result => result,
         }
     }
@@ -346,9 +438,12 @@ impl Hands {
         }
     }
 
-    fn is_missing(&self, gpu: &GpuUuid) -> bool {
+    fn is_gone(&self, gpu: &GpuUuid) -> bool {
         let inventory = self.gpus.inventory().borrow().clone();
-        inventory.gpus.iter().any(|known| known.uuid == *gpu && known.presence == Presence::Missing)
+        inventory.gpus.iter().any(|known| {
+            let lost = || known.conditions.contains(&Condition::Lost);
+            known.uuid == *gpu && (known.presence == Presence::Missing || lost())
+        })
     }
 }
 
@@ -360,7 +455,7 @@ pub fn is(instance: &RawInstance, key: &InstanceKey) -> bool {
 /// A CDI file names a device once, though a claim may own it and look at it.
 fn once_each(mut devices: Vec<ClaimDevice>) -> Vec<ClaimDevice> {
     let mut seen = BTreeSet::new();
-    devices.retain(|device| seen.insert(device.device.clone()));
+    devices.retain(|device| seen.insert((device.device.clone(), device.share.clone())));
     devices
 }
 

@@ -18,14 +18,18 @@ pub mod sysfs;
 
 pub mod engine;
 pub mod execute;
+pub mod mps;
 pub mod plan;
 pub mod records;
 pub mod recover;
+pub mod sharing;
 pub mod step;
+pub mod timeslice;
 
 pub mod cdi;
 
 pub mod args;
+mod changes;
 pub mod claims;
 pub mod client;
 pub mod cri;

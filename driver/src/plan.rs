@@ -4,17 +4,26 @@
 //! refuses what would give one part of a GPU to two claims or two modes to one
 //! GPU, whoever asked for it, and says which claim is in the way.
 //!
+//! Claims that share a GPU hold all of it together, in one mode. The first sets
+//! the GPU up; those after it find a claim that is Prepared and join it, which
+//! costs them nothing.
+//!
 //! A claim with adminAccess looks on: it gets what is there, nothing is made
-//! for it and nothing is held by it.
+//! for it and nothing is held by it. A mode that the node's configuration turned
+//! off is no reason to refuse: the scheduler was told, and a claim that it had
+//! allocated before is to be served.
 
+use crate::sharing::{MpsLimits, SettingsError, Setup};
 use crate::step::{InstanceKey, Step, Undo};
+use divvy_api::config::Misfit;
 use divvy_api::sharing::Mode;
 use divvy_api::{
-    AllocatedClaim, AllocatedDevice, ClaimRef, DeviceName, GpuUuid, Hold, PoolName, RequestName,
+    AllocatedClaim, AllocatedDevice, ClaimRef, DeviceName, GpuUuid, Hold, PoolName, RequestName, ShareId,
 };
 use divvy_model::inventory::{Condition, MigMode, MigToggle, Origin, Presence};
 use divvy_model::{DeviceId, Gpu, GpuInstance, Inventory, Mig};
 use std::collections::BTreeSet;
+use std::fmt;
 
 /// What planning may look at.
 #[derive(Clone, Copy, Debug)]
@@ -29,15 +38,18 @@ pub struct View<'a> {
     pub mig_enabled: &'a BTreeSet<GpuUuid>,
 }
 
-/// A part of a GPU that a claim has for itself.
+/// A part of a GPU that a claim has, for itself or with others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holding {
     pub claim: ClaimRef,
     pub part: Part,
+    pub access: Access,
+    /// Whether the claim is Prepared: what it was set up with is in force.
+    pub ready: bool,
 }
 
 /// What of a GPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
     Whole { gpu: GpuUuid },
     Instance(InstanceKey),
@@ -46,7 +58,11 @@ pub enum Part {
 /// Whether the claim has it for itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    Exclusive,
+    /// It has; its own pods may share it so.
+    Exclusive(Option<Setup>),
+    /// Together with other claims of the same mode.
+    Shared(Setup),
+    /// It looks on.
     Admin,
 }
 
@@ -68,6 +84,7 @@ pub struct PlannedDevice {
     pub request: RequestName,
     pub pool: PoolName,
     pub device: DeviceName,
+    pub share_id: Option<ShareId>,
     pub access: Access,
     pub part: Part,
 }
@@ -96,6 +113,16 @@ pub enum Refusal {
     Unusable { gpu: GpuUuid, condition: Condition },
     #[error("overlaps what claim {holder} holds on {gpu}")]
     Held { gpu: GpuUuid, holder: ClaimRef },
+    #[error("needs {gpu} in mode {wanted}, and claim {holder} holds it in mode {held}")]
+    OtherMode { gpu: GpuUuid, wanted: Mode, holder: ClaimRef, held: Mode },
+    #[error("has a configuration that does not fit: {0}")]
+    Config(#[from] Misfit),
+    #[error("has a configuration that cannot be followed: {0}")]
+    Settings(#[from] SettingsError),
+    #[error(
+        "and another device of request {request} have two MPS control daemons, and a container reaches one only; ask for one device per request"
+    )]
+    TwoDaemons { request: RequestName },
     #[error("overlaps another device of the same claim")]
     OverlapsItself,
     #[error("overlaps GPU instance {instance} of {gpu}, which Divvy did not make; destroy it or claim it")]
@@ -122,14 +149,60 @@ impl Part {
         }
     }
 
-    /// Whether two claims cannot have both.
-    pub fn excludes(&self, other: &Self) -> bool {
+    /// Whether nobody can have this and that at once.
+    fn excludes(&self, access: Access, (other, others): (&Self, Access)) -> bool {
         self.gpu() == other.gpu()
             && match (self, other) {
                 (Self::Instance(one), Self::Instance(two)) => one.placement.overlaps(two.placement),
+                (Self::Whole { .. }, Self::Whole { .. }) => !access.joins(others),
                 _ => true,
             }
     }
+
+    /// The mode that it gives the GPU.
+    fn mode(&self, access: Access) -> Mode {
+        match (self, access) {
+            (Self::Whole { .. }, Access::Shared(setup)) => setup.mode(),
+            (Self::Whole { .. }, _) => Mode::Whole,
+            (Self::Instance(_), _) => Mode::Mig,
+        }
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Whole { gpu } => gpu.fmt(out),
+            Self::Instance(key) => key.fmt(out),
+        }
+    }
+}
+
+impl Access {
+    /// Whether it keeps anything from others.
+    pub fn holds(self) -> bool {
+        self != Self::Admin
+    }
+
+    /// What the device is set up with.
+    pub fn setup(self) -> Option<Setup> {
+        match self {
+            Self::Exclusive(setup) => setup,
+            Self::Shared(setup) => Some(setup),
+            Self::Admin => None,
+        }
+    }
+
+    /// Whether the two can have one part together.
+    fn joins(self, other: Self) -> bool {
+        matches!((self, other), (Self::Shared(one), Self::Shared(two)) if one.mode() == two.mode())
+    }
+}
+
+/// What is wrong with the hardware of a GPU, if anything is; a sick MPS daemon is
+/// the MPS device's trouble alone.
+pub fn trouble(gpu: &Gpu) -> Option<&Condition> {
+    gpu.conditions.iter().find(|condition| !matches!(condition, Condition::Mps { .. }))
 }
 
 impl Plan {
@@ -160,6 +233,7 @@ pub fn plan(claim: &AllocatedClaim, view: View<'_>) -> Result<Plan, PlanError> {
             cause: Box::new(refusal),
         })?;
     }
+    one_daemon_per_request(&plan)?;
     plan.steps.push(Step::WriteCdi);
     Ok(plan)
 }
@@ -169,36 +243,66 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
     if device.pool != *view.pool {
         return Err(Refusal::OtherPool { pool: device.pool.clone(), ours: view.pool.clone() });
     }
-    let (gpu, part) = find(&device.device, view.inventory).ok_or(Refusal::UnknownDevice)?;
-    let access = match &device.hold {
-        Hold::Exclusive => Access::Exclusive,
-        Hold::Admin => Access::Admin,
-        Hold::Share { .. } => return Err(Refusal::Share),
+    let Found { gpu, part, mode } = find(&device.device, view.inventory).ok_or(Refusal::UnknownDevice)?;
+    // Of all claims that share the GPU the first that is done shows how.
+    let others = || view.held.iter().filter(|held| held.claim.uid != plan.claim.uid);
+    let access = access(device, gpu, mode)?;
+    let joined = others().find(|held| held.ready && held.part == part && held.access.joins(access));
+    let access = match (access, joined.map(|held| held.access)) {
+        (Access::Shared(Setup::Timeslice(_)), Some(theirs)) => theirs,
+        _ => access,
     };
     if gpu.presence == Presence::Missing {
         return Err(Refusal::Missing { gpu: gpu.uuid.clone() });
     }
-    if access == Access::Exclusive {
-        may_have(plan, gpu, &part, view.held)?;
+    if access.holds() {
+        may_have(plan, gpu, &part, access, others())?;
         let needs = match &part {
+            // The claim that is there keeps MIG mode off.
+            Part::Whole { .. } if joined.is_some() => Needs { steps: Vec::new(), meets_foreign: false },
             Part::Whole { .. } => whole(gpu, view.mig_enabled)?,
             Part::Instance(key) => instance(gpu, key)?,
         };
         plan.meets_foreign |= needs.meets_foreign;
-        for step in needs.steps {
-            if !plan.steps.contains(&step) {
-                plan.steps.push(step);
-            }
+        let sets_up = access.setup().map(|setup| sets_up(gpu, &part, setup, joined.is_some()));
+        for step in needs.steps.into_iter().chain(sets_up.into_iter().flatten()) {
+            push(&mut plan.steps, step);
         }
     }
     plan.devices.push(PlannedDevice {
         request: device.request.clone(),
         pool: device.pool.clone(),
         device: device.device.clone(),
+        share_id: share_id(device).cloned(),
         access,
         part,
     });
     Ok(())
+}
+
+/// The scheduler's name of the share, if it is one.
+pub fn share_id(device: &AllocatedDevice) -> Option<&ShareId> {
+    match &device.hold {
+        Hold::Share { id, .. } => Some(id),
+        Hold::Exclusive | Hold::Admin => None,
+    }
+}
+
+/// Once what two devices of the claim need once.
+fn push(steps: &mut Vec<Step>, step: Step) {
+    if let Step::StartMps { part, limits } = &step {
+        let started = steps.iter_mut().find_map(|have| match have {
+            Step::StartMps { part: other, limits } if other == part => Some(limits),
+            _ => None,
+        });
+        if let Some(have) = started {
+            *have = have.or_more(*limits);
+            return;
+        }
+    }
+    if !steps.contains(&step) {
+        steps.push(step);
+    }
 }
 
 /// What one device takes.
@@ -207,9 +311,15 @@ struct Needs {
     meets_foreign: bool,
 }
 
-/// The device that a name stands for on this node.
-fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<(&'a Gpu, Part)> {
-    let id = DeviceId::try_from(name).ok().filter(|id| matches!(id.mode(), Mode::Whole | Mode::Mig))?;
+/// What a device name stands for on this node.
+struct Found<'a> {
+    gpu: &'a Gpu,
+    part: Part,
+    mode: Mode,
+}
+
+fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<Found<'a>> {
+    let id = DeviceId::try_from(name).ok()?;
     let (gpu, instance) = id.resolve(inventory).ok()?;
     let part = match instance {
         None => Part::Whole { gpu: gpu.uuid.clone() },
@@ -217,21 +327,99 @@ fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<(&'a Gpu, Par
             Part::Instance(InstanceKey { gpu: gpu.uuid.clone(), profile_id: profile.id, placement })
         }
     };
-    Some((gpu, part))
+    Some(Found { gpu, part, mode: id.mode() })
+}
+
+/// How the claim has the device. Where the server knows no shares, a device to
+/// be shared is allocated to one claim at a time; that claim is its only sharer.
+fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode) -> Result<Access, Refusal> {
+    let sharing = device.sharing(mode)?;
+    let none = Default::default();
+    let consumed = match &device.hold {
+        Hold::Admin => return Ok(Access::Admin),
+        Hold::Exclusive => &none,
+        Hold::Share { consumed, .. } => consumed,
+    };
+    match mode {
+        Mode::Timeslice => Ok(Access::Shared(Setup::Timeslice(gpu.policy.interval))),
+        Mode::Mps => {
+            let limits = MpsLimits::of_share(consumed, gpu.memory_bytes, &gpu.policy);
+            Ok(Access::Shared(Setup::Mps(limits)))
+        }
+        Mode::Whole | Mode::Mig if matches!(device.hold, Hold::Share { .. }) => Err(Refusal::Share),
+        Mode::Whole | Mode::Mig => {
+            let uuid = (mode == Mode::Whole).then_some(&gpu.uuid);
+            let setup = sharing.map(|sharing| Setup::of_config(&sharing, uuid));
+            Ok(Access::Exclusive(setup.transpose()?))
+        }
+    }
 }
 
 /// Nothing is wrong with the GPU and nobody else has the part.
-fn may_have(plan: &Plan, gpu: &Gpu, part: &Part, held: &[Holding]) -> Result<(), Refusal> {
-    if let Some(condition) = gpu.conditions.first() {
+fn may_have<'a>(
+    plan: &Plan,
+    gpu: &Gpu,
+    part: &Part,
+    access: Access,
+    mut others: impl Iterator<Item = &'a Holding>,
+) -> Result<(), Refusal> {
+    let sick = match access {
+        Access::Shared(Setup::Mps(_)) => gpu.conditions.first(),
+        _ => trouble(gpu),
+    };
+    if let Some(condition) = sick {
         return Err(Refusal::Unusable { gpu: gpu.uuid.clone(), condition: condition.clone() });
     }
-    let own = |device: &PlannedDevice| device.access == Access::Exclusive && device.part.excludes(part);
+    let own = |device: &PlannedDevice| {
+        device.access.holds() && part.excludes(access, (&device.part, device.access))
+    };
     if plan.devices.iter().any(own) {
         return Err(Refusal::OverlapsItself);
     }
-    match held.iter().find(|holding| holding.claim.uid != plan.claim.uid && holding.part.excludes(part)) {
+    let Some(in_the_way) = others.find(|held| part.excludes(access, (&held.part, held.access))) else {
+        return Ok(());
+    };
+    let (gpu, holder) = (gpu.uuid.clone(), in_the_way.claim.clone());
+    let (wanted, held) = (part.mode(access), in_the_way.part.mode(in_the_way.access));
+    Err(match wanted == held {
+        true => Refusal::Held { gpu, holder },
+        false => Refusal::OtherMode { gpu, wanted, holder, held },
+    })
+}
+
+/// What sets a part up so that processes can share it.
+fn sets_up(gpu: &Gpu, part: &Part, setup: Setup, joined: bool) -> Vec<Step> {
+    let by_first = |step| if joined { Step::Join(Box::new(step)) } else { step };
+    let uuid = || gpu.uuid.clone();
+    match setup {
+        // Without time slices to choose (before Volta) the default is what there is.
+        Setup::Timeslice(interval) if interval == Default::default() && gpu.compute_capability < (7, 0) => {
+            Vec::new()
+        }
+        Setup::Timeslice(interval) => vec![by_first(Step::SetInterval { gpu: uuid(), interval })],
+        Setup::Mps(limits) => {
+            // MIG handles have no compute mode.
+            let mode =
+                matches!(part, Part::Whole { .. }).then(|| by_first(Step::SetComputeMode { gpu: uuid() }));
+            let start = Step::StartMps { part: part.clone(), limits };
+            mode.into_iter().chain([start]).collect()
+        }
+    }
+}
+
+/// A container gets all devices of a request, and reaches one daemon only.
+fn one_daemon_per_request(plan: &Plan) -> Result<(), PlanError> {
+    let clients = || plan.devices.iter().filter(|d| matches!(d.access.setup(), Some(Setup::Mps(_))));
+    let two = |device: &&PlannedDevice| {
+        clients().any(|other| other.request == device.request && other.part != device.part)
+    };
+    match clients().find(two) {
         None => Ok(()),
-        Some(holding) => Err(Refusal::Held { gpu: gpu.uuid.clone(), holder: holding.claim.clone() }),
+        Some(device) => Err(PlanError {
+            claim: plan.claim.clone(),
+            device: device.device.clone(),
+            cause: Box::new(Refusal::TwoDaemons { request: device.request.clone() }),
+        }),
     }
 }
 

@@ -7,12 +7,20 @@
 //! undone. GPU instances are enumerated, not MIG handles: one without a compute
 //! instance has no handle. An instance that no record explains is reported, and
 //! destroyed only where the node is configured as exclusively ours.
+//!
+//! A Prepared record also promises what its device was set up with: an MPS
+//! control daemon that a reboot took is asked for again, and waited for only
+//! shortly, because a keeper that is missing must not keep the daemon from the
+//! claims that need none. A daemon that no record explains is let go. An interval
+//! or compute mode that no record explains is left: it may be an administrator's.
 
 use crate::engine::claim::{NotGivenBack, Unlocked};
 use crate::engine::{HeldState, Inner, RecoveryReport};
-use crate::execute::{StepError, is};
-use crate::plan::{Access, Part};
+use crate::execute::{Hands, StepError, is};
+use crate::mps::{self, Mps};
+use crate::plan::{Holding, Part, trouble};
 use crate::records::{ClaimRecord, Locked};
+use crate::sharing::Setup;
 use crate::step::{InstanceKey, Step, Undo};
 use divvy_api::{ClaimRef, ClaimUid, GpuUuid};
 use divvy_model::inventory::{Mig, MigMode, MigToggle, Presence};
@@ -25,6 +33,8 @@ use tokio::time::Instant;
 
 /// How often promises are held against the inventory when nothing has changed.
 const ROUND: Duration = Duration::from_secs(10);
+/// How long the start may wait for all MPS control daemons together.
+const DAEMONS_WITHIN: Duration = Duration::from_secs(5);
 
 /// What became of a claim.
 enum Settled {
@@ -41,8 +51,9 @@ impl Inner {
         match self.records.all() {
             Ok((records, quarantined)) => {
                 report.quarantined = quarantined.into_iter().map(|aside| (aside.path, aside.cause)).collect();
+                let by = Instant::now() + DAEMONS_WITHIN;
                 let settle = async |record: ClaimRecord| {
-                    let settled = self.settle_claim(&record.claim.uid).await;
+                    let settled = self.settle_claim(&record.claim.uid, by).await;
                     (record.claim, settled)
                 };
                 for (claim, settled) in join_all(records.into_iter().map(settle)).await {
@@ -116,13 +127,15 @@ impl Inner {
             }
         };
         for record in claims {
-            let settled = self.settle_claim(&record.claim.uid).await;
+            let by = Instant::now() + mps::START_WITHIN;
+            let settled = self.settle_claim(&record.claim.uid, by).await;
             note(&mut report, record.claim.clone(), settled);
         }
         self.settle_gpu(gpu).await;
     }
 
-    async fn settle_claim(self: &Arc<Self>, uid: &ClaimUid) -> Result<Settled, NotGivenBack> {
+    /// One claim; MPS control daemons are waited for until `by`.
+    async fn settle_claim(self: &Arc<Self>, uid: &ClaimUid, by: Instant) -> Result<Settled, NotGivenBack> {
         let _claim = self.claims.lock(uid).await;
         let (mut locked, record) = match self.lock(uid, BTreeSet::new()).await {
             Ok(locked) => locked,
@@ -135,7 +148,7 @@ impl Inner {
                 self.give_back(&mut locked, record).await?;
                 Ok(Settled::Undone)
             }
-            HeldState::Prepared => match self.restore(&mut locked, record).await? {
+            HeldState::Prepared => match self.restore(&mut locked, record, by).await? {
                 true => Ok(Settled::Restored),
                 false => Ok(Settled::Unchanged),
             },
@@ -147,11 +160,12 @@ impl Inner {
         self: &Arc<Self>,
         locked: &mut Locked,
         mut record: ClaimRecord,
+        by: Instant,
     ) -> Result<bool, NotGivenBack> {
         let before = record.clone();
         let hands = self.hands();
         let mut steps = Vec::new();
-        for device in record.devices.iter_mut().filter(|device| device.access == Access::Exclusive) {
+        for device in record.devices.iter_mut().filter(|device| device.access.holds()) {
             let Part::Instance(key) = &device.part else { continue };
             let found = hands.find(key, &format!("find {key}")).await?;
             match found {
@@ -193,12 +207,52 @@ impl Inner {
         if !steps.is_empty() {
             self.look_again(locked);
         }
-        Ok(written || !steps.is_empty())
+        let set_up = self.set_up_again(locked, &mut record, by).await?;
+        Ok(written || set_up || !steps.is_empty())
     }
 
-    /// The GPU beyond its claims: MIG mode and instances that no record explains.
+    /// What the claim's devices are set up with, as it must be; says whether an
+    /// MPS control daemon was missing. Nothing tells whether an interval is still
+    /// set, so one claim of the GPU sets it once more.
+    async fn set_up_again(
+        &self,
+        locked: &mut Locked,
+        record: &mut ClaimRecord,
+        by: Instant,
+    ) -> Result<bool, StepError> {
+        let hands = Hands { not_after: Some(by.into_std()), ..self.hands() };
+        let mps = Mps::new(&self.options.paths);
+        let others = self.others(locked, &record.claim.uid);
+        let mut missing = false;
+        for device in record.devices.clone() {
+            let (part, gpu) = (&device.part, device.part.gpu());
+            match device.access.setup() {
+                None => {}
+                Some(Setup::Timeslice(interval)) => {
+                    let speaks = others.iter().all(|other| {
+                        !other.ready || other.part != *part || other.claim.uid > record.claim.uid
+                    });
+                    let step = Step::SetInterval { gpu: gpu.clone(), interval };
+                    if speaks && step.undo().is_some() {
+                        self.hands().run(locked, record, &[step]).await.map_err(|failed| failed.cause)?;
+                    }
+                }
+                Some(Setup::Mps(limits)) => {
+                    missing |= mps.actual(part).is_none();
+                    let mode =
+                        matches!(part, Part::Whole { .. }).then(|| Step::SetComputeMode { gpu: gpu.clone() });
+                    let start = Step::StartMps { part: part.clone(), limits };
+                    let steps: Vec<Step> = mode.into_iter().chain([start]).collect();
+                    hands.run(locked, record, &steps).await.map_err(|failed| failed.cause)?;
+                }
+            }
+        }
+        Ok(missing)
+    }
+
+    /// The GPU beyond its claims: MIG mode, instances and MPS control daemons
+    /// that no record explains.
     async fn settle_gpu(self: &Arc<Self>, gpu: &Gpu) -> Vec<InstanceKey> {
-        let Mig::Supported { .. } = gpu.mig else { return Vec::new() };
         match self.look_at_gpu(gpu).await {
             Ok(unexplained) => unexplained,
             Err(error) => {
@@ -215,7 +269,9 @@ impl Inner {
         self.records.index(&mut locked)?;
         let hands = self.hands();
         let held = self.records.holdings(&locked);
+        self.let_daemons_go(gpu, &held).await?;
         let mut unexplained = Vec::new();
+        let Mig::Supported { .. } = gpu.mig else { return Ok(unexplained) };
         for instance in hands.instances(&gpu.uuid).await? {
             let explained =
                 held.iter().any(|holding| matches!(&holding.part, Part::Instance(key) if is(&instance, key)));
@@ -247,6 +303,28 @@ impl Inner {
             self.look_again(&locked);
         }
         Ok(unexplained)
+    }
+
+    /// Ends what no record explains. The directory says that the compute mode was ours.
+    async fn let_daemons_go(&self, gpu: &Gpu, held: &[Holding]) -> Result<(), StepError> {
+        let mps = Mps::new(&self.options.paths);
+        let explains = |target: &str| {
+            let clients = held.iter().filter(|held| matches!(held.access.setup(), Some(Setup::Mps(_))));
+            clients.map(|held| mps::target(&held.part)).any(|explained| explained == target)
+        };
+        for target in mps.targets() {
+            let rest = target.strip_prefix(gpu.uuid.as_str());
+            let is_on_gpu = rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'));
+            if !is_on_gpu || explains(&target) {
+                continue;
+            }
+            tracing::warn!(target, "no record explains this MPS control daemon; it is let go");
+            mps.release(&mps.dir().join(&target))?;
+            if rest == Some("") {
+                self.hands().reset_compute_mode(&gpu.uuid).await?;
+            }
+        }
+        Ok(())
     }
 
     /// A mode that was ours and that a reboot took is nobody's; one that we left
@@ -290,7 +368,7 @@ impl Inner {
 
 /// Whether work on the GPU can be tried.
 fn is_usable(gpu: &Gpu) -> bool {
-    gpu.presence == Presence::Present && gpu.conditions.is_empty()
+    gpu.presence == Presence::Present && trouble(gpu).is_none()
 }
 
 /// Adds to the record what takes these steps back, before they are done.

@@ -22,6 +22,7 @@
 #![allow(unsafe_code)] // NVML is a C library; every unsafe block is in `raw`.
 
 mod code;
+mod compute_mode;
 mod error;
 mod events;
 mod job;
@@ -33,6 +34,7 @@ mod read;
 mod session;
 
 pub use code::Code;
+pub use compute_mode::ComputeMode;
 pub use error::{NvmlError, OpenError};
 pub use events::{Event, Late};
 pub use job::StuckCall;

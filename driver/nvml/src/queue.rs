@@ -1,6 +1,7 @@
 //! One GPU's queue: what can be asked of a GPU. Each call is a job of the
 //! GPU's thread (see `job`), in order and with a deadline.
 
+use crate::compute_mode::ComputeMode;
 use crate::error::NvmlError;
 use crate::job::{self, Shared, StuckCall, Worker};
 use crate::read::{Description, RawInstance, State};
@@ -55,6 +56,14 @@ impl GpuQueue {
     pub async fn set_mig_mode(&self, mode: MigMode) -> Result<(), NvmlError> {
         self.submit("nvmlDeviceSetMigMode", self.limits.mig_mode, move |worker| worker.set_mig_mode(mode))
             .await
+    }
+
+    /// Changes the compute mode of the whole GPU; the mode it has already is fine.
+    pub async fn set_compute_mode(&self, mode: ComputeMode) -> Result<(), NvmlError> {
+        self.submit("nvmlDeviceSetComputeMode", self.limits.query, move |worker| {
+            worker.set_compute_mode(mode)
+        })
+        .await
     }
 
     /// GPU instances that exist, with their compute instances. With MIG off there are none.

@@ -21,19 +21,21 @@ pub use hook::HookMode;
 pub use nodes::DeviceNodes;
 
 use crate::paths::HostPaths;
-use divvy_api::{ClaimUid, DeviceName};
+use crate::sharing::MpsLimits;
+use divvy_api::{ClaimUid, DeviceName, ShareId};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// A fully qualified CDI device, `gpu.divvy.dev/claim=<uid>-<device>`.
+/// A fully qualified CDI device, `gpu.divvy.dev/claim=<uid>-<device>`, with
+/// `-<shareID>` behind it where the claim shares the device: it may hold two shares.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CdiId(String);
 
 impl CdiId {
     /// The id of a device of a claim: the same for every prepare, before and after a restart.
-    pub fn new(claim: &ClaimUid, device: &DeviceName) -> Self {
-        Self(format!("{}={}", divvy_api::names::CDI_KIND, spec::device_name(claim, device)))
+    pub fn new(claim: &ClaimUid, device: &DeviceName, share: Option<&ShareId>) -> Self {
+        Self(format!("{}={}", divvy_api::names::CDI_KIND, spec::device_name(claim, device, share)))
     }
 
     /// As the kubelet wants it.
@@ -58,7 +60,17 @@ impl std::fmt::Display for CdiId {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimDevice {
     pub device: DeviceName,
+    pub share: Option<ShareId>,
     pub nodes: DeviceNodes,
+    pub mps: Option<MpsClient>,
+}
+
+/// What makes processes of a container clients of an MPS control daemon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MpsClient {
+    /// The daemon's directory on the host.
+    pub dir: PathBuf,
+    pub limits: MpsLimits,
 }
 
 /// Writes and removes the CDI files of claims. A clone shares the cache.
@@ -131,6 +143,11 @@ impl Cdi {
         Self { shared: Arc::new(shared) }
     }
 
+    /// The node's paths.
+    pub fn paths(&self) -> &HostPaths {
+        &self.shared.paths
+    }
+
     /// Whether a claim could be written now: the directory can be written, the
     /// driver's files and the hook are there, the device nodes are or could be made.
     /// Blocks for as long as `nvidia-modprobe` may take.
@@ -162,7 +179,7 @@ impl Cdi {
     fn put(&self, claim: &ClaimUid, devices: &[ClaimDevice], json: &[u8]) -> Result<Vec<CdiId>, CdiError> {
         let path = self.file(claim);
         replace(&path, json).map_err(|cause| CdiError::Write { claim: claim.clone(), path, cause })?;
-        Ok(devices.iter().map(|device| CdiId::new(claim, &device.device)).collect())
+        Ok(devices.iter().map(|of| CdiId::new(claim, &of.device, of.share.as_ref())).collect())
     }
 
     /// Removes the claim's file, and what a write that was killed left of it;

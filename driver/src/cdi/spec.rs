@@ -5,8 +5,8 @@ use super::document::{Device, DeviceNode, Document, Edits, Hook, Mount};
 use super::files::{DriverFiles, Shared as SharedFile, Stamp};
 use super::nodes::{CommonNodes, Majors};
 use super::{Cdi, CdiError, ClaimDevice, MpsClient, ReadinessError, hook};
-use divvy_api::{ClaimUid, DeviceName, ShareId};
 use divvy_api::mps::CONTAINER_PIPE;
+use divvy_api::{ClaimUid, DeviceName, ShareId};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 

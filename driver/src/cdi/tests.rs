@@ -73,12 +73,16 @@ fn uid() -> ClaimUid {
 }
 
 fn gpu(minor: u32) -> ClaimDevice {
-    ClaimDevice { device: DeviceName::from(format!("gpu-{minor}")), nodes: DeviceNodes::Gpu { minor } }
+    plain(format!("gpu-{minor}"), DeviceNodes::Gpu { minor })
 }
 
 fn mig() -> ClaimDevice {
     let nodes = DeviceNodes::Mig { minor: 1, gpu_instance: 2, compute_instance: 0 };
-    ClaimDevice { device: DeviceName::from("gpu-1-mig-3g40gb-9-4"), nodes }
+    plain("gpu-1-mig-3g40gb-9-4", nodes)
+}
+
+fn plain(device: impl Into<String>, nodes: DeviceNodes) -> ClaimDevice {
+    ClaimDevice { device: DeviceName::from(device.into()), share: None, nodes, mps: None }
 }
 
 /// The whole chain of causes, as it is logged.
@@ -98,6 +102,42 @@ fn refused(world: &World, devices: &[ClaimDevice], parts: &[&str]) {
 
 fn node(path: &str, major: u32, minor: u32) -> Value {
     json!({"path": path, "type": "c", "major": major, "minor": minor, "permissions": "rw"})
+}
+
+#[test]
+fn clients_of_an_mps_daemon_are_told_their_limits_and_share_its_directories() {
+    let world = World::new();
+    let client = |share: &str, limits| ClaimDevice {
+        device: DeviceName::from("gpu-0-mps"),
+        share: Some(share.into()),
+        nodes: DeviceNodes::Gpu { minor: 0 },
+        mps: Some(MpsClient { dir: "/run/divvy/mps/GPU-a".into(), limits }),
+    };
+    let limits = MpsLimits { threads: Some(30), memory_mib: Some(10240), multi_user: None };
+    let devices = [client("s-1", limits), client("s-2", MpsLimits::default())];
+    let ids = world.cdi.write_claim(&uid(), &devices).unwrap();
+    let ids: Vec<_> = ids.iter().map(CdiId::as_str).collect();
+    assert_eq!(ids, ["gpu.divvy.dev/claim=1-2-gpu-0-mps-s-1", "gpu.divvy.dev/claim=1-2-gpu-0-mps-s-2"]);
+    let file: Value =
+        serde_json::from_slice(&fs::read(world.path("cdi/gpu.divvy.dev-claim_1-2.json")).unwrap()).unwrap();
+    let edits = |at: usize| &file["devices"][at]["containerEdits"];
+    assert_eq!(
+        edits(0)["env"],
+        json!([
+            "CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps",
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=30",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=10240M",
+        ])
+    );
+    assert_eq!(edits(1)["env"], json!(["CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps"]));
+    let options = json!(["rw", "nosuid", "nodev", "noexec", "rbind", "rprivate"]);
+    let mount = |host: &str, container: &str| json!({"hostPath": host, "containerPath": container, "options": options});
+    let mounts = json!([
+        mount("/run/divvy/mps/GPU-a/pipe", "/tmp/nvidia-mps"),
+        mount("/run/divvy/mps/GPU-a/shm", "/dev/shm"),
+    ]);
+    assert_eq!((&edits(0)["mounts"], &edits(1)["mounts"]), (&mounts, &mounts));
+    assert_eq!(edits(0)["deviceNodes"], json!([node("/dev/nvidia0", 195, 0)]));
 }
 
 #[test]
@@ -207,7 +247,7 @@ fn what_a_killed_write_left_goes_with_the_claim() {
 fn admin_access_shows_what_is_live_and_joins_the_same_device() {
     let world = World::new();
     let admin = DeviceNodes::Admin { minor: 1, instances: vec![(2, vec![0])] };
-    let admin = ClaimDevice { device: DeviceName::from("gpu-1"), nodes: admin };
+    let admin = plain("gpu-1", admin);
     let ids = world.cdi.write_claim(&uid(), &[gpu(1), admin]).unwrap();
     assert_eq!(ids[0], ids[1]);
     let devices = world.written()["devices"].take();

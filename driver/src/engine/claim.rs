@@ -2,10 +2,10 @@
 
 use super::{HeldState, Inner, PrepareError, PreparedDevice, UnprepareError};
 use crate::execute::StepError;
-use crate::plan::{self, Access, Plan, PlanError, View};
-use crate::records::{ClaimRecord, LockError, Locked, RecordError};
+use crate::plan::{self, Access, Holding, Plan, PlanError, View};
+use crate::records::{ClaimRecord, DeviceRecord, LockError, Locked, RecordError};
 use crate::step::{Step, Undo};
-use divvy_api::{AllocatedClaim, ClaimUid, GpuUuid, Hold};
+use divvy_api::{AllocatedClaim, AllocatedDevice, ClaimUid, GpuUuid, Hold};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -66,7 +66,7 @@ impl Inner {
         let plan = self.plan(claim, &locked).await?;
         let mut record = ClaimRecord::intent(&plan);
         self.records.write(&mut locked, &record).map_err(no_record)?;
-        let changes = plan.steps.iter().any(|step| !matches!(step, Step::WriteCdi));
+        let shows = plan.steps.iter().any(Step::shows);
         let failed = match self.hurried_hands(begun).run(&mut locked, &mut record, &plan.steps).await {
             Ok(()) => {
                 record.state = HeldState::Prepared;
@@ -85,7 +85,7 @@ impl Inner {
             self.look_again(&locked);
             return Err(error);
         }
-        if changes {
+        if shows {
             self.look_again(&locked);
         }
         tracing::info!(
@@ -196,7 +196,8 @@ impl Inner {
     /// Takes a failed prepare back. What cannot be taken back stays announced.
     async fn roll_back(self: &Arc<Self>, locked: &mut Locked, record: &ClaimRecord, undo: &[Undo]) {
         let uid = &record.claim.uid;
-        let undone = match self.hands().undo(uid, undo).await {
+        let others = self.others(locked, uid);
+        let undone = match self.hands().undo(uid, undo, &others).await {
             Ok(()) => self.records.remove(locked, uid).map_err(NotGivenBack::from),
             Err(cause) => Err(cause.into()),
         };
@@ -225,13 +226,21 @@ impl Inner {
                 tracing::warn!(claim = %record.claim, error = &error as &dyn std::error::Error, "release not marked");
             }
         }
-        self.hands().undo(&record.claim.uid, &record.undo).await?;
+        let others = self.others(locked, &record.claim.uid);
+        self.hands().undo(&record.claim.uid, &record.undo, &others).await?;
         self.records.remove(locked, &record.claim.uid)?;
-        if hardware {
+        if record.undo.iter().any(Undo::shows) {
             self.rest_later(locked);
             self.look_again(locked);
         }
         Ok(())
+    }
+
+    /// What other claims hold on the locked GPUs.
+    pub(crate) fn others(&self, locked: &Locked, uid: &ClaimUid) -> Vec<Holding> {
+        let mut held = self.records.holdings(locked);
+        held.retain(|holding| holding.claim.uid != *uid);
+        held
     }
 
     /// Has the inventory describe the locked GPUs anew, without waiting for it.
@@ -242,13 +251,15 @@ impl Inner {
     }
 }
 
-/// Whether the record is of this allocation of the claim.
+/// Whether the record is of this allocation of the claim. Capacities and
+/// configuration do not change under an allocation.
 fn is_of(record: &ClaimRecord, claim: &AllocatedClaim) -> bool {
-    let same = |(record, claim): (&crate::records::DeviceRecord, &divvy_api::AllocatedDevice)| {
+    let same = |(record, claim): (&DeviceRecord, &AllocatedDevice)| {
         record.request == claim.request
             && record.pool == claim.pool
             && record.device == claim.device
             && (record.access == Access::Admin) == matches!(claim.hold, Hold::Admin)
+            && record.share_id.as_ref() == plan::share_id(claim)
     };
     record.devices.len() == claim.devices.len() && record.devices.iter().zip(&claim.devices).all(same)
 }

@@ -77,7 +77,7 @@ impl ClaimRecord {
             request: device.request.clone(),
             pool: device.pool.clone(),
             device: device.device.clone(),
-            share_id: None,
+            share_id: device.share_id.clone(),
             access: device.access,
             part: device.part.clone(),
             instance: None,
@@ -99,10 +99,12 @@ impl ClaimRecord {
 
     /// What it keeps from others.
     pub fn holdings(&self) -> impl Iterator<Item = Holding> {
-        self.devices
-            .iter()
-            .filter(|device| device.access == Access::Exclusive)
-            .map(|device| Holding { claim: self.claim.clone(), part: device.part.clone() })
+        self.devices.iter().filter(|device| device.access.holds()).map(|device| Holding {
+            claim: self.claim.clone(),
+            part: device.part.clone(),
+            access: device.access,
+            ready: self.state == HeldState::Prepared,
+        })
     }
 
     /// What the kubelet is told.
@@ -121,6 +123,6 @@ impl ClaimRecord {
 impl DeviceRecord {
     /// Whether it has that instance for itself.
     pub fn holds(&self, key: &InstanceKey) -> bool {
-        self.access == Access::Exclusive && matches!(&self.part, Part::Instance(own) if own == key)
+        self.access.holds() && matches!(&self.part, Part::Instance(own) if own == key)
     }
 }

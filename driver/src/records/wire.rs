@@ -9,20 +9,31 @@
 //! that are not known are ignored; a meaning that an older build must not
 //! overlook is a new format, and then the older build sets the file aside.
 //!
+//! | format | since it says |
+//! |---|---|
+//! | 1 | whole GPUs and MIG instances |
+//! | 2 | what a device is set up with to be shared (`sharing`, `with`), and how that is undone |
+//!
+//! A record is written in the lowest format that says it, so that after a step
+//! back to an older build only those claims are set aside that it would take
+//! for something else: a time-slice for a GPU that one claim has for itself.
+//!
 //! The structs are the file's own: a domain type can change without a record
 //! changing by accident.
 
 use super::{ClaimRecord, DeviceRecord, InstanceIds};
 use crate::engine::HeldState;
 use crate::plan::{Access, Part};
+use crate::sharing::{MpsLimits, Setup};
 use crate::step::{InstanceKey, Undo};
 use divvy_api::ClaimRef;
+use divvy_api::sharing;
 use divvy_model::Placement;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-/// The format that this build writes, and the newest that it reads.
-const FORMAT: u32 = 1;
+/// The newest format that this build writes and reads.
+const FORMAT: u32 = 2;
 
 /// Why bytes are not a record.
 #[derive(Debug, thiserror::Error)]
@@ -87,8 +98,39 @@ struct Device {
     gpu: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mig: Option<Mig>,
+    /// How the claim's own pods share it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    sharing: Option<Sharing>,
+    /// How it is shared with other claims.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    with: Option<Sharing>,
     #[serde(rename = "cdiDeviceIDs", default)]
     cdi_ids: Vec<String>,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(tag = "mode", rename_all = "camelCase")]
+enum Sharing {
+    Timeslice {
+        interval: Interval,
+    },
+    #[serde(rename_all = "camelCase")]
+    Mps {
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        threads: Option<u32>,
+        #[serde(rename = "memoryMiB", default, skip_serializing_if = "Option::is_none")]
+        memory_mib: Option<u64>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        multi_user: Option<bool>,
+    },
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+enum Interval {
+    Default,
+    Short,
+    Medium,
+    Long,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -129,6 +171,17 @@ enum UndoStep {
         #[serde(flatten)]
         at: At,
     },
+    ResetInterval {
+        gpu: String,
+    },
+    ResetComputeMode {
+        gpu: String,
+    },
+    StopMps {
+        gpu: String,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        mig: Option<At>,
+    },
     RemoveCdi,
 }
 
@@ -136,7 +189,8 @@ enum UndoStep {
 pub(super) fn encode(record: &ClaimRecord) -> Result<Vec<u8>, serde_json::Error> {
     let body = serde_json::to_string(&Record::from(record))?;
     let checksum = crc32fast::hash(body.as_bytes());
-    Ok(format!("{{\"format\":{FORMAT},\"crc32\":\"{checksum:08x}\",\"record\":{body}}}\n").into_bytes())
+    let format = if record.devices.iter().any(|device| device.access.setup().is_some()) { 2 } else { 1 };
+    Ok(format!("{{\"format\":{format},\"crc32\":\"{checksum:08x}\",\"record\":{body}}}\n").into_bytes())
 }
 
 /// Reads what this build or an older one wrote.
@@ -225,6 +279,14 @@ impl From<&DeviceRecord> for Device {
                 Part::Whole { .. } => None,
                 Part::Instance(key) => Some(Mig { at: key.into(), instance }),
             },
+            sharing: match device.access {
+                Access::Exclusive(setup) => setup.map(Sharing::from),
+                Access::Shared(_) | Access::Admin => None,
+            },
+            with: match device.access {
+                Access::Shared(setup) => Some(setup.into()),
+                Access::Exclusive(_) | Access::Admin => None,
+            },
             cdi_ids: device.cdi_ids.clone(),
         }
     }
@@ -241,7 +303,11 @@ impl From<Device> for DeviceRecord {
             pool: device.pool.into(),
             device: device.device.into(),
             share_id: device.share_id.map(Into::into),
-            access: if device.admin { Access::Admin } else { Access::Exclusive },
+            access: match device.with {
+                _ if device.admin => Access::Admin,
+                Some(with) => Access::Shared(with.into()),
+                None => Access::Exclusive(device.sharing.map(Setup::from)),
+            },
             part,
             instance: instance.map(|ids| InstanceIds {
                 gpu_instance: ids.gpu_instance,
@@ -249,6 +315,40 @@ impl From<Device> for DeviceRecord {
                 uuid: ids.uuid,
             }),
             cdi_ids: device.cdi_ids,
+        }
+    }
+}
+
+impl From<Setup> for Sharing {
+    fn from(setup: Setup) -> Self {
+        match setup {
+            Setup::Timeslice(interval) => Self::Timeslice {
+                interval: match interval {
+                    sharing::Interval::Default => Interval::Default,
+                    sharing::Interval::Short => Interval::Short,
+                    sharing::Interval::Medium => Interval::Medium,
+                    sharing::Interval::Long => Interval::Long,
+                },
+            },
+            Setup::Mps(MpsLimits { threads, memory_mib, multi_user }) => {
+                Self::Mps { threads, memory_mib, multi_user }
+            }
+        }
+    }
+}
+
+impl From<Sharing> for Setup {
+    fn from(sharing: Sharing) -> Self {
+        match sharing {
+            Sharing::Timeslice { interval } => Self::Timeslice(match interval {
+                Interval::Default => sharing::Interval::Default,
+                Interval::Short => sharing::Interval::Short,
+                Interval::Medium => sharing::Interval::Medium,
+                Interval::Long => sharing::Interval::Long,
+            }),
+            Sharing::Mps { threads, memory_mib, multi_user } => {
+                Self::Mps(MpsLimits { threads, memory_mib, multi_user })
+            }
         }
     }
 }
@@ -262,6 +362,15 @@ impl From<&Undo> for UndoStep {
             Undo::DestroyComputeInstances(key) => {
                 Self::DestroyComputeInstances { gpu: key.gpu.to_string(), at: key.into() }
             }
+            Undo::ResetInterval { gpu } => Self::ResetInterval { gpu: gpu.to_string() },
+            Undo::ResetComputeMode { gpu } => Self::ResetComputeMode { gpu: gpu.to_string() },
+            Undo::StopMps { part } => Self::StopMps {
+                gpu: part.gpu().to_string(),
+                mig: match part {
+                    Part::Whole { .. } => None,
+                    Part::Instance(key) => Some(key.into()),
+                },
+            },
             Undo::RemoveCdi => Self::RemoveCdi,
         }
     }
@@ -272,6 +381,10 @@ impl From<UndoStep> for Undo {
         match undo {
             UndoStep::DestroyGpuInstance { gpu, at } => Self::DestroyGpuInstance(at.key(gpu)),
             UndoStep::DestroyComputeInstances { gpu, at } => Self::DestroyComputeInstances(at.key(gpu)),
+            UndoStep::ResetInterval { gpu } => Self::ResetInterval { gpu: gpu.into() },
+            UndoStep::ResetComputeMode { gpu } => Self::ResetComputeMode { gpu: gpu.into() },
+            UndoStep::StopMps { gpu, mig: None } => Self::StopMps { part: Part::Whole { gpu: gpu.into() } },
+            UndoStep::StopMps { gpu, mig: Some(at) } => Self::StopMps { part: Part::Instance(at.key(gpu)) },
             UndoStep::RemoveCdi => Self::RemoveCdi,
         }
     }

@@ -235,6 +235,16 @@ impl Library {
         Ok(mode.value)
     }
 
+    pub(crate) fn compute_mode(&self, device: Device) -> Answer<u32> {
+        let mut mode = 0;
+        nvml!(self, nvmlDeviceGetComputeMode(device.0, &mut mode))?;
+        Ok(mode)
+    }
+
+    pub(crate) fn set_compute_mode(&self, device: Device, mode: u32) -> Answer<()> {
+        nvml!(self, nvmlDeviceSetComputeMode(device.0, mode))
+    }
+
     pub(crate) fn link_is_active(&self, device: Device, link: u32) -> Answer<bool> {
         let mut active = 0;
         nvml!(self, nvmlDeviceGetNvLinkState(device.0, link, &mut active))?;

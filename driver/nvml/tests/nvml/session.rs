@@ -3,7 +3,7 @@
 use crate::world::{World, impatient, next};
 use divvy_model::inventory::MigMode;
 use divvy_model::placement::Placement;
-use divvy_nvml::{Closing, Code, Event, Limits, NvmlError, OpenError, RawMig, Session};
+use divvy_nvml::{Closing, Code, ComputeMode, Event, Limits, NvmlError, OpenError, RawMig, Session};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::state::{Process, ProcessKind};
 use std::time::Duration;
@@ -53,6 +53,23 @@ async fn a_snapshot_says_of_each_gpu_what_the_catalogue_says() {
         }
     }
     assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+#[tokio::test]
+async fn the_compute_mode_goes_to_and_fro_and_leaves_an_administrators_alone() {
+    let world = World::new("H100-SXM5-80GB");
+    let session = world.open(Limits::default());
+    let queue = world.queue(&session, 0);
+    let set = async |now: u32, wanted: ComputeMode, expected: u32| {
+        world.change(|state| state.gpus[0].compute_mode = now);
+        queue.set_compute_mode(wanted).await.expect("set");
+        assert_eq!(world.sim.read().expect("state").gpus[0].compute_mode, expected, "{now} {wanted:?}");
+    };
+    let (default, prohibited, exclusive) = (0, 2, 3);
+    set(default, ComputeMode::ExclusiveProcess, exclusive).await;
+    set(exclusive, ComputeMode::ExclusiveProcess, exclusive).await;
+    set(exclusive, ComputeMode::Default, default).await;
+    set(prohibited, ComputeMode::Default, prohibited).await;
 }
 
 #[tokio::test]

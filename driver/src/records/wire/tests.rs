@@ -26,8 +26,8 @@ fn sample() -> ClaimRecord {
         claim: ClaimRef { namespace: "ns".into(), name: "claim".into(), uid: "u-1".into() },
         state: HeldState::Prepared,
         devices: vec![
-            device("gpu-1", Access::Exclusive, Part::Whole { gpu: "GPU-b".into() }, None),
-            device("gpu-0-mig-3g40gb-9-4", Access::Exclusive, Part::Instance(key(4, 4)), Some(ids)),
+            device("gpu-1", Access::Exclusive(None), Part::Whole { gpu: "GPU-b".into() }, None),
+            device("gpu-0-mig-3g40gb-9-4", Access::Exclusive(None), Part::Instance(key(4, 4)), Some(ids)),
             device("gpu-0-mig-3g40gb-9-0", Access::Admin, Part::Instance(key(0, 4)), None),
         ],
         undo: vec![
@@ -35,6 +35,70 @@ fn sample() -> ClaimRecord {
             Undo::DestroyComputeInstances(key(4, 4)),
             Undo::RemoveCdi,
         ],
+    }
+}
+
+/// A record of format 2, as the first build that shares GPUs wrote it. Never edited.
+const V2: &[u8] = include_bytes!("v2.golden.json");
+
+fn shared() -> ClaimRecord {
+    let limits = MpsLimits { threads: Some(30), memory_mib: Some(10240), multi_user: Some(false) };
+    let device = |name: &str, share: Option<&str>, access, part| DeviceRecord {
+        request: "r".into(),
+        pool: "node".into(),
+        device: name.into(),
+        share_id: share.map(Into::into),
+        access,
+        part,
+        instance: None,
+        cdi_ids: Vec::new(),
+    };
+    let whole = |gpu: &str| Part::Whole { gpu: gpu.into() };
+    let long = Setup::Timeslice(sharing::Interval::Long);
+    ClaimRecord {
+        claim: ClaimRef { namespace: "ns".into(), name: "claim".into(), uid: "u-2".into() },
+        state: HeldState::Intent,
+        devices: vec![
+            device("gpu-0-timeslice", Some("s-1"), Access::Shared(long), whole("GPU-a")),
+            device("gpu-1-mps", Some("s-2"), Access::Shared(Setup::Mps(limits)), whole("GPU-b")),
+            device("gpu-2", None, Access::Exclusive(Some(long)), whole("GPU-c")),
+            device(
+                "gpu-3-mig-3g40gb-9-4",
+                None,
+                Access::Exclusive(Some(Setup::Mps(MpsLimits::default()))),
+                Part::Instance(key(4, 4)),
+            ),
+        ],
+        undo: vec![
+            Undo::ResetInterval { gpu: "GPU-a".into() },
+            Undo::ResetComputeMode { gpu: "GPU-b".into() },
+            Undo::StopMps { part: whole("GPU-b") },
+            Undo::StopMps { part: Part::Instance(key(4, 4)) },
+            Undo::RemoveCdi,
+        ],
+    }
+}
+
+#[test]
+fn bytes_of_format_2_do_not_change() {
+    assert_eq!(String::from_utf8(encode(&shared()).unwrap()).unwrap(), String::from_utf8_lossy(V2));
+}
+
+#[test]
+fn this_build_reads_format_2() {
+    assert_eq!(decode(V2).unwrap(), shared());
+}
+
+/// A build that knows format 1 only must not take a share for a whole GPU.
+#[test]
+fn what_format_1_cannot_say_is_not_written_in_it() {
+    let format = |record: &ClaimRecord| {
+        let text = String::from_utf8(encode(record).unwrap()).unwrap();
+        text.split_once(',').unwrap().0.to_owned()
+    };
+    assert_eq!(format(&sample()), r#"{"format":1"#);
+    for device in shared().devices {
+        assert_eq!(format(&ClaimRecord { devices: vec![device], ..sample() }), r#"{"format":2"#);
     }
 }
 
@@ -60,9 +124,9 @@ fn this_build_reads_format_1() {
 
 #[test]
 fn a_newer_format_is_left_to_newer_builds() {
-    let newer = String::from_utf8_lossy(V1).replace("\"format\":1", "\"format\":2");
+    let newer = String::from_utf8_lossy(V1).replace("\"format\":1", "\"format\":3");
     let error = decode(newer.as_bytes()).unwrap_err();
-    assert_eq!(error.to_string(), "written in format 2; this build reads up to 1");
+    assert_eq!(error.to_string(), "written in format 3; this build reads up to 2");
 }
 
 #[test]
@@ -115,13 +179,13 @@ fn any_device() -> impl Strategy<Value = DeviceRecord> {
         "GPU-[a-c]".prop_map(|gpu| Part::Whole { gpu: gpu.into() }),
         any_key().prop_map(Part::Instance)
     ];
-    (".{0,9}", part, any::<bool>(), proptest::option::of("[a-f0-9-]{1,9}"), any::<Option<(u32, u32)>>())
-        .prop_map(|(name, part, admin, share, ids)| DeviceRecord {
+    (".{0,9}", part, any_access(), proptest::option::of("[a-f0-9-]{1,9}"), any::<Option<(u32, u32)>>())
+        .prop_map(|(name, part, access, share, ids)| DeviceRecord {
             request: name.as_str().into(),
             pool: "node".into(),
             device: name.as_str().into(),
             share_id: share.map(Into::into),
-            access: if admin { Access::Admin } else { Access::Exclusive },
+            access,
             instance: ids.filter(|_| matches!(part, Part::Instance(_))).map(
                 |(gpu_instance, compute_instance)| InstanceIds {
                     gpu_instance,
@@ -134,11 +198,28 @@ fn any_device() -> impl Strategy<Value = DeviceRecord> {
         })
 }
 
+fn any_access() -> impl Strategy<Value = Access> {
+    use sharing::Interval::{Default, Long, Medium, Short};
+    let interval = prop_oneof![Just(Default), Just(Short), Just(Medium), Just(Long)];
+    let limits = any::<(Option<u32>, Option<u64>, Option<bool>)>()
+        .prop_map(|(threads, memory_mib, multi_user)| MpsLimits { threads, memory_mib, multi_user });
+    let setup = prop_oneof![interval.prop_map(Setup::Timeslice), limits.prop_map(Setup::Mps)];
+    prop_oneof![
+        proptest::option::of(setup.clone()).prop_map(Access::Exclusive),
+        setup.prop_map(Access::Shared),
+        Just(Access::Admin)
+    ]
+}
+
 fn any_record() -> impl Strategy<Value = ClaimRecord> {
     let state = prop_oneof![Just(HeldState::Intent), Just(HeldState::Prepared), Just(HeldState::Releasing)];
     let undo = prop_oneof![
         any_key().prop_map(Undo::DestroyGpuInstance),
         any_key().prop_map(Undo::DestroyComputeInstances),
+        "GPU-[a-c]".prop_map(|gpu| Undo::ResetInterval { gpu: gpu.into() }),
+        "GPU-[a-c]".prop_map(|gpu| Undo::ResetComputeMode { gpu: gpu.into() }),
+        "GPU-[a-c]".prop_map(|gpu| Undo::StopMps { part: Part::Whole { gpu: gpu.into() } }),
+        any_key().prop_map(|key| Undo::StopMps { part: Part::Instance(key) }),
         Just(Undo::RemoveCdi)
     ];
     let many = proptest::collection::vec(any_device(), 0..4);

@@ -1,0 +1,172 @@
+//! How processes share a device, resolved to what a GPU's tools are told:
+//! numbers, without names, quantities or keys that could still be wrong.
+//!
+//! Two roads lead here. A claim on `gpu-N-timeslice` or `gpu-N-mps` shares the
+//! GPU with other claims; what it gets follows from the node's policy and from
+//! the capacities it consumes. A claim that has a GPU or a MIG instance for
+//! itself may say in a configuration how its own pods share it.
+
+use divvy_api::sharing::{Interval, Mode, MpsSettings, Sharing};
+use divvy_api::{GpuUuid, Quantity};
+use divvy_model::GpuPolicy;
+use std::collections::BTreeMap;
+
+/// What a device is set up with before processes share it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Setup {
+    Timeslice(Interval),
+    Mps(MpsLimits),
+}
+
+/// What each client process of an MPS control daemon may have at most; none is
+/// no limit. Limits are cooperative: see [`MpsSettings`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MpsLimits {
+    /// Per cent of the multiprocessors, 1 to 100.
+    pub threads: Option<u32>,
+    /// MiB of device memory, at least 1.
+    pub memory_mib: Option<u64>,
+    /// Clients of different users at once; none means where the daemon can.
+    pub multi_user: Option<bool>,
+}
+
+/// Why a configuration cannot be followed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SettingsError {
+    #[error("memory limit {limit} is less than 1Mi")]
+    Memory { limit: Quantity },
+    #[error("memory limit for {key:?}, which is no device of the request; name it by UUID or as 0")]
+    Key { key: String },
+}
+
+const MIB: u64 = 1 << 20;
+
+impl Setup {
+    /// The mode that it gives a GPU.
+    pub fn mode(&self) -> Mode {
+        match self {
+            Self::Timeslice(_) => Mode::Timeslice,
+            Self::Mps(_) => Mode::Mps,
+        }
+    }
+
+    /// What a configuration asks for, on a device that has this UUID from the start.
+    pub fn of_config(sharing: &Sharing, uuid: Option<&GpuUuid>) -> Result<Self, SettingsError> {
+        Ok(match sharing {
+            Sharing::TimeSlicing(interval) => Self::Timeslice(*interval),
+            Sharing::Mps(settings) => Self::Mps(MpsLimits::of_settings(settings, uuid)?),
+        })
+    }
+}
+
+impl MpsLimits {
+    /// Of a claim that consumes these capacities of `gpu-N-mps`. The scheduler
+    /// names them all; one that it left out is one part of as many as the node
+    /// expects clients, as the published default is.
+    pub fn of_share(consumed: &BTreeMap<String, Quantity>, memory_bytes: u64, policy: &GpuPolicy) -> Self {
+        let parts = policy.mps_clients.max(1);
+        let threads = consumed.get("threads").and_then(|threads| threads.value());
+        let threads = threads.map_or(100 / parts, |threads| u32::try_from(threads).unwrap_or_default());
+        let memory = consumed.get("memory").and_then(|memory| memory.as_bytes());
+        // Where NVML does not tell the memory there is nothing to take a part of.
+        let memory = memory.or((memory_bytes > 0).then_some(memory_bytes / u64::from(parts)));
+        Self {
+            threads: Some(threads.clamp(1, 100)),
+            memory_mib: memory.map(|bytes| (bytes / MIB).max(1)),
+            multi_user: None,
+        }
+    }
+
+    /// A request with an MPS configuration has one device (see
+    /// [`crate::plan`]), so the only index is 0. The UUID of a MIG instance is
+    /// not known before it is made.
+    pub fn of_settings(settings: &MpsSettings, uuid: Option<&GpuUuid>) -> Result<Self, SettingsError> {
+        let mut memory = settings.pinned_memory;
+        for (key, limit) in &settings.pinned_memory_per_device {
+            if key != "0" && uuid.is_none_or(|uuid| uuid.as_str() != key) {
+                return Err(SettingsError::Key { key: key.clone() });
+            }
+            memory = Some(*limit);
+        }
+        let memory_mib = memory.map(|limit| match limit.as_bytes().map(|bytes| bytes / MIB) {
+            None | Some(0) => Err(SettingsError::Memory { limit }),
+            Some(mib) => Ok(mib),
+        });
+        Ok(Self {
+            threads: settings.active_thread_percentage,
+            memory_mib: memory_mib.transpose()?,
+            multi_user: settings.multi_user,
+        })
+    }
+
+    /// What lets both have theirs: the daemon's defaults are those of its largest client.
+    pub fn or_more(self, other: Self) -> Self {
+        // No limit is more than any.
+        fn larger<T: Ord>(one: Option<T>, two: Option<T>) -> Option<T> {
+            Some(one?.max(two?))
+        }
+        Self {
+            threads: larger(self.threads, other.threads),
+            memory_mib: larger(self.memory_mib, other.memory_mib),
+            multi_user: self.multi_user.or(other.multi_user),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits(threads: u32, memory_mib: u64) -> MpsLimits {
+        MpsLimits { threads: Some(threads), memory_mib: Some(memory_mib), multi_user: None }
+    }
+
+    #[test]
+    fn a_share_is_limited_by_what_it_consumes_else_by_one_part() {
+        let check = |consumed: &[(&str, Quantity)], expected: MpsLimits| {
+            let consumed = consumed.iter().map(|(name, amount)| ((*name).to_owned(), *amount)).collect();
+            assert_eq!(MpsLimits::of_share(&consumed, 80 << 30, &GpuPolicy::default()), expected);
+        };
+        check(
+            &[("memory", Quantity::bytes(10 << 30)), ("threads", Quantity::count(30))],
+            limits(30, 10 << 10),
+        );
+        check(&[], limits(25, 20 << 10));
+        check(&[("memory", Quantity::bytes(1)), ("threads", Quantity::count(0))], limits(1, 1));
+        check(&[("threads", Quantity::count(1000)), ("memory", Quantity::bytes(MIB))], limits(100, 1));
+    }
+
+    #[test]
+    fn a_configuration_says_which_device_it_limits() {
+        let check = |key: &str, uuid: Option<&str>, expected: Result<Option<u64>, &str>| {
+            let settings = MpsSettings {
+                pinned_memory: Some(Quantity::bytes(5 << 30)),
+                pinned_memory_per_device: [(key.to_owned(), Quantity::bytes((3 << 20) + 1))].into(),
+                ..MpsSettings::default()
+            };
+            let found = MpsLimits::of_settings(&settings, uuid.map(GpuUuid::from).as_ref());
+            let found = found.map(|limits| limits.memory_mib).map_err(|error| error.to_string());
+            match expected {
+                Ok(memory) => assert_eq!(found, Ok(memory)),
+                Err(part) => assert!(found.as_ref().is_err_and(|text| text.contains(part)), "{found:?}"),
+            }
+        };
+        check("0", Some("GPU-a"), Ok(Some(3)));
+        check("GPU-a", Some("GPU-a"), Ok(Some(3)));
+        check("1", Some("GPU-a"), Err("no device of the request"));
+        check("GPU-b", Some("GPU-a"), Err("\"GPU-b\""));
+        check("0", None, Ok(Some(3)));
+        check("MIG-x", None, Err("\"MIG-x\""));
+        let tiny = MpsSettings { pinned_memory: Some(Quantity::bytes(MIB - 1)), ..Default::default() };
+        assert!(MpsLimits::of_settings(&tiny, None).is_err());
+        assert_eq!(MpsLimits::of_settings(&MpsSettings::default(), None), Ok(MpsLimits::default()));
+    }
+
+    #[test]
+    fn no_limit_is_more_than_any() {
+        let none = MpsLimits::default();
+        assert_eq!(limits(30, 10).or_more(limits(20, 40)), limits(30, 40));
+        assert_eq!(limits(30, 10).or_more(none), none);
+        assert_eq!(none.or_more(limits(30, 10)), none);
+    }
+}
