@@ -38,6 +38,7 @@ fn main() -> ExitCode {
         ("a_mig_device_has_its_own_daemon", a_mig_device_has_its_own_daemon),
         ("what_the_driver_cannot_do_is_told", what_the_driver_cannot_do_is_told),
         ("one_keeper_works_and_another_waits", one_keeper_works_and_another_waits),
+        ("many_daemons_take_little_of_the_keeper", many_daemons_take_little_of_the_keeper),
         ("memory_is_shared_with_the_daemons_clients_only", memory_is_shared_with_the_daemons_clients_only),
     ];
     let failed = std::thread::scope(|scope| {
@@ -462,6 +463,27 @@ fn one_keeper_works_and_another_waits() {
     world.keeper = Some(second);
     wait("the second keeper's turn", || world.log().contains("takes over the daemon that runs"));
     assert_eq!(world.ready(&gpu, &limited(&gpu, 10, 100)).process, first.process);
+}
+
+fn many_daemons_take_little_of_the_keeper() {
+    let world = World::new();
+    let made = world.sim.update(|state| {
+        let all = |slot| (0..7).map(move |_| slot);
+        [0, 1].into_iter().try_for_each(|slot| state.set_mig_mode(slot, true).map(drop))?;
+        let one = |slot| state.create_gi(slot, 19, None).and_then(|gi| state.create_ci(slot, gi.id, 0, None));
+        [0, 1].into_iter().flat_map(all).map(one).collect()
+    });
+    let cis: Vec<divvy_sim::state::Ci> = made.unwrap();
+    for ci in &cis {
+        world.ready(&ci.uuid, &limited(&ci.uuid, 50, 2000));
+    }
+    let pid = world.keeper.as_ref().unwrap().0.id();
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let rss =
+        status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.parse().ok());
+    let mib = rss.map(|kib: f64| kib / 1024.0).unwrap();
+    println!("rss_keeper_mib {mib:.1} with {} daemons", cis.len());
+    assert!(mib <= 5.0, "{mib} MiB");
 }
 
 fn memory_is_shared_with_the_daemons_clients_only() {
