@@ -96,7 +96,12 @@ pub struct GpuArgs {
     /// How long MIG mode stays on after a GPU's last instance
     #[arg(long, env = "MIG_HOLD_OFF", value_name = "TIME", default_value = "30s", value_parser = time)]
     pub mig_hold_off: Duration,
-    /// All GPU instances of this node are Divvy's: those that no claim explains are destroyed
+    /// Node configuration: which GPU offers which modes. Followed when it changes; explained
+    /// by "divvy config explain" [default: every GPU offers every mode]
+    #[arg(long, env = "CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// All GPU instances of this node are Divvy's: those that no claim explains are destroyed.
+    /// exclusiveOwnership in the node configuration comes first
     #[arg(long, env = "EXCLUSIVE_OWNERSHIP")]
     pub exclusive_ownership: bool,
 }

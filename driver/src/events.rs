@@ -33,6 +33,7 @@ pub enum Reason {
     GpuMissing,
     MpsUnhealthy,
     StatusRefused,
+    ConfigRefused,
     PoolDegraded,
     NotReady,
 }
@@ -46,6 +47,7 @@ impl Reason {
             Self::GpuStuck | Self::GpuLost | Self::GpuMissing | Self::MpsUnhealthy => "WatchGpus",
             Self::PoolDegraded | Self::StatusRefused => "Publish",
             Self::NotReady => "Start",
+            Self::ConfigRefused => "Configure",
         }
     }
 }

@@ -38,6 +38,7 @@ pub mod health;
 pub mod http;
 pub mod metrics;
 pub mod node;
+pub mod nodeconfig;
 pub mod reconcile;
 pub mod registration;
 pub mod service;

@@ -60,6 +60,7 @@ struct Shared {
     reconciled: Family<Outcome, Counter>,
     events_dropped: Counter,
     statuses: Family<Outcome, Counter>,
+    config_refused: Gauge,
     in_sync: Gauge,
     degraded: Gauge,
     slices: Gauge,
@@ -99,6 +100,7 @@ impl Default for Metrics {
             reconciled: Family::default(),
             events_dropped: Counter::default(),
             statuses: Family::default(),
+            config_refused: Gauge::default(),
             in_sync: Gauge::default(),
             degraded: Gauge::default(),
             slices: Gauge::default(),
@@ -164,6 +166,11 @@ impl Shared {
             "divvy_claim_status_writes",
             "Writes of status.devices of prepared claims",
             self.statuses.clone(),
+        );
+        registry.register(
+            "divvy_node_config_refused",
+            "1 while the node configuration file is refused and what was read before holds",
+            self.config_refused.clone(),
         );
         registry.register(
             "divvy_pool_in_sync",
@@ -243,6 +250,11 @@ impl Metrics {
     /// The status of a prepared claim was written or not.
     pub fn status_written(&self, ok: bool) {
         self.shared.statuses.get_or_create(&outcome(ok)).inc();
+    }
+
+    /// Whether the node configuration file cannot be used.
+    pub fn config_refused(&self, refused: bool) {
+        self.shared.config_refused.set(refused.into());
     }
 
     /// State of the published pool.

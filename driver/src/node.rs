@@ -19,6 +19,7 @@ use crate::gpus::{Gpus, GpusOptions};
 use crate::health::Health;
 use crate::http::{Condition, Readiness};
 use crate::metrics::Metrics;
+use crate::nodeconfig::{Holders, Policies};
 use crate::paths::HostPaths;
 use crate::reconcile::Reconciler;
 use crate::registration::{Registered, Registrar, SocketFile, Sockets, remove_dead_sockets};
@@ -278,12 +279,18 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     stages.droppable("CDI watch", watch.run());
     stages.droppable("drain", drain_on_signal(gpus.clone())?);
 
+    // Recovery goes by it.
+    let policies = Policies::new(args, &gpus);
+    policies.apply(&Holders::Anyone).await;
     let options = engine_options(args, &paths, &pool);
     let (engine, report) = Engine::start(options, gpus, cdi).await?;
     stages.running.push(Stage::Engine(engine.clone()));
     tell(&report, &events);
     metrics.watch(engine.clone(), inventory.clone());
     readiness.set(Condition::Recovered, Ok(()));
+    policies.apply(&Holders::Engine(engine.clone())).await;
+    let follow = policies.follow(engine.clone(), client.clone(), events.clone(), metrics.clone());
+    stages.droppable("node configuration", follow);
 
     let calls = TaskTracker::new();
     stages.running.push(Stage::Calls(calls.clone()));
@@ -416,7 +423,6 @@ fn engine_options(args: &Args, paths: &HostPaths, pool: &PoolName) -> EngineOpti
         paths: paths.clone(),
         pool: pool.clone(),
         mig_hold_off: args.gpus.mig_hold_off,
-        exclusive_ownership: args.gpus.exclusive_ownership,
         answer_within: args.limits.answer_within,
     }
 }

@@ -6,7 +6,7 @@
 //! GPU reset, a new GPU driver, a stranger. A record that is half done is
 //! undone. GPU instances are enumerated, not MIG handles: one without a compute
 //! instance has no handle. An instance that no record explains is reported, and
-//! destroyed only where the node is configured as exclusively ours.
+//! destroyed only where the node configuration says that the GPU is ours alone.
 //!
 //! A Prepared record also promises what its device was set up with: an MPS
 //! control daemon that a reboot took is asked for again, and waited for only
@@ -283,10 +283,10 @@ impl Inner {
                 profile_id: instance.profile_id,
                 placement: instance.placement,
             };
-            if self.options.exclusive_ownership {
+            if gpu.policy.exclusive_ownership {
                 match hands.destroy(&key).await {
                     Ok(()) => {
-                        tracing::warn!(instance = %key, "destroyed: no record explains it and the node is exclusively ours");
+                        tracing::warn!(instance = %key, "destroyed: no record explains it and the GPU is exclusively ours");
                         continue;
                     }
                     Err(error) => tracing::warn!(
@@ -299,7 +299,7 @@ impl Inner {
             unexplained.push(key);
         }
         self.settle_mode(&mut locked, &gpu.uuid).await?;
-        if self.options.exclusive_ownership {
+        if gpu.policy.exclusive_ownership {
             self.look_again(&locked);
         }
         Ok(unexplained)

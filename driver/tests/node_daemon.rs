@@ -12,10 +12,14 @@ mod bad_input;
 mod health;
 #[path = "node/instances.rs"]
 mod instances;
+#[path = "node/nodeconfig.rs"]
+mod nodeconfig;
 #[path = "node/observation.rs"]
 mod observation;
 #[path = "node/prepare.rs"]
 mod prepare;
+#[path = "harness/programs.rs"]
+mod programs;
 #[path = "node/reconcile.rs"]
 mod reconcile;
 #[path = "node/registration.rs"]

@@ -54,8 +54,6 @@ pub struct EngineOptions {
     pub pool: PoolName,
     /// How long MIG mode stays on after the last instance.
     pub mig_hold_off: Duration,
-    /// Whether GPU instances that no record explains may be destroyed.
-    pub exclusive_ownership: bool,
     /// Whatever happens, prepare and unprepare answer within this time.
     pub answer_within: Duration,
 }

@@ -7,7 +7,7 @@
 
 use super::known::Known;
 use super::library::{self, LibraryFile};
-use super::{GpusOptions, Shared, lock};
+use super::{GpusOptions, Policy, Shared, lock};
 use crate::discover::{self, Doubts, Fresh, Ours};
 use crate::sysfs::{PciFacts, Sysfs};
 use divvy_api::GpuUuid;
@@ -29,6 +29,7 @@ pub(super) enum Command {
     Refresh(GpuUuid, oneshot::Sender<()>),
     RefreshSoon(GpuUuid),
     SetOurs(Arc<Ours>),
+    SetPolicy(Arc<Policy>, oneshot::Sender<()>),
     Drain(oneshot::Sender<()>),
     Resume,
     Stop(oneshot::Sender<()>),
@@ -63,6 +64,7 @@ pub(super) struct Keeper {
     /// Descriptions or minors changed since they were kept.
     changed: bool,
     ours: Arc<Ours>,
+    policy: Arc<Policy>,
     doubts: Doubts,
     nvml: Nvml,
     /// What the last look for the driver found wrong, to be logged once.
@@ -91,6 +93,7 @@ impl Keeper {
             known: Known::load(&options.state_dir),
             changed: false,
             ours: Arc::new(|_, _, _| false),
+            policy: Arc::new(|gpu| gpu.policy.clone()),
             doubts: Doubts::default(),
             nvml: Nvml::Closed,
             trouble: String::new(),
@@ -154,6 +157,11 @@ impl Keeper {
             Command::SetOurs(ours) => {
                 self.ours = ours;
                 self.publish(Fresh::Nothing);
+            }
+            Command::SetPolicy(policy, done) => {
+                self.policy = policy;
+                self.publish(Fresh::Nothing);
+                let _unheard = done.send(());
             }
             Command::Drain(done) => {
                 self.close().await;
@@ -402,7 +410,7 @@ impl Keeper {
             Some(_) => Arc::new(self.known.last.clone()),
             None => Arc::clone(&self.shared.inventory.borrow()),
         };
-        let inventory = match &self.nvml {
+        let mut inventory = match &self.nvml {
             Nvml::Open { snapshot, .. } => {
                 let judge = self.doubts.judge(&*self.ours, fresh);
                 discover::inventory(snapshot, &self.pci, &mut self.known.numbers, judge, &last)
@@ -413,6 +421,13 @@ impl Keeper {
         };
         for gpu in self.doubts.gpus().cloned().collect::<BTreeSet<_>>() {
             self.soon(gpu);
+        }
+        for gpu in &mut inventory.gpus {
+            let before = last.gpus.iter().find(|before| before.uuid == gpu.uuid);
+            gpu.policy = before.map(|before| before.policy.clone()).unwrap_or_default();
+            let policy = (self.policy)(gpu);
+            self.changed |= policy != gpu.policy;
+            gpu.policy = policy;
         }
         if std::mem::take(&mut self.changed)
             && let Err(cause) = self.known.keep(&inventory)

@@ -12,7 +12,8 @@ mod library;
 use crate::discover::Ours;
 use crate::paths::HostPaths;
 use divvy_api::GpuUuid;
-use divvy_model::inventory::Inventory;
+use divvy_model::GpuPolicy;
+use divvy_model::inventory::{Gpu, Inventory};
 use divvy_nvml::{Event, GpuQueue, Limits, Session};
 use keeper::{Command, Keeper};
 use std::path::PathBuf;
@@ -20,6 +21,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
+
+/// What may be made of a GPU, which carries what might be made of it so far.
+pub type Policy = dyn Fn(&Gpu) -> GpuPolicy + Send + Sync;
 
 /// How the GPUs are found and watched.
 #[derive(Clone, Debug)]
@@ -143,6 +147,12 @@ impl Gpus {
     /// Says which instances the records explain, and judges those that exist anew.
     pub fn set_ours(&self, ours: Arc<Ours>) {
         self.0.send(Command::SetOurs(ours));
+    }
+
+    /// Says what the administrator lets be made of each GPU; when this returns the
+    /// inventory shows it. Until then it shows what it showed in its last life.
+    pub async fn set_policy(&self, policy: Arc<Policy>) {
+        self.0.ask(|done| Command::SetPolicy(policy, done)).await;
     }
 
     /// Closes NVML and leaves it closed, for a GPU driver that is to be unloaded.

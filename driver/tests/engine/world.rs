@@ -5,10 +5,12 @@ use divvy_driver::cdi::{Cdi, HookMode};
 use divvy_driver::engine::{Engine, EngineOptions, PrepareError, PreparedDevice, RecoveryReport};
 use divvy_driver::gpus::{Gpus, GpusOptions};
 use divvy_driver::paths::HostPaths;
+use divvy_model::GpuPolicy;
 use divvy_nvml::Limits;
 use divvy_sim::Sim;
 use std::error::Error;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub(crate) const H100: &str = "H100-SXM5-80GB";
@@ -57,11 +59,12 @@ impl World {
     /// Starts a driver; several at once are as during an upgrade.
     pub(crate) async fn start(&self) -> Node {
         let gpus = Gpus::start(GpusOptions { limits: self.limits, ..GpusOptions::new(&self.paths) }).await;
+        let policy = GpuPolicy { exclusive_ownership: self.exclusive, ..GpuPolicy::default() };
+        gpus.set_policy(Arc::new(move |_| policy.clone())).await;
         let options = EngineOptions {
             paths: self.paths.clone(),
             pool: "node".into(),
             mig_hold_off: self.hold_off,
-            exclusive_ownership: self.exclusive,
             answer_within: Duration::from_secs(40),
         };
         let cdi = Cdi::new(&self.paths, HookMode::None);
