@@ -9,10 +9,12 @@
 
 use crate::files::Dirs;
 use crate::process::{DEVICE, Held, PIPE};
+use rustix::fs::{Mode, OFlags, ResolveFlags};
 use rustix::mount::{MountPropagationFlags, mount_bind, mount_change};
 use rustix::thread::UnshareFlags;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::symlink;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -77,11 +79,12 @@ impl Program {
     /// Finds it and the libraries it needs.
     pub(crate) fn find(root: &Path, dirs: &Dirs) -> Result<Self, ProgramError> {
         let missing = || ProgramError::Missing { root: root.to_owned() };
-        let found = PROGRAM_DIRS.iter().map(|dir| root.join(dir).join(PROGRAM)).find(|file| file.is_file());
-        let file = found.ok_or_else(missing)?;
+        let opened = File::open(root).map_err(|_| missing())?;
+        let found = PROGRAM_DIRS.iter().find_map(|dir| inside(&opened, &Path::new(dir).join(PROGRAM)));
+        let file = found.filter(|file| file.is_file()).ok_or_else(missing)?;
         let failed = |cause| ProgramError::Dir { dir: dirs.dir.clone(), cause };
         dirs.make().map_err(failed)?;
-        link_libraries(root, &dirs.lib).map_err(failed)?;
+        link_libraries(&opened, &dirs.lib).map_err(failed)?;
         Ok(Self { file, dirs: dirs.clone() })
     }
 
@@ -153,19 +156,30 @@ fn last_line(bytes: &[u8]) -> String {
     text.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("nothing said").trim().to_owned()
 }
 
+/// The real path of a file below a root, as this process sees it: an absolute link of the root's is meant inside it.
+fn inside(root: &File, path: &Path) -> Option<PathBuf> {
+    let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let file = rustix::fs::openat2(root, path, flags, Mode::empty(), resolve).ok()?;
+    fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
+}
+
 /// Makes the directory of links what the driver root's libraries are now.
-fn link_libraries(root: &Path, links: &Path) -> io::Result<()> {
-    let Some(dir) = LIBRARY_DIRS.iter().map(|dir| root.join(dir)).find(|dir| dir.join(MARK).exists()) else {
-        // The program says what it misses.
-        return Ok(());
-    };
+fn link_libraries(root: &File, links: &Path) -> io::Result<()> {
+    let libraries = LIBRARY_DIRS.iter().map(Path::new).find_map(|dir| {
+        inside(root, &dir.join(MARK))?;
+        Some((dir, inside(root, dir)?))
+    });
+    // Without any the program says what it misses.
+    let Some((dir, real)) = libraries else { return Ok(()) };
     for old in fs::read_dir(links)?.flatten() {
         fs::remove_file(old.path())?;
     }
-    for entry in fs::read_dir(&dir)?.flatten() {
+    for entry in fs::read_dir(real)?.flatten() {
         let name = entry.file_name();
-        if PREFIXES.iter().any(|prefix| name.to_str().is_some_and(|name| name.starts_with(prefix))) {
-            symlink(entry.path(), links.join(name))?;
+        let ours = PREFIXES.iter().any(|prefix| name.to_str().is_some_and(|name| name.starts_with(prefix)));
+        if let Some(file) = ours.then(|| inside(root, &dir.join(&name))).flatten() {
+            symlink(file, links.join(name))?;
         }
     }
     Ok(())
@@ -216,15 +230,17 @@ mod tests {
         fs::create_dir_all(&lib).unwrap();
         fs::create_dir(&links).unwrap();
         symlink("gone", links.join("libcuda.so.old")).unwrap();
-        for name in ["libcuda.so.1", "libcuda.so.580.1", "libnvidia-ml.so.1", "libc.so.6", "libcrypto.so.3"] {
+        for name in ["libcuda.so.580.1", "libnvidia-ml.so.1", "libc.so.6", "libcrypto.so.3"] {
             fs::write(lib.join(name), name).unwrap();
         }
-        link_libraries(root.path(), &links).unwrap();
+        // As a driver image has it: absolute, and inside.
+        symlink("/usr/lib64/libcuda.so.580.1", lib.join("libcuda.so.1")).unwrap();
+        link_libraries(&File::open(root.path()).unwrap(), &links).unwrap();
         let mut names: Vec<_> =
             fs::read_dir(&links).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         names.sort();
         assert_eq!(names, ["libcuda.so.1", "libcuda.so.580.1", "libnvidia-ml.so.1"]);
-        assert_eq!(fs::read(links.join("libcuda.so.1")).unwrap(), b"libcuda.so.1");
+        assert_eq!(fs::read(links.join("libcuda.so.1")).unwrap(), b"libcuda.so.580.1");
     }
 
     #[test]
