@@ -26,12 +26,14 @@ mod pool;
 mod request;
 mod result;
 mod search;
+mod selects;
 mod taint;
 mod why;
 
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{AllocationResult, DeviceClass, ResourceClaim, ResourceSlice};
 
+pub use selects::selected;
 pub use why::{Obstacle, RequestWhy, WhyNot};
 
 /// What the scheduler sees when it asks about one node.
@@ -61,17 +63,21 @@ pub fn allocate(
     claim: &ResourceClaim,
     share_id: &mut dyn FnMut() -> String,
 ) -> Result<AllocationResult, WhyNot> {
-    let found = std::thread::scope(|scope| {
-        let deep = std::thread::Builder::new().name("divvy-alloc".to_owned()).stack_size(STACK_BYTES);
-        let refused = |cause: String| WhyNot::Claim { claim: why::called(claim), cause };
-        let thread =
-            deep.spawn_scoped(scope, || find(world, claim)).map_err(|cause| refused(cause.to_string()))?;
-        thread.join().unwrap_or_else(|_| Err(refused("the allocator panicked; this is a bug".to_owned())))
-    });
+    let refused = |cause: String| WhyNot::Claim { claim: why::called(claim), cause };
+    let found = deep(|| find(world, claim)).unwrap_or_else(|cause| Err(refused(cause)));
     let mut allocation = found?;
     let results = allocation.devices.iter_mut().flat_map(|devices| devices.results.iter_mut().flatten());
     results.filter_map(|result| result.share_id.as_mut()).for_each(|id| *id = share_id());
     Ok(allocation)
+}
+
+/// Runs on a stack that holds the deepest expression; says why it could not.
+fn deep<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, String> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("divvy-alloc".to_owned()).stack_size(STACK_BYTES);
+        let thread = thread.spawn_scoped(scope, work).map_err(|cause| cause.to_string())?;
+        thread.join().map_err(|_| "the allocator panicked; this is a bug".to_owned())
+    })
 }
 
 /// As [`allocate`], with the ids of shares left blank.

@@ -223,6 +223,30 @@ async fn a_watch_shows_additions_changes_and_deletions_of_what_was_selected() {
 }
 
 #[tokio::test]
+async fn a_list_comes_in_pages_that_hold_everything_once() {
+    let world = World::new("pages").await;
+    let mut made = Vec::new();
+    for _ in 0..5 {
+        made.push(world.create(|_| ()).await.unwrap().metadata.name.unwrap());
+    }
+    made.sort();
+    let (mut seen, mut sizes, mut token) = (Vec::new(), Vec::new(), None);
+    loop {
+        let params = ListParams { limit: Some(2), continue_token: token, ..world.ours() };
+        let page = world.slices.list(&params).await.unwrap();
+        sizes.push(page.items.len());
+        seen.extend(page.items.into_iter().filter_map(|slice| slice.metadata.name));
+        token = page.metadata.continue_.filter(|token| !token.is_empty());
+        if token.is_none() {
+            break;
+        }
+    }
+    seen.sort();
+    assert_eq!((seen, sizes), (made, vec![2, 2, 1]));
+    world.wipe().await;
+}
+
+#[tokio::test]
 async fn a_field_that_is_not_indexed_cannot_be_selected_by() {
     let world = World::new("fields").await;
     assert_eq!(code(world.slices.list(&ListParams::default().fields("spec.allNodes=true")).await), 400);

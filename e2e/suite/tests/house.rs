@@ -184,6 +184,9 @@ fn product_crates_reach_no_simulator() {
         "divvy-alloc",
         "divvy-hook",
         "divvy-driver",
+        "divvy-keeper",
+        "divvy-daemon",
+        "divvy-controller",
     ] {
         let reach = house.reach(product);
         for world in ["divvy-sim", "divvy-sim-nvml", "divvy-fakes", "divvy-crash", "divvy-e2e"] {

@@ -112,10 +112,11 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
             let found: Vec<_> =
                 store.list(route.kind).filter(|object| selection.matches(object)).cloned().collect();
             let version = store.version().to_string();
+            let page = page(found, text("limit"), text("continue"), &version)?;
             Ok(if as_table {
-                axum::Json(table::table(route.kind, &found, &version)).into_response()
+                axum::Json(table::table(route.kind, &page.items, &version)).into_response()
             } else {
-                list(route.kind, &found, &version)
+                list(route.kind, &page)
             })
         }
         "watch" => {
@@ -172,7 +173,8 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
                 // Gone already is as good.
                 let _ = server.write(|store, _| objects::delete(store, &target, &Preconditions::default()));
             }
-            Ok(list(route.kind, &doomed, &server.store().version().to_string()))
+            let version = server.store().version().to_string();
+            Ok(list(route.kind, &Page { items: doomed, version, rest: None }))
         }
         _ => Err(Failure::new(405, "MethodNotAllowed", "the server does not allow this method")),
     }
@@ -223,11 +225,53 @@ fn one(code: u16, object: &Value) -> Response {
     (code, [(header::CONTENT_TYPE, "application/json")], object.to_string()).into_response()
 }
 
-fn list(kind: &Kind, objects: &[Arc<Value>], version: &str) -> Response {
-    let items: Vec<&Value> = objects.iter().map(AsRef::as_ref).collect();
+/// A part of a list.
+struct Page {
+    items: Vec<Arc<Value>>,
+    /// Of the whole list.
+    version: String,
+    /// How many come after it, and what to ask for them with.
+    rest: Option<(usize, String)>,
+}
+
+/// At most `limit` objects, from where the last page ended. The token holds the
+/// version of the first page, so that a watch from the last one misses nothing;
+/// what changed since is seen as it is now, as by a server that lost its snapshot
+/// and was asked to go on.
+fn page(found: Vec<Arc<Value>>, limit: &str, token: &str, now: &str) -> Result<Page, Failure> {
+    let bad = || Failure::bad_request("continue key is not valid");
+    let (version, after) = match token {
+        "" => (now, None),
+        token => token.split_once('|').map(|(version, after)| (version, Some(after))).ok_or_else(bad)?,
+    };
+    let name = |object: &Value| {
+        let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
+        (text("namespace"), text("name"))
+    };
+    let after = after.map(|after| after.split_once('/').ok_or_else(bad)).transpose()?;
+    let after = after.map(|(namespace, name)| (namespace.to_owned(), name.to_owned()));
+    let mut items: Vec<_> =
+        found.into_iter().filter(|object| after.is_none() || Some(name(object)) > after).collect();
+    let limit = limit.parse().ok().filter(|limit| *limit > 0).unwrap_or(usize::MAX);
+    let left = items.len().saturating_sub(limit);
+    items.truncate(limit);
+    let rest = items.last().filter(|_| left > 0).map(|last| {
+        let (namespace, name) = name(last);
+        (left, format!("{version}|{namespace}/{name}"))
+    });
+    Ok(Page { version: version.to_owned(), items, rest })
+}
+
+fn list(kind: &Kind, page: &Page) -> Response {
+    let items: Vec<&Value> = page.items.iter().map(AsRef::as_ref).collect();
+    let mut metadata = json!({"resourceVersion": page.version});
+    if let Some((left, token)) = &page.rest {
+        metadata["remainingItemCount"] = json!(left);
+        metadata["continue"] = json!(token);
+    }
     let list = json!({
         "kind": format!("{}List", kind.kind), "apiVersion": kind.api_version(),
-        "metadata": {"resourceVersion": version}, "items": items,
+        "metadata": metadata, "items": items,
     });
     one(200, &list)
 }

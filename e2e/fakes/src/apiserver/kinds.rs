@@ -1,7 +1,10 @@
 //! The resources that are served: one table, read by routing, storage,
 //! discovery and selectors alike.
 
-use k8s_openapi::api::{core::v1 as core, events::v1 as events, resource::v1 as resource};
+use k8s_openapi::api::{
+    admissionregistration::v1 as admission, apps::v1 as apps, coordination::v1 as coordination,
+    core::v1 as core, events::v1 as events, resource::v1 as resource,
+};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
@@ -89,6 +92,18 @@ pub(crate) static KINDS: &[Kind] = &[
         decode: typed::<resource::DeviceClass>,
     },
     Kind {
+        group: "resource.k8s.io",
+        version: "v1",
+        plural: "devicetaintrules",
+        singular: "devicetaintrule",
+        kind: "DeviceTaintRule",
+        short_names: &[],
+        namespaced: false,
+        has_status: true,
+        fields: &[],
+        decode: typed::<resource::DeviceTaintRule>,
+    },
+    Kind {
         group: "",
         version: "v1",
         plural: "nodes",
@@ -137,6 +152,18 @@ pub(crate) static KINDS: &[Kind] = &[
         decode: typed::<core::Event>,
     },
     Kind {
+        group: "",
+        version: "v1",
+        plural: "secrets",
+        singular: "secret",
+        kind: "Secret",
+        short_names: &[],
+        namespaced: true,
+        has_status: false,
+        fields: &[],
+        decode: typed::<core::Secret>,
+    },
+    Kind {
         group: "events.k8s.io",
         version: "v1",
         plural: "events",
@@ -147,6 +174,54 @@ pub(crate) static KINDS: &[Kind] = &[
         has_status: false,
         fields: EVENT_FIELDS,
         decode: typed::<events::Event>,
+    },
+    Kind {
+        group: "apps",
+        version: "v1",
+        plural: "daemonsets",
+        singular: "daemonset",
+        kind: "DaemonSet",
+        short_names: &["ds"],
+        namespaced: true,
+        has_status: true,
+        fields: &[],
+        decode: typed::<apps::DaemonSet>,
+    },
+    Kind {
+        group: "apps",
+        version: "v1",
+        plural: "deployments",
+        singular: "deployment",
+        kind: "Deployment",
+        short_names: &["deploy"],
+        namespaced: true,
+        has_status: true,
+        fields: &[],
+        decode: typed::<apps::Deployment>,
+    },
+    Kind {
+        group: "coordination.k8s.io",
+        version: "v1",
+        plural: "leases",
+        singular: "lease",
+        kind: "Lease",
+        short_names: &[],
+        namespaced: true,
+        has_status: false,
+        fields: &[],
+        decode: typed::<coordination::Lease>,
+    },
+    Kind {
+        group: "admissionregistration.k8s.io",
+        version: "v1",
+        plural: "validatingwebhookconfigurations",
+        singular: "validatingwebhookconfiguration",
+        kind: "ValidatingWebhookConfiguration",
+        short_names: &[],
+        namespaced: false,
+        has_status: false,
+        fields: &[],
+        decode: typed::<admission::ValidatingWebhookConfiguration>,
     },
 ];
 

@@ -1,0 +1,178 @@
+//! What a scrape shows.
+
+use divvy_daemon::process::Process;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::{Registry, Unit};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReviewLabels {
+    kind: &'static str,
+    result: &'static str,
+}
+
+/// All metrics of the controller; a clone is the same.
+#[derive(Clone)]
+pub struct Metrics {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    registry: Mutex<Registry>,
+    reviews: Family<ReviewLabels, Counter>,
+    review: Histogram,
+    leader: Gauge,
+    slices: Gauge,
+    profiles: Gauge,
+    classes: Gauge,
+    taken: Gauge,
+    expires: Gauge,
+    ready: Gauge,
+    process: Process,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let shared = Shared {
+            registry: Mutex::default(),
+            reviews: Family::default(),
+            // From a review without reads to the webhook's deadline.
+            review: Histogram::new([
+                0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
+            ]),
+            leader: Gauge::default(),
+            slices: Gauge::default(),
+            profiles: Gauge::default(),
+            classes: Gauge::default(),
+            taken: Gauge::default(),
+            expires: Gauge::default(),
+            ready: Gauge::default(),
+            process: Process::default(),
+        };
+        let mut registry = Registry::default();
+        shared.register(&mut registry);
+        Self { shared: Arc::new(Shared { registry: Mutex::new(registry), ..shared }) }
+    }
+}
+
+impl Shared {
+    fn register(&self, registry: &mut Registry) {
+        let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
+        registry.register("divvy_build", "Version of this program", build);
+        registry.register(
+            "divvy_reviews",
+            "Admission reviews by kind of object and result",
+            self.reviews.clone(),
+        );
+        registry.register_with_unit(
+            "divvy_review",
+            "Time to answer an admission review",
+            Unit::Seconds,
+            self.review.clone(),
+        );
+        let gauges = [
+            ("divvy_leader", "1 while this replica holds the lease and writes", &self.leader),
+            ("divvy_slices_seen", "ResourceSlices of the cluster that the projection covers", &self.slices),
+            ("divvy_mig_profiles", "MIG profiles that some node offers", &self.profiles),
+            (
+                "divvy_profile_classes",
+                "DeviceClasses of MIG profiles that are the controller's",
+                &self.classes,
+            ),
+            (
+                "divvy_names_taken",
+                "Names of classes and extended resources that somebody else has",
+                &self.taken,
+            ),
+            ("divvy_ready", "1 while /readyz says yes", &self.ready),
+        ];
+        for (name, help, gauge) in gauges {
+            registry.register(name, help, gauge.clone());
+        }
+        registry.register_with_unit(
+            "divvy_certificate_expiry_timestamp",
+            "When the webhook's certificate ends, since the epoch; 0 where it is not the controller's own",
+            Unit::Seconds,
+            self.expires.clone(),
+        );
+        self.process.register(registry);
+    }
+}
+
+impl Metrics {
+    /// A review was answered.
+    pub fn reviewed(&self, kind: &'static str, result: &'static str, took: Duration) {
+        self.shared.reviews.get_or_create(&ReviewLabels { kind, result }).inc();
+        self.shared.review.observe(took.as_secs_f64());
+    }
+
+    /// Whether this replica leads.
+    pub fn leads(&self, leads: bool) {
+        self.shared.leader.set(leads.into());
+    }
+
+    /// Slices behind the projection.
+    pub fn slices(&self, count: usize) {
+        self.shared.slices.set(count as i64);
+    }
+
+    /// Profiles on offer.
+    pub fn profiles(&self, count: usize) {
+        self.shared.profiles.set(count as i64);
+    }
+
+    /// Classes of ours.
+    pub fn classes(&self, count: usize) {
+        self.shared.classes.set(count as i64);
+    }
+
+    /// Names that somebody else has.
+    pub fn names_taken(&self, count: usize) {
+        self.shared.taken.set(count as i64);
+    }
+
+    /// Seconds since the epoch.
+    pub fn certificate_expires(&self, at: i64) {
+        self.shared.expires.set(at);
+    }
+
+    /// The scrape's text.
+    pub fn render(&self, ready: bool) -> Result<String, std::fmt::Error> {
+        self.shared.ready.set(ready.into());
+        self.shared.process.take();
+        let registry = self.shared.registry.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut out = String::new();
+        encode(&mut out, &registry)?;
+        Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scrape_shows_what_happened() {
+        let metrics = Metrics::default();
+        metrics.reviewed("Pod", "refused", Duration::from_millis(1));
+        metrics.leads(true);
+        let text = metrics.render(true).unwrap();
+        for line in [
+            "divvy_reviews_total{kind=\"Pod\",result=\"refused\"} 1",
+            "divvy_review_seconds_count 1",
+            "divvy_leader 1",
+            "divvy_certificate_expiry_timestamp_seconds 0",
+            "divvy_ready 1",
+            "process_resident_memory_bytes ",
+        ] {
+            assert!(text.lines().any(|found| found.starts_with(line)), "{line} is not in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! `admission.k8s.io/v1` as far as it is used. The object stays the text that
+//! came, since a key that is given twice can be seen only there.
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+/// The version of the API that is spoken.
+const API_VERSION: &str = "admission.k8s.io/v1";
+const KIND: &str = "AdmissionReview";
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Review<'a> {
+    api_version: String,
+    kind: String,
+    #[serde(borrow)]
+    request: Option<Request<'a>>,
+}
+
+/// What is asked.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Request<'a> {
+    pub(super) uid: String,
+    pub(super) kind: GroupVersionKind,
+    #[serde(default)]
+    pub(super) namespace: String,
+    #[serde(default)]
+    pub(super) name: String,
+    pub(super) operation: String,
+    #[serde(default)]
+    pub(super) sub_resource: Option<String>,
+    #[serde(borrow, default)]
+    pub(super) object: Option<&'a RawValue>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct GroupVersionKind {
+    #[serde(default)]
+    pub(super) group: String,
+    pub(super) version: String,
+    pub(super) kind: String,
+}
+
+/// Reads a review; the error says what is wrong with it.
+pub(super) fn read(body: &[u8]) -> Result<Request<'_>, String> {
+    let review: Review<'_> =
+        serde_json::from_slice(body).map_err(|cause| format!("not an {KIND}: {cause}"))?;
+    if (review.api_version.as_str(), review.kind.as_str()) != (API_VERSION, KIND) {
+        return Err(format!("{} {} is not {API_VERSION} {KIND}", review.api_version, review.kind));
+    }
+    review.request.ok_or_else(|| format!("the {KIND} has no request"))
+}
+
+/// What is answered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Verdict {
+    /// Why the object is refused; none lets it in.
+    pub(super) refusal: Option<String>,
+    pub(super) warnings: Vec<String>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Answer<'a> {
+    api_version: &'static str,
+    kind: &'static str,
+    response: Response<'a>,
+}
+
+#[derive(Serialize)]
+struct Response<'a> {
+    uid: &'a str,
+    allowed: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    status: Option<Status<'a>>,
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    warnings: &'a [String],
+}
+
+#[derive(Serialize)]
+struct Status<'a> {
+    code: u16,
+    reason: &'static str,
+    message: &'a str,
+}
+
+/// Writes the answer to the request of that uid.
+pub(super) fn write(uid: &str, verdict: &Verdict) -> Result<Vec<u8>, serde_json::Error> {
+    let status = verdict.refusal.as_deref().map(|message| Status { code: 422, reason: "Invalid", message });
+    serde_json::to_vec(&Answer {
+        api_version: API_VERSION,
+        kind: KIND,
+        response: Response { uid, allowed: status.is_none(), status, warnings: &verdict.warnings },
+    })
+}

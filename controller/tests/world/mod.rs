@@ -1,0 +1,241 @@
+//! A cluster for tests: a fake API server with what the chart would make, and
+//! the controller as a process between it and a client that asks as the API
+//! server does.
+
+use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
+use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use serde_json::{Value, json};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+pub(crate) const NAMESPACE: &str = "divvy";
+/// No test waits longer for what should come at once.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+pub(crate) struct World {
+    pub(crate) api: FakeApi,
+    kubeconfig: PathBuf,
+    dir: TempDir,
+}
+
+impl World {
+    pub(crate) async fn new() -> Self {
+        let api = FakeApi::start(FakeApiOptions::default()).await.unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let kubeconfig = api.kubeconfig_path(dir.path()).unwrap();
+        api.put(json!({
+            "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
+            "metadata": {"name": "divvy"},
+            "webhooks": [{"name": "review.divvy.dev", "sideEffects": "None", "admissionReviewVersions": ["v1"],
+                "clientConfig": {"service": {"namespace": NAMESPACE, "name": "divvy-webhook", "path": "/review"}}}],
+        }));
+        Self { api, kubeconfig, dir }
+    }
+
+    /// A slice of our driver with an instance of each profile.
+    pub(crate) fn slice(&self, name: &str, profiles: &[&str]) {
+        let device = |(at, profile): (usize, &&str)| {
+            json!({"name": format!("gpu-0-mig-{at}"), "attributes": {
+                "type": {"string": "mig"}, "profile": {"string": profile}, "productName": {"string": "H100"}}})
+        };
+        let devices: Vec<Value> = profiles.iter().enumerate().map(device).collect();
+        self.api.put(json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": name},
+            "spec": {"driver": "gpu.divvy.dev", "nodeName": "n1", "devices": devices,
+                "pool": {"name": "n1", "generation": 1, "resourceSliceCount": 1}},
+        }));
+    }
+
+    /// A class of somebody else.
+    pub(crate) fn class(&self, name: &str, resource: Option<&str>) -> Value {
+        self.api.put(json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name},
+            "spec": {"extendedResourceName": resource},
+        }))
+    }
+
+    /// The chart's classes, and one of an administrator's that is like one of them.
+    pub(crate) fn classes_with_selectors(&self) {
+        for (name, type_) in [("gpu.divvy.dev", "gpu"), ("mps.divvy.dev", "mps"), ("shared-gpu", "mps")] {
+            let expression = format!(
+                "device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type == '{type_}'"
+            );
+            self.api.put(json!({
+                "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name},
+                "spec": {"selectors": [{"cel": {"expression": expression}}]},
+            }));
+        }
+    }
+
+    fn command(&self, sub: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_divvy-controller"));
+        command.env_clear().args([sub, "--log-level", "info,divvy_controller=debug", "--kubeconfig"]);
+        command.arg(&self.kubeconfig);
+        command
+    }
+
+    /// Starts the controller; it may not be ready yet.
+    pub(crate) fn start(&self, flags: &[&str]) -> Controller {
+        let address = free();
+        let mut command = self.command("run");
+        command.args(["--http-address", "off", "--webhook-address", &address.to_string()]).args(flags);
+        Controller::spawn(command, &self.dir.path().join(format!("log-{}", address.port())), address)
+    }
+
+    /// Starts `divvy-controller leave`.
+    pub(crate) fn leave(&self, flags: &[&str]) -> Controller {
+        let mut command = self.command("leave");
+        command.args(flags);
+        Controller::spawn(command, &self.dir.path().join(format!("leave-{}", flags.len())), free())
+    }
+
+    /// Waits until the API server could ask this replica.
+    pub(crate) async fn webhook(&self, controller: &Controller) -> Webhook {
+        let bundle = || {
+            let configuration = self.api.get::<ValidatingWebhookConfiguration>("", "divvy")?;
+            configuration.webhooks?.remove(0).client_config.ca_bundle
+        };
+        until("the certificate is trusted", || bundle().is_some()).await;
+        let mut roots = rustls::RootCertStore::empty();
+        for certificate in CertificateDer::pem_slice_iter(&bundle().unwrap().0) {
+            roots.add(certificate.unwrap()).unwrap();
+        }
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config = rustls::ClientConfig::builder_with_provider(provider);
+        let config = config.with_safe_default_protocol_versions().unwrap();
+        let config = Arc::new(config.with_root_certificates(roots).with_no_client_auth());
+        let webhook = Webhook { address: controller.address, config };
+        until_async("the webhook answers", async || webhook.try_send(b"").await.is_ok()).await;
+        webhook
+    }
+}
+
+/// A port that nobody has now.
+fn free() -> SocketAddr {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+/// A review of a creation.
+pub(crate) fn review(group: &str, kind: &str, object: Value) -> Value {
+    json!({
+        "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+        "request": {
+            "uid": "u", "operation": "CREATE", "namespace": object["metadata"]["namespace"].as_str().unwrap_or("ns"),
+            "kind": {"group": group, "version": "v1", "kind": kind}, "object": object,
+        },
+    })
+}
+
+/// Asks a replica as the API server does: over TLS, with the certificate it was told to trust.
+pub(crate) struct Webhook {
+    address: SocketAddr,
+    config: Arc<rustls::ClientConfig>,
+}
+
+impl Webhook {
+    /// HTTP code and body.
+    pub(crate) async fn send(&self, body: &[u8]) -> (u16, String) {
+        self.try_send(body).await.unwrap()
+    }
+
+    /// The answer to a review.
+    pub(crate) async fn post(&self, review: &Value) -> (u16, Value) {
+        let (code, body) = self.send(review.to_string().as_bytes()).await;
+        (code, serde_json::from_str(&body).unwrap_or(Value::Null))
+    }
+
+    async fn try_send(&self, body: &[u8]) -> std::io::Result<(u16, String)> {
+        let stream = tokio::net::TcpStream::connect(self.address).await?;
+        let name = ServerName::try_from("divvy-webhook.divvy.svc").unwrap();
+        let connector = tokio_rustls::TlsConnector::from(self.config.clone());
+        let mut stream = connector.connect(name, stream).await?;
+        let head = format!(
+            "POST /review HTTP/1.1\r\nHost: webhook\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).await?;
+        stream.write_all(body).await?;
+        let mut answer = String::new();
+        // The end without a goodbye is as good.
+        let _ = stream.read_to_string(&mut answer).await;
+        let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
+        let body = answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned());
+        code.zip(body).ok_or_else(|| std::io::Error::other(answer))
+    }
+}
+
+/// A running `divvy-controller`. Dropped, it is killed; its log is shown if the test failed.
+pub(crate) struct Controller {
+    child: Child,
+    log: PathBuf,
+    address: SocketAddr,
+}
+
+impl Controller {
+    fn spawn(mut command: Command, log: &Path, address: SocketAddr) -> Self {
+        let file = std::fs::File::create(log).unwrap();
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file).spawn().unwrap();
+        Self { child, log: log.to_owned(), address }
+    }
+
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// SIGKILL: nothing is tidied up.
+    pub(crate) fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// SIGTERM, and the exit status.
+    pub(crate) async fn stop(mut self) -> Option<i32> {
+        let pid = rustix::process::Pid::from_raw(i32::try_from(self.child.id()).unwrap()).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        self.ended().await
+    }
+
+    /// Waits for its end.
+    pub(crate) async fn ended(&mut self) -> Option<i32> {
+        let begun = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(begun.elapsed() < PATIENCE, "divvy-controller does not end");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+impl Drop for Controller {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("--- log of divvy-controller ---\n{}", self.log());
+        }
+    }
+}
+
+/// Waits for what others do by themselves.
+pub(crate) async fn until(what: &str, done: impl Fn() -> bool) {
+    until_async(what, async || done()).await;
+}
+
+/// The same, where looking takes a while.
+pub(crate) async fn until_async(what: &str, done: impl AsyncFn() -> bool) {
+    let begun = Instant::now();
+    while !done().await {
+        assert!(begun.elapsed() < PATIENCE, "waited in vain until {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
