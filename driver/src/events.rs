@@ -32,6 +32,7 @@ pub enum Reason {
     GpuLost,
     GpuMissing,
     MpsUnhealthy,
+    MpsRestarted,
     StatusRefused,
     ConfigRefused,
     PoolDegraded,
@@ -44,7 +45,9 @@ impl Reason {
             Self::PrepareFailed => "Prepare",
             Self::UnprepareFailed => "Unprepare",
             Self::RecordQuarantined | Self::ClaimNotRecovered | Self::UnexplainedInstances => "Recover",
-            Self::GpuStuck | Self::GpuLost | Self::GpuMissing | Self::MpsUnhealthy => "WatchGpus",
+            Self::GpuStuck | Self::GpuLost | Self::GpuMissing | Self::MpsUnhealthy | Self::MpsRestarted => {
+                "WatchGpus"
+            }
             Self::PoolDegraded | Self::StatusRefused => "Publish",
             Self::NotReady => "Start",
             Self::ConfigRefused => "Configure",

@@ -5,9 +5,10 @@
 //! heard of for half a minute as unknown. Health is for the pod's status; what
 //! keeps the scheduler away is the taint on the same device.
 
-use divvy_api::PoolName;
+use crate::engine::Daemons;
+use divvy_api::{DeviceName, PoolName};
 use divvy_kubelet::health::{v1, v1alpha1};
-use divvy_model::inventory::{Gpu, Mig, Presence};
+use divvy_model::inventory::{Condition, Gpu, Mig, Presence};
 use divvy_model::{DeviceId, Inventory, Placement};
 use k8s_openapi::jiff::Timestamp;
 use std::pin::Pin;
@@ -25,6 +26,7 @@ use tonic::{Request, Response, Status};
 pub struct Health {
     pub pool: PoolName,
     pub inventory: watch::Receiver<Arc<Inventory>>,
+    pub daemons: watch::Receiver<Arc<Daemons>>,
     /// Owns the task of each stream.
     pub tasks: TaskTracker,
     /// Ends all streams.
@@ -37,20 +39,24 @@ const TIMEOUT_SECONDS: i64 = 30;
 /// The kubelet cuts longer messages.
 const MESSAGE: usize = 1024;
 
-/// What is wrong with a GPU and so with each of its devices; `None` if nothing is.
-fn trouble(gpu: &Gpu) -> Option<String> {
-    let mut troubles: Vec<String> = gpu.conditions.iter().map(ToString::to_string).collect();
-    if gpu.presence == Presence::Missing {
-        troubles.insert(0, "GPU is missing".to_owned());
-    }
-    let mut text = troubles.join("; ");
-    text.truncate(text.floor_char_boundary(MESSAGE));
-    (!text.is_empty()).then_some(text)
+/// What is wrong with a GPU and so with each of its devices.
+fn troubles(gpu: &Gpu) -> Vec<String> {
+    let missing = (gpu.presence == Presence::Missing).then(|| "GPU is missing".to_owned());
+    // A sick MPS daemon is trouble of those who are its clients.
+    let hardware = gpu.conditions.iter().filter(|condition| !matches!(condition, Condition::Mps { .. }));
+    missing.into_iter().chain(hardware.map(ToString::to_string)).collect()
+}
+
+/// The MPS control daemon of a claim that has the device, if it is not well.
+fn daemon_trouble(device: &DeviceName, daemons: &Daemons) -> Option<String> {
+    let daemon = daemons.values().find(|daemon| daemon.devices.contains(device))?;
+    daemon.trouble.as_ref().map(|cause| Condition::Mps { cause: cause.clone() }.to_string())
 }
 
 /// Every device of the GPU that is or could be published.
 fn devices(gpu: &Gpu) -> Vec<DeviceId> {
-    let mut devices = vec![DeviceId::Gpu(gpu.number)];
+    let number = gpu.number;
+    let mut devices = vec![DeviceId::Gpu(number), DeviceId::Timeslice(number), DeviceId::Mps(number)];
     if let Mig::Supported { profiles, .. } = &gpu.mig {
         for profile in profiles {
             let instance =
@@ -61,20 +67,32 @@ fn devices(gpu: &Gpu) -> Vec<DeviceId> {
     devices
 }
 
-fn list(pool: &PoolName, inventory: &Inventory, now: Timestamp) -> v1::NodeWatchResourcesResponse {
+fn list(
+    pool: &PoolName,
+    inventory: &Inventory,
+    daemons: &Daemons,
+    now: Timestamp,
+) -> v1::NodeWatchResourcesResponse {
     let mut list = Vec::new();
     for gpu in &inventory.gpus {
-        let trouble = trouble(gpu);
-        let health = if trouble.is_some() { v1::HealthStatus::Unhealthy } else { v1::HealthStatus::Healthy };
-        list.extend(devices(gpu).into_iter().map(|device| v1::DeviceHealth {
-            device: Some(v1::DeviceIdentifier {
-                pool_name: pool.to_string(),
-                device_name: device.to_string(),
-            }),
-            health: health.into(),
-            last_updated_time: now.as_second(),
-            health_check_timeout_seconds: TIMEOUT_SECONDS,
-            message: trouble.clone().unwrap_or_default(),
+        let of_gpu = troubles(gpu);
+        list.extend(devices(gpu).into_iter().map(|device| {
+            let name = device.name();
+            let all = of_gpu.iter().cloned().chain(daemon_trouble(&name, daemons));
+            let mut message = all.collect::<Vec<_>>().join("; ");
+            message.truncate(message.floor_char_boundary(MESSAGE));
+            let well = message.is_empty();
+            let health = if well { v1::HealthStatus::Healthy } else { v1::HealthStatus::Unhealthy };
+            v1::DeviceHealth {
+                device: Some(v1::DeviceIdentifier {
+                    pool_name: pool.to_string(),
+                    device_name: name.to_string(),
+                }),
+                health: health.into(),
+                last_updated_time: now.as_second(),
+                health_check_timeout_seconds: TIMEOUT_SECONDS,
+                message,
+            }
         }));
     }
     v1::NodeWatchResourcesResponse { devices: list }
@@ -85,18 +103,20 @@ type Messages<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl Health {
     fn follow(&self) -> impl Stream<Item = v1::NodeWatchResourcesResponse> + use<> {
         let (sender, receiver) = mpsc::channel(1);
-        let Self { pool, mut inventory, stop, .. } = self.clone();
+        let Self { pool, mut inventory, mut daemons, stop, .. } = self.clone();
         let messages = async move {
             // Ends with the kubelet's interest or with the inventory.
             loop {
-                let now = inventory.borrow_and_update().clone();
-                if sender.send(list(&pool, &now, Timestamp::now())).await.is_err() {
+                let gpus = inventory.borrow_and_update().clone();
+                let mps = daemons.borrow_and_update().clone();
+                if sender.send(list(&pool, &gpus, &mps, Timestamp::now())).await.is_err() {
                     return;
                 }
                 tokio::select! {
                     () = tokio::time::sleep(REPEAT) => {}
                     () = sender.closed() => return,
                     changed = inventory.changed() => if changed.is_err() { return },
+                    changed = daemons.changed() => if changed.is_err() { return },
                 }
             }
         };
@@ -146,7 +166,9 @@ fn older(list: v1::NodeWatchResourcesResponse) -> v1alpha1::NodeWatchResourcesRe
 #[cfg(test)]
 mod tests {
     use super::*;
-    use divvy_model::inventory::{Condition, MigMode, MigProfile, MigToggle};
+    use crate::engine::Daemon;
+    use crate::plan::Part;
+    use divvy_model::inventory::{MigMode, MigProfile, MigToggle};
     use divvy_model::numbers::GpuNumber;
 
     fn gpu(number: u32, presence: Presence, conditions: Vec<Condition>) -> Gpu {
@@ -192,8 +214,12 @@ mod tests {
     }
 
     fn check(gpu: Gpu, expected: &[(&str, v1::HealthStatus, &str)]) {
+        check_with(gpu, &Daemons::new(), expected);
+    }
+
+    fn check_with(gpu: Gpu, daemons: &Daemons, expected: &[(&str, v1::HealthStatus, &str)]) {
         let inventory = Inventory { gpus: vec![gpu], ..Inventory::default() };
-        let list = list(&"node".into(), &inventory, Timestamp::UNIX_EPOCH);
+        let list = list(&"node".into(), &inventory, daemons, Timestamp::UNIX_EPOCH);
         let found: Vec<_> = list
             .devices
             .iter()
@@ -205,26 +231,55 @@ mod tests {
     #[test]
     fn every_device_of_a_gpu_shares_its_health() {
         use v1::HealthStatus::{Healthy, Unhealthy};
-        let names = ["gpu-0", "gpu-0-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-1"];
+        let names =
+            ["gpu-0", "gpu-0-timeslice", "gpu-0-mps", "gpu-0-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-1"];
         check(gpu(0, Presence::Present, vec![]), &names.map(|name| (name, Healthy, "")));
         check(gpu(0, Presence::Missing, vec![]), &names.map(|name| (name, Unhealthy, "GPU is missing")));
         let lost = gpu(0, Presence::Present, vec![Condition::Lost]);
         check(lost, &names.map(|name| (name, Unhealthy, "GPU is lost")));
     }
 
+    #[test]
+    fn a_sick_mps_daemon_is_the_trouble_of_its_clients_alone() {
+        let daemon = Daemon {
+            devices: ["gpu-0-mig-1g10gb-19-1".into()].into(),
+            trouble: Some("down: no answer".into()),
+            ..Daemon::default()
+        };
+        let daemons = Daemons::from([(Part::Whole { gpu: "GPU-0".into() }, daemon)]);
+        let sick = gpu(0, Presence::Present, vec![Condition::Mps { cause: "fault".into() }]);
+        check_with(
+            sick,
+            &daemons,
+            &[
+                ("gpu-0", v1::HealthStatus::Healthy, ""),
+                ("gpu-0-timeslice", v1::HealthStatus::Healthy, ""),
+                ("gpu-0-mps", v1::HealthStatus::Healthy, ""),
+                ("gpu-0-mig-1g10gb-19-0", v1::HealthStatus::Healthy, ""),
+                (
+                    "gpu-0-mig-1g10gb-19-1",
+                    v1::HealthStatus::Unhealthy,
+                    "MPS control daemon is down: no answer",
+                ),
+            ],
+        );
+    }
+
     #[tokio::test(start_paused = true)]
     async fn the_list_comes_at_once_on_change_and_every_ten_seconds() {
         let (sender, inventory) = watch::channel(Arc::default());
         let stop = CancellationToken::new();
-        let health = Health { pool: "n".into(), inventory, tasks: TaskTracker::new(), stop: stop.clone() };
+        let (_held, daemons) = watch::channel(Arc::default());
+        let tasks = TaskTracker::new();
+        let health = Health { pool: "n".into(), inventory, daemons, tasks, stop: stop.clone() };
         let mut messages = Box::pin(health.follow());
         assert_eq!(messages.next().await.unwrap().devices.len(), 0);
         let gpus = vec![gpu(0, Presence::Present, vec![])];
         sender.send_replace(Arc::new(Inventory { gpus, ..Inventory::default() }));
         let begun = tokio::time::Instant::now();
-        assert_eq!(messages.next().await.unwrap().devices.len(), 3);
+        assert_eq!(messages.next().await.unwrap().devices.len(), 5);
         assert_eq!(begun.elapsed(), Duration::ZERO);
-        assert_eq!(messages.next().await.unwrap().devices.len(), 3);
+        assert_eq!(messages.next().await.unwrap().devices.len(), 5);
         assert_eq!(begun.elapsed(), REPEAT);
         stop.cancel();
         assert!(messages.next().await.is_none());

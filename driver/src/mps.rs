@@ -27,6 +27,8 @@ use tokio::time::{Instant, timeout_at};
 pub const START_WITHIN: Duration = Duration::from_secs(15);
 /// How long a daemon may take to end; it is killed by the keeper before.
 pub const STOP_WITHIN: Duration = Duration::from_secs(8);
+/// The same where no keeper has ever told of a daemon.
+const UNANSWERED_WITHIN: Duration = Duration::from_millis(500);
 
 const OPEN_TO_ALL: u32 = 0o1777;
 
@@ -74,6 +76,12 @@ impl Mps {
     /// The directory of all targets.
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// Makes it.
+    pub fn make(&self) -> Result<(), MpsError> {
+        let made = DirBuilder::new().recursive(true).mode(0o755).create(&self.dir);
+        made.map_err(|cause| MpsError::Dir { path: self.dir.clone(), cause })
     }
 
     /// The directory of one daemon.
@@ -124,6 +132,7 @@ impl Mps {
     /// Returns when the daemon has ended and its directory is gone.
     pub async fn stop(&self, part: &Part, by: Instant) -> Result<(), MpsError> {
         let dir = self.of(part);
+        let unanswered = by.min(Instant::now() + UNANSWERED_WITHIN);
         let mut changes: Option<Changes> = None;
         loop {
             self.release(&dir)?;
@@ -137,6 +146,7 @@ impl Mps {
                 };
                 continue;
             };
+            let by = if dir.join(ACTUAL).exists() { by } else { unanswered };
             if !woken(changes, &dir, by).await? {
                 break;
             }

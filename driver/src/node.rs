@@ -286,6 +286,8 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     let (engine, report) = Engine::start(options, gpus, cdi).await?;
     stages.running.push(Stage::Engine(engine.clone()));
     tell(&report, &events);
+    let watch = watching::MpsDaemons { daemons: engine.daemons(), events: events.clone() };
+    stages.droppable("MPS watch", watch.run());
     metrics.watch(engine.clone(), inventory.clone());
     readiness.set(Condition::Recovered, Ok(()));
     policies.apply(&Holders::Engine(engine.clone())).await;
@@ -308,8 +310,13 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     };
     let (file, listener) = SocketFile::listen(&sockets.service)?;
     stages.task("service", |stop| {
-        let health =
-            Health { pool: pool.clone(), inventory: inventory.clone(), tasks: calls, stop: stop.clone() };
+        let health = Health {
+            pool: pool.clone(),
+            inventory: inventory.clone(),
+            daemons: engine.daemons(),
+            tasks: calls,
+            stop: stop.clone(),
+        };
         let router = Server::builder()
             .add_service(dra::v1::dra_plugin_server::DraPluginServer::new(service.clone()))
             .add_service(dra::v1beta1::dra_plugin_server::DraPluginServer::new(service))

@@ -2,6 +2,7 @@
 //! so that the parts themselves need not know who looks on.
 
 use crate::cdi;
+use crate::engine::{Daemons, lost};
 use crate::events::{Events, Reason};
 use crate::http::{Condition, Readiness};
 use crate::metrics::Metrics;
@@ -48,6 +49,31 @@ impl Gpus {
                 return std::future::pending().await;
             }
         }
+    }
+}
+
+/// Watches the MPS control daemons of claims.
+pub struct MpsDaemons {
+    pub daemons: watch::Receiver<Arc<Daemons>>,
+    pub events: Events,
+}
+
+impl MpsDaemons {
+    /// Until the engine ends.
+    pub async fn run(mut self) {
+        let mut last = self.daemons.borrow_and_update().clone();
+        while self.daemons.changed().await.is_ok() {
+            let now = self.daemons.borrow_and_update().clone();
+            for (part, claim) in lost(&last, &now) {
+                tracing::warn!(%claim, %part, "MPS control daemon restarted under its clients");
+                let note = format!(
+                    "MPS control daemon for {part} restarted; its clients are lost: containers must restart"
+                );
+                self.events.claim(claim, Reason::MpsRestarted, &note);
+            }
+            last = now;
+        }
+        std::future::pending().await
     }
 }
 

@@ -5,11 +5,11 @@
 //! walked again and again, and each time the daemon gets SIGKILL at one point:
 //! before or after the effect of one NVML call (the simulator holds the call),
 //! or before or after one file-system call that writes below the state or CDI
-//! directory (a preloaded library does it; the number grows until a walk
+//! directory or the run directory (a preloaded library does it; the number grows until a walk
 //! completes). The daemon is started again, and the kubelet either goes on
 //! asking or the claim is given up; the node must then be what it is without
 //! the kill: GPU and compute instances with their ids, MIG mode, and every file
-//! by name and content.
+//! by name and content. A keeper that obeys at once runs beside it.
 #![allow(clippy::unwrap_used)]
 
 #[path = "crash/left.rs"]
@@ -18,6 +18,10 @@ mod left;
 mod walk;
 
 mod harness;
+#[path = "harness/keeper.rs"]
+mod keeper;
+#[path = "harness/programs.rs"]
+mod programs;
 
 use harness::H100;
 use walk::{Act, Path, walk};
@@ -28,6 +32,10 @@ const WHOLE: Act = Act::Prepare("whole", &["gpu-0"]);
 const TWO: &str = "2xH100-SXM5-80GB";
 /// Two modes, two GPUs, two instances.
 const MANY: Act = Act::Prepare("many", &["gpu-1", "gpu-0-mig-1g10gb-19-2", "gpu-0-mig-2g20gb-14-4"]);
+
+/// Each of two GPUs shared in its own way.
+const SHARED: Act = Act::Prepare("shared", &["gpu-0-timeslice", "gpu-1-mps"]);
+const BESIDE: Act = Act::Prepare("beside", &["gpu-0-timeslice", "gpu-1-mps"]);
 
 async fn check(gpus: &str, before: &'static [Act], act: Act, after: &'static [Act]) {
     walk(Path { gpus, hold_off: "0s", before, act, after }).await;
@@ -76,6 +84,31 @@ async fn a_claim_of_several_devices_is_released() {
 #[tokio::test]
 async fn what_a_reboot_took_is_made_again() {
     check(TWO, &[MANY], Act::Reboot, &[Act::Release("many")]).await;
+}
+
+#[tokio::test]
+async fn the_first_shares_of_gpus_are_prepared() {
+    check(TWO, &[], SHARED, &[Act::Release("shared")]).await;
+}
+
+#[tokio::test]
+async fn the_last_shares_of_gpus_are_released() {
+    check(TWO, &[SHARED], Act::Release("shared"), &[]).await;
+}
+
+#[tokio::test]
+async fn shares_beside_others_are_prepared() {
+    check(TWO, &[BESIDE], SHARED, &[Act::Release("shared"), Act::Release("beside")]).await;
+}
+
+#[tokio::test]
+async fn shares_beside_others_are_released() {
+    check(TWO, &[BESIDE, SHARED], Act::Release("shared"), &[Act::Release("beside")]).await;
+}
+
+#[tokio::test]
+async fn what_a_reboot_took_of_shared_gpus_is_set_up_again() {
+    check(TWO, &[SHARED], Act::Reboot, &[Act::Release("shared")]).await;
 }
 
 #[tokio::test]

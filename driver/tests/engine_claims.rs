@@ -4,9 +4,15 @@
 
 #[path = "engine/faults.rs"]
 mod faults;
+#[path = "harness/keeper.rs"]
+mod keeper;
 #[path = "engine/life.rs"]
 mod life;
+#[path = "harness/programs.rs"]
+mod programs;
 #[path = "engine/recovery.rs"]
 mod recovery;
+#[path = "engine/sharing.rs"]
+mod sharing;
 #[path = "engine/world.rs"]
 mod world;

@@ -5,8 +5,9 @@
 //! killed, also in the middle of an NVML call; the machine boots, with GPUs
 //! missing or back; GPUs are reset and lost; NVML calls fail or hang; the API
 //! server goes away. After each operation the answers must be what the model
-//! allows; whenever the dust has settled the node must be exactly what the
-//! model says, and nothing else may be left. A sequence that fails is cut down
+//! allows; two modes may never be on one GPU; whenever the dust has settled the
+//! node must be exactly what the model says, and nothing else may be left. A
+//! keeper that obeys at once runs beside it. A sequence that fails is cut down
 //! to the shortest that still fails.
 //!
 //! ```text
@@ -27,6 +28,10 @@ mod run;
 mod settled;
 
 mod harness;
+#[path = "harness/keeper.rs"]
+mod keeper;
+#[path = "harness/programs.rs"]
+mod programs;
 
 use operations::{Dice, Operation};
 use run::{Failure, Runner};

@@ -88,6 +88,7 @@ impl Inner {
         if shows {
             self.look_again(&locked);
         }
+        self.prepared_or_released.notify_one();
         tracing::info!(
             claim = %record.claim, uid = %uid, devices = devices(),
             elapsed_us = begun.elapsed().as_micros() as u64, "claim prepared"
@@ -229,6 +230,7 @@ impl Inner {
         let others = self.others(locked, &record.claim.uid);
         self.hands().undo(&record.claim.uid, &record.undo, &others).await?;
         self.records.remove(locked, &record.claim.uid)?;
+        self.prepared_or_released.notify_one();
         if record.undo.iter().any(Undo::shows) {
             self.rest_later(locked);
             self.look_again(locked);

@@ -4,8 +4,8 @@
 use super::Engine;
 use crate::plan::Part;
 use crate::records::DeviceRecord;
+use crate::sharing::Setup;
 use crate::status::{DeviceData, DeviceFacts};
-use divvy_api::sharing::Mode;
 use divvy_api::{ClaimUid, Quantity};
 use divvy_model::{DeviceId, Inventory};
 
@@ -34,7 +34,10 @@ fn facts(device: &DeviceRecord, inventory: &Inventory) -> Option<DeviceFacts> {
             mig_uuid: device.instance.as_ref().map(|ids| ids.uuid.clone()),
             mode,
             memory: (memory > 0).then(|| Quantity::bytes(memory)),
-            interval: (mode == Mode::Timeslice).then_some(gpu.policy.interval),
+            interval: match device.access.setup() {
+                Some(Setup::Timeslice(interval)) => Some(interval),
+                Some(Setup::Mps(_)) | None => None,
+            },
         },
     })
 }

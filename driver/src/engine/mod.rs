@@ -13,13 +13,17 @@
 //! unprepare or recovery of the claim begins with it.
 //!
 //! Tasks: one per call under way, one that watches the inventory for GPUs that
-//! come back or lose instances ([`crate::recover`]), and for each GPU without
-//! instances one that waits to turn MIG mode off ([`mode`]).
+//! come back or lose instances ([`crate::recover`]), one that watches the MPS
+//! control daemons of claims ([`Daemons`]), and for each GPU without instances
+//! one that waits to turn MIG mode off ([`mode`]).
 
 pub(crate) mod claim;
+mod daemons;
 mod facts;
 mod locks;
 mod mode;
+
+pub use daemons::{Daemon, Daemons, lost};
 
 use crate::cdi::Cdi;
 use crate::execute::{Hands, StepError};
@@ -36,6 +40,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -188,6 +193,9 @@ pub(crate) struct Inner {
     pub(crate) records: Records,
     pub(crate) locks: Arc<Locks>,
     pub(crate) claims: ClaimLocks,
+    daemons: watch::Sender<Arc<Daemons>>,
+    /// Somebody's record has changed; who watches over what records say looks again.
+    prepared_or_released: Notify,
     pub(crate) tasks: TaskTracker,
     pub(crate) stop: CancellationToken,
 }
@@ -212,6 +220,8 @@ impl Engine {
             records,
             locks: Arc::new(locks),
             claims: ClaimLocks::default(),
+            daemons: watch::Sender::default(),
+            prepared_or_released: Notify::new(),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
         });
@@ -225,6 +235,7 @@ impl Engine {
         let settled = inner.inventory();
         let report = inner.recover().await;
         inner.tasks.spawn(inner.clone().watch(settled));
+        inner.tasks.spawn(inner.clone().watch_daemons());
         Ok((Self { inner }, report))
     }
 
@@ -279,6 +290,11 @@ impl Engine {
         let devices = self.inner.hands().known_cdi_devices(&record)?;
         let written = self.inner.cdi.claim_is_written_at_once(uid, &devices) == Some(true);
         written.then(|| record.answer())
+    }
+
+    /// The MPS control daemons that prepared claims stand on, now and from now on.
+    pub fn daemons(&self) -> watch::Receiver<Arc<Daemons>> {
+        self.inner.daemons.subscribe()
     }
 
     /// How many records were set aside since the start.

@@ -11,7 +11,7 @@ use super::{GpusOptions, Policy, Shared, lock};
 use crate::discover::{self, Doubts, Fresh, Ours};
 use crate::sysfs::{PciFacts, Sysfs};
 use divvy_api::GpuUuid;
-use divvy_model::inventory::Inventory;
+use divvy_model::inventory::{Condition, Inventory, Presence};
 use divvy_nvml::{Closing, Description, Event, Late, NvmlError, Session, Snapshot, State};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -30,6 +30,7 @@ pub(super) enum Command {
     RefreshSoon(GpuUuid),
     SetOurs(Arc<Ours>),
     SetPolicy(Arc<Policy>, oneshot::Sender<()>),
+    SetMps(BTreeMap<GpuUuid, String>),
     Drain(oneshot::Sender<()>),
     Resume,
     Stop(oneshot::Sender<()>),
@@ -65,6 +66,8 @@ pub(super) struct Keeper {
     changed: bool,
     ours: Arc<Ours>,
     policy: Arc<Policy>,
+    /// GPUs whose MPS control daemon is not well, and why.
+    mps: BTreeMap<GpuUuid, String>,
     doubts: Doubts,
     nvml: Nvml,
     /// What the last look for the driver found wrong, to be logged once.
@@ -94,6 +97,7 @@ impl Keeper {
             changed: false,
             ours: Arc::new(|_, _, _| false),
             policy: Arc::new(|gpu| gpu.policy.clone()),
+            mps: BTreeMap::new(),
             doubts: Doubts::default(),
             nvml: Nvml::Closed,
             trouble: String::new(),
@@ -162,6 +166,10 @@ impl Keeper {
                 self.policy = policy;
                 self.publish(Fresh::Nothing);
                 let _unheard = done.send(());
+            }
+            Command::SetMps(mps) => {
+                self.mps = mps;
+                self.publish(Fresh::Nothing);
             }
             Command::Drain(done) => {
                 self.close().await;
@@ -434,6 +442,12 @@ impl Keeper {
         {
             self.changed = true;
             tracing::error!(cause = chain(&cause), "GPU numbers are not kept");
+        }
+        for gpu in &mut inventory.gpus {
+            gpu.conditions.retain(|condition| !matches!(condition, Condition::Mps { .. }));
+            if let (Presence::Present, Some(cause)) = (gpu.presence, self.mps.get(&gpu.uuid)) {
+                gpu.conditions.push(Condition::Mps { cause: cause.clone() });
+            }
         }
         self.shared.inventory.send_if_modified(|published| {
             let changed = **published != inventory;

@@ -16,6 +16,7 @@ use divvy_model::GpuPolicy;
 use divvy_model::inventory::{Gpu, Inventory};
 use divvy_nvml::{Event, GpuQueue, Limits, Session};
 use keeper::{Command, Keeper};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -153,6 +154,11 @@ impl Gpus {
     /// inventory shows it. Until then it shows what it showed in its last life.
     pub async fn set_policy(&self, policy: Arc<Policy>) {
         self.0.ask(|done| Command::SetPolicy(policy, done)).await;
+    }
+
+    /// Says whose MPS control daemon is not well, and why.
+    pub fn set_mps(&self, sick: BTreeMap<GpuUuid, String>) {
+        self.0.send(Command::SetMps(sick));
     }
 
     /// Closes NVML and leaves it closed, for a GPU driver that is to be unloaded.

@@ -4,7 +4,7 @@ use crate::harness::World;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The GPUs, and every file below the state and CDI directories.
+/// The GPUs, and every file below the state, CDI and run directories.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Left {
     gpus: Vec<String>,
@@ -17,6 +17,7 @@ impl Left {
         let mut files = BTreeMap::new();
         read(&world.state_dir(), "state", &mut files);
         read(&world.cdi_dir(), "cdi", &mut files);
+        read(&world.run_dir(), "run", &mut files);
         let state = world.sim.read().unwrap();
         Self { gpus: state.gpus.iter().map(gpu).collect(), files }
     }
@@ -43,7 +44,8 @@ impl Left {
     }
 }
 
-/// MIG mode and instances, by everything that a container could tell them by.
+/// MIG mode and instances, by everything that a container could tell them by,
+/// then what is set for processes that share the GPU.
 fn gpu(gpu: &divvy_sim::state::Gpu) -> String {
     let mut text = String::from(if gpu.mig.current { "mig" } else { "off" });
     for gi in &gpu.instances {
@@ -52,7 +54,7 @@ fn gpu(gpu: &divvy_sim::state::Gpu) -> String {
             text += &format!(" ({}:{}@{} {})", ci.id, ci.profile, ci.placement, ci.uuid);
         }
     }
-    text
+    text + &format!(" slice {} mode {}", gpu.timeslice, gpu.compute_mode)
 }
 
 fn read(dir: &Path, name: &str, files: &mut BTreeMap<String, String>) {

@@ -1,6 +1,7 @@
 //! Walks a path with a kill at each of its points.
 
 use crate::harness::{DRIVER, Daemon, NODE, PATIENCE, World};
+use crate::keeper::FakeKeeper;
 use crate::left::Left;
 use divvy_fakes::kubelet::{CallError, Outcomes};
 use divvy_sim::control::{Pattern, TraceLine, When};
@@ -68,13 +69,15 @@ struct Known {
 
 struct Walker<'a> {
     path: Path<'a>,
-    world: World,
+    // Before the world, which is removed last.
     daemon: Option<Daemon>,
+    _keeper: FakeKeeper,
+    world: World,
 }
 
 pub(crate) async fn walk(path: Path<'_>) {
     let world = World::up(path.gpus).await;
-    let mut walker = Walker { path, world, daemon: None };
+    let mut walker = Walker { path, daemon: None, _keeper: FakeKeeper::start(&world.run_dir()), world };
     walker.start();
     let known = walker.undisturbed().await;
     let mut points = 0;
@@ -97,7 +100,7 @@ pub(crate) async fn walk(path: Path<'_>) {
 
 impl Point {
     fn changes_hardware(&self) -> bool {
-        let verbs = ["Create", "Destroy", "SetMigMode"];
+        let verbs = ["Create", "Destroy", "SetMigMode", "SetComputeMode", "compute-policy"];
         matches!(self, Self::Nvml { call, .. } if verbs.iter().any(|verb| call.contains(verb)))
     }
 }
@@ -138,8 +141,11 @@ impl Walker<'_> {
         // What earlier daemons said would bury what matters.
         let _ = std::fs::remove_file(self.world.path("log"));
         let preload = std::env::current_exe().unwrap().parent().unwrap().join("libdivvy_crash.so");
-        let under = std::env::join_paths([self.world.state_dir(), self.world.cdi_dir()]).unwrap();
-        let mut command = self.world.command(&["--mig-hold-off", self.path.hold_off]);
+        let under = [self.world.state_dir(), self.world.cdi_dir(), self.world.run_dir()];
+        let under = std::env::join_paths(under).unwrap();
+        let config = self.world.long_turns();
+        let flags = ["--mig-hold-off", self.path.hold_off, "--config", config.to_str().unwrap()];
+        let mut command = self.world.command(&flags);
         command.env("LD_PRELOAD", preload);
         command.env("DIVVY_CRASH_CONTROL", self.control()).env("DIVVY_CRASH_UNDER", under);
         self.daemon = Some(Daemon::spawn(command, &self.world.path("log")));
@@ -173,9 +179,15 @@ impl Walker<'_> {
         self.world.change(|state| state.control.trace = false);
         self.all(self.path.after).await;
         let text = std::fs::read_to_string(self.world.sim.trace_path()).unwrap_or_default();
-        let lines = text.lines().map(|line| serde_json::from_str::<TraceLine>(line).unwrap().call);
-        // The thread that waits for events is on no path.
-        known.calls = lines.filter(|call| !call.starts_with("nvmlEventSet")).collect();
+        let lines = text.lines().map(|line| serde_json::from_str::<TraceLine>(line).unwrap());
+        // What nvidia-smi calls for itself changes nothing, and the thread that
+        // waits for events is on no path.
+        let daemon = self.daemon.as_ref().unwrap().pid();
+        let on_path = |line: &TraceLine| {
+            let own = line.pid == daemon && !line.call.starts_with("nvmlEventSet");
+            own || line.call == "compute-policy"
+        };
+        known.calls = lines.filter(on_path).map(|line| line.call).collect();
         known
     }
 
@@ -279,7 +291,10 @@ impl Walker<'_> {
     fn stop(&mut self, act: Act) {
         self.kill();
         match act {
-            Act::Reboot => self.world.change(divvy_sim::State::reboot),
+            Act::Reboot => {
+                self.world.change(divvy_sim::State::reboot);
+                self.world.clear_run_dir();
+            }
             _ => std::fs::remove_dir_all(self.world.state_dir()).unwrap(),
         }
     }

@@ -1,5 +1,6 @@
 //! A node with simulated GPUs, and what can be seen of it from outside.
 
+use super::programs::program;
 use divvy_api::{AllocatedClaim, AllocatedDevice, ClaimRef, ClaimUid, Hold};
 use divvy_driver::cdi::{Cdi, HookMode};
 use divvy_driver::engine::{Engine, EngineOptions, PrepareError, PreparedDevice, RecoveryReport};
@@ -37,7 +38,7 @@ impl World {
     pub(crate) fn up(gpus: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("root");
-        let program = std::env::current_exe().unwrap();
+        let program = program("divvy-sim");
         let options = divvy_sim::Options::new(divvy_sim::library().unwrap(), program);
         let sim = divvy_sim::up(&root, gpus, &options).unwrap();
         let paths = HostPaths {
@@ -58,6 +59,11 @@ impl World {
 
     /// Starts a driver; several at once are as during an upgrade.
     pub(crate) async fn start(&self) -> Node {
+        self.start_answering(Duration::from_secs(40)).await
+    }
+
+    /// Starts a driver that answers within that time.
+    pub(crate) async fn start_answering(&self, answer_within: Duration) -> Node {
         let gpus = Gpus::start(GpusOptions { limits: self.limits, ..GpusOptions::new(&self.paths) }).await;
         let policy = GpuPolicy { exclusive_ownership: self.exclusive, ..GpuPolicy::default() };
         gpus.set_policy(Arc::new(move |_| policy.clone())).await;
@@ -65,7 +71,7 @@ impl World {
             paths: self.paths.clone(),
             pool: "node".into(),
             mig_hold_off: self.hold_off,
-            answer_within: Duration::from_secs(40),
+            answer_within,
         };
         let cdi = Cdi::new(&self.paths, HookMode::None);
         let (engine, report) = Engine::start(options, gpus.clone(), cdi).await.unwrap();
@@ -154,15 +160,24 @@ impl Node {
     }
 }
 
-/// A claim whose UID is its name; `admin:` before a device says how it is held.
+/// A claim whose UID is its name; `admin:` before a device says how it is held,
+/// and so does `share:`, with `/threads/memory` behind the device. Each device is
+/// of a request of its own.
 pub(crate) fn allocated(claim: &str, devices: &str) -> AllocatedClaim {
-    let device = |text: &str| {
-        let (hold, name) = match text.strip_prefix("admin:") {
-            Some(name) => (Hold::Admin, name),
+    let device = |(at, text): (usize, &str)| {
+        let (hold, name) = match text.split_once(':') {
+            Some(("admin", name)) => (Hold::Admin, name),
+            Some((_, name)) => {
+                let mut words = name.split('/');
+                let name = words.next().unwrap();
+                let amounts = words.map(|amount| amount.parse().unwrap());
+                let consumed = ["threads", "memory"].map(str::to_owned).into_iter().zip(amounts).collect();
+                (Hold::Share { id: format!("{claim}-{at}").into(), consumed }, name)
+            }
             None => (Hold::Exclusive, text),
         };
         AllocatedDevice {
-            request: "r".into(),
+            request: format!("r{at}").into(),
             pool: "node".into(),
             device: name.into(),
             hold,
@@ -171,7 +186,7 @@ pub(crate) fn allocated(claim: &str, devices: &str) -> AllocatedClaim {
     };
     AllocatedClaim {
         claim: ClaimRef { namespace: "ns".into(), name: claim.into(), uid: claim.into() },
-        devices: devices.split_whitespace().map(device).collect(),
+        devices: devices.split_whitespace().enumerate().map(device).collect(),
     }
 }
 

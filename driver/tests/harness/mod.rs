@@ -5,6 +5,7 @@
 //! stopped, killed and started again over it.
 #![allow(dead_code, clippy::unwrap_used)]
 
+use crate::programs::program;
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
 use divvy_fakes::kubelet::{FakeKubelet, KubeletOptions, Outcome, Wipe};
 use divvy_kubelet::dra::v1::{Claim, Device};
@@ -12,6 +13,7 @@ use divvy_sim::control::{Pattern, When};
 use divvy_sim::{Code, Sim};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use serde_json::{Value, json};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -43,7 +45,7 @@ impl World {
     /// A node whose kubelet behaves as told; its starts wipe the node's slices.
     pub(crate) async fn with(gpus: &str, options: KubeletOptions) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let multicall = std::env::current_exe().unwrap();
+        let multicall = program("divvy-sim");
         let options_of_sim = divvy_sim::Options::new(divvy_sim::library().unwrap(), multicall);
         let sim = divvy_sim::up(&dir.path().join("root"), gpus, &options_of_sim).unwrap();
         let api = Arc::new(FakeApi::start(FakeApiOptions::default()).await.unwrap());
@@ -69,6 +71,27 @@ impl World {
         self.path("k/plugins/gpu.divvy.dev/state")
     }
 
+    pub(crate) fn run_dir(&self) -> PathBuf {
+        self.path("run")
+    }
+
+    /// What a reboot does to what lies in memory; a keeper may be writing there.
+    pub(crate) fn clear_run_dir(&self) {
+        let begun = Instant::now();
+        while std::fs::remove_dir_all(self.run_dir()).is_err() && self.run_dir().exists() {
+            assert!(begun.elapsed() < PATIENCE, "{} cannot be removed", self.run_dir().display());
+        }
+    }
+
+    /// A node configuration by which processes have long turns.
+    pub(crate) fn long_turns(&self) -> PathBuf {
+        let path = self.path("config.yaml");
+        let rules = "rules: [{interval: Long}]";
+        let text = format!("apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\n{rules}\n");
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
     /// The daemon with the flags every test has, and these, which go before.
     pub(crate) fn command(&self, flags: &[&str]) -> Command {
         let root = self.sim.root();
@@ -92,7 +115,7 @@ impl World {
         path("--kubeconfig", &self.kubeconfig);
         path("--kubelet-root", &self.path("k"));
         path("--cdi-dir", &self.cdi_dir());
-        path("--run-dir", &self.path("run"));
+        path("--run-dir", &self.run_dir());
         path("--driver-root", root);
         path("--dev-root", root);
         path("--proc-root", &root.join("proc"));
@@ -114,9 +137,22 @@ impl World {
         daemon
     }
 
-    /// A claim with that UID and name that holds these devices of this node, one request each.
+    /// A claim with that UID and name that holds these devices of this node, one
+    /// request each; one share of what several claims may have.
     pub(crate) fn claim(&self, name: &str, devices: &[&str]) -> Claim {
-        let result = |(at, device): (usize, &&str)| json!({"request": format!("r{at}"), "driver": DRIVER, "pool": NODE, "device": device});
+        let result = |(at, device): (usize, &&str)| {
+            let mut result = json!({
+                "request": format!("r{at}"), "driver": DRIVER, "pool": NODE, "device": device,
+            });
+            let consumed = match device.rsplit('-').next() {
+                Some("timeslice") => json!({"slots": "1"}),
+                Some("mps") => json!({"threads": "10", "memory": "1Gi", "clients": "1"}),
+                _ => return result,
+            };
+            result["shareID"] = json!(format!("{name}-share-{at}"));
+            result["consumedCapacity"] = consumed;
+            result
+        };
         self.claim_with(name, devices.iter().enumerate().map(result).collect(), json!([]))
     }
 
@@ -239,7 +275,8 @@ pub(crate) fn reference(name: &str) -> Claim {
     Claim { namespace: "ns".to_owned(), uid: name.to_owned(), name: name.to_owned() }
 }
 
-/// A running `divvy-node`. Dropped, it is killed; its log is shown if the test failed.
+/// A running `divvy-node`. Dropped, it is killed; its log is shown if the test
+/// failed. It leads a process group: what it runs is killed with it, as in a pod.
 pub(crate) struct Daemon {
     child: Child,
     log: PathBuf,
@@ -248,7 +285,8 @@ pub(crate) struct Daemon {
 impl Daemon {
     pub(crate) fn spawn(mut command: Command, log: &Path) -> Self {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(log).unwrap();
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file).spawn().unwrap();
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file).process_group(0);
+        let child = command.spawn().unwrap();
         Self { child, log: log.to_owned() }
     }
 
@@ -272,8 +310,14 @@ impl Daemon {
 
     /// SIGKILL: nothing is tidied up.
     pub(crate) fn kill(mut self) {
-        self.child.kill().unwrap();
+        self.kill_all();
         self.child.wait().unwrap();
+    }
+
+    fn kill_all(&self) {
+        let group = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
+        // It may have ended already.
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     }
 
     /// SIGTERM, and the exit status.
@@ -298,8 +342,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // It may have ended already.
-        let _ = self.child.kill();
+        self.kill_all();
         let _ = self.child.wait();
         if std::thread::panicking() {
             eprintln!("--- log of divvy-node ---\n{}", self.log());

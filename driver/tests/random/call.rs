@@ -15,8 +15,8 @@ pub(crate) enum Call {
 }
 
 impl Call {
-    /// NVML calls that it may make.
-    pub(crate) fn nvml(self) -> &'static [&'static str; 4] {
+    /// Calls that it may make.
+    pub(crate) fn hardware(self) -> &'static [&'static str; 6] {
         match self {
             Self::Prepare => &PREPARES,
             Self::Unprepare => &UNPREPARES,

@@ -29,14 +29,27 @@ pub(crate) struct Part {
     pub(crate) gpu: usize,
     /// Profile and memory slices; absent for the whole GPU.
     pub(crate) instance: Option<(u32, std::ops::Range<u32>)>,
+    /// The mode in which claims have the whole GPU together.
+    pub(crate) shared: Option<Shared>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shared {
+    Timeslice,
+    Mps,
 }
 
 impl Part {
-    /// Of a name like `gpu-0` or `gpu-0-mig-1g10gb-19-2`.
+    /// Of a name like `gpu-0`, `gpu-0-mig-1g10gb-19-2` or `gpu-0-timeslice`.
     pub(crate) fn of(name: &str) -> Self {
         let words: Vec<&str> = name.split('-').collect();
         let number = |at: usize| words[at].parse::<u32>().unwrap();
-        let instance = (words.len() > 2).then(|| {
+        let shared = match words[2..] {
+            ["timeslice"] => Some(Shared::Timeslice),
+            ["mps"] => Some(Shared::Mps),
+            _ => None,
+        };
+        let instance = (words.len() > 3).then(|| {
             let size = match words[3] {
                 "1g10gb" => 1,
                 "2g20gb" => 2,
@@ -45,14 +58,14 @@ impl Part {
             };
             (number(4), number(5)..number(5) + size)
         });
-        Self { name: name.to_owned(), gpu: number(1) as usize, instance }
+        Self { name: name.to_owned(), gpu: number(1) as usize, instance, shared }
     }
 
     /// Whether two claims cannot have both: two modes, or one slice twice.
     pub(crate) fn excludes(&self, other: &Self) -> bool {
         let overlap = match (&self.instance, &other.instance) {
             (Some((_, one)), Some((_, two))) => one.start < two.end && two.start < one.end,
-            _ => true,
+            _ => self.shared.is_none() || self.shared != other.shared,
         };
         self.gpu == other.gpu && overlap
     }

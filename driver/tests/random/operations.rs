@@ -5,8 +5,9 @@ use divvy_sim::control::When;
 
 /// Names for claims that exist at a time.
 pub(crate) const CLAIMS: usize = 10;
-/// Two that can be cut, one that cannot.
+/// Two that can be cut, one that cannot; all can be shared.
 pub(crate) const GPUS: &str = "2xH100-SXM5-80GB,1xL4";
+const ALL: usize = 3;
 /// How many of them can be cut; they come first.
 const CUT: usize = 2;
 
@@ -51,19 +52,25 @@ pub(crate) enum Until {
 }
 
 /// The calls by which a prepare changes hardware, and one by which it looks.
-pub(crate) const PREPARES: [&str; 4] = [
+pub(crate) const PREPARES: [&str; 6] = [
     "nvmlDeviceSetMigMode",
     "nvmlDeviceCreateGpuInstanceWithPlacement",
     "nvmlGpuInstanceCreateComputeInstance",
     "nvmlDeviceGetGpuInstances",
+    "nvmlDeviceSetComputeMode",
+    "compute-policy",
 ];
 /// The same of an unprepare.
-pub(crate) const UNPREPARES: [&str; 4] = [
+pub(crate) const UNPREPARES: [&str; 6] = [
     "nvmlDeviceSetMigMode",
     "nvmlComputeInstanceDestroy",
     "nvmlGpuInstanceDestroy",
     "nvmlDeviceGetGpuInstances",
+    "nvmlDeviceSetComputeMode",
+    "compute-policy",
 ];
+/// Those that change hardware through NVML come first: they are made to hang.
+const HANGING: usize = 3;
 /// Codes of a call that may have had its effect all the same; then those of one that was refused.
 const CODES: [Code; 6] = [
     Code::Unknown,
@@ -109,7 +116,7 @@ impl Operation {
             0..410 => Self::Prepare { claim, devices: devices(dice) },
             410..740 => Self::Unprepare { claim },
             740..840 => {
-                let (call, when) = (dice.below(4), side(dice));
+                let (call, when) = (dice.below(PREPARES.len()), side(dice));
                 let codes = if when == When::Before { &CODES[..] } else { &CODES[..3] };
                 let nth = *dice.of(&[1, 1, 2]);
                 Self::Fault { claim, devices: devices(dice), call, nth, when, code: *dice.of(codes) }
@@ -120,7 +127,7 @@ impl Operation {
                     5 => Until::Answered,
                     _ => Until::Killed,
                 };
-                let (call, when) = (dice.below(3), side(dice));
+                let (call, when) = (dice.below(HANGING), side(dice));
                 Self::Hang { claim, devices: devices(dice), call, when, until }
             }
             870..885 => Self::Kill,
@@ -143,9 +150,10 @@ fn side(dice: &mut Dice) -> When {
 /// One to three devices; few places, so that claims meet.
 fn devices(dice: &mut Dice) -> Vec<String> {
     let count = [1, 1, 1, 1, 2, 3][dice.below(6)];
-    let device = |dice: &mut Dice| match dice.below(10) {
-        0 => "gpu-2".to_owned(),
-        1 => format!("gpu-{}", dice.below(CUT)),
+    let device = |dice: &mut Dice| match dice.below(14) {
+        0 => format!("gpu-{}", dice.below(ALL)),
+        1..4 => format!("gpu-{}-timeslice", dice.below(ALL)),
+        4..7 => format!("gpu-{}-mps", dice.below(ALL)),
         _ => {
             let (profile, starts) = *dice.of(&PROFILES);
             format!("gpu-{}-mig-{profile}-{}", dice.below(CUT), dice.of(starts))

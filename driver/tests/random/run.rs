@@ -2,6 +2,7 @@
 
 use crate::call::Call;
 use crate::harness::{Daemon, World};
+use crate::keeper::FakeKeeper;
 use crate::model::{Modelled, Part, Stage};
 use crate::operations::{CLAIMS, GPUS, Operation, Until};
 use crate::settled::{differences, never};
@@ -32,8 +33,10 @@ pub(crate) struct Failure {
 }
 
 pub(crate) struct Runner {
-    world: World,
+    // Before the world, which is removed last.
     daemon: Option<Daemon>,
+    _keeper: FakeKeeper,
+    world: World,
     claims: Vec<Option<Modelled>>,
     patience: Duration,
     /// Faults that struck, and calls that hung.
@@ -48,15 +51,24 @@ pub(crate) struct Runner {
     away: Vec<usize>,
 }
 
+fn flags(world: &World) -> Vec<String> {
+    let config = world.long_turns().display().to_string();
+    FLAGS.iter().map(|flag| (*flag).to_owned()).chain(["--config".to_owned(), config]).collect()
+}
+
 impl Runner {
     /// A node that may take so long to settle.
     pub(crate) async fn up(patience: Duration) -> Self {
         let world = World::up(GPUS).await;
-        let daemon = Some(world.start(&FLAGS).await);
+        let keeper = FakeKeeper::start(&world.run_dir());
+        let flags = flags(&world);
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let daemon = Some(world.start(&flags).await);
         let claims = vec![None; CLAIMS];
         Self {
-            world,
             daemon,
+            _keeper: keeper,
+            world,
             claims,
             patience,
             struck: 0,
@@ -81,7 +93,7 @@ impl Runner {
             Operation::Unprepare { claim } => self.unprepare(*claim).await?,
             Operation::Fault { claim, devices, call, nth, when, code } => {
                 let Some((asked, modelled)) = self.next_call(*claim, devices).await? else { return Ok(()) };
-                let call = asked.nvml()[*call];
+                let call = asked.hardware()[*call];
                 self.world.change(|state| state.add_fault(Pattern::new(call), Some(*nth), *when, *code));
                 let before = std::mem::replace(&mut self.rough, true);
                 let answer = asked.answer(&self.world, &modelled.claim).await?;
@@ -235,7 +247,7 @@ impl Runner {
         until: Until,
     ) -> Result<(), String> {
         let Some((asked, modelled)) = self.next_call(slot, devices).await? else { return Ok(()) };
-        let name = asked.nvml()[call];
+        let name = asked.hardware()[call];
         let before = std::mem::replace(&mut self.rough, true);
         self.world.change(|state| state.add_hold(Pattern::new(name), Some(1), when));
         let held = || !self.world.sim.read().unwrap().control.held.is_empty();
@@ -283,7 +295,9 @@ impl Runner {
         between(&self.world);
         // What was logged so far is of no use any more, and much.
         let _ = std::fs::remove_file(self.world.path("log"));
-        self.daemon = Some(self.world.spawn(&FLAGS));
+        let flags = flags(&self.world);
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        self.daemon = Some(self.world.spawn(&flags));
     }
 
     fn forget(&mut self, slot: usize) {
@@ -307,6 +321,7 @@ impl Runner {
                 }
                 state.reboot();
             });
+            world.clear_run_dir();
         });
     }
 

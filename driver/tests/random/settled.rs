@@ -2,7 +2,7 @@
 //! claims need.
 
 use crate::harness::World;
-use crate::model::{Modelled, Part, Stage};
+use crate::model::{Modelled, Part, Shared, Stage};
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -24,7 +24,16 @@ pub(crate) fn differences(world: &World, claims: &[&Modelled]) -> Vec<String> {
         if gpu.mig.current == wanted.is_empty() {
             found.push(format!("gpu-{at}: MIG mode is {} with {wanted:?}", gpu.mig.current));
         }
+        let shared = |mode| parts().any(|part| part.gpu == at && part.shared == Some(mode));
+        let wanted = [shared(Shared::Timeslice), shared(Shared::Mps)].map(|is| if is { 3 } else { 0 });
+        if [gpu.timeslice, gpu.compute_mode] != wanted {
+            let (slice, mode) = (gpu.timeslice, gpu.compute_mode);
+            found.push(format!("gpu-{at}: time slice {slice}, compute mode {mode} instead of {wanted:?}"));
+        }
     }
+    let clients = parts().filter(|part| part.shared == Some(Shared::Mps));
+    let daemons = clients.map(|part| state.gpus[part.gpu].uuid.clone()).collect();
+    expect(&world.run_dir().join("mps"), &daemons, &mut found);
     let names = |prefix: &str| -> BTreeSet<String> {
         claims.iter().map(|claim| format!("{prefix}{}.json", claim.claim.uid)).collect()
     };
