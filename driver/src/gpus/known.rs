@@ -104,10 +104,9 @@ fn parse(bytes: &[u8]) -> Result<Option<Document>, String> {
     }
 }
 
-/// What of a GPU outlives a restart: not its instances, conditions, presence or policy.
+/// What of a GPU outlives a restart: not its instances, conditions or presence.
 fn description(gpu: &Gpu) -> Gpu {
     let mut gpu = gpu.clone();
-    gpu.policy = Default::default();
     gpu.conditions.clear();
     gpu.presence = divvy_model::inventory::Presence::Missing;
     if let Mig::Supported { mode, toggle, instances, .. } = &mut gpu.mig {
