@@ -4,52 +4,18 @@
 mod common;
 #[path = "../../slices/tests/common/mod.rs"]
 mod gpus;
+#[path = "common/nodes.rs"]
+mod nodes;
 
-use common::{Cluster, NODE, claim, class, one, picked, pool_of, select, slice, with};
+use common::{Cluster, claim, one, picked, select};
 use divvy_api::DeviceName;
+use divvy_api::sharing::Mode;
 use divvy_model::inventory::MigMode;
 use divvy_model::{DeviceId, Inventory, Placement};
-use divvy_slices::{PoolOptions, pool, slices};
 use gpus::inventory_of;
+use nodes::{MPS, TIMESLICE, gpus_wanted, mig_wanted, named, published, share_wanted, wanting};
 use proptest::prelude::*;
 use serde_json::{Value, json};
-
-fn published(node: &Inventory) -> Cluster {
-    let contents = slices(pool(node, &PoolOptions::default()));
-    let count = contents.len() as i64;
-    let wire: Vec<_> = contents
-        .into_iter()
-        .enumerate()
-        .map(|(index, content)| {
-            let some = |list: Value| if list == json!([]) { Value::Null } else { list };
-            let spec = json!({
-                "pool": pool_of(count, 1, NODE),
-                "sharedCounters": some(json!(content.counters)),
-                "devices": some(json!(content.devices)),
-            });
-            slice(&format!("slice-{index:03}"), NODE, spec)
-        })
-        .collect();
-    let of_type = |kind: &str| {
-        format!("device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type == '{kind}'")
-    };
-    Cluster::new(&wire, &[])
-        .class(class("gpu.divvy.dev", &[&of_type("gpu")]))
-        .class(class("mig.divvy.dev", &[&of_type("mig")]))
-}
-
-fn gpus_wanted(count: i64) -> Value {
-    json!({"name": "r", "exactly": {"deviceClassName": "gpu.divvy.dev", "count": count}})
-}
-
-fn mig_wanted(profile: &str) -> Value {
-    let selector = select(&format!("device.attributes['gpu.divvy.dev'].profile == '{profile}'"));
-    json!({"name": "r", "exactly": with(selector, json!({"deviceClassName": "mig.divvy.dev"}))})
-}
-
-fn wanting(request: Value) -> Value {
-    claim(json!({"requests": [request]}))
-}
 
 /// Takes as many as fit and says on which devices.
 fn fill(cluster: &mut Cluster, claim: &Value, most: usize) -> Vec<String> {
@@ -100,37 +66,43 @@ fn gpus_with_nvlink_between_them_are_found_together() {
 
 #[test]
 fn one_claim_mixes_kinds_and_sizes() {
-    let request = |name: &str, request: Value| with(request, json!({"name": name}));
     let asked = claim(json!({"requests": [
-        request("small", mig_wanted("1g.10gb")),
-        request("big", mig_wanted("7g.80gb")),
-        request("whole", gpus_wanted(1)),
-        request("any", one("any", select("device.capacity['gpu.divvy.dev'].memory.isGreaterThan(quantity('30Gi'))"))),
+        named("small", mig_wanted("1g.10gb")),
+        named("big", mig_wanted("7g.80gb")),
+        named("whole", gpus_wanted(1)),
+        named("turns", share_wanted(TIMESLICE, &[])),
+        named("client", share_wanted(MPS, &[("memory", "10Gi")])),
+        named("any", one("any", select("device.capacity['gpu.divvy.dev'].memory.isGreaterThan(quantity('30Gi'))"))),
     ]}));
-    let node = inventory_of("H100-SXM5-80GB", 4);
+    let node = inventory_of("H100-SXM5-80GB", 6);
     let found = published(&node).allocate(&asked).expect("fits");
     assert_apart(&node, &picked(&found));
 }
 
-/// No two of the devices (`request=name`) need the same hardware.
+/// No two of the devices (`request=name`) need the same hardware, unless they
+/// are shares of one device.
 fn assert_apart(node: &Inventory, held: &[String]) {
     let parts: Vec<_> = held
         .iter()
         .map(|row| {
             let (_, name) = row.split_once('=').expect("request=device");
             let id = DeviceId::try_from(&DeviceName::from(name)).expect(name);
-            let (gpu, part) = id.resolve(node).expect(name);
-            (gpu.number, part.map(|(_, placement)| placement))
+            let (_, part) = id.resolve(node).expect(name);
+            let place = part.map(|(_, placement)| placement);
+            (id, place)
         })
         .collect();
     let clash = |a: Option<Placement>, b: Option<Placement>| match (a, b) {
         (Some(a), Some(b)) => a.overlaps(b),
         _ => true,
     };
-    for (index, (gpu, part)) in parts.iter().enumerate() {
+    for (index, (id, part)) in parts.iter().enumerate() {
         for (other, other_part) in &parts[index + 1..] {
-            assert!(gpu != other || !clash(*part, *other_part), "{held:?}");
+            let shares = id == other && matches!(id.mode(), Mode::Timeslice | Mode::Mps);
+            assert!(id.gpu() != other.gpu() || shares || !clash(*part, *other_part), "{held:?}");
         }
+        let shares = parts.iter().filter(|(other, _)| other == id).count();
+        assert!(shares <= 4, "four slots, and four parts by default: {held:?}");
     }
 }
 
@@ -141,7 +113,7 @@ enum Step {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    prop_oneof![3 => (0usize..12).prop_map(Step::Take), 2 => (0usize..20).prop_map(Step::Release)]
+    prop_oneof![3 => (0usize..14).prop_map(Step::Take), 2 => (0usize..20).prop_map(Step::Release)]
 }
 
 proptest! {
@@ -159,7 +131,11 @@ proptest! {
         for (number, step) in steps.into_iter().enumerate() {
             match step {
                 Step::Take(what) => {
-                    let request = profiles.get(what).map_or(gpus_wanted(1), |profile| mig_wanted(&profile.name));
+                    let request = match profiles.get(what) {
+                        Some(profile) => mig_wanted(&profile.name),
+                        None if what % 3 == 0 => gpus_wanted(1),
+                        None => share_wanted([TIMESLICE, MPS][what % 2], &[]),
+                    };
                     let name = format!("claim-{number}");
                     if let Ok(result) = cluster.take(&name, &wanting(request)) {
                         held.push((name, picked(&result)));

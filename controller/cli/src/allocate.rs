@@ -4,11 +4,13 @@
 //! prints (lists are unpacked), takes claims that have an allocation as held,
 //! and allocates the others one after the other.
 
-use anyhow::{Context, Result, bail};
+use crate::documents;
+use anyhow::{Context, Result, anyhow, bail};
 use divvy_alloc::{World, allocate};
 use k8s_openapi::api::core::v1::Node;
-use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
-use serde::Deserialize;
+use k8s_openapi::api::resource::v1::{
+    DeviceClass, DeviceRequestAllocationResult, ResourceClaim, ResourceSlice,
+};
 use serde_json::Value;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -31,19 +33,15 @@ struct Objects {
     claims: Vec<ResourceClaim>,
 }
 
-/// Prints a line per device that each claim would get, or why it gets none.
+/// Prints a line per device that each claim would get, with what it takes of one
+/// that it shares, or why it gets none.
 pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
     let mut objects = Objects::default();
     for file in &arguments.files {
-        let text = if file.as_os_str() == "-" {
-            std::io::read_to_string(std::io::stdin()).context("cannot read standard input")?
-        } else {
-            std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?
-        };
-        for document in serde_norway::Deserializer::from_str(&text) {
-            let value =
-                Value::deserialize(document).with_context(|| format!("{} is not YAML", file.display()))?;
-            objects.take(value).with_context(|| file.display().to_string())?;
+        let text = documents::text(file)?;
+        let documents = documents::documents(&text).map_err(|why| anyhow!("{}: {why}", file.display()))?;
+        for document in documents {
+            objects.take(document.value).with_context(|| file.display().to_string())?;
         }
     }
     let mut node = Node::default();
@@ -62,8 +60,12 @@ pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
             Ok(allocation) => {
                 for result in allocation.devices.iter().flat_map(|devices| devices.results.iter().flatten()) {
                     println!(
-                        "{name}\t{}\t{}/{}/{}",
-                        result.request, result.driver, result.pool, result.device
+                        "{name}\t{}\t{}/{}/{}{}",
+                        result.request,
+                        result.driver,
+                        result.pool,
+                        result.device,
+                        taken(result)
                     );
                 }
                 claim.status.get_or_insert_default().allocation = Some(allocation);
@@ -78,6 +80,13 @@ pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
     Ok(if refused == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// What a share takes of each capacity, unless it is nothing.
+fn taken(result: &DeviceRequestAllocationResult) -> String {
+    let amounts = result.consumed_capacity.iter().flatten().filter(|(_, amount)| amount.0 != "0");
+    let amounts: Vec<String> = amounts.map(|(name, amount)| format!("{name}={}", amount.0)).collect();
+    if amounts.is_empty() { String::new() } else { format!("\t{}", amounts.join(" ")) }
+}
+
 fn is_allocated(claim: &ResourceClaim) -> bool {
     claim.status.as_ref().is_some_and(|status| status.allocation.is_some())
 }
@@ -88,20 +97,9 @@ impl Objects {
             Some("ResourceSlice") => self.slices.push(serde_json::from_value(value)?),
             Some("DeviceClass") => self.classes.push(serde_json::from_value(value)?),
             Some("ResourceClaim") => self.claims.push(serde_json::from_value(value)?),
-            Some(list) if list.ends_with("List") => {
-                let kind = list.trim_end_matches("List").to_owned();
-                for item in value["items"].as_array().into_iter().flatten() {
-                    let mut item = item.clone();
-                    if item["kind"].is_null() && !kind.is_empty() {
-                        item["kind"] = Value::String(kind.clone());
-                    }
-                    self.take(item)?;
-                }
-            }
             Some(other) => {
                 bail!("kind {other} is not allocated from; give ResourceSlice, DeviceClass and ResourceClaim")
             }
-            None if value.is_null() => {}
             None => bail!("a document without a kind"),
         }
         Ok(())

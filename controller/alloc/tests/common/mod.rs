@@ -10,7 +10,7 @@ use serde_json::{Value, from_value, json};
 pub(crate) const DRIVER: &str = "gpu.divvy.dev";
 pub(crate) const NODE: &str = "node-a";
 
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Cluster {
     pub(crate) slices: Vec<ResourceSlice>,
     pub(crate) classes: Vec<DeviceClass>,

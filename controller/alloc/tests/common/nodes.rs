@@ -1,0 +1,65 @@
+//! Clusters of one node with what is really published of its GPUs, and the
+//! claims that people write against the classes of the chart.
+#![allow(dead_code)] // Each test file uses its part.
+
+use crate::common::{Cluster, NODE, claim, class, pool_of, select, slice, with};
+use divvy_model::Inventory;
+use divvy_slices::{PoolOptions, pool, slices};
+use serde_json::{Value, json};
+
+/// The slices of the node, and a class for each type of device.
+pub(crate) fn published(node: &Inventory) -> Cluster {
+    let contents = slices(pool(node, &PoolOptions::default()));
+    let count = contents.len() as i64;
+    let wire: Vec<_> = contents
+        .into_iter()
+        .enumerate()
+        .map(|(index, content)| {
+            let some = |list: Value| if list == json!([]) { Value::Null } else { list };
+            let spec = json!({
+                "pool": pool_of(count, 1, NODE),
+                "sharedCounters": some(json!(content.counters)),
+                "devices": some(json!(content.devices)),
+            });
+            slice(&format!("slice-{index:03}"), NODE, spec)
+        })
+        .collect();
+    let types = [("gpu.divvy.dev", "gpu"), ("mig.divvy.dev", "mig"), (TIMESLICE, "timeslice"), (MPS, "mps")];
+    types.into_iter().fold(Cluster::new(&wire, &[]), |cluster, (name, kind)| {
+        let own = "device.driver == 'gpu.divvy.dev'";
+        cluster
+            .class(class(name, &[&format!("{own} && device.attributes['gpu.divvy.dev'].type == '{kind}'")]))
+    })
+}
+
+pub(crate) const TIMESLICE: &str = "timeslice.divvy.dev";
+pub(crate) const MPS: &str = "mps.divvy.dev";
+
+pub(crate) fn gpus_wanted(count: i64) -> Value {
+    json!({"name": "r", "exactly": {"deviceClassName": "gpu.divvy.dev", "count": count}})
+}
+
+pub(crate) fn mig_wanted(profile: &str) -> Value {
+    let selector = select(&format!("device.attributes['gpu.divvy.dev'].profile == '{profile}'"));
+    json!({"name": "r", "exactly": with(selector, json!({"deviceClassName": "mig.divvy.dev"}))})
+}
+
+/// A share of a device of that class, with the capacities that are named.
+pub(crate) fn share_wanted(class: &str, capacities: &[(&str, &str)]) -> Value {
+    let mut request = json!({"deviceClassName": class});
+    if !capacities.is_empty() {
+        let requests: serde_json::Map<_, _> =
+            capacities.iter().map(|(name, amount)| ((*name).to_owned(), json!(amount))).collect();
+        request["capacity"] = json!({"requests": requests});
+    }
+    json!({"name": "r", "exactly": request})
+}
+
+/// The same request under another name.
+pub(crate) fn named(name: &str, request: Value) -> Value {
+    with(request, json!({"name": name}))
+}
+
+pub(crate) fn wanting(request: Value) -> Value {
+    claim(json!({"requests": [request]}))
+}
