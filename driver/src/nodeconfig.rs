@@ -118,7 +118,7 @@ impl Policies {
         };
         let policy = move |gpu: &Gpu| {
             let wanted = match &config {
-                Some(config) => config.explain(&otherwise, labels.as_deref(), gpu).policy,
+                Some(config) => config.explain(&otherwise, labels.as_deref(), gpu.into()).policy,
                 // Nothing is known of what it may be used for.
                 None => GpuPolicy { modes: BTreeSet::new(), ..otherwise.clone() },
             };

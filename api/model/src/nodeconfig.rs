@@ -20,6 +20,7 @@
 //! mode that is off is never wrong for long, one that was on may be in use.
 
 use crate::inventory::Gpu;
+use crate::numbers::GpuNumber;
 use crate::policy::GpuPolicy;
 use divvy_api::names::CONFIG_API_VERSION;
 use divvy_api::schema::{self, Fault, Field, Object, Shape, Unread};
@@ -56,7 +57,21 @@ pub struct Match {
     pub indices: BTreeSet<u32>,
 }
 
-/// Labels of the node; `None` while they have not been read.
+/// What of a GPU a rule may choose by.
+#[derive(Clone, Copy, Debug)]
+pub struct Subject<'a> {
+    pub number: GpuNumber,
+    /// As NVML names it: `NVIDIA H100 80GB HBM3`.
+    pub product: &'a str,
+}
+
+impl<'a> From<&'a Gpu> for Subject<'a> {
+    fn from(gpu: &'a Gpu) -> Self {
+        Self { number: gpu.number, product: &gpu.product }
+    }
+}
+
+/// Labels of a node.
 pub type Labels = BTreeMap<String, String>;
 
 /// Why a file is refused.
@@ -102,8 +117,9 @@ impl NodeConfig {
         Ok(Self { rules: list(&value["rules"]).map(rule).collect() })
     }
 
-    /// What the configuration makes of a GPU. `otherwise` holds where no rule says anything.
-    pub fn explain(&self, otherwise: &GpuPolicy, labels: Option<&Labels>, gpu: &Gpu) -> Explained {
+    /// What the configuration makes of a GPU. `otherwise` holds where no rule says
+    /// anything; `labels` are `None` while they have not been read.
+    pub fn explain(&self, otherwise: &GpuPolicy, labels: Option<&Labels>, gpu: Subject<'_>) -> Explained {
         let mut policy = otherwise.clone();
         let (mut modes, mut slots, mut interval) = (Said::Default, Said::Default, Said::Default);
         let (mut mps_clients, mut exclusive_ownership) = (Said::Default, Said::Default);
@@ -148,8 +164,8 @@ fn set<T>(field: &mut T, by: &mut Said, value: Option<T>, said: Said) {
 
 impl Match {
     /// Whether the rule is for a GPU; `None` where the labels would have to be known.
-    fn of(&self, labels: Option<&Labels>, gpu: &Gpu) -> Option<bool> {
-        let product = self.products.is_empty() || self.products.iter().any(|glob| like(glob, &gpu.product));
+    fn of(&self, labels: Option<&Labels>, gpu: Subject<'_>) -> Option<bool> {
+        let product = self.products.is_empty() || self.products.iter().any(|glob| like(glob, gpu.product));
         let index = self.indices.is_empty() || self.indices.contains(&gpu.number.0);
         if !product || !index {
             return Some(false);
@@ -350,9 +366,9 @@ static MATCH: Object = Object {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::{Mig, tests::gpu};
     use proptest::prelude::*;
 
+    const H100: Subject<'static> = Subject { number: GpuNumber(1), product: "NVIDIA H100 80GB HBM3" };
     const HEAD: &str = "apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\n";
 
     fn config(rules: &str) -> NodeConfig {
@@ -404,14 +420,14 @@ mod tests {
         );
         check_refused("", "line 1: field (all) is null, expected an object NodeConfig");
         check_refused(
-            "a: [",
-            "not YAML: did not find expected node content at line 2 column 1, while parsing a flow node",
+            "kind: @",
+            "not YAML: found character that cannot start any token at line 1 column 7, while scanning for the next token",
         );
     }
 
     /// A rule's line in what `divvy config explain` tells.
     fn check(config: &NodeConfig, labels: Option<&Labels>, expected: &str) {
-        let found = config.explain(&GpuPolicy::default(), labels, &gpu(1, Mig::Unsupported));
+        let found = config.explain(&GpuPolicy::default(), labels, H100);
         let modes: Vec<_> = found.policy.modes.iter().map(|mode| mode.as_str()).collect();
         let found = format!(
             "{} by {}; {} slots by {}; {} by {}; {} clients by {}; exclusive {} by {}",
@@ -458,7 +474,7 @@ mod tests {
         let labels = Labels::from([("pool".to_owned(), "a".to_owned())]);
         let check = |matches: &str, expected: Option<bool>| {
             let config = config(&format!("  - match: {matches}\n"));
-            let found = config.rules[0].matches.of(Some(&labels), &gpu(1, Mig::Unsupported));
+            let found = config.rules[0].matches.of(Some(&labels), H100);
             assert_eq!(found, expected, "{matches}");
         };
         for all in ["{}", "null", "{indices: []}", "{nodeLabels: {}, products: []}"] {
@@ -492,11 +508,7 @@ mod tests {
         let elsewhere = NodeConfig::parse(&format!(
             "{HEAD}rules:\n  - {{match: {{nodeLabels: {{pool: a}}, indices: [7]}}, modes: []}}\n"
         ));
-        let found = elsewhere.expect("a configuration").explain(
-            &GpuPolicy::default(),
-            None,
-            &gpu(1, Mig::Unsupported),
-        );
+        let found = elsewhere.expect("a configuration").explain(&GpuPolicy::default(), None, H100);
         assert_eq!(found.modes, Said::Default);
     }
 

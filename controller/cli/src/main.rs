@@ -7,10 +7,14 @@
 //! `cargo run` need build nothing else.
 
 mod allocate;
+mod check;
 #[cfg(feature = "demo")]
 mod demo;
+mod documents;
+mod explain;
+mod import;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::process::ExitCode;
 
 /// Any GPU, cut any way, per claim.
@@ -32,6 +36,43 @@ enum Command {
     Map(demo::map::MapArguments),
     /// Say which devices claims would get, or why none, from slices and classes in files
     Allocate(allocate::AllocateArguments),
+    /// Say what is wrong with claims, templates, classes, pods and node configurations in files
+    Check(check::CheckArguments),
+    /// Explain a node configuration
+    #[command(subcommand)]
+    Config(ConfigCommand),
+    /// Turn configuration of others into Divvy's
+    #[command(subcommand)]
+    Import(import::ImportCommand),
+}
+
+#[derive(Subcommand)]
+enum ConfigCommand {
+    /// Print what each GPU gets, and by which rule
+    Explain(explain::ExplainArguments),
+}
+
+/// The commands as the help tells them, by what people come for.
+const GROUPS: &[(&str, &[&str])] = &[
+    #[cfg(feature = "demo")]
+    ("Try it without a GPU", &["demo"]),
+    ("Before something is applied", &["check", "allocate"]),
+    ("Set up a cluster", &["config", "import"]),
+];
+
+/// The command line, with a help in groups: clap knows groups of options only.
+fn command() -> clap::Command {
+    let command = Arguments::command();
+    let mut help = "{about}\n\n{usage-heading} {usage}\n".to_owned();
+    for (heading, names) in GROUPS {
+        help.push_str(&format!("\n{heading}:\n"));
+        for subcommand in names.iter().filter_map(|name| command.find_subcommand(name)) {
+            let about = subcommand.get_about().map(ToString::to_string).unwrap_or_default();
+            help.push_str(&format!("  {:<10}{about}\n", subcommand.get_name()));
+        }
+    }
+    help.push_str("\nOptions:\n{options}");
+    command.help_template(help)
 }
 
 fn main() -> ExitCode {
@@ -39,12 +80,19 @@ fn main() -> ExitCode {
     if let Some(code) = demo::as_another_program() {
         return code;
     }
-    let outcome = match Arguments::parse().command {
+    let arguments = match Arguments::from_arg_matches(&command().get_matches()) {
+        Ok(arguments) => arguments,
+        Err(error) => error.exit(),
+    };
+    let outcome = match arguments.command {
         #[cfg(feature = "demo")]
         Command::Demo(arguments) => demo::run(&arguments),
         #[cfg(feature = "demo")]
         Command::Map(arguments) => demo::map::run(&arguments),
         Command::Allocate(arguments) => allocate::run(&arguments),
+        Command::Check(arguments) => check::run(&arguments),
+        Command::Config(ConfigCommand::Explain(arguments)) => explain::run(&arguments),
+        Command::Import(command) => import::run(&command),
     };
     match outcome {
         Ok(code) => code,
@@ -52,5 +100,19 @@ fn main() -> ExitCode {
             eprintln!("divvy: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_help_tells_every_command() {
+        command().debug_assert();
+        let shown = Arguments::command();
+        let shown = shown.get_subcommands().filter(|one| !one.is_hide_set()).map(clap::Command::get_name);
+        let grouped = |name: &&str| GROUPS.iter().any(|(_, names)| names.contains(name));
+        assert_eq!(shown.filter(|name| !grouped(name)).collect::<Vec<_>>(), [""; 0]);
     }
 }

@@ -1,0 +1,214 @@
+//! `divvy config explain`: what each GPU gets of a node configuration, and by
+//! which rule.
+
+use crate::documents;
+use anyhow::{Context, Result, bail};
+use divvy_api::names::DRIVER;
+use divvy_model::nodeconfig::{Explained, Labels, Said, Subject};
+use divvy_model::{DeviceId, GpuNumber, GpuPolicy, NodeConfig};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
+use kube::Api;
+use kube::api::ListParams;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// See the command's help.
+#[derive(clap::Args)]
+pub(crate) struct ExplainArguments {
+    /// The node configuration; `-` is standard input
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    /// GPUs to explain it for, as COUNTxPRODUCT, several with commas between them; without it
+    /// those that the cluster's nodes have published
+    #[arg(long, value_name = "GPUS")]
+    gpus: Option<String>,
+    /// Labels of the node with these GPUs
+    #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',', requires = "gpus", value_parser = label)]
+    node_labels: Vec<(String, String)>,
+    /// Only this node of the cluster
+    #[arg(long, value_name = "NAME", conflicts_with = "gpus")]
+    node: Option<String>,
+    /// The nodes' daemons run with --exclusive-ownership
+    #[arg(long)]
+    exclusive_ownership: bool,
+}
+
+/// A node's GPUs: number and product.
+struct Asked {
+    /// Empty for one that is made up.
+    name: String,
+    labels: Labels,
+    gpus: Vec<(GpuNumber, String)>,
+}
+
+fn label(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("must be KEY=VALUE")?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// Prints what each GPU gets.
+pub(crate) fn run(arguments: &ExplainArguments) -> Result<ExitCode> {
+    let text = documents::text(&arguments.config)?;
+    let config = NodeConfig::parse(&text).with_context(|| arguments.config.display().to_string())?;
+    let nodes = match &arguments.gpus {
+        Some(gpus) => {
+            let labels = arguments.node_labels.iter().cloned().collect();
+            vec![Asked { name: String::new(), labels, gpus: listed(gpus)? }]
+        }
+        None => {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(of_cluster(arguments.node.as_deref()))?
+        }
+    };
+    let exclusive_ownership = arguments.exclusive_ownership;
+    let otherwise = GpuPolicy { exclusive_ownership, ..GpuPolicy::default() };
+    let told: Vec<_> = nodes.iter().map(|node| tell(&config, &otherwise, node)).collect();
+    print!("{}", told.join("\n"));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// `8xNVIDIA H100 80GB HBM3`; where the simulator is built in, also `8xH100-SXM5-80GB`.
+fn listed(text: &str) -> Result<Vec<(GpuNumber, String)>> {
+    let mut products = Vec::new();
+    for part in text.split(',').map(str::trim) {
+        let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
+        let (count, product) = match (part[..digits].parse::<usize>(), part[digits..].strip_prefix('x')) {
+            (Ok(count @ 1..=64), Some(product)) => (count, product),
+            (_, None) => (1, part),
+            _ => bail!(
+                "{part:?}: give COUNTxPRODUCT with a count from 1 to 64, such as \"8xNVIDIA H100 80GB HBM3\""
+            ),
+        };
+        products.extend(std::iter::repeat_n(known(product), count));
+    }
+    Ok((0..).map(GpuNumber).zip(products).collect())
+}
+
+/// The name by which NVML knows a product.
+fn known(product: &str) -> String {
+    #[cfg(feature = "demo")]
+    if let Ok(model) = divvy_sim::catalogue::find(product) {
+        return model.product.clone();
+    }
+    product.to_owned()
+}
+
+async fn of_cluster(only: Option<&str>) -> Result<Vec<Asked>> {
+    let client = kube::Client::try_default().await.context("no cluster is configured; give --gpus")?;
+    let slices: Api<ResourceSlice> = Api::all(client.clone());
+    let mut fields = format!("spec.driver={DRIVER}");
+    if let Some(node) = only {
+        write!(fields, ",spec.nodeName={node}")?;
+    }
+    // In pages: slices of many nodes are large, and two facts of each device are kept.
+    let (mut nodes, mut next): (BTreeMap<String, Vec<_>>, _) = (BTreeMap::new(), None);
+    loop {
+        let mut page = ListParams::default().fields(&fields).limit(50);
+        page.continue_token = next;
+        let list = slices.list(&page).await.context("cannot list ResourceSlices")?;
+        for slice in list.items {
+            let Some(node) = slice.spec.node_name else { continue };
+            nodes.entry(node).or_default().extend(slice.spec.devices.iter().flatten().filter_map(gpu));
+        }
+        next = list.metadata.continue_.filter(|token| !token.is_empty());
+        if next.is_none() {
+            break;
+        }
+    }
+    if nodes.is_empty() {
+        bail!("no node has published GPUs as driver {DRIVER}; give --gpus");
+    }
+    let api: Api<Node> = Api::all(client);
+    let mut asked = Vec::new();
+    for (name, mut gpus) in nodes {
+        let node = api.get_metadata(&name).await.with_context(|| format!("cannot read node {name}"))?;
+        gpus.sort();
+        asked.push(Asked { name, labels: node.metadata.labels.unwrap_or_default(), gpus });
+    }
+    Ok(asked)
+}
+
+fn gpu(device: &Device) -> Option<(GpuNumber, String)> {
+    let Ok(DeviceId::Gpu(number)) = DeviceId::try_from(&device.name.as_str().into()) else { return None };
+    let product = device.attributes.as_ref()?.get("productName")?.string.clone()?;
+    Some((number, product))
+}
+
+/// A block per GPU; those that get the same share one.
+fn tell(config: &NodeConfig, otherwise: &GpuPolicy, node: &Asked) -> String {
+    let mut blocks: Vec<(Vec<String>, &str, Explained)> = Vec::new();
+    for (number, product) in &node.gpus {
+        let explained = config.explain(otherwise, Some(&node.labels), Subject { number: *number, product });
+        let same = blocks.iter_mut().find(|(_, of, known)| of == product && *known == explained);
+        match same {
+            Some((names, ..)) => names.push(format!("gpu-{number}")),
+            None => blocks.push((vec![format!("gpu-{number}")], product, explained)),
+        }
+    }
+    let mut text = String::new();
+    if !node.name.is_empty() {
+        text.push_str(&format!("node {}\n", node.name));
+    }
+    for (names, product, explained) in blocks {
+        text.push_str(&format!("{} ({product})\n", names.join(" ")));
+        let modes: Vec<_> = explained.policy.modes.iter().map(|mode| mode.as_str()).collect();
+        let modes = if modes.is_empty() { "none".to_owned() } else { modes.join(" ") };
+        let policy = &explained.policy;
+        let mut row = |field: &str, value: String, said: Said| {
+            text.push_str(&format!("  {field:<19} {value:<25} {said}\n"));
+        };
+        row("modes", modes, explained.modes);
+        row("slots", policy.slots.to_string(), explained.slots);
+        row("interval", policy.interval.to_string(), explained.interval);
+        row("mpsClients", policy.mps_clients.to_string(), explained.mps_clients);
+        row("exclusiveOwnership", policy.exclusive_ownership.to_string(), explained.exclusive_ownership);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_that_get_the_same_are_told_together() {
+        let config = "apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules:\n- match: {nodeLabels: {pool: a}}\n  slots: 8\n- match: {indices: [1]}\n  dedicated: true\n";
+        let config = NodeConfig::parse(config).expect("a configuration");
+        let node = Asked {
+            name: "n1".to_owned(),
+            labels: [("pool".to_owned(), "a".to_owned())].into(),
+            gpus: listed("3xNVIDIA L4").expect("a list"),
+        };
+        assert_eq!(
+            tell(&config, &GpuPolicy::default(), &node),
+            "node n1
+gpu-0 gpu-2 (NVIDIA L4)
+  modes               whole mig timeslice mps   default
+  slots               8                         rules[0]
+  interval            Default                   default
+  mpsClients          4                         default
+  exclusiveOwnership  false                     default
+gpu-1 (NVIDIA L4)
+  modes               whole                     rules[1]
+  slots               8                         rules[0]
+  interval            Default                   default
+  mpsClients          4                         default
+  exclusiveOwnership  false                     default
+"
+        );
+    }
+
+    #[test]
+    fn a_list_of_gpus_counts_them() {
+        let check = |text: &str, expected: &[&str]| {
+            let found: Vec<_> = listed(text).expect(text).into_iter().map(|(_, product)| product).collect();
+            assert_eq!(found, expected, "{text}");
+        };
+        check("2xA B", &["A B", "A B"]);
+        check("T4, 1xA10", &["T4", "A10"]);
+        assert!(listed("0xA").is_err() && listed("65xA").is_err());
+    }
+}
