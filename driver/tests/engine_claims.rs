@@ -2,6 +2,8 @@
 //! CDI files, over the simulator's library.
 #![allow(clippy::unwrap_used)] // Helpers of tests fail as tests do.
 
+#[path = "engine/daemons.rs"]
+mod daemons;
 #[path = "engine/faults.rs"]
 mod faults;
 #[path = "harness/keeper.rs"]

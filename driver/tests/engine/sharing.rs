@@ -110,6 +110,16 @@ async fn prepare_configured(
     node.engine.prepare(&configured(claim, devices, config)).await.unwrap()
 }
 
+/// A claim on an instance whose pods are MPS clients, each of half of it and 4 GiB.
+pub(crate) async fn prepare_mps_slice(node: &Node, claim: &str) {
+    let settings = MpsSettings {
+        active_thread_percentage: Some(50),
+        pinned_memory: Some(Quantity::bytes(4 << 30)),
+        ..MpsSettings::default()
+    };
+    prepare_configured(node, claim, SLICE, Sharing::Mps(settings)).await;
+}
+
 #[tokio::test]
 async fn the_first_time_slice_decides_and_the_last_gives_the_gpu_back() {
     let world = World::up(H100);
@@ -303,13 +313,13 @@ async fn pods_of_one_claim_share_what_it_has_for_itself() {
         pinned_memory: Some(Quantity::bytes(4 << 30)),
         ..MpsSettings::default()
     };
-    prepare_configured(&node, "a", "gpu-0", Sharing::Mps(settings.clone())).await;
+    prepare_configured(&node, "a", "gpu-0", Sharing::Mps(settings)).await;
     world.expect_settings(&["0/exclusive"]);
     assert_eq!(world.edits("a")[0]["env"][2], "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=4096M");
     node.unprepare("a").await.unwrap();
     world.expect_rest();
 
-    prepare_configured(&node, "a", SLICE, Sharing::Mps(settings)).await;
+    prepare_mps_slice(&node, "a").await;
     world.expect_settings(&["0/default"]);
     assert_eq!(world.daemons(), ["gpu-0-19-2"]);
     let uuid = world.sim.read().unwrap().gpus[0].instances[0].cis[0].uuid.clone();
