@@ -25,6 +25,9 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+/// Why a request for MPS has one device.
+pub const ONE_DAEMON: &str = "its devices have MPS control daemons of their own, and a container reaches one only; ask for one device per request";
+
 /// How bad it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]

@@ -13,8 +13,9 @@
 //! off is no reason to refuse: the scheduler was told, and a claim that it had
 //! allocated before is to be served.
 
-use crate::sharing::{MpsLimits, SettingsError, Setup};
+use crate::sharing::{MpsLimits, Setup};
 use crate::step::{InstanceKey, Step, Undo};
+use divvy_api::check::ONE_DAEMON;
 use divvy_api::config::Misfit;
 use divvy_api::sharing::Mode;
 use divvy_api::{
@@ -117,11 +118,7 @@ pub enum Refusal {
     OtherMode { gpu: GpuUuid, wanted: Mode, holder: ClaimRef, held: Mode },
     #[error("has a configuration that does not fit: {0}")]
     Config(#[from] Misfit),
-    #[error("has a configuration that cannot be followed: {0}")]
-    Settings(#[from] SettingsError),
-    #[error(
-        "and another device of request {request} have two MPS control daemons, and a container reaches one only; ask for one device per request"
-    )]
+    #[error("is of request {request}: {ONE_DAEMON}")]
     TwoDaemons { request: RequestName },
     #[error("overlaps another device of the same claim")]
     OverlapsItself,
@@ -349,8 +346,7 @@ fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode) -> Result<Access, Ref
         Mode::Whole | Mode::Mig if matches!(device.hold, Hold::Share { .. }) => Err(Refusal::Share),
         Mode::Whole | Mode::Mig => {
             let uuid = (mode == Mode::Whole).then_some(&gpu.uuid);
-            let setup = sharing.map(|sharing| Setup::of_config(&sharing, uuid));
-            Ok(Access::Exclusive(setup.transpose()?))
+            Ok(Access::Exclusive(sharing.map(|sharing| Setup::of_config(&sharing, uuid))))
         }
     }
 }

@@ -30,15 +30,6 @@ pub struct MpsLimits {
     pub multi_user: Option<bool>,
 }
 
-/// Why a configuration cannot be followed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SettingsError {
-    #[error("memory limit {limit} is less than 1Mi")]
-    Memory { limit: Quantity },
-    #[error("memory limit for {key:?}, which is no device of the request; name it by UUID or as 0")]
-    Key { key: String },
-}
-
 const MIB: u64 = 1 << 20;
 
 impl Setup {
@@ -51,11 +42,11 @@ impl Setup {
     }
 
     /// What a configuration asks for, on a device that has this UUID from the start.
-    pub fn of_config(sharing: &Sharing, uuid: Option<&GpuUuid>) -> Result<Self, SettingsError> {
-        Ok(match sharing {
+    pub fn of_config(sharing: &Sharing, uuid: Option<&GpuUuid>) -> Self {
+        match sharing {
             Sharing::TimeSlicing(interval) => Self::Timeslice(*interval),
-            Sharing::Mps(settings) => Self::Mps(MpsLimits::of_settings(settings, uuid)?),
-        })
+            Sharing::Mps(settings) => Self::Mps(MpsLimits::of_settings(settings, uuid)),
+        }
     }
 }
 
@@ -77,26 +68,18 @@ impl MpsLimits {
         }
     }
 
-    /// A request with an MPS configuration has one device (see
-    /// [`crate::plan`]), so the only index is 0. The UUID of a MIG instance is
-    /// not known before it is made.
-    pub fn of_settings(settings: &MpsSettings, uuid: Option<&GpuUuid>) -> Result<Self, SettingsError> {
-        let mut memory = settings.pinned_memory;
-        for (key, limit) in &settings.pinned_memory_per_device {
-            if key != "0" && uuid.is_none_or(|uuid| uuid.as_str() != key) {
-                return Err(SettingsError::Key { key: key.clone() });
-            }
-            memory = Some(*limit);
-        }
-        let memory_mib = memory.map(|limit| match limit.as_bytes().map(|bytes| bytes / MIB) {
-            None | Some(0) => Err(SettingsError::Memory { limit }),
-            Some(mib) => Ok(mib),
-        });
-        Ok(Self {
+    /// A request with an MPS configuration has one device (see [`crate::plan`]), so
+    /// its index is 0. A limit for another GPU rests: which one a claim gets is the
+    /// scheduler's business, so there is nothing to refuse.
+    pub fn of_settings(settings: &MpsSettings, uuid: Option<&GpuUuid>) -> Self {
+        let of_key = |key: &str| settings.pinned_memory_per_device.get(key).copied();
+        let memory = uuid.and_then(|uuid| of_key(uuid.as_str())).or_else(|| of_key("0"));
+        let memory = memory.or(settings.pinned_memory).and_then(|limit| limit.as_bytes());
+        Self {
             threads: settings.active_thread_percentage,
-            memory_mib: memory_mib.transpose()?,
+            memory_mib: memory.map(|bytes| (bytes / MIB).max(1)),
             multi_user: settings.multi_user,
-        })
+        }
     }
 
     /// What lets both have theirs: the daemon's defaults are those of its largest client.
@@ -138,28 +121,23 @@ mod tests {
 
     #[test]
     fn a_configuration_says_which_device_it_limits() {
-        let check = |key: &str, uuid: Option<&str>, expected: Result<Option<u64>, &str>| {
+        let check = |keys: &[(&str, u64)], uuid: Option<&str>, expected: u64| {
+            let limit =
+                |(key, mebibytes): &(&str, u64)| ((*key).to_owned(), Quantity::bytes(mebibytes * MIB + 1));
             let settings = MpsSettings {
-                pinned_memory: Some(Quantity::bytes(5 << 30)),
-                pinned_memory_per_device: [(key.to_owned(), Quantity::bytes((3 << 20) + 1))].into(),
+                pinned_memory: Some(Quantity::bytes(5 * MIB)),
+                pinned_memory_per_device: keys.iter().map(limit).collect(),
                 ..MpsSettings::default()
             };
             let found = MpsLimits::of_settings(&settings, uuid.map(GpuUuid::from).as_ref());
-            let found = found.map(|limits| limits.memory_mib).map_err(|error| error.to_string());
-            match expected {
-                Ok(memory) => assert_eq!(found, Ok(memory)),
-                Err(part) => assert!(found.as_ref().is_err_and(|text| text.contains(part)), "{found:?}"),
-            }
+            assert_eq!(found.memory_mib, Some(expected), "{keys:?}");
         };
-        check("0", Some("GPU-a"), Ok(Some(3)));
-        check("GPU-a", Some("GPU-a"), Ok(Some(3)));
-        check("1", Some("GPU-a"), Err("no device of the request"));
-        check("GPU-b", Some("GPU-a"), Err("\"GPU-b\""));
-        check("0", None, Ok(Some(3)));
-        check("MIG-x", None, Err("\"MIG-x\""));
-        let tiny = MpsSettings { pinned_memory: Some(Quantity::bytes(MIB - 1)), ..Default::default() };
-        assert!(MpsLimits::of_settings(&tiny, None).is_err());
-        assert_eq!(MpsLimits::of_settings(&MpsSettings::default(), None), Ok(MpsLimits::default()));
+        check(&[("0", 3)], Some("GPU-a"), 3);
+        check(&[("GPU-a", 3), ("0", 4)], Some("GPU-a"), 3);
+        check(&[("GPU-b", 3)], Some("GPU-a"), 5);
+        check(&[("0", 3)], None, 3);
+        check(&[], None, 5);
+        assert_eq!(MpsLimits::of_settings(&MpsSettings::default(), None), MpsLimits::default());
     }
 
     #[test]

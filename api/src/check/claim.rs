@@ -1,6 +1,6 @@
 //! Claims, templates and classes: configuration, capacities and counts.
 
-use super::{Class, Finding, World, capacity, ours};
+use super::{Class, Finding, ONE_DAEMON, World, capacity, ours};
 use crate::config::{AppliedConfig, ConfigError, DeviceConfig, effective};
 use crate::sharing::{Mode, Sharing};
 use k8s_openapi::api::resource::v1::{DeviceClaim, DeviceClass, DeviceSelector, OpaqueDeviceConfiguration};
@@ -223,10 +223,7 @@ fn sharing(claim: &DeviceClaim, ask: &Ask<'_>, written: &[Written<'_>]) -> Vec<F
         findings.push(if sure { Finding::error(path, message) } else { Finding::warning(path, message) });
     }
     if ask.many && is_mps(claim, ask) && !(ask.modes == [Mode::Mps].into() && on_one_gpu(claim, &[ask])) {
-        let message = format!(
-            "request {}: its devices have MPS control daemons of their own, and a container reaches one only; ask for one device per request",
-            ask.name
-        );
+        let message = format!("request {}: {ONE_DAEMON}", ask.name);
         findings.push(Finding::error(&ask.path, message));
     }
     findings

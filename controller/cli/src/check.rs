@@ -258,6 +258,19 @@ spec:
     }
 
     #[test]
+    fn the_examples_are_well_written() {
+        let examples = concat!(env!("CARGO_MANIFEST_DIR"), "/../../manifests/examples");
+        let files =
+            std::fs::read_dir(examples).expect("examples").map(|entry| entry.expect("an entry").path());
+        let texts: Vec<_> = files
+            .map(|file| (file.display().to_string(), std::fs::read_to_string(&file).expect("a text")))
+            .collect();
+        let (lines, checked) = check_all(&texts);
+        assert_eq!(lines, []);
+        assert!(checked >= texts.len(), "{checked}");
+    }
+
+    #[test]
     fn each_kind_is_judged_where_it_stands() {
         let claim = "{apiVersion: resource.k8s.io/v1, kind: ResourceClaim, metadata: {name: c}, spec: {devices: {requests: [{name: r, exactly: {deviceClassName: mps.divvy.dev, count: 2}}]}}}";
         let refused = "f: error: ResourceClaim c: spec.devices.requests[0].exactly: request r: its devices have MPS control daemons of their own, and a container reaches one only; ask for one device per request";

@@ -97,7 +97,14 @@ fn known(product: &str) -> String {
 }
 
 async fn of_cluster(only: Option<&str>) -> Result<Vec<Asked>> {
-    let client = kube::Client::try_default().await.context("no cluster is configured; give --gpus")?;
+    let client = match kube::Client::try_default().await {
+        Err(kube::Error::InferConfig(_)) => {
+            bail!(
+                "there is no kubeconfig and no ServiceAccount to ask a cluster with; set KUBECONFIG or give --gpus"
+            )
+        }
+        client => client.context("the cluster cannot be talked to; give --gpus")?,
+    };
     let slices: Api<ResourceSlice> = Api::all(client.clone());
     let mut fields = format!("spec.driver={DRIVER}");
     if let Some(node) = only {
