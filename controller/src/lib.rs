@@ -25,12 +25,13 @@ pub mod webhook;
 
 use args::{Args, Command};
 use clap::Parser;
-use divvy_daemon::logging;
+use divvy_daemon::{frugal, logging};
 use std::process::ExitCode;
 
 /// The command.
 pub fn main() -> ExitCode {
     let args = Args::parse();
+    frugal::begin_again("divvy-controller");
     let log = match &args.command {
         Command::Run(args) => &args.log,
         Command::Leave(args) => &args.log,

@@ -4,8 +4,8 @@
 use crate::cdi::HookMode;
 use crate::paths::HostPaths;
 use crate::registration::PodUid;
-use clap::{Args as ClapArgs, Parser, ValueEnum};
-use std::net::SocketAddr;
+use clap::{Args as ClapArgs, Parser};
+use divvy_daemon::args::{Listen, LogArgs, absolute, listen, object_name, time};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ pub struct Args {
 #[command(next_help_heading = "Cluster")]
 pub struct ClusterArgs {
     /// Name of the Node this daemon serves; also the name of its pool
-    #[arg(long, env = "NODE_NAME", value_name = "NAME", value_parser = node_name)]
+    #[arg(long, env = "NODE_NAME", value_name = "NAME", value_parser = object_name)]
     pub node_name: String,
     /// Kubeconfig file; without it the pod's ServiceAccount is used
     #[arg(long, env = "KUBECONFIG", value_name = "FILE")]
@@ -135,28 +135,10 @@ pub struct LimitArgs {
 #[command(next_help_heading = "Observation")]
 pub struct WatchingArgs {
     /// Address of /metrics, /livez and /readyz, or "off"
-    #[arg(long, env = "HTTP_ADDRESS", value_name = "ADDRESS|off", default_value = "0.0.0.0:9843", value_parser = http)]
-    pub http_address: Http,
-    /// One line per state change, as text or as JSON
-    #[arg(long, env = "LOG_FORMAT", value_enum, default_value = "text")]
-    pub log_format: LogFormat,
-    /// error, warn, info, debug, trace, or per module as in "info,divvy_driver=debug"
-    #[arg(long, env = "LOG_LEVEL", value_name = "LEVEL", default_value = "info")]
-    pub log_level: String,
-}
-
-/// How log lines are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LogFormat {
-    Text,
-    Json,
-}
-
-/// Where metrics and probes are served.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Http {
-    Off,
-    On(SocketAddr),
+    #[arg(long, env = "HTTP_ADDRESS", value_name = "ADDRESS|off", default_value = "0.0.0.0:9843", value_parser = listen)]
+    pub http_address: Listen,
+    #[command(flatten)]
+    pub log: LogArgs,
 }
 
 impl HostArgs {
@@ -195,45 +177,8 @@ impl HostArgs {
 }
 
 /// As Kubernetes names nodes; it goes into URLs and selectors.
-fn node_name(text: &str) -> Result<String, String> {
-    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-.".contains(&byte);
-    let edges = text.starts_with(['-', '.']) || text.ends_with(['-', '.']);
-    let fits = (1..=253).contains(&text.len()) && text.bytes().all(plain) && !edges;
-    if fits { Ok(text.to_owned()) } else { Err("must be the name of a Node: a-z, 0-9, - and .".to_owned()) }
-}
-
 fn pod_uid(text: &str) -> Result<PodUid, String> {
     text.parse().map_err(|err: crate::registration::PodUidError| err.to_string())
-}
-
-fn absolute(text: &str) -> Result<PathBuf, String> {
-    let path = PathBuf::from(text);
-    let plain = path.is_absolute() && !path.components().any(|part| part == std::path::Component::ParentDir);
-    if plain { Ok(path) } else { Err("must be an absolute path without ..".to_owned()) }
-}
-
-fn http(text: &str) -> Result<Http, String> {
-    match text {
-        "off" => Ok(Http::Off),
-        _ => text.parse().map(Http::On).map_err(|_| "must be IP:PORT or off".to_owned()),
-    }
-}
-
-/// `90s`, `1500ms`, `2m`; a deadline or hold-off of more than an hour is a slip.
-fn time(text: &str) -> Result<Duration, String> {
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (count, unit) = text.split_at(digits);
-    let milliseconds = match unit {
-        "ms" => Some(1),
-        "s" => Some(1_000),
-        "m" => Some(60_000),
-        _ => None,
-    };
-    let count: Option<u64> = count.parse().ok();
-    match milliseconds.zip(count).and_then(|(unit, count)| count.checked_mul(unit)) {
-        Some(total @ 0..=3_600_000) => Ok(Duration::from_millis(total)),
-        _ => Err("must be a time of at most 60m, such as 1500ms, 30s or 2m".to_owned()),
-    }
 }
 
 #[cfg(test)]
@@ -253,39 +198,10 @@ mod tests {
         assert_eq!(args.limits.answer_within, Duration::from_secs(40));
     }
 
-    fn check_time(text: &str, milliseconds: Option<u64>) {
-        assert_eq!(time(text).ok(), milliseconds.map(Duration::from_millis), "{text}");
-    }
-
-    #[test]
-    fn times_have_a_unit_and_a_bound() {
-        check_time("1500ms", Some(1500));
-        check_time("30s", Some(30_000));
-        check_time("2m", Some(120_000));
-        for bad in ["", "s", "30", "30 s", "-1s", "61m", "99999999999999999999m", "1h", "s1"] {
-            check_time(bad, None);
-        }
-    }
-
-    #[test]
-    fn a_node_name_is_safe_in_a_url() {
-        assert!(node_name("ip-10-0-0-1.ec2.internal").is_ok());
-        for bad in ["", "a/b", "A", "a,b", "-a", "a.", "a b"] {
-            assert!(node_name(bad).is_err(), "{bad}");
-        }
-    }
-
     proptest::proptest! {
         #[test]
-        fn no_value_makes_the_command_line_panic(text in "\\PC{0,12}") {
-            let _ = (time(&text), http(&text), absolute(&text), node_name(&text), pod_uid(&text));
-        }
-    }
-
-    #[test]
-    fn relative_paths_are_refused() {
-        for bad in ["", "x", "../x", "/a/../b"] {
-            assert!(absolute(bad).is_err(), "{bad}");
+        fn no_uid_makes_the_command_line_panic(text in "\\PC{0,12}") {
+            let _ = pod_uid(&text);
         }
     }
 }

@@ -2,6 +2,7 @@
 //! gauges are taken from the daemon's own state at the scrape, so they cannot lag.
 
 use crate::engine::{Engine, HeldState};
+use divvy_daemon::process::Process;
 use divvy_model::Inventory;
 use divvy_model::inventory::{Condition, Presence};
 use divvy_slices::Published;
@@ -13,7 +14,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use tokio::sync::watch;
@@ -42,7 +43,6 @@ struct GpuCondition {
 }
 
 type Histograms = Family<Outcome, Histogram, fn() -> Histogram>;
-type Seconds = Gauge<f64, AtomicU64>;
 
 /// All metrics of the daemon; a clone is the same.
 #[derive(Clone)]
@@ -71,16 +71,6 @@ struct Shared {
     gpus: Family<GpuPresence, Gauge>,
     conditions: Family<GpuCondition, Gauge>,
     process: Process,
-}
-
-#[derive(Default)]
-struct Process {
-    resident: Gauge,
-    virtual_memory: Gauge,
-    fds: Gauge,
-    threads: Gauge,
-    cpu: Seconds,
-    start: Seconds,
 }
 
 /// From a whole-GPU prepare in a millisecond to the kubelet's deadline.
@@ -194,29 +184,7 @@ impl Shared {
             self.degraded.clone(),
         );
         registry.register("divvy_ready", "1 while /readyz says yes", self.ready.clone());
-        let process = &self.process;
-        let bytes = || Unit::Bytes;
-        registry.register_with_unit(
-            "process_resident_memory",
-            "Resident memory",
-            bytes(),
-            process.resident.clone(),
-        );
-        registry.register_with_unit(
-            "process_virtual_memory",
-            "Virtual memory",
-            bytes(),
-            process.virtual_memory.clone(),
-        );
-        registry.register("process_open_fds", "Open file descriptors", process.fds.clone());
-        registry.register("process_threads", "Threads of the process", process.threads.clone());
-        registry.register("process_cpu_seconds_total", "Processor time used", process.cpu.clone());
-        registry.register_with_unit(
-            "process_start_time",
-            "Start since the epoch",
-            seconds(),
-            process.start.clone(),
-        );
+        self.process.register(registry);
     }
 }
 
@@ -312,38 +280,6 @@ impl Metrics {
 
 fn outcome(ok: bool) -> Outcome {
     Outcome { result: if ok { "ok" } else { "error" } }
-}
-
-impl Process {
-    /// As every Prometheus client does it, from `/proc/self`; what cannot be read stays as it was.
-    fn take(&self) {
-        let page = rustix::param::page_size() as i64;
-        let ticks = rustix::param::clock_ticks_per_second() as f64;
-        if let Ok(fds) = std::fs::read_dir("/proc/self/fd") {
-            self.fds.set(fds.count() as i64);
-        }
-        let Ok(stat) = std::fs::read_to_string("/proc/self/stat") else { return };
-        // The name in parentheses may hold anything; fields are counted from behind it.
-        let Some((_, rest)) = stat.rsplit_once(") ") else { return };
-        let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
-        let field = |number: usize| fields.get(number - 3).and_then(|text| text.parse::<i64>().ok());
-        if let (Some(user), Some(system)) = (field(14), field(15)) {
-            self.cpu.set((user + system) as f64 / ticks);
-        }
-        if let (Some(threads), Some(size), Some(pages)) = (field(20), field(23), field(24)) {
-            self.threads.set(threads);
-            self.virtual_memory.set(size);
-            self.resident.set(pages * page);
-        }
-        if let (Some(started), Some(boot)) = (field(22), boot_time()) {
-            self.start.set(boot + started as f64 / ticks);
-        }
-    }
-}
-
-fn boot_time() -> Option<f64> {
-    let stat = std::fs::read_to_string("/proc/stat").ok()?;
-    stat.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()
 }
 
 #[cfg(test)]

@@ -10,63 +10,53 @@
 //! waited for while an empty pool is published. A task that ends by itself ends
 //! the daemon: state is in files, and a fresh start is the best repair.
 
-use crate::args::{Args, Http, LogFormat};
+use crate::args::Args;
 use crate::cdi::Cdi;
 use crate::claims::Claims;
 use crate::engine::{Engine, EngineOptions, RecoveryReport};
 use crate::events::{Events, Reason, events};
 use crate::gpus::{Gpus, GpusOptions};
 use crate::health::Health;
-use crate::http::{Condition, Readiness};
 use crate::metrics::Metrics;
 use crate::nodeconfig::{Holders, Policies};
 use crate::paths::HostPaths;
+use crate::readiness::{Condition, Readiness};
 use crate::reconcile::Reconciler;
 use crate::registration::{Registered, Registrar, SocketFile, Sockets, remove_dead_sockets};
 use crate::service::Service;
 use crate::status::statuses;
 use crate::turns::Turns;
-use crate::{client, cri, http, watching};
+use crate::{cri, watching};
 use anyhow::Context;
 use clap::Parser;
 use divvy_api::PoolName;
+use divvy_daemon::args::Listen;
+use divvy_daemon::{Stages, client, frugal, http, logging};
 use divvy_kubelet::{dra, health, registration};
 use divvy_nvml::Limits;
 use divvy_slices::{PublishOptions, Published};
-use std::io::IsTerminal;
 use std::os::unix::fs::DirBuilderExt;
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::transport::Server;
 use tonic::transport::server::Router;
-use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{Layer, fmt};
 
 /// A pod has 30 s to stop by default; what is not done by then is found by recovery.
 const STOP_WITHIN: Duration = Duration::from_secs(25);
 
-/// What glibc is told of memory: one arena for all threads, and freed memory
-/// goes back soon. A daemon that waits keeps what it needs, not what it once
-/// needed to make a pool.
-const FRUGAL: [(&str, &str); 3] =
-    [("MALLOC_ARENA_MAX", "1"), ("MALLOC_TRIM_THRESHOLD_", "65536"), ("MALLOC_MMAP_THRESHOLD_", "65536")];
-
 /// The daemon's `main`.
 pub fn main() -> ExitCode {
     let args = Args::parse();
-    begin_again_frugally();
-    if let Err(error) = logging(args.watching.log_format, &args.watching.log_level) {
+    frugal::begin_again("divvy-node");
+    if let Err(error) = logging::begin(&args.watching.log) {
         eprintln!("divvy-node: {error:#}");
         return ExitCode::FAILURE;
     }
@@ -91,47 +81,11 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// glibc reads its settings before `main`, so the process becomes itself once
-/// more with them; an operator's own settings stay. Where that fails, it goes on
-/// as it is, only larger.
-fn begin_again_frugally() {
-    let unset = FRUGAL.iter().filter(|(name, _)| std::env::var_os(name).is_none()).copied();
-    let unset: Vec<(&str, &str)> = unset.collect();
-    if unset.is_empty() {
-        return;
-    }
-    let mut args = std::env::args_os();
-    let name = args.next().unwrap_or_default();
-    let cause = Command::new("/proc/self/exe").arg0(name).args(args).envs(unset).exec();
-    eprintln!("divvy-node: cannot start with less memory: {cause}");
-}
-
-fn logging(format: LogFormat, level: &str) -> anyhow::Result<()> {
-    let mut filter: Targets = level.parse().context("--log-level")?;
-    if !level.contains("kube_client") {
-        // It logs as errors what its callers retry and report themselves.
-        filter = filter.with_target("kube_client", LevelFilter::OFF);
-    }
-    // Where a line cannot be written, a complaint of it would panic.
-    let lines = fmt::layer().with_writer(std::io::stderr).log_internal_errors(false);
-    let begun = match format {
-        LogFormat::Text => {
-            let lines = lines.with_ansi(std::io::stderr().is_terminal());
-            tracing_subscriber::registry().with(lines.with_filter(filter)).try_init()
-        }
-        LogFormat::Json => {
-            let lines = lines.json().flatten_event(true);
-            tracing_subscriber::registry().with(lines.with_filter(filter)).try_init()
-        }
-    };
-    Ok(begun?)
-}
-
 async fn run(args: Args) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("signals")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("signals")?;
     let mut stages = Stages::default();
-    let failed = stages.failed.clone();
+    let failed = stages.failed();
     let ended = tokio::select! {
         started = start(&args, &mut stages) => match started {
             Err(error) => Err(error),
@@ -153,78 +107,6 @@ async fn run(args: Args) -> anyhow::Result<()> {
     ended
 }
 
-/// What runs, in the order it was started.
-#[derive(Default)]
-struct Stages {
-    running: Vec<Stage>,
-    /// Cancelled when a task ends that should run for ever.
-    failed: CancellationToken,
-}
-
-enum Stage {
-    Task {
-        name: &'static str,
-        stop: CancellationToken,
-        task: JoinHandle<()>,
-    },
-    /// Claims under way.
-    Calls(TaskTracker),
-    Engine(Engine),
-    Gpus(Gpus),
-}
-
-impl Stages {
-    /// Runs a part of the daemon until its token is cancelled.
-    fn task(
-        &mut self,
-        name: &'static str,
-        part: impl FnOnce(CancellationToken) -> futures::future::BoxFuture<'static, anyhow::Result<()>>,
-    ) {
-        let stop = CancellationToken::new();
-        let work = part(stop.clone());
-        // A guard, because a panic must be noticed as well.
-        let (failed, stopped) = (self.failed.clone().drop_guard(), stop.clone());
-        let task = tokio::spawn(async move {
-            let _failed = failed;
-            match work.await {
-                Err(error) => tracing::error!(part = name, "{error:#}"),
-                Ok(()) if !stopped.is_cancelled() => tracing::error!(part = name, "ended"),
-                Ok(()) => {}
-            }
-        });
-        self.running.push(Stage::Task { name, stop, task });
-    }
-
-    /// A part that can be dropped at any point.
-    fn droppable(&mut self, name: &'static str, work: impl Future<Output = ()> + Send + 'static) {
-        self.task(name, |stop| {
-            Box::pin(async move {
-                stop.run_until_cancelled(work).await;
-                Ok(())
-            })
-        });
-    }
-
-    async fn stop(&mut self) {
-        while let Some(stage) = self.running.pop() {
-            match stage {
-                Stage::Task { name, stop, task } => {
-                    stop.cancel();
-                    if let Err(cause) = task.await {
-                        tracing::error!(part = name, %cause, "ended badly");
-                    }
-                }
-                Stage::Calls(calls) => {
-                    calls.close();
-                    calls.wait().await;
-                }
-                Stage::Engine(engine) => engine.shutdown().await,
-                Stage::Gpus(gpus) => gpus.shutdown().await,
-            }
-        }
-    }
-}
-
 async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     let paths = args.host.paths();
     let pool = PoolName::from(args.cluster.node_name.as_str());
@@ -243,11 +125,12 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     let client = client::client(args.cluster.kubeconfig.as_deref()).await?;
     let metrics = Metrics::default();
     let readiness = Readiness::default();
-    if let Http::On(address) = args.watching.http_address {
-        let listener = http::bind(address).await?;
+    if let Listen::On(address) = args.watching.http_address {
+        let listener = http::bind(address, "--http-address").await?;
         let (metrics, readiness) = (metrics.clone(), readiness.clone());
+        let render: http::Render = Arc::new(move |ready| metrics.render(ready));
         stages.task("http", |stop| {
-            Box::pin(async move { Ok(http::serve(listener, metrics, readiness, stop).await?) })
+            Box::pin(async move { Ok(http::serve(listener, render, readiness, stop).await?) })
         });
     }
     let (events, scribe) = events(client.clone(), &args.cluster.node_name, metrics.clone());
@@ -264,7 +147,8 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     });
 
     let gpus = Gpus::start(GpusOptions { limits: limits(args), ..GpusOptions::new(&paths) }).await;
-    stages.running.push(Stage::Gpus(gpus.clone()));
+    let ended = gpus.clone();
+    stages.then(async move { ended.shutdown().await });
     let inventory = gpus.inventory();
     let cdi = Cdi::new(&paths, args.host.hook().context("--hook")?);
     let watch =
@@ -284,7 +168,8 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     policies.apply(&Holders::Anyone).await;
     let options = engine_options(args, &paths, &pool);
     let (engine, report) = Engine::start(options, gpus, cdi).await?;
-    stages.running.push(Stage::Engine(engine.clone()));
+    let ended = engine.clone();
+    stages.then(async move { ended.shutdown().await });
     tell(&report, &events);
     let watch = watching::MpsDaemons { daemons: engine.daemons(), events: events.clone() };
     stages.droppable("MPS watch", watch.run());
@@ -295,7 +180,11 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     stages.droppable("node configuration", follow);
 
     let calls = TaskTracker::new();
-    stages.running.push(Stage::Calls(calls.clone()));
+    let under_way = calls.clone();
+    stages.then(async move {
+        under_way.close();
+        under_way.wait().await;
+    });
     let claims = Claims::new(client.clone(), args.limits.read_within);
     let turns = Turns::default();
     let service = Service {

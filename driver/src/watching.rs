@@ -4,7 +4,7 @@
 use crate::cdi;
 use crate::engine::{Daemons, lost};
 use crate::events::{Events, Reason};
-use crate::http::{Condition, Readiness};
+use crate::readiness::{Condition, Readiness};
 use crate::metrics::Metrics;
 use crate::registration::Registered;
 use crate::service::chain;

@@ -12,7 +12,7 @@ pub struct LogArgs {
     /// One line per state change, as text or as JSON
     #[arg(long, env = "LOG_FORMAT", value_enum, default_value = "text")]
     pub log_format: LogFormat,
-    /// error, warn, info, debug, trace, or per module as in "info,divvy_controller=debug"
+    /// error, warn, info, debug, trace, or per module as in "info,hyper=debug"
     #[arg(long, env = "LOG_LEVEL", value_name = "LEVEL", default_value = "info")]
     pub log_level: String,
 }
