@@ -91,7 +91,7 @@ fn listed(text: &str) -> Result<Vec<(GpuNumber, String)>> {
 fn known(product: &str) -> String {
     #[cfg(feature = "demo")]
     if let Ok(model) = divvy_sim::catalogue::find(product) {
-        return model.product.clone();
+        return model.row().product.clone();
     }
     product.to_owned()
 }
