@@ -11,6 +11,7 @@ use divvy_api::ClaimRef;
 use divvy_api::names::DRIVER;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceClaimConsumerReference};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use k8s_openapi::jiff::Timestamp;
 use kube::api::PostParams;
@@ -35,6 +36,7 @@ pub enum Reason {
     MpsRestarted,
     StatusRefused,
     ConfigRefused,
+    DevicePlugin,
     PoolDegraded,
     NotReady,
 }
@@ -48,7 +50,7 @@ impl Reason {
             Self::GpuStuck | Self::GpuLost | Self::GpuMissing | Self::MpsUnhealthy | Self::MpsRestarted => {
                 "WatchGpus"
             }
-            Self::PoolDegraded | Self::StatusRefused => "Publish",
+            Self::PoolDegraded | Self::StatusRefused | Self::DevicePlugin => "Publish",
             Self::NotReady => "Start",
             Self::ConfigRefused => "Configure",
         }
@@ -66,6 +68,7 @@ struct Said {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum About {
     Claim(ClaimRef),
+    Pod { namespace: String, name: String, uid: String },
     Node,
 }
 
@@ -97,7 +100,8 @@ pub fn events(client: Client, node: &str, metrics: Metrics) -> (Events, Scribe) 
 }
 
 impl Events {
-    /// Says something about a claim, to its owner.
+    /// Says something about a claim, to its owner; where its containers must
+    /// restart, to their pods too.
     pub fn claim(&self, claim: &ClaimRef, reason: Reason, note: &str) {
         self.say(About::Claim(claim.clone()), reason, note);
     }
@@ -125,11 +129,37 @@ impl Scribe {
         let mut gate = Gate::default();
         while let Some(said) = self.queue.recv().await {
             match gate.admit(&said, Instant::now()) {
-                Verdict::Write => self.write(&said).await,
+                Verdict::Write => {
+                    self.write(&said).await;
+                    for about in self.pods(&said).await {
+                        self.write(&Said { about, ..said.clone() }).await;
+                    }
+                }
                 Verdict::Repeated => {}
                 Verdict::TooMany => self.metrics.event_dropped(),
             }
         }
+    }
+
+    /// The pods of a claim whose containers must restart.
+    async fn pods(&self, said: &Said) -> Vec<About> {
+        let (About::Claim(claim), Reason::MpsRestarted) = (&said.about, said.reason) else {
+            return Vec::new();
+        };
+        let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
+        // Without an answer the claim's own event has to do.
+        let Ok(Ok(found)) = tokio::time::timeout(WRITE, api.get(&claim.name)).await else {
+            return Vec::new();
+        };
+        let is_same = found.metadata.uid.as_deref() == Some(claim.uid.as_str());
+        let users = found.status.filter(|_| is_same).and_then(|status| status.reserved_for);
+        let pods = users.into_iter().flatten().filter(|user| user.resource == "pods");
+        let pod = |user: ResourceClaimConsumerReference| About::Pod {
+            namespace: claim.namespace.clone(),
+            name: user.name,
+            uid: user.uid,
+        };
+        pods.map(pod).collect()
     }
 
     async fn write(&self, said: &Said) {
@@ -156,6 +186,14 @@ impl Said {
                 namespace: Some(claim.namespace.clone()),
                 name: Some(claim.name.clone()),
                 uid: Some(claim.uid.to_string()),
+                ..ObjectReference::default()
+            },
+            About::Pod { namespace, name, uid } => ObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Pod".to_owned()),
+                namespace: Some(namespace.clone()),
+                name: Some(name.clone()),
+                uid: Some(uid.clone()),
                 ..ObjectReference::default()
             },
             // `kubectl describe node` finds events of a node by its name in the place of a UID.

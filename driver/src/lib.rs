@@ -32,6 +32,7 @@ pub mod args;
 mod changes;
 pub mod claims;
 pub mod cri;
+pub mod deviceplugin;
 pub mod events;
 pub mod health;
 pub mod metrics;

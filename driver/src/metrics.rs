@@ -265,12 +265,12 @@ impl Metrics {
         }
         self.shared.conditions.clear();
         for gpu in &inventory.gpus {
-            for condition in &gpu.conditions {
-                let condition = match condition {
-                    Condition::Stuck { .. } => "stuck",
-                    Condition::Lost => "lost",
-                    Condition::Mps { .. } => "mps",
-                };
+            let conditions = gpu.conditions.iter().map(|condition| match condition {
+                Condition::Stuck { .. } => "stuck",
+                Condition::Lost => "lost",
+                Condition::Mps { .. } => "mps",
+            });
+            for condition in conditions.chain(inventory.device_plugin.as_ref().map(|_| "device-plugin")) {
                 let label = GpuCondition { gpu: gpu.number.0, uuid: gpu.uuid.to_string(), condition };
                 self.shared.conditions.get_or_create(&label).set(1);
             }

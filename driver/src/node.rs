@@ -26,7 +26,7 @@ use crate::registration::{Registered, Registrar, SocketFile, Sockets, remove_dea
 use crate::service::Service;
 use crate::status::statuses;
 use crate::turns::Turns;
-use crate::{cri, watching};
+use crate::{cri, deviceplugin, watching};
 use anyhow::Context;
 use clap::Parser;
 use divvy_api::PoolName;
@@ -167,7 +167,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     let policies = Policies::new(args, &gpus);
     policies.apply(&Holders::Anyone).await;
     let options = engine_options(args, &paths, &pool);
-    let (engine, report) = Engine::start(options, gpus, cdi).await?;
+    let (engine, report) = Engine::start(options, gpus.clone(), cdi).await?;
     let ended = engine.clone();
     stages.then(async move { ended.shutdown().await });
     tell(&report, &events);
@@ -178,6 +178,9 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     policies.apply(&Holders::Engine(engine.clone())).await;
     let follow = policies.follow(engine.clone(), client.clone(), events.clone(), metrics.clone());
     stages.droppable("node configuration", follow);
+    let node = args.cluster.node_name.clone();
+    let follow = deviceplugin::follow(client.clone(), node, gpus, events.clone());
+    stages.droppable("device plugin watch", follow);
 
     let calls = TaskTracker::new();
     let under_way = calls.clone();

@@ -16,6 +16,10 @@ pub struct Inventory {
     /// CUDA driver version (major, minor).
     pub cuda_version: (u32, u32),
     pub gpus: Vec<Gpu>,
+    /// The extended resource under which a device plugin hands out GPUs of this
+    /// node at this moment, so that nobody else must.
+    #[serde(default)]
+    pub device_plugin: Option<String>,
 }
 
 /// One physical GPU. A GPU that is gone stays in the inventory with

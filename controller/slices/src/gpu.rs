@@ -52,9 +52,9 @@ impl<'a> Maker<'a> {
             gpu,
             set: format!("gpu-{}-counter-set", gpu.number),
             common: common(node, gpu),
-            taints: taints::of_gpu(gpu),
+            taints: taints::of_gpu(node, gpu),
             instance_taints: {
-                let mut taints = taints::of_gpu(gpu);
+                let mut taints = taints::of_gpu(node, gpu);
                 taints::of_mode(&mut taints, gpu, Mode::Mig);
                 taints
             },

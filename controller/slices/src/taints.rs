@@ -5,7 +5,7 @@
 
 use divvy_api::names::DRIVER;
 use divvy_api::sharing::Mode;
-use divvy_model::inventory::{Condition, Gpu, GpuInstance, MigMode, Presence};
+use divvy_model::inventory::{Condition, Gpu, GpuInstance, Inventory, MigMode, Presence};
 use k8s_openapi::api::resource::v1::DeviceTaint;
 
 /// The cause of a taint; its key is `gpu.divvy.dev/<name>`.
@@ -24,6 +24,8 @@ pub(crate) enum Cause<'a> {
     ModeOff(Mode),
     /// The MPS control daemon of the GPU is not well.
     MpsUnhealthy(&'a str),
+    /// A device plugin hands the node's GPUs out under this resource.
+    DevicePlugin(&'a str),
     /// There is no GPU driver, and these devices are what was published before.
     NoDriver,
 }
@@ -41,6 +43,7 @@ impl Cause<'_> {
             }
             Self::ModeOff(mode) => ("mode-off", Some(mode.to_string())),
             Self::MpsUnhealthy(cause) => ("mps-unhealthy", Some(label(cause))),
+            Self::DevicePlugin(resource) => ("device-plugin", Some(label(resource))),
             Self::NoDriver => ("no-gpu-driver", None),
         };
         DeviceTaint {
@@ -54,7 +57,8 @@ impl Cause<'_> {
 }
 
 /// What is wrong with a GPU as a whole.
-pub(crate) fn of_gpu(gpu: &Gpu) -> Vec<DeviceTaint> {
+pub(crate) fn of_gpu(node: &Inventory, gpu: &Gpu) -> Vec<DeviceTaint> {
+    let plugin = node.device_plugin.as_deref().map(Cause::DevicePlugin);
     let missing = (gpu.presence == Presence::Missing).then_some(Cause::Missing);
     let conditions = gpu.conditions.iter().filter_map(|condition| match condition {
         Condition::Lost => Some(Cause::Lost),
@@ -63,7 +67,7 @@ pub(crate) fn of_gpu(gpu: &Gpu) -> Vec<DeviceTaint> {
         Condition::Mps { .. } => None,
     });
     let mut taints: Vec<DeviceTaint> = Vec::new();
-    for cause in missing.into_iter().chain(conditions) {
+    for cause in missing.into_iter().chain(conditions).chain(plugin) {
         add(&mut taints, &cause);
     }
     taints

@@ -66,7 +66,12 @@ pub fn inventory(
     );
     gpus.sort_by_key(|gpu| gpu.number);
     link(&mut gpus, snapshot, last);
-    Inventory { driver_version: snapshot.driver_version.clone(), cuda_version: snapshot.cuda_version, gpus }
+    Inventory {
+        driver_version: snapshot.driver_version.clone(),
+        cuda_version: snapshot.cuda_version,
+        gpus,
+        ..Inventory::default()
+    }
 }
 
 /// The inventory of a node whose GPU driver is not there: what was known, all of it missing.

@@ -31,6 +31,7 @@ pub(super) enum Command {
     SetOurs(Arc<Ours>),
     SetPolicy(Arc<Policy>, oneshot::Sender<()>),
     SetMps(BTreeMap<GpuUuid, String>),
+    SetDevicePlugin(Option<String>),
     Drain(oneshot::Sender<()>),
     Resume,
     Stop(oneshot::Sender<()>),
@@ -68,6 +69,7 @@ pub(super) struct Keeper {
     policy: Arc<Policy>,
     /// GPUs whose MPS control daemon is not well, and why.
     mps: BTreeMap<GpuUuid, String>,
+    device_plugin: Option<String>,
     doubts: Doubts,
     nvml: Nvml,
     /// What the last look for the driver found wrong, to be logged once.
@@ -98,6 +100,7 @@ impl Keeper {
             ours: Arc::new(|_, _, _| false),
             policy: Arc::new(|gpu| gpu.policy.clone()),
             mps: BTreeMap::new(),
+            device_plugin: None,
             doubts: Doubts::default(),
             nvml: Nvml::Closed,
             trouble: String::new(),
@@ -166,6 +169,10 @@ impl Keeper {
                 self.policy = policy;
                 self.publish(Fresh::Nothing);
                 let _unheard = done.send(());
+            }
+            Command::SetDevicePlugin(resource) => {
+                self.device_plugin = resource;
+                self.publish(Fresh::Nothing);
             }
             Command::SetMps(mps) => {
                 self.mps = mps;
@@ -449,6 +456,7 @@ impl Keeper {
                 gpu.conditions.push(Condition::Mps { cause: cause.clone() });
             }
         }
+        inventory.device_plugin.clone_from(&self.device_plugin);
         self.shared.inventory.send_if_modified(|published| {
             let changed = **published != inventory;
             if changed {

@@ -161,6 +161,11 @@ impl Gpus {
         self.0.send(Command::SetMps(sick));
     }
 
+    /// Says under which resource a device plugin hands the GPUs out, if one does.
+    pub fn set_device_plugin(&self, resource: Option<String>) {
+        self.0.send(Command::SetDevicePlugin(resource));
+    }
+
     /// Closes NVML and leaves it closed, for a GPU driver that is to be unloaded.
     pub async fn drain(&self) {
         self.0.ask(Command::Drain).await;

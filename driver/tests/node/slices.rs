@@ -1,6 +1,6 @@
 //! The published pool follows the node.
 
-use crate::harness::{H100, World, until};
+use crate::harness::{H100, NODE, World, until};
 use divvy_kubelet::dra::v1::Claim;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 
@@ -116,4 +116,32 @@ async fn claims_never_change_the_pool() {
     let generations =
         |versions: Vec<(_, _, i64)>| versions.into_iter().map(|(.., generation)| generation).max();
     assert_eq!(generations(versions()), generations(before).map(|generation| generation + 1));
+}
+
+#[tokio::test]
+async fn a_device_plugin_on_the_node_keeps_new_claims_away_and_prepared_ones_alive() {
+    let world = World::up(H100).await;
+    let put = |count: &str| {
+        world.api.put(serde_json::json!({
+            "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE},
+            "status": {"allocatable": {"cpu": "8", "nvidia.com/gpu": count}},
+        }))
+    };
+    put("8");
+    let daemon = world.start(&[]).await;
+    let tainted = || {
+        let slices = world.api.list::<ResourceSlice>();
+        let devices: Vec<_> =
+            slices.into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default()).collect();
+        let has = |device: &&k8s_openapi::api::resource::v1::Device| {
+            device.taints.iter().flatten().any(|taint| taint.key == "gpu.divvy.dev/device-plugin")
+        };
+        (devices.iter().filter(has).count(), devices.len())
+    };
+    until("every device is tainted", || matches!(tainted(), (some, all) if some == all && all > 0)).await;
+    daemon.wait_log("a device plugin serves 8 nvidia.com/gpu on this node").await;
+    // It was allocated before the plugin came.
+    world.prepare(&world.claim("a", &["gpu-0"])).await.unwrap();
+    put("0");
+    until("no device is tainted", || tainted().0 == 0).await;
 }
