@@ -481,5 +481,15 @@ async fn pool(plan: &Plan) -> Result<()> {
     figure("pool_us_per_device", &rounds, "us");
     line("pool_devices", devices as f64, "devices");
     line("pool_bytes", bytes as f64, "bytes");
+    // What thousands of nodes keep in one etcd, with and without the devices that claims share.
+    let mut eight = inventory;
+    eight.gpus.truncate(8);
+    for (name, shares) in [("slice_kib_per_node", true), ("slice_kib_per_node_exclusive", false)] {
+        let support = divvy_slices::Support { shares, ..divvy_slices::Support::default() };
+        let slices = divvy_slices::slices(divvy_slices::pool(&eight, &divvy_slices::PoolOptions { support }));
+        let json = slices.iter().map(|slice| serde_json::to_vec(&(&slice.counters, &slice.devices)));
+        let bytes = json.map(|json| json.map_or(0, |json| json.len())).sum::<usize>();
+        line(name, bytes as f64 / 1024.0, "KiB");
+    }
     Ok(())
 }
