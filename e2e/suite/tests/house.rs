@@ -31,8 +31,6 @@ const MAY_USE: &[(&str, &[&str])] = &[
             "divvy-api",
             "divvy-model",
             "divvy-alloc",
-            "divvy-controller?",
-            "divvy-daemon?",
             "divvy-driver?",
             "divvy-hook?",
             "divvy-keeper?",

@@ -17,6 +17,8 @@ pub(crate) struct Plan {
     pub(crate) rounds: u32,
     pub(crate) samples: u32,
     pub(crate) only: Vec<String>,
+    /// Instead of the shipping one.
+    pub(crate) controller: Option<PathBuf>,
 }
 
 const EIGHT: &str = "8xH100-SXM5-80GB";
@@ -49,10 +51,24 @@ pub(crate) async fn all(plan: &Plan) -> Result<()> {
     if wanted("pool") {
         pool(plan).await.context("pool")?;
     }
+    if wanted("controller") {
+        crate::controller::memory(plan).await.context("controller")?;
+    }
+    if wanted("webhook") {
+        crate::controller::webhook(plan).await.context("webhook")?;
+    }
     Ok(())
 }
 
 impl Plan {
+    /// The controller as the image ships it.
+    pub(crate) fn controller(&self) -> Result<PathBuf> {
+        match &self.controller {
+            Some(controller) => Ok(controller.clone()),
+            None => crate::build("divvy-controller", "divvy-controller"),
+        }
+    }
+
     /// The directories of a world whose records and CDI files lie below `files`.
     fn dirs<'a>(&'a self, files: &'a Path) -> Dirs<'a> {
         Dirs { memory: &self.tmpfs, files }

@@ -8,7 +8,9 @@
 //! is another process, and the kubelet's part is played by this one.
 
 mod api;
+mod controller;
 mod figures;
+mod fleet;
 mod stats;
 mod world;
 
@@ -24,6 +26,9 @@ struct Arguments {
     /// Measure this divvy-node instead of building the shipping one
     #[arg(long, value_name = "FILE")]
     node: Option<PathBuf>,
+    /// Measure this divvy-controller instead of building the shipping one
+    #[arg(long, value_name = "FILE")]
+    controller: Option<PathBuf>,
     /// Where files on a disk are measured
     #[arg(long, value_name = "DIR", default_value = "target")]
     disk_dir: PathBuf,
@@ -36,7 +41,7 @@ struct Arguments {
     /// Samples of each round
     #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u32).range(5..))]
     samples: u32,
-    /// Only these parts: gpu, mig, parallel, held, burst, memory, start, pool
+    /// Only these parts: gpu, mig, parallel, held, burst, memory, start, pool, controller, webhook
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Serve the API in this directory until standard input ends (for the benchmark's own use)
@@ -66,41 +71,35 @@ fn main() -> Result<()> {
         rounds: arguments.rounds,
         samples: arguments.samples,
         only: arguments.only,
+        controller: arguments.controller,
     }))
 }
 
 /// Builds the daemon and the hook as the image ships them.
 fn shipped() -> Result<PathBuf> {
-    eprintln!("building divvy-node as it ships (a few minutes the first time)");
-    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
-    let build = |package: &str, binary: &str| -> Result<PathBuf> {
-        let out = Command::new(&cargo)
-            .args([
-                "build",
-                "--profile",
-                "ship",
-                "--message-format",
-                "json-render-diagnostics",
-                "-p",
-                package,
-                "--bin",
-                binary,
-            ])
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .stderr(std::process::Stdio::inherit())
-            .output()
-            .context("cannot start cargo")?;
-        if !out.status.success() {
-            bail!("building {binary} failed");
-        }
-        let messages = String::from_utf8_lossy(&out.stdout);
-        let executable = messages
-            .lines()
-            .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
-            .filter(|message| message["target"]["name"] == binary)
-            .find_map(|message| message["executable"].as_str().map(PathBuf::from));
-        executable.with_context(|| format!("cargo did not say where {binary} is"))
-    };
     build("divvy-hook", "divvy-hook")?;
     build("divvy-driver", "divvy-node")
+}
+
+/// Builds a program as the image ships it.
+pub(crate) fn build(package: &str, binary: &str) -> Result<PathBuf> {
+    eprintln!("building {binary} as it ships (a few minutes the first time)");
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
+    let out = Command::new(&cargo)
+        .args(["build", "--profile", "ship", "--message-format", "json-render-diagnostics"])
+        .args(["-p", package, "--bin", binary])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .stderr(std::process::Stdio::inherit())
+        .output()
+        .context("cannot start cargo")?;
+    if !out.status.success() {
+        bail!("building {binary} failed");
+    }
+    let messages = String::from_utf8_lossy(&out.stdout);
+    let executable = messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+        .filter(|message| message["target"]["name"] == binary)
+        .find_map(|message| message["executable"].as_str().map(PathBuf::from));
+    executable.with_context(|| format!("cargo did not say where {binary} is"))
 }
