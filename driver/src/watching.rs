@@ -4,8 +4,8 @@
 use crate::cdi;
 use crate::engine::{Daemons, lost};
 use crate::events::{Events, Reason};
-use crate::readiness::{Condition, Readiness};
 use crate::metrics::Metrics;
+use crate::readiness::{Condition, Readiness};
 use crate::registration::Registered;
 use crate::service::chain;
 use divvy_model::Inventory;
@@ -65,9 +65,10 @@ impl MpsDaemons {
         while self.daemons.changed().await.is_ok() {
             let now = self.daemons.borrow_and_update().clone();
             for (part, claim) in lost(&last, &now) {
-                tracing::warn!(%claim, %part, "MPS control daemon restarted under its clients");
+                let start = now.get(part).and_then(|daemon| daemon.incarnation).unwrap_or_default();
+                tracing::warn!(%claim, %part, start, "MPS control daemon restarted under its clients");
                 let note = format!(
-                    "MPS control daemon for {part} restarted; its clients are lost: containers must restart"
+                    "MPS control daemon for {part} restarted (start {start}); its clients are lost: containers must restart"
                 );
                 self.events.claim(claim, Reason::MpsRestarted, &note);
             }

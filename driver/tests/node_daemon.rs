@@ -12,6 +12,10 @@ mod bad_input;
 mod health;
 #[path = "node/instances.rs"]
 mod instances;
+#[path = "harness/keeper.rs"]
+mod keeper;
+#[path = "node/mps.rs"]
+mod mps;
 #[path = "node/nodeconfig.rs"]
 mod nodeconfig;
 #[path = "node/observation.rs"]

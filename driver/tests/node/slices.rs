@@ -4,6 +4,9 @@ use crate::harness::{H100, NODE, World, until};
 use divvy_kubelet::dra::v1::Claim;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 
+/// Devices of a GPU that cannot be cut.
+const WHOLE: [&str; 3] = ["gpu-0", "gpu-0-mps", "gpu-0-timeslice"];
+
 #[tokio::test]
 async fn the_pool_is_published_and_comes_back_after_a_kubelet_start() {
     let mut world = World::up(H100).await;
@@ -20,9 +23,9 @@ async fn the_pool_is_published_and_comes_back_after_a_kubelet_start() {
 async fn what_is_published_stays_when_the_driver_stops() {
     let world = World::up("L4").await;
     let daemon = world.start(&[]).await;
-    until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
+    until("gpu-0 is published", || world.published() == WHOLE).await;
     daemon.stop().await;
-    assert_eq!(world.published(), ["gpu-0"]);
+    assert_eq!(world.published(), WHOLE);
 }
 
 #[tokio::test]
@@ -37,7 +40,7 @@ async fn a_gpu_driver_that_comes_late_is_waited_for_with_an_empty_pool() {
     let claim = world.claim("a", &["gpu-0"]);
     world.prepare(&claim).await.unwrap_err();
     std::fs::rename(&away, &library).unwrap();
-    until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
+    until("gpu-0 is published", || world.published() == WHOLE).await;
     world.prepare_until_ok(&claim).await;
 }
 
@@ -56,7 +59,7 @@ async fn a_node_without_kernel_modules_is_made_ready_by_the_drivers_own_helper()
     // A copy: the program finds its simulator from where it lies.
     std::fs::copy(program, &helper).unwrap();
     let _daemon = world.start(&[]).await;
-    until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
+    until("gpu-0 is published", || world.published() == WHOLE).await;
     world.prepare_until_ok(&world.claim("a", &["gpu-0"])).await;
 }
 
@@ -64,7 +67,7 @@ async fn a_node_without_kernel_modules_is_made_ready_by_the_drivers_own_helper()
 async fn a_drain_lets_go_of_the_gpu_driver_until_it_is_taken_back() {
     let world = World::up("L4").await;
     let daemon = world.start(&[]).await;
-    until("gpu-0 is published", || world.published() == ["gpu-0"]).await;
+    until("gpu-0 is published", || world.published() == WHOLE).await;
     let loaded = || {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", daemon.pid())).unwrap();
         maps.contains("libnvidia-ml")
@@ -78,7 +81,7 @@ async fn a_drain_lets_go_of_the_gpu_driver_until_it_is_taken_back() {
     until("the library is unloaded", || !loaded()).await;
     let claim = world.claim("a", &["gpu-0"]);
     world.prepare(&claim).await.unwrap_err();
-    assert_eq!(world.published(), ["gpu-0"]);
+    assert_eq!(world.published(), WHOLE);
     signal("-USR2");
     world.prepare_until_ok(&claim).await;
 }

@@ -1,6 +1,7 @@
 //! The kubelet's calls.
 
 use crate::harness::{DRIVER, PATIENCE, World};
+use crate::model::{Part, Shared};
 use crate::operations::{PREPARES, UNPREPARES};
 use crate::run::PAUSE;
 use divvy_fakes::kubelet::{CallError, Outcome};
@@ -15,12 +16,20 @@ pub(crate) enum Call {
 }
 
 impl Call {
-    /// Calls that it may make.
-    pub(crate) fn hardware(self) -> &'static [&'static str; 6] {
-        match self {
-            Self::Prepare => &PREPARES,
-            Self::Unprepare => &UNPREPARES,
-        }
+    /// One of the calls that it may make for such devices.
+    pub(crate) fn hardware(self, devices: &[Part], nth: usize) -> &'static str {
+        let all = match self {
+            Self::Prepare => PREPARES,
+            Self::Unprepare => UNPREPARES,
+        };
+        let shared = |mode| devices.iter().any(|part| part.shared == Some(mode));
+        let may_come = |call: &&&str| match **call {
+            "compute-policy" => shared(Shared::Timeslice),
+            "nvmlDeviceSetComputeMode" => shared(Shared::Mps),
+            _ => devices.iter().any(|part| part.instance.is_some()),
+        };
+        let likely: Vec<&str> = all.iter().filter(may_come).copied().collect();
+        if likely.is_empty() { all[nth % all.len()] } else { likely[nth % likely.len()] }
     }
 
     /// One answered call; a daemon that is just starting is asked again.

@@ -69,8 +69,7 @@ pub(crate) const UNPREPARES: [&str; 6] = [
     "nvmlDeviceSetComputeMode",
     "compute-policy",
 ];
-/// Those that change hardware through NVML come first: they are made to hang.
-const HANGING: usize = 3;
+
 /// Codes of a call that may have had its effect all the same; then those of one that was refused.
 const CODES: [Code; 6] = [
     Code::Unknown,
@@ -127,7 +126,7 @@ impl Operation {
                     5 => Until::Answered,
                     _ => Until::Killed,
                 };
-                let (call, when) = (dice.below(HANGING), side(dice));
+                let (call, when) = (dice.below(PREPARES.len()), side(dice));
                 Self::Hang { claim, devices: devices(dice), call, when, until }
             }
             870..885 => Self::Kill,

@@ -93,7 +93,7 @@ impl Runner {
             Operation::Unprepare { claim } => self.unprepare(*claim).await?,
             Operation::Fault { claim, devices, call, nth, when, code } => {
                 let Some((asked, modelled)) = self.next_call(*claim, devices).await? else { return Ok(()) };
-                let call = asked.hardware()[*call];
+                let call = asked.hardware(&modelled.devices, *call);
                 self.world.change(|state| state.add_fault(Pattern::new(call), Some(*nth), *when, *code));
                 let before = std::mem::replace(&mut self.rough, true);
                 let answer = asked.answer(&self.world, &modelled.claim).await?;
@@ -247,7 +247,7 @@ impl Runner {
         until: Until,
     ) -> Result<(), String> {
         let Some((asked, modelled)) = self.next_call(slot, devices).await? else { return Ok(()) };
-        let name = asked.hardware()[call];
+        let name = asked.hardware(&modelled.devices, call);
         let before = std::mem::replace(&mut self.rough, true);
         self.world.change(|state| state.add_hold(Pattern::new(name), Some(1), when));
         let held = || !self.world.sim.read().unwrap().control.held.is_empty();
