@@ -164,7 +164,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     stages.droppable("drain", drain_on_signal(gpus.clone())?);
 
     // Recovery goes by it.
-    let policies = Policies::new(args, &gpus);
+    let mut policies = Policies::new(args, &gpus);
     policies.apply(&Holders::Anyone).await;
     let options = engine_options(args, &paths, &pool);
     let (engine, report) = Engine::start(options, gpus.clone(), cdi).await?;
@@ -175,6 +175,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     stages.droppable("MPS watch", watch.run());
     metrics.watch(engine.clone(), inventory.clone());
     readiness.set(Condition::Recovered, Ok(()));
+    policies.read_labels(&client).await;
     policies.apply(&Holders::Engine(engine.clone())).await;
     let follow = policies.follow(engine.clone(), client.clone(), events.clone(), metrics.clone());
     stages.droppable("node configuration", follow);

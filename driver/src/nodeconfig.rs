@@ -32,6 +32,8 @@ use tokio::sync::watch;
 const SETTLE: Duration = Duration::from_millis(100);
 /// What waits for time-slices to end, or for a directory that is not there, is tried this often.
 const AGAIN: Duration = Duration::from_secs(10);
+/// How long a start waits for the labels.
+const LABELS: Duration = Duration::from_secs(2);
 /// Life of one watch of the Node.
 const WATCH: u32 = 290;
 
@@ -131,6 +133,18 @@ impl Policies {
             beside
         };
         self.gpus.set_policy(Arc::new(policy)).await;
+    }
+
+    /// Reads the labels, so that the first that is published is what they say. An
+    /// API server that does not answer is not waited for: nothing is published to it.
+    pub async fn read_labels(&mut self, client: &kube::Client) {
+        if !self.config.as_ref().is_some_and(|config| config.needs_labels()) {
+            return;
+        }
+        let nodes: Api<Node> = Api::all(client.clone());
+        if let Ok(Ok(node)) = tokio::time::timeout(LABELS, nodes.get_metadata(&self.node)).await {
+            self.labels = Some(Arc::new(node.metadata.labels.unwrap_or_default()));
+        }
     }
 
     /// Follows the file and the labels for ever.

@@ -130,7 +130,9 @@ async fn rules_follow_the_labels_of_the_node() {
     label("a");
     mount.set("[{match: {nodeLabels: {pool: a}}, slots: 3}, {match: {nodeLabels: {pool: b}}, slots: 5}]");
     let _daemon = world.start(&["--config", mount.file().to_str().unwrap()]).await;
-    offers(&world, "3 Default off: ").await;
+    // From the first on: nothing was tainted until the labels were known.
+    until("something is published", || !offered(&world).is_empty()).await;
+    assert_eq!(offered(&world), "3 Default off: ");
     label("b");
     offers(&world, "5 Default off: ").await;
     label("c");
