@@ -14,7 +14,8 @@ pub(crate) fn inventory_of(model: &str, count: u32) -> Inventory {
 
 /// A node with these GPUs.
 pub(crate) fn node(gpus: Vec<Gpu>) -> Inventory {
-    Inventory { driver_version: "580.95.05".to_owned(), cuda_version: (13, 0), gpus }
+    let driver_version = "580.95.05".to_owned();
+    Inventory { driver_version, cuda_version: (13, 0), gpus, ..Inventory::default() }
 }
 
 /// One GPU without instances.
