@@ -45,6 +45,10 @@ pub struct ClusterArgs {
     /// overlap in a rolling update
     #[arg(long, env = "POD_UID", value_name = "UID", value_parser = pod_uid)]
     pub pod_uid: Option<PodUid>,
+    /// Leave this node for good, before an uninstall: serve until the last claim is released, then
+    /// remove everything Divvy has on it; ready when that is done
+    #[arg(long, env = "LEAVE")]
+    pub leave: bool,
 }
 
 /// Where things are on the host.

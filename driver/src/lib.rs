@@ -35,6 +35,7 @@ pub mod cri;
 pub mod deviceplugin;
 pub mod events;
 pub mod health;
+pub mod leave;
 pub mod metrics;
 pub mod node;
 pub mod nodeconfig;

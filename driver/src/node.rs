@@ -17,6 +17,7 @@ use crate::engine::{Engine, EngineOptions, RecoveryReport};
 use crate::events::{Events, Reason, events};
 use crate::gpus::{Gpus, GpusOptions};
 use crate::health::Health;
+use crate::leave::Leave;
 use crate::metrics::Metrics;
 use crate::nodeconfig::{Holders, Policies};
 use crate::paths::HostPaths;
@@ -26,7 +27,7 @@ use crate::registration::{Registered, Registrar, SocketFile, Sockets, remove_dea
 use crate::service::Service;
 use crate::status::statuses;
 use crate::turns::Turns;
-use crate::{cri, deviceplugin, watching};
+use crate::{cri, deviceplugin, leave, watching};
 use anyhow::Context;
 use clap::Parser;
 use divvy_api::PoolName;
@@ -89,9 +90,16 @@ async fn run(args: Args) -> anyhow::Result<()> {
     let ended = tokio::select! {
         started = start(&args, &mut stages) => match started {
             Err(error) => Err(error),
-            Ok(()) => {
+            Ok(None) => {
                 tokio::select! {
                     () = failed.cancelled() => Err(anyhow::anyhow!("a part of the daemon has ended")),
+                    _ = terminate.recv() => Ok(()),
+                    _ = interrupt.recv() => Ok(()),
+                }
+            }
+            Ok(Some(leaving)) => {
+                tokio::select! {
+                    error = leave(leaving, &mut stages) => Err(error),
                     _ = terminate.recv() => Ok(()),
                     _ = interrupt.recv() => Ok(()),
                 }
@@ -107,7 +115,36 @@ async fn run(args: Args) -> anyhow::Result<()> {
     ended
 }
 
-async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
+/// A daemon that is to leave, and how far the start had come before everything
+/// that is not for observers alone, and before everything that serves.
+struct Leaving {
+    leave: Leave,
+    observers: usize,
+    engine: usize,
+}
+
+/// Leaves the node, and is idle then; what it answers is why that cannot be.
+async fn leave(leaving: Leaving, stages: &mut Stages) -> anyhow::Error {
+    let Leaving { mut leave, observers, engine } = leaving;
+    let failed = stages.failed();
+    tokio::select! {
+        () = leave.released() => {}
+        () = failed.cancelled() => return anyhow::anyhow!("a part of the daemon has ended"),
+    }
+    tracing::info!("no claim is held; leaving the node");
+    stages.stop_to(engine).await;
+    if let Some(held) = leave.held() {
+        // One that came at the last moment. The next start serves it.
+        return anyhow::anyhow!("{held}");
+    }
+    leave.hardware().await;
+    stages.stop_to(observers).await;
+    leave.traces().await;
+    std::future::pending().await
+}
+
+/// Starts everything; of a daemon that is to leave, what that takes.
+async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Leaving>> {
     let paths = args.host.paths();
     let pool = PoolName::from(args.cluster.node_name.as_str());
     tracing::info!(version = env!("CARGO_PKG_VERSION"), node = %pool, ?paths, "divvy-node starts");
@@ -124,15 +161,23 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
 
     let client = client::client(args.cluster.kubeconfig.as_deref()).await?;
     let metrics = Metrics::default();
-    let readiness = Readiness::default();
+    let (readiness, left) = (Readiness::default(), leave::Readiness::default());
     if let Listen::On(address) = args.watching.http_address {
         let listener = http::bind(address, "--http-address").await?;
         let (metrics, readiness) = (metrics.clone(), readiness.clone());
+        let (leaves, left) = (args.cluster.leave, left.clone());
         let render: http::Render = Arc::new(move |ready| metrics.render(ready));
-        stages.task("http", |stop| {
-            Box::pin(async move { Ok(http::serve(listener, render, readiness, stop).await?) })
+        stages.task("http", move |stop| {
+            Box::pin(async move {
+                match leaves {
+                    false => http::serve(listener, render, readiness, stop).await?,
+                    true => http::serve(listener, render, left, stop).await?,
+                }
+                Ok(())
+            })
         });
     }
+    let observers = stages.started();
     let (events, scribe) = events(client.clone(), &args.cluster.node_name, metrics.clone());
     stages.droppable("events", async {
         scribe.run().await;
@@ -160,7 +205,10 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
         readiness: readiness.clone(),
         events: events.clone(),
     };
-    stages.droppable("CDI watch", watch.run());
+    if !args.cluster.leave {
+        // It would put files there that are to go.
+        stages.droppable("CDI watch", watch.run());
+    }
     stages.droppable("drain", drain_on_signal(gpus.clone())?);
 
     // Recovery goes by it.
@@ -175,6 +223,14 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
     stages.droppable("MPS watch", watch.run());
     metrics.watch(engine.clone(), inventory.clone());
     readiness.set(Condition::Recovered, Ok(()));
+    let leaving = args.cluster.leave.then(|| Leaving {
+        leave: Leave::new(&engine, &client, &paths, &args.cluster.node_name, left),
+        observers,
+        engine: stages.started(),
+    });
+    if leaving.as_ref().is_some_and(|leaving| leaving.leave.held().is_none()) {
+        return Ok(leaving);
+    }
     policies.read_labels(&client).await;
     policies.apply(&Holders::Engine(engine.clone())).await;
     let follow = policies.follow(engine.clone(), client.clone(), events.clone(), metrics.clone());
@@ -257,7 +313,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<()> {
         read_within: args.limits.read_within,
     };
     stages.droppable("reconciliation", after(registered, reconciler));
-    Ok(())
+    Ok(leaving)
 }
 
 /// SIGUSR1 closes NVML, so that the GPU driver can be unloaded; SIGUSR2 opens it

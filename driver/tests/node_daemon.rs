@@ -14,6 +14,8 @@ mod health;
 mod instances;
 #[path = "harness/keeper.rs"]
 mod keeper;
+#[path = "node/leave.rs"]
+mod leave;
 #[path = "node/mps.rs"]
 mod mps;
 #[path = "node/nodeconfig.rs"]

@@ -65,9 +65,22 @@ impl Stages {
         self.failed.clone()
     }
 
+    /// How far the start has come: what is started from here on is what
+    /// [`Self::stop_to`] stops.
+    pub fn started(&self) -> usize {
+        self.running.len()
+    }
+
     /// Stops everything, last started first.
     pub async fn stop(&mut self) {
-        while let Some(stage) = self.running.pop() {
+        self.stop_to(0).await;
+    }
+
+    /// Stops what was started since, last started first.
+    pub async fn stop_to(&mut self, started: usize) {
+        while self.running.len() > started
+            && let Some(stage) = self.running.pop()
+        {
             match stage {
                 Stage::Task { name, stop, task } => {
                     stop.cancel();
@@ -103,6 +116,8 @@ mod tests {
         assert!(!stages.failed().is_cancelled());
         stages.droppable("early", async {});
         stages.failed().cancelled().await;
+        stages.stop_to(2).await;
+        assert_eq!(log.lock().unwrap().len(), 2, "what was started before goes on");
         stages.stop().await;
         let said = log.lock().unwrap().clone();
         assert_eq!(said, [("second", "task"), ("second", "then"), ("first", "task"), ("first", "then")]);

@@ -323,6 +323,12 @@ impl Engine {
         unexplained
     }
 
+    /// Turns MIG mode off, without the hold-off, where it is ours and no claim needs it;
+    /// answers the GPUs on which that did not work. One that is not there has nothing on.
+    pub async fn rest_now(&self) -> Vec<GpuUuid> {
+        self.inner.rest_now().await
+    }
+
     /// Ends the engine's own tasks and waits for calls under way; nothing is given back.
     pub async fn shutdown(&self) {
         self.inner.stop.cancel();

@@ -10,6 +10,7 @@ use super::Inner;
 use crate::plan::Part;
 use crate::records::{Locked, LockedGpu};
 use divvy_api::GpuUuid;
+use divvy_model::inventory::Presence;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -65,6 +66,27 @@ impl Inner {
         if self.idle(&locked).contains(&uuid) {
             self.rest(&mut locked, &uuid).await;
         }
+    }
+
+    /// Turns the mode off at once where nobody needs it; answers where it stayed on.
+    pub(super) async fn rest_now(self: &Arc<Self>) -> Vec<GpuUuid> {
+        let inventory = self.inventory();
+        let mut on = Vec::new();
+        for gpu in inventory.gpus.iter().filter(|gpu| gpu.presence == Presence::Present) {
+            let only = BTreeSet::from([gpu.uuid.clone()]);
+            let rested = async {
+                let mut locked = self.locks.lock(&only, self.options.answer_within).await.ok()?;
+                self.records.index(&mut locked).ok()?;
+                if self.idle(&locked).contains(&gpu.uuid) {
+                    self.rest(&mut locked, &gpu.uuid).await;
+                }
+                (!locked.gpu(&gpu.uuid)?.mig_is_ours()).then_some(())
+            };
+            if rested.await.is_none() {
+                on.push(gpu.uuid.clone());
+            }
+        }
+        on
     }
 
     /// Off, unless somebody else has an instance there; then the mode is theirs.

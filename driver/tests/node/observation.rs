@@ -6,7 +6,7 @@ use std::process::Command;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// A free port, and the flag's value for it.
-fn address() -> String {
+pub(crate) fn address() -> String {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().to_string()
 }
@@ -21,7 +21,7 @@ async fn get(address: &str, path: &str) -> std::io::Result<String> {
     Ok(text)
 }
 
-async fn wait_for(address: &str, path: &str, text: &str) -> String {
+pub(crate) async fn wait_for(address: &str, path: &str, text: &str) -> String {
     let deadline = std::time::Instant::now() + crate::harness::PATIENCE;
     loop {
         let answer = get(address, path).await.unwrap_or_default();
