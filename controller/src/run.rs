@@ -230,7 +230,7 @@ async fn follow_slices(
 ) {
     let mut events = std::pin::pin!(events.default_backoff());
     let mut seen = Seen::default();
-    let mut listing = true;
+    let (mut listing, mut revision) = (true, None);
     while let Some(event) = events.next().await {
         match event {
             Ok(Event::Init) => {
@@ -254,13 +254,10 @@ async fn follow_slices(
         }
         if !listing {
             metrics.slices(seen.slices());
-            let offer = Some(Arc::new(seen.offer()));
-            // Most changes of slices change nothing that is kept.
-            now.send_if_modified(|now| {
-                let changed = *now != offer;
-                *now = offer.clone();
-                changed
-            });
+            if revision != Some(seen.revision) {
+                revision = Some(seen.revision);
+                now.send_replace(Some(Arc::new(seen.offer())));
+            }
         }
     }
 }

@@ -148,9 +148,12 @@ impl kube::Resource for Slice {
 pub struct Seen {
     /// Kinds by slice.
     slices: BTreeMap<String, Vec<Arc<Kind>>>,
-    samples: BTreeMap<Arc<Kind>, Device>,
+    /// One device of each kind, and in how many slices the kind is.
+    samples: BTreeMap<Arc<Kind>, (Device, usize)>,
     /// Names listed since [`Seen::relist`].
     listed: Option<BTreeSet<String>>,
+    /// Counts changes of what is offered; most changes of slices are none.
+    pub revision: u64,
 }
 
 impl Seen {
@@ -161,9 +164,10 @@ impl Seen {
 
     /// The list has ended.
     pub fn listed(&mut self) {
-        if let Some(listed) = self.listed.take() {
-            self.slices.retain(|name, _| listed.contains(name));
-            self.forget();
+        let Some(listed) = self.listed.take() else { return };
+        let gone: Vec<String> = self.slices.keys().filter(|name| !listed.contains(*name)).cloned().collect();
+        for name in gone {
+            self.remove(&name);
         }
     }
 
@@ -173,35 +177,42 @@ impl Seen {
         let mut kinds = Vec::with_capacity(slice.spec.devices.len());
         for (kind, device) in slice.spec.devices {
             let known = self.samples.get_key_value(&kind).map(|(kind, _)| kind.clone());
-            kinds.push(known.unwrap_or_else(|| {
-                let kind = Arc::new(kind);
-                self.samples.insert(kind.clone(), device);
-                kind
-            }));
+            let kind = known.unwrap_or_else(|| {
+                self.revision += 1;
+                Arc::new(kind)
+            });
+            self.samples.entry(kind.clone()).or_insert((device, 0)).1 += 1;
+            kinds.push(kind);
         }
         if let Some(listed) = &mut self.listed {
             listed.insert(name.clone());
         }
         let before = self.slices.insert(name, kinds);
-        if before.is_some() && self.listed.is_none() {
-            self.forget();
-        }
+        self.release(before.unwrap_or_default());
     }
 
     /// A slice is gone.
     pub fn delete(&mut self, slice: &Slice) {
         if let Some(name) = &slice.metadata.name {
-            self.slices.remove(name);
-            self.forget();
+            self.remove(name);
         }
     }
 
+    fn remove(&mut self, name: &str) {
+        let before = self.slices.remove(name);
+        self.release(before.unwrap_or_default());
+    }
+
     /// Drops the samples of kinds that no slice has any more.
-    fn forget(&mut self) {
-        let used: BTreeSet<&Arc<Kind>> = self.slices.values().flatten().collect();
-        if used.len() < self.samples.len() {
-            let used: BTreeSet<Arc<Kind>> = used.into_iter().cloned().collect();
-            self.samples.retain(|kind, _| used.contains(kind));
+    fn release(&mut self, kinds: Vec<Arc<Kind>>) {
+        for kind in kinds {
+            if let Some((_, slices)) = self.samples.get_mut(&kind) {
+                *slices -= 1;
+                if *slices == 0 {
+                    self.samples.remove(&kind);
+                    self.revision += 1;
+                }
+            }
         }
     }
 
@@ -214,7 +225,8 @@ impl Seen {
     pub fn offer(&self) -> Offer {
         let profiles = self.samples.keys().filter(|kind| kind.type_ == "mig");
         let profiles = profiles.filter_map(|kind| Profile::parse(kind.profile.as_deref()?));
-        Offer { profiles: profiles.collect(), samples: self.samples.values().cloned().collect() }
+        let samples = self.samples.values().map(|(device, _)| device.clone());
+        Offer { profiles: profiles.collect(), samples: samples.collect() }
     }
 }
 
@@ -251,7 +263,11 @@ mod tests {
         seen.apply(slice("a", &[("gpu", ""), ("mig", "1g.10gb"), ("mig", "1g.10gb")]));
         seen.apply(slice("b", &[("mig", "1g.10gb"), ("mig", "3g.40gb")]));
         check(&seen, &["1g.10gb", "3g.40gb"], 3);
+        let before = seen.revision;
+        seen.apply(slice("b", &[("mig", "1g.10gb"), ("mig", "3g.40gb")]));
+        assert_eq!(seen.revision, before, "nothing has changed");
         seen.apply(slice("b", &[("mig", "1g.10gb")]));
+        assert!(seen.revision > before);
         check(&seen, &["1g.10gb"], 2);
         seen.delete(&slice("a", &[]));
         check(&seen, &["1g.10gb"], 1);
@@ -266,7 +282,7 @@ mod tests {
         seen.apply(slice("b", &[("mig", "3g.40gb")]));
         seen.relist();
         seen.apply(slice("b", &[("mig", "7g.80gb")]));
-        check(&seen, &["1g.10gb", "3g.40gb", "7g.80gb"], 3);
+        check(&seen, &["1g.10gb", "7g.80gb"], 2);
         seen.listed();
         check(&seen, &["7g.80gb"], 1);
     }

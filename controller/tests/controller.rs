@@ -105,22 +105,28 @@ async fn a_pod_is_judged_with_the_claims_it_names() {
             }),
         )
     };
-    let template = |name: &str, class: &str| {
+    let template = |name: &str, class: &str, selectors: Value| {
+        let request = json!({"name": "gpu", "exactly": {"deviceClassName": class, "selectors": selectors}});
         world.api.put(json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
             "metadata": {"namespace": "ns", "name": name},
-            "spec": {"spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": class}}]}}},
+            "spec": {"spec": {"devices": {"requests": [request]}}},
         }))
     };
+    let of_type = |type_: &str| json!([{"cel": {"expression": format!("device.attributes['gpu.divvy.dev'].type == '{type_}'")}}]);
     world.classes_with_selectors();
-    template("mps", "mps.divvy.dev");
-    template("theirs", "shared-gpu");
-    template("whole", "gpu.divvy.dev");
+    template("mps", "mps.divvy.dev", json!([]));
+    template("theirs", "shared-gpu", json!([]));
+    template("narrowed-to-mps", "in-turns-or-mps", of_type("mps"));
+    template("narrowed-to-turns", "in-turns-or-mps", of_type("timeslice"));
+    template("whole", "gpu.divvy.dev", json!([]));
     let allowed = async |name: &str| webhook.post(&pod(name)).await.1["response"]["allowed"].clone();
     // The class of an administrator is known once its selectors were asked.
     world::until_async("an administrator's class is read", async || allowed("theirs").await == json!(false))
         .await;
     assert_eq!(allowed("mps").await, json!(false));
+    assert_eq!(allowed("narrowed-to-mps").await, json!(false));
+    assert_eq!(allowed("narrowed-to-turns").await, json!(true));
     assert_eq!(allowed("whole").await, json!(true));
     assert_eq!(allowed("absent").await, json!(true), "a template may come later");
 

@@ -15,6 +15,7 @@ use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{DeviceClaim, DeviceSelector, ResourceClaim, ResourceClaimTemplate};
 use kube::Api;
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -50,6 +51,10 @@ struct Looked {
     known: Arc<Known>,
     claims: BTreeMap<String, ResourceClaim>,
     templates: BTreeMap<String, ResourceClaimTemplate>,
+    /// Whether selectors may be evaluated, which takes a stack and a while.
+    evaluate: bool,
+    /// Set when one would have been.
+    undecided: Cell<bool>,
 }
 
 impl World for Looked {
@@ -58,7 +63,13 @@ impl World for Looked {
     }
 
     fn narrow(&self, modes: BTreeSet<Mode>, selectors: &[DeviceSelector]) -> BTreeSet<Mode> {
-        self.known.narrow(modes, selectors)
+        if self.evaluate {
+            return self.known.narrow(modes, selectors);
+        }
+        if modes.len() > 1 && !selectors.is_empty() {
+            self.undecided.set(true);
+        }
+        modes
     }
 
     fn claim(&self, _: &str, name: &str) -> Option<DeviceClaim> {
@@ -119,12 +130,18 @@ impl Reviewer {
                 .map_err(|cause| NoVerdict::Malformed(format!("the object is not a Pod: {cause}")))?;
             self.look_up(&pod, &request.namespace, &mut looked).await?;
         }
+        let malformed = |cause| NoVerdict::Malformed(format!("the object is not a {kind}: {cause}"));
+        let verdict = judge(object.get(), &looked).map_err(malformed)?;
+        if !looked.undecided.get() {
+            return Ok(verdict);
+        }
+        // Few objects hang on their selectors; those have a thread of their own.
+        looked.evaluate = true;
         let text = object.get().to_owned();
-        // Selectors are evaluated, for which an async thread is no place.
         let judged = tokio::task::spawn_blocking(move || judge(&text, &looked)).await;
         judged
             .map_err(|cause| NoVerdict::Unreadable(format!("the check did not end: {cause}")))?
-            .map_err(|cause| NoVerdict::Malformed(format!("the object is not a {kind}: {cause}")))
+            .map_err(malformed)
     }
 
     /// The claims and templates that a pod names, as far as they exist.

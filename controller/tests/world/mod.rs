@@ -63,9 +63,14 @@ impl World {
 
     /// The chart's classes, and one of an administrator's that is like one of them.
     pub(crate) fn classes_with_selectors(&self) {
-        for (name, type_) in [("gpu.divvy.dev", "gpu"), ("mps.divvy.dev", "mps"), ("shared-gpu", "mps")] {
+        for (name, types) in [
+            ("gpu.divvy.dev", "['gpu']"),
+            ("mps.divvy.dev", "['mps']"),
+            ("shared-gpu", "['mps']"),
+            ("in-turns-or-mps", "['timeslice', 'mps']"),
+        ] {
             let expression = format!(
-                "device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type == '{type_}'"
+                "device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type in {types}"
             );
             self.api.put(json!({
                 "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name},
