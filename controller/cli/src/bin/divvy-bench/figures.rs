@@ -19,6 +19,7 @@ pub(crate) struct Plan {
     pub(crate) only: Vec<String>,
     /// Instead of the shipping one.
     pub(crate) controller: Option<PathBuf>,
+    pub(crate) keeper: Option<PathBuf>,
 }
 
 const EIGHT: &str = "8xH100-SXM5-80GB";
@@ -32,6 +33,9 @@ pub(crate) async fn all(plan: &Plan) -> Result<()> {
     }
     if wanted("mig") {
         mig(plan).await.context("mig")?;
+    }
+    if wanted("shared") {
+        crate::shared::all(plan).await.context("shared")?;
     }
     if wanted("parallel") {
         parallel(plan).await.context("parallel")?;
@@ -69,6 +73,14 @@ impl Plan {
         }
     }
 
+    /// The keeper.
+    pub(crate) fn keeper(&self) -> Result<PathBuf> {
+        match &self.keeper {
+            Some(keeper) => Ok(keeper.clone()),
+            None => crate::build("divvy-keeper", "divvy-keeper"),
+        }
+    }
+
     /// The directories of a world whose records and CDI files lie below `files`.
     fn dirs<'a>(&'a self, files: &'a Path) -> Dirs<'a> {
         Dirs { memory: &self.tmpfs, files }
@@ -81,14 +93,14 @@ impl Plan {
 
 /// What no driver can avoid: reading the claim, being called, writing three files.
 #[derive(Default)]
-struct Floor {
+pub(crate) struct Floor {
     gets: Vec<f64>,
     calls: Vec<f64>,
     files: Vec<f64>,
 }
 
 impl Floor {
-    async fn sample(&mut self, world: &World, claim: &WireClaim, sizes: &Sizes) -> Result<()> {
+    pub(crate) async fn sample(&mut self, world: &World, claim: &WireClaim, sizes: &Sizes) -> Result<()> {
         self.gets.push(micros(world.get(claim).await?));
         self.calls.push(micros(world.prepare(&[]).await?));
         self.files.push(micros(sizes.write()?));
@@ -105,13 +117,13 @@ impl Floor {
         median(&self.files)
     }
 
-    fn whole(&self) -> f64 {
+    pub(crate) fn whole(&self) -> f64 {
         self.call() + self.files()
     }
 }
 
 /// The files of one prepare: two versions of the record, one CDI file.
-struct Sizes {
+pub(crate) struct Sizes {
     record: File,
     spec: File,
 }
@@ -184,7 +196,7 @@ async fn cycles(world: &World, claim: &WireClaim, samples: u32) -> Result<(Vec<f
 }
 
 /// Prepares once, to warm up and to learn the sizes of the files.
-async fn warm(world: &World, claim: &WireClaim) -> Result<Sizes> {
+pub(crate) async fn warm(world: &World, claim: &WireClaim) -> Result<Sizes> {
     world.prepare(std::slice::from_ref(claim)).await?;
     let sizes = Sizes::of(world, claim)?;
     world.unprepare(std::slice::from_ref(claim)).await?;

@@ -11,6 +11,7 @@ mod api;
 mod controller;
 mod figures;
 mod fleet;
+mod shared;
 mod stats;
 mod world;
 
@@ -29,6 +30,9 @@ struct Arguments {
     /// Measure this divvy-controller instead of building the shipping one
     #[arg(long, value_name = "FILE")]
     controller: Option<PathBuf>,
+    /// Run this divvy-keeper instead of building one
+    #[arg(long, value_name = "FILE")]
+    keeper: Option<PathBuf>,
     /// Where files on a disk are measured
     #[arg(long, value_name = "DIR", default_value = "target")]
     disk_dir: PathBuf,
@@ -41,7 +45,7 @@ struct Arguments {
     /// Samples of each round
     #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u32).range(5..))]
     samples: u32,
-    /// Only these parts: gpu, mig, parallel, held, burst, memory, start, pool, controller, webhook
+    /// Only these parts: gpu, mig, shared, parallel, held, burst, memory, start, pool, controller, webhook
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Serve the API in this directory until standard input ends (for the benchmark's own use)
@@ -72,6 +76,7 @@ fn main() -> Result<()> {
         samples: arguments.samples,
         only: arguments.only,
         controller: arguments.controller,
+        keeper: arguments.keeper,
     }))
 }
 

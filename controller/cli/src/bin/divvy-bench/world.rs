@@ -48,6 +48,8 @@ pub(crate) struct World {
     /// The daemon's records.
     pub(crate) state: PathBuf,
     pub(crate) cdi: PathBuf,
+    /// The run directory.
+    pub(crate) run: PathBuf,
     log: PathBuf,
     _dirs: [tempfile::TempDir; 2],
 }
@@ -129,6 +131,7 @@ impl World {
             daemon,
             state,
             cdi,
+            run: root.join("run"),
             log: path,
             _dirs: [memory, files],
         };
@@ -158,17 +161,25 @@ impl World {
         Ok(began.elapsed())
     }
 
-    /// Puts an allocated claim on the API server.
+    /// Puts an allocated claim on the API server; one share of what several may have.
     pub(crate) async fn claim(&self, name: &str, device: &str) -> Result<WireClaim> {
         let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), NAMESPACE);
+        let mut result = json!({"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device});
+        let consumed = match device.rsplit('-').next() {
+            Some("timeslice") => Some(json!({"slots": "1"})),
+            Some("mps") => Some(json!({"threads": "10", "memory": "1Gi", "clients": "1"})),
+            _ => None,
+        };
+        if let Some(consumed) = consumed {
+            result["shareID"] = json!("0d5b1f0e-6c1b-4a52-a5a1-000000000001");
+            result["consumedCapacity"] = consumed;
+        }
         let claim = |padding: usize| -> serde_json::Result<ResourceClaim> {
             serde_json::from_value(json!({
                 "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
                 "metadata": {"name": name, "namespace": NAMESPACE, "annotations": {"divvy.dev/padding": "x".repeat(padding)}},
                 "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.divvy.dev"}}]}},
-                "status": {"allocation": {"devices": {"results": [
-                    {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device},
-                ]}}},
+                "status": {"allocation": {"devices": {"results": [result]}}},
             }))
         };
         // What the server adds to an object counts as well: measured on one without padding.
