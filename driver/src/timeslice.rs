@@ -2,10 +2,11 @@
 //! turn. NVML has no call for it, so the GPU driver's own `nvidia-smi
 //! compute-policy` sets it; nothing cheap reads it back.
 //!
-//! The program comes from the driver root and finds its library by
-//! `LD_LIBRARY_PATH`. It is not run under chroot: a driver root that is an
-//! image has no /proc and no /dev of its own, and chroot would take privileges
-//! that nothing else here needs.
+//! The program comes from the driver root and gets its one library by
+//! `LD_PRELOAD`: a search path would lead it to the host's C library as well,
+//! which does not fit the loader of a pod's image. It is not run under chroot: a
+//! driver root that is an image has no /proc and no /dev of its own, and chroot
+//! would take privileges that nothing else here needs.
 
 use crate::gpus;
 use crate::paths::{HostPaths, open_inside};
@@ -74,8 +75,8 @@ pub async fn set(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true);
-    if let Some(dir) = gpus::library_dir(&root) {
-        command.env("LD_LIBRARY_PATH", dir);
+    if let Some(library) = gpus::library(&root) {
+        command.env("LD_PRELOAD", library);
     }
     let child = command.spawn().map_err(|cause| TimesliceError::Start { program: program(), cause })?;
     let deadline = tokio::time::Instant::now() + within;

@@ -78,9 +78,9 @@ pub enum Unavailable {
     Unknown { gpu: GpuUuid },
 }
 
-/// Where the GPU driver's libraries lie, as this process sees them.
-pub(crate) fn library_dir(driver_root: &std::path::Path) -> Option<PathBuf> {
-    Some(library::find(driver_root)?.path.parent()?.to_owned())
+/// The NVML library of a driver root, where this process sees it.
+pub(crate) fn library(driver_root: &std::path::Path) -> Option<PathBuf> {
+    Some(library::find(driver_root)?.path)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
