@@ -60,7 +60,7 @@ pub(crate) fn run(arguments: &ExplainArguments) -> Result<ExitCode> {
         }
         None => {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-            runtime.block_on(of_cluster(arguments.node.as_deref()))?
+            runtime.block_on(async { of_cluster(client().await?, arguments.node.as_deref()).await })?
         }
     };
     let exclusive_ownership = arguments.exclusive_ownership;
@@ -96,15 +96,18 @@ fn known(product: &str) -> String {
     product.to_owned()
 }
 
-async fn of_cluster(only: Option<&str>) -> Result<Vec<Asked>> {
-    let client = match kube::Client::try_default().await {
+async fn client() -> Result<kube::Client> {
+    match kube::Client::try_default().await {
         Err(kube::Error::InferConfig(_)) => {
             bail!(
                 "there is no kubeconfig and no ServiceAccount to ask a cluster with; set KUBECONFIG or give --gpus"
             )
         }
-        client => client.context("the cluster cannot be talked to; give --gpus")?,
-    };
+        client => client.context("the cluster cannot be talked to; give --gpus"),
+    }
+}
+
+async fn of_cluster(client: kube::Client, only: Option<&str>) -> Result<Vec<Asked>> {
     let slices: Api<ResourceSlice> = Api::all(client.clone());
     let mut fields = format!("spec.driver={DRIVER}");
     if let Some(node) = only {
@@ -208,6 +211,41 @@ gpu-1 (NVIDIA L4)
         );
     }
 
+    #[cfg(feature = "demo")]
+    #[tokio::test]
+    async fn a_cluster_is_asked_for_its_gpus_and_labels() {
+        use serde_json::json;
+        let api = divvy_fakes::apiserver::FakeApi::start(Default::default()).await.expect("an API server");
+        let client = api.client().expect("a client");
+        for node in ["a", "b"] {
+            let metadata = json!({"name": node, "labels": {"pool": node}});
+            api.put(json!({"apiVersion": "v1", "kind": "Node", "metadata": metadata}));
+            let device =
+                |name: &str| json!({"name": name, "attributes": {"productName": {"string": "NVIDIA L4"}}});
+            api.put(json!({
+                "apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": node},
+                "spec": {
+                    "driver": DRIVER, "nodeName": node,
+                    "pool": {"name": node, "generation": 1, "resourceSliceCount": 1},
+                    "devices": [device("gpu-1"), device("gpu-0"), device("gpu-0-timeslice")],
+                },
+            }));
+        }
+        let ask = async |only| {
+            let asked = of_cluster(client.clone(), only).await.map_err(|cause| cause.to_string())?;
+            let told = asked.into_iter().map(|node| {
+                let gpus: Vec<_> =
+                    node.gpus.iter().map(|(number, product)| format!("{number} {product}")).collect();
+                format!("{} {} {}", node.name, node.labels["pool"], gpus.join(", "))
+            });
+            Ok::<_, String>(told.collect::<Vec<_>>())
+        };
+        let row = |node: &str| format!("{node} {node} 0 NVIDIA L4, 1 NVIDIA L4");
+        assert_eq!(ask(None).await, Ok(vec![row("a"), row("b")]));
+        assert_eq!(ask(Some("b")).await, Ok(vec![row("b")]));
+        assert!(ask(Some("c")).await.is_err());
+    }
+
     #[test]
     fn a_list_of_gpus_counts_them() {
         let check = |text: &str, expected: &[&str]| {
@@ -215,7 +253,9 @@ gpu-1 (NVIDIA L4)
             assert_eq!(found, expected, "{text}");
         };
         check("2xA B", &["A B", "A B"]);
-        check("T4, 1xA10", &["T4", "A10"]);
+        check("Odd One, 1xThat Other", &["Odd One", "That Other"]);
+        #[cfg(feature = "demo")]
+        check("1xH100-SXM5-80GB", &["NVIDIA H100 80GB HBM3"]);
         assert!(listed("0xA").is_err() && listed("65xA").is_err());
     }
 }
