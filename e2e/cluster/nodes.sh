@@ -32,7 +32,7 @@ boot() { # boot NODE
     mount --bind "$dir/run" /run
     mount --bind "$dir/lib" /var/lib
     mount --bind "$dir/log" /var/log
-    mkdir -p "$driver_root" /run/cdi
+    mkdir -p "$driver_root"
     mount --rbind "$dir/gpus" "$driver_root"
     # As the init of a real node leaves it.
     mount --make-rshared /' boot "$dir" "$driver_root"
@@ -138,15 +138,13 @@ resolvConf: /etc/kubelet-resolv.conf
 evictionHard: {memory.available: 100Mi, nodefs.available: "1%", imagefs.available: "1%"}
 imageGCHighThresholdPercent: 100
 volumePluginDir: /var/lib/kubelet/volumeplugins
+syncFrequency: 10s
+featureGates: {$(sed 's/=/: /g; s/,/, /g' <<< "$gates")}
 END
   local there=(nsenter "--mount=$dir/ns/mnt" --)
   define "$node-containerd" "${there[@]}" containerd
   define "$node-kubelet" "${there[@]}" kubelet --config=/etc/kubelet.yaml --kubeconfig="$cluster/$node.kubeconfig" \
     --node-ip="10.88.$number.1" --hostname-override="$node" --v=2
-  define "$node-driver" "${there[@]}" "$target/debug/divvy-node" --node-name="$node" --kubeconfig="$cluster/divvy.kubeconfig" \
-    --driver-root="$driver_root" --proc-root="$driver_root/proc" --sys-root="$driver_root/sys" \
-    --hook="$hook" --http-address="127.0.0.1:1636$number" --mig-hold-off=2s
-  echo "http://127.0.0.1:1636$number/readyz" > "$dir/readyz"
 
   boot "$node"
   start "$node-containerd"

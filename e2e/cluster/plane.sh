@@ -16,6 +16,8 @@ remember_host() {
 
 add_bridge() { # add_bridge NAME ADDRESS
   ip link add "$1" type bridge
+  # Its own, or it takes the lowest of its ports', and pods lose it as ports come and go.
+  ip link set "$1" address "$(cat "/sys/class/net/$1/address")"
   ip address add "$2/24" dev "$1"
   ip link set "$1" up
 }
@@ -50,6 +52,8 @@ END
   chmod 600 "$cluster"/*.kubeconfig "$cluster/tokens.csv"
   export KUBECONFIG=$cluster/admin.kubeconfig
 
+  # Of all components alike.
+  local switches=(${gates:+"--feature-gates=$gates"})
   local etcd=http://127.0.0.1:$etcd_port peer=http://127.0.0.1:$((etcd_port + 1))
   define etcd etcd --data-dir="$cluster/etcd" --name=e --unsafe-no-fsync \
     --listen-client-urls="$etcd" --advertise-client-urls="$etcd" \
@@ -60,12 +64,14 @@ END
     --service-account-key-file="$cluster/sa.key" --service-account-signing-key-file="$cluster/sa.key" \
     --service-account-issuer=https://kubernetes.default.svc --token-auth-file="$cluster/tokens.csv" \
     --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true \
-    --endpoint-reconciler-type=none --enable-aggregator-routing=true --kubelet-preferred-address-types=InternalIP
+    --endpoint-reconciler-type=none --enable-aggregator-routing=true --kubelet-preferred-address-types=InternalIP \
+    "${switches[@]}"
   define kcm kube-controller-manager --kubeconfig="$cluster/admin.kubeconfig" --use-service-account-credentials=false \
     --service-account-private-key-file="$cluster/sa.key" --root-ca-file="$cluster/certs/apiserver.crt" \
-    --leader-elect=false --bind-address=127.0.0.1 --secure-port=11257 --flex-volume-plugin-dir="$cluster/flex"
+    --leader-elect=false --bind-address=127.0.0.1 --secure-port=11257 --flex-volume-plugin-dir="$cluster/flex" \
+    "${switches[@]}"
   define scheduler kube-scheduler --kubeconfig="$cluster/scheduler.kubeconfig" --leader-elect=false \
-    --bind-address=127.0.0.1 --secure-port=11259
+    --bind-address=127.0.0.1 --secure-port=11259 "${switches[@]}"
   start etcd
   wait_for etcd 30 curl -sf "$etcd/health"
   start apiserver

@@ -31,9 +31,15 @@ pub struct Args {
     /// The simulator's command
     #[arg(long, value_name = "FILE", default_value = "target/debug/divvy-sim")]
     pub sim: PathBuf,
+    /// The repository's manifests
+    #[arg(long, value_name = "DIR", default_value = "manifests")]
+    pub manifests: PathBuf,
     /// Kubeconfig of an administrator [default: admin.kubeconfig in DIR]
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
+    /// The scenarios for a cluster without partitionable devices and consumable capacity
+    #[arg(long)]
+    pub gates_off: bool,
     /// Only scenarios whose name holds this
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub only: String,
@@ -64,8 +70,8 @@ pub fn main() -> ExitCode {
 
 /// Runs what is asked for and answers how many scenarios failed.
 async fn run(args: Args) -> Result<usize> {
-    let chosen: Vec<_> =
-        scenarios::ALL.iter().filter(|scenario| scenario.name.contains(&args.only)).collect();
+    let all = if args.gates_off { scenarios::GATES_OFF } else { scenarios::ALL };
+    let chosen: Vec<_> = all.iter().filter(|scenario| scenario.name.contains(&args.only)).collect();
     if args.list {
         chosen.iter().for_each(|scenario| println!("{}", scenario.name));
         return Ok(0);

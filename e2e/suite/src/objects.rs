@@ -1,7 +1,8 @@
 //! The objects that scenarios put into the cluster, in the form in which a user
 //! would write them.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 
 /// Where a pod's claim comes from.
 #[derive(Clone, Copy)]
@@ -13,27 +14,84 @@ pub(crate) enum Claim<'a> {
 }
 
 /// A pod that prints what it sees of GPUs and stays.
-pub(crate) fn pod(name: &str, claim: Claim<'_>) -> Value {
-    let source = match claim {
-        Claim::Template(name) => json!({"name": "gpus", "resourceClaimTemplateName": name}),
-        Claim::Shared(name) => json!({"name": "gpus", "resourceClaimName": name}),
-    };
-    let script = "trap 'exit 0' TERM; nvidia-smi -L; echo end; sleep 2147483647 & wait";
-    json!({
-        "metadata": {"name": name},
-        "spec": {
-            "terminationGracePeriodSeconds": 2,
-            "resourceClaims": [source],
-            "containers": [{
-                "name": "main",
-                "image": "localhost/glibc:1",
-                "imagePullPolicy": "Never",
-                "command": ["sh", "-c", script],
-                "resources": {"claims": [{"name": "gpus"}]},
-            }],
-        },
-    })
+pub(crate) struct Worker<'a> {
+    pub(crate) name: &'a str,
+    claims: Vec<Claim<'a>>,
+    limits: BTreeMap<&'a str, String>,
+    user: Option<i64>,
+    work: &'a str,
 }
+
+impl<'a> Worker<'a> {
+    pub(crate) fn new(name: &'a str) -> Self {
+        Self { name, claims: Vec::new(), limits: BTreeMap::new(), user: None, work: STAYS }
+    }
+
+    pub(crate) fn claim(mut self, claim: Claim<'a>) -> Self {
+        self.claims.push(claim);
+        self
+    }
+
+    /// An extended resource, as for a device plugin.
+    pub(crate) fn limit(mut self, resource: &'a str, count: u32) -> Self {
+        self.limits.insert(resource, count.to_string());
+        self
+    }
+
+    pub(crate) fn user(mut self, uid: i64) -> Self {
+        self.user = Some(uid);
+        self
+    }
+
+    /// A shell command that stays instead of `sleep`; when it ends, so does the container.
+    pub(crate) fn work(mut self, command: &'a str) -> Self {
+        self.work = command;
+        self
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let claim = |(n, claim): (usize, &Claim<'_>)| match claim {
+            Claim::Template(name) => json!({"name": format!("c{n}"), "resourceClaimTemplateName": name}),
+            Claim::Shared(name) => json!({"name": format!("c{n}"), "resourceClaimName": name}),
+        };
+        let used: Vec<_> = (0..self.claims.len()).map(|n| json!({"name": format!("c{n}")})).collect();
+        let mut container = suites(self.work);
+        container.extend([
+            ("name".to_owned(), json!("main")),
+            ("resources".to_owned(), json!({"claims": used, "limits": self.limits})),
+        ]);
+        let mut pod = json!({
+            "metadata": {"name": self.name},
+            "spec": {
+                "terminationGracePeriodSeconds": 2,
+                "resourceClaims": self.claims.iter().enumerate().map(claim).collect::<Vec<_>>(),
+                "containers": [container],
+            },
+        });
+        if let Some(uid) = self.user {
+            pod["spec"]["securityContext"] = json!({"runAsUser": uid});
+        }
+        pod
+    }
+}
+
+/// What of a container is the suite's own: it prints what it sees of GPUs, then
+/// works, and ends with its work.
+pub(crate) fn suites(work: &str) -> Map<String, Value> {
+    let script = format!("trap 'exit 0' TERM; nvidia-smi -L; echo '{SEEN}'; {work} & wait $!");
+    Map::from_iter([
+        ("image".to_owned(), json!(IMAGE)),
+        ("imagePullPolicy".to_owned(), json!("Never")),
+        ("command".to_owned(), json!(["sh", "-c", script])),
+    ])
+}
+
+/// The image of e2e/cluster/image.
+const IMAGE: &str = "localhost/glibc:1";
+/// The line after the output of `nvidia-smi -L`.
+pub(crate) const SEEN: &str = "-- seen";
+/// Work that takes nothing.
+pub(crate) const STAYS: &str = "sleep 2147483647";
 
 /// A request for one device of a class that satisfies a CEL expression.
 pub(crate) fn request(name: &str, class: &str, cel: &str) -> Value {
@@ -69,6 +127,13 @@ pub(crate) fn devices(requests: &[Value]) -> Value {
     json!({"devices": {"requests": requests}})
 }
 
+/// What a request takes of a device that several claims hold.
+pub(crate) fn taking(mut request: Value, capacity: &[(&str, &str)]) -> Value {
+    let amounts: BTreeMap<_, _> = capacity.iter().copied().collect();
+    request["exactly"]["capacity"] = json!({"requests": amounts});
+    request
+}
+
 /// A MIG instance of a profile.
 pub(crate) fn profile(name: &str) -> String {
     format!("device.attributes['gpu.divvy.dev'].profile == '{name}'")
@@ -86,3 +151,5 @@ pub(crate) fn uuid(gpu: &str) -> String {
 
 pub(crate) const GPU: &str = "gpu.divvy.dev";
 pub(crate) const MIG: &str = "mig.divvy.dev";
+pub(crate) const TIMESLICE: &str = "timeslice.divvy.dev";
+pub(crate) const MPS: &str = "mps.divvy.dev";

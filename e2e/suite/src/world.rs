@@ -2,7 +2,7 @@
 //! the GPUs hold, and the power switches.
 
 use crate::Args;
-use crate::objects::{Claim, pod};
+use crate::objects::{Claim, SEEN, Worker};
 use anyhow::{Context, Result, bail, ensure};
 use divvy_api::DeviceName;
 use divvy_model::DeviceId;
@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Longer than a kubelet's back-off between two tries to start a pod.
@@ -28,6 +28,10 @@ pub(crate) struct World {
     pub(crate) claims: Api<ResourceClaim>,
     pub(crate) templates: Api<ResourceClaimTemplate>,
     pub(crate) slices: Api<ResourceSlice>,
+    pub(crate) client: Client,
+    config: Config,
+    /// The repository's manifests.
+    pub(crate) manifests: PathBuf,
     nodes: Api<Node>,
     events: Api<Event>,
     dir: PathBuf,
@@ -45,12 +49,52 @@ pub(crate) struct Gpu {
     #[serde(default)]
     pub(crate) mig: Mig,
     #[serde(default)]
+    pub(crate) compute_mode: ComputeMode,
+    /// The time-slice interval in the driver's own numbers, 0 its default.
+    #[serde(default)]
+    pub(crate) timeslice: u32,
+    #[serde(default)]
     pub(crate) instances: Vec<Instance>,
+    #[serde(default)]
+    pub(crate) processes: Vec<Process>,
+}
+
+/// A process with memory on a GPU.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+pub(crate) struct Process {
+    pub(crate) name: String,
+    pub(crate) memory_mib: u64,
+}
+
+/// What a stand-in for a CUDA process says it has got.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Connected {
+    /// Whether through MPS.
+    pub(crate) mps: bool,
+    pub(crate) device: String,
+    /// Process id of the MPS server.
+    #[serde(default)]
+    pub(crate) server: u32,
+    #[serde(default)]
+    pub(crate) thread_percentage: f64,
+    #[serde(default)]
+    pub(crate) memory_limit_mib: Option<u64>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
 pub(crate) struct Mig {
     pub(crate) current: bool,
+}
+
+/// Who may use a GPU, in NVML's numbers.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(transparent)]
+pub(crate) struct ComputeMode(u32);
+
+impl ComputeMode {
+    pub(crate) const DEFAULT: Self = Self(0);
+    pub(crate) const EXCLUSIVE_PROCESS: Self = Self(3);
 }
 
 /// A GPU instance.
@@ -84,7 +128,7 @@ impl World {
         let kubeconfig =
             Kubeconfig::read_from(&file).with_context(|| format!("reading {}", file.display()))?;
         let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
-        let client = Client::try_from(config)?;
+        let client = Client::try_from(config.clone())?;
         // Only namespaces with this label may ask for adminAccess.
         let label = json!({"metadata": {"labels": {"resource.kubernetes.io/admin-access": "true"}}});
         let namespaces: Api<Namespace> = Api::all(client.clone());
@@ -95,11 +139,21 @@ impl World {
             templates: Api::default_namespaced(client.clone()),
             slices: Api::all(client.clone()),
             nodes: Api::all(client.clone()),
-            events: Api::default_namespaced(client),
+            events: Api::default_namespaced(client.clone()),
+            client,
+            config,
+            manifests: args.manifests.clone(),
             dir: args.dir.clone(),
             ctl: args.ctl.clone(),
             sim: args.sim.clone(),
         })
+    }
+
+    /// A client that is known by that token alone.
+    pub(crate) fn with_token(&self, token: String) -> Result<Client> {
+        let mut config = self.config.clone();
+        config.auth_info = kube::config::AuthInfo { token: Some(token.into()), ..Default::default() };
+        Ok(Client::try_from(config)?)
     }
 
     /// Waits for slices of every node.
@@ -128,7 +182,11 @@ impl World {
     }
 
     pub(crate) async fn pod(&self, name: &str, claim: Claim<'_>) -> Result<()> {
-        self.pods.create(&PostParams::default(), &serde_json::from_value(pod(name, claim))?).await?;
+        self.start(&Worker::new(name).claim(claim)).await
+    }
+
+    pub(crate) async fn start(&self, worker: &Worker<'_>) -> Result<()> {
+        self.pods.create(&PostParams::default(), &serde_json::from_value(worker.json())?).await?;
         Ok(())
     }
 
@@ -189,12 +247,16 @@ impl World {
     /// The devices that a pod's claims hold.
     pub(crate) async fn held(&self, pod: &str) -> Result<BTreeSet<Held>> {
         let pod = self.pods.get(pod).await?;
-        let spec = pod.spec.unwrap_or_default();
-        let own = pod.status.unwrap_or_default().resource_claim_statuses.unwrap_or_default();
-        let shared = spec.resource_claims.unwrap_or_default();
-        let names = own.into_iter().filter_map(|status| status.resource_claim_name);
-        let names: BTreeSet<_> =
-            names.chain(shared.into_iter().filter_map(|c| c.resource_claim_name)).collect();
+        let status = pod.status.unwrap_or_default();
+        let own = status.resource_claim_statuses.unwrap_or_default();
+        let shared = pod.spec.unwrap_or_default().resource_claims.unwrap_or_default();
+        let of_resources = status.extended_resource_claim_status.map(|status| status.resource_claim_name);
+        let names: BTreeSet<_> = own
+            .into_iter()
+            .filter_map(|status| status.resource_claim_name)
+            .chain(shared.into_iter().filter_map(|claim| claim.resource_claim_name))
+            .chain(of_resources)
+            .collect();
         let mut held = BTreeSet::new();
         for name in names {
             let claim = self.claims.get(&name).await?;
@@ -260,12 +322,14 @@ impl World {
         }
     }
 
-    /// Every GPU of every node whole: no instance, and MIG mode off where it can be.
+    /// Every GPU of every node as its driver leaves it: whole, and nobody's own.
     async fn whole(&self) -> Result<()> {
         eventually("all GPUs whole", || async {
             for node in NODES {
                 for gpu in self.gpus(node)? {
-                    ensure!(gpu.instances.is_empty() && !gpu.mig.current, "{node} has {gpu:?}");
+                    let whole = gpu.instances.is_empty() && !gpu.mig.current;
+                    let nobodys = gpu.compute_mode == ComputeMode::DEFAULT && gpu.timeslice == 0;
+                    ensure!(whole && nobodys, "{node} has {gpu:?}");
                 }
             }
             Ok(())
@@ -293,17 +357,44 @@ impl World {
     /// UUIDs in the latest output of `nvidia-smi -L`, once it is complete.
     async fn seen(&self, name: &str) -> Result<BTreeSet<String>> {
         let text = self.pods.logs(name, &LogParams::default()).await?;
-        let lines: Vec<&str> = text.lines().collect();
-        ensure!(lines.last() == Some(&"end"), "its output is {lines:?}");
-        let uuid = |line: &&str| Some(line.split_once("UUID: ")?.1.split(')').next()?.to_owned());
-        Ok(lines.iter().filter_map(uuid).collect())
+        let (seen, _) = text.split_once(SEEN).with_context(|| format!("its output is {text:?}"))?;
+        let uuid = |line: &str| Some(line.split_once("UUID: ")?.1.split(')').next()?.to_owned());
+        Ok(seen.lines().filter_map(uuid).collect())
+    }
+
+    /// What the pod's `divvy-sim client` has got, once it is connected.
+    pub(crate) async fn connected(&self, name: &str) -> Result<Connected> {
+        let last = async || {
+            let text = self.pods.logs(name, &LogParams::default()).await?;
+            let line = text.lines().rev().find(|line| line.starts_with('{'));
+            anyhow::Ok(serde_json::from_str(line.with_context(|| format!("its output is {text:?}"))?)?)
+        };
+        eventually(&format!("pod {name} connected"), || async { last().await.map(|_: Connected| ()) })
+            .await?;
+        last().await
     }
 
     // The power switches.
 
     pub(crate) fn ctl(&self, verb: &str, name: &str) -> Result<()> {
+        self.output(&[verb, name]).map(|_| ())
+    }
+
+    /// Helm on the release; `{chart}` and `{values}` stand for the chart and this cluster's values.
+    pub(crate) fn helm(&self, arguments: &[&str]) -> Result<String> {
+        self.output(&[&["helm"], arguments].concat())
+    }
+
+    /// The same, in the background.
+    pub(crate) fn spawn_helm(&self, arguments: &[&str]) -> Result<Child> {
         let mut command = Command::new(&self.ctl);
-        output(command.arg(&self.dir).arg(verb).arg(name)).map(|_| ())
+        command.arg(&self.dir).arg("helm").args(arguments).stdout(Stdio::null());
+        command.spawn().with_context(|| format!("{command:?}"))
+    }
+
+    /// Runs `ctl` and answers what it prints.
+    pub(crate) fn output(&self, arguments: &[&str]) -> Result<String> {
+        output(Command::new(&self.ctl).arg(&self.dir).args(arguments))
     }
 
     pub(crate) fn sim(&self, node: &str, args: &[&str]) -> Result<String> {
@@ -312,8 +403,7 @@ impl World {
 
     // Between scenarios.
 
-    /// Deletes what a scenario made and waits until every GPU is whole.
-    pub(crate) async fn clean(&self) -> Result<()> {
+    pub(crate) async fn delete_all_pods(&self) -> Result<()> {
         let all = ListParams::default();
         self.pods.delete_collection(&DeleteParams::default(), &all).await?;
         eventually("pods gone", || async {
@@ -322,7 +412,13 @@ impl World {
             ensure!(left.is_empty(), "{left:?} are still there");
             Ok(())
         })
-        .await?;
+        .await
+    }
+
+    /// Deletes what a scenario made and waits until every GPU is whole.
+    pub(crate) async fn clean(&self) -> Result<()> {
+        let all = ListParams::default();
+        self.delete_all_pods().await?;
         self.templates.delete_collection(&DeleteParams::default(), &all).await?;
         self.claims.delete_collection(&DeleteParams::default(), &all).await?;
         eventually("claims gone", || async {
@@ -331,6 +427,12 @@ impl World {
         })
         .await?;
         self.whole().await
+    }
+
+    /// Events about nodes.
+    pub(crate) async fn node_events(&self, reason: &str) -> Result<Vec<Event>> {
+        let fields = format!("involvedObject.kind=Node,reason={reason}");
+        Ok(self.events.list(&ListParams::default().fields(&fields)).await?.items)
     }
 
     /// Warnings of the last minutes, for a person who looks at a failure.

@@ -1,6 +1,12 @@
 //! The scenarios, by what they are about.
 
+mod admission;
+mod degraded;
+mod examples;
 mod failures;
+mod install;
+mod modes;
+mod mps;
 mod sharing;
 
 use crate::world::World;
@@ -28,9 +34,36 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     sharing::seven_slices_are_seven_pods_and_the_eighth_waits,
     sharing::a_gpu_goes_from_mig_to_whole_and_back,
     sharing::admin_access_looks_on_and_takes_nothing,
+    modes::all_modes_run_on_one_node_at_once,
+    modes::one_gpu_goes_through_every_mode,
+    modes::slots_add_up_and_keep_every_other_mode_away,
+    modes::one_claim_may_mix_modes_of_different_gpus,
+    modes::a_list_of_choices_may_mix_modes,
+    mps::two_users_are_clients_of_one_gpu_at_once,
+    mps::pods_share_one_claims_gpu_by_mps,
+    mps::clients_outlive_the_node_daemon,
+    mps::a_deleted_keeper_comes_back_with_its_daemons,
+    admission::pods_of_the_device_plugin_run_unchanged,
+    admission::each_profile_has_its_class,
+    admission::what_prepare_would_refuse_is_not_accepted,
+    admission::a_nodes_driver_writes_its_own_slices_only,
+    admission::a_claims_status_tells_its_devices,
+    examples::every_example_runs,
+    install::a_node_configuration_takes_effect_without_a_restart,
     failures::a_killed_driver_disturbs_no_pod_and_catches_up,
     failures::a_restarted_kubelet_finds_the_slices_again,
     failures::a_force_deleted_pod_gives_its_gpu_back,
     failures::a_reboot_with_a_lost_gpu_keeps_numbers_and_claims,
     failures::a_minute_without_the_api_server_costs_nothing,
+    install::an_upgrade_disturbs_no_pod,
+    install::uninstall_is_refused_while_claims_live_and_leaves_nothing,
+];
+
+/// For a server that keeps neither counters nor capacity.
+pub(crate) const GATES_OFF: &[Scenario] = scenarios![
+    degraded::whole_gpus_are_all_there_is,
+    degraded::instances_that_exist_are_used_as_they_are,
+    degraded::what_is_missing_is_said,
+    sharing::pods_share_a_whole_gpu_by_one_claim,
+    sharing::two_gpus_are_neighbours_by_nvlink,
 ];

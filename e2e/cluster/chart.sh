@@ -1,0 +1,111 @@
+# Divvy in the cluster, as an administrator installs it: image, values, chart.
+
+namespace=divvy
+driver_selector=app.kubernetes.io/component=node
+
+helm_() { # helm_ ARGUMENTS...: with {chart} and {values} filled in
+  local arguments=("${@//\{chart\}/$repo/manifests/chart}")
+  "$("$repo/e2e/helm/build")" --namespace "$namespace" "${arguments[@]//\{values\}/$cluster/values.yaml}"
+}
+
+build_image() { # build_image OUT.tar
+  "$repo/manifests/image/build" --profile dev --name localhost/divvy:0 "$target/image-dev" > /dev/null
+  cp "$target/image-dev/divvy.tar" "$1"
+}
+
+# Gives the nodes the image and the labels, and makes the values.
+prepare_chart() {
+  local node
+  for node in n1 n2; do
+    enter "$node" ctr -n k8s.io images import "$cluster/divvy.tar" > "$cluster/$node/import.log" 2>&1
+    # An upgrade is the same image by another name.
+    enter "$node" ctr -n k8s.io images tag --force localhost/divvy:0 localhost/divvy:next > /dev/null
+    kubectl label "node/$node" nvidia.com/gpu.present=true > /dev/null
+  done
+  # What differs from an ordinary cluster: GPUs in a directory, no kube-proxy, and
+  # no half a minute to wait until a GPU's MIG mode is off.
+  cat > "$cluster/values.yaml" <<END
+image: {repository: localhost/divvy, tag: "0"}
+nvidiaDriverRoot: $driver_root
+k8sServiceHost: $apiserver
+k8sServicePort: "$apiserver_port"
+kubeletPlugin:
+  procRoot: $driver_root/proc
+  sysRoot: $driver_root/sys
+  migHoldOff: 2s
+END
+}
+
+# Examples and renderings, but for kinds of other projects.
+validate_manifests() {
+  local file
+  kubectl create namespace "$namespace" > /dev/null
+  for file in "$repo"/manifests/examples/*.yaml "$repo"/manifests/rendered/*.yaml; do
+    awk 'BEGIN { RS = ORS = "\n---\n" } !/(^|\n)apiVersion: (cert-manager|monitoring\.coreos)/' "$file" |
+      kubectl apply --dry-run=server -f - > /dev/null || die "$file is refused"
+  done
+}
+
+install_chart() {
+  helm_ install divvy "{chart}" --values "{values}" --create-namespace --wait --timeout 3m > /dev/null
+}
+
+driver_address() { # driver_address NODE: of the pod that is to serve
+  kubectl -n "$namespace" get pods --field-selector "spec.nodeName=$1,status.phase=Running" -l "$driver_selector" \
+    -o jsonpath='{.items[*].status.podIP}'
+}
+
+driver_serves() { # driver_serves NODE
+  local address
+  address=$(driver_address "$1")
+  [ -n "$address" ] && curl -sf -m 2 "http://${address##* }:9843/readyz"
+}
+
+# A DaemonSet has its pod everywhere at once, unless the scheduler finds no place: a
+# pod that stands no node daemon beside it keeps it away, and the keeper stays.
+send_driver_away() { # send_driver_away NODE
+  kubectl apply -f - > /dev/null <<END
+apiVersion: v1
+kind: Pod
+metadata: {name: no-driver-on-$1, namespace: kube-system}
+spec:
+  nodeName: $1
+  terminationGracePeriodSeconds: 0
+  tolerations: [{operator: Exists}]
+  containers: [{name: pause, image: "localhost/pause:1", imagePullPolicy: Never}]
+  affinity:
+    podAntiAffinity:
+      requiredDuringSchedulingIgnoredDuringExecution:
+        - topologyKey: kubernetes.io/hostname
+          namespaces: [$namespace]
+          labelSelector: {matchLabels: {app.kubernetes.io/component: node}}
+END
+  kubectl -n "$namespace" delete pods --field-selector "spec.nodeName=$1" -l "$driver_selector" "${@:2}" > /dev/null 2>&1
+}
+
+let_driver_back() { # let_driver_back NODE
+  kubectl -n kube-system delete pod "no-driver-on-$1" --ignore-not-found > /dev/null
+}
+
+crash() { # crash NODE PROGRAM
+  local pid
+  for pid in $(node_pids "$1"); do
+    [ "$(cat "/proc/$pid/comm" 2> /dev/null)" != "$2" ] || kill -KILL "$pid"
+  done
+}
+
+# Whatever of Divvy is on the nodes or in the cluster; empty directories are not.
+leftovers() {
+  local node kind
+  for node in n1 n2; do
+    enter "$node" find /run/divvy /run/cdi /var/lib/kubelet/plugins /var/lib/kubelet/plugins_registry \
+      \( -path '*divvy*' -o -path '/run/divvy/*' \) ! -type d -printf "$node: %p\n" 2> /dev/null || true
+  done
+  for kind in $(kubectl api-resources --verbs=list -o name | grep -v '^events'); do
+    # The namespace is the administrator's, and what Kubernetes itself puts into it.
+    kubectl get "$kind" --all-namespaces --ignore-not-found -o json |
+      jq -r '.items[] | select([.metadata.name, .metadata.namespace // "", (.metadata.labels // {} | tostring)] | any(test("divvy")))
+        | select(.kind != "Namespace" and .kind != "PodMetrics" and .metadata.name != "default" and .metadata.name != "kube-root-ca.crt")
+        | "\(.kind) \(.metadata.name)"'
+  done
+}
