@@ -90,7 +90,8 @@ let_driver_back() { # let_driver_back NODE
 crash() { # crash NODE PROGRAM
   local pid
   for pid in $(node_pids "$1"); do
-    [ "$(cat "/proc/$pid/comm" 2> /dev/null)" != "$2" ] || kill -KILL "$pid"
+    # Not by its short name, which is `exe` since the daemons start themselves anew.
+    [ "$(tr '\0' '\n' 2> /dev/null < "/proc/$pid/cmdline" | head -1)" != "/usr/bin/$2" ] || kill -KILL "$pid"
   done
 }
 
