@@ -9,14 +9,11 @@
 sysctls="vm/overcommit_memory kernel/panic kernel/panic_on_oops fs/file-max fs/nr_open"
 host_dirs="/lib/modules /etc/docker /opt/containerd /run/docker /run/containerd"
 
-# inside COMMAND...: runs it where the cluster's addresses are, which with the
-# docker of the machine is here.
+# What to put before a command, so that it runs where the cluster's addresses
+# are. With the docker of the machine that is here.
 inside() {
-  if [ -e "$cluster/proc/holder" ]; then
-    nsenter --net="/proc/$(cat "$cluster/proc/holder/pid")/ns/net" "$@"
-  else
-    "$@"
-  fi
+  [ ! -e "$cluster/proc/holder" ] \
+    || echo "nsenter --net=/proc/$(cat "$cluster/proc/holder/pid")/ns/net env DOCKER_HOST=unix://$cluster/docker.sock"
 }
 
 engine_up() {
@@ -27,7 +24,7 @@ engine_up() {
   define holder unshare --net --mount --propagation slave sleep infinity
   start holder
   wait_for "the engine's namespaces" 10 separated
-  inside ip link set lo up
+  $(inside) ip link set lo up
   # The one on the data is left to a process of its own: two would destroy them.
   define dockerd nsenter --net --mount --target "$(cat "$cluster/proc/holder/pid")" \
     flock --no-fork --nonblock "$cache/docker.lock" \
