@@ -70,6 +70,8 @@ kind: Pod
 metadata: {name: no-driver-on-$1, namespace: kube-system}
 spec:
   nodeName: $1
+  # No less than the daemon's own, which would make room for itself.
+  priorityClassName: system-node-critical
   terminationGracePeriodSeconds: 0
   tolerations: [{operator: Exists}]
   containers: [{name: pause, image: "localhost/pause:1", imagePullPolicy: Never}]
