@@ -27,7 +27,7 @@ use divvy_model::inventory::{Mig, MigMode, MigToggle, Presence};
 use divvy_model::{Gpu, Inventory};
 use futures::future::join_all;
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -35,6 +35,8 @@ use tokio::time::Instant;
 const ROUND: Duration = Duration::from_secs(10);
 /// How long the start may wait for all MPS control daemons together.
 const DAEMONS_WITHIN: Duration = Duration::from_secs(5);
+/// How long one claim may wait for them later, with its GPUs locked.
+const DAEMON_WITHIN: Duration = Duration::from_secs(2);
 
 /// What became of a claim.
 enum Settled {
@@ -127,7 +129,7 @@ impl Inner {
             }
         };
         for record in claims {
-            let by = Instant::now() + mps::START_WITHIN;
+            let by = Instant::now() + DAEMON_WITHIN;
             let settled = self.settle_claim(&record.claim.uid, by).await;
             note(&mut report, record.claim.clone(), settled);
         }
@@ -136,6 +138,16 @@ impl Inner {
 
     /// One claim; MPS control daemons are waited for until `by`.
     async fn settle_claim(self: &Arc<Self>, uid: &ClaimUid, by: Instant) -> Result<Settled, NotGivenBack> {
+        let settled = self.try_to_settle(uid, by).await;
+        let mut unsettled = self.unsettled.lock().unwrap_or_else(PoisonError::into_inner);
+        match &settled {
+            Ok(_) => unsettled.remove(uid),
+            Err(_) => unsettled.insert(uid.clone()),
+        };
+        settled
+    }
+
+    async fn try_to_settle(self: &Arc<Self>, uid: &ClaimUid, by: Instant) -> Result<Settled, NotGivenBack> {
         let _claim = self.claims.lock(uid).await;
         let (mut locked, record) = match self.lock(uid, BTreeSet::new()).await {
             Ok(locked) => locked,
@@ -344,10 +356,12 @@ impl Inner {
         gpu.is_some_and(|gpu| matches!(gpu.mig, Mig::Supported { toggle: MigToggle::Live, .. }))
     }
 
-    /// Whether a claim on it waits to be undone and nobody is at it.
+    /// Whether a claim on it waits to be undone or made good, and nobody is at it.
     fn is_half_done(&self, gpu: &Gpu) -> bool {
+        let unsettled = self.unsettled.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let waits = |record: &Arc<ClaimRecord>| {
-            record.state != HeldState::Prepared && !self.claims.is_busy(&record.claim.uid)
+            let uid = &record.claim.uid;
+            (record.state != HeldState::Prepared || unsettled.contains(uid)) && !self.claims.is_busy(uid)
         };
         self.records.on(&gpu.uuid).iter().any(waits)
     }

@@ -37,8 +37,9 @@ use divvy_model::inventory::Origin;
 use divvy_model::{Inventory, Mig};
 use locks::ClaimLocks;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
@@ -193,6 +194,8 @@ pub(crate) struct Inner {
     pub(crate) records: Records,
     pub(crate) locks: Arc<Locks>,
     pub(crate) claims: ClaimLocks,
+    /// Claims that recovery could not settle; it tries them again.
+    pub(crate) unsettled: Mutex<BTreeSet<ClaimUid>>,
     daemons: watch::Sender<Arc<Daemons>>,
     /// Somebody's record has changed; who watches over what records say looks again.
     prepared_or_released: Notify,
@@ -220,6 +223,7 @@ impl Engine {
             records,
             locks: Arc::new(locks),
             claims: ClaimLocks::default(),
+            unsettled: Mutex::default(),
             daemons: watch::Sender::default(),
             prepared_or_released: Notify::new(),
             tasks: TaskTracker::new(),

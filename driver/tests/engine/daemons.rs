@@ -73,7 +73,9 @@ impl Drop for Keeper {
 fn client(world: &World, claim: &str, uid: &str, with_environment: bool) -> (Running, Value) {
     let file: Value = serde_json::from_slice(&std::fs::read(world.cdi_file(claim)).unwrap()).unwrap();
     let edits = &file["devices"][0]["containerEdits"];
-    let pipe = edits["mounts"][0]["hostPath"].as_str().unwrap();
+    let mut mounts = edits["mounts"].as_array().unwrap().iter();
+    let pipe = mounts.find(|mount| mount["containerPath"] == "/tmp/nvidia-mps").unwrap();
+    let pipe = pipe["hostPath"].as_str().unwrap();
     let mut command = Command::new(program("divvy-sim"));
     command.arg("--root").arg(world.sim.root()).args(["client", "--uid", uid, "--pipe", pipe]);
     // What it complains of at its end is what the test brought about.
