@@ -2,7 +2,8 @@
 //! for hardware that fails: its exit code tells the truth and the GPUs end as
 //! they began.
 
-use std::process::{Command, Output};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Output, Stdio};
 
 fn demo(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_divvy")).arg("demo").args(arguments).output().expect("divvy starts")
@@ -44,10 +45,81 @@ fn check(gpus: &str, claims: &str, more: &[&str], succeeds: bool, says: &[&str])
 }
 
 #[test]
-fn the_built_in_examples_are_served() {
+fn one_gpu_goes_through_all_modes() {
     let out = demo(&[]);
     let text = String::from_utf8_lossy(&out.stdout);
     assert!(out.status.success(), "{text}\n{}", String::from_utf8_lossy(&out.stderr));
+    let mut rest: &str = &text;
+    for words in [
+        "two-slots-more gets nothing: no device: claim default/two-slots-more does not fit",
+        "1 without enough capacity",
+        "all-of-it gets nothing",
+        "1 overlapping devices in use",
+        "time slice Long",
+        "time-slice: notebook 1, video 2, the-last-slot 1",
+        "the GPUs are as they began",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=30",
+        "/tmp/nvidia-mps is run/mps/GPU-",
+        "30 % of the threads, at most 8192 MiB",
+        "50 % of the threads, at most 10240 MiB",
+        "more-threads-than-are-left gets nothing",
+        "a-slice-of-it gets nothing",
+        "exclusive process",
+        "MPS: chat 30 % 8Gi, search 50 % 10Gi",
+        "the GPUs are as they began",
+        "a-slot-of-it gets nothing",
+        "is GPU instance",
+        "the GPUs are as they began",
+        "a-client-of-it gets nothing",
+        "whole: training",
+        "the GPUs are as they began",
+    ] {
+        let at = rest.find(words).unwrap_or_else(|| panic!("no {words:?} where it should be in\n{text}"));
+        rest = &rest[at + words.len()..];
+    }
+}
+
+#[test]
+fn a_claim_that_must_be_refused_and_is_served_is_told() {
+    let claims = profile("welcome", "1g.10gb")
+        .replace("{name: welcome}", "{name: welcome, annotations: {demo.divvy.dev/expect: refused}}");
+    check("1xH100-SXM5-80GB", &claims, &[], false, &["welcome: it was to get nothing"]);
+}
+
+#[test]
+fn an_mps_client_that_is_not_let_in_is_told() {
+    let claims = claim("unlucky", "mps.divvy.dev", "true");
+    let fault = ["--fault", "mps-server-start=UNKNOWN"];
+    check(
+        "1xH100-SXM5-80GB",
+        &claims,
+        &fault,
+        false,
+        &["unlucky: its client was not let in", "the MPS server did not start"],
+    );
+}
+
+#[test]
+fn what_is_kept_is_released_by_an_interrupt() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_divvy"))
+        .args(["demo", "--gpus", "1xH100-SXM5-80GB", "--keep"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("divvy starts");
+    let out = BufReader::new(child.stdout.take().expect("output"));
+    let mut text = String::new();
+    for line in out.lines() {
+        let line = line.expect("a line");
+        if line.contains("Ctrl-C releases everything") {
+            let interrupt = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+            assert!(interrupt.expect("kill starts").success());
+        }
+        text.push_str(&line);
+        text.push('\n');
+    }
+    assert!(child.wait().expect("an end").success(), "{text}");
+    let (_, after) = text.split_once("Ctrl-C releases everything").expect("kept");
+    assert!(after.contains("training released, the GPUs are as they began"), "{text}");
 }
 
 #[test]

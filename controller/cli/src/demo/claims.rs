@@ -3,6 +3,7 @@
 //!
 //! A template becomes one claim, as it does for each pod; a pod instantiates
 //! the templates it names. Anything else is an error that says which document.
+//! A claim that is there to be refused says so by an annotation.
 
 use anyhow::{Context, Result, anyhow, bail};
 use k8s_openapi::api::core::v1::Pod;
@@ -11,16 +12,24 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Annotation of a claim for which there must be no device, with the value [`REFUSED`].
+const EXPECT: &str = "demo.divvy.dev/expect";
+const REFUSED: &str = "refused";
+/// Stands for the UUID of the GPU whose modes are toured, which is known only when it is there.
+const TOURED: &str = "GPU-OF-THE-TOUR";
+
 /// What to allocate, in the order written.
 #[derive(Debug, Default)]
 pub(crate) struct Wanted {
+    /// What the claims are together.
+    pub(crate) title: String,
     pub(crate) classes: Vec<DeviceClass>,
     pub(crate) claims: Vec<ResourceClaim>,
 }
 
 /// Reads a multi-document YAML text; `origin` names it in errors.
 pub(crate) fn parse(text: &str, origin: &str) -> Result<Wanted> {
-    let mut wanted = Wanted::default();
+    let mut wanted = Wanted { title: origin.to_owned(), ..Wanted::default() };
     let mut templates = BTreeMap::new();
     let mut used = BTreeSet::new();
     let mut pods = Vec::new();
@@ -73,6 +82,17 @@ pub(crate) fn parse(text: &str, origin: &str) -> Result<Wanted> {
     Ok(wanted)
 }
 
+/// Whether there must be no device for the claim.
+pub(crate) fn is_to_be_refused(claim: &ResourceClaim) -> bool {
+    let said = claim.metadata.annotations.as_ref().and_then(|all| all.get(EXPECT));
+    said.is_some_and(|said| said == REFUSED)
+}
+
+/// The claim with the UUID of the GPU that is toured.
+pub(crate) fn of_gpu(claim: &ResourceClaim, uuid: &str) -> Result<ResourceClaim> {
+    Ok(serde_json::from_str(&serde_json::to_string(claim)?.replace(TOURED, uuid))?)
+}
+
 fn typed<T: serde::de::DeserializeOwned>(value: Value) -> Result<T> {
     Ok(serde_json::from_value(value)?)
 }
@@ -116,6 +136,21 @@ spec:
   resourceClaims: [{name: a, resourceClaimTemplateName: slice}, {name: b, resourceClaimTemplateName: slice}]
 ";
         assert_eq!(names(&format!("{TEMPLATE}---{pod}")), ["trainer-a", "trainer-b"]);
+    }
+
+    #[test]
+    fn a_claim_of_the_tour_is_for_one_gpu() {
+        let selector = "device.attributes['gpu.divvy.dev'].uuid == 'GPU-OF-THE-TOUR'";
+        let claim = format!(
+            "{{kind: ResourceClaim, metadata: {{name: c, annotations: {{demo.divvy.dev/expect: refused}}}},
+              spec: {{devices: {{requests: [{{name: r, exactly: {{deviceClassName: d,
+              selectors: [{{cel: {{expression: \"{selector}\"}}}}]}}}}]}}}}}}"
+        );
+        let wanted = parse(&claim, "test").expect("parses");
+        let claim = of_gpu(&wanted.claims[0], "GPU-1").expect("a claim");
+        let text = serde_json::to_string(&claim).expect("JSON");
+        assert!(text.contains("uuid == 'GPU-1'") && is_to_be_refused(&claim), "{text}");
+        assert!(!is_to_be_refused(&ResourceClaim::default()));
     }
 
     #[test]

@@ -16,39 +16,44 @@ use std::process::{Command, ExitCode};
 pub(crate) struct MapArguments {
     /// The simulator's directory.
     dir: PathBuf,
-    /// `<GPU UUID>[@<start of the instance>]=<claim>`
+    /// `<GPU UUID>[@<start of the instance>]=<mode>:<claim and its part>`; several may hold the same
     #[arg(long)]
     holder: Vec<Holder>,
     #[arg(long)]
     colours: bool,
 }
 
-/// A claim and the part that it holds.
+/// A claim and what it holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Holder {
     uuid: String,
     start: Option<u32>,
+    /// As people call it.
+    mode: String,
+    /// Its name, and its part of what is shared.
     claim: String,
 }
 
 impl std::str::FromStr for Holder {
     type Err = &'static str;
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        const FORM: &str = "a holder is <GPU UUID>[@<start>]=<claim>";
-        let (part, claim) = text.split_once('=').ok_or(FORM)?;
+        const FORM: &str = "a holder is <GPU UUID>[@<start>]=<mode>:<claim>";
+        let (part, held) = text.split_once('=').ok_or(FORM)?;
+        let (mode, claim) = held.split_once(':').ok_or(FORM)?;
         let (uuid, start) = match part.split_once('@') {
             Some((uuid, start)) => (uuid, Some(start.parse().map_err(|_| FORM)?)),
             None => (part, None),
         };
-        Ok(Self { uuid: uuid.to_owned(), start, claim: claim.to_owned() })
+        Ok(Self { uuid: uuid.to_owned(), start, mode: mode.to_owned(), claim: claim.to_owned() })
     }
 }
 
 impl std::fmt::Display for Holder {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.start {
-            Some(start) => write!(out, "{}@{start}={}", self.uuid, self.claim),
-            None => write!(out, "{}={}", self.uuid, self.claim),
+        let Self { uuid, start, mode, claim } = self;
+        match start {
+            Some(start) => write!(out, "{uuid}@{start}={mode}:{claim}"),
+            None => write!(out, "{uuid}={mode}:{claim}"),
         }
     }
 }
@@ -66,12 +71,19 @@ pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec
         let results = allocation.and_then(|allocation| allocation.devices.as_ref()?.results.as_ref());
         for result in results.into_iter().flatten() {
             let Ok(id) = DeviceId::try_from(&result.device.as_str().into()) else { continue };
-            let start = match &id {
-                DeviceId::Gpu(_) | DeviceId::Timeslice(_) | DeviceId::Mps(_) => None,
-                DeviceId::Mig { start, .. } => Some(*start),
-            };
             let Some(uuid) = uuid_of(&DeviceId::Gpu(id.gpu()).to_string()) else { continue };
-            holders.push(Holder { uuid, start, claim: claim.metadata.name.clone().unwrap_or_default() });
+            let name = claim.metadata.name.clone().unwrap_or_default();
+            let part = |capacity: &str| {
+                let part = result.consumed_capacity.as_ref().and_then(|all| all.get(capacity));
+                part.map_or("?", |quantity| &quantity.0)
+            };
+            let (start, mode, claim) = match &id {
+                DeviceId::Mig { start, .. } => (Some(*start), "MIG", name),
+                DeviceId::Gpu(_) => (None, "whole", name),
+                DeviceId::Timeslice(_) => (None, "time-slice", format!("{name} {}", part("slots"))),
+                DeviceId::Mps(_) => (None, "MPS", format!("{name} {} % {}", part("threads"), part("memory"))),
+            };
+            holders.push(Holder { uuid, start, mode: mode.to_owned(), claim });
         }
     }
     holders
@@ -98,7 +110,14 @@ pub(crate) fn run(arguments: &MapArguments) -> Result<ExitCode> {
     let name = |part: Part<'_>| {
         let start = part.gi.map(|gi| gi.placement.start);
         let holds = |holder: &&Holder| holder.uuid == part.gpu.uuid && holder.start == start;
-        arguments.holder.iter().find(holds).map(|holder| holder.claim.clone()).or_else(|| processes(part))
+        let held: Vec<_> = arguments.holder.iter().filter(holds).collect();
+        let claims = held.iter().map(|holder| holder.claim.as_str()).collect::<Vec<_>>().join(", ");
+        match held.first() {
+            None => processes(part),
+            // An instance has the name of its profile there.
+            Some(_) if part.gi.is_some() => Some(claims),
+            Some(Holder { mode, .. }) => Some(format!("{mode}: {claims}")),
+        }
     };
     print!("{}", draw_with(&state, arguments.colours, &name));
     Ok(ExitCode::SUCCESS)
@@ -110,9 +129,11 @@ mod tests {
 
     #[test]
     fn a_holder_reads_back_as_written() {
-        for text in ["GPU-1=whole", "GPU-1@3=slice"] {
+        for text in ["GPU-1=MPS:chat 30 %", "GPU-1@3=MIG:slice"] {
             assert_eq!(text.parse::<Holder>().expect("parses").to_string(), text);
         }
-        assert!("GPU-1".parse::<Holder>().is_err());
+        for text in ["GPU-1", "GPU-1=slice", "GPU-1@x=MIG:slice"] {
+            assert!(text.parse::<Holder>().is_err(), "{text}");
+        }
     }
 }

@@ -35,6 +35,11 @@ impl Report {
         println!("  {} {what}  {}", self.paint("32", "ok"), self.paint("2", &millis(took)));
     }
 
+    /// What was refused, as it must be.
+    pub(crate) fn refused(&self, what: &str, why: &str) {
+        println!("  {} {what} gets nothing: {why}", self.paint("33", "--"));
+    }
+
     /// A step that did not.
     pub(crate) fn failed(&self, what: &str, why: &str) {
         println!("  {} {what}: {why}", self.paint("31", "no"));

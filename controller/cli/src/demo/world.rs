@@ -1,23 +1,35 @@
 //! The demo's node: simulated GPUs, an API server, a kubelet, and the node
-//! daemon as a process of its own. Everything lives below one directory and is
-//! taken down in reverse order.
+//! daemon and the keeper as processes of their own. Everything lives below one
+//! directory and is taken down in reverse order.
 
 use anyhow::{Context, Result, bail};
+use divvy_api::mps;
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
 use divvy_fakes::kubelet::{FakeKubelet, KubeletOptions};
 use divvy_sim::Sim;
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use kube::api::PostParams;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The node's name, hence the pool's.
 const NODE: &str = "demo";
 
 /// How long each part of the boot may take.
 const BOOT: Duration = Duration::from_secs(30);
+
+/// Directory of the programs, all of them this one.
+const BIN: &str = "bin";
+
+/// A time-slice that is not the default, so that the map shows that it is set and undone.
+const CONFIG: &str = "\
+apiVersion: resource.divvy.dev/v1alpha1
+kind: NodeConfig
+rules: [{interval: Long}]
+";
 
 /// A running node.
 pub(crate) struct World {
@@ -29,8 +41,11 @@ pub(crate) struct World {
     pub(crate) node: Node,
     pub(crate) kubeconfig: PathBuf,
     pub(crate) cdi_dir: PathBuf,
+    /// The directory of it all.
+    pub(crate) root: PathBuf,
     daemon: Daemon,
-    root: PathBuf,
+    /// Ends after the node daemon.
+    _keeper: Keeper,
     /// Removed with everything in it, last.
     _dir: Option<tempfile::TempDir>,
 }
@@ -67,7 +82,9 @@ impl World {
         let kubelet = FakeKubelet::start(&root.join("kubelet"), KubeletOptions::default())?;
         let cdi_dir = root.join("cdi");
         std::fs::create_dir_all(&cdi_dir)?;
-        let daemon = Daemon::start(&me, &root, &kubeconfig)?;
+        link(&me, &root.join(BIN))?;
+        let keeper = Keeper::start(&root)?;
+        let daemon = Daemon::start(&root, &kubeconfig)?;
         let world = Self {
             sim,
             _api: api,
@@ -76,8 +93,9 @@ impl World {
             node,
             kubeconfig,
             cdi_dir,
-            daemon,
             root,
+            daemon,
+            _keeper: keeper,
             _dir: temporary,
         };
         if let Err(error) = world.kubelet.wait_registered(divvy_api::names::DRIVER, 1, BOOT).await {
@@ -93,9 +111,81 @@ impl World {
         lines[lines.len().saturating_sub(15)..].join("\n")
     }
 
+    /// The program of that name.
+    pub(crate) fn program(&self, name: &str) -> PathBuf {
+        self.root.join(BIN).join(name)
+    }
+
     /// Stops the daemon as a service manager would; an error if it does not go in order.
     pub(crate) async fn stop_daemon(&mut self) -> Result<()> {
         self.daemon.stop().await
+    }
+}
+
+/// Puts the programs of the node into a directory.
+fn link(me: &Path, bin: &Path) -> Result<()> {
+    std::fs::create_dir_all(bin)?;
+    for name in ["divvy-node", "divvy-keeper", "divvy-hook", "divvy-sim"] {
+        let link = bin.join(name);
+        if !link.exists() {
+            std::os::unix::fs::symlink(me, &link)
+                .with_context(|| format!("cannot link {}", link.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Processes that Ctrl-C does not reach: the demo ends them.
+trait Own {
+    /// Starts it, with its log below `root`.
+    fn own(&mut self, root: &Path, name: &str) -> Result<Child>;
+}
+
+impl Own for Command {
+    fn own(&mut self, root: &Path, name: &str) -> Result<Child> {
+        let log = std::fs::File::create(root.join(format!("{name}.log")))?;
+        self.process_group(0).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        self.spawn().with_context(|| format!("cannot start {name}"))
+    }
+}
+
+/// The keeper's process. It outlives the node daemon, and the MPS control daemons
+/// would outlive it: they are ended when it is dropped.
+struct Keeper {
+    child: Child,
+    targets: PathBuf,
+}
+
+impl Keeper {
+    fn start(root: &Path) -> Result<Self> {
+        let run = root.join("run");
+        let child = Command::new(root.join(BIN).join("divvy-keeper"))
+            .arg("--run-dir")
+            .arg(&run)
+            .arg("--driver-root")
+            .arg(root.join("gpu"))
+            .own(root, "divvy-keeper")?;
+        Ok(Self { child, targets: run.join(mps::DIRECTORY) })
+    }
+
+    fn directories(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(&self.targets).into_iter().flatten().filter_map(Result::ok);
+        entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        // What cannot be removed or does not end cannot be told any more.
+        for directory in self.directories() {
+            let _ = std::fs::remove_file(directory.join(mps::DESIRED));
+        }
+        let began = Instant::now();
+        while !self.directories().is_empty() && began.elapsed() < BOOT {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -105,18 +195,9 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(me: &Path, root: &Path, kubeconfig: &Path) -> Result<Self> {
-        let bin = root.join("bin");
-        std::fs::create_dir_all(&bin)?;
-        for name in ["divvy-node", "divvy-hook"] {
-            let link = bin.join(name);
-            if !link.exists() {
-                std::os::unix::fs::symlink(me, &link)
-                    .with_context(|| format!("cannot link {}", link.display()))?;
-            }
-        }
-        let gpu = root.join("gpu");
-        let log = std::fs::File::create(root.join("divvy-node.log"))?;
+    fn start(root: &Path, kubeconfig: &Path) -> Result<Self> {
+        let (bin, gpu, config) = (root.join(BIN), root.join("gpu"), root.join("config.yaml"));
+        std::fs::write(&config, CONFIG)?;
         let child = Command::new(bin.join("divvy-node"))
             .args(["--node-name", NODE, "--http-address", "127.0.0.1:0", "--log-format", "text"])
             .arg("--kubeconfig")
@@ -139,11 +220,9 @@ impl Daemon {
             .arg(bin.join("divvy-hook"))
             // The demo's GPUs are to be whole when it ends, not half a minute later.
             .args(["--mig-hold-off", "0s"])
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()
-            .context("cannot start divvy-node")?;
+            .arg("--config")
+            .arg(&config)
+            .own(root, "divvy-node")?;
         Ok(Self { child })
     }
 
