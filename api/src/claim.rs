@@ -24,6 +24,8 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocatedClaim {
     pub claim: ClaimRef,
+    /// Of a claim made from a template, the name that the pod has for it.
+    pub pod_claim: Option<String>,
     pub devices: Vec<AllocatedDevice>,
 }
 
@@ -32,6 +34,8 @@ pub struct AllocatedClaim {
 pub struct AllocatedDevice {
     /// Base request.
     pub request: RequestName,
+    /// The request as the allocation names it: `gpu`, or `gpu/small` of a prioritized list.
+    pub chosen: String,
     pub pool: PoolName,
     pub device: DeviceName,
     pub hold: Hold,
@@ -155,8 +159,16 @@ fn read(
         .collect::<Result<Vec<_>, _>>()?;
     match devices.is_empty() {
         true => Err(ClaimError::NotOurs { claim: reference.into() }),
-        false => Ok(AllocatedClaim { claim: reference, devices }),
+        false => Ok(AllocatedClaim { claim: reference, pod_claim: pod_claim(claim), devices }),
     }
+}
+
+/// The kubelet's annotation of claims made from a template; a name that is none is left out.
+fn pod_claim(claim: &ResourceClaim) -> Option<String> {
+    let name = claim.metadata.annotations.as_ref()?.get("resource.kubernetes.io/pod-claim-name")?;
+    let label = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-';
+    let is_label = (1..=63).contains(&name.len()) && name.bytes().all(label);
+    is_label.then(|| name.clone())
 }
 
 fn reference(claim: &ResourceClaim) -> Result<ClaimRef, ClaimError> {
@@ -188,6 +200,7 @@ fn read_result(
     };
     Ok(AllocatedDevice {
         request: filled(base(&result.request), "request name in an allocation result")?.into(),
+        chosen: result.request.clone(),
         pool: filled(&result.pool, "pool in an allocation result")?.into(),
         device: filled(&result.device, "device in an allocation result")?.into(),
         hold: hold(claim, result)?,

@@ -255,7 +255,13 @@ impl Hands {
             Some(Setup::Mps(limits)) => Some(MpsClient { dir: self.mps().of(&device.part), limits }),
             Some(Setup::Timeslice(_)) | None => None,
         };
-        ClaimDevice { device: device.device.clone(), share: device.share_id.clone(), nodes, mps }
+        ClaimDevice {
+            request: device.request.clone(),
+            device: device.device.clone(),
+            share: device.share_id.clone(),
+            nodes,
+            mps,
+        }
     }
 
     fn known_nodes(&self, device: &DeviceRecord) -> Result<Option<DeviceNodes>, StepError> {

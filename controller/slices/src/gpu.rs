@@ -9,8 +9,8 @@ use crate::order;
 use crate::pool::{GpuPool, Support};
 use crate::taints::{self, Cause};
 use crate::words::{capacities, common, counters, int, profile_counter, some, string, written};
-use divvy_api::Quantity;
 use divvy_api::sharing::Mode;
+use divvy_api::{DeviceName, Quantity};
 use divvy_model::inventory::{Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin};
 use divvy_model::{DeviceId, Placement};
 use k8s_openapi::api::resource::v1::{
@@ -39,6 +39,25 @@ struct Maker<'a> {
     slices: Vec<(String, String)>,
     /// One of something, in the words of the API: written once, not per slice and device.
     one: WireQuantity,
+}
+
+/// The attributes under which a device is published.
+pub(crate) fn attributes(node: &Inventory, name: &DeviceName) -> Option<BTreeMap<String, DeviceAttribute>> {
+    let id = DeviceId::try_from(name).ok()?;
+    let (gpu, part) = id.resolve(node).ok()?;
+    let maker = Maker::new(node, gpu);
+    let whole = || maker.whole(BTreeMap::new());
+    let mut device = match (id.mode(), part, &gpu.mig) {
+        (Mode::Mig, Some((profile, at)), Mig::Supported { mode, toggle, instances, .. }) => {
+            maker.instance(maker.instance_base(profile), profile, at, (*mode, *toggle), instances)
+        }
+        (Mode::Mig, ..) => return None,
+        (Mode::Whole, ..) => modes::exclusive(whole()),
+        (Mode::Timeslice, ..) => modes::timeslice(whole(), gpu),
+        (Mode::Mps, ..) => modes::mps(whole(), gpu, node.cuda_version)?,
+    };
+    fit_budget(&mut device);
+    device.attributes
 }
 
 impl<'a> Maker<'a> {

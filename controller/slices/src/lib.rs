@@ -28,7 +28,7 @@ pub mod sync;
 pub mod actor;
 
 pub use actor::{Limits, PublishOptions, Published, run};
-pub use pool::{Pool, PoolOptions, Support, pool, same_pool};
+pub use pool::{Pool, PoolOptions, Support, attributes, pool, same_pool};
 pub use slices::{Content, slices};
 pub use validate::{Invalid, validate};
 

@@ -9,9 +9,11 @@
 //! is off is tainted.
 
 use crate::gpu;
+use divvy_api::DeviceName;
 use divvy_model::GpuNumber;
 use divvy_model::inventory::{Inventory, Mig, MigMode, MigToggle, Origin};
-use k8s_openapi::api::resource::v1::{CounterSet, Device};
+use k8s_openapi::api::resource::v1::{CounterSet, Device, DeviceAttribute};
+use std::collections::BTreeMap;
 
 /// All devices of a node.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -78,6 +80,12 @@ pub fn pool(inventory: &Inventory, options: &PoolOptions) -> Pool {
         inventory.gpus.iter().map(|gpu| gpu::gpu_pool(inventory, gpu, options.support)).collect();
     gpus.sort_by_key(|gpu| gpu.number);
     Pool { gpus }
+}
+
+/// The attributes under which a device of the node is published; none where the
+/// node has no such device.
+pub fn attributes(inventory: &Inventory, device: &DeviceName) -> Option<BTreeMap<String, DeviceAttribute>> {
+    gpu::attributes(inventory, device)
 }
 
 /// Whether two inventories make the same pool on a server that has counters:

@@ -14,6 +14,7 @@ pub mod document;
 pub mod elf;
 pub mod files;
 pub mod hook;
+mod metadata;
 pub mod nodes;
 mod spec;
 
@@ -22,7 +23,8 @@ pub use nodes::DeviceNodes;
 
 use crate::paths::HostPaths;
 use crate::sharing::MpsLimits;
-use divvy_api::{ClaimUid, DeviceName, ShareId};
+use divvy_api::{AllocatedClaim, ClaimUid, DeviceName, RequestName, ShareId};
+use divvy_model::Inventory;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -59,6 +61,7 @@ impl std::fmt::Display for CdiId {
 /// A device of a claim and what of the hardware it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimDevice {
+    pub request: RequestName,
     pub device: DeviceName,
     pub share: Option<ShareId>,
     pub nodes: DeviceNodes,
@@ -182,6 +185,18 @@ impl Cdi {
         Ok(devices.iter().map(|of| CdiId::new(claim, &of.device, of.share.as_ref())).collect())
     }
 
+    /// Writes what programs in the container can read of the claim's devices; the
+    /// claim's file written after it shows it to them.
+    pub fn write_metadata(&self, claim: &AllocatedClaim, inventory: &Inventory) {
+        if let Err(cause) = metadata::write(&self.metadata_dir(), claim, inventory) {
+            tracing::warn!(claim = %claim.claim, %cause, "its containers get no device metadata");
+        }
+    }
+
+    fn metadata_dir(&self) -> PathBuf {
+        self.shared.paths.state_dir.join("metadata")
+    }
+
     /// Removes the claim's file, and what a write that was killed left of it;
     /// what is not there is fine.
     pub fn remove_claim(&self, claim: &ClaimUid) -> Result<(), CdiError> {
@@ -197,7 +212,9 @@ impl Cdi {
                 _ => {}
             }
         }
-        Ok(())
+        // After the file that names it.
+        let path = self.metadata_dir();
+        metadata::remove(&path, claim).map_err(|cause| CdiError::Remove { claim: claim.clone(), path, cause })
     }
 
     /// Whether the claim's file holds exactly what [`Self::write_claim`] would write now.

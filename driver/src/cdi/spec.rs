@@ -4,7 +4,7 @@
 use super::document::{Device, DeviceNode, Document, Edits, Hook, Mount};
 use super::files::{DriverFiles, Shared as SharedFile, Stamp};
 use super::nodes::{CommonNodes, Majors};
-use super::{Cdi, CdiError, ClaimDevice, MpsClient, ReadinessError, hook};
+use super::{Cdi, CdiError, ClaimDevice, MpsClient, ReadinessError, hook, metadata};
 use divvy_api::mps::CONTAINER_PIPE;
 use divvy_api::{ClaimUid, DeviceName, ShareId};
 use std::path::{Path, PathBuf};
@@ -93,16 +93,20 @@ impl Cdi {
         common: &Edits,
     ) -> Result<Vec<u8>, CdiError> {
         let mut rendered: Vec<Device> = Vec::with_capacity(devices.len());
-        for (ClaimDevice { device, share, mps, .. }, nodes) in devices.iter().zip(nodes) {
+        // Once for each request, with its first device.
+        let mut files = metadata::mounts(&self.metadata_dir(), claim);
+        for (ClaimDevice { request, device, share, mps, .. }, nodes) in devices.iter().zip(nodes) {
             let name = device_name(claim, device, share.as_ref());
             // One device twice, once with adminAccess: one entry with all the nodes.
             match rendered.iter_mut().find(|have| have.name == name) {
                 None => {
                     let edits = mps.as_ref().map(client_edits).unwrap_or_default();
-                    let container_edits = Edits { device_nodes: nodes, ..edits };
+                    let mut container_edits = Edits { device_nodes: nodes, ..edits };
+                    container_edits.mounts.extend(files.remove(request.as_str()));
                     rendered.push(Device { name, container_edits });
                 }
                 Some(have) => {
+                    have.container_edits.mounts.extend(files.remove(request.as_str()));
                     let have = &mut have.container_edits.device_nodes;
                     let new: Vec<_> = nodes.into_iter().filter(|node| !have.contains(node)).collect();
                     have.extend(new);

@@ -82,7 +82,13 @@ fn mig() -> ClaimDevice {
 }
 
 fn plain(device: impl Into<String>, nodes: DeviceNodes) -> ClaimDevice {
-    ClaimDevice { device: DeviceName::from(device.into()), share: None, nodes, mps: None }
+    ClaimDevice {
+        request: "r".into(),
+        device: DeviceName::from(device.into()),
+        share: None,
+        nodes,
+        mps: None,
+    }
 }
 
 /// The whole chain of causes, as it is logged.
@@ -108,6 +114,7 @@ fn node(path: &str, major: u32, minor: u32) -> Value {
 fn clients_of_an_mps_daemon_are_told_their_limits_and_share_its_directories() {
     let world = World::new();
     let client = |share: &str, limits| ClaimDevice {
+        request: "r".into(),
         device: DeviceName::from("gpu-0-mps"),
         share: Some(share.into()),
         nodes: DeviceNodes::Gpu { minor: 0 },

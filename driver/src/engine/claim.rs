@@ -66,6 +66,7 @@ impl Inner {
         let plan = self.plan(claim, &locked).await?;
         let mut record = ClaimRecord::intent(&plan);
         self.records.write(&mut locked, &record).map_err(no_record)?;
+        self.cdi.write_metadata(claim, &self.inventory());
         let shows = plan.steps.iter().any(Step::shows);
         let failed = match self.hurried_hands(begun).run(&mut locked, &mut record, &plan.steps).await {
             Ok(()) => {

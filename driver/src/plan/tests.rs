@@ -113,6 +113,7 @@ fn configured(world: &World, devices: &str, configs: &[AppliedConfig]) -> Result
         let (pool, name) = name.split_once('/').unwrap_or(("node", name));
         AllocatedDevice {
             request: "r".into(),
+            chosen: "r".into(),
             pool: pool.into(),
             device: name.into(),
             hold,
@@ -121,6 +122,7 @@ fn configured(world: &World, devices: &str, configs: &[AppliedConfig]) -> Result
     };
     let claim = AllocatedClaim {
         claim: ClaimRef { namespace: "ns".into(), name: "me".into(), uid: "me".into() },
+        pod_claim: None,
         devices: devices.split_whitespace().map(device).collect(),
     };
     let inventory = Inventory { gpus: vec![world.gpu.clone()], ..Inventory::default() };

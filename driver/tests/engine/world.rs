@@ -178,6 +178,7 @@ pub(crate) fn allocated(claim: &str, devices: &str) -> AllocatedClaim {
         };
         AllocatedDevice {
             request: format!("r{at}").into(),
+            chosen: format!("r{at}"),
             pool: "node".into(),
             device: name.into(),
             hold,
@@ -186,6 +187,7 @@ pub(crate) fn allocated(claim: &str, devices: &str) -> AllocatedClaim {
     };
     AllocatedClaim {
         claim: ClaimRef { namespace: "ns".into(), name: claim.into(), uid: claim.into() },
+        pod_claim: None,
         devices: devices.split_whitespace().enumerate().map(device).collect(),
     }
 }

@@ -1,6 +1,7 @@
 //! NodePrepareResources.
 
-use crate::harness::{DRIVER, H100, World, until};
+use crate::harness::{DRIVER, H100, NODE, World, until};
+use serde_json::{Value, json};
 
 const SLICE: &str = "gpu-0-mig-1g10gb-19-2";
 
@@ -164,4 +165,41 @@ async fn what_is_seen_below_a_prefix_is_told_to_the_runtime_as_the_hosts() {
     let outside: Vec<_> =
         mounts.iter().filter(|it| !it["hostPath"].as_str().unwrap().starts_with(&root)).collect();
     assert!(!mounts.is_empty() && outside.is_empty(), "{outside:?}");
+}
+
+#[tokio::test]
+async fn a_container_can_read_what_its_devices_are() {
+    let world = World::up(H100).await;
+    let _daemon = world.start(&[]).await;
+    let result = |request: &str, device: &str| json!({"request": request, "driver": DRIVER, "pool": NODE, "device": device});
+    let results = vec![result("a/small", "gpu-0-mig-1g10gb-19-0"), result("b", "gpu-0-mig-1g10gb-19-1")];
+    let claim = world.claim_with("c", results, json!([]));
+    world.prepare(&claim).await.unwrap();
+    let cdi = world.cdi_dir().join("gpu.divvy.dev-claim_c.json");
+    let document: Value = serde_json::from_slice(&std::fs::read(&cdi).unwrap()).unwrap();
+    let mounts: Vec<&Value> =
+        document["devices"].as_array().unwrap().iter().map(|d| &d["containerEdits"]["mounts"][0]).collect();
+    let container = |request| {
+        format!(
+            "/var/run/kubernetes.io/dra-device-attributes/resourceclaims/c/{request}/gpu.divvy.dev-metadata.json"
+        )
+    };
+    assert_eq!(mounts[0]["containerPath"], container("a"));
+    assert_eq!(mounts[1]["containerPath"], container("b"));
+    let text = std::fs::read_to_string(mounts[0]["hostPath"].as_str().unwrap()).unwrap();
+    let versions: Vec<Value> =
+        serde_json::Deserializer::from_str(&text).into_iter().collect::<Result<_, _>>().unwrap();
+    assert_eq!(versions.len(), 2);
+    for (object, version) in versions.iter().zip(["v1beta1", "v1alpha1"]) {
+        assert_eq!(object["apiVersion"], format!("metadata.resource.k8s.io/{version}"));
+        assert_eq!(
+            (&object["metadata"]["uid"], &object["requests"][0]["name"]),
+            (&json!("c"), &json!("a/small"))
+        );
+        let device = &object["requests"][0]["devices"][0];
+        assert_eq!(device["name"], "gpu-0-mig-1g10gb-19-0");
+        assert_eq!(device["attributes"]["profile"], json!({"string": "1g.10gb"}));
+    }
+    world.unprepare(&claim).await.unwrap();
+    assert!(std::fs::read_dir(world.state_dir().join("metadata")).unwrap().next().is_none());
 }

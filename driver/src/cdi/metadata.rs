@@ -1,0 +1,161 @@
+//! Device metadata files (KEP-5304): what a program in the container can read of
+//! the devices of its claim, at a path that is the same for every driver.
+//!
+//! ```text
+//! <state>/metadata/<claim UID>/resourceclaims/<claim>/<request>/metadata.json
+//! <state>/metadata/<claim UID>/resourceclaimtemplates/<name in the pod>/<request>/metadata.json
+//! ```
+//!
+//! The path below the UID is the path in the container, so the CDI file of a claim
+//! is made of what lies there, also long after the prepare. On disk and not in
+//! memory, because a pod that comes back after a reboot finds its mounts or does
+//! not start. A file that cannot be written is logged and left out, as the Go
+//! helper does: nothing depends on it but programs that ask for it.
+
+use super::document::Mount;
+use divvy_api::names::DRIVER;
+use divvy_api::{AllocatedClaim, AllocatedDevice, ClaimUid, RequestName};
+use divvy_model::Inventory;
+use k8s_openapi::api::resource::v1::DeviceAttribute;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Where programs look (KEP-5304).
+const CONTAINER: &str = "/var/run/kubernetes.io/dra-device-attributes";
+/// Newest first, one object after the other.
+const VERSIONS: [&str; 2] = ["metadata.resource.k8s.io/v1beta1", "metadata.resource.k8s.io/v1alpha1"];
+const FILE: &str = "metadata.json";
+const MOUNT_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "noexec", "bind"];
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct DeviceMetadata<'a> {
+    api_version: &'a str,
+    kind: &'a str,
+    metadata: ObjectMeta<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pod_claim_name: Option<&'a str>,
+    requests: Vec<Request<'a>>,
+}
+
+#[derive(Serialize)]
+struct ObjectMeta<'a> {
+    name: &'a str,
+    namespace: &'a str,
+    uid: &'a str,
+    generation: i64,
+}
+
+#[derive(Serialize)]
+struct Request<'a> {
+    name: &'a str,
+    devices: Vec<Device<'a>>,
+}
+
+#[derive(Serialize)]
+struct Device<'a> {
+    driver: &'a str,
+    pool: &'a str,
+    name: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    attributes: Option<BTreeMap<String, DeviceAttribute>>,
+}
+
+/// Writes the files of a claim, one for each request.
+pub(super) fn write(dir: &Path, claim: &AllocatedClaim, inventory: &Inventory) -> io::Result<()> {
+    let owner = match &claim.pod_claim {
+        Some(name) => Path::new("resourceclaimtemplates").join(name),
+        None => Path::new("resourceclaims").join(&claim.claim.name),
+    };
+    let owner = dir.join(claim.claim.uid.as_str()).join(owner);
+    for request in requests(claim) {
+        let dir = owner.join(request.as_str());
+        std::fs::create_dir_all(&dir)?;
+        super::replace(&dir.join(FILE), &content(claim, request, inventory)?)?;
+    }
+    Ok(())
+}
+
+/// Each request once, in the order of the allocation.
+fn requests(claim: &AllocatedClaim) -> Vec<&RequestName> {
+    let mut requests: Vec<&RequestName> = Vec::new();
+    for device in &claim.devices {
+        if !requests.contains(&&device.request) {
+            requests.push(&device.request);
+        }
+    }
+    requests
+}
+
+fn content(claim: &AllocatedClaim, request: &RequestName, inventory: &Inventory) -> io::Result<Vec<u8>> {
+    let mut by_name: Vec<Request<'_>> = Vec::new();
+    for device in claim.devices.iter().filter(|device| device.request == *request) {
+        let AllocatedDevice { chosen, pool, device, .. } = device;
+        let attributes = divvy_slices::attributes(inventory, device);
+        let entry = Device { driver: DRIVER, pool: pool.as_str(), name: device.as_str(), attributes };
+        match by_name.iter_mut().find(|have| have.name == chosen) {
+            Some(have) => have.devices.push(entry),
+            None => by_name.push(Request { name: chosen, devices: vec![entry] }),
+        }
+    }
+    let mut object = DeviceMetadata {
+        api_version: VERSIONS[0],
+        kind: "DeviceMetadata",
+        metadata: ObjectMeta {
+            name: &claim.claim.name,
+            namespace: &claim.claim.namespace,
+            uid: claim.claim.uid.as_str(),
+            generation: 1,
+        },
+        pod_claim_name: claim.pod_claim.as_deref(),
+        requests: by_name,
+    };
+    let mut stream = Vec::new();
+    for version in VERSIONS {
+        object.api_version = version;
+        serde_json::to_writer_pretty(&mut stream, &object)?;
+        stream.push(b'\n');
+    }
+    Ok(stream)
+}
+
+/// What makes the files of a claim visible, by request; nothing where there are none.
+pub(super) fn mounts(dir: &Path, claim: &ClaimUid) -> BTreeMap<String, Mount> {
+    let below = dir.join(claim.as_str());
+    let mut mounts = BTreeMap::new();
+    for owner in entries(&below).flat_map(|kind| entries(&kind)) {
+        for request in entries(&owner) {
+            let file = request.join(FILE);
+            let (Ok(path), Some(name)) = (request.strip_prefix(&below), request.file_name()) else {
+                continue;
+            };
+            if !file.exists() {
+                continue;
+            }
+            let container_path = format!("{CONTAINER}/{}/{DRIVER}-metadata.json", path.display());
+            let host_path = file.display().to_string();
+            mounts.insert(
+                name.to_string_lossy().into_owned(),
+                Mount { host_path, container_path, options: MOUNT_OPTIONS },
+            );
+        }
+    }
+    mounts
+}
+
+fn entries(dir: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path())
+}
+
+/// Removes the files of a claim; what is not there is fine.
+pub(super) fn remove(dir: &Path, claim: &ClaimUid) -> io::Result<()> {
+    match std::fs::remove_dir_all(dir.join(claim.as_str())) {
+        Err(cause) if !matches!(cause.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Err(cause)
+        }
+        _ => Ok(()),
+    }
+}
