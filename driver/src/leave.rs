@@ -191,9 +191,14 @@ fn remove_dir(dir: &Path) -> Result<(), LeaveError> {
     match std::fs::remove_dir_all(dir) {
         Ok(()) => Ok(()),
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(cause) if cause.kind() == io::ErrorKind::ResourceBusy && is_empty(dir) => Ok(()),
+        Err(cause) if is_mount_point(&cause) && is_empty(dir) => Ok(()),
         Err(cause) => Err(LeaveError::File { path: dir.to_owned(), cause }),
     }
+}
+
+/// In a pod it is mounted: it is busy, or what it is mounted on is read-only.
+fn is_mount_point(cause: &io::Error) -> bool {
+    matches!(cause.kind(), io::ErrorKind::ResourceBusy | io::ErrorKind::ReadOnlyFilesystem)
 }
 
 fn is_empty(dir: &Path) -> bool {

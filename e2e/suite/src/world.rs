@@ -244,6 +244,15 @@ impl World {
         .await
     }
 
+    /// A node's extended resource, as a device plugin would report it; 0 takes it back.
+    pub(crate) async fn serves(&self, node: &str, resource: &str, count: u32) -> Result<()> {
+        let count = json!((count > 0).then(|| count.to_string()));
+        let status = json!({"capacity": {resource: count}, "allocatable": {resource: count}});
+        let patch = Patch::Merge(json!({"status": status}));
+        self.nodes.patch_status(node, &PatchParams::default(), &patch).await?;
+        Ok(())
+    }
+
     /// The devices that a pod's claims hold.
     pub(crate) async fn held(&self, pod: &str) -> Result<BTreeSet<Held>> {
         let pod = self.pods.get(pod).await?;

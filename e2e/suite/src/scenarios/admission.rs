@@ -198,3 +198,42 @@ pub(super) async fn a_claims_status_tells_its_devices(world: &World) -> Result<(
     })
     .await
 }
+
+/// While a device plugin serves a name of ours on a node, our GPUs there are not
+/// given out: the two would not know of each other.
+pub(super) async fn beside_a_device_plugin_our_gpus_wait(world: &World) -> Result<()> {
+    world.serves("n2", "nvidia.com/gpu", 2).await?;
+    let result = beside(world).await;
+    world.serves("n2", "nvidia.com/gpu", 0).await?;
+    result?;
+    tainted(world, false).await?;
+    // What waited runs now.
+    world.ready("waits").await?;
+    world.sees_its_devices("waits").await?;
+    Ok(())
+}
+
+async fn beside(world: &World) -> Result<()> {
+    tainted(world, true).await?;
+    let l4 = "device.attributes['gpu.divvy.dev'].productName.contains('L4')";
+    world.template("small", devices(&[request("gpu", GPU, l4)])).await?;
+    world.pod("waits", Claim::Template("small")).await?;
+    world.unschedulable("waits").await?;
+    let told = world.node_events("DevicePlugin").await?;
+    ensure!(!told.is_empty(), "no event tells it");
+    Ok(())
+}
+
+async fn tainted(world: &World, expected: bool) -> Result<()> {
+    eventually(&format!("GPUs of n2 tainted: {expected}"), || async {
+        let key = "gpu.divvy.dev/device-plugin";
+        let devices = world.devices("n2").await?;
+        let with = devices.values().filter(|device| {
+            device.taints.iter().flatten().any(|taint| taint.key == key && taint.effect == "NoSchedule")
+        });
+        let with = with.count();
+        ensure!(with == if expected { devices.len() } else { 0 }, "{with} of {} are", devices.len());
+        Ok(())
+    })
+    .await
+}

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceSlice};
 use kube::ResourceExt;
-use kube::api::{Api, ListParams, LogParams};
+use kube::api::{Api, DeleteParams, ListParams, LogParams};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -73,8 +73,6 @@ async fn configured(world: &World) -> Result<()> {
     world.template("off", devices(&[request("gpu", MPS, &uuid(&fifth))])).await?;
     for pod in ["a", "b"] {
         world.pod(pod, Claim::Template("turns")).await?;
-    }
-    for pod in ["a", "b"] {
         world.ready(pod).await?;
         world.sees_its_devices(pod).await?;
     }
@@ -170,7 +168,19 @@ async fn upgraded(world: &World) -> Result<()> {
     let after: Vec<_> = parts(world, "keeper").await?.into_keys().collect();
     ensure!(keepers == after, "the keeper, which waits for somebody to delete its pod, was replaced");
     ensure!(world.connected("mps").await? == connected, "the MPS client had to connect again");
-    Ok(())
+
+    let pods: Api<Pod> = Api::namespaced(world.client.clone(), "divvy");
+    let keeper =
+        ListParams::default().labels("app.kubernetes.io/component=keeper").fields("spec.nodeName=n1");
+    pods.delete_collection(&DeleteParams::default(), &keeper).await?;
+    eventually("the new keeper and its client", || async {
+        let now = parts(world, "keeper").await?;
+        ensure!(now.len() == 1 && now.values().all(|(_, image)| image.ends_with(":next")), "{now:?}");
+        let now = world.connected("mps").await?;
+        ensure!(now.server != connected.server, "the client is still at the old server");
+        Ok(())
+    })
+    .await
 }
 
 pub(super) async fn uninstall_is_refused_while_claims_live_and_leaves_nothing(world: &World) -> Result<()> {
@@ -178,7 +188,8 @@ pub(super) async fn uninstall_is_refused_while_claims_live_and_leaves_nothing(wo
     world.template("slice", devices(&[request("gpu", MIG, &profile_on("1g.10gb", &gpu))])).await?;
     world.pod("lives", Claim::Template("slice")).await?;
     world.ready("lives").await?;
-    let uninstall = ["uninstall", "divvy", "--wait", "--timeout=3m"];
+    // Longer than the chart lets the nodes take.
+    let uninstall = ["uninstall", "divvy", "--wait", "--timeout=6m"];
     ensure!(world.helm(&uninstall).is_err(), "an uninstall under a running pod was accepted");
     let said = leave_said(world).await?;
     ensure!(said.contains("default/lives-"), "the refusal does not name the claim: {said}");

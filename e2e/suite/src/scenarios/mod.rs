@@ -48,6 +48,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     admission::what_prepare_would_refuse_is_not_accepted,
     admission::a_nodes_driver_writes_its_own_slices_only,
     admission::a_claims_status_tells_its_devices,
+    admission::beside_a_device_plugin_our_gpus_wait,
     examples::every_example_runs,
     install::a_node_configuration_takes_effect_without_a_restart,
     failures::a_killed_driver_disturbs_no_pod_and_catches_up,

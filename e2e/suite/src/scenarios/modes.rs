@@ -76,12 +76,11 @@ pub(super) async fn slots_add_up_and_keep_every_other_mode_away(world: &World) -
     templates(world, &gpu).await?;
     let slots = |n| devices(&[taking(request("gpu", TIMESLICE, &uuid(&gpu.uuid)), &[("slots", n)])]);
     world.template("two", slots("2")).await?;
-    // Four slots: two of one claim, one each of two.
-    world.pod("two", Claim::Template("two")).await?;
-    for pod in ["a", "b"] {
-        world.pod(pod, Claim::Template("timeslice")).await?;
-    }
-    for pod in ["two", "a", "b"] {
+    // Four slots: two of one claim, one each of two. One after the other: while the
+    // scheduler (1.37.0) writes a claim it counts its shares twice, and whoever finds
+    // no room in that moment is not tried again before something changes.
+    for (pod, template) in [("two", "two"), ("a", "timeslice"), ("b", "timeslice")] {
+        world.pod(pod, Claim::Template(template)).await?;
         world.ready(pod).await?;
         world.sees_its_devices(pod).await?;
     }

@@ -34,8 +34,9 @@ pub(super) async fn two_users_are_clients_of_one_gpu_at_once(world: &World) -> R
     world.template("small", devices(&[small])).await?;
     world.template("large", devices(&[large])).await?;
     world.start(&client("large", "large", 1000)).await?;
+    let large = world.connected("large").await?;
     world.start(&client("small", "small", 2000)).await?;
-    let (large, small) = (world.connected("large").await?, world.connected("small").await?);
+    let small = world.connected("small").await?;
     ensure!(large.mps && small.mps && large.server == small.server, "two daemons: {large:?}, {small:?}");
     ensure!(large.device == gpu && small.device == gpu, "another GPU: {large:?}, {small:?}");
     ensure!(
