@@ -12,7 +12,7 @@ use crate::control::LOCK;
 use crate::mig::memory_mib;
 use crate::sim::{Failure, Sim};
 use crate::state::{Process, State};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
@@ -78,6 +78,9 @@ pub(crate) fn dead(dir: &Path) -> Vec<(u32, PathBuf)> {
             let path = entry.path();
             let file = rustix::fs::open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
             rustix::fs::flock(&file, LOCK).ok()?;
+            // Not left to the end of the file: a child that another thread is just starting has it open too, and
+            // would keep the lock until it runs its program.
+            rustix::fs::flock(&file, FlockOperation::Unlock).ok()?;
             Some((pid, path))
         })
         .collect()
