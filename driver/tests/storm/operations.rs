@@ -42,6 +42,8 @@ pub(crate) enum Operation {
     KillMps { which: usize, server: bool },
     /// The administrator changes intervals and turns modes off on a GPU.
     Configure { interval: &'static str, gpu: usize, modes: &'static str },
+    /// The kubelet starts anew: the node's slices are deleted.
+    Kubelet,
     /// The machine boots.
     Reboot,
     /// A GPU loses all that was on it.
@@ -98,6 +100,7 @@ impl Operation {
             Self::Kill { .. } => "kill",
             Self::KillMps { .. } => "kill mps",
             Self::Configure { .. } => "configure",
+            Self::Kubelet => "kubelet",
             Self::Reboot => "reboot",
             Self::Reset { .. } => "reset",
             Self::Outage { .. } => "outage",
@@ -136,7 +139,8 @@ impl Operation {
             927..932 => Self::Reboot,
             932..938 => Self::Reset { gpu: dice.below(ALL) },
             938..946 => Self::Outage { over: dice.once_in(3) },
-            946..997 => Self::Settle,
+            946..952 => Self::Kubelet,
+            952..997 => Self::Settle,
             _ => Self::ReleaseAll,
         }
     }

@@ -145,6 +145,10 @@ impl Client {
         }
     }
 
+    pub(crate) fn id(&self) -> Option<u32> {
+        self.child.id()
+    }
+
     /// Its end, as that of its container.
     pub(crate) async fn end(mut self) {
         let _ = self.child.kill().await;

@@ -88,7 +88,12 @@ impl Runner {
         };
         let node = tail(self.node.as_ref().map(Daemon::log).unwrap_or_default());
         let keeper = tail(std::fs::read_to_string(self.world.path("keeper-log")).unwrap_or_default());
-        Failure { at, why, log: format!("--- divvy-node\n{node}\n--- divvy-keeper\n{keeper}") }
+        let clients: Vec<_> = self.clients.iter().map(|(slot, client)| (*slot, client.id())).collect();
+        let gpus = self.world.sim.read().map(|state| format!("{:#?}", state.gpus)).unwrap_or_default();
+        let log = format!(
+            "--- divvy-node\n{node}\n--- divvy-keeper\n{keeper}\n--- clients (slot, process): {clients:?}\n{gpus}"
+        );
+        Failure { at, why, log }
     }
 
     pub(crate) async fn run(&mut self, operation: &Operation) -> Result<(), String> {
@@ -149,6 +154,7 @@ impl Runner {
                 );
                 self.configure(&rules);
             }
+            Operation::Kubelet => self.world.kubelet.restart(),
             Operation::Reboot => self.reboot().await,
             Operation::Reset { gpu } => self.reset(*gpu).await,
             Operation::Outage { over } => self.set_outage(!over),
