@@ -77,7 +77,7 @@ impl Plan {
     pub(crate) fn keeper(&self) -> Result<PathBuf> {
         match &self.keeper {
             Some(keeper) => Ok(keeper.clone()),
-            None => crate::build("divvy-keeper", "divvy-keeper"),
+            None => crate::build_static("divvy-keeper", "divvy-keeper"),
         }
     }
 

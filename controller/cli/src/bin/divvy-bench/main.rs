@@ -88,11 +88,28 @@ fn shipped() -> Result<PathBuf> {
 
 /// Builds a program as the image ships it.
 pub(crate) fn build(package: &str, binary: &str) -> Result<PathBuf> {
+    built(cargo().args(["--profile", "ship", "-p", package]), binary)
+}
+
+/// Builds a program that brings its C library, as the image ships it.
+pub(crate) fn build_static(package: &str, binary: &str) -> Result<PathBuf> {
+    // With a target the flags are the program's alone, not those of build scripts.
+    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    let mut cargo = cargo();
+    cargo.args(["--release", "--target", &target, "-p", package]);
+    built(cargo.env("RUSTFLAGS", "-C target-feature=+crt-static"), binary)
+}
+
+fn cargo() -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(["build", "--message-format", "json-render-diagnostics"]);
+    cargo
+}
+
+fn built(cargo: &mut Command, binary: &str) -> Result<PathBuf> {
     eprintln!("building {binary} as it ships (a few minutes the first time)");
-    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
-    let out = Command::new(&cargo)
-        .args(["build", "--profile", "ship", "--message-format", "json-render-diagnostics"])
-        .args(["-p", package, "--bin", binary])
+    let out = cargo
+        .args(["--bin", binary])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .stderr(std::process::Stdio::inherit())
         .output()

@@ -55,7 +55,13 @@ pub(crate) async fn all(plan: &Plan) -> Result<()> {
     later(plan, &world, "timeslice").await?;
     let keeper = Keeper::start(&plan.keeper()?, &world)?;
     later(plan, &world, "mps").await?;
+    let mut daemons = Vec::new();
+    for gpu in 0..8 {
+        daemons.push(world.claim(&format!("mps-of-{gpu}"), &format!("gpu-{gpu}-mps")).await?);
+    }
+    world.prepare(&daemons).await?;
     let memory = keeper.memory_mib();
+    world.unprepare(&daemons).await?;
     figure("rss_keeper_mib", &[memory?], "MiB");
     Ok(())
 }
