@@ -7,7 +7,7 @@
 
 # The kubelets in the nodes write these, and they are the whole machine's.
 sysctls="vm/overcommit_memory kernel/panic kernel/panic_on_oops fs/file-max fs/nr_open"
-host_dirs="/lib/modules /etc/docker /opt/containerd /run/docker /run/containerd"
+host_paths="/lib/modules /etc/docker /etc/docker/key.json /opt/containerd /run/docker /run/containerd"
 
 # What to put before a command, so that it runs where the cluster's addresses
 # are. With the docker of the machine that is here.
@@ -19,7 +19,7 @@ inside() {
 engine_up() {
   mkdir -p "$cluster/before"
   for key in $sysctls; do cat "/proc/sys/$key" > "$cluster/before/${key//\//.}"; done
-  for dir in $host_dirs; do [ -e "$dir" ] || echo "$dir" >> "$cluster/before/absent"; done
+  for path in $host_paths; do [ -e "$path" ] || echo "$path" >> "$cluster/before/absent"; done
 
   define holder unshare --net --mount --propagation slave sleep infinity
   start holder
@@ -60,5 +60,5 @@ engine_down() {
   for name in $sysctls; do
     [ ! -e "$cluster/before/${name//\//.}" ] || cat "$cluster/before/${name//\//.}" > "/proc/sys/$name"
   done
-  for dir in $(cat "$cluster/before/absent" 2> /dev/null); do rm -rf "$dir"; done
+  for path in $(cat "$cluster/before/absent" 2> /dev/null); do rm -rf "$path"; done
 }
