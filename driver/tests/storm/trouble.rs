@@ -7,7 +7,6 @@ use crate::operations::{ALL, Who};
 use crate::processes::mps_processes;
 use crate::run::{Runner, pattern};
 use divvy_sim::control::When;
-use rustix::process::{Pid, Signal, kill_process};
 
 impl Runner {
     /// SIGKILL, something in between, and a new start.
@@ -122,12 +121,9 @@ impl Runner {
                 self.end_clients(slot).await;
             }
         }
-        let processes = self.world.sim.read().unwrap().gpus[gpu].processes.clone();
-        for process in processes {
-            let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);
-            // It may have ended.
-            let _ = pid.map(|pid| kill_process(pid, Signal::KILL));
-        }
+        let served = |target: &str| self.gpu_of_target(target) == Some(gpu);
+        let servers = mps_processes(&self.world.run_dir());
+        servers.iter().filter(|one| one.is_server && served(&one.target)).for_each(|server| server.kill());
         self.rough.insert(gpu);
         self.world.change(|state| state.reset(gpu, true).unwrap());
     }
