@@ -19,7 +19,10 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("divvy-keeper", &["divvy-api"]),
     ("divvy-daemon", &[]),
     ("divvy-controller", &["divvy-api", "divvy-model", "divvy-alloc", "divvy-daemon"]),
-    ("divvy-driver", &["divvy-api", "divvy-model", "divvy-kubelet", "divvy-nvml", "divvy-slices", "divvy-daemon"]),
+    (
+        "divvy-driver",
+        &["divvy-api", "divvy-model", "divvy-kubelet", "divvy-nvml", "divvy-slices", "divvy-daemon"],
+    ),
     ("divvy-sim", &["divvy-api", "divvy-model"]),
     ("divvy-sim-nvml", &["divvy-sim"]),
     ("divvy-crash", &[]),
