@@ -101,11 +101,11 @@ pub(crate) fn mps_processes(run_dir: &Path) -> Vec<MpsProcess> {
 }
 
 /// What a process is given of a device.
-pub(crate) enum Given {
-    /// By UUID, with nobody in between.
-    Device(String),
-    /// The edits of a CDI device that is shared by MPS.
-    Edits(Value),
+pub(crate) struct Given {
+    /// The device that its container sees, by UUID.
+    pub(crate) device: String,
+    /// The edits of its CDI device, if that is shared by MPS.
+    pub(crate) mps: Option<Value>,
 }
 
 /// A process with a context, until it is dropped.
@@ -118,22 +118,31 @@ impl Client {
     pub(crate) async fn start(world: &World, given: &Given) -> Result<Self, String> {
         let mut command = Command::new(program("divvy-sim"));
         command.env_clear().env("DIVVY_SIM", world.sim.root()).args(["client", "--memory", "64", "--pipe"]);
-        match given {
+        match &given.mps {
             // No daemon is there.
-            Given::Device(uuid) => command.arg(world.path("no-pipe")).args(["--device", uuid]),
-            Given::Edits(edits) => {
+            None => command.arg(world.path("no-pipe")),
+            Some(edits) => {
                 let env = edits["env"].as_array().into_iter().flatten().filter_map(Value::as_str);
                 command.envs(env.filter_map(|entry| entry.split_once('=')));
-                let mounts = edits["mounts"].as_array().into_iter().flatten();
-                let pipe = mounts.into_iter().find(|mount| mount["containerPath"] == "/tmp/nvidia-mps");
+                let mut mounts = edits["mounts"].as_array().into_iter().flatten();
+                let pipe = mounts.find(|mount| mount["containerPath"] == "/tmp/nvidia-mps");
                 command.arg(pipe.and_then(|mount| mount["hostPath"].as_str()).ok_or("no pipe is mounted")?)
             }
         };
+        command.args(["--device", &given.device]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = tokio::process::Command::from(command).kill_on_drop(true).spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         match timeout(LET_IN_WITHIN, lines.next_line()).await {
-            Ok(Ok(Some(_))) => Ok(Self { child }),
+            Ok(Ok(Some(said))) => {
+                let client = Self { child };
+                // As libcuda, it goes without a daemon where none is there.
+                if said.contains(r#""mps":true"#) == given.mps.is_some() {
+                    return Ok(client);
+                }
+                client.end().await;
+                Err(format!("it got a context of the wrong kind: {said}"))
+            }
             Ok(_) => {
                 let output = child.wait_with_output().await;
                 Err(output.map_or_else(

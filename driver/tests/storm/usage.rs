@@ -26,24 +26,31 @@ impl Runner {
     }
 
     fn given(&self, modelled: &Modelled, part: &Part) -> Result<Given, String> {
-        if part.sharing == Some(Shared::Mps) {
-            let uid = &modelled.claim.uid;
-            let file = self.world.cdi_dir().join(format!("gpu.divvy.dev-claim_{uid}.json"));
-            let text = std::fs::read(&file).map_err(|error| error.to_string())?;
-            let file: Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
-            let device = format!("{uid}-{}", part.name);
-            let mut devices = file["devices"].as_array().into_iter().flatten();
-            let named = |it: &&Value| it["name"].as_str().is_some_and(|name| name.starts_with(&device));
-            let device = devices.find(named).ok_or("its CDI file lacks the device")?;
-            return Ok(Given::Edits(device["containerEdits"].clone()));
-        }
+        let shared = part.sharing == Some(Shared::Mps);
+        let mps = shared.then(|| self.edits(&modelled.claim.uid, part)).transpose()?;
         let state = self.world.sim.read().unwrap();
         let gpu = &state.gpus[part.gpu];
-        let Some((profile, slices)) = &part.place else { return Ok(Given::Device(gpu.uuid.clone())) };
-        let mut instances = gpu.instances.iter();
-        let gi = instances.find(|gi| gi.profile == *profile && gi.placement.start == slices.start);
-        let ci = gi.and_then(|gi| gi.cis.first()).ok_or("the instance is not there")?;
-        Ok(Given::Device(ci.uuid.clone()))
+        let device = match &part.place {
+            None => gpu.uuid.clone(),
+            Some((profile, slices)) => {
+                let mut instances = gpu.instances.iter();
+                let gi = instances.find(|gi| gi.profile == *profile && gi.placement.start == slices.start);
+                gi.and_then(|gi| gi.cis.first()).ok_or("the instance is not there")?.uuid.clone()
+            }
+        };
+        Ok(Given { device, mps })
+    }
+
+    /// What the claim's CDI file says of a part.
+    fn edits(&self, uid: &str, part: &Part) -> Result<Value, String> {
+        let file = self.world.cdi_dir().join(format!("gpu.divvy.dev-claim_{uid}.json"));
+        let text = std::fs::read(&file).map_err(|error| error.to_string())?;
+        let file: Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+        let device = format!("{uid}-{}", part.name);
+        let mut devices = file["devices"].as_array().into_iter().flatten();
+        let named = |it: &&Value| it["name"].as_str().is_some_and(|name| name.starts_with(&device));
+        let device = devices.find(named).ok_or("its CDI file lacks the device")?;
+        Ok(device["containerEdits"].clone())
     }
 
     pub(crate) async fn end_clients(&mut self, slot: usize) {
