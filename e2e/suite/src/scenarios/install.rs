@@ -200,10 +200,9 @@ pub(super) async fn uninstall_is_refused_while_claims_live_and_leaves_nothing(wo
     for pod in ["lives", "more"] {
         world.delete_pod(pod).await?;
     }
-    let result = uninstalled(world, &uninstall).await;
+    uninstalled(world, &uninstall).await?;
     world.ctl("install", "")?;
-    world.published().await?;
-    result
+    world.published().await
 }
 
 /// What the job of the hook printed.
