@@ -127,6 +127,14 @@ async fn upgraded(world: &World) -> Result<()> {
         world.ready(mode).await?;
         before.push(world.sees_its_devices(mode).await?);
     }
+    // A daemon that is not ready is replaced without one beside it, and after an
+    // outage the kubelet tells of readiness only with its next probe.
+    eventually("a daemon that is ready", || async {
+        let now = parts(world, "node").await?;
+        ensure!(now.len() == 1 && now.values().all(|(ready, _)| *ready), "{now:?}");
+        Ok(())
+    })
+    .await?;
     let connected = world.connected("mps").await?;
     let keepers: Vec<_> = parts(world, "keeper").await?.into_keys().collect();
 
