@@ -19,7 +19,7 @@ prepare_chart() {
   for node in n1 n2; do
     enter "$node" ctr -n k8s.io images import "$cluster/divvy.tar" > "$cluster/$node/import.log" 2>&1
     # An upgrade is the same image by another name.
-    enter "$node" ctr -n k8s.io images tag --force localhost/divvy:0 localhost/divvy:next > /dev/null
+    enter "$node" ctr -n k8s.io images tag --force localhost/divvy:0 localhost/divvy:next >> "$cluster/$node/import.log" 2>&1
     kubectl label "node/$node" nvidia.com/gpu.present=true > /dev/null
   done
   # What differs from an ordinary cluster: GPUs in a directory, no kube-proxy, and

@@ -23,11 +23,35 @@ define() {
   chmod +x "$cluster/proc/$name/cmd"
 }
 
+# When a process was started, in ticks: with it, an id means one process for ever.
+started() { # started PID
+  cut -d' ' -f22 "/proc/$1/stat" 2> /dev/null || true
+}
+
 alive() {
   local pid
   pid=$(cat "$cluster/proc/$1/pid" 2>/dev/null) || return 1
+  [ -n "$pid" ] && [ "$(started "$pid")" = "$(cat "$cluster/proc/$1/started" 2> /dev/null)" ] || return 1
   # A zombie has ended.
-  [ -n "$pid" ] && grep -qsv '^State:[[:space:]]*Z' <(grep -s '^State' "/proc/$pid/status")
+  grep -qsv '^State:[[:space:]]*Z' <(grep -s '^State' "/proc/$pid/status")
+}
+
+# own: this run is the owner of the cluster for as long as it lives.
+own() { echo "$$ $(started $$)" > "$cluster/owner"; }
+
+# A cluster whose run was killed is still there, bridges and all: it goes first.
+# One that was kept, or whose run lives, is left to its owner.
+sweep() { # sweep PREFIX
+  local dir pid start
+  for dir in "$1"*; do
+    [ -d "$dir" ] && [ ! -e "$dir/kept" ] || continue
+    pid='' start=''
+    [ ! -e "$dir/owner" ] || read -r pid start < "$dir/owner" || true
+    [ -z "$start" ] || [ "$(started "$pid")" != "$start" ] || continue
+    say "a run of this ended without its end: $dir"
+    cluster=$dir
+    teardown
+  done
 }
 
 start() {
@@ -35,6 +59,7 @@ start() {
   alive "$1" && return
   setsid "$dir/cmd" >> "$dir/log" 2>&1 < /dev/null &
   echo $! > "$dir/pid"
+  started $! > "$dir/started"
   disown
 }
 

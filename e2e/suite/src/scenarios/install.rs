@@ -2,13 +2,13 @@
 
 use crate::objects::{Claim, GPU, MIG, MPS, TIMESLICE, Worker, devices, profile_on, request, uuid};
 use crate::world::{World, eventually};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceSlice};
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, ListParams, LogParams};
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Helm's newer way to wait knows no DaemonSet that is replaced by hand, as the keeper's is.
 const CHART: [&str; 7] =
@@ -140,31 +140,27 @@ async fn upgraded(world: &World) -> Result<()> {
 
     let mut helm = world.spawn_helm(&[&CHART[..], &["--set=image.tag=next"]].concat())?;
     let (mut most, mut least, mut new) = (0, usize::MAX, 0);
-    let status = loop {
-        if let Some(status) = helm.try_wait()? {
-            break status;
-        }
+    let began = Instant::now();
+    // Helm may be content before the old daemon has gone.
+    loop {
         let now = parts(world, "node").await?;
         most = most.max(now.len());
         least = least.min(now.values().filter(|(ready, _)| *ready).count());
         if now.len() > 1 && new < 3 {
             // In the midst of it, claims come and go.
-            let pod = format!("new-{new}");
-            world.pod(&pod, Claim::Template("mig")).await?;
+            world.pod(&format!("new-{new}"), Claim::Template("mig")).await?;
             new += 1;
         }
+        let replaced = now.len() == 1 && now.values().all(|(_, image)| image.ends_with(":next"));
+        match helm.try_wait()? {
+            Some(status) if !status.success() => bail!("helm upgrade: {status}"),
+            Some(_) if replaced => break,
+            _ => ensure!(began.elapsed() < Duration::from_secs(240), "not after four minutes: {now:?}"),
+        }
         tokio::time::sleep(Duration::from_millis(100)).await;
-    };
-    ensure!(status.success(), "helm upgrade: {status}");
+    }
     ensure!(most > 1, "no two daemons overlapped");
     ensure!(least > 0, "for a moment no daemon was ready");
-    eventually("the new daemon", || async {
-        let now = parts(world, "node").await?;
-        ensure!(now.values().all(|(_, image)| image.ends_with(":next")), "{now:?}");
-        ensure!(now.len() == 1, "{now:?}");
-        Ok(())
-    })
-    .await?;
     for n in 0..new {
         world.ready(&format!("new-{n}")).await?;
         world.sees_its_devices(&format!("new-{n}")).await?;
