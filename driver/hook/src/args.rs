@@ -1,16 +1,21 @@
 //! What the hook is told to do, on its command line: the CDI file of a claim is
-//! the only caller, so there are two options and no more.
+//! the only caller, so there are four options and no more.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Names to make, with paths as the container sees them.
+/// Names to make, with paths as the container sees them, and what a share takes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Work {
     /// Links to make, sonames first: a link may point to a link.
     pub links: Vec<Link>,
     /// What the loader is to find, by name.
     pub entries: Vec<Entry>,
+    /// Directory of the host for lists of libraries to preload, by container; see
+    /// [`crate::preload`].
+    pub preload: Option<PathBuf>,
+    /// Directory of the host for cgroups, by container; see [`crate::cgroups`].
+    pub cgroups: Option<PathBuf>,
 }
 
 /// A link and the name in its own directory that it leads to.
@@ -31,8 +36,12 @@ pub struct Entry {
 /// Why the command line is refused.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
-    #[error("unknown option {0:?}; there are --library PATH=SONAME and --link PATH=TARGET")]
+    #[error(
+        "unknown option {0:?}; there are --library PATH=SONAME, --link PATH=TARGET, --preload DIR and --cgroups DIR"
+    )]
     Unknown(String),
+    #[error("{0} needs an absolute path, not {1:?}")]
+    Path(String, String),
     #[error("{0} needs PATH=NAME with an absolute path and a name without a slash, not {1:?}")]
     Value(String, String),
 }
@@ -44,10 +53,19 @@ impl Work {
         let mut dev_links = Vec::new();
         let mut args = args.map(|arg| arg.to_string_lossy().into_owned());
         while let Some(option) = args.next() {
-            if option != "--library" && option != "--link" {
-                return Err(ArgsError::Unknown(option));
-            }
             let value = args.next().unwrap_or_default();
+            match option.as_str() {
+                "--library" | "--link" => {}
+                "--preload" => {
+                    work.preload = Some(absolute(&option, value)?);
+                    continue;
+                }
+                "--cgroups" => {
+                    work.cgroups = Some(absolute(&option, value)?);
+                    continue;
+                }
+                _ => return Err(ArgsError::Unknown(option)),
+            }
             let (dir, name, other) =
                 split(&value).ok_or_else(|| ArgsError::Value(option.clone(), value.clone()))?;
             if option == "--link" {
@@ -74,6 +92,13 @@ impl Work {
             }
         }
         dirs
+    }
+}
+
+fn absolute(option: &str, value: String) -> Result<PathBuf, ArgsError> {
+    match value.starts_with('/') {
+        true => Ok(value.into()),
+        false => Err(ArgsError::Path(option.to_owned(), value)),
     }
 }
 
@@ -114,6 +139,13 @@ mod tests {
     }
 
     #[test]
+    fn a_share_names_directories_of_the_host() {
+        let work = parse(&["--preload", "/run/p", "--cgroups", "/run/c"]).unwrap();
+        assert_eq!((work.preload, work.cgroups), (Some("/run/p".into()), Some("/run/c".into())));
+        assert!(work.entries.is_empty());
+    }
+
+    #[test]
     fn what_is_not_a_path_and_a_name_is_refused() {
         for args in [
             &["--wrong"][..],
@@ -124,6 +156,9 @@ mod tests {
             &["--link", "/l/..=y"],
             &["--library", "/l/=y"],
             &["--library", "/l\n/x=y"],
+            &["--preload"],
+            &["--preload", "run"],
+            &["--cgroups", ""],
         ] {
             assert!(parse(args).is_err(), "{args:?}");
         }

@@ -5,6 +5,10 @@
 //! both into the loader's cache ([`ldcache`]), which is rewritten here, not by
 //! anybody's `ldconfig`: nothing of the image is executed.
 //!
+//! For a share it does two things more, each in a call of its own: what the image
+//! itself wants preloaded is kept ([`preload`]), and the driver is told the
+//! container's cgroups ([`cgroups`]).
+//!
 //! It runs as root over files that a stranger made. So every path is resolved
 //! inside the container's root and on its own mount ([`root`]): a link to the
 //! host, a FIFO, a device or a volume in the place of a file is never opened or
@@ -12,13 +16,16 @@
 //! deadline ends the process whatever happens.
 
 pub mod args;
+pub mod cgroups;
 pub mod ldcache;
 pub mod links;
+pub mod preload;
 pub mod root;
 pub mod state;
 
 use args::Work;
 use root::{Root, RootError};
+use state::State;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -35,6 +42,10 @@ pub enum HookError {
     State(#[from] state::StateError),
     #[error(transparent)]
     Root(#[from] RootError),
+    #[error(transparent)]
+    Preload(#[from] preload::PreloadError),
+    #[error(transparent)]
+    Cgroups(#[from] cgroups::CgroupsError),
 }
 
 /// The hook: arguments say what, OCI state on stdin says where.
@@ -62,11 +73,25 @@ pub fn main() -> ExitCode {
 
 fn run() -> Result<(), HookError> {
     let work = Work::parse(std::env::args_os().skip(1))?;
-    let rootfs = state::rootfs(std::io::stdin().lock())?;
-    apply(&rootfs, &work)
+    let state = State::read(std::io::stdin().lock())?;
+    if let Some(dir) = &work.cgroups {
+        cgroups::keep(dir, &state)?;
+    }
+    if work.entries.is_empty() && work.preload.is_none() {
+        // After the container's end there is no root any more.
+        return Ok(());
+    }
+    let rootfs = state.rootfs()?;
+    if !work.entries.is_empty() {
+        apply(&rootfs, &work)?;
+    }
+    if let Some(dir) = &work.preload {
+        preload::keep(&Root::open(&rootfs)?, dir, &state.id)?;
+    }
+    Ok(())
 }
 
-/// Does the work in a container's root. Doing it again changes nothing.
+/// Makes the names in a container's root. Doing it again changes nothing.
 pub fn apply(rootfs: &Path, work: &Work) -> Result<(), HookError> {
     let root = Root::open(rootfs)?;
     for step in [links::make, ldcache::update, links::configure, links::configure_musl] {

@@ -61,6 +61,10 @@ impl Root {
 
     fn resolve(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS | ResolveFlags::NO_XDEV;
+        self.resolve_by(path, flags, resolve)
+    }
+
+    fn resolve_by(&self, path: &Path, flags: OFlags, resolve: ResolveFlags) -> rustix::io::Result<OwnedFd> {
         for _ in 1..ATTEMPTS {
             match rustix::fs::openat2(&self.fd, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve) {
                 Err(Errno::AGAIN | Errno::INTR) => {}
@@ -68,6 +72,17 @@ impl Root {
             }
         }
         Err(Errno::AGAIN)
+    }
+
+    /// Something that is there, on whatever mount: to look at it or to mount over
+    /// it, never to write it.
+    pub fn at(&self, path: &Path) -> Result<Option<OwnedFd>, RootError> {
+        let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+        match self.resolve_by(path, OFlags::PATH, resolve) {
+            Ok(fd) => Ok(Some(fd)),
+            Err(Errno::NOENT) => Ok(None),
+            Err(cause) => Err(RootError::new("looking at", path, cause)),
+        }
     }
 
     /// Whether something is there.
