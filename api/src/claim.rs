@@ -8,10 +8,10 @@
 //! [`AllocatedClaim::from_json`] does the same from the bytes the API server
 //! sent, where a key that is given twice in a configuration can still be seen.
 
-use crate::config::{self, AppliedConfig, ConfigError, DeviceConfig, Misfit};
+use crate::config::{self, AppliedConfig, ConfigError, DeviceConfig, Misfit, Source};
 use crate::names::{ClaimRef, DRIVER, DeviceName, PoolName, RequestName, ShareId};
 use crate::quantity::{Quantity, QuantityError};
-use crate::sharing::{Mode, Sharing};
+use crate::sharing::{Mode, ShareSettings, Sharing};
 use k8s_openapi::api::resource::v1::{
     DeviceAllocationConfiguration, DeviceRequestAllocationResult, OpaqueDeviceConfiguration, ResourceClaim,
 };
@@ -53,6 +53,11 @@ impl AllocatedDevice {
             Hold::Exclusive | Hold::Share { .. } => config::effective(&self.configs, mode),
         }
     }
+
+    /// How the limits of the device are kept, where the claim has a [`Share`] of it.
+    pub fn share_settings(&self) -> Result<ShareSettings, Misfit> {
+        config::share_settings(&self.configs)
+    }
 }
 
 /// How the claim holds the device.
@@ -60,11 +65,25 @@ impl AllocatedDevice {
 pub enum Hold {
     /// Nobody else may.
     Exclusive,
-    /// Together with other shares of the same device. Capacities of our own
-    /// domain are named without it.
+    /// As one allocation of a device that may have several; what it consumed of
+    /// each capacity tells whether others have room (see [`Share`]). Capacities of
+    /// our own domain are named without it.
     Share { id: ShareId, consumed: BTreeMap<String, Quantity> },
     /// adminAccess: looks on, owns nothing.
     Admin,
+}
+
+/// A part of the memory of a GPU or MIG instance, with or without a part of its
+/// compute time. Whether an allocation is one, or the whole, depends on the
+/// device's own memory, so `divvy-model` makes it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Share {
+    pub id: ShareId,
+    /// Bytes, not 0.
+    pub memory: u64,
+    /// Guaranteed per cent of the compute time, 0 to 100; 0 is a fair part of what
+    /// is guaranteed to nobody.
+    pub cores: u32,
 }
 
 /// Why a ResourceClaim cannot be read; every message names the claim.
@@ -270,8 +289,12 @@ fn configs_of(
         })?;
         // The requests of a class's configuration are put in by the scheduler.
         let named = entry.requests.iter().flatten().any(|name| name == request);
-        let addressed = named && entry.source == "FromClaim";
-        ranked.push(AppliedConfig { config, addressed });
+        let source = match (entry.source.as_str(), named) {
+            ("FromClass", _) => Source::Class,
+            (_, false) => Source::Claim,
+            (_, true) => Source::Request,
+        };
+        ranked.push(AppliedConfig { config, source });
     }
     of_class.append(&mut of_claim);
     Ok(of_class)

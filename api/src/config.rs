@@ -25,7 +25,7 @@
 use crate::names::CONFIG_API_VERSION;
 use crate::quantity::Quantity;
 use crate::schema::{self, Fault, Field, Object, Shape, Unread};
-use crate::sharing::{Interval, Mode, MpsSettings, Sharing};
+use crate::sharing::{Injection, Interval, Mode, MpsSettings, Priority, ShareSettings, Sharing};
 use serde::Deserializer;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -37,17 +37,41 @@ pub enum DeviceConfig {
     GpuConfig { sharing: Option<Sharing> },
     /// For MIG instances; there is no time slicing inside one.
     MigDeviceConfig { sharing: Option<MpsSettings> },
+    /// For shares, of a GPU or of a MIG instance.
+    ShareConfig(ShareConfig),
+}
+
+/// What a class says about its shares, and a claim about its ceiling; what is
+/// absent is the default of [`ShareSettings`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ShareConfig {
+    pub injection: Option<Injection>,
+    pub observe_only: Option<bool>,
+    pub priority: Option<Priority>,
+    /// 1 to 10,000.
+    pub weight: Option<u32>,
+    /// Per cent, 1 to 100.
+    pub ceiling: Option<u32>,
 }
 
 /// A configuration that is meant for a device's request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AppliedConfig {
     pub config: DeviceConfig,
-    /// The claim's author named this very request (or sub-request), so it must
-    /// fit the device. All others are for the devices they fit: those without
-    /// `requests`, those of a class, and those for the base of a sub-request,
-    /// whose alternatives may be of several kinds.
-    pub addressed: bool,
+    pub source: Source,
+}
+
+/// Who wrote a configuration, and for what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// An administrator, for the devices of a class that it fits.
+    Class,
+    /// The claim's author, for the devices that it fits: without `requests`, or
+    /// for the base of a sub-request, whose alternatives may be of several kinds.
+    Claim,
+    /// The claim's author, for this very request (or sub-request), so it must
+    /// fit the device.
+    Request,
 }
 
 /// Why a configuration is refused; the message names the field.
@@ -57,7 +81,7 @@ pub enum ConfigError {
     NotJson { cause: String },
     #[error("configuration is not a JSON object")]
     NotAnObject,
-    #[error("field kind is {found:?}, expected GpuConfig or MigDeviceConfig")]
+    #[error("field kind is {found:?}, expected GpuConfig, MigDeviceConfig or ShareConfig")]
     UnknownKind { found: String },
     #[error(transparent)]
     Field(#[from] Fault),
@@ -71,19 +95,40 @@ pub enum ConfigError {
         "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected 0, since a request has one device where it has an MPS control daemon{}", if *mig { "; the UUID of a MIG instance is not known before it is made" } else { ", or the UUID of a GPU" }
     )]
     DeviceKey { key: String, mig: bool },
+    #[error("field {field} is about compute time, which shares do not limit yet; remove it")]
+    NotYet { field: &'static str },
 }
 
-/// A configuration that names a request whose device is of another kind.
+/// A configuration that cannot hold for the device it is meant for.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{kind} is for {}, and the device is {}; {}", for_kind(kind), of_mode(*mode), remedy(*mode))]
-pub struct Misfit {
-    pub kind: &'static str,
-    /// Of the device.
-    pub mode: Mode,
+pub enum Misfit {
+    /// It names a request whose device is of another kind.
+    #[error("{kind} is for {}, and the device is {}; {}", for_kind(kind), of_mode(*mode), remedy(*mode))]
+    Kind {
+        kind: &'static str,
+        /// Of the device.
+        mode: Mode,
+    },
+    /// It names a request that has a share.
+    #[error("{kind} is for {}, and the device is a share; remove the configuration", for_kind(kind))]
+    KindOfShare { kind: &'static str },
+    /// A tenant may tighten its share, and nothing else.
+    #[error(
+        "field {field} of ShareConfig is for a DeviceClass to say, and this one is of a claim; remove it"
+    )]
+    OnlyClass { field: &'static str },
+    #[error("field ceiling of ShareConfig is {asked}, and its DeviceClass allows {allowed}; ask for no more")]
+    Ceiling { asked: u32, allowed: u32 },
 }
 
 fn for_kind(kind: &str) -> &'static str {
-    if kind == GPU_CONFIG.name { "whole GPUs" } else { "MIG instances" }
+    if kind == GPU_CONFIG.name {
+        "whole GPUs"
+    } else if kind == MIG_DEVICE_CONFIG.name {
+        "MIG instances"
+    } else {
+        "shares"
+    }
 }
 
 fn of_mode(mode: Mode) -> &'static str {
@@ -104,23 +149,82 @@ fn remedy(mode: Mode) -> &'static str {
     }
 }
 
-/// The configuration of a device: how its claim's pods share it, if they do.
+/// The configuration of a device that a claim has for itself, or that is shared
+/// in its own mode: how the claim's pods share it, if they do.
 ///
 /// The order is that of NVIDIA's driver: `configs` come lowest precedence first
 /// and are walked from the back, the first that is for the device's kind holds,
 /// and nothing is merged.
 pub fn effective(configs: &[AppliedConfig], mode: Mode) -> Result<Option<Sharing>, Misfit> {
-    for AppliedConfig { config, addressed } in configs.iter().rev() {
+    for AppliedConfig { config, source } in configs.iter().rev() {
         match (config, mode) {
             (DeviceConfig::GpuConfig { sharing }, Mode::Whole) => return Ok(sharing.clone()),
             (DeviceConfig::MigDeviceConfig { sharing }, Mode::Mig) => {
                 return Ok(sharing.clone().map(Sharing::Mps));
             }
-            _ if *addressed => return Err(Misfit { kind: config.kind(), mode }),
+            _ if *source == Source::Request => return Err(Misfit::Kind { kind: config.kind(), mode }),
             _ => {}
         }
     }
     Ok(None)
+}
+
+/// The settings of a share. Of a class the last ShareConfig holds; of a claim the
+/// last one may lower its ceiling, and none may say more.
+pub fn share_settings(configs: &[AppliedConfig]) -> Result<ShareSettings, Misfit> {
+    let (mut class, mut claim) = (None, None);
+    for AppliedConfig { config, source } in configs {
+        match (config, source) {
+            (DeviceConfig::ShareConfig(config), Source::Class) => class = Some(config),
+            (DeviceConfig::ShareConfig(config), _) => claim = Some(config.of_claim()?),
+            (_, Source::Request) => return Err(Misfit::KindOfShare { kind: config.kind() }),
+            _ => {}
+        }
+    }
+    let default = ShareSettings::default();
+    let class = class.cloned().unwrap_or_default();
+    let allowed = class.ceiling.unwrap_or(default.ceiling);
+    let ceiling = match claim.flatten() {
+        Some(asked) if asked > allowed => return Err(Misfit::Ceiling { asked, allowed }),
+        Some(asked) => asked,
+        None => allowed,
+    };
+    Ok(ShareSettings {
+        injection: class.injection.unwrap_or(default.injection),
+        observe_only: class.observe_only.unwrap_or(default.observe_only),
+        priority: class.priority.unwrap_or(default.priority),
+        weight: class.weight.unwrap_or(default.weight),
+        ceiling,
+    })
+}
+
+impl ShareConfig {
+    /// The ceiling, if that is all it says.
+    fn of_claim(&self) -> Result<Option<u32>, Misfit> {
+        let for_class = [
+            ("injection", self.injection.is_some()),
+            ("observeOnly", self.observe_only.is_some()),
+            ("priority", self.priority.is_some()),
+            ("weight", self.weight.is_some()),
+        ];
+        match for_class.iter().find(|(_, said)| *said) {
+            Some((field, _)) => Err(Misfit::OnlyClass { field }),
+            None => Ok(self.ceiling),
+        }
+    }
+
+    /// What it says of compute time would not be kept.
+    fn holds_now(self) -> Result<Self, ConfigError> {
+        let later = [
+            ("priority", self.priority.is_some()),
+            ("weight", self.weight.is_some()),
+            ("ceiling", self.ceiling.is_some()),
+        ];
+        match later.iter().find(|(_, said)| *said) {
+            Some((field, _)) => Err(ConfigError::NotYet { field }),
+            None => Ok(self),
+        }
+    }
 }
 
 impl DeviceConfig {
@@ -129,6 +233,7 @@ impl DeviceConfig {
         match self {
             Self::GpuConfig { .. } => GPU_CONFIG.name,
             Self::MigDeviceConfig { .. } => MIG_DEVICE_CONFIG.name,
+            Self::ShareConfig(_) => SHARE_CONFIG.name,
         }
     }
 
@@ -145,7 +250,8 @@ impl DeviceConfig {
         let object = value.as_object().ok_or(ConfigError::NotAnObject)?;
         let kind = match object.get("kind") {
             None | Some(Value::Null) => {
-                let (field, expected) = ("kind".to_owned(), "GpuConfig or MigDeviceConfig".to_owned());
+                let (field, expected) =
+                    ("kind".to_owned(), "GpuConfig, MigDeviceConfig or ShareConfig".to_owned());
                 return Err(Fault::Missing { field, expected }.into());
             }
             Some(Value::String(kind)) => kind.clone(),
@@ -160,6 +266,9 @@ impl DeviceConfig {
             return Err(ConfigError::TimeSlicingOnMig);
         }
         let value = schema::read(Shape::Object(table), value).map_err(refused)?;
+        if table.name == SHARE_CONFIG.name {
+            return share_config(&value).holds_now().map(Self::ShareConfig);
+        }
         let sharing = &value["sharing"];
         Ok(match (mig, sharing.is_null()) {
             (false, true) => Self::GpuConfig { sharing: None },
@@ -215,6 +324,17 @@ fn mps(config: &Value, mig: bool) -> Result<MpsSettings, ConfigError> {
     })
 }
 
+fn share_config(config: &Value) -> ShareConfig {
+    let count = |field: &str| config[field].as_u64().and_then(|count| u32::try_from(count).ok());
+    ShareConfig {
+        injection: config["injection"].as_str().and_then(Injection::from_name),
+        observe_only: config["observeOnly"].as_bool(),
+        priority: config["priority"].as_str().and_then(Priority::from_name),
+        weight: count("weight"),
+        ceiling: count("ceiling"),
+    }
+}
+
 /// The index of a request's only device, or a GPU's UUID as NVML writes it. Which
 /// GPU a claim gets is the scheduler's business: a limit for another one rests.
 fn is_device_key(key: &str, mig: bool) -> bool {
@@ -226,7 +346,7 @@ const TIME_SLICING: &str = "TimeSlicing";
 const MPS: &str = "MPS";
 
 /// All documents of this module, for the reader and the reference.
-pub const KINDS: &[&Object] = &[&GPU_CONFIG, &MIG_DEVICE_CONFIG];
+pub const KINDS: &[&Object] = &[&GPU_CONFIG, &MIG_DEVICE_CONFIG, &SHARE_CONFIG];
 
 const API_VERSION: Field = Field {
     name: "apiVersion",
@@ -270,6 +390,50 @@ static MIG_DEVICE_CONFIG: Object = Object {
             required: false,
             absent: "nothing is set up",
             about: "How the instance is shared.",
+        },
+    ],
+};
+
+static SHARE_CONFIG: Object = Object {
+    name: "ShareConfig",
+    about: "For shares, of a GPU or of a MIG instance: how the limits of a class's claims are kept. It belongs into a DeviceClass; in a claim it may say `ceiling` and nothing else, and no more than the class's. What is marked as later is refused until then.",
+    fields: &[
+        API_VERSION,
+        Field { name: "kind", shape: Shape::Literally("ShareConfig"), required: true, absent: "", about: "" },
+        Field {
+            name: "injection",
+            shape: Shape::OneOf(Injection::NAMES),
+            required: false,
+            absent: "preload",
+            about: "How the library that keeps the limits comes into a container: `preload` by `/etc/ld.so.preload`, `shim` in the place of the GPU driver's own libraries, for programs that bear no preloaded library.",
+        },
+        Field {
+            name: "observeOnly",
+            shape: Shape::Flag,
+            required: false,
+            absent: "false",
+            about: "Count what is used and refuse nothing. Memory of the GPU is then not safe from the share.",
+        },
+        Field {
+            name: "priority",
+            shape: Shape::OneOf(Priority::NAMES),
+            required: false,
+            absent: "Low",
+            about: "Later: while a share of priority High works, those of priority Low on the same device wait.",
+        },
+        Field {
+            name: "weight",
+            shape: Shape::Count(1, 10_000),
+            required: false,
+            absent: "100",
+            about: "Later: compute time that is guaranteed to nobody, or not used, is divided by weight.",
+        },
+        Field {
+            name: "ceiling",
+            shape: Shape::Count(1, 100),
+            required: false,
+            absent: "100, in a claim the class's",
+            about: "Later: per cent of the device's compute time that the share gets at most, however idle the device is.",
         },
     ],
 };
@@ -511,8 +675,11 @@ mod tests {
     #[test]
     fn refusals_name_the_field() {
         check("7", Err("configuration is not a JSON object"));
-        check("{}", Err("field kind is missing, expected GpuConfig or MigDeviceConfig"));
-        check(r#"{"kind":1}"#, Err(r#"field kind is "1", expected GpuConfig or MigDeviceConfig"#));
+        check("{}", Err("field kind is missing, expected GpuConfig, MigDeviceConfig or ShareConfig"));
+        check(
+            r#"{"kind":1}"#,
+            Err(r#"field kind is "1", expected GpuConfig, MigDeviceConfig or ShareConfig"#),
+        );
         let missing = r#"field apiVersion is missing, expected "resource.divvy.dev/v1alpha1""#;
         check(r#"{"kind":"GpuConfig"}"#, Err(missing));
         check(
@@ -521,7 +688,7 @@ mod tests {
         );
         check(
             &format!(r#"{{{API},"kind":"Gpu"}}"#),
-            Err(r#"field kind is "Gpu", expected GpuConfig or MigDeviceConfig"#),
+            Err(r#"field kind is "Gpu", expected GpuConfig, MigDeviceConfig or ShareConfig"#),
         );
         check(
             &format!(r#"{{{API},"kind":"GpuConfig","cores":{{}}}}"#),
@@ -555,7 +722,10 @@ mod tests {
         let check = |configs: &[(DeviceConfig, bool)], mode, expected: Result<Option<Sharing>, &str>| {
             let configs: Vec<_> = configs
                 .iter()
-                .map(|(config, addressed)| AppliedConfig { config: config.clone(), addressed: *addressed })
+                .map(|(config, addressed)| AppliedConfig {
+                    config: config.clone(),
+                    source: if *addressed { Source::Request } else { Source::Class },
+                })
                 .collect();
             let found = effective(&configs, mode).map_err(|misfit| misfit.to_string());
             assert_eq!(found, expected.map_err(str::to_owned), "{configs:?}");
@@ -589,6 +759,88 @@ mod tests {
             ),
         );
         check(&[(mig(), true), (gpu(Interval::Long), false)], Mode::Whole, slicing(Interval::Long));
+    }
+
+    fn check_share(fields: &str, expected: Result<ShareConfig, &str>) {
+        let text = format!(r#"{{{API},"kind":"ShareConfig"{fields}}}"#);
+        check(&text, expected.map(DeviceConfig::ShareConfig));
+    }
+
+    #[test]
+    fn share_settings_are_read_and_what_is_not_kept_yet_is_refused() {
+        let share =
+            ShareConfig { injection: Some(Injection::Shim), observe_only: Some(true), ..Default::default() };
+        check_share("", Ok(ShareConfig::default()));
+        check_share(r#","injection":null,"ceiling":null"#, Ok(ShareConfig::default()));
+        check_share(r#","injection":"shim","observeOnly":true"#, Ok(share));
+        check_share(r#","injection":"none""#, Err(r#"field injection is "none", expected preload or shim"#));
+        check_share(r#","ceiling":0"#, Err("field ceiling is 0, expected a whole number from 1 to 100"));
+        check_share(r#","memory":"1Gi""#, Err("field memory is unknown to ShareConfig"));
+        let later = |field: &str| {
+            format!("field {field} is about compute time, which shares do not limit yet; remove it")
+        };
+        check_share(r#","ceiling":50"#, Err(&later("ceiling")));
+        check_share(r#","weight":1"#, Err(&later("weight")));
+        check_share(r#","priority":"High""#, Err(&later("priority")));
+    }
+
+    #[test]
+    fn a_tenant_may_only_tighten_itself() {
+        let class = |ceiling| {
+            let weight = Some(7);
+            (
+                ShareConfig { injection: Some(Injection::Shim), weight, ceiling, ..Default::default() },
+                Source::Class,
+            )
+        };
+        let claim = |ceiling| (ShareConfig { ceiling: Some(ceiling), ..Default::default() }, Source::Claim);
+        let check = |configs: &[(ShareConfig, Source)], expected: Result<(Injection, u32, u32), &str>| {
+            let applied = |(config, source): &(ShareConfig, Source)| AppliedConfig {
+                config: DeviceConfig::ShareConfig(config.clone()),
+                source: *source,
+            };
+            let configs: Vec<_> = configs.iter().map(applied).collect();
+            let found = share_settings(&configs).map(|found| (found.injection, found.weight, found.ceiling));
+            assert_eq!(
+                found.map_err(|misfit| misfit.to_string()),
+                expected.map_err(str::to_owned),
+                "{configs:?}"
+            );
+        };
+        use Injection::{Preload, Shim};
+        check(&[], Ok((Preload, 100, 100)));
+        check(&[claim(40)], Ok((Preload, 100, 40)));
+        check(&[class(None), claim(100)], Ok((Shim, 7, 100)));
+        check(&[class(Some(60)), claim(40)], Ok((Shim, 7, 40)));
+        check(&[class(Some(60))], Ok((Shim, 7, 60)));
+        check(&[class(Some(60)), (ShareConfig::default(), Source::Class), claim(70)], Ok((Preload, 100, 70)));
+        check(&[class(Some(60)), claim(70), claim(50)], Ok((Shim, 7, 50)));
+        let more = "field ceiling of ShareConfig is 70, and its DeviceClass allows 60; ask for no more";
+        check(&[class(Some(60)), claim(70)], Err(more));
+        let only = |field: &str| {
+            format!(
+                "field {field} of ShareConfig is for a DeviceClass to say, and this one is of a claim; remove it"
+            )
+        };
+        let observe = ShareConfig { observe_only: Some(false), ..Default::default() };
+        check(&[class(None), (observe, Source::Request), claim(1)], Err(&only("observeOnly")));
+        check(&[(class(None).0, Source::Claim)], Err(&only("injection")));
+    }
+
+    #[test]
+    fn a_configuration_for_another_kind_does_not_fit_a_share() {
+        let gpu = |source| AppliedConfig { config: DeviceConfig::GpuConfig { sharing: None }, source };
+        assert_eq!(share_settings(&[gpu(Source::Class), gpu(Source::Claim)]), Ok(ShareSettings::default()));
+        let misfit = share_settings(&[gpu(Source::Request)]).map_err(|misfit| misfit.to_string());
+        let expected = "GpuConfig is for whole GPUs, and the device is a share; remove the configuration";
+        assert_eq!(misfit, Err(expected.to_owned()));
+        let share = AppliedConfig {
+            config: DeviceConfig::ShareConfig(ShareConfig::default()),
+            source: Source::Request,
+        };
+        let misfit = effective(&[share], Mode::Mig).map_err(|misfit| misfit.to_string());
+        let expected = "ShareConfig is for shares, and the device is a MIG instance; use MigDeviceConfig";
+        assert_eq!(misfit, Err(expected.to_owned()));
     }
 
     /// Documents around the tables: known names mostly, any values.

@@ -14,6 +14,6 @@ pub mod quantity;
 pub mod schema;
 pub mod sharing;
 
-pub use claim::{AllocatedClaim, AllocatedDevice, Hold};
+pub use claim::{AllocatedClaim, AllocatedDevice, Hold, Share};
 pub use names::{ClaimRef, ClaimUid, DeviceName, GpuUuid, PoolName, RequestName, ShareId};
 pub use quantity::Quantity;

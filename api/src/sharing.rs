@@ -27,6 +27,11 @@ impl Mode {
     /// All modes, in the order in which they are told.
     pub const ALL: [Self; 4] = [Self::Whole, Self::Mig, Self::Timeslice, Self::Mps];
 
+    /// Whether parts of its devices are had as shares, by memory and compute time.
+    pub fn has_shares(self) -> bool {
+        matches!(self, Self::Whole | Self::Mig)
+    }
+
     /// As it is written everywhere.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -102,4 +107,82 @@ pub struct MpsSettings {
     pub pinned_memory_per_device: BTreeMap<String, Quantity>,
     /// Clients of different users at once; none means where the GPU driver can.
     pub multi_user: Option<bool>,
+}
+
+/// How the limits of a share are kept and what it may have beyond its guarantee.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShareSettings {
+    pub injection: Injection,
+    /// Usage is counted and nothing is refused.
+    pub observe_only: bool,
+    pub priority: Priority,
+    /// Of the compute time that is guaranteed to nobody or not used, 1 to 10,000;
+    /// the scale of the kernel's cpu.weight.
+    pub weight: u32,
+    /// Per cent of the device's compute time at most, 1 to 100.
+    pub ceiling: u32,
+}
+
+impl Default for ShareSettings {
+    fn default() -> Self {
+        Self {
+            injection: Injection::Preload,
+            observe_only: false,
+            priority: Priority::Low,
+            weight: 100,
+            ceiling: 100,
+        }
+    }
+}
+
+/// How the library that keeps the limits comes into a container.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Injection {
+    /// By `/etc/ld.so.preload`.
+    #[default]
+    Preload,
+    /// In the place of the GPU driver's own libraries.
+    Shim,
+}
+
+impl Injection {
+    /// All of them, as they are written.
+    pub const NAMES: &'static [&'static str] = &["preload", "shim"];
+
+    /// The one that is written so.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Preload, Self::Shim].into_iter().find(|one| one.as_str() == name)
+    }
+
+    /// As it is written everywhere.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Preload => "preload",
+            Self::Shim => "shim",
+        }
+    }
+}
+
+/// Whose work goes first on a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Priority {
+    #[default]
+    Low,
+    /// While it works, Low waits.
+    High,
+}
+
+impl Priority {
+    /// All of them, as they are written.
+    pub const NAMES: &'static [&'static str] = &["Low", "High"];
+
+    /// The one that is written so.
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name {
+            "Low" => Some(Self::Low),
+            "High" => Some(Self::High),
+            _ => None,
+        }
+    }
 }

@@ -152,7 +152,7 @@ fn refusals_name_the_claim() {
     );
     check_refused(
         &claim(one(), json!([config("Nonsense", "FromClaim", &[])])),
-        "claim ns/c, request r: field kind is \"Nonsense\", expected GpuConfig or MigDeviceConfig",
+        "claim ns/c, request r: field kind is \"Nonsense\", expected GpuConfig, MigDeviceConfig or ShareConfig",
     );
     check_refused(
         &claim(one(), json!([config("GpuConfig", "FromTheMoon", &[])])),

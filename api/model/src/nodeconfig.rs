@@ -43,6 +43,7 @@ pub struct Rule {
     pub slots: Option<u32>,
     pub interval: Option<Interval>,
     pub mps_clients: Option<u32>,
+    pub shares: Option<bool>,
     pub dedicated: Option<bool>,
     pub exclusive_ownership: Option<bool>,
 }
@@ -102,6 +103,7 @@ pub struct Explained {
     pub slots: Said,
     pub interval: Said,
     pub mps_clients: Said,
+    pub shares: Said,
     pub exclusive_ownership: Said,
 }
 
@@ -122,7 +124,8 @@ impl NodeConfig {
     pub fn explain(&self, otherwise: &GpuPolicy, labels: Option<&Labels>, gpu: Subject<'_>) -> Explained {
         let mut policy = otherwise.clone();
         let (mut modes, mut slots, mut interval) = (Said::Default, Said::Default, Said::Default);
-        let (mut mps_clients, mut exclusive_ownership) = (Said::Default, Said::Default);
+        let (mut mps_clients, mut shares, mut exclusive_ownership) =
+            (Said::Default, Said::Default, Said::Default);
         let (mut dedicated, mut unknown) = (None, None);
         for (index, rule) in self.rules.iter().enumerate() {
             match rule.matches.of(labels, gpu) {
@@ -138,16 +141,18 @@ impl NodeConfig {
             set(&mut policy.slots, &mut slots, rule.slots, said);
             set(&mut policy.interval, &mut interval, rule.interval, said);
             set(&mut policy.mps_clients, &mut mps_clients, rule.mps_clients, said);
+            set(&mut policy.shares, &mut shares, rule.shares, said);
             set(&mut policy.exclusive_ownership, &mut exclusive_ownership, rule.exclusive_ownership, said);
             dedicated = rule.dedicated.map(|yes| (yes, index)).or(dedicated);
         }
         if let Some((true, index)) = dedicated {
             (policy.modes, modes) = ([Mode::Whole].into(), Said::Rule(index));
+            (policy.shares, shares) = (false, Said::Rule(index));
         }
         if let Some(index) = unknown {
             (policy.modes, modes) = (BTreeSet::new(), Said::Unknown(index));
         }
-        Explained { policy, modes, slots, interval, mps_clients, exclusive_ownership }
+        Explained { policy, modes, slots, interval, mps_clients, shares, exclusive_ownership }
     }
 
     /// Whether a rule chooses by the node's labels.
@@ -241,6 +246,7 @@ fn rule(value: &Value) -> Rule {
         slots: count(&value["slots"]),
         interval: value["interval"].as_str().and_then(Interval::from_name),
         mps_clients: count(&value["mpsClients"]),
+        shares: value["shares"].as_bool(),
         dedicated: value["dedicated"].as_bool(),
         exclusive_ownership: value["exclusiveOwnership"].as_bool(),
     }
@@ -319,11 +325,18 @@ static RULE: Object = Object {
             about: "An MPS claim that names no memory or threads gets one of so many parts.",
         },
         Field {
+            name: "shares",
+            shape: Shape::Flag,
+            required: false,
+            absent: "the flag `--shares`, which is on by default",
+            about: "The whole GPU and its MIG instances are dealt out in shares too. Without, each goes to one claim at a time; claims that have shares keep them.",
+        },
+        Field {
             name: "dedicated",
             shape: Shape::Flag,
             required: false,
             absent: "false",
-            about: "The GPU goes to one claim at a time, whole: as `modes: [whole]`, whatever other rules say of modes.",
+            about: "The GPU goes to one claim at a time, whole: as `modes: [whole]` and `shares: false`, whatever other rules say of them.",
         },
         Field {
             name: "exclusiveOwnership",
@@ -430,7 +443,7 @@ mod tests {
         let found = config.explain(&GpuPolicy::default(), labels, H100);
         let modes: Vec<_> = found.policy.modes.iter().map(|mode| mode.as_str()).collect();
         let found = format!(
-            "{} by {}; {} slots by {}; {} by {}; {} clients by {}; exclusive {} by {}",
+            "{} by {}; {} slots by {}; {} by {}; {} clients by {}; shares {} by {}; exclusive {} by {}",
             modes.join(" "),
             found.modes,
             found.policy.slots,
@@ -439,6 +452,8 @@ mod tests {
             found.interval,
             found.policy.mps_clients,
             found.mps_clients,
+            found.policy.shares,
+            found.shares,
             found.policy.exclusive_ownership,
             found.exclusive_ownership,
         );
@@ -447,7 +462,7 @@ mod tests {
 
     #[test]
     fn the_last_rule_that_says_a_field_holds() {
-        let defaults = "whole mig timeslice mps by default; 4 slots by default; Default by default; 4 clients by default; exclusive false by default";
+        let defaults = "whole mig timeslice mps by default; 4 slots by default; Default by default; 4 clients by default; shares true by default; exclusive false by default";
         check(&NodeConfig::default(), None, defaults);
         check(&NodeConfig::parse(&format!("{HEAD}rules: null\n")).expect("empty"), None, defaults);
         check(
@@ -455,17 +470,19 @@ mod tests {
                 "  - {slots: 8, interval: Long}\n  - {slots: 2, modes: [mps, whole], mpsClients: 10}\n  - {}\n",
             ),
             None,
-            "whole mps by rules[1]; 2 slots by rules[1]; Long by rules[0]; 10 clients by rules[1]; exclusive false by default",
+            "whole mps by rules[1]; 2 slots by rules[1]; Long by rules[0]; 10 clients by rules[1]; shares true by default; exclusive false by default",
         );
         check(
             &config("  - dedicated: true\n  - {modes: [mig], exclusiveOwnership: true}\n"),
             None,
-            "whole by rules[0]; 4 slots by default; Default by default; 4 clients by default; exclusive true by rules[1]",
+            "whole by rules[0]; 4 slots by default; Default by default; 4 clients by default; shares false by rules[0]; exclusive true by rules[1]",
         );
         check(
-            &config("  - dedicated: true\n  - {modes: [], dedicated: false}\n"),
+            &config(
+                "  - {dedicated: true, shares: false}\n  - {modes: [], dedicated: false, shares: true}\n",
+            ),
             None,
-            " by rules[1]; 4 slots by default; Default by default; 4 clients by default; exclusive false by default",
+            " by rules[1]; 4 slots by default; Default by default; 4 clients by default; shares true by rules[1]; exclusive false by default",
         );
     }
 
@@ -498,12 +515,12 @@ mod tests {
         check(
             &config,
             None,
-            " by rules[0] needs the labels of the node; 4 slots by default; Default by default; 4 clients by default; exclusive false by default",
+            " by rules[0] needs the labels of the node; 4 slots by default; Default by default; 4 clients by default; shares true by default; exclusive false by default",
         );
         check(
             &config,
             Some(&Labels::new()),
-            "whole mig timeslice mps by default; 4 slots by default; Default by default; 4 clients by default; exclusive false by default",
+            "whole mig timeslice mps by default; 4 slots by default; Default by default; 4 clients by default; shares true by default; exclusive false by default",
         );
         let elsewhere = NodeConfig::parse(&format!(
             "{HEAD}rules:\n  - {{match: {{nodeLabels: {{pool: a}}, indices: [7]}}, modes: []}}\n"

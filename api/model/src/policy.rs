@@ -21,6 +21,9 @@ pub struct GpuPolicy {
     pub interval: Interval,
     /// An MPS claim that names nothing gets one of so many parts, at least 1.
     pub mps_clients: u32,
+    /// The whole GPU and its MIG instances are dealt out in shares too, not only
+    /// to one claim at a time.
+    pub shares: bool,
     /// All GPU instances on it are Divvy's: one that no record explains is destroyed.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub exclusive_ownership: bool,
@@ -50,6 +53,7 @@ impl Default for GpuPolicy {
             slots: 4,
             interval: Interval::Default,
             mps_clients: 4,
+            shares: true,
             exclusive_ownership: false,
         }
     }

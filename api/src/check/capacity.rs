@@ -45,6 +45,24 @@ const DEALT: [Dealt; 4] = [
     Dealt { mode: Mode::Mps, name: "memory", unit: ONE << 20, most: u64::MAX, expected: "at least 1Mi" },
 ];
 
+/// Whether amounts name a part of a GPU or MIG instance, so that they are for a share.
+pub(super) fn names_share(amounts: &BTreeMap<String, WireQuantity>) -> bool {
+    let positive = |amount| Quantity::try_from(amount).is_ok_and(|amount| amount > Quantity::ZERO);
+    amounts.iter().any(|(written, amount)| match ours(written) {
+        Some("memory" | "cores") => positive(amount),
+        _ => false,
+    })
+}
+
+/// The name of a capacity that is ours.
+fn ours(written: &str) -> Option<&str> {
+    match written.split_once('/') {
+        Some((DRIVER, name)) => Some(name),
+        Some(_) => None,
+        None => Some(written),
+    }
+}
+
 /// Checks the amounts that a request for devices of these modes asks for.
 pub(super) fn check(
     amounts: &BTreeMap<String, WireQuantity>,
@@ -54,11 +72,7 @@ pub(super) fn check(
     let mut findings = Vec::new();
     for (written, amount) in amounts {
         let path = format!("{path}.capacity.requests[{written}]");
-        let name = match written.split_once('/') {
-            Some((DRIVER, name)) => name,
-            Some(_) => continue,
-            None => written,
-        };
+        let Some(name) = ours(written) else { continue };
         let amount = match Quantity::try_from(amount) {
             Ok(amount) => amount,
             Err(cause) => {

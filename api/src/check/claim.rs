@@ -1,7 +1,7 @@
 //! Claims, templates and classes: configuration, capacities and counts.
 
 use super::{Class, Finding, ONE_DAEMON, World, capacity, ours};
-use crate::config::{AppliedConfig, ConfigError, DeviceConfig, effective};
+use crate::config::{AppliedConfig, ConfigError, DeviceConfig, Misfit, Source, effective, share_settings};
 use crate::sharing::{Mode, Sharing};
 use k8s_openapi::api::resource::v1::{DeviceClaim, DeviceClass, DeviceSelector, OpaqueDeviceConfiguration};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
@@ -21,6 +21,15 @@ pub(super) struct Ask<'a> {
     class: Class,
     /// What its devices make of a GPU; not empty.
     pub(super) modes: BTreeSet<Mode>,
+}
+
+impl Ask<'_> {
+    /// Whether its device of that mode is a share: it names a part of what a device
+    /// deals out. That a part may be all of some device is not looked at: who
+    /// wants that names nothing.
+    pub(super) fn is_share(&self, mode: Mode) -> bool {
+        mode.has_shares() && self.amounts.is_some_and(capacity::names_share)
+    }
 }
 
 /// What a claim asks of our driver, as far as its classes are known.
@@ -71,11 +80,12 @@ struct Written<'a> {
 
 impl Written<'_> {
     /// As `AllocatedClaim` has it: by name, by the base of an alternative, or for all.
-    fn applies(&self, ask: &Ask<'_>) -> Option<bool> {
-        let addressed = self.requests.contains(&ask.name);
-        let meant =
-            addressed || self.requests.is_empty() || self.requests.iter().any(|name| name == ask.base);
-        meant.then_some(addressed)
+    fn applies(&self, ask: &Ask<'_>) -> Option<Source> {
+        if self.requests.contains(&ask.name) {
+            return Some(Source::Request);
+        }
+        let meant = self.requests.is_empty() || self.requests.iter().any(|name| name == ask.base);
+        meant.then_some(Source::Claim)
     }
 }
 
@@ -98,10 +108,19 @@ fn parse(opaque: &OpaqueDeviceConfiguration, text: Option<&str>) -> Result<Devic
 
 /// What holds for a request's device of a mode, if what was written can be read.
 fn applied(ask: &Ask<'_>, written: &[Written<'_>]) -> Vec<AppliedConfig> {
-    let of_class = ask.class.configs.iter().flatten().map(|config| (config, false));
+    let of_class = ask.class.configs.iter().flatten().map(|config| (config, Source::Class));
     let of_claim = written.iter().filter_map(|one| Some((one.config.as_ref().ok()?, one.applies(ask)?)));
     let all = of_class.chain(of_claim);
-    all.map(|(config, addressed)| AppliedConfig { config: config.clone(), addressed }).collect()
+    all.map(|(config, source)| AppliedConfig { config: config.clone(), source }).collect()
+}
+
+/// What a request has of a device of the mode: what it is set up with, or why it
+/// cannot be.
+fn fits(ask: &Ask<'_>, configs: &[AppliedConfig], mode: Mode) -> Result<Option<Sharing>, Misfit> {
+    match ask.is_share(mode) {
+        true => share_settings(configs).map(|_| None),
+        false => effective(configs, mode),
+    }
 }
 
 /// Whether processes of its devices are clients of an MPS control daemon, however
@@ -109,7 +128,7 @@ fn applied(ask: &Ask<'_>, written: &[Written<'_>]) -> Vec<AppliedConfig> {
 pub(super) fn is_mps(claim: &DeviceClaim, ask: &Ask<'_>) -> bool {
     let configs = applied(ask, &written(claim, "", &[]));
     let mps =
-        |mode: &Mode| *mode == Mode::Mps || matches!(effective(&configs, *mode), Ok(Some(Sharing::Mps(_))));
+        |mode: &Mode| *mode == Mode::Mps || matches!(fits(ask, &configs, *mode), Ok(Some(Sharing::Mps(_))));
     !ask.admin && ask.modes.iter().all(mps)
 }
 
@@ -176,12 +195,11 @@ fn configs(
         match &one.config {
             Err(cause) => findings.push(Finding::error(format!("{}.opaque.parameters", one.path), cause)),
             Ok(config) => {
-                let fits = |mode: &Mode| for_mode(config) == *mode;
                 let useful = |ask: &Ask<'_>| match one.applies(ask) {
                     None => false,
                     // What does not fit is told by the request.
-                    Some(true) => true,
-                    Some(false) => ask.modes.iter().any(fits),
+                    Some(Source::Request) => true,
+                    Some(_) => ask.modes.iter().any(|mode| is_for(config, *mode, ask.is_share(*mode))),
                 };
                 if all_known && !asks.iter().any(useful) {
                     let message = format!("{} is for no device of this claim; remove it", config.kind());
@@ -193,10 +211,12 @@ fn configs(
     findings
 }
 
-fn for_mode(config: &DeviceConfig) -> Mode {
+/// Whether a configuration is for devices of the mode, or for shares of them.
+fn is_for(config: &DeviceConfig, mode: Mode, share: bool) -> bool {
     match config {
-        DeviceConfig::GpuConfig { .. } => Mode::Whole,
-        DeviceConfig::MigDeviceConfig { .. } => Mode::Mig,
+        DeviceConfig::GpuConfig { .. } => mode == Mode::Whole && !share,
+        DeviceConfig::MigDeviceConfig { .. } => mode == Mode::Mig && !share,
+        DeviceConfig::ShareConfig(_) => share,
     }
 }
 
@@ -213,9 +233,10 @@ fn sharing(claim: &DeviceClaim, ask: &Ask<'_>, written: &[Written<'_>]) -> Vec<F
         return findings;
     }
     let configs = applied(ask, written);
-    let misfits: Vec<_> = ask.modes.iter().filter_map(|mode| effective(&configs, *mode).err()).collect();
+    let misfits: Vec<_> = ask.modes.iter().filter_map(|mode| fits(ask, &configs, *mode).err()).collect();
     if let Some(misfit) = misfits.first() {
-        let path = written.iter().rev().find(|one| one.applies(ask) == Some(true)).map(|one| &one.path);
+        let path =
+            written.iter().rev().find(|one| one.applies(ask) == Some(Source::Request)).map(|one| &one.path);
         let path = path.unwrap_or(&ask.path);
         // A selector may leave only the devices that it fits.
         let sure = misfits.len() == ask.modes.len() || ask.selectors.is_empty();
@@ -239,7 +260,13 @@ pub(super) fn check_class(class: &DeviceClass, texts: &[Option<&str>], world: &d
         let path = format!("spec.config[{index}]");
         match parse(opaque, texts.get(index).copied().flatten()) {
             Err(cause) => findings.push(Finding::error(format!("{path}.opaque.parameters"), cause)),
-            Ok(config) if !modes.is_empty() && !modes.contains(&for_mode(&config)) => {
+            Ok(config)
+                if !modes.is_empty()
+                    && !modes.iter().any(|mode| {
+                        let share = matches!(config, DeviceConfig::ShareConfig(_));
+                        is_for(&config, *mode, share && mode.has_shares())
+                    }) =>
+            {
                 let message = format!("{} is for no device of this class; remove it", config.kind());
                 findings.push(Finding::warning(path, message));
             }

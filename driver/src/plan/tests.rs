@@ -1,5 +1,5 @@
 use super::*;
-use divvy_api::config::{AppliedConfig, DeviceConfig};
+use divvy_api::config::{AppliedConfig, DeviceConfig, Source};
 use divvy_api::sharing::{Interval, MpsSettings, Sharing};
 use divvy_model::inventory::{ComputeInstance, MigProfile};
 use divvy_model::{GpuNumber, Placement};
@@ -482,7 +482,7 @@ fn a_mode_that_is_off_is_for_the_scheduler_to_refuse() {
 #[test]
 fn pods_of_one_claim_share_its_device_as_configured() {
     let config = |sharing| {
-        [AppliedConfig { config: DeviceConfig::GpuConfig { sharing: Some(sharing) }, addressed: false }]
+        [AppliedConfig { config: DeviceConfig::GpuConfig { sharing: Some(sharing) }, source: Source::Class }]
     };
     let turns = config(Sharing::TimeSlicing(Interval::Short));
     let plan = configured(&long(), "gpu-0", &turns).unwrap();
@@ -509,7 +509,7 @@ fn pods_of_one_claim_share_its_device_as_configured() {
     // The daemon of a MIG instance comes after it; there is no compute mode.
     let settings = MpsSettings { active_thread_percentage: Some(50), ..MpsSettings::default() };
     let config = DeviceConfig::MigDeviceConfig { sharing: Some(settings) };
-    let slices = [AppliedConfig { config, addressed: true }];
+    let slices = [AppliedConfig { config, source: Source::Request }];
     check_plan(
         &configured(&long(), "gpu-0-mig-1g10gb-19-2", &slices).unwrap(),
         &[

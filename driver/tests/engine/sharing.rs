@@ -3,7 +3,7 @@
 
 use super::keeper::FakeKeeper;
 use super::world::{H100, Node, World, allocated, until};
-use divvy_api::config::{AppliedConfig, DeviceConfig};
+use divvy_api::config::{AppliedConfig, DeviceConfig, Source};
 use divvy_api::mps::{DIRECTORY, Phase};
 use divvy_api::sharing::{Interval, MpsSettings, Sharing};
 use divvy_api::{AllocatedClaim, Quantity};
@@ -92,7 +92,7 @@ impl World {
 fn configured(claim: &str, devices: &str, config: DeviceConfig) -> AllocatedClaim {
     let mut claim = allocated(claim, devices);
     for device in &mut claim.devices {
-        device.configs = vec![AppliedConfig { config: config.clone(), addressed: true }];
+        device.configs = vec![AppliedConfig { config: config.clone(), source: Source::Request }];
     }
     claim
 }
