@@ -12,6 +12,7 @@
 
 use divvy_model::inventory::{Gpu, GpuInstance, MigProfile};
 use divvy_model::placement::{self, Placement};
+use divvy_model::share;
 
 /// The engines of a GPU and its memory, in the order of [`DIMENSIONS`].
 pub(crate) type Amounts = [u64; DIMENSIONS.len()];
@@ -48,7 +49,7 @@ pub(crate) fn of(profile: &MigProfile) -> Amounts {
         profile.encoders.into(),
         profile.jpeg_engines.into(),
         profile.ofa_engines.into(),
-        profile.memory_mib.saturating_mul(1 << 20),
+        share::memory_of_profile(profile),
     ]
 }
 

@@ -12,7 +12,7 @@ use crate::words::{capacities, common, counters, int, profile_counter, some, str
 use divvy_api::sharing::Mode;
 use divvy_api::{DeviceName, Quantity};
 use divvy_model::inventory::{Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin};
-use divvy_model::{DeviceId, Placement};
+use divvy_model::{DeviceId, Placement, share};
 use k8s_openapi::api::resource::v1::{
     Counter, CounterSet, Device, DeviceAttribute, DeviceCapacity, DeviceCounterConsumption, DeviceTaint,
 };
@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 
 /// Everything published of a GPU, on a server that keeps so much.
 pub(crate) fn gpu_pool(node: &Inventory, gpu: &Gpu, support: Support) -> GpuPool {
-    Maker::new(node, gpu).gpu_pool(node.cuda_version, support)
+    Maker::new(node, gpu, support.counters && support.shares).gpu_pool(node.cuda_version, support)
 }
 
 /// Makes the devices of one GPU; holds what they have in common.
@@ -37,22 +37,24 @@ struct Maker<'a> {
     instance_taints: Vec<DeviceTaint>,
     /// Per memory slice, its name as a counter and as a capacity.
     slices: Vec<(String, String)>,
+    /// Whether devices are dealt out in shares too.
+    shares: bool,
     /// One of something, in the words of the API: written once, not per slice and device.
     one: WireQuantity,
 }
 
-/// The attributes under which a device is published.
+/// The attributes under which a device is published on a server that keeps all.
 pub(crate) fn attributes(node: &Inventory, name: &DeviceName) -> Option<BTreeMap<String, DeviceAttribute>> {
     let id = DeviceId::try_from(name).ok()?;
     let (gpu, part) = id.resolve(node).ok()?;
-    let maker = Maker::new(node, gpu);
+    let maker = Maker::new(node, gpu, true);
     let whole = || maker.whole(BTreeMap::new());
     let mut device = match (id.mode(), part, &gpu.mig) {
         (Mode::Mig, Some((profile, at)), Mig::Supported { mode, toggle, instances, .. }) => {
             maker.instance(maker.instance_base(profile), profile, at, (*mode, *toggle), instances)
         }
         (Mode::Mig, ..) => return None,
-        (Mode::Whole, ..) => modes::exclusive(whole()),
+        (Mode::Whole, ..) => modes::whole(whole(), maker.shares),
         (Mode::Timeslice, ..) => modes::timeslice(whole(), gpu),
         (Mode::Mps, ..) => modes::mps(whole(), gpu, node.cuda_version)?,
     };
@@ -61,7 +63,8 @@ pub(crate) fn attributes(node: &Inventory, name: &DeviceName) -> Option<BTreeMap
 }
 
 impl<'a> Maker<'a> {
-    fn new(node: &Inventory, gpu: &'a Gpu) -> Self {
+    /// `several` is whether the server lets several claims hold a device.
+    fn new(node: &Inventory, gpu: &'a Gpu, several: bool) -> Self {
         let profiles: &[MigProfile] = match &gpu.mig {
             Mig::Unsupported => &[],
             Mig::Supported { profiles, .. } => profiles,
@@ -80,6 +83,7 @@ impl<'a> Maker<'a> {
             slices: (0..totals.grid)
                 .map(|n| (format!("memory-slice-{n}"), format!("{MEMORY_SLICE}{n}")))
                 .collect(),
+            shares: several && gpu.policy.shares,
             one: Quantity::count(1).into(),
             totals,
         }
@@ -104,7 +108,7 @@ impl<'a> Maker<'a> {
                 made.shared.extend(device.map(|device| self.in_mode(device, mode)));
             }
         }
-        made.whole.push(self.in_mode(modes::exclusive(whole), Mode::Whole));
+        made.whole.push(self.in_mode(modes::whole(whole, self.shares), Mode::Whole));
         made.counters = support.counters.then(|| CounterSet { name: self.set.clone(), counters: all });
         if let Mig::Supported { mode, toggle, profiles, instances } = &self.gpu.mig {
             let exists =
@@ -157,7 +161,7 @@ impl<'a> Maker<'a> {
         attributes.insert("nvlinkPeers".to_owned(), int(gpu.nvlink_peers.into()));
         // All of the memory, of which MIG keeps a part for itself.
         let mut amounts = self.totals.amounts;
-        amounts[MEMORY] = gpu.memory_bytes >> 20 << 20;
+        amounts[MEMORY] = share::memory(gpu, None);
         let mut capacity = capacities(&written(&amounts));
         // Nothing is known of engines without profiles, nor of memory where NVML does not tell.
         capacity.retain(|name, _| if name == "memory" { amounts[MEMORY] > 0 } else { self.totals.grid > 0 });
@@ -197,12 +201,13 @@ impl<'a> Maker<'a> {
         if self.totals.counted.iter().any(|(id, _)| *id == profile.id) {
             counters.insert(profile_counter(profile.id), Counter { value: self.one.clone() });
         }
-        modes::exclusive(Device {
+        let device = Device {
             attributes: Some(attributes),
             capacity: Some(capacities(&written)),
             consumes_counters: Some(vec![self.consumption(counters)]),
             ..Device::default()
-        })
+        };
+        modes::whole(device, self.shares)
     }
 
     /// One of them, at its place.
@@ -218,7 +223,8 @@ impl<'a> Maker<'a> {
         for (counter, capacity) in &self.slices[at.start as usize..at.slices().end as usize] {
             let value = || self.one.clone();
             let capacities = device.capacity.get_or_insert_default();
-            capacities.insert(capacity.clone(), DeviceCapacity { value: value(), request_policy: None });
+            let request_policy = modes::fact(self.shares);
+            capacities.insert(capacity.clone(), DeviceCapacity { value: value(), request_policy });
             for consumption in device.consumes_counters.iter_mut().flatten() {
                 consumption.counters.insert(counter.clone(), Counter { value: value() });
             }

@@ -4,10 +4,19 @@
 //!
 //! | device | held by | takes of the GPU |
 //! |---|---|---|
-//! | `gpu-N` | one claim | everything |
-//! | an instance | one claim | its slices and engines |
+//! | `gpu-N` | one claim, or as many shares as its memory allows | everything |
+//! | an instance | the same, by its own memory | its slices and engines |
 //! | `gpu-N-timeslice` | as many claims as there are slots | everything |
 //! | `gpu-N-mps` | as many claims as memory, threads and clients allow | everything |
+//!
+//! **A share of everything is the whole.** A claim that names no memory takes all
+//! of it, so nobody else fits: one device serves those who want it for themselves
+//! and those who want a part. Memory is what excludes, so a GPU that does not tell
+//! its memory goes to one claim at a time. Shares can be turned off, and a server
+//! may not know them; then a device is exclusive, under the same name and at the
+//! same cost. Either way what was allocated before stays counted: a device held
+//! without a share id refuses every share, and one held by shares has no counters
+//! left for a claim of its own (`e2e/oracle`).
 //!
 //! **The first claim decides the mode, the last release ends it**, and it is the
 //! scheduler that sees to it, before a pod is on the node. Each device draws on
@@ -24,9 +33,10 @@
 //!
 //! **A capacity without a request policy is taken whole by a claim that names
 //! none**, so each capacity of a shared device has one. What a claim can ask for
-//! goes in steps. What only describes the GPU (the memory of a time-slice, the
-//! engines) can be had for nothing and asked for by nobody: it serves selectors,
-//! and promises no part.
+//! goes in steps. What only describes the GPU can be had for nothing, serves
+//! selectors and promises no part. Of a time-slice or MPS device nobody can ask
+//! for it; of a GPU or an instance one can, as one always could, and gets a device
+//! that has so much.
 
 use crate::words::string;
 use divvy_api::Quantity;
@@ -38,9 +48,55 @@ use k8s_openapi::api::resource::v1::{
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::BTreeMap;
 
+/// What keeps a share to its limits: a library in the container, which a process
+/// that means to can get around. The same word in conditions and docs.
+const HOOKS: &str = "hooks";
+
+/// A GPU or an instance: for one claim, or for shares of its memory. `shares` says
+/// whether the node and the server have them.
+pub(crate) fn whole(device: Device, shares: bool) -> Device {
+    let memory = device.capacity.as_ref().and_then(|capacity| capacity.get("memory"));
+    let bytes = memory.and_then(|memory| Quantity::try_from(&memory.value).ok()?.as_bytes());
+    match bytes {
+        Some(bytes @ 1..) if shares => shareable(device, bytes >> 20),
+        _ => exclusive(device),
+    }
+}
+
+fn shareable(mut device: Device, mebibytes: u64) -> Device {
+    device.allow_multiple_allocations = Some(true);
+    let attributes = device.attributes.get_or_insert_default();
+    attributes.insert("mode".to_owned(), string("share"));
+    attributes.insert("enforcement".to_owned(), string(HOOKS));
+    let capacities = device.capacity.get_or_insert_default();
+    for capacity in capacities.values_mut() {
+        capacity.request_policy = fact(true);
+    }
+    let memory = portions(mebibytes, mebibytes, |mebibytes| Quantity::bytes(mebibytes << 20));
+    capacities.insert("memory".to_owned(), memory);
+    // Compute time is not limited yet, so nobody is promised any.
+    let cores = DeviceCapacity { value: Quantity::count(100).into(), request_policy: Some(only_nothing()) };
+    capacities.insert("cores".to_owned(), cores);
+    device
+}
+
+/// The policy of a capacity that only describes a GPU or an instance: none where
+/// the device is exclusive, which may carry none.
+pub(crate) fn fact(shares: bool) -> Option<CapacityRequestPolicy> {
+    shares.then(|| CapacityRequestPolicy { default: Some(nothing()), ..Default::default() })
+}
+
+fn only_nothing() -> CapacityRequestPolicy {
+    CapacityRequestPolicy { default: Some(nothing()), valid_values: Some(vec![nothing()]), valid_range: None }
+}
+
+fn nothing() -> WireQuantity {
+    WireQuantity("0".to_owned())
+}
+
 /// A device for one claim at a time. Without multiple allocation no capacity may
 /// carry a request policy, so none is set anywhere else.
-pub(crate) fn exclusive(mut device: Device) -> Device {
+fn exclusive(mut device: Device) -> Device {
     device.allow_multiple_allocations = None;
     device.attributes.get_or_insert_default().insert("mode".to_owned(), string("exclusive"));
     device
@@ -96,12 +152,7 @@ fn shared(mut device: Device, id: DeviceId) -> Device {
         attributes.insert(name.to_owned(), string(id.mode().as_str()));
     }
     for capacity in device.capacity.iter_mut().flat_map(BTreeMap::values_mut) {
-        let nothing = || WireQuantity("0".to_owned());
-        capacity.request_policy = Some(CapacityRequestPolicy {
-            default: Some(nothing()),
-            valid_values: Some(vec![nothing()]),
-            valid_range: None,
-        });
+        capacity.request_policy = Some(only_nothing());
     }
     device
 }

@@ -5,10 +5,10 @@
 mod common;
 
 use common::{gpu, inventory_of, node};
-use divvy_api::Quantity;
 use divvy_api::sharing::{Interval, Mode};
-use divvy_model::DeviceId;
+use divvy_api::{Hold, Quantity};
 use divvy_model::inventory::{Condition, Gpu, Inventory};
+use divvy_model::{DeviceId, share};
 use divvy_sim::catalogue::{self, GpuModel, Model};
 use divvy_slices::{PoolOptions, Support, pool, slices, validate};
 use k8s_openapi::api::resource::v1::{Device, DeviceCapacity};
@@ -70,12 +70,11 @@ fn every_gpu_offers_every_mode_and_each_takes_all_of_it_but_an_instance() {
         let whole = &all["gpu-0"];
         for device in all.values() {
             let mode = DeviceId::try_from(&device.name.as_str().into()).unwrap().mode();
-            let shared = matches!(mode, Mode::Timeslice | Mode::Mps);
-            assert_eq!(device.allow_multiple_allocations, shared.then_some(true), "{}", device.name);
+            assert_eq!(device.allow_multiple_allocations, Some(true), "{}", device.name);
             let attribute = |name: &str| device.attributes.as_ref().unwrap()[name].string.clone().unwrap();
             let (kind, said) = match mode {
-                Mode::Whole => ("gpu", "exclusive"),
-                Mode::Mig => ("mig", "exclusive"),
+                Mode::Whole => ("gpu", "share"),
+                Mode::Mig => ("mig", "share"),
                 Mode::Timeslice | Mode::Mps => (mode.as_str(), mode.as_str()),
             };
             assert_eq!((attribute("type"), attribute("mode")), (kind.to_owned(), said.to_owned()));
@@ -94,9 +93,10 @@ fn a_shared_device_describes_its_gpu_as_the_whole_does() {
     for model in models() {
         let all = devices(&inventory_of(&model.key, 1));
         let whole = all["gpu-0"].attributes.as_ref().unwrap();
+        let own = ["type", "mode", "enforcement"];
         for name in ["gpu-0-timeslice", "gpu-0-mps"] {
             let shared = all[name].attributes.as_ref().unwrap();
-            for (key, value) in whole.iter().filter(|(key, _)| !["type", "mode"].contains(&key.as_str())) {
+            for (key, value) in whole.iter().filter(|(key, _)| !own.contains(&key.as_str())) {
                 assert_eq!(shared.get(key), Some(value), "{key} of {name} on {}", model.key);
             }
         }
@@ -123,6 +123,65 @@ fn nobody_is_promised_what_nothing_holds_back() {
                 assert_eq!(zero, !given.contains(&key.as_str()), "{key} of {name}");
             }
         }
+    }
+}
+
+#[test]
+fn a_claim_of_a_gpu_or_an_instance_that_names_nothing_takes_all_memory_and_so_all_of_it() {
+    for model in models() {
+        let all = devices(&inventory_of(&model.key, 1));
+        let shareable = all
+            .values()
+            .filter(|device| device.attributes.as_ref().unwrap()["mode"].string.as_deref() == Some("share"));
+        for device in shareable {
+            for (key, capacity) in device.capacity.as_ref().unwrap() {
+                let value = Quantity::try_from(&capacity.value).unwrap().value().unwrap();
+                let expected = if key == "memory" { value } else { 0 };
+                assert_eq!(silent(capacity), expected, "{key} of {} on {}", device.name, model.key);
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_is_dealt_out_by_the_mebibyte_and_compute_time_is_not() {
+    let inventory = inventory_of(H100, 1);
+    check_capacity(&inventory, "gpu-0", "memory", "81559Mi", range("81559Mi", "1Mi"));
+    check_capacity(&inventory, "gpu-0-mig-1g10gb-19-0", "memory", "9984Mi", range("9984Mi", "1Mi"));
+    for device in ["gpu-0", "gpu-0-mig-1g10gb-19-0"] {
+        check_capacity(&inventory, device, "cores", "100", json!({"default": "0", "validValues": ["0"]}));
+    }
+    // Whoever asks for a device with so many gets one, as ever.
+    check_capacity(&inventory, "gpu-0", "multiprocessors", "132", json!({"default": "0"}));
+}
+
+#[test]
+fn where_memory_is_odd_a_share_of_everything_is_still_the_whole() {
+    for (bytes, memory) in [((10 << 30) + 4096, "10Gi"), ((1 << 30) - 1, "1023Mi")] {
+        let all = devices(&h100(|gpu| gpu.memory_bytes = bytes));
+        let found = &all["gpu-0"].capacity.as_ref().unwrap()["memory"];
+        assert_eq!(found.value.0, memory);
+        let taken = u64::try_from(silent(found)).unwrap();
+        let hold =
+            Hold::Share { id: "s".into(), consumed: [("memory".to_owned(), Quantity::bytes(taken))].into() };
+        let gpu = h100(|gpu| gpu.memory_bytes = bytes).gpus.remove(0);
+        assert_eq!(share::share(&hold, share::memory(&gpu, None)), Ok(None));
+    }
+}
+
+#[test]
+fn without_shares_gpus_and_instances_are_for_one_claim_at_a_time_at_the_same_cost() {
+    let with = devices(&inventory_of(H100, 1));
+    for off in [h100(|gpu| gpu.policy.shares = false), h100(|gpu| gpu.memory_bytes = 0)] {
+        let gpu = &devices(&off)["gpu-0"];
+        assert_eq!(gpu.allow_multiple_allocations, None);
+        assert_eq!(gpu.attributes.as_ref().unwrap()["mode"].string.as_deref(), Some("exclusive"));
+    }
+    for (name, device) in devices(&h100(|gpu| gpu.policy.shares = false)) {
+        assert_eq!(device.consumes_counters, with[&name].consumes_counters, "{name}");
+        let has = |capacity: &str| device.capacity.as_ref().unwrap().contains_key(capacity);
+        let own_mode = name.ends_with("timeslice") || name.ends_with("mps");
+        assert!(own_mode || (device.allow_multiple_allocations.is_none() && !has("cores")), "{name}");
     }
 }
 
@@ -239,8 +298,16 @@ fn bytes(inventory: &Inventory, support: Support) -> usize {
 fn eight_gpus_keep_to_their_kibibytes() {
     let inventory = inventory_of(H100, 8);
     let exclusive = bytes(&inventory, Support { shares: false, ..Support::default() });
+    let mut without = inventory.clone();
+    without.gpus.iter_mut().for_each(|gpu| gpu.policy.shares = false);
+    let modes = bytes(&without, Support::default());
     let all = bytes(&inventory, Support::default());
-    println!("slice_kib_per_node\t{}\t(exclusive devices alone: {})", all >> 10, exclusive >> 10);
-    assert!(all < 288 << 10, "{all}");
-    assert!((all - exclusive) * 7 < exclusive, "the shared devices are {} of {all}", all - exclusive);
+    println!(
+        "slice_kib_per_node\t{}\t(without shares: {}, exclusive devices alone: {})",
+        all >> 10,
+        modes >> 10,
+        exclusive >> 10
+    );
+    assert!(all < 376 << 10, "{all}");
+    assert!((modes - exclusive) * 7 < exclusive, "the shared devices are {} of {modes}", modes - exclusive);
 }
