@@ -1,0 +1,131 @@
+//! What identifies a share on its pages: short texts in fixed room, and UUIDs as bytes.
+
+use core::fmt;
+
+/// A short text in `N` bytes, padded with zeros. Kubernetes UIDs, PCI bus ids.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Text<const N: usize>([u8; N]);
+
+impl<const N: usize> Text<N> {
+    /// No text.
+    pub const EMPTY: Self = Self([0; N]);
+
+    /// The text in its room; `None` where it is longer, not printable ASCII, or has a blank.
+    pub fn new(text: &str) -> Option<Self> {
+        if text.len() > N || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return None;
+        }
+        let mut room = [0; N];
+        room.get_mut(..text.len())?.copy_from_slice(text.as_bytes());
+        Some(Self(room))
+    }
+
+    /// What the bytes of a page say; `None` for bytes that [`Text::new`] never leaves there.
+    pub(crate) fn read(bytes: &[u8]) -> Option<Self> {
+        let length = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+        let (text, padding) = bytes.split_at(length);
+        if bytes.len() != N || padding.iter().any(|byte| *byte != 0) {
+            return None;
+        }
+        Self::new(core::str::from_utf8(text).ok()?)
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8; N] {
+        &self.0
+    }
+
+    /// The text without its padding.
+    pub fn as_str(&self) -> &str {
+        let length = self.0.iter().position(|byte| *byte == 0).unwrap_or(N);
+        self.0.get(..length).and_then(|text| core::str::from_utf8(text).ok()).unwrap_or_default()
+    }
+}
+
+impl<const N: usize> fmt::Debug for Text<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self.as_str(), f)
+    }
+}
+
+impl<const N: usize> fmt::Display for Text<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// The UUID of a GPU or of a MIG instance: the sixteen bytes of `CUuuid`, which are
+/// the hexadecimal digits of NVML's `GPU-…` or `MIG-…` text in their order.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GpuUuid(pub [u8; 16]);
+
+impl GpuUuid {
+    /// Reads `GPU-…`, `MIG-…` or the bare UUID.
+    pub fn parse(text: &str) -> Option<Self> {
+        let digits = text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-")).unwrap_or(text);
+        let mut bytes = [0; 16];
+        let mut count = 0;
+        for (place, byte) in digits.bytes().enumerate() {
+            if matches!(place, 8 | 13 | 18 | 23) {
+                if byte != b'-' {
+                    return None;
+                }
+                continue;
+            }
+            let digit = u8::try_from(char::from(byte).to_digit(16)?).ok()?;
+            let room: &mut u8 = bytes.get_mut(count / 2)?;
+            *room = *room << 4 | digit;
+            count += 1;
+        }
+        (count == 32).then_some(Self(bytes))
+    }
+
+    /// All zeros stand for no UUID.
+    pub(crate) fn none_if_zero(self) -> Option<Self> {
+        (self.0 != [0; 16]).then_some(self)
+    }
+}
+
+impl fmt::Display for GpuUuid {
+    /// The bare UUID, without NVML's prefix.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (place, byte) in self.0.iter().enumerate() {
+            if matches!(place, 4 | 6 | 8 | 10) {
+                f.write_str("-")?;
+            }
+            write!(f, "{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for GpuUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_read_with_nvmls_prefix_and_without() {
+        let text = "6f1d2c3b-0001-4a5b-8c7d-00112233aaff";
+        for prefix in ["GPU-", "MIG-", ""] {
+            let uuid = GpuUuid::parse(&format!("{prefix}{text}")).expect("a UUID");
+            assert_eq!(uuid.to_string(), text);
+        }
+        for bad in ["", "GPU-", "GPU-6f1d2c3b", &text[1..], &format!("{text}0"), &text.replace('-', "0")] {
+            assert_eq!(GpuUuid::parse(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_text_keeps_to_its_room() {
+        assert_eq!(Text::<4>::new("abcd").expect("fits").as_str(), "abcd");
+        assert_eq!(Text::<4>::new("abcde"), None);
+        assert_eq!(Text::<4>::new("a b"), None);
+        assert_eq!(Text::<4>::read(b"a\0b\0"), None);
+        assert_eq!(Text::<4>::read(b"ab\0\0").expect("padded").as_str(), "ab");
+    }
+}

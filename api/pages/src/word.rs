@@ -1,0 +1,61 @@
+//! The atomic word that both pages are made of.
+//!
+//! Every operation is sequentially consistent. The protocol's argument is about one
+//! order of all operations on all words, and what a weaker order would save is a
+//! nanosecond beside a call into the driver.
+//!
+//! In this crate's own tests each operation first asks the explorer, which decides
+//! which process makes its step next (`explore`): the code that is explored is the
+//! code that ships.
+
+use core::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+/// One 64-bit word of a page.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct Word(AtomicU64);
+
+impl Word {
+    pub(crate) const fn new(value: u64) -> Self {
+        Self(AtomicU64::new(value))
+    }
+
+    #[inline]
+    pub(crate) fn load(&self) -> u64 {
+        #[cfg(test)]
+        if let Some(value) = crate::explore::load(&self.0) {
+            return value;
+        }
+        self.0.load(SeqCst)
+    }
+
+    #[inline]
+    pub(crate) fn store(&self, value: u64) {
+        #[cfg(test)]
+        if crate::explore::store(&self.0, value) {
+            return;
+        }
+        self.0.store(value, SeqCst);
+    }
+
+    /// True where the word was `old` and is now `new`.
+    #[inline]
+    pub(crate) fn swap_if(&self, old: u64, new: u64) -> bool {
+        #[cfg(test)]
+        if let Some(done) = crate::explore::swap_if(&self.0, old, new) {
+            return done;
+        }
+        self.0.compare_exchange(old, new, SeqCst, SeqCst).is_ok()
+    }
+
+    /// Applies `next` until no one came between; the value before.
+    #[inline]
+    pub(crate) fn update(&self, next: impl Fn(u64) -> u64) -> u64 {
+        loop {
+            let old = self.load();
+            if self.swap_if(old, next(old)) {
+                return old;
+            }
+        }
+    }
+}
