@@ -8,14 +8,15 @@ mod gpus;
 mod nodes;
 
 use common::{Cluster, claim, one, picked, select};
-use divvy_api::DeviceName;
 use divvy_api::sharing::Mode;
+use divvy_api::{DeviceName, Quantity};
 use divvy_model::inventory::MigMode;
-use divvy_model::{DeviceId, Inventory, Placement};
+use divvy_model::{DeviceId, Inventory, Placement, share};
 use gpus::inventory_of;
-use nodes::{MPS, TIMESLICE, gpus_wanted, mig_wanted, named, published, share_wanted, wanting};
+use nodes::{MPS, SHARE, TIMESLICE, gpus_wanted, mig_wanted, named, of, published, share_wanted, wanting};
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 /// Takes as many as fit and says on which devices.
 fn fill(cluster: &mut Cluster, claim: &Value, most: usize) -> Vec<String> {
@@ -98,11 +99,31 @@ fn assert_apart(node: &Inventory, held: &[String]) {
     };
     for (index, (id, part)) in parts.iter().enumerate() {
         for (other, other_part) in &parts[index + 1..] {
-            let shares = id == other && matches!(id.mode(), Mode::Timeslice | Mode::Mps);
+            // Who has a device whole has all its memory: see [`assert_memory`].
+            let shares = id == other;
             assert!(id.gpu() != other.gpu() || shares || !clash(*part, *other_part), "{held:?}");
         }
         let shares = parts.iter().filter(|(other, _)| other == id).count();
-        assert!(shares <= 4, "four slots, and four parts by default: {held:?}");
+        let own_mode = matches!(id.mode(), Mode::Timeslice | Mode::Mps);
+        assert!(!own_mode || shares <= 4, "four slots, and four parts by default: {held:?}");
+    }
+}
+
+/// Claims of a GPU or an instance have together no more memory than it has.
+fn assert_memory(node: &Inventory, cluster: &Cluster) {
+    let mut taken: BTreeMap<DeviceId, u64> = BTreeMap::new();
+    let allocations = cluster.claims.iter().filter_map(|claim| claim.status.as_ref()?.allocation.as_ref());
+    for result in allocations.flat_map(|one| one.devices.iter().flat_map(|d| d.results.iter().flatten())) {
+        let id = DeviceId::try_from(&DeviceName::from(result.device.as_str())).expect("a device");
+        if matches!(id.mode(), Mode::Whole | Mode::Mig) {
+            let memory = &result.consumed_capacity.as_ref().expect("a share")["memory"];
+            let memory = Quantity::try_from(memory).expect("a quantity").as_bytes().expect("bytes");
+            *taken.entry(id).or_default() += memory;
+        }
+    }
+    for (id, taken) in taken {
+        let (gpu, part) = id.resolve(node).expect("a device of the node");
+        assert!(taken <= share::memory(gpu, part), "{taken} of {id}");
     }
 }
 
@@ -113,7 +134,7 @@ enum Step {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    prop_oneof![3 => (0usize..14).prop_map(Step::Take), 2 => (0usize..20).prop_map(Step::Release)]
+    prop_oneof![3 => (0usize..20).prop_map(Step::Take), 2 => (0usize..20).prop_map(Step::Release)]
 }
 
 proptest! {
@@ -133,7 +154,9 @@ proptest! {
                 Step::Take(what) => {
                     let request = match profiles.get(what) {
                         Some(profile) => mig_wanted(&profile.name),
-                        None if what % 3 == 0 => gpus_wanted(1),
+                        None if what % 5 == 0 => gpus_wanted(1),
+                        None if what % 5 == 1 => share_wanted(SHARE, &[("memory", "30Gi")]),
+                        None if what % 5 == 2 => of(mig_wanted(&profiles[0].name), &[("memory", "4Gi")]),
                         None => share_wanted([TIMESLICE, MPS][what % 2], &[]),
                     };
                     let name = format!("claim-{number}");
@@ -146,6 +169,7 @@ proptest! {
             }
             let all: Vec<_> = held.iter().flat_map(|(_, devices)| devices.clone()).collect();
             assert_apart(&node, &all);
+            assert_memory(&node, &cluster);
         }
         for (name, _) in held {
             cluster.release(&name);

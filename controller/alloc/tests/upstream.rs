@@ -143,6 +143,7 @@ fn our_answers_are_those_of_the_scheduler() {
                         let ours = told(&cluster.take(holder, claim));
                         assert_eq!(ours, row[1], "{name}: {}", row[0]);
                     }
+                    Step::Held { .. } => cluster.hold(&step.wire()["held"]),
                     Step::Release(holder) => cluster.release(holder),
                 }
             }

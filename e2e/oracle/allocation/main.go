@@ -31,9 +31,11 @@ type world struct {
 	Sequences [][]step                    `json:"sequences"`
 }
 
-// One of the two.
+// One of the three. Held is a claim that was allocated before, whatever was
+// published then.
 type step struct {
 	Take    *resourceapi.ResourceClaim `json:"take"`
+	Held    *resourceapi.ResourceClaim `json:"held"`
 	Release string                     `json:"release"`
 }
 
@@ -113,6 +115,11 @@ func answers(w world, steps []step, cache *cel.Cache) ([]string, error) {
 	allocations := map[string]resourceapi.AllocationResult{}
 	var out []string
 	for _, step := range steps {
+		if step.Held != nil {
+			allocations[step.Held.Name] = *step.Held.Status.Allocation
+			out = append(out, "")
+			continue
+		}
 		if step.Take == nil {
 			delete(allocations, step.Release)
 			out = append(out, "")

@@ -125,6 +125,11 @@ impl Cluster {
         Ok(result)
     }
 
+    /// Somebody was allocated this before; `claim` has the allocation.
+    pub(crate) fn hold(&mut self, claim: &Value) {
+        self.claims.push(from_value(claim.clone()).expect("a claim"));
+    }
+
     pub(crate) fn release(&mut self, name: &str) {
         self.claims.retain(|claim| claim.metadata.name.as_deref() != Some(name));
     }

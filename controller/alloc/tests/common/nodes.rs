@@ -24,7 +24,13 @@ pub(crate) fn published(node: &Inventory) -> Cluster {
             slice(&format!("slice-{index:03}"), NODE, spec)
         })
         .collect();
-    let types = [("gpu.divvy.dev", "gpu"), ("mig.divvy.dev", "mig"), (TIMESLICE, "timeslice"), (MPS, "mps")];
+    let types = [
+        ("gpu.divvy.dev", "gpu"),
+        (SHARE, "gpu"),
+        ("mig.divvy.dev", "mig"),
+        (TIMESLICE, "timeslice"),
+        (MPS, "mps"),
+    ];
     types.into_iter().fold(Cluster::new(&wire, &[]), |cluster, (name, kind)| {
         let own = "device.driver == 'gpu.divvy.dev'";
         cluster
@@ -32,6 +38,7 @@ pub(crate) fn published(node: &Inventory) -> Cluster {
     })
 }
 
+pub(crate) const SHARE: &str = "share.divvy.dev";
 pub(crate) const TIMESLICE: &str = "timeslice.divvy.dev";
 pub(crate) const MPS: &str = "mps.divvy.dev";
 
@@ -44,15 +51,18 @@ pub(crate) fn mig_wanted(profile: &str) -> Value {
     json!({"name": "r", "exactly": with(selector, json!({"deviceClassName": "mig.divvy.dev"}))})
 }
 
-/// A share of a device of that class, with the capacities that are named.
+/// A device of that class, with the capacities that are named.
 pub(crate) fn share_wanted(class: &str, capacities: &[(&str, &str)]) -> Value {
-    let mut request = json!({"deviceClassName": class});
-    if !capacities.is_empty() {
-        let requests: serde_json::Map<_, _> =
-            capacities.iter().map(|(name, amount)| ((*name).to_owned(), json!(amount))).collect();
-        request["capacity"] = json!({"requests": requests});
-    }
-    json!({"name": "r", "exactly": request})
+    let request = json!({"name": "r", "exactly": {"deviceClassName": class}});
+    if capacities.is_empty() { request } else { of(request, capacities) }
+}
+
+/// A request with the capacities that are named.
+pub(crate) fn of(mut request: Value, capacities: &[(&str, &str)]) -> Value {
+    let requests: serde_json::Map<_, _> =
+        capacities.iter().map(|(name, amount)| ((*name).to_owned(), json!(amount))).collect();
+    request["exactly"]["capacity"] = json!({"requests": requests});
+    request
 }
 
 /// The same request under another name.

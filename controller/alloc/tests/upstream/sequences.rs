@@ -1,13 +1,13 @@
 //! What is asked of which node: for each model the sequence that shows what modes
 //! do to each other, and random ones. Both are the same on every run.
 
-use crate::common::{one, select, with};
+use crate::common::{DRIVER, NODE, one, select, with};
 use crate::gpus::{self, gpu, in_mode, inventory_of, node};
-use crate::nodes::{MPS, TIMESLICE, gpus_wanted, mig_wanted, named, share_wanted};
+use crate::nodes::{MPS, SHARE, TIMESLICE, gpus_wanted, mig_wanted, named, of, share_wanted};
 use divvy_api::sharing::Mode;
-use divvy_model::Inventory;
 use divvy_model::inventory::{Condition, MigMode, Origin, Presence};
-use divvy_sim::catalogue::{self, GpuModel, Model, Toggle};
+use divvy_model::{DeviceId, GpuNumber, Inventory};
+use divvy_sim::catalogue::{self, GiProfile, GpuModel, Model, Toggle};
 use serde_json::{Value, json};
 
 pub(crate) struct World {
@@ -28,6 +28,13 @@ pub(crate) enum Step {
         claim: Value,
         /// What must come of it, where the sequence is there to show that.
         accepted: Option<bool>,
+    },
+    /// A claim that was allocated before what is published now: of a device for
+    /// itself, or of shares of it that consumed so much memory each.
+    Held {
+        name: String,
+        device: String,
+        shares: Vec<String>,
     },
     Release(String),
 }
@@ -51,6 +58,21 @@ impl Step {
                 }
                 json!({"take": claim})
             }
+            Self::Held { name, device, shares } => {
+                let result = json!({"request": "r", "driver": DRIVER, "pool": NODE, "device": device});
+                let share = |(number, memory)| {
+                    let consumed = json!({"memory": memory, "cores": "0"});
+                    let id = format!("{name}-{number}");
+                    with(result.clone(), json!({"shareID": id, "consumedCapacity": consumed}))
+                };
+                let results: Vec<Value> = match shares.is_empty() {
+                    true => vec![result],
+                    false => shares.iter().enumerate().map(share).collect(),
+                };
+                let metadata = json!({"namespace": "ns", "name": name, "uid": name});
+                let status = json!({"allocation": {"devices": {"results": results}}});
+                json!({"held": {"metadata": metadata, "spec": {}, "status": status}})
+            }
             Self::Release(name) => json!({"release": name}),
         }
     }
@@ -59,6 +81,8 @@ impl Step {
     pub(crate) fn text(&self) -> String {
         match self {
             Self::Take { name, claim, .. } => format!("{name}: {}", described(&claim["spec"]["devices"])),
+            Self::Held { name, device, shares } if shares.is_empty() => format!("{name} had {device}"),
+            Self::Held { name, device, shares } => format!("{name} had {} of {device}", shares.join(" and ")),
             Self::Release(name) => format!("release {name}"),
         }
     }
@@ -109,11 +133,23 @@ pub(crate) fn worlds() -> Vec<World> {
     let mut worlds: Vec<World> = catalogue::all()
         .map(Model::row)
         .map(|model| {
-            let mut sequences = vec![Sequence { name: "modes".to_owned(), steps: modes(model) }];
+            let named = |name: &str, steps| Sequence { name: name.to_owned(), steps };
+            let mut sequences = vec![
+                named("modes", modes(model)),
+                named("shares", shares(model)),
+                named("shares after an upgrade", upgraded(model)),
+            ];
             sequences.extend(random(model, 6, &model.key));
             World { name: format!("1x{}", model.key), node: inventory_of(&model.key, 1), sequences }
         })
         .collect();
+    for model in catalogue::all().map(Model::row) {
+        let mut node = inventory_of(&model.key, 1);
+        node.gpus[0].policy.shares = false;
+        let steps = turned_off(model);
+        let sequences = vec![Sequence { name: "shares after they are turned off".to_owned(), steps }];
+        worlds.push(World { name: format!("1x{} without shares", model.key), node, sequences });
+    }
     for (key, count, sequences) in [
         ("H100-SXM5-80GB", 2, 60),
         ("H100-SXM5-80GB", 4, 20),
@@ -168,6 +204,11 @@ impl Script {
         self.steps.push(Step::Take { name: name.to_owned(), claim, accepted: Some(accepted) });
     }
 
+    fn held(&mut self, name: &str, device: &str, shares: &[&str]) {
+        let shares = shares.iter().map(|memory| (*memory).to_owned()).collect();
+        self.steps.push(Step::Held { name: name.to_owned(), device: device.to_owned(), shares });
+    }
+
     fn refuse(&mut self, requests: &[&Value]) {
         for request in requests {
             self.take("refused", request, false);
@@ -177,6 +218,229 @@ impl Script {
     fn release(&mut self, names: &[&str]) {
         self.steps.extend(names.iter().map(|name| Step::Release((*name).to_owned())));
     }
+}
+
+fn memory(amount: &str) -> Value {
+    share_wanted(SHARE, &[("memory", amount)])
+}
+
+fn all_of(request: Value) -> Value {
+    with_field(request, json!({"allocationMode": "All"}))
+}
+
+/// The same request, with these fields.
+fn with_field(mut request: Value, more: Value) -> Value {
+    request["exactly"] = with(request["exactly"].clone(), more);
+    request
+}
+
+/// The smallest profile of a GPU that is cut with the first claim on an instance.
+fn smallest(model: &GpuModel) -> Option<&GiProfile> {
+    let mig = model.mig.as_ref().filter(|mig| mig.toggle == Toggle::Live)?;
+    mig.profiles.iter().min_by_key(|profile| (profile.memory_mib, profile.id))
+}
+
+/// Whatever is not a share of the GPU.
+fn but_shares(model: &GpuModel) -> Vec<Value> {
+    let instance = smallest(model).map(|profile| mig_wanted(&profile.name));
+    let all = format!("{}Mi", model.memory_total_mib);
+    let modes = [gpus_wanted(1), memory(&all), share_wanted(TIMESLICE, &[]), share_wanted(MPS, &[])];
+    modes.into_iter().chain(instance).collect()
+}
+
+/// What shares of a GPU and of an instance do to each other and to everything else.
+fn shares(model: &GpuModel) -> Vec<Step> {
+    let mut script = Script::default();
+    let all = model.memory_total_mib;
+    let mebibytes = |count: u64| memory(&format!("{count}Mi"));
+    let others = but_shares(model);
+    let refuse_others = |script: &mut Script| script.refuse(&others.iter().collect::<Vec<_>>());
+    let whole = gpus_wanted(1);
+
+    // Memory adds up until it runs out.
+    script.take("a", &mebibytes(all / 2), true);
+    script.take("b", &mebibytes(all - all / 2 - 1), true);
+    script.refuse(&[&mebibytes(2)]);
+    script.take("c", &memory("1"), true);
+    script.refuse(&[&memory("1")]);
+    refuse_others(&mut script);
+    script.release(&["a", "c"]);
+    refuse_others(&mut script);
+    script.take("a", &mebibytes(all / 2 + 1), true);
+    script.refuse(&[&mebibytes(1)]);
+    script.release(&["a", "b"]);
+
+    // The whole keeps shares out, whether its memory is named or not.
+    let of_gpu = of(whole.clone(), &[("memory", "1Mi"), ("cores", "0")]);
+    for (request, room) in [(&whole, false), (&mebibytes(all), false), (&of_gpu, true)] {
+        script.take("first", request, true);
+        refuse_others(&mut script);
+        script.take("second", &mebibytes(all - 1), room);
+        script.release(&["first", "second"]);
+    }
+    for request in &others {
+        script.take("first", request, true);
+        script.refuse(&[&mebibytes(1)]);
+        script.release(&["first"]);
+    }
+
+    // Nobody is promised what is not there, nor compute time.
+    let cores = |amount: &str| share_wanted(SHARE, &[("memory", "1Gi"), ("cores", amount)]);
+    script.refuse(&[
+        &mebibytes(all + 1),
+        &cores("1"),
+        &cores("100"),
+        &share_wanted(SHARE, &[("cores", "50")]),
+    ]);
+    // A capacity is asked for as it is published: without a domain.
+    script.refuse(&[
+        &share_wanted(SHARE, &[("slots", "1")]),
+        &share_wanted(SHARE, &[("gpu.divvy.dev/memory", "1Gi")]),
+    ]);
+    script.take("none", &cores("0"), true);
+    script.release(&["none"]);
+
+    // An amount of what is only told is for a device with so much, and takes nothing.
+    if model.mig.is_some() {
+        let asked = of(whole.clone(), &[("multiprocessors", "1")]);
+        script.take("whole", &asked, true);
+        refuse_others(&mut script);
+        script.refuse(&[&mebibytes(1)]);
+        script.release(&["whole"]);
+        script.refuse(&[&of(whole.clone(), &[("multiprocessors", "1000")])]);
+    }
+
+    // Several of a claim, and what is left of a list.
+    let same = json!([{"matchAttribute": "gpu.divvy.dev/uuid"}]);
+    let pair = |a: &Value, b: &Value| json!({"requests": [named("a", a.clone()), named("b", b.clone())], "constraints": same});
+    script.claim("pair", pair(&mebibytes(1), &mebibytes(all - 2)), true);
+    script.refuse(&[&mebibytes(2)]);
+    script.take("rest", &mebibytes(1), true);
+    script.release(&["pair", "rest"]);
+    script.claim("mixed", pair(&mebibytes(1), &whole), false);
+    script.claim("mixed", pair(&whole, &mebibytes(1)), false);
+    script.claim("too much", pair(&mebibytes(all), &mebibytes(1)), false);
+    // One request has different devices.
+    script.refuse(&[&with_field(mebibytes(1), json!({"count": 2}))]);
+    script.take("all", &all_of(mebibytes(1)), true);
+    script.take("all too", &all_of(mebibytes(1)), true);
+    script.refuse(&[&all_of(whole.clone())]);
+    script.release(&["all", "all too"]);
+    let list = |alternatives: [Value; 2]| {
+        let [a, b] = alternatives.map(|one| one["exactly"].clone());
+        let alternatives = [with(a, json!({"name": "a"})), with(b, json!({"name": "b"}))];
+        json!({"requests": [{"name": "r", "firstAvailable": alternatives}]})
+    };
+    script.claim("first", list([whole.clone(), mebibytes(2)]), true);
+    script.claim("second", list([whole.clone(), mebibytes(2)]), false);
+    script.release(&["first"]);
+    script.take("share", &mebibytes(1), true);
+    script.claim("first", list([whole.clone(), mebibytes(2)]), true);
+    script.release(&["first", "share"]);
+
+    // Who looks on holds nothing, and is let in where there is room.
+    let admin = |request: &Value| with_field(request.clone(), json!({"adminAccess": true}));
+    script.take("admin", &admin(&whole), true);
+    script.take("share", &mebibytes(1), true);
+    script.refuse(&[&admin(&whole), &admin(&share_wanted(TIMESLICE, &[]))]);
+    script.release(&["admin", "share"]);
+
+    if let Some(profile) = smallest(model) {
+        let instance = mig_wanted(&profile.name);
+        let part = |count: u64| of(instance.clone(), &[("memory", &format!("{count}Mi"))]);
+        let within = profile.memory_mib;
+        script.take("a", &part(within / 2), true);
+        script.take("b", &part(within - within / 2), true);
+        script.take("beside", &instance, profile.instances > 1);
+        script.refuse(&[&whole, &mebibytes(1), &share_wanted(TIMESLICE, &[]), &part(within + 1)]);
+        script.refuse(&[&of(instance.clone(), &[("memory", "1Mi"), ("cores", "10")])]);
+        script.release(&["a", "beside"]);
+        script.refuse(&[&whole, &mebibytes(1)]);
+        script.take("a", &part(within / 2), true);
+        script.release(&["a", "b"]);
+        for first in [&instance, &part(within)] {
+            script.take("first", first, true);
+            script.refuse(&[&whole, &mebibytes(1)]);
+            script.take("second", &part(1), profile.instances > 1);
+            script.release(&["first", "second"]);
+        }
+    }
+    script.take("last", &whole, true);
+    script.release(&["last"]);
+    script.steps
+}
+
+/// What was allocated before there were shares has no share id. It keeps everybody
+/// out until it is released.
+fn upgraded(model: &GpuModel) -> Vec<Step> {
+    let mut script = Script::default();
+    let (whole, share) = (gpus_wanted(1), memory("1Mi"));
+    let others = but_shares(model);
+    let refuse_all = |script: &mut Script| {
+        script.refuse(&others.iter().collect::<Vec<_>>());
+        script.refuse(&[&share, &all_of(share.clone())]);
+        script.refuse(&[&with_field(share.clone(), json!({"adminAccess": true}))]);
+    };
+    script.held("old", "gpu-0", &[]);
+    refuse_all(&mut script);
+    script.release(&["old"]);
+    script.take("new", &share, true);
+    script.release(&["new"]);
+    if let Some(profile) = smallest(model) {
+        let start = profile.starts[0];
+        let name = DeviceId::mig(GpuNumber(0), &profile.name, profile.id, start).to_string();
+        let here = |request: Value| {
+            let place = format!("'memorySlice{start}' in device.capacity['gpu.divvy.dev']");
+            let profile = request["exactly"]["selectors"][0].clone();
+            with_field(request, json!({"selectors": [profile, {"cel": {"expression": place}}]}))
+        };
+        let part = of(mig_wanted(&profile.name), &[("memory", "1Mi")]);
+        script.held("old", &name, &[]);
+        script.refuse(&[&whole, &share, &here(part.clone()), &here(mig_wanted(&profile.name))]);
+        script.take("beside", &part, profile.instances > 1);
+        script.release(&["beside", "old"]);
+        script.take("new", &here(part), true);
+        script.refuse(&[&whole, &share]);
+        script.release(&["new"]);
+    }
+    script.take("last", &whole, true);
+    script.steps
+}
+
+/// What was allocated while there were shares has share ids. On devices that are
+/// for one claim at a time again it keeps everybody out until the last is released.
+fn turned_off(model: &GpuModel) -> Vec<Step> {
+    let mut script = Script::default();
+    let whole = gpus_wanted(1);
+    let others = but_shares(model);
+    let refuse_others = |script: &mut Script| script.refuse(&others.iter().collect::<Vec<_>>());
+    let all = format!("{}Mi", model.memory_total_mib);
+    script.held("one", "gpu-0", &["1Gi"]);
+    script.held("two", "gpu-0", &["1Gi", "2Gi"]);
+    refuse_others(&mut script);
+    script.release(&["one"]);
+    refuse_others(&mut script);
+    script.release(&["two"]);
+    script.held("whole", "gpu-0", &[&all]);
+    refuse_others(&mut script);
+    script.release(&["whole"]);
+    if let Some(profile) = smallest(model) {
+        let name = DeviceId::mig(GpuNumber(0), &profile.name, profile.id, profile.starts[0]).to_string();
+        script.held("part", &name, &["1Mi"]);
+        script.refuse(&[&whole, &share_wanted(TIMESLICE, &[])]);
+        let fill: Vec<String> = (1..profile.instances).map(|number| format!("fill {number}")).collect();
+        for name in &fill {
+            script.take(name, &mig_wanted(&profile.name), true);
+        }
+        script.refuse(&[&mig_wanted(&profile.name)]);
+        script.release(&fill.iter().map(String::as_str).collect::<Vec<_>>());
+        script.release(&["part"]);
+    }
+    for request in &others {
+        script.take("first", request, true);
+        script.release(&["first"]);
+    }
+    script.steps
 }
 
 /// What every mode of a GPU does to every other.
@@ -322,7 +586,7 @@ fn claim(dice: &mut Dice, profiles: &[String]) -> Value {
             let expressions = [
                 "device.capacity['gpu.divvy.dev'].memory.isGreaterThan(quantity('30Gi'))",
                 "device.allowMultipleAllocations",
-                "device.attributes['gpu.divvy.dev'].mode == 'exclusive'",
+                "device.attributes['gpu.divvy.dev'].mode == 'share'",
             ];
             json!({"requests": [one("r", select(dice.pick(&expressions)))]})
         }
@@ -339,9 +603,27 @@ fn claim(dice: &mut Dice, profiles: &[String]) -> Value {
 
 fn request(dice: &mut Dice, profiles: &[String]) -> Value {
     match dice.roll(8) {
-        0 | 1 => gpus_wanted(1),
-        2 | 3 if !profiles.is_empty() => mig_wanted(&dice.pick(profiles)),
-        2..=4 => {
+        0 => gpus_wanted(1),
+        1 | 2 => {
+            let mut asked = match dice.roll(2) {
+                0 if !profiles.is_empty() => mig_wanted(&dice.pick(profiles)),
+                _ => gpus_wanted(1),
+            };
+            let amounts = ["1500m", "0", "4Gi", "5000000001", "15e9", "40.5Gi", "100Gi"];
+            let mut named = vec![("memory", dice.pick(&amounts))];
+            if dice.roll(6) == 0 {
+                named.push(dice.pick(&[
+                    ("cores", "0"),
+                    ("cores", "1"),
+                    ("multiprocessors", "9"),
+                    ("decoders", "2"),
+                ]));
+            }
+            asked = of(asked, &named);
+            asked
+        }
+        3 if !profiles.is_empty() => mig_wanted(&dice.pick(profiles)),
+        3 | 4 => {
             let slots = ["1", "2", "3", "4", "8"];
             match dice.roll(2) {
                 0 => share_wanted(TIMESLICE, &[]),
