@@ -12,6 +12,7 @@
 //! - [`mig`]: what hardware and driver allow, pure functions on one GPU.
 //! - [`store`]: the locked file; [`tree`]: `/proc`, `/sys` and `/dev` rendered from it.
 //! - [`mps`]: the stand-ins for the MPS control daemon, its servers and their clients.
+//! - [`ledger`]: what CUDA processes use, for calls too frequent for the locked file.
 //! - [`control`]: latency, faults, holds and the trace, applied by [`Sim::call`].
 
 mod alive;
@@ -21,6 +22,7 @@ pub mod command;
 pub mod control;
 pub mod draw;
 mod elf;
+pub mod ledger;
 pub mod mig;
 mod modprobe;
 pub mod mps;
@@ -37,6 +39,7 @@ pub use alive::Alive;
 pub use code::Code;
 pub use control::Call;
 pub use draw::draw;
+pub use ledger::{Guest, Ledger};
 pub use sim::{Failure, Sim};
 pub use state::State;
 pub use up::{Options, library, up};

@@ -1,6 +1,7 @@
 //! [`Sim`]: one simulator, opened by its root.
 
 use crate::code::Code;
+use crate::ledger::Ledger;
 use crate::state::{Privilege, State};
 use crate::store::{Store, StoreError};
 use std::path::{Path, PathBuf};
@@ -85,6 +86,11 @@ impl Sim {
     /// The state as it is now; cheap while nobody changes it.
     pub fn read(&self) -> Result<Arc<State>, Failure> {
         Ok(self.store.read()?)
+    }
+
+    /// What CUDA processes use; absent where the files are another build's.
+    pub fn ledger(&self) -> Option<&Arc<Ledger>> {
+        self.store.ledger()
     }
 
     /// Changes the state and the trees that show it. Nothing changes when `change` refuses.

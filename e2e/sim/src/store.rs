@@ -16,6 +16,7 @@
 use crate::alive;
 use crate::code::Code;
 use crate::control::LOCK;
+use crate::ledger::{self, Ledger, Use};
 use crate::state::{FORMAT, State};
 use crate::tree;
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags};
@@ -40,6 +41,8 @@ pub struct Store {
     render: Option<PathBuf>,
     dir: PathBuf,
     cache: RwLock<Option<Cached>>,
+    /// Absent where the simulator's files are of another build, or cannot be read.
+    ledger: Option<Arc<Ledger>>,
 }
 
 #[derive(Debug, Clone)]
@@ -94,7 +97,8 @@ impl From<StoreError> for Code {
 impl Store {
     /// The store in `dir`; trees are rendered below `render`.
     pub fn open(dir: PathBuf, render: Option<PathBuf>) -> Result<Self, StoreError> {
-        let store = Self { render, dir, cache: RwLock::new(None) };
+        let ledger = Ledger::open(&dir).ok().map(Arc::new);
+        let store = Self { render, dir, cache: RwLock::new(None), ledger };
         store.read()?;
         if store.unfinished() {
             // With the lock, a second file is left over and not in the making. A
@@ -109,19 +113,39 @@ impl Store {
 
     /// Writes the first state and renders it.
     pub fn create(dir: PathBuf, render: PathBuf, state: &State) -> Result<Self, StoreError> {
-        let store = Self { render: Some(render.clone()), dir, cache: RwLock::new(None) };
+        let mut store = Self { render: Some(render.clone()), dir, cache: RwLock::new(None), ledger: None };
         std::fs::create_dir_all(&store.dir)
             .map_err(|source| store.io("create", store.dir.clone(), source))?;
         let _lock = store.lock()?;
+        let ledger = Ledger::create(&store.dir).and_then(|()| Ledger::open(&store.dir));
+        let ledger = ledger.map_err(|source| store.io("create the ledger in", store.dir.clone(), source))?;
+        ledger.publish(state);
+        store.ledger = Some(Arc::new(ledger));
         tree::render(&render, state).map_err(render_error)?;
         let new = store.write_new(state)?;
         store.commit(new)?;
         Ok(store)
     }
 
-    /// The state as it is now.
+    /// The state as it is now, with the CUDA processes that run.
     pub fn read(&self) -> Result<Arc<State>, StoreError> {
-        Ok(self.current()?.state)
+        let state = self.current()?.state;
+        let uses = self.uses();
+        if uses.is_empty() {
+            return Ok(state);
+        }
+        let mut shown = State::clone(&state);
+        let _added = ledger::show(&mut shown, &uses);
+        Ok(Arc::new(shown))
+    }
+
+    /// What CUDA processes use.
+    pub fn ledger(&self) -> Option<&Arc<Ledger>> {
+        self.ledger.as_ref()
+    }
+
+    fn uses(&self) -> Vec<Use> {
+        self.ledger.as_ref().map(|ledger| ledger.uses()).unwrap_or_default()
     }
 
     /// Changes the state; nothing is written when `change` fails or changes nothing.
@@ -135,7 +159,9 @@ impl Store {
         let mut after = State::clone(&before);
         let dead = alive::dead(&self.dir);
         alive::take_out(&mut after, &dead);
+        let added = ledger::show(&mut after, &self.uses());
         let result = change(&mut after)?;
+        ledger::hide(&mut after, &added);
         if after != *before {
             self.replace(&before, after)?;
         }
@@ -156,7 +182,11 @@ impl Store {
             // A container has not got the trees; the next process that has renders them.
             None => self.ask_for_trees()?,
         }
-        self.commit(new)
+        self.commit(new)?;
+        if let Some(ledger) = &self.ledger {
+            ledger.publish(&after);
+        }
+        Ok(())
     }
 
     fn current(&self) -> Result<Cached, StoreError> {
@@ -237,7 +267,7 @@ impl Store {
     /// Renders everything again if need be; the lock is held.
     fn finish(&self) -> Result<(), StoreError> {
         let Some(root) = self.render.as_ref().filter(|_| self.unfinished()) else { return Ok(()) };
-        tree::render(root, &*self.read()?).map_err(render_error)?;
+        tree::render(root, &*self.current()?.state).map_err(render_error)?;
         self.remove(self.new_path())?;
         self.remove(self.stale_path())
     }

@@ -1,7 +1,7 @@
 //! Making a simulator: the driver root with its first state.
 //!
 //! The root holds what an installation of the GPU driver holds, as far as a
-//! Kubernetes driver looks: `libnvidia-ml.so.<version>` (the simulated library),
+//! Kubernetes driver looks: `libnvidia-ml.so.<version>` and `libcuda.so.<version>` (the simulated libraries),
 //! more libraries of that version, `nvidia-smi`, `nvidia-modprobe` and the programs of
 //! MPS (links to the program given), and the rendered trees.
 
@@ -25,8 +25,10 @@ const LIB_DIR: &str =
 
 /// File name that cargo gives the simulated library.
 const LIBRARY: &str = "libdivvy_sim_nvml.so";
+/// And the simulated libcuda, which is installed where it lies beside the first.
+const CUDA_LIBRARY: &str = "libdivvy_sim_cuda.so";
 
-/// Libraries beside the simulated one: name, and the number in the soname if it has one.
+/// Libraries beside the simulated ones: name, and the number in the soname if it has one.
 const LIBRARIES: &[(&str, Option<u32>)] = &[
     ("libcuda", Some(1)),
     ("libcudadebugger", Some(1)),
@@ -113,7 +115,8 @@ pub fn up(dir: &Path, gpus: &str, options: &Options) -> Result<Sim, UpError> {
     if root.join(STATE_DIR).join("state.json").exists() {
         return Err(UpError::Exists { dir: root });
     }
-    install(&root, &options.library, &options.driver)?;
+    let cuda = options.library.with_file_name(CUDA_LIBRARY);
+    install(&root, &options.library, &cuda, &options.driver)?;
     let bin = root.join("usr/bin");
     std::fs::create_dir_all(&bin).map_err(|source| at(&bin, source))?;
     for program in PROGRAMS {
@@ -141,7 +144,8 @@ pub fn replace_driver(sim: &Sim, version: &str) -> Result<(), UpError> {
     check_version(version)?;
     let old = sim.read()?.driver.clone();
     let lib = sim.root().join(LIB_DIR);
-    install(sim.root(), &lib.join(format!("libnvidia-ml.so.{old}")), version)?;
+    let present = |name: &str| lib.join(format!("{name}.so.{old}"));
+    install(sim.root(), &present("libnvidia-ml"), &present("libcuda"), version)?;
     sim.update(|state| {
         state.reboot();
         state.driver = version.to_owned();
@@ -256,15 +260,20 @@ fn mix(seed: u64, slot: u64) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// Puts the libraries of that version in place and points the links at them.
-fn install(root: &Path, library: &Path, version: &str) -> Result<(), UpError> {
+/// Puts the libraries of that version in place and points the links at them. Without a simulated libcuda there is an
+/// empty one, enough for those who only mount it.
+fn install(root: &Path, library: &Path, cuda: &Path, version: &str) -> Result<(), UpError> {
     let lib = root.join(LIB_DIR);
     std::fs::create_dir_all(&lib).map_err(|source| at(&lib, source))?;
     for (name, number) in LIBRARIES {
         let file = format!("{name}.so.{version}");
         let soname = number.map_or(file.clone(), |number| format!("{name}.so.{number}"));
         let path = lib.join(&file);
-        std::fs::write(&path, shared_object(&soname)).map_err(|source| at(&path, source))?;
+        if *name == "libcuda" && cuda.exists() {
+            copy(cuda, &path)?;
+        } else {
+            std::fs::write(&path, shared_object(&soname)).map_err(|source| at(&path, source))?;
+        }
         if number.is_some() {
             link(&file, &lib.join(&soname))?;
         }

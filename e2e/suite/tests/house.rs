@@ -24,10 +24,19 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("divvy-controller", &["divvy-api", "divvy-model", "divvy-alloc", "divvy-daemon"]),
     (
         "divvy-driver",
-        &["divvy-api", "divvy-model", "divvy-kubelet", "divvy-nvml", "divvy-slices", "divvy-daemon"],
+        &[
+            "divvy-api",
+            "divvy-model",
+            "divvy-pages",
+            "divvy-kubelet",
+            "divvy-nvml",
+            "divvy-slices",
+            "divvy-daemon",
+        ],
     ),
     ("divvy-sim", &["divvy-api", "divvy-model"]),
     ("divvy-sim-nvml", &["divvy-sim"]),
+    ("divvy-sim-cuda", &["divvy-sim"]),
     ("divvy-crash", &[]),
     ("divvy-fakes", &["divvy-api", "divvy-kubelet"]),
     ("divvy-e2e", &["*"]),
@@ -193,7 +202,7 @@ fn product_crates_reach_no_simulator() {
         "divvy-controller",
     ] {
         let reach = house.reach(product);
-        for world in ["divvy-sim", "divvy-sim-nvml", "divvy-fakes", "divvy-crash", "divvy-e2e"] {
+        for world in ["divvy-sim", "divvy-sim-nvml", "divvy-sim-cuda", "divvy-fakes", "divvy-crash", "divvy-e2e"] {
             assert!(!reach.contains(world), "{product} reaches {world}");
         }
     }

@@ -1,0 +1,60 @@
+//! Gives the library its soname and writes the table of its symbols: a stub for each that no module implements.
+//!
+//! `-Bsymbolic`, because the real driver never finds its own functions through the dynamic linker: whoever defines the
+//! same names before it in a process gets the program's calls and none of the library's.
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+fn main() {
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-Bsymbolic");
+    for file in ["symbols.txt", "build.rs", "src"] {
+        println!("cargo::rerun-if-changed={file}");
+    }
+    let list = fs::read_to_string("symbols.txt").expect("symbols.txt lies beside build.rs");
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("table.rs");
+    fs::write(out, table(&list, &implemented(Path::new("src")))).expect("OUT_DIR is writable");
+}
+
+/// The names that the sources define as entry points: `fn cuInit(` and ` | cuMemcpy_ptds(`.
+fn implemented(src: &Path) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for file in fs::read_dir(src).expect("src is a directory").flatten() {
+        let text = fs::read_to_string(file.path()).unwrap_or_default();
+        for line in text.lines().map(str::trim_start) {
+            let line = line.strip_prefix("early ").unwrap_or(line);
+            let Some(rest) = line.strip_prefix("fn cu") else { continue };
+            let head = rest.split('(').next().unwrap_or_default();
+            names.extend(format!("cu{head}").split('|').map(|name| name.trim().to_owned()));
+        }
+    }
+    names
+}
+
+/// `stubs!`, the positions of the symbols, and `SYMBOLS` with their addresses.
+fn table(list: &str, implemented: &BTreeSet<String>) -> String {
+    let rows: Vec<Vec<&str>> =
+        list.lines().filter(|line| !line.starts_with('#')).map(|line| line.split(' ').collect()).collect();
+    let (mut stubs, mut at, mut symbols) = (String::new(), String::new(), String::new());
+    for (index, row) in rows.iter().enumerate() {
+        let [name, base, version, twin] = row[..] else { panic!("symbols.txt: cannot read {row:?}") };
+        if !implemented.contains(name) {
+            writeln!(stubs, "stub!({name});").expect("writing to a string");
+        }
+        writeln!(at, "pub(crate) const {name}: usize = {index};").expect("writing to a string");
+        let twin = twin != "legacy";
+        writeln!(
+            symbols,
+            "Symbol {{ name: \"{name}\", base: \"{base}\", version: {version}, twin: {twin}, pointer: Pointer({name} as *const ()) }},"
+        )
+        .expect("writing to a string");
+    }
+    let count = rows.len();
+    format!(
+        "{stubs}\n/// Positions in the table.\n#[allow(non_upper_case_globals, reason = \"symbols\")]\npub(crate) mod at {{\n{at}}}\n\
+         pub(crate) const COUNT: usize = {count};\n\
+         pub(crate) static SYMBOLS: [Symbol; COUNT] = [\n{symbols}];\n"
+    )
+}

@@ -1,0 +1,80 @@
+//! Initialising, versions, errors, and the functions themselves: what works before `cuInit`.
+
+use std::ffi::{c_char, c_void};
+
+use crate::argument::{Out, Text};
+use crate::code::Code;
+use crate::frame::{Outcome, entry};
+use crate::process;
+use crate::symbols::{self, Missing, c_text};
+
+/// `CU_GET_PROC_ADDRESS_LEGACY_STREAM`.
+const LEGACY_STREAM: u64 = 1;
+/// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
+const OWN_STREAM: u64 = 2;
+
+entry! {
+    early fn cuInit(flags: u32) {
+        if flags != 0 { Err(Code::InvalidValue) } else { process::init() }
+    }
+
+    early fn cuDriverGetVersion(version: Out<u32>) {
+        version.check()?;
+        version.set(process::driver_version()?)
+    }
+
+    early fn cuGetErrorName(code: u32, text: Out<*const c_char>) {
+        let found = Code::texts(code);
+        text.set(found.map_or(std::ptr::null(), |(name, _)| c_text(name)))?;
+        found.map(drop).ok_or(Code::InvalidValue)
+    }
+
+    early fn cuGetErrorString(code: u32, text: Out<*const c_char>) {
+        let found = Code::texts(code);
+        text.set(found.map_or(std::ptr::null(), |(_, string)| c_text(string)))?;
+        found.map(drop).ok_or(Code::InvalidValue)
+    }
+
+    early fn cuGetProcAddress(name: Text, pointer: Out<*const c_void>, version: i32, flags: u64) {
+        look_up(name, pointer, version, flags, None)
+    }
+
+    early fn cuGetProcAddress_v2(name: Text, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>) {
+        look_up(name, pointer, version, flags, Some(status))
+    }
+
+    early fn cuGetProcAddress_v2_ptsz(
+        name: Text, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>,
+    ) {
+        // A program compiled for threads' own streams means them by default.
+        look_up(name, pointer, version, if flags == 0 { OWN_STREAM } else { flags }, Some(status))
+    }
+}
+
+/// Not finding a function is told by NULL and a status; the first version, which has no status, calls it NOT_FOUND.
+fn look_up(
+    name: Text,
+    pointer: Out<*const c_void>,
+    version: i32,
+    flags: u64,
+    status: Option<Out<u32>>,
+) -> Outcome {
+    let name = name.get()?;
+    pointer.check()?;
+    let version = u32::try_from(version).map_err(|_| Code::InvalidValue)?;
+    if version > process::driver_version()? || flags & !(LEGACY_STREAM | OWN_STREAM) != 0 {
+        return Err(Code::InvalidValue);
+    }
+    let (found, told) = match symbols::resolve(name, version, flags & OWN_STREAM != 0) {
+        Ok(symbol) => (symbol.pointer.0.cast(), 0),
+        Err(Missing::Symbol) => (std::ptr::null(), 1),
+        Err(Missing::Version) => (std::ptr::null(), 2),
+    };
+    pointer.set(found)?;
+    match status {
+        Some(status) => status.offer(told),
+        None if told != 0 => return Err(Code::NotFound),
+        None => {}
+    }
+    Ok(())
+}

@@ -1,0 +1,272 @@
+//! A simulated node, and programs on it: this process with the library loaded, and children of it.
+#![allow(dead_code, reason = "each test file uses a part")]
+#![allow(unsafe_code, reason = "the library is called through C")]
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use divvy_sim::{Options, Sim};
+use libloading::Library;
+use tempfile::TempDir;
+
+pub(crate) const SUCCESS: u32 = 0;
+pub(crate) const INVALID_VALUE: u32 = 1;
+pub(crate) const OUT_OF_MEMORY: u32 = 2;
+pub(crate) const NOT_INITIALIZED: u32 = 3;
+pub(crate) const DEVICE_UNAVAILABLE: u32 = 46;
+pub(crate) const NO_DEVICE: u32 = 100;
+pub(crate) const INVALID_DEVICE: u32 = 101;
+pub(crate) const INVALID_CONTEXT: u32 = 201;
+pub(crate) const INVALID_HANDLE: u32 = 400;
+pub(crate) const NOT_FOUND: u32 = 500;
+pub(crate) const NOT_READY: u32 = 600;
+pub(crate) const NOT_PERMITTED: u32 = 800;
+pub(crate) const NOT_SUPPORTED: u32 = 801;
+
+pub(crate) const MIB: u64 = 1 << 20;
+/// What a context takes.
+pub(crate) const CONTEXT: u64 = 300 * MIB;
+
+/// A directory with simulated GPUs.
+pub(crate) struct Node {
+    pub(crate) dir: TempDir,
+    pub(crate) sim: Sim,
+}
+
+impl Node {
+    pub(crate) fn up(gpus: &str) -> Self {
+        Self::with(gpus, |_| ())
+    }
+
+    pub(crate) fn with(gpus: &str, adjust: impl FnOnce(&mut Options)) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let program = std::env::current_exe().expect("this test");
+        // Only its place counts here: libcuda is taken from beside it.
+        let nvml = program.with_file_name("libdivvy_sim_nvml.so");
+        let cuda = program.with_file_name("libdivvy_sim_cuda.so");
+        let mut options = Options::new(if nvml.exists() { nvml } else { cuda }, program);
+        adjust(&mut options);
+        let sim = divvy_sim::up(dir.path(), gpus, &options).expect("simulated GPUs");
+        Self { dir, sim }
+    }
+
+    pub(crate) fn library(&self) -> PathBuf {
+        library_in(self.dir.path())
+    }
+
+    /// The library, loaded and initialised, with the primary context of the first GPU current.
+    pub(crate) fn cuda(&self) -> Cuda {
+        let cuda = self.loaded();
+        assert_eq!(cuda.init(), SUCCESS);
+        cuda.make_current(0);
+        cuda
+    }
+
+    /// The library, only loaded.
+    pub(crate) fn loaded(&self) -> Cuda {
+        Cuda::load(&self.library())
+    }
+
+    /// MiB that the state shows as used by processes, per process of a slot, with their ids.
+    pub(crate) fn processes(&self, slot: usize) -> Vec<(u32, u64)> {
+        let state = self.sim.read().expect("a state");
+        state.gpus[slot].processes.iter().map(|process| (process.pid, process.memory_mib)).collect()
+    }
+
+    /// Another process that runs a scenario of `scenario`.
+    pub(crate) fn program(&self, scenario: &str) -> Program {
+        self.program_with(scenario, &[])
+    }
+
+    pub(crate) fn program_with(&self, scenario: &str, environment: &[(&str, &str)]) -> Program {
+        let mut command = Command::new(std::env::current_exe().expect("this test"));
+        command
+            .args(["scenario", "--exact", "--ignored", "--nocapture", "--quiet"])
+            .env("SCENARIO", scenario)
+            .env("NODE", self.dir.path())
+            .envs(environment.iter().copied())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut child = command.spawn().expect("this test starts again");
+        let stdin = child.stdin.take().expect("piped");
+        let stdout = BufReader::new(child.stdout.take().expect("piped"));
+        Program { child, stdin, stdout }
+    }
+}
+
+fn library_in(root: &Path) -> PathBuf {
+    root.join("usr/lib").join(format!("{}-linux-gnu", std::env::consts::ARCH)).join("libcuda.so.1")
+}
+
+/// A child that is told what to do, line by line, and answers each.
+pub(crate) struct Program {
+    pub(crate) child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Program {
+    /// Sends a line; the answer.
+    pub(crate) fn ask(&mut self, line: &str) -> String {
+        self.tell(line);
+        self.answer()
+    }
+
+    pub(crate) fn tell(&mut self, line: &str) {
+        writeln!(self.stdin, "{line}").expect("the program reads");
+    }
+
+    pub(crate) fn answer(&mut self) -> String {
+        loop {
+            let mut line = String::new();
+            let read = self.stdout.read_line(&mut line).expect("the program writes");
+            assert_ne!(read, 0, "the program has ended");
+            // The test runner writes lines of its own.
+            if let Some((_, answer)) = line.trim_end().split_once("> ") {
+                return answer.to_owned();
+            }
+        }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// As `kill -9`.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().expect("it runs");
+        self.child.wait().expect("it has ended");
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// In a child: its library, and the lines that it is told.
+pub(crate) fn scenario(run: impl Fn(&Cuda, &str, &[&str]) -> String) {
+    let Some(root) = std::env::var_os("NODE") else { return };
+    let scenario = std::env::var("SCENARIO").expect("told which");
+    let cuda = Cuda::load(&library_in(Path::new(&root)));
+    for line in std::io::stdin().lines() {
+        let line = line.expect("a line");
+        let words: Vec<&str> = line.split(' ').collect();
+        println!("> {}", run(&cuda, &scenario, &words));
+    }
+}
+
+/// A loaded library.
+pub(crate) struct Cuda {
+    lib: Library,
+}
+
+/// Calls a function: `call!(cuda.cuMemFree_v2(address: u64))`.
+#[macro_export]
+macro_rules! call {
+    ($cuda:ident.$name:ident($($argument:expr => $kind:ty),* $(,)?)) => {{
+        let function = $cuda.pointer(stringify!($name));
+        assert!(!function.is_null(), "no {}", stringify!($name));
+        // SAFETY: the signature is the header's.
+        let function: extern "C" fn($($kind),*) -> u32 = unsafe { std::mem::transmute(function) };
+        function($($argument),*)
+    }};
+}
+
+/// The answer of a call, or its code.
+pub(crate) fn answer<T>(code: u32, value: T) -> Result<T, u32> {
+    if code == SUCCESS { Ok(value) } else { Err(code) }
+}
+
+impl Cuda {
+    pub(crate) fn load(path: &Path) -> Self {
+        // SAFETY: the library runs no code of its own when it is loaded.
+        Self { lib: unsafe { Library::new(path) }.expect("a library") }
+    }
+
+    /// The exported function of that name, or NULL.
+    pub(crate) fn pointer(&self, name: &str) -> *const c_void {
+        // SAFETY: only the address is taken.
+        let found = unsafe { self.lib.get::<*const c_void>(name.as_bytes()) };
+        found.map_or(std::ptr::null(), |symbol| *symbol)
+    }
+
+    pub(crate) fn calls(&self, name: &str) -> u64 {
+        let name = CString::new(name).expect("no NUL");
+        // SAFETY: the function takes a string and returns a number.
+        let calls = unsafe { self.lib.get::<extern "C" fn(*const c_char) -> u64>(b"divvy_sim_cuda_calls") };
+        calls.expect("the library counts")(name.as_ptr())
+    }
+
+    pub(crate) fn init(&self) -> u32 {
+        call!(self.cuInit(0 => u32))
+    }
+
+    pub(crate) fn count(&self) -> Result<i32, u32> {
+        let mut count = -1;
+        answer(call!(self.cuDeviceGetCount(&mut count => &mut i32)), count)
+    }
+
+    /// Retains the primary context and makes it the thread's.
+    pub(crate) fn make_current(&self, device: i32) {
+        let context = self.retain(device).expect("a context");
+        assert_eq!(self.set_current(context), SUCCESS);
+    }
+
+    pub(crate) fn retain(&self, device: i32) -> Result<usize, u32> {
+        let mut context = 0;
+        answer(call!(self.cuDevicePrimaryCtxRetain(&mut context => &mut usize, device => i32)), context)
+    }
+
+    pub(crate) fn release(&self, device: i32) -> u32 {
+        call!(self.cuDevicePrimaryCtxRelease_v2(device => i32))
+    }
+
+    pub(crate) fn set_current(&self, context: usize) -> u32 {
+        call!(self.cuCtxSetCurrent(context => usize))
+    }
+
+    pub(crate) fn alloc(&self, bytes: u64) -> Result<u64, u32> {
+        let mut address = 0;
+        answer(call!(self.cuMemAlloc_v2(&mut address => &mut u64, bytes => u64)), address)
+    }
+
+    pub(crate) fn free(&self, address: u64) -> u32 {
+        call!(self.cuMemFree_v2(address => u64))
+    }
+
+    /// Free and total.
+    pub(crate) fn info(&self) -> Result<(u64, u64), u32> {
+        let (mut free, mut total) = (0, 0);
+        answer(call!(self.cuMemGetInfo_v2(&mut free => &mut u64, &mut total => &mut u64)), (free, total))
+    }
+
+    pub(crate) fn uuid(&self, device: i32) -> Result<[u8; 16], u32> {
+        let mut uuid = [0; 16];
+        answer(call!(self.cuDeviceGetUuid_v2(&mut uuid => &mut [u8; 16], device => i32)), uuid)
+    }
+
+    pub(crate) fn name(&self, device: i32) -> Result<String, u32> {
+        let mut name = [0_u8; 96];
+        let code = call!(self.cuDeviceGetName(name.as_mut_ptr() => *mut u8, 96 => i32, device => i32));
+        answer(code, CStr::from_bytes_until_nul(&name).expect("a NUL").to_str().expect("UTF-8").to_owned())
+    }
+
+    /// Pointer and status of `cuGetProcAddress`.
+    pub(crate) fn proc(&self, name: &str, version: i32, flags: u64) -> Result<(*const c_void, u32), u32> {
+        let name = CString::new(name).expect("no NUL");
+        let (mut pointer, mut status) = (std::ptr::null(), u32::MAX);
+        let code = call!(self.cuGetProcAddress_v2(
+            name.as_ptr() => *const c_char,
+            &mut pointer => &mut *const c_void,
+            version => i32,
+            flags => u64,
+            &mut status => &mut u32,
+        ));
+        answer(code, (pointer, status))
+    }
+}

@@ -1,0 +1,108 @@
+//! Locks on bytes of one file, one per row: held by a process, dropped by the kernel with it.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{IntoRawFd, RawFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
+
+/// Name of the file in the state's directory.
+const FILE: &str = "cuda.lock";
+
+/// The files that this process has opened, by device and inode. Never closed: see the module above.
+static OPEN: Mutex<Vec<((u64, u64), Locks)>> = Mutex::new(Vec::new());
+/// Process id and [`token`] of the process that asked last: another one after a fork.
+static MINE: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
+
+pub(super) fn create(dir: &Path) -> io::Result<()> {
+    File::options().write(true).create(true).truncate(true).open(dir.join(FILE)).map(drop)
+}
+
+/// Number of this process: its id, and when it began, so that it is not mistaken for another with that id.
+pub(super) fn token() -> u64 {
+    let pid = u64::from(std::process::id());
+    if MINE[0].load(Ordering::Acquire) == pid {
+        return MINE[1].load(Ordering::Relaxed);
+    }
+    // The field after the twentieth space behind the name, in clock ticks since boot.
+    let began = std::fs::read_to_string("/proc/self/stat")
+        .ok()
+        .and_then(|stat| stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse::<u64>().ok());
+    let token = pid << 32 | began.unwrap_or(0) & 0xffff_ffff;
+    MINE[1].store(token, Ordering::Relaxed);
+    MINE[0].store(pid, Ordering::Release);
+    token
+}
+
+/// The list, within a second: a fork may have left it locked.
+fn list() -> Option<MutexGuard<'static, Vec<((u64, u64), Locks)>>> {
+    let begin = Instant::now();
+    loop {
+        match OPEN.try_lock() {
+            Ok(list) => return Some(list),
+            // A panic has left a list that is as good as before.
+            Err(TryLockError::Poisoned(list)) => return Some(list.into_inner()),
+            Err(TryLockError::WouldBlock) if begin.elapsed() > Duration::from_secs(1) => return None,
+            Err(TryLockError::WouldBlock) => std::thread::yield_now(),
+        }
+    }
+}
+
+/// The locks of one ledger.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Locks(RawFd);
+
+impl Locks {
+    pub(super) fn open(dir: &Path) -> io::Result<Self> {
+        let path = dir.join(FILE);
+        let inode = |data: std::fs::Metadata| (data.dev(), data.ino());
+        let here = inode(std::fs::metadata(&path)?);
+        let mut open = list().ok_or_else(|| io::Error::from(io::ErrorKind::WouldBlock))?;
+        if let Some((_, locks)) = open.iter().find(|(known, _)| *known == here) {
+            return Ok(*locks);
+        }
+        let file = File::options().read(true).write(true).open(&path).or_else(|_| File::open(&path))?;
+        let here = inode(file.metadata()?);
+        let locks = Self(file.into_raw_fd());
+        open.push((here, locks));
+        Ok(locks)
+    }
+
+    /// Takes the lock, if no other process has it.
+    pub(super) fn take(self, row: usize) -> bool {
+        self.call(libc::F_SETLK, libc::F_WRLCK, row).is_some()
+    }
+
+    pub(super) fn drop(self, row: usize) {
+        // It can only fail for a lock that is not there.
+        let _ = self.call(libc::F_SETLK, libc::F_UNLCK, row);
+    }
+
+    /// Process id of whoever holds a row of that owner, as this process sees it; none if the owner has died.
+    pub(super) fn holder(self, row: usize, owner: u64) -> Option<u32> {
+        if owner == token() {
+            return Some(std::process::id());
+        }
+        let lock = self.call(libc::F_GETLK, libc::F_WRLCK, row)?;
+        if lock.l_type == libc::F_UNLCK as i16 {
+            return None;
+        }
+        // A process of no PID namespace below this one has no number here: its own must do.
+        Some(u32::try_from(lock.l_pid).ok().filter(|pid| *pid != 0).unwrap_or((owner >> 32) as u32))
+    }
+
+    fn call(self, operation: i32, kind: i32, row: usize) -> Option<libc::flock> {
+        // SAFETY: all-zero bytes are a flock.
+        let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+        lock.l_type = kind as i16;
+        lock.l_whence = libc::SEEK_SET as i16;
+        lock.l_start = row as i64;
+        lock.l_len = 1;
+        // SAFETY: the descriptor is never closed, and `lock` is a place for the answer.
+        let done = unsafe { libc::fcntl(self.0, operation, &mut lock) };
+        (done == 0).then_some(lock)
+    }
+}
