@@ -11,6 +11,7 @@
 
 mod capacity;
 mod claim;
+mod mounts;
 mod pod;
 mod raw;
 
@@ -27,6 +28,9 @@ use std::fmt;
 
 /// Why a request for MPS has one device.
 pub const ONE_DAEMON: &str = "its devices have MPS control daemons of their own, and a container reaches one only; ask for one device per request";
+
+/// The class of those who want a part of a GPU and would rather be told than get it all.
+const SHARE_CLASS: &str = "share.divvy.dev";
 
 /// How bad it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -53,6 +57,8 @@ pub struct Finding {
 pub struct Class {
     /// What its devices make of a GPU; empty where none of them is ours.
     pub modes: BTreeSet<Mode>,
+    /// Whether a claim of it has to name a part.
+    pub part: bool,
     /// Its configuration for our driver, in order.
     pub configs: Vec<Result<DeviceConfig, ConfigError>>,
 }
@@ -102,24 +108,25 @@ impl Class {
     /// The classes that Divvy brings; those of single MIG profiles by their pattern.
     pub fn well_known(name: &str) -> Option<Self> {
         let mode = match name {
-            "gpu.divvy.dev" => Mode::Whole,
+            "gpu.divvy.dev" | SHARE_CLASS => Mode::Whole,
             "timeslice.divvy.dev" => Mode::Timeslice,
             "mps.divvy.dev" => Mode::Mps,
             "mig.divvy.dev" => Mode::Mig,
             name if name.starts_with("mig-") && name.ends_with(".divvy.dev") => Mode::Mig,
             _ => return None,
         };
-        Some(Self { modes: [mode].into(), configs: Vec::new() })
+        Some(Self { modes: [mode].into(), part: name == SHARE_CLASS, configs: Vec::new() })
     }
 
     /// A class as it is written. `modes` is what its selectors were found to
     /// match; for a class that Divvy brings its name says it.
     pub fn of(class: &DeviceClass, modes: Option<BTreeSet<Mode>>) -> Self {
-        let known = || Self::well_known(class.metadata.name.as_deref()?).map(|known| known.modes);
-        let modes = modes.or_else(known).unwrap_or_default();
+        let known = class.metadata.name.as_deref().and_then(Self::well_known).unwrap_or_default();
+        let modes = modes.unwrap_or(known.modes);
         let configs = class.spec.iter().flat_map(|spec| spec.config.iter().flatten());
         let ours = configs.filter_map(|config| ours(config.opaque.as_ref()));
-        Self { modes, configs: ours.map(|opaque| DeviceConfig::from_value(&opaque.parameters.0)).collect() }
+        let configs = ours.map(|opaque| DeviceConfig::from_value(&opaque.parameters.0)).collect();
+        Self { modes, part: known.part, configs }
     }
 }
 

@@ -65,7 +65,7 @@ fn check(object: &Value, expected: &[&str]) {
 #[test]
 fn what_is_well_written_has_no_findings() {
     check(&claim(json!({"requests": [request("gpu", "gpu.divvy.dev")]})), &[]);
-    let slots = json!({"capacity": {"requests": {"slots": "2", "gpu.divvy.dev/memory": "0"}}});
+    let slots = json!({"capacity": {"requests": {"slots": "2", "memory": "0"}}});
     check(&claim(json!({"requests": [asking("ts", "timeslice.divvy.dev", slots)]})), &[]);
     let part = json!({"capacity": {"requests": {"threads": "30", "memory": "10Gi", "clients": 2}}});
     check(&claim(json!({"requests": [asking("mps", "mps.divvy.dev", part)]})), &[]);
@@ -219,7 +219,7 @@ fn amounts_that_no_device_has_are_refused() {
     let (slice, mps) = ("timeslice.divvy.dev", "mps.divvy.dev");
     check(slice, "slots", "0", Some("slots is 0, expected a whole number from 1"));
     check(slice, "slots", "1500m", Some("slots is 1500m, expected a whole number from 1"));
-    check(slice, "gpu.divvy.dev/slots", "3", None);
+    check(slice, "gpu.divvy.dev/slots", "3", Some("capacities are published without a domain; write slots"));
     check(
         slice,
         "memory",
@@ -248,8 +248,104 @@ fn amounts_that_no_device_has_are_refused() {
         ),
     );
     check("any.example.com", "memory", "10Gi", None);
-    check(mps, "net.example.com/bandwidth", "1", None);
+    check(
+        mps,
+        "net.example.com/bandwidth",
+        "1",
+        Some("a share of MPS has no capacity net.example.com/bandwidth; ask for threads, clients, memory"),
+    );
+    for (class, amount) in [("gpu.divvy.dev", "0"), ("mig.divvy.dev", "1M"), ("share.divvy.dev", "1000Ki")] {
+        check(class, "memory", amount, Some(&format!("memory is {amount}, expected at least 1Mi")));
+    }
+    let cores = "cores is 30, and shares do not limit compute time yet; leave it out";
+    check("gpu.divvy.dev", "cores", "30", Some(cores));
+    check("mig.divvy.dev", "cores", "30", Some(cores));
+    check("gpu.divvy.dev", "cores", "0", None);
+    check("gpu.divvy.dev", "multiprocessors", "132", None);
     check("unknown.example.com", "slots", "0", None);
+}
+
+fn share(class: &str, memory: &str) -> Value {
+    asking("r", class, json!({"capacity": {"requests": {"memory": memory}}}))
+}
+
+fn share_config(more: Value) -> Value {
+    let mut config = json!({"apiVersion": "resource.divvy.dev/v1alpha1", "kind": "ShareConfig"});
+    for (key, field) in more.as_object().into_iter().flatten() {
+        config[key] = field.clone();
+    }
+    config
+}
+
+#[test]
+fn the_class_of_shares_wants_a_part() {
+    let wanted = "request r: its DeviceClass is for a part of a GPU; name how much memory in capacity.requests, or use gpu.divvy.dev for all of it";
+    let check = |request: Value, expected: &[&str]| check(&claim(json!({"requests": [request]})), expected);
+    check(share("share.divvy.dev", "10Gi"), &[]);
+    let path = "error: spec.devices.requests[0].exactly";
+    check(request("r", "share.divvy.dev"), &[&format!("{path}: {wanted}")]);
+    for other in [json!({"multiprocessors": "16"}), json!({"cores": "0"})] {
+        let asked = asking("r", "share.divvy.dev", json!({"capacity": {"requests": other}}));
+        check(asked, &[&format!("{path}: {wanted}")]);
+    }
+    let list = json!({"name": "r", "firstAvailable": [
+        {"name": "a", "deviceClassName": "gpu.divvy.dev"},
+        {"name": "b", "deviceClassName": "share.divvy.dev"},
+    ]});
+    let path = "error: spec.devices.requests[0].firstAvailable[1]";
+    check(list, &[&format!("{path}: {}", wanted.replace("request r:", "request r/b:"))]);
+    let facts =
+        asking("r", "share.divvy.dev", json!({"capacity": {"requests": {"memory": "1Gi", "decoders": "1"}}}));
+    check(
+        facts,
+        &[
+            "warning: spec.devices.requests[0].exactly.capacity.requests[decoders]: a share promises no decoders, the amount only keeps other shares out; select on it instead",
+        ],
+    );
+}
+
+#[test]
+fn a_share_takes_the_configuration_of_shares_and_no_other() {
+    let check = |request: Value, config: Value, expected: &[&str]| {
+        check(&claim(json!({"requests": [request], "config": [config]})), expected);
+    };
+    let whole = || request("r", "gpu.divvy.dev");
+    let part = || share("gpu.divvy.dev", "10Gi");
+    check(part(), config(share_config(json!({})), &["r"]), &[]);
+    check(share("mig.divvy.dev", "1Gi"), config(share_config(json!({})), &[]), &[]);
+    check(
+        part(),
+        config(mps("GpuConfig"), &["r"]),
+        &[
+            "error: spec.devices.config[0]: request r: GpuConfig is for whole GPUs, and the device is a share; remove the configuration",
+        ],
+    );
+    check(
+        part(),
+        config(mps("GpuConfig"), &[]),
+        &["warning: spec.devices.config[0]: GpuConfig is for no device of this claim; remove it"],
+    );
+    check(
+        whole(),
+        config(share_config(json!({})), &["r"]),
+        &[
+            "error: spec.devices.config[0]: request r: ShareConfig is for shares, and the device is a whole GPU; use GpuConfig",
+        ],
+    );
+    check(
+        part(),
+        config(share_config(json!({"injection": "shim"})), &[]),
+        &[
+            "error: spec.devices.requests[0].exactly: request r: field injection of ShareConfig is for a DeviceClass to say, and this one is of a claim; remove it",
+        ],
+    );
+    check(
+        part(),
+        config(share_config(json!({"ceiling": 50})), &["r"]),
+        &[
+            "error: spec.devices.config[0].opaque.parameters: field ceiling is about compute time, which shares do not limit yet; remove it",
+        ],
+    );
 }
 
 #[test]
@@ -270,6 +366,12 @@ fn a_class_is_judged_by_itself() {
     check(
         &class("mig.divvy.dev", config(mps("GpuConfig"), &[])),
         &["warning: spec.config[0]: GpuConfig is for no device of this class; remove it"],
+    );
+    let settings = share_config(json!({"injection": "shim", "observeOnly": true}));
+    check(&class("mig.divvy.dev", config(settings.clone(), &[])), &[]);
+    check(
+        &class("mps.divvy.dev", config(settings, &[])),
+        &["warning: spec.config[0]: ShareConfig is for no device of this class; remove it"],
     );
 }
 
@@ -368,6 +470,61 @@ fn nothing_lies_over_what_an_mps_client_is_given() {
     check_pod(&[("a", devices("mps.divvy.dev"))], json!([]), mounting("/dev/shm"), &[]);
 }
 
+#[test]
+fn nothing_lies_over_or_under_what_keeps_a_share() {
+    const KEPT: &str = "where the limits of shares are kept; remove the volume";
+    const BELOW: &str = "below which the limits of its share are kept, and others reach that volume; use an emptyDir that no other container mounts, or mount it elsewhere";
+    let templates =
+        || [("a", json!({"requests": [share("share.divvy.dev", "1Gi")]})), ("b", devices("gpu.divvy.dev"))];
+    // A volume of the pod, where the container mounts it, and whether a second one does too.
+    let check = |volume: Value, path: &str, uses: &str, second: bool, expected: Option<&str>| {
+        let mount = json!({"volumeMounts": [{"name": "v", "mountPath": path}]});
+        let (mut pod, world) = pod(&templates(), json!([{"name": uses}]), mount.clone());
+        // What is not known may be a share.
+        pod["spec"]["resourceClaims"].as_array_mut().expect("claims").truncate(2);
+        let mut volume = volume;
+        volume["name"] = json!("v");
+        pod["spec"]["volumes"] = json!([volume]);
+        if second {
+            let mut other = json!({"name": "other", "volumeMounts": mount["volumeMounts"]});
+            other["volumeMounts"][0]["mountPath"] = json!("/data");
+            pod["spec"]["containers"].as_array_mut().expect("containers").push(other);
+        }
+        let found = check::object(pod.to_string().as_bytes(), &world).expect("a pod");
+        let found: Vec<_> = found.iter().map(Finding::to_string).collect();
+        let at = "error: spec.containers[0].volumeMounts[0].mountPath: container main mounts a volume at";
+        let expected: Vec<_> = expected.iter().map(|why| format!("{at} {path}, {why}")).collect();
+        assert_eq!(found, expected, "{pod:#}");
+    };
+    let (empty, config) = (json!({"emptyDir": {}}), json!({"configMap": {"name": "c"}}));
+    for path in ["/run/divvy", "/run/divvy/u/s/policy", "/var/run/divvy/u", "/run/./x/..//divvy/"] {
+        check(config.clone(), path, "a", false, Some(KEPT));
+        check(empty.clone(), path, "b", false, Some(KEPT));
+    }
+    check(config.clone(), "/etc/ld.so.preload", "a", false, Some(KEPT));
+    check(config.clone(), "/etc/ld.so.preload", "b", false, None);
+    for path in ["/run", "/etc", "/var/run/"] {
+        check(empty.clone(), path, "a", false, None);
+        check(empty.clone(), path, "a", true, Some(BELOW));
+        check(config.clone(), path, "a", false, Some(BELOW));
+        check(config.clone(), path, "b", true, None);
+    }
+    for path in ["/run/divvyish", "/etc/ld.so.preload.d", "/data"] {
+        check(config.clone(), path, "a", true, None);
+    }
+    // A claim that is not there yet.
+    let (mut pod, _) = pod(&[], json!([{"name": "not-yet"}]), json!({}));
+    pod["spec"]["containers"][0]["volumeDevices"] = json!([{"name": "v", "devicePath": "/run/divvy/x"}]);
+    pod["spec"]["volumes"] = json!([{"name": "v", "hostPath": {"path": "/var/run/divvy/shares"}}]);
+    let found = check::object(pod.to_string().as_bytes(), &world()).expect("a pod");
+    let found: Vec<_> = found.iter().map(Finding::to_string).collect();
+    let expected = [
+        "error: spec.volumes[0].hostPath.path: the pod uses a share, and the volume is where the node keeps the pages of shares; remove the volume",
+        "error: spec.containers[0].volumeDevices[0].devicePath: container main mounts a volume at /run/divvy/x, where the limits of shares are kept; remove the volume",
+    ];
+    assert_eq!(found, expected);
+}
+
 /// Claims around the rules: names that meet and names that do not.
 fn any_claim() -> impl Strategy<Value = Value> {
     let name = || prop_oneof![Just("r"), Just("r/a"), Just("a"), Just(""), Just("/")];
@@ -379,13 +536,20 @@ fn any_claim() -> impl Strategy<Value = Value> {
             Just("timeslice.divvy.dev"),
             Just("any.example.com"),
             Just("mps-gpu.example.com"),
+            Just("share.divvy.dev"),
             Just("broken.example.com"),
             Just("?"),
         ]
     };
     let amount = prop_oneof![Just("1"), Just("-1"), Just("1Gi"), Just("x"), Just("9e18"), Just("1n")];
-    let capacity =
-        prop_oneof![Just("slots"), Just("memory"), Just("gpu.divvy.dev/threads"), Just("/"), Just("")];
+    let capacity = prop_oneof![
+        Just("slots"),
+        Just("memory"),
+        Just("cores"),
+        Just("gpu.divvy.dev/threads"),
+        Just("/"),
+        Just("")
+    ];
     let exactly = (name(), class(), any::<Option<i64>>(), any::<Option<bool>>(), capacity, amount).prop_map(
         |(name, class, count, admin, capacity, amount)| {
             let capacity = json!({"requests": {capacity: amount}});
@@ -399,6 +563,8 @@ fn any_claim() -> impl Strategy<Value = Value> {
     let parameters = prop_oneof![
         Just(mps("GpuConfig")),
         Just(mps("MigDeviceConfig")),
+        Just(share_config(json!({}))),
+        Just(share_config(json!({"injection": "preload"}))),
         Just(json!({})),
         Just(json!(null)),
         Just(sharing("GpuConfig", json!({"strategy": "TimeSlicing"}))),
@@ -422,7 +588,7 @@ proptest! {
     }
 
     #[test]
-    fn any_pod_is_judged(claims in prop::collection::vec(any_claim(), 0..3), path in "(/|dev|shm|[.]|é){0,6}") {
+    fn any_pod_is_judged(claims in prop::collection::vec(any_claim(), 0..3), path in "(/|dev|shm|run|var|divvy|etc|ld.so.preload|[.]|é){0,6}") {
         let names = ["a", "b", "c"];
         let templates: Vec<_> =
             names.iter().zip(&claims).map(|(name, claim)| (*name, claim["spec"]["devices"].clone())).collect();

@@ -8,9 +8,13 @@ use crate::sharing::Mode;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::{BTreeMap, BTreeSet};
 
+/// What a share is a part of.
+const MEMORY: &str = "memory";
+/// The other thing that a share is a part of.
+const CORES: &str = "cores";
 /// What devices say of themselves, whatever their mode.
 const FACTS: [&str; 7] =
-    ["memory", "multiprocessors", "copyEngines", "decoders", "encoders", "jpegEngines", "ofaEngines"];
+    [MEMORY, "multiprocessors", "copyEngines", "decoders", "encoders", "jpegEngines", "ofaEngines"];
 
 /// A capacity that a shared device deals out.
 struct Dealt {
@@ -26,7 +30,9 @@ struct Dealt {
 const ONE: i128 = 1_000_000_000;
 
 /// The most clients are those of the newest MPS servers.
-const DEALT: [Dealt; 4] = [
+const DEALT: [Dealt; 6] = [
+    Dealt { mode: Mode::Whole, name: MEMORY, unit: ONE << 20, most: u64::MAX, expected: "at least 1Mi" },
+    Dealt { mode: Mode::Mig, name: MEMORY, unit: ONE << 20, most: u64::MAX, expected: "at least 1Mi" },
     Dealt {
         mode: Mode::Timeslice,
         name: "slots",
@@ -42,25 +48,13 @@ const DEALT: [Dealt; 4] = [
         expected: "per cent of the multiprocessors, a whole number from 1 to 100",
     },
     Dealt { mode: Mode::Mps, name: "clients", unit: ONE, most: 60, expected: "a whole number from 1 to 60" },
-    Dealt { mode: Mode::Mps, name: "memory", unit: ONE << 20, most: u64::MAX, expected: "at least 1Mi" },
+    Dealt { mode: Mode::Mps, name: MEMORY, unit: ONE << 20, most: u64::MAX, expected: "at least 1Mi" },
 ];
 
 /// Whether amounts name a part of a GPU or MIG instance, so that they are for a share.
 pub(super) fn names_share(amounts: &BTreeMap<String, WireQuantity>) -> bool {
     let positive = |amount| Quantity::try_from(amount).is_ok_and(|amount| amount > Quantity::ZERO);
-    amounts.iter().any(|(written, amount)| match ours(written) {
-        Some("memory" | "cores") => positive(amount),
-        _ => false,
-    })
-}
-
-/// The name of a capacity that is ours.
-fn ours(written: &str) -> Option<&str> {
-    match written.split_once('/') {
-        Some((DRIVER, name)) => Some(name),
-        Some(_) => None,
-        None => Some(written),
-    }
+    amounts.iter().any(|(name, amount)| [MEMORY, CORES].contains(&name.as_str()) && positive(amount))
 }
 
 /// Checks the amounts that a request for devices of these modes asks for.
@@ -70,9 +64,9 @@ pub(super) fn check(
     path: &str,
 ) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for (written, amount) in amounts {
-        let path = format!("{path}.capacity.requests[{written}]");
-        let Some(name) = ours(written) else { continue };
+    let share = modes.iter().any(|mode| mode.has_shares()) && names_share(amounts);
+    for (name, amount) in amounts {
+        let path = format!("{path}.capacity.requests[{name}]");
         let amount = match Quantity::try_from(amount) {
             Ok(amount) => amount,
             Err(cause) => {
@@ -84,6 +78,11 @@ pub(super) fn check(
         // One kind of device that can give it is enough.
         if let (true, Some(refusal)) = (refusals.len() == modes.len(), refusals.into_iter().next()) {
             findings.push(Finding::error(path, refusal));
+        } else if share && FACTS.contains(&name.as_str()) && name != MEMORY && amount > Quantity::ZERO {
+            let message = format!(
+                "a share promises no {name}, the amount only keeps other shares out; select on it instead"
+            );
+            findings.push(Finding::warning(path, message));
         }
     }
     findings
@@ -98,6 +97,18 @@ fn refusal(name: &str, amount: Quantity, mode: Mode) -> Result<(), String> {
         let whole = name == "memory" || amount.is_whole();
         let fits = (1..=dealt.most).contains(&units) && whole;
         return if fits { Ok(()) } else { Err(format!("{name} is {amount}, expected {}", dealt.expected)) };
+    }
+    if name == CORES && mode.has_shares() {
+        return match amount == Quantity::ZERO {
+            true => Ok(()),
+            false => {
+                Err(format!("cores is {amount}, and shares do not limit compute time yet; leave it out"))
+            }
+        };
+    }
+    if let Some((DRIVER, name)) = name.split_once('/') {
+        // The scheduler compares names as they are written.
+        return Err(format!("capacities are published without a domain; write {name}"));
     }
     let device = match mode {
         Mode::Whole => "whole GPU",

@@ -16,7 +16,7 @@ pub(super) struct Ask<'a> {
     selectors: &'a [DeviceSelector],
     /// More than one device.
     many: bool,
-    admin: bool,
+    pub(super) admin: bool,
     amounts: Option<&'a BTreeMap<String, WireQuantity>>,
     class: Class,
     /// What its devices make of a GPU; not empty.
@@ -132,6 +132,12 @@ pub(super) fn is_mps(claim: &DeviceClaim, ask: &Ask<'_>) -> bool {
     !ask.admin && ask.modes.iter().all(mps)
 }
 
+/// Whether it asks for a share.
+pub(super) fn has_share(claim: &DeviceClaim, world: &dyn World) -> bool {
+    let share = |ask: &Ask<'_>| !ask.admin && ask.modes.iter().any(|mode| ask.is_share(*mode));
+    asks(claim, "", world).iter().any(share)
+}
+
 /// Whether all devices of these requests are on one GPU.
 pub(super) fn on_one_gpu(claim: &DeviceClaim, asks: &[&Ask<'_>]) -> bool {
     const ONE_GPU: [&str; 2] = ["gpu.divvy.dev/uuid", "resource.kubernetes.io/pciBusID"];
@@ -242,6 +248,13 @@ fn sharing(claim: &DeviceClaim, ask: &Ask<'_>, written: &[Written<'_>]) -> Vec<F
         let sure = misfits.len() == ask.modes.len() || ask.selectors.is_empty();
         let message = format!("request {}: {misfit}", ask.name);
         findings.push(if sure { Finding::error(path, message) } else { Finding::warning(path, message) });
+    }
+    if ask.class.part && !ask.amounts.is_some_and(capacity::names_share) {
+        let message = format!(
+            "request {}: its DeviceClass is for a part of a GPU; name how much memory in capacity.requests, or use gpu.divvy.dev for all of it",
+            ask.name
+        );
+        findings.push(Finding::error(&ask.path, message));
     }
     if ask.many && is_mps(claim, ask) && !(ask.modes == [Mode::Mps].into() && on_one_gpu(claim, &[ask])) {
         let message = format!("request {}: {ONE_DAEMON}", ask.name);

@@ -9,6 +9,7 @@
 //! makes its claim later, and no class of theirs stands for MPS.
 
 use super::claim::{self, Ask};
+use super::mounts::{self, plain};
 use super::{Finding, World};
 use crate::mps::CONTAINER_PIPE;
 use crate::sharing::Mode;
@@ -26,7 +27,17 @@ pub(super) fn check(pod: &Pod, world: &dyn World) -> Vec<Finding> {
     });
     let claims: BTreeMap<&str, DeviceClaim> = found.collect();
     let containers = containers(spec);
-    containers.iter().flat_map(|(path, container)| of_container(container, path, &claims, world)).collect()
+    let mut findings: Vec<_> = containers
+        .iter()
+        .flat_map(|(path, container)| of_container(container, path, &claims, world))
+        .collect();
+    // A claim that is not known yet may turn out to be for a share.
+    let may_share = |named: &&PodResourceClaim| {
+        claims.get(named.name.as_str()).is_none_or(|devices| claim::has_share(devices, world))
+    };
+    let shares = spec.resource_claims.iter().flatten().filter(may_share).map(|named| named.name.as_str());
+    findings.extend(mounts::check(spec, &containers, &shares.collect()));
+    findings
 }
 
 fn devices(named: &PodResourceClaim, namespace: &str, world: &dyn World) -> Option<DeviceClaim> {
@@ -104,19 +115,4 @@ fn of_container(
         }
     }
     findings
-}
-
-/// A path without what means nothing in it.
-fn plain(path: &str) -> String {
-    let mut parts: Vec<&str> = Vec::new();
-    for part in path.split('/') {
-        match part {
-            "" | "." => {}
-            ".." => {
-                parts.pop();
-            }
-            part => parts.push(part),
-        }
-    }
-    format!("/{}", parts.join("/"))
 }
