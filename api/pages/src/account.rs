@@ -29,7 +29,7 @@
 use crate::word::Word;
 use crate::{MAJOR, MINOR};
 use core::fmt;
-use core::sync::atomic::{AtomicI64, AtomicU32};
+use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64};
 
 /// The length of an account page, in bytes.
 pub const SIZE: usize = HEADER + SLOTS * SLOT;
@@ -220,7 +220,7 @@ pub struct AccountPage {
     head: [Word; 8],
     pub(crate) total: Line,
     balance: AtomicI64,
-    refilled: Word,
+    refilled: AtomicU64,
     _compute: [Word; 6],
     doorbell: AtomicU32,
     _doorbell: [AtomicU32; 15],
@@ -302,7 +302,7 @@ impl AccountPage {
     }
 
     /// When the balance was last refilled, in nanoseconds of the monotonic clock.
-    pub fn refilled(&self) -> &Word {
+    pub fn refilled(&self) -> &AtomicU64 {
         &self.refilled
     }
 
@@ -366,6 +366,12 @@ impl Slot {
     /// What the slot counts for: the bytes charged, corrected by what the node measured.
     pub fn weighs(&self) -> u64 {
         weighs(self.owner.load(), self.held.load(), self.line())
+    }
+
+    /// The owner's pid on the host, where the node has found it; otherwise 0.
+    pub fn host_pid(&self) -> u32 {
+        let line = self.line();
+        if line.about.0 == self.owner.load() { line.host_pid } else { 0 }
     }
 
     pub(crate) fn line(&self) -> NodeLine {

@@ -13,9 +13,10 @@ use core::sync::atomic::{AtomicU64, Ordering::SeqCst};
 /// One 64-bit word of a page.
 #[derive(Debug, Default)]
 #[repr(transparent)]
-pub struct Word(AtomicU64);
+pub(crate) struct Word(AtomicU64);
 
 impl Word {
+    #[cfg(test)]
     pub(crate) const fn new(value: u64) -> Self {
         Self(AtomicU64::new(value))
     }

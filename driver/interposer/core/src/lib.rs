@@ -1,2 +1,43 @@
-//! placeholder
+//! What the injected library decides, apart from what it calls.
+//!
+//! The library around this crate has the symbols, the pointers of C programs and the
+//! system calls; here are the rules: who is charged what for which event, what a program
+//! is told when it asks for memory figures, and who is dead. Everything runs with `std`
+//! in tests and without it, without an allocator and without thread-locals, in a container.
+//!
+//! A hook goes like this: find the [`Device`] of the call ([`Ledger::device`]), ask for room
+//! ([`Device::reserve`]), call the driver, and say how it ended. What is handed out between
+//! the two calls is a token that undoes itself: a [`Reservation`] that is dropped gives its
+//! bytes back, a [`Taken`] entry that is dropped was not freed after all. So the path on
+//! which the driver fails needs no code.
+//!
+//! - [`ledger`]: what a process knows of its shares, made at the first call and anew in a child.
+//! - [`device`]: charging, and the memory figures of a share.
+//! - [`table`]: which allocation is how large, so that its free can be given back.
+//! - [`vmm`]: physical memory with handles and mappings, which lives as long as either.
+//! - [`growing`]: pools and graph memory, which are charged by what the driver has reserved.
+//! - [`alive`]: when a process is proven dead.
+//! - [`nvml`]: NVML's answers, cut down to the share.
+//! - [`system`]: what all this needs of the operating system.
+//!
+//! No path panics. On an inner error an allocation is refused and everything else is let
+//! through, and a fault counter of the account page says so.
+
 #![cfg_attr(not(test), no_std)]
+
+pub mod alive;
+pub mod device;
+pub mod growing;
+pub mod ledger;
+pub mod nvml;
+pub mod system;
+pub mod table;
+#[cfg(test)]
+mod tests;
+pub mod vmm;
+
+pub use device::{Device, Kind, Reservation};
+pub use divvy_pages::{AccountPage, Fault, Full, GpuUuid, Identity, PolicyPage};
+pub use growing::Grown;
+pub use ledger::{Found, Ledger, Standing, Taken};
+pub use system::System;

@@ -1,0 +1,183 @@
+//! Memory that the driver reserves as it sees fit: stream-ordered pools and graph memory.
+//!
+//! The single allocation says little there. A pool grows in chunks, keeps what was freed, and
+//! gives it back at a synchronisation that nobody announces. So what is charged is what the
+//! driver says it has *reserved*, per pool and per device's graphs, as of the last call.
+//!
+//! [`Device::grow`] is open from before the driver's call until after it, and one at a time
+//! per pool: else two threads would each see the other's growth as their own, and the sum of
+//! what is charged would be wrong for a moment, too low or too high. The driver has a lock
+//! there itself, so nobody waits longer for it.
+
+use crate::device::Device;
+use crate::ledger::Local;
+use crate::system::System;
+use crate::table::{Class, Entry, Then};
+use core::sync::atomic::AtomicU32;
+use core::sync::atomic::Ordering::*;
+use divvy_pages::{Fault, Full};
+
+/// What grows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Grown {
+    /// A pool, by its handle: `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`.
+    Pool(u64),
+    /// The graph memory of the device: `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
+    Graph,
+}
+
+/// A pool (or the device's graph memory) while a call on it is made. Dropped without
+/// [`Growing::settle`], what was asked for is given back.
+#[derive(Debug)]
+pub struct Growing<'a, S: System> {
+    device: Device<'a, S>,
+    what: Grown,
+    lock: Option<&'a AtomicU32>,
+    /// What is charged for it by the table.
+    charged: u64,
+    /// What is charged beyond, for the call being made.
+    asked: u64,
+}
+
+/// How long a thread waits for another's call on the same pool.
+const PATIENCE: u64 = 5_000_000_000;
+
+impl Local {
+    fn lock(&self, key: u64) -> Option<&AtomicU32> {
+        self.locks.get((key >> 6) as usize % self.locks.len())
+    }
+}
+
+impl<'a, S: System> Device<'a, S> {
+    /// Opens what is about to grow or shrink.
+    pub fn grow(&self, what: Grown) -> Growing<'a, S> {
+        let key = match what {
+            Grown::Pool(handle) => handle,
+            Grown::Graph => u64::from(self.index),
+        };
+        let system = &self.ledger.system;
+        let start = system.now();
+        let lock = self.local.lock(key);
+        let mut held = None;
+        // After the deadline it goes on without: a sum that is wrong for a moment, not a hang.
+        while let Some(word) = lock {
+            if word.compare_exchange(0, 1, Acquire, Relaxed).is_ok() {
+                held = Some(word);
+                break;
+            }
+            system.nap(0);
+            if system.now().saturating_sub(start) > PATIENCE {
+                break;
+            }
+        }
+        let (class, key) = self.place(what);
+        let entry = self.local.table.get(system, class, key);
+        let charged = entry.map_or(0, |entry| entry.bytes());
+        Growing { device: *self, what, lock: held, charged, asked: 0 }
+    }
+
+    fn place(&self, what: Grown) -> (Class, u64) {
+        match what {
+            Grown::Pool(handle) => (Class::Pool, handle),
+            Grown::Graph => (Class::Graph, u64::from(self.index)),
+        }
+    }
+
+    /// Calls with every pool of this device that is charged, for a caller who wants to trim or settle
+    /// them before it refuses: up to sixteen of them.
+    pub fn pools(&self, mut each: impl FnMut(u64)) {
+        let mut pools = [None; 16];
+        let mut count = 0;
+        self.local.table.sweep(&self.ledger.system, |entry| {
+            if entry.class() == Some(Class::Pool)
+                && entry.device() == self.index
+                && entry.bytes() > 0
+                && let Some(room) = pools.get_mut(count)
+            {
+                *room = Some(entry.key);
+                count += 1;
+            }
+            false
+        });
+        pools.into_iter().flatten().for_each(&mut each);
+    }
+
+    /// The pool was destroyed: it holds nothing. (The driver keeps what is still allocated from it
+    /// until it is freed; the node's measure has that.)
+    pub fn pool_gone(&self, handle: u64) {
+        if let Some(taken) = self.ledger.take(Class::Pool, handle) {
+            taken.freed();
+        }
+    }
+}
+
+impl<S: System> Growing<'_, S> {
+    /// Before an allocation of `bytes`: charges the growth that it will need, going by what the driver says
+    /// is reserved and used now. What the driver gave back since the last call is given back first.
+    pub fn ask(&mut self, bytes: u64, reserved: u64, used: u64) -> Result<(), Full> {
+        self.lower(reserved);
+        let need = bytes.saturating_sub(reserved.saturating_sub(used));
+        self.device.charge(need)?;
+        self.asked += need;
+        Ok(())
+    }
+
+    /// After the call: the driver has `reserved` bytes, and so many are charged. `Err`: that does not fit. The
+    /// caller undoes the call, trims, settles again and answers out of memory; until then what fits is charged.
+    pub fn settle(mut self, reserved: u64) -> Result<(), Full> {
+        let charged = self.charged + self.asked;
+        if reserved > charged {
+            self.device.charge(reserved - charged)?;
+        } else {
+            self.device.uncharge(charged - reserved);
+        }
+        self.asked = 0;
+        self.record(reserved);
+        Ok(())
+    }
+
+    /// After a call that cannot be undone: charged whatever the limit says.
+    pub fn settle_anyway(mut self, reserved: u64) {
+        let charged = self.charged + self.asked;
+        if reserved > charged {
+            self.device.force(reserved - charged);
+        } else {
+            self.device.uncharge(charged - reserved);
+        }
+        self.asked = 0;
+        self.record(reserved);
+    }
+
+    fn lower(&mut self, reserved: u64) {
+        if reserved < self.charged {
+            self.device.uncharge(self.charged - reserved);
+            self.record(reserved);
+        }
+    }
+
+    fn record(&mut self, bytes: u64) {
+        let Device { ledger, local, index, .. } = self.device;
+        let (class, key) = self.device.place(self.what);
+        self.charged = bytes;
+        let known = local.table.change(&ledger.system, class, key, |entry| {
+            *entry = entry.with_bytes(bytes);
+            Then::Keep
+        });
+        if known.is_none() && bytes > 0 {
+            let entry = Entry::new(class, key, index, bytes, 0);
+            if local.table.insert(&ledger.system, entry).is_err() {
+                // Charged until the process ends, never too little.
+                ledger.fault(Fault::NoTable);
+            }
+        }
+    }
+}
+
+impl<S: System> Drop for Growing<'_, S> {
+    fn drop(&mut self) {
+        self.device.uncharge(self.asked);
+        if let Some(lock) = self.lock {
+            lock.store(0, Release);
+        }
+    }
+}

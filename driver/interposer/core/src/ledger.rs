@@ -1,0 +1,474 @@
+//! What a process knows of its shares.
+//!
+//! Made at the first call and kept in one mapping that the kernel zeroes in a child of fork
+//! (`MADV_WIPEONFORK`): a child finds nothing, so it looks for its pages and takes slots of its
+//! own, and the parent's allocations, which it cannot free, are not in its table. No handler
+//! and no system call per operation is needed for that, one load tells.
+//!
+//! All pages that name one device are one [`Device`], its places in the order of their
+//! shareIDs. The order is the same in every process of the share, which the protocol of
+//! several pages rests on.
+
+use crate::device::Device;
+use crate::system::System;
+use crate::table::{Class, Entry, Table};
+use core::cell::Cell;
+use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
+use divvy_pages::{
+    AccountPage, Fault, Flags, GpuUuid, Identity, Peers, Policy, PolicyPage, SEATS, Seat, Text,
+};
+
+/// The most devices with shares in one container, and the highest ordinal of a CUDA device that is known.
+pub const DEVICES: usize = 32;
+const ORDINALS: usize = 64;
+
+/// How long an allocation waits for other processes of the share before it is refused.
+const PATIENCE: u64 = 5_000_000_000;
+
+/// One pair of pages that the container has mounted.
+#[derive(Clone, Copy, Debug)]
+pub enum Found {
+    Pair(&'static PolicyPage, &'static AccountPage),
+    /// There is a pair, but not one to trust: not root's, not on a read-only mount, not a page.
+    Refused,
+}
+
+/// What holds for a device.
+#[derive(Debug)]
+pub enum Standing<'a, S: System> {
+    /// No page names it: nothing is counted and nothing refused.
+    Free,
+    /// Its pages cannot be used: every allocation is refused.
+    Closed,
+    Share(Device<'a, S>),
+}
+
+/// The process's view, shared by its threads. A `static` of the library.
+#[derive(Debug)]
+pub struct Ledger<S> {
+    pub(crate) system: S,
+    local: AtomicPtr<Local>,
+}
+
+/// All that a child of fork must not inherit.
+#[derive(Debug)]
+pub(crate) struct Local {
+    state: AtomicU32,
+    /// All pages were refused.
+    closed: AtomicU32,
+    me: [AtomicU64; 4],
+    pub(crate) devices: [Places; DEVICES],
+    /// By the ordinal of a CUDA device: 0 not asked yet, 1 none, otherwise its index here plus 2.
+    ordinals: [AtomicU32; ORDINALS],
+    pub(crate) table: Table,
+    /// See [`crate::growing`].
+    pub(crate) locks: [AtomicU32; 16],
+    /// See [`crate::vmm`]: the number of the next physical allocation.
+    pub(crate) objects: AtomicU64,
+}
+
+const EMPTY: u32 = 0;
+const BUILDING: u32 = 1;
+const READY: u32 = 2;
+
+/// The pages of one device.
+#[derive(Debug)]
+pub(crate) struct Places {
+    pub(crate) count: AtomicU32,
+    pub(crate) places: [Place; SEATS],
+    /// Bytes charged for contexts and for managed memory, told to the node.
+    pub(crate) context: AtomicU64,
+    pub(crate) managed: AtomicU64,
+}
+
+/// One pair of pages with the slot that this process has there.
+#[derive(Debug)]
+pub(crate) struct Place {
+    policy: AtomicPtr<PolicyPage>,
+    account: AtomicPtr<AccountPage>,
+    slot: AtomicU32,
+    /// What was read of the policy, and at which stamp. A stamp of ours is the page's plus one.
+    stamp: AtomicU64,
+    limit: AtomicU64,
+    physical: AtomicU64,
+    context: AtomicU64,
+    flags: AtomicU32,
+    attention: AtomicU64,
+}
+
+/// A pair while the ledger is made.
+#[derive(Clone, Copy)]
+struct Pair {
+    policy: &'static PolicyPage,
+    account: &'static AccountPage,
+    read: Policy,
+}
+
+impl<S: System> Ledger<S> {
+    pub const fn new(system: S) -> Self {
+        Self { system, local: AtomicPtr::new(core::ptr::null_mut()) }
+    }
+
+    /// The system that was given to [`Ledger::new`].
+    pub fn system(&self) -> &S {
+        &self.system
+    }
+
+    /// What holds for the CUDA device with this ordinal. `uuids` asks the driver, once per device and
+    /// process: `cuDeviceGetUuid_v2` (the instance's own on MIG) and `cuDeviceGetUuid` (the GPU's).
+    pub fn device(&self, ordinal: i32, uuids: impl FnOnce() -> Option<[GpuUuid; 2]>) -> Standing<'_, S> {
+        let Some(local) = self.local() else { return Standing::Closed };
+        if local.closed.load(Relaxed) != 0 {
+            return Standing::Closed;
+        }
+        let known = usize::try_from(ordinal).ok().and_then(|ordinal| local.ordinals.get(ordinal));
+        let index = match known.map_or(0, |known| known.load(Acquire)) {
+            0 => {
+                let Some(uuids) = uuids() else { return self.unnamed(local) };
+                let found = local.find(uuids);
+                if let Some(known) = known {
+                    known.store(found.map_or(1, |index| index + 2), Release);
+                }
+                found
+            }
+            1 => None,
+            index => Some(index - 2),
+        };
+        let Some(places) = index.and_then(|index| local.devices.get(index as usize)) else {
+            return Standing::Free;
+        };
+        self.standing(local, places, index.unwrap_or_default())
+    }
+
+    /// What holds for the device that NVML or a page names by a UUID, of a GPU or a MIG instance.
+    pub fn device_of(&self, uuid: GpuUuid) -> Standing<'_, S> {
+        let Some(local) = self.local() else { return Standing::Closed };
+        match local.find([uuid, uuid]) {
+            Some(index) => match local.devices.get(index as usize) {
+                Some(places) => self.standing(local, places, index),
+                None => Standing::Free,
+            },
+            None if local.closed.load(Relaxed) != 0 => Standing::Closed,
+            None => Standing::Free,
+        }
+    }
+
+    fn standing<'a>(&'a self, local: &'a Local, places: &'a Places, index: u32) -> Standing<'a, S> {
+        let usable = places.places().any(|place| place.slot.load(Relaxed) != NO_SLOT);
+        if usable { Standing::Share(Device { ledger: self, local, places, index }) } else { Standing::Closed }
+    }
+
+    /// A device that the driver does not name: refused if anything here has a share.
+    fn unnamed<'a>(&'a self, local: &'a Local) -> Standing<'a, S> {
+        if local.devices.iter().any(|device| device.count.load(Relaxed) > 0) {
+            Standing::Closed
+        } else {
+            Standing::Free
+        }
+    }
+
+    /// True where no page is mounted at all: every call may go straight to the driver.
+    pub fn idle(&self) -> bool {
+        self.local().is_some_and(|local| {
+            local.closed.load(Relaxed) == 0
+                && local.devices.iter().all(|device| device.count.load(Relaxed) == 0)
+        })
+    }
+
+    /// Takes an entry out of the table before the driver frees what it is for, since the
+    /// driver may give the same address to another thread at once. `None`: nothing is charged for it.
+    pub fn take(&self, class: Class, key: u64) -> Option<Taken<'_, S>> {
+        let local = self.local()?;
+        let entry = local.table.remove(&self.system, class, key)?;
+        Some(Taken { ledger: self, local, entry: Some(entry) })
+    }
+
+    /// A context is gone, and with it everything that was allocated in it.
+    pub fn context_gone(&self, context: u64) {
+        let Some(local) = self.local() else { return };
+        local.table.sweep(&self.system, |entry| {
+            let gone = match entry.class() {
+                Some(Class::Pointer | Class::Array | Class::Mipmap | Class::Module) => entry.extra == context,
+                Some(Class::Context) => entry.key == context,
+                _ => false,
+            };
+            if gone {
+                self.uncharge(local, entry);
+            }
+            gone
+        });
+    }
+
+    pub(crate) fn uncharge(&self, local: &Local, entry: &Entry) {
+        let index = entry.device();
+        if let Some(places) = local.devices.get(index as usize) {
+            Device { ledger: self, local, places, index }.give_back(entry);
+        }
+    }
+
+    /// Counts a fault on the first page that there is.
+    pub fn fault(&self, fault: Fault) {
+        let places = self.local().and_then(|local| local.devices.first());
+        if let Some(account) = places.and_then(|places| places.places().next()?.account()) {
+            account.count(fault);
+        }
+    }
+
+    /// The process's own view: made if this is its first call. `None` where it cannot be made.
+    pub(crate) fn local(&self) -> Option<&Local> {
+        let local = self.local.load(Acquire);
+        // SAFETY: only `first` stores here, a mapping of this size that is never unmapped; zeros are a valid `Local`.
+        #[allow(unsafe_code)]
+        let local = unsafe { local.as_ref() };
+        match local {
+            Some(local) if local.state.load(Acquire) == READY => Some(local),
+            _ => self.first(),
+        }
+    }
+
+    #[cold]
+    fn first(&self) -> Option<&Local> {
+        if self.local.load(Acquire).is_null() {
+            let mapped = self.system.map(size_of::<Local>(), true).cast::<Local>();
+            if mapped.is_null() || !mapped.is_aligned() {
+                return None;
+            }
+            if self.local.compare_exchange(core::ptr::null_mut(), mapped, AcqRel, Acquire).is_err() {
+                // SAFETY: mapped above, and another thread's mapping was taken in its place.
+                #[allow(unsafe_code)]
+                unsafe {
+                    self.system.unmap(mapped.cast(), size_of::<Local>())
+                };
+            }
+        }
+        // SAFETY: not null as of above; see `local`.
+        #[allow(unsafe_code)]
+        let local = unsafe { self.local.load(Acquire).as_ref() }?;
+        if local.state.compare_exchange(EMPTY, BUILDING, AcqRel, Acquire).is_ok() {
+            self.build(local);
+            local.state.store(READY, Release);
+        }
+        let start = self.system.now();
+        while local.state.load(Acquire) != READY {
+            if self.system.now().saturating_sub(start) > PATIENCE {
+                return None;
+            }
+            self.system.nap(50_000);
+        }
+        Some(local)
+    }
+
+    fn build(&self, local: &Local) {
+        let mut pairs = [None::<Pair>; DEVICES * 2];
+        let mut count = 0;
+        let mut refused = false;
+        self.system.pages(&mut |found| match found {
+            Found::Pair(policy, account) => match (policy.read(), pairs.get_mut(count)) {
+                (Ok((_, read)), Some(room)) => {
+                    *room = Some(Pair { policy, account, read });
+                    count += 1;
+                }
+                _ => refused = true,
+            },
+            Found::Refused => refused = true,
+        });
+        let Some(pairs) = pairs.get_mut(..count) else { return };
+        let order = |pair: &Option<Pair>| pair.map(|pair| (pair.read.share, pair.read.claim));
+        pairs.sort_unstable_by_key(order);
+        let me = self.system.identity();
+        if let Some(me) = me {
+            let words = [u64::from(me.pid), me.namespace, me.start, me.image];
+            local.me.iter().zip(words).for_each(|(room, word)| room.store(word, Relaxed));
+        }
+        let peers = Neighbours::new(&self.system, me);
+        for pair in pairs.iter().flatten() {
+            let named = |device: &&Places| match device.places().next().and_then(Place::policy) {
+                Some((_, first)) => (first.gpu, first.mig) == (pair.read.gpu, pair.read.mig),
+                None => true,
+            };
+            let Some(device) = local.devices.iter().find(named) else { continue };
+            let next = device.count.load(Relaxed) as usize;
+            let Some(place) = device.places.get(next) else { continue };
+            let slot = me.and_then(|me| pair.account.register(&me, &peers).ok());
+            // What a dead neighbour held is given back before the first figure is shown.
+            if pair.account.used() > 0 {
+                pair.account.tidy(&peers);
+            }
+            place.slot.store(slot.map_or(NO_SLOT, u32::from), Relaxed);
+            place.attention.store(pair.account.attention(), Relaxed);
+            place.policy.store(core::ptr::from_ref(pair.policy).cast_mut(), Relaxed);
+            place.account.store(core::ptr::from_ref(pair.account).cast_mut(), Relaxed);
+            place.refresh();
+            device.count.store(next as u32 + 1, Relaxed);
+        }
+        local.closed.store((refused && count == 0).into(), Relaxed);
+    }
+}
+
+/// In place of a slot: all were taken.
+const NO_SLOT: u32 = u32::MAX;
+
+impl Local {
+    /// The device whose pages name this UUID: of the instance first, as an instance's pages name the GPU too.
+    fn find(&self, [own, gpu]: [GpuUuid; 2]) -> Option<u32> {
+        let of = |matches: &dyn Fn(&Policy) -> bool| {
+            self.devices.iter().zip(0..).find_map(|(device, index)| {
+                let (_, policy) = device.places().next()?.policy()?;
+                matches(&policy).then_some(index)
+            })
+        };
+        of(&|policy| policy.mig == Some(own))
+            .or_else(|| of(&|policy| policy.mig.is_none() && (policy.gpu == own || policy.gpu == gpu)))
+    }
+
+    pub(crate) fn me(&self) -> Option<Identity> {
+        let [pid, namespace, start, image] = &self.me;
+        let pid = u32::try_from(pid.load(Relaxed)).ok().filter(|pid| *pid > 0)?;
+        Some(Identity {
+            pid,
+            namespace: namespace.load(Relaxed),
+            start: start.load(Relaxed),
+            image: image.load(Relaxed),
+        })
+    }
+}
+
+impl Places {
+    pub(crate) fn places(&self) -> impl Iterator<Item = &Place> {
+        self.places.iter().take(self.count.load(Relaxed) as usize)
+    }
+}
+
+impl Place {
+    /// The policy page and what it says at this moment.
+    fn policy(&self) -> Option<(&PolicyPage, Policy)> {
+        // SAFETY: only `build` stores here, a page that lives as long as the process.
+        #[allow(unsafe_code)]
+        let page = unsafe { self.policy.load(Relaxed).as_ref() }?;
+        page.read().ok().map(|(_, policy)| (page, policy))
+    }
+
+    pub(crate) fn account(&self) -> Option<&AccountPage> {
+        // SAFETY: as above.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.account.load(Relaxed).as_ref()
+        }
+    }
+
+    /// Reads the policy again where the page says that it was replaced. A page that cannot be read
+    /// at this moment leaves the limits as they were.
+    #[inline]
+    fn refresh(&self) {
+        // SAFETY: as above.
+        #[allow(unsafe_code)]
+        let page = unsafe { self.policy.load(Relaxed).as_ref() };
+        if let Some(page) = page
+            && page.stamp().wrapping_add(1) != self.stamp.load(Relaxed)
+        {
+            self.read_again(page);
+        }
+    }
+
+    #[cold]
+    fn read_again(&self, page: &PolicyPage) {
+        let stamp = page.stamp().wrapping_add(1);
+        if let Ok((_, policy)) = page.read() {
+            self.limit.store(policy.memory.limit, Relaxed);
+            self.physical.store(policy.memory.physical, Relaxed);
+            self.context.store(policy.memory.context, Relaxed);
+            self.flags.store(policy.flags.0, Relaxed);
+            self.stamp.store(stamp, Relaxed);
+        }
+    }
+
+    #[inline]
+    pub(crate) fn seat(&self) -> Option<Seat<'_>> {
+        self.refresh();
+        let slot = u16::try_from(self.slot.load(Relaxed)).ok()?;
+        Some(Seat { page: self.account()?, slot, limit: self.limit.load(Relaxed) })
+    }
+
+    /// The device's own memory, by the policy.
+    pub(crate) fn physical(&self) -> u64 {
+        self.physical.load(Relaxed)
+    }
+
+    pub(crate) fn flags(&self) -> Flags {
+        Flags(self.flags.load(Relaxed))
+    }
+
+    /// What the policy charges a context, in bytes.
+    pub(crate) fn context(&self) -> u64 {
+        self.context.load(Relaxed)
+    }
+
+    /// True once after the node has changed something in the accounts.
+    pub(crate) fn stirred(&self) -> bool {
+        let now = self.account().map_or(0, AccountPage::attention);
+        self.attention.swap(now, Relaxed) != now
+    }
+}
+
+/// The other processes of the share.
+pub(crate) struct Neighbours<'a, S> {
+    pub(crate) system: &'a S,
+    pub(crate) me: Option<Identity>,
+    /// When the wait began; the clock is read only by one who waits.
+    pub(crate) start: Cell<Option<u64>>,
+}
+
+impl<'a, S: System> Neighbours<'a, S> {
+    pub(crate) fn new(system: &'a S, me: Option<Identity>) -> Self {
+        Self { system, me, start: Cell::new(None) }
+    }
+}
+
+impl<S: System> Peers for Neighbours<'_, S> {
+    fn gone(&self, who: &Identity) -> bool {
+        self.me.is_some_and(|me| me != *who && self.system.gone(&me, who))
+    }
+
+    fn pause(&self, round: u32) -> bool {
+        let nap = match round {
+            0..=8 => 0,
+            9..=64 => 20_000,
+            _ => 200_000,
+        };
+        self.system.nap(nap);
+        let now = self.system.now();
+        let start = self.start.get().unwrap_or(now);
+        self.start.set(Some(start));
+        now.saturating_sub(start) < PATIENCE
+    }
+}
+
+/// An entry that is out of the table while the driver frees what it is for. Dropped, it goes
+/// back: the driver did not free it.
+#[derive(Debug)]
+pub struct Taken<'a, S: System> {
+    ledger: &'a Ledger<S>,
+    local: &'a Local,
+    entry: Option<Entry>,
+}
+
+impl<S: System> Taken<'_, S> {
+    /// The driver freed it: its bytes are given back.
+    pub fn freed(mut self) {
+        if let Some(entry) = self.entry.take() {
+            self.ledger.uncharge(self.local, &entry);
+        }
+    }
+}
+
+impl<S: System> Drop for Taken<'_, S> {
+    fn drop(&mut self) {
+        if let Some(entry) = self.entry.take() {
+            // There was room for it a moment ago; without, it stays charged until the process ends.
+            let _ = self.local.table.insert(&self.ledger.system, entry);
+        }
+    }
+}
+
+/// The text that names a share, for those who list pages.
+pub type ShareId = Text<64>;
