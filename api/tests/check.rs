@@ -471,6 +471,25 @@ fn nothing_lies_over_what_an_mps_client_is_given() {
 }
 
 #[test]
+fn an_extended_resource_is_for_no_part() {
+    let check = |class: &str, expected: &[&str]| {
+        let name = format!("deviceclass.resource.kubernetes.io/{class}");
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": "p"},
+            "spec": {"containers": [{"name": "main", "resources": {"limits": {name: "1", "cpu": "1"}}}]},
+        });
+        check(&pod, expected);
+    };
+    check("gpu.divvy.dev", &[]);
+    check(
+        "share.divvy.dev",
+        &[
+            "error: spec.containers[0].resources.limits[deviceclass.resource.kubernetes.io/share.divvy.dev]: deviceclass.resource.kubernetes.io/share.divvy.dev names no part, and its DeviceClass is for a part of a GPU; ask for it in a ResourceClaim",
+        ],
+    );
+}
+
+#[test]
 fn nothing_lies_over_or_under_what_keeps_a_share() {
     const KEPT: &str = "where the limits of shares are kept; remove the volume";
     const BELOW: &str = "below which the limits of its share are kept, and others reach that volume; use an emptyDir that no other container mounts, or mount it elsewhere";

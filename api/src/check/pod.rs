@@ -35,9 +35,28 @@ pub(super) fn check(pod: &Pod, world: &dyn World) -> Vec<Finding> {
     let may_share = |named: &&PodResourceClaim| {
         claims.get(named.name.as_str()).is_none_or(|devices| claim::has_share(devices, world))
     };
+    findings.extend(containers.iter().flat_map(|(path, container)| unnamed_part(container, path, world)));
     let shares = spec.resource_claims.iter().flatten().filter(may_share).map(|named| named.name.as_str());
     findings.extend(mounts::check(spec, &containers, &shares.collect()));
     findings
+}
+
+/// What every DeviceClass can be asked for by, in a container's limits.
+const BY_CLASS: &str = "deviceclass.resource.kubernetes.io/";
+
+/// An extended resource names no part of anything.
+fn unnamed_part(container: &Container, path: &str, world: &dyn World) -> Vec<Finding> {
+    let limits = container.resources.iter().flat_map(|resources| resources.limits.iter().flatten());
+    let part = |name: &&String| {
+        name.strip_prefix(BY_CLASS).and_then(|class| world.class(class)).is_some_and(|class| class.part)
+    };
+    let message = |name: &String| {
+        let message = format!(
+            "{name} names no part, and its DeviceClass is for a part of a GPU; ask for it in a ResourceClaim"
+        );
+        Finding::error(format!("{path}.resources.limits[{name}]"), message)
+    };
+    limits.map(|(name, _)| name).filter(part).map(message).collect()
 }
 
 fn devices(named: &PodResourceClaim, namespace: &str, world: &dyn World) -> Option<DeviceClaim> {
