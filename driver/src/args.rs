@@ -81,13 +81,17 @@ pub struct HostArgs {
     /// Records, GPU numbers and locks; must be on disk [default: state/ in the plugin directory]
     #[arg(long, env = "STATE_DIR", value_name = "DIR", value_parser = absolute)]
     pub state_dir: Option<PathBuf>,
-    /// Sockets and shared memory of MPS; must be in memory
+    /// Sockets and shared memory of MPS, pages of shares; must be in memory
     #[arg(long, env = "RUN_DIR", value_name = "DIR", default_value = "/run/divvy", value_parser = absolute)]
     pub run_dir: PathBuf,
     /// The OCI hook that makes driver libraries findable in containers, or "none"
     /// [default: divvy-hook beside this program]
     #[arg(long, env = "HOOK", value_name = "FILE|none")]
     pub hook: Option<PathBuf>,
+    /// Directory of the libraries that keep the limits of shares in containers; without them there
+    /// are no shares [default: ../lib/divvy beside this program]
+    #[arg(long, env = "LIBRARY_DIR", value_name = "DIR", value_parser = absolute)]
+    pub library_dir: Option<PathBuf>,
     /// Container runtime configuration, read for the warning that CDI is off there
     #[arg(long, env = "RUNTIME_CONFIG", value_name = "FILE", default_values = crate::cri::CONFIGS)]
     pub runtime_config: Vec<PathBuf>,
@@ -104,6 +108,10 @@ pub struct GpuArgs {
     /// by "divvy config explain" [default: every GPU offers every mode]
     #[arg(long, env = "CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
+    /// Deal GPUs and MIG instances out in shares of their memory too; without, each goes to one claim
+    /// at a time, and claims that have shares keep them. shares in the node configuration comes first
+    #[arg(long, env = "SHARES", value_name = "true|false", default_value_t = true, default_missing_value = "true", num_args = 0..=1, require_equals = true, action = clap::ArgAction::Set)]
+    pub shares: bool,
     /// All GPU instances of this node are Divvy's: those that no claim explains are destroyed.
     /// exclusiveOwnership in the node configuration comes first
     #[arg(long, env = "EXCLUSIVE_OWNERSHIP")]
@@ -170,6 +178,18 @@ impl HostArgs {
         paths
     }
 
+    /// Where the libraries for shares are.
+    pub fn library_dir(&self) -> std::io::Result<PathBuf> {
+        match &self.library_dir {
+            Some(dir) => Ok(dir.clone()),
+            None => {
+                let beside = std::env::current_exe()?;
+                let prefix = beside.parent().and_then(std::path::Path::parent);
+                Ok(prefix.unwrap_or(std::path::Path::new("/usr")).join("lib/divvy"))
+            }
+        }
+    }
+
     /// Which hook containers get.
     pub fn hook(&self) -> std::io::Result<HookMode> {
         match &self.hook {
@@ -200,6 +220,16 @@ mod tests {
         let args = Args::try_parse_from(["divvy-node", "--node-name", "n1", "--kubelet-root", "/k"]).unwrap();
         assert_eq!(args.host.paths().state_dir, PathBuf::from("/k/plugins/gpu.divvy.dev/state"));
         assert_eq!(args.limits.answer_within, Duration::from_secs(40));
+    }
+
+    #[test]
+    fn shares_are_on_until_they_are_turned_off() {
+        let shares = |args: &[&str]| {
+            let args = ["divvy-node", "--node-name", "n1"].iter().chain(args);
+            Args::try_parse_from(args).unwrap().gpus.shares
+        };
+        assert!(shares(&[]) && shares(&["--shares"]) && shares(&["--shares=true"]));
+        assert!(!shares(&["--shares=false"]));
     }
 
     proptest::proptest! {

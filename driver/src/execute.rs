@@ -9,15 +9,22 @@ use crate::gpus::{Gpus, Unavailable};
 use crate::mps::{self, Mps, MpsError};
 use crate::plan::{Access, Holding, Part};
 use crate::records::{ClaimRecord, DeviceRecord, GpuFileError, InstanceIds, Locked};
-use crate::sharing::{MpsLimits, Setup};
+use crate::shares::{PagesError, Shares};
+use crate::sharing::{MpsLimits, Setup, ShareLimits};
 use crate::step::{InstanceKey, Step, Undo};
 use crate::timeslice::{self, TimesliceError};
-use divvy_api::sharing::Interval;
-use divvy_api::{ClaimUid, GpuUuid};
-use divvy_model::inventory::{Condition, Mig, MigMode, Presence};
+use divvy_api::sharing::{Interval, Priority, ShareSettings};
+use divvy_api::{ClaimUid, GpuUuid, ShareId};
+use divvy_model::inventory::{Condition, Gpu, Mig, MigMode, Presence};
+use divvy_model::share;
 use divvy_nvml::{ComputeMode, GpuQueue, NvmlError, RawInstance};
+use divvy_pages::{self as pages, Compute, Flags, Memory, Policy, Text};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
+
+/// Bytes that the first context of a process is charged until it has been measured:
+/// what CUDA 12 takes on a data centre GPU with lazy loading, roughly.
+const CONTEXT: u64 = 300 << 20;
 
 /// Does and undoes steps, none later than a time.
 #[derive(Clone)]
@@ -59,6 +66,10 @@ pub enum StepError {
     #[error(transparent)]
     GpuFile(#[from] GpuFileError),
     #[error(transparent)]
+    Pages(#[from] PagesError),
+    #[error("{name} {value:?} cannot stand on a policy page")]
+    Unwritable { name: &'static str, value: String },
+    #[error(transparent)]
     Cdi(#[from] CdiError),
     #[error("the task that writes the CDI file failed")]
     Task,
@@ -98,7 +109,8 @@ impl Hands {
         for step in steps {
             let begun = Instant::now();
             if let Err(cause) = self.step(locked, record, &mut made, step).await {
-                let partly = matches!(step, Step::WriteCdi) || cause.may_have_taken_effect();
+                let partly =
+                    matches!(step, Step::WritePages | Step::WriteCdi) || cause.may_have_taken_effect();
                 done.extend(step.undo().filter(|_| partly));
                 return Err(Failed { cause, undo: done });
             }
@@ -146,6 +158,7 @@ impl Hands {
             }
             Step::StartMps { part, limits } => self.start_mps(record, part, *limits).await,
             Step::Join(_) => Ok(()),
+            Step::WritePages => self.write_pages(record).await.map(drop),
             Step::WriteCdi => self.write_cdi(record).await,
         }
     }
@@ -202,6 +215,76 @@ impl Hands {
 
     fn mps(&self) -> Mps {
         Mps::new(self.cdi.paths())
+    }
+
+    /// Has the pages of the claim's shares be as they must; says whether anything had to be done.
+    pub async fn write_pages(&self, record: &mut ClaimRecord) -> Result<bool, StepError> {
+        for device in record.devices.iter_mut().filter(|device| device.access.limits().is_some()) {
+            if let (Part::Instance(key), None) = (&device.part, &device.instance) {
+                device.instance = Some(self.ids(key).await?);
+            }
+        }
+        let shares = Shares::new(self.cdi.paths());
+        let mut written = false;
+        for (device, share, limits) in record.shares() {
+            let policy = self.policy(&record.claim.uid, device, share, limits)?;
+            written |= shares.write(&record.claim.uid, share, &policy)?;
+        }
+        Ok(written)
+    }
+
+    /// Whether there would be nothing to do, as far as that can be said without a look at the hardware.
+    pub fn pages_are_written(&self, record: &ClaimRecord) -> bool {
+        let shares = Shares::new(self.cdi.paths());
+        record.shares().all(|(device, share, limits)| {
+            let uid = &record.claim.uid;
+            let known = device.instance.is_some() || matches!(device.part, Part::Whole { .. });
+            let policy = known.then(|| self.policy(uid, device, share, limits));
+            policy.is_some_and(|policy| policy.is_ok_and(|policy| shares.is_written(uid, share, &policy)))
+        })
+    }
+
+    /// What the policy page of a share says.
+    fn policy(
+        &self,
+        claim: &ClaimUid,
+        device: &DeviceRecord,
+        share: &ShareId,
+        limits: ShareLimits,
+    ) -> Result<Policy, StepError> {
+        let gpu = self.gpu(device.part.gpu())?;
+        let uuid = |name, text: &str| {
+            pages::GpuUuid::parse(text).ok_or_else(|| StepError::Unwritable { name, value: text.to_owned() })
+        };
+        let mig = device.instance.as_ref().map(|ids| uuid("MIG UUID", &ids.uuid)).transpose()?;
+        let physical = match &device.part {
+            Part::Whole { .. } => gpu.memory_bytes,
+            Part::Instance(key) => gpu.profile(key.profile_id).map_or(0, share::memory_of_profile),
+        };
+        let ShareSettings { injection: _, observe_only, priority, weight, ceiling } = limits.settings;
+        let mut flags = Flags::STRICT.with(Flags::NVML_VIEW);
+        if observe_only {
+            flags = flags.with(Flags::OBSERVE_ONLY);
+        }
+        Ok(Policy {
+            claim: text("claim UID", claim.as_str())?,
+            share: text("shareID", share.as_str())?,
+            gpu: uuid("GPU UUID", gpu.uuid.as_str())?,
+            mig,
+            pci: text("PCI bus id", &nvml_bus_id(&gpu.pci_bus_id))?,
+            memory: Memory { limit: limits.memory, physical, context: CONTEXT, ..Memory::default() },
+            compute: Compute {
+                cores: limits.cores,
+                ceiling,
+                weight,
+                priority: match priority {
+                    Priority::Low => 0,
+                    Priority::High => 1,
+                },
+                ..Compute::default()
+            },
+            flags,
+        })
     }
 
     /// Writes the claim's CDI file from the record and what the hardware is now.
@@ -261,6 +344,7 @@ impl Hands {
             share: device.share_id.clone(),
             nodes,
             mps,
+            injection: device.access.limits().map(|limits| limits.settings.injection),
         }
     }
 
@@ -372,6 +456,7 @@ impl Hands {
     async fn undo_one(&self, uid: &ClaimUid, undo: &Undo) -> Result<(), StepError> {
         let result = match undo {
             Undo::RemoveCdi => return Ok(self.cdi.remove_claim(uid)?),
+            Undo::RemovePages => return Ok(Shares::new(self.cdi.paths()).remove(uid)?),
             Undo::DestroyGpuInstance(key) | Undo::DestroyComputeInstances(key) => {
                 self.take_down(key, undo, matches!(undo, Undo::DestroyGpuInstance(_))).await
             }
@@ -431,9 +516,13 @@ impl Hands {
     }
 
     fn minor(&self, gpu: &GpuUuid) -> Result<u32, StepError> {
+        self.gpu(gpu).map(|gpu| gpu.minor)
+    }
+
+    fn gpu(&self, gpu: &GpuUuid) -> Result<Gpu, StepError> {
         let inventory = self.gpus.inventory().borrow().clone();
-        let found = inventory.gpus.iter().find(|known| known.uuid == *gpu);
-        found.map(|gpu| gpu.minor).ok_or_else(|| StepError::Unknown { gpu: gpu.clone() })
+        let found = inventory.gpus.iter().find(|known| known.uuid == *gpu).cloned();
+        found.ok_or_else(|| StepError::Unknown { gpu: gpu.clone() })
     }
 
     fn mig_mode(&self, gpu: &GpuUuid) -> Option<MigMode> {
@@ -456,6 +545,15 @@ impl Hands {
 /// Whether an instance of the hardware is the one that a key names.
 pub fn is(instance: &RawInstance, key: &InstanceKey) -> bool {
     instance.profile_id == key.profile_id && instance.placement.start == key.placement.start
+}
+
+fn text<const N: usize>(name: &'static str, value: &str) -> Result<Text<N>, StepError> {
+    Text::new(value).ok_or_else(|| StepError::Unwritable { name, value: value.to_owned() })
+}
+
+/// `00000000:1A:00.0` of sysfs' `0000:1a:00.0`.
+fn nvml_bus_id(sysfs: &str) -> String {
+    format!("{sysfs:0>16}").to_uppercase()
 }
 
 /// A CDI file names a device once, though a claim may own it and look at it.

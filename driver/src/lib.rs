@@ -3,7 +3,8 @@
 //! ```text
 //! kubelet ─▶ service ─▶ claims ─▶ plan ─▶ records ─▶ execute ─▶ records ─▶ CDI ids
 //!                       (GET,     (pure)  (Intent)   (hardware,  (Prepared)
-//!                        typed)                       CDI file)
+//!                        typed)                       pages,
+//!                                                     CDI file)
 //! ```
 //!
 //! Only [`execute`] changes hardware, and only what a record already announces.
@@ -22,6 +23,7 @@ pub mod mps;
 pub mod plan;
 pub mod records;
 pub mod recover;
+pub mod shares;
 pub mod sharing;
 pub mod step;
 pub mod timeslice;

@@ -195,7 +195,9 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Leavin
     let ended = gpus.clone();
     stages.then(async move { ended.shutdown().await });
     let inventory = gpus.inventory();
-    let cdi = Cdi::new(&paths, args.host.hook().context("--hook")?);
+    let library_dir = args.host.library_dir().context("--library-dir")?;
+    let cdi = Cdi::new(&paths, args.host.hook().context("--hook")?, &library_dir);
+    let has_library = has_library(args, &cdi, &events);
     let watch =
         watching::Gpus { inventory: inventory.clone(), readiness: readiness.clone(), events: events.clone() };
     stages.droppable("GPU watch", watch.run());
@@ -212,7 +214,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Leavin
     stages.droppable("drain", drain_on_signal(gpus.clone())?);
 
     // Recovery goes by it.
-    let mut policies = Policies::new(args, &gpus);
+    let mut policies = Policies::new(args, &gpus, has_library);
     policies.apply(&Holders::Anyone).await;
     let options = engine_options(args, &paths, &pool);
     let (engine, report) = Engine::start(options, gpus.clone(), cdi).await?;
@@ -381,6 +383,18 @@ fn engine_options(args: &Args, paths: &HostPaths, pool: &PoolName) -> EngineOpti
         mig_hold_off: args.gpus.mig_hold_off,
         answer_within: args.limits.answer_within,
     }
+}
+
+/// Whether there can be shares. Without the library the scheduler is not offered any:
+/// what only a prepare refuses would leave pods waiting for ever.
+fn has_library(args: &Args, cdi: &Cdi, events: &Events) -> bool {
+    let Err(error) = cdi.library() else { return true };
+    if args.gpus.shares && !args.cluster.leave {
+        let why = format!("no shares are offered: {}", crate::service::chain(&error));
+        tracing::error!("{why}");
+        events.node(Reason::NotReady, &why);
+    }
+    false
 }
 
 /// What recovery found, to those who can do something about it.

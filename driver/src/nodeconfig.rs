@@ -50,6 +50,8 @@ pub struct Policies {
     node: String,
     /// Where no rule says anything.
     otherwise: GpuPolicy,
+    /// Limits of shares can be kept.
+    has_library: bool,
     gpus: Gpus,
     /// The last configuration that could be used; `None` until there is one.
     config: Option<Arc<NodeConfig>>,
@@ -62,12 +64,13 @@ pub struct Policies {
 
 impl Policies {
     /// Reads the file for the first time.
-    pub fn new(args: &Args, gpus: &Gpus) -> Self {
-        let exclusive_ownership = args.gpus.exclusive_ownership;
+    pub fn new(args: &Args, gpus: &Gpus, has_library: bool) -> Self {
+        let (exclusive_ownership, shares) = (args.gpus.exclusive_ownership, args.gpus.shares);
         let mut policies = Self {
             file: args.gpus.config.clone(),
             node: args.cluster.node_name.clone(),
-            otherwise: GpuPolicy { exclusive_ownership, ..GpuPolicy::default() },
+            otherwise: GpuPolicy { exclusive_ownership, shares, ..GpuPolicy::default() },
+            has_library,
             gpus: gpus.clone(),
             config: None,
             refused: None,
@@ -114,16 +117,18 @@ impl Policies {
         self.waits.store(false, Ordering::Relaxed);
         let (config, labels) = (self.config.clone(), self.labels.clone());
         let (otherwise, waits) = (self.otherwise.clone(), Arc::clone(&self.waits));
+        let has_library = self.has_library;
         let engine = match holders {
             Holders::Anyone => None,
             Holders::Engine(engine) => Some(engine.clone()),
         };
         let policy = move |gpu: &Gpu| {
-            let wanted = match &config {
+            let mut wanted = match &config {
                 Some(config) => config.explain(&otherwise, labels.as_deref(), gpu.into()).policy,
                 // Nothing is known of what it may be used for.
                 None => GpuPolicy { modes: BTreeSet::new(), ..otherwise.clone() },
             };
+            wanted.shares &= has_library;
             let beside = wanted.clone().beside_timeslices(&gpu.policy);
             // Records are read from disk, so only where it makes a difference.
             if beside == wanted || !engine.as_ref().is_none_or(|engine| has_timeslices(engine, gpu)) {

@@ -6,22 +6,25 @@
 //!
 //! Claims that share a GPU hold all of it together, in one mode. The first sets
 //! the GPU up; those after it find a claim that is Prepared and join it, which
-//! costs them nothing.
+//! costs them nothing. Shares of a GPU or of a MIG instance join each other in the
+//! same way, and together never have more memory than there is.
 //!
 //! A claim with adminAccess looks on: it gets what is there, nothing is made
 //! for it and nothing is held by it. A mode that the node's configuration turned
 //! off is no reason to refuse: the scheduler was told, and a claim that it had
 //! allocated before is to be served.
 
-use crate::sharing::{MpsLimits, Setup};
+use crate::sharing::{MpsLimits, Setup, ShareLimits};
 use crate::step::{InstanceKey, Step, Undo};
 use divvy_api::check::ONE_DAEMON;
 use divvy_api::config::Misfit;
 use divvy_api::sharing::Mode;
 use divvy_api::{
-    AllocatedClaim, AllocatedDevice, ClaimRef, DeviceName, GpuUuid, Hold, PoolName, RequestName, ShareId,
+    AllocatedClaim, AllocatedDevice, ClaimRef, DeviceName, GpuUuid, Hold, PoolName, Quantity, RequestName,
+    ShareId,
 };
 use divvy_model::inventory::{Condition, MigMode, MigToggle, Origin, Presence};
+use divvy_model::share::{self, ShareError};
 use divvy_model::{DeviceId, Gpu, GpuInstance, Inventory, Mig};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -47,6 +50,8 @@ pub struct Holding {
     pub access: Access,
     /// Whether the claim is Prepared: what it was set up with is in force.
     pub ready: bool,
+    /// What gives its GPU instance back; empty where somebody else made it.
+    pub made: Vec<Undo>,
 }
 
 /// What of a GPU.
@@ -63,6 +68,8 @@ pub enum Access {
     Exclusive(Option<Setup>),
     /// Together with other claims of the same mode.
     Shared(Setup),
+    /// A part of its memory, beside other shares.
+    Share(ShareLimits),
     /// It looks on.
     Admin,
 }
@@ -106,8 +113,16 @@ pub enum Refusal {
     OtherPool { pool: PoolName, ours: PoolName },
     #[error("is not on this node")]
     UnknownDevice,
-    #[error("cannot be shared; ask for it without a capacity")]
-    Share,
+    #[error(transparent)]
+    Consumed(#[from] ShareError),
+    #[error(
+        "was allocated with {percent} per cent of the cores, and compute time is not divided yet; ask for memory alone"
+    )]
+    Cores { percent: u32 },
+    #[error("has {left} of memory left beside other shares on {gpu}, and the claim takes {wanted}")]
+    Full { gpu: GpuUuid, left: Quantity, wanted: Quantity },
+    #[error("is shared with claim {holder}, which is half done on {gpu}; it is tried again")]
+    HalfDone { gpu: GpuUuid, holder: ClaimRef },
     #[error("is on {gpu}, which is missing")]
     Missing { gpu: GpuUuid },
     #[error("cannot be used now: {condition} on {gpu}")]
@@ -150,6 +165,7 @@ impl Part {
     fn excludes(&self, access: Access, (other, others): (&Self, Access)) -> bool {
         self.gpu() == other.gpu()
             && match (self, other) {
+                (Self::Instance(one), Self::Instance(two)) if one == two => !access.joins(others),
                 (Self::Instance(one), Self::Instance(two)) => one.placement.overlaps(two.placement),
                 (Self::Whole { .. }, Self::Whole { .. }) => !access.joins(others),
                 _ => true,
@@ -175,6 +191,18 @@ impl fmt::Display for Part {
     }
 }
 
+impl Holding {
+    /// The steps by which its instance was made, for a claim that shares it.
+    fn made_by_first(&self) -> Vec<Step> {
+        let made = |undo: &Undo| match undo {
+            Undo::DestroyGpuInstance(key) => Some(Step::CreateGpuInstance(key.clone())),
+            Undo::DestroyComputeInstances(key) => Some(Step::CreateComputeInstance(key.clone())),
+            _ => None,
+        };
+        self.made.iter().filter_map(made).map(|step| Step::Join(Box::new(step))).collect()
+    }
+}
+
 impl Access {
     /// Whether it keeps anything from others.
     pub fn holds(self) -> bool {
@@ -186,13 +214,25 @@ impl Access {
         match self {
             Self::Exclusive(setup) => setup,
             Self::Shared(setup) => Some(setup),
-            Self::Admin => None,
+            Self::Share(_) | Self::Admin => None,
+        }
+    }
+
+    /// What it may have of the device, if that is not all.
+    pub fn limits(self) -> Option<ShareLimits> {
+        match self {
+            Self::Share(limits) => Some(limits),
+            Self::Exclusive(_) | Self::Shared(_) | Self::Admin => None,
         }
     }
 
     /// Whether the two can have one part together.
     fn joins(self, other: Self) -> bool {
-        matches!((self, other), (Self::Shared(one), Self::Shared(two)) if one.mode() == two.mode())
+        match (self, other) {
+            (Self::Shared(one), Self::Shared(two)) => one.mode() == two.mode(),
+            (Self::Share(_), Self::Share(_)) => true,
+            _ => false,
+        }
     }
 }
 
@@ -231,6 +271,9 @@ pub fn plan(claim: &AllocatedClaim, view: View<'_>) -> Result<Plan, PlanError> {
         })?;
     }
     one_daemon_per_request(&plan)?;
+    if plan.devices.iter().any(|device| device.access.limits().is_some()) {
+        plan.steps.push(Step::WritePages);
+    }
     plan.steps.push(Step::WriteCdi);
     Ok(plan)
 }
@@ -240,11 +283,13 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
     if device.pool != *view.pool {
         return Err(Refusal::OtherPool { pool: device.pool.clone(), ours: view.pool.clone() });
     }
-    let Found { gpu, part, mode } = find(&device.device, view.inventory).ok_or(Refusal::UnknownDevice)?;
+    let Found { gpu, part, mode, memory } =
+        find(&device.device, view.inventory).ok_or(Refusal::UnknownDevice)?;
     // Of all claims that share the GPU the first that is done shows how.
     let others = || view.held.iter().filter(|held| held.claim.uid != plan.claim.uid);
-    let access = access(device, gpu, mode)?;
-    let joined = others().find(|held| held.ready && held.part == part && held.access.joins(access));
+    let access = access(device, gpu, mode, memory)?;
+    let beside = || others().filter(|held| held.part == part && held.access.joins(access));
+    let joined = beside().find(|held| held.ready);
     let access = match (access, joined.map(|held| held.access)) {
         (Access::Shared(Setup::Timeslice(_)), Some(theirs)) => theirs,
         _ => access,
@@ -254,11 +299,24 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
     }
     if access.holds() {
         may_have(plan, gpu, &part, access, others())?;
-        let needs = match &part {
+        if let Some(limits) = access.limits() {
+            let taken = beside().map(|held| held.access);
+            has_room(plan, gpu, &part, memory, limits, taken)?;
+        }
+        let needs = match (&part, joined) {
             // The claim that is there keeps MIG mode off.
-            Part::Whole { .. } if joined.is_some() => Needs { steps: Vec::new(), meets_foreign: false },
-            Part::Whole { .. } => whole(gpu, view.mig_enabled)?,
-            Part::Instance(key) => instance(gpu, key)?,
+            (Part::Whole { .. }, Some(_)) => Needs { steps: Vec::new(), meets_foreign: false },
+            (Part::Whole { .. }, None) => whole(gpu, view.mig_enabled)?,
+            (Part::Instance(_), Some(joined)) => {
+                Needs { steps: joined.made_by_first(), meets_foreign: false }
+            }
+            (Part::Instance(key), None) => match beside().next() {
+                None => instance(gpu, key)?,
+                // Nobody knows whether the instance is there.
+                Some(held) => {
+                    return Err(Refusal::HalfDone { gpu: gpu.uuid.clone(), holder: held.claim.clone() });
+                }
+            },
         };
         plan.meets_foreign |= needs.meets_foreign;
         let sets_up = access.setup().map(|setup| sets_up(gpu, &part, setup, joined.is_some()));
@@ -313,23 +371,35 @@ struct Found<'a> {
     gpu: &'a Gpu,
     part: Part,
     mode: Mode,
+    /// Bytes, as published.
+    memory: u64,
 }
 
 fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<Found<'a>> {
     let id = DeviceId::try_from(name).ok()?;
     let (gpu, instance) = id.resolve(inventory).ok()?;
+    let memory = share::memory(gpu, instance);
     let part = match instance {
         None => Part::Whole { gpu: gpu.uuid.clone() },
         Some((profile, placement)) => {
             Part::Instance(InstanceKey { gpu: gpu.uuid.clone(), profile_id: profile.id, placement })
         }
     };
-    Some(Found { gpu, part, mode: id.mode() })
+    Some(Found { gpu, part, mode: id.mode(), memory })
 }
 
 /// How the claim has the device. Where the server knows no shares, a device to
 /// be shared is allocated to one claim at a time; that claim is its only sharer.
-fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode) -> Result<Access, Refusal> {
+fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode, memory: u64) -> Result<Access, Refusal> {
+    if mode.has_shares()
+        && let Some(share) = share::share(&device.hold, memory)?
+    {
+        if share.cores > 0 {
+            return Err(Refusal::Cores { percent: share.cores });
+        }
+        let settings = device.share_settings()?;
+        return Ok(Access::Share(ShareLimits { memory: share.memory, cores: share.cores, settings }));
+    }
     let sharing = device.sharing(mode)?;
     let none = Default::default();
     let consumed = match &device.hold {
@@ -343,7 +413,6 @@ fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode) -> Result<Access, Ref
             let limits = MpsLimits::of_share(consumed, gpu.memory_bytes, &gpu.policy);
             Ok(Access::Shared(Setup::Mps(limits)))
         }
-        Mode::Whole | Mode::Mig if matches!(device.hold, Hold::Share { .. }) => Err(Refusal::Share),
         Mode::Whole | Mode::Mig => {
             let uuid = (mode == Mode::Whole).then_some(&gpu.uuid);
             Ok(Access::Exclusive(sharing.map(|sharing| Setup::of_config(&sharing, uuid))))
@@ -381,6 +450,28 @@ fn may_have<'a>(
         true => Refusal::Held { gpu, holder },
         false => Refusal::OtherMode { gpu, wanted, holder, held },
     })
+}
+
+/// Whether the memory of a part has room for one more share. The scheduler has
+/// counted already, and what it counts by may have changed since.
+fn has_room(
+    plan: &Plan,
+    gpu: &Gpu,
+    part: &Part,
+    memory: u64,
+    limits: ShareLimits,
+    others: impl Iterator<Item = Access>,
+) -> Result<(), Refusal> {
+    let own = plan.devices.iter().filter(|device| device.part == *part).map(|device| device.access);
+    let taken = others.chain(own).filter_map(Access::limits).map(|limits| limits.memory);
+    let left = memory.saturating_sub(taken.fold(0, u64::saturating_add));
+    match limits.memory <= left {
+        true => Ok(()),
+        false => {
+            let (left, wanted) = (Quantity::bytes(left), Quantity::bytes(limits.memory));
+            Err(Refusal::Full { gpu: gpu.uuid.clone(), left, wanted })
+        }
+    }
 }
 
 /// What sets a part up so that processes can share it.

@@ -8,6 +8,10 @@
 //! instance has no handle. An instance that no record explains is reported, and
 //! destroyed only where the node configuration says that the GPU is ours alone.
 //!
+//! A Prepared record also promises the pages of its shares, which a reboot takes; a
+//! page that is there may be in use and is kept. Pages that no record explains and
+//! nobody has mounted are removed.
+//!
 //! A Prepared record also promises what its device was set up with: an MPS
 //! control daemon that a reboot took is asked for again, and waited for only
 //! shortly, because a keeper that is missing must not keep the daemon from the
@@ -20,6 +24,7 @@ use crate::execute::{Hands, StepError, is};
 use crate::mps::{self, Mps};
 use crate::plan::{Holding, Part, trouble};
 use crate::records::{ClaimRecord, Locked};
+use crate::shares::{self, Shares};
 use crate::sharing::Setup;
 use crate::step::{InstanceKey, Step, Undo};
 use divvy_api::{ClaimRef, ClaimUid, GpuUuid};
@@ -69,11 +74,34 @@ impl Inner {
                 );
             }
         }
+        self.remove_unexplained_pages();
         let inventory = self.inventory();
         let usable = inventory.gpus.iter().filter(|gpu| is_usable(gpu));
         let unexplained = join_all(usable.map(|gpu| self.settle_gpu(gpu))).await;
         report.unexplained = unexplained.into_iter().flatten().map(|key| key.to_string()).collect();
         report
+    }
+
+    /// Pages of claims without a record. A claim has its record before its pages, so
+    /// a page that was seen before the record was looked for is explained or left over.
+    fn remove_unexplained_pages(&self) {
+        let shares = Shares::new(&self.options.paths);
+        for uid in shares.claims() {
+            if !matches!(self.records.read(&uid), Ok(None)) {
+                continue;
+            }
+            if shares::is_mounted(&self.options.paths.proc_root, &uid) {
+                tracing::warn!(claim = %uid, "pages of shares that no record explains are in use; left");
+                continue;
+            }
+            match shares.remove(&uid) {
+                Ok(()) => tracing::warn!(claim = %uid, "pages of shares that no record explains removed"),
+                Err(error) => {
+                    let error = &error as &dyn std::error::Error;
+                    tracing::warn!(claim = %uid, error, "pages of shares that no record explains");
+                }
+            }
+        }
     }
 
     /// Settles GPUs as they come, come back, lose instances or get another
@@ -199,7 +227,7 @@ impl Inner {
                             && found
                                 .compute_instances
                                 .iter()
-                                .any(|compute| compute.id == ids.compute_instance)
+                                .any(|compute| compute.id == ids.compute_instance && compute.uuid == ids.uuid)
                     });
                     if !same {
                         device.instance = None;
@@ -212,7 +240,8 @@ impl Inner {
             self.records.write(locked, &record)?;
         }
         hands.run(locked, &mut record, &steps).await.map_err(|failed| failed.cause)?;
-        let written = self.ensure_cdi(&mut record).await?;
+        let paged = hands.write_pages(&mut record).await?;
+        let written = self.ensure_cdi(&mut record).await? || paged;
         if record != before {
             self.records.write(locked, &record)?;
         }

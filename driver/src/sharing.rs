@@ -1,12 +1,14 @@
 //! How processes share a device, resolved to what a GPU's tools are told:
 //! numbers, without names, quantities or keys that could still be wrong.
 //!
-//! Two roads lead here. A claim on `gpu-N-timeslice` or `gpu-N-mps` shares the
+//! Three roads lead here. A claim on `gpu-N-timeslice` or `gpu-N-mps` shares the
 //! GPU with other claims; what it gets follows from the node's policy and from
 //! the capacities it consumes. A claim that has a GPU or a MIG instance for
-//! itself may say in a configuration how its own pods share it.
+//! itself may say in a configuration how its own pods share it. And a claim that
+//! takes a part of a GPU or MIG instance has a share of it, up to limits that are
+//! kept in its containers.
 
-use divvy_api::sharing::{Interval, Mode, MpsSettings, Sharing};
+use divvy_api::sharing::{Interval, Mode, MpsSettings, ShareSettings, Sharing};
 use divvy_api::{GpuUuid, Quantity};
 use divvy_model::GpuPolicy;
 use std::collections::BTreeMap;
@@ -16,6 +18,16 @@ use std::collections::BTreeMap;
 pub enum Setup {
     Timeslice(Interval),
     Mps(MpsLimits),
+}
+
+/// What a share may have at most, and how that is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShareLimits {
+    /// Bytes of device memory, not 0.
+    pub memory: u64,
+    /// Guaranteed per cent of the compute time; 0 is no guarantee.
+    pub cores: u32,
+    pub settings: ShareSettings,
 }
 
 /// What each client process of an MPS control daemon may have at most; none is

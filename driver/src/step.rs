@@ -10,6 +10,7 @@
 //! | `SetComputeMode` | compute mode EXCLUSIVE_PROCESS | `ResetComputeMode`, by the last claim |
 //! | `StartMps` | the keeper's `actual.json` says Ready with these limits or larger | `StopMps`, by the last claim |
 //! | `Join` | a Prepared record of another claim | that of the step it stands for |
+//! | `WritePages` | the policy and account page of each share of the claim | `RemovePages` |
 //! | `WriteCdi` | the claim's CDI file | `RemoveCdi` |
 //!
 //! Every undo is idempotent: what is gone already counts as undone. Failed
@@ -69,6 +70,8 @@ pub enum Step {
     },
     /// Done by another claim that is Prepared; this one shares taking it back.
     Join(Box<Step>),
+    /// The limits of the claim's shares and the accounts that are kept of them.
+    WritePages,
     WriteCdi,
 }
 
@@ -90,6 +93,7 @@ pub enum Undo {
     StopMps {
         part: Part,
     },
+    RemovePages,
     RemoveCdi,
 }
 
@@ -105,6 +109,7 @@ impl Step {
             Self::SetComputeMode { gpu } => Some(Undo::ResetComputeMode { gpu: gpu.clone() }),
             Self::StartMps { part, .. } => Some(Undo::StopMps { part: part.clone() }),
             Self::Join(step) => step.undo(),
+            Self::WritePages => Some(Undo::RemovePages),
             Self::WriteCdi => Some(Undo::RemoveCdi),
         }
     }
@@ -120,6 +125,7 @@ impl Step {
             | Self::SetComputeMode { .. }
             | Self::StartMps { .. }
             | Self::Join(_)
+            | Self::WritePages
             | Self::WriteCdi => false,
         }
     }
@@ -136,6 +142,7 @@ impl fmt::Display for Step {
             Self::SetComputeMode { gpu } => write!(out, "set compute mode EXCLUSIVE_PROCESS on {gpu}"),
             Self::StartMps { part, .. } => write!(out, "start MPS control daemon for {part}"),
             Self::Join(step) => write!(out, "share: {step}"),
+            Self::WritePages => out.write_str("write pages of shares"),
             Self::WriteCdi => out.write_str("write CDI file"),
         }
     }
@@ -148,7 +155,7 @@ impl Undo {
             Self::DestroyGpuInstance(key) | Self::DestroyComputeInstances(key) => Some(&key.gpu),
             Self::ResetInterval { gpu } | Self::ResetComputeMode { gpu } => Some(gpu),
             Self::StopMps { part } => Some(part.gpu()),
-            Self::RemoveCdi => None,
+            Self::RemovePages | Self::RemoveCdi => None,
         }
     }
 
@@ -159,7 +166,10 @@ impl Undo {
             others.iter().any(|held| held.access.setup().is_some_and(|setup| wanted(&held.part, setup)))
         };
         match self {
-            Self::DestroyGpuInstance(_) | Self::DestroyComputeInstances(_) | Self::RemoveCdi => false,
+            Self::RemovePages | Self::RemoveCdi => false,
+            Self::DestroyGpuInstance(key) | Self::DestroyComputeInstances(key) => {
+                others.iter().any(|held| matches!(&held.part, Part::Instance(theirs) if theirs == key))
+            }
             Self::ResetInterval { gpu } => {
                 any(&|part, setup| part.gpu() == gpu && matches!(setup, Setup::Timeslice(_)))
             }
@@ -167,6 +177,16 @@ impl Undo {
                 &|part, setup| matches!((part, setup), (Part::Whole { gpu: held }, Setup::Mps(_)) if held == gpu),
             ),
             Self::StopMps { part } => any(&|held, setup| held == part && matches!(setup, Setup::Mps(_))),
+        }
+    }
+
+    /// Whether it takes back a part that was made.
+    pub fn gives_back(&self, part: &Part) -> bool {
+        match (self, part) {
+            (Self::DestroyGpuInstance(key) | Self::DestroyComputeInstances(key), Part::Instance(own)) => {
+                key == own
+            }
+            _ => false,
         }
     }
 
@@ -184,6 +204,7 @@ impl fmt::Display for Undo {
             Self::ResetInterval { gpu } => write!(out, "reset time slice on {gpu}"),
             Self::ResetComputeMode { gpu } => write!(out, "reset compute mode on {gpu}"),
             Self::StopMps { part } => write!(out, "stop MPS control daemon for {part}"),
+            Self::RemovePages => out.write_str("remove pages of shares"),
             Self::RemoveCdi => out.write_str("remove CDI file"),
         }
     }

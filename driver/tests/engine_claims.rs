@@ -14,6 +14,8 @@ mod life;
 mod programs;
 #[path = "engine/recovery.rs"]
 mod recovery;
+#[path = "engine/shares.rs"]
+mod shares;
 #[path = "engine/sharing.rs"]
 mod sharing;
 #[path = "engine/world.rs"]

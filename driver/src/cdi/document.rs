@@ -53,7 +53,7 @@ pub struct DeviceNode {
 }
 
 /// A bind mount.
-#[derive(Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Mount {
     pub host_path: String,

@@ -2,9 +2,8 @@
 //! named by its content. Files of claims name that copy for as long as the
 //! claim lives, so an upgrade adds a file and never replaces one.
 
-use sha2::{Digest, Sha256};
+use super::library;
 use std::io;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// How containers come to find the GPU driver's libraries.
@@ -46,17 +45,8 @@ pub enum HookError {
 pub fn install(mode: &HookMode, plugin_dir: &Path) -> Result<Option<PathBuf>, HookError> {
     let HookMode::Own(binary) = mode else { return Ok(None) };
     let bytes = std::fs::read(binary).map_err(|cause| HookError::Read { path: binary.clone(), cause })?;
-    let hash: String = Sha256::digest(&bytes).iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-    let dir = plugin_dir.join("hook");
-    let path = dir.join(format!("divvy-hook-{hash}"));
-    if std::fs::read(&path).is_ok_and(|have| have == bytes) {
-        return Ok(Some(path));
-    }
-    let part = dir.join(format!("divvy-hook-{hash}.{}.part", std::process::id()));
-    std::fs::create_dir_all(&dir)
-        .and_then(|()| std::fs::write(&part, &bytes))
-        .and_then(|()| std::fs::set_permissions(&part, std::fs::Permissions::from_mode(0o755)))
-        .and_then(|()| std::fs::rename(&part, &path))
+    let path = plugin_dir.join("hook").join(format!("divvy-hook-{}", library::hash(&bytes)));
+    library::install(&path, &bytes, 0o755)
         .map_err(|cause| HookError::Install { path: path.clone(), cause })?;
     Ok(Some(path))
 }
@@ -64,6 +54,7 @@ pub fn install(mode: &HookMode, plugin_dir: &Path) -> Result<Option<PathBuf>, Ho
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn an_upgrade_adds_a_file_and_leaves_the_old_one() {

@@ -2,7 +2,8 @@
 //!
 //! One file per claim, written at once by a rename, holds the claim's devices
 //! ([`nodes`]), the GPU driver's files that every container needs ([`files`])
-//! and one hook that makes them findable. Paths on the host are those below the
+//! and one hook that makes them findable; a share brings its pages and the library
+//! that keeps its limits ([`library`]). Paths on the host are those below the
 //! driver root, paths in the container are the same without it, so an
 //! unmodified image sees the layout that the GPU driver was made for.
 //!
@@ -14,20 +15,23 @@ pub mod document;
 pub mod elf;
 pub mod files;
 pub mod hook;
+pub mod library;
 mod metadata;
 pub mod nodes;
 mod spec;
 
 pub use hook::HookMode;
+pub use library::Library;
 pub use nodes::DeviceNodes;
 
 use crate::paths::HostPaths;
 use crate::sharing::MpsLimits;
+use divvy_api::sharing::Injection;
 use divvy_api::{AllocatedClaim, ClaimUid, DeviceName, RequestName, ShareId};
 use divvy_model::Inventory;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A fully qualified CDI device, `gpu.divvy.dev/claim=<uid>-<device>`, with
 /// `-<shareID>` behind it where the claim shares the device: it may hold two shares.
@@ -66,6 +70,8 @@ pub struct ClaimDevice {
     pub share: Option<ShareId>,
     pub nodes: DeviceNodes,
     pub mps: Option<MpsClient>,
+    /// Of a share, how its limits come into a container.
+    pub injection: Option<Injection>,
 }
 
 /// What makes processes of a container clients of an MPS control daemon.
@@ -86,6 +92,9 @@ pub struct Cdi {
 struct Shared {
     paths: HostPaths,
     hook: HookMode,
+    /// Where the library for shares comes from.
+    library_dir: PathBuf,
+    library: Mutex<Option<Library>>,
     /// Edits common to all claims, with the state of the files they were made of.
     common: Mutex<Option<spec::Common>>,
 }
@@ -103,6 +112,8 @@ pub enum ReadinessError {
     Files(#[from] files::FilesError),
     #[error(transparent)]
     Hook(#[from] hook::HookError),
+    #[error(transparent)]
+    Library(#[from] library::LibraryError),
     #[error(transparent)]
     Nodes(#[from] nodes::NodesError),
 }
@@ -141,14 +152,31 @@ pub enum CdiError {
 
 impl Cdi {
     /// Nothing is read or written yet.
-    pub fn new(paths: &HostPaths, hook: HookMode) -> Self {
-        let shared = Shared { paths: paths.clone(), hook, common: Mutex::new(None) };
+    pub fn new(paths: &HostPaths, hook: HookMode, library_dir: &Path) -> Self {
+        let shared = Shared {
+            paths: paths.clone(),
+            hook,
+            library_dir: library_dir.to_owned(),
+            library: Mutex::default(),
+            common: Mutex::default(),
+        };
         Self { shared: Arc::new(shared) }
     }
 
     /// The node's paths.
     pub fn paths(&self) -> &HostPaths {
         &self.shared.paths
+    }
+
+    /// The library for shares, put in place where it is not.
+    pub fn library(&self) -> Result<Library, library::LibraryError> {
+        let mut known = self.shared.library.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(library) = known.as_ref().filter(|library| library.is_there()) {
+            return Ok(library.clone());
+        }
+        let library = Library::install(&self.shared.library_dir, &self.shared.paths.plugin_dir())?;
+        *known = Some(library.clone());
+        Ok(library)
     }
 
     /// Whether a claim could be written now: the directory can be written, the
@@ -158,7 +186,7 @@ impl Cdi {
         let dir = &self.shared.paths.cdi_dir;
         rustix::fs::access(dir, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK)
             .map_err(|cause| ReadinessError::Directory { path: dir.clone(), cause: cause.into() })?;
-        self.common()?;
+        self.check_common()?;
         nodes::ensure_gpus(&self.shared.paths)?;
         Ok(())
     }

@@ -1,16 +1,27 @@
 //! Puts a claim's document together: what all claims have in common, found once
 //! and kept until the GPU driver's files or nodes change, and the claim's devices.
+//!
+//! What a share brings stands with its device and not with the document, because
+//! another container of the pod may have only a whole GPU of the same claim, and
+//! into that nothing is injected.
 
 use super::document::{Device, DeviceNode, Document, Edits, Hook, Mount};
 use super::files::{DriverFiles, Shared as SharedFile, Stamp};
+use super::library::{IN_CONTAINER, Library, REAL, STOOD_IN};
 use super::nodes::{CommonNodes, Majors};
 use super::{Cdi, CdiError, ClaimDevice, MpsClient, ReadinessError, hook, metadata};
+use crate::shares::{self, Shares};
 use divvy_api::mps::CONTAINER_PIPE;
+use divvy_api::sharing::Injection;
 use divvy_api::{ClaimUid, DeviceName, ShareId};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 
 const MOUNT_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
+/// What is only read, byte by byte.
+const DATA_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "noexec", "bind", "rprivate"];
+/// Where processes of one share write.
+const ACCOUNT_OPTIONS: &[&str] = &["rw", "nosuid", "nodev", "noexec", "bind", "rprivate"];
 /// Where clients of one MPS daemon write.
 const SHARED_OPTIONS: &[&str] = &["rw", "nosuid", "nodev", "noexec", "rbind", "rprivate"];
 /// Seconds for the runtime; the hook gives up earlier by itself.
@@ -23,6 +34,24 @@ pub(super) struct Common {
     nodes: CommonNodes,
     hook: Option<PathBuf>,
     edits: Arc<Edits>,
+    stood_in: Arc<[StoodIn]>,
+}
+
+/// A library of the GPU driver that another may stand in for.
+#[derive(Clone, Debug)]
+struct StoodIn {
+    /// Which of [`STOOD_IN`].
+    at: usize,
+    host: PathBuf,
+    container: PathBuf,
+}
+
+/// What the documents of claims are made of beside the claims.
+struct Parts {
+    common: Arc<Edits>,
+    majors: Majors,
+    hook: Option<PathBuf>,
+    stood_in: Arc<[StoodIn]>,
 }
 
 impl Common {
@@ -32,44 +61,55 @@ impl Common {
             && self.stamp.holds(proc_root)
             && self.hook.as_ref().is_none_or(|path| path.exists())
     }
+
+    fn parts(&self, majors: Majors) -> Parts {
+        let Self { edits, hook, stood_in, .. } = self;
+        Parts { common: edits.clone(), majors, hook: hook.clone(), stood_in: stood_in.clone() }
+    }
 }
 
 impl Cdi {
+    /// Whether the common edits can be made now.
+    pub(super) fn check_common(&self) -> Result<(), ReadinessError> {
+        self.common().map(|_| ())
+    }
+
     /// The common edits, found again if anything they stand on has changed.
-    pub(super) fn common(&self) -> Result<(Arc<Edits>, Majors), ReadinessError> {
+    fn common(&self) -> Result<Parts, ReadinessError> {
         let paths = &self.shared.paths;
         let (nodes, majors) = CommonNodes::find(paths)?;
         let mut cached = self.shared.common.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(common) = cached.as_ref().filter(|common| common.holds(&paths.proc_root, &nodes)) {
-            return Ok((common.edits.clone(), majors));
+            return Ok(common.parts(majors));
         }
         let stamp = Stamp::take(&paths.seen(&paths.driver_root), &paths.proc_root);
         let files = DriverFiles::find(paths, &stamp)?;
         let hook = hook::install(&self.shared.hook, &paths.plugin_dir())?;
         let edits = Arc::new(edits(&files, &nodes, hook.as_deref()));
-        *cached = Some(Common { stamp, nodes, hook, edits: edits.clone() });
-        Ok((edits, majors))
+        let common = Common { stamp, nodes, hook, edits, stood_in: stood_in(&files) };
+        let parts = common.parts(majors);
+        *cached = Some(common);
+        Ok(parts)
     }
 
     /// The same, if nothing has changed and nobody is just finding it out.
-    fn known_common(&self) -> Option<(Arc<Edits>, Majors)> {
+    fn known_common(&self) -> Option<Parts> {
         let paths = &self.shared.paths;
         let (nodes, majors) = CommonNodes::known(paths)?;
         let cached = self.shared.common.try_lock().ok()?;
         let common = cached.as_ref().filter(|common| common.holds(&paths.proc_root, &nodes))?;
-        Some((common.edits.clone(), majors))
+        Some(common.parts(majors))
     }
 
     /// The bytes of a claim's file.
     pub(super) fn render(&self, claim: &ClaimUid, devices: &[ClaimDevice]) -> Result<Vec<u8>, CdiError> {
-        let (common, majors) =
-            self.common().map_err(|cause| CdiError::NotReady { claim: claim.clone(), cause })?;
+        let parts = self.common().map_err(|cause| CdiError::NotReady { claim: claim.clone(), cause })?;
         let nodes = |of: &ClaimDevice| {
             let fail = |cause| CdiError::Nodes { claim: claim.clone(), device: of.device.clone(), cause };
-            of.nodes.nodes(&self.shared.paths, &majors).map_err(fail)
+            of.nodes.nodes(&self.shared.paths, &parts.majors).map_err(fail)
         };
         let nodes = devices.iter().map(nodes).collect::<Result<_, _>>()?;
-        self.document(claim, devices, nodes, &common)
+        self.document(claim, devices, nodes, &parts)
     }
 
     /// The same, if it takes a look and nothing more: nothing to be found below
@@ -79,10 +119,10 @@ impl Cdi {
         claim: &ClaimUid,
         devices: &[ClaimDevice],
     ) -> Option<Result<Vec<u8>, CdiError>> {
-        let (common, majors) = self.known_common()?;
-        let nodes = |of: &ClaimDevice| of.nodes.known(&self.shared.paths, &majors).ok();
+        let parts = self.known_common()?;
+        let nodes = |of: &ClaimDevice| of.nodes.known(&self.shared.paths, &parts.majors).ok();
         let nodes = devices.iter().map(nodes).collect::<Option<_>>()?;
-        Some(self.document(claim, devices, nodes, &common))
+        Some(self.document(claim, devices, nodes, &parts))
     }
 
     fn document(
@@ -90,17 +130,29 @@ impl Cdi {
         claim: &ClaimUid,
         devices: &[ClaimDevice],
         nodes: Vec<Vec<DeviceNode>>,
-        common: &Edits,
+        parts: &Parts,
     ) -> Result<Vec<u8>, CdiError> {
+        let shares = devices.iter().any(|device| device.injection.is_some());
+        let library = shares.then(|| self.library()).transpose().map_err(|cause| {
+            let cause = ReadinessError::Library(cause);
+            CdiError::NotReady { claim: claim.clone(), cause }
+        })?;
         let mut rendered: Vec<Device> = Vec::with_capacity(devices.len());
         // Once for each request, with its first device.
         let mut files = metadata::mounts(&self.metadata_dir(), claim);
-        for (ClaimDevice { request, device, share, mps, .. }, nodes) in devices.iter().zip(nodes) {
+        for (of, nodes) in devices.iter().zip(nodes) {
+            let ClaimDevice { request, device, share, mps, .. } = of;
             let name = device_name(claim, device, share.as_ref());
             // One device twice, once with adminAccess: one entry with all the nodes.
             match rendered.iter_mut().find(|have| have.name == name) {
                 None => {
-                    let edits = mps.as_ref().map(client_edits).unwrap_or_default();
+                    let edits = match (mps, share, of.injection, &library) {
+                        (Some(client), ..) => client_edits(client),
+                        (None, Some(share), Some(injection), Some(library)) => {
+                            self.share_edits(claim, share, injection, library, parts)
+                        }
+                        _ => Edits::default(),
+                    };
                     let mut container_edits = Edits { device_nodes: nodes, ..edits };
                     container_edits.mounts.extend(files.remove(request.as_str()));
                     rendered.push(Device { name, container_edits });
@@ -113,12 +165,72 @@ impl Cdi {
                 }
             }
         }
-        serde_json::to_vec(&Document::new(&rendered, common)).map_err(|cause| CdiError::Write {
+        serde_json::to_vec(&Document::new(&rendered, &parts.common)).map_err(|cause| CdiError::Write {
             claim: claim.clone(),
             path: self.file(claim),
             cause: cause.into(),
         })
     }
+}
+
+impl Cdi {
+    /// The pages of a share and the library that goes by them.
+    fn share_edits(
+        &self,
+        claim: &ClaimUid,
+        share: &ShareId,
+        injection: Injection,
+        library: &Library,
+        parts: &Parts,
+    ) -> Edits {
+        let shares = Shares::new(&self.shared.paths);
+        let dir = shares.of(claim, share);
+        let mount = |host: &Path, container: &Path, options| Mount {
+            host_path: text(host),
+            container_path: text(container),
+            options,
+        };
+        let inside = Path::new(shares::IN_CONTAINER).join(claim.as_str()).join(share.as_str());
+        let page = |name: &str, options| mount(&dir.join(name), &inside.join(name), options);
+        let mut mounts = vec![page(shares::POLICY, DATA_OPTIONS), page(shares::ACCOUNT, ACCOUNT_OPTIONS)];
+        match injection {
+            Injection::Preload => mounts.extend([
+                mount(&library.preloaded, Path::new(IN_CONTAINER), MOUNT_OPTIONS),
+                mount(&library.list, Path::new("/etc/ld.so.preload"), DATA_OPTIONS),
+            ]),
+            Injection::Shim => {
+                for StoodIn { at, host, container } in parts.stood_in.iter() {
+                    let (name, stands_in) = (STOOD_IN[*at], &library.stand_ins[*at]);
+                    mounts.push(mount(host, &Path::new(REAL).join(name), MOUNT_OPTIONS));
+                    // Under the name that programs ask for, and under that of the file.
+                    for path in [container.with_file_name(name), container.clone()] {
+                        mounts.push(mount(stands_in, &path, MOUNT_OPTIONS));
+                    }
+                }
+            }
+        }
+        let hook = |stage, option: &str, dir: &Path| {
+            let path = text(parts.hook.as_deref()?);
+            let args = ["divvy-hook", option, &text(dir)].map(str::to_owned).to_vec();
+            Some(Hook { hook_name: stage, path, args, timeout: HOOK_TIMEOUT })
+        };
+        let cgroups = dir.join(shares::CGROUPS);
+        let list = (injection == Injection::Preload)
+            .then(|| hook("createContainer", "--preload", &dir.join(shares::PRELOAD)));
+        let hooks = [hook("createRuntime", "--cgroups", &cgroups), hook("poststop", "--cgroups", &cgroups)];
+        let hooks = hooks.into_iter().chain(list).flatten().collect();
+        Edits { mounts, hooks, ..Edits::default() }
+    }
+}
+
+/// The libraries of the GPU driver that others may stand in for.
+fn stood_in(files: &DriverFiles) -> Arc<[StoodIn]> {
+    let known = |library: &super::files::Library| {
+        let at = STOOD_IN.iter().position(|name| library.soname.as_deref() == Some(name))?;
+        let SharedFile { host, container } = library.file.clone();
+        Some(StoodIn { at, host, container })
+    };
+    files.libraries.iter().filter_map(known).collect()
 }
 
 /// What stands behind the `=` of a CDI id.

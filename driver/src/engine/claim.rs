@@ -169,8 +169,9 @@ impl Inner {
         plan::plan(claim, view)
     }
 
-    /// The answer of a claim that is prepared, with its CDI file as it must be.
+    /// The answer of a claim that is prepared, with its pages and its CDI file as they must be.
     async fn answer(&self, mut record: ClaimRecord) -> Result<Vec<PreparedDevice>, StepError> {
+        self.hands().write_pages(&mut record).await?;
         self.ensure_cdi(&mut record).await?;
         Ok(record.answer())
     }

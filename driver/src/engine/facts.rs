@@ -21,9 +21,10 @@ impl Engine {
 fn facts(device: &DeviceRecord, inventory: &Inventory) -> Option<DeviceFacts> {
     let mode = DeviceId::try_from(&device.device).ok()?.mode();
     let gpu = inventory.gpus.iter().find(|gpu| gpu.uuid == *device.part.gpu())?;
-    let memory = match &device.part {
-        Part::Whole { .. } => gpu.memory_bytes,
-        Part::Instance(key) => gpu.profile(key.profile_id)?.memory_mib << 20,
+    let memory = match (device.access.limits(), &device.part) {
+        (Some(limits), _) => limits.memory,
+        (None, Part::Whole { .. }) => gpu.memory_bytes,
+        (None, Part::Instance(key)) => gpu.profile(key.profile_id)?.memory_mib << 20,
     };
     Some(DeviceFacts {
         pool: device.pool.clone(),

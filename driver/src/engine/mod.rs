@@ -284,15 +284,16 @@ impl Engine {
         records.into_iter().map(held).collect()
     }
 
-    /// The devices of a claim that is prepared and whose CDI file is as it must
-    /// be; none says that [`Self::prepare`] has something to do or to look at.
+    /// The devices of a claim that is prepared and whose pages and CDI file are as
+    /// they must be; none says that [`Self::prepare`] has something to do or to look at.
     pub fn prepared(&self, uid: &ClaimUid) -> Option<Vec<PreparedDevice>> {
         let record = self.inner.records.read(uid).ok()??;
         if record.state != HeldState::Prepared {
             return None;
         }
         let devices = self.inner.hands().known_cdi_devices(&record)?;
-        let written = self.inner.cdi.claim_is_written_at_once(uid, &devices) == Some(true);
+        let written = self.inner.cdi.claim_is_written_at_once(uid, &devices) == Some(true)
+            && self.inner.hands().pages_are_written(&record);
         written.then(|| record.answer())
     }
 

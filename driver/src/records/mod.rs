@@ -34,6 +34,7 @@ pub use store::{Quarantined, RecordError};
 
 use crate::engine::{HeldState, PreparedDevice};
 use crate::plan::{Access, Holding, Part, Plan};
+use crate::sharing::ShareLimits;
 use crate::step::{InstanceKey, Undo};
 use divvy_api::{ClaimRef, DeviceName, GpuUuid, PoolName, RequestName, ShareId};
 use std::collections::BTreeSet;
@@ -104,6 +105,15 @@ impl ClaimRecord {
             part: device.part.clone(),
             access: device.access,
             ready: self.state == HeldState::Prepared,
+            made: self.undo.iter().filter(|undo| undo.gives_back(&device.part)).cloned().collect(),
+        })
+    }
+
+    /// Its devices that are shares, with the id and the limits of each.
+    pub fn shares(&self) -> impl Iterator<Item = (&DeviceRecord, &ShareId, ShareLimits)> {
+        self.devices.iter().filter_map(|device| {
+            let limits = device.access.limits()?;
+            Some((device, device.share_id.as_ref()?, limits))
         })
     }
 

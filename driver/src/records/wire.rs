@@ -13,10 +13,11 @@
 //! |---|---|
 //! | 1 | whole GPUs and MIG instances |
 //! | 2 | what a device is set up with to be shared (`sharing`, `with`), and how that is undone |
+//! | 3 | the limits of a share (`share`), and its pages |
 //!
 //! A record is written in the lowest format that says it, so that after a step
 //! back to an older build only those claims are set aside that it would take
-//! for something else: a time-slice for a GPU that one claim has for itself.
+//! for something else: a time-slice, or a share, for a GPU that one claim has for itself.
 //!
 //! The structs are the file's own: a domain type can change without a record
 //! changing by accident.
@@ -24,16 +25,16 @@
 use super::{ClaimRecord, DeviceRecord, InstanceIds};
 use crate::engine::HeldState;
 use crate::plan::{Access, Part};
-use crate::sharing::{MpsLimits, Setup};
+use crate::sharing::{MpsLimits, Setup, ShareLimits};
 use crate::step::{InstanceKey, Undo};
 use divvy_api::ClaimRef;
-use divvy_api::sharing;
+use divvy_api::sharing::{self, ShareSettings};
 use divvy_model::Placement;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 /// The newest format that this build writes and reads.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 
 /// Why bytes are not a record.
 #[derive(Debug, thiserror::Error)]
@@ -104,6 +105,9 @@ struct Device {
     /// How it is shared with other claims.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     with: Option<Sharing>,
+    /// What it may have beside other shares of the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    share: Option<Share>,
     #[serde(rename = "cdiDeviceIDs", default)]
     cdi_ids: Vec<String>,
 }
@@ -123,6 +127,36 @@ enum Sharing {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         multi_user: Option<bool>,
     },
+}
+
+/// All that a policy page says of the claim, so that it can be made again.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Share {
+    /// Bytes.
+    memory: u64,
+    /// Per cent.
+    cores: u32,
+    injection: Injection,
+    observe_only: bool,
+    priority: Priority,
+    weight: u32,
+    /// Per cent.
+    ceiling: u32,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+enum Injection {
+    Preload,
+    Shim,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+enum Priority {
+    Low,
+    High,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -182,6 +216,7 @@ enum UndoStep {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mig: Option<At>,
     },
+    RemovePages,
     RemoveCdi,
 }
 
@@ -189,7 +224,12 @@ enum UndoStep {
 pub(super) fn encode(record: &ClaimRecord) -> Result<Vec<u8>, serde_json::Error> {
     let body = serde_json::to_string(&Record::from(record))?;
     let checksum = crc32fast::hash(body.as_bytes());
-    let format = if record.devices.iter().any(|device| device.access.setup().is_some()) { 2 } else { 1 };
+    let format = record.devices.iter().map(|device| match device.access {
+        Access::Share(_) => 3,
+        access if access.setup().is_some() => 2,
+        _ => 1,
+    });
+    let format = format.max().unwrap_or(1);
     Ok(format!("{{\"format\":{format},\"crc32\":\"{checksum:08x}\",\"record\":{body}}}\n").into_bytes())
 }
 
@@ -281,12 +321,13 @@ impl From<&DeviceRecord> for Device {
             },
             sharing: match device.access {
                 Access::Exclusive(setup) => setup.map(Sharing::from),
-                Access::Shared(_) | Access::Admin => None,
+                Access::Shared(_) | Access::Share(_) | Access::Admin => None,
             },
             with: match device.access {
                 Access::Shared(setup) => Some(setup.into()),
-                Access::Exclusive(_) | Access::Admin => None,
+                Access::Exclusive(_) | Access::Share(_) | Access::Admin => None,
             },
+            share: device.access.limits().map(Share::from),
             cdi_ids: device.cdi_ids.clone(),
         }
     }
@@ -303,10 +344,11 @@ impl From<Device> for DeviceRecord {
             pool: device.pool.into(),
             device: device.device.into(),
             share_id: device.share_id.map(Into::into),
-            access: match device.with {
+            access: match (device.share, device.with) {
                 _ if device.admin => Access::Admin,
-                Some(with) => Access::Shared(with.into()),
-                None => Access::Exclusive(device.sharing.map(Setup::from)),
+                (Some(share), _) => Access::Share(share.into()),
+                (None, Some(with)) => Access::Shared(with.into()),
+                (None, None) => Access::Exclusive(device.sharing.map(Setup::from)),
             },
             part,
             instance: instance.map(|ids| InstanceIds {
@@ -316,6 +358,46 @@ impl From<Device> for DeviceRecord {
             }),
             cdi_ids: device.cdi_ids,
         }
+    }
+}
+
+impl From<ShareLimits> for Share {
+    fn from(limits: ShareLimits) -> Self {
+        let ShareSettings { injection, observe_only, priority, weight, ceiling } = limits.settings;
+        Self {
+            memory: limits.memory,
+            cores: limits.cores,
+            injection: match injection {
+                sharing::Injection::Preload => Injection::Preload,
+                sharing::Injection::Shim => Injection::Shim,
+            },
+            observe_only,
+            priority: match priority {
+                sharing::Priority::Low => Priority::Low,
+                sharing::Priority::High => Priority::High,
+            },
+            weight,
+            ceiling,
+        }
+    }
+}
+
+impl From<Share> for ShareLimits {
+    fn from(share: Share) -> Self {
+        let settings = ShareSettings {
+            injection: match share.injection {
+                Injection::Preload => sharing::Injection::Preload,
+                Injection::Shim => sharing::Injection::Shim,
+            },
+            observe_only: share.observe_only,
+            priority: match share.priority {
+                Priority::Low => sharing::Priority::Low,
+                Priority::High => sharing::Priority::High,
+            },
+            weight: share.weight,
+            ceiling: share.ceiling,
+        };
+        Self { memory: share.memory, cores: share.cores, settings }
     }
 }
 
@@ -371,6 +453,7 @@ impl From<&Undo> for UndoStep {
                     Part::Instance(key) => Some(key.into()),
                 },
             },
+            Undo::RemovePages => Self::RemovePages,
             Undo::RemoveCdi => Self::RemoveCdi,
         }
     }
@@ -385,6 +468,7 @@ impl From<UndoStep> for Undo {
             UndoStep::ResetComputeMode { gpu } => Self::ResetComputeMode { gpu: gpu.into() },
             UndoStep::StopMps { gpu, mig: None } => Self::StopMps { part: Part::Whole { gpu: gpu.into() } },
             UndoStep::StopMps { gpu, mig: Some(at) } => Self::StopMps { part: Part::Instance(at.key(gpu)) },
+            UndoStep::RemovePages => Self::RemovePages,
             UndoStep::RemoveCdi => Self::RemoveCdi,
         }
     }

@@ -134,7 +134,7 @@ async fn a_bad_record_is_set_aside_and_the_driver_starts() {
     let node = world.start().await;
     let causes: Vec<&str> = node.report.quarantined.iter().map(|(_, cause)| cause.as_str()).collect();
     assert!(causes[0].starts_with("damaged"), "{causes:?}");
-    assert_eq!(causes[1], "written in format 9; this build reads up to 2");
+    assert_eq!(causes[1], "written in format 9; this build reads up to 3");
     assert_eq!(World::files(&world.claims()), ["b.json"]);
     assert_eq!(World::files(&world.paths.state_dir.join("quarantine")), ["a.json.0", "c.json.0"]);
     assert_eq!(node.engine.quarantined(), 2);

@@ -24,7 +24,7 @@ pub(crate) struct World {
     pub(crate) limits: Limits,
     pub(crate) hold_off: Duration,
     pub(crate) exclusive: bool,
-    _dir: tempfile::TempDir,
+    dir: tempfile::TempDir,
 }
 
 /// The driver on it.
@@ -54,7 +54,17 @@ impl World {
         };
         std::fs::create_dir(&paths.cdi_dir).unwrap();
         let hold_off = Duration::from_secs(3600);
-        Self { sim, paths, limits: Limits::default(), hold_off, exclusive: false, _dir: dir }
+        Self { sim, paths, limits: Limits::default(), hold_off, exclusive: false, dir }
+    }
+
+    /// A directory with what goes into containers with a share, by name; its content is of no matter here.
+    fn library(&self) -> PathBuf {
+        let dir = self.dir.path().join("library");
+        std::fs::create_dir_all(&dir).unwrap();
+        for name in ["libdivvy.so", "libcuda.so.1", "libnvidia-ml.so.1"] {
+            std::fs::write(dir.join(name), name).unwrap();
+        }
+        dir
     }
 
     /// Starts a driver; several at once are as during an upgrade.
@@ -73,7 +83,7 @@ impl World {
             mig_hold_off: self.hold_off,
             answer_within,
         };
-        let cdi = Cdi::new(&self.paths, HookMode::None);
+        let cdi = Cdi::new(&self.paths, HookMode::None, &self.library());
         let (engine, report) = Engine::start(options, gpus.clone(), cdi).await.unwrap();
         Node { engine, gpus, report }
     }
@@ -161,12 +171,17 @@ impl Node {
 }
 
 /// A claim whose UID is its name; `admin:` before a device says how it is held,
-/// and so does `share:`, with `/threads/memory` behind the device. Each device is
-/// of a request of its own.
+/// and so does `share:`, with `/threads/memory` behind the device, for a GPU or a
+/// MIG instance with `=memory`. Each device is of a request of its own.
 pub(crate) fn allocated(claim: &str, devices: &str) -> AllocatedClaim {
     let device = |(at, text): (usize, &str)| {
         let (hold, name) = match text.split_once(':') {
             Some(("admin", name)) => (Hold::Admin, name),
+            Some((_, text)) if text.contains('=') => {
+                let (name, memory) = text.split_once('=').unwrap();
+                let consumed = [("memory".to_owned(), memory.parse().unwrap())].into();
+                (Hold::Share { id: format!("{claim}-{at}").into(), consumed }, name)
+            }
             Some((_, name)) => {
                 let mut words = name.split('/');
                 let name = words.next().unwrap();

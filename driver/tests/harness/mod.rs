@@ -75,6 +75,16 @@ impl World {
         self.path("run")
     }
 
+    /// A directory with what goes into containers with a share, by name; its content is of no matter here.
+    fn library(&self) -> PathBuf {
+        let dir = self.path("library");
+        std::fs::create_dir_all(&dir).unwrap();
+        for name in ["libdivvy.so", "libcuda.so.1", "libnvidia-ml.so.1"] {
+            std::fs::write(dir.join(name), name).unwrap();
+        }
+        dir
+    }
+
     /// What a reboot does to what lies in memory; a keeper may be writing there.
     pub(crate) fn clear_run_dir(&self) {
         let begun = Instant::now();
@@ -116,6 +126,7 @@ impl World {
         path("--kubelet-root", &self.path("k"));
         path("--cdi-dir", &self.cdi_dir());
         path("--run-dir", &self.run_dir());
+        path("--library-dir", &self.library());
         path("--driver-root", root);
         path("--dev-root", root);
         path("--proc-root", &root.join("proc"));
@@ -138,13 +149,16 @@ impl World {
     }
 
     /// A claim with that UID and name that holds these devices of this node, one
-    /// request each; one share of what several claims may have.
+    /// request each; one share of what several claims may have, and of `NAME=MEMORY`
+    /// so much memory.
     pub(crate) fn claim(&self, name: &str, devices: &[&str]) -> Claim {
         let result = |(at, device): (usize, &&str)| {
+            let (device, memory) = device.split_once('=').map_or((*device, None), |(of, m)| (of, Some(m)));
             let mut result = json!({
                 "request": format!("r{at}"), "driver": DRIVER, "pool": NODE, "device": device,
             });
             let consumed = match device.rsplit('-').next() {
+                _ if memory.is_some() => json!({"memory": memory, "cores": "0"}),
                 Some("timeslice") => json!({"slots": "1"}),
                 Some("mps") => json!({"threads": "10", "memory": "1Gi", "clients": "1"}),
                 _ => return result,

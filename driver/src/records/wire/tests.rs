@@ -79,6 +79,62 @@ fn shared() -> ClaimRecord {
     }
 }
 
+/// A record of format 3, as the first build that deals GPUs out in shares wrote it. Never edited.
+const V3: &[u8] = include_bytes!("v3.golden.json");
+
+fn set(memory: u64) -> ShareLimits {
+    let settings = ShareSettings {
+        injection: sharing::Injection::Shim,
+        observe_only: true,
+        priority: sharing::Priority::High,
+        weight: 200,
+        ceiling: 50,
+    };
+    ShareLimits { memory, cores: 30, settings }
+}
+
+fn in_shares() -> ClaimRecord {
+    let plain = ShareLimits { memory: 10 << 30, cores: 0, settings: ShareSettings::default() };
+    let device = |name: &str, share: &str, access, part, instance| DeviceRecord {
+        request: "r".into(),
+        pool: "node".into(),
+        device: name.into(),
+        share_id: Some(share.into()),
+        access,
+        part,
+        instance,
+        cdi_ids: vec![format!("gpu.divvy.dev/claim=u-3-{name}-{share}")],
+    };
+    let whole = |gpu: &str| Part::Whole { gpu: gpu.into() };
+    let ids = InstanceIds { gpu_instance: 2, compute_instance: 0, uuid: "MIG-x".into() };
+    let slice = Part::Instance(key(4, 4));
+    ClaimRecord {
+        claim: ClaimRef { namespace: "ns".into(), name: "claim".into(), uid: "u-3".into() },
+        state: HeldState::Prepared,
+        devices: vec![
+            device("gpu-1", "s-1", Access::Share(plain), whole("GPU-b"), None),
+            device("gpu-0-mig-3g40gb-9-4", "s-2", Access::Share(set(5 << 30)), slice, Some(ids)),
+            device("gpu-2", "s-3", Access::Exclusive(None), whole("GPU-c"), None),
+        ],
+        undo: vec![
+            Undo::DestroyGpuInstance(key(4, 4)),
+            Undo::DestroyComputeInstances(key(4, 4)),
+            Undo::RemovePages,
+            Undo::RemoveCdi,
+        ],
+    }
+}
+
+#[test]
+fn bytes_of_format_3_do_not_change() {
+    assert_eq!(String::from_utf8(encode(&in_shares()).unwrap()).unwrap(), String::from_utf8_lossy(V3));
+}
+
+#[test]
+fn this_build_reads_format_3() {
+    assert_eq!(decode(V3).unwrap(), in_shares());
+}
+
 #[test]
 fn bytes_of_format_2_do_not_change() {
     assert_eq!(String::from_utf8(encode(&shared()).unwrap()).unwrap(), String::from_utf8_lossy(V2));
@@ -89,7 +145,8 @@ fn this_build_reads_format_2() {
     assert_eq!(decode(V2).unwrap(), shared());
 }
 
-/// A build that knows format 1 only must not take a share for a whole GPU.
+/// A build that knows format 1 only must not take a share for a whole GPU. The whole, which
+/// a scheduler may name by a shareID, it knows.
 #[test]
 fn what_format_1_cannot_say_is_not_written_in_it() {
     let format = |record: &ClaimRecord| {
@@ -99,6 +156,10 @@ fn what_format_1_cannot_say_is_not_written_in_it() {
     assert_eq!(format(&sample()), r#"{"format":1"#);
     for device in shared().devices {
         assert_eq!(format(&ClaimRecord { devices: vec![device], ..sample() }), r#"{"format":2"#);
+    }
+    for (device, expected) in in_shares().devices.into_iter().zip([3, 3, 1]) {
+        let found = format(&ClaimRecord { devices: vec![device], ..sample() });
+        assert_eq!(found, format!(r#"{{"format":{expected}"#));
     }
 }
 
@@ -124,9 +185,9 @@ fn this_build_reads_format_1() {
 
 #[test]
 fn a_newer_format_is_left_to_newer_builds() {
-    let newer = String::from_utf8_lossy(V1).replace("\"format\":1", "\"format\":3");
+    let newer = String::from_utf8_lossy(V1).replace("\"format\":1", "\"format\":4");
     let error = decode(newer.as_bytes()).unwrap_err();
-    assert_eq!(error.to_string(), "written in format 3; this build reads up to 2");
+    assert_eq!(error.to_string(), "written in format 4; this build reads up to 3");
 }
 
 #[test]
@@ -207,6 +268,7 @@ fn any_access() -> impl Strategy<Value = Access> {
     prop_oneof![
         proptest::option::of(setup.clone()).prop_map(Access::Exclusive),
         setup.prop_map(Access::Shared),
+        any::<u64>().prop_map(|memory| Access::Share(set(memory))),
         Just(Access::Admin)
     ]
 }
@@ -220,6 +282,7 @@ fn any_record() -> impl Strategy<Value = ClaimRecord> {
         "GPU-[a-c]".prop_map(|gpu| Undo::ResetComputeMode { gpu: gpu.into() }),
         "GPU-[a-c]".prop_map(|gpu| Undo::StopMps { part: Part::Whole { gpu: gpu.into() } }),
         any_key().prop_map(|key| Undo::StopMps { part: Part::Instance(key) }),
+        Just(Undo::RemovePages),
         Just(Undo::RemoveCdi)
     ];
     let many = proptest::collection::vec(any_device(), 0..4);
