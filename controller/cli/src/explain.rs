@@ -34,6 +34,9 @@ pub(crate) struct ExplainArguments {
     /// The nodes' daemons run with --exclusive-ownership
     #[arg(long)]
     exclusive_ownership: bool,
+    /// What the nodes' daemons have for --shares
+    #[arg(long, value_name = "true|false", default_value_t = true, action = clap::ArgAction::Set)]
+    shares: bool,
 }
 
 /// A node's GPUs: number and product.
@@ -63,8 +66,8 @@ pub(crate) fn run(arguments: &ExplainArguments) -> Result<ExitCode> {
             runtime.block_on(async { of_cluster(client().await?, arguments.node.as_deref()).await })?
         }
     };
-    let exclusive_ownership = arguments.exclusive_ownership;
-    let otherwise = GpuPolicy { exclusive_ownership, ..GpuPolicy::default() };
+    let (exclusive_ownership, shares) = (arguments.exclusive_ownership, arguments.shares);
+    let otherwise = GpuPolicy { exclusive_ownership, shares, ..GpuPolicy::default() };
     let told: Vec<_> = nodes.iter().map(|node| tell(&config, &otherwise, node)).collect();
     print!("{}", told.join("\n"));
     Ok(ExitCode::SUCCESS)
@@ -174,6 +177,7 @@ fn tell(config: &NodeConfig, otherwise: &GpuPolicy, node: &Asked) -> String {
         row("slots", policy.slots.to_string(), explained.slots);
         row("interval", policy.interval.to_string(), explained.interval);
         row("mpsClients", policy.mps_clients.to_string(), explained.mps_clients);
+        row("shares", policy.shares.to_string(), explained.shares);
         row("exclusiveOwnership", policy.exclusive_ownership.to_string(), explained.exclusive_ownership);
     }
     text
@@ -200,12 +204,14 @@ gpu-0 gpu-2 (NVIDIA L4)
   slots               8                         rules[0]
   interval            Default                   default
   mpsClients          4                         default
+  shares              true                      default
   exclusiveOwnership  false                     default
 gpu-1 (NVIDIA L4)
   modes               whole                     rules[1]
   slots               8                         rules[0]
   interval            Default                   default
   mpsClients          4                         default
+  shares              false                     rules[1]
   exclusiveOwnership  false                     default
 "
         );

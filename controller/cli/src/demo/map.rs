@@ -4,6 +4,7 @@
 //! what it shows is what the GPUs are, not what the demo believes.
 
 use anyhow::{Context, Result, ensure};
+use divvy_api::Quantity;
 use divvy_model::DeviceId;
 use divvy_sim::Sim;
 use divvy_sim::draw::{Part, draw_with, processes};
@@ -60,10 +61,14 @@ impl std::fmt::Display for Holder {
 
 /// The parts that allocated claims hold, by what was published.
 pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec<Holder> {
-    let uuid_of = |gpu: &str| {
-        let devices = slices.iter().flat_map(|slice| slice.spec.devices.iter().flatten());
-        let device = devices.into_iter().find(|device| device.name == gpu)?;
-        device.attributes.as_ref()?.get("uuid")?.string.clone()
+    let published = |name: &str| {
+        let mut devices = slices.iter().flat_map(|slice| slice.spec.devices.iter().flatten());
+        devices.find(|device| device.name == name)
+    };
+    let uuid_of = |gpu: &str| published(gpu)?.attributes.as_ref()?.get("uuid")?.string.clone();
+    let memory_of = |device: &str| {
+        let memory = published(device)?.capacity.as_ref()?.get("memory")?;
+        Quantity::try_from(&memory.value).ok()
     };
     let mut holders = Vec::new();
     for claim in claims {
@@ -77,7 +82,15 @@ pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec
                 let part = result.consumed_capacity.as_ref().and_then(|all| all.get(capacity));
                 part.map_or("?", |quantity| &quantity.0)
             };
+            let memory = result.consumed_capacity.as_ref().and_then(|all| all.get("memory"));
+            let memory = memory.and_then(|memory| Quantity::try_from(memory).ok());
+            // A share of everything is the whole.
+            let share = memory.is_some_and(|memory| Some(memory) < memory_of(&result.device));
             let (start, mode, claim) = match &id {
+                DeviceId::Mig { start, .. } if share => {
+                    (Some(*start), "MIG", format!("{name} {}", part("memory")))
+                }
+                DeviceId::Gpu(_) if share => (None, "share", format!("{name} {}", part("memory"))),
                 DeviceId::Mig { start, .. } => (Some(*start), "MIG", name),
                 DeviceId::Gpu(_) => (None, "whole", name),
                 DeviceId::Timeslice(_) => (None, "time-slice", format!("{name} {}", part("slots"))),
