@@ -1,0 +1,126 @@
+//! Writes the tables of hooked names from `symbols/`.
+//!
+//! `hooks.txt` lists the functions that the library defines, `uses.txt` those that hooks call besides, `cuda.txt` every
+//! answer that `cuGetProcAddress` can give, `nvml.txt` what a share is denied. Lookups happen inside other people's `dlsym`, so the tables are ready-made:
+//! open addressing over FNV-1a, no allocation, no start-up work.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::{env, fs};
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=symbols");
+    let hooks = lines("hooks.txt");
+    let denied = lines("nvml.txt");
+    let (cuda, nvml): (Vec<&String>, Vec<&String>) = hooks.iter().partition(|name| name.starts_with("cu"));
+    // CUDA's first: one comparison tells which library an index is of.
+    let exports: Vec<&str> = cuda.iter().chain(&nvml).map(|name| name.as_str()).collect();
+    let exports: Vec<&str> = exports.into_iter().chain(denied.iter().map(String::as_str)).collect();
+    let distinct: BTreeSet<&str> = exports.iter().copied().collect();
+    assert_eq!(distinct.len(), exports.len(), "a name is listed twice in hooks.txt and nvml.txt");
+
+    let mut text = String::new();
+    let out = &mut text;
+    constant(out, "CUDA", "Index", cuda.len());
+    constant(out, "COUNT", "usize", exports.len());
+    let (cuda_uses, nvml_uses): (Vec<String>, Vec<String>) =
+        lines("uses.txt").into_iter().partition(|name| name.starts_with("cu"));
+    let uses: Vec<String> = cuda_uses.iter().chain(&nvml_uses).cloned().collect();
+    constant(out, "CUDA_USES", "Index", exports.len() + cuda_uses.len());
+    constant(out, "TOTAL", "usize", exports.len() + uses.len());
+    put(out, format!("pub(crate) static USES: [&[u8]; {}] = [", uses.len()));
+    uses.iter().for_each(|name| put(out, format!("b\"{name}\",")));
+    put(out, "];".into());
+    put(out, "pub(crate) static EXPORTS: [Export; COUNT] = [".into());
+    for (at, name) in exports.iter().enumerate() {
+        let hook = match at {
+            at if at < cuda.len() => format!("crate::cuda::{name}"),
+            at if at < cuda.len() + nvml.len() => format!("crate::nvml::{name}"),
+            _ => format!("denied::{name}"),
+        };
+        put(out, format!("Export {{ name: b\"{name}\", hook: Address({hook} as *const ()) }},"));
+    }
+    put(out, "];".into());
+    put(out, "pub(crate) mod index {".into());
+    for (at, name) in exports.iter().enumerate().take(cuda.len() + nvml.len()) {
+        put(out, format!("pub(crate) const {name}: super::Index = {at};"));
+    }
+    for (at, name) in uses.iter().enumerate() {
+        put(out, format!("pub(crate) const {name}: super::Index = {};", exports.len() + at));
+    }
+    put(out, "}".into());
+    put(out, "pub(crate) mod denied {".into());
+    for (at, name) in exports.iter().enumerate().skip(cuda.len() + nvml.len()) {
+        put(out, format!("crate::nvml::denied!({name}, {at});"));
+    }
+    put(out, "}".into());
+    hashed(out, "EXPORT_SLOTS", &exports);
+
+    let at: BTreeMap<&str, usize> = exports.iter().enumerate().map(|(at, name)| (*name, at)).collect();
+    let variants: Vec<Vec<String>> =
+        lines("cuda.txt").iter().map(|line| line.split(' ').map(str::to_owned).collect()).collect();
+    let mut families: BTreeMap<&str, Vec<(usize, u32, u32)>> = BTreeMap::new();
+    for variant in &variants {
+        let [name, version, flags, export] = variant.as_slice() else { panic!("cuda.txt: {variant:?}") };
+        if let Some(at) = at.get(export.as_str()) {
+            let number = |text: &str| text.parse::<u32>().expect("cuda.txt holds numbers");
+            families.entry(name.as_str()).or_default().push((*at, number(version), number(flags)));
+        }
+    }
+    let names: Vec<&str> = families.keys().copied().collect();
+    let total: usize = families.values().map(Vec::len).sum();
+    put(out, format!("pub(crate) static VARIANTS: [Variant; {total}] = ["));
+    let mut ranges = Vec::new();
+    let mut from = 0;
+    for family in families.values() {
+        for (at, version, flags) in family {
+            put(out, format!("Variant {{ export: {at}, version: {version}, flags: {flags} }},"));
+        }
+        ranges.push((from, from + family.len()));
+        from += family.len();
+    }
+    put(out, "];".into());
+    put(out, format!("pub(crate) static FAMILIES: [Family; {}] = [", names.len()));
+    for (name, (from, to)) in names.iter().zip(ranges) {
+        put(out, format!("Family {{ name: b\"{name}\", from: {from}, to: {to} }},"));
+    }
+    put(out, "];".into());
+    hashed(out, "FAMILY_SLOTS", &names);
+
+    let target = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("table.rs");
+    fs::write(target, text).expect("OUT_DIR is writable");
+}
+
+fn lines(name: &str) -> Vec<String> {
+    let text = fs::read_to_string(format!("symbols/{name}")).expect("the lists lie in symbols/");
+    text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()).map(str::to_owned).collect()
+}
+
+fn put(out: &mut String, line: String) {
+    writeln!(out, "{line}").expect("writing to a string");
+}
+
+fn constant(out: &mut String, name: &str, kind: &str, value: usize) {
+    put(out, format!("pub(crate) const {name}: {kind} = {value};"));
+}
+
+/// Slots of one table: the index of a name plus one, 0 for an empty slot; a quarter full at most.
+fn hashed(out: &mut String, name: &str, names: &[&str]) {
+    let size = (names.len() * 4).next_power_of_two();
+    let mut slots = vec![0u16; size];
+    for (at, name) in names.iter().enumerate() {
+        let mut slot = fnv(name) as usize & (size - 1);
+        while slots[slot] != 0 {
+            slot = (slot + 1) & (size - 1);
+        }
+        slots[slot] = u16::try_from(at + 1).expect("there are fewer names");
+    }
+    put(out, format!("pub(crate) static {name}: [u16; {size}] = {slots:?};"));
+}
+
+/// As `table::find` computes it.
+fn fnv(name: &str) -> u32 {
+    name.bytes().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+}

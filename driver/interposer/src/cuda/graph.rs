@@ -1,0 +1,251 @@
+//! Memory that graphs allocate while they run.
+//!
+//! It is the driver's, one stock per device, and grows when a graph is instantiated, uploaded or launched. Charged is
+//! what the driver says it has reserved. Before a launch that is what the graph needs at once if its nodes run in the
+//! order in which they were made; a graph whose branches run beside each other may take more, which is charged after the
+//! launch and leaves so much less for what follows.
+//!
+//! A graph without memory nodes, which is nearly every graph, is launched as if this were not here.
+
+use super::driver::{self, Handle, Ordinal};
+use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, pool};
+use crate::share::{self, Device, Standing};
+use crate::sys;
+use core::ffi::{c_char, c_ulonglong, c_void};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use divvy_interposer_core::Grown;
+
+/// Some graph of this process has memory nodes.
+static USED: AtomicBool = AtomicBool::new(false);
+
+/// An executable graph with memory nodes: its handle, its device, and what it needs at once. One that finds no room
+/// here is charged after its launch only.
+struct Known {
+    handle: AtomicUsize,
+    device: AtomicUsize,
+    bytes: AtomicU64,
+}
+
+static KNOWN: [Known; 256] =
+    [const { Known { handle: AtomicUsize::new(0), device: AtomicUsize::new(0), bytes: AtomicU64::new(0) } };
+        256];
+
+/// What the memory nodes of a graph need.
+#[derive(Clone, Copy, Default)]
+struct Need {
+    device: Ordinal,
+    /// At once, in the order of the nodes.
+    peak: u64,
+    /// Still allocated when all nodes have run.
+    left: u64,
+}
+
+/// Graphs within graphs, as deep as anybody nests them.
+const DEPTH: usize = 8;
+
+/// `None`: no memory nodes.
+fn need(graph: Handle, depth: usize) -> Option<Need> {
+    let count = driver::node_count(graph).filter(|count| *count > 0)?;
+    // Nodes, and behind them the address and the size of what was allocated.
+    let bytes = count.checked_mul(3 * size_of::<u64>())?;
+    let room = sys::memory(bytes, sys::InChild::Nothing).cast::<u64>();
+    if room.is_null() {
+        return None;
+    }
+    // SAFETY: zeroed memory of that size which only this call knows.
+    let words = unsafe { core::slice::from_raw_parts_mut(room, count * 3) };
+    let found = walk(graph, words, count, depth);
+    // SAFETY: mapped above; `words` is not used any more.
+    unsafe { sys::forget(room.cast(), bytes) };
+    found
+}
+
+fn walk(graph: Handle, words: &mut [u64], count: usize, depth: usize) -> Option<Need> {
+    let (nodes, made) = words.split_at_mut_checked(count)?;
+    let count = driver::nodes(graph, nodes)?;
+    let mut found = None::<Need>;
+    let mut allocated = 0;
+    for node in nodes.iter().take(count) {
+        match driver::node(*node as usize as Handle) {
+            driver::Node::Allocates { device, address, bytes } => {
+                let need = found.get_or_insert_default();
+                need.device = device;
+                need.left = need.left.saturating_add(bytes);
+                need.peak = need.peak.max(need.left);
+                if let Some(room) = made.get_mut(allocated * 2..allocated * 2 + 2) {
+                    room.copy_from_slice(&[address, bytes]);
+                    allocated += 1;
+                }
+            }
+            driver::Node::Frees { address } => {
+                let of = made.chunks_exact_mut(2).take(allocated).find(|pair| pair[0] == address);
+                if let (Some(need), Some([_, bytes])) = (&mut found, of) {
+                    need.left = need.left.saturating_sub(core::mem::take(bytes));
+                }
+            }
+            driver::Node::Graph { graph } if depth > 0 => {
+                if let Some(inner) = self::need(graph, depth - 1) {
+                    let need = found.get_or_insert_default();
+                    need.device = inner.device;
+                    need.peak = need.peak.max(need.left.saturating_add(inner.peak));
+                    need.left = need.left.saturating_add(inner.left);
+                }
+            }
+            driver::Node::Graph { .. } | driver::Node::Other => {}
+        }
+    }
+    found
+}
+
+/// After `graph` was made executable.
+///
+/// # Safety
+/// Where `answer` is success, `out` is null or was written.
+unsafe fn instantiated(answer: Answer, out: *mut Handle, graph: Handle) -> Answer {
+    if answer != SUCCESS || out.is_null() || !share::is_any() {
+        return answer;
+    }
+    if let Some(need) = need(graph, DEPTH) {
+        // SAFETY: as the caller says.
+        let handle = unsafe { *out } as usize;
+        USED.store(true, Ordering::Relaxed);
+        // A handle that is used again is of a graph that was destroyed.
+        let same = KNOWN.iter().find(|known| known.handle.load(Ordering::Acquire) == handle);
+        let room = same.or_else(|| {
+            KNOWN.iter().find(|known| {
+                known.handle.compare_exchange(0, handle, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+            })
+        });
+        if let Some(known) = room {
+            known.device.store(need.device as usize, Ordering::Release);
+            known.bytes.store(need.peak, Ordering::Release);
+        }
+        if let Standing::Share(share) = share::of_cuda(need.device) {
+            charge(&share, need.device, || SUCCESS);
+        }
+    }
+    answer
+}
+
+/// Charges what the driver has reserved for graphs after `call`.
+fn charge(share: &Device, device: Ordinal, call: impl FnOnce() -> Answer) -> Answer {
+    let growing = share.grow(Grown::Graph);
+    let answer = call();
+    if let Some((reserved, _)) = driver::graph_memory(device) {
+        growing.settle_anyway(reserved);
+    }
+    answer
+}
+
+/// A call that lets an executable graph have its memory.
+#[inline]
+fn run(handle: Handle, call: impl FnOnce() -> Answer) -> Answer {
+    if USED.load(Ordering::Relaxed) { run_with_memory(handle, call) } else { call() }
+}
+
+#[cold]
+fn run_with_memory(handle: Handle, call: impl FnOnce() -> Answer) -> Answer {
+    let known = KNOWN.iter().find(|known| known.handle.load(Ordering::Acquire) == handle as usize);
+    let Some(known) = known else { return call() };
+    let device = known.device.load(Ordering::Acquire) as Ordinal;
+    let share = match share::of_cuda(device) {
+        Standing::Free => return call(),
+        Standing::Closed => return OUT_OF_MEMORY,
+        Standing::Share(share) => share,
+    };
+    let bytes = known.bytes.load(Ordering::Acquire);
+    for last in [false, true] {
+        let mut growing = share.grow(Grown::Graph);
+        let Some((reserved, used)) = driver::graph_memory(device) else { return call() };
+        if growing.ask(bytes, reserved, used).is_ok() {
+            let answer = call();
+            if let Some((reserved, _)) = driver::graph_memory(device) {
+                growing.settle_anyway(reserved);
+            }
+            return answer;
+        }
+        drop(growing);
+        if !last {
+            pool::shrink(&share);
+        }
+    }
+    OUT_OF_MEMORY
+}
+
+hook! {
+    /// Of CUDA 10.0.
+    cuGraphInstantiate(out: *mut Handle, graph: Handle, error: *mut Handle, log: *mut c_char, bytes: usize) |real| {
+        // SAFETY: the driver has written it.
+        unsafe { instantiated(real(out, graph, error, log, bytes), out, graph) }
+    }
+}
+
+hook! {
+    /// Of CUDA 11.0.
+    cuGraphInstantiate_v2(out: *mut Handle, graph: Handle, error: *mut Handle, log: *mut c_char, bytes: usize) |real| {
+        // SAFETY: the driver has written it.
+        unsafe { instantiated(real(out, graph, error, log, bytes), out, graph) }
+    }
+}
+
+hook! {
+    /// Since CUDA 11.4; since 12.0 under the name of the two before, too.
+    cuGraphInstantiateWithFlags(out: *mut Handle, graph: Handle, flags: c_ulonglong) |real| {
+        // SAFETY: the driver has written it.
+        unsafe { instantiated(real(out, graph, flags), out, graph) }
+    }
+}
+
+hook! {
+    /// Since CUDA 12.0.
+    cuGraphInstantiateWithParams(out: *mut Handle, graph: Handle, parameters: *mut c_void) |real| {
+        // SAFETY: the driver has written it.
+        unsafe { instantiated(real(out, graph, parameters), out, graph) }
+    }
+}
+
+hook! {
+    /// With an upload on the per-thread default stream.
+    cuGraphInstantiateWithParams_ptsz(out: *mut Handle, graph: Handle, parameters: *mut c_void) |real| {
+        // SAFETY: the driver has written it.
+        unsafe { instantiated(real(out, graph, parameters), out, graph) }
+    }
+}
+
+hook! {
+    /// One load more than without, for a graph without memory.
+    cuGraphLaunch(handle: Handle, stream: Handle) |real| {
+        run(handle, || real(handle, stream))
+    }
+}
+
+hook! {
+    /// On the per-thread default stream.
+    cuGraphLaunch_ptsz(handle: Handle, stream: Handle) |real| {
+        run(handle, || real(handle, stream))
+    }
+}
+
+hook! {
+    /// Takes the memory before the first launch.
+    cuGraphUpload(handle: Handle, stream: Handle) |real| {
+        run(handle, || real(handle, stream))
+    }
+}
+
+hook! {
+    /// On the per-thread default stream.
+    cuGraphUpload_ptsz(handle: Handle, stream: Handle) |real| {
+        run(handle, || real(handle, stream))
+    }
+}
+
+hook! {
+    /// Gives back what no graph uses at the moment.
+    cuDeviceGraphMemTrim(device: Ordinal) |real| {
+        match share::of_cuda(device) {
+            Standing::Share(share) => charge(&share, device, || real(device)),
+            Standing::Free | Standing::Closed => real(device),
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! The hooked functions of `libcuda.so.1`, by subject.
+//!
+//! An allocation is charged before the driver is asked for it, so that no other process takes the same room meanwhile;
+//! what the driver then refuses is given back. Refused by us, it is CUDA_ERROR_OUT_OF_MEMORY, and no output is touched:
+//! the driver writes to a place of ours, which is passed on when all is well. A free asks the table what it frees, so it
+//! does not matter which function made it or frees it; what the table does not know is the driver's alone.
+//!
+//! What is not here goes straight to the driver: launches and copies, and all memory that is charged to somebody else
+//! (imported, opened by IPC) or is not the device's (pinned).
+
+mod array;
+mod context;
+pub(crate) mod driver;
+mod graph;
+mod info;
+mod memory;
+mod pool;
+mod proc_address;
+mod virtual_memory;
+
+pub(crate) use array::*;
+pub(crate) use context::*;
+pub(crate) use graph::*;
+pub(crate) use info::*;
+pub(crate) use memory::*;
+pub(crate) use pool::*;
+pub(crate) use proc_address::*;
+pub(crate) use virtual_memory::*;
+
+use crate::share::{self, Device, LEDGER, Standing};
+use divvy_interposer_core::table::Class;
+use divvy_interposer_core::{Full, Reservation};
+use driver::Ordinal;
+
+/// `CUresult`.
+pub(crate) type Answer = i32;
+pub(crate) const SUCCESS: Answer = 0;
+pub(crate) const OUT_OF_MEMORY: Answer = 2;
+/// CUDA_ERROR_SHARED_OBJECT_INIT_FAILED: the driver's library is not loaded, or has no such function.
+pub(crate) const MISSING: Answer = 303;
+
+/// Defines the hook of one function: its exported name, its arguments in C's order, and a body that is given the
+/// driver's own function.
+macro_rules! hook {
+    ($(#[$meta:meta])* $name:ident($($argument:ident: $kind:ty),* $(,)?) |$real:ident| $body:block) => {
+        $(#[$meta])*
+        ///
+        /// # Safety
+        /// What `cuda.h` asks of the function of this name.
+        #[cfg_attr(panic = "abort", unsafe(no_mangle))]
+        pub(crate) unsafe extern "C" fn $name($($argument: $kind),*) -> $crate::cuda::Answer {
+            let Some(address) = $crate::genuine::function($crate::table::index::$name) else {
+                return $crate::cuda::MISSING;
+            };
+            // SAFETY: the driver's function of that very name, whose signature this is.
+            let function = unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> $crate::cuda::Answer>(address) };
+            // SAFETY: called with the arguments of our caller, or with our own in place of some.
+            let $real = |$($argument: $kind),*| unsafe { function($($argument),*) };
+            $body
+        }
+    };
+}
+pub(crate) use hook;
+
+/// The driver's own function of a hooked name, to undo what it did: `real!(cuMemFree_v2(u64))`.
+macro_rules! real {
+    ($name:ident($($kind:ty),*)) => {
+        $crate::genuine::function($crate::table::index::$name).map(|address|
+            // SAFETY: the driver's function of that very name, whose signature this is.
+            unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> $crate::cuda::Answer>(address) })
+    };
+}
+pub(crate) use real;
+
+/// An allocation of `bytes` on a device. `call` asks the driver, writing to a place of its own, and says what was made;
+/// `keep` puts that into the accounts; `pass` gives it to the program; `undo` frees it again.
+fn allocate<T: Copy>(
+    device: Option<Ordinal>,
+    bytes: u64,
+    call: impl FnOnce() -> Result<T, Answer>,
+    keep: impl FnOnce(Reservation<'static, crate::process::Kernel>, T) -> Result<(), Full>,
+    pass: impl FnOnce(T),
+    undo: impl FnOnce(T),
+) -> Answer {
+    // Without a context, or for a device that is none, the driver refuses by itself.
+    match device.map_or(Standing::Free, share::of_cuda) {
+        Standing::Free => call().map_or_else(
+            |error| error,
+            |made| {
+                pass(made);
+                SUCCESS
+            },
+        ),
+        Standing::Closed => OUT_OF_MEMORY,
+        Standing::Share(device) => {
+            let Ok(reservation) = reserve(&device, bytes) else { return OUT_OF_MEMORY };
+            match call() {
+                Err(error) => error,
+                Ok(made) => {
+                    if keep(reservation, made).is_ok() {
+                        pass(made);
+                        return SUCCESS;
+                    }
+                    undo(made);
+                    OUT_OF_MEMORY
+                }
+            }
+        }
+    }
+}
+
+/// Charges, after a second look at what pools keep for nothing.
+#[inline]
+fn reserve(device: &Device, bytes: u64) -> Result<Reservation<'static, crate::process::Kernel>, Full> {
+    device.reserve(bytes).or_else(|_| {
+        pool::shrink(device);
+        device.reserve(bytes)
+    })
+}
+
+/// Gives back what is charged for `key` if `call` frees it.
+#[inline]
+fn free(class: Class, key: u64, call: impl FnOnce() -> Answer) -> Answer {
+    let Some(taken) = LEDGER.take(class, key) else { return call() };
+    let answer = call();
+    if answer == SUCCESS {
+        taken.freed();
+    }
+    answer
+}

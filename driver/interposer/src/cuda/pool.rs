@@ -1,0 +1,202 @@
+//! Stream-ordered memory: pools, which the driver lets grow and shrink as it sees fit.
+//!
+//! Charged is what a pool has of the device, not what is allocated from it. Before an allocation it is what the pool
+//! will have to grow by; afterwards, what the driver says it has grown to.
+
+use super::driver::{self, Handle, Ordinal, PoolProperties};
+use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, real};
+use crate::share::{self, Device, Standing};
+use core::sync::atomic::{AtomicUsize, Ordering};
+use divvy_interposer_core::Grown;
+
+/// Pools that the program made, each with its device, for drivers before CUDA 13, which do not tell it.
+static POOLS: [(AtomicUsize, AtomicUsize); 64] = [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; 64];
+
+fn remember(pool: Handle, device: Ordinal) {
+    for (handle, of) in &POOLS {
+        if handle.compare_exchange(0, pool as usize, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            return of.store(device as usize, Ordering::Release);
+        }
+    }
+}
+
+fn device_of(pool: Handle) -> Option<Ordinal> {
+    let made = POOLS.iter().find(|(handle, _)| handle.load(Ordering::Acquire) == pool as usize);
+    match made {
+        Some((_, device)) => Some(device.load(Ordering::Acquire) as Ordinal),
+        None => driver::device_of_pool(pool),
+    }
+}
+
+/// Gives back what the pools of a device hold for nothing, before somebody is refused.
+#[cold]
+pub(super) fn shrink(device: &Device) {
+    device.pools(|pool| {
+        let growing = device.grow(Grown::Pool(pool));
+        trim(pool as Handle);
+        if let Some((reserved, _)) = driver::pool_memory(pool as Handle) {
+            growing.settle_anyway(reserved);
+        }
+    });
+}
+
+fn trim(pool: Handle) {
+    if let Some(trim) = real!(cuMemPoolTrimTo(Handle, usize)) {
+        // SAFETY: a pool that the driver answers for; where it is gone the driver says so.
+        unsafe { trim(pool, 0) };
+    }
+}
+
+/// An allocation from `pool`. `call` writes to a place of ours.
+///
+/// # Safety
+/// `out` can be written.
+#[inline(never)]
+unsafe fn from(
+    pool: Option<Handle>,
+    device: Option<Ordinal>,
+    (out, bytes, stream): (*mut u64, usize, Handle),
+    call: &dyn Fn(*mut u64) -> Answer,
+) -> Answer {
+    let (Some(pool), Some(device)) = (pool, device) else { return call(out) };
+    let share = match share::of_cuda(device) {
+        Standing::Free => return call(out),
+        Standing::Closed => return OUT_OF_MEMORY,
+        Standing::Share(share) => share,
+    };
+    // Recorded into a graph, it allocates nothing now.
+    if driver::is_capturing(stream) {
+        return call(out);
+    }
+    let what = Grown::Pool(pool as u64);
+    let mut growing = share.grow(what);
+    let Some((reserved, used)) = driver::pool_memory(pool) else { return call(out) };
+    if growing.ask(bytes as u64, reserved, used).is_err() {
+        drop(growing);
+        shrink(&share);
+        growing = share.grow(what);
+        let Some((reserved, used)) = driver::pool_memory(pool) else { return OUT_OF_MEMORY };
+        if growing.ask(bytes as u64, reserved, used).is_err() {
+            return OUT_OF_MEMORY;
+        }
+    }
+    let mut pointer = 0;
+    let answer = call(&raw mut pointer);
+    let now = driver::pool_memory(pool).map(|(reserved, _)| reserved);
+    if answer != SUCCESS {
+        if let Some(reserved) = now {
+            growing.settle_anyway(reserved);
+        }
+        return answer;
+    }
+    // What it has grown to is not known: it cannot stay.
+    if now.is_some_and(|reserved| growing.settle(reserved).is_ok()) {
+        // SAFETY: as the caller says.
+        unsafe { *out = pointer };
+        return SUCCESS;
+    }
+    if let Some(free) = real!(cuMemFreeAsync(u64, Handle)) {
+        // SAFETY: what the driver has just allocated on that stream, and nobody else knows.
+        unsafe { free(pointer, stream) };
+    }
+    trim(pool);
+    if let Some((reserved, _)) = driver::pool_memory(pool) {
+        share.grow(what).settle_anyway(reserved);
+    }
+    OUT_OF_MEMORY
+}
+
+hook! {
+    /// From the device's current pool.
+    cuMemAllocAsync(out: *mut u64, bytes: usize, stream: Handle) |real| {
+        if out.is_null() {
+            return real(out, bytes, stream);
+        }
+        let device = driver::stream_device(stream);
+        // SAFETY: the program's place for the pointer.
+        unsafe { from(device.and_then(driver::pool_of), device, (out, bytes, stream), &|out| real(out, bytes, stream)) }
+    }
+}
+
+hook! {
+    /// On the per-thread default stream.
+    cuMemAllocAsync_ptsz(out: *mut u64, bytes: usize, stream: Handle) |real| {
+        if out.is_null() {
+            return real(out, bytes, stream);
+        }
+        let device = driver::stream_device(stream);
+        let on = driver::per_thread(stream);
+        // SAFETY: the program's place for the pointer.
+        unsafe { from(device.and_then(driver::pool_of), device, (out, bytes, on), &|out| real(out, bytes, stream)) }
+    }
+}
+
+hook! {
+    /// From a pool that the program names.
+    cuMemAllocFromPoolAsync(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
+        if out.is_null() {
+            return real(out, bytes, pool, stream);
+        }
+        // SAFETY: the program's place for the pointer.
+        unsafe { from(Some(pool), device_of(pool), (out, bytes, stream), &|out| real(out, bytes, pool, stream)) }
+    }
+}
+
+hook! {
+    /// On the per-thread default stream.
+    cuMemAllocFromPoolAsync_ptsz(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
+        if out.is_null() {
+            return real(out, bytes, pool, stream);
+        }
+        let on = driver::per_thread(stream);
+        // SAFETY: the program's place for the pointer.
+        unsafe { from(Some(pool), device_of(pool), (out, bytes, on), &|out| real(out, bytes, pool, stream)) }
+    }
+}
+
+hook! {
+    /// Empty at first.
+    cuMemPoolCreate(out: *mut Handle, properties: *const PoolProperties) |real| {
+        let answer = real(out, properties);
+        if answer == SUCCESS && !out.is_null() && !properties.is_null() {
+            // SAFETY: the driver has written the one and read the other.
+            unsafe {
+                if let Some(device) = (*properties).location.device() {
+                    remember(*out, device);
+                }
+            }
+        }
+        answer
+    }
+}
+
+hook! {
+    /// With all that is not allocated from it.
+    cuMemPoolDestroy(pool: Handle) |real| {
+        let device = device_of(pool);
+        let answer = real(pool);
+        if answer == SUCCESS {
+            for (handle, _) in &POOLS {
+                // A few words; a pool of the same handle made meanwhile is as well asked of the driver.
+                let _ = handle.compare_exchange(pool as usize, 0, Ordering::AcqRel, Ordering::Relaxed);
+            }
+            if let Some(Standing::Share(share)) = device.map(share::of_cuda) {
+                share.pool_gone(pool as u64);
+            }
+        }
+        answer
+    }
+}
+
+hook! {
+    /// Gives back what is not allocated from it.
+    cuMemPoolTrimTo(pool: Handle, keep: usize) |real| {
+        let Some(Standing::Share(share)) = device_of(pool).map(share::of_cuda) else { return real(pool, keep) };
+        let growing = share.grow(Grown::Pool(pool as u64));
+        let answer = real(pool, keep);
+        if let Some((reserved, _)) = driver::pool_memory(pool) {
+            growing.settle_anyway(reserved);
+        }
+        answer
+    }
+}

@@ -1,0 +1,93 @@
+//! Physical memory by handle, which lives as long as a reference to the handle or a mapping does.
+
+use super::driver::AllocationProperties;
+use super::{SUCCESS, allocate, hook, real};
+use crate::share::LEDGER;
+use core::ffi::{c_int, c_void};
+
+hook! {
+    /// Charged to the device that the properties name; memory of the host is not.
+    cuMemCreate(out: *mut u64, bytes: usize, properties: *const AllocationProperties, flags: u64) |real| {
+        if out.is_null() || properties.is_null() {
+            return real(out, bytes, properties, flags);
+        }
+        let mut handle = 0;
+        // SAFETY: not null, and the program's to read.
+        let device = unsafe { (*properties).location.device() };
+        allocate(
+            device,
+            bytes as u64,
+            || match real(&raw mut handle, bytes, properties, flags) {
+                SUCCESS => Ok(handle),
+                error => Err(error),
+            },
+            |reservation, handle| reservation.keep_handle(handle),
+            // SAFETY: the program's place for the handle.
+            |handle| unsafe { *out = handle },
+            |handle| {
+                if let Some(release) = real!(cuMemRelease(u64)) {
+                    // SAFETY: what the driver has just made, and nobody else knows.
+                    unsafe { release(handle) };
+                }
+            },
+        )
+    }
+}
+
+hook! {
+    /// Drops one reference.
+    cuMemRelease(handle: u64) |real| {
+        let Some(reference) = LEDGER.release(handle) else { return real(handle) };
+        let answer = real(handle);
+        if answer == SUCCESS {
+            reference.released();
+        }
+        answer
+    }
+}
+
+hook! {
+    /// One reference more, to the memory that is mapped at an address.
+    cuMemRetainAllocationHandle(out: *mut u64, address: *mut c_void) |real| {
+        let answer = real(out, address);
+        if answer == SUCCESS && !out.is_null() {
+            // SAFETY: the driver has written it.
+            LEDGER.retained(unsafe { *out }, address as u64);
+        }
+        answer
+    }
+}
+
+hook! {
+    /// Another process's memory, which is charged to that one; or our own, which has one reference more.
+    cuMemImportFromShareableHandle(out: *mut u64, shared: *mut c_void, kind: c_int) |real| {
+        let answer = real(out, shared, kind);
+        if answer == SUCCESS && !out.is_null() {
+            // SAFETY: the driver has written it.
+            LEDGER.retained(unsafe { *out }, 0);
+        }
+        answer
+    }
+}
+
+hook! {
+    /// Keeps the memory alive after its handle is released.
+    cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, flags: u64) |real| {
+        let answer = real(address, bytes, offset, handle, flags);
+        if answer == SUCCESS {
+            LEDGER.mapped(address, bytes as u64, handle);
+        }
+        answer
+    }
+}
+
+hook! {
+    /// May be the end of the memory.
+    cuMemUnmap(address: u64, bytes: usize) |real| {
+        let answer = real(address, bytes);
+        if answer == SUCCESS {
+            LEDGER.unmapped(address, bytes as u64);
+        }
+        answer
+    }
+}

@@ -1,0 +1,333 @@
+//! `dlsym` and `dlvsym`, as libc has them but for the names that are hooked.
+//!
+//! libc takes the meaning of `RTLD_NEXT` and `RTLD_DEFAULT` from the address its caller returns to, so a wrapper that
+//! calls on behalf of another changes the answer. Hence the entry points are written in assembly: a name that does not
+//! begin with `cu` or `nv` is passed on by a jump, with the caller's own frame and registers, before anything else has
+//! happened. Only a hooked name is looked at, and even then the answer is replaced only where it is an address in
+//! NVIDIA's library: what another library or the program itself defines under such a name stays what it is.
+//!
+//! Nothing here allocates or takes a lock of its own: a program may call `dlsym` from its allocator, from a constructor,
+//! or with the loader's lock held.
+
+use crate::elf;
+use crate::genuine;
+use crate::table;
+use core::arch::naked_asm;
+use core::ffi::{c_char, c_void};
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+/// What was before ours: libc's, or that of another library preloaded behind this one. 0: not looked for yet.
+static DLSYM: AtomicUsize = AtomicUsize::new(0);
+static DLVSYM: AtomicUsize = AtomicUsize::new(0);
+
+const RTLD_DEFAULT: usize = 0;
+const RTLD_NEXT: usize = usize::MAX;
+
+type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
+type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void;
+
+/// # Safety
+/// As libc's.
+#[cfg(target_arch = "x86_64")]
+#[cfg_attr(panic = "abort", unsafe(no_mangle))]
+#[unsafe(naked)]
+pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *mut c_void {
+    naked_asm!(
+        "endbr64",
+        "test rsi, rsi",
+        "jz 3f",
+        "cmp byte ptr [rsi], 99", // c
+        "jne 1f",
+        "cmp byte ptr [rsi + 1], 117", // u
+        "je 2f",
+        "jmp 3f",
+        "1: cmp byte ptr [rsi], 110", // n
+        "jne 3f",
+        "cmp byte ptr [rsi + 1], 118", // v
+        "jne 3f",
+        // Ours to look at: both arguments kept, the caller's return address third.
+        "2: mov rdx, [rsp]",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8",
+        "call {hooked}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "test rax, rax",
+        "jz 3f",
+        "ret",
+        "3: mov rax, [rip + {next}]",
+        "test rax, rax",
+        "jz 4f",
+        "jmp rax",
+        "4: push rdi",
+        "push rsi",
+        "sub rsp, 8",
+        "call {find}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "jmp rax",
+        hooked = sym hooked,
+        next = sym DLSYM,
+        find = sym find_dlsym,
+    )
+}
+
+/// # Safety
+/// As libc's.
+#[cfg(target_arch = "x86_64")]
+#[cfg_attr(panic = "abort", unsafe(no_mangle))]
+#[unsafe(naked)]
+pub(crate) unsafe extern "C" fn dlvsym(
+    _handle: *mut c_void,
+    _name: *const c_char,
+    _version: *const c_char,
+) -> *mut c_void {
+    naked_asm!(
+        "endbr64",
+        "test rsi, rsi",
+        "jz 3f",
+        "cmp byte ptr [rsi], 99",
+        "jne 1f",
+        "cmp byte ptr [rsi + 1], 117",
+        "je 2f",
+        "jmp 3f",
+        "1: cmp byte ptr [rsi], 110",
+        "jne 3f",
+        "cmp byte ptr [rsi + 1], 118",
+        "jne 3f",
+        "2: mov rcx, [rsp]",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "call {hooked}",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "test rax, rax",
+        "jz 3f",
+        "ret",
+        "3: mov rax, [rip + {next}]",
+        "test rax, rax",
+        "jz 4f",
+        "jmp rax",
+        "4: push rdi",
+        "push rsi",
+        "push rdx",
+        "call {find}",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "jmp rax",
+        hooked = sym hooked_version,
+        next = sym DLVSYM,
+        find = sym find_dlvsym,
+    )
+}
+
+/// # Safety
+/// As libc's.
+#[cfg(target_arch = "aarch64")]
+#[cfg_attr(panic = "abort", unsafe(no_mangle))]
+#[unsafe(naked)]
+pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char) -> *mut c_void {
+    naked_asm!(
+        "hint #34",
+        "cbz x1, 3f",
+        "ldrb w9, [x1]",
+        "cmp w9, #99", // c
+        "b.ne 1f",
+        "ldrb w9, [x1, #1]",
+        "cmp w9, #117", // u
+        "b.eq 2f",
+        "b 3f",
+        "1: cmp w9, #110", // n
+        "b.ne 3f",
+        "ldrb w9, [x1, #1]",
+        "cmp w9, #118", // v
+        "b.ne 3f",
+        // Ours to look at: both arguments kept, the caller's return address third.
+        "2: stp x29, x30, [sp, #-32]!",
+        "stp x0, x1, [sp, #16]",
+        "mov x2, x30",
+        "bl {hooked}",
+        "mov x9, x0",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x29, x30, [sp], #32",
+        "cbz x9, 3f",
+        "mov x0, x9",
+        "ret",
+        "3: adrp x16, {next}",
+        "ldr x16, [x16, #:lo12:{next}]",
+        "cbz x16, 4f",
+        "br x16",
+        "4: stp x29, x30, [sp, #-32]!",
+        "stp x0, x1, [sp, #16]",
+        "bl {find}",
+        "mov x16, x0",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x29, x30, [sp], #32",
+        "br x16",
+        hooked = sym hooked,
+        next = sym DLSYM,
+        find = sym find_dlsym,
+    )
+}
+
+/// # Safety
+/// As libc's.
+#[cfg(target_arch = "aarch64")]
+#[cfg_attr(panic = "abort", unsafe(no_mangle))]
+#[unsafe(naked)]
+pub(crate) unsafe extern "C" fn dlvsym(
+    _handle: *mut c_void,
+    _name: *const c_char,
+    _version: *const c_char,
+) -> *mut c_void {
+    naked_asm!(
+        "hint #34",
+        "cbz x1, 3f",
+        "ldrb w9, [x1]",
+        "cmp w9, #99",
+        "b.ne 1f",
+        "ldrb w9, [x1, #1]",
+        "cmp w9, #117",
+        "b.eq 2f",
+        "b 3f",
+        "1: cmp w9, #110",
+        "b.ne 3f",
+        "ldrb w9, [x1, #1]",
+        "cmp w9, #118",
+        "b.ne 3f",
+        "2: stp x29, x30, [sp, #-48]!",
+        "stp x0, x1, [sp, #16]",
+        "str x2, [sp, #32]",
+        "mov x3, x30",
+        "bl {hooked}",
+        "mov x9, x0",
+        "ldr x2, [sp, #32]",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x29, x30, [sp], #48",
+        "cbz x9, 3f",
+        "mov x0, x9",
+        "ret",
+        "3: adrp x16, {next}",
+        "ldr x16, [x16, #:lo12:{next}]",
+        "cbz x16, 4f",
+        "br x16",
+        "4: stp x29, x30, [sp, #-48]!",
+        "stp x0, x1, [sp, #16]",
+        "str x2, [sp, #32]",
+        "bl {find}",
+        "mov x16, x0",
+        "ldr x2, [sp, #32]",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x29, x30, [sp], #48",
+        "br x16",
+        hooked = sym hooked_version,
+        next = sym DLVSYM,
+        find = sym find_dlvsym,
+    )
+}
+
+/// The hook to answer with, or 0: libc is to answer, with the caller's own frame.
+unsafe extern "C" fn hooked(handle: usize, name: *const c_char, caller: usize) -> usize {
+    // SAFETY: the program's own name, which ends with zero.
+    let Some(at) = (unsafe { table::export(name.cast()) }) else { return 0 };
+    answer(at, handle, caller, || {
+        // SAFETY: what stands behind ours has libc's signature; handle and name are the caller's.
+        unsafe {
+            core::mem::transmute::<usize, Dlsym>(next(&DLSYM, b"dlsym"))(handle as *mut c_void, name) as usize
+        }
+    })
+}
+
+/// As [`hooked`], for a version.
+unsafe extern "C" fn hooked_version(
+    handle: usize,
+    name: *const c_char,
+    version: *const c_char,
+    caller: usize,
+) -> usize {
+    // SAFETY: the program's own name, which ends with zero.
+    let Some(at) = (unsafe { table::export(name.cast()) }) else { return 0 };
+    answer(at, handle, caller, || {
+        let real = next(&DLVSYM, b"dlvsym");
+        // SAFETY: what stands behind ours has libc's signature; all arguments are the caller's.
+        unsafe { core::mem::transmute::<usize, Dlvsym>(real)(handle as *mut c_void, name, version) as usize }
+    })
+}
+
+fn answer(at: table::Index, handle: usize, caller: usize, ask: impl FnOnce() -> usize) -> usize {
+    match handle {
+        // The global scope has our export before any library that a program needs or opens.
+        RTLD_DEFAULT => 0,
+        RTLD_NEXT if next_is_hooked(at, caller) => table::EXPORTS[at].hook.0 as usize,
+        RTLD_NEXT => 0,
+        // With a handle libc's answer does not depend on who asks.
+        _ => match ask() {
+            0 => 0,
+            address if genuine::library(at).owns(at, address) => table::EXPORTS[at].hook.0 as usize,
+            address => address,
+        },
+    }
+}
+
+/// Whether what follows the caller under that name is NVIDIA's function, or our export before it. libc would search the
+/// scope that the caller was loaded in; the loader's list has the same order, and where a library was loaded before the
+/// caller for someone else, it is NVIDIA's that counts: no other defines such names.
+fn next_is_hooked(at: table::Index, caller: usize) -> bool {
+    let library = genuine::library(at);
+    let name = table::EXPORTS[at].name;
+    let mut behind = false;
+    let mut foreign = false;
+    let mut ours = false;
+    elf::each_object(&mut |object, holds| {
+        if behind {
+            let own = object.base() == elf::own_base();
+            if let Some(address) = object.function(name) {
+                ours = own || library.owns(at, address);
+                foreign = !ours;
+            }
+        }
+        behind |= holds(caller);
+        ours || foreign
+    });
+    ours || (!foreign && library.is_loaded())
+}
+
+extern "C" fn find_dlsym() -> usize {
+    next(&DLSYM, b"dlsym")
+}
+
+extern "C" fn find_dlvsym() -> usize {
+    next(&DLVSYM, b"dlvsym")
+}
+
+/// The first of that name behind this library; on a C library before 2.34 that is libdl's.
+fn next(known: &AtomicUsize, name: &[u8]) -> usize {
+    let mut found = known.load(Ordering::Relaxed);
+    if found != 0 {
+        return found;
+    }
+    let mut behind = false;
+    elf::each_object(&mut |object, _| {
+        if behind {
+            found = object.function(name).unwrap_or(0);
+        }
+        behind |= object.base() == elf::own_base();
+        found != 0
+    });
+    if found == 0 {
+        found = none as *const () as usize;
+    }
+    known.store(found, Ordering::Relaxed);
+    found
+}
+
+/// Stands for a libc that has no such function.
+extern "C" fn none() -> usize {
+    0
+}

@@ -1,0 +1,215 @@
+//! Processes on the device: of the share only, under the pids that they have in the container, with what they are
+//! charged.
+//!
+//! Each function fills a list of the caller's. What is not of the share is taken out of the list; that more room was
+//! needed than is used then does no harm.
+
+use super::{Answer, Handle, hook, shown};
+use crate::share::Device;
+use core::ffi::{c_uint, c_ulonglong};
+use divvy_interposer_core::nvml;
+
+/// An entry of one of the lists.
+trait Entry: Copy {
+    fn pid(&mut self) -> &mut c_uint;
+
+    /// The memory that it tells, if it does.
+    fn memory(&mut self) -> Option<&mut c_ulonglong> {
+        None
+    }
+}
+
+macro_rules! entry {
+    ($(#[$meta:meta])* $name:ident { $($field:ident: $kind:ty),* $(,)? } $(memory $memory:ident)?) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Default)]
+        #[repr(C)]
+        pub(crate) struct $name { $($field: $kind),* }
+
+        impl Entry for $name {
+            fn pid(&mut self) -> &mut c_uint {
+                &mut self.pid
+            }
+            $(fn memory(&mut self) -> Option<&mut c_ulonglong> {
+                Some(&mut self.$memory)
+            })?
+        }
+    };
+}
+
+entry! {
+    /// `nvmlProcessInfo_v1_t`.
+    Info { pid: c_uint, bytes: c_ulonglong } memory bytes
+}
+entry! {
+    /// `nvmlProcessInfo_v2_t`, which version 3 has too.
+    InfoV2 { pid: c_uint, bytes: c_ulonglong, gpu_instance: c_uint, compute_instance: c_uint } memory bytes
+}
+entry! {
+    /// `nvmlProcessDetail_v1_t`.
+    Detail {
+        pid: c_uint,
+        bytes: c_ulonglong,
+        gpu_instance: c_uint,
+        compute_instance: c_uint,
+        protected: c_ulonglong,
+    } memory bytes
+}
+entry! {
+    /// `nvmlProcessUtilizationSample_t`.
+    Sample { pid: c_uint, time: c_ulonglong, sm: c_uint, memory: c_uint, encoder: c_uint, decoder: c_uint }
+}
+entry! {
+    /// `nvmlProcessUtilizationInfo_v1_t`.
+    SampleInfo {
+        time: c_ulonglong,
+        pid: c_uint,
+        sm: c_uint,
+        memory: c_uint,
+        encoder: c_uint,
+        decoder: c_uint,
+        jpeg: c_uint,
+        flow: c_uint,
+    }
+}
+entry! {
+    /// `nvmlEncoderSessionInfo_t`.
+    Encoding { session: c_uint, pid: c_uint, rest: [c_uint; 6] }
+}
+entry! {
+    /// `nvmlFBCSessionInfo_t`.
+    Capturing { session: c_uint, pid: c_uint, rest: [c_uint; 10] }
+}
+
+/// `nvmlProcessDetailList_v1_t`.
+#[repr(C)]
+pub(crate) struct DetailList {
+    version: c_uint,
+    mode: c_uint,
+    count: c_uint,
+    list: *mut Detail,
+}
+
+/// `nvmlProcessesUtilizationInfo_v1_t`.
+#[repr(C)]
+pub(crate) struct SampleInfoList {
+    version: c_uint,
+    count: c_uint,
+    since: c_ulonglong,
+    list: *mut SampleInfo,
+}
+
+/// Takes out what is not of the share; the new length.
+fn cut<T: Entry>(entries: &mut [T], find: impl Fn(c_uint) -> Option<nvml::Process>) -> usize {
+    let mut kept = 0;
+    for at in 0..entries.len() {
+        let Some(mut entry) = entries.get(at).copied() else { break };
+        let Some(process) = find(*entry.pid()) else { continue };
+        *entry.pid() = process.pid;
+        if let Some(memory) = entry.memory() {
+            *memory = process.bytes;
+        }
+        if let Some(room) = entries.get_mut(kept) {
+            *room = entry;
+            kept += 1;
+        }
+    }
+    kept
+}
+
+/// # Safety
+/// Where `answer` is success, `count` and `list` are null or what the library has filled.
+unsafe fn own<T: Entry>(answer: Answer, device: Handle, count: *mut c_uint, list: *mut T) -> Answer {
+    if let Some(share) = shown(answer, device)
+        && !count.is_null()
+        && !list.is_null()
+    {
+        // SAFETY: as the caller says.
+        unsafe {
+            let entries = core::slice::from_raw_parts_mut(list, *count as usize);
+            *count = cut(entries, |pid| share.process(pid)) as c_uint;
+        }
+    }
+    answer
+}
+
+/// How busy the processes of a share had the device by the newest sample of each, in percent of the device.
+pub(super) fn busy(share: &Device, samples: &[Sample]) -> c_uint {
+    let newest =
+        |sample: &&Sample| !samples.iter().any(|other| other.pid == sample.pid && other.time > sample.time);
+    let own = samples.iter().filter(newest).filter(|sample| share.process(sample.pid).is_some());
+    nvml::utilisation(own.fold(0, |sum: c_uint, sample| sum.saturating_add(sample.sm)), 0)
+}
+
+macro_rules! lists {
+    ($($(#[$meta:meta])* $name:ident of $kind:ty;)*) => {
+        $(hook! {
+            $(#[$meta])*
+            $name(device: Handle, count: *mut c_uint, list: *mut $kind) |real| {
+                // SAFETY: the caller's list, as the library has filled it.
+                unsafe { own(real(device, count, list), device, count, list) }
+            }
+        })*
+    };
+}
+
+lists! {
+    /// Of the first version.
+    nvmlDeviceGetComputeRunningProcesses of Info;
+    /// With the instances that a process runs on.
+    nvmlDeviceGetComputeRunningProcesses_v2 of InfoV2;
+    /// With the instances that a process runs on.
+    nvmlDeviceGetComputeRunningProcesses_v3 of InfoV2;
+    /// Of the first version.
+    nvmlDeviceGetGraphicsRunningProcesses of Info;
+    /// With the instances that a process runs on.
+    nvmlDeviceGetGraphicsRunningProcesses_v2 of InfoV2;
+    /// With the instances that a process runs on.
+    nvmlDeviceGetGraphicsRunningProcesses_v3 of InfoV2;
+    /// Of the first version.
+    nvmlDeviceGetMPSComputeRunningProcesses of Info;
+    /// With the instances that a process runs on.
+    nvmlDeviceGetMPSComputeRunningProcesses_v2 of InfoV2;
+    /// With the instances that a process runs on.
+    nvmlDeviceGetMPSComputeRunningProcesses_v3 of InfoV2;
+    /// Sessions of the video encoder.
+    nvmlDeviceGetEncoderSessions of Encoding;
+    /// Sessions of frame buffer capture.
+    nvmlDeviceGetFBCSessions of Capturing;
+}
+
+hook! {
+    /// All kinds in one list.
+    nvmlDeviceGetRunningProcessDetailList(device: Handle, list: *mut DetailList) |real| {
+        let answer = real(device, list);
+        // SAFETY: the caller's list, as the library has filled it; only of the version that is known.
+        unsafe {
+            if list.is_null() || (*list).version != (size_of::<DetailList>() as c_uint | 1 << 24) {
+                return answer;
+            }
+            own(answer, device, &raw mut (*list).count, (*list).list)
+        }
+    }
+}
+
+hook! {
+    /// Samples by process.
+    nvmlDeviceGetProcessUtilization(device: Handle, list: *mut Sample, count: *mut c_uint, since: c_ulonglong) |real| {
+        // SAFETY: the caller's list, as the library has filled it.
+        unsafe { own(real(device, list, count, since), device, count, list) }
+    }
+}
+
+hook! {
+    /// Samples by process, with the other engines.
+    nvmlDeviceGetProcessesUtilizationInfo(device: Handle, list: *mut SampleInfoList) |real| {
+        let answer = real(device, list);
+        // SAFETY: the caller's list, as the library has filled it; only of the version that is known.
+        unsafe {
+            if list.is_null() || (*list).version != (size_of::<SampleInfoList>() as c_uint | 1 << 24) {
+                return answer;
+            }
+            own(answer, device, &raw mut (*list).count, (*list).list)
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! System calls, without libc.
+//!
+//! A preloaded library that calls libc's `open` calls whatever the program or another preloaded library has put there,
+//! and `errno` is the program's. So the few calls are made directly. Errors are negative numbers, as the kernel gives
+//! them.
+
+use core::arch::asm;
+
+/// Ends with the call when dropped.
+pub(crate) struct File(i32);
+
+impl Drop for File {
+    fn drop(&mut self) {
+        // SAFETY: closes a descriptor that only this value knows.
+        unsafe { call(number::CLOSE, self.0 as usize, 0, 0, 0, 0, 0) };
+    }
+}
+
+/// What `statx` and `fstatfs` say of an open file.
+pub(crate) struct Facts {
+    /// Owner as this process sees it.
+    pub(crate) owner: u32,
+    pub(crate) regular: bool,
+    pub(crate) bytes: usize,
+    /// Whether the file itself is mounted, and not a directory above it. A kernel before 5.8 does not say: then true.
+    pub(crate) mounted: bool,
+    /// Whether the mount it was opened through is read-only, whatever the file's mode says.
+    pub(crate) read_only: bool,
+}
+
+const O_RDWR: usize = 2;
+const O_CLOEXEC: usize = 0o2000000;
+#[cfg(target_arch = "x86_64")]
+const O_DIRECTORY: usize = 0o200000;
+#[cfg(target_arch = "x86_64")]
+const O_NOFOLLOW: usize = 0o400000;
+#[cfg(target_arch = "aarch64")]
+const O_DIRECTORY: usize = 0o40000;
+#[cfg(target_arch = "aarch64")]
+const O_NOFOLLOW: usize = 0o100000;
+const AT_FDCWD: usize = -100isize as usize;
+const S_IFMT: u32 = 0o170000;
+const S_IFREG: u32 = 0o100000;
+const ST_RDONLY: u64 = 1;
+const AT_EMPTY_PATH: usize = 0x1000;
+const STATX_BASIC: usize = 0x7ff;
+const STATX_ATTR_MOUNT_ROOT: u64 = 0x2000;
+const PROT_READ: usize = 1;
+const PROT_WRITE: usize = 2;
+const MAP_SHARED: usize = 1;
+
+/// Where a relative name is looked up.
+#[derive(Clone, Copy)]
+pub(crate) enum From<'a> {
+    Root,
+    Directory(&'a File),
+}
+
+/// `name` ends with a zero byte.
+fn open(from: From<'_>, name: &[u8], flags: usize) -> Option<File> {
+    debug_assert!(name.last() == Some(&0));
+    let at = match from {
+        From::Root => AT_FDCWD,
+        From::Directory(File(fd)) => *fd as usize,
+    };
+    // SAFETY: the kernel reads a name that ends with zero.
+    let fd = unsafe { call(number::OPENAT, at, name.as_ptr() as usize, flags | O_CLOEXEC, 0, 0, 0) };
+    (fd >= 0).then_some(File(fd as i32))
+}
+
+pub(crate) fn open_directory(from: From<'_>, name: &[u8]) -> Option<File> {
+    open(from, name, O_DIRECTORY | O_NOFOLLOW)
+}
+
+pub(crate) fn open_to_read(from: From<'_>, name: &[u8]) -> Option<File> {
+    open(from, name, O_NOFOLLOW)
+}
+
+pub(crate) fn open_to_write(from: From<'_>, name: &[u8]) -> Option<File> {
+    open(from, name, O_NOFOLLOW | O_RDWR)
+}
+
+impl File {
+    /// Bytes read, 0 at the end and on any error.
+    pub(crate) fn read(&self, into: &mut [u8]) -> usize {
+        // SAFETY: the kernel writes at most the buffer's length into it.
+        let read =
+            unsafe { call(number::READ, self.0 as usize, into.as_mut_ptr() as usize, into.len(), 0, 0, 0) };
+        read.max(0) as usize
+    }
+
+    /// Directory entries as `linux_dirent64` records; bytes written, 0 at the end and on any error.
+    pub(crate) fn entries(&self, into: &mut [u8]) -> usize {
+        // SAFETY: the kernel writes at most the buffer's length into it.
+        let read = unsafe {
+            call(number::GETDENTS64, self.0 as usize, into.as_mut_ptr() as usize, into.len(), 0, 0, 0)
+        };
+        read.max(0) as usize
+    }
+
+    pub(crate) fn facts(&self) -> Option<Facts> {
+        let mut statx = [0u64; 32];
+        let mut statfs = [0u64; 32];
+        // SAFETY: the kernel reads an empty name and writes 256 bytes and 120 bytes into 256 each.
+        let (one, two) = unsafe {
+            let into = (statx.as_mut_ptr() as usize, statfs.as_mut_ptr() as usize);
+            let empty = c"".as_ptr() as usize;
+            (
+                call(number::STATX, self.0 as usize, empty, AT_EMPTY_PATH, STATX_BASIC, into.0, 0),
+                call(number::FSTATFS, self.0 as usize, into.1, 0, 0, 0, 0),
+            )
+        };
+        if one < 0 || two < 0 {
+            return None;
+        }
+        // struct statx: mask, blksize: 4 each, attributes: 8, nlink, uid, gid: 4 each, mode: 2, 2 spare, ino, size,
+        // blocks, attributes_mask: 8 each.
+        let attributes = statx[1] | !statx[7];
+        Some(Facts {
+            owner: (statx[2] >> 32) as u32,
+            regular: (statx[3] >> 32) as u32 & S_IFMT == S_IFREG,
+            bytes: statx[5] as usize,
+            mounted: attributes & STATX_ATTR_MOUNT_ROOT != 0,
+            // f_flags, the eleventh word of struct statfs.
+            read_only: statfs[10] & ST_RDONLY != 0,
+        })
+    }
+
+    /// Maps the file's first `bytes` for as long as the process lives.
+    pub(crate) fn map(&self, bytes: usize, writable: bool) -> Option<*mut u8> {
+        let protection = if writable { PROT_READ | PROT_WRITE } else { PROT_READ };
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let at = unsafe { call(number::MMAP, 0, bytes, protection, MAP_SHARED, self.0 as usize, 0) };
+        (at > 0).then_some(at as *mut u8)
+    }
+}
+
+/// The inode of what `name` leads to, which ends with a zero byte.
+pub(crate) fn inode(name: &[u8]) -> Option<u64> {
+    debug_assert!(name.last() == Some(&0));
+    let mut statx = [0u64; 32];
+    // SAFETY: the kernel reads a name that ends with zero and writes 256 bytes into as many.
+    let failed = unsafe {
+        call(number::STATX, AT_FDCWD, name.as_ptr() as usize, 0, STATX_BASIC, statx.as_mut_ptr() as usize, 0)
+    };
+    (failed >= 0).then_some(statx[4])
+}
+
+pub(crate) fn process() -> u32 {
+    // SAFETY: takes no arguments.
+    unsafe { call(number::GETPID, 0, 0, 0, 0, 0, 0) as u32 }
+}
+
+/// Whether there is a process of that pid in this namespace, for all that a signal tells.
+pub(crate) fn exists(pid: u32) -> bool {
+    const ESRCH: isize = -3;
+    // SAFETY: signal 0 is sent to nobody.
+    unsafe { call(number::KILL, pid as usize, 0, 0, 0, 0, 0) != ESRCH }
+}
+
+/// The monotonic clock, in nanoseconds.
+pub(crate) fn now() -> u64 {
+    let mut time = [0u64; 2];
+    const CLOCK_MONOTONIC: usize = 1;
+    // SAFETY: the kernel writes a timespec of two words.
+    unsafe { call(number::CLOCK_GETTIME, CLOCK_MONOTONIC, time.as_mut_ptr() as usize, 0, 0, 0, 0) };
+    time[0].wrapping_mul(1_000_000_000).wrapping_add(time[1])
+}
+
+/// Sleeps; 0 lets others run.
+pub(crate) fn nap(nanoseconds: u64) {
+    let time = [nanoseconds / 1_000_000_000, nanoseconds % 1_000_000_000];
+    // SAFETY: the kernel reads a timespec of two words.
+    unsafe {
+        match nanoseconds {
+            0 => call(number::SCHED_YIELD, 0, 0, 0, 0, 0, 0),
+            _ => call(number::NANOSLEEP, time.as_ptr() as usize, 0, 0, 0, 0, 0),
+        }
+    };
+}
+
+/// What a child of fork finds in a mapping.
+#[derive(Clone, Copy)]
+pub(crate) enum InChild {
+    Nothing,
+    Zeros,
+}
+
+/// Private memory, zeroed; null where there is none.
+pub(crate) fn memory(bytes: usize, child: InChild) -> *mut u8 {
+    const MAP_PRIVATE_ANONYMOUS: usize = 0x22;
+    let advice = match child {
+        InChild::Nothing => 10, // MADV_DONTFORK
+        InChild::Zeros => 18,   // MADV_WIPEONFORK
+    };
+    // SAFETY: a new mapping at an address of the kernel's choice, and advice about it.
+    unsafe {
+        let at = call(number::MMAP, 0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE_ANONYMOUS, usize::MAX, 0);
+        if at <= 0 || call(number::MADVISE, at as usize, bytes, advice, 0, 0, 0) < 0 {
+            return core::ptr::null_mut();
+        }
+        at as *mut u8
+    }
+}
+
+/// # Safety
+/// `address` and `bytes` are of one call of [`memory`], and nothing refers to them.
+pub(crate) unsafe fn forget(address: *mut u8, bytes: usize) {
+    // SAFETY: as the caller says.
+    unsafe { call(number::MUNMAP, address as usize, bytes, 0, 0, 0, 0) };
+}
+
+/// Sleeps until a signal comes.
+#[cfg(panic = "abort")]
+pub(crate) fn pause() {
+    // SAFETY: ppoll without descriptors and without a time limit.
+    unsafe { call(number::PPOLL, 0, 0, 0, 0, 0, 0) };
+}
+
+#[cfg(target_arch = "x86_64")]
+mod number {
+    pub(super) const READ: usize = 0;
+    pub(super) const CLOSE: usize = 3;
+    pub(super) const MMAP: usize = 9;
+    pub(super) const MUNMAP: usize = 11;
+    pub(super) const SCHED_YIELD: usize = 24;
+    pub(super) const MADVISE: usize = 28;
+    pub(super) const NANOSLEEP: usize = 35;
+    pub(super) const GETPID: usize = 39;
+    pub(super) const KILL: usize = 62;
+    pub(super) const FSTATFS: usize = 138;
+    pub(super) const GETDENTS64: usize = 217;
+    pub(super) const CLOCK_GETTIME: usize = 228;
+    pub(super) const OPENAT: usize = 257;
+    pub(super) const STATX: usize = 332;
+    #[cfg(panic = "abort")]
+    pub(super) const PPOLL: usize = 271;
+}
+
+#[cfg(target_arch = "aarch64")]
+mod number {
+    pub(super) const FSTATFS: usize = 44;
+    pub(super) const OPENAT: usize = 56;
+    pub(super) const CLOSE: usize = 57;
+    pub(super) const GETDENTS64: usize = 61;
+    pub(super) const READ: usize = 63;
+    #[cfg(panic = "abort")]
+    pub(super) const PPOLL: usize = 73;
+    pub(super) const NANOSLEEP: usize = 101;
+    pub(super) const CLOCK_GETTIME: usize = 113;
+    pub(super) const SCHED_YIELD: usize = 124;
+    pub(super) const KILL: usize = 129;
+    pub(super) const GETPID: usize = 172;
+    pub(super) const MUNMAP: usize = 215;
+    pub(super) const MMAP: usize = 222;
+    pub(super) const MADVISE: usize = 233;
+    pub(super) const STATX: usize = 291;
+}
+
+/// # Safety
+/// What the call of that number asks of its arguments.
+#[cfg(target_arch = "x86_64")]
+unsafe fn call(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> isize {
+    let answer;
+    // SAFETY: the kernel's calling convention; the caller answers for the arguments.
+    unsafe {
+        asm!("syscall", inlateout("rax") number => answer, in("rdi") a, in("rsi") b, in("rdx") c, in("r10") d,
+             in("r8") e, in("r9") f, lateout("rcx") _, lateout("r11") _, options(nostack));
+    }
+    answer
+}
+
+/// # Safety
+/// What the call of that number asks of its arguments.
+#[cfg(target_arch = "aarch64")]
+unsafe fn call(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> isize {
+    let answer;
+    // SAFETY: the kernel's calling convention; the caller answers for the arguments.
+    unsafe {
+        asm!("svc 0", in("x8") number, inlateout("x0") a => answer, in("x1") b, in("x2") c, in("x3") d,
+             in("x4") e, in("x5") f, options(nostack));
+    }
+    answer
+}

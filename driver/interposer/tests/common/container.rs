@@ -1,0 +1,214 @@
+//! A container on a simulated node: a process tree of its own namespaces, in which pages are mounted as the node daemon
+//! has them mounted, with the library preloaded.
+//!
+//! No root is needed: `unshare -Urm` gives a user namespace in which this user is root, and a mount namespace in which
+//! `/run` is a fresh tmpfs. A page is a file outside, mounted as a single file, the policy read-only.
+
+use divvy_pages::policy::{Flags, Memory, Policy};
+use divvy_pages::{GpuUuid, Text, account};
+use divvy_sim::{Options, Sim};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use tempfile::TempDir;
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// Simulated GPUs and the shares of them.
+pub(crate) struct Node {
+    dir: TempDir,
+    pub(crate) sim: Sim,
+}
+
+/// The pages of one share, as files.
+#[derive(Clone)]
+pub(crate) struct Share {
+    pub(crate) claim: &'static str,
+    pub(crate) id: &'static str,
+    pub(crate) directory: PathBuf,
+}
+
+impl Node {
+    pub(crate) fn up(gpus: &str) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let program = std::env::current_exe().expect("this test");
+        let nvml = program.with_file_name("libdivvy_sim_nvml.so");
+        let sim = divvy_sim::up(dir.path(), gpus, &Options::new(nvml, program)).expect("simulated GPUs");
+        Self { dir, sim }
+    }
+
+    /// One of the driver's libraries.
+    pub(crate) fn library(&self, name: &str) -> PathBuf {
+        self.dir.path().join("usr/lib").join(format!("{}-linux-gnu", std::env::consts::ARCH)).join(name)
+    }
+
+    pub(crate) fn gpu(&self, slot: usize) -> GpuUuid {
+        let state = self.sim.read().expect("a state");
+        GpuUuid::parse(&state.gpus[slot].uuid).expect("the simulator's UUIDs are UUIDs")
+    }
+
+    /// The policy of a share of so many MiB, with everything else as a class without wishes has it.
+    pub(crate) fn policy(&self, slot: usize, mib: u64) -> Policy {
+        Policy {
+            claim: Text::EMPTY,
+            share: Text::EMPTY,
+            gpu: self.gpu(slot),
+            mig: None,
+            pci: Text::EMPTY,
+            memory: Memory { limit: mib * MIB, physical: 23034 * MIB, context: 0, ..Memory::default() },
+            compute: Default::default(),
+            flags: Flags::NVML_VIEW,
+        }
+    }
+
+    /// Writes the pages of a share, as the node daemon does at prepare.
+    pub(crate) fn share(&self, claim: &'static str, id: &'static str, policy: Policy) -> Share {
+        let directory = self.dir.path().join("shares").join(claim).join(id);
+        std::fs::create_dir_all(&directory).expect("a directory for the pages");
+        let text = |text| Text::new(text).expect("a short text");
+        let policy = Policy { claim: text(claim), share: text(id), ..policy };
+        std::fs::write(directory.join("policy"), policy.encode()).expect("a policy page");
+        let mut page = vec![0; account::SIZE];
+        let fresh = account::fresh();
+        page[..fresh.len()].copy_from_slice(&fresh);
+        std::fs::write(directory.join("account"), page).expect("an account page");
+        Share { claim, id, directory }
+    }
+
+    /// A container with these shares.
+    pub(crate) fn container(&self, shares: &[Share]) -> Container<'_> {
+        Container { node: self, shares: shares.to_vec(), more: String::new(), preload: true }
+    }
+}
+
+impl Share {
+    /// Bytes charged, as the account page says.
+    pub(crate) fn used(&self) -> u64 {
+        let page = std::fs::read(self.directory.join("account")).expect("an account page");
+        account::Snapshot::new(&page).expect("a page of this version").used()
+    }
+
+    pub(crate) fn used_mib(&self) -> u64 {
+        self.used() / MIB
+    }
+}
+
+pub(crate) struct Container<'a> {
+    node: &'a Node,
+    shares: Vec<Share>,
+    more: String,
+    preload: bool,
+}
+
+impl Container<'_> {
+    /// What else is done in the container before its program starts, in shell.
+    pub(crate) fn with(mut self, script: &str) -> Self {
+        self.more += script;
+        self.more.push('\n');
+        self
+    }
+
+    pub(crate) fn without_the_library(mut self) -> Self {
+        self.preload = false;
+        self
+    }
+
+    fn script(&self) -> String {
+        let mut script = "set -e\nmount -t tmpfs tmpfs /run\nmkdir -p /run/divvy\n".to_owned();
+        for Share { claim, id, directory } in &self.shares {
+            let directory = directory.display();
+            script += &format!(
+                "at=/run/divvy/{claim}/{id}\nmkdir -p $at\ntouch $at/policy $at/account\n\
+                 mount --bind {directory}/account $at/account\n\
+                 mount -o remount,bind,nosuid,nodev,noexec $at/account\n\
+                 mount --bind {directory}/policy $at/policy\n\
+                 mount -o remount,bind,ro,nosuid,nodev,noexec $at/policy\n"
+            );
+        }
+        script + &self.more + "\nexec \"$@\"\n"
+    }
+
+    /// A command in the container.
+    pub(crate) fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new("unshare");
+        command.args(["-Urm", "sh", "-c", &self.script(), "sh", "env"]);
+        if self.preload {
+            // Only the program has it, not the shell that mounts.
+            let library = super::shipped().join("libdivvy.so");
+            command.arg(format!("LD_PRELOAD={}", library.display()));
+        }
+        command.arg(program);
+        command
+    }
+
+    /// The guest of this test, waiting for what it is told.
+    pub(crate) fn program(&self) -> Program {
+        let mut command = self.command(&std::env::current_exe().expect("this test"));
+        command
+            .args(["guest", "--exact", "--ignored", "--nocapture", "--quiet"])
+            .env("DRIVER", self.node.library("libcuda.so.1"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut child = command.spawn().expect("this test starts again");
+        let stdin = child.stdin.take().expect("piped");
+        let stdout = BufReader::new(child.stdout.take().expect("piped"));
+        Program { child, stdin, stdout }
+    }
+
+    /// The same, with the GPU ready to allocate from.
+    pub(crate) fn started(&self) -> Program {
+        let mut program = self.program();
+        assert_eq!(program.ask("start 0"), "ok");
+        program
+    }
+}
+
+/// A guest that is told what to do, line by line, and answers each.
+pub(crate) struct Program {
+    pub(crate) child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Program {
+    /// Sends a line; the answer.
+    pub(crate) fn ask(&mut self, line: &str) -> String {
+        writeln!(self.stdin, "{line}").expect("the program reads");
+        self.answer()
+    }
+
+    pub(crate) fn answer(&mut self) -> String {
+        loop {
+            let mut line = String::new();
+            let read = self.stdout.read_line(&mut line).expect("the program writes");
+            assert_ne!(read, 0, "the program has ended");
+            // The test runner writes lines of its own.
+            if let Some((_, answer)) = line.trim_end().split_once("> ") {
+                return answer.to_owned();
+            }
+        }
+    }
+
+    /// As `kill -9`.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().expect("it runs");
+        self.child.wait().expect("it has ended");
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// In the guest: its driver, and the lines that it is told.
+pub(crate) fn guest(mut run: impl FnMut(&Path, &[&str]) -> String) {
+    let Some(driver) = std::env::var_os("DRIVER") else { return };
+    for line in std::io::stdin().lines() {
+        let line = line.expect("a line");
+        let words: Vec<&str> = line.split(' ').collect();
+        println!("> {}", run(Path::new(&driver), &words));
+    }
+}

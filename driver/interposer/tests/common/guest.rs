@@ -1,0 +1,355 @@
+//! A program in the container: what it is told in words, it calls through C.
+
+use libloading::Library;
+use std::ffi::{CString, c_char, c_void};
+use std::path::Path;
+
+/// What an output holds before the call: a failed call must leave it so.
+const UNTOUCHED: u64 = 0x5555_5555_5555_5555;
+const MIB: u64 = 1 << 20;
+
+pub(crate) struct Guest {
+    lib: Library,
+}
+
+/// Calls a function by its signature: `call!(self, cuMemFree_v2, address => u64)`.
+macro_rules! call {
+    ($guest:expr, $name:expr, $($argument:expr => $kind:ty),* $(,)?) => {{
+        // SAFETY: the signature is the header's.
+        let function: extern "C" fn($($kind),*) -> i32 = unsafe { std::mem::transmute($guest.pointer($name)) };
+        function($($argument),*)
+    }};
+}
+
+/// CUDA_ARRAY_DESCRIPTOR and CUDA_ARRAY3D_DESCRIPTOR, of both versions; FLOAT elements of four channels are 16 bytes.
+#[repr(C)]
+struct Array<T> {
+    width: T,
+    height: T,
+    format: i32,
+    channels: u32,
+}
+
+#[repr(C)]
+struct Array3<T> {
+    width: T,
+    height: T,
+    depth: T,
+    format: i32,
+    channels: u32,
+    flags: u32,
+}
+
+const FLOAT: i32 = 0x20;
+
+/// CUmemAllocationProp, CUmemPoolProps: PINNED memory on a device.
+#[repr(C)]
+struct Properties {
+    kind: i32,
+    handles: i32,
+    location: [i32; 2],
+    rest: [u64; 10],
+}
+
+impl Properties {
+    fn on(device: i32) -> Self {
+        Self { kind: 1, handles: 0, location: [1, device], rest: [0; 10] }
+    }
+}
+
+fn number(word: &str) -> u64 {
+    word.parse().unwrap_or_else(|_| panic!("'{word}' is no number"))
+}
+
+impl Guest {
+    pub(crate) fn open(driver: &Path) -> Self {
+        // SAFETY: the library runs no code of its own when it is loaded.
+        Self { lib: unsafe { Library::new(driver) }.expect("the driver's library") }
+    }
+
+    pub(crate) fn pointer(&self, name: &str) -> *const c_void {
+        // SAFETY: only the address is taken.
+        let found = unsafe { self.lib.get::<*const c_void>(name.as_bytes()) };
+        *found.unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    /// Does what the words say.
+    pub(crate) fn run(&mut self, words: &[&str]) -> String {
+        match words {
+            ["init"] => call!(self, "cuInit", 0 => u32).to_string(),
+            ["start", device] => self.start(number(device) as i32),
+            ["info", rest @ ..] => self.info(if rest.is_empty() { "cuMemGetInfo_v2" } else { "cuMemGetInfo" }),
+            ["total", device] => self.total(number(device) as i32),
+            ["alloc", way, mib] => self.alloc(way, number(mib)),
+            ["alloc", way, mib, from] => self.alloc_from(way, number(mib), number(from)),
+            ["free", way, key] => self.free(way, number(key)).to_string(),
+            ["pool", device] => {
+                let (mut pool, properties) = (UNTOUCHED, Properties::on(number(device) as i32));
+                said(call!(self, "cuMemPoolCreate", &mut pool => &mut u64, &properties => &Properties), pool)
+            }
+            ["context", way, device] => self.context(way, number(device) as i32),
+            ["reserve", mib] => {
+                let mut address = UNTOUCHED;
+                let code = call!(self, "cuMemAddressReserve", &mut address => &mut u64, number(mib) * MIB => u64,
+                    0 => u64, 0 => u64, 0 => u64);
+                said(code, address)
+            }
+            ["map", address, mib, handle] => call!(self, "cuMemMap", number(address) => u64,
+                number(mib) * MIB => u64, 0 => u64, number(handle) => u64, 0 => u64)
+            .to_string(),
+            ["unmap", address, mib] => {
+                call!(self, "cuMemUnmap", number(address) => u64, number(mib) * MIB => u64).to_string()
+            }
+            ["retain", address] => {
+                let mut handle = UNTOUCHED;
+                said(
+                    call!(self, "cuMemRetainAllocationHandle", &mut handle => &mut u64, number(address) => u64),
+                    handle,
+                )
+            }
+            ["export", address] => {
+                let mut name = [0u8; 64];
+                let code = call!(self, "cuIpcGetMemHandle", name.as_mut_ptr() => *mut u8, number(address) => u64);
+                let text: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
+                if code == 0 { text } else { format!("error {code}") }
+            }
+            ["import", text] => self.import(text),
+            ["trim", pool] => call!(self, "cuMemPoolTrimTo", number(pool) => u64, 0 => u64).to_string(),
+            ["synchronize"] => call!(self, "cuCtxSynchronize",).to_string(),
+            ["fork", rest @ ..] => self.fork(rest),
+            ["sleep", milliseconds] => {
+                std::thread::sleep(std::time::Duration::from_millis(number(milliseconds)));
+                "ok".into()
+            }
+            other => panic!("no such word: {other:?}"),
+        }
+    }
+
+    fn start(&self, device: i32) -> String {
+        let mut context = UNTOUCHED;
+        let codes = [
+            call!(self, "cuInit", 0 => u32),
+            call!(self, "cuDevicePrimaryCtxRetain", &mut context => &mut u64, device => i32),
+            call!(self, "cuCtxSetCurrent", context => u64),
+        ];
+        if codes == [0; 3] { "ok".into() } else { format!("errors {codes:?}") }
+    }
+
+    /// Free and total, in MiB.
+    fn info(&self, name: &str) -> String {
+        let (mut free, mut total) = (0u64, 0u64);
+        match call!(self, name, &mut free => &mut u64, &mut total => &mut u64) {
+            0 => format!("{} {}", free / MIB, total / MIB),
+            code => format!("error {code}"),
+        }
+    }
+
+    /// As both versions tell it, in MiB; the first has 32 bits for it.
+    fn total(&self, device: i32) -> String {
+        let (mut first, mut second) = (0u32, 0u64);
+        let codes = [
+            call!(self, "cuDeviceTotalMem", &mut first => &mut u32, device => i32),
+            call!(self, "cuDeviceTotalMem_v2", &mut second => &mut u64, device => i32),
+        ];
+        if codes == [0; 2] {
+            format!("{} {}", u64::from(first) / MIB, second / MIB)
+        } else {
+            format!("errors {codes:?}")
+        }
+    }
+
+    fn alloc(&self, way: &str, mib: u64) -> String {
+        let bytes = mib * MIB;
+        let mut key = UNTOUCHED;
+        let mut short = UNTOUCHED as u32;
+        let (mut pitch, mut short_pitch) = (0u64, 0u32);
+        let code = match way {
+            "v1" => call!(self, "cuMemAlloc", &mut short => &mut u32, bytes as u32 => u32),
+            "v2" => call!(self, "cuMemAlloc_v2", &mut key => &mut u64, bytes => u64),
+            "pitch" => call!(self, "cuMemAllocPitch_v2", &mut key => &mut u64, &mut pitch => &mut u64, 4096 => u64,
+                bytes / 4096 => u64, 16 => u32),
+            "pitch-v1" => call!(self, "cuMemAllocPitch", &mut short => &mut u32, &mut short_pitch => &mut u32,
+                4096 => u32, (bytes / 4096) as u32 => u32, 16 => u32),
+            "managed" => call!(self, "cuMemAllocManaged", &mut key => &mut u64, bytes => u64, 1 => u32),
+            "async" => call!(self, "cuMemAllocAsync", &mut key => &mut u64, bytes => u64, 0 => u64),
+            "async-ptsz" => call!(self, "cuMemAllocAsync_ptsz", &mut key => &mut u64, bytes => u64, 0 => u64),
+            "create" => {
+                let properties = Properties::on(0);
+                call!(self, "cuMemCreate", &mut key => &mut u64, bytes => u64, &properties => &Properties, 0 => u64)
+            }
+            "array" => {
+                // Rows of 1024 elements of 16 bytes.
+                let shape = Array::<u64> { width: 1024, height: bytes / 16384, format: FLOAT, channels: 4 };
+                call!(self, "cuArrayCreate_v2", &mut key => &mut u64, &shape => &Array<u64>)
+            }
+            "array-v1" => {
+                let shape = Array::<u32> { width: 1024, height: (bytes / 16384) as u32, format: FLOAT, channels: 4 };
+                call!(self, "cuArrayCreate", &mut key => &mut u64, &shape => &Array<u32>)
+            }
+            "array3d" | "mipmap" => {
+                let shape = Array3::<u64> {
+                    width: 256,
+                    height: 256,
+                    depth: bytes / (256 * 256 * 16),
+                    format: FLOAT,
+                    channels: 4,
+                    flags: 0,
+                };
+                match way {
+                    "mipmap" => call!(self, "cuMipmappedArrayCreate", &mut key => &mut u64,
+                        &shape => &Array3<u64>, 1 => u32),
+                    _ => call!(self, "cuArray3DCreate_v2", &mut key => &mut u64, &shape => &Array3<u64>),
+                }
+            }
+            "array3d-v1" => {
+                let shape = Array3::<u32> {
+                    width: 256,
+                    height: 256,
+                    depth: (bytes / (256 * 256 * 16)) as u32,
+                    format: FLOAT,
+                    channels: 4,
+                    flags: 0,
+                };
+                call!(self, "cuArray3DCreate", &mut key => &mut u64, &shape => &Array3<u32>)
+            }
+            "host" => call!(self, "cuMemHostAlloc", &mut key => &mut u64, bytes => u64, 0 => u32),
+            "proc" => {
+                let function = self.proc("cuMemAlloc", 12000, 0);
+                // SAFETY: the signature of the variant of CUDA 3.2 and later.
+                let function: extern "C" fn(&mut u64, u64) -> i32 = unsafe { std::mem::transmute(function) };
+                function(&mut key, bytes)
+            }
+            "dlmopen" => self.alloc_apart(bytes, &mut key),
+            other => panic!("no way to allocate: {other}"),
+        };
+        if way.ends_with("v1") && short != UNTOUCHED as u32 && code == 0 && !way.starts_with("array") {
+            key = u64::from(short);
+        } else if code != 0 && short != UNTOUCHED as u32 {
+            return format!("error {code} touched");
+        }
+        said(code, key)
+    }
+
+    /// Through a copy of the driver's library in a namespace of its own.
+    fn alloc_apart(&self, bytes: u64, key: &mut u64) -> i32 {
+        let path = CString::new(std::env::var("DRIVER").expect("told which")).expect("no NUL");
+        // SAFETY: C strings, and the signatures of the header.
+        unsafe {
+            let handle = libc::dlmopen(libc::LM_ID_NEWLM, path.as_ptr(), libc::RTLD_NOW);
+            assert!(!handle.is_null(), "dlmopen");
+            let function = libc::dlsym(handle, c"cuMemAlloc_v2".as_ptr());
+            let function: extern "C" fn(&mut u64, u64) -> i32 = std::mem::transmute(function);
+            function(key, bytes)
+        }
+    }
+
+    pub(crate) fn proc(&self, name: &str, version: i32, flags: u64) -> *const c_void {
+        let name = CString::new(name).expect("no NUL");
+        let (mut out, mut status) = (std::ptr::null(), 0);
+        call!(self, "cuGetProcAddress_v2", name.as_ptr() => *const c_char, &mut out => &mut *const c_void,
+            version => i32, flags => u64, &mut status => &mut i32);
+        out
+    }
+
+    /// From a pool, or as physical memory of a device.
+    fn alloc_from(&self, way: &str, mib: u64, from: u64) -> String {
+        let mut key = UNTOUCHED;
+        let name = match way {
+            "pool" => "cuMemAllocFromPoolAsync",
+            "pool-ptsz" => "cuMemAllocFromPoolAsync_ptsz",
+            other => panic!("no way to allocate from: {other}"),
+        };
+        said(call!(self, name, &mut key => &mut u64, mib * MIB => u64, from => u64, 0 => u64), key)
+    }
+
+    fn free(&self, way: &str, key: u64) -> i32 {
+        match way {
+            "v1" => call!(self, "cuMemFree", key as u32 => u32),
+            "v2" => call!(self, "cuMemFree_v2", key => u64),
+            "async" => call!(self, "cuMemFreeAsync", key => u64, 0 => u64),
+            "async-ptsz" => call!(self, "cuMemFreeAsync_ptsz", key => u64, 0 => u64),
+            "release" => call!(self, "cuMemRelease", key => u64),
+            "array" => call!(self, "cuArrayDestroy", key => u64),
+            "mipmap" => call!(self, "cuMipmappedArrayDestroy", key => u64),
+            "pool" => call!(self, "cuMemPoolDestroy", key => u64),
+            "context" => call!(self, "cuCtxDestroy_v2", key => u64),
+            "context-v1" => call!(self, "cuCtxDestroy", key => u64),
+            "detach" => call!(self, "cuCtxDetach", key => u64),
+            "primary" => call!(self, "cuDevicePrimaryCtxRelease_v2", key as i32 => i32),
+            "primary-v1" => call!(self, "cuDevicePrimaryCtxRelease", key as i32 => i32),
+            "reset" => call!(self, "cuDevicePrimaryCtxReset_v2", key as i32 => i32),
+            "reset-v1" => call!(self, "cuDevicePrimaryCtxReset", key as i32 => i32),
+            "import" => call!(self, "cuIpcCloseMemHandle", key => u64),
+            "host" => call!(self, "cuMemFreeHost", key => u64),
+            other => panic!("no way to free: {other}"),
+        }
+    }
+
+    fn context(&self, way: &str, device: i32) -> String {
+        let mut context = UNTOUCHED;
+        let none = std::ptr::null::<c_void>();
+        let code = match way {
+            "v1" => call!(self, "cuCtxCreate", &mut context => &mut u64, 0 => u32, device => i32),
+            "v2" => call!(self, "cuCtxCreate_v2", &mut context => &mut u64, 0 => u32, device => i32),
+            "v3" => call!(self, "cuCtxCreate_v3", &mut context => &mut u64, none => *const c_void, 0 => i32,
+                0 => u32, device => i32),
+            "v4" => call!(self, "cuCtxCreate_v4", &mut context => &mut u64, none => *const c_void, 0 => u32,
+                device => i32),
+            "primary" => call!(self, "cuDevicePrimaryCtxRetain", &mut context => &mut u64, device => i32),
+            other => panic!("no way to make a context: {other}"),
+        };
+        said(code, context)
+    }
+
+    fn import(&self, text: &str) -> String {
+        let mut name = [0u8; 64];
+        for (at, byte) in name.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).expect("hexadecimal");
+        }
+        let mut address = UNTOUCHED;
+        // SAFETY: CUipcMemHandle is passed by value: 64 bytes, so in memory.
+        let function: extern "C" fn(&mut u64, [u64; 8], u32) -> i32 =
+            unsafe { std::mem::transmute(self.pointer("cuIpcOpenMemHandle_v2")) };
+        let words: [u64; 8] = std::array::from_fn(|at| {
+            u64::from_ne_bytes(name[at * 8..at * 8 + 8].try_into().expect("eight bytes"))
+        });
+        said(function(&mut address, words, 1), address)
+    }
+
+    /// Does the rest in a child, and answers for it.
+    fn fork(&mut self, rest: &[&str]) -> String {
+        let mut ends = [0; 2];
+        // SAFETY: a pipe of our own; the child runs on a copy of this thread alone and leaves without destructors.
+        unsafe {
+            assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
+            if libc::fork() == 0 {
+                let answers: Vec<String> =
+                    rest.split(|word| *word == ",").map(|words| self.run(words)).collect();
+                let text = answers.join(", ");
+                libc::write(ends[1], text.as_ptr().cast(), text.len());
+                libc::_exit(0);
+            }
+            libc::close(ends[1]);
+            let mut text = [0u8; 4096];
+            let mut filled = 0;
+            loop {
+                match libc::read(ends[0], text[filled..].as_mut_ptr().cast(), text.len() - filled) {
+                    0 => break,
+                    read => filled += usize::try_from(read).expect("the pipe is open"),
+                }
+            }
+            libc::close(ends[0]);
+            libc::wait(std::ptr::null_mut());
+            String::from_utf8_lossy(&text[..filled]).into_owned()
+        }
+    }
+}
+
+/// `ok KEY`, `error CODE`, and whether a failed call has touched its output.
+fn said(code: i32, key: u64) -> String {
+    match (code, key) {
+        (0, key) => format!("ok {key}"),
+        (code, UNTOUCHED) => format!("error {code}"),
+        (code, _) => format!("error {code} touched"),
+    }
+}

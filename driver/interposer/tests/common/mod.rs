@@ -1,0 +1,24 @@
+//! What the tests share: the library as it ships, built by the command that ships it.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// The folder with `libdivvy.so` and `shim/`, of the sources as they are now.
+pub(crate) fn shipped() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("shipped");
+        let status = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/build")).arg(&out).status();
+        assert!(status.expect("driver/interposer/build starts").success(), "driver/interposer/build failed");
+        out
+    })
+}
+
+/// The names of one of the committed lists.
+#[allow(dead_code, reason = "not every test reads the lists")]
+pub(crate) fn listed(list: &str) -> Vec<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("symbols").join(list);
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()).map(str::to_owned).collect()
+}

@@ -1,0 +1,138 @@
+//! Every way in which a program finds a function ends in the hook where the function is hooked and NVIDIA's, and where
+//! it would end without the library in all other cases.
+//!
+//! The libraries are small ones in C (`tests/loader`), so that the driver of the cases is exactly what they need.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// Compiles `source` of `tests/loader` to `target` in the folder of the cases.
+fn compile(out: &Path, source: &str, target: &str, flags: &[&str]) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/loader").join(source);
+    let mut command = Command::new("cc");
+    command.args(["-O1", "-w", "-fPIC", "-o"]).arg(out.join(target)).arg(source).args(flags);
+    let status = command.current_dir(out).status().expect("cc starts");
+    assert!(status.success(), "cc failed on {target}");
+}
+
+fn compiled() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("loader");
+        std::fs::create_dir_all(&out).expect("a folder for the cases");
+        let library = |source, target, soname: &str, more: &[&str]| {
+            let soname = format!("-Wl,-soname,{soname}");
+            compile(&out, source, target, &[&["-shared", "-Wl,-Bsymbolic", soname.as_str()], more].concat());
+        };
+        library("driver.c", "libcuda.so.1", "libcuda.so.1", &[]);
+        library("driver.c", "libnvidia-ml.so.1", "libnvidia-ml.so.1", &[]);
+        library("driver.c", "own.so", "own.so", &[]);
+        library("needs.c", "needs.so", "needs.so", &["-L.", "-l:libcuda.so.1"]);
+        compile(&out, "wrapper.c", "wrapper.so", &["-shared"]);
+        compile(&out, "lookup.c", "lookup", &["-rdynamic", "-ldl"]);
+        compile(
+            &out,
+            "lookup.c",
+            "linked",
+            &["-rdynamic", "-ldl", "-Wl,--no-as-needed", "-L.", "-l:libcuda.so.1"],
+        );
+        out
+    })
+}
+
+/// What a program of the cases prints, with these libraries preloaded.
+fn found(program: &str, preload: &[&Path]) -> BTreeMap<String, String> {
+    let at = compiled();
+    let files = ["libcuda.so.1", "needs.so", "own.so", "libnvidia-ml.so.1"].map(|file| at.join(file));
+    let preload: Vec<&str> = preload.iter().map(|path| path.to_str().expect("a path in UTF-8")).collect();
+    let mut command = Command::new(at.join(program));
+    command.args(&files).env("LD_LIBRARY_PATH", at).env("LD_PRELOAD", preload.join(":"));
+    let out = command.output().expect("the program starts");
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    assert!(
+        out.status.success(),
+        "{program}: {} {text} {}",
+        out.status,
+        String::from_utf8_lossy(&out.stderr)
+    );
+    assert_eq!(String::from_utf8_lossy(&out.stderr), "", "{program}: nothing else is printed");
+    text.lines().filter_map(|line| line.split_once(": ")).map(|(k, v)| (k.to_owned(), v.to_owned())).collect()
+}
+
+const HOOK: &str = "libdivvy.so";
+
+/// Of each way, the file that the answer lies in: without the library, with it.
+fn check(program: &str, cases: &[(&str, &str, &str)]) {
+    let plain = found(program, &[]);
+    let hooked = found(program, &[&common::shipped().join(HOOK)]);
+    for (way, without, with) in cases {
+        assert_eq!(plain.get(*way).map(String::as_str), Some(*without), "{program}, {way}, without");
+        assert_eq!(hooked.get(*way).map(String::as_str), Some(*with), "{program}, {way}, with");
+    }
+    let named: Vec<&str> = cases.iter().map(|(way, _, _)| *way).collect();
+    for (way, answer) in &plain {
+        assert!(
+            named.contains(&way.as_str()) || hooked.get(way) == Some(answer),
+            "{program}, {way}: {hooked:?}"
+        );
+    }
+}
+
+#[test]
+fn every_handle_on_the_driver_gives_the_hook() {
+    check(
+        "lookup",
+        &[
+            ("dlmopen", "libcuda.so.1", HOOK),
+            ("absolute path", "libcuda.so.1", HOOK),
+            ("opened again", "libcuda.so.1", HOOK),
+            ("SONAME", "libcuda.so.1", HOOK),
+            ("deep binding", "libcuda.so.1", HOOK),
+            ("NVML", "libnvidia-ml.so.1", HOOK),
+            ("linked", "libcuda.so.1", HOOK),
+            // libc's order: the library's own scope, in which the driver follows it.
+            ("next of a library", "libcuda.so.1", HOOK),
+            // The driver was opened with RTLD_LOCAL; ours is global, and calls it.
+            ("default", "none", HOOK),
+            ("next of the program", "none", HOOK),
+            // A weak reference, which the program took for absence. It works all the same.
+            ("called", "none", "12"),
+        ],
+    );
+}
+
+#[test]
+fn a_program_that_is_linked_against_the_driver_gets_the_hook() {
+    check(
+        "linked",
+        &[
+            ("dlmopen", "libcuda.so.1", HOOK),
+            ("absolute path", "libcuda.so.1", HOOK),
+            ("opened again", "libcuda.so.1", HOOK),
+            ("SONAME", "libcuda.so.1", HOOK),
+            ("deep binding", "libcuda.so.1", HOOK),
+            ("NVML", "libnvidia-ml.so.1", HOOK),
+            ("linked", "libcuda.so.1", HOOK),
+            ("next of a library", "libcuda.so.1", HOOK),
+            ("default", "libcuda.so.1", HOOK),
+            ("next of the program", "libcuda.so.1", HOOK),
+        ],
+    );
+}
+
+/// `LD_PRELOAD` comes before `/etc/ld.so.preload`, so other interposers stand before this one.
+#[test]
+fn another_interposer_goes_on_to_this_one() {
+    let (wrapper, library) = (compiled().join("wrapper.so"), common::shipped().join(HOOK));
+    let without = found("linked", &[&wrapper]);
+    let with = found("linked", &[&wrapper, &library]);
+    for found in [&without, &with] {
+        assert_eq!(found["called"], "112");
+        assert_eq!(found["default"], "wrapper.so");
+    }
+    assert_eq!((without["absolute path"].as_str(), with["absolute path"].as_str()), ("libcuda.so.1", HOOK));
+}
