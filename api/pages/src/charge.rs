@@ -18,7 +18,7 @@
 //! of the page ([`AccountPage::settle`]): read the total; walk the slots; proven-dead owners
 //! are marked dead and count for nothing; nothing is in flight; the sum of the living
 //! is the total, or is made the total by a compare-exchange from the word that was read;
-//! and the total is still the word that was read. Any operation that changes a slot's
+//! and when the refusal is final the total is still that word. Any operation that changes a slot's
 //! bytes begins before it changes the total, so if it was not seen in flight it changes
 //! the total after the walk saw its slot, and then the last step fails. The sum is hence
 //! the true one at that moment. No order of two counters has to be trusted, nothing is
@@ -52,6 +52,7 @@
 use crate::account::{
     AccountPage, Fault, Identity, ONE, Owner, Slot, SlotState, above, bytes, weighs, with_bytes,
 };
+use crate::word::Attempt;
 use core::fmt;
 
 /// The most pages that one device can have in one container.
@@ -105,13 +106,14 @@ impl core::error::Error for NoSlot {}
 pub fn charge(seats: &[Seat<'_>], bytes: u64, peers: &impl Peers) -> Result<(), Full> {
     let mut patience = Patience { peers, round: 0 };
     loop {
+        let attempt = Attempt::begin();
         if bytes == 0 || seats.iter().any(|seat| seat.take(bytes)) {
             return Ok(());
         }
         let end = split(seats, bytes, &mut patience);
         match end {
             End::Taken => return Ok(()),
-            End::Changed if patience.pause() => {}
+            End::Changed if patience.pause(attempt) => {}
             End::Changed | End::Waited | End::Full => {
                 let fault = if end == End::Full { Fault::Refused } else { Fault::Waited };
                 seats.iter().take(1).for_each(|seat| seat.page.count(fault));
@@ -156,7 +158,9 @@ struct Patience<'a, P> {
 }
 
 impl<P: Peers> Patience<'_, P> {
-    fn pause(&mut self) -> bool {
+    fn pause(&mut self, _attempt: Attempt) -> bool {
+        #[cfg(test)]
+        crate::explore::again(_attempt);
         self.round = self.round.saturating_add(1);
         self.peers.pause(self.round)
     }
@@ -227,28 +231,23 @@ impl Seat<'_> {
     /// Charges all of `amount` here, if it fits at this moment.
     fn take(&self, amount: u64) -> bool {
         let Some(slot) = self.page.slot(self.slot) else { return false };
-        let mut total = self.page.total.word.load();
-        if self.room(total) < amount {
+        if self.room(self.page.total.word.load()) < amount {
             return false;
         }
         slot.begin();
-        while self.room(total) >= amount {
-            if self.page.total.word.swap_if(total, changed(total, bytes(total) + amount)) {
-                slot.end(amount);
-                return true;
-            }
-            total = self.page.total.word.load();
-        }
-        slot.end(0);
-        false
+        let more = |total| (self.room(total) >= amount).then(|| changed(total, bytes(total) + amount));
+        let taken = self.page.total.word.change(more).is_ok();
+        slot.end(if taken { amount } else { 0 });
+        taken
     }
 
     /// Charges all of `rest` if it fits, otherwise takes what room there is and stays in flight.
     fn pass(&self, rest: u64, patience: &mut Patience<'_, impl Peers>) -> Pass {
         let Some(slot) = self.page.slot(self.slot) else { return Pass::Waited };
         loop {
+            let attempt = Attempt::begin();
             let Some(total) = self.page.settle(patience.peers) else {
-                if patience.pause() {
+                if patience.pause(attempt) {
                     continue;
                 }
                 return Pass::Waited;
@@ -366,13 +365,15 @@ impl AccountPage {
         }
     }
 
-    /// One attempt to make the total true and to free the slots of the dead.
-    pub fn tidy(&self, peers: &impl Peers) {
-        let _ = self.settle(peers);
+    /// One attempt to make the total true and to free the slots of the dead; false where something
+    /// came between.
+    pub fn tidy(&self, peers: &impl Peers) -> bool {
+        self.settle(peers).is_some()
     }
 
-    /// A view of the page at one moment: the total word, when nothing is in flight, no owner
-    /// is dead and the total is the sum of the slots. `None` where something came between.
+    /// The total word, after a walk in which nothing was in flight, no owner was dead and the
+    /// total was the sum of the slots. It is so at one moment if the total is still that word
+    /// after the walk, which whoever acts on it checks. `None` where something came between.
     fn settle(&self, peers: &impl Peers) -> Option<u64> {
         let seen = self.total.word.load();
         let mut sum = 0_u64;
@@ -406,7 +407,7 @@ impl AccountPage {
             return None;
         }
         if bytes(seen) == bytes(with_bytes(0, sum)) && dead.count == 0 {
-            return (self.total.word.load() == seen).then_some(seen);
+            return Some(seen);
         }
         let settled = changed(seen, sum);
         if !self.total.word.swap_if(seen, settled) {
@@ -447,3 +448,6 @@ impl Slot {
         who.pid == me.pid && who.namespace == me.namespace && who.start == me.start
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -21,6 +21,12 @@ impl Word {
         Self(AtomicU64::new(value))
     }
 
+    /// What `read` says of it.
+    #[cfg(test)]
+    pub(crate) fn peek(&self, read: &dyn Fn(&AtomicU64) -> u64) -> u64 {
+        read(&self.0)
+    }
+
     #[inline]
     pub(crate) fn load(&self) -> u64 {
         #[cfg(test)]
@@ -49,14 +55,38 @@ impl Word {
         self.0.compare_exchange(old, new, SeqCst, SeqCst).is_ok()
     }
 
-    /// Applies `next` until no one came between; the value before.
+    /// Makes the word what `next` makes of it, unless that is `None`: the word before, or as it was seen
+    /// when there was nothing to make of it. To the explorer this is one step, since a turn of
+    /// the loop that loses has no effect and one that gives up has read the word once.
+    #[inline]
+    pub(crate) fn change(&self, next: impl Fn(u64) -> Option<u64>) -> Result<u64, u64> {
+        #[cfg(test)]
+        if let Some(done) = crate::explore::change(&self.0, &next) {
+            return done;
+        }
+        self.0.fetch_update(SeqCst, SeqCst, next)
+    }
+
+    /// [`Word::change`] by a rule that always has an answer.
     #[inline]
     pub(crate) fn update(&self, next: impl Fn(u64) -> u64) -> u64 {
-        loop {
-            let old = self.load();
-            if self.swap_if(old, next(old)) {
-                return old;
-            }
+        self.change(|word| Some(next(word))).unwrap_or_else(|word| word)
+    }
+}
+
+/// Where an attempt began that may be made again after a wait, as if it had not been made before.
+/// The explorer uses that: otherwise every number of attempts would be a state of its own.
+#[derive(Clone, Copy)]
+pub(crate) struct Attempt {
+    #[cfg(test)]
+    pub(crate) history: usize,
+}
+
+impl Attempt {
+    pub(crate) fn begin() -> Self {
+        Self {
+            #[cfg(test)]
+            history: crate::explore::now(),
         }
     }
 }

@@ -100,10 +100,7 @@ impl<'a, S: System> Device<'a, S> {
     pub fn figures(&self) -> Figures {
         let mut figures = Figures::default();
         for place in self.places.places() {
-            if let Some(seat) = place.seat() {
-                if place.stirred() {
-                    seat.page.tidy(&self.neighbours());
-                }
+            if let Some(seat) = self.seat(place) {
                 figures.limit = figures.limit.saturating_add(seat.limit);
                 figures.used = figures.used.saturating_add(seat.page.used());
                 figures.physical = figures.physical.max(place.physical());
@@ -142,11 +139,19 @@ impl<'a, S: System> Device<'a, S> {
         self.places.places().all(lenient)
     }
 
+    /// The process's seat on a page whose policy and accounts are as the node last wrote them.
+    #[inline]
+    fn seat<'p>(&self, place: &'p Place) -> Option<Seat<'p>> {
+        let seat = place.seat()?;
+        place.heed(&seat, || seat.page.tidy(&self.neighbours()));
+        Some(seat)
+    }
+
     /// Calls with the seats on all pages, in their order.
     #[inline]
     fn seated<R>(&self, run: impl FnOnce(&[Seat<'_>]) -> R) -> R {
         let mut places = self.places.places();
-        match (places.next().and_then(Place::seat), self.places.count.load(Relaxed)) {
+        match (places.next().and_then(|place| self.seat(place)), self.places.count.load(Relaxed)) {
             (Some(seat), 1) => run(core::slice::from_ref(&seat)),
             (first, _) => self.seated_on_many(first, run),
         }
@@ -154,7 +159,7 @@ impl<'a, S: System> Device<'a, S> {
 
     #[cold]
     fn seated_on_many<R>(&self, first: Option<Seat<'_>>, run: impl FnOnce(&[Seat<'_>]) -> R) -> R {
-        let rest = self.places.places().skip(1).filter_map(Place::seat);
+        let rest = self.places.places().skip(1).filter_map(|place| self.seat(place));
         let mut all = first.into_iter().chain(rest);
         let Some(first) = all.next() else { return run(&[]) };
         let mut seats = [first; SEATS];

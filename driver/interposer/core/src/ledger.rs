@@ -403,10 +403,13 @@ impl Place {
         self.context.load(Relaxed)
     }
 
-    /// True once after the node has changed something in the accounts.
-    pub(crate) fn stirred(&self) -> bool {
-        let now = self.account().map_or(0, AccountPage::attention);
-        self.attention.swap(now, Relaxed) != now
+    /// Takes up what the node has written into the accounts since the last time.
+    #[inline]
+    pub(crate) fn heed(&self, seat: &Seat<'_>, tidy: impl FnOnce() -> bool) {
+        let now = seat.page.attention();
+        if now != self.attention.load(Relaxed) && tidy() {
+            self.attention.store(now, Relaxed);
+        }
     }
 }
 
