@@ -6,7 +6,7 @@
 //! has held it against the generation.
 
 use super::ClaimRecord;
-use super::locks::{Locked, Locks};
+use super::locks::{Locked, LockedGpu, Locks};
 use super::store::{Quarantined, RecordError, Store};
 use crate::plan::Holding;
 use crate::step::Undo;
@@ -80,8 +80,13 @@ impl Records {
     /// What the claims hold on the locked GPUs; [`Self::index`] comes first.
     pub fn holdings(&self, locked: &Locked) -> Vec<Holding> {
         let index = self.lock();
-        let records = locked.gpus().iter().filter_map(|gpu| index.by_gpu.get(gpu.uuid()));
-        records.flat_map(|records| records.values()).flat_map(|record| record.holdings()).collect()
+        let of_gpu = |gpu: &LockedGpu| {
+            let records = index.by_gpu.get(gpu.uuid()).into_iter().flat_map(|records| records.values());
+            // A record is found on each GPU that it touches, and counts on each with what is there.
+            let holdings = records.flat_map(|record| record.holdings());
+            holdings.filter(|held| held.part.gpu() == gpu.uuid()).collect::<Vec<_>>()
+        };
+        locked.gpus().iter().flat_map(of_gpu).collect()
     }
 
     /// The records that touch a GPU.

@@ -173,6 +173,16 @@ async fn two_shares_of_one_claim_have_pages_of_their_own() {
     assert!(world.paged().is_empty());
 }
 
+/// Counted once, though both claims touch both GPUs.
+#[tokio::test]
+async fn shares_on_several_gpus_are_counted_on_each() {
+    let world = World::up(&format!("2x{H100}"));
+    let node = world.start().await;
+    node.holds("a", "share:gpu-0=40Gi share:gpu-1=60Gi").await;
+    node.holds("b", "share:gpu-0=39Gi share:gpu-1=19Gi").await;
+    node.refused("c", "share:gpu-0=1Gi share:gpu-1=1Gi", "device gpu-0 has 663Mi of memory left").await;
+}
+
 #[tokio::test]
 async fn a_restart_does_not_touch_pages_in_use() {
     let world = World::up(H100);
