@@ -26,6 +26,10 @@ of a class, the later before the earlier. One that names requests is for those r
 `firstAvailable` list as well; one that names none is for all devices of its kind. One that names a very request whose device is of another
 kind is an error, all others are passed over.
 
+A share (a claim that names a part of a device's memory) takes a ShareConfig and no other, and how its limits are kept is for the class to
+say: of its class the last one holds, and the last one of the claim may lower the `ceiling`. One of a claim that says anything else is
+an error.
+
 Time-slices and shares of MPS (`timeslice.divvy.dev`, `mps.divvy.dev`) have no device configuration: the interval is set by the node
 configuration, and limits are the capacities that a claim asks for.
 

@@ -28,7 +28,7 @@ pub struct GpuPool {
     pub number: GpuNumber,
     /// Absent only where the server has no counters.
     pub counters: Option<CounterSet>,
-    /// The GPU as a whole, for one claim.
+    /// The GPU as a whole, for one claim or for shares of its memory.
     pub whole: Vec<Device>,
     /// The GPU as a whole, for several claims at once.
     pub shared: Vec<Device>,
@@ -50,7 +50,8 @@ pub struct Support {
     /// instances of a GPU that has some, else the whole GPU.
     pub counters: bool,
     /// `allowMultipleAllocations` and request policies. Without them, as without
-    /// counters, no device that several claims hold is published.
+    /// counters, GPUs and instances go to one claim at a time, and no device that is
+    /// there to be shared is published.
     pub shares: bool,
     /// `taints`. Without them a device that must not be handed out is left out.
     pub taints: bool,

@@ -363,12 +363,18 @@ impl World {
         Ok(expected)
     }
 
-    /// UUIDs in the latest output of `nvidia-smi -L`, once it is complete.
+    /// UUIDs in the latest output of `nvidia-smi -L` of all containers, once it is complete.
     async fn seen(&self, name: &str) -> Result<BTreeSet<String>> {
-        let text = self.pods.logs(name, &LogParams::default()).await?;
-        let (seen, _) = text.split_once(SEEN).with_context(|| format!("its output is {text:?}"))?;
+        let pod = self.pods.get(name).await?;
         let uuid = |line: &str| Some(line.split_once("UUID: ")?.1.split(')').next()?.to_owned());
-        Ok(seen.lines().filter_map(uuid).collect())
+        let mut uuids = BTreeSet::new();
+        for container in pod.spec.into_iter().flat_map(|spec| spec.containers) {
+            let of = LogParams { container: Some(container.name), ..LogParams::default() };
+            let text = self.pods.logs(name, &of).await?;
+            let (seen, _) = text.split_once(SEEN).with_context(|| format!("its output is {text:?}"))?;
+            uuids.extend(seen.lines().filter_map(uuid));
+        }
+        Ok(uuids)
     }
 
     /// What the pod's `divvy-sim client` has got, once it is connected.

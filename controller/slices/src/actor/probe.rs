@@ -79,9 +79,12 @@ pub(super) fn degraded(support: Support, version: &str) -> Option<String> {
     let lacks = [
         (
             support.counters,
-            "shared counters (only whole GPUs and the MIG instances that exist are published, no time-slices and no MPS)",
+            "shared counters (only whole GPUs and the MIG instances that exist are published, no shares, no time-slices and no MPS)",
         ),
-        (support.shares, "consumable capacity (no time-slices and no MPS are published)"),
+        (
+            support.shares,
+            "consumable capacity (GPUs and MIG instances go to one claim at a time, no time-slices and no MPS are published)",
+        ),
         (support.taints, "device taints (devices that must not be handed out are not published)"),
     ];
     let lacks: Vec<&str> = lacks.into_iter().filter_map(|(has, what)| (!has).then_some(what)).collect();
