@@ -355,12 +355,17 @@ impl AccountPage {
         None
     }
 
-    /// Marks the proven dead among all owners, those without memory too.
+    /// Frees the slots of the proven dead that held nothing, and marks the others dead.
     fn bury(&self, peers: &impl Peers) {
         for slot in self.slots() {
             let owner = slot.owner();
-            if owner.state() == SlotState::Live && slot.gone(owner, peers) {
-                slot.owner.swap_if(owner.0, owner.becomes(SlotState::Dead).0);
+            let dead = owner.becomes(SlotState::Dead);
+            if owner.state() == SlotState::Live
+                && slot.gone(owner, peers)
+                && slot.owner.swap_if(owner.0, dead.0)
+                && slot.held.load() == 0
+            {
+                slot.owner.swap_if(dead.0, dead.next().0);
             }
         }
     }

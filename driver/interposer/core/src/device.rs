@@ -17,7 +17,7 @@
 //! known before it: the node measures the whole process and writes the difference into its
 //! slot, where it counts like a charge ([`divvy_pages::account::NodeLine`]).
 
-use crate::ledger::{Ledger, Local, Neighbours, Place, Places};
+use crate::ledger::{Ledger, Local, Neighbours, Place, Places, Unasked};
 use crate::system::System;
 use crate::table::{Class, Entry};
 use core::sync::atomic::Ordering::Relaxed;
@@ -143,7 +143,7 @@ impl<'a, S: System> Device<'a, S> {
     #[inline]
     fn seat<'p>(&self, place: &'p Place) -> Option<Seat<'p>> {
         let seat = place.seat()?;
-        place.heed(&seat, || seat.page.tidy(&self.neighbours()));
+        place.heed(&seat, || seat.page.tidy(&Unasked));
         Some(seat)
     }
 

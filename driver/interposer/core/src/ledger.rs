@@ -290,9 +290,10 @@ impl<S: System> Ledger<S> {
             let next = device.count.load(Relaxed) as usize;
             let Some(place) = device.places.get(next) else { continue };
             let slot = me.and_then(|me| pair.account.register(&me, &peers).ok());
-            // What a dead neighbour held is given back before the first figure is shown.
+            // What dead neighbours held is given back before the first figure is shown; if there are
+            // many neighbours, only some are looked at, as a start must not cost more with their number.
             if pair.account.used() > 0 {
-                pair.account.tidy(&peers);
+                pair.account.tidy(&Few { peers: &peers, asked: Cell::new(0) });
             }
             place.slot.store(slot.map_or(NO_SLOT, u32::from), Relaxed);
             place.attention.store(pair.account.attention(), Relaxed);
@@ -443,6 +444,36 @@ impl<S: System> Peers for Neighbours<'_, S> {
         let start = self.start.get().unwrap_or(now);
         self.start.set(Some(start));
         now.saturating_sub(start) < PATIENCE
+    }
+}
+
+/// Asks for proof of the first sixteen only.
+struct Few<'a, P> {
+    peers: &'a P,
+    asked: Cell<u32>,
+}
+
+impl<P: Peers> Peers for Few<'_, P> {
+    fn gone(&self, who: &Identity) -> bool {
+        self.asked.set(self.asked.get().saturating_add(1));
+        self.asked.get() <= 16 && self.peers.gone(who)
+    }
+
+    fn pause(&self, _round: u32) -> bool {
+        false
+    }
+}
+
+/// Asks for no proof: what the node says of the dead is enough.
+pub(crate) struct Unasked;
+
+impl Peers for Unasked {
+    fn gone(&self, _who: &Identity) -> bool {
+        false
+    }
+
+    fn pause(&self, _round: u32) -> bool {
+        false
     }
 }
 

@@ -192,12 +192,13 @@ impl Table {
         Some(after)
     }
 
-    /// Looks at every entry and removes those for which `gone` is true. `gone` must not use the table.
+    /// Looks at every entry and removes those for which `gone` is true. One that is kept may be looked at
+    /// twice, where others were removed. `gone` must not use the table.
     pub fn sweep(&self, system: &impl System, mut gone: impl FnMut(&Entry) -> bool) {
         for shard in &self.shards {
             let mut open = shard.open(system);
             let mut place = 0;
-            // A removal moves an entry to here, or one from the front to behind: both are looked at.
+            // A removal moves an entry to here, or one from the front to the end: neither is missed.
             while let Some(entry) = open.array().get(place).copied() {
                 if entry.value != 0 && gone(&entry) {
                     open.remove(place);
@@ -358,7 +359,8 @@ impl Open<'_> {
     }
 }
 
-/// Where an entry would lie in an array of `mask + 1`: the bits below those that chose the shard.
+/// Where an entry would lie in an array of `mask + 1`: the bits below those that chose the shard. The upper
+/// bits of the product spread addresses at equal distances evenly, the lower ones do not.
 fn home(hash: u64, mask: usize) -> usize {
-    (hash >> 24) as usize & mask
+    ((hash << 4) >> (64 - mask.count_ones().clamp(1, 63))) as usize & mask
 }

@@ -1,0 +1,238 @@
+//! What each event charges and gives back: the rows of the table in [`crate::device`].
+
+use super::MIB;
+use super::world::{CONTEXT, Pages, Process, World, device, kept};
+use crate::table::Class;
+use crate::{Grown, Kind};
+
+/// What happens, its name, and what is charged after it.
+type Row<'a> = (&'a str, &'a dyn Fn(&Process), u64);
+
+/// Runs events in one process with a share of ten MiB; after each, what is charged.
+fn check(events: &[Row<'_>]) {
+    let world = World::new(&[Pages::share(10 * MIB)]);
+    let process = world.process(1);
+    for (name, event, charged) in events {
+        event(&process);
+        assert_eq!(world.used(), [*charged], "after {name}");
+        assert_eq!(world.held().iter().map(|(_, bytes)| bytes).sum::<u64>(), *charged, "after {name}");
+    }
+}
+
+fn freed(process: &Process, class: Class, key: u64) {
+    process.take(class, key).expect("it is in the table").freed();
+}
+
+#[test]
+fn linear_memory_is_charged_as_granted_until_it_is_freed() {
+    check(&[
+        ("an allocation", &|p| kept(device(p), 2 * MIB, 0x1000), 2 * MIB),
+        (
+            "a pitched one, granted more than asked",
+            &|p| {
+                let reserved = device(p).reserve(MIB).expect("it fits");
+                reserved.keep(Kind::Linear { pointer: 0x2000, context: 1 }, 3 * MIB).expect("it fits");
+            },
+            5 * MIB,
+        ),
+        (
+            "one granted more than there is",
+            &|p| {
+                let reserved = device(p).reserve(MIB).expect("it fits");
+                assert!(reserved.keep(Kind::Linear { pointer: 0x3000, context: 1 }, 6 * MIB).is_err());
+            },
+            5 * MIB,
+        ),
+        ("a call that the driver refused", &|p| drop(device(p).reserve(MIB).expect("it fits")), 5 * MIB),
+        ("a free that the driver refused", &|p| drop(p.take(Class::Pointer, 0x1000)), 5 * MIB),
+        (
+            "a free of an address that is not ours",
+            &|p| assert!(p.take(Class::Pointer, 0x9).is_none()),
+            5 * MIB,
+        ),
+        ("a free", &|p| freed(p, Class::Pointer, 0x1000), 3 * MIB),
+        ("the other free", &|p| freed(p, Class::Pointer, 0x2000), 0),
+    ]);
+}
+
+#[test]
+fn managed_memory_and_arrays_are_charged_by_their_size() {
+    let keep =
+        |p: &Process, kind| device(p).reserve(MIB).expect("it fits").keep_all(kind).expect("it is kept");
+    check(&[
+        ("managed", &|p| keep(p, Kind::Managed { pointer: 0x1000, context: 1 }), MIB),
+        ("an array", &|p| keep(p, Kind::Array { handle: 0x1000, context: 1 }), 2 * MIB),
+        ("a mipmapped array", &|p| keep(p, Kind::Mipmap { handle: 0x1000, context: 1 }), 3 * MIB),
+        ("a module", &|p| keep(p, Kind::Module { handle: 0x1000, context: 1 }), 4 * MIB),
+        ("the free of managed memory", &|p| freed(p, Class::Pointer, 0x1000), 3 * MIB),
+        ("the array's", &|p| freed(p, Class::Array, 0x1000), 2 * MIB),
+        ("the mipmapped array's", &|p| freed(p, Class::Mipmap, 0x1000), MIB),
+        ("the module's", &|p| freed(p, Class::Module, 0x1000), 0),
+    ]);
+}
+
+#[test]
+fn an_address_that_comes_again_replaces_what_was_there() {
+    check(&[
+        ("an allocation", &|p| kept(device(p), 2 * MIB, 0x1000), 2 * MIB),
+        ("another at the same address, the free was not seen", &|p| kept(device(p), MIB, 0x1000), MIB),
+    ]);
+}
+
+#[test]
+fn a_context_is_charged_once_and_takes_everything_with_it() {
+    let retain = |p: &Process| {
+        device(p).reserve_context().expect("it fits").keep_context(1).expect("it is kept");
+    };
+    check(&[
+        ("the first retain of a primary context", &retain, CONTEXT),
+        ("the second", &retain, CONTEXT),
+        ("memory in it", &|p| kept(device(p), 2 * MIB, 0x1000), CONTEXT + 2 * MIB),
+        (
+            "memory in another",
+            &|p| {
+                let reserved = device(p).reserve(MIB).expect("it fits");
+                reserved.keep_all(Kind::Linear { pointer: 0x2000, context: 2 }).expect("it is kept");
+            },
+            CONTEXT + 3 * MIB,
+        ),
+        ("physical memory, which no context has", &|p| create(p, 70), CONTEXT + 4 * MIB),
+        ("its reset", &|p| p.context_gone(1), 2 * MIB),
+        ("a late free of what went with it", &|p| assert!(p.take(Class::Pointer, 0x1000).is_none()), 2 * MIB),
+    ]);
+}
+
+#[test]
+fn a_context_that_does_not_fit_is_refused() {
+    check(&[
+        ("almost everything", &|p| kept(device(p), 10 * MIB - CONTEXT / 2, 0x1000), 10 * MIB - CONTEXT / 2),
+        ("a context", &|p| assert!(device(p).reserve_context().is_err()), 10 * MIB - CONTEXT / 2),
+    ]);
+}
+
+fn create(process: &Process, handle: u64) {
+    device(process).reserve(MIB).expect("it fits").keep_handle(handle).expect("it is kept");
+}
+
+fn release(process: &Process, handle: u64) {
+    process.release(handle).expect("it is in the table").released();
+}
+
+#[test]
+fn physical_memory_is_charged_while_a_handle_or_a_mapping_lives() {
+    check(&[
+        ("a handle", &|p| create(p, 70), MIB),
+        ("its mapping", &|p| p.mapped(0x10_0000, MIB, 70), MIB),
+        ("a second mapping", &|p| p.mapped(0x40_0000, MIB, 70), MIB),
+        ("a release that the driver refused", &|p| drop(p.release(70)), MIB),
+        ("the release", &|p| release(p, 70), MIB),
+        ("a release of what is not ours", &|p| assert!(p.release(70).is_none()), MIB),
+        ("the same number for other memory", &|p| create(p, 70), 2 * MIB),
+        ("one unmap", &|p| p.unmapped(0x10_0000, MIB), 2 * MIB),
+        ("the last unmap", &|p| p.unmapped(0x40_0000, MIB), MIB),
+        ("the release of the other", &|p| release(p, 70), 0),
+    ]);
+}
+
+#[test]
+fn a_handle_that_is_retained_by_an_address_keeps_its_memory() {
+    check(&[
+        ("a handle", &|p| create(p, 70), MIB),
+        ("its mapping", &|p| p.mapped(0x10_0000, MIB, 70), MIB),
+        ("a retain", &|p| p.retained(70, 0x10_0000), MIB),
+        ("the release", &|p| release(p, 70), MIB),
+        ("the release of the retained", &|p| release(p, 70), MIB),
+        ("a retain of what only its mapping keeps", &|p| p.retained(71, 0x10_0400), MIB),
+        ("the unmap", &|p| p.unmapped(0x10_0000, MIB), MIB),
+        ("the release", &|p| release(p, 71), 0),
+    ]);
+}
+
+#[test]
+fn one_unmap_ends_all_mappings_in_its_range() {
+    check(&[
+        ("a handle", &|p| create(p, 70), MIB),
+        ("another", &|p| create(p, 71), 2 * MIB),
+        ("two mappings side by side", &|p| (0..2).for_each(|i| p.mapped(i * MIB, MIB, 70 + i)), 2 * MIB),
+        ("one behind imported memory", &|p| p.mapped(4 * MIB, MIB, 71), 2 * MIB),
+        ("the releases", &|p| [70, 71].into_iter().for_each(|handle| release(p, handle)), 2 * MIB),
+        ("the unmap of both", &|p| p.unmapped(0, 2 * MIB), MIB),
+        ("one that begins with what is not ours", &|p| p.unmapped(3 * MIB, 2 * MIB), 0),
+    ]);
+}
+
+#[test]
+fn imported_memory_is_its_owners() {
+    check(&[
+        ("a mapping of an imported handle", &|p| p.mapped(0x10_0000, MIB, 99), 0),
+        ("a retain of it", &|p| p.retained(99, 0x10_0000), 0),
+        ("its unmap", &|p| p.unmapped(0x10_0000, MIB), 0),
+        ("its release", &|p| assert!(p.release(99).is_none()), 0),
+    ]);
+}
+
+const POOL: Grown = Grown::Pool(0xb00);
+
+#[test]
+fn a_pool_is_charged_by_what_it_has_reserved() {
+    check(&[
+        (
+            "an allocation for which the pool grew by a chunk",
+            &|p| {
+                let mut pool = device(p).grow(POOL);
+                pool.ask(MIB, 0, 0).expect("it fits");
+                pool.settle(4 * MIB).expect("it fits");
+            },
+            4 * MIB,
+        ),
+        (
+            "one that has room in the chunk",
+            &|p| {
+                let mut pool = device(p).grow(POOL);
+                pool.ask(MIB, 4 * MIB, MIB).expect("it fits");
+                pool.settle(4 * MIB).expect("it fits");
+            },
+            4 * MIB,
+        ),
+        (
+            "one that does not fit",
+            &|p| assert!(device(p).grow(POOL).ask(7 * MIB, 4 * MIB, 4 * MIB).is_err()),
+            4 * MIB,
+        ),
+        (
+            "one that the driver refused",
+            &|p| device(p).grow(POOL).ask(5 * MIB, 4 * MIB, 4 * MIB).expect("it fits"),
+            4 * MIB,
+        ),
+        (
+            "one that grew by more than there is",
+            &|p| {
+                let mut pool = device(p).grow(POOL);
+                pool.ask(5 * MIB, 4 * MIB, 4 * MIB).expect("it fits");
+                assert!(pool.settle(12 * MIB).is_err());
+            },
+            4 * MIB,
+        ),
+        ("a trim", &|p| device(p).grow(POOL).settle(MIB).expect("less fits"), MIB),
+        (
+            "an allocation after the driver gave back by itself",
+            &|p| {
+                let mut pool = device(p).grow(POOL);
+                pool.ask(10 * MIB, 0, 0).expect("it fits");
+                pool.settle(10 * MIB).expect("it fits");
+            },
+            10 * MIB,
+        ),
+        ("the list of pools", &|p| device(p).pools(|pool| assert_eq!(POOL, Grown::Pool(pool))), 10 * MIB),
+        ("its end", &|p| device(p).pool_gone(0xb00), 0),
+    ]);
+}
+
+#[test]
+fn graph_memory_is_charged_even_where_it_cannot_be_refused() {
+    check(&[
+        ("a launch", &|p| device(p).grow(Grown::Graph).settle_anyway(12 * MIB), 12 * MIB),
+        ("an allocation", &|p| assert!(device(p).reserve(1).is_err()), 12 * MIB),
+        ("a trim", &|p| device(p).grow(Grown::Graph).settle_anyway(0), 0),
+    ]);
+}

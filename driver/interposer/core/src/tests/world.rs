@@ -1,0 +1,216 @@
+//! Pages in memory, and processes that have them mounted.
+
+use crate::{AccountPage, Device, Found, GpuUuid, Identity, Kind, Ledger, PolicyPage, Standing, System};
+use divvy_pages::{Compute, Flags, Memory, Policy, SlotState, Text, account, policy};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+pub(super) const GPU: GpuUuid = GpuUuid([1; 16]);
+pub(super) const CONTEXT: u64 = 100 << 10;
+
+pub(super) type Process = Ledger<Fake>;
+
+/// A pair of pages that a test asks for.
+#[derive(Clone, Copy)]
+pub(super) enum Pages {
+    With { limit: u64, flags: Flags },
+    Instance { limit: u64, mig: GpuUuid },
+    Refused,
+}
+
+impl Pages {
+    pub(super) fn share(limit: u64) -> Self {
+        Self::With { limit, flags: Flags::default() }
+    }
+}
+
+/// The pages of a container, and who of its processes is dead.
+#[derive(Clone)]
+pub(super) struct World {
+    found: Vec<Found>,
+    dead: Arc<Mutex<HashSet<u32>>>,
+}
+
+/// The system around one process.
+pub(super) struct Fake {
+    found: Vec<Found>,
+    dead: Arc<Mutex<HashSet<u32>>>,
+    pid: AtomicU32,
+    wiped: Mutex<Option<(usize, usize)>>,
+    none_left: AtomicBool,
+    start: Instant,
+}
+
+impl Default for Fake {
+    fn default() -> Self {
+        World::new(&[]).fake(1)
+    }
+}
+
+impl Fake {
+    /// What fork does to the memory of the child, whose pid is `pid`.
+    #[allow(unsafe_code)]
+    pub(super) fn fork(&self, pid: u32) {
+        let (address, bytes) = self.wiped.lock().expect("no panic").expect("it was mapped");
+        // SAFETY: mapped below with that size; the test uses nothing of it at this moment.
+        unsafe { (address as *mut u8).write_bytes(0, bytes) };
+        self.pid.store(pid, SeqCst);
+    }
+
+    pub(super) fn no_memory(&self, none: bool) {
+        self.none_left.store(none, SeqCst);
+    }
+}
+
+#[allow(unsafe_code)]
+impl System for Fake {
+    fn identity(&self) -> Option<Identity> {
+        let pid = self.pid.load(SeqCst);
+        Some(Identity { pid, namespace: 7, start: u64::from(pid) * 10, image: 1 })
+    }
+
+    fn gone(&self, _me: &Identity, who: &Identity) -> bool {
+        self.dead.lock().expect("no panic").contains(&who.pid)
+    }
+
+    fn now(&self) -> u64 {
+        self.start.elapsed().as_nanos() as u64
+    }
+
+    fn nap(&self, _nanoseconds: u64) {
+        std::thread::yield_now();
+    }
+
+    fn map(&self, bytes: usize, wiped: bool) -> *mut u8 {
+        if self.none_left.load(SeqCst) {
+            return std::ptr::null_mut();
+        }
+        let layout = Layout::from_size_align(bytes, 64).expect("a layout");
+        // SAFETY: not of size zero.
+        let address = unsafe { alloc_zeroed(layout) };
+        if wiped {
+            *self.wiped.lock().expect("no panic") = Some((address as usize, bytes));
+        }
+        address
+    }
+
+    unsafe fn unmap(&self, address: *mut u8, bytes: usize) {
+        // SAFETY: as the caller promises, of `map`.
+        unsafe { dealloc(address, Layout::from_size_align(bytes, 64).expect("a layout")) };
+    }
+
+    fn pages(&self, each: &mut dyn FnMut(Found)) {
+        self.found.iter().copied().for_each(each);
+    }
+}
+
+impl World {
+    pub(super) fn new(pages: &[Pages]) -> Self {
+        let found = pages.iter().zip(b'a'..).map(|(pages, letter)| pair(*pages, letter)).collect();
+        Self { found, dead: Arc::default() }
+    }
+
+    fn fake(&self, pid: u32) -> Fake {
+        Fake {
+            found: self.found.clone(),
+            dead: Arc::clone(&self.dead),
+            pid: AtomicU32::new(pid),
+            wiped: Mutex::default(),
+            none_left: AtomicBool::new(false),
+            start: Instant::now(),
+        }
+    }
+
+    pub(super) fn process(&self, pid: u32) -> Process {
+        Ledger::new(self.fake(pid))
+    }
+
+    pub(super) fn kill(&self, pid: u32) {
+        self.dead.lock().expect("no panic").insert(pid);
+    }
+
+    fn accounts(&self) -> impl Iterator<Item = &'static AccountPage> {
+        self.found.iter().filter_map(|found| match found {
+            Found::Pair(_, account) => Some(*account),
+            Found::Refused => None,
+        })
+    }
+
+    pub(super) fn used(&self) -> Vec<u64> {
+        self.accounts().map(AccountPage::used).collect()
+    }
+
+    /// Who holds how much, by the slots of all pages.
+    pub(super) fn held(&self) -> Vec<(u32, u64)> {
+        let slots = self.accounts().flat_map(AccountPage::slots);
+        let living = slots.filter(|slot| slot.owner().state() == SlotState::Live);
+        living.map(|slot| (slot.owner().pid(), slot.weighs())).collect()
+    }
+
+    /// The node lowers or raises a limit.
+    pub(super) fn relimit(&self, index: usize, limit: u64) {
+        let Found::Pair(page, _) = self.found[index] else { panic!("no page") };
+        let (_, mut policy) = page.read().expect("a policy");
+        policy.memory.limit = limit;
+        page.replace(&policy).expect("it is replaced");
+    }
+}
+
+#[allow(unsafe_code)]
+fn pair(pages: Pages, letter: u8) -> Found {
+    let (limit, mig, flags) = match pages {
+        Pages::With { limit, flags } => (limit, None, flags),
+        Pages::Instance { limit, mig } => (limit, Some(mig), Flags::default()),
+        Pages::Refused => return Found::Refused,
+    };
+    let text = |letter: u8| Text::new(std::str::from_utf8(&[letter; 8]).expect("ASCII")).expect("fits");
+    let memory = Memory { limit, physical: 80 << 20, context: CONTEXT, ..Memory::default() };
+    let policy = Policy {
+        claim: text(b'z'),
+        share: text(letter),
+        gpu: GPU,
+        mig,
+        pci: Text::EMPTY,
+        memory,
+        compute: Compute::default(),
+        flags,
+    };
+    let mapped = |size: usize, head: &[u8]| {
+        // SAFETY: not of size zero, never freed, longer than its head.
+        unsafe {
+            let address = alloc_zeroed(Layout::from_size_align(size, 4096).expect("a layout"));
+            address.copy_from_nonoverlapping(head.as_ptr(), head.len());
+            address
+        }
+    };
+    // SAFETY: mapped for ever with these sizes.
+    unsafe {
+        let page = PolicyPage::at(mapped(policy::SIZE, &policy.encode()), policy::SIZE).expect("a page");
+        let account =
+            AccountPage::at(mapped(account::SIZE, &account::fresh()), account::SIZE).expect("a page");
+        Found::Pair(page, account)
+    }
+}
+
+/// The one device with a share.
+pub(super) fn device(process: &Process) -> Device<'_, Fake> {
+    match process.device(0, || Some([GPU; 2])) {
+        Standing::Share(device) => device,
+        standing => panic!("{standing:?}"),
+    }
+}
+
+/// Linear memory at `pointer`, which the driver granted as asked.
+pub(super) fn kept(device: Device<'_, Fake>, bytes: u64, pointer: u64) {
+    let reserved = device.reserve(bytes).expect("it fits");
+    reserved.keep_all(Kind::Linear { pointer, context: 1 }).expect("it is kept");
+}
+
+impl std::fmt::Debug for Fake {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Fake")
+    }
+}
