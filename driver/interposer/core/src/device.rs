@@ -256,7 +256,8 @@ impl<'a, S: System> Reservation<'a, S> {
             Kind::Module { handle, context } => (Class::Module, handle, context),
         };
         let managed = matches!(kind, Kind::Managed { .. });
-        self.device.insert(Entry::new(class, key, self.device.index, bytes, context).managed(managed))?;
+        let number = self.device.local.context(context);
+        self.device.insert(Entry::new(class, key, self.device.index, bytes, number).managed(managed))?;
         self.bytes = 0;
         Ok(())
     }

@@ -11,7 +11,7 @@
 
 use crate::device::Device;
 use crate::system::System;
-use crate::table::{Class, Entry, Table};
+use crate::table::{Class, Entry, MANY, Table};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
 use divvy_pages::{
@@ -61,6 +61,8 @@ pub(crate) struct Local {
     /// By the ordinal of a CUDA device: 0 not asked yet, 1 none, otherwise its index here plus 2.
     ordinals: [AtomicU32; ORDINALS],
     pub(crate) table: Table,
+    /// The contexts in which something is allocated, at their numbers less one.
+    contexts: [AtomicU64; MANY as usize],
     /// See [`crate::growing`].
     pub(crate) locks: [AtomicU32; 16],
     /// See [`crate::vmm`]: the number of the next physical allocation.
@@ -186,17 +188,26 @@ impl<S: System> Ledger<S> {
     /// A context is gone, and with it everything that was allocated in it.
     pub fn context_gone(&self, context: u64) {
         let Some(local) = self.local() else { return };
-        local.table.sweep(&self.system, |entry| {
-            let gone = match entry.class() {
-                Some(Class::Pointer | Class::Array | Class::Mipmap | Class::Module) => entry.extra == context,
-                Some(Class::Context) => entry.key == context,
-                _ => false,
-            };
-            if gone {
-                self.uncharge(local, entry);
+        if let Some(taken) = self.take(Class::Context, context) {
+            taken.freed();
+        }
+        for (place, number) in local.contexts.iter().zip(1..) {
+            if context == 0 || place.load(Acquire) != context {
+                continue;
             }
-            gone
-        });
+            local.table.sweep(&self.system, |entry| {
+                let in_context = matches!(
+                    entry.class(),
+                    Some(Class::Pointer | Class::Array | Class::Mipmap | Class::Module)
+                );
+                let gone = in_context && entry.extra() == number;
+                if gone {
+                    self.uncharge(local, entry);
+                }
+                gone
+            });
+            place.store(0, Release);
+        }
     }
 
     pub(crate) fn uncharge(&self, local: &Local, entry: &Entry) {
@@ -320,6 +331,24 @@ impl Local {
         };
         of(&|policy| policy.mig == Some(own))
             .or_else(|| of(&|policy| policy.mig.is_none() && (policy.gpu == own || policy.gpu == gpu)))
+    }
+
+    /// The number of a context, from 1; 0 where there are too many: what is allocated in those is given back
+    /// by its own free or with the process.
+    pub(crate) fn context(&self, context: u64) -> u64 {
+        let known = |place: &AtomicU64| place.load(Acquire) == context;
+        let claim = |place: &AtomicU64| match place.compare_exchange(0, context, AcqRel, Acquire) {
+            Ok(_) => true,
+            Err(now) => now == context,
+        };
+        let numbered = || self.contexts.iter().zip(1..);
+        if context == 0 {
+            return 0;
+        }
+        numbered()
+            .find(|(place, _)| known(place))
+            .or_else(|| numbered().find(|(place, _)| claim(place)))
+            .map_or(0, |(_, number)| number)
     }
 
     pub(crate) fn me(&self) -> Option<Identity> {

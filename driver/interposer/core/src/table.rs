@@ -1,36 +1,36 @@
 //! Which allocation is how large, so that its free can be given back.
 //!
-//! Sixteen shards by the hash of the key, each an array with open addressing and linear
-//! probing that is at most three quarters full. A removal shifts the entries behind it
+//! Eight shards by the hash of the key, each an array with open addressing and linear
+//! probing that is between half and three quarters full. A removal shifts the entries behind it
 //! back, so there are no tombstones and a lookup costs the same after a million frees as
-//! before. A shard doubles in memory of its own, under its lock: the lock is held for the few
+//! before. A shard grows into memory of its own, under its lock: the lock is held for the few
 //! memory accesses of one operation, by a thread of this process only, and no system call
 //! but that of growing is made under it. (A table without locks would have to move entries
 //! while others read them, for nothing: the driver serialises allocations itself.)
 //!
-//! An entry is three words: the key (an address or a handle), a packed value, and a word
-//! whose meaning the class gives.
+//! An entry is two words, the key (an address or a handle) and a packed value: with a hundred
+//! thousand of them the table still lies in a core's cache, and that is what a lookup costs.
 
 use crate::system::System;
 use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering::*};
 
-const SHARDS: usize = 16;
-/// Of a shard's first array: with the entries of 24 bytes, three pages of memory at most.
-const FIRST: u32 = 128;
+const SHARDS: usize = 8;
+/// Of a shard's first array: with entries of 16 bytes, a page of memory.
+const FIRST: u32 = 256;
 
 /// What a key is; the same number may be a key in several classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Class {
-    /// A device pointer. Extra: the context.
+    /// A device pointer. Extra: the number of its context.
     Pointer = 1,
-    /// A `CUarray`. Extra: the context.
+    /// A `CUarray`. Extra: the number of its context.
     Array = 2,
-    /// A `CUmipmappedArray`. Extra: the context.
+    /// A `CUmipmappedArray`. Extra: the number of its context.
     Mipmap = 3,
     /// A `CUcontext`.
     Context = 4,
-    /// A `CUmodule` or `CUlibrary`. Extra: the context.
+    /// A `CUmodule` or `CUlibrary`. Extra: the number of its context.
     Module = 5,
     /// A `CUmemoryPool`.
     Pool = 6,
@@ -40,12 +40,14 @@ pub enum Class {
     Handle = 8,
     /// Physical memory by its number. Extra: handles' references and mappings together.
     Object = 9,
-    /// A mapped address. Bytes: the number of its object. Extra: the length.
+    /// A mapped address. Bytes: the number of its object.
     Mapping = 10,
+    /// The same address. Bytes: how long the mapping is.
+    Length = 11,
 }
 
 impl Class {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Pointer,
         Self::Array,
         Self::Mipmap,
@@ -56,6 +58,7 @@ impl Class {
         Self::Handle,
         Self::Object,
         Self::Mapping,
+        Self::Length,
     ];
 }
 
@@ -63,38 +66,46 @@ impl Class {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub key: u64,
-    /// Bytes (bits 0 to 43), device (44 to 49), class (50 to 53), managed (54).
+    /// Bytes (bits 0 to 43), class (44 to 47), device (48 to 52), managed (53), extra (54 to 63).
     value: u64,
-    pub extra: u64,
 }
 
 const BYTES: u64 = (1 << 44) - 1;
+const MANAGED: u64 = 1 << 53;
+/// The largest extra. As a count it stands for "more than can be counted" and stays: such memory is
+/// charged until the process ends, never too little.
+pub(crate) const MANY: u64 = (1 << 10) - 1;
 
 impl Entry {
     pub fn new(class: Class, key: u64, device: u32, bytes: u64, extra: u64) -> Self {
-        Self { key, value: bytes.min(BYTES) | u64::from(device & 63) << 44 | (class as u64) << 50, extra }
+        let value = bytes.min(BYTES) | (class as u64) << 44 | u64::from(device & 31) << 48;
+        Self { key, value: value | extra.min(MANY) << 54 }
     }
 
     /// The same, of managed memory.
     #[must_use]
     pub fn managed(self, managed: bool) -> Self {
-        Self { value: self.value & !(1 << 54) | u64::from(managed) << 54, ..self }
+        Self { value: if managed { self.value | MANAGED } else { self.value & !MANAGED }, ..self }
     }
 
     pub fn is_managed(&self) -> bool {
-        self.value >> 54 & 1 == 1
+        self.value & MANAGED != 0
+    }
+
+    fn number(&self) -> u64 {
+        self.value >> 44 & 15
     }
 
     pub fn class(&self) -> Option<Class> {
-        Class::ALL.into_iter().find(|class| *class as u64 == self.value >> 50 & 15)
+        Class::ALL.into_iter().find(|class| *class as u64 == self.number())
     }
 
     fn is(&self, class: Class, key: u64) -> bool {
-        self.key == key && self.value >> 50 & 15 == class as u64
+        self.key == key && self.number() == class as u64
     }
 
     pub fn device(&self) -> u32 {
-        (self.value >> 44) as u32 & 63
+        (self.value >> 48) as u32 & 31
     }
 
     pub fn bytes(&self) -> u64 {
@@ -105,6 +116,27 @@ impl Entry {
     #[must_use]
     pub fn with_bytes(self, bytes: u64) -> Self {
         Self { value: self.value & !BYTES | bytes.min(BYTES), ..self }
+    }
+
+    pub fn extra(&self) -> u64 {
+        self.value >> 54
+    }
+
+    fn with_extra(self, extra: u64) -> Self {
+        Self { value: self.value & !(MANY << 54) | extra.min(MANY) << 54, ..self }
+    }
+
+    /// Counts one more in the extra.
+    pub(crate) fn hold(&mut self) {
+        *self = self.with_extra(self.extra() + 1);
+    }
+
+    /// Counts so many less in the extra; what is to become of the entry.
+    pub(crate) fn let_go(&mut self, count: u64) -> Then {
+        if self.extra() < MANY {
+            *self = self.with_extra(self.extra().saturating_sub(count));
+        }
+        if self.extra() == 0 { Then::Remove } else { Then::Keep }
     }
 }
 
@@ -122,7 +154,7 @@ pub struct Table {
 #[repr(align(64))]
 struct Shard {
     lock: AtomicU32,
-    /// Of the array; a power of two, or 0 before the first entry.
+    /// Of the array; 0 before the first entry.
     size: AtomicU32,
     count: AtomicU32,
     entries: AtomicPtr<Entry>,
@@ -210,8 +242,8 @@ impl Table {
     }
 
     fn shard(&self, hash: u64) -> &Shard {
-        // The index of an array of sixteen is four bits.
-        &self.shards[(hash >> 60) as usize % SHARDS]
+        // The index of an array of eight is three bits.
+        &self.shards[(hash >> 61) as usize % SHARDS]
     }
 }
 
@@ -262,8 +294,7 @@ impl Open<'_> {
 
     fn find(&mut self, hash: u64, class: Class, key: u64) -> Option<usize> {
         let array = self.array();
-        let mask = array.len().wrapping_sub(1);
-        let mut place = home(hash, mask);
+        let mut place = home(hash, array.len());
         // There is an empty entry: the array is never full.
         loop {
             let entry = array.get(place)?;
@@ -273,7 +304,7 @@ impl Open<'_> {
             if entry.is(class, key) {
                 return Some(place);
             }
-            place = (place + 1) & mask;
+            place = after(place, array.len());
         }
     }
 
@@ -283,34 +314,34 @@ impl Open<'_> {
             self.grow(system)?;
         }
         let array = self.array();
-        let mask = array.len().wrapping_sub(1);
-        let mut place = home(hash, mask);
+        let mut place = home(hash, array.len());
         loop {
+            let size = array.len();
             let room = array.get_mut(place).ok_or(NoRoom)?;
             if room.value == 0 {
                 *room = entry;
                 self.shard.count.store(count + 1, Relaxed);
                 return Ok(None);
             }
-            if entry.class().is_some_and(|class| room.is(class, entry.key)) {
+            if room.key == entry.key && room.number() == entry.number() {
                 return Ok(Some(core::mem::replace(room, entry)));
             }
-            place = (place + 1) & mask;
+            place = after(place, size);
         }
     }
 
     /// Empties a place and moves back what was pushed behind it.
     fn remove(&mut self, place: usize) {
         let array = self.array();
-        let mask = array.len().wrapping_sub(1);
+        let size = array.len();
+        // How many places `to` is behind `from`.
+        let behind = |from: usize, to: usize| if to >= from { to - from } else { to + size - from };
         let (mut hole, mut next) = (place, place);
         loop {
-            next = (next + 1) & mask;
+            next = after(next, size);
             let Some(entry) = array.get(next).copied().filter(|entry| entry.value != 0) else { break };
-            // How far the entry is from its home, and how far the hole is from the entry.
-            let pushed = next.wrapping_sub(home(hash(entry.key), mask)) & mask;
-            let back = next.wrapping_sub(hole) & mask;
-            if pushed >= back {
+            // It may move back to the hole unless its home lies behind that.
+            if behind(home(hash(entry.key), size), next) >= behind(hole, next) {
                 if let Some(room) = array.get_mut(hole) {
                     *room = entry;
                 }
@@ -318,7 +349,7 @@ impl Open<'_> {
             }
         }
         if let Some(room) = array.get_mut(hole) {
-            *room = Entry { key: 0, value: 0, extra: 0 };
+            *room = Entry { key: 0, value: 0 };
         }
         let count = self.shard.count.load(Relaxed);
         self.shard.count.store(count.saturating_sub(1), Relaxed);
@@ -327,7 +358,7 @@ impl Open<'_> {
     #[cold]
     fn grow(&mut self, system: &impl System) -> Result<(), NoRoom> {
         let old_size = self.shard.size.load(Relaxed);
-        let size = (old_size * 2).max(FIRST);
+        let size = (old_size + old_size / 2).max(FIRST);
         let bytes = (size as usize) * size_of::<Entry>();
         let mapped = system.map(bytes, false).cast::<Entry>();
         if mapped.is_null() || !mapped.is_aligned() {
@@ -336,11 +367,10 @@ impl Open<'_> {
         // SAFETY: a fresh mapping of that many entries that nobody else knows; zeros are valid entries.
         #[allow(unsafe_code)]
         let new = unsafe { core::slice::from_raw_parts_mut(mapped, size as usize) };
-        let mask = new.len().wrapping_sub(1);
         for entry in self.array().iter().filter(|entry| entry.value != 0) {
-            let mut place = home(hash(entry.key), mask);
+            let mut place = home(hash(entry.key), new.len());
             while new.get(place).is_some_and(|room| room.value != 0) {
-                place = (place + 1) & mask;
+                place = after(place, new.len());
             }
             if let Some(room) = new.get_mut(place) {
                 *room = *entry;
@@ -359,8 +389,13 @@ impl Open<'_> {
     }
 }
 
-/// Where an entry would lie in an array of `mask + 1`: the bits below those that chose the shard. The upper
-/// bits of the product spread addresses at equal distances evenly, the lower ones do not.
-fn home(hash: u64, mask: usize) -> usize {
-    ((hash << 4) >> (64 - mask.count_ones().clamp(1, 63))) as usize & mask
+/// The next place, round at the end.
+fn after(place: usize, size: usize) -> usize {
+    if place + 1 < size { place + 1 } else { 0 }
+}
+
+/// Where an entry would lie in an array of so many: by the bits below those that chose the shard, as a
+/// fraction of the size. (The upper bits of the product spread addresses at equal distances evenly.)
+fn home(hash: u64, size: usize) -> usize {
+    ((((hash << 3) >> 32) * size as u64) >> 32) as usize
 }

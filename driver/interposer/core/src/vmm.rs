@@ -29,7 +29,7 @@ impl<S: System> Reservation<'_, S> {
             match local.table.insert(&ledger.system, entry) {
                 Ok(None) => {}
                 // A handle that we believed in use: its release was not seen.
-                Ok(Some(old)) => ledger.drop_reference(local, old.bytes(), old.extra),
+                Ok(Some(old)) => ledger.drop_reference(local, old.bytes(), old.extra()),
                 Err(_) => {
                     local.table.remove(&ledger.system, Class::Object, object);
                     ledger.fault(Fault::NoTable);
@@ -73,10 +73,7 @@ impl<S: System> Ledger<S> {
     /// Before `cuMemRelease`. `None`: not ours, let it through.
     pub fn release(&self, handle: u64) -> Option<Release<'_, S>> {
         let local = self.local()?;
-        let before = local.table.change(&self.system, Class::Handle, handle, |entry| {
-            entry.extra = entry.extra.saturating_sub(1);
-            if entry.extra == 0 { Then::Remove } else { Then::Keep }
-        })?;
+        let before = local.table.change(&self.system, Class::Handle, handle, |entry| entry.let_go(1))?;
         Some(Release { ledger: self, local, handle, object: before.bytes(), done: false })
     }
 
@@ -100,8 +97,10 @@ impl<S: System> Ledger<S> {
         if !self.add_reference(local, object) {
             return;
         }
-        let mapping = Entry::new(Class::Mapping, address, entry.device(), object, length);
-        match local.table.insert(&self.system, mapping) {
+        let length = Entry::new(Class::Length, address, entry.device(), length, 0);
+        let mapping = Entry::new(Class::Mapping, address, entry.device(), object, 0);
+        let known = local.table.insert(&self.system, length);
+        match known.and_then(|_| local.table.insert(&self.system, mapping)) {
             Ok(None) => {}
             Ok(Some(old)) => self.drop_reference(local, old.bytes(), 1),
             // The reference stays: charged until the process ends, never too little.
@@ -119,19 +118,21 @@ impl<S: System> Ledger<S> {
             let Some(entry) = local.table.remove(&self.system, Class::Mapping, at) else {
                 return self.unmapped_all(local, at, end);
             };
+            let length = local.table.remove(&self.system, Class::Length, at).map_or(0, |entry| entry.bytes());
             self.drop_reference(local, entry.bytes(), 1);
-            at = at.saturating_add(entry.extra.max(1));
+            at = at.saturating_add(length.max(1));
         }
     }
 
     /// A range that begins with memory that is not ours: every mapping in it, one by one.
     #[cold]
     fn unmapped_all(&self, local: &Local, start: u64, end: u64) {
+        let inside = |class, entry: &Entry| entry.class() == Some(class) && (start..end).contains(&entry.key);
+        local.table.sweep(&self.system, |entry| inside(Class::Length, entry));
         loop {
             let mut found = None;
             local.table.sweep(&self.system, |entry| {
-                let inside = entry.class() == Some(Class::Mapping) && (start..end).contains(&entry.key);
-                let take = inside && found.is_none();
+                let take = found.is_none() && inside(Class::Mapping, entry);
                 if take {
                     found = Some(entry.bytes());
                 }
@@ -149,22 +150,22 @@ impl<S: System> Ledger<S> {
         if let Some(entry) = local.table.get(&self.system, Class::Mapping, address) {
             return Some(entry);
         }
-        let mut found = None;
+        let mut start = None;
         local.table.sweep(&self.system, |entry| {
-            if entry.class() == Some(Class::Mapping)
-                && address.checked_sub(entry.key).is_some_and(|at| at < entry.extra)
+            if entry.class() == Some(Class::Length)
+                && address.checked_sub(entry.key).is_some_and(|at| at < entry.bytes())
             {
-                found = Some(*entry);
+                start = Some(entry.key);
             }
             false
         });
-        found
+        local.table.get(&self.system, Class::Mapping, start?)
     }
 
     /// One reference of the program more: on the handle if it is there, else it is made.
     fn hold(&self, local: &Local, handle: u64, object: u64) {
         let held = local.table.change(&self.system, Class::Handle, handle, |entry| {
-            entry.extra = entry.extra.saturating_add(1);
+            entry.hold();
             Then::Keep
         });
         if held.is_none() {
@@ -180,18 +181,15 @@ impl<S: System> Ledger<S> {
     /// False where there is no such object.
     fn add_reference(&self, local: &Local, object: u64) -> bool {
         let added = local.table.change(&self.system, Class::Object, object, |entry| {
-            entry.extra = entry.extra.saturating_add(1);
+            entry.hold();
             Then::Keep
         });
         added.is_some()
     }
 
     pub(crate) fn drop_reference(&self, local: &Local, object: u64, count: u64) {
-        let after = local.table.change(&self.system, Class::Object, object, |entry| {
-            entry.extra = entry.extra.saturating_sub(count);
-            if entry.extra == 0 { Then::Remove } else { Then::Keep }
-        });
-        if let Some(entry) = after.filter(|entry| entry.extra == 0) {
+        let after = local.table.change(&self.system, Class::Object, object, |entry| entry.let_go(count));
+        if let Some(entry) = after.filter(|entry| entry.extra() == 0) {
             self.uncharge(local, &entry);
         }
     }
