@@ -18,16 +18,19 @@ fn main() {
     fs::write(out, table(&list, &implemented(Path::new("src")))).expect("OUT_DIR is writable");
 }
 
-/// The names that the sources define as entry points: `fn cuInit(` and ` | cuMemcpy_ptds(`.
+/// The names that the sources define as entry points: `fn cuInit(`, `fn cuMemcpy | cuMemcpy_ptds(`, and rows of names in
+/// the tables of macros.
 fn implemented(src: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for file in fs::read_dir(src).expect("src is a directory").flatten() {
         let text = fs::read_to_string(file.path()).unwrap_or_default();
         for line in text.lines().map(str::trim_start) {
             let line = line.strip_prefix("early ").unwrap_or(line);
-            let Some(rest) = line.strip_prefix("fn cu") else { continue };
-            let head = rest.split('(').next().unwrap_or_default();
-            names.extend(format!("cu{head}").split('|').map(|name| name.trim().to_owned()));
+            let row = line.split_once(": ").filter(|(kind, _)| kind.len() <= 3).map_or(line, |(_, row)| row);
+            let entry = line.strip_prefix("fn ").map(|rest| rest.split('(').next().unwrap_or_default());
+            let listed = entry.unwrap_or(if row.starts_with("cu") { row } else { "" });
+            let words = listed.split(|letter: char| !letter.is_alphanumeric() && letter != '_');
+            names.extend(words.filter(|word| word.starts_with("cu")).map(str::to_owned));
         }
     }
     names

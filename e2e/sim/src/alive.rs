@@ -42,6 +42,9 @@ impl Sim {
             if gpu.used_mib(gi) + process.memory_mib > memory_mib(gpu, gi) {
                 return Err(Code::Memory);
             }
+            if gpu.room_in_cgroup(process.pid).is_some_and(|room| process.memory_mib << 20 > room) {
+                return Err(Code::Memory);
+            }
             state.add_process(slot, process)?;
             Ok(Alive { pid, _lock: lock })
         })

@@ -23,6 +23,7 @@ pub mod control;
 pub mod draw;
 mod elf;
 pub mod ledger;
+mod limits;
 pub mod mig;
 mod modprobe;
 pub mod mps;

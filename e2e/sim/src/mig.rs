@@ -105,6 +105,7 @@ fn wipe(gpu: &mut Gpu) {
     gpu.instances.clear();
     gpu.processes.clear();
     gpu.holders.clear();
+    gpu.limits.clear();
     let old = gpu.health;
     gpu.health = Health {
         ecc_corrected_total: old.ecc_corrected_total,

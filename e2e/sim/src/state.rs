@@ -124,6 +124,22 @@ pub struct Gpu {
     pub holders: Vec<Holder>,
     #[serde(default, skip_serializing_if = "is_default")]
     pub health: Health,
+    /// Memory limits of cgroups; one ends with its cgroup.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub limits: Vec<CgroupLimit>,
+}
+
+/// What the processes of a cgroup may have of a GPU's memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CgroupLimit {
+    /// Its directory, as whoever set the limit saw it.
+    pub path: String,
+    /// Device and inode of that directory: another one of the same name has no limit.
+    pub directory: (u64, u64),
+    /// Bytes that are kept for them.
+    pub soft: u64,
+    /// Bytes that they have at most.
+    pub hard: u64,
 }
 
 /// MIG mode of a GPU.

@@ -244,6 +244,7 @@ fn boards(models: &[Model], options: &Options) -> Vec<Gpu> {
             processes: Vec::new(),
             holders: Vec::new(),
             health: Health::default(),
+            limits: Vec::new(),
         }
     };
     let mut boards: Vec<Gpu> = models.iter().enumerate().map(board).collect();

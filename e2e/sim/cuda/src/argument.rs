@@ -48,6 +48,16 @@ impl<T: Copy> Out<T> {
         Ok(unsafe { self.0.read() })
     }
 
+    pub(crate) const fn is_null(self) -> bool {
+        self.0.is_null()
+    }
+
+    /// So many elements on.
+    pub(crate) fn skip(self, count: usize) -> Outcome<Self> {
+        self.check()?;
+        Ok(Self(self.0.wrapping_add(count)))
+    }
+
     pub(crate) const fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())
     }
@@ -57,6 +67,10 @@ impl<T: Copy> Out<T> {
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct In<T>(*const T);
+
+impl<T> In<T> {
+    pub(crate) const NULL: Self = Self(std::ptr::null());
+}
 
 impl<T: Copy> In<T> {
     pub(crate) fn get(self) -> Outcome<T> {
@@ -74,6 +88,17 @@ impl<T: Copy> In<T> {
 
     pub(crate) const fn is_null(self) -> bool {
         self.0.is_null()
+    }
+}
+
+impl In<u8> {
+    /// The bytes up to a NUL; NULL is refused.
+    pub(crate) fn c_bytes<'t>(self) -> Outcome<&'t [u8]> {
+        if self.0.is_null() {
+            return Err(Code::InvalidValue);
+        }
+        // SAFETY: not NULL, and the caller says that it is text, which ends in NUL, and that lives during the call.
+        Ok(unsafe { CStr::from_ptr(self.0.cast()) }.to_bytes())
     }
 }
 

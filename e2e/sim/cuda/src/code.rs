@@ -12,11 +12,6 @@ macro_rules! codes {
             pub(crate) fn texts(number: u32) -> Option<(&'static str, &'static str)> {
                 match number { $($number => Some((concat!($symbol, "\0"), concat!($text, "\0"))),)* _ => None }
             }
-
-            /// The code of a number.
-            pub(crate) const fn of(number: u32) -> Option<Self> {
-                match number { $($number => Some(Self::$name),)* _ => None }
-            }
         }
     };
 }

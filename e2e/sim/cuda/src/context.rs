@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use divvy_sim::Guest;
 
@@ -11,10 +11,13 @@ use crate::code::Code;
 use crate::device::Device;
 use crate::frame::{Outcome, entry};
 use crate::process::Process;
+use crate::rules::rules;
+use crate::stream::{Queue, Stream};
+use crate::{array, linear, module};
 
 /// What a context takes of its device: page tables, local memory, the runtime's kernels. Real drivers take between 100
 /// and 600 MiB, by GPU and driver; this much is what 580 takes of an L4, roughly.
-pub(crate) const CONTEXT_BYTES: u64 = 300 << 20;
+const CONTEXT_BYTES: u64 = 300 << 20;
 /// `cuCtxGetApiVersion` of contexts that say no other.
 const API_VERSION: u32 = 3020;
 
@@ -28,11 +31,18 @@ pub(crate) struct Context {
     pub(crate) id: u64,
     pub(crate) device: &'static Device,
     pub(crate) guest: Arc<Guest>,
+    /// What it takes of the device.
+    bytes: u64,
     primary: bool,
     flags: AtomicU32,
     limits: [AtomicU64; 16],
     /// Nobody may use it while it is being destroyed.
-    pub(crate) closing: AtomicBool,
+    closing: AtomicBool,
+    /// Its default stream, once it was used.
+    pub(crate) legacy: OnceLock<&'static Stream>,
+    queue: Mutex<Queue>,
+    modules: Mutex<Vec<module::Handle>>,
+    arrays: Mutex<Vec<array::Handle>>,
 }
 
 /// A device's primary context.
@@ -88,7 +98,8 @@ impl Context {
     ) -> Outcome<&'static Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let guest = device.guest(process.sim)?;
-        if !guest.charge(CONTEXT_BYTES) {
+        let bytes = rules().and_then(|rules| rules.context).unwrap_or(CONTEXT_BYTES);
+        if !guest.charge(bytes) {
             device.leave();
             return Err(Code::OutOfMemory);
         }
@@ -97,11 +108,37 @@ impl Context {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             device,
             guest,
+            bytes,
             primary,
             flags: AtomicU32::new(flags),
             limits: [const { AtomicU64::new(0) }; 16],
             closing: AtomicBool::new(false),
+            legacy: OnceLock::new(),
+            queue: Mutex::default(),
+            modules: Mutex::default(),
+            arrays: Mutex::default(),
         })))
+    }
+
+    /// What its streams have under way.
+    pub(crate) fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Modules that end with it.
+    pub(crate) fn modules(&self) -> MutexGuard<'_, Vec<module::Handle>> {
+        self.modules.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Arrays that end with it.
+    pub(crate) fn arrays(&self) -> MutexGuard<'_, Vec<array::Handle>> {
+        self.arrays.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It lives, and its device works.
+    #[inline]
+    pub(crate) fn usable(&self) -> bool {
+        self.lives() && self.guest.works()
     }
 
     fn lives(&self) -> bool {
@@ -109,13 +146,23 @@ impl Context {
     }
 
     /// Ends it, with all that was made in it.
-    fn destroy(&'static self, process: &Process) {
+    fn destroy(&'static self, process: &'static Process) {
         if self.closing.swap(true, Ordering::AcqRel) {
             return;
         }
         self.magic.store(0, Ordering::Release);
-        process.memory.free_all_of(self);
-        self.guest.refund(CONTEXT_BYTES);
+        for module in std::mem::take(&mut *self.modules()) {
+            // The program may have unloaded it.
+            let _ = module::unload(process, module);
+        }
+        for array in std::mem::take(&mut *self.arrays()) {
+            let _ = array::destroy(array);
+        }
+        linear::end(process, self, self.primary);
+        if self.primary {
+            self.device.empty_pools();
+        }
+        self.guest.refund(self.bytes);
         self.device.leave();
     }
 }

@@ -3,7 +3,7 @@
 //! As the real driver does, a process that sees a MIG device sees nothing else: the first one, or the one that
 //! `CUDA_VISIBLE_DEVICES` names. A GPU in MIG mode is not seen as a whole.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use divvy_sim::catalogue::GpuModel;
 use divvy_sim::ledger::{EnterError, Place};
@@ -16,7 +16,10 @@ use crate::argument::{In, Out, Text, write_text};
 use crate::code::Code;
 use crate::context::Primary;
 use crate::frame::{Outcome, entry};
+use crate::handle::Handle;
+use crate::pool::Pool;
 use crate::process::Process;
+use crate::rules::rules;
 
 /// `CUuuid`.
 pub(crate) type Uuid = [u8; 16];
@@ -38,6 +41,16 @@ pub(crate) struct Device {
     /// Made with the first context or memory.
     guest: Mutex<Option<Arc<Guest>>>,
     pub(crate) primary: Mutex<Primary>,
+    pools: Mutex<Pools>,
+}
+
+/// A device's pools, made when they are first asked for.
+#[derive(Default)]
+struct Pools {
+    default: Option<Handle<Pool>>,
+    /// Where `cuMemAllocAsync` allocates, if not there.
+    current: Option<Handle<Pool>>,
+    graph: Option<Handle<Pool>>,
 }
 
 impl Device {
@@ -93,6 +106,53 @@ impl Device {
             memory: mig::memory_mib(gpu, instance.map(|(gi, _)| gi.id)) << 20,
             guest: Mutex::new(None),
             primary: Mutex::default(),
+            pools: Mutex::default(),
+        }
+    }
+
+    fn pools(&self) -> MutexGuard<'_, Pools> {
+        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn default_pool(&'static self, process: &'static Process) -> Handle<Pool> {
+        *self.pools().default.get_or_insert_with(|| Pool::of_device(process, self))
+    }
+
+    pub(crate) fn graph_pool(&'static self, process: &'static Process) -> Handle<Pool> {
+        *self.pools().graph.get_or_insert_with(|| Pool::of_device(process, self))
+    }
+
+    /// The pool that stream-ordered allocations come from.
+    pub(crate) fn pool(&'static self, process: &'static Process) -> Handle<Pool> {
+        let current = self.pools().current;
+        current.unwrap_or_else(|| self.default_pool(process))
+    }
+
+    pub(crate) fn set_pool(&self, pool: Handle<Pool>) {
+        self.pools().current = Some(pool);
+    }
+
+    /// The pool is destroyed: the default one takes its place.
+    pub(crate) fn forget_pool(&self, pool: Handle<Pool>) {
+        self.pools().current.take_if(|current| *current == pool);
+    }
+
+    /// What a synchronisation does to pools.
+    pub(crate) fn settle_pools(&self) {
+        let (default, current) = {
+            let pools = self.pools();
+            (pools.default, pools.current)
+        };
+        for pool in default.into_iter().chain(current) {
+            pool.get().into_iter().for_each(Pool::settle);
+        }
+    }
+
+    /// The device is reset: its pools let go of all.
+    pub(crate) fn empty_pools(&self) {
+        let pools = self.pools();
+        for pool in [pools.default, pools.current, pools.graph].into_iter().flatten() {
+            pool.get().into_iter().for_each(|pool| pool.trim(0));
         }
     }
 
@@ -111,6 +171,9 @@ impl Device {
             EnterError::Denied => Code::NotPermitted,
             EnterError::Io(_) => Code::OperatingSystem,
         })?;
+        if rules().is_some_and(|rules| rules.order) {
+            entered.run_in_order();
+        }
         *guest = Some(Arc::clone(&entered));
         Ok(entered)
     }

@@ -1,6 +1,9 @@
 //! Initialising, versions, errors, and the functions themselves: what works before `cuInit`.
 
 use std::ffi::{c_char, c_void};
+use std::fs::File;
+use std::io::Write;
+use std::sync::OnceLock;
 
 use crate::argument::{Out, Text};
 use crate::code::Code;
@@ -51,6 +54,14 @@ entry! {
     }
 }
 
+/// Where to write down what was asked for, a line each: for tests of those who ask.
+fn asked() -> Option<&'static File> {
+    static ASKED: OnceLock<Option<File>> = OnceLock::new();
+    let open =
+        || File::options().append(true).create(true).open(std::env::var_os("DIVVY_SIM_CUDA_ASKED")?).ok();
+    ASKED.get_or_init(open).as_ref()
+}
+
 /// Not finding a function is told by NULL and a status; the first version, which has no status, calls it NOT_FOUND.
 fn look_up(
     name: Text,
@@ -62,14 +73,24 @@ fn look_up(
     let name = name.get()?;
     pointer.check()?;
     let version = u32::try_from(version).map_err(|_| Code::InvalidValue)?;
-    if version > process::driver_version()? || flags & !(LEGACY_STREAM | OWN_STREAM) != 0 {
+    if flags & !(LEGACY_STREAM | OWN_STREAM) != 0 {
         return Err(Code::InvalidValue);
     }
+    let too_new = version > process::driver_version()?;
     let (found, told) = match symbols::resolve(name, version, flags & OWN_STREAM != 0) {
+        _ if too_new => (std::ptr::null(), 0),
         Ok(symbol) => (symbol.pointer.0.cast(), 0),
         Err(Missing::Symbol) => (std::ptr::null(), 1),
         Err(Missing::Version) => (std::ptr::null(), 2),
     };
+    if let Some(file) = asked() {
+        let got = symbols::at_address(found).map_or("-", |symbol| symbol.name);
+        // One write of one line; a log that cannot be written is not the caller's business.
+        let _ = (&*file).write_all(format!("{name} {version} {flags} {got}\n").as_bytes());
+    }
+    if too_new {
+        return Err(Code::InvalidValue);
+    }
     pointer.set(found)?;
     match status {
         Some(status) => status.offer(told),

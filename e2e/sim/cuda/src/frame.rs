@@ -4,32 +4,47 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::code::Code;
 use crate::process::{self, Process};
-use crate::symbols;
+use crate::{rules, symbols};
 
 pub(crate) type Outcome<T = ()> = Result<T, Code>;
 
 /// A call that needs `cuInit`.
 #[inline]
 pub(crate) fn call(at: usize, body: impl FnOnce(&'static Process) -> Outcome) -> u32 {
-    symbols::count(at);
-    let process = match process::current() {
-        Ok(process) => process,
-        Err(code) => return code as u32,
-    };
-    guarded(|| body(process))
+    let mut body = Some(body);
+    initialised(at, &mut |process| body.take().map_or(Err(Code::Unknown), |body| body(process)))
 }
 
 /// A call that works before it.
 #[inline]
 pub(crate) fn call_early(at: usize, body: impl FnOnce() -> Outcome) -> u32 {
-    symbols::count(at);
-    guarded(body)
+    let mut body = Some(body);
+    framed(at, &mut || body.take().map_or(Err(Code::Unknown), |body| body()))
+}
+
+/// A call of a function that is not there.
+pub(crate) fn call_missing(at: usize) -> u32 {
+    framed(at, &mut || Err(Code::NotSupported))
+}
+
+// One of each for the hundreds of functions: an indirect call costs less than so much code.
+#[inline(never)]
+fn initialised(at: usize, body: &mut dyn FnMut(&'static Process) -> Outcome) -> u32 {
+    match process::current() {
+        Ok(process) => framed(at, &mut || body(process)),
+        Err(code) => {
+            symbols::count(at);
+            code as u32
+        }
+    }
 }
 
 #[inline]
-fn guarded(body: impl FnOnce() -> Outcome) -> u32 {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(())) => 0,
+fn framed(at: usize, body: &mut dyn FnMut() -> Outcome) -> u32 {
+    symbols::count(at);
+    let ruled = || if rules::any() { rules::around(at, body) } else { body().map(|()| 0) };
+    match catch_unwind(AssertUnwindSafe(ruled)) {
+        Ok(Ok(code)) => code,
         Ok(Err(code)) => code as u32,
         Err(_) => Code::Unknown as u32,
     }

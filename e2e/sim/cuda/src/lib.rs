@@ -12,19 +12,35 @@
 //! - [`symbols`]: the table, and `cuGetProcAddress` on it.
 //! - [`frame`]: what every call passes through; [`argument`]: what crosses the boundary.
 //! - [`process`]: what `cuInit` makes; [`device`], [`context`]: GPUs and contexts.
-//! - [`memory`]: allocations and their addresses; the other modules: entry points by subject.
+//! - [`memory`]: allocations and their addresses, and [`content`] that stands for what is in them; [`linear`], [`pool`],
+//!   [`array`], [`physical`], [`ipc`], [`copy`]: the kinds of memory.
+//! - [`stream`], [`module`], [`launch`], [`graph`]: work, which takes time and computes nothing.
+//! - [`rules`]: calls that fail, wait, or kill the process.
 //!
 //! The library finds its simulator from the path of its own file, as the simulated NVML does.
 #![allow(unsafe_code, reason = "the C boundary: exported symbols, and pointers that C programs give")]
 #![allow(non_snake_case, reason = "entry points have the names of CUDA's headers")]
 
 mod argument;
+mod array;
 mod code;
+mod content;
 mod context;
+mod copy;
 mod device;
 mod entry;
+mod export;
 mod frame;
-mod info;
+mod graph;
+mod handle;
+mod ipc;
+mod launch;
+mod linear;
 mod memory;
+mod module;
+mod physical;
+mod pool;
 mod process;
+mod rules;
+mod stream;
 mod symbols;

@@ -3,16 +3,21 @@
 //! Device addresses lie in one range that nothing else uses, in rooms of a power of two: the room's size and number are
 //! read off an address, so that finding an allocation by any address in it, making one and freeing one cost the same
 //! at any count. A freed room is the next to be used, as with the real driver, where addresses come back at once.
+//! Memory that the host may touch as well (managed and pinned) is mapped where the kernel likes.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use divvy_sim::Guest;
 use divvy_sim::ledger::GRANULE;
 
-use crate::argument::Out;
 use crate::code::Code;
-use crate::context::{self, Context};
-use crate::frame::{Outcome, entry};
+use crate::content::Content;
+use crate::context::Context;
+use crate::frame::Outcome;
+use crate::handle::Handle;
+use crate::ipc;
+use crate::pool::Pool;
 
 /// Device addresses begin here: above what programs are linked to, below where the kernel maps files.
 const BASE: u64 = 1 << 44;
@@ -21,12 +26,33 @@ const REGION_BITS: u32 = 41;
 /// The smallest room is a granule.
 const SMALLEST_BITS: u32 = GRANULE.trailing_zeros();
 const REGIONS: usize = 32;
+/// Above all of these: reserved addresses, see [`crate::physical`].
+pub(crate) const END: u64 = BASE + ((REGIONS as u64) << REGION_BITS);
 
-/// What an allocation is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Kind {
-    /// By `cuMemAlloc` and its like.
-    Linear,
+/// Who pays for an allocation, and so what it is.
+#[derive(Clone)]
+pub(crate) enum Payer {
+    /// This process, on one device.
+    Guest(Arc<Guest>),
+    /// A pool that has reserved it.
+    Pool(Handle<Pool>),
+    /// A device's pool for graphs, while the allocation of a graph's node is there; its address stays the node's.
+    Graph { pool: Handle<Pool>, live: bool },
+    /// Another process: memory that it shares.
+    Stranger,
+    /// Nobody but the host: pinned or managed memory, of which so many bytes are on a device now.
+    Host(Host),
+}
+
+/// Memory of the host that devices may use.
+#[derive(Clone)]
+pub(crate) struct Host {
+    pub(crate) managed: bool,
+    /// Given by the program, not made here.
+    pub(crate) registered: bool,
+    pub(crate) flags: u32,
+    /// On whose device it is now, managed memory only.
+    pub(crate) resident: Option<Arc<Guest>>,
 }
 
 /// An allocation.
@@ -34,23 +60,14 @@ pub(crate) struct Block {
     pub(crate) address: u64,
     /// As asked for.
     pub(crate) size: u64,
-    pub(crate) kind: Kind,
-    /// Id of the context it was made in.
-    pub(crate) context: u64,
-    /// Who pays for it, on which device.
-    pub(crate) guest: Arc<Guest>,
-    pub(crate) ordinal: i32,
+    pub(crate) payer: Payer,
+    /// The context it was made in.
+    pub(crate) context: &'static Context,
     /// Tells it from others that had its address.
     pub(crate) id: u64,
     /// Its content, once there is some.
-    content: Content,
+    pub(crate) content: Content,
 }
-
-/// Host memory that stands for an allocation's content.
-struct Content(*mut u8, usize);
-
-// SAFETY: only an address; who copies through it answers for that.
-unsafe impl Send for Content {}
 
 /// All allocations of the process.
 #[derive(Default)]
@@ -60,6 +77,8 @@ pub(crate) struct Memory {
 
 struct Space {
     regions: [Region; REGIONS],
+    /// Managed and pinned memory, by address.
+    hosts: BTreeMap<u64, Block>,
     made: u64,
 }
 
@@ -72,7 +91,7 @@ struct Region {
 
 impl Default for Space {
     fn default() -> Self {
-        Self { regions: std::array::from_fn(|_| Region::default()), made: 0 }
+        Self { regions: std::array::from_fn(|_| Region::default()), hosts: BTreeMap::new(), made: 0 }
     }
 }
 
@@ -97,6 +116,13 @@ fn region_for(size: u64) -> Option<usize> {
 
 impl Space {
     fn insert(&mut self, mut block: Block) -> Outcome<u64> {
+        self.made += 1;
+        block.id = self.made;
+        if matches!(block.payer, Payer::Host(_)) {
+            let address = block.address;
+            self.hosts.insert(address, block);
+            return Ok(address);
+        }
         let index = region_for(block.size).ok_or(Code::OutOfMemory)?;
         let region = &mut self.regions[index];
         let room = match region.empty.pop() {
@@ -107,43 +133,54 @@ impl Space {
             }
             None => return Err(Code::OutOfMemory),
         };
-        self.made += 1;
-        block.id = self.made;
-        block.address = BASE + ((index as u64) << REGION_BITS) + ((room as u64) << room_bits(index));
-        let address = block.address;
+        let address = BASE + ((index as u64) << REGION_BITS) + ((room as u64) << room_bits(index));
+        block.address = address;
         region.rooms[room] = Some(block);
         Ok(address)
     }
 
     fn find(&mut self, address: u64) -> Option<&mut Block> {
-        let (region, room) = room_of(address)?;
-        let block = self.regions.get_mut(region)?.rooms.get_mut(room)?.as_mut()?;
+        let block = match room_of(address) {
+            Some((region, room)) => self.regions.get_mut(region)?.rooms.get_mut(room)?.as_mut()?,
+            None => self.hosts.range_mut(..=address).next_back()?.1,
+        };
         (address - block.address < block.size).then_some(block)
     }
 
     fn remove(&mut self, address: u64) -> Option<Block> {
-        let (region, room) = room_of(address)?;
+        let Some((region, room)) = room_of(address) else { return self.hosts.remove(&address) };
         let region = self.regions.get_mut(region)?;
         let block = region.rooms.get_mut(room)?.take_if(|block| block.address == address)?;
         region.empty.push(room as u32);
         Some(block)
     }
-}
 
-impl Block {
-    fn give_back(self) {
-        self.guest.refund(self.size);
-        self.content.unmap();
+    fn blocks(&self) -> impl Iterator<Item = &Block> {
+        self.regions.iter().flat_map(|region| region.rooms.iter().flatten()).chain(self.hosts.values())
     }
 }
 
-impl Content {
-    const NONE: Self = Self(std::ptr::null_mut(), 0);
+impl Block {
+    /// Whoever has paid gets back what it paid.
+    fn give_back(self) {
+        match self.payer {
+            Payer::Guest(guest) => {
+                guest.refund(self.size);
+                ipc::withdraw(self.id);
+            }
+            Payer::Pool(pool) | Payer::Graph { pool, live: true } => {
+                pool.get().into_iter().for_each(|pool| pool.give(self.size))
+            }
+            Payer::Host(Host { resident: Some(guest), .. }) => guest.refund(self.size),
+            Payer::Stranger | Payer::Host(_) | Payer::Graph { live: false, .. } => {}
+        }
+        self.content.unmap();
+    }
 
-    fn unmap(self) {
-        if !self.0.is_null() {
-            // SAFETY: mapped by `content_at` with that length, and its allocation is gone.
-            unsafe { libc::munmap(self.0.cast(), self.1) };
+    pub(crate) const fn host(&self) -> Option<&Host> {
+        match &self.payer {
+            Payer::Host(host) => Some(host),
+            _ => None,
         }
     }
 }
@@ -154,74 +191,123 @@ impl Memory {
     }
 
     /// Memory of the context's device.
-    pub(crate) fn allocate(&self, context: &Context, size: u64, kind: Kind) -> Outcome<u64> {
+    pub(crate) fn allocate(&self, context: &'static Context, size: u64) -> Outcome<u64> {
         if size == 0 {
             return Err(Code::InvalidValue);
         }
         if !context.guest.charge(size) {
             return Err(Code::OutOfMemory);
         }
-        let block = Block {
-            address: 0,
-            size,
-            kind,
-            context: context.id,
-            guest: Arc::clone(&context.guest),
-            ordinal: context.device.ordinal,
-            id: 0,
-            content: Content::NONE,
-        };
-        let made = self.lock().insert(block);
-        if made.is_err() {
-            context.guest.refund(size);
-        }
-        made
+        self.add(context, size, Payer::Guest(Arc::clone(&context.guest)), 0, Content::NONE)
     }
 
-    /// Frees what begins at that address; INVALID_VALUE if nothing does.
-    pub(crate) fn free(&self, address: u64) -> Outcome {
-        let block = self.lock().remove(address).ok_or(Code::InvalidValue)?;
-        block.give_back();
+    /// Enters an allocation that is paid for, at that address if it is the host's. Not entered, it is given back.
+    pub(crate) fn add(
+        &self,
+        context: &'static Context,
+        size: u64,
+        payer: Payer,
+        address: u64,
+        content: Content,
+    ) -> Outcome<u64> {
+        let block = Block { address, size, payer: payer.clone(), context, id: 0, content };
+        let added = self.lock().insert(block);
+        if added.is_err() {
+            Block { address, size, payer, context, id: 0, content: Content::NONE }.give_back();
+        }
+        added
+    }
+
+    /// Frees what begins at that address and is of that sort; INVALID_VALUE if nothing is.
+    pub(crate) fn free(&self, address: u64, sort: impl FnOnce(&Block) -> bool) -> Outcome {
+        let block = {
+            let mut space = self.lock();
+            let found = space.find(address).filter(|block| block.address == address && sort(block));
+            match &mut found.ok_or(Code::InvalidValue)?.payer {
+                Payer::Graph { pool, live } if *live => {
+                    *live = false;
+                    let (pool, size) = (*pool, space.find(address).map_or(0, |block| block.size));
+                    drop(space);
+                    pool.get()?.give(size);
+                    return Ok(());
+                }
+                Payer::Graph { .. } => return Err(Code::InvalidValue),
+                _ => space.remove(address),
+            }
+        };
+        block.ok_or(Code::InvalidValue)?.give_back();
         Ok(())
     }
 
-    /// Looks at the allocation that an address is in.
-    pub(crate) fn look<T>(&self, address: u64, look: impl FnOnce(&Block) -> T) -> Option<T> {
-        self.lock().find(address).map(|block| look(block))
-    }
-
-    /// Frees all that was made in a context.
-    pub(crate) fn free_all_of(&self, context: &Context) {
+    /// Takes out a graph's allocation that is not there, with its address.
+    pub(crate) fn forget(&self, address: u64) {
         let mut space = self.lock();
-        let mine = |block: &Block| block.context == context.id;
-        let addresses: Vec<u64> = space
-            .regions
-            .iter()
-            .flat_map(|region| {
-                region.rooms.iter().flatten().filter(|block| mine(block)).map(|block| block.address)
-            })
-            .collect();
-        for address in addresses {
-            if let Some(block) = space.remove(address) {
-                block.give_back();
-            }
+        if space.find(address).is_some_and(|block| matches!(block.payer, Payer::Graph { live: false, .. })) {
+            drop(space.remove(address));
         }
     }
-}
 
-fn allocate(process: &crate::process::Process, address: Out<u64>, size: u64) -> Outcome {
-    address.check()?;
-    let context = context::current()?;
-    address.set(process.memory.allocate(context, size, Kind::Linear)?)
-}
-
-entry! {
-    fn cuMemAlloc_v2(process; address: Out<u64>, size: u64) {
-        allocate(process, address, size)
+    /// Host memory that stands for so many bytes at an address: what a copy reads or writes.
+    pub(crate) fn place(&self, address: u64, length: u64) -> Outcome<*mut u8> {
+        let found = self.with(address, |block| {
+            let offset = address - block.address;
+            if length > block.size - offset {
+                return Err(Code::InvalidValue);
+            }
+            if block.host().is_some() {
+                return Ok(address as *mut u8);
+            }
+            let size = block.size;
+            let place = block.content.place(size)?;
+            Ok(place.wrapping_add(usize::try_from(offset).map_err(|_| Code::InvalidValue)?))
+        });
+        match found {
+            Some(place) => place,
+            None if (BASE..END).contains(&address) => Err(Code::InvalidValue),
+            None => Ok(address as *mut u8),
+        }
     }
 
-    fn cuMemFree_v2(process; address: u64) {
-        context::current()?;
-        if address == 0 { Ok(()) } else { process.memory.free(address) }
+    /// Looks at the allocation that an address is in, and may change it.
+    pub(crate) fn with<T>(&self, address: u64, look: impl FnOnce(&mut Block) -> T) -> Option<T> {
+        self.lock().find(address).map(look)
+    }
+
+    /// Frees all that is of that sort.
+    pub(crate) fn free_all(&self, sort: impl Fn(&Block) -> bool) {
+        let gone: Vec<Block> = {
+            let mut space = self.lock();
+            let addresses: Vec<u64> =
+                space.blocks().filter(|block| sort(block)).map(|block| block.address).collect();
+            addresses.into_iter().filter_map(|address| space.remove(address)).collect()
+        };
+        gone.into_iter().for_each(Block::give_back);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn any_address_of_a_room_names_it(size in 1..=1_u64 << 40, room in 0..1000_u64, within: u64) {
+            let region = region_for(size).expect("a region");
+            prop_assert!(size <= 1 << room_bits(region));
+            prop_assert!(region == 0 || size > 1 << (room_bits(region) - 1));
+            let rooms = 1 << (REGION_BITS - room_bits(region));
+            let room = room % rooms;
+            let address = BASE + ((region as u64) << REGION_BITS) + (room << room_bits(region)) + within % size;
+            prop_assert_eq!(room_of(address), Some((region, room as usize)));
+        }
+    }
+
+    #[test]
+    fn other_addresses_name_none() {
+        assert_eq!(room_of(BASE - 1), None);
+        assert_eq!(room_of(END), None);
+        assert_eq!(region_for(u64::MAX), None);
+        assert_eq!(region_for((1 << 40) + 1), None);
     }
 }

@@ -16,6 +16,8 @@ use crate::code::Code;
 use crate::device::Device;
 use crate::frame::Outcome;
 use crate::memory::Memory;
+use crate::physical::Physical;
+use crate::rules;
 
 static PROCESS: OnceLock<Process> = OnceLock::new();
 static INITIALISING: Mutex<()> = Mutex::new(());
@@ -28,6 +30,7 @@ pub(crate) struct Process {
     /// By ordinal.
     pub(crate) devices: Vec<Device>,
     pub(crate) memory: Memory,
+    pub(crate) physical: Physical,
 }
 
 /// The process, once it is initialised.
@@ -54,6 +57,7 @@ pub(crate) fn init() -> Outcome {
     if current().is_ok() {
         return Ok(());
     }
+    rules::read()?;
     let sim = sim()?;
     let state = sim.read().map_err(|_| Code::OperatingSystem)?;
     let visible = sim.visible();
@@ -65,7 +69,7 @@ pub(crate) fn init() -> Outcome {
     if devices.is_empty() {
         return Err(Code::NoDevice);
     }
-    let process = Process { sim, devices, memory: Memory::default() };
+    let process = Process { sim, devices, memory: Memory::default(), physical: Physical::default() };
     if PROCESS.set(process).is_err() {
         return Err(Code::Unknown);
     }
@@ -117,6 +121,6 @@ fn own_file() -> Option<PathBuf> {
     // SAFETY: dladdr succeeded, so the name is a string that lives as long as this code is loaded.
     let name = unsafe { CStr::from_ptr(info.dli_fname) };
     let path = PathBuf::from(OsStr::from_bytes(name.to_bytes()));
-    // Of a program, the loader knows the name it was called by.
-    if path.is_absolute() { Some(path) } else { env::current_exe().ok() }
+    // Of a program, the loader knows the name it was called by, which may be no path.
+    path.canonicalize().or_else(|_| env::current_exe()).ok()
 }

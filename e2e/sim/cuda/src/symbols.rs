@@ -4,16 +4,24 @@
 //! its own functions. Each stub counts its calls in a place of its own: functions that were all alike would be merged
 //! into one, and nobody could tell which was reached.
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::argument::Text;
-use crate::code::Code;
+use crate::array::*;
 use crate::context::*;
+use crate::copy::*;
 use crate::device::*;
 use crate::entry::*;
-use crate::info::*;
-use crate::memory::*;
+use crate::export::*;
+use crate::graph::*;
+use crate::ipc::*;
+use crate::launch::*;
+use crate::linear::*;
+use crate::module::*;
+use crate::physical::*;
+use crate::pool::*;
+use crate::stream::*;
 
 /// A function of the library.
 pub(crate) struct Symbol {
@@ -40,7 +48,7 @@ macro_rules! stub {
     ($name:ident) => {
         #[unsafe(no_mangle)]
         extern "C" fn $name() -> u32 {
-            $crate::frame::call_early(at::$name, || Err(Code::NotSupported))
+            $crate::frame::call_missing(at::$name)
         }
     };
 }
@@ -90,6 +98,11 @@ pub(crate) fn resolve(name: &str, version: u32, own_stream: bool) -> Result<&'st
         let any = known().any(|symbol| symbol.base == name || symbol.name == name);
         if any { Missing::Version } else { Missing::Symbol }
     })
+}
+
+/// The symbol at an address.
+pub(crate) fn at_address(address: *const c_void) -> Option<&'static Symbol> {
+    SYMBOLS.iter().find(|symbol| symbol.pointer.0.cast() == address)
 }
 
 /// A string of the table as C reads it.

@@ -24,6 +24,18 @@ fn scenario() {
         },
         ["free", address] => cuda.free(address.parse().expect("a number")).to_string(),
         ["info"] => format!("{:?}", cuda.info()),
+        // Until it is killed.
+        ["churn"] => {
+            println!("> begun");
+            let mut kept = std::collections::VecDeque::new();
+            for size in (1..64).cycle() {
+                kept.push_back(cuda.alloc(size * 4096).expect("memory"));
+                if kept.len() > 16 {
+                    assert_eq!(kept.pop_front().map(|address| cuda.free(address)), Some(SUCCESS));
+                }
+            }
+            String::new()
+        }
         other => panic!("no scenario {other:?}"),
     });
 }
@@ -86,6 +98,26 @@ fn what_a_process_uses_is_seen_and_gone_when_it_is_killed() {
     first.kill();
     node.sim.update(|state| state.set_recovery_action(0, 0)).expect("a change");
     assert_eq!(node.processes(0), []);
+}
+
+#[test]
+fn memory_is_exact_whenever_processes_are_killed() {
+    let node = Node::up("L4");
+    let cuda = node.cuda();
+    for round in 0..20 {
+        let mut churners = [node.program("calls"), node.program("calls"), node.program("calls")];
+        for program in &mut churners {
+            program.ask("init");
+            program.ask("current");
+            assert_eq!(program.ask("churn"), "begun");
+        }
+        // Each round finds them elsewhere.
+        std::thread::sleep(std::time::Duration::from_micros(round * 373 % 2000));
+        churners.iter_mut().for_each(Program::kill);
+        assert_eq!(node.processes(0), [(std::process::id(), 300)]);
+        let (free, total) = cuda.info().expect("information");
+        assert_eq!(total - free, CONTEXT, "round {round}");
+    }
 }
 
 #[test]

@@ -147,6 +147,9 @@ pub(super) struct Up {
     /// Version of the GPU driver
     #[arg(long, default_value = "580.95.05")]
     pub(super) driver: String,
+    /// Version of CUDA that it speaks
+    #[arg(long, default_value = "13.0", value_parser = cuda_version)]
+    pub(super) cuda: (u32, u32),
     /// Nodes with different seeds have different GPUs
     #[arg(long, default_value_t = 0)]
     pub(super) seed: u64,
@@ -295,6 +298,15 @@ impl Kind {
             Self::Mps => ProcessKind::Mps,
         }
     }
+}
+
+/// `13.0`.
+fn cuda_version(text: &str) -> Result<(u32, u32), String> {
+    let parse = || {
+        let (major, minor) = text.split_once('.')?;
+        Some((major.parse().ok()?, minor.parse().ok()?))
+    };
+    parse().ok_or_else(|| "write major and minor version as 13.0".to_owned())
 }
 
 fn instance(text: &str) -> Result<(u32, u32), String> {

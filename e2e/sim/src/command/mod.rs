@@ -125,6 +125,7 @@ fn bring_up(wanted: args::Up) -> Result<()> {
     };
     let mut options = up::Options::new(library, multicall);
     options.driver = wanted.driver;
+    options.cuda = wanted.cuda;
     options.seed = wanted.seed;
     options.numa_nodes = wanted.numa_nodes;
     options.host = Host {

@@ -67,6 +67,7 @@ impl Guest {
                 Ordering::Relaxed,
             );
         }
+        own.work.forget();
         let number = own.number.load(Ordering::Relaxed) as u32;
         Ok(Self { ledger: Arc::clone(ledger), locks, row, part: index, number: Mutex::new(Some(number)) })
     }
@@ -103,6 +104,27 @@ impl Guest {
     /// Bytes that this process uses of the part.
     pub fn used(&self) -> u64 {
         self.own().used.load(Ordering::Relaxed) * GRANULE
+    }
+
+    /// Number of the process, different from those of all others that live.
+    pub fn owner(&self) -> u64 {
+        self.ledger.get().owners[self.row].load(Ordering::Relaxed)
+    }
+
+    pub(super) fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    pub(super) const fn locks(&self) -> Locks {
+        self.locks
+    }
+
+    pub(super) const fn row(&self) -> usize {
+        self.row
+    }
+
+    pub(super) const fn part_index(&self) -> usize {
+        self.part
     }
 
     fn own(&self) -> &Row {
@@ -177,6 +199,7 @@ impl Ledger {
         let row = &map.rows[at];
         let index = row.part.load(Ordering::Relaxed) as usize;
         if let Some(part) = map.parts.get(index) {
+            self.drop_work(index, at);
             if let Some(intent) = Intent::unpack(row.intent.load(Ordering::Acquire)) {
                 let word = Word::unpack(part.word.load(Ordering::Acquire));
                 let last = word.row == at && word.number == intent.number;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use super::engine::{Engine, Work, slice};
 use super::locks::{self, Locks};
 use super::{GRANULE, Use};
 use crate::mig::memory_mib;
@@ -15,7 +16,7 @@ use crate::state::State;
 /// Name of the file in the state's directory.
 const FILE: &str = "cuda";
 /// Changes with the layout.
-const MAGIC: u64 = 0x6469_7676_7963_7503;
+const MAGIC: u64 = 0x6469_7676_7963_7504;
 /// As many guests at once; the part's word has twelve bits for them.
 pub(super) const ROWS: usize = 4096;
 /// Parts of a GPU: the whole, and the GPU instances 0 to 14.
@@ -48,6 +49,7 @@ pub(super) struct Part {
     pub(super) flags: AtomicU64,
     /// Tells this GPU or instance from another one that was in its place: changes with a reset, and with its birth.
     pub(super) epoch: AtomicU64,
+    pub(super) engine: Engine,
 }
 
 /// What one process uses of one part.
@@ -69,6 +71,7 @@ pub(super) struct Row {
     pub(super) epoch: AtomicU64,
     /// `comm` of the process.
     pub(super) name: [AtomicU64; 2],
+    pub(super) work: Work,
 }
 
 /// A part's use: granules, and which row's change of which number made it so.
@@ -230,6 +233,8 @@ impl Ledger {
                 part.total.store(granules(total), Ordering::Relaxed);
                 part.limit.store(granules(total.saturating_sub(gpu.used_mib(gi))), Ordering::Relaxed);
                 part.epoch.store(epoch, Ordering::Relaxed);
+                let slice = slice(gpu.timeslice).as_nanos() as u64;
+                part.engine.slice.store(slice, Ordering::Relaxed);
                 part.flags.store(if here { Self::HERE } else { 0 }, Ordering::Release);
             }
         }
@@ -252,6 +257,13 @@ impl Ledger {
             }
         }
         uses
+    }
+
+    /// Whether the process of that number ([`Guest::owner`](super::Guest::owner)) is a guest and lives.
+    pub fn has(&self, owner: u64) -> bool {
+        let Ok(locks) = self.locks() else { return false };
+        let is = |row: &usize| self.get().owners[*row].load(Ordering::Acquire) == owner;
+        (0..self.high()).filter(is).any(|row| locks.holder(row, owner).is_some())
     }
 
     /// Rows below it are worth a look.

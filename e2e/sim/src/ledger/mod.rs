@@ -18,10 +18,12 @@
 
 #![allow(unsafe_code, reason = "a mapped file, and locks on bytes of a file")]
 
+mod engine;
 mod guest;
 mod locks;
 mod map;
 
+pub use engine::{Kernel, Mark, now};
 pub use guest::{EnterError, Guest};
 pub use map::{Ledger, Place};
 

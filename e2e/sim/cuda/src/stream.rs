@@ -1,0 +1,559 @@
+//! Streams and events: order, time, and waiting.
+//!
+//! A stream is where its last work ends on the axis of the process ([`divvy_sim::ledger::Mark`]). The legacy default
+//! stream waits for the blocking streams of its context and they for it; the default stream of a thread is one of these.
+
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use divvy_sim::Guest;
+use divvy_sim::ledger::{Kernel, Mark, now};
+
+use crate::argument::{In, Out};
+use crate::code::Code;
+use crate::context::{self, Context};
+use crate::frame::{Outcome, entry};
+use crate::graph::{Capture, Graph};
+use crate::handle::{Handle, Object};
+use crate::pool::Location;
+use crate::process::Process;
+
+/// As many launches a context has under way; one more waits for the oldest.
+const DEPTH: usize = 1024;
+/// `CU_STREAM_NON_BLOCKING`.
+const NON_BLOCKING: u32 = 1;
+/// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`, the handles of the default streams.
+const LEGACY: usize = 1;
+const OWN: usize = 2;
+/// `CU_EVENT_DISABLE_TIMING`.
+const NO_TIME: u32 = 2;
+
+/// A stream.
+pub(crate) struct Stream {
+    pub(crate) context: &'static Context,
+    sort: Sort,
+    flags: u32,
+    priority: i32,
+    id: u64,
+    /// Its last work ends here.
+    tail: AtomicU64,
+    /// What is submitted is not done but noted.
+    captures: AtomicBool,
+    capture: Mutex<Option<Capture>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Sort {
+    Legacy,
+    /// Waits for the legacy stream and is waited for.
+    Blocking,
+    Free,
+}
+
+impl Object for Stream {
+    const MAGIC: u64 = 0x7374_726d_5f6c_6976;
+}
+
+/// What the streams of a context have under way.
+pub(crate) struct Queue {
+    /// Ends of the last launches, the next to be replaced is the oldest.
+    ends: [Mark; DEPTH],
+    at: usize,
+    /// The last work of blocking streams, of the legacy stream, and of all.
+    blocking: Mark,
+    legacy: Mark,
+    all: Mark,
+    /// The last kernel that leaves no room for others.
+    large: Mark,
+}
+
+impl Default for Queue {
+    fn default() -> Self {
+        Self { ends: [0; DEPTH], at: 0, blocking: 0, legacy: 0, all: 0, large: 0 }
+    }
+}
+
+thread_local! {
+    /// This thread's own default streams, by context.
+    static OWN_STREAMS: RefCell<Vec<(u64, &'static Stream)>> = const { RefCell::new(Vec::new()) };
+}
+
+fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Stream {
+    fn new(context: &'static Context, sort: Sort, flags: u32, priority: i32) -> Self {
+        let (tail, captures, capture) = (AtomicU64::new(0), AtomicBool::new(false), Mutex::new(None));
+        Self { context, sort, flags, priority, id: next_id(), tail, captures, capture }
+    }
+
+    /// The stream of a handle: one that was made, or a default stream of the current context.
+    #[inline]
+    pub(crate) fn of(handle: Handle<Self>, own: bool) -> Outcome<&'static Self> {
+        match handle.number() {
+            0 if own => Self::of_thread(),
+            OWN => Self::of_thread(),
+            0 | LEGACY => Ok(Self::legacy(context::current()?)),
+            _ => {
+                let stream = handle.get()?;
+                if stream.context.usable() { Ok(stream) } else { Err(Code::ContextIsDestroyed) }
+            }
+        }
+    }
+
+    fn legacy(context: &'static Context) -> &'static Self {
+        context.legacy.get_or_init(|| Box::leak(Box::new(Self::new(context, Sort::Legacy, 0, 0))))
+    }
+
+    fn of_thread() -> Outcome<&'static Self> {
+        let context = context::current()?;
+        let found = OWN_STREAMS.try_with(|streams| {
+            let mut streams = streams.borrow_mut();
+            if let Some((_, stream)) = streams.iter().find(|(id, _)| *id == context.id) {
+                return *stream;
+            }
+            let stream: &'static Self = Box::leak(Box::new(Self::new(context, Sort::Blocking, 0, 0)));
+            streams.push((context.id, stream));
+            stream
+        });
+        found.map_err(|_| Code::Deinitialized)
+    }
+
+    fn guest(&self) -> &Guest {
+        &self.context.guest
+    }
+
+    /// Work for the device: waits while too much is under way. Where it begins and ends.
+    pub(crate) fn submit(&self, length: u64, large: bool) -> (Mark, Mark) {
+        let mut queue = self.context.queue();
+        let oldest = queue.ends[queue.at];
+        if oldest != 0 && oldest > self.guest().reached_before() {
+            self.guest().wait_for(oldest);
+        }
+        let mut after = self.tail.load(Ordering::Relaxed);
+        match self.sort {
+            Sort::Legacy => after = after.max(queue.blocking),
+            Sort::Blocking => after = after.max(queue.legacy),
+            Sort::Free => {}
+        }
+        if large {
+            after = after.max(queue.large);
+        }
+        let (begin, end) = self.guest().submit(Kernel { after, length });
+        self.tail.store(end, Ordering::Relaxed);
+        let at = queue.at;
+        queue.ends[at] = end;
+        queue.at = (at + 1) % DEPTH;
+        match self.sort {
+            Sort::Legacy => queue.legacy = queue.legacy.max(end),
+            Sort::Blocking => queue.blocking = queue.blocking.max(end),
+            Sort::Free => {}
+        }
+        queue.all = queue.all.max(end);
+        if large {
+            queue.large = queue.large.max(end);
+        }
+        (begin, end)
+    }
+
+    /// Where all that was submitted to it ends, and what it waits for.
+    fn end(&self) -> Mark {
+        let queue = self.context.queue();
+        let tail = self.tail.load(Ordering::Relaxed);
+        match self.sort {
+            Sort::Legacy => tail.max(queue.blocking),
+            Sort::Blocking => tail.max(queue.legacy),
+            Sort::Free => tail,
+        }
+    }
+
+    /// Later work begins no earlier.
+    fn wait_behind(&self, mark: Mark) {
+        self.tail.fetch_max(mark, Ordering::Relaxed);
+    }
+
+    /// Until all that was submitted is done.
+    pub(crate) fn synchronize(&self) -> Outcome {
+        if self.captures.load(Ordering::Acquire) {
+            return Err(Code::StreamCaptureUnsupported);
+        }
+        let end = self.end();
+        self.guest().wait_for(end);
+        self.context.device.settle_pools();
+        Ok(())
+    }
+
+    pub(crate) fn capturing(&self) -> MutexGuard<'_, Option<Capture>> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// In a capture, the address of a node that will allocate.
+    pub(crate) fn capture_allocation(&self, process: &'static Process, size: u64) -> Outcome<Option<u64>> {
+        if !self.captures.load(Ordering::Acquire) {
+            return Ok(None);
+        }
+        let mut capture = self.capturing();
+        capture.as_mut().map(|capture| capture.allocation(process, self.context, size)).transpose()
+    }
+
+    /// In a capture, a node that will free.
+    pub(crate) fn capture_free(&self, address: u64) -> bool {
+        self.captures.load(Ordering::Acquire)
+            && self.capturing().as_mut().map(|capture| capture.free(address)).is_some()
+    }
+
+    /// In a capture, a node that works for so long.
+    #[inline]
+    pub(crate) fn capture_work(&self, length: u64) -> bool {
+        self.captures.load(Ordering::Acquire) && self.note_work(length)
+    }
+
+    fn note_work(&self, length: u64) -> bool {
+        self.capturing().as_mut().map(|capture| capture.work(length)).is_some()
+    }
+}
+
+/// An event.
+pub(crate) struct Event {
+    context: &'static Context,
+    flags: u32,
+    recorded: Mutex<Option<Recorded>>,
+}
+
+impl Object for Event {
+    const MAGIC: u64 = 0x6576_6e74_5f6c_6976;
+}
+
+#[derive(Clone)]
+struct Recorded {
+    mark: Mark,
+    /// Whose axis the mark is on.
+    guest: Arc<Guest>,
+    /// When it was recorded, if all before it was done then.
+    time: Option<u64>,
+}
+
+impl Recorded {
+    fn is_done(&self) -> bool {
+        self.time.is_some() || self.guest.reached() >= self.mark
+    }
+
+    fn time(&self) -> u64 {
+        self.time.unwrap_or_else(|| self.guest.time_of(self.mark))
+    }
+}
+
+impl Event {
+    fn recorded(&self) -> Option<Recorded> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn record(&self, stream: &'static Stream) {
+        let mark = stream.end();
+        let guest = Arc::clone(&stream.context.guest);
+        let time = (guest.reached() >= mark).then(now);
+        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Recorded { mark, guest, time });
+    }
+}
+
+fn create(stream: Out<Handle<Stream>>, flags: u32, priority: i32) -> Outcome {
+    stream.check()?;
+    if flags & !NON_BLOCKING != 0 {
+        return Err(Code::InvalidValue);
+    }
+    let context = context::current()?;
+    let sort = if flags & NON_BLOCKING == 0 { Sort::Blocking } else { Sort::Free };
+    stream.set(Handle::new(Stream::new(context, sort, flags, priority.clamp(-5, 0))))
+}
+
+fn destroy(stream: Handle<Stream>) -> Outcome {
+    if stream.number() <= OWN {
+        return Err(Code::InvalidHandle);
+    }
+    stream.end().map(drop)
+}
+
+fn record(event: Handle<Event>, stream: Handle<Stream>, own: bool) -> Outcome {
+    let (event, stream) = (event.get()?, Stream::of(stream, own)?);
+    if event.context.id != stream.context.id {
+        return Err(Code::InvalidHandle);
+    }
+    if !stream.capture_work(0) {
+        event.record(stream);
+    }
+    Ok(())
+}
+
+fn elapsed(milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) -> Outcome {
+    milliseconds.check()?;
+    let (begin, end) = (begin.get()?, end.get()?);
+    if (begin.flags | end.flags) & NO_TIME != 0 {
+        return Err(Code::InvalidHandle);
+    }
+    let recorded = |event: &Event| event.recorded().ok_or(Code::InvalidHandle);
+    let (begin, end) = (recorded(begin)?, recorded(end)?);
+    if !begin.is_done() || !end.is_done() {
+        return Err(Code::NotReady);
+    }
+    let nanoseconds = end.time() as i64 - begin.time() as i64;
+    milliseconds.set(nanoseconds as f32 / 1e6)
+}
+
+/// A function of the program that a stream calls.
+type Callback = extern "C" fn(*mut c_void);
+type StreamCallback = extern "C" fn(Handle<Stream>, u32, *mut c_void);
+
+/// The program's functions are called by the thread that submits them, once all before them is done.
+fn call_host(stream: &'static Stream, call: impl FnOnce()) -> Outcome {
+    if !stream.capture_work(0) {
+        stream.synchronize()?;
+        call();
+    }
+    Ok(())
+}
+
+entry! {
+    fn cuStreamCreate(_process; stream: Out<Handle<Stream>>, flags: u32) {
+        create(stream, flags, 0)
+    }
+
+    fn cuStreamCreateWithPriority(_process; stream: Out<Handle<Stream>>, flags: u32, priority: i32) {
+        create(stream, flags, priority)
+    }
+
+    fn cuStreamDestroy(_process; stream: Handle<Stream>) {
+        destroy(stream)
+    }
+
+    fn cuStreamDestroy_v2(_process; stream: Handle<Stream>) {
+        destroy(stream)
+    }
+
+    fn cuStreamSynchronize | cuStreamSynchronize_ptsz(_process, own; stream: Handle<Stream>) {
+        Stream::of(stream, own)?.synchronize()
+    }
+
+    fn cuStreamQuery | cuStreamQuery_ptsz(_process, own; stream: Handle<Stream>) {
+        let stream = Stream::of(stream, own)?;
+        if stream.guest().reached() >= stream.end() { Ok(()) } else { Err(Code::NotReady) }
+    }
+
+    fn cuStreamWaitEvent | cuStreamWaitEvent_ptsz(_process, own; stream: Handle<Stream>, event: Handle<Event>, _flags: u32) {
+        let (stream, event) = (Stream::of(stream, own)?, event.get()?);
+        if let Some(recorded) = event.recorded() {
+            if Arc::ptr_eq(&recorded.guest, &stream.context.guest) {
+                stream.wait_behind(recorded.mark);
+            } else {
+                // Axes of two devices have no common points.
+                recorded.guest.wait_for(recorded.mark);
+            }
+        }
+        Ok(())
+    }
+
+    fn cuStreamGetPriority | cuStreamGetPriority_ptsz(_process, own; stream: Handle<Stream>, priority: Out<i32>) {
+        priority.set(Stream::of(stream, own)?.priority)
+    }
+
+    fn cuStreamGetFlags | cuStreamGetFlags_ptsz(_process, own; stream: Handle<Stream>, flags: Out<u32>) {
+        flags.set(Stream::of(stream, own)?.flags)
+    }
+
+    fn cuStreamGetId | cuStreamGetId_ptsz(_process, own; stream: Handle<Stream>, id: Out<u64>) {
+        id.set(Stream::of(stream, own)?.id)
+    }
+
+    fn cuStreamGetDevice | cuStreamGetDevice_ptsz(_process, own; stream: Handle<Stream>, device: Out<i32>) {
+        device.set(Stream::of(stream, own)?.context.device.ordinal)
+    }
+
+    fn cuStreamGetCtx | cuStreamGetCtx_ptsz(_process, own; stream: Handle<Stream>, context: Out<context::Handle>) {
+        context.set(context::Handle::of(Some(Stream::of(stream, own)?.context)))
+    }
+
+    fn cuStreamIsCapturing | cuStreamIsCapturing_ptsz(_process, own; stream: Handle<Stream>, status: Out<u32>) {
+        status.set(u32::from(Stream::of(stream, own)?.capturing().is_some()))
+    }
+
+    fn cuStreamBeginCapture | cuStreamBeginCapture_ptsz(_process, own; stream: Handle<Stream>) {
+        begin_capture(stream, own)
+    }
+
+    fn cuStreamBeginCapture_v2 | cuStreamBeginCapture_v2_ptsz(_process, own; stream: Handle<Stream>, _mode: u32) {
+        begin_capture(stream, own)
+    }
+
+    fn cuStreamEndCapture | cuStreamEndCapture_ptsz(_process, own; stream: Handle<Stream>, graph: Out<Handle<Graph>>) {
+        graph.check()?;
+        let stream = Stream::of(stream, own)?;
+        let capture = stream.capturing().take().ok_or(Code::StreamCaptureUnmatched)?;
+        stream.captures.store(false, Ordering::Release);
+        graph.set(capture.graph())
+    }
+
+    fn cuStreamGetCaptureInfo | cuStreamGetCaptureInfo_ptsz(
+        _process, own; stream: Handle<Stream>, status: Out<u32>, id: Out<u64>,
+    ) {
+        capture_info(stream, own, status, id, None)
+    }
+
+    fn cuStreamGetCaptureInfo_v2 | cuStreamGetCaptureInfo_v2_ptsz(
+        _process, own; stream: Handle<Stream>, status: Out<u32>, id: Out<u64>, graph: Out<Handle<Graph>>,
+        _nodes: Out<usize>, count: Out<u64>,
+    ) {
+        count.offer(0);
+        capture_info(stream, own, status, id, Some(graph))
+    }
+
+    fn cuStreamGetCaptureInfo_v3 | cuStreamGetCaptureInfo_v3_ptsz(
+        _process, own; stream: Handle<Stream>, status: Out<u32>, id: Out<u64>, graph: Out<Handle<Graph>>,
+        _nodes: Out<usize>, _edges: Out<usize>, count: Out<u64>,
+    ) {
+        count.offer(0);
+        capture_info(stream, own, status, id, Some(graph))
+    }
+
+    /// The mode that was: the strictest, and the only one here.
+    fn cuThreadExchangeStreamCaptureMode(_process; mode: Out<u32>) {
+        mode.set(0)
+    }
+
+    fn cuStreamAddCallback | cuStreamAddCallback_ptsz(
+        _process, own; handle: Handle<Stream>, callback: StreamCallback, data: *mut c_void, _flags: u32,
+    ) {
+        let stream = Stream::of(handle, own)?;
+        call_host(stream, || callback(handle, 0, data))
+    }
+
+    fn cuLaunchHostFunc | cuLaunchHostFunc_ptsz(
+        _process, own; stream: Handle<Stream>, function: Callback, data: *mut c_void,
+    ) {
+        call_host(Stream::of(stream, own)?, || function(data))
+    }
+
+    fn cuStreamAttachMemAsync | cuStreamAttachMemAsync_ptsz(
+        process, own; stream: Handle<Stream>, address: u64, _length: u64, _flags: u32,
+    ) {
+        Stream::of(stream, own)?;
+        process.memory.with(address, |_| ()).ok_or(Code::InvalidValue)
+    }
+
+    fn cuCtxSynchronize(_process) {
+        synchronize_all(context::current()?)
+    }
+
+    fn cuCtxSynchronize_v2(_process; context: context::Handle) {
+        synchronize_all(context.some()?)
+    }
+
+    fn cuEventCreate(_process; event: Out<Handle<Event>>, flags: u32) {
+        event.check()?;
+        if flags & !7 != 0 {
+            return Err(Code::InvalidValue);
+        }
+        event.set(Handle::new(Event { context: context::current()?, flags, recorded: Mutex::new(None) }))
+    }
+
+    fn cuEventDestroy(_process; event: Handle<Event>) {
+        event.end().map(drop)
+    }
+
+    fn cuEventDestroy_v2(_process; event: Handle<Event>) {
+        event.end().map(drop)
+    }
+
+    fn cuEventRecord | cuEventRecord_ptsz(_process, own; event: Handle<Event>, stream: Handle<Stream>) {
+        record(event, stream, own)
+    }
+
+    fn cuEventRecordWithFlags | cuEventRecordWithFlags_ptsz(
+        _process, own; event: Handle<Event>, stream: Handle<Stream>, _flags: u32,
+    ) {
+        record(event, stream, own)
+    }
+
+    fn cuEventQuery(_process; event: Handle<Event>) {
+        let done = event.get()?.recorded().is_none_or(|recorded| recorded.is_done());
+        if done { Ok(()) } else { Err(Code::NotReady) }
+    }
+
+    fn cuEventSynchronize(_process; event: Handle<Event>) {
+        let event = event.get()?;
+        if let Some(recorded) = event.recorded().filter(|recorded| recorded.time.is_none()) {
+            recorded.guest.wait_for(recorded.mark);
+        }
+        event.context.device.settle_pools();
+        Ok(())
+    }
+
+    fn cuEventElapsedTime(_process; milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) {
+        elapsed(milliseconds, begin, end)
+    }
+
+    fn cuEventElapsedTime_v2(_process; milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) {
+        elapsed(milliseconds, begin, end)
+    }
+
+    fn cuMemPrefetchBatchAsync | cuMemPrefetchBatchAsync_ptsz(
+        process, own; addresses: In<u64>, sizes: In<u64>, count: u64, locations: In<Location>, indices: In<u64>,
+        kinds: u64, _flags: u64, stream: Handle<Stream>,
+    ) {
+        Stream::of(stream, own)?;
+        for at in 0..count as usize {
+            // Each location holds from its index on.
+            let mut location = locations.get()?;
+            for kind in 0..kinds as usize {
+                if indices.at(kind)? <= at as u64 {
+                    location = locations.at(kind)?;
+                }
+            }
+            crate::linear::prefetch(process, addresses.at(at)?, sizes.at(at)?, location.device())?;
+        }
+        Ok(())
+    }
+}
+
+fn synchronize_all(context: &'static Context) -> Outcome {
+    let all = context.queue().all;
+    context.guest.wait_for(all);
+    context.device.settle_pools();
+    Ok(())
+}
+
+fn begin_capture(stream: Handle<Stream>, own: bool) -> Outcome {
+    // The legacy stream cannot be captured.
+    if !own && matches!(stream.number(), 0 | LEGACY) {
+        return Err(Code::StreamCaptureUnsupported);
+    }
+    let stream = Stream::of(stream, own)?;
+    let mut capture = stream.capturing();
+    if capture.is_some() {
+        return Err(Code::IllegalState);
+    }
+    *capture = Some(Capture::new(next_id()));
+    stream.captures.store(true, Ordering::Release);
+    Ok(())
+}
+
+fn capture_info(
+    stream: Handle<Stream>,
+    own: bool,
+    status: Out<u32>,
+    id: Out<u64>,
+    graph: Option<Out<Handle<Graph>>>,
+) -> Outcome {
+    status.check()?;
+    let capture = Stream::of(stream, own)?.capturing();
+    status.set(u32::from(capture.is_some()))?;
+    if let Some(capture) = &*capture {
+        id.offer(capture.id());
+        if let Some(graph) = graph {
+            graph.offer(capture.graph());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,260 @@
+//! Streams, events and kernels: what takes how long, in what order, and who has to wait for whom.
+//!
+//! Times are measured by events that lie behind a first kernel, so they are the device's and do not depend on how
+//! fast the host submits.
+#![allow(unsafe_code, reason = "the library is called through C")]
+
+mod common;
+
+use common::*;
+
+#[test]
+#[ignore = "a child of the other tests"]
+fn scenario() {
+    common::scenario(|cuda, _, words| match words {
+        ["start"] => {
+            assert_eq!(cuda.init(), SUCCESS);
+            cuda.make_current(0);
+            "done".to_owned()
+        }
+        // Work for a long while: so many kernels of that name.
+        ["load", count, name] => {
+            let work = Work::load(cuda);
+            (0..count.parse::<u32>().expect("a number")).for_each(|_| work.launch(name, 1000, 0));
+            "done".to_owned()
+        }
+        // The same, waited for: milliseconds on the device.
+        ["run", count, name] => {
+            let work = Work::load(cuda);
+            let count = count.parse::<u32>().expect("a number");
+            work.time(|| (0..count).for_each(|_| work.launch(name, 1000, 0))).to_string()
+        }
+        ["call", name] => match *name {
+            "alloc" => format!("{:?}", cuda.alloc(MIB).map(drop)),
+            "count" => format!("{:?}", cuda.count()),
+            other => panic!("no call {other}"),
+        },
+        ["init"] => cuda.init().to_string(),
+        ["info"] => format!("{:?}", cuda.info().map(|(free, total)| (total - free) / MIB)),
+        other => panic!("no scenario {other:?}"),
+    });
+}
+
+/// A program's kernels and events.
+struct Work<'c> {
+    cuda: &'c Cuda,
+    module: usize,
+}
+
+impl<'c> Work<'c> {
+    fn load(cuda: &'c Cuda) -> Self {
+        let mut module = 0;
+        let code = call!(cuda.cuModuleLoadData(&mut module => &mut usize, c"\x7fELF".as_ptr() => *const i8));
+        Self { cuda, module: answer(code, module).expect("a module") }
+    }
+
+    fn function(&self, name: &str) -> usize {
+        let (cuda, mut function) = (self.cuda, 0);
+        let name = std::ffi::CString::new(name).expect("no NUL");
+        let code = call!(cuda.cuModuleGetFunction(
+            &mut function => &mut usize, self.module => usize, name.as_ptr() => *const i8,
+        ));
+        answer(code, function).expect("a function")
+    }
+
+    fn launch(&self, name: &str, blocks: u32, stream: usize) {
+        self.launch_with(self.function(name), blocks, stream, std::ptr::null());
+    }
+
+    fn launch_with(&self, function: usize, blocks: u32, stream: usize, parameters: *const *const u64) {
+        let cuda = self.cuda;
+        let code = call!(cuda.cuLaunchKernel(
+            function => usize, blocks => u32, 1 => u32, 1 => u32, 128 => u32, 1 => u32, 1 => u32, 0 => u32,
+            stream => usize, parameters => *const *const u64, 0 => usize,
+        ));
+        assert_eq!(code, SUCCESS);
+    }
+
+    fn stream(&self, flags: u32) -> usize {
+        let (cuda, mut stream) = (self.cuda, 0);
+        answer(call!(cuda.cuStreamCreate(&mut stream => &mut usize, flags => u32)), stream).expect("a stream")
+    }
+
+    fn event(&self) -> usize {
+        let (cuda, mut event) = (self.cuda, 0);
+        answer(call!(cuda.cuEventCreate(&mut event => &mut usize, 0 => u32)), event).expect("an event")
+    }
+
+    fn record(&self, event: usize, stream: usize) {
+        let cuda = self.cuda;
+        assert_eq!(call!(cuda.cuEventRecord(event => usize, stream => usize)), SUCCESS);
+    }
+
+    fn elapsed(&self, begin: usize, end: usize) -> Result<f32, u32> {
+        let (cuda, mut time) = (self.cuda, 0.0);
+        answer(call!(cuda.cuEventElapsedTime(&mut time => &mut f32, begin => usize, end => usize)), time)
+    }
+
+    fn synchronize(&self) {
+        let cuda = self.cuda;
+        assert_eq!(call!(cuda.cuCtxSynchronize()), SUCCESS);
+    }
+
+    /// Milliseconds on the device from the begin of `work`, all streams together, to its end.
+    fn time(&self, work: impl FnOnce()) -> f32 {
+        // Behind a kernel, so that nothing begins before all is submitted.
+        let (begin, end) = (self.event(), self.event());
+        self.launch("gate_50ms", 1000, 0);
+        self.record(begin, 0);
+        work();
+        // The legacy stream waits for all the others.
+        self.record(end, 0);
+        self.synchronize();
+        self.elapsed(begin, end).expect("a time")
+    }
+}
+
+fn near(time: f32, expected: f32) -> bool {
+    (time - expected).abs() <= expected * 0.02 + 0.05
+}
+
+#[test]
+fn a_kernel_takes_the_time_of_its_name_or_its_parameter() {
+    let node = Node::up("L4");
+    let cuda = node.cuda();
+    let work = Work::load(&cuda);
+    let time = work.time(|| (0..10).for_each(|_| work.launch("work_2ms", 1000, 0)));
+    assert!(near(time, 20.0), "{time}");
+    let nanoseconds = 3_000_000_u64;
+    let parameters = [&raw const nanoseconds];
+    let time = work.time(|| work.launch_with(work.function("spin"), 1, 0, parameters.as_ptr()));
+    assert!(near(time, 3.0), "{time}");
+}
+
+#[test]
+fn small_kernels_of_two_streams_overlap_and_large_ones_do_not() {
+    let node = Node::up("L4");
+    let cuda = node.cuda();
+    let work = Work::load(&cuda);
+    let (one, two) = (work.stream(0), work.stream(0));
+    let run = |blocks| {
+        work.time(|| {
+            for stream in [one, two] {
+                (0..4).for_each(|_| work.launch("work_2ms", blocks, stream));
+            }
+        })
+    };
+    let (small, large) = (run(4), run(1000));
+    assert!(near(small, 8.0), "{small}");
+    assert!(near(large, 16.0), "{large}");
+}
+
+#[test]
+fn a_stream_waits_for_an_event_of_another() {
+    let node = Node::up("L4");
+    let cuda = node.cuda();
+    let work = Work::load(&cuda);
+    let (one, two) = (work.stream(1), work.stream(1));
+    let (done, begin, end) = (work.event(), work.event(), work.event());
+    work.record(begin, one);
+    work.launch("work_20ms", 1, one);
+    work.record(done, one);
+    assert_eq!(call!(cuda.cuEventQuery(done => usize)), NOT_READY);
+    assert_eq!(call!(cuda.cuStreamQuery(one => usize)), NOT_READY);
+    assert_eq!(work.elapsed(begin, done), Err(NOT_READY));
+    assert_eq!(call!(cuda.cuStreamWaitEvent(two => usize, done => usize, 0 => u32)), SUCCESS);
+    work.launch("work_5ms", 1, two);
+    work.record(end, two);
+    assert_eq!(call!(cuda.cuStreamSynchronize(two => usize)), SUCCESS);
+    let time = work.elapsed(begin, end).expect("a time");
+    assert!(time >= 25.0, "{time}");
+    let time = work.elapsed(done, end).expect("a time");
+    assert!(near(time, 5.0), "{time}");
+}
+
+#[test]
+fn a_graph_takes_its_longest_chain() {
+    let node = Node::up("L4");
+    let cuda = node.cuda();
+    let work = Work::load(&cuda);
+    let (stream, mut graph, mut executable) = (work.stream(1), 0_usize, 0_usize);
+    assert_eq!(call!(cuda.cuStreamBeginCapture_v2(stream => usize, 0 => u32)), SUCCESS);
+    work.launch("work_3ms", 1, stream);
+    work.launch("work_4ms", 1, stream);
+    assert_eq!(call!(cuda.cuStreamSynchronize(stream => usize)), 900);
+    assert_eq!(call!(cuda.cuStreamEndCapture(stream => usize, &mut graph => &mut usize)), SUCCESS);
+    let mut nodes = 0_u64;
+    assert_eq!(call!(cuda.cuGraphGetNodes(graph => usize, 0 => usize, &mut nodes => &mut u64)), SUCCESS);
+    assert_eq!(nodes, 2);
+    // Beside the chain of 7 ms: a kernel of 5 ms that waits for nothing.
+    #[repr(C)]
+    struct Kernel {
+        function: usize,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared: u32,
+        rest: [usize; 4],
+    }
+    let function = work.function("work_5ms");
+    let kernel = Kernel { function, grid: [1; 3], block: [1; 3], shared: 0, rest: [0; 4] };
+    let mut added = 0_usize;
+    let code = call!(cuda.cuGraphAddKernelNode_v2(
+        &mut added => &mut usize, graph => usize, 0 => usize, 0 => u64, &kernel => &Kernel,
+    ));
+    assert_eq!(code, SUCCESS);
+    let code =
+        call!(cuda.cuGraphInstantiateWithFlags(&mut executable => &mut usize, graph => usize, 0 => u64));
+    assert_eq!(code, SUCCESS);
+    let launch = || assert_eq!(call!(cuda.cuGraphLaunch(executable => usize, 0 => usize)), SUCCESS);
+    let time = work.time(|| (0..3).for_each(|_| launch()));
+    assert!(near(time, 21.0), "{time}");
+}
+
+/// A process that has work for hours, and what another one's 100 ms take beside it.
+fn beside_another(environment: &[(&str, &str)], kernel: &str) -> (Node, Program, Program, f32) {
+    let node = Node::up("L4");
+    let mut busy = node.program_with("time", environment);
+    busy.ask("start");
+    busy.ask(&format!("load 500 {kernel}"));
+    let mut other = node.program_with("time", environment);
+    other.ask("start");
+    let time = other.ask("run 50 work_2ms").parse().expect("a time");
+    (node, busy, other, time)
+}
+
+#[test]
+fn processes_take_turns_and_who_is_killed_has_none() {
+    let (node, mut busy, mut other, time) = beside_another(&[], "work_60000ms");
+    assert!(near(time, 200.0), "{time}");
+    busy.kill();
+    assert_eq!(node.processes(0).len(), 1);
+    let time: f32 = other.ask("run 50 work_2ms").parse().expect("a time");
+    assert!(near(time, 100.0), "{time}");
+}
+
+#[test]
+fn clients_of_a_server_run_in_the_order_of_submission() {
+    let (.., time) = beside_another(&[("DIVVY_SIM_CUDA", "order")], "work_2ms");
+    assert!(near(time, 100.0), "{time}");
+}
+
+#[test]
+fn calls_fail_and_die_as_told() {
+    let node = Node::up("L4");
+    let told = |rules: &str| node.program_with("rules", &[("DIVVY_SIM_CUDA", rules)]);
+    let mut program = told("cuMemAlloc_v2#2=2,context=64");
+    program.ask("start");
+    assert_eq!(program.ask("info"), "Ok(64)");
+    let answers = [program.ask("call alloc"), program.ask("call alloc"), program.ask("call alloc")];
+    assert_eq!(answers, ["Ok(())".to_owned(), format!("Err({OUT_OF_MEMORY})"), "Ok(())".to_owned()]);
+    assert_eq!(program.ask("info"), "Ok(66)");
+    drop(program);
+    let mut program = told("cuMemAlloc_v2#2!!");
+    program.ask("start");
+    program.ask("call alloc");
+    program.tell("call alloc");
+    let status = program.child.wait().expect("it ends");
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGKILL));
+    assert_eq!(node.processes(0), []);
+    assert_eq!(told("cuMemAlloc_v3=2").ask("init"), INVALID_VALUE.to_string());
+}
