@@ -283,16 +283,19 @@ impl<S: System> Ledger<S> {
             },
             Found::Refused => refused = true,
         });
-        let Some(pairs) = pairs.get_mut(..count) else { return };
-        let order = |pair: &Option<Pair>| pair.map(|pair| (pair.read.share, pair.read.claim));
-        pairs.sort_unstable_by_key(order);
         let me = self.system.identity();
         if let Some(me) = me {
             let words = [u64::from(me.pid), me.namespace, me.start, me.image];
             local.me.iter().zip(words).for_each(|(room, word)| room.store(word, Relaxed));
         }
         let peers = Neighbours::new(&self.system, me);
-        for pair in pairs.iter().flatten() {
+        // In the order of their names; with so few, looking for the next beats the code of a sort.
+        let mut last = None;
+        let next = |last| {
+            pairs.iter().flatten().filter(|pair| Some(pair.name()) > last).min_by_key(|pair| pair.name())
+        };
+        while let Some(pair) = next(last) {
+            last = Some(pair.name());
             let named = |device: &&Places| match device.places().next().and_then(Place::policy) {
                 Some((_, first)) => (first.gpu, first.mig) == (pair.read.gpu, pair.read.mig),
                 None => true,
@@ -314,6 +317,12 @@ impl<S: System> Ledger<S> {
             device.count.store(next as u32 + 1, Relaxed);
         }
         local.closed.store((refused && count == 0).into(), Relaxed);
+    }
+}
+
+impl Pair {
+    fn name(&self) -> (Text<64>, Text<64>) {
+        (self.read.share, self.read.claim)
     }
 }
 
@@ -532,6 +541,3 @@ impl<S: System> Drop for Taken<'_, S> {
         }
     }
 }
-
-/// The text that names a share, for those who list pages.
-pub type ShareId = Text<64>;
