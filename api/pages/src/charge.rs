@@ -447,10 +447,12 @@ impl Slot {
         who.pid == owner.pid() && peers.gone(&who)
     }
 
-    /// True where the slot is of the same process as `me`.
+    /// True where the slot is of the image that this process had before exec. (One of the same image is
+    /// another copy of the library in this process: both hold what they hold.)
     fn was(&self, me: &Identity) -> bool {
         let who = self.identity();
-        who.pid == me.pid && who.namespace == me.namespace && who.start == me.start
+        let same_process = who.pid == me.pid && who.namespace == me.namespace && who.start == me.start;
+        same_process && who.image != me.image && who.image != 0 && me.image != 0
     }
 }
 

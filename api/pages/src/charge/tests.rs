@@ -368,6 +368,32 @@ fn exec_gives_up_what_the_image_before_it_held() {
 }
 
 #[test]
+fn a_second_copy_of_the_library_in_a_process_leaves_the_first_its_slot() {
+    let [first, _] = two();
+    let slot = first.page.register(&who(1), &Strangers).expect("there are slots");
+    assert_ne!(slot, first.slot);
+    assert_eq!(charge(&[Seat { slot, ..first }], 5, &Strangers), Err(Full));
+    assert_eq!(charge(&[Seat { slot, ..first }], 4, &Strangers), Ok(()));
+}
+
+#[test]
+fn short_lives_leave_no_slots_behind() {
+    struct All;
+    impl Peers for All {
+        fn gone(&self, _who: &Identity) -> bool {
+            true
+        }
+        fn pause(&self, _round: u32) -> bool {
+            false
+        }
+    }
+    let page = page();
+    for pid in 1..3 * SLOTS as u32 {
+        page.register(&who(pid), &All).expect("there are slots");
+    }
+}
+
+#[test]
 fn a_full_house_takes_a_newcomer_once_somebody_is_dead() {
     struct All(u32);
     impl Peers for All {
