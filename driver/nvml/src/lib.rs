@@ -32,6 +32,7 @@ mod queue;
 mod raw;
 mod read;
 mod session;
+mod usage;
 
 pub use code::Code;
 pub use compute_mode::ComputeMode;
@@ -39,5 +40,7 @@ pub use error::{NvmlError, OpenError};
 pub use events::{Event, Late};
 pub use job::StuckCall;
 pub use queue::GpuQueue;
+pub use raw::CgroupMemory;
 pub use read::{Description, Fabric, GpuReading, Links, RawInstance, RawMig, Snapshot, State};
 pub use session::{Closing, Limits, Session};
+pub use usage::ProcessUse;

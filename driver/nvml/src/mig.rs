@@ -64,13 +64,15 @@ impl Worker {
             return error;
         }
         let found = self.device().and_then(|device| {
-            self.call("nvmlDeviceGetComputeRunningProcesses", |nvml| Ok(nvml.processes(device)))
+            self.call("nvmlDeviceGetComputeRunningProcesses_v3", |nvml| nvml.processes(device))
         });
         let mut pids: Vec<u32> = found
             .unwrap_or_default()
             .into_iter()
-            .filter(|(_, gi)| gpu_instance.is_none_or(|wanted| wanted == *gi))
-            .map(|(pid, _)| pid)
+            .filter(|entry| {
+                gpu_instance.is_none_or(|wanted| entry.instance.is_some_and(|(gi, _)| gi == wanted))
+            })
+            .map(|entry| entry.pid)
             .collect();
         pids.sort_unstable();
         pids.dedup();

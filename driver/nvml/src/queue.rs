@@ -4,12 +4,15 @@
 use crate::compute_mode::ComputeMode;
 use crate::error::NvmlError;
 use crate::job::{self, Shared, StuckCall, Worker};
+use crate::raw::CgroupMemory;
 use crate::read::{Description, RawInstance, State};
 use crate::session::Limits;
+use crate::usage::ProcessUse;
 use divvy_api::GpuUuid;
 use divvy_model::inventory::{ComputeInstance, MigMode};
 use divvy_model::placement::Placement;
 use std::future::Future;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -62,6 +65,28 @@ impl GpuQueue {
     pub async fn set_compute_mode(&self, mode: ComputeMode) -> Result<(), NvmlError> {
         self.submit("nvmlDeviceSetComputeMode", self.limits.query, move |worker| {
             worker.set_compute_mode(mode)
+        })
+        .await
+    }
+
+    /// The processes on the GPU and its instances, with the memory of each.
+    pub async fn usage(&self) -> Result<Vec<ProcessUse>, NvmlError> {
+        self.submit("nvmlDeviceGetComputeRunningProcesses_v3", self.limits.query, Worker::usage).await
+    }
+
+    /// Has the GPU driver hold a cgroup (its directory) to so many bytes of the GPU's memory;
+    /// false where it cannot. A limit that is there already costs one query.
+    pub async fn hold_cgroup(&self, cgroup: PathBuf, limit: u64) -> Result<bool, NvmlError> {
+        self.submit("nvmlDeviceSetMemoryLimits_v1", self.limits.query, move |worker| {
+            worker.hold_cgroup(&cgroup, limit)
+        })
+        .await
+    }
+
+    /// What the GPU driver holds a cgroup (its directory) to; none where to nothing.
+    pub async fn cgroup_memory(&self, cgroup: PathBuf) -> Result<Option<CgroupMemory>, NvmlError> {
+        self.submit("nvmlDeviceGetMemoryLimits_v1", self.limits.query, move |worker| {
+            worker.cgroup_memory(&cgroup)
         })
         .await
     }

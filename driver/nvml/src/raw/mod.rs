@@ -55,7 +55,23 @@ pub(crate) enum Remote {
     Other,
 }
 
+/// A line of one of NVML's lists of processes.
+pub(crate) struct ProcessEntry {
+    pub(crate) pid: u32,
+    /// Absent where the GPU driver does not account by process.
+    pub(crate) bytes: Option<u64>,
+    /// GPU instance and compute instance.
+    pub(crate) instance: Option<(u32, u32)>,
+}
+
 type Answer<T> = Result<T, Code>;
+
+/// `NVML_VALUE_NOT_AVAILABLE`.
+const UNKNOWN: u64 = u64::MAX;
+/// The id of no instance.
+const NOBODY: c_uint = c_uint::MAX;
+/// A list that grows faster than it is read is given up after as many attempts.
+const LISTINGS: u32 = 4;
 
 const _: () = assert!(size_of::<sys::nvmlGpuInstanceProfileInfo_t>() == 48);
 const _: () = assert!(size_of::<sys::nvmlGpuInstanceProfileInfo_v2_t>() == 152);
@@ -118,11 +134,18 @@ macro_rules! nvml {
 // After the macro, which it uses.
 mod mig;
 pub(crate) use mig::{Ci, CiProfile, Gi, GiInfo};
+mod limits;
+pub use limits::CgroupMemory;
 
 /// Text that NVML wrote into a buffer, up to its first NUL.
 fn text(buffer: &[c_char]) -> String {
     let bytes: Vec<u8> = buffer.iter().take_while(|c| **c != 0).map(|c| *c as u8).collect();
     String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// A path as C wants it.
+fn c_path(path: &Path) -> Answer<CString> {
+    CString::new(path.as_os_str().as_encoded_bytes()).map_err(|_| Code::InvalidArgument)
 }
 
 impl Library {
@@ -275,8 +298,8 @@ impl Library {
         Ok((info.clusterUuid, info.cliqueId))
     }
 
-    /// Processes of all kinds, with the GPU instance each runs in.
-    pub(crate) fn processes(&self, device: Device) -> Vec<(u32, u32)> {
+    /// Entries of the lists of all kinds; a process can be in several.
+    pub(crate) fn processes(&self, device: Device) -> Answer<Vec<ProcessEntry>> {
         let mut all = Vec::new();
         for kind in 0..3 {
             let list = |count: &mut c_uint, into: *mut sys::nvmlProcessInfo_t| match kind {
@@ -284,23 +307,46 @@ impl Library {
                 1 => nvml!(self, nvmlDeviceGetGraphicsRunningProcesses_v3(device.0, count, into)),
                 _ => nvml!(self, nvmlDeviceGetMPSComputeRunningProcesses_v3(device.0, count, into)),
             };
-            let mut count = 0;
-            if !matches!(list(&mut count, std::ptr::null_mut()), Ok(()) | Err(Code::InsufficientSize))
-                || count == 0
-            {
-                continue;
-            }
-            // Head-room for processes that start between the two calls.
-            let mut found: Vec<_> = (0..count + 16).map(|_| sys::nvmlProcessInfo_t::zeroed()).collect();
-            count = found.len() as c_uint;
-            if list(&mut count, found.as_mut_ptr()).is_ok() {
-                all.extend(
-                    found.iter().take(count as usize).map(|process| (process.pid, process.gpuInstanceId)),
-                );
-            }
+            all.extend(whole_list(list)?.iter().map(|process| {
+                ProcessEntry {
+                    pid: process.pid,
+                    bytes: (process.usedGpuMemory != UNKNOWN).then_some(process.usedGpuMemory),
+                    instance: (process.gpuInstanceId != NOBODY)
+                        .then_some((process.gpuInstanceId, process.computeInstanceId)),
+                }
+            }));
         }
-        all
+        Ok(all)
     }
+}
+
+/// A list of processes, however it grows while it is asked for; none where the GPU has no such list.
+fn whole_list(
+    list: impl Fn(&mut c_uint, *mut sys::nvmlProcessInfo_t) -> Answer<()>,
+) -> Answer<Vec<sys::nvmlProcessInfo_t>> {
+    let mut count = 0;
+    match list(&mut count, std::ptr::null_mut()) {
+        Ok(()) | Err(Code::InsufficientSize) => {}
+        Err(Code::NotSupported | Code::FunctionNotFound) => return Ok(Vec::new()),
+        Err(code) => return Err(code),
+    }
+    for _ in 0..LISTINGS {
+        if count == 0 {
+            return Ok(Vec::new());
+        }
+        // Head-room for processes that start between the two calls.
+        let mut found: Vec<_> = (0..count + 16).map(|_| sys::nvmlProcessInfo_t::zeroed()).collect();
+        count = found.len() as c_uint;
+        match list(&mut count, found.as_mut_ptr()) {
+            Ok(()) => {
+                found.truncate(count as usize);
+                return Ok(found);
+            }
+            Err(Code::InsufficientSize) => {}
+            Err(code) => return Err(code),
+        }
+    }
+    Err(Code::InsufficientSize)
 }
 
 /// Events.

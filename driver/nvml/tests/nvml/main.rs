@@ -2,4 +2,5 @@
 
 mod session;
 mod stuck;
+mod usage;
 mod world;

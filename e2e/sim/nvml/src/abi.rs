@@ -45,6 +45,9 @@ structures! {
     Memory 24 { total: u64, free: u64, used: u64 }
     MemoryV2 40 version 2 { version: u32, total: u64, reserved: u64, free: u64, used: u64 }
     Bar1Memory 24 { total: u64, free: u64, used: u64 }
+    /// The cgroup is a path that ends in NUL.
+    SetMemoryLimits 24 { cgroup: *const c_char, soft: u64, hard: u64 }
+    GetMemoryLimits 32 { cgroup: *const c_char, soft: u64, hard: u64, used: u64 }
     Utilization 8 { gpu: u32, memory: u32 }
     PciInfo 68 {
         bus_id_legacy: [c_char; 16], domain: u32, bus: u32, device: u32, pci_device_id: u32, pci_subsystem_id: u32,

@@ -267,6 +267,12 @@ impl TextOut {
 #[repr(transparent)]
 pub(crate) struct TextIn(*const c_char);
 
+impl From<*const c_char> for TextIn {
+    fn from(pointer: *const c_char) -> Self {
+        Self(pointer)
+    }
+}
+
 impl Argument for TextIn {
     fn missing(&self) -> bool {
         self.0.is_null()

@@ -28,6 +28,7 @@ mod handle;
 mod health;
 mod identity;
 mod library;
+mod limits;
 mod mig;
 mod nodes;
 mod processes;
