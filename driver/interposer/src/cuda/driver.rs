@@ -43,7 +43,6 @@ driver! {
     cuGraphChildGraphNodeGetGraph(node: Handle, out: *mut Handle);
     cuGraphGetNodes(graph: Handle, out: *mut u64, count: *mut usize);
     cuGraphMemAllocNodeGetParams(node: Handle, out: *mut AllocationNode);
-    cuGraphMemFreeNodeGetParams(node: Handle, out: *mut u64);
     cuGraphNodeGetType(node: Handle, out: *mut c_int);
     cuDevicePrimaryCtxGetState(device: Ordinal, flags: *mut c_uint, active: *mut c_int);
     cuMemPoolGetAttribute(pool: Handle, attribute: c_int, out: *mut c_void);
@@ -257,7 +256,6 @@ pub(crate) fn per_thread(stream: Handle) -> Handle {
 /// A node of a graph, as far as memory goes.
 pub(crate) enum Node {
     Allocates { device: Ordinal, address: u64, bytes: u64 },
-    Frees { address: u64 },
     Graph { graph: Handle },
     Other,
 }
@@ -278,7 +276,6 @@ pub(crate) fn nodes(graph: Handle, into: &mut [u64]) -> Option<usize> {
 pub(crate) fn node(node: Handle) -> Node {
     const GRAPH: c_int = 4;
     const ALLOCATES: c_int = 10;
-    const FREES: c_int = 11;
     // SAFETY: writes a number.
     let kind = asked(0, |out| unsafe { cuGraphNodeGetType(node, out) });
     let found = match kind {
@@ -293,13 +290,11 @@ pub(crate) fn node(node: Handle) -> Node {
             };
             // SAFETY: writes the structure.
             asked(empty, |out| unsafe { cuGraphMemAllocNodeGetParams(node, out) }).and_then(|made| {
-                let device = made.pool.location.device()?;
+                // Always a device's memory; what does not say which is the current one's.
+                let device = made.pool.location.device().or_else(current_device)?;
                 Some(Node::Allocates { device, address: made.address, bytes: made.bytes as u64 })
             })
         }
-        // SAFETY: writes an address.
-        Some(FREES) => asked(0, |out| unsafe { cuGraphMemFreeNodeGetParams(node, out) })
-            .map(|address| Node::Frees { address }),
         // SAFETY: writes a handle.
         Some(GRAPH) => asked(ptr::null_mut(), |out| unsafe { cuGraphChildGraphNodeGetGraph(node, out) })
             .map(|graph| Node::Graph { graph }),

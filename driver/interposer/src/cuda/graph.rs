@@ -1,9 +1,8 @@
 //! Memory that graphs allocate while they run.
 //!
 //! It is the driver's, one stock per device, and grows when a graph is instantiated, uploaded or launched. Charged is
-//! what the driver says it has reserved. Before a launch that is what the graph needs at once if its nodes run in the
-//! order in which they were made; a graph whose branches run beside each other may take more, which is charged after the
-//! launch and leaves so much less for what follows.
+//! what the driver says it has reserved. What a graph will need is known before: its nodes have their addresses from the
+//! day they are made, and nodes that never live at once may have the same. So it is the length of all addresses together.
 //!
 //! A graph without memory nodes, which is nearly every graph, is launched as if this were not here.
 
@@ -18,8 +17,8 @@ use divvy_interposer_core::Grown;
 /// Some graph of this process has memory nodes.
 static USED: AtomicBool = AtomicBool::new(false);
 
-/// An executable graph with memory nodes: its handle, its device, and what it needs at once. One that finds no room
-/// here is charged after its launch only.
+/// An executable graph with memory nodes: its handle, its device, and what it needs. One that finds no room here is
+/// charged after its launch only.
 struct Known {
     handle: AtomicUsize,
     device: AtomicUsize,
@@ -31,13 +30,10 @@ static KNOWN: [Known; 256] =
         256];
 
 /// What the memory nodes of a graph need.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct Need {
     device: Ordinal,
-    /// At once, in the order of the nodes.
-    peak: u64,
-    /// Still allocated when all nodes have run.
-    left: u64,
+    bytes: u64,
 }
 
 /// Graphs within graphs, as deep as anybody nests them.
@@ -46,7 +42,7 @@ const DEPTH: usize = 8;
 /// `None`: no memory nodes.
 fn need(graph: Handle, depth: usize) -> Option<Need> {
     let count = driver::node_count(graph).filter(|count| *count > 0)?;
-    // Nodes, and behind them the address and the size of what was allocated.
+    // Nodes, and behind them the address and the size of what each allocates.
     let bytes = count.checked_mul(3 * size_of::<u64>())?;
     let room = sys::memory(bytes, sys::InChild::Nothing).cast::<u64>();
     if room.is_null() {
@@ -61,40 +57,50 @@ fn need(graph: Handle, depth: usize) -> Option<Need> {
 }
 
 fn walk(graph: Handle, words: &mut [u64], count: usize, depth: usize) -> Option<Need> {
-    let (nodes, made) = words.split_at_mut_checked(count)?;
+    let (nodes, ranges) = words.split_at_mut_checked(count)?;
+    let (ranges, _) = ranges.as_chunks_mut::<2>();
     let count = driver::nodes(graph, nodes)?;
     let mut found = None::<Need>;
     let mut allocated = 0;
     for node in nodes.iter().take(count) {
         match driver::node(*node as usize as Handle) {
             driver::Node::Allocates { device, address, bytes } => {
-                let need = found.get_or_insert_default();
-                need.device = device;
-                need.left = need.left.saturating_add(bytes);
-                need.peak = need.peak.max(need.left);
-                if let Some(room) = made.get_mut(allocated * 2..allocated * 2 + 2) {
-                    room.copy_from_slice(&[address, bytes]);
+                found.get_or_insert(Need { device, bytes: 0 }).device = device;
+                if let Some(room) = ranges.get_mut(allocated) {
+                    *room = [address, bytes];
                     allocated += 1;
-                }
-            }
-            driver::Node::Frees { address } => {
-                let of = made.chunks_exact_mut(2).take(allocated).find(|pair| pair[0] == address);
-                if let (Some(need), Some([_, bytes])) = (&mut found, of) {
-                    need.left = need.left.saturating_sub(core::mem::take(bytes));
                 }
             }
             driver::Node::Graph { graph } if depth > 0 => {
                 if let Some(inner) = self::need(graph, depth - 1) {
-                    let need = found.get_or_insert_default();
-                    need.device = inner.device;
-                    need.peak = need.peak.max(need.left.saturating_add(inner.peak));
-                    need.left = need.left.saturating_add(inner.left);
+                    let need = found.get_or_insert(Need { device: inner.device, bytes: 0 });
+                    need.bytes = need.bytes.saturating_add(inner.bytes);
                 }
             }
             driver::Node::Graph { .. } | driver::Node::Other => {}
         }
     }
-    found
+    let own = ranges.get_mut(..allocated).map_or(0, together);
+    found.map(|need| Need { bytes: need.bytes.saturating_add(own), ..need })
+}
+
+/// The length of ranges of (address, length) that may cover each other.
+fn together(ranges: &mut [[u64; 2]]) -> u64 {
+    // Nodes come by rising addresses as a rule, which an insertion sort likes.
+    for at in 1..ranges.len() {
+        let mut place = at;
+        while place > 0 && ranges[place - 1][0] > ranges[place][0] {
+            ranges.swap(place - 1, place);
+            place -= 1;
+        }
+    }
+    let (mut sum, mut end) = (0u64, 0u64);
+    for [address, bytes] in ranges.iter() {
+        let to = address.saturating_add(*bytes);
+        sum = sum.saturating_add(to.saturating_sub(end.max(*address)));
+        end = end.max(to);
+    }
+    sum
 }
 
 /// After `graph` was made executable.
@@ -118,7 +124,7 @@ unsafe fn instantiated(answer: Answer, out: *mut Handle, graph: Handle) -> Answe
         });
         if let Some(known) = room {
             known.device.store(need.device as usize, Ordering::Release);
-            known.bytes.store(need.peak, Ordering::Release);
+            known.bytes.store(need.bytes, Ordering::Release);
         }
         if let Standing::Share(share) = share::of_cuda(need.device) {
             charge(&share, need.device, || SUCCESS);

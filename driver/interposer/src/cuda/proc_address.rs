@@ -29,6 +29,16 @@ hook! {
 }
 
 hook! {
+    /// For programs of the per-thread default stream, where a driver has it.
+    cuGetProcAddress_v2_ptsz(symbol: *const c_char, out: *mut *mut c_void, version: c_int, flags: u64, status: *mut c_int)
+    |real| {
+        let answer = real(symbol, out, version, flags, status);
+        // SAFETY: the driver has accepted both.
+        unsafe { substitute(answer, symbol, out) }
+    }
+}
+
+hook! {
     /// Of CUDA 11.3.
     cuGetProcAddress(symbol: *const c_char, out: *mut *mut c_void, version: c_int, flags: u64) |real| {
         let answer = real(symbol, out, version, flags);

@@ -42,6 +42,11 @@ impl Node {
         self.dir.path().join("usr/lib").join(format!("{}-linux-gnu", std::env::consts::ARCH)).join(name)
     }
 
+    /// One of the driver's programs.
+    pub(crate) fn program(&self, name: &str) -> PathBuf {
+        self.dir.path().join("usr/bin").join(name)
+    }
+
     pub(crate) fn gpu(&self, slot: usize) -> GpuUuid {
         let state = self.sim.read().expect("a state");
         GpuUuid::parse(&state.gpus[slot].uuid).expect("the simulator's UUIDs are UUIDs")
@@ -77,7 +82,7 @@ impl Node {
 
     /// A container with these shares.
     pub(crate) fn container(&self, shares: &[Share]) -> Container<'_> {
-        Container { node: self, shares: shares.to_vec(), more: String::new(), preload: true }
+        Container { node: self, shares: shares.to_vec(), more: String::new(), shims: false }
     }
 }
 
@@ -97,7 +102,7 @@ pub(crate) struct Container<'a> {
     node: &'a Node,
     shares: Vec<Share>,
     more: String,
-    preload: bool,
+    shims: bool,
 }
 
 impl Container<'_> {
@@ -105,11 +110,6 @@ impl Container<'_> {
     pub(crate) fn with(mut self, script: &str) -> Self {
         self.more += script;
         self.more.push('\n');
-        self
-    }
-
-    pub(crate) fn without_the_library(mut self) -> Self {
-        self.preload = false;
         self
     }
 
@@ -132,13 +132,17 @@ impl Container<'_> {
     pub(crate) fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("unshare");
         command.args(["-Urm", "sh", "-c", &self.script(), "sh", "env"]);
-        if self.preload {
-            // Only the program has it, not the shell that mounts.
-            let library = super::shipped().join("libdivvy.so");
-            command.arg(format!("LD_PRELOAD={}", library.display()));
-        }
+        // Only the program has it, not the shell that mounts.
+        command.arg(match self.shims {
+            true => "LD_LIBRARY_PATH=/run/divvy/lib/shim".to_owned(),
+            false => format!("LD_PRELOAD={}", super::shipped().join("libdivvy.so").display()),
+        });
         command.arg(program);
         command
+    }
+
+    fn driver(&self) -> PathBuf {
+        if self.shims { "libcuda.so.1".into() } else { self.node.library("libcuda.so.1") }
     }
 
     /// The guest of this test, waiting for what it is told.
@@ -146,13 +150,38 @@ impl Container<'_> {
         let mut command = self.command(&std::env::current_exe().expect("this test"));
         command
             .args(["guest", "--exact", "--ignored", "--nocapture", "--quiet"])
-            .env("DRIVER", self.node.library("libcuda.so.1"))
+            .env("DRIVER", self.driver())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         let mut child = command.spawn().expect("this test starts again");
         let stdin = child.stdin.take().expect("piped");
         let stdout = BufReader::new(child.stdout.take().expect("piped"));
         Program { child, stdin, stdout }
+    }
+
+    /// The guest in shim mode: the shims in the place of the driver's libraries, those beside them in a directory of
+    /// their own, and no preloading. The node's devices and the simulator's state are where a container has them.
+    pub(crate) fn with_shims(mut self) -> Self {
+        let shims = super::shipped().join("shim");
+        let sim = &self.node.sim;
+        let mut script = format!(
+            "mkdir -p /run/divvy/lib/real /run/divvy/lib/shim /run/divvy-sim\nmount --bind {} /run/divvy-sim\n\
+             mount --bind {} /dev\n",
+            sim.dir().display(),
+            sim.dev().display()
+        );
+        for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+            let real = self.node.library(name).canonicalize().expect("the driver's library");
+            let (real, shim) = (real.display(), shims.join(name));
+            let shim = shim.display();
+            script += &format!(
+                "touch /run/divvy/lib/real/{name} /run/divvy/lib/shim/{name}\n\
+                 mount --bind {real} /run/divvy/lib/real/{name}\nmount --bind {shim} /run/divvy/lib/shim/{name}\n"
+            );
+        }
+        self.more += &script;
+        self.shims = true;
+        self
     }
 
     /// The same, with the GPU ready to allocate from.

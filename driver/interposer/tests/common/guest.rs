@@ -1,4 +1,5 @@
 //! A program in the container: what it is told in words, it calls through C.
+#![allow(unsafe_code, reason = "the driver is called through C")]
 
 use libloading::Library;
 use std::ffi::{CString, c_char, c_void};
@@ -42,20 +43,34 @@ struct Array3<T> {
 
 const FLOAT: i32 = 0x20;
 
-/// CUmemAllocationProp, CUmemPoolProps: PINNED memory on a device.
+/// CUmemPoolProps, and CUmemAllocationProp, which is shorter: PINNED memory on a device. 88 bytes.
 #[repr(C)]
 struct Properties {
     kind: i32,
     handles: i32,
     location: [i32; 2],
-    rest: [u64; 10],
+    rest: [u64; 9],
 }
 
 impl Properties {
     fn on(device: i32) -> Self {
-        Self { kind: 1, handles: 0, location: [1, device], rest: [0; 10] }
+        Self { kind: 1, handles: 0, location: [1, device], rest: [0; 9] }
     }
 }
+
+/// CUDA_MEM_ALLOC_NODE_PARAMS.
+#[repr(C)]
+struct Allocation {
+    pool: Properties,
+    access: usize,
+    count: usize,
+    bytes: u64,
+    address: u64,
+}
+
+/// CUipcMemHandle, which is passed by value.
+#[repr(C)]
+struct Shared([u8; 64]);
 
 fn number(word: &str) -> u64 {
     word.parse().unwrap_or_else(|_| panic!("'{word}' is no number"))
@@ -78,7 +93,9 @@ impl Guest {
         match words {
             ["init"] => call!(self, "cuInit", 0 => u32).to_string(),
             ["start", device] => self.start(number(device) as i32),
-            ["info", rest @ ..] => self.info(if rest.is_empty() { "cuMemGetInfo_v2" } else { "cuMemGetInfo" }),
+            ["info", rest @ ..] => {
+                self.info(if rest.is_empty() { "cuMemGetInfo_v2" } else { "cuMemGetInfo" })
+            }
             ["total", device] => self.total(number(device) as i32),
             ["alloc", way, mib] => self.alloc(way, number(mib)),
             ["alloc", way, mib, from] => self.alloc_from(way, number(mib), number(from)),
@@ -109,12 +126,19 @@ impl Guest {
             }
             ["export", address] => {
                 let mut name = [0u8; 64];
-                let code = call!(self, "cuIpcGetMemHandle", name.as_mut_ptr() => *mut u8, number(address) => u64);
+                let code =
+                    call!(self, "cuIpcGetMemHandle", name.as_mut_ptr() => *mut u8, number(address) => u64);
                 let text: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
                 if code == 0 { text } else { format!("error {code}") }
             }
             ["import", text] => self.import(text),
             ["trim", pool] => call!(self, "cuMemPoolTrimTo", number(pool) => u64, 0 => u64).to_string(),
+            ["graph", mib] => self.graph(number(mib) * MIB),
+            ["launch", graph] => call!(self, "cuGraphLaunch", number(graph) => u64, 0 => u64).to_string(),
+            ["trim-graphs", device] => {
+                call!(self, "cuDeviceGraphMemTrim", number(device) as i32 => i32).to_string()
+            }
+            ["sweep"] => self.sweep(),
             ["synchronize"] => call!(self, "cuCtxSynchronize",).to_string(),
             ["fork", rest @ ..] => self.fork(rest),
             ["sleep", milliseconds] => {
@@ -166,10 +190,14 @@ impl Guest {
         let code = match way {
             "v1" => call!(self, "cuMemAlloc", &mut short => &mut u32, bytes as u32 => u32),
             "v2" => call!(self, "cuMemAlloc_v2", &mut key => &mut u64, bytes => u64),
-            "pitch" => call!(self, "cuMemAllocPitch_v2", &mut key => &mut u64, &mut pitch => &mut u64, 4096 => u64,
-                bytes / 4096 => u64, 16 => u32),
-            "pitch-v1" => call!(self, "cuMemAllocPitch", &mut short => &mut u32, &mut short_pitch => &mut u32,
-                4096 => u32, (bytes / 4096) as u32 => u32, 16 => u32),
+            "pitch" => {
+                call!(self, "cuMemAllocPitch_v2", &mut key => &mut u64, &mut pitch => &mut u64, 4096 => u64,
+                bytes / 4096 => u64, 16 => u32)
+            }
+            "pitch-v1" => {
+                call!(self, "cuMemAllocPitch", &mut short => &mut u32, &mut short_pitch => &mut u32,
+                4096 => u32, (bytes / 4096) as u32 => u32, 16 => u32)
+            }
             "managed" => call!(self, "cuMemAllocManaged", &mut key => &mut u64, bytes => u64, 1 => u32),
             "async" => call!(self, "cuMemAllocAsync", &mut key => &mut u64, bytes => u64, 0 => u64),
             "async-ptsz" => call!(self, "cuMemAllocAsync_ptsz", &mut key => &mut u64, bytes => u64, 0 => u64),
@@ -183,7 +211,8 @@ impl Guest {
                 call!(self, "cuArrayCreate_v2", &mut key => &mut u64, &shape => &Array<u64>)
             }
             "array-v1" => {
-                let shape = Array::<u32> { width: 1024, height: (bytes / 16384) as u32, format: FLOAT, channels: 4 };
+                let shape =
+                    Array::<u32> { width: 1024, height: (bytes / 16384) as u32, format: FLOAT, channels: 4 };
                 call!(self, "cuArrayCreate", &mut key => &mut u64, &shape => &Array<u32>)
             }
             "array3d" | "mipmap" => {
@@ -251,6 +280,31 @@ impl Guest {
         out
     }
 
+    /// Asks for every variant of every name, and says for each which export the answer is and which file it lies in.
+    fn sweep(&self) -> String {
+        let exports = super::listed("cuda.txt");
+        let lines: Vec<Vec<&str>> = exports.iter().map(|line| line.split(' ').collect()).collect();
+        let mut by_address = std::collections::BTreeMap::new();
+        for line in &lines {
+            // SAFETY: only the address is taken.
+            if let Ok(found) = unsafe { self.lib.get::<*const c_void>(line[3].as_bytes()) } {
+                by_address.insert(*found as usize, line[3]);
+            }
+        }
+        let mut said = Vec::new();
+        for line in &lines {
+            let least: i32 = line[1].parse().expect("a version");
+            for version in [least - 10, least, least + 10, 12090, 13050] {
+                for flags in 0..3 {
+                    let found = self.proc(line[0], version, flags);
+                    let export = by_address.get(&(found as usize)).copied().unwrap_or("none");
+                    said.push(format!("{}@{version}/{flags}={export}@{}", line[0], file_of(found)));
+                }
+            }
+        }
+        said.join(" ")
+    }
+
     /// From a pool, or as physical memory of a device.
     fn alloc_from(&self, way: &str, mib: u64, from: u64) -> String {
         let mut key = UNTOUCHED;
@@ -285,6 +339,27 @@ impl Guest {
         }
     }
 
+    /// An executable graph that allocates memory, frees it, and does so again: its key.
+    fn graph(&self, bytes: u64) -> String {
+        let (mut graph, mut node, mut runnable) = (0u64, 0u64, UNTOUCHED);
+        let none = std::ptr::null::<u64>();
+        let mut codes = vec![call!(self, "cuGraphCreate", &mut graph => &mut u64, 0 => u32)];
+        for _ in 0..2 {
+            let mut made = Allocation { pool: Properties::on(0), access: 0, count: 0, bytes, address: 0 };
+            let (before, count) = if node == 0 { (none, 0) } else { (&raw const node, 1) };
+            let mut after = 0u64;
+            codes.push(call!(self, "cuGraphAddMemAllocNode", &mut after => &mut u64, graph => u64,
+                before => *const u64, count => u64, &mut made => &mut Allocation));
+            codes.push(call!(self, "cuGraphAddMemFreeNode", &mut node => &mut u64, graph => u64,
+                &after => &u64, 1 => u64, made.address => u64));
+        }
+        assert!(codes.iter().all(|code| *code == 0), "no graph: {codes:?}");
+        said(
+            call!(self, "cuGraphInstantiateWithFlags", &mut runnable => &mut u64, graph => u64, 0 => u64),
+            runnable,
+        )
+    }
+
     fn context(&self, way: &str, device: i32) -> String {
         let mut context = UNTOUCHED;
         let none = std::ptr::null::<c_void>();
@@ -307,13 +382,9 @@ impl Guest {
             *byte = u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).expect("hexadecimal");
         }
         let mut address = UNTOUCHED;
-        // SAFETY: CUipcMemHandle is passed by value: 64 bytes, so in memory.
-        let function: extern "C" fn(&mut u64, [u64; 8], u32) -> i32 =
-            unsafe { std::mem::transmute(self.pointer("cuIpcOpenMemHandle_v2")) };
-        let words: [u64; 8] = std::array::from_fn(|at| {
-            u64::from_ne_bytes(name[at * 8..at * 8 + 8].try_into().expect("eight bytes"))
-        });
-        said(function(&mut address, words, 1), address)
+        let code =
+            call!(self, "cuIpcOpenMemHandle_v2", &mut address => &mut u64, Shared(name) => Shared, 1 => u32);
+        said(code, address)
     }
 
     /// Does the rest in a child, and answers for it.
@@ -342,6 +413,19 @@ impl Guest {
             libc::wait(std::ptr::null_mut());
             String::from_utf8_lossy(&text[..filled]).into_owned()
         }
+    }
+}
+
+/// The file that an address lies in.
+fn file_of(address: *const c_void) -> String {
+    // SAFETY: the loader writes the structure, and gives names that live as long as their objects.
+    unsafe {
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        if address.is_null() || libc::dladdr(address, &mut info) == 0 || info.dli_fname.is_null() {
+            return "none".into();
+        }
+        let path = std::ffi::CStr::from_ptr(info.dli_fname).to_string_lossy().into_owned();
+        path.rsplit('/').next().unwrap_or_default().to_owned()
     }
 }
 

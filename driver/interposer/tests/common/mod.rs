@@ -1,5 +1,10 @@
 //! What the tests share: the library as it ships, built by the command that ships it.
 
+#[allow(dead_code, reason = "not every test runs containers")]
+pub(crate) mod container;
+#[allow(dead_code, reason = "not every test runs containers")]
+pub(crate) mod guest;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;

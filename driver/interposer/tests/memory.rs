@@ -1,0 +1,357 @@
+//! The memory limit over every path that allocates, against the simulated driver: up to the limit it goes through, above
+//! it CUDA_ERROR_OUT_OF_MEMORY and nothing is touched, and whatever frees it gives it back.
+
+mod common;
+
+use common::container::{Node, Program, guest as told};
+use common::guest::Guest;
+
+/// The programs in the containers.
+#[test]
+#[ignore = "a program of the other tests"]
+fn guest() {
+    let mut guest = None;
+    told(|driver, words| guest.get_or_insert_with(|| Guest::open(driver)).run(words));
+}
+
+/// What an answer "ok KEY" names.
+fn key(answer: &str) -> String {
+    answer.strip_prefix("ok ").unwrap_or_else(|| panic!("it was answered {answer}")).to_owned()
+}
+
+/// A GPU with one share of 1,000 MiB and a program in its container.
+fn shared(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let container = node.container(std::slice::from_ref(&share));
+    test(&mut container.started(), &|| share.used_mib());
+}
+
+/// One way to allocate: all of the limit is granted, one MiB more is refused, and each way to free gives it back.
+fn check(allocate: &str, frees: &[&str]) {
+    shared(|program, used| {
+        let error = program.ask(&format!("alloc {allocate} 1001"));
+        assert_eq!(error, "error 2", "{allocate}: more than the limit");
+        for free in frees {
+            let made = key(&program.ask(&format!("alloc {allocate} 1000")));
+            assert_eq!(used(), 1000, "{allocate}");
+            assert_eq!(program.ask(&format!("alloc {allocate} 1")), "error 2", "{allocate}: one more");
+            assert_eq!(program.ask(&format!("free {free} {made}")), "0", "{allocate}, {free}");
+            assert_eq!(used(), 0, "{allocate}, {free}");
+        }
+    });
+}
+
+#[test]
+fn linear_memory() {
+    check("v2", &["v2", "async", "async-ptsz"]);
+}
+
+#[test]
+fn pitched_memory() {
+    check("pitch", &["v2", "async"]);
+}
+
+#[test]
+fn managed_memory() {
+    check("managed", &["v2"]);
+}
+
+#[test]
+fn memory_by_get_proc_address() {
+    check("proc", &["v2"]);
+}
+
+#[test]
+fn memory_of_a_driver_in_a_namespace_of_its_own() {
+    check("dlmopen", &["v2"]);
+}
+
+#[test]
+fn physical_memory() {
+    check("create", &["release"]);
+}
+
+#[test]
+fn arrays() {
+    check("array", &["array"]);
+    check("array3d", &["array"]);
+    check("mipmap", &["mipmap"]);
+}
+
+#[test]
+fn the_variants_of_cuda_2_are_limited_too() {
+    shared(|program, used| {
+        for way in ["v1", "pitch-v1", "array-v1", "array3d-v1"] {
+            assert_eq!(program.ask(&format!("alloc {way} 1001")), "error 2", "{way}");
+        }
+        assert_eq!(used(), 0);
+    });
+}
+
+/// What is pinned in the host's memory is none of the device's.
+#[test]
+fn pinned_memory_is_not_charged() {
+    shared(|program, used| {
+        key(&program.ask("alloc v2 1000"));
+        let pinned = key(&program.ask("alloc host 64"));
+        assert_eq!(used(), 1000);
+        assert_eq!(program.ask(&format!("free host {pinned}")), "0");
+    });
+}
+
+#[test]
+fn the_share_is_what_a_program_sees() {
+    shared(|program, _| {
+        assert_eq!(program.ask("info"), "1000 1000");
+        assert_eq!(program.ask("total 0"), "1000 1000");
+        let made = key(&program.ask("alloc v2 300"));
+        assert_eq!(program.ask("info"), "700 1000");
+        assert_eq!(program.ask("info v1"), "700 1000");
+        program.ask(&format!("free v2 {made}"));
+        assert_eq!(program.ask("info"), "1000 1000");
+    });
+}
+
+/// A handle's memory lives while a reference or a mapping does.
+#[test]
+fn mapped_memory_outlives_its_handle() {
+    shared(|program, used| {
+        let handle = key(&program.ask("alloc create 600"));
+        let address = key(&program.ask("reserve 1200"));
+        assert_eq!(program.ask(&format!("map {address} 600 {handle}")), "0");
+        assert_eq!(program.ask(&format!("free release {handle}")), "0");
+        assert_eq!(used(), 600, "released, and mapped");
+        assert_eq!(program.ask("alloc create 600"), "error 2");
+        let again = key(&program.ask(&format!("retain {address}")));
+        assert_eq!(program.ask(&format!("unmap {address} 600")), "0");
+        assert_eq!(used(), 600, "unmapped, and retained");
+        assert_eq!(program.ask(&format!("free release {again}")), "0");
+        assert_eq!(used(), 0);
+    });
+}
+
+/// 1,024 MiB: pools grow by 32 MiB.
+fn pooled(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1024));
+    let container = node.container(std::slice::from_ref(&share));
+    test(&mut container.started(), &|| share.used_mib());
+}
+
+#[test]
+fn stream_ordered_memory() {
+    pooled(|program, used| {
+        for (allocate, free) in
+            [("async", "async"), ("async-ptsz", "async-ptsz"), ("async", "v2"), ("async-ptsz", "v2")]
+        {
+            assert_eq!(program.ask(&format!("alloc {allocate} 1025")), "error 2", "{allocate}");
+            let made = key(&program.ask(&format!("alloc {allocate} 1024")));
+            assert_eq!(used(), 1024, "{allocate}");
+            assert_eq!(program.ask(&format!("alloc {allocate} 1")), "error 2", "{allocate}: one more");
+            assert_eq!(program.ask("alloc v2 1"), "error 2", "{allocate}: one more");
+            assert_eq!(program.ask(&format!("free {free} {made}")), "0", "{allocate}, {free}");
+        }
+    });
+}
+
+#[test]
+fn memory_of_a_pool_of_ones_own() {
+    pooled(|program, used| {
+        for allocate in ["pool", "pool-ptsz"] {
+            let pool = key(&program.ask("pool 0"));
+            assert_eq!(program.ask(&format!("alloc {allocate} 1025 {pool}")), "error 2");
+            let made = key(&program.ask(&format!("alloc {allocate} 1024 {pool}")));
+            assert_eq!(used(), 1024);
+            assert_eq!(program.ask(&format!("alloc {allocate} 1 {pool}")), "error 2");
+            assert_eq!(program.ask(&format!("free async {made}")), "0");
+            assert_eq!(program.ask("synchronize"), "0");
+            assert_eq!(program.ask(&format!("trim {pool}")), "0");
+            assert_eq!(used(), 0, "trimmed");
+            key(&program.ask(&format!("alloc {allocate} 100 {pool}")));
+            assert_eq!(program.ask(&format!("free pool {pool}")), "0");
+        }
+    });
+}
+
+/// A pool keeps what was freed; that is nobody's reason to be refused.
+#[test]
+fn what_pools_keep_is_given_back_before_anything_is_refused() {
+    pooled(|program, used| {
+        let made = key(&program.ask("alloc async 1024"));
+        assert_eq!(program.ask(&format!("free async {made}")), "0");
+        assert_eq!(program.ask("synchronize"), "0");
+        let made = key(&program.ask("alloc v2 1024"));
+        assert_eq!(used(), 1024);
+        assert_eq!(program.ask("alloc async 1"), "error 2");
+        assert_eq!(program.ask(&format!("free v2 {made}")), "0");
+        key(&program.ask("alloc async 1024"));
+    });
+}
+
+#[test]
+fn memory_of_graphs() {
+    pooled(|program, used| {
+        // Two nodes each, which the simulated driver gives addresses of their own.
+        let large = key(&program.ask("graph 513"));
+        assert_eq!(program.ask(&format!("launch {large}")), "2");
+        let graph = key(&program.ask("graph 512"));
+        assert_eq!(program.ask(&format!("launch {graph}")), "0");
+        assert_eq!(program.ask("synchronize"), "0");
+        assert_eq!(used(), 1024, "kept for the next launch");
+        assert_eq!(program.ask("alloc v2 1"), "error 2");
+        assert_eq!(program.ask("trim-graphs 0"), "0");
+        assert_eq!(used(), 0);
+        let made = key(&program.ask("alloc v2 1"));
+        assert_eq!(program.ask(&format!("launch {graph}")), "2");
+        assert_eq!(program.ask(&format!("free v2 {made}")), "0");
+        assert_eq!(program.ask(&format!("launch {graph}")), "0");
+    });
+}
+
+/// Contexts of 300 MiB each.
+fn with_contexts(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
+    let node = Node::up("L4");
+    let mut policy = node.policy(0, 1000);
+    policy.memory.context = 300 << 20;
+    let share = node.share("claim", "share", policy);
+    let container = node.container(std::slice::from_ref(&share));
+    test(&mut container.program(), &|| share.used_mib());
+}
+
+#[test]
+fn contexts() {
+    with_contexts(|program, used| {
+        assert_eq!(program.ask("init"), "0");
+        for way in ["v1", "v2", "v3", "v4"] {
+            let made = [(); 3].map(|()| key(&program.ask(&format!("context {way} 0"))));
+            assert_eq!(used(), 900, "{way}");
+            assert_eq!(program.ask(&format!("context {way} 0")), "error 2", "{way}");
+            assert_eq!(program.ask("context primary 0"), "error 2", "{way}");
+            for (context, free) in made.iter().zip(["context", "context-v1", "context"]) {
+                assert_eq!(program.ask(&format!("free {free} {context}")), "0", "{way}, {free}");
+            }
+            assert_eq!(used(), 0, "{way}");
+        }
+    });
+}
+
+#[test]
+fn the_end_of_a_context_is_the_end_of_its_memory() {
+    with_contexts(|program, used| {
+        assert_eq!(program.ask("start 0"), "ok");
+        key(&program.ask("context primary 0"));
+        assert_eq!(used(), 300, "a primary context is one, however often it is retained");
+        for end in ["reset", "reset-v1"] {
+            key(&program.ask("alloc v2 600"));
+            key(&program.ask("alloc array 100"));
+            assert_eq!(used(), 1000);
+            assert_eq!(program.ask(&format!("free {end} 0")), "0");
+            assert!(used() <= 300, "{end}: {}", used());
+            assert_eq!(program.ask("start 0"), "ok", "{end}");
+            assert_eq!(used(), 300, "{end}");
+        }
+    });
+}
+
+#[test]
+fn a_primary_context_ends_with_its_last_release() {
+    with_contexts(|program, used| {
+        assert_eq!(program.ask("start 0"), "ok");
+        key(&program.ask("context primary 0"));
+        key(&program.ask("alloc v2 100"));
+        assert_eq!(program.ask("free primary 0"), "0");
+        assert_eq!(used(), 400, "one use is left");
+        assert_eq!(program.ask("free primary-v1 0"), "0");
+        assert_eq!(used(), 0);
+    });
+}
+
+/// All processes of a share together; what one opens of another is that one's.
+#[test]
+fn processes_share_the_limit_and_pay_for_what_they_allocated() {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let container = node.container(std::slice::from_ref(&share));
+    let (mut one, mut two) = (container.started(), container.started());
+    let made = key(&one.ask("alloc v2 600"));
+    assert_eq!(two.ask("alloc v2 600"), "error 2");
+    assert_eq!(two.ask("info"), "400 1000");
+    let name = one.ask(&format!("export {made}"));
+    let opened = key(&two.ask(&format!("import {name}")));
+    assert_eq!(share.used_mib(), 600);
+    key(&two.ask("alloc v2 400"));
+    assert_eq!(two.ask(&format!("free import {opened}")), "0");
+    assert_eq!(share.used_mib(), 1000);
+}
+
+#[test]
+fn a_killed_process_leaves_its_memory_to_the_others() {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let container = node.container(std::slice::from_ref(&share));
+    let (mut one, mut two) = (container.started(), container.started());
+    key(&one.ask("alloc v2 900"));
+    one.kill();
+    key(&two.ask("alloc v2 1000"));
+    assert_eq!(share.used_mib(), 1000);
+}
+
+/// A child has its own place on the page, and only what it allocated itself.
+#[test]
+fn a_child_of_fork_is_a_process_of_its_own() {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let container = node.container(std::slice::from_ref(&share));
+    let mut program = container.program();
+    let answer = program.ask("fork start 0 , alloc v2 600 , alloc v2 600 , info");
+    let answers: Vec<&str> = answer.split(", ").collect();
+    assert_eq!((answers[0], answers[2], answers[3]), ("ok", "error 2", "400 1000"));
+    assert_eq!(program.ask("start 0"), "ok");
+    key(&program.ask("alloc v2 1000"));
+    assert_eq!(share.used_mib(), 1000, "the child's is gone with it");
+    // The driver itself is of no use in a child of a process that has used it.
+    program.ask("fork alloc v2 1");
+    assert_eq!(share.used_mib(), 1000, "and the parent's is not the child's to give back");
+}
+
+/// Shares of one GPU in one container add up; those of another GPU are apart.
+#[test]
+fn shares_add_up_by_gpu() {
+    let node = Node::up("3xL4");
+    let shares = [
+        node.share("one", "a", node.policy(0, 400)),
+        node.share("one", "b", node.policy(0, 600)),
+        node.share("two", "c", node.policy(1, 500)),
+    ];
+    let container = node.container(&shares);
+    let mut program = container.started();
+    let large = key(&program.ask("alloc v2 1000"));
+    assert_eq!((shares[0].used_mib(), shares[1].used_mib(), shares[2].used_mib()), (400, 600, 0));
+    assert_eq!(program.ask("alloc v2 1"), "error 2");
+    assert_eq!(program.ask(&format!("free v2 {large}")), "0");
+    assert_eq!((shares[0].used_mib(), shares[1].used_mib()), (0, 0));
+    assert_eq!((program.ask("total 0"), program.ask("total 1")), ("1000 1000".into(), "500 500".into()));
+    assert_eq!(program.ask("start 1"), "ok");
+    assert_eq!((program.ask("alloc v2 501"), program.ask("info")), ("error 2".into(), "500 500".into()));
+    // No page names the third: it is the container's whole.
+    assert_eq!(program.ask("start 2"), "ok");
+    key(&program.ask("alloc v2 2000"));
+    let whole = program.ask("total 2");
+    assert!(whole.ends_with(" 22562"), "{whole}");
+}
+
+/// The other mode of injection: the library in the place of the driver's, which it needs.
+#[test]
+fn shims_hold_the_limit_without_preloading() {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let container = node.container(std::slice::from_ref(&share)).with_shims();
+    let mut program = container.started();
+    for allocate in ["v2", "proc"] {
+        assert_eq!(program.ask(&format!("alloc {allocate} 1001")), "error 2", "{allocate}");
+        let made = key(&program.ask(&format!("alloc {allocate} 1000")));
+        assert_eq!((share.used_mib(), program.ask("info")), (1000, "0 1000".to_owned()));
+        assert_eq!(program.ask(&format!("free v2 {made}")), "0");
+    }
+}

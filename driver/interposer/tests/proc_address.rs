@@ -1,0 +1,79 @@
+//! `cuGetProcAddress` answers with the library as without: for every name, version and flag the same variant, which is
+//! the hook where that variant is hooked and the driver's own function where it is not.
+
+mod common;
+
+use common::container::{Node, guest as told};
+use common::guest::Guest;
+use std::collections::BTreeSet;
+
+/// The program in the container.
+#[test]
+#[ignore = "a program of the other tests"]
+fn guest() {
+    let mut guest = None;
+    told(|driver, words| guest.get_or_insert_with(|| Guest::open(driver)).run(words));
+}
+
+#[test]
+fn every_variant_is_the_one_that_the_driver_gives() {
+    let node = Node::up("L4");
+    let hooks: BTreeSet<String> = common::listed("hooks.txt").into_iter().collect();
+    let plain = Guest::open(&node.library("libcuda.so.1")).run(&["sweep"]);
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let hooked = node.container(&[share]).program().ask("sweep");
+    let (plain, hooked): (Vec<&str>, Vec<&str>) = (plain.split(' ').collect(), hooked.split(' ').collect());
+    assert_eq!(plain.len(), hooked.len());
+    let mut seen = BTreeSet::new();
+    for (plain, hooked) in plain.iter().zip(&hooked) {
+        let (query, export) =
+            plain.rsplit_once('@').map(|(said, _)| said.split_once('=').expect("an answer")).expect("a file");
+        let expected = match hooks.contains(export) {
+            true => format!("{query}={export}@libdivvy.so"),
+            false => (*plain).to_owned(),
+        };
+        assert_eq!(*hooked, expected);
+        seen.insert(export.to_owned());
+    }
+    let reached = hooks.iter().filter(|name| name.starts_with("cu")).filter(|name| !seen.contains(*name));
+    assert_eq!(reached.collect::<Vec<_>>(), Vec::<&String>::new(), "hooks that no query gives");
+}
+
+/// The list says of each hooked name all that the list of the simulated driver says, which was read from the headers by
+/// another program.
+#[test]
+fn the_list_of_variants_is_that_of_the_headers() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../e2e/sim/cuda/symbols.txt");
+    let theirs: BTreeSet<String> = std::fs::read_to_string(path)
+        .expect("the simulator's list")
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.is_empty())
+        .map(|line| {
+            let [export, name, version, stream] =
+                line.split(' ').collect::<Vec<_>>().try_into().expect("four words");
+            format!("{name} {version} {} {export}", if stream == "legacy" { 0 } else { 2 })
+        })
+        .collect();
+    let ours: BTreeSet<String> = common::listed("cuda.txt").into_iter().collect();
+    let names: BTreeSet<&str> = ours.iter().filter_map(|line| line.split(' ').next()).collect();
+    let missing: Vec<&String> = theirs
+        .difference(&ours)
+        .filter(|line| line.split(' ').next().is_some_and(|name| names.contains(name)))
+        .collect();
+    assert_eq!(missing, Vec::<&String>::new());
+    let more: Vec<&String> = ours.difference(&theirs).collect();
+    assert_eq!(
+        more,
+        ["cuGraphInstantiate 12000 0 cuGraphInstantiateWithFlags"],
+        "a name of another function"
+    );
+}
+
+#[test]
+fn every_hook_is_in_the_list() {
+    let lines = common::listed("cuda.txt");
+    let exports: BTreeSet<&str> = lines.iter().filter_map(|line| line.rsplit(' ').next()).collect();
+    for hook in common::listed("hooks.txt").iter().filter(|name| name.starts_with("cu")) {
+        assert!(exports.contains(hook.as_str()), "{hook} is no function of cuda.h");
+    }
+}

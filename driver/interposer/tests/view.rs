@@ -1,0 +1,77 @@
+//! What NVML shows in a container with a share, and what it denies: by the simulated library, and by `nvidia-smi` over it.
+//!
+//! The program of this test stands in for `nvidia-smi` in the simulated driver root, so it has no test harness.
+
+mod common;
+
+use common::container::{Node, guest as told};
+use common::guest::Guest;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    if let Some(code) = divvy_sim::command::multicall() {
+        return code;
+    }
+    if std::env::args().any(|argument| argument == "guest") {
+        let mut guest = None;
+        told(|driver, words| guest.get_or_insert_with(|| Guest::open(driver)).run(words));
+        return ExitCode::SUCCESS;
+    }
+    let wanted: Vec<String> =
+        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
+    let tests: [(&str, fn()); 3] = [
+        ("nvidia_smi_shows_the_share", nvidia_smi_shows_the_share),
+        ("the_memory_of_the_other_share_does_not_show", the_memory_of_the_other_share_does_not_show),
+        ("what_changes_a_device_is_denied", what_changes_a_device_is_denied),
+    ];
+    for (name, test) in tests {
+        if wanted.is_empty() || wanted.iter().any(|wanted| name.contains(wanted.as_str())) {
+            test();
+            println!("test {name} ... ok");
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+/// `nvidia-smi` of the node in a container with these shares: whether it succeeded, and what it printed.
+fn smi(node: &Node, shares: &[common::container::Share], arguments: &str) -> (bool, String) {
+    let container = node.container(shares);
+    let mut command = container.command(&node.program("nvidia-smi"));
+    let output = command.args(arguments.split_whitespace()).output().expect("nvidia-smi runs");
+    (output.status.success(), String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
+}
+
+const MEMORY: &str = "--query-gpu=memory.total,memory.used,memory.free --format=csv,noheader,nounits";
+
+fn nvidia_smi_shows_the_share() {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let shares = [share];
+    assert_eq!(smi(&node, &shares, MEMORY), (true, "1000, 0, 1000".to_owned()));
+    let container = node.container(&shares);
+    let mut program = container.started();
+    assert!(program.ask("alloc v2 300").starts_with("ok "));
+    assert_eq!(smi(&node, &shares, MEMORY), (true, "1000, 300, 700".to_owned()));
+    let (shown, without) = (smi(&node, &shares, "").1, smi(&node, &[], "").1);
+    assert!(shown.contains("300MiB /   1000MiB"), "{shown}");
+    assert!(without.contains(" 23034MiB"), "{without}");
+}
+
+fn the_memory_of_the_other_share_does_not_show() {
+    let node = Node::up("L4");
+    let one = [node.share("one", "share", node.policy(0, 1000))];
+    let two = [node.share("two", "share", node.policy(0, 2000))];
+    let container = node.container(&one);
+    let mut program = container.started();
+    assert!(program.ask("alloc v2 900").starts_with("ok "));
+    assert_eq!(smi(&node, &two, MEMORY), (true, "2000, 0, 2000".to_owned()));
+}
+
+fn what_changes_a_device_is_denied() {
+    let node = Node::up("H100-SXM5-80GB");
+    let share = [node.share("claim", "share", node.policy(0, 1000))];
+    let (done, said) = smi(&node, &share, "-mig 1 -i 0");
+    assert!(!done && said.contains("Insufficient Permissions"), "{said}");
+    let (done, said) = smi(&node, &[], "-mig 1 -i 0");
+    assert!(done, "without a share it is allowed: {said}");
+}
