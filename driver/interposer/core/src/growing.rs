@@ -39,8 +39,8 @@ pub struct Growing<'a, S: System> {
     asked: u64,
 }
 
-/// How long a thread waits for another's call on the same pool.
-const PATIENCE: u64 = 5_000_000_000;
+/// How long a thread waits for another's call on the same pool, in nanoseconds.
+const PATIENCE: u64 = 1_000_000_000;
 
 impl Local {
     fn lock(&self, key: u64) -> Option<&AtomicU32> {
@@ -56,17 +56,19 @@ impl<'a, S: System> Device<'a, S> {
             Grown::Graph => u64::from(self.index),
         };
         let system = &self.ledger.system;
-        let start = system.now();
+        // Asked for only by who has to wait: the clock is a system call.
+        let mut start = None;
         let lock = self.local.lock(key);
         let mut held = None;
-        // After the deadline it goes on without: a sum that is wrong for a moment, not a hang.
+        // After the deadline it goes on without: two that grow at once are charged too much for a moment.
         while let Some(word) = lock {
             if word.compare_exchange(0, 1, Acquire, Relaxed).is_ok() {
                 held = Some(word);
                 break;
             }
             system.nap(0);
-            if system.now().saturating_sub(start) > PATIENCE {
+            let now = system.now();
+            if now.saturating_sub(*start.get_or_insert(now)) > PATIENCE {
                 break;
             }
         }
@@ -125,51 +127,52 @@ impl<S: System> Growing<'_, S> {
     /// After the call: the driver has `reserved` bytes, and so many are charged. `Err`: that does not fit. The
     /// caller undoes the call, trims, settles again and answers out of memory; until then what fits is charged.
     pub fn settle(mut self, reserved: u64) -> Result<(), Full> {
-        let charged = self.charged + self.asked;
-        if reserved > charged {
-            self.device.charge(reserved - charged)?;
-        } else {
-            self.device.uncharge(charged - reserved);
-        }
-        self.asked = 0;
-        self.record(reserved);
+        let more = reserved.saturating_sub(self.charged + self.asked);
+        self.device.charge(more)?;
+        self.asked += more;
+        self.balance(reserved);
         Ok(())
     }
 
     /// After a call that cannot be undone: charged whatever the limit says.
     pub fn settle_anyway(mut self, reserved: u64) {
-        let charged = self.charged + self.asked;
-        if reserved > charged {
-            self.device.force(reserved - charged);
-        } else {
-            self.device.uncharge(charged - reserved);
-        }
-        self.asked = 0;
-        self.record(reserved);
+        self.balance(reserved);
     }
 
     fn lower(&mut self, reserved: u64) {
         if reserved < self.charged {
-            self.device.uncharge(self.charged - reserved);
-            self.record(reserved);
+            self.balance(reserved);
         }
     }
 
-    fn record(&mut self, bytes: u64) {
+    /// Makes what is charged (by the table, and what was asked for beyond) what the driver has. By
+    /// the table as it is now: that is right even if somebody went on without the lock.
+    fn balance(&mut self, reserved: u64) {
+        let charged = self.record(reserved) + self.asked;
+        self.asked = 0;
+        self.device.uncharge(charged.saturating_sub(reserved));
+        self.device.force(reserved.saturating_sub(charged));
+    }
+
+    /// What the table said before.
+    fn record(&mut self, bytes: u64) -> u64 {
         let Device { ledger, local, index, .. } = self.device;
         let (class, key) = self.device.place(self.what);
         self.charged = bytes;
+        let mut before = 0;
         let known = local.table.change(&ledger.system, class, key, |entry| {
+            before = entry.bytes();
             *entry = entry.with_bytes(bytes);
             Then::Keep
         });
         if known.is_none() && bytes > 0 {
-            let entry = Entry::new(class, key, index, bytes, 0);
-            if local.table.insert(&ledger.system, entry).is_err() {
+            match local.table.insert(&ledger.system, Entry::new(class, key, index, bytes, 0)) {
+                Ok(old) => before = old.map_or(0, |old| old.bytes()),
                 // Charged until the process ends, never too little.
-                ledger.fault(Fault::NoTable);
+                Err(_) => ledger.fault(Fault::NoTable),
             }
         }
+        before
     }
 }
 

@@ -22,8 +22,9 @@ use divvy_pages::{
 pub const DEVICES: usize = 32;
 const ORDINALS: usize = 64;
 
-/// How long an allocation waits for other processes of the share before it is refused.
-const PATIENCE: u64 = 5_000_000_000;
+/// How long a request waits for other processes of the share before it is refused, in nanoseconds. The node
+/// tells of the dead that no peer can prove within two seconds; and a hook may ask a second time.
+const PATIENCE: u64 = 3_000_000_000;
 
 /// One pair of pages that the container has mounted.
 #[derive(Clone, Copy, Debug)]

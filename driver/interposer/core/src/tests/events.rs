@@ -229,6 +229,22 @@ fn a_pool_is_charged_by_what_it_has_reserved() {
 }
 
 #[test]
+fn a_pool_whose_call_hangs_holds_up_nobody_for_ever_and_the_sum_is_right_in_the_end() {
+    check(&[(
+        "two calls at once",
+        &|p| {
+            let mut hangs = device(p).grow(POOL);
+            hangs.ask(MIB, 0, 0).expect("it fits");
+            let mut other = device(p).grow(POOL);
+            other.ask(2 * MIB, 0, 0).expect("it fits");
+            other.settle(2 * MIB).expect("it fits");
+            hangs.settle(3 * MIB).expect("it fits");
+        },
+        3 * MIB,
+    )]);
+}
+
+#[test]
 fn graph_memory_is_charged_even_where_it_cannot_be_refused() {
     check(&[
         ("a launch", &|p| device(p).grow(Grown::Graph).settle_anyway(12 * MIB), 12 * MIB),

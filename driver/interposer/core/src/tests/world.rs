@@ -4,9 +4,8 @@ use crate::{AccountPage, Device, Found, GpuUuid, Identity, Kind, Ledger, PolicyP
 use divvy_pages::{Compute, Flags, Memory, Policy, SlotState, Text, account, policy};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
 pub(super) const GPU: GpuUuid = GpuUuid([1; 16]);
 pub(super) const CONTEXT: u64 = 100 << 10;
@@ -41,7 +40,8 @@ pub(super) struct Fake {
     pid: AtomicU32,
     wiped: Mutex<Option<(usize, usize)>>,
     none_left: AtomicBool,
-    start: Instant,
+    /// Moves by waiting only.
+    clock: AtomicU64,
 }
 
 impl Default for Fake {
@@ -77,10 +77,11 @@ impl System for Fake {
     }
 
     fn now(&self) -> u64 {
-        self.start.elapsed().as_nanos() as u64
+        self.clock.load(SeqCst)
     }
 
-    fn nap(&self, _nanoseconds: u64) {
+    fn nap(&self, nanoseconds: u64) {
+        self.clock.fetch_add(nanoseconds.max(100_000), SeqCst);
         std::thread::yield_now();
     }
 
@@ -120,7 +121,7 @@ impl World {
             pid: AtomicU32::new(pid),
             wiped: Mutex::default(),
             none_left: AtomicBool::new(false),
-            start: Instant::now(),
+            clock: AtomicU64::new(0),
         }
     }
 
