@@ -347,7 +347,11 @@ async fn a_server_without_consumable_capacity_gets_no_device_that_several_claims
     api.set_gates(Gates { consumable_capacity: false, ..Gates::default() });
     let mut rig = Rig::start(api, inventory_of(H100, 2));
     let seen = rig.until(|published| published.in_sync).await;
-    assert!(seen.degraded.unwrap().contains("does not keep consumable capacity (no time-slices"));
+    assert!(
+        seen.degraded
+            .unwrap()
+            .contains("does not keep consumable capacity (GPUs and MIG instances go to one claim")
+    );
     assert_eq!(seen.devices, 52);
     assert!(rig.devices().iter().all(|device| device.consumes_counters.is_some()));
     assert!(rig.names().iter().all(|name| !name.ends_with("timeslice") && !name.ends_with("mps")));
