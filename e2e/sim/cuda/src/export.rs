@@ -1,10 +1,13 @@
 //! `cuGetExportTable`: tables of private functions that the CUDA runtime asks for by UUID.
 //!
-//! Their layout is documented nowhere; it is known from other people's drivers (ZLUDA). The runtime does not start
-//! without two of them: one that retains a device's primary context, and one with memory for callbacks of tools. A
-//! table begins with its size in bytes; a function that nobody has been seen to call answers NOT_SUPPORTED. For any
-//! other UUID there is no table: for `f8cff951-...`, which newer runtimes ask for first, that is what the runtime goes
-//! on from.
+//! Their layout is documented nowhere; it is known from other people's drivers (ZLUDA) and from watching the runtimes of
+//! CUDA 12.9 and 13.5 start. Two of them are here: one that gives a device's primary context, one with memory for what
+//! tools call back. A table begins with its size in bytes; a function that nobody has been seen to call answers
+//! NOT_SUPPORTED. For any other UUID there is no table: for `f8cff951-...`, which runtimes ask for first, that is what they
+//! go on from.
+//!
+//! A runtime has asked for all functions of the driver by then, which is what it is run for here. It does not get further:
+//! it wants the driver to prove that it is NVIDIA's own.
 
 use std::ffi::c_void;
 use std::sync::atomic::AtomicU64;
@@ -33,6 +36,8 @@ static RUNTIME_TABLE: Table<12> = Table {
     functions: {
         let mut functions = [Pointer(unknown as *const ()); 12];
         functions[1] = Pointer(primary_context as *const ());
+        // "Load compilers", where the environment wants modules loaded eagerly.
+        functions[11] = Pointer(nothing as *const ());
         functions
     },
 };
@@ -53,6 +58,10 @@ static SWITCHES: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
 extern "C" fn unknown() -> u32 {
     Code::NotSupported as u32
+}
+
+extern "C" fn nothing() -> u32 {
+    0
 }
 
 extern "C" fn primary_context(context: Out<context::Handle>, device: i32) -> u32 {
