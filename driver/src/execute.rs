@@ -9,22 +9,18 @@ use crate::gpus::{Gpus, Unavailable};
 use crate::mps::{self, Mps, MpsError};
 use crate::plan::{Access, Holding, Part};
 use crate::records::{ClaimRecord, DeviceRecord, GpuFileError, InstanceIds, Locked};
+use crate::shares::policy::{Unwritable, policy};
 use crate::shares::{PagesError, Shares};
 use crate::sharing::{MpsLimits, Setup, ShareLimits};
 use crate::step::{InstanceKey, Step, Undo};
 use crate::timeslice::{self, TimesliceError};
-use divvy_api::sharing::{Interval, Priority, ShareSettings};
+use divvy_api::sharing::Interval;
 use divvy_api::{ClaimUid, GpuUuid, ShareId};
 use divvy_model::inventory::{Condition, Gpu, Mig, MigMode, Presence};
-use divvy_model::share;
 use divvy_nvml::{ComputeMode, GpuQueue, NvmlError, RawInstance};
-use divvy_pages::{self as pages, Compute, Flags, Memory, Policy, Text};
+use divvy_pages::Policy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
-
-/// Bytes that the first context of a process is charged until it has been measured:
-/// what CUDA 12 takes on a data centre GPU with lazy loading, roughly.
-const CONTEXT: u64 = 300 << 20;
 
 /// Does and undoes steps, none later than a time.
 #[derive(Clone)]
@@ -67,8 +63,8 @@ pub enum StepError {
     GpuFile(#[from] GpuFileError),
     #[error(transparent)]
     Pages(#[from] PagesError),
-    #[error("{name} {value:?} cannot stand on a policy page")]
-    Unwritable { name: &'static str, value: String },
+    #[error(transparent)]
+    Unwritable(#[from] Unwritable),
     #[error(transparent)]
     Cdi(#[from] CdiError),
     #[error("the task that writes the CDI file failed")]
@@ -244,7 +240,6 @@ impl Hands {
         })
     }
 
-    /// What the policy page of a share says.
     fn policy(
         &self,
         claim: &ClaimUid,
@@ -252,39 +247,7 @@ impl Hands {
         share: &ShareId,
         limits: ShareLimits,
     ) -> Result<Policy, StepError> {
-        let gpu = self.gpu(device.part.gpu())?;
-        let uuid = |name, text: &str| {
-            pages::GpuUuid::parse(text).ok_or_else(|| StepError::Unwritable { name, value: text.to_owned() })
-        };
-        let mig = device.instance.as_ref().map(|ids| uuid("MIG UUID", &ids.uuid)).transpose()?;
-        let physical = match &device.part {
-            Part::Whole { .. } => gpu.memory_bytes,
-            Part::Instance(key) => gpu.profile(key.profile_id).map_or(0, share::memory_of_profile),
-        };
-        let ShareSettings { injection: _, observe_only, priority, weight, ceiling } = limits.settings;
-        let mut flags = Flags::STRICT.with(Flags::NVML_VIEW);
-        if observe_only {
-            flags = flags.with(Flags::OBSERVE_ONLY);
-        }
-        Ok(Policy {
-            claim: text("claim UID", claim.as_str())?,
-            share: text("shareID", share.as_str())?,
-            gpu: uuid("GPU UUID", gpu.uuid.as_str())?,
-            mig,
-            pci: text("PCI bus id", &nvml_bus_id(&gpu.pci_bus_id))?,
-            memory: Memory { limit: limits.memory, physical, context: CONTEXT, ..Memory::default() },
-            compute: Compute {
-                cores: limits.cores,
-                ceiling,
-                weight,
-                priority: match priority {
-                    Priority::Low => 0,
-                    Priority::High => 1,
-                },
-                ..Compute::default()
-            },
-            flags,
-        })
+        Ok(policy(claim, device, share, limits, &self.gpu(device.part.gpu())?)?)
     }
 
     /// Writes the claim's CDI file from the record and what the hardware is now.
@@ -545,15 +508,6 @@ impl Hands {
 /// Whether an instance of the hardware is the one that a key names.
 pub fn is(instance: &RawInstance, key: &InstanceKey) -> bool {
     instance.profile_id == key.profile_id && instance.placement.start == key.placement.start
-}
-
-fn text<const N: usize>(name: &'static str, value: &str) -> Result<Text<N>, StepError> {
-    Text::new(value).ok_or_else(|| StepError::Unwritable { name, value: value.to_owned() })
-}
-
-/// `00000000:1A:00.0` of sysfs' `0000:1a:00.0`.
-fn nvml_bus_id(sysfs: &str) -> String {
-    format!("{sysfs:0>16}").to_uppercase()
 }
 
 /// A CDI file names a device once, though a claim may own it and look at it.

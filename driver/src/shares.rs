@@ -18,9 +18,12 @@
 //! whatever it says, and a policy is changed in place, in the copy that is not
 //! read (see [`divvy_pages::policy`]).
 
+pub mod policy;
+
 use crate::paths::HostPaths;
 use divvy_api::{ClaimUid, ShareId};
-use divvy_pages::{Policy, PolicyPage, account, policy};
+use divvy_pages::policy::{PolicyError, SIZE};
+use divvy_pages::{Flags, Policy, PolicyPage, account};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io;
@@ -60,7 +63,7 @@ pub enum PagesError {
     Change {
         path: PathBuf,
         #[source]
-        cause: policy::PolicyError,
+        cause: PolicyError,
     },
 }
 
@@ -84,6 +87,16 @@ impl Shares {
     pub fn claims(&self) -> Vec<ClaimUid> {
         let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
         entries.filter_map(|entry| Some(entry.file_name().into_string().ok()?.into())).collect()
+    }
+
+    /// All shares that have pages, or a directory for them.
+    pub fn all(&self) -> Vec<(ClaimUid, ShareId)> {
+        let of_claim = |claim: ClaimUid| {
+            let entries = fs::read_dir(self.dir.join(claim.as_str())).into_iter().flatten().flatten();
+            let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+            names.map(|name| (claim.clone(), ShareId::from(name))).collect::<Vec<_>>()
+        };
+        self.claims().into_iter().flat_map(of_claim).collect()
     }
 
     /// Has the pages be there, and the policy be this; says whether anything had to be done.
@@ -146,6 +159,15 @@ impl Shares {
         }
     }
 
+    /// The bytes that a share has by its own account, which its processes write; none
+    /// where there is no such account.
+    pub fn used(&self, claim: &ClaimUid, share: &ShareId) -> Option<u64> {
+        let mut header = [0; account::HEADER];
+        let file = File::open(self.of(claim, share).join(ACCOUNT)).ok()?;
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut header, 0).ok()?;
+        account::Snapshot::new(&header).ok().map(|page| page.used())
+    }
+
     /// The containers of a share that the hook told of: id, and what `/proc/<pid>/cgroup`
     /// said of the first process.
     pub fn cgroups(&self, claim: &ClaimUid, share: &ShareId) -> Vec<(String, String)> {
@@ -180,14 +202,14 @@ pub fn is_mounted(proc_root: &Path, claim: &ClaimUid) -> bool {
 }
 
 /// Whether a page says that policy. What the agent has put there is its own.
-fn says(page: &[u8], wanted: &Policy) -> Result<bool, policy::PolicyError> {
+fn says(page: &[u8], wanted: &Policy) -> Result<bool, PolicyError> {
     let (_, have) = Policy::decode(page)?;
     Ok(have == kept(wanted, &have))
 }
 
 /// The policy with what the agent decides as it stands on the page.
 fn kept(wanted: &Policy, have: &Policy) -> Policy {
-    let native = policy::Flags(have.flags.0 & policy::Flags::NATIVE_MEMORY.0);
+    let native = Flags(have.flags.0 & Flags::NATIVE_MEMORY.0);
     Policy { flags: wanted.flags.with(native), ..*wanted }
 }
 
@@ -211,7 +233,7 @@ fn change(path: &Path, page: &[u8], wanted: &Policy) -> Result<bool, PagesError>
     let replaced = Mapped::open(path).map_err(|cause| PagesError::Write { path: path.to_owned(), cause })?;
     replaced
         .page()
-        .map_or(Err(policy::PolicyError::Foreign), |page| page.replace(&wanted))
+        .map_or(Err(PolicyError::Foreign), |page| page.replace(&wanted))
         .map_err(failed)?;
     tracing::info!(path = %path.display(), "policy of a share changed in place");
     Ok(true)
@@ -226,13 +248,13 @@ struct Mapped {
 impl Mapped {
     fn open(path: &Path) -> io::Result<Self> {
         let file = File::options().read(true).write(true).open(path)?;
-        if file.metadata()?.len() != policy::SIZE as u64 {
+        if file.metadata()?.len() != SIZE as u64 {
             return Err(io::ErrorKind::InvalidData.into());
         }
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice takes no memory from
         // anybody. The file is root's alone to write, so nobody cuts it short below us.
-        let address = unsafe { mmap(ptr::null_mut(), policy::SIZE, access, MapFlags::SHARED, &file, 0)? };
+        let address = unsafe { mmap(ptr::null_mut(), SIZE, access, MapFlags::SHARED, &file, 0)? };
         ptr::NonNull::new(address.cast())
             .map(|address| Self { address })
             .ok_or_else(|| io::ErrorKind::Other.into())
@@ -241,7 +263,7 @@ impl Mapped {
     fn page(&self) -> Option<&PolicyPage> {
         // SAFETY: so many bytes are mapped readable and writable until `self` is dropped,
         // and the answer borrows `self`.
-        unsafe { PolicyPage::at(self.address.as_ptr(), policy::SIZE) }
+        unsafe { PolicyPage::at(self.address.as_ptr(), SIZE) }
     }
 }
 
@@ -250,7 +272,7 @@ impl Drop for Mapped {
     fn drop(&mut self) {
         // SAFETY: what `open` mapped, once, and nothing borrows it any more. It fails for
         // no mapping that is there.
-        let _ = unsafe { munmap(self.address.as_ptr().cast(), policy::SIZE) };
+        let _ = unsafe { munmap(self.address.as_ptr().cast(), SIZE) };
     }
 }
 
@@ -274,7 +296,7 @@ fn is_file_name(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use divvy_pages::{Compute, Flags, Memory, Text};
+    use divvy_pages::{Compute, Memory, Text};
 
     struct World {
         dir: tempfile::TempDir,
@@ -362,7 +384,7 @@ mod tests {
         let [page, account] = [POLICY, ACCOUNT].map(|name| File::open(world.path(name)).unwrap());
         assert!(world.write(&policy(2)));
         assert!(world.write(&policy(3)));
-        let mut bytes = vec![0; policy::SIZE];
+        let mut bytes = vec![0; SIZE];
         std::os::unix::fs::FileExt::read_exact_at(&page, &mut bytes, 0).unwrap();
         assert_eq!(Policy::decode(&bytes), Ok((3, policy(3))));
         fs::write(world.path(ACCOUNT), "").unwrap();
@@ -370,7 +392,7 @@ mod tests {
         assert_eq!(account.metadata().unwrap().len(), account::SIZE as u64);
         fs::write(world.path(POLICY), "").unwrap();
         assert!(world.write(&policy(3)));
-        assert_eq!(page.metadata().unwrap().len(), policy::SIZE as u64);
+        assert_eq!(page.metadata().unwrap().len(), SIZE as u64);
     }
 
     #[test]

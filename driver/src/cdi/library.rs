@@ -25,6 +25,8 @@ pub const REAL: &str = "/run/divvy/lib/real";
 pub const STOOD_IN: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
 const LIBRARY: &str = "libdivvy.so";
 const LIST: &str = "ld.so.preload";
+/// Below the directory that the libraries come from.
+const SHIMS: &str = "shim";
 
 /// Why containers with a share cannot have the library.
 #[derive(Debug, thiserror::Error)]
@@ -58,16 +60,16 @@ impl Library {
     /// Puts the files of a directory in place.
     pub fn install(from: &Path, plugin_dir: &Path) -> Result<Self, LibraryError> {
         let to = plugin_dir.join("lib");
-        let file = |name: &str| {
-            let path = from.join(name);
+        let file = |dir: &str, name: &str| {
+            let path = from.join(dir).join(name);
             let bytes = std::fs::read(&path).map_err(|cause| LibraryError::Read { path, cause })?;
             place(&to, name, &bytes)
         };
         let [cuda, nvml] = STOOD_IN;
         Ok(Self {
-            preloaded: file(LIBRARY)?,
+            preloaded: file("", LIBRARY)?,
             list: place(&to, LIST, format!("{IN_CONTAINER}\n").as_bytes())?,
-            stand_ins: [file(cuda)?, file(nvml)?],
+            stand_ins: [file(SHIMS, cuda)?, file(SHIMS, nvml)?],
         })
     }
 
@@ -110,9 +112,10 @@ pub(crate) mod tests {
     /// A directory with files that have the names of the libraries.
     pub(crate) fn library(dir: &Path) -> PathBuf {
         let from = dir.join("library");
-        std::fs::create_dir_all(&from).unwrap();
-        for name in [LIBRARY, STOOD_IN[0], STOOD_IN[1]] {
-            std::fs::write(from.join(name), name).unwrap();
+        std::fs::create_dir_all(from.join(SHIMS)).unwrap();
+        std::fs::write(from.join(LIBRARY), LIBRARY).unwrap();
+        for name in STOOD_IN {
+            std::fs::write(from.join(SHIMS).join(name), name).unwrap();
         }
         from
     }

@@ -9,13 +9,14 @@
 //! The path below the UID is the path in the container, so the CDI file of a claim
 //! is made of what lies there, also long after the prepare. On disk and not in
 //! memory, because a pod that comes back after a reboot finds its mounts or does
-//! not start. A file that cannot be written is logged and left out, as the Go
+//! not start. A share has two attributes more than its device, `shareID` and
+//! `shareMemory`. A file that cannot be written is logged and left out, as the Go
 //! helper does: nothing depends on it but programs that ask for it.
 
 use super::document::Mount;
 use divvy_api::names::DRIVER;
-use divvy_api::{AllocatedClaim, AllocatedDevice, ClaimUid, RequestName};
-use divvy_model::Inventory;
+use divvy_api::{AllocatedClaim, AllocatedDevice, ClaimUid, Quantity, RequestName};
+use divvy_model::{DeviceId, Inventory, share};
 use k8s_openapi::api::resource::v1::DeviceAttribute;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -91,9 +92,12 @@ fn requests(claim: &AllocatedClaim) -> Vec<&RequestName> {
 
 fn content(claim: &AllocatedClaim, request: &RequestName, inventory: &Inventory) -> io::Result<Vec<u8>> {
     let mut by_name: Vec<Request<'_>> = Vec::new();
-    for device in claim.devices.iter().filter(|device| device.request == *request) {
-        let AllocatedDevice { chosen, pool, device, .. } = device;
-        let attributes = divvy_slices::attributes(inventory, device);
+    for allocated in claim.devices.iter().filter(|device| device.request == *request) {
+        let AllocatedDevice { chosen, pool, device, .. } = allocated;
+        let attributes = divvy_slices::attributes(inventory, device).map(|mut attributes| {
+            attributes.extend(of_share(allocated, inventory));
+            attributes
+        });
         let entry = Device { driver: DRIVER, pool: pool.as_str(), name: device.as_str(), attributes };
         match by_name.iter_mut().find(|have| have.name == chosen) {
             Some(have) => have.devices.push(entry),
@@ -119,6 +123,22 @@ fn content(claim: &AllocatedClaim, request: &RequestName, inventory: &Inventory)
         stream.push(b'\n');
     }
     Ok(stream)
+}
+
+/// What a share of a device is; nothing where the claim has it for itself.
+fn of_share(device: &AllocatedDevice, inventory: &Inventory) -> Vec<(String, DeviceAttribute)> {
+    let share = || {
+        let id = DeviceId::try_from(&device.device).ok().filter(|id| id.mode().has_shares())?;
+        let (gpu, instance) = id.resolve(inventory).ok()?;
+        share::share(&device.hold, share::memory(gpu, instance)).ok()?
+    };
+    let string = |name: &str, text: String| {
+        (name.to_owned(), DeviceAttribute { string: Some(text), ..DeviceAttribute::default() })
+    };
+    share().map_or_else(Vec::new, |share| {
+        let memory = Quantity::bytes(share.memory).to_string();
+        vec![string("shareID", share.id.to_string()), string("shareMemory", memory)]
+    })
 }
 
 /// What makes the files of a claim visible, by request; nothing where there are none.

@@ -22,8 +22,10 @@ mod daemons;
 mod facts;
 mod locks;
 mod mode;
+mod shares;
 
 pub use daemons::{Daemon, Daemons, lost};
+pub use shares::HeldShare;
 
 use crate::cdi::Cdi;
 use crate::execute::{Hands, StepError};

@@ -77,6 +77,13 @@ async fn a_share_has_pages_that_say_what_it_may_have() {
     let facts = node.engine.facts(&"a".into());
     assert_eq!(facts[0].share_id, Some("a-0".into()));
     assert_eq!(facts[0].data.memory.as_ref().unwrap().to_string(), "10Gi");
+    let held = node.engine.shares();
+    assert_eq!((held[0].share.as_str(), held[0].limit, held[0].used), ("a-0", 10 << 30, Some(0)));
+    let metadata = world.paths.state_dir.join("metadata/a/resourceclaims/a/r0/metadata.json");
+    let metadata = fs::read_to_string(metadata).unwrap();
+    for part in [r#""shareID": {"#, r#""string": "a-0""#, r#""shareMemory": {"#, r#""string": "10Gi""#] {
+        assert!(metadata.contains(part), "{metadata}");
+    }
     node.ends("a").await;
     world.expect_no_trace();
     assert!(world.paged().is_empty());

@@ -60,8 +60,8 @@ impl World {
     /// A directory with what goes into containers with a share, by name; its content is of no matter here.
     fn library(&self) -> PathBuf {
         let dir = self.dir.path().join("library");
-        std::fs::create_dir_all(&dir).unwrap();
-        for name in ["libdivvy.so", "libcuda.so.1", "libnvidia-ml.so.1"] {
+        std::fs::create_dir_all(dir.join("shim")).unwrap();
+        for name in ["libdivvy.so", "shim/libcuda.so.1", "shim/libnvidia-ml.so.1"] {
             std::fs::write(dir.join(name), name).unwrap();
         }
         dir

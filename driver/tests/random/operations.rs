@@ -9,7 +9,7 @@ pub(crate) const CLAIMS: usize = 10;
 pub(crate) const GPUS: &str = "2xH100-SXM5-80GB,1xL4";
 const ALL: usize = 3;
 /// How many of them can be cut; they come first.
-const CUT: usize = 2;
+pub(crate) const CUT: usize = 2;
 
 /// One thing that happens.
 #[derive(Clone, Debug)]
@@ -149,14 +149,21 @@ fn side(dice: &mut Dice) -> When {
 /// One to three devices; few places, so that claims meet.
 fn devices(dice: &mut Dice) -> Vec<String> {
     let count = [1, 1, 1, 1, 2, 3][dice.below(6)];
-    let device = |dice: &mut Dice| match dice.below(14) {
+    let instance = |dice: &mut Dice| {
+        let (profile, starts) = *dice.of(&PROFILES);
+        format!("gpu-{}-mig-{profile}-{}", dice.below(CUT), dice.of(starts))
+    };
+    let device = |dice: &mut Dice| match dice.below(18) {
         0 => format!("gpu-{}", dice.below(ALL)),
         1..4 => format!("gpu-{}-timeslice", dice.below(ALL)),
         4..7 => format!("gpu-{}-mps", dice.below(ALL)),
-        _ => {
-            let (profile, starts) = *dice.of(&PROFILES);
-            format!("gpu-{}-mig-{profile}-{}", dice.below(CUT), dice.of(starts))
+        7..10 => format!("gpu-{}={}Gi", dice.below(ALL), dice.of(&[3, 9, 12, 50])),
+        // Few places, so that they meet.
+        10..12 => {
+            format!("gpu-{}-mig-1g10gb-19-{}={}Gi", dice.below(CUT), dice.below(2), dice.of(&[2, 4, 6]))
         }
+        12 => format!("{}={}Gi", instance(dice), dice.of(&[1, 8])),
+        _ => instance(dice),
     };
     (0..count).map(|_| device(dice)).collect()
 }

@@ -180,10 +180,8 @@ impl Runner {
     fn prepared(&mut self, slot: usize, outcome: Outcome) -> Result<(), String> {
         let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
         let uid = &modelled.claim.uid;
-        let others = || {
-            let others = self.claims.iter().enumerate().filter(|(at, _)| *at != slot);
-            others.filter_map(|(_, other)| other.as_ref()).filter(|other| other.excludes(&modelled))
-        };
+        let others: Vec<&Modelled> = self.others(slot).collect();
+        let prepared: Vec<&Modelled> = others.iter().copied().filter(|other| other.is_prepared()).collect();
         let stage = match (outcome, &modelled.stage) {
             (Ok(answer), Stage::Prepared(before)) if answer != *before => {
                 return Err(format!("{uid} was answered {before:?}, then {answer:?}"));
@@ -192,13 +190,16 @@ impl Runner {
                 if modelled.is_absurd() {
                     return Err(format!("{modelled:?} was prepared"));
                 }
-                if let Some(other) = others().find(|other| other.is_prepared()) {
-                    return Err(format!("{modelled:?} was prepared in spite of {other:?}"));
+                if modelled.is_kept_away(&prepared) {
+                    return Err(format!("{modelled:?} was prepared in spite of {prepared:?}"));
                 }
                 Stage::Prepared(answer)
             }
             (Err(error), stage) => {
-                let refused = modelled.is_absurd() || others().next().is_some();
+                let half_done =
+                    |other: &&Modelled| !other.is_prepared() && other.is_beside_in_instance(&modelled);
+                let refused =
+                    modelled.is_absurd() || modelled.is_kept_away(&others) || others.iter().any(half_done);
                 if !self.rough && !refused {
                     return Err(format!("{modelled:?} was refused: {error}"));
                 }
@@ -207,6 +208,14 @@ impl Runner {
         };
         self.claims[slot] = Some(Modelled { stage, ..modelled });
         Ok(())
+    }
+
+    fn others(&self, slot: usize) -> impl Iterator<Item = &Modelled> {
+        self.claims
+            .iter()
+            .enumerate()
+            .filter(move |(at, _)| *at != slot)
+            .filter_map(|(_, other)| other.as_ref())
     }
 
     async fn unprepare(&mut self, slot: usize) -> Result<(), String> {
@@ -365,10 +374,10 @@ impl Runner {
         let begun = Instant::now();
         loop {
             let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
+            let others: Vec<&Modelled> = self.others(slot).collect();
             let hopeless = modelled.is_absurd()
-                || self.claims.iter().enumerate().any(|(at, other)| {
-                    at != slot && other.as_ref().is_some_and(|other| other.excludes(&modelled))
-                });
+                || modelled.is_kept_away(&others)
+                || others.iter().any(|other| !other.is_prepared() && other.is_beside_in_instance(&modelled));
             match modelled.stage {
                 // Seen to when everything else is done.
                 Stage::Forgotten => return Ok(()),

@@ -3,6 +3,7 @@
 
 use crate::harness::World;
 use crate::model::{Modelled, Part, Shared, Stage};
+use divvy_pages::Policy;
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -40,8 +41,20 @@ pub(crate) fn differences(world: &World, claims: &[&Modelled]) -> Vec<String> {
     expect(&world.state_dir().join("claims"), &names(""), &mut found);
     expect(&world.cdi_dir(), &names("gpu.divvy.dev-claim_"), &mut found);
     expect(&world.state_dir().join("quarantine"), &BTreeSet::new(), &mut found);
+    let in_shares = claims.iter().filter(|claim| claim.devices.iter().any(|part| part.memory.is_some()));
+    let in_shares = in_shares.map(|claim| claim.claim.uid.clone()).collect();
+    expect(&world.run_dir().join("shares"), &in_shares, &mut found);
     for claim in claims {
         let uid = &claim.claim.uid;
+        for (at, memory) in claim.devices.iter().enumerate().filter_map(|(at, part)| Some((at, part.memory?)))
+        {
+            let page = world.run_dir().join(format!("shares/{uid}/{uid}-share-{at}/policy"));
+            let policy = std::fs::read(&page).map(|page| Policy::decode(&page));
+            match policy {
+                Ok(Ok((_, policy))) if policy.memory.limit == memory << 30 => {}
+                other => found.push(format!("{} says {other:?} instead of {memory} GiB", page.display())),
+            }
+        }
         let record = read(&world.state_dir().join(format!("claims/{uid}.json")));
         if !record.contains(r#""state":"prepared""#) {
             found.push(format!("record of {uid} is {record}"));
@@ -62,8 +75,9 @@ pub(crate) fn differences(world: &World, claims: &[&Modelled]) -> Vec<String> {
 pub(crate) fn never(world: &World, claims: &[&Modelled]) -> Option<String> {
     let prepared: Vec<_> = claims.iter().filter(|claim| matches!(claim.stage, Stage::Prepared(_))).collect();
     for (at, one) in prepared.iter().enumerate() {
-        if let Some(two) = prepared[at + 1..].iter().find(|two| one.excludes(two)) {
-            return Some(format!("{} and {} are prepared both", one.claim.uid, two.claim.uid));
+        let others: Vec<&Modelled> = prepared[at + 1..].iter().map(|other| **other).collect();
+        if one.is_kept_away(&others) {
+            return Some(format!("{one:?} is prepared in spite of {others:?}"));
         }
     }
     let state = world.sim.read().unwrap();
