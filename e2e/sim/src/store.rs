@@ -267,7 +267,7 @@ impl Store {
     /// Renders everything again if need be; the lock is held.
     fn finish(&self) -> Result<(), StoreError> {
         let Some(root) = self.render.as_ref().filter(|_| self.unfinished()) else { return Ok(()) };
-        tree::render(root, &*self.current()?.state).map_err(render_error)?;
+        tree::render(root, &self.current()?.state).map_err(render_error)?;
         self.remove(self.new_path())?;
         self.remove(self.stale_path())
     }

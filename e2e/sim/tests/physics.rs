@@ -34,6 +34,7 @@ fn gpu(model: &str, on: bool) -> Gpu {
         processes: Vec::new(),
         holders: Vec::new(),
         health: Health::default(),
+        limits: Vec::new(),
     }
 }
 

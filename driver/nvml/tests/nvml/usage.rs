@@ -14,12 +14,12 @@ fn run(world: &World, pid: u32, kind: ProcessKind, instance: Option<(u32, u32)>,
     world.change(|state| state.gpus[0].processes.push(process));
 }
 
-async fn check(queue: &GpuQueue, expected: &[(u32, Option<(u32, u32)>, u64)]) {
-    let use_of = |(pid, instance, mib): &(u32, Option<(u32, u32)>, u64)| ProcessUse {
-        pid: *pid,
-        instance: *instance,
-        bytes: Some(mib * MIB),
-    };
+/// A process, its GPU and compute instance, and its memory in MiB.
+type Use = (u32, Option<(u32, u32)>, u64);
+
+async fn check(queue: &GpuQueue, expected: &[Use]) {
+    let use_of =
+        |(pid, instance, mib): &Use| ProcessUse { pid: *pid, instance: *instance, bytes: Some(mib * MIB) };
     let expected: Vec<_> = expected.iter().map(use_of).collect();
     assert_eq!(queue.usage().await, Ok(expected));
 }

@@ -204,7 +204,7 @@ impl Device {
     fn attribute(&self, attribute: i32) -> i32 {
         let (major, minor) = self.model.compute_capability;
         match attribute {
-            1 | 2 | 3 => 1024,
+            1..=3 => 1024,
             4 => 64,
             5 => i32::MAX,
             6 | 7 => 65535,

@@ -170,10 +170,10 @@ impl Store {
 
     /// Lets go of what nothing refers to.
     fn end(&mut self, handle: u64) {
-        if !self
+        if self
             .allocations
             .get(&handle)
-            .is_some_and(|allocation| allocation.references + allocation.mappings == 0)
+            .is_none_or(|allocation| allocation.references + allocation.mappings > 0)
         {
             return;
         }

@@ -37,8 +37,11 @@ pub(super) fn token() -> u64 {
     token
 }
 
+/// The files that are locked here, by device and inode.
+type Open = Vec<((u64, u64), Locks)>;
+
 /// The list, within a second: a fork may have left it locked.
-fn list() -> Option<MutexGuard<'static, Vec<((u64, u64), Locks)>>> {
+fn list() -> Option<MutexGuard<'static, Open>> {
     let begin = Instant::now();
     loop {
         match OPEN.try_lock() {
