@@ -231,10 +231,7 @@ fn change(path: &Path, page: &[u8], wanted: &Policy) -> Result<bool, PagesError>
         return Ok(false);
     }
     let replaced = Mapped::open(path).map_err(|cause| PagesError::Write { path: path.to_owned(), cause })?;
-    replaced
-        .page()
-        .map_or(Err(PolicyError::Foreign), |page| page.replace(&wanted))
-        .map_err(failed)?;
+    replaced.page().map_or(Err(PolicyError::Foreign), |page| page.replace(&wanted)).map_err(failed)?;
     tracing::info!(path = %path.display(), "policy of a share changed in place");
     Ok(true)
 }

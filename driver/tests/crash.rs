@@ -37,6 +37,10 @@ const MANY: Act = Act::Prepare("many", &["gpu-1", "gpu-0-mig-1g10gb-19-2", "gpu-
 const SHARED: Act = Act::Prepare("shared", &["gpu-0-timeslice", "gpu-1-mps"]);
 const BESIDE: Act = Act::Prepare("beside", &["gpu-0-timeslice", "gpu-1-mps"]);
 
+/// A part of the memory of a GPU, of another twice, and of an instance.
+const PARTS: Act = Act::Prepare("parts", &["gpu-1=10Gi", "gpu-0-mig-1g10gb-19-2=4Gi", "gpu-1=5Gi"]);
+const NEIGHBOUR: Act = Act::Prepare("neighbour", &["gpu-0-mig-1g10gb-19-2=3Gi", "gpu-1=20Gi"]);
+
 async fn check(gpus: &str, before: &'static [Act], act: Act, after: &'static [Act]) {
     walk(Path { gpus, hold_off: "0s", before, act, after }).await;
 }
@@ -109,6 +113,33 @@ async fn shares_beside_others_are_released() {
 #[tokio::test]
 async fn what_a_reboot_took_of_shared_gpus_is_set_up_again() {
     check(TWO, &[SHARED], Act::Reboot, &[Act::Release("shared")]).await;
+}
+
+#[tokio::test]
+async fn the_first_parts_of_memory_are_prepared() {
+    check(TWO, &[], PARTS, &[Act::Release("parts")]).await;
+}
+
+#[tokio::test]
+async fn the_last_parts_of_memory_are_released() {
+    check(TWO, &[PARTS], Act::Release("parts"), &[]).await;
+}
+
+#[tokio::test]
+async fn parts_of_memory_beside_others_are_prepared() {
+    check(TWO, &[NEIGHBOUR], PARTS, &[Act::Release("parts"), Act::Release("neighbour")]).await;
+}
+
+/// The one that made the instance goes first.
+#[tokio::test]
+async fn parts_of_memory_beside_others_are_released() {
+    check(TWO, &[PARTS, NEIGHBOUR], Act::Release("parts"), &[Act::Release("neighbour")]).await;
+}
+
+#[tokio::test]
+async fn what_a_reboot_took_of_parts_of_memory_is_made_again() {
+    let after = &[Act::Release("parts"), Act::Release("neighbour")];
+    check(TWO, &[PARTS, NEIGHBOUR], Act::Reboot, after).await;
 }
 
 #[tokio::test]

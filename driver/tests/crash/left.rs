@@ -63,15 +63,22 @@ fn read(dir: &Path, name: &str, files: &mut BTreeMap<String, String>) {
         if entry.path().is_dir() {
             read(&entry.path(), &name, files);
         } else if let Ok(bytes) = std::fs::read(entry.path()) {
-            files.insert(name, plain(&String::from_utf8_lossy(&bytes)));
+            files.insert(name, plain(&bytes));
         }
     }
 }
 
-/// The content, less the generation of a GPU's file: it counts changes.
-fn plain(text: &str) -> String {
+/// A page is longer than all else, and no text.
+const PAGE: usize = 4096;
+
+/// The content, less the generation of a GPU's file: it counts changes; of a page its checksum.
+fn plain(bytes: &[u8]) -> String {
+    if bytes.len() >= PAGE && bytes.starts_with(b"divvy") {
+        return format!("{} bytes, {:08x}", bytes.len(), crc32fast::hash(bytes));
+    }
+    let text = String::from_utf8_lossy(bytes);
     match text.split(' ').collect::<Vec<_>>().as_slice() {
         ["divvy", format, _, mig] => format!("divvy {format} {mig}"),
-        _ => text.to_owned(),
+        _ => text.into_owned(),
     }
 }

@@ -48,6 +48,10 @@ pub(crate) fn never(world: &World, claims: &[&Modelled]) -> Option<String> {
         if let Some(two) = prepared[at + 1..].iter().find(|two| one.excludes(two)) {
             return Some(format!("{one:?} and {two:?} are prepared both"));
         }
+        let others: Vec<&Modelled> = prepared[at + 1..].iter().map(|other| **other).collect();
+        if one.has_no_room(&others) {
+            return Some(format!("{one:?} and {others:?} have more memory than there is"));
+        }
     }
     // Dead processes are no trace.
     world.sim.bury().unwrap();
@@ -91,6 +95,10 @@ pub(crate) fn differences(world: &World, claims: &[&Modelled]) -> Vec<String> {
     };
     expect(&world.state_dir().join("claims"), &names(""), &mut found);
     expect(&world.cdi_dir(), &names("gpu.divvy.dev-claim_"), &mut found);
+    let in_shares =
+        claims.iter().filter(|claim| claim.parts().any(|part| part.memory.is_some() && !part.admin));
+    let in_shares = in_shares.map(|claim| claim.claim.uid.clone()).collect();
+    expect(&world.run_dir().join("shares"), &in_shares, &mut found);
     expect(&world.state_dir().join("quarantine"), &BTreeSet::new(), &mut found);
     for claim in claims {
         let uid = &claim.claim.uid;

@@ -231,8 +231,8 @@ impl Runner {
         if let Some(other) = known.iter().find(|other| other.excludes(&modelled)) {
             return Err(format!("the scheduler gave {modelled:?} what {other:?} has"));
         }
-        if modelled.is_absurd() {
-            return Err(format!("the scheduler gave what cannot be had: {modelled:?}"));
+        if modelled.is_absurd() || modelled.has_no_room(&known) {
+            return Err(format!("the scheduler gave what cannot be had: {modelled:?} beside {known:?}"));
         }
         self.claims[slot] = Some(modelled);
         Ok(())
@@ -297,6 +297,20 @@ impl Runner {
             .filter(|other| other.may_hold() && other.excludes(claim))
     }
 
+    /// Other claims that the node may have something of.
+    fn holders(&self, slot: usize) -> Vec<&Modelled> {
+        let others = self.claims.iter().enumerate().filter(|(at, _)| *at != slot);
+        others.filter_map(|(_, other)| other.as_ref()).filter(|other| other.may_hold()).collect()
+    }
+
+    /// Whether shares that the node may have leave no room, or nobody knows whether
+    /// their instance is there.
+    pub(crate) fn is_crowded(&self, slot: usize, claim: &Modelled) -> bool {
+        let others = self.holders(slot);
+        let half_done = |other: &&Modelled| !other.is_prepared() && other.is_beside_in_instance(claim);
+        claim.has_no_room(&others) || others.iter().any(half_done)
+    }
+
     /// Holds the answer of a prepare against the model.
     fn prepared(&mut self, slot: usize, outcome: Outcome) -> Result<(), String> {
         let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
@@ -313,10 +327,16 @@ impl Runner {
                 if let Some(other) = self.in_the_way(slot, &modelled).find(|other| other.is_prepared()) {
                     return Err(format!("{modelled:?} was prepared in spite of {other:?}"));
                 }
+                let prepared: Vec<&Modelled> =
+                    self.holders(slot).into_iter().filter(|other| other.is_prepared()).collect();
+                if modelled.has_no_room(&prepared) {
+                    return Err(format!("{modelled:?} was prepared in spite of {prepared:?}"));
+                }
                 if !modelled.is_prepared() {
                     for part in modelled.parts() {
                         let how = part.sharing.filter(|_| matches!(part.mode, Mode::Whole | Mode::Mig));
                         let how = how.map_or(String::new(), |how| format!(" with {how:?}"));
+                        let how = if part.memory.is_some() { " share".to_owned() } else { how };
                         let who = if modelled.bogus { " though bogus" } else { "" };
                         let admin = if part.admin { " looked on" } else { "" };
                         self.count(format!("prepared: {}{how}{admin}{who}", part.mode));
@@ -326,13 +346,15 @@ impl Runner {
             }
             (Err(error), stage) => {
                 let in_the_way = self.in_the_way(slot, &modelled).next();
-                if !rough && !modelled.is_absurd() && in_the_way.is_none() {
+                let crowded = self.is_crowded(slot, &modelled);
+                if !rough && !modelled.is_absurd() && in_the_way.is_none() && !crowded {
                     return Err(format!("{modelled:?} was refused: {error}"));
                 }
                 let why = match in_the_way {
                     _ if modelled.is_absurd() => "absurd",
                     Some(other) if other.deleted => "forced",
                     Some(_) => "in the way",
+                    None if crowded => "crowded",
                     None => "rough",
                 };
                 self.count(format!("refused: {why}"));

@@ -42,8 +42,10 @@ impl Runner {
         let begun = Instant::now();
         loop {
             let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
-            let hopeless =
-                modelled.deleted || modelled.is_absurd() || self.in_the_way(slot, &modelled).next().is_some();
+            let hopeless = modelled.deleted
+                || modelled.is_absurd()
+                || self.is_crowded(slot, &modelled)
+                || self.in_the_way(slot, &modelled).next().is_some();
             match modelled.stage {
                 // Seen to when everything else is done.
                 Stage::Forgotten => return Ok(()),

@@ -8,7 +8,7 @@ use std::fmt;
 const PRODUCTS: [&str; 4] = ["H100", "A30", "L4", "T4"];
 const PROFILES: [&str; 7] = ["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb", "7g.80gb", "1g.6gb", "2g.12gb"];
 /// What `firstAvailable` chooses from.
-const KINDS: [Kind; 4] = [Kind::Whole, Kind::Mig, Kind::Timeslice, Kind::Mps];
+const KINDS: [Kind; 6] = [Kind::Whole, Kind::Mig, Kind::Timeslice, Kind::Mps, Kind::Share, Kind::ShareOfMig];
 
 #[derive(Clone, Copy)]
 enum Kind {
@@ -16,6 +16,8 @@ enum Kind {
     Mig,
     Timeslice,
     Mps,
+    Share,
+    ShareOfMig,
 }
 
 /// The devices of one claim, shown as they are written.
@@ -54,7 +56,7 @@ fn request(dice: &mut Dice, name: &str, configs: &mut Vec<Value>) -> Value {
             json!({"requests": [name], "opaque": {"driver": "gpu.divvy.dev", "parameters": parameters}}),
         );
     };
-    let exactly = match dice.below(40) {
+    let exactly = match dice.below(54) {
         0..6 => asked(dice, Kind::Whole),
         6..8 => {
             let interval = dice.of(&["Short", "Medium", "Long"]);
@@ -78,6 +80,8 @@ fn request(dice: &mut Dice, name: &str, configs: &mut Vec<Value>) -> Value {
             let kind = *dice.of(&[Kind::Whole, Kind::Timeslice, Kind::Mps]);
             with(asked(dice, kind), json!({"adminAccess": true}))
         }
+        40..47 => asked(dice, Kind::Share),
+        47..54 => asked(dice, Kind::ShareOfMig),
         _ => {
             let mut alternative = |name: &str| {
                 let kind = *dice.of(&KINDS);
@@ -94,7 +98,7 @@ fn asked(dice: &mut Dice, kind: Kind) -> Value {
     let mut selectors = Vec::new();
     let mut select = |expression: String| selectors.push(json!({"cel": {"expression": expression}}));
     let attribute = |name: &str| format!("device.attributes['gpu.divvy.dev'].{name}");
-    if matches!(kind, Kind::Mig) {
+    if matches!(kind, Kind::Mig | Kind::ShareOfMig) {
         select(format!("{} == '{}'", attribute("profile"), dice.of(&PROFILES)));
     } else if dice.once_in(2) {
         select(format!("{}.contains('{}')", attribute("productName"), dice.of(&PRODUCTS)));
@@ -102,6 +106,8 @@ fn asked(dice: &mut Dice, kind: Kind) -> Value {
     let (class, capacity) = match kind {
         Kind::Whole => ("gpu.divvy.dev", json!({})),
         Kind::Mig => ("mig.divvy.dev", json!({})),
+        Kind::Share => ("gpu.divvy.dev", json!({"memory": dice.of(&["3Gi", "6Gi", "11Gi"])})),
+        Kind::ShareOfMig => ("mig.divvy.dev", json!({"memory": dice.of(&["2Gi", "4Gi"])})),
         Kind::Timeslice => ("timeslice.divvy.dev", dice.of(&[json!({}), json!({"slots": "2"})]).clone()),
         Kind::Mps => {
             let some = json!({"memory": "2Gi", "threads": "20"});
