@@ -157,7 +157,7 @@ fn devices(dice: &mut Dice) -> Vec<String> {
         0 => format!("gpu-{}", dice.below(ALL)),
         1..4 => format!("gpu-{}-timeslice", dice.below(ALL)),
         4..7 => format!("gpu-{}-mps", dice.below(ALL)),
-        7..10 => format!("gpu-{}={}Gi", dice.below(ALL), dice.of(&[3, 9, 12, 50])),
+        7..10 => format!("gpu-{}={}Gi", dice.below(ALL), dice.of(&[3, 9, 12, 20])),
         // Few places, so that they meet.
         10..12 => {
             format!("gpu-{}-mig-1g10gb-19-{}={}Gi", dice.below(CUT), dice.below(2), dice.of(&[2, 4, 6]))
