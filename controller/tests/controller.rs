@@ -142,9 +142,12 @@ async fn of_two_replicas_one_writes_and_the_other_takes_over() {
         let holder = lease.spec?.holder_identity?;
         (!holder.is_empty()).then(|| holder.split('_').next().unwrap_or_default().to_owned())
     };
-    let one = world.start(&["--identity", "one", "--lease-duration", "1s"]);
+    // Long enough that a busy machine does not make a living leader look silent,
+    // short enough to wait for.
+    let lease = ["--lease-duration", "5s"];
+    let one = world.start(&[&["--identity", "one"], &lease[..]].concat());
     until("the first leads", || holder().as_deref() == Some("one")).await;
-    let two = world.start(&["--identity", "two", "--lease-duration", "1s"]);
+    let two = world.start(&[&["--identity", "two"], &lease[..]].concat());
     let webhook = world.webhook(&two).await;
     assert_eq!(webhook.send(b"").await.0, 400, "who does not lead answers as well");
     assert_eq!(holder().as_deref(), Some("one"));

@@ -99,9 +99,15 @@ pub struct HttpError {
     cause: std::io::Error,
 }
 
-/// Binds now, so that a taken port is an error of the start that names the flag.
+/// Binds now, so that a taken port is an error of the start that names the flag. Says where:
+/// port 0 means any that is free.
 pub async fn bind(address: SocketAddr, flag: &'static str) -> Result<TcpListener, HttpError> {
-    TcpListener::bind(address).await.map_err(|cause| HttpError { address, flag, cause })
+    let bound = async {
+        let listener = TcpListener::bind(address).await?;
+        tracing::info!(flag, address = %listener.local_addr()?, "listening");
+        Ok(listener)
+    };
+    bound.await.map_err(|cause| HttpError { address, flag, cause })
 }
 
 /// Writes the scrape's text; told whether the program is ready.

@@ -1,5 +1,6 @@
 //! Keeps the Secret, the certificate that is shown, and what the API server
-//! trusts in step. Every replica shows what the Secret holds; the leader writes.
+//! trusts in step. Every replica shows what the Secret holds; the leader writes,
+//! and never makes a second certificate while it does not know what became of the first.
 
 use super::{CertificateError, Current, Held};
 use crate::metrics::Metrics;
@@ -75,6 +76,9 @@ enum WriteError {
     Deadline { what: &'static str },
 }
 
+/// Unknown, absent or there.
+type Known<T> = Option<Option<T>>;
+
 impl Keeper {
     /// Runs until the leader channel closes.
     pub async fn run(mut self) {
@@ -83,8 +87,7 @@ impl Keeper {
         let configurations: Api<ValidatingWebhookConfiguration> = Api::all(self.client.clone());
         let mut configurations =
             watcher::watch_object(configurations, &self.configuration).default_backoff().boxed();
-        // Unknown, absent, there.
-        let (mut secret, mut configuration): (Option<Option<Secret>>, Option<_>) = (None, None);
+        let (mut secret, mut configuration) = (None, None);
         let mut wait = EVERY;
         loop {
             tokio::select! {
@@ -105,20 +108,15 @@ impl Keeper {
                 () = tokio::time::sleep(wait) => {}
             }
             wait = EVERY;
-            let (Some(secret), Some(configuration)) = (&secret, &configuration) else { continue };
+            let (Some(stored), Some(trusting)) = (&secret, &configuration) else { continue };
             if !*self.leader.borrow() {
                 continue;
             }
-            let held = secret.as_ref().and_then(Held::of);
-            let done = match step(held.as_ref(), configuration.as_ref(), &self.host, Timestamp::now()) {
-                Step::Nothing => Ok(()),
-                Step::Make => self.make(held.as_ref(), secret.clone(), configuration.clone()).await,
-                Step::Trust => match (&held, configuration) {
-                    (Some(held), Some(configuration)) => {
-                        self.trust(configuration.clone(), &held.bundle).await
-                    }
-                    _ => Ok(()),
-                },
+            let held = stored.as_ref().and_then(Held::of);
+            let done = match (step(held.as_ref(), trusting.as_ref(), &self.host, Timestamp::now()), held) {
+                (Step::Nothing, _) | (Step::Trust, None) => Ok(()),
+                (Step::Make, before) => self.make(before.as_ref(), &mut secret, &mut configuration).await,
+                (Step::Trust, Some(held)) => self.trust(&mut configuration, &held.bundle).await,
             };
             if let Err(cause) = done {
                 tracing::warn!("{cause}; tried again");
@@ -142,51 +140,63 @@ impl Keeper {
     async fn make(
         &self,
         before: Option<&Held>,
-        secret: Option<Secret>,
-        configuration: Option<ValidatingWebhookConfiguration>,
+        secret: &mut Known<Secret>,
+        configuration: &mut Known<ValidatingWebhookConfiguration>,
     ) -> Result<(), WriteError> {
         let held = Held::make(&self.host, Timestamp::now(), before)?;
-        if let Some(configuration) = configuration {
-            self.trust(configuration, &held.bundle).await?;
+        self.trust(configuration, &held.bundle).await?;
+        if configuration.is_none() {
+            return Ok(());
         }
         let api: Api<Secret> = Api::namespaced(self.client.clone(), &self.namespace);
         let params = PostParams::default();
-        written("the certificate's Secret", async {
-            match secret {
+        let stored = secret.clone().flatten();
+        *secret = written("the certificate's Secret", async {
+            match stored {
                 None => api.create(&params, &held.put(Held::secret(&self.secret))).await,
                 Some(secret) => api.replace(&self.secret, &params, &held.put(secret)).await,
             }
         })
         .await?;
-        tracing::info!(host = held.host, expires = %held.expires, "certificate made");
+        if secret.is_some() {
+            tracing::info!(host = held.host, expires = %held.expires, "certificate made");
+        }
         Ok(())
     }
 
     async fn trust(
         &self,
-        mut configuration: ValidatingWebhookConfiguration,
+        known: &mut Known<ValidatingWebhookConfiguration>,
         bundle: &[u8],
     ) -> Result<(), WriteError> {
+        let Some(Some(mut configuration)) = known.clone() else { return Ok(()) };
         for webhook in configuration.webhooks.iter_mut().flatten() {
             webhook.client_config.ca_bundle = Some(ByteString(bundle.to_vec()));
         }
         let api: Api<ValidatingWebhookConfiguration> = Api::all(self.client.clone());
         let params = PostParams::default();
-        written("the webhook configuration", api.replace(&self.configuration, &params, &configuration))
-            .await?;
-        tracing::info!(configuration = self.configuration, "the API server trusts the webhook's certificate");
+        let done = api.replace(&self.configuration, &params, &configuration);
+        *known = written("the webhook configuration", done).await?;
+        if known.is_some() {
+            tracing::info!(
+                configuration = self.configuration,
+                "the API server trusts the webhook's certificate"
+            );
+        }
         Ok(())
     }
 }
 
-/// A conflict is as good as done: the watch tells what the other one wrote.
+/// The object as it is now. What was written is known at once: a watch that tells of one
+/// write before the other would otherwise find a certificate missing that was just made. After
+/// a conflict nothing is known until the watch tells what the other one wrote.
 async fn written<T>(
     what: &'static str,
     done: impl Future<Output = kube::Result<T>>,
-) -> Result<(), WriteError> {
+) -> Result<Known<T>, WriteError> {
     match tokio::time::timeout(WRITE, done).await {
-        Ok(Ok(_)) => Ok(()),
-        Ok(Err(kube::Error::Api(status))) if status.code == 409 => Ok(()),
+        Ok(Ok(object)) => Ok(Some(Some(object))),
+        Ok(Err(kube::Error::Api(status))) if status.code == 409 => Ok(None),
         Ok(Err(cause)) => Err(WriteError::Api { what, cause }),
         Err(_) => Err(WriteError::Deadline { what }),
     }

@@ -8,7 +8,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -88,17 +88,22 @@ impl World {
 
     /// Starts the controller; it may not be ready yet.
     pub(crate) fn start(&self, flags: &[&str]) -> Controller {
-        let address = free();
         let mut command = self.command("run");
-        command.args(["--http-address", "off", "--webhook-address", &address.to_string()]).args(flags);
-        Controller::spawn(command, &self.dir.path().join(format!("log-{}", address.port())), address)
+        command.args(["--http-address", "off", "--webhook-address", "127.0.0.1:0"]).args(flags);
+        self.spawn(command)
     }
 
     /// Starts `divvy-controller leave`.
     pub(crate) fn leave(&self, flags: &[&str]) -> Controller {
         let mut command = self.command("leave");
         command.args(flags);
-        Controller::spawn(command, &self.dir.path().join(format!("leave-{}", flags.len())), free())
+        self.spawn(command)
+    }
+
+    fn spawn(&self, mut command: Command) -> Controller {
+        let (log, path) = tempfile::NamedTempFile::new_in(self.dir.path()).unwrap().keep().unwrap();
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap();
+        Controller { child, log: path }
     }
 
     /// Waits until the API server could ask this replica.
@@ -116,15 +121,11 @@ impl World {
         let config = rustls::ClientConfig::builder_with_provider(provider);
         let config = config.with_safe_default_protocol_versions().unwrap();
         let config = Arc::new(config.with_root_certificates(roots).with_no_client_auth());
-        let webhook = Webhook { address: controller.address, config };
+        until("the webhook listens", || controller.webhook_address().is_some()).await;
+        let webhook = Webhook { address: controller.webhook_address().unwrap(), config };
         until_async("the webhook answers", async || webhook.try_send(b"").await.is_ok()).await;
         webhook
     }
-}
-
-/// A port that nobody has now.
-fn free() -> SocketAddr {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
 /// A review of a creation.
@@ -180,14 +181,16 @@ impl Webhook {
 pub(crate) struct Controller {
     child: Child,
     log: PathBuf,
-    address: SocketAddr,
 }
 
 impl Controller {
-    fn spawn(mut command: Command, log: &Path, address: SocketAddr) -> Self {
-        let file = std::fs::File::create(log).unwrap();
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file).spawn().unwrap();
-        Self { child, log: log.to_owned(), address }
+    /// The free port that it took, once it says so.
+    fn webhook_address(&self) -> Option<SocketAddr> {
+        let log = self.log();
+        let line =
+            log.lines().find(|line| line.contains("listening") && line.contains("--webhook-address"))?;
+        line.split_once("address=127.0.0.1")
+            .and_then(|(_, rest)| format!("127.0.0.1{}", rest.split_whitespace().next()?).parse().ok())
     }
 
     pub(crate) fn log(&self) -> String {
