@@ -12,9 +12,10 @@
 //! - [`symbols`]: the table, and `cuGetProcAddress` on it.
 //! - [`frame`]: what every call passes through; [`argument`]: what crosses the boundary.
 //! - [`process`]: what `cuInit` makes; [`device`], [`context`]: GPUs and contexts.
-//! - [`memory`]: allocations and their addresses, and [`content`] that stands for what is in them; [`linear`], [`pool`],
-//!   [`array`], [`physical`], [`ipc`], [`copy`]: the kinds of memory.
-//! - [`stream`], [`module`], [`launch`], [`graph`]: work, which takes time and computes nothing.
+//! - [`memory`]: allocations and their addresses, and [`content`] that stands for what is in them; [`linear`], [`pool`]
+//!   and its [`figures`], [`array`], [`physical`], [`ipc`], [`copy`]: the kinds of memory.
+//! - [`stream`], [`event`], [`module`], [`launch`]: work, which takes time and computes nothing; [`graph`], [`node`],
+//!   [`executable`], [`capture`]: work that is noted first.
 //! - [`rules`]: calls that fail, wait, or kill the process.
 //!
 //! The library finds its simulator from the path of its own file, as the simulated NVML does.
@@ -23,13 +24,17 @@
 
 mod argument;
 mod array;
+mod capture;
 mod code;
 mod content;
 mod context;
 mod copy;
 mod device;
 mod entry;
+mod event;
+mod executable;
 mod export;
+mod figures;
 mod frame;
 mod graph;
 mod handle;
@@ -38,6 +43,7 @@ mod launch;
 mod linear;
 mod memory;
 mod module;
+mod node;
 mod physical;
 mod pool;
 mod process;

@@ -20,9 +20,10 @@ use crate::code::Code;
 use crate::content::Content;
 use crate::context;
 use crate::device::read_all;
+use crate::figures::PAGE;
 use crate::frame::{Outcome, entry};
 use crate::memory;
-use crate::pool::{Access, Location, PAGE};
+use crate::pool::{Access, Location};
 use crate::process::Process;
 
 /// Reserved addresses lie from here on.

@@ -1,34 +1,31 @@
-//! Streams and events: order, time, and waiting.
+//! Streams: order, time, and waiting.
 //!
 //! A stream is where its last work ends on the axis of the process ([`divvy_sim::ledger::Mark`]). The legacy default
 //! stream waits for the blocking streams of its context and they for it; the default stream of a thread is one of these.
 
 use std::cell::RefCell;
 use std::ffi::c_void;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use divvy_sim::Guest;
-use divvy_sim::ledger::{Kernel, Mark, now};
+use divvy_sim::ledger::{Kernel, Mark};
 
 use crate::argument::{In, Out};
+use crate::capture::Capture;
 use crate::code::Code;
 use crate::context::{self, Context};
 use crate::frame::{Outcome, entry};
-use crate::graph::{Capture, Graph};
 use crate::handle::{Handle, Object};
 use crate::pool::Location;
-use crate::process::Process;
 
 /// As many launches a context has under way; one more waits for the oldest.
 const DEPTH: usize = 1024;
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
 /// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`, the handles of the default streams.
-const LEGACY: usize = 1;
+pub(crate) const LEGACY: usize = 1;
 const OWN: usize = 2;
-/// `CU_EVENT_DISABLE_TIMING`.
-const NO_TIME: u32 = 2;
 
 /// A stream.
 pub(crate) struct Stream {
@@ -40,8 +37,8 @@ pub(crate) struct Stream {
     /// Its last work ends here.
     tail: AtomicU64,
     /// What is submitted is not done but noted.
-    captures: AtomicBool,
-    capture: Mutex<Option<Capture>>,
+    pub(crate) captures: AtomicBool,
+    pub(crate) capture: Mutex<Option<Capture>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -80,7 +77,7 @@ thread_local! {
     static OWN_STREAMS: RefCell<Vec<(u64, &'static Stream)>> = const { RefCell::new(Vec::new()) };
 }
 
-fn next_id() -> u64 {
+pub(crate) fn next_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
@@ -161,7 +158,7 @@ impl Stream {
     }
 
     /// Where all that was submitted to it ends, and what it waits for.
-    fn end(&self) -> Mark {
+    pub(crate) fn end(&self) -> Mark {
         let queue = self.context.queue();
         let tail = self.tail.load(Ordering::Relaxed);
         match self.sort {
@@ -172,7 +169,7 @@ impl Stream {
     }
 
     /// Later work begins no earlier.
-    fn wait_behind(&self, mark: Mark) {
+    pub(crate) fn wait_behind(&self, mark: Mark) {
         self.tail.fetch_max(mark, Ordering::Relaxed);
     }
 
@@ -185,78 +182,6 @@ impl Stream {
         self.guest().wait_for(end);
         self.context.device.settle_pools();
         Ok(())
-    }
-
-    pub(crate) fn capturing(&self) -> MutexGuard<'_, Option<Capture>> {
-        self.capture.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// In a capture, the address of a node that will allocate.
-    pub(crate) fn capture_allocation(&self, process: &'static Process, size: u64) -> Outcome<Option<u64>> {
-        if !self.captures.load(Ordering::Acquire) {
-            return Ok(None);
-        }
-        let mut capture = self.capturing();
-        capture.as_mut().map(|capture| capture.allocation(process, self.context, size)).transpose()
-    }
-
-    /// In a capture, a node that will free.
-    pub(crate) fn capture_free(&self, address: u64) -> bool {
-        self.captures.load(Ordering::Acquire)
-            && self.capturing().as_mut().map(|capture| capture.free(address)).is_some()
-    }
-
-    /// In a capture, a node that works for so long.
-    #[inline]
-    pub(crate) fn capture_work(&self, length: u64) -> bool {
-        self.captures.load(Ordering::Acquire) && self.note_work(length)
-    }
-
-    fn note_work(&self, length: u64) -> bool {
-        self.capturing().as_mut().map(|capture| capture.work(length)).is_some()
-    }
-}
-
-/// An event.
-pub(crate) struct Event {
-    context: &'static Context,
-    flags: u32,
-    recorded: Mutex<Option<Recorded>>,
-}
-
-impl Object for Event {
-    const MAGIC: u64 = 0x6576_6e74_5f6c_6976;
-}
-
-#[derive(Clone)]
-struct Recorded {
-    mark: Mark,
-    /// Whose axis the mark is on.
-    guest: Arc<Guest>,
-    /// When it was recorded, if all before it was done then.
-    time: Option<u64>,
-}
-
-impl Recorded {
-    fn is_done(&self) -> bool {
-        self.time.is_some() || self.guest.reached() >= self.mark
-    }
-
-    fn time(&self) -> u64 {
-        self.time.unwrap_or_else(|| self.guest.time_of(self.mark))
-    }
-}
-
-impl Event {
-    fn recorded(&self) -> Option<Recorded> {
-        self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn record(&self, stream: &'static Stream) {
-        let mark = stream.end();
-        let guest = Arc::clone(&stream.context.guest);
-        let time = (guest.reached() >= mark).then(now);
-        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Recorded { mark, guest, time });
     }
 }
 
@@ -275,32 +200,6 @@ fn destroy(stream: Handle<Stream>) -> Outcome {
         return Err(Code::InvalidHandle);
     }
     stream.end().map(drop)
-}
-
-fn record(event: Handle<Event>, stream: Handle<Stream>, own: bool) -> Outcome {
-    let (event, stream) = (event.get()?, Stream::of(stream, own)?);
-    if event.context.id != stream.context.id {
-        return Err(Code::InvalidHandle);
-    }
-    if !stream.capture_work(0) {
-        event.record(stream);
-    }
-    Ok(())
-}
-
-fn elapsed(milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) -> Outcome {
-    milliseconds.check()?;
-    let (begin, end) = (begin.get()?, end.get()?);
-    if (begin.flags | end.flags) & NO_TIME != 0 {
-        return Err(Code::InvalidHandle);
-    }
-    let recorded = |event: &Event| event.recorded().ok_or(Code::InvalidHandle);
-    let (begin, end) = (recorded(begin)?, recorded(end)?);
-    if !begin.is_done() || !end.is_done() {
-        return Err(Code::NotReady);
-    }
-    let nanoseconds = end.time() as i64 - begin.time() as i64;
-    milliseconds.set(nanoseconds as f32 / 1e6)
 }
 
 /// A function of the program that a stream calls.
@@ -342,19 +241,6 @@ entry! {
         if stream.guest().reached() >= stream.end() { Ok(()) } else { Err(Code::NotReady) }
     }
 
-    fn cuStreamWaitEvent | cuStreamWaitEvent_ptsz(_process, own; stream: Handle<Stream>, event: Handle<Event>, _flags: u32) {
-        let (stream, event) = (Stream::of(stream, own)?, event.get()?);
-        if let Some(recorded) = event.recorded() {
-            if Arc::ptr_eq(&recorded.guest, &stream.context.guest) {
-                stream.wait_behind(recorded.mark);
-            } else {
-                // Axes of two devices have no common points.
-                recorded.guest.wait_for(recorded.mark);
-            }
-        }
-        Ok(())
-    }
-
     fn cuStreamGetPriority | cuStreamGetPriority_ptsz(_process, own; stream: Handle<Stream>, priority: Out<i32>) {
         priority.set(Stream::of(stream, own)?.priority)
     }
@@ -373,53 +259,6 @@ entry! {
 
     fn cuStreamGetCtx | cuStreamGetCtx_ptsz(_process, own; stream: Handle<Stream>, context: Out<context::Handle>) {
         context.set(context::Handle::of(Some(Stream::of(stream, own)?.context)))
-    }
-
-    fn cuStreamIsCapturing | cuStreamIsCapturing_ptsz(_process, own; stream: Handle<Stream>, status: Out<u32>) {
-        status.set(u32::from(Stream::of(stream, own)?.capturing().is_some()))
-    }
-
-    fn cuStreamBeginCapture | cuStreamBeginCapture_ptsz(_process, own; stream: Handle<Stream>) {
-        begin_capture(stream, own)
-    }
-
-    fn cuStreamBeginCapture_v2 | cuStreamBeginCapture_v2_ptsz(_process, own; stream: Handle<Stream>, _mode: u32) {
-        begin_capture(stream, own)
-    }
-
-    fn cuStreamEndCapture | cuStreamEndCapture_ptsz(_process, own; stream: Handle<Stream>, graph: Out<Handle<Graph>>) {
-        graph.check()?;
-        let stream = Stream::of(stream, own)?;
-        let capture = stream.capturing().take().ok_or(Code::StreamCaptureUnmatched)?;
-        stream.captures.store(false, Ordering::Release);
-        graph.set(capture.graph())
-    }
-
-    fn cuStreamGetCaptureInfo | cuStreamGetCaptureInfo_ptsz(
-        _process, own; stream: Handle<Stream>, status: Out<u32>, id: Out<u64>,
-    ) {
-        capture_info(stream, own, status, id, None)
-    }
-
-    fn cuStreamGetCaptureInfo_v2 | cuStreamGetCaptureInfo_v2_ptsz(
-        _process, own; stream: Handle<Stream>, status: Out<u32>, id: Out<u64>, graph: Out<Handle<Graph>>,
-        _nodes: Out<usize>, count: Out<u64>,
-    ) {
-        count.offer(0);
-        capture_info(stream, own, status, id, Some(graph))
-    }
-
-    fn cuStreamGetCaptureInfo_v3 | cuStreamGetCaptureInfo_v3_ptsz(
-        _process, own; stream: Handle<Stream>, status: Out<u32>, id: Out<u64>, graph: Out<Handle<Graph>>,
-        _nodes: Out<usize>, _edges: Out<usize>, count: Out<u64>,
-    ) {
-        count.offer(0);
-        capture_info(stream, own, status, id, Some(graph))
-    }
-
-    /// The mode that was: the strictest, and the only one here.
-    fn cuThreadExchangeStreamCaptureMode(_process; mode: Out<u32>) {
-        mode.set(0)
     }
 
     fn cuStreamAddCallback | cuStreamAddCallback_ptsz(
@@ -450,54 +289,6 @@ entry! {
         synchronize_all(context.some()?)
     }
 
-    fn cuEventCreate(_process; event: Out<Handle<Event>>, flags: u32) {
-        event.check()?;
-        if flags & !7 != 0 {
-            return Err(Code::InvalidValue);
-        }
-        event.set(Handle::new(Event { context: context::current()?, flags, recorded: Mutex::new(None) }))
-    }
-
-    fn cuEventDestroy(_process; event: Handle<Event>) {
-        event.end().map(drop)
-    }
-
-    fn cuEventDestroy_v2(_process; event: Handle<Event>) {
-        event.end().map(drop)
-    }
-
-    fn cuEventRecord | cuEventRecord_ptsz(_process, own; event: Handle<Event>, stream: Handle<Stream>) {
-        record(event, stream, own)
-    }
-
-    fn cuEventRecordWithFlags | cuEventRecordWithFlags_ptsz(
-        _process, own; event: Handle<Event>, stream: Handle<Stream>, _flags: u32,
-    ) {
-        record(event, stream, own)
-    }
-
-    fn cuEventQuery(_process; event: Handle<Event>) {
-        let done = event.get()?.recorded().is_none_or(|recorded| recorded.is_done());
-        if done { Ok(()) } else { Err(Code::NotReady) }
-    }
-
-    fn cuEventSynchronize(_process; event: Handle<Event>) {
-        let event = event.get()?;
-        if let Some(recorded) = event.recorded().filter(|recorded| recorded.time.is_none()) {
-            recorded.guest.wait_for(recorded.mark);
-        }
-        event.context.device.settle_pools();
-        Ok(())
-    }
-
-    fn cuEventElapsedTime(_process; milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) {
-        elapsed(milliseconds, begin, end)
-    }
-
-    fn cuEventElapsedTime_v2(_process; milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) {
-        elapsed(milliseconds, begin, end)
-    }
-
     fn cuMemPrefetchBatchAsync | cuMemPrefetchBatchAsync_ptsz(
         process, own; addresses: In<u64>, sizes: In<u64>, count: u64, locations: In<Location>, indices: In<u64>,
         kinds: u64, _flags: u64, stream: Handle<Stream>,
@@ -521,39 +312,5 @@ fn synchronize_all(context: &'static Context) -> Outcome {
     let all = context.queue().all;
     context.guest.wait_for(all);
     context.device.settle_pools();
-    Ok(())
-}
-
-fn begin_capture(stream: Handle<Stream>, own: bool) -> Outcome {
-    // The legacy stream cannot be captured.
-    if !own && matches!(stream.number(), 0 | LEGACY) {
-        return Err(Code::StreamCaptureUnsupported);
-    }
-    let stream = Stream::of(stream, own)?;
-    let mut capture = stream.capturing();
-    if capture.is_some() {
-        return Err(Code::IllegalState);
-    }
-    *capture = Some(Capture::new(next_id()));
-    stream.captures.store(true, Ordering::Release);
-    Ok(())
-}
-
-fn capture_info(
-    stream: Handle<Stream>,
-    own: bool,
-    status: Out<u32>,
-    id: Out<u64>,
-    graph: Option<Out<Handle<Graph>>>,
-) -> Outcome {
-    status.check()?;
-    let capture = Stream::of(stream, own)?.capturing();
-    status.set(u32::from(capture.is_some()))?;
-    if let Some(capture) = &*capture {
-        id.offer(capture.id());
-        if let Some(graph) = graph {
-            graph.offer(capture.graph());
-        }
-    }
     Ok(())
 }

@@ -1,0 +1,148 @@
+//! Events: marks on the axis of a stream, to wait for and to measure between.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use divvy_sim::Guest;
+use divvy_sim::ledger::{Mark, now};
+
+use crate::argument::Out;
+use crate::code::Code;
+use crate::context::{self, Context};
+use crate::frame::{Outcome, entry};
+use crate::handle::{Handle, Object};
+use crate::stream::Stream;
+
+/// `CU_EVENT_DISABLE_TIMING`.
+const NO_TIME: u32 = 2;
+
+/// An event.
+pub(crate) struct Event {
+    context: &'static Context,
+    flags: u32,
+    recorded: Mutex<Option<Recorded>>,
+}
+
+impl Object for Event {
+    const MAGIC: u64 = 0x6576_6e74_5f6c_6976;
+}
+
+#[derive(Clone)]
+struct Recorded {
+    mark: Mark,
+    /// Whose axis the mark is on.
+    guest: Arc<Guest>,
+    /// When it was recorded, if all before it was done then.
+    time: Option<u64>,
+}
+
+impl Recorded {
+    fn is_done(&self) -> bool {
+        self.time.is_some() || self.guest.reached() >= self.mark
+    }
+
+    fn time(&self) -> u64 {
+        self.time.unwrap_or_else(|| self.guest.time_of(self.mark))
+    }
+}
+
+impl Event {
+    fn recorded(&self) -> Option<Recorded> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn record(&self, stream: &'static Stream) {
+        let mark = stream.end();
+        let guest = Arc::clone(&stream.context.guest);
+        let time = (guest.reached() >= mark).then(now);
+        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Recorded { mark, guest, time });
+    }
+}
+
+fn record(event: Handle<Event>, stream: Handle<Stream>, own: bool) -> Outcome {
+    let (event, stream) = (event.get()?, Stream::of(stream, own)?);
+    if event.context.id != stream.context.id {
+        return Err(Code::InvalidHandle);
+    }
+    if !stream.capture_work(0) {
+        event.record(stream);
+    }
+    Ok(())
+}
+
+fn elapsed(milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) -> Outcome {
+    milliseconds.check()?;
+    let (begin, end) = (begin.get()?, end.get()?);
+    if (begin.flags | end.flags) & NO_TIME != 0 {
+        return Err(Code::InvalidHandle);
+    }
+    let recorded = |event: &Event| event.recorded().ok_or(Code::InvalidHandle);
+    let (begin, end) = (recorded(begin)?, recorded(end)?);
+    if !begin.is_done() || !end.is_done() {
+        return Err(Code::NotReady);
+    }
+    let nanoseconds = end.time() as i64 - begin.time() as i64;
+    milliseconds.set(nanoseconds as f32 / 1e6)
+}
+
+entry! {
+    fn cuStreamWaitEvent | cuStreamWaitEvent_ptsz(_process, own; stream: Handle<Stream>, event: Handle<Event>, _flags: u32) {
+        let (stream, event) = (Stream::of(stream, own)?, event.get()?);
+        if let Some(recorded) = event.recorded() {
+            if Arc::ptr_eq(&recorded.guest, &stream.context.guest) {
+                stream.wait_behind(recorded.mark);
+            } else {
+                // Axes of two devices have no common points.
+                recorded.guest.wait_for(recorded.mark);
+            }
+        }
+        Ok(())
+    }
+
+    fn cuEventCreate(_process; event: Out<Handle<Event>>, flags: u32) {
+        event.check()?;
+        if flags & !7 != 0 {
+            return Err(Code::InvalidValue);
+        }
+        event.set(Handle::new(Event { context: context::current()?, flags, recorded: Mutex::new(None) }))
+    }
+
+    fn cuEventDestroy(_process; event: Handle<Event>) {
+        event.end().map(drop)
+    }
+
+    fn cuEventDestroy_v2(_process; event: Handle<Event>) {
+        event.end().map(drop)
+    }
+
+    fn cuEventRecord | cuEventRecord_ptsz(_process, own; event: Handle<Event>, stream: Handle<Stream>) {
+        record(event, stream, own)
+    }
+
+    fn cuEventRecordWithFlags | cuEventRecordWithFlags_ptsz(
+        _process, own; event: Handle<Event>, stream: Handle<Stream>, _flags: u32,
+    ) {
+        record(event, stream, own)
+    }
+
+    fn cuEventQuery(_process; event: Handle<Event>) {
+        let done = event.get()?.recorded().is_none_or(|recorded| recorded.is_done());
+        if done { Ok(()) } else { Err(Code::NotReady) }
+    }
+
+    fn cuEventSynchronize(_process; event: Handle<Event>) {
+        let event = event.get()?;
+        if let Some(recorded) = event.recorded().filter(|recorded| recorded.time.is_none()) {
+            recorded.guest.wait_for(recorded.mark);
+        }
+        event.context.device.settle_pools();
+        Ok(())
+    }
+
+    fn cuEventElapsedTime(_process; milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) {
+        elapsed(milliseconds, begin, end)
+    }
+
+    fn cuEventElapsedTime_v2(_process; milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) {
+        elapsed(milliseconds, begin, end)
+    }
+}
