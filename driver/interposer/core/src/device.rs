@@ -17,7 +17,9 @@
 //! known before it: the node measures the whole process and writes the difference into its
 //! slot, where it counts like a charge ([`divvy_pages::account::NodeLine`]).
 
-use crate::ledger::{Ledger, Local, Neighbours, Place, Places, Unasked};
+use crate::ledger::{Ledger, Local};
+use crate::neighbours::{Neighbours, Unasked};
+use crate::place::{Place, Places};
 use crate::system::System;
 use crate::table::{Class, Entry};
 use core::sync::atomic::Ordering::Relaxed;

@@ -10,21 +10,17 @@
 //! several pages rests on.
 
 use crate::device::Device;
+use crate::neighbours::{Few, Neighbours, PATIENCE};
+use crate::place::{Place, Places};
 use crate::system::System;
 use crate::table::{Class, Entry, MANY, Table};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
-use divvy_pages::{
-    AccountPage, Fault, Flags, GpuUuid, Identity, Peers, Policy, PolicyPage, SEATS, Seat, Text,
-};
+use divvy_pages::{AccountPage, Fault, GpuUuid, Identity, Policy, PolicyPage, Text};
 
 /// The most devices with shares in one container, and the highest ordinal of a CUDA device that is known.
 pub const DEVICES: usize = 32;
 const ORDINALS: usize = 64;
-
-/// How long a request waits for other processes of the share before it is refused, in nanoseconds. The node
-/// tells of the dead that no peer can prove within two seconds; and a hook may ask a second time.
-const PATIENCE: u64 = 3_000_000_000;
 
 /// One pair of pages that the container has mounted.
 #[derive(Clone, Copy, Debug)]
@@ -73,31 +69,6 @@ pub(crate) struct Local {
 const EMPTY: u32 = 0;
 const BUILDING: u32 = 1;
 const READY: u32 = 2;
-
-/// The pages of one device.
-#[derive(Debug)]
-pub(crate) struct Places {
-    pub(crate) count: AtomicU32,
-    pub(crate) places: [Place; SEATS],
-    /// Bytes charged for contexts and for managed memory, told to the node.
-    pub(crate) context: AtomicU64,
-    pub(crate) managed: AtomicU64,
-}
-
-/// One pair of pages with the slot that this process has there.
-#[derive(Debug)]
-pub(crate) struct Place {
-    policy: AtomicPtr<PolicyPage>,
-    account: AtomicPtr<AccountPage>,
-    slot: AtomicU32,
-    /// What was read of the policy, and at which stamp. A stamp of ours is the page's plus one.
-    stamp: AtomicU64,
-    limit: AtomicU64,
-    physical: AtomicU64,
-    context: AtomicU64,
-    flags: AtomicU32,
-    attention: AtomicU64,
-}
 
 /// A pair while the ledger is made.
 #[derive(Clone, Copy)]
@@ -157,7 +128,7 @@ impl<S: System> Ledger<S> {
     }
 
     fn standing<'a>(&'a self, local: &'a Local, places: &'a Places, index: u32) -> Standing<'a, S> {
-        let usable = places.places().any(|place| place.slot.load(Relaxed) != NO_SLOT);
+        let usable = places.places().any(Place::has_slot);
         if usable { Standing::Share(Device { ledger: self, local, places, index }) } else { Standing::Closed }
     }
 
@@ -310,11 +281,7 @@ impl<S: System> Ledger<S> {
             if pair.account.used() > 0 {
                 pair.account.tidy(&Few { peers: &peers, asked: Cell::new(0) });
             }
-            place.slot.store(slot.map_or(NO_SLOT, u32::from), Relaxed);
-            place.attention.store(pair.account.attention(), Relaxed);
-            place.policy.store(core::ptr::from_ref(pair.policy).cast_mut(), Relaxed);
-            place.account.store(core::ptr::from_ref(pair.account).cast_mut(), Relaxed);
-            place.refresh();
+            place.fill(pair.policy, pair.account, slot);
             device.count.store(next as u32 + 1, Relaxed);
         }
         local.closed.store((refused && count == 0).into(), Relaxed);
@@ -326,9 +293,6 @@ impl Pair {
         (self.read.share, self.read.claim)
     }
 }
-
-/// In place of a slot: all were taken.
-const NO_SLOT: u32 = u32::MAX;
 
 impl Local {
     /// The device whose pages name this UUID: of the instance first, as an instance's pages name the GPU too.
@@ -370,149 +334,6 @@ impl Local {
             start: start.load(Relaxed),
             image: image.load(Relaxed),
         })
-    }
-}
-
-impl Places {
-    pub(crate) fn places(&self) -> impl Iterator<Item = &Place> {
-        self.places.iter().take(self.count.load(Relaxed) as usize)
-    }
-}
-
-impl Place {
-    /// The policy page and what it says at this moment.
-    fn policy(&self) -> Option<(&PolicyPage, Policy)> {
-        // SAFETY: only `build` stores here, a page that lives as long as the process.
-        #[allow(unsafe_code)]
-        let page = unsafe { self.policy.load(Relaxed).as_ref() }?;
-        page.read().ok().map(|(_, policy)| (page, policy))
-    }
-
-    pub(crate) fn account(&self) -> Option<&AccountPage> {
-        // SAFETY: as above.
-        #[allow(unsafe_code)]
-        unsafe {
-            self.account.load(Relaxed).as_ref()
-        }
-    }
-
-    /// Reads the policy again where the page says that it was replaced. A page that cannot be read
-    /// at this moment leaves the limits as they were.
-    #[inline]
-    fn refresh(&self) {
-        // SAFETY: as above.
-        #[allow(unsafe_code)]
-        let page = unsafe { self.policy.load(Relaxed).as_ref() };
-        if let Some(page) = page
-            && page.stamp().wrapping_add(1) != self.stamp.load(Relaxed)
-        {
-            self.read_again(page);
-        }
-    }
-
-    #[cold]
-    fn read_again(&self, page: &PolicyPage) {
-        let stamp = page.stamp().wrapping_add(1);
-        if let Ok((_, policy)) = page.read() {
-            self.limit.store(policy.memory.limit, Relaxed);
-            self.physical.store(policy.memory.physical, Relaxed);
-            self.context.store(policy.memory.context, Relaxed);
-            self.flags.store(policy.flags.0, Relaxed);
-            self.stamp.store(stamp, Relaxed);
-        }
-    }
-
-    #[inline]
-    pub(crate) fn seat(&self) -> Option<Seat<'_>> {
-        self.refresh();
-        let slot = u16::try_from(self.slot.load(Relaxed)).ok()?;
-        Some(Seat { page: self.account()?, slot, limit: self.limit.load(Relaxed) })
-    }
-
-    /// The device's own memory, by the policy.
-    pub(crate) fn physical(&self) -> u64 {
-        self.physical.load(Relaxed)
-    }
-
-    pub(crate) fn flags(&self) -> Flags {
-        Flags(self.flags.load(Relaxed))
-    }
-
-    /// What the policy charges a context, in bytes.
-    pub(crate) fn context(&self) -> u64 {
-        self.context.load(Relaxed)
-    }
-
-    /// Takes up what the node has written into the accounts since the last time.
-    #[inline]
-    pub(crate) fn heed(&self, seat: &Seat<'_>, tidy: impl FnOnce() -> bool) {
-        let now = seat.page.attention();
-        if now != self.attention.load(Relaxed) && tidy() {
-            self.attention.store(now, Relaxed);
-        }
-    }
-}
-
-/// The other processes of the share.
-pub(crate) struct Neighbours<'a, S> {
-    pub(crate) system: &'a S,
-    pub(crate) me: Option<Identity>,
-    /// When the wait began; the clock is read only by one who waits.
-    pub(crate) start: Cell<Option<u64>>,
-}
-
-impl<'a, S: System> Neighbours<'a, S> {
-    pub(crate) fn new(system: &'a S, me: Option<Identity>) -> Self {
-        Self { system, me, start: Cell::new(None) }
-    }
-}
-
-impl<S: System> Peers for Neighbours<'_, S> {
-    fn gone(&self, who: &Identity) -> bool {
-        self.me.is_some_and(|me| me != *who && self.system.gone(&me, who))
-    }
-
-    fn pause(&self, round: u32) -> bool {
-        let nap = match round {
-            0..=8 => 0,
-            9..=64 => 20_000,
-            _ => 200_000,
-        };
-        self.system.nap(nap);
-        let now = self.system.now();
-        let start = self.start.get().unwrap_or(now);
-        self.start.set(Some(start));
-        now.saturating_sub(start) < PATIENCE
-    }
-}
-
-/// Asks for proof of the first sixteen only.
-struct Few<'a, P> {
-    peers: &'a P,
-    asked: Cell<u32>,
-}
-
-impl<P: Peers> Peers for Few<'_, P> {
-    fn gone(&self, who: &Identity) -> bool {
-        self.asked.set(self.asked.get().saturating_add(1));
-        self.asked.get() <= 16 && self.peers.gone(who)
-    }
-
-    fn pause(&self, _round: u32) -> bool {
-        false
-    }
-}
-
-/// Asks for no proof: what the node says of the dead is enough.
-pub(crate) struct Unasked;
-
-impl Peers for Unasked {
-    fn gone(&self, _who: &Identity) -> bool {
-        false
-    }
-
-    fn pause(&self, _round: u32) -> bool {
-        false
     }
 }
 

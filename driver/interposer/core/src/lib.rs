@@ -12,6 +12,7 @@
 //! which the driver fails needs no code.
 //!
 //! - [`ledger`]: what a process knows of its shares, made at the first call and anew in a child.
+//! - `place`, `neighbours`: the pages and slots of a device, and the share's other processes.
 //! - [`device`]: charging, and the memory figures of a share.
 //! - [`table`]: which allocation is how large, so that its free can be given back.
 //! - [`vmm`]: physical memory with handles and mappings, which lives as long as either.
@@ -29,7 +30,9 @@ pub mod alive;
 pub mod device;
 pub mod growing;
 pub mod ledger;
+mod neighbours;
 pub mod nvml;
+mod place;
 pub mod system;
 pub mod table;
 #[cfg(test)]
