@@ -68,6 +68,11 @@ impl Sim {
         &self.root
     }
 
+    /// One of the driver's libraries, by its file name.
+    pub fn library(&self, name: &str) -> PathBuf {
+        self.root.join(crate::up::LIB_DIR).join(name)
+    }
+
     /// Where the state lies: what a harness binds to `/run/divvy-sim` in containers.
     pub fn dir(&self) -> &Path {
         &self.dir

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 const MAX_GPUS: usize = 32;
 
 /// Where libraries lie below a root.
-const LIB_DIR: &str =
+pub(crate) const LIB_DIR: &str =
     if cfg!(target_arch = "aarch64") { "usr/lib/aarch64-linux-gnu" } else { "usr/lib/x86_64-linux-gnu" };
 
 /// File name that cargo gives the simulated library.

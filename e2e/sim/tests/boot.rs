@@ -137,11 +137,10 @@ fn another_driver_version_replaces_files_and_forgets_instances() {
     replace_driver(&node.sim, "590.44.01").expect("a new driver");
     let state = node.sim.read().expect("a state");
     assert_eq!((state.driver.as_str(), state.gpus[0].instances.len()), ("590.44.01", 0));
-    let lib = format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH);
     for name in ["libnvidia-ml", "libcuda"] {
-        assert!(node.has(&format!("{lib}/{name}.so.590.44.01")));
-        assert!(!node.has(&format!("{lib}/{name}.so.580.95.05")));
-        let target = std::fs::read_link(node.sim.root().join(format!("{lib}/{name}.so.1")));
+        assert!(node.sim.library(&format!("{name}.so.590.44.01")).exists());
+        assert!(!node.sim.library(&format!("{name}.so.580.95.05")).exists());
+        let target = std::fs::read_link(node.sim.library(&format!("{name}.so.1")));
         assert_eq!(target.expect("a link").to_str(), Some(format!("{name}.so.590.44.01").as_str()));
     }
     assert!(node.text("proc/driver/nvidia/version").contains("  590.44.01  "));

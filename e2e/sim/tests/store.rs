@@ -219,8 +219,6 @@ fn what_is_no_state_is_refused_with_its_path() {
 #[test]
 fn a_root_is_found_from_any_file_in_it() {
     let node = Node::up("L4");
-    let library = node.sim.root().join("usr/lib");
-    let library = library.join(format!("{}-linux-gnu/libnvidia-ml.so.1", std::env::consts::ARCH));
-    let found = Sim::from_library_path(&library).expect("a simulator");
+    let found = Sim::from_library_path(&node.sim.library("libnvidia-ml.so.1")).expect("a simulator");
     assert_eq!(found.root(), node.sim.root());
 }

@@ -47,7 +47,7 @@ impl Node {
     }
 
     pub(crate) fn library(&self) -> PathBuf {
-        self.dir.path().join("usr/lib").join(triplet()).join("libnvidia-ml.so.1")
+        self.sim.library("libnvidia-ml.so.1")
     }
 
     /// The library, loaded and initialised.
@@ -62,10 +62,6 @@ impl Node {
         // SAFETY: the library runs no code of its own when it is loaded.
         Client { lib: unsafe { NvmlLib::new(self.library()) }.expect("a library") }
     }
-}
-
-fn triplet() -> String {
-    format!("{}-linux-gnu", std::env::consts::ARCH)
 }
 
 /// A loaded library.
