@@ -3,15 +3,12 @@
 
 mod common;
 
-use common::container::{Container, Node, Share, guest as told};
-use common::guest::Guest;
+use common::container::{Container, Node, Share};
 
 /// The programs in the containers.
 #[test]
-#[ignore = "a program of the other tests"]
-fn guest() {
-    let mut guest = None;
-    told(|driver, words| guest.get_or_insert_with(|| Guest::open(driver)).run(words));
+fn it_is_a_program_too() {
+    common::container::guest();
 }
 
 /// What a program in a container of that kind gets of 23,034 MiB: 100 MiB, and a view of the whole or of a share.

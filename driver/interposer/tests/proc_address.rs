@@ -3,23 +3,21 @@
 
 mod common;
 
-use common::container::{Node, guest as told};
+use common::container::Node;
 use common::guest::Guest;
 use std::collections::BTreeSet;
 
 /// The program in the container.
 #[test]
-#[ignore = "a program of the other tests"]
-fn guest() {
-    let mut guest = None;
-    told(|driver, words| guest.get_or_insert_with(|| Guest::open(driver)).run(words));
+fn it_is_a_program_too() {
+    common::container::guest();
 }
 
 #[test]
 fn every_variant_is_the_one_that_the_driver_gives() {
     let node = Node::up("L4");
     let hooks: BTreeSet<String> = common::listed("hooks.txt").into_iter().collect();
-    let plain = Guest::open(&node.library("libcuda.so.1")).run(&["sweep"]);
+    let plain = Guest::open(&node.sim.library("libcuda.so.1")).run(&["sweep"]);
     let share = node.share("claim", "share", node.policy(0, 1000));
     let hooked = node.container(&[share]).program().ask("sweep");
     let (plain, hooked): (Vec<&str>, Vec<&str>) = (plain.split(' ').collect(), hooked.split(' ').collect());

@@ -4,17 +4,14 @@
 
 mod common;
 
-use common::container::{Node, guest as told};
-use common::guest::Guest;
+use common::container::Node;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     if let Some(code) = divvy_sim::command::multicall() {
         return code;
     }
-    if std::env::args().any(|argument| argument == "guest") {
-        let mut guest = None;
-        told(|driver, words| guest.get_or_insert_with(|| Guest::open(driver)).run(words));
+    if common::container::answer() {
         return ExitCode::SUCCESS;
     }
     let wanted: Vec<String> =

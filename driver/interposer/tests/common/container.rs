@@ -4,12 +4,13 @@
 //! No root is needed: `unshare -Urm` gives a user namespace in which this user is root, and a mount namespace in which
 //! `/run` is a fresh tmpfs. A page is a file outside, mounted as a single file, the policy read-only.
 
+use super::guest::Guest;
+use super::program::{self, Program};
 use divvy_pages::policy::{Flags, Memory, Policy};
 use divvy_pages::{GpuUuid, Text, account};
 use divvy_sim::{Options, Sim};
-use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
 use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -35,11 +36,6 @@ impl Node {
         let nvml = program.with_file_name("libdivvy_sim_nvml.so");
         let sim = divvy_sim::up(dir.path(), gpus, &Options::new(nvml, program)).expect("simulated GPUs");
         Self { dir, sim }
-    }
-
-    /// One of the driver's libraries.
-    pub(crate) fn library(&self, name: &str) -> PathBuf {
-        self.dir.path().join("usr/lib").join(format!("{}-linux-gnu", std::env::consts::ARCH)).join(name)
     }
 
     /// One of the driver's programs.
@@ -142,21 +138,12 @@ impl Container<'_> {
     }
 
     fn driver(&self) -> PathBuf {
-        if self.shims { "libcuda.so.1".into() } else { self.node.library("libcuda.so.1") }
+        if self.shims { "libcuda.so.1".into() } else { self.node.sim.library("libcuda.so.1") }
     }
 
     /// The guest of this test, waiting for what it is told.
     pub(crate) fn program(&self) -> Program {
-        let mut command = self.command(&std::env::current_exe().expect("this test"));
-        command
-            .args(["guest", "--exact", "--ignored", "--nocapture", "--quiet"])
-            .env("DRIVER", self.driver())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut child = command.spawn().expect("this test starts again");
-        let stdin = child.stdin.take().expect("piped");
-        let stdout = BufReader::new(child.stdout.take().expect("piped"));
-        Program { child, stdin, stdout }
+        Program::start(self.command(&std::env::current_exe().expect("this test")), &self.driver())
     }
 
     /// The guest in shim mode: the shims in the place of the driver's libraries, those beside them in a directory of
@@ -171,7 +158,7 @@ impl Container<'_> {
             sim.dev().display()
         );
         for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
-            let real = self.node.library(name).canonicalize().expect("the driver's library");
+            let real = self.node.sim.library(name).canonicalize().expect("the driver's library");
             let (real, shim) = (real.display(), shims.join(name));
             let shim = shim.display();
             script += &format!(
@@ -192,52 +179,17 @@ impl Container<'_> {
     }
 }
 
-/// A guest that is told what to do, line by line, and answers each.
-pub(crate) struct Program {
-    pub(crate) child: Child,
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
-}
-
-impl Program {
-    /// Sends a line; the answer.
-    pub(crate) fn ask(&mut self, line: &str) -> String {
-        writeln!(self.stdin, "{line}").expect("the program reads");
-        self.answer()
-    }
-
-    pub(crate) fn answer(&mut self) -> String {
-        loop {
-            let mut line = String::new();
-            let read = self.stdout.read_line(&mut line).expect("the program writes");
-            assert_ne!(read, 0, "the program has ended");
-            // The test runner writes lines of its own.
-            if let Some((_, answer)) = line.trim_end().split_once("> ") {
-                return answer.to_owned();
-            }
-        }
-    }
-
-    /// As `kill -9`.
-    pub(crate) fn kill(&mut self) {
-        self.child.kill().expect("it runs");
-        self.child.wait().expect("it has ended");
+/// The test that is a program too: as a program it calls the driver as it is told, as a test it starts and asks one.
+pub(crate) fn guest() {
+    if !answer() {
+        assert_eq!(Node::up("L4").container(&[]).program().ask("init"), "0");
     }
 }
 
-impl Drop for Program {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
-
-/// In the guest: its driver, and the lines that it is told.
-pub(crate) fn guest(mut run: impl FnMut(&Path, &[&str]) -> String) {
-    let Some(driver) = std::env::var_os("DRIVER") else { return };
-    for line in std::io::stdin().lines() {
-        let line = line.expect("a line");
-        let words: Vec<&str> = line.split(' ').collect();
-        println!("> {}", run(Path::new(&driver), &words));
-    }
+/// In a program in a container: calls the driver as it is told. Whether this is one.
+pub(crate) fn answer() -> bool {
+    let Some(driver) = program::driver() else { return false };
+    let mut guest = Guest::open(&driver);
+    program::answer_each(|words| guest.run(words));
+    true
 }

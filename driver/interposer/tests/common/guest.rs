@@ -261,7 +261,8 @@ impl Guest {
 
     /// Through a copy of the driver's library in a namespace of its own.
     fn alloc_apart(&self, bytes: u64, key: &mut u64) -> i32 {
-        let path = CString::new(std::env::var("DRIVER").expect("told which")).expect("no NUL");
+        let path = super::program::driver().expect("told which").into_os_string().into_encoded_bytes();
+        let path = CString::new(path).expect("no NUL");
         // SAFETY: C strings, and the signatures of the header.
         unsafe {
             let handle = libc::dlmopen(libc::LM_ID_NEWLM, path.as_ptr(), libc::RTLD_NOW);

@@ -4,6 +4,9 @@
 pub(crate) mod container;
 #[allow(dead_code, reason = "not every test runs containers")]
 pub(crate) mod guest;
+#[allow(dead_code, reason = "not every test runs containers")]
+#[path = "../../../../e2e/sim/cuda/tests/common/program.rs"]
+pub(crate) mod program;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

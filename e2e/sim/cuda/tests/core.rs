@@ -8,10 +8,8 @@ use divvy_sim::Code;
 
 /// What a child does when told.
 #[test]
-#[ignore = "a child of the other tests"]
-fn scenario() {
-    common::scenario(|cuda, _, words| match words {
-        ["init"] => cuda.init().to_string(),
+fn it_is_a_program_too() {
+    common::scenario(|cuda, words| match words {
         ["count"] => format!("{:?}", cuda.count()),
         ["name"] => format!("{:?}", cuda.name(0)),
         ["current"] => {
@@ -43,7 +41,7 @@ fn scenario() {
 #[test]
 fn nothing_works_before_init_but_what_may() {
     let node = Node::up("2xL4");
-    let mut program = node.program("calls");
+    let mut program = node.program();
     assert_eq!(program.ask("count"), format!("Err({NOT_INITIALIZED})"));
     assert_eq!(program.ask("info"), format!("Err({NOT_INITIALIZED})"));
     assert_eq!(program.ask("init"), "0");
@@ -78,8 +76,8 @@ fn memory_is_counted_and_comes_back() {
 #[test]
 fn what_a_process_uses_is_seen_and_gone_when_it_is_killed() {
     let node = Node::up("L4");
-    let mut first = node.program("calls");
-    let mut second = node.program("calls");
+    let mut first = node.program();
+    let mut second = node.program();
     for program in [&mut first, &mut second] {
         assert_eq!((program.ask("init"), program.ask("current")), ("0".to_owned(), "done".to_owned()));
     }
@@ -105,7 +103,7 @@ fn memory_is_exact_whenever_processes_are_killed() {
     let node = Node::up("L4");
     let cuda = node.cuda();
     for round in 0..20 {
-        let mut churners = [node.program("calls"), node.program("calls"), node.program("calls")];
+        let mut churners = [node.program(), node.program(), node.program()];
         for program in &mut churners {
             program.ask("init");
             program.ask("current");
@@ -123,7 +121,7 @@ fn memory_is_exact_whenever_processes_are_killed() {
 #[test]
 fn a_gpu_with_a_cuda_process_is_in_use() {
     let node = Node::up("H100-SXM5-80GB");
-    let mut program = node.program("calls");
+    let mut program = node.program();
     program.ask("init");
     program.ask("current");
     let reset = |force| node.sim.update(|state| state.reset(0, force)).map_err(Code::from);
@@ -147,7 +145,7 @@ fn a_process_sees_one_instance_and_its_memory() {
             state.create_ci(0, gi.id, 0, None).map(drop)
         })
         .expect("two instances");
-    let mut program = node.program("calls");
+    let mut program = node.program();
     assert_eq!((program.ask("init"), program.ask("count")), ("0".to_owned(), "Ok(1)".to_owned()));
     assert_eq!(program.ask("name"), "Ok(\"NVIDIA H100 80GB HBM3 MIG 1g.10gb\")");
     program.ask("current");
@@ -164,7 +162,7 @@ fn devices_are_picked_by_the_environment() {
     let node = Node::up("3xL4");
     let uuid = node.sim.read().expect("a state").gpus[2].uuid.clone();
     let count = |value: &str| {
-        let mut program = node.program_with("calls", &[("CUDA_VISIBLE_DEVICES", value)]);
+        let mut program = node.program_with(&[("CUDA_VISIBLE_DEVICES", value)]);
         (program.ask("init"), program.ask("count"))
     };
     let devices = |count: u32| ("0".to_owned(), format!("Ok({count})"));

@@ -11,14 +11,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 #[test]
-#[ignore = "a child of the other tests"]
-fn scenario() {
-    common::scenario(|cuda, _, words| match words {
-        ["start"] => {
-            assert_eq!(cuda.init(), SUCCESS);
-            cuda.make_current(0);
-            "done".to_owned()
-        }
+fn it_is_a_program_too() {
+    common::scenario(|cuda, words| match words {
         ["open", handle] => {
             let words: Vec<u64> = handle.split(',').map(|word| word.parse().expect("a number")).collect();
             let mut address = 0_u64;
@@ -462,7 +456,7 @@ fn memory_of_another_process_is_the_same_memory_and_not_paid_twice() {
     assert_eq!(call!(cuda.cuMemsetD8_v2(address + 100 => u64, 9 => u8, 4 => u64)), SUCCESS);
     let mut handle = Ipc([0; 8]);
     assert_eq!(call!(cuda.cuIpcGetMemHandle(&mut handle => &mut Ipc, address => u64)), SUCCESS);
-    let mut other = it.node.program("ipc");
+    let mut other = it.node.program();
     other.ask("start");
     let used = used(cuda);
     let words: Vec<String> = handle.0.iter().map(u64::to_string).collect();

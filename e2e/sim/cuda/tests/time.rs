@@ -9,14 +9,8 @@ mod common;
 use common::*;
 
 #[test]
-#[ignore = "a child of the other tests"]
-fn scenario() {
-    common::scenario(|cuda, _, words| match words {
-        ["start"] => {
-            assert_eq!(cuda.init(), SUCCESS);
-            cuda.make_current(0);
-            "done".to_owned()
-        }
+fn it_is_a_program_too() {
+    common::scenario(|cuda, words| match words {
         // Work for a long while: so many kernels of that name.
         ["load", count, name] => {
             let work = Work::load(cuda);
@@ -34,7 +28,6 @@ fn scenario() {
             "count" => format!("{:?}", cuda.count()),
             other => panic!("no call {other}"),
         },
-        ["init"] => cuda.init().to_string(),
         ["info"] => format!("{:?}", cuda.info().map(|(free, total)| (total - free) / MIB)),
         other => panic!("no scenario {other:?}"),
     });
@@ -213,10 +206,10 @@ fn a_graph_takes_its_longest_chain() {
 /// A process that has work for hours, and what another one's 100 ms take beside it.
 fn beside_another(environment: &[(&str, &str)], kernel: &str) -> (Node, Program, Program, f32) {
     let node = Node::up("L4");
-    let mut busy = node.program_with("time", environment);
+    let mut busy = node.program_with(environment);
     busy.ask("start");
     busy.ask(&format!("load 500 {kernel}"));
-    let mut other = node.program_with("time", environment);
+    let mut other = node.program_with(environment);
     other.ask("start");
     let time = other.ask("run 50 work_2ms").parse().expect("a time");
     (node, busy, other, time)
@@ -241,7 +234,7 @@ fn clients_of_a_server_run_in_the_order_of_submission() {
 #[test]
 fn calls_fail_and_die_as_told() {
     let node = Node::up("L4");
-    let told = |rules: &str| node.program_with("rules", &[("DIVVY_SIM_CUDA", rules)]);
+    let told = |rules: &str| node.program_with(&[("DIVVY_SIM_CUDA", rules)]);
     let mut program = told("cuMemAlloc_v2#2=2,context=64");
     program.ask("start");
     assert_eq!(program.ask("info"), "Ok(64)");

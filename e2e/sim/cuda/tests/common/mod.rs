@@ -2,13 +2,15 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(unsafe_code, reason = "the library is called through C")]
 
+pub(crate) mod program;
+
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
 
 use divvy_sim::{Options, Sim};
 use libloading::Library;
+pub(crate) use program::Program;
 use tempfile::TempDir;
 
 pub(crate) const SUCCESS: u32 = 0;
@@ -53,7 +55,7 @@ impl Node {
     }
 
     pub(crate) fn library(&self) -> PathBuf {
-        library_in(self.dir.path())
+        self.sim.library("libcuda.so.1")
     }
 
     /// The library, loaded and initialised, with the primary context of the first GPU current.
@@ -75,89 +77,34 @@ impl Node {
         state.gpus[slot].processes.iter().map(|process| (process.pid, process.memory_mib)).collect()
     }
 
-    /// Another process that runs a scenario of `scenario`.
-    pub(crate) fn program(&self, scenario: &str) -> Program {
-        self.program_with(scenario, &[])
+    /// Another process, which does what the file's [`scenario`] can.
+    pub(crate) fn program(&self) -> Program {
+        self.program_with(&[])
     }
 
-    pub(crate) fn program_with(&self, scenario: &str, environment: &[(&str, &str)]) -> Program {
+    pub(crate) fn program_with(&self, environment: &[(&str, &str)]) -> Program {
         let mut command = Command::new(std::env::current_exe().expect("this test"));
-        command
-            .args(["scenario", "--exact", "--ignored", "--nocapture", "--quiet"])
-            .env("SCENARIO", scenario)
-            .env("NODE", self.dir.path())
-            .envs(environment.iter().copied())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut child = command.spawn().expect("this test starts again");
-        let stdin = child.stdin.take().expect("piped");
-        let stdout = BufReader::new(child.stdout.take().expect("piped"));
-        Program { child, stdin, stdout }
+        command.envs(environment.iter().copied());
+        Program::start(command, &self.library())
     }
 }
 
-fn library_in(root: &Path) -> PathBuf {
-    root.join("usr/lib").join(format!("{}-linux-gnu", std::env::consts::ARCH)).join("libcuda.so.1")
-}
-
-/// A child that is told what to do, line by line, and answers each.
-pub(crate) struct Program {
-    pub(crate) child: Child,
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
-}
-
-impl Program {
-    /// Sends a line; the answer.
-    pub(crate) fn ask(&mut self, line: &str) -> String {
-        self.tell(line);
-        self.answer()
-    }
-
-    pub(crate) fn tell(&mut self, line: &str) {
-        writeln!(self.stdin, "{line}").expect("the program reads");
-    }
-
-    pub(crate) fn answer(&mut self) -> String {
-        loop {
-            let mut line = String::new();
-            let read = self.stdout.read_line(&mut line).expect("the program writes");
-            assert_ne!(read, 0, "the program has ended");
-            // The test runner writes lines of its own.
-            if let Some((_, answer)) = line.trim_end().split_once("> ") {
-                return answer.to_owned();
-            }
+/// The test that is a program too: as a program it does what it is told on the driver, as a test it starts and asks one.
+pub(crate) fn scenario(run: impl Fn(&Cuda, &[&str]) -> String) {
+    let Some(driver) = program::driver() else {
+        assert_eq!(Node::up("L4").program().ask("init"), SUCCESS.to_string());
+        return;
+    };
+    let cuda = Cuda::load(&driver);
+    program::answer_each(|words| match words {
+        ["init"] => cuda.init().to_string(),
+        ["start"] => {
+            assert_eq!(cuda.init(), SUCCESS);
+            cuda.make_current(0);
+            "done".to_owned()
         }
-    }
-
-    pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
-    /// As `kill -9`.
-    pub(crate) fn kill(&mut self) {
-        self.child.kill().expect("it runs");
-        self.child.wait().expect("it has ended");
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
-
-/// In a child: its library, and the lines that it is told.
-pub(crate) fn scenario(run: impl Fn(&Cuda, &str, &[&str]) -> String) {
-    let Some(root) = std::env::var_os("NODE") else { return };
-    let scenario = std::env::var("SCENARIO").expect("told which");
-    let cuda = Cuda::load(&library_in(Path::new(&root)));
-    for line in std::io::stdin().lines() {
-        let line = line.expect("a line");
-        let words: Vec<&str> = line.split(' ').collect();
-        println!("> {}", run(&cuda, &scenario, &words));
-    }
+        words => run(&cuda, words),
+    });
 }
 
 /// A loaded library.
