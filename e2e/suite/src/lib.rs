@@ -9,6 +9,7 @@
 
 mod objects;
 mod scenarios;
+mod seen;
 mod world;
 
 use anyhow::{Context, Result};

@@ -151,5 +151,6 @@ pub(crate) fn uuid(gpu: &str) -> String {
 
 pub(crate) const GPU: &str = "gpu.divvy.dev";
 pub(crate) const MIG: &str = "mig.divvy.dev";
+pub(crate) const SHARE: &str = "share.divvy.dev";
 pub(crate) const TIMESLICE: &str = "timeslice.divvy.dev";
 pub(crate) const MPS: &str = "mps.divvy.dev";

@@ -2,13 +2,13 @@
 //! the GPUs hold, and the power switches.
 
 use crate::Args;
-use crate::objects::{Claim, SEEN, Worker};
+use crate::objects::{Claim, Worker};
 use anyhow::{Context, Result, bail, ensure};
 use divvy_api::DeviceName;
 use divvy_model::DeviceId;
 use k8s_openapi::api::core::v1::{Event, Namespace, Node, Pod};
 use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceClaimTemplate, ResourceSlice};
-use kube::api::{Api, DeleteParams, ListParams, LogParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use serde::Deserialize;
@@ -64,22 +64,6 @@ pub(crate) struct Gpu {
 pub(crate) struct Process {
     pub(crate) name: String,
     pub(crate) memory_mib: u64,
-}
-
-/// What a stand-in for a CUDA process says it has got.
-#[derive(Clone, Debug, Deserialize, PartialEq)]
-#[serde(rename_all = "camelCase")]
-pub(crate) struct Connected {
-    /// Whether through MPS.
-    pub(crate) mps: bool,
-    pub(crate) device: String,
-    /// Process id of the MPS server.
-    #[serde(default)]
-    pub(crate) server: u32,
-    #[serde(default)]
-    pub(crate) thread_percentage: f64,
-    #[serde(default)]
-    pub(crate) memory_limit_mib: Option<u64>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
@@ -226,6 +210,21 @@ impl World {
         .await
     }
 
+    /// Whether the pod runs, once it either does or has no place.
+    pub(crate) async fn settled(&self, name: &str) -> Result<bool> {
+        let look = async || {
+            let pod = self.pods.get(name).await?;
+            let ready = condition(&pod, "Ready").is_some_and(|(yes, _)| yes);
+            let refused =
+                condition(&pod, "PodScheduled").is_some_and(|(yes, why)| !yes && why == "Unschedulable");
+            ensure!(ready || refused, "it is {}", phase(&pod));
+            Ok(ready)
+        };
+        eventually(&format!("pod {name} ready or unschedulable"), || async { look().await.map(drop) })
+            .await?;
+        look().await
+    }
+
     /// How often the pod's container was started again.
     pub(crate) async fn restarts(&self, name: &str) -> Result<i32> {
         let pod = self.pods.get(name).await?;
@@ -344,49 +343,6 @@ impl World {
             Ok(())
         })
         .await
-    }
-
-    // What a container sees.
-
-    /// The pod's container sees exactly the devices of its claims.
-    pub(crate) async fn sees_its_devices(&self, pod: &str) -> Result<BTreeSet<String>> {
-        let mut expected = BTreeSet::new();
-        for held in self.held(pod).await? {
-            expected.extend(self.uuids(&held).await?);
-        }
-        eventually(&format!("what pod {pod} sees"), || async {
-            let seen = self.seen(pod).await?;
-            ensure!(seen == expected, "it sees {seen:?} and holds {expected:?}");
-            Ok(())
-        })
-        .await?;
-        Ok(expected)
-    }
-
-    /// UUIDs in the latest output of `nvidia-smi -L` of all containers, once it is complete.
-    async fn seen(&self, name: &str) -> Result<BTreeSet<String>> {
-        let pod = self.pods.get(name).await?;
-        let uuid = |line: &str| Some(line.split_once("UUID: ")?.1.split(')').next()?.to_owned());
-        let mut uuids = BTreeSet::new();
-        for container in pod.spec.into_iter().flat_map(|spec| spec.containers) {
-            let of = LogParams { container: Some(container.name), ..LogParams::default() };
-            let text = self.pods.logs(name, &of).await?;
-            let (seen, _) = text.split_once(SEEN).with_context(|| format!("its output is {text:?}"))?;
-            uuids.extend(seen.lines().filter_map(uuid));
-        }
-        Ok(uuids)
-    }
-
-    /// What the pod's `divvy-sim client` has got, once it is connected.
-    pub(crate) async fn connected(&self, name: &str) -> Result<Connected> {
-        let last = async || {
-            let text = self.pods.logs(name, &LogParams::default()).await?;
-            let line = text.lines().rev().find(|line| line.starts_with('{'));
-            anyhow::Ok(serde_json::from_str(line.with_context(|| format!("its output is {text:?}"))?)?)
-        };
-        eventually(&format!("pod {name} connected"), || async { last().await.map(|_: Connected| ()) })
-            .await?;
-        last().await
     }
 
     // The power switches.

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// Helm's newer way to wait knows no DaemonSet that is replaced by hand, as the keeper's is.
-const CHART: [&str; 7] =
+pub(super) const CHART: [&str; 7] =
     ["upgrade", "divvy", "{chart}", "--values", "{values}", "--wait=legacy", "--timeout=3m"];
 
 /// Pods of a part of Divvy on n1: by UID, whether ready, and the image.

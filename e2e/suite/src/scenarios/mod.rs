@@ -7,6 +7,7 @@ mod failures;
 mod install;
 mod modes;
 mod mps;
+mod shares;
 mod sharing;
 
 use crate::world::World;
@@ -43,6 +44,10 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     mps::pods_share_one_claims_gpu_by_mps,
     mps::clients_outlive_the_node_daemon,
     mps::a_deleted_keeper_comes_back_with_its_daemons,
+    shares::two_shares_of_a_gpu_see_and_keep_their_own,
+    shares::two_shares_of_an_instance_see_and_keep_their_own,
+    shares::shares_run_beside_every_other_mode,
+    shares::claims_of_every_mode_come_and_go,
     admission::pods_of_the_device_plugin_run_unchanged,
     admission::each_profile_has_its_class,
     admission::what_prepare_would_refuse_is_not_accepted,
@@ -57,6 +62,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     failures::a_reboot_with_a_lost_gpu_keeps_numbers_and_claims,
     failures::a_minute_without_the_api_server_costs_nothing,
     install::an_upgrade_disturbs_no_pod,
+    shares::pods_from_before_shares_are_kept_and_released,
     install::uninstall_is_refused_while_claims_live_and_leaves_nothing,
 ];
 
