@@ -14,20 +14,24 @@
 //! off is no reason to refuse: the scheduler was told, and a claim that it had
 //! allocated before is to be served.
 
+mod needs;
+mod part;
+mod refusal;
+pub use part::{Access, Holding, Part};
+pub use refusal::{PlanError, Refusal};
+
 use crate::sharing::{MpsLimits, Setup, ShareLimits};
 use crate::step::{InstanceKey, Step, Undo};
-use divvy_api::check::ONE_DAEMON;
-use divvy_api::config::Misfit;
 use divvy_api::sharing::Mode;
 use divvy_api::{
     AllocatedClaim, AllocatedDevice, ClaimRef, DeviceName, GpuUuid, Hold, PoolName, Quantity, RequestName,
     ShareId,
 };
-use divvy_model::inventory::{Condition, MigMode, MigToggle, Origin, Presence};
-use divvy_model::share::{self, ShareError};
-use divvy_model::{DeviceId, Gpu, GpuInstance, Inventory, Mig};
+use divvy_model::inventory::{Condition, Presence};
+use divvy_model::share;
+use divvy_model::{DeviceId, Gpu, Inventory};
+use needs::Needs;
 use std::collections::BTreeSet;
-use std::fmt;
 
 /// What planning may look at.
 #[derive(Clone, Copy, Debug)]
@@ -40,38 +44,6 @@ pub struct View<'a> {
     /// GPUs on which we turned MIG mode on and have not turned it off, whatever
     /// the inventory last saw.
     pub mig_enabled: &'a BTreeSet<GpuUuid>,
-}
-
-/// A part of a GPU that a claim has, for itself or with others.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holding {
-    pub claim: ClaimRef,
-    pub part: Part,
-    pub access: Access,
-    /// Whether the claim is Prepared: what it was set up with is in force.
-    pub ready: bool,
-    /// What gives its GPU instance back; empty where somebody else made it.
-    pub made: Vec<Undo>,
-}
-
-/// What of a GPU.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
-    Whole { gpu: GpuUuid },
-    Instance(InstanceKey),
-}
-
-/// Whether the claim has it for itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// It has; its own pods may share it so.
-    Exclusive(Option<Setup>),
-    /// Together with other claims of the same mode.
-    Shared(Setup),
-    /// A part of its memory, beside other shares.
-    Share(ShareLimits),
-    /// It looks on.
-    Admin,
 }
 
 /// What is to be done for a claim.
@@ -95,145 +67,6 @@ pub struct PlannedDevice {
     pub share_id: Option<ShareId>,
     pub access: Access,
     pub part: Part,
-}
-
-/// Why a claim cannot be had; the message names claim, device and cause.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("claim {claim}: device {device} {cause}")]
-pub struct PlanError {
-    pub claim: ClaimRef,
-    pub device: DeviceName,
-    pub cause: Box<Refusal>,
-}
-
-/// What stands against a device.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    #[error("is of pool {pool}, and this node's pool is {ours}")]
-    OtherPool { pool: PoolName, ours: PoolName },
-    #[error("is not on this node")]
-    UnknownDevice,
-    #[error(transparent)]
-    Consumed(#[from] ShareError),
-    #[error(
-        "was allocated with {percent} per cent of the cores, and compute time is not divided yet; ask for memory alone"
-    )]
-    Cores { percent: u32 },
-    #[error("has {left} of memory left beside other shares on {gpu}, and the claim takes {wanted}")]
-    Full { gpu: GpuUuid, left: Quantity, wanted: Quantity },
-    #[error("is shared with claim {holder}, which is half done on {gpu}; it is tried again")]
-    HalfDone { gpu: GpuUuid, holder: ClaimRef },
-    #[error("is on {gpu}, which is missing")]
-    Missing { gpu: GpuUuid },
-    #[error("cannot be used now: {condition} on {gpu}")]
-    Unusable { gpu: GpuUuid, condition: Condition },
-    #[error("overlaps what claim {holder} holds on {gpu}")]
-    Held { gpu: GpuUuid, holder: ClaimRef },
-    #[error("needs {gpu} in mode {wanted}, and claim {holder} holds it in mode {held}")]
-    OtherMode { gpu: GpuUuid, wanted: Mode, holder: ClaimRef, held: Mode },
-    #[error("has a configuration that does not fit: {0}")]
-    Config(#[from] Misfit),
-    #[error("is of request {request}: {ONE_DAEMON}")]
-    TwoDaemons { request: RequestName },
-    #[error("overlaps another device of the same claim")]
-    OverlapsItself,
-    #[error("overlaps GPU instance {instance} of {gpu}, which Divvy did not make; destroy it or claim it")]
-    Foreign { gpu: GpuUuid, instance: u32 },
-    #[error("needs MIG mode off on {gpu}, which takes a GPU reset; drain the node and turn it off")]
-    NeedsMigOff { gpu: GpuUuid },
-    #[error("needs MIG mode on on {gpu}, which takes a GPU reset; drain the node and turn it on")]
-    NeedsMigOn { gpu: GpuUuid },
-}
-
-impl PlanError {
-    /// Whether the cause is something that the inventory may have seen too early.
-    pub fn meets_foreign(&self) -> bool {
-        matches!(*self.cause, Refusal::Foreign { .. })
-    }
-}
-
-impl Part {
-    /// The GPU it lies on.
-    pub fn gpu(&self) -> &GpuUuid {
-        match self {
-            Self::Whole { gpu } => gpu,
-            Self::Instance(key) => &key.gpu,
-        }
-    }
-
-    /// Whether nobody can have this and that at once.
-    fn excludes(&self, access: Access, (other, others): (&Self, Access)) -> bool {
-        self.gpu() == other.gpu()
-            && match (self, other) {
-                (Self::Instance(one), Self::Instance(two)) if one == two => !access.joins(others),
-                (Self::Instance(one), Self::Instance(two)) => one.placement.overlaps(two.placement),
-                (Self::Whole { .. }, Self::Whole { .. }) => !access.joins(others),
-                _ => true,
-            }
-    }
-
-    /// The mode that it gives the GPU.
-    fn mode(&self, access: Access) -> Mode {
-        match (self, access) {
-            (Self::Whole { .. }, Access::Shared(setup)) => setup.mode(),
-            (Self::Whole { .. }, _) => Mode::Whole,
-            (Self::Instance(_), _) => Mode::Mig,
-        }
-    }
-}
-
-impl fmt::Display for Part {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Whole { gpu } => gpu.fmt(out),
-            Self::Instance(key) => key.fmt(out),
-        }
-    }
-}
-
-impl Holding {
-    /// The steps by which its instance was made, for a claim that shares it.
-    fn made_by_first(&self) -> Vec<Step> {
-        let made = |undo: &Undo| match undo {
-            Undo::DestroyGpuInstance(key) => Some(Step::CreateGpuInstance(key.clone())),
-            Undo::DestroyComputeInstances(key) => Some(Step::CreateComputeInstance(key.clone())),
-            _ => None,
-        };
-        self.made.iter().filter_map(made).map(|step| Step::Join(Box::new(step))).collect()
-    }
-}
-
-impl Access {
-    /// Whether it keeps anything from others.
-    pub fn holds(self) -> bool {
-        self != Self::Admin
-    }
-
-    /// What the device is set up with.
-    pub fn setup(self) -> Option<Setup> {
-        match self {
-            Self::Exclusive(setup) => setup,
-            Self::Shared(setup) => Some(setup),
-            Self::Share(_) | Self::Admin => None,
-        }
-    }
-
-    /// What it may have of the device, if that is not all.
-    pub fn limits(self) -> Option<ShareLimits> {
-        match self {
-            Self::Share(limits) => Some(limits),
-            Self::Exclusive(_) | Self::Shared(_) | Self::Admin => None,
-        }
-    }
-
-    /// Whether the two can have one part together.
-    fn joins(self, other: Self) -> bool {
-        match (self, other) {
-            (Self::Shared(one), Self::Shared(two)) => one.mode() == two.mode(),
-            (Self::Share(_), Self::Share(_)) => true,
-            _ => false,
-        }
-    }
 }
 
 /// What is wrong with the hardware of a GPU, if anything is; a sick MPS daemon is
@@ -305,13 +138,13 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
         }
         let needs = match (&part, joined) {
             // The claim that is there keeps MIG mode off.
-            (Part::Whole { .. }, Some(_)) => Needs { steps: Vec::new(), meets_foreign: false },
-            (Part::Whole { .. }, None) => whole(gpu, view.mig_enabled)?,
+            (Part::Whole { .. }, Some(_)) => Needs::default(),
+            (Part::Whole { .. }, None) => needs::whole(gpu, view.mig_enabled)?,
             (Part::Instance(_), Some(joined)) => {
                 Needs { steps: joined.made_by_first(), meets_foreign: false }
             }
             (Part::Instance(key), None) => match beside().next() {
-                None => instance(gpu, key)?,
+                None => needs::instance(gpu, key)?,
                 // Nobody knows whether the instance is there.
                 Some(held) => {
                     return Err(Refusal::HalfDone { gpu: gpu.uuid.clone(), holder: held.claim.clone() });
@@ -319,7 +152,7 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
             },
         };
         plan.meets_foreign |= needs.meets_foreign;
-        let sets_up = access.setup().map(|setup| sets_up(gpu, &part, setup, joined.is_some()));
+        let sets_up = access.setup().map(|setup| needs::sets_up(gpu, &part, setup, joined.is_some()));
         for step in needs.steps.into_iter().chain(sets_up.into_iter().flatten()) {
             push(&mut plan.steps, step);
         }
@@ -358,12 +191,6 @@ fn push(steps: &mut Vec<Step>, step: Step) {
     if !steps.contains(&step) {
         steps.push(step);
     }
-}
-
-/// What one device takes.
-struct Needs {
-    steps: Vec<Step>,
-    meets_foreign: bool,
 }
 
 /// What a device name stands for on this node.
@@ -474,26 +301,6 @@ fn has_room(
     }
 }
 
-/// What sets a part up so that processes can share it.
-fn sets_up(gpu: &Gpu, part: &Part, setup: Setup, joined: bool) -> Vec<Step> {
-    let by_first = |step| if joined { Step::Join(Box::new(step)) } else { step };
-    let uuid = || gpu.uuid.clone();
-    match setup {
-        // Without time slices to choose (before Volta) the default is what there is.
-        Setup::Timeslice(interval) if interval == Default::default() && gpu.compute_capability < (7, 0) => {
-            Vec::new()
-        }
-        Setup::Timeslice(interval) => vec![by_first(Step::SetInterval { gpu: uuid(), interval })],
-        Setup::Mps(limits) => {
-            // MIG handles have no compute mode.
-            let mode =
-                matches!(part, Part::Whole { .. }).then(|| by_first(Step::SetComputeMode { gpu: uuid() }));
-            let start = Step::StartMps { part: part.clone(), limits };
-            mode.into_iter().chain([start]).collect()
-        }
-    }
-}
-
 /// A container gets all devices of a request, and reaches one daemon only.
 fn one_daemon_per_request(plan: &Plan) -> Result<(), PlanError> {
     let clients = || plan.devices.iter().filter(|d| matches!(d.access.setup(), Some(Setup::Mps(_))));
@@ -508,59 +315,6 @@ fn one_daemon_per_request(plan: &Plan) -> Result<(), PlanError> {
             cause: Box::new(Refusal::TwoDaemons { request: device.request.clone() }),
         }),
     }
-}
-
-/// The whole GPU: no instance may be on it, and MIG mode must be off.
-fn whole(gpu: &Gpu, mig_enabled: &BTreeSet<GpuUuid>) -> Result<Needs, Refusal> {
-    let Mig::Supported { mode, toggle, instances, .. } = &gpu.mig else {
-        return Ok(Needs { steps: Vec::new(), meets_foreign: false });
-    };
-    if let Some(other) = foreign(instances).next() {
-        return Err(Refusal::Foreign { gpu: gpu.uuid.clone(), instance: other.id });
-    }
-    let on = *mode == MigMode::On || mig_enabled.contains(&gpu.uuid);
-    let steps = match (on, toggle) {
-        (false, _) => Vec::new(),
-        (true, MigToggle::Live) => vec![Step::DisableMig { gpu: gpu.uuid.clone() }],
-        (true, MigToggle::NeedsReset) => return Err(Refusal::NeedsMigOff { gpu: gpu.uuid.clone() }),
-    };
-    Ok(Needs { steps, meets_foreign: false })
-}
-
-/// A MIG instance: made, or taken as it is where somebody else made it.
-fn instance(gpu: &Gpu, key: &InstanceKey) -> Result<Needs, Refusal> {
-    let Mig::Supported { mode, toggle, instances, .. } = &gpu.mig else {
-        return Err(Refusal::UnknownDevice);
-    };
-    let in_the_way = |other: &&GpuInstance| !is(other, key) && other.placement.overlaps(key.placement);
-    if let Some(other) = foreign(instances).find(in_the_way) {
-        return Err(Refusal::Foreign { gpu: gpu.uuid.clone(), instance: other.id });
-    }
-    if *mode == MigMode::Off && *toggle == MigToggle::NeedsReset {
-        return Err(Refusal::NeedsMigOn { gpu: gpu.uuid.clone() });
-    }
-    let there = foreign(instances).find(|other| is(other, key));
-    let mut steps = Vec::new();
-    if there.is_none() {
-        if *toggle == MigToggle::Live {
-            steps.push(Step::EnableMig { gpu: gpu.uuid.clone() });
-        }
-        steps.push(Step::CreateGpuInstance(key.clone()));
-    }
-    if there.is_none_or(|instance| instance.compute_instances.is_empty()) {
-        steps.push(Step::CreateComputeInstance(key.clone()));
-    }
-    Ok(Needs { steps, meets_foreign: there.is_some() })
-}
-
-/// Instances that somebody else made. Ours are judged by the records: the
-/// inventory may lag behind what we made or destroyed a moment ago.
-fn foreign(instances: &[GpuInstance]) -> impl Iterator<Item = &GpuInstance> {
-    instances.iter().filter(|instance| instance.origin == Origin::Foreign)
-}
-
-fn is(instance: &GpuInstance, key: &InstanceKey) -> bool {
-    instance.profile_id == key.profile_id && instance.placement == key.placement
 }
 
 #[cfg(test)]
