@@ -34,6 +34,12 @@ pub enum Reason {
     GpuMissing,
     MpsUnhealthy,
     MpsRestarted,
+    /// A process of a claim with a share goes round its limit, or was ended for that.
+    ShareBroken,
+    /// Something about a share is not as it must be; nobody is harmed by it.
+    ShareDoubtful,
+    /// A process that belongs to no claim is on a GPU with shares.
+    StrangerOnGpu,
     StatusRefused,
     ConfigRefused,
     DevicePlugin,
@@ -50,6 +56,7 @@ impl Reason {
             Self::GpuStuck | Self::GpuLost | Self::GpuMissing | Self::MpsUnhealthy | Self::MpsRestarted => {
                 "WatchGpus"
             }
+            Self::ShareBroken | Self::ShareDoubtful | Self::StrangerOnGpu => "Audit",
             Self::PoolDegraded | Self::StatusRefused | Self::DevicePlugin => "Publish",
             Self::NotReady => "Start",
             Self::ConfigRefused => "Configure",
@@ -100,8 +107,8 @@ pub fn events(client: Client, node: &str, metrics: Metrics) -> (Events, Scribe) 
 }
 
 impl Events {
-    /// Says something about a claim, to its owner; where its containers must
-    /// restart, to their pods too.
+    /// Says something about a claim, to its owner; where it concerns its containers,
+    /// to their pods too.
     pub fn claim(&self, claim: &ClaimRef, reason: Reason, note: &str) {
         self.say(About::Claim(claim.clone()), reason, note);
     }
@@ -141,11 +148,12 @@ impl Scribe {
         }
     }
 
-    /// The pods of a claim whose containers must restart.
+    /// The pods of a claim, where what happened concerns their containers.
     async fn pods(&self, said: &Said) -> Vec<About> {
-        let (About::Claim(claim), Reason::MpsRestarted) = (&said.about, said.reason) else {
+        let About::Claim(claim) = &said.about else { return Vec::new() };
+        if !matches!(said.reason, Reason::MpsRestarted | Reason::ShareBroken | Reason::ShareDoubtful) {
             return Vec::new();
-        };
+        }
         let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
         // Without an answer the claim's own event has to do.
         let Ok(Ok(found)) = tokio::time::timeout(WRITE, api.get(&claim.name)).await else {

@@ -30,6 +30,8 @@ pub mod timeslice;
 
 pub mod cdi;
 
+pub mod agent;
+
 pub mod args;
 mod changes;
 pub mod claims;

@@ -25,6 +25,13 @@ struct Outcome {
     result: &'static str,
 }
 
+/// What the agent found, and what it did.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Found {
+    finding: &'static str,
+    done: &'static str,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ClaimState {
     state: &'static str,
@@ -40,6 +47,14 @@ struct GpuCondition {
     gpu: u32,
     uuid: String,
     condition: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfShare {
+    namespace: String,
+    claim: String,
+    device: String,
+    share: String,
 }
 
 type Histograms = Family<Outcome, Histogram, fn() -> Histogram>;
@@ -60,6 +75,8 @@ struct Shared {
     reconciled: Family<Outcome, Counter>,
     events_dropped: Counter,
     statuses: Family<Outcome, Counter>,
+    findings: Family<Found, Counter>,
+    audit: Histogram,
     config_refused: Gauge,
     in_sync: Gauge,
     degraded: Gauge,
@@ -68,6 +85,8 @@ struct Shared {
     slice_writes: Counter,
     ready: Gauge,
     claims: Family<ClaimState, Gauge>,
+    share_limits: Family<OfShare, Gauge>,
+    share_uses: Family<OfShare, Gauge>,
     gpus: Family<GpuPresence, Gauge>,
     conditions: Family<GpuCondition, Gauge>,
     process: Process,
@@ -90,6 +109,8 @@ impl Default for Metrics {
             reconciled: Family::default(),
             events_dropped: Counter::default(),
             statuses: Family::default(),
+            findings: Family::default(),
+            audit: histogram(),
             config_refused: Gauge::default(),
             in_sync: Gauge::default(),
             degraded: Gauge::default(),
@@ -98,6 +119,8 @@ impl Default for Metrics {
             slice_writes: Counter::default(),
             ready: Gauge::default(),
             claims: Family::default(),
+            share_limits: Family::default(),
+            share_uses: Family::default(),
             gpus: Family::default(),
             conditions: Family::default(),
             process: Process::default(),
@@ -126,6 +149,18 @@ impl Shared {
             self.unprepare.clone(),
         );
         registry.register("divvy_claims", "Claims with a record on this node", self.claims.clone());
+        registry.register_with_unit(
+            "divvy_share_memory_limit",
+            "Device memory that a share may have",
+            Unit::Bytes,
+            self.share_limits.clone(),
+        );
+        registry.register_with_unit(
+            "divvy_share_memory_used",
+            "Device memory that a share has, by its own account",
+            Unit::Bytes,
+            self.share_uses.clone(),
+        );
         registry.register("divvy_gpus", "GPUs of this node", self.gpus.clone());
         registry.register(
             "divvy_gpu_condition",
@@ -156,6 +191,17 @@ impl Shared {
             "divvy_claim_status_writes",
             "Writes of status.devices of prepared claims",
             self.statuses.clone(),
+        );
+        registry.register(
+            "divvy_share_findings",
+            "What was found not to be as it must be about shares, and what was done",
+            self.findings.clone(),
+        );
+        registry.register_with_unit(
+            "divvy_share_audit",
+            "Time to hold the shares of a GPU against what the GPU driver and the kernel say",
+            seconds(),
+            self.audit.clone(),
         );
         registry.register(
             "divvy_node_config_refused",
@@ -220,6 +266,16 @@ impl Metrics {
         self.shared.statuses.get_or_create(&outcome(ok)).inc();
     }
 
+    /// The agent found something about a share.
+    pub fn found(&self, finding: &'static str, done: &'static str) {
+        self.shared.findings.get_or_create(&Found { finding, done }).inc();
+    }
+
+    /// The shares of a GPU were audited.
+    pub fn audited(&self, took: Duration) {
+        self.shared.audit.observe(took.as_secs_f64());
+    }
+
     /// Whether the node configuration file cannot be used.
     pub fn config_refused(&self, refused: bool) {
         self.shared.config_refused.set(refused.into());
@@ -257,6 +313,21 @@ impl Metrics {
         ] {
             let count = held.iter().filter(|claim| claim.state == state).count();
             self.shared.claims.get_or_create(&ClaimState { state: name }).set(count as i64);
+        }
+        self.shared.share_limits.clear();
+        self.shared.share_uses.clear();
+        for held in engine.shares() {
+            let label = OfShare {
+                namespace: held.claim.namespace,
+                claim: held.claim.name,
+                device: held.device.to_string(),
+                share: held.share.to_string(),
+            };
+            let bytes = |amount: u64| i64::try_from(amount).unwrap_or(i64::MAX);
+            self.shared.share_limits.get_or_create(&label).set(bytes(held.limit));
+            if let Some(used) = held.used {
+                self.shared.share_uses.get_or_create(&label).set(bytes(used));
+            }
         }
         let inventory = inventory.borrow().clone();
         for (presence, name) in [(Presence::Present, "present"), (Presence::Missing, "missing")] {

@@ -10,6 +10,7 @@
 //! waited for while an empty pool is published. A task that ends by itself ends
 //! the daemon: state is in files, and a fresh start is the best repair.
 
+use crate::agent::Agent;
 use crate::args::Args;
 use crate::cdi::Cdi;
 use crate::claims::Claims;
@@ -223,6 +224,16 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Leavin
     tell(&report, &events);
     let watch = watching::MpsDaemons { daemons: engine.daemons(), events: events.clone() };
     stages.droppable("MPS watch", watch.run());
+    let (agent, reports) = Agent::new(gpus.clone(), &paths, args.gpus.end_processes.clone());
+    let watch = watching::Shares {
+        reports,
+        engine: engine.clone(),
+        statuses: statuses.clone(),
+        events: events.clone(),
+        metrics: metrics.clone(),
+    };
+    stages.droppable("share watch", watch.run());
+    stages.droppable("share audit", agent.run());
     metrics.watch(engine.clone(), inventory.clone());
     readiness.set(Condition::Recovered, Ok(()));
     let leaving = args.cluster.leave.then(|| Leaving {

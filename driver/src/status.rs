@@ -13,6 +13,7 @@ use divvy_api::names::DRIVER;
 use divvy_api::sharing::{Interval, Mode};
 use divvy_api::{ClaimRef, DeviceName, GpuUuid, PoolName, Quantity, ShareId};
 use k8s_openapi::api::resource::v1::ResourceClaim;
+use k8s_openapi::jiff::Timestamp;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use serde::Serialize;
@@ -28,6 +29,19 @@ pub struct DeviceFacts {
     pub device: DeviceName,
     pub share_id: Option<ShareId>,
     pub data: DeviceData,
+    /// Of a share that the agent has had something to say of.
+    pub limit: Option<LimitKept>,
+}
+
+/// The condition `LimitKept` of a share: whether its processes keep to its limit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LimitKept {
+    pub kept: bool,
+    /// One word, for programs.
+    pub reason: &'static str,
+    /// For people.
+    pub message: String,
+    pub since: Timestamp,
 }
 
 /// The device's `data`, so that an exporter can join a claim with what it measures.
@@ -126,6 +140,15 @@ fn patch(claim: &ClaimRef, devices: &[DeviceFacts]) -> Value {
         if let Some(share) = &facts.share_id {
             entry["shareID"] = json!(share);
         }
+        if let Some(LimitKept { kept, reason, message, since }) = &facts.limit {
+            let status = if *kept { "True" } else { "False" };
+            // In the API's own shape of a time, which has whole seconds.
+            let since = Timestamp::from_second(since.as_second()).unwrap_or(*since).to_string();
+            entry["conditions"] = json!([{
+                "type": "LimitKept", "status": status, "reason": reason, "message": message,
+                "lastTransitionTime": since,
+            }]);
+        }
         entry
     };
     json!({
@@ -148,6 +171,12 @@ mod tests {
             device: device.into(),
             share_id: (device == "gpu-1-timeslice").then(|| "s".into()),
             data,
+            limit: (device == "gpu-1-timeslice").then(|| LimitKept {
+                kept: false,
+                reason: "Hidden",
+                message: "process 7".to_owned(),
+                since: Timestamp::from_millisecond(1500).unwrap(),
+            }),
         };
         let devices = [
             facts(
@@ -179,7 +208,9 @@ mod tests {
                 { "driver": "gpu.divvy.dev", "pool": "n1", "device": "gpu-0-mig-1g10gb-19-0",
                   "data": { "uuid": "GPU-0", "migUUID": "MIG-0", "mode": "mig", "memory": "9728Mi" } },
                 { "driver": "gpu.divvy.dev", "pool": "n1", "device": "gpu-1-timeslice", "shareID": "s",
-                  "data": { "uuid": "GPU-1", "mode": "timeslice", "interval": "Short" } },
+                  "data": { "uuid": "GPU-1", "mode": "timeslice", "interval": "Short" },
+                  "conditions": [{ "type": "LimitKept", "status": "False", "reason": "Hidden",
+                    "message": "process 7", "lastTransitionTime": "1970-01-01T00:00:01Z" }] },
             ] },
         });
         assert_eq!(patch(&claim, &devices), expected);

@@ -1,19 +1,24 @@
 //! Turns the state of the daemon's parts into readiness, events and metrics,
 //! so that the parts themselves need not know who looks on.
 
+use crate::agent::{Done, Finding, Kind, Report};
 use crate::cdi;
-use crate::engine::{Daemons, lost};
+use crate::engine::{Daemons, Engine, lost};
 use crate::events::{Events, Reason};
 use crate::metrics::Metrics;
 use crate::readiness::{Condition, Readiness};
 use crate::registration::Registered;
 use crate::service::chain;
+use crate::status::{LimitKept, Statuses};
+use divvy_api::{ClaimRef, ClaimUid, ShareId};
 use divvy_model::Inventory;
 use divvy_model::inventory::{self, Presence};
 use divvy_slices::Published;
+use k8s_openapi::jiff::Timestamp;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Duration;
-use tokio::sync::watch;
+use std::time::{Duration, Instant};
+use tokio::sync::{mpsc, watch};
 
 /// Watches the inventory.
 pub struct Gpus {
@@ -111,6 +116,91 @@ impl Cdi {
                 }
             }
         }
+    }
+}
+
+/// Watches what the agent tells of shares.
+pub struct Shares {
+    pub reports: mpsc::Receiver<Report>,
+    pub engine: Engine,
+    pub statuses: Statuses,
+    pub events: Events,
+    pub metrics: Metrics,
+}
+
+/// A claim whose processes come and go has one event in that time for each sort of finding.
+const SAID_AGAIN: Duration = Duration::from_secs(60);
+
+impl Shares {
+    /// Until the agent is gone.
+    pub async fn run(mut self) {
+        let mut said: HashMap<(Option<ClaimUid>, Kind), Instant> = HashMap::new();
+        // Shares of which the worst is told already.
+        let mut broken: HashSet<(ClaimUid, ShareId)> = HashSet::new();
+        while let Some(report) = self.reports.recv().await {
+            match report {
+                Report::Audited { took } => self.metrics.audited(took),
+                Report::Well { claim, share } => {
+                    broken.remove(&(claim.clone(), share.clone()));
+                    self.tell(&claim, &share, true, "Kept", "nothing is wrong with the share any more").await;
+                }
+                Report::Found { finding, done } => {
+                    let (kind, name) = (finding.kind, done.name());
+                    self.metrics.found(kind.name(), name);
+                    let now = Instant::now();
+                    said.retain(|_, at| now.duration_since(*at) < SAID_AGAIN);
+                    if said.contains_key(&(finding.claim.clone(), kind)) {
+                        continue;
+                    }
+                    said.insert((finding.claim.clone(), kind), now);
+                    let share = finding.claim.clone().zip(finding.share.clone());
+                    let worse = share.is_none_or(|share| match kind.breaks() {
+                        true => broken.insert(share),
+                        false => !broken.contains(&share),
+                    });
+                    self.found(&finding, done, worse).await;
+                }
+            }
+        }
+        std::future::pending().await
+    }
+
+    /// Says it in an event, and in the condition where it is the worst so far.
+    async fn found(&self, finding: &Finding, done: Done, worst: bool) {
+        let done = match done {
+            Done::Reported => "",
+            Done::Ended => "; it was ended",
+            Done::NotEnded => "; it could not be ended, see the log of the node daemon",
+        };
+        let (Some(uid), Some(share)) = (&finding.claim, &finding.share) else {
+            return self.events.node(Reason::StrangerOnGpu, &format!("{finding}{done}"));
+        };
+        let message = format!("{finding}{done}");
+        if let Some(claim) = self.claim(uid).await {
+            let reason = if finding.kind.breaks() { Reason::ShareBroken } else { Reason::ShareDoubtful };
+            self.events.claim(&claim, reason, &format!("claim {claim}, share {share}: {message}"));
+        }
+        if worst {
+            self.tell(uid, share, !finding.kind.breaks(), finding.kind.reason(), &message).await;
+        }
+    }
+
+    /// Writes the condition of a share's device.
+    async fn tell(&self, uid: &ClaimUid, share: &ShareId, kept: bool, reason: &'static str, message: &str) {
+        let Some(claim) = self.claim(uid).await else { return };
+        let mut devices = self.engine.facts(uid);
+        if let Some(facts) = devices.iter_mut().find(|facts| facts.share_id.as_ref() == Some(share)) {
+            let since = Timestamp::now();
+            facts.limit = Some(LimitKept { kept, reason, message: message.to_owned(), since });
+            self.statuses.prepared(&claim, devices);
+        }
+    }
+
+    /// The claim's name; none of one that was released meanwhile. It stands in a file.
+    async fn claim(&self, uid: &ClaimUid) -> Option<ClaimRef> {
+        let (engine, uid) = (self.engine.clone(), uid.clone());
+        let held = tokio::task::spawn_blocking(move || engine.held()).await.ok()?;
+        held.into_iter().map(|held| held.claim).find(|claim| claim.uid == uid)
     }
 }
 

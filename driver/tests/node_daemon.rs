@@ -6,6 +6,8 @@
 #[path = "harness/mod.rs"]
 mod harness;
 
+#[path = "node/audit.rs"]
+mod audit;
 #[path = "node/bad_input.rs"]
 mod bad_input;
 #[path = "node/health.rs"]

@@ -40,5 +40,6 @@ fn facts(device: &DeviceRecord, inventory: &Inventory) -> Option<DeviceFacts> {
                 Some(Setup::Mps(_)) | None => None,
             },
         },
+        limit: None,
     })
 }

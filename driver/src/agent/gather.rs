@@ -1,0 +1,233 @@
+//! Reads what an audit goes by, and writes the node's lines. Files only; NVML is asked
+//! in between ([`super::Agent`]).
+//!
+//! The directories of pages are root's alone, so a path below them is what it says it
+//! is. The account page itself is whatever the tenant has made of it: it is read with a
+//! bound and never mapped.
+
+use super::lines::{self, Write};
+use super::look::{Account, AccountError, Look, Share, Slot};
+use super::mounts::Page;
+use super::process::{self, Cgroups, Process};
+use crate::shares::{ACCOUNT, POLICY, Shares};
+use divvy_api::{ClaimUid, ShareId};
+use divvy_pages::account::{self, ATTENTION, HEADER, NodeLine, Snapshot};
+use divvy_pages::{Flags, Owner, PageError, Policy};
+use rustix::fs::{major, minor};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// A share as it is found on the host, with a first copy of its account page.
+#[derive(Debug)]
+pub(super) struct Found {
+    claim: ClaimUid,
+    id: ShareId,
+    dir: PathBuf,
+    pub(super) policy: Policy,
+    page: Page,
+    first: Result<Vec<u8>, AccountError>,
+    containers: Vec<(String, Cgroups)>,
+}
+
+/// The pages of all shares. A page that is just being made or removed is left out.
+pub(super) fn found(shares: &Shares) -> Vec<Found> {
+    let mut all = Vec::new();
+    for (claim, id) in shares.all() {
+        let dir = shares.of(&claim, &id);
+        let path = dir.join(POLICY);
+        let Ok(meta) = path.metadata() else { continue };
+        let policy = match std::fs::read(&path).map(|page| Policy::decode(&page)) {
+            Ok(Ok((_, policy))) => policy,
+            Ok(Err(why)) => {
+                // Root's alone to write: another version of the driver has written it.
+                tracing::debug!(%claim, share = %id, %why, "policy page not read");
+                continue;
+            }
+            Err(_) => continue,
+        };
+        let device = (major(meta.dev()), minor(meta.dev()));
+        let page = Page { device, share: format!("{claim}/{id}") };
+        let cgroups = shares.cgroups(&claim, &id).into_iter();
+        let containers = cgroups.map(|(id, text)| (id, Cgroups::parse(&text))).collect();
+        let Some(first) = copy(&dir.join(ACCOUNT)) else { continue };
+        all.push(Found { first, claim, id, dir, policy, page, containers });
+    }
+    all.sort_by(|one, other| (&one.id, &one.claim).cmp(&(&other.id, &other.claim)));
+    all
+}
+
+/// A copy of an account page, as far as it is in use; none where it is not there.
+fn copy(path: &Path) -> Option<Result<Vec<u8>, AccountError>> {
+    match read(path) {
+        Ok(page) => Some(match account::check(&page) {
+            Ok(()) => Ok(page),
+            // A daemon before or after this one may have made it.
+            Err(why @ PageError::Major(_)) => Err(AccountError::Unreadable(why.to_string())),
+            Err(why) => Err(AccountError::Spoiled(why)),
+        }),
+        Err(cause) if cause.kind() == io::ErrorKind::NotFound => None,
+        Err(cause) if cause.kind() == io::ErrorKind::UnexpectedEof => {
+            Some(Err(AccountError::Spoiled(PageError::Foreign)))
+        }
+        Err(cause) => Some(Err(AccountError::Unreadable(cause.to_string()))),
+    }
+}
+
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let file = File::open(path)?;
+    let mut page = vec![0; HEADER];
+    file.read_exact_at(&mut page, 0)?;
+    page.resize(Snapshot::length(&page).clamp(HEADER, account::SIZE), 0);
+    file.read_exact_at(page.get_mut(HEADER..).unwrap_or_default(), HEADER as u64)?;
+    Ok(page)
+}
+
+impl Found {
+    /// The share with what changed since the first copy; none where it was released since.
+    fn again(self) -> Option<Share> {
+        let account = match (self.first, copy(&self.dir.join(ACCOUNT))?) {
+            (Ok(first), Ok(second)) => account_of(&first, &second),
+            (_, Err(why)) | (Err(why), _) => Err(why),
+        };
+        let Self { claim, id, policy, page, containers, .. } = self;
+        Some(Share { claim, id, policy, page, account, containers })
+    }
+}
+
+fn account_of(first: &[u8], second: &[u8]) -> Result<Account, AccountError> {
+    let first = Snapshot::new(first).map_err(AccountError::Spoiled)?;
+    let second = Snapshot::new(second).map_err(AccountError::Spoiled)?;
+    let earlier: BTreeMap<usize, _> = first.slots().map(|slot| (slot.index, slot)).collect();
+    let slots: Vec<Slot> = second
+        .slots()
+        .map(|report| {
+            let same = earlier
+                .get(&report.index)
+                .is_some_and(|before| (before.owner, before.held) == (report.owner, report.held));
+            Slot { report, still: same && report.in_flight == 0 }
+        })
+        .collect();
+    let gone = earlier.keys().any(|index| slots.iter().all(|slot| slot.report.index != *index));
+    let still = first.changes() == second.changes() && !gone && slots.iter().all(|slot| slot.still);
+    Ok(Account {
+        used: second.used(),
+        balance: second.balance(),
+        attention: second.attention(),
+        still,
+        slots,
+    })
+}
+
+/// Reads the accounts again and the processes, which completes the look that NVML's
+/// list of processes began.
+pub(super) fn look(
+    found: Vec<Found>,
+    uses: Vec<super::look::Use>,
+    proc_root: &Path,
+    cgroup_root: &Path,
+) -> Look {
+    let shares: Vec<Share> = found.into_iter().filter_map(Found::again).collect();
+    let mut processes: BTreeMap<u32, Process> = BTreeMap::new();
+    let leaders = shares
+        .iter()
+        .flat_map(|share| &share.containers)
+        .filter_map(|(_, cgroups)| leader(cgroup_root, cgroups));
+    // What the line of a slot says of its owner saves the search for it.
+    let owners = shares
+        .iter()
+        .filter_map(|share| share.account.as_ref().ok())
+        .flat_map(|account| &account.slots)
+        .map(|slot| slot.report.line.host_pid);
+    let pids = uses.iter().map(|usage| usage.pid).chain(leaders).chain(owners).filter(|pid| *pid != 0);
+    for pid in pids {
+        if !processes.contains_key(&pid)
+            && let Some(process) = Process::read(proc_root, pid)
+        {
+            processes.insert(pid, process);
+        }
+    }
+    Look { shares, uses, processes, ..Look::default() }
+}
+
+/// Containers with the directory of their cgroup and what they may have of the GPU: the
+/// limits of all pages that they see. Not of instances: GPU drivers limit whole GPUs.
+pub(super) fn limits(found: &[Found], cgroup_root: &Path) -> Vec<(String, PathBuf, u64)> {
+    let mut limits: BTreeMap<String, (PathBuf, u64)> = BTreeMap::new();
+    // Who only observes refuses nothing to anybody.
+    let limited = |share: &&Found| share.policy.mig.is_none() && !share.policy.flags.has(Flags::OBSERVE_ONLY);
+    for share in found.iter().filter(limited) {
+        for (id, cgroups) in &share.containers {
+            let Some(dir) = unified(cgroup_root, cgroups).filter(|dir| dir.exists()) else { continue };
+            let (_, limit) = limits.entry(id.clone()).or_insert((dir, 0));
+            *limit = limit.saturating_add(share.policy.memory.limit);
+        }
+    }
+    limits.into_iter().map(|(id, (dir, limit))| (id, dir, limit)).collect()
+}
+
+/// The first process of a container that is still there.
+fn leader(cgroup_root: &Path, cgroups: &Cgroups) -> Option<u32> {
+    let listed = cgroups
+        .directories(cgroup_root)
+        .find_map(|dir| std::fs::read_to_string(dir.join("cgroup.procs")).ok())?;
+    listed.lines().filter_map(|line| line.parse().ok()).min()
+}
+
+/// The directory of a cgroup of the unified hierarchy, where it is the only one.
+fn unified(cgroup_root: &Path, cgroups: &Cgroups) -> Option<PathBuf> {
+    let is_only = cgroup_root.join("cgroup.controllers").exists();
+    let path = cgroups.unified()?.strip_prefix('/')?;
+    is_only.then(|| cgroup_root.join(path))
+}
+
+/// Finds owners of slots among all processes and writes the lines that must change;
+/// answers how many were written. What fails is tried again at the next audit.
+pub(super) fn repair(look: &Look, shares: &Shares, proc_root: &Path) -> usize {
+    let unknown = lines::unknown(look);
+    let others = match unknown.is_empty() {
+        true => Vec::new(),
+        false => match process::of_namespaces(proc_root, &unknown) {
+            Ok(others) => others,
+            Err(cause) => {
+                tracing::warn!(%cause, proc_root = %proc_root.display(), "processes cannot be listed");
+                return 0;
+            }
+        },
+    };
+    let writes = lines::lines(look, &others);
+    let mut written = 0;
+    for (at, share) in look.shares.iter().enumerate() {
+        let mine: Vec<&Write> = writes.iter().filter(|write| write.share == at).collect();
+        let lied = share.account.as_ref().is_ok_and(|account| account.is_below_its_slots());
+        if mine.is_empty() && !lied {
+            continue;
+        }
+        let path = shares.of(&share.claim, &share.id).join(ACCOUNT);
+        let attention = share.account.as_ref().map_or(0, |account| account.attention);
+        match write(&path, &mine, attention) {
+            Ok(()) => written += mine.len(),
+            Err(cause) => tracing::debug!(path = %path.display(), %cause, "account page not written"),
+        }
+    }
+    written
+}
+
+fn write(path: &Path, writes: &[&Write], attention: u64) -> io::Result<()> {
+    let file = File::options().write(true).open(path)?;
+    for Write { slot, line, anew, .. } in writes {
+        let offset = NodeLine::offset(*slot);
+        let bytes = line.encode();
+        if *anew {
+            // Words are read one by one. Of nobody first, and of the new owner last, so
+            // that what was said of another is never taken for said of this one.
+            file.write_all_at(&Owner(0).0.to_le_bytes(), offset)?;
+            file.write_all_at(bytes.get(8..).unwrap_or_default(), offset + 8)?;
+        }
+        file.write_all_at(&bytes, offset)?;
+    }
+    // Last, for the processes of the share to see.
+    file.write_all_at(&attention.wrapping_add(1).to_le_bytes(), ATTENTION)
+}

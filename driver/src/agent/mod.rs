@@ -1,0 +1,341 @@
+//! The agent: it does not believe the tenant.
+//!
+//! The library in a container keeps honest programs within their share. This holds
+//! what the container's account page says against what the GPU driver and the kernel
+//! say, once a second for each GPU with shares:
+//!
+//! ```text
+//! pages ─▶ NVML: memory by process ─▶ pages again, /proc ─▶ Look ─┬▶ judge ─▶ findings ─▶ report, end
+//!  (first copy)                                    (second copy)  └▶ lines ─▶ the node's line of slots
+//! ```
+//!
+//! [`judge`] and [`lines`] are pure; [`gather`] reads files and writes lines, [`end`]
+//! ends a process. A finding counts when two looks in a row see it, so that nothing
+//! that is only just happening is taken for what it is not; where one look is proof,
+//! it counts at once. Both together stay well within the five seconds in which
+//! something must be done.
+//!
+//! **Fail-static.** The agent keeps nothing that must outlive it. Limits are on the
+//! pages, what it measured is in the slots, who belongs to whom is in cgroups, mounts
+//! and the hook's files: the next agent finds all of it. While there is none, the
+//! limits stay as they are. Of two at once, as when the daemon is replaced, the one
+//! that holds the lock file audits.
+//!
+//! Whoever hosts it gives it GPUs, paths and a place to tell its findings to; it knows
+//! no claim beyond its UID, no API server and no records.
+
+mod end;
+mod finding;
+mod gather;
+mod judge;
+mod lines;
+mod look;
+mod mounts;
+mod process;
+
+pub use finding::{Finding, Kind, Response, Suspect};
+
+use crate::gpus::Gpus;
+use crate::paths::HostPaths;
+use crate::shares::Shares;
+use divvy_api::{ClaimUid, ShareId};
+use divvy_model::Inventory;
+use divvy_model::inventory::Mig;
+use divvy_nvml::{GpuQueue, NvmlError, ProcessUse};
+use divvy_pages as pages;
+use end::Ended;
+use finding::Key;
+use futures::StreamExt;
+use futures::stream::FuturesUnordered;
+use gather::Found;
+use look::{Device, Look, Use};
+use rustix::fs::{FlockOperation, flock};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::{mpsc, watch};
+use tokio::time::MissedTickBehavior;
+
+/// Between two audits of a GPU.
+pub const EVERY: Duration = Duration::from_secs(1);
+/// What has not been told by then is told again.
+const AGAIN: Duration = Duration::from_secs(600);
+/// As many reports wait at most; more are in the log alone.
+const QUEUE: usize = 256;
+/// In the run directory.
+const LOCK: &str = "agent.lock";
+
+/// What the agent tells.
+#[derive(Clone, Debug)]
+pub enum Report {
+    /// Something is not as it must be.
+    Found { finding: Box<Finding>, done: Done },
+    /// Nothing is wrong with the share any more.
+    Well { claim: ClaimUid, share: ShareId },
+    /// A GPU was audited.
+    Audited { took: Duration },
+}
+
+/// What was done about a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Done {
+    Reported,
+    Ended,
+    /// It was to be ended, and could not be.
+    NotEnded,
+}
+
+impl Done {
+    /// In metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Reported => "reported",
+            Self::Ended => "ended",
+            Self::NotEnded => "not-ended",
+        }
+    }
+}
+
+/// The agent of a node.
+pub struct Agent {
+    gpus: Gpus,
+    inventory: watch::Receiver<Arc<Inventory>>,
+    sources: Arc<Sources>,
+    reports: mpsc::Sender<Report>,
+}
+
+/// Where things are, and what is done.
+struct Sources {
+    shares: Shares,
+    proc_root: PathBuf,
+    cgroup_root: PathBuf,
+    lock: PathBuf,
+    response: Response,
+}
+
+/// What the next audit of a GPU goes by.
+#[derive(Default)]
+struct Memory {
+    before: judge::Before,
+    /// Seen at the last look, whatever came of it.
+    seen: BTreeSet<Key>,
+    /// Told, and when.
+    told: BTreeMap<Key, Instant>,
+}
+
+impl Agent {
+    /// An agent, and where it tells what it finds.
+    pub fn new(gpus: Gpus, paths: &HostPaths, response: Response) -> (Self, mpsc::Receiver<Report>) {
+        let (reports, told) = mpsc::channel(QUEUE);
+        let sources = Sources {
+            shares: Shares::new(paths),
+            proc_root: paths.proc_root.clone(),
+            cgroup_root: paths.sys_root.join("fs/cgroup"),
+            lock: paths.run_dir.join(LOCK),
+            response,
+        };
+        (Self { inventory: gpus.inventory(), gpus, sources: Arc::new(sources), reports }, told)
+    }
+
+    /// For as long as the host runs. A GPU that does not answer delays no other.
+    pub async fn run(self) {
+        let agent = &self;
+        let mut tick = tokio::time::interval(EVERY);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut lock = None;
+        let mut memories: BTreeMap<pages::GpuUuid, Memory> = BTreeMap::new();
+        let mut busy: BTreeSet<pages::GpuUuid> = BTreeSet::new();
+        let mut audits = FuturesUnordered::new();
+        loop {
+            tokio::select! {
+                Some((gpu, memory)) = audits.next() => {
+                    busy.remove(&gpu);
+                    memories.insert(gpu, memory);
+                }
+                _ = tick.tick() => {
+                    let by_gpu = agent.found(&mut lock).await;
+                    memories.retain(|gpu, _| by_gpu.contains_key(gpu));
+                    for (gpu, found) in by_gpu {
+                        if busy.insert(gpu) {
+                            let memory = memories.remove(&gpu).unwrap_or_default();
+                            audits.push(async move { (gpu, agent.audit(gpu, found, memory).await) });
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The shares of each GPU; none where another agent is at work.
+    async fn found(&self, lock: &mut Option<File>) -> BTreeMap<pages::GpuUuid, Vec<Found>> {
+        let (sources, held) = (self.sources.clone(), lock.take());
+        let looked = tokio::task::spawn_blocking(move || {
+            let found = gather::found(&sources.shares);
+            let held = match held {
+                None if !found.is_empty() => sources.lock(),
+                held => held,
+            };
+            (found, held)
+        });
+        let Ok((found, held)) = looked.await else { return BTreeMap::new() };
+        *lock = held;
+        let mut by_gpu: BTreeMap<_, Vec<Found>> = BTreeMap::new();
+        if lock.is_some() {
+            for share in found {
+                by_gpu.entry(share.policy.gpu).or_default().push(share);
+            }
+        }
+        by_gpu
+    }
+
+    /// One audit of a GPU.
+    async fn audit(&self, gpu: pages::GpuUuid, found: Vec<Found>, memory: Memory) -> Memory {
+        let begun = Instant::now();
+        let asked = match self.queue(gpu) {
+            Some(queue) => self.ask(gpu, &queue, &found).await,
+            // A GPU that is away has no processes.
+            None => return memory,
+        };
+        let (uses, kept) = match asked {
+            Ok(asked) => asked,
+            Err(error) => {
+                // What is wrong with the GPU is told by those who watch GPUs.
+                tracing::debug!(%gpu, %error, "GPU not audited");
+                return memory;
+            }
+        };
+        let sources = self.sources.clone();
+        let audited = tokio::task::spawn_blocking(move || sources.audit(found, uses, kept, memory));
+        let Ok((memory, reports)) = audited.await else {
+            // A panic, which the log tells of. Nothing is remembered of a look that went wrong.
+            return Memory::default();
+        };
+        for report in reports.into_iter().chain([Report::Audited { took: begun.elapsed() }]) {
+            if self.reports.try_send(report).is_err() {
+                tracing::debug!("a report is in the log alone: too many wait");
+            }
+        }
+        memory
+    }
+
+    fn queue(&self, gpu: pages::GpuUuid) -> Option<GpuQueue> {
+        let inventory = self.inventory.borrow().clone();
+        let known =
+            inventory.gpus.iter().find(|known| pages::GpuUuid::parse(known.uuid.as_str()) == Some(gpu))?;
+        self.gpus.queue(&known.uuid).ok()
+    }
+
+    /// Has the GPU driver keep what limits it can, and asks it who has what.
+    async fn ask(
+        &self,
+        gpu: pages::GpuUuid,
+        queue: &GpuQueue,
+        found: &[Found],
+    ) -> Result<(Vec<Use>, BTreeSet<String>), NvmlError> {
+        let mut kept = BTreeSet::new();
+        for (id, dir, limit) in gather::limits(found, &self.sources.cgroup_root) {
+            match queue.hold_cgroup(dir, limit).await {
+                Ok(true) => drop(kept.insert(id)),
+                // This GPU driver keeps none.
+                Ok(false) => break,
+                // The container may just have ended; its processes are looked at all the same.
+                Err(error @ NvmlError::Call { .. }) => {
+                    tracing::debug!(container = id, %error, "the GPU driver does not keep the limit of a container");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let inventory = self.inventory.borrow().clone();
+        let uses = queue.usage().await?;
+        Ok((uses.into_iter().filter_map(|usage| place(gpu, &inventory, usage)).collect(), kept))
+    }
+}
+
+/// The device of a process; none for an instance that is not known yet.
+fn place(gpu: pages::GpuUuid, inventory: &Inventory, usage: ProcessUse) -> Option<Use> {
+    let ProcessUse { pid, instance, bytes } = usage;
+    let Some((gi, ci)) = instance else { return Some(Use { pid, device: Device { gpu, mig: None }, bytes }) };
+    let known =
+        inventory.gpus.iter().find(|known| pages::GpuUuid::parse(known.uuid.as_str()) == Some(gpu))?;
+    let Mig::Supported { instances, .. } = &known.mig else { return None };
+    let instance = instances.iter().find(|instance| instance.id == gi)?;
+    let compute = instance.compute_instances.iter().find(|compute| compute.id == ci)?;
+    Some(Use { pid, device: Device { gpu, mig: Some(pages::GpuUuid::parse(&compute.uuid)?) }, bytes })
+}
+
+impl Sources {
+    /// The lock of the one agent that audits; none where another has it.
+    fn lock(&self) -> Option<File> {
+        let open = || File::options().create(true).truncate(false).write(true).open(&self.lock);
+        let file = match open() {
+            Ok(file) => file,
+            Err(cause) => {
+                tracing::warn!(path = %self.lock.display(), %cause, "shares are not audited");
+                return None;
+            }
+        };
+        flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
+        tracing::info!("shares are audited");
+        Some(file)
+    }
+
+    /// What NVML said held against everything else, and what follows from it.
+    fn audit(
+        &self,
+        found: Vec<Found>,
+        uses: Vec<Use>,
+        kept: BTreeSet<String>,
+        memory: Memory,
+    ) -> (Memory, Vec<Report>) {
+        let look = Look { kept, ..gather::look(found, uses, &self.proc_root, &self.cgroup_root) };
+        let findings = judge::judge(&look, &memory.before);
+        // Who is to be ended has no time to go on while slots are written.
+        let (mut memory, reports) = self.respond(findings, memory);
+        gather::repair(&look, &self.shares, &self.proc_root);
+        memory.before = judge::remember(&look);
+        (memory, reports)
+    }
+
+    fn respond(&self, findings: Vec<Finding>, memory: Memory) -> (Memory, Vec<Report>) {
+        let now = Instant::now();
+        let Memory { before, seen, mut told } = memory;
+        let mut reports = Vec::new();
+        let keys: BTreeSet<Key> = findings.iter().map(Finding::key).collect();
+        for finding in findings {
+            let key = finding.key();
+            // By sort and share: processes that take turns are one finding.
+            let again = seen.iter().any(|known| known.is_like(&key));
+            if !finding.certain && !again {
+                continue;
+            }
+            let done = match &finding.process {
+                Some(suspect) if self.response.ends(&finding) => match end::end(&self.proc_root, suspect) {
+                    Ok(Ended::Killed) => Done::Ended,
+                    Ok(Ended::Gone) => Done::Reported,
+                    Err(error) => {
+                        tracing::error!(error = &error as &dyn std::error::Error, %finding, "not ended");
+                        Done::NotEnded
+                    }
+                },
+                _ => Done::Reported,
+            };
+            let is_new = told.get(&key).is_none_or(|at| now.duration_since(*at) >= AGAIN);
+            if is_new || done == Done::Ended {
+                let claim = finding.claim.as_ref().map(ToString::to_string).unwrap_or_default();
+                tracing::warn!(kind = finding.kind.name(), claim, ?done, %finding, "a share is not kept");
+                told.insert(key, now);
+                reports.push(Report::Found { finding: Box::new(finding), done });
+            }
+        }
+        let (still, over): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            told.into_iter().partition(|(key, _)| keys.iter().any(|now| now.is_like(key)));
+        let share = |key: &Key| Some((key.claim.clone()?, key.share.clone()?));
+        let troubled: BTreeSet<_> = still.keys().filter_map(share).collect();
+        let well: BTreeSet<_> = over.keys().filter_map(share).collect();
+        let well = well.difference(&troubled).cloned();
+        reports.extend(well.map(|(claim, share)| Report::Well { claim, share }));
+        (Memory { before, seen: keys, told: still }, reports)
+    }
+}
