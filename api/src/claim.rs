@@ -49,7 +49,7 @@ impl AllocatedDevice {
     /// changes nothing on a device, has none.
     pub fn sharing(&self, mode: Mode) -> Result<Option<Sharing>, Misfit> {
         match self.hold {
-            Hold::Admin => Ok(None),
+            Hold::Admin { .. } => Ok(None),
             Hold::Exclusive | Hold::Share { .. } => config::effective(&self.configs, mode),
         }
     }
@@ -69,8 +69,20 @@ pub enum Hold {
     /// each capacity tells whether others have room (see [`Share`]). Capacities of
     /// our own domain are named without it.
     Share { id: ShareId, consumed: BTreeMap<String, Quantity> },
-    /// adminAccess: looks on, owns nothing.
-    Admin,
+    /// adminAccess: looks on, owns nothing. Of a device that may have several
+    /// allocations it is one of them by name.
+    Admin { id: Option<ShareId> },
+}
+
+impl Hold {
+    /// The scheduler's name of the allocation, where a device may have several.
+    pub fn share_id(&self) -> Option<&ShareId> {
+        match self {
+            Self::Share { id, .. } => Some(id),
+            Self::Admin { id } => id.as_ref(),
+            Self::Exclusive => None,
+        }
+    }
 }
 
 /// A part of the memory of a GPU or MIG instance, with or without a part of its
@@ -229,7 +241,7 @@ fn read_result(
 
 fn hold(claim: &ClaimRef, result: &DeviceRequestAllocationResult) -> Result<Hold, ClaimError> {
     if result.admin_access == Some(true) {
-        return Ok(Hold::Admin);
+        return Ok(Hold::Admin { id: result.share_id.as_deref().map(Into::into) });
     }
     let device = || DeviceName::from(result.device.as_str());
     let consumed = result.consumed_capacity.as_ref().filter(|consumed| !consumed.is_empty());

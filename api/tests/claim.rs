@@ -67,7 +67,8 @@ fn the_hold_follows_the_result() {
     };
     check(json!({}), Hold::Exclusive);
     check(json!({"adminAccess": false}), Hold::Exclusive);
-    check(json!({"adminAccess": true}), Hold::Admin);
+    check(json!({"adminAccess": true}), Hold::Admin { id: None });
+    check(json!({"adminAccess": true, "shareID": "s"}), Hold::Admin { id: Some("s".into()) });
     check(json!({"shareID": "s"}), Hold::Share { id: "s".into(), consumed: [].into() });
     let consumed = [("memory".to_owned(), "10Gi".parse().expect("quantity"))].into();
     check(

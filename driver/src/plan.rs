@@ -161,19 +161,11 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
         request: device.request.clone(),
         pool: device.pool.clone(),
         device: device.device.clone(),
-        share_id: share_id(device).cloned(),
+        share_id: device.hold.share_id().cloned(),
         access,
         part,
     });
     Ok(())
-}
-
-/// The scheduler's name of the share, if it is one.
-pub fn share_id(device: &AllocatedDevice) -> Option<&ShareId> {
-    match &device.hold {
-        Hold::Share { id, .. } => Some(id),
-        Hold::Exclusive | Hold::Admin => None,
-    }
 }
 
 /// Once what two devices of the claim need once.
@@ -230,7 +222,7 @@ fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode, memory: u64) -> Resul
     let sharing = device.sharing(mode)?;
     let none = Default::default();
     let consumed = match &device.hold {
-        Hold::Admin => return Ok(Access::Admin),
+        Hold::Admin { .. } => return Ok(Access::Admin),
         Hold::Exclusive => &none,
         Hold::Share { consumed, .. } => consumed,
     };

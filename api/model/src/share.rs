@@ -96,7 +96,7 @@ mod tests {
         // The GPU driver tells less than when it was allocated.
         check(&[("memory", "81Gi")], Ok(None));
         assert_eq!(share(&Hold::Exclusive, 80 * GI), Ok(None));
-        assert_eq!(share(&Hold::Admin, 80 * GI), Ok(None));
+        assert_eq!(share(&Hold::Admin { id: None }, 80 * GI), Ok(None));
     }
 
     #[test]

@@ -262,8 +262,10 @@ fn is_of(record: &ClaimRecord, claim: &AllocatedClaim) -> bool {
         record.request == claim.request
             && record.pool == claim.pool
             && record.device == claim.device
-            && (record.access == Access::Admin) == matches!(claim.hold, Hold::Admin)
-            && record.share_id.as_ref() == plan::share_id(claim)
+            && match &claim.hold {
+                Hold::Admin { .. } => record.access == Access::Admin,
+                hold => record.access != Access::Admin && record.share_id.as_ref() == hold.share_id(),
+            }
     };
     record.devices.len() == claim.devices.len() && record.devices.iter().zip(&claim.devices).all(same)
 }

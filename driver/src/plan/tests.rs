@@ -193,6 +193,8 @@ fn administrators_look_on() {
     for devices in ["admin:gpu-0", "admin:gpu-0-mig-1g10gb-19-0", "admin:gpu-0 admin:gpu-0-mig-3g40gb-9-0"] {
         check(&busy, devices, &["write CDI file"], &["remove CDI file"]);
     }
+    let plan = planned(&busy, "admin:gpu-0").unwrap();
+    assert_eq!(plan.devices[0].share_id, Some("s".into()), "it is an allocation of the device by name");
     // The same claim may look at the whole GPU and own a part of it.
     assert!(planned(&world(HOPPER, MigMode::Off), "admin:gpu-0 gpu-0-mig-1g10gb-19-0").is_ok());
 }

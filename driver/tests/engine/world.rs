@@ -176,7 +176,7 @@ impl Node {
 pub(crate) fn allocated(claim: &str, devices: &str) -> AllocatedClaim {
     let device = |(at, text): (usize, &str)| {
         let (hold, name) = match text.split_once(':') {
-            Some(("admin", name)) => (Hold::Admin, name),
+            Some(("admin", name)) => (Hold::Admin { id: None }, name),
             Some((_, text)) if text.contains('=') => {
                 let (name, memory) = text.split_once('=').unwrap();
                 let consumed = [("memory".to_owned(), memory.parse().unwrap())].into();

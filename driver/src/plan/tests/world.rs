@@ -135,7 +135,7 @@ pub(super) fn planned(world: &World, devices: &str) -> Result<Plan, PlanError> {
 pub(super) fn configured(world: &World, devices: &str, configs: &[AppliedConfig]) -> Result<Plan, PlanError> {
     let device = |text: &str| {
         let (hold, name) = match text.split_once(':') {
-            Some(("admin", name)) => (Hold::Admin, name),
+            Some(("admin", name)) => (Hold::Admin { id: Some("s".into()) }, name),
             Some((_, name)) => {
                 let (name, amounts) = name.split_once('=').unwrap_or((name, ""));
                 let amounts = amounts.split_terminator(',').map(|amount| amount.parse().unwrap());

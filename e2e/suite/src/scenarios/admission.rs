@@ -1,7 +1,7 @@
 //! What the cluster as a whole does for pods: names that old pods know, classes
 //! by profile, and a word before anybody waits.
 
-use crate::objects::{Claim, GPU, MPS, Worker, devices, request, uuid};
+use crate::objects::{Claim, GPU, MPS, Worker, admin_request, devices, request, uuid};
 use crate::world::{World, eventually};
 use anyhow::{Context, Result, bail, ensure};
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
@@ -185,18 +185,22 @@ pub(super) async fn a_nodes_driver_writes_its_own_slices_only(world: &World) -> 
 /// What a claim holds is told in its status, for people and for other controllers.
 pub(super) async fn a_claims_status_tells_its_devices(world: &World) -> Result<()> {
     let gpu = world.gpus("n1")?.remove(4).uuid;
-    world.claim("told", devices(&[request("gpu", GPU, &uuid(&gpu))])).await?;
-    world.pod("a", Claim::Shared("told")).await?;
-    world.ready("a").await?;
-    eventually("the status", || async {
-        let claim = world.claims.get("told").await?;
-        let devices = claim.status.and_then(|status| status.devices).unwrap_or_default();
-        let told = devices.first().context("no device in it")?;
-        let data = serde_json::to_value(&told.data)?;
-        ensure!(data.to_string().contains(&gpu), "it says {data}");
-        Ok(())
-    })
-    .await
+    world.claim("owns", devices(&[request("gpu", GPU, &uuid(&gpu))])).await?;
+    world.claim("looks-on", devices(&[admin_request("gpu", GPU, &uuid(&gpu))])).await?;
+    for name in ["owns", "looks-on"] {
+        world.pod(name, Claim::Shared(name)).await?;
+        world.ready(name).await?;
+        eventually(&format!("the status of claim {name}"), || async {
+            let claim = world.claims.get(name).await?;
+            let devices = claim.status.and_then(|status| status.devices).unwrap_or_default();
+            let told = devices.first().context("no device in it")?;
+            let data = serde_json::to_value(&told.data)?;
+            ensure!(data.to_string().contains(&gpu), "it says {data}");
+            Ok(())
+        })
+        .await?;
+    }
+    Ok(())
 }
 
 /// While a device plugin serves a name of ours on a node, our GPUs there are not

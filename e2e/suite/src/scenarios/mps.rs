@@ -97,7 +97,11 @@ pub(super) async fn a_deleted_keeper_comes_back_with_its_daemons(world: &World) 
         Ok(())
     })
     .await?;
-    ensure!(world.restarts("a").await? > 0, "its server ended and it did not notice");
+    eventually("its server ended and its container noticed", || async {
+        ensure!(world.restarts("a").await? > 0, "it was not started again");
+        Ok(())
+    })
+    .await?;
     ensure!(trainers(world, &gpu)? == 1, "{:?}", of(world, &gpu)?);
     // The GPU still takes clients, and is given back.
     world.start(&client("b", "client", 2000)).await?;
