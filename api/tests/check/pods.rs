@@ -1,0 +1,175 @@
+//! Pods: what their containers could not reach or must not cover.
+
+use crate::{check, request, share, world};
+use divvy_api::check::{Finding, Objects};
+use k8s_openapi::api::resource::v1::ResourceClaimTemplate;
+use serde_json::{Value, json};
+
+/// A pod of one container that uses claims made of these templates, and more.
+pub(crate) fn pod(templates: &[(&str, Value)], uses: Value, container: Value) -> (Value, Objects) {
+    let mut world = world();
+    let mut claims = Vec::new();
+    for (name, devices) in templates {
+        let template: ResourceClaimTemplate =
+            serde_json::from_value(json!({"spec": {"spec": {"devices": devices}}})).expect("a template");
+        let devices =
+            template.spec.and_then(|spec| spec.spec).and_then(|spec| spec.devices).expect("devices");
+        world.templates.insert(("ns".to_owned(), (*name).to_owned()), devices);
+        claims.push(json!({"name": name, "resourceClaimTemplateName": name}));
+    }
+    claims.push(json!({"name": "not-yet", "resourceClaimName": "not-yet"}));
+    let mut container = container;
+    container["name"] = json!("main");
+    container["resources"] = json!({"claims": uses});
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": "p"},
+        "spec": {"resourceClaims": claims, "containers": [container]},
+    });
+    (pod, world)
+}
+
+fn check_pod(templates: &[(&str, Value)], uses: Value, container: Value, expected: &[&str]) {
+    let (pod, world) = pod(templates, uses, container);
+    let found = check::object(pod.to_string().as_bytes(), &world).expect("a pod");
+    let found: Vec<_> = found.iter().map(Finding::to_string).collect();
+    assert_eq!(found, expected, "{pod:#}");
+}
+
+fn devices(class: &str) -> Value {
+    json!({"requests": [request("r", class)]})
+}
+
+#[test]
+fn a_container_reaches_one_mps_daemon() {
+    let mps_claim = || devices("mps.divvy.dev");
+    let use_of = |names: &[&str]| -> Value { names.iter().map(|name| json!({"name": name})).collect() };
+    let none = || json!({});
+    check_pod(&[("a", mps_claim())], use_of(&["a", "not-yet"]), none(), &[]);
+    check_pod(&[("a", mps_claim()), ("b", mps_claim())], use_of(&["a"]), none(), &[]);
+    check_pod(&[("a", mps_claim()), ("b", devices("gpu.divvy.dev"))], use_of(&["a", "b"]), none(), &[]);
+    let two_claims = "error: spec.containers[0].resources.claims: container main uses MPS requests of the claims a and b, and a container reaches one MPS control daemon only; give each claim a container of its own";
+    check_pod(&[("a", mps_claim()), ("b", mps_claim())], use_of(&["a", "b"]), none(), &[two_claims]);
+    check_pod(
+        &[("a", mps_claim()), ("b", devices("mps-gpu.example.com"))],
+        use_of(&["a", "b"]),
+        none(),
+        &[two_claims],
+    );
+    let two = |more: Value| {
+        let mut devices = more;
+        devices["requests"] = json!([request("q", "mps.divvy.dev"), request("r", "mps.divvy.dev")]);
+        devices
+    };
+    let two_requests = "error: spec.containers[0].resources.claims: container main uses the MPS requests q and r of claim a, and a container reaches one MPS control daemon only; add the constraint matchAttribute gpu.divvy.dev/uuid to the claim, or give each request a container of its own";
+    let constraint = |attribute: &str, requests: &[&str]| json!({"constraints": [{"matchAttribute": attribute, "requests": requests}]});
+    check_pod(&[("a", two(none()))], use_of(&["a"]), none(), &[two_requests]);
+    check_pod(&[("a", two(none()))], json!([{"name": "a", "request": "q"}]), none(), &[]);
+    let uuid = "gpu.divvy.dev/uuid";
+    check_pod(&[("a", two(constraint(uuid, &["q", "r"])))], use_of(&["a"]), none(), &[]);
+    check_pod(&[("a", two(constraint(uuid, &[])))], use_of(&["a"]), none(), &[]);
+    check_pod(&[("a", two(constraint(uuid, &["q"])))], use_of(&["a"]), none(), &[two_requests]);
+    let product = "gpu.divvy.dev/productName";
+    check_pod(&[("a", two(constraint(product, &[])))], use_of(&["a"]), none(), &[two_requests]);
+    let either = json!({"requests": [{"name": "r", "firstAvailable": [
+        {"name": "mps", "deviceClassName": "mps.divvy.dev"},
+        {"name": "other", "deviceClassName": "mps.divvy.dev"},
+    ]}]});
+    check_pod(&[("a", either)], use_of(&["a"]), none(), &[]);
+}
+
+#[test]
+fn nothing_lies_over_what_an_mps_client_is_given() {
+    let mounting = |path: &str| json!({"volumeMounts": [{"name": "v", "mountPath": path}]});
+    let refused = |path: &str| {
+        format!(
+            "error: spec.containers[0].volumeMounts[0].mountPath: container main uses MPS and mounts a volume at {path}, where clients and MPS control daemon meet; remove the volume"
+        )
+    };
+    let uses = || json!([{"name": "a"}]);
+    for path in ["/dev/shm", "/dev/shm/", "//dev/./shm", "/dev/x/../shm"] {
+        check_pod(&[("a", devices("mps.divvy.dev"))], uses(), mounting(path), &[&refused("/dev/shm")]);
+        check_pod(&[("a", devices("gpu.divvy.dev"))], uses(), mounting(path), &[]);
+    }
+    check_pod(
+        &[("a", devices("mps-gpu.example.com"))],
+        uses(),
+        mounting("/tmp/nvidia-mps"),
+        &[&refused("/tmp/nvidia-mps")],
+    );
+    check_pod(&[("a", devices("mps.divvy.dev"))], uses(), mounting("/tmp"), &[]);
+    check_pod(&[("a", devices("mps.divvy.dev"))], json!([]), mounting("/dev/shm"), &[]);
+}
+
+#[test]
+fn an_extended_resource_is_for_no_part() {
+    let check = |class: &str, expected: &[&str]| {
+        let name = format!("deviceclass.resource.kubernetes.io/{class}");
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": "p"},
+            "spec": {"containers": [{"name": "main", "resources": {"limits": {name: "1", "cpu": "1"}}}]},
+        });
+        check(&pod, expected);
+    };
+    check("gpu.divvy.dev", &[]);
+    check(
+        "share.divvy.dev",
+        &[
+            "error: spec.containers[0].resources.limits[deviceclass.resource.kubernetes.io/share.divvy.dev]: deviceclass.resource.kubernetes.io/share.divvy.dev names no part, and its DeviceClass is for a part of a GPU; ask for it in a ResourceClaim",
+        ],
+    );
+}
+
+#[test]
+fn nothing_lies_over_or_under_what_keeps_a_share() {
+    const KEPT: &str = "where the limits of shares are kept; remove the volume";
+    const BELOW: &str = "below which the limits of its share are kept, and others reach that volume; use an emptyDir that no other container mounts, or mount it elsewhere";
+    let templates =
+        || [("a", json!({"requests": [share("share.divvy.dev", "1Gi")]})), ("b", devices("gpu.divvy.dev"))];
+    // A volume of the pod, where the container mounts it, and whether a second one does too.
+    let check = |volume: Value, path: &str, uses: &str, second: bool, expected: Option<&str>| {
+        let mount = json!({"volumeMounts": [{"name": "v", "mountPath": path}]});
+        let (mut pod, world) = pod(&templates(), json!([{"name": uses}]), mount.clone());
+        // What is not known may be a share.
+        pod["spec"]["resourceClaims"].as_array_mut().expect("claims").truncate(2);
+        let mut volume = volume;
+        volume["name"] = json!("v");
+        pod["spec"]["volumes"] = json!([volume]);
+        if second {
+            let mut other = json!({"name": "other", "volumeMounts": mount["volumeMounts"]});
+            other["volumeMounts"][0]["mountPath"] = json!("/data");
+            pod["spec"]["containers"].as_array_mut().expect("containers").push(other);
+        }
+        let found = check::object(pod.to_string().as_bytes(), &world).expect("a pod");
+        let found: Vec<_> = found.iter().map(Finding::to_string).collect();
+        let at = "error: spec.containers[0].volumeMounts[0].mountPath: container main mounts a volume at";
+        let expected: Vec<_> = expected.iter().map(|why| format!("{at} {path}, {why}")).collect();
+        assert_eq!(found, expected, "{pod:#}");
+    };
+    let (empty, config) = (json!({"emptyDir": {}}), json!({"configMap": {"name": "c"}}));
+    for path in ["/run/divvy", "/run/divvy/u/s/policy", "/var/run/divvy/u", "/run/./x/..//divvy/"] {
+        check(config.clone(), path, "a", false, Some(KEPT));
+        check(empty.clone(), path, "b", false, Some(KEPT));
+    }
+    check(config.clone(), "/etc/ld.so.preload", "a", false, Some(KEPT));
+    check(config.clone(), "/etc/ld.so.preload", "b", false, None);
+    for path in ["/run", "/etc", "/var/run/"] {
+        check(empty.clone(), path, "a", false, None);
+        check(empty.clone(), path, "a", true, Some(BELOW));
+        check(config.clone(), path, "a", false, Some(BELOW));
+        check(config.clone(), path, "b", true, None);
+    }
+    for path in ["/run/divvyish", "/etc/ld.so.preload.d", "/data"] {
+        check(config.clone(), path, "a", true, None);
+    }
+    // A claim that is not there yet.
+    let (mut pod, _) = pod(&[], json!([{"name": "not-yet"}]), json!({}));
+    pod["spec"]["containers"][0]["volumeDevices"] = json!([{"name": "v", "devicePath": "/run/divvy/x"}]);
+    pod["spec"]["volumes"] = json!([{"name": "v", "hostPath": {"path": "/var/run/divvy/shares"}}]);
+    let found = check::object(pod.to_string().as_bytes(), &world()).expect("a pod");
+    let found: Vec<_> = found.iter().map(Finding::to_string).collect();
+    let expected = [
+        "error: spec.volumes[0].hostPath.path: the pod uses a share, and the volume is where the node keeps the pages of shares; remove the volume",
+        "error: spec.containers[0].volumeDevices[0].devicePath: container main mounts a volume at /run/divvy/x, where the limits of shares are kept; remove the volume",
+    ];
+    assert_eq!(found, expected);
+}
