@@ -166,9 +166,28 @@ fn memory_of_a_pool_of_ones_own() {
             assert_eq!(program.ask("synchronize"), "0");
             assert_eq!(program.ask(&format!("trim {pool}")), "0");
             assert_eq!(used(), 0, "trimmed");
-            key(&program.ask(&format!("alloc {allocate} 100 {pool}")));
+            let made = key(&program.ask(&format!("alloc {allocate} 100 {pool}")));
+            assert_eq!(program.ask(&format!("free async {made}")), "0");
+            assert!(used() >= 100, "kept: {}", used());
             assert_eq!(program.ask(&format!("free pool {pool}")), "0");
+            assert_eq!(used(), 0, "destroyed");
         }
+    });
+}
+
+/// The driver keeps what was allocated from a pool beyond the pool's end.
+#[test]
+fn the_end_of_a_pool_is_not_the_end_of_its_memory() {
+    pooled(|program, used| {
+        let pool = key(&program.ask("pool 0"));
+        key(&program.ask(&format!("alloc pool 600 {pool}")));
+        assert_eq!(program.ask(&format!("free pool {pool}")), "0");
+        assert_eq!(used(), 600);
+        assert_eq!(program.ask("alloc v2 425"), "error 2");
+        let pool = key(&program.ask("pool 0"));
+        assert_eq!(program.ask(&format!("alloc pool 425 {pool}")), "error 2");
+        key(&program.ask(&format!("alloc pool 416 {pool}")));
+        assert_eq!(used(), 1016);
     });
 }
 
@@ -204,6 +223,35 @@ fn memory_of_graphs() {
         assert_eq!(program.ask(&format!("launch {graph}")), "2");
         assert_eq!(program.ask(&format!("free v2 {made}")), "0");
         assert_eq!(program.ask(&format!("launch {graph}")), "0");
+    });
+}
+
+/// As many executable graphs with memory as are known at once.
+const GRAPHS: usize = 256;
+
+#[test]
+fn graphs_that_are_gone_leave_their_places_to_others() {
+    pooled(|program, _| {
+        for _ in 0..GRAPHS + 10 {
+            let graph = key(&program.ask("graph 1"));
+            assert_eq!(program.ask(&format!("end-graph {graph}")), "0");
+        }
+        let large = key(&program.ask("graph 513"));
+        assert_eq!(program.ask(&format!("launch {large}")), "2");
+    });
+}
+
+/// It cannot be refused any more; what comes after it can.
+#[test]
+fn a_graph_that_is_one_too_many_is_charged_after_its_launch() {
+    pooled(|program, used| {
+        for _ in 0..GRAPHS {
+            key(&program.ask("graph 1"));
+        }
+        let large = key(&program.ask("graph 513"));
+        assert_eq!(program.ask(&format!("launch {large}")), "0");
+        assert!(used() >= 1026, "{}", used());
+        assert_eq!(program.ask("alloc v2 1"), "error 2");
     });
 }
 

@@ -103,14 +103,6 @@ impl<'a, S: System> Device<'a, S> {
         });
         pools.into_iter().flatten().for_each(&mut each);
     }
-
-    /// The pool was destroyed: it holds nothing. (The driver keeps what is still allocated from it
-    /// until it is freed; the node's measure has that.)
-    pub fn pool_gone(&self, handle: u64) {
-        if let Some(taken) = self.ledger.take(Class::Pool, handle) {
-            taken.freed();
-        }
-    }
 }
 
 impl<S: System> Growing<'_, S> {

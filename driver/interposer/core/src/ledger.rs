@@ -59,7 +59,7 @@ pub(crate) struct Local {
     ordinals: [AtomicU32; ORDINALS],
     pub(crate) table: Table,
     /// The contexts in which something is allocated, at their numbers less one.
-    contexts: [AtomicU64; MANY as usize],
+    pub(crate) contexts: [AtomicU64; MANY as usize],
     /// See [`crate::growing`].
     pub(crate) locks: [AtomicU32; 16],
     /// See [`crate::vmm`]: the number of the next physical allocation.
@@ -155,31 +155,6 @@ impl<S: System> Ledger<S> {
         let local = self.local()?;
         let entry = local.table.remove(&self.system, class, key)?;
         Some(Taken { ledger: self, local, entry: Some(entry) })
-    }
-
-    /// A context is gone, and with it everything that was allocated in it.
-    pub fn context_gone(&self, context: u64) {
-        let Some(local) = self.local() else { return };
-        if let Some(taken) = self.take(Class::Context, context) {
-            taken.freed();
-        }
-        for (place, number) in local.contexts.iter().zip(1..) {
-            if context == 0 || place.load(Acquire) != context {
-                continue;
-            }
-            local.table.sweep(&self.system, |entry| {
-                let in_context = matches!(
-                    entry.class(),
-                    Some(Class::Pointer | Class::Array | Class::Mipmap | Class::Module)
-                );
-                let gone = in_context && entry.extra() == number;
-                if gone {
-                    self.uncharge(local, entry);
-                }
-                gone
-            });
-            place.store(0, Release);
-        }
     }
 
     pub(crate) fn uncharge(&self, local: &Local, entry: &Entry) {
@@ -348,9 +323,15 @@ pub struct Taken<'a, S: System> {
 
 impl<S: System> Taken<'_, S> {
     /// The driver freed it: its bytes are given back.
-    pub fn freed(mut self) {
+    pub fn freed(self) {
+        self.freed_but(0);
+    }
+
+    /// The driver freed it but for so many bytes, of whose end nobody will hear: they stay charged.
+    pub fn freed_but(mut self, bytes: u64) {
         if let Some(entry) = self.entry.take() {
-            self.ledger.uncharge(self.local, &entry);
+            let freed = entry.bytes().saturating_sub(bytes);
+            self.ledger.uncharge(self.local, &entry.with_bytes(freed));
         }
     }
 }

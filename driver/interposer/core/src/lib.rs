@@ -13,6 +13,7 @@
 //!
 //! - [`ledger`]: what a process knows of its shares, made at the first call and anew in a child.
 //! - `place`, `neighbours`: the pages and slots of a device, and the share's other processes.
+//! - [`leaving`]: the end of a context.
 //! - [`device`]: charging, and the memory figures of a share.
 //! - [`table`]: which allocation is how large, so that its free can be given back.
 //! - [`vmm`]: physical memory with handles and mappings, which lives as long as either.
@@ -29,6 +30,7 @@
 pub mod alive;
 pub mod device;
 pub mod growing;
+pub mod leaving;
 pub mod ledger;
 mod neighbours;
 pub mod nvml;
@@ -42,5 +44,6 @@ pub mod vmm;
 pub use device::{Device, Kind, Reservation};
 pub use divvy_pages::{AccountPage, Fault, Full, GpuUuid, Identity, PolicyPage};
 pub use growing::Grown;
+pub use leaving::Leaving;
 pub use ledger::{Found, Ledger, Standing, Taken};
 pub use system::System;

@@ -100,10 +100,12 @@ hook! {
     }
 }
 
-/// Passes the answer on; `context` is gone if it is a success.
-fn ended(answer: Answer, context: Handle) -> Answer {
-    if answer == SUCCESS {
-        LEDGER.context_gone(context as u64);
+/// A call that ends `context`, if it succeeds and `is_gone` says so.
+fn ending(context: Handle, call: impl FnOnce() -> Answer, is_gone: impl FnOnce() -> bool) -> Answer {
+    let leaving = LEDGER.context_leaves(context as u64);
+    let answer = call();
+    if let Some(leaving) = leaving.filter(|_| answer == SUCCESS && is_gone()) {
+        leaving.gone();
     }
     answer
 }
@@ -111,25 +113,21 @@ fn ended(answer: Answer, context: Handle) -> Answer {
 hook! {
     /// Since CUDA 4.0.
     cuCtxDestroy_v2(context: Handle) |real| {
-        ended(real(context), context)
+        ending(context, || real(context), || true)
     }
 }
 
 hook! {
     /// Of CUDA 2.0.
     cuCtxDestroy(context: Handle) |real| {
-        ended(real(context), context)
+        ending(context, || real(context), || true)
     }
 }
 
 hook! {
     /// Drops one use, and the context with the last.
     cuCtxDetach(context: Handle) |real| {
-        let answer = real(context);
-        if answer == SUCCESS && !driver::is_context(context) {
-            LEDGER.context_gone(context as u64);
-        }
-        answer
+        ending(context, || real(context), || !driver::is_context(context))
     }
 }
 
@@ -160,45 +158,37 @@ fn release(device: Ordinal) {
     }
 }
 
-/// After a use of the primary context was dropped.
-fn released(answer: Answer, device: Ordinal) -> Answer {
-    if answer == SUCCESS
-        && !driver::has_primary(device)
-        && let Some(primary) = primary(device)
-    {
-        LEDGER.context_gone(primary.load(Ordering::Relaxed) as u64);
-    }
-    answer
+/// The device's primary context, as it was last retained.
+fn primary_of(device: Ordinal) -> Handle {
+    primary(device).map_or(0, |primary| primary.load(Ordering::Relaxed)) as Handle
 }
 
 hook! {
     /// Since CUDA 11.0.
     cuDevicePrimaryCtxRelease_v2(device: Ordinal) |real| {
-        released(real(device), device)
+        ending(primary_of(device), || real(device), || !driver::has_primary(device))
     }
 }
 
 hook! {
     /// Of CUDA 7.0.
     cuDevicePrimaryCtxRelease(device: Ordinal) |real| {
-        released(real(device), device)
+        ending(primary_of(device), || real(device), || !driver::has_primary(device))
     }
 }
 
-/// After everything in the primary context was destroyed. Where it goes on to exist, it is charged again.
-fn reset(answer: Answer, device: Ordinal) -> Answer {
-    if answer != SUCCESS {
-        return answer;
-    }
-    let Some(primary) = primary(device) else { return answer };
-    let context = primary.load(Ordering::Relaxed) as u64;
-    LEDGER.context_gone(context);
-    if driver::has_primary(device)
+/// Destroys everything in the primary context by `call`. Where it goes on to exist, it is charged again.
+fn reset(device: Ordinal, call: impl FnOnce() -> Answer) -> Answer {
+    let context = primary_of(device);
+    let answer = ending(context, call, || true);
+    if answer == SUCCESS
+        && !context.is_null()
+        && driver::has_primary(device)
         && let Standing::Share(share) = share::of_cuda(device)
         && let Ok(reservation) = share.reserve_context()
     {
         // Where there is no room any more, the node's measure has it.
-        let _ = reservation.keep_context(context);
+        let _ = reservation.keep_context(context as u64);
     }
     answer
 }
@@ -206,13 +196,13 @@ fn reset(answer: Answer, device: Ordinal) -> Answer {
 hook! {
     /// Since CUDA 11.0.
     cuDevicePrimaryCtxReset_v2(device: Ordinal) |real| {
-        reset(real(device), device)
+        reset(device, || real(device))
     }
 }
 
 hook! {
     /// Of CUDA 7.0.
     cuDevicePrimaryCtxReset(device: Ordinal) |real| {
-        reset(real(device), device)
+        reset(device, || real(device))
     }
 }

@@ -16,6 +16,8 @@ use divvy_interposer_core::Grown;
 
 /// Some graph of this process has memory nodes.
 static USED: AtomicBool = AtomicBool::new(false);
+/// One of them found no room among the known.
+static CROWDED: AtomicBool = AtomicBool::new(false);
 
 /// An executable graph with memory nodes: its handle, its device, and what it needs. One that finds no room here is
 /// charged after its launch only.
@@ -125,6 +127,8 @@ unsafe fn instantiated(answer: Answer, out: *mut Handle, graph: Handle) -> Answe
         if let Some(known) = room {
             known.device.store(need.device as usize, Ordering::Release);
             known.bytes.store(need.bytes, Ordering::Release);
+        } else {
+            CROWDED.store(true, Ordering::Relaxed);
         }
         if let Standing::Share(share) = share::of_cuda(need.device) {
             charge(&share, need.device, || SUCCESS);
@@ -152,7 +156,7 @@ fn run(handle: Handle, call: impl FnOnce() -> Answer) -> Answer {
 #[cold]
 fn run_with_memory(handle: Handle, call: impl FnOnce() -> Answer) -> Answer {
     let known = KNOWN.iter().find(|known| known.handle.load(Ordering::Acquire) == handle as usize);
-    let Some(known) = known else { return call() };
+    let Some(known) = known else { return run_unknown(call) };
     let device = known.device.load(Ordering::Acquire) as Ordinal;
     let share = match share::of_cuda(device) {
         Standing::Free => return call(),
@@ -176,6 +180,20 @@ fn run_with_memory(handle: Handle, call: impl FnOnce() -> Answer) -> Answer {
         }
     }
     OUT_OF_MEMORY
+}
+
+/// A graph that is not among the known: it has no memory, unless they are too many. Of which device it would be is not
+/// known either.
+fn run_unknown(call: impl FnOnce() -> Answer) -> Answer {
+    let answer = call();
+    if CROWDED.load(Ordering::Relaxed) {
+        for device in 0..driver::devices() {
+            if let Standing::Share(share) = share::of_cuda(device) {
+                charge(&share, device, || SUCCESS);
+            }
+        }
+    }
+    answer
 }
 
 hook! {
@@ -215,6 +233,24 @@ hook! {
     cuGraphInstantiateWithParams_ptsz(out: *mut Handle, graph: Handle, parameters: *mut c_void) |real| {
         // SAFETY: the driver has written it.
         unsafe { instantiated(real(out, graph, parameters), out, graph) }
+    }
+}
+
+hook! {
+    /// Leaves its place among the known to another.
+    cuGraphExecDestroy(handle: Handle) |real| {
+        // Before the driver may give the handle to another graph: a value that none has, and that nobody takes for free.
+        const LEAVING: usize = usize::MAX;
+        let is_it = |known: &&Known| {
+            let (handle, order) = (handle as usize, Ordering::AcqRel);
+            handle != 0 && known.handle.compare_exchange(handle, LEAVING, order, Ordering::Relaxed).is_ok()
+        };
+        let known = KNOWN.iter().find(is_it);
+        let answer = real(handle);
+        if let Some(known) = known {
+            known.handle.store(if answer == SUCCESS { 0 } else { handle as usize }, Ordering::Release);
+        }
+        answer
     }
 }
 

@@ -5,9 +5,10 @@
 
 use super::driver::{self, Handle, Ordinal, PoolProperties};
 use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, real};
-use crate::share::{self, Device, Standing};
+use crate::share::{self, Device, LEDGER, Standing};
 use core::sync::atomic::{AtomicUsize, Ordering};
 use divvy_interposer_core::Grown;
+use divvy_interposer_core::table::Class;
 
 /// Pools that the program made, each with its device, for drivers before CUDA 13, which do not tell it.
 static POOLS: [(AtomicUsize, AtomicUsize); 64] = [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; 64];
@@ -171,17 +172,20 @@ hook! {
 }
 
 hook! {
-    /// With all that is not allocated from it.
+    /// With all that is not allocated from it. The rest the driver keeps until it is freed, which no call tells:
+    /// it stays charged until the process ends, or the node's measure corrects it.
     cuMemPoolDestroy(pool: Handle) |real| {
-        let device = device_of(pool);
+        let allocated = driver::pool_memory(pool).map_or(u64::MAX, |(_, used)| used);
+        // The handle may be another pool's as soon as the driver is done.
+        let taken = LEDGER.take(Class::Pool, pool as u64);
         let answer = real(pool);
         if answer == SUCCESS {
             for (handle, _) in &POOLS {
                 // A few words; a pool of the same handle made meanwhile is as well asked of the driver.
                 let _ = handle.compare_exchange(pool as usize, 0, Ordering::AcqRel, Ordering::Relaxed);
             }
-            if let Some(Standing::Share(share)) = device.map(share::of_cuda) {
-                share.pool_gone(pool as u64);
+            if let Some(taken) = taken {
+                taken.freed_but(allocated);
             }
         }
         answer

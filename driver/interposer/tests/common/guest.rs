@@ -135,6 +135,7 @@ impl Guest {
             ["trim", pool] => call!(self, "cuMemPoolTrimTo", number(pool) => u64, 0 => u64).to_string(),
             ["graph", mib] => self.graph(number(mib) * MIB),
             ["launch", graph] => call!(self, "cuGraphLaunch", number(graph) => u64, 0 => u64).to_string(),
+            ["end-graph", graph] => call!(self, "cuGraphExecDestroy", number(graph) => u64).to_string(),
             ["trim-graphs", device] => {
                 call!(self, "cuDeviceGraphMemTrim", number(device) as i32 => i32).to_string()
             }

@@ -97,8 +97,46 @@ fn a_context_is_charged_once_and_takes_everything_with_it() {
             CONTEXT + 3 * MIB,
         ),
         ("physical memory, which no context has", &|p| create(p, 70), CONTEXT + 4 * MIB),
-        ("its reset", &|p| p.context_gone(1), 2 * MIB),
+        ("an end that the driver refused", &|p| drop(p.context_leaves(1)), CONTEXT + 4 * MIB),
+        ("its reset", &|p| gone(p, 1), 2 * MIB),
         ("a late free of what went with it", &|p| assert!(p.take(Class::Pointer, 0x1000).is_none()), 2 * MIB),
+    ]);
+}
+
+fn gone(process: &Process, context: u64) {
+    process.context_leaves(context).expect("it is set aside").gone();
+}
+
+/// The driver gives the handle away before the thread that destroyed the context is back.
+#[test]
+fn a_context_of_the_same_handle_is_another_one() {
+    let made = |p: &Process, pointer| {
+        device(p).reserve_context().expect("it fits").keep_context(1).expect("it is kept");
+        kept(device(p), 2 * MIB, pointer);
+    };
+    check(&[
+        ("a context with memory", &|p| made(p, 0x1000), CONTEXT + 2 * MIB),
+        (
+            "its end, in the middle of which it is made anew",
+            &|p| {
+                let leaving = p.context_leaves(1).expect("it is set aside");
+                made(p, 0x2000);
+                leaving.gone();
+            },
+            CONTEXT + 2 * MIB,
+        ),
+        ("the free of the new one's memory", &|p| freed(p, Class::Pointer, 0x2000), CONTEXT),
+        ("more in the new one", &|p| kept(device(p), MIB, 0x3000), CONTEXT + MIB),
+        (
+            "an end that the driver refused, in the middle of which more is made",
+            &|p| {
+                let leaving = p.context_leaves(1).expect("it is set aside");
+                kept(device(p), 2 * MIB, 0x4000);
+                drop(leaving);
+            },
+            CONTEXT + 3 * MIB,
+        ),
+        ("the end", &|p| gone(p, 1), 0),
     ]);
 }
 
@@ -224,7 +262,13 @@ fn a_pool_is_charged_by_what_it_has_reserved() {
             10 * MIB,
         ),
         ("the list of pools", &|p| device(p).pools(|pool| assert_eq!(POOL, Grown::Pool(pool))), 10 * MIB),
-        ("its end", &|p| device(p).pool_gone(0xb00), 0),
+        (
+            "its end, with something allocated",
+            &|p| p.take(Class::Pool, 0xb00).expect("it is there").freed_but(3 * MIB),
+            3 * MIB,
+        ),
+        ("another of the same handle", &|p| device(p).grow(POOL).settle(MIB).expect("it fits"), 4 * MIB),
+        ("its end, empty", &|p| freed(p, Class::Pool, 0xb00), 3 * MIB),
     ]);
 }
 

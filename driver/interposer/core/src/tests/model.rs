@@ -101,7 +101,7 @@ fn apply(tenant: &mut Tenant, event: Event, free: u64) {
             }
         }
         Event::ContextGone { handle } => {
-            process.context_gone(context(handle));
+            process.context_leaves(context(handle)).into_iter().for_each(crate::Leaving::gone);
             holds.contexts.remove(&context(handle));
             holds.pointers.retain(|_, (_, of)| *of != context(handle));
         }
