@@ -74,11 +74,12 @@ pub fn without_driver<'a>(
     contents
 }
 
-fn chunks<T>(items: Vec<T>, most: usize) -> Vec<Vec<T>> {
-    let mut items = items.into_iter().peekable();
+fn chunks<T>(mut items: Vec<T>, most: usize) -> Vec<Vec<T>> {
     let mut chunks = Vec::new();
-    while items.peek().is_some() {
-        chunks.push(items.by_ref().take(most).collect());
+    while items.len() > most {
+        let rest = items.split_off(most);
+        chunks.push(std::mem::replace(&mut items, rest));
     }
+    chunks.extend(Some(items).filter(|items| !items.is_empty()));
     chunks
 }

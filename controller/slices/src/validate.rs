@@ -105,9 +105,10 @@ pub fn validate(contents: &[Content]) -> Result<(), Invalid> {
         }
     }
     let mut names = HashSet::new();
+    let mut before = None;
     for device in contents.iter().flat_map(|content| &content.devices) {
         let failed = |rule| Invalid::Device { device: device.name.clone(), rule };
-        device::check(device, &sets).map_err(failed)?;
+        device::check(device, before.replace(device), &sets).map_err(failed)?;
         if !names.insert(&device.name) {
             return Err(failed(Broken::Duplicate { what: "device", name: device.name.clone() }));
         }

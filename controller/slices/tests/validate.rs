@@ -42,9 +42,16 @@ fn check_invalid(words: &str, edit: impl FnOnce(&mut Value)) {
     assert!(refused.contains(words), "{refused:?} should say {words:?}");
 }
 
-/// Breaks the device.
-fn check_device(words: &str, edit: impl FnOnce(&mut Value)) {
+/// Breaks the device, and another behind a good one that says the same.
+fn check_device(words: &str, edit: impl Fn(&mut Value)) {
     check_invalid(words, |value| edit(&mut value[1]["devices"][0]));
+    check_invalid(words, |value| {
+        let devices = value[1]["devices"].as_array_mut().unwrap();
+        let mut second = devices[0].clone();
+        second["name"] = json!("gpu-1");
+        edit(&mut second);
+        devices.push(second);
+    });
 }
 
 fn many(count: usize, make: impl Fn(usize) -> Value) -> Value {
@@ -159,7 +166,7 @@ fn request_policies_follow_their_rules() {
     let check = |words: &str, policy: Value| {
         let edit = |d: &mut Value| {
             d["allowMultipleAllocations"] = json!(true);
-            d["capacity"]["memory"]["requestPolicy"] = policy;
+            d["capacity"]["memory"]["requestPolicy"] = policy.clone();
         };
         if words.is_empty() {
             check_valid(|v| edit(&mut v[1]["devices"][0]))

@@ -1,4 +1,7 @@
 //! The rules of one device.
+//!
+//! The devices of a GPU say nearly the same, so only what a device says otherwise
+//! than the one before it is looked at: what was good there is good here.
 
 use super::{
     ATTRIBUTE_VALUES, ATTRIBUTES_AND_CAPACITIES, BINDING_CONDITIONS, Broken, CONSUMED_SETS, COUNTERS, Sets,
@@ -22,21 +25,36 @@ pub(super) fn is_advanced(device: &Device) -> bool {
         || device.attributes.iter().flat_map(BTreeMap::values).any(list)
 }
 
-pub(super) fn check(device: &Device, sets: &Sets<'_>) -> Result<(), Broken> {
+/// `before` is a device that was found good.
+pub(super) fn check<'a>(
+    device: &'a Device,
+    before: Option<&'a Device>,
+    sets: &Sets<'_>,
+) -> Result<(), Broken> {
     syntax::label("name", &device.name)?;
     let keys = device.attributes.as_ref().map_or(0, BTreeMap::len)
         + device.capacity.as_ref().map_or(0, BTreeMap::len);
     at_most("attributes and capacities", keys, ATTRIBUTES_AND_CAPACITIES)?;
+    let attributes = |device: &'a Device| device.attributes.as_ref();
     let mut values = 0;
-    for (name, value) in device.attributes.iter().flatten() {
-        values += attribute(name, value)?;
+    for (name, value, new) in beside(attributes(device), before.and_then(attributes)) {
+        values += lists(value).into_iter().flatten().sum::<usize>().max(1);
+        if new {
+            attribute(name, value)?;
+        }
     }
     at_most("attribute values", values, ATTRIBUTE_VALUES)?;
     let shared = device.allow_multiple_allocations == Some(true);
-    for (name, value) in device.capacity.iter().flatten() {
-        capacity(name, value, shared)?;
+    // The rules of a capacity are others where the device cannot be shared.
+    let alike = before.filter(|before| shared == (before.allow_multiple_allocations == Some(true)));
+    let capacities = |device: &'a Device| device.capacity.as_ref();
+    for (name, value, new) in beside(capacities(device), alike.and_then(capacities)) {
+        if new {
+            capacity(name, value, shared)?;
+        }
     }
-    consumptions(device.consumes_counters.as_deref().unwrap_or_default(), sets)?;
+    let before = before.and_then(|before| before.consumes_counters.as_deref());
+    consumptions(device.consumes_counters.as_deref().unwrap_or_default(), before.unwrap_or_default(), sets)?;
     taints(device.taints.as_deref().unwrap_or_default())?;
     binding_conditions(device)?;
     if device.node_name.is_some() || device.node_selector.is_some() || device.all_nodes.is_some() {
@@ -45,27 +63,38 @@ pub(super) fn check(device: &Device, sets: &Sets<'_>) -> Result<(), Broken> {
     Ok(())
 }
 
-/// How many values the attribute has.
-fn attribute(name: &str, attribute: &DeviceAttribute) -> Result<usize, Broken> {
+/// The entries of a map, each with whether another map says otherwise at its place.
+fn beside<'a, V: PartialEq>(
+    map: Option<&'a BTreeMap<String, V>>,
+    before: Option<&'a BTreeMap<String, V>>,
+) -> impl Iterator<Item = (&'a String, &'a V, bool)> {
+    let mut before = before.into_iter().flatten();
+    map.into_iter().flatten().map(move |(name, value)| (name, value, before.next() != Some((name, value))))
+}
+
+/// Lengths of the lists that the attribute has.
+fn lists(attribute: &DeviceAttribute) -> [Option<usize>; 4] {
+    [
+        attribute.bools.as_ref().map(Vec::len),
+        attribute.ints.as_ref().map(Vec::len),
+        attribute.strings.as_ref().map(Vec::len),
+        attribute.versions.as_ref().map(Vec::len),
+    ]
+}
+
+fn attribute(name: &str, attribute: &DeviceAttribute) -> Result<(), Broken> {
     syntax::qualified("attribute", name)?;
-    let DeviceAttribute { bool, bools, int, ints, string, strings, version, versions } = attribute;
-    let lists = [
-        bools.as_ref().map(Vec::len),
-        ints.as_ref().map(Vec::len),
-        strings.as_ref().map(Vec::len),
-        versions.as_ref().map(Vec::len),
-    ];
+    let DeviceAttribute { bool, int, string, strings, version, versions, .. } = attribute;
     let scalars = [bool.is_some(), int.is_some(), string.is_some(), version.is_some()];
-    let set = scalars.into_iter().filter(|set| *set).count() + lists.iter().flatten().count();
+    let set = scalars.into_iter().filter(|set| *set).count() + lists(attribute).iter().flatten().count();
     if set != 1 {
         return Err(Broken::OneValue { name: name.to_owned() });
     }
-    if lists.contains(&Some(0)) {
+    if lists(attribute).contains(&Some(0)) {
         return Err(Broken::Empty { what: "list attribute" });
     }
     string.iter().chain(strings.iter().flatten()).try_for_each(|text| syntax::attribute_text(text))?;
-    version.iter().chain(versions.iter().flatten()).try_for_each(|text| syntax::version(text))?;
-    Ok(lists.into_iter().flatten().next().unwrap_or(1))
+    version.iter().chain(versions.iter().flatten()).try_for_each(|text| syntax::version(text))
 }
 
 fn capacity(name: &str, capacity: &DeviceCapacity, shared: bool) -> Result<(), Broken> {
@@ -114,7 +143,11 @@ fn request_policy(name: &str, policy: &CapacityRequestPolicy, value: i64) -> Res
     }
 }
 
-fn consumptions(consumptions: &[DeviceCounterConsumption], sets: &Sets<'_>) -> Result<(), Broken> {
+fn consumptions(
+    consumptions: &[DeviceCounterConsumption],
+    before: &[DeviceCounterConsumption],
+    sets: &Sets<'_>,
+) -> Result<(), Broken> {
     at_most("consumed counter sets", consumptions.len(), CONSUMED_SETS)?;
     if consumptions.is_empty() && !sets.is_empty() {
         return Err(Broken::Unguarded);
@@ -129,13 +162,15 @@ fn consumptions(consumptions: &[DeviceCounterConsumption], sets: &Sets<'_>) -> R
         if consumption.counters.is_empty() {
             return Err(Broken::Empty { what: "counters" });
         }
-        // Both are sorted by name, so one walk over the set serves them all.
-        let mut totals = totals.iter();
-        for (counter, taken) in &consumption.counters {
+        let before = before.iter().find(|before| before.counter_set == *set).map(|before| &before.counters);
+        for (counter, taken, new) in beside(Some(&consumption.counters), before) {
+            if !new {
+                continue;
+            }
             let about = |broken: fn(String, String) -> Broken| broken(set.clone(), counter.clone());
             // A counter of the set has a good name and a good amount already.
-            let (_, total) = totals
-                .find(|(name, _)| *name == counter)
+            let total = totals
+                .get(counter)
                 .ok_or_else(|| about(|set, counter| Broken::UnknownCounter { set, counter }))?;
             let fits = taken.value == total.value
                 || amount("counter", counter, &taken.value.0)? <= amount("counter", counter, &total.value.0)?;
