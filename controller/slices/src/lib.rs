@@ -14,6 +14,7 @@
 mod amounts;
 mod compare;
 mod gpu;
+mod mig;
 mod modes;
 mod order;
 mod taints;

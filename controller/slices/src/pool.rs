@@ -77,8 +77,7 @@ impl Pool {
 
 /// The pool of a node.
 pub fn pool(inventory: &Inventory, options: &PoolOptions) -> Pool {
-    let mut gpus: Vec<GpuPool> =
-        inventory.gpus.iter().map(|gpu| gpu::gpu_pool(inventory, gpu, options.support)).collect();
+    let mut gpus = gpu::gpu_pools(inventory, options.support);
     gpus.sort_by_key(|gpu| gpu.number);
     Pool { gpus }
 }
