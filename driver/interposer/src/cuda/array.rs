@@ -118,11 +118,11 @@ fn free_array(handle: Handle) {
 }
 
 /// # Safety
-/// `out` can be written.
-unsafe fn array(out: *mut Handle, shape: Shape, call: &dyn Fn(*mut Handle) -> Answer) -> Answer {
+/// `out` is null, which the driver refuses, or can be written.
+unsafe fn array(out: *mut Handle, shape: Option<Shape>, call: &dyn Fn(*mut Handle) -> Answer) -> Answer {
     let device = driver::current_device();
-    let computed = shape.bytes();
-    if computed == 0 {
+    let computed = shape.map_or(0, |shape| shape.bytes());
+    if out.is_null() || computed == 0 {
         return call(out);
     }
     let mut handle = core::ptr::null_mut();
@@ -151,44 +151,32 @@ fn granted(ask: fn(Handle, Ordinal) -> Option<u64>, handle: Handle, device: Opti
 hook! {
     /// Since CUDA 3.2.
     cuArrayCreate_v2(out: *mut Handle, shape: *const Flat<usize>) |real| {
-        if out.is_null() || shape.is_null() {
-            return real(out, shape);
-        }
-        // SAFETY: neither is null; both are the program's.
-        unsafe { array(out, (*shape).shape(), &|out| real(out, shape)) }
+        // SAFETY: both are the program's, or null.
+        unsafe { array(out, shape.as_ref().map(Flat::shape), &|out| real(out, shape)) }
     }
 }
 
 hook! {
     /// With 32 bits for a size.
     cuArrayCreate(out: *mut Handle, shape: *const Flat<c_uint>) |real| {
-        if out.is_null() || shape.is_null() {
-            return real(out, shape);
-        }
-        // SAFETY: neither is null; both are the program's.
-        unsafe { array(out, (*shape).shape(), &|out| real(out, shape)) }
+        // SAFETY: both are the program's, or null.
+        unsafe { array(out, shape.as_ref().map(Flat::shape), &|out| real(out, shape)) }
     }
 }
 
 hook! {
     /// Since CUDA 3.2.
     cuArray3DCreate_v2(out: *mut Handle, shape: *const Deep<usize>) |real| {
-        if out.is_null() || shape.is_null() {
-            return real(out, shape);
-        }
-        // SAFETY: neither is null; both are the program's.
-        unsafe { array(out, (*shape).shape(), &|out| real(out, shape)) }
+        // SAFETY: both are the program's, or null.
+        unsafe { array(out, shape.as_ref().map(Deep::shape), &|out| real(out, shape)) }
     }
 }
 
 hook! {
     /// With 32 bits for a size.
     cuArray3DCreate(out: *mut Handle, shape: *const Deep<c_uint>) |real| {
-        if out.is_null() || shape.is_null() {
-            return real(out, shape);
-        }
-        // SAFETY: neither is null; both are the program's.
-        unsafe { array(out, (*shape).shape(), &|out| real(out, shape)) }
+        // SAFETY: both are the program's, or null.
+        unsafe { array(out, shape.as_ref().map(Deep::shape), &|out| real(out, shape)) }
     }
 }
 

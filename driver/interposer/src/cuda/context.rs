@@ -18,13 +18,16 @@ fn primary(device: Ordinal) -> Option<&'static AtomicUsize> {
 /// Makes a context by `call`, which writes to a place of ours; `destroy` takes it back.
 ///
 /// # Safety
-/// `out` can be written.
+/// `out` is null, which the driver refuses, or can be written.
 unsafe fn made(
     out: *mut Handle,
     device: Ordinal,
     call: &dyn Fn(*mut Handle) -> Answer,
     destroy: &dyn Fn(Handle),
 ) -> Answer {
+    if out.is_null() {
+        return call(out);
+    }
     let share = match share::of_cuda(device) {
         Standing::Free => return call(out),
         Standing::Closed => return OUT_OF_MEMORY,
@@ -59,10 +62,7 @@ fn destroy(context: Handle) {
 hook! {
     /// Since CUDA 3.2.
     cuCtxCreate_v2(out: *mut Handle, flags: c_uint, device: Ordinal) |real| {
-        if out.is_null() {
-            return real(out, flags, device);
-        }
-        // SAFETY: the program's place for the handle.
+        // SAFETY: the program's place for the handle, or null.
         unsafe { made(out, device, &|out| real(out, flags, device), &destroy) }
     }
 }
@@ -70,10 +70,7 @@ hook! {
 hook! {
     /// Of CUDA 2.0.
     cuCtxCreate(out: *mut Handle, flags: c_uint, device: Ordinal) |real| {
-        if out.is_null() {
-            return real(out, flags, device);
-        }
-        // SAFETY: the program's place for the handle.
+        // SAFETY: the program's place for the handle, or null.
         unsafe { made(out, device, &|out| real(out, flags, device), &destroy) }
     }
 }
@@ -81,10 +78,7 @@ hook! {
 hook! {
     /// Since CUDA 11.4, with a part of the processors.
     cuCtxCreate_v3(out: *mut Handle, affinity: *mut c_void, count: c_int, flags: c_uint, device: Ordinal) |real| {
-        if out.is_null() {
-            return real(out, affinity, count, flags, device);
-        }
-        // SAFETY: the program's place for the handle.
+        // SAFETY: the program's place for the handle, or null.
         unsafe { made(out, device, &|out| real(out, affinity, count, flags, device), &destroy) }
     }
 }
@@ -92,10 +86,7 @@ hook! {
 hook! {
     /// Since CUDA 12.5.
     cuCtxCreate_v4(out: *mut Handle, parameters: *mut c_void, flags: c_uint, device: Ordinal) |real| {
-        if out.is_null() {
-            return real(out, parameters, flags, device);
-        }
-        // SAFETY: the program's place for the handle.
+        // SAFETY: the program's place for the handle, or null.
         unsafe { made(out, device, &|out| real(out, parameters, flags, device), &destroy) }
     }
 }

@@ -51,7 +51,7 @@ fn trim(pool: Handle) {
 /// An allocation from `pool`. `call` writes to a place of ours.
 ///
 /// # Safety
-/// `out` can be written.
+/// `out` is null, which the driver refuses, or can be written.
 #[inline(never)]
 unsafe fn from(
     pool: Option<Handle>,
@@ -59,7 +59,7 @@ unsafe fn from(
     (out, bytes, stream): (*mut u64, usize, Handle),
     call: &dyn Fn(*mut u64) -> Answer,
 ) -> Answer {
-    let (Some(pool), Some(device)) = (pool, device) else { return call(out) };
+    let (Some(pool), Some(device), false) = (pool, device, out.is_null()) else { return call(out) };
     let share = match share::of_cuda(device) {
         Standing::Free => return call(out),
         Standing::Closed => return OUT_OF_MEMORY,
@@ -110,11 +110,8 @@ unsafe fn from(
 hook! {
     /// From the device's current pool.
     cuMemAllocAsync(out: *mut u64, bytes: usize, stream: Handle) |real| {
-        if out.is_null() {
-            return real(out, bytes, stream);
-        }
         let device = driver::stream_device(stream);
-        // SAFETY: the program's place for the pointer.
+        // SAFETY: the program's place for the pointer, or null.
         unsafe { from(device.and_then(driver::pool_of), device, (out, bytes, stream), &|out| real(out, bytes, stream)) }
     }
 }
@@ -122,12 +119,9 @@ hook! {
 hook! {
     /// On the per-thread default stream.
     cuMemAllocAsync_ptsz(out: *mut u64, bytes: usize, stream: Handle) |real| {
-        if out.is_null() {
-            return real(out, bytes, stream);
-        }
         let device = driver::stream_device(stream);
         let on = driver::per_thread(stream);
-        // SAFETY: the program's place for the pointer.
+        // SAFETY: the program's place for the pointer, or null.
         unsafe { from(device.and_then(driver::pool_of), device, (out, bytes, on), &|out| real(out, bytes, stream)) }
     }
 }
@@ -135,10 +129,7 @@ hook! {
 hook! {
     /// From a pool that the program names.
     cuMemAllocFromPoolAsync(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
-        if out.is_null() {
-            return real(out, bytes, pool, stream);
-        }
-        // SAFETY: the program's place for the pointer.
+        // SAFETY: the program's place for the pointer, or null.
         unsafe { from(Some(pool), device_of(pool), (out, bytes, stream), &|out| real(out, bytes, pool, stream)) }
     }
 }
@@ -146,11 +137,8 @@ hook! {
 hook! {
     /// On the per-thread default stream.
     cuMemAllocFromPoolAsync_ptsz(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
-        if out.is_null() {
-            return real(out, bytes, pool, stream);
-        }
         let on = driver::per_thread(stream);
-        // SAFETY: the program's place for the pointer.
+        // SAFETY: the program's place for the pointer, or null.
         unsafe { from(Some(pool), device_of(pool), (out, bytes, on), &|out| real(out, bytes, pool, stream)) }
     }
 }
