@@ -295,6 +295,8 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Leavin
         metrics: metrics.clone(),
     };
     stages.droppable("publisher watch", watch.run());
+    // Making a pool takes megabytes, and the server's answers to it as many.
+    stages.droppable("memory", frugal::give_back_after(state.subscribe()));
     let options = PublishOptions::new(args.cluster.node_name.as_str());
     let publisher = client.clone();
     stages.task("publisher", |stop| {
