@@ -54,7 +54,7 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
         "add rsp, 8",
         "pop rsi",
         "pop rdi",
-        "test rax, rax",
+        "test rdx, rdx",
         "jz 3f",
         "ret",
         "3: mov rax, [rip + {next}]",
@@ -103,10 +103,11 @@ pub(crate) unsafe extern "C" fn dlvsym(
         "push rsi",
         "push rdx",
         "call {hooked}",
+        "mov rcx, rdx",
         "pop rdx",
         "pop rsi",
         "pop rdi",
-        "test rax, rax",
+        "test rcx, rcx",
         "jz 3f",
         "ret",
         "3: mov rax, [rip + {next}]",
@@ -154,9 +155,10 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
         "mov x2, x30",
         "bl {hooked}",
         "mov x9, x0",
+        "mov x10, x1",
         "ldp x0, x1, [sp, #16]",
         "ldp x29, x30, [sp], #32",
-        "cbz x9, 3f",
+        "cbz x10, 3f",
         "mov x0, x9",
         "ret",
         "3: adrp x16, {next}",
@@ -207,10 +209,11 @@ pub(crate) unsafe extern "C" fn dlvsym(
         "mov x3, x30",
         "bl {hooked}",
         "mov x9, x0",
+        "mov x10, x1",
         "ldr x2, [sp, #32]",
         "ldp x0, x1, [sp, #16]",
         "ldp x29, x30, [sp], #48",
-        "cbz x9, 3f",
+        "cbz x10, 3f",
         "mov x0, x9",
         "ret",
         "3: adrp x16, {next}",
@@ -232,11 +235,27 @@ pub(crate) unsafe extern "C" fn dlvsym(
     )
 }
 
-/// The hook to answer with, or 0: libc is to answer, with the caller's own frame.
-unsafe extern "C" fn hooked(handle: usize, name: *const c_char, caller: usize) -> usize {
+/// What to answer. It is returned in two registers, of which the code above asks the second.
+#[repr(C)]
+struct Answer {
+    address: usize,
+    /// 0: libc is to answer, with the caller's own frame.
+    ours: usize,
+}
+
+const LIBC: Answer = Answer { address: 0, ours: 0 };
+
+impl Answer {
+    fn hook(at: table::Index) -> Self {
+        Self { address: table::EXPORTS[at].hook.0 as usize, ours: 1 }
+    }
+}
+
+/// What [`dlsym`] answers for a name that is ours to look at.
+unsafe extern "C" fn hooked(handle: usize, name: *const c_char, caller: usize) -> Answer {
     // SAFETY: the program's own name, which ends with zero.
-    let Some(at) = (unsafe { table::export(name.cast()) }) else { return 0 };
-    answer(at, handle, caller, || {
+    let Some(at) = (unsafe { table::export(name.cast()) }) else { return LIBC };
+    answer(at, handle, name, caller, || {
         // SAFETY: what stands behind ours has libc's signature; handle and name are the caller's.
         unsafe {
             core::mem::transmute::<usize, Dlsym>(next(&DLSYM, b"dlsym"))(handle as *mut c_void, name) as usize
@@ -250,29 +269,53 @@ unsafe extern "C" fn hooked_version(
     name: *const c_char,
     version: *const c_char,
     caller: usize,
-) -> usize {
+) -> Answer {
     // SAFETY: the program's own name, which ends with zero.
-    let Some(at) = (unsafe { table::export(name.cast()) }) else { return 0 };
-    answer(at, handle, caller, || {
-        let real = next(&DLVSYM, b"dlvsym");
-        // SAFETY: what stands behind ours has libc's signature; all arguments are the caller's.
-        unsafe { core::mem::transmute::<usize, Dlvsym>(real)(handle as *mut c_void, name, version) as usize }
-    })
+    let Some(at) = (unsafe { table::export(name.cast()) }) else { return LIBC };
+    answer(at, handle, name, caller, || ask_version(handle, name, version))
 }
 
-fn answer(at: table::Index, handle: usize, caller: usize, ask: impl FnOnce() -> usize) -> usize {
+fn ask_version(handle: usize, name: *const c_char, version: *const c_char) -> usize {
+    // SAFETY: what stands behind ours has libc's signature; all arguments are the caller's.
+    let real = unsafe { core::mem::transmute::<usize, Dlvsym>(next(&DLVSYM, b"dlvsym")) };
+    // SAFETY: the same.
+    unsafe { real(handle as *mut c_void, name, version) as usize }
+}
+
+fn answer(
+    at: table::Index,
+    handle: usize,
+    name: *const c_char,
+    caller: usize,
+    ask: impl FnOnce() -> usize,
+) -> Answer {
     match handle {
+        // libc would find our export, where a program without this library finds nothing and goes on without a GPU. The
+        // loader's own words for that come of a version that nobody has.
+        RTLD_DEFAULT | RTLD_NEXT if is_ours_alone(at) => {
+            Answer { address: ask_version(RTLD_DEFAULT, name, NO_VERSION.as_ptr()), ours: 1 }
+        }
         // The global scope has our export before any library that a program needs or opens.
-        RTLD_DEFAULT => 0,
-        RTLD_NEXT if next_is_hooked(at, caller) => table::EXPORTS[at].hook.0 as usize,
-        RTLD_NEXT => 0,
+        RTLD_DEFAULT => LIBC,
+        RTLD_NEXT if next_is_hooked(at, caller) => Answer::hook(at),
+        RTLD_NEXT => LIBC,
         // With a handle libc's answer does not depend on who asks.
         _ => match ask() {
-            0 => 0,
-            address if genuine::library(at).owns(at, address) => table::EXPORTS[at].hook.0 as usize,
-            address => address,
+            0 => LIBC,
+            address if genuine::library(at).owns(at, address) => Answer::hook(at),
+            address => Answer { address, ours: 1 },
         },
     }
+}
+
+/// Whether nothing else in the program's namespace has a function of that name.
+fn is_ours_alone(at: table::Index) -> bool {
+    let mut alone = true;
+    elf::each_object(&mut |object, _| {
+        alone = object.base() == elf::own_base() || object.function(table::EXPORTS[at].name).is_none();
+        !alone
+    });
+    alone
 }
 
 /// Whether what follows the caller under that name is NVIDIA's function, or our export before it. libc would search the
@@ -326,6 +369,9 @@ fn next(known: &AtomicUsize, name: &[u8]) -> usize {
     known.store(found, Ordering::Relaxed);
     found
 }
+
+/// Of no function anywhere.
+const NO_VERSION: &core::ffi::CStr = c"DIVVY_0";
 
 /// Stands for a libc that has no such function.
 extern "C" fn none() -> usize {

@@ -32,6 +32,13 @@ int main(int count, char **argument) {
   const char *name = "cuMemAlloc_v2";
   if (count < 5) return 2;
 
+  /* Where the program is not linked to the driver, it is not loaded yet. */
+  say("at first", dlsym(RTLD_DEFAULT, name));
+  const char *error = dlerror();
+  if (error) printf("at first, error: %.31s\n", strstr(error, "undefined symbol"));
+  say("next at first", dlsym(RTLD_NEXT, name));
+  say("at first, the program's own", dlsym(RTLD_DEFAULT, "cuMemFree_v2"));
+
   void *apart = dlmopen(LM_ID_NEWLM, argument[1], RTLD_NOW);
   if (!apart) printf("dlmopen: %s\n", dlerror());
   say("dlmopen", dlsym(apart, name));
