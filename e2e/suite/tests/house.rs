@@ -38,6 +38,10 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("divvy-sim-nvml", &["divvy-sim"]),
     ("divvy-sim-cuda", &["divvy-sim"]),
     ("divvy-crash", &[]),
+    (
+        "divvy-escape",
+        &["divvy-api", "divvy-pages", "divvy-driver", "divvy-sim", "divvy-sim-nvml", "divvy-sim-cuda"],
+    ),
     ("divvy-fakes", &["divvy-api", "divvy-kubelet"]),
     ("divvy-e2e", &["*"]),
     (

@@ -1,0 +1,424 @@
+/* bench launch N | info N | alloc LIVE lifo|fifo|random N | init N | race ROUNDS SEED | kills N SEED
+ *
+ * A CUDA program that measures itself: finds the driver as an application does, by dlopen and dlsym, and prints
+ * figures as `name value`, in nanoseconds where it is a time. It knows nothing of shares. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef unsigned long long address;
+#define MIB ((size_t)1 << 20)
+/* A kernel that does nothing, for any GPU since Maxwell. */
+static const char PTX[] = ".version 6.0\n.target sm_50\n.address_size 64\n.visible .entry nothing()\n{\n ret;\n}\n";
+
+static struct {
+	int (*cuInit)(unsigned);
+	int (*cuDeviceGet)(int *, int);
+	int (*cuDeviceTotalMem_v2)(size_t *, int);
+	int (*cuDevicePrimaryCtxRetain)(void **, int);
+	int (*cuCtxSetCurrent)(void *);
+	int (*cuCtxSynchronize)(void);
+	int (*cuMemAlloc_v2)(address *, size_t);
+	int (*cuMemFree_v2)(address);
+	int (*cuMemGetInfo_v2)(size_t *, size_t *);
+	int (*cuModuleLoadData)(void **, const void *);
+	int (*cuModuleGetFunction)(void **, void *, const char *);
+	int (*cuLaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+		void **);
+} cuda;
+
+static void fail(const char *what, int code)
+{
+	fprintf(stderr, "%s: %d\n", what, code);
+	exit(1);
+}
+
+#define must(call)                          \
+	do {                                \
+		int code_ = cuda.call;      \
+		if (code_)                  \
+			fail(#call, code_); \
+	} while (0)
+
+static void load(void)
+{
+	void *library = dlopen("libcuda.so.1", RTLD_NOW);
+	if (!library)
+		fail(dlerror(), 0);
+#define FIND(name) *(void **)&cuda.name = dlsym(library, #name)
+	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDeviceTotalMem_v2), FIND(cuDevicePrimaryCtxRetain);
+	FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize), FIND(cuMemAlloc_v2), FIND(cuMemFree_v2), FIND(cuMemGetInfo_v2);
+	FIND(cuModuleLoadData), FIND(cuModuleGetFunction), FIND(cuLaunchKernel);
+}
+
+static void start(void)
+{
+	int device;
+	void *context;
+	load();
+	must(cuInit(0));
+	must(cuDeviceGet(&device, 0));
+	must(cuDevicePrimaryCtxRetain(&context, device));
+	must(cuCtxSetCurrent(context));
+}
+
+static uint64_t clock_of(clockid_t id)
+{
+	struct timespec now;
+	clock_gettime(id, &now);
+	return (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static uint64_t now(void) { return clock_of(CLOCK_MONOTONIC); }
+
+static uint64_t state = 1;
+static uint64_t chance(uint64_t below)
+{
+	state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+	return state % below;
+}
+
+static int by_size(const void *a, const void *b)
+{
+	double x = *(const double *)a, y = *(const double *)b;
+	return (x > y) - (x < y);
+}
+
+/* The median of batches: what comes between now and then falls out. */
+static void figure(const char *name, double *batches, int count)
+{
+	qsort(batches, count, sizeof *batches, by_size);
+	printf("%s %.3f\n", name, batches[count / 2]);
+}
+
+enum { BATCH = 256, MOST = 4096 };
+static double batches[MOST];
+
+static int batches_of(long calls)
+{
+	long count = calls / BATCH;
+	return count < 1 ? 1 : count > MOST ? MOST : count;
+}
+
+static void launch(long calls)
+{
+	void *module, *function;
+	start();
+	must(cuModuleLoadData(&module, PTX));
+	must(cuModuleGetFunction(&function, module, "nothing"));
+	int count = batches_of(calls);
+	for (int i = 0; i < count; i++) {
+		uint64_t begin = now();
+		for (int call = 0; call < BATCH; call++)
+			must(cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
+		batches[i] = (double)(now() - begin) / BATCH;
+		must(cuCtxSynchronize());
+	}
+	figure("launch", batches, count);
+}
+
+static void info(long calls)
+{
+	size_t free, total;
+	start();
+	int count = batches_of(calls);
+	for (int i = 0; i < count; i++) {
+		uint64_t begin = now();
+		for (int call = 0; call < BATCH; call++)
+			must(cuMemGetInfo_v2(&free, &total));
+		batches[i] = (double)(now() - begin) / BATCH;
+	}
+	figure("info", batches, count);
+}
+
+static void alloc(long live, const char *order, long calls)
+{
+	const size_t size = 4096;
+	start();
+	address *ring = calloc(live + 1, sizeof *ring);
+	for (long i = 0; i < live; i++)
+		must(cuMemAlloc_v2(&ring[i], size));
+	int count = batches_of(calls);
+	long oldest = 0;
+	for (int i = 0; i < count; i++) {
+		uint64_t begin = now();
+		for (int call = 0; call < BATCH; call++) {
+			address made;
+			must(cuMemAlloc_v2(&made, size));
+			/* Frees the newest, the oldest or any, and keeps the new one in its place. */
+			if (live && *order != 'l') {
+				long at = *order == 'f' ? oldest : (long)chance(live);
+				address freed = ring[at];
+				ring[at] = made, made = freed;
+				oldest = oldest + 1 == live ? 0 : oldest + 1;
+			}
+			must(cuMemFree_v2(made));
+		}
+		batches[i] = (double)(now() - begin) / BATCH;
+	}
+	figure("alloc", batches, count);
+}
+
+/* From a program that has the library loaded to one that knows its GPU's memory, in so many processes at once. */
+static void init_one(int gate)
+{
+	int device;
+	size_t total;
+	char byte;
+	load();
+	/* Ready; all begin when the gate's other end is closed. */
+	if (write(STDOUT_FILENO, "r", 1) != 1 || read(gate, &byte, 1) != 0)
+		_exit(1);
+	uint64_t cpu = clock_of(CLOCK_PROCESS_CPUTIME_ID), wall = now();
+	must(cuInit(0));
+	must(cuDeviceGet(&device, 0));
+	must(cuDeviceTotalMem_v2(&total, device));
+	uint64_t took[2] = { clock_of(CLOCK_PROCESS_CPUTIME_ID) - cpu, now() - wall };
+	if (write(STDOUT_FILENO, took, sizeof took) != sizeof took)
+		_exit(1);
+	_exit(0);
+}
+
+static void all_of(int file, void *room, size_t size)
+{
+	for (size_t got = 0; got < size;) {
+		ssize_t more = read(file, (char *)room + got, size - got);
+		if (more <= 0)
+			fail("a process has ended early", 0);
+		got += more;
+	}
+}
+
+static void init(int count)
+{
+	int gate[2], said[2];
+	char word[16], ready;
+	if (pipe(gate) || pipe(said))
+		fail("pipe", 0);
+	snprintf(word, sizeof word, "%d", gate[0]);
+	for (int i = 0; i < count; i++) {
+		if (fork())
+			continue;
+		dup2(said[1], STDOUT_FILENO);
+		close(said[0]), close(said[1]), close(gate[1]);
+		execl("/proc/self/exe", "bench", "init-one", word, NULL);
+		_exit(1);
+	}
+	close(said[1]);
+	for (int i = 0; i < count; i++)
+		all_of(said[0], &ready, 1);
+	close(gate[0]), close(gate[1]);
+	for (int i = 0; i < count; i++) {
+		/* Written at once and shorter than a pipe's unit, so whole. */
+		uint64_t took[2];
+		all_of(said[0], took, sizeof took);
+		printf("cpu %llu\nwall %llu\n", (unsigned long long)took[0], (unsigned long long)took[1]);
+	}
+	while (wait(NULL) > 0)
+		;
+}
+
+/* What processes of one run share. */
+static struct table {
+	_Atomic int arrived, round;
+	_Atomic uint64_t want[2], got[2];
+	_Atomic int alive, go;
+	_Atomic uint64_t slowest;
+} *table;
+
+static void share_table(void)
+{
+	table = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (table == MAP_FAILED)
+		fail("mmap", 0);
+}
+
+static void meet(int count)
+{
+	int round = table->round;
+	if (++table->arrived == count) {
+		table->arrived = 0;
+		table->round++;
+		return;
+	}
+	while (table->round == round)
+		sched_yield();
+}
+
+/* Two processes ask at the same moment for what is left. */
+static void race(long rounds, uint64_t seed)
+{
+	long neither = 0, both = 0, missed = 0;
+	share_table();
+	state = seed | 1;
+	pid_t parent = getpid();
+	int which = fork() ? 0 : 1;
+	start();
+	meet(2);
+	size_t left, total;
+	must(cuMemGetInfo_v2(&left, &total));
+	left -= left % (2 * MIB);
+	for (long round = 0; round < rounds; round++) {
+		/* Either each fits alone and not both, or both fit. */
+		int apart = round % 4 != 0;
+		if (!which)
+			for (int i = 0; i < 2; i++)
+				table->want[i] = apart ? left - chance(4) * 2 * MIB : (left / 2 - chance(4) * 2 * MIB) & ~(2 * MIB - 1);
+		meet(2);
+		address made = 0;
+		int code = cuda.cuMemAlloc_v2(&made, table->want[which]);
+		if (code != 0 && code != 2)
+			fail("cuMemAlloc", code);
+		table->got[which] = code ? 0 : table->want[which];
+		meet(2);
+		if (!which) {
+			int fits = (table->got[0] > 0) + (table->got[1] > 0);
+			if (table->got[0] + table->got[1] > left)
+				both++;
+			if (apart && fits == 0)
+				neither++;
+			if (!apart && fits < 2)
+				missed++;
+		}
+		if (made)
+			must(cuMemFree_v2(made));
+		meet(2);
+	}
+	if (getpid() != parent)
+		_exit(0);
+	printf("above %ld\nneither %ld\nmissed %ld\n", both, neither, missed);
+}
+
+/* Allocates and frees for ever, of all sizes. */
+static void churn(void)
+{
+	address held[64] = { 0 };
+	start();
+	table->alive = 1;
+	for (;;) {
+		unsigned at = chance(64);
+		if (held[at]) {
+			must(cuMemFree_v2(held[at]));
+			held[at] = 0;
+		} else if (cuda.cuMemAlloc_v2(&held[at], (chance(32) + 1) * 2 * MIB)) {
+			held[at] = 0;
+		}
+	}
+}
+
+static void await(_Atomic int *word, int value)
+{
+	while (*word != value)
+		usleep(50);
+}
+
+/* Of a child: it may have failed. */
+static void await_start(void)
+{
+	uint64_t begin = now();
+	while (!table->alive) {
+		usleep(50);
+		if (now() - begin > 20000000000ull)
+			fail("a process does not start", 0);
+	}
+}
+
+/* Whenever told, waits until all that was free at first can be allocated at once; says how long that took. */
+static void prober(int said)
+{
+	size_t left, total;
+	start();
+	must(cuMemGetInfo_v2(&left, &total));
+	left -= left % (2 * MIB);
+	table->alive = 1;
+	for (;;) {
+		await(&table->go, 1);
+		uint64_t begin = now(), took, call;
+		address made;
+		int code;
+		do {
+			call = now();
+			code = cuda.cuMemAlloc_v2(&made, left);
+			if (now() - call > table->slowest)
+				table->slowest = now() - call;
+			took = now() - begin;
+			if (code)
+				usleep(200);
+		} while (code && took < 10000000000ull);
+		if (!code)
+			must(cuMemFree_v2(made));
+		table->go = 0;
+		if (write(said, &took, sizeof took) != sizeof took)
+			_exit(1);
+	}
+}
+
+static void kills(long count, uint64_t seed)
+{
+	int said[2];
+	uint64_t took, worst = 0, late = 0;
+	share_table();
+	if (pipe(said))
+		fail("pipe", 0);
+	pid_t probe = fork();
+	if (!probe)
+		prober(said[1]);
+	await_start();
+	state = seed | 1;
+	for (long i = 0; i < count; i++) {
+		table->alive = 0;
+		uint64_t next = chance(~0ull);
+		pid_t child = fork();
+		if (!child) {
+			state = next | 1;
+			churn();
+		}
+		/* Most die while they allocate, some while they begin. */
+		if (chance(8))
+			await_start();
+		usleep(chance(2000));
+		kill(child, SIGKILL);
+		waitpid(child, NULL, 0);
+		table->go = 1;
+		all_of(said[0], &took, sizeof took);
+		worst = took > worst ? took : worst;
+		late += took > 2000000000ull;
+	}
+	kill(probe, SIGKILL);
+	printf("worst %llu\nslowest %llu\nlate %llu\n", (unsigned long long)worst, (unsigned long long)table->slowest,
+		(unsigned long long)late);
+}
+
+int main(int count, char **words)
+{
+	const char *mode = count > 1 ? words[1] : "";
+	long number = count > 2 ? atol(words[2]) : 0;
+	if (!strcmp(mode, "launch"))
+		launch(number);
+	else if (!strcmp(mode, "info"))
+		info(number);
+	else if (!strcmp(mode, "alloc") && count == 5)
+		alloc(number, words[3], atol(words[4]));
+	else if (!strcmp(mode, "init-one"))
+		init_one(number);
+	else if (!strcmp(mode, "init"))
+		init(number);
+	else if (!strcmp(mode, "race") && count == 4)
+		race(number, strtoull(words[3], NULL, 10));
+	else if (!strcmp(mode, "kills") && count == 4)
+		kills(number, strtoull(words[3], NULL, 10));
+	else {
+		fprintf(stderr, "usage: bench launch N | info N | alloc LIVE ORDER N | init N | race ROUNDS SEED | kills N SEED\n");
+		return 2;
+	}
+	return 0;
+}

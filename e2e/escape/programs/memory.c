@@ -1,0 +1,127 @@
+/* Getting around a library within the process that it is loaded in. */
+#define _GNU_SOURCE
+#include "driver.h"
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+/* The driver's library among the objects that are loaded, and its own table of symbols. */
+struct object {
+	uintptr_t base;
+	const ElfW(Sym) *symbols;
+	const char *strings;
+	const uint32_t *hash;
+};
+
+static uintptr_t at(const struct link_map *map, uintptr_t value)
+{
+	/* glibc has made most of these absolute already. */
+	return value < map->l_addr ? map->l_addr + value : value;
+}
+
+static void read_tables(const struct link_map *map, struct object *object)
+{
+	object->base = map->l_addr;
+	for (const ElfW(Dyn) *entry = map->l_ld; entry->d_tag != DT_NULL; entry++) {
+		if (entry->d_tag == DT_SYMTAB)
+			object->symbols = (const void *)at(map, entry->d_un.d_ptr);
+		if (entry->d_tag == DT_STRTAB)
+			object->strings = (const void *)at(map, entry->d_un.d_ptr);
+		if (entry->d_tag == DT_GNU_HASH)
+			object->hash = (const void *)at(map, entry->d_un.d_ptr);
+	}
+}
+
+/* Walks every chain of the GNU hash table: number of buckets, first symbol, words of the filter, shift. */
+static void *in_tables(void *from, const char *name)
+{
+	const struct object *object = from;
+	uint32_t buckets = object->hash[0], first = object->hash[1], words = object->hash[2];
+	const uint32_t *bucket = object->hash + 4 + words * (sizeof(ElfW(Addr)) / 4);
+	const uint32_t *chain = bucket + buckets;
+	for (uint32_t i = 0; i < buckets; i++) {
+		uint32_t index = bucket[i];
+		if (index < first)
+			continue;
+		do {
+			if (!strcmp(object->strings + object->symbols[index].st_name, name))
+				return (void *)(object->base + object->symbols[index].st_value);
+		} while (!(chain[index++ - first] & 1));
+	}
+	return NULL;
+}
+
+static struct object *genuine(void)
+{
+	static struct object object;
+	struct link_map *map;
+	void *handle = dlopen("libcuda.so.1", RTLD_NOW);
+	if (!handle || dlinfo(handle, RTLD_DI_LINKMAP, &map))
+		cannot(dlerror());
+	/* From the program's own map on: a handle may be another object's. */
+	while (map->l_prev)
+		map = map->l_prev;
+	for (; map; map = map->l_next)
+		if (strstr(map->l_name, "/libcuda.so") && !strstr(map->l_name, "/run/divvy/lib/libcuda"))
+			read_tables(map, &object);
+	if (!object.hash || !object.symbols || !object.strings)
+		cannot("since the driver's library has no GNU hash table");
+	return &object;
+}
+
+static void raw_pointers(void)
+{
+	struct driver driver;
+	if (!find_all(&driver, in_tables, genuine()))
+		hold(&driver, goal());
+}
+
+/* Overwrites the beginning of a function by a jump to another. */
+static int redirect(void *from, void *to)
+{
+	uintptr_t page = sysconf(_SC_PAGESIZE), begin = (uintptr_t)from & ~(page - 1);
+	if (mprotect((void *)begin, 2 * page, PROT_READ | PROT_WRITE | PROT_EXEC))
+		return -1;
+#if defined __x86_64__
+	unsigned char jump[12] = { 0x48, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xe0 }; /* mov rax, to; jmp rax */
+	memcpy(jump + 2, &to, 8);
+#elif defined __aarch64__
+	unsigned char jump[16] = { 0x50, 0, 0, 0x58, 0, 2, 0x1f, 0xd6 }; /* ldr x16, [pc, 8]; br x16 */
+	memcpy(jump + 8, &to, 8);
+#endif
+	memcpy(from, jump, sizeof jump);
+	__builtin___clear_cache(from, (char *)from + sizeof jump);
+	return 0;
+}
+
+static void patched(void)
+{
+	struct driver driver, real;
+	if (find_usual(&driver) || find_all(&real, in_tables, genuine()))
+		held(0);
+	int code = start(&driver);
+	void *hook = (void *)driver.allocate, *function = (void *)real.allocate;
+	if (hook != function && redirect(hook, function))
+		refused("mprotect of the library's code");
+	held(code ? 0 : take(&driver, goal()));
+}
+
+/* A copy of the driver's library, which no one who knows it by name or SONAME recognises. */
+static void own_library(void)
+{
+	struct driver driver;
+	if (!find_in(&driver, order.copy))
+		hold(&driver, goal());
+}
+
+const struct row memory_rows[] = {
+	{ "link-map", raw_pointers },
+	{ "library-patched", patched },
+	{ "own-libcuda", own_library },
+	{ NULL, NULL },
+};

@@ -1,0 +1,64 @@
+/* Namespaces of a program's own, where the kernel lets it have some. */
+#define _GNU_SOURCE
+#include "driver.h"
+#include <fcntl.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+extern char **environ;
+
+static void map_root(int uid, int gid)
+{
+	char line[64];
+	const struct {
+		const char *file;
+		int id;
+	} maps[] = { { "/proc/self/uid_map", uid }, { "/proc/self/gid_map", gid } };
+	int groups = open("/proc/self/setgroups", O_WRONLY);
+	if (groups < 0 || write(groups, "deny", 4) != 4)
+		refused("setgroups");
+	for (int i = 0; i < 2; i++) {
+		int file = open(maps[i].file, O_WRONLY);
+		int length = snprintf(line, sizeof line, "0 %d 1", maps[i].id);
+		if (file < 0 || write(file, line, length) != length)
+			refused(maps[i].file);
+	}
+}
+
+/* Root of a user namespace may mount, over the pages and over what the loader reads. */
+static void user(void)
+{
+	int uid = getuid(), gid = getgid();
+	if (unshare(CLONE_NEWUSER | CLONE_NEWNS))
+		cannot("since the kernel gives no user namespaces here");
+	map_root(uid, gid);
+	if (mount("none", "/run", "tmpfs", 0, NULL))
+		refused("mount over /run");
+	if (access("/etc/ld.so.preload", F_OK) == 0 && mount("/dev/null", "/etc/ld.so.preload", NULL, MS_BIND, NULL))
+		refused("mount over /etc/ld.so.preload");
+	become("plain", environ);
+}
+
+/* A process whose number means nothing to the container, with a library of its own. */
+static void pid(void)
+{
+	int uid = getuid(), gid = getgid(), status;
+	if (unshare(CLONE_NEWUSER | CLONE_NEWPID))
+		cannot("since the kernel gives no user namespaces here");
+	map_root(uid, gid);
+	pid_t child = fork();
+	if (!child)
+		become("own-libcuda", environ);
+	waitpid(child, &status, 0);
+	_exit(0);
+}
+
+const struct row space_rows[] = {
+	{ "user-namespace", user },
+	{ "pid-namespace", pid },
+	{ NULL, NULL },
+};

@@ -1,0 +1,11 @@
+//! `divvy-escape`, and `nvidia-smi` where it is called by that name.
+
+use std::process::ExitCode;
+
+fn main() -> anyhow::Result<ExitCode> {
+    if let Some(code) = divvy_sim::command::multicall() {
+        return Ok(code);
+    }
+    divvy_escape::command::main()?;
+    Ok(ExitCode::SUCCESS)
+}

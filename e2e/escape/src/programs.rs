@@ -1,0 +1,111 @@
+//! The programs that try: compiled from C by the machine's compiler, since that is what applications are, and placed
+//! where containers see them.
+
+use crate::node::Node;
+use anyhow::{Context, Result, ensure};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The sources.
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/programs");
+/// What a driver exports.
+const EXPORTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../driver/interposer/exports/cuda.map");
+/// The driver with versions.
+const VERSIONED: &str = "versioned.so";
+/// The tricks; `bench.c` is a program of its own.
+const ESCAPE: &[&str] = &["main.c", "loader.c", "pages.c", "memory.c", "spaces.c"];
+
+/// What is compiled once and then copied to each node.
+#[derive(Clone, Debug)]
+pub struct Programs {
+    directory: PathBuf,
+}
+
+impl Programs {
+    /// Compiles into a directory. `archive` is the simulated driver as a static library, `raw` this crate's program.
+    pub fn build(directory: &Path, archive: Option<&Path>, raw: &Path) -> Result<Self> {
+        std::fs::create_dir_all(directory)?;
+        compile(ESCAPE, &directory.join("escape"), &["-ldl"])?;
+        // Linked to a library without content that stands for the driver; what it calls is found when it is loaded.
+        let stub = directory.join("libcuda.so.1");
+        compile(&[], &stub, &["-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null"])?;
+        let link =
+            ["-shared", "-fPIC", "-Wl,--no-as-needed", stub.to_str().context("a path that is no text")?];
+        compile(&["user.c"], &directory.join("libuser.so"), &link)?;
+        std::fs::remove_file(&stub)?;
+        if let Some(archive) = archive {
+            let archive = archive.to_str().context("an archive's path that is no text")?;
+            compile(
+                &["static.c"],
+                &directory.join("static"),
+                &["-static", archive, "-lpthread", "-ldl", "-lm"],
+            )?;
+            let whole =
+                ["-shared", "-Wl,--whole-archive", archive, "-Wl,--no-whole-archive", "-Wl,--version-script"];
+            let names = ["-Wl,-soname,libcuda.so.1", "-Wl,--default-symver,-Bsymbolic"];
+            let needed = ["-lpthread", "-ldl", "-lm", "-lgcc_s"];
+            compile(&[], &directory.join(VERSIONED), &[&whole[..], &[EXPORTS], &names, &needed].concat())?;
+        }
+        std::fs::copy(raw, directory.join("raw"))
+            .with_context(|| format!("cannot copy {}", raw.display()))?;
+        Ok(Self { directory: directory.to_owned() })
+    }
+
+    /// Gives the node's driver versions to its functions.
+    pub fn give_versions(&self, node: &Node) -> Result<()> {
+        let versioned = self.directory.join(VERSIONED);
+        std::fs::copy(versioned, node.libcuda()).context("no driver as a static library was given")?;
+        Ok(())
+    }
+
+    /// Places them on a node, beside a copy of its driver under another name and SONAME.
+    pub fn install(&self, node: &Node) -> Result<()> {
+        for entry in std::fs::read_dir(&self.directory)? {
+            let entry = entry?;
+            if entry.file_name() == VERSIONED {
+                continue;
+            }
+            // The driver finds its GPUs from the path of the file that it is in: a static program is that file.
+            let to = if entry.file_name() == "static" { node.libraries() } else { node.programs() };
+            std::fs::copy(entry.path(), to.join(entry.file_name()))?;
+        }
+        let driver = std::fs::read(node.libcuda())?;
+        std::fs::write(copy(node), renamed(&driver, b"libcuda.so.1\0", b"libmycu.so.1\0"))?;
+        Ok(())
+    }
+}
+
+/// The copy of the driver's library.
+pub(crate) fn copy(node: &Node) -> PathBuf {
+    node.libraries().join("libmycu.so")
+}
+
+/// Compiles C sources of this crate.
+pub fn compile(sources: &[&str], out: &Path, flags: &[&str]) -> Result<()> {
+    let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
+    let sources = sources.iter().map(|source| Path::new(SOURCES).join(source));
+    let ran = Command::new(compiler).args(["-O2", "-Wall", "-o"]).arg(out).args(sources).args(flags).output();
+    let ran = ran.context("cannot start the C compiler")?;
+    ensure!(
+        ran.status.success(),
+        "{} does not compile: {}",
+        out.display(),
+        String::from_utf8_lossy(&ran.stderr)
+    );
+    Ok(())
+}
+
+/// With every occurrence of a name replaced by another of the same length.
+fn renamed(library: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
+    let mut bytes = library.to_owned();
+    let places: Vec<usize> = library
+        .windows(from.len())
+        .enumerate()
+        .filter(|(_, window)| *window == from)
+        .map(|(at, _)| at)
+        .collect();
+    for at in places {
+        bytes[at..at + to.len()].copy_from_slice(to);
+    }
+    bytes
+}

@@ -1,0 +1,150 @@
+//! The tricks, what each must come to, and in whose words the table of the documentation tells it.
+
+/// What must become of a trick.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Must {
+    /// The limit holds.
+    BePrevented,
+    /// The node finds it within seconds, as this sort of finding among others, and acts upon it.
+    BeDetected(&'static str),
+}
+
+/// What is won by a trick.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gain {
+    /// More device memory than the share's.
+    Memory,
+    /// A balance of compute time that nobody granted.
+    Time,
+}
+
+/// How a trick is played.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Play {
+    /// By `escape` with the row's name.
+    Escape,
+    /// By `escape` with the row's name, on a driver whose functions have versions, as not every one's have.
+    Versioned,
+    /// By `escape plain` in two containers at once that have the same pages.
+    TwoContainers,
+    /// By `escape plain` in a container with volumes that its pod's author has mounted.
+    Volumes(Volume),
+    /// The same, past admission: as a pod from a file on the node comes.
+    Unadmitted(Volume),
+    /// By a program that has the driver linked into it.
+    Static,
+    /// By a program that speaks to the GPU without a library of the driver's.
+    Raw,
+}
+
+/// What a pod's author mounts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Volume {
+    /// Nothing, over what the loader preloads.
+    NoPreload,
+    /// A page that allows everything, beside the share's.
+    ForgedPage,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    pub name: &'static str,
+    pub trick: &'static str,
+    pub must: Must,
+    pub play: Play,
+    pub gain: Gain,
+}
+
+impl Row {
+    const fn played(self, play: Play) -> Self {
+        Self { play, ..self }
+    }
+
+    const fn winning(self, gain: Gain) -> Self {
+        Self { gain, ..self }
+    }
+}
+
+const fn prevented(name: &'static str, trick: &'static str) -> Row {
+    Row { name, trick, must: Must::BePrevented, play: Play::Escape, gain: Gain::Memory }
+}
+
+const fn detected(name: &'static str, trick: &'static str, as_what: &'static str) -> Row {
+    Row { name, trick, must: Must::BeDetected(as_what), play: Play::Escape, gain: Gain::Memory }
+}
+
+/// Not registered on the account page, whatever loaded the driver's functions instead of the library.
+const HIDDEN: &str = "hidden";
+/// The sum by the GPU driver's word is above the limit.
+const OVER: &str = "over-limit";
+/// The policy page that the process sees is not the node's.
+const PAGES: &str = "pages";
+/// The account page says what no honest process writes.
+const ACCOUNT: &str = "account";
+
+/// All of them, in the order of the table.
+pub const ROWS: &[Row] = &[
+    prevented("plain", "just allocates more"),
+    prevented("fork", "four children, each with a part"),
+    prevented("fork-of-a-user", "fork after CUDA is in use"),
+    prevented("exec", "fills the share, then becomes another image"),
+    prevented("absolute-path", "`dlopen` of the driver by its absolute path"),
+    prevented("dlmopen", "`dlmopen`: the driver in a linker namespace of its own"),
+    prevented("deepbind", "`dlopen` with `RTLD_DEEPBIND`"),
+    prevented("dlvsym", "`dlvsym`: the driver's functions by a version").played(Play::Versioned),
+    prevented("cugetprocaddress", "`cuGetProcAddress`, asked for itself too"),
+    prevented("preload-unset", "`LD_PRELOAD` unset"),
+    prevented("preload-replaced", "`LD_PRELOAD` replaced"),
+    prevented("environment-cleared", "an empty environment"),
+    prevented("policy-file", "writes, truncates, renames or unlinks the policy page's file"),
+    prevented("policy-remount", "remounts the policy page, or mounts over it"),
+    prevented("policy-mprotect", "`mprotect` of the mapped policy page"),
+    prevented("policy-proc-mem", "writes the mapped policy page through `/proc/self/mem`"),
+    prevented("policy-ptrace", "a child that traces its parent and writes the policy page"),
+    prevented("second-container", "a second container of the pod, at the same time")
+        .played(Play::TwoContainers),
+    prevented("volumes", "the pod's own volume mounted over what the loader preloads")
+        .played(Play::Volumes(Volume::NoPreload)),
+    prevented("volumes-forged", "the pod's own volume with a policy page that allows everything")
+        .played(Play::Volumes(Volume::ForgedPage)),
+    detected("volumes-unadmitted", "the same volume over the preload, where no admission was asked", HIDDEN)
+        .played(Play::Unadmitted(Volume::NoPreload)),
+    detected("forged-unadmitted", "the same forged page, where no admission was asked", PAGES)
+        .played(Play::Unadmitted(Volume::ForgedPage)),
+    detected("static", "a static binary with its own driver library", HIDDEN).played(Play::Static),
+    detected("own-libcuda", "a copy of the driver under another name and SONAME", HIDDEN),
+    detected("raw", "raw ioctl, no driver library at all", HIDDEN).played(Play::Raw),
+    detected("user-namespace", "a nested user namespace, whose root mounts over the pages", PAGES),
+    detected("pid-namespace", "processes outside the container's pid namespace", HIDDEN),
+    detected("run-moved", "the container's root moves `/run/divvy` away", PAGES),
+    detected(
+        "etc-moved",
+        "the container's root moves `/etc` away, and with it what the loader preloads",
+        HIDDEN,
+    ),
+    detected(
+        "pages-closed",
+        "the container's root closes `/run/divvy`, and gives up the right to pass",
+        HIDDEN,
+    ),
+    detected("account-zeroed", "writes its own account page: nothing used", OVER),
+    detected("account-balance", "writes its own account page: all the time there is", ACCOUNT)
+        .winning(Gain::Time),
+    detected("account-slot-stolen", "writes its own account page: a slot given to another process", OVER),
+    detected("account-generation", "writes its own account page: a generation bumped", OVER),
+    detected("libc-dlsym", "libc's own `dlsym`, found by its version", HIDDEN),
+    detected(
+        "deepbind-linked",
+        "a library that is linked to the driver, opened with `RTLD_DEEPBIND`",
+        HIDDEN,
+    ),
+    detected("dlmopen-linked", "a library that is linked to the driver, opened by `dlmopen`", HIDDEN),
+    detected("link-map", "raw pointers, found by walking the loader's tables", HIDDEN),
+    detected("library-patched", "patches the library's code in its own memory", OVER),
+    detected("policy-mapped-over", "maps memory of its own over the policy page", OVER),
+];
+
+/// The row of that name.
+pub fn named(name: &str) -> Option<&'static Row> {
+    ROWS.iter().find(|row| row.name == name)
+}

@@ -1,0 +1,99 @@
+//! The node daemon's agent, alone, over the simulated node: it sees the pages, NVML and `/proc`, and nothing of the
+//! suite. What it does, it does by its defaults.
+
+use crate::node::Node;
+use anyhow::{Context, Result};
+use divvy_driver::agent::{Agent, Done, Report, Response};
+use divvy_driver::gpus::{Gpus, GpusOptions};
+use divvy_driver::paths::HostPaths;
+use std::sync::mpsc::{self, Receiver};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+
+/// A running agent; it ends when this is dropped.
+#[derive(Debug)]
+pub struct Watch {
+    told: Receiver<Told>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A finding of the agent's.
+#[derive(Clone, Debug)]
+pub struct Told {
+    /// Its sort.
+    pub kind: &'static str,
+    /// It ended the process.
+    pub ended: bool,
+}
+
+impl Watch {
+    pub fn start(node: &Node) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let (send, told) = mpsc::channel();
+        let (stop, stopped) = oneshot::channel();
+        let (ready, up) = mpsc::channel();
+        let paths = paths(node);
+        let thread = std::thread::spawn(move || {
+            runtime.block_on(async {
+                let gpus = Gpus::start(GpusOptions::new(&paths)).await;
+                let (agent, mut reports) = Agent::new(gpus.clone(), &paths, Response::default());
+                // Whoever waits for it may have given up.
+                let _ = ready.send(());
+                let tell = async {
+                    while let Some(report) = reports.recv().await {
+                        if let Report::Found { finding, done } = report {
+                            let _ = send.send(Told { kind: finding.kind.name(), ended: done == Done::Ended });
+                        }
+                    }
+                };
+                tokio::select! {
+                    () = agent.run() => {}
+                    () = tell => {}
+                    _ = stopped => {}
+                }
+                gpus.shutdown().await;
+            });
+        });
+        up.recv_timeout(Duration::from_secs(60)).context("the agent does not start")?;
+        Ok(Self { told, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Findings until `enough`, or until the time has passed.
+    pub fn until(&self, deadline: Instant, mut enough: impl FnMut(&[Told]) -> bool) -> Vec<Told> {
+        let mut all = Vec::new();
+        loop {
+            while let Ok(told) = self.told.try_recv() {
+                all.push(told);
+            }
+            if enough(&all) || Instant::now() >= deadline {
+                return all;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        // It has ended already if nobody listens.
+        let _ = self.stop.take().map(|stop| stop.send(()));
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+fn paths(node: &Node) -> HostPaths {
+    let root = node.sim.root().to_owned();
+    HostPaths {
+        kubelet_root: node.path().join("kubelet"),
+        cdi_dir: node.path().join("cdi"),
+        dev_root: root.clone(),
+        sys_root: root.join("sys"),
+        driver_root: root,
+        host_prefix: "/".into(),
+        proc_root: "/proc".into(),
+        state_dir: node.path().join("state"),
+        run_dir: node.path().to_owned(),
+    }
+}
