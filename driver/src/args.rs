@@ -73,9 +73,12 @@ pub struct HostArgs {
     /// root and the device nodes of it, are mounted
     #[arg(long, env = "HOST_PREFIX", value_name = "DIR", default_value = "/", value_parser = absolute)]
     pub host_prefix: PathBuf,
-    /// The host's /proc as this process sees it
+    /// The host's /proc as this process sees it: what the GPU driver tells there
     #[arg(long, env = "PROC_ROOT", value_name = "DIR", default_value = "/proc", value_parser = absolute)]
     pub proc_root: PathBuf,
+    /// The same, for the host's processes, where a simulated GPU driver has a /proc of its own
+    #[arg(long, env = "PROCESS_ROOT", value_name = "DIR", default_value = "/proc", value_parser = absolute)]
+    pub process_root: PathBuf,
     /// The host's /sys as this process sees it
     #[arg(long, env = "SYS_ROOT", value_name = "DIR", default_value = "/sys", value_parser = absolute)]
     pub sys_root: PathBuf,
@@ -170,6 +173,7 @@ impl HostArgs {
             // What the kernel calls an open file is compared with it.
             host_prefix: self.host_prefix.canonicalize().unwrap_or_else(|_| self.host_prefix.clone()),
             proc_root: self.proc_root.clone(),
+            process_root: self.process_root.clone(),
             sys_root: self.sys_root.clone(),
             state_dir: PathBuf::new(),
             run_dir: self.run_dir.clone(),

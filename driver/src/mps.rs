@@ -65,12 +65,12 @@ pub enum MpsError {
 #[derive(Clone, Debug)]
 pub struct Mps {
     dir: PathBuf,
-    proc_root: PathBuf,
+    process_root: PathBuf,
 }
 
 impl Mps {
     pub fn new(paths: &HostPaths) -> Self {
-        Self { dir: paths.run_dir.join(DIRECTORY), proc_root: paths.proc_root.clone() }
+        Self { dir: paths.run_dir.join(DIRECTORY), process_root: paths.process_root.clone() }
     }
 
     /// The directory of all targets.
@@ -178,7 +178,7 @@ impl Mps {
     }
 
     fn lives(&self, process: Process) -> bool {
-        let stat = self.proc_root.join(process.pid.to_string()).join("stat");
+        let stat = self.process_root.join(process.pid.to_string()).join("stat");
         let Ok(text) = fs::read_to_string(stat) else { return false };
         // Behind the command, which may hold anything but ends at the last `)`: field 3 and on.
         let fields = text.rsplit_once(')').map(|(_, fields)| fields.split_whitespace());

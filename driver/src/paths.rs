@@ -27,8 +27,10 @@ pub struct HostPaths {
     pub dev_root: PathBuf,
     /// Where this process sees the host's root: `/`, or `/host` in a pod.
     pub host_prefix: PathBuf,
-    /// Where `/proc` is seen, `/proc`.
+    /// Where the GPU driver's part of `/proc` is seen, `/proc`.
     pub proc_root: PathBuf,
+    /// Where the host's processes are seen, `/proc`: only of the host's PID namespace.
+    pub process_root: PathBuf,
     /// Where `/sys` is seen, `/sys`.
     pub sys_root: PathBuf,
     /// Records, GPU numbers and locks; on disk, by default below the plugin directory.
@@ -90,6 +92,7 @@ impl HostPaths {
             dev_root: root.join("driver"),
             host_prefix: PathBuf::from("/"),
             proc_root: root.join("proc"),
+            process_root: root.join("proc"),
             sys_root: root.join("sys"),
             state_dir: root.join("state"),
             run_dir: root.join("run"),

@@ -90,7 +90,7 @@ impl Inner {
             if !matches!(self.records.read(&uid), Ok(None)) {
                 continue;
             }
-            if shares::is_mounted(&self.options.paths.proc_root, &uid) {
+            if shares::is_mounted(&self.options.paths.process_root, &uid) {
                 tracing::warn!(claim = %uid, "pages of shares that no record explains are in use; left");
                 continue;
             }

@@ -109,7 +109,7 @@ pub struct Agent {
 /// Where things are, and what is done.
 struct Sources {
     shares: Shares,
-    proc_root: PathBuf,
+    process_root: PathBuf,
     cgroup_root: PathBuf,
     lock: PathBuf,
     response: Response,
@@ -131,7 +131,7 @@ impl Agent {
         let (reports, told) = mpsc::channel(QUEUE);
         let sources = Sources {
             shares: Shares::new(paths),
-            proc_root: paths.proc_root.clone(),
+            process_root: paths.process_root.clone(),
             cgroup_root: paths.sys_root.join("fs/cgroup"),
             lock: paths.run_dir.join(LOCK),
             response,
@@ -289,11 +289,11 @@ impl Sources {
         kept: BTreeSet<String>,
         memory: Memory,
     ) -> (Memory, Vec<Report>) {
-        let look = Look { kept, ..gather::look(found, uses, &self.proc_root, &self.cgroup_root) };
+        let look = Look { kept, ..gather::look(found, uses, &self.process_root, &self.cgroup_root) };
         let findings = judge::judge(&look, &memory.before);
         // Who is to be ended has no time to go on while slots are written.
         let (mut memory, reports) = self.respond(findings, memory);
-        gather::repair(&look, &self.shares, &self.proc_root);
+        gather::repair(&look, &self.shares, &self.process_root);
         memory.before = judge::remember(&look);
         (memory, reports)
     }
@@ -311,14 +311,16 @@ impl Sources {
                 continue;
             }
             let done = match &finding.process {
-                Some(suspect) if self.response.ends(&finding) => match end::end(&self.proc_root, suspect) {
-                    Ok(Ended::Killed) => Done::Ended,
-                    Ok(Ended::Gone) => Done::Reported,
-                    Err(error) => {
-                        tracing::error!(error = &error as &dyn std::error::Error, %finding, "not ended");
-                        Done::NotEnded
+                Some(suspect) if self.response.ends(&finding) => {
+                    match end::end(&self.process_root, suspect) {
+                        Ok(Ended::Killed) => Done::Ended,
+                        Ok(Ended::Gone) => Done::Reported,
+                        Err(error) => {
+                            tracing::error!(error = &error as &dyn std::error::Error, %finding, "not ended");
+                            Done::NotEnded
+                        }
                     }
-                },
+                }
                 _ => Done::Reported,
             };
             let is_new = told.get(&key).is_none_or(|at| now.duration_since(*at) >= AGAIN);

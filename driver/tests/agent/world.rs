@@ -56,6 +56,7 @@ impl World {
             dev_root: sim.root().to_owned(),
             host_prefix: "/".into(),
             proc_root: dir.path().join("proc"),
+            process_root: dir.path().join("proc"),
             sys_root: dir.path().join("sys"),
             state_dir: dir.path().join("state"),
             run_dir: dir.path().join("run"),

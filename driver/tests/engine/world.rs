@@ -48,6 +48,7 @@ impl World {
             dev_root: sim.root().to_owned(),
             host_prefix: "/".into(),
             proc_root: sim.root().join("proc"),
+            process_root: sim.root().join("proc"),
             sys_root: sim.root().join("sys"),
             state_dir: dir.path().join("state"),
             run_dir: dir.path().join("run"),

@@ -130,6 +130,7 @@ impl World {
         path("--driver-root", root);
         path("--dev-root", root);
         path("--proc-root", &root.join("proc"));
+        path("--process-root", &root.join("proc"));
         path("--sys-root", &root.join("sys"));
         path("--runtime-config", &self.path("containerd.toml"));
         command.args(flags);

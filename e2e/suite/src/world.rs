@@ -402,8 +402,16 @@ impl World {
 
     /// Events about nodes.
     pub(crate) async fn node_events(&self, reason: &str) -> Result<Vec<Event>> {
-        let fields = format!("involvedObject.kind=Node,reason={reason}");
-        Ok(self.events.list(&ListParams::default().fields(&fields)).await?.items)
+        self.events_with(&format!("involvedObject.kind=Node,reason={reason}")).await
+    }
+
+    /// Events about a pod.
+    pub(crate) async fn pod_events(&self, name: &str, reason: &str) -> Result<Vec<Event>> {
+        self.events_with(&format!("involvedObject.name={name},reason={reason}")).await
+    }
+
+    async fn events_with(&self, fields: &str) -> Result<Vec<Event>> {
+        Ok(self.events.list(&ListParams::default().fields(fields)).await?.items)
     }
 
     /// Warnings of the last minutes, for a person who looks at a failure.

@@ -96,6 +96,29 @@ pub(super) async fn shares_run_beside_every_other_mode(world: &World) -> Result<
     Ok(())
 }
 
+/// Root in a container may move the library away: its processes have what they want of the GPU until the node's daemon
+/// has looked twice.
+const ROUND_THE_LIBRARY: &str = "(mv /run/divvy /run/mine; exec cuda-client 30000)";
+
+pub(super) async fn who_goes_round_the_library_is_ended(world: &World) -> Result<()> {
+    let gpu = world.gpus("n1")?.remove(2).uuid;
+    world.template("ten", part(SHARE, &uuid(&gpu), "10Gi")).await?;
+    for (pod, work) in [("honest", MODEST), ("tricky", ROUND_THE_LIBRARY)] {
+        world.start(&Worker::new(pod).claim(Claim::Template("ten")).work(work)).await?;
+    }
+    eventually("the tricky one's process ended, and told", || async {
+        ensure!(world.restarts("tricky").await? > 0, "it runs");
+        ensure!(!world.pod_events("tricky", "ShareBroken").await?.is_empty(), "no event tells it");
+        Ok(())
+    })
+    .await?;
+    let honest = world.memory("honest").await?;
+    ensure!((honest.held, honest.error) == (2048, 0), "the neighbour is disturbed: {honest:?}");
+    ensure!(world.restarts("honest").await? == 0, "the neighbour was ended");
+    ensure!(world.pod_events("honest", "ShareBroken").await?.is_empty(), "the neighbour is blamed");
+    Ok(())
+}
+
 /// Turning shares off is the release before them: its devices are for one claim each, and its allocations carry no share
 /// ID. What was allocated so is kept, counted as the whole of its device, and released.
 pub(super) async fn pods_from_before_shares_are_kept_and_released(world: &World) -> Result<()> {
