@@ -93,6 +93,7 @@ fn paths(node: &Node) -> HostPaths {
         driver_root: root,
         host_prefix: "/".into(),
         proc_root: "/proc".into(),
+        process_root: "/proc".into(),
         state_dir: node.path().join("state"),
         run_dir: node.path().to_owned(),
     }
