@@ -13,7 +13,7 @@
 //! - [`frame`]: what every call passes through; [`argument`]: what crosses the boundary.
 //! - [`process`]: what `cuInit` makes; [`device`], [`context`]: GPUs and contexts.
 //! - [`memory`]: allocations and their addresses, and [`content`] that stands for what is in them; [`linear`], [`pool`]
-//!   and its [`figures`], [`array`], [`physical`], [`ipc`], [`copy`]: the kinds of memory.
+//!   and its [`figures`], [`array`], [`physical`], [`shareable`], [`ipc`], [`copy`]: the kinds of memory.
 //! - [`stream`], [`event`], [`module`], [`launch`]: work, which takes time and computes nothing; [`graph`], [`node`],
 //!   [`executable`], [`capture`]: work that is noted first.
 //! - [`rules`]: calls that fail, wait, or kill the process.
@@ -48,5 +48,6 @@ mod physical;
 mod pool;
 mod process;
 mod rules;
+mod shareable;
 mod stream;
 mod symbols;

@@ -7,13 +7,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, IntoRawFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use divvy_sim::Guest;
-use divvy_sim::ledger::Place;
-use rustix::fs::MemfdFlags;
 
 use crate::argument::{In, Out};
 use crate::code::Code;
@@ -25,29 +21,24 @@ use crate::frame::{Outcome, entry};
 use crate::memory;
 use crate::pool::{Access, Location};
 use crate::process::Process;
+use crate::shareable::{HEADER, alone};
 
 /// Reserved addresses lie from here on.
 const BASE: u64 = memory::END;
 /// And below this: a program's own code may be beyond it.
 const END: u64 = 0x5500 << 32;
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
-const DESCRIPTOR: u32 = 1;
-/// A shared allocation's file begins with so much that is about it.
-const HEADER: usize = 4096;
-const MAGIC: u64 = 0x6469_7676_795f_766d;
-
 /// `CUmemAllocationProp`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Properties {
-    kind: u32,
-    handles: u32,
-    location: Location,
-    windows: u64,
-    compression: u8,
-    rdma: u8,
-    usage: u16,
-    reserved: [u8; 4],
+    pub(crate) kind: u32,
+    pub(crate) handles: u32,
+    pub(crate) location: Location,
+    pub(crate) windows: u64,
+    pub(crate) compression: u8,
+    pub(crate) rdma: u8,
+    pub(crate) usage: u16,
+    pub(crate) reserved: [u8; 4],
 }
 
 const _: () = assert!(size_of::<Properties>() == 32);
@@ -59,8 +50,8 @@ pub(crate) struct Physical {
 }
 
 #[derive(Default)]
-struct Store {
-    allocations: HashMap<u64, Allocation>,
+pub(crate) struct Store {
+    pub(crate) allocations: HashMap<u64, Allocation>,
     last: u64,
     /// Ends of reserved ranges by their begins, and ranges that were freed.
     reserved: BTreeMap<u64, u64>,
@@ -72,16 +63,16 @@ struct Store {
 }
 
 /// Physical memory.
-struct Allocation {
-    properties: Properties,
-    size: u64,
+pub(crate) struct Allocation {
+    pub(crate) properties: Properties,
+    pub(crate) size: u64,
     /// Who pays: nobody here for imported memory and memory of the host.
-    guest: Option<Arc<Guest>>,
-    references: u32,
-    mappings: u32,
-    content: Content,
+    pub(crate) guest: Option<Arc<Guest>>,
+    pub(crate) references: u32,
+    pub(crate) mappings: u32,
+    pub(crate) content: Content,
     /// Once it was exported or imported.
-    shared: Option<File>,
+    pub(crate) shared: Option<File>,
 }
 
 /// A mapping, at the address that it is kept by.
@@ -93,7 +84,7 @@ struct Mapping {
 }
 
 impl Physical {
-    fn store(&self) -> MutexGuard<'_, Store> {
+    pub(crate) fn store(&self) -> MutexGuard<'_, Store> {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -161,7 +152,7 @@ impl Store {
         Ok(place.wrapping_add((skip + offset + within) as usize))
     }
 
-    fn add(&mut self, allocation: Allocation) -> u64 {
+    pub(crate) fn add(&mut self, allocation: Allocation) -> u64 {
         self.last += 1;
         // No small numbers, which programs could mistake for something else.
         let handle = 0x7ff0_0000_0000 + (self.last << 8);
@@ -236,49 +227,6 @@ impl Store {
     }
 }
 
-/// Whether no other process has imported the file's memory: importers hold a shared lock.
-fn alone(file: &File) -> bool {
-    lock(file.as_raw_fd(), libc::F_WRLCK)
-}
-
-/// A lock of this very opening of the file, which ends with it.
-fn lock(file: RawFd, kind: i32) -> bool {
-    // SAFETY: all-zero bytes are a flock.
-    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-    lock.l_type = kind as i16;
-    lock.l_whence = libc::SEEK_SET as i16;
-    lock.l_len = 1;
-    // SAFETY: an open descriptor, and a structure that lives during the call.
-    unsafe { libc::fcntl(file, libc::F_OFD_SETLK, &lock) == 0 }
-}
-
-/// Opens the file behind a descriptor once more: locks and positions are the opening's.
-fn reopen(file: RawFd) -> Outcome<File> {
-    let path = format!("/proc/self/fd/{file}");
-    File::options().read(true).write(true).open(path).map_err(|_| Code::InvalidValue)
-}
-
-/// What an exported allocation's file says of it.
-fn header(place: Place, size: u64, properties: &Properties) -> Vec<u8> {
-    let (gi, ci) = place.instance.unwrap_or((u32::MAX, u32::MAX));
-    let words = [MAGIC, place.slot as u64, gi.into(), ci.into(), size, properties.handles.into()];
-    words.iter().flat_map(|word| word.to_le_bytes()).collect()
-}
-
-/// The same, read: its place, size and handle types.
-fn read_header(mut file: &File) -> Outcome<(Place, u64, u32)> {
-    let mut words = [[0; 8]; 6];
-    for word in &mut words {
-        file.read_exact(word).map_err(|_| Code::InvalidValue)?;
-    }
-    let [magic, slot, gi, ci, size, handles] = words.map(u64::from_le_bytes);
-    if magic != MAGIC {
-        return Err(Code::InvalidValue);
-    }
-    let instance = u32::try_from(gi).ok().zip(u32::try_from(ci).ok()).filter(|(gi, _)| *gi != u32::MAX);
-    Ok((Place { slot: slot as usize, instance }, size, handles as u32))
-}
-
 fn create(process: &'static Process, size: u64, properties: Properties) -> Outcome<u64> {
     if properties.kind != 1 || size == 0 || !size.is_multiple_of(PAGE) {
         return Err(Code::InvalidValue);
@@ -299,64 +247,6 @@ fn create(process: &'static Process, size: u64, properties: Properties) -> Outco
     let content = Content::NONE;
     let allocation =
         Allocation { properties, size, guest, references: 1, mappings: 0, content, shared: None };
-    Ok(process.physical.store().add(allocation))
-}
-
-/// Makes an allocation's memory a file that others can map.
-fn share(process: &Process, allocation: &mut Allocation) -> Outcome<RawFd> {
-    if allocation.shared.is_none() {
-        let device = process.device(allocation.properties.location.device().ok_or(Code::NotSupported)?)?;
-        let flags = MemfdFlags::CLOEXEC;
-        let made = rustix::fs::memfd_create("cuda-memory", flags).map_err(|_| Code::OperatingSystem)?;
-        let mut file = File::from(made);
-        let write = |file: &mut File| {
-            file.write_all(&header(device.place, allocation.size, &allocation.properties))?;
-            file.set_len(HEADER as u64 + allocation.size)
-        };
-        write(&mut file).map_err(|_| Code::OperatingSystem)?;
-        let mut content = Content::of(&file, HEADER as u64 + allocation.size)?;
-        let before = std::mem::replace(&mut allocation.content, Content::NONE);
-        if before.address() != 0 {
-            let to = content.place(0)?.wrapping_add(HEADER);
-            // SAFETY: both are mappings of the allocation's size, the new one behind its header.
-            unsafe {
-                std::ptr::copy_nonoverlapping(before.address() as *const u8, to, allocation.size as usize)
-            };
-        }
-        before.unmap();
-        allocation.content = content;
-        allocation.shared = Some(reopen(file.as_raw_fd())?);
-    }
-    let file = allocation.shared.as_ref().ok_or(Code::Unknown)?;
-    // An opening of its own: what it is locked with is not the exporter's.
-    Ok(reopen(file.as_raw_fd())?.into_raw_fd())
-}
-
-fn import(process: &'static Process, descriptor: RawFd) -> Outcome<u64> {
-    if descriptor < 0 {
-        return Err(Code::InvalidValue);
-    }
-    let file = reopen(descriptor)?;
-    let (place, size, handles) = read_header(&file)?;
-    let device = process.devices.iter().find(|device| device.place == place).ok_or(Code::InvalidDevice)?;
-    if !lock(file.as_raw_fd(), libc::F_RDLCK) {
-        return Err(Code::InvalidValue);
-    }
-    let content = Content::of(&file, HEADER as u64 + size)?;
-    let location = Location { kind: Location::DEVICE, id: device.ordinal };
-    let properties = Properties {
-        kind: 1,
-        handles,
-        location,
-        windows: 0,
-        compression: 0,
-        rdma: 0,
-        usage: 0,
-        reserved: [0; 4],
-    };
-    let shared = Some(file);
-    let allocation =
-        Allocation { properties, size, guest: None, references: 1, mappings: 0, content, shared };
     Ok(process.physical.store().add(allocation))
 }
 
@@ -455,27 +345,6 @@ entry! {
     fn cuMemGetAccess(process; flags: Out<u64>, _location: In<Location>, address: u64) {
         let store = process.physical.store();
         flags.set(store.mapping(address).ok_or(Code::InvalidValue)?.1.access.into())
-    }
-
-    fn cuMemExportToShareableHandle(process; descriptor: Out<i32>, handle: u64, kind: u32, _flags: u64) {
-        descriptor.check()?;
-        let mut store = process.physical.store();
-        let allocation = store.allocations.get_mut(&handle).filter(|allocation| allocation.references > 0);
-        let allocation = allocation.ok_or(Code::InvalidValue)?;
-        if kind != DESCRIPTOR || allocation.properties.handles & kind == 0 {
-            return Err(Code::InvalidValue);
-        }
-        descriptor.set(share(process, allocation)?)
-    }
-
-    /// The descriptor itself is given, as if it were an address.
-    fn cuMemImportFromShareableHandle(process; handle: Out<u64>, descriptor: usize, kind: u32) {
-        handle.check()?;
-        if kind != DESCRIPTOR {
-            return Err(Code::InvalidValue);
-        }
-        let descriptor = i32::try_from(descriptor & 0xffff_ffff).map_err(|_| Code::InvalidValue)?;
-        handle.set(import(process, descriptor)?)
     }
 
     /// For RDMA, which nobody does here.

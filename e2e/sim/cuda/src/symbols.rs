@@ -25,6 +25,7 @@ use crate::module::*;
 use crate::node::*;
 use crate::physical::*;
 use crate::pool::*;
+use crate::shareable::*;
 use crate::stream::*;
 
 /// A function of the library.

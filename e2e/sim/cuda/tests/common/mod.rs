@@ -217,3 +217,40 @@ impl Cuda {
         answer(code, (pointer, status))
     }
 }
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Location {
+    pub(crate) kind: u32,
+    pub(crate) id: i32,
+}
+
+pub(crate) const DEVICE: Location = Location { kind: 1, id: 0 };
+
+/// What this process uses of the device.
+pub(crate) fn used(cuda: &Cuda) -> u64 {
+    let (free, total) = cuda.info().expect("information");
+    total - free
+}
+
+/// A program with a context, whose use is counted from there.
+pub(crate) struct Started {
+    pub(crate) cuda: Cuda,
+    before: u64,
+    // Last: the library's file lies in it.
+    pub(crate) node: Node,
+}
+
+pub(crate) fn start(gpus: &str) -> Started {
+    let node = Node::up(gpus);
+    let cuda = node.cuda();
+    let before = used(&cuda);
+    Started { cuda, before, node }
+}
+
+impl Started {
+    pub(crate) fn used(&self) -> u64 {
+        used(&self.cuda) - self.before
+    }
+}
