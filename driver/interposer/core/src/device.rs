@@ -22,7 +22,7 @@ use crate::neighbours::{Neighbours, Unasked};
 use crate::place::{Place, Places};
 use crate::system::System;
 use crate::table::{Class, Entry};
-use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 use divvy_pages::{Fault, Flags, Full, SEATS, Seat, charge, force, uncharge};
 
 /// One device with a share, seen from this process.
@@ -212,11 +212,16 @@ impl<'a, S: System> Device<'a, S> {
             _ if entry.is_managed() => &self.places.managed,
             _ => return,
         };
-        let _ = sum.fetch_update(Relaxed, Relaxed, |sum| Some(with(sum, entry.bytes())));
-        if let Some(seat) = self.places.places().next().and_then(Place::seat)
-            && let Some(slot) = seat.page.slots().get(usize::from(seat.slot))
-        {
-            slot.note(self.places.context.load(Relaxed), self.places.managed.load(Relaxed));
+        let _ = sum.fetch_update(SeqCst, SeqCst, |sum| Some(with(sum, entry.bytes())));
+        let Some(seat) = self.places.places().next().and_then(Place::seat) else { return };
+        let Some(slot) = seat.page.slots().get(usize::from(seat.slot)) else { return };
+        let sums = || (self.places.context.load(SeqCst), self.places.managed.load(SeqCst));
+        // Again where another thread came between: whoever writes last has written what is true then.
+        let mut told = None;
+        while told != Some(sums()) {
+            let (context, managed) = sums();
+            slot.note(context, managed);
+            told = Some((context, managed));
         }
     }
 

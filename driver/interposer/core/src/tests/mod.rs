@@ -11,6 +11,7 @@ use crate::{Identity, Kind, Standing};
 use divvy_pages::Flags;
 use proptest::prelude::*;
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use world::{Fake, GPU, Pages, World, device, kept};
 
 const MIB: u64 = 1 << 20;
@@ -137,6 +138,41 @@ fn processes_are_listed_with_what_they_hold() {
     kept(device(&second), 4 * MIB, 0x1000);
     let bytes = |pid| device(&first).process(pid).map(|process| (process.pid, process.bytes));
     assert_eq!([1, 2, 3].map(bytes), [Some((1, 3 * MIB)), Some((2, 4 * MIB)), None]);
+}
+
+#[test]
+fn what_threads_allocate_at_once_is_told_in_full() {
+    let world = World::new(&[Pages::share(10 * MIB)]);
+    let process = world.process(1);
+    let arrived = AtomicU32::new(0);
+    // Two threads that wait for each other without sleep, so that they go on at once where both have a core.
+    let meet = |time: u32| {
+        arrived.fetch_add(1, SeqCst);
+        let mut looks = 0_u32;
+        while arrived.load(SeqCst) < 2 * time {
+            looks += 1;
+            if looks.is_multiple_of(1000) { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
+    };
+    let run = |thread: u64| {
+        let mut seen = Vec::new();
+        for round in 0..5000 {
+            meet(3 * round + 1);
+            let kind = Kind::Managed { pointer: thread, context: 1 };
+            device(&process).reserve(MIB).expect("it fits").keep_all(kind).expect("it is kept");
+            meet(3 * round + 2);
+            seen.push(world.told());
+            meet(3 * round + 3);
+            process.take(Class::Pointer, thread).expect("it is there").freed();
+        }
+        seen
+    };
+    let seen = std::thread::scope(|scope| {
+        let other = scope.spawn(|| run(2));
+        [run(1), other.join().expect("no panic")].concat()
+    });
+    assert_eq!(seen.iter().position(|told| *told != (0, 2 * MIB)), None);
+    assert_eq!(world.told(), (0, 0));
 }
 
 #[test]

@@ -151,6 +151,16 @@ impl World {
         living.map(|slot| (slot.owner().pid(), slot.weighs())).collect()
     }
 
+    /// What the first process says of its bytes, as the node reads it: for contexts, managed memory.
+    #[allow(unsafe_code)]
+    pub(super) fn told(&self) -> (u64, u64) {
+        let page = self.accounts().next().expect("a page");
+        // SAFETY: a page has so many bytes; who asks waits until nobody writes them.
+        let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(page).cast(), account::SIZE) };
+        let report = account::Snapshot::new(bytes).expect("a page").slots().next().expect("a slot");
+        (report.context, report.managed)
+    }
+
     /// The node lowers or raises a limit.
     pub(super) fn relimit(&self, index: usize, limit: u64) {
         let Found::Pair(page, _) = self.found[index] else { panic!("no page") };
