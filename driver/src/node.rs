@@ -26,6 +26,7 @@ use crate::readiness::{Condition, Readiness};
 use crate::reconcile::Reconciler;
 use crate::registration::{Registered, Registrar, SocketFile, Sockets, remove_dead_sockets};
 use crate::service::Service;
+use crate::shares;
 use crate::status::statuses;
 use crate::turns::Turns;
 use crate::{cri, deviceplugin, leave, watching};
@@ -227,6 +228,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Leavin
     let (agent, reports) = Agent::new(gpus.clone(), &paths, args.gpus.end_processes.clone());
     let watch = watching::Shares {
         reports,
+        pages: shares::Shares::new(&paths),
         engine: engine.clone(),
         statuses: statuses.clone(),
         events: events.clone(),

@@ -5,6 +5,7 @@
 //!                                        account     what it does use; its processes write it, 0666
 //!                                        cgroups/    of its containers, by container id (the hook's)
 //!                                        preload/    lists of libraries, by container id (the hook's)
+//!                                        told        is there while the claim's status says that something is wrong
 //! ```
 //!
 //! One pair of pages is one (claim, shareID) and names one device. Containers have
@@ -39,6 +40,7 @@ pub const POLICY: &str = "policy";
 pub const ACCOUNT: &str = "account";
 pub const CGROUPS: &str = "cgroups";
 pub const PRELOAD: &str = "preload";
+const TOLD: &str = "told";
 /// The hook's files are a line or a few; nobody but root can make them larger.
 const LARGEST: u64 = 64 << 10;
 
@@ -156,6 +158,21 @@ impl Shares {
                 Err(PagesError::Remove { path, cause })
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Shares of which the claim's status says that something is wrong.
+    pub fn told(&self) -> Vec<(ClaimUid, ShareId)> {
+        let is_told = |(claim, share): &(ClaimUid, ShareId)| self.of(claim, share).join(TOLD).exists();
+        self.all().into_iter().filter(is_told).collect()
+    }
+
+    /// Remembers whether it does.
+    pub fn tell(&self, claim: &ClaimUid, share: &ShareId, wrong: bool) -> io::Result<()> {
+        let path = self.of(claim, share).join(TOLD);
+        match wrong {
+            true => fs::write(path, ""),
+            false => fs::remove_file(path),
         }
     }
 

@@ -11,13 +11,15 @@ use crate::events::{Events, Reason};
 use crate::metrics::Metrics;
 use divvy_api::names::DRIVER;
 use divvy_api::sharing::{Interval, Mode};
-use divvy_api::{ClaimRef, DeviceName, GpuUuid, PoolName, Quantity, ShareId};
+use divvy_api::{ClaimRef, ClaimUid, DeviceName, GpuUuid, PoolName, Quantity, ShareId};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use serde::Serialize;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
@@ -29,9 +31,11 @@ pub struct DeviceFacts {
     pub device: DeviceName,
     pub share_id: Option<ShareId>,
     pub data: DeviceData,
-    /// Of a share that the agent has had something to say of.
-    pub limit: Option<LimitKept>,
 }
+
+/// What the agent has had to say, by claim and share: it stands whenever the status of
+/// the claim is written.
+type Limits = BTreeMap<(ClaimUid, ShareId), LimitKept>;
 
 /// The condition `LimitKept` of a share: whether its processes keep to its limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,11 +71,15 @@ fn written<S: serde::Serializer>(memory: &Option<Quantity>, out: S) -> Result<S:
 
 /// Tells of prepared claims; a clone is the same.
 #[derive(Clone)]
-pub struct Statuses(mpsc::Sender<(ClaimRef, Vec<DeviceFacts>)>);
+pub struct Statuses {
+    queue: mpsc::Sender<(ClaimRef, Vec<DeviceFacts>)>,
+    limits: Arc<Mutex<Limits>>,
+}
 
 /// The hand that writes what [`Statuses`] were told; run by the node.
 pub struct StatusWriter {
     queue: mpsc::Receiver<(ClaimRef, Vec<DeviceFacts>)>,
+    limits: Arc<Mutex<Limits>>,
     client: Client,
     events: Events,
     metrics: Metrics,
@@ -86,15 +94,31 @@ const WRITE: Duration = Duration::from_secs(10);
 /// A teller and its writer.
 pub fn statuses(client: Client, events: Events, metrics: Metrics) -> (Statuses, StatusWriter) {
     let (sender, queue) = mpsc::channel(QUEUE);
-    (Statuses(sender), StatusWriter { queue, client, events, metrics })
+    let limits = Arc::<Mutex<Limits>>::default();
+    let statuses = Statuses { queue: sender, limits: Arc::clone(&limits) };
+    (statuses, StatusWriter { queue, limits, client, events, metrics })
 }
 
 impl Statuses {
     /// Has the claim's status written soon; left out where too much waits already.
     pub fn prepared(&self, claim: &ClaimRef, devices: Vec<DeviceFacts>) {
-        if self.0.try_send((claim.clone(), devices)).is_err() {
+        if self.queue.try_send((claim.clone(), devices)).is_err() {
             tracing::debug!(%claim, "its status is not written: too many wait");
         }
+    }
+
+    /// Has the condition of a share be that from now on; what is known of claims that are not
+    /// `held` any more is forgotten. It is written with the claim's devices ([`Self::prepared`]).
+    pub fn limit(
+        &self,
+        claim: &ClaimUid,
+        share: &ShareId,
+        limit: LimitKept,
+        held: impl Fn(&ClaimUid) -> bool,
+    ) {
+        let mut limits = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
+        limits.retain(|(claim, _), _| held(claim));
+        limits.insert((claim.clone(), share.clone()), limit);
     }
 }
 
@@ -121,7 +145,10 @@ impl StatusWriter {
     async fn write(&self, claim: &ClaimRef, devices: &[DeviceFacts]) -> Result<(), String> {
         let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
         let params = PatchParams::apply(DRIVER).force();
-        let patch = Patch::Apply(patch(claim, devices));
+        let patch = {
+            let limits = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
+            Patch::Apply(patch(claim, devices, &limits))
+        };
         match timeout(WRITE, api.patch_status(&claim.name, &params, &patch)).await {
             Ok(Ok(_)) => Ok(()),
             // Released or replaced since: there is nobody left to tell.
@@ -132,7 +159,7 @@ impl StatusWriter {
     }
 }
 
-fn patch(claim: &ClaimRef, devices: &[DeviceFacts]) -> Value {
+fn patch(claim: &ClaimRef, devices: &[DeviceFacts], limits: &Limits) -> Value {
     let entry = |facts: &DeviceFacts| {
         let mut entry = json!({
             "driver": DRIVER, "pool": facts.pool, "device": facts.device, "data": facts.data,
@@ -140,7 +167,8 @@ fn patch(claim: &ClaimRef, devices: &[DeviceFacts]) -> Value {
         if let Some(share) = &facts.share_id {
             entry["shareID"] = json!(share);
         }
-        if let Some(LimitKept { kept, reason, message, since }) = &facts.limit {
+        let share = facts.share_id.as_ref().map(|share| (claim.uid.clone(), share.clone()));
+        if let Some(LimitKept { kept, reason, message, since }) = share.and_then(|share| limits.get(&share)) {
             let status = if *kept { "True" } else { "False" };
             // In the API's own shape of a time, which has whole seconds.
             let since = Timestamp::from_second(since.as_second()).unwrap_or(*since).to_string();
@@ -171,12 +199,6 @@ mod tests {
             device: device.into(),
             share_id: (device == "gpu-1-timeslice").then(|| "s".into()),
             data,
-            limit: (device == "gpu-1-timeslice").then(|| LimitKept {
-                kept: false,
-                reason: "Hidden",
-                message: "process 7".to_owned(),
-                since: Timestamp::from_millisecond(1500).unwrap(),
-            }),
         };
         let devices = [
             facts(
@@ -213,6 +235,17 @@ mod tests {
                     "message": "process 7", "lastTransitionTime": "1970-01-01T00:00:01Z" }] },
             ] },
         });
-        assert_eq!(patch(&claim, &devices), expected);
+        let limit = LimitKept {
+            kept: false,
+            reason: "Hidden",
+            message: "process 7".to_owned(),
+            since: Timestamp::from_millisecond(1500).unwrap(),
+        };
+        // Another share has troubles of its own.
+        let limits = [("u", "s"), ("u", "t"), ("v", "s")].map(|(claim, share)| {
+            let message = if (claim, share) == ("u", "s") { limit.message.clone() } else { String::new() };
+            ((claim.into(), share.into()), LimitKept { message, ..limit.clone() })
+        });
+        assert_eq!(patch(&claim, &devices, &limits.into()), expected);
     }
 }

@@ -1,7 +1,7 @@
 //! Turns the state of the daemon's parts into readiness, events and metrics,
 //! so that the parts themselves need not know who looks on.
 
-use crate::agent::{Done, Finding, Kind, Report};
+use crate::agent::{Done, Kind, Report};
 use crate::cdi;
 use crate::engine::{Daemons, Engine, lost};
 use crate::events::{Events, Reason};
@@ -9,6 +9,7 @@ use crate::metrics::Metrics;
 use crate::readiness::{Condition, Readiness};
 use crate::registration::Registered;
 use crate::service::chain;
+use crate::shares;
 use crate::status::{LimitKept, Statuses};
 use divvy_api::{ClaimRef, ClaimUid, ShareId};
 use divvy_model::Inventory;
@@ -122,85 +123,105 @@ impl Cdi {
 /// Watches what the agent tells of shares.
 pub struct Shares {
     pub reports: mpsc::Receiver<Report>,
+    pub pages: shares::Shares,
     pub engine: Engine,
     pub statuses: Statuses,
     pub events: Events,
     pub metrics: Metrics,
 }
 
+type OfClaim = (ClaimUid, ShareId);
+
 /// A claim whose processes come and go has one event in that time for each sort of finding.
 const SAID_AGAIN: Duration = Duration::from_secs(60);
+/// After so long without a finding nothing is wrong with a share any more: whoever is ended
+/// and starts again does not make the condition go back and forth.
+const OVER: Duration = Duration::from_secs(10);
 
 impl Shares {
     /// Until the agent is gone.
     pub async fn run(mut self) {
         let mut said: HashMap<(Option<ClaimUid>, Kind), Instant> = HashMap::new();
         // Shares of which the worst is told already.
-        let mut broken: HashSet<(ClaimUid, ShareId)> = HashSet::new();
+        let mut broken: HashSet<OfClaim> = HashSet::new();
+        // Shares with nothing wrong since; at first those of which a daemon before has told.
+        let mut well: HashMap<OfClaim, Instant> =
+            self.pages.told().into_iter().map(|share| (share, Instant::now())).collect();
         while let Some(report) = self.reports.recv().await {
             match report {
-                Report::Audited { took } => self.metrics.audited(took),
+                Report::Audited { took } => {
+                    self.metrics.audited(took);
+                    let over: Vec<_> = well.extract_if(|_, since| since.elapsed() >= OVER).collect();
+                    for (share, _) in over {
+                        broken.remove(&share);
+                        self.tell(&share, true, "Kept", "nothing is wrong with the share any more").await;
+                    }
+                }
                 Report::Well { claim, share } => {
-                    broken.remove(&(claim.clone(), share.clone()));
-                    self.tell(&claim, &share, true, "Kept", "nothing is wrong with the share any more").await;
+                    well.insert((claim, share), Instant::now());
                 }
                 Report::Found { finding, done } => {
-                    let (kind, name) = (finding.kind, done.name());
-                    self.metrics.found(kind.name(), name);
-                    let now = Instant::now();
-                    said.retain(|_, at| now.duration_since(*at) < SAID_AGAIN);
-                    if said.contains_key(&(finding.claim.clone(), kind)) {
-                        continue;
-                    }
-                    said.insert((finding.claim.clone(), kind), now);
+                    let kind = finding.kind;
+                    self.metrics.found(kind.name(), done.name());
                     let share = finding.claim.clone().zip(finding.share.clone());
-                    let worse = share.is_none_or(|share| match kind.breaks() {
-                        true => broken.insert(share),
+                    let message = format!("{finding}{}", after(done));
+                    said.retain(|_, at| at.elapsed() < SAID_AGAIN);
+                    if said.insert((finding.claim.clone(), kind), Instant::now()).is_none() {
+                        self.say(share.as_ref(), kind, &message).await;
+                    }
+                    let Some(share) = share else { continue };
+                    well.remove(&share);
+                    let worst = match kind.breaks() {
+                        true => broken.insert(share.clone()),
                         false => !broken.contains(&share),
-                    });
-                    self.found(&finding, done, worse).await;
+                    };
+                    if worst {
+                        self.tell(&share, !kind.breaks(), kind.reason(), &message).await;
+                    }
                 }
             }
         }
         std::future::pending().await
     }
 
-    /// Says it in an event, and in the condition where it is the worst so far.
-    async fn found(&self, finding: &Finding, done: Done, worst: bool) {
-        let done = match done {
-            Done::Reported => "",
-            Done::Ended => "; it was ended",
-            Done::NotEnded => "; it could not be ended, see the log of the node daemon",
+    /// Says it in an event: about a claim that is still held, or about the node.
+    async fn say(&self, share: Option<&OfClaim>, kind: Kind, message: &str) {
+        let Some((uid, share)) = share else {
+            return self.events.node(Reason::StrangerOnGpu, message);
         };
-        let (Some(uid), Some(share)) = (&finding.claim, &finding.share) else {
-            return self.events.node(Reason::StrangerOnGpu, &format!("{finding}{done}"));
-        };
-        let message = format!("{finding}{done}");
-        if let Some(claim) = self.claim(uid).await {
-            let reason = if finding.kind.breaks() { Reason::ShareBroken } else { Reason::ShareDoubtful };
+        if let Some(claim) = self.held().await.into_iter().find(|claim| claim.uid == *uid) {
+            let reason = if kind.breaks() { Reason::ShareBroken } else { Reason::ShareDoubtful };
             self.events.claim(&claim, reason, &format!("claim {claim}, share {share}: {message}"));
         }
-        if worst {
-            self.tell(uid, share, !finding.kind.breaks(), finding.kind.reason(), &message).await;
-        }
     }
 
-    /// Writes the condition of a share's device.
-    async fn tell(&self, uid: &ClaimUid, share: &ShareId, kept: bool, reason: &'static str, message: &str) {
-        let Some(claim) = self.claim(uid).await else { return };
-        let mut devices = self.engine.facts(uid);
-        if let Some(facts) = devices.iter_mut().find(|facts| facts.share_id.as_ref() == Some(share)) {
-            let since = Timestamp::now();
-            facts.limit = Some(LimitKept { kept, reason, message: message.to_owned(), since });
-            self.statuses.prepared(&claim, devices);
+    /// Writes the condition of a share's device, and remembers for the next daemon that it did.
+    async fn tell(&self, of: &OfClaim, kept: bool, reason: &'static str, message: &str) {
+        let (uid, share) = of;
+        let held = self.held().await;
+        let Some(claim) = held.iter().find(|claim| claim.uid == *uid) else { return };
+        if let Err(cause) = self.pages.tell(uid, share, reason != "Kept") {
+            tracing::debug!(%claim, %cause, "the next daemon will not know of the condition");
         }
+        let limit = LimitKept { kept, reason, message: message.to_owned(), since: Timestamp::now() };
+        self.statuses.limit(uid, share, limit, |uid| held.iter().any(|claim| claim.uid == *uid));
+        self.statuses.prepared(claim, self.engine.facts(uid));
     }
 
-    /// The claim's name; none of one that was released meanwhile. It stands in a file.
-    async fn claim(&self, uid: &ClaimUid) -> Option<ClaimRef> {
-        let (engine, uid) = (self.engine.clone(), uid.clone());
-        let held = tokio::task::spawn_blocking(move || engine.held()).await.ok()?;
-        held.into_iter().map(|held| held.claim).find(|claim| claim.uid == uid)
+    /// The claims that are held, which stand in files.
+    async fn held(&self) -> Vec<ClaimRef> {
+        let engine = self.engine.clone();
+        let held = tokio::task::spawn_blocking(move || engine.held()).await.unwrap_or_default();
+        held.into_iter().map(|held| held.claim).collect()
+    }
+}
+
+/// What was done about a finding.
+fn after(done: Done) -> &'static str {
+    match done {
+        Done::Reported => "",
+        Done::Ended => "; it was ended",
+        Done::NotEnded => "; it could not be ended, see the log of the node daemon",
     }
 }
 

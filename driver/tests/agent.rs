@@ -13,5 +13,7 @@ mod account;
 mod figure;
 #[path = "agent/findings.rs"]
 mod findings;
+#[path = "agent/tenant.rs"]
+mod tenant;
 #[path = "agent/world.rs"]
 mod world;

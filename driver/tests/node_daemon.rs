@@ -2,10 +2,13 @@
 //! API server: what a kubelet's own tests ask of a DRA driver, and what bad
 //! input gets.
 #![allow(clippy::unwrap_used)]
+#![allow(unsafe_code)] // An account page is mapped, as in a container.
 
 #[path = "harness/mod.rs"]
 mod harness;
 
+#[path = "agent/account.rs"]
+mod account;
 #[path = "node/audit.rs"]
 mod audit;
 #[path = "node/bad_input.rs"]
@@ -34,5 +37,7 @@ mod reconcile;
 mod registration;
 #[path = "node/slices.rs"]
 mod slices;
+#[path = "agent/tenant.rs"]
+mod tenant;
 #[path = "node/unprepare.rs"]
 mod unprepare;

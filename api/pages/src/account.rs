@@ -32,7 +32,7 @@ use crate::word::Word;
 use crate::{MAJOR, MINOR};
 use core::fmt;
 use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
-pub use node::{ATTENTION, NodeLine, SlotReport, Snapshot};
+pub use node::{ATTENTION, BALANCE, NodeLine, SlotReport, Snapshot};
 
 /// The length of an account page, in bytes.
 pub const SIZE: usize = HEADER + SLOTS * SLOT;

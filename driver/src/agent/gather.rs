@@ -11,7 +11,7 @@ use super::mounts::Page;
 use super::process::{self, Cgroups, Process};
 use crate::shares::{ACCOUNT, POLICY, Shares};
 use divvy_api::{ClaimUid, ShareId};
-use divvy_pages::account::{self, ATTENTION, HEADER, NodeLine, Snapshot};
+use divvy_pages::account::{self, ATTENTION, BALANCE, HEADER, NodeLine, Snapshot};
 use divvy_pages::{Flags, Owner, PageError, Policy};
 use rustix::fs::{major, minor};
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ pub(super) struct Found {
     dir: PathBuf,
     pub(super) policy: Policy,
     page: Page,
-    first: Result<Vec<u8>, AccountError>,
+    first: Result<Raw, AccountError>,
     containers: Vec<(String, Cgroups)>,
 }
 
@@ -59,11 +59,18 @@ pub(super) fn found(shares: &Shares) -> Vec<Found> {
     all
 }
 
-/// A copy of an account page, as far as it is in use; none where it is not there.
-fn copy(path: &Path) -> Option<Result<Vec<u8>, AccountError>> {
+/// A copy of an account page, as far as it is in use.
+#[derive(Debug)]
+struct Raw {
+    page: Vec<u8>,
+    is_long: bool,
+}
+
+/// A copy; none where there is no page.
+fn copy(path: &Path) -> Option<Result<Raw, AccountError>> {
     match read(path) {
-        Ok(page) => Some(match account::check(&page) {
-            Ok(()) => Ok(page),
+        Ok(copy) => Some(match account::check(&copy.page) {
+            Ok(()) => Ok(copy),
             // A daemon before or after this one may have made it.
             Err(why @ PageError::Major(_)) => Err(AccountError::Unreadable(why.to_string())),
             Err(why) => Err(AccountError::Spoiled(why)),
@@ -76,13 +83,14 @@ fn copy(path: &Path) -> Option<Result<Vec<u8>, AccountError>> {
     }
 }
 
-fn read(path: &Path) -> io::Result<Vec<u8>> {
+fn read(path: &Path) -> io::Result<Raw> {
     let file = File::open(path)?;
+    let is_long = file.metadata()?.len() > account::SIZE as u64;
     let mut page = vec![0; HEADER];
     file.read_exact_at(&mut page, 0)?;
     page.resize(Snapshot::length(&page).clamp(HEADER, account::SIZE), 0);
     file.read_exact_at(page.get_mut(HEADER..).unwrap_or_default(), HEADER as u64)?;
-    Ok(page)
+    Ok(Raw { page, is_long })
 }
 
 impl Found {
@@ -97,9 +105,10 @@ impl Found {
     }
 }
 
-fn account_of(first: &[u8], second: &[u8]) -> Result<Account, AccountError> {
-    let first = Snapshot::new(first).map_err(AccountError::Spoiled)?;
-    let second = Snapshot::new(second).map_err(AccountError::Spoiled)?;
+fn account_of(first: &Raw, second: &Raw) -> Result<Account, AccountError> {
+    let is_long = second.is_long;
+    let first = Snapshot::new(&first.page).map_err(AccountError::Spoiled)?;
+    let second = Snapshot::new(&second.page).map_err(AccountError::Spoiled)?;
     let earlier: BTreeMap<usize, _> = first.slots().map(|slot| (slot.index, slot)).collect();
     let slots: Vec<Slot> = second
         .slots()
@@ -116,6 +125,7 @@ fn account_of(first: &[u8], second: &[u8]) -> Result<Account, AccountError> {
         used: second.used(),
         balance: second.balance(),
         attention: second.attention(),
+        is_long,
         still,
         slots,
     })
@@ -201,13 +211,13 @@ pub(super) fn repair(look: &Look, shares: &Shares, proc_root: &Path) -> usize {
     let mut written = 0;
     for (at, share) in look.shares.iter().enumerate() {
         let mine: Vec<&Write> = writes.iter().filter(|write| write.share == at).collect();
-        let lied = share.account.as_ref().is_ok_and(|account| account.is_below_its_slots());
-        if mine.is_empty() && !lied {
-            continue;
-        }
         let path = shares.of(&share.claim, &share.id).join(ACCOUNT);
-        let attention = share.account.as_ref().map_or(0, |account| account.attention);
-        match write(&path, &mine, attention) {
+        let put = match &share.account {
+            Ok(account) => write(&path, account, &mine),
+            Err(AccountError::Spoiled(_)) => mend(&path),
+            Err(AccountError::Unreadable(_)) => continue,
+        };
+        match put {
             Ok(()) => written += mine.len(),
             Err(cause) => tracing::debug!(path = %path.display(), %cause, "account page not written"),
         }
@@ -215,8 +225,25 @@ pub(super) fn repair(look: &Look, shares: &Shares, proc_root: &Path) -> usize {
     written
 }
 
-fn write(path: &Path, writes: &[&Write], attention: u64) -> io::Result<()> {
+/// Makes a page again of a file that is none: its head and its length. Slots that were cut off
+/// are empty, so that processes that had them are not registered.
+fn mend(path: &Path) -> io::Result<()> {
     let file = File::options().write(true).open(path)?;
+    file.set_len(account::SIZE as u64)?;
+    file.write_all_at(&account::fresh(), 0)
+}
+
+fn write(path: &Path, account: &Account, writes: &[&Write]) -> io::Result<()> {
+    if !account.is_long && !account.is_rich() && !account.is_below_its_slots() && writes.is_empty() {
+        return Ok(());
+    }
+    let file = File::options().write(true).open(path)?;
+    if account.is_long {
+        file.set_len(account::SIZE as u64)?;
+    }
+    if account.is_rich() {
+        file.write_all_at(&0_i64.to_le_bytes(), BALANCE)?;
+    }
     for Write { slot, line, anew, .. } in writes {
         let offset = NodeLine::offset(*slot);
         let bytes = line.encode();
@@ -229,5 +256,5 @@ fn write(path: &Path, writes: &[&Write], attention: u64) -> io::Result<()> {
         file.write_all_at(&bytes, offset)?;
     }
     // Last, for the processes of the share to see.
-    file.write_all_at(&attention.wrapping_add(1).to_le_bytes(), ATTENTION)
+    file.write_all_at(&account.attention.wrapping_add(1).to_le_bytes(), ATTENTION)
 }

@@ -34,8 +34,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// How many estimates of a context the GPU driver may take for a process unasked.
 const ALLOWANCE: u64 = 2;
-/// Nobody is ever granted a second of GPU time at once: a thousand times the usual burst.
-const MOST_BALANCE: i64 = 1_000_000_000;
 const MIB: u64 = 1 << 20;
 
 /// A process on a device with shares.
@@ -158,7 +156,8 @@ fn stranger(look: &Look, usage: &Use, process: &Process) -> Option<Finding> {
 }
 
 fn hidden(look: &Look, tenant: &Tenant<'_>) -> Option<Finding> {
-    if tenant.is_registered() {
+    // One that has nothing takes nothing from anybody.
+    if tenant.is_registered() || tenant.usage.bytes == Some(0) {
         return None;
     }
     let share = first(look, tenant)?;
@@ -276,7 +275,7 @@ fn pages(look: &Look, process: &Process, on_the_gpu: bool) -> Vec<Finding> {
     for (share, trouble) in all {
         let (kind, text) = match &trouble {
             Trouble::Missing(path) => (Kind::NoPages, format!("it does not see {path}")),
-            Trouble::Covered(path) => (Kind::Pages, format!("something else is mounted over {path}")),
+            Trouble::Covered(path) => (Kind::Pages, format!("{path} leads to something else")),
             Trouble::Writable(path) => (Kind::Pages, format!("{path} is mounted writable")),
             Trouble::Forged(path) => (Kind::Pages, format!("{path} is no page of this node")),
         };
@@ -292,7 +291,11 @@ fn pages(look: &Look, process: &Process, on_the_gpu: bool) -> Vec<Finding> {
 fn account(look: &Look, share: &Share, before: Option<&Vec<Slot>>) -> Option<Finding> {
     let account = match &share.account {
         Ok(account) => account,
-        Err(error) => return Some(about(share, Kind::Account, None, error.to_string())),
+        // A spoiled one is made a page again at once.
+        Err(error) => {
+            let certain = error.is_spoiled();
+            return Some(Finding { certain, ..about(share, Kind::Account, None, error.to_string()) });
+        }
     };
     let before = before.map(Vec::as_slice).unwrap_or_default();
     let text = lie(look, account, before)?;
@@ -301,7 +304,10 @@ fn account(look: &Look, share: &Share, before: Option<&Vec<Slot>>) -> Option<Fin
 
 fn lie(look: &Look, account: &Account, before: &[Slot]) -> Option<String> {
     let Account { used, balance, slots, .. } = account;
-    if *balance > MOST_BALANCE {
+    if account.is_long {
+        return Some("the file of the account page was made larger than the page".to_owned());
+    }
+    if account.is_rich() {
         return Some(format!(
             "the account page has a balance of {balance} ns of GPU time, which nobody grants"
         ));

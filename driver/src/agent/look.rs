@@ -7,6 +7,9 @@ use divvy_pages::account::SlotReport;
 use divvy_pages::{Flags, GpuUuid, PageError, Policy, SlotState};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Nobody is ever granted a second of GPU time at once: a thousand times the usual burst.
+const MOST_BALANCE: i64 = 1_000_000_000;
+
 /// A part of a GPU that shares are of: all of it, or one MIG instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Device {
@@ -34,6 +37,8 @@ pub(super) struct Account {
     /// Nanoseconds.
     pub(super) balance: i64,
     pub(super) attention: u64,
+    /// Its file was made larger than a page, which takes memory of the node.
+    pub(super) is_long: bool,
     /// Nothing was changed and nothing was in flight while NVML was asked.
     pub(super) still: bool,
     pub(super) slots: Vec<Slot>,
@@ -84,6 +89,11 @@ impl Account {
         let live = self.slots.iter().filter(|slot| slot.is_live());
         let least = |slot: &Slot| slot.report.held.saturating_sub(slot.report.context);
         live.fold(0_u64, |sum, slot| sum.saturating_add(least(slot)))
+    }
+
+    /// Nobody grants as much.
+    pub(super) fn is_rich(&self) -> bool {
+        self.balance > MOST_BALANCE
     }
 
     /// Somebody has lowered the total: while nothing changes it is never below that.

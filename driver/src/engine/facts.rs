@@ -40,6 +40,5 @@ fn facts(device: &DeviceRecord, inventory: &Inventory) -> Option<DeviceFacts> {
                 Some(Setup::Mps(_)) | None => None,
             },
         },
-        limit: None,
     })
 }

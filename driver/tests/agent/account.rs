@@ -1,4 +1,5 @@
 //! An account page as the processes of a container have it: mapped.
+#![allow(dead_code)]
 
 use divvy_pages::account::{SIZE, SlotReport, Snapshot};
 use divvy_pages::{AccountPage, Identity, Peers, Seat, charge};
@@ -63,8 +64,21 @@ impl Page {
         file.write_all_at(&word.to_le_bytes(), offset).unwrap();
     }
 
-    pub(crate) fn cut(&self) {
-        File::options().write(true).open(&self.path).unwrap().set_len(0).unwrap();
+    pub(crate) fn resize(&self, length: u64) {
+        File::options().write(true).open(&self.path).unwrap().set_len(length).unwrap();
+    }
+
+    /// Whether the page is one, of the right length, with a balance that somebody may have granted
+    /// and a total that is what its slots say, once its processes have seen to that.
+    pub(crate) fn is_right(&self) -> bool {
+        let bytes = fs::read(&self.path).unwrap();
+        let whole = bytes.len() == SIZE && Snapshot::new(&bytes).is_ok_and(|page| page.balance() == 0);
+        // Not before: it is mapped.
+        whole && {
+            self.tidy();
+            let bytes = fs::read(&self.path).unwrap();
+            Snapshot::new(&bytes).is_ok_and(|page| page.used() == page.sum())
+        }
     }
 
     pub(crate) fn report(&self, slot: u16) -> Option<SlotReport> {
@@ -76,6 +90,10 @@ impl Page {
     pub(crate) fn lines(&self) -> Vec<u32> {
         let bytes = fs::read(&self.path).unwrap();
         Snapshot::new(&bytes).unwrap().slots().map(|slot| slot.line.host_pid).collect()
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        self.page.used()
     }
 
     pub(crate) fn attention(&self) -> u64 {

@@ -1,6 +1,6 @@
 //! What the agent finds, does and writes.
 
-use super::world::{CONTEXT, MIB, Tenant, World};
+use super::world::{CONTEXT, MIB, World};
 use divvy_driver::agent::{Done, Kind};
 use divvy_pages::account::HEADER;
 use std::time::{Duration, Instant};
@@ -86,11 +86,12 @@ async fn a_forged_total_gains_nothing_for_long() {
 #[tokio::test]
 async fn a_page_that_says_what_nobody_writes_is_told_of() {
     type Lie = fn(&super::account::Page, u16);
-    let lies: [Lie; 4] = [
+    let lies: [Lie; 5] = [
         |page, _| page.forge(64, 0),
         |page, _| page.forge(128, i64::MAX as u64),
         |page, _| page.forge(HEADER as u64 + 4, 0x0002_0009),
-        |page, _| page.cut(),
+        |page, _| page.resize(0),
+        |page, _| page.resize(1 << 20),
     ];
     let world = World::up(OLD);
     for (at, lie) in lies.iter().enumerate() {
@@ -104,6 +105,7 @@ async fn a_page_that_says_what_nobody_writes_is_told_of() {
         lie(&page, slot);
         let told = agent.until(Kind::Account).await;
         assert!(told.contains(&(Kind::Account, None, Done::Reported)), "{at}: {told:?}");
+        until("it is put right", || page.is_right()).await;
         agent.kill().await;
         let shares = divvy_driver::shares::Shares::new(&world.paths);
         shares.remove(&claim.as_str().into()).unwrap();
@@ -117,7 +119,7 @@ async fn a_policy_page_that_is_covered_ends_who_uses_the_gpu_behind_it() {
     let tenant = world.tenant("a", 1000);
     let slot = page.register(&tenant.who());
     page.charge(slot, 1000 * MIB);
-    world.cover("a", tenant.pid());
+    world.cover("a", &tenant);
     let mut agent = world.agent(DEFAULT).await;
     assert_eq!(agent.until(Kind::Pages).await, [(Kind::Pages, Some(tenant.pid()), Done::Ended)]);
 }
@@ -171,7 +173,7 @@ async fn the_next_agent_takes_over_what_the_last_one_left() {
 async fn where_the_gpu_driver_keeps_limits_it_is_told_them() {
     let world = World::up(WITH_LIMITS);
     let _page = world.share("a", 4000);
-    let mut tenant: Tenant = world.tenant("a", 1000);
+    let mut tenant = world.tenant("a", 1000);
     let cgroup = world.unified("a", tenant.pid());
     let mut agent = world.agent(DEFAULT).await;
     // Whatever it is linked with, it cannot have more.

@@ -2,17 +2,15 @@
 
 use super::account::Page;
 use super::programs::program;
+use super::tenant::{Tenant, mounts, over};
 use divvy_driver::agent::{Agent, Done, Kind, Report, Response};
 use divvy_driver::gpus::{Gpus, GpusOptions};
 use divvy_driver::paths::HostPaths;
 use divvy_driver::shares::Shares;
-use divvy_pages::{Compute, Flags, GpuUuid, Identity, Memory, Policy, Text};
+use divvy_pages::{Compute, Flags, GpuUuid, Memory, Policy, Text};
 use divvy_sim::Sim;
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::Receiver;
 
@@ -26,11 +24,6 @@ pub(crate) struct World {
     pub(crate) sim: Sim,
     pub(crate) paths: HostPaths,
     _dir: tempfile::TempDir,
-}
-
-/// A process in a container, on the first GPU.
-pub(crate) struct Tenant {
-    child: Child,
 }
 
 /// An agent at work, and what it tells.
@@ -90,40 +83,18 @@ impl World {
 
     /// A process of that claim's container that takes so many MiB of the first GPU.
     pub(crate) fn tenant(&self, claim: &str, mib: u64) -> Tenant {
-        let tenant = Tenant::start(self, mib);
-        self.place(claim, tenant.pid());
+        let tenant = Tenant::start(self.sim.root(), mib);
+        tenant.place(&self.paths.proc_root, &cgroup(claim), &self.mounts(claim));
         tenant
     }
 
-    /// Lets a process be seen in that claim's container.
-    pub(crate) fn place(&self, claim: &str, pid: u32) {
-        let dir = self.paths.proc_root.join(pid.to_string());
-        fs::create_dir(&dir).unwrap();
-        for name in ["stat", "status", "ns"] {
-            symlink(format!("/proc/{pid}/{name}"), dir.join(name)).unwrap();
-        }
-        fs::write(dir.join("cgroup"), cgroup(claim)).unwrap();
-        fs::write(dir.join("mountinfo"), self.mounts(claim)).unwrap();
-    }
-
     fn mounts(&self, claim: &str) -> String {
-        let page = Shares::new(&self.paths).of(&claim.into(), &"s".into());
-        let device = fs::metadata(page.join("policy")).unwrap().dev();
-        let device = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
-        let line = |(id, file, options): (u32, &str, &str)| {
-            format!(
-                "{id} 1 {device} /x/shares/{claim}/s/{file} /run/divvy/{claim}/s/{file} {options} - tmpfs t rw\n"
-            )
-        };
-        let root = "1 0 0:50 / / rw - overlay overlay rw\n".to_owned();
-        root + &line((2, "policy", "ro")) + &line((3, "account", "rw"))
+        mounts(&Shares::new(&self.paths).of(&claim.into(), &"s".into()), claim, "s")
     }
 
     /// Mounts something over the policy page of a process.
-    pub(crate) fn cover(&self, claim: &str, pid: u32) {
-        let path = self.paths.proc_root.join(pid.to_string()).join("mountinfo");
-        let over = format!("9 2 0:77 /x /run/divvy/{claim}/s/policy rw - tmpfs t rw\n");
-        fs::write(&path, self.mounts(claim) + &over).unwrap();
+    pub(crate) fn cover(&self, claim: &str, tenant: &Tenant) {
+        tenant.remount(&self.paths.proc_root, &(self.mounts(claim) + &over(claim, "s")));
     }
 
     /// A cgroup v2 tree as the GPU driver sees it, with that process in the claim's cgroup.
@@ -145,51 +116,6 @@ impl World {
 
 fn cgroup(claim: &str) -> String {
     format!("4:memory:/machine\n0::/kubepods/{claim}\n")
-}
-
-impl Tenant {
-    /// What a program does that takes memory of the GPU without any library.
-    fn start(world: &World, mib: u64) -> Self {
-        let mut command = Command::new(program("divvy-sim"));
-        command.arg("-C").arg(world.sim.root()).args(["client", "--memory", &mib.to_string()]);
-        command.env_clear().stdin(Stdio::null()).stdout(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.contains(&format!("\"pid\":{}", child.id())), "{line}");
-        Self { child }
-    }
-
-    pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
-    /// As the process says it to an account page.
-    pub(crate) fn who(&self) -> Identity {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap();
-        let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().collect();
-        let namespace = fs::read_link(format!("/proc/{}/ns/pid", self.pid())).unwrap();
-        let namespace =
-            namespace.to_str().unwrap().trim_matches(|c: char| !c.is_ascii_digit()).parse().unwrap();
-        let field = |number: usize| fields[number - 3].parse().unwrap();
-        Identity { pid: self.pid(), namespace, start: field(22), image: field(28) }
-    }
-
-    pub(crate) fn lives(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_none()
-    }
-
-    pub(crate) fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Tenant {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl Working {

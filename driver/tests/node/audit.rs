@@ -1,109 +1,187 @@
-//! What the daemon says of a process that goes round its share, and that nothing is
-//! lost while there is no daemon.
+//! Shares on a whole node: whoever goes round its limit is told of where its owner looks,
+//! and ended where the node is set to; its neighbour is left alone; and nothing is lost
+//! while there is no daemon.
 
-use crate::harness::{DRIVER, H100, NODE, World, until};
+use crate::account::Page;
+use crate::harness::{H100, World, reference, until};
 use crate::observation::{address, wait_for};
-use crate::programs::program;
-use divvy_kubelet::dra::v1::Claim;
+use crate::tenant::{ROOT, Tenant, mounts, over};
+use divvy_pages::account::{HEADER, SLOT};
 use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use serde_json::{Value, json};
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::os::unix::fs::symlink;
-use std::process::{Child, Command, Stdio};
+use std::path::PathBuf;
+use std::time::Instant;
 
-/// A program in the container of a claim that takes memory of the GPU by itself.
-struct Hidden(Child);
+const MIB: u64 = 1 << 20;
+const LIMIT: u64 = 5 << 30;
 
-impl Hidden {
-    fn start(world: &World, claim: &str) -> Self {
-        let mut command = Command::new(program("divvy-sim"));
-        command.arg("-C").arg(world.sim.root()).args(["client", "--memory", "512"]);
-        let mut child = command.env_clear().stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
-        // It says so once it has the memory.
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
-        let (pid, cgroup) = (child.id(), format!("0::/kubepods/{claim}\n"));
-        let dir = world.sim.root().join("proc").join(pid.to_string());
-        fs::create_dir(&dir).unwrap();
-        for name in ["stat", "status", "ns", "mountinfo"] {
-            symlink(format!("/proc/{pid}/{name}"), dir.join(name)).unwrap();
-        }
-        fs::write(dir.join("cgroup"), &cgroup).unwrap();
-        // As the hook tells of the container.
-        fs::write(world.run_dir().join(format!("shares/{claim}/s/cgroups/c1")), cgroup).unwrap();
-        Self(child)
+/// A claim with a share and a process in its container that is registered as the library does it.
+struct Container {
+    claim: &'static str,
+    share: String,
+    dir: PathBuf,
+    proc_root: PathBuf,
+    tenant: Tenant,
+    page: Page,
+    slot: u16,
+}
+
+impl Container {
+    /// The process has so much memory; it says that it has 512 MiB.
+    async fn start(world: &World, claim: &'static str, mib: u64) -> Self {
+        let (share, dir, proc_root, tenant) = enter(world, claim, mib).await;
+        let page = Page::map(&dir.join("account"), LIMIT);
+        let slot = page.register(&tenant.who());
+        assert!(page.charge(slot, 512 * MIB));
+        let found = || page.report(slot).is_some_and(|slot| slot.line.host_pid == tenant.pid());
+        until("the process is known", found).await;
+        Self { claim, share, dir, proc_root, tenant, page, slot }
     }
 
-    fn lives(&mut self) -> bool {
-        self.0.try_wait().unwrap().is_none()
+    fn word(&self, of_slot: usize) -> u64 {
+        (HEADER + usize::from(self.slot) * SLOT + of_slot) as u64
+    }
+
+    fn sees(&self, mounts: &str) {
+        self.tenant.remount(&self.proc_root, mounts);
+    }
+
+    fn mounts(&self) -> String {
+        mounts(&self.dir, self.claim, &self.share)
+    }
+
+    /// After `mv /run/divvy /run/mine`.
+    fn moved(&self) -> String {
+        self.mounts().replace(" /run/divvy/", " /run/mine/")
     }
 }
 
-impl Drop for Hidden {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+/// Prepares a claim and starts a process in its container: shareID, pages, `/proc` and the process.
+async fn enter(world: &World, claim: &str, mib: u64) -> (String, PathBuf, PathBuf, Tenant) {
+    world.prepare(&world.claim(claim, &["gpu-0=5Gi"])).await.unwrap();
+    let share = format!("{claim}-share-0");
+    let dir = world.run_dir().join("shares").join(claim).join(&share);
+    let cgroup = format!("0::/kubepods/{claim}\n");
+    // As the hook tells of the container.
+    fs::write(dir.join("cgroups/c1"), &cgroup).unwrap();
+    let proc_root = world.sim.root().join("proc");
+    let tenant = Tenant::start(world.sim.root(), mib);
+    tenant.place(&proc_root, &cgroup, &mounts(&dir, claim, &share));
+    (share, dir, proc_root, tenant)
 }
 
-fn share(world: &World, claim: &str) -> Claim {
-    let result = json!({
-        "request": "r0", "driver": DRIVER, "pool": NODE, "device": "gpu-0", "shareID": "s",
-        "consumedCapacity": {"memory": "10Gi", "cores": "0"},
-    });
-    world.claim_with(claim, vec![result], json!([]))
+/// What events about a claim say.
+fn notes(world: &World, claim: &str) -> Vec<String> {
+    let of = |event: &Event| event.regarding.as_ref().and_then(|about| about.name.as_deref()) == Some(claim);
+    let said = world.api.list::<Event>().into_iter().filter(of);
+    said.filter_map(|event| Some(format!("{}: {}", event.reason?, event.note?))).collect()
 }
 
-fn condition(world: &World) -> Option<Value> {
-    let devices = world.api.get::<ResourceClaim>("ns", "a")?.status?.devices?;
+/// The conditions of a claim's device.
+fn condition(world: &World, claim: &str) -> Option<Value> {
+    let devices = world.api.get::<ResourceClaim>("ns", claim)?.status?.devices?;
     let conditions = serde_json::to_value(devices.first()?.conditions.as_ref()?).unwrap();
     conditions.get(0).cloned()
 }
 
+/// Each row: what the process does, what is said of it, whether it is ended.
 #[tokio::test]
-async fn a_process_that_hides_is_told_of_where_its_owner_looks() {
+async fn whoever_goes_round_its_share_is_told_of_or_ended_and_its_neighbour_never() {
+    type Offence = (&'static str, u64, fn(&mut Container), &'static str, bool);
+    let offences: [Offence; 10] = [
+        ("used-nothing", 512, |on| on.page.forge(64, 0), "0 MiB are used", false),
+        ("full-balance", 512, |on| on.page.forge(128, i64::MAX as u64), "a balance of", false),
+        ("stolen-slot", 512, |on| on.page.forge(on.word(16), 4711), "is not registered", true),
+        ("bumped", 512, |on| on.page.forge(on.word(4), 0x0002_0009), "another owner or generation", false),
+        ("no-slot", 512, |on| on.page.forge(on.word(0), 0), "is not registered", true),
+        (
+            "covered",
+            512,
+            |on| on.sees(&(on.mounts() + &over(on.claim, &on.share))),
+            "policy leads to something else",
+            true,
+        ),
+        ("moved", 512, |on| on.sees(&on.moved()), "policy leads to something else", true),
+        // What it starts then loads no library.
+        (
+            "moved-exec",
+            512,
+            |on| {
+                on.sees(&on.moved());
+                on.page.forge(on.word(0), 0);
+            },
+            "is not registered",
+            true,
+        ),
+        ("chroot", 512, |on| on.sees(ROOT), "it does not see /run/divvy/chroot", false),
+        ("too-much", 6000, |_| {}, "where the limit is 5120 MiB", true),
+    ];
+    let world = World::up(H100).await;
+    let _daemon = world.start(&[]).await;
+    let mut neighbour = Container::start(&world, "neighbour", 512).await;
+    for (claim, mib, offence, text, ended) in offences {
+        let mut container = Container::start(&world, claim, mib).await;
+        let begun = Instant::now();
+        offence(&mut container);
+        let told = || notes(&world, claim).into_iter().any(|note| note.contains(text));
+        until(&format!("{claim} is told of"), told).await;
+        if ended {
+            until(&format!("{claim} is ended"), || state(container.tenant.pid()) == 'Z').await;
+        }
+        // Within five seconds, on a machine with nothing else to do.
+        println!("{claim}: {:.1} s", begun.elapsed().as_secs_f64());
+        assert_eq!(container.tenant.lives(), !ended, "{claim}: {:?}", notes(&world, claim));
+        until("there is a condition", || condition(&world, claim).is_some()).await;
+    }
+    assert!(neighbour.tenant.lives());
+    assert_eq!(notes(&world, "neighbour"), Vec::<String>::new());
+    neighbour.page.tidy();
+    assert_eq!(neighbour.page.used(), 512 * MIB);
+}
+
+#[tokio::test]
+async fn what_is_only_to_be_told_is_told_where_its_owner_looks_until_it_is_over() {
     let world = World::up(H100).await;
     let address = address();
     let _daemon = world.start(&["--http-address", &address, "--end-processes", "none"]).await;
-    world.prepare(&share(&world, "a")).await.unwrap();
-    let mut hidden = Hidden::start(&world, "a");
-    let said =
-        || world.api.list::<Event>().into_iter().find(|event| event.reason.as_deref() == Some("ShareBroken"));
-    until("there is an event", || said().is_some()).await;
-    let event = said().unwrap();
-    assert_eq!(event.regarding.unwrap().kind.as_deref(), Some("ResourceClaim"));
-    let note = event.note.unwrap();
-    assert!(note.contains("claim ns/a") && note.contains(&format!("process {}", hidden.0.id())), "{note}");
-    until("there is a condition", || condition(&world).is_some()).await;
-    let told = condition(&world).unwrap();
-    assert_eq!(
-        (&told["type"], &told["status"], &told["reason"]),
-        (&json!("LimitKept"), &json!("False"), &json!("HiddenProcess"))
-    );
-    wait_for(&address, "/metrics", "divvy_share_findings_total{finding=\"hidden\",done=\"reported\"} 1")
-        .await;
+    let (.., mut hidden) = enter(&world, "a", 512).await;
+    let about = format!("ShareBroken: claim ns/a, share a-share-0: process {}", hidden.pid());
+    until("there is an event", || notes(&world, "a").iter().any(|note| note.starts_with(&about))).await;
+    until("there is a condition", || condition(&world, "a").is_some()).await;
+    let told = condition(&world, "a").unwrap();
+    let told = (&told["type"], &told["status"], &told["reason"]);
+    assert_eq!(told, (&json!("LimitKept"), &json!("False"), &json!("HiddenProcess")));
+    // The kubelet asks again at every start of a pod.
+    world.prepare(&reference("a")).await.unwrap();
+    let metric = "divvy_share_findings_total{finding=\"hidden\",done=\"reported\"} 1";
+    wait_for(&address, "/metrics", metric).await;
     assert!(hidden.lives());
-    drop(hidden);
-    until("the condition is true again", || condition(&world).is_some_and(|told| told["status"] == "True"))
-        .await;
+    hidden.kill();
+    let is_true = || condition(&world, "a").is_some_and(|told| told["status"] == "True");
+    until("the condition is true again", is_true).await;
 }
 
 #[tokio::test]
 async fn a_daemon_that_was_killed_is_no_way_round_the_limit() {
     let world = World::up(H100).await;
     let daemon = world.start(&[]).await;
-    world.prepare(&share(&world, "a")).await.unwrap();
+    let mut honest = Container::start(&world, "a", 512).await;
     daemon.kill();
-    let mut hidden = Hidden::start(&world, "a");
-    let policy = world.run_dir().join("shares/a/s/policy");
-    let before = fs::read(&policy).unwrap();
+    let policy = || fs::read(honest.dir.join("policy")).unwrap();
+    let before = policy();
+    assert!(!honest.page.charge(honest.slot, LIMIT), "the limit stays with the daemon gone");
+    let mut hidden = Tenant::start(world.sim.root(), 512);
+    hidden.place(&honest.proc_root, "0::/kubepods/a\n", &honest.mounts());
     let _daemon = world.spawn(&[]);
-    until("it is ended", || state(hidden.0.id()) == 'Z').await;
+    until("it is ended", || state(hidden.pid()) == 'Z').await;
     assert!(!hidden.lives());
-    assert_eq!(fs::read(&policy).unwrap(), before, "the limit stayed");
+    assert!(honest.tenant.lives());
+    assert_eq!(policy(), before, "the limit is as it was");
 }
 
+/// As `/proc` has it.
 fn state(pid: u32) -> char {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()).unwrap_or('Z')

@@ -34,6 +34,8 @@ impl NodeLine {
     }
 }
 
+/// Where in the file the balance is: eight bytes, for the node to put a forged one right.
+pub const BALANCE: u64 = 128;
 /// Where in the file the attention word is: eight bytes that the node changes last.
 pub const ATTENTION: u64 = 320;
 
@@ -92,7 +94,7 @@ impl<'a> Snapshot<'a> {
 
     /// The balance of compute time, in nanoseconds.
     pub fn balance(&self) -> i64 {
-        word(self.0, 128) as i64
+        word(self.0, BALANCE as usize) as i64
     }
 
     pub fn attention(&self) -> u64 {

@@ -196,12 +196,15 @@ fn who_keeps_to_the_limit_is_left_alone() {
     scene.expect(&[]);
     // Another pid namespace or a cgroup below are still the container.
     scene.change(|process| process.cgroups = Cgroups::parse("0::/kubepods/c1\n")).expect(&[]);
+    // It has a handle to the GPU and no memory.
+    scene.process(9).has(0).expect(&[]);
 }
 
 #[test]
 fn who_has_memory_and_no_slot_hides() {
     let mut scene = Scene::share(10_000);
-    scene.process(7).has(10).expect(&[(Kind::Hidden, Some(7))]);
+    scene.process(7).expect(&[]);
+    scene.has(10).expect(&[(Kind::Hidden, Some(7))]);
     // Another's slot, a dead one's, or one of an earlier program is none of its own.
     scene.slot(8, 10).expect(&[(Kind::Hidden, Some(7))]);
     let mut scene = Scene::share(10_000);
@@ -364,6 +367,7 @@ fn what_no_honest_process_writes_on_the_account_page_is_found() {
     };
     check(|scene| scene.account(0).used = 0, "0 MiB are used");
     check(|scene| scene.account(0).balance = i64::MAX, "balance");
+    check(|scene| scene.account(0).is_long = true, "larger");
     check(|scene| scene.slot_mut(7).report.owner = live(7, 9), "generation");
     check(|scene| scene.slot_mut(8).report.who = identity(7), "slot of process 1008");
     // A drift upwards, a change under way, a new process in an old slot.
