@@ -241,6 +241,20 @@ fn graphs_that_are_gone_leave_their_places_to_others() {
     });
 }
 
+#[test]
+fn a_graph_within_graphs_is_limited_too() {
+    pooled(|program, used| {
+        let large = key(&program.ask("graph 513 8"));
+        assert_eq!(program.ask(&format!("launch {large}")), "2");
+        assert_eq!(used(), 0);
+        // Nobody looks deeper: it is charged after its launch.
+        let deep = key(&program.ask("graph 513 9"));
+        assert_eq!(program.ask(&format!("launch {deep}")), "0");
+        assert!(used() >= 1026, "{}", used());
+        assert_eq!(program.ask("alloc v2 1"), "error 2");
+    });
+}
+
 /// It cannot be refused any more; what comes after it can.
 #[test]
 fn a_graph_that_is_one_too_many_is_charged_after_its_launch() {

@@ -255,8 +255,16 @@ pub(crate) fn per_thread(stream: Handle) -> Handle {
 
 /// A node of a graph, as far as memory goes.
 pub(crate) enum Node {
-    Allocates { device: Ordinal, address: u64, bytes: u64 },
-    Graph { graph: Handle },
+    Allocates {
+        device: Ordinal,
+        address: u64,
+        bytes: u64,
+    },
+    Graph {
+        graph: Handle,
+    },
+    /// One of the above, of which the driver tells no more.
+    Unknown,
     Other,
 }
 
@@ -289,7 +297,8 @@ pub(crate) fn node(node: Handle) -> Node {
                 address: 0,
             };
             // SAFETY: writes the structure.
-            asked(empty, |out| unsafe { cuGraphMemAllocNodeGetParams(node, out) }).and_then(|made| {
+            let made = asked(empty, |out| unsafe { cuGraphMemAllocNodeGetParams(node, out) });
+            made.and_then(|made| {
                 // Always a device's memory; what does not say which is the current one's.
                 let device = made.pool.location.device().or_else(current_device)?;
                 Some(Node::Allocates { device, address: made.address, bytes: made.bytes as u64 })
@@ -298,7 +307,7 @@ pub(crate) fn node(node: Handle) -> Node {
         // SAFETY: writes a handle.
         Some(GRAPH) => asked(ptr::null_mut(), |out| unsafe { cuGraphChildGraphNodeGetGraph(node, out) })
             .map(|graph| Node::Graph { graph }),
-        _ => None,
+        _ => Some(Node::Other),
     };
-    found.unwrap_or(Node::Other)
+    found.unwrap_or(Node::Unknown)
 }

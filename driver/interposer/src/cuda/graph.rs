@@ -16,8 +16,8 @@ use divvy_interposer_core::Grown;
 
 /// Some graph of this process has memory nodes.
 static USED: AtomicBool = AtomicBool::new(false);
-/// One of them found no room among the known.
-static CROWDED: AtomicBool = AtomicBool::new(false);
+/// One of them may not be among the known.
+static UNKNOWN: AtomicBool = AtomicBool::new(false);
 
 /// An executable graph with memory nodes: its handle, its device, and what it needs. One that finds no room here is
 /// charged after its launch only.
@@ -38,7 +38,14 @@ struct Need {
     bytes: u64,
 }
 
-/// Graphs within graphs, as deep as anybody nests them.
+/// Some graph is not known in full: from now on the launch of one that is not known is charged afterwards.
+#[cold]
+fn not_known() {
+    USED.store(true, Ordering::Relaxed);
+    UNKNOWN.store(true, Ordering::Relaxed);
+}
+
+/// Graphs within graphs, as deep as they are looked into.
 const DEPTH: usize = 8;
 
 /// `None`: no memory nodes.
@@ -48,6 +55,7 @@ fn need(graph: Handle, depth: usize) -> Option<Need> {
     let bytes = count.checked_mul(3 * size_of::<u64>())?;
     let room = sys::memory(bytes, sys::InChild::Nothing).cast::<u64>();
     if room.is_null() {
+        not_known();
         return None;
     }
     // SAFETY: zeroed memory of that size which only this call knows.
@@ -79,7 +87,8 @@ fn walk(graph: Handle, words: &mut [u64], count: usize, depth: usize) -> Option<
                     need.bytes = need.bytes.saturating_add(inner.bytes);
                 }
             }
-            driver::Node::Graph { .. } | driver::Node::Other => {}
+            driver::Node::Graph { .. } | driver::Node::Unknown => not_known(),
+            driver::Node::Other => {}
         }
     }
     let own = ranges.get_mut(..allocated).map_or(0, together);
@@ -128,7 +137,7 @@ unsafe fn instantiated(answer: Answer, out: *mut Handle, graph: Handle) -> Answe
             known.device.store(need.device as usize, Ordering::Release);
             known.bytes.store(need.bytes, Ordering::Release);
         } else {
-            CROWDED.store(true, Ordering::Relaxed);
+            not_known();
         }
         if let Standing::Share(share) = share::of_cuda(need.device) {
             charge(&share, need.device, || SUCCESS);
@@ -182,11 +191,11 @@ fn run_with_memory(handle: Handle, call: impl FnOnce() -> Answer) -> Answer {
     OUT_OF_MEMORY
 }
 
-/// A graph that is not among the known: it has no memory, unless they are too many. Of which device it would be is not
-/// known either.
+/// A graph that is not among the known has no memory, unless they are too many or too deep. Of which device it would be
+/// is not known either.
 fn run_unknown(call: impl FnOnce() -> Answer) -> Answer {
     let answer = call();
-    if CROWDED.load(Ordering::Relaxed) {
+    if UNKNOWN.load(Ordering::Relaxed) {
         for device in 0..driver::devices() {
             if let Standing::Share(share) = share::of_cuda(device) {
                 charge(&share, device, || SUCCESS);

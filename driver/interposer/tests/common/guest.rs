@@ -133,7 +133,8 @@ impl Guest {
             }
             ["import", text] => self.import(text),
             ["trim", pool] => call!(self, "cuMemPoolTrimTo", number(pool) => u64, 0 => u64).to_string(),
-            ["graph", mib] => self.graph(number(mib) * MIB),
+            ["graph", mib] => self.graph(number(mib) * MIB, 0),
+            ["graph", mib, depth] => self.graph(number(mib) * MIB, number(depth)),
             ["launch", graph] => call!(self, "cuGraphLaunch", number(graph) => u64, 0 => u64).to_string(),
             ["end-graph", graph] => call!(self, "cuGraphExecDestroy", number(graph) => u64).to_string(),
             ["trim-graphs", device] => {
@@ -341,8 +342,8 @@ impl Guest {
         }
     }
 
-    /// An executable graph that allocates memory, frees it, and does so again: its key.
-    fn graph(&self, bytes: u64) -> String {
+    /// An executable graph that allocates memory, frees it, and does so again, within so many other graphs: its key.
+    fn graph(&self, bytes: u64, depth: u64) -> String {
         let (mut graph, mut node, mut runnable) = (0u64, 0u64, UNTOUCHED);
         let none = std::ptr::null::<u64>();
         let mut codes = vec![call!(self, "cuGraphCreate", &mut graph => &mut u64, 0 => u32)];
@@ -354,6 +355,13 @@ impl Guest {
                 before => *const u64, count => u64, &mut made => &mut Allocation));
             codes.push(call!(self, "cuGraphAddMemFreeNode", &mut node => &mut u64, graph => u64,
                 &after => &u64, 1 => u64, made.address => u64));
+        }
+        for _ in 0..depth {
+            let (inner, mut outer) = (graph, 0u64);
+            codes.push(call!(self, "cuGraphCreate", &mut outer => &mut u64, 0 => u32));
+            codes.push(call!(self, "cuGraphAddChildGraphNode", &mut node => &mut u64, outer => u64,
+                none => *const u64, 0 => u64, inner => u64));
+            graph = outer;
         }
         assert!(codes.iter().all(|code| *code == 0), "no graph: {codes:?}");
         said(

@@ -151,6 +151,11 @@ entry! {
         node.set(add(graph, &needs(after, count)?, Task::Child(child))?)
     }
 
+    fn cuGraphChildGraphNodeGetGraph(_process; node: Handle<Node>, graph: Out<Handle<Graph>>) {
+        let Task::Child(child) = node.get()?.task else { return Err(Code::InvalidValue) };
+        graph.set(child)
+    }
+
     fn cuGraphAddMemAllocNode(
         process; node: Out<Handle<Node>>, graph: Handle<Graph>, after: In<Handle<Node>>, count: u64,
         parameters: Out<AllocationNode>,
