@@ -25,10 +25,11 @@ use crate::paths::HostPaths;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::policy::{PolicyError, SIZE};
 use divvy_pages::{Flags, Policy, PolicyPage, account};
+use rustix::fs::OFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::fs::{self, DirBuilder, File, Permissions};
-use std::io;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::io::{self, Read};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr;
 
@@ -128,7 +129,7 @@ impl Shares {
             .map_err(failed(&path))?;
         }
         let path = dir.join(POLICY);
-        let changed = match fs::read(&path) {
+        let changed = match read(&path) {
             Ok(page) => change(&path, &page, policy)?,
             Err(cause) if cause.kind() == io::ErrorKind::NotFound => {
                 create(&path, &policy.encode(), 0o444).map_err(failed(&path))?;
@@ -144,7 +145,7 @@ impl Shares {
         let dir = self.of(claim, share);
         let length = account::SIZE as u64;
         dir.join(ACCOUNT).metadata().is_ok_and(|meta| meta.len() == length)
-            && fs::read(dir.join(POLICY)).is_ok_and(|page| says(&page, policy) == Ok(true))
+            && read(&dir.join(POLICY)).is_ok_and(|page| says(&page, policy) == Ok(true))
     }
 
     /// Removes the pages of a claim; what is not there is fine.
@@ -180,7 +181,7 @@ impl Shares {
     /// where there is no such account.
     pub fn used(&self, claim: &ClaimUid, share: &ShareId) -> Option<u64> {
         let mut header = [0; account::HEADER];
-        let file = File::open(self.of(claim, share).join(ACCOUNT)).ok()?;
+        let file = open(&self.of(claim, share).join(ACCOUNT), false).ok()?;
         std::os::unix::fs::FileExt::read_exact_at(&file, &mut header, 0).ok()?;
         account::Snapshot::new(&header).ok().map(|page| page.used())
     }
@@ -261,7 +262,7 @@ struct Mapped {
 #[allow(unsafe_code)]
 impl Mapped {
     fn open(path: &Path) -> io::Result<Self> {
-        let file = File::options().read(true).write(true).open(path)?;
+        let file = open(path, true)?;
         if file.metadata()?.len() != SIZE as u64 {
             return Err(io::ErrorKind::InvalidData.into());
         }
@@ -288,6 +289,19 @@ impl Drop for Mapped {
         // no mapping that is there.
         let _ = unsafe { munmap(self.address.as_ptr().cast(), SIZE) };
     }
+}
+
+/// Opens a page, or fails with `WouldBlock`: the root of a container may have taken a lease
+/// on it (`F_SETLEASE`), and nobody waits for a tenant to give that back.
+pub(crate) fn open(path: &Path, write: bool) -> io::Result<File> {
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    File::options().read(true).write(write).custom_flags(flags).open(path)
+}
+
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut page = Vec::with_capacity(SIZE);
+    open(path, false)?.read_to_end(&mut page)?;
+    Ok(page)
 }
 
 /// Puts a file at `path` at once.

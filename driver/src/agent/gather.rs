@@ -5,6 +5,7 @@
 //! is. The account page itself is whatever the tenant has made of it: it is read with a
 //! bound and never mapped.
 
+use super::files::Files;
 use super::lines::{self, Write};
 use super::look::{Account, AccountError, Look, Share, Slot};
 use super::mounts::Page;
@@ -15,7 +16,6 @@ use divvy_pages::account::{self, ATTENTION, BALANCE, HEADER, NodeLine, Snapshot}
 use divvy_pages::{Flags, Owner, PageError, Policy};
 use rustix::fs::{major, minor};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -33,17 +33,22 @@ pub(super) struct Found {
 }
 
 /// The pages of all shares. A page that is just being made or removed is left out.
-pub(super) fn found(shares: &Shares) -> Vec<Found> {
+pub(super) fn found(shares: &Shares, files: &Files) -> Vec<Found> {
+    files.sweep();
     let mut all = Vec::new();
     for (claim, id) in shares.all() {
         let dir = shares.of(&claim, &id);
         let path = dir.join(POLICY);
         let Ok(meta) = path.metadata() else { continue };
-        let policy = match std::fs::read(&path).map(|page| Policy::decode(&page)) {
+        let policy = match read_policy(files, &path).map(|page| Policy::decode(&page)) {
             Ok(Ok((_, policy))) => policy,
             Ok(Err(why)) => {
                 // Root's alone to write: another version of the driver has written it.
                 tracing::debug!(%claim, share = %id, %why, "policy page not read");
+                continue;
+            }
+            Err(cause) if cause.kind() == io::ErrorKind::WouldBlock => {
+                tracing::warn!(%claim, share = %id, "somebody has a lease on the policy page; not audited until it is broken");
                 continue;
             }
             Err(_) => continue,
@@ -52,7 +57,7 @@ pub(super) fn found(shares: &Shares) -> Vec<Found> {
         let page = Page { device, share: format!("{claim}/{id}") };
         let cgroups = shares.cgroups(&claim, &id).into_iter();
         let containers = cgroups.map(|(id, text)| (id, Cgroups::parse(&text))).collect();
-        let Some(first) = copy(&dir.join(ACCOUNT)) else { continue };
+        let Some(first) = copy(files, &dir.join(ACCOUNT)) else { continue };
         all.push(Found { first, claim, id, dir, policy, page, containers });
     }
     all.sort_by(|one, other| (&one.id, &one.claim).cmp(&(&other.id, &other.claim)));
@@ -66,25 +71,31 @@ struct Raw {
     is_long: bool,
 }
 
+fn read_policy(files: &Files, path: &Path) -> io::Result<Vec<u8>> {
+    let mut page = vec![0; divvy_pages::policy::SIZE];
+    files.get(path, false)?.read_exact_at(&mut page, 0)?;
+    Ok(page)
+}
+
 /// A copy; none where there is no page.
-fn copy(path: &Path) -> Option<Result<Raw, AccountError>> {
-    match read(path) {
+fn copy(files: &Files, path: &Path) -> Option<Result<Raw, AccountError>> {
+    match read(files, path) {
         Ok(copy) => Some(match account::check(&copy.page) {
             Ok(()) => Ok(copy),
-            // A daemon before or after this one may have made it.
-            Err(why @ PageError::Major(_)) => Err(AccountError::Unreadable(why.to_string())),
+            // Of another version it cannot be: the policy page, which only root writes, is of this one.
             Err(why) => Err(AccountError::Spoiled(why)),
         }),
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => None,
         Err(cause) if cause.kind() == io::ErrorKind::UnexpectedEof => {
             Some(Err(AccountError::Spoiled(PageError::Foreign)))
         }
+        Err(cause) if cause.kind() == io::ErrorKind::WouldBlock => Some(Err(AccountError::Leased)),
         Err(cause) => Some(Err(AccountError::Unreadable(cause.to_string()))),
     }
 }
 
-fn read(path: &Path) -> io::Result<Raw> {
-    let file = File::open(path)?;
+fn read(files: &Files, path: &Path) -> io::Result<Raw> {
+    let file = files.get(path, true)?;
     let is_long = file.metadata()?.len() > account::SIZE as u64;
     let mut page = vec![0; HEADER];
     file.read_exact_at(&mut page, 0)?;
@@ -95,8 +106,8 @@ fn read(path: &Path) -> io::Result<Raw> {
 
 impl Found {
     /// The share with what changed since the first copy; none where it was released since.
-    fn again(self) -> Option<Share> {
-        let account = match (self.first, copy(&self.dir.join(ACCOUNT))?) {
+    fn again(self, files: &Files) -> Option<Share> {
+        let account = match (self.first, copy(files, &self.dir.join(ACCOUNT))?) {
             (Ok(first), Ok(second)) => account_of(&first, &second),
             (_, Err(why)) | (Err(why), _) => Err(why),
         };
@@ -135,11 +146,12 @@ fn account_of(first: &Raw, second: &Raw) -> Result<Account, AccountError> {
 /// list of processes began.
 pub(super) fn look(
     found: Vec<Found>,
+    files: &Files,
     uses: Vec<super::look::Use>,
     proc_root: &Path,
     cgroup_root: &Path,
 ) -> Look {
-    let shares: Vec<Share> = found.into_iter().filter_map(Found::again).collect();
+    let shares: Vec<Share> = found.into_iter().filter_map(|found| found.again(files)).collect();
     let mut processes: BTreeMap<u32, Process> = BTreeMap::new();
     let leaders = shares
         .iter()
@@ -193,9 +205,9 @@ fn unified(cgroup_root: &Path, cgroups: &Cgroups) -> Option<PathBuf> {
     is_only.then(|| cgroup_root.join(path))
 }
 
-/// Finds owners of slots among all processes and writes the lines that must change;
-/// answers how many were written. What fails is tried again at the next audit.
-pub(super) fn repair(look: &Look, shares: &Shares, proc_root: &Path) -> usize {
+/// Finds owners of slots among all processes, writes the lines that must change, and makes
+/// pages of what is none. What fails is tried again at the next audit.
+pub(super) fn repair(look: &Look, shares: &Shares, files: &Files, proc_root: &Path) {
     let unknown = lines::unknown(look);
     let others = match unknown.is_empty() {
         true => Vec::new(),
@@ -203,41 +215,38 @@ pub(super) fn repair(look: &Look, shares: &Shares, proc_root: &Path) -> usize {
             Ok(others) => others,
             Err(cause) => {
                 tracing::warn!(%cause, proc_root = %proc_root.display(), "processes cannot be listed");
-                return 0;
+                return;
             }
         },
     };
     let writes = lines::lines(look, &others);
-    let mut written = 0;
     for (at, share) in look.shares.iter().enumerate() {
         let mine: Vec<&Write> = writes.iter().filter(|write| write.share == at).collect();
         let path = shares.of(&share.claim, &share.id).join(ACCOUNT);
         let put = match &share.account {
-            Ok(account) => write(&path, account, &mine),
-            Err(AccountError::Spoiled(_)) => mend(&path),
-            Err(AccountError::Unreadable(_)) => continue,
+            Ok(account) => write(files, &path, account, &mine),
+            Err(AccountError::Spoiled(_)) => mend(files, &path),
+            Err(AccountError::Leased | AccountError::Unreadable(_)) => continue,
         };
-        match put {
-            Ok(()) => written += mine.len(),
-            Err(cause) => tracing::debug!(path = %path.display(), %cause, "account page not written"),
+        if let Err(cause) = put {
+            tracing::debug!(path = %path.display(), %cause, "account page not written");
         }
     }
-    written
 }
 
 /// Makes a page again of a file that is none: its head and its length. Slots that were cut off
 /// are empty, so that processes that had them are not registered.
-fn mend(path: &Path) -> io::Result<()> {
-    let file = File::options().write(true).open(path)?;
+fn mend(files: &Files, path: &Path) -> io::Result<()> {
+    let file = files.get(path, true)?;
     file.set_len(account::SIZE as u64)?;
     file.write_all_at(&account::fresh(), 0)
 }
 
-fn write(path: &Path, account: &Account, writes: &[&Write]) -> io::Result<()> {
+fn write(files: &Files, path: &Path, account: &Account, writes: &[&Write]) -> io::Result<()> {
     if !account.is_long && !account.is_rich() && !account.is_below_its_slots() && writes.is_empty() {
         return Ok(());
     }
-    let file = File::options().write(true).open(path)?;
+    let file = files.get(path, true)?;
     if account.is_long {
         file.set_len(account::SIZE as u64)?;
     }

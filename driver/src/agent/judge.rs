@@ -161,7 +161,7 @@ fn hidden(look: &Look, tenant: &Tenant<'_>) -> Option<Finding> {
         return None;
     }
     let share = first(look, tenant)?;
-    // A page that another version wrote cannot be read, and says nothing against anybody.
+    // A page that the node cannot read says nothing against anybody.
     if tenant
         .shares
         .iter()
@@ -277,6 +277,7 @@ fn pages(look: &Look, process: &Process, on_the_gpu: bool) -> Vec<Finding> {
             Trouble::Missing(path) => (Kind::NoPages, format!("it does not see {path}")),
             Trouble::Covered(path) => (Kind::Pages, format!("{path} leads to something else")),
             Trouble::Writable(path) => (Kind::Pages, format!("{path} is mounted writable")),
+            Trouble::Crowded => (Kind::Pages, "it has more mounts than can be looked through".to_owned()),
             Trouble::Forged(path) => (Kind::Pages, format!("{path} is no page of this node")),
         };
         let mut finding = about(share, kind, Some(suspect(process)), text);
@@ -350,8 +351,9 @@ impl std::fmt::Display for Device {
 }
 
 impl AccountError {
+    /// By processes of the share.
     fn is_spoiled(&self) -> bool {
-        matches!(self, Self::Spoiled(_))
+        matches!(self, Self::Spoiled(_) | Self::Leased)
     }
 }
 
@@ -359,6 +361,9 @@ impl std::fmt::Display for AccountError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Spoiled(why) => write!(f, "the account page is spoiled: {why}"),
+            Self::Leased => {
+                f.write_str("a process has a lease on the account page, for the node not to open it")
+            }
             Self::Unreadable(why) => write!(f, "the account page cannot be read: {why}"),
         }
     }

@@ -57,6 +57,8 @@ pub(super) struct Slot {
 pub(super) enum AccountError {
     /// Processes of the share have spoiled it: they alone write it.
     Spoiled(PageError),
+    /// One of them keeps the node from opening it.
+    Leased,
     /// Nothing is known of it.
     Unreadable(String),
 }

@@ -25,6 +25,7 @@
 //! no claim beyond its UID, no API server and no records.
 
 mod end;
+mod files;
 mod finding;
 mod gather;
 mod judge;
@@ -44,6 +45,7 @@ use divvy_model::inventory::Mig;
 use divvy_nvml::{GpuQueue, NvmlError, ProcessUse};
 use divvy_pages as pages;
 use end::Ended;
+use files::Files;
 use finding::Key;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
@@ -109,6 +111,7 @@ pub struct Agent {
 /// Where things are, and what is done.
 struct Sources {
     shares: Shares,
+    files: Files,
     process_root: PathBuf,
     cgroup_root: PathBuf,
     lock: PathBuf,
@@ -131,6 +134,7 @@ impl Agent {
         let (reports, told) = mpsc::channel(QUEUE);
         let sources = Sources {
             shares: Shares::new(paths),
+            files: Files::default(),
             process_root: paths.process_root.clone(),
             cgroup_root: paths.sys_root.join("fs/cgroup"),
             lock: paths.run_dir.join(LOCK),
@@ -170,9 +174,13 @@ impl Agent {
 
     /// The shares of each GPU; none where another agent is at work.
     async fn found(&self, lock: &mut Option<File>) -> BTreeMap<pages::GpuUuid, Vec<Found>> {
+        // On most nodes; not worth a thread, as it is a directory in memory.
+        if self.sources.shares.claims().is_empty() {
+            return BTreeMap::new();
+        }
         let (sources, held) = (self.sources.clone(), lock.take());
         let looked = tokio::task::spawn_blocking(move || {
-            let found = gather::found(&sources.shares);
+            let found = gather::found(&sources.shares, &sources.files);
             let held = match held {
                 None if !found.is_empty() => sources.lock(),
                 held => held,
@@ -289,11 +297,12 @@ impl Sources {
         kept: BTreeSet<String>,
         memory: Memory,
     ) -> (Memory, Vec<Report>) {
-        let look = Look { kept, ..gather::look(found, uses, &self.process_root, &self.cgroup_root) };
+        let look =
+            Look { kept, ..gather::look(found, &self.files, uses, &self.process_root, &self.cgroup_root) };
         let findings = judge::judge(&look, &memory.before);
         // Who is to be ended has no time to go on while slots are written.
         let (mut memory, reports) = self.respond(findings, memory);
-        gather::repair(&look, &self.shares, &self.process_root);
+        gather::repair(&look, &self.shares, &self.files, &self.process_root);
         memory.before = judge::remember(&look);
         (memory, reports)
     }

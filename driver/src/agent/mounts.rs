@@ -26,6 +26,14 @@ pub(super) struct Mount {
     pub(super) read_only: bool,
 }
 
+/// The mounts of a process that matter to its pages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Mounts {
+    list: Vec<Mount>,
+    /// There are no others.
+    all: bool,
+}
+
 /// Where a page is on the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Page {
@@ -46,13 +54,25 @@ pub(super) enum Trouble {
     Writable(String),
     /// A page that is none of the host's.
     Forged(String),
+    /// Whoever mounts so much wants nobody to find his way.
+    Crowded,
 }
+
+/// So much of the file is read: honest containers have a hundredth of it, and a tenant may
+/// make a hundred thousand mounts (`/proc/sys/fs/mount-max`).
+pub(super) const LARGEST: usize = 1 << 20;
+/// More pages than any container has.
+const MOST: usize = 256;
 
 /// The mounts on which anything below [`IN_CONTAINER`] can depend, and pages wherever they are: the container's root
 /// may rename a directory above them.
-pub(super) fn parse(mountinfo: &str) -> Vec<Mount> {
-    let all = mountinfo.lines().filter_map(Mount::parse);
-    all.filter(|mount| matters(&mount.point) || mount.root.contains(SHARES)).collect()
+pub(super) fn parse(mountinfo: &str) -> Mounts {
+    let every = mountinfo.lines().filter_map(Mount::parse);
+    let mut list: Vec<Mount> =
+        every.filter(|mount| matters(&mount.point) || mount.root.contains(SHARES)).take(MOST + 1).collect();
+    let all = list.len() <= MOST && mountinfo.len() < LARGEST;
+    list.truncate(MOST);
+    Mounts { list, all }
 }
 
 /// Above, at or below the directory of pages.
@@ -128,7 +148,11 @@ fn top<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
 }
 
 /// What is wrong with the pages of a share as a process with these mounts sees them.
-pub(super) fn check(mounts: &[Mount], page: &Page) -> Vec<Trouble> {
+pub(super) fn check(mounts: &Mounts, page: &Page) -> Vec<Trouble> {
+    if !mounts.all {
+        return vec![Trouble::Crowded];
+    }
+    let mounts = mounts.list.as_slice();
     let look = |file: &str| {
         let path = format!("{IN_CONTAINER}/{}/{file}", page.share);
         match top(mounts, &path) {
@@ -147,7 +171,8 @@ pub(super) fn check(mounts: &[Mount], page: &Page) -> Vec<Trouble> {
 }
 
 /// Pages that a process sees and that are none of these: somebody made them up.
-pub(super) fn forged(mounts: &[Mount], pages: &[&Page]) -> Vec<Trouble> {
+pub(super) fn forged(mounts: &Mounts, pages: &[&Page]) -> Vec<Trouble> {
+    let mounts = mounts.list.as_slice();
     let made_up = |mount: &&Mount| {
         let Some(rest) = mount.point.strip_prefix(IN_CONTAINER) else { return false };
         let parts: Vec<&str> = rest.split('/').skip(1).collect();
@@ -163,8 +188,8 @@ pub(super) fn forged(mounts: &[Mount], pages: &[&Page]) -> Vec<Trouble> {
 }
 
 /// Whether the policy page of a share is among the mounts, hidden or not.
-pub(super) fn has(mounts: &[Mount], page: &Page) -> bool {
-    mounts.iter().any(|mount| mount.is(page, POLICY))
+pub(super) fn has(mounts: &Mounts, page: &Page) -> bool {
+    mounts.list.iter().any(|mount| mount.is(page, POLICY))
 }
 
 #[cfg(test)]
@@ -270,9 +295,25 @@ mod tests {
     }
 
     #[test]
+    fn who_mounts_more_than_can_be_looked_through_is_found() {
+        let ours = policy(103, 100, "ro");
+        let many = |count: u32, point: &str| -> Vec<String> {
+            let more = (0..count).map(|at| format!("{} 103 0:60 / {point} rw - tmpfs tmpfs rw", 200 + at));
+            [ours.clone()].into_iter().chain(more).collect()
+        };
+        assert_eq!(trouble(&many(5000, "/run/divvy/x")), [Trouble::Crowded]);
+        assert_eq!(trouble(&many(5000, "/home/x")), []);
+        assert_eq!(trouble(&many(50_000, "/home/x")), [Trouble::Crowded]);
+        assert!(has(&parse(&lines(&many(5000, "/run/divvy/x"))), &page()), "whose it is, is known");
+    }
+
+    #[test]
     fn a_name_with_a_space_is_one_name() {
         let mounts = parse("1 0 0:1 /a\\040b /run/divvy/x\\134y rw - t t rw\n");
-        assert_eq!((mounts[0].root.as_str(), mounts[0].point.as_str()), ("/a b", "/run/divvy/x\\y"));
+        assert_eq!(
+            (mounts.list[0].root.as_str(), mounts.list[0].point.as_str()),
+            ("/a b", "/run/divvy/x\\y")
+        );
     }
 
     proptest! {

@@ -5,7 +5,7 @@
 //! any name. What decides is what only root can choose: which cgroup the container
 //! is in, and what is mounted from where.
 
-use super::mounts::{self, Mount};
+use super::mounts::{self, Mounts};
 use divvy_pages::Identity;
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -22,7 +22,7 @@ pub(super) struct Process {
     pub(super) who: Identity,
     pub(super) cgroups: Cgroups,
     /// What is mounted where it sees the pages of shares.
-    pub(super) mounts: Vec<Mount>,
+    pub(super) mounts: Mounts,
 }
 
 /// The fields of `/proc/<pid>/stat` that matter here.
@@ -170,10 +170,10 @@ fn is_away(cause: &io::Error) -> bool {
         || cause.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())
 }
 
-/// A file of a process, whose bytes need not be text.
+/// A file of a process, whose bytes need not be text, as far as anybody looks.
 fn text(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::with_capacity(4096);
-    File::open(path)?.read_to_end(&mut bytes)?;
+    File::open(path)?.take(mounts::LARGEST as u64).read_to_end(&mut bytes)?;
     Ok(String::from_utf8(bytes)
         .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
 }

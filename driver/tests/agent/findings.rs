@@ -3,6 +3,10 @@
 use super::world::{CONTEXT, MIB, World};
 use divvy_driver::agent::{Done, Kind};
 use divvy_pages::account::HEADER;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 const OLD: &str = "580.95.05";
@@ -122,6 +126,38 @@ async fn a_policy_page_that_is_covered_ends_who_uses_the_gpu_behind_it() {
     world.cover("a", &tenant);
     let mut agent = world.agent(DEFAULT).await;
     assert_eq!(agent.until(Kind::Pages).await, [(Kind::Pages, Some(tenant.pid()), Done::Ended)]);
+}
+
+/// `fcntl(2)`: nobody else may have the file open, and whoever opens it has to wait.
+fn lease(path: &Path) -> io::Result<File> {
+    unsafe extern "C" {
+        fn fcntl(file: i32, command: i32, ...) -> i32;
+        fn signal(number: i32, handler: usize) -> usize;
+    }
+    let (setlease, write_lock, sigio, ignore) = (1024, 1, 29, 1);
+    let file = File::open(path)?;
+    // SAFETY: plain system calls; ignoring the signal that asks for the lease back is no handler.
+    let set = unsafe {
+        signal(sigio, ignore);
+        fcntl(file.as_raw_fd(), setlease, write_lock)
+    };
+    if set == 0 { Ok(file) } else { Err(io::Error::last_os_error()) }
+}
+
+#[tokio::test]
+async fn a_lease_on_a_page_keeps_nobody_from_looking() {
+    let world = World::up(OLD);
+    let account = world.pages("a", 4000).join("account");
+    let policy = world.pages("b", 4000).join("policy");
+    let _lease = lease(&account).unwrap();
+    let hidden = world.tenant("a", 100);
+    let mut agent = world.agent(DEFAULT).await;
+    let told = agent.until(Kind::Hidden).await;
+    // Where it waited it would know no more of the lease.
+    assert!(told.contains(&(Kind::Account, None, Done::Reported)), "{told:?}");
+    assert!(told.contains(&(Kind::Hidden, Some(hidden.pid()), Done::Ended)), "{told:?}");
+    // What it looks at is open, and not to be leased.
+    assert_eq!(lease(&policy).unwrap_err().kind(), io::ErrorKind::WouldBlock);
 }
 
 #[tokio::test]

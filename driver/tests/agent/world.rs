@@ -63,6 +63,11 @@ impl World {
 
     /// A claim with a share of so many MiB of the first GPU, and a container of its own.
     pub(crate) fn share(&self, claim: &str, mib: u64) -> Page {
+        Page::map(&self.pages(claim, mib).join("account"), mib * MIB)
+    }
+
+    /// The same with nobody who has the pages open.
+    pub(crate) fn pages(&self, claim: &str, mib: u64) -> PathBuf {
         let uuid = self.sim.read().unwrap().gpus[0].uuid.clone();
         let policy = Policy {
             claim: Text::new(claim).unwrap(),
@@ -78,7 +83,7 @@ impl World {
         shares.write(&claim.into(), &"s".into(), &policy).unwrap();
         let dir = shares.of(&claim.into(), &"s".into());
         fs::write(dir.join("cgroups/container"), cgroup(claim)).unwrap();
-        Page::map(&dir.join("account"), mib * MIB)
+        dir
     }
 
     /// A process of that claim's container that takes so many MiB of the first GPU.

@@ -226,13 +226,15 @@ fn who_has_memory_and_no_slot_hides() {
 }
 
 #[test]
-fn a_page_of_another_version_accuses_nobody_and_a_spoiled_one_protects_nobody() {
+fn a_page_that_cannot_be_read_accuses_nobody_and_a_spoiled_one_protects_nobody() {
     let mut scene = Scene::share(10_000);
     scene.process(7).has(10);
-    scene.look.shares[0].account = Err(AccountError::Unreadable("version 9".to_owned()));
+    scene.look.shares[0].account = Err(AccountError::Unreadable("too many open files".to_owned()));
     scene.expect(&[(Kind::Account, None)]);
-    scene.look.shares[0].account = Err(AccountError::Spoiled(divvy_pages::PageError::Foreign));
-    scene.expect(&[(Kind::Hidden, Some(7)), (Kind::Account, None)]);
+    for spoiled in [AccountError::Spoiled(divvy_pages::PageError::Foreign), AccountError::Leased] {
+        scene.look.shares[0].account = Err(spoiled);
+        scene.expect(&[(Kind::Hidden, Some(7)), (Kind::Account, None)]);
+    }
 }
 
 #[test]
