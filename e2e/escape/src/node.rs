@@ -37,7 +37,12 @@ pub struct Share {
 impl Node {
     /// A node with that GPU.
     pub fn up(gpu: &str) -> Result<Self> {
-        let dir = tempfile::Builder::new().prefix("escape-").tempdir()?;
+        Self::up_in(gpu, &std::env::temp_dir())
+    }
+
+    /// The same with its files in a directory of this one.
+    pub fn up_in(gpu: &str, parent: &Path) -> Result<Self> {
+        let dir = tempfile::Builder::new().prefix("escape-").tempdir_in(parent)?;
         let options = Options::new(divvy_sim::library()?, std::env::current_exe()?);
         let sim = divvy_sim::up(&dir.path().join("gpu"), gpu, &options)?;
         let state = sim.read()?;

@@ -59,6 +59,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
             "divvy-sim?",
             "divvy-sim-nvml?",
             "divvy-fakes?",
+            "divvy-escape?",
         ],
     ),
 ];

@@ -12,6 +12,7 @@ mod controller;
 mod figures;
 mod fleet;
 mod shared;
+mod shares;
 mod stats;
 mod world;
 
@@ -22,8 +23,10 @@ use std::process::Command;
 
 /// Measure divvy-node against its floor; one line per figure: name, value, unit.
 #[derive(Parser)]
-#[command(name = "divvy-bench", version)]
+#[command(name = "divvy-bench", version, args_conflicts_with_subcommands = true)]
 struct Arguments {
+    #[command(subcommand)]
+    command: Option<Part>,
     /// Measure this divvy-node instead of building the shipping one
     #[arg(long, value_name = "FILE")]
     node: Option<PathBuf>,
@@ -53,12 +56,21 @@ struct Arguments {
     serve_api: Option<PathBuf>,
 }
 
+#[derive(clap::Subcommand)]
+enum Part {
+    /// What the library of a share costs a CUDA program, and whether its limit is exact
+    Shares(shares::Arguments),
+}
+
 fn main() -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     if let Some(code) = divvy_sim::command::multicall() {
         std::process::exit(if code == std::process::ExitCode::SUCCESS { 0 } else { 1 });
     }
     let arguments = Arguments::parse();
+    if let Some(Part::Shares(part)) = &arguments.command {
+        return shares::all(part);
+    }
     if let Some(dir) = &arguments.serve_api {
         return runtime.block_on(api::serve(dir));
     }

@@ -30,6 +30,12 @@ pub(crate) fn figure(name: &str, rounds: &[f64], unit: &str) {
     line(&format!("{name}_p90"), percentile(rounds, 0.9), unit);
 }
 
+/// The most that a figure may be, and whether it is.
+pub(crate) fn bar(name: &str, value: f64, most: f64, unit: &str) {
+    let verdict = if value <= most { "held" } else { "MISSED" };
+    println!("{name}_bar\t{most:.3}\t{unit}\t{verdict}");
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,0 +1,229 @@
+//! `divvy-bench shares`: what the library in a container with a share costs a CUDA program, and whether the limit is
+//! exact when processes race or are killed.
+//!
+//! Every figure is a program in C that measures itself (`e2e/escape/programs/bench.c`), run in turn in a container
+//! without the library and in one with it; differences and ratios are taken within a round. Behind a figure stands the
+//! most that it may be, and whether it is: `NAME_bar<TAB>most<TAB>unit<TAB>held|MISSED`.
+
+use crate::stats::{bar, figure, line, median, percentile};
+use anyhow::{Context, Result, ensure};
+use divvy_escape::container::{Container, Recipe};
+use divvy_escape::node::{MIB, Node};
+use divvy_escape::programs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The share of a GPU that has more.
+const LIMIT: u64 = 16384 * MIB;
+/// On a node pages lie in memory; a file system on a disk makes the first write to one slower.
+const MEMORY: &str = "/dev/shm";
+const ORDERS: [&str; 3] = ["lifo", "fifo", "random"];
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Measure this library instead of building the shipping one
+    #[arg(long, value_name = "FILE")]
+    library: Option<PathBuf>,
+    /// Rounds of each figure
+    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Calls of each round
+    #[arg(long, default_value_t = 200_000)]
+    calls: u64,
+    /// How many live allocations
+    #[arg(long, value_delimiter = ',', default_values_t = [0, 1_000, 10_000, 100_000])]
+    live: Vec<u64>,
+    /// How many processes initialise at once
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 200, 1_000])]
+    processes: Vec<u64>,
+    /// Rounds of two processes that race for the last byte
+    #[arg(long, default_value_t = 10_000)]
+    races: u64,
+    /// Processes killed at random points
+    #[arg(long, default_value_t = 1_000)]
+    kills: u64,
+    /// Seed of what is random
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Only these: launch, info, alloc, init, race, kills
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+}
+
+/// The two containers, and the program in them.
+struct Bench {
+    program: PathBuf,
+    native: Container,
+    share: Container,
+    node: Node,
+}
+
+pub(crate) fn all(arguments: &Arguments) -> Result<()> {
+    let bench = Bench::start(arguments.library.as_deref())?;
+    let wanted = |part: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == part);
+    let (rounds, calls) = (arguments.rounds, arguments.calls.to_string());
+    if wanted("launch") {
+        bench.over_native("launch", rounds, &calls, 2.0)?;
+    }
+    if wanted("info") {
+        bench.over_native("info", rounds, &calls, 60.0)?;
+    }
+    if wanted("alloc") {
+        bench.alloc(arguments)?;
+    }
+    if wanted("init") {
+        for count in &arguments.processes {
+            bench.init(rounds, *count)?;
+        }
+    }
+    let seed = arguments.seed.to_string();
+    if wanted("race") {
+        let said = bench.run(&bench.share, &["race", &arguments.races.to_string(), &seed])?;
+        line("races", arguments.races as f64, "rounds");
+        none("races_above_the_limit", one(&said, "above")?, "rounds");
+        none("races_that_nobody_won", one(&said, "neither")?, "rounds");
+        none("races_refused_though_both_fit", one(&said, "missed")?, "rounds");
+    }
+    if wanted("kills") {
+        let said = bench.run(&bench.share, &["kills", &arguments.kills.to_string(), &seed])?;
+        line("kills", arguments.kills as f64, "processes");
+        most("kill_to_whole_limit_worst_ms", one(&said, "worst")? / 1e6, 2000.0, "ms");
+        most("kill_slowest_call_ms", one(&said, "slowest")? / 1e6, 10_000.0, "ms");
+        none("kills_not_whole_within_2_s", one(&said, "late")?, "processes");
+    }
+    ensure!(bench.node.used() == 0, "memory is in use after the last program has ended");
+    Ok(())
+}
+
+impl Bench {
+    fn start(library: Option<&Path>) -> Result<Self> {
+        let node = Node::up_in("L4", Path::new(MEMORY))?;
+        let program = node.programs().join("bench");
+        programs::compile(&["bench.c"], &program, &["-ldl"])?;
+        let library = match library {
+            Some(library) => library.canonicalize().with_context(|| format!("no {}", library.display()))?,
+            None => built(node.path())?,
+        };
+        let shares = vec![node.share("claim-0", "0", LIMIT)?];
+        let native = Container::start(&node, &Recipe::default())?;
+        let share = Container::start(&node, &Recipe { library: Some(library), shares, ..Recipe::default() })?;
+        Ok(Self { program, native, share, node })
+    }
+
+    /// What the program prints: names and values.
+    fn run(&self, container: &Container, words: &[&str]) -> Result<Vec<(String, f64)>> {
+        let ran = container.command(&self.program).args(words).output().context("cannot start nsenter")?;
+        let (said, wrong) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+        ensure!(ran.status.success(), "bench {}: {} {}", words.join(" "), ran.status, wrong.trim());
+        let pairs = said.lines().filter_map(|line| {
+            let (name, value) = line.split_once(' ')?;
+            Some((name.to_owned(), value.parse().ok()?))
+        });
+        Ok(pairs.collect())
+    }
+
+    /// One figure of a round, without the library and with it.
+    fn round(&self, words: &[&str]) -> Result<(f64, f64)> {
+        let name = words.first().copied().unwrap_or_default();
+        let native = one(&self.run(&self.native, words)?, name)?;
+        Ok((native, one(&self.run(&self.share, words)?, name)?))
+    }
+
+    /// A call, `most` nanoseconds over native.
+    fn over_native(&self, call: &str, rounds: u32, calls: &str, most: f64) -> Result<()> {
+        let (mut natives, mut differences) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            let (native, share) = self.round(&[call, calls])?;
+            natives.push(native);
+            differences.push(share - native);
+        }
+        figure(&format!("{call}_native_ns"), &natives, "ns");
+        bounded(&format!("{call}_over_native_ns"), &differences, most, "ns");
+        Ok(())
+    }
+
+    fn alloc(&self, arguments: &Arguments) -> Result<()> {
+        let calls = arguments.calls.to_string();
+        for order in ORDERS {
+            // All counts within one round, so that the machine's mood is the same for each.
+            let mut costs = vec![Vec::new(); arguments.live.len()];
+            for _ in 0..arguments.rounds {
+                for (live, costs) in arguments.live.iter().zip(&mut costs) {
+                    let (native, share) = self.round(&["alloc", &live.to_string(), order, &calls])?;
+                    costs.push((native, share));
+                }
+            }
+            let over = |costs: &[(f64, f64)]| -> Vec<f64> {
+                costs.iter().map(|(native, share)| share - native).collect()
+            };
+            for (live, costs) in arguments.live.iter().zip(&costs) {
+                let natives: Vec<f64> = costs.iter().map(|(native, _)| *native).collect();
+                figure(&format!("alloc_free_{live}_{order}_native_ns"), &natives, "ns");
+                bounded(&format!("alloc_free_{live}_{order}_over_native_ns"), &over(costs), 300.0, "ns");
+            }
+            if let (Some(none), Some(most)) = (costs.first(), costs.last()) {
+                let ratios: Vec<f64> =
+                    over(none).iter().zip(over(most)).map(|(none, most)| most / none).collect();
+                bounded(&format!("alloc_free_{order}_most_live_to_fewest_ratio"), &ratios, 1.2, "ratio");
+            }
+        }
+        Ok(())
+    }
+
+    fn init(&self, rounds: u32, count: u64) -> Result<()> {
+        let (mut added, mut walls, mut slowest) = (Vec::new(), Vec::new(), 0.0_f64);
+        for round in 0..rounds {
+            let words = ["init", &count.to_string()];
+            // Who goes first takes turns: a thousand processes leave the machine busy for a while.
+            let (native, share) = if round % 2 == 0 {
+                let native = self.run(&self.native, &words)?;
+                (native, self.run(&self.share, &words)?)
+            } else {
+                let share = self.run(&self.share, &words)?;
+                (self.run(&self.native, &words)?, share)
+            };
+            let p99 = |said: &[(String, f64)], name| percentile(&every(said, name), 0.99);
+            added.push((p99(&share, "cpu") - p99(&native, "cpu")) / 1000.0);
+            walls.push(p99(&share, "wall") / p99(&native, "wall"));
+            slowest = slowest.max(percentile(&every(&share, "wall"), 1.0) / 1e6);
+        }
+        bounded(&format!("init_{count}_cpu_added_p99_us"), &added, 1000.0, "us");
+        bounded(&format!("init_{count}_wall_p99_ratio"), &walls, 1.2, "ratio");
+        most(&format!("init_{count}_slowest_ms"), slowest, 10_000.0, "ms");
+        Ok(())
+    }
+}
+
+/// A figure over rounds, and the most that its median may be.
+fn bounded(name: &str, rounds: &[f64], most: f64, unit: &str) {
+    figure(name, rounds, unit);
+    bar(name, median(rounds), most, unit);
+}
+
+/// A figure of one run, and the most that it may be.
+fn most(name: &str, value: f64, most: f64, unit: &str) {
+    line(name, value, unit);
+    bar(name, value, most, unit);
+}
+
+/// What must not happen at all.
+fn none(name: &str, value: f64, unit: &str) {
+    most(name, value, 0.0, unit);
+}
+
+fn every(said: &[(String, f64)], name: &str) -> Vec<f64> {
+    said.iter().filter(|(what, _)| what == name).map(|(_, value)| *value).collect()
+}
+
+fn one(said: &[(String, f64)], name: &str) -> Result<f64> {
+    every(said, name).first().copied().with_context(|| format!("the program does not say {name}"))
+}
+
+/// Builds the library as it ships.
+fn built(out: &Path) -> Result<PathBuf> {
+    let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../driver/interposer/build");
+    eprintln!("building libdivvy.so as it ships");
+    let status = Command::new(&build).arg(out).status().context("cannot start driver/interposer/build")?;
+    ensure!(status.success(), "driver/interposer/build failed");
+    Ok(out.join("libdivvy.so"))
+}
