@@ -2,9 +2,10 @@
 //!
 //! libc takes the meaning of `RTLD_NEXT` and `RTLD_DEFAULT` from the address its caller returns to, so a wrapper that
 //! calls on behalf of another changes the answer. Hence the entry points are written in assembly: a name that does not
-//! begin with `cu` or `nv` is passed on by a jump, with the caller's own frame and registers, before anything else has
+//! begin with `cu`, `nv` or `dl` is passed on by a jump, with the caller's own frame and registers, before anything else has
 //! happened. Only a hooked name is looked at, and even then the answer is replaced only where it is an address in
-//! NVIDIA's library: what another library or the program itself defines under such a name stays what it is.
+//! NVIDIA's library: what another library or the program itself defines under such a name stays what it is. These two
+//! themselves are answered with where a program asks for libc's.
 //!
 //! Nothing here allocates or takes a lock of its own: a program may call `dlsym` from its allocator, from a constructor,
 //! or with the loader's lock held.
@@ -42,8 +43,13 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
         "je 2f",
         "jmp 3f",
         "1: cmp byte ptr [rsi], 110", // n
-        "jne 3f",
+        "jne 5f",
         "cmp byte ptr [rsi + 1], 118", // v
+        "je 2f",
+        "jmp 3f",
+        "5: cmp byte ptr [rsi], 100", // d
+        "jne 3f",
+        "cmp byte ptr [rsi + 1], 108", // l
         "jne 3f",
         // Ours to look at: both arguments kept, the caller's return address third.
         "2: mov rdx, [rsp]",
@@ -95,8 +101,13 @@ pub(crate) unsafe extern "C" fn dlvsym(
         "je 2f",
         "jmp 3f",
         "1: cmp byte ptr [rsi], 110",
-        "jne 3f",
+        "jne 5f",
         "cmp byte ptr [rsi + 1], 118",
+        "je 2f",
+        "jmp 3f",
+        "5: cmp byte ptr [rsi], 100",
+        "jne 3f",
+        "cmp byte ptr [rsi + 1], 108",
         "jne 3f",
         "2: mov rcx, [rsp]",
         "push rdi",
@@ -145,9 +156,15 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
         "b.eq 2f",
         "b 3f",
         "1: cmp w9, #110", // n
-        "b.ne 3f",
+        "b.ne 5f",
         "ldrb w9, [x1, #1]",
         "cmp w9, #118", // v
+        "b.eq 2f",
+        "b 3f",
+        "5: cmp w9, #100", // d
+        "b.ne 3f",
+        "ldrb w9, [x1, #1]",
+        "cmp w9, #108", // l
         "b.ne 3f",
         // Ours to look at: both arguments kept, the caller's return address third.
         "2: stp x29, x30, [sp, #-32]!",
@@ -199,9 +216,15 @@ pub(crate) unsafe extern "C" fn dlvsym(
         "b.eq 2f",
         "b 3f",
         "1: cmp w9, #110",
-        "b.ne 3f",
+        "b.ne 5f",
         "ldrb w9, [x1, #1]",
         "cmp w9, #118",
+        "b.eq 2f",
+        "b 3f",
+        "5: cmp w9, #100",
+        "b.ne 3f",
+        "ldrb w9, [x1, #1]",
+        "cmp w9, #108",
         "b.ne 3f",
         "2: stp x29, x30, [sp, #-48]!",
         "stp x0, x1, [sp, #16]",
@@ -253,14 +276,17 @@ impl Answer {
 
 /// What [`dlsym`] answers for a name that is ours to look at.
 unsafe extern "C" fn hooked(handle: usize, name: *const c_char, caller: usize) -> Answer {
-    // SAFETY: the program's own name, which ends with zero.
-    let Some(at) = (unsafe { table::export(name.cast()) }) else { return LIBC };
-    answer(at, handle, name, caller, || {
+    let ask = || {
         // SAFETY: what stands behind ours has libc's signature; handle and name are the caller's.
         unsafe {
             core::mem::transmute::<usize, Dlsym>(next(&DLSYM, b"dlsym"))(handle as *mut c_void, name) as usize
         }
-    })
+    };
+    // SAFETY: the program's own name, which ends with zero.
+    match unsafe { table::export(name.cast()) } {
+        Some(at) => answer(at, handle, name, caller, ask),
+        None => itself(handle, name, ask),
+    }
 }
 
 /// As [`hooked`], for a version.
@@ -270,9 +296,12 @@ unsafe extern "C" fn hooked_version(
     version: *const c_char,
     caller: usize,
 ) -> Answer {
+    let ask = || ask_version(handle, name, version);
     // SAFETY: the program's own name, which ends with zero.
-    let Some(at) = (unsafe { table::export(name.cast()) }) else { return LIBC };
-    answer(at, handle, name, caller, || ask_version(handle, name, version))
+    match unsafe { table::export(name.cast()) } {
+        Some(at) => answer(at, handle, name, caller, ask),
+        None => itself(handle, name, ask),
+    }
 }
 
 fn ask_version(handle: usize, name: *const c_char, version: *const c_char) -> usize {
@@ -305,6 +334,26 @@ fn answer(
             address if genuine::library(at).owns(at, address) => Answer::hook(at),
             address => Answer { address, ours: 1 },
         },
+    }
+}
+
+/// libc's own `dlsym` and `dlvsym`, asked for by a handle on libc: ours in their place. Only where nothing but libc stands
+/// behind ours: another library there may ask so for what it is to go on to, which must not lead back to it.
+fn itself(handle: usize, name: *const c_char, ask: impl FnOnce() -> usize) -> Answer {
+    // SAFETY: the program's own name, which ends with zero.
+    let is = |known: &[u8]| unsafe { elf::same(name.cast(), known) };
+    let (own, behind) = match () {
+        _ if matches!(handle, RTLD_DEFAULT | RTLD_NEXT) => return LIBC,
+        _ if is(b"dlsym") => (dlsym as *const () as usize, next(&DLSYM, b"dlsym")),
+        _ if is(b"dlvsym") => (dlvsym as *const () as usize, next(&DLVSYM, b"dlvsym")),
+        _ => return LIBC,
+    };
+    let object = |address| elf::object_at(address).map(|object| object.base());
+    match ask() {
+        0 => LIBC,
+        // Its versions may be at different places.
+        address if object(address) == object(behind) => Answer { address: own, ours: 1 },
+        address => Answer { address, ours: 1 },
     }
 }
 

@@ -33,6 +33,7 @@ fn compiled() -> &'static Path {
         library("driver.c", "own.so", "own.so", &[]);
         library("needs.c", "needs.so", "needs.so", &["-L.", "-l:libcuda.so.1"]);
         compile(&out, "wrapper.c", "wrapper.so", &["-shared"]);
+        compile(&out, "behind.c", "behind.so", &["-shared", "-ldl"]);
         compile(&out, "lookup.c", "lookup", &["-rdynamic", "-ldl"]);
         compile(
             &out,
@@ -97,6 +98,9 @@ fn every_handle_on_the_driver_gives_the_hook() {
             ("SONAME", "libcuda.so.1", HOOK),
             ("deep binding", "libcuda.so.1", HOOK),
             ("NVML", "libnvidia-ml.so.1", HOOK),
+            ("libc's dlsym", "libc.so.6", HOOK),
+            ("by libc's dlsym", "libcuda.so.1", HOOK),
+            ("libc's dlsym by a name alone", "libc.so.6", HOOK),
             ("linked", "libcuda.so.1", HOOK),
             // libc's order: the library's own scope, in which the driver follows it.
             ("next of a library", "libcuda.so.1", HOOK),
@@ -122,6 +126,9 @@ fn a_program_that_is_linked_against_the_driver_gets_the_hook() {
             ("SONAME", "libcuda.so.1", HOOK),
             ("deep binding", "libcuda.so.1", HOOK),
             ("NVML", "libnvidia-ml.so.1", HOOK),
+            ("libc's dlsym", "libc.so.6", HOOK),
+            ("by libc's dlsym", "libcuda.so.1", HOOK),
+            ("libc's dlsym by a name alone", "libc.so.6", HOOK),
             ("linked", "libcuda.so.1", HOOK),
             ("next of a library", "libcuda.so.1", HOOK),
             ("default", "libcuda.so.1", HOOK),
@@ -141,4 +148,11 @@ fn another_interposer_goes_on_to_this_one() {
         assert_eq!(found["default"], "wrapper.so");
     }
     assert_eq!((without["absolute path"].as_str(), with["absolute path"].as_str()), ("libcuda.so.1", HOOK));
+}
+
+/// What it goes on to is libc's: ours in its place would lead back to it, for ever.
+#[test]
+fn another_interposer_behind_this_one_finds_the_way_to_libc() {
+    let found = found("lookup", &[&common::shipped().join(HOOK), &compiled().join("behind.so")]);
+    assert_eq!((found["absolute path"].as_str(), found["libc's dlsym"].as_str()), (HOOK, "libc.so.6"));
 }

@@ -92,6 +92,7 @@ pub const ROWS: &[Row] = &[
     prevented("dlmopen", "`dlmopen`: the driver in a linker namespace of its own"),
     prevented("deepbind", "`dlopen` with `RTLD_DEEPBIND`"),
     prevented("dlvsym", "`dlvsym`: the driver's functions by a version").played(Play::Versioned),
+    prevented("libc-dlsym", "libc's own `dlsym`, found by its version"),
     prevented("cugetprocaddress", "`cuGetProcAddress`, asked for itself too"),
     prevented("preload-unset", "`LD_PRELOAD` unset"),
     prevented("preload-replaced", "`LD_PRELOAD` replaced"),
@@ -132,7 +133,6 @@ pub const ROWS: &[Row] = &[
         .winning(Gain::Time),
     detected("account-slot-stolen", "writes its own account page: a slot given to another process", OVER),
     detected("account-generation", "writes its own account page: a generation bumped", OVER),
-    detected("libc-dlsym", "libc's own `dlsym`, found by its version", HIDDEN),
     detected(
         "deepbind-linked",
         "a library that is linked to the driver, opened with `RTLD_DEEPBIND`",

@@ -8,6 +8,13 @@
 #include <stdio.h>
 #include <string.h>
 
+/* The oldest of each. */
+#ifdef __x86_64__
+#define LIBC_VERSION "GLIBC_2.2.5"
+#else
+#define LIBC_VERSION "GLIBC_2.17"
+#endif
+
 extern int cuMemAlloc_v2(void *, unsigned long) __attribute__((weak));
 
 static const char *file_of(void *address) {
@@ -57,6 +64,14 @@ int main(int count, char **argument) {
 
   say("NVML", dlsym(opened(argument[4], RTLD_NOW), "nvmlDeviceSetMigMode"));
   say("another SONAME", dlsym(opened(argument[3], RTLD_NOW), name));
+
+  void *libc = opened("libc.so.6", RTLD_NOW);
+  void *(*again)(void *, const char *) = (void *(*)(void *, const char *))dlvsym(libc, "dlsym", LIBC_VERSION);
+  say("libc's dlsym", again);
+  say("by libc's dlsym", again(driver, name));
+  say("printf by libc's dlsym", again(libc, "printf"));
+  say("libc's dlsym by a name alone", dlsym(libc, "dlsym"));
+  say("libc's dlopen", dlsym(libc, "dlopen"));
 
   void *needs = opened(argument[2], RTLD_NOW);
   void *(*linked)(void) = (void *(*)(void))dlsym(needs, "needs_linked");
