@@ -65,7 +65,7 @@ fn open(from: From<'_>, name: &[u8], flags: usize) -> Option<File> {
     };
     // SAFETY: the kernel reads a name that ends with zero.
     let fd = unsafe { call(number::OPENAT, at, name.as_ptr() as usize, flags | O_CLOEXEC, 0, 0, 0) };
-    (fd >= 0).then_some(File(fd as i32))
+    (fd >= 0).then(|| File(fd as i32))
 }
 
 pub(crate) fn open_directory(from: From<'_>, name: &[u8]) -> Option<File> {
