@@ -94,11 +94,6 @@ impl Node {
         self.ledger.uses().iter().map(|found| found.bytes).sum()
     }
 
-    /// Those processes.
-    pub fn users(&self) -> Vec<u32> {
-        self.ledger.uses().iter().map(|found| found.pid).collect()
-    }
-
     /// A loader cache in which the driver's libraries are, as `ldconfig` in a container leaves one.
     pub(crate) fn loader_cache(&self) -> Result<PathBuf> {
         let (cache, list) = (self.path().join("ld.so.cache"), self.path().join("ld.so.conf"));
@@ -156,18 +151,9 @@ fn write(file: &Path, content: &[u8], mode: u32) -> std::io::Result<()> {
 }
 
 impl Share {
-    /// Bytes that the account page says are charged.
-    pub fn charged(&self) -> Result<u64> {
-        self.look(|page| page.used())
-    }
-
-    /// Nanoseconds of compute time that it says are left.
+    /// Nanoseconds of compute time that the account page says are left.
     pub fn balance(&self) -> Result<i64> {
-        self.look(|page| page.balance())
-    }
-
-    fn look<T>(&self, look: impl FnOnce(&account::Snapshot<'_>) -> T) -> Result<T> {
         let page = std::fs::read(self.directory.join("account"))?;
-        Ok(look(&account::Snapshot::new(&page)?))
+        Ok(account::Snapshot::new(&page)?.balance())
     }
 }
