@@ -116,7 +116,9 @@ impl Shares {
         };
         for name in [CGROUPS, PRELOAD] {
             let path = dir.join(name);
-            DirBuilder::new().recursive(true).mode(0o700).create(&path).map_err(failed(&path))?;
+            if !path.is_dir() {
+                DirBuilder::new().recursive(true).mode(0o700).create(&path).map_err(failed(&path))?;
+            }
         }
         let path = dir.join(ACCOUNT);
         let is_there = path.metadata().is_ok_and(|meta| meta.len() == account::SIZE as u64);

@@ -276,8 +276,8 @@ fn place(gpu: pages::GpuUuid, inventory: &Inventory, usage: ProcessUse) -> Optio
 impl Sources {
     /// The lock of the one agent that audits; none where another has it.
     fn lock(&self) -> Option<File> {
-        let open = || File::options().create(true).truncate(false).write(true).open(&self.lock);
-        let file = match open() {
+        let create = || File::options().create(true).truncate(false).write(true).open(&self.lock);
+        let file = match File::open(&self.lock).or_else(|_| create()) {
             Ok(file) => file,
             Err(cause) => {
                 tracing::warn!(path = %self.lock.display(), %cause, "shares are not audited");

@@ -35,7 +35,13 @@ pub(crate) fn around<T>(path: impl FnOnce() -> Option<PathBuf>, call: impl FnOnc
     if INSIDE.with(|inside| inside.replace(true)) {
         return call();
     }
-    let stop = path().and_then(|path| stop_at(&path));
+    let stop = path().and_then(|path| {
+        let stop = stop_at(&path);
+        if stop.is_some() {
+            eprintln!("killed at {}", path.display());
+        }
+        stop
+    });
     INSIDE.with(|inside| inside.set(false));
     if stop == Some(When::Before) {
         kill();
