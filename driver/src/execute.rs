@@ -16,7 +16,7 @@ use crate::step::{InstanceKey, Step, Undo};
 use crate::timeslice::{self, TimesliceError};
 use divvy_api::sharing::Interval;
 use divvy_api::{ClaimUid, GpuUuid, ShareId};
-use divvy_model::inventory::{Condition, Gpu, Mig, MigMode, Presence};
+use divvy_model::inventory::{Condition, Gpu, MigMode, Presence};
 use divvy_nvml::{ComputeMode, GpuQueue, NvmlError, RawInstance};
 use divvy_pages::Policy;
 use std::collections::{BTreeMap, BTreeSet};
@@ -364,9 +364,12 @@ impl Hands {
         let step = Step::EnableMig { gpu: gpu.clone() };
         if let Some(locked) = locked.gpu(gpu) {
             locked.set_mode_off(None);
-            if self.mig_mode(gpu) == Some(MigMode::On) {
-                return Ok(());
-            }
+        }
+        // Asked: the inventory may be from before a reset, which turns the mode off.
+        if self.mig_mode_now(gpu).await? == MigMode::On {
+            return Ok(());
+        }
+        if let Some(locked) = locked.gpu(gpu) {
             locked.set_mig_ours(true)?;
         }
         let queue = self.queue(gpu, &step)?;
@@ -486,14 +489,6 @@ impl Hands {
         let inventory = self.gpus.inventory().borrow().clone();
         let found = inventory.gpus.iter().find(|known| known.uuid == *gpu).cloned();
         found.ok_or_else(|| StepError::Unknown { gpu: gpu.clone() })
-    }
-
-    fn mig_mode(&self, gpu: &GpuUuid) -> Option<MigMode> {
-        let inventory = self.gpus.inventory().borrow().clone();
-        match &inventory.gpus.iter().find(|known| known.uuid == *gpu)?.mig {
-            Mig::Unsupported => None,
-            Mig::Supported { mode, .. } => Some(*mode),
-        }
     }
 
     fn is_gone(&self, gpu: &GpuUuid) -> bool {
