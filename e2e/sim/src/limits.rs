@@ -8,6 +8,7 @@ use crate::code::Code;
 use crate::state::{CgroupLimit, Gpu, State};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::time::UNIX_EPOCH;
 
 /// The first GPU driver that has them.
 const SINCE: u32 = 615;
@@ -93,7 +94,11 @@ fn members(cgroup: &Path, pids: &mut Vec<u32>) {
     }
 }
 
-fn directory(path: &str) -> Result<(u64, u64), Code> {
-    let found = std::fs::metadata(path).ok().filter(|found| found.is_dir());
-    found.map(|found| (found.dev(), found.ino())).ok_or(Code::OperatingSystem)
+/// The directory itself: the kernel never gives a cgroup's number to another, and the file systems
+/// on which tests play cgroups do, but they know when a directory was made.
+fn directory(path: &str) -> Result<(u64, u64, u64), Code> {
+    let found = std::fs::metadata(path).ok().filter(|found| found.is_dir()).ok_or(Code::OperatingSystem)?;
+    let made = found.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    let made = made.and_then(|since| u64::try_from(since.as_nanos()).ok()).unwrap_or(0);
+    Ok((found.dev(), found.ino(), made))
 }

@@ -134,8 +134,8 @@ pub struct Gpu {
 pub struct CgroupLimit {
     /// Its directory, as whoever set the limit saw it.
     pub path: String,
-    /// Device and inode of that directory: another one of the same name has no limit.
-    pub directory: (u64, u64),
+    /// Device, inode and birth of that directory (nanoseconds): another one of the same name has no limit.
+    pub directory: (u64, u64, u64),
     /// Bytes that are kept for them.
     pub soft: u64,
     /// Bytes that they have at most.
