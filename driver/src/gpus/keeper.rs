@@ -5,6 +5,8 @@
 //! resumed). The task itself never blocks: readings run on the GPUs' threads
 //! and come back as results, at most one at a time per GPU.
 
+mod readings;
+
 use super::known::Known;
 use super::library::{self, LibraryFile};
 use super::{GpusOptions, Policy, Shared, lock};
@@ -12,7 +14,8 @@ use crate::discover::{self, Doubts, Fresh, Ours};
 use crate::sysfs::{PciFacts, Sysfs};
 use divvy_api::GpuUuid;
 use divvy_model::inventory::{Condition, Inventory, Presence};
-use divvy_nvml::{Closing, Description, Event, Late, NvmlError, Session, Snapshot, State};
+use divvy_nvml::{Closing, Description, Event, NvmlError, Session, Snapshot, State};
+use readings::Waiting;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,17 +47,6 @@ enum Nvml {
     Opening { file: LibraryFile, opened: oneshot::Receiver<Result<(Session, Snapshot), String>> },
     Open { file: LibraryFile, session: Session, events: mpsc::UnboundedReceiver<Event>, snapshot: Snapshot },
     Drained,
-}
-
-/// Who waits for readings of one GPU.
-#[derive(Default)]
-struct Waiting {
-    /// For the reading that runs.
-    now: Vec<oneshot::Sender<()>>,
-    /// For the one after it; absent when none is wanted.
-    next: Option<Vec<oneshot::Sender<()>>>,
-    /// Told to the world when the reading that runs is in.
-    late: Vec<Late>,
 }
 
 pub(super) struct Keeper {
@@ -348,76 +340,6 @@ impl Keeper {
             self.settle_at = Instant::now() + SETTLE;
         }
         self.soon.insert(gpu);
-    }
-
-    /// Reads a GPU, or once more after the reading that runs: that one may
-    /// have passed what the caller wants to see.
-    fn start_reading(&mut self, gpu: GpuUuid, done: Option<oneshot::Sender<()>>) {
-        let Nvml::Open { session, snapshot, .. } = &self.nvml else { return };
-        if snapshot.gpus.iter().all(|known| known.uuid != gpu) {
-            return;
-        }
-        if let Some(waiting) = self.reading.get_mut(&gpu) {
-            waiting.next.get_or_insert_default().extend(done);
-            return;
-        }
-        let waiting = Waiting { now: done.into_iter().collect(), ..Waiting::default() };
-        self.reading.insert(gpu.clone(), waiting);
-        self.doubts.reading_begins(&gpu, &*self.ours);
-        let reading = session.gpu(&gpu).read();
-        self.reads.spawn(async move { (gpu, reading.await) });
-    }
-
-    fn read(&mut self, gpu: GpuUuid, reading: Reading) {
-        let mut waiting = self.reading.remove(&gpu).unwrap_or_default();
-        let told = reading.is_ok();
-        self.set(&gpu, reading);
-        if told && !waiting.now.is_empty() && self.doubts.gpus().any(|doubted| *doubted == gpu) {
-            // Who waits wants to know whose the instances are.
-            waiting.next.get_or_insert_default().append(&mut waiting.now);
-        }
-        for done in waiting.now {
-            let _unheard = done.send(());
-        }
-        for late in waiting.late {
-            let _unheard = self.shared.events.send(Event::Late(late));
-        }
-        if let Some(next) = waiting.next {
-            self.start_reading(gpu.clone(), None);
-            if let Some(waiting) = self.reading.get_mut(&gpu) {
-                waiting.now = next;
-            }
-        }
-    }
-
-    /// Takes over what a GPU says of itself.
-    fn set(&mut self, gpu: &GpuUuid, reading: Reading) {
-        let Nvml::Open { snapshot, .. } = &mut self.nvml else { return };
-        let Some(known) = snapshot.gpus.iter_mut().find(|known| known.uuid == *gpu) else { return };
-        // An answer that says nothing of the GPU does not replace one that does.
-        if matches!(reading, Err(NvmlError::Busy { .. } | NvmlError::Closed { .. })) {
-            return;
-        }
-        if let (Err(_), Ok((description, _))) = (&known.reading, &reading) {
-            let place = self.sysfs.pci(&description.pci_bus_id);
-            self.pci.insert(description.pci_bus_id.clone(), place);
-            tracing::info!(%gpu, "GPU is readable again");
-        }
-        let same = match (&known.reading, &reading) {
-            (Ok((was, before)), Ok((is, now))) => Arc::ptr_eq(was, is) && before.minor == now.minor,
-            _ => false,
-        };
-        self.changed |= !same;
-        known.reading = reading;
-        self.publish(Fresh::Gpu(gpu));
-    }
-
-    fn retry(&mut self) {
-        let Nvml::Open { snapshot, .. } = &self.nvml else { return };
-        let failed = snapshot.gpus.iter().filter(|gpu| gpu.reading.is_err()).map(|gpu| &gpu.uuid);
-        for gpu in failed.chain(self.doubts.gpus()).cloned().collect::<BTreeSet<_>>() {
-            self.start_reading(gpu, None);
-        }
     }
 
     fn publish(&mut self, fresh: Fresh<'_>) {

@@ -11,6 +11,7 @@ mod api;
 mod controller;
 mod figures;
 mod fleet;
+mod floor;
 mod shared;
 mod shares;
 mod stats;

@@ -2,7 +2,8 @@
 //! costs, and one of a GPU whose MPS control daemon runs already; and the memory
 //! of the keeper that runs it.
 
-use crate::figures::{Floor, Plan, warm};
+use crate::figures::{Plan, warm};
+use crate::floor::Floor;
 use crate::stats::{figure, median, micros};
 use crate::world::{Dirs, World};
 use anyhow::{Context, Result};
