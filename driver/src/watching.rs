@@ -16,7 +16,8 @@ use divvy_model::Inventory;
 use divvy_model::inventory::{self, Presence};
 use divvy_slices::Published;
 use k8s_openapi::jiff::Timestamp;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
+use std::collections::hash_map::{Entry, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, watch};
@@ -166,7 +167,8 @@ impl Shares {
                     let share = finding.claim.clone().zip(finding.share.clone());
                     let message = format!("{finding}{}", after(done));
                     said.retain(|_, at| at.elapsed() < SAID_AGAIN);
-                    if said.insert((finding.claim.clone(), kind), Instant::now()).is_none() {
+                    if let Entry::Vacant(first) = said.entry((finding.claim.clone(), kind)) {
+                        first.insert(Instant::now());
                         self.say(share.as_ref(), kind, &message).await;
                     }
                     let Some(share) = share else { continue };

@@ -15,7 +15,7 @@ use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::account::{self, ATTENTION, BALANCE, HEADER, NodeLine, Snapshot};
 use divvy_pages::{Flags, Owner, PageError, Policy};
 use rustix::fs::{major, minor};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -178,10 +178,12 @@ pub(super) fn look(
 /// limits of all pages that they see. Not of instances: GPU drivers limit whole GPUs.
 pub(super) fn limits(found: &[Found], cgroup_root: &Path) -> Vec<(String, PathBuf, u64)> {
     let mut limits: BTreeMap<String, (PathBuf, u64)> = BTreeMap::new();
-    // Who only observes refuses nothing to anybody.
-    let limited = |share: &&Found| share.policy.mig.is_none() && !share.policy.flags.has(Flags::OBSERVE_ONLY);
-    for share in found.iter().filter(limited) {
-        for (id, cgroups) in &share.containers {
+    // Who only observes refuses nothing to anybody, beside other shares neither.
+    let observes = |share: &&Found| share.policy.flags.has(Flags::OBSERVE_ONLY);
+    let observed: BTreeSet<&String> =
+        found.iter().filter(observes).flat_map(|share| &share.containers).map(|(id, _)| id).collect();
+    for share in found.iter().filter(|share| share.policy.mig.is_none()) {
+        for (id, cgroups) in share.containers.iter().filter(|(id, _)| !observed.contains(id)) {
             let Some(dir) = unified(cgroup_root, cgroups).filter(|dir| dir.exists()) else { continue };
             let (_, limit) = limits.entry(id.clone()).or_insert((dir, 0));
             *limit = limit.saturating_add(share.policy.memory.limit);
@@ -266,4 +268,40 @@ fn write(files: &Files, path: &Path, account: &Account, writes: &[&Write]) -> io
     }
     // Last, for the processes of the share to see.
     file.write_all_at(&account.attention.wrapping_add(1).to_le_bytes(), ATTENTION)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::judge::tests::share;
+    use super::*;
+
+    #[test]
+    fn a_container_of_which_a_share_is_only_observed_is_held_to_nothing() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::write(root.path().join("cgroup.controllers"), "memory").unwrap();
+        let found = |number: usize, flags: Flags, containers: &[&str]| {
+            let share = share(number, 1000);
+            let container = |id: &&str| {
+                std::fs::create_dir_all(root.path().join(id)).unwrap();
+                ((*id).to_owned(), Cgroups::parse(&format!("0::/{id}\n")))
+            };
+            Found {
+                claim: share.claim,
+                id: share.id,
+                dir: PathBuf::new(),
+                policy: Policy { flags, ..share.policy },
+                page: share.page,
+                first: Err(AccountError::Leased),
+                containers: containers.iter().map(container).collect(),
+            }
+        };
+        let all = [
+            found(0, Flags::default(), &["one", "both", "mixed"]),
+            found(1, Flags::default(), &["both"]),
+            found(2, Flags::OBSERVE_ONLY, &["mixed", "observed"]),
+        ];
+        let limits: Vec<(String, u64)> =
+            limits(&all, root.path()).into_iter().map(|(id, _, limit)| (id, limit >> 20)).collect();
+        assert_eq!(limits, [("both".to_owned(), 2000), ("one".to_owned(), 1000)]);
+    }
 }

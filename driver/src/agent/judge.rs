@@ -322,7 +322,7 @@ fn lie(look: &Look, account: &Account, before: &[Slot]) -> Option<String> {
         is_told
             && now
                 .is_some_and(|now| (now.report.owner, now.report.who) != (last.report.owner, last.report.who))
-            && look.processes.values().any(|process| is_of(&last.report, process))
+            && look.processes.values().any(|process| is_of(&last.report, &process.who))
     });
     if let Some(slot) = taken {
         let pid = slot.report.who.pid;

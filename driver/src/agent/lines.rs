@@ -54,7 +54,7 @@ fn taken(look: &Look) -> impl Iterator<Item = (usize, &Slot)> {
 
 /// The process of a slot, if it is among those that were looked at.
 fn owner_of<'a>(look: &'a Look, slot: &Slot) -> Option<&'a Process> {
-    look.processes.values().find(|process| is_of(&slot.report, process))
+    look.processes.values().find(|process| is_of(&slot.report, &process.who))
 }
 
 /// The lines that must be other than they are. `others` are all processes of the
@@ -66,13 +66,7 @@ pub(super) fn lines(look: &Look, others: &[(u32, Identity)]) -> Vec<Write> {
         let report = &slot.report;
         let known = owner_of(look, slot).map(|process| process.pid);
         let elsewhere = || {
-            let is = |who: &Identity| {
-                let agrees = |said: u64, is: u64| said == 0 || is == 0 || said == is;
-                who.pid == report.who.pid
-                    && who.namespace == report.who.namespace
-                    && agrees(report.who.start, who.start)
-                    && agrees(report.who.image, who.image)
-            };
+            let is = |who: &Identity| who.namespace == report.who.namespace && is_of(report, who);
             others.iter().find(|(_, who)| is(who)).map(|(pid, _)| *pid)
         };
         let host_pid = known.or_else(elsewhere);

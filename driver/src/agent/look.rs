@@ -4,7 +4,7 @@ use super::mounts::Page;
 use super::process::{Cgroups, Process};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::account::SlotReport;
-use divvy_pages::{Flags, GpuUuid, PageError, Policy, SlotState};
+use divvy_pages::{Flags, GpuUuid, Identity, PageError, Policy, SlotState};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Nobody is ever granted a second of GPU time at once: a thousand times the usual burst.
@@ -126,7 +126,7 @@ impl Share {
     /// The slots of a process that lives.
     pub(super) fn slots_of<'a>(&'a self, process: &'a Process) -> impl Iterator<Item = &'a Slot> {
         let slots = self.account.as_ref().map(|account| account.slots.as_slice()).unwrap_or_default();
-        slots.iter().filter(|slot| slot.is_live() && is_of(&slot.report, process))
+        slots.iter().filter(|slot| slot.is_live() && is_of(&slot.report, &process.who))
     }
 }
 
@@ -146,8 +146,8 @@ impl Slot {
 
 /// Whether a slot says that it is a process's. What the process could not find out
 /// about itself, for want of a `/proc`, is zero.
-pub(super) fn is_of(slot: &SlotReport, process: &Process) -> bool {
-    let (said, is) = (&slot.who, &process.who);
+pub(super) fn is_of(slot: &SlotReport, is: &Identity) -> bool {
+    let said = &slot.who;
     let agrees = |said: u64, is: u64| said == 0 || is == 0 || said == is;
     said.pid == is.pid
         && agrees(said.namespace, is.namespace)

@@ -176,24 +176,20 @@ impl Agent {
     async fn found(&self, lock: &mut Option<File>) -> BTreeMap<pages::GpuUuid, Vec<Found>> {
         // On most nodes; not worth a thread, as it is a directory in memory.
         if self.sources.shares.claims().is_empty() {
+            self.sources.files.sweep();
             return BTreeMap::new();
         }
         let (sources, held) = (self.sources.clone(), lock.take());
         let looked = tokio::task::spawn_blocking(move || {
-            let found = gather::found(&sources.shares, &sources.files);
-            let held = match held {
-                None if !found.is_empty() => sources.lock(),
-                held => held,
-            };
-            (found, held)
+            let held = held.or_else(|| sources.lock());
+            let found = held.as_ref().map(|_| gather::found(&sources.shares, &sources.files));
+            (found.unwrap_or_default(), held)
         });
         let Ok((found, held)) = looked.await else { return BTreeMap::new() };
         *lock = held;
         let mut by_gpu: BTreeMap<_, Vec<Found>> = BTreeMap::new();
-        if lock.is_some() {
-            for share in found {
-                by_gpu.entry(share.policy.gpu).or_default().push(share);
-            }
+        for share in found {
+            by_gpu.entry(share.policy.gpu).or_default().push(share);
         }
         by_gpu
     }
@@ -319,20 +315,22 @@ impl Sources {
             if !finding.certain && !again {
                 continue;
             }
+            let is_new = told.get(&key).is_none_or(|at| now.duration_since(*at) >= AGAIN);
             let done = match &finding.process {
                 Some(suspect) if self.response.ends(&finding) => {
                     match end::end(&self.process_root, suspect) {
                         Ok(Ended::Killed) => Done::Ended,
                         Ok(Ended::Gone) => Done::Reported,
                         Err(error) => {
-                            tracing::error!(error = &error as &dyn std::error::Error, %finding, "not ended");
+                            if is_new {
+                                tracing::error!(error = &error as &dyn std::error::Error, %finding, "not ended");
+                            }
                             Done::NotEnded
                         }
                     }
                 }
                 _ => Done::Reported,
             };
-            let is_new = told.get(&key).is_none_or(|at| now.duration_since(*at) >= AGAIN);
             if is_new || done == Done::Ended {
                 let claim = finding.claim.as_ref().map(ToString::to_string).unwrap_or_default();
                 tracing::warn!(kind = finding.kind.name(), claim, ?done, %finding, "a share is not kept");
@@ -340,13 +338,54 @@ impl Sources {
                 reports.push(Report::Found { finding: Box::new(finding), done });
             }
         }
-        let (still, over): (BTreeMap<_, _>, BTreeMap<_, _>) =
+        let (mut still, over): (BTreeMap<_, _>, BTreeMap<_, _>) =
             told.into_iter().partition(|(key, _)| keys.iter().any(|now| now.is_like(key)));
         let share = |key: &Key| Some((key.claim.clone()?, key.share.clone()?));
         let troubled: BTreeSet<_> = still.keys().filter_map(share).collect();
         let well: BTreeSet<_> = over.keys().filter_map(share).collect();
         let well = well.difference(&troubled).cloned();
         reports.extend(well.map(|(claim, share)| Report::Well { claim, share }));
+        // A claim that starts one offender after the other does not fill the memory.
+        still.retain(|_, at| now.duration_since(*at) < AGAIN);
         (Memory { before, seen: keys, told: still }, reports)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hidden(pid: u32) -> Finding {
+        let process = Some(Suspect { pid, start: 1, name: String::new() });
+        let (claim, share) = (Some("c".into()), Some("s".into()));
+        let text = String::new();
+        Finding { kind: Kind::Hidden, claim, share, process, text, report_only: false, certain: false }
+    }
+
+    #[test]
+    fn what_was_told_of_the_processes_of_a_share_is_forgotten_in_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let sources = Sources {
+            shares: Shares::new(&HostPaths::below(dir.path())),
+            files: Files::default(),
+            process_root: PathBuf::new(),
+            cgroup_root: PathBuf::new(),
+            lock: PathBuf::new(),
+            response: "none".parse().unwrap(),
+        };
+        let told = |memory: &Memory| memory.told.keys().filter_map(|key| key.process).collect::<Vec<_>>();
+        let now = Instant::now();
+        let earlier = [(1, now.checked_sub(AGAIN).unwrap()), (2, now)];
+        let memory = Memory {
+            seen: [hidden(2).key()].into(),
+            told: earlier.map(|(pid, at)| (hidden(pid).key(), at)).into(),
+            ..Memory::default()
+        };
+        let (memory, reports) = sources.respond(vec![hidden(3)], memory);
+        assert_eq!(told(&memory), [(2, 1), (3, 1)]);
+        assert!(matches!(reports[..], [Report::Found { done: Done::Reported, .. }]), "{reports:?}");
+        let (memory, reports) = sources.respond(Vec::new(), memory);
+        assert_eq!(told(&memory), []);
+        assert!(matches!(reports[..], [Report::Well { .. }]), "{reports:?}");
     }
 }

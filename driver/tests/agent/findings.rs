@@ -161,6 +161,24 @@ async fn a_lease_on_a_page_keeps_nobody_from_looking() {
 }
 
 #[tokio::test]
+async fn pages_that_were_removed_are_not_kept_open() {
+    let world = World::up(OLD);
+    let account = world.pages("a", 4000).join("account");
+    let is_open = || {
+        let mut files = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        files.any(|file| {
+            let path = std::fs::read_link(file.path()).unwrap_or_default();
+            path.to_string_lossy().starts_with(account.to_str().unwrap())
+        })
+    };
+    let mut agent = world.agent(DEFAULT).await;
+    agent.finds_nothing(1).await;
+    assert!(is_open());
+    divvy_driver::shares::Shares::new(&world.paths).remove(&"a".into()).unwrap();
+    until("it is closed", || !is_open()).await;
+}
+
+#[tokio::test]
 async fn what_the_dead_held_is_free_again() {
     let world = World::up(OLD);
     let page = world.share("a", 2000);

@@ -152,7 +152,8 @@ impl Working {
     }
 
     pub(crate) async fn well(&mut self) {
-        while !matches!(self.reports.recv().await.unwrap(), Report::Well { .. }) {}
+        let well = async { while !matches!(self.reports.recv().await.unwrap(), Report::Well { .. }) {} };
+        tokio::time::timeout(PATIENCE, well).await.unwrap();
     }
 
     /// As when the daemon is killed: nothing is tidied up.

@@ -28,7 +28,7 @@ fn identity(pid: u32) -> Identity {
     Identity { pid: pid + 1000, namespace: NAMESPACE, start: u64::from(pid) * 10, image: 77 }
 }
 
-fn share(number: usize, limit: u64) -> Share {
+pub(in super::super) fn share(number: usize, limit: u64) -> Share {
     let (claim, id) = (format!("claim-{number}"), format!("share-{number}"));
     Share {
         claim: claim.as_str().into(),
