@@ -1,6 +1,6 @@
 //! Keeps the Secret, the certificate that is shown, and what the API server
 //! trusts in step. Every replica shows what the Secret holds; the leader writes,
-//! and never makes a second certificate while it does not know what became of the first.
+//! and knows what it wrote before the watches tell.
 
 use super::{CertificateError, Current, Held};
 use crate::metrics::Metrics;

@@ -2,7 +2,7 @@
 //! against a library that is to keep the limit; Divvy's own, or another one.
 //!
 //! A trick is a small program in a real container on a simulated GPU. Whether it won is read from the simulator's
-//! ledger, never from the program, the library or its pages. A suite that cannot fail proves nothing, so every row is
+//! ledger, never from the program, the library or its pages (but for a forged balance, which is nowhere else). A suite that cannot fail proves nothing, so every row is
 //! also played with what should stop it taken away, and must then win.
 //!
 //! - [`rows`]: the tricks, and what must become of each.

@@ -1,7 +1,7 @@
 //! A node with one simulated GPU, the pages of its shares as files, and what its processes really use.
 //!
 //! What is used is read from the simulator's own ledger, which is exact to the byte and which neither the library nor
-//! its pages have a part in: the judge of every trick.
+//! its pages have a part in: the judge of every trick that is about memory.
 
 use anyhow::{Context, Result, ensure};
 use divvy_pages::policy::{Compute, Flags, Memory, Policy};

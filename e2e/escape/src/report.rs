@@ -1,7 +1,7 @@
 //! The whole suite: each row against the library, each row with its guard taken away, and the table of both.
 
 use crate::programs::Programs;
-use crate::rows::{Gain, Must, ROWS, Row};
+use crate::rows::{Must, ROWS, Row};
 use crate::trial::{Enforcement, Outcome, Trial};
 use anyhow::{Context, Result};
 use std::collections::BTreeSet;
@@ -57,7 +57,7 @@ pub fn judge(row: &Row, programs: &Programs, enforcement: &Enforcement, within: 
         Verdict::Harmed
     } else if trial.outcome == Outcome::Held {
         Verdict::Prevented
-    } else if found.is_empty() || (row.gain == Gain::Memory && trial.gained(row)?) {
+    } else if found.is_empty() || trial.gained(row)? {
         Verdict::NotHeld
     } else {
         let ended = found.iter().any(|told| told.ended);

@@ -5,6 +5,7 @@ use crate::world::{World, eventually};
 use anyhow::{Context, Result, ensure};
 use kube::api::LogParams;
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use std::collections::BTreeSet;
 
 /// What a stand-in for a CUDA process says it has got.
@@ -68,29 +69,25 @@ impl World {
 
     /// What the pod's `divvy-sim client` has got, once it is connected.
     pub(crate) async fn connected(&self, name: &str) -> Result<Connected> {
-        let last = async || {
-            let text = self.pods.logs(name, &LogParams::default()).await?;
-            let line = text.lines().rev().find(|line| line.starts_with('{'));
-            anyhow::Ok(serde_json::from_str(line.with_context(|| format!("its output is {text:?}"))?)?)
-        };
-        eventually(&format!("pod {name} connected"), || async { last().await.map(|_: Connected| ()) })
-            .await?;
-        last().await
+        eventually(&format!("pod {name} connected"), || async { Ok(self.told(name).await?.0) }).await
     }
 
     /// What the pod's `cuda-client`, after an `nvidia-smi`, says of memory.
     pub(crate) async fn memory(&self, name: &str) -> Result<Memory> {
-        let last = async || {
-            let text = self.pods.logs(name, &LogParams::default()).await?;
-            let line = text.lines().rev().find(|line| line.starts_with('{'));
-            let mut memory: Memory =
-                serde_json::from_str(line.with_context(|| format!("its output is {text:?}"))?)?;
+        eventually(&format!("pod {name} told its memory"), || async {
+            let (memory, text) = self.told::<Memory>(name).await?;
             // `   123MiB /  10240MiB`, for a GPU or an instance.
             let size = |line: &str| line.split_once("MiB /")?.1.split_once("MiB")?.0.trim().parse().ok();
-            memory.told = text.lines().filter_map(size).collect();
-            anyhow::Ok(memory)
-        };
-        eventually(&format!("pod {name} told its memory"), || async { last().await.map(drop) }).await?;
-        last().await
+            Ok(Memory { told: text.lines().filter_map(size).collect(), ..memory })
+        })
+        .await
+    }
+
+    /// The latest line of JSON in a pod's output, and all of that.
+    async fn told<T: DeserializeOwned>(&self, name: &str) -> Result<(T, String)> {
+        let text = self.pods.logs(name, &LogParams::default()).await?;
+        let line = text.lines().rev().find(|line| line.starts_with('{'));
+        let told = serde_json::from_str(line.with_context(|| format!("its output is {text:?}"))?)?;
+        Ok((told, text))
     }
 }

@@ -212,17 +212,15 @@ impl World {
 
     /// Whether the pod runs, once it either does or has no place.
     pub(crate) async fn settled(&self, name: &str) -> Result<bool> {
-        let look = async || {
+        eventually(&format!("pod {name} ready or unschedulable"), || async {
             let pod = self.pods.get(name).await?;
             let ready = condition(&pod, "Ready").is_some_and(|(yes, _)| yes);
             let refused =
                 condition(&pod, "PodScheduled").is_some_and(|(yes, why)| !yes && why == "Unschedulable");
             ensure!(ready || refused, "it is {}", phase(&pod));
             Ok(ready)
-        };
-        eventually(&format!("pod {name} ready or unschedulable"), || async { look().await.map(drop) })
-            .await?;
-        look().await
+        })
+        .await
     }
 
     /// How often the pod's container was started again.
@@ -450,14 +448,14 @@ fn phase(pod: &Pod) -> String {
 }
 
 /// Tries until it holds; the last reason why it did not is the error.
-pub(crate) async fn eventually<F>(what: &str, check: impl Fn() -> F) -> Result<()>
+pub(crate) async fn eventually<F, T>(what: &str, check: impl Fn() -> F) -> Result<T>
 where
-    F: Future<Output = Result<()>>,
+    F: Future<Output = Result<T>>,
 {
     let deadline = Instant::now() + PATIENCE;
     loop {
         match check().await {
-            Ok(()) => return Ok(()),
+            Ok(answer) => return Ok(answer),
             Err(error) if Instant::now() > deadline => return Err(error.context(what.to_owned())),
             Err(_) => tokio::time::sleep(Duration::from_millis(200)).await,
         }

@@ -254,7 +254,7 @@ hook! {
             let (handle, order) = (handle as usize, Ordering::AcqRel);
             handle != 0 && known.handle.compare_exchange(handle, LEAVING, order, Ordering::Relaxed).is_ok()
         };
-        let known = KNOWN.iter().find(is_it);
+        let known = if USED.load(Ordering::Relaxed) { KNOWN.iter().find(is_it) } else { None };
         let answer = real(handle);
         if let Some(known) = known {
             known.handle.store(if answer == SUCCESS { 0 } else { handle as usize }, Ordering::Release);

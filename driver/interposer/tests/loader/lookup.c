@@ -7,13 +7,7 @@
 #include <link.h>
 #include <stdio.h>
 #include <string.h>
-
-/* The oldest of each. */
-#ifdef __x86_64__
-#define LIBC_VERSION "GLIBC_2.2.5"
-#else
-#define LIBC_VERSION "GLIBC_2.17"
-#endif
+#include "version.h"
 
 extern int cuMemAlloc_v2(void *, unsigned long) __attribute__((weak));
 
@@ -83,7 +77,7 @@ int main(int count, char **argument) {
   say("next printf", dlsym(RTLD_NEXT, "printf"));
   say("next printf of a library", ((finder *)dlsym(needs, "needs_next"))("printf"));
   say("default printf", dlsym(RTLD_DEFAULT, "printf"));
-  say("versioned printf", dlvsym(RTLD_NEXT, "printf", "GLIBC_2.2.5"));
+  say("versioned printf", dlvsym(RTLD_NEXT, "printf", LIBC_VERSION));
   say("next main", dlsym(RTLD_NEXT, "main"));
   say("empty name", dlsym(RTLD_DEFAULT, ""));
   say("the program's own", dlsym(RTLD_DEFAULT, "cuMemFree_v2"));

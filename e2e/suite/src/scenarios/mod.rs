@@ -46,7 +46,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     mps::a_deleted_keeper_comes_back_with_its_daemons,
     shares::two_shares_of_a_gpu_see_and_keep_their_own,
     shares::two_shares_of_an_instance_see_and_keep_their_own,
-    shares::shares_run_beside_every_other_mode,
+    shares::shares_run_beside_other_modes,
     shares::who_goes_round_the_library_is_ended,
     shares::claims_of_every_mode_come_and_go,
     admission::pods_of_the_device_plugin_run_unchanged,

@@ -74,7 +74,7 @@ pub(super) async fn two_shares_of_an_instance_see_and_keep_their_own(world: &Wor
     side_by_side(world, ("three", 3 << 10), ("five", 5 << 10)).await
 }
 
-pub(super) async fn shares_run_beside_every_other_mode(world: &World) -> Result<()> {
+pub(super) async fn shares_run_beside_other_modes(world: &World) -> Result<()> {
     let gpus = world.gpus("n1")?;
     let of = |n: usize| gpus[n].uuid.as_str();
     world.template("share", part(SHARE, &uuid(of(0)), "10Gi")).await?;

@@ -1,0 +1,6 @@
+/* The version of libc's oldest functions, dlsym among them. */
+#ifdef __x86_64__
+#define LIBC_VERSION "GLIBC_2.2.5"
+#else
+#define LIBC_VERSION "GLIBC_2.17"
+#endif
