@@ -136,6 +136,14 @@ pub struct CgroupLimit {
     pub path: String,
     /// Device, inode and birth of that directory (nanoseconds): another one of the same name has no limit.
     pub directory: (u64, u64, u64),
+    /// Of this limit and of no other that this simulator ever had; kept when it is changed.
+    pub number: u64,
+    /// What the kernel calls the cgroup; none where a directory plays one.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub name: Option<String>,
+    /// The kernel's numbers of the cgroup and of those that were below it when the limit was set.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub ids: Vec<u64>,
     /// Bytes that are kept for them.
     pub soft: u64,
     /// Bytes that they have at most.

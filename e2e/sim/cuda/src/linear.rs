@@ -58,12 +58,12 @@ pub(crate) fn prefetch(process: &Process, address: u64, size: u64, device: Optio
         }
         // What does not fit stays where it is; a program is not told.
         if let Some(guest) = &guest
-            && !guest.charge(length)
+            && !guest.charge_managed(length)
         {
             return Ok(());
         }
         if let Some(before) = std::mem::replace(resident, guest) {
-            before.refund(length);
+            before.refund_managed(length);
         }
         Ok(())
     });

@@ -171,7 +171,7 @@ impl Block {
             Payer::Pool(pool) | Payer::Graph { pool, live: true } => {
                 pool.get().into_iter().for_each(|pool| pool.give(self.size))
             }
-            Payer::Host(Host { resident: Some(guest), .. }) => guest.refund(self.size),
+            Payer::Host(Host { resident: Some(guest), .. }) => guest.refund_managed(self.size),
             Payer::Stranger | Payer::Host(_) | Payer::Graph { live: false, .. } => {}
         }
         self.content.unmap();

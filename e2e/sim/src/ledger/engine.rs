@@ -90,7 +90,7 @@ pub(super) const fn slice(level: u32) -> Duration {
 }
 
 /// The part's lock, let go when dropped.
-struct Held<'l>(&'l AtomicU64);
+pub(super) struct Held<'l>(&'l AtomicU64);
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
@@ -108,7 +108,7 @@ impl Ledger {
     }
 
     /// Takes the part's lock for a row; from a holder that has died, its turn half played, it is taken over.
-    fn hold(&self, locks: Locks, part: usize, row: usize) -> Held<'_> {
+    pub(super) fn hold(&self, locks: Locks, part: usize, row: usize) -> Held<'_> {
         let lock = &self.engine(part).lock;
         let me = row as u64 + 1;
         let mut looks = 0;

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::GRANULE;
+use super::cgroup::Known;
 use super::locks::{self, Locks};
 use super::map::{Intent, Ledger, NUMBER_BITS, Part, Place, ROWS, Row, Word, later, next};
 
@@ -20,6 +21,8 @@ pub struct Guest {
     part: usize,
     /// One change at a time; the number of the last, or none once it has left.
     number: Mutex<Option<u32>>,
+    /// Limits of cgroups, as this process last read them.
+    pub(super) known: Mutex<Known>,
 }
 
 /// Why a process cannot use a GPU.
@@ -68,22 +71,36 @@ impl Guest {
             );
         }
         own.work.forget();
-        let number = own.number.load(Ordering::Relaxed) as u32;
-        Ok(Self { ledger: Arc::clone(ledger), locks, row, part: index, number: Mutex::new(Some(number)) })
+        let number = Mutex::new(Some(own.number.load(Ordering::Relaxed) as u32));
+        let known = Mutex::default();
+        Ok(Self { ledger: Arc::clone(ledger), locks, row, part: index, number, known })
     }
 
-    /// Uses as many bytes more, rounded up to granules; false, and nothing is changed, if the part has not got them.
+    /// Uses as many bytes more, rounded up to granules; false, and nothing is changed, if the part has not got them
+    /// or the process's cgroup may not have them.
     pub fn charge(&self, bytes: u64) -> bool {
-        let granules = i64::try_from(bytes.div_ceil(GRANULE)).unwrap_or(i64::MAX);
-        // What the dead have left is free.
-        self.change(granules) || (!self.ledger.uses().is_empty() && self.change(granules))
+        self.try_twice(|| self.change_within(bytes.div_ceil(GRANULE)))
+    }
+
+    /// The same for managed memory that is moved to the part, which limits of cgroups leave out.
+    pub fn charge_managed(&self, bytes: u64) -> bool {
+        self.try_twice(|| self.change_managed(granules(bytes)))
+    }
+
+    /// What the dead have left is free.
+    fn try_twice(&self, charge: impl Fn() -> bool) -> bool {
+        charge() || (!self.ledger.uses().is_empty() && charge())
     }
 
     /// Uses as many bytes less, rounded up to granules; they were charged before.
     pub fn refund(&self, bytes: u64) {
-        let granules = i64::try_from(bytes.div_ceil(GRANULE)).unwrap_or(i64::MAX);
         // Only what is beyond the limit is refused.
-        let _ = self.change(-granules);
+        let _ = self.change(-granules(bytes));
+    }
+
+    /// The same for managed memory.
+    pub fn refund_managed(&self, bytes: u64) {
+        let _ = self.change_managed(-granules(bytes));
     }
 
     /// Whether the GPU or instance is still what it was when the process came.
@@ -93,12 +110,12 @@ impl Guest {
         same && part.flags.load(Ordering::Relaxed) & Ledger::HERE != 0
     }
 
-    /// Bytes that are free on the part, and bytes that it has.
+    /// Bytes that are free on the part, and bytes that it has, to this process.
     pub fn memory(&self) -> (u64, u64) {
         let part = self.part();
         let used = Word::unpack(part.word.load(Ordering::Acquire)).used;
         let free = part.limit.load(Ordering::Relaxed).saturating_sub(used.into());
-        (free * GRANULE, part.total.load(Ordering::Relaxed) * GRANULE)
+        self.memory_within(free * GRANULE, part.total.load(Ordering::Relaxed) * GRANULE)
     }
 
     /// Bytes that this process uses of the part.
@@ -127,15 +144,15 @@ impl Guest {
         self.part
     }
 
-    fn own(&self) -> &Row {
+    pub(super) fn own(&self) -> &Row {
         &self.ledger.get().rows[self.row]
     }
 
-    fn part(&self) -> &Part {
+    pub(super) fn part(&self) -> &Part {
         &self.ledger.get().parts[self.part]
     }
 
-    fn change(&self, granules: i64) -> bool {
+    pub(super) fn change(&self, granules: i64) -> bool {
         let mut number = self.number.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(last) = &mut *number else { return false };
         *last = next((*last).into());
@@ -214,6 +231,8 @@ impl Ledger {
                 let _ = self.change(at, index, -(used as i64), number);
             }
         }
+        row.managed.store(0, Ordering::Relaxed);
+        row.limits.iter().for_each(|number| number.store(0, Ordering::Relaxed));
         map.owners[at].store(0, Ordering::Release);
     }
 
@@ -246,6 +265,10 @@ impl Ledger {
         row.intent.store(0, Ordering::Release);
         true
     }
+}
+
+fn granules(bytes: u64) -> i64 {
+    i64::try_from(bytes.div_ceil(GRANULE)).unwrap_or(i64::MAX)
 }
 
 /// Notes that a change was made, unless a later one has been noted.

@@ -16,11 +16,13 @@ use crate::state::State;
 /// Name of the file in the state's directory.
 const FILE: &str = "cuda";
 /// Changes with the layout.
-const MAGIC: u64 = 0x6469_7676_7963_7504;
+const MAGIC: u64 = 0x6469_7676_7963_7505;
 /// As many guests at once; the part's word has twelve bits for them.
 pub(super) const ROWS: usize = 4096;
 /// Parts of a GPU: the whole, and the GPU instances 0 to 14.
 const PARTS_OF_A_GPU: usize = 16;
+/// As many limits at most hold one process: its cgroup's and those above.
+pub(super) const LIMITS: usize = 4;
 const PARTS: usize = 32 * PARTS_OF_A_GPU;
 
 /// The file's content. All zeros is a ledger without guests and without GPUs, but for the magic number.
@@ -49,6 +51,8 @@ pub(super) struct Part {
     pub(super) flags: AtomicU64,
     /// Tells this GPU or instance from another one that was in its place: changes with a reset, and with its birth.
     pub(super) epoch: AtomicU64,
+    /// Generation of the state that says what cgroups may have of it; 0 where none is limited.
+    pub(super) limits: AtomicU64,
     pub(super) engine: Engine,
 }
 
@@ -63,6 +67,10 @@ pub(super) struct Row {
     pub(super) used: AtomicU64,
     /// The change under way, see [`Intent`]; 0 without one.
     pub(super) intent: AtomicU64,
+    /// Granules of managed memory among them.
+    pub(super) managed: AtomicU64,
+    /// Numbers of the limits that its process's cgroups have; 0 for none.
+    pub(super) limits: [AtomicU64; LIMITS],
     /// Number of the last change that others have seen made.
     pub(super) made: AtomicU64,
     /// Number of the last change announced; the next guest in this row goes on counting.
@@ -210,6 +218,10 @@ impl Ledger {
         unsafe { self.map.as_ref() }
     }
 
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// The locks of this ledger's rows.
     pub(super) fn locks(&self) -> io::Result<Locks> {
         Locks::open(&self.dir)
@@ -235,8 +247,11 @@ impl Ledger {
                 part.epoch.store(epoch, Ordering::Relaxed);
                 let slice = slice(gpu.timeslice).as_nanos() as u64;
                 part.engine.slice.store(slice, Ordering::Relaxed);
+                let limited = gi.is_none() && here && !gpu.limits.is_empty();
+                part.limits.store(if limited { state.generation } else { 0 }, Ordering::Release);
                 part.flags.store(if here { Self::HERE } else { 0 }, Ordering::Release);
             }
+            self.find_members(gpu, slot);
         }
     }
 
@@ -273,6 +288,18 @@ impl Ledger {
 
     pub(super) fn raise(&self, row: usize) {
         self.get().high.fetch_max(row as u64 + 1, Ordering::AcqRel);
+    }
+
+    /// Rows of living processes on a part, with the process's number.
+    pub(super) fn rows_on(&self, part: usize) -> impl Iterator<Item = (&Row, u32)> {
+        let locks = self.locks().ok();
+        (0..self.high()).filter_map(move |at| {
+            let (owner, row) = (self.get().owners[at].load(Ordering::Acquire), &self.get().rows[at]);
+            if owner == 0 || row.part.load(Ordering::Relaxed) as usize != part {
+                return None;
+            }
+            Some((row, locks?.holder(at, owner)?))
+        })
     }
 
     fn shown(&self, at: usize, pid: u32) -> Option<Use> {

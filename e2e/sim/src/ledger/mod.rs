@@ -18,6 +18,7 @@
 
 #![allow(unsafe_code, reason = "a mapped file, and locks on bytes of a file")]
 
+mod cgroup;
 mod engine;
 mod guest;
 mod locks;

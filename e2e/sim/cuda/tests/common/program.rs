@@ -54,7 +54,7 @@ impl Program {
         writeln!(self.stdin, "{line}").expect("the program reads");
     }
 
-    fn answer(&mut self) -> String {
+    pub(crate) fn answer(&mut self) -> String {
         loop {
             let mut line = String::new();
             let read = self.stdout.read_line(&mut line).expect("the program writes");
