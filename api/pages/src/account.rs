@@ -265,7 +265,9 @@ pub struct Slot {
     /// Of the bytes held: managed memory, which need not be on the device.
     managed: Word,
     _memory: Word,
-    _compute: [Word; 8],
+    charged: AtomicU64,
+    waited: AtomicU64,
+    _compute: [Word; 6],
     pub(crate) node: [Word; 8],
     _reserved: [Word; 8],
 }
@@ -363,6 +365,8 @@ impl Slot {
         self.held.store(0);
         self.context.store(0);
         self.managed.store(0);
+        self.charged.store(0, Relaxed);
+        self.waited.store(0, Relaxed);
         self.start.store(who.start);
         self.namespace.store(who.namespace);
         self.image.store(who.image);
@@ -372,6 +376,13 @@ impl Slot {
     pub fn note(&self, context: u64, managed: u64) {
         self.context.store(context);
         self.managed.store(managed);
+    }
+
+    /// Adds to the GPU time that the process has charged, and to the time that its launches
+    /// have waited for more; both in nanoseconds, for the node to see.
+    pub fn worked(&self, charged: i64, waited: u64) {
+        self.charged.fetch_add(charged as u64, Relaxed);
+        self.waited.fetch_add(waited, Relaxed);
     }
 
     /// What the slot counts for: the bytes charged, corrected by what the node measured.
@@ -407,7 +418,7 @@ mod tests {
 
     #[test]
     fn the_bytes_of_a_fresh_page_are_those_of_the_golden() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.0.hex");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.1.hex");
         crate::golden::check(path, &fresh());
     }
 }

@@ -9,7 +9,7 @@
 //! | offset | what |
 //! |---|---|
 //! | 0 | magic, major and minor version, size |
-//! | 64 | what the node changes in place: gate (a futex word), stamp, rate |
+//! | 64 | what the node changes in place: gate (a futex word), whether launches are paced, stamp, rate |
 //! | 1024, 2048 | two copies of the record, 1024 bytes each |
 //!
 //! Everything else is zero and reserved. [`Policy::encode`] is the writer's side and
@@ -29,6 +29,9 @@ pub const MAGIC: [u8; 8] = *b"divvypol";
 /// Where the two copies begin, and the room of each.
 const COPIES: [usize; 2] = [1024, 2048];
 const ROOM: usize = 1024;
+
+/// Where it stands whether launches are paced.
+const PACED: usize = 68;
 
 /// Offsets in a record. The checksum covers the record from 0 to its length, without itself.
 mod at {
@@ -106,6 +109,27 @@ pub struct Compute {
     pub burst_us: u64,
 }
 
+impl Compute {
+    /// The share is held to less than the device: its launches have to be paced.
+    pub fn is_limited(self) -> bool {
+        self.rate() < SECOND
+    }
+
+    /// Nanoseconds of GPU time a second while nobody arbitrates: the guarantee, or the
+    /// ceiling where there is none; all of it without either.
+    pub fn rate(self) -> u64 {
+        let percent = match (self.cores, self.ceiling) {
+            (0, 0) => 100,
+            (0, ceiling) => ceiling,
+            (cores, _) => cores,
+        };
+        u64::from(percent.min(100)) * (SECOND / 100)
+    }
+}
+
+/// In nanoseconds.
+const SECOND: u64 = 1_000_000_000;
+
 /// Switches. Bits that this version does not know are kept as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flags(pub u32);
@@ -165,6 +189,7 @@ impl Policy {
         put(&mut page, 8, &MAJOR.to_le_bytes());
         put(&mut page, 10, &MINOR.to_le_bytes());
         put(&mut page, 12, &(SIZE as u32).to_le_bytes());
+        put(&mut page, PACED, &u32::from(self.compute.is_limited()).to_le_bytes());
         put(&mut page, COPIES[0], &self.record(1));
         page
     }
@@ -253,7 +278,7 @@ impl Policy {
 pub struct PolicyPage {
     head: [Word; 8],
     gate: AtomicU32,
-    _gate: AtomicU32,
+    paced: AtomicU32,
     stamp: Word,
     rate: Word,
     _line: [Word; 5],
@@ -264,6 +289,7 @@ pub struct PolicyPage {
 
 const _: () = assert!(size_of::<PolicyPage>() == SIZE);
 const _: () = assert!(core::mem::offset_of!(PolicyPage, gate) == 64);
+const _: () = assert!(core::mem::offset_of!(PolicyPage, paced) == PACED);
 const _: () = assert!(core::mem::offset_of!(PolicyPage, copies) == COPIES[0]);
 
 impl PolicyPage {
@@ -304,6 +330,7 @@ impl PolicyPage {
         for (word, bytes) in older.iter().zip(record.chunks(8)) {
             word.store(bytes.try_into().map_or(0, u64::from_le_bytes));
         }
+        self.paced.store(policy.compute.is_limited().into(), SeqCst);
         self.stamp.update(|stamp| stamp.wrapping_add(1));
         Ok(generation)
     }
@@ -321,6 +348,17 @@ impl PolicyPage {
     /// True while the gate is open.
     pub fn open(&self) -> bool {
         self.gate.load(SeqCst) == 0
+    }
+
+    /// Where gate and pace lie as one 64-bit word, which is zero where a launch may go
+    /// straight to the driver: all that the most frequent of all calls has to look at.
+    pub fn at_launch(&self) -> *const u64 {
+        (&raw const self.gate).cast()
+    }
+
+    /// Whether launches are paced.
+    pub fn is_paced(&self) -> bool {
+        self.paced.load(SeqCst) != 0
     }
 
     /// The present grant of compute time, in nanoseconds of GPU time a second; 0: by the record.
@@ -393,7 +431,7 @@ mod tests {
         Box::new(PolicyPage {
             head: core::array::from_fn(|i| Word::new(words(i * 8))),
             gate: AtomicU32::new(0),
-            _gate: AtomicU32::new(0),
+            paced: AtomicU32::new(words(64).wrapping_shr(32) as u32),
             stamp: Word::new(words(72)),
             rate: Word::new(words(80)),
             _line: Default::default(),
@@ -406,7 +444,7 @@ mod tests {
     #[test]
     fn the_bytes_of_a_page_are_those_of_the_golden() {
         let page = sample().encode();
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/policy-1.0.hex");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/policy-1.1.hex");
         crate::golden::check(path, &page);
         assert_eq!(Policy::decode(&page), Ok((1, sample())));
     }
@@ -435,15 +473,30 @@ mod tests {
             assert_eq!(page.replace(&lower), Ok(generation));
             assert_ne!(page.stamp(), stamp);
             assert_eq!(page.read(), Ok((generation, lower)));
+            assert!(page.is_paced());
         }
-        // A writer that died in the middle of generation 6: the one before it stands.
-        let dying = page.copies.iter().find(|copy| copy[0].load() != 5).expect("two copies");
-        dying[0].store(6);
+        lower.compute = Compute { cores: 0, ceiling: 0, ..lower.compute };
+        assert_eq!(page.replace(&lower), Ok(6));
+        assert!(!page.is_paced());
+        // A writer that died in the middle of generation 7: the one before it stands.
+        let dying = page.copies.iter().find(|copy| copy[0].load() != 6).expect("two copies");
+        dying[0].store(7);
         dying[20].store(0x1234);
-        assert_eq!(page.read(), Ok((5, lower)));
+        assert_eq!(page.read(), Ok((6, lower)));
         // The next writer fills that same copy again.
-        assert_eq!(page.replace(&sample()), Ok(6));
-        assert_eq!(page.read(), Ok((6, sample())));
+        assert_eq!(page.replace(&sample()), Ok(7));
+        assert_eq!(page.read(), Ok((7, sample())));
+        assert!(page.is_paced());
+    }
+
+    #[test]
+    fn the_rate_is_the_guarantee_or_else_the_ceiling() {
+        let rate = |cores, ceiling| Compute { cores, ceiling, ..Compute::default() }.rate() / (SECOND / 100);
+        assert_eq!(
+            [rate(30, 60), rate(30, 0), rate(0, 60), rate(0, 0), rate(100, 0), rate(0, 900)],
+            [30, 30, 60, 100, 100, 100]
+        );
+        assert!(!Compute { cores: 100, ..Compute::default() }.is_limited());
     }
 
     proptest! {

@@ -2,6 +2,7 @@
 
 use crate::pages;
 use crate::sys;
+use core::sync::atomic::AtomicU32;
 use divvy_interposer_core::alive::{self, Signal, Stat};
 use divvy_interposer_core::{Found, Identity, System};
 
@@ -28,6 +29,10 @@ impl System for Kernel {
 
     fn nap(&self, nanoseconds: u64) {
         sys::nap(nanoseconds);
+    }
+
+    fn wait(&self, word: &AtomicU32, value: u32, until: u64) {
+        sys::wait(word, value, until);
     }
 
     fn map(&self, bytes: usize, wiped: bool) -> *mut u8 {

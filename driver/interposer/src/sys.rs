@@ -5,6 +5,7 @@
 //! them.
 
 use core::arch::asm;
+use core::sync::atomic::AtomicU32;
 
 /// Ends with the call when dropped.
 pub(crate) struct File(i32);
@@ -179,6 +180,18 @@ pub(crate) fn nap(nanoseconds: u64) {
     };
 }
 
+/// Sleeps while `word` is `value`, at most until the monotonic clock says `until`.
+pub(crate) fn wait(word: &AtomicU32, value: u32, until: u64) {
+    // Not private: the node wakes who waits. Bitset: it is the one with an absolute time.
+    const FUTEX_WAIT_BITSET: usize = 9;
+    let time = [until / 1_000_000_000, until % 1_000_000_000];
+    let word = core::ptr::from_ref(word) as usize;
+    // SAFETY: the kernel reads the word and a timespec of two words.
+    unsafe {
+        call(number::FUTEX, word, FUTEX_WAIT_BITSET, value as usize, time.as_ptr() as usize, 0, u32::MAX as usize)
+    };
+}
+
 /// What a child of fork finds in a mapping.
 #[derive(Clone, Copy)]
 pub(crate) enum InChild {
@@ -229,6 +242,7 @@ mod number {
     pub(super) const GETPID: usize = 39;
     pub(super) const KILL: usize = 62;
     pub(super) const FSTATFS: usize = 138;
+    pub(super) const FUTEX: usize = 202;
     pub(super) const GETDENTS64: usize = 217;
     pub(super) const CLOCK_GETTIME: usize = 228;
     pub(super) const OPENAT: usize = 257;
@@ -246,6 +260,7 @@ mod number {
     pub(super) const READ: usize = 63;
     #[cfg(panic = "abort")]
     pub(super) const PPOLL: usize = 73;
+    pub(super) const FUTEX: usize = 98;
     pub(super) const NANOSLEEP: usize = 101;
     pub(super) const CLOCK_GETTIME: usize = 113;
     pub(super) const SCHED_YIELD: usize = 124;

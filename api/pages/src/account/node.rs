@@ -57,6 +57,10 @@ pub struct SlotReport {
     pub context: u64,
     /// Of the bytes held: managed memory.
     pub managed: u64,
+    /// GPU time that it has charged, in nanoseconds.
+    pub charged_ns: u64,
+    /// How long its launches have waited for GPU time, in nanoseconds, all threads together.
+    pub waited_ns: u64,
     /// What the node said last.
     pub line: NodeLine,
 }
@@ -124,6 +128,8 @@ impl<'a> Snapshot<'a> {
                     in_flight: above(held),
                     context: word(slot, 40),
                     managed: word(slot, 48),
+                    charged_ns: word(slot, 64),
+                    waited_ns: word(slot, 72),
                     line: NodeLine {
                         about: Owner(word(slot, 128)),
                         dead: word(slot, 136) & 1 == 1,

@@ -11,6 +11,7 @@ use divvy_interposer_core::{
 use divvy_pages::{Compute, Flags, Memory, Policy, Text, account, policy};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::hint::black_box;
+use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
 struct Alone(Found);
@@ -32,6 +33,8 @@ impl System for Alone {
     fn nap(&self, _nanoseconds: u64) {
         std::thread::yield_now();
     }
+
+    fn wait(&self, _word: &AtomicU32, _value: u32, _until: u64) {}
 
     fn map(&self, bytes: usize, _wiped: bool) -> *mut u8 {
         // SAFETY: not of size zero.

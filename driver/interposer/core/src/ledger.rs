@@ -11,6 +11,7 @@
 
 use crate::device::Device;
 use crate::neighbours::{Few, Neighbours, PATIENCE};
+use crate::pace::{Costs, Pace};
 use crate::place::{Place, Places};
 use crate::system::System;
 use crate::table::{Class, Entry, MANY, Table};
@@ -62,6 +63,9 @@ pub(crate) struct Local {
     pub(crate) contexts: [AtomicU64; MANY as usize],
     /// See [`crate::growing`].
     pub(crate) locks: [AtomicU32; 16],
+    /// See [`crate::pace`].
+    pub(crate) costs: Costs,
+    pub(crate) paces: [Pace; DEVICES],
     /// See [`crate::vmm`]: the number of the next physical allocation.
     pub(crate) objects: AtomicU64,
 }
@@ -214,6 +218,18 @@ impl<S: System> Ledger<S> {
             self.system.nap(50_000);
         }
         Some(local)
+    }
+
+    /// The word that is not zero while launches have to be looked at ([`PolicyPage::at_launch`]), where
+    /// one word can say that: `Some(None)` is never, as nothing here has a share; `None` is always.
+    pub fn at_launch(&self) -> Option<Option<*const u64>> {
+        let local = self.local()?;
+        let mut places = local.devices.iter().flat_map(Places::places);
+        match (places.next(), places.next()) {
+            (None, _) => Some(None),
+            (Some(only), None) => only.policy().map(|(page, _)| Some(page.at_launch())),
+            (Some(_), Some(_)) => None,
+        }
     }
 
     fn build(&self, local: &Local) {

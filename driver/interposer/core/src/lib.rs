@@ -18,6 +18,7 @@
 //! - [`table`]: which allocation is how large, so that its free can be given back.
 //! - [`vmm`]: physical memory with handles and mappings, which lives as long as either.
 //! - [`growing`]: pools and graph memory, which are charged by what the driver has reserved.
+//! - [`pace`]: compute time, and the waits of launches.
 //! - [`alive`]: when a process is proven dead.
 //! - [`nvml`]: NVML's answers, cut down to the share.
 //! - [`system`]: what all this needs of the operating system.
@@ -34,6 +35,7 @@ pub mod leaving;
 pub mod ledger;
 mod neighbours;
 pub mod nvml;
+pub mod pace;
 mod place;
 pub mod system;
 pub mod table;
@@ -46,4 +48,5 @@ pub use divvy_pages::{AccountPage, Fault, Full, GpuUuid, Identity, PolicyPage};
 pub use growing::Grown;
 pub use leaving::Leaving;
 pub use ledger::{Found, Ledger, Standing, Taken};
+pub use pace::{Timer, Work};
 pub use system::System;

@@ -3,6 +3,7 @@
 //! What was read of a policy page is kept beside it, and read again when the page's stamp says that
 //! the node has replaced it: one load tells.
 
+use crate::pace;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed};
 use divvy_pages::{AccountPage, Flags, Policy, PolicyPage, SEATS, Seat};
 
@@ -28,6 +29,9 @@ pub(crate) struct Place {
     physical: AtomicU64,
     context: AtomicU64,
     flags: AtomicU32,
+    /// Of compute time: nanoseconds a second by the record, and nanoseconds that are kept.
+    rate: AtomicU64,
+    burst: AtomicU64,
     attention: AtomicU64,
 }
 
@@ -56,9 +60,7 @@ impl Place {
 
     /// The policy page and what it says at this moment.
     pub(crate) fn policy(&self) -> Option<(&PolicyPage, Policy)> {
-        // SAFETY: only `fill` stores here, a page that lives as long as the process.
-        #[allow(unsafe_code)]
-        let page = unsafe { self.policy.load(Relaxed).as_ref() }?;
+        let page = self.page()?;
         page.read().ok().map(|(_, policy)| (page, policy))
     }
 
@@ -73,11 +75,8 @@ impl Place {
     /// Reads the policy again where the page says that it was replaced. A page that cannot be read
     /// at this moment leaves the limits as they were.
     #[inline]
-    fn refresh(&self) {
-        // SAFETY: as above.
-        #[allow(unsafe_code)]
-        let page = unsafe { self.policy.load(Relaxed).as_ref() };
-        if let Some(page) = page
+    pub(crate) fn refresh(&self) {
+        if let Some(page) = self.page()
             && page.stamp().wrapping_add(1) != self.stamp.load(Relaxed)
         {
             self.read_again(page);
@@ -92,6 +91,8 @@ impl Place {
             self.physical.store(policy.memory.physical, Relaxed);
             self.context.store(policy.memory.context, Relaxed);
             self.flags.store(policy.flags.0, Relaxed);
+            self.rate.store(policy.compute.rate(), Relaxed);
+            self.burst.store(pace::burst(policy.compute.burst_us), Relaxed);
             self.stamp.store(stamp, Relaxed);
         }
     }
@@ -110,6 +111,36 @@ impl Place {
 
     pub(crate) fn flags(&self) -> Flags {
         Flags(self.flags.load(Relaxed))
+    }
+
+    fn page(&self) -> Option<&PolicyPage> {
+        // SAFETY: only `fill` stores here, a page that lives as long as the process.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.policy.load(Relaxed).as_ref()
+        }
+    }
+
+    /// The futex that is not zero while the share's launches are held back.
+    pub(crate) fn gate(&self) -> Option<&AtomicU32> {
+        self.page().map(PolicyPage::gate)
+    }
+
+    pub(crate) fn is_paced(&self) -> bool {
+        self.page().is_some_and(PolicyPage::is_paced)
+    }
+
+    /// Compute time a second, in nanoseconds: what the node grants at the moment, or else the record's.
+    pub(crate) fn rate(&self) -> u64 {
+        match self.page().map_or(0, PolicyPage::rate) {
+            0 => self.rate.load(Relaxed),
+            granted => granted,
+        }
+    }
+
+    /// Unused compute time that is kept, in nanoseconds.
+    pub(crate) fn burst(&self) -> u64 {
+        self.burst.load(Relaxed)
     }
 
     /// What the policy charges a context, in bytes.

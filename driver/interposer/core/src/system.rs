@@ -1,6 +1,7 @@
 //! What the ledger needs of the operating system, so that tests can stand in for it.
 
 use crate::ledger::Found;
+use core::sync::atomic::AtomicU32;
 use divvy_pages::Identity;
 
 /// The system around a process. All of it is called seldom, apart from [`System::nap`]
@@ -18,6 +19,10 @@ pub trait System: Sync {
 
     /// Gives the processor away for about so many nanoseconds; 0: yields.
     fn nap(&self, nanoseconds: u64);
+
+    /// Sleeps while `word` is `value`, until somebody wakes its waiters or [`System::now`] is `until`. May
+    /// come back earlier. The word may lie on a page that this process cannot write.
+    fn wait(&self, word: &AtomicU32, value: u32, until: u64);
 
     /// So many bytes of private memory, zeroed and aligned to 64 bytes, which a child of fork does
     /// not have (`MADV_DONTFORK`), or finds zeroed where `wiped` (`MADV_WIPEONFORK`).

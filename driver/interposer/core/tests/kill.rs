@@ -15,6 +15,7 @@ use std::fs::{File, read, read_link};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 const LIMITS: [u64; 2] = [6 << 20, 4 << 20];
@@ -50,6 +51,8 @@ impl System for Kernel {
     fn nap(&self, nanoseconds: u64) {
         std::thread::sleep(Duration::from_nanos(nanoseconds));
     }
+
+    fn wait(&self, _word: &AtomicU32, _value: u32, _until: u64) {}
 
     fn map(&self, bytes: usize, wiped: bool) -> *mut u8 {
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);

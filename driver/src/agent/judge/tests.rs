@@ -131,6 +131,8 @@ impl Scene {
             in_flight: 0,
             context: held.min(CONTEXT) * MIB,
             managed: 0,
+            charged_ns: 0,
+            waited_ns: 0,
             line: NodeLine { about: Owner(0), dead: false, correction: 0, host_pid: 0 },
         };
         account.slots.push(Slot { report, still: true });

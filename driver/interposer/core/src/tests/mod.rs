@@ -2,6 +2,7 @@
 
 mod events;
 mod model;
+mod pace;
 mod world;
 
 use crate::alive::{Signal, Stat, gone};

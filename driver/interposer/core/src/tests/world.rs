@@ -17,6 +17,7 @@ pub(super) type Process = Ledger<Fake>;
 pub(super) enum Pages {
     With { limit: u64, flags: Flags },
     Instance { limit: u64, mig: GpuUuid },
+    Compute { compute: Compute, flags: Flags },
     Refused,
 }
 
@@ -31,6 +32,7 @@ impl Pages {
 pub(super) struct World {
     found: Vec<Found>,
     dead: Arc<Mutex<HashSet<u32>>>,
+    clock: Arc<AtomicU64>,
 }
 
 /// The system around one process.
@@ -40,8 +42,8 @@ pub(super) struct Fake {
     pid: AtomicU32,
     wiped: Mutex<Option<(usize, usize)>>,
     none_left: AtomicBool,
-    /// Moves by waiting only.
-    clock: AtomicU64,
+    /// The world's; it moves by waiting only.
+    clock: Arc<AtomicU64>,
 }
 
 impl Default for Fake {
@@ -58,6 +60,11 @@ impl Fake {
         // SAFETY: mapped below with that size; the test uses nothing of it at this moment.
         unsafe { (address as *mut u8).write_bytes(0, bytes) };
         self.pid.store(pid, SeqCst);
+    }
+
+    /// Time goes by.
+    pub(super) fn pass(&self, nanoseconds: u64) {
+        self.clock.fetch_add(nanoseconds, SeqCst);
     }
 
     pub(super) fn no_memory(&self, none: bool) {
@@ -83,6 +90,12 @@ impl System for Fake {
     fn nap(&self, nanoseconds: u64) {
         self.clock.fetch_add(nanoseconds.max(100_000), SeqCst);
         std::thread::yield_now();
+    }
+
+    fn wait(&self, word: &AtomicU32, value: u32, until: u64) {
+        if word.load(SeqCst) == value {
+            self.clock.fetch_max(until, SeqCst);
+        }
     }
 
     fn map(&self, bytes: usize, wiped: bool) -> *mut u8 {
@@ -111,7 +124,7 @@ impl System for Fake {
 impl World {
     pub(super) fn new(pages: &[Pages]) -> Self {
         let found = pages.iter().zip(b'a'..).map(|(pages, letter)| pair(*pages, letter)).collect();
-        Self { found, dead: Arc::default() }
+        Self { found, dead: Arc::default(), clock: Arc::default() }
     }
 
     fn fake(&self, pid: u32) -> Fake {
@@ -121,7 +134,7 @@ impl World {
             pid: AtomicU32::new(pid),
             wiped: Mutex::default(),
             none_left: AtomicBool::new(false),
-            clock: AtomicU64::new(0),
+            clock: Arc::clone(&self.clock),
         }
     }
 
@@ -161,6 +174,12 @@ impl World {
         (report.context, report.managed)
     }
 
+    /// The pages of the first share.
+    pub(super) fn pages(&self) -> (&'static PolicyPage, &'static AccountPage) {
+        let Some(Found::Pair(policy, account)) = self.found.first() else { panic!("no page") };
+        (policy, account)
+    }
+
     /// The node lowers or raises a limit.
     pub(super) fn relimit(&self, index: usize, limit: u64) {
         let Found::Pair(page, _) = self.found[index] else { panic!("no page") };
@@ -172,9 +191,11 @@ impl World {
 
 #[allow(unsafe_code)]
 fn pair(pages: Pages, letter: u8) -> Found {
-    let (limit, mig, flags) = match pages {
-        Pages::With { limit, flags } => (limit, None, flags),
-        Pages::Instance { limit, mig } => (limit, Some(mig), Flags::default()),
+    let none = Compute::default();
+    let (limit, mig, flags, compute) = match pages {
+        Pages::With { limit, flags } => (limit, None, flags, none),
+        Pages::Instance { limit, mig } => (limit, Some(mig), Flags::default(), none),
+        Pages::Compute { compute, flags } => (1 << 30, None, flags, compute),
         Pages::Refused => return Found::Refused,
     };
     let text = |letter: u8| Text::new(std::str::from_utf8(&[letter; 8]).expect("ASCII")).expect("fits");
@@ -186,7 +207,7 @@ fn pair(pages: Pages, letter: u8) -> Found {
         mig,
         pci: Text::EMPTY,
         memory,
-        compute: Compute::default(),
+        compute,
         flags,
     };
     let mapped = |size: usize, head: &[u8]| {

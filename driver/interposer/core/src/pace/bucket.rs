@@ -1,0 +1,67 @@
+//! The share's stock of GPU time, on its account page.
+//!
+//! One balance per share, in nanoseconds of GPU time, that all processes of the share take
+//! from and that fills by the clock: there is no thread that fills it, whoever takes adds what
+//! has accrued since the last time. It never holds more than the burst. It may be overdrawn by
+//! one taker, who launches a kernel that costs more than is there; then nobody gets anything
+//! until the debt is paid.
+
+use core::sync::atomic::Ordering::{AcqRel, Acquire};
+use divvy_pages::AccountPage;
+
+/// Nanoseconds of GPU time a second for the whole device.
+pub(crate) const SECOND: u64 = 1_000_000_000;
+/// Unused GPU time that is kept, in nanoseconds, where the policy does not say.
+pub(crate) const BURST: u64 = 20_000_000;
+/// Who waits is woken when so much is there: less would be a sleep for each small kernel.
+pub(crate) const QUANTUM: i64 = 250_000;
+/// What is taken beyond the need, so that the page is looked at once for many launches.
+const GRANT: i64 = 500_000;
+/// More often than this the clock is not worth a write.
+const TICK: u64 = 2_000;
+
+/// The stock of one share, and how fast it fills.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bucket<'a> {
+    pub(crate) page: &'a AccountPage,
+    /// Nanoseconds of GPU time a second.
+    pub(crate) rate: u64,
+    /// The most that is kept, in nanoseconds.
+    pub(crate) burst: u64,
+}
+
+impl Bucket<'_> {
+    /// Adds what accrued until `now`.
+    fn fill(&self, now: u64) {
+        let last = self.page.refilled().load(Acquire);
+        let since = now.saturating_sub(last);
+        // A time from the future is none of ours: from now on, then.
+        if last <= now && since < TICK
+            || self.page.refilled().compare_exchange(last, now, AcqRel, Acquire).is_err()
+        {
+            return;
+        }
+        let burst = i64::try_from(self.burst).unwrap_or(i64::MAX);
+        let longest = SECOND.saturating_mul(1000);
+        let accrued = u128::from(since.min(longest)) * u128::from(self.rate) / u128::from(SECOND);
+        let accrued = i64::try_from(accrued).unwrap_or(i64::MAX);
+        let more = |balance: i64| Some(balance.saturating_add(accrued).min(burst));
+        let _ = self.page.balance().fetch_update(AcqRel, Acquire, more);
+    }
+
+    /// Takes at least `need` nanoseconds if there is anything at all. `Err`: nanoseconds until it
+    /// is worth to ask again.
+    pub(crate) fn take(&self, need: i64, now: u64) -> Result<i64, u64> {
+        self.fill(now);
+        let taken = |balance: i64| need + (balance - need).clamp(0, GRANT);
+        let left = |balance: i64| (balance > 0).then(|| balance.saturating_sub(taken(balance)));
+        match self.page.balance().fetch_update(AcqRel, Acquire, left) {
+            Ok(balance) => Ok(taken(balance)),
+            Err(balance) => {
+                let missing = u128::from(QUANTUM.saturating_sub(balance).unsigned_abs());
+                let wait = missing * u128::from(SECOND) / u128::from(self.rate.max(1));
+                Err(u64::try_from(wait).unwrap_or(SECOND).clamp(TICK, SECOND))
+            }
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Compute time: launches wait where a share has had its part of the device.
+//!
+//! The unit is a nanosecond of the device's time, whatever the width of the kernel: that is what
+//! neighbours lose. A share has a stock of it that fills by the clock ([`bucket`]); each
+//! launch is charged what its kernel is known to cost ([`costs`]) before it goes, and what it
+//! really took is found by events round some launches, which are looked at later
+//! ([`samples`]). The difference is charged or given back, so an estimate that is wrong is
+//! wrong for some launches, not for good.
+//!
+//! A process takes from the share's stock in grants and spends them by itself, so the common
+//! launch writes no line that another process writes. Who finds nothing sleeps until the time at
+//! which there is something, on the gate's futex, so that the node can wake it; nobody
+//! spins and nobody holds anything meanwhile. Nothing is ever synchronised with the device.
+//!
+//! The node corrects what cannot be seen from here: a kernel that is cut by time slices of
+//! neighbours looks longer than it is, and the node knows by NVML what the share really had. It
+//! says so by the rate on the policy page. Without the node a share so has less than its part,
+//! never more.
+
+mod bucket;
+mod costs;
+mod samples;
+
+use crate::device::Device;
+use crate::place::Place;
+use crate::system::System;
+use bucket::{BURST, Bucket, SECOND};
+use core::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+pub(crate) use costs::Costs;
+pub use costs::Work;
+use costs::{Charge, Cost, Measure};
+use divvy_pages::Flags;
+use samples::Samples;
+pub use samples::Timer;
+
+/// Measured work that is under way at most, in nanoseconds, when more is launched: a device is
+/// kept busy by less, and what is queued nobody can take back.
+const DEPTH: i64 = 8_000_000;
+/// A launch waits no longer than this for others to end, in nanoseconds.
+const PATIENCE: u64 = SECOND;
+/// A closed gate lets one launch through in each such time, in nanoseconds: a node that died with
+/// the gate closed starves nobody.
+const STARVED: u64 = SECOND;
+
+/// What a process has of a device's time. Zeros are a process that has nothing yet.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Pace {
+    /// Nanoseconds that it may still launch.
+    credit: AtomicI64,
+    /// When a closed gate last let a launch through.
+    passed: AtomicU64,
+    _line: [u64; 6],
+    samples: Samples,
+}
+
+impl<S: System> Device<'_, S> {
+    fn pace(&self) -> Option<&Pace> {
+        self.local.paces.get(self.index as usize)
+    }
+
+    /// All shares of the device are limited; with one that is not, the container has all of it.
+    fn is_paced(&self) -> bool {
+        self.places.places().all(Place::is_paced)
+    }
+
+    /// Launches by `call`, when the share's time has come. `call` answers as the driver does: 0 is success.
+    #[inline]
+    pub fn launch(&self, work: Work, timer: &impl Timer, call: impl FnOnce() -> i32) -> i32 {
+        self.places.places().for_each(Place::refresh);
+        let Some(pace) = self.pace() else { return call() };
+        if !self.is_paced() {
+            if !self.is_open() {
+                self.wait_for_gate(pace);
+            }
+            return call();
+        }
+        let charge = self.local.costs.charge(work);
+        if pace.credit.fetch_sub(charge.nanoseconds, Relaxed) < charge.nanoseconds || !self.is_open() {
+            self.wait_for_credit(pace, timer);
+        }
+        let answer = match charge.measure {
+            Measure::No => call(),
+            _ => self.measured(pace, &charge, timer, call),
+        };
+        if answer != 0 {
+            pace.credit.fetch_add(charge.nanoseconds, Relaxed);
+        }
+        answer
+    }
+
+    #[cold]
+    fn measured(
+        &self,
+        pace: &Pace,
+        charge: &Charge<'_>,
+        timer: &impl Timer,
+        call: impl FnOnce() -> i32,
+    ) -> i32 {
+        self.wait_for_others(pace, charge.cost, timer);
+        let sample = pace.samples.begin(timer, charge);
+        let answer = call();
+        if let Some(sample) = sample {
+            charge.cost.goes(1);
+            sample.end(timer, answer == 0);
+        }
+        answer
+    }
+
+    /// Until enough of what was measured has ended, of this kernel too while little is known of it.
+    fn wait_for_others(&self, pace: &Pace, cost: &Cost, timer: &impl Timer) {
+        let system = &self.ledger.system;
+        let mut nap = 20_000;
+        let mut start = None;
+        loop {
+            pace.credit.fetch_add(pace.samples.harvest(timer, &self.local.costs), Relaxed);
+            let may_go = cost.may_go() && pace.samples.has_room(DEPTH);
+            if may_go || self.observes() {
+                return;
+            }
+            let now = system.now();
+            if now.saturating_sub(*start.get_or_insert(now)) > PATIENCE {
+                return;
+            }
+            system.nap(nap);
+            nap = (nap * 2).min(500_000);
+        }
+    }
+
+    /// Nothing is held up, all is counted.
+    fn observes(&self) -> bool {
+        self.places.places().all(|place| place.flags().has(Flags::OBSERVE_ONLY))
+    }
+
+    fn is_open(&self) -> bool {
+        self.places.places().all(|place| place.gate().is_none_or(|gate| gate.load(Relaxed) == 0))
+    }
+
+    /// Sleeps while the gate of any share is closed.
+    fn wait_for_gate(&self, pace: &Pace) {
+        let system = &self.ledger.system;
+        if self.observes() {
+            return;
+        }
+        let start = system.now();
+        let _ = pace.passed.compare_exchange(0, start, Relaxed, Relaxed);
+        loop {
+            let closed = self.places.places().find_map(|place| {
+                let gate = place.gate()?;
+                let word = gate.load(Relaxed);
+                (word != 0).then_some((gate, word))
+            });
+            let now = system.now();
+            let until = pace.passed.load(Relaxed).saturating_add(STARVED);
+            let Some((gate, word)) = closed.filter(|_| now < until) else { break };
+            system.wait(gate, word, until);
+        }
+        let now = system.now();
+        pace.passed.store(now, Relaxed);
+        self.count(0, now.saturating_sub(start));
+    }
+
+    /// Takes from the share's stock what the process lacks, and sleeps until there is some.
+    #[cold]
+    fn wait_for_credit(&self, pace: &Pace, timer: &impl Timer) {
+        let system = &self.ledger.system;
+        if !self.is_open() {
+            self.wait_for_gate(pace);
+        }
+        let mut waited_since = None;
+        loop {
+            pace.credit.fetch_add(pace.samples.harvest(timer, &self.local.costs), Relaxed);
+            let lacks = pace.credit.load(Relaxed).saturating_neg();
+            if lacks <= 0 {
+                break;
+            }
+            let now = system.now();
+            match self.take(lacks, now) {
+                Ok(taken) => {
+                    pace.credit.fetch_add(taken, Relaxed);
+                    self.count(taken, 0);
+                }
+                Err(_) if self.observes() => break,
+                Err(pause) => {
+                    waited_since.get_or_insert(now);
+                    let until = now.saturating_add(pause);
+                    match self.places.places().find_map(Place::gate) {
+                        Some(gate) => system.wait(gate, 0, until),
+                        None => system.nap(pause),
+                    }
+                }
+            }
+        }
+        if let Some(since) = waited_since {
+            self.count(0, system.now().saturating_sub(since));
+        }
+    }
+
+    /// From the first share that has some; `Err`: nanoseconds until the first of them has.
+    fn take(&self, lacks: i64, now: u64) -> Result<i64, u64> {
+        let mut soonest = Err(SECOND);
+        for place in self.places.places() {
+            let Some(page) = place.account() else { continue };
+            match (Bucket { page, rate: place.rate(), burst: place.burst() }).take(lacks, now) {
+                Ok(taken) => return Ok(taken),
+                Err(pause) => soonest = soonest.map_err(|least| pause.min(least)),
+            }
+        }
+        soonest
+    }
+
+    /// Tells the node.
+    fn count(&self, charged: i64, waited: u64) {
+        let Some(seat) = self.places.places().next().and_then(Place::seat) else { return };
+        if let Some(slot) = seat.page.slots().get(usize::from(seat.slot)) {
+            slot.worked(charged, waited);
+        }
+    }
+}
+
+/// What a policy without one keeps.
+pub(crate) fn burst(microseconds: u64) -> u64 {
+    if microseconds == 0 { BURST } else { microseconds.saturating_mul(1000) }
+}

@@ -1,0 +1,192 @@
+//! Launches that are being measured: a ring of pairs of events.
+//!
+//! Events are recorded round a launch and looked at later, by somebody who comes by; nothing
+//! is ever waited for here, and a thread that finds the ring in another's hands leaves it.
+//!
+//! **Overlap.** Kernels of several streams run at once, and what is charged is the time in
+//! which the device worked, once. So a launch counts for as much as it moved the end of all
+//! work so far: from its own start, or from that end if it lies later. The event that marks
+//! the end is kept, and times are taken between neighbours: an event's time is a float of
+//! milliseconds, which over an hour would be too coarse.
+
+use super::costs::{Charge, Costs, Measure};
+use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::*};
+
+/// The driver's events, for the thread and the stream that launch.
+pub trait Timer {
+    /// The current context; events are of one.
+    fn context(&self) -> u64;
+    /// A new event of the current context; 0: none is to be had.
+    fn create(&self) -> u64;
+    fn destroy(&self, event: u64);
+    /// Marks the place in the stream that is launched on.
+    fn record(&self, event: u64) -> bool;
+    /// `None`: the event is of no use any more.
+    fn is_done(&self, event: u64) -> Option<bool>;
+    /// Nanoseconds between two events that are done.
+    fn elapsed(&self, from: u64, to: u64) -> Option<i64>;
+}
+
+const LENGTH: usize = 64;
+
+const RESERVED: u32 = 0;
+const UNDER_WAY: u32 = 1;
+const VOID: u32 = 2;
+
+/// Of one device. Zeros are an empty ring.
+#[derive(Debug)]
+pub(crate) struct Samples {
+    lock: AtomicU32,
+    head: AtomicU32,
+    tail: AtomicU32,
+    /// Where all measured work ends so far, and of which context that event is.
+    end: AtomicU64,
+    context: AtomicU64,
+    /// What the launches under way were charged.
+    depth: AtomicI64,
+    ring: [Sample; LENGTH],
+}
+
+#[derive(Debug)]
+pub(crate) struct Sample {
+    state: AtomicU32,
+    cost: AtomicU32,
+    /// See [`Measure`]; 0: the lead of a run.
+    stands_for: AtomicU32,
+    context: AtomicU64,
+    begin: AtomicU64,
+    end: AtomicU64,
+    charged: AtomicI64,
+}
+
+struct Locked<'a>(&'a AtomicU32);
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Release);
+    }
+}
+
+impl Samples {
+    fn lock(&self) -> Option<Locked<'_>> {
+        let is_free = self.lock.compare_exchange(0, 1, Acquire, Relaxed).is_ok();
+        is_free.then(|| Locked(&self.lock))
+    }
+
+    /// Whether one more measured launch can be under way: one beside another always, more as long as
+    /// what they were charged is below `most` nanoseconds.
+    pub(crate) fn has_room(&self, most: i64) -> bool {
+        let count = self.tail.load(Relaxed).wrapping_sub(self.head.load(Relaxed)) as usize;
+        count < 2 || count < LENGTH && self.depth.load(Relaxed) < most
+    }
+
+    /// A place for a launch, its first event recorded. `None`: it goes unmeasured.
+    pub(crate) fn begin(&self, timer: &impl Timer, charge: &Charge<'_>) -> Option<&Sample> {
+        let stands_for = match charge.measure {
+            Measure::No => return None,
+            Measure::Lead => 0,
+            Measure::For(count) => count,
+        };
+        let locked = self.lock()?;
+        let tail = self.tail.load(Relaxed);
+        if tail.wrapping_sub(self.head.load(Relaxed)) as usize >= LENGTH {
+            return None;
+        }
+        let sample = self.ring.get(tail as usize % LENGTH)?;
+        let context = timer.context();
+        if sample.context.swap(context, Relaxed) != context {
+            for event in [&sample.begin, &sample.end] {
+                let old = event.swap(timer.create(), Relaxed);
+                if old != 0 {
+                    timer.destroy(old);
+                }
+            }
+        }
+        let (begin, end) = (sample.begin.load(Relaxed), sample.end.load(Relaxed));
+        if begin == 0 || end == 0 {
+            sample.context.store(0, Relaxed);
+            return None;
+        }
+        sample.state.store(RESERVED, Relaxed);
+        sample.cost.store(charge.number, Relaxed);
+        sample.stands_for.store(stands_for, Relaxed);
+        sample.charged.store(charge.nanoseconds, Relaxed);
+        self.depth.fetch_add(charge.nanoseconds, Relaxed);
+        self.tail.store(tail.wrapping_add(1), Relaxed);
+        drop(locked);
+        if !timer.record(begin) {
+            sample.state.store(VOID, Release);
+            return None;
+        }
+        Some(sample)
+    }
+
+    /// Looks at launches that have ended: what to add to the process's credit, in nanoseconds.
+    pub(crate) fn harvest(&self, timer: &impl Timer, costs: &Costs) -> i64 {
+        let Some(_locked) = self.lock() else { return 0 };
+        let (mut head, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
+        let mut credit = 0i64;
+        while head != tail {
+            let Some(sample) = self.ring.get(head as usize % LENGTH) else { break };
+            let end = sample.end.load(Relaxed);
+            let (is_void, took) = match sample.state.load(Acquire) {
+                RESERVED => break,
+                UNDER_WAY => match timer.is_done(end) {
+                    Some(false) => break,
+                    Some(true) => (false, self.took(sample, timer)),
+                    None => (false, None),
+                },
+                _ => (true, None),
+            };
+            head = head.wrapping_add(1);
+            self.head.store(head, Relaxed);
+            let charged = sample.charged.load(Relaxed);
+            self.depth.fetch_sub(charged, Relaxed);
+            let Some(cost) = costs.at(sample.cost.load(Relaxed)) else { continue };
+            cost.goes(-1);
+            let Some(took) = took else {
+                if !is_void {
+                    // Its context ended, and its events with it: they are made anew.
+                    sample.context.store(0, Relaxed);
+                }
+                continue;
+            };
+            let stands_for = sample.stands_for.load(Relaxed);
+            if stands_for > 0 {
+                cost.learn(took);
+                let difference = charged.saturating_sub(took as i64);
+                credit = credit.saturating_add(difference.saturating_mul(i64::from(stands_for)));
+            }
+        }
+        credit
+    }
+
+    /// By how much it moved the end of all work.
+    fn took(&self, sample: &Sample, timer: &impl Timer) -> Option<u64> {
+        let (begin, end) = (sample.begin.load(Relaxed), sample.end.load(Relaxed));
+        let context = sample.context.load(Relaxed);
+        let length = timer.elapsed(begin, end)?.max(0);
+        let last = self.end.load(Relaxed);
+        let moved =
+            if last != 0 && self.context.load(Relaxed) == context { timer.elapsed(last, end) } else { None };
+        if moved.is_none_or(|moved| moved > 0) {
+            // The two events change places: the end's stays as it is until a later one is the end.
+            self.end.store(end, Relaxed);
+            self.context.store(context, Relaxed);
+            sample.end.store(last, Relaxed);
+            if moved.is_none() {
+                // Of another context, or none: both of this sample are made anew.
+                sample.context.store(0, Relaxed);
+            }
+        }
+        u64::try_from(moved.map_or(length, |moved| length.min(moved)).max(0)).ok()
+    }
+}
+
+impl Sample {
+    /// The launch was made, or the driver refused it.
+    pub(crate) fn end(&self, timer: &impl Timer, launched: bool) {
+        let measured = launched && timer.record(self.end.load(Relaxed));
+        self.state.store(if measured { UNDER_WAY } else { VOID }, Release);
+    }
+}

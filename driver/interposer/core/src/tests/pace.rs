@@ -1,0 +1,249 @@
+//! Compute time on a device that is a clock: what a share gets, and when its launches wait.
+//!
+//! The clock moves by waiting and by what a launch costs the program, so a run of seven seconds is short and always
+//! the same. The device does one kernel after the other, or, where a kernel leaves room, those of all streams at once.
+
+use super::world::{Fake, Pages, World, device};
+use crate::{Device, System, Timer, Work};
+use divvy_pages::{Compute, Flags};
+use std::cell::{Cell, RefCell};
+
+const US: u64 = 1_000;
+const MS: u64 = 1_000 * US;
+const SECOND: u64 = 1_000 * MS;
+/// What a launch costs a program's thread.
+const CALL: u64 = 3 * US;
+
+/// The device and its events.
+struct Gpu<'a> {
+    system: &'a Fake,
+    /// Where the work of each stream ends.
+    streams: [Cell<u64>; 4],
+    /// Stretches in which it works.
+    busy: RefCell<Vec<(u64, u64)>>,
+    events: RefCell<Vec<Option<u64>>>,
+}
+
+/// A stream of it, for one launch.
+struct On<'a>(&'a Gpu<'a>, usize);
+
+impl<'a> Gpu<'a> {
+    fn new(system: &'a Fake) -> Self {
+        Self { system, streams: Default::default(), busy: RefCell::default(), events: RefCell::default() }
+    }
+
+    fn run(&self, stream: usize, length: u64, alone: bool) -> i32 {
+        self.system.pass(CALL);
+        let all = self.streams.iter().map(Cell::get).max().unwrap_or_default();
+        let after = if alone { all } else { self.streams[stream].get() };
+        let begin = after.max(self.system.now());
+        self.streams[stream].set(begin + length);
+        self.busy.borrow_mut().push((begin, begin + length));
+        0
+    }
+
+    /// How long it worked in that window, in nanoseconds.
+    fn worked(&self, from: u64, to: u64) -> u64 {
+        let mut all = self.busy.borrow().clone();
+        all.sort_unstable();
+        let (mut sum, mut last) = (0, from);
+        for (begin, end) in all {
+            let (begin, end) = (begin.max(last), end.min(to));
+            sum += end.saturating_sub(begin);
+            last = last.max(end);
+        }
+        sum
+    }
+}
+
+impl Timer for On<'_> {
+    fn context(&self) -> u64 {
+        77
+    }
+
+    fn create(&self) -> u64 {
+        let mut events = self.0.events.borrow_mut();
+        events.push(None);
+        assert!(events.len() <= 300, "events are used again");
+        events.len() as u64
+    }
+
+    fn destroy(&self, _event: u64) {}
+
+    fn record(&self, event: u64) -> bool {
+        let at = self.0.streams[self.1].get().max(self.0.system.now());
+        self.0.events.borrow_mut()[event as usize - 1] = Some(at);
+        true
+    }
+
+    fn is_done(&self, event: u64) -> Option<bool> {
+        self.0.events.borrow()[event as usize - 1].map(|at| at <= self.0.system.now())
+    }
+
+    fn elapsed(&self, from: u64, to: u64) -> Option<i64> {
+        let events = self.0.events.borrow();
+        Some(events[to as usize - 1]? as i64 - events[from as usize - 1]? as i64)
+    }
+}
+
+fn launch(device: Device<'_, Fake>, gpu: &Gpu<'_>, stream: usize, function: u64, length: u64, alone: bool) {
+    let work = Work { function, blocks: 1000 };
+    device.launch(work, &On(gpu, stream), || gpu.run(stream, length, alone));
+}
+
+fn share(cores: u32) -> World {
+    World::new(&[Pages::Compute {
+        compute: Compute { cores, ..Compute::default() },
+        flags: Flags::default(),
+    }])
+}
+
+/// What a program does that never rests: the launch of that number.
+type Program = fn(Device<'_, Fake>, &Gpu<'_>, u64);
+
+/// 20 per cent more or less.
+fn about(length: u64, number: u64) -> u64 {
+    let chance = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+    length * (800 + chance % 401) / 1000
+}
+
+const PROGRAMS: [(&str, Program); 7] = [
+    ("20 us", |device, gpu, n| launch(device, gpu, 0, 1, about(20 * US, n), true)),
+    ("100 us", |device, gpu, n| launch(device, gpu, 0, 1, about(100 * US, n), true)),
+    ("1 ms", |device, gpu, n| launch(device, gpu, 0, 1, about(MS, n), true)),
+    ("1 ms on four streams at once", |device, gpu, n| {
+        launch(device, gpu, n as usize % 4, 1, about(MS, n), false);
+    }),
+    ("5 ms", |device, gpu, n| launch(device, gpu, 0, 1, about(5 * MS, n), true)),
+    ("10 us and 10 ms by turns", |device, gpu, n| {
+        launch(device, gpu, 0, 1 + n % 2, about([10 * US, 10 * MS][n as usize % 2], n), true);
+    }),
+    ("10 us and 10 ms of one function", |device, gpu, n| {
+        launch(device, gpu, 0, 1, about([10 * US, 10 * MS][n as usize % 2], n), true);
+    }),
+];
+
+/// Per cent of the device from the third to the seventh second, and the longest time between two launches then.
+fn runs(cores: u32, program: Program) -> (f64, u64) {
+    let world = share(cores);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    let (mut number, mut longest, mut last) = (0, 0, 0);
+    while process.system().now() < 7 * SECOND {
+        program(device(&process), &gpu, number);
+        number += 1;
+        let now = process.system().now();
+        if last > 2 * SECOND {
+            longest = longest.max(now - last);
+        }
+        last = now;
+    }
+    (gpu.worked(2 * SECOND, 7 * SECOND) as f64 / (5 * SECOND) as f64 * 100.0, longest)
+}
+
+#[test]
+fn a_share_gets_its_part_of_the_device_whatever_its_kernels_are() {
+    let mut wrong = Vec::new();
+    for (name, program) in PROGRAMS {
+        for cores in [1, 5, 10, 30, 50, 70, 99] {
+            let (got, _) = runs(cores, program);
+            if (got - f64::from(cores)).abs() > 2.0 {
+                wrong.push(format!("{name}, {cores}: {got:.1}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn no_launch_waits_longer_than_two_bursts_and_a_kernel() {
+    for (name, program) in PROGRAMS {
+        let (_, longest) = runs(30, program);
+        assert!(longest <= 2 * super::super::pace::burst(0) + 12 * MS, "{name}: {} us", longest / US);
+    }
+}
+
+#[test]
+fn a_share_without_a_limit_never_waits() {
+    let world = share(0);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    (0..1000).for_each(|_| launch(device(&process), &gpu, 0, 1, MS, true));
+    assert_eq!(process.system().now(), 1000 * CALL);
+    assert!(gpu.events.borrow().is_empty(), "and nothing is measured");
+}
+
+#[test]
+fn what_is_only_observed_is_counted_and_never_waits() {
+    let compute = Compute { cores: 10, ..Compute::default() };
+    let world = World::new(&[Pages::Compute { compute, flags: Flags::OBSERVE_ONLY }]);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    (0..1000).for_each(|_| launch(device(&process), &gpu, 0, 1, MS, true));
+    assert_eq!(process.system().now(), 1000 * CALL);
+}
+
+#[test]
+fn a_launch_that_the_driver_refuses_costs_nothing() {
+    let world = share(50);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    launch(device(&process), &gpu, 0, 1, 5 * MS, true);
+    let work = Work { function: 1, blocks: 1000 };
+    let refused = || device(&process).launch(work, &On(&gpu, 0), || 1);
+    let begin = process.system().now();
+    (0..1000).for_each(|_| assert_eq!(refused(), 1));
+    assert!(process.system().now() - begin < 20 * MS, "no time was charged for them");
+}
+
+#[test]
+fn a_closed_gate_holds_launches_and_starves_nobody() {
+    let world = share(0);
+    let (policy, _) = world.pages();
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    let at = |function| {
+        launch(device(&process), &gpu, 0, function, US, true);
+        process.system().now()
+    };
+    let before = at(1);
+    policy.gate().store(1, std::sync::atomic::Ordering::SeqCst);
+    assert!(at(1) >= before + SECOND, "one launch a second goes through");
+    policy.gate().store(0, std::sync::atomic::Ordering::SeqCst);
+    let open = process.system().now();
+    assert_eq!(at(1), open + CALL);
+}
+
+#[test]
+fn the_nodes_rate_takes_the_place_of_the_records() {
+    let world = share(30);
+    let (policy, _) = world.pages();
+    policy.set_rate(60 * 10 * MS);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    let mut number = 0;
+    while process.system().now() < 4 * SECOND {
+        launch(device(&process), &gpu, 0, 1, about(MS, number), true);
+        number += 1;
+    }
+    let got = gpu.worked(2 * SECOND, 4 * SECOND) / (20 * MS);
+    assert!((58..=62).contains(&got), "{got}");
+}
+
+#[test]
+fn the_shares_of_one_device_and_the_processes_of_one_share_add_up() {
+    let compute = Compute { cores: 20, ..Compute::default() };
+    let one = Pages::Compute { compute, flags: Flags::default() };
+    let world = World::new(&[one, one]);
+    let (first, second) = (world.process(1), world.process(2));
+    let gpu = Gpu::new(first.system());
+    let mut number = 0;
+    while first.system().now() < 4 * SECOND {
+        for process in [&first, &second] {
+            launch(device(process), &gpu, 0, 1, about(MS, number), true);
+            number += 1;
+        }
+    }
+    let got = gpu.worked(2 * SECOND, 4 * SECOND) / (20 * MS);
+    assert!((38..=42).contains(&got), "{got}");
+}
