@@ -30,19 +30,19 @@ fn main() {
     let uses: Vec<String> = cuda_uses.iter().chain(&nvml_uses).cloned().collect();
     constant(out, "CUDA_USES", "Index", exports.len() + cuda_uses.len());
     constant(out, "TOTAL", "usize", exports.len() + uses.len());
-    put(out, format!("pub(crate) static USES: [&[u8]; {}] = [", uses.len()));
-    uses.iter().for_each(|name| put(out, format!("b\"{name}\",")));
-    put(out, "];".into());
-    put(out, "pub(crate) static EXPORTS: [Export; COUNT] = [".into());
+    let mut letters = String::new();
+    let all: Vec<&str> = exports.iter().copied().chain(uses.iter().map(String::as_str)).collect();
+    put(out, format!("static NAMES: [Name; TOTAL] = [{}];", named(&mut letters, &all)));
+    put(out, "/// Each name that is listed is a function here.\nconst _: () = {".into());
     for (at, name) in exports.iter().enumerate() {
-        let hook = match at {
-            at if at < cuda.len() => format!("crate::cuda::{name}"),
-            at if at < cuda.len() + nvml.len() => format!("crate::nvml::{name}"),
-            _ => format!("denied::{name}"),
+        let module = match at {
+            at if at < cuda.len() => "crate::cuda",
+            at if at < cuda.len() + nvml.len() => "crate::nvml",
+            _ => "denied",
         };
-        put(out, format!("Export {{ name: b\"{name}\", hook: Address({hook} as *const ()) }},"));
+        put(out, format!("let _ = {module}::{name};"));
     }
-    put(out, "];".into());
+    put(out, "};".into());
     put(out, "pub(crate) mod index {".into());
     for (at, name) in exports.iter().enumerate().take(cuda.len() + nvml.len()) {
         put(out, format!("pub(crate) const {name}: super::Index = {at};"));
@@ -82,12 +82,11 @@ fn main() {
         from += family.len();
     }
     put(out, "];".into());
-    put(out, format!("pub(crate) static FAMILIES: [Family; {}] = [", names.len()));
-    for (name, (from, to)) in names.iter().zip(ranges) {
-        put(out, format!("Family {{ name: b\"{name}\", from: {from}, to: {to} }},"));
-    }
-    put(out, "];".into());
+    let count = names.len();
+    put(out, format!("static FAMILIES: [Name; {count}] = [{}];", named(&mut letters, &names)));
+    put(out, format!("static RANGES: [(u16, u16); {count}] = {ranges:?};"));
     hashed(out, "FAMILY_SLOTS", &names);
+    put(out, format!("static LETTERS: [u8; {}] = *b\"{letters}\";", letters.len()));
 
     let target = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("table.rs");
     fs::write(target, text).expect("OUT_DIR is writable");
@@ -106,9 +105,21 @@ fn constant(out: &mut String, name: &str, kind: &str, value: usize) {
     put(out, format!("pub(crate) const {name}: {kind} = {value};"));
 }
 
-/// Slots of one table: the index of a name plus one, 0 for an empty slot; a quarter full at most.
+/// Where each name lies among all letters, which one that is not there yet is added to.
+fn named(letters: &mut String, names: &[&str]) -> String {
+    let place = |name: &&str| {
+        let at = letters.find(name).unwrap_or_else(|| {
+            letters.push_str(name);
+            letters.len() - name.len()
+        });
+        format!("Name {{ at: {at}, length: {} }},", name.len())
+    };
+    names.iter().map(place).collect()
+}
+
+/// Slots of one table: the index of a name plus one, 0 for an empty slot; half full at most.
 fn hashed(out: &mut String, name: &str, names: &[&str]) {
-    let size = (names.len() * 4).next_power_of_two();
+    let size = (names.len() * 2).next_power_of_two();
     let mut slots = vec![0u16; size];
     for (at, name) in names.iter().enumerate() {
         let mut slot = fnv(name) as usize & (size - 1);

@@ -106,6 +106,11 @@ pub(crate) fn own_base() -> usize {
     return 0;
 }
 
+/// This library.
+pub(crate) fn own() -> Option<Object> {
+    Object::mapped(Some(own_base()).filter(|base| *base != 0)?)
+}
+
 /// Told of an object, and of a test for the addresses that lie in it; answers whether to stop.
 type Visit<'a> = &'a mut dyn FnMut(&Object, &dyn Fn(usize) -> bool) -> bool;
 

@@ -270,7 +270,7 @@ const LIBC: Answer = Answer { address: 0, ours: 0 };
 
 impl Answer {
     fn hook(at: table::Index) -> Self {
-        Self { address: table::EXPORTS[at].hook.0 as usize, ours: 1 }
+        table::hook(at).map_or(LIBC, |address| Self { address, ours: 1 })
     }
 }
 
@@ -361,7 +361,7 @@ fn itself(handle: usize, name: *const c_char, ask: impl FnOnce() -> usize) -> An
 fn is_ours_alone(at: table::Index) -> bool {
     let mut alone = true;
     elf::each_object(&mut |object, _| {
-        alone = object.base() == elf::own_base() || object.function(table::EXPORTS[at].name).is_none();
+        alone = object.base() == elf::own_base() || object.function(table::name(at)).is_none();
         !alone
     });
     alone
@@ -372,7 +372,7 @@ fn is_ours_alone(at: table::Index) -> bool {
 /// caller for someone else, it is NVIDIA's that counts: no other defines such names.
 fn next_is_hooked(at: table::Index, caller: usize) -> bool {
     let library = genuine::library(at);
-    let name = table::EXPORTS[at].name;
+    let name = table::name(at);
     let mut behind = false;
     let mut foreign = false;
     let mut ours = false;

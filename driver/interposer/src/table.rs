@@ -2,55 +2,54 @@
 //!
 //! Written by the build script from `symbols/`; looked up by a hash, because a program's start asks for hundreds of
 //! names.
+//!
+//! Nothing here is a pointer: the loader would have to add the library's address to each in every process, and the
+//! pages with them would be every process's own. A name is a part of one text, and the address of a hook is what this
+//! library's own symbol table says.
 
 use crate::elf;
 
-/// Of a function: those of [`EXPORTS`] first (CUDA's, those of NVML that are viewed, those that are denied), then those
-/// of [`USES`], which hooks call and which are not hooked (CUDA's, NVML's).
+/// Of a function: those that this library defines first (CUDA's, those of NVML that are viewed, those that are denied),
+/// [`COUNT`] of them, then those that hooks call and that are not hooked (CUDA's, NVML's).
 pub(crate) type Index = usize;
 
-/// A function that this library defines.
-pub(crate) struct Export {
-    pub(crate) name: &'static [u8],
-    pub(crate) hook: Address,
+/// A part of [`LETTERS`].
+struct Name {
+    at: u16,
+    length: u8,
 }
 
-/// Of a function, in a table of functions of all signatures.
-pub(crate) struct Address(pub(crate) *const ());
-
-// SAFETY: the address of a function is the same in every thread.
-unsafe impl Sync for Address {}
+impl Name {
+    fn text(&self) -> &'static [u8] {
+        let from = usize::from(self.at);
+        LETTERS.get(from..from + usize::from(self.length)).unwrap_or_default()
+    }
+}
 
 /// One answer that `cuGetProcAddress` can give for a name.
 pub(crate) struct Variant {
-    pub(crate) export: Index,
+    export: u16,
     /// Least CUDA version at which a program gets it.
-    pub(crate) version: u32,
+    pub(crate) version: u16,
     /// 0, or CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM.
-    pub(crate) flags: u32,
+    pub(crate) flags: u8,
 }
 
-/// A name that programs ask `cuGetProcAddress` for, and its variants, `from..to` in [`VARIANTS`].
-pub(crate) struct Family {
-    name: &'static [u8],
-    from: u16,
-    to: u16,
-}
-
-impl Family {
-    pub(crate) fn variants(&self) -> impl Iterator<Item = (usize, &'static Variant)> {
-        let from = usize::from(self.from);
-        VARIANTS.iter().enumerate().take(usize::from(self.to)).skip(from)
+impl Variant {
+    pub(crate) fn export(&self) -> Index {
+        self.export.into()
     }
 }
 
 include!(concat!(env!("OUT_DIR"), "/table.rs"));
 
 pub(crate) fn name(at: Index) -> &'static [u8] {
-    match EXPORTS.get(at) {
-        Some(export) => export.name,
-        None => USES.get(at - COUNT).copied().unwrap_or_default(),
-    }
+    NAMES.get(at).map_or(b"", Name::text)
+}
+
+/// Where this library has its function of that name, if it is one that it exports.
+pub(crate) fn hook(at: Index) -> Option<usize> {
+    elf::own()?.function(name(at))
 }
 
 /// The hooked function that is exported under exactly this name.
@@ -59,21 +58,22 @@ pub(crate) fn name(at: Index) -> &'static [u8] {
 /// `name` ends with a zero byte.
 pub(crate) unsafe fn export(name: *const u8) -> Option<Index> {
     // SAFETY: as the caller says.
-    unsafe { find(name, &EXPORT_SLOTS, |at| EXPORTS[at].name) }
+    unsafe { find(name, &EXPORT_SLOTS, &NAMES) }
 }
 
-/// The variants of a name that programs ask `cuGetProcAddress` for.
+/// The variants of a name that programs ask `cuGetProcAddress` for, each with its place in [`VARIANTS`].
 ///
 /// # Safety
 /// `name` ends with a zero byte.
-pub(crate) unsafe fn family(name: *const u8) -> Option<&'static Family> {
+pub(crate) unsafe fn family(name: *const u8) -> Option<impl Iterator<Item = (usize, &'static Variant)>> {
     // SAFETY: as the caller says.
-    unsafe { find(name, &FAMILY_SLOTS, |at| FAMILIES[at].name) }.map(|at| &FAMILIES[at])
+    let (from, to) = RANGES.get(unsafe { find(name, &FAMILY_SLOTS, &FAMILIES) }?)?;
+    Some(VARIANTS.iter().enumerate().take(usize::from(*to)).skip(usize::from(*from)))
 }
 
 /// # Safety
 /// `name` ends with a zero byte.
-unsafe fn find(name: *const u8, slots: &[u16], named: impl Fn(usize) -> &'static [u8]) -> Option<usize> {
+unsafe fn find(name: *const u8, slots: &[u16], names: &[Name]) -> Option<usize> {
     let mut hash = 0x811c_9dc5u32;
     let mut at = name;
     // SAFETY: stops at the zero byte.
@@ -86,9 +86,10 @@ unsafe fn find(name: *const u8, slots: &[u16], named: impl Fn(usize) -> &'static
     let mut slot = hash as usize;
     loop {
         let entry = usize::from(slots[slot & (slots.len() - 1)]);
+        let found = names.get(entry.checked_sub(1)?)?;
         // SAFETY: as above.
-        if entry == 0 || unsafe { elf::same(name, named(entry - 1)) } {
-            return entry.checked_sub(1);
+        if unsafe { elf::same(name, found.text()) } {
+            return Some(entry - 1);
         }
         slot += 1;
     }

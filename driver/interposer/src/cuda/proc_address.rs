@@ -56,18 +56,17 @@ unsafe fn substitute(answer: Answer, symbol: *const c_char, out: *mut *mut c_voi
     // SAFETY: as the caller says.
     let (found, family) = unsafe { (*out as usize, table::family(symbol.cast())) };
     let hook = match family {
-        Some(family) => family
-            .variants()
+        Some(mut family) => family
             .find(|(at, variant)| {
-                genuine::function(variant.export) == Some(found) || driver_answers(*at, symbol) == found
+                genuine::function(variant.export()) == Some(found) || driver_answers(*at, symbol) == found
             })
-            .map(|(_, variant)| variant.export),
+            .map(|(_, variant)| variant.export()),
         // SAFETY: as the caller says. A driver may know a function by its full name too.
         None => unsafe { table::export(symbol.cast()) }.filter(|at| genuine::function(*at) == Some(found)),
     };
-    if let Some(at) = hook.filter(|_| found != 0) {
+    if let Some(address) = hook.filter(|_| found != 0).and_then(table::hook) {
         // SAFETY: as the caller says.
-        unsafe { *out = table::EXPORTS[at].hook.0 as *mut c_void };
+        unsafe { *out = address as *mut c_void };
     }
     answer
 }
