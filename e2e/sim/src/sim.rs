@@ -93,6 +93,11 @@ impl Sim {
         Ok(self.store.read()?)
     }
 
+    /// The same without the CUDA processes that run: those that remain were made up.
+    pub fn written(&self) -> Result<Arc<State>, Failure> {
+        Ok(self.store.written()?)
+    }
+
     /// What CUDA processes use; absent where the files are another build's.
     pub fn ledger(&self) -> Option<&Arc<Ledger>> {
         self.store.ledger()

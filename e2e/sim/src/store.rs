@@ -139,6 +139,11 @@ impl Store {
         Ok(Arc::new(shown))
     }
 
+    /// The same without them.
+    pub fn written(&self) -> Result<Arc<State>, StoreError> {
+        Ok(self.current()?.state)
+    }
+
     /// What CUDA processes use.
     pub fn ledger(&self) -> Option<&Arc<Ledger>> {
         self.ledger.as_ref()

@@ -1,6 +1,6 @@
 //! GPU performance monitoring, as little as programs need to see that it works: samples in pairs, two metrics.
 //!
-//! A sample remembers when it was taken and how busy what it was taken of was. Hopper and later have it; it is the only
+//! A sample remembers when it was taken and how long what it was taken of had been at work by then. Hopper and later have it; it is the only
 //! utilisation that a MIG device has.
 
 use std::collections::BTreeMap;
@@ -8,12 +8,14 @@ use std::ffi::{CStr, c_void};
 
 use divvy_sim::catalogue::Architecture;
 use divvy_sim::code::Code;
+use divvy_sim::ledger::{Place, now};
 use divvy_sim::state::Gpu;
 
 use crate::abi::{GpmMetric, GpmMetricsHead, GpmSupport, Plain};
 use crate::argument::{Argument, Out, Outcome};
 use crate::handle::Device;
 use crate::library::{Nvml, entry};
+use crate::processes::invented;
 
 const TAG: u64 = 0x60 << 56;
 const NUMBER: u64 = (1 << 56) - 1;
@@ -21,13 +23,37 @@ const NUMBER: u64 = (1 << 56) - 1;
 const VERSION: u32 = 1;
 /// `NVML_GPM_METRIC_MAX` of header 13.3.
 const METRICS: u32 = 333;
+/// Of processes that somebody has made up.
 const BUSY: f64 = 60.0;
 
-/// The samples of this process, by handle: how busy, once taken.
+/// The samples of this process, by handle, once taken.
 #[derive(Default)]
 pub(crate) struct Samples {
     last: u64,
-    samples: BTreeMap<u64, Option<f64>>,
+    samples: BTreeMap<u64, Option<Sample>>,
+}
+
+/// GPU and compute instance; none for the whole GPU.
+type Instance = Option<(u32, u32)>;
+
+/// What a sample remembers.
+#[derive(Clone, Copy)]
+struct Sample {
+    /// Nanoseconds of the monotonic clock, and of work by then.
+    at: u64,
+    worked: u64,
+    /// Per cent that processes are said to work that somebody has made up.
+    invented: f64,
+}
+
+impl Sample {
+    /// Per cent of the time since then that was worked.
+    fn busy_since(self, first: Self) -> f64 {
+        let time = self.at.saturating_sub(first.at);
+        let worked = self.worked.saturating_sub(first.worked);
+        let share = if time == 0 { 0.0 } else { worked as f64 / time as f64 * 100.0 };
+        share.min(100.0).max(first.invented.midpoint(self.invented))
+    }
 }
 
 /// `nvmlGpmSample_t`.
@@ -45,15 +71,33 @@ fn supported(gpu: &Gpu) -> bool {
     gpu.model().architecture >= Architecture::Hopper
 }
 
-fn take(nvml: &Nvml, sample: SampleHandle, busy: f64) -> Outcome {
+/// Takes a sample: `here` says of which places of the GPU, the whole and its instances.
+fn take(
+    nvml: &Nvml,
+    handle: SampleHandle,
+    slot: usize,
+    gpu: &Gpu,
+    here: impl Fn(Instance) -> bool,
+) -> Outcome {
+    let watcher = nvml.shared.watcher();
+    let mut places: Vec<Instance> = gpu.mig_devices().map(|(gi, ci)| Some((gi.id, ci.id))).collect();
+    // Compute instances share the time of their GPU instance.
+    places.dedup_by_key(|instance| instance.map(|(gi, _)| gi));
+    places.push(None);
+    let (mut at, mut worked) = (now(), 0);
+    for instance in places.into_iter().filter(|place| here(*place)) {
+        if let Some((then, busy)) =
+            watcher.as_ref().and_then(|watcher| watcher.busy(Place { slot, instance }))
+        {
+            (at, worked) = (then, worked + busy);
+        }
+    }
+    let invented = invented(nvml, slot)?.iter().any(|process| here(process.instance));
+    let sample = Sample { at, worked, invented: if invented { BUSY } else { 0.0 } };
     nvml.shared.samples.with(|samples| {
-        *samples.samples.get_mut(&sample.0).ok_or(Code::InvalidArgument)? = Some(busy);
+        *samples.samples.get_mut(&handle.0).ok_or(Code::InvalidArgument)? = Some(sample);
         Ok(())
     })
-}
-
-fn busy(running: bool) -> f64 {
-    if running { BUSY } else { 0.0 }
 }
 
 /// Short name, long name, unit.
@@ -63,7 +107,8 @@ type MetricText = (&'static CStr, &'static CStr, &'static CStr);
 fn metric(id: u32, busy: f64) -> Outcome<(f64, MetricText)> {
     match id {
         1 => Ok((busy, (c"gr_util", c"Graphics Utilization", c"%"))),
-        2 => Ok((busy / 2.0, (c"sm_util", c"SM Utilization", c"%"))),
+        // The simulator does not know how many multiprocessors a kernel leaves idle.
+        2 => Ok((busy, (c"sm_util", c"SM Utilization", c"%"))),
         0 | METRICS.. => Err(Code::InvalidArgument),
         _ => Err(Code::NotSupported),
     }
@@ -100,18 +145,16 @@ entry! {
             return Err(Code::NotSupported);
         }
         let here = target.mig.map(|(gi, ci)| (gi.id, ci.id));
-        let runs = |instance| here.is_none() || here == instance;
-        take(nvml, sample, busy(target.gpu.processes.iter().any(|process| runs(process.instance))))
+        take(nvml, sample, target.slot, target.gpu, |place| here.is_none() || here == place)
     }
 
     fn nvmlGpmMigSampleGet(nvml, device: Device, gi: u32, sample: SampleHandle) {
-        let (_, gpu) = device.whole(&nvml.state)?;
+        let (slot, gpu) = device.whole(&nvml.state)?;
         if !supported(gpu) || !gpu.mig.current {
             return Err(Code::NotSupported);
         }
         gpu.gi(gi).ok_or(Code::InvalidArgument)?;
-        let runs = |instance: Option<(u32, u32)>| instance.is_some_and(|(here, _)| here == gi);
-        take(nvml, sample, busy(gpu.processes.iter().any(|process| runs(process.instance))))
+        take(nvml, sample, slot, gpu, |place| place.is_some_and(|(here, _)| here == gi))
     }
 
     /// The metrics lie behind the head; only as many as the caller says are read.
@@ -131,7 +174,7 @@ entry! {
         for at in 0..head.metrics as usize {
             let place = metrics.at(at);
             let asked = place.get();
-            let filled = match metric(asked.metric, first.midpoint(second)) {
+            let filled = match metric(asked.metric, second.busy_since(first)) {
                 Ok((value, (short, long, unit))) => GpmMetric {
                     metric: asked.metric,
                     result: Code::Success.into(),

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use divvy_sim::code::Code;
+use divvy_sim::ledger::Watcher;
 use divvy_sim::state::{Ci, Gi, Gpu, State};
 use divvy_sim::visible::Visible;
 use divvy_sim::{Call, Sim};
@@ -38,6 +39,20 @@ pub(crate) struct Shared {
     nodes: Nodes,
     pub(crate) sets: ForkLock<Sets>,
     pub(crate) samples: ForkLock<Samples>,
+    watcher: ForkLock<Option<Arc<Watcher>>>,
+}
+
+impl Shared {
+    /// Who looks at the time of CUDA processes, from the first look on; none where that cannot be seen.
+    pub(crate) fn watcher(&self) -> Option<Arc<Watcher>> {
+        let known = self.watcher.with(|watcher| watcher.clone()).filter(|watcher| watcher.is_own());
+        known.or_else(|| {
+            let made = Arc::new(Watcher::new(self.sim.ledger()?).ok()?);
+            // Of two threads both may have made one; the later one stays. What it replaces is dropped outside the lock.
+            drop(self.watcher.with(|watcher| watcher.replace(Arc::clone(&made))));
+            Some(made)
+        })
+    }
 }
 
 /// What one call sees: the state at its begin, and the ways to change it.
@@ -134,6 +149,7 @@ fn open() -> Outcome<Shared> {
         nodes: Nodes::default(),
         sets: ForkLock::new(Sets::default()),
         samples: ForkLock::new(Samples::default()),
+        watcher: ForkLock::new(None),
     })
 }
 

@@ -3,6 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use divvy_sim::code::Code;
+use divvy_sim::ledger::{Place, now};
 use divvy_sim::state::{Process, ProcessKind};
 
 use crate::abi::{
@@ -15,8 +16,11 @@ use crate::library::{Nvml, entry};
 const MIB: u64 = 1 << 20;
 /// "No instance."
 const NOBODY: u32 = u32::MAX;
-/// Per cent that a GPU with processes is busy.
+/// Per cent that a GPU is busy with processes that somebody has made up.
 const BUSY: u32 = 60;
+
+/// A time that is so close below a sample's is that sample's.
+const SLACK_US: u64 = 1000;
 
 /// The processes that the caller may see through that handle. All instances together only with the right to monitor.
 fn processes(nvml: &Nvml, device: Device, kind: Option<ProcessKind>) -> Outcome<Vec<Process>> {
@@ -32,6 +36,49 @@ fn processes(nvml: &Nvml, device: Device, kind: Option<ProcessKind>) -> Outcome<
         kind.is_none_or(|kind| process.kind == kind) && (here.is_none() || process.instance == here)
     };
     Ok(gpu.processes.iter().filter(seen).cloned().collect())
+}
+
+/// Those of the processes of a GPU that run nothing, because somebody has made them up: a figure must do for them.
+pub(crate) fn invented(nvml: &Nvml, slot: usize) -> Outcome<Vec<Process>> {
+    let state = nvml.shared.sim.written()?;
+    Ok(state.gpus.get(slot).map(|gpu| gpu.processes.clone()).unwrap_or_default())
+}
+
+pub(crate) const fn whole(slot: usize) -> Place {
+    Place { slot, instance: None }
+}
+
+/// To the nearest one, as the driver has whole ones only.
+fn per_cent(part: u64, whole: u64) -> u32 {
+    let rounded = (part * 100 + whole / 2) / whole.max(1);
+    rounded.min(100) as u32
+}
+
+/// Entries for the processes that had some time since that time of the system clock, in us; 0 for all that is
+/// remembered.
+fn utilization(nvml: &Nvml, slot: usize, since: u64) -> Outcome<Vec<ProcessUtilization>> {
+    // Samples have times of the monotonic clock.
+    let now_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_micros() as u64);
+    let boot_us = now_us.saturating_sub(now() / 1000);
+    let entry = |pid, timestamp, sm| ProcessUtilization {
+        pid,
+        timestamp,
+        sm,
+        memory: sm / 2,
+        encoder: 0,
+        decoder: 0,
+    };
+    let invented = invented(nvml, slot)?;
+    let share = BUSY / (invented.len() as u32).max(1);
+    let mut entries: Vec<_> = invented.iter().map(|process| entry(process.pid, now_us, share)).collect();
+    // The difference of the clocks is never twice the same to the microsecond.
+    let since = (since + SLACK_US).saturating_sub(boot_us) * 1000;
+    if let Some(sampled) = nvml.shared.watcher().and_then(|watcher| watcher.sampled(whole(slot), since)) {
+        let at = boot_us + sampled.at / 1000;
+        entries
+            .extend(sampled.processes.iter().map(|(pid, had)| entry(*pid, at, per_cent(*had, sampled.span))));
+    }
+    Ok(entries)
 }
 
 fn first_version(process: Process) -> ProcessInfoV1 {
@@ -101,38 +148,32 @@ entry! {
         Ok(())
     }
 
-    /// Not for instances: the counters are the GPU's.
+    /// Not for instances: the counters are the GPU's. One entry for each process that had some time since then, of as
+    /// much of it as the driver remembers.
     fn nvmlDeviceGetProcessUtilization(
-        nvml, device: Device, array: Array<ProcessUtilization>, count: Count, _since: u64,
+        nvml, device: Device, array: Array<ProcessUtilization>, count: Count, since: u64,
     ) {
-        let (_, gpu) = device.whole(&nvml.state)?;
+        let (slot, gpu) = device.whole(&nvml.state)?;
         if gpu.mig.current {
             return Err(Code::NotSupported);
         }
-        let found = processes(nvml, device, None)?;
+        let found = utilization(nvml, slot, since)?;
         if found.is_empty() {
             count.set(0);
             return Err(Code::NotFound);
         }
-        let timestamp = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_micros() as u64);
-        let share = BUSY / found.len() as u32;
-        let sample = |process: Process| ProcessUtilization {
-            pid: process.pid,
-            timestamp,
-            sm: share,
-            memory: share / 2,
-            encoder: 0,
-            decoder: 0,
-        };
-        count.list(&array, found.into_iter().map(sample).collect())
+        count.list(&array, found)
     }
 
+    /// Over the last period of samples.
     fn nvmlDeviceGetUtilizationRates(nvml, device: Device, rates: Out<Utilization>) {
-        let (_, gpu) = device.whole(&nvml.state)?;
+        let (slot, gpu) = device.whole(&nvml.state)?;
         if gpu.mig.current {
             return Err(Code::NotSupported);
         }
-        let busy = if gpu.processes.is_empty() { 0 } else { BUSY };
+        let invented = if invented(nvml, slot)?.is_empty() { 0 } else { BUSY };
+        let sampled = nvml.shared.watcher().and_then(|watcher| watcher.last_sampled(whole(slot)));
+        let busy = sampled.map_or(0, |sampled| per_cent(sampled.busy, sampled.span)).max(invented);
         rates.set(Utilization { gpu: busy, memory: busy / 2 });
         Ok(())
     }

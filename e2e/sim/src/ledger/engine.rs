@@ -8,6 +8,10 @@
 //!
 //! **In order.** Guests that came as clients of MPS run at once; here one kernel after the other, in the order in which
 //! they were submitted, whosever they are. Their axis is the clock itself.
+//!
+//! **Samples.** Six times a second of played time, what each guest and the part have had is noted, as the real driver
+//! notes it for `nvmlDeviceGetProcessUtilization`; whoever looks plays first, so the samples are there whenever they
+//! are asked for.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,6 +19,7 @@ use std::time::Duration;
 use super::guest::Guest;
 use super::locks::Locks;
 use super::map::{Ledger, ROWS};
+use super::samples::{PERIOD, Samples};
 
 /// Begins of turns that a row remembers.
 const TURNS: usize = 512;
@@ -36,8 +41,14 @@ pub(super) struct Engine {
     left: AtomicU64,
     /// Length of a turn in ns.
     pub(super) slice: AtomicU64,
-    /// In-order work ends at this time.
-    end: AtomicU64,
+    /// In-order work ends at this time, and is so much since the part is there.
+    pub(super) end: AtomicU64,
+    pub(super) ordered: AtomicU64,
+    /// What turns have run, in ns.
+    pub(super) ran: AtomicU64,
+    /// Number of the last sample, in periods of the monotonic clock, and the part's busy time at the last of them.
+    pub(super) sample: AtomicU64,
+    pub(super) samples: Samples,
     /// Rows with work, a bit each.
     active: [AtomicU64; ROWS / 64],
 }
@@ -49,15 +60,55 @@ pub(super) struct Work {
     served: AtomicU64,
     /// 1 for a client of MPS.
     in_order: AtomicU64,
-    /// Turns that have begun, and the last of them: when, and what had been served.
+    /// Where the axis was when the guest came.
+    pub(super) base: AtomicU64,
+    /// Turns that have begun, and the last of them: when, and what had been served. In order: stretches of work without
+    /// a gap, which may begin in the future.
     turns: AtomicU64,
     begins: [[AtomicU64; 2]; TURNS],
+    /// What had been served at the last samples.
+    pub(super) samples: Samples,
 }
 
 impl Work {
     /// What the row's last guest was; its axis goes on.
     pub(super) fn forget(&self) {
         self.in_order.store(0, Ordering::Relaxed);
+        let served = self.served.load(Ordering::Relaxed);
+        self.base.store(served, Ordering::Relaxed);
+        self.samples.fill(served);
+    }
+
+    /// What had been served at a time up to which the part was played, and before which nothing was submitted since.
+    pub(super) fn served_at(&self, time: u64) -> u64 {
+        if self.in_order.load(Ordering::Relaxed) == 0 {
+            return self.served.load(Ordering::Relaxed);
+        }
+        let mut end = self.submitted.load(Ordering::Relaxed);
+        for (_, [when, what]) in self.last_turns() {
+            if when <= time {
+                return what + (time - when).min(end.saturating_sub(what));
+            }
+            end = what;
+        }
+        end
+    }
+
+    /// The turns that are remembered, the last first.
+    fn last_turns(&self) -> impl Iterator<Item = (u64, [u64; 2])> {
+        let turns = self.turns.load(Ordering::Acquire);
+        (0..turns).rev().take(TURNS).map(|turn| {
+            let [when, what] = &self.begins[turn as usize % TURNS];
+            (turn, [when.load(Ordering::Relaxed), what.load(Ordering::Relaxed)])
+        })
+    }
+
+    fn begin(&self, when: u64, what: u64) {
+        let turns = self.turns.load(Ordering::Relaxed);
+        let [at, had] = &self.begins[turns as usize % TURNS];
+        at.store(when, Ordering::Relaxed);
+        had.store(what, Ordering::Relaxed);
+        self.turns.store(turns + 1, Ordering::Release);
     }
 }
 
@@ -99,11 +150,11 @@ impl Drop for Held<'_> {
 }
 
 impl Ledger {
-    fn engine(&self, part: usize) -> &Engine {
+    pub(super) fn engine(&self, part: usize) -> &Engine {
         &self.get().parts[part].engine
     }
 
-    fn work(&self, row: usize) -> &Work {
+    pub(super) fn work(&self, row: usize) -> &Work {
         &self.get().rows[row].work
     }
 
@@ -133,9 +184,11 @@ impl Ledger {
     }
 
     /// Plays the turns up to that time. The part's lock is held.
-    fn play(&self, part: usize, now: u64) {
+    pub(super) fn play(&self, part: usize, now: u64) {
         let engine = self.engine(part);
         let mut time = engine.clock.load(Ordering::Relaxed).min(now);
+        let next_sample = || (engine.sample.load(Ordering::Relaxed) + 1) * PERIOD;
+        let mut until = now.min(next_sample());
         let slice = engine.slice.load(Ordering::Relaxed).max(1);
         while time < now {
             let Some(row) = engine.turn.load(Ordering::Relaxed).checked_sub(1).map(|row| row as usize % ROWS)
@@ -146,8 +199,9 @@ impl Ledger {
             let served = work.served.load(Ordering::Relaxed);
             let rest = work.submitted.load(Ordering::Relaxed).saturating_sub(served);
             let left = engine.left.load(Ordering::Relaxed);
-            let run = rest.min(left).min(now - time);
+            let run = rest.min(left).min(until.saturating_sub(time));
             time += run;
+            engine.ran.store(engine.ran.load(Ordering::Relaxed) + run, Ordering::Relaxed);
             work.served.store(served + run, Ordering::Release);
             engine.left.store(left - run, Ordering::Relaxed);
             if run == rest {
@@ -156,7 +210,12 @@ impl Ledger {
             } else if run == left {
                 self.give_turn(part, row, time, slice);
             }
+            if time >= until {
+                self.sample(part, time);
+                until = now.min(next_sample());
+            }
         }
+        self.sample(part, now);
         engine.clock.store(now, Ordering::Relaxed);
     }
 
@@ -174,11 +233,7 @@ impl Ledger {
 
     fn begin(&self, row: usize, time: u64) {
         let work = self.work(row);
-        let turns = work.turns.load(Ordering::Relaxed);
-        let [when, what] = &work.begins[turns as usize % TURNS];
-        when.store(time, Ordering::Relaxed);
-        what.store(work.served.load(Ordering::Relaxed), Ordering::Relaxed);
-        work.turns.store(turns + 1, Ordering::Release);
+        work.begin(time, work.served.load(Ordering::Relaxed));
     }
 
     /// A row's work is nobody's any more.
@@ -192,12 +247,8 @@ impl Ledger {
 
     /// When a point of an axis that has been reached was reached, or is.
     fn time_of(&self, row: usize, mark: Mark) -> u64 {
-        let work = self.work(row);
-        let turns = work.turns.load(Ordering::Acquire);
         let mut oldest = 0;
-        for turn in (0..turns).rev().take(TURNS) {
-            let [when, what] = &work.begins[turn as usize % TURNS];
-            let (when, what) = (when.load(Ordering::Relaxed), what.load(Ordering::Relaxed));
+        for (turn, [when, what]) in self.work(row).last_turns() {
             if what < mark || turn == 0 {
                 return when + mark.saturating_sub(what);
             }
@@ -241,15 +292,20 @@ impl Guest {
         let (ledger, part, row) = (self.ledger(), self.part_index(), self.row());
         let _held = ledger.hold(self.locks(), part, row);
         let (engine, time) = (ledger.engine(part), now());
+        ledger.play(part, time);
         if self.in_order() {
             let begin = engine.end.load(Ordering::Relaxed).max(kernel.after).max(time);
             engine.end.store(begin + kernel.length, Ordering::Relaxed);
-            let work = ledger.work(row);
+            engine.ordered.fetch_add(kernel.length, Ordering::Relaxed);
+            let (work, had) = (ledger.work(row), ledger.work(row).served.load(Ordering::Relaxed));
+            let last = work.last_turns().next();
+            if last.is_none_or(|(_, [when, what])| when + (had - what) != begin) {
+                work.begin(begin, had);
+            }
             work.served.fetch_add(kernel.length, Ordering::Relaxed);
             work.submitted.fetch_add(kernel.length, Ordering::Relaxed);
             return (begin, begin + kernel.length);
         }
-        ledger.play(part, time);
         let work = ledger.work(row);
         let begin = work.served.load(Ordering::Relaxed).max(kernel.after);
         let end = begin + kernel.length;

@@ -41,9 +41,6 @@ pub enum EnterError {
 impl Guest {
     /// Enters this process as a user of that GPU or instance.
     pub fn enter(ledger: &Arc<Ledger>, place: Place) -> Result<Self, EnterError> {
-        if !ledger.writable {
-            return Err(EnterError::Denied);
-        }
         let index = place.part().ok_or(EnterError::Absent)?;
         let map = ledger.get();
         let part = map.parts.get(index).ok_or(EnterError::Absent)?;
@@ -51,10 +48,13 @@ impl Guest {
             return Err(EnterError::Absent);
         }
         let locks = ledger.locks()?;
-        let _alone = ROWS_OF_THIS_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
-        let row = (0..ROWS).find(|row| ledger.take(locks, *row)).ok_or(EnterError::Full)?;
-        ledger.raise(row);
-        let own = &map.rows[row];
+        let row = ledger.take_any(locks, |own| Self::introduce(own, index, part, place))?;
+        let number = Mutex::new(Some(map.rows[row].number.load(Ordering::Relaxed) as u32));
+        Ok(Self { ledger: Arc::clone(ledger), locks, row, part: index, number, known: Mutex::default() })
+    }
+
+    /// Says in its row who it is.
+    fn introduce(own: &Row, index: usize, part: &Part, place: Place) {
         own.part.store(index as u32, Ordering::Relaxed);
         own.ci.store(place.instance.map_or(0, |(_, ci)| ci), Ordering::Relaxed);
         own.epoch.store(part.epoch.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -71,9 +71,6 @@ impl Guest {
             );
         }
         own.work.forget();
-        let number = Mutex::new(Some(own.number.load(Ordering::Relaxed) as u32));
-        let known = Mutex::default();
-        Ok(Self { ledger: Arc::clone(ledger), locks, row, part: index, number, known })
     }
 
     /// Uses as many bytes more, rounded up to granules; false, and nothing is changed, if the part has not got them
@@ -165,13 +162,7 @@ impl Guest {
         if number.take().is_none() {
             return;
         }
-        let _alone = ROWS_OF_THIS_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
-        let owner = &self.ledger.get().owners[self.row];
-        // A child after a fork has its parent's guests in its memory, and no right to them.
-        if owner.load(Ordering::Acquire) == locks::token() {
-            self.ledger.clear(self.row);
-            self.locks.drop(self.row);
-        }
+        self.ledger.give(self.locks, self.row);
     }
 }
 
@@ -182,6 +173,33 @@ impl Drop for Guest {
 }
 
 impl Ledger {
+    /// A row for this process, and what is to be written in it before another thread may take one.
+    pub(super) fn take_any(&self, locks: Locks, introduce: impl FnOnce(&Row)) -> Result<usize, EnterError> {
+        if !self.writable {
+            return Err(EnterError::Denied);
+        }
+        let _alone = ROWS_OF_THIS_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+        let row = (0..ROWS).find(|row| self.take(locks, *row)).ok_or(EnterError::Full)?;
+        self.raise(row);
+        introduce(&self.get().rows[row]);
+        Ok(row)
+    }
+
+    /// Whether a row is this process's.
+    pub(super) fn owns(&self, row: usize) -> bool {
+        self.get().owners[row].load(Ordering::Acquire) == locks::token()
+    }
+
+    /// Gives a row back with all that it uses.
+    pub(super) fn give(&self, locks: Locks, row: usize) {
+        let _alone = ROWS_OF_THIS_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+        // A child after a fork has its parent's rows in its memory, and no right to them.
+        if self.owns(row) {
+            self.clear(row);
+            locks.drop(row);
+        }
+    }
+
     /// Makes the row this process's, if nobody has it or who had it has died.
     fn take(&self, locks: Locks, row: usize) -> bool {
         let owner = &self.get().owners[row];

@@ -257,6 +257,11 @@ impl Ledger {
 
     /// The guests that live. Those that have died are taken out on the way, by whoever may.
     pub fn uses(&self) -> Vec<Use> {
+        self.uses_by_row().into_iter().map(|(_, found)| found).collect()
+    }
+
+    /// The same with their rows.
+    pub(super) fn uses_by_row(&self) -> Vec<(usize, Use)> {
         let mut uses = Vec::new();
         let owned = |row: &usize| self.get().owners[*row].load(Ordering::Acquire) != 0;
         let mut rows = (0..self.high()).filter(owned).peekable();
@@ -266,7 +271,7 @@ impl Ledger {
         let Ok(locks) = self.locks() else { return uses };
         for row in rows {
             match locks.holder(row, self.get().owners[row].load(Ordering::Acquire)) {
-                Some(pid) => uses.extend(self.shown(row, pid)),
+                Some(pid) => uses.extend(self.shown(row, pid).map(|found| (row, found))),
                 None if self.writable => drop(self.bury(locks, row)),
                 None => {}
             }

@@ -23,10 +23,13 @@ mod engine;
 mod guest;
 mod locks;
 mod map;
+mod samples;
+mod watch;
 
 pub use engine::{Kernel, Mark, now};
 pub use guest::{EnterError, Guest};
 pub use map::{Ledger, Place};
+pub use watch::{Sampled, Served, Watcher};
 
 use crate::state::{Process, ProcessKind, State};
 

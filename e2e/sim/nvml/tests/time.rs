@@ -1,0 +1,158 @@
+//! What NVML says of the time of CUDA processes: as much as they had.
+#![allow(unsafe_code, reason = "the library is called through C")]
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::*;
+use divvy_sim::Guest;
+use divvy_sim::ledger::{Kernel, Place, Watcher};
+use nvml_wrapper::Nvml;
+use nvml_wrapper::bitmasks::InitFlags;
+use nvml_wrapper::enums::gpm::GpmMetricId;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::gpm::gpm_metrics_get;
+
+const WHOLE: Place = Place { slot: 0, instance: None };
+const MS: u64 = 1_000_000;
+
+/// A process's contexts on a part: this process's.
+fn guest(node: &Node, place: Place) -> Guest {
+    Guest::enter(node.sim.ledger().expect("a ledger"), place).expect("a GPU")
+}
+
+fn submit(guest: &Guest, length: u64) {
+    guest.submit(Kernel { after: 0, length });
+}
+
+/// Looks until something is seen.
+fn until<T>(mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "nothing within a minute");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn wrapper(node: &Node) -> Nvml {
+    let path = node.library();
+    Nvml::builder().lib_path(path.as_os_str()).flags(InitFlags::NO_GPUS).init().expect("nvml-wrapper")
+}
+
+#[test]
+fn what_was_served_is_what_was_submitted_and_no_more() {
+    let node = Node::up("L4");
+    let watcher = Watcher::new(node.sim.ledger().expect("a ledger")).expect("a watcher");
+    let (one, two) = (guest(&node, WHOLE), guest(&node, WHOLE));
+    let begin = divvy_sim::ledger::now();
+    submit(&one, 30 * MS);
+    submit(&two, 20 * MS);
+    let had = |rest: u64| {
+        until(|| {
+            let served = watcher.served();
+            let at = served.first().map_or(begin, |first| first.at);
+            let sum: u64 = served.iter().map(|guest| guest.served).sum();
+            assert!(sum <= at - begin, "more than the time that has passed");
+            (sum == rest).then_some(served)
+        })
+    };
+    let served = had(50 * MS);
+    let mut each: Vec<u64> = served.iter().map(|guest| guest.served).collect();
+    each.sort_unstable();
+    assert_eq!(each, [20 * MS, 30 * MS]);
+    assert!(served.iter().all(|guest| guest.pid == std::process::id() && guest.place == WHOLE));
+    // Who comes in the row of one that has left has had nothing.
+    drop(one);
+    let three = guest(&node, WHOLE);
+    submit(&three, MS);
+    had(21 * MS);
+}
+
+#[test]
+fn work_in_order_is_served_when_its_turn_comes() {
+    let node = Node::up("L4");
+    let watcher = Watcher::new(node.sim.ledger().expect("a ledger")).expect("a watcher");
+    let (one, two) = (guest(&node, WHOLE), guest(&node, WHOLE));
+    let begin = divvy_sim::ledger::now();
+    for guest in [&one, &two] {
+        guest.run_in_order();
+        (0..50).for_each(|_| submit(guest, 4 * MS));
+    }
+    // Each in one piece, the second behind the first.
+    until(|| {
+        let served = watcher.served();
+        let at = served.first().expect("two guests").at;
+        let each: Vec<u64> = served.iter().map(|guest| guest.served).collect();
+        let [first, second] = each[..] else { panic!("{each:?}") };
+        assert!(first + second <= at - begin);
+        assert!(second == 0 || first == 200 * MS, "{each:?}");
+        let (now, busy) = watcher.busy(WHOLE).expect("a part");
+        assert!(busy >= first + second && busy <= now - begin);
+        (second == 200 * MS).then_some(())
+    });
+}
+
+#[test]
+fn utilisation_is_what_processes_had_since_a_sample() {
+    let node = Node::up("L4");
+    let nvml = wrapper(&node);
+    let gpu = nvml.device_by_index(0).expect("a GPU");
+    assert!(matches!(gpu.process_utilization_stats(None), Err(NvmlError::NotFound)));
+    let idle = gpu.utilization_rates().expect("rates");
+    assert_eq!((idle.gpu, idle.memory), (0, 0));
+    let busy = guest(&node, WHOLE);
+    submit(&busy, 3_600_000 * MS);
+    // A whole period of it.
+    until(|| gpu.utilization_rates().is_ok_and(|rates| rates.gpu == 100).then_some(()));
+    let sample = gpu.process_utilization_stats(None).expect("a sample").pop().expect("a process");
+    assert_eq!((sample.pid, sample.sm_util > 0), (std::process::id(), true));
+    let later = until(|| match gpu.process_utilization_stats(sample.timestamp) {
+        // No period has ended since.
+        Err(NvmlError::NotFound) => None,
+        found => found.expect("a sample").pop(),
+    });
+    assert!(later.timestamp > sample.timestamp);
+    assert_eq!(later.sm_util, 100);
+    let other = guest(&node, WHOLE);
+    submit(&other, 3_600_000 * MS);
+    // Both are this process.
+    assert_eq!(until(|| gpu.process_utilization_stats(later.timestamp).ok()?.pop()).sm_util, 100);
+    drop((busy, other));
+    until(|| matches!(gpu.process_utilization_stats(None), Err(NvmlError::NotFound)).then_some(()));
+    until(|| gpu.utilization_rates().is_ok_and(|rates| rates.gpu == 0).then_some(()));
+}
+
+#[test]
+fn instances_have_only_the_samples_of_the_performance_monitor() {
+    let node = Node::up("H100-SXM5-80GB");
+    let nvml = wrapper(&node);
+    let client = node.client();
+    let parent = nvml.device_by_index(0).expect("a GPU");
+    assert_eq!(parent.set_mig_mode(true).ok(), Some(SUCCESS));
+    // SAFETY: the handle is used while `nvml` lives.
+    let gpu = Device(unsafe { parent.handle() });
+    let made = |place| {
+        let profile = client.profile(gpu, 2).expect("3g").id;
+        let gi = client.create_gi(gpu, profile, Some((place, 4))).expect("a GPU instance");
+        let profile = client.ci_profile(gi, 2, 0).expect("3c").id;
+        client.create_ci(gi, profile).expect("a compute instance");
+        client.gi_info(gi).expect("information").id
+    };
+    let (works, idles) = (made(0), made(4));
+    let busy = guest(&node, Place { slot: 0, instance: Some((works, 0)) });
+    submit(&busy, 3_600_000 * MS);
+    let share = |gi: u32| {
+        let sample = || parent.gpm_mig_sample(gi).expect("a sample");
+        let first = sample();
+        std::thread::sleep(Duration::from_millis(50));
+        let metrics = gpm_metrics_get(&nvml, &first, &sample(), &[GpmMetricId::SmUtil]).expect("metrics");
+        metrics.into_iter().next().expect("one").expect("a value").value
+    };
+    assert_eq!((share(works), share(idles)), (100.0, 0.0));
+    assert!(matches!(parent.process_utilization_stats(None), Err(NvmlError::NotSupported)));
+    assert!(matches!(parent.utilization_rates(), Err(NvmlError::NotSupported)));
+}
