@@ -21,7 +21,7 @@ pub(crate) enum Library {
 /// Where the two are mapped; 0: not found yet.
 static BASES: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 /// By [`table::Index`]; 0: not looked up yet, or not in this driver.
-static FUNCTIONS: [AtomicUsize; table::TOTAL] = [const { AtomicUsize::new(0) }; table::TOTAL];
+pub(crate) static FUNCTIONS: [AtomicUsize; table::TOTAL] = [const { AtomicUsize::new(0) }; table::TOTAL];
 
 /// A library under a genuine one's name that needs something from here is our own shim.
 const OURS: &[u8] = b"/run/divvy/lib/";

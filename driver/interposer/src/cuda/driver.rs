@@ -40,6 +40,11 @@ driver! {
     cuDeviceGetMemPool(out: *mut Handle, device: Ordinal);
     cuDeviceGetUuid(out: *mut [u8; 16], device: Ordinal);
     cuDeviceGetUuid_v2(out: *mut [u8; 16], device: Ordinal);
+    cuEventCreate(out: *mut Handle, flags: c_uint);
+    cuEventDestroy_v2(event: Handle);
+    cuEventElapsedTime(out: *mut f32, from: Handle, to: Handle);
+    cuEventQuery(event: Handle);
+    cuEventRecord(event: Handle, stream: Handle);
     cuGraphChildGraphNodeGetGraph(node: Handle, out: *mut Handle);
     cuGraphGetNodes(graph: Handle, out: *mut u64, count: *mut usize);
     cuGraphMemAllocNodeGetParams(node: Handle, out: *mut AllocationNode);
@@ -49,6 +54,7 @@ driver! {
     cuMipmappedArrayGetMemoryRequirements(out: *mut Requirements, array: Handle, device: Ordinal);
     cuStreamGetCtx(stream: Handle, out: *mut Handle);
     cuStreamIsCapturing(stream: Handle, out: *mut c_int);
+    cuThreadExchangeStreamCaptureMode(mode: *mut c_int);
 }
 
 /// `CUmemLocation`.
@@ -183,10 +189,57 @@ pub(crate) fn stream_device(stream: Handle) -> Option<Ordinal> {
     device
 }
 
-/// Whether calls on the stream are being recorded into a graph in place of being done.
-pub(crate) fn is_capturing(stream: Handle) -> bool {
+/// Whether calls on the stream are being recorded into a graph in place of being done; `None` where the driver does not
+/// say, as of the legacy stream while another one is captured.
+pub(crate) fn capture(stream: Handle) -> Option<bool> {
     // SAFETY: writes a number.
-    asked(0, |out| unsafe { cuStreamIsCapturing(stream, out) }).is_some_and(|status| status != 0)
+    asked(0, |out| unsafe { cuStreamIsCapturing(stream, out) }).map(|status| status != 0)
+}
+
+/// [`capture`], where it is known.
+pub(crate) fn is_capturing(stream: Handle) -> bool {
+    capture(stream) == Some(true)
+}
+
+/// Sets how the calling thread stands to captures: the mode before.
+pub(crate) fn exchange_capture_mode(mode: c_int) -> Option<c_int> {
+    let mut mode = mode;
+    // SAFETY: reads and writes a number.
+    (unsafe { cuThreadExchangeStreamCaptureMode(&raw mut mode) } == SUCCESS).then_some(mode)
+}
+
+/// An event with a time, of the current context; null where there is none to be had.
+pub(crate) fn create_event() -> Handle {
+    // SAFETY: writes a handle.
+    asked(ptr::null_mut(), |out| unsafe { cuEventCreate(out, 0) }).unwrap_or(ptr::null_mut())
+}
+
+pub(crate) fn destroy_event(event: Handle) {
+    // SAFETY: an event of ours, or one that ended with its context, which the driver knows.
+    unsafe { cuEventDestroy_v2(event) };
+}
+
+pub(crate) fn record(event: Handle, stream: Handle) -> bool {
+    // SAFETY: an event of ours; the stream is the program's, which launches on it.
+    unsafe { cuEventRecord(event, stream) == SUCCESS }
+}
+
+/// Whether the work before an event is done; `None` where the driver does not know the event any more.
+pub(crate) fn is_done(event: Handle) -> Option<bool> {
+    const NOT_READY: Answer = 600;
+    // SAFETY: as of `destroy_event`.
+    match unsafe { cuEventQuery(event) } {
+        SUCCESS => Some(true),
+        NOT_READY => Some(false),
+        _ => None,
+    }
+}
+
+/// Nanoseconds from one event to another.
+pub(crate) fn elapsed(from: Handle, to: Handle) -> Option<i64> {
+    // SAFETY: writes a number; the events are as of `destroy_event`.
+    asked(0f32, |out| unsafe { cuEventElapsedTime(out, from, to) })
+        .map(|milliseconds| (milliseconds * 1e6) as i64)
 }
 
 /// The pool that `cuMemAllocAsync` takes from on a device.

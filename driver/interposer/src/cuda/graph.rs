@@ -7,12 +7,12 @@
 //! A graph without memory nodes, which is nearly every graph, is launched as if this were not here.
 
 use super::driver::{self, Handle, Ordinal};
-use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, pool};
+use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, launch, pool};
 use crate::share::{self, Device, Standing};
 use crate::sys;
 use core::ffi::{c_char, c_ulonglong, c_void};
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use divvy_interposer_core::Grown;
+use divvy_interposer_core::{Grown, Work};
 
 /// Some graph of this process has memory nodes.
 static USED: AtomicBool = AtomicBool::new(false);
@@ -263,17 +263,22 @@ hook! {
     }
 }
 
+/// A graph is one kernel to those who measure.
+fn work(handle: Handle) -> Work {
+    Work { function: handle as u64, blocks: 0 }
+}
+
 hook! {
-    /// One load more than without, for a graph without memory.
+    /// A few loads more than without, for a graph without memory in a share without limits of compute time.
     cuGraphLaunch(handle: Handle, stream: Handle) |real| {
-        run(handle, || real(handle, stream))
+        run(handle, || launch::paced(work(handle), stream, || real(handle, stream)))
     }
 }
 
 hook! {
     /// On the per-thread default stream.
     cuGraphLaunch_ptsz(handle: Handle, stream: Handle) |real| {
-        run(handle, || real(handle, stream))
+        run(handle, || launch::paced(work(handle), driver::per_thread(stream), || real(handle, stream)))
     }
 }
 

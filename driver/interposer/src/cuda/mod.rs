@@ -5,7 +5,7 @@
 //! the driver writes to a place of ours, which is passed on when all is well. A free asks the table what it frees, so it
 //! does not matter which function made it or frees it; what the table does not know is the driver's alone.
 //!
-//! What is not here goes straight to the driver: launches and copies, and all memory that is charged to somebody else
+//! What is not here goes straight to the driver: copies, and all memory that is charged to somebody else
 //! (imported, opened by IPC) or is not the device's (pinned).
 
 mod array;
@@ -13,6 +13,7 @@ mod context;
 pub(crate) mod driver;
 mod graph;
 mod info;
+mod launch;
 mod memory;
 mod pool;
 mod proc_address;
@@ -22,6 +23,7 @@ pub(crate) use array::*;
 pub(crate) use context::*;
 pub(crate) use graph::*;
 pub(crate) use info::*;
+pub(crate) use launch::*;
 pub(crate) use memory::*;
 pub(crate) use pool::*;
 pub(crate) use proc_address::*;

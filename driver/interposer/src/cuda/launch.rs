@@ -1,0 +1,361 @@
+//! Launches: the share's compute time.
+//!
+//! The most frequent of all calls. One word on the policy page says whether a launch has to be looked at: where it is
+//! zero, as in a share that is limited in memory only, a hook is a load, a comparison and a jump, and the driver is called
+//! with the registers and the stack of the program. Otherwise [`divvy_interposer_core::pace`] has the launch wait until
+//! the share may, and events are recorded round some launches.
+//!
+//! What is launched while a stream is captured does not run: it is let through, and nothing of ours is recorded there. A
+//! graph is charged when it is launched. Copies and the functions of the host are not charged.
+
+use super::driver::{self, Handle};
+use super::{Answer, SUCCESS, hook};
+use crate::share::{self, LEDGER, Standing};
+use core::ffi::{c_int, c_uint, c_void};
+use core::ptr;
+use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use divvy_interposer_core::{Timer, Work};
+
+/// The word that is zero where a launch may go straight to the driver; null: not known, or there is none that says so.
+static WORD: AtomicPtr<u64> = AtomicPtr::new(ptr::null_mut());
+/// The word of a process without a share.
+static NEVER: u64 = 0;
+/// Streams that are being captured, as far as this process has begun that by a function that is hooked.
+static CAPTURES: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether this launch may go straight to the driver.
+#[inline]
+fn is_free() -> bool {
+    // SAFETY: the word of a page that is mapped for ever, or ours.
+    unsafe { WORD.load(Ordering::Relaxed).as_ref() }.is_some_and(|word| {
+        // SAFETY: aligned; the node writes it.
+        unsafe { ptr::from_ref(word).read_volatile() == 0 }
+    })
+}
+
+#[cold]
+fn find_word() {
+    if let Some(word) = LEDGER.at_launch() {
+        WORD.store(word.unwrap_or(&raw const NEVER).cast_mut(), Ordering::Relaxed);
+    }
+}
+
+/// Launches by `call` on a stream when the share's time has come.
+pub(super) fn paced(work: Work, stream: Handle, call: impl FnOnce() -> Answer) -> Answer {
+    if WORD.load(Ordering::Relaxed).is_null() {
+        find_word();
+    }
+    if is_free() || CAPTURES.load(Ordering::Relaxed) > 0 && driver::capture(stream) != Some(false) {
+        return call();
+    }
+    match driver::current_device().map_or(Standing::Free, share::of_cuda) {
+        Standing::Share(device) => device.launch(work, &Events(stream), call),
+        // Without memory there is nothing to launch; the driver says so.
+        Standing::Free | Standing::Closed => call(),
+    }
+}
+
+/// Events on one stream.
+struct Events(Handle);
+
+/// While a stream is captured, some calls of any thread end the capture, unless the thread says that it knows.
+fn unseen<T>(call: impl FnOnce() -> T) -> T {
+    if CAPTURES.load(Ordering::Relaxed) == 0 {
+        return call();
+    }
+    const RELAXED: c_int = 2;
+    let mode = driver::exchange_capture_mode(RELAXED);
+    let answer = call();
+    mode.map(driver::exchange_capture_mode);
+    answer
+}
+
+impl Timer for Events {
+    fn context(&self) -> u64 {
+        driver::current_context() as u64
+    }
+
+    fn create(&self) -> u64 {
+        unseen(driver::create_event) as u64
+    }
+
+    fn destroy(&self, event: u64) {
+        unseen(|| driver::destroy_event(event as usize as Handle));
+    }
+
+    fn record(&self, event: u64) -> bool {
+        unseen(|| driver::capture(self.0) == Some(false) && driver::record(event as usize as Handle, self.0))
+    }
+
+    fn is_done(&self, event: u64) -> Option<bool> {
+        unseen(|| driver::is_done(event as usize as Handle))
+    }
+
+    fn elapsed(&self, from: u64, to: u64) -> Option<i64> {
+        unseen(|| driver::elapsed(from as usize as Handle, to as usize as Handle))
+    }
+}
+
+/// Defines the hook of a launch: as [`hook`], but its first look is at the word, in a few instructions that leave
+/// everything as it is.
+macro_rules! launch {
+    ($(#[$meta:meta])* $name:ident($($argument:ident: $kind:ty),* $(,)?) |$real:ident| $body:block) => {
+        mod $name {
+            use super::*;
+
+            /// Looked at.
+            pub(super) unsafe extern "C" fn slow($($argument: $kind),*) -> Answer {
+                let Some(address) = crate::genuine::function(crate::table::index::$name) else {
+                    return crate::cuda::MISSING;
+                };
+                // SAFETY: the driver's function of that very name, whose signature this is.
+                let function = unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> Answer>(address) };
+                // SAFETY: called with the arguments of our caller.
+                let $real = |$($argument: $kind),*| unsafe { function($($argument),*) };
+                $body
+            }
+        }
+
+        $(#[$meta])*
+        ///
+        /// # Safety
+        /// What `cuda.h` asks of the function of this name.
+        #[cfg_attr(panic = "abort", unsafe(no_mangle))]
+        #[unsafe(naked)]
+        pub(crate) unsafe extern "C" fn $name() {
+            #[cfg(target_arch = "x86_64")]
+            core::arch::naked_asm!(
+                "mov rax, qword ptr [rip + {word}]",
+                "test rax, rax",
+                "je {slow}",
+                "cmp qword ptr [rax], 0",
+                "jne {slow}",
+                "mov rax, qword ptr [rip + {functions} + {at}]",
+                "test rax, rax",
+                "je {slow}",
+                "jmp rax",
+                word = sym WORD, functions = sym crate::genuine::FUNCTIONS,
+                at = const crate::table::index::$name * 8, slow = sym $name::slow,
+            );
+            #[cfg(target_arch = "aarch64")]
+            core::arch::naked_asm!(
+                "adrp x16, {word}",
+                "ldr x16, [x16, :lo12:{word}]",
+                "cbz x16, 1f",
+                "ldr x16, [x16]",
+                "cbnz x16, 1f",
+                "adrp x16, {functions} + {at}",
+                "ldr x16, [x16, :lo12:{functions} + {at}]",
+                "cbz x16, 1f",
+                "br x16",
+                "1: b {slow}",
+                word = sym WORD, functions = sym crate::genuine::FUNCTIONS,
+                at = const crate::table::index::$name * 8, slow = sym $name::slow,
+            );
+        }
+    };
+}
+
+fn kernel(function: Handle, grid: [c_uint; 3]) -> Work {
+    let blocks = grid.iter().fold(1u64, |blocks, side| blocks.saturating_mul((*side).into()));
+    Work { function: function as u64, blocks }
+}
+
+/// `CUlaunchConfig`, as far as it is looked at.
+#[repr(C)]
+struct Configuration {
+    grid: [c_uint; 3],
+    block: [c_uint; 3],
+    shared: c_uint,
+    stream: Handle,
+}
+
+const _: () = assert!(core::mem::offset_of!(Configuration, stream) == 32);
+
+/// # Safety
+/// `configuration` is null or points to one.
+unsafe fn configured(function: Handle, configuration: *const c_void) -> (Work, Handle) {
+    // SAFETY: as the caller says. The driver refuses none.
+    match unsafe { configuration.cast::<Configuration>().as_ref() } {
+        Some(configuration) => (kernel(function, configuration.grid), configuration.stream),
+        None => (kernel(function, [0; 3]), ptr::null_mut()),
+    }
+}
+
+launch! {
+    /// Since CUDA 4.0.
+    cuLaunchKernel(
+        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+        shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
+    ) |real| {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, || {
+            real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
+        })
+    }
+}
+
+launch! {
+    /// On the per-thread default stream.
+    cuLaunchKernel_ptsz(
+        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+        shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
+    ) |real| {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), || {
+            real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
+        })
+    }
+}
+
+launch! {
+    /// Since CUDA 11.6.
+    cuLaunchKernelEx(
+        configuration: *const c_void, function: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
+    ) |real| {
+        // SAFETY: `cuda.h` asks for one.
+        let (work, stream) = unsafe { configured(function, configuration) };
+        paced(work, stream, || real(configuration, function, parameters, extra))
+    }
+}
+
+launch! {
+    /// On the per-thread default stream.
+    cuLaunchKernelEx_ptsz(
+        configuration: *const c_void, function: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
+    ) |real| {
+        // SAFETY: `cuda.h` asks for one.
+        let (work, stream) = unsafe { configured(function, configuration) };
+        paced(work, driver::per_thread(stream), || real(configuration, function, parameters, extra))
+    }
+}
+
+launch! {
+    /// Since CUDA 9.0.
+    cuLaunchCooperativeKernel(
+        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+        shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
+    ) |real| {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, || {
+            real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
+        })
+    }
+}
+
+launch! {
+    /// On the per-thread default stream.
+    cuLaunchCooperativeKernel_ptsz(
+        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+        shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
+    ) |real| {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), || {
+            real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
+        })
+    }
+}
+
+launch! {
+    /// Of CUDA 9.0, several devices at once: charged to the current one, and never measured.
+    cuLaunchCooperativeKernelMultiDevice(list: *mut Handle, count: c_uint, flags: c_uint) |real| {
+        // SAFETY: the first word of each entry is its function; without entries the driver refuses.
+        let first = if list.is_null() || count == 0 { ptr::null_mut() } else { unsafe { *list } };
+        paced(kernel(first, [count, 1, 1]), ptr::null_mut(), || real(list, count, flags))
+    }
+}
+
+launch! {
+    /// Before CUDA 4.0.
+    cuLaunch(function: Handle) |real| {
+        paced(kernel(function, [1; 3]), ptr::null_mut(), || real(function))
+    }
+}
+
+launch! {
+    /// Before CUDA 4.0.
+    cuLaunchGrid(function: Handle, width: c_int, height: c_int) |real| {
+        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), ptr::null_mut(), || {
+            real(function, width, height)
+        })
+    }
+}
+
+launch! {
+    /// Before CUDA 4.0.
+    cuLaunchGridAsync(function: Handle, width: c_int, height: c_int, stream: Handle) |real| {
+        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, || {
+            real(function, width, height, stream)
+        })
+    }
+}
+
+/// A capture has begun if `answer` says so.
+fn begun(answer: Answer) -> Answer {
+    if answer == SUCCESS {
+        CAPTURES.fetch_add(1, Ordering::Relaxed);
+    }
+    answer
+}
+
+/// A capture has ended, well or not. A stream that is destroyed meanwhile leaves one too many, which costs a question.
+fn ended(answer: Answer) -> Answer {
+    let _ = CAPTURES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| count.checked_sub(1));
+    answer
+}
+
+hook! {
+    /// Of CUDA 10.0.
+    cuStreamBeginCapture(stream: Handle) |real| {
+        begun(real(stream))
+    }
+}
+
+hook! {
+    /// On the per-thread default stream.
+    cuStreamBeginCapture_ptsz(stream: Handle) |real| {
+        begun(real(stream))
+    }
+}
+
+hook! {
+    /// Since CUDA 10.1.
+    cuStreamBeginCapture_v2(stream: Handle, mode: c_int) |real| {
+        begun(real(stream, mode))
+    }
+}
+
+hook! {
+    /// On the per-thread default stream.
+    cuStreamBeginCapture_v2_ptsz(stream: Handle, mode: c_int) |real| {
+        begun(real(stream, mode))
+    }
+}
+
+hook! {
+    /// Since CUDA 12.3.
+    cuStreamBeginCaptureToGraph(
+        stream: Handle, graph: Handle, after: *const Handle, data: *const c_void, count: usize, mode: c_int,
+    ) |real| {
+        begun(real(stream, graph, after, data, count, mode))
+    }
+}
+
+hook! {
+    /// On the per-thread default stream.
+    cuStreamBeginCaptureToGraph_ptsz(
+        stream: Handle, graph: Handle, after: *const Handle, data: *const c_void, count: usize, mode: c_int,
+    ) |real| {
+        begun(real(stream, graph, after, data, count, mode))
+    }
+}
+
+hook! {
+    /// Since CUDA 10.0.
+    cuStreamEndCapture(stream: Handle, graph: *mut Handle) |real| {
+        ended(real(stream, graph))
+    }
+}
+
+hook! {
+    /// On the per-thread default stream.
+    cuStreamEndCapture_ptsz(stream: Handle, graph: *mut Handle) |real| {
+        ended(real(stream, graph))
+    }
+}
