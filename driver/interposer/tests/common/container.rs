@@ -89,6 +89,14 @@ impl Share {
         account::Snapshot::new(&page).expect("a page of this version").used()
     }
 
+    /// GPU time that its processes have charged, in milliseconds.
+    #[allow(dead_code, reason = "not every test launches")]
+    pub(crate) fn charged_ms(&self) -> u64 {
+        let page = std::fs::read(self.directory.join("account")).expect("an account page");
+        let page = account::Snapshot::new(&page).expect("a page of this version");
+        page.slots().map(|slot| slot.charged_ns).sum::<u64>() / 1_000_000
+    }
+
     pub(crate) fn used_mib(&self) -> u64 {
         self.used() / MIB
     }

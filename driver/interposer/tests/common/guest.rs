@@ -22,6 +22,8 @@ macro_rules! call {
     }};
 }
 
+pub(super) use call;
+
 /// CUDA_ARRAY_DESCRIPTOR and CUDA_ARRAY3D_DESCRIPTOR, of both versions; FLOAT elements of four channels are 16 bytes.
 #[repr(C)]
 struct Array<T> {
@@ -140,6 +142,9 @@ impl Guest {
             ["trim-graphs", device] => {
                 call!(self, "cuDeviceGraphMemTrim", number(device) as i32 => i32).to_string()
             }
+            ["kernels", way, name, count] => self.launches(way, name, number(count)),
+            ["capture", way, name, count] => self.captured(way, name, number(count)),
+            ["graphs", way, graph, count] => self.graphs(way, number(graph), number(count)),
             ["sweep"] => self.sweep(),
             ["synchronize"] => call!(self, "cuCtxSynchronize",).to_string(),
             ["fork", rest @ ..] => self.fork(rest),

@@ -5,6 +5,8 @@ pub(crate) mod container;
 #[allow(dead_code, reason = "not every test runs containers")]
 pub(crate) mod guest;
 #[allow(dead_code, reason = "not every test runs containers")]
+mod launches;
+#[allow(dead_code, reason = "not every test runs containers")]
 #[path = "../../../../e2e/sim/cuda/tests/common/program.rs"]
 pub(crate) mod program;
 
