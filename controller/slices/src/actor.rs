@@ -26,9 +26,10 @@ mod waiting;
 
 use crate::compare;
 use crate::pool::{PoolOptions, Support, pool, same_pool};
-use crate::slices::{Content, slices, without_driver};
+use crate::slices::{slices, without_driver};
 use crate::sync::{self, Action, Desired, Owner};
 use crate::validate::validate;
+use crate::wire::Content;
 use divvy_model::Inventory;
 use futures::StreamExt;
 use k8s_openapi::api::resource::v1::ResourceSlice;
@@ -315,7 +316,7 @@ impl Actor {
                 }
             };
             self.observed.wrote(&kept);
-            let (sent, kept) = (compare::content(&sent.spec), compare::content(&kept.spec));
+            let (sent, kept) = (sent.content, compare::content(&kept.spec));
             if let Some(difference) = compare::dropped(&sent, &kept) {
                 // The pool is complete with its last slice only: stopping here
                 // leaves nothing that a scheduler would believe.

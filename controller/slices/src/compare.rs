@@ -2,17 +2,18 @@
 //! compared by value, and a taint that we send without a time equals the one
 //! that the server gave a time.
 
-use crate::slices::Content;
+use crate::wire::{Content, Device};
 use divvy_api::Quantity;
-use k8s_openapi::api::resource::v1::{CounterSet, Device, DeviceCapacity, DeviceTaint, ResourceSliceSpec};
+use k8s_openapi::api::resource::v1::{CounterSet, DeviceCapacity, DeviceTaint, ResourceSliceSpec};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// What a slice of the server holds.
 pub(crate) fn content(spec: &ResourceSliceSpec) -> Content {
     Content {
         counters: spec.shared_counters.clone().unwrap_or_default(),
-        devices: spec.devices.clone().unwrap_or_default(),
+        devices: spec.devices.iter().flatten().cloned().map(Device::from).collect(),
     }
 }
 
@@ -43,7 +44,8 @@ pub(crate) fn dropped(sent: &Content, kept: &Content) -> Option<Difference> {
     let taints = |content: &Content| content.devices.iter().flat_map(|d| &d.taints).flatten().count();
     let shares = |content: &Content| {
         let policies = |device: &Device| {
-            device.capacity.iter().flatten().filter(|(_, capacity)| capacity.request_policy.is_some()).count()
+            let capacities = device.capacity.iter().flat_map(|map| map.values());
+            capacities.filter(|capacity| capacity.request_policy.is_some()).count()
         };
         let all = content.devices.iter().filter(|d| d.allow_multiple_allocations.is_some());
         all.map(|device| 1 + policies(device)).sum::<usize>()
@@ -58,8 +60,8 @@ pub(crate) fn dropped(sent: &Content, kept: &Content) -> Option<Difference> {
             device.consumes_counters = None;
             device.taints = None;
             device.allow_multiple_allocations = None;
-            for capacity in device.capacity.iter_mut().flat_map(BTreeMap::values_mut) {
-                capacity.request_policy = None;
+            if let Some(capacities) = &mut device.capacity {
+                Arc::make_mut(capacities).values_mut().for_each(|capacity| capacity.request_policy = None);
             }
         }
     }
@@ -102,9 +104,12 @@ fn normal_set(set: &mut CounterSet) {
 }
 
 fn normal_device(device: &mut Device) {
-    device.capacity.iter_mut().flat_map(BTreeMap::values_mut).for_each(normal_capacity);
+    if let Some(capacities) = &mut device.capacity {
+        Arc::make_mut(capacities).values_mut().for_each(normal_capacity);
+    }
     for consumption in device.consumes_counters.iter_mut().flatten() {
-        consumption.counters.values_mut().for_each(|counter| canonical(&mut counter.value));
+        let counters = Arc::make_mut(&mut consumption.counters).values_mut();
+        counters.for_each(|counter| canonical(&mut counter.value));
         empty_is_none(&mut consumption.compatibility_groups);
     }
     for taint in device.taints.iter_mut().flatten() {

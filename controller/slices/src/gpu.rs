@@ -11,15 +11,15 @@ use crate::mig::{MEMORY_SLICE, Model, Siblings};
 use crate::modes;
 use crate::pool::{GpuPool, Support};
 use crate::taints::{self, Cause};
+use crate::wire::{Consumption, Device};
 use crate::words::{capacities, common, int, some, string, written};
 use divvy_api::DeviceName;
 use divvy_api::sharing::Mode;
 use divvy_model::inventory::{Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin};
 use divvy_model::{DeviceId, Placement, share};
-use k8s_openapi::api::resource::v1::{
-    Counter, CounterSet, Device, DeviceAttribute, DeviceCounterConsumption, DeviceTaint,
-};
+use k8s_openapi::api::resource::v1::{Counter, CounterSet, DeviceAttribute, DeviceTaint};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Everything published of the node's GPUs, on a server that keeps so much.
 pub(crate) fn gpu_pools(node: &Inventory, support: Support) -> Vec<GpuPool> {
@@ -55,7 +55,7 @@ pub(crate) fn attributes(node: &Inventory, name: &DeviceName) -> Option<BTreeMap
     let (gpu, part) = id.resolve(node).ok()?;
     let model = Model::of(gpu, true);
     let maker = Maker::new(node, gpu, &model);
-    let whole = || maker.whole(BTreeMap::new());
+    let whole = || maker.whole(Arc::default());
     let mut device = match (id.mode(), part) {
         (Mode::Mig, Some((profile, at))) => {
             maker.instances(&model.siblings(profile, vec![at]), |_| true).pop()?
@@ -66,7 +66,7 @@ pub(crate) fn attributes(node: &Inventory, name: &DeviceName) -> Option<BTreeMap
         (Mode::Mps, _) => modes::mps(whole(), gpu, node.cuda_version)?,
     };
     fit_budget(&mut device);
-    device.attributes
+    device.attributes.map(Arc::unwrap_or_clone)
 }
 
 impl<'a> Maker<'a> {
@@ -81,7 +81,7 @@ impl<'a> Maker<'a> {
     }
 
     fn gpu_pool(&self, instances: &[Siblings<'_>], cuda: (u32, u32), support: Support) -> GpuPool {
-        let all = self.model.counters(self.gpu);
+        let all = Arc::new(self.model.counters(self.gpu));
         let mut made = GpuPool {
             number: self.gpu.number,
             counters: None,
@@ -100,7 +100,8 @@ impl<'a> Maker<'a> {
             }
         }
         made.whole.push(self.in_mode(modes::whole(whole, self.model.shares), Mode::Whole));
-        made.counters = support.counters.then(|| CounterSet { name: self.set.clone(), counters: all });
+        made.counters =
+            support.counters.then(|| CounterSet { name: self.set.clone(), counters: BTreeMap::clone(&all) });
         let existing = self.existing();
         if !support.counters && !existing.is_empty() {
             made.whole.clear();
@@ -133,7 +134,7 @@ impl<'a> Maker<'a> {
     }
 
     /// What all devices that take the whole GPU have in common.
-    fn whole(&self, all: BTreeMap<String, Counter>) -> Device {
+    fn whole(&self, all: Arc<BTreeMap<String, Counter>>) -> Device {
         let gpu = self.gpu;
         let mut attributes = self.common.clone();
         attributes.insert("type".to_owned(), string("gpu"));
@@ -161,9 +162,13 @@ impl<'a> Maker<'a> {
         }
         Device {
             name: DeviceId::Gpu(gpu.number).to_string(),
-            attributes: Some(attributes),
-            capacity: some(capacity),
-            consumes_counters: Some(vec![self.consumption(all)]),
+            attributes: Some(Arc::new(attributes)),
+            capacity: some(capacity).map(Arc::new),
+            consumes_counters: Some(vec![Consumption {
+                counter_set: self.set.clone(),
+                counters: all,
+                ..Default::default()
+            }]),
             taints: some(taints),
             ..Device::default()
         }
@@ -180,19 +185,18 @@ impl<'a> Maker<'a> {
     /// The instances of a profile that are wanted.
     fn instances(&self, siblings: &Siblings<'_>, wanted: impl Fn(Placement) -> bool) -> Vec<Device> {
         let mut attributes = self.common.clone();
-        attributes.extend(siblings.attributes.clone());
+        attributes.extend(BTreeMap::clone(&siblings.attributes));
         attributes.insert("parentUUID".to_owned(), string(self.gpu.uuid.as_str()));
+        let attributes = Arc::new(attributes);
         let mut taints = self.taints.clone();
         taints::of_mode(&mut taints, self.gpu, Mode::Mig);
         if let Mig::Supported { mode: MigMode::Off, toggle: MigToggle::NeedsReset, .. } = self.gpu.mig {
             taints::add(&mut taints, &Cause::MigMode(MigMode::Off));
         }
-        let places: Vec<&(Placement, Device)> =
-            siblings.devices.iter().filter(|(at, _)| wanted(*at)).collect();
-        let attributes = std::iter::repeat_n(attributes, places.len());
-        let devices = places.into_iter().zip(attributes).map(|((at, device), attributes)| {
-            let device =
-                Device { attributes: Some(attributes), taints: some(taints.clone()), ..device.clone() };
+        let placed = siblings.devices.iter().filter(|(at, _)| wanted(*at));
+        let devices = placed.map(|(at, device)| {
+            let attributes = Some(attributes.clone());
+            let device = Device { attributes, taints: some(taints.clone()), ..device.clone() };
             self.instance(device, siblings.profile, *at)
         });
         devices.collect()
@@ -208,7 +212,7 @@ impl<'a> Maker<'a> {
             let same = other.profile_id == profile.id && other.placement == at;
             match other.compute_instances.as_slice() {
                 [only] if same => {
-                    device.attributes.get_or_insert_default().insert("uuid".to_owned(), string(&only.uuid));
+                    device.attributes_mut().insert("uuid".to_owned(), string(&only.uuid));
                 }
                 // Nothing in it yet: a compute instance is made with the claim.
                 [] if same => {}
@@ -221,10 +225,6 @@ impl<'a> Maker<'a> {
         }
         device
     }
-
-    fn consumption(&self, counters: BTreeMap<String, Counter>) -> DeviceCounterConsumption {
-        DeviceCounterConsumption { counter_set: self.set.clone(), counters, ..Default::default() }
-    }
 }
 
 /// Attributes and capacities that a device may have together.
@@ -234,15 +234,15 @@ const BUDGET: usize = crate::validate::ATTRIBUTES_AND_CAPACITIES;
 /// counters say the same), then brand and addressing mode.
 fn fit_budget(device: &mut Device) {
     let used = |device: &Device| {
-        device.attributes.as_ref().map_or(0, BTreeMap::len)
-            + device.capacity.as_ref().map_or(0, BTreeMap::len)
+        device.attributes.as_ref().map_or(0, |map| map.len())
+            + device.capacity.as_ref().map_or(0, |map| map.len())
     };
     if used(device) > BUDGET {
-        device.capacity.get_or_insert_default().retain(|name, _| !name.starts_with(MEMORY_SLICE));
+        device.capacities_mut().retain(|name, _| !name.starts_with(MEMORY_SLICE));
     }
     for attribute in ["brand", "addressingMode"] {
         if used(device) > BUDGET {
-            device.attributes.get_or_insert_default().remove(attribute);
+            device.attributes_mut().remove(attribute);
         }
     }
 }

@@ -18,6 +18,7 @@ mod mig;
 mod modes;
 mod order;
 mod taints;
+mod wire;
 mod words;
 
 pub mod pool;
@@ -30,8 +31,9 @@ pub mod actor;
 
 pub use actor::{Limits, PublishOptions, Published, run};
 pub use pool::{Pool, PoolOptions, Support, attributes, pool, same_pool};
-pub use slices::{Content, slices};
+pub use slices::slices;
 pub use validate::{Invalid, validate};
+pub use wire::{Consumption, Content, Device, Slice};
 
 #[cfg(test)]
 #[path = "../tests/common/mod.rs"]

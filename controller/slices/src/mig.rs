@@ -7,15 +7,15 @@
 use crate::amounts::{self, Totals};
 use crate::modes;
 use crate::order;
+use crate::wire::{Consumption, Device};
 use crate::words::{capacities, counters, profile_counter, string, written};
 use divvy_api::Quantity;
 use divvy_model::Placement;
 use divvy_model::inventory::{Gpu, Mig, MigProfile};
-use k8s_openapi::api::resource::v1::{
-    Counter, Device, DeviceAttribute, DeviceCapacity, DeviceCounterConsumption,
-};
+use k8s_openapi::api::resource::v1::{Counter, DeviceAttribute, DeviceCapacity};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Prefix of the capacities that name the memory slices of an instance.
 pub(crate) const MEMORY_SLICE: &str = "memorySlice";
@@ -36,7 +36,7 @@ pub(crate) struct Model<'a> {
 pub(crate) struct Siblings<'a> {
     pub(crate) profile: &'a MigProfile,
     /// What each says of itself beside what its GPU does.
-    pub(crate) attributes: BTreeMap<String, DeviceAttribute>,
+    pub(crate) attributes: Arc<BTreeMap<String, DeviceAttribute>>,
     /// In the order in which they are to be taken: without a name and without attributes, and
     /// drawing on a counter set that has no name yet.
     pub(crate) devices: Vec<(Placement, Device)>,
@@ -99,9 +99,11 @@ impl<'a> Model<'a> {
             counters.insert(profile_counter(profile.id), Counter { value: self.one.clone() });
         }
         let device = Device {
-            attributes: Some(attributes.map(|(name, value)| (name.to_owned(), string(value))).into()),
-            capacity: Some(capacities(&written)),
-            consumes_counters: Some(vec![DeviceCounterConsumption { counters, ..Default::default() }]),
+            attributes: Some(Arc::new(
+                attributes.map(|(name, value)| (name.to_owned(), string(value))).into(),
+            )),
+            capacity: Some(Arc::new(capacities(&written))),
+            consumes_counters: Some(vec![Consumption { counters: Arc::new(counters), ..Default::default() }]),
             ..Device::default()
         };
         modes::whole(device, self.shares)
@@ -111,11 +113,11 @@ impl<'a> Model<'a> {
     fn at(&self, mut device: Device, at: Placement) -> Device {
         for (counter, capacity) in &self.slices[at.start as usize..at.slices().end as usize] {
             let value = || self.one.clone();
-            let capacities = device.capacity.get_or_insert_default();
             let request_policy = modes::fact(self.shares);
-            capacities.insert(capacity.clone(), DeviceCapacity { value: value(), request_policy });
+            let one = DeviceCapacity { value: value(), request_policy };
+            device.capacities_mut().insert(capacity.clone(), one);
             for consumption in device.consumes_counters.iter_mut().flatten() {
-                consumption.counters.insert(counter.clone(), Counter { value: value() });
+                Arc::make_mut(&mut consumption.counters).insert(counter.clone(), Counter { value: value() });
             }
         }
         device

@@ -38,15 +38,13 @@
 //! for it; of a GPU or an instance one can, as one always could, and gets a device
 //! that has so much.
 
+use crate::wire::Device;
 use crate::words::string;
 use divvy_api::Quantity;
 use divvy_model::DeviceId;
 use divvy_model::inventory::Gpu;
-use k8s_openapi::api::resource::v1::{
-    CapacityRequestPolicy, CapacityRequestPolicyRange, Device, DeviceCapacity,
-};
+use k8s_openapi::api::resource::v1::{CapacityRequestPolicy, CapacityRequestPolicyRange, DeviceCapacity};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
-use std::collections::BTreeMap;
 
 /// What keeps a share to its limits: a library in the container, which a process
 /// that means to can get around. The same word in conditions and docs.
@@ -65,10 +63,10 @@ pub(crate) fn whole(device: Device, shares: bool) -> Device {
 
 fn shareable(mut device: Device, mebibytes: u64) -> Device {
     device.allow_multiple_allocations = Some(true);
-    let attributes = device.attributes.get_or_insert_default();
+    let attributes = device.attributes_mut();
     attributes.insert("mode".to_owned(), string("share"));
     attributes.insert("enforcement".to_owned(), string(HOOKS));
-    let capacities = device.capacity.get_or_insert_default();
+    let capacities = device.capacities_mut();
     for capacity in capacities.values_mut() {
         capacity.request_policy = fact(true);
     }
@@ -98,7 +96,7 @@ fn nothing() -> WireQuantity {
 /// carry a request policy, so none is set anywhere else.
 fn exclusive(mut device: Device) -> Device {
     device.allow_multiple_allocations = None;
-    device.attributes.get_or_insert_default().insert("mode".to_owned(), string("exclusive"));
+    device.attributes_mut().insert("mode".to_owned(), string("exclusive"));
     device
 }
 
@@ -106,9 +104,9 @@ fn exclusive(mut device: Device) -> Device {
 pub(crate) fn timeslice(whole: Device, gpu: &Gpu) -> Device {
     let mut device = shared(whole, DeviceId::Timeslice(gpu.number));
     let interval = string(gpu.policy.interval.as_str());
-    device.attributes.get_or_insert_default().insert("interval".to_owned(), interval);
+    device.attributes_mut().insert("interval".to_owned(), interval);
     let slots = portions(gpu.policy.slots.into(), 1, Quantity::count);
-    device.capacity.get_or_insert_default().insert("slots".to_owned(), slots);
+    device.capacities_mut().insert("slots".to_owned(), slots);
     device
 }
 
@@ -123,9 +121,9 @@ pub(crate) fn mps(whole: Device, gpu: &Gpu, cuda: (u32, u32)) -> Option<Device> 
     }
     let mut device = shared(whole, DeviceId::Mps(gpu.number));
     // What keeps a client to its part is its own CUDA library.
-    device.attributes.get_or_insert_default().insert("enforcement".to_owned(), string("cooperative"));
+    device.attributes_mut().insert("enforcement".to_owned(), string("cooperative"));
     let parts = u64::from(gpu.policy.mps_clients.max(1));
-    let capacity = device.capacity.get_or_insert_default();
+    let capacity = device.capacities_mut();
     if let Some(memory) = capacity.get_mut("memory") {
         let mebibytes = gpu.memory_bytes >> 20;
         *memory = portions(mebibytes, mebibytes / parts, |mebibytes| Quantity::bytes(mebibytes << 20));
@@ -147,11 +145,11 @@ fn mps_clients(cuda: (u32, u32)) -> u64 {
 fn shared(mut device: Device, id: DeviceId) -> Device {
     device.name = id.to_string();
     device.allow_multiple_allocations = Some(true);
-    let attributes = device.attributes.get_or_insert_default();
+    let attributes = device.attributes_mut();
     for name in ["type", "mode"] {
         attributes.insert(name.to_owned(), string(id.mode().as_str()));
     }
-    for capacity in device.capacity.iter_mut().flat_map(BTreeMap::values_mut) {
+    for capacity in device.capacities_mut().values_mut() {
         capacity.request_policy = Some(only_nothing());
     }
     device

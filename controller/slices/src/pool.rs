@@ -9,10 +9,11 @@
 //! is off is tainted.
 
 use crate::gpu;
+use crate::wire::Device;
 use divvy_api::DeviceName;
 use divvy_model::GpuNumber;
 use divvy_model::inventory::{Inventory, Mig, MigMode, MigToggle, Origin};
-use k8s_openapi::api::resource::v1::{CounterSet, Device, DeviceAttribute};
+use k8s_openapi::api::resource::v1::{CounterSet, DeviceAttribute};
 use std::collections::BTreeMap;
 
 /// All devices of a node.

@@ -11,15 +11,9 @@ use crate::compare;
 use crate::pool::{Pool, Support};
 use crate::taints::{self, Cause};
 use crate::validate::{COUNTER_SETS, DEVICES_WITH_COUNTERS};
-use k8s_openapi::api::resource::v1::{CounterSet, Device, ResourceSlice};
+use crate::wire::Content;
+use k8s_openapi::api::resource::v1::ResourceSlice;
 use std::collections::{BTreeMap, HashSet};
-
-/// What one slice holds; at most one of the two is not empty.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Content {
-    pub counters: Vec<CounterSet>,
-    pub devices: Vec<Device>,
-}
 
 /// The contents of the slices of a pool, in the order of their names.
 pub fn slices(pool: Pool) -> Vec<Content> {

@@ -13,7 +13,7 @@
 //! - the order is delete, update, create: the pool is complete with the last call.
 
 use crate::compare;
-use crate::slices::Content;
+use crate::wire::{Content, Slice};
 use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use std::collections::BTreeMap;
@@ -32,8 +32,7 @@ pub struct Owner {
 #[derive(Clone, Debug)]
 pub struct Desired<'a> {
     pub owner: &'a Owner,
-    /// In the order of their names. Given away, because a pool of a large node
-    /// takes megabytes: the calls carry it, nothing is copied.
+    /// In the order of their names. Given away: the calls carry it, nothing is copied.
     pub contents: Vec<Content>,
     /// Generations up to this one were used before, whatever is there now.
     pub used_generation: i64,
@@ -47,11 +46,11 @@ pub enum Action {
     /// With the version that was read.
     Update {
         index: usize,
-        slice: Box<ResourceSlice>,
+        slice: Box<Slice>,
     },
     Create {
         index: usize,
-        slice: Box<ResourceSlice>,
+        slice: Box<Slice>,
     },
 }
 
@@ -75,63 +74,52 @@ pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a Resour
         }
     }
 
-    let mut specs: Vec<Option<ResourceSliceSpec>> = specs(desired, newest);
-    let differs =
-        |index: &usize| specs[*index].as_ref().is_none_or(|want| !same_spec(&kept[index].spec, want));
-    let changed: Vec<usize> = kept.keys().copied().filter(differs).collect();
+    let mut pool = ResourcePool {
+        name: owner.node.clone(),
+        generation: newest,
+        resource_slice_count: i64::try_from(count).unwrap_or(i64::MAX),
+    };
+    let differs = |(index, have): &(&usize, &&ResourceSlice)| {
+        !same_spec(&have.spec, owner, &pool, &desired.contents[**index])
+    };
+    let changed: Vec<usize> = kept.iter().filter(differs).map(|(index, _)| *index).collect();
     let in_place = kept.len() == count && changed.len() <= 1;
     if !in_place {
-        let generation = newest.max(used_generation) + 1;
-        specs.iter_mut().flatten().for_each(|spec| spec.pool.generation = generation);
+        pool.generation = newest.max(used_generation) + 1;
     }
 
-    for (index, slice) in &kept {
-        let adopt = !owned(slice, owner);
-        if let Some(spec) = specs[*index].take()
-            && (!in_place || changed.contains(index) || adopt)
-        {
-            let mut metadata = slice.metadata.clone();
-            metadata.owner_references = Some(vec![owner_reference(owner)]);
-            actions.push(Action::Update { index: *index, slice: Box::new(ResourceSlice { metadata, spec }) });
+    let (mut updates, mut creations) = (Vec::new(), Vec::new());
+    for (index, content) in desired.contents.into_iter().enumerate() {
+        let have = kept.get(&index);
+        if in_place && !changed.contains(&index) && have.is_some_and(|have| owned(have, owner)) {
+            continue;
         }
-    }
-    for (index, spec) in specs.into_iter().enumerate().filter_map(|(index, spec)| Some((index, spec?))) {
-        let metadata = ObjectMeta {
+        let generated = || ObjectMeta {
             generate_name: Some(format!("{}-{}-{}-", encode_index(index, count), owner.driver, owner.node)),
-            owner_references: Some(vec![owner_reference(owner)]),
             ..ObjectMeta::default()
         };
-        actions.push(Action::Create { index, slice: Box::new(ResourceSlice { metadata, spec }) });
+        let mut metadata = have.map_or_else(generated, |have| have.metadata.clone());
+        metadata.owner_references = Some(vec![owner_reference(owner)]);
+        let (driver, node, pool) = (owner.driver.clone(), owner.node.clone(), pool.clone());
+        let slice = Box::new(Slice { metadata, driver, node, pool, content });
+        match have {
+            Some(_) => updates.push(Action::Update { index, slice }),
+            None => creations.push(Action::Create { index, slice }),
+        }
     }
-    actions
-}
-
-/// What the slices should say, all of one generation; each is taken once.
-fn specs(desired: Desired<'_>, generation: i64) -> Vec<Option<ResourceSliceSpec>> {
-    let owner = desired.owner;
-    let count = i64::try_from(desired.contents.len()).unwrap_or(i64::MAX);
-    let spec = |content: Content| ResourceSliceSpec {
-        driver: owner.driver.clone(),
-        node_name: Some(owner.node.clone()),
-        pool: ResourcePool { name: owner.node.clone(), generation, resource_slice_count: count },
-        // Never an empty list: the server counts it as devices that are there.
-        devices: Some(content.devices).filter(|devices| !devices.is_empty()),
-        shared_counters: Some(content.counters).filter(|counters| !counters.is_empty()),
-        ..ResourceSliceSpec::default()
-    };
-    desired.contents.into_iter().map(|content| Some(spec(content))).collect()
+    actions.into_iter().chain(updates).chain(creations).collect()
 }
 
 /// Whether a slice says what it should, generation included.
-fn same_spec(have: &ResourceSliceSpec, want: &ResourceSliceSpec) -> bool {
-    have.pool == want.pool
-        && have.node_name == want.node_name
+fn same_spec(have: &ResourceSliceSpec, owner: &Owner, pool: &ResourcePool, want: &Content) -> bool {
+    have.pool == *pool
+        && have.node_name.as_ref() == Some(&owner.node)
         && have.node_selector.is_none()
         && have.all_nodes.is_none()
         && have.per_device_node_selection.is_none()
         && have.partition_type_attribute.is_none()
         && have.skip_node_operations.is_none()
-        && compare::same(&compare::content(have), &compare::content(want))
+        && compare::same(&compare::content(have), want)
 }
 
 fn owned(slice: &ResourceSlice, owner: &Owner) -> bool {

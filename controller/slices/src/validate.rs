@@ -10,7 +10,7 @@
 mod device;
 mod syntax;
 
-use crate::slices::Content;
+use crate::wire::Content;
 use divvy_api::Quantity;
 use k8s_openapi::api::resource::v1::{Counter, CounterSet};
 use std::collections::{BTreeMap, HashMap, HashSet};

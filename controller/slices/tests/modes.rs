@@ -10,8 +10,8 @@ use divvy_api::{Hold, Quantity};
 use divvy_model::inventory::{Condition, Gpu, Inventory};
 use divvy_model::{DeviceId, share};
 use divvy_sim::catalogue::{self, GpuModel, Model};
-use divvy_slices::{PoolOptions, Support, pool, slices, validate};
-use k8s_openapi::api::resource::v1::{Device, DeviceCapacity};
+use divvy_slices::{Device, PoolOptions, Support, pool, slices, validate};
+use k8s_openapi::api::resource::v1::DeviceCapacity;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -116,7 +116,7 @@ fn nobody_is_promised_what_nothing_holds_back() {
         for (name, given) in
             [("gpu-0-timeslice", &["slots"][..]), ("gpu-0-mps", &["memory", "threads", "clients"])]
         {
-            for (key, capacity) in all[name].capacity.as_ref().unwrap() {
+            for (key, capacity) in all[name].capacity.as_ref().unwrap().iter() {
                 assert_eq!(silent(capacity) > 0, given.contains(&key.as_str()), "{key} of {name}");
                 let nothing_else = capacity.request_policy.as_ref().unwrap().valid_values.clone();
                 let zero = nothing_else.is_some_and(|values| values.len() == 1 && values[0].0 == "0");
@@ -134,7 +134,7 @@ fn a_claim_of_a_gpu_or_an_instance_that_names_nothing_takes_all_memory_and_so_al
             .values()
             .filter(|device| device.attributes.as_ref().unwrap()["mode"].string.as_deref() == Some("share"));
         for device in shareable {
-            for (key, capacity) in device.capacity.as_ref().unwrap() {
+            for (key, capacity) in device.capacity.as_ref().unwrap().iter() {
                 let value = Quantity::try_from(&capacity.value).unwrap().value().unwrap();
                 let expected = if key == "memory" { value } else { 0 };
                 assert_eq!(silent(capacity), expected, "{key} of {} on {}", device.name, model.key);
@@ -280,9 +280,8 @@ fn a_server_that_lacks_counters_or_shares_gets_no_shared_device() {
     {
         let pool = pool(&inventory_of(H100, 2), &PoolOptions { support });
         assert!(pool.devices().all(|device| device.allow_multiple_allocations.is_none()), "{support:?}");
-        assert!(
-            pool.devices().flat_map(|d| d.capacity.iter().flatten()).all(|(_, c)| c.request_policy.is_none())
-        );
+        let capacities = pool.devices().flat_map(|device| device.capacity.as_ref().unwrap().values());
+        assert!(capacities.into_iter().all(|capacity| capacity.request_policy.is_none()));
         assert_eq!(validate(&slices(pool)), Ok(()), "{support:?}");
     }
 }

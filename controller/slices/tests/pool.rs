@@ -8,8 +8,7 @@ use divvy_api::Quantity;
 use divvy_model::DeviceId;
 use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, MigToggle, Origin, Presence};
 use divvy_sim::catalogue::{self, GpuModel, Model};
-use divvy_slices::{Content, Pool, PoolOptions, Support, pool, same_pool, slices, validate};
-use k8s_openapi::api::resource::v1::Device;
+use divvy_slices::{Content, Device, Pool, PoolOptions, Support, pool, same_pool, slices, validate};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -141,7 +140,7 @@ fn a_gpu_without_mig_has_one_counter_and_no_instances() {
     assert_eq!(free(&pool), names(WHOLE));
     let set = pool.counter_sets().next().unwrap();
     assert_eq!(set.counters.keys().collect::<Vec<_>>(), ["memory"]);
-    assert_eq!(device(&pool, "gpu-0").consumes_counters.as_ref().unwrap()[0].counters, set.counters);
+    assert_eq!(*device(&pool, "gpu-0").consumes_counters.as_ref().unwrap()[0].counters, set.counters);
 }
 
 #[test]
@@ -292,7 +291,7 @@ fn odd_descriptions_still_publish_validly() {
 
 /// Amounts of a device, by counter.
 fn cost(device: &Device) -> BTreeMap<String, i64> {
-    let counters = device.consumes_counters.iter().flatten().flat_map(|c| &c.counters);
+    let counters = device.consumes_counters.iter().flatten().flat_map(|c| c.counters.iter());
     counters.map(|(name, c)| (name.clone(), Quantity::try_from(&c.value).unwrap().value().unwrap())).collect()
 }
 

@@ -9,14 +9,14 @@
 //! - `detect-*` (invalid pools): never come this far, see the validator's tests.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
-use divvy_slices::Content;
 use divvy_slices::sync::{Action, Desired, Owner, plan};
-use k8s_openapi::api::resource::v1::{
-    Counter, CounterSet, Device, DeviceCapacity, DeviceCounterConsumption, DeviceTaint, ResourceSlice,
-};
+use divvy_slices::{Consumption, Content, Device, Slice};
+use k8s_openapi::api::resource::v1::{Counter, CounterSet, DeviceCapacity, DeviceTaint, ResourceSlice};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use proptest::prelude::*;
+use serde_json::json;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Slices that the server named so far.
@@ -43,6 +43,11 @@ fn contents(slices: &[&str]) -> Vec<Content> {
     slices.iter().map(content).collect()
 }
 
+/// What the server reads.
+fn read(slice: &Slice) -> ResourceSlice {
+    serde_json::from_value(json!(slice)).unwrap()
+}
+
 /// Acts as the server: applies calls, gives names, UIDs and versions.
 fn apply(there: &mut Vec<ResourceSlice>, actions: Vec<Action>) -> String {
     let mut log = Vec::new();
@@ -55,14 +60,15 @@ fn apply(there: &mut Vec<ResourceSlice>, actions: Vec<Action>) -> String {
             Action::Update { index, slice } => {
                 log.push(format!("update {index}"));
                 let place = there.iter_mut().find(|have| have.metadata.name == slice.metadata.name).unwrap();
-                *place = *slice;
+                *place = read(&slice);
             }
-            Action::Create { index, mut slice } => {
+            Action::Create { index, slice } => {
                 log.push(format!("create {index}"));
                 let number = NAMES.fetch_add(1, Ordering::Relaxed);
+                let mut slice = read(&slice);
                 let name = format!("{}{number}", slice.metadata.generate_name.clone().unwrap());
                 slice.metadata.name = Some(name);
-                there.push(*slice);
+                there.push(slice);
             }
         }
     }
@@ -84,7 +90,8 @@ fn assert_published(there: &[ResourceSlice], desired: &[Content]) {
     for (slice, content) in sorted.iter().zip(desired) {
         assert_eq!(slice.spec.pool.resource_slice_count, desired.len() as i64);
         assert_eq!(slice.spec.pool.generation, there[0].spec.pool.generation);
-        assert_eq!(slice.spec.devices.clone().unwrap_or_default(), content.devices);
+        let devices = slice.spec.devices.iter().flatten().cloned();
+        assert_eq!(devices.map(Device::from).collect::<Vec<_>>(), content.devices);
         assert_eq!(slice.spec.shared_counters.clone().unwrap_or_default(), content.counters);
     }
 }
@@ -236,9 +243,9 @@ fn create_partitionable_devices() {
         BTreeMap::from([("memory".to_owned(), Counter { value: Quantity(amount.to_owned()) })])
     };
     let mut part = device("gpu-0");
-    part.consumes_counters = Some(vec![DeviceCounterConsumption {
+    part.consumes_counters = Some(vec![Consumption {
         counter_set: "set".into(),
-        counters: counters("1024Mi"),
+        counters: Arc::new(counters("1024Mi")),
         ..Default::default()
     }]);
     let desired = [
@@ -262,8 +269,8 @@ fn quantities_are_compared_by_value() {
     let with = |amount: &str| {
         let mut gpu = device("gpu-0");
         let value = Quantity(amount.to_owned());
-        gpu.capacity =
-            Some(BTreeMap::from([("memory".into(), DeviceCapacity { value, request_policy: None })]));
+        let memory = DeviceCapacity { value, request_policy: None };
+        gpu.capacity = Some(Arc::new(BTreeMap::from([("memory".into(), memory)])));
         [Content { devices: vec![gpu], ..Content::default() }]
     };
     let mut there = Vec::new();
@@ -299,7 +306,7 @@ fn a_generation_is_never_used_twice_although_all_slices_are_gone() {
     let none: [ResourceSlice; 0] = [];
     let actions = plan(Desired { owner: &owner, contents: desired.clone(), used_generation: 7 }, none.iter());
     let Action::Create { slice, .. } = &actions[0] else { panic!("{actions:?}") };
-    assert_eq!(slice.spec.pool.generation, 8);
+    assert_eq!(slice.pool.generation, 8);
 }
 
 #[test]

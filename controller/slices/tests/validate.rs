@@ -4,8 +4,8 @@
 //! have no place here.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
-use divvy_slices::{Content, validate};
-use k8s_openapi::api::resource::v1::{CounterSet, Device};
+use divvy_slices::{Content, Device, validate};
+use k8s_openapi::api::resource::v1::{self as api, CounterSet};
 use serde_json::{Value, json};
 
 /// One counter set and one device that draws from it, as JSON to break.
@@ -24,9 +24,14 @@ fn good() -> Value {
 fn contents(value: &Value) -> Vec<Content> {
     let content = |slice: &Value| Content {
         counters: serde_json::from_value::<Vec<CounterSet>>(slice["counters"].clone()).unwrap(),
-        devices: serde_json::from_value::<Vec<Device>>(slice["devices"].clone()).unwrap(),
+        devices: devices(&slice["devices"]),
     };
     value.as_array().unwrap().iter().map(content).collect()
+}
+
+fn devices(list: &Value) -> Vec<Device> {
+    let devices = serde_json::from_value::<Vec<api::Device>>(list.clone()).unwrap();
+    devices.into_iter().map(Device::from).collect()
 }
 
 fn check_valid(edit: impl FnOnce(&mut Value)) {

@@ -5,11 +5,12 @@ use super::PublishOptions;
 use super::probe;
 use crate::pool::Support;
 use crate::validate::Invalid;
+use crate::wire::Slice;
 use futures::Stream;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, ListParams, ObjectList, PostParams, Preconditions, WatchParams};
-use kube::core::WatchEvent;
+use kube::core::{Request, WatchEvent};
 use kube::{Client, ResourceExt};
 use std::future::Future;
 use std::time::Duration;
@@ -82,17 +83,29 @@ impl Server {
         self.call("watch of slices", self.slices.watch(&params, position)).await
     }
 
+    /// For writes of slices, which are not of the type that is read.
+    fn path(&self) -> Request {
+        Request::new(self.slices.resource_url())
+    }
+
     /// Stores a slice; the answer is what the server made of it.
-    pub(super) async fn create(&self, slice: &ResourceSlice) -> Result<ResourceSlice, PublishError> {
+    pub(super) async fn create(&self, slice: &Slice) -> Result<ResourceSlice, PublishError> {
         let name = slice.metadata.generate_name.clone().unwrap_or_default();
-        let params = PostParams::default();
-        self.write("creation of a slice", name, self.slices.create(&params, slice)).await
+        let call = async {
+            let request = self.path().create(&PostParams::default(), bytes(slice)?);
+            self.client.request(request.map_err(kube::Error::BuildRequest)?).await
+        };
+        self.write("creation of a slice", name, call).await
     }
 
     /// Replaces the version of a slice that was read.
-    pub(super) async fn update(&self, slice: &ResourceSlice) -> Result<ResourceSlice, PublishError> {
-        let (name, params) = (slice.name_any(), PostParams::default());
-        self.write("update of a slice", name.clone(), self.slices.replace(&name, &params, slice)).await
+    pub(super) async fn update(&self, slice: &Slice) -> Result<ResourceSlice, PublishError> {
+        let name = slice.metadata.name.clone().unwrap_or_default();
+        let call = async {
+            let request = self.path().replace(&name, &PostParams::default(), bytes(slice)?);
+            self.client.request(request.map_err(kube::Error::BuildRequest)?).await
+        };
+        self.write("update of a slice", name.clone(), call).await
     }
 
     /// Deletes the version of a slice that was read; gone already is as good.
@@ -169,6 +182,10 @@ impl Server {
         let [counters, devices] = answers;
         Ok(probe::support(counters.as_ref(), devices.as_ref()))
     }
+}
+
+fn bytes(slice: &Slice) -> kube::Result<Vec<u8>> {
+    serde_json::to_vec(slice).map_err(kube::Error::SerdeError)
 }
 
 fn code(error: &kube::Error) -> Option<u16> {

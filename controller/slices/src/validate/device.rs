@@ -1,16 +1,17 @@
 //! The rules of one device.
 //!
 //! The devices of a GPU say nearly the same, so only what a device says otherwise
-//! than the one before it is looked at: what was good there is good here.
+//! than the one before it is looked at: what was good there is good here. What the
+//! two share is not even compared.
 
 use super::{
     ATTRIBUTE_VALUES, ATTRIBUTES_AND_CAPACITIES, BINDING_CONDITIONS, Broken, CONSUMED_SETS, COUNTERS, Sets,
     TAINTS, VALID_VALUES, amount, at_most, syntax,
 };
-use k8s_openapi::api::resource::v1::{
-    CapacityRequestPolicy, Device, DeviceAttribute, DeviceCapacity, DeviceCounterConsumption, DeviceTaint,
-};
+use crate::wire::{Consumption, Device};
+use k8s_openapi::api::resource::v1::{CapacityRequestPolicy, DeviceAttribute, DeviceCapacity, DeviceTaint};
 use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
 
 /// Whether the device makes its slice one of at most 64.
 pub(super) fn is_advanced(device: &Device) -> bool {
@@ -22,7 +23,7 @@ pub(super) fn is_advanced(device: &Device) -> bool {
     };
     device.taints.is_some()
         || device.consumes_counters.is_some()
-        || device.attributes.iter().flat_map(BTreeMap::values).any(list)
+        || device.attributes.iter().flat_map(|map| map.values()).any(list)
 }
 
 /// `before` is a device that was found good.
@@ -32,26 +33,15 @@ pub(super) fn check<'a>(
     sets: &Sets<'_>,
 ) -> Result<(), Broken> {
     syntax::label("name", &device.name)?;
-    let keys = device.attributes.as_ref().map_or(0, BTreeMap::len)
-        + device.capacity.as_ref().map_or(0, BTreeMap::len);
+    let keys = device.attributes.as_ref().map_or(0, |map| map.len())
+        + device.capacity.as_ref().map_or(0, |map| map.len());
     at_most("attributes and capacities", keys, ATTRIBUTES_AND_CAPACITIES)?;
-    let attributes = |device: &'a Device| device.attributes.as_ref();
-    let mut values = 0;
-    for (name, value, new) in beside(attributes(device), before.and_then(attributes)) {
-        values += lists(value).into_iter().flatten().sum::<usize>().max(1);
-        if new {
-            attribute(name, value)?;
-        }
-    }
-    at_most("attribute values", values, ATTRIBUTE_VALUES)?;
+    attributes(device.attributes.as_ref(), before.and_then(|before| before.attributes.as_ref()))?;
     let shared = device.allow_multiple_allocations == Some(true);
     // The rules of a capacity are others where the device cannot be shared.
     let alike = before.filter(|before| shared == (before.allow_multiple_allocations == Some(true)));
-    let capacities = |device: &'a Device| device.capacity.as_ref();
-    for (name, value, new) in beside(capacities(device), alike.and_then(capacities)) {
-        if new {
-            capacity(name, value, shared)?;
-        }
+    for (name, value) in beside(device.capacity.as_ref(), alike.and_then(|alike| alike.capacity.as_ref())) {
+        capacity(name, value, shared)?;
     }
     let before = before.and_then(|before| before.consumes_counters.as_deref());
     consumptions(device.consumes_counters.as_deref().unwrap_or_default(), before.unwrap_or_default(), sets)?;
@@ -63,13 +53,17 @@ pub(super) fn check<'a>(
     Ok(())
 }
 
-/// The entries of a map, each with whether another map says otherwise at its place.
+/// A map of a device.
+type Part<V> = Arc<BTreeMap<String, V>>;
+
+/// The entries of a map that another does not have at the same place.
 fn beside<'a, V: PartialEq>(
-    map: Option<&'a BTreeMap<String, V>>,
-    before: Option<&'a BTreeMap<String, V>>,
-) -> impl Iterator<Item = (&'a String, &'a V, bool)> {
-    let mut before = before.into_iter().flatten();
-    map.into_iter().flatten().map(move |(name, value)| (name, value, before.next() != Some((name, value))))
+    map: Option<&'a Part<V>>,
+    before: Option<&'a Part<V>>,
+) -> impl Iterator<Item = (&'a String, &'a V)> {
+    let map = map.filter(|map| !before.is_some_and(|before| Arc::ptr_eq(map, before)));
+    let mut before = before.into_iter().flat_map(|before| before.iter());
+    map.into_iter().flat_map(|map| map.iter()).filter(move |entry| before.next() != Some(*entry))
 }
 
 /// Lengths of the lists that the attribute has.
@@ -80,6 +74,18 @@ fn lists(attribute: &DeviceAttribute) -> [Option<usize>; 4] {
         attribute.strings.as_ref().map(Vec::len),
         attribute.versions.as_ref().map(Vec::len),
     ]
+}
+
+fn attributes(
+    map: Option<&Part<DeviceAttribute>>,
+    before: Option<&Part<DeviceAttribute>>,
+) -> Result<(), Broken> {
+    for (name, value) in beside(map, before) {
+        attribute(name, value)?;
+    }
+    let items = |value| lists(value).into_iter().flatten().sum::<usize>().max(1);
+    let values = map.into_iter().flat_map(|map| map.values()).map(items).sum();
+    at_most("attribute values", values, ATTRIBUTE_VALUES)
 }
 
 fn attribute(name: &str, attribute: &DeviceAttribute) -> Result<(), Broken> {
@@ -143,11 +149,7 @@ fn request_policy(name: &str, policy: &CapacityRequestPolicy, value: i64) -> Res
     }
 }
 
-fn consumptions(
-    consumptions: &[DeviceCounterConsumption],
-    before: &[DeviceCounterConsumption],
-    sets: &Sets<'_>,
-) -> Result<(), Broken> {
+fn consumptions(consumptions: &[Consumption], before: &[Consumption], sets: &Sets<'_>) -> Result<(), Broken> {
     at_most("consumed counter sets", consumptions.len(), CONSUMED_SETS)?;
     if consumptions.is_empty() && !sets.is_empty() {
         return Err(Broken::Unguarded);
@@ -163,10 +165,7 @@ fn consumptions(
             return Err(Broken::Empty { what: "counters" });
         }
         let before = before.iter().find(|before| before.counter_set == *set).map(|before| &before.counters);
-        for (counter, taken, new) in beside(Some(&consumption.counters), before) {
-            if !new {
-                continue;
-            }
+        for (counter, taken) in beside(Some(&consumption.counters), before) {
             let about = |broken: fn(String, String) -> Broken| broken(set.clone(), counter.clone());
             // A counter of the set has a good name and a good amount already.
             let total = totals
