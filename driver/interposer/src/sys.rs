@@ -188,7 +188,15 @@ pub(crate) fn wait(word: &AtomicU32, value: u32, until: u64) {
     let word = core::ptr::from_ref(word) as usize;
     // SAFETY: the kernel reads the word and a timespec of two words.
     unsafe {
-        call(number::FUTEX, word, FUTEX_WAIT_BITSET, value as usize, time.as_ptr() as usize, 0, u32::MAX as usize)
+        call(
+            number::FUTEX,
+            word,
+            FUTEX_WAIT_BITSET,
+            value as usize,
+            time.as_ptr() as usize,
+            0,
+            u32::MAX as usize,
+        )
     };
 }
 

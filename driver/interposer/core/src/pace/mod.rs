@@ -120,6 +120,7 @@ impl<S: System> Device<'_, S> {
             }
             let now = system.now();
             if now.saturating_sub(*start.get_or_insert(now)) > PATIENCE {
+                pace.samples.give_up();
                 return;
             }
             system.nap(nap);

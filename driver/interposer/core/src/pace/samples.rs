@@ -161,6 +161,18 @@ impl Samples {
         credit
     }
 
+    /// Nobody waits any longer for the oldest: its thread may have ended in the middle of its launch, or
+    /// its kernel never ends.
+    pub(crate) fn give_up(&self) {
+        let Some(_locked) = self.lock() else { return };
+        let head = self.head.load(Relaxed);
+        if head != self.tail.load(Relaxed)
+            && let Some(sample) = self.ring.get(head as usize % LENGTH)
+        {
+            sample.state.store(VOID, Release);
+        }
+    }
+
     /// By how much it moved the end of all work.
     fn took(&self, sample: &Sample, timer: &impl Timer) -> Option<u64> {
         let (begin, end) = (sample.begin.load(Relaxed), sample.end.load(Relaxed));
@@ -187,6 +199,8 @@ impl Sample {
     /// The launch was made, or the driver refused it.
     pub(crate) fn end(&self, timer: &impl Timer, launched: bool) {
         let measured = launched && timer.record(self.end.load(Relaxed));
-        self.state.store(if measured { UNDER_WAY } else { VOID }, Release);
+        let state = if measured { UNDER_WAY } else { VOID };
+        // Not where it was given up.
+        let _ = self.state.compare_exchange(RESERVED, state, Release, Relaxed);
     }
 }

@@ -197,6 +197,24 @@ fn a_launch_that_the_driver_refuses_costs_nothing() {
 }
 
 #[test]
+fn a_thread_that_ends_in_the_middle_of_a_launch_holds_up_the_others_once() {
+    let world = share(50);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    let work = Work { function: 1, blocks: 1000 };
+    let lost =
+        std::panic::AssertUnwindSafe(|| device(&process).launch(work, &On(&gpu, 0), || panic!("it ends")));
+    assert!(std::panic::catch_unwind(lost).is_err());
+    let mut number = 0;
+    while process.system().now() < 7 * SECOND {
+        launch(device(&process), &gpu, 0, 1, about(5 * MS, number), true);
+        number += 1;
+    }
+    let got = gpu.worked(2 * SECOND, 7 * SECOND) / (50 * MS);
+    assert!((48..=52).contains(&got), "{got}");
+}
+
+#[test]
 fn a_closed_gate_holds_launches_and_starves_nobody() {
     let world = share(0);
     let (policy, _) = world.pages();
