@@ -80,7 +80,7 @@ impl GpuUuid {
     }
 
     /// All zeros stand for no UUID.
-    pub(crate) fn none_if_zero(self) -> Option<Self> {
+    pub fn none_if_zero(self) -> Option<Self> {
         (self.0 != [0; 16]).then_some(self)
     }
 }

@@ -222,18 +222,12 @@ impl Policy {
 
     /// The newest whole copy of a page, with its generation.
     pub fn decode(page: &[u8]) -> Result<(u64, Self), PolicyError> {
-        if page.len() < SIZE || page.get(..8) != Some(MAGIC.as_slice()) {
+        if page.len() < SIZE {
             return Err(PolicyError::Foreign);
         }
-        let major = u16::from_le_bytes(take(page, 8).ok_or(PolicyError::Foreign)?);
-        if major != MAJOR {
-            return Err(PolicyError::Major(major));
-        }
-        COPIES
-            .iter()
-            .filter_map(|start| Self::from_record(page.get(*start..start + ROOM)?))
-            .max_by_key(|(generation, _)| *generation)
-            .ok_or(PolicyError::Damaged)
+        check(page)?;
+        let copies = COPIES.iter().filter_map(|start| Self::from_record(page.get(*start..start + ROOM)?));
+        copies.max_by_key(|(generation, _)| *generation).ok_or(PolicyError::Damaged)
     }
 
     fn from_record(room: &[u8]) -> Option<(u64, Self)> {
@@ -311,12 +305,16 @@ impl PolicyPage {
 
     /// The newest whole copy, with its generation.
     pub fn read(&self) -> Result<(u64, Policy), PolicyError> {
-        let mut bytes = [0; SIZE];
-        copy_out(&self.head, &mut bytes, 0);
-        for (copy, start) in self.copies.iter().zip(COPIES) {
-            copy_out(copy, &mut bytes, start);
-        }
-        Policy::decode(&bytes)
+        let mut head = [0; 64];
+        copy_out(&self.head, &mut head);
+        check(&head)?;
+        // One after the other: a program's stack is not ours to make deep.
+        let copies = self.copies.iter().filter(|copy| copy[0].load() > 0).filter_map(|copy| {
+            let mut room = [0; ROOM];
+            copy_out(copy, &mut room);
+            Policy::from_record(&room)
+        });
+        copies.max_by_key(|(generation, _)| *generation).ok_or(PolicyError::Damaged)
     }
 
     /// Makes `policy` the newest, as the generation after the one that is there.
@@ -372,6 +370,15 @@ impl PolicyPage {
     }
 }
 
+/// Whether a page begins as one of this version.
+fn check(page: &[u8]) -> Result<(), PolicyError> {
+    if page.get(..8) != Some(MAGIC.as_slice()) {
+        return Err(PolicyError::Foreign);
+    }
+    let major = u16::from_le_bytes(take(page, 8).ok_or(PolicyError::Foreign)?);
+    if major == MAJOR { Ok(()) } else { Err(PolicyError::Major(major)) }
+}
+
 /// The checksum of a record whose length is that of the slice.
 fn checksum(record: &[u8]) -> u32 {
     let (head, tail) = record.split_at(at::CHECKSUM.min(record.len()));
@@ -388,9 +395,9 @@ fn take<const N: usize>(bytes: &[u8], offset: usize) -> Option<[u8; N]> {
     bytes.get(offset..offset.checked_add(N)?)?.try_into().ok()
 }
 
-fn copy_out(words: &[Word], bytes: &mut [u8], start: usize) {
-    for (index, word) in words.iter().enumerate() {
-        put(bytes, start + index * 8, &word.load().to_le_bytes());
+fn copy_out(words: &[Word], bytes: &mut [u8]) {
+    for (word, room) in words.iter().zip(bytes.as_chunks_mut().0) {
+        *room = word.load().to_le_bytes();
     }
 }
 

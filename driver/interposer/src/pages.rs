@@ -10,6 +10,8 @@ use crate::sys::{self, File, From};
 use divvy_interposer_core::{AccountPage, Found, PolicyPage};
 
 const ROOT: &[u8] = b"/run/divvy\0";
+/// Beside the claims: this library. No claim's UID is a word.
+const LIBRARY: &[u8] = b"lib\0";
 /// What a file takes at most; both pages are far below.
 const LARGEST: usize = 1 << 20;
 /// `nobody`: how an owner is shown that the process's user namespace does not have.
@@ -19,6 +21,9 @@ const OVERFLOW: u32 = 65534;
 pub(crate) fn each(visit: &mut dyn FnMut(Found)) {
     let Some(root) = sys::open_directory(From::Root, ROOT) else { return };
     each_name(&root, &mut |claim| {
+        if claim == LIBRARY {
+            return;
+        }
         let Some(claim) = sys::open_directory(From::Directory(&root), claim) else { return };
         each_name(&claim, &mut |share| {
             let Some(share) = sys::open_directory(From::Directory(&claim), share) else { return };
@@ -32,7 +37,11 @@ pub(crate) fn each(visit: &mut dyn FnMut(Found)) {
 fn pair(share: &File, policy: &File) -> Option<Found> {
     let account = sys::open_to_write(From::Directory(share), b"account\0")?;
     let said = policy.facts().filter(|facts| {
-        facts.regular && facts.mounted && facts.read_only && root_owns(facts.owner) && facts.bytes <= LARGEST
+        facts.regular
+            && facts.mounted
+            && root_owns(facts.owner)
+            && facts.bytes <= LARGEST
+            && policy.is_read_only()
     })?;
     let counted = account.facts().filter(|facts| facts.regular && facts.mounted && facts.bytes <= LARGEST)?;
     // SAFETY: both mappings have the lengths of their files and are never taken away. (Who can shorten the account
@@ -62,7 +71,7 @@ fn each_name(directory: &File, visit: &mut dyn FnMut(&[u8])) {
     // struct linux_dirent64: inode, offset, length of the entry, type, name.
     const LENGTH: usize = 16;
     const NAME: usize = 19;
-    let mut entries = [0; 2048];
+    let mut entries = [0; 1024];
     loop {
         let filled = directory.entries(&mut entries);
         let mut rest = entries.get(..filled).unwrap_or_default();

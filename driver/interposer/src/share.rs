@@ -14,11 +14,20 @@ pub(crate) type Device = divvy_interposer_core::Device<'static, Kernel>;
 pub(crate) fn of_cuda(ordinal: i32) -> Standing {
     let mut unknown = false;
     let standing = LEDGER.device(ordinal, || {
-        let uuids = crate::cuda::driver::uuids(ordinal);
+        let uuids = uuids(ordinal);
         unknown = uuids.is_none();
-        uuids.map(|uuids| uuids.map(GpuUuid))
+        uuids
     });
     if unknown { Standing::Free } else { standing }
+}
+
+/// What a program is told of a CUDA device's memory in all, in place of `total`.
+pub(crate) fn total_mem(ordinal: i32, total: u64) -> u64 {
+    LEDGER.total_mem(ordinal, || uuids(ordinal), total)
+}
+
+fn uuids(ordinal: i32) -> Option<[GpuUuid; 2]> {
+    crate::cuda::driver::uuids(ordinal).map(|uuids| uuids.map(GpuUuid))
 }
 
 /// Of the device that NVML calls so.

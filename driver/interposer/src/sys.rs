@@ -17,7 +17,7 @@ impl Drop for File {
     }
 }
 
-/// What `statx` and `fstatfs` say of an open file.
+/// What `statx` says of an open file.
 pub(crate) struct Facts {
     /// Owner as this process sees it.
     pub(crate) owner: u32,
@@ -25,8 +25,6 @@ pub(crate) struct Facts {
     pub(crate) bytes: usize,
     /// Whether the file itself is mounted, and not a directory above it. A kernel before 5.8 does not say: then true.
     pub(crate) mounted: bool,
-    /// Whether the mount it was opened through is read-only, whatever the file's mode says.
-    pub(crate) read_only: bool,
 }
 
 const O_RDWR: usize = 2;
@@ -101,17 +99,12 @@ impl File {
 
     pub(crate) fn facts(&self) -> Option<Facts> {
         let mut statx = [0u64; 32];
-        let mut statfs = [0u64; 32];
-        // SAFETY: the kernel reads an empty name and writes 256 bytes and 120 bytes into 256 each.
-        let (one, two) = unsafe {
-            let into = (statx.as_mut_ptr() as usize, statfs.as_mut_ptr() as usize);
-            let empty = c"".as_ptr() as usize;
-            (
-                call(number::STATX, self.0 as usize, empty, AT_EMPTY_PATH, STATX_BASIC, into.0, 0),
-                call(number::FSTATFS, self.0 as usize, into.1, 0, 0, 0, 0),
-            )
+        // SAFETY: the kernel reads an empty name and writes 256 bytes into as many.
+        let failed = unsafe {
+            let (empty, into) = (c"".as_ptr() as usize, statx.as_mut_ptr() as usize);
+            call(number::STATX, self.0 as usize, empty, AT_EMPTY_PATH, STATX_BASIC, into, 0)
         };
-        if one < 0 || two < 0 {
+        if failed < 0 {
             return None;
         }
         // struct statx: mask, blksize: 4 each, attributes: 8, nlink, uid, gid: 4 each, mode: 2, 2 spare, ino, size,
@@ -122,9 +115,17 @@ impl File {
             regular: (statx[3] >> 32) as u32 & S_IFMT == S_IFREG,
             bytes: statx[5] as usize,
             mounted: attributes & STATX_ATTR_MOUNT_ROOT != 0,
-            // f_flags, the eleventh word of struct statfs.
-            read_only: statfs[10] & ST_RDONLY != 0,
         })
+    }
+
+    /// Whether the mount it was opened through is read-only, whatever the file's mode says.
+    pub(crate) fn is_read_only(&self) -> bool {
+        let mut statfs = [0u64; 32];
+        // SAFETY: the kernel writes 120 bytes into 256.
+        let failed =
+            unsafe { call(number::FSTATFS, self.0 as usize, statfs.as_mut_ptr() as usize, 0, 0, 0, 0) };
+        // f_flags, the eleventh word of struct statfs.
+        failed >= 0 && statfs[10] & ST_RDONLY != 0
     }
 
     /// Maps the file's first `bytes` for as long as the process lives.

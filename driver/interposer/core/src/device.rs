@@ -118,11 +118,6 @@ impl<'a, S: System> Device<'a, S> {
         (figures.free(free), figures.total(total))
     }
 
-    /// `cuDeviceTotalMem`, from the driver's own.
-    pub fn total_mem(&self, total: u64) -> u64 {
-        self.figures().total(total)
-    }
-
     /// Any flag of any of the pages.
     pub fn has(&self, flag: Flags) -> bool {
         self.places.places().any(|place| place.flags().has(flag))

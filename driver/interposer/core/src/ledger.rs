@@ -17,7 +17,7 @@ use crate::system::System;
 use crate::table::{Class, Entry, MANY, Table};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
-use divvy_pages::{AccountPage, Fault, GpuUuid, Identity, Policy, PolicyPage, Text};
+use divvy_pages::{AccountPage, Fault, GpuUuid, Identity, Policy, PolicyPage};
 
 /// The most devices with shares in one container, and the highest ordinal of a CUDA device that is known.
 pub const DEVICES: usize = 32;
@@ -48,17 +48,23 @@ pub struct Ledger<S> {
     local: AtomicPtr<Local>,
 }
 
-/// All that a child of fork must not inherit.
+/// All that a child of fork must not inherit. What a start touches comes first, on few pages: the others
+/// are none as long as nobody touches them.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Local {
     state: AtomicU32,
+    /// Whether it has slots.
+    seated: AtomicU32,
     /// All pages were refused.
     closed: AtomicU32,
+    /// How many of the devices there are.
+    count: AtomicU32,
     me: [AtomicU64; 4],
-    pub(crate) devices: [Places; DEVICES],
     /// By the ordinal of a CUDA device: 0 not asked yet, 1 none, otherwise its index here plus 2.
     ordinals: [AtomicU32; ORDINALS],
     pub(crate) table: Table,
+    devices: [Places; DEVICES],
     /// The contexts in which something is allocated, at their numbers less one.
     pub(crate) contexts: [AtomicU64; MANY as usize],
     /// See [`crate::growing`].
@@ -73,14 +79,6 @@ pub(crate) struct Local {
 const EMPTY: u32 = 0;
 const BUILDING: u32 = 1;
 const READY: u32 = 2;
-
-/// A pair while the ledger is made.
-#[derive(Clone, Copy)]
-struct Pair {
-    policy: &'static PolicyPage,
-    account: &'static AccountPage,
-    read: Policy,
-}
 
 impl<S: System> Ledger<S> {
     pub const fn new(system: S) -> Self {
@@ -99,58 +97,46 @@ impl<S: System> Ledger<S> {
         if local.closed.load(Relaxed) != 0 {
             return Standing::Closed;
         }
-        let known = usize::try_from(ordinal).ok().and_then(|ordinal| local.ordinals.get(ordinal));
-        let index = match known.map_or(0, |known| known.load(Acquire)) {
-            0 => {
-                let Some(uuids) = uuids() else { return self.unnamed(local) };
-                let found = local.find(uuids);
-                if let Some(known) = known {
-                    known.store(found.map_or(1, |index| index + 2), Release);
-                }
-                found
-            }
-            1 => None,
-            index => Some(index - 2),
-        };
-        let Some(places) = index.and_then(|index| local.devices.get(index as usize)) else {
-            return Standing::Free;
-        };
-        self.standing(local, places, index.unwrap_or_default())
+        match local.index(ordinal, uuids) {
+            Some(Some(index)) => self.standing(local, index),
+            Some(None) => Standing::Free,
+            // A device that the driver does not name: refused if anything here has a share.
+            None if local.devices().next().is_some() => Standing::Closed,
+            None => Standing::Free,
+        }
+    }
+
+    /// `cuDeviceTotalMem`, from the driver's own: all that many programs ask, so no slot is taken for it.
+    pub fn total_mem(&self, ordinal: i32, uuids: impl FnOnce() -> Option<[GpuUuid; 2]>, total: u64) -> u64 {
+        let index = self.local().and_then(|local| Some((local, local.index(ordinal, uuids)??)));
+        let places = index.and_then(|(local, index)| local.devices.get(index as usize));
+        places.map_or(total, |places| places.limit().min(total))
     }
 
     /// What holds for the device that NVML or a page names by a UUID, of a GPU or a MIG instance.
     pub fn device_of(&self, uuid: GpuUuid) -> Standing<'_, S> {
         let Some(local) = self.local() else { return Standing::Closed };
         match local.find([uuid, uuid]) {
-            Some(index) => match local.devices.get(index as usize) {
-                Some(places) => self.standing(local, places, index),
-                None => Standing::Free,
-            },
+            Some(index) => self.standing(local, index),
             None if local.closed.load(Relaxed) != 0 => Standing::Closed,
             None => Standing::Free,
         }
     }
 
-    fn standing<'a>(&'a self, local: &'a Local, places: &'a Places, index: u32) -> Standing<'a, S> {
-        let usable = places.places().any(Place::has_slot);
-        if usable { Standing::Share(Device { ledger: self, local, places, index }) } else { Standing::Closed }
-    }
-
-    /// A device that the driver does not name: refused if anything here has a share.
-    fn unnamed<'a>(&'a self, local: &'a Local) -> Standing<'a, S> {
-        if local.devices.iter().any(|device| device.count.load(Relaxed) > 0) {
-            Standing::Closed
+    #[inline]
+    fn standing<'a>(&'a self, local: &'a Local, index: u32) -> Standing<'a, S> {
+        let Some(places) = local.devices.get(index as usize) else { return Standing::Free };
+        let seated = local.seated.load(Acquire) == READY || self.once(&local.seated, || self.sit(local));
+        if seated && places.places().any(Place::has_slot) {
+            Standing::Share(Device { ledger: self, local, places, index })
         } else {
-            Standing::Free
+            Standing::Closed
         }
     }
 
     /// True where no page is mounted at all: every call may go straight to the driver.
     pub fn idle(&self) -> bool {
-        self.local().is_some_and(|local| {
-            local.closed.load(Relaxed) == 0
-                && local.devices.iter().all(|device| device.count.load(Relaxed) == 0)
-        })
+        self.local().is_some_and(|local| local.closed.load(Relaxed) == 0 && local.count.load(Relaxed) == 0)
     }
 
     /// Takes an entry out of the table before the driver frees what it is for, since the
@@ -170,7 +156,7 @@ impl<S: System> Ledger<S> {
 
     /// Counts a fault on the first page that there is.
     pub fn fault(&self, fault: Fault) {
-        let places = self.local().and_then(|local| local.devices.first());
+        let places = self.local().and_then(|local| local.devices().next());
         if let Some(account) = places.and_then(|places| places.places().next()?.account()) {
             account.count(fault);
         }
@@ -206,25 +192,33 @@ impl<S: System> Ledger<S> {
         // SAFETY: not null as of above; see `local`.
         #[allow(unsafe_code)]
         let local = unsafe { self.local.load(Acquire).as_ref() }?;
-        if local.state.compare_exchange(EMPTY, BUILDING, AcqRel, Acquire).is_ok() {
-            self.build(local);
-            local.state.store(READY, Release);
+        self.once(&local.state, || self.build(local)).then_some(local)
+    }
+
+    /// Has one thread `make` what the others wait for; false where that takes too long.
+    #[cold]
+    fn once(&self, state: &AtomicU32, make: impl FnOnce()) -> bool {
+        if state.compare_exchange(EMPTY, BUILDING, AcqRel, Acquire).is_ok() {
+            make();
+            state.store(READY, Release);
         }
-        let start = self.system.now();
-        while local.state.load(Acquire) != READY {
-            if self.system.now().saturating_sub(start) > PATIENCE {
-                return None;
+        // Asked for only by who has to wait: the clock is a system call.
+        let mut start = None;
+        while state.load(Acquire) != READY {
+            let now = self.system.now();
+            if now.saturating_sub(*start.get_or_insert(now)) > PATIENCE {
+                return false;
             }
             self.system.nap(50_000);
         }
-        Some(local)
+        true
     }
 
     /// The word that is not zero while launches have to be looked at ([`PolicyPage::at_launch`]), where
     /// one word can say that: `Some(None)` is never, as nothing here has a share; `None` is always.
     pub fn at_launch(&self) -> Option<Option<*const u64>> {
         let local = self.local()?;
-        let mut places = local.devices.iter().flat_map(Places::places);
+        let mut places = local.devices().flat_map(Places::places);
         match (places.next(), places.next()) {
             (None, _) => Some(None),
             (Some(only), None) => only.policy().map(|(page, _)| Some(page.at_launch())),
@@ -233,69 +227,81 @@ impl<S: System> Ledger<S> {
     }
 
     fn build(&self, local: &Local) {
-        let mut pairs = [None::<Pair>; DEVICES * 2];
-        let mut count = 0;
         let mut refused = false;
         self.system.pages(&mut |found| match found {
-            Found::Pair(policy, account) => match (policy.read(), pairs.get_mut(count)) {
-                (Ok((_, read)), Some(room)) => {
-                    *room = Some(Pair { policy, account, read });
-                    count += 1;
-                }
-                _ => refused = true,
+            Found::Pair(policy, account) => match policy.read() {
+                Ok((_, read)) => local.add(policy, account, &read),
+                Err(_) => refused = true,
             },
             Found::Refused => refused = true,
         });
+        local.closed.store((refused && local.count.load(Relaxed) == 0).into(), Relaxed);
+    }
+
+    /// Takes a slot on every page. That is worth more than all else of a start, and who never has memory
+    /// needs none: so it is done when a device is first charged or its use is first looked at.
+    fn sit(&self, local: &Local) {
         let me = self.system.identity();
         if let Some(me) = me {
             let words = [u64::from(me.pid), me.namespace, me.start, me.image];
             local.me.iter().zip(words).for_each(|(room, word)| room.store(word, Relaxed));
         }
         let peers = Neighbours::new(&self.system, me);
-        // In the order of their names; with so few, looking for the next beats the code of a sort.
-        let mut last = None;
-        let next = |last| {
-            pairs.iter().flatten().filter(|pair| Some(pair.name()) > last).min_by_key(|pair| pair.name())
-        };
-        while let Some(pair) = next(last) {
-            last = Some(pair.name());
-            let named = |device: &&Places| match device.places().next().and_then(Place::policy) {
-                Some((_, first)) => (first.gpu, first.mig) == (pair.read.gpu, pair.read.mig),
-                None => true,
-            };
-            let Some(device) = local.devices.iter().find(named) else { continue };
-            let next = device.count.load(Relaxed) as usize;
-            let Some(place) = device.places.get(next) else { continue };
-            let slot = me.and_then(|me| pair.account.register(&me, &peers).ok());
+        for place in local.devices().flat_map(Places::places) {
+            let Some(account) = place.account() else { continue };
+            let slot = me.and_then(|me| account.register(&me, &peers).ok());
             // What dead neighbours held is given back before the first figure is shown; if there are
             // many neighbours, only some are looked at, as a start must not cost more with their number.
-            if pair.account.used() > 0 {
-                pair.account.tidy(&Few { peers: &peers, asked: Cell::new(0) });
+            if account.used() > 0 {
+                account.tidy(&Few { peers: &peers, asked: Cell::new(0) });
             }
-            place.fill(pair.policy, pair.account, slot);
-            device.count.store(next as u32 + 1, Relaxed);
+            place.sit(slot);
         }
-        local.closed.store((refused && count == 0).into(), Relaxed);
-    }
-}
-
-impl Pair {
-    fn name(&self) -> (Text<64>, Text<64>) {
-        (self.read.share, self.read.claim)
     }
 }
 
 impl Local {
+    pub(crate) fn devices(&self) -> impl Iterator<Item = &Places> {
+        self.devices.iter().take(self.count.load(Relaxed) as usize)
+    }
+
+    /// While it is made: one pair of pages more.
+    fn add(&self, policy: &'static PolicyPage, account: &'static AccountPage, read: &Policy) {
+        let count = self.count.load(Relaxed);
+        let known = self.devices().find(|device| device.is() == (read.gpu, read.mig));
+        let Some(device) = known.or_else(|| self.devices.get(count as usize)) else { return };
+        device.add(policy, account, read);
+        if known.is_none() {
+            self.count.store(count + 1, Relaxed);
+        }
+    }
+
+    /// Which device this ordinal is, if it has a share; `None`: the driver does not name it.
+    fn index(&self, ordinal: i32, uuids: impl FnOnce() -> Option<[GpuUuid; 2]>) -> Option<Option<u32>> {
+        let known = usize::try_from(ordinal).ok().and_then(|ordinal| self.ordinals.get(ordinal));
+        match known.map_or(0, |known| known.load(Acquire)) {
+            0 => {
+                let found = self.find(uuids()?);
+                if let Some(known) = known {
+                    known.store(found.map_or(1, |index| index + 2), Release);
+                }
+                Some(found)
+            }
+            1 => Some(None),
+            index => Some(Some(index - 2)),
+        }
+    }
+
     /// The device whose pages name this UUID: of the instance first, as an instance's pages name the GPU too.
     fn find(&self, [own, gpu]: [GpuUuid; 2]) -> Option<u32> {
-        let of = |matches: &dyn Fn(&Policy) -> bool| {
-            self.devices.iter().zip(0..).find_map(|(device, index)| {
-                let (_, policy) = device.places().next()?.policy()?;
-                matches(&policy).then_some(index)
+        let of = |matches: &dyn Fn(GpuUuid, Option<GpuUuid>) -> bool| {
+            self.devices().zip(0..).find_map(|(device, index)| {
+                let (gpu, mig) = device.is();
+                matches(gpu, mig).then_some(index)
             })
         };
-        of(&|policy| policy.mig == Some(own))
-            .or_else(|| of(&|policy| policy.mig.is_none() && (policy.gpu == own || policy.gpu == gpu)))
+        of(&|_, mig| mig == Some(own))
+            .or_else(|| of(&|named, mig| mig.is_none() && (named == own || named == gpu)))
     }
 
     /// The number of a context, from 1; 0 where there are too many: what is allocated in those is given back

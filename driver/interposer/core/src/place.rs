@@ -4,17 +4,21 @@
 //! the node has replaced it: one load tells.
 
 use crate::pace;
+use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed};
-use divvy_pages::{AccountPage, Flags, Policy, PolicyPage, SEATS, Seat};
+use divvy_pages::{AccountPage, Flags, GpuUuid, Policy, PolicyPage, SEATS, Seat};
 
-/// The pages of one device.
+/// The pages of one device, in the order of the names of their shares and claims.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Places {
     pub(crate) count: AtomicU32,
-    pub(crate) places: [Place; SEATS],
+    /// The UUIDs that the pages name, of the GPU and of the MIG instance; zeros: none.
+    uuids: [[AtomicU64; 2]; 2],
     /// Bytes charged for contexts and for managed memory, told to the node.
     pub(crate) context: AtomicU64,
     pub(crate) managed: AtomicU64,
+    pub(crate) places: [Place; SEATS],
 }
 
 /// One pair of pages with the slot that this process has there.
@@ -42,15 +46,50 @@ impl Places {
     pub(crate) fn places(&self) -> impl Iterator<Item = &Place> {
         self.places.iter().take(self.count.load(Relaxed) as usize)
     }
+
+    /// The limits of all pages, in bytes.
+    pub(crate) fn limit(&self) -> u64 {
+        self.places().fold(0, |sum, place| sum.saturating_add(place.limit()))
+    }
+
+    /// The GPU and the MIG instance that it is.
+    pub(crate) fn is(&self) -> (GpuUuid, Option<GpuUuid>) {
+        let [gpu, mig] = self.uuids.each_ref().map(|words| {
+            let mut uuid = GpuUuid([0; 16]);
+            for (word, room) in words.iter().zip(uuid.0.as_chunks_mut().0) {
+                *room = word.load(Relaxed).to_ne_bytes();
+            }
+            uuid
+        });
+        (gpu, mig.none_if_zero())
+    }
+
+    /// While the ledger is made, before any slot is taken: one pair of pages more. Of too many the last by
+    /// their names are left out.
+    pub(crate) fn add(&self, policy: &'static PolicyPage, account: &'static AccountPage, read: &Policy) {
+        let name = |policy: &Policy| (policy.share, policy.claim);
+        let later = |place: &Place| place.policy().is_some_and(|(_, other)| name(&other) > name(read));
+        let (mut policy, mut account) = (ptr::from_ref(policy).cast_mut(), ptr::from_ref(account).cast_mut());
+        let count = self.count.load(Relaxed);
+        let from = self.places().position(later).unwrap_or(count as usize);
+        for place in self.places.iter().take(count as usize + 1).skip(from) {
+            policy = place.policy.swap(policy, Relaxed);
+            account = place.account.swap(account, Relaxed);
+        }
+        self.count.store((count + 1).min(SEATS as u32), Relaxed);
+        for (words, uuid) in self.uuids.iter().zip([read.gpu, read.mig.unwrap_or(GpuUuid([0; 16]))]) {
+            for (word, bytes) in words.iter().zip(uuid.0.as_chunks().0) {
+                word.store(u64::from_ne_bytes(*bytes), Relaxed);
+            }
+        }
+    }
 }
 
 impl Place {
-    /// Once, while the ledger is made: a pair of pages, and this process's slot there if one was free.
-    pub(crate) fn fill(&self, policy: &'static PolicyPage, account: &'static AccountPage, slot: Option<u16>) {
+    /// Once, while the ledger is made: this process's slot there if one was free.
+    pub(crate) fn sit(&self, slot: Option<u16>) {
         self.slot.store(slot.map_or(NO_SLOT, u32::from), Relaxed);
-        self.attention.store(account.attention(), Relaxed);
-        self.policy.store(core::ptr::from_ref(policy).cast_mut(), Relaxed);
-        self.account.store(core::ptr::from_ref(account).cast_mut(), Relaxed);
+        self.attention.store(self.account().map_or(0, AccountPage::attention), Relaxed);
         self.refresh();
     }
 
@@ -97,6 +136,11 @@ impl Place {
         }
     }
 
+    fn limit(&self) -> u64 {
+        self.refresh();
+        self.limit.load(Relaxed)
+    }
+
     #[inline]
     pub(crate) fn seat(&self) -> Option<Seat<'_>> {
         self.refresh();
@@ -114,7 +158,7 @@ impl Place {
     }
 
     fn page(&self) -> Option<&PolicyPage> {
-        // SAFETY: only `fill` stores here, a page that lives as long as the process.
+        // SAFETY: only `add` stores here, a page that lives as long as the process.
         #[allow(unsafe_code)]
         unsafe {
             self.policy.load(Relaxed).as_ref()

@@ -1,4 +1,4 @@
-//! What a program is told of the device's memory, and `cuInit`, at which a process takes its place on the pages.
+//! What a program is told of the device's memory, and `cuInit`, at which a process reads the pages.
 
 use super::driver::{self, Ordinal};
 use super::{Answer, SUCCESS, hook};
@@ -6,7 +6,7 @@ use crate::share::{self, Device, LEDGER, Standing};
 use core::ffi::c_uint;
 
 hook! {
-    /// Reads the pages and takes a slot, which is well below a millisecond and waits for nobody.
+    /// Reads the pages. A slot there is taken with the first context: many programs only ask what there is.
     cuInit(flags: c_uint) |real| {
         let answer = real(flags);
         if answer == SUCCESS {
@@ -21,11 +21,7 @@ fn current(answer: Answer) -> Option<Device> {
     if answer != SUCCESS {
         return None;
     }
-    shared(share::of_cuda(driver::current_device()?))
-}
-
-fn shared(standing: Standing) -> Option<Device> {
-    match standing {
+    match share::of_cuda(driver::current_device()?) {
         Standing::Share(device) => Some(device),
         Standing::Free | Standing::Closed => None,
     }
@@ -69,9 +65,9 @@ hook! {
     /// Since CUDA 3.2.
     cuDeviceTotalMem_v2(total: *mut usize, device: Ordinal) |real| {
         let answer = real(total, device);
-        if answer == SUCCESS && !total.is_null() && let Some(device) = shared(share::of_cuda(device)) {
+        if answer == SUCCESS && !total.is_null() {
             // SAFETY: the driver has written it.
-            unsafe { *total = device.total_mem(*total as u64) as usize };
+            unsafe { *total = share::total_mem(device, *total as u64) as usize };
         }
         answer
     }
@@ -81,9 +77,9 @@ hook! {
     /// With 32 bits for a number.
     cuDeviceTotalMem(total: *mut c_uint, device: Ordinal) |real| {
         let answer = real(total, device);
-        if answer == SUCCESS && !total.is_null() && let Some(device) = shared(share::of_cuda(device)) {
+        if answer == SUCCESS && !total.is_null() {
             // SAFETY: the driver has written it.
-            unsafe { *total = short(device.total_mem((*total).into())) };
+            unsafe { *total = short(share::total_mem(device, (*total).into())) };
         }
         answer
     }

@@ -53,7 +53,11 @@ fn the_figures_are_the_shares() {
     assert_eq!(device.mem_info(60 * MIB, 80 * MIB), (6 * MIB, 10 * MIB));
     // Less is free on the device than the share has left, or less there at all.
     assert_eq!(device.mem_info(2 * MIB, 80 * MIB), (2 * MIB, 10 * MIB));
-    assert_eq!(device.total_mem(8 * MIB), 8 * MIB);
+    assert_eq!(
+        [8 * MIB, 80 * MIB].map(|total| process.total_mem(0, || Some([GPU; 2]), total)),
+        [8 * MIB, 10 * MIB]
+    );
+    assert_eq!(process.total_mem(1, || Some([divvy_pages::GpuUuid([9; 16]); 2]), 80 * MIB), 80 * MIB);
     let memory =
         |free, total| device.figures().memory(MemoryInfo { total, free, used: total - free, reserved: MIB });
     let seen = MemoryInfo { total: 10 * MIB, free: 6 * MIB, used: 4 * MIB, reserved: 0 };
@@ -90,6 +94,28 @@ fn pages_of_one_device_add_up_and_are_charged_in_the_order_of_their_shares() {
         process.take(Class::Pointer, pointer).expect("it is there").freed();
     }
     assert_eq!(world.used(), [0, 0]);
+}
+
+#[test]
+fn the_order_in_which_pages_are_found_does_not_matter() {
+    let world = World::new(&[4, 1, 2, 3].map(|size| Pages::share(size * MIB))).backwards();
+    let process = world.process(1);
+    for (pointer, used) in [(1, [0, 0, 0, 4]), (2, [0, 0, 1, 4]), (3, [0, 2, 1, 4]), (4, [3, 2, 1, 4])] {
+        let bytes = used.iter().sum::<u64>() * MIB - world.used().iter().sum::<u64>();
+        kept(device(&process), bytes, pointer);
+        assert_eq!(world.used(), used.map(|used| used * MIB));
+    }
+}
+
+#[test]
+fn who_only_asks_how_much_there_is_takes_no_slot() {
+    let world = World::new(&[Pages::share(10 * MIB)]);
+    let process = world.process(1);
+    assert_eq!(process.total_mem(0, || Some([GPU; 2]), 80 * MIB), 10 * MIB);
+    assert!(!process.idle());
+    assert_eq!(world.held(), []);
+    device(&process);
+    assert_eq!(world.held(), [(1, 0)]);
 }
 
 #[test]

@@ -127,6 +127,12 @@ impl World {
         Self { found, dead: Arc::default(), clock: Arc::default() }
     }
 
+    /// The same pages, found in the opposite order.
+    pub(super) fn backwards(mut self) -> Self {
+        self.found.reverse();
+        self
+    }
+
     fn fake(&self, pid: u32) -> Fake {
         Fake {
             found: self.found.clone(),
