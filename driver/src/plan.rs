@@ -213,9 +213,6 @@ fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode, memory: u64) -> Resul
     if mode.has_shares()
         && let Some(share) = share::share(&device.hold, memory)?
     {
-        if share.cores > 0 {
-            return Err(Refusal::Cores { percent: share.cores });
-        }
         let settings = device.share_settings()?;
         return Ok(Access::Share(ShareLimits { memory: share.memory, cores: share.cores, settings }));
     }
@@ -271,8 +268,8 @@ fn may_have<'a>(
     })
 }
 
-/// Whether the memory of a part has room for one more share. The scheduler has
-/// counted already, and what it counts by may have changed since.
+/// Whether a part has memory and guaranteed compute time left for one more share. The
+/// scheduler has counted already, and what it counts by may have changed since.
 fn has_room(
     plan: &Plan,
     gpu: &Gpu,
@@ -282,15 +279,20 @@ fn has_room(
     others: impl Iterator<Item = Access>,
 ) -> Result<(), Refusal> {
     let own = plan.devices.iter().filter(|device| device.part == *part).map(|device| device.access);
-    let taken = others.chain(own).filter_map(Access::limits).map(|limits| limits.memory);
-    let left = memory.saturating_sub(taken.fold(0, u64::saturating_add));
-    match limits.memory <= left {
-        true => Ok(()),
-        false => {
-            let (left, wanted) = (Quantity::bytes(left), Quantity::bytes(limits.memory));
-            Err(Refusal::Full { gpu: gpu.uuid.clone(), left, wanted })
-        }
+    let (mut bytes, mut cores) = (memory, 100_u32);
+    for other in others.chain(own).filter_map(Access::limits) {
+        bytes = bytes.saturating_sub(other.memory);
+        cores = cores.saturating_sub(other.cores);
     }
+    let gpu = || gpu.uuid.clone();
+    if limits.memory > bytes {
+        let (left, wanted) = (Quantity::bytes(bytes), Quantity::bytes(limits.memory));
+        return Err(Refusal::Full { gpu: gpu(), left, wanted });
+    }
+    if limits.cores > cores {
+        return Err(Refusal::Busy { gpu: gpu(), left: cores, wanted: limits.cores });
+    }
+    Ok(())
 }
 
 /// A container gets all devices of a request, and reaches one daemon only.

@@ -1,12 +1,17 @@
-/* cuda-client MIB: a CUDA program that takes so many MiB of the first GPU, says what it got, and stays.
+/* cuda-client MIB [work]: a CUDA program that takes so many MiB of the first GPU, says what it got, and stays.
  *
- * Prints one line of JSON: the device's memory as it is told, what it holds, and the driver's error that ended it (0:
- * none). The work of pods in the cluster's tests. */
+ * Prints a line of JSON: the device's memory as it is told, what it holds, and the driver's error that ended it (0:
+ * none). With `work` it then launches kernels of a millisecond for ever, and prints another line every three seconds: the
+ * per cent of the device's time that those of these seconds were. The work of pods in the cluster's tests. */
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <time.h>
 #include <unistd.h>
+
+static const char PTX[] = ".version 6.0\n.target sm_50\n.address_size 64\n.visible .entry kernel_1ms()\n{\n ret;\n}\n";
 
 static void *find(void *library, const char *name)
 {
@@ -16,6 +21,39 @@ static void *find(void *library, const char *name)
 		exit(1);
 	}
 	return found;
+}
+
+static double seconds(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec + now.tv_nsec / 1e9;
+}
+
+static int work(void *library)
+{
+	void *module, *function;
+	int (*load)(void **, const void *) = (int (*)(void **, const void *))find(library, "cuModuleLoadData");
+	int (*get)(void **, void *, const char *) =
+		(int (*)(void **, void *, const char *))find(library, "cuModuleGetFunction");
+	int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **) =
+		(int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+			 void **))find(library, "cuLaunchKernel");
+	int code = load(&module, PTX);
+	if (!code)
+		code = get(&function, module, "kernel_1ms");
+	double begin = seconds(), now;
+	for (long kernels = 0; !code;) {
+		code = launch(function, 1000, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+		kernels++;
+		if ((now = seconds()) - begin >= 3) {
+			printf("{\"busy\": %.1f}\n", kernels / (now - begin) / 10);
+			fflush(stdout);
+			begin = now, kernels = 0;
+		}
+	}
+	printf("{\"error\": %d}\n", code);
+	return 1;
 }
 
 int main(int count, char **words)
@@ -44,6 +82,8 @@ int main(int count, char **words)
 	printf("{\"total\": %zu, \"held\": %ld, \"error\": %d}\n", total >> 20, got, code);
 	fflush(stdout);
 	signal(SIGTERM, SIG_DFL);
+	if (!code && count > 2 && !strcmp(words[2], "work"))
+		return work(library);
 	for (;;)
 		pause();
 }

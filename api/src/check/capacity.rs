@@ -99,12 +99,10 @@ fn refusal(name: &str, amount: Quantity, mode: Mode) -> Result<(), String> {
         return if fits { Ok(()) } else { Err(format!("{name} is {amount}, expected {}", dealt.expected)) };
     }
     if name == CORES && mode.has_shares() {
-        return match amount == Quantity::ZERO {
-            true => Ok(()),
-            false => {
-                Err(format!("cores is {amount}, and shares do not limit compute time yet; leave it out"))
-            }
-        };
+        // None is what a claim gets that asks for none.
+        let fits = amount.is_whole() && (0..=100).contains(&(amount.as_nano() / ONE));
+        let expected = "per cent of the compute time, a whole number from 0 to 100";
+        return if fits { Ok(()) } else { Err(format!("cores is {amount}, expected {expected}")) };
     }
     if let Some((DRIVER, name)) = name.split_once('/') {
         // The scheduler compares names as they are written.

@@ -251,7 +251,7 @@ fn sharing(claim: &DeviceClaim, ask: &Ask<'_>, written: &[Written<'_>]) -> Vec<F
     }
     if ask.class.part && !ask.amounts.is_some_and(capacity::names_share) {
         let message = format!(
-            "request {}: its DeviceClass is for a part of a GPU; name how much memory in capacity.requests, or use gpu.divvy.dev for all of it",
+            "request {}: its DeviceClass is for a part of a GPU; name memory or cores in capacity.requests, or use gpu.divvy.dev for all of it",
             ask.name
         );
         findings.push(Finding::error(&ask.path, message));

@@ -259,9 +259,16 @@ fn amounts_that_no_device_has_are_refused() {
     for (class, amount) in [("gpu.divvy.dev", "0"), ("mig.divvy.dev", "1M"), ("share.divvy.dev", "1000Ki")] {
         check(class, "memory", amount, Some(&format!("memory is {amount}, expected at least 1Mi")));
     }
-    let cores = "cores is 30, and shares do not limit compute time yet; leave it out";
-    check("gpu.divvy.dev", "cores", "30", Some(cores));
-    check("mig.divvy.dev", "cores", "30", Some(cores));
+    for class in ["gpu.divvy.dev", "mig.divvy.dev", "share.divvy.dev"] {
+        for amount in ["101", "500m", "30500m"] {
+            let expected = "per cent of the compute time, a whole number from 0 to 100";
+            check(class, "cores", amount, Some(&format!("cores is {amount}, expected {expected}")));
+        }
+    }
+    for amount in ["1", "30", "100"] {
+        check("gpu.divvy.dev", "cores", amount, None);
+        check("share.divvy.dev", "cores", amount, None);
+    }
     check("gpu.divvy.dev", "cores", "0", None);
     check("gpu.divvy.dev", "multiprocessors", "132", None);
     check("unknown.example.com", "slots", "0", None);
@@ -281,7 +288,7 @@ fn share_config(more: Value) -> Value {
 
 #[test]
 fn the_class_of_shares_wants_a_part() {
-    let wanted = "request r: its DeviceClass is for a part of a GPU; name how much memory in capacity.requests, or use gpu.divvy.dev for all of it";
+    let wanted = "request r: its DeviceClass is for a part of a GPU; name memory or cores in capacity.requests, or use gpu.divvy.dev for all of it";
     let check = |request: Value, expected: &[&str]| check(&claim(json!({"requests": [request]})), expected);
     check(share("share.divvy.dev", "10Gi"), &[]);
     let path = "error: spec.devices.requests[0].exactly";

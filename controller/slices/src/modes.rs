@@ -72,9 +72,7 @@ fn shareable(mut device: Device, mebibytes: u64) -> Device {
     }
     let memory = portions(mebibytes, mebibytes, |mebibytes| Quantity::bytes(mebibytes << 20));
     capacities.insert("memory".to_owned(), memory);
-    // Compute time is not limited yet, so nobody is promised any.
-    let cores = DeviceCapacity { value: Quantity::count(100).into(), request_policy: Some(only_nothing()) };
-    capacities.insert("cores".to_owned(), cores);
+    capacities.insert("cores".to_owned(), cores());
     device
 }
 
@@ -82,6 +80,15 @@ fn shareable(mut device: Device, mebibytes: u64) -> Device {
 /// the device is exclusive, which may carry none.
 pub(crate) fn fact(shares: bool) -> Option<CapacityRequestPolicy> {
     shares.then(|| CapacityRequestPolicy { default: Some(nothing()), ..Default::default() })
+}
+
+/// Per cent of the compute time, none for who asks for none.
+fn cores() -> DeviceCapacity {
+    let count = |percent| WireQuantity::from(Quantity::count(percent));
+    let range = CapacityRequestPolicyRange { min: nothing(), max: None, step: Some(count(1)) };
+    let policy =
+        CapacityRequestPolicy { default: Some(nothing()), valid_values: None, valid_range: Some(range) };
+    DeviceCapacity { value: count(100), request_policy: Some(policy) }
 }
 
 fn only_nothing() -> CapacityRequestPolicy {

@@ -144,12 +144,13 @@ fn a_claim_of_a_gpu_or_an_instance_that_names_nothing_takes_all_memory_and_so_al
 }
 
 #[test]
-fn memory_is_dealt_out_by_the_mebibyte_and_compute_time_is_not() {
+fn memory_is_dealt_out_by_the_mebibyte_and_compute_time_by_the_per_cent() {
     let inventory = inventory_of(H100, 1);
     check_capacity(&inventory, "gpu-0", "memory", "81559Mi", range("81559Mi", "1Mi"));
     check_capacity(&inventory, "gpu-0-mig-1g10gb-19-0", "memory", "9984Mi", range("9984Mi", "1Mi"));
     for device in ["gpu-0", "gpu-0-mig-1g10gb-19-0"] {
-        check_capacity(&inventory, device, "cores", "100", json!({"default": "0", "validValues": ["0"]}));
+        let percent = json!({"default": "0", "validRange": {"min": "0", "step": "1"}});
+        check_capacity(&inventory, device, "cores", "100", percent);
     }
     // Whoever asks for a device with so many gets one, as ever.
     check_capacity(&inventory, "gpu-0", "multiprocessors", "132", json!({"default": "0"}));

@@ -25,12 +25,12 @@ pub enum Refusal {
     UnknownDevice,
     #[error(transparent)]
     Consumed(#[from] ShareError),
-    #[error(
-        "was allocated with {percent} per cent of the cores, and compute time is not divided yet; ask for memory alone"
-    )]
-    Cores { percent: u32 },
     #[error("has {left} of memory left beside other shares on {gpu}, and the claim takes {wanted}")]
     Full { gpu: GpuUuid, left: Quantity, wanted: Quantity },
+    #[error(
+        "has {left} per cent of the cores left beside other shares on {gpu}, and the claim takes {wanted}"
+    )]
+    Busy { gpu: GpuUuid, left: u32, wanted: u32 },
     #[error("is shared with claim {holder}, which is half done on {gpu}; it is tried again")]
     HalfDone { gpu: GpuUuid, holder: ClaimRef },
     #[error("is on {gpu}, which is missing")]

@@ -37,6 +37,12 @@ pub(crate) struct Memory {
     pub(crate) told: BTreeSet<u64>,
 }
 
+/// What it says of time.
+#[derive(Deserialize)]
+struct Busy {
+    busy: f64,
+}
+
 impl World {
     /// The pod's container sees exactly the devices of its claims.
     pub(crate) async fn sees_its_devices(&self, pod: &str) -> Result<BTreeSet<String>> {
@@ -79,6 +85,16 @@ impl World {
             // `   123MiB /  10240MiB`, for a GPU or an instance.
             let size = |line: &str| line.split_once("MiB /")?.1.split_once("MiB")?.0.trim().parse().ok();
             Ok(Memory { told: text.lines().filter_map(size).collect(), ..memory })
+        })
+        .await
+    }
+
+    /// Per cent of the device's time that the pod's `cuda-client` had, in the window of that number.
+    pub(crate) async fn busy(&self, name: &str, window: usize) -> Result<f64> {
+        eventually(&format!("pod {name} worked"), || async {
+            let text = self.pods.logs(name, &LogParams::default()).await?;
+            let all: Vec<Busy> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+            all.get(window).map(|found| found.busy).with_context(|| format!("its output is {text:?}"))
         })
         .await
     }

@@ -102,6 +102,8 @@ fn request(dice: &mut Dice, profiles: &[String]) -> Value {
                 named.push(dice.pick(&[
                     ("cores", "0"),
                     ("cores", "1"),
+                    ("cores", "60"),
+                    ("cores", "101"),
                     ("multiprocessors", "9"),
                     ("decoders", "2"),
                 ]));

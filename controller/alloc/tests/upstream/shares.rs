@@ -59,14 +59,18 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
         script.release(&["first"]);
     }
 
-    // Nobody is promised what is not there, nor compute time.
+    // Nobody is promised what is not there.
     let cores = |amount: &str| share_wanted(SHARE, &[("memory", "1Gi"), ("cores", amount)]);
-    script.refuse(&[
-        &mebibytes(all + 1),
-        &cores("1"),
-        &cores("100"),
-        &share_wanted(SHARE, &[("cores", "50")]),
-    ]);
+    script.refuse(&[&mebibytes(all + 1), &cores("101")]);
+    script.take("thirty", &cores("30"), true);
+    script.take("seventy", &cores("70"), true);
+    script.refuse(&[&cores("1"), &share_wanted(SHARE, &[("cores", "50")])]);
+    script.take("memory alone", &cores("0"), true);
+    script.release(&["thirty", "seventy", "memory alone"]);
+    // Who names no memory has all of it, with a limit of time.
+    script.take("half", &share_wanted(SHARE, &[("cores", "50")]), true);
+    script.refuse(&[&mebibytes(1)]);
+    script.release(&["half"]);
     // A capacity is asked for as it is published: without a domain.
     script.refuse(&[
         &share_wanted(SHARE, &[("slots", "1")]),
@@ -128,7 +132,7 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
         script.take("b", &part(within - within / 2), true);
         script.take("beside", &instance, profile.instances > 1);
         script.refuse(&[&whole, &mebibytes(1), &share_wanted(TIMESLICE, &[]), &part(within + 1)]);
-        script.refuse(&[&of(instance.clone(), &[("memory", "1Mi"), ("cores", "10")])]);
+        script.refuse(&[&of(instance.clone(), &[("memory", "1Mi"), ("cores", "101")])]);
         script.release(&["a", "beside"]);
         script.refuse(&[&whole, &mebibytes(1)]);
         script.take("a", &part(within / 2), true);

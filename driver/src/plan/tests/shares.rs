@@ -99,6 +99,27 @@ fn shares_never_have_more_memory_than_there_is() {
 }
 
 #[test]
+fn shares_are_never_guaranteed_more_compute_time_than_there_is() {
+    let free = world(HOPPER, MigMode::Off);
+    let taken = |cores| {
+        let limits = ShareLimits { memory: 1 << 30, cores, settings: Default::default() };
+        free.clone().held_as("other", gpu(), Access::Share(limits), true)
+    };
+    let cores = |world: &World, devices: &str| {
+        let plan = planned(world, devices).unwrap();
+        let all: Vec<u32> = plan.devices.iter().map(|device| device.access.limits().unwrap().cores).collect();
+        all
+    };
+    assert_eq!(cores(&free, "share:gpu-0=10Gi,30"), [30]);
+    assert_eq!(cores(&free, "share:gpu-0=80Gi,100"), [100], "all memory and a limit");
+    assert_eq!(cores(&taken(70), "share:gpu-0=10Gi,30"), [30]);
+    assert_eq!(cores(&taken(100), TEN), [0]);
+    let busy = "has 29 per cent of the cores left beside other shares on GPU-a, and the claim takes 30";
+    check_refused(&taken(71), "share:gpu-0=10Gi,30", busy);
+    check_refused(&free, "share:gpu-0=1Gi,60 share:gpu-0=1Gi,50", "has 40 per cent of the cores left");
+}
+
+#[test]
 fn a_share_and_the_whole_exclude_each_other() {
     let free = world(HOPPER, MigMode::Off);
     for (part, devices) in [
@@ -149,11 +170,7 @@ fn a_share_says_how_its_limits_are_kept() {
 #[test]
 fn what_was_never_published_is_refused() {
     let free = world(HOPPER, MigMode::Off);
-    check_refused(
-        &free,
-        "share:gpu-0=10Gi,30",
-        "30 per cent of the cores, and compute time is not divided yet",
-    );
+    check_refused(&free, "share:gpu-0=10Gi,101", "takes 101 per cent of the cores");
     check_refused(&free, "share:gpu-0=1Ki,0", "takes 1Ki of memory, expected at least 1Mi");
 }
 

@@ -46,6 +46,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     mps::a_deleted_keeper_comes_back_with_its_daemons,
     shares::two_shares_of_a_gpu_see_and_keep_their_own,
     shares::two_shares_of_an_instance_see_and_keep_their_own,
+    shares::two_shares_of_a_gpu_get_their_parts_of_its_time,
     shares::shares_run_beside_other_modes,
     shares::who_goes_round_the_library_is_ended,
     shares::claims_of_every_mode_come_and_go,
