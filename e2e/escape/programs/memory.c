@@ -119,7 +119,24 @@ static void own_library(void)
 		hold(&driver, goal());
 }
 
+/* Managed memory, moved to the GPU; 1 is CU_MEM_ATTACH_GLOBAL. */
+static void managed(void)
+{
+	struct driver driver;
+	unsigned long long address;
+	size_t size = goal() * MIB;
+	void *handle = dlopen(order.copy, RTLD_NOW);
+	if (!handle || find_in(&driver, order.copy))
+		cannot(dlerror());
+	int (*allocate)(unsigned long long *, size_t, unsigned) = (void *)dlsym(handle, "cuMemAllocManaged");
+	int (*move)(unsigned long long, size_t, int, void *) = (void *)dlsym(handle, "cuMemPrefetchAsync");
+	if (!allocate || !move)
+		cannot("since the driver has no managed memory");
+	held(start(&driver) || allocate(&address, size, 1) || move(address, size, 0, NULL) ? 0 : goal());
+}
+
 const struct row memory_rows[] = {
+	{ "managed", managed },
 	{ "link-map", raw_pointers },
 	{ "library-patched", patched },
 	{ "own-libcuda", own_library },

@@ -3,12 +3,16 @@
 use crate::corpus::{Corpus, SAMPLES};
 use crate::node::{self, MIB};
 use crate::programs::Programs;
-use crate::report;
+use crate::report::{self, Line};
+use crate::rows::Row;
 use crate::trial::Enforcement;
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use divvy_pages::GpuUuid;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::mpsc;
 use std::time::Duration;
 
 /// How long the node's agent has to act upon what cannot be prevented.
@@ -65,6 +69,9 @@ struct Run {
     /// Only rows with this word in their name
     #[arg(long, value_name = "WORD")]
     only: Option<String>,
+    /// So many rows side by side; each has a node of its own
+    #[arg(long, value_name = "COUNT", default_value_t = 3)]
+    jobs: usize,
     /// Write the table into this page of the documentation
     #[arg(long, value_name = "PAGE", conflicts_with = "only")]
     table: Option<PathBuf>,
@@ -85,7 +92,7 @@ pub fn main() -> Result<()> {
         Command::Run(run) => self::run(&run),
         Command::Pages { directory, gpu, limit_mib, physical_mib } => {
             let gpu = GpuUuid::parse(&gpu).context("not a UUID")?;
-            node::write_pages(&directory, "claim", "share", gpu, limit_mib * MIB, physical_mib * MIB)
+            node::write_pages(&directory, "claim", "share", (gpu, None), limit_mib * MIB, physical_mib * MIB)
         }
         Command::Corpus { library, only } => self::corpus(&library, only.as_deref()),
     }
@@ -97,16 +104,11 @@ fn run(run: &Run) -> Result<()> {
     let library = run.library.canonicalize().with_context(|| format!("no {}", run.library.display()))?;
     let enforcement = Enforcement { library, environment: run.limit.clone() };
     let (mut good, mut bad) = (0, 0);
-    let mut played = Vec::new();
-    for row in report::chosen(run.only.as_deref()) {
-        let line = report::play(row, &programs, &enforcement, DEADLINE);
-        println!("{line}");
-        if line.good() {
-            good += 1
-        } else {
-            bad += 1
-        }
-        played.push(line);
+    let played = play_all(report::chosen(run.only.as_deref()), run.jobs, |row| {
+        report::play(row, &programs, &enforcement, DEADLINE)
+    });
+    for line in &played {
+        if line.good() { good += 1 } else { bad += 1 }
     }
     println!("{good} passed, {bad} failed");
     if let Some(page) = run.table.as_ref().or(run.check.as_ref()) {
@@ -121,6 +123,40 @@ fn run(run: &Run) -> Result<()> {
     ensure!(good + bad > 0, "no row has that word in its name");
     ensure!(bad == 0, "{bad} rows failed");
     Ok(())
+}
+
+/// Plays rows, several at a time, and prints each when it and those before it are played.
+fn play_all(
+    rows: impl Iterator<Item = &'static Row> + Send,
+    jobs: usize,
+    play: impl Fn(&'static Row) -> Line + Sync,
+) -> Vec<Line> {
+    let rows = Mutex::new(rows.enumerate());
+    let (send, played) = mpsc::channel();
+    std::thread::scope(|scope| {
+        for _ in 0..jobs.max(1) {
+            let send = send.clone();
+            scope.spawn(|| {
+                let (rows, send) = (&rows, send);
+                // A thread that panics has not held it while it played.
+                let next = || rows.lock().ok()?.next();
+                while let Some((at, row)) = next() {
+                    // Whoever prints waits for all.
+                    let _ = send.send((at, play(row)));
+                }
+            });
+        }
+        drop(send);
+        let (mut early, mut lines) = (BTreeMap::new(), Vec::new());
+        for (at, line) in played {
+            early.insert(at, line);
+            while let Some(line) = early.remove(&lines.len()) {
+                println!("{line}");
+                lines.push(line);
+            }
+        }
+        lines
+    })
 }
 
 fn corpus(library: &Path, only: Option<&str>) -> Result<()> {

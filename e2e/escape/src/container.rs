@@ -6,6 +6,7 @@
 //! is a mounted file, so that the loader finds the library as it does in a pod: no environment is involved. Who waits in
 //! it as process 1 is a shell; programs enter by `nsenter` and lose, before they run, what that root could do.
 
+use crate::cgroup::Cgroup;
 use crate::node::{Node, Share};
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
@@ -30,6 +31,8 @@ pub struct Recipe {
     pub environment: Vec<(String, String)>,
     /// As root, without a user namespace: for programs that change their user.
     pub root: bool,
+    /// In a cgroup of its own, which the node knows of: for limits that the GPU driver keeps.
+    pub cgroup: bool,
     /// Shell that runs before the root is changed to `/mnt`, as the root that mounts: a pod's own volumes.
     pub volumes: String,
 }
@@ -42,10 +45,13 @@ pub struct Container {
     pub first: u32,
     root: bool,
     environment: Vec<(String, String)>,
+    /// Its processes leave it when they die with this.
+    pub cgroup: Option<Cgroup>,
 }
 
 impl Container {
     pub fn start(node: &Node, recipe: &Recipe) -> Result<Self> {
+        let cgroup = if recipe.cgroup { Some(Cgroup::make()?) } else { None };
         let user: &[&str] = if recipe.root { &[] } else { &["--user", "--map-root-user"] };
         let mut outer = Command::new("unshare")
             .args(user)
@@ -71,13 +77,26 @@ impl Container {
         }
         let id = outer.id();
         let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
-        let first = children.trim().parse().context("the container has no process 1")?;
-        Ok(Self { outer, first, root: recipe.root, environment: recipe.environment.clone() })
+        let first: u32 = children.trim().parse().context("the container has no process 1")?;
+        if let Some(cgroup) = &cgroup {
+            std::fs::write(cgroup.processes(), first.to_string())?;
+            for share in &recipe.shares {
+                share.tell_container(cgroup.name(), &cgroup.line())?;
+            }
+        }
+        Ok(Self { outer, first, root: recipe.root, environment: recipe.environment.clone(), cgroup })
     }
 
     /// A program in the container, as a tenant of it.
     pub fn command(&self, program: &Path) -> Command {
-        let mut command = Command::new("nsenter");
+        let mut command = match &self.cgroup {
+            Some(cgroup) => {
+                let mut shell = Command::new("sh");
+                shell.args(["-c", r#"echo $$ > "$0" && exec "$@""#]).arg(cgroup.processes()).arg("nsenter");
+                shell
+            }
+            None => Command::new("nsenter"),
+        };
         command.args(["--target", &self.first.to_string(), "--mount", "--pid"]);
         if !self.root {
             command.args(["--user", "--preserve-credentials"]);
@@ -115,6 +134,9 @@ fn script(node: &Node, recipe: &Recipe) -> Result<String> {
          cp -a /etc/. /mnt/etc/ 2>/dev/null || true\n\
          rm -f /mnt/etc/ld.so.preload\n\
          mount -t proc proc /mnt/proc\n\
+         for place in $(grep -o ' /mnt/sys/fs/cgroup[^ ]* cgroup2* ' /proc/self/mounts | cut -d' ' -f2); do\n\
+         \x20 mount -o remount,bind,ro,nosuid,nodev,noexec $place\n\
+         done\n\
          bind() { mkdir -p $(dirname $2); touch $2; mount --bind $1 $2; mount -o remount,bind,$3 $2; }\n",
     );
     script += &format!("cp {} /mnt/etc/ld.so.cache\n", text(&node.loader_cache()?)?);

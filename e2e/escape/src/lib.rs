@@ -12,6 +12,7 @@
 //! - [`corpus`]: programs of all sorts, which the library must not disturb.
 //! - [`trial`]: one row played once; [`report`]: all of them, and the table for the documentation.
 
+pub mod cgroup;
 pub mod command;
 pub mod container;
 pub mod corpus;

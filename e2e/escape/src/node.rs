@@ -3,18 +3,24 @@
 //! What is used is read from the simulator's own ledger, which is exact to the byte and which neither the library nor
 //! its pages have a part in: the judge of every trick that is about memory.
 
+use crate::cgroup;
+use crate::rows::On;
 use anyhow::{Context, Result, ensure};
 use divvy_pages::policy::{Compute, Flags, Memory, Policy};
 use divvy_pages::{GpuUuid, Text, account};
 use divvy_sim::{Ledger, Options, Sim};
 use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use tempfile::TempDir;
 
 pub const MIB: u64 = 1 << 20;
+/// A GPU driver that keeps limits of cgroups.
+const LIMITING: &str = "615.10.01";
+/// Half of an H100: NVML's numbers of the profiles `3g.40gb` and, in it, `3c`.
+const HALF: (u32, u32) = (9, 2);
 /// What a context takes on the simulated GPU.
 pub const CONTEXT: u64 = 300 * MIB;
 
@@ -24,6 +30,8 @@ pub struct Node {
     pub sim: Sim,
     ledger: Arc<Ledger>,
     uuid: GpuUuid,
+    /// Of a MIG instance, the GPU instance's number and the UUID.
+    mig: Option<(u32, GpuUuid)>,
 }
 
 /// The pages of one share, as files.
@@ -42,15 +50,45 @@ impl Node {
 
     /// The same with its files in a directory of this one.
     pub fn up_in(gpu: &str, parent: &Path) -> Result<Self> {
+        Self::with(gpu, parent, |_| ())
+    }
+
+    /// A node with one device of that sort.
+    pub fn of(on: On) -> Result<Self> {
+        let parent = std::env::temp_dir();
+        match on {
+            On::Gpu => Self::up("L4"),
+            On::Limiting => {
+                let node = Self::with("L4", &parent, |options| options.driver = LIMITING.to_owned())?;
+                let sysfs = node.sim.root().join("sys/fs");
+                std::fs::create_dir_all(&sysfs)?;
+                symlink(cgroup::root()?, sysfs.join("cgroup"))?;
+                Ok(node)
+            }
+            On::Instance => {
+                let mut node = Self::with("H100-SXM5-80GB", &parent, |_| ())?;
+                let (gi, ci) = node.sim.update(|state| {
+                    state.set_mig_mode(0, true)?;
+                    let gi = state.create_gi(0, HALF.0, None)?;
+                    Ok((gi.id, state.create_ci(0, gi.id, HALF.1, None)?))
+                })?;
+                node.mig = Some((gi, GpuUuid::parse(&ci.uuid).context("an instance without a UUID")?));
+                Ok(node)
+            }
+        }
+    }
+
+    fn with(gpu: &str, parent: &Path, adjust: impl FnOnce(&mut Options)) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("escape-").tempdir_in(parent)?;
-        let options = Options::new(divvy_sim::library()?, std::env::current_exe()?);
+        let mut options = Options::new(divvy_sim::library()?, std::env::current_exe()?);
+        adjust(&mut options);
         let sim = divvy_sim::up(&dir.path().join("gpu"), gpu, &options)?;
         let state = sim.read()?;
         let uuid =
             state.gpus.first().and_then(|gpu| GpuUuid::parse(&gpu.uuid)).context("a GPU without a UUID")?;
         std::fs::create_dir(dir.path().join("programs"))?;
         let ledger = Arc::new(Ledger::open(sim.dir())?);
-        Ok(Self { dir, ledger, uuid, sim })
+        Ok(Self { dir, ledger, uuid, sim, mig: None })
     }
 
     /// A directory for what a run needs.
@@ -77,16 +115,28 @@ impl Node {
     pub fn share(&self, claim: &str, id: &str, limit: u64) -> Result<Share> {
         let directory = self.path().join("shares").join(claim).join(id);
         let state = self.sim.read()?;
-        let physical = divvy_sim::mig::memory_mib(state.gpus.first().context("no GPU")?, None) * MIB;
-        write_pages(&directory, claim, id, self.uuid, limit, physical)?;
+        let gpu = state.gpus.first().context("no GPU")?;
+        let physical = divvy_sim::mig::memory_mib(gpu, self.mig.map(|(gi, _)| gi)) * MIB;
+        write_pages(&directory, claim, id, self.device(), limit, physical)?;
         Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
     }
 
     /// Pages of the same GPU that allow everything, which no node has made.
     pub fn forged(&self) -> Result<PathBuf> {
         let directory = self.path().join("forged");
-        write_pages(&directory, "mine", "share", self.uuid, 1 << 43, 1 << 43)?;
+        write_pages(&directory, "mine", "share", self.device(), 1 << 43, 1 << 43)?;
         Ok(directory)
+    }
+
+    fn device(&self) -> (GpuUuid, Option<GpuUuid>) {
+        (self.uuid, self.mig.map(|(_, uuid)| uuid))
+    }
+
+    /// Whether the GPU driver keeps a limit of that cgroup.
+    pub fn limits(&self, cgroup: &Path) -> Result<bool> {
+        let state = self.sim.read()?;
+        let path = cgroup.to_str().context("a path that is no text")?;
+        Ok(state.gpus.first().is_some_and(|gpu| gpu.cgroup_limit(path).is_ok()))
     }
 
     /// Bytes that living processes use of the GPU.
@@ -117,12 +167,12 @@ impl Node {
     }
 }
 
-/// Writes the pages of a share of a GPU; amounts in bytes.
+/// Writes the pages of a share of a GPU, or of the MIG instance beside it; amounts in bytes.
 pub fn write_pages(
     directory: &Path,
     claim: &str,
     id: &str,
-    gpu: GpuUuid,
+    (gpu, mig): (GpuUuid, Option<GpuUuid>),
     limit: u64,
     physical: u64,
 ) -> Result<()> {
@@ -131,7 +181,7 @@ pub fn write_pages(
         claim: short(claim)?,
         share: short(id)?,
         gpu,
-        mig: None,
+        mig,
         pci: Text::EMPTY,
         memory: Memory { limit, physical, context: CONTEXT, ..Memory::default() },
         compute: Compute::default(),
@@ -141,8 +191,9 @@ pub fn write_pages(
     let head = account::fresh();
     page[..head.len()].copy_from_slice(&head);
     std::fs::create_dir_all(directory)?;
-    write(&directory.join("policy"), &policy.encode(), 0o444)?;
-    Ok(write(&directory.join("account"), &page, 0o666)?)
+    // The agent may be at work: with the policy page there is a share.
+    write(&directory.join("account"), &page, 0o666)?;
+    Ok(write(&directory.join("policy"), &policy.encode(), 0o444)?)
 }
 
 fn write(file: &Path, content: &[u8], mode: u32) -> std::io::Result<()> {
@@ -151,6 +202,13 @@ fn write(file: &Path, content: &[u8], mode: u32) -> std::io::Result<()> {
 }
 
 impl Share {
+    /// Notes a container with this share and its cgroup, as the OCI hook does.
+    pub(crate) fn tell_container(&self, id: &str, line: &str) -> Result<()> {
+        let known = self.directory.join("cgroups");
+        std::fs::create_dir_all(&known)?;
+        Ok(std::fs::write(known.join(id), line)?)
+    }
+
     /// Nanoseconds of compute time that the account page says are left.
     pub fn balance(&self) -> Result<i64> {
         let page = std::fs::read(self.directory.join("account"))?;

@@ -23,6 +23,11 @@ pub enum Verdict {
         found: BTreeSet<&'static str>,
         ended: bool,
     },
+    /// The GPU driver refused it, and the node told of it.
+    Held {
+        found: BTreeSet<&'static str>,
+        ended: bool,
+    },
     NotHeld,
     /// A process of somebody else's share was ended.
     Harmed,
@@ -37,6 +42,10 @@ impl fmt::Display for Verdict {
                 let found = found.iter().copied().collect::<Vec<_>>().join(", ");
                 write!(f, "detected: {found}; {}", done(*ended))
             }
+            Self::Held { found, ended } => {
+                let found = found.iter().copied().collect::<Vec<_>>().join(", ");
+                write!(f, "held by the GPU driver: {found}; {}", done(*ended))
+            }
             Self::NotHeld => f.write_str("**not held**"),
             Self::Harmed => f.write_str("**harms a neighbour**"),
             Self::Cannot(why) => write!(f, "not tried: {why}"),
@@ -49,19 +58,23 @@ impl fmt::Display for Verdict {
 pub fn judge(row: &Row, programs: &Programs, enforcement: &Enforcement, within: Duration) -> Result<Verdict> {
     let mut trial = Trial::play(row, programs, Some(enforcement), enforcement.is_divvy())?;
     let found = match &trial.outcome {
+        Outcome::Held if matches!(row.must, Must::BeHeld(_)) => trial.found(row, within),
         Outcome::Held => Vec::new(),
         Outcome::Cannot(why) => return Ok(Verdict::Cannot(why.clone())),
         Outcome::Escaped | Outcome::Ended => trial.found(row, within),
     };
+    let ended = found.iter().any(|told| told.ended);
+    let kinds = found.iter().map(|told| told.kind).collect();
     Ok(if !trial.neighbour_lives()? {
         Verdict::Harmed
-    } else if trial.outcome == Outcome::Held {
-        Verdict::Prevented
-    } else if found.is_empty() || trial.gained(row)? {
+    } else if trial.gained(row)? || (found.is_empty() && trial.outcome != Outcome::Held) {
         Verdict::NotHeld
+    } else if trial.outcome != Outcome::Held {
+        Verdict::Detected { found: kinds, ended }
+    } else if found.is_empty() {
+        Verdict::Prevented
     } else {
-        let ended = found.iter().any(|told| told.ended);
-        Verdict::Detected { found: found.iter().map(|told| told.kind).collect(), ended }
+        Verdict::Held { found: kinds, ended }
     })
 }
 
@@ -75,7 +88,7 @@ fn done(ended: bool) -> &'static str {
 pub fn wins_unguarded(row: &Row, programs: &Programs, enforcement: &Enforcement) -> Result<bool> {
     let left = match row.must {
         Must::BePrevented => None,
-        Must::BeDetected(_) => Some(enforcement),
+        Must::BeDetected(_) | Must::BeHeld(_) => Some(enforcement),
     };
     let trial = Trial::play(row, programs, left, false)?;
     Ok(trial.outcome == Outcome::Escaped)
@@ -105,6 +118,7 @@ impl Line {
         let held = match (&self.verdict, self.row.must) {
             (Ok(Verdict::Prevented), Must::BePrevented) => true,
             (Ok(Verdict::Detected { found, .. }), Must::BeDetected(what)) => found.contains(what),
+            (Ok(Verdict::Held { found, ended: false }), Must::BeHeld(what)) => found.contains(what),
             _ => false,
         };
         held && matches!(self.wins_unguarded, Ok(true))
@@ -115,6 +129,9 @@ impl Line {
         match (&self.verdict, self.row.must) {
             (Ok(Verdict::Detected { found, ended }), Must::BeDetected(what)) if found.contains(what) => {
                 format!("detected: `{what}`; {}", done(*ended))
+            }
+            (Ok(Verdict::Held { found, ended }), Must::BeHeld(what)) if found.contains(what) => {
+                format!("held by the GPU driver: `{what}`; {}", done(*ended))
             }
             (Ok(verdict), _) => verdict.to_string(),
             (Err(_), _) => "not judged".to_owned(),

@@ -7,6 +7,18 @@ pub enum Must {
     BePrevented,
     /// The node finds it within seconds, as this sort of finding among others, and acts upon it.
     BeDetected(&'static str),
+    /// The GPU driver refuses it. The node tells of this sort of finding among others, and ends nobody.
+    BeHeld(&'static str),
+}
+
+/// What the share is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On {
+    Gpu,
+    /// A MIG instance.
+    Instance,
+    /// A GPU whose driver keeps limits of cgroups.
+    Limiting,
 }
 
 /// What is won by a trick.
@@ -21,9 +33,9 @@ pub enum Gain {
 /// How a trick is played.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Play {
-    /// By `escape` with the row's name.
+    /// By `escape` with the row's word.
     Escape,
-    /// By `escape` with the row's name, on a driver whose functions have versions, as not every one's have.
+    /// By `escape` with the row's word, on a driver whose functions have versions, as not every one's have.
     Versioned,
     /// By `escape plain` in two containers at once that have the same pages.
     TwoContainers,
@@ -53,11 +65,21 @@ pub struct Row {
     pub must: Must,
     pub play: Play,
     pub gain: Gain,
+    pub on: On,
 }
 
 impl Row {
     const fn played(self, play: Play) -> Self {
         Self { play, ..self }
+    }
+
+    const fn on(self, on: On) -> Self {
+        Self { on, ..self }
+    }
+
+    /// What `escape` calls it: the name up to where the device begins.
+    pub fn word(&self) -> &'static str {
+        self.name.split_once('@').map_or(self.name, |(word, _)| word)
     }
 
     const fn winning(self, gain: Gain) -> Self {
@@ -66,11 +88,15 @@ impl Row {
 }
 
 const fn prevented(name: &'static str, trick: &'static str) -> Row {
-    Row { name, trick, must: Must::BePrevented, play: Play::Escape, gain: Gain::Memory }
+    Row { name, trick, must: Must::BePrevented, play: Play::Escape, gain: Gain::Memory, on: On::Gpu }
 }
 
 const fn detected(name: &'static str, trick: &'static str, as_what: &'static str) -> Row {
-    Row { name, trick, must: Must::BeDetected(as_what), play: Play::Escape, gain: Gain::Memory }
+    Row { name, trick, must: Must::BeDetected(as_what), play: Play::Escape, gain: Gain::Memory, on: On::Gpu }
+}
+
+const fn held(name: &'static str, trick: &'static str, told_as: &'static str) -> Row {
+    Row { name, trick, must: Must::BeHeld(told_as), play: Play::Escape, gain: Gain::Memory, on: On::Limiting }
 }
 
 /// Not registered on the account page, whatever loaded the driver's functions instead of the library.
@@ -142,6 +168,25 @@ pub const ROWS: &[Row] = &[
     detected("link-map", "raw pointers, found by walking the loader's tables", HIDDEN),
     detected("library-patched", "patches the library's code in its own memory", OVER),
     detected("policy-mapped-over", "maps memory of its own over the policy page", OVER),
+    prevented("plain@mig", "a share of a MIG instance: just allocates more").on(On::Instance),
+    detected("own-libcuda@mig", "the same: a copy of the driver under another name and SONAME", HIDDEN)
+        .on(On::Instance),
+    detected("account-zeroed@mig", "the same: writes its own account page: nothing used", OVER)
+        .on(On::Instance),
+    prevented("plain@limits", "a GPU driver that limits cgroups: just allocates more").on(On::Limiting),
+    held("static@limits", "the same: a static binary with its own driver library", HIDDEN)
+        .played(Play::Static),
+    held("own-libcuda@limits", "the same: a copy of the driver under another name and SONAME", HIDDEN),
+    held("raw@limits", "the same: raw ioctl, no driver library at all", HIDDEN).played(Play::Raw),
+    held(
+        "etc-moved@limits",
+        "the same: the container's root moves `/etc` away, and with it what the loader preloads",
+        HIDDEN,
+    ),
+    held("pid-namespace@limits", "the same: processes outside the container's pid namespace", HIDDEN),
+    held("cgroup-left@limits", "the same: the container's root moves itself to another cgroup", HIDDEN),
+    detected("managed@limits", "the same: managed memory, by a driver library of its own", OVER)
+        .on(On::Limiting),
 ];
 
 /// The row of that name.

@@ -3,7 +3,7 @@
 use crate::container::{Container, Recipe};
 use crate::node::{MIB, Node, Share};
 use crate::programs::{self, Programs};
-use crate::rows::{Gain, Must, Play, Row, Volume};
+use crate::rows::{Gain, Must, On, Play, Row, Volume};
 use crate::watch::{Told, Watch};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::File;
@@ -121,7 +121,7 @@ impl Trial {
         enforcement: Option<&Enforcement>,
         watched: bool,
     ) -> Result<Self> {
-        let node = Node::up("L4")?;
+        let node = Node::of(row.on)?;
         programs.install(&node)?;
         if row.play == Play::Versioned {
             programs.give_versions(&node)?;
@@ -138,9 +138,9 @@ impl Trial {
             neighbour: None,
         };
         if let Some(enforcement) = enforcement.filter(|_| watched) {
-            trial.neighbour(enforcement)?;
+            trial.neighbour(row, enforcement)?;
         }
-        let mut recipe = Recipe::default();
+        let mut recipe = Recipe { cgroup: row.on == On::Limiting, ..Recipe::default() };
         if let Some(enforcement) = enforcement {
             recipe.library = Some(enforcement.library.clone());
             if enforcement.is_divvy() {
@@ -168,6 +168,7 @@ impl Trial {
         let commands: Vec<Command> =
             containers.iter().map(|container| trial.command(row, container)).collect();
         trial.containers.extend(containers);
+        trial.wait_for_limits()?;
         let mut all = Vec::new();
         for command in commands {
             let (child, said) = trial.start(command)?;
@@ -205,7 +206,7 @@ impl Trial {
     pub fn found(&self, row: &Row, within: Duration) -> Vec<Told> {
         let Some(watch) = &self.watch else { return Vec::new() };
         let expected = |told: &Told| match row.must {
-            Must::BeDetected(what) => told.kind == what,
+            Must::BeDetected(what) | Must::BeHeld(what) => told.kind == what,
             Must::BePrevented => true,
         };
         watch.until(Instant::now() + within, |told| {
@@ -219,10 +220,11 @@ impl Trial {
     }
 
     /// Somebody else with a share of the same GPU, who keeps within it.
-    fn neighbour(&mut self, enforcement: &Enforcement) -> Result<()> {
+    fn neighbour(&mut self, row: &Row, enforcement: &Enforcement) -> Result<()> {
         let share = self.node.share(NEIGHBOUR, SHARE, NEIGHBOUR_LIMIT)?;
         let library = Some(enforcement.library.clone());
-        let recipe = Recipe { shares: vec![share], library, ..Recipe::default() };
+        let cgroup = row.on == On::Limiting;
+        let recipe = Recipe { shares: vec![share], library, cgroup, ..Recipe::default() };
         let container = Container::start(&self.node, &recipe)?;
         let mut command = container.command(&self.node.programs().join("escape"));
         self.tell(&mut command, "plain", NEIGHBOUR_MIB);
@@ -236,6 +238,19 @@ impl Trial {
             self.refusals()
         );
         self.others = self.node.used();
+        Ok(())
+    }
+
+    /// Until the agent has had the GPU driver keep the limits of the containers' cgroups: what they have before, they keep.
+    fn wait_for_limits(&self) -> Result<()> {
+        let begun = Instant::now();
+        let cgroups = self.containers.iter().filter_map(|container| container.cgroup.as_ref());
+        for cgroup in cgroups.filter(|_| self.watch.is_some()) {
+            while !self.node.limits(cgroup.directory())? {
+                ensure!(begun.elapsed() < PLAY, "the agent has {} not limited", cgroup.name());
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
         Ok(())
     }
 
@@ -254,7 +269,7 @@ impl Trial {
         match row.play {
             Play::Static => command.arg(GOAL_MIB.to_string()),
             Play::Raw => command.args(["raw", &GOAL_MIB.to_string()]).arg(self.node.sim.root()),
-            Play::Escape | Play::Versioned => self.tell(&mut command, row.name, GOAL_MIB),
+            Play::Escape | Play::Versioned => self.tell(&mut command, row.word(), GOAL_MIB),
             Play::TwoContainers | Play::Volumes(_) | Play::Unadmitted(_) => {
                 self.tell(&mut command, "plain", GOAL_MIB)
             }

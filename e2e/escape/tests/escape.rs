@@ -44,7 +44,7 @@ fn what_the_library_must_prevent_is_prevented() {
 
 #[test]
 fn what_the_node_must_detect_is_detected() {
-    check(&["own-libcuda", "account-zeroed"]);
+    check(&["own-libcuda", "account-zeroed", "own-libcuda@mig"]);
 }
 
 #[test]
@@ -64,6 +64,7 @@ fn the_page_tells_of_every_row_what_must_become_of_it() {
         let what = match row.must {
             Must::BePrevented => "prevented".to_owned(),
             Must::BeDetected(what) => format!("detected: `{what}`"),
+            Must::BeHeld(what) => format!("held by the GPU driver: `{what}`"),
         };
         assert!(line.starts_with(&format!("| {} | {what}", row.trick)), "{line}");
     }
