@@ -195,6 +195,7 @@ pub fn share_settings(configs: &[AppliedConfig]) -> Result<ShareSettings, Misfit
         priority: class.priority.unwrap_or(default.priority),
         weight: class.weight.unwrap_or(default.weight),
         ceiling,
+        burst: class.ceiling.is_some(),
     })
 }
 

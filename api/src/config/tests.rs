@@ -270,6 +270,15 @@ fn a_tenant_may_only_tighten_itself() {
         );
     };
     use Injection::{Preload, Shim};
+    let bursts = |configs: &[(ShareConfig, Source)]| {
+        let applied = |(config, source): &(ShareConfig, Source)| AppliedConfig {
+            config: DeviceConfig::ShareConfig(config.clone()),
+            source: *source,
+        };
+        share_settings(&configs.iter().map(applied).collect::<Vec<_>>()).map(|found| found.burst)
+    };
+    assert_eq!(bursts(&[class(Some(60)), claim(40)]), Ok(true));
+    assert_eq!(bursts(&[class(None), claim(40)]), Ok(false), "a claim lends itself nothing");
     check(&[], Ok((Preload, 100, 100)));
     check(&[claim(40)], Ok((Preload, 100, 40)));
     check(&[class(None), claim(100)], Ok((Shim, 7, 100)));

@@ -143,6 +143,8 @@ struct Share {
     weight: u32,
     /// Per cent.
     ceiling: u32,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    burst: bool,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -363,7 +365,7 @@ impl From<Device> for DeviceRecord {
 
 impl From<ShareLimits> for Share {
     fn from(limits: ShareLimits) -> Self {
-        let ShareSettings { injection, observe_only, priority, weight, ceiling } = limits.settings;
+        let ShareSettings { injection, observe_only, priority, weight, ceiling, burst } = limits.settings;
         Self {
             memory: limits.memory,
             cores: limits.cores,
@@ -378,6 +380,7 @@ impl From<ShareLimits> for Share {
             },
             weight,
             ceiling,
+            burst,
         }
     }
 }
@@ -396,6 +399,7 @@ impl From<Share> for ShareLimits {
             },
             weight: share.weight,
             ceiling: share.ceiling,
+            burst: share.burst,
         };
         Self { memory: share.memory, cores: share.cores, settings }
     }

@@ -35,7 +35,8 @@ pub fn policy(
         Part::Whole { .. } => gpu.memory_bytes,
         Part::Instance(key) => gpu.profile(key.profile_id).map_or(0, share::memory_of_profile),
     };
-    let ShareSettings { injection: _, observe_only, priority, weight, ceiling } = limits.settings;
+    let ShareSettings { injection: _, observe_only, priority, weight, ceiling: _, burst: _ } =
+        limits.settings;
     let observing = if observe_only { Flags::OBSERVE_ONLY } else { Flags::default() };
     Ok(Policy {
         claim: text("claim UID", claim.as_str())?,
@@ -46,7 +47,7 @@ pub fn policy(
         memory: Memory { limit: limits.memory, physical, context: CONTEXT, ..Memory::default() },
         compute: Compute {
             cores: limits.cores,
-            ceiling,
+            ceiling: ceiling(limits),
             weight,
             priority: match priority {
                 Priority::Low => 0,
@@ -56,6 +57,14 @@ pub fn policy(
         },
         flags: Flags::STRICT.with(Flags::NVML_VIEW).with(observing),
     })
+}
+
+/// Per cent at most; 0 where the guarantee is the ceiling, or where there is neither.
+fn ceiling(limits: ShareLimits) -> u32 {
+    match (limits.cores, limits.settings) {
+        (0, ShareSettings { ceiling: 100, .. }) | (1.., ShareSettings { burst: false, .. }) => 0,
+        (cores, ShareSettings { ceiling, .. }) => ceiling.max(cores),
+    }
 }
 
 fn text<const N: usize>(name: &'static str, value: &str) -> Result<Text<N>, Unwritable> {
@@ -78,6 +87,25 @@ mod tests {
     #[test]
     fn a_bus_is_called_as_nvml_calls_it() {
         assert_eq!(nvml_bus_id("0000:1a:00.0"), "00000000:1A:00.0");
+    }
+
+    #[test]
+    fn a_guarantee_is_the_ceiling_unless_the_class_names_one() {
+        let check = |cores, ceiling, burst, page| {
+            let settings = ShareSettings { ceiling, burst, ..ShareSettings::default() };
+            assert_eq!(
+                super::ceiling(ShareLimits { memory: 1, cores, settings }),
+                page,
+                "{cores} {ceiling} {burst}"
+            );
+        };
+        check(30, 100, false, 0);
+        check(30, 50, false, 0);
+        check(30, 50, true, 50);
+        check(30, 20, true, 30);
+        check(0, 100, false, 0);
+        check(0, 100, true, 0);
+        check(0, 50, false, 50);
     }
 
     #[test]
