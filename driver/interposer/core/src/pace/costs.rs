@@ -143,11 +143,13 @@ impl Cost {
         let _ = self.under_way.fetch_update(Relaxed, Relaxed, |count| count.checked_add_signed(by));
     }
 
-    /// A launch took so many nanoseconds of the device.
+    /// A launch took so many nanoseconds of the device. One that took much longer than the others is
+    /// believed step by step: kernels of neighbours may have cut in. It is charged in full all the same.
     pub(crate) fn learn(&self, took: u64) {
         let count = self.measured.load(Relaxed).min(FIRST);
         self.measured.store(count + 1, Relaxed);
         let old = self.estimate.load(Relaxed);
+        let took = if count < FIRST { took } else { took.min(old.saturating_mul(4)) };
         let part = i64::from(count) + 1;
         let new = old as i64 + (took as i64 - old as i64) / part;
         self.estimate.store(new.max(1) as u64, Relaxed);

@@ -36,6 +36,8 @@ pub use samples::Timer;
 /// Measured work that is under way at most, in nanoseconds, when more is launched: a device is
 /// kept busy by less, and what is queued nobody can take back.
 const DEPTH: i64 = 8_000_000;
+/// Of what was charged too little, so much is charged at once, in nanoseconds.
+const AT_ONCE: i64 = 2_000_000;
 /// A launch waits no longer than this for others to end, in nanoseconds.
 const PATIENCE: u64 = SECOND;
 /// A closed gate lets one launch through in each such time, in nanoseconds: a node that died with
@@ -50,8 +52,40 @@ pub(crate) struct Pace {
     credit: AtomicI64,
     /// When a closed gate last let a launch through.
     passed: AtomicU64,
-    _line: [u64; 6],
+    /// Nanoseconds that launches were charged too little, to be paid with later ones.
+    owed: AtomicI64,
+    _line: [u64; 5],
     samples: Samples,
+}
+
+impl Pace {
+    /// Charges or gives back what was measured. A large debt, as of one measured launch that stands for
+    /// many, is paid in instalments: at once it would be a stall.
+    fn settle(&self, difference: i64) {
+        let mut difference = difference;
+        if difference > 0 {
+            // What is given back is taken off the debt first.
+            let owed = self.owed.load(Relaxed).clamp(0, difference);
+            self.owed.fetch_sub(owed, Relaxed);
+            difference -= owed;
+        } else if difference < -AT_ONCE {
+            self.owed.fetch_add(-AT_ONCE - difference, Relaxed);
+            difference = -AT_ONCE;
+        }
+        self.credit.fetch_add(difference, Relaxed);
+    }
+
+    /// What a launch of that cost pays of the debt.
+    #[inline]
+    fn instalment(&self, cost: i64) -> i64 {
+        let owed = self.owed.load(Relaxed);
+        if owed <= 0 {
+            return 0;
+        }
+        let part = owed.min(cost);
+        self.owed.fetch_sub(part, Relaxed);
+        part
+    }
 }
 
 impl<S: System> Device<'_, S> {
@@ -76,7 +110,8 @@ impl<S: System> Device<'_, S> {
             return call();
         }
         let charge = self.local.costs.charge(work);
-        if pace.credit.fetch_sub(charge.nanoseconds, Relaxed) < charge.nanoseconds || !self.is_open() {
+        let costs = charge.nanoseconds + pace.instalment(charge.nanoseconds);
+        if pace.credit.fetch_sub(costs, Relaxed) < costs || !self.is_open() {
             self.wait_for_credit(pace, timer);
         }
         let answer = match charge.measure {
@@ -113,7 +148,7 @@ impl<S: System> Device<'_, S> {
         let mut nap = 20_000;
         let mut start = None;
         loop {
-            pace.credit.fetch_add(pace.samples.harvest(timer, &self.local.costs), Relaxed);
+            pace.settle(pace.samples.harvest(timer, &self.local.costs));
             let may_go = cost.may_go() && pace.samples.has_room(DEPTH);
             if may_go || self.observes() {
                 return;
@@ -170,7 +205,7 @@ impl<S: System> Device<'_, S> {
         }
         let mut waited_since = None;
         loop {
-            pace.credit.fetch_add(pace.samples.harvest(timer, &self.local.costs), Relaxed);
+            pace.settle(pace.samples.harvest(timer, &self.local.costs));
             let lacks = pace.credit.load(Relaxed).saturating_neg();
             if lacks <= 0 {
                 break;
