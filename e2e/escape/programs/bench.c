@@ -1,4 +1,4 @@
-/* bench launch N | info N | alloc LIVE lifo|fifo|random N | init N | race ROUNDS SEED | kills N SEED
+/* bench launch N | info N | alloc LIVE lifo|fifo|random N | init N | race ROUNDS SEED | kills N SEED | hold MIB
  *
  * A CUDA program that measures itself: finds the driver as an application does, by dlopen and dlsym, and prints
  * figures as `name value`, in nanoseconds where it is a time. It knows nothing of shares. */
@@ -398,6 +398,26 @@ static void kills(long count, uint64_t seed)
 		(unsigned long long)late);
 }
 
+/* Takes so much as soon as it may and stays; says when that was, and that it waits if it must. */
+static void hold(long mib)
+{
+	int told = 0;
+	address made;
+	start();
+	uint64_t begin = now();
+	while (cuda.cuMemAlloc_v2(&made, mib * MIB)) {
+		if (!told++)
+			printf("waiting 0\n"), fflush(stdout);
+		if (now() - begin > 30000000000ull)
+			fail("nothing is freed", 0);
+		usleep(500);
+	}
+	printf("held %llu\n", (unsigned long long)now());
+	fflush(stdout);
+	for (;;)
+		pause();
+}
+
 int main(int count, char **words)
 {
 	const char *mode = count > 1 ? words[1] : "";
@@ -414,10 +434,12 @@ int main(int count, char **words)
 		init(number);
 	else if (!strcmp(mode, "race") && count == 4)
 		race(number, strtoull(words[3], NULL, 10));
+	else if (!strcmp(mode, "hold"))
+		hold(number);
 	else if (!strcmp(mode, "kills") && count == 4)
 		kills(number, strtoull(words[3], NULL, 10));
 	else {
-		fprintf(stderr, "usage: bench launch N | info N | alloc LIVE ORDER N | init N | race ROUNDS SEED | kills N SEED\n");
+		fprintf(stderr, "usage: bench launch N | info N | alloc LIVE ORDER N | init N | race ROUNDS SEED | kills N SEED | hold MIB\n");
 		return 2;
 	}
 	return 0;

@@ -6,7 +6,8 @@
 //! also played with what should stop it taken away, and must then win.
 //!
 //! - [`rows`]: the tricks, and what must become of each.
-//! - [`node`]: a simulated GPU with shares; [`container`]: namespaces, mounts and capabilities as a pod has them.
+//! - [`node`]: a simulated GPU with shares; [`container`]: namespaces, mounts and capabilities as a pod has them;
+//!   [`cgroup`]: one of its own, where it must have one.
 //! - [`programs`]: the programs, in C under `programs/`; [`raw`]: the one that needs no driver library.
 //! - [`watch`]: the node's agent, which must find what the library cannot prevent.
 //! - [`corpus`]: programs of all sorts, which the library must not disturb.

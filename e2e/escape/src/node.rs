@@ -132,6 +132,17 @@ impl Node {
         (self.uuid, self.mig.map(|(_, uuid)| uuid))
     }
 
+    /// A share of the GPU in that slot, where there are several.
+    pub fn share_of(&self, slot: usize, claim: &str, id: &str, limit: u64) -> Result<Share> {
+        let directory = self.path().join("shares").join(claim).join(id);
+        let state = self.sim.read()?;
+        let gpu = state.gpus.get(slot).context("no such GPU")?;
+        let physical = divvy_sim::mig::memory_mib(gpu, None) * MIB;
+        let uuid = GpuUuid::parse(&gpu.uuid).context("a GPU without a UUID")?;
+        write_pages(&directory, claim, id, (uuid, None), limit, physical)?;
+        Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
+    }
+
     /// Whether the GPU driver keeps a limit of that cgroup.
     pub fn limits(&self, cgroup: &Path) -> Result<bool> {
         let state = self.sim.read()?;

@@ -7,6 +7,7 @@
 //! The daemon is the binary as the image ships it, built first; the API server
 //! is another process, and the kubelet's part is played by this one.
 
+mod agent;
 mod api;
 mod controller;
 mod figures;
@@ -61,6 +62,8 @@ struct Arguments {
 enum Part {
     /// What the library of a share costs a CUDA program, and whether its limit is exact
     Shares(shares::Arguments),
+    /// What the node's agent costs, and how soon it gives back what the dead had
+    Agent(agent::Arguments),
 }
 
 fn main() -> Result<()> {
@@ -69,8 +72,10 @@ fn main() -> Result<()> {
         std::process::exit(if code == std::process::ExitCode::SUCCESS { 0 } else { 1 });
     }
     let arguments = Arguments::parse();
-    if let Some(Part::Shares(part)) = &arguments.command {
-        return shares::all(part);
+    match &arguments.command {
+        Some(Part::Shares(part)) => return shares::all(part),
+        Some(Part::Agent(part)) => return agent::all(part),
+        None => {}
     }
     if let Some(dir) = &arguments.serve_api {
         return runtime.block_on(api::serve(dir));

@@ -201,7 +201,7 @@ fn bounded(name: &str, rounds: &[f64], most: f64, unit: &str) {
 }
 
 /// A figure of one run, and the most that it may be.
-fn most(name: &str, value: f64, most: f64, unit: &str) {
+pub(crate) fn most(name: &str, value: f64, most: f64, unit: &str) {
     line(name, value, unit);
     bar(name, value, most, unit);
 }
@@ -215,12 +215,12 @@ fn every(said: &[(String, f64)], name: &str) -> Vec<f64> {
     said.iter().filter(|(what, _)| what == name).map(|(_, value)| *value).collect()
 }
 
-fn one(said: &[(String, f64)], name: &str) -> Result<f64> {
+pub(crate) fn one(said: &[(String, f64)], name: &str) -> Result<f64> {
     every(said, name).first().copied().with_context(|| format!("the program does not say {name}"))
 }
 
 /// Builds the library as it ships.
-fn built(out: &Path) -> Result<PathBuf> {
+pub(crate) fn built(out: &Path) -> Result<PathBuf> {
     let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../driver/interposer/build");
     eprintln!("building libdivvy.so as it ships");
     let status = Command::new(&build).arg(out).status().context("cannot start driver/interposer/build")?;

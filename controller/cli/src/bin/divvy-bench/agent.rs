@@ -1,0 +1,214 @@
+//! `divvy-bench agent`: what the node's agent costs that looks after shares, and how soon it gives back what a dead
+//! container had.
+//!
+//! The agent runs in this process, as in the node daemon, and this process does nothing else meanwhile: its CPU time is the
+//! agent's. Tenants are CUDA programs (`e2e/escape/programs/bench.c`) in containers with the library and a share each.
+
+use crate::shares::{built, most};
+use crate::stats::{bar, figure, median, percentile};
+use anyhow::{Context, Result, ensure};
+use divvy_escape::container::{Container, Recipe};
+use divvy_escape::node::{MIB, Node, Share};
+use divvy_escape::programs;
+use divvy_escape::watch::Watch;
+use divvy_sim::ledger;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Stdio};
+use std::time::{Duration, Instant};
+
+/// As on a node, where pages lie in memory.
+const MEMORY: &str = "/dev/shm";
+/// Of a share, and what its program takes.
+const LIMIT: u64 = 2048 * MIB;
+const HELD_MIB: u64 = 256;
+/// More than half of a share, less two contexts: two programs cannot have it at once.
+const MOST_MIB: u64 = 1200;
+/// Between an audit and the next; killing at other points of it each time.
+const AUDIT: Duration = Duration::from_secs(1);
+/// So long a program waits in vain without an agent.
+const IN_VAIN: Duration = Duration::from_secs(4);
+/// Ticks of `/proc/self/stat` in a second.
+const TICKS: f64 = 100.0;
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Preload this library instead of building the shipping one
+    #[arg(long, value_name = "FILE")]
+    library: Option<PathBuf>,
+    /// How many GPUs
+    #[arg(long, default_value_t = 8)]
+    gpus: usize,
+    /// How many shares of each, with a process each
+    #[arg(long, default_value_t = 8)]
+    shares: usize,
+    /// Seconds that the agent's CPU time is taken over
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    window: u64,
+    /// Windows, and containers that die
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Only these: cpu, dead
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+}
+
+pub(crate) fn all(arguments: &Arguments) -> Result<()> {
+    let wanted = |part: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == part);
+    let out = tempfile::tempdir()?;
+    let library = match &arguments.library {
+        Some(library) => library.canonicalize().with_context(|| format!("no {}", library.display()))?,
+        None => built(out.path())?,
+    };
+    if wanted("cpu") {
+        cpu(arguments, &library)?;
+    }
+    if wanted("dead") {
+        dead(arguments, &library)?;
+    }
+    Ok(())
+}
+
+/// A node with a program on it.
+struct World {
+    node: Node,
+    program: PathBuf,
+    library: PathBuf,
+}
+
+impl World {
+    fn up(gpus: usize, library: &Path) -> Result<Self> {
+        let node = Node::up_in(&format!("{gpus}xL4"), Path::new(MEMORY))?;
+        let program = node.programs().join("bench");
+        programs::compile(&["bench.c"], &program, &["-ldl"])?;
+        Ok(Self { node, program, library: library.to_owned() })
+    }
+
+    /// A container that has a share of a GPU and sees no other.
+    fn container(&self, share: &Share, slot: usize) -> Result<Container> {
+        let environment = vec![("CUDA_VISIBLE_DEVICES".to_owned(), slot.to_string())];
+        let (library, shares) = (Some(self.library.clone()), vec![share.clone()]);
+        Container::start(&self.node, &Recipe { shares, library, environment, ..Recipe::default() })
+    }
+
+    /// A program that takes so much and stays.
+    fn hold(&self, container: &Container, mib: u64) -> Result<Holder> {
+        let mut command = container.command(&self.program);
+        command.args(["hold", &mib.to_string()]).stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = command.spawn().context("cannot start nsenter")?;
+        let said = BufReader::new(child.stdout.take().context("no standard output")?);
+        Ok(Holder { child, said })
+    }
+}
+
+/// It ends with its container.
+struct Holder {
+    child: Child,
+    said: BufReader<ChildStdout>,
+}
+
+impl Holder {
+    /// What it says next of that name. The program gives up by itself.
+    fn says(&mut self, name: &str) -> Result<f64> {
+        loop {
+            let mut line = String::new();
+            self.said.read_line(&mut line)?;
+            let (what, value) = line.trim_end().split_once(' ').context("the program has ended")?;
+            if what == name {
+                return Ok(value.parse()?);
+            }
+        }
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        // Killed with its container, or about to be.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Per cent of one core.
+fn cpu(arguments: &Arguments, library: &Path) -> Result<()> {
+    let world = World::up(arguments.gpus, library)?;
+    let watch = Watch::start(&world.node)?;
+    let window = Duration::from_secs(arguments.window);
+    let measure = |name: &str| -> Result<Vec<f64>> {
+        // What is done once is no part of it.
+        std::thread::sleep(3 * AUDIT);
+        let rounds: Vec<f64> =
+            (0..arguments.rounds).map(|_| share_of_a_core(window)).collect::<Result<_>>()?;
+        figure(name, &rounds, "percent");
+        Ok(rounds)
+    };
+    measure("agent_cpu_without_shares_percent")?;
+    let mut tenants = Vec::new();
+    for slot in 0..arguments.gpus {
+        for number in 0..arguments.shares {
+            let share = world.node.share_of(slot, &format!("claim-{slot}-{number}"), "0", LIMIT)?;
+            let container = world.container(&share, slot)?;
+            let mut holder = world.hold(&container, HELD_MIB)?;
+            holder.says("held")?;
+            tenants.push((container, holder));
+        }
+    }
+    let name = format!("agent_cpu_{}_gpus_{}_shares_percent", arguments.gpus, arguments.shares);
+    let rounds = measure(&name)?;
+    bar(&name, median(&rounds), 2.0, "percent");
+    let told = watch.until(Instant::now(), |_| true);
+    ensure!(told.is_empty(), "the agent finds fault with honest programs: {told:?}");
+    Ok(())
+}
+
+/// What this process takes of a core.
+fn share_of_a_core(window: Duration) -> Result<f64> {
+    let (begun, before) = (Instant::now(), ticks()?);
+    std::thread::sleep(window);
+    Ok((ticks()? - before) / TICKS / begun.elapsed().as_secs_f64() * 100.0)
+}
+
+/// CPU time of this process: fields 14 and 15.
+fn ticks() -> Result<f64> {
+    let stat = std::fs::read_to_string("/proc/self/stat")?;
+    let (_, fields) = stat.rsplit_once(')').context("no name")?;
+    let numbers = fields.split_ascii_whitespace().skip(11).take(2);
+    Ok(numbers.map(str::parse::<f64>).sum::<Result<f64, _>>()?)
+}
+
+/// A container dies with all it had of a claim; how long until another one of the claim, which cannot see its
+/// processes, can have that.
+fn dead(arguments: &Arguments, library: &Path) -> Result<()> {
+    let world = World::up(1, library)?;
+    let share = world.node.share_of(0, "claim-0", "0", LIMIT)?;
+    // When one died, and one that waits for what it had.
+    let inherit = |wait: Duration| -> Result<(f64, Holder, Container)> {
+        let (container, heir) = (world.container(&share, 0)?, world.container(&share, 0)?);
+        let mut holder = world.hold(&container, MOST_MIB)?;
+        holder.says("held")?;
+        let mut waiter = world.hold(&heir, MOST_MIB)?;
+        waiter.says("waiting")?;
+        std::thread::sleep(wait);
+        let begun = ledger::now();
+        drop(container);
+        Ok((begun as f64, waiter, heir))
+    };
+    let (begun, mut waiter, heir) = inherit(Duration::ZERO)?;
+    std::thread::sleep(IN_VAIN);
+    let watch = Watch::start(&world.node)?;
+    let without = (waiter.says("held")? - begun) / 1e6;
+    ensure!(
+        without >= IN_VAIN.as_secs_f64() * 1e3,
+        "what was dead was free after {without} ms without an agent"
+    );
+    drop((heir, waiter));
+    let mut took = Vec::new();
+    for round in 0..arguments.rounds {
+        let (begun, mut waiter, _heir) = inherit(AUDIT * round / arguments.rounds)?;
+        took.push((waiter.says("held")? - begun) / 1e6);
+    }
+    figure("dead_container_to_whole_limit_ms", &took, "ms");
+    most("dead_container_to_whole_limit_worst_ms", percentile(&took, 1.0), 2000.0, "ms");
+    drop(watch);
+    Ok(())
+}
