@@ -2,10 +2,11 @@
 //!
 //! As soon as a context is destroyed, the driver may give its handle to one that another thread
 //! makes, and that thread may be back sooner. So the context is set aside before the call that may
-//! end it: its entry leaves the table, and its number is no handle's. What comes under
-//! the same handle meanwhile has an entry and a number of its own.
+//! end it: its entry leaves the table, its number is no handle's, and its events are not looked at.
+//! What comes under the same handle meanwhile has an entry and a number of its own.
 
 use crate::ledger::{Ledger, Local, Taken};
+use crate::pace::Pace;
 use crate::system::System;
 use crate::table::Class;
 use core::sync::atomic::Ordering::*;
@@ -30,11 +31,17 @@ impl<S: System> Ledger<S> {
         let local = self.local().filter(|_| context != 0)?;
         let taken = self.take(Class::Context, context);
         local.rename(context, context | ASIDE);
+        local.paces().for_each(|pace| pace.leaves(context, || self.system.nap(50_000)));
         Some(Leaving { ledger: self, local, context, taken })
     }
 }
 
 impl Local {
+    /// Of the devices that there are.
+    fn paces(&self) -> impl Iterator<Item = &Pace> {
+        self.paces.iter().zip(self.devices()).map(|(pace, _)| pace)
+    }
+
     fn rename(&self, from: u64, to: u64) {
         for place in &self.contexts {
             let _ = place.compare_exchange(from, to, AcqRel, Relaxed);
@@ -45,6 +52,7 @@ impl Local {
 impl<S: System> Leaving<'_, S> {
     /// The context is gone, and with it everything that was allocated in it.
     pub fn gone(mut self) {
+        self.local.paces().for_each(|pace| pace.left(true));
         if let Some(taken) = self.taken.take() {
             taken.freed();
         }
@@ -73,6 +81,7 @@ impl<S: System> Drop for Leaving<'_, S> {
     fn drop(&mut self) {
         if self.context != 0 {
             self.local.rename(self.context | ASIDE, self.context);
+            self.local.paces().for_each(|pace| pace.left(false));
         }
     }
 }

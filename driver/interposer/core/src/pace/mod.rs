@@ -59,6 +59,16 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
+    /// Before a call that may end a context.
+    pub(crate) fn leaves(&self, context: u64, nap: impl Fn()) {
+        self.samples.leaves(context, nap);
+    }
+
+    /// After it.
+    pub(crate) fn left(&self, is_gone: bool) {
+        self.samples.left(is_gone);
+    }
+
     /// Charges or gives back what was measured. A large debt, as of one measured launch that stands for
     /// many, is paid in instalments: at once it would be a stall.
     fn settle(&self, difference: i64) {

@@ -42,6 +42,8 @@ pub(crate) struct Samples {
     /// Where all measured work ends so far, and of which context that event is.
     end: AtomicU64,
     context: AtomicU64,
+    /// A call that may end this context is being made: its events may not be looked at. 0: none.
+    aside: AtomicU64,
     /// What the launches under way were charged.
     depth: AtomicI64,
     ring: [Sample; LENGTH],
@@ -77,7 +79,36 @@ impl Samples {
     /// what they were charged is below `most` nanoseconds.
     pub(crate) fn has_room(&self, most: i64) -> bool {
         let count = self.tail.load(Relaxed).wrapping_sub(self.head.load(Relaxed)) as usize;
-        count < 2 || count < LENGTH && self.depth.load(Relaxed) < most
+        count < 2 || count < LENGTH && self.depth.load(Relaxed) < most || self.aside.load(Relaxed) != 0
+    }
+
+    /// Before a call that may end a context: as of now nobody looks at its events. `nap` lets those
+    /// go on who do at the moment.
+    pub(crate) fn leaves(&self, context: u64, nap: impl Fn()) {
+        // Who holds it asks the driver a few questions.
+        for _ in 0..LENGTH {
+            if let Some(_locked) = self.lock() {
+                self.aside.store(context, Relaxed);
+                return;
+            }
+            nap();
+        }
+        self.aside.store(context, Relaxed);
+    }
+
+    /// The call was made.
+    pub(crate) fn left(&self, is_gone: bool) {
+        let context = self.aside.load(Relaxed);
+        if context != 0 && is_gone {
+            for sample in self.ring.iter().filter(|sample| sample.context.load(Relaxed) == context) {
+                sample.state.store(VOID, Relaxed);
+                sample.forget();
+            }
+            if self.context.load(Relaxed) == context {
+                self.end.store(0, Relaxed);
+            }
+        }
+        self.aside.store(0, Release);
     }
 
     /// A place for a launch, its first event recorded. `None`: it goes unmeasured.
@@ -88,23 +119,27 @@ impl Samples {
             Measure::For(count) => count,
         };
         let locked = self.lock()?;
+        if self.aside.load(Relaxed) != 0 {
+            return None;
+        }
         let tail = self.tail.load(Relaxed);
         if tail.wrapping_sub(self.head.load(Relaxed)) as usize >= LENGTH {
             return None;
         }
         let sample = self.ring.get(tail as usize % LENGTH)?;
         let context = timer.context();
-        if sample.context.swap(context, Relaxed) != context {
-            for event in [&sample.begin, &sample.end] {
-                let old = event.swap(timer.create(), Relaxed);
-                if old != 0 {
-                    timer.destroy(old);
-                }
+        let is_other = sample.context.swap(context, Relaxed) != context;
+        for event in [&sample.begin, &sample.end] {
+            let old = event.load(Relaxed);
+            if is_other && old != 0 {
+                timer.destroy(old);
+            }
+            if is_other || old == 0 {
+                event.store(timer.create(), Relaxed);
             }
         }
         let (begin, end) = (sample.begin.load(Relaxed), sample.end.load(Relaxed));
         if begin == 0 || end == 0 {
-            sample.context.store(0, Relaxed);
             return None;
         }
         sample.state.store(RESERVED, Relaxed);
@@ -123,7 +158,7 @@ impl Samples {
 
     /// Looks at launches that have ended: what to add to the process's credit, in nanoseconds.
     pub(crate) fn harvest(&self, timer: &impl Timer, costs: &Costs) -> i64 {
-        let Some(_locked) = self.lock() else { return 0 };
+        let Some(_locked) = self.lock().filter(|_| self.aside.load(Relaxed) == 0) else { return 0 };
         let (mut head, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
         let mut credit = 0i64;
         while head != tail {
@@ -146,8 +181,8 @@ impl Samples {
             cost.goes(-1);
             let Some(took) = took else {
                 if !is_void {
-                    // Its context ended, and its events with it: they are made anew.
-                    sample.context.store(0, Relaxed);
+                    // Its context has ended, and its events with it.
+                    sample.forget();
                 }
                 continue;
             };
@@ -185,10 +220,9 @@ impl Samples {
             // The two events change places: the end's stays as it is until a later one is the end.
             self.end.store(end, Relaxed);
             self.context.store(context, Relaxed);
-            sample.end.store(last, Relaxed);
-            if moved.is_none() {
-                // Of another context, or none: both of this sample are made anew.
-                sample.context.store(0, Relaxed);
+            sample.end.store(if moved.is_some() { last } else { 0 }, Relaxed);
+            if moved.is_none() && last != 0 {
+                timer.destroy(last);
             }
         }
         u64::try_from(moved.map_or(length, |moved| length.min(moved)).max(0)).ok()
@@ -196,6 +230,12 @@ impl Samples {
 }
 
 impl Sample {
+    /// Its events are nobody's any more; new ones are made when it is used again.
+    fn forget(&self) {
+        self.begin.store(0, Relaxed);
+        self.end.store(0, Relaxed);
+    }
+
     /// The launch was made, or the driver refused it.
     pub(crate) fn end(&self, timer: &impl Timer, launched: bool) {
         let measured = launched && timer.record(self.end.load(Relaxed));

@@ -21,7 +21,9 @@ struct Gpu<'a> {
     streams: [Cell<u64>; 4],
     /// Stretches in which it works.
     busy: RefCell<Vec<(u64, u64)>>,
-    events: RefCell<Vec<Option<u64>>>,
+    /// Context and time of each.
+    events: RefCell<Vec<(u64, Option<u64>)>>,
+    context: Cell<u64>,
 }
 
 /// A stream of it, for one launch.
@@ -29,7 +31,13 @@ struct On<'a>(&'a Gpu<'a>, usize);
 
 impl<'a> Gpu<'a> {
     fn new(system: &'a Fake) -> Self {
-        Self { system, streams: Default::default(), busy: RefCell::default(), events: RefCell::default() }
+        Self {
+            system,
+            streams: Default::default(),
+            busy: RefCell::default(),
+            events: RefCell::default(),
+            context: Cell::new(77),
+        }
     }
 
     fn run(&self, stream: usize, length: u64, alone: bool) -> i32 {
@@ -40,6 +48,13 @@ impl<'a> Gpu<'a> {
         self.streams[stream].set(begin + length);
         self.busy.borrow_mut().push((begin, begin + length));
         0
+    }
+
+    /// When an event was; of a context that has ended nobody may ask.
+    fn time(&self, event: u64) -> Option<u64> {
+        let (context, time) = self.events.borrow()[event as usize - 1];
+        assert!(context >= self.context.get(), "an event of a context that has ended");
+        time
     }
 
     /// How long it worked in that window, in nanoseconds.
@@ -58,31 +73,36 @@ impl<'a> Gpu<'a> {
 
 impl Timer for On<'_> {
     fn context(&self) -> u64 {
-        77
+        self.0.context.get()
     }
 
     fn create(&self) -> u64 {
         let mut events = self.0.events.borrow_mut();
-        events.push(None);
-        assert!(events.len() <= 300, "events are used again");
+        events.push((self.context(), None));
+        assert!(
+            events.iter().filter(|event| event.0 == self.context()).count() <= 300,
+            "events are used again"
+        );
         events.len() as u64
     }
 
-    fn destroy(&self, _event: u64) {}
+    fn destroy(&self, event: u64) {
+        self.0.time(event);
+    }
 
     fn record(&self, event: u64) -> bool {
         let at = self.0.streams[self.1].get().max(self.0.system.now());
-        self.0.events.borrow_mut()[event as usize - 1] = Some(at);
+        self.0.time(event);
+        self.0.events.borrow_mut()[event as usize - 1].1 = Some(at);
         true
     }
 
     fn is_done(&self, event: u64) -> Option<bool> {
-        self.0.events.borrow()[event as usize - 1].map(|at| at <= self.0.system.now())
+        self.0.time(event).map(|at| at <= self.0.system.now())
     }
 
     fn elapsed(&self, from: u64, to: u64) -> Option<i64> {
-        let events = self.0.events.borrow();
-        Some(events[to as usize - 1]? as i64 - events[from as usize - 1]? as i64)
+        Some(self.0.time(to)? as i64 - self.0.time(from)? as i64)
     }
 }
 
@@ -212,6 +232,23 @@ fn a_thread_that_ends_in_the_middle_of_a_launch_holds_up_the_others_once() {
     }
     let got = gpu.worked(2 * SECOND, 7 * SECOND) / (50 * MS);
     assert!((48..=52).contains(&got), "{got}");
+}
+
+#[test]
+fn events_of_a_context_that_has_ended_are_left_alone() {
+    let world = share(50);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    for context in 77..87 {
+        gpu.context.set(context);
+        (0..20).for_each(|number| launch(device(&process), &gpu, 0, 1, about(5 * MS, number), true));
+        // One that lives on after all.
+        drop(process.context_leaves(context));
+        (0..20).for_each(|number| launch(device(&process), &gpu, 0, 1, about(5 * MS, number), true));
+        process.context_leaves(context).expect("a share").gone();
+    }
+    let got = gpu.worked(0, process.system().now()) * 100 / process.system().now();
+    assert!((45..=60).contains(&got), "{got}");
 }
 
 #[test]
