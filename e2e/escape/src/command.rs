@@ -92,7 +92,16 @@ pub fn main() -> Result<()> {
         Command::Run(run) => self::run(&run),
         Command::Pages { directory, gpu, limit_mib, physical_mib } => {
             let gpu = GpuUuid::parse(&gpu).context("not a UUID")?;
-            node::write_pages(&directory, "claim", "share", (gpu, None), limit_mib * MIB, physical_mib * MIB)
+            let compute = node::Compute::default();
+            node::write_pages(
+                &directory,
+                "claim",
+                "share",
+                (gpu, None),
+                limit_mib * MIB,
+                physical_mib * MIB,
+                compute,
+            )
         }
         Command::Corpus { library, only } => self::corpus(&library, only.as_deref()),
     }

@@ -6,8 +6,10 @@
 use crate::cgroup;
 use crate::rows::On;
 use anyhow::{Context, Result, ensure};
-use divvy_pages::policy::{Compute, Flags, Memory, Policy};
+pub use divvy_pages::policy::Compute;
+use divvy_pages::policy::{Flags, Memory, Policy};
 use divvy_pages::{GpuUuid, Text, account};
+use divvy_sim::ledger::Watcher;
 use divvy_sim::{Ledger, Options, Sim};
 use std::fs::Permissions;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -113,18 +115,23 @@ impl Node {
 
     /// A share of the GPU with so many bytes, as the node daemon writes its pages.
     pub fn share(&self, claim: &str, id: &str, limit: u64) -> Result<Share> {
+        self.share_with(claim, id, limit, Compute::default())
+    }
+
+    /// The same with that much of its time.
+    pub fn share_with(&self, claim: &str, id: &str, limit: u64, compute: Compute) -> Result<Share> {
         let directory = self.path().join("shares").join(claim).join(id);
         let state = self.sim.read()?;
         let gpu = state.gpus.first().context("no GPU")?;
         let physical = divvy_sim::mig::memory_mib(gpu, self.mig.map(|(gi, _)| gi)) * MIB;
-        write_pages(&directory, claim, id, self.device(), limit, physical)?;
+        write_pages(&directory, claim, id, self.device(), limit, physical, compute)?;
         Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
     }
 
     /// Pages of the same GPU that allow everything, which no node has made.
     pub fn forged(&self) -> Result<PathBuf> {
         let directory = self.path().join("forged");
-        write_pages(&directory, "mine", "share", self.device(), 1 << 43, 1 << 43)?;
+        write_pages(&directory, "mine", "share", self.device(), 1 << 43, 1 << 43, Compute::default())?;
         Ok(directory)
     }
 
@@ -139,7 +146,7 @@ impl Node {
         let gpu = state.gpus.get(slot).context("no such GPU")?;
         let physical = divvy_sim::mig::memory_mib(gpu, None) * MIB;
         let uuid = GpuUuid::parse(&gpu.uuid).context("a GPU without a UUID")?;
-        write_pages(&directory, claim, id, (uuid, None), limit, physical)?;
+        write_pages(&directory, claim, id, (uuid, None), limit, physical, Compute::default())?;
         Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
     }
 
@@ -153,6 +160,11 @@ impl Node {
     /// Bytes that living processes use of the GPU.
     pub fn used(&self) -> u64 {
         self.ledger.uses().iter().map(|found| found.bytes).sum()
+    }
+
+    /// Who sees what time processes have had of the GPU.
+    pub fn watcher(&self) -> Result<Watcher> {
+        Watcher::new(&self.ledger).context("the simulator's ledger cannot be watched")
     }
 
     /// A loader cache in which the driver's libraries are, as `ldconfig` in a container leaves one.
@@ -186,6 +198,7 @@ pub fn write_pages(
     (gpu, mig): (GpuUuid, Option<GpuUuid>),
     limit: u64,
     physical: u64,
+    compute: Compute,
 ) -> Result<()> {
     let short = |text: &str| Text::new(text).context("too long an id");
     let policy = Policy {
@@ -195,7 +208,7 @@ pub fn write_pages(
         mig,
         pci: Text::EMPTY,
         memory: Memory { limit, physical, context: CONTEXT, ..Memory::default() },
-        compute: Compute::default(),
+        compute,
         flags: Flags::NVML_VIEW,
     };
     let mut page = vec![0; account::SIZE];

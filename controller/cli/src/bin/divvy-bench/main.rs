@@ -9,6 +9,7 @@
 
 mod agent;
 mod api;
+mod compute;
 mod controller;
 mod figures;
 mod fleet;
@@ -62,6 +63,8 @@ struct Arguments {
 enum Part {
     /// What the library of a share costs a CUDA program, and whether its limit is exact
     Shares(shares::Arguments),
+    /// Whether shares of compute time are what was asked: a matrix of requests, kernels and tenants
+    Compute(compute::Arguments),
     /// What the node's agent costs, and how soon it gives back what the dead had
     Agent(agent::Arguments),
 }
@@ -74,6 +77,7 @@ fn main() -> Result<()> {
     let arguments = Arguments::parse();
     match &arguments.command {
         Some(Part::Shares(part)) => return shares::all(part),
+        Some(Part::Compute(part)) => return compute::all(part),
         Some(Part::Agent(part)) => return agent::all(part),
         None => {}
     }

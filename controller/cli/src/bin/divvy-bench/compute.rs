@@ -1,0 +1,193 @@
+//! `divvy-bench compute`: whether a share of compute time is what it was asked to be, and what that costs.
+//!
+//! A cell is a shape of kernels and the requests of one, two or four tenants. Each tenant is a program in C
+//! (`e2e/escape/programs/compute.c`) in a container of its own, which wants all the time that it can get, on one
+//! simulated GPU whose kernels take up to 20 per cent more or less than they should, watched by the node's agent. What a tenant had is read from the
+//! simulator's ledger, never from the program, the library or its pages. Its share is the time that it had in the
+//! window over the time that passed; what it had before the window is told apart, as its start.
+//!
+//! Every line is `NAME<TAB>value<TAB>unit`; behind a figure that must hold stands
+//! `NAME_bar<TAB>most<TAB>unit<TAB>held|MISSED`.
+
+mod cells;
+mod tenants;
+
+use crate::shares::built;
+use crate::stats::{bar, figure, line, median, percentile};
+use anyhow::{Context, Result, ensure};
+use cells::{Cell, SHAPES, UNLIMITED};
+use clap::ValueEnum;
+use std::path::PathBuf;
+use std::time::Duration;
+use tenants::{Got, Stage};
+
+/// So many points a share may be off.
+const POINTS: f64 = 2.0;
+/// Nanoseconds that a launch of a tenant with a limit may take over native.
+const LAUNCH: f64 = 25.0;
+/// Per cent of what one unlimited tenant gets done that two of 50 % may lose.
+const LOSS: f64 = 3.0;
+/// The request whose longest stall has a bar.
+const STALLED: u32 = 30;
+
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Measure this library instead of building the shipping one
+    #[arg(long, value_name = "FILE")]
+    library: Option<PathBuf>,
+    /// Which cells: ci (25) or all (870)
+    #[arg(long, value_enum, default_value_t = Which::Ci)]
+    cells: Which,
+    /// Only these shapes of kernels
+    #[arg(long, value_delimiter = ',', value_parser = clap::builder::PossibleValuesParser::new(cells::names()))]
+    shapes: Vec<String>,
+    /// These cells instead: requests in per cent, tenants joined by a plus, as in 30,50+50; 100 is no share at all
+    #[arg(long, value_delimiter = ',', value_parser = cells::parse)]
+    requests: Vec<Vec<u32>>,
+    /// Only cells with so many tenants
+    #[arg(long, value_delimiter = ',')]
+    tenants: Vec<usize>,
+    /// Seed of the cells that are drawn; the time if none is given
+    #[arg(long)]
+    seed: Option<u64>,
+    /// How long tenants run before the window, in ms
+    #[arg(long, value_name = "MS", default_value_t = 2000)]
+    before: u64,
+    /// Length of the window, in ms
+    #[arg(long, value_name = "MS", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(200..))]
+    window: u64,
+    /// Unused time that a share may keep, in ms of GPU time
+    #[arg(long, value_name = "MS", default_value_t = 20)]
+    burst: u64,
+    /// Without the node's agent, which corrects what the library misjudges
+    #[arg(long)]
+    no_agent: bool,
+    /// Rounds of the figures that are compared
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Only these parts: cells, aggregate, launch
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Which {
+    Ci,
+    All,
+}
+
+pub(crate) fn all(arguments: &Arguments) -> Result<()> {
+    let wanted = |part: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == part);
+    let library = match &arguments.library {
+        Some(library) => library.canonicalize().with_context(|| format!("no {}", library.display()))?,
+        None => built(&std::env::temp_dir().join("divvy-bench"))?,
+    };
+    let millis = Duration::from_millis;
+    let (before, window, burst) =
+        (millis(arguments.before), millis(arguments.window), millis(arguments.burst));
+    let stage = Stage::up(library, before, window, burst, !arguments.no_agent)?;
+    if wanted("cells") {
+        let chosen = chosen(arguments);
+        ensure!(!chosen.is_empty(), "no cell is as asked");
+        let mut worst = Vec::new();
+        for cell in &chosen {
+            let got = stage.play(cell)?;
+            told(cell, &got, burst);
+            worst.extend(cell.requests.iter().zip(&got).filter_map(|(request, got)| error(*request, got)));
+        }
+        line("compute_cells", chosen.len() as f64, "cells");
+        line("compute_shares_off", worst.iter().filter(|error| **error > POINTS).count() as f64, "shares");
+        let largest = percentile(&worst, 1.0);
+        line("compute_largest_error", largest, "points");
+        bar("compute_largest_error", largest, POINTS, "points");
+    }
+    if wanted("aggregate") {
+        aggregate(&stage, arguments.rounds)?;
+    }
+    if wanted("launch") {
+        let (mut natives, mut differences) = (Vec::new(), Vec::new());
+        for _ in 0..arguments.rounds {
+            let native = stage.launch(UNLIMITED)?;
+            natives.push(native);
+            differences.push(stage.launch(99)? - native);
+        }
+        figure("launch_limited_native_ns", &natives, "ns");
+        figure("launch_limited_over_native_ns", &differences, "ns");
+        bar("launch_limited_over_native_ns", median(&differences), LAUNCH, "ns");
+    }
+    Ok(())
+}
+
+/// The cells that were asked for.
+fn chosen(arguments: &Arguments) -> Vec<Cell> {
+    let all = if !arguments.requests.is_empty() {
+        let each = |requests: &Vec<u32>| {
+            let requests = requests.clone();
+            SHAPES.iter().map(move |shape| Cell { shape, requests: requests.clone() })
+        };
+        arguments.requests.iter().flat_map(each).collect()
+    } else if let Which::All = arguments.cells {
+        cells::every()
+    } else {
+        let time = std::time::SystemTime::now().duration_since(std::time::SystemTime::UNIX_EPOCH);
+        let seed = arguments.seed.unwrap_or_else(|| time.map_or(1, |time| time.as_secs()));
+        println!("compute_seed\t{seed}\tnumber");
+        cells::few(seed)
+    };
+    let asked = |cell: &Cell| {
+        (arguments.shapes.is_empty() || arguments.shapes.iter().any(|name| name == cell.shape.name))
+            && (arguments.tenants.is_empty() || arguments.tenants.contains(&cell.requests.len()))
+    };
+    all.into_iter().filter(asked).collect()
+}
+
+/// Points between what a tenant asked for and what it got; none of one without a share.
+fn error(request: u32, got: &Got) -> Option<f64> {
+    (request != UNLIMITED).then(|| (got.share - f64::from(request)).abs())
+}
+
+/// The lines of a cell.
+fn told(cell: &Cell, got: &[Got], burst: Duration) {
+    for (at, (request, got)) in cell.requests.iter().zip(got).enumerate() {
+        let name = |what: &str| format!("compute_{}_{at}_{what}", cell.name());
+        line(&name("share"), got.share, "%");
+        if let Some(error) = error(*request, got) {
+            line(&name("error"), error, "points");
+            bar(&name("error"), error, POINTS, "points");
+            line(&name("start_error"), got.early - f64::from(*request), "points");
+        }
+        line(&name("share_100ms_p5"), percentile(&got.windows, 0.05), "%");
+        line(&name("share_100ms_p95"), percentile(&got.windows, 0.95), "%");
+        let stall = got.stall_ns / 1e6;
+        line(&name("stall"), stall, "ms");
+        if *request == STALLED {
+            let most = 2.0 * burst.as_secs_f64() * 1e3 + cell.shape.longest_ms;
+            bar(&name("stall"), stall, most, "ms");
+        }
+        line(&name("start_stall"), got.early_stall_ns / 1e6, "ms");
+        line(&name("launches"), got.launches_per_second, "1/s");
+        line(&name("cpu"), got.cpu, "%");
+    }
+}
+
+/// What two tenants of half a GPU each get done together, against one that has it alone.
+fn aggregate(stage: &Stage, rounds: u32) -> Result<()> {
+    for shape in SHAPES.iter().filter(|shape| shape.aggregated) {
+        let (mut time, mut launches) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            let sums = |requests: &[u32]| -> Result<(f64, f64)> {
+                let got = stage.play(&Cell { shape, requests: requests.to_vec() })?;
+                let share = got.iter().map(|got| got.share).sum();
+                Ok((share, got.iter().map(|got| got.launches_per_second).sum()))
+            };
+            let (alone, halves) = (sums(&[UNLIMITED])?, sums(&[50, 50])?);
+            time.push((1.0 - halves.0 / alone.0) * 100.0);
+            launches.push((1.0 - halves.1 / alone.1) * 100.0);
+        }
+        let name = format!("compute_two_halves_{}", shape.name);
+        figure(&format!("{name}_lost_launches"), &launches, "%");
+        figure(&format!("{name}_lost"), &time, "%");
+        bar(&format!("{name}_lost"), median(&time), LOSS, "%");
+    }
+    Ok(())
+}

@@ -1,0 +1,272 @@
+//! Tenants of a simulated GPU: each a program in a container, and what the ledger says that it had.
+
+use super::cells::{Cell, UNLIMITED};
+use anyhow::{Context, Result, bail, ensure};
+use divvy_escape::container::{Container, Recipe};
+use divvy_escape::node::{Compute, MIB, Node};
+use divvy_escape::programs;
+use divvy_escape::watch::Watch;
+use divvy_sim::ledger::{Served, Watcher};
+use std::cell::Cell as Counter;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Stdio};
+use std::time::{Duration, Instant};
+
+/// On a node pages lie in memory.
+const MEMORY: &str = "/dev/shm";
+const MODEL: &str = "H100-SXM5-80GB";
+const LIMIT: u64 = 8192 * MIB;
+/// Kernels take so much more or less than they should.
+const JITTER: (&str, &str) = ("DIVVY_SIM_CUDA", "jitter=20");
+/// Between two looks at the ledger.
+const LOOK: Duration = Duration::from_millis(5);
+/// Shares of windows of this length are told.
+const STEP: u64 = 100_000_000;
+/// A tenant has started or ended by then.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Launches of a run that only launches.
+const LAUNCHES: &str = "200000";
+
+/// A node, and what its tenants do.
+pub(crate) struct Stage {
+    /// Before the node, whose pages it reads.
+    _agent: Option<Watch>,
+    node: Node,
+    watcher: Watcher,
+    library: PathBuf,
+    before: Duration,
+    window: Duration,
+    burst: Duration,
+    /// Shares made so far: each run has pages of its own.
+    shares: Counter<u32>,
+}
+
+/// What a tenant got.
+#[derive(Clone, Debug)]
+pub(crate) struct Got {
+    /// Per cent of the window, of each 100 ms of it, and of the time before it.
+    pub(crate) share: f64,
+    pub(crate) windows: Vec<f64>,
+    pub(crate) early: f64,
+    /// The longest that one launch took.
+    pub(crate) stall_ns: f64,
+    pub(crate) early_stall_ns: f64,
+    pub(crate) launches_per_second: f64,
+    /// Per cent of one core.
+    pub(crate) cpu: f64,
+}
+
+/// A running program. It ends with its container.
+struct Tenant {
+    /// As the ledger has it.
+    name: String,
+    child: Child,
+    said: BufReader<ChildStdout>,
+    _container: Container,
+    _pages: Option<Pages>,
+}
+
+/// The directory of a claim's pages, which go with it.
+struct Pages(PathBuf);
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // What is left is in the directory of this run, which goes with the node.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// When, and nanoseconds that somebody had had by then.
+type Point = (u64, u64);
+
+impl Stage {
+    pub(crate) fn up(
+        library: PathBuf,
+        before: Duration,
+        window: Duration,
+        burst: Duration,
+        agent: bool,
+    ) -> Result<Self> {
+        let node = Node::up_in(MODEL, Path::new(MEMORY))?;
+        let watcher = node.watcher()?;
+        // A program of its own for each tenant, so that the ledger tells them apart by name.
+        let first = node.programs().join(program(0));
+        programs::compile(&["compute.c"], &first, &["-ldl"])?;
+        for tenant in 1..4 {
+            std::fs::copy(&first, node.programs().join(program(tenant)))?;
+        }
+        let _agent = agent.then(|| Watch::start(&node)).transpose()?;
+        Ok(Self { _agent, node, watcher, library, before, window, burst, shares: Counter::new(0) })
+    }
+
+    /// The container of a tenant that asked for so much, and where the pages of its share are.
+    fn container(&self, request: u32) -> Result<(Container, Option<Pages>)> {
+        let environment = vec![(JITTER.0.to_owned(), JITTER.1.to_owned())];
+        if request == UNLIMITED {
+            let recipe = Recipe { environment, ..Recipe::default() };
+            return Ok((Container::start(&self.node, &recipe)?, None));
+        }
+        let claim = format!("claim-{}", self.shares.replace(self.shares.get() + 1));
+        let burst_us = u64::try_from(self.burst.as_micros())?;
+        let compute = Compute { cores: request, ceiling: request, burst_us, ..Compute::default() };
+        let share = self.node.share_with(&claim, "0", LIMIT, compute)?;
+        let pages = Pages(share.directory.parent().context("a share without a claim")?.to_owned());
+        let (library, shares) = (Some(self.library.clone()), vec![share]);
+        let recipe = Recipe { environment, library, shares, ..Recipe::default() };
+        Ok((Container::start(&self.node, &recipe)?, Some(pages)))
+    }
+
+    /// Nanoseconds of a launch of a kernel of no length.
+    pub(crate) fn launch(&self, request: u32) -> Result<f64> {
+        let (container, _pages) = self.container(request)?;
+        let mut command = container.command(&self.node.programs().join(program(0)));
+        let ran = command.args(["launch", LAUNCHES]).output().context("cannot start nsenter")?;
+        ensure!(ran.status.success(), "compute launch: {}", String::from_utf8_lossy(&ran.stderr).trim());
+        figure(&String::from_utf8_lossy(&ran.stdout), "launch")
+    }
+
+    /// Plays a cell: what each tenant got.
+    pub(crate) fn play(&self, cell: &Cell) -> Result<Vec<Got>> {
+        let mut tenants = Vec::new();
+        for (at, request) in cell.requests.iter().enumerate() {
+            tenants.push(self.tenant(at, *request, cell.shape.name)?);
+        }
+        tenants.iter_mut().try_for_each(Tenant::ready)?;
+        tenants.iter_mut().try_for_each(Tenant::go)?;
+        let begin = divvy_sim::ledger::now();
+        let end = begin + nanoseconds(self.before + self.window);
+        let mut served = vec![vec![(begin, 0)]; tenants.len()];
+        while served.iter().any(|points| points.last().is_none_or(|(at, _)| *at < end)) {
+            std::thread::sleep(LOOK);
+            let now = self.watcher.served();
+            for (tenant, points) in tenants.iter_mut().zip(&mut served) {
+                match had(&now, &tenant.name) {
+                    Some(point) => points.push(point),
+                    None => bail!("{}: {}", cell.name(), tenant.ended()),
+                }
+            }
+        }
+        let mut got = Vec::new();
+        for (tenant, points) in tenants.into_iter().zip(served) {
+            got.push(self.got(&tenant.end()?, &points)?);
+        }
+        Ok(got)
+    }
+
+    fn tenant(&self, at: usize, request: u32, shape: &str) -> Result<Tenant> {
+        let (container, pages) = self.container(request)?;
+        let name = program(at);
+        let millis = |time: Duration| time.as_millis().to_string();
+        let mut child = container
+            .command(&self.node.programs().join(&name))
+            .args(["run", shape, &millis(self.before), &millis(self.window)])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("cannot start nsenter")?;
+        let said = BufReader::new(child.stdout.take().context("no output")?);
+        Ok(Tenant { name, child, said, _container: container, _pages: pages })
+    }
+
+    fn got(&self, said: &str, points: &[Point]) -> Result<Got> {
+        let begin = points.first().map_or(0, |(at, _)| *at);
+        let opens = begin + nanoseconds(self.before);
+        let ends = opens + nanoseconds(self.window);
+        let seconds = self.window.as_secs_f64();
+        let windows = (opens..ends).step_by(STEP as usize).map(|at| share(points, at, (at + STEP).min(ends)));
+        Ok(Got {
+            share: share(points, opens, ends),
+            windows: windows.collect(),
+            early: share(points, begin, opens),
+            stall_ns: figure(said, "stall")?,
+            early_stall_ns: figure(said, "early_stall")?,
+            launches_per_second: figure(said, "launches")? / seconds,
+            cpu: figure(said, "cpu")? / 1e9 / seconds * 100.0,
+        })
+    }
+}
+
+impl Tenant {
+    fn ready(&mut self) -> Result<()> {
+        let mut line = String::new();
+        self.said.read_line(&mut line)?;
+        if line == "ready\n" { Ok(()) } else { bail!("{}", self.ended()) }
+    }
+
+    fn go(&mut self) -> Result<()> {
+        self.child.stdin.take().context("no input")?.write_all(b"\n").context("a tenant has ended")
+    }
+
+    /// That it ended, and why.
+    fn ended(&mut self) -> String {
+        // It is of no use any more.
+        let _ = self.child.kill();
+        let mut words = String::new();
+        if let Some(mut wrong) = self.child.stderr.take() {
+            let _ = wrong.read_to_string(&mut words);
+        }
+        format!("{} has ended: {}", self.name, words.trim())
+    }
+
+    /// What it says in the end.
+    fn end(mut self) -> Result<String> {
+        let deadline = Instant::now() + PATIENCE;
+        while self.child.try_wait()?.is_none() {
+            ensure!(Instant::now() < deadline, "{} does not end", self.name);
+            std::thread::sleep(LOOK);
+        }
+        let mut said = String::new();
+        self.said.read_to_string(&mut said)?;
+        Ok(said)
+    }
+}
+
+/// File name of a tenant's program, and so the name of its process.
+fn program(tenant: usize) -> String {
+    format!("compute-{tenant}")
+}
+
+fn had(served: &[Served], name: &str) -> Option<Point> {
+    served.iter().find(|found| found.name == name).map(|found| (found.at, found.served))
+}
+
+/// Per cent of the time between two times, by the looks nearest to them.
+fn share(points: &[Point], from: u64, to: u64) -> f64 {
+    let nearest = |time: u64| points.iter().min_by_key(|(at, _)| at.abs_diff(time));
+    match (nearest(from), nearest(to)) {
+        (Some(from), Some(to)) if to.0 > from.0 => (to.1 - from.1) as f64 / (to.0 - from.0) as f64 * 100.0,
+        _ => 0.0,
+    }
+}
+
+fn figure(said: &str, name: &str) -> Result<f64> {
+    let found = said.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
+    found.with_context(|| format!("the program does not say {name}"))
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    time.as_nanos() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_is_taken_between_the_looks_that_are_nearest() {
+        let points = [(0, 0), (100, 30), (210, 60), (290, 100)];
+        assert_eq!(share(&points, 0, 100), 30.0);
+        assert_eq!(share(&points, 90, 300), 70.0 / 190.0 * 100.0);
+        assert_eq!(share(&points, 300, 400), 0.0);
+        assert_eq!(share(&[], 0, 100), 0.0);
+    }
+
+    #[test]
+    fn a_figure_is_found_by_its_whole_name() {
+        let said = "early_stall 5\nstall 7\n";
+        assert_eq!((figure(said, "stall").ok(), figure(said, "early_stall").ok()), (Some(7.0), Some(5.0)));
+        assert!(figure(said, "cpu").is_err());
+    }
+}

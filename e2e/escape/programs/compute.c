@@ -1,0 +1,248 @@
+/* compute run SHAPE BEFORE WINDOW | compute launch N
+ *
+ * A tenant that wants all of a GPU's time: launches kernels of one shape, without a pause, and says what came of it.
+ * `run` prints "ready", begins when its standard input ends or says something, and measures from BEFORE to BEFORE +
+ * WINDOW milliseconds later; `launch` is what a launch of a kernel of no length costs. Figures are printed as `name
+ * value`, times in nanoseconds. It knows nothing of shares, and runs on any GPU: the kernels watch the clock. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define US 1000ull
+#define MS 1000000ull
+
+/* Kernels that run as long as their parameter says, for any GPU since Maxwell; and one of a nanosecond, or nearly. */
+#define SPIN(name)                                                                              \
+	".visible .entry " name "(.param .u64 length)\n{\n .reg .u64 %rd<4>;\n .reg .pred %p1;\n" \
+	" ld.param.u64 %rd1, [length];\n mov.u64 %rd2, %globaltimer;\n"                           \
+	"again:\n mov.u64 %rd3, %globaltimer;\n sub.u64 %rd3, %rd3, %rd2;\n"                      \
+	" setp.lt.u64 %p1, %rd3, %rd1;\n @%p1 bra again;\n ret;\n}\n"
+static const char PTX[] = ".version 6.0\n.target sm_50\n.address_size 64\n" SPIN("spin") SPIN("spin_long")
+	".visible .entry nothing_1ns()\n{\n ret;\n}\n";
+
+typedef void *handle;
+
+static struct {
+	int (*cuInit)(unsigned);
+	int (*cuDeviceGet)(int *, int);
+	int (*cuDeviceGetAttribute)(int *, int, int);
+	int (*cuDevicePrimaryCtxRetain)(handle *, int);
+	int (*cuCtxSetCurrent)(handle);
+	int (*cuCtxSynchronize)(void);
+	int (*cuModuleLoadData)(handle *, const void *);
+	int (*cuModuleGetFunction)(handle *, handle, const char *);
+	int (*cuStreamCreate)(handle *, unsigned);
+	int (*cuStreamBeginCapture_v2)(handle, int);
+	int (*cuStreamEndCapture)(handle, handle *);
+	int (*cuGraphInstantiateWithFlags)(handle *, handle, unsigned long long);
+	int (*cuGraphLaunch)(handle, handle);
+	int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **,
+		void **);
+	int (*cuLaunchCooperativeKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+		handle, void **);
+} cuda;
+
+static void fail(const char *what, int code)
+{
+	fprintf(stderr, "%s: %d\n", what, code);
+	exit(1);
+}
+
+#define must(call)                          \
+	do {                                \
+		int code_ = cuda.call;      \
+		if (code_)                  \
+			fail(#call, code_); \
+	} while (0)
+
+static handle spin, spin_long, nothing, streams[4], graph;
+static int multiprocessors;
+
+static void start(void)
+{
+	int device;
+	handle context, module, library = dlopen("libcuda.so.1", RTLD_NOW);
+	if (!library)
+		fail(dlerror(), 0);
+#define FIND(name) *(void **)&cuda.name = dlsym(library, #name)
+	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDeviceGetAttribute), FIND(cuDevicePrimaryCtxRetain);
+	FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize), FIND(cuModuleLoadData), FIND(cuModuleGetFunction);
+	FIND(cuStreamCreate), FIND(cuStreamBeginCapture_v2), FIND(cuStreamEndCapture);
+	FIND(cuGraphInstantiateWithFlags), FIND(cuGraphLaunch), FIND(cuLaunchKernel), FIND(cuLaunchCooperativeKernel);
+	must(cuInit(0));
+	must(cuDeviceGet(&device, 0));
+	/* CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT */
+	must(cuDeviceGetAttribute(&multiprocessors, 16, device));
+	must(cuDevicePrimaryCtxRetain(&context, device));
+	must(cuCtxSetCurrent(context));
+	must(cuModuleLoadData(&module, PTX));
+	must(cuModuleGetFunction(&spin, module, "spin"));
+	must(cuModuleGetFunction(&spin_long, module, "spin_long"));
+	must(cuModuleGetFunction(&nothing, module, "nothing_1ns"));
+}
+
+static uint64_t clock_of(clockid_t id)
+{
+	struct timespec now;
+	clock_gettime(id, &now);
+	return (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static uint64_t now(void) { return clock_of(CLOCK_MONOTONIC); }
+
+static uint64_t state = 88172645463325252ull;
+static uint64_t chance(uint64_t below)
+{
+	state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+	return state % below;
+}
+
+static void kernel(handle function, unsigned blocks, uint64_t length, handle stream)
+{
+	void *parameters[] = { &length };
+	must(cuLaunchKernel(function, blocks, 1, 1, 128, 1, 1, 0, stream, parameters, NULL));
+}
+
+/* The shapes: one launch each, of all that have been so far the one with that number. */
+static void wave(uint64_t at) { (void)at, kernel(spin, 132, 20 * US, NULL); }
+static void short_(uint64_t at) { (void)at, kernel(spin, 1000, 100 * US, NULL); }
+static void plain(uint64_t at) { (void)at, kernel(spin, 1000, MS, NULL); }
+static void narrow(uint64_t at) { kernel(spin, 20, MS, streams[at % 4]); }
+static void long_(uint64_t at) { (void)at, kernel(spin, 1000, 5 * MS, NULL); }
+static void mixed(uint64_t at)
+{
+	if (at % 2)
+		kernel(spin_long, 1000, 10 * MS, NULL);
+	else
+		kernel(spin, 1000, 10 * US, NULL);
+}
+static void jitter(uint64_t at) { (void)at, kernel(spin, 1000, MS / 5 * 4 + chance(MS / 5 * 2), NULL); }
+static void of_graph(uint64_t at) { (void)at, ({ must(cuGraphLaunch(graph, streams[0])); }); }
+static void cooperative(uint64_t at)
+{
+	uint64_t length = MS;
+	void *parameters[] = { &length };
+	(void)at;
+	must(cuLaunchCooperativeKernel(spin, multiprocessors, 1, 1, 128, 1, 1, 0, NULL, parameters));
+}
+
+static void make_streams(void)
+{
+	/* CU_STREAM_NON_BLOCKING */
+	for (int i = 0; i < 4; i++)
+		must(cuStreamCreate(&streams[i], 1));
+}
+
+/* Ten kernels of 100 us in a row. */
+static void make_graph(void)
+{
+	handle made;
+	make_streams();
+	must(cuStreamBeginCapture_v2(streams[0], 0));
+	for (int i = 0; i < 10; i++)
+		kernel(spin, 1000, 100 * US, streams[0]);
+	must(cuStreamEndCapture(streams[0], &made));
+	must(cuGraphInstantiateWithFlags(&graph, made, 0));
+}
+
+static const struct shape {
+	const char *name;
+	void (*launch)(uint64_t at);
+	void (*prepare)(void);
+	/* Waits for each. */
+	int waits;
+} shapes[] = {
+	{ "20us", wave, NULL, 0 },
+	{ "100us", short_, NULL, 0 },
+	{ "1ms", plain, NULL, 0 },
+	{ "streams", narrow, make_streams, 0 },
+	{ "5ms", long_, NULL, 0 },
+	{ "mixed", mixed, NULL, 0 },
+	{ "jitter", jitter, NULL, 0 },
+	{ "graph", of_graph, make_graph, 0 },
+	{ "cooperative", cooperative, NULL, 0 },
+	{ "sync", plain, NULL, 1 },
+};
+
+static void run(const char *name, uint64_t before, uint64_t window)
+{
+	const struct shape *shape = NULL;
+	for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+		if (!strcmp(shapes[i].name, name))
+			shape = &shapes[i];
+	if (!shape)
+		fail(name, 0);
+	start();
+	if (shape->prepare)
+		shape->prepare();
+	char byte;
+	puts("ready"), fflush(stdout);
+	if (read(STDIN_FILENO, &byte, 1) < 0)
+		fail("read", 0);
+	/* Before the window, in it, and a little longer, so that nobody else has more towards its end. */
+	uint64_t ends[] = { before * MS, (before + window) * MS, (before + window) * MS + 300 * MS };
+	uint64_t count[3] = { 0 }, stall[3] = { 0 }, cpu[3] = { 0 }, at = 0, begin = now(), last = begin;
+	for (int part = 0; part < 3; part++) {
+		uint64_t since = clock_of(CLOCK_PROCESS_CPUTIME_ID);
+		while (last - begin < ends[part]) {
+			/* A wait of its own is none of the launch's. */
+			uint64_t called = shape->waits ? now() : last;
+			shape->launch(at++);
+			last = now();
+			if (last - called > stall[part])
+				stall[part] = last - called;
+			count[part]++;
+			if (shape->waits)
+				must(cuCtxSynchronize());
+		}
+		cpu[part] = clock_of(CLOCK_PROCESS_CPUTIME_ID) - since;
+	}
+	printf("early_stall %llu\nstall %llu\nlaunches %llu\ncpu %llu\n", (unsigned long long)stall[0],
+		(unsigned long long)stall[1], (unsigned long long)count[1], (unsigned long long)cpu[1]);
+	fflush(stdout);
+	/* What is queued need not be waited for. */
+	_exit(0);
+}
+
+static int by_size(const void *a, const void *b)
+{
+	double x = *(const double *)a, y = *(const double *)b;
+	return (x > y) - (x < y);
+}
+
+static void launch(long calls)
+{
+	enum { BATCH = 256, MOST = 4096 };
+	static double batches[MOST];
+	start();
+	long count = calls / BATCH;
+	count = count < 1 ? 1 : count > MOST ? MOST : count;
+	for (long i = 0; i < count; i++) {
+		uint64_t begin = now();
+		for (int call = 0; call < BATCH; call++)
+			must(cuLaunchKernel(nothing, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
+		batches[i] = (double)(now() - begin) / BATCH;
+		must(cuCtxSynchronize());
+	}
+	/* The median: what comes between now and then falls out. */
+	qsort(batches, count, sizeof *batches, by_size);
+	printf("launch %.3f\n", batches[count / 2]);
+}
+
+int main(int count, char **words)
+{
+	if (count == 5 && !strcmp(words[1], "run"))
+		run(words[2], strtoull(words[3], NULL, 10), strtoull(words[4], NULL, 10));
+	else if (count == 3 && !strcmp(words[1], "launch"))
+		launch(atol(words[2]));
+	else {
+		fprintf(stderr, "usage: compute run SHAPE BEFORE WINDOW | launch N\n");
+		return 2;
+	}
+	return 0;
+}
