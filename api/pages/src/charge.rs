@@ -103,13 +103,26 @@ impl core::error::Error for NoSlot {}
 
 /// Charges `bytes` to the seats, which are all pages of one device in the order of their
 /// shareIDs: whole to the first that has room, split where none has.
+#[inline]
 pub fn charge(seats: &[Seat<'_>], bytes: u64, peers: &impl Peers) -> Result<(), Full> {
+    let attempt = Attempt::begin();
+    if is_whole(seats, bytes) { Ok(()) } else { charge_split(seats, bytes, peers, attempt) }
+}
+
+#[inline]
+fn is_whole(seats: &[Seat<'_>], bytes: u64) -> bool {
+    bytes == 0 || seats.iter().any(|seat| seat.take(bytes))
+}
+
+#[cold]
+fn charge_split(
+    seats: &[Seat<'_>],
+    bytes: u64,
+    peers: &impl Peers,
+    mut attempt: Attempt,
+) -> Result<(), Full> {
     let mut patience = Patience { peers, round: 0 };
     loop {
-        let attempt = Attempt::begin();
-        if bytes == 0 || seats.iter().any(|seat| seat.take(bytes)) {
-            return Ok(());
-        }
         let end = split(seats, bytes, &mut patience);
         match end {
             End::Taken => return Ok(()),
@@ -119,6 +132,10 @@ pub fn charge(seats: &[Seat<'_>], bytes: u64, peers: &impl Peers) -> Result<(), 
                 seats.iter().take(1).for_each(|seat| seat.page.count(fault));
                 return Err(Full);
             }
+        }
+        attempt = Attempt::begin();
+        if is_whole(seats, bytes) {
+            return Ok(());
         }
     }
 }
@@ -141,6 +158,7 @@ pub fn force(seats: &[Seat<'_>], bytes: u64) {
 
 /// Gives back `bytes`, from the last seat on which the process holds any to the first:
 /// which page an allocation was charged to is not kept, as only the sums matter.
+#[inline]
 pub fn uncharge(seats: &[Seat<'_>], bytes: u64) {
     let mut rest = bytes;
     for seat in seats.iter().rev() {
@@ -229,6 +247,7 @@ impl Seat<'_> {
     }
 
     /// Charges all of `amount` here, if it fits at this moment.
+    #[inline]
     fn take(&self, amount: u64) -> bool {
         let Some(slot) = self.page.slot(self.slot) else { return false };
         if self.room(self.page.total.word.load()) < amount {
@@ -284,6 +303,7 @@ impl Seat<'_> {
     }
 
     /// Gives back up to `amount`; how much it was.
+    #[inline]
     fn give(&self, amount: u64) -> u64 {
         let Some(slot) = self.page.slot(self.slot) else { return 0 };
         if bytes(slot.held.load()) == 0 {
@@ -304,10 +324,12 @@ fn changed(total: u64, bytes: u64) -> u64 {
 }
 
 impl Slot {
+    #[inline]
     fn begin(&self) {
         self.held.update(|held| held.wrapping_add(ONE));
     }
 
+    #[inline]
     fn end(&self, charged: u64) {
         self.held.update(|held| {
             let ended = if above(held) == 0 { held } else { held - ONE };
@@ -317,6 +339,7 @@ impl Slot {
 }
 
 impl AccountPage {
+    #[inline]
     fn drop_bytes(&self, amount: u64) {
         self.total.word.update(|total| changed(total, bytes(total).saturating_sub(amount)));
     }

@@ -103,8 +103,8 @@ fn main() {
         black_box(kept).ok();
     };
     let free = |pointer: u64| {
-        if let Some(taken) = ledger.take(Class::Pointer, pointer) {
-            taken.freed();
+        if let Some(freeing) = ledger.freeing(Class::Pointer, pointer) {
+            freeing.freed();
         }
     };
     let address = |number: u64| 0x7f00_0000_0000 + number * (2 << 20);

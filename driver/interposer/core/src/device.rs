@@ -18,10 +18,11 @@
 //! slot, where it counts like a charge ([`divvy_pages::account::NodeLine`]).
 
 use crate::ledger::{Ledger, Local};
-use crate::neighbours::{Neighbours, Unasked};
+use crate::neighbours::Neighbours;
 use crate::place::{Place, Places};
 use crate::system::System;
 use crate::table::{Class, Entry};
+use core::mem::MaybeUninit;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 use divvy_pages::{Fault, Flags, Full, SEATS, Seat, charge, force, uncharge};
 
@@ -140,7 +141,7 @@ impl<'a, S: System> Device<'a, S> {
     #[inline]
     fn seat<'p>(&self, place: &'p Place) -> Option<Seat<'p>> {
         let seat = place.seat()?;
-        place.heed(&seat, || seat.page.tidy(&Unasked));
+        place.heed(seat.page);
         Some(seat)
     }
 
@@ -148,24 +149,36 @@ impl<'a, S: System> Device<'a, S> {
     #[inline]
     fn seated<R>(&self, run: impl FnOnce(&[Seat<'_>]) -> R) -> R {
         let mut places = self.places.places();
-        match (places.next().and_then(|place| self.seat(place)), self.places.count.load(Relaxed)) {
-            (Some(seat), 1) => run(core::slice::from_ref(&seat)),
-            (first, _) => self.seated_on_many(first, run),
-        }
+        let mut room = [const { MaybeUninit::uninit() }; SEATS];
+        let first = places.next().and_then(|place| self.seat(place));
+        let only;
+        run(match (first, self.places.count.load(Relaxed)) {
+            (Some(seat), 1) => {
+                only = seat;
+                core::slice::from_ref(&only)
+            }
+            (first, _) => self.seats(first, &mut room),
+        })
     }
 
+    /// Those of a device with several pages.
     #[cold]
-    fn seated_on_many<R>(&self, first: Option<Seat<'_>>, run: impl FnOnce(&[Seat<'_>]) -> R) -> R {
+    fn seats<'p>(
+        &'p self,
+        first: Option<Seat<'p>>,
+        room: &'p mut [MaybeUninit<Seat<'p>>; SEATS],
+    ) -> &'p [Seat<'p>] {
         let rest = self.places.places().skip(1).filter_map(|place| self.seat(place));
-        let mut all = first.into_iter().chain(rest);
-        let Some(first) = all.next() else { return run(&[]) };
-        let mut seats = [first; SEATS];
-        let mut count = 1;
-        for (room, seat) in seats.iter_mut().skip(1).zip(all) {
-            *room = seat;
+        let mut count = 0;
+        for (room, seat) in room.iter_mut().zip(first.into_iter().chain(rest)) {
+            room.write(seat);
             count += 1;
         }
-        run(seats.get(..count).unwrap_or_default())
+        // SAFETY: so many were written.
+        #[allow(unsafe_code)]
+        unsafe {
+            core::slice::from_raw_parts(room.as_ptr().cast(), count)
+        }
     }
 
     #[inline]

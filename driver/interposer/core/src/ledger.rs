@@ -147,6 +147,7 @@ impl<S: System> Ledger<S> {
         Some(Taken { ledger: self, local, entry: Some(entry) })
     }
 
+    #[inline]
     pub(crate) fn uncharge(&self, local: &Local, entry: &Entry) {
         let index = entry.device();
         if let Some(places) = local.devices.get(index as usize) {
@@ -163,6 +164,7 @@ impl<S: System> Ledger<S> {
     }
 
     /// The process's own view: made if this is its first call. `None` where it cannot be made.
+    #[inline]
     pub(crate) fn local(&self) -> Option<&Local> {
         let local = self.local.load(Acquire);
         // SAFETY: only `first` stores here, a mapping of this size that is never unmapped; zeros are a valid `Local`.

@@ -13,6 +13,7 @@
 //!
 //! - [`ledger`]: what a process knows of its shares, made at the first call and anew in a child.
 //! - `place`, `neighbours`: the pages and slots of a device, and the share's other processes.
+//! - [`freeing`]: a free, whose entry is used only after the driver's call.
 //! - [`leaving`]: the end of a context.
 //! - [`device`]: charging, and the memory figures of a share.
 //! - [`table`]: which allocation is how large, so that its free can be given back.
@@ -30,6 +31,7 @@
 
 pub mod alive;
 pub mod device;
+pub mod freeing;
 pub mod growing;
 pub mod leaving;
 pub mod ledger;
@@ -45,6 +47,7 @@ pub mod vmm;
 
 pub use device::{Device, Kind, Reservation};
 pub use divvy_pages::{AccountPage, Fault, Full, GpuUuid, Identity, PolicyPage};
+pub use freeing::Freeing;
 pub use growing::Grown;
 pub use leaving::Leaving;
 pub use ledger::{Found, Ledger, Standing, Taken};

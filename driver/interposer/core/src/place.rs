@@ -3,6 +3,7 @@
 //! What was read of a policy page is kept beside it, and read again when the page's stamp says that
 //! the node has replaced it: one load tells.
 
+use crate::neighbours::Unasked;
 use crate::pace;
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -194,9 +195,16 @@ impl Place {
 
     /// Takes up what the node has written into the accounts since the last time.
     #[inline]
-    pub(crate) fn heed(&self, seat: &Seat<'_>, tidy: impl FnOnce() -> bool) {
-        let now = seat.page.attention();
-        if now != self.attention.load(Relaxed) && tidy() {
+    pub(crate) fn heed(&self, page: &AccountPage) {
+        if page.attention() != self.attention.load(Relaxed) {
+            self.tidy(page);
+        }
+    }
+
+    #[cold]
+    fn tidy(&self, page: &AccountPage) {
+        let now = page.attention();
+        if page.tidy(&Unasked) {
             self.attention.store(now, Relaxed);
         }
     }

@@ -1,148 +1,34 @@
 //! Which allocation is how large, so that its free can be given back.
 //!
-//! Eight shards by the hash of the key, each an array with open addressing and linear
-//! probing that is between half and three quarters full. A removal shifts the entries behind it
-//! back, so there are no tombstones and a lookup costs the same after a million frees as
-//! before. A shard grows into memory of its own, under its lock: the lock is held for the few
+//! Eight shards by the hash of the key, each an array of buckets ([`buckets`]) that is between two fifths and
+//! five eighths full. A shard grows into memory of its own, under its lock: the lock is held for the few
 //! memory accesses of one operation, by a thread of this process only, and no system call
 //! but that of growing is made under it. (A table without locks would have to move entries
 //! while others read them, for nothing: the driver serialises allocations itself.)
-//!
-//! An entry is two words, the key (an address or a handle) and a packed value: with a hundred
-//! thousand of them the table still lies in a core's cache, and that is what a lookup costs.
+
+mod buckets;
+mod entry;
 
 use crate::system::System;
-use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering::*};
+use buckets::{BUCKET, Bucket, Place, home, put};
+use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
+
+pub(crate) use entry::MANY;
+pub use entry::{Class, Entry};
 
 const SHARDS: usize = 8;
 /// Of a shard's first array: with entries of 16 bytes, a page of memory.
 const FIRST: u32 = 256;
 
-/// What a key is; the same number may be a key in several classes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u64)]
-pub enum Class {
-    /// A device pointer. Extra: the number of its context.
-    Pointer = 1,
-    /// A `CUarray`. Extra: the number of its context.
-    Array = 2,
-    /// A `CUmipmappedArray`. Extra: the number of its context.
-    Mipmap = 3,
-    /// A `CUcontext`.
-    Context = 4,
-    /// A `CUmodule` or `CUlibrary`. Extra: the number of its context.
-    Module = 5,
-    /// A `CUmemoryPool`.
-    Pool = 6,
-    /// The graph memory of a device, by its index.
-    Graph = 7,
-    /// A handle of `cuMemCreate`. Bytes: the number of its object. Extra: references the program holds.
-    Handle = 8,
-    /// Physical memory by its number. Extra: handles' references and mappings together.
-    Object = 9,
-    /// A mapped address. Bytes: the number of its object.
-    Mapping = 10,
-    /// The same address. Bytes: how long the mapping is.
-    Length = 11,
-}
-
-impl Class {
-    const ALL: [Self; 11] = [
-        Self::Pointer,
-        Self::Array,
-        Self::Mipmap,
-        Self::Context,
-        Self::Module,
-        Self::Pool,
-        Self::Graph,
-        Self::Handle,
-        Self::Object,
-        Self::Mapping,
-        Self::Length,
-    ];
-}
-
-/// One entry. A value of zero is no entry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
-    pub key: u64,
-    /// Bytes (bits 0 to 43), class (44 to 47), device (48 to 52), managed (53), extra (54 to 63).
-    value: u64,
-}
-
-const BYTES: u64 = (1 << 44) - 1;
-const MANAGED: u64 = 1 << 53;
-/// The largest extra. As a count it stands for "more than can be counted" and stays: such memory is
-/// charged until the process ends, never too little.
-pub(crate) const MANY: u64 = (1 << 10) - 1;
-
-impl Entry {
-    pub fn new(class: Class, key: u64, device: u32, bytes: u64, extra: u64) -> Self {
-        let value = bytes.min(BYTES) | (class as u64) << 44 | u64::from(device & 31) << 48;
-        Self { key, value: value | extra.min(MANY) << 54 }
-    }
-
-    /// The same, of managed memory.
-    #[must_use]
-    pub fn managed(self, managed: bool) -> Self {
-        Self { value: if managed { self.value | MANAGED } else { self.value & !MANAGED }, ..self }
-    }
-
-    pub fn is_managed(&self) -> bool {
-        self.value & MANAGED != 0
-    }
-
-    fn number(&self) -> u64 {
-        self.value >> 44 & 15
-    }
-
-    pub fn class(&self) -> Option<Class> {
-        Class::ALL.into_iter().find(|class| *class as u64 == self.number())
-    }
-
-    fn is(&self, class: Class, key: u64) -> bool {
-        self.key == key && self.number() == class as u64
-    }
-
-    pub fn device(&self) -> u32 {
-        (self.value >> 48) as u32 & 31
-    }
-
-    pub fn bytes(&self) -> u64 {
-        self.value & BYTES
-    }
-
-    /// The same with other bytes.
-    #[must_use]
-    pub fn with_bytes(self, bytes: u64) -> Self {
-        Self { value: self.value & !BYTES | bytes.min(BYTES), ..self }
-    }
-
-    pub fn extra(&self) -> u64 {
-        self.value >> 54
-    }
-
-    fn with_extra(self, extra: u64) -> Self {
-        Self { value: self.value & !(MANY << 54) | extra.min(MANY) << 54, ..self }
-    }
-
-    /// Counts one more in the extra.
-    pub(crate) fn hold(&mut self) {
-        *self = self.with_extra(self.extra() + 1);
-    }
-
-    /// Counts so many less in the extra; what is to become of the entry.
-    pub(crate) fn let_go(&mut self, count: u64) -> Then {
-        if self.extra() < MANY {
-            *self = self.with_extra(self.extra().saturating_sub(count));
-        }
-        if self.extra() == 0 { Then::Remove } else { Then::Keep }
-    }
-}
-
 /// The table could not grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoRoom;
+
+/// How many keys of a shard can be written down as being freed: a shard is a cache line.
+const LEAVES: usize = 5;
+/// Bits of a key that is being freed, above those of any address: its class, and that it was overtaken.
+const CLASS: u32 = 56;
+const OVERTAKEN: u64 = 1 << 63;
 
 /// The table of a process. Zeros are an empty one.
 #[derive(Debug)]
@@ -157,7 +43,35 @@ struct Shard {
     /// Of the array; 0 before the first entry.
     size: AtomicU32,
     count: AtomicU32,
-    entries: AtomicPtr<Entry>,
+    entries: AtomicPtr<Bucket>,
+    /// What the driver frees at this moment, see [`crate::freeing`]; 0: nothing. A word belongs to who made it
+    /// other than 0; who holds the lock only adds that it was overtaken.
+    leaves: [AtomicU64; LEAVES],
+}
+
+const _: () = assert!(size_of::<Shard>() == 64);
+
+/// Why a key could not be written down as being freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Busy {
+    /// There is no room for it now.
+    Full,
+    /// It is already: a program frees something twice, and one of the two will be refused.
+    Same,
+}
+
+/// A key that is written down as being freed. Dropped, it is no more.
+#[derive(Debug)]
+pub(crate) struct Leave<'a> {
+    at: &'a AtomicU64,
+    class: Class,
+    key: u64,
+}
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        self.at.store(0, Release);
+    }
 }
 
 /// What becomes of an entry that was looked at.
@@ -176,6 +90,7 @@ impl Table {
                 size: AtomicU32::new(0),
                 count: AtomicU32::new(0),
                 entries: AtomicPtr::new(core::ptr::null_mut()),
+                leaves: Default::default(),
             }),
         }
     }
@@ -188,11 +103,32 @@ impl Table {
 
     pub fn remove(&self, system: &impl System, class: Class, key: u64) -> Option<Entry> {
         let hash = hash(key);
+        self.shard(hash).open(system).take(hash, class, key)
+    }
+
+    /// Writes down that the driver is about to free what has this key, and has its entry fetched.
+    #[inline]
+    pub(crate) fn leave(&self, class: Class, key: u64) -> Result<Leave<'_>, Busy> {
+        let hash = hash(key);
+        let shard = self.shard(hash);
+        let at = shard.leave(hash).ok_or(Busy::Full)?;
+        let word = leaves(class as u64, key).ok_or(Busy::Full)?;
+        shard.fetch(hash);
+        match at.compare_exchange(0, word, AcqRel, Relaxed) {
+            Ok(_) => Ok(Leave { at, class, key }),
+            Err(other) => Err(if other == word { Busy::Same } else { Busy::Full }),
+        }
+    }
+
+    /// The driver has freed it: takes out the entry, unless another has taken its place.
+    #[inline]
+    pub(crate) fn left(&self, system: &impl System, leave: Leave<'_>) -> Option<Entry> {
+        let hash = hash(leave.key);
         let mut open = self.shard(hash).open(system);
-        let place = open.find(hash, class, key)?;
-        let entry = open.array().get(place).copied();
-        open.remove(place);
-        entry
+        if leave.at.load(Relaxed) & OVERTAKEN != 0 {
+            return None;
+        }
+        open.take(hash, leave.class, leave.key)
     }
 
     /// A copy of an entry.
@@ -200,7 +136,7 @@ impl Table {
         let hash = hash(key);
         let mut open = self.shard(hash).open(system);
         let place = open.find(hash, class, key)?;
-        open.array().get(place).copied()
+        open.at(place).copied()
     }
 
     /// Changes an entry in place; what `change` makes of it, and what it was when it was done.
@@ -215,7 +151,7 @@ impl Table {
         let hash = hash(key);
         let mut open = self.shard(hash).open(system);
         let place = open.find(hash, class, key)?;
-        let entry = open.array().get_mut(place)?;
+        let entry = open.at(place)?;
         let then = change(entry);
         let after = *entry;
         if then == Then::Remove {
@@ -229,13 +165,14 @@ impl Table {
     pub fn sweep(&self, system: &impl System, mut gone: impl FnMut(&Entry) -> bool) {
         for shard in &self.shards {
             let mut open = shard.open(system);
-            let mut place = 0;
+            let mut number = 0;
+            let place = |number| Place { bucket: number / BUCKET, entry: number % BUCKET };
             // A removal moves an entry to here, or one from the front to the end: neither is missed.
-            while let Some(entry) = open.array().get(place).copied() {
+            while let Some(entry) = open.at(place(number)).copied() {
                 if entry.value != 0 && gone(&entry) {
-                    open.remove(place);
+                    open.remove(place(number));
                 } else {
-                    place += 1;
+                    number += 1;
                 }
             }
         }
@@ -252,7 +189,40 @@ fn hash(key: u64) -> u64 {
     key.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
+/// How it is written down that a key is being freed; `None` for what is no address.
+fn leaves(class: u64, key: u64) -> Option<u64> {
+    (key >> CLASS == 0).then_some(key | class << CLASS)
+}
+
 impl Shard {
+    /// Where a key would be written down.
+    #[inline]
+    fn leave(&self, hash: u64) -> Option<&AtomicU64> {
+        self.leaves.get((hash >> 32) as usize % LEAVES)
+    }
+
+    /// Has the place where an entry would lie come into the cache. Without the lock: at worst it is no
+    /// place any more.
+    #[inline]
+    fn fetch(&self, hash: u64) {
+        let place = home(hash, self.size.load(Relaxed) as usize / BUCKET);
+        let place = self.entries.load(Relaxed).wrapping_add(place);
+        // SAFETY: reads nothing, whatever the address is.
+        #[cfg(target_arch = "x86_64")]
+        #[allow(unsafe_code)]
+        unsafe {
+            use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T0>(place.cast());
+        }
+        // SAFETY: as above.
+        #[cfg(target_arch = "aarch64")]
+        #[allow(unsafe_code)]
+        unsafe {
+            core::arch::asm!("prfm pldl1keep, [{}]", in(reg) place, options(nostack, preserves_flags, readonly));
+        }
+    }
+
+    #[inline]
     fn open(&self, system: &impl System) -> Open<'_> {
         let mut spins = 0_u32;
         while self.lock.compare_exchange_weak(0, 1, Acquire, Relaxed).is_err() {
@@ -281,7 +251,8 @@ impl Drop for Open<'_> {
 
 impl Open<'_> {
     #[allow(unsafe_code)]
-    fn array(&mut self) -> &mut [Entry] {
+    #[inline]
+    fn array(&mut self) -> &mut [Bucket] {
         let entries = self.shard.entries.load(Relaxed);
         let size = self.shard.size.load(Relaxed) as usize;
         if entries.is_null() {
@@ -289,68 +260,50 @@ impl Open<'_> {
         }
         // SAFETY: `grow` stored both together, a mapping of that many entries; the lock is held, so
         // nobody else has a reference, and zeros are valid entries.
-        unsafe { core::slice::from_raw_parts_mut(entries, size) }
+        unsafe { core::slice::from_raw_parts_mut(entries, size / BUCKET) }
     }
 
-    fn find(&mut self, hash: u64, class: Class, key: u64) -> Option<usize> {
-        let array = self.array();
-        let mut place = home(hash, array.len());
-        // There is an empty entry: the array is never full.
-        loop {
-            let entry = array.get(place)?;
-            if entry.value == 0 {
-                return None;
-            }
-            if entry.is(class, key) {
-                return Some(place);
-            }
-            place = after(place, array.len());
-        }
+    #[inline]
+    fn at(&mut self, place: Place) -> Option<&mut Entry> {
+        self.array().get_mut(place.bucket)?.get_mut(place.entry)
     }
 
+    #[inline]
+    fn take(&mut self, hash: u64, class: Class, key: u64) -> Option<Entry> {
+        let place = self.find(hash, class, key)?;
+        let entry = self.at(place).copied();
+        self.remove(place);
+        entry
+    }
+
+    #[inline]
+    fn find(&mut self, hash: u64, class: Class, key: u64) -> Option<Place> {
+        buckets::find(self.array(), hash, class, key)
+    }
+
+    #[inline]
     fn insert(&mut self, system: &impl System, hash: u64, entry: Entry) -> Result<Option<Entry>, NoRoom> {
         let count = self.shard.count.load(Relaxed);
-        if (count + 1) * 4 > self.shard.size.load(Relaxed) * 3 {
+        if (count + 1) * 8 > self.shard.size.load(Relaxed) * 5 {
             self.grow(system)?;
         }
-        let array = self.array();
-        let mut place = home(hash, array.len());
-        loop {
-            let size = array.len();
-            let room = array.get_mut(place).ok_or(NoRoom)?;
-            if room.value == 0 {
-                *room = entry;
-                self.shard.count.store(count + 1, Relaxed);
-                return Ok(None);
-            }
-            if room.key == entry.key && room.number() == entry.number() {
-                return Ok(Some(core::mem::replace(room, entry)));
-            }
-            place = after(place, size);
+        // Whoever frees what had this key has nothing to do with it any more.
+        if let Some(leave) = self.shard.leave(hash)
+            && let word = leave.load(Relaxed)
+            && Some(word) == leaves(entry.number(), entry.key)
+        {
+            let _ = leave.compare_exchange(word, word | OVERTAKEN, Relaxed, Relaxed);
         }
+        let old = put(self.array(), hash, entry)?;
+        if old.is_none() {
+            self.shard.count.store(count + 1, Relaxed);
+        }
+        Ok(old)
     }
 
-    /// Empties a place and moves back what was pushed behind it.
-    fn remove(&mut self, place: usize) {
-        let array = self.array();
-        let size = array.len();
-        // How many places `to` is behind `from`.
-        let behind = |from: usize, to: usize| if to >= from { to - from } else { to + size - from };
-        let (mut hole, mut next) = (place, place);
-        loop {
-            next = after(next, size);
-            let Some(entry) = array.get(next).copied().filter(|entry| entry.value != 0) else { break };
-            // It may move back to the hole unless its home lies behind that.
-            if behind(home(hash(entry.key), size), next) >= behind(hole, next) {
-                if let Some(room) = array.get_mut(hole) {
-                    *room = entry;
-                }
-                hole = next;
-            }
-        }
-        if let Some(room) = array.get_mut(hole) {
-            *room = Entry { key: 0, value: 0 };
-        }
+    #[inline]
+    fn remove(&mut self, place: Place) {
+        buckets::remove(self.array(), place);
         let count = self.shard.count.load(Relaxed);
         self.shard.count.store(count.saturating_sub(1), Relaxed);
     }
@@ -358,23 +311,17 @@ impl Open<'_> {
     #[cold]
     fn grow(&mut self, system: &impl System) -> Result<(), NoRoom> {
         let old_size = self.shard.size.load(Relaxed);
-        let size = (old_size + old_size / 2).max(FIRST);
+        let size = (old_size + old_size / 2).max(FIRST).next_multiple_of(BUCKET as u32);
         let bytes = (size as usize) * size_of::<Entry>();
-        let mapped = system.map(bytes, false).cast::<Entry>();
+        let mapped = system.map(bytes, false).cast::<Bucket>();
         if mapped.is_null() || !mapped.is_aligned() {
             return Err(NoRoom);
         }
         // SAFETY: a fresh mapping of that many entries that nobody else knows; zeros are valid entries.
         #[allow(unsafe_code)]
-        let new = unsafe { core::slice::from_raw_parts_mut(mapped, size as usize) };
-        for entry in self.array().iter().filter(|entry| entry.value != 0) {
-            let mut place = home(hash(entry.key), new.len());
-            while new.get(place).is_some_and(|room| room.value != 0) {
-                place = after(place, new.len());
-            }
-            if let Some(room) = new.get_mut(place) {
-                *room = *entry;
-            }
+        let new = unsafe { core::slice::from_raw_parts_mut(mapped, size as usize / BUCKET) };
+        for entry in self.array().as_flattened().iter().filter(|entry| !entry.is_empty()) {
+            put(new, hash(entry.key), *entry)?;
         }
         let old = self.shard.entries.swap(mapped, Relaxed);
         self.shard.size.store(size, Relaxed);
@@ -387,15 +334,4 @@ impl Open<'_> {
         }
         Ok(())
     }
-}
-
-/// The next place, round at the end.
-fn after(place: usize, size: usize) -> usize {
-    if place + 1 < size { place + 1 } else { 0 }
-}
-
-/// Where an entry would lie in an array of so many: by the bits below those that chose the shard, as a
-/// fraction of the size. (The upper bits of the product spread addresses at equal distances evenly.)
-fn home(hash: u64, size: usize) -> usize {
-    ((((hash << 3) >> 32) * size as u64) >> 32) as usize
 }

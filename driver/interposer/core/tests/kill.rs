@@ -130,14 +130,19 @@ fn tenant(folder: &str, seed: u64) -> ! {
     });
     let Standing::Share(device) = ledger.device(0, || Some([GPU; 2])) else { std::process::abort() };
     let mut seed = seed;
+    let mut held = [false; 8];
     loop {
-        let pointer = random(&mut seed, 8) + 1;
-        if let Some(taken) = ledger.take(Class::Pointer, pointer) {
-            taken.freed();
-        } else if let Ok(reserved) = device.reserve(1 + random(&mut seed, 3 << 20))
-            && reserved.keep_all(Kind::Linear { pointer, context: 0 }).is_err()
-        {
-            std::process::abort();
+        let pointer = random(&mut seed, 8);
+        let held = &mut held[pointer as usize];
+        if *held {
+            *held = false;
+            let Some(freeing) = ledger.freeing(Class::Pointer, pointer) else { std::process::abort() };
+            freeing.freed();
+        } else if let Ok(reserved) = device.reserve(1 + random(&mut seed, 3 << 20)) {
+            *held = true;
+            if reserved.keep_all(Kind::Linear { pointer, context: 0 }).is_err() {
+                std::process::abort();
+            }
         }
         if pages.iter().zip(LIMITS).any(|(page, limit)| page.used() > limit) {
             std::process::abort();

@@ -183,7 +183,7 @@ hook! {
 hook! {
     /// Charges are by array: a level of a mipmapped array is no array of its own.
     cuArrayDestroy(handle: Handle) |real| {
-        free(Class::Array, handle as u64, || real(handle))
+        free(Class::Array, handle as u64, &|| real(handle))
     }
 }
 
@@ -227,6 +227,6 @@ hook! {
 hook! {
     /// All levels at once.
     cuMipmappedArrayDestroy(handle: Handle) |real| {
-        free(Class::Mipmap, handle as u64, || real(handle))
+        free(Class::Mipmap, handle as u64, &|| real(handle))
     }
 }

@@ -7,7 +7,7 @@
 //! A graph without memory nodes, which is nearly every graph, is launched as if this were not here.
 
 use super::driver::{self, Handle, Ordinal};
-use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, launch, pool};
+use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, hook, launch, pool};
 use crate::share::{self, Device, Standing};
 use crate::sys;
 use core::ffi::{c_char, c_ulonglong, c_void};
@@ -158,26 +158,26 @@ fn charge(share: &Device, device: Ordinal, call: impl FnOnce() -> Answer) -> Ans
 
 /// A call that lets an executable graph have its memory.
 #[inline]
-fn run(handle: Handle, call: impl FnOnce() -> Answer) -> Answer {
-    if USED.load(Ordering::Relaxed) { run_with_memory(handle, call) } else { call() }
+fn run(handle: Handle, call: impl Fn() -> Answer) -> Answer {
+    if USED.load(Ordering::Relaxed) { run_with_memory(handle, &call) } else { call() }
 }
 
 #[cold]
-fn run_with_memory(handle: Handle, call: impl FnOnce() -> Answer) -> Answer {
+fn run_with_memory(handle: Handle, call: &dyn Call) -> Answer {
     let known = KNOWN.iter().find(|known| known.handle.load(Ordering::Acquire) == handle as usize);
     let Some(known) = known else { return run_unknown(call) };
     let device = known.device.load(Ordering::Acquire) as Ordinal;
     let share = match share::of_cuda(device) {
-        Standing::Free => return call(),
+        Standing::Free => return call.call(),
         Standing::Closed => return OUT_OF_MEMORY,
         Standing::Share(share) => share,
     };
     let bytes = known.bytes.load(Ordering::Acquire);
     for last in [false, true] {
         let mut growing = share.grow(Grown::Graph);
-        let Some((reserved, used)) = driver::graph_memory(device) else { return call() };
+        let Some((reserved, used)) = driver::graph_memory(device) else { return call.call() };
         if growing.ask(bytes, reserved, used).is_ok() {
-            let answer = call();
+            let answer = call.call();
             if let Some((reserved, _)) = driver::graph_memory(device) {
                 growing.settle_anyway(reserved);
             }
@@ -193,8 +193,8 @@ fn run_with_memory(handle: Handle, call: impl FnOnce() -> Answer) -> Answer {
 
 /// A graph that is not among the known has no memory, unless they are too many or too deep. Of which device it would be
 /// is not known either.
-fn run_unknown(call: impl FnOnce() -> Answer) -> Answer {
-    let answer = call();
+fn run_unknown(call: &dyn Call) -> Answer {
+    let answer = call.call();
     if UNKNOWN.load(Ordering::Relaxed) {
         for device in 0..driver::devices() {
             if let Standing::Share(share) = share::of_cuda(device) {
@@ -271,14 +271,14 @@ fn work(handle: Handle) -> Work {
 hook! {
     /// A few loads more than without, for a graph without memory in a share without limits of compute time.
     cuGraphLaunch(handle: Handle, stream: Handle) |real| {
-        run(handle, || launch::paced(work(handle), stream, || real(handle, stream)))
+        run(handle, || launch::paced(work(handle), stream, &|| real(handle, stream)))
     }
 }
 
 hook! {
     /// On the per-thread default stream.
     cuGraphLaunch_ptsz(handle: Handle, stream: Handle) |real| {
-        run(handle, || launch::paced(work(handle), driver::per_thread(stream), || real(handle, stream)))
+        run(handle, || launch::paced(work(handle), driver::per_thread(stream), &|| real(handle, stream)))
     }
 }
 

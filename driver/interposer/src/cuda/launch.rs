@@ -9,7 +9,7 @@
 //! graph is charged when it is launched. Copies and the functions of the host are not charged.
 
 use super::driver::{self, Handle};
-use super::{Answer, SUCCESS, hook};
+use super::{Answer, Call, SUCCESS, hook};
 use crate::share::{self, LEDGER, Standing};
 use core::ffi::{c_int, c_uint, c_void};
 use core::ptr;
@@ -40,18 +40,20 @@ fn find_word() {
     }
 }
 
-/// Launches by `call` on a stream when the share's time has come.
-pub(super) fn paced(work: Work, stream: Handle, call: impl FnOnce() -> Answer) -> Answer {
+/// Launches by `call` on a stream when the share's time has come. One function for all of them: a copy of it in each
+/// hook would be a tenth of this library.
+#[inline(never)]
+pub(super) fn paced(work: Work, stream: Handle, call: &dyn Call) -> Answer {
     if WORD.load(Ordering::Relaxed).is_null() {
         find_word();
     }
     if is_free() || CAPTURES.load(Ordering::Relaxed) > 0 && driver::capture(stream) != Some(false) {
-        return call();
+        return call.call();
     }
     match driver::current_device().map_or(Standing::Free, share::of_cuda) {
-        Standing::Share(device) => device.launch(work, &Events(stream), call),
+        Standing::Share(device) => device.launch(work, &Events(stream), || call.call()),
         // Without memory there is nothing to launch; the driver says so.
-        Standing::Free | Standing::Closed => call(),
+        Standing::Free | Standing::Closed => call.call(),
     }
 }
 
@@ -188,7 +190,7 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, || {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, &|| {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
         })
     }
@@ -200,7 +202,7 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), || {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), &|| {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
         })
     }
@@ -213,7 +215,7 @@ launch! {
     ) |real| {
         // SAFETY: `cuda.h` asks for one.
         let (work, stream) = unsafe { configured(function, configuration) };
-        paced(work, stream, || real(configuration, function, parameters, extra))
+        paced(work, stream, &|| real(configuration, function, parameters, extra))
     }
 }
 
@@ -224,7 +226,7 @@ launch! {
     ) |real| {
         // SAFETY: `cuda.h` asks for one.
         let (work, stream) = unsafe { configured(function, configuration) };
-        paced(work, driver::per_thread(stream), || real(configuration, function, parameters, extra))
+        paced(work, driver::per_thread(stream), &|| real(configuration, function, parameters, extra))
     }
 }
 
@@ -234,7 +236,7 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, || {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, &|| {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
         })
     }
@@ -246,7 +248,7 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), || {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), &|| {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
         })
     }
@@ -257,21 +259,21 @@ launch! {
     cuLaunchCooperativeKernelMultiDevice(list: *mut Handle, count: c_uint, flags: c_uint) |real| {
         // SAFETY: the first word of each entry is its function; without entries the driver refuses.
         let first = if list.is_null() || count == 0 { ptr::null_mut() } else { unsafe { *list } };
-        paced(kernel(first, [count, 1, 1]), ptr::null_mut(), || real(list, count, flags))
+        paced(kernel(first, [count, 1, 1]), ptr::null_mut(), &|| real(list, count, flags))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
     cuLaunch(function: Handle) |real| {
-        paced(kernel(function, [1; 3]), ptr::null_mut(), || real(function))
+        paced(kernel(function, [1; 3]), ptr::null_mut(), &|| real(function))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
     cuLaunchGrid(function: Handle, width: c_int, height: c_int) |real| {
-        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), ptr::null_mut(), || {
+        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), ptr::null_mut(), &|| {
             real(function, width, height)
         })
     }
@@ -280,7 +282,7 @@ launch! {
 launch! {
     /// Before CUDA 4.0.
     cuLaunchGridAsync(function: Handle, width: c_int, height: c_int, stream: Handle) |real| {
-        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, || {
+        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, &|| {
             real(function, width, height, stream)
         })
     }

@@ -127,27 +127,27 @@ hook! {
 hook! {
     /// Since CUDA 3.2. Frees memory of pools too, for which the table has no entry.
     cuMemFree_v2(pointer: u64) |real| {
-        free(Class::Pointer, pointer, || real(pointer))
+        free(Class::Pointer, pointer, &|| real(pointer))
     }
 }
 
 hook! {
     /// With 32 bits for a pointer.
     cuMemFree(pointer: c_uint) |real| {
-        free(Class::Pointer, pointer.into(), || real(pointer))
+        free(Class::Pointer, pointer.into(), &|| real(pointer))
     }
 }
 
 hook! {
     /// Frees what `cuMemAlloc` made too.
     cuMemFreeAsync(pointer: u64, stream: Handle) |real| {
-        free(Class::Pointer, pointer, || real(pointer, stream))
+        free(Class::Pointer, pointer, &|| real(pointer, stream))
     }
 }
 
 hook! {
     /// On the per-thread default stream.
     cuMemFreeAsync_ptsz(pointer: u64, stream: Handle) |real| {
-        free(Class::Pointer, pointer, || real(pointer, stream))
+        free(Class::Pointer, pointer, &|| real(pointer, stream))
     }
 }

@@ -29,7 +29,7 @@ pub(crate) use pool::*;
 pub(crate) use proc_address::*;
 pub(crate) use virtual_memory::*;
 
-use crate::share::{self, Device, LEDGER, Standing};
+use crate::share::{self, LEDGER, Standing};
 use divvy_interposer_core::table::Class;
 use divvy_interposer_core::{Full, Reservation};
 use driver::Ordinal;
@@ -74,6 +74,18 @@ macro_rules! real {
 }
 pub(crate) use real;
 
+/// A call of the driver's function, made by code that serves many hooks. A table of `dyn Fn` has three addresses, which the
+/// loader has to relocate in every process; this has one.
+trait Call {
+    fn call(&self) -> Answer;
+}
+
+impl<F: Fn() -> Answer> Call for F {
+    fn call(&self) -> Answer {
+        self()
+    }
+}
+
 /// An allocation of `bytes` on a device. `call` asks the driver, writing to a place of its own, and says what was made;
 /// `keep` puts that into the accounts; `pass` gives it to the program; `undo` frees it again.
 fn allocate<T: Copy>(
@@ -84,49 +96,46 @@ fn allocate<T: Copy>(
     pass: impl FnOnce(T),
     undo: impl FnOnce(T),
 ) -> Answer {
+    let Ok(reservation) = room(device, bytes) else { return OUT_OF_MEMORY };
+    let made = match call() {
+        Ok(made) => made,
+        Err(error) => return error,
+    };
+    if let Some(reservation) = reservation
+        && keep(reservation, made).is_err()
+    {
+        undo(made);
+        return OUT_OF_MEMORY;
+    }
+    pass(made);
+    SUCCESS
+}
+
+/// Charges, if the device is one of a share, after a second look at what pools keep for nothing.
+fn room(
+    device: Option<Ordinal>,
+    bytes: u64,
+) -> Result<Option<Reservation<'static, crate::process::Kernel>>, Full> {
     // Without a context, or for a device that is none, the driver refuses by itself.
     match device.map_or(Standing::Free, share::of_cuda) {
-        Standing::Free => call().map_or_else(
-            |error| error,
-            |made| {
-                pass(made);
-                SUCCESS
-            },
-        ),
-        Standing::Closed => OUT_OF_MEMORY,
-        Standing::Share(device) => {
-            let Ok(reservation) = reserve(&device, bytes) else { return OUT_OF_MEMORY };
-            match call() {
-                Err(error) => error,
-                Ok(made) => {
-                    if keep(reservation, made).is_ok() {
-                        pass(made);
-                        return SUCCESS;
-                    }
-                    undo(made);
-                    OUT_OF_MEMORY
-                }
-            }
-        }
+        Standing::Free => Ok(None),
+        Standing::Closed => Err(Full),
+        Standing::Share(device) => device
+            .reserve(bytes)
+            .or_else(|_| {
+                pool::shrink(&device);
+                device.reserve(bytes)
+            })
+            .map(Some),
     }
 }
 
-/// Charges, after a second look at what pools keep for nothing.
-#[inline]
-fn reserve(device: &Device, bytes: u64) -> Result<Reservation<'static, crate::process::Kernel>, Full> {
-    device.reserve(bytes).or_else(|_| {
-        pool::shrink(device);
-        device.reserve(bytes)
-    })
-}
-
 /// Gives back what is charged for `key` if `call` frees it.
-#[inline]
-fn free(class: Class, key: u64, call: impl FnOnce() -> Answer) -> Answer {
-    let Some(taken) = LEDGER.take(class, key) else { return call() };
-    let answer = call();
+fn free(class: Class, key: u64, call: &dyn Call) -> Answer {
+    let Some(freeing) = LEDGER.freeing(class, key) else { return call.call() };
+    let answer = call.call();
     if answer == SUCCESS {
-        taken.freed();
+        freeing.freed();
     }
     answer
 }

@@ -1,6 +1,7 @@
 //! The rules, on pages in memory and with processes that tests can fork and kill.
 
 mod events;
+mod freeing;
 mod model;
 mod pace;
 mod world;

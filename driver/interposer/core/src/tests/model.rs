@@ -86,9 +86,8 @@ fn apply(tenant: &mut Tenant, event: Event, free: u64) {
             holds.pointers.insert(pointer, (bytes, context));
         }
         Event::Free { pointer } => {
-            let taken = process.take(Class::Pointer, pointer);
-            assert_eq!(taken.is_some(), holds.pointers.remove(&pointer).is_some());
-            taken.into_iter().for_each(crate::Taken::freed);
+            process.freeing(Class::Pointer, pointer).expect("nobody else frees it").freed();
+            holds.pointers.remove(&pointer);
         }
         Event::Context { handle } => {
             let known = holds.contexts.contains_key(&context(handle));
