@@ -235,3 +235,35 @@ impl Ledger {
         state.gpus.into_iter().nth(slot).map(|gpu| gpu.limits)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limit(name: Option<&str>, ids: &[u64]) -> CgroupLimit {
+        let directory = (1, ids.first().copied().unwrap_or(0), 1);
+        let (path, name) = ("/no/such/cgroup".to_owned(), name.map(str::to_owned));
+        CgroupLimit { path, directory, number: 1, name, ids: ids.to_vec(), soft: 0, hard: 0 }
+    }
+
+    fn under(id: Option<u64>, name: Option<&str>) -> Option<bool> {
+        Own { id, name: name.map(str::to_owned) }.under(&limit(Some("/pods/a"), &[7, 8]))
+    }
+
+    #[test]
+    fn the_kernels_number_of_a_cgroup_counts_where_it_tells_one() {
+        assert_eq!(under(Some(7), None), Some(true));
+        assert_eq!(under(Some(8), None), Some(false));
+        assert_eq!(under(Some(9), None), None);
+        assert_eq!(under(Some(9), Some("/pods/a")), None, "the name is what the process says");
+    }
+
+    #[test]
+    fn else_its_name_does() {
+        assert_eq!(under(None, Some("/pods/a")), Some(true));
+        assert_eq!(under(None, Some("/pods/a/below")), Some(false));
+        assert_eq!(under(None, Some("/pods/ab")), None);
+        assert_eq!(under(None, Some("/")), None);
+        assert_eq!(under(None, None), None);
+    }
+}
