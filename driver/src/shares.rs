@@ -150,6 +150,14 @@ impl Shares {
             && read(&dir.join(POLICY)).is_ok_and(|page| says(&page, policy) == Ok(true))
     }
 
+    /// Grants a share so many nanoseconds of GPU time a second, of those that its library counts. The agent's
+    /// word alone: what is written here never touches the rate, and who holds the agent's lock is its only writer.
+    pub fn set_rate(&self, claim: &ClaimUid, share: &ShareId, rate: u64) -> io::Result<()> {
+        let mapped = Mapped::open(&self.of(claim, share).join(POLICY))?;
+        mapped.page().ok_or(io::ErrorKind::InvalidData)?.set_rate(rate);
+        Ok(())
+    }
+
     /// Removes the pages of a claim; what is not there is fine.
     pub fn remove(&self, claim: &ClaimUid) -> Result<(), PagesError> {
         if !is_file_name(claim.as_str()) {

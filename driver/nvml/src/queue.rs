@@ -11,6 +11,7 @@ use crate::usage::ProcessUse;
 use divvy_api::GpuUuid;
 use divvy_model::inventory::{ComputeInstance, MigMode};
 use divvy_model::placement::Placement;
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -72,6 +73,13 @@ impl GpuQueue {
     /// The processes on the GPU and its instances, with the memory of each.
     pub async fn usage(&self) -> Result<Vec<ProcessUse>, NvmlError> {
         self.submit("nvmlDeviceGetComputeRunningProcesses_v3", self.limits.query, Worker::usage).await
+    }
+
+    /// How much of the GPU's time processes had since that time of the system clock, in microseconds, or for as long
+    /// as the GPU driver remembers: per cent by process id, without those that had none. None where it does not say.
+    pub async fn times(&self, since_us: u64) -> Result<Option<BTreeMap<u32, u32>>, NvmlError> {
+        let call = "nvmlDeviceGetProcessUtilization";
+        self.submit(call, self.limits.query, move |worker| worker.times(since_us)).await
     }
 
     /// Has the GPU driver hold a cgroup (its directory) to so many bytes of the GPU's memory;

@@ -19,6 +19,24 @@ pub struct ProcessUse {
 }
 
 impl Worker {
+    /// Per cent by process id, of those that had some time since then; none where the GPU driver does not say, as
+    /// with MIG on.
+    pub(crate) fn times(&mut self, since_us: u64) -> Result<Option<BTreeMap<u32, u32>>, NvmlError> {
+        let device = self.device()?;
+        let read = self.call("nvmlDeviceGetProcessUtilization", |nvml| nvml.utilization(device, since_us));
+        let samples = match read {
+            Ok(samples) => samples,
+            Err(error) => return absent(error).map(|_| None),
+        };
+        let mut newest = BTreeMap::new();
+        for (pid, percent, at_us) in samples {
+            // Where a driver tells several of a process.
+            let known = newest.entry(pid).or_insert((at_us, percent));
+            *known = (*known).max((at_us, percent));
+        }
+        Ok(Some(newest.into_iter().map(|(pid, (_, percent))| (pid, percent.min(100))).collect()))
+    }
+
     /// One entry for each process and instance. A process that computes and draws is in
     /// two lists, with all its memory in each.
     pub(crate) fn usage(&mut self) -> Result<Vec<ProcessUse>, NvmlError> {
@@ -54,7 +72,7 @@ impl Worker {
     }
 }
 
-/// An older GPU driver, or a GPU that is cut into instances, has no limits by cgroup.
+/// An older GPU driver, or a GPU that is cut into instances, has no such thing.
 fn absent(error: NvmlError) -> Result<bool, NvmlError> {
     match error.code() {
         Some(Code::FunctionNotFound | Code::NotSupported) => Ok(false),

@@ -6,11 +6,12 @@
 //!
 //! ```text
 //! pages ─▶ NVML: memory by process ─▶ pages again, /proc ─▶ Look ─┬▶ judge ─▶ findings ─▶ report, end
-//!  (first copy)                                    (second copy)  └▶ lines ─▶ the node's line of slots
+//!  (first copy)      and time                      (second copy)  ├▶ lines ─▶ the node's line of slots
+//!                                                                 └▶ arbiter ─▶ rates on policy pages
 //! ```
 //!
-//! [`judge`] and [`lines`] are pure; [`gather`] reads files and writes lines, [`end`]
-//! ends a process. A finding counts when two looks in a row see it, so that nothing
+//! [`judge`], [`lines`] and [`arbiter`] are pure; [`gather`] reads files and writes lines, [`end`]
+//! ends a process, [`arbitrate`] writes rates. A finding counts when two looks in a row see it, so that nothing
 //! that is only just happening is taken for what it is not; where one look is proof,
 //! it counts at once. Both together stay well within the five seconds in which
 //! something must be done.
@@ -24,6 +25,8 @@
 //! Whoever hosts it gives it GPUs, paths and a place to tell its findings to; it knows
 //! no claim beyond its UID, no API server and no records.
 
+mod arbiter;
+mod arbitrate;
 mod end;
 mod files;
 mod finding;
@@ -126,6 +129,15 @@ struct Memory {
     seen: BTreeSet<Key>,
     /// Told, and when.
     told: BTreeMap<Key, Instant>,
+    times: arbitrate::Memory,
+}
+
+/// What the GPU driver said of a GPU.
+struct Asked {
+    uses: Vec<Use>,
+    /// Containers whose limit it keeps, by id.
+    kept: BTreeSet<String>,
+    times: arbitrate::Times,
 }
 
 impl Agent {
@@ -198,11 +210,11 @@ impl Agent {
     async fn audit(&self, gpu: pages::GpuUuid, found: Vec<Found>, memory: Memory) -> Memory {
         let begun = Instant::now();
         let asked = match self.queue(gpu) {
-            Some(queue) => self.ask(gpu, &queue, &found).await,
+            Some(queue) => self.ask(gpu, &queue, &found, memory.times.since_us()).await,
             // A GPU that is away has no processes.
             None => return memory,
         };
-        let (uses, kept) = match asked {
+        let asked = match asked {
             Ok(asked) => asked,
             Err(error) => {
                 // What is wrong with the GPU is told by those who watch GPUs.
@@ -211,7 +223,7 @@ impl Agent {
             }
         };
         let sources = self.sources.clone();
-        let audited = tokio::task::spawn_blocking(move || sources.audit(found, uses, kept, memory));
+        let audited = tokio::task::spawn_blocking(move || sources.audit(found, asked, memory));
         let Ok((memory, reports)) = audited.await else {
             // A panic, which the log tells of. Nothing is remembered of a look that went wrong.
             return Memory::default();
@@ -237,7 +249,8 @@ impl Agent {
         gpu: pages::GpuUuid,
         queue: &GpuQueue,
         found: &[Found],
-    ) -> Result<(Vec<Use>, BTreeSet<String>), NvmlError> {
+        since_us: u64,
+    ) -> Result<Asked, NvmlError> {
         let mut kept = BTreeSet::new();
         for (id, dir, limit) in gather::limits(found, &self.sources.cgroup_root) {
             match queue.hold_cgroup(dir, limit).await {
@@ -253,7 +266,9 @@ impl Agent {
         }
         let inventory = self.inventory.borrow().clone();
         let uses = queue.usage().await?;
-        Ok((uses.into_iter().filter_map(|usage| place(gpu, &inventory, usage)).collect(), kept))
+        let uses = uses.into_iter().filter_map(|usage| place(gpu, &inventory, usage)).collect();
+        let times = queue.times(since_us).await?;
+        Ok(Asked { uses, kept, times })
     }
 }
 
@@ -289,23 +304,25 @@ impl Sources {
     fn audit(
         &self,
         found: Vec<Found>,
-        uses: Vec<Use>,
-        kept: BTreeSet<String>,
+        Asked { uses, kept, times }: Asked,
         memory: Memory,
     ) -> (Memory, Vec<Report>) {
         let look =
             Look { kept, ..gather::look(found, &self.files, uses, &self.process_root, &self.cgroup_root) };
+        let now = Instant::now();
+        let (rates, of_times) = arbitrate::rates(&look, &times, memory.times.clone(), now);
+        arbitrate::write(&look, &rates, &self.shares);
         let findings = judge::judge(&look, &memory.before);
         // Who is to be ended has no time to go on while slots are written.
         let (mut memory, reports) = self.respond(findings, memory);
         gather::repair(&look, &self.shares, &self.files, &self.process_root);
-        memory.before = judge::remember(&look);
+        (memory.before, memory.times) = (judge::remember(&look), of_times);
         (memory, reports)
     }
 
     fn respond(&self, findings: Vec<Finding>, memory: Memory) -> (Memory, Vec<Report>) {
         let now = Instant::now();
-        let Memory { before, seen, mut told } = memory;
+        let Memory { before, seen, mut told, times } = memory;
         let mut reports = Vec::new();
         let keys: BTreeSet<Key> = findings.iter().map(Finding::key).collect();
         for finding in findings {
@@ -347,7 +364,7 @@ impl Sources {
         reports.extend(well.map(|(claim, share)| Report::Well { claim, share }));
         // A claim that starts one offender after the other does not fill the memory.
         still.retain(|_, at| now.duration_since(*at) < AGAIN);
-        (Memory { before, seen: keys, told: still }, reports)
+        (Memory { before, seen: keys, told: still, times }, reports)
     }
 }
 

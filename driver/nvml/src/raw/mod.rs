@@ -84,6 +84,7 @@ const _: () = assert!(size_of::<sys::nvmlProcessInfo_t>() == 24);
 const _: () = assert!(size_of::<sys::nvmlMemory_t>() == 24);
 const _: () = assert!(size_of::<sys::nvmlMemory_v2_t>() == 40);
 const _: () = assert!(size_of::<sys::nvmlPciInfo_t>() == 68);
+const _: () = assert!(size_of::<sys::nvmlProcessUtilizationSample_t>() == 32);
 
 /// Version word of a versioned struct.
 const fn version<T>(number: u32) -> c_uint {
@@ -112,7 +113,7 @@ plain! {
     nvmlGpuInstanceProfileInfo_t nvmlGpuInstanceProfileInfo_v2_t nvmlComputeInstanceProfileInfo_t
     nvmlGpuInstanceInfo_t nvmlComputeInstanceInfo_t nvmlGpuInstancePlacement_t nvmlEventData_t
     nvmlProcessInfo_t nvmlMemory_t nvmlMemory_v2_t nvmlPciInfo_t nvmlDeviceAddressingMode_t
-    nvmlGpuFabricInfo_t
+    nvmlGpuFabricInfo_t nvmlProcessUtilizationSample_t
 }
 
 fn check(code: sys::nvmlReturn_t) -> Answer<()> {
@@ -307,7 +308,12 @@ impl Library {
                 1 => nvml!(self, nvmlDeviceGetGraphicsRunningProcesses_v3(device.0, count, into)),
                 _ => nvml!(self, nvmlDeviceGetMPSComputeRunningProcesses_v3(device.0, count, into)),
             };
-            all.extend(whole_list(list)?.iter().map(|process| {
+            let found = match whole_list(list) {
+                // The GPU has no such list.
+                Err(Code::NotSupported | Code::FunctionNotFound) => continue,
+                found => found?,
+            };
+            all.extend(found.iter().map(|process| {
                 ProcessEntry {
                     pid: process.pid,
                     bytes: (process.usedGpuMemory != UNKNOWN).then_some(process.usedGpuMemory),
@@ -320,14 +326,26 @@ impl Library {
     }
 }
 
-/// A list of processes, however it grows while it is asked for; none where the GPU has no such list.
-fn whole_list(
-    list: impl Fn(&mut c_uint, *mut sys::nvmlProcessInfo_t) -> Answer<()>,
-) -> Answer<Vec<sys::nvmlProcessInfo_t>> {
+impl Library {
+    /// Process, per cent of the multiprocessors' time and time of the sample, for each process that had some since
+    /// `since_us`; times in microseconds of the system clock.
+    pub(crate) fn utilization(&self, device: Device, since_us: u64) -> Answer<Vec<(u32, u32, u64)>> {
+        let list = |count: &mut c_uint, into: *mut sys::nvmlProcessUtilizationSample_t| {
+            nvml!(self, nvmlDeviceGetProcessUtilization(device.0, into, count, since_us))
+        };
+        match whole_list(list) {
+            // Nobody had any.
+            Err(Code::NotFound) => Ok(Vec::new()),
+            found => Ok(found?.iter().map(|sample| (sample.pid, sample.smUtil, sample.timeStamp)).collect()),
+        }
+    }
+}
+
+/// A list of processes, however it grows while it is asked for.
+fn whole_list<T: Plain>(list: impl Fn(&mut c_uint, *mut T) -> Answer<()>) -> Answer<Vec<T>> {
     let mut count = 0;
     match list(&mut count, std::ptr::null_mut()) {
         Ok(()) | Err(Code::InsufficientSize) => {}
-        Err(Code::NotSupported | Code::FunctionNotFound) => return Ok(Vec::new()),
         Err(code) => return Err(code),
     }
     for _ in 0..LISTINGS {
@@ -335,7 +353,7 @@ fn whole_list(
             return Ok(Vec::new());
         }
         // Head-room for processes that start between the two calls.
-        let mut found: Vec<_> = (0..count + 16).map(|_| sys::nvmlProcessInfo_t::zeroed()).collect();
+        let mut found: Vec<_> = (0..count + 16).map(|_| T::zeroed()).collect();
         count = found.len() as c_uint;
         match list(&mut count, found.as_mut_ptr()) {
             Ok(()) => {

@@ -95,3 +95,18 @@ async fn an_older_gpu_driver_and_a_gpu_cut_into_instances_hold_no_cgroups() {
     queue.set_mig_mode(MigMode::On).await.expect("MIG mode");
     assert_eq!(queue.hold_cgroup(cgroup, 1 << 30).await, Ok(false));
 }
+
+#[tokio::test]
+async fn the_time_of_each_process_is_told_as_long_as_there_is_no_instance() {
+    let world = World::new("H100-SXM5-80GB");
+    let session = world.open(Limits::default());
+    let queue = world.queue(&session, 0);
+    assert_eq!(queue.times(0).await, Ok(Some([].into())));
+    run(&world, 7, ProcessKind::Compute, None, 300);
+    run(&world, 8, ProcessKind::Compute, None, 300);
+    // What the simulator says of processes that do nothing.
+    assert_eq!(queue.times(0).await, Ok(Some([(7, 30), (8, 30)].into())));
+    world.change(|state| state.gpus[0].processes.clear());
+    queue.set_mig_mode(MigMode::On).await.expect("MIG mode");
+    assert_eq!(queue.times(0).await, Ok(None));
+}

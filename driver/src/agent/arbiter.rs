@@ -1,0 +1,170 @@
+//! What each share of a GPU may have of its time, decided once a second: pure.
+//!
+//! The library in a container paces launches by what it believes they cost, and so holds a
+//! share to the `rate` on its policy page, in its own nanoseconds. Two things are left to the
+//! node. Who gets what nobody else uses ([`targets`]); and that the library's nanoseconds
+//! are not the GPU's: a kernel that neighbours interrupt looks longer than it is, and one that
+//! is never measured looks shorter. NVML knows what each process really had. So the rate is
+//! the target times a *trim* of the share's own, half to twice, that is corrected each second
+//! by the target over what the share had.
+//!
+//! **Less is set by NVML alone; more also needs the tenant's word.** A share that has less than
+//! its target may want no more, and only its processes know that they were held up: their
+//! word, on a page that they write. So more comes only to who used what its rate allowed for
+//! by any trim, and is a loan: who was once believed owes what it then has beyond its target, and
+//! gets so much less until that is paid. To lie about waiting gains nothing: over
+//! any time a share has its target's worth and at most a second of it.
+//!
+//! Not for instances of a GPU with MIG: NVML does not know what a process has of one.
+
+/// A whole GPU: nanoseconds a second.
+pub(super) const SECOND: u64 = 1_000_000_000;
+/// NVML tells whole per cent, so a share is known to half of one.
+const QUANTUM: u64 = SECOND / 200;
+/// The bounds of a trim.
+const TRIM: (f64, f64) = (0.5, 2.0);
+/// What a share that worked not at all may begin with, where it may have so much: a twentieth.
+const WAKING: u64 = SECOND / 20;
+/// A share that was not held up is expected to want so much more than it had.
+const MORE: f64 = 1.25;
+
+/// What a share is entitled to; times in nanoseconds a second.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Terms {
+    /// Whenever it wants that.
+    pub(super) guarantee: u64,
+    /// While others do not; no less than the guarantee.
+    pub(super) ceiling: u64,
+    /// Its part of what nobody is guaranteed.
+    pub(super) weight: u32,
+}
+
+/// What was seen of a share in the last second.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Seen {
+    /// What its processes had by NVML, in nanoseconds.
+    pub(super) busy: u64,
+    /// What they believe to have had, and how long their launches waited for more, all threads together; by their
+    /// own word, in nanoseconds.
+    pub(super) charged: u64,
+    pub(super) waited: u64,
+}
+
+/// What is remembered of a share from one second to the next.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Memory {
+    trim: f64,
+    /// What it was to have in the last second, and what it would have been to have without its debt; 0 before the first.
+    granted: u64,
+    allowed: u64,
+    /// Its word was taken once.
+    believed: bool,
+    /// Nanoseconds that it had beyond its target since then, and has not given back.
+    debt: u64,
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self { trim: 1.0, granted: 0, allowed: 0, believed: false, debt: 0 }
+    }
+}
+
+impl Terms {
+    /// Of what a policy says. A share without a guarantee gets by its weight, one without a ceiling may have
+    /// all that others leave, unless it has a guarantee: then that is what it was asked to be.
+    pub(super) fn of(compute: divvy_pages::Compute) -> Self {
+        let time = |percent: u32| u64::from(percent.min(100)) * (SECOND / 100);
+        let guarantee = time(compute.cores);
+        let ceiling = match (compute.cores, compute.ceiling) {
+            (0, 0) => SECOND,
+            (_, 0) => guarantee,
+            (_, ceiling) => time(ceiling).max(guarantee),
+        };
+        Self { guarantee, ceiling, weight: compute.weight.max(1) }
+    }
+
+    /// The most that it is expected to use.
+    fn wants(&self, seen: Seen) -> u64 {
+        if seen.is_held_up() {
+            return self.ceiling;
+        }
+        let more = (seen.busy as f64 * MORE) as u64 + 2 * QUANTUM;
+        if seen.busy < QUANTUM { 0 } else { more.min(self.ceiling) }
+    }
+}
+
+impl Seen {
+    /// It waited most of the time in which it did not work. Who has bursts of work waits too, but less.
+    fn is_held_up(self) -> bool {
+        self.waited > 0 && self.waited >= SECOND.saturating_sub(self.busy) / 2
+    }
+}
+
+/// What each share is to have of the next second; together no more than there is, as long as the
+/// guarantees are not. Who wants nothing has nothing, and its part is lent.
+pub(super) fn targets(shares: &[(Terms, Seen)]) -> Vec<u64> {
+    let wants: Vec<u64> = shares.iter().map(|(terms, seen)| terms.wants(*seen)).collect();
+    let mut targets: Vec<u64> =
+        shares.iter().zip(&wants).map(|((terms, _), wants)| terms.guarantee.min(*wants)).collect();
+    let mut rest = SECOND.saturating_sub(targets.iter().sum());
+    // By weight, until everybody has what it wants or nothing is left: each round satisfies one at least.
+    loop {
+        let open: Vec<usize> = (0..shares.len()).filter(|at| targets[*at] < wants[*at]).collect();
+        let weights: u64 = open.iter().map(|at| u64::from(shares[*at].0.weight)).sum();
+        if open.is_empty() || rest < weights {
+            return targets;
+        }
+        let part = |at: usize| {
+            let part = u128::from(rest) * u128::from(shares[at].0.weight) / u128::from(weights);
+            (wants[at] - targets[at]).min(part as u64)
+        };
+        let parts: Vec<(usize, u64)> = open.iter().map(|at| (*at, part(*at))).collect();
+        for (at, part) in parts {
+            targets[at] += part;
+            rest -= part;
+        }
+    }
+}
+
+/// The rate of a share for the next second, of the library's nanoseconds, and what is to be remembered.
+/// Who wants nothing yet finds its guarantee when it does, or a little.
+pub(super) fn rate(terms: Terms, seen: Seen, target: u64, memory: Memory) -> (u64, Memory) {
+    let mut memory = corrected(memory, seen);
+    memory.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
+    memory.granted = memory.allowed - memory.debt.min(memory.allowed / 2);
+    let rate = (memory.granted as f64 * memory.trim) as u64;
+    // 0 would be the record's.
+    (rate.max(1), memory)
+}
+
+/// The trim and the debt after what was seen of the second for which so much was granted.
+fn corrected(memory: Memory, seen: Seen) -> Memory {
+    let Memory { mut trim, granted, allowed, mut believed, debt } = memory;
+    if granted == 0 {
+        return memory;
+    }
+    let is_exact = seen.busy.abs_diff(granted) <= QUANTUM;
+    let debt = if believed {
+        let had = if is_exact { granted } else { seen.busy };
+        (debt + had).saturating_sub(allowed).min(SECOND)
+    } else {
+        0
+    };
+    // By no trim does an honest share that is held up have less than half its rate.
+    let plausible = 2.0 * (seen.busy + QUANTUM) as f64 >= granted as f64 * trim;
+    if !is_exact && seen.busy > granted {
+        trim *= granted as f64 / seen.busy as f64;
+        // More than the whole cannot be seen. To have been charged less than it was only makes it less.
+        if seen.busy + QUANTUM >= SECOND && seen.charged > 0 {
+            trim = trim.min(seen.charged as f64 / seen.busy as f64);
+        }
+    } else if !is_exact && seen.is_held_up() && plausible {
+        believed = true;
+        // It may have had a little more than NVML says.
+        trim *= granted as f64 / (seen.busy + QUANTUM) as f64;
+    }
+    Memory { trim: trim.clamp(TRIM.0, TRIM.1), granted, allowed, believed, debt }
+}
+
+#[cfg(test)]
+mod tests;
