@@ -95,7 +95,9 @@ pub enum ConfigError {
         "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected 0, since a request has one device where it has an MPS control daemon{}", if *mig { "; the UUID of a MIG instance is not known before it is made" } else { ", or the UUID of a GPU" }
     )]
     DeviceKey { key: String, mig: bool },
-    #[error("field {field} is about compute time, which shares do not limit yet; remove it")]
+    #[error(
+        "field {field} is about compute time that nobody is guaranteed, which is not divided yet; remove it"
+    )]
     NotYet { field: &'static str },
 }
 
@@ -216,11 +218,7 @@ impl ShareConfig {
 
     /// What it says of compute time would not be kept.
     fn holds_now(self) -> Result<Self, ConfigError> {
-        let later = [
-            ("priority", self.priority.is_some()),
-            ("weight", self.weight.is_some()),
-            ("ceiling", self.ceiling.is_some()),
-        ];
+        let later = [("priority", self.priority.is_some()), ("weight", self.weight.is_some())];
         match later.iter().find(|(_, said)| *said) {
             Some((field, _)) => Err(ConfigError::NotYet { field }),
             None => Ok(self),

@@ -150,11 +150,12 @@ impl Shares {
             && read(&dir.join(POLICY)).is_ok_and(|page| says(&page, policy) == Ok(true))
     }
 
-    /// Grants a share so many nanoseconds of GPU time a second, of those that its library counts. The agent's
-    /// word alone: what is written here never touches the rate, and who holds the agent's lock is its only writer.
-    pub fn set_rate(&self, claim: &ClaimUid, share: &ShareId, rate: u64) -> io::Result<()> {
+    /// Grants a share so many nanoseconds of GPU time a second, of those that its library counts, until that time
+    /// of the monotonic clock in nanoseconds. The agent's word alone: what else is written here never touches it, and
+    /// who holds the agent's lock is its only writer.
+    pub fn grant(&self, claim: &ClaimUid, share: &ShareId, rate: u64, until: u64) -> io::Result<()> {
         let mapped = Mapped::open(&self.of(claim, share).join(POLICY))?;
-        mapped.page().ok_or(io::ErrorKind::InvalidData)?.set_rate(rate);
+        mapped.page().ok_or(io::ErrorKind::InvalidData)?.grant(rate, until);
         Ok(())
     }
 

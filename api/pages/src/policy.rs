@@ -9,7 +9,7 @@
 //! | offset | what |
 //! |---|---|
 //! | 0 | magic, major and minor version, size |
-//! | 64 | what the node changes in place: gate (a futex word), whether launches are paced, stamp, rate |
+//! | 64 | what the node changes in place: gate (a futex word), whether launches are paced, stamp, rate, until when that is granted |
 //! | 1024, 2048 | two copies of the record, 1024 bytes each |
 //!
 //! Everything else is zero and reserved. [`Policy::encode`] is the writer's side and
@@ -275,7 +275,8 @@ pub struct PolicyPage {
     paced: AtomicU32,
     stamp: Word,
     rate: Word,
-    _line: [Word; 5],
+    until: Word,
+    _line: [Word; 4],
     _reserved: [Word; 112],
     copies: [[Word; ROOM / 8]; 2],
     _tail: [Word; 128],
@@ -359,14 +360,17 @@ impl PolicyPage {
         self.paced.load(SeqCst) != 0
     }
 
-    /// The present grant of compute time, in nanoseconds of GPU time a second; 0: by the record.
-    pub fn rate(&self) -> u64 {
-        self.rate.load()
+    /// The present grant of compute time, in nanoseconds of GPU time a second; `None`: by the record.
+    /// A grant is for a while (`now` is of the monotonic clock, in nanoseconds): it goes by who else works,
+    /// and a node that is gone does not see that change.
+    pub fn granted(&self, now: u64) -> Option<u64> {
+        (now < self.until.load()).then(|| self.rate.load())
     }
 
-    /// Sets the present grant. For the one writer of the page.
-    pub fn set_rate(&self, rate: u64) {
+    /// Grants so much until then. For the one writer of the page.
+    pub fn grant(&self, rate: u64, until: u64) {
         self.rate.store(rate);
+        self.until.store(until);
     }
 }
 
@@ -441,6 +445,7 @@ mod tests {
             paced: AtomicU32::new(words(64).wrapping_shr(32) as u32),
             stamp: Word::new(words(72)),
             rate: Word::new(words(80)),
+            until: Word::new(words(88)),
             _line: Default::default(),
             _reserved: core::array::from_fn(|_| Word::default()),
             copies: core::array::from_fn(|c| core::array::from_fn(|i| Word::new(words(COPIES[c] + i * 8)))),
@@ -494,6 +499,14 @@ mod tests {
         assert_eq!(page.replace(&sample()), Ok(7));
         assert_eq!(page.read(), Ok((7, sample())));
         assert!(page.is_paced());
+    }
+
+    #[test]
+    fn a_grant_ends() {
+        let page = mapped(sample().encode());
+        assert_eq!(page.granted(0), None);
+        page.grant(500, 1000);
+        assert_eq!([page.granted(999), page.granted(1000)], [Some(500), None]);
     }
 
     #[test]

@@ -92,8 +92,8 @@ pub(super) static SHARE_CONFIG: Object = Object {
             name: "ceiling",
             shape: Shape::Count(1, 100),
             required: false,
-            absent: "100, in a claim the class's",
-            about: "Later: per cent of the device's compute time that the share gets at most, however idle the device is.",
+            absent: "with `cores` no more than these; without, 100",
+            about: "Per cent of the device's compute time that the share gets at most, however idle the device is. In a class, a share with `cores` gets what others leave up to it (whole GPUs only).",
         },
     ],
 };

@@ -238,10 +238,13 @@ fn share_settings_are_read_and_what_is_not_kept_yet_is_refused() {
     check_share(r#","injection":"none""#, Err(r#"field injection is "none", expected preload or shim"#));
     check_share(r#","ceiling":0"#, Err("field ceiling is 0, expected a whole number from 1 to 100"));
     check_share(r#","memory":"1Gi""#, Err("field memory is unknown to ShareConfig"));
+    let ceiling = ShareConfig { ceiling: Some(50), ..Default::default() };
+    check_share(r#","ceiling":50"#, Ok(ceiling));
     let later = |field: &str| {
-        format!("field {field} is about compute time, which shares do not limit yet; remove it")
+        format!(
+            "field {field} is about compute time that nobody is guaranteed, which is not divided yet; remove it"
+        )
     };
-    check_share(r#","ceiling":50"#, Err(&later("ceiling")));
     check_share(r#","weight":1"#, Err(&later("weight")));
     check_share(r#","priority":"High""#, Err(&later("priority")));
 }

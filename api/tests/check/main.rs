@@ -348,11 +348,12 @@ fn a_share_takes_the_configuration_of_shares_and_no_other() {
             "error: spec.devices.requests[0].exactly: request r: field injection of ShareConfig is for a DeviceClass to say, and this one is of a claim; remove it",
         ],
     );
+    check(part(), config(share_config(json!({"ceiling": 50})), &["r"]), &[]);
     check(
         part(),
-        config(share_config(json!({"ceiling": 50})), &["r"]),
+        config(share_config(json!({"weight": 50})), &["r"]),
         &[
-            "error: spec.devices.config[0].opaque.parameters: field ceiling is about compute time, which shares do not limit yet; remove it",
+            "error: spec.devices.config[0].opaque.parameters: field weight is about compute time that nobody is guaranteed, which is not divided yet; remove it",
         ],
     );
 }

@@ -29,7 +29,6 @@ struct Kept {
     trim: arbiter::Memory,
     /// What slots said, by number.
     slots: BTreeMap<usize, Said>,
-    rate: u64,
 }
 
 /// Nanoseconds charged and waited, by the owner of a slot.
@@ -52,8 +51,8 @@ impl Memory {
     }
 }
 
-/// The rates that shares are to have from now on, by index, as far as they change. Nothing of instances,
-/// and nothing at all where NVML does not say who had what: their pages stand.
+/// The rates that shares are to have from now on, by index. Nothing of instances, and nothing at all where NVML
+/// does not say who had what: there the policies hold as they stand.
 pub(super) fn rates(look: &Look, times: &Times, memory: Memory, now: Instant) -> (Vec<(usize, u64)>, Memory) {
     let whole = || look.shares.iter().enumerate().filter(|(_, share)| share.policy.mig.is_none());
     let Some(times) = times else { return (Vec::new(), Memory::default()) };
@@ -78,20 +77,28 @@ pub(super) fn rates(look: &Look, times: &Times, memory: Memory, now: Instant) ->
     let targets = arbiter::targets(&terms);
     for (((at, share, mut of_share), (terms, seen)), target) in kept.into_iter().zip(terms).zip(targets) {
         let (rate, trim) = arbiter::rate(terms, seen, target, of_share.trim);
-        if rate != of_share.rate {
+        // One that is not limited goes by no rate.
+        if share.policy.compute.is_limited() {
             rates.push((at, rate));
         }
-        (of_share.trim, of_share.rate) = (trim, rate);
+        of_share.trim = trim;
         shares.insert(share.key(), of_share);
     }
     (rates, Memory { shares, at: Some(now) })
 }
 
-/// Writes rates to the pages.
+/// For so long a rate holds: an audit may come late, and two may be lost.
+const GRANT: Duration = Duration::from_millis(3500);
+
+/// Writes rates to the pages, for a while: a rate goes by who works beside whom, which nobody would see
+/// change if this process were gone. Policies then hold as they stand.
 pub(super) fn write(look: &Look, rates: &[(usize, u64)], shares: &Shares) {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let now = Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32);
+    let until = u64::try_from((now + GRANT).as_nanos()).unwrap_or(u64::MAX);
     for (at, rate) in rates {
         let Some(Share { claim, id, .. }) = look.shares.get(*at) else { continue };
-        if let Err(cause) = shares.set_rate(claim, id, *rate) {
+        if let Err(cause) = shares.grant(claim, id, *rate, until) {
             tracing::debug!(%claim, share = %id, %cause, "compute rate not written");
         }
     }
@@ -166,8 +173,8 @@ mod tests {
         let begin = Instant::now();
         let (rates, memory) = rates(first, &times(&[]), Memory::default(), begin);
         assert_eq!(rates, [(0, 30 * POINT)]);
-        let (_, memory) = super::rates(second, had, memory, begin + Duration::from_secs(2));
-        memory.shares.values().next().expect("a share").rate / POINT
+        let (rates, _) = super::rates(second, had, memory, begin + Duration::from_secs(2));
+        rates.first().expect("a share").1 / POINT
     }
 
     #[test]

@@ -176,11 +176,9 @@ impl Place {
     }
 
     /// Compute time a second, in nanoseconds: what the node grants at the moment, or else the record's.
-    pub(crate) fn rate(&self) -> u64 {
-        match self.page().map_or(0, PolicyPage::rate) {
-            0 => self.rate.load(Relaxed),
-            granted => granted,
-        }
+    pub(crate) fn rate(&self, now: u64) -> u64 {
+        let granted = self.page().and_then(|page| page.granted(now));
+        granted.unwrap_or_else(|| self.rate.load(Relaxed))
     }
 
     /// Unused compute time that is kept, in nanoseconds.

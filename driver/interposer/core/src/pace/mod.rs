@@ -14,8 +14,8 @@
 //!
 //! The node corrects what cannot be seen from here: a kernel that is cut by time slices of
 //! neighbours looks longer than it is, and the node knows by NVML what the share really had. It
-//! says so by the rate on the policy page. Without the node a share so has less than its part,
-//! never more.
+//! says so by the rate on the policy page, which it grants for a few seconds. Without the node a share so has
+//! less than its part, never more.
 
 mod bucket;
 mod costs;
@@ -247,7 +247,7 @@ impl<S: System> Device<'_, S> {
         let mut soonest = Err(SECOND);
         for place in self.places.places() {
             let Some(page) = place.account() else { continue };
-            match (Bucket { page, rate: place.rate(), burst: place.burst() }).take(lacks, now) {
+            match (Bucket { page, rate: place.rate(now), burst: place.burst() }).take(lacks, now) {
                 Ok(taken) => return Ok(taken),
                 Err(pause) => soonest = soonest.map_err(|least| pause.min(least)),
             }
