@@ -182,24 +182,40 @@ impl Inner {
             Err(Unlocked::Record(error)) => return Err(error.into()),
             Err(Unlocked::Lock(error)) => return Err(NotGivenBack::Lock(error)),
         };
-        let Some(record) = record else { return Ok(Settled::Gone) };
+        let Some(mut record) = record else { return Ok(Settled::Gone) };
         match record.state {
             HeldState::Intent | HeldState::Releasing => {
                 self.give_back(&mut locked, record).await?;
                 Ok(Settled::Undone)
             }
-            HeldState::Prepared => match self.restore(&mut locked, record, by).await? {
+            HeldState::Prepared => match self.restore(&mut locked, &mut record, by).await? {
                 true => Ok(Settled::Restored),
                 false => Ok(Settled::Unchanged),
             },
         }
     }
 
+    /// Makes a prepared claim whole that could not be yet, before it is said to be prepared: its pod starts now, and
+    /// the next round may be seconds away.
+    pub(crate) async fn make_whole(
+        self: &Arc<Self>,
+        locked: &mut Locked,
+        record: &mut ClaimRecord,
+    ) -> Result<(), NotGivenBack> {
+        let unsettled = || self.unsettled.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_whole = !unsettled().contains(&record.claim.uid);
+        if !is_whole {
+            self.restore(locked, record, Instant::now() + DAEMON_WITHIN).await?;
+            unsettled().remove(&record.claim.uid);
+        }
+        Ok(())
+    }
+
     /// Makes again what is missing of a prepared claim; says whether anything was.
     async fn restore(
         self: &Arc<Self>,
         locked: &mut Locked,
-        mut record: ClaimRecord,
+        record: &mut ClaimRecord,
         by: Instant,
     ) -> Result<bool, NotGivenBack> {
         let before = record.clone();
@@ -235,20 +251,20 @@ impl Inner {
                 }
             }
         }
-        announce(&mut record, &steps);
+        announce(record, &steps);
         if record.undo != before.undo {
-            self.records.write(locked, &record)?;
+            self.records.write(locked, record)?;
         }
-        hands.run(locked, &mut record, &steps).await.map_err(|failed| failed.cause)?;
-        let paged = hands.write_pages(&mut record).await?;
-        let written = self.ensure_cdi(&mut record).await? || paged;
-        if record != before {
-            self.records.write(locked, &record)?;
+        hands.run(locked, record, &steps).await.map_err(|failed| failed.cause)?;
+        let paged = hands.write_pages(record).await?;
+        let written = self.ensure_cdi(record).await? || paged;
+        if *record != before {
+            self.records.write(locked, record)?;
         }
         if !steps.is_empty() {
             self.look_again(locked);
         }
-        let set_up = self.set_up_again(locked, &mut record, by).await?;
+        let set_up = self.set_up_again(locked, record, by).await?;
         Ok(written || set_up || !steps.is_empty())
     }
 

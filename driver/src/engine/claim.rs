@@ -44,22 +44,25 @@ impl Inner {
             Unlocked::Lock(cause) => locked_out(cause),
             Unlocked::Record(cause) => no_record(cause),
         })?;
+        let not_done = |not| match not {
+            NotGivenBack::Record(cause) => no_record(cause),
+            NotGivenBack::Lock(cause) => locked_out(cause),
+            NotGivenBack::Step(cause) => {
+                PrepareError::NotUndone { claim: claim.claim.clone(), devices: devices(), cause }
+            }
+        };
         match before {
-            Some(record) if record.state == HeldState::Prepared && is_of(&record, claim) => {
-                return self.answer(record).await.map_err(|cause| PrepareError::Step {
-                    claim: claim.claim.clone(),
-                    devices: devices(),
-                    cause,
-                });
+            Some(mut record) if record.state == HeldState::Prepared && is_of(&record, claim) => {
+                let step =
+                    |cause| PrepareError::Step { claim: claim.claim.clone(), devices: devices(), cause };
+                self.make_whole(&mut locked, &mut record).await.map_err(|not| match not {
+                    NotGivenBack::Step(cause) => step(cause),
+                    not => not_done(not),
+                })?;
+                return self.answer(record).await.map_err(step);
             }
             // Half done, or of an allocation that is no more.
-            Some(record) => self.give_back(&mut locked, record).await.map_err(|not| match not {
-                NotGivenBack::Record(cause) => no_record(cause),
-                NotGivenBack::Lock(cause) => locked_out(cause),
-                NotGivenBack::Step(cause) => {
-                    PrepareError::NotUndone { claim: claim.claim.clone(), devices: devices(), cause }
-                }
-            })?,
+            Some(record) => self.give_back(&mut locked, record).await.map_err(not_done)?,
             None => {}
         }
 

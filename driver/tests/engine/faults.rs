@@ -242,3 +242,28 @@ async fn mode_that_cannot_be_turned_off_is_tried_again() {
     node.unprepare("a").await.unwrap();
     until("MIG mode is off", || world.hardware() == ["off"]).await;
 }
+
+/// The kubelet, which asks for every pod's claims again after a reboot, comes before the next round.
+#[tokio::test]
+async fn what_could_not_be_restored_is_when_the_kubelet_asks() {
+    let world = World::up(H100);
+    let node = world.start().await;
+    let before = node.prepare("a", SLICE).await.unwrap();
+    node.stop().await;
+    world
+        .sim
+        .update(|state| {
+            state.reboot();
+            Ok(())
+        })
+        .unwrap();
+    fault(&world, "nvmlDeviceCreateGpuInstance*", None, When::Before);
+    let node = world.start().await;
+    assert_eq!(node.report.unsettled.len(), 1, "{:?}", node.report);
+    node.prepare("a", SLICE).await.unwrap_err();
+    clear(&world);
+    assert_eq!(node.prepare("a", SLICE).await.unwrap(), before);
+    world.expect_hardware(&["mig 19@2+"]);
+    node.unprepare("a").await.unwrap();
+    world.expect_no_trace();
+}
