@@ -15,11 +15,12 @@
 //! Everything else is zero and reserved. [`Policy::encode`] is the writer's side and
 //! [`Policy::decode`] the reader's, which is total: any bytes give a policy or an error.
 
+mod page;
+
 use crate::crc::crc32c;
-use crate::word::Word;
 use crate::{GpuUuid, MAJOR, MINOR, Text};
 use core::fmt;
-use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
+pub use page::PolicyPage;
 
 /// The length of a policy page, in bytes.
 pub const SIZE: usize = 4096;
@@ -266,114 +267,6 @@ impl Policy {
     }
 }
 
-/// A policy page in memory that others may write at the same time.
-#[derive(Debug)]
-#[repr(C, align(64))]
-pub struct PolicyPage {
-    head: [Word; 8],
-    gate: AtomicU32,
-    paced: AtomicU32,
-    stamp: Word,
-    rate: Word,
-    until: Word,
-    _line: [Word; 4],
-    _reserved: [Word; 112],
-    copies: [[Word; ROOM / 8]; 2],
-    _tail: [Word; 128],
-}
-
-const _: () = assert!(size_of::<PolicyPage>() == SIZE);
-const _: () = assert!(core::mem::offset_of!(PolicyPage, gate) == 64);
-const _: () = assert!(core::mem::offset_of!(PolicyPage, paced) == PACED);
-const _: () = assert!(core::mem::offset_of!(PolicyPage, copies) == COPIES[0]);
-
-impl PolicyPage {
-    /// The page that is mapped at `address`; `None` where the address is not aligned to
-    /// 64 bytes or the mapping is shorter than [`SIZE`].
-    ///
-    /// # Safety
-    /// `length` bytes at `address` are mapped readable for all of `'a`, and whoever
-    /// calls [`PolicyPage::replace`] has them writable. Others may write them.
-    #[allow(unsafe_code)]
-    pub unsafe fn at<'a>(address: *const u8, length: usize) -> Option<&'a Self> {
-        if address.is_null() || !(address as usize).is_multiple_of(64) || length < SIZE {
-            return None;
-        }
-        // SAFETY: aligned and long enough as checked, mapped as the caller promises;
-        // the page is atomics throughout, so concurrent writers are no data race.
-        Some(unsafe { &*address.cast::<Self>() })
-    }
-
-    /// The newest whole copy, with its generation.
-    pub fn read(&self) -> Result<(u64, Policy), PolicyError> {
-        let mut head = [0; 64];
-        copy_out(&self.head, &mut head);
-        check(&head)?;
-        // One after the other: a program's stack is not ours to make deep.
-        let copies = self.copies.iter().filter(|copy| copy[0].load() > 0).filter_map(|copy| {
-            let mut room = [0; ROOM];
-            copy_out(copy, &mut room);
-            Policy::from_record(&room)
-        });
-        copies.max_by_key(|(generation, _)| *generation).ok_or(PolicyError::Damaged)
-    }
-
-    /// Makes `policy` the newest, as the generation after the one that is there.
-    /// For the one writer of the page: who replaces holds a lock against other writers.
-    pub fn replace(&self, policy: &Policy) -> Result<u64, PolicyError> {
-        let (newest, _) = self.read()?;
-        let generation = newest.saturating_add(1);
-        let record = policy.record(generation);
-        // The copy that does not hold the newest one.
-        let older = self.copies.iter().find(|copy| copy[0].load() != newest).ok_or(PolicyError::Damaged)?;
-        for (word, bytes) in older.iter().zip(record.chunks(8)) {
-            word.store(bytes.try_into().map_or(0, u64::from_le_bytes));
-        }
-        self.paced.store(policy.compute.is_limited().into(), SeqCst);
-        self.stamp.update(|stamp| stamp.wrapping_add(1));
-        Ok(generation)
-    }
-
-    /// Changes whenever the policy was replaced: one load tells that nothing is new.
-    pub fn stamp(&self) -> u64 {
-        self.stamp.load()
-    }
-
-    /// The gate of compute time, a futex word: 0 open, 1 closed, 2 drain.
-    pub fn gate(&self) -> &AtomicU32 {
-        &self.gate
-    }
-
-    /// True while the gate is open.
-    pub fn open(&self) -> bool {
-        self.gate.load(SeqCst) == 0
-    }
-
-    /// Where gate and pace lie as one 64-bit word, which is zero where a launch may go
-    /// straight to the driver: all that the most frequent of all calls has to look at.
-    pub fn at_launch(&self) -> *const u64 {
-        (&raw const self.gate).cast()
-    }
-
-    /// Whether launches are paced.
-    pub fn is_paced(&self) -> bool {
-        self.paced.load(SeqCst) != 0
-    }
-
-    /// The present grant of compute time, in nanoseconds of GPU time a second; `None`: by the record.
-    /// A grant is for a while (`now` is of the monotonic clock, in nanoseconds): it goes by who else works,
-    /// and a node that is gone does not see that change.
-    pub fn granted(&self, now: u64) -> Option<u64> {
-        (now < self.until.load()).then(|| self.rate.load())
-    }
-
-    /// Grants so much until then. For the one writer of the page.
-    pub fn grant(&self, rate: u64, until: u64) {
-        self.rate.store(rate);
-        self.until.store(until);
-    }
-}
-
 /// Whether a page begins as one of this version.
 fn check(page: &[u8]) -> Result<(), PolicyError> {
     if page.get(..8) != Some(MAGIC.as_slice()) {
@@ -399,18 +292,12 @@ fn take<const N: usize>(bytes: &[u8], offset: usize) -> Option<[u8; N]> {
     bytes.get(offset..offset.checked_add(N)?)?.try_into().ok()
 }
 
-fn copy_out(words: &[Word], bytes: &mut [u8]) {
-    for (word, room) in words.iter().zip(bytes.as_chunks_mut().0) {
-        *room = word.load().to_le_bytes();
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn sample() -> Policy {
+    pub(super) fn sample() -> Policy {
         Policy {
             claim: Text::new("2f0c7a1e-7f43-4c5e-9d5a-0e6f2b1c3d4e").expect("a UID"),
             share: Text::new("b7a9d3c2-0a1b-4c2d-8e3f-405162738495").expect("a UID"),
@@ -436,23 +323,6 @@ mod tests {
         }
     }
 
-    /// A page that may be replaced, as a writer has it mapped.
-    fn mapped(bytes: [u8; SIZE]) -> Box<PolicyPage> {
-        let words = |start: usize| -> u64 { take(&bytes, start).map_or(0, u64::from_le_bytes) };
-        Box::new(PolicyPage {
-            head: core::array::from_fn(|i| Word::new(words(i * 8))),
-            gate: AtomicU32::new(0),
-            paced: AtomicU32::new(words(64).wrapping_shr(32) as u32),
-            stamp: Word::new(words(72)),
-            rate: Word::new(words(80)),
-            until: Word::new(words(88)),
-            _line: Default::default(),
-            _reserved: core::array::from_fn(|_| Word::default()),
-            copies: core::array::from_fn(|c| core::array::from_fn(|i| Word::new(words(COPIES[c] + i * 8)))),
-            _tail: core::array::from_fn(|_| Word::default()),
-        })
-    }
-
     #[test]
     fn the_bytes_of_a_page_are_those_of_the_golden() {
         let page = sample().encode();
@@ -473,40 +343,6 @@ mod tests {
         assert_eq!(Policy::decode(&page), Ok((1, sample())));
         put(&mut page, 8, &2_u16.to_le_bytes());
         assert_eq!(Policy::decode(&page), Err(PolicyError::Major(2)));
-    }
-
-    #[test]
-    fn the_newest_whole_copy_counts() {
-        let page = mapped(sample().encode());
-        let mut lower = sample();
-        for generation in 2..6 {
-            lower.memory.limit -= 1 << 20;
-            let stamp = page.stamp();
-            assert_eq!(page.replace(&lower), Ok(generation));
-            assert_ne!(page.stamp(), stamp);
-            assert_eq!(page.read(), Ok((generation, lower)));
-            assert!(page.is_paced());
-        }
-        lower.compute = Compute { cores: 0, ceiling: 0, ..lower.compute };
-        assert_eq!(page.replace(&lower), Ok(6));
-        assert!(!page.is_paced());
-        // A writer that died in the middle of generation 7: the one before it stands.
-        let dying = page.copies.iter().find(|copy| copy[0].load() != 6).expect("two copies");
-        dying[0].store(7);
-        dying[20].store(0x1234);
-        assert_eq!(page.read(), Ok((6, lower)));
-        // The next writer fills that same copy again.
-        assert_eq!(page.replace(&sample()), Ok(7));
-        assert_eq!(page.read(), Ok((7, sample())));
-        assert!(page.is_paced());
-    }
-
-    #[test]
-    fn a_grant_ends() {
-        let page = mapped(sample().encode());
-        assert_eq!(page.granted(0), None);
-        page.grant(500, 1000);
-        assert_eq!([page.granted(999), page.granted(1000)], [Some(500), None]);
     }
 
     #[test]
