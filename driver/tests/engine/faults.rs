@@ -250,18 +250,10 @@ async fn what_could_not_be_restored_is_when_the_kubelet_asks() {
     let node = world.start().await;
     let before = node.prepare("a", SLICE).await.unwrap();
     node.stop().await;
-    world
-        .sim
-        .update(|state| {
-            state.reboot();
-            Ok(())
-        })
-        .unwrap();
-    fault(&world, "nvmlDeviceCreateGpuInstance*", None, When::Before);
+    world.reboot_gpus();
+    fault(&world, "nvmlDeviceCreateGpuInstance*", Some(1), When::Before);
     let node = world.start().await;
     assert_eq!(node.report.unsettled.len(), 1, "{:?}", node.report);
-    node.prepare("a", SLICE).await.unwrap_err();
-    clear(&world);
     assert_eq!(node.prepare("a", SLICE).await.unwrap(), before);
     world.expect_hardware(&["mig 19@2+"]);
     node.unprepare("a").await.unwrap();

@@ -87,13 +87,7 @@ async fn a_reboot_keeps_what_was_prepared() {
     let devices = "gpu-1 gpu-0-mig-1g10gb-19-2 gpu-0-mig-3g40gb-9-4";
     let before = node.prepare("a", devices).await.unwrap();
     node.stop().await;
-    world
-        .sim
-        .update(|state| {
-            state.reboot();
-            Ok(())
-        })
-        .unwrap();
+    world.reboot_gpus();
     std::fs::remove_file(world.cdi_file("a")).unwrap();
     world.expect_hardware(&["off", "off"]);
 

@@ -33,13 +33,7 @@ async fn what_a_reboot_took_is_set_up_again() {
     node.stop().await;
     drop(keeper);
     std::fs::remove_dir_all(&world.paths.run_dir).unwrap();
-    world
-        .sim
-        .update(|state| {
-            state.reboot();
-            Ok(())
-        })
-        .unwrap();
+    world.reboot_gpus();
     world.expect_settings(&["0/default", "0/default"]);
 
     // The keeper comes late: the start does not wait for it for long, and says so.
@@ -63,13 +57,7 @@ async fn what_could_not_be_set_up_again_is_tried_again() {
     let node = world.start_long().await;
     node.prepare("a", TURNS).await.unwrap();
     node.stop().await;
-    world
-        .sim
-        .update(|state| {
-            state.reboot();
-            Ok(())
-        })
-        .unwrap();
+    world.reboot_gpus();
     world.fault("compute-policy", Some(1));
     let node = world.start().await;
     assert_eq!(node.report.unsettled.len(), 1, "{:?}", node.report);

@@ -30,7 +30,7 @@ impl World {
     }
 
     fn reboot(&self) {
-        self.change(|state| state.reboot());
+        self.reboot_gpus();
         fs::remove_dir_all(&self.paths.run_dir).unwrap();
     }
 

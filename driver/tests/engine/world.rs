@@ -89,6 +89,16 @@ impl World {
         Node { engine, gpus, report }
     }
 
+    /// Takes what a reboot of the node takes from the GPUs.
+    pub(crate) fn reboot_gpus(&self) {
+        self.sim
+            .update(|state| {
+                state.reboot();
+                Ok(())
+            })
+            .unwrap();
+    }
+
     /// The GPUs as the hardware has them: mode, then profile@start for each
     /// instance, with a `+` for each compute instance.
     pub(crate) fn hardware(&self) -> Vec<String> {
