@@ -15,6 +15,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "measure.h"
+
 typedef unsigned long long address;
 #define MIB ((size_t)1 << 20)
 /* A kernel that does nothing, for any GPU since Maxwell. */
@@ -36,25 +38,11 @@ static struct {
 		void **);
 } cuda;
 
-static void fail(const char *what, int code)
-{
-	fprintf(stderr, "%s: %d\n", what, code);
-	exit(1);
-}
-
-#define must(call)                          \
-	do {                                \
-		int code_ = cuda.call;      \
-		if (code_)                  \
-			fail(#call, code_); \
-	} while (0)
-
 static void load(void)
 {
 	void *library = dlopen("libcuda.so.1", RTLD_NOW);
 	if (!library)
 		fail(dlerror(), 0);
-#define FIND(name) *(void **)&cuda.name = dlsym(library, #name)
 	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDeviceTotalMem_v2), FIND(cuDevicePrimaryCtxRetain);
 	FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize), FIND(cuMemAlloc_v2), FIND(cuMemFree_v2), FIND(cuMemGetInfo_v2);
 	FIND(cuModuleLoadData), FIND(cuModuleGetFunction), FIND(cuLaunchKernel);
@@ -69,22 +57,6 @@ static void start(void)
 	must(cuDeviceGet(&device, 0));
 	must(cuDevicePrimaryCtxRetain(&context, device));
 	must(cuCtxSetCurrent(context));
-}
-
-static uint64_t clock_of(clockid_t id)
-{
-	struct timespec now;
-	clock_gettime(id, &now);
-	return (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static uint64_t now(void) { return clock_of(CLOCK_MONOTONIC); }
-
-static uint64_t state = 1;
-static uint64_t chance(uint64_t below)
-{
-	state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-	return state % below;
 }
 
 static int by_size(const void *a, const void *b)

@@ -13,6 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "measure.h"
+
 #define US 1000ull
 #define MS 1000000ull
 
@@ -47,19 +49,6 @@ static struct {
 		handle, void **);
 } cuda;
 
-static void fail(const char *what, int code)
-{
-	fprintf(stderr, "%s: %d\n", what, code);
-	exit(1);
-}
-
-#define must(call)                          \
-	do {                                \
-		int code_ = cuda.call;      \
-		if (code_)                  \
-			fail(#call, code_); \
-	} while (0)
-
 static handle spin, spin_long, nothing, streams[4], graph;
 static int multiprocessors;
 
@@ -69,7 +58,6 @@ static void start(void)
 	handle context, module, library = dlopen("libcuda.so.1", RTLD_NOW);
 	if (!library)
 		fail(dlerror(), 0);
-#define FIND(name) *(void **)&cuda.name = dlsym(library, #name)
 	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDeviceGetAttribute), FIND(cuDevicePrimaryCtxRetain);
 	FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize), FIND(cuModuleLoadData), FIND(cuModuleGetFunction);
 	FIND(cuStreamCreate), FIND(cuStreamBeginCapture_v2), FIND(cuStreamEndCapture);
@@ -84,22 +72,6 @@ static void start(void)
 	must(cuModuleGetFunction(&spin, module, "spin"));
 	must(cuModuleGetFunction(&spin_long, module, "spin_long"));
 	must(cuModuleGetFunction(&nothing, module, "nothing_1ns"));
-}
-
-static uint64_t clock_of(clockid_t id)
-{
-	struct timespec now;
-	clock_gettime(id, &now);
-	return (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static uint64_t now(void) { return clock_of(CLOCK_MONOTONIC); }
-
-static uint64_t state = 88172645463325252ull;
-static uint64_t chance(uint64_t below)
-{
-	state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-	return state % below;
 }
 
 static void kernel(handle function, unsigned blocks, uint64_t length, handle stream)
