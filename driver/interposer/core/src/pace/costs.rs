@@ -3,8 +3,9 @@
 //! Kernels are told apart by their function and the order of magnitude of their grid; an
 //! executable graph is one kernel. A kernel that is long is measured at each launch, so that
 //! what it is charged is what it took. A short one, of which there are many, is measured in runs of
-//! [`RUN`] launches in each [`PERIOD`], at a place in the period that a program cannot foresee;
-//! each measured launch then stands for others. Charges are corrected by what was measured
+//! [`RUN`] launches in each [`PERIOD`], each time at another place, so that a program with a rhythm of its own
+//! is not met at the same beat for ever; each measured launch then stands for others. (A program that means
+//! to can count along and be long where nobody looks. What it has is for the node to see.) Charges are corrected by what was measured
 //! ([`super::samples`]), so the estimate need not be good for the sum to be right.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};

@@ -14,8 +14,8 @@
 //!
 //! The node corrects what cannot be seen from here: a kernel that is cut by time slices of
 //! neighbours looks longer than it is, and the node knows by NVML what the share really had. It
-//! says so by the rate on the policy page, which it grants for a few seconds. Without the node a share so has
-//! less than its part, never more.
+//! says so by the rate on the policy page, which it grants for a few seconds. Without the node a program that
+//! does not set out to be mismeasured has less than its part, never more.
 
 mod bucket;
 mod costs;
