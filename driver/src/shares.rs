@@ -376,6 +376,7 @@ mod tests {
             pci: Text::EMPTY,
             memory: Memory { limit, ..Memory::default() },
             compute: Compute::default(),
+            codec: Default::default(),
             flags: Flags::STRICT,
         }
     }

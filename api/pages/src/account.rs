@@ -267,7 +267,15 @@ pub struct Slot {
     _memory: Word,
     charged: AtomicU64,
     waited: AtomicU64,
-    _compute: [Word; 6],
+    /// What measured launches took, and what they would have taken had each been as fast as the fastest of its kernel.
+    measured: AtomicU64,
+    least: AtomicU64,
+    /// Open sessions of the video engines.
+    encoders: AtomicU32,
+    decoders: AtomicU32,
+    /// Bytes that pools keep and do not use.
+    idle: AtomicU64,
+    _compute: [Word; 2],
     pub(crate) node: [Word; 8],
     _reserved: [Word; 8],
 }
@@ -367,6 +375,11 @@ impl Slot {
         self.managed.store(0);
         self.charged.store(0, Relaxed);
         self.waited.store(0, Relaxed);
+        self.measured.store(0, Relaxed);
+        self.least.store(0, Relaxed);
+        self.encoders.store(0, Relaxed);
+        self.decoders.store(0, Relaxed);
+        self.idle.store(0, Relaxed);
         self.start.store(who.start);
         self.namespace.store(who.namespace);
         self.image.store(who.image);
@@ -383,6 +396,23 @@ impl Slot {
     pub fn worked(&self, charged: i64, waited: u64) {
         self.charged.fetch_add(charged as u64, Relaxed);
         self.waited.fetch_add(waited, Relaxed);
+    }
+
+    /// Adds what measured launches took, and what they would have at their fastest, in nanoseconds: far more
+    /// for long is what a device looks like that has to fetch memory before it works.
+    pub fn measured(&self, took: u64, least: u64) {
+        self.measured.fetch_add(took, Relaxed);
+        self.least.fetch_add(least, Relaxed);
+    }
+
+    /// Open sessions of the encoder and the decoder.
+    pub fn sessions(&self) -> [&AtomicU32; 2] {
+        [&self.encoders, &self.decoders]
+    }
+
+    /// Says how many bytes pools keep and do not use.
+    pub fn note_idle(&self, bytes: u64) {
+        self.idle.store(bytes, Relaxed);
     }
 
     /// What the slot counts for: the bytes charged, corrected by what the node measured.
@@ -418,7 +448,7 @@ mod tests {
 
     #[test]
     fn the_bytes_of_a_fresh_page_are_those_of_the_golden() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.1.hex");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.2.hex");
         crate::golden::check(path, &fresh());
     }
 }

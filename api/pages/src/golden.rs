@@ -15,3 +15,16 @@ pub(crate) fn check(path: &str, page: &[u8]) {
     }
     assert_eq!(text, std::fs::read_to_string(path).expect("the golden is there"), "{path}");
 }
+
+/// The page of which a text tells.
+pub(crate) fn bytes(text: &str) -> Vec<u8> {
+    let mut page = vec![0; crate::policy::SIZE];
+    for line in text.lines() {
+        let (offset, bytes) = line.split_once(':').expect("offset: hex");
+        let offset = usize::from_str_radix(offset, 16).expect("an offset");
+        for (at, byte) in bytes.split_whitespace().enumerate() {
+            page[offset + at] = u8::from_str_radix(byte, 16).expect("hex");
+        }
+    }
+    page
+}

@@ -34,9 +34,9 @@ mod golden;
 pub use account::{AccountPage, Fault, Identity, Owner, PageError, SlotState};
 pub use charge::{Full, NoSlot, Peers, SEATS, Seat, charge, force, uncharge};
 pub use id::{GpuUuid, Text};
-pub use policy::{Compute, Flags, Memory, Policy, PolicyError, PolicyPage};
+pub use policy::{Codec, Compute, Flags, Memory, Policy, PolicyError, PolicyPage};
 
 /// The major version of both layouts. A reader refuses any other.
 pub const MAJOR: u16 = 1;
 /// The minor version of both layouts: fields were added, none moved.
-pub const MINOR: u16 = 1;
+pub const MINOR: u16 = 2;

@@ -9,7 +9,7 @@
 //! | offset | what |
 //! |---|---|
 //! | 0 | magic, major and minor version, size |
-//! | 64 | what the node changes in place: gate (a futex word), whether launches are paced, stamp, rate, until when that is granted |
+//! | 64 | what the node changes in place: gate (a futex word), whether launches are paced, stamp, rate, until when that is granted, until when the gate is closed, a word to trim pools |
 //! | 1024, 2048 | two copies of the record, 1024 bytes each |
 //!
 //! Everything else is zero and reserved. [`Policy::encode`] is the writer's side and
@@ -56,8 +56,12 @@ mod at {
     pub(super) const WEIGHT: usize = 264;
     pub(super) const SLICE: usize = 268;
     pub(super) const BURST: usize = 272;
+    /// The length of a record of the first minor version; what lies beyond is 0 there.
+    pub(super) const FIRST: usize = 280;
+    pub(super) const ENCODERS: usize = 280;
+    pub(super) const DECODERS: usize = 284;
     /// The length of a record of this minor version.
-    pub(super) const END: usize = 280;
+    pub(super) const END: usize = 288;
 }
 
 /// What a share may use: one (claim, shareID) on one device.
@@ -75,7 +79,16 @@ pub struct Policy {
     pub pci: Text<32>,
     pub memory: Memory,
     pub compute: Compute,
+    pub codec: Codec,
     pub flags: Flags,
+}
+
+/// Sessions of the video engines that the processes of a share may have open at once; none: as many as the GPU driver
+/// allows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Codec {
+    pub encoders: Option<u32>,
+    pub decoders: Option<u32>,
 }
 
 /// Device memory, in bytes.
@@ -216,6 +229,10 @@ impl Policy {
         put(&mut record, at::WEIGHT, &self.compute.weight.to_le_bytes());
         put(&mut record, at::SLICE, &self.compute.slice_us.to_le_bytes());
         put(&mut record, at::BURST, &self.compute.burst_us.to_le_bytes());
+        // 0 is what an older record has there.
+        let quota = |sessions: Option<u32>| sessions.map_or(0, |count| count.saturating_add(1)).to_le_bytes();
+        put(&mut record, at::ENCODERS, &quota(self.codec.encoders));
+        put(&mut record, at::DECODERS, &quota(self.codec.decoders));
         let sum = checksum(&record);
         put(&mut record, at::CHECKSUM, &sum.to_le_bytes());
         record
@@ -233,13 +250,14 @@ impl Policy {
 
     fn from_record(room: &[u8]) -> Option<(u64, Self)> {
         let length = usize::try_from(u32::from_le_bytes(take(room, at::LENGTH)?)).ok()?;
-        let record = room.get(..length).filter(|record| record.len() >= at::END)?;
+        let record = room.get(..length).filter(|record| record.len() >= at::FIRST)?;
         let u32_at = |offset| take(record, offset).map(u32::from_le_bytes);
         let u64_at = |offset| take(record, offset).map(u64::from_le_bytes);
         let generation = u64_at(at::GENERATION).filter(|generation| *generation > 0)?;
         if u32_at(at::CHECKSUM)? != checksum(record) {
             return None;
         }
+        let quota = |offset| u32_at(offset).and_then(|count| count.checked_sub(1));
         let policy = Self {
             claim: Text::read(record.get(at::CLAIM..at::SHARE)?)?,
             share: Text::read(record.get(at::SHARE..at::GPU)?)?,
@@ -261,6 +279,7 @@ impl Policy {
                 slice_us: u32_at(at::SLICE)?,
                 burst_us: u64_at(at::BURST)?,
             },
+            codec: Codec { encoders: quota(at::ENCODERS), decoders: quota(at::DECODERS) },
             flags: Flags(u32_at(at::FLAGS)?),
         };
         Some((generation, policy))
@@ -319,6 +338,7 @@ mod tests {
                 slice_us: 20_000,
                 burst_us: 10_000,
             },
+            codec: Codec { encoders: Some(3), decoders: Some(0) },
             flags: Flags::NVML_VIEW.with(Flags::STRICT),
         }
     }
@@ -326,7 +346,7 @@ mod tests {
     #[test]
     fn the_bytes_of_a_page_are_those_of_the_golden() {
         let page = sample().encode();
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/policy-1.1.hex");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/policy-1.2.hex");
         crate::golden::check(path, &page);
         assert_eq!(Policy::decode(&page), Ok((1, sample())));
     }
@@ -343,6 +363,13 @@ mod tests {
         assert_eq!(Policy::decode(&page), Ok((1, sample())));
         put(&mut page, 8, &2_u16.to_le_bytes());
         assert_eq!(Policy::decode(&page), Err(PolicyError::Major(2)));
+    }
+
+    #[test]
+    fn a_page_of_the_minor_before_is_read() {
+        let written = crate::golden::bytes(include_str!("../tests/golden/policy-1.1.hex"));
+        let before = Policy { codec: Codec::default(), ..sample() };
+        assert_eq!(Policy::decode(&written), Ok((1, before)));
     }
 
     #[test]

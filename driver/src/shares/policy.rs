@@ -8,7 +8,7 @@ use crate::sharing::ShareLimits;
 use divvy_api::sharing::{Priority, ShareSettings};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_model::{Gpu, share};
-use divvy_pages::{Compute, Flags, GpuUuid, Memory, Policy, Text};
+use divvy_pages::{Codec, Compute, Flags, GpuUuid, Memory, Policy, Text};
 
 /// Bytes that the first context of a process is charged until it has been measured:
 /// what CUDA 12 takes on a data centre GPU with lazy loading, roughly.
@@ -55,6 +55,7 @@ pub fn policy(
             },
             ..Compute::default()
         },
+        codec: Codec::default(),
         flags: Flags::STRICT.with(Flags::NVML_VIEW).with(observing),
     })
 }

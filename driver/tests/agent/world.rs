@@ -77,6 +77,7 @@ impl World {
             pci: Text::EMPTY,
             memory: Memory { limit: mib * MIB, context: CONTEXT * MIB, ..Memory::default() },
             compute: Compute::default(),
+            codec: Default::default(),
             flags: Flags::default(),
         };
         let shares = Shares::new(&self.paths);

@@ -209,6 +209,7 @@ pub fn write_pages(
         pci: Text::EMPTY,
         memory: Memory { limit, physical, context: CONTEXT, ..Memory::default() },
         compute,
+        codec: Default::default(),
         flags: Flags::NVML_VIEW,
     };
     let mut page = vec![0; account::SIZE];

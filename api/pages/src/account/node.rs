@@ -61,6 +61,14 @@ pub struct SlotReport {
     pub charged_ns: u64,
     /// How long its launches have waited for GPU time, in nanoseconds, all threads together.
     pub waited_ns: u64,
+    /// What measured launches took, and what they would have taken at their fastest, in nanoseconds.
+    pub measured_ns: u64,
+    pub least_ns: u64,
+    /// Open sessions of the video engines.
+    pub encoders: u32,
+    pub decoders: u32,
+    /// Bytes that pools keep and do not use.
+    pub idle: u64,
     /// What the node said last.
     pub line: NodeLine,
 }
@@ -101,6 +109,11 @@ impl<'a> Snapshot<'a> {
         word(self.0, BALANCE as usize) as i64
     }
 
+    /// When the balance was last refilled, in nanoseconds of the monotonic clock: by who launches.
+    pub fn refilled(&self) -> u64 {
+        word(self.0, BALANCE as usize + 8)
+    }
+
     pub fn attention(&self) -> u64 {
         word(self.0, ATTENTION as usize)
     }
@@ -130,6 +143,11 @@ impl<'a> Snapshot<'a> {
                     managed: word(slot, 48),
                     charged_ns: word(slot, 64),
                     waited_ns: word(slot, 72),
+                    measured_ns: word(slot, 80),
+                    least_ns: word(slot, 88),
+                    encoders: word(slot, 96) as u32,
+                    decoders: (word(slot, 96) >> 32) as u32,
+                    idle: word(slot, 104),
                     line: NodeLine {
                         about: Owner(word(slot, 128)),
                         dead: word(slot, 136) & 1 == 1,

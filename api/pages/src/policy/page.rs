@@ -2,12 +2,18 @@
 //! processes of the container, which read it at the same time.
 //!
 //! All of it is atomic words. The policy is read as a whole from the newest whole copy;
-//! what the node changes in place (gate, whether launches are paced, grant) is one word
+//! what the node changes in place (gate, whether launches are paced, grant, wishes) is one word
 //! each.
 
 use super::{COPIES, PACED, Policy, PolicyError, ROOM, SIZE, check};
 use crate::word::Word;
 use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
+
+/// Bits of the word that says whether launches are paced: by the record; by the agent; and from here on the number of
+/// the agent's call.
+const LIMITED: u32 = 1;
+const DIVIDED: u32 = 2;
+const CALL: u32 = 2;
 
 /// A policy page in memory that others may write at the same time.
 #[derive(Debug)]
@@ -19,7 +25,9 @@ pub struct PolicyPage {
     stamp: Word,
     rate: Word,
     until: Word,
-    _line: [Word; 4],
+    closed_until: Word,
+    trim: AtomicU32,
+    _line: [AtomicU32; 5],
     _reserved: [Word; 112],
     copies: [[Word; ROOM / 8]; 2],
     _tail: [Word; 128],
@@ -72,7 +80,10 @@ impl PolicyPage {
         for (word, bytes) in older.iter().zip(record.chunks(8)) {
             word.store(bytes.try_into().map_or(0, u64::from_le_bytes));
         }
-        self.paced.store(policy.compute.is_limited().into(), SeqCst);
+        let is_limited = u32::from(policy.compute.is_limited());
+        // What the agent says there stays.
+        let limited = |word| Some(word & !LIMITED | is_limited);
+        let _ = self.paced.fetch_update(SeqCst, SeqCst, limited);
         self.stamp.update(|stamp| stamp.wrapping_add(1));
         Ok(generation)
     }
@@ -93,9 +104,46 @@ impl PolicyPage {
         (&raw const self.gate).cast()
     }
 
-    /// Whether launches are paced.
+    /// Whether launches are paced: by the record, or while the node divides the device's time.
     pub fn is_paced(&self) -> bool {
-        self.paced.load(SeqCst) != 0
+        self.paced.load(SeqCst) & (LIMITED | DIVIDED) != 0
+    }
+
+    /// For the agent: whether launches are paced though the record limits nothing.
+    pub fn divide(&self, is_divided: bool) {
+        let divided = |word| Some(word & !DIVIDED | if is_divided { DIVIDED } else { 0 });
+        let _ = self.paced.fetch_update(SeqCst, SeqCst, divided);
+    }
+
+    /// A number that the agent raises when it wants to hear of the next launch: a process that launches and has
+    /// not answered this number rings the account page's doorbell, once. 0: nobody asks.
+    pub fn call(&self) -> u32 {
+        self.paced.load(SeqCst) >> CALL
+    }
+
+    /// For the agent: asks anew (`true`), or has launches go straight to the driver again.
+    pub fn ask(&self, is_asked: bool, number: u32) {
+        let number = if is_asked { number.wrapping_shl(CALL).max(1 << CALL) } else { 0 };
+        let asked = |word| Some(word & (LIMITED | DIVIDED) | number);
+        let _ = self.paced.fetch_update(SeqCst, SeqCst, asked);
+    }
+
+    /// Until when the gate is closed, in nanoseconds of the monotonic clock: then it is open whatever it says,
+    /// since a node that is gone opens none.
+    pub fn closed_until(&self) -> u64 {
+        self.closed_until.load()
+    }
+
+    /// For the agent: closes the gate until then, or, with 0, opens it. Who waits there has to be woken by the caller
+    /// ([`PolicyPage::gate`] is the futex).
+    pub fn close(&self, until: u64) {
+        self.closed_until.store(until);
+        self.gate.store(u32::from(until > 0), SeqCst);
+    }
+
+    /// A futex word that the node changes when it wants what pools keep without use given back.
+    pub fn trim(&self) -> &AtomicU32 {
+        &self.trim
     }
 
     /// The present grant of compute time, in nanoseconds of GPU time a second; `None`: by the record.
@@ -135,6 +183,8 @@ mod tests {
             stamp: Word::new(words(72)),
             rate: Word::new(words(80)),
             until: Word::new(words(88)),
+            closed_until: Word::new(words(96)),
+            trim: AtomicU32::new(0),
             _line: Default::default(),
             _reserved: core::array::from_fn(|_| Word::default()),
             copies: core::array::from_fn(|c| core::array::from_fn(|i| Word::new(words(COPIES[c] + i * 8)))),
@@ -166,6 +216,28 @@ mod tests {
         assert_eq!(page.replace(&sample()), Ok(7));
         assert_eq!(page.read(), Ok((7, sample())));
         assert!(page.is_paced());
+    }
+
+    #[test]
+    fn what_the_agent_says_outlives_another_policy() {
+        let page = mapped(sample().encode());
+        let unlimited = Policy { compute: Compute::default(), ..sample() };
+        assert_eq!(page.replace(&unlimited), Ok(2));
+        assert_eq!((page.is_paced(), page.call()), (false, 0));
+        page.divide(true);
+        page.ask(true, 7);
+        assert_eq!(page.replace(&unlimited), Ok(3));
+        assert_eq!((page.is_paced(), page.call()), (true, 7));
+        page.divide(false);
+        assert_eq!((page.is_paced(), page.call()), (false, 7));
+        page.ask(true, 0);
+        assert_ne!(page.call(), 0, "0 is nobody's");
+        page.ask(false, 9);
+        assert_eq!(page.call(), 0);
+        page.close(5);
+        assert_eq!((page.gate().load(SeqCst), page.closed_until()), (1, 5));
+        page.close(0);
+        assert_eq!((page.gate().load(SeqCst), page.closed_until()), (0, 0));
     }
 
     #[test]

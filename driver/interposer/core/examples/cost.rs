@@ -65,6 +65,7 @@ fn pages() -> Option<Found> {
         pci: Text::EMPTY,
         memory: Memory { limit, physical: limit, ..Memory::default() },
         compute: Compute::default(),
+        codec: Default::default(),
         flags: Flags::default(),
     };
     let mapped = |size: usize, head: &[u8]| {

@@ -104,6 +104,7 @@ fn lay_pages(folder: &Path) {
             pci: Text::EMPTY,
             memory: Memory { limit, physical: 80 << 20, ..Memory::default() },
             compute: Compute::default(),
+            codec: Default::default(),
             flags: Flags::default(),
         };
         std::fs::write(folder.join(format!("policy{index}")), policy.encode()).expect("written");

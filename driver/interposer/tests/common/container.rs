@@ -58,6 +58,7 @@ impl Node {
             pci: Text::EMPTY,
             memory: Memory { limit: mib * MIB, physical: 23034 * MIB, context: 0, ..Memory::default() },
             compute: Default::default(),
+            codec: Default::default(),
             flags: Flags::NVML_VIEW,
         }
     }

@@ -41,6 +41,7 @@ pub(in super::super) fn share(number: usize, limit: u64) -> Share {
             pci: Text::EMPTY,
             memory: Memory { limit: limit * MIB, context: CONTEXT * MIB, ..Memory::default() },
             compute: Compute::default(),
+            codec: Default::default(),
             flags: Flags::default(),
         },
         page: Page { device: (0, 25), share: format!("{claim}/{id}") },
@@ -133,6 +134,11 @@ impl Scene {
             managed: 0,
             charged_ns: 0,
             waited_ns: 0,
+            measured_ns: 0,
+            least_ns: 0,
+            encoders: 0,
+            decoders: 0,
+            idle: 0,
             line: NodeLine { about: Owner(0), dead: false, correction: 0, host_pid: 0 },
         };
         account.slots.push(Slot { report, still: true });

@@ -214,6 +214,7 @@ fn pair(pages: Pages, letter: u8) -> Found {
         pci: Text::EMPTY,
         memory,
         compute,
+        codec: Default::default(),
         flags,
     };
     let mapped = |size: usize, head: &[u8]| {
