@@ -1,5 +1,6 @@
 //! Memory by address: plain, pitched, managed and pinned, and what an address is.
 
+use divvy_sim::Guest;
 use std::sync::Arc;
 
 use crate::argument::{In, Out};
@@ -31,43 +32,86 @@ fn add_host(process: &Process, size: u64, own: Option<u64>, host: Host) -> Outco
 }
 
 const fn pinned(flags: u32, registered: bool) -> Host {
-    Host { managed: false, registered, flags, resident: None }
+    Host { managed: false, registered, flags, home: None }
 }
 
-/// Moves managed memory to a device or to the host.
-pub(crate) fn prefetch(process: &Process, address: u64, size: u64, device: Option<i32>) -> Outcome {
+/// Moves managed memory to a device or to the host, in the order of a stream.
+pub(crate) fn prefetch(
+    process: &Process,
+    (address, size): (u64, u64),
+    device: Option<i32>,
+    stream: &Stream,
+) -> Outcome {
     let guest = match device {
         Some(ordinal) => Some(process.device(ordinal)?.guest(process.sim)?),
         None => None,
     };
-    let moved = process.memory.with(address, |block| {
-        let (start, length) = (block.address, block.size);
-        let Payer::Host(Host { managed: true, resident, .. }) = &mut block.payer else {
-            return Err(Code::InvalidValue);
-        };
-        if address - start + size > length {
+    let time = managed(process, address, |block, home| {
+        if address - block.0 + size > block.1 {
             return Err(Code::InvalidValue);
         }
-        let same = match (&*resident, &guest) {
-            (Some(now), Some(then)) => Arc::ptr_eq(now, then),
-            (None, None) => true,
-            _ => false,
-        };
-        if same {
-            return Ok(());
+        match guest {
+            Some(guest) => {
+                settle(home, Some(&guest), block.1);
+                Ok(guest.bring(size))
+            }
+            // It stays that device's: the next kernel there brings it back.
+            None => Ok(home.as_ref().map_or(0, |home| home.put_out(size))),
         }
-        // What does not fit stays where it is; a program is not told.
-        if let Some(guest) = &guest
-            && !guest.charge_managed(length)
-        {
-            return Ok(());
-        }
-        if let Some(before) = std::mem::replace(resident, guest) {
-            before.refund_managed(length);
+    })?;
+    if time > 0 && !stream.capture_work(time) {
+        stream.copy(time);
+    }
+    Ok(())
+}
+
+/// Says where managed memory is to be: `CU_MEM_ADVISE_*`, of which only the preferred location changes anything here.
+fn advise(process: &Process, address: u64, advice: u32, device: Option<i32>) -> Outcome {
+    const SET: u32 = 3;
+    const UNSET: u32 = 4;
+    let guest = match (advice, device) {
+        (1..=6, None) => None,
+        (1..=6, Some(ordinal)) => Some(process.device(ordinal)?.guest(process.sim)?),
+        _ => return Err(Code::InvalidValue),
+    };
+    let own = process.memory.with(address, |block| Arc::clone(&block.context.guest));
+    managed(process, address, |block, home| {
+        match advice {
+            SET => settle(home, guest.as_ref(), block.1),
+            UNSET => settle(home, own.as_ref(), block.1),
+            _ => {}
         }
         Ok(())
+    })
+}
+
+/// Kernels of another device touch it from now on, or of none.
+fn settle(home: &mut Option<Arc<Guest>>, new: Option<&Arc<Guest>>, size: u64) {
+    if home.as_ref().map(Arc::as_ptr) == new.map(Arc::as_ptr) {
+        return;
+    }
+    if let Some(guest) = new {
+        guest.manage(size);
+    }
+    if let Some(before) = std::mem::replace(home, new.map(Arc::clone)) {
+        before.unmanage(size);
+    }
+}
+
+/// Changes whose managed memory is: its address and size, and its home.
+fn managed<T>(
+    process: &Process,
+    address: u64,
+    change: impl FnOnce((u64, u64), &mut Option<Arc<Guest>>) -> Outcome<T>,
+) -> Outcome<T> {
+    let changed = process.memory.with(address, |block| {
+        let at = (block.address, block.size);
+        match &mut block.payer {
+            Payer::Host(Host { managed: true, home, .. }) => change(at, home),
+            _ => Err(Code::InvalidValue),
+        }
     });
-    moved.unwrap_or(Err(Code::InvalidValue))
+    changed.unwrap_or(Err(Code::InvalidValue))
 }
 
 /// One of `cuPointerGetAttribute`'s answers.
@@ -156,35 +200,36 @@ entry! {
         Ok(())
     }
 
-    /// Takes no device memory until it is moved there.
+    /// Takes no device memory until a kernel touches it or it is moved there.
     fn cuMemAllocManaged(process; address: Out<u64>, size: u64, flags: u32) {
         address.check()?;
         if flags == 0 || flags & !ATTACH != 0 {
             return Err(Code::InvalidValue);
         }
-        let host = Host { managed: true, registered: false, flags, resident: None };
-        address.set(add_host(process, size, None, host)?)
+        let guest = Arc::clone(&context::current()?.guest);
+        let host = Host { managed: true, registered: false, flags, home: Some(Arc::clone(&guest)) };
+        let made = add_host(process, size, None, host)?;
+        guest.manage(size);
+        address.set(made)
     }
 
     fn cuMemPrefetchAsync | cuMemPrefetchAsync_ptsz(process, own; address: u64, size: u64, device: i32, stream: Handle<Stream>) {
-        Stream::of(stream, own)?;
         // CU_DEVICE_CPU.
-        prefetch(process, address, size, (device != -1).then_some(device))
+        prefetch(process, (address, size), (device != -1).then_some(device), Stream::of(stream, own)?)
     }
 
     fn cuMemPrefetchAsync_v2 | cuMemPrefetchAsync_v2_ptsz(
         process, own; address: u64, size: u64, location: Location, _flags: u32, stream: Handle<Stream>,
     ) {
-        Stream::of(stream, own)?;
-        prefetch(process, address, size, location.device())
+        prefetch(process, (address, size), location.device(), Stream::of(stream, own)?)
     }
 
-    fn cuMemAdvise(process; address: u64, _size: u64, _advice: u32, _device: i32) {
-        process.memory.with(address, |_| ()).ok_or(Code::InvalidValue)
+    fn cuMemAdvise(process; address: u64, _size: u64, advice: u32, device: i32) {
+        advise(process, address, advice, (device != -1).then_some(device))
     }
 
-    fn cuMemAdvise_v2(process; address: u64, _size: u64, _advice: u32, _location: Location) {
-        process.memory.with(address, |_| ()).ok_or(Code::InvalidValue)
+    fn cuMemAdvise_v2(process; address: u64, _size: u64, advice: u32, location: Location) {
+        advise(process, address, advice, location.device())
     }
 
     fn cuMemAllocHost_v2(process; address: Out<u64>, size: u64) {

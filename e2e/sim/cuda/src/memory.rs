@@ -40,7 +40,7 @@ pub(crate) enum Payer {
     Graph { pool: Handle<Pool>, live: bool },
     /// Another process: memory that it shares.
     Stranger,
-    /// Nobody but the host: pinned or managed memory, of which so many bytes are on a device now.
+    /// Nobody but the host: pinned or managed memory.
     Host(Host),
 }
 
@@ -51,8 +51,8 @@ pub(crate) struct Host {
     /// Given by the program, not made here.
     pub(crate) registered: bool,
     pub(crate) flags: u32,
-    /// On whose device it is now, managed memory only.
-    pub(crate) resident: Option<Arc<Guest>>,
+    /// On whose device kernels touch it, managed memory only; none where they reach it in the host's memory.
+    pub(crate) home: Option<Arc<Guest>>,
 }
 
 /// An allocation.
@@ -171,7 +171,7 @@ impl Block {
             Payer::Pool(pool) | Payer::Graph { pool, live: true } => {
                 pool.get().into_iter().for_each(|pool| pool.give(self.size))
             }
-            Payer::Host(Host { resident: Some(guest), .. }) => guest.refund_managed(self.size),
+            Payer::Host(Host { home: Some(guest), .. }) => guest.unmanage(self.size),
             Payer::Stranger | Payer::Host(_) | Payer::Graph { live: false, .. } => {}
         }
         self.content.unmap();

@@ -124,8 +124,17 @@ impl Stream {
         &self.context.guest
     }
 
-    /// Work for the device: waits while too much is under way. Where it begins and ends.
+    /// A kernel: waits while too much is under way. Where it begins and ends.
     pub(crate) fn submit(&self, length: u64, large: bool) -> (Mark, Mark) {
+        self.work(length, large, true)
+    }
+
+    /// Memory on its way. (There is one engine, so that takes the time of others' kernels.)
+    pub(crate) fn copy(&self, length: u64) {
+        self.work(length, false, false);
+    }
+
+    fn work(&self, length: u64, large: bool, touches: bool) -> (Mark, Mark) {
         let mut queue = self.context.queue();
         let oldest = queue.ends[queue.at];
         if oldest != 0 && oldest > self.guest().reached_before() {
@@ -140,7 +149,7 @@ impl Stream {
         if large {
             after = after.max(queue.large);
         }
-        let (begin, end) = self.guest().submit(Kernel { after, length });
+        let (begin, end) = self.guest().submit(Kernel { after, length, touches });
         self.tail.store(end, Ordering::Relaxed);
         let at = queue.at;
         queue.ends[at] = end;
@@ -293,7 +302,7 @@ entry! {
         process, own; addresses: In<u64>, sizes: In<u64>, count: u64, locations: In<Location>, indices: In<u64>,
         kinds: u64, _flags: u64, stream: Handle<Stream>,
     ) {
-        Stream::of(stream, own)?;
+        let stream = Stream::of(stream, own)?;
         for at in 0..count as usize {
             // Each location holds from its index on.
             let mut location = locations.get()?;
@@ -302,7 +311,7 @@ entry! {
                     location = locations.at(kind)?;
                 }
             }
-            crate::linear::prefetch(process, addresses.at(at)?, sizes.at(at)?, location.device())?;
+            crate::linear::prefetch(process, (addresses.at(at)?, sizes.at(at)?), location.device(), stream)?;
         }
         Ok(())
     }

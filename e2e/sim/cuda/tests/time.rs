@@ -125,6 +125,42 @@ fn a_kernel_takes_the_time_of_its_name_or_its_parameter() {
 }
 
 #[test]
+fn a_kernel_brings_its_managed_memory_and_waits_for_it() {
+    const PAGES: u64 = 50;
+    let node = Node::up("L4");
+    let cuda = node.cuda();
+    let (work, mut address) = (Work::load(&cuda), 0_u64);
+    let used = || cuda.info().map(|(free, total)| (total - free) / MIB).expect("information");
+    let (size, before) = (PAGES * 2 * MIB, used());
+    let code = call!(cuda.cuMemAllocManaged(&mut address => &mut u64, size => u64, 1 => u32));
+    assert_eq!((code, used()), (SUCCESS, before));
+    let there = || used() - before;
+    let prefetch =
+        |device| call!(cuda.cuMemPrefetchAsync(address => u64, size => u64, device => i32, 0 => usize));
+    let advise =
+        |advice, device| call!(cuda.cuMemAdvise(address => u64, size => u64, advice => u32, device => i32));
+    let launch = || work.launch("work_2ms", 1000, 0);
+    assert_eq!((prefetch(0), there(), prefetch(-1), there()), (SUCCESS, 2 * PAGES, SUCCESS, 0));
+    // The kernel that `time` waits behind brings it.
+    let time = work.time(launch);
+    assert!(near(time, 2.0), "{time}");
+    assert_eq!(there(), 2 * PAGES);
+    let way = PAGES as f32 * (2 << 20) as f32 / 12e6;
+    let time = work.time(|| {
+        assert_eq!(prefetch(-1), SUCCESS);
+        launch();
+    });
+    assert!(near(time, 2.0 + 2.0 * way + PAGES as f32 * 0.02), "{time}: out, and back by faults");
+    assert_eq!((advise(3, -1), there()), (SUCCESS, 0));
+    launch();
+    assert_eq!((there(), advise(4, 0)), (0, SUCCESS), "reached where it is");
+    launch();
+    assert_eq!((there(), advise(7, 0), advise(3, 9)), (2 * PAGES, INVALID_VALUE, INVALID_DEVICE));
+    work.synchronize();
+    assert_eq!((cuda.free(address), there()), (SUCCESS, 0));
+}
+
+#[test]
 fn small_kernels_of_two_streams_overlap_and_large_ones_do_not() {
     let node = Node::up("L4");
     let cuda = node.cuda();

@@ -23,7 +23,7 @@ fn guest(node: &Node, place: Place) -> Guest {
 }
 
 fn submit(guest: &Guest, length: u64) {
-    guest.submit(Kernel { after: 0, length });
+    guest.submit(Kernel { after: 0, length, touches: true });
 }
 
 /// Looks until something is seen.

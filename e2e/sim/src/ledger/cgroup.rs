@@ -151,17 +151,6 @@ impl Guest {
         bounds.iter().all(fits) && change()
     }
 
-    /// The same for managed memory, and for giving it back: only the part counts.
-    pub(super) fn change_managed(&self, granules: i64) -> bool {
-        let _held = self.ledger().hold(self.locks(), self.part_index(), self.row());
-        let changed = self.change(granules);
-        if changed {
-            let managed = &self.own().managed;
-            managed.store(managed.load(Ordering::Relaxed).saturating_add_signed(granules), Ordering::Release);
-        }
-        changed
-    }
-
     /// Bytes that are free and that there are, of so many on the part.
     pub(super) fn memory_within(&self, free: u64, total: u64) -> (u64, u64) {
         self.bounds().into_iter().fold((free, total), |(free, total), bound| {
@@ -179,8 +168,7 @@ impl Guest {
 impl Row {
     /// Bytes that count against limits of cgroups.
     fn counted(&self) -> u64 {
-        let managed = self.managed.load(Ordering::Acquire);
-        self.used.load(Ordering::Acquire).saturating_sub(managed) * GRANULE
+        self.used.load(Ordering::Acquire) * GRANULE
     }
 
     fn is_under(&self, number: u64) -> bool {

@@ -121,6 +121,8 @@ pub struct Kernel {
     /// Not before this point.
     pub after: Mark,
     pub length: u64,
+    /// It touches the managed memory of its process.
+    pub touches: bool,
 }
 
 /// The monotonic clock in ns.
@@ -236,13 +238,14 @@ impl Ledger {
         work.begin(time, work.served.load(Ordering::Relaxed));
     }
 
-    /// A row's work is nobody's any more.
+    /// A row's work is nobody's any more, nor is what it manages.
     pub(super) fn drop_work(&self, part: usize, row: usize) {
         let Ok(locks) = self.locks() else { return };
         let _held = self.hold(locks, part, row);
         let (work, time) = (self.work(row), now());
         self.play(part, time);
         work.submitted.store(work.served.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.forget_managed(part, row);
     }
 
     /// When a point of an axis that has been reached was reached, or is.
@@ -293,6 +296,12 @@ impl Guest {
         let _held = ledger.hold(self.locks(), part, row);
         let (engine, time) = (ledger.engine(part), now());
         ledger.play(part, time);
+        let kernel = match self.own().manages.load(Ordering::Relaxed) {
+            1.. if kernel.touches => {
+                Kernel { length: kernel.length + ledger.touch(part, row, time), ..kernel }
+            }
+            _ => kernel,
+        };
         if self.in_order() {
             let begin = engine.end.load(Ordering::Relaxed).max(kernel.after).max(time);
             engine.end.store(begin + kernel.length, Ordering::Relaxed);

@@ -4,10 +4,10 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::GRANULE;
 use super::cgroup::Known;
 use super::locks::{self, Locks};
 use super::map::{Intent, Ledger, NUMBER_BITS, Part, Place, ROWS, Row, Word, later, next};
+use super::{GRANULE, PAGE};
 
 /// Taking and burying rows, one thread of this process at a time: the rows' locks are the process's.
 static ROWS_OF_THIS_PROCESS: Mutex<()> = Mutex::new(());
@@ -20,7 +20,7 @@ pub struct Guest {
     row: usize,
     part: usize,
     /// One change at a time; the number of the last, or none once it has left.
-    number: Mutex<Option<u32>>,
+    pub(super) number: Mutex<Option<u32>>,
     /// Limits of cgroups, as this process last read them.
     pub(super) known: Mutex<Known>,
 }
@@ -76,28 +76,19 @@ impl Guest {
     /// Uses as many bytes more, rounded up to granules; false, and nothing is changed, if the part has not got them
     /// or the process's cgroup may not have them.
     pub fn charge(&self, bytes: u64) -> bool {
-        self.try_twice(|| self.change_within(bytes.div_ceil(GRANULE)))
-    }
-
-    /// The same for managed memory that is moved to the part, which limits of cgroups leave out.
-    pub fn charge_managed(&self, bytes: u64) -> bool {
-        self.try_twice(|| self.change_managed(granules(bytes)))
-    }
-
-    /// What the dead have left is free.
-    fn try_twice(&self, charge: impl Fn() -> bool) -> bool {
-        charge() || (!self.ledger.uses().is_empty() && charge())
+        let charge = || self.change_within(bytes.div_ceil(GRANULE));
+        // What the dead have left is free.
+        let charged = charge() || (!self.ledger.uses().is_empty() && charge());
+        if charged {
+            self.make_room();
+        }
+        charged
     }
 
     /// Uses as many bytes less, rounded up to granules; they were charged before.
     pub fn refund(&self, bytes: u64) {
         // Only what is beyond the limit is refused.
         let _ = self.change(-granules(bytes));
-    }
-
-    /// The same for managed memory.
-    pub fn refund_managed(&self, bytes: u64) {
-        let _ = self.change_managed(-granules(bytes));
     }
 
     /// Whether the GPU or instance is still what it was when the process came.
@@ -111,11 +102,12 @@ impl Guest {
     pub fn memory(&self) -> (u64, u64) {
         let part = self.part();
         let used = Word::unpack(part.word.load(Ordering::Acquire)).used;
-        let free = part.limit.load(Ordering::Relaxed).saturating_sub(used.into());
-        self.memory_within(free * GRANULE, part.total.load(Ordering::Relaxed) * GRANULE)
+        let free = part.limit.load(Ordering::Relaxed).saturating_sub(used.into()) * GRANULE;
+        let free = free.saturating_sub(part.managed.load(Ordering::Relaxed) * PAGE);
+        self.memory_within(free, part.total.load(Ordering::Relaxed) * GRANULE)
     }
 
-    /// Bytes that this process uses of the part.
+    /// Bytes that this process uses of the part, managed memory left out.
     pub fn used(&self) -> u64 {
         self.own().used.load(Ordering::Relaxed) * GRANULE
     }
@@ -249,7 +241,6 @@ impl Ledger {
                 let _ = self.change(at, index, -(used as i64), number);
             }
         }
-        row.managed.store(0, Ordering::Relaxed);
         row.limits.iter().for_each(|number| number.store(0, Ordering::Relaxed));
         map.owners[at].store(0, Ordering::Release);
     }

@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::engine::{Engine, Work, slice};
 use super::locks::{self, Locks};
-use super::{GRANULE, Use};
+use super::{GRANULE, PAGE, Use};
 use crate::mig::memory_mib;
 use crate::state::State;
 
 /// Name of the file in the state's directory.
 const FILE: &str = "cuda";
 /// Changes with the layout.
-const MAGIC: u64 = 0x6469_7676_7963_7505;
+const MAGIC: u64 = 0x6469_7676_7963_7506;
 /// As many guests at once; the part's word has twelve bits for them.
 pub(super) const ROWS: usize = 4096;
 /// Parts of a GPU: the whole, and the GPU instances 0 to 14.
@@ -53,6 +53,8 @@ pub(super) struct Part {
     pub(super) epoch: AtomicU64,
     /// Generation of the state that says what cgroups may have of it; 0 where none is limited.
     pub(super) limits: AtomicU64,
+    /// Pages of managed memory that are there.
+    pub(super) managed: AtomicU64,
     pub(super) engine: Engine,
 }
 
@@ -67,7 +69,7 @@ pub(super) struct Row {
     pub(super) used: AtomicU64,
     /// The change under way, see [`Intent`]; 0 without one.
     pub(super) intent: AtomicU64,
-    /// Granules of managed memory among them.
+    /// Pages of managed memory that are on the part, besides.
     pub(super) managed: AtomicU64,
     /// Numbers of the limits that its process's cgroups have; 0 for none.
     pub(super) limits: [AtomicU64; LIMITS],
@@ -77,6 +79,9 @@ pub(super) struct Row {
     pub(super) number: AtomicU64,
     /// The part's epoch when the guest came.
     pub(super) epoch: AtomicU64,
+    /// Pages of managed memory that its kernels touch, and when they last did.
+    pub(super) manages: AtomicU64,
+    pub(super) touched: AtomicU64,
     /// `comm` of the process.
     pub(super) name: [AtomicU64; 2],
     pub(super) work: Work,
@@ -327,7 +332,7 @@ impl Ledger {
             place: Place { slot, instance: within.checked_sub(1).map(|gi| (gi, ci)) },
             pid,
             name: String::from_utf8_lossy(&name).into_owned(),
-            bytes: row.used.load(Ordering::Relaxed) * GRANULE,
+            bytes: row.used.load(Ordering::Relaxed) * GRANULE + row.managed.load(Ordering::Relaxed) * PAGE,
         })
     }
 }

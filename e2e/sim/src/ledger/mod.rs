@@ -12,6 +12,8 @@
 //! replaces the part's word notes for the guest named there that its change was made. So whoever finds a dead guest
 //! knows whether its last change was, completes or forgets it, and gives back exactly what the guest used.
 //!
+//! Managed memory is counted apart, in pages that are there ([`managed`]): it makes room for all that is counted so.
+//!
 //! **Alive is who holds its lock.** A guest holds a lock on its row's byte of the file `cuda.lock`. The kernel drops it
 //! with the process, however it dies, and tells a reader in another PID namespace the guest's number there. These locks
 //! belong to processes and end when a process closes *any* descriptor of the file, so it is never closed once opened.
@@ -22,12 +24,14 @@ mod cgroup;
 mod engine;
 mod guest;
 mod locks;
+mod managed;
 mod map;
 mod samples;
 mod watch;
 
 pub use engine::{Kernel, Mark, now};
 pub use guest::{EnterError, Guest};
+pub use managed::PAGE;
 pub use map::{Ledger, Place};
 pub use watch::{Sampled, Served, Watcher};
 
