@@ -35,6 +35,10 @@ impl System for Kernel {
         sys::wait(word, value, until);
     }
 
+    fn wake(&self, word: &AtomicU32) {
+        sys::wake(word);
+    }
+
     fn map(&self, bytes: usize, wiped: bool) -> *mut u8 {
         sys::memory(bytes, if wiped { sys::InChild::Zeros } else { sys::InChild::Nothing })
     }

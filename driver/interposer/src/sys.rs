@@ -201,6 +201,14 @@ pub(crate) fn wait(word: &AtomicU32, value: u32, until: u64) {
     };
 }
 
+/// Wakes all who wait for that word, of any process.
+pub(crate) fn wake(word: &AtomicU32) {
+    const FUTEX_WAKE: usize = 1;
+    let word = core::ptr::from_ref(word) as usize;
+    // SAFETY: the kernel does nothing with the word but look for who waits at it.
+    unsafe { call(number::FUTEX, word, FUTEX_WAKE, i32::MAX as usize, 0, 0, 0) };
+}
+
 /// What a child of fork finds in a mapping.
 #[derive(Clone, Copy)]
 pub(crate) enum InChild {

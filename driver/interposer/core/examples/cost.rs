@@ -36,6 +36,8 @@ impl System for Alone {
 
     fn wait(&self, _word: &AtomicU32, _value: u32, _until: u64) {}
 
+    fn wake(&self, _word: &AtomicU32) {}
+
     fn map(&self, bytes: usize, _wiped: bool) -> *mut u8 {
         // SAFETY: not of size zero.
         Layout::from_size_align(bytes, 64)

@@ -38,6 +38,8 @@ pub(crate) struct Place {
     rate: AtomicU64,
     burst: AtomicU64,
     attention: AtomicU64,
+    /// The node's last call that this process has answered.
+    answered: AtomicU32,
 }
 
 /// In place of a slot: all were taken.
@@ -169,6 +171,24 @@ impl Place {
     /// The futex that is not zero while the share's launches are held back.
     pub(crate) fn gate(&self) -> Option<&AtomicU32> {
         self.page().map(PolicyPage::gate)
+    }
+
+    /// Until when they are, where the gate is closed: 0 if the node has not said.
+    pub(crate) fn closed_until(&self) -> u64 {
+        self.page().map_or(0, PolicyPage::closed_until)
+    }
+
+    /// The account page, where the node wants to hear of a launch and this process has not told it of one.
+    #[inline]
+    pub(crate) fn called(&self) -> Option<&AccountPage> {
+        let call = self.page().map_or(0, PolicyPage::call);
+        if call == 0 || call == self.answered.load(Relaxed) { None } else { self.answer(call) }
+    }
+
+    #[cold]
+    fn answer(&self, call: u32) -> Option<&AccountPage> {
+        let is_first = self.answered.swap(call, Relaxed) != call;
+        self.account().filter(|_| is_first)
     }
 
     pub(crate) fn is_paced(&self) -> bool {

@@ -24,6 +24,9 @@ pub trait System: Sync {
     /// come back earlier. The word may lie on a page that this process cannot write.
     fn wait(&self, word: &AtomicU32, value: u32, until: u64);
 
+    /// Wakes all who wait for that word to change, in this process and in others.
+    fn wake(&self, word: &AtomicU32);
+
     /// So many bytes of private memory, zeroed and aligned to 64 bytes, which a child of fork does
     /// not have (`MADV_DONTFORK`), or finds zeroed where `wiped` (`MADV_WIPEONFORK`).
     /// Null where there is none.

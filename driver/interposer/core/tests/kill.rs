@@ -54,6 +54,8 @@ impl System for Kernel {
 
     fn wait(&self, _word: &AtomicU32, _value: u32, _until: u64) {}
 
+    fn wake(&self, _word: &AtomicU32) {}
+
     fn map(&self, bytes: usize, wiped: bool) -> *mut u8 {
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let advice = if wiped { libc::MADV_WIPEONFORK } else { libc::MADV_DONTFORK };

@@ -49,10 +49,18 @@ impl Bucket<'_> {
         let _ = self.page.balance().fetch_update(AcqRel, Acquire, more);
     }
 
-    /// Takes at least `need` nanoseconds if there is anything at all. `Err`: nanoseconds until it
-    /// is worth to ask again.
+    /// Takes at least `need` nanoseconds if there is anything at all, or if the share may have all of the device:
+    /// what it launches is counted then, so that the node sees that it works, and never waits. `Err`: nanoseconds
+    /// until it is worth to ask again.
     pub(crate) fn take(&self, need: i64, now: u64) -> Result<i64, u64> {
         self.fill(now);
+        if self.rate >= SECOND {
+            // Its debt is no larger than its stock can be: the rate may be another in a moment.
+            let least = i64::try_from(self.burst).map_or(i64::MIN, |burst| -burst);
+            let left = |balance: i64| Some(balance.saturating_sub(need + GRANT).max(least));
+            let _ = self.page.balance().fetch_update(AcqRel, Acquire, left);
+            return Ok(need + GRANT);
+        }
         let taken = |balance: i64| need + (balance - need).clamp(0, GRANT);
         let left = |balance: i64| (balance > 0).then(|| balance.saturating_sub(taken(balance)));
         match self.page.balance().fetch_update(AcqRel, Acquire, left) {

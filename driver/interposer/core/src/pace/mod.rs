@@ -36,12 +36,15 @@ pub use samples::Timer;
 /// Measured work that is under way at most, in nanoseconds, when more is launched: a device is
 /// kept busy by less, and what is queued nobody can take back.
 const DEPTH: i64 = 8_000_000;
+/// The same where nothing else bounds what is queued, as the share may have all of the device: the node
+/// may close the gate at any moment, for somebody who is not to wait for long.
+const SHORT: i64 = 2_000_000;
 /// Of what was charged too little, so much is charged at once, in nanoseconds.
 const AT_ONCE: i64 = 2_000_000;
 /// A launch waits no longer than this for others to end, in nanoseconds.
 const PATIENCE: u64 = SECOND;
-/// A closed gate lets one launch through in each such time, in nanoseconds: a node that died with
-/// the gate closed starves nobody.
+/// A gate that is closed without a time lets one launch through in each such time, in nanoseconds: a node
+/// that died with the gate closed starves nobody.
 const STARVED: u64 = SECOND;
 
 /// What a process has of a device's time. Zeros are a process that has nothing yet.
@@ -111,7 +114,7 @@ impl<S: System> Device<'_, S> {
     /// Launches by `call`, when the share's time has come. `call` answers as the driver does: 0 is success.
     #[inline]
     pub fn launch(&self, work: Work, timer: &impl Timer, call: impl FnOnce() -> i32) -> i32 {
-        self.places.places().for_each(Place::refresh);
+        self.places.places().for_each(|place| self.meet(place));
         let Some(pace) = self.pace() else { return call() };
         if !self.is_paced() {
             if !self.is_open() {
@@ -132,6 +135,16 @@ impl<S: System> Device<'_, S> {
             pace.credit.fetch_add(charge.nanoseconds, Relaxed);
         }
         answer
+    }
+
+    /// Before a launch: takes up what the node says, and says what it asks.
+    #[inline]
+    fn meet(&self, place: &Place) {
+        place.refresh();
+        if let Some(page) = place.called() {
+            page.doorbell().fetch_add(1, Relaxed);
+            self.ledger.system.wake(page.doorbell());
+        }
     }
 
     #[cold]
@@ -159,8 +172,13 @@ impl<S: System> Device<'_, S> {
         let mut start = None;
         loop {
             pace.settle(pace.samples.harvest(timer, &self.local.costs));
-            let may_go = cost.may_go() && pace.samples.has_room(DEPTH);
+            let has_room = pace.samples.has_room(SHORT) || pace.samples.has_room(DEPTH) && !self.has_all();
+            let may_go = cost.may_go() && has_room;
             if may_go || self.observes() {
+                // It may have been closed meanwhile, and whoever waits here is the next to launch.
+                if !self.is_open() {
+                    self.wait_for_gate(pace);
+                }
                 return;
             }
             let now = system.now();
@@ -171,6 +189,12 @@ impl<S: System> Device<'_, S> {
             system.nap(nap);
             nap = (nap * 2).min(500_000);
         }
+    }
+
+    /// Some share may have all of the device, so that nothing but the depth bounds what is queued.
+    fn has_all(&self) -> bool {
+        let now = self.ledger.system.now();
+        self.places.places().any(|place| place.rate(now) >= SECOND)
     }
 
     /// Nothing is held up, all is counted.
@@ -191,14 +215,17 @@ impl<S: System> Device<'_, S> {
         let start = system.now();
         let _ = pace.passed.compare_exchange(0, start, Relaxed, Relaxed);
         loop {
+            let now = system.now();
             let closed = self.places.places().find_map(|place| {
                 let gate = place.gate()?;
                 let word = gate.load(Relaxed);
-                (word != 0).then_some((gate, word))
+                let until = match place.closed_until() {
+                    0 => pace.passed.load(Relaxed).saturating_add(STARVED),
+                    until => until,
+                };
+                (word != 0 && now < until).then_some((gate, word, until))
             });
-            let now = system.now();
-            let until = pace.passed.load(Relaxed).saturating_add(STARVED);
-            let Some((gate, word)) = closed.filter(|_| now < until) else { break };
+            let Some((gate, word, until)) = closed else { break };
             system.wait(gate, word, until);
         }
         let now = system.now();
@@ -210,11 +237,11 @@ impl<S: System> Device<'_, S> {
     #[cold]
     fn wait_for_credit(&self, pace: &Pace, timer: &impl Timer) {
         let system = &self.ledger.system;
-        if !self.is_open() {
-            self.wait_for_gate(pace);
-        }
         let mut waited_since = None;
         loop {
+            if !self.is_open() {
+                self.wait_for_gate(pace);
+            }
             pace.settle(pace.samples.harvest(timer, &self.local.costs));
             let lacks = pace.credit.load(Relaxed).saturating_neg();
             if lacks <= 0 {

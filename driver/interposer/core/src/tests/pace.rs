@@ -270,6 +270,86 @@ fn a_closed_gate_holds_launches_and_starves_nobody() {
 }
 
 #[test]
+fn a_gate_that_is_closed_for_a_while_opens_by_itself() {
+    let world = share(0);
+    let (policy, _) = world.pages();
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    let begin = process.system().now();
+    policy.close(begin + 200 * MS);
+    launch(device(&process), &gpu, 0, 1, US, true);
+    assert_eq!(process.system().now(), begin + 200 * MS + CALL);
+    (0..1000).for_each(|_| launch(device(&process), &gpu, 0, 1, US, true));
+    assert_eq!(process.system().now(), begin + 200 * MS + 1001 * CALL, "and stays open");
+}
+
+#[test]
+fn a_gate_is_closed_to_who_waits_for_time_or_for_the_device() {
+    for (name, cores, length) in [("time", 10, 100 * US), ("the device", 0, 5 * MS)] {
+        let world = share(cores);
+        let (policy, _) = world.pages();
+        policy.divide(true);
+        let process = world.process(1);
+        let gpu = Gpu::new(process.system());
+        (0..500).for_each(|number| launch(device(&process), &gpu, 0, 1, about(length, number), true));
+        let until = process.system().now() + 300 * MS;
+        process.system().close_at_wait(policy, until);
+        for number in 0.. {
+            let begun = process.system().now();
+            launch(device(&process), &gpu, 0, 1, about(length, number), true);
+            if policy.closed_until() > 0 {
+                break;
+            }
+            assert!(begun < until, "{name}: it never waits");
+        }
+        assert!(process.system().now() >= until, "{name}: a launch went while the gate was closed");
+    }
+}
+
+#[test]
+fn a_call_of_the_nodes_is_answered_once() {
+    let world = share(0);
+    let (policy, account) = world.pages();
+    let (process, other) = (world.process(1), world.process(2));
+    let rung = || account.doorbell().load(std::sync::atomic::Ordering::SeqCst);
+    let check = |processes: &[&super::world::Process], expected: u32| {
+        for process in processes {
+            let gpu = Gpu::new(process.system());
+            (0..3).for_each(|_| launch(device(process), &gpu, 0, 1, US, true));
+        }
+        assert_eq!(rung(), expected);
+    };
+    check(&[&process], 0);
+    policy.ask(true, 5);
+    check(&[&process], 1);
+    check(&[&process, &other], 2);
+    policy.ask(true, 6);
+    check(&[&process], 3);
+    policy.ask(false, 0);
+    check(&[&process, &other], 3);
+    assert_eq!((process.system().wakes(), other.system().wakes()), (2, 1), "and whoever waits is woken");
+}
+
+#[test]
+fn who_may_have_the_whole_device_never_waits_for_it_and_is_seen_to_work() {
+    let world = share(0);
+    let (policy, account) = world.pages();
+    policy.divide(true);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    let mut number = 0;
+    while process.system().now() < 3 * SECOND {
+        launch(device(&process), &gpu, 0, 1, about(MS, number), true);
+        number += 1;
+    }
+    assert!(gpu.worked(SECOND, 3 * SECOND) >= 1990 * MS);
+    let last = account.refilled().load(std::sync::atomic::Ordering::SeqCst);
+    assert!(process.system().now() - last < 20 * MS);
+    let queued = gpu.streams[0].get() - process.system().now();
+    assert!(queued <= 4 * MS, "{queued} ns are queued");
+}
+
+#[test]
 fn the_nodes_rate_takes_the_place_of_the_records_as_long_as_it_is_granted() {
     let world = share(30);
     let (policy, _) = world.pages();

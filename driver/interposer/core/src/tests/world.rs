@@ -42,6 +42,10 @@ pub(super) struct Fake {
     pid: AtomicU32,
     wiped: Mutex<Option<(usize, usize)>>,
     none_left: AtomicBool,
+    /// How often somebody was woken.
+    wakes: AtomicU32,
+    /// What happens at the next wait: the gate closes until then.
+    closes: Mutex<Option<(&'static PolicyPage, u64)>>,
     /// The world's; it moves by waiting only.
     clock: Arc<AtomicU64>,
 }
@@ -67,6 +71,21 @@ impl Fake {
         self.clock.fetch_add(nanoseconds, SeqCst);
     }
 
+    /// The gate of that page closes until then as soon as somebody waits for anything.
+    pub(super) fn close_at_wait(&self, page: &'static PolicyPage, until: u64) {
+        *self.closes.lock().expect("no panic") = Some((page, until));
+    }
+
+    fn meanwhile(&self) {
+        if let Some((page, until)) = self.closes.lock().expect("no panic").take() {
+            page.close(until);
+        }
+    }
+
+    pub(super) fn wakes(&self) -> u32 {
+        self.wakes.load(SeqCst)
+    }
+
     pub(super) fn no_memory(&self, none: bool) {
         self.none_left.store(none, SeqCst);
     }
@@ -88,14 +107,20 @@ impl System for Fake {
     }
 
     fn nap(&self, nanoseconds: u64) {
+        self.meanwhile();
         self.clock.fetch_add(nanoseconds.max(100_000), SeqCst);
         std::thread::yield_now();
     }
 
     fn wait(&self, word: &AtomicU32, value: u32, until: u64) {
+        self.meanwhile();
         if word.load(SeqCst) == value {
             self.clock.fetch_max(until, SeqCst);
         }
+    }
+
+    fn wake(&self, _word: &AtomicU32) {
+        self.wakes.fetch_add(1, SeqCst);
     }
 
     fn map(&self, bytes: usize, wiped: bool) -> *mut u8 {
@@ -140,6 +165,8 @@ impl World {
             pid: AtomicU32::new(pid),
             wiped: Mutex::default(),
             none_left: AtomicBool::new(false),
+            wakes: AtomicU32::default(),
+            closes: Mutex::default(),
             clock: Arc::clone(&self.clock),
         }
     }
