@@ -38,6 +38,8 @@ pub struct AllocatedDevice {
     pub chosen: String,
     pub pool: PoolName,
     pub device: DeviceName,
+    /// The DeviceClass of the request, where the claim's spec still has it.
+    pub class: Option<String>,
     pub hold: Hold,
     /// Configuration meant for its request, lowest precedence first.
     pub configs: Vec<AppliedConfig>,
@@ -175,7 +177,8 @@ fn read(
         .iter()
         .filter(|result| result.driver == DRIVER)
         .map(|result| {
-            let device = read_result(&reference, result, configs, &parse)?;
+            let class = class_of(claim, &result.request);
+            let device = read_result(&reference, result, class, configs, &parse)?;
             let key = (
                 result.pool.as_str(),
                 result.device.as_str(),
@@ -222,6 +225,7 @@ fn reference(claim: &ResourceClaim) -> Result<ClaimRef, ClaimError> {
 fn read_result(
     claim: &ClaimRef,
     result: &DeviceRequestAllocationResult,
+    class: Option<String>,
     configs: &[DeviceAllocationConfiguration],
     parse: &ParseConfig<'_>,
 ) -> Result<AllocatedDevice, ClaimError> {
@@ -234,9 +238,22 @@ fn read_result(
         chosen: result.request.clone(),
         pool: filled(&result.pool, "pool in an allocation result")?.into(),
         device: filled(&result.device, "device in an allocation result")?.into(),
+        class,
         hold: hold(claim, result)?,
         configs: configs_of(claim, &result.request, configs, parse)?,
     })
+}
+
+/// The class that a request, or an alternative of it, names.
+fn class_of(claim: &ResourceClaim, chosen: &str) -> Option<String> {
+    let requests = claim.spec.as_ref()?.devices.as_ref()?.requests.as_ref()?;
+    let request = requests.iter().find(|request| request.name == base(chosen))?;
+    if let Some(exactly) = &request.exactly {
+        return Some(exactly.device_class_name.clone());
+    }
+    let (_, alternative) = chosen.split_once('/')?;
+    let mut alternatives = request.first_available.iter().flatten();
+    Some(alternatives.find(|one| one.name == alternative)?.device_class_name.clone())
 }
 
 fn hold(claim: &ClaimRef, result: &DeviceRequestAllocationResult) -> Result<Hold, ClaimError> {

@@ -25,7 +25,7 @@
 mod documents;
 mod read;
 
-use crate::schema::Fault;
+use crate::schema::{Clock, Fault};
 use crate::sharing::{Injection, Mode, MpsSettings, Priority, ShareSettings, Sharing};
 pub use documents::KINDS;
 use documents::{GPU_CONFIG, MIG_DEVICE_CONFIG, SHARE_CONFIG};
@@ -51,6 +51,20 @@ pub struct ShareConfig {
     /// 1 to 10,000.
     pub weight: Option<u32>,
     /// Per cent, 1 to 100.
+    pub ceiling: Option<u32>,
+    /// Per cent of the claimed memory, 100 to 1,000.
+    pub overcommit: Option<u32>,
+    pub schedule: Vec<Tide>,
+}
+
+/// Hours of each day in which other numbers hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tide {
+    pub from: Clock,
+    /// Another time than `from`.
+    pub to: Clock,
+    pub priority: Option<Priority>,
+    pub weight: Option<u32>,
     pub ceiling: Option<u32>,
 }
 
@@ -95,10 +109,6 @@ pub enum ConfigError {
         "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected 0, since a request has one device where it has an MPS control daemon{}", if *mig { "; the UUID of a MIG instance is not known before it is made" } else { ", or the UUID of a GPU" }
     )]
     DeviceKey { key: String, mig: bool },
-    #[error(
-        "field {field} is about compute time that nobody is guaranteed, which is not divided yet; remove it"
-    )]
-    NotYet { field: &'static str },
 }
 
 /// A configuration that cannot hold for the device it is meant for.
@@ -197,6 +207,7 @@ pub fn share_settings(configs: &[AppliedConfig]) -> Result<ShareSettings, Misfit
         priority: class.priority.unwrap_or(default.priority),
         weight: class.weight.unwrap_or(default.weight),
         ceiling,
+        overcommit: class.overcommit.unwrap_or(default.overcommit),
         burst: class.ceiling.is_some(),
     })
 }
@@ -209,6 +220,8 @@ impl ShareConfig {
             ("observeOnly", self.observe_only.is_some()),
             ("priority", self.priority.is_some()),
             ("weight", self.weight.is_some()),
+            ("overcommit", self.overcommit.is_some()),
+            ("schedule", !self.schedule.is_empty()),
         ];
         match for_class.iter().find(|(_, said)| *said) {
             Some((field, _)) => Err(Misfit::OnlyClass { field }),
@@ -216,13 +229,16 @@ impl ShareConfig {
         }
     }
 
-    /// What it says of compute time would not be kept.
-    fn holds_now(self) -> Result<Self, ConfigError> {
-        let later = [("priority", self.priority.is_some()), ("weight", self.weight.is_some())];
-        match later.iter().find(|(_, said)| *said) {
-            Some((field, _)) => Err(ConfigError::NotYet { field }),
-            None => Ok(self),
+    /// What holds at that time of the day, without a schedule.
+    #[must_use]
+    pub fn at(&self, now: Clock) -> Self {
+        let mut all = Self { schedule: Vec::new(), ..self.clone() };
+        for tide in self.schedule.iter().filter(|tide| now.is_within(tide.from, tide.to)) {
+            all.priority = tide.priority.or(all.priority);
+            all.weight = tide.weight.or(all.weight);
+            all.ceiling = tide.ceiling.or(all.ceiling);
         }
+        all
     }
 }
 

@@ -51,6 +51,8 @@ pub enum Shape {
     /// A whole number from the first to the second, both included.
     Count(u32, u32),
     Flag,
+    /// A time of day, `22:30`.
+    Clock,
     /// A Kubernetes quantity of at least 1Mi.
     Memory,
     Object(&'static Object),
@@ -121,6 +123,7 @@ impl Shape {
             Self::Count(least, u32::MAX) => format!("a whole number from {least}"),
             Self::Count(least, most) => format!("a whole number from {least} to {most}"),
             Self::Flag => "true or false".to_owned(),
+            Self::Clock => "a time of day in UTC from 00:00 to 23:59, in quotes".to_owned(),
             Self::Memory => "a quantity of memory of at least 1Mi, such as 512Mi or 10Gi".to_owned(),
             Self::Object(object) => format!("an object {}", object.name),
             Self::List(item) => format!("a list, each item {}", item.expected()),
@@ -137,6 +140,7 @@ impl Shape {
             | (Self::Object(_) | Self::Map(_), Value::Object(_))
             | (Self::List(_), Value::Array(_)) => true,
             (Self::Text, Value::String(text)) => !text.is_empty(),
+            (Self::Clock, Value::String(text)) => Clock::parse(text).is_some(),
             (Self::Literally(only), Value::String(text)) => text == only,
             (Self::OneOf(texts), Value::String(text)) => texts.contains(&text.as_str()),
             (Self::Count(least, most), Value::Number(_)) => {
@@ -145,6 +149,34 @@ impl Shape {
             (Self::Memory, _) => memory(value).is_some(),
             _ => false,
         }
+    }
+}
+
+/// A time of day: minutes since midnight, UTC, below 1,440.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Clock(u16);
+
+impl Clock {
+    /// Two digits each, `05:30`.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (hours, minutes) = text.split_once(':')?;
+        let two = |digits: &str| {
+            let is_two = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_digit());
+            is_two.then(|| digits.parse::<u16>().ok()).flatten()
+        };
+        let (hours, minutes) =
+            (two(hours).filter(|hours| *hours < 24)?, two(minutes).filter(|minutes| *minutes < 60)?);
+        Some(Self(hours * 60 + minutes))
+    }
+
+    /// Of so many seconds since the epoch of Unix.
+    pub fn at(unix_seconds: u64) -> Self {
+        Self((unix_seconds % 86_400 / 60) as u16)
+    }
+
+    /// Whether it lies in the hours from one time up to another, over midnight where the second is the earlier.
+    pub fn is_within(self, from: Self, to: Self) -> bool {
+        if from <= to { (from..to).contains(&self) } else { self >= from || self < to }
     }
 }
 

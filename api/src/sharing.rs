@@ -121,6 +121,8 @@ pub struct ShareSettings {
     pub weight: u32,
     /// Per cent of the device's compute time at most, 1 to 100.
     pub ceiling: u32,
+    /// Per cent of the claimed memory that it may hold, 100 to 1,000.
+    pub overcommit: u32,
     /// The class names a ceiling: up to it a share with a guarantee may have what others leave.
     /// Otherwise its guarantee is its ceiling.
     pub burst: bool,
@@ -134,6 +136,7 @@ impl Default for ShareSettings {
             priority: Priority::Low,
             weight: 100,
             ceiling: 100,
+            overcommit: 100,
             burst: false,
         }
     }

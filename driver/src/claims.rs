@@ -1,9 +1,11 @@
 //! From the kubelet's reference to an allocated claim: one live GET, never a cache.
 //!
 //! The claim is read as bytes, because duplicate keys in opaque configuration
-//! are lost in any parsed form. A claim under the right name with another UID
+//! are lost in any parsed form. What its class says of shares is taken from the
+//! class as it is now ([`crate::classes`]). A claim under the right name with another UID
 //! has replaced ours and must not get its devices.
 
+use crate::classes::{self, Classes};
 use divvy_api::claim::ClaimError;
 use divvy_api::{AllocatedClaim, ClaimRef, ClaimUid};
 use divvy_kubelet::dra::v1;
@@ -80,6 +82,7 @@ pub fn unchecked(claim: &v1::Claim) -> ClaimRef {
 #[derive(Clone)]
 pub struct Claims {
     client: kube::Client,
+    classes: Classes,
     within: Duration,
 }
 
@@ -95,12 +98,20 @@ struct IdentityMetadata {
 
 impl Claims {
     /// Reads with that client.
-    pub fn new(client: kube::Client, within: Duration) -> Self {
-        Self { client, within }
+    pub fn new(client: kube::Client, classes: Classes, within: Duration) -> Self {
+        Self { client, classes, within }
     }
 
-    /// The claim, if it is the one that was meant, allocated and well configured.
+    /// The claim, if it is the one that was meant, allocated and well configured; its shares go by their class as
+    /// it is now.
     pub async fn allocated(&self, claim: &ClaimRef) -> Result<AllocatedClaim, ReadError> {
+        let mut allocated = self.as_allocated(claim).await?;
+        classes::resolve(&mut allocated, &self.classes.borrow(), classes::now());
+        Ok(allocated)
+    }
+
+    /// The same as it was allocated.
+    pub async fn as_allocated(&self, claim: &ClaimRef) -> Result<AllocatedClaim, ReadError> {
         let body = self.body(claim).await?;
         let allocated = AllocatedClaim::from_json(body.as_bytes());
         if allocated.as_ref().is_ok_and(|found| found.claim.uid == claim.uid) {

@@ -35,6 +35,7 @@ pub mod agent;
 pub mod args;
 mod changes;
 pub mod claims;
+pub mod classes;
 pub mod cri;
 pub mod deviceplugin;
 pub mod events;

@@ -14,6 +14,7 @@ use crate::agent::Agent;
 use crate::args::Args;
 use crate::cdi::Cdi;
 use crate::claims::Claims;
+use crate::classes;
 use crate::engine::{Engine, EngineOptions, RecoveryReport};
 use crate::events::{Events, Reason, events};
 use crate::gpus::{Gpus, GpusOptions};
@@ -260,8 +261,13 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Leavin
         under_way.close();
         under_way.wait().await;
     });
-    let claims = Claims::new(client.clone(), args.limits.read_within);
+    let (classes_now, classes) = watch::channel(Default::default());
+    stages.droppable("DeviceClass watch", classes::follow(client.clone(), classes_now));
+    let claims = Claims::new(client.clone(), classes.clone(), args.limits.read_within);
     let turns = Turns::default();
+    let follower =
+        classes::Follower { classes, engine: engine.clone(), claims: claims.clone(), turns: turns.clone() };
+    stages.droppable("share settings", follower.run());
     let service = Service {
         engine: engine.clone(),
         claims: claims.clone(),

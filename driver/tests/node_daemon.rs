@@ -13,6 +13,8 @@ mod account;
 mod audit;
 #[path = "node/bad_input.rs"]
 mod bad_input;
+#[path = "node/classes.rs"]
+mod classes;
 #[path = "node/health.rs"]
 mod health;
 #[path = "node/instances.rs"]

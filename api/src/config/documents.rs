@@ -56,7 +56,7 @@ pub(super) static MIG_DEVICE_CONFIG: Object = Object {
 
 pub(super) static SHARE_CONFIG: Object = Object {
     name: "ShareConfig",
-    about: "For shares, of a GPU or of a MIG instance: how the limits of a class's claims are kept. It belongs into a DeviceClass; in a claim it may say `ceiling` and nothing else, and no more than the class's. What is marked as later is refused until then.",
+    about: "For shares, of a GPU or of a MIG instance: how the limits of a class's claims are kept. It belongs into a DeviceClass; in a claim it may say `ceiling` and nothing else, and no more than the class's. A class that is changed changes the shares that are there already, all but `injection`.",
     fields: &[
         API_VERSION,
         kind("ShareConfig"),
@@ -79,14 +79,14 @@ pub(super) static SHARE_CONFIG: Object = Object {
             shape: Shape::OneOf(Priority::NAMES),
             required: false,
             absent: "Low",
-            about: "Later: while a share of priority High works, those of priority Low on the same device wait.",
+            about: "While a share of priority High works, those of priority Low on the same GPU wait (whole GPUs only).",
         },
         Field {
             name: "weight",
             shape: Shape::Count(1, 10_000),
             required: false,
             absent: "100",
-            about: "Later: compute time that is guaranteed to nobody, or not used, is divided by weight.",
+            about: "Compute time that is guaranteed to nobody, or not used, is divided by weight (whole GPUs only).",
         },
         Field {
             name: "ceiling",
@@ -94,6 +94,56 @@ pub(super) static SHARE_CONFIG: Object = Object {
             required: false,
             absent: "with `cores` no more than these; without, 100",
             about: "Per cent of the device's compute time that the share gets at most, however idle the device is. In a class, a share with `cores` gets what others leave up to it (whole GPUs only).",
+        },
+        Field {
+            name: "overcommit",
+            shape: Shape::Count(100, 1000),
+            required: false,
+            absent: "100",
+            about: "Per cent of the claimed memory that the share may hold. What is beyond 100 is managed memory, which the GPU driver moves to the host's memory and back: the scheduler counts what was claimed, and the sum of what is really used may exceed the GPU.",
+        },
+        Field {
+            name: "schedule",
+            shape: Shape::List(&Shape::Object(&TIDE)),
+            required: false,
+            absent: "the same all day",
+            about: "Hours of the day in which other numbers hold; where several have the hour, the last.",
+        },
+    ],
+};
+
+static TIDE: Object = Object {
+    name: "Tide",
+    about: "Hours of each day, in UTC, and what holds in them in place of what the ShareConfig says.",
+    fields: &[
+        Field { name: "from", shape: Shape::Clock, required: true, absent: "", about: "The first minute." },
+        Field {
+            name: "to",
+            shape: Shape::Clock,
+            required: true,
+            absent: "",
+            about: "The end, on the next day where it is earlier than `from`.",
+        },
+        Field {
+            name: "priority",
+            shape: Shape::OneOf(Priority::NAMES),
+            required: false,
+            absent: "as always",
+            about: "As above.",
+        },
+        Field {
+            name: "weight",
+            shape: Shape::Count(1, 10_000),
+            required: false,
+            absent: "as always",
+            about: "As above.",
+        },
+        Field {
+            name: "ceiling",
+            shape: Shape::Count(1, 100),
+            required: false,
+            absent: "as always",
+            about: "As above.",
         },
     ],
 };

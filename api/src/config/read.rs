@@ -4,9 +4,9 @@
 //! says of another is said here.
 
 use super::documents::{KINDS, MIG_DEVICE_CONFIG, MPS, SHARE_CONFIG, TIME_SLICING};
-use super::{ConfigError, DeviceConfig, ShareConfig};
+use super::{ConfigError, DeviceConfig, ShareConfig, Tide};
 use crate::quantity::Quantity;
-use crate::schema::{self, Fault, Shape, Unread};
+use crate::schema::{self, Clock, Fault, Shape, Unread};
 use crate::sharing::{Injection, Interval, MpsSettings, Priority, Sharing};
 use serde::Deserializer;
 use serde_json::Value;
@@ -43,7 +43,7 @@ impl DeviceConfig {
         }
         let value = schema::read(Shape::Object(table), value).map_err(refused)?;
         if table.name == SHARE_CONFIG.name {
-            return share_config(&value).holds_now().map(Self::ShareConfig);
+            return share_config(&value).map(Self::ShareConfig);
         }
         let sharing = &value["sharing"];
         Ok(match (mig, sharing.is_null()) {
@@ -100,15 +100,37 @@ fn mps(config: &Value, mig: bool) -> Result<MpsSettings, ConfigError> {
     })
 }
 
-fn share_config(config: &Value) -> ShareConfig {
-    let count = |field: &str| config[field].as_u64().and_then(|count| u32::try_from(count).ok());
-    ShareConfig {
+fn share_config(config: &Value) -> Result<ShareConfig, ConfigError> {
+    let schedule = config["schedule"].as_array().into_iter().flatten().enumerate();
+    Ok(ShareConfig {
         injection: config["injection"].as_str().and_then(Injection::from_name),
         observe_only: config["observeOnly"].as_bool(),
-        priority: config["priority"].as_str().and_then(Priority::from_name),
-        weight: count("weight"),
-        ceiling: count("ceiling"),
+        priority: priority(config),
+        weight: count(config, "weight"),
+        ceiling: count(config, "ceiling"),
+        overcommit: count(config, "overcommit"),
+        schedule: schedule.filter(|(_, tide)| !tide.is_null()).map(tide).collect::<Result<_, _>>()?,
+    })
+}
+
+fn tide((index, tide): (usize, &Value)) -> Result<Tide, ConfigError> {
+    let clock = |field: &str| tide[field].as_str().and_then(Clock::parse).unwrap_or_default();
+    let (from, to) = (clock("from"), clock("to"));
+    if from == to {
+        let (field, found) = (format!("schedule[{index}].to"), tide["to"].to_string());
+        let expected = "another time than from; for all day, say it outside the schedule".to_owned();
+        return Err(Fault::Wrong { field, found, expected }.into());
     }
+    let (priority, weight, ceiling) = (priority(tide), count(tide, "weight"), count(tide, "ceiling"));
+    Ok(Tide { from, to, priority, weight, ceiling })
+}
+
+fn count(object: &Value, field: &str) -> Option<u32> {
+    object[field].as_u64().and_then(|count| u32::try_from(count).ok())
+}
+
+fn priority(object: &Value) -> Option<Priority> {
+    object["priority"].as_str().and_then(Priority::from_name)
 }
 
 /// The index of a request's only device, or a GPU's UUID as NVML writes it. Which

@@ -229,7 +229,7 @@ fn check_share(fields: &str, expected: Result<ShareConfig, &str>) {
 }
 
 #[test]
-fn share_settings_are_read_and_what_is_not_kept_yet_is_refused() {
+fn share_settings_are_read() {
     let share =
         ShareConfig { injection: Some(Injection::Shim), observe_only: Some(true), ..Default::default() };
     check_share("", Ok(ShareConfig::default()));
@@ -240,13 +240,52 @@ fn share_settings_are_read_and_what_is_not_kept_yet_is_refused() {
     check_share(r#","memory":"1Gi""#, Err("field memory is unknown to ShareConfig"));
     let ceiling = ShareConfig { ceiling: Some(50), ..Default::default() };
     check_share(r#","ceiling":50"#, Ok(ceiling));
-    let later = |field: &str| {
-        format!(
-            "field {field} is about compute time that nobody is guaranteed, which is not divided yet; remove it"
-        )
+    let high = ShareConfig { priority: Some(Priority::High), weight: Some(1), ..Default::default() };
+    check_share(r#","weight":1,"priority":"High""#, Ok(high));
+    check_share(r#","overcommit":150"#, Ok(ShareConfig { overcommit: Some(150), ..Default::default() }));
+    check_share(
+        r#","overcommit":99"#,
+        Err("field overcommit is 99, expected a whole number from 100 to 1000"),
+    );
+}
+
+#[test]
+fn a_schedule_is_hours_of_the_day_and_the_last_that_has_one_holds() {
+    let clock = |text: &str| Clock::parse(text).expect("a time");
+    let text = format!(
+        r#"{{{API},"kind":"ShareConfig","ceiling":30,"weight":5,"schedule":[{{"from":"20:00","to":"06:00","ceiling":100,"priority":null}},{{"from":"22:00","to":"22:30","weight":7,"priority":"High"}}]}}"#
+    );
+    let Ok(DeviceConfig::ShareConfig(config)) = DeviceConfig::parse(&text) else { panic!("{text}") };
+    let check = |now: &str, expected: (u32, u32, Option<Priority>)| {
+        let at = config.at(clock(now));
+        assert_eq!(
+            (at.ceiling, at.weight, at.priority),
+            (Some(expected.0), Some(expected.1), expected.2),
+            "{now}"
+        );
+        assert_eq!(at.schedule, [], "{now}");
     };
-    check_share(r#","weight":1"#, Err(&later("weight")));
-    check_share(r#","priority":"High""#, Err(&later("priority")));
+    check("06:00", (30, 5, None));
+    check("19:59", (30, 5, None));
+    check("20:00", (100, 5, None));
+    check("05:59", (100, 5, None));
+    check("22:15", (100, 7, Some(Priority::High)));
+    let refused = |tide: &str, why: &str| check_share(&format!(r#","schedule":[{tide}]"#), Err(why));
+    refused(
+        r#"{"from":"10:00","to":"10:00"}"#,
+        r#"field schedule[0].to is "10:00", expected another time than from; for all day, say it outside the schedule"#,
+    );
+    refused(
+        r#"{"from":"10:00"}"#,
+        "field schedule[0].to is missing, expected a time of day in UTC from 00:00 to 23:59, in quotes",
+    );
+    for wrong in ["24:00", "1:00", "01:60", "0100", "+1:00", ""] {
+        let why = format!(
+            r#"field schedule[0].from is "{wrong}", expected a time of day in UTC from 00:00 to 23:59, in quotes"#
+        );
+        refused(&format!(r#"{{"from":"{wrong}","to":"10:00"}}"#), &why);
+    }
+    assert_eq!(Clock::at(86_400 * 20_000 + 3600 * 13 + 61), clock("13:01"));
 }
 
 #[test]

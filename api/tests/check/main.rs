@@ -353,7 +353,7 @@ fn a_share_takes_the_configuration_of_shares_and_no_other() {
         part(),
         config(share_config(json!({"weight": 50})), &["r"]),
         &[
-            "error: spec.devices.config[0].opaque.parameters: field weight is about compute time that nobody is guaranteed, which is not divided yet; remove it",
+            "error: spec.devices.config[0]: request r: field weight of ShareConfig is for a DeviceClass to say, and this one is of a claim; remove it",
         ],
     );
 }

@@ -260,7 +260,7 @@ impl Inner {
 
 /// Whether the record is of this allocation of the claim. Capacities and
 /// configuration do not change under an allocation.
-fn is_of(record: &ClaimRecord, claim: &AllocatedClaim) -> bool {
+pub(super) fn is_of(record: &ClaimRecord, claim: &AllocatedClaim) -> bool {
     let same = |(record, claim): (&DeviceRecord, &AllocatedDevice)| {
         record.request == claim.request
             && record.pool == claim.pool

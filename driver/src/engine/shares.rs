@@ -1,9 +1,15 @@
-//! The shares that prepared claims have, for whoever measures them.
+//! The shares that prepared claims have: for whoever measures them, and their settings, which may change
+//! while containers run.
 
-use super::{Engine, HeldState};
+use super::claim::{Unlocked, is_of};
+use super::{Engine, HeldState, Inner, PrepareError};
+use crate::plan::Access;
 use crate::records::ClaimRecord;
 use crate::shares::Shares;
-use divvy_api::{ClaimRef, DeviceName, ShareId};
+use crate::sharing::ShareLimits;
+use divvy_api::sharing::ShareSettings;
+use divvy_api::{AllocatedClaim, ClaimRef, DeviceName, ShareId};
+use std::collections::BTreeSet;
 
 /// A share of a prepared claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,5 +40,56 @@ impl Engine {
         };
         let prepared = records.iter().filter(|record| record.state == HeldState::Prepared);
         prepared.flat_map(of_claim).collect()
+    }
+
+    /// Has the shares of a prepared claim go by the settings that it has now, without a container's doing; says
+    /// whether any had others. Of a claim that is not prepared, or otherwise allocated, nothing is touched.
+    pub async fn change_shares(&self, claim: &AllocatedClaim) -> Result<bool, PrepareError> {
+        let (inner, owned) = (self.inner.clone(), claim.clone());
+        // To its end, whoever waits.
+        let task = self.inner.tasks.spawn(async move { inner.change_shares(&owned).await });
+        task.await.map_err(|_| PrepareError::Crashed { claim: claim.claim.clone() })?
+    }
+}
+
+impl Inner {
+    async fn change_shares(&self, claim: &AllocatedClaim) -> Result<bool, PrepareError> {
+        let uid = &claim.claim.uid;
+        let no_record = |cause| PrepareError::Record { claim: claim.claim.clone(), cause };
+        let names =
+            || claim.devices.iter().map(|device| device.device.as_str()).collect::<Vec<_>>().join(", ");
+        let _claim = self.claims.lock(uid).await;
+        let (mut locked, record) =
+            self.lock(uid, BTreeSet::new()).await.map_err(|unlocked| match unlocked {
+                Unlocked::Lock(cause) => {
+                    PrepareError::Locked { claim: claim.claim.clone(), devices: names(), cause }
+                }
+                Unlocked::Record(cause) => no_record(cause),
+            })?;
+        let Some(mut record) =
+            record.filter(|record| record.state == HeldState::Prepared && is_of(record, claim))
+        else {
+            return Ok(false);
+        };
+        let mut changed = false;
+        for (held, device) in record.devices.iter_mut().zip(&claim.devices) {
+            let (Access::Share(limits), Ok(settings)) = (held.access, device.share_settings()) else {
+                continue;
+            };
+            // The library lies in its containers already.
+            let settings = ShareSettings { injection: limits.settings.injection, ..settings };
+            changed |= settings != limits.settings;
+            held.access = Access::Share(ShareLimits { settings, ..limits });
+        }
+        if changed {
+            // First: what is made again goes by it.
+            self.records.write(&mut locked, &record).map_err(no_record)?;
+            self.hands().write_pages(&mut record).await.map_err(|cause| PrepareError::Step {
+                claim: claim.claim.clone(),
+                devices: names(),
+                cause,
+            })?;
+        }
+        Ok(changed)
     }
 }

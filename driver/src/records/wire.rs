@@ -145,6 +145,9 @@ struct Share {
     ceiling: u32,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     burst: bool,
+    /// Per cent; none is 100.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    overcommit: Option<u32>,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -365,7 +368,8 @@ impl From<Device> for DeviceRecord {
 
 impl From<ShareLimits> for Share {
     fn from(limits: ShareLimits) -> Self {
-        let ShareSettings { injection, observe_only, priority, weight, ceiling, burst } = limits.settings;
+        let ShareSettings { injection, observe_only, priority, weight, ceiling, overcommit, burst } =
+            limits.settings;
         Self {
             memory: limits.memory,
             cores: limits.cores,
@@ -381,6 +385,7 @@ impl From<ShareLimits> for Share {
             weight,
             ceiling,
             burst,
+            overcommit: Some(overcommit).filter(|percent| *percent != 100),
         }
     }
 }
@@ -400,6 +405,7 @@ impl From<Share> for ShareLimits {
             weight: share.weight,
             ceiling: share.ceiling,
             burst: share.burst,
+            overcommit: share.overcommit.unwrap_or(100),
         };
         Self { memory: share.memory, cores: share.cores, settings }
     }

@@ -35,16 +35,17 @@ pub fn policy(
         Part::Whole { .. } => gpu.memory_bytes,
         Part::Instance(key) => gpu.profile(key.profile_id).map_or(0, share::memory_of_profile),
     };
-    let ShareSettings { injection: _, observe_only, priority, weight, ceiling: _, burst: _ } =
+    let ShareSettings { injection: _, observe_only, priority, weight, ceiling: _, overcommit, burst: _ } =
         limits.settings;
     let observing = if observe_only { Flags::OBSERVE_ONLY } else { Flags::default() };
+    let managed = if overcommit > 100 { Flags::UVM } else { Flags::default() };
     Ok(Policy {
         claim: text("claim UID", claim.as_str())?,
         share: text("shareID", share.as_str())?,
         gpu: uuid("GPU UUID", gpu.uuid.as_str())?,
         mig,
         pci: text("PCI bus id", &nvml_bus_id(&gpu.pci_bus_id))?,
-        memory: Memory { limit: limits.memory, physical, context: CONTEXT, ..Memory::default() },
+        memory: memory(limits.memory, overcommit, physical),
         compute: Compute {
             cores: limits.cores,
             ceiling: ceiling(limits),
@@ -56,8 +57,18 @@ pub fn policy(
             ..Compute::default()
         },
         codec: Codec::default(),
-        flags: Flags::STRICT.with(Flags::NVML_VIEW).with(observing),
+        flags: Flags::STRICT.with(Flags::NVML_VIEW).with(observing).with(managed),
     })
+}
+
+/// What was claimed, and what may be held of it: the same, or more with managed memory beyond.
+fn memory(claimed: u64, overcommit: u32, physical: u64) -> Memory {
+    let fixed = Memory { limit: claimed, physical, context: CONTEXT, ..Memory::default() };
+    if overcommit <= 100 {
+        return fixed;
+    }
+    let limit = claimed / 100 * u64::from(overcommit) + claimed % 100 * u64::from(overcommit) / 100;
+    Memory { limit, soft: claimed, overcommit: limit, ..fixed }
 }
 
 /// Per cent at most; 0 where the guarantee is the ceiling, or where there is neither.

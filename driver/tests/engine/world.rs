@@ -207,6 +207,7 @@ pub(crate) fn allocated(claim: &str, devices: &str) -> AllocatedClaim {
             chosen: format!("r{at}"),
             pool: "node".into(),
             device: name.into(),
+            class: None,
             hold,
             configs: Vec::new(),
         }

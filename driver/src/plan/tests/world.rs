@@ -150,6 +150,7 @@ pub(super) fn configured(world: &World, devices: &str, configs: &[AppliedConfig]
             chosen: "r".into(),
             pool: pool.into(),
             device: name.into(),
+            class: None,
             hold,
             configs: configs.to_vec(),
         }

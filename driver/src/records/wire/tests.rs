@@ -89,6 +89,7 @@ fn set(memory: u64) -> ShareLimits {
         priority: sharing::Priority::High,
         weight: 200,
         ceiling: 50,
+        overcommit: 100,
         burst: false,
     };
     ShareLimits { memory, cores: 30, settings }
