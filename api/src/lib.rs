@@ -13,6 +13,7 @@ pub mod names;
 pub mod quantity;
 pub mod schema;
 pub mod sharing;
+pub mod top;
 
 pub use claim::{AllocatedClaim, AllocatedDevice, Hold, Share};
 pub use names::{ClaimRef, ClaimUid, DeviceName, GpuUuid, PoolName, RequestName, ShareId};

@@ -49,5 +49,6 @@ pub mod reconcile;
 pub mod registration;
 pub mod service;
 pub mod status;
+pub mod top;
 pub mod turns;
 pub mod watching;

@@ -29,6 +29,7 @@ use crate::registration::{Registered, Registrar, SocketFile, Sockets, remove_dea
 use crate::service::Service;
 use crate::shares;
 use crate::status::statuses;
+use crate::top::Top;
 use crate::turns::Turns;
 use crate::{cri, deviceplugin, leave, watching};
 use anyhow::Context;
@@ -230,6 +231,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Leavin
     let watch = watching::Shares {
         reports,
         pages: shares::Shares::new(&paths),
+        top: Top::new(&paths),
         engine: engine.clone(),
         statuses: statuses.clone(),
         events: events.clone(),

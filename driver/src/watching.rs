@@ -11,6 +11,8 @@ use crate::registration::Registered;
 use crate::service::chain;
 use crate::shares;
 use crate::status::{LimitKept, Statuses};
+use crate::top::Top;
+use divvy_api::top::ShareNow;
 use divvy_api::{ClaimRef, ClaimUid, ShareId};
 use divvy_model::Inventory;
 use divvy_model::inventory::{self, Presence};
@@ -125,6 +127,7 @@ impl Cdi {
 pub struct Shares {
     pub reports: mpsc::Receiver<Report>,
     pub pages: shares::Shares,
+    pub top: Top,
     pub engine: Engine,
     pub statuses: Statuses,
     pub events: Events,
@@ -150,8 +153,9 @@ impl Shares {
             self.pages.told().into_iter().map(|share| (share, Instant::now())).collect();
         while let Some(report) = self.reports.recv().await {
             match report {
-                Report::Audited { took } => {
+                Report::Audited { took, gpu, shares } => {
                     self.metrics.audited(took);
+                    self.show(format!("GPU-{gpu}"), shares).await;
                     let over: Vec<_> = well.extract_if(|_, since| since.elapsed() >= OVER).collect();
                     for (share, _) in over {
                         broken.remove(&share);
@@ -184,6 +188,18 @@ impl Shares {
             }
         }
         std::future::pending().await
+    }
+
+    /// Has `divvy top` see it.
+    async fn show(&mut self, gpu: String, shares: Vec<ShareNow>) {
+        if self.top.lacks(&shares) {
+            let held = self.held().await;
+            self.top.learn(held);
+        }
+        // Not worth a thread: a file in memory.
+        if let Err(cause) = self.top.write(gpu, shares) {
+            tracing::debug!(%cause, "divvy top will show what was before");
+        }
     }
 
     /// Says it in an event: about a claim that is still held, or about the node.

@@ -13,6 +13,7 @@ mod demo;
 mod documents;
 mod explain;
 mod import;
+mod top;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::process::ExitCode;
@@ -44,6 +45,8 @@ enum Command {
     /// Turn configuration of others into Divvy's
     #[command(subcommand)]
     Import(import::ImportCommand),
+    /// Show what the shares of a node asked for, what they get and what holds them up
+    Top(top::TopArguments),
 }
 
 #[derive(Subcommand)]
@@ -58,6 +61,7 @@ const GROUPS: &[(&str, &[&str])] = &[
     ("Try it without a GPU", &["demo"]),
     ("Before something is applied", &["check", "allocate"]),
     ("Set up a cluster", &["config", "import"]),
+    ("Look at a node", &["top"]),
 ];
 
 /// The command line, with a help in groups: clap knows groups of options only.
@@ -93,6 +97,7 @@ fn main() -> ExitCode {
         Command::Check(arguments) => check::run(&arguments),
         Command::Config(ConfigCommand::Explain(arguments)) => explain::run(&arguments),
         Command::Import(command) => import::run(&command),
+        Command::Top(arguments) => top::run(&arguments),
     };
     match outcome {
         Ok(code) => code,

@@ -33,7 +33,7 @@ struct Kept {
 
 /// Nanoseconds charged and waited, by the owner of a slot.
 #[derive(Clone, Copy, Debug)]
-struct Said {
+pub(super) struct Said {
     owner: Owner,
     charged: u64,
     waited: u64,
@@ -106,7 +106,7 @@ pub(super) fn write(look: &Look, rates: &[(usize, u64)], shares: &Shares) {
 
 /// Nanoseconds a second that the processes of each share had, by index. What a process of several
 /// shares had is theirs by their guarantees.
-fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u64> {
+pub(super) fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u64> {
     let mut busy: BTreeMap<usize, u64> = BTreeMap::new();
     for (pid, percent) in times {
         let Some(process) = look.processes.get(pid) else { continue };
@@ -126,7 +126,7 @@ fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u64> {
 }
 
 /// What the slots of a share charged and waited since the last time, and what they say now in its place.
-fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> (u64, u64) {
+pub(super) fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> (u64, u64) {
     let now: &[Slot] = share.account.as_ref().map(|account| account.slots.as_slice()).unwrap_or_default();
     let (mut charged, mut waited) = (0_u64, 0_u64);
     let mut said = BTreeMap::new();

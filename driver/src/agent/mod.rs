@@ -7,10 +7,11 @@
 //! ```text
 //! pages ─▶ NVML: memory by process ─▶ pages again, /proc ─▶ Look ─┬▶ judge ─▶ findings ─▶ report, end
 //!  (first copy)      and time                      (second copy)  ├▶ lines ─▶ the node's line of slots
-//!                                                                 └▶ arbiter ─▶ rates on policy pages
+//!                                                                 ├▶ arbiter ─▶ rates on policy pages
+//!                                                                 └▶ meter ─▶ what each share had ─▶ report
 //! ```
 //!
-//! [`judge`], [`lines`] and [`arbiter`] are pure; [`gather`] reads files and writes lines, [`end`]
+//! [`judge`], [`lines`], [`arbiter`] and [`meter`] are pure; [`gather`] reads files and writes lines, [`end`]
 //! ends a process, [`arbitrate`] writes rates. A finding counts when two looks in a row see it, so that nothing
 //! that is only just happening is taken for what it is not; where one look is proof,
 //! it counts at once. Both together stay well within the five seconds in which
@@ -34,6 +35,7 @@ mod gather;
 mod judge;
 mod lines;
 mod look;
+mod meter;
 mod mounts;
 mod process;
 
@@ -42,6 +44,7 @@ pub use finding::{Finding, Kind, Response, Suspect};
 use crate::gpus::Gpus;
 use crate::paths::HostPaths;
 use crate::shares::Shares;
+use divvy_api::top::ShareNow;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_model::Inventory;
 use divvy_model::inventory::Mig;
@@ -59,7 +62,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::{mpsc, watch};
 use tokio::time::MissedTickBehavior;
 
@@ -79,8 +82,8 @@ pub enum Report {
     Found { finding: Box<Finding>, done: Done },
     /// Nothing is wrong with the share any more.
     Well { claim: ClaimUid, share: ShareId },
-    /// A GPU was audited.
-    Audited { took: Duration },
+    /// A GPU was audited: how it stands with its shares, without the names of claims.
+    Audited { took: Duration, gpu: pages::GpuUuid, shares: Vec<ShareNow> },
 }
 
 /// What was done about a finding.
@@ -130,6 +133,7 @@ struct Memory {
     /// Told, and when.
     told: BTreeMap<Key, Instant>,
     times: arbitrate::Memory,
+    meter: meter::Memory,
 }
 
 /// What the GPU driver said of a GPU.
@@ -224,11 +228,12 @@ impl Agent {
         };
         let sources = self.sources.clone();
         let audited = tokio::task::spawn_blocking(move || sources.audit(found, asked, memory));
-        let Ok((memory, reports)) = audited.await else {
+        let Ok((memory, reports, shares)) = audited.await else {
             // A panic, which the log tells of. Nothing is remembered of a look that went wrong.
             return Memory::default();
         };
-        for report in reports.into_iter().chain([Report::Audited { took: begun.elapsed() }]) {
+        let audited = Report::Audited { took: begun.elapsed(), gpu, shares };
+        for report in reports.into_iter().chain([audited]) {
             if self.reports.try_send(report).is_err() {
                 tracing::debug!("a report is in the log alone: too many wait");
             }
@@ -306,23 +311,25 @@ impl Sources {
         found: Vec<Found>,
         Asked { uses, kept, times }: Asked,
         memory: Memory,
-    ) -> (Memory, Vec<Report>) {
+    ) -> (Memory, Vec<Report>, Vec<ShareNow>) {
         let look =
             Look { kept, ..gather::look(found, &self.files, uses, &self.process_root, &self.cgroup_root) };
         let now = Instant::now();
         let (rates, of_times) = arbitrate::rates(&look, &times, memory.times.clone(), now);
         arbitrate::write(&look, &rates, &self.shares);
+        let (metered, _, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
         let findings = judge::judge(&look, &memory.before);
         // Who is to be ended has no time to go on while slots are written.
         let (mut memory, reports) = self.respond(findings, memory);
         gather::repair(&look, &self.shares, &self.files, &self.process_root);
-        (memory.before, memory.times) = (judge::remember(&look), of_times);
-        (memory, reports)
+        (memory.before, memory.times, memory.meter) = (judge::remember(&look), of_times, of_meter);
+        let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        (memory, reports, meter::told(&look, &metered, at.as_millis() as u64))
     }
 
     fn respond(&self, findings: Vec<Finding>, memory: Memory) -> (Memory, Vec<Report>) {
         let now = Instant::now();
-        let Memory { before, seen, mut told, times } = memory;
+        let Memory { seen, mut told, .. } = memory;
         let mut reports = Vec::new();
         let keys: BTreeSet<Key> = findings.iter().map(Finding::key).collect();
         for finding in findings {
@@ -364,7 +371,7 @@ impl Sources {
         reports.extend(well.map(|(claim, share)| Report::Well { claim, share }));
         // A claim that starts one offender after the other does not fill the memory.
         still.retain(|_, at| now.duration_since(*at) < AGAIN);
-        (Memory { before, seen: keys, told: still, times }, reports)
+        (Memory { seen: keys, told: still, ..memory }, reports)
     }
 }
 

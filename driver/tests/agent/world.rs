@@ -145,7 +145,7 @@ impl Working {
         let mut all = Vec::new();
         while all.len() < audits {
             match tokio::time::timeout(PATIENCE, self.reports.recv()).await.unwrap().unwrap() {
-                Report::Audited { took } => all.push(took),
+                Report::Audited { took, .. } => all.push(took),
                 report => panic!("{report:?}"),
             }
         }

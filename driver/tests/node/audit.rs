@@ -6,6 +6,7 @@ use crate::account::Page;
 use crate::harness::{H100, World, reference, until};
 use crate::observation::{address, wait_for};
 use crate::tenant::{ROOT, Tenant, mounts, over};
+use divvy_api::top::{GpuNow, ShareNow};
 use divvy_pages::account::{HEADER, SLOT};
 use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -185,4 +186,24 @@ async fn a_daemon_that_was_killed_is_no_way_round_the_limit() {
 fn state(pid: u32) -> char {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()).unwrap_or('Z')
+}
+
+#[tokio::test]
+async fn how_it_stands_with_a_share_is_left_for_whoever_looks_on() {
+    let world = World::up(H100).await;
+    let _daemon = world.start(&[]).await;
+    let container = Container::start(&world, "shown", 512).await;
+    let shown = || -> Option<ShareNow> {
+        let gpu = format!("{}.json", world.sim.read().unwrap().gpus[0].uuid);
+        let text = fs::read(world.run_dir().join("top").join(gpu)).ok()?;
+        let now: GpuNow = serde_json::from_slice(&text).ok()?;
+        now.shares.into_iter().find(|share| share.processes == 1 && share.throttled_ms.is_some())
+    };
+    until("the share is shown", || shown().is_some()).await;
+    let now = shown().unwrap();
+    assert_eq!((now.namespace.as_deref(), now.claim.as_deref()), (Some("ns"), Some("shown")));
+    assert_eq!(now.share.as_str(), container.share);
+    assert_eq!((now.memory_limit_bytes, now.memory_measured_bytes), (LIMIT, Some(512 * MIB)));
+    assert_eq!((now.guarantee_percent, now.ceiling_percent), (0, 100));
+    assert!(now.busy_percent.is_some_and(|busy| busy > 0), "{now:?}");
 }

@@ -1,0 +1,173 @@
+//! What each share has and had, for whoever looks on: pure, from one [`Look`].
+//!
+//! Two things are known of compute time, and both are told. What the processes *had* is NVML's word. What
+//! they were *charged*, and how long they waited, is their own, on a page that they write.
+
+use super::arbiter::{SECOND, Terms};
+use super::arbitrate::{Said, Times, busy, said};
+use super::look::{Device, Look, Share, Use};
+use divvy_api::top::ShareNow;
+use divvy_api::{ClaimUid, ShareId};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// What slots have counted, by share and number.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Memory {
+    slots: BTreeMap<(ClaimUid, ShareId), BTreeMap<usize, Said>>,
+    at: Option<Instant>,
+}
+
+/// Of one share, in nanoseconds a second.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Metered {
+    /// None where NVML does not say.
+    pub(super) busy: Option<u64>,
+    /// Charged and waited; none at the first look.
+    pub(super) said: Option<(u64, u64)>,
+}
+
+/// By the index of the share; and the time since the last look.
+pub(super) fn meter(
+    look: &Look,
+    times: &Times,
+    memory: Memory,
+    now: Instant,
+) -> (Vec<Metered>, Option<Duration>, Memory) {
+    let since = memory.at.map(|at| now.duration_since(at)).filter(|since| !since.is_zero());
+    let by_second =
+        |ns: u64, since: Duration| (u128::from(ns) * u128::from(SECOND) / since.as_nanos()) as u64;
+    let had = times.as_ref().map(|times| busy(look, times));
+    let mut before = memory.slots;
+    let mut slots = BTreeMap::new();
+    let mut all = Vec::new();
+    for (at, share) in look.shares.iter().enumerate() {
+        let known = before.remove(&share.key());
+        let is_known = known.is_some();
+        let mut of_share = known.unwrap_or_default();
+        let (charged, waited) = said(share, &mut of_share);
+        let since = since.filter(|_| is_known);
+        all.push(Metered {
+            // Of an instance NVML knows nothing.
+            busy: had
+                .as_ref()
+                .filter(|_| share.policy.mig.is_none())
+                .map(|had| had.get(&at).copied().unwrap_or(0)),
+            said: since.map(|since| (by_second(charged, since), by_second(waited, since))),
+        });
+        slots.insert(share.key(), of_share);
+    }
+    (all, since, Memory { slots, at: Some(now) })
+}
+
+/// All that is told of the shares; `at` is in milliseconds of the system clock.
+pub(super) fn told(look: &Look, metered: &[Metered], at_ms: u64) -> Vec<ShareNow> {
+    let percent = |ns: u64| u32::try_from((ns + SECOND / 200) / (SECOND / 100)).unwrap_or(u32::MAX);
+    let tell = |(at, share): (usize, &Share)| {
+        let terms = Terms::of(share.policy.compute);
+        let Metered { busy, said } = metered.get(at).copied().unwrap_or_default();
+        let account = share.account.as_ref().ok();
+        let live = account.map_or(0, |account| account.slots.iter().filter(|slot| slot.is_live()).count());
+        let Device { gpu, mig } = share.device();
+        ShareNow {
+            at_ms,
+            namespace: None,
+            claim: None,
+            claim_uid: share.claim.clone(),
+            share: share.id.clone(),
+            gpu: format!("GPU-{gpu}"),
+            mig: mig.map(|mig| format!("MIG-{mig}")),
+            memory_limit_bytes: share.policy.memory.limit,
+            memory_used_bytes: account.map(|account| account.used),
+            memory_measured_bytes: measured(look, at, share),
+            guarantee_percent: percent(terms.guarantee),
+            ceiling_percent: percent(terms.ceiling),
+            weight: terms.weight,
+            priority: share.policy.compute.priority,
+            busy_percent: busy.map(percent),
+            charged_percent: said.map(|(charged, _)| percent(charged)),
+            throttled_ms: said.map(|(_, waited)| waited / 1_000_000),
+            processes: u32::try_from(live).unwrap_or(u32::MAX),
+        }
+    };
+    look.shares.iter().enumerate().map(tell).collect()
+}
+
+/// Bytes that the GPU driver says the processes of a share have of its device.
+fn measured(look: &Look, at: usize, share: &Share) -> Option<u64> {
+    let here = look.uses.iter().filter(|usage| usage.device == share.device());
+    let of_share = |usage: &&Use| {
+        let process = look.processes.get(&usage.pid)?;
+        let shares = look.shares_of(process);
+        shares.contains(&at).then_some((shares.len(), usage.bytes))
+    };
+    here.filter_map(|usage| of_share(&usage)).try_fold(0_u64, |sum, (shares, bytes)| match (shares, bytes) {
+        (1, Some(bytes)) => Some(sum.saturating_add(bytes)),
+        _ => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::judge::tests::{CONTEXT, Scene};
+    use super::*;
+    use divvy_pages::{Compute, GpuUuid};
+
+    const MIB: u64 = 1 << 20;
+
+    /// A share of 30 to 60 % whose process 7 has counted so much.
+    fn look(charged: u64, waited: u64) -> Look {
+        let mut scene = Scene::share(10_000);
+        scene.process(7).has(CONTEXT + 20).slot(7, CONTEXT);
+        let mut look = scene.look();
+        look.shares[0].policy.compute = Compute { cores: 30, ceiling: 60, priority: 2, ..Compute::default() };
+        let slots = look.shares[0].account.as_mut().expect("a page");
+        let report = &mut slots.slots[0].report;
+        (report.charged_ns, report.waited_ns) = (charged, waited);
+        look
+    }
+
+    fn times(all: &[(u32, u32)]) -> Times {
+        Some(all.iter().copied().collect())
+    }
+
+    #[test]
+    fn what_a_share_had_is_of_the_time_since_the_last_look() {
+        let begin = Instant::now();
+        let (metered, since, memory) = meter(&look(5, 5), &times(&[(7, 20)]), Memory::default(), begin);
+        assert_eq!((metered, since), (vec![Metered { busy: Some(SECOND / 5), said: None }], None));
+        let later = look(5 + SECOND, 5 + 3 * SECOND);
+        let two = Duration::from_secs(2);
+        let (metered, since, _) = meter(&later, &times(&[(7, 40)]), memory.clone(), begin + two);
+        let said = Some((SECOND / 2, SECOND / 2 * 3));
+        assert_eq!(
+            (metered.as_slice(), since),
+            ([Metered { busy: Some(SECOND / 5 * 2), said }].as_slice(), Some(two))
+        );
+        let told = told(&later, &metered, 9);
+        let [now] = told.as_slice() else { panic!("one share") };
+        assert_eq!((now.guarantee_percent, now.ceiling_percent, now.weight, now.priority), (30, 60, 1, 2));
+        assert_eq!(
+            (now.busy_percent, now.charged_percent, now.throttled_ms),
+            (Some(40), Some(50), Some(1500))
+        );
+        assert_eq!((now.memory_used_bytes, now.processes, now.at_ms), (Some(CONTEXT * MIB), 1, 9));
+        assert_eq!(now.memory_measured_bytes, Some((CONTEXT + 20) * MIB));
+    }
+
+    #[test]
+    fn what_nobody_knows_is_not_told() {
+        let now = Instant::now();
+        let (metered, ..) = meter(&look(0, 0), &None, Memory::default(), now);
+        assert_eq!(metered, [Metered::default()]);
+        let mut instance = look(0, 0);
+        instance.shares[0].policy.mig = Some(GpuUuid([7; 16]));
+        let (metered, ..) = meter(&instance, &times(&[(7, 40)]), Memory::default(), now);
+        assert_eq!(metered, [Metered::default()]);
+        // Whose the memory of a process with two shares is.
+        let mut scene = Scene::share(10_000);
+        scene.second_share(10_000).process(7).has(20);
+        let told = told(&scene.look(), &[], 0);
+        assert_eq!(told.iter().map(|now| now.memory_measured_bytes).collect::<Vec<_>>(), [None, None]);
+    }
+}
