@@ -201,9 +201,19 @@ impl Place {
         granted.unwrap_or_else(|| self.rate.load(Relaxed))
     }
 
-    /// Unused compute time that is kept, in nanoseconds.
-    pub(crate) fn burst(&self) -> u64 {
-        self.burst.load(Relaxed)
+    /// Whether the node grants a rate at the moment: then it knows what the share really has.
+    pub(crate) fn is_watched(&self, now: u64) -> bool {
+        self.page().and_then(|page| page.granted(now)).is_some()
+    }
+
+    /// Unused compute time that is kept, in nanoseconds. At a rate that is less than the record's, as the node grants
+    /// it to whose kernels are longer than they look, as much less: it would be too long a burst. Never nothing.
+    pub(crate) fn burst(&self, rate: u64) -> u64 {
+        let (burst, full) = (self.burst.load(Relaxed), self.rate.load(Relaxed));
+        if rate >= full {
+            return burst;
+        }
+        (u128::from(burst) * u128::from(rate) / u128::from(full)).max(1000) as u64
     }
 
     /// What the policy charges a context, in bytes.

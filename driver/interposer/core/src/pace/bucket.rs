@@ -66,7 +66,8 @@ impl Bucket<'_> {
         match self.page.balance().fetch_update(AcqRel, Acquire, left) {
             Ok(balance) => Ok(taken(balance)),
             Err(balance) => {
-                let missing = u128::from(QUANTUM.saturating_sub(balance).unsigned_abs());
+                let enough = QUANTUM.min(i64::try_from(self.burst).unwrap_or(i64::MAX));
+                let missing = u128::from(enough.saturating_sub(balance).unsigned_abs());
                 let wait = missing * u128::from(SECOND) / u128::from(self.rate.max(1));
                 Err(u64::try_from(wait).unwrap_or(SECOND).clamp(TICK, SECOND))
             }

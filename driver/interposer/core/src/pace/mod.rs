@@ -25,7 +25,7 @@ use crate::device::Device;
 use crate::place::Place;
 use crate::system::System;
 use bucket::{BURST, Bucket, SECOND};
-use core::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 pub(crate) use costs::Costs;
 pub use costs::Work;
 use costs::{Charge, Cost, Measure};
@@ -57,7 +57,9 @@ pub(crate) struct Pace {
     passed: AtomicU64,
     /// Nanoseconds that launches were charged too little, to be paid with later ones.
     owed: AtomicI64,
-    _line: [u64; 5],
+    /// Whether, when it last took from the stock, the node said what the share may have, and so knows what it had.
+    watched: AtomicU32,
+    _line: [u32; 9],
     samples: Samples,
 }
 
@@ -165,13 +167,18 @@ impl<S: System> Device<'_, S> {
         answer
     }
 
+    fn harvest(&self, pace: &Pace, timer: &impl Timer) {
+        let is_watched = pace.watched.load(Relaxed) != 0;
+        pace.settle(pace.samples.harvest(timer, &self.local.costs, is_watched));
+    }
+
     /// Until enough of what was measured has ended, of this kernel too while little is known of it.
     fn wait_for_others(&self, pace: &Pace, cost: &Cost, timer: &impl Timer) {
         let system = &self.ledger.system;
         let mut nap = 20_000;
         let mut start = None;
         loop {
-            pace.settle(pace.samples.harvest(timer, &self.local.costs));
+            self.harvest(pace, timer);
             let has_room = pace.samples.has_room(SHORT) || pace.samples.has_room(DEPTH) && !self.has_all();
             let may_go = cost.may_go() && has_room;
             if may_go || self.observes() {
@@ -242,12 +249,14 @@ impl<S: System> Device<'_, S> {
             if !self.is_open() {
                 self.wait_for_gate(pace);
             }
-            pace.settle(pace.samples.harvest(timer, &self.local.costs));
+            self.harvest(pace, timer);
             let lacks = pace.credit.load(Relaxed).saturating_neg();
             if lacks <= 0 {
                 break;
             }
             let now = system.now();
+            let is_watched = self.places.places().all(|place| place.is_watched(now));
+            pace.watched.store(is_watched.into(), Relaxed);
             match self.take(lacks, now) {
                 Ok(taken) => {
                     pace.credit.fetch_add(taken, Relaxed);
@@ -274,7 +283,8 @@ impl<S: System> Device<'_, S> {
         let mut soonest = Err(SECOND);
         for place in self.places.places() {
             let Some(page) = place.account() else { continue };
-            match (Bucket { page, rate: place.rate(now), burst: place.burst() }).take(lacks, now) {
+            let rate = place.rate(now);
+            match (Bucket { page, rate, burst: place.burst(rate) }).take(lacks, now) {
                 Ok(taken) => return Ok(taken),
                 Err(pause) => soonest = soonest.map_err(|least| pause.min(least)),
             }

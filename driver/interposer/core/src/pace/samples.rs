@@ -157,7 +157,7 @@ impl Samples {
     }
 
     /// Looks at launches that have ended: what to add to the process's credit, in nanoseconds.
-    pub(crate) fn harvest(&self, timer: &impl Timer, costs: &Costs) -> i64 {
+    pub(crate) fn harvest(&self, timer: &impl Timer, costs: &Costs, is_watched: bool) -> i64 {
         let Some(_locked) = self.lock().filter(|_| self.aside.load(Relaxed) == 0) else { return 0 };
         let (mut head, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
         let mut credit = 0i64;
@@ -188,8 +188,8 @@ impl Samples {
             };
             let stands_for = sample.stands_for.load(Relaxed);
             if stands_for > 0 {
-                cost.learn(took);
-                let difference = charged.saturating_sub(took as i64);
+                let counts = cost.learn(took, is_watched);
+                let difference = charged.saturating_sub(counts as i64);
                 credit = credit.saturating_add(difference.saturating_mul(i64::from(stands_for)));
             }
         }
