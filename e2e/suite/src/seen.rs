@@ -92,11 +92,28 @@ impl World {
     /// Per cent of the device's time that the pod's `cuda-client` had, in the window of that number.
     pub(crate) async fn busy(&self, name: &str, window: usize) -> Result<f64> {
         eventually(&format!("pod {name} worked"), || async {
-            let text = self.pods.logs(name, &LogParams::default()).await?;
-            let all: Vec<Busy> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-            all.get(window).map(|found| found.busy).with_context(|| format!("its output is {text:?}"))
+            let all = self.all_busy(name).await?;
+            all.get(window).copied().with_context(|| format!("it told {all:?}"))
         })
         .await
+    }
+
+    /// The same in the latest window, which must have begun after that many were over.
+    pub(crate) async fn busy_since(&self, name: &str, windows: usize) -> Result<f64> {
+        let all = self.all_busy(name).await?;
+        let latest = all.get(windows + 1..).unwrap_or_default().last();
+        latest.copied().with_context(|| format!("it told {all:?}"))
+    }
+
+    /// How many windows are over.
+    pub(crate) async fn windows(&self, name: &str) -> Result<usize> {
+        Ok(self.all_busy(name).await?.len())
+    }
+
+    async fn all_busy(&self, name: &str) -> Result<Vec<f64>> {
+        let text = self.pods.logs(name, &LogParams::default()).await?;
+        let told = text.lines().filter_map(|line| serde_json::from_str::<Busy>(line).ok());
+        Ok(told.map(|told| told.busy).collect())
     }
 
     /// The latest line of JSON in a pod's output, and all of that.

@@ -5,6 +5,7 @@ use crate::objects::{Claim, STAYS, suites};
 use crate::world::World;
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::resource::v1::DeviceClass;
 use kube::api::{Api, DeleteParams, DynamicObject, ListParams, PostParams};
 use kube::core::GroupVersionKind;
 use kube::{ResourceExt, discovery};
@@ -22,16 +23,22 @@ pub(super) async fn every_example_runs(world: &World) -> Result<()> {
     files.sort();
     ensure!(!files.is_empty(), "{} has no examples", dir.display());
     for file in files {
-        let result = runs(world, &file).await;
+        let mut classes = Vec::new();
+        let result = runs(world, &file, &mut classes).await;
         let deployments: Api<Deployment> = Api::default_namespaced(world.client.clone());
         deployments.delete_collection(&DeleteParams::default(), &ListParams::default()).await?;
+        let api: Api<DeviceClass> = Api::all(world.client.clone());
+        for class in classes {
+            api.delete(&class, &DeleteParams::default()).await?;
+        }
         result.with_context(|| format!("{}", file.display()))?;
         world.clean().await?;
     }
     Ok(())
 }
 
-async fn runs(world: &World, file: &Path) -> Result<()> {
+/// The classes that it brings are the caller's to remove.
+async fn runs(world: &World, file: &Path, classes: &mut Vec<String>) -> Result<()> {
     let text = std::fs::read_to_string(file)?;
     let (mut expected, mut templates) = (0, Vec::new());
     for document in serde_norway::Deserializer::from_str(&text) {
@@ -44,7 +51,13 @@ async fn runs(world: &World, file: &Path) -> Result<()> {
         let types = object.types.clone().context("no kind")?;
         let (resource, _) =
             discovery::pinned_kind(&world.client, &GroupVersionKind::try_from(&types)?).await?;
-        let api: Api<DynamicObject> = Api::default_namespaced_with(world.client.clone(), &resource);
+        let api: Api<DynamicObject> = match resource.kind.as_str() {
+            "DeviceClass" => {
+                classes.push(object.name_any());
+                Api::all_with(world.client.clone(), &resource)
+            }
+            _ => Api::default_namespaced_with(world.client.clone(), &resource),
+        };
         api.create(&PostParams::default(), &object).await?;
     }
     // One that shows only what to ask for gets pods of the suite's.

@@ -1,6 +1,7 @@
 //! The scenarios, by what they are about.
 
 mod admission;
+mod compute;
 mod degraded;
 mod examples;
 mod failures;
@@ -46,7 +47,9 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     mps::a_deleted_keeper_comes_back_with_its_daemons,
     shares::two_shares_of_a_gpu_see_and_keep_their_own,
     shares::two_shares_of_an_instance_see_and_keep_their_own,
-    shares::two_shares_of_a_gpu_get_their_parts_of_its_time,
+    compute::two_shares_of_a_gpu_get_their_parts_of_its_time,
+    compute::a_changed_class_takes_effect_without_restarting_pods,
+    compute::a_pod_of_high_priority_goes_first,
     shares::shares_run_beside_other_modes,
     shares::who_goes_round_the_library_is_ended,
     shares::claims_of_every_mode_come_and_go,

@@ -66,37 +66,6 @@ pub(super) async fn two_shares_of_a_gpu_see_and_keep_their_own(world: &World) ->
     Ok(())
 }
 
-/// Two pods that never rest: each has its part of the GPU's time while the other works, and no more.
-pub(super) async fn two_shares_of_a_gpu_get_their_parts_of_its_time(world: &World) -> Result<()> {
-    let gpu = uuid(&world.gpus("n1")?.remove(0).uuid);
-    let parts = [("thirty", "30"), ("sixty", "60")];
-    for (name, cores) in parts {
-        let taken = taking(request("gpu", SHARE, &gpu), &[("memory", "10Gi"), ("cores", cores)]);
-        world.template(name, devices(&[taken])).await?;
-        world
-            .start(&Worker::new(name).claim(Claim::Template(name)).work("(exec cuda-client 64 work)"))
-            .await?;
-    }
-    for (name, _) in parts {
-        world.ready(name).await?;
-    }
-    let mut got = Vec::new();
-    for (name, cores) in parts {
-        // What it got before the other began, and until the node saw both, is not its part.
-        let busy = world.busy(name, 4).await?;
-        println!("    a share of {cores} % had {busy} % of the GPU's time");
-        got.push((busy, cores.parse::<f64>()?));
-    }
-    // A machine with so much on it has moments when a pod does not come to launch.
-    let keeps = |(busy, cores): &(f64, f64)| *busy <= cores + 3.0 && *busy >= cores * 0.8;
-    ensure!(got.iter().all(keeps), "shares of 30 and 60 % had {got:?}");
-    // What is guaranteed is not guaranteed twice.
-    let eleven = taking(request("gpu", SHARE, &gpu), &[("memory", "1Gi"), ("cores", "11")]);
-    world.template("eleven", devices(&[eleven])).await?;
-    world.pod("eleven", Claim::Template("eleven")).await?;
-    world.unschedulable("eleven").await
-}
-
 pub(super) async fn two_shares_of_an_instance_see_and_keep_their_own(world: &World) -> Result<()> {
     let gpu = world.gpus("n1")?.remove(1).uuid;
     let instance = profile_on("1g.10gb", &gpu);

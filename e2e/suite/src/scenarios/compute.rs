@@ -1,0 +1,143 @@
+//! Shares of a GPU's time: each pod has what its claim and its class say, while pods come and classes change.
+
+use crate::objects::{Claim, SHARE, Worker, devices, request, taking, uuid};
+use crate::world::{World, eventually};
+use anyhow::{Result, ensure};
+use k8s_openapi::api::resource::v1::DeviceClass;
+use kube::Api;
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+
+/// A program that never rests, and says every three seconds what it had.
+const WORK: &str = "(exec cuda-client 64 work)";
+
+/// Two pods that never rest: each has its part of the GPU's time while the other works, and no more.
+pub(super) async fn two_shares_of_a_gpu_get_their_parts_of_its_time(world: &World) -> Result<()> {
+    let gpu = uuid(&world.gpus("n1")?.remove(0).uuid);
+    let parts = [("thirty", "30"), ("sixty", "60")];
+    for (name, cores) in parts {
+        let taken = taking(request("gpu", SHARE, &gpu), &[("memory", "10Gi"), ("cores", cores)]);
+        world.template(name, devices(&[taken])).await?;
+        world
+            .start(&Worker::new(name).claim(Claim::Template(name)).work("(exec cuda-client 64 work)"))
+            .await?;
+    }
+    for (name, _) in parts {
+        world.ready(name).await?;
+    }
+    let mut got = Vec::new();
+    for (name, cores) in parts {
+        // What it got before the other began, and until the node saw both, is not its part.
+        let busy = world.busy(name, 4).await?;
+        println!("    a share of {cores} % had {busy} % of the GPU's time");
+        got.push((busy, cores.parse::<f64>()?));
+    }
+    // A machine with so much on it has moments when a pod does not come to launch.
+    let keeps = |(busy, cores): &(f64, f64)| *busy <= cores + 3.0 && *busy >= cores * 0.8;
+    ensure!(got.iter().all(keeps), "shares of 30 and 60 % had {got:?}");
+    // What is guaranteed is not guaranteed twice.
+    let eleven = taking(request("gpu", SHARE, &gpu), &[("memory", "1Gi"), ("cores", "11")]);
+    world.template("eleven", devices(&[eleven])).await?;
+    world.pod("eleven", Claim::Template("eleven")).await?;
+    world.unschedulable("eleven").await
+}
+
+/// A class of shares for this scenario, with that ShareConfig.
+async fn class(world: &World, name: &str, config: &Value) -> Result<()> {
+    let class: DeviceClass = serde_json::from_value(json!({
+        "metadata": {"name": name},
+        "spec": {
+            "selectors": [{"cel": {"expression":
+                "device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type == 'gpu'"}}],
+            "config": configured(config),
+        },
+    }))?;
+    Api::all(world.client.clone()).create(&PostParams::default(), &class).await?;
+    Ok(())
+}
+
+fn configured(config: &Value) -> Value {
+    let mut parameters = json!({"apiVersion": "resource.divvy.dev/v1alpha1", "kind": "ShareConfig"});
+    for (field, value) in config.as_object().into_iter().flatten() {
+        parameters[field] = value.clone();
+    }
+    json!([{"opaque": {"driver": "gpu.divvy.dev", "parameters": parameters}}])
+}
+
+/// A pod that works on a share of that class, which names memory only.
+async fn works(world: &World, pod: &str, class: &str, gpu: &str) -> Result<()> {
+    let taken = taking(request("gpu", class, gpu), &[("memory", "10Gi")]);
+    world.template(pod, devices(&[taken])).await?;
+    world.start(&Worker::new(pod).claim(Claim::Template(pod)).work(WORK)).await?;
+    world.ready(pod).await
+}
+
+/// Waits until a pod had that much in three seconds, in per cent of the GPU's time.
+async fn comes_to(world: &World, pod: &str, least: f64, most: f64) -> Result<()> {
+    let begun = world.windows(pod).await?;
+    let had = eventually(&format!("pod {pod} has {least} to {most} % of the GPU's time"), || async {
+        let had = world.busy_since(pod, begun).await?;
+        ensure!((least..=most).contains(&had), "it had {had} %");
+        Ok(had)
+    })
+    .await?;
+    println!("    {pod} had {had} % of the GPU's time");
+    Ok(())
+}
+
+/// Two classes, and a scenario that ends with them.
+async fn with_classes(
+    world: &World,
+    classes: &[(&str, Value)],
+    played: impl Future<Output = Result<()>>,
+) -> Result<()> {
+    for (name, config) in classes {
+        class(world, name, config).await?;
+    }
+    let result = played.await;
+    let api: Api<DeviceClass> = Api::all(world.client.clone());
+    for (name, _) in classes {
+        api.delete(name, &DeleteParams::default()).await?;
+    }
+    result
+}
+
+/// Who changes a class means the pods that run, too.
+pub(super) async fn a_changed_class_takes_effect_without_restarting_pods(world: &World) -> Result<()> {
+    const CLASS: &str = "tidal.example.com";
+    with_classes(world, &[(CLASS, json!({"ceiling": 30}))], async {
+        let gpu = uuid(&world.gpus("n1")?.remove(0).uuid);
+        works(world, "tidal", CLASS, &gpu).await?;
+        comes_to(world, "tidal", 24.0, 33.0).await?;
+        let classes: Api<DeviceClass> = Api::all(world.client.clone());
+        for (ceiling, least, most) in [(70, 56.0, 73.0), (10, 7.0, 13.0)] {
+            let patch = Patch::Merge(json!({"spec": {"config": configured(&json!({"ceiling": ceiling}))}}));
+            classes.patch(CLASS, &PatchParams::default(), &patch).await?;
+            comes_to(world, "tidal", least, most).await?;
+        }
+        ensure!(world.restarts("tidal").await? == 0, "the pod was restarted");
+        Ok(())
+    })
+    .await
+}
+
+/// A pod of high priority comes and has the GPU; when it goes, the other goes on.
+pub(super) async fn a_pod_of_high_priority_goes_first(world: &World) -> Result<()> {
+    const LOW: &str = "batch.example.com";
+    const HIGH: &str = "serving.example.com";
+    let classes = [(LOW, json!({"priority": "Low"})), (HIGH, json!({"priority": "High"}))];
+    with_classes(world, &classes, async {
+        let gpu = uuid(&world.gpus("n1")?.remove(0).uuid);
+        works(world, "batch", LOW, &gpu).await?;
+        comes_to(world, "batch", 80.0, 101.0).await?;
+        works(world, "serving", HIGH, &gpu).await?;
+        comes_to(world, "serving", 80.0, 101.0).await?;
+        // It is not starved altogether.
+        comes_to(world, "batch", 0.1, 10.0).await?;
+        world.delete_pod("serving").await?;
+        comes_to(world, "batch", 80.0, 101.0).await?;
+        ensure!(world.restarts("batch").await? == 0, "the pod was restarted");
+        Ok(())
+    })
+    .await
+}
