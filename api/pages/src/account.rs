@@ -385,10 +385,17 @@ impl Slot {
         self.image.store(who.image);
     }
 
-    /// Says what of the bytes held is for contexts and for managed memory.
-    pub fn note(&self, context: u64, managed: u64) {
-        self.context.store(context);
-        self.managed.store(managed);
+    /// Adds to what of the bytes held is for contexts and for managed memory.
+    pub fn note(&self, context: i64, managed: i64) {
+        for (word, more) in [(&self.context, context), (&self.managed, managed)] {
+            if more != 0 {
+                word.update(|sum| sum.saturating_add_signed(more));
+            }
+        }
+    }
+
+    pub(crate) fn managed(&self) -> u64 {
+        self.managed.load()
     }
 
     /// Adds to the GPU time that the process has charged, and to the time that its launches

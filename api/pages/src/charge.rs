@@ -54,6 +54,7 @@ use crate::account::{
 };
 use crate::word::Attempt;
 use core::fmt;
+pub use fixed::charge_fixed;
 
 /// The most pages that one device can have in one container.
 pub const SEATS: usize = 16;
@@ -479,5 +480,6 @@ impl Slot {
     }
 }
 
+mod fixed;
 #[cfg(test)]
 mod tests;

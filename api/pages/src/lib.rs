@@ -32,7 +32,7 @@ mod explore;
 mod golden;
 
 pub use account::{AccountPage, Fault, Identity, Owner, PageError, SlotState};
-pub use charge::{Full, NoSlot, Peers, SEATS, Seat, charge, force, uncharge};
+pub use charge::{Full, NoSlot, Peers, SEATS, Seat, charge, charge_fixed, force, uncharge};
 pub use id::{GpuUuid, Text};
 pub use policy::{Codec, Compute, Flags, Memory, Policy, PolicyError, PolicyPage};
 

@@ -13,7 +13,7 @@ use super::process::{self, Cgroups, Process};
 use crate::shares::{ACCOUNT, POLICY, Shares};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::account::{self, ATTENTION, BALANCE, HEADER, NodeLine, Snapshot};
-use divvy_pages::{Flags, Owner, PageError, Policy};
+use divvy_pages::{Flags, Memory, Owner, PageError, Policy};
 use rustix::fs::{major, minor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -186,7 +186,10 @@ pub(super) fn limits(found: &[Found], cgroup_root: &Path) -> Vec<(String, PathBu
         for (id, cgroups) in share.containers.iter().filter(|(id, _)| !observed.contains(id)) {
             let Some(dir) = unified(cgroup_root, cgroups).filter(|dir| dir.exists()) else { continue };
             let (_, limit) = limits.entry(id.clone()).or_insert((dir, 0));
-            *limit = limit.saturating_add(share.policy.memory.limit);
+            // Managed memory these limits leave out, and what cannot move is not over-committed.
+            let Memory { limit: all, soft, .. } = share.policy.memory;
+            let holds = if share.policy.flags.has(Flags::UVM) && soft > 0 { all.min(soft) } else { all };
+            *limit = limit.saturating_add(holds);
         }
     }
     limits.into_iter().map(|(id, (dir, limit))| (id, dir, limit)).collect()

@@ -55,7 +55,7 @@ impl Page {
 
     /// Says how much of what is charged is for contexts.
     pub(crate) fn note(&self, slot: u16, context: u64) {
-        self.page.slots()[usize::from(slot)].note(context, 0);
+        self.page.slots()[usize::from(slot)].note(context.cast_signed(), 0);
     }
 
     /// Writes over a word of the page, as any process of the container can.

@@ -5,7 +5,7 @@
 //! | event | charge |
 //! |---|---|
 //! | linear, pitched memory | what the driver granted; asked for before the call |
-//! | managed memory | its size, wherever its pages are |
+//! | managed memory | its size, wherever its pages are; where memory is over-committed it does not count as the device's |
 //! | arrays and mipmaps | `cuArrayGetMemoryRequirements` where the driver has it, otherwise the computed size |
 //! | a context | the policy's figure, until the node has measured the process |
 //! | pools, graphs | what the driver has reserved ([`crate::growing`]) |
@@ -23,8 +23,8 @@ use crate::place::{Place, Places};
 use crate::system::System;
 use crate::table::{Class, Entry};
 use core::mem::MaybeUninit;
-use core::sync::atomic::Ordering::{Relaxed, SeqCst};
-use divvy_pages::{Fault, Flags, Full, SEATS, Seat, charge, force, uncharge};
+use core::sync::atomic::Ordering::Relaxed;
+use divvy_pages::{Fault, Flags, Full, SEATS, Seat, charge, charge_fixed, force, uncharge};
 
 /// One device with a share, seen from this process.
 #[derive(Debug)]
@@ -50,6 +50,8 @@ pub enum Kind {
     Linear { pointer: u64, context: u64 },
     /// `cuMemAllocManaged`.
     Managed { pointer: u64, context: u64 },
+    /// Managed memory in place of what the program asked for.
+    StandIn { pointer: u64, context: u64 },
     /// `cuArrayCreate`, `cuArray3DCreate`: the `CUarray`.
     Array { handle: u64, context: u64 },
     /// `cuMipmappedArrayCreate`.
@@ -69,6 +71,8 @@ pub struct Figures {
     pub used: u64,
     /// The device's own memory, by the policy; 0: not said.
     pub physical: u64,
+    /// It may be more than the device has.
+    pub over_commits: bool,
 }
 
 /// Bytes that are charged for a call which is being made. Dropped, they are given back.
@@ -77,6 +81,8 @@ pub struct Figures {
 pub struct Reservation<'a, S: System> {
     device: Device<'a, S>,
     bytes: u64,
+    /// It can move, wherever the share's other memory is.
+    managed: bool,
 }
 
 impl<'a, S: System> Device<'a, S> {
@@ -90,7 +96,18 @@ impl<'a, S: System> Device<'a, S> {
     #[inline]
     pub fn reserve(&self, bytes: u64) -> Result<Reservation<'a, S>, Full> {
         self.charge(bytes)?;
-        Ok(Reservation { device: *self, bytes })
+        Ok(Reservation { device: *self, bytes, managed: false })
+    }
+
+    /// The same of managed memory: only the share's limit counts, not what it has of the device.
+    pub fn reserve_managed(&self, bytes: u64) -> Result<Reservation<'a, S>, Full> {
+        self.charge_managed(bytes)?;
+        Ok(Reservation { device: *self, bytes, managed: true })
+    }
+
+    /// Whether the share may hold more than it has of the device, as managed memory.
+    pub fn over_commits(&self) -> bool {
+        self.places.soft().is_some() && !self.lenient()
     }
 
     /// Charges a context before it is made, by the policy's figure.
@@ -101,7 +118,7 @@ impl<'a, S: System> Device<'a, S> {
     /// The limit and what is used of it now.
     #[inline]
     pub fn figures(&self) -> Figures {
-        let mut figures = Figures::default();
+        let mut figures = Figures { over_commits: self.over_commits(), ..Figures::default() };
         for place in self.places.places() {
             if let Some(seat) = self.seat(place) {
                 figures.limit = figures.limit.saturating_add(seat.limit);
@@ -140,7 +157,7 @@ impl<'a, S: System> Device<'a, S> {
     /// The process's seat on a page whose policy and accounts are as the node last wrote them.
     #[inline]
     fn seat<'p>(&self, place: &'p Place) -> Option<Seat<'p>> {
-        let seat = place.seat()?;
+        let seat = self.places.seat(place)?;
         place.heed(seat.page);
         Some(seat)
     }
@@ -188,6 +205,19 @@ impl<'a, S: System> Device<'a, S> {
                 force(seats, bytes);
                 return Ok(());
             }
+            match (seats, self.places.soft()) {
+                ([seat], Some(soft)) => charge_fixed(seat, soft, bytes, &self.neighbours()),
+                _ => charge(seats, bytes, &self.neighbours()),
+            }
+        })
+    }
+
+    fn charge_managed(&self, bytes: u64) -> Result<(), Full> {
+        self.seated(|seats| {
+            if self.lenient() {
+                force(seats, bytes);
+                return Ok(());
+            }
             charge(seats, bytes, &self.neighbours())
         })
     }
@@ -207,36 +237,31 @@ impl<'a, S: System> Device<'a, S> {
     /// Gives back what an entry was charged.
     #[inline]
     pub(crate) fn give_back(&self, entry: &Entry) {
-        self.note(entry, u64::wrapping_sub);
+        self.note(entry, -1);
         self.uncharge(entry.bytes());
     }
 
-    /// Tells the node which of the bytes are for contexts and which are managed memory. Both
-    /// are on the first page: they are told apart by the process, not by the page.
+    /// Tells the node and the share's other processes which of the bytes are for contexts and which are managed memory.
+    /// Both are on the first page: they are told apart by the process, not by the page. What is managed is said once
+    /// it is charged, and taken back before that is ([`charge_fixed`]).
     #[inline]
-    fn note(&self, entry: &Entry, with: impl Fn(u64, u64) -> u64) {
-        let sum = match entry.class() {
-            Some(Class::Context) => &self.places.context,
-            _ if entry.is_managed() => &self.places.managed,
+    fn note(&self, entry: &Entry, sign: i64) {
+        let bytes = entry.bytes() as i64 * sign;
+        let (context, managed) = match entry.class() {
+            Some(Class::Context) => (bytes, 0),
+            _ if entry.is_managed() => (0, bytes),
             _ => return,
         };
-        let _ = sum.fetch_update(SeqCst, SeqCst, |sum| Some(with(sum, entry.bytes())));
         let Some(seat) = self.places.places().next().and_then(Place::seat) else { return };
-        let Some(slot) = seat.page.slots().get(usize::from(seat.slot)) else { return };
-        let sums = || (self.places.context.load(SeqCst), self.places.managed.load(SeqCst));
-        // Again where another thread came between: whoever writes last has written what is true then.
-        let mut told = None;
-        while told != Some(sums()) {
-            let (context, managed) = sums();
+        if let Some(slot) = seat.page.slots().get(usize::from(seat.slot)) {
             slot.note(context, managed);
-            told = Some((context, managed));
         }
     }
 
     fn insert(&self, entry: Entry) -> Result<(), Full> {
         match self.local.table.insert(&self.ledger.system, entry) {
             Ok(old) => {
-                self.note(&entry, u64::wrapping_add);
+                self.note(&entry, 1);
                 // The driver gave an address that we believed in use: its free was not seen.
                 if let Some(old) = old {
                     self.ledger.uncharge(self.local, &old);
@@ -262,16 +287,19 @@ impl<'a, S: System> Reservation<'a, S> {
     pub fn keep(mut self, kind: Kind, bytes: u64) -> Result<(), Full> {
         self.resize(bytes)?;
         let (class, key, context) = match kind {
-            Kind::Linear { pointer, context } | Kind::Managed { pointer, context } => {
-                (Class::Pointer, pointer, context)
-            }
+            Kind::Linear { pointer, context }
+            | Kind::Managed { pointer, context }
+            | Kind::StandIn { pointer, context } => (Class::Pointer, pointer, context),
             Kind::Array { handle, context } => (Class::Array, handle, context),
             Kind::Mipmap { handle, context } => (Class::Mipmap, handle, context),
             Kind::Context { handle } => (Class::Context, handle, 0),
             Kind::Module { handle, context } => (Class::Module, handle, context),
         };
-        let managed = matches!(kind, Kind::Managed { .. });
+        let managed = matches!(kind, Kind::Managed { .. } | Kind::StandIn { .. });
         let number = self.device.local.context(context);
+        if let Kind::StandIn { .. } = kind {
+            self.device.insert(Entry::new(Class::StandIn, key, self.device.index, 0, number))?;
+        }
         self.device.insert(Entry::new(class, key, self.device.index, bytes, number).managed(managed))?;
         self.bytes = 0;
         Ok(())
@@ -293,7 +321,11 @@ impl<'a, S: System> Reservation<'a, S> {
     /// Makes it as large as the driver's grant.
     pub(crate) fn resize(&mut self, bytes: u64) -> Result<(), Full> {
         if let Some(more) = bytes.checked_sub(self.bytes).filter(|more| *more > 0) {
-            self.device.charge(more)?;
+            if self.managed {
+                self.device.charge_managed(more)?;
+            } else {
+                self.device.charge(more)?;
+            }
         } else {
             self.device.uncharge(self.bytes - bytes);
         }
@@ -320,12 +352,13 @@ impl<S: System> Drop for Reservation<'_, S> {
 impl Figures {
     /// The total that the share sees of a device with `total` bytes.
     pub fn total(&self, total: u64) -> u64 {
-        self.limit.min(total)
+        if self.over_commits { self.limit } else { self.limit.min(total) }
     }
 
     /// What is free for the share on a device with `free` bytes free.
     pub fn free(&self, free: u64) -> u64 {
-        self.limit.saturating_sub(self.used).min(free)
+        let left = self.limit.saturating_sub(self.used);
+        if self.over_commits { left } else { left.min(free) }
     }
 
     /// What the share uses, never more than it sees in total.

@@ -63,7 +63,7 @@ impl<S: System> Leaving<'_, S> {
             self.local.table.sweep(&self.ledger.system, |entry| {
                 let in_context = matches!(
                     entry.class(),
-                    Some(Class::Pointer | Class::Array | Class::Mipmap | Class::Module)
+                    Some(Class::Pointer | Class::StandIn | Class::Array | Class::Mipmap | Class::Module)
                 );
                 let gone = in_context && entry.extra() == number;
                 if gone {

@@ -110,7 +110,8 @@ impl<S: System> Ledger<S> {
     pub fn total_mem(&self, ordinal: i32, uuids: impl FnOnce() -> Option<[GpuUuid; 2]>, total: u64) -> u64 {
         let index = self.local().and_then(|local| Some((local, local.index(ordinal, uuids)??)));
         let places = index.and_then(|(local, index)| local.devices.get(index as usize));
-        places.map_or(total, |places| places.limit().min(total))
+        // More than the device has, where memory is over-committed.
+        places.map_or(total, |places| places.seen(total))
     }
 
     /// What holds for the device that NVML or a page names by a UUID, of a GPU or a MIG instance.
@@ -145,6 +146,12 @@ impl<S: System> Ledger<S> {
         let local = self.local()?;
         let entry = local.table.remove(&self.system, class, key)?;
         Some(Taken { ledger: self, local, entry: Some(entry) })
+    }
+
+    /// Whether what begins at this address is managed memory in place of what the program asked for.
+    pub fn stands_in(&self, pointer: u64) -> bool {
+        let entry = |local: &Local| local.table.get(&self.system, Class::StandIn, pointer);
+        self.local().and_then(entry).is_some()
     }
 
     #[inline]

@@ -7,7 +7,7 @@ use crate::neighbours::Unasked;
 use crate::pace;
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed};
-use divvy_pages::{AccountPage, Flags, GpuUuid, Policy, PolicyPage, SEATS, Seat};
+use divvy_pages::{AccountPage, Flags, GpuUuid, Memory, Policy, PolicyPage, SEATS, Seat};
 
 /// The pages of one device, in the order of the names of their shares and claims.
 #[derive(Debug)]
@@ -16,9 +16,6 @@ pub(crate) struct Places {
     pub(crate) count: AtomicU32,
     /// The UUIDs that the pages name, of the GPU and of the MIG instance; zeros: none.
     uuids: [[AtomicU64; 2]; 2],
-    /// Bytes charged for contexts and for managed memory, told to the node.
-    pub(crate) context: AtomicU64,
-    pub(crate) managed: AtomicU64,
     pub(crate) places: [Place; SEATS],
 }
 
@@ -31,6 +28,8 @@ pub(crate) struct Place {
     /// What was read of the policy, and at which stamp. A stamp of ours is the page's plus one.
     stamp: AtomicU64,
     limit: AtomicU64,
+    /// Where memory is over-committed, what of the limit may be memory that cannot move; otherwise 0.
+    soft: AtomicU64,
     physical: AtomicU64,
     context: AtomicU64,
     flags: AtomicU32,
@@ -50,9 +49,41 @@ impl Places {
         self.places.iter().take(self.count.load(Relaxed) as usize)
     }
 
-    /// The limits of all pages, in bytes.
-    pub(crate) fn limit(&self) -> u64 {
-        self.places().fold(0, |sum, place| sum.saturating_add(place.limit()))
+    /// What is seen of a device with `total` bytes: the limits of all pages.
+    pub(crate) fn seen(&self, total: u64) -> u64 {
+        let limit = self.limit();
+        if self.soft().is_some() { limit } else { limit.min(total) }
+    }
+
+    fn limit(&self) -> u64 {
+        self.places().fold(0, |sum, place| {
+            place.refresh();
+            sum.saturating_add(self.limit_of(place))
+        })
+    }
+
+    /// What a share may have of memory that cannot move, where it may have more in all. Only where the device has
+    /// one share here: what is managed is told to the node for all of them together, so of several none
+    /// could tell what cannot move of its own.
+    #[inline]
+    pub(crate) fn soft(&self) -> Option<u64> {
+        let [first, ..] = &self.places;
+        let soft = first.soft.load(Relaxed);
+        (soft != 0 && self.count.load(Relaxed) == 1).then_some(soft)
+    }
+
+    /// What a share may have in all: beside others of its device, what it has of the device.
+    #[inline]
+    fn limit_of(&self, place: &Place) -> u64 {
+        let (limit, soft) = (place.limit.load(Relaxed), place.soft.load(Relaxed));
+        if soft != 0 && self.count.load(Relaxed) > 1 { soft } else { limit }
+    }
+
+    /// The process's seat on a page, by its policy as the node last wrote it.
+    #[inline]
+    pub(crate) fn seat<'p>(&self, place: &'p Place) -> Option<Seat<'p>> {
+        let seat = place.seat()?;
+        Some(Seat { limit: self.limit_of(place), ..seat })
     }
 
     /// The GPU and the MIG instance that it is.
@@ -129,7 +160,10 @@ impl Place {
     fn read_again(&self, page: &PolicyPage) {
         let stamp = page.stamp().wrapping_add(1);
         if let Ok((_, policy)) = page.read() {
-            self.limit.store(policy.memory.limit, Relaxed);
+            let Memory { limit, soft, .. } = policy.memory;
+            let is_over = policy.flags.has(Flags::UVM) && soft < limit;
+            self.limit.store(limit, Relaxed);
+            self.soft.store(if is_over { soft } else { 0 }, Relaxed);
             self.physical.store(policy.memory.physical, Relaxed);
             self.context.store(policy.memory.context, Relaxed);
             self.flags.store(policy.flags.0, Relaxed);
@@ -137,11 +171,6 @@ impl Place {
             self.burst.store(pace::burst(policy.compute.burst_us), Relaxed);
             self.stamp.store(stamp, Relaxed);
         }
-    }
-
-    fn limit(&self) -> u64 {
-        self.refresh();
-        self.limit.load(Relaxed)
     }
 
     #[inline]

@@ -45,6 +45,8 @@ driver! {
     cuEventElapsedTime(out: *mut f32, from: Handle, to: Handle);
     cuEventQuery(event: Handle);
     cuEventRecord(event: Handle, stream: Handle);
+    cuMemAdvise(address: u64, bytes: usize, advice: c_int, device: Ordinal);
+    cuMemGetAddressRange_v2(out: *mut u64, bytes: *mut usize, address: u64);
     cuGraphChildGraphNodeGetGraph(node: Handle, out: *mut Handle);
     cuGraphGetNodes(graph: Handle, out: *mut u64, count: *mut usize);
     cuGraphMemAllocNodeGetParams(node: Handle, out: *mut AllocationNode);
@@ -299,6 +301,22 @@ pub(crate) fn mipmap_memory(array: Handle, device: Ordinal) -> Option<u64> {
         cuMipmappedArrayGetMemoryRequirements(out, array, device)
     });
     found.map(|requirements| requirements.size as u64).filter(|size| *size > 0)
+}
+
+/// Has managed memory stay on a device as long as there is room.
+pub(crate) fn keep_on(address: u64, bytes: u64, device: Ordinal) {
+    const SET_PREFERRED_LOCATION: c_int = 3;
+    const SET_ACCESSED_BY: c_int = 5;
+    for advice in [SET_PREFERRED_LOCATION, SET_ACCESSED_BY] {
+        // SAFETY: memory that the driver has just allocated. It is advice: without it, it is slower.
+        unsafe { cuMemAdvise(address, bytes as usize, advice, device) };
+    }
+}
+
+/// Where the allocation begins that an address is in.
+pub(crate) fn begin_of(address: u64) -> Option<u64> {
+    // SAFETY: writes an address; the size is not asked for.
+    asked(0, |out| unsafe { cuMemGetAddressRange_v2(out, ptr::null_mut(), address) })
 }
 
 /// What the functions of the per-thread default stream mean by no stream: CU_STREAM_PER_THREAD.

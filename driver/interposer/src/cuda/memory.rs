@@ -1,12 +1,11 @@
 //! Linear memory: `cuMemAlloc` and its like, and what frees it.
 
 use super::driver::{self, Handle};
-use super::{Answer, SUCCESS, allocate, free, hook, real};
+use super::{Answer, SUCCESS, allocate, allocate_in, hook, managed_room, overcommit, real};
 use core::ffi::c_uint;
 use divvy_interposer_core::Kind;
-use divvy_interposer_core::table::Class;
 
-fn free_again(pointer: u64) {
+pub(super) fn free_again(pointer: u64) {
     if let Some(free) = real!(cuMemFree_v2(u64)) {
         // SAFETY: what the driver has just allocated, and nobody else knows.
         unsafe { free(pointer) };
@@ -29,7 +28,7 @@ hook! {
             return real(out, bytes);
         }
         let mut pointer = 0;
-        allocate(
+        let answer = allocate(
             driver::current_device(),
             bytes as u64,
             || made(real(&raw mut pointer, bytes), ()).map(|()| pointer),
@@ -37,7 +36,15 @@ hook! {
             // SAFETY: the program's place for the pointer.
             |pointer| unsafe { *out = pointer },
             free_again,
-        )
+        );
+        match overcommit::instead_of(answer, || overcommit::instead(bytes as u64)) {
+            Some(pointer) => {
+                // SAFETY: as above.
+                unsafe { *out = pointer };
+                SUCCESS
+            }
+            None => answer,
+        }
     }
 }
 
@@ -67,7 +74,7 @@ hook! {
             return real(out, pitch, width, height, element);
         }
         let (mut pointer, mut row) = (0, 0);
-        allocate(
+        let answer = allocate(
             driver::current_device(),
             (width as u64).saturating_mul(height as u64),
             || made(real(&raw mut pointer, &raw mut row, width, height, element), ()).map(|()| (pointer, row)),
@@ -77,7 +84,15 @@ hook! {
             // SAFETY: the program's places for both.
             |made| unsafe { (*out, *pitch) = made },
             |(pointer, _)| free_again(pointer),
-        )
+        );
+        match overcommit::instead_of(answer, || overcommit::rows_instead(width, height)) {
+            Some(made) => {
+                // SAFETY: as above.
+                unsafe { (*out, *pitch) = made };
+                SUCCESS
+            }
+            None => answer,
+        }
     }
 }
 
@@ -109,9 +124,8 @@ hook! {
             return real(out, bytes, flags);
         }
         let mut pointer = 0;
-        allocate(
-            driver::current_device(),
-            bytes as u64,
+        allocate_in(
+            managed_room(driver::current_device(), bytes as u64),
             || made(real(&raw mut pointer, bytes, flags), ()).map(|()| pointer),
             |reservation, pointer| {
                 let context = driver::current_context() as u64;
@@ -127,27 +141,27 @@ hook! {
 hook! {
     /// Since CUDA 3.2. Frees memory of pools too, for which the table has no entry.
     cuMemFree_v2(pointer: u64) |real| {
-        free(Class::Pointer, pointer, &|| real(pointer))
+        overcommit::free(pointer, &|| real(pointer))
     }
 }
 
 hook! {
     /// With 32 bits for a pointer.
     cuMemFree(pointer: c_uint) |real| {
-        free(Class::Pointer, pointer.into(), &|| real(pointer))
+        overcommit::free(pointer.into(), &|| real(pointer))
     }
 }
 
 hook! {
     /// Frees what `cuMemAlloc` made too.
     cuMemFreeAsync(pointer: u64, stream: Handle) |real| {
-        free(Class::Pointer, pointer, &|| real(pointer, stream))
+        overcommit::free_on(pointer, stream, &|| real(pointer, stream))
     }
 }
 
 hook! {
     /// On the per-thread default stream.
     cuMemFreeAsync_ptsz(pointer: u64, stream: Handle) |real| {
-        free(Class::Pointer, pointer, &|| real(pointer, stream))
+        overcommit::free_on(pointer, driver::per_thread(stream), &|| real(pointer, stream))
     }
 }

@@ -15,6 +15,7 @@ mod graph;
 mod info;
 mod launch;
 mod memory;
+mod overcommit;
 mod pool;
 mod proc_address;
 mod virtual_memory;
@@ -25,6 +26,7 @@ pub(crate) use graph::*;
 pub(crate) use info::*;
 pub(crate) use launch::*;
 pub(crate) use memory::*;
+pub(crate) use overcommit::*;
 pub(crate) use pool::*;
 pub(crate) use proc_address::*;
 pub(crate) use virtual_memory::*;
@@ -96,7 +98,21 @@ fn allocate<T: Copy>(
     pass: impl FnOnce(T),
     undo: impl FnOnce(T),
 ) -> Answer {
-    let Ok(reservation) = room(device, bytes) else { return OUT_OF_MEMORY };
+    allocate_in(room(device, bytes), call, keep, pass, undo)
+}
+
+/// What is charged, if the device is one of a share.
+type Room = Result<Option<Reservation<'static, crate::process::Kernel>>, Full>;
+
+/// [`allocate`], in what was found to be free for it.
+fn allocate_in<T: Copy>(
+    room: Room,
+    call: impl FnOnce() -> Result<T, Answer>,
+    keep: impl FnOnce(Reservation<'static, crate::process::Kernel>, T) -> Result<(), Full>,
+    pass: impl FnOnce(T),
+    undo: impl FnOnce(T),
+) -> Answer {
+    let Ok(reservation) = room else { return OUT_OF_MEMORY };
     let made = match call() {
         Ok(made) => made,
         Err(error) => return error,
@@ -112,19 +128,27 @@ fn allocate<T: Copy>(
 }
 
 /// Charges, if the device is one of a share, after a second look at what pools keep for nothing.
-fn room(
+fn room(device: Option<Ordinal>, bytes: u64) -> Room {
+    charged(device, |device| device.reserve(bytes))
+}
+
+/// The same for managed memory.
+fn managed_room(device: Option<Ordinal>, bytes: u64) -> Room {
+    charged(device, |device| device.reserve_managed(bytes))
+}
+
+fn charged(
     device: Option<Ordinal>,
-    bytes: u64,
-) -> Result<Option<Reservation<'static, crate::process::Kernel>>, Full> {
+    charge: impl Fn(&share::Device) -> Result<Reservation<'static, crate::process::Kernel>, Full>,
+) -> Room {
     // Without a context, or for a device that is none, the driver refuses by itself.
     match device.map_or(Standing::Free, share::of_cuda) {
         Standing::Free => Ok(None),
         Standing::Closed => Err(Full),
-        Standing::Share(device) => device
-            .reserve(bytes)
+        Standing::Share(device) => charge(&device)
             .or_else(|_| {
                 pool::shrink(&device);
-                device.reserve(bytes)
+                charge(&device)
             })
             .map(Some),
     }

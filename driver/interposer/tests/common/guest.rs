@@ -145,6 +145,7 @@ impl Guest {
             ["kernels", way, name, count] => self.launches(way, name, number(count)),
             ["capture", way, name, count] => self.captured(way, name, number(count)),
             ["graphs", way, graph, count] => self.graphs(way, number(graph), number(count)),
+            ["told", address] => self.told(number(address)),
             ["sweep"] => self.sweep(),
             ["synchronize"] => call!(self, "cuCtxSynchronize",).to_string(),
             ["fork", rest @ ..] => self.fork(rest),

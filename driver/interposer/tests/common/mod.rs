@@ -9,6 +9,8 @@ mod launches;
 #[allow(dead_code, reason = "not every test runs containers")]
 #[path = "../../../../e2e/sim/cuda/tests/common/program.rs"]
 pub(crate) mod program;
+#[allow(dead_code, reason = "not every test runs containers")]
+mod told;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -286,7 +286,8 @@ entry! {
         for (which, answer) in which.into_iter().zip(answers) {
             let found = process.memory.with(address, |block| attribute(block, address, which, answer));
             let found = found.or_else(|| process.physical.attribute(address, which, answer));
-            found.unwrap_or_else(|| no_attribute(which, answer))?;
+            // Here what does not apply is none, and no error: so the runtime asks for a host's address of any memory.
+            found.unwrap_or(Err(Code::InvalidValue)).or_else(|_| no_attribute(which, answer))?;
         }
         Ok(())
     }

@@ -29,10 +29,13 @@ pub enum Class {
     Mapping = 10,
     /// The same address. Bytes: how long the mapping is.
     Length = 11,
+    /// A device pointer of managed memory that stands in for other memory: its entry is a [`Class::Pointer`] too.
+    /// Extra: the number of its context.
+    StandIn = 12,
 }
 
 impl Class {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Pointer,
         Self::Array,
         Self::Mipmap,
@@ -44,6 +47,7 @@ impl Class {
         Self::Object,
         Self::Mapping,
         Self::Length,
+        Self::StandIn,
     ];
 }
 

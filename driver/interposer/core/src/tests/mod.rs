@@ -3,6 +3,7 @@
 mod events;
 mod freeing;
 mod model;
+mod overcommit;
 mod pace;
 mod world;
 

@@ -15,9 +15,23 @@ pub(super) type Process = Ledger<Fake>;
 /// A pair of pages that a test asks for.
 #[derive(Clone, Copy)]
 pub(super) enum Pages {
-    With { limit: u64, flags: Flags },
-    Instance { limit: u64, mig: GpuUuid },
-    Compute { compute: Compute, flags: Flags },
+    With {
+        limit: u64,
+        flags: Flags,
+    },
+    Instance {
+        limit: u64,
+        mig: GpuUuid,
+    },
+    /// Over-committed: so much that cannot move, so much in all.
+    Over {
+        soft: u64,
+        limit: u64,
+    },
+    Compute {
+        compute: Compute,
+        flags: Flags,
+    },
     Refused,
 }
 
@@ -225,14 +239,19 @@ impl World {
 #[allow(unsafe_code)]
 fn pair(pages: Pages, letter: u8) -> Found {
     let none = Compute::default();
+    let mut soft = 0;
     let (limit, mig, flags, compute) = match pages {
+        Pages::Over { soft: claimed, limit } => {
+            soft = claimed;
+            (limit, None, Flags::UVM, none)
+        }
         Pages::With { limit, flags } => (limit, None, flags, none),
         Pages::Instance { limit, mig } => (limit, Some(mig), Flags::default(), none),
         Pages::Compute { compute, flags } => (1 << 30, None, flags, compute),
         Pages::Refused => return Found::Refused,
     };
     let text = |letter: u8| Text::new(std::str::from_utf8(&[letter; 8]).expect("ASCII")).expect("fits");
-    let memory = Memory { limit, physical: 80 << 20, context: CONTEXT, ..Memory::default() };
+    let memory = Memory { limit, soft, physical: 80 << 20, context: CONTEXT, ..Memory::default() };
     let policy = Policy {
         claim: text(b'z'),
         share: text(letter),
