@@ -106,6 +106,19 @@ impl<S: System> Ledger<S> {
         }
     }
 
+    /// The device with this ordinal, where it was asked for before and has a share that this process counts for.
+    #[inline]
+    pub fn known(&self, ordinal: i32) -> Option<Device<'_, S>> {
+        // SAFETY: as in `local`.
+        #[allow(unsafe_code)]
+        let local = unsafe { self.local.load(Acquire).as_ref() }?;
+        let is_made = local.state.load(Acquire) == READY && local.seated.load(Acquire) == READY;
+        let number = local.ordinals.get(usize::try_from(ordinal).ok()?)?.load(Acquire);
+        let index = number.checked_sub(2).filter(|_| is_made)?;
+        let places = local.devices.get(index as usize)?;
+        places.places().any(Place::has_slot).then_some(Device { ledger: self, local, places, index })
+    }
+
     /// `cuDeviceTotalMem`, from the driver's own: all that many programs ask, so no slot is taken for it.
     pub fn total_mem(&self, ordinal: i32, uuids: impl FnOnce() -> Option<[GpuUuid; 2]>, total: u64) -> u64 {
         let index = self.local().and_then(|local| Some((local, local.index(ordinal, uuids)??)));

@@ -41,6 +41,14 @@ pub(crate) struct Place {
     answered: AtomicU32,
 }
 
+/// What the node says to a launch on one share.
+pub(crate) struct AtLaunch<'a> {
+    pub(crate) is_paced: bool,
+    pub(crate) is_open: bool,
+    /// The account page, where the node wants to hear of a launch and this process has not told it of one.
+    pub(crate) called: Option<&'a AccountPage>,
+}
+
 /// In place of a slot: all were taken.
 const NO_SLOT: u32 = u32::MAX;
 
@@ -207,21 +215,24 @@ impl Place {
         self.page().map_or(0, PolicyPage::closed_until)
     }
 
-    /// The account page, where the node wants to hear of a launch and this process has not told it of one.
+    /// What the node says to a launch, with its policy taken up if it is another.
     #[inline]
-    pub(crate) fn called(&self) -> Option<&AccountPage> {
-        let call = self.page().map_or(0, PolicyPage::call);
-        if call == 0 || call == self.answered.load(Relaxed) { None } else { self.answer(call) }
+    pub(crate) fn at_launch(&self) -> AtLaunch<'_> {
+        let Some(page) = self.page() else {
+            return AtLaunch { is_paced: false, is_open: true, called: None };
+        };
+        if page.stamp().wrapping_add(1) != self.stamp.load(Relaxed) {
+            self.read_again(page);
+        }
+        let call = page.call();
+        let called = if call == 0 || call == self.answered.load(Relaxed) { None } else { self.answer(call) };
+        AtLaunch { is_paced: page.is_paced(), is_open: page.gate().load(Relaxed) == 0, called }
     }
 
     #[cold]
     fn answer(&self, call: u32) -> Option<&AccountPage> {
         let is_first = self.answered.swap(call, Relaxed) != call;
         self.account().filter(|_| is_first)
-    }
-
-    pub(crate) fn is_paced(&self) -> bool {
-        self.page().is_some_and(PolicyPage::is_paced)
     }
 
     /// Compute time a second, in nanoseconds: what the node grants at the moment, or else the record's.

@@ -13,7 +13,7 @@ use super::{Answer, Call, SUCCESS, hook};
 use crate::share::{self, LEDGER, Standing};
 use core::ffi::{c_int, c_uint, c_void};
 use core::ptr;
-use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 use divvy_interposer_core::{Timer, Work};
 
 /// The word that is zero where a launch may go straight to the driver; null: not known, or there is none that says so.
@@ -41,7 +41,8 @@ fn find_word() {
 }
 
 /// Launches by `call` on a stream when the share's time has come. One function for all of them: a copy of it in each
-/// hook would be a tenth of this library.
+/// hook would be a tenth of this library. Hooks move their arguments into `call`: by reference each would be stored
+/// and looked for once more, a third of what all of this costs.
 #[inline(never)]
 pub(super) fn paced(work: Work, stream: Handle, call: &dyn Call) -> Answer {
     if WORD.load(Ordering::Relaxed).is_null() {
@@ -50,10 +51,30 @@ pub(super) fn paced(work: Work, stream: Handle, call: &dyn Call) -> Answer {
     if is_free() || CAPTURES.load(Ordering::Relaxed) > 0 && driver::capture(stream) != Some(false) {
         return call.call();
     }
-    match driver::current_device().map_or(Standing::Free, share::of_cuda) {
-        Standing::Share(device) => device.launch(work, &Events(stream), || call.call()),
-        // Without memory there is nothing to launch; the driver says so.
-        Standing::Free | Standing::Closed => call.call(),
+    let ordinal = device();
+    let device = match ordinal.and_then(|ordinal| LEDGER.known(ordinal)) {
+        Some(device) => device,
+        None => match ordinal.map_or(Standing::Free, share::of_cuda) {
+            Standing::Share(device) => device,
+            // Without memory there is nothing to launch; the driver says so.
+            Standing::Free | Standing::Closed => return call.call(),
+        },
+    };
+    device.launch(work, &Events(stream), || call.call())
+}
+
+/// The device that is launched on: the current one, and where the process sees only one that, without asking.
+#[inline]
+fn device() -> Option<driver::Ordinal> {
+    /// How many the process sees, which never changes; 0: not asked yet, or none.
+    static COUNT: AtomicI32 = AtomicI32::new(0);
+    match COUNT.load(Ordering::Relaxed) {
+        1 => Some(0),
+        0 => {
+            COUNT.store(driver::devices(), Ordering::Relaxed);
+            driver::current_device()
+        }
+        _ => driver::current_device(),
     }
 }
 
@@ -159,7 +180,8 @@ macro_rules! launch {
 }
 
 fn kernel(function: Handle, grid: [c_uint; 3]) -> Work {
-    let blocks = grid.iter().fold(1u64, |blocks, side| blocks.saturating_mul((*side).into()));
+    let [x, y, z] = grid.map(u64::from);
+    let blocks = (x * y).saturating_mul(z);
     Work { function: function as u64, blocks }
 }
 
@@ -190,7 +212,7 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, &|| {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, &move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
         })
     }
@@ -202,7 +224,7 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), &|| {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), &move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
         })
     }
@@ -215,7 +237,7 @@ launch! {
     ) |real| {
         // SAFETY: `cuda.h` asks for one.
         let (work, stream) = unsafe { configured(function, configuration) };
-        paced(work, stream, &|| real(configuration, function, parameters, extra))
+        paced(work, stream, &move || real(configuration, function, parameters, extra))
     }
 }
 
@@ -226,7 +248,7 @@ launch! {
     ) |real| {
         // SAFETY: `cuda.h` asks for one.
         let (work, stream) = unsafe { configured(function, configuration) };
-        paced(work, driver::per_thread(stream), &|| real(configuration, function, parameters, extra))
+        paced(work, driver::per_thread(stream), &move || real(configuration, function, parameters, extra))
     }
 }
 
@@ -236,7 +258,7 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, &|| {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, &move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
         })
     }
@@ -248,7 +270,7 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), &|| {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), &move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
         })
     }
@@ -259,21 +281,21 @@ launch! {
     cuLaunchCooperativeKernelMultiDevice(list: *mut Handle, count: c_uint, flags: c_uint) |real| {
         // SAFETY: the first word of each entry is its function; without entries the driver refuses.
         let first = if list.is_null() || count == 0 { ptr::null_mut() } else { unsafe { *list } };
-        paced(kernel(first, [count, 1, 1]), ptr::null_mut(), &|| real(list, count, flags))
+        paced(kernel(first, [count, 1, 1]), ptr::null_mut(), &move || real(list, count, flags))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
     cuLaunch(function: Handle) |real| {
-        paced(kernel(function, [1; 3]), ptr::null_mut(), &|| real(function))
+        paced(kernel(function, [1; 3]), ptr::null_mut(), &move || real(function))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
     cuLaunchGrid(function: Handle, width: c_int, height: c_int) |real| {
-        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), ptr::null_mut(), &|| {
+        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), ptr::null_mut(), &move || {
             real(function, width, height)
         })
     }
@@ -282,7 +304,7 @@ launch! {
 launch! {
     /// Before CUDA 4.0.
     cuLaunchGridAsync(function: Handle, width: c_int, height: c_int, stream: Handle) |real| {
-        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, &|| {
+        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, &move || {
             real(function, width, height, stream)
         })
     }

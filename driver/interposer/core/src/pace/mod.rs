@@ -108,25 +108,30 @@ impl<S: System> Device<'_, S> {
         self.local.paces.get(self.index as usize)
     }
 
-    /// All shares of the device are limited; with one that is not, the container has all of it.
-    fn is_paced(&self) -> bool {
-        self.places.places().all(Place::is_paced)
-    }
-
     /// Launches by `call`, when the share's time has come. `call` answers as the driver does: 0 is success.
     #[inline]
     pub fn launch(&self, work: Work, timer: &impl Timer, call: impl FnOnce() -> i32) -> i32 {
-        self.places.places().for_each(|place| self.meet(place));
+        // All shares of the device are limited; with one that is not, the container has all of it.
+        let (mut is_paced, mut is_open) = (true, true);
+        for place in self.places.places() {
+            let said = place.at_launch();
+            is_paced &= said.is_paced;
+            is_open &= said.is_open;
+            if let Some(page) = said.called {
+                page.doorbell().fetch_add(1, Relaxed);
+                self.ledger.system.wake(page.doorbell());
+            }
+        }
         let Some(pace) = self.pace() else { return call() };
-        if !self.is_paced() {
-            if !self.is_open() {
+        if !is_paced {
+            if !is_open {
                 self.wait_for_gate(pace);
             }
             return call();
         }
         let charge = self.local.costs.charge(work);
         let costs = charge.nanoseconds + pace.instalment(charge.nanoseconds);
-        if pace.credit.fetch_sub(costs, Relaxed) < costs || !self.is_open() {
+        if pace.credit.fetch_sub(costs, Relaxed) < costs || !is_open {
             self.wait_for_credit(pace, timer);
         }
         let answer = match charge.measure {
@@ -137,16 +142,6 @@ impl<S: System> Device<'_, S> {
             pace.credit.fetch_add(charge.nanoseconds, Relaxed);
         }
         answer
-    }
-
-    /// Before a launch: takes up what the node says, and says what it asks.
-    #[inline]
-    fn meet(&self, place: &Place) {
-        place.refresh();
-        if let Some(page) = place.called() {
-            page.doorbell().fetch_add(1, Relaxed);
-            self.ledger.system.wake(page.doorbell());
-        }
     }
 
     #[cold]
