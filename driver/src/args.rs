@@ -117,8 +117,8 @@ pub struct GpuArgs {
     #[arg(long, env = "SHARES", value_name = "true|false", default_value_t = true, default_missing_value = "true", num_args = 0..=1, require_equals = true, action = clap::ArgAction::Set)]
     pub shares: bool,
     /// Of claims with a share of a GPU: which processes are ended, "none" or a list of hidden (uses the GPU
-    /// behind the library that keeps the limit), over-limit, pages (has something else mounted over its
-    /// pages), no-pages and understated. Everything found is reported
+    /// behind the library that keeps the limit), over-limit, over-time (of the GPU), pages (has something else
+    /// mounted over its pages), no-pages and understated. Everything found is reported
     #[arg(long, env = "END_PROCESSES", value_name = "LIST", default_value_t = Response::default())]
     pub end_processes: Response,
     /// All GPU instances of this node are Divvy's: those that no claim explains are destroyed.

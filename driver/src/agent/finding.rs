@@ -17,6 +17,8 @@ pub enum Kind {
     /// The claim's processes have more than its limit, but no more than the GPU driver
     /// may take for their contexts.
     Overhead,
+    /// The claim's processes have more of a GPU's time than its ceiling though their rate is cut: they are not paced.
+    OverTime,
     /// A process sees something else where the policy page is mounted for it.
     Pages,
     /// A process does not see its pages at all.
@@ -30,10 +32,11 @@ pub enum Kind {
 }
 
 impl Kind {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Hidden,
         Self::OverLimit,
         Self::Overhead,
+        Self::OverTime,
         Self::Pages,
         Self::NoPages,
         Self::Understated,
@@ -43,7 +46,7 @@ impl Kind {
 
     /// Whether the limit is not kept, or nobody can say that it is.
     pub fn breaks(self) -> bool {
-        matches!(self, Self::Hidden | Self::OverLimit | Self::Pages)
+        matches!(self, Self::Hidden | Self::OverLimit | Self::OverTime | Self::Pages)
     }
 
     /// In conditions.
@@ -52,6 +55,7 @@ impl Kind {
             Self::Hidden => "HiddenProcess",
             Self::OverLimit => "OverLimit",
             Self::Overhead => "DriverOverhead",
+            Self::OverTime => "OverTime",
             Self::Pages => "PagesCovered",
             Self::NoPages => "PagesMissing",
             Self::Understated => "Understated",
@@ -66,6 +70,7 @@ impl Kind {
             Self::Hidden => "hidden",
             Self::OverLimit => "over-limit",
             Self::Overhead => "overhead",
+            Self::OverTime => "over-time",
             Self::Pages => "pages",
             Self::NoPages => "no-pages",
             Self::Understated => "understated",
@@ -153,7 +158,7 @@ pub struct Response {
 
 impl Default for Response {
     fn default() -> Self {
-        Self { end: BTreeSet::from([Kind::Hidden, Kind::OverLimit, Kind::Pages]) }
+        Self { end: BTreeSet::from([Kind::Hidden, Kind::OverLimit, Kind::OverTime, Kind::Pages]) }
     }
 }
 
@@ -223,7 +228,8 @@ mod tests {
         check("none", Ok(&[]));
         check("hidden", Ok(&[Kind::Hidden]));
         check("over-limit, understated", Ok(&[Kind::OverLimit, Kind::Understated]));
-        check(&Response::default().to_string(), Ok(&[Kind::Hidden, Kind::OverLimit, Kind::Pages]));
+        let default = [Kind::Hidden, Kind::OverLimit, Kind::OverTime, Kind::Pages];
+        check(&Response::default().to_string(), Ok(&default));
         check("everything", Err("\"everything\""));
         check("stranger", Err("no finding with a process to end"));
         check("", Err("or none"));

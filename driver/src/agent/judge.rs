@@ -71,7 +71,7 @@ impl Tenant<'_> {
     }
 }
 
-fn suspect(process: &Process) -> Suspect {
+pub(super) fn suspect(process: &Process) -> Suspect {
     Suspect { pid: process.pid, start: process.who.start, name: process.name.clone() }
 }
 
@@ -121,7 +121,7 @@ pub(super) fn remember(look: &Look) -> Before {
 }
 
 /// A finding about a share.
-fn about(share: &Share, kind: Kind, process: Option<Suspect>, text: String) -> Finding {
+pub(super) fn about(share: &Share, kind: Kind, process: Option<Suspect>, text: String) -> Finding {
     Finding {
         kind,
         claim: Some(share.claim.clone()),

@@ -11,7 +11,7 @@
 //!                                                                 └▶ meter ─▶ what each share had ─▶ report
 //! ```
 //!
-//! [`judge`], [`lines`], [`arbiter`] and [`meter`] are pure; [`gather`] reads files and writes lines, [`end`]
+//! [`judge`], [`overtime`], [`lines`], [`arbiter`] and [`meter`] are pure; [`gather`] reads files and writes lines, [`end`]
 //! ends a process, [`arbitrate`] writes rates. A finding counts when two looks in a row see it, so that nothing
 //! that is only just happening is taken for what it is not; where one look is proof,
 //! it counts at once. Both together stay well within the five seconds in which
@@ -37,6 +37,7 @@ mod lines;
 mod look;
 mod meter;
 mod mounts;
+mod overtime;
 mod process;
 
 pub use finding::{Finding, Kind, Response, Suspect};
@@ -134,6 +135,7 @@ struct Memory {
     told: BTreeMap<Key, Instant>,
     times: arbitrate::Memory,
     meter: meter::Memory,
+    excess: overtime::Memory,
 }
 
 /// What the GPU driver said of a GPU.
@@ -317,12 +319,14 @@ impl Sources {
         let now = Instant::now();
         let (rates, of_times) = arbitrate::rates(&look, &times, memory.times.clone(), now);
         arbitrate::write(&look, &rates, &self.shares);
-        let (metered, _, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
-        let findings = judge::judge(&look, &memory.before);
+        let (metered, since, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
+        let (over_time, excess) = overtime::over_time(&look, &metered, &times, since, &memory.excess);
+        let findings = judge::judge(&look, &memory.before).into_iter().chain(over_time).collect();
         // Who is to be ended has no time to go on while slots are written.
         let (mut memory, reports) = self.respond(findings, memory);
         gather::repair(&look, &self.shares, &self.files, &self.process_root);
-        (memory.before, memory.times, memory.meter) = (judge::remember(&look), of_times, of_meter);
+        (memory.before, memory.times) = (judge::remember(&look), of_times);
+        (memory.meter, memory.excess) = (of_meter, excess);
         let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         (memory, reports, meter::told(&look, &metered, at.as_millis() as u64))
     }

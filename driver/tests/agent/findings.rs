@@ -1,7 +1,9 @@
 //! What the agent finds, does and writes.
 
+use super::account::Page;
 use super::world::{CONTEXT, MIB, World};
 use divvy_driver::agent::{Done, Kind};
+use divvy_pages::Compute;
 use divvy_pages::account::HEADER;
 use std::fs::File;
 use std::io;
@@ -11,7 +13,7 @@ use std::time::{Duration, Instant};
 
 const OLD: &str = "580.95.05";
 const WITH_LIMITS: &str = "615.10.01";
-const DEFAULT: &str = "hidden,over-limit,pages";
+const DEFAULT: &str = "hidden,over-limit,over-time,pages";
 
 async fn until(what: &str, done: impl Fn() -> bool) {
     let begun = Instant::now();
@@ -59,6 +61,24 @@ async fn a_process_that_hides_is_ended_and_its_neighbours_are_not() {
 }
 
 #[tokio::test]
+async fn who_takes_more_time_than_its_ceiling_is_ended_and_its_neighbour_is_not() {
+    let world = World::up(OLD);
+    // Both work as much as they can, and no library holds them up.
+    let held = Compute { cores: 10, ceiling: 10, ..Compute::default() };
+    let page = Page::map(&world.pages_with("a", 4000, held).join("account"), 4000 * MIB);
+    let neighbours = world.share("b", 4000);
+    let (mut greedy, mut neighbour) = (world.tenant("a", 500), world.tenant("b", 500));
+    page.charge(page.register(&greedy.who()), 500 * MIB);
+    neighbours.charge(neighbours.register(&neighbour.who()), 500 * MIB);
+    let mut agent = world.agent(DEFAULT).await;
+    let told = agent.until(Kind::OverTime).await;
+    assert_eq!(told, [(Kind::OverTime, Some(greedy.pid()), Done::Ended)]);
+    agent.well().await;
+    assert!(!greedy.lives());
+    assert!(neighbour.lives());
+}
+
+#[tokio::test]
 async fn what_is_only_to_be_reported_lives_on() {
     let world = World::up(OLD);
     let _page = world.share("a", 4000);
@@ -89,7 +109,7 @@ async fn a_forged_total_gains_nothing_for_long() {
 
 #[tokio::test]
 async fn a_page_that_says_what_nobody_writes_is_told_of() {
-    type Lie = fn(&super::account::Page, u16);
+    type Lie = fn(&Page, u16);
     let lies: [Lie; 5] = [
         |page, _| page.forge(64, 0),
         |page, _| page.forge(128, i64::MAX as u64),

@@ -68,6 +68,11 @@ impl World {
 
     /// The same with nobody who has the pages open.
     pub(crate) fn pages(&self, claim: &str, mib: u64) -> PathBuf {
+        self.pages_with(claim, mib, Compute::default())
+    }
+
+    /// The same with that much of its time.
+    pub(crate) fn pages_with(&self, claim: &str, mib: u64, compute: Compute) -> PathBuf {
         let uuid = self.sim.read().unwrap().gpus[0].uuid.clone();
         let policy = Policy {
             claim: Text::new(claim).unwrap(),
@@ -76,7 +81,7 @@ impl World {
             mig: None,
             pci: Text::EMPTY,
             memory: Memory { limit: mib * MIB, context: CONTEXT * MIB, ..Memory::default() },
-            compute: Compute::default(),
+            compute,
             codec: Default::default(),
             flags: Flags::default(),
         };

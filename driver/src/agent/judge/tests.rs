@@ -103,11 +103,11 @@ impl Scene {
         self
     }
 
-    fn elsewhere_cgroup(&mut self) -> &mut Self {
+    pub(in super::super) fn elsewhere_cgroup(&mut self) -> &mut Self {
         self.change(|process| process.cgroups = Cgroups::parse("0::/kubepods/c2\n"))
     }
 
-    fn sees(&mut self, mountinfo: &str) -> &mut Self {
+    pub(in super::super) fn sees(&mut self, mountinfo: &str) -> &mut Self {
         let mounts = mounts::parse(mountinfo);
         self.change(|process| process.mounts = mounts)
     }

@@ -1,0 +1,199 @@
+//! Who has more of a GPU's time than its ceiling: pure, from one look after the other.
+//!
+//! The library has launches wait, and the arbiter cuts the rate of a share that has too much until it has not. Whoever
+//! still has it is not held by either: it goes without the library, forges what that goes by, misleads its measuring beyond any
+//! trim, or has a kernel that does not end, which nothing in its process can stop.
+//!
+//! What counts is NVML's word alone, against the ceiling with a margin ([`bound`]). What a share has beyond that adds up,
+//! and goes down by what it leaves; with [`TOO_MUCH`] of it there is a finding. So whoever takes all of a GPU is found in the fourth second
+//! at a ceiling of 30 %, whoever takes a little is found later, and to pause in time gains nothing: nobody ever has more than that beyond
+//! its bound before it is found.
+//!
+//! A kernel that is under way cannot be held back, so an honest share goes beyond its ceiling by a kernel, and pays
+//! for it with a wait. It is left alone as long as that kernel is shorter than [`TOO_MUCH`]; a longer one looks like one that
+//! does not end.
+//!
+//! Ended is who hides, or else has most: the rate was cut for all processes of the share, so those that are held by it have little.
+//! Not of instances: NVML does not know what a process has of one.
+
+use super::arbiter::{SECOND, Terms};
+use super::arbitrate::Times;
+use super::finding::{Finding, Kind};
+use super::judge::{about, suspect};
+use super::look::{Look, Share};
+use super::meter::Metered;
+use super::process::Process;
+use divvy_api::{ClaimUid, ShareId};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Of GPU time, in nanoseconds.
+const TOO_MUCH: u64 = SECOND / 2 * 5;
+
+/// Nanoseconds that shares had beyond their bound, less what they left of it since.
+pub(super) type Memory = BTreeMap<(ClaimUid, ShareId), u64>;
+
+/// What NVML may say of a share with that ceiling that is held, in nanoseconds a second: five points more, or a fifth.
+fn bound(ceiling: u64) -> u64 {
+    ceiling.saturating_add((SECOND / 20).max(ceiling / 5))
+}
+
+/// Who is to be told of; `since` is the time since the last look.
+pub(super) fn over_time(
+    look: &Look,
+    metered: &[Metered],
+    times: &Times,
+    since: Option<Duration>,
+    before: &Memory,
+) -> (Vec<Finding>, Memory) {
+    let (mut findings, mut memory) = (Vec::new(), Memory::new());
+    let (Some(times), Some(since)) = (times, since) else { return (findings, before.clone()) };
+    for ((at, share), metered) in look.shares.iter().enumerate().zip(metered) {
+        let ceiling = Terms::of(share.policy.compute).ceiling;
+        let (Some(busy), true) = (metered.busy, bound(ceiling) < SECOND) else { continue };
+        let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
+        let had = before.get(&share.key()).copied().unwrap_or(0).saturating_add(time(busy));
+        // No more is held against it than is enough.
+        let excess = had.saturating_sub(time(bound(ceiling))).min(TOO_MUCH);
+        if excess == TOO_MUCH && busy > bound(ceiling) {
+            findings.extend(offender(look, at, times).map(|(process, percent)| {
+                let text = format!(
+                    "it had {percent} % of the GPU's time in the last second, the claim's processes together {} % where the ceiling is {} %, though their rate is cut",
+                    busy / (SECOND / 100),
+                    ceiling / (SECOND / 100),
+                );
+                // Several looks have seen it.
+                Finding { certain: true, ..about(share, Kind::OverTime, Some(suspect(process)), text) }
+            }));
+        }
+        if excess > 0 {
+            memory.insert(share.key(), excess);
+        }
+    }
+    (findings, memory)
+}
+
+/// The process that goes first, and its per cent.
+fn offender<'a>(look: &'a Look, at: usize, times: &BTreeMap<u32, u32>) -> Option<(&'a Process, u32)> {
+    let share: &Share = look.shares.get(at)?;
+    let of_share = times.iter().filter_map(|(pid, percent)| {
+        let process = look.processes.get(pid).filter(|process| look.shares_of(process).contains(&at))?;
+        Some((process, *percent))
+    });
+    of_share.max_by_key(|(process, percent)| (share.slots_of(process).next().is_none(), *percent))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::judge::tests::{CONTEXT, Scene};
+    use super::*;
+    use divvy_pages::{Compute, Flags, GpuUuid};
+    use proptest::prelude::*;
+
+    const POINT: u64 = SECOND / 100;
+
+    /// A share with that ceiling; 7 and 8 are registered, 9 is not, 10 is another's.
+    fn look(ceiling: u32) -> Look {
+        let mut scene = Scene::share(10_000);
+        for pid in [7, 8] {
+            scene.process(pid).has(CONTEXT).slot(pid, CONTEXT);
+        }
+        scene.process(9).process(10).elsewhere_cgroup().sees("");
+        let mut look = scene.look();
+        look.shares[0].policy.compute = Compute { cores: ceiling, ceiling, ..Compute::default() };
+        look
+    }
+
+    /// Second by second, what the processes had: the second in which somebody is found, and who.
+    fn found(look: &Look, had: impl IntoIterator<Item = Vec<(u32, u32)>>) -> Option<(usize, Finding)> {
+        let mut memory = Memory::new();
+        for (second, had) in had.into_iter().enumerate() {
+            let busy = had
+                .iter()
+                .filter(|(pid, _)| *pid != 10)
+                .map(|(_, percent)| u64::from(*percent) * POINT)
+                .sum();
+            let times = Some(had.into_iter().collect());
+            let metered = [Metered { busy: Some(busy), said: None }];
+            let (findings, after) = over_time(look, &metered, &times, Some(Duration::from_secs(1)), &memory);
+            memory = after;
+            if let Some(finding) = findings.into_iter().next() {
+                return Some((second + 1, finding));
+            }
+        }
+        None
+    }
+
+    #[test]
+    fn who_stays_above_its_ceiling_is_found_the_sooner_the_more_it_has() {
+        let check = |ceiling: u32, had: &[(u32, u32)], expected: Option<(usize, u32)>| {
+            let is = found(&look(ceiling), (0..60).map(|_| had.to_vec()));
+            let is = is.map(|(second, finding)| (second, finding.process.map(|process| process.pid)));
+            assert_eq!(is, expected.map(|(second, pid)| (second, Some(pid))), "{ceiling}: {had:?}");
+        };
+        check(30, &[(7, 100)], Some((4, 7)));
+        check(30, &[(7, 60)], Some((11, 7)));
+        check(10, &[(7, 100)], Some((3, 7)));
+        check(30, &[(7, 36)], None);
+        check(1, &[(7, 51)], Some((6, 7)));
+        check(1, &[(7, 6)], None);
+        // The whole, or nearly.
+        check(0, &[(7, 100)], None);
+        check(84, &[(7, 100)], None);
+        // Who has most; who hides; never somebody else's.
+        check(30, &[(7, 20), (8, 66), (10, 90)], Some((5, 8)));
+        check(30, &[(7, 76), (9, 10)], Some((5, 9)));
+    }
+
+    #[test]
+    fn to_pause_in_time_gains_nothing_for_long() {
+        let turns = |on: usize, off: usize| {
+            (0..600).map(move |second| vec![(7, if second % (on + off) < on { 100 } else { 0 })])
+        };
+        assert!(found(&look(30), turns(3, 1)).is_some_and(|(second, _)| second <= 8));
+        assert!(found(&look(30), turns(1, 1)).is_some_and(|(second, _)| second <= 20));
+        // What its ceiling allows over time, in long kernels.
+        assert!(found(&look(30), turns(3, 7)).is_none());
+        assert!(found(&look(10), turns(2, 18)).is_none());
+    }
+
+    #[test]
+    fn nothing_is_found_where_nothing_is_known_and_who_is_observed_is_only_reported() {
+        let mut instance = look(30);
+        instance.shares[0].policy.mig = Some(GpuUuid([7; 16]));
+        let before = Memory::from([(instance.shares[0].key(), TOO_MUCH)]);
+        let second = Some(Duration::from_secs(1));
+        let times = Some(BTreeMap::from([(7, 100)]));
+        let (findings, _) = over_time(&instance, &[Metered::default()], &times, second, &before);
+        assert!(findings.is_empty());
+        let metered = [Metered { busy: Some(SECOND), said: None }];
+        let (findings, after) = over_time(&look(30), &metered, &None, second, &before);
+        assert_eq!((findings.len(), after), (0, before));
+        let mut observed = look(30);
+        observed.shares[0].policy.flags = Flags::OBSERVE_ONLY;
+        let found = found(&observed, (0..9).map(|_| vec![(7, 100)]));
+        assert!(found.is_some_and(|(_, finding)| finding.report_only && finding.certain));
+    }
+
+    proptest! {
+        /// A share that goes beyond its ceiling by a kernel and waits for it is never found, whatever their lengths
+        /// and wherever the looks fall.
+        #[test]
+        fn who_pays_for_its_kernels_is_left_alone(
+            ceiling in 1_u32..84,
+            lengths in prop::collection::vec(1_u64..2500, 1..40),
+            phase in 0_u64..1000,
+        ) {
+            // Milliseconds in which it works.
+            let mut working = vec![false; phase as usize];
+            for length in lengths {
+                working.extend((0..length).map(|_| true));
+                working.extend((0..length * (100 - u64::from(ceiling)) / u64::from(ceiling)).map(|_| false));
+            }
+            let seconds = working.chunks(1000).map(|second| {
+                vec![(7, second.iter().filter(|works| **works).count() as u32 / 10)]
+            });
+            prop_assert!(found(&look(ceiling), seconds).is_none());
+        }
+    }
+}
