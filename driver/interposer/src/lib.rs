@@ -10,9 +10,10 @@
 //! - [`pages`]: the policy and account pages that the container has mounted; [`process`]: this process and its peers;
 //!   [`share`]: the shares that follow from them.
 //! - [`cuda`], [`nvml`]: the hooks.
+//! - [`worker`]: the one thread that it may have.
 //! - [`sys`]: system calls.
 //!
-//! A guest in every process of the container, it keeps a guest's manners. It has no constructor, no thread, no
+//! A guest in every process of the container, it keeps a guest's manners. It has no constructor, no thread (but one that sleeps, where memory is over-committed), no
 //! thread-local variable, no allocator and no signal handler, reads no environment variable, writes to no file but the
 //! account page, and prints nothing. What it does not hook it does not see: a call goes straight to the driver. It is
 //! built without `std`, which has most of those things.
@@ -35,6 +36,7 @@ mod process;
 mod share;
 mod sys;
 mod table;
+mod worker;
 
 /// Nothing here panics by intent. If something does, only the thread that called is stopped: it sleeps for ever, which
 /// keeps the limit; ending a program that is not ours would be worse, and to go on is not possible.

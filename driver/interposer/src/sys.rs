@@ -209,6 +209,23 @@ pub(crate) fn wake(word: &AtomicU32) {
     unsafe { call(number::FUTEX, word, FUTEX_WAKE, i32::MAX as usize, 0, 0, 0) };
 }
 
+/// Blocks all signals in the calling thread: which were blocked before.
+pub(crate) fn block_signals() -> u64 {
+    set_signals(u64::MAX)
+}
+
+/// Blocks just these signals in the calling thread: which were blocked before.
+pub(crate) fn set_signals(mask: u64) -> u64 {
+    const SIG_SETMASK: usize = 2;
+    let mut before = 0u64;
+    // SAFETY: the kernel reads a set of 64 signals, and writes one.
+    unsafe {
+        let (new, old) = (&raw const mask as usize, &raw mut before as usize);
+        call(number::RT_SIGPROCMASK, SIG_SETMASK, new, old, size_of::<u64>(), 0, 0);
+    }
+    before
+}
+
 /// What a child of fork finds in a mapping.
 #[derive(Clone, Copy)]
 pub(crate) enum InChild {
@@ -253,6 +270,7 @@ mod number {
     pub(super) const CLOSE: usize = 3;
     pub(super) const MMAP: usize = 9;
     pub(super) const MUNMAP: usize = 11;
+    pub(super) const RT_SIGPROCMASK: usize = 14;
     pub(super) const SCHED_YIELD: usize = 24;
     pub(super) const MADVISE: usize = 28;
     pub(super) const NANOSLEEP: usize = 35;
@@ -281,6 +299,7 @@ mod number {
     pub(super) const NANOSLEEP: usize = 101;
     pub(super) const CLOCK_GETTIME: usize = 113;
     pub(super) const SCHED_YIELD: usize = 124;
+    pub(super) const RT_SIGPROCMASK: usize = 135;
     pub(super) const KILL: usize = 129;
     pub(super) const GETPID: usize = 172;
     pub(super) const MUNMAP: usize = 215;

@@ -252,10 +252,7 @@ impl<'a, S: System> Device<'a, S> {
             _ if entry.is_managed() => (0, bytes),
             _ => return,
         };
-        let Some(seat) = self.places.places().next().and_then(Place::seat) else { return };
-        if let Some(slot) = seat.page.slots().get(usize::from(seat.slot)) {
-            slot.note(context, managed);
-        }
+        self.tell(|slot| slot.note(context, managed));
     }
 
     fn insert(&self, entry: Entry) -> Result<(), Full> {

@@ -15,7 +15,7 @@ use crate::system::System;
 use crate::table::{Class, Entry, Then};
 use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::*;
-use divvy_pages::{Fault, Full};
+use divvy_pages::{Fault, Flags, Full};
 
 /// What grows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +78,17 @@ impl<'a, S: System> Device<'a, S> {
         Growing { device: *self, what, lock: held, charged, asked: 0 }
     }
 
+    /// Whether the node wishes what pools keep for nothing given back, and nobody of this process has begun to.
+    #[inline]
+    pub fn take_wish(&self) -> bool {
+        self.has(Flags::UVM) && self.places.places().filter(|place| place.take_wish()).count() > 0
+    }
+
+    /// Tells the node how many bytes pools keep for nothing.
+    pub fn note_idle(&self, bytes: u64) {
+        self.tell(|slot| slot.note_idle(bytes));
+    }
+
     fn place(&self, what: Grown) -> (Class, u64) {
         match what {
             Grown::Pool(handle) => (Class::Pool, handle),
@@ -106,6 +117,11 @@ impl<'a, S: System> Device<'a, S> {
 }
 
 impl<S: System> Growing<'_, S> {
+    /// Bytes that are charged for it.
+    pub fn charged(&self) -> u64 {
+        self.charged
+    }
+
     /// Before an allocation of `bytes`: charges the growth that it will need, going by what the driver says
     /// is reserved and used now. What the driver gave back since the last call is given back first.
     pub fn ask(&mut self, bytes: u64, reserved: u64, used: u64) -> Result<(), Full> {

@@ -17,7 +17,7 @@ use crate::system::System;
 use crate::table::{Class, Entry, MANY, Table};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
-use divvy_pages::{AccountPage, Fault, GpuUuid, Identity, Policy, PolicyPage};
+use divvy_pages::{AccountPage, Fault, Flags, GpuUuid, Identity, Policy, PolicyPage};
 
 /// The most devices with shares in one container, and the highest ordinal of a CUDA device that is known.
 pub const DEVICES: usize = 32;
@@ -60,6 +60,8 @@ pub(crate) struct Local {
     closed: AtomicU32,
     /// How many of the devices there are.
     count: AtomicU32,
+    /// Somebody has set out to do what the node wishes ([`Ledger::serve`]).
+    served: AtomicU32,
     me: [AtomicU64; 4],
     /// By the ordinal of a CUDA device: 0 not asked yet, 1 none, otherwise its index here plus 2.
     ordinals: [AtomicU32; ORDINALS],
@@ -75,6 +77,11 @@ pub(crate) struct Local {
     /// See [`crate::vmm`]: the number of the next physical allocation.
     pub(crate) objects: AtomicU64,
 }
+
+/// How long to sleep while the node wishes nothing: where one word tells, and where there are several devices, of
+/// which only the first does; in nanoseconds.
+const WISH: u64 = 60_000_000_000;
+const WISHES: u64 = 200_000_000;
 
 const EMPTY: u32 = 0;
 const BUILDING: u32 = 1;
@@ -172,6 +179,38 @@ impl<S: System> Ledger<S> {
         let index = entry.device();
         if let Some(places) = local.devices.get(index as usize) {
             Device { ledger: self, local, places, index }.give_back(entry);
+        }
+    }
+
+    /// Calls with every device with a share that over-commits.
+    pub fn over_committed<'a>(&'a self, mut each: impl FnMut(Device<'a, S>)) {
+        let Some(local) = self.local() else { return };
+        for (places, index) in local.devices().zip(0..) {
+            if places.places().any(|place| place.flags().has(Flags::UVM))
+                && let Standing::Share(device) = self.standing(local, index)
+            {
+                each(device);
+            }
+        }
+    }
+
+    /// Whether the caller is the first of this process that asks: then it has to see to it that what the node wishes
+    /// is done while the program calls nothing.
+    pub fn serve(&self) -> bool {
+        self.local().is_some_and(|local| {
+            local.served.load(Relaxed) == 0 && local.served.compare_exchange(0, 1, Relaxed, Relaxed).is_ok()
+        })
+    }
+
+    /// Sleeps until the node wishes something, or for a while.
+    pub fn wait_for_wish(&self) {
+        let over = |place: &&Place| place.flags().has(Flags::UVM);
+        let mut places = self.local().into_iter().flat_map(|local| local.devices().flat_map(Places::places));
+        let first = places.by_ref().find(over).and_then(Place::wish);
+        let pause = if places.any(|place| over(&place)) { WISHES } else { WISH };
+        match first {
+            Some((word, known)) => self.system.wait(word, known, self.system.now().saturating_add(pause)),
+            None => self.system.nap(pause),
         }
     }
 

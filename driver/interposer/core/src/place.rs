@@ -39,6 +39,8 @@ pub(crate) struct Place {
     attention: AtomicU64,
     /// The node's last call that this process has answered.
     answered: AtomicU32,
+    /// The node's last wish that was done.
+    trimmed: AtomicU32,
 }
 
 /// What the node says to a launch on one share.
@@ -244,6 +246,19 @@ impl Place {
     /// Whether the node grants a rate at the moment: then it knows what the share really has.
     pub(crate) fn is_watched(&self, now: u64) -> bool {
         self.page().and_then(|page| page.granted(now)).is_some()
+    }
+
+    /// The word that the node changes when it wishes pools trimmed, and what it was when that was done last.
+    pub(crate) fn wish(&self) -> Option<(&AtomicU32, u32)> {
+        Some((self.page()?.trim(), self.trimmed.load(Relaxed)))
+    }
+
+    /// Whether the node wishes something that is not done: then it is the caller's to do.
+    #[inline]
+    pub(crate) fn take_wish(&self) -> bool {
+        let Some((word, known)) = self.wish() else { return false };
+        let now = word.load(Relaxed);
+        now != known && self.trimmed.compare_exchange(known, now, Relaxed, Relaxed).is_ok()
     }
 
     /// Unused compute time that is kept, in nanoseconds. At a rate that is less than the record's, as the node grants

@@ -16,7 +16,7 @@ mod info;
 mod launch;
 mod memory;
 mod overcommit;
-mod pool;
+pub(crate) mod pool;
 mod proc_address;
 mod virtual_memory;
 

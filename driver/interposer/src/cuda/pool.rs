@@ -6,6 +6,7 @@
 use super::driver::{self, Handle, Ordinal, PoolProperties};
 use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, real};
 use crate::share::{self, Device, LEDGER, Standing};
+use crate::worker;
 use core::sync::atomic::{AtomicUsize, Ordering};
 use divvy_interposer_core::Grown;
 use divvy_interposer_core::table::Class;
@@ -32,13 +33,25 @@ fn device_of(pool: Handle) -> Option<Ordinal> {
 /// Gives back what the pools of a device hold for nothing, before somebody is refused.
 #[cold]
 pub(super) fn shrink(device: &Device) {
+    give_back(device);
+}
+
+/// The same, when the node asks for it. It is told what is left for nothing all the same.
+pub(crate) fn give_back(device: &Device) {
+    let mut idle = 0;
     device.pools(|pool| {
         let growing = device.grow(Grown::Pool(pool));
+        // One that was destroyed meanwhile is in nobody's hands.
+        if growing.charged() == 0 {
+            return;
+        }
         trim(pool as Handle);
-        if let Some((reserved, _)) = driver::pool_memory(pool as Handle) {
+        if let Some((reserved, used)) = driver::pool_memory(pool as Handle) {
+            idle += reserved.saturating_sub(used);
             growing.settle_anyway(reserved);
         }
     });
+    device.note_idle(idle);
 }
 
 fn trim(pool: Handle) {
@@ -65,6 +78,7 @@ unsafe fn from(
         Standing::Closed => return OUT_OF_MEMORY,
         Standing::Share(share) => share,
     };
+    worker::heed(&share);
     // Recorded into a graph, it allocates nothing now.
     if driver::is_capturing(stream) {
         return call(out);
@@ -163,6 +177,12 @@ hook! {
     /// With all that is not allocated from it. The rest the driver keeps until it is freed, which no call tells:
     /// it stays charged until the process ends, or the node's measure corrects it.
     cuMemPoolDestroy(pool: Handle) |real| {
+        // Nobody is about to trim it meanwhile, see `give_back`.
+        let standing = device_of(pool).map(share::of_cuda);
+        let _alone = match &standing {
+            Some(Standing::Share(share)) => Some(share.grow(Grown::Pool(pool as u64))),
+            _ => None,
+        };
         let allocated = driver::pool_memory(pool).map_or(u64::MAX, |(_, used)| used);
         // The handle may be another pool's as soon as the driver is done.
         let taken = LEDGER.take(Class::Pool, pool as u64);

@@ -146,6 +146,7 @@ impl Guest {
             ["capture", way, name, count] => self.captured(way, name, number(count)),
             ["graphs", way, graph, count] => self.graphs(way, number(graph), number(count)),
             ["told", address] => self.told(number(address)),
+            ["threads"] => super::told::threads(),
             ["sweep"] => self.sweep(),
             ["synchronize"] => call!(self, "cuCtxSynchronize",).to_string(),
             ["fork", rest @ ..] => self.fork(rest),

@@ -18,7 +18,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use core::sync::atomic::{AtomicI32, AtomicU16, AtomicU32, AtomicU64};
 
 /// Kernels that are told apart; all further ones are one.
-const KERNELS: usize = 1024;
+pub(super) const KERNELS: usize = 1024;
 const PROBES: usize = 8;
 /// From here on a launch is worth its own measurement, in nanoseconds.
 const LONG: u64 = 100_000;

@@ -30,6 +30,7 @@ pub(crate) use costs::Costs;
 pub use costs::Work;
 use costs::{Charge, Cost, Measure};
 use divvy_pages::Flags;
+use divvy_pages::account::Slot;
 use samples::Samples;
 pub use samples::Timer;
 
@@ -165,6 +166,9 @@ impl<S: System> Device<'_, S> {
     fn harvest(&self, pace: &Pace, timer: &impl Timer) {
         let is_watched = pace.watched.load(Relaxed) != 0;
         pace.settle(pace.samples.harvest(timer, &self.local.costs, is_watched));
+        if let Some((took, least)) = pace.samples.untold() {
+            self.tell(|slot| slot.measured(took, least));
+        }
     }
 
     /// Until enough of what was measured has ended, of this kernel too while little is known of it.
@@ -287,11 +291,15 @@ impl<S: System> Device<'_, S> {
         soonest
     }
 
-    /// Tells the node.
     fn count(&self, charged: i64, waited: u64) {
+        self.tell(|slot| slot.worked(charged, waited));
+    }
+
+    /// Tells the node.
+    pub(crate) fn tell(&self, tell: impl FnOnce(&Slot)) {
         let Some(seat) = self.places.places().next().and_then(Place::seat) else { return };
         if let Some(slot) = seat.page.slots().get(usize::from(seat.slot)) {
-            slot.worked(charged, waited);
+            tell(slot);
         }
     }
 }

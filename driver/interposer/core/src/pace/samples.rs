@@ -9,7 +9,7 @@
 //! the end is kept, and times are taken between neighbours: an event's time is a float of
 //! milliseconds, which over an hour would be too coarse.
 
-use super::costs::{Charge, Costs, Measure};
+use super::costs::{Charge, Costs, KERNELS, Measure};
 use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::*};
 
 /// The driver's events, for the thread and the stream that launch.
@@ -46,7 +46,13 @@ pub(crate) struct Samples {
     aside: AtomicU64,
     /// What the launches under way were charged.
     depth: AtomicI64,
+    /// Nanoseconds from begin to end of measured launches, and what they would have been had each been as fast as the
+    /// fastest of its kernel, since the node was told last.
+    took: AtomicU64,
+    least: AtomicU64,
     ring: [Sample; LENGTH],
+    /// By the kernel's number: the fastest that was seen, in nanoseconds; 0: none.
+    fastest: [AtomicU32; KERNELS],
 }
 
 #[derive(Debug)]
@@ -179,7 +185,7 @@ impl Samples {
             self.depth.fetch_sub(charged, Relaxed);
             let Some(cost) = costs.at(sample.cost.load(Relaxed)) else { continue };
             cost.goes(-1);
-            let Some(took) = took else {
+            let Some((took, length)) = took else {
                 if !is_void {
                     // Its context has ended, and its events with it.
                     sample.forget();
@@ -188,6 +194,7 @@ impl Samples {
             };
             let stands_for = sample.stands_for.load(Relaxed);
             if stands_for > 0 {
+                self.compare(sample.cost.load(Relaxed), length);
                 let counts = cost.learn(took, is_watched);
                 let difference = charged.saturating_sub(counts as i64);
                 credit = credit.saturating_add(difference.saturating_mul(i64::from(stands_for)));
@@ -208,8 +215,26 @@ impl Samples {
         }
     }
 
-    /// By how much it moved the end of all work.
-    fn took(&self, sample: &Sample, timer: &impl Timer) -> Option<u64> {
+    /// What was not told yet of [`divvy_pages::account::Slot::measured`], in its order.
+    pub(crate) fn untold(&self) -> Option<(u64, u64)> {
+        (self.took.load(Relaxed) != 0).then(|| (self.took.swap(0, Relaxed), self.least.swap(0, Relaxed)))
+    }
+
+    /// Holds how long a kernel ran against the fastest of its launches.
+    fn compare(&self, kernel: u32, length: u64) {
+        let Some(fastest) = self.fastest.get(kernel as usize) else { return };
+        let length = u32::try_from(length).unwrap_or(u32::MAX).max(1);
+        let least = match fastest.load(Relaxed) {
+            0 => length,
+            known => known.min(length),
+        };
+        fastest.store(least, Relaxed);
+        self.took.fetch_add(length.into(), Relaxed);
+        self.least.fetch_add(least.into(), Relaxed);
+    }
+
+    /// By how much it moved the end of all work, and how long it ran itself.
+    fn took(&self, sample: &Sample, timer: &impl Timer) -> Option<(u64, u64)> {
         let (begin, end) = (sample.begin.load(Relaxed), sample.end.load(Relaxed));
         let context = sample.context.load(Relaxed);
         let length = timer.elapsed(begin, end)?.max(0);
@@ -225,7 +250,8 @@ impl Samples {
                 timer.destroy(last);
             }
         }
-        u64::try_from(moved.map_or(length, |moved| length.min(moved)).max(0)).ok()
+        let moved = moved.map_or(length, |moved| length.min(moved)).max(0);
+        Some((moved.unsigned_abs(), length.unsigned_abs()))
     }
 }
 

@@ -382,3 +382,25 @@ fn the_shares_of_one_device_and_the_processes_of_one_share_add_up() {
     let got = gpu.worked(2 * SECOND, 4 * SECOND) / (20 * MS);
     assert!((38..=42).contains(&got), "{got}");
 }
+
+#[test]
+fn the_node_is_told_how_long_launches_took_against_their_fastest() {
+    let world = share(50);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    // Two kernels: the lengths of one are no measure for the other.
+    let run = |long: u64, short: u64| {
+        let before = world.report();
+        for _ in 0..100 {
+            launch(device(&process), &gpu, 0, 1, long, true);
+            launch(device(&process), &gpu, 0, 2, short, true);
+        }
+        let now = world.report();
+        (now.measured_ns - before.measured_ns, now.least_ns - before.least_ns)
+    };
+    launch(device(&process), &gpu, 0, 1, MS, true);
+    let steady = run(5 * MS, MS / 2);
+    assert!(steady.0 > 400 * MS && steady.0 < steady.1 * 6 / 5, "{steady:?}");
+    let slow = run(50 * MS, 5 * MS);
+    assert!(slow.0 > 4_000 * MS && slow.0 > slow.1 * 8, "{slow:?}");
+}

@@ -212,13 +212,18 @@ impl World {
     }
 
     /// What the first process says of its bytes, as the node reads it: for contexts, managed memory.
-    #[allow(unsafe_code)]
     pub(super) fn told(&self) -> (u64, u64) {
+        let report = self.report();
+        (report.context, report.managed)
+    }
+
+    /// The slot of the first process, as the node reads it.
+    #[allow(unsafe_code)]
+    pub(super) fn report(&self) -> account::SlotReport {
         let page = self.accounts().next().expect("a page");
         // SAFETY: a page has so many bytes; who asks waits until nobody writes them.
         let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(page).cast(), account::SIZE) };
-        let report = account::Snapshot::new(bytes).expect("a page").slots().next().expect("a slot");
-        (report.context, report.managed)
+        account::Snapshot::new(bytes).expect("a page").slots().next().expect("a slot")
     }
 
     /// The pages of the first share.
