@@ -10,6 +10,7 @@
 //! `NAME_bar<TAB>most<TAB>unit<TAB>held|MISSED`.
 
 mod cells;
+mod draw;
 mod tenants;
 
 use crate::shares::built;
@@ -65,6 +66,9 @@ pub(crate) struct Arguments {
     /// Rounds of the figures that are compared
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
+    /// Draw what tenants get over time by each policy, as pictures in this directory, and nothing else
+    #[arg(long, value_name = "DIR")]
+    draw: Option<PathBuf>,
     /// Only these parts: cells, aggregate, launch
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
@@ -85,6 +89,9 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     let millis = Duration::from_millis;
     let (before, window, burst) =
         (millis(arguments.before), millis(arguments.window), millis(arguments.burst));
+    if let Some(dir) = &arguments.draw {
+        return draw::all(&library, dir);
+    }
     let stage = Stage::up(library, before, window, burst, !arguments.no_agent)?;
     if wanted("cells") {
         let chosen = chosen(arguments);

@@ -7,6 +7,7 @@ use divvy_escape::node::{Compute, MIB, Node};
 use divvy_escape::programs;
 use divvy_escape::watch::Watch;
 use divvy_sim::ledger::{Served, Watcher};
+use rustix::process::{Pid, Signal, kill_process};
 use std::cell::Cell as Counter;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -58,7 +59,7 @@ pub(crate) struct Got {
 }
 
 /// A running program. It ends with its container.
-struct Tenant {
+pub(crate) struct Tenant {
     /// As the ledger has it.
     name: String,
     child: Child,
@@ -78,7 +79,7 @@ impl Drop for Pages {
 }
 
 /// When, and nanoseconds that somebody had had by then.
-type Point = (u64, u64);
+pub(crate) type Point = (u64, u64);
 
 impl Stage {
     pub(crate) fn up(
@@ -100,16 +101,21 @@ impl Stage {
         Ok(Self { _agent, node, watcher, library, before, window, burst, shares: Counter::new(0) })
     }
 
-    /// The container of a tenant that asked for so much, and where the pages of its share are.
-    fn container(&self, request: u32) -> Result<(Container, Option<Pages>)> {
-        let environment = vec![(JITTER.0.to_owned(), JITTER.1.to_owned())];
-        if request == UNLIMITED {
-            let recipe = Recipe { environment, ..Recipe::default() };
-            return Ok((Container::start(&self.node, &recipe)?, None));
-        }
-        let claim = format!("claim-{}", self.shares.replace(self.shares.get() + 1));
+    /// What a share of so many per cent says, of which no more is lent; none of one without a share.
+    fn fixed(&self, request: u32) -> Result<Option<Compute>> {
         let burst_us = u64::try_from(self.burst.as_micros())?;
         let compute = Compute { cores: request, ceiling: request, burst_us, ..Compute::default() };
+        Ok((request != UNLIMITED).then_some(compute))
+    }
+
+    /// The container of a tenant with such a share, and where its pages are.
+    fn container(&self, compute: Option<Compute>) -> Result<(Container, Option<Pages>)> {
+        let environment = vec![(JITTER.0.to_owned(), JITTER.1.to_owned())];
+        let Some(compute) = compute else {
+            let recipe = Recipe { environment, ..Recipe::default() };
+            return Ok((Container::start(&self.node, &recipe)?, None));
+        };
+        let claim = format!("claim-{}", self.shares.replace(self.shares.get() + 1));
         let share = self.node.share_with(&claim, "0", LIMIT, compute)?;
         let pages = Pages(share.directory.parent().context("a share without a claim")?.to_owned());
         let (library, shares) = (Some(self.library.clone()), vec![share]);
@@ -119,7 +125,7 @@ impl Stage {
 
     /// Nanoseconds of a launch of a kernel of no length.
     pub(crate) fn launch(&self, request: u32) -> Result<f64> {
-        let (container, _pages) = self.container(request)?;
+        let (container, _pages) = self.container(self.fixed(request)?)?;
         let mut command = container.command(&self.node.programs().join(program(0)));
         let ran = command.args(["launch", LAUNCHES]).output().context("cannot start nsenter")?;
         ensure!(ran.status.success(), "compute launch: {}", String::from_utf8_lossy(&ran.stderr).trim());
@@ -130,23 +136,9 @@ impl Stage {
     pub(crate) fn play(&self, cell: &Cell) -> Result<Vec<Got>> {
         let mut tenants = Vec::new();
         for (at, request) in cell.requests.iter().enumerate() {
-            tenants.push(self.tenant(at, *request, cell.shape.name)?);
+            tenants.push(self.tenant(at, self.fixed(*request)?, cell.shape.name)?);
         }
-        tenants.iter_mut().try_for_each(Tenant::ready)?;
-        tenants.iter_mut().try_for_each(Tenant::go)?;
-        let begin = divvy_sim::ledger::now();
-        let end = begin + nanoseconds(self.before + self.window);
-        let mut served = vec![vec![(begin, 0)]; tenants.len()];
-        while served.iter().any(|points| points.last().is_none_or(|(at, _)| *at < end)) {
-            std::thread::sleep(LOOK);
-            let now = self.watcher.served();
-            for (tenant, points) in tenants.iter_mut().zip(&mut served) {
-                match had(&now, &tenant.name) {
-                    Some(point) => points.push(point),
-                    None => bail!("{}: {}", cell.name(), tenant.ended()),
-                }
-            }
-        }
+        let served = self.watch(&mut tenants, |_, _| Ok(())).with_context(|| cell.name())?;
         let mut got = Vec::new();
         for (tenant, points) in tenants.into_iter().zip(served) {
             got.push(self.got(&tenant.end()?, &points)?);
@@ -154,8 +146,35 @@ impl Stage {
         Ok(got)
     }
 
-    fn tenant(&self, at: usize, request: u32, shape: &str) -> Result<Tenant> {
-        let (container, pages) = self.container(request)?;
+    /// Lets tenants go, and looks at what each has had until all is over. `meanwhile` is called before each look with
+    /// the tenants and the time since the begin.
+    pub(crate) fn watch(
+        &self,
+        tenants: &mut [Tenant],
+        mut meanwhile: impl FnMut(&[Tenant], Duration) -> Result<()>,
+    ) -> Result<Vec<Vec<Point>>> {
+        tenants.iter_mut().try_for_each(Tenant::ready)?;
+        tenants.iter_mut().try_for_each(Tenant::go)?;
+        let begin = divvy_sim::ledger::now();
+        let end = begin + nanoseconds(self.before + self.window);
+        let mut served = vec![vec![(begin, 0)]; tenants.len()];
+        while served.iter().any(|points| points.last().is_none_or(|(at, _)| *at < end)) {
+            meanwhile(tenants, Duration::from_nanos(divvy_sim::ledger::now() - begin))?;
+            std::thread::sleep(LOOK);
+            let now = self.watcher.served();
+            for (tenant, points) in tenants.iter_mut().zip(&mut served) {
+                match had(&now, &tenant.name) {
+                    Some(point) => points.push(point),
+                    None => bail!("{}", tenant.ended()),
+                }
+            }
+        }
+        Ok(served)
+    }
+
+    /// A tenant that waits for its start; none for one without a share.
+    pub(crate) fn tenant(&self, at: usize, compute: Option<Compute>, shape: &str) -> Result<Tenant> {
+        let (container, pages) = self.container(compute)?;
         let name = program(at);
         let millis = |time: Duration| time.as_millis().to_string();
         let mut child = container
@@ -210,8 +229,21 @@ impl Tenant {
         format!("{} has ended: {}", self.name, words.trim())
     }
 
+    /// Stops its program, which the ledger knows, or has it go on.
+    pub(crate) fn rest(&self, stage: &Stage, rests: bool) -> Result<()> {
+        let served = stage.watcher.served();
+        let found = served.iter().find(|found| found.name == self.name);
+        let pid = found.map(|found| found.pid).with_context(|| format!("{} is not on the GPU", self.name))?;
+        let signal = if rests { Signal::STOP } else { Signal::CONT };
+        // nsenter stops with its program, and does not go on with it.
+        for pid in [pid, self.child.id()] {
+            kill_process(Pid::from_raw(i32::try_from(pid)?).context("no process")?, signal)?;
+        }
+        Ok(())
+    }
+
     /// What it says in the end.
-    fn end(mut self) -> Result<String> {
+    pub(crate) fn end(mut self) -> Result<String> {
         let deadline = Instant::now() + PATIENCE;
         while self.child.try_wait()?.is_none() {
             ensure!(Instant::now() < deadline, "{} does not end", self.name);
@@ -233,7 +265,7 @@ fn had(served: &[Served], name: &str) -> Option<Point> {
 }
 
 /// Per cent of the time between two times, by the looks nearest to them.
-fn share(points: &[Point], from: u64, to: u64) -> f64 {
+pub(crate) fn share(points: &[Point], from: u64, to: u64) -> f64 {
     let nearest = |time: u64| points.iter().min_by_key(|(at, _)| at.abs_diff(time));
     match (nearest(from), nearest(to)) {
         (Some(from), Some(to)) if to.0 > from.0 => (to.1 - from.1) as f64 / (to.0 - from.0) as f64 * 100.0,
