@@ -398,7 +398,7 @@ fn the_node_is_told_how_long_launches_took_against_their_fastest() {
         let now = world.report();
         (now.measured_ns - before.measured_ns, now.least_ns - before.least_ns)
     };
-    launch(device(&process), &gpu, 0, 1, MS, true);
+    launch(device(&process), &gpu, 0, 3, MS, true);
     let steady = run(5 * MS, MS / 2);
     assert!(steady.0 > 400 * MS && steady.0 < steady.1 * 6 / 5, "{steady:?}");
     let slow = run(50 * MS, 5 * MS);
