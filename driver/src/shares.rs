@@ -19,19 +19,19 @@
 //! whatever it says, and a policy is changed in place, in the copy that is not
 //! read (see [`divvy_pages::policy`]).
 
+mod mapped;
 pub mod policy;
 
 use crate::paths::HostPaths;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::policy::{PolicyError, SIZE};
-use divvy_pages::{Flags, Policy, PolicyPage, account};
+use divvy_pages::{Flags, Policy, account};
+pub(crate) use mapped::Mapped;
 use rustix::fs::OFlags;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::ptr;
 
 /// Where containers see the pages of their shares.
 pub const IN_CONTAINER: &str = "/run/divvy";
@@ -150,15 +150,6 @@ impl Shares {
             && read(&dir.join(POLICY)).is_ok_and(|page| says(&page, policy) == Ok(true))
     }
 
-    /// Grants a share so many nanoseconds of GPU time a second, of those that its library counts, until that time
-    /// of the monotonic clock in nanoseconds. The agent's word alone: what else is written here never touches it, and
-    /// who holds the agent's lock is its only writer.
-    pub fn grant(&self, claim: &ClaimUid, share: &ShareId, rate: u64, until: u64) -> io::Result<()> {
-        let mapped = Mapped::open(&self.of(claim, share).join(POLICY))?;
-        mapped.page().ok_or(io::ErrorKind::InvalidData)?.grant(rate, until);
-        Ok(())
-    }
-
     /// Removes the pages of a claim; what is not there is fine.
     pub fn remove(&self, claim: &ClaimUid) -> Result<(), PagesError> {
         if !is_file_name(claim.as_str()) {
@@ -263,43 +254,6 @@ fn change(path: &Path, page: &[u8], wanted: &Policy) -> Result<bool, PagesError>
     replaced.page().map_or(Err(PolicyError::Foreign), |page| page.replace(&wanted)).map_err(failed)?;
     tracing::info!(path = %path.display(), "policy of a share changed in place");
     Ok(true)
-}
-
-/// A policy page, mapped to be changed.
-struct Mapped {
-    address: ptr::NonNull<u8>,
-}
-
-#[allow(unsafe_code)]
-impl Mapped {
-    fn open(path: &Path) -> io::Result<Self> {
-        let file = open(path, true)?;
-        if file.metadata()?.len() != SIZE as u64 {
-            return Err(io::ErrorKind::InvalidData.into());
-        }
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice takes no memory from
-        // anybody. The file is root's alone to write, so nobody cuts it short below us.
-        let address = unsafe { mmap(ptr::null_mut(), SIZE, access, MapFlags::SHARED, &file, 0)? };
-        ptr::NonNull::new(address.cast())
-            .map(|address| Self { address })
-            .ok_or_else(|| io::ErrorKind::Other.into())
-    }
-
-    fn page(&self) -> Option<&PolicyPage> {
-        // SAFETY: so many bytes are mapped readable and writable until `self` is dropped,
-        // and the answer borrows `self`.
-        unsafe { PolicyPage::at(self.address.as_ptr(), SIZE) }
-    }
-}
-
-#[allow(unsafe_code)]
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        // SAFETY: what `open` mapped, once, and nothing borrows it any more. It fails for
-        // no mapping that is there.
-        let _ = unsafe { munmap(self.address.as_ptr().cast(), SIZE) };
-    }
 }
 
 /// Opens a page, or fails with `WouldBlock`: the root of a container may have taken a lease

@@ -32,7 +32,7 @@ use crate::word::Word;
 use crate::{MAJOR, MINOR};
 use core::fmt;
 use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
-pub use node::{ATTENTION, BALANCE, NodeLine, SlotReport, Snapshot};
+pub use node::{ATTENTION, BALANCE, DOORBELL, NodeLine, SlotReport, Snapshot};
 
 /// The length of an account page, in bytes.
 pub const SIZE: usize = HEADER + SLOTS * SLOT;
@@ -283,6 +283,7 @@ pub struct Slot {
 const _: () = assert!(size_of::<Slot>() == SLOT);
 const _: () = assert!(size_of::<AccountPage>() == SIZE);
 const _: () = assert!(core::mem::offset_of!(AccountPage, slots) == HEADER);
+const _: () = assert!(core::mem::offset_of!(AccountPage, doorbell) == DOORBELL as usize);
 const _: () = assert!(core::mem::offset_of!(AccountPage, faults) == 384);
 const _: () = assert!(core::mem::offset_of!(Slot, node) == 128);
 

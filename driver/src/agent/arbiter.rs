@@ -84,7 +84,7 @@ impl Terms {
     }
 
     /// The most that it is expected to use.
-    fn wants(&self, seen: Seen) -> u64 {
+    pub(super) fn wants(&self, seen: Seen) -> u64 {
         if seen.is_held_up() {
             return self.ceiling;
         }
@@ -100,10 +100,10 @@ impl Seen {
     }
 }
 
-/// What each share is to have of the next second; together no more than there is, as long as the
-/// guarantees are not. Who wants nothing has nothing, and its part is lent.
-pub(super) fn targets(shares: &[(Terms, Seen)]) -> Vec<u64> {
-    let wants: Vec<u64> = shares.iter().map(|(terms, seen)| terms.wants(*seen)).collect();
+/// What each share is to have of the time that comes, by what it is entitled to and wants; together no more than
+/// there is, as long as the guarantees are not. Who wants nothing has nothing, and its part is lent.
+pub(super) fn targets(shares: &[(Terms, u64)]) -> Vec<u64> {
+    let wants: Vec<u64> = shares.iter().map(|(terms, wants)| (*wants).min(terms.ceiling)).collect();
     let mut targets: Vec<u64> =
         shares.iter().zip(&wants).map(|((terms, _), wants)| terms.guarantee.min(*wants)).collect();
     let mut rest = SECOND.saturating_sub(targets.iter().sum());
@@ -126,19 +126,43 @@ pub(super) fn targets(shares: &[(Terms, Seen)]) -> Vec<u64> {
     }
 }
 
-/// The rate of a share for the next second, of the library's nanoseconds, and what is to be remembered.
-/// Who wants nothing yet finds its guarantee when it does, or a little.
-pub(super) fn rate(terms: Terms, seen: Seen, target: u64, memory: Memory) -> (u64, Memory) {
-    let mut memory = corrected(memory, seen);
-    memory.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
-    memory.granted = memory.allowed - memory.debt.min(memory.allowed / 2);
-    let rate = (memory.granted as f64 * memory.trim) as u64;
-    // 0 would be the record's.
-    (rate.max(1), memory)
+impl Memory {
+    /// The rate of a share from now on, of the library's nanoseconds, and what is to be remembered.
+    /// Who wants nothing yet finds its guarantee when it does, or a little. The whole GPU is that by any trim.
+    pub(super) fn rate(mut self, terms: Terms, target: u64) -> (u64, Self) {
+        self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
+        self.granted = self.allowed - self.debt.min(self.allowed / 2);
+        let rate = (self.granted as f64 * self.trim) as u64;
+        // 0 would be the record's.
+        (if self.granted < SECOND { rate.max(1) } else { rate.max(SECOND) }, self)
+    }
+
+    /// Of a share that is not held to anything.
+    pub(super) fn free(self) -> Self {
+        Self { granted: SECOND, allowed: SECOND, ..self }
+    }
+
+    /// What it was granted, and what it would have been without its debt; nanoseconds a second.
+    pub(super) fn granted(&self) -> (u64, u64) {
+        (self.granted, self.allowed)
+    }
+
+    /// The same where that changed in the course of the second: by the mean.
+    pub(super) fn with_granted(self, granted: u64, allowed: u64) -> Self {
+        Self { granted, allowed, ..self }
+    }
+
+    /// Of a share that an agent before this one has granted so much, where it should have had that: the trim is what
+    /// took longest to find.
+    pub(super) fn inherited(rate: u64, target: u64) -> Self {
+        let trim = rate as f64 / target.max(1) as f64;
+        let is_one = (TRIM.0..=TRIM.1).contains(&trim);
+        if is_one { Self { trim, ..Self::default() } } else { Self::default() }
+    }
 }
 
 /// The trim and the debt after what was seen of the second for which so much was granted.
-fn corrected(memory: Memory, seen: Seen) -> Memory {
+pub(super) fn corrected(memory: Memory, seen: Seen) -> Memory {
     let Memory { mut trim, granted, allowed, mut believed, debt } = memory;
     if granted == 0 {
         return memory;

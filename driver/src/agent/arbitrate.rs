@@ -1,14 +1,15 @@
-//! What the arbiter goes by, from one look, and what it decides, to the policy pages.
+//! What the arbiter goes by, from one look.
 //!
-//! [`super::arbiter`] decides; here NVML's processes become shares, and what slots count from
+//! [`super::arbiter`] and [`super::orders`] decide; here NVML's processes become shares, and what slots count from
 //! their begin becomes what they counted in the last second.
 //!
-//! Nothing is kept: the next agent begins with what the policies say and finds the trims again in
-//! two seconds. Until there is one, the last rates stand.
+//! Nothing is kept: the next agent begins with what the policies and the last grants say. Of a share that it sees for
+//! the first time it knows only that it works, and takes it to want all that it may have.
 
 use super::arbiter::{self, SECOND, Seen, Terms};
+use super::desk::Had;
 use super::look::{Look, Share, Slot};
-use crate::shares::Shares;
+use super::orders::Standing;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::Owner;
 use std::collections::BTreeMap;
@@ -16,19 +17,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 type Key = (ClaimUid, ShareId);
 
-/// From one second to the next, of one GPU.
+/// From one second to the next, of one GPU: what slots said, by share and number.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Memory {
-    shares: BTreeMap<Key, Kept>,
+    shares: BTreeMap<Key, BTreeMap<usize, Said>>,
     /// When that was.
     at: Option<Instant>,
-}
-
-#[derive(Clone, Debug, Default)]
-struct Kept {
-    trim: arbiter::Memory,
-    /// What slots said, by number.
-    slots: BTreeMap<usize, Said>,
 }
 
 /// Nanoseconds charged and waited, by the owner of a slot.
@@ -51,57 +45,47 @@ impl Memory {
     }
 }
 
-/// The rates that shares are to have from now on, by index. Nothing of instances, and nothing at all where NVML
-/// does not say who had what: there the policies hold as they stand.
-pub(super) fn rates(look: &Look, times: &Times, memory: Memory, now: Instant) -> (Vec<(usize, u64)>, Memory) {
-    let whole = || look.shares.iter().enumerate().filter(|(_, share)| share.policy.mig.is_none());
+/// The priority of a share that precedes others, and above.
+const HIGH: u32 = 1;
+
+/// Whole GPUs' shares as they stand, by index. Nothing of instances, and nothing at all where NVML
+/// does not say who had what: there the policies hold as they are.
+pub(super) fn standings(
+    look: &Look,
+    times: &Times,
+    had: &BTreeMap<Key, Had>,
+    memory: Memory,
+    now: Instant,
+) -> (Vec<(usize, Standing)>, Memory) {
     let Some(times) = times else { return (Vec::new(), Memory::default()) };
     let since = memory.at.map(|at| now.duration_since(at)).filter(|since| !since.is_zero());
     let mut before = memory.shares;
     let busy = busy(look, times);
-    let (mut terms, mut kept) = (Vec::new(), Vec::new());
-    for (at, share) in whole() {
-        let mut of_share = before.remove(&share.key()).unwrap_or_default();
-        let (charged, waited) = said(share, &mut of_share.slots);
+    let (mut standings, mut shares) = (Vec::new(), BTreeMap::new());
+    for (at, share) in look.shares.iter().enumerate().filter(|(_, share)| share.policy.mig.is_none()) {
+        let mut slots = before.remove(&share.key()).unwrap_or_default();
+        let (charged, waited) = said(share, &mut slots);
+        shares.insert(share.key(), slots);
         let by_second = |ns: u64| match since {
             Some(since) => (u128::from(ns) * u128::from(SECOND) / since.as_nanos()) as u64,
             None => 0,
         };
         let busy = busy.get(&at).copied().unwrap_or(0);
         let seen = Seen { busy, charged: by_second(charged), waited: by_second(waited) };
-        terms.push((Terms::of(share.policy.compute), seen));
-        kept.push((at, share, of_share));
+        let compute = share.policy.compute;
+        let terms = Terms::of(compute);
+        let (wants, memory) = match had.get(&share.key()) {
+            // Who was kept out could not show what it wants.
+            Some(had) => {
+                (terms.wants(seen).max(had.wanted.unwrap_or(0)), arbiter::corrected(had.memory, seen))
+            }
+            None => (if busy > 0 { terms.ceiling } else { 0 }, arbiter::Memory::default()),
+        };
+        let (is_high, is_limited) = (compute.priority >= HIGH, compute.is_limited());
+        standings
+            .push((at, Standing { terms, is_high, is_limited, wants, is_awake: false, turn: None, memory }));
     }
-    let mut rates = Vec::new();
-    let mut shares = BTreeMap::new();
-    let targets = arbiter::targets(&terms);
-    for (((at, share, mut of_share), (terms, seen)), target) in kept.into_iter().zip(terms).zip(targets) {
-        let (rate, trim) = arbiter::rate(terms, seen, target, of_share.trim);
-        // One that is not limited goes by no rate.
-        if share.policy.compute.is_limited() {
-            rates.push((at, rate));
-        }
-        of_share.trim = trim;
-        shares.insert(share.key(), of_share);
-    }
-    (rates, Memory { shares, at: Some(now) })
-}
-
-/// For so long a rate holds: an audit may come late, and two may be lost.
-const GRANT: Duration = Duration::from_millis(3500);
-
-/// Writes rates to the pages, for a while: a rate goes by who works beside whom, which nobody would see
-/// change if this process were gone. Policies then hold as they stand.
-pub(super) fn write(look: &Look, rates: &[(usize, u64)], shares: &Shares) {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    let now = Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32);
-    let until = u64::try_from((now + GRANT).as_nanos()).unwrap_or(u64::MAX);
-    for (at, rate) in rates {
-        let Some(Share { claim, id, .. }) = look.shares.get(*at) else { continue };
-        if let Err(cause) = shares.grant(claim, id, *rate, until) {
-            tracing::debug!(%claim, share = %id, %cause, "compute rate not written");
-        }
-    }
+    (standings, Memory { shares, at: Some(now) })
 }
 
 /// Nanoseconds a second that the processes of each share had, by index. What a process of several
@@ -147,6 +131,7 @@ pub(super) fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> (u64, u6
 #[cfg(test)]
 mod tests {
     use super::super::judge::tests::{CONTEXT, Scene};
+    use super::super::orders::orders;
     use super::*;
     use divvy_pages::{Compute, GpuUuid};
 
@@ -169,12 +154,20 @@ mod tests {
     }
 
     /// After a first look, one two seconds later: the rate of the share in points.
-    fn after(first: &Look, second: &Look, had: &Times) -> u64 {
+    fn after(first: &Look, second: &Look, times: &Times) -> u64 {
         let begin = Instant::now();
-        let (rates, memory) = rates(first, &times(&[]), Memory::default(), begin);
-        assert_eq!(rates, [(0, 30 * POINT)]);
-        let (rates, _) = super::rates(second, had, memory, begin + Duration::from_secs(2));
-        rates.first().expect("a share").1 / POINT
+        let decided = |standings: &[(usize, Standing)]| {
+            let [(0, standing)] = standings else { panic!("one share") };
+            orders(&[*standing])[0]
+        };
+        let idle = Some(BTreeMap::new());
+        let (all, memory) = standings(first, &idle, &BTreeMap::new(), Memory::default(), begin);
+        let order = decided(&all);
+        assert_eq!(order.rate, Some(30 * POINT));
+        let had = Had { memory: order.memory, wanted: None };
+        let had = [(first.shares[0].key(), had)].into();
+        let (all, _) = standings(second, times, &had, memory, begin + Duration::from_secs(2));
+        decided(&all).rate.expect("it is limited") / POINT
     }
 
     #[test]
@@ -201,10 +194,27 @@ mod tests {
 
     #[test]
     fn nothing_is_decided_where_nothing_is_known() {
-        let now = Instant::now();
-        assert!(rates(&look(0, 0), &None, Memory::default(), now).0.is_empty());
+        let found = |look: &Look, times: &Times| {
+            standings(look, times, &BTreeMap::new(), Memory::default(), Instant::now()).0
+        };
+        assert!(found(&look(0, 0), &None).is_empty());
         let mut instance = look(0, 0);
         instance.shares[0].policy.mig = Some(GpuUuid([7; 16]));
-        assert!(rates(&instance, &times(&[]), Memory::default(), now).0.is_empty());
+        assert!(found(&instance, &times(&[])).is_empty());
+    }
+
+    #[test]
+    fn who_is_seen_for_the_first_time_and_who_was_kept_out_wants_what_it_may_have() {
+        let look = look(0, 0);
+        let wants = |had: &BTreeMap<Key, Had>, busy: u32| {
+            standings(&look, &times(&[(7, busy)]), had, Memory::default(), Instant::now()).0[0].1.wants
+                / POINT
+        };
+        assert_eq!([wants(&BTreeMap::new(), 5), wants(&BTreeMap::new(), 0)], [30, 0]);
+        let had = |wanted| {
+            let had = Had { memory: arbiter::Memory::default(), wanted };
+            [(look.shares[0].key(), had)].into()
+        };
+        assert_eq!([wants(&had(None), 5), wants(&had(Some(20 * POINT)), 5)], [7, 20]);
     }
 }

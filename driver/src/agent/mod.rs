@@ -7,12 +7,13 @@
 //! ```text
 //! pages ─▶ NVML: memory by process ─▶ pages again, /proc ─▶ Look ─┬▶ judge ─▶ findings ─▶ report, end
 //!  (first copy)      and time                      (second copy)  ├▶ lines ─▶ the node's line of slots
-//!                                                                 ├▶ arbiter ─▶ rates on policy pages
+//!                                                                 ├▶ arbiter ─┬▶ orders ─▶ policy pages
+//!                                       doorbells of shares ─▶ bell ─────────┘
 //!                                                                 └▶ meter ─▶ what each share had ─▶ report
 //! ```
 //!
-//! [`judge`], [`overtime`], [`lines`], [`arbiter`] and [`meter`] are pure; [`gather`] reads files and writes lines, [`end`]
-//! ends a process, [`arbitrate`] writes rates. A finding counts when two looks in a row see it, so that nothing
+//! [`judge`], [`overtime`], [`lines`], [`arbiter`], [`orders`] and [`meter`] are pure; [`gather`] reads files and writes
+//! lines, [`end`] ends a process, [`desk`] writes orders; [`bell`] is the thread that does so between two audits. A finding counts when two looks in a row see it, so that nothing
 //! that is only just happening is taken for what it is not; where one look is proof,
 //! it counts at once. Both together stay well within the five seconds in which
 //! something must be done.
@@ -28,6 +29,9 @@
 
 mod arbiter;
 mod arbitrate;
+mod bell;
+mod desk;
+mod door;
 mod end;
 mod files;
 mod finding;
@@ -37,6 +41,7 @@ mod lines;
 mod look;
 mod meter;
 mod mounts;
+mod orders;
 mod overtime;
 mod process;
 
@@ -44,7 +49,9 @@ pub use finding::{Finding, Kind, Response, Suspect};
 
 use crate::gpus::Gpus;
 use crate::paths::HostPaths;
-use crate::shares::Shares;
+use crate::shares::{ACCOUNT, POLICY, Shares};
+use bell::Bell;
+use desk::Planned;
 use divvy_api::top::ShareNow;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_model::Inventory;
@@ -123,6 +130,7 @@ struct Sources {
     cgroup_root: PathBuf,
     lock: PathBuf,
     response: Response,
+    bell: Bell,
 }
 
 /// What the next audit of a GPU goes by.
@@ -157,6 +165,7 @@ impl Agent {
             cgroup_root: paths.sys_root.join("fs/cgroup"),
             lock: paths.run_dir.join(LOCK),
             response,
+            bell: Bell::default(),
         };
         (Self { inventory: gpus.inventory(), gpus, sources: Arc::new(sources), reports }, told)
     }
@@ -179,6 +188,7 @@ impl Agent {
                 _ = tick.tick() => {
                     let by_gpu = agent.found(&mut lock).await;
                     memories.retain(|gpu, _| by_gpu.contains_key(gpu));
+                    agent.sources.bell.keep(|gpu| by_gpu.contains_key(gpu));
                     for (gpu, found) in by_gpu {
                         if busy.insert(gpu) {
                             let memory = memories.remove(&gpu).unwrap_or_default();
@@ -229,7 +239,7 @@ impl Agent {
             }
         };
         let sources = self.sources.clone();
-        let audited = tokio::task::spawn_blocking(move || sources.audit(found, asked, memory));
+        let audited = tokio::task::spawn_blocking(move || sources.audit(gpu, found, asked, memory));
         let Ok((memory, reports, shares)) = audited.await else {
             // A panic, which the log tells of. Nothing is remembered of a look that went wrong.
             return Memory::default();
@@ -310,6 +320,7 @@ impl Sources {
     /// What NVML said held against everything else, and what follows from it.
     fn audit(
         &self,
+        gpu: pages::GpuUuid,
         found: Vec<Found>,
         Asked { uses, kept, times }: Asked,
         memory: Memory,
@@ -317,8 +328,7 @@ impl Sources {
         let look =
             Look { kept, ..gather::look(found, &self.files, uses, &self.process_root, &self.cgroup_root) };
         let now = Instant::now();
-        let (rates, of_times) = arbitrate::rates(&look, &times, memory.times.clone(), now);
-        arbitrate::write(&look, &rates, &self.shares);
+        let of_times = self.divide(gpu, &look, &times, memory.times.clone(), now);
         let (metered, since, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
         let (over_time, excess) = overtime::over_time(&look, &metered, &times, since, &memory.excess);
         let findings = judge::judge(&look, &memory.before).into_iter().chain(over_time).collect();
@@ -329,6 +339,28 @@ impl Sources {
         (memory.meter, memory.excess) = (of_meter, excess);
         let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         (memory, reports, meter::told(&look, &metered, at.as_millis() as u64))
+    }
+
+    /// Who is to have what of the GPU's time from now on.
+    fn divide(
+        &self,
+        gpu: pages::GpuUuid,
+        look: &Look,
+        times: &arbitrate::Times,
+        memory: arbitrate::Memory,
+        now: Instant,
+    ) -> arbitrate::Memory {
+        let had = self.bell.since(gpu);
+        let (standings, memory) = arbitrate::standings(look, times, &had, memory, now);
+        let planned = standings.into_iter().filter_map(|(at, standing)| {
+            let share = look.shares.get(at)?;
+            let dir = self.shares.of(&share.claim, &share.id);
+            // Else it was just removed, or somebody has a lease on it.
+            let account = self.files.get(&dir.join(ACCOUNT), true).ok()?;
+            Some(Planned { key: share.key(), policy: dir.join(POLICY), account, standing })
+        });
+        self.bell.plan(gpu, planned.collect());
+        memory
     }
 
     fn respond(&self, findings: Vec<Finding>, memory: Memory) -> (Memory, Vec<Report>) {
@@ -400,6 +432,7 @@ mod tests {
             cgroup_root: PathBuf::new(),
             lock: PathBuf::new(),
             response: "none".parse().unwrap(),
+            bell: Bell::default(),
         };
         let told = |memory: &Memory| memory.told.keys().filter_map(|key| key.process).collect::<Vec<_>>();
         let now = Instant::now();

@@ -36,6 +36,8 @@ impl NodeLine {
 
 /// Where in the file the balance is: eight bytes, for the node to put a forged one right.
 pub const BALANCE: u64 = 128;
+/// Where in the file the doorbell is: four bytes, a futex that nobody maps who does not launch but to wait at it.
+pub const DOORBELL: u64 = 192;
 /// Where in the file the attention word is: eight bytes that the node changes last.
 pub const ATTENTION: u64 = 320;
 

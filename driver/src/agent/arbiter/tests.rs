@@ -7,6 +7,11 @@ const POINT: u64 = SECOND / 100;
 
 const IDLE: Seen = Seen { busy: 0, charged: 0, waited: 0 };
 
+/// A second is over: the rate of the next.
+fn rate(terms: Terms, seen: Seen, target: u64, memory: Memory) -> (u64, Memory) {
+    corrected(memory, seen).rate(terms, target)
+}
+
 fn fixed(percent: u64) -> Terms {
     Terms { guarantee: percent * POINT, ceiling: percent * POINT, weight: 1 }
 }
@@ -34,7 +39,7 @@ impl Share {
         let had = ((self.rate as f64 * model * wants) as u64).min(SECOND);
         let (charged, waited) = says(had);
         let seen = Seen { busy: told(had), charged, waited };
-        let target = targets(&[(self.terms, seen)])[0];
+        let target = targets(&[(self.terms, self.terms.wants(seen))])[0];
         (self.rate, self.memory) = rate(self.terms, seen, target, self.memory);
         had
     }
@@ -51,12 +56,13 @@ fn seen() -> impl Strategy<Value = Seen> {
 }
 
 /// Terms whose guarantees fit on one GPU.
-fn shares() -> impl Strategy<Value = Vec<(Terms, Seen)>> {
+fn shares() -> impl Strategy<Value = Vec<(Terms, u64)>> {
     vec((0..=100_u64, 0..=100_u64, 1..10_u32, seen()), 1..9).prop_map(|all| {
         let sum: u64 = all.iter().map(|(guarantee, ..)| guarantee).sum::<u64>().max(100);
         let one = |(guarantee, above, weight, seen): (u64, u64, u32, Seen)| {
             let guarantee = guarantee * SECOND / sum;
-            (Terms { guarantee, ceiling: (guarantee + above * POINT).min(SECOND), weight }, seen)
+            let terms = Terms { guarantee, ceiling: (guarantee + above * POINT).min(SECOND), weight };
+            (terms, terms.wants(seen))
         };
         all.into_iter().map(one).collect()
     })
@@ -68,11 +74,11 @@ proptest! {
         let targets = targets(&shares);
         let sum: u64 = targets.iter().sum();
         prop_assert!(sum <= SECOND);
-        for ((terms, seen), target) in shares.iter().zip(&targets) {
+        for ((terms, wants), target) in shares.iter().zip(&targets) {
             prop_assert!(*target <= terms.ceiling);
-            prop_assert!(*target >= terms.guarantee.min(terms.wants(*seen)));
+            prop_assert!(*target >= terms.guarantee.min(*wants));
             // But for what cannot be divided by the weights.
-            prop_assert!(sum + 100 > SECOND || *target == terms.wants(*seen));
+            prop_assert!(sum + 100 > SECOND || target == wants);
         }
     }
 
@@ -133,7 +139,8 @@ fn policies_are_one_formula() {
     let light = Seen { busy: 4 * POINT, charged: 4 * POINT, waited: 0 };
     let terms = |cores, ceiling, weight| Terms::of(Compute { cores, ceiling, weight, ..Compute::default() });
     let check = |what: &str, shares: &[(Terms, Seen)], expected: &[u64]| {
-        let percent: Vec<u64> = targets(shares).iter().map(|target| target / POINT).collect();
+        let shares: Vec<_> = shares.iter().map(|(terms, seen)| (*terms, terms.wants(*seen))).collect();
+        let percent: Vec<u64> = targets(&shares).iter().map(|target| target / POINT).collect();
         assert_eq!(percent, expected, "{what}");
     };
     let fixed = terms(30, 0, 0);

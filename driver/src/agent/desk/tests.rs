@@ -1,0 +1,253 @@
+//! Pages as files, a desk that has them, and a clock that the test moves.
+
+use super::super::arbiter::SECOND;
+use super::*;
+use divvy_pages::{Compute, Flags, Memory, Policy, Text};
+use rustix::thread::futex;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::Ordering::SeqCst;
+
+pub(in super::super) const GPU: GpuUuid = GpuUuid([1; 16]);
+const POINT: u64 = SECOND / 100;
+const MS: u64 = 1_000_000;
+
+/// A share with its pages in a directory.
+pub(in super::super) struct Share {
+    key: Key,
+    policy: PathBuf,
+    account: Arc<File>,
+    compute: Compute,
+    page: Mapped,
+}
+
+impl Share {
+    pub(in super::super) fn new(dir: &Path, name: &str, compute: Compute) -> Self {
+        let policy = Policy {
+            claim: Text::EMPTY,
+            share: Text::EMPTY,
+            gpu: GPU,
+            mig: None,
+            pci: Text::EMPTY,
+            memory: Memory::default(),
+            compute,
+            codec: Default::default(),
+            flags: Flags::default(),
+        };
+        let path = dir.join(name);
+        std::fs::write(&path, policy.encode()).unwrap();
+        let path_of_account = dir.join(format!("{name}-account"));
+        let mut options = File::options();
+        let account =
+            options.create(true).truncate(true).read(true).write(true).open(path_of_account).unwrap();
+        account.set_len(account::SIZE as u64).unwrap();
+        let page = Mapped::open(&path).unwrap();
+        Self { key: (name.into(), "0".into()), policy: path, account: Arc::new(account), compute, page }
+    }
+
+    /// As an audit finds it that wants so many points.
+    pub(in super::super) fn planned(&self, wants: u64) -> Planned {
+        let standing = Standing {
+            terms: Terms::of(self.compute),
+            is_high: self.compute.priority > 0,
+            is_limited: self.compute.is_limited(),
+            wants: wants * POINT,
+            is_awake: false,
+            turn: None,
+            memory: arbiter::Memory::default(),
+        };
+        let (policy, account) = (self.policy.clone(), Arc::clone(&self.account));
+        Planned { key: self.key.clone(), policy, account, standing }
+    }
+
+    pub(in super::super) fn page(&self) -> &PolicyPage {
+        self.page.page().unwrap()
+    }
+
+    /// Points that it may have, if it is held to any.
+    pub(in super::super) fn rate(&self, now: u64) -> Option<u64> {
+        let rate = || self.page().granted(now).unwrap_or(SECOND) / POINT;
+        self.page().is_paced().then(rate)
+    }
+
+    fn launches(&self, now: u64) {
+        self.account.write_all_at(&now.to_le_bytes(), account::BALANCE + 8).unwrap();
+    }
+
+    fn rings(&self, now: u64) {
+        let doorbell = Pulse::read(&self.account).unwrap().doorbell + 1;
+        self.account.write_all_at(&doorbell.to_le_bytes(), account::DOORBELL).unwrap();
+        self.launches(now);
+    }
+
+    fn is_closed(&self, now: u64) -> bool {
+        self.page().gate().load(SeqCst) != 0 && now < self.page().closed_until()
+    }
+}
+
+fn shares(dir: &Path, all: &[Compute]) -> Vec<Share> {
+    all.iter().enumerate().map(|(at, compute)| Share::new(dir, &format!("s{at}"), *compute)).collect()
+}
+
+fn planned(shares: &[Share], wants: &[u64]) -> Vec<Planned> {
+    shares.iter().zip(wants).map(|(share, wants)| share.planned(*wants)).collect()
+}
+
+fn of(cores: u32, ceiling: u32, priority: u32) -> Compute {
+    Compute { cores, ceiling, priority, ..Compute::default() }
+}
+
+#[test]
+fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_rests() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(20, 100, 0), of(60, 0, 0)]);
+    let [borrower, owner] = &shares[..] else { panic!("two") };
+    let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+    assert!(desk.plan(GPU, planned(&shares, &[100, 0]), now));
+    assert_eq!([borrower.rate(now), owner.rate(now)], [Some(100), Some(60)]);
+    let (doors, until) = desk.doors(false, now);
+    assert_eq!((doors.len(), until), (1, u64::MAX), "nothing is to be done until it rings");
+    desk.tick(now + MS);
+    assert_eq!(borrower.rate(now), Some(100));
+    let rung = now + 2 * MS;
+    owner.rings(rung);
+    desk.tick(rung);
+    assert_eq!([borrower.rate(rung), owner.rate(rung)], [Some(40), Some(60)]);
+    assert_eq!(owner.page().call(), 0, "it is not asked again");
+    let (doors, until) = desk.doors(false, rung);
+    assert_eq!((doors.len(), until), (0, rung + TICK));
+    // It works on, and an audit that has not seen it yet changes nothing.
+    owner.launches(rung + 50 * MS);
+    desk.tick(rung + 60 * MS);
+    desk.plan(GPU, planned(&shares, &[100, 0]), rung + 61 * MS);
+    assert_eq!(borrower.rate(rung), Some(40));
+    let rests = rung + 71 * MS;
+    desk.tick(rests);
+    assert_eq!(borrower.rate(rests), Some(100));
+    assert_ne!(owner.page().call(), 0, "and is asked");
+    assert_eq!(desk.doors(false, rests).0.len(), 1);
+    assert_eq!(borrower.rate(rests + GRANT), Some(100), "an agent that is gone grants nothing");
+}
+
+#[test]
+fn gates_are_closed_while_high_priority_works_and_no_longer() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(0, 0, 1), of(0, 0, 0)]);
+    let [high, low] = &shares[..] else { panic!("two") };
+    let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+    desk.plan(GPU, planned(&shares, &[5, 100]), now);
+    assert!(!low.is_closed(now) && low.page().is_paced() && high.page().is_paced());
+    high.rings(now);
+    desk.tick(now);
+    assert!(low.is_closed(now) && !high.is_closed(now));
+    assert!(!low.is_closed(now + CLOSED), "a node that is gone keeps nobody out");
+    let mut open = 0;
+    for ms in 0..2000 {
+        let at = now + ms * MS;
+        high.launches(at);
+        desk.tick(at);
+        open += u64::from(!low.is_closed(at));
+    }
+    assert_eq!(open, 10, "it is let through for as long in each second");
+    let rests = now + 2100 * MS;
+    desk.tick(rests);
+    assert!(!low.is_closed(rests));
+    high.rings(rests);
+    desk.tick(rests);
+    assert!(low.is_closed(rests));
+    desk.leave();
+    assert!(!low.is_closed(rests), "nor does one that ends");
+}
+
+#[test]
+fn who_takes_turns_is_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(0, 0, 0), of(0, 0, 0), of(0, 0, 0)]);
+    let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+    desk.plan(GPU, planned(&shares, &[100, 100, 0]), now);
+    let order = || shares[..2].iter().map(|share| share.key.clone()).collect();
+    assert!(desk.turns(GPU, order(), SECOND, now));
+    let closed = |now| shares.iter().map(|share| share.is_closed(now)).collect::<Vec<_>>();
+    assert_eq!(closed(now), [false, true, false]);
+    let mut at = now;
+    while at < now + SECOND {
+        shares[0].launches(at);
+        desk.tick(at);
+        assert_eq!((closed(at), shares[0].rate(at)), (vec![false, true, false], Some(100)));
+        at += 10 * MS;
+    }
+    desk.tick(at);
+    assert_eq!(closed(at), [true, false, false]);
+    desk.turns(GPU, Vec::new(), 0, at);
+    assert_eq!(closed(at), [false; 3]);
+}
+
+#[test]
+fn what_was_granted_is_told_by_the_mean() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(20, 100, 0), of(60, 0, 0)]);
+    let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+    desk.plan(GPU, planned(&shares, &[100, 0]), now);
+    shares[1].rings(now + SECOND / 4);
+    desk.tick(now + SECOND / 4);
+    let had = desk.since(GPU, now + SECOND);
+    let granted = |share: &Share| had[&share.key].memory.granted().0 / POINT;
+    assert_eq!([granted(&shares[0]), granted(&shares[1])], [55, 60]);
+}
+
+#[test]
+fn an_agent_goes_on_from_where_the_one_before_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(30, 0, 0), of(20, 100, 0), of(0, 0, 0)]);
+    let now = 1000 * SECOND;
+    shares.iter().for_each(|share| share.page().grant(45 * POINT, now + SECOND));
+    shares[2].page().divide(true);
+    shares[2].page().ask(true, 7);
+    let mut desk = Desk::default();
+    desk.plan(GPU, planned(&shares, &[30, 100, 0]), now);
+    let rates: Vec<_> = shares.iter().map(|share| share.rate(now)).collect();
+    // A trim of one and a half; what was lent is not known; and the last one sleeps.
+    assert_eq!(rates, [Some(45), Some(70), None]);
+    assert!(shares[2].page().call() > 7);
+    drop(desk);
+    let mut desk = Desk::default();
+    desk.plan(GPU, planned(&shares[..1], &[30]), now + 10 * SECOND);
+    assert_eq!(shares[0].rate(now + 10 * SECOND), Some(30), "what was granted long ago says nothing");
+}
+
+#[test]
+fn pages_that_were_made_anew_are_another_share() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut shares = shares(dir.path(), &[of(20, 100, 0), of(60, 0, 0)]);
+    let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+    desk.plan(GPU, planned(&shares, &[100, 0]), now);
+    std::fs::rename(dir.path().join("s1"), dir.path().join("gone")).unwrap();
+    shares[1] = Share::new(dir.path(), "s1", of(60, 0, 0));
+    desk.plan(GPU, planned(&shares, &[100, 0]), now + MS);
+    assert_ne!(shares[1].page().call(), 0);
+    shares[1].rings(now + 2 * MS);
+    desk.tick(now + 2 * MS);
+    assert_eq!(shares[0].rate(now + 2 * MS), Some(40));
+    // One that is released is divided no more.
+    let released = shares.remove(0);
+    desk.plan(GPU, planned(&shares, &[0]), now + 3 * MS);
+    assert_eq!(desk.since(GPU, now + 4 * MS).len(), 1);
+    assert_eq!(released.page().call(), 0);
+}
+
+/// A launch of a process of the share, on its mapping of the account page.
+#[allow(unsafe_code)]
+pub(in super::super) fn launch(share: &Share) {
+    use rustix::mm::{MapFlags, ProtFlags, mmap};
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping, of a file that stays as long as it is; it is never given back.
+    let address = unsafe {
+        mmap(std::ptr::null_mut(), account::SIZE, access, MapFlags::SHARED, &share.account, 0).unwrap()
+    };
+    // SAFETY: mapped just now, and aligned.
+    let doorbell = unsafe {
+        &*address.cast::<u8>().add(account::DOORBELL as usize).cast::<std::sync::atomic::AtomicU32>()
+    };
+    doorbell.fetch_add(1, SeqCst);
+    futex::wake(doorbell, futex::Flags::empty(), 1).unwrap();
+}

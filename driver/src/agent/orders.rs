@@ -1,0 +1,196 @@
+//! What the policy pages of a GPU's shares say from this moment on: pure.
+//!
+//! Once a second the audit finds out by NVML who wants what, which is how time is lent: who lies about
+//! being idle has it seen. What is lent is taken back at once, on the word of who wakes: a
+//! share that is asleep is *asked* to ring with its next launch, and rings it is taken to want
+//! all that it may have. It gains nothing by that which it would not by working.
+//!
+//! **Who is paced.** A share that its record limits always is. One without a limit is while others work
+//! beside it and it is to have less than it could take, by its weight; alone it goes straight to the
+//! driver. Beside shares of another priority all are: those of high priority so that it is seen
+//! when they work, the others so that little of theirs is queued when that happens.
+//!
+//! **Priority.** While a share of high priority works, the gates of the others are closed, whatever they are
+//! guaranteed. They divide what it leaves as if it were not there. Lest it starve them they are
+//! let through for [`OPENING`] in each second ([`Gate`]).
+
+use super::arbiter::{self, SECOND, Terms};
+
+/// Who is kept out has so much of each second.
+const OPENING: u64 = 5_000_000;
+
+/// What is known of a share of a whole GPU.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Standing {
+    pub(super) terms: Terms,
+    pub(super) is_high: bool,
+    /// Its record alone holds it to less than the GPU.
+    pub(super) is_limited: bool,
+    /// Nanoseconds a second, by the last audit.
+    pub(super) wants: u64,
+    /// It has rung and works, by its own word.
+    pub(super) is_awake: bool,
+    /// It takes turns with others.
+    pub(super) turn: Option<Turn>,
+    pub(super) memory: arbiter::Memory,
+}
+
+/// Whose turn it is of those who take turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    Own,
+    Anothers,
+}
+
+/// What its page is to say.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Order {
+    /// Nanoseconds a second, of the library's; none: its launches go straight to the driver.
+    pub(super) rate: Option<u64>,
+    /// It is to ring with its next launch.
+    pub(super) is_asked: bool,
+    /// To be remembered.
+    pub(super) memory: arbiter::Memory,
+}
+
+impl Standing {
+    fn wants(&self) -> u64 {
+        match (self.turn, self.is_awake) {
+            // The GPU is another's, all of it.
+            (Some(Turn::Anothers), _) => 0,
+            (Some(Turn::Own), _) | (None, true) => self.terms.ceiling,
+            (None, false) => self.wants,
+        }
+    }
+}
+
+/// Whether some are to have precedence over others.
+pub(super) fn are_mixed(shares: &[Standing]) -> bool {
+    shares.iter().any(|share| share.is_high) && shares.iter().any(|share| !share.is_high)
+}
+
+/// Whether the others are to be kept out now.
+pub(super) fn is_high_at_work(shares: &[Standing]) -> bool {
+    are_mixed(shares) && shares.iter().any(|share| share.is_high && share.is_awake)
+}
+
+/// What the pages of all shares of a GPU are to say.
+pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
+    let is_mixed = are_mixed(shares);
+    // Where nobody can have what is another's, nobody has to be told that its owner is back.
+    let lends = shares.iter().any(|share| share.terms.ceiling > share.terms.guarantee);
+    let is_shared = shares.len() > 1 && (is_mixed || lends);
+    let working = shares.iter().filter(|share| share.wants() > 0).count();
+    let targets = if is_mixed { by_class(shares) } else { targets(shares, |_| true) };
+    let order = |(share, target): (&Standing, u64)| {
+        let (rate, memory) = share.memory.rate(share.terms, target);
+        let has_less = memory.granted().1 < share.terms.ceiling;
+        // Who takes turns is seen to use them.
+        let is_divided = is_mixed || share.turn.is_some() || working > 1 && share.wants() > 0 && has_less;
+        let is_paced = share.is_limited || is_divided;
+        let is_asleep =
+            share.turn.is_none() && !share.is_awake && (share.wants == 0 || is_mixed && share.is_high);
+        Order {
+            rate: is_paced.then_some(rate),
+            is_asked: is_shared && is_asleep,
+            memory: if is_paced { memory } else { memory.free() },
+        }
+    };
+    shares.iter().zip(targets).map(order).collect()
+}
+
+/// The targets of some, as if there were no others; 0 for these.
+fn targets(shares: &[Standing], are: impl Fn(&Standing) -> bool) -> Vec<u64> {
+    let wants = |share: &Standing| if are(share) { share.wants() } else { 0 };
+    let all: Vec<_> = shares.iter().map(|share| (share.terms, wants(share))).collect();
+    arbiter::targets(&all)
+}
+
+/// Those of high priority that work divide the GPU, and so do the others when none does. One that is asleep is
+/// not held to the little that it wanted on the mean of a second: it may have all when it wakes.
+fn by_class(shares: &[Standing]) -> Vec<u64> {
+    let high = targets(shares, |share| share.is_high && share.is_awake);
+    let low = targets(shares, |share| !share.is_high);
+    let target = |(share, (high, low)): (&Standing, (u64, u64))| match (share.is_high, share.is_awake) {
+        (true, true) => high,
+        (true, false) => share.terms.ceiling,
+        (false, _) => low,
+    };
+    shares.iter().zip(high.into_iter().zip(low)).map(target).collect()
+}
+
+/// The gate of those that others precede, in nanoseconds of any one clock.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Gate {
+    /// Since when they are kept out, but for their openings.
+    since: Option<u64>,
+    /// Since when nobody keeps them out.
+    free_since: Option<u64>,
+}
+
+impl Gate {
+    /// Whether it is closed, and until when that holds if who has precedence goes on.
+    pub(super) fn is_closed(&mut self, keeps_out: bool, now: u64) -> (bool, u64) {
+        if !keeps_out {
+            let free_since = *self.free_since.get_or_insert(now);
+            // A pause that is too short to count gives them no more to wait.
+            if now.saturating_sub(free_since) >= OPENING {
+                self.since = None;
+            }
+            return (false, u64::MAX);
+        }
+        if self.free_since.take().is_some_and(|free| now.saturating_sub(free) >= OPENING) {
+            self.since = None;
+        }
+        let since = *self.since.get_or_insert(now);
+        let (begin, at) = (now - now.saturating_sub(since) % SECOND, now.saturating_sub(since) % SECOND);
+        let opens = SECOND - OPENING;
+        if at < opens { (true, begin + opens) } else { (false, begin + SECOND) }
+    }
+}
+
+/// Exclusive quanta: one share after the other has the GPU for itself, for as long as shares together
+/// have more memory than there is. In nanoseconds.
+#[derive(Clone, Debug)]
+pub(super) struct Turns<K> {
+    order: Vec<K>,
+    quantum: u64,
+    at: usize,
+    since: u64,
+}
+
+impl<K: PartialEq> Turns<K> {
+    /// Who takes turns, and for how long each. The turn that is under way goes on.
+    pub(super) fn new(order: Vec<K>, quantum: u64, before: Option<Self>, now: u64) -> Self {
+        let going = before.and_then(|before| {
+            let holder = before.order.get(before.at)?;
+            Some((order.iter().position(|key| key == holder)?, before.since))
+        });
+        let (at, since) = going.unwrap_or((0, now));
+        Self { order, quantum: quantum.max(8), at, since }
+    }
+
+    /// Gives the turn on if it has ended; says when it ends if who has it goes on. `last` is when a share was last
+    /// seen to work: whoever has nothing to do for an eighth of its turn gives it up.
+    pub(super) fn go_on(&mut self, last: impl Fn(&K) -> u64, now: u64) -> u64 {
+        let holder = self.order.get(self.at);
+        let idle_since = holder.map_or(0, &last).clamp(self.since, now.max(self.since));
+        let gives_up = idle_since.saturating_add(self.quantum / 8);
+        let ends = self.since.saturating_add(self.quantum).min(gives_up);
+        if now < ends {
+            return ends;
+        }
+        self.at = (self.at + 1) % self.order.len().max(1);
+        self.since = now;
+        now.saturating_add(self.quantum / 8)
+    }
+
+    /// None of who takes no turns.
+    pub(super) fn of(&self, key: &K) -> Option<Turn> {
+        let at = self.order.iter().position(|one| one == key)?;
+        Some(if at == self.at { Turn::Own } else { Turn::Anothers })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,157 @@
+use super::*;
+use divvy_pages::Compute;
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+const POINT: u64 = SECOND / 100;
+const MS: u64 = 1_000_000;
+
+/// A share with that guarantee, ceiling and weight that wants so many points.
+fn share(cores: u32, ceiling: u32, weight: u32, wants: u64) -> Standing {
+    let compute = Compute { cores, ceiling, weight, ..Compute::default() };
+    Standing {
+        terms: Terms::of(compute),
+        is_high: false,
+        is_limited: compute.is_limited(),
+        wants: wants * POINT,
+        is_awake: false,
+        turn: None,
+        memory: arbiter::Memory::default(),
+    }
+}
+
+fn awake(share: Standing) -> Standing {
+    Standing { is_awake: true, ..share }
+}
+
+fn high(share: Standing) -> Standing {
+    Standing { is_high: true, ..share }
+}
+
+/// Rates in points, none where launches are not paced; and who is asked.
+fn check(what: &str, shares: &[Standing], rates: &[Option<u64>], asked: &[bool]) {
+    let orders = orders(shares);
+    assert_eq!(
+        orders.iter().map(|order| order.rate.map(|rate| rate / POINT)).collect::<Vec<_>>(),
+        rates,
+        "{what}"
+    );
+    assert_eq!(orders.iter().map(|order| order.is_asked).collect::<Vec<_>>(), asked, "{what}");
+}
+
+#[test]
+fn a_gpu_is_divided_while_several_work() {
+    let free = |weight, wants| share(0, 0, weight, wants);
+    check("alone", &[free(1, 100)], &[None], &[false]);
+    check("beside one that sleeps", &[free(1, 100), free(1, 0)], &[None, None], &[false, true]);
+    check("that wakes", &[free(1, 100), awake(free(1, 0))], &[Some(50), Some(50)], &[false; 2]);
+    let four = [free(1, 100), free(2, 100), free(3, 100), free(4, 100)];
+    check("by weight", &four, &[Some(10), Some(20), Some(30), Some(40)], &[false; 4]);
+    let crowd = [share(50, 50, 1, 100), free(1, 100), free(1, 100)];
+    check("beside a guarantee", &crowd, &[Some(50), Some(25), Some(25)], &[false; 3]);
+    check("it sleeps", &[share(50, 50, 1, 0), free(1, 100)], &[Some(50), None], &[true, false]);
+}
+
+#[test]
+fn what_is_lent_is_returned_when_its_owner_wakes() {
+    let (borrower, owner) = (share(20, 100, 1, 100), share(60, 60, 1, 0));
+    check("lent", &[borrower, owner], &[Some(100), Some(60)], &[false, true]);
+    check("returned", &[borrower, awake(owner)], &[Some(40), Some(60)], &[false; 2]);
+    let fixed = [share(20, 20, 1, 20), share(60, 60, 1, 0)];
+    check("nobody borrows", &fixed, &[Some(20), Some(60)], &[false; 2]);
+}
+
+#[test]
+fn high_priority_has_what_it_may_and_the_others_divide_what_it_leaves() {
+    let (first, low) = (high(share(0, 0, 1, 8)), share(0, 0, 1, 100));
+    check("it sleeps", &[first, low, low], &[Some(100), Some(50), Some(50)], &[true, false, false]);
+    check("it works", &[awake(first), low], &[Some(100), Some(100)], &[false; 2]);
+    assert!(is_high_at_work(&[awake(first), low]) && !is_high_at_work(&[first, awake(low)]));
+    check("two of it", &[awake(first), awake(first), low], &[Some(50), Some(50), Some(100)], &[false; 3]);
+    check("there is no other", &[first, awake(first)], &[Some(8), Some(92)], &[false; 2]);
+    assert!(!is_high_at_work(&[first, awake(first)]));
+    check("it is limited", &[high(awake(share(30, 0, 1, 30))), low], &[Some(30), Some(100)], &[false; 2]);
+}
+
+#[test]
+fn who_has_the_turn_may_have_the_whole_gpu() {
+    let take = |turn, share| Standing { turn: Some(turn), ..share };
+    let shares = [take(Turn::Own, share(0, 0, 1, 50)), take(Turn::Anothers, share(0, 0, 1, 50))];
+    assert_eq!(orders(&shares)[0].rate, Some(SECOND));
+    assert!(orders(&shares).iter().all(|order| order.rate.is_some() && !order.is_asked));
+}
+
+fn any_share() -> impl Strategy<Value = Standing> {
+    (0..30_u32, 0..=100_u32, 0..5_u32, 0..=100_u64, any::<bool>()).prop_map(
+        |(cores, ceiling, weight, wants, is_awake)| Standing {
+            is_awake,
+            ..share(cores, ceiling, weight, wants)
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn nobody_is_above_its_ceiling_and_who_is_awake_has_its_guarantee(shares in vec(any_share(), 1..4)) {
+        for (share, order) in shares.iter().zip(orders(&shares)) {
+            let rate = order.rate.unwrap_or(SECOND);
+            prop_assert!(rate <= share.terms.ceiling.max(1) && rate >= share.terms.guarantee, "{order:?}");
+            prop_assert!(!(order.is_asked && share.is_awake));
+            prop_assert!(order.rate.is_some() || !share.is_limited);
+        }
+    }
+
+    #[test]
+    fn who_is_kept_out_has_its_part_of_each_second(pauses in vec((1..400_u64, 0..20_u64), 1..100)) {
+        let (mut gate, mut now, mut open, mut last) = (Gate::default(), 7 * SECOND, 0, 7 * SECOND);
+        for (works, rests) in pauses {
+            for (keeps_out, ms) in [(true, works), (false, rests)] {
+                for _ in 0..ms {
+                    let (is_closed, _) = gate.is_closed(keeps_out, now);
+                    now += MS;
+                    open = if is_closed { open } else { open + MS };
+                    if open >= OPENING {
+                        (open, last) = (0, now);
+                    }
+                    prop_assert!(now - last <= SECOND + OPENING, "{} ms", (now - last) / MS);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gate_says_when_it_is_another() {
+    let mut gate = Gate::default();
+    assert_eq!(gate.is_closed(false, 5), (false, u64::MAX));
+    assert_eq!(gate.is_closed(true, 10 * MS), (true, 1005 * MS));
+    assert_eq!(gate.is_closed(true, 1005 * MS), (false, 1010 * MS));
+    assert_eq!(gate.is_closed(true, 1010 * MS), (true, 2005 * MS));
+}
+
+#[test]
+fn turns_go_round_and_who_rests_gives_up_its_own() {
+    let mut turns = Turns::new(vec!['a', 'b', 'c'], 800, None, 0);
+    let mut at = |now: u64, last: [u64; 3]| {
+        let next = turns.go_on(|key| last[(*key as u8 - b'a') as usize], now);
+        ("abcx".chars().filter(|key| turns.of(key) != Some(Turn::Anothers)).collect::<String>(), next)
+    };
+    assert_eq!(at(0, [0; 3]), ("ax".into(), 100));
+    assert_eq!(at(90, [90, 0, 0]), ("ax".into(), 190));
+    assert_eq!(at(790, [790, 0, 0]), ("ax".into(), 800));
+    assert_eq!(at(800, [800, 0, 0]), ("bx".into(), 900));
+    assert_eq!(at(900, [800, 0, 0]), ("cx".into(), 1000));
+    assert_eq!(at(1000, [800, 0, 1000]), ("cx".into(), 1100));
+}
+
+#[test]
+fn a_turn_goes_on_when_the_list_is_made_anew() {
+    let mut turns = Turns::new(vec!['a', 'b'], 800, None, 0);
+    turns.go_on(|_| 800, 800);
+    let mut turns = Turns::new(vec!['c', 'b'], 400, Some(turns), 900);
+    assert_eq!(turns.go_on(|_| 1190, 1190), 1200);
+    assert_eq!((turns.of(&'c'), turns.of(&'b')), (Some(Turn::Anothers), Some(Turn::Own)));
+    let mut turns = Turns::new(vec!['c', 'd'], 400, Some(turns), 1300);
+    turns.go_on(|_| 1300, 1300);
+    assert_eq!(turns.of(&'d'), Some(Turn::Anothers));
+}
