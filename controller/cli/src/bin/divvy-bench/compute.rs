@@ -69,6 +69,9 @@ pub(crate) struct Arguments {
     /// Draw what tenants get over time by each policy, as pictures in this directory, and nothing else
     #[arg(long, value_name = "DIR")]
     draw: Option<PathBuf>,
+    /// Fail where a share of a cell had more than its part and the points that it may be off; less may be the machine's doing
+    #[arg(long)]
+    check: bool,
     /// Only these parts: cells, aggregate, launch
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
@@ -96,10 +99,14 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if wanted("cells") {
         let chosen = chosen(arguments);
         ensure!(!chosen.is_empty(), "no cell is as asked");
-        let mut worst = Vec::new();
+        let (mut worst, mut above) = (Vec::new(), Vec::new());
         for cell in &chosen {
             let got = stage.play(cell)?;
             told(cell, &got, burst);
+            let has_more = |(request, got): (&u32, &Got)| got.share > f64::from(*request) + POINTS;
+            if cell.requests.iter().zip(&got).any(has_more) {
+                above.push(cell.name());
+            }
             worst.extend(cell.requests.iter().zip(&got).filter_map(|(request, got)| error(*request, got)));
         }
         line("compute_cells", chosen.len() as f64, "cells");
@@ -107,6 +114,7 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
         let largest = percentile(&worst, 1.0);
         line("compute_largest_error", largest, "points");
         bar("compute_largest_error", largest, POINTS, "points");
+        ensure!(!arguments.check || above.is_empty(), "a share had more than its part: {}", above.join(", "));
     }
     if wanted("aggregate") {
         aggregate(&stage, arguments.rounds)?;
