@@ -41,6 +41,9 @@ void refused(const char *what);
 /* Goes on as another image of this program with that row. */
 void become(const char *row, char **environment);
 
+/* Has calls of one function go to another: its code is written over. 0, or -1. */
+int redirect(void *from, void *to);
+
 /* Path of a file that lies beside this program. */
 const char *beside(const char *name);
 
@@ -60,6 +63,6 @@ struct row {
 	const char *name;
 	void (*play)(void);
 };
-extern const struct row loader_rows[], page_rows[], memory_rows[], space_rows[];
+extern const struct row loader_rows[], page_rows[], memory_rows[], space_rows[], time_rows[];
 
 #endif

@@ -1,6 +1,6 @@
 /* escape ROW GOAL LIBRARY COPY
  *
- * Plays one trick by which a program may try to hold more device memory than its share, tries to hold GOAL MiB,
+ * Plays one trick by which a program may try to hold more device memory than its share, or to have more time, tries to hold GOAL MiB,
  * prints `held MIB` and stays until it is killed, so that whoever judges it can look at what the GPU says. It never
  * judges itself. */
 #define _GNU_SOURCE
@@ -127,6 +127,7 @@ int main(int count, char **words)
 	play(page_rows);
 	play(memory_rows);
 	play(space_rows);
+	play(time_rows);
 	fprintf(stderr, "no row %s\n", order.row);
 	return 2;
 }

@@ -22,17 +22,17 @@ static void fail(const char *what, int code)
 
 #define FIND(name) *(void **)&cuda.name = dlsym(library, #name)
 
-static uint64_t clock_of(clockid_t id)
+static inline uint64_t clock_of(clockid_t id)
 {
 	struct timespec now;
 	clock_gettime(id, &now);
 	return (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static uint64_t now(void) { return clock_of(CLOCK_MONOTONIC); }
+static inline uint64_t now(void) { return clock_of(CLOCK_MONOTONIC); }
 
 static uint64_t state = 88172645463325252ull;
-static uint64_t chance(uint64_t below)
+static inline uint64_t chance(uint64_t below)
 {
 	state ^= state << 13, state ^= state >> 7, state ^= state << 17;
 	return state % below;

@@ -82,7 +82,7 @@ static void raw_pointers(void)
 }
 
 /* Overwrites the beginning of a function by a jump to another. */
-static int redirect(void *from, void *to)
+int redirect(void *from, void *to)
 {
 	uintptr_t page = sysconf(_SC_PAGESIZE), begin = (uintptr_t)from & ~(page - 1);
 	if (mprotect((void *)begin, 2 * page, PROT_READ | PROT_WRITE | PROT_EXEC))

@@ -1,4 +1,4 @@
-/* Writing what a share may use, and what it does use. Offsets are those of api/pages, layout 1.0. */
+/* Writing what a share may use, and what it does use. Offsets are those of api/pages, layout 1. */
 #define _GNU_SOURCE
 #include "pages.h"
 #include "driver.h"
@@ -22,8 +22,8 @@
 
 extern char **environ;
 
-enum { STAMP = 72, FIRST = 1024, SECOND = 2048, LENGTH = 8, CHECKSUM = 12, LIMIT = 216, PHYSICAL = 240 };
-enum { TOTAL = 64, BALANCE = 128, SLOTS = 4096, SLOT = 256, OWNER = 0, HELD = 8 };
+enum { PACED = 68, STAMP = 72, FIRST = 1024, SECOND = 2048, LENGTH = 8, CHECKSUM = 12, LIMIT = 216, PHYSICAL = 240, CORES = 256 };
+enum { TOTAL = 64, BALANCE = 128, SLOTS = 4096, SLOT = 256, OWNER = 0, HELD = 8, CHARGED = 64, WAITED = 72 };
 
 static uint64_t word(const unsigned char *at)
 {
@@ -58,9 +58,12 @@ void raise_limits(unsigned char *page)
 			continue;
 		put(record + LIMIT, (uint64_t)1 << 43);
 		put(record + PHYSICAL, (uint64_t)1 << 43);
+		/* And the ceiling beside it. */
+		put(record + CORES, 0);
 		uint32_t sum = crc32c(record, length);
 		memcpy(record + CHECKSUM, &sum, 4);
 	}
+	memset(page + PACED, 0, 4);
 	put(page + STAMP, word(page + STAMP) + 1);
 }
 
@@ -268,19 +271,24 @@ static void map_over(void)
 	held(mib + take(&driver, goal() - mib));
 }
 
+unsigned char *account_page(void)
+{
+	const char *path = page_file("account");
+	if (!path)
+		return NULL;
+	int file = open(path, O_RDWR);
+	void *account = mmap(NULL, SLOTS + 1024 * SLOT, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+	if (account == MAP_FAILED)
+		cannot("since the account page cannot be mapped");
+	return account;
+}
+
 /* Takes what it can, changes the account, and takes again, until it has enough or nothing helps any more. */
 static void cook(void (*change)(unsigned char *account))
 {
 	struct driver driver;
 	long mib = begin(&driver), more;
-	const char *path = page_file("account");
-	unsigned char *account = NULL;
-	if (path) {
-		int file = open(path, O_RDWR);
-		account = mmap(NULL, SLOTS + 1024 * SLOT, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-		if (account == MAP_FAILED)
-			cannot("since the account page cannot be mapped");
-	}
+	unsigned char *account = account_page();
 	do {
 		more = take(&driver, goal() - mib);
 		mib += more;
@@ -331,6 +339,20 @@ static void bump(unsigned char *account)
 }
 
 static void rich(unsigned char *account) { put(account + BALANCE, INT64_MAX); }
+
+/* Not as much as the node takes for a lie by itself. */
+void have_time(unsigned char *account) { put(account + BALANCE, 900000000); }
+
+static void waited(unsigned char *slot) { put(slot + WAITED, word(slot + WAITED) + 1000000); }
+void have_waited(unsigned char *account) { each_slot(account, waited); }
+
+static void charged_nothing(unsigned char *slot)
+{
+	waited(slot);
+	put(slot + CHARGED, 0);
+}
+
+void have_charged_nothing(unsigned char *account) { each_slot(account, charged_nothing); }
 
 static void used_zeroed(void) { cook(zero); }
 static void balance_raised(void) { cook(rich); }

@@ -18,7 +18,7 @@ use std::time::Duration;
 /// How long the node's agent has to act upon what cannot be prevented.
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// Try every known way past the memory limit of a share.
+/// Try every known way past the limits of a share.
 #[derive(Parser)]
 #[command(name = "divvy-escape", version)]
 struct Arguments {

@@ -1,4 +1,4 @@
-//! The escape suite: every trick we know by which a container may try to hold more of a GPU than its share, played
+//! The escape suite: every trick we know by which a container may try to hold more of a GPU than its share, of memory or of time, played
 //! against a library that is to keep the limit; Divvy's own, or another one.
 //!
 //! A trick is a small program in a real container on a simulated GPU. Whether it won is read from the simulator's

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 pub use divvy_pages::policy::Compute;
 use divvy_pages::policy::{Flags, Memory, Policy};
 use divvy_pages::{GpuUuid, Text, account};
-use divvy_sim::ledger::Watcher;
+use divvy_sim::ledger::{Place, Watcher};
 use divvy_sim::{Ledger, Options, Sim};
 use std::fs::Permissions;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -160,6 +160,17 @@ impl Node {
     /// Bytes that living processes use of the GPU.
     pub fn used(&self) -> u64 {
         self.ledger.uses().iter().map(|found| found.bytes).sum()
+    }
+
+    /// The time, and for how long of it the GPU has been at work; nanoseconds.
+    pub fn busy(&self) -> Result<(u64, u64)> {
+        self.watcher()?.busy(Place { slot: 0, instance: None }).context("no GPU")
+    }
+
+    /// The part of the last sixth of a second in which the GPU was at work.
+    pub fn busy_lately(&self) -> Result<f64> {
+        let sampled = self.watcher()?.last_sampled(Place { slot: 0, instance: None });
+        Ok(sampled.map_or(0.0, |sampled| sampled.busy as f64 / sampled.span as f64))
     }
 
     /// Who sees what time processes have had of the GPU.

@@ -87,7 +87,7 @@ fn done(ended: bool) -> &'static str {
 /// then, as it must.
 pub fn wins_unguarded(row: &Row, programs: &Programs, enforcement: &Enforcement) -> Result<bool> {
     let left = match row.must {
-        Must::BePrevented => None,
+        Must::BePrevented | Must::BeNamed(_) => None,
         Must::BeDetected(_) | Must::BeHeld(_) => Some(enforcement),
     };
     let trial = Trial::play(row, programs, left, false)?;
@@ -118,6 +118,7 @@ impl Line {
         let held = match (&self.verdict, self.row.must) {
             (Ok(Verdict::Prevented), Must::BePrevented) => true,
             (Ok(Verdict::Detected { found, .. }), Must::BeDetected(what)) => found.contains(what),
+            (Ok(Verdict::NotHeld), Must::BeNamed(_)) => true,
             (Ok(Verdict::Held { found, ended: false }), Must::BeHeld(what)) => found.contains(what),
             _ => false,
         };
@@ -133,6 +134,7 @@ impl Line {
             (Ok(Verdict::Held { found, ended }), Must::BeHeld(what)) if found.contains(what) => {
                 format!("held by the GPU driver: `{what}`; {}", done(*ended))
             }
+            (Ok(Verdict::NotHeld), Must::BeNamed(bound)) => format!("not held: {bound}"),
             (Ok(verdict), _) => verdict.to_string(),
             (Err(_), _) => "not judged".to_owned(),
         }

@@ -7,6 +7,8 @@ pub enum Must {
     BePrevented,
     /// The node finds it within seconds, as this sort of finding among others, and acts upon it.
     BeDetected(&'static str),
+    /// Nothing holds it but that bound, which the documentation tells.
+    BeNamed(&'static str),
     /// The GPU driver refuses it. The node tells of this sort of finding among others, and ends nobody.
     BeHeld(&'static str),
 }
@@ -27,6 +29,8 @@ pub enum Gain {
     /// More device memory than the share's.
     Memory,
     /// A balance of compute time that nobody granted.
+    Balance,
+    /// More of the GPU's time than the share's ceiling.
     Time,
 }
 
@@ -95,12 +99,18 @@ const fn detected(name: &'static str, trick: &'static str, as_what: &'static str
     Row { name, trick, must: Must::BeDetected(as_what), play: Play::Escape, gain: Gain::Memory, on: On::Gpu }
 }
 
+const fn named_with(name: &'static str, trick: &'static str, bound: &'static str) -> Row {
+    Row { name, trick, must: Must::BeNamed(bound), play: Play::Escape, gain: Gain::Memory, on: On::Gpu }
+}
+
 const fn held(name: &'static str, trick: &'static str, told_as: &'static str) -> Row {
     Row { name, trick, must: Must::BeHeld(told_as), play: Play::Escape, gain: Gain::Memory, on: On::Limiting }
 }
 
 /// Not registered on the account page, whatever loaded the driver's functions instead of the library.
 const HIDDEN: &str = "hidden";
+/// By NVML's word it has more time than its ceiling, whatever it is granted.
+const OVER_TIME: &str = "over-time";
 /// The sum by the GPU driver's word is above the limit.
 const OVER: &str = "over-limit";
 /// The policy page that the process sees is not the node's.
@@ -156,7 +166,7 @@ pub const ROWS: &[Row] = &[
     ),
     detected("account-zeroed", "writes its own account page: nothing used", OVER),
     detected("account-balance", "writes its own account page: all the time there is", ACCOUNT)
-        .winning(Gain::Time),
+        .winning(Gain::Balance),
     detected("account-slot-stolen", "writes its own account page: a slot given to another process", OVER),
     detected("account-generation", "writes its own account page: a generation bumped", OVER),
     detected(
@@ -168,6 +178,38 @@ pub const ROWS: &[Row] = &[
     detected("link-map", "raw pointers, found by walking the loader's tables", HIDDEN),
     detected("library-patched", "patches the library's code in its own memory", OVER),
     detected("policy-mapped-over", "maps memory of its own over the policy page", OVER),
+    prevented("time-queue", "compute time: queues all that it can, on many streams").winning(Gain::Time),
+    prevented("time-processes", "compute time: launches from many processes").winning(Gain::Time),
+    prevented("time-graphs", "compute time: hides its work in graphs").winning(Gain::Time),
+    prevented("time-waits", "compute time: writes its own account page: its launches wait all the time")
+        .winning(Gain::Time),
+    prevented("time-charges", "compute time: writes its own account page: nothing was charged")
+        .winning(Gain::Time),
+    named_with(
+        "time-fresh-processes",
+        "compute time: a new process for each kernel",
+        "a kernel for each process that starts, as none is known yet",
+    )
+    .winning(Gain::Time),
+    detected("time-endless", "compute time: one kernel that does not end", OVER_TIME).winning(Gain::Time),
+    detected(
+        "time-balance",
+        "compute time: writes its own account page again and again: some time is left",
+        OVER_TIME,
+    )
+    .winning(Gain::Time),
+    detected(
+        "time-mismeasured",
+        "compute time: patches the driver's code in its own memory, so that every kernel looks short",
+        OVER_TIME,
+    )
+    .winning(Gain::Time),
+    detected(
+        "time-policy-mapped-over",
+        "compute time: maps memory of its own over the policy page",
+        OVER_TIME,
+    )
+    .winning(Gain::Time),
     prevented("plain@mig", "a share of a MIG instance: just allocates more").on(On::Instance),
     detected("own-libcuda@mig", "the same: a copy of the driver under another name and SONAME", HIDDEN)
         .on(On::Instance),

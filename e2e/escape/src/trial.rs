@@ -1,7 +1,7 @@
 //! One trick, played once: a fresh node, a container with a share, the program, and what the GPU says in the end.
 
 use crate::container::{Container, Recipe};
-use crate::node::{MIB, Node, Share};
+use crate::node::{Compute, MIB, Node, Share};
 use crate::programs::{self, Programs};
 use crate::rows::{Gain, Must, On, Play, Row, Volume};
 use crate::watch::{Told, Watch};
@@ -19,6 +19,14 @@ const PLAY: Duration = Duration::from_secs(60);
 /// The share, and what each program tries to hold.
 const LIMIT: u64 = 4096 * MIB;
 const GOAL_MIB: u64 = 8192;
+
+/// Of a trick that is about time: per cent of the GPU, and what is more than that by any measure. Five points or a
+/// fifth, as the node's agent has it.
+const CEILING: u32 = 30;
+const TOO_MUCH: f64 = 0.36;
+/// When a program is under way, and for how long what it gets is measured then.
+const SETTLED: Duration = Duration::from_millis(1500);
+const MEASURED: Duration = Duration::from_millis(1500);
 
 /// As they are in a cluster.
 const CLAIM: &str = "2f1c7f5e-7a0b-4c57-9d3e-5a2f0c4b8e11";
@@ -107,6 +115,8 @@ pub struct Trial {
     pub outcome: Outcome,
     containers: Vec<Container>,
     programs: Vec<Child>,
+    /// When they were under way.
+    begun: Instant,
     /// What was used before the trick.
     others: u64,
     neighbour: Option<Child>,
@@ -134,6 +144,7 @@ impl Trial {
             outcome: Outcome::Held,
             containers: Vec::new(),
             programs: Vec::new(),
+            begun: Instant::now(),
             others: 0,
             neighbour: None,
         };
@@ -144,7 +155,11 @@ impl Trial {
         if let Some(enforcement) = enforcement {
             recipe.library = Some(enforcement.library.clone());
             if enforcement.is_divvy() {
-                let share = trial.node.share(CLAIM, SHARE, LIMIT)?;
+                let compute = match row.gain {
+                    Gain::Time => Compute { cores: CEILING, ceiling: CEILING, ..Compute::default() },
+                    _ => Compute::default(),
+                };
+                let share = trial.node.share_with(CLAIM, SHARE, LIMIT, compute)?;
                 recipe.shares.push(share.clone());
                 trial.share = Some(share);
             }
@@ -184,7 +199,12 @@ impl Trial {
                 _ => bail!("{} said {line:?}; {}", row.name, trial.refusals()),
             }
         }
-        if trial.gained(row)? {
+        trial.begun = Instant::now();
+        let gained = match row.gain {
+            Gain::Time => trial.takes_time()?,
+            _ => trial.gained(row)?,
+        };
+        if gained {
             trial.outcome = Outcome::Escaped;
         }
         Ok(trial)
@@ -194,7 +214,9 @@ impl Trial {
     pub fn gained(&self, row: &Row) -> Result<bool> {
         match row.gain {
             Gain::Memory => Ok(self.node.used() > LIMIT + self.others),
-            Gain::Time => match &self.share {
+            // Held is what it was on average: in an instant a kernel may be all.
+            Gain::Time => Ok(self.outcome != Outcome::Held && self.node.busy_lately()? > TOO_MUCH),
+            Gain::Balance => match &self.share {
                 Some(share) => Ok(share.balance()? == i64::MAX),
                 // Without a page nothing is counted at all.
                 None => Ok(true),
@@ -202,14 +224,25 @@ impl Trial {
         }
     }
 
+    /// Whether the programs have too much of the GPU's time once they are under way.
+    fn takes_time(&self) -> Result<bool> {
+        std::thread::sleep(SETTLED);
+        let (begin, had) = self.node.busy()?;
+        std::thread::sleep(MEASURED);
+        let (end, has) = self.node.busy()?;
+        Ok((has - had) as f64 > TOO_MUCH * (end - begin) as f64)
+    }
+
     /// What the agent finds, until it is what it should be and nothing is won any more, or the time has passed.
     pub fn found(&self, row: &Row, within: Duration) -> Vec<Told> {
         let Some(watch) = &self.watch else { return Vec::new() };
         let expected = |told: &Told| match row.must {
             Must::BeDetected(what) | Must::BeHeld(what) => told.kind == what,
-            Must::BePrevented => true,
+            Must::BePrevented | Must::BeNamed(_) => true,
         };
-        watch.until(Instant::now() + within, |told| {
+        // What is about memory is won when the programs have said so.
+        let since = if row.gain == Gain::Time { self.begun } else { Instant::now() };
+        watch.until(since + within, |told| {
             told.iter().any(expected) && self.gained(row).is_ok_and(|gained| !gained)
         })
     }

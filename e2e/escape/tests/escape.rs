@@ -39,12 +39,12 @@ fn check(names: &[&str]) {
 
 #[test]
 fn what_the_library_must_prevent_is_prevented() {
-    check(&["plain", "cugetprocaddress", "environment-cleared", "policy-file"]);
+    check(&["plain", "cugetprocaddress", "environment-cleared", "policy-file", "time-processes"]);
 }
 
 #[test]
 fn what_the_node_must_detect_is_detected() {
-    check(&["own-libcuda", "account-zeroed", "own-libcuda@mig"]);
+    check(&["own-libcuda", "account-zeroed", "own-libcuda@mig", "time-endless"]);
 }
 
 #[test]
@@ -64,6 +64,7 @@ fn the_page_tells_of_every_row_what_must_become_of_it() {
         let what = match row.must {
             Must::BePrevented => "prevented".to_owned(),
             Must::BeDetected(what) => format!("detected: `{what}`"),
+            Must::BeNamed(bound) => format!("not held: {bound}"),
             Must::BeHeld(what) => format!("held by the GPU driver: `{what}`"),
         };
         assert!(line.starts_with(&format!("| {} | {what}", row.trick)), "{line}");

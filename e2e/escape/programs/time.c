@@ -1,0 +1,225 @@
+/* Compute time: programs that want all of a GPU's, each in its own way. They say `held 0` when they are about to begin, and work
+ * until they are killed; what they get is for others to see. On a real GPU the kernels watch its clock. */
+#define _GNU_SOURCE
+#include "driver.h"
+#include "measure.h"
+#include "pages.h"
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define MS 1000000ull
+#define HOUR (3600000 * MS)
+
+/* For any GPU since Maxwell. */
+static const char PTX[] = ".version 6.0\n.target sm_50\n.address_size 64\n"
+	".visible .entry spin(.param .u64 length)\n{\n .reg .u64 %rd<4>;\n .reg .pred %p1;\n"
+	" ld.param.u64 %rd1, [length];\n mov.u64 %rd2, %globaltimer;\n"
+	"again:\n mov.u64 %rd3, %globaltimer;\n sub.u64 %rd3, %rd3, %rd2;\n"
+	" setp.lt.u64 %p1, %rd3, %rd1;\n @%p1 bra again;\n ret;\n}\n";
+
+typedef void *handle;
+
+static struct {
+	int (*cuInit)(unsigned);
+	int (*cuDeviceGet)(int *, int);
+	int (*cuDevicePrimaryCtxRetain)(handle *, int);
+	int (*cuCtxSetCurrent)(handle);
+	int (*cuCtxSynchronize)(void);
+	int (*cuModuleLoadData)(handle *, const void *);
+	int (*cuModuleGetFunction)(handle *, handle, const char *);
+	int (*cuStreamCreate)(handle *, unsigned);
+	int (*cuStreamBeginCapture_v2)(handle, int);
+	int (*cuStreamEndCapture)(handle, handle *);
+	int (*cuGraphInstantiateWithFlags)(handle *, handle, unsigned long long);
+	int (*cuGraphLaunch)(handle, handle);
+	int (*cuEventElapsedTime)(float *, handle, handle);
+	int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **,
+		void **);
+} cuda;
+
+static handle spin;
+
+static void begin(void)
+{
+	int device;
+	handle context, module, library = dlopen("libcuda.so.1", RTLD_NOW);
+	if (!library)
+		fail(dlerror(), 0);
+	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDevicePrimaryCtxRetain), FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize);
+	FIND(cuModuleLoadData), FIND(cuModuleGetFunction), FIND(cuStreamCreate), FIND(cuStreamBeginCapture_v2);
+	FIND(cuStreamEndCapture), FIND(cuGraphInstantiateWithFlags), FIND(cuGraphLaunch), FIND(cuEventElapsedTime);
+	FIND(cuLaunchKernel);
+	must(cuInit(0));
+	must(cuDeviceGet(&device, 0));
+	must(cuDevicePrimaryCtxRetain(&context, device));
+	must(cuCtxSetCurrent(context));
+	must(cuModuleLoadData(&module, PTX));
+	must(cuModuleGetFunction(&spin, module, "spin"));
+}
+
+static void kernel(uint64_t length, handle stream)
+{
+	void *parameters[] = { &length };
+	must(cuLaunchKernel(spin, 1000, 1, 1, 128, 1, 1, 0, stream, parameters, NULL));
+}
+
+static void about_to_begin(void)
+{
+	printf("held 0\n");
+	fflush(stdout);
+}
+
+/* Kernels of 2 ms, as fast as they go or nearly: a program that only launches would keep a core from its judge. */
+static void work(void)
+{
+	for (;;) {
+		kernel(2 * MS, NULL);
+		usleep(500);
+	}
+}
+
+/* On sixteen streams, without ever waiting for one. */
+static void queue(void)
+{
+	handle streams[16];
+	begin();
+	for (int i = 0; i < 16; i++)
+		/* CU_STREAM_NON_BLOCKING */
+		must(cuStreamCreate(&streams[i], 1));
+	about_to_begin();
+	for (uint64_t at = 0;; at++) {
+		kernel(10 * MS, streams[at % 16]);
+		if (at % 4 == 0)
+			usleep(1000);
+	}
+}
+
+static void processes(void)
+{
+	for (int i = 0; i < 8; i++)
+		if (!fork()) {
+			begin();
+			work();
+		}
+	about_to_begin();
+	for (;;)
+		pause();
+}
+
+/* None lives long enough to be known. */
+static void fresh_processes(void)
+{
+	about_to_begin();
+	for (int i = 0; i < 4; i++)
+		if (!fork())
+			for (;;) {
+				if (!fork()) {
+					begin();
+					kernel(50 * MS, NULL);
+					cuda.cuCtxSynchronize();
+					_exit(0);
+				}
+				wait(NULL);
+			}
+	for (;;)
+		pause();
+}
+
+/* Ten kernels of 2 ms in one launch. */
+static void graphs(void)
+{
+	handle stream, made, graph;
+	begin();
+	must(cuStreamCreate(&stream, 1));
+	must(cuStreamBeginCapture_v2(stream, 0));
+	for (int i = 0; i < 10; i++)
+		kernel(2 * MS, stream);
+	must(cuStreamEndCapture(stream, &made));
+	must(cuGraphInstantiateWithFlags(&graph, made, 0));
+	about_to_begin();
+	for (;;) {
+		must(cuGraphLaunch(graph, stream));
+		usleep(5000);
+	}
+}
+
+static void endless(void)
+{
+	begin();
+	about_to_begin();
+	kernel(HOUR, NULL);
+	for (;;)
+		pause();
+}
+
+/* Works, while another process of the container writes the account page. */
+static void cook(void (*change)(unsigned char *account))
+{
+	unsigned char *account = account_page();
+	begin();
+	about_to_begin();
+	if (account && !fork())
+		for (;;) {
+			change(account);
+			usleep(1000);
+		}
+	work();
+}
+
+static void more_balance(void) { cook(have_time); }
+static void claimed_waits(void) { cook(have_waited); }
+static void forgotten_charges(void) { cook(have_charged_nothing); }
+
+/* Everything was over in no time. */
+static int in_no_time(float *milliseconds, handle from, handle to)
+{
+	(void)from, (void)to;
+	*milliseconds = 0;
+	return 0;
+}
+
+static void mismeasured(void)
+{
+	begin();
+	if (redirect((void *)cuda.cuEventElapsedTime, (void *)in_no_time))
+		refused("mprotect of the driver's code");
+	about_to_begin();
+	work();
+}
+
+static void map_over(void)
+{
+	unsigned char *mapped[16], page[4096];
+	begin();
+	for (int i = page_mapped("policy", mapped); i-- > 0;) {
+		memcpy(page, mapped[i], sizeof page);
+		raise_limits(page);
+		void *over = mmap(mapped[i], 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+		if (over == MAP_FAILED)
+			refused("mmap over the policy page");
+		else
+			memcpy(over, page, sizeof page);
+	}
+	about_to_begin();
+	work();
+}
+
+const struct row time_rows[] = {
+	{ "time-queue", queue },
+	{ "time-processes", processes },
+	{ "time-fresh-processes", fresh_processes },
+	{ "time-graphs", graphs },
+	{ "time-endless", endless },
+	{ "time-balance", more_balance },
+	{ "time-waits", claimed_waits },
+	{ "time-charges", forgotten_charges },
+	{ "time-mismeasured", mismeasured },
+	{ "time-policy-mapped-over", map_over },
+	{ NULL, NULL },
+};
