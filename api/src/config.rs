@@ -54,6 +54,9 @@ pub struct ShareConfig {
     pub ceiling: Option<u32>,
     /// Per cent of the claimed memory, 100 to 1,000.
     pub overcommit: Option<u32>,
+    /// Open sessions at most.
+    pub encoders: Option<u32>,
+    pub decoders: Option<u32>,
     pub schedule: Vec<Tide>,
 }
 
@@ -208,6 +211,8 @@ pub fn share_settings(configs: &[AppliedConfig]) -> Result<ShareSettings, Misfit
         weight: class.weight.unwrap_or(default.weight),
         ceiling,
         overcommit: class.overcommit.unwrap_or(default.overcommit),
+        encoders: class.encoders,
+        decoders: class.decoders,
         burst: class.ceiling.is_some(),
     })
 }
@@ -221,6 +226,8 @@ impl ShareConfig {
             ("priority", self.priority.is_some()),
             ("weight", self.weight.is_some()),
             ("overcommit", self.overcommit.is_some()),
+            ("encoders", self.encoders.is_some()),
+            ("decoders", self.decoders.is_some()),
             ("schedule", !self.schedule.is_empty()),
         ];
         match for_class.iter().find(|(_, said)| *said) {

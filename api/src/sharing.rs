@@ -123,6 +123,9 @@ pub struct ShareSettings {
     pub ceiling: u32,
     /// Per cent of the claimed memory that it may hold, 100 to 1,000.
     pub overcommit: u32,
+    /// Sessions of the video encoder and decoder that it may have open at once; none: as many as the GPU driver allows.
+    pub encoders: Option<u32>,
+    pub decoders: Option<u32>,
     /// The class names a ceiling: up to it a share with a guarantee may have what others leave.
     /// Otherwise its guarantee is its ceiling.
     pub burst: bool,
@@ -137,6 +140,8 @@ impl Default for ShareSettings {
             weight: 100,
             ceiling: 100,
             overcommit: 100,
+            encoders: None,
+            decoders: None,
             burst: false,
         }
     }

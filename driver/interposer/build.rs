@@ -14,16 +14,28 @@ fn main() {
     println!("cargo::rerun-if-changed=symbols");
     let hooks = lines("hooks.txt");
     let denied = lines("nvml.txt");
-    let (cuda, nvml): (Vec<&String>, Vec<&String>) = hooks.iter().partition(|name| name.starts_with("cu"));
-    // CUDA's first: one comparison tells which library an index is of.
-    let exports: Vec<&str> = cuda.iter().chain(&nvml).map(|name| name.as_str()).collect();
-    let exports: Vec<&str> = exports.into_iter().chain(denied.iter().map(String::as_str)).collect();
+    let of = |prefix: &str| hooks.iter().filter(|name| name.starts_with(prefix)).collect::<Vec<&String>>();
+    let (encode, cuvid, nvml) = (of("Nv"), of("cuvid"), of("nvml"));
+    let cuda: Vec<&String> = of("cu").into_iter().filter(|name| !cuvid.contains(name)).collect();
+    assert_eq!(hooks.len(), cuda.len() + nvml.len() + encode.len() + cuvid.len(), "a hook of no library");
+    // CUDA's first: one comparison tells whether an index is of it.
+    let all = cuda
+        .iter()
+        .chain(&nvml)
+        .copied()
+        .chain(&denied)
+        .chain(encode.iter().copied())
+        .chain(cuvid.iter().copied());
+    let exports: Vec<&str> = all.map(String::as_str).collect();
+    let codec = exports.len() - encode.len() - cuvid.len();
     let distinct: BTreeSet<&str> = exports.iter().copied().collect();
     assert_eq!(distinct.len(), exports.len(), "a name is listed twice in hooks.txt and nvml.txt");
 
     let mut text = String::new();
     let out = &mut text;
     constant(out, "CUDA", "Index", cuda.len());
+    constant(out, "ENCODE", "Index", codec);
+    constant(out, "CUVID", "Index", codec + encode.len());
     constant(out, "COUNT", "usize", exports.len());
     let (cuda_uses, nvml_uses): (Vec<String>, Vec<String>) =
         lines("uses.txt").into_iter().partition(|name| name.starts_with("cu"));
@@ -38,13 +50,15 @@ fn main() {
         let module = match at {
             at if at < cuda.len() => "crate::cuda",
             at if at < cuda.len() + nvml.len() => "crate::nvml",
+            at if at >= codec => "crate::codec",
             _ => "denied",
         };
         put(out, format!("let _ = {module}::{name};"));
     }
     put(out, "};".into());
     put(out, "pub(crate) mod index {".into());
-    for (at, name) in exports.iter().enumerate().take(cuda.len() + nvml.len()) {
+    let is_denied = |at: &usize| (cuda.len() + nvml.len()..codec).contains(at);
+    for (at, name) in exports.iter().enumerate().filter(|(at, _)| !is_denied(at)) {
         put(out, format!("pub(crate) const {name}: super::Index = {at};"));
     }
     for (at, name) in uses.iter().enumerate() {
@@ -52,7 +66,7 @@ fn main() {
     }
     put(out, "}".into());
     put(out, "pub(crate) mod denied {".into());
-    for (at, name) in exports.iter().enumerate().skip(cuda.len() + nvml.len()) {
+    for (at, name) in exports.iter().enumerate().filter(|(at, _)| is_denied(at)) {
         put(out, format!("crate::nvml::denied!({name}, {at});"));
     }
     put(out, "}".into());

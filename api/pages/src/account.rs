@@ -413,6 +413,12 @@ impl Slot {
         self.least.fetch_add(least, Relaxed);
     }
 
+    /// The node has said that its owner is dead.
+    pub fn is_told_dead(&self) -> bool {
+        let line = self.line();
+        line.dead && line.about == self.owner()
+    }
+
     /// Open sessions of the encoder and the decoder.
     pub fn sessions(&self) -> [&AtomicU32; 2] {
         [&self.encoders, &self.decoders]

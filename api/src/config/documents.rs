@@ -103,6 +103,20 @@ pub(super) static SHARE_CONFIG: Object = Object {
             about: "Per cent of the claimed memory that the share may hold. What is beyond 100 is managed memory, which the GPU driver moves to the host's memory and back: the scheduler counts what was claimed, and the sum of what is really used may exceed the GPU.",
         },
         Field {
+            name: "encoders",
+            shape: Shape::Count(0, 1000),
+            required: false,
+            absent: "as many as the GPU driver allows",
+            about: "Session quota of the video encoder: how many the share's processes may have open at once. What a session takes of the engine is not held. With `injection: preload` only.",
+        },
+        Field {
+            name: "decoders",
+            shape: Shape::Count(0, 1000),
+            required: false,
+            absent: "as many as the GPU driver allows",
+            about: "The same of the video decoder.",
+        },
+        Field {
             name: "schedule",
             shape: Shape::List(&Shape::Object(&TIDE)),
             required: false,

@@ -109,6 +109,8 @@ fn share_config(config: &Value) -> Result<ShareConfig, ConfigError> {
         weight: count(config, "weight"),
         ceiling: count(config, "ceiling"),
         overcommit: count(config, "overcommit"),
+        encoders: count(config, "encoders"),
+        decoders: count(config, "decoders"),
         schedule: schedule.filter(|(_, tide)| !tide.is_null()).map(tide).collect::<Result<_, _>>()?,
     })
 }

@@ -243,6 +243,8 @@ fn share_settings_are_read() {
     let high = ShareConfig { priority: Some(Priority::High), weight: Some(1), ..Default::default() };
     check_share(r#","weight":1,"priority":"High""#, Ok(high));
     check_share(r#","overcommit":150"#, Ok(ShareConfig { overcommit: Some(150), ..Default::default() }));
+    let quota = ShareConfig { encoders: Some(0), decoders: Some(8), ..Default::default() };
+    check_share(r#","encoders":0,"decoders":8"#, Ok(quota));
     check_share(
         r#","overcommit":99"#,
         Err("field overcommit is 99, expected a whole number from 100 to 1000"),

@@ -1,4 +1,4 @@
-//! NVIDIA's two libraries, and the address of each function in them that is hooked or that hooks call.
+//! NVIDIA's libraries, and the address of each function in them that is hooked or that hooks call.
 //!
 //! A library is genuine by its SONAME, wherever it lies: the driver's own, or the newer copy that an image brings for
 //! forward compatibility. Looked for once, when the first hook is called or `dlsym` first answers with an address in
@@ -16,10 +16,12 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 pub(crate) enum Library {
     Cuda,
     Nvml,
+    Encode,
+    Cuvid,
 }
 
-/// Where the two are mapped; 0: not found yet.
-static BASES: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+/// Where they are mapped; 0: not found yet.
+static BASES: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
 /// By [`table::Index`]; 0: not looked up yet, or not in this driver.
 pub(crate) static FUNCTIONS: [AtomicUsize; table::TOTAL] = [const { AtomicUsize::new(0) }; table::TOTAL];
 
@@ -31,6 +33,8 @@ impl Library {
         match self {
             Library::Cuda => b"libcuda.so.1",
             Library::Nvml => b"libnvidia-ml.so.1",
+            Library::Encode => b"libnvidia-encode.so.1",
+            Library::Cuvid => b"libnvcuvid.so.1",
         }
     }
 
@@ -84,8 +88,12 @@ impl Library {
 
 /// Which library the function is of.
 pub(crate) fn library(at: table::Index) -> Library {
-    let cuda = at < table::CUDA || (table::COUNT..table::CUDA_USES).contains(&at);
-    if cuda { Library::Cuda } else { Library::Nvml }
+    match at {
+        _ if at < table::CUDA || (table::COUNT..table::CUDA_USES).contains(&at) => Library::Cuda,
+        _ if (table::ENCODE..table::CUVID).contains(&at) => Library::Encode,
+        _ if (table::CUVID..table::COUNT).contains(&at) => Library::Cuvid,
+        _ => Library::Nvml,
+    }
 }
 
 /// The driver's own function; `None` where this driver has none of that name, or is not loaded.

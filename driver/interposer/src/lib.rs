@@ -26,6 +26,7 @@
     reason = "hooks have the names of the functions they stand for"
 )]
 
+mod codec;
 mod cuda;
 mod elf;
 mod genuine;

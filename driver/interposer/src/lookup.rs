@@ -2,7 +2,7 @@
 //!
 //! libc takes the meaning of `RTLD_NEXT` and `RTLD_DEFAULT` from the address its caller returns to, so a wrapper that
 //! calls on behalf of another changes the answer. Hence the entry points are written in assembly: a name that does not
-//! begin with `cu`, `nv` or `dl` is passed on by a jump, with the caller's own frame and registers, before anything else has
+//! begin with `cu`, `nv`, `Nv` or `dl` is passed on by a jump, with the caller's own frame and registers, before anything else has
 //! happened. Only a hooked name is looked at, and even then the answer is replaced only where it is an address in
 //! NVIDIA's library: what another library or the program itself defines under such a name stays what it is. These two
 //! themselves are answered with where a program asks for libc's.
@@ -43,8 +43,10 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
         "je 2f",
         "jmp 3f",
         "1: cmp byte ptr [rsi], 110", // n
+        "je 6f",
+        "cmp byte ptr [rsi], 78", // N
         "jne 5f",
-        "cmp byte ptr [rsi + 1], 118", // v
+        "6: cmp byte ptr [rsi + 1], 118", // v
         "je 2f",
         "jmp 3f",
         "5: cmp byte ptr [rsi], 100", // d
@@ -101,8 +103,10 @@ pub(crate) unsafe extern "C" fn dlvsym(
         "je 2f",
         "jmp 3f",
         "1: cmp byte ptr [rsi], 110",
+        "je 6f",
+        "cmp byte ptr [rsi], 78",
         "jne 5f",
-        "cmp byte ptr [rsi + 1], 118",
+        "6: cmp byte ptr [rsi + 1], 118",
         "je 2f",
         "jmp 3f",
         "5: cmp byte ptr [rsi], 100",
@@ -156,8 +160,10 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
         "b.eq 2f",
         "b 3f",
         "1: cmp w9, #110", // n
+        "b.eq 6f",
+        "cmp w9, #78", // N
         "b.ne 5f",
-        "ldrb w9, [x1, #1]",
+        "6: ldrb w9, [x1, #1]",
         "cmp w9, #118", // v
         "b.eq 2f",
         "b 3f",
@@ -216,8 +222,10 @@ pub(crate) unsafe extern "C" fn dlvsym(
         "b.eq 2f",
         "b 3f",
         "1: cmp w9, #110",
+        "b.eq 6f",
+        "cmp w9, #78",
         "b.ne 5f",
-        "ldrb w9, [x1, #1]",
+        "6: ldrb w9, [x1, #1]",
         "cmp w9, #118",
         "b.eq 2f",
         "b 3f",

@@ -9,8 +9,8 @@
 
 use crate::elf;
 
-/// Of a function: those that this library defines first (CUDA's, those of NVML that are viewed, those that are denied),
-/// [`COUNT`] of them, then those that hooks call and that are not hooked (CUDA's, NVML's).
+/// Of a function: those that this library defines first (CUDA's, those of NVML that are viewed, those that are denied, those of the video
+/// engines), [`COUNT`] of them, then those that hooks call and that are not hooked (CUDA's, NVML's).
 pub(crate) type Index = usize;
 
 /// A part of [`LETTERS`].

@@ -148,6 +148,10 @@ struct Share {
     /// Per cent; none is 100.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     overcommit: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    encoders: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    decoders: Option<u32>,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -368,8 +372,8 @@ impl From<Device> for DeviceRecord {
 
 impl From<ShareLimits> for Share {
     fn from(limits: ShareLimits) -> Self {
-        let ShareSettings { injection, observe_only, priority, weight, ceiling, overcommit, burst } =
-            limits.settings;
+        let ShareSettings { injection, observe_only, priority, weight, ceiling, burst, .. } = limits.settings;
+        let ShareSettings { overcommit, encoders, decoders, .. } = limits.settings;
         Self {
             memory: limits.memory,
             cores: limits.cores,
@@ -386,6 +390,8 @@ impl From<ShareLimits> for Share {
             ceiling,
             burst,
             overcommit: Some(overcommit).filter(|percent| *percent != 100),
+            encoders,
+            decoders,
         }
     }
 }
@@ -406,6 +412,8 @@ impl From<Share> for ShareLimits {
             ceiling: share.ceiling,
             burst: share.burst,
             overcommit: share.overcommit.unwrap_or(100),
+            encoders: share.encoders,
+            decoders: share.decoders,
         };
         Self { memory: share.memory, cores: share.cores, settings }
     }

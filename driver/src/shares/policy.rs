@@ -35,7 +35,7 @@ pub fn policy(
         Part::Whole { .. } => gpu.memory_bytes,
         Part::Instance(key) => gpu.profile(key.profile_id).map_or(0, share::memory_of_profile),
     };
-    let ShareSettings { injection: _, observe_only, priority, weight, ceiling: _, overcommit, burst: _ } =
+    let ShareSettings { observe_only, priority, weight, overcommit, encoders, decoders, .. } =
         limits.settings;
     let observing = if observe_only { Flags::OBSERVE_ONLY } else { Flags::default() };
     let managed = if overcommit > 100 { Flags::UVM } else { Flags::default() };
@@ -56,7 +56,7 @@ pub fn policy(
             },
             ..Compute::default()
         },
-        codec: Codec::default(),
+        codec: Codec { encoders, decoders },
         flags: Flags::STRICT.with(Flags::NVML_VIEW).with(observing).with(managed),
     })
 }

@@ -53,10 +53,14 @@ async fn a_class_that_is_changed_changes_the_shares_that_are_there() {
     // The class is followed apart from the kubelet's call.
     until("it goes by the class", || compute(&world).is_some_and(|compute| compute.ceiling == 60)).await;
 
-    set_class(&world, json!({"ceiling": 80, "weight": 300, "priority": "High", "overcommit": 150}));
+    set_class(
+        &world,
+        json!({"ceiling": 80, "weight": 300, "priority": "High", "overcommit": 150, "encoders": 2}),
+    );
     let changed = |compute: Compute| (compute.ceiling, compute.weight, compute.priority) == (80, 300, 1);
     until("it goes by the class as it is now", || compute(&world).is_some_and(changed)).await;
-    let memory = policy(&world).unwrap().memory;
+    let Policy { memory, codec, .. } = policy(&world).unwrap();
+    assert_eq!((codec.encoders, codec.decoders), (Some(2), None));
     assert_eq!((memory.limit, memory.soft), (15 << 30, 10 << 30));
 
     // What changed while nobody looked.

@@ -20,6 +20,7 @@
 //! - [`vmm`]: physical memory with handles and mappings, which lives as long as either.
 //! - [`growing`]: pools and graph memory, which are charged by what the driver has reserved.
 //! - [`pace`]: compute time, and the waits of launches.
+//! - [`codec`]: sessions of the video engines.
 //! - [`alive`]: when a process is proven dead.
 //! - [`nvml`]: NVML's answers, cut down to the share.
 //! - [`system`]: what all this needs of the operating system.
@@ -30,6 +31,7 @@
 #![cfg_attr(not(test), no_std)]
 
 pub mod alive;
+pub mod codec;
 pub mod device;
 pub mod freeing;
 pub mod growing;

@@ -176,11 +176,15 @@ pub(crate) fn stream_device(stream: Handle) -> Option<Ordinal> {
         return current_device();
     }
     // SAFETY: writes a handle.
-    let context = asked(ptr::null_mut(), |out| unsafe { cuStreamGetCtx(stream, out) })?;
+    device_of_context(asked(ptr::null_mut(), |out| unsafe { cuStreamGetCtx(stream, out) })?)
+}
+
+/// The device of a context.
+pub(crate) fn device_of_context(context: Handle) -> Option<Ordinal> {
     if context == current_context() {
         return current_device();
     }
-    // SAFETY: the context comes from the driver; it is taken off again.
+    // SAFETY: the driver refuses what is no context of its own; it is taken off again.
     if unsafe { cuCtxPushCurrent_v2(context) } != SUCCESS {
         return None;
     }

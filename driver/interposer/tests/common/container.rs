@@ -146,7 +146,8 @@ impl Container<'_> {
         command
     }
 
-    fn driver(&self) -> PathBuf {
+    #[allow(dead_code, reason = "not every test names it")]
+    pub(crate) fn driver(&self) -> PathBuf {
         if self.shims { "libcuda.so.1".into() } else { self.node.sim.library("libcuda.so.1") }
     }
 

@@ -90,6 +90,8 @@ fn set(memory: u64) -> ShareLimits {
         weight: 200,
         ceiling: 50,
         overcommit: 100,
+        encoders: None,
+        decoders: None,
         burst: false,
     };
     ShareLimits { memory, cores: 30, settings }
