@@ -9,7 +9,7 @@
 //! agent that ends in order opens the gates that it closed.
 
 use super::desk::{Desk, Had, Planned};
-use super::door::{self, Ended};
+use super::door;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::GpuUuid;
 use rustix::thread::futex::{self, Flags};
@@ -106,17 +106,16 @@ impl Common {
     }
 
     fn listen(&self) {
-        let mut ended = Ended::Well;
         while !self.stops.load(SeqCst) {
             // Before the desk is looked at: what changes after that ends the wait.
             let poked = self.poked.load(SeqCst);
             let (doors, until) = {
                 let (mut desk, now) = (self.desk(), now());
                 desk.tick(now);
-                let (doors, until) = desk.doors(ended == Ended::Broken, now);
+                let (doors, until) = desk.doors(now);
                 (doors, until.min(now.saturating_add(LONGEST)))
             };
-            ended = door::wait(&self.poked, poked, &doors, until);
+            door::wait(&self.poked, poked, &doors, until);
         }
     }
 }

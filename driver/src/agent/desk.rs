@@ -140,13 +140,12 @@ impl Desk {
         }
     }
 
-    /// The doors to wait at, with what their doorbells said, and until when. `is_broken`: some is none.
-    pub(super) fn doors(&self, is_broken: bool, now: u64) -> (Vec<(Arc<Door>, u32)>, u64) {
+    /// The doors to wait at, with what their doorbells said, and until when.
+    pub(super) fn doors(&self, now: u64) -> (Vec<(Arc<Door>, u32)>, u64) {
         let seats = || self.0.values().flat_map(|gpu| &gpu.shares);
-        let whole = |seat: &&Seat| !is_broken || seat.is_whole();
         let asked = || seats().filter(|seat| seat.order.is_asked);
         let doors: Vec<_> = asked()
-            .filter(whole)
+            .filter(|seat| seat.is_whole())
             .take(super::door::MOST)
             .map(|seat| (seat.door.clone(), seat.doorbell))
             .collect();

@@ -5,10 +5,10 @@
 //! share that is asleep is *asked* to ring with its next launch, and rings it is taken to want
 //! all that it may have. It gains nothing by that which it would not by working.
 //!
-//! **Who is paced.** A share that its record limits always is. One without a limit is while others work
-//! beside it and it is to have less than it could take, by its weight; alone it goes straight to the
-//! driver. Beside shares of another priority all are: those of high priority so that it is seen
-//! when they work, the others so that little of theirs is queued when that happens.
+//! **Who is paced.** A share that its record limits always is. One without a limit is wherever another share is
+//! on the GPU that could have what it takes, even while it may have all: else it has a thousand launches queued when the
+//! other wakes, which nobody can take back, and which may be seconds of both their time. One
+//! that has the GPU for itself goes straight to the driver.
 //!
 //! **Priority.** While a share of high priority works, the gates of the others are closed, whatever they are
 //! guaranteed. They divide what it leaves as if it were not there. Lest it starve them they are
@@ -80,14 +80,11 @@ pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
     // Where nobody can have what is another's, nobody has to be told that its owner is back.
     let lends = shares.iter().any(|share| share.terms.ceiling > share.terms.guarantee);
     let is_shared = shares.len() > 1 && (is_mixed || lends);
-    let working = shares.iter().filter(|share| share.wants() > 0).count();
     let targets = if is_mixed { by_class(shares) } else { targets(shares, |_| true) };
     let order = |(share, target): (&Standing, u64)| {
         let (rate, memory) = share.memory.rate(share.terms, target);
-        let has_less = memory.granted().1 < share.terms.ceiling;
         // Who takes turns is seen to use them.
-        let is_divided = is_mixed || share.turn.is_some() || working > 1 && share.wants() > 0 && has_less;
-        let is_paced = share.is_limited || is_divided;
+        let is_paced = share.is_limited || is_shared || share.turn.is_some();
         let is_asleep =
             share.turn.is_none() && !share.is_awake && (share.wants == 0 || is_mixed && share.is_high);
         Order {

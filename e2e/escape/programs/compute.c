@@ -103,6 +103,20 @@ static void cooperative(uint64_t at)
 	must(cuLaunchCooperativeKernel(spin, multiprocessors, 1, 1, 128, 1, 1, 0, NULL, parameters));
 }
 
+/* Five kernels of a millisecond about each 50 ms, and how long each of these bursts takes. */
+static double latencies[4096];
+static size_t bursts;
+static void burst(uint64_t at)
+{
+	uint64_t begin = now();
+	for (int i = 0; i < 5; i++)
+		plain(at);
+	must(cuCtxSynchronize());
+	latencies[bursts++ % 4096] = (double)(now() - begin);
+	struct timespec pause = { 0, (long)(40 * MS + chance(10 * MS)) };
+	nanosleep(&pause, NULL);
+}
+
 static void make_streams(void)
 {
 	/* CU_STREAM_NON_BLOCKING */
@@ -139,7 +153,14 @@ static const struct shape {
 	{ "graph", of_graph, make_graph, 0 },
 	{ "cooperative", cooperative, NULL, 0 },
 	{ "sync", plain, NULL, 1 },
+	{ "bursts", burst, NULL, 0 },
 };
+
+static int by_size(const void *a, const void *b)
+{
+	double x = *(const double *)a, y = *(const double *)b;
+	return (x > y) - (x < y);
+}
 
 static void run(const char *name, uint64_t before, uint64_t window)
 {
@@ -159,8 +180,13 @@ static void run(const char *name, uint64_t before, uint64_t window)
 	/* Before the window, in it, and a little longer, so that nobody else has more towards its end. */
 	uint64_t ends[] = { before * MS, (before + window) * MS, (before + window) * MS + 300 * MS };
 	uint64_t count[3] = { 0 }, stall[3] = { 0 }, cpu[3] = { 0 }, at = 0, begin = now(), last = begin;
+	size_t counted = 0;
 	for (int part = 0; part < 3; part++) {
 		uint64_t since = clock_of(CLOCK_PROCESS_CPUTIME_ID);
+		if (part == 1)
+			bursts = 0;
+		if (part == 2)
+			counted = bursts < 4096 ? bursts : 4096;
 		while (last - begin < ends[part]) {
 			/* A wait of its own is none of the launch's. */
 			uint64_t called = shape->waits ? now() : last;
@@ -176,15 +202,14 @@ static void run(const char *name, uint64_t before, uint64_t window)
 	}
 	printf("early_stall %llu\nstall %llu\nlaunches %llu\ncpu %llu\n", (unsigned long long)stall[0],
 		(unsigned long long)stall[1], (unsigned long long)count[1], (unsigned long long)cpu[1]);
+	if (counted) {
+		qsort(latencies, counted, sizeof *latencies, by_size);
+		printf("bursts %zu\nburst_p50 %.0f\nburst_p99 %.0f\n", counted, latencies[counted / 2],
+			latencies[counted * 99 / 100]);
+	}
 	fflush(stdout);
 	/* What is queued need not be waited for. */
 	_exit(0);
-}
-
-static int by_size(const void *a, const void *b)
-{
-	double x = *(const double *)a, y = *(const double *)b;
-	return (x > y) - (x < y);
 }
 
 static void launch(long calls)

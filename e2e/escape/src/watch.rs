@@ -6,6 +6,7 @@ use anyhow::{Context, Result};
 use divvy_driver::agent::{Agent, Done, Report, Response};
 use divvy_driver::gpus::{Gpus, GpusOptions};
 use divvy_driver::paths::HostPaths;
+use std::path::Path;
 use std::sync::mpsc::{self, Receiver};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -30,11 +31,16 @@ pub struct Told {
 
 impl Watch {
     pub fn start(node: &Node) -> Result<Self> {
+        Self::start_at(node.sim.root(), node.path())
+    }
+
+    /// The same over a node of another process, by the root of its driver and its directory.
+    pub fn start_at(root: &Path, directory: &Path) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (send, told) = mpsc::channel();
         let (stop, stopped) = oneshot::channel();
         let (ready, up) = mpsc::channel();
-        let paths = paths(node);
+        let paths = paths(root, directory);
         let thread = std::thread::spawn(move || {
             runtime.block_on(async {
                 let gpus = Gpus::start(GpusOptions::new(&paths)).await;
@@ -83,18 +89,17 @@ impl Drop for Watch {
     }
 }
 
-fn paths(node: &Node) -> HostPaths {
-    let root = node.sim.root().to_owned();
+fn paths(root: &Path, directory: &Path) -> HostPaths {
     HostPaths {
-        kubelet_root: node.path().join("kubelet"),
-        cdi_dir: node.path().join("cdi"),
-        dev_root: root.clone(),
+        kubelet_root: directory.join("kubelet"),
+        cdi_dir: directory.join("cdi"),
+        dev_root: root.to_owned(),
         sys_root: root.join("sys"),
-        driver_root: root,
+        driver_root: root.to_owned(),
         host_prefix: "/".into(),
         proc_root: "/proc".into(),
         process_root: "/proc".into(),
-        state_dir: node.path().join("state"),
-        run_dir: node.path().to_owned(),
+        state_dir: directory.join("state"),
+        run_dir: directory.to_owned(),
     }
 }

@@ -40,16 +40,16 @@ fn check(what: &str, shares: &[Standing], rates: &[Option<u64>], asked: &[bool])
 }
 
 #[test]
-fn a_gpu_is_divided_while_several_work() {
+fn a_gpu_is_divided_among_those_that_work() {
     let free = |weight, wants| share(0, 0, weight, wants);
     check("alone", &[free(1, 100)], &[None], &[false]);
-    check("beside one that sleeps", &[free(1, 100), free(1, 0)], &[None, None], &[false, true]);
+    check("beside one that sleeps", &[free(1, 100), free(1, 0)], &[Some(100), Some(5)], &[false, true]);
     check("that wakes", &[free(1, 100), awake(free(1, 0))], &[Some(50), Some(50)], &[false; 2]);
     let four = [free(1, 100), free(2, 100), free(3, 100), free(4, 100)];
     check("by weight", &four, &[Some(10), Some(20), Some(30), Some(40)], &[false; 4]);
     let crowd = [share(50, 50, 1, 100), free(1, 100), free(1, 100)];
     check("beside a guarantee", &crowd, &[Some(50), Some(25), Some(25)], &[false; 3]);
-    check("it sleeps", &[share(50, 50, 1, 0), free(1, 100)], &[Some(50), None], &[true, false]);
+    check("it sleeps", &[share(50, 50, 1, 0), free(1, 100)], &[Some(50), Some(100)], &[true, false]);
 }
 
 #[test]
