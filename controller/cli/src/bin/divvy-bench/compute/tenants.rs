@@ -234,12 +234,15 @@ impl Tenant {
         let served = stage.watcher.served();
         let found = served.iter().find(|found| found.name == self.name);
         let pid = found.map(|found| found.pid).with_context(|| format!("{} is not on the GPU", self.name))?;
-        let signal = if rests { Signal::STOP } else { Signal::CONT };
-        // nsenter stops with its program, and does not go on with it.
-        for pid in [pid, self.child.id()] {
-            kill_process(Pid::from_raw(i32::try_from(pid)?).context("no process")?, signal)?;
+        let send = |pid: u32, signal| -> Result<()> {
+            Ok(kill_process(Pid::from_raw(i32::try_from(pid)?).context("no process")?, signal)?)
+        };
+        if rests {
+            return send(pid, Signal::STOP);
         }
-        Ok(())
+        // nsenter stops with its program by itself, and does not go on with it.
+        send(pid, Signal::CONT)?;
+        send(self.child.id(), Signal::CONT)
     }
 
     /// What it says in the end.
