@@ -5,7 +5,7 @@
 
 use super::arbiter::{SECOND, Terms};
 use super::arbitrate::{Said, Times, busy, said};
-use super::look::{Device, Look, Share, Use};
+use super::look::{Device, Look, Share};
 use divvy_api::top::ShareNow;
 use divvy_api::{ClaimUid, ShareId};
 use std::collections::BTreeMap;
@@ -63,6 +63,7 @@ pub(super) fn meter(
 /// All that is told of the shares; `at` is in milliseconds of the system clock.
 pub(super) fn told(look: &Look, metered: &[Metered], at_ms: u64) -> Vec<ShareNow> {
     let percent = |ns: u64| u32::try_from((ns + SECOND / 200) / (SECOND / 100)).unwrap_or(u32::MAX);
+    let bytes = measured(look);
     let tell = |(at, share): (usize, &Share)| {
         let terms = Terms::of(share.policy.compute);
         let Metered { busy, said } = metered.get(at).copied().unwrap_or_default();
@@ -79,7 +80,7 @@ pub(super) fn told(look: &Look, metered: &[Metered], at_ms: u64) -> Vec<ShareNow
             mig: mig.map(|mig| format!("MIG-{mig}")),
             memory_limit_bytes: share.policy.memory.limit,
             memory_used_bytes: account.map(|account| account.used),
-            memory_measured_bytes: measured(look, at, share),
+            memory_measured_bytes: bytes.get(at).copied().flatten(),
             guarantee_percent: percent(terms.guarantee),
             ceiling_percent: percent(terms.ceiling),
             weight: terms.weight,
@@ -93,18 +94,20 @@ pub(super) fn told(look: &Look, metered: &[Metered], at_ms: u64) -> Vec<ShareNow
     look.shares.iter().enumerate().map(tell).collect()
 }
 
-/// Bytes that the GPU driver says the processes of a share have of its device.
-fn measured(look: &Look, at: usize, share: &Share) -> Option<u64> {
-    let here = look.uses.iter().filter(|usage| usage.device == share.device());
-    let of_share = |usage: &&Use| {
-        let process = look.processes.get(&usage.pid)?;
-        let shares = look.shares_of(process);
-        shares.contains(&at).then_some((shares.len(), usage.bytes))
-    };
-    here.filter_map(|usage| of_share(&usage)).try_fold(0_u64, |sum, (shares, bytes)| match (shares, bytes) {
-        (1, Some(bytes)) => Some(sum.saturating_add(bytes)),
-        _ => None,
-    })
+/// Bytes that the GPU driver says the processes of each share have of its device, by index; each process is asked for
+/// once whose it is.
+fn measured(look: &Look) -> Vec<Option<u64>> {
+    let mut all = vec![Some(0_u64); look.shares.len()];
+    for usage in &look.uses {
+        let Some(process) = look.processes.get(&usage.pid) else { continue };
+        let mut here = look.shares_of(process);
+        here.retain(|at| look.shares[*at].device() == usage.device);
+        for at in &here {
+            let sum = all[*at].zip(usage.bytes).filter(|_| here.len() == 1);
+            all[*at] = sum.map(|(sum, bytes)| sum.saturating_add(bytes));
+        }
+    }
+    all
 }
 
 #[cfg(test)]
