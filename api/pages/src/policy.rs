@@ -144,6 +144,10 @@ impl Compute {
 /// In nanoseconds.
 const SECOND: u64 = 1_000_000_000;
 
+/// Granted as a rate: the share may have all of the device, and nothing is held up. Any other is a rate of what the
+/// library believes, and may be more than a second a second: kernels that are cut by neighbours look longer.
+pub const UNBOUNDED: u64 = u64::MAX;
+
 /// Switches. Bits that this version does not know are kept as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flags(pub u32);

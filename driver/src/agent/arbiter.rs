@@ -4,25 +4,39 @@
 //! share to the `rate` on its policy page, in its own nanoseconds. Two things are left to the
 //! node. Who gets what nobody else uses ([`targets`]); and that the library's nanoseconds
 //! are not the GPU's: a kernel that neighbours interrupt looks longer than it is, and one that
-//! is never measured looks shorter. NVML knows what each process really had. So the rate is
-//! the target times a *trim* of the share's own, half to twice, that is corrected each second
-//! by the target over what the share had.
+//! is long where nobody measures looks shorter. NVML knows what each process really had. So the rate is
+//! the target times a *trim* of the share's own that is corrected each second by the target over what the
+//! share had.
 //!
 //! **Less is set by NVML alone; more also needs the tenant's word.** A share that has less than
 //! its target may want no more, and only its processes know that they were held up: their
 //! word, on a page that they write. So more comes only to who used what its rate allowed for
 //! by any trim, and is a loan: who was once believed owes what it then has beyond its target, and
 //! gets so much less until that is paid. To lie about waiting gains nothing: over
-//! any time a share has its target's worth and at most a second of it.
+//! any time a share has its target's worth and at most a second more.
+//!
+//! **How much longer a kernel may look.** What the library measures are stretches of the clock, and in each
+//! either the share's own kernels ran or those of others. So what it believes to have had is no more
+//! than what it had and what others had meanwhile, and by NVML both are known: no trim is larger than that
+//! explains, or twice. Of a share that has the GPU to itself, whatever it says, that is twice what it had.
 //!
 //! Not for instances of a GPU with MIG: NVML does not know what a process has of one.
+
+use divvy_pages::policy::UNBOUNDED;
 
 /// A whole GPU: nanoseconds a second.
 pub(super) const SECOND: u64 = 1_000_000_000;
 /// NVML tells whole per cent, so a share is known to half of one.
 const QUANTUM: u64 = SECOND / 200;
-/// The bounds of a trim.
-const TRIM: (f64, f64) = (0.5, 2.0);
+/// A trim is no less: what a program can hide from being measured is most of what it does, but not all.
+const LEAST: f64 = 1e-4;
+/// Where nobody cuts in, kernels look so much longer than they are at most.
+const LONGER: f64 = 2.0;
+/// Whose debt is more than what it may have in so many seconds is not believed.
+const CREDIT: u64 = 4;
+/// Beside others a trim is raised by this power of what is missing at most, if NVML can tell what is missing of so much.
+const STEPS: u8 = 3;
+const TOLD: u64 = SECOND / 10;
 /// What a share that worked not at all may begin with, where it may have so much: a twentieth.
 const WAKING: u64 = SECOND / 20;
 /// A share that was not held up is expected to want so much more than it had.
@@ -61,11 +75,13 @@ pub(super) struct Memory {
     believed: bool,
     /// Nanoseconds that it had beyond its target since then, and has not given back.
     debt: u64,
+    /// For so many seconds its trim was raised.
+    raised: u8,
 }
 
 impl Default for Memory {
     fn default() -> Self {
-        Self { trim: 1.0, granted: 0, allowed: 0, believed: false, debt: 0 }
+        Self { trim: 1.0, granted: 0, allowed: 0, believed: false, debt: 0, raised: 0 }
     }
 }
 
@@ -134,7 +150,7 @@ impl Memory {
         self.granted = self.allowed - self.debt.min(self.allowed / 2);
         let rate = (self.granted as f64 * self.trim) as u64;
         // 0 would be the record's.
-        (if self.granted < SECOND { rate.max(1) } else { rate.max(SECOND) }, self)
+        (if self.granted < SECOND { rate.clamp(1, UNBOUNDED - 1) } else { UNBOUNDED }, self)
     }
 
     /// Of a share that is not held to anything.
@@ -156,38 +172,53 @@ impl Memory {
     /// took longest to find.
     pub(super) fn inherited(rate: u64, target: u64) -> Self {
         let trim = rate as f64 / target.max(1) as f64;
-        let is_one = (TRIM.0..=TRIM.1).contains(&trim);
+        // What it had beside whom is for the next second to see.
+        let is_one = (LEAST..=SECOND as f64 / target.max(1) as f64).contains(&trim);
         if is_one { Self { trim, ..Self::default() } } else { Self::default() }
     }
 }
 
-/// The trim and the debt after what was seen of the second for which so much was granted.
-pub(super) fn corrected(memory: Memory, seen: Seen) -> Memory {
-    let Memory { mut trim, granted, allowed, mut believed, debt } = memory;
+/// The trim and the debt after what was seen of the second for which so much was granted. Between what each process
+/// of the share had, others had so much, all its processes together.
+pub(super) fn corrected(memory: Memory, seen: Seen, between: u64) -> Memory {
+    let Memory { mut trim, granted, allowed, mut believed, debt, raised } = memory;
+    let mut raises = 0;
     if granted == 0 {
         return memory;
     }
     let is_exact = seen.busy.abs_diff(granted) <= QUANTUM;
+    let limit = CREDIT * allowed;
+    // Deep in debt it is not believed again, so that what it had beyond its target never adds up.
+    let is_sound = debt <= limit;
+    let most = |had: u64| LONGER * had as f64 + between as f64;
+    // An honest share that is held up has used all of its rate, and that is no more than such kernels look.
+    let is_short = seen.is_held_up() && most(seen.busy + QUANTUM) >= granted as f64 * trim;
     let debt = if believed {
         let had = if is_exact { granted } else { seen.busy };
-        (debt + had).saturating_sub(allowed).min(SECOND)
+        (debt + had).saturating_sub(allowed).min(SECOND + limit)
     } else {
         0
     };
-    // By no trim does an honest share that is held up have less than half its rate.
-    let plausible = 2.0 * (seen.busy + QUANTUM) as f64 >= granted as f64 * trim;
     if !is_exact && seen.busy > granted {
         trim *= granted as f64 / seen.busy as f64;
         // More than the whole cannot be seen. To have been charged less than it was only makes it less.
         if seen.busy + QUANTUM >= SECOND && seen.charged > 0 {
             trim = trim.min(seen.charged as f64 / seen.busy as f64);
         }
-    } else if !is_exact && seen.is_held_up() && plausible {
+    } else if !is_exact && is_short && is_sound {
         believed = true;
-        // It may have had a little more than NVML says.
-        trim *= granted as f64 / (seen.busy + QUANTUM) as f64;
+        raises = raised.saturating_add(1);
+        // It may have had a little more than NVML says. Beside others kernels look longer, the more of them there are:
+        // where two steps were too short the next are longer.
+        let steps = if granted < TOLD || between < granted / 2 {
+            1
+        } else {
+            raises.saturating_sub(1).clamp(1, STEPS)
+        };
+        trim *= (granted as f64 / (seen.busy + QUANTUM) as f64).powi(steps.into());
     }
-    Memory { trim: trim.clamp(TRIM.0, TRIM.1), granted, allowed, believed, debt }
+    let trim = trim.clamp(LEAST, most(granted) / granted as f64);
+    Memory { trim, granted, allowed, believed, debt, raised: raises }
 }
 
 #[cfg(test)]

@@ -61,6 +61,7 @@ pub(super) fn standings(
     let since = memory.at.map(|at| now.duration_since(at)).filter(|since| !since.is_zero());
     let mut before = memory.shares;
     let busy = busy(look, times);
+    let all = times.values().map(|percent| time(*percent)).sum::<u64>().min(SECOND);
     let (mut standings, mut shares) = (Vec::new(), BTreeMap::new());
     for (at, share) in look.shares.iter().enumerate().filter(|(_, share)| share.policy.mig.is_none()) {
         let mut slots = before.remove(&share.key()).unwrap_or_default();
@@ -70,16 +71,17 @@ pub(super) fn standings(
             Some(since) => (u128::from(ns) * u128::from(SECOND) / since.as_nanos()) as u64,
             None => 0,
         };
-        let busy = busy.get(&at).copied().unwrap_or(0);
-        let seen = Seen { busy, charged: by_second(charged), waited: by_second(waited) };
+        let own = busy.get(&at).copied().unwrap_or_default();
+        let seen = Seen { busy: own.busy, charged: by_second(charged), waited: by_second(waited) };
         let compute = share.policy.compute;
         let terms = Terms::of(compute);
         let (wants, memory) = match had.get(&share.key()) {
             // Who was kept out could not show what it wants.
             Some(had) => {
-                (terms.wants(seen).max(had.wanted.unwrap_or(0)), arbiter::corrected(had.memory, seen))
+                let memory = arbiter::corrected(had.memory, seen, own.between(all));
+                (terms.wants(seen).max(had.wanted.unwrap_or(0)), memory)
             }
-            None => (if busy > 0 { terms.ceiling } else { 0 }, arbiter::Memory::default()),
+            None => (if own.busy > 0 { terms.ceiling } else { 0 }, arbiter::Memory::default()),
         };
         let (is_high, is_limited) = (compute.priority >= HIGH, compute.is_limited());
         standings
@@ -88,13 +90,33 @@ pub(super) fn standings(
     (standings, Memory { shares, at: Some(now) })
 }
 
-/// Nanoseconds a second that the processes of each share had, by index. What a process of several
-/// shares had is theirs by their guarantees.
-pub(super) fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u64> {
-    let mut busy: BTreeMap<usize, u64> = BTreeMap::new();
+/// What the processes of a share had.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Worked {
+    /// Nanoseconds a second, together.
+    pub(super) busy: u64,
+    /// How many had some.
+    processes: u64,
+}
+
+impl Worked {
+    /// What others had between what each of them had, of `all` that anybody had: for each process all but its own.
+    fn between(self, all: u64) -> u64 {
+        self.processes.saturating_mul(all).saturating_sub(self.busy)
+    }
+}
+
+/// Of so many per cent: nanoseconds a second.
+fn time(percent: u32) -> u64 {
+    u64::from(percent) * (SECOND / 100)
+}
+
+/// What the processes of each share had, by index. What a process of several shares had is theirs by their guarantees.
+pub(super) fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, Worked> {
+    let mut busy: BTreeMap<usize, Worked> = BTreeMap::new();
     for (pid, percent) in times {
         let Some(process) = look.processes.get(pid) else { continue };
-        let had = u64::from(*percent) * (SECOND / 100);
+        let had = time(*percent);
         let all: Vec<(usize, u64)> = look
             .shares_of(process)
             .into_iter()
@@ -103,7 +125,8 @@ pub(super) fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u
         let sum: u64 = all.iter().map(|(_, cores)| cores).sum();
         for (at, cores) in all {
             let sum_of = busy.entry(at).or_default();
-            *sum_of = sum_of.saturating_add(had * cores / sum.max(1)).min(SECOND);
+            sum_of.busy = sum_of.busy.saturating_add(had * cores / sum.max(1)).min(SECOND);
+            sum_of.processes += u64::from(had > 0);
         }
     }
     busy

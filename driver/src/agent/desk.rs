@@ -289,7 +289,7 @@ impl Seat {
                 page.ask(false, 0);
             }
             // Who sleeps by the rate that was may have more by now.
-            if had.rate.is_some_and(|had| order.rate > Some(had + had / 4)) {
+            if had.rate.is_some_and(|had| order.rate > Some(had.saturating_add(had / 4))) {
                 wake(page);
             }
         }

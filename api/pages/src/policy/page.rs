@@ -148,7 +148,7 @@ impl PolicyPage {
 
     /// The present grant of compute time, in nanoseconds of GPU time a second; `None`: by the record.
     /// A grant is for a while (`now` is of the monotonic clock, in nanoseconds): it goes by who else works,
-    /// and a node that is gone does not see that change.
+    /// and a node that is gone does not see that change. See [`UNBOUNDED`](super::UNBOUNDED).
     pub fn granted(&self, now: u64) -> Option<u64> {
         (now < self.until.load()).then(|| self.rate.load())
     }

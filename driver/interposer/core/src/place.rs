@@ -7,6 +7,7 @@ use crate::neighbours::Unasked;
 use crate::pace;
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed};
+use divvy_pages::policy::UNBOUNDED;
 use divvy_pages::{AccountPage, Flags, GpuUuid, Memory, Policy, PolicyPage, SEATS, Seat};
 
 /// The pages of one device, in the order of the names of their shares and claims.
@@ -177,7 +178,8 @@ impl Place {
             self.physical.store(policy.memory.physical, Relaxed);
             self.context.store(policy.memory.context, Relaxed);
             self.flags.store(policy.flags.0, Relaxed);
-            self.rate.store(policy.compute.rate(), Relaxed);
+            let rate = if policy.compute.is_limited() { policy.compute.rate() } else { UNBOUNDED };
+            self.rate.store(rate, Relaxed);
             self.burst.store(pace::burst(policy.compute.burst_us), Relaxed);
             self.stamp.store(stamp, Relaxed);
         }
@@ -264,7 +266,7 @@ impl Place {
     /// Unused compute time that is kept, in nanoseconds. At a rate that is less than the record's, as the node grants
     /// it to whose kernels are longer than they look, as much less: it would be too long a burst. Never nothing.
     pub(crate) fn burst(&self, rate: u64) -> u64 {
-        let (burst, full) = (self.burst.load(Relaxed), self.rate.load(Relaxed));
+        let (burst, full) = (self.burst.load(Relaxed), self.rate.load(Relaxed).min(pace::SECOND));
         if rate >= full {
             return burst;
         }

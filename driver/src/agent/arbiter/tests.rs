@@ -8,8 +8,8 @@ const POINT: u64 = SECOND / 100;
 const IDLE: Seen = Seen { busy: 0, charged: 0, waited: 0 };
 
 /// A second is over: the rate of the next.
-fn rate(terms: Terms, seen: Seen, target: u64, memory: Memory) -> (u64, Memory) {
-    corrected(memory, seen).rate(terms, target)
+fn rate(terms: Terms, seen: Seen, between: u64, target: u64, memory: Memory) -> (u64, Memory) {
+    corrected(memory, seen, between).rate(terms, target)
 }
 
 fn fixed(percent: u64) -> Terms {
@@ -26,12 +26,19 @@ struct Share {
     terms: Terms,
     memory: Memory,
     rate: u64,
+    /// What others have.
+    between: u64,
 }
 
 impl Share {
     fn new(terms: Terms) -> Self {
-        let (rate, memory) = rate(terms, IDLE, terms.guarantee, Memory::default());
-        Self { terms, memory, rate }
+        let (rate, memory) = rate(terms, IDLE, 0, terms.guarantee, Memory::default());
+        Self { terms, memory, rate, between: 0 }
+    }
+
+    /// Beside others that have all the rest.
+    fn beside(terms: Terms) -> Self {
+        Self { between: SECOND - terms.guarantee, ..Self::new(terms) }
     }
 
     /// A second: what the share had.
@@ -40,7 +47,7 @@ impl Share {
         let (charged, waited) = says(had);
         let seen = Seen { busy: told(had), charged, waited };
         let target = targets(&[(self.terms, self.terms.wants(seen))])[0];
-        (self.rate, self.memory) = rate(self.terms, seen, target, self.memory);
+        (self.rate, self.memory) = rate(self.terms, seen, self.between, target, self.memory);
         had
     }
 
@@ -107,6 +114,51 @@ proptest! {
     }
 
     #[test]
+    fn what_others_make_look_longer_is_put_right_and_forgotten_when_they_are_gone(
+        percent in 1..=100_u64, longer in 0.0..=1.0,
+    ) {
+        let mut share = Share::beside(fixed(percent));
+        // At the longest it was under way all the time.
+        let model = 1.0 + longer * (percent as f64 / 100.0 - 1.0);
+        let had: Vec<u64> = (0..8).map(|_| share.busy_second(model)).collect();
+        for had in &had[4..] {
+            prop_assert!(had.abs_diff(percent * POINT) <= POINT * 3 / 2, "{had:?}");
+        }
+        // Nor is it kept over a pause.
+        let mut paused = Share { between: 0, ..share };
+        paused.second(1.0, 0.0, |_| (0, 0));
+        prop_assert!(paused.busy_second(1.0) <= 2 * percent * POINT);
+        share.between = 0;
+        share.busy_second(1.0);
+        let alone = share.busy_second(1.0);
+        prop_assert!(alone <= (percent + 2) * POINT, "{alone}");
+    }
+
+    #[test]
+    fn who_is_long_where_nobody_measures_is_held_within_seconds(percent in 1..=50_u64, model in 2.0..=100.0) {
+        let mut share = Share::new(fixed(percent));
+        for second in 0..20 {
+            let rate = share.rate;
+            // It says that it was charged all that it could be, and waited.
+            let had = share.second(model, 1.0, |_| (rate, SECOND));
+            prop_assert!(second < 8 || had <= (percent + 2) * POINT, "second {second}: {had}");
+        }
+    }
+
+    #[test]
+    fn who_lies_beside_others_gains_a_second_at_most(
+        percent in 1..=50_u64, plays in vec((0.02..=2.0, 0.0..=1.0, 0..=SECOND), 1..5),
+    ) {
+        let mut share = Share::beside(fixed(percent));
+        let (mut had, mut entitled) = (0, 0);
+        for (model, wants, charged) in plays.into_iter().cycle().take(300) {
+            had += share.second(model, wants, |_| (charged, SECOND));
+            entitled += percent * POINT + QUANTUM;
+            prop_assert!(had <= entitled + SECOND + 4 * percent * POINT, "{had} of {entitled}");
+        }
+    }
+
+    #[test]
     fn who_lies_about_waiting_gains_nothing(
         percent in 1..=50_u64, plays in vec((0.5..=2.0, 0.0..=1.0, 0..=SECOND), 1..5),
     ) {
@@ -159,7 +211,7 @@ fn policies_are_one_formula() {
 
 #[test]
 fn who_wakes_finds_its_guarantee() {
-    let woken = |terms| rate(terms, IDLE, 0, Memory::default()).0 / POINT;
+    let woken = |terms| rate(terms, IDLE, 0, 0, Memory::default()).0 / POINT;
     assert_eq!(woken(fixed(30)), 30);
     assert_eq!(woken(fixed(1)), 1);
     assert_eq!(woken(Terms { guarantee: 0, ceiling: SECOND, weight: 1 }), 5);

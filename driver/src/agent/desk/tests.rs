@@ -66,7 +66,7 @@ impl Share {
 
     /// Points that it may have, if it is held to any.
     pub(in super::super) fn rate(&self, now: u64) -> Option<u64> {
-        let rate = || self.page().granted(now).unwrap_or(SECOND) / POINT;
+        let rate = || self.page().granted(now).unwrap_or(SECOND).min(SECOND) / POINT;
         self.page().is_paced().then(rate)
     }
 

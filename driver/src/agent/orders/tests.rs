@@ -1,5 +1,6 @@
 use super::*;
 use divvy_pages::Compute;
+use divvy_pages::policy::UNBOUNDED;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -32,7 +33,7 @@ fn high(share: Standing) -> Standing {
 fn check(what: &str, shares: &[Standing], rates: &[Option<u64>], asked: &[bool]) {
     let orders = orders(shares);
     assert_eq!(
-        orders.iter().map(|order| order.rate.map(|rate| rate / POINT)).collect::<Vec<_>>(),
+        orders.iter().map(|order| order.rate.map(|rate| rate.min(SECOND) / POINT)).collect::<Vec<_>>(),
         rates,
         "{what}"
     );
@@ -77,7 +78,7 @@ fn high_priority_has_what_it_may_and_the_others_divide_what_it_leaves() {
 fn who_has_the_turn_may_have_the_whole_gpu() {
     let take = |turn, share| Standing { turn: Some(turn), ..share };
     let shares = [take(Turn::Own, share(0, 0, 1, 50)), take(Turn::Anothers, share(0, 0, 1, 50))];
-    assert_eq!(orders(&shares)[0].rate, Some(SECOND));
+    assert_eq!(orders(&shares)[0].rate, Some(UNBOUNDED));
     assert!(orders(&shares).iter().all(|order| order.rate.is_some() && !order.is_asked));
 }
 
@@ -94,7 +95,7 @@ proptest! {
     #[test]
     fn nobody_is_above_its_ceiling_and_who_is_awake_has_its_guarantee(shares in vec(any_share(), 1..4)) {
         for (share, order) in shares.iter().zip(orders(&shares)) {
-            let rate = order.rate.unwrap_or(SECOND);
+            let rate = order.rate.unwrap_or(SECOND).min(SECOND);
             prop_assert!(rate <= share.terms.ceiling.max(1) && rate >= share.terms.guarantee, "{order:?}");
             prop_assert!(!(order.is_asked && share.is_awake));
             prop_assert!(order.rate.is_some() || !share.is_limited);

@@ -8,6 +8,7 @@
 
 use core::sync::atomic::Ordering::{AcqRel, Acquire};
 use divvy_pages::AccountPage;
+use divvy_pages::policy::UNBOUNDED;
 
 /// Nanoseconds of GPU time a second for the whole device.
 pub(crate) const SECOND: u64 = 1_000_000_000;
@@ -54,7 +55,7 @@ impl Bucket<'_> {
     /// until it is worth to ask again.
     pub(crate) fn take(&self, need: i64, now: u64) -> Result<i64, u64> {
         self.fill(now);
-        if self.rate >= SECOND {
+        if self.rate == UNBOUNDED {
             // Its debt is no larger than its stock can be: the rate may be another in a moment.
             let least = i64::try_from(self.burst).map_or(i64::MIN, |burst| -burst);
             let left = |balance: i64| Some(balance.saturating_sub(need + GRANT).max(least));

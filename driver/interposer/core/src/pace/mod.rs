@@ -24,13 +24,15 @@ mod samples;
 use crate::device::Device;
 use crate::place::Place;
 use crate::system::System;
-use bucket::{BURST, Bucket, SECOND};
+pub(crate) use bucket::SECOND;
+use bucket::{BURST, Bucket};
 use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 pub(crate) use costs::Costs;
 pub use costs::Work;
 use costs::{Charge, Cost, Measure};
 use divvy_pages::Flags;
 use divvy_pages::account::Slot;
+use divvy_pages::policy::UNBOUNDED;
 use samples::Samples;
 pub use samples::Timer;
 
@@ -200,7 +202,7 @@ impl<S: System> Device<'_, S> {
     /// Some share may have all of the device, so that nothing but the depth bounds what is queued.
     fn has_all(&self) -> bool {
         let now = self.ledger.system.now();
-        self.places.places().any(|place| place.rate(now) >= SECOND)
+        self.places.places().any(|place| place.rate(now) == UNBOUNDED)
     }
 
     /// Nothing is held up, all is counted.
