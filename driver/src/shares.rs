@@ -28,10 +28,12 @@ use divvy_pages::policy::{PolicyError, SIZE};
 use divvy_pages::{Flags, Policy, account};
 pub(crate) use mapped::Mapped;
 use rustix::fs::OFlags;
+use rustix::thread::futex;
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 /// Where containers see the pages of their shares.
 pub const IN_CONTAINER: &str = "/run/divvy";
@@ -148,6 +150,15 @@ impl Shares {
         let length = account::SIZE as u64;
         dir.join(ACCOUNT).metadata().is_ok_and(|meta| meta.len() == length)
             && read(&dir.join(POLICY)).is_ok_and(|page| says(&page, policy) == Ok(true))
+    }
+
+    /// Asks a share's processes to give back what their pools keep without use.
+    pub fn trim(&self, claim: &ClaimUid, share: &ShareId) -> io::Result<()> {
+        let mapped = Mapped::open(&self.of(claim, share).join(POLICY))?;
+        let word = mapped.page().ok_or(io::ErrorKind::InvalidData)?.trim();
+        word.fetch_add(1, Ordering::SeqCst);
+        futex::wake(word, futex::Flags::empty(), i32::MAX as u32)?;
+        Ok(())
     }
 
     /// Removes the pages of a claim; what is not there is fine.

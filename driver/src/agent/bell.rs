@@ -63,7 +63,6 @@ impl Bell {
     }
 
     /// Has these shares of a GPU take turns of so many nanoseconds, or, where there are none, work side by side.
-    #[expect(dead_code, reason = "for who finds that shares thrash")]
     pub(super) fn turns(&self, gpu: GpuUuid, order: Vec<Key>, quantum: u64) {
         if self.common.desk().turns(gpu, order, quantum, now()) {
             self.start();

@@ -9,11 +9,12 @@ use super::files::Files;
 use super::lines::{self, Write};
 use super::look::{Account, AccountError, Look, Share, Slot};
 use super::mounts::Page;
+use super::pressure::Said;
 use super::process::{self, Cgroups, Process};
 use crate::shares::{ACCOUNT, POLICY, Shares};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::account::{self, ATTENTION, BALANCE, HEADER, NodeLine, Snapshot};
-use divvy_pages::{Flags, Memory, Owner, PageError, Policy};
+use divvy_pages::{Fault, Flags, Memory, Owner, PageError, Policy, SlotState};
 use rustix::fs::{major, minor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -105,6 +106,40 @@ fn read(files: &Files, path: &Path) -> io::Result<Raw> {
 }
 
 impl Found {
+    /// Bytes that the share says it holds.
+    pub(super) fn used(&self) -> u64 {
+        let page = self.first.as_ref().ok().and_then(|first| Snapshot::new(&first.page).ok());
+        page.map_or(0, |page| page.used())
+    }
+
+    /// What the share says, where it may hold more than it has of its GPU.
+    pub(super) fn presses(&self) -> Option<Said> {
+        let Self { claim, id, policy, first, .. } = self;
+        let page = first.as_ref().ok().filter(|_| policy.flags.has(Flags::UVM) && policy.mig.is_none())?;
+        let page = Snapshot::new(&page.page).ok()?;
+        let mut said = Said {
+            key: (claim.clone(), id.clone()),
+            slice: u64::from(policy.compute.slice_us) * 1000,
+            used: page.used(),
+            managed: 0,
+            took: 0,
+            least: 0,
+            works: page.refilled(),
+            refused: page.counted(Fault::Refused),
+        };
+        // Tenants write these words: whatever they say is a number.
+        for slot in page.slots().filter(|slot| slot.owner.state() == SlotState::Live) {
+            let add = |sum: &mut u64, more: u64| *sum = sum.wrapping_add(more);
+            said.managed = said.managed.saturating_add(slot.managed);
+            add(&mut said.took, slot.measured_ns);
+            add(&mut said.least, slot.least_ns);
+            add(&mut said.works, slot.charged_ns);
+            add(&mut said.works, slot.measured_ns);
+        }
+        said.managed = said.managed.min(said.used);
+        Some(said)
+    }
+
     /// The share with what changed since the first copy; none where it was released since.
     fn again(self, files: &Files) -> Option<Share> {
         let account = match (self.first, copy(files, &self.dir.join(ACCOUNT))?) {

@@ -43,6 +43,8 @@ mod meter;
 mod mounts;
 mod orders;
 mod overtime;
+mod press;
+mod pressure;
 mod process;
 
 pub use finding::{Finding, Kind, Response, Suspect};
@@ -65,6 +67,7 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use gather::Found;
 use look::{Device, Look, Use};
+use press::Pressed;
 use rustix::fs::{FlockOperation, flock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -76,6 +79,8 @@ use tokio::time::MissedTickBehavior;
 
 /// Between two audits of a GPU.
 pub const EVERY: Duration = Duration::from_secs(1);
+/// Between two looks at shares that may hold more than there is.
+const PRESSED: Duration = Duration::from_millis(250);
 /// What has not been told by then is told again.
 const AGAIN: Duration = Duration::from_secs(600);
 /// As many reports wait at most; more are in the log alone.
@@ -175,6 +180,9 @@ impl Agent {
         let agent = &self;
         let mut tick = tokio::time::interval(EVERY);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut press = tokio::time::interval(PRESSED);
+        press.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut pressed = Pressed::default();
         let mut lock = None;
         let mut memories: BTreeMap<pages::GpuUuid, Memory> = BTreeMap::new();
         let mut busy: BTreeSet<pages::GpuUuid> = BTreeSet::new();
@@ -185,8 +193,10 @@ impl Agent {
                     busy.remove(&gpu);
                     memories.insert(gpu, memory);
                 }
+                _ = press.tick(), if pressed.is_any => pressed = agent.press(pressed).await,
                 _ = tick.tick() => {
                     let by_gpu = agent.found(&mut lock).await;
+                    pressed.is_any = by_gpu.values().flatten().any(|found| found.presses().is_some());
                     memories.retain(|gpu, _| by_gpu.contains_key(gpu));
                     agent.sources.bell.keep(|gpu| by_gpu.contains_key(gpu));
                     for (gpu, found) in by_gpu {
@@ -198,6 +208,14 @@ impl Agent {
                 }
             }
         }
+    }
+
+    /// A look at the shares that may hold more than their GPUs have, and what follows from it.
+    async fn press(&self, pressed: Pressed) -> Pressed {
+        let sources = self.sources.clone();
+        let looked = tokio::task::spawn_blocking(move || sources.press(pressed.gpus));
+        // A panic, which the log tells of: nothing is remembered of a look that went wrong.
+        Pressed { is_any: pressed.is_any, gpus: looked.await.unwrap_or_default() }
     }
 
     /// The shares of each GPU; none where another agent is at work.

@@ -128,6 +128,19 @@ impl Node {
         Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
     }
 
+    /// A share that has `claimed` bytes of the GPU and may hold `limit` in all, as managed memory.
+    pub fn over_committed(&self, claim: &str, id: &str, claimed: u64, limit: u64) -> Result<Share> {
+        let share = self.share(claim, id, limit)?;
+        let path = share.directory.join("policy");
+        let (_, policy) = Policy::decode(&std::fs::read(&path)?)?;
+        let memory = Memory { soft: claimed, overcommit: limit, ..policy.memory };
+        let policy = Policy { memory, flags: policy.flags.with(Flags::UVM), ..policy };
+        // Nobody has it yet.
+        std::fs::remove_file(&path)?;
+        write(&path, &policy.encode(), 0o444)?;
+        Ok(share)
+    }
+
     /// Pages of the same GPU that allow everything, which no node has made.
     pub fn forged(&self) -> Result<PathBuf> {
         let directory = self.path().join("forged");

@@ -14,6 +14,7 @@ mod controller;
 mod figures;
 mod fleet;
 mod floor;
+mod overcommit;
 mod shared;
 mod shares;
 mod stats;
@@ -65,6 +66,8 @@ enum Part {
     Shares(shares::Arguments),
     /// Whether shares of compute time are what was asked: a matrix of requests, kernels and tenants
     Compute(compute::Arguments),
+    /// Shares that hold more memory than their GPU has: what gets done, and how soon idle pools give back theirs
+    Overcommit(overcommit::Arguments),
     /// What the node's agent costs, and how soon it gives back what the dead had
     Agent(agent::Arguments),
 }
@@ -78,6 +81,7 @@ fn main() -> Result<()> {
     match &arguments.command {
         Some(Part::Shares(part)) => return shares::all(part),
         Some(Part::Compute(part)) => return compute::all(part),
+        Some(Part::Overcommit(part)) => return overcommit::all(part),
         Some(Part::Agent(part)) => return agent::all(part),
         None => {}
     }

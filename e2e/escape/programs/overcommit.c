@@ -1,0 +1,141 @@
+/* overcommit work MIB KERNEL_MS MS | overcommit pool MIB | overcommit take MIB
+ *
+ * Tenants of a GPU that is short of memory. `work` holds so much in blocks of 64 MiB, prints "ready HELD", begins when its
+ * standard input says something, and runs one kernel after the other for so long; then it prints for each when it was
+ * done, in milliseconds since its begin. `pool` has a pool reserve so much, frees all of it and does nothing more until
+ * its input ends. `take` takes so much with each line of input and prints the driver's answer.
+ * None knows of shares. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "measure.h"
+
+#define MIB (1ull << 20)
+#define MS 1000000ull
+
+typedef void *handle;
+
+static struct {
+	int (*cuInit)(unsigned);
+	int (*cuDeviceGet)(int *, int);
+	int (*cuDevicePrimaryCtxRetain)(handle *, int);
+	int (*cuCtxSetCurrent)(handle);
+	int (*cuCtxSynchronize)(void);
+	int (*cuModuleLoadData)(handle *, const void *);
+	int (*cuModuleGetFunction)(handle *, handle, const char *);
+	int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **,
+		void **);
+	int (*cuMemAlloc_v2)(unsigned long long *, size_t);
+	int (*cuMemAllocAsync)(unsigned long long *, size_t, handle);
+	int (*cuMemFreeAsync)(unsigned long long, handle);
+	int (*cuMemCreate)(unsigned long long *, size_t, const void *, unsigned long long);
+	int (*cuDeviceGetDefaultMemPool)(handle *, int);
+	int (*cuMemPoolSetAttribute)(handle, int, void *);
+} cuda;
+
+static void start(void)
+{
+	int device;
+	handle context, library = dlopen("libcuda.so.1", RTLD_NOW);
+	if (!library)
+		fail(dlerror(), 0);
+	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDevicePrimaryCtxRetain), FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize);
+	FIND(cuModuleLoadData), FIND(cuModuleGetFunction), FIND(cuLaunchKernel), FIND(cuMemAlloc_v2);
+	FIND(cuMemAllocAsync), FIND(cuMemFreeAsync), FIND(cuMemCreate), FIND(cuDeviceGetDefaultMemPool);
+	FIND(cuMemPoolSetAttribute);
+	must(cuInit(0));
+	must(cuDeviceGet(&device, 0));
+	must(cuDevicePrimaryCtxRetain(&context, device));
+	must(cuCtxSetCurrent(context));
+}
+
+static void wait_for_word(void)
+{
+	char byte;
+	if (read(STDIN_FILENO, &byte, 1) < 0)
+		fail("read", 0);
+}
+
+static void work(uint64_t mib, const char *length, uint64_t window)
+{
+	enum { MOST = 100000 };
+	static uint64_t done[MOST];
+	const uint64_t block = 64;
+	unsigned long long address;
+	char text[256], name[64];
+	handle module, kernel;
+	uint64_t held = 0, count = 0;
+	start();
+	/* A kernel's length is in its name for the simulated GPU. */
+	snprintf(name, sizeof name, "work_%sms", length);
+	snprintf(text, sizeof text, ".version 6.0\n.target sm_50\n.address_size 64\n.visible .entry %s()\n{\n ret;\n}\n", name);
+	must(cuModuleLoadData(&module, text));
+	must(cuModuleGetFunction(&kernel, module, name));
+	while (held + block <= mib && !cuda.cuMemAlloc_v2(&address, block * MIB))
+		held += block;
+	printf("ready %llu\n", (unsigned long long)held), fflush(stdout);
+	wait_for_word();
+	for (uint64_t begin = now(); now() - begin < window * MS && count < MOST;) {
+		must(cuLaunchKernel(kernel, 1000, 1, 1, 128, 1, 1, 0, NULL, NULL, NULL));
+		must(cuCtxSynchronize());
+		done[count++] = (now() - begin) / MS;
+	}
+	for (uint64_t at = 0; at < count; at++)
+		printf("done %llu\n", (unsigned long long)done[at]);
+	fflush(stdout);
+	_exit(0);
+}
+
+static void pool(uint64_t mib)
+{
+	enum { BLOCKS = 16 };
+	unsigned long long blocks[BLOCKS];
+	uint64_t all = UINT64_MAX;
+	handle made;
+	start();
+	must(cuDeviceGetDefaultMemPool(&made, 0));
+	/* CU_MEMPOOL_ATTR_RELEASE_THRESHOLD */
+	must(cuMemPoolSetAttribute(made, 4, &all));
+	for (int at = 0; at < BLOCKS; at++)
+		must(cuMemAllocAsync(&blocks[at], mib * MIB / BLOCKS, NULL));
+	for (int at = 0; at < BLOCKS; at++)
+		must(cuMemFreeAsync(blocks[at], NULL));
+	must(cuCtxSynchronize());
+	puts("ready 0"), fflush(stdout);
+	wait_for_word();
+	_exit(0);
+}
+
+/* Memory by handle, which cannot be managed: refused is refused. */
+static void take(uint64_t mib)
+{
+	struct {
+		int kind, handles, location[2];
+		uint64_t rest[9];
+	} properties = { 1, 0, { 1, 0 }, { 0 } };
+	unsigned long long made;
+	char line[64];
+	start();
+	puts("ready 0"), fflush(stdout);
+	while (fgets(line, sizeof line, stdin))
+		printf("%d\n", cuda.cuMemCreate(&made, mib * MIB, &properties, 0)), fflush(stdout);
+	_exit(0);
+}
+
+int main(int count, char **words)
+{
+	if (count == 5 && !strcmp(words[1], "work"))
+		work(strtoull(words[2], NULL, 10), words[3], strtoull(words[4], NULL, 10));
+	if (count == 3 && !strcmp(words[1], "pool"))
+		pool(strtoull(words[2], NULL, 10));
+	if (count == 3 && !strcmp(words[1], "take"))
+		take(strtoull(words[2], NULL, 10));
+	fputs("overcommit work MIB KERNEL_MS MS | overcommit pool MIB | overcommit take MIB\n", stderr);
+	return 2;
+}
