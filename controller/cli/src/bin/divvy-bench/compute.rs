@@ -11,6 +11,7 @@
 
 mod cells;
 mod draw;
+mod policies;
 mod tenants;
 
 use crate::shares::built;
@@ -72,7 +73,10 @@ pub(crate) struct Arguments {
     /// Fail where a share of a cell had more than its part and the points that it may be off; less may be the machine's doing
     #[arg(long)]
     check: bool,
-    /// Only these parts: cells, aggregate, launch
+    /// Be the agent of the node whose driver and pages are there
+    #[arg(long, hide = true, num_args = 2)]
+    agent_of: Vec<PathBuf>,
+    /// Only these parts: cells, aggregate, launch, policies, lost
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 }
@@ -84,6 +88,9 @@ enum Which {
 }
 
 pub(crate) fn all(arguments: &Arguments) -> Result<()> {
+    if let [root, directory] = arguments.agent_of.as_slice() {
+        return policies::serve(root, directory);
+    }
     let wanted = |part: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == part);
     let library = match &arguments.library {
         Some(library) => library.canonicalize().with_context(|| format!("no {}", library.display()))?,
@@ -95,7 +102,7 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if let Some(dir) = &arguments.draw {
         return draw::all(&library, dir);
     }
-    let stage = Stage::up(library, before, window, burst, !arguments.no_agent)?;
+    let stage = Stage::up(library.clone(), before, window, burst, !arguments.no_agent)?;
     if wanted("cells") {
         let chosen = chosen(arguments);
         ensure!(!chosen.is_empty(), "no cell is as asked");
@@ -119,6 +126,9 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if wanted("aggregate") {
         aggregate(&stage, arguments.rounds)?;
     }
+    if wanted("policies") {
+        policies::all(&stage, POINTS, arguments.rounds)?;
+    }
     if wanted("launch") {
         let (mut natives, mut differences) = (Vec::new(), Vec::new());
         for _ in 0..arguments.rounds {
@@ -129,6 +139,11 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
         figure("launch_limited_native_ns", &natives, "ns");
         figure("launch_limited_over_native_ns", &differences, "ns");
         bar("launch_limited_over_native_ns", median(&differences), LAUNCH, "ns");
+    }
+    // Its agents are others.
+    drop(stage);
+    if wanted("lost") {
+        policies::lost(&Stage::up(library, before, window, burst, false)?, POINTS, burst)?;
     }
     Ok(())
 }

@@ -12,6 +12,7 @@ use std::cell::Cell as Counter;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Stdio};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 /// On a node pages lie in memory.
@@ -33,14 +34,14 @@ const LAUNCHES: &str = "200000";
 pub(crate) struct Stage {
     /// Before the node, whose pages it reads.
     _agent: Option<Watch>,
-    node: Node,
-    watcher: Watcher,
+    pub(crate) node: Rc<Node>,
+    watcher: Rc<Watcher>,
     library: PathBuf,
-    before: Duration,
-    window: Duration,
+    pub(crate) before: Duration,
+    pub(crate) window: Duration,
     burst: Duration,
     /// Shares made so far: each run has pages of its own.
-    shares: Counter<u32>,
+    shares: Rc<Counter<u32>>,
 }
 
 /// What a tenant got.
@@ -89,8 +90,8 @@ impl Stage {
         burst: Duration,
         agent: bool,
     ) -> Result<Self> {
-        let node = Node::up_in(MODEL, Path::new(MEMORY))?;
-        let watcher = node.watcher()?;
+        let node = Rc::new(Node::up_in(MODEL, Path::new(MEMORY))?);
+        let watcher = Rc::new(node.watcher()?);
         // A program of its own for each tenant, so that the ledger tells them apart by name.
         let first = node.programs().join(program(0));
         programs::compile(&["compute.c"], &first, &["-ldl"])?;
@@ -98,11 +99,33 @@ impl Stage {
             std::fs::copy(&first, node.programs().join(program(tenant)))?;
         }
         let _agent = agent.then(|| Watch::start(&node)).transpose()?;
-        Ok(Self { _agent, node, watcher, library, before, window, burst, shares: Counter::new(0) })
+        Ok(Self { _agent, node, watcher, library, before, window, burst, shares: Rc::default() })
+    }
+
+    /// The same node for runs whose windows are so long.
+    pub(crate) fn lasting(&self, window: Duration) -> Self {
+        let Self { node, watcher, library, before, burst, shares, .. } = self;
+        let (node, watcher, shares) = (Rc::clone(node), Rc::clone(watcher), Rc::clone(shares));
+        Self {
+            _agent: None,
+            node,
+            watcher,
+            library: library.clone(),
+            before: *before,
+            window,
+            burst: *burst,
+            shares,
+        }
+    }
+
+    /// When the window opens of one whose points these are, and when it ends.
+    pub(crate) fn opens(&self, points: &[Point]) -> (u64, u64) {
+        let opens = points.first().map_or(0, |(at, _)| *at) + nanoseconds(self.before);
+        (opens, opens + nanoseconds(self.window))
     }
 
     /// What a share of so many per cent says, of which no more is lent; none of one without a share.
-    fn fixed(&self, request: u32) -> Result<Option<Compute>> {
+    pub(crate) fn fixed(&self, request: u32) -> Result<Option<Compute>> {
         let burst_us = u64::try_from(self.burst.as_micros())?;
         let compute = Compute { cores: request, ceiling: request, burst_us, ..Compute::default() };
         Ok((request != UNLIMITED).then_some(compute))
@@ -191,8 +214,7 @@ impl Stage {
 
     fn got(&self, said: &str, points: &[Point]) -> Result<Got> {
         let begin = points.first().map_or(0, |(at, _)| *at);
-        let opens = begin + nanoseconds(self.before);
-        let ends = opens + nanoseconds(self.window);
+        let (opens, ends) = self.opens(points);
         let seconds = self.window.as_secs_f64();
         let windows = (opens..ends).step_by(STEP as usize).map(|at| share(points, at, (at + STEP).min(ends)));
         Ok(Got {
@@ -276,7 +298,7 @@ pub(crate) fn share(points: &[Point], from: u64, to: u64) -> f64 {
     }
 }
 
-fn figure(said: &str, name: &str) -> Result<f64> {
+pub(crate) fn figure(said: &str, name: &str) -> Result<f64> {
     let found = said.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
     found.with_context(|| format!("the program does not say {name}"))
 }

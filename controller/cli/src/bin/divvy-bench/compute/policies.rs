@@ -1,0 +1,259 @@
+//! Cells of policies: what tenants get whose shares lend, weigh, or precede others, and when the agent is lost.
+//!
+//! As in the other cells, what a tenant had is the ledger's word. A tenant rests while its program is stopped; it is back
+//! with the first of its work that the GPU does after that, so what returns to it is taken from then on.
+
+use super::cells::{Cell, SHAPES, Shape};
+use super::tenants::{Point, Stage, figure as said, share};
+use crate::stats::{bar, figure, line, median, percentile};
+use anyhow::{Context, Result, ensure};
+use divvy_escape::node::Compute;
+use std::cell::RefCell;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+const MS: u64 = 1_000_000;
+const SECOND: u64 = 1000 * MS;
+/// The control period, within which what was lent is back.
+const PERIOD: u64 = 20 * MS;
+/// A launch of high priority may take so much longer than its work, in ms.
+const REACTION: f64 = 5.0;
+/// What a burst of `compute.c` is, in ms.
+const BURST: f64 = 5.0;
+const NONE: Compute = Compute { cores: 0, ceiling: 0, weight: 0, priority: 0, slice_us: 0, burst_us: 0 };
+
+/// On a node pages are there long before a container has started: the agent has seen them by then.
+fn seen() {
+    std::thread::sleep(Duration::from_millis(1200));
+}
+
+/// The agent in a process of its own, so that it can be killed as a node daemon is.
+struct Agent(Child);
+
+impl Agent {
+    fn start(stage: &Stage) -> Result<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["compute", "--agent-of"]).args([stage.node.sim.root(), stage.node.path()]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("no agent")?;
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().context("no output")?).read_line(&mut line)?;
+        ensure!(line == "up\n", "the agent does not start");
+        Ok(Self(child))
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        // SIGKILL: it can put nothing in order.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The process that [`Agent`] starts; it ends with the one that started it.
+pub(super) fn serve(root: &std::path::Path, directory: &std::path::Path) -> Result<()> {
+    let _watch = divvy_escape::watch::Watch::start_at(root, directory)?;
+    println!("up");
+    std::io::stdin().lines().for_each(drop);
+    Ok(())
+}
+
+pub(super) fn all(stage: &Stage, points: f64, rounds: u32) -> Result<()> {
+    fixed(stage, points)?;
+    weights(stage, points)?;
+    lending(stage, points, rounds)?;
+    priority(stage)
+}
+
+fn shape(name: &str) -> Result<&'static Shape> {
+    SHAPES.iter().find(|shape| shape.name == name).context("no such shape")
+}
+
+/// The largest of some errors, in points.
+fn off(name: &str, errors: &[f64], most: f64) {
+    let largest = percentile(errors, 1.0);
+    line(&format!("{name}_error"), largest, "points");
+    bar(&format!("{name}_error"), largest, most, "points");
+}
+
+fn fixed(stage: &Stage, points: f64) -> Result<()> {
+    let got = stage.play(&Cell { shape: shape("1ms")?, requests: vec![30, 60] })?;
+    let errors: Vec<f64> =
+        [30.0, 60.0].iter().zip(&got).map(|(asked, got)| (got.share - asked).abs()).collect();
+    off("policy_fixed_30_60", &errors, points);
+    Ok(())
+}
+
+/// Four without a guarantee, by their weights.
+fn weights(stage: &Stage, points: f64) -> Result<()> {
+    let mut tenants = Vec::new();
+    for at in 0..4 {
+        tenants.push(stage.tenant(at, Some(Compute { weight: at as u32 + 1, ..NONE }), "1ms")?);
+    }
+    seen();
+    let served = stage.watch(&mut tenants, |_, _| Ok(()))?;
+    tenants.into_iter().try_for_each(|tenant| tenant.end().map(drop))?;
+    let mut errors = Vec::new();
+    for (at, points) in served.iter().enumerate() {
+        let (opens, ends) = stage.opens(points);
+        let got = share(points, opens, ends);
+        line(&format!("policy_weight_{}_share", at + 1), got, "%");
+        errors.push((got - 10.0 * (at as f64 + 1.0)).abs());
+    }
+    off("policy_weights", &errors, points);
+    Ok(())
+}
+
+/// 20 that may have all that others leave, beside 60 that rest for three seconds of every five.
+fn lending(stage: &Stage, points: f64, rounds: u32) -> Result<()> {
+    const REST: u64 = 3 * SECOND;
+    const WORK: u64 = 2 * SECOND;
+    let stage = &stage.lasting(Duration::from_nanos((REST + WORK) * u64::from(rounds)));
+    let (borrower, owner) = (Compute { cores: 20, ceiling: 100, ..NONE }, Compute { cores: 60, ..NONE });
+    let mut tenants = vec![stage.tenant(0, Some(borrower), "1ms")?, stage.tenant(1, Some(owner), "1ms")?];
+    let before = stage.before.as_nanos() as u64;
+    let (mut rests, mut returns) = (false, Vec::new());
+    seen();
+    let served = stage.watch(&mut tenants, |tenants, since| {
+        let since = since.as_nanos() as u64;
+        // Not at the very end: whoever is stopped and woken at once may stay stopped.
+        let is_in = (before..before + stage.window.as_nanos() as u64).contains(&since);
+        let is_to = is_in && (since - before) % (REST + WORK) < REST;
+        if is_to != rests {
+            tenants[1].rest(stage, is_to)?;
+            rests = is_to;
+            if !rests {
+                returns.push(divvy_sim::ledger::now());
+            }
+        }
+        Ok(())
+    })?;
+    if rests {
+        tenants[1].rest(stage, false)?;
+    }
+    tenants.into_iter().try_for_each(|tenant| tenant.end().map(drop))?;
+    let (mut lent, mut back, mut kept) = (Vec::new(), Vec::new(), Vec::new());
+    for at in returns {
+        // Its own first work is what tells that it is back.
+        let had = served[1].iter().rfind(|point| point.0 <= at).map_or(0, |point| point.1);
+        let Some((first, _)) = served[1].iter().find(|point| point.0 > at && point.1 > had) else { continue };
+        lent.push(share(&served[0], at - SECOND, at));
+        back.push(share(&served[0], first + PERIOD, first + PERIOD + SECOND / 2) - 40.0);
+        kept.push(60.0 - share(&served[1], *first, first + SECOND));
+    }
+    ensure!(!back.is_empty(), "nobody came back");
+    figure("policy_lent_share", &lent, "%");
+    bar("policy_lent_lost", 100.0 - median(&lent), points, "points");
+    figure("policy_returned_after_20ms_borrower_over", &back, "points");
+    bar("policy_returned_after_20ms_borrower_over", median(&back), points, "points");
+    figure("policy_returned_owner_lacks", &kept, "points");
+    bar("policy_returned_owner_lacks", median(&kept), points, "points");
+    Ok(())
+}
+
+/// How much longer than its work a burst takes beside one that wants all of the GPU.
+fn priority(stage: &Stage) -> Result<()> {
+    let stage = &stage.lasting(Duration::from_secs(12));
+    for (name, priority) in [("without", 0), ("with", 1)] {
+        let high = Compute { priority, ..NONE };
+        let mut tenants = vec![stage.tenant(0, Some(high), "bursts")?, stage.tenant(1, Some(NONE), "1ms")?];
+        seen();
+        let served = stage.watch(&mut tenants, |_, _| Ok(()))?;
+        let mut words = Vec::new();
+        for tenant in tenants {
+            words.push(tenant.end()?);
+        }
+        let late = |what: &str| Ok::<f64, anyhow::Error>(said(&words[0], what)? / 1e6 - BURST);
+        let name = |what: &str| format!("policy_priority_{name}_{what}");
+        line(&name("bursts"), said(&words[0], "bursts")?, "number");
+        line(&name("late_p50"), late("burst_p50")?, "ms");
+        line(&name("late_p99"), late("burst_p99")?, "ms");
+        if priority > 0 {
+            bar(&name("late_p99"), late("burst_p99")?, REACTION, "ms");
+        }
+        let (opens, ends) = stage.opens(&served[1]);
+        line(&name("other_share"), share(&served[1], opens, ends), "%");
+    }
+    Ok(())
+}
+
+/// The agent is killed while tenants work, and comes back; or another one waits to take its place.
+pub(super) fn lost(stage: &Stage, points: f64, burst: Duration) -> Result<()> {
+    const ASKED: [u32; 3] = [20, 30, 40];
+    let stage = &stage.lasting(Duration::from_secs(14));
+    let kernel = shape("1ms")?.longest_ms;
+    for (name, gap) in [
+        ("killed", Some(Duration::from_millis(2500))),
+        ("killed_long", Some(Duration::from_secs(6))),
+        ("upgraded", None),
+    ] {
+        let agents = RefCell::new(vec![Agent::start(stage)?]);
+        let mut tenants = Vec::new();
+        for (at, asked) in ASKED.into_iter().enumerate() {
+            tenants.push(stage.tenant(at, stage.fixed(asked)?, "1ms")?);
+        }
+        tenants.push(stage.tenant(3, Some(NONE), "1ms")?);
+        let lost = stage.before + Duration::from_secs(2);
+        let (mut is_lost, mut is_back, mut back) = (false, false, 0);
+        seen();
+        let served = stage.watch(&mut tenants, |_, since| {
+            if gap.is_none() && !is_back && since >= lost {
+                agents.borrow_mut().push(Agent::start(stage)?);
+                is_back = true;
+            }
+            if !is_lost && since >= lost + Duration::from_millis(500) {
+                drop(agents.borrow_mut().remove(0));
+                (is_lost, back) = (true, divvy_sim::ledger::now());
+            }
+            if let Some(gap) = gap
+                && !is_back
+                && since >= lost + gap
+            {
+                agents.borrow_mut().push(Agent::start(stage)?);
+                (is_back, back) = (true, divvy_sim::ledger::now());
+            }
+            Ok(())
+        })?;
+        tenants.into_iter().try_for_each(|tenant| tenant.end().map(drop))?;
+        let (mut over, mut lacks) = (Vec::new(), Vec::new());
+        for (asked, points) in ASKED.into_iter().zip(&served) {
+            let (opens, ends) = stage.opens(points);
+            over.push(
+                most_in_100_ms(points, opens) / 1e6 - f64::from(asked) - burst.as_secs_f64() * 1e3 - kernel,
+            );
+            lacks.push(f64::from(asked) - share(points, back + SECOND, (back + 4 * SECOND).min(ends)));
+        }
+        let name = |what: &str| format!("policy_agent_{name}_{what}");
+        line(&name("over_in_100ms"), percentile(&over, 1.0), "ms");
+        bar(&name("over_in_100ms"), percentile(&over, 1.0), 0.0, "ms");
+        line(&name("lacks_after_1s"), percentile(&lacks, 1.0), "points");
+        bar(&name("lacks_after_1s"), percentile(&lacks, 1.0), points, "points");
+    }
+    Ok(())
+}
+
+/// The most nanoseconds of any 100 ms from then on, by the looks.
+fn most_in_100_ms(points: &[Point], from: u64) -> f64 {
+    let of = |(at, had): &Point| {
+        let end = points.iter().find(|point| point.0 >= at + 100 * MS)?;
+        // A look that came late saw more than 100 ms.
+        Some((end.1 - had) as f64 * (100 * MS) as f64 / (end.0 - at) as f64)
+    };
+    points.iter().filter(|point| point.0 >= from).filter_map(of).fold(0.0, f64::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_of_100_ms_is_found_wherever_it_lies() {
+        let points: Vec<Point> =
+            [(0, 0), (50, 10), (100, 20), (150, 60), (200, 100), (250, 105), (300, 110), (350, 115)]
+                .map(|(at, had)| (at * MS, had * MS))
+                .into();
+        assert_eq!(most_in_100_ms(&points, 0), 80.0 * MS as f64);
+        assert_eq!(most_in_100_ms(&points, 150 * MS), 45.0 * MS as f64);
+    }
+}
