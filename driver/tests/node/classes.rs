@@ -76,5 +76,7 @@ async fn a_class_that_is_changed_changes_the_shares_that_are_there() {
         hours.iter().map(|(from, to)| json!({"from": from, "to": to, "ceiling": 35})).collect();
     set_class(&world, json!({"ceiling": 70, "schedule": tides}));
     until("the hour has its own", || compute(&world).is_some_and(|compute| compute.ceiling == 35)).await;
+    // The second daemon's pages come before its registration.
+    world.prepare_until_ok(&claim).await;
     world.unprepare(&claim).await.unwrap();
 }
