@@ -178,8 +178,8 @@ impl Memory {
     }
 }
 
-/// The trim and the debt after what was seen of the second for which so much was granted. Between what each process
-/// of the share had, others had so much, all its processes together.
+/// The trim and the debt after what was seen of the second for which so much was granted. Other shares had so much of
+/// it, `between`.
 pub(super) fn corrected(memory: Memory, seen: Seen, between: u64) -> Memory {
     let Memory { mut trim, granted, allowed, mut believed, debt, raised } = memory;
     let mut raises = 0;

@@ -71,17 +71,20 @@ pub(super) fn standings(
             Some(since) => (u128::from(ns) * u128::from(SECOND) / since.as_nanos()) as u64,
             None => 0,
         };
-        let own = busy.get(&at).copied().unwrap_or_default();
-        let seen = Seen { busy: own.busy, charged: by_second(charged), waited: by_second(waited) };
+        let busy = busy.get(&at).copied().unwrap_or(0);
+        // Not what its own processes had of each other: with many of them that would explain anything. Nor does what
+        // others have explain why one has nothing.
+        let between = if busy > 0 { all.saturating_sub(busy) } else { 0 };
+        let seen = Seen { busy, charged: by_second(charged), waited: by_second(waited) };
         let compute = share.policy.compute;
         let terms = Terms::of(compute);
         let (wants, memory) = match had.get(&share.key()) {
             // Who was kept out could not show what it wants.
             Some(had) => {
-                let memory = arbiter::corrected(had.memory, seen, own.between(all));
+                let memory = arbiter::corrected(had.memory, seen, between);
                 (terms.wants(seen).max(had.wanted.unwrap_or(0)), memory)
             }
-            None => (if own.busy > 0 { terms.ceiling } else { 0 }, arbiter::Memory::default()),
+            None => (if busy > 0 { terms.ceiling } else { 0 }, arbiter::Memory::default()),
         };
         let (is_high, is_limited) = (compute.priority >= HIGH, compute.is_limited());
         standings
@@ -90,30 +93,15 @@ pub(super) fn standings(
     (standings, Memory { shares, at: Some(now) })
 }
 
-/// What the processes of a share had.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Worked {
-    /// Nanoseconds a second, together.
-    pub(super) busy: u64,
-    /// How many had some.
-    processes: u64,
-}
-
-impl Worked {
-    /// What others had between what each of them had, of `all` that anybody had: for each process all but its own.
-    fn between(self, all: u64) -> u64 {
-        self.processes.saturating_mul(all).saturating_sub(self.busy)
-    }
-}
-
 /// Of so many per cent: nanoseconds a second.
 fn time(percent: u32) -> u64 {
     u64::from(percent) * (SECOND / 100)
 }
 
-/// What the processes of each share had, by index. What a process of several shares had is theirs by their guarantees.
-pub(super) fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, Worked> {
-    let mut busy: BTreeMap<usize, Worked> = BTreeMap::new();
+/// Nanoseconds a second that the processes of each share had, by index. What a process of several shares had is theirs by
+/// their guarantees.
+pub(super) fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u64> {
+    let mut busy: BTreeMap<usize, u64> = BTreeMap::new();
     for (pid, percent) in times {
         let Some(process) = look.processes.get(pid) else { continue };
         let had = time(*percent);
@@ -125,8 +113,7 @@ pub(super) fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, W
         let sum: u64 = all.iter().map(|(_, cores)| cores).sum();
         for (at, cores) in all {
             let sum_of = busy.entry(at).or_default();
-            sum_of.busy = sum_of.busy.saturating_add(had * cores / sum.max(1)).min(SECOND);
-            sum_of.processes += u64::from(had > 0);
+            *sum_of = sum_of.saturating_add(had * cores / sum.max(1)).min(SECOND);
         }
     }
     busy

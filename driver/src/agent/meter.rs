@@ -52,7 +52,7 @@ pub(super) fn meter(
             busy: had
                 .as_ref()
                 .filter(|_| share.policy.mig.is_none())
-                .map(|had| had.get(&at).map_or(0, |had| had.busy)),
+                .map(|had| had.get(&at).copied().unwrap_or(0)),
             said: since.map(|since| (by_second(charged, since), by_second(waited, since))),
         });
         slots.insert(share.key(), of_share);
