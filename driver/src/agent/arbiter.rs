@@ -18,7 +18,9 @@
 //! **How much longer a kernel may look.** What the library measures are stretches of the clock, and in each
 //! either the share's own kernels ran or those of others. So what it believes to have had is no more
 //! than what it had and what others had meanwhile, and by NVML both are known: no trim is larger than that
-//! explains, or twice. Of a share that has the GPU to itself, whatever it says, that is twice what it had.
+//! explains, or twice. Of a share that has the GPU to itself, whatever it says, that is twice what it had, and only
+//! where it lacks something for a second time: processes that begin together look slow to each other until they
+//! know their kernels, which is over before a larger rate could help them.
 //!
 //! Not for instances of a GPU with MIG: NVML does not know what a process has of one.
 
@@ -75,13 +77,13 @@ pub(super) struct Memory {
     believed: bool,
     /// Nanoseconds that it had beyond its target since then, and has not given back.
     debt: u64,
-    /// For so many seconds its trim was raised.
-    raised: u8,
+    /// For so many seconds it has lacked what it waited for.
+    lacked: u8,
 }
 
 impl Default for Memory {
     fn default() -> Self {
-        Self { trim: 1.0, granted: 0, allowed: 0, believed: false, debt: 0, raised: 0 }
+        Self { trim: 1.0, granted: 0, allowed: 0, believed: false, debt: 0, lacked: 0 }
     }
 }
 
@@ -181,44 +183,47 @@ impl Memory {
 /// The trim and the debt after what was seen of the second for which so much was granted. Other shares had so much of
 /// it, `between`.
 pub(super) fn corrected(memory: Memory, seen: Seen, between: u64) -> Memory {
-    let Memory { mut trim, granted, allowed, mut believed, debt, raised } = memory;
-    let mut raises = 0;
+    let Memory { mut trim, granted, allowed, mut believed, debt, lacked } = memory;
     if granted == 0 {
         return memory;
     }
     let is_exact = seen.busy.abs_diff(granted) <= QUANTUM;
+    let lacks = !is_exact && seen.busy < granted && seen.is_held_up();
+    let longer = if lacked > 0 { LONGER } else { 1.0 };
+    let most = |had: u64| longer * had as f64 + between as f64;
     let limit = CREDIT * allowed;
     // Deep in debt it is not believed again, so that what it had beyond its target never adds up.
     let is_sound = debt <= limit;
-    let most = |had: u64| LONGER * had as f64 + between as f64;
     // An honest share that is held up has used all of its rate, and that is no more than such kernels look.
-    let is_short = seen.is_held_up() && most(seen.busy + QUANTUM) >= granted as f64 * trim;
+    let is_honest = most(seen.busy + QUANTUM) >= granted as f64 * trim;
     let debt = if believed {
         let had = if is_exact { granted } else { seen.busy };
         (debt + had).saturating_sub(allowed).min(SECOND + limit)
     } else {
         0
     };
+    let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
     if !is_exact && seen.busy > granted {
         trim *= granted as f64 / seen.busy as f64;
         // More than the whole cannot be seen. To have been charged less than it was only makes it less.
         if seen.busy + QUANTUM >= SECOND && seen.charged > 0 {
             trim = trim.min(seen.charged as f64 / seen.busy as f64);
         }
-    } else if !is_exact && is_short && is_sound {
+    } else if lacks && is_honest && is_sound {
         believed = true;
-        raises = raised.saturating_add(1);
         // It may have had a little more than NVML says. Beside others kernels look longer, the more of them there are:
         // where two steps were too short the next are longer.
         let steps = if granted < TOLD || between < granted / 2 {
             1
         } else {
-            raises.saturating_sub(1).clamp(1, STEPS)
+            lacked.saturating_sub(1).clamp(1, STEPS)
         };
         trim *= (granted as f64 / (seen.busy + QUANTUM) as f64).powi(steps.into());
     }
-    let trim = trim.clamp(LEAST, most(granted) / granted as f64);
-    Memory { trim, granted, allowed, believed, debt, raised: raises }
+    // What was found to hold is not forgotten when it lacks nothing.
+    let most = if lacks { most(granted) } else { LONGER * granted as f64 + between as f64 };
+    let trim = trim.clamp(LEAST, most / granted as f64);
+    Memory { trim, granted, allowed, believed, debt, lacked }
 }
 
 #[cfg(test)]

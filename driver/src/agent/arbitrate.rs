@@ -163,35 +163,43 @@ mod tests {
         Some(all.iter().copied().collect())
     }
 
-    /// After a first look, one two seconds later: the rate of the share in points.
-    fn after(first: &Look, second: &Look, times: &Times) -> u64 {
-        let begin = Instant::now();
+    /// After a first look, others two seconds apart: the rate of the share in points after the last.
+    fn after(first: &Look, others: &[&Look], times: &Times) -> u64 {
+        let mut at = Instant::now();
         let decided = |standings: &[(usize, Standing)]| {
             let [(0, standing)] = standings else { panic!("one share") };
             orders(&[*standing])[0]
         };
         let idle = Some(BTreeMap::new());
-        let (all, memory) = standings(first, &idle, &BTreeMap::new(), Memory::default(), begin);
-        let order = decided(&all);
+        let (all, mut memory) = standings(first, &idle, &BTreeMap::new(), Memory::default(), at);
+        let mut order = decided(&all);
         assert_eq!(order.rate, Some(30 * POINT));
-        let had = Had { memory: order.memory, wanted: None };
-        let had = [(first.shares[0].key(), had)].into();
-        let (all, _) = standings(second, times, &had, memory, begin + Duration::from_secs(2));
-        decided(&all).rate.expect("it is limited") / POINT
+        for look in others {
+            at += Duration::from_secs(2);
+            let had = [(first.shares[0].key(), Had { memory: order.memory, wanted: None })].into();
+            let (all, after) = standings(look, times, &had, memory, at);
+            (order, memory) = (decided(&all), after);
+        }
+        order.rate.expect("it is limited") / POINT
     }
 
     #[test]
     fn who_had_too_little_and_waited_gets_more_and_who_had_too_much_less() {
-        let (before, worked) = (look(5, 5), look(5 + 60 * 10 * POINT, 5 + SECOND));
-        let check = |second: &Look, had: u32, expected: u64| {
-            assert_eq!(after(&before, second, &times(&[(7, had)])), expected, "{had}");
+        let before = look(5, 5);
+        let worked = |seconds: u64| look(5 + 30 * seconds * POINT, 5 + seconds * SECOND);
+        let (two, four) = (worked(2), worked(4));
+        let check = |looks: &[&Look], had: u32, expected: u64| {
+            assert_eq!(after(&before, looks, &times(&[(7, had)])), expected, "{had}");
         };
-        check(&worked, 25, 35);
-        check(&worked, 30, 30);
-        check(&worked, 60, 15);
+        check(&[&two], 30, 30);
+        check(&[&two], 60, 15);
+        // Once may be its begin.
+        check(&[&two], 25, 30);
+        check(&[&two, &four], 25, 35);
         // It waited for nothing; another's time.
-        check(&look(5 + 50 * POINT, 5), 25, 30);
-        assert_eq!(after(&before, &worked, &times(&[(8, 60)])), 30);
+        let idle = look(5 + 50 * POINT, 5);
+        check(&[&idle, &idle], 25, 30);
+        assert_eq!(after(&before, &[&two, &four], &times(&[(8, 60)])), 30);
     }
 
     #[test]
@@ -199,7 +207,7 @@ mod tests {
         let mut second = look(60 * POINT, 2 * SECOND);
         let slots = second.shares[0].account.as_mut().expect("a page");
         slots.slots[0].report.owner = Owner(slots.slots[0].report.owner.0 + (1 << 32));
-        assert_eq!(after(&look(5, 5), &second, &times(&[(7, 25)])), 30);
+        assert_eq!(after(&look(5, 5), &[&second, &second], &times(&[(7, 25)])), 30);
     }
 
     #[test]
