@@ -1,57 +1,125 @@
 //! The shares as a table, for people.
 
-use super::Shown;
+use super::look::Shown;
+use divvy_api::sharing::Priority;
 use divvy_api::top::ShareNow;
+use std::cmp::Reverse;
 use std::fmt::Write;
+use std::time::SystemTime;
 
 /// What is older than this, in milliseconds, is no more what the node is doing.
 const OLD_MS: u64 = 5000;
 const MIB: u64 = 1 << 20;
 
-/// The whole view at a time, in milliseconds of the system clock.
-pub(super) fn text(shown: &Shown, now_ms: u64) -> String {
-    let mut text = String::new();
-    let mut device = None;
+/// Where and when somebody looks.
+pub(super) struct Moment {
+    pub(super) node: String,
+    /// Milliseconds of the system clock.
+    pub(super) ms: u64,
+}
+
+impl Moment {
+    /// This machine, by the name that the cluster has for it where that is known.
+    pub(super) fn now() -> Self {
+        let host = || rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Self { node: std::env::var("NODE_NAME").unwrap_or_else(|_| host()), ms: since.as_millis() as u64 }
+    }
+}
+
+/// Of the shares of a device: by name, or who has most first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Order {
+    #[default]
+    Claim,
+    Got,
+    HeldUp,
+    Used,
+}
+
+impl Order {
+    pub(super) const ALL: [Self; 4] = [Self::Claim, Self::Got, Self::HeldUp, Self::Used];
+
+    /// The name of its column.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Claim => "claim",
+            Self::Got => "got",
+            Self::HeldUp => "held up",
+            Self::Used => "used",
+        }
+    }
+
+    /// Its name's first letter.
+    pub(super) fn key(self) -> char {
+        match self {
+            Self::Claim => 'c',
+            Self::Got => 'g',
+            Self::HeldUp => 'h',
+            Self::Used => 'u',
+        }
+    }
+
+    fn amount(self, share: &ShareNow) -> Option<u64> {
+        match self {
+            Self::Claim => None,
+            Self::Got => share.busy_percent.or(share.charged_percent).map(u64::from),
+            Self::HeldUp => share.throttled_ms,
+            Self::Used => share.memory_used_bytes,
+        }
+    }
+}
+
+/// The whole view: a line of where and when, then the devices.
+pub(super) fn text(shown: &Shown, moment: &Moment, order: Order) -> String {
+    let seconds = moment.ms / 1000;
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    let count = shown.shares.len() + shown.unseen.len();
+    let shares = if count == 1 { "share" } else { "shares" };
+    let mut text = format!("{}, {hour:02}:{minute:02}:{second:02} UTC: {count} {shares}\n", moment.node);
     for of_device in shown.shares.chunk_by(|one, other| (&one.gpu, &one.mig) == (&other.gpu, &other.mig)) {
         let Some(first) = of_device.first() else { continue };
-        if device.replace((&first.gpu, &first.mig)).is_some() {
-            text.push('\n');
-        }
-        text += &first.gpu;
+        text += &format!("\n{}", first.gpu);
         if let Some(mig) = &first.mig {
             text += &format!(" {mig}");
         }
-        let age = now_ms.saturating_sub(first.at_ms);
+        let age = moment.ms.saturating_sub(first.at_ms);
         if age > OLD_MS {
             text +=
                 &format!(" (as of {} s ago: nobody looks at its shares; is divvy-node running?)", age / 1000);
         }
         text.push('\n');
-        text += &table(of_device);
+        let mut shares: Vec<&ShareNow> = of_device.iter().collect();
+        shares.sort_by_key(|share| Reverse(order.amount(share)));
+        text += &table(&shares);
     }
-    for share in &shown.unseen {
-        text += &format!("{share}: not looked at yet\n");
+    let rest = [&shown.unseen, &shown.unreadable];
+    if rest.iter().any(|lines| !lines.is_empty()) {
+        text.push('\n');
     }
-    if text.is_empty() { "no shares on this node\n".to_owned() } else { text }
+    shown.unseen.iter().for_each(|share| text += &format!("{share}: not looked at yet\n"));
+    shown.unreadable.iter().for_each(|why| text += &format!("{why}\n"));
+    text
 }
 
+/// What is looked for most stands first, for narrow terminals.
 const HEAD: [&str; 11] = [
     "CLAIM",
-    "SHARE",
+    "ASKED",
+    "GOT",
+    "HELD UP",
     "USED MIB",
     "LIMIT MIB",
     "BY NVML",
-    "ASKED",
     "WEIGHT",
-    "PRIO",
-    "GOT",
-    "HELD UP",
-    "PROCS",
+    "PRIORITY",
+    "PROCESSES",
+    "SHARE",
 ];
 
-fn table(shares: &[ShareNow]) -> String {
+fn table(shares: &[&ShareNow]) -> String {
     let mut rows = vec![HEAD.map(str::to_owned)];
-    rows.extend(shares.iter().map(row));
+    rows.extend(shares.iter().map(|share| row(share)));
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: [usize; HEAD.len()] = std::array::from_fn(width);
     let mut text = String::new();
@@ -59,8 +127,8 @@ fn table(shares: &[ShareNow]) -> String {
         let mut line = String::new();
         for (column, (cell, width)) in row.iter().zip(widths).enumerate() {
             // Names to the left, amounts to the right. Writing to a text cannot fail.
-            let _ = match column {
-                0 | 1 => write!(line, "{cell:<width$}  "),
+            let _ = match HEAD[column] {
+                "CLAIM" | "SHARE" => write!(line, "{cell:<width$}  "),
                 _ => write!(line, "{cell:>width$}  "),
             };
         }
@@ -83,20 +151,21 @@ fn row(share: &ShareNow) -> [String; HEAD.len()] {
         (Some(busy), _) => percent(busy),
         (None, charged) => known(charged.map(|charged| format!("~{charged}%"))),
     };
+    let priority = usize::try_from(share.priority).ok().and_then(|number| Priority::NAMES.get(number));
     [
         claim,
-        share.share.as_str().chars().take(8).collect(),
-        known(share.memory_used_bytes.map(mib)),
-        mib(share.memory_limit_bytes),
-        known(share.memory_measured_bytes.map(mib)),
         match (share.guarantee_percent, share.ceiling_percent) {
             (least, most) if least == most => percent(most),
             (least, most) => format!("{least}-{most}%"),
         },
-        share.weight.to_string(),
-        share.priority.to_string(),
         got,
         known(share.throttled_ms.map(|ms| format!("{ms} ms"))),
+        known(share.memory_used_bytes.map(mib)),
+        mib(share.memory_limit_bytes),
+        known(share.memory_measured_bytes.map(mib)),
+        share.weight.to_string(),
+        priority.map_or_else(|| share.priority.to_string(), |name| (*name).to_owned()),
         share.processes.to_string(),
+        share.share.as_str().chars().take(8).collect(),
     ]
 }
