@@ -3,7 +3,6 @@
  * A CUDA program that measures itself: finds the driver as an application does, by dlopen and dlsym, and prints
  * figures as `name value`, in nanoseconds where it is a time. It knows nothing of shares. */
 #define _GNU_SOURCE
-#include <dlfcn.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdint.h>
@@ -17,53 +16,8 @@
 
 #include "measure.h"
 
-typedef unsigned long long address;
-#define MIB ((size_t)1 << 20)
-/* A kernel that does nothing, for any GPU since Maxwell. */
-static const char PTX[] = ".version 6.0\n.target sm_50\n.address_size 64\n.visible .entry nothing()\n{\n ret;\n}\n";
-
-static struct {
-	int (*cuInit)(unsigned);
-	int (*cuDeviceGet)(int *, int);
-	int (*cuDeviceTotalMem_v2)(size_t *, int);
-	int (*cuDevicePrimaryCtxRetain)(void **, int);
-	int (*cuCtxSetCurrent)(void *);
-	int (*cuCtxSynchronize)(void);
-	int (*cuMemAlloc_v2)(address *, size_t);
-	int (*cuMemFree_v2)(address);
-	int (*cuMemGetInfo_v2)(size_t *, size_t *);
-	int (*cuModuleLoadData)(void **, const void *);
-	int (*cuModuleGetFunction)(void **, void *, const char *);
-	int (*cuLaunchKernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
-		void **);
-} cuda;
-
-static void load(void)
-{
-	void *library = dlopen("libcuda.so.1", RTLD_NOW);
-	if (!library)
-		fail(dlerror(), 0);
-	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDeviceTotalMem_v2), FIND(cuDevicePrimaryCtxRetain);
-	FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize), FIND(cuMemAlloc_v2), FIND(cuMemFree_v2), FIND(cuMemGetInfo_v2);
-	FIND(cuModuleLoadData), FIND(cuModuleGetFunction), FIND(cuLaunchKernel);
-}
-
-static void start(void)
-{
-	int device;
-	void *context;
-	load();
-	must(cuInit(0));
-	must(cuDeviceGet(&device, 0));
-	must(cuDevicePrimaryCtxRetain(&context, device));
-	must(cuCtxSetCurrent(context));
-}
-
-static int by_size(const void *a, const void *b)
-{
-	double x = *(const double *)a, y = *(const double *)b;
-	return (x > y) - (x < y);
-}
+/* A kernel that does nothing. */
+static const char PTX[] = PTX_HEAD ".visible .entry nothing()\n{\n ret;\n}\n";
 
 /* The median of batches: what comes between now and then falls out. */
 static void figure(const char *name, double *batches, int count)
@@ -84,7 +38,7 @@ static int batches_of(long calls)
 static void launch(long calls)
 {
 	void *module, *function;
-	start();
+	open_gpu();
 	must(cuModuleLoadData(&module, PTX));
 	must(cuModuleGetFunction(&function, module, "nothing"));
 	int count = batches_of(calls);
@@ -101,7 +55,7 @@ static void launch(long calls)
 static void info(long calls)
 {
 	size_t free, total;
-	start();
+	open_gpu();
 	int count = batches_of(calls);
 	for (int i = 0; i < count; i++) {
 		uint64_t begin = now();
@@ -115,7 +69,7 @@ static void info(long calls)
 static void alloc(long live, const char *order, long calls)
 {
 	const size_t size = 4096;
-	start();
+	open_gpu();
 	address *ring = calloc(live + 1, sizeof *ring);
 	for (long i = 0; i < live; i++)
 		must(cuMemAlloc_v2(&ring[i], size));
@@ -146,7 +100,7 @@ static void init_one(int gate)
 	int device;
 	size_t total;
 	char byte;
-	load();
+	find_functions();
 	/* Ready; all begin when the gate's other end is closed. */
 	if (write(STDOUT_FILENO, "r", 1) != 1 || read(gate, &byte, 1) != 0)
 		_exit(1);
@@ -234,7 +188,7 @@ static void race(long rounds, uint64_t seed)
 	state = seed | 1;
 	pid_t parent = getpid();
 	int which = fork() ? 0 : 1;
-	start();
+	open_gpu();
 	meet(2);
 	size_t left, total;
 	must(cuMemGetInfo_v2(&left, &total));
@@ -274,7 +228,7 @@ static void race(long rounds, uint64_t seed)
 static void churn(void)
 {
 	address held[64] = { 0 };
-	start();
+	open_gpu();
 	table->alive = 1;
 	for (;;) {
 		unsigned at = chance(64);
@@ -308,7 +262,7 @@ static void await_start(void)
 static void prober(int said)
 {
 	size_t left, total;
-	start();
+	open_gpu();
 	must(cuMemGetInfo_v2(&left, &total));
 	left -= left % (2 * MIB);
 	table->alive = 1;
@@ -375,7 +329,7 @@ static void hold(long mib)
 {
 	int told = 0;
 	address made;
-	start();
+	open_gpu();
 	uint64_t begin = now();
 	while (cuda.cuMemAlloc_v2(&made, mib * MIB)) {
 		if (!told++)

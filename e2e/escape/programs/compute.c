@@ -5,7 +5,6 @@
  * WINDOW milliseconds later; `launch` is what a launch of a kernel of no length costs. Figures are printed as `name
  * value`, times in nanoseconds. It knows nothing of shares, and runs on any GPU: the kernels watch the clock. */
 #define _GNU_SOURCE
-#include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,85 +14,39 @@
 
 #include "measure.h"
 
-#define US 1000ull
-#define MS 1000000ull
-
-/* Kernels that run as long as their parameter says, for any GPU since Maxwell; and one of a nanosecond, or nearly. */
-#define SPIN(name)                                                                              \
-	".visible .entry " name "(.param .u64 length)\n{\n .reg .u64 %rd<4>;\n .reg .pred %p1;\n" \
-	" ld.param.u64 %rd1, [length];\n mov.u64 %rd2, %globaltimer;\n"                           \
-	"again:\n mov.u64 %rd3, %globaltimer;\n sub.u64 %rd3, %rd3, %rd2;\n"                      \
-	" setp.lt.u64 %p1, %rd3, %rd1;\n @%p1 bra again;\n ret;\n}\n"
-static const char PTX[] = ".version 6.0\n.target sm_50\n.address_size 64\n" SPIN("spin") SPIN("spin_long")
+/* Kernels that run as long as their parameter says, and one of a nanosecond, or nearly. */
+static const char PTX[] = PTX_HEAD PTX_SPIN("spin") PTX_SPIN("spin_long")
 	".visible .entry nothing_1ns()\n{\n ret;\n}\n";
-
-typedef void *handle;
-
-static struct {
-	int (*cuInit)(unsigned);
-	int (*cuDeviceGet)(int *, int);
-	int (*cuDeviceGetAttribute)(int *, int, int);
-	int (*cuDevicePrimaryCtxRetain)(handle *, int);
-	int (*cuCtxSetCurrent)(handle);
-	int (*cuCtxSynchronize)(void);
-	int (*cuModuleLoadData)(handle *, const void *);
-	int (*cuModuleGetFunction)(handle *, handle, const char *);
-	int (*cuStreamCreate)(handle *, unsigned);
-	int (*cuStreamBeginCapture_v2)(handle, int);
-	int (*cuStreamEndCapture)(handle, handle *);
-	int (*cuGraphInstantiateWithFlags)(handle *, handle, unsigned long long);
-	int (*cuGraphLaunch)(handle, handle);
-	int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **,
-		void **);
-	int (*cuLaunchCooperativeKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-		handle, void **);
-} cuda;
 
 static handle spin, spin_long, nothing, streams[4], graph;
 static int multiprocessors;
 
 static void start(void)
 {
-	int device;
-	handle context, module, library = dlopen("libcuda.so.1", RTLD_NOW);
-	if (!library)
-		fail(dlerror(), 0);
-	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDeviceGetAttribute), FIND(cuDevicePrimaryCtxRetain);
-	FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize), FIND(cuModuleLoadData), FIND(cuModuleGetFunction);
-	FIND(cuStreamCreate), FIND(cuStreamBeginCapture_v2), FIND(cuStreamEndCapture);
-	FIND(cuGraphInstantiateWithFlags), FIND(cuGraphLaunch), FIND(cuLaunchKernel), FIND(cuLaunchCooperativeKernel);
-	must(cuInit(0));
-	must(cuDeviceGet(&device, 0));
+	handle module;
+	int device = open_gpu();
 	/* CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT */
 	must(cuDeviceGetAttribute(&multiprocessors, 16, device));
-	must(cuDevicePrimaryCtxRetain(&context, device));
-	must(cuCtxSetCurrent(context));
 	must(cuModuleLoadData(&module, PTX));
 	must(cuModuleGetFunction(&spin, module, "spin"));
 	must(cuModuleGetFunction(&spin_long, module, "spin_long"));
 	must(cuModuleGetFunction(&nothing, module, "nothing_1ns"));
 }
 
-static void kernel(handle function, unsigned blocks, uint64_t length, handle stream)
-{
-	void *parameters[] = { &length };
-	must(cuLaunchKernel(function, blocks, 1, 1, 128, 1, 1, 0, stream, parameters, NULL));
-}
-
 /* The shapes: one launch each, of all that have been so far the one with that number. */
-static void wave(uint64_t at) { (void)at, kernel(spin, 132, 20 * US, NULL); }
-static void short_(uint64_t at) { (void)at, kernel(spin, 1000, 100 * US, NULL); }
-static void plain(uint64_t at) { (void)at, kernel(spin, 1000, MS, NULL); }
-static void narrow(uint64_t at) { kernel(spin, 20, MS, streams[at % 4]); }
-static void long_(uint64_t at) { (void)at, kernel(spin, 1000, 5 * MS, NULL); }
+static void wave(uint64_t at) { (void)at, launch_spin(spin, 132, 20 * US, NULL); }
+static void short_(uint64_t at) { (void)at, launch_spin(spin, 1000, 100 * US, NULL); }
+static void plain(uint64_t at) { (void)at, launch_spin(spin, 1000, MS, NULL); }
+static void narrow(uint64_t at) { launch_spin(spin, 20, MS, streams[at % 4]); }
+static void long_(uint64_t at) { (void)at, launch_spin(spin, 1000, 5 * MS, NULL); }
 static void mixed(uint64_t at)
 {
 	if (at % 2)
-		kernel(spin_long, 1000, 10 * MS, NULL);
+		launch_spin(spin_long, 1000, 10 * MS, NULL);
 	else
-		kernel(spin, 1000, 10 * US, NULL);
+		launch_spin(spin, 1000, 10 * US, NULL);
 }
-static void jitter(uint64_t at) { (void)at, kernel(spin, 1000, MS / 5 * 4 + chance(MS / 5 * 2), NULL); }
+static void jitter(uint64_t at) { (void)at, launch_spin(spin, 1000, MS / 5 * 4 + chance(MS / 5 * 2), NULL); }
 static void of_graph(uint64_t at) { (void)at, ({ must(cuGraphLaunch(graph, streams[0])); }); }
 static void cooperative(uint64_t at)
 {
@@ -131,7 +84,7 @@ static void make_graph(void)
 	make_streams();
 	must(cuStreamBeginCapture_v2(streams[0], 0));
 	for (int i = 0; i < 10; i++)
-		kernel(spin, 1000, 100 * US, streams[0]);
+		launch_spin(spin, 1000, 100 * US, streams[0]);
 	must(cuStreamEndCapture(streams[0], &made));
 	must(cuGraphInstantiateWithFlags(&graph, made, 0));
 }
@@ -155,12 +108,6 @@ static const struct shape {
 	{ "sync", plain, NULL, 1 },
 	{ "bursts", burst, NULL, 0 },
 };
-
-static int by_size(const void *a, const void *b)
-{
-	double x = *(const double *)a, y = *(const double *)b;
-	return (x > y) - (x < y);
-}
 
 static void run(const char *name, uint64_t before, uint64_t window)
 {

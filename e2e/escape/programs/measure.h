@@ -1,11 +1,55 @@
-/* What programs that measure themselves have in common: `cuda` is each one's own table of the driver's functions. */
+/* What programs that measure themselves have in common: the driver's functions, found as an application finds them, and
+ * clocks. */
 #ifndef MEASURE_H
 #define MEASURE_H
 
+#include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
+
+#define MIB ((size_t)1 << 20)
+#define US 1000ull
+#define MS 1000000ull
+
+typedef void *handle;
+typedef unsigned long long address;
+
+#define LAUNCH_ handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **
+/* All that any of them calls. A driver may not have all: what is missing is NULL. */
+#define FUNCTIONS(EACH)                                                     \
+	EACH(cuInit, unsigned)                                              \
+	EACH(cuDeviceGet, int *, int)                                       \
+	EACH(cuDeviceGetAttribute, int *, int, int)                         \
+	EACH(cuDeviceTotalMem_v2, size_t *, int)                            \
+	EACH(cuDevicePrimaryCtxRetain, handle *, int)                       \
+	EACH(cuCtxSetCurrent, handle)                                       \
+	EACH(cuCtxSynchronize, void)                                        \
+	EACH(cuMemAlloc_v2, address *, size_t)                              \
+	EACH(cuMemFree_v2, address)                                         \
+	EACH(cuMemGetInfo_v2, size_t *, size_t *)                           \
+	EACH(cuMemAllocAsync, address *, size_t, handle)                    \
+	EACH(cuMemFreeAsync, address, handle)                               \
+	EACH(cuMemCreate, address *, size_t, const void *, unsigned long long) \
+	EACH(cuDeviceGetDefaultMemPool, handle *, int)                      \
+	EACH(cuMemPoolSetAttribute, handle, int, void *)                    \
+	EACH(cuModuleLoadData, handle *, const void *)                      \
+	EACH(cuModuleGetFunction, handle *, handle, const char *)           \
+	EACH(cuStreamCreate, handle *, unsigned)                            \
+	EACH(cuStreamBeginCapture_v2, handle, int)                          \
+	EACH(cuStreamEndCapture, handle, handle *)                          \
+	EACH(cuGraphInstantiateWithFlags, handle *, handle, unsigned long long) \
+	EACH(cuGraphLaunch, handle, handle)                                 \
+	EACH(cuEventElapsedTime, float *, handle, handle)                   \
+	EACH(cuLaunchKernel, LAUNCH_, void **)                              \
+	EACH(cuLaunchCooperativeKernel, LAUNCH_)
+
+#define DECLARE_(name, ...) int (*name)(__VA_ARGS__);
+#define FIND_(name, ...) *(void **)&cuda.name = dlsym(library, #name);
+static struct {
+	FUNCTIONS(DECLARE_)
+} cuda;
 
 static void fail(const char *what, int code)
 {
@@ -20,7 +64,40 @@ static void fail(const char *what, int code)
 			fail(#call, code_); \
 	} while (0)
 
-#define FIND(name) *(void **)&cuda.name = dlsym(library, #name)
+static inline void find_functions(void)
+{
+	void *library = dlopen("libcuda.so.1", RTLD_NOW);
+	if (!library)
+		fail(dlerror(), 0);
+	FUNCTIONS(FIND_)
+}
+
+/* Makes the primary context of the first GPU current; the GPU. */
+static inline int open_gpu(void)
+{
+	int device;
+	handle context;
+	find_functions();
+	must(cuInit(0));
+	must(cuDeviceGet(&device, 0));
+	must(cuDevicePrimaryCtxRetain(&context, device));
+	must(cuCtxSetCurrent(context));
+	return device;
+}
+
+/* A kernel that runs as long as its parameter says, for any GPU since Maxwell. */
+#define PTX_HEAD ".version 6.0\n.target sm_50\n.address_size 64\n"
+#define PTX_SPIN(name)                                                                              \
+	".visible .entry " name "(.param .u64 length)\n{\n .reg .u64 %rd<4>;\n .reg .pred %p1;\n" \
+	" ld.param.u64 %rd1, [length];\n mov.u64 %rd2, %globaltimer;\n"                           \
+	"again:\n mov.u64 %rd3, %globaltimer;\n sub.u64 %rd3, %rd3, %rd2;\n"                      \
+	" setp.lt.u64 %p1, %rd3, %rd1;\n @%p1 bra again;\n ret;\n}\n"
+
+static inline void launch_spin(handle function, unsigned blocks, uint64_t length, handle stream)
+{
+	void *parameters[] = { &length };
+	must(cuLaunchKernel(function, blocks, 1, 1, 128, 1, 1, 0, stream, parameters, NULL));
+}
 
 static inline uint64_t clock_of(clockid_t id)
 {
@@ -30,6 +107,12 @@ static inline uint64_t clock_of(clockid_t id)
 }
 
 static inline uint64_t now(void) { return clock_of(CLOCK_MONOTONIC); }
+
+static inline int by_size(const void *a, const void *b)
+{
+	double x = *(const double *)a, y = *(const double *)b;
+	return (x > y) - (x < y);
+}
 
 static uint64_t state = 88172645463325252ull;
 static inline uint64_t chance(uint64_t below)

@@ -6,7 +6,6 @@
  * its input ends. `take` takes so much with each line of input and prints the driver's answer.
  * None knows of shares. */
 #define _GNU_SOURCE
-#include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,45 +14,6 @@
 #include <unistd.h>
 
 #include "measure.h"
-
-#define MIB (1ull << 20)
-#define MS 1000000ull
-
-typedef void *handle;
-
-static struct {
-	int (*cuInit)(unsigned);
-	int (*cuDeviceGet)(int *, int);
-	int (*cuDevicePrimaryCtxRetain)(handle *, int);
-	int (*cuCtxSetCurrent)(handle);
-	int (*cuCtxSynchronize)(void);
-	int (*cuModuleLoadData)(handle *, const void *);
-	int (*cuModuleGetFunction)(handle *, handle, const char *);
-	int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **,
-		void **);
-	int (*cuMemAlloc_v2)(unsigned long long *, size_t);
-	int (*cuMemAllocAsync)(unsigned long long *, size_t, handle);
-	int (*cuMemFreeAsync)(unsigned long long, handle);
-	int (*cuMemCreate)(unsigned long long *, size_t, const void *, unsigned long long);
-	int (*cuDeviceGetDefaultMemPool)(handle *, int);
-	int (*cuMemPoolSetAttribute)(handle, int, void *);
-} cuda;
-
-static void start(void)
-{
-	int device;
-	handle context, library = dlopen("libcuda.so.1", RTLD_NOW);
-	if (!library)
-		fail(dlerror(), 0);
-	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDevicePrimaryCtxRetain), FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize);
-	FIND(cuModuleLoadData), FIND(cuModuleGetFunction), FIND(cuLaunchKernel), FIND(cuMemAlloc_v2);
-	FIND(cuMemAllocAsync), FIND(cuMemFreeAsync), FIND(cuMemCreate), FIND(cuDeviceGetDefaultMemPool);
-	FIND(cuMemPoolSetAttribute);
-	must(cuInit(0));
-	must(cuDeviceGet(&device, 0));
-	must(cuDevicePrimaryCtxRetain(&context, device));
-	must(cuCtxSetCurrent(context));
-}
 
 static void wait_for_word(void)
 {
@@ -67,17 +27,17 @@ static void work(uint64_t mib, const char *length, uint64_t window)
 	enum { MOST = 100000 };
 	static uint64_t done[MOST];
 	const uint64_t block = 64;
-	unsigned long long address;
+	address made;
 	char text[256], name[64];
 	handle module, kernel;
 	uint64_t held = 0, count = 0;
-	start();
+	open_gpu();
 	/* A kernel's length is in its name for the simulated GPU. */
 	snprintf(name, sizeof name, "work_%sms", length);
-	snprintf(text, sizeof text, ".version 6.0\n.target sm_50\n.address_size 64\n.visible .entry %s()\n{\n ret;\n}\n", name);
+	snprintf(text, sizeof text, PTX_HEAD ".visible .entry %s()\n{\n ret;\n}\n", name);
 	must(cuModuleLoadData(&module, text));
 	must(cuModuleGetFunction(&kernel, module, name));
-	while (held + block <= mib && !cuda.cuMemAlloc_v2(&address, block * MIB))
+	while (held + block <= mib && !cuda.cuMemAlloc_v2(&made, block * MIB))
 		held += block;
 	printf("ready %llu\n", (unsigned long long)held), fflush(stdout);
 	wait_for_word();
@@ -95,10 +55,10 @@ static void work(uint64_t mib, const char *length, uint64_t window)
 static void pool(uint64_t mib)
 {
 	enum { BLOCKS = 16 };
-	unsigned long long blocks[BLOCKS];
+	address blocks[BLOCKS];
 	uint64_t all = UINT64_MAX;
 	handle made;
-	start();
+	open_gpu();
 	must(cuDeviceGetDefaultMemPool(&made, 0));
 	/* CU_MEMPOOL_ATTR_RELEASE_THRESHOLD */
 	must(cuMemPoolSetAttribute(made, 4, &all));
@@ -119,9 +79,9 @@ static void take(uint64_t mib)
 		int kind, handles, location[2];
 		uint64_t rest[9];
 	} properties = { 1, 0, { 1, 0 }, { 0 } };
-	unsigned long long made;
+	address made;
 	char line[64];
-	start();
+	open_gpu();
 	puts("ready 0"), fflush(stdout);
 	while (fgets(line, sizeof line, stdin))
 		printf("%d\n", cuda.cuMemCreate(&made, mib * MIB, &properties, 0)), fflush(stdout);

@@ -4,7 +4,6 @@
 #include "driver.h"
 #include "measure.h"
 #include "pages.h"
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -13,60 +12,23 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define MS 1000000ull
 #define HOUR (3600000 * MS)
 
-/* For any GPU since Maxwell. */
-static const char PTX[] = ".version 6.0\n.target sm_50\n.address_size 64\n"
-	".visible .entry spin(.param .u64 length)\n{\n .reg .u64 %rd<4>;\n .reg .pred %p1;\n"
-	" ld.param.u64 %rd1, [length];\n mov.u64 %rd2, %globaltimer;\n"
-	"again:\n mov.u64 %rd3, %globaltimer;\n sub.u64 %rd3, %rd3, %rd2;\n"
-	" setp.lt.u64 %p1, %rd3, %rd1;\n @%p1 bra again;\n ret;\n}\n";
-
-typedef void *handle;
-
-static struct {
-	int (*cuInit)(unsigned);
-	int (*cuDeviceGet)(int *, int);
-	int (*cuDevicePrimaryCtxRetain)(handle *, int);
-	int (*cuCtxSetCurrent)(handle);
-	int (*cuCtxSynchronize)(void);
-	int (*cuModuleLoadData)(handle *, const void *);
-	int (*cuModuleGetFunction)(handle *, handle, const char *);
-	int (*cuStreamCreate)(handle *, unsigned);
-	int (*cuStreamBeginCapture_v2)(handle, int);
-	int (*cuStreamEndCapture)(handle, handle *);
-	int (*cuGraphInstantiateWithFlags)(handle *, handle, unsigned long long);
-	int (*cuGraphLaunch)(handle, handle);
-	int (*cuEventElapsedTime)(float *, handle, handle);
-	int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **,
-		void **);
-} cuda;
+static const char PTX[] = PTX_HEAD PTX_SPIN("spin");
 
 static handle spin;
 
 static void begin(void)
 {
-	int device;
-	handle context, module, library = dlopen("libcuda.so.1", RTLD_NOW);
-	if (!library)
-		fail(dlerror(), 0);
-	FIND(cuInit), FIND(cuDeviceGet), FIND(cuDevicePrimaryCtxRetain), FIND(cuCtxSetCurrent), FIND(cuCtxSynchronize);
-	FIND(cuModuleLoadData), FIND(cuModuleGetFunction), FIND(cuStreamCreate), FIND(cuStreamBeginCapture_v2);
-	FIND(cuStreamEndCapture), FIND(cuGraphInstantiateWithFlags), FIND(cuGraphLaunch), FIND(cuEventElapsedTime);
-	FIND(cuLaunchKernel);
-	must(cuInit(0));
-	must(cuDeviceGet(&device, 0));
-	must(cuDevicePrimaryCtxRetain(&context, device));
-	must(cuCtxSetCurrent(context));
+	handle module;
+	open_gpu();
 	must(cuModuleLoadData(&module, PTX));
 	must(cuModuleGetFunction(&spin, module, "spin"));
 }
 
 static void kernel(uint64_t length, handle stream)
 {
-	void *parameters[] = { &length };
-	must(cuLaunchKernel(spin, 1000, 1, 1, 128, 1, 1, 0, stream, parameters, NULL));
+	launch_spin(spin, 1000, length, stream);
 }
 
 static void about_to_begin(void)

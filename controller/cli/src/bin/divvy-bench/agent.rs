@@ -5,7 +5,8 @@
 //! agent's, but for the thread that waits for the GPUs' events. The simulated NVML waits by looking again and again, which
 //! a real one does not: what that takes is told apart. NVML's answers to the agent are in the figure. Tenants are CUDA programs (`e2e/escape/programs/bench.c`) in containers with the library and a share each.
 
-use crate::shares::{built, most};
+use crate::program;
+use crate::shares::most;
 use crate::stats::{bar, figure, median, percentile};
 use anyhow::{Context, Result, ensure};
 use divvy_escape::container::{Container, Recipe};
@@ -57,12 +58,9 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn all(arguments: &Arguments) -> Result<()> {
-    let wanted = |part: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == part);
+    let wanted = |part: &str| program::is_wanted(&arguments.only, part);
     let out = tempfile::tempdir()?;
-    let library = match &arguments.library {
-        Some(library) => library.canonicalize().with_context(|| format!("no {}", library.display()))?,
-        None => built(out.path())?,
-    };
+    let library = program::library(arguments.library.as_deref(), out.path())?;
     if wanted("cpu") {
         cpu(arguments, &library)?;
     }

@@ -14,9 +14,9 @@ mod draw;
 mod policies;
 mod tenants;
 
-use crate::shares::built;
+use crate::program;
 use crate::stats::{bar, figure, line, median, percentile};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use cells::{Cell, SHAPES, UNLIMITED};
 use clap::ValueEnum;
 use std::path::PathBuf;
@@ -91,11 +91,8 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if let [root, directory] = arguments.agent_of.as_slice() {
         return policies::serve(root, directory);
     }
-    let wanted = |part: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == part);
-    let library = match &arguments.library {
-        Some(library) => library.canonicalize().with_context(|| format!("no {}", library.display()))?,
-        None => built(&std::env::temp_dir().join("divvy-bench"))?,
-    };
+    let wanted = |part: &str| program::is_wanted(&arguments.only, part);
+    let library = program::library(arguments.library.as_deref(), &std::env::temp_dir().join("divvy-bench"))?;
     let millis = Duration::from_millis;
     let (before, window, burst) =
         (millis(arguments.before), millis(arguments.window), millis(arguments.burst));

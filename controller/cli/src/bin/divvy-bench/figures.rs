@@ -27,7 +27,7 @@ const EIGHT: &str = "8xH100-SXM5-80GB";
 
 /// Measures everything, or what `--only` names.
 pub(crate) async fn all(plan: &Plan) -> Result<()> {
-    let wanted = |part: &str| plan.only.is_empty() || plan.only.iter().any(|only| only == part);
+    let wanted = |part: &str| crate::program::is_wanted(&plan.only, part);
     if wanted("gpu") {
         gpu(plan, &plan.tmpfs, "tmpfs").await.context("gpu on tmpfs")?;
         gpu(plan, &plan.disk, "disk").await.context("gpu on disk")?;

@@ -15,6 +15,7 @@ mod figures;
 mod fleet;
 mod floor;
 mod overcommit;
+mod program;
 mod shared;
 mod shares;
 mod stats;

@@ -9,7 +9,8 @@
 //!
 //! Every line is `NAME<TAB>value<TAB>unit`; behind a figure that must hold stands `NAME_bar<TAB>bound<TAB>unit<TAB>held|MISSED`.
 
-use crate::shares::{built, most};
+use crate::program;
+use crate::shares::most;
 use crate::stats::{figure, line, percentile};
 use anyhow::{Context, Result, bail, ensure};
 use divvy_escape::container::{Container, Recipe};
@@ -19,7 +20,7 @@ use divvy_escape::watch::Watch;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout};
 use std::time::{Duration, Instant};
 
 /// On a node pages lie in memory.
@@ -62,11 +63,8 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn all(arguments: &Arguments) -> Result<()> {
-    let wanted = |part: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == part);
-    let library = match &arguments.library {
-        Some(library) => library.canonicalize().with_context(|| format!("no {}", library.display()))?,
-        None => built(&std::env::temp_dir().join("divvy-bench"))?,
-    };
+    let wanted = |part: &str| program::is_wanted(&arguments.only, part);
+    let library = program::library(arguments.library.as_deref(), &std::env::temp_dir().join("divvy-bench"))?;
     if wanted("turns") {
         let thrash = work(arguments, &library, false)?;
         let turns = work(arguments, &library, true)?;
@@ -231,14 +229,9 @@ impl Tenant {
     fn start(node: &Node, library: &Path, share: &Share, words: &[&str]) -> Result<Self> {
         let (library, shares) = (Some(library.to_owned()), vec![share.clone()]);
         let container = Container::start(node, &Recipe { library, shares, ..Recipe::default() })?;
-        let mut child = container
-            .command(&node.programs().join("overcommit"))
-            .args(words)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .context("cannot start nsenter")?;
+        let mut command = container.command(&node.programs().join("overcommit"));
+        command.args(words);
+        let mut child = program::start(command)?;
         let said = BufReader::new(child.stdout.take().context("no output")?);
         let input = child.stdin.take().context("no input")?;
         Ok(Self { child, input, said, _container: container })

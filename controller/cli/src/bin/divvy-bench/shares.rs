@@ -5,13 +5,13 @@
 //! without the library and in one with it; differences and ratios are taken within a round. Behind a figure stands the
 //! most that it may be, and whether it is: `NAME_bar<TAB>most<TAB>unit<TAB>held|MISSED`.
 
+use crate::program;
 use crate::stats::{bar, figure, line, median, percentile};
 use anyhow::{Context, Result, ensure};
 use divvy_escape::container::{Container, Recipe};
 use divvy_escape::node::{MIB, Node};
 use divvy_escape::programs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// The share of a GPU that has more.
 const LIMIT: u64 = 16384 * MIB;
@@ -60,7 +60,7 @@ struct Bench {
 
 pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     let bench = Bench::start(arguments.library.as_deref())?;
-    let wanted = |part: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == part);
+    let wanted = |part: &str| program::is_wanted(&arguments.only, part);
     let (rounds, calls) = (arguments.rounds, arguments.calls.to_string());
     if wanted("launch") {
         bench.over_native("launch", rounds, &calls, 2.0)?;
@@ -100,10 +100,7 @@ impl Bench {
         let node = Node::up_in("L4", Path::new(MEMORY))?;
         let program = node.programs().join("bench");
         programs::compile(&["bench.c"], &program, &["-ldl"])?;
-        let library = match library {
-            Some(library) => library.canonicalize().with_context(|| format!("no {}", library.display()))?,
-            None => built(node.path())?,
-        };
+        let library = program::library(library, node.path())?;
         let shares = vec![node.share("claim-0", "0", LIMIT)?];
         let native = Container::start(&node, &Recipe::default())?;
         let share = Container::start(&node, &Recipe { library: Some(library), shares, ..Recipe::default() })?;
@@ -217,13 +214,4 @@ fn every(said: &[(String, f64)], name: &str) -> Vec<f64> {
 
 pub(crate) fn one(said: &[(String, f64)], name: &str) -> Result<f64> {
     every(said, name).first().copied().with_context(|| format!("the program does not say {name}"))
-}
-
-/// Builds the library as it ships.
-pub(crate) fn built(out: &Path) -> Result<PathBuf> {
-    let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../driver/interposer/build");
-    eprintln!("building libdivvy.so as it ships");
-    let status = Command::new(&build).arg(out).status().context("cannot start driver/interposer/build")?;
-    ensure!(status.success(), "driver/interposer/build failed");
-    Ok(out.join("libdivvy.so"))
 }

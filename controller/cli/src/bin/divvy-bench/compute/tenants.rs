@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::cell::Cell as Counter;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Stdio};
+use std::process::{Child, ChildStdout};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -200,14 +200,9 @@ impl Stage {
         let (container, pages) = self.container(compute)?;
         let name = program(at);
         let millis = |time: Duration| time.as_millis().to_string();
-        let mut child = container
-            .command(&self.node.programs().join(&name))
-            .args(["run", shape, &millis(self.before), &millis(self.window)])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .context("cannot start nsenter")?;
+        let mut command = container.command(&self.node.programs().join(&name));
+        command.args(["run", shape, &millis(self.before), &millis(self.window)]);
+        let mut child = crate::program::start(command)?;
         let said = BufReader::new(child.stdout.take().context("no output")?);
         Ok(Tenant { name, child, said, _container: container, _pages: pages })
     }
