@@ -9,13 +9,14 @@
 //! So does an API server that does not answer: nobody waits for classes.
 
 use crate::claims::Claims;
-use crate::engine::Engine;
+use crate::engine::{Engine, HeldShare};
+use crate::service::chain;
 use crate::turns::Turns;
 use divvy_api::config::{AppliedConfig, DeviceConfig, ShareConfig, Source};
 use divvy_api::names::DRIVER;
 use divvy_api::schema::Clock;
 use divvy_api::sharing::ShareSettings;
-use divvy_api::{AllocatedClaim, ClaimUid};
+use divvy_api::{AllocatedClaim, ClaimRef, ClaimUid, ShareId};
 use futures::StreamExt;
 use k8s_openapi::api::resource::v1::DeviceClass;
 use kube::runtime::WatchStreamExt;
@@ -150,63 +151,86 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// For ever: after each change of a class, and each minute while one has a schedule.
+    /// For ever: once the classes are known, after each change of one, and each minute while one has a schedule.
     pub async fn run(mut self) {
-        // Claims as they were allocated; an allocation does not change under a record.
-        let mut known: BTreeMap<ClaimUid, AllocatedClaim> = BTreeMap::new();
+        let mut known = BTreeMap::new();
+        let mut pause = Duration::MAX;
         loop {
-            let classes = self.classes.borrow_and_update().clone();
-            let all = self.change(&classes, &mut known).await;
-            let pause = match (all, classes.has_schedules()) {
-                (false, _) => AGAIN,
-                (true, true) => MINUTE,
-                (true, false) => Duration::MAX,
-            };
             tokio::select! {
                 changed = self.classes.changed() => if changed.is_err() {
                     return std::future::pending().await;
                 },
                 () = tokio::time::sleep(pause) => {}
             }
+            let classes = self.classes.borrow_and_update().clone();
+            let all = self.change(&classes, &mut known).await;
+            pause = match (all, classes.has_schedules()) {
+                (false, _) => AGAIN,
+                (true, true) => MINUTE,
+                (true, false) => Duration::MAX,
+            };
         }
     }
 
-    /// False where a claim could not be read.
-    async fn change(&self, classes: &Known, known: &mut BTreeMap<ClaimUid, AllocatedClaim>) -> bool {
-        if classes.0.values().all(Vec::is_empty) && known.is_empty() {
-            return true;
+    /// False where a claim could not be read, or not changed.
+    async fn change(&self, classes: &Known, known: &mut BTreeMap<ClaimUid, Allocated>) -> bool {
+        let mut held: BTreeMap<ClaimUid, Held> = BTreeMap::new();
+        for HeldShare { claim, share, settings, .. } in self.engine.shares() {
+            let of_claim = held.entry(claim.uid.clone()).or_insert_with(|| Held::of(claim));
+            of_claim.has_defaults &= settings == ShareSettings::default();
+            of_claim.shares.insert(share);
         }
-        let held: BTreeMap<_, _> =
-            self.engine.shares().into_iter().map(|share| (share.claim.uid.clone(), share.claim)).collect();
-        known.retain(|uid, _| held.contains_key(uid));
+        known.retain(|uid, allocated| held.get(uid).is_some_and(|held| held.shares == allocated.shares));
+        // As in most clusters: then who has the defaults has what it should, and no claim need be read.
+        let silent = classes.0.values().all(Vec::is_empty);
         let mut all = true;
-        for (uid, claim) in held {
+        for (uid, held) in held.into_iter().filter(|(_, held)| !(silent && held.has_defaults)) {
+            let Held { claim, shares, .. } = held;
             let _turn = self.turns.take(&uid).await;
             if !known.contains_key(&uid) {
                 match self.claims.as_allocated(&claim).await {
-                    Ok(read) => drop(known.insert(uid.clone(), read)),
+                    Ok(read) => drop(known.insert(uid.clone(), Allocated { claim: read, shares })),
                     Err(error) => {
                         all &= !error.is_outage();
-                        tracing::debug!(%claim, error = crate::service::chain(&error), "share settings not looked at");
+                        tracing::debug!(%claim, error = chain(&error), "share settings not looked at");
                         continue;
                     }
                 }
             }
-            let Some(mut claim) = known.get(&uid).cloned() else { continue };
-            resolve(&mut claim, classes, now());
-            match self.engine.change_shares(&claim).await {
-                Ok(true) => {
-                    tracing::info!(claim = %claim.claim, %uid, "share goes by its class as it is now")
-                }
+            let Some(Allocated { claim: allocated, .. }) = known.get(&uid) else { continue };
+            let mut allocated = allocated.clone();
+            resolve(&mut allocated, classes, now());
+            match self.engine.change_shares(&allocated).await {
+                Ok(true) => tracing::info!(%claim, %uid, "share goes by its class as it is now"),
                 Ok(false) => {}
                 Err(error) => {
                     all = false;
-                    let error = crate::service::chain(&error);
-                    tracing::warn!(claim = %claim.claim, %uid, error, "share does not go by its class as it is now");
+                    let error = chain(&error);
+                    tracing::warn!(%claim, %uid, error, "share does not go by its class as it is now");
                 }
             }
         }
         all
+    }
+}
+
+/// A claim as it was allocated. That does not change as long as it has these shares: who is allocated anew has others.
+struct Allocated {
+    claim: AllocatedClaim,
+    shares: BTreeSet<ShareId>,
+}
+
+/// A claim that is prepared here with shares.
+struct Held {
+    claim: ClaimRef,
+    shares: BTreeSet<ShareId>,
+    /// All that classes could have said of them is what is so anyway.
+    has_defaults: bool,
+}
+
+impl Held {
+    fn of(claim: ClaimRef) -> Self {
+        Self { claim, shares: BTreeSet::new(), has_defaults: true }
     }
 }
 

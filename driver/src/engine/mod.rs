@@ -25,7 +25,7 @@ mod mode;
 mod shares;
 
 pub use daemons::{Daemon, Daemons, lost};
-pub use shares::HeldShare;
+pub use shares::{ChangeError, HeldShare};
 
 use crate::cdi::Cdi;
 use crate::execute::{Hands, StepError};

@@ -2,9 +2,10 @@
 //! while containers run.
 
 use super::claim::{Unlocked, is_of};
-use super::{Engine, HeldState, Inner, PrepareError};
+use super::{Engine, HeldState, Inner};
+use crate::execute::StepError;
 use crate::plan::Access;
-use crate::records::ClaimRecord;
+use crate::records::{ClaimRecord, LockError, RecordError};
 use crate::shares::Shares;
 use crate::sharing::ShareLimits;
 use divvy_api::sharing::ShareSettings;
@@ -19,8 +20,37 @@ pub struct HeldShare {
     pub share: ShareId,
     /// Bytes that it may have.
     pub limit: u64,
+    pub settings: ShareSettings,
     /// Bytes that its own account says it has; none where that cannot be read.
     pub used: Option<u64>,
+}
+
+/// Why shares do not go by the settings that they should have; every message names the claim. They go on by those that
+/// they had, and whoever asks again has it tried again.
+#[derive(Debug, thiserror::Error)]
+pub enum ChangeError {
+    #[error("claim {claim}, {devices}: its shares are not changed")]
+    Locked {
+        claim: ClaimRef,
+        devices: String,
+        #[source]
+        cause: LockError,
+    },
+    #[error("claim {claim}, {devices}: the pages of its shares cannot be changed")]
+    Pages {
+        claim: ClaimRef,
+        devices: String,
+        #[source]
+        cause: StepError,
+    },
+    #[error("claim {claim}: its record cannot be kept")]
+    Record {
+        claim: ClaimRef,
+        #[source]
+        cause: RecordError,
+    },
+    #[error("claim {claim}: changing its shares crashed; see the log")]
+    Crashed { claim: ClaimRef },
 }
 
 impl Engine {
@@ -34,6 +64,7 @@ impl Engine {
                 device: device.device.clone(),
                 share: share.clone(),
                 limit: limits.memory,
+                settings: limits.settings,
                 used: pages.used(&record.claim.uid, share),
             });
             held.collect::<Vec<_>>()
@@ -44,25 +75,25 @@ impl Engine {
 
     /// Has the shares of a prepared claim go by the settings that it has now, without a container's doing; says
     /// whether any had others. Of a claim that is not prepared, or otherwise allocated, nothing is touched.
-    pub async fn change_shares(&self, claim: &AllocatedClaim) -> Result<bool, PrepareError> {
+    pub async fn change_shares(&self, claim: &AllocatedClaim) -> Result<bool, ChangeError> {
         let (inner, owned) = (self.inner.clone(), claim.clone());
         // To its end, whoever waits.
         let task = self.inner.tasks.spawn(async move { inner.change_shares(&owned).await });
-        task.await.map_err(|_| PrepareError::Crashed { claim: claim.claim.clone() })?
+        task.await.map_err(|_| ChangeError::Crashed { claim: claim.claim.clone() })?
     }
 }
 
 impl Inner {
-    async fn change_shares(&self, claim: &AllocatedClaim) -> Result<bool, PrepareError> {
+    async fn change_shares(&self, claim: &AllocatedClaim) -> Result<bool, ChangeError> {
         let uid = &claim.claim.uid;
-        let no_record = |cause| PrepareError::Record { claim: claim.claim.clone(), cause };
+        let no_record = |cause| ChangeError::Record { claim: claim.claim.clone(), cause };
         let names =
             || claim.devices.iter().map(|device| device.device.as_str()).collect::<Vec<_>>().join(", ");
         let _claim = self.claims.lock(uid).await;
         let (mut locked, record) =
             self.lock(uid, BTreeSet::new()).await.map_err(|unlocked| match unlocked {
                 Unlocked::Lock(cause) => {
-                    PrepareError::Locked { claim: claim.claim.clone(), devices: names(), cause }
+                    ChangeError::Locked { claim: claim.claim.clone(), devices: names(), cause }
                 }
                 Unlocked::Record(cause) => no_record(cause),
             })?;
@@ -82,13 +113,13 @@ impl Inner {
             held.access = Access::Share(ShareLimits { settings, ..limits });
         }
         if changed {
-            // First: what is made again goes by it.
-            self.records.write(&mut locked, &record).map_err(no_record)?;
-            self.hands().write_pages(&mut record).await.map_err(|cause| PrepareError::Step {
+            // The record last: as long as it says what was before, this is tried again.
+            self.hands().write_pages(&mut record).await.map_err(|cause| ChangeError::Pages {
                 claim: claim.claim.clone(),
                 devices: names(),
                 cause,
             })?;
+            self.records.write(&mut locked, &record).map_err(no_record)?;
         }
         Ok(changed)
     }

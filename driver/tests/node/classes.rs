@@ -1,24 +1,67 @@
 //! What an administrator says of a class holds for the shares that are there.
 
-use crate::harness::{DRIVER, H100, NODE, World, until};
+use crate::harness::{DRIVER, H100, NODE, World, reference, until};
 use divvy_pages::{Compute, Policy};
 use serde_json::{Value, json};
+use std::fs;
+use std::path::PathBuf;
 
 /// Class `batch` with that ShareConfig.
 fn set_class(world: &World, config: Value) {
-    let mut parameters = json!({"apiVersion": "resource.divvy.dev/v1alpha1", "kind": "ShareConfig"});
-    parameters.as_object_mut().unwrap().extend(config.as_object().unwrap().clone());
+    put_class(world, "batch", json!([{"opaque": {"driver": DRIVER, "parameters": share_config(config)}}]));
+}
+
+fn put_class(world: &World, name: &str, config: Value) {
     world.api.put(json!({
         "apiVersion": "resource.k8s.io/v1",
         "kind": "DeviceClass",
-        "metadata": {"name": "batch"},
-        "spec": {"config": [{"opaque": {"driver": DRIVER, "parameters": parameters}}]},
+        "metadata": {"name": name},
+        "spec": {"config": config},
     }));
 }
 
-fn policy(world: &World) -> Option<Policy> {
-    let page = std::fs::read(world.run_dir().join("shares/a/s-1/policy")).ok()?;
+fn share_config(fields: Value) -> Value {
+    let mut config = json!({"apiVersion": "resource.divvy.dev/v1alpha1", "kind": "ShareConfig"});
+    config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    config
+}
+
+/// Claim `a` of that class, which allowed 40 when that share was allocated.
+fn put_claim(world: &World, share: &str) {
+    world.api.put(json!({
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"namespace": "ns", "name": "a", "uid": "a"},
+        "spec": {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": "batch"}}]}},
+        "status": {"allocation": {"devices": {
+            "results": [{
+                "request": "r", "driver": DRIVER, "pool": NODE, "device": "gpu-0", "shareID": share,
+                "consumedCapacity": {"memory": "10Gi", "cores": "30"},
+            }],
+            "config": [{
+                "source": "FromClass", "requests": ["r"],
+                "opaque": {"driver": DRIVER, "parameters": share_config(json!({"ceiling": 40}))},
+            }],
+        }}},
+    }));
+}
+
+fn page(world: &World, share: &str) -> PathBuf {
+    world.run_dir().join("shares/a").join(share).join("policy")
+}
+
+fn policy_of(world: &World, share: &str) -> Option<Policy> {
+    let page = fs::read(page(world, share)).ok()?;
     Some(Policy::decode(&page).unwrap().1)
+}
+
+fn policy(world: &World) -> Option<Policy> {
+    policy_of(world, "s-1")
+}
+
+async fn has_ceiling(world: &World, share: &str, percent: u32) {
+    let ceiling = || policy_of(world, share).map(|policy| policy.compute.ceiling);
+    until(&format!("share {share} has a ceiling of {percent}"), || ceiling() == Some(percent)).await;
 }
 
 fn compute(world: &World) -> Option<Compute> {
@@ -30,28 +73,11 @@ async fn a_class_that_is_changed_changes_the_shares_that_are_there() {
     let world = World::up(H100).await;
     set_class(&world, json!({"ceiling": 60}));
     let daemon = world.start(&[]).await;
-    let allocated =
-        json!({"apiVersion": "resource.divvy.dev/v1alpha1", "kind": "ShareConfig", "ceiling": 40});
-    world.api.put(json!({
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"namespace": "ns", "name": "a", "uid": "a"},
-        "spec": {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": "batch"}}]}},
-        "status": {"allocation": {"devices": {
-            "results": [{
-                "request": "r", "driver": DRIVER, "pool": NODE, "device": "gpu-0", "shareID": "s-1",
-                "consumedCapacity": {"memory": "10Gi", "cores": "30"},
-            }],
-            "config": [{
-                "source": "FromClass", "requests": ["r"],
-                "opaque": {"driver": DRIVER, "parameters": allocated},
-            }],
-        }}},
-    }));
-    let claim = crate::harness::reference("a");
+    put_claim(&world, "s-1");
+    let claim = reference("a");
     world.prepare_until_ok(&claim).await;
     // The class is followed apart from the kubelet's call.
-    until("it goes by the class", || compute(&world).is_some_and(|compute| compute.ceiling == 60)).await;
+    has_ceiling(&world, "s-1", 60).await;
 
     set_class(
         &world,
@@ -67,7 +93,7 @@ async fn a_class_that_is_changed_changes_the_shares_that_are_there() {
     drop(daemon);
     set_class(&world, json!({"ceiling": 70}));
     let _daemon = world.start(&[]).await;
-    until("the next daemon sees it", || compute(&world).is_some_and(|compute| compute.ceiling == 70)).await;
+    has_ceiling(&world, "s-1", 70).await;
     assert_eq!(policy(&world).unwrap().memory.limit, 10 << 30);
 
     // And by the clock: all day but for the minute before midnight, or all day but for the first one.
@@ -75,8 +101,61 @@ async fn a_class_that_is_changed_changes_the_shares_that_are_there() {
     let tides: Vec<Value> =
         hours.iter().map(|(from, to)| json!({"from": from, "to": to, "ceiling": 35})).collect();
     set_class(&world, json!({"ceiling": 70, "schedule": tides}));
-    until("the hour has its own", || compute(&world).is_some_and(|compute| compute.ceiling == 35)).await;
+    has_ceiling(&world, "s-1", 35).await;
     // The second daemon's pages come before its registration.
     world.prepare_until_ok(&claim).await;
     world.unprepare(&claim).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_class_that_says_nothing_any_more_takes_back_what_it_said() {
+    let world = World::up(H100).await;
+    set_class(&world, json!({"ceiling": 60}));
+    let daemon = world.start(&[]).await;
+    put_claim(&world, "s-1");
+    world.prepare_until_ok(&reference("a")).await;
+    has_ceiling(&world, "s-1", 60).await;
+    drop(daemon);
+    put_class(&world, "batch", json!([]));
+    let _daemon = world.start(&[]).await;
+    // Without a class that lends, cores are all that it may have.
+    has_ceiling(&world, "s-1", 0).await;
+}
+
+#[tokio::test]
+async fn a_claim_that_is_allocated_anew_goes_by_its_class_too() {
+    let world = World::up(H100).await;
+    set_class(&world, json!({"ceiling": 60}));
+    let _daemon = world.start(&[]).await;
+    let claim = reference("a");
+    for (share, percent) in [("s-1", 70), ("s-2", 80)] {
+        put_claim(&world, share);
+        world.prepare_until_ok(&claim).await;
+        set_class(&world, json!({"ceiling": percent}));
+        has_ceiling(&world, share, percent).await;
+        if share == "s-1" {
+            world.unprepare(&claim).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_page_that_could_not_be_changed_is_changed_later() {
+    let world = World::up(H100).await;
+    set_class(&world, json!({"ceiling": 60}));
+    let daemon = world.start(&[]).await;
+    put_claim(&world, "s-1");
+    world.prepare_until_ok(&reference("a")).await;
+    has_ceiling(&world, "s-1", 60).await;
+    let page = page(&world, "s-1");
+    let aside = world.path("aside");
+    fs::rename(&page, &aside).unwrap();
+    fs::create_dir(&page).unwrap();
+    set_class(&world, json!({"ceiling": 70}));
+    daemon.wait_log("the pages of its shares cannot be changed").await;
+    fs::remove_dir(&page).unwrap();
+    fs::rename(&aside, &page).unwrap();
+    // Tried again by itself, and sooner when a class changes.
+    put_class(&world, "another", json!([]));
+    has_ceiling(&world, "s-1", 70).await;
 }

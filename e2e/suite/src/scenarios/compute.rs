@@ -18,9 +18,7 @@ pub(super) async fn two_shares_of_a_gpu_get_their_parts_of_its_time(world: &Worl
     for (name, cores) in parts {
         let taken = taking(request("gpu", SHARE, &gpu), &[("memory", "10Gi"), ("cores", cores)]);
         world.template(name, devices(&[taken])).await?;
-        world
-            .start(&Worker::new(name).claim(Claim::Template(name)).work("(exec cuda-client 64 work)"))
-            .await?;
+        world.start(&Worker::new(name).claim(Claim::Template(name)).work(WORK)).await?;
     }
     for (name, _) in parts {
         world.ready(name).await?;
