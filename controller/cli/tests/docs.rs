@@ -1,20 +1,35 @@
 //! The book is true: every `console` block in `docs/src` is run, page by page,
-//! in a fresh directory; a block that is not run says why, and few are.
+//! in a fresh directory; a block that is not run says why, and few are. Every
+//! `yaml` block that is for the API server or the node daemon is checked.
 //!
 //! `cargo run -- ` stands for the `divvy` binary that is already built.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-/// A fenced block of commands.
+/// A fenced block.
 struct Block {
     page: PathBuf,
     line: usize,
-    commands: String,
-    not_run: Option<String>,
+    /// What stands behind the language.
+    said: String,
+    text: String,
 }
 
-fn blocks() -> Vec<Block> {
+impl Block {
+    /// `> ` goes on with a here-document of the command above.
+    fn commands(&self) -> impl Iterator<Item = &str> {
+        self.text.lines().filter_map(|line| line.strip_prefix("$ ").or_else(|| line.strip_prefix("> ")))
+    }
+
+    fn not_run(&self) -> Option<&str> {
+        self.said.split_once("not-run=\"").map(|(_, rest)| rest.trim_end_matches('"'))
+    }
+}
+
+/// All blocks in that language.
+fn blocks(language: &str) -> Vec<Block> {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/src");
     let mut pages: Vec<PathBuf> =
         std::fs::read_dir(&docs).expect("docs/src").map(|entry| entry.expect("entry").path()).collect();
@@ -23,29 +38,27 @@ fn blocks() -> Vec<Block> {
     pages
         .into_iter()
         .filter(|page| page.extension().is_some_and(|ext| ext == "md"))
-        .flat_map(|page| blocks_of(&page))
+        .flat_map(|page| blocks_of(&page, &format!("```{language}")))
         .collect()
 }
 
-fn blocks_of(page: &Path) -> Vec<Block> {
+fn blocks_of(page: &Path, fence: &str) -> Vec<Block> {
     let text = std::fs::read_to_string(page).expect("page");
     let mut found = Vec::new();
     let mut open: Option<Block> = None;
     for (index, line) in text.lines().enumerate() {
-        match (&mut open, line.trim_end()) {
-            (None, fence) if fence.starts_with("```console") => {
-                let not_run =
-                    fence.split_once("not-run=\"").map(|(_, rest)| rest.trim_end_matches('"').to_owned());
-                open =
-                    Some(Block { page: page.to_owned(), line: index + 1, commands: String::new(), not_run });
+        match &mut open {
+            None => {
+                let said = line.strip_prefix(fence).map(str::to_owned);
+                open = said.map(|said| Block {
+                    page: page.to_owned(),
+                    line: index + 1,
+                    said,
+                    text: String::new(),
+                });
             }
-            (Some(_), "```") => found.extend(open.take()),
-            // `> ` goes on with a here-document of the command above.
-            (Some(block), command) if command.starts_with("$ ") || command.starts_with("> ") => {
-                block.commands.push_str(&command[2..]);
-                block.commands.push('\n');
-            }
-            _ => {}
+            Some(_) if line.trim_end() == "```" => found.extend(open.take()),
+            Some(block) => block.text.extend([line, "\n"]),
         }
     }
     found
@@ -65,9 +78,9 @@ fn every_command_in_the_book_works() {
     }
     let path = format!("{}:{}", binaries.path().display(), std::env::var("PATH").unwrap_or_default());
     let mut pages: Vec<(PathBuf, String)> = Vec::new();
-    for block in blocks().into_iter().filter(|block| block.not_run.is_none()) {
+    for block in blocks("console").into_iter().filter(|block| block.not_run().is_none()) {
         let mut commands = format!("echo 'line {}' >&2\n", block.line);
-        for line in block.commands.lines().filter(|line| !runs_itself(line)) {
+        for line in block.commands().filter(|line| !runs_itself(line)) {
             commands.push_str(&line.replace("cargo run -- ", "divvy "));
             commands.push('\n');
         }
@@ -98,7 +111,44 @@ fn every_command_in_the_book_works() {
 
 #[test]
 fn what_is_not_run_says_why_and_is_rare() {
-    let not_run: Vec<String> = blocks().into_iter().filter_map(|block| block.not_run).collect();
+    let not_run: Vec<String> =
+        blocks("console").iter().filter_map(|block| block.not_run().map(str::to_owned)).collect();
     assert!(not_run.iter().all(|reason| reason.len() > 10), "{not_run:?}");
     assert!(not_run.len() <= 10, "{} blocks are not run", not_run.len());
+}
+
+/// A part of an object, in the smallest whole object that has it; none where Divvy has nothing to say of it.
+fn whole(part: &str) -> Option<String> {
+    let inside = |above: &str, by: usize| {
+        let part: String = part.lines().map(|line| format!("{}{line}\n", " ".repeat(by))).collect();
+        format!("apiVersion: resource.k8s.io/v1\n{above}{part}")
+    };
+    let claim = "kind: ResourceClaim\nmetadata: {name: c}\nspec:\n  devices:\n";
+    let request = "    requests:\n    - name: gpu\n      exactly:\n        deviceClassName: gpu.divvy.dev\n";
+    let class = "kind: DeviceClass\nmetadata: {name: c}\nspec:\n  config:\n  - opaque:\n      driver: gpu.divvy.dev\n";
+    Some(match part.split_once(':').expect("a field").0 {
+        "apiVersion" => part.to_owned(),
+        "requests" => inside(claim, 4),
+        "config" => inside(&format!("{claim}{request}"), 4),
+        "selectors" => inside(&format!("{claim}{request}"), 8),
+        "parameters" => inside(class, 6),
+        // Of a container.
+        "resources" => return None,
+        other => panic!("no object has a part that begins with {other}"),
+    })
+}
+
+#[test]
+fn what_the_book_has_one_apply_is_well_written() {
+    for block in blocks("yaml") {
+        let Some(whole) = whole(&block.text) else { continue };
+        let mut check = Command::new(env!("CARGO_BIN_EXE_divvy"));
+        check.args(["check", "-"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut check = check.spawn().expect("divvy starts");
+        check.stdin.take().expect("its input").write_all(whole.as_bytes()).expect("written");
+        let out = check.wait_with_output().expect("it ends");
+        let (found, summary) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+        let right = out.status.success() && found.is_empty() && !summary.starts_with("checked: 0");
+        assert!(right, "{}:{}\n{whole}\n{found}{summary}", block.page.display(), block.line);
+    }
 }
