@@ -1,27 +1,44 @@
-//! CRC-32C (Castagnoli, RFC 3720 appendix B.4), by half bytes: a table of bytes would be a kilobyte in
-//! every process, and bit by bit a page is a good part of what a process's start costs.
+//! CRC-32C (Castagnoli, RFC 3720 appendix B.4), four bytes at a time by their half bytes: the eight are looked up
+//! without waiting for each other, where byte by byte each waits for the one before, which is a good part of what a
+//! process's start costs. Tables of bytes would be four kilobytes in every process, and the processor's own
+//! instruction would have to be asked for, which in a virtual machine costs more than it saves.
 
-/// What four bits do to a sum.
-const NIBBLES: [u32; 16] = {
-    let mut table = [0; 16];
+/// What four bits do to a sum, with so many half bytes behind them.
+const BEHIND: [[u32; 16]; 8] = {
+    let mut tables = [[0; 16]; 8];
     let mut at = 0;
     while at < 16 {
         let mut sum = at as u32;
-        let mut bit = 0;
-        while bit < 4 {
-            sum = (sum >> 1) ^ (0x82f6_3b78 & (sum & 1).wrapping_neg());
-            bit += 1;
+        let mut behind = 0;
+        while behind < 8 {
+            let mut bit = 0;
+            while bit < 4 {
+                sum = (sum >> 1) ^ (0x82f6_3b78 & (sum & 1).wrapping_neg());
+                bit += 1;
+            }
+            tables[behind][at] = sum;
+            behind += 1;
         }
-        table[at] = sum;
         at += 1;
     }
-    table
+    tables
 };
 
-/// The checksum of the bytes.
-pub(crate) fn crc32c(bytes: impl IntoIterator<Item = u8>) -> u32 {
-    let half = |sum: u32| (sum >> 4) ^ NIBBLES[(sum & 15) as usize];
-    !bytes.into_iter().fold(!0, |sum, byte| half(half(sum ^ u32::from(byte))))
+/// The checksum of the parts, one behind the other.
+pub(crate) fn crc32c(parts: &[&[u8]]) -> u32 {
+    !parts.iter().fold(!0, |sum, part| {
+        let (words, rest) = part.as_chunks();
+        let sum = words.iter().fold(sum, |sum, word| shifted(sum ^ u32::from_le_bytes(*word), 8));
+        rest.iter().fold(sum, |sum, byte| shifted(sum ^ u32::from(*byte), 2))
+    })
+}
+
+/// A sum after so many half bytes.
+#[inline]
+fn shifted(sum: u32, count: usize) -> u32 {
+    let tables = BEHIND.iter().take(count).rev().enumerate();
+    let done = tables.fold(0, |done, (at, table)| done ^ table[(sum >> (4 * at) & 15) as usize]);
+    done ^ sum.checked_shr(4 * count as u32).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -31,9 +48,19 @@ mod tests {
     #[test]
     fn agrees_with_the_rfc() {
         // RFC 3720, B.4: 32 bytes of zeros, of ones, and rising; and the usual check value.
-        assert_eq!(crc32c([0; 32]), 0x8a91_36aa);
-        assert_eq!(crc32c([0xff; 32]), 0x62a8_ab43);
-        assert_eq!(crc32c(0..32), 0x46dd_794e);
-        assert_eq!(crc32c(*b"123456789"), 0xe306_9283);
+        assert_eq!(crc32c(&[&[0; 32]]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[&[0xff; 32]]), 0x62a8_ab43);
+        let rising: [u8; 32] = core::array::from_fn(|at| at as u8);
+        assert_eq!(crc32c(&[&rising]), 0x46dd_794e);
+        assert_eq!(crc32c(&[b"123456789"]), 0xe306_9283);
+    }
+
+    #[test]
+    fn parts_of_any_length_are_one_text() {
+        let text: [u8; 23] = core::array::from_fn(|at| (at * 41) as u8);
+        for cut in 0..=text.len() {
+            let (head, tail) = text.split_at(cut);
+            assert_eq!(crc32c(&[head, tail]), crc32c(&[&text]), "{cut}");
+        }
     }
 }

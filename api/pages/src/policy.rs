@@ -302,7 +302,7 @@ fn check(page: &[u8]) -> Result<(), PolicyError> {
 /// The checksum of a record whose length is that of the slice.
 fn checksum(record: &[u8]) -> u32 {
     let (head, tail) = record.split_at(at::CHECKSUM.min(record.len()));
-    crc32c(head.iter().chain(tail.iter().skip(4)).copied())
+    crc32c(&[head, tail.get(4..).unwrap_or_default()])
 }
 
 fn put(bytes: &mut [u8], offset: usize, value: &[u8]) {

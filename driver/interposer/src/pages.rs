@@ -44,11 +44,13 @@ fn pair(share: &File, policy: &File) -> Option<Found> {
             && policy.is_read_only()
     })?;
     let counted = account.facts().filter(|facts| facts.regular && facts.mounted && facts.bytes <= LARGEST)?;
+    let mut head = [0; 64];
+    account.read(&mut head);
     // SAFETY: both mappings have the lengths of their files and are never taken away. (Who can shorten the account
     // page's file is the tenant, and it is the tenant's processes that then end.)
     unsafe {
         let policy = PolicyPage::at(policy.map(said.bytes, false)?, said.bytes)?;
-        let account = AccountPage::at(account.map(counted.bytes, true)?, counted.bytes).ok()?;
+        let account = AccountPage::untouched(&head, account.map(counted.bytes, true)?, counted.bytes).ok()?;
         Some(Found::Pair(policy, account))
     }
 }

@@ -1,4 +1,4 @@
-/* bench launch N | info N | alloc LIVE lifo|fifo|random N | init N | race ROUNDS SEED | kills N SEED | hold MIB
+/* bench launch N | info N | alloc LIVE lifo|fifo|random N | init N TIMES | race ROUNDS SEED | kills N SEED | hold MIB
  *
  * A CUDA program that measures itself: finds the driver as an application does, by dlopen and dlsym, and prints
  * figures as `name value`, in nanoseconds where it is a time. It knows nothing of shares. */
@@ -356,8 +356,9 @@ int main(int count, char **words)
 		alloc(number, words[3], atol(words[4]));
 	else if (!strcmp(mode, "init-one"))
 		init_one(number);
-	else if (!strcmp(mode, "init"))
-		init(number);
+	else if (!strcmp(mode, "init") && count == 4)
+		for (long times = atol(words[3]); times > 0; times--)
+			init(number);
 	else if (!strcmp(mode, "race") && count == 4)
 		race(number, strtoull(words[3], NULL, 10));
 	else if (!strcmp(mode, "hold"))
@@ -365,7 +366,7 @@ int main(int count, char **words)
 	else if (!strcmp(mode, "kills") && count == 4)
 		kills(number, strtoull(words[3], NULL, 10));
 	else {
-		fprintf(stderr, "usage: bench launch N | info N | alloc LIVE ORDER N | init N | race ROUNDS SEED | kills N SEED | hold MIB\n");
+		fprintf(stderr, "usage: bench launch N | info N | alloc LIVE ORDER N | init N TIMES | race ROUNDS SEED | kills N SEED | hold MIB\n");
 		return 2;
 	}
 	return 0;

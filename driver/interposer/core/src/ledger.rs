@@ -290,10 +290,13 @@ impl<S: System> Ledger<S> {
     fn build(&self, local: &Local) {
         let mut refused = false;
         self.system.pages(&mut |found| match found {
-            Found::Pair(policy, account) => match policy.read() {
-                Ok((_, read)) => local.add(policy, account, &read),
-                Err(_) => refused = true,
-            },
+            Found::Pair(policy, account) => {
+                let stamp = policy.stamp();
+                match policy.read() {
+                    Ok((_, read)) => local.add(policy, account, (&read, stamp)),
+                    Err(_) => refused = true,
+                }
+            }
             Found::Refused => refused = true,
         });
         local.closed.store((refused && local.count.load(Relaxed) == 0).into(), Relaxed);
@@ -327,9 +330,9 @@ impl Local {
     }
 
     /// While it is made: one pair of pages more.
-    fn add(&self, policy: &'static PolicyPage, account: &'static AccountPage, read: &Policy) {
+    fn add(&self, policy: &'static PolicyPage, account: &'static AccountPage, read: (&Policy, u64)) {
         let count = self.count.load(Relaxed);
-        let known = self.devices().find(|device| device.is() == (read.gpu, read.mig));
+        let known = self.devices().find(|device| device.is() == (read.0.gpu, read.0.mig));
         let Some(device) = known.or_else(|| self.devices.get(count as usize)) else { return };
         device.add(policy, account, read);
         if known.is_none() {

@@ -26,7 +26,7 @@ pub(crate) struct Place {
     policy: AtomicPtr<PolicyPage>,
     account: AtomicPtr<AccountPage>,
     slot: AtomicU32,
-    /// What was read of the policy, and at which stamp. A stamp of ours is the page's plus one.
+    /// What was read of the policy, and at which stamp: the page's plus one, or [`UNREAD`].
     stamp: AtomicU64,
     limit: AtomicU64,
     /// Where memory is over-committed, what of the limit may be memory that cannot move; otherwise 0.
@@ -52,6 +52,8 @@ pub(crate) struct AtLaunch<'a> {
     pub(crate) called: Option<&'a AccountPage>,
 }
 
+/// In place of a stamp: nothing was read of the policy.
+const UNREAD: u64 = 0;
 /// In place of a slot: all were taken.
 const NO_SLOT: u32 = u32::MAX;
 
@@ -110,8 +112,13 @@ impl Places {
     }
 
     /// While the ledger is made, before any slot is taken: one pair of pages more. Of too many the last by
-    /// their names are left out.
-    pub(crate) fn add(&self, policy: &'static PolicyPage, account: &'static AccountPage, read: &Policy) {
+    /// their names are left out. What was read of its policy is gone by at once: to read one is much of a start.
+    pub(crate) fn add(
+        &self,
+        policy: &'static PolicyPage,
+        account: &'static AccountPage,
+        (read, stamp): (&Policy, u64),
+    ) {
         let name = |policy: &Policy| (policy.share, policy.claim);
         let later = |place: &Place| place.policy().is_some_and(|(_, other)| name(&other) > name(read));
         let (mut policy, mut account) = (ptr::from_ref(policy).cast_mut(), ptr::from_ref(account).cast_mut());
@@ -120,6 +127,10 @@ impl Places {
         for place in self.places.iter().take(count as usize + 1).skip(from) {
             policy = place.policy.swap(policy, Relaxed);
             account = place.account.swap(account, Relaxed);
+            place.stamp.store(UNREAD, Relaxed);
+        }
+        if let Some(place) = self.places.get(from) {
+            place.take_up(read, stamp);
         }
         self.count.store((count + 1).min(SEATS as u32), Relaxed);
         for (words, uuid) in self.uuids.iter().zip([read.gpu, read.mig.unwrap_or(GpuUuid([0; 16]))]) {
@@ -169,20 +180,25 @@ impl Place {
 
     #[cold]
     fn read_again(&self, page: &PolicyPage) {
-        let stamp = page.stamp().wrapping_add(1);
+        let stamp = page.stamp();
         if let Ok((_, policy)) = page.read() {
-            let Memory { limit, soft, .. } = policy.memory;
-            let is_over = policy.flags.has(Flags::UVM) && soft < limit;
-            self.limit.store(limit, Relaxed);
-            self.soft.store(if is_over { soft } else { 0 }, Relaxed);
-            self.physical.store(policy.memory.physical, Relaxed);
-            self.context.store(policy.memory.context, Relaxed);
-            self.flags.store(policy.flags.0, Relaxed);
-            let rate = if policy.compute.is_limited() { policy.compute.rate() } else { UNBOUNDED };
-            self.rate.store(rate, Relaxed);
-            self.burst.store(pace::burst(policy.compute.burst_us), Relaxed);
-            self.stamp.store(stamp, Relaxed);
+            self.take_up(&policy, stamp);
         }
+    }
+
+    /// Goes by a policy, which was read when the page had that stamp or a later one.
+    fn take_up(&self, policy: &Policy, stamp: u64) {
+        let Memory { limit, soft, .. } = policy.memory;
+        let is_over = policy.flags.has(Flags::UVM) && soft < limit;
+        self.limit.store(limit, Relaxed);
+        self.soft.store(if is_over { soft } else { 0 }, Relaxed);
+        self.physical.store(policy.memory.physical, Relaxed);
+        self.context.store(policy.memory.context, Relaxed);
+        self.flags.store(policy.flags.0, Relaxed);
+        let rate = if policy.compute.is_limited() { policy.compute.rate() } else { UNBOUNDED };
+        self.rate.store(rate, Relaxed);
+        self.burst.store(pace::burst(policy.compute.burst_us), Relaxed);
+        self.stamp.store(stamp.wrapping_add(1), Relaxed);
     }
 
     #[inline]

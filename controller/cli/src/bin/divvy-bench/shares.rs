@@ -17,6 +17,8 @@ use std::path::{Path, PathBuf};
 const LIMIT: u64 = 16384 * MIB;
 /// On a node pages lie in memory; a file system on a disk makes the first write to one slower.
 const MEMORY: &str = "/dev/shm";
+/// Of starts of processes in a round, at least.
+const SAMPLES: u64 = 500;
 const ORDERS: [&str; 3] = ["lifo", "fifo", "random"];
 
 #[derive(clap::Args)]
@@ -167,10 +169,13 @@ impl Bench {
         Ok(())
     }
 
+    /// So many processes at once, and that as often as a round has samples enough to have a p99: of one process it
+    /// would be that process, and of 200 what happens to two of them.
     fn init(&self, rounds: u32, count: u64) -> Result<()> {
         let (mut added, mut walls, mut slowest) = (Vec::new(), Vec::new(), 0.0_f64);
+        let times = SAMPLES.div_ceil(count.max(1));
         for round in 0..rounds {
-            let words = ["init", &count.to_string()];
+            let words = ["init", &count.to_string(), &times.to_string()];
             // Who goes first takes turns: a thousand processes leave the machine busy for a while.
             let (native, share) = if round % 2 == 0 {
                 let native = self.run(&self.native, &words)?;
