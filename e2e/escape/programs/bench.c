@@ -94,22 +94,30 @@ static void alloc(long live, const char *order, long calls)
 	figure("alloc", batches, count);
 }
 
-/* From a program that has the library loaded to one that knows its GPU's memory, in so many processes at once. */
-static void init_one(int gate)
+/* From a program that has the library loaded to one that knows its GPU's memory, in so many processes at once. What
+ * each took it leaves in memory: whoever is told of each would take the processor from one that still measures. */
+struct took {
+	_Atomic int done;
+	uint64_t cpu, wall;
+};
+
+static void init_one(int gate, int memory, int number, int count)
 {
 	int device;
 	size_t total;
 	char byte;
 	find_functions();
+	struct took *took = mmap(NULL, count * sizeof *took, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
 	/* Ready; all begin when the gate's other end is closed. */
-	if (write(STDOUT_FILENO, "r", 1) != 1 || read(gate, &byte, 1) != 0)
+	if (took == MAP_FAILED || write(STDOUT_FILENO, "r", 1) != 1 || read(gate, &byte, 1) != 0)
 		_exit(1);
 	uint64_t cpu = clock_of(CLOCK_PROCESS_CPUTIME_ID), wall = now();
 	must(cuInit(0));
 	must(cuDeviceGet(&device, 0));
 	must(cuDeviceTotalMem_v2(&total, device));
-	uint64_t took[2] = { clock_of(CLOCK_PROCESS_CPUTIME_ID) - cpu, now() - wall };
-	if (write(STDOUT_FILENO, took, sizeof took) != sizeof took)
+	cpu = clock_of(CLOCK_PROCESS_CPUTIME_ID) - cpu, wall = now() - wall;
+	took[number].cpu = cpu, took[number].wall = wall;
+	if (++took->done == count && write(STDOUT_FILENO, "d", 1) != 1)
 		_exit(1);
 	_exit(0);
 }
@@ -127,28 +135,33 @@ static void all_of(int file, void *room, size_t size)
 static void init(int count)
 {
 	int gate[2], said[2];
-	char word[16], ready;
-	if (pipe(gate) || pipe(said))
+	char words[4][16], byte;
+	int memory = memfd_create("took", 0);
+	if (pipe(gate) || pipe(said) || memory < 0 || ftruncate(memory, count * sizeof(struct took)))
 		fail("pipe", 0);
-	snprintf(word, sizeof word, "%d", gate[0]);
+	struct took *took = mmap(NULL, count * sizeof *took, PROT_READ, MAP_SHARED, memory, 0);
+	if (took == MAP_FAILED)
+		fail("mmap", 0);
 	for (int i = 0; i < count; i++) {
 		if (fork())
 			continue;
 		dup2(said[1], STDOUT_FILENO);
 		close(said[0]), close(said[1]), close(gate[1]);
-		execl("/proc/self/exe", "bench", "init-one", word, NULL);
+		int numbers[] = { gate[0], memory, i, count };
+		for (int word = 0; word < 4; word++)
+			snprintf(words[word], sizeof *words, "%d", numbers[word]);
+		execl("/proc/self/exe", "bench", "init-one", words[0], words[1], words[2], words[3], NULL);
 		_exit(1);
 	}
-	close(said[1]);
+	close(said[1]), close(memory);
 	for (int i = 0; i < count; i++)
-		all_of(said[0], &ready, 1);
+		all_of(said[0], &byte, 1);
 	close(gate[0]), close(gate[1]);
-	for (int i = 0; i < count; i++) {
-		/* Written at once and shorter than a pipe's unit, so whole. */
-		uint64_t took[2];
-		all_of(said[0], took, sizeof took);
-		printf("cpu %llu\nwall %llu\n", (unsigned long long)took[0], (unsigned long long)took[1]);
-	}
+	/* Of the last one. */
+	all_of(said[0], &byte, 1);
+	for (int i = 0; i < count; i++)
+		printf("cpu %llu\nwall %llu\n", (unsigned long long)took[i].cpu, (unsigned long long)took[i].wall);
+	munmap(took, count * sizeof *took), close(said[0]);
 	while (wait(NULL) > 0)
 		;
 }
@@ -354,8 +367,8 @@ int main(int count, char **words)
 		info(number);
 	else if (!strcmp(mode, "alloc") && count == 5)
 		alloc(number, words[3], atol(words[4]));
-	else if (!strcmp(mode, "init-one"))
-		init_one(number);
+	else if (!strcmp(mode, "init-one") && count == 6)
+		init_one(number, atoi(words[3]), atoi(words[4]), atoi(words[5]));
 	else if (!strcmp(mode, "init") && count == 4)
 		for (long times = atol(words[3]); times > 0; times--)
 			init(number);
