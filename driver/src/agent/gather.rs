@@ -120,6 +120,7 @@ impl Found {
         let mut said = Said {
             key: (claim.clone(), id.clone()),
             slice: u64::from(policy.compute.slice_us) * 1000,
+            is_high: policy.compute.priority > 0,
             used: page.used(),
             managed: 0,
             took: 0,

@@ -13,11 +13,17 @@
 //! **Priority.** While a share of high priority works, the gates of the others are closed, whatever they are
 //! guaranteed. They divide what it leaves as if it were not there. Lest it starve them they are
 //! let through for [`OPENING`] in each second ([`Gate`]).
+//!
+//! **Turns go before priority.** Memory that is not there cannot be used sooner, so a share of high priority that takes turns
+//! has the GPU when its turn comes, which is every other one ([`super::pressure`]); then it precedes whoever
+//! takes none. While it waits for its turn it keeps nobody out: else it would wait for a share that waits for it.
 
 use super::arbiter::{self, SECOND, Terms};
 
 /// Who is kept out has so much of each second.
 const OPENING: u64 = 5_000_000;
+/// Who has launched nothing for so long in its turn may still have a kernel under way.
+const RESTS: u64 = SECOND / 4;
 
 /// What is known of a share of a whole GPU.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -71,7 +77,8 @@ pub(super) fn are_mixed(shares: &[Standing]) -> bool {
 
 /// Whether the others are to be kept out now.
 pub(super) fn is_high_at_work(shares: &[Standing]) -> bool {
-    are_mixed(shares) && shares.iter().any(|share| share.is_high && share.is_awake)
+    let is_at_work = |share: &Standing| share.is_high && share.is_awake && share.turn != Some(Turn::Anothers);
+    are_mixed(shares) && shares.iter().any(is_at_work)
 }
 
 /// What the pages of all shares of a GPU are to say.
@@ -85,8 +92,8 @@ pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
         let (rate, memory) = share.memory.rate(share.terms, target);
         // Who takes turns is seen to use them.
         let is_paced = share.is_limited || is_shared || share.turn.is_some();
-        let is_asleep =
-            share.turn.is_none() && !share.is_awake && (share.wants == 0 || is_mixed && share.is_high);
+        let is_idle = share.turn.is_none() && share.wants == 0;
+        let is_asleep = !share.is_awake && (is_idle || is_mixed && share.is_high);
         Order {
             rate: is_paced.then_some(rate),
             is_asked: is_shared && is_asleep,
@@ -160,6 +167,10 @@ impl<K: PartialEq> Turns<K> {
     /// Who takes turns, and for how long each. The turn that is under way goes on.
     pub(super) fn new(order: Vec<K>, quantum: u64, before: Option<Self>, now: u64) -> Self {
         let going = before.and_then(|before| {
+            if before.order == order {
+                // Somebody may be in it twice.
+                return Some((before.at, before.since));
+            }
             let holder = before.order.get(before.at)?;
             Some((order.iter().position(|key| key == holder)?, before.since))
         });
@@ -168,24 +179,30 @@ impl<K: PartialEq> Turns<K> {
     }
 
     /// Gives the turn on if it has ended; says when it ends if who has it goes on. `last` is when a share was last
-    /// seen to work: whoever has nothing to do for an eighth of its turn gives it up.
+    /// seen to launch: whoever has nothing to do for an eighth of its turn, and no less than [`RESTS`], gives it up. At
+    /// first it has longer: it waits for the kernel of the one before, and then for the memory that was pushed out.
     pub(super) fn go_on(&mut self, last: impl Fn(&K) -> u64, now: u64) -> u64 {
         let holder = self.order.get(self.at);
         let idle_since = holder.map_or(0, &last).clamp(self.since, now.max(self.since));
-        let gives_up = idle_since.saturating_add(self.quantum / 8);
+        let patience = if idle_since == self.since { self.at_first() } else { self.quantum / 8 };
+        let gives_up = idle_since.saturating_add(patience.max(RESTS));
         let ends = self.since.saturating_add(self.quantum).min(gives_up);
         if now < ends {
             return ends;
         }
         self.at = (self.at + 1) % self.order.len().max(1);
         self.since = now;
-        now.saturating_add(self.quantum / 8)
+        now.saturating_add(self.at_first().max(RESTS).min(self.quantum))
+    }
+
+    fn at_first(&self) -> u64 {
+        self.quantum / 3
     }
 
     /// None of who takes no turns.
     pub(super) fn of(&self, key: &K) -> Option<Turn> {
-        let at = self.order.iter().position(|one| one == key)?;
-        Some(if at == self.at { Turn::Own } else { Turn::Anothers })
+        let is_own = self.order.get(self.at).is_some_and(|holder| holder == key);
+        self.order.contains(key).then_some(if is_own { Turn::Own } else { Turn::Anothers })
     }
 }
 

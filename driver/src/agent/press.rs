@@ -2,7 +2,7 @@
 //!
 //! Four times a second, from the pages alone: an audit is too seldom, as who thrashes gets nothing done.
 
-use super::pressure::{self, Memory, Said};
+use super::pressure::{self, Memory, Said, Why};
 use super::{Sources, gather};
 use divvy_pages::GpuUuid;
 use std::collections::BTreeMap;
@@ -39,23 +39,28 @@ impl Sources {
         let now = now();
         let look = |(gpu, Held { physical, others, all }): (GpuUuid, Held)| {
             let memory = before.remove(&gpu).unwrap_or_default();
-            let had_turns = memory.has_turns();
+            let before = memory.turns();
             let (decided, memory) = pressure::decide(physical.saturating_sub(others), &all, memory, now);
             for (claim, share) in &decided.trims {
                 if let Err(cause) = self.shares.trim(claim, share) {
                     tracing::debug!(%claim, %share, %cause, "share not asked for what its pools keep");
                 }
             }
-            if had_turns != memory.has_turns() {
+            let after = decided.why;
+            if before != after {
                 let quantum_ms = decided.quantum / 1_000_000;
-                match memory.has_turns() {
-                    true => {
+                match (before, after) {
+                    (_, Some(Why::Thrash)) => {
                         tracing::info!(%gpu, quantum_ms, "shares push each other's memory out: they take turns")
                     }
-                    false => tracing::info!(%gpu, "shares work side by side again"),
+                    (Some(Why::Thrash), _) => tracing::info!(%gpu, "shares work side by side again"),
+                    (_, Some(Why::Trial)) => {
+                        tracing::debug!(%gpu, "shares hold more than there is: one works alone for a moment")
+                    }
+                    (_, None) => tracing::debug!(%gpu, "one has worked alone"),
                 }
             }
-            if had_turns || memory.has_turns() {
+            if before.is_some() || after.is_some() {
                 self.bell.turns(gpu, decided.turns, decided.quantum);
             }
             (gpu, memory)

@@ -6,11 +6,19 @@
 //!
 //! **Thrashing** is seen by how long launches take against the fastest of their kernel, which libraries tell: more than
 //! [`SLOW`] times as long for [`LONG`], by all that was measured in that time, while all that is held is more than the GPU has.
-//! (A kernel whose every launch had to wait has no faster one to be held against: who has thrashed since it began is not
-//! seen, until one of its launches goes without.) Kernels of several tenants that share its time are slower too, but no more than there are tenants. Then the
+//! Kernels of several tenants that share its time are slower too, but no more than there are tenants. Then the
 //! shares that hold managed memory take turns, of ten times what it takes to bring back what the others have pushed
-//! out, until they fit or only one of them works. A tenant that lies about this can have a GPU that is held by more
-//! than it has go by turns, in which it has no more than before.
+//! out, until they fit or only one of them works.
+//!
+//! **A trial.** A kernel whose every launch had to wait has no faster one to be held against. So where more is held than there is
+//! and two shares work, one of them soon has the GPU for itself for a moment, another one each time: until launches of
+//! it have ended at [`LOOKS`] looks, by when what had pushed it out is over. What it launches then is as fast as
+//! it can be, and whether launches are slow side by side is seen after that. Where they are not a trial was for
+//! nothing, and cost the others that moment: the next is a minute later, or sooner where more is held by then, but never
+//! more than a twentieth of the time is for trials.
+//!
+//! A tenant that lies about any of this can have a GPU that is held by more than it has go by turns, in which it
+//! has no more than before.
 //!
 //! **Pools** that keep what they do not use are asked to give it back where that is missing: where a share was
 //! refused memory that cannot move, or little of the GPU is left. Asked are those that do not work, and whoever
@@ -28,6 +36,17 @@ const LONG: u64 = 2 * SECOND;
 const TIMES: u64 = 10;
 /// The bounds of a turn, in nanoseconds.
 const QUANTUM: (u64, u64) = (SECOND / 2, 30 * SECOND);
+/// Shares have worked beside each other for so long when one has a trial, in nanoseconds.
+const BESIDE: u64 = SECOND;
+/// A trial is over when launches have ended at so many looks: one that had begun before, one that waited for what was
+/// pushed out, and some that did not.
+const LOOKS: u32 = 4;
+/// So long after it there is another, in nanoseconds; or after so many times its length, where a share of the GPU more is held.
+const AGAIN: u64 = 60 * SECOND;
+const PAUSE: u64 = 20;
+/// The bounds of its longest, in nanoseconds.
+const TRIAL: (u64, u64) = (2 * SECOND, 10 * SECOND);
+const MORE: u64 = 20;
 /// Who does nothing for so long rests, in nanoseconds.
 const RESTS: u64 = SECOND / 4;
 /// Bytes a second at which memory comes back, before it was measured: a page of 2 MiB by a fault and over a bus of 12 GB/s.
@@ -43,6 +62,8 @@ pub(super) struct Said {
     pub(super) key: Key,
     /// What a class wants a turn to be at least, in nanoseconds.
     pub(super) slice: u64,
+    /// It goes before others.
+    pub(super) is_high: bool,
     /// Bytes, in all and what of it is managed memory.
     pub(super) used: u64,
     pub(super) managed: u64,
@@ -60,38 +81,65 @@ pub(super) struct Said {
 pub(super) struct Memory {
     shares: BTreeMap<Key, Known>,
     turns: Option<Turns>,
+    /// Since when too much is held by several that work.
+    beside: Option<u64>,
+    tried: Option<Tried>,
+    /// Trials so far.
+    trials: usize,
     asked: Option<u64>,
 }
 
 impl Memory {
-    /// Shares take turns.
-    pub(super) fn has_turns(&self) -> bool {
-        self.turns.is_some()
+    /// Shares take turns, or one of them has a trial.
+    pub(super) fn turns(&self) -> Option<Why> {
+        self.turns.as_ref().map(|turns| turns.why)
     }
 }
 
 #[derive(Clone, Debug)]
 struct Known {
     said: Said,
-    /// When it was last seen to work.
+    /// When it was last seen to work, or was first seen; and whether it ever was seen to.
     worked: u64,
+    is_active: bool,
     /// Since when launches are slow, and what they took and would have taken since.
     slow: Option<(u64, u64, u64)>,
     /// What it waited for memory since it last began to.
     waited: u64,
+    /// At so many looks since turns began launches had ended.
+    looks: u32,
+}
+
+/// What turns are taken for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    /// To see how fast launches can be.
+    Trial,
+    /// Shares push each other's memory out.
+    Thrash,
 }
 
 #[derive(Clone, Debug)]
 struct Turns {
+    why: Why,
     since: u64,
     /// What it costs to change, in nanoseconds.
     swap: u64,
 }
 
+/// The last trial: when it ended, how long it was, and what was held.
+#[derive(Clone, Copy, Debug)]
+struct Tried {
+    at: u64,
+    took: u64,
+    used: u64,
+}
+
 /// What is to be done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Decided {
-    /// Who takes turns, and of how many nanoseconds; nobody: all work side by side.
+    /// Who takes turns, what for, and of how many nanoseconds; nobody: all work side by side.
+    pub(super) why: Option<Why>,
     pub(super) turns: Vec<Key>,
     pub(super) quantum: u64,
     /// Who is asked to give back what its pools keep for nothing.
@@ -100,7 +148,7 @@ pub(super) struct Decided {
 
 /// After a look at the shares of a GPU with so many bytes; times are of the monotonic clock.
 pub(super) fn decide(physical: u64, all: &[Said], memory: Memory, now: u64) -> (Decided, Memory) {
-    let Memory { shares: mut before, turns, asked } = memory;
+    let Memory { shares: mut before, mut asked, .. } = memory;
     let mut shares = BTreeMap::new();
     let (mut refused, mut idle) = (Vec::new(), Vec::new());
     for said in all {
@@ -114,12 +162,16 @@ pub(super) fn decide(physical: u64, all: &[Said], memory: Memory, now: u64) -> (
         }
         shares.insert(said.key.clone(), known);
     }
-    let turns = take_turns(physical, all, &mut shares, turns, now);
+    let mut memory = Memory { shares, ..memory };
+    memory.take_turns(physical, all, now);
     let mut decided = Decided::default();
-    if let Some(turns) = &turns {
+    if let Some(turns) = &memory.turns {
         let slice = all.iter().map(|said| said.slice).max().unwrap_or(0);
-        decided.turns = managing(all).map(|said| said.key.clone()).collect();
-        decided.quantum = turns.swap.saturating_mul(TIMES).max(slice).clamp(QUANTUM.0, QUANTUM.1);
+        decided.why = Some(turns.why);
+        (decided.turns, decided.quantum) = match turns.why {
+            Why::Trial => (trial(all, memory.trials), turns.longest()),
+            Why::Thrash => (order(all), turns.quantum().max(slice).min(QUANTUM.1)),
+        };
     }
     let stays = all.iter().map(|said| said.used.saturating_sub(said.managed)).fold(0, u64::saturating_add);
     let is_little = stays > physical - physical / 100 * PER_CENT;
@@ -128,57 +180,126 @@ pub(super) fn decide(physical: u64, all: &[Said], memory: Memory, now: u64) -> (
     if is_asked {
         idle.retain(|key| !refused.contains(key));
         decided.trims = refused.into_iter().chain(idle).collect();
+        asked = Some(now);
     }
-    let asked = if is_asked { Some(now) } else { asked };
-    (decided, Memory { shares, turns, asked })
+    (decided, Memory { asked, ..memory })
 }
 
 fn managing(all: &[Said]) -> impl Iterator<Item = &Said> {
     all.iter().filter(|said| said.managed > 0)
 }
 
-/// Whether those who hold managed memory take turns from now on.
-fn take_turns(
-    physical: u64,
-    all: &[Said],
-    shares: &mut BTreeMap<Key, Known>,
-    turns: Option<Turns>,
-    now: u64,
-) -> Option<Turns> {
-    let used = all.iter().map(|said| said.used).fold(0, u64::saturating_add);
-    let over = used.saturating_sub(physical);
-    let count = managing(all).count() as u64;
-    if over == 0 || count < 2 {
-        return None;
-    }
-    let measured = shares.values_mut().filter_map(|known| known.waited_for(now)).max();
-    match turns {
-        None => {
-            let is_slow = |known: &Known| known.is_slow(now);
-            let swap = (u128::from(over) * u128::from(SECOND) / u128::from(COMES)) as u64;
-            let turns = shares.values().any(is_slow).then_some(Turns { since: now, swap });
-            if turns.is_some() {
-                shares.values_mut().for_each(|known| known.waited = 0);
+/// Whose trial it is after so many, and those who wait meanwhile.
+fn trial(all: &[Said], trials: usize) -> Vec<Key> {
+    let mut order: Vec<Key> = managing(all).map(|said| said.key.clone()).collect();
+    let first = trials % order.len().max(1);
+    order.rotate_left(first);
+    order
+}
+
+/// Who takes turns. Where some have high priority every other turn is one of theirs.
+fn order(all: &[Said]) -> Vec<Key> {
+    let (high, low): (Vec<&Said>, Vec<&Said>) = managing(all).partition(|said| said.is_high);
+    let rounds = if high.is_empty() || low.is_empty() { 0 } else { high.len().max(low.len()) };
+    let pairs = (0..rounds).flat_map(|at| [high[at % high.len()], low[at % low.len()]]);
+    let one_sort = high.iter().chain(&low).copied().filter(|_| rounds == 0);
+    pairs.chain(one_sort).map(|said| said.key.clone()).collect()
+}
+
+impl Memory {
+    /// Whether those who hold managed memory take turns from now on.
+    fn take_turns(&mut self, physical: u64, all: &[Said], now: u64) {
+        let used = all.iter().map(|said| said.used).fold(0, u64::saturating_add);
+        let over = used.saturating_sub(physical);
+        let count = managing(all).count() as u64;
+        let measured = self.shares.values_mut().filter_map(|known| known.waited_for(now)).max();
+        let is_pressed = over > 0 && count > 1;
+        let working = self.shares.values().filter(|known| known.has_worked(LONG, now)).count();
+        if !is_pressed || working < 2 {
+            self.beside = None;
+        }
+        let Some(turns) = self.turns.take() else {
+            if !is_pressed {
+                return;
             }
-            turns
+            let why = if self.shares.values().any(|known| known.is_slow(count, now)) {
+                Why::Thrash
+            } else if working >= 2 && self.is_time_for_trial(used, physical, now) {
+                Why::Trial
+            } else {
+                return;
+            };
+            let swap = (u128::from(over) * u128::from(SECOND) / u128::from(COMES)) as u64;
+            self.turns = Some(Turns { why, since: now, swap });
+            for known in self.shares.values_mut() {
+                (known.waited, known.looks) = (0, 0);
+            }
+            return;
+        };
+        let passed = now.saturating_sub(turns.since);
+        match turns.why {
+            Why::Trial => {
+                let is_known = self.shares.values().any(|known| known.looks >= LOOKS);
+                if is_pressed && !is_known && passed < turns.longest() {
+                    self.turns = Some(turns);
+                    return;
+                }
+                self.tried = Some(Tried { at: now, took: passed, used });
+                self.trials = self.trials.wrapping_add(1);
+                // What was slow in it is no sign: it had to wait for what was under way.
+                for known in self.shares.values_mut() {
+                    (known.slow, known.waited) = (None, 0);
+                }
+            }
+            Why::Thrash if is_pressed => {
+                // What was waited since turns began: of launches that came after others' turns.
+                let swap = measured.map_or(turns.swap, |measured| u64::midpoint(turns.swap, measured));
+                let turns = Turns { swap, ..turns };
+                // Everybody has had a turn, and only one of them had anything to do.
+                let round = turns.quantum().saturating_mul(order(all).len() as u64 + 1);
+                let working = self.shares.values().filter(|known| known.has_worked(round, now)).count();
+                self.turns = (passed <= round || working > 1).then_some(turns);
+            }
+            Why::Thrash => {}
         }
-        Some(turns) => {
-            // What was waited since turns began: of launches that came after others' turns.
-            let swap = measured.map_or(turns.swap, |measured| u64::midpoint(turns.swap, measured));
-            // Everybody has had a turn, and only one of them had anything to do.
-            let round = swap.saturating_mul(TIMES).clamp(QUANTUM.0, QUANTUM.1).saturating_mul(count + 1);
-            let works = |known: &&Known| known.said.managed > 0 && now.saturating_sub(known.worked) <= round;
-            let is_over =
-                now.saturating_sub(turns.since) > round && shares.values().filter(works).count() < 2;
-            (!is_over).then_some(Turns { swap, ..turns })
-        }
+    }
+
+    /// Whether one may have the GPU for a moment, to see whether that makes a difference.
+    fn is_time_for_trial(&mut self, used: u64, physical: u64, now: u64) -> bool {
+        let beside = *self.beside.get_or_insert(now);
+        // Whether it does is being seen.
+        let is_known = self.shares.values().any(|known| known.slow.is_some());
+        let is_new = self.tried.is_none_or(|tried| {
+            let since = now.saturating_sub(tried.at);
+            let has_more = used > tried.used.saturating_add(physical / MORE);
+            since >= tried.took.saturating_mul(PAUSE) && (has_more || since >= AGAIN)
+        });
+        is_new && !is_known && now.saturating_sub(beside) >= BESIDE
+    }
+}
+
+impl Turns {
+    fn quantum(&self) -> u64 {
+        self.swap.saturating_mul(TIMES).clamp(QUANTUM.0, QUANTUM.1)
+    }
+
+    /// Of a trial in which no launch ends.
+    fn longest(&self) -> u64 {
+        self.quantum().clamp(TRIAL.0, TRIAL.1)
     }
 }
 
 impl Known {
     fn after(before: Option<Self>, said: &Said, now: u64) -> Self {
         let Some(before) = before else {
-            return Self { said: said.clone(), worked: now, slow: None, waited: 0 };
+            return Self {
+                said: said.clone(),
+                worked: now,
+                is_active: false,
+                slow: None,
+                waited: 0,
+                looks: 0,
+            };
         };
         // A process that has ended takes its sums along.
         let (took, least) =
@@ -201,11 +322,22 @@ impl Known {
         // A little slower than the fastest they always are.
         let waits = if took > least.saturating_mul(2) { took.saturating_sub(least) } else { 0 };
         let waited = before.waited.saturating_add(waits);
-        Self { said: said.clone(), worked, slow, waited }
+        let looks = before.looks.saturating_add(u32::from(took > 0));
+        let is_active = before.is_active || said.works != before.said.works;
+        Self { said: said.clone(), worked, is_active, slow, waited, looks }
     }
 
-    fn is_slow(&self, now: u64) -> bool {
-        self.slow.is_some_and(|(since, ..)| now.saturating_sub(since) >= LONG)
+    /// It is slower than the time of so many shares explains.
+    fn is_slow(&self, count: u64, now: u64) -> bool {
+        let is_far = |(since, took, least): (u64, u64, u64)| {
+            now.saturating_sub(since) >= LONG && took > least.saturating_mul(SLOW.max(2 * count))
+        };
+        self.slow.is_some_and(is_far)
+    }
+
+    /// It holds managed memory, and worked in so much of the time before.
+    fn has_worked(&self, within: u64, now: u64) -> bool {
+        self.said.managed > 0 && self.is_active && now.saturating_sub(self.worked) <= within
     }
 
     /// What it waited for memory when it last worked, once it does so no more.
@@ -216,148 +348,4 @@ impl Known {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    const GIB: u64 = 1 << 30;
-    const PHYSICAL: u64 = 10 * GIB;
-    /// Between two looks.
-    const LOOK: u64 = SECOND / 4;
-
-    fn key(name: &str) -> Key {
-        (name.into(), "share".into())
-    }
-
-    fn said(name: &str, used: u64, managed: u64) -> Said {
-        Said { key: key(name), slice: 0, used, managed, took: 0, least: 0, works: 0, refused: 0 }
-    }
-
-    /// Two shares that hold 6 GiB each, of which one is managed.
-    fn two() -> [Said; 2] {
-        ["a", "b"].map(|name| said(name, 6 * GIB, GIB))
-    }
-
-    /// Looks on while each share that works is so many times as slow as it could be, for so long: what was decided,
-    /// look by look.
-    fn run(all: &mut [Said], slow: &[u64], memory: &mut Memory, from: u64, looks: u64) -> Vec<Decided> {
-        let look = |at: u64| {
-            for (said, slow) in all.iter_mut().zip(slow).filter(|(_, slow)| **slow > 0) {
-                said.took += LOOK / 2;
-                said.least += LOOK / 2 / slow;
-                said.works += 1;
-            }
-            let (decided, after) = decide(PHYSICAL, all, std::mem::take(memory), from + at * LOOK);
-            *memory = after;
-            decided
-        };
-        (1..=looks).map(look).collect()
-    }
-
-    fn is_taken(decided: &[Decided]) -> Vec<bool> {
-        decided.iter().map(|decided| !decided.turns.is_empty()).collect()
-    }
-
-    #[test]
-    fn who_pushes_each_other_out_takes_turns_within_three_seconds() {
-        let (mut all, mut memory) = (two(), Memory::default());
-        let before = run(&mut all, &[1, 1], &mut memory, 0, 20);
-        assert!(!is_taken(&before).contains(&true), "all is well");
-        let during = run(&mut all, &[20, 20], &mut memory, 5 * SECOND, 12);
-        let first = during.iter().position(|decided| !decided.turns.is_empty()).expect("turns");
-        assert!((4..12).contains(&first), "look {first}");
-        let last = during.last().expect("looks");
-        assert_eq!(last.turns, [key("a"), key("b")]);
-        assert!(last.quantum > SECOND && last.quantum < 4 * SECOND, "{}", last.quantum);
-    }
-
-    #[test]
-    fn nobody_takes_turns_who_fits_or_is_alone_or_a_little_slow() {
-        let check = |mut all: Vec<Said>, slow: &[u64]| {
-            let decided = run(&mut all, slow, &mut Memory::default(), 0, 40);
-            assert!(!is_taken(&decided).contains(&true), "{slow:?}");
-        };
-        check(two().to_vec(), &[4, 4]);
-        check(two().to_vec(), &[0, 0]);
-        check(vec![said("a", 4 * GIB, GIB), said("b", 6 * GIB, GIB)], &[20, 20]);
-        check(vec![said("a", 6 * GIB, GIB), said("b", 6 * GIB, 0)], &[20, 20]);
-        check(vec![said("a", 12 * GIB, 2 * GIB)], &[20]);
-    }
-
-    #[test]
-    fn turns_end_with_what_they_are_for() {
-        let taken = || {
-            let (mut all, mut memory) = (two(), Memory::default());
-            assert!(is_taken(&run(&mut all, &[20, 20], &mut memory, 0, 20)).contains(&true));
-            (all, memory)
-        };
-        let (mut all, mut memory) = taken();
-        all[0].used = 3 * GIB;
-        assert_eq!(is_taken(&run(&mut all, &[20, 20], &mut memory, 5 * SECOND, 1)), [false], "they fit");
-        let (mut all, mut memory) = taken();
-        let alone = is_taken(&run(&mut all, &[1, 0], &mut memory, 5 * SECOND, 200));
-        assert!(alone[0] && !alone[199], "one works alone");
-        let (mut all, mut memory) = taken();
-        assert!(!is_taken(&run(&mut all, &[1, 1], &mut memory, 5 * SECOND, 200)).contains(&false));
-    }
-
-    #[test]
-    fn a_turn_is_ten_times_what_its_begin_was_waited_for() {
-        let (mut all, mut memory) = (two(), Memory::default());
-        all[1].slice = 3 * SECOND;
-        run(&mut all, &[20, 20], &mut memory, 0, 20);
-        // From now on a change costs 400 ms: one works, then the other.
-        let mut last = Decided::default();
-        for round in 0..20_usize {
-            all[round % 2].took += 2 * SECOND / 5;
-            let slow = if round % 2 == 0 { [1, 0] } else { [0, 1] };
-            let decided = run(&mut all, &slow, &mut memory, (5 + 2 * round as u64) * SECOND, 8);
-            last = decided.last().cloned().expect("looks");
-        }
-        assert!(last.quantum.abs_diff(4 * SECOND) < SECOND / 5, "{}", last.quantum);
-        let slice = Said { slice: 20 * SECOND, ..all[1].clone() };
-        let (decided, _) = decide(PHYSICAL, &[all[0].clone(), slice], memory, 46 * SECOND);
-        assert_eq!(decided.quantum, 20 * SECOND, "a class wants more");
-    }
-
-    #[test]
-    fn what_pools_keep_is_asked_for_where_somebody_is_refused() {
-        let mut all = [said("works", GIB, 0), said("rests", GIB, 0), said("wants", GIB, 0)];
-        let mut memory = Memory::default();
-        let mut run = |all: &mut [Said], at: u64| run(all, &[1, 0, 0], &mut memory, at * SECOND, 8);
-        assert!(run(&mut all, 0).iter().all(|decided| decided.trims.is_empty()));
-        all[2].refused += 1;
-        let decided = run(&mut all, 2);
-        assert_eq!(decided[0].trims, [key("wants"), key("rests")]);
-        assert!(decided[1..].iter().all(|decided| decided.trims.is_empty()), "once");
-        all[1].used = 8 * GIB;
-        let decided: Vec<Decided> = (4..24).step_by(2).flat_map(|at| run(&mut all, at)).collect();
-        let asked = decided.iter().filter(|decided| !decided.trims.is_empty()).count();
-        assert!((1..=3).contains(&asked), "now and then while little is left: {asked}");
-    }
-
-    proptest! {
-        /// Tenants write what is decided by.
-        #[test]
-        fn whatever_is_said_turns_are_bounded_and_of_who_is_there(
-            looks in proptest::collection::vec(proptest::collection::vec(any::<[u64; 6]>(), 0..4), 1..20),
-        ) {
-            let mut memory = Memory::default();
-            for (look, at) in looks.iter().zip(0_u64..) {
-                let all: Vec<Said> = look
-                    .iter()
-                    .zip(["a", "b", "c", "d"])
-                    .map(|([used, managed, took, least, works, refused], name)| Said {
-                        took: *took, least: *least, works: *works, refused: *refused, ..said(name, *used, *managed)
-                    })
-                    .collect();
-                let (decided, after) = decide(PHYSICAL, &all, memory, at * SECOND);
-                memory = after;
-                prop_assert!(decided.turns.is_empty() || (QUANTUM.0..=QUANTUM.1).contains(&decided.quantum));
-                prop_assert!(decided.turns.len() != 1);
-                let is_there = |key: &Key| all.iter().any(|said| said.key == *key);
-                prop_assert!(decided.turns.iter().chain(&decided.trims).all(is_there));
-            }
-        }
-    }
-}
+mod tests;

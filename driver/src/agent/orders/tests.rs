@@ -91,7 +91,60 @@ fn any_share() -> impl Strategy<Value = Standing> {
     )
 }
 
+#[test]
+fn who_waits_for_its_turn_keeps_nobody_out() {
+    let take = |turn, share| Standing { turn: Some(turn), ..share };
+    let (first, low) = (high(awake(share(0, 0, 1, 8))), share(0, 0, 1, 100));
+    assert!(!is_high_at_work(&[take(Turn::Anothers, first), take(Turn::Own, low)]));
+    assert!(
+        is_high_at_work(&[take(Turn::Own, first), take(Turn::Anothers, low)]),
+        "it precedes who takes none"
+    );
+    assert!(is_high_at_work(&[first, take(Turn::Own, low), take(Turn::Anothers, low)]), "nor is it in it");
+    // Of one that sleeps the node is told when it wakes, whoever has the turn.
+    let asleep = high(share(0, 0, 1, 8));
+    for turn in [Turn::Own, Turn::Anothers] {
+        assert!(orders(&[take(turn, asleep), low])[0].is_asked);
+    }
+}
+
 proptest! {
+    /// What the gates of shares that take turns go by: there is always one that is not kept out by who waits itself.
+    #[test]
+    fn turns_and_priority_never_close_all_gates(
+        all in vec((any_share(), any::<bool>()), 2..6), holder in any::<prop::sample::Index>(),
+    ) {
+        let holder = holder.index(all.len());
+        let turn = |at: usize| Some(if at == holder { Turn::Own } else { Turn::Anothers });
+        let shares: Vec<Standing> = all
+            .into_iter()
+            .enumerate()
+            .map(|(at, (share, is_high))| Standing { is_high, turn: turn(at), ..share })
+            .collect();
+        prop_assert!(shares[holder].is_high || !is_high_at_work(&shares));
+        let orders = orders(&shares);
+        prop_assert!(orders[holder].rate.is_none_or(|rate| rate > 1 || !shares[holder].is_high));
+    }
+
+    /// Though the list is made anew at each look, and whoever is in it twice.
+    #[test]
+    fn everybody_has_a_turn_in_each_round(order in vec(0..4_u8, 2..8), quantum in 100..1000_u64, step in 1..90_u64, rests in vec(any::<bool>(), 4)) {
+        let (quantum, step) = (quantum * 10 * MS, step * MS);
+        let (mut turns, mut now, mut last) = (Turns::new(order.clone(), quantum, None, 0), 0, [0_u64; 4]);
+        let round = (quantum + step) * (order.len() as u64 + 1);
+        while now < 4 * round {
+            now += step;
+            turns = Turns::new(order.clone(), quantum, Some(turns), now);
+            turns.go_on(|key| if rests[usize::from(*key)] { 0 } else { now }, now);
+            let own: Vec<u8> = (0..4).filter(|key| turns.of(key) == Some(Turn::Own)).collect();
+            prop_assert_eq!(own.len(), 1);
+            last[usize::from(own[0])] = now;
+            for key in &order {
+                prop_assert!(now - last[usize::from(*key)] <= round, "{key} at {now}");
+            }
+        }
+    }
+
     #[test]
     fn nobody_is_above_its_ceiling_and_who_is_awake_has_its_guarantee(shares in vec(any_share(), 1..4)) {
         for (share, order) in shares.iter().zip(orders(&shares)) {
@@ -132,27 +185,36 @@ fn a_gate_says_when_it_is_another() {
 
 #[test]
 fn turns_go_round_and_who_rests_gives_up_its_own() {
-    let mut turns = Turns::new(vec!['a', 'b', 'c'], 800, None, 0);
+    // Of 8 s: an eighth is 1 s, a third 2667 ms.
+    let mut turns = Turns::new(vec!['a', 'b', 'c'], 8000 * MS, None, 0);
     let mut at = |now: u64, last: [u64; 3]| {
-        let next = turns.go_on(|key| last[(*key as u8 - b'a') as usize], now);
-        ("abcx".chars().filter(|key| turns.of(key) != Some(Turn::Anothers)).collect::<String>(), next)
+        let next = turns.go_on(|key| last[(*key as u8 - b'a') as usize] * MS, now * MS);
+        ("abcx".chars().filter(|key| turns.of(key) != Some(Turn::Anothers)).collect::<String>(), next / MS)
     };
-    assert_eq!(at(0, [0; 3]), ("ax".into(), 100));
-    assert_eq!(at(90, [90, 0, 0]), ("ax".into(), 190));
-    assert_eq!(at(790, [790, 0, 0]), ("ax".into(), 800));
-    assert_eq!(at(800, [800, 0, 0]), ("bx".into(), 900));
-    assert_eq!(at(900, [800, 0, 0]), ("cx".into(), 1000));
-    assert_eq!(at(1000, [800, 0, 1000]), ("cx".into(), 1100));
+    assert_eq!(at(0, [0; 3]), ("ax".into(), 2666));
+    assert_eq!(at(2600, [2600, 0, 0]), ("ax".into(), 3600));
+    assert_eq!(at(7900, [7900, 0, 0]), ("ax".into(), 8000));
+    assert_eq!(at(8000, [8000, 0, 0]), ("bx".into(), 10_666));
+    assert_eq!(at(10_700, [8000, 0, 0]), ("cx".into(), 13_366));
+    assert_eq!(at(11_000, [8000, 0, 11_000]), ("cx".into(), 12_000));
+    assert_eq!(at(12_000, [8000, 0, 11_000]), ("ax".into(), 14_666));
+}
+
+#[test]
+fn a_short_turn_is_not_given_up_for_a_kernel() {
+    let mut turns = Turns::new(vec!['a', 'b'], 600 * MS, None, 0);
+    assert_eq!(turns.go_on(|_| 0, 0), 250 * MS);
+    assert_eq!(turns.go_on(|_| 100 * MS, 240 * MS), 350 * MS, "no less than a quarter of a second");
 }
 
 #[test]
 fn a_turn_goes_on_when_the_list_is_made_anew() {
-    let mut turns = Turns::new(vec!['a', 'b'], 800, None, 0);
-    turns.go_on(|_| 800, 800);
-    let mut turns = Turns::new(vec!['c', 'b'], 400, Some(turns), 900);
-    assert_eq!(turns.go_on(|_| 1190, 1190), 1200);
+    let mut turns = Turns::new(vec!['a', 'b'], 800 * MS, None, 0);
+    turns.go_on(|_| 800 * MS, 800 * MS);
+    let mut turns = Turns::new(vec!['c', 'b'], 400 * MS, Some(turns), 900 * MS);
+    assert_eq!(turns.go_on(|_| 1190 * MS, 1190 * MS), 1200 * MS);
     assert_eq!((turns.of(&'c'), turns.of(&'b')), (Some(Turn::Anothers), Some(Turn::Own)));
-    let mut turns = Turns::new(vec!['c', 'd'], 400, Some(turns), 1300);
-    turns.go_on(|_| 1300, 1300);
+    let mut turns = Turns::new(vec!['c', 'd'], 400 * MS, Some(turns), 1300 * MS);
+    turns.go_on(|_| 1300 * MS, 1300 * MS);
     assert_eq!(turns.of(&'d'), Some(Turn::Anothers));
 }

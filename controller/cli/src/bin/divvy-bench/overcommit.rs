@@ -3,7 +3,8 @@
 //! Two tenants whose working sets are 60 % of the GPU each, of which a third is memory of the GPU that they claimed and
 //! the rest is managed (`e2e/escape/programs/overcommit.c`). On the simulated GPU a kernel waits for what is not there: 20 us
 //! and a way of 12 GB/s for each page of 2 MiB. Without the node's agent they push each other out, launch by launch; with
-//! it they take turns. What gets done is what the programs count, when turns begin is what stands on the policy pages.
+//! it they take turns: at first as a trial, then, when side by side is seen to be slower, for good. What gets done is what the
+//! programs count, when turns begin is what stands on the policy pages.
 //!
 //! And a tenant whose pools keep what it does not use, beside one that is refused memory: when the ledger has it back.
 //!
@@ -38,6 +39,8 @@ const DEMAND: Duration = Duration::from_secs(1);
 /// Where the gate is on a policy page.
 const GATE: u64 = 64;
 const LOOK: Duration = Duration::from_millis(5);
+/// A turn is given on within that.
+const CHANGE: Duration = Duration::from_millis(100);
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(clap::Args)]
@@ -75,6 +78,7 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
         at_least("overcommit_turns_over_thrash", turns.done / thrash.done, GAIN, "ratio");
         let switch = turns.switch.map_or(f64::INFINITY, |switch| switch.as_secs_f64());
         most("overcommit_switch", switch, SWITCH, "s");
+        line("overcommit_last_side_by_side", turns.beside.as_secs_f64(), "s");
     }
     if wanted("pools") {
         let (mut times, mut left) = (Vec::new(), Vec::new());
@@ -103,8 +107,9 @@ struct Worked {
     least: f64,
     /// MiB that they were refused.
     refused: f64,
-    /// From their begin to the first turn.
+    /// From their begin to the first turn, and to when they last worked side by side.
     switch: Option<Duration>,
+    beside: Duration,
 }
 
 /// Bytes of the GPU.
@@ -142,14 +147,17 @@ fn work(arguments: &Arguments, library: &Path, agent: bool) -> Result<Worked> {
         .iter()
         .map(|share| std::fs::File::open(share.directory.join("policy")))
         .collect::<std::io::Result<_>>()?;
-    let mut switch = None;
+    let (mut switch, mut beside, mut closed) = (None, Duration::ZERO, Duration::ZERO);
     while begin.elapsed() < Duration::from_secs(arguments.window) {
         let is_closed = pages.iter().any(|page| {
             let mut word = [0; 4];
             page.read_exact_at(&mut word, GATE).is_ok() && word != [0; 4]
         });
         if is_closed {
-            switch.get_or_insert(begin.elapsed());
+            closed = begin.elapsed();
+            switch.get_or_insert(closed);
+        } else if begin.elapsed() > closed + CHANGE {
+            beside = begin.elapsed();
         }
         std::thread::sleep(LOOK);
     }
@@ -167,6 +175,7 @@ fn work(arguments: &Arguments, library: &Path, agent: bool) -> Result<Worked> {
         least: percentile(&done, 0.0),
         refused: held.iter().map(|held| set.saturating_sub(*held)).sum::<u64>() as f64,
         switch,
+        beside,
     })
 }
 

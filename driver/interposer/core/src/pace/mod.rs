@@ -265,7 +265,10 @@ impl<S: System> Device<'_, S> {
                 }
                 Err(_) if self.observes() => break,
                 Err(pause) => {
-                    waited_since.get_or_insert(now);
+                    // Told as it passes: who said it in the end only would look idle until then, and be lent away.
+                    if let Some(since) = waited_since.replace(now) {
+                        self.count(0, now.saturating_sub(since));
+                    }
                     let until = now.saturating_add(pause);
                     match self.places.places().find_map(Place::gate) {
                         Some(gate) => system.wait(gate, 0, until),

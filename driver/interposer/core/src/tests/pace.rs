@@ -252,6 +252,22 @@ fn events_of_a_context_that_has_ended_are_left_alone() {
 }
 
 #[test]
+fn a_long_wait_is_told_while_it_lasts() {
+    let world = share(1);
+    let (_, account) = world.pages();
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    let kernel = || launch(device(&process), &gpu, 0, 1, SECOND / 2, true);
+    (0..3).for_each(|_| kernel());
+    let (before, begun) = (world.report().waited_ns, process.system().now());
+    process.system().watch_waits(account);
+    kernel();
+    let waited = process.system().now() - begun;
+    let told = process.system().watched_waits() - before;
+    assert!(waited > 20 * SECOND && told + 3 * SECOND > waited, "{told} of {waited}");
+}
+
+#[test]
 fn a_closed_gate_holds_launches_and_starves_nobody() {
     let world = share(0);
     let (policy, _) = world.pages();

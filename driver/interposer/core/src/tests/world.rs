@@ -60,6 +60,8 @@ pub(super) struct Fake {
     wakes: AtomicU32,
     /// What happens at the next wait: the gate closes until then.
     closes: Mutex<Option<(&'static PolicyPage, u64)>>,
+    /// Whose account is looked at at each wait, and the waits that it said last.
+    watched: Mutex<Option<(&'static AccountPage, u64)>>,
     /// The world's; it moves by waiting only.
     clock: Arc<AtomicU64>,
 }
@@ -90,7 +92,20 @@ impl Fake {
         *self.closes.lock().expect("no panic") = Some((page, until));
     }
 
+    /// What an account says of waits is looked at whenever somebody waits, from now on.
+    pub(super) fn watch_waits(&self, page: &'static AccountPage) {
+        *self.watched.lock().expect("no panic") = Some((page, 0));
+    }
+
+    /// Nanoseconds that it said last.
+    pub(super) fn watched_waits(&self) -> u64 {
+        self.watched.lock().expect("no panic").map_or(0, |(_, waited)| waited)
+    }
+
     fn meanwhile(&self) {
+        if let Some((page, waited)) = self.watched.lock().expect("no panic").as_mut() {
+            *waited = report(page).waited_ns;
+        }
         if let Some((page, until)) = self.closes.lock().expect("no panic").take() {
             page.close(until);
         }
@@ -160,6 +175,14 @@ impl System for Fake {
     }
 }
 
+/// What the first slot says.
+#[allow(unsafe_code)]
+fn report(page: &AccountPage) -> account::SlotReport {
+    // SAFETY: a page has so many bytes; who asks waits until nobody writes them, or writes them itself.
+    let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(page).cast(), account::SIZE) };
+    account::Snapshot::new(bytes).expect("a page").slots().next().expect("a slot")
+}
+
 impl World {
     pub(super) fn new(pages: &[Pages]) -> Self {
         let found = pages.iter().zip(b'a'..).map(|(pages, letter)| pair(*pages, letter)).collect();
@@ -181,6 +204,7 @@ impl World {
             none_left: AtomicBool::new(false),
             wakes: AtomicU32::default(),
             closes: Mutex::default(),
+            watched: Mutex::default(),
             clock: Arc::clone(&self.clock),
         }
     }
@@ -218,12 +242,8 @@ impl World {
     }
 
     /// The slot of the first process, as the node reads it.
-    #[allow(unsafe_code)]
     pub(super) fn report(&self) -> account::SlotReport {
-        let page = self.accounts().next().expect("a page");
-        // SAFETY: a page has so many bytes; who asks waits until nobody writes them.
-        let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(page).cast(), account::SIZE) };
-        account::Snapshot::new(bytes).expect("a page").slots().next().expect("a slot")
+        report(self.accounts().next().expect("a page"))
     }
 
     /// The pages of the first share.
