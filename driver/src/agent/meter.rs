@@ -4,18 +4,38 @@
 //! they were *charged*, and how long they waited, is their own, on a page that they write.
 
 use super::arbiter::{SECOND, Terms};
-use super::arbitrate::{Said, Times, busy, said};
-use super::look::{Device, Look, Share};
+use super::look::{Device, Look, Share, Slot};
 use divvy_api::top::ShareNow;
 use divvy_api::{ClaimUid, ShareId};
+use divvy_pages::Owner;
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
+
+/// Per cent by process id; none where NVML does not say.
+pub(super) type Times = Option<BTreeMap<u32, u32>>;
 
 /// What slots have counted, by share and number.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Memory {
     slots: BTreeMap<(ClaimUid, ShareId), BTreeMap<usize, Said>>,
     at: Option<Instant>,
+}
+
+/// Nanoseconds charged and waited, by the owner of a slot.
+#[derive(Clone, Copy, Debug)]
+struct Said {
+    owner: Owner,
+    charged: u64,
+    waited: u64,
+}
+
+impl Memory {
+    /// The time from which NVML is to be asked, in microseconds of the system clock.
+    pub(super) fn since_us(&self) -> u64 {
+        let ago = self.at.map_or(Duration::from_secs(1), |at| at.elapsed());
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        now.saturating_sub(ago).as_micros() as u64
+    }
 }
 
 /// Of one share, in nanoseconds a second.
@@ -58,6 +78,51 @@ pub(super) fn meter(
         slots.insert(share.key(), of_share);
     }
     (all, since, Memory { slots, at: Some(now) })
+}
+
+/// Of so many per cent: nanoseconds a second.
+pub(super) fn time(percent: u32) -> u64 {
+    u64::from(percent) * (SECOND / 100)
+}
+
+/// Nanoseconds a second that the processes of each share had, by index. What a process of several shares had is theirs by
+/// their guarantees.
+fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u64> {
+    let mut busy: BTreeMap<usize, u64> = BTreeMap::new();
+    for (pid, percent) in times {
+        let Some(process) = look.processes.get(pid) else { continue };
+        let had = time(*percent);
+        let all: Vec<(usize, u64)> = look
+            .shares_of(process)
+            .into_iter()
+            .map(|at| (at, u64::from(look.shares[at].policy.compute.cores.max(1))))
+            .collect();
+        let sum: u64 = all.iter().map(|(_, cores)| cores).sum();
+        for (at, cores) in all {
+            let sum_of = busy.entry(at).or_default();
+            *sum_of = sum_of.saturating_add(had * cores / sum.max(1)).min(SECOND);
+        }
+    }
+    busy
+}
+
+/// What the slots of a share charged and waited since the last time, and what they say now in its place.
+fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> (u64, u64) {
+    let now: &[Slot] = share.account.as_ref().map(|account| account.slots.as_slice()).unwrap_or_default();
+    let (mut charged, mut waited) = (0_u64, 0_u64);
+    let mut said = BTreeMap::new();
+    for slot in now.iter().filter(|slot| slot.is_live()) {
+        let report = &slot.report;
+        let is = Said { owner: report.owner, charged: report.charged_ns, waited: report.waited_ns };
+        if let Some(was) = slots.get(&report.index).filter(|was| was.owner == is.owner) {
+            // Tenants write these words: whatever they say is a number.
+            charged = charged.saturating_add(is.charged.saturating_sub(was.charged));
+            waited = waited.saturating_add(is.waited.saturating_sub(was.waited));
+        }
+        said.insert(report.index, is);
+    }
+    *slots = said;
+    (charged, waited)
 }
 
 /// All that is told of the shares; `at` is in milliseconds of the system clock.

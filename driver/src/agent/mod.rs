@@ -146,7 +146,6 @@ struct Memory {
     seen: BTreeSet<Key>,
     /// Told, and when.
     told: BTreeMap<Key, Instant>,
-    times: arbitrate::Memory,
     meter: meter::Memory,
     excess: overtime::Memory,
 }
@@ -156,7 +155,7 @@ struct Asked {
     uses: Vec<Use>,
     /// Containers whose limit it keeps, by id.
     kept: BTreeSet<String>,
-    times: arbitrate::Times,
+    times: meter::Times,
 }
 
 impl Agent {
@@ -244,7 +243,7 @@ impl Agent {
     async fn audit(&self, gpu: pages::GpuUuid, found: Vec<Found>, memory: Memory) -> Memory {
         let begun = Instant::now();
         let asked = match self.queue(gpu) {
-            Some(queue) => self.ask(gpu, &queue, &found, memory.times.since_us()).await,
+            Some(queue) => self.ask(gpu, &queue, &found, memory.meter.since_us()).await,
             // A GPU that is away has no processes.
             None => return memory,
         };
@@ -346,31 +345,23 @@ impl Sources {
         let look =
             Look { kept, ..gather::look(found, &self.files, uses, &self.process_root, &self.cgroup_root) };
         let now = Instant::now();
-        let of_times = self.divide(gpu, &look, &times, memory.times.clone(), now);
         let (metered, since, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
+        self.divide(gpu, &look, &times, &metered);
         let (over_time, excess) = overtime::over_time(&look, &metered, &times, since, &memory.excess);
         let findings = judge::judge(&look, &memory.before).into_iter().chain(over_time).collect();
         // Who is to be ended has no time to go on while slots are written.
         let (mut memory, reports) = self.respond(findings, memory);
         gather::repair(&look, &self.shares, &self.files, &self.process_root);
-        (memory.before, memory.times) = (judge::remember(&look), of_times);
-        (memory.meter, memory.excess) = (of_meter, excess);
+        (memory.before, memory.meter, memory.excess) = (judge::remember(&look), of_meter, excess);
         let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         (memory, reports, meter::told(&look, &metered, at.as_millis() as u64))
     }
 
     /// Who is to have what of the GPU's time from now on.
-    fn divide(
-        &self,
-        gpu: pages::GpuUuid,
-        look: &Look,
-        times: &arbitrate::Times,
-        memory: arbitrate::Memory,
-        now: Instant,
-    ) -> arbitrate::Memory {
+    fn divide(&self, gpu: pages::GpuUuid, look: &Look, times: &meter::Times, metered: &[meter::Metered]) {
         let had = self.bell.since(gpu);
-        let (standings, memory) = arbitrate::standings(look, times, &had, memory, now);
-        let planned = standings.into_iter().filter_map(|(at, standing)| {
+        let planned = arbitrate::standings(look, times, metered, &had).into_iter();
+        let planned = planned.filter_map(|(at, standing)| {
             let share = look.shares.get(at)?;
             let dir = self.shares.of(&share.claim, &share.id);
             // Else it was just removed, or somebody has a lease on it.
@@ -378,7 +369,6 @@ impl Sources {
             Some(Planned { key: share.key(), policy: dir.join(POLICY), account, standing })
         });
         self.bell.plan(gpu, planned.collect());
-        memory
     }
 
     fn respond(&self, findings: Vec<Finding>, memory: Memory) -> (Memory, Vec<Report>) {

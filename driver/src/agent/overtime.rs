@@ -17,11 +17,10 @@
 //! Not of instances: NVML does not know what a process has of one.
 
 use super::arbiter::{SECOND, Terms};
-use super::arbitrate::Times;
 use super::finding::{Finding, Kind};
 use super::judge::{about, suspect};
 use super::look::{Look, Share};
-use super::meter::Metered;
+use super::meter::{Metered, Times};
 use super::process::Process;
 use divvy_api::{ClaimUid, ShareId};
 use std::collections::BTreeMap;
