@@ -91,7 +91,8 @@ mod tests {
         assert_eq!(order.rate, Some(30 * POINT));
         for look in others {
             at += Duration::from_secs(2);
-            let had = [(first.shares[0].key(), Had { memory: order.memory, wanted: None })].into();
+            let had =
+                [(first.shares[0].key(), Had { memory: order.memory, wanted: None, highest: 0 })].into();
             let (metered, _, after) = meter(look, times, memory, at);
             (order, memory) = (decided(&standings(look, times, &metered, &had)), after);
         }
@@ -147,7 +148,7 @@ mod tests {
         };
         assert_eq!([wants(&BTreeMap::new(), 5), wants(&BTreeMap::new(), 0)], [30, 0]);
         let had = |wanted| {
-            let had = Had { memory: arbiter::Memory::default(), wanted };
+            let had = Had { memory: arbiter::Memory::default(), wanted, highest: 0 };
             [(look.shares[0].key(), had)].into()
         };
         assert_eq!([wants(&had(None), 5), wants(&had(Some(20 * POINT)), 5)], [7, 20]);

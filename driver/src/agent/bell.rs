@@ -120,7 +120,7 @@ impl Common {
 }
 
 /// The monotonic clock, in nanoseconds.
-fn now() -> u64 {
+pub(super) fn now() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let since = Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0));
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)

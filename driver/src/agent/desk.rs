@@ -8,6 +8,7 @@ use super::bell::{Key, TICK};
 use super::door::{Door, Pulse};
 use super::orders::{self, Gate, Order, Standing, Turn, Turns};
 use crate::shares::Mapped;
+use divvy_pages::policy::UNBOUNDED;
 use divvy_pages::{GpuUuid, PolicyPage, account};
 use rustix::thread::futex::{self, Flags};
 use std::collections::BTreeMap;
@@ -43,6 +44,8 @@ pub(super) struct Had {
     pub(super) memory: arbiter::Memory,
     /// What it wanted then, if it was kept out meanwhile.
     pub(super) wanted: Option<u64>,
+    /// The highest rate that its page has told since then, of the library's nanoseconds a second; 0: none.
+    pub(super) highest: u64,
 }
 
 #[derive(Debug, Default)]
@@ -81,6 +84,8 @@ struct Seat {
     began: u64,
     sums: [u128; 2],
     was_closed: bool,
+    /// See [`Had`].
+    highest: u64,
 }
 
 impl Desk {
@@ -217,6 +222,7 @@ impl Seat {
             began: now,
             sums: [0; 2],
             was_closed: false,
+            highest: 0,
         })
     }
 
@@ -274,6 +280,9 @@ impl Seat {
         let had = std::mem::replace(&mut self.order, order);
         let was_out = self.closed_until > 0;
         if let Some(page) = self.page.page() {
+            // It may have gone straight to the driver before.
+            self.highest =
+                self.highest.max(had.rate.unwrap_or(UNBOUNDED)).max(order.rate.unwrap_or(UNBOUNDED));
             if let Some(rate) = order.rate
                 && (had.rate != order.rate || self.granted_until < now + GRANT - arbiter::SECOND / 2)
             {
@@ -348,13 +357,21 @@ impl Seat {
         self.since = now;
     }
 
+    /// What its launches are paced by: without a grant by its record, if at all.
+    fn rate_of(&self, order: Order) -> u64 {
+        let of_record = if self.standing.is_limited { self.standing.terms.ceiling } else { UNBOUNDED };
+        order.rate.unwrap_or(of_record)
+    }
+
     fn had(&mut self, now: u64) -> Had {
         self.add_up(now);
         let passed = u128::from(now.saturating_sub(self.began)).max(1);
         let [granted, allowed] = self.sums.map(|sum| u64::try_from(sum / passed).unwrap_or(u64::MAX));
         let wanted = std::mem::take(&mut self.was_closed).then_some(self.standing.wants);
         (self.began, self.sums) = (now, [0; 2]);
-        Had { memory: self.order.memory.with_granted(granted, allowed), wanted }
+        let highest = self.highest;
+        self.highest = self.rate_of(self.order);
+        Had { memory: self.order.memory.with_granted(granted, allowed), wanted, highest }
     }
 }
 

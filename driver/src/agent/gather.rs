@@ -171,6 +171,7 @@ fn account_of(first: &Raw, second: &Raw) -> Result<Account, AccountError> {
     Ok(Account {
         used: second.used(),
         balance: second.balance(),
+        refilled: second.refilled(),
         attention: second.attention(),
         is_long,
         still,

@@ -36,6 +36,8 @@ pub(super) struct Account {
     pub(super) used: u64,
     /// Nanoseconds.
     pub(super) balance: i64,
+    /// When that was added to last, in nanoseconds of the monotonic clock.
+    pub(super) refilled: u64,
     pub(super) attention: u64,
     /// Its file was made larger than a page, which takes memory of the node.
     pub(super) is_long: bool,

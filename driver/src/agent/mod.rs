@@ -29,6 +29,7 @@
 
 mod arbiter;
 mod arbitrate;
+mod balance;
 mod bell;
 mod desk;
 mod door;
@@ -147,6 +148,7 @@ struct Memory {
     /// Told, and when.
     told: BTreeMap<Key, Instant>,
     meter: meter::Memory,
+    balances: balance::Memory,
     excess: overtime::Memory,
 }
 
@@ -346,21 +348,34 @@ impl Sources {
             Look { kept, ..gather::look(found, &self.files, uses, &self.process_root, &self.cgroup_root) };
         let now = Instant::now();
         let (metered, since, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
-        self.divide(gpu, &look, &times, &metered);
-        let (over_time, excess) = overtime::over_time(&look, &metered, &times, since, &memory.excess);
+        let had = self.bell.since(gpu);
+        self.divide(gpu, &look, &times, &metered, &had);
+        let (forged, balances) = balance::beyond(&look, &metered, &had, &memory.balances, since, bell::now());
+        let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);
+        let forged =
+            forged.into_iter().filter_map(|(at, beyond)| Some((at, (beyond, granted(at)?)))).collect();
+        let (over_time, excess) =
+            overtime::over_time(&look, &metered, &times, since, &forged, &memory.excess);
         let findings = judge::judge(&look, &memory.before).into_iter().chain(over_time).collect();
         // Who is to be ended has no time to go on while slots are written.
         let (mut memory, reports) = self.respond(findings, memory);
         gather::repair(&look, &self.shares, &self.files, &self.process_root);
-        (memory.before, memory.meter, memory.excess) = (judge::remember(&look), of_meter, excess);
+        (memory.before, memory.meter) = (judge::remember(&look), of_meter);
+        (memory.balances, memory.excess) = (balances, excess);
         let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         (memory, reports, meter::told(&look, &metered, at.as_millis() as u64))
     }
 
     /// Who is to have what of the GPU's time from now on.
-    fn divide(&self, gpu: pages::GpuUuid, look: &Look, times: &meter::Times, metered: &[meter::Metered]) {
-        let had = self.bell.since(gpu);
-        let planned = arbitrate::standings(look, times, metered, &had).into_iter();
+    fn divide(
+        &self,
+        gpu: pages::GpuUuid,
+        look: &Look,
+        times: &meter::Times,
+        metered: &[meter::Metered],
+        had: &BTreeMap<bell::Key, desk::Had>,
+    ) {
+        let planned = arbitrate::standings(look, times, metered, had).into_iter();
         let planned = planned.filter_map(|(at, standing)| {
             let share = look.shares.get(at)?;
             let dir = self.shares.of(&share.claim, &share.id);

@@ -9,6 +9,9 @@
 //! at a ceiling of 30 %, whoever takes a little is found later, and to pause in time gains nothing: nobody ever has more than that beyond
 //! its bound before it is found.
 //!
+//! Where the share's own page proves it, two looks are enough: its balance is more than can be left ([`super::balance`]) while it
+//! has more than it was granted. That holds for shares without a ceiling too, as neighbours' parts are taken by it.
+//!
 //! A kernel that is under way cannot be held back, so an honest share goes beyond its ceiling by a kernel, and pays
 //! for it with a wait. It is left alone as long as that kernel is shorter than [`TOO_MUCH`]; a longer one looks like one that
 //! does not end.
@@ -37,39 +40,59 @@ fn bound(ceiling: u64) -> u64 {
     ceiling.saturating_add((SECOND / 20).max(ceiling / 5))
 }
 
+/// Of shares by their index, by how much their balance is more than it can be, in nanoseconds, and what they were granted, in
+/// nanoseconds a second.
+pub(super) type Forged = BTreeMap<usize, (i64, u64)>;
+
 /// Who is to be told of; `since` is the time since the last look.
 pub(super) fn over_time(
     look: &Look,
     metered: &[Metered],
     times: &Times,
     since: Option<Duration>,
+    forged: &Forged,
     before: &Memory,
 ) -> (Vec<Finding>, Memory) {
     let (mut findings, mut memory) = (Vec::new(), Memory::new());
     let (Some(times), Some(since)) = (times, since) else { return (findings, before.clone()) };
     for ((at, share), metered) in look.shares.iter().enumerate().zip(metered) {
+        let Some(busy) = metered.busy else { continue };
         let ceiling = Terms::of(share.policy.compute).ceiling;
-        let (Some(busy), true) = (metered.busy, bound(ceiling) < SECOND) else { continue };
-        let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
-        let had = before.get(&share.key()).copied().unwrap_or(0).saturating_add(time(busy));
-        // No more is held against it than is enough.
-        let excess = had.saturating_sub(time(bound(ceiling))).min(TOO_MUCH);
-        if excess == TOO_MUCH && busy > bound(ceiling) {
-            findings.extend(offender(look, at, times).map(|(process, percent)| {
-                let text = format!(
-                    "it had {percent} % of the GPU's time in the last second, the claim's processes together {} % where the ceiling is {} %, though their rate is cut",
-                    busy / (SECOND / 100),
-                    ceiling / (SECOND / 100),
-                );
-                // Several looks have seen it.
-                Finding { certain: true, ..about(share, Kind::OverTime, Some(suspect(process)), text) }
-            }));
-        }
+        let excess = if bound(ceiling) < SECOND {
+            let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
+            let had = before.get(&share.key()).copied().unwrap_or(0).saturating_add(time(busy));
+            // No more is held against it than is enough.
+            had.saturating_sub(time(bound(ceiling))).min(TOO_MUCH)
+        } else {
+            0
+        };
         if excess > 0 {
             memory.insert(share.key(), excess);
         }
+        // Several looks have seen it.
+        let certain = excess == TOO_MUCH && busy > bound(ceiling);
+        let why = match forged.get(&at) {
+            _ if certain => format!("the ceiling is {} %, though their rate is cut", points(ceiling)),
+            Some((beyond, granted)) if busy > bound(*granted) => format!(
+                "{} % were granted, and the account page says that {} ms more are left than can be",
+                points(*granted),
+                beyond / 1_000_000
+            ),
+            _ => continue,
+        };
+        findings.extend(offender(look, at, times).map(|(process, percent)| {
+            let text = format!(
+                "it had {percent} % of the GPU's time in the last second, the claim's processes together {} % where {why}",
+                points(busy)
+            );
+            Finding { certain, ..about(share, Kind::OverTime, Some(suspect(process)), text) }
+        }));
     }
     (findings, memory)
+}
+
+fn points(time: u64) -> u64 {
+    time / (SECOND / 100)
 }
 
 /// The process that goes first, and its per cent.
@@ -90,6 +113,7 @@ mod tests {
     use proptest::prelude::*;
 
     const POINT: u64 = SECOND / 100;
+    const SINCE: Option<Duration> = Some(Duration::from_secs(1));
 
     /// A share with that ceiling; 7 and 8 are registered, 9 is not, 10 is another's.
     fn look(ceiling: u32) -> Look {
@@ -114,7 +138,7 @@ mod tests {
                 .sum();
             let times = Some(had.into_iter().collect());
             let metered = [Metered { busy: Some(busy), said: None }];
-            let (findings, after) = over_time(look, &metered, &times, Some(Duration::from_secs(1)), &memory);
+            let (findings, after) = over_time(look, &metered, &times, SINCE, &Forged::new(), &memory);
             memory = after;
             if let Some(finding) = findings.into_iter().next() {
                 return Some((second + 1, finding));
@@ -161,17 +185,34 @@ mod tests {
         let mut instance = look(30);
         instance.shares[0].policy.mig = Some(GpuUuid([7; 16]));
         let before = Memory::from([(instance.shares[0].key(), TOO_MUCH)]);
-        let second = Some(Duration::from_secs(1));
         let times = Some(BTreeMap::from([(7, 100)]));
-        let (findings, _) = over_time(&instance, &[Metered::default()], &times, second, &before);
+        let (findings, _) =
+            over_time(&instance, &[Metered::default()], &times, SINCE, &Forged::new(), &before);
         assert!(findings.is_empty());
         let metered = [Metered { busy: Some(SECOND), said: None }];
-        let (findings, after) = over_time(&look(30), &metered, &None, second, &before);
+        let (findings, after) = over_time(&look(30), &metered, &None, SINCE, &Forged::new(), &before);
         assert_eq!((findings.len(), after), (0, before));
         let mut observed = look(30);
         observed.shares[0].policy.flags = Flags::OBSERVE_ONLY;
         let found = found(&observed, (0..9).map(|_| vec![(7, 100)]));
         assert!(found.is_some_and(|(_, finding)| finding.report_only && finding.certain));
+    }
+
+    #[test]
+    fn whose_page_says_what_cannot_be_is_found_at_once_where_it_has_more_than_was_granted() {
+        let check = |ceiling: u32, busy: u32, granted: u64, expected: bool| {
+            let metered = [Metered { busy: Some(u64::from(busy) * POINT), said: None }];
+            let times = Some([(7, busy)].into());
+            let forged = [(0, (200_000_000, granted * POINT))].into();
+            let (findings, _) = over_time(&look(ceiling), &metered, &times, SINCE, &forged, &Memory::new());
+            assert_eq!(findings.len(), usize::from(expected), "{ceiling} {busy} {granted}");
+            // Looks may be off for once.
+            assert!(findings.iter().all(|finding| !finding.certain));
+        };
+        check(30, 100, 30, true);
+        check(30, 36, 30, false);
+        check(0, 100, 70, true);
+        check(0, 70, 70, false);
     }
 
     proptest! {

@@ -25,8 +25,10 @@ const GOAL_MIB: u64 = 8192;
 const CEILING: u32 = 30;
 const TOO_MUCH: f64 = 0.36;
 /// When a program is under way, and for how long what it gets is measured then.
-const SETTLED: Duration = Duration::from_millis(1500);
-const MEASURED: Duration = Duration::from_millis(1500);
+const SETTLED: Duration = Duration::from_secs(2);
+const MEASURED: Duration = Duration::from_secs(3);
+/// What is found is ended soon, so its gain is looked for in pieces.
+const PIECE: Duration = Duration::from_millis(500);
 
 /// As they are in a cluster.
 const CLAIM: &str = "2f1c7f5e-7a0b-4c57-9d3e-5a2f0c4b8e11";
@@ -201,7 +203,7 @@ impl Trial {
         }
         trial.begun = Instant::now();
         let gained = match row.gain {
-            Gain::Time => trial.takes_time()?,
+            Gain::Time => trial.takes_time(row)?,
             _ => trial.gained(row)?,
         };
         if gained {
@@ -225,10 +227,23 @@ impl Trial {
     }
 
     /// Whether the programs have too much of the GPU's time once they are under way.
-    fn takes_time(&self) -> Result<bool> {
-        std::thread::sleep(SETTLED);
+    fn takes_time(&self, row: &Row) -> Result<bool> {
+        if !matches!(row.must, Must::BeDetected(_)) {
+            std::thread::sleep(SETTLED);
+            return self.has_too_much(MEASURED);
+        }
+        while self.begun.elapsed() < SETTLED + MEASURED {
+            if self.has_too_much(PIECE)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether that is so of the time that comes.
+    fn has_too_much(&self, of: Duration) -> Result<bool> {
         let (begin, had) = self.node.busy()?;
-        std::thread::sleep(MEASURED);
+        std::thread::sleep(of);
         let (end, has) = self.node.busy()?;
         Ok((has - had) as f64 > TOO_MUCH * (end - begin) as f64)
     }
