@@ -18,6 +18,10 @@
 
 #[path = "random/call.rs"]
 mod call;
+#[path = "harness/calls.rs"]
+mod calls;
+#[path = "harness/files.rs"]
+mod files;
 #[path = "random/model.rs"]
 mod model;
 #[path = "random/operations.rs"]
@@ -32,11 +36,14 @@ mod harness;
 mod keeper;
 #[path = "harness/programs.rs"]
 mod programs;
+#[path = "harness/sequence.rs"]
+mod sequence;
 
-use operations::{Dice, Operation};
-use run::{Failure, Runner};
+use operations::Operation;
+use run::Runner;
+use sequence::{Dice, Failure, any_seed, number, shrink};
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 /// A world of its own for so many operations: a failure is then quickly walked again.
 const ROUND: usize = 500;
@@ -44,8 +51,6 @@ const ROUND: usize = 500;
 /// down, because each of its walks ends with that wait.
 const PATIENCE: Duration = Duration::from_secs(30);
 const IMPATIENCE: Duration = Duration::from_secs(4);
-/// For cutting a failing sequence down.
-const SHRINKING: Duration = Duration::from_secs(180);
 
 /// What happened, for the summary.
 #[derive(Default)]
@@ -55,24 +60,21 @@ struct Counts {
     held: usize,
 }
 
-fn number(name: &str) -> Option<u64> {
-    let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text}")))
-}
-
 #[tokio::test]
 async fn whatever_happens_the_node_is_what_the_model_says() {
     let wanted = number("DIVVY_RANDOM_OPERATIONS").unwrap_or(1000) as usize;
-    let clock = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().subsec_nanos().into();
-    let seed = number("DIVVY_RANDOM_SEED").unwrap_or_else(clock);
-    println!("DIVVY_RANDOM_SEED={seed} DIVVY_RANDOM_OPERATIONS={wanted}");
+    let seed = number("DIVVY_RANDOM_SEED").unwrap_or_else(any_seed);
+    let named = format!("DIVVY_RANDOM_SEED={seed} DIVVY_RANDOM_OPERATIONS={wanted}");
+    println!("{named}");
     let mut dice = Dice::new(seed);
     let operations: Vec<Operation> = (0..wanted).map(|_| Operation::draw(&mut dice)).collect();
     let begun = Instant::now();
     let mut counts = Counts::default();
     for (round, operations) in operations.chunks(ROUND).enumerate() {
         if let Err(failure) = run(operations, PATIENCE, &mut counts).await {
-            shrink(seed, round * ROUND, operations, failure).await;
+            let again =
+                async |operations: &[Operation]| run(operations, IMPATIENCE, &mut Counts::default()).await;
+            shrink(&format!("{named}, behind the first {}", round * ROUND), operations, failure, again).await;
         }
         println!("{} operations in {:?}", round * ROUND + operations.len(), begun.elapsed());
     }
@@ -93,32 +95,4 @@ async fn run(operations: &[Operation], patience: Duration, counts: &mut Counts) 
     counts.struck += runner.struck;
     counts.held += runner.held;
     runner.run(&Operation::ReleaseAll).await.map_err(|why| runner.failed(operations.len(), why))
-}
-
-/// Cuts ever smaller pieces out of the sequence for as long as it still fails.
-async fn shrink(seed: u64, skipped: usize, operations: &[Operation], mut failure: Failure) -> ! {
-    println!("operation {} failed, cutting the sequence down: {}", skipped + failure.at, failure.why);
-    let begun = Instant::now();
-    let mut left: Vec<Operation> = operations.iter().take(failure.at + 1).cloned().collect();
-    let mut piece = left.len().div_ceil(2);
-    while piece > 0 && begun.elapsed() < SHRINKING {
-        let mut at = 0;
-        while at < left.len() && begun.elapsed() < SHRINKING {
-            let mut tried = left.clone();
-            tried.drain(at..(at + piece).min(left.len()));
-            match run(&tried, IMPATIENCE, &mut Counts::default()).await {
-                Err(fails) => {
-                    tried.truncate(fails.at + 1);
-                    (left, failure) = (tried, fails);
-                }
-                Ok(()) => at += piece,
-            }
-        }
-        piece /= 2;
-    }
-    let steps: String = left.iter().map(|operation| format!("  {operation:?}\n")).collect();
-    panic!(
-        "{}\nDIVVY_RANDOM_SEED={seed}; the shortest sequence that was seen to fail:\n{steps}{}",
-        failure.why, failure.log
-    );
 }

@@ -27,6 +27,10 @@
 
 #[path = "storm/call.rs"]
 mod call;
+#[path = "harness/calls.rs"]
+mod calls;
+#[path = "harness/files.rs"]
+mod files;
 mod harness;
 #[path = "storm/look.rs"]
 mod look;

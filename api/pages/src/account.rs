@@ -27,12 +27,15 @@
 //! [`NodeLine::offset`]. What follows from that line is done by the processes of the share.
 
 mod node;
+mod slot;
 
 use crate::word::Word;
 use crate::{MAJOR, MINOR};
 use core::fmt;
 use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 pub use node::{ATTENTION, BALANCE, DOORBELL, NodeLine, SlotReport, Snapshot};
+pub use slot::Slot;
+pub(crate) use slot::weighs;
 
 /// The length of an account page, in bytes.
 pub const SIZE: usize = HEADER + SLOTS * SLOT;
@@ -250,42 +253,10 @@ struct Counter {
     _rest: [AtomicU64; 7],
 }
 
-/// What one process holds.
-#[derive(Debug)]
-#[repr(C, align(64))]
-pub struct Slot {
-    pub(crate) owner: Word,
-    /// Bytes charged, and the operations in flight.
-    pub(crate) held: Word,
-    start: Word,
-    namespace: Word,
-    image: Word,
-    /// Of the bytes held: for contexts, as estimated.
-    context: Word,
-    /// Of the bytes held: managed memory, which need not be on the device.
-    managed: Word,
-    _memory: Word,
-    charged: AtomicU64,
-    waited: AtomicU64,
-    /// What measured launches took, and what they would have taken had each been as fast as the fastest of its kernel.
-    measured: AtomicU64,
-    least: AtomicU64,
-    /// Open sessions of the video engines.
-    encoders: AtomicU32,
-    decoders: AtomicU32,
-    /// Bytes that pools keep and do not use.
-    idle: AtomicU64,
-    _compute: [Word; 2],
-    pub(crate) node: [Word; 8],
-    _reserved: [Word; 8],
-}
-
-const _: () = assert!(size_of::<Slot>() == SLOT);
 const _: () = assert!(size_of::<AccountPage>() == SIZE);
 const _: () = assert!(core::mem::offset_of!(AccountPage, slots) == HEADER);
 const _: () = assert!(core::mem::offset_of!(AccountPage, doorbell) == DOORBELL as usize);
 const _: () = assert!(core::mem::offset_of!(AccountPage, faults) == 384);
-const _: () = assert!(core::mem::offset_of!(Slot, node) == 128);
 
 impl AccountPage {
     /// The page that is mapped at `address`.
@@ -371,107 +342,6 @@ impl AccountPage {
     pub(crate) fn slot(&self, index: u16) -> Option<&Slot> {
         self.slots.get(usize::from(index))
     }
-}
-
-impl Slot {
-    pub fn owner(&self) -> Owner {
-        Owner(self.owner.load())
-    }
-
-    /// Who the owner says it is.
-    pub fn identity(&self) -> Identity {
-        Identity {
-            pid: self.owner().pid(),
-            namespace: self.namespace.load(),
-            start: self.start.load(),
-            image: self.image.load(),
-        }
-    }
-
-    pub(crate) fn introduce(&self, who: &Identity) {
-        self.held.store(0);
-        self.context.store(0);
-        self.managed.store(0);
-        self.charged.store(0, Relaxed);
-        self.waited.store(0, Relaxed);
-        self.measured.store(0, Relaxed);
-        self.least.store(0, Relaxed);
-        self.encoders.store(0, Relaxed);
-        self.decoders.store(0, Relaxed);
-        self.idle.store(0, Relaxed);
-        self.start.store(who.start);
-        self.namespace.store(who.namespace);
-        self.image.store(who.image);
-    }
-
-    /// Adds to what of the bytes held is for contexts and for managed memory.
-    pub fn note(&self, context: i64, managed: i64) {
-        for (word, more) in [(&self.context, context), (&self.managed, managed)] {
-            if more != 0 {
-                word.update(|sum| sum.saturating_add_signed(more));
-            }
-        }
-    }
-
-    pub(crate) fn managed(&self) -> u64 {
-        self.managed.load()
-    }
-
-    /// Adds to the GPU time that the process has charged, and to the time that its launches
-    /// have waited for more; both in nanoseconds, for the node to see.
-    pub fn worked(&self, charged: i64, waited: u64) {
-        self.charged.fetch_add(charged as u64, Relaxed);
-        self.waited.fetch_add(waited, Relaxed);
-    }
-
-    /// Adds what measured launches took, and what they would have at their fastest, in nanoseconds: far more
-    /// for long is what a device looks like that has to fetch memory before it works.
-    pub fn measured(&self, took: u64, least: u64) {
-        self.measured.fetch_add(took, Relaxed);
-        self.least.fetch_add(least, Relaxed);
-    }
-
-    /// The node has said that its owner is dead.
-    pub fn is_told_dead(&self) -> bool {
-        let line = self.line();
-        line.dead && line.about == self.owner()
-    }
-
-    /// Open sessions of the encoder and the decoder.
-    pub fn sessions(&self) -> [&AtomicU32; 2] {
-        [&self.encoders, &self.decoders]
-    }
-
-    /// Says how many bytes pools keep and do not use.
-    pub fn note_idle(&self, bytes: u64) {
-        self.idle.store(bytes, Relaxed);
-    }
-
-    /// What the slot counts for: the bytes charged, corrected by what the node measured.
-    pub fn weighs(&self) -> u64 {
-        weighs(self.owner.load(), self.held.load(), self.line())
-    }
-
-    /// The owner's pid on the host, where the node has found it; otherwise 0.
-    pub fn host_pid(&self) -> u32 {
-        let line = self.line();
-        if line.about.0 == self.owner.load() { line.host_pid } else { 0 }
-    }
-
-    pub(crate) fn line(&self) -> NodeLine {
-        let [about, flags, correction, host_pid, ..] = &self.node;
-        NodeLine {
-            about: Owner(about.load()),
-            dead: flags.load() & 1 == 1,
-            correction: correction.load() as i64,
-            host_pid: host_pid.load() as u32,
-        }
-    }
-}
-
-pub(crate) fn weighs(owner: u64, held: u64, line: NodeLine) -> u64 {
-    let correction = if line.about.0 == owner { line.correction } else { 0 };
-    bytes(held).saturating_add_signed(correction).min(BYTES)
 }
 
 #[cfg(test)]

@@ -22,16 +22,19 @@
 //! The structs are the file's own: a domain type can change without a record
 //! changing by accident.
 
+mod share;
+
 use super::{ClaimRecord, DeviceRecord, InstanceIds};
 use crate::engine::HeldState;
 use crate::plan::{Access, Part};
-use crate::sharing::{MpsLimits, Setup, ShareLimits};
+use crate::sharing::{MpsLimits, Setup};
 use crate::step::{InstanceKey, Undo};
 use divvy_api::ClaimRef;
-use divvy_api::sharing::{self, ShareSettings};
+use divvy_api::sharing;
 use divvy_model::Placement;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use share::Share;
 
 /// The newest format that this build writes and reads.
 const FORMAT: u32 = 3;
@@ -127,45 +130,6 @@ enum Sharing {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         multi_user: Option<bool>,
     },
-}
-
-/// All that a policy page says of the claim, so that it can be made again.
-#[derive(Clone, Copy, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Share {
-    /// Bytes.
-    memory: u64,
-    /// Per cent.
-    cores: u32,
-    injection: Injection,
-    observe_only: bool,
-    priority: Priority,
-    weight: u32,
-    /// Per cent.
-    ceiling: u32,
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    burst: bool,
-    /// Per cent; none is 100.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    overcommit: Option<u32>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    encoders: Option<u32>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    decoders: Option<u32>,
-}
-
-#[derive(Clone, Copy, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-enum Injection {
-    Preload,
-    Shim,
-}
-
-#[derive(Clone, Copy, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-enum Priority {
-    Low,
-    High,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -367,55 +331,6 @@ impl From<Device> for DeviceRecord {
             }),
             cdi_ids: device.cdi_ids,
         }
-    }
-}
-
-impl From<ShareLimits> for Share {
-    fn from(limits: ShareLimits) -> Self {
-        let ShareSettings { injection, observe_only, priority, weight, ceiling, burst, .. } = limits.settings;
-        let ShareSettings { overcommit, encoders, decoders, .. } = limits.settings;
-        Self {
-            memory: limits.memory,
-            cores: limits.cores,
-            injection: match injection {
-                sharing::Injection::Preload => Injection::Preload,
-                sharing::Injection::Shim => Injection::Shim,
-            },
-            observe_only,
-            priority: match priority {
-                sharing::Priority::Low => Priority::Low,
-                sharing::Priority::High => Priority::High,
-            },
-            weight,
-            ceiling,
-            burst,
-            overcommit: Some(overcommit).filter(|percent| *percent != 100),
-            encoders,
-            decoders,
-        }
-    }
-}
-
-impl From<Share> for ShareLimits {
-    fn from(share: Share) -> Self {
-        let settings = ShareSettings {
-            injection: match share.injection {
-                Injection::Preload => sharing::Injection::Preload,
-                Injection::Shim => sharing::Injection::Shim,
-            },
-            observe_only: share.observe_only,
-            priority: match share.priority {
-                Priority::Low => sharing::Priority::Low,
-                Priority::High => sharing::Priority::High,
-            },
-            weight: share.weight,
-            ceiling: share.ceiling,
-            burst: share.burst,
-            overcommit: share.overcommit.unwrap_or(100),
-            encoders: share.encoders,
-            decoders: share.decoders,
-        };
-        Self { memory: share.memory, cores: share.cores, settings }
     }
 }
 

@@ -38,6 +38,18 @@ fn clear(world: &World) {
         .unwrap();
 }
 
+/// A prepare with a call that fails leaves nothing, and the next one has what it wants.
+async fn comes_to_nothing(call: &str, when: When) {
+    let world = World::up(H100);
+    let node = world.start().await;
+    fault(&world, call, Some(1), when);
+    node.refused("a", SLICE, "not prepared").await;
+    assert_eq!(world.hardware(), ["off"], "{call}");
+    world.expect_no_trace();
+    node.prepare("a", SLICE).await.unwrap();
+    world.expect_hardware(&["mig 19@2+"]);
+}
+
 #[tokio::test]
 async fn what_was_made_but_answered_with_an_error_goes_again() {
     for call in [
@@ -45,14 +57,7 @@ async fn what_was_made_but_answered_with_an_error_goes_again() {
         "nvmlDeviceCreateGpuInstanceWithPlacement",
         "nvmlGpuInstanceCreateComputeInstance*",
     ] {
-        let world = World::up(H100);
-        let node = world.start().await;
-        fault(&world, call, Some(1), When::After);
-        node.refused("a", SLICE, "not prepared").await;
-        assert_eq!(world.hardware(), ["off"], "{call}");
-        world.expect_no_trace();
-        node.prepare("a", SLICE).await.unwrap();
-        world.expect_hardware(&["mig 19@2+"]);
+        comes_to_nothing(call, When::After).await;
     }
 }
 
@@ -64,14 +69,7 @@ async fn failed_prepare_leaves_the_hardware_as_it_was() {
         "nvmlGpuInstanceCreateComputeInstance*",
         "nvmlComputeInstanceGetInfo_v2",
     ] {
-        let world = World::up(H100);
-        let node = world.start().await;
-        fault(&world, call, Some(1), When::Before);
-        node.refused("a", SLICE, "not prepared").await;
-        assert_eq!(world.hardware(), ["off"], "{call}");
-        world.expect_no_trace();
-        node.prepare("a", SLICE).await.unwrap();
-        world.expect_hardware(&["mig 19@2+"]);
+        comes_to_nothing(call, When::Before).await;
     }
 }
 

@@ -1,6 +1,6 @@
 //! What an administrator says of a class holds for the shares that are there.
 
-use crate::harness::{DRIVER, H100, NODE, World, reference, until};
+use crate::harness::{DRIVER, Daemon, H100, NODE, World, reference, until};
 use divvy_pages::{Compute, Policy};
 use serde_json::{Value, json};
 use std::fs;
@@ -68,16 +68,21 @@ fn compute(world: &World) -> Option<Compute> {
     policy(world).map(|policy| policy.compute)
 }
 
+/// A daemon, and claim `a` prepared by it, which goes by what its class says now.
+async fn following(world: &World) -> Daemon {
+    set_class(world, json!({"ceiling": 60}));
+    let daemon = world.start(&[]).await;
+    put_claim(world, "s-1");
+    world.prepare_until_ok(&reference("a")).await;
+    // The class is followed apart from the kubelet's call.
+    has_ceiling(world, "s-1", 60).await;
+    daemon
+}
+
 #[tokio::test]
 async fn a_class_that_is_changed_changes_the_shares_that_are_there() {
     let world = World::up(H100).await;
-    set_class(&world, json!({"ceiling": 60}));
-    let daemon = world.start(&[]).await;
-    put_claim(&world, "s-1");
-    let claim = reference("a");
-    world.prepare_until_ok(&claim).await;
-    // The class is followed apart from the kubelet's call.
-    has_ceiling(&world, "s-1", 60).await;
+    let daemon = following(&world).await;
 
     set_class(
         &world,
@@ -103,6 +108,7 @@ async fn a_class_that_is_changed_changes_the_shares_that_are_there() {
     set_class(&world, json!({"ceiling": 70, "schedule": tides}));
     has_ceiling(&world, "s-1", 35).await;
     // The second daemon's pages come before its registration.
+    let claim = reference("a");
     world.prepare_until_ok(&claim).await;
     world.unprepare(&claim).await.unwrap();
 }
@@ -110,11 +116,7 @@ async fn a_class_that_is_changed_changes_the_shares_that_are_there() {
 #[tokio::test]
 async fn a_class_that_says_nothing_any_more_takes_back_what_it_said() {
     let world = World::up(H100).await;
-    set_class(&world, json!({"ceiling": 60}));
-    let daemon = world.start(&[]).await;
-    put_claim(&world, "s-1");
-    world.prepare_until_ok(&reference("a")).await;
-    has_ceiling(&world, "s-1", 60).await;
+    let daemon = following(&world).await;
     drop(daemon);
     put_class(&world, "batch", json!([]));
     let _daemon = world.start(&[]).await;
@@ -125,28 +127,19 @@ async fn a_class_that_says_nothing_any_more_takes_back_what_it_said() {
 #[tokio::test]
 async fn a_claim_that_is_allocated_anew_goes_by_its_class_too() {
     let world = World::up(H100).await;
-    set_class(&world, json!({"ceiling": 60}));
-    let _daemon = world.start(&[]).await;
+    let _daemon = following(&world).await;
     let claim = reference("a");
-    for (share, percent) in [("s-1", 70), ("s-2", 80)] {
-        put_claim(&world, share);
-        world.prepare_until_ok(&claim).await;
-        set_class(&world, json!({"ceiling": percent}));
-        has_ceiling(&world, share, percent).await;
-        if share == "s-1" {
-            world.unprepare(&claim).await.unwrap();
-        }
-    }
+    world.unprepare(&claim).await.unwrap();
+    put_claim(&world, "s-2");
+    world.prepare_until_ok(&claim).await;
+    set_class(&world, json!({"ceiling": 80}));
+    has_ceiling(&world, "s-2", 80).await;
 }
 
 #[tokio::test]
 async fn a_page_that_could_not_be_changed_is_changed_later() {
     let world = World::up(H100).await;
-    set_class(&world, json!({"ceiling": 60}));
-    let daemon = world.start(&[]).await;
-    put_claim(&world, "s-1");
-    world.prepare_until_ok(&reference("a")).await;
-    has_ceiling(&world, "s-1", 60).await;
+    let daemon = following(&world).await;
     let page = page(&world, "s-1");
     let aside = world.path("aside");
     fs::rename(&page, &aside).unwrap();

@@ -1,5 +1,6 @@
 //! What can happen, and how it is drawn.
 
+use crate::sequence::Dice;
 use divvy_sim::Code;
 use divvy_sim::control::When;
 
@@ -166,29 +167,4 @@ fn devices(dice: &mut Dice) -> Vec<String> {
         _ => instance(dice),
     };
     (0..count).map(|_| device(dice)).collect()
-}
-
-/// Numbers that a seed decides (SplitMix64).
-pub(crate) struct Dice(u64);
-
-impl Dice {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit as u64) as usize
-    }
-
-    fn of<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
-        &choices[self.below(choices.len())]
-    }
 }

@@ -1,10 +1,11 @@
 //! Runs operations on a node and holds the answers against the model.
 
-use crate::call::Call;
+use crate::calls::{Call, PAUSE};
 use crate::harness::{Daemon, World};
 use crate::keeper::FakeKeeper;
 use crate::model::{Modelled, Part, Stage};
 use crate::operations::{CLAIMS, GPUS, Operation, Until};
+use crate::sequence::Failure;
 use crate::settled::{differences, never};
 use divvy_fakes::apiserver::Outage;
 use divvy_fakes::kubelet::Outcome;
@@ -23,14 +24,6 @@ const FLAGS: [&str; 8] = [
     "--nvml-destroy-within",
     "2s",
 ];
-pub(crate) const PAUSE: Duration = Duration::from_millis(2);
-
-/// A sequence that went wrong.
-pub(crate) struct Failure {
-    pub(crate) at: usize,
-    pub(crate) why: String,
-    pub(crate) log: String,
-}
 
 pub(crate) struct Runner {
     // Before the world, which is removed last.

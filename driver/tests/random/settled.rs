@@ -1,11 +1,11 @@
 //! What the node must be when nothing is under way: exactly what the prepared
 //! claims need.
 
+use crate::files::{expect, read};
 use crate::harness::World;
 use crate::model::{Modelled, Part, Shared, Stage};
 use divvy_pages::Policy;
 use std::collections::BTreeSet;
-use std::path::Path;
 
 /// What differs from what these claims need; empty if nothing does.
 pub(crate) fn differences(world: &World, claims: &[&Modelled]) -> Vec<String> {
@@ -93,17 +93,4 @@ pub(crate) fn never(world: &World, claims: &[&Modelled]) -> Option<String> {
 
 fn key(part: &Part) -> Option<(u32, u32)> {
     part.instance.as_ref().map(|(profile, slices)| (*profile, slices.start))
-}
-
-fn expect(dir: &Path, wanted: &BTreeSet<String>, found: &mut Vec<String>) {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let there: BTreeSet<String> =
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    if there != *wanted {
-        found.push(format!("{} has {there:?} instead of {wanted:?}", dir.display()));
-    }
-}
-
-fn read(path: &Path) -> String {
-    std::fs::read_to_string(path).unwrap_or_else(|error| format!("({error})"))
 }

@@ -1,6 +1,7 @@
 //! What the node must be: never two modes on one GPU, whatever is under way, and
 //! exactly what the prepared claims need when nothing is.
 
+use crate::files::{expect, read};
 use crate::harness::World;
 use crate::model::{Modelled, Part, Shared};
 use crate::operations::MIG_ON;
@@ -8,7 +9,6 @@ use crate::processes::mps_processes;
 use divvy_api::mps::{Actual, Phase};
 use divvy_sim::state::{Gpu, ProcessKind};
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
 /// What can be seen on a GPU of the mode that it is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -168,17 +168,4 @@ fn target(part: &Part, gpu: &Gpu) -> String {
         None => gpu.uuid.clone(),
         Some((profile, slices)) => format!("{}-{profile}-{}", gpu.uuid, slices.start),
     }
-}
-
-fn expect(dir: &Path, wanted: &BTreeSet<String>, found: &mut Vec<String>) {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let there: BTreeSet<String> =
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    if there != *wanted {
-        found.push(format!("{} has {there:?} instead of {wanted:?}", dir.display()));
-    }
-}
-
-fn read(path: &Path) -> String {
-    std::fs::read_to_string(path).unwrap_or_else(|error| format!("({error})"))
 }

@@ -1,6 +1,6 @@
 //! Runs operations on a node and holds what comes of them against the model.
 
-use crate::call::Call;
+use crate::calls::Call;
 use crate::harness::{DRIVER, Daemon, NODE, World};
 use crate::look::never;
 use crate::model::{Modelled, Stage};

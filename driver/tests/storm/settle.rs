@@ -1,6 +1,6 @@
 //! The end of all trouble, and what the node must be then.
 
-use crate::call::PAUSE;
+use crate::calls::PAUSE;
 use crate::look::differences;
 use crate::model::{Modelled, Stage};
 use crate::operations::{ALL, CLAIMS};

@@ -1,6 +1,6 @@
 //! What goes wrong: processes that are killed, machines that boot.
 
-use crate::call::{Call, PAUSE};
+use crate::calls::{Call, PAUSE};
 use crate::harness::World;
 use crate::model::{Modelled, Stage};
 use crate::operations::{ALL, Who};

@@ -1,5 +1,7 @@
 use super::*;
 use crate::plan::Access;
+use crate::sharing::ShareLimits;
+use divvy_api::sharing::ShareSettings;
 use proptest::prelude::*;
 
 /// A record of format 1, as the first build wrote it. Never edited: what it
