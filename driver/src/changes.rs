@@ -9,11 +9,10 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use tokio::io::unix::AsyncFd;
 
-/// Entries that come, go or are written; the directory itself that goes.
-const FLAGS: WatchFlags = WatchFlags::CREATE
+/// Entries that come or go; the directory itself that goes.
+const ENTRIES: WatchFlags = WatchFlags::CREATE
     .union(WatchFlags::MOVED_TO)
     .union(WatchFlags::MOVED_FROM)
-    .union(WatchFlags::CLOSE_WRITE)
     .union(WatchFlags::DELETE)
     .union(WatchFlags::DELETE_SELF)
     .union(WatchFlags::ONLYDIR);
@@ -32,7 +31,13 @@ impl Changes {
     /// Watches a directory too; one that is watched already is fine. A watch ends
     /// with its directory.
     pub(crate) fn watch(&self, dir: &Path) -> io::Result<()> {
-        inotify::add_watch(self.0.get_ref(), dir, FLAGS)?;
+        inotify::add_watch(self.0.get_ref(), dir, ENTRIES.union(WatchFlags::CLOSE_WRITE))?;
+        Ok(())
+    }
+
+    /// The same, but for what is written to its files: where others may write, they would wake at will.
+    pub(crate) fn watch_entries(&self, dir: &Path) -> io::Result<()> {
+        inotify::add_watch(self.0.get_ref(), dir, ENTRIES)?;
         Ok(())
     }
 

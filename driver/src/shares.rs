@@ -83,6 +83,11 @@ impl Shares {
         Self { dir: paths.run_dir.join(DIRECTORY) }
     }
 
+    /// The directory of all shares.
+    pub(crate) fn root(&self) -> &Path {
+        &self.dir
+    }
+
     /// The directory of a share.
     pub fn of(&self, claim: &ClaimUid, share: &ShareId) -> PathBuf {
         self.dir.join(claim.as_str()).join(share.as_str())

@@ -12,6 +12,8 @@
 //!                                                                 └▶ meter ─▶ what each share had ─▶ report
 //! ```
 //!
+//! Between two audits only containers are heard that have just come ([`tellings`]): their limits in the GPU driver.
+//!
 //! [`judge`], [`overtime`], [`lines`], [`arbiter`], [`orders`] and [`meter`] are pure; [`gather`] reads files and writes
 //! lines, [`end`] ends a process, [`desk`] writes orders; [`bell`] is the thread that does so between two audits. A finding counts when two looks in a row see it, so that nothing
 //! that is only just happening is taken for what it is not; where one look is proof,
@@ -47,6 +49,7 @@ mod overtime;
 mod press;
 mod pressure;
 mod process;
+mod tellings;
 
 pub use finding::{Finding, Kind, Response, Suspect};
 
@@ -75,6 +78,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
+use tellings::Tellings;
 use tokio::sync::{mpsc, watch};
 use tokio::time::MissedTickBehavior;
 
@@ -188,6 +192,8 @@ impl Agent {
         let mut memories: BTreeMap<pages::GpuUuid, Memory> = BTreeMap::new();
         let mut busy: BTreeSet<pages::GpuUuid> = BTreeSet::new();
         let mut audits = FuturesUnordered::new();
+        let mut tellings = Tellings::new();
+        let mut holds = FuturesUnordered::new();
         loop {
             tokio::select! {
                 Some((gpu, memory)) = audits.next() => {
@@ -195,7 +201,17 @@ impl Agent {
                     memories.insert(gpu, memory);
                 }
                 _ = press.tick(), if pressed.is_any => pressed = agent.press(pressed).await,
+                Some(()) = holds.next() => {}
+                // One after the other: what is told meanwhile is heard then.
+                () = tellings.next(), if holds.is_empty() => {
+                    tellings.watch(&agent.sources.shares);
+                    let by_gpu = agent.found(&mut lock).await;
+                    holds.push(agent.hold_all(by_gpu));
+                }
                 _ = tick.tick() => {
+                    if tellings.is_deaf() {
+                        tellings.watch(&agent.sources.shares);
+                    }
                     let by_gpu = agent.found(&mut lock).await;
                     pressed.is_any = by_gpu.values().flatten().any(|found| found.presses().is_some());
                     memories.retain(|gpu, _| by_gpu.contains_key(gpu));
@@ -287,19 +303,7 @@ impl Agent {
         found: &[Found],
         since_us: u64,
     ) -> Result<Asked, NvmlError> {
-        let mut kept = BTreeSet::new();
-        for (id, dir, limit) in gather::limits(found, &self.sources.cgroup_root) {
-            match queue.hold_cgroup(dir, limit).await {
-                Ok(true) => drop(kept.insert(id)),
-                // This GPU driver keeps none.
-                Ok(false) => break,
-                // The container may just have ended; its processes are looked at all the same.
-                Err(error @ NvmlError::Call { .. }) => {
-                    tracing::debug!(container = id, %error, "the GPU driver does not keep the limit of a container");
-                }
-                Err(error) => return Err(error),
-            }
-        }
+        let kept = self.hold(queue, found).await?;
         let inventory = self.inventory.borrow().clone();
         let uses = queue.usage().await?;
         let uses = uses.into_iter().filter_map(|usage| place(gpu, &inventory, usage)).collect();

@@ -257,3 +257,29 @@ async fn where_the_gpu_driver_keeps_limits_it_is_told_them() {
     let limit = state.gpus[0].cgroup_limit(cgroup.to_str().unwrap()).unwrap();
     assert_eq!((limit.soft, limit.hard), (4000 * MIB, 4000 * MIB));
 }
+
+/// The clock stands, so that no audit comes: what is set is set because of the hook's file.
+#[tokio::test]
+async fn the_limit_of_a_container_is_set_when_the_hook_tells_of_it() {
+    let world = World::up(WITH_LIMITS);
+    let _page = world.share("a", 4000);
+    let cgroup = world.unified("late", 1);
+    let mut agent = world.agent(DEFAULT).await;
+    agent.finds_nothing(1).await;
+    tokio::time::pause();
+    let dir = world.paths.run_dir.join("shares/a/s/cgroups");
+    // While a thread is at work a clock that stands is not put forward.
+    let told = tokio::task::spawn_blocking(move || {
+        std::fs::write(dir.join(".late"), "0::/kubepods/late\n").unwrap();
+        std::fs::rename(dir.join(".late"), dir.join("late")).unwrap();
+        let begun = Instant::now();
+        let limit = || {
+            world.sim.read().unwrap().gpus[0].cgroup_limit(cgroup.to_str().unwrap()).map(|limit| limit.hard)
+        };
+        while limit().is_err() && begun.elapsed() < Duration::from_secs(60) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        limit().unwrap()
+    });
+    assert_eq!(told.await.unwrap(), 4000 * MIB);
+}
