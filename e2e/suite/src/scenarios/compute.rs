@@ -3,6 +3,7 @@
 use crate::objects::{Claim, SHARE, Worker, devices, request, taking, uuid};
 use crate::world::{World, eventually};
 use anyhow::{Result, ensure};
+use divvy_api::top::ShareNow;
 use k8s_openapi::api::resource::v1::DeviceClass;
 use kube::Api;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
@@ -33,6 +34,13 @@ pub(super) async fn two_shares_of_a_gpu_get_their_parts_of_its_time(world: &Worl
     // A machine with so much on it has moments when a pod does not come to launch.
     let keeps = |(busy, cores): &(f64, f64)| *busy <= cores + 3.0 && *busy >= cores * 0.8;
     ensure!(got.iter().all(keeps), "shares of 30 and 60 % had {got:?}");
+    // Whoever looks on from elsewhere sees both.
+    let shown = world.output(&["top", "n1"])?;
+    let shown: Vec<ShareNow> = shown.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+    let works = |share: &&ShareNow| share.claim.is_some() && share.busy_percent.is_some_and(|busy| busy > 0);
+    let mut asked: Vec<u32> = shown.iter().filter(works).map(|share| share.guarantee_percent).collect();
+    asked.sort_unstable();
+    ensure!(asked == [30, 60], "divvy top shows {shown:?}");
     // What is guaranteed is not guaranteed twice.
     let eleven = taking(request("gpu", SHARE, &gpu), &[("memory", "1Gi"), ("cores", "11")]);
     world.template("eleven", devices(&[eleven])).await?;
