@@ -112,7 +112,9 @@ pub async fn follow(client: Client, now: watch::Sender<Arc<Known>>) {
     );
     let (mut known, mut listed) = (Known::default(), BTreeSet::new());
     let mut listing = true;
+    let mut is_told = false;
     while let Some(event) = events.next().await {
+        is_told &= matches!(event, Ok(Event::Init) | Err(_));
         match event {
             Ok(Event::Init) => {
                 listing = true;
@@ -128,7 +130,15 @@ pub async fn follow(client: Client, now: watch::Sender<Arc<Known>>) {
             }
             Ok(Event::Apply(class)) => known.set(&class),
             Ok(Event::Delete(class)) => drop(class.metadata.name.and_then(|name| known.0.remove(&name))),
-            Err(cause) => tracing::debug!(%cause, "DeviceClasses cannot be followed"),
+            // Once for each time that it begins: it is tried again and again.
+            Err(cause) if !is_told => {
+                is_told = true;
+                tracing::warn!(
+                    %cause,
+                    "DeviceClasses cannot be followed, shares go by what is known of them; may this ServiceAccount list and watch them?"
+                );
+            }
+            Err(cause) => tracing::debug!(%cause, "DeviceClasses still cannot be followed"),
         }
         if !listing {
             now.send_if_modified(|before| {

@@ -152,3 +152,16 @@ async fn a_page_that_could_not_be_changed_is_changed_later() {
     put_class(&world, "another", json!([]));
     has_ceiling(&world, "s-1", 70).await;
 }
+
+#[tokio::test]
+async fn classes_that_may_not_be_read_are_told_of_once_and_keep_no_claim_waiting() {
+    let world = World::up(H100).await;
+    set_class(&world, json!({"ceiling": 60}));
+    world.api.fail_next("list", "deviceclasses", 2, 403);
+    let daemon = world.start(&[]).await;
+    put_claim(&world, "s-1");
+    world.prepare_until_ok(&reference("a")).await;
+    has_ceiling(&world, "s-1", 60).await;
+    assert_eq!(world.api.count("list", "deviceclasses"), 3);
+    assert_eq!(daemon.log().matches("DeviceClasses cannot be followed").count(), 1);
+}
