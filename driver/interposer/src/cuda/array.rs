@@ -133,9 +133,8 @@ unsafe fn array(out: *mut Handle, shape: Option<Shape>, call: &dyn Fn(*mut Handl
             SUCCESS => Ok(handle),
             error => Err(error),
         },
-        |reservation, handle| {
+        |reservation, handle, context| {
             let granted = granted(driver::array_memory, handle, device).unwrap_or(computed);
-            let context = driver::current_context() as u64;
             reservation.keep(Kind::Array { handle: handle as u64, context }, granted)
         },
         // SAFETY: as the caller says.
@@ -207,10 +206,9 @@ hook! {
                 SUCCESS => Ok(handle),
                 error => Err(error),
             },
-            |reservation, handle| {
+            |reservation, handle, context| {
                 let granted = granted(driver::mipmap_memory, handle, device).unwrap_or(computed);
-                let context = driver::current_context() as u64;
-                reservation.keep(Kind::Mipmap { handle: handle as u64, context }, granted)
+                    reservation.keep(Kind::Mipmap { handle: handle as u64, context }, granted)
             },
             // SAFETY: the program's place for the handle.
             |handle| unsafe { *out = handle },

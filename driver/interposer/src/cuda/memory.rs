@@ -12,10 +12,6 @@ pub(super) fn free_again(pointer: u64) {
     }
 }
 
-fn linear(pointer: u64) -> Kind {
-    Kind::Linear { pointer, context: driver::current_context() as u64 }
-}
-
 /// `call` in terms of its answer and what it wrote.
 fn made<T>(answer: Answer, made: T) -> Result<T, Answer> {
     if answer == SUCCESS { Ok(made) } else { Err(answer) }
@@ -32,7 +28,7 @@ hook! {
             driver::current_device(),
             bytes as u64,
             || made(real(&raw mut pointer, bytes), ()).map(|()| pointer),
-            |reservation, pointer| reservation.keep_all(linear(pointer)),
+            |reservation, pointer, context| reservation.keep_all(Kind::Linear { pointer, context }),
             // SAFETY: the program's place for the pointer.
             |pointer| unsafe { *out = pointer },
             free_again,
@@ -59,7 +55,7 @@ hook! {
             driver::current_device(),
             bytes.into(),
             || made(real(&raw mut pointer, bytes), ()).map(|()| pointer),
-            |reservation, pointer| reservation.keep_all(linear(pointer.into())),
+            |reservation, pointer, context| reservation.keep_all(Kind::Linear { pointer: pointer.into(), context }),
             // SAFETY: the program's place for the pointer.
             |pointer| unsafe { *out = pointer },
             |pointer| free_again(pointer.into()),
@@ -78,8 +74,8 @@ hook! {
             driver::current_device(),
             (width as u64).saturating_mul(height as u64),
             || made(real(&raw mut pointer, &raw mut row, width, height, element), ()).map(|()| (pointer, row)),
-            |reservation, (pointer, row)| {
-                reservation.keep(linear(pointer), (row as u64).saturating_mul(height as u64))
+            |reservation, (pointer, row), context| {
+                reservation.keep(Kind::Linear { pointer, context }, (row as u64).saturating_mul(height as u64))
             },
             // SAFETY: the program's places for both.
             |made| unsafe { (*out, *pitch) = made },
@@ -107,8 +103,9 @@ hook! {
             driver::current_device(),
             u64::from(width).saturating_mul(height.into()),
             || made(real(&raw mut pointer, &raw mut row, width, height, element), ()).map(|()| (pointer, row)),
-            |reservation, (pointer, row)| {
-                reservation.keep(linear(pointer.into()), u64::from(row).saturating_mul(height.into()))
+            |reservation, (pointer, row), context| {
+                let kind = Kind::Linear { pointer: pointer.into(), context };
+                reservation.keep(kind, u64::from(row).saturating_mul(height.into()))
             },
             // SAFETY: the program's places for both.
             |made| unsafe { (*out, *pitch) = made },
@@ -127,10 +124,7 @@ hook! {
         allocate_in(
             managed_room(driver::current_device(), bytes as u64),
             || made(real(&raw mut pointer, bytes, flags), ()).map(|()| pointer),
-            |reservation, pointer| {
-                let context = driver::current_context() as u64;
-                reservation.keep_all(Kind::Managed { pointer, context })
-            },
+            |reservation, pointer, context| reservation.keep_all(Kind::Managed { pointer, context }),
             // SAFETY: the program's place for the pointer.
             |pointer| unsafe { *out = pointer },
             free_again,

@@ -89,12 +89,12 @@ impl<F: Fn() -> Answer> Call for F {
 }
 
 /// An allocation of `bytes` on a device. `call` asks the driver, writing to a place of its own, and says what was made;
-/// `keep` puts that into the accounts; `pass` gives it to the program; `undo` frees it again.
+/// `keep` puts that, with the calling thread's context, into the accounts; `pass` gives it to the program; `undo` frees it again.
 fn allocate<T: Copy>(
     device: Option<Ordinal>,
     bytes: u64,
     call: impl FnOnce() -> Result<T, Answer>,
-    keep: impl FnOnce(Reservation<'static, crate::process::Kernel>, T) -> Result<(), Full>,
+    keep: impl FnOnce(Reservation<'static, crate::process::Kernel>, T, u64) -> Result<(), Full>,
     pass: impl FnOnce(T),
     undo: impl FnOnce(T),
 ) -> Answer {
@@ -108,17 +108,20 @@ type Room = Result<Option<Reservation<'static, crate::process::Kernel>>, Full>;
 fn allocate_in<T: Copy>(
     room: Room,
     call: impl FnOnce() -> Result<T, Answer>,
-    keep: impl FnOnce(Reservation<'static, crate::process::Kernel>, T) -> Result<(), Full>,
+    keep: impl FnOnce(Reservation<'static, crate::process::Kernel>, T, u64) -> Result<(), Full>,
     pass: impl FnOnce(T),
     undo: impl FnOnce(T),
 ) -> Answer {
     let Ok(reservation) = room else { return OUT_OF_MEMORY };
+    // Before the call: whatever is done after it keeps the processor from what the program does next, which as a
+    // rule waits for memory.
+    let context = reservation.as_ref().map_or(0, |_| driver::current_context() as u64);
     let made = match call() {
         Ok(made) => made,
         Err(error) => return error,
     };
     if let Some(reservation) = reservation
-        && keep(reservation, made).is_err()
+        && keep(reservation, made, context).is_err()
     {
         undo(made);
         return OUT_OF_MEMORY;

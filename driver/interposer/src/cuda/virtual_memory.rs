@@ -21,7 +21,7 @@ hook! {
                 SUCCESS => Ok(handle),
                 error => Err(error),
             },
-            |reservation, handle| reservation.keep_handle(handle),
+            |reservation, handle, _| reservation.keep_handle(handle),
             // SAFETY: the program's place for the handle.
             |handle| unsafe { *out = handle },
             |handle| {
