@@ -159,10 +159,17 @@ impl Peers for Watchers {
     }
 }
 
-/// A process: its pid and what it does. The result is the process's own to define.
-pub(crate) struct Process<'a> {
-    pub(crate) pid: u32,
-    pub(crate) does: &'a dyn Fn() -> u64,
+/// What a process does. The result is the process's own to define.
+pub(crate) type Act<'a> = Box<dyn Fn() -> u64 + 'a>;
+
+struct Process<'a> {
+    pid: u32,
+    does: &'a dyn Fn() -> u64,
+}
+
+/// Answers one after the other, as a result: the first is the lowest bit.
+pub(crate) fn answers(all: impl Iterator<Item = bool>) -> u64 {
+    all.zip(0..).fold(0, |answers, (answer, at)| answers | u64::from(answer) << at)
 }
 
 /// How a process ended.
@@ -207,21 +214,19 @@ struct Actor {
 /// What a word is in a state.
 pub(crate) type Read<'a> = dyn Fn(&AtomicU64) -> u64 + 'a;
 
-/// Explores with up to `kills` processes killed; `always` holds in every state, `last` in every final one.
-/// The number of states.
-pub(crate) fn explore(
-    processes: &[Process<'_>],
-    kills: u32,
-    always: &dyn Fn(&Read<'_>),
-    last: &dyn Fn(&Last),
-) -> usize {
+/// Explores what processes do, whose pids are their numbers from 1, with up to `kills` of them killed; `always` holds in
+/// every state, `last` in every final one. Prints the number of states.
+pub(crate) fn explore(acts: &[Act<'_>], kills: u32, always: &dyn Fn(&Read<'_>), last: &dyn Fn(&Last)) {
+    let processes: Vec<_> =
+        acts.iter().zip(1..).map(|(does, pid)| Process { pid, does: does.as_ref() }).collect();
     let shared: Rc<RefCell<HashSet<usize>>> = Rc::default();
     if kills > 0 {
         shared.borrow_mut().extend(processes.iter().map(|process| grave(process.pid)));
     }
     loop {
-        if let Some(states) = search(processes, kills, &shared, always, last) {
-            return states;
+        if let Some(states) = search(&processes, kills, &shared, always, last) {
+            println!("{states} states");
+            return;
         }
     }
 }

@@ -71,7 +71,7 @@ impl AccountPage {
 mod tests {
     use super::super::{charge, uncharge};
     use super::*;
-    use crate::explore::{End, Process, Watchers, explore, page, who};
+    use crate::explore::{Act, End, Watchers, answers, explore, page, who};
     use crate::word::Word;
 
     const SOFT: u64 = 3;
@@ -93,10 +93,10 @@ mod tests {
         let page = page();
         // What the driver has made: changed after the charge, and before it is given back.
         let made: &Word = Box::leak(Box::default());
-        let acts: Vec<Box<dyn Fn() -> u64>> = plans
+        let acts: Vec<Act<'_>> = plans
             .iter()
             .zip(1..)
-            .map(|(plan, pid)| -> Box<dyn Fn() -> u64> {
+            .map(|(plan, pid)| -> Act<'_> {
                 let slot = page.register(&who(pid), &Watchers).expect("there are slots");
                 let seat = Seat { page, slot, limit: LIMIT };
                 let note = move |by| page.slots[usize::from(slot)].note(0, by);
@@ -129,14 +129,12 @@ mod tests {
                         Managed(amount) => managed(amount, false),
                         ManagedAwhile(amount) => managed(amount, true),
                     };
-                    plan.iter().zip(0..).fold(0, |answers, (act, at)| answers | u64::from(did(act)) << at)
+                    answers(plan.iter().map(did))
                 })
             })
             .collect();
-        let processes: Vec<_> =
-            acts.iter().zip(1..).map(|(does, pid)| Process { pid, does: does.as_ref() }).collect();
-        let states = explore(
-            &processes,
+        explore(
+            &acts,
             kills,
             &|read| {
                 assert!(bytes(page.total.word.peek(read)) <= LIMIT, "beyond the limit");
@@ -153,7 +151,6 @@ mod tests {
                 assert!(plans.iter().zip(&last.ends).map(held).sum::<u64>() <= SOFT, "{:?}", last.ends);
             },
         );
-        println!("{states} states");
     }
 
     #[test]

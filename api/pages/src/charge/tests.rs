@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::account::{NodeLine, PageError, SLOTS, Snapshot};
-use crate::explore::{End as Ended, Last, Process, Watchers, explore, page, who};
+use crate::explore::{Act, End as Ended, Last, Watchers, answers, explore, page, who};
 
 /// What a process does, one after the other.
 #[derive(Clone, Copy, Debug)]
@@ -40,10 +40,10 @@ fn check_with_drift(limits: &[u64], drift: u64, kills: u32, plans: &[Plan]) {
         };
         plan.pages.iter().map(seat).collect()
     };
-    let acts: Vec<Box<dyn Fn() -> u64>> = plans
+    let acts: Vec<Act<'_>> = plans
         .iter()
         .zip(1..)
-        .map(|(plan, pid)| -> Box<dyn Fn() -> u64> {
+        .map(|(plan, pid)| -> Act<'_> {
             let ready = (!plan.new).then(|| seats_of(plan, pid));
             ready.iter().for_each(|seats| force(&seats[..1], plan.holds));
             Box::new(move || {
@@ -56,18 +56,13 @@ fn check_with_drift(limits: &[u64], drift: u64, kills: u32, plans: &[Plan]) {
                         true
                     }
                 };
-                plan.does
-                    .iter()
-                    .zip(0..)
-                    .fold(0, |answers, (act, index)| answers | u64::from(did(act)) << index)
+                answers(plan.does.iter().map(did))
             })
         })
         .collect();
     pages[0].total.word.update(|total| total + drift);
-    let processes: Vec<_> =
-        acts.iter().zip(1..).map(|(does, pid)| Process { pid, does: does.as_ref() }).collect();
-    let states = explore(
-        &processes,
+    explore(
+        &acts,
         kills,
         &|read| {
             for (page, limit) in pages.iter().zip(limits) {
@@ -92,7 +87,6 @@ fn check_with_drift(limits: &[u64], drift: u64, kills: u32, plans: &[Plan]) {
             });
         },
     );
-    println!("{states} states");
 }
 
 /// True where some order of whole operations, one at a time, gives the answers. A killed process may have
