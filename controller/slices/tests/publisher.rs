@@ -6,7 +6,7 @@
 mod common;
 
 use common::{inventory_of, node};
-use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
+use divvy_fakes::apiserver::FakeApi;
 use divvy_model::Inventory;
 use divvy_model::inventory::Presence;
 use divvy_sim::catalogue;
@@ -41,18 +41,7 @@ struct Publisher {
 
 impl World {
     async fn new(test: &str) -> Self {
-        let (client, fake) = match std::env::var_os("DIVVY_TEST_KUBECONFIG") {
-            Some(path) => {
-                let kubeconfig = kube::config::Kubeconfig::read_from(path).unwrap();
-                let config =
-                    kube::Config::from_custom_kubeconfig(kubeconfig, &Default::default()).await.unwrap();
-                (kube::Client::try_from(config).unwrap(), None)
-            }
-            None => {
-                let fake = FakeApi::start(FakeApiOptions::default()).await.unwrap();
-                (fake.client().unwrap(), Some(fake))
-            }
-        };
+        let (client, fake) = FakeApi::or_real().await.unwrap();
         let world = Self { client, node: format!("publisher-{test}"), _fake: fake };
         world.clean().await;
         world.create_node().await;

@@ -3,7 +3,7 @@
 //! there is a bug of the fake.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
-use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
+use divvy_fakes::apiserver::FakeApi;
 use futures::StreamExt;
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::api::{
@@ -21,18 +21,7 @@ struct World {
 
 impl World {
     async fn new(test: &str) -> Self {
-        let (client, fake) = match std::env::var_os("DIVVY_TEST_KUBECONFIG") {
-            Some(path) => {
-                let kubeconfig = kube::config::Kubeconfig::read_from(path).unwrap();
-                let config =
-                    kube::Config::from_custom_kubeconfig(kubeconfig, &Default::default()).await.unwrap();
-                (kube::Client::try_from(config).unwrap(), None)
-            }
-            None => {
-                let fake = FakeApi::start(FakeApiOptions::default()).await.unwrap();
-                (fake.client().unwrap(), Some(fake))
-            }
-        };
+        let (client, fake) = FakeApi::or_real().await.unwrap();
         let world =
             Self { slices: Api::all(client.clone()), client, node: format!("contract-{test}"), _fake: fake };
         world.wipe().await;

@@ -205,6 +205,18 @@ impl FakeApi {
         Ok(path)
     }
 
+    /// A client of the server that judges a test: the real one of the kubeconfig that `DIVVY_TEST_KUBECONFIG` names, or a
+    /// fake one, which is to be kept.
+    pub async fn or_real() -> anyhow::Result<(kube::Client, Option<Self>)> {
+        let Some(path) = std::env::var_os("DIVVY_TEST_KUBECONFIG") else {
+            let fake = Self::start(FakeApiOptions::default()).await?;
+            return Ok((fake.client()?, Some(fake)));
+        };
+        let kubeconfig = kube::config::Kubeconfig::read_from(path)?;
+        let config = kube::Config::from_custom_kubeconfig(kubeconfig, &Default::default()).await?;
+        Ok((kube::Client::try_from(config)?, None))
+    }
+
     /// A client over TLS.
     pub fn client(&self) -> anyhow::Result<kube::Client> {
         let mut config = kube::Config::new(self.url().parse()?);

@@ -91,7 +91,7 @@ async fn comes_to(world: &World, pod: &str, least: f64, most: f64) -> Result<()>
     Ok(())
 }
 
-/// Two classes, and a scenario that ends with them.
+/// Classes, and a scenario that ends with them.
 async fn with_classes(
     world: &World,
     classes: &[(&str, Value)],
@@ -103,7 +103,11 @@ async fn with_classes(
     let result = played.await;
     let api: Api<DeviceClass> = Api::all(world.client.clone());
     for (name, _) in classes {
-        api.delete(name, &DeleteParams::default()).await?;
+        let deleted = api.delete(name, &DeleteParams::default()).await;
+        // Why the scenario failed says more.
+        if result.is_ok() {
+            deleted?;
+        }
     }
     result
 }
