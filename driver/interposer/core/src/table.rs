@@ -194,6 +194,22 @@ fn leaves(class: u64, key: u64) -> Option<u64> {
     (key >> CLASS == 0).then_some(key | class << CLASS)
 }
 
+#[allow(unsafe_code)]
+#[inline]
+fn prefetch(bucket: *const Bucket) {
+    // SAFETY: reads nothing, whatever the address is.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(bucket.cast());
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        core::arch::asm!("prfm pldl1keep, [{}]", in(reg) bucket, options(nostack, preserves_flags, readonly));
+    }
+}
+
 impl Shard {
     /// Where a key would be written down.
     #[inline]
@@ -201,25 +217,14 @@ impl Shard {
         self.leaves.get((hash >> 32) as usize % LEAVES)
     }
 
-    /// Has the place where an entry would lie come into the cache. Without the lock: at worst it is no
-    /// place any more.
+    /// Has the bucket where an entry would lie come into the cache, and the one behind it: of full buckets, which one in
+    /// five is, the rest lies there. Without the lock: at worst they are no buckets any more.
     #[inline]
     fn fetch(&self, hash: u64) {
         let place = home(hash, self.size.load(Relaxed) as usize / BUCKET);
-        let place = self.entries.load(Relaxed).wrapping_add(place);
-        // SAFETY: reads nothing, whatever the address is.
-        #[cfg(target_arch = "x86_64")]
-        #[allow(unsafe_code)]
-        unsafe {
-            use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            _mm_prefetch::<_MM_HINT_T0>(place.cast());
-        }
-        // SAFETY: as above.
-        #[cfg(target_arch = "aarch64")]
-        #[allow(unsafe_code)]
-        unsafe {
-            core::arch::asm!("prfm pldl1keep, [{}]", in(reg) place, options(nostack, preserves_flags, readonly));
-        }
+        let bucket = self.entries.load(Relaxed).wrapping_add(place);
+        prefetch(bucket);
+        prefetch(bucket.wrapping_add(1));
     }
 
     #[inline]
