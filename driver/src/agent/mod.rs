@@ -15,7 +15,8 @@
 //! Between two audits only containers are heard that have just come ([`tellings`]): their limits in the GPU driver.
 //!
 //! [`judge`], [`overtime`], [`lines`], [`arbiter`], [`orders`] and [`meter`] are pure; [`gather`] reads files and writes
-//! lines, [`end`] ends a process, [`desk`] writes orders; [`bell`] is the thread that does so between two audits. A finding counts when two looks in a row see it, so that nothing
+//! lines, [`respond`] tells and has [`end`] end a process, [`desk`] writes orders; [`bell`] is the thread that does so
+//! between two audits. A finding counts when two looks in a row see it, so that nothing
 //! that is only just happening is taken for what it is not; where one look is proof,
 //! it counts at once. Both together stay well within the five seconds in which
 //! something must be done.
@@ -49,6 +50,7 @@ mod overtime;
 mod press;
 mod pressure;
 mod process;
+mod respond;
 mod tellings;
 
 pub use finding::{Finding, Kind, Response, Suspect};
@@ -64,7 +66,6 @@ use divvy_model::Inventory;
 use divvy_model::inventory::Mig;
 use divvy_nvml::{GpuQueue, NvmlError, ProcessUse};
 use divvy_pages as pages;
-use end::Ended;
 use files::Files;
 use finding::Key;
 use futures::StreamExt;
@@ -388,92 +389,5 @@ impl Sources {
             Some(Planned { key: share.key(), policy: dir.join(POLICY), account, standing })
         });
         self.bell.plan(gpu, planned.collect());
-    }
-
-    fn respond(&self, findings: Vec<Finding>, memory: Memory) -> (Memory, Vec<Report>) {
-        let now = Instant::now();
-        let Memory { seen, mut told, .. } = memory;
-        let mut reports = Vec::new();
-        let keys: BTreeSet<Key> = findings.iter().map(Finding::key).collect();
-        for finding in findings {
-            let key = finding.key();
-            // By sort and share: processes that take turns are one finding.
-            let again = seen.iter().any(|known| known.is_like(&key));
-            if !finding.certain && !again {
-                continue;
-            }
-            let is_new = told.get(&key).is_none_or(|at| now.duration_since(*at) >= AGAIN);
-            let done = match &finding.process {
-                Some(suspect) if self.response.ends(&finding) => {
-                    match end::end(&self.process_root, suspect) {
-                        Ok(Ended::Killed) => Done::Ended,
-                        Ok(Ended::Gone) => Done::Reported,
-                        Err(error) => {
-                            if is_new {
-                                tracing::error!(error = &error as &dyn std::error::Error, %finding, "not ended");
-                            }
-                            Done::NotEnded
-                        }
-                    }
-                }
-                _ => Done::Reported,
-            };
-            if is_new || done == Done::Ended {
-                let claim = finding.claim.as_ref().map(ToString::to_string).unwrap_or_default();
-                tracing::warn!(kind = finding.kind.name(), claim, ?done, %finding, "a share is not kept");
-                told.insert(key, now);
-                reports.push(Report::Found { finding: Box::new(finding), done });
-            }
-        }
-        let (mut still, over): (BTreeMap<_, _>, BTreeMap<_, _>) =
-            told.into_iter().partition(|(key, _)| keys.iter().any(|now| now.is_like(key)));
-        let share = |key: &Key| Some((key.claim.clone()?, key.share.clone()?));
-        let troubled: BTreeSet<_> = still.keys().filter_map(share).collect();
-        let well: BTreeSet<_> = over.keys().filter_map(share).collect();
-        let well = well.difference(&troubled).cloned();
-        reports.extend(well.map(|(claim, share)| Report::Well { claim, share }));
-        // A claim that starts one offender after the other does not fill the memory.
-        still.retain(|_, at| now.duration_since(*at) < AGAIN);
-        (Memory { seen: keys, told: still, ..memory }, reports)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn hidden(pid: u32) -> Finding {
-        let process = Some(Suspect { pid, start: 1, name: String::new() });
-        let (claim, share) = (Some("c".into()), Some("s".into()));
-        let text = String::new();
-        Finding { kind: Kind::Hidden, claim, share, process, text, report_only: false, certain: false }
-    }
-
-    #[test]
-    fn what_was_told_of_the_processes_of_a_share_is_forgotten_in_time() {
-        let dir = tempfile::tempdir().unwrap();
-        let sources = Sources {
-            shares: Shares::new(&HostPaths::below(dir.path())),
-            files: Files::default(),
-            process_root: PathBuf::new(),
-            cgroup_root: PathBuf::new(),
-            lock: PathBuf::new(),
-            response: "none".parse().unwrap(),
-            bell: Bell::default(),
-        };
-        let told = |memory: &Memory| memory.told.keys().filter_map(|key| key.process).collect::<Vec<_>>();
-        let now = Instant::now();
-        let earlier = [(1, now.checked_sub(AGAIN).unwrap()), (2, now)];
-        let memory = Memory {
-            seen: [hidden(2).key()].into(),
-            told: earlier.map(|(pid, at)| (hidden(pid).key(), at)).into(),
-            ..Memory::default()
-        };
-        let (memory, reports) = sources.respond(vec![hidden(3)], memory);
-        assert_eq!(told(&memory), [(2, 1), (3, 1)]);
-        assert!(matches!(reports[..], [Report::Found { done: Done::Reported, .. }]), "{reports:?}");
-        let (memory, reports) = sources.respond(Vec::new(), memory);
-        assert_eq!(told(&memory), []);
-        assert!(matches!(reports[..], [Report::Well { .. }]), "{reports:?}");
     }
 }
