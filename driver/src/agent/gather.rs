@@ -9,7 +9,7 @@ use super::files::Files;
 use super::lines::{self, Write};
 use super::look::{Account, AccountError, Look, Share, Slot};
 use super::mounts::Page;
-use super::pressure::Said;
+use super::pressure::{self, Said};
 use super::process::{self, Cgroups, Process};
 use crate::shares::{ACCOUNT, POLICY, Shares};
 use divvy_api::{ClaimUid, ShareId};
@@ -137,7 +137,7 @@ impl Found {
             add(&mut said.works, slot.charged_ns);
             add(&mut said.works, slot.measured_ns);
         }
-        said.managed = said.managed.min(said.used);
+        said.managed = pressure::managed(said.managed, said.used, policy.memory.soft);
         Some(said)
     }
 

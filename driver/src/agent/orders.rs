@@ -179,13 +179,13 @@ impl<K: PartialEq> Turns<K> {
     }
 
     /// Gives the turn on if it has ended; says when it ends if who has it goes on. `last` is when a share was last
-    /// seen to launch: whoever has nothing to do for an eighth of its turn, and no less than [`RESTS`], gives it up. At
-    /// first it has longer: it waits for the kernel of the one before, and then for the memory that was pushed out.
+    /// seen to launch: whoever has nothing to do for an eighth of its turn, and no less than [`RESTS`], gives it up. Not
+    /// in its first third: its first launch waits for the kernel of the one before, and for the memory that was pushed out.
     pub(super) fn go_on(&mut self, last: impl Fn(&K) -> u64, now: u64) -> u64 {
         let holder = self.order.get(self.at);
         let idle_since = holder.map_or(0, &last).clamp(self.since, now.max(self.since));
-        let patience = if idle_since == self.since { self.at_first() } else { self.quantum / 8 };
-        let gives_up = idle_since.saturating_add(patience.max(RESTS));
+        let gives_up =
+            idle_since.saturating_add((self.quantum / 8).max(RESTS)).max(self.since + self.at_first());
         let ends = self.since.saturating_add(self.quantum).min(gives_up);
         if now < ends {
             return ends;

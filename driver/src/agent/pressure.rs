@@ -10,11 +10,12 @@
 //! shares that hold managed memory take turns, of ten times what it takes to bring back what the others have pushed
 //! out, until they fit or only one of them works.
 //!
-//! **A trial.** A kernel whose every launch had to wait has no faster one to be held against. So where more is held than there is
-//! and two shares work, one of them soon has the GPU for itself for a moment, another one each time: until launches of
+//! **Trials.** A kernel whose every launch had to wait has no faster one to be held against. So where more is held than there is
+//! and two shares work, one of them soon has the GPU for itself for a moment, and then another one: until launches of
 //! it have ended at [`LOOKS`] looks, by when what had pushed it out is over. What it launches then is as fast as
-//! it can be, and whether launches are slow side by side is seen after that. Where they are not a trial was for
-//! nothing, and cost the others that moment: the next is a minute later, or sooner where more is held by then, but never
+//! it can be. Side by side again, two shares whose launches wait for memory once more have shown that they push each
+//! other out; they need not go on with it. Where they do not, trials were for
+//! nothing, and cost the others those moments: the next are a minute later, or sooner where more is held by then, but never
 //! more than a twentieth of the time is for trials.
 //!
 //! A tenant that lies about any of this can have a GPU that is held by more than it has go by turns, in which it
@@ -44,6 +45,11 @@ const LOOKS: u32 = 4;
 /// So long after it there is another, in nanoseconds; or after so many times its length, where a share of the GPU more is held.
 const AGAIN: u64 = 60 * SECOND;
 const PAUSE: u64 = 20;
+/// So many shares have one, one after the other.
+const TRIALS: u32 = 2;
+/// Who waits for memory so long after them shows that it was pushed out, and for so long at least; in nanoseconds.
+const SHOWS: u64 = 5 * SECOND;
+const WAITS: u64 = SECOND / 20;
 /// The bounds of its longest, in nanoseconds.
 const TRIAL: (u64, u64) = (2 * SECOND, 10 * SECOND);
 const MORE: u64 = 20;
@@ -76,6 +82,12 @@ pub(super) struct Said {
     pub(super) refused: u64,
 }
 
+/// What of so many bytes is managed memory of a share that says `said` of it, and has `claimed` of the GPU: whatever it holds
+/// beyond that cannot be anything else, so that to say less spares nobody a turn.
+pub(super) fn managed(said: u64, used: u64, claimed: u64) -> u64 {
+    said.max(used.saturating_sub(claimed)).min(used)
+}
+
 /// What is remembered of a GPU.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Memory {
@@ -106,6 +118,8 @@ struct Known {
     slow: Option<(u64, u64, u64)>,
     /// What it waited for memory since it last began to.
     waited: u64,
+    /// When most of what launches took was seen to be a wait for memory.
+    pushed: Option<u64>,
     /// At so many looks since turns began launches had ended.
     looks: u32,
 }
@@ -127,11 +141,12 @@ struct Turns {
     swap: u64,
 }
 
-/// The last trial: when it ended, how long it was, and what was held.
+/// The last trials, one after the other: when they ended, how long they were together, how many, and what was held.
 #[derive(Clone, Copy, Debug)]
 struct Tried {
     at: u64,
     took: u64,
+    count: u32,
     used: u64,
 }
 
@@ -222,7 +237,8 @@ impl Memory {
             if !is_pressed {
                 return;
             }
-            let why = if self.shares.values().any(|known| known.is_slow(count, now)) {
+            let is_slow = self.shares.values().any(|known| known.is_slow(count, now));
+            let why = if is_slow || self.has_shown(now) {
                 Why::Thrash
             } else if working >= 2 && self.is_time_for_trial(used, physical, now) {
                 Why::Trial
@@ -244,7 +260,9 @@ impl Memory {
                     self.turns = Some(turns);
                     return;
                 }
-                self.tried = Some(Tried { at: now, took: passed, used });
+                let before = self.tried.filter(|before| before.count < TRIALS);
+                let (took, count) = before.map_or((0, 0), |before| (before.took, before.count));
+                self.tried = Some(Tried { at: now, took: took + passed, count: count + 1, used });
                 self.trials = self.trials.wrapping_add(1);
                 // What was slow in it is no sign: it had to wait for what was under way.
                 for known in self.shares.values_mut() {
@@ -252,7 +270,8 @@ impl Memory {
                 }
             }
             Why::Thrash if is_pressed => {
-                // What was waited since turns began: of launches that came after others' turns.
+                // What was waited after others' turns; in the first turn also for what had begun before.
+                let measured = measured.filter(|_| passed > turns.quantum());
                 let swap = measured.map_or(turns.swap, |measured| u64::midpoint(turns.swap, measured));
                 let turns = Turns { swap, ..turns };
                 // Everybody has had a turn, and only one of them had anything to do.
@@ -269,12 +288,22 @@ impl Memory {
         let beside = *self.beside.get_or_insert(now);
         // Whether it does is being seen.
         let is_known = self.shares.values().any(|known| known.slow.is_some());
+        let is_next = self.tried.is_some_and(|tried| tried.count < TRIALS);
         let is_new = self.tried.is_none_or(|tried| {
             let since = now.saturating_sub(tried.at);
             let has_more = used > tried.used.saturating_add(physical / MORE);
             since >= tried.took.saturating_mul(PAUSE) && (has_more || since >= AGAIN)
         });
-        is_new && !is_known && now.saturating_sub(beside) >= BESIDE
+        is_next || is_new && !is_known && now.saturating_sub(beside) >= BESIDE
+    }
+
+    /// Whether shares push each other's memory out, now that it is known how fast they are without that.
+    fn has_shown(&self, now: u64) -> bool {
+        let Some(tried) = self.tried.filter(|tried| now.saturating_sub(tried.at) <= SHOWS) else {
+            return false;
+        };
+        let are_pushed = self.shares.values().filter(|known| known.pushed > Some(tried.at)).count();
+        tried.count >= TRIALS && are_pushed > 1
     }
 }
 
@@ -298,6 +327,7 @@ impl Known {
                 is_active: false,
                 slow: None,
                 waited: 0,
+                pushed: None,
                 looks: 0,
             };
         };
@@ -322,9 +352,11 @@ impl Known {
         // A little slower than the fastest they always are.
         let waits = if took > least.saturating_mul(2) { took.saturating_sub(least) } else { 0 };
         let waited = before.waited.saturating_add(waits);
+        let is_pushed = took.saturating_sub(least) >= WAITS && took > least.saturating_mul(SLOW);
+        let pushed = if is_pushed { Some(now) } else { before.pushed };
         let looks = before.looks.saturating_add(u32::from(took > 0));
         let is_active = before.is_active || said.works != before.said.works;
-        Self { said: said.clone(), worked, is_active, slow, waited, looks }
+        Self { said: said.clone(), worked, is_active, slow, waited, pushed, looks }
     }
 
     /// It is slower than the time of so many shares explains.

@@ -23,7 +23,7 @@
 extern char **environ;
 
 enum { PACED = 68, STAMP = 72, FIRST = 1024, SECOND = 2048, LENGTH = 8, CHECKSUM = 12, LIMIT = 216, PHYSICAL = 240, CORES = 256 };
-enum { TOTAL = 64, BALANCE = 128, SLOTS = 4096, SLOT = 256, OWNER = 0, HELD = 8, CHARGED = 64, WAITED = 72 };
+enum { TOTAL = 64, BALANCE = 128, SLOTS = 4096, SLOT = 256, OWNER = 0, HELD = 8, MANAGED = 48, CHARGED = 64, WAITED = 72 };
 
 static uint64_t word(const unsigned char *at)
 {
@@ -313,6 +313,23 @@ static void zero(unsigned char *account)
 	each_slot(account, forget);
 }
 
+/* All that it holds could move. */
+static void all_moves(unsigned char *slot) { put(slot + MANAGED, word(slot + HELD) & (((uint64_t)1 << 44) - 1)); }
+
+/* Says so before it takes each block, so that none counts as what it claimed. */
+static void manage(void)
+{
+	struct driver driver;
+	long mib = begin(&driver), more = 1;
+	unsigned char *account = account_page();
+	for (; mib < goal() && more > 0; mib += more) {
+		if (account)
+			each_slot(account, all_moves);
+		more = take(&driver, 16);
+	}
+	held(mib);
+}
+
 /* As if its owner were another process that holds nothing: pid 1, who lives as long as the container. */
 static void to_another(unsigned char *slot)
 {
@@ -369,6 +386,7 @@ const struct row page_rows[] = {
 	{ "policy-ptrace", trace_itself },
 	{ "policy-mprotect", make_writable },
 	{ "policy-mapped-over", map_over },
+	{ "account-managed", manage },
 	{ "account-zeroed", used_zeroed },
 	{ "account-balance", balance_raised },
 	{ "account-slot-stolen", slot_stolen },

@@ -70,15 +70,25 @@ pub struct Row {
     pub play: Play,
     pub gain: Gain,
     pub on: On,
+    /// The share may hold more than it has of the GPU, as managed memory.
+    pub over_commits: bool,
 }
 
 impl Row {
+    const fn of(name: &'static str, trick: &'static str, must: Must, on: On) -> Self {
+        Self { name, trick, must, play: Play::Escape, gain: Gain::Memory, on, over_commits: false }
+    }
+
     const fn played(self, play: Play) -> Self {
         Self { play, ..self }
     }
 
     const fn on(self, on: On) -> Self {
         Self { on, ..self }
+    }
+
+    const fn over_committing(self) -> Self {
+        Self { over_commits: true, ..self }
     }
 
     /// What `escape` calls it: the name up to where the device begins.
@@ -92,19 +102,19 @@ impl Row {
 }
 
 const fn prevented(name: &'static str, trick: &'static str) -> Row {
-    Row { name, trick, must: Must::BePrevented, play: Play::Escape, gain: Gain::Memory, on: On::Gpu }
+    Row::of(name, trick, Must::BePrevented, On::Gpu)
 }
 
 const fn detected(name: &'static str, trick: &'static str, as_what: &'static str) -> Row {
-    Row { name, trick, must: Must::BeDetected(as_what), play: Play::Escape, gain: Gain::Memory, on: On::Gpu }
+    Row::of(name, trick, Must::BeDetected(as_what), On::Gpu)
 }
 
 const fn named_with(name: &'static str, trick: &'static str, bound: &'static str) -> Row {
-    Row { name, trick, must: Must::BeNamed(bound), play: Play::Escape, gain: Gain::Memory, on: On::Gpu }
+    Row::of(name, trick, Must::BeNamed(bound), On::Gpu)
 }
 
 const fn held(name: &'static str, trick: &'static str, told_as: &'static str) -> Row {
-    Row { name, trick, must: Must::BeHeld(told_as), play: Play::Escape, gain: Gain::Memory, on: On::Limiting }
+    Row::of(name, trick, Must::BeHeld(told_as), On::Limiting)
 }
 
 /// Not registered on the account page, whatever loaded the driver's functions instead of the library.
@@ -210,6 +220,13 @@ pub const ROWS: &[Row] = &[
         OVER_TIME,
     )
     .winning(Gain::Time),
+    prevented("plain@overcommit", "a share that over-commits: just allocates more").over_committing(),
+    named_with(
+        "account-managed@overcommit",
+        "the same: writes its own account page: all that it holds is managed memory",
+        "what its class lets it hold in all, none of which moves then",
+    )
+    .over_committing(),
     prevented("plain@mig", "a share of a MIG instance: just allocates more").on(On::Instance),
     detected("own-libcuda@mig", "the same: a copy of the driver under another name and SONAME", HIDDEN)
         .on(On::Instance),
@@ -227,6 +244,12 @@ pub const ROWS: &[Row] = &[
     ),
     held("pid-namespace@limits", "the same: processes outside the container's pid namespace", HIDDEN),
     held("cgroup-left@limits", "the same: the container's root moves itself to another cgroup", HIDDEN),
+    prevented(
+        "account-managed@limits",
+        "the same: a share that over-commits writes its own account page: all that it holds is managed memory",
+    )
+    .on(On::Limiting)
+    .over_committing(),
     detected("managed@limits", "the same: managed memory, by a driver library of its own", OVER)
         .on(On::Limiting),
 ];

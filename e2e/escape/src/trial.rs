@@ -19,6 +19,8 @@ const PLAY: Duration = Duration::from_secs(60);
 /// The share, and what each program tries to hold.
 const LIMIT: u64 = 4096 * MIB;
 const GOAL_MIB: u64 = 8192;
+/// What a share that over-commits may hold: of that limit are its claim and what is won.
+const IN_ALL: u64 = 12288 * MIB;
 
 /// Of a trick that is about time: per cent of the GPU, and what is more than that by any measure. Five points or a
 /// fifth, as the node's agent has it.
@@ -161,7 +163,10 @@ impl Trial {
                     Gain::Time => Compute { cores: CEILING, ceiling: CEILING, ..Compute::default() },
                     _ => Compute::default(),
                 };
-                let share = trial.node.share_with(CLAIM, SHARE, LIMIT, compute)?;
+                let share = match row.over_commits {
+                    true => trial.node.over_committed(CLAIM, SHARE, LIMIT, IN_ALL)?,
+                    false => trial.node.share_with(CLAIM, SHARE, LIMIT, compute)?,
+                };
                 recipe.shares.push(share.clone());
                 trial.share = Some(share);
             }

@@ -196,8 +196,9 @@ fn turns_go_round_and_who_rests_gives_up_its_own() {
     assert_eq!(at(7900, [7900, 0, 0]), ("ax".into(), 8000));
     assert_eq!(at(8000, [8000, 0, 0]), ("bx".into(), 10_666));
     assert_eq!(at(10_700, [8000, 0, 0]), ("cx".into(), 13_366));
-    assert_eq!(at(11_000, [8000, 0, 11_000]), ("cx".into(), 12_000));
-    assert_eq!(at(12_000, [8000, 0, 11_000]), ("ax".into(), 14_666));
+    assert_eq!(at(11_000, [8000, 0, 11_000]), ("cx".into(), 13_366), "its first launch may be under way");
+    assert_eq!(at(13_300, [8000, 0, 12_900]), ("cx".into(), 13_900));
+    assert_eq!(at(13_900, [8000, 0, 12_900]), ("ax".into(), 16_566));
 }
 
 #[test]

@@ -47,9 +47,9 @@ fn is_tried(decided: &[Decided]) -> Vec<bool> {
 #[test]
 fn who_pushes_each_other_out_takes_turns_within_three_seconds() {
     let (mut all, mut memory) = (two(), Memory::default());
-    let before = run(&mut all, &[1, 1], &mut memory, 0, 20);
+    let before = run(&mut all, &[1, 1], &mut memory, 0, 60);
     assert!(!is_taken(&before).contains(&true), "all is well");
-    let during = run(&mut all, &[20, 20], &mut memory, 5 * SECOND, 12);
+    let during = run(&mut all, &[20, 20], &mut memory, 15 * SECOND, 12);
     let first = is_taken(&during).iter().position(|taken| *taken).expect("turns");
     assert!((4..12).contains(&first), "look {first}");
     let last = during.last().expect("looks");
@@ -100,12 +100,30 @@ fn who_has_pushed_each_other_out_since_they_began_takes_turns_after_a_trial() {
     let (mut all, mut memory) = (two(), Memory::default());
     let decided = live(&mut all, 100, &mut memory, 0, 40);
     let (tried, taken) = (is_tried(&decided), is_taken(&decided));
-    let trial = tried.iter().position(|tried| *tried).expect("a trial");
-    assert!((4..12).contains(&trial), "look {trial}");
-    let beside = trial + tried[trial..].iter().position(|tried| !tried).expect("side by side");
-    assert!(beside - trial <= 2 * LOOKS as usize, "{beside}");
+    let first = tried.iter().position(|tried| *tried).expect("a trial");
+    assert!((4..12).contains(&first), "look {first}");
+    let last = tried.iter().rposition(|tried| *tried).expect("a trial");
+    assert!(last - first <= 4 * LOOKS as usize, "{first} to {last}");
     let turns = taken.iter().position(|taken| *taken).expect("turns");
-    assert!(turns > beside && !taken[turns..].contains(&false) && !tried[beside..].contains(&true));
+    assert!(turns > last && turns < last + 12 && !taken[turns..].contains(&false), "{last}, {turns}");
+}
+
+#[test]
+fn one_that_waits_after_trials_shows_nothing_and_two_do() {
+    let check = |waits: [u64; 2], expected: bool| {
+        let (mut all, mut memory) = (two(), Memory::default());
+        live(&mut all, 2, &mut memory, 0, 20);
+        assert!(memory.tried.is_some_and(|tried| tried.count == TRIALS), "{:?}", memory.tried);
+        // Once, of a quarter of a second.
+        for (said, waits) in all.iter_mut().zip(waits) {
+            (said.took, said.least) = (said.took + waits * SECOND / 4, said.least + waits * SECOND / 100);
+            said.works += 1;
+        }
+        let (decided, _) = decide(PHYSICAL, &all, memory, 21 * LOOK);
+        assert_eq!(decided.why == Some(Why::Thrash), expected, "{waits:?}");
+    };
+    check([1, 0], false);
+    check([1, 1], true);
 }
 
 #[test]
@@ -134,6 +152,14 @@ fn there_is_no_trial_where_all_fits_or_one_works() {
     check(vec![said("a", 4 * GIB, GIB), said("b", 6 * GIB, GIB)], &[1, 1]);
     check(two().to_vec(), &[1, 0]);
     check(vec![said("a", 6 * GIB, GIB), said("b", 6 * GIB, 0)], &[1, 1]);
+}
+
+#[test]
+fn what_is_held_beyond_the_claim_is_managed_whatever_is_said() {
+    assert_eq!(managed(3, 10, 8), 3);
+    assert_eq!(managed(0, 10, 8), 2);
+    assert_eq!(managed(0, 10, 12), 0);
+    assert_eq!(managed(u64::MAX, 10, 8), 10);
 }
 
 #[test]
@@ -242,7 +268,7 @@ proptest! {
             memory = after;
             taken += u64::from(!decided.turns.is_empty());
             prop_assert!(decided.why != Some(Why::Thrash));
-            prop_assert!(taken * LOOK <= TRIAL.1 + LOOK + at * LOOK / PAUSE, "{} of {}", taken, at);
+            prop_assert!(taken * LOOK <= u64::from(TRIALS) * (TRIAL.1 + LOOK) + at * LOOK / PAUSE, "{} of {}", taken, at);
         }
     }
 }
