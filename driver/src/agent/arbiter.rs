@@ -22,6 +22,9 @@
 //! where it lacks something for a second time: processes that begin together look slow to each other until they
 //! know their kernels, which is over before a larger rate could help them.
 //!
+//! **Alone and beside others** a share has a trim of its own each, as kernels look longer only where others cut in: the one that holds
+//! changes the moment that the first neighbour begins to work or the last one rests, and neither is to be found anew then.
+//!
 //! Not for instances of a GPU with MIG: NVML does not know what a process has of one.
 
 use divvy_pages::policy::UNBOUNDED;
@@ -69,7 +72,8 @@ pub(super) struct Seen {
 /// What is remembered of a share from one second to the next.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Memory {
-    trim: f64,
+    /// Alone, and beside others.
+    trims: [f64; 2],
     /// What it was to have in the last second, and what it would have been to have without its debt; 0 before the first.
     granted: u64,
     allowed: u64,
@@ -83,7 +87,7 @@ pub(super) struct Memory {
 
 impl Default for Memory {
     fn default() -> Self {
-        Self { trim: 1.0, granted: 0, allowed: 0, believed: false, debt: 0, lacked: 0 }
+        Self { trims: [1.0; 2], granted: 0, allowed: 0, believed: false, debt: 0, lacked: 0 }
     }
 }
 
@@ -147,10 +151,10 @@ pub(super) fn targets(shares: &[(Terms, u64)]) -> Vec<u64> {
 impl Memory {
     /// The rate of a share from now on, of the library's nanoseconds, and what is to be remembered.
     /// Who wants nothing yet finds its guarantee when it does, or a little. The whole GPU is that by any trim.
-    pub(super) fn rate(mut self, terms: Terms, target: u64) -> (u64, Self) {
+    pub(super) fn rate(mut self, terms: Terms, target: u64, is_beside: bool) -> (u64, Self) {
         self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
         self.granted = self.allowed - self.debt.min(self.allowed / 2);
-        let rate = (self.granted as f64 * self.trim) as u64;
+        let rate = (self.granted as f64 * self.trims[usize::from(is_beside)]) as u64;
         // 0 would be the record's.
         (if self.granted < SECOND { rate.clamp(1, UNBOUNDED - 1) } else { UNBOUNDED }, self)
     }
@@ -172,23 +176,42 @@ impl Memory {
 
     /// Of a share that an agent before this one has granted so much, where it should have had that: the trim is what
     /// took longest to find.
-    pub(super) fn inherited(rate: u64, target: u64) -> Self {
+    pub(super) fn inherited(rate: u64, target: u64, is_beside: bool) -> Self {
         let trim = rate as f64 / target.max(1) as f64;
         // What it had beside whom is for the next second to see.
         let is_one = (LEAST..=SECOND as f64 / target.max(1) as f64).contains(&trim);
-        if is_one { Self { trim, ..Self::default() } } else { Self::default() }
+        let mut memory = Self::default();
+        if is_one {
+            memory.trims[usize::from(is_beside)] = trim;
+        }
+        memory
     }
 }
 
-/// The trim and the debt after what was seen of the second for which so much was granted. Other shares had so much of
-/// it, `between`.
-pub(super) fn corrected(memory: Memory, seen: Seen, between: u64) -> Memory {
-    let Memory { mut trim, granted, allowed, mut believed, debt, lacked } = memory;
+/// Beside whom a share was in the second that was seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Company {
+    /// Others worked for most of it.
+    pub(super) is_beside: bool,
+    /// Just then the first of them began, or the last one rested.
+    pub(super) has_changed: bool,
+    /// The share itself did.
+    pub(super) has_moved: bool,
+    /// What others had of it, in nanoseconds.
+    pub(super) between: u64,
+}
+
+/// The trim and the debt after what was seen of the second for which so much was granted.
+pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory {
+    let Memory { mut trims, granted, allowed, mut believed, debt, lacked } = memory;
+    let Company { is_beside, has_changed, has_moved, between } = company;
+    let mut trim = trims[usize::from(is_beside)];
     if granted == 0 {
         return memory;
     }
     let is_exact = seen.busy.abs_diff(granted) <= QUANTUM;
-    let lacks = !is_exact && seen.busy < granted && seen.is_held_up();
+    // Who worked for a part of it lacks nothing by that.
+    let lacks = !is_exact && seen.busy < granted && seen.is_held_up() && !has_moved;
     let longer = if lacked > 0 { LONGER } else { 1.0 };
     let most = |had: u64| longer * had as f64 + between as f64;
     let limit = CREDIT * allowed;
@@ -203,7 +226,9 @@ pub(super) fn corrected(memory: Memory, seen: Seen, between: u64) -> Memory {
         0
     };
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
-    if !is_exact && seen.busy > granted {
+    if has_changed {
+        // What was granted when and what was had when are not known so well that anything follows.
+    } else if !is_exact && seen.busy > granted {
         trim *= granted as f64 / seen.busy as f64;
         // More than the whole cannot be seen. To have been charged less than it was only makes it less.
         if seen.busy + QUANTUM >= SECOND && seen.charged > 0 {
@@ -222,8 +247,8 @@ pub(super) fn corrected(memory: Memory, seen: Seen, between: u64) -> Memory {
     }
     // What was found to hold is not forgotten when it lacks nothing.
     let most = if lacks { most(granted) } else { LONGER * granted as f64 + between as f64 };
-    let trim = trim.clamp(LEAST, most / granted as f64);
-    Memory { trim, granted, allowed, believed, debt, lacked }
+    trims[usize::from(is_beside)] = trim.clamp(LEAST, most / granted as f64);
+    Memory { trims, granted, allowed, believed, debt, lacked }
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@
 //! Nothing is kept: the next agent begins with what the policies and the last grants say. Of a share that it sees for
 //! the first time it knows only that it works, and takes it to want all that it may have.
 
-use super::arbiter::{self, SECOND, Seen, Terms};
+use super::arbiter::{self, Company, SECOND, Seen, Terms};
 use super::desk::Had;
 use super::look::{Look, Share};
 use super::meter::{Metered, Times, time};
@@ -40,7 +40,7 @@ pub(super) fn standings(
         let (wants, memory) = match had.get(&share.key()) {
             // Who was kept out could not show what it wants.
             Some(had) => {
-                let memory = arbiter::corrected(had.memory, seen, between);
+                let memory = arbiter::corrected(had.memory, seen, Company { between, ..had.company });
                 (terms.wants(seen).max(had.wanted.unwrap_or(0)), memory)
             }
             None => (if busy > 0 { terms.ceiling } else { 0 }, arbiter::Memory::default()),
@@ -91,8 +91,7 @@ mod tests {
         assert_eq!(order.rate, Some(30 * POINT));
         for look in others {
             at += Duration::from_secs(2);
-            let had =
-                [(first.shares[0].key(), Had { memory: order.memory, wanted: None, highest: 0 })].into();
+            let had = [(first.shares[0].key(), Had { memory: order.memory, ..Had::default() })].into();
             let (metered, _, after) = meter(look, times, memory, at);
             (order, memory) = (decided(&standings(look, times, &metered, &had)), after);
         }
@@ -148,7 +147,7 @@ mod tests {
         };
         assert_eq!([wants(&BTreeMap::new(), 5), wants(&BTreeMap::new(), 0)], [30, 0]);
         let had = |wanted| {
-            let had = Had { memory: arbiter::Memory::default(), wanted, highest: 0 };
+            let had = Had { wanted, ..Had::default() };
             [(look.shares[0].key(), had)].into()
         };
         assert_eq!([wants(&had(None), 5), wants(&had(Some(20 * POINT)), 5)], [7, 20]);

@@ -95,7 +95,6 @@ fn is_mixed(look: &Look, share: &Share) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::arbiter;
     use super::super::judge::tests::{CONTEXT, Scene};
     use super::*;
     use proptest::prelude::*;
@@ -118,7 +117,7 @@ mod tests {
     }
 
     fn had(look: &Look, highest: u64) -> BTreeMap<Key, Had> {
-        let had = Had { memory: arbiter::Memory::default(), wanted: None, highest };
+        let had = Had { highest, ..Had::default() };
         look.shares.iter().map(|share| (share.key(), had)).collect()
     }
 

@@ -3,7 +3,7 @@
 //! Nothing is written that is there already, so that a node on which nothing happens writes a grant a second for
 //! each share that is limited. What is kept of a page goes by its file: one that was made anew is another share's.
 
-use super::arbiter::{self, Terms};
+use super::arbiter::{self, Company, Terms};
 use super::bell::{Key, TICK};
 use super::door::{Door, Pulse};
 use super::orders::{self, Gate, Order, Standing, Turn, Turns};
@@ -20,10 +20,18 @@ use std::sync::Arc;
 
 /// For so long a rate holds: an audit may come late, and two may be lost.
 const GRANT: u64 = 3_500_000_000;
+/// Rates that ended so long ago tell nothing any more.
+const STALE: u64 = 60_000_000_000;
 /// For so long a gate stays closed by itself.
 const CLOSED: u64 = 200_000_000;
-/// Who launched last so long ago does not work any more.
+/// Who launched last so long ago does not work any more: of who keeps others out, and of the rest, to whom it matters
+/// less and who sleep longer between launches.
 const HOLD: u64 = 20_000_000;
+const RESTS: u64 = 60_000_000;
+/// Between two looks whether somebody rests, in nanoseconds.
+const LOOK: u64 = 25_000_000;
+/// Who has so little left, in nanoseconds of GPU time, may be waiting for more.
+const SCARCE: i128 = 500_000;
 /// So long after it rang a share was seen by an audit, all of it.
 const SEEN: u64 = 1_100_000_000;
 
@@ -38,7 +46,7 @@ pub(super) struct Planned {
 }
 
 /// What a share was granted since the last audit.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Had {
     /// By the mean.
     pub(super) memory: arbiter::Memory,
@@ -46,6 +54,8 @@ pub(super) struct Had {
     pub(super) wanted: Option<u64>,
     /// The highest rate that its page has told since then, of the library's nanoseconds a second; 0: none.
     pub(super) highest: u64,
+    /// Beside whom; what they had is for NVML to say.
+    pub(super) company: Company,
 }
 
 #[derive(Debug, Default)]
@@ -77,12 +87,21 @@ struct Seat {
     doorbell: u32,
     /// When it rang, or the audit before.
     woke: u64,
-    /// When it was last seen to work, by its own word.
+    /// When it was last seen to work, by its own word, and whether that is long ago.
     works: u64,
+    rests: bool,
     /// Since when the order holds; what was granted and allowed since `began`, in nanoseconds times nanoseconds a second.
     since: u64,
     began: u64,
     sums: [u128; 2],
+    /// Nanoseconds since then beside others, and how often that changed.
+    beside: u64,
+    changes: u32,
+    /// How often it came to rest or began since then.
+    moves: u32,
+    /// These changes there were in the second before, too.
+    has_changed: bool,
+    has_moved: bool,
     was_closed: bool,
     /// See [`Had`].
     highest: u64,
@@ -98,11 +117,12 @@ impl Desk {
     pub(super) fn plan(&mut self, gpu: GpuUuid, shares: Vec<Planned>, now: u64) -> bool {
         let gpu = self.0.entry(gpu).or_default();
         let mut before = std::mem::take(&mut gpu.shares);
+        let is_beside = shares.len() > 1;
         for planned in shares {
             let known = before.iter().position(|seat| seat.is_of(&planned)).map(|at| before.swap_remove(at));
             let seat = match known {
                 Some(seat) => Ok(seat.found(planned.standing, now)),
-                None => Seat::new(&planned, now),
+                None => Seat::new(&planned, is_beside, now),
             };
             match seat {
                 Ok(seat) => gpu.shares.push(seat),
@@ -136,7 +156,8 @@ impl Desk {
         for gpu in self.0.values_mut() {
             let mut has_changed = gpu.next <= now;
             let all = gpu.turns.is_some();
-            for seat in gpu.shares.iter_mut().filter(|seat| all || seat.is_watched()) {
+            let is_alone = gpu.shares.len() < 2;
+            for seat in gpu.shares.iter_mut().filter(|seat| all || !is_alone && seat.is_watched()) {
                 has_changed |= seat.look(now);
             }
             if has_changed {
@@ -158,7 +179,13 @@ impl Desk {
         // Whose door is none, or one too many, has to be looked at.
         let looks =
             doors.len() < asked().count() || seats().any(|seat| seat.standing.is_awake && seat.is_seen());
-        (doors, if looks { next.min(now + TICK) } else { next })
+        let crowds = || self.0.values().map(|gpu| &gpu.shares).filter(|seats| seats.len() > 1).flatten();
+        let until = match looks {
+            true => now + TICK,
+            false if crowds().any(|seat| seat.is_at_work() && seat.is_seen()) => now + LOOK,
+            false => u64::MAX,
+        };
+        (doors, next.min(until))
     }
 }
 
@@ -170,7 +197,10 @@ impl Gpu {
         let turn_ends = self.turns.as_mut().map_or(u64::MAX, |turns| turns.go_on(last, now));
         let turn = |seat: &Seat| self.turns.as_ref().and_then(|turns| turns.of(&seat.key));
         let has_no_turn = |seat: &Seat| turn(seat) == Some(Turn::Anothers);
-        let standing = |seat: &Seat| Standing { turn: turn(seat), ..seat.standing };
+        let standing = |seat: &Seat| {
+            let wants = if seat.rests { 0 } else { seat.standing.wants };
+            Standing { turn: turn(seat), wants, ..seat.standing }
+        };
         let standings: Vec<Standing> = shares.iter().map(standing).collect();
         let (low_is_out, gate_changes) = self.gate.is_closed(orders::is_high_at_work(&standings), now);
         let mut next = gate_changes.min(turn_ends);
@@ -191,15 +221,16 @@ impl Gpu {
 }
 
 impl Seat {
-    fn new(planned: &Planned, now: u64) -> io::Result<Self> {
+    /// `is_beside`: there are others on the GPU.
+    fn new(planned: &Planned, is_beside: bool, now: u64) -> io::Result<Self> {
         let file = identity(&planned.policy)?;
         let page = Mapped::open(&planned.policy)?;
         let mut standing = planned.standing;
         let words = page.page().ok_or(io::ErrorKind::InvalidData)?;
         // Of an agent before this one. What was granted where time is lent cannot be told.
         let Terms { guarantee, ceiling, .. } = standing.terms;
-        if let Some(rate) = words.granted(now).filter(|_| guarantee == ceiling) {
-            standing.memory = arbiter::Memory::inherited(rate, guarantee);
+        if let Some(rate) = words.granted(now.saturating_sub(STALE)).filter(|_| guarantee == ceiling) {
+            standing.memory = arbiter::Memory::inherited(rate, guarantee, is_beside);
         }
         let (closed_until, is_divided, is_asked) =
             (words.closed_until(), words.is_paced() && !standing.is_limited, words.call() > 0);
@@ -210,17 +241,23 @@ impl Seat {
             account: Arc::clone(&planned.account),
             door: Arc::new(Door::of(&planned.account)?),
             standing,
-            order: Order { rate: None, is_asked, memory: standing.memory },
+            order: Order { rate: None, is_asked, is_beside, memory: standing.memory },
             is_divided,
             granted_until: 0,
             closed_until,
             call: 0,
             doorbell: 0,
             woke: 0,
-            works: 0,
+            works: now,
+            rests: false,
             since: now,
             began: now,
             sums: [0; 2],
+            beside: 0,
+            changes: 0,
+            moves: 0,
+            has_changed: false,
+            has_moved: false,
             was_closed: false,
             highest: 0,
         })
@@ -245,7 +282,12 @@ impl Seat {
 
     /// It may ring, or come to rest.
     fn is_watched(&self) -> bool {
-        self.order.is_asked || self.standing.is_awake
+        self.order.is_asked || self.is_at_work()
+    }
+
+    /// As far as is known.
+    fn is_at_work(&self) -> bool {
+        self.standing.is_awake || self.standing.wants > 0 && !self.rests
     }
 
     /// Its launches are paced, so that its account says when they come.
@@ -261,17 +303,20 @@ impl Seat {
     fn look(&mut self, now: u64) -> bool {
         let Ok(pulse) = Pulse::read(&self.account) else { return false };
         self.works = self.works.max(pulse.refilled.min(now));
-        let was_awake = self.standing.is_awake;
+        let was = (self.standing.is_awake, self.rests);
         if self.order.is_asked && pulse.doorbell != self.doorbell {
-            (self.standing.is_awake, self.woke, self.works) = (true, now, now);
-        } else if was_awake && self.is_seen() {
+            (self.standing.is_awake, self.woke, self.works, self.rests) = (true, now, now, false);
+        } else if self.is_seen() {
             let rate = self.order.rate.unwrap_or(0);
             let accrued = u128::from(now.saturating_sub(pulse.refilled)) * u128::from(rate)
                 / u128::from(arbiter::SECOND);
-            let is_behind = i128::from(pulse.balance) + i128::try_from(accrued).unwrap_or(0) < 0;
-            self.standing.is_awake = is_behind || now.saturating_sub(self.works.max(self.woke)) <= HOLD;
+            let left = i128::from(pulse.balance) + i128::try_from(accrued).unwrap_or(0);
+            let quiet = now.saturating_sub(self.works.max(self.woke));
+            self.standing.is_awake &= left < 0 || quiet <= HOLD;
+            self.rests = left >= SCARCE && quiet > RESTS;
         }
-        self.standing.is_awake != was_awake
+        self.moves += u32::from(self.rests != was.1);
+        (self.standing.is_awake, self.rests) != was
     }
 
     /// Has the page say that; true where it is watched for something else from now on.
@@ -279,10 +324,9 @@ impl Seat {
         self.add_up(now);
         let had = std::mem::replace(&mut self.order, order);
         let was_out = self.closed_until > 0;
+        self.highest = self.highest.max(self.rate_of(had)).max(self.rate_of(order));
+        self.changes += u32::from(had.is_beside != order.is_beside);
         if let Some(page) = self.page.page() {
-            // It may have gone straight to the driver before.
-            self.highest =
-                self.highest.max(had.rate.unwrap_or(UNBOUNDED)).max(order.rate.unwrap_or(UNBOUNDED));
             if let Some(rate) = order.rate
                 && (had.rate != order.rate || self.granted_until < now + GRANT - arbiter::SECOND / 2)
             {
@@ -354,6 +398,9 @@ impl Seat {
         for (sum, had) in self.sums.iter_mut().zip([granted, allowed]) {
             *sum += passed * u128::from(had);
         }
+        if self.order.is_beside {
+            self.beside += now.saturating_sub(self.since);
+        }
         self.since = now;
     }
 
@@ -368,10 +415,20 @@ impl Seat {
         let passed = u128::from(now.saturating_sub(self.began)).max(1);
         let [granted, allowed] = self.sums.map(|sum| u64::try_from(sum / passed).unwrap_or(u64::MAX));
         let wanted = std::mem::take(&mut self.was_closed).then_some(self.standing.wants);
+        // Who begins and rests again and again, and who is beside such a one, is met on the mean.
+        let had_changed = std::mem::replace(&mut self.has_changed, self.changes > 0);
+        let had_moved = std::mem::replace(&mut self.has_moved, self.moves > 0);
+        let company = Company {
+            is_beside: u128::from(self.beside) * 2 > passed,
+            has_changed: self.changes == 1 && !had_changed,
+            has_moved: self.moves == 1 && !had_moved,
+            between: 0,
+        };
         (self.began, self.sums) = (now, [0; 2]);
+        (self.beside, self.changes, self.moves) = (0, 0, 0);
         let highest = self.highest;
         self.highest = self.rate_of(self.order);
-        Had { memory: self.order.memory.with_granted(granted, allowed), wanted, highest }
+        Had { memory: self.order.memory.with_granted(granted, allowed), wanted, highest, company }
     }
 }
 

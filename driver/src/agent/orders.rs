@@ -1,9 +1,9 @@
 //! What the policy pages of a GPU's shares say from this moment on: pure.
 //!
 //! Once a second the audit finds out by NVML who wants what, which is how time is lent: who lies about
-//! being idle has it seen. What is lent is taken back at once, on the word of who wakes: a
-//! share that is asleep is *asked* to ring with its next launch, and rings it is taken to want
-//! all that it may have. It gains nothing by that which it would not by working.
+//! being idle has it seen. In between a share's own word is taken, by which it gains nothing that it would not have by
+//! working or resting: what launches nothing for a while *rests*, wants nothing, and is
+//! *asked* to ring with its next launch; when it rings, it is taken to want all that it may have.
 //!
 //! **Who is paced.** A share that its record limits always is. One without a limit is wherever another share is
 //! on the GPU that could have what it takes, even while it may have all: else it has a thousand launches queued when the
@@ -55,6 +55,8 @@ pub(super) struct Order {
     pub(super) rate: Option<u64>,
     /// It is to ring with its next launch.
     pub(super) is_asked: bool,
+    /// Others work besides.
+    pub(super) is_beside: bool,
     /// To be remembered.
     pub(super) memory: arbiter::Memory,
 }
@@ -84,19 +86,22 @@ pub(super) fn is_high_at_work(shares: &[Standing]) -> bool {
 /// What the pages of all shares of a GPU are to say.
 pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
     let is_mixed = are_mixed(shares);
-    // Where nobody can have what is another's, nobody has to be told that its owner is back.
     let lends = shares.iter().any(|share| share.terms.ceiling > share.terms.guarantee);
     let is_shared = shares.len() > 1 && (is_mixed || lends);
     let targets = if is_mixed { by_class(shares) } else { targets(shares, |_| true) };
+    let all_at_work = shares.iter().filter(|share| share.wants() > 0).count();
     let order = |(share, target): (&Standing, u64)| {
-        let (rate, memory) = share.memory.rate(share.terms, target);
+        let is_beside = all_at_work > usize::from(share.wants() > 0);
+        let (rate, memory) = share.memory.rate(share.terms, target, is_beside);
         // Who takes turns is seen to use them.
         let is_paced = share.is_limited || is_shared || share.turn.is_some();
         let is_idle = share.turn.is_none() && share.wants == 0;
         let is_asleep = !share.is_awake && (is_idle || is_mixed && share.is_high);
         Order {
             rate: is_paced.then_some(rate),
-            is_asked: is_shared && is_asleep,
+            // What others are to have depends on it, and what kernels look like beside it.
+            is_asked: shares.len() > 1 && is_asleep,
+            is_beside,
             memory: if is_paced { memory } else { memory.free() },
         }
     };

@@ -9,7 +9,8 @@ const IDLE: Seen = Seen { busy: 0, charged: 0, waited: 0 };
 
 /// A second is over: the rate of the next.
 fn rate(terms: Terms, seen: Seen, between: u64, target: u64, memory: Memory) -> (u64, Memory) {
-    corrected(memory, seen, between).rate(terms, target)
+    let company = Company { is_beside: between > 0, between, ..Company::default() };
+    corrected(memory, seen, company).rate(terms, target, between > 0)
 }
 
 fn fixed(percent: u64) -> Terms {
@@ -179,11 +180,11 @@ proptest! {
     #[test]
     fn who_waits_for_nothing_gets_no_larger_trim(percent in 1..=100_u64, plays in vec((0.5..=2.0, 0.0..=1.0), 1..50)) {
         let mut share = Share::new(fixed(percent));
-        let mut before = share.memory.trim;
+        let mut before = share.memory.trims[0];
         for (model, wants) in plays {
             share.second(model, wants, |had| (had, 0));
-            prop_assert!(share.memory.trim <= before);
-            before = share.memory.trim;
+            prop_assert!(share.memory.trims[0] <= before);
+            before = share.memory.trims[0];
         }
     }
 }

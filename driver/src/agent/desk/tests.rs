@@ -106,7 +106,7 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     assert!(desk.plan(GPU, planned(&shares, &[100, 0]), now));
     assert_eq!([borrower.rate(now), owner.rate(now)], [Some(100), Some(60)]);
     let (doors, until) = desk.doors(now);
-    assert_eq!((doors.len(), until), (1, u64::MAX), "nothing is to be done until it rings");
+    assert_eq!((doors.len(), until), (1, now + LOOK), "it is heard, and the other one may come to rest");
     desk.tick(now + MS);
     assert_eq!(borrower.rate(now), Some(100));
     let rung = now + 2 * MS;
@@ -118,6 +118,7 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     assert_eq!((doors.len(), until), (0, rung + TICK));
     // It works on, and an audit that has not seen it yet changes nothing.
     owner.launches(rung + 50 * MS);
+    borrower.launches(rung + 50 * MS);
     desk.tick(rung + 60 * MS);
     desk.plan(GPU, planned(&shares, &[100, 0]), rung + 61 * MS);
     assert_eq!(borrower.rate(rung), Some(40));
@@ -127,6 +128,53 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     assert_ne!(owner.page().call(), 0, "and is asked");
     assert_eq!(desk.doors(rests).0.len(), 1);
     assert_eq!(borrower.rate(rests + GRANT), Some(100), "an agent that is gone grants nothing");
+}
+
+#[test]
+fn what_an_owner_leaves_is_lent_as_soon_as_it_rests_though_it_worked_at_the_audit() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(20, 100, 0), of(60, 0, 0)]);
+    let [borrower, owner] = &shares[..] else { panic!("two") };
+    let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+    desk.plan(GPU, planned(&shares, &[100, 60]), now);
+    assert_eq!([borrower.rate(now), owner.rate(now)], [Some(40), Some(60)]);
+    let rests = now + RESTS + MS;
+    borrower.launches(rests);
+    desk.tick(rests);
+    assert_eq!([borrower.rate(rests), owner.rate(rests)], [Some(100), Some(60)]);
+    // The audit looks back.
+    desk.plan(GPU, planned(&shares, &[100, 60]), rests + MS);
+    assert_eq!(borrower.rate(rests), Some(100));
+    owner.rings(rests + 2 * MS);
+    desk.tick(rests + 2 * MS);
+    assert_eq!(borrower.rate(rests), Some(40));
+    // In debt for a long kernel it does not rest, however long ago it launched that.
+    owner.account.write_all_at(&(-(SECOND as i64)).to_le_bytes(), account::BALANCE).unwrap();
+    borrower.launches(rests + SECOND);
+    desk.tick(rests + SECOND);
+    assert_eq!(borrower.rate(rests), Some(40));
+}
+
+#[test]
+fn a_share_has_its_trim_for_company_while_there_is_any() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(30, 0, 0), of(60, 0, 0)]);
+    let [first, other] = &shares[..] else { panic!("two") };
+    let now = 1000 * SECOND;
+    // Of the agent before: kernels look half as long again.
+    first.page().grant(45 * POINT, now + SECOND);
+    let mut desk = Desk::default();
+    desk.plan(GPU, planned(&shares, &[30, 60]), now);
+    assert_eq!(first.rate(now), Some(45));
+    let rests = now + RESTS + MS;
+    first.launches(rests);
+    desk.tick(rests);
+    assert_eq!(first.rate(rests), Some(30), "alone");
+    other.rings(rests + MS);
+    desk.tick(rests + MS);
+    assert_eq!(first.rate(rests), Some(45));
+    let company = desk.since(GPU, now + 2 * RESTS)[&first.key].company;
+    assert_eq!((company.is_beside, company.has_changed), (true, false), "three times is on the mean");
 }
 
 #[test]
@@ -188,6 +236,7 @@ fn what_was_granted_is_told_by_the_mean() {
     let shares = shares(dir.path(), &[of(20, 100, 0), of(60, 0, 0)]);
     let (mut desk, now) = (Desk::default(), 1000 * SECOND);
     desk.plan(GPU, planned(&shares, &[100, 0]), now);
+    shares[0].launches(now + SECOND / 4);
     shares[1].rings(now + SECOND / 4);
     desk.tick(now + SECOND / 4);
     let had = desk.since(GPU, now + SECOND);
@@ -210,9 +259,13 @@ fn an_agent_goes_on_from_where_the_one_before_it_was() {
     assert_eq!(rates, [Some(45), Some(70), Some(5)]);
     assert!(shares[2].page().call() > 7);
     drop(desk);
-    let mut desk = Desk::default();
-    desk.plan(GPU, planned(&shares[..1], &[30]), now + 10 * SECOND);
-    assert_eq!(shares[0].rate(now + 10 * SECOND), Some(30), "what was granted long ago says nothing");
+    let rate_after = |seconds: u64| {
+        let at = now + seconds * SECOND;
+        Desk::default().plan(GPU, planned(&shares, &[30, 100, 0]), at);
+        shares[0].rate(at)
+    };
+    assert_eq!(rate_after(20), Some(45), "it was away for a while");
+    assert_eq!(rate_after(120), Some(30), "what was granted long ago says nothing");
 }
 
 #[test]

@@ -59,7 +59,7 @@ fn what_is_lent_is_returned_when_its_owner_wakes() {
     check("lent", &[borrower, owner], &[Some(100), Some(60)], &[false, true]);
     check("returned", &[borrower, awake(owner)], &[Some(40), Some(60)], &[false; 2]);
     let fixed = [share(20, 20, 1, 20), share(60, 60, 1, 0)];
-    check("nobody borrows", &fixed, &[Some(20), Some(60)], &[false; 2]);
+    check("nobody borrows", &fixed, &[Some(20), Some(60)], &[false, true]);
 }
 
 #[test]
