@@ -307,7 +307,7 @@ impl Seat {
         if self.order.is_asked && pulse.doorbell != self.doorbell {
             (self.standing.is_awake, self.woke, self.works, self.rests) = (true, now, now, false);
         } else if self.is_seen() {
-            let rate = self.order.rate.unwrap_or(0);
+            let rate = self.order.rate.unwrap_or(0).min(arbiter::SECOND);
             let accrued = u128::from(now.saturating_sub(pulse.refilled)) * u128::from(rate)
                 / u128::from(arbiter::SECOND);
             let left = i128::from(pulse.balance) + i128::try_from(accrued).unwrap_or(0);

@@ -18,6 +18,8 @@ pub(crate) const BURST: u64 = 20_000_000;
 pub(crate) const QUANTUM: i64 = 250_000;
 /// What is taken beyond the need, so that the page is looked at once for many launches.
 const GRANT: i64 = 500_000;
+/// Whoever may have all of the device owes no more than that.
+const DEBT: i64 = 1_000_000_000;
 /// More often than this the clock is not worth a write.
 const TICK: u64 = 2_000;
 
@@ -44,7 +46,9 @@ impl Bucket<'_> {
         }
         let burst = i64::try_from(self.burst).unwrap_or(i64::MAX);
         let longest = SECOND.saturating_mul(1000);
-        let accrued = u128::from(since.min(longest)) * u128::from(self.rate) / u128::from(SECOND);
+        // Whoever may have all of the device fills no faster than it works.
+        let rate = self.rate.min(SECOND);
+        let accrued = u128::from(since.min(longest)) * u128::from(rate) / u128::from(SECOND);
         let accrued = i64::try_from(accrued).unwrap_or(i64::MAX);
         let more = |balance: i64| Some(balance.saturating_add(accrued).min(burst));
         let _ = self.page.balance().fetch_update(AcqRel, Acquire, more);
@@ -56,9 +60,9 @@ impl Bucket<'_> {
     pub(crate) fn take(&self, need: i64, now: u64) -> Result<i64, u64> {
         self.fill(now);
         if self.rate == UNBOUNDED {
-            // Its debt is no larger than its stock can be: the rate may be another in a moment.
-            let least = i64::try_from(self.burst).map_or(i64::MIN, |burst| -burst);
-            let left = |balance: i64| Some(balance.saturating_sub(need + GRANT).max(least));
+            // While it is in debt a kernel of it runs, by which the node knows that it works. The rate may be another in a
+            // moment, so the debt has an end.
+            let left = |balance: i64| Some(balance.saturating_sub(need + GRANT).max(-DEBT));
             let _ = self.page.balance().fetch_update(AcqRel, Acquire, left);
             return Ok(need + GRANT);
         }
