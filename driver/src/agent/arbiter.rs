@@ -42,6 +42,10 @@ const CREDIT: u64 = 4;
 /// Beside others a trim is raised by this power of what is missing at most, if NVML can tell what is missing of so much.
 const STEPS: u8 = 3;
 const TOLD: u64 = SECOND / 10;
+/// Of a GPU that is at work for so much of the time whoever lacks something lacks what others have too much, who are cut for it.
+const FULL: u64 = SECOND / 100 * 99;
+/// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
+const ROOM: u64 = SECOND / 25;
 /// What a share that worked not at all may begin with, where it may have so much: a twentieth.
 const WAKING: u64 = SECOND / 20;
 /// A share that was not held up is expected to want so much more than it had.
@@ -225,6 +229,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     } else {
         0
     };
+    let all = seen.busy + between;
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
     if has_changed {
         // What was granted when and what was had when are not known so well that anything follows.
@@ -234,14 +239,15 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         if seen.busy + QUANTUM >= SECOND && seen.charged > 0 {
             trim = trim.min(seen.charged as f64 / seen.busy as f64);
         }
-    } else if lacks && is_honest && is_sound {
+    } else if lacks && is_honest && is_sound && all < FULL {
         believed = true;
         // It may have had a little more than NVML says. Beside others kernels look longer, the more of them there are:
-        // where two steps were too short the next are longer.
+        // where a step was too short the next is longer.
         let steps = if granted < TOLD || between < granted / 2 {
             1
         } else {
-            lacked.saturating_sub(1).clamp(1, STEPS)
+            let room = u8::try_from((SECOND.saturating_sub(all)) / ROOM).unwrap_or(STEPS);
+            lacked.min(room).clamp(1, STEPS)
         };
         trim *= (granted as f64 / (seen.busy + QUANTUM) as f64).powi(steps.into());
     }
