@@ -143,6 +143,17 @@ mod tests {
     }
 
     #[test]
+    fn a_share_that_comes_to_rest_is_seen_though_nobody_rings() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |name| Share::new(dir.path(), name, Compute { cores: 30, ..Compute::default() });
+        let (first, other) = (of("a"), of("b"));
+        let bell = Bell::default();
+        bell.plan(GPU, vec![first.planned(30), other.planned(30)]);
+        assert_eq!(first.page().call(), 0);
+        soon("it rests, and is asked", || first.page().call() > 0);
+    }
+
+    #[test]
     fn a_share_that_rings_is_heard_and_one_whose_page_is_cut_short_keeps_nobody_from_that() {
         let dir = tempfile::tempdir().unwrap();
         let of = |name, cores, ceiling| {

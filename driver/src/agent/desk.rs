@@ -132,7 +132,8 @@ impl Desk {
         }
         let is_other = !before.is_empty();
         before.iter_mut().for_each(Seat::release);
-        gpu.settle(now) || is_other
+        // Who works beside others is watched, and the thread may be asleep.
+        gpu.settle(now) || is_other || gpu.has_company()
     }
 
     pub(super) fn turns(&mut self, gpu: GpuUuid, order: Vec<Key>, quantum: u64, now: u64) -> bool {
@@ -179,10 +180,9 @@ impl Desk {
         // Whose door is none, or one too many, has to be looked at.
         let looks =
             doors.len() < asked().count() || seats().any(|seat| seat.standing.is_awake && seat.is_seen());
-        let crowds = || self.0.values().map(|gpu| &gpu.shares).filter(|seats| seats.len() > 1).flatten();
         let until = match looks {
             true => now + TICK,
-            false if crowds().any(|seat| seat.is_at_work() && seat.is_seen()) => now + LOOK,
+            false if self.0.values().any(Gpu::has_company) => now + LOOK,
             false => u64::MAX,
         };
         (doors, next.min(until))
@@ -190,6 +190,11 @@ impl Desk {
 }
 
 impl Gpu {
+    /// Somebody works, by its own word, and is not the only one who may.
+    fn has_company(&self) -> bool {
+        self.shares.len() > 1 && self.shares.iter().any(|seat| seat.is_at_work() && seat.is_seen())
+    }
+
     /// Has all pages say what they are to say; true where something is other than it was.
     fn settle(&mut self, now: u64) -> bool {
         let shares = &self.shares;
