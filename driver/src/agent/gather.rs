@@ -119,7 +119,6 @@ impl Found {
         let page = Snapshot::new(&page.page).ok()?;
         let mut said = Said {
             key: (claim.clone(), id.clone()),
-            slice: u64::from(policy.compute.slice_us) * 1000,
             is_high: policy.compute.priority > 0,
             used: page.used(),
             managed: 0,

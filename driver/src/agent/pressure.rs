@@ -66,8 +66,6 @@ const PER_CENT: u64 = 5;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Said {
     pub(super) key: Key,
-    /// What a class wants a turn to be at least, in nanoseconds.
-    pub(super) slice: u64,
     /// It goes before others.
     pub(super) is_high: bool,
     /// Bytes, in all and what of it is managed memory.
@@ -181,11 +179,10 @@ pub(super) fn decide(physical: u64, all: &[Said], memory: Memory, now: u64) -> (
     memory.take_turns(physical, all, now);
     let mut decided = Decided::default();
     if let Some(turns) = &memory.turns {
-        let slice = all.iter().map(|said| said.slice).max().unwrap_or(0);
         decided.why = Some(turns.why);
         (decided.turns, decided.quantum) = match turns.why {
             Why::Trial => (trial(all, memory.trials), turns.longest()),
-            Why::Thrash => (order(all), turns.quantum().max(slice).min(QUANTUM.1)),
+            Why::Thrash => (order(all), turns.quantum().min(QUANTUM.1)),
         };
     }
     let stays = all.iter().map(|said| said.used.saturating_sub(said.managed)).fold(0, u64::saturating_add);

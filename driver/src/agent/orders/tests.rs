@@ -1,3 +1,5 @@
+//! Shares as an audit and their doorbells leave them, and what their pages are to say; gates and turns on a clock of numbers.
+
 use super::*;
 use divvy_pages::Compute;
 use divvy_pages::policy::UNBOUNDED;

@@ -1,3 +1,5 @@
+//! Shares that hold more than there is, second by second, and what is decided for them.
+
 use super::*;
 use proptest::prelude::*;
 
@@ -11,7 +13,7 @@ fn key(name: &str) -> Key {
 }
 
 fn said(name: &str, used: u64, managed: u64) -> Said {
-    Said { key: key(name), slice: 0, is_high: false, used, managed, took: 0, least: 0, works: 0, refused: 0 }
+    Said { key: key(name), is_high: false, used, managed, took: 0, least: 0, works: 0, refused: 0 }
 }
 
 /// Two shares that hold 6 GiB each, of which one is managed.
@@ -195,7 +197,6 @@ fn turns_end_with_what_they_are_for() {
 #[test]
 fn a_turn_is_ten_times_what_its_begin_was_waited_for() {
     let (mut all, mut memory) = (two(), Memory::default());
-    all[1].slice = 3 * SECOND;
     run(&mut all, &[20, 20], &mut memory, 0, 20);
     // From now on a change costs 400 ms: one works, then the other.
     let mut last = Decided::default();
@@ -206,9 +207,6 @@ fn a_turn_is_ten_times_what_its_begin_was_waited_for() {
         last = decided.last().cloned().expect("looks");
     }
     assert!(last.quantum.abs_diff(4 * SECOND) < SECOND / 5, "{}", last.quantum);
-    let slice = Said { slice: 20 * SECOND, ..all[1].clone() };
-    let (decided, _) = decide(PHYSICAL, &[all[0].clone(), slice], memory, 46 * SECOND);
-    assert_eq!(decided.quantum, 20 * SECOND, "a class wants more");
 }
 
 #[test]

@@ -18,8 +18,6 @@ pub(crate) const BURST: u64 = 20_000_000;
 pub(crate) const QUANTUM: i64 = 250_000;
 /// What is taken beyond the need, so that the page is looked at once for many launches.
 const GRANT: i64 = 500_000;
-/// Whoever may have all of the device owes no more than that.
-const DEBT: i64 = 1_000_000_000;
 /// More often than this the clock is not worth a write.
 const TICK: u64 = 2_000;
 
@@ -60,9 +58,10 @@ impl Bucket<'_> {
     pub(crate) fn take(&self, need: i64, now: u64) -> Result<i64, u64> {
         self.fill(now);
         if self.rate == UNBOUNDED {
-            // While it is in debt a kernel of it runs, by which the node knows that it works. The rate may be another in a
-            // moment, so the debt has an end.
-            let left = |balance: i64| Some(balance.saturating_sub(need + GRANT).max(-DEBT));
+            // While it is in debt a kernel of it runs, by which the node knows that it works. No more of it is kept than
+            // this launch and the stock can explain: the rate may be another in a moment, and small errors add up.
+            let least = i64::try_from(self.burst).map_or(i64::MIN, |burst| -burst.max(need + GRANT));
+            let left = |balance: i64| Some(balance.saturating_sub(need + GRANT).max(least));
             let _ = self.page.balance().fetch_update(AcqRel, Acquire, left);
             return Ok(need + GRANT);
         }
