@@ -208,7 +208,7 @@ hook! {
             },
             |reservation, handle, context| {
                 let granted = granted(driver::mipmap_memory, handle, device).unwrap_or(computed);
-                    reservation.keep(Kind::Mipmap { handle: handle as u64, context }, granted)
+                reservation.keep(Kind::Mipmap { handle: handle as u64, context }, granted)
             },
             // SAFETY: the program's place for the handle.
             |handle| unsafe { *out = handle },
