@@ -49,8 +49,16 @@ pub struct Store {
 struct Cached {
     state: Arc<State>,
     inode: (u64, u64),
+    /// The same with the CUDA processes that ran when it was last asked for.
+    shown: Option<Arc<Shown>>,
     /// Kept open so that its inode is not used again.
     _file: Arc<File>,
+}
+
+#[derive(Debug)]
+struct Shown {
+    uses: Vec<Use>,
+    state: Arc<State>,
 }
 
 /// The state cannot be read or written.
@@ -129,14 +137,24 @@ impl Store {
 
     /// The state as it is now, with the CUDA processes that run.
     pub fn read(&self) -> Result<Arc<State>, StoreError> {
-        let state = self.current()?.state;
+        let current = self.current()?;
         let uses = self.uses();
         if uses.is_empty() {
-            return Ok(state);
+            return Ok(current.state);
         }
-        let mut shown = State::clone(&state);
-        let _added = ledger::show(&mut shown, &uses);
-        Ok(Arc::new(shown))
+        if let Some(shown) = current.shown.as_ref().filter(|shown| shown.uses == uses) {
+            return Ok(Arc::clone(&shown.state));
+        }
+        let mut state = State::clone(&current.state);
+        let _added = ledger::show(&mut state, &uses);
+        let state = Arc::new(state);
+        let shown = Arc::new(Shown { uses, state: Arc::clone(&state) });
+        if let Ok(mut cache) = self.cache.try_write()
+            && let Some(cached) = cache.as_mut().filter(|cached| cached.inode == current.inode)
+        {
+            cached.shown = Some(shown);
+        }
+        Ok(state)
     }
 
     /// The same without them.
@@ -223,7 +241,12 @@ impl Store {
         if state.format != FORMAT {
             return Err(StoreError::Format { path, found: state.format });
         }
-        Ok(Cached { state: Arc::new(state), inode: (stat.st_dev, stat.st_ino), _file: Arc::new(file) })
+        Ok(Cached {
+            state: Arc::new(state),
+            inode: (stat.st_dev, stat.st_ino),
+            shown: None,
+            _file: Arc::new(file),
+        })
     }
 
     fn remember(&self, fresh: Cached) {
@@ -245,6 +268,7 @@ impl Store {
         Ok(Cached {
             state: Arc::new(state.clone()),
             inode: (stat.st_dev, stat.st_ino),
+            shown: None,
             _file: Arc::new(file),
         })
     }

@@ -174,7 +174,7 @@ impl Ledger {
                 let dead = holder.checked_sub(1).is_some_and(|other| {
                     let other = other as usize % ROWS;
                     let owner = self.get().owners[other].load(Ordering::Acquire);
-                    owner == 0 || locks.holder(other, owner).is_none()
+                    owner == 0 || locks.holder(other, owner, super::locks::token()).is_none()
                 });
                 if dead && lock.compare_exchange(holder, me, Ordering::Acquire, Ordering::Relaxed).is_ok() {
                     return Held(lock);

@@ -84,9 +84,10 @@ impl Locks {
         let _ = self.call(libc::F_SETLK, libc::F_UNLCK, row);
     }
 
-    /// Process id of whoever holds a row of that owner, as this process sees it; none if the owner has died.
-    pub(super) fn holder(self, row: usize, owner: u64) -> Option<u32> {
-        if owner == token() {
+    /// Process id of whoever holds a row of that owner, as this process, whose [`token`] is `mine`, sees it; none if the
+    /// owner has died.
+    pub(super) fn holder(self, row: usize, owner: u64, mine: u64) -> Option<u32> {
+        if owner == mine {
             return Some(std::process::id());
         }
         let lock = self.call(libc::F_GETLK, libc::F_WRLCK, row)?;

@@ -274,8 +274,9 @@ impl Ledger {
             return uses;
         }
         let Ok(locks) = self.locks() else { return uses };
+        let mine = locks::token();
         for row in rows {
-            match locks.holder(row, self.get().owners[row].load(Ordering::Acquire)) {
+            match locks.holder(row, self.get().owners[row].load(Ordering::Acquire), mine) {
                 Some(pid) => uses.extend(self.shown(row, pid).map(|found| (row, found))),
                 None if self.writable => drop(self.bury(locks, row)),
                 None => {}
@@ -288,7 +289,7 @@ impl Ledger {
     pub fn has(&self, owner: u64) -> bool {
         let Ok(locks) = self.locks() else { return false };
         let is = |row: &usize| self.get().owners[*row].load(Ordering::Acquire) == owner;
-        (0..self.high()).filter(is).any(|row| locks.holder(row, owner).is_some())
+        (0..self.high()).filter(is).any(|row| locks.holder(row, owner, locks::token()).is_some())
     }
 
     /// Rows below it are worth a look.
@@ -302,13 +303,13 @@ impl Ledger {
 
     /// Rows of living processes on a part, with the process's number.
     pub(super) fn rows_on(&self, part: usize) -> impl Iterator<Item = (&Row, u32)> {
-        let locks = self.locks().ok();
+        let (locks, mine) = (self.locks().ok(), locks::token());
         (0..self.high()).filter_map(move |at| {
             let (owner, row) = (self.get().owners[at].load(Ordering::Acquire), &self.get().rows[at]);
             if owner == 0 || row.part.load(Ordering::Relaxed) as usize != part {
                 return None;
             }
-            Some((row, locks?.holder(at, owner)?))
+            Some((row, locks?.holder(at, owner, mine)?))
         })
     }
 
