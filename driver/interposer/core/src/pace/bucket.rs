@@ -44,8 +44,9 @@ impl Bucket<'_> {
         }
         let burst = i64::try_from(self.burst).unwrap_or(i64::MAX);
         let longest = SECOND.saturating_mul(1000);
-        // Whoever may have all of the device fills no faster than it works.
-        let rate = self.rate.min(SECOND);
+        // Whoever may have all of the device fills no faster than it works. Any other rate may be above that, where the
+        // node found that kernels look longer than they are.
+        let rate = if self.rate == UNBOUNDED { SECOND } else { self.rate };
         let accrued = u128::from(since.min(longest)) * u128::from(rate) / u128::from(SECOND);
         let accrued = i64::try_from(accrued).unwrap_or(i64::MAX);
         let more = |balance: i64| Some(balance.saturating_add(accrued).min(burst));

@@ -42,7 +42,7 @@ const DEPTH: i64 = 8_000_000;
 /// The same where nothing else bounds what is queued, as the share may have all of the device: the node
 /// may close the gate at any moment, for somebody who is not to wait for long.
 const SHORT: i64 = 2_000_000;
-/// Of what was charged too little, so much is charged at once, in nanoseconds.
+/// Of what was charged too little, so much is charged at once, or with a later launch, in nanoseconds.
 const AT_ONCE: i64 = 2_000_000;
 /// A launch waits no longer than this for others to end, in nanoseconds.
 const PATIENCE: u64 = SECOND;
@@ -100,10 +100,16 @@ impl Pace {
         if owed <= 0 {
             return 0;
         }
-        let part = owed.min(cost);
+        let part = instalment(owed, cost);
         self.owed.fetch_sub(part, Relaxed);
         part
     }
+}
+
+/// Of what is owed, a launch of that cost pays half, or what is charged at once if that is more, but no more than it
+/// costs itself: after a kernel as long as the debt a wait twice as long would be a stall.
+fn instalment(owed: i64, cost: i64) -> i64 {
+    owed.min(cost).min(AT_ONCE.max(owed / 2))
 }
 
 impl<S: System> Device<'_, S> {
@@ -312,4 +318,21 @@ impl<S: System> Device<'_, S> {
 /// What a policy without one keeps.
 pub(crate) fn burst(microseconds: u64) -> u64 {
     if microseconds == 0 { BURST } else { microseconds.saturating_mul(1000) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::instalment;
+
+    #[test]
+    fn a_debt_is_paid_by_halves_and_never_doubles_the_wait_for_a_kernel_as_long() {
+        let check = |owed: i64, cost: i64, part: i64| {
+            assert_eq!(instalment(owed * 1000, cost * 1000), part * 1000, "{owed} of {cost}");
+        };
+        check(1500, 10_000, 1500);
+        check(3000, 10_000, 2000);
+        check(10_000, 10_000, 5000);
+        check(100_000, 10_000, 10_000);
+        check(100_000, 20, 20);
+    }
 }

@@ -382,6 +382,28 @@ fn the_nodes_rate_takes_the_place_of_the_records_as_long_as_it_is_granted() {
 }
 
 #[test]
+fn a_rate_above_the_devices_own_is_kept_where_kernels_look_longer_than_they_are() {
+    use std::sync::atomic::Ordering::SeqCst;
+    let waits = |rate: u64| {
+        let world = share(99);
+        let (policy, account) = world.pages();
+        policy.grant(rate, 4 * SECOND);
+        let process = world.process(1);
+        let gpu = Gpu::new(process.system());
+        launch(device(&process), &gpu, 0, 1, MS, true);
+        let begin = process.system().now();
+        account.refilled().store(begin, SeqCst);
+        account.balance().store(-(300 * MS as i64), SeqCst);
+        for _ in 0..20 {
+            launch(device(&process), &gpu, 0, 1, MS, true);
+        }
+        (process.system().now() - begin) / MS
+    };
+    let (own, above) = (waits(SECOND), waits(SECOND * 3 / 2));
+    assert!((300..330).contains(&own) && (200..220).contains(&above), "{own} {above}");
+}
+
+#[test]
 fn the_shares_of_one_device_and_the_processes_of_one_share_add_up() {
     let compute = Compute { cores: 20, ..Compute::default() };
     let one = Pages::Compute { compute, flags: Flags::default() };
