@@ -14,7 +14,7 @@ use std::hint::black_box;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
-struct Alone(Found);
+struct Alone(&'static PolicyPage, &'static AccountPage);
 
 #[allow(unsafe_code)]
 impl System for Alone {
@@ -51,13 +51,17 @@ impl System for Alone {
         }
     }
 
-    fn pages(&self, each: &mut dyn FnMut(Found)) {
-        each(self.0);
+    fn pages(&self, mut each: impl FnMut(Found)) {
+        each(Found::Policy(self.0));
+    }
+
+    fn account(&self, _policy: &Policy) -> Option<&'static AccountPage> {
+        Some(self.1)
     }
 }
 
 #[allow(unsafe_code)]
-fn pages() -> Option<Found> {
+fn pages() -> Option<Alone> {
     let limit = 1 << 40;
     let policy = Policy {
         claim: Text::new("claim")?,
@@ -82,10 +86,7 @@ fn pages() -> Option<Found> {
     // SAFETY: mapped for ever with these sizes.
     unsafe {
         let page = PolicyPage::at(mapped(policy::SIZE, &policy.encode())?, policy::SIZE)?;
-        Some(Found::Pair(
-            page,
-            AccountPage::at(mapped(account::SIZE, &account::fresh())?, account::SIZE).ok()?,
-        ))
+        Some(Alone(page, AccountPage::at(mapped(account::SIZE, &account::fresh())?, account::SIZE).ok()?))
     }
 }
 
@@ -96,8 +97,8 @@ fn quiet(mut round: impl FnMut() -> f64) -> f64 {
 }
 
 fn main() {
-    let Some(found) = pages() else { return };
-    let ledger = Ledger::new(Alone(found));
+    let Some(alone) = pages() else { return };
+    let ledger = Ledger::new(alone);
     let Standing::Share(device) = ledger.device(0, || Some([GpuUuid([1; 16]); 2])) else { return };
     let alloc = |pointer: u64| {
         let kept = device

@@ -5,6 +5,9 @@
 //! removal from a full bucket brings back what lies behind it for want of room there, so there are no
 //! tombstones and a lookup costs the same after a million frees as before. (Linear probing by single
 //! entries has clusters, which a removal walks to their end.)
+//!
+//! What a caller needs is not inlined: callers are generic and so compiled with the library, to be small; this crate is
+//! compiled to be fast.
 
 use super::entry::{Class, Entry};
 use super::{NoRoom, hash};
@@ -24,7 +27,7 @@ pub(super) struct Place {
 }
 
 /// The place of an entry.
-#[inline]
+#[inline(never)]
 pub(super) fn find(array: &[Bucket], hash: u64, class: Class, key: u64) -> Option<Place> {
     let mut bucket = home(hash, array.len());
     // Some bucket is not full: the array never is.
@@ -40,16 +43,18 @@ pub(super) fn find(array: &[Bucket], hash: u64, class: Class, key: u64) -> Optio
     }
 }
 
-/// The first entry of a bucket that is so. All are looked at: a branch for each would be guessed wrong, which is
-/// also what the compiler made of this without the loop.
+/// The first entry of a bucket that is so. All are looked at, without a branch for each, which would be guessed wrong, and
+/// without a loop, whose instructions keep the processor from what comes after.
 #[inline]
 fn first(entries: &Bucket, is: impl Fn(&Entry) -> bool) -> Option<usize> {
-    let found = entries.iter().rev().fold(0_u32, |found, entry| found << 1 | u32::from(is(entry)));
+    let [one, two, three, four] = entries;
+    let found =
+        u32::from(is(one)) | u32::from(is(two)) << 1 | u32::from(is(three)) << 2 | u32::from(is(four)) << 3;
     (found != 0).then(|| found.trailing_zeros() as usize)
 }
 
 /// Puts an entry where it belongs; the one that it displaced.
-#[inline]
+#[inline(never)]
 pub(super) fn put(array: &mut [Bucket], hash: u64, entry: Entry) -> Result<Option<Entry>, NoRoom> {
     let size = array.len();
     let mut bucket = home(hash, size);
@@ -66,7 +71,7 @@ pub(super) fn put(array: &mut [Bucket], hash: u64, entry: Entry) -> Result<Optio
 }
 
 /// Empties a place.
-#[inline]
+#[inline(never)]
 pub(super) fn remove(array: &mut [Bucket], place: Place) {
     let Some(entries) = array.get_mut(place.bucket) else { return };
     let was_full = first(entries, Entry::is_empty).is_none();
@@ -114,6 +119,7 @@ fn after(bucket: usize, size: usize) -> usize {
 
 /// The bucket of so many: by the bits below those that chose the shard, as a
 /// fraction of the size. (The upper bits of the product spread addresses at equal distances evenly.)
+#[inline]
 pub(super) fn home(hash: u64, size: usize) -> usize {
     ((((hash << 3) >> 32) * size as u64) >> 32) as usize
 }
