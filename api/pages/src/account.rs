@@ -266,35 +266,17 @@ impl AccountPage {
     /// Others may write them.
     #[allow(unsafe_code)]
     pub unsafe fn at<'a>(address: *mut u8, length: usize) -> Result<&'a Self, PageError> {
-        // SAFETY: as the caller promises.
-        let page = unsafe { Self::mapped(address, length)? };
-        let mut head = [0; 64];
-        for (word, room) in page.head.iter().zip(head.chunks_mut(8)) {
-            room.copy_from_slice(&word.load().to_le_bytes());
-        }
-        check(&head).map(|()| page)
-    }
-
-    /// The same by the file's first bytes, as they were read: the mapping is not touched, at which the kernel would
-    /// map sixteen pages around, as many of a process's start as all else that it reads.
-    ///
-    /// # Safety
-    /// As of [`AccountPage::at`].
-    #[allow(unsafe_code)]
-    pub unsafe fn untouched<'a>(head: &[u8], address: *mut u8, length: usize) -> Result<&'a Self, PageError> {
-        check(head)?;
-        // SAFETY: as the caller promises.
-        unsafe { Self::mapped(address, length) }
-    }
-
-    #[allow(unsafe_code)]
-    unsafe fn mapped<'a>(address: *mut u8, length: usize) -> Result<&'a Self, PageError> {
         if address.is_null() || !(address as usize).is_multiple_of(64) || length < SIZE {
             return Err(PageError::Foreign);
         }
         // SAFETY: aligned and long enough as checked, mapped as the caller promises;
         // the page is atomics throughout, so concurrent writers are no data race.
-        Ok(unsafe { &*address.cast::<Self>() })
+        let page = unsafe { &*address.cast::<Self>() };
+        let mut head = [0; 64];
+        for (word, room) in page.head.iter().zip(head.chunks_mut(8)) {
+            room.copy_from_slice(&word.load().to_le_bytes());
+        }
+        check(&head).map(|()| page)
     }
 
     /// The bytes charged, by all processes of the share.

@@ -21,13 +21,12 @@ impl<const N: usize> Text<N> {
     }
 
     /// What the bytes of a page say; `None` for bytes that [`Text::new`] never leaves there.
+    #[cold]
     pub(crate) fn read(bytes: &[u8]) -> Option<Self> {
         let length = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
         let (text, padding) = bytes.split_at(length);
-        if bytes.len() != N || padding.iter().any(|byte| *byte != 0) {
-            return None;
-        }
-        Self::new(core::str::from_utf8(text).ok()?)
+        let is_one = text.iter().all(u8::is_ascii_graphic) && padding.iter().all(|byte| *byte == 0);
+        bytes.try_into().ok().filter(|_| is_one).map(Self)
     }
 
     pub(crate) fn bytes(&self) -> &[u8; N] {

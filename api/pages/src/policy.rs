@@ -252,6 +252,7 @@ impl Policy {
         copies.max_by_key(|(generation, _)| *generation).ok_or(PolicyError::Damaged)
     }
 
+    #[cold]
     fn from_record(room: &[u8]) -> Option<(u64, Self)> {
         let length = usize::try_from(u32::from_le_bytes(take(room, at::LENGTH)?)).ok()?;
         let record = room.get(..length).filter(|record| record.len() >= at::FIRST)?;

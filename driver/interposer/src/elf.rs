@@ -115,7 +115,9 @@ pub(crate) fn own() -> Option<Object> {
 type Visit<'a> = &'a mut dyn FnMut(&Object, &dyn Fn(usize) -> bool) -> bool;
 
 /// Calls `visit` for the objects of the program's namespace in the loader's order until it says to stop.
+#[cold]
 pub(crate) fn each_object(visit: Visit<'_>) {
+    #[cold]
     unsafe extern "C" fn each(info: *const Info, _size: usize, data: *mut c_void) -> c_int {
         // SAFETY: the loader gives a description that is good during this call; data is what was passed below.
         let (info, visit) = unsafe { (&*info, &mut *data.cast::<Visit<'_>>()) };
@@ -142,6 +144,7 @@ fn holds(base: usize, segments: &[Segment], address: usize) -> bool {
 }
 
 /// The object of any namespace that `address` lies in.
+#[cold]
 pub(crate) fn object_at(address: usize) -> Option<Object> {
     let mut found = None;
     each_object(&mut |object, holds| {
@@ -154,6 +157,7 @@ pub(crate) fn object_at(address: usize) -> Option<Object> {
 }
 
 impl Object {
+    #[cold]
     fn new(base: usize, segments: &[Segment]) -> Option<Object> {
         let dynamic = segments.iter().find(|segment| segment.kind == PT_DYNAMIC)?;
         let mut object = Object {
@@ -231,6 +235,7 @@ impl Object {
     }
 
     /// The address of the function it defines under `name` for references without a version.
+    #[cold]
     pub(crate) fn function(&self, name: &[u8]) -> Option<usize> {
         if self.gnu_hash.is_null() {
             return None;

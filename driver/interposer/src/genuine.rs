@@ -43,12 +43,14 @@ impl Library {
     }
 
     /// Whether it is this one and not a shim of ours in its place.
+    #[cold]
     fn is(self, object: &Object) -> bool {
         object.base() != elf::own_base() && object.is_named(self.soname()) && !object.needs_below(OURS)
     }
 
     /// Whether `address`, which the loader gave for the function `at`, is the genuine one; makes the library it lies in
     /// the one that hooks call, if there is none yet.
+    #[cold]
     pub(crate) fn owns(self, at: table::Index, address: usize) -> bool {
         if FUNCTIONS[at].load(Ordering::Relaxed) == address {
             return true;
@@ -78,6 +80,7 @@ impl Library {
     }
 
     /// Two threads may do this at once: they store the same.
+    #[cold]
     fn bind(self, object: &Object) {
         for at in (0..table::TOTAL).filter(|at| library(*at) == self) {
             FUNCTIONS[at].store(object.function(table::name(at)).unwrap_or(0), Ordering::Relaxed);

@@ -13,6 +13,9 @@
 //! - [`worker`]: the one thread that it may have.
 //! - [`sys`]: system calls.
 //!
+//! What a process's start runs, from the first `dlsym` to `cuInit`, is marked cold, as it runs once: the linker then puts
+//! it together, before all else, and a start touches few of the library's pages.
+//!
 //! A guest in every process of the container, it keeps a guest's manners. It has no constructor, no thread (but one that sleeps, where memory is over-committed), no
 //! thread-local variable, no allocator and no signal handler, reads no environment variable, writes to no file but the
 //! account page, and prints nothing. What it does not hook it does not see: a call goes straight to the driver. It is

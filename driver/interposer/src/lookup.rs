@@ -283,6 +283,7 @@ impl Answer {
 }
 
 /// What [`dlsym`] answers for a name that is ours to look at.
+#[cold]
 unsafe extern "C" fn hooked(handle: usize, name: *const c_char, caller: usize) -> Answer {
     let ask = || {
         // SAFETY: what stands behind ours has libc's signature; handle and name are the caller's.
@@ -298,6 +299,7 @@ unsafe extern "C" fn hooked(handle: usize, name: *const c_char, caller: usize) -
 }
 
 /// As [`hooked`], for a version.
+#[cold]
 unsafe extern "C" fn hooked_version(
     handle: usize,
     name: *const c_char,
@@ -366,6 +368,7 @@ fn itself(handle: usize, name: *const c_char, ask: impl FnOnce() -> usize) -> An
 }
 
 /// Whether nothing else in the program's namespace has a function of that name.
+#[cold]
 fn is_ours_alone(at: table::Index) -> bool {
     let mut alone = true;
     elf::each_object(&mut |object, _| {
@@ -378,6 +381,7 @@ fn is_ours_alone(at: table::Index) -> bool {
 /// Whether what follows the caller under that name is NVIDIA's function, or our export before it. libc would search the
 /// scope that the caller was loaded in; the loader's list has the same order, and where a library was loaded before the
 /// caller for someone else, it is NVIDIA's that counts: no other defines such names.
+#[cold]
 fn next_is_hooked(at: table::Index, caller: usize) -> bool {
     let library = genuine::library(at);
     let name = table::name(at);
@@ -407,6 +411,7 @@ extern "C" fn find_dlvsym() -> usize {
 }
 
 /// The first of that name behind this library; on a C library before 2.34 that is libdl's.
+#[cold]
 fn next(known: &AtomicUsize, name: &[u8]) -> usize {
     let mut found = known.load(Ordering::Relaxed);
     if found != 0 {

@@ -5,54 +5,68 @@
 //! or a program writes there is none of these at once. (A volume of the pod can be; admission refuses those, and the
 //! node looks at the container's mounts.) A container that has policies and none that can be believed holds nothing:
 //! its allocations are refused. One without any is not a share, and every call is the driver's.
+//!
+//! An account is looked for when something is charged: many a program only asks how large its GPU is, which the policy
+//! says.
 
 use crate::sys::{self, File, From};
-use divvy_interposer_core::{AccountPage, Found, PolicyPage};
+use divvy_interposer_core::{AccountPage, Found, Policy, PolicyPage};
 
 const ROOT: &[u8] = b"/run/divvy\0";
 /// Beside the claims: this library. No claim's UID is a word.
 const LIBRARY: &[u8] = b"lib\0";
+/// A claim's or a share's name on a policy, with a zero byte.
+const NAMED: usize = 65;
 /// What a file takes at most; both pages are far below.
 const LARGEST: usize = 1 << 20;
 /// `nobody`: how an owner is shown that the process's user namespace does not have.
 const OVERFLOW: u32 = 65534;
 
-/// Calls `visit` with all that is there, in no order.
-pub(crate) fn each(visit: &mut dyn FnMut(Found)) {
+/// Calls `visit` with all policies that are there, in no order.
+#[cold]
+pub(crate) fn each(mut visit: impl FnMut(Found)) {
     let Some(root) = sys::open_directory(From::Root, ROOT) else { return };
-    each_name(&root, &mut |claim| {
+    each_name(&root, |claim| {
         if claim == LIBRARY {
             return;
         }
         let Some(claim) = sys::open_directory(From::Directory(&root), claim) else { return };
-        each_name(&claim, &mut |share| {
+        each_name(&claim, |share| {
             let Some(share) = sys::open_directory(From::Directory(&claim), share) else { return };
             if let Some(policy) = sys::open_to_read(From::Directory(&share), b"policy\0") {
-                visit(pair(&share, &policy).unwrap_or(Found::Refused));
+                visit(believed(&policy).map_or(Found::Refused, Found::Policy));
             }
         });
     });
 }
 
-fn pair(share: &File, policy: &File) -> Option<Found> {
-    let account = sys::open_to_write(From::Directory(share), b"account\0")?;
-    let said = policy.facts().filter(|facts| {
+#[cold]
+fn believed(policy: &File) -> Option<&'static PolicyPage> {
+    let facts = policy.facts().filter(|facts| {
         facts.regular
             && facts.mounted
             && root_owns(facts.owner)
             && facts.bytes <= LARGEST
             && policy.is_read_only()
     })?;
-    let counted = account.facts().filter(|facts| facts.regular && facts.mounted && facts.bytes <= LARGEST)?;
-    let mut head = [0; 64];
-    account.read(&mut head);
-    // SAFETY: both mappings have the lengths of their files and are never taken away. (Who can shorten the account
-    // page's file is the tenant, and it is the tenant's processes that then end.)
-    unsafe {
-        let policy = PolicyPage::at(policy.map(said.bytes, false)?, said.bytes)?;
-        let account = AccountPage::untouched(&head, account.map(counted.bytes, true)?, counted.bytes).ok()?;
-        Some(Found::Pair(policy, account))
+    // SAFETY: the mapping has the length of its file and is never taken away.
+    unsafe { PolicyPage::at(policy.map(facts.bytes, false)?, facts.bytes) }
+}
+
+/// The account of the share with that policy, which lies under the names that the policy says.
+#[cold]
+pub(crate) fn account(policy: &Policy) -> Option<&'static AccountPage> {
+    let mut at = sys::open_directory(From::Root, ROOT)?;
+    for text in [policy.claim.as_str(), policy.share.as_str()] {
+        let mut name = [0; NAMED];
+        name.get_mut(..text.len())?.copy_from_slice(text.as_bytes());
+        at = sys::open_directory(From::Directory(&at), &name)?;
     }
+    let account = sys::open_to_write(From::Directory(&at), b"account\0")?;
+    let facts = account.facts().filter(|facts| facts.regular && facts.mounted && facts.bytes <= LARGEST)?;
+    // SAFETY: the mapping has the length of its file and is never taken away. (Who can shorten the file is the tenant,
+    // and it is the tenant's processes that then end.)
+    unsafe { AccountPage::at(account.map(facts.bytes, true)?, facts.bytes).ok() }
 }
 
 /// In a pod with a user namespace of its own the node's root is nobody.
@@ -69,7 +83,8 @@ fn has_every_user() -> bool {
 }
 
 /// Calls `visit` with each name in a directory but `.` and `..`, with its zero byte.
-fn each_name(directory: &File, visit: &mut dyn FnMut(&[u8])) {
+#[cold]
+fn each_name(directory: &File, mut visit: impl FnMut(&[u8])) {
     // struct linux_dirent64: inode, offset, length of the entry, type, name.
     const LENGTH: usize = 16;
     const NAME: usize = 19;

@@ -4,7 +4,7 @@ use crate::pages;
 use crate::sys;
 use core::sync::atomic::AtomicU32;
 use divvy_interposer_core::alive::{self, Signal, Stat};
-use divvy_interposer_core::{Found, Identity, System};
+use divvy_interposer_core::{AccountPage, Found, Identity, Policy, System};
 
 /// The kernel.
 pub(crate) struct Kernel;
@@ -48,8 +48,12 @@ impl System for Kernel {
         unsafe { sys::forget(address, bytes) };
     }
 
-    fn pages(&self, each: &mut dyn FnMut(Found)) {
+    fn pages(&self, each: impl FnMut(Found)) {
         pages::each(each);
+    }
+
+    fn account(&self, policy: &Policy) -> Option<&'static AccountPage> {
+        pages::account(policy)
     }
 }
 

@@ -22,15 +22,18 @@ pub(crate) fn of_cuda(ordinal: i32) -> Standing {
 }
 
 /// What a program is told of a CUDA device's memory in all, in place of `total`.
+#[cold]
 pub(crate) fn total_mem(ordinal: i32, total: u64) -> u64 {
     LEDGER.total_mem(ordinal, || uuids(ordinal), total)
 }
 
+#[cold]
 fn uuids(ordinal: i32) -> Option<[GpuUuid; 2]> {
     crate::cuda::driver::uuids(ordinal).map(|uuids| uuids.map(GpuUuid))
 }
 
 /// Of the device that NVML calls so.
+#[cold]
 pub(crate) fn of_uuid(text: &str) -> Standing {
     GpuUuid::parse(text).map_or(Standing::Free, |uuid| LEDGER.device_of(uuid))
 }

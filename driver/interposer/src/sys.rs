@@ -97,6 +97,7 @@ impl File {
         read.max(0) as usize
     }
 
+    #[cold]
     pub(crate) fn facts(&self) -> Option<Facts> {
         let mut statx = [0u64; 32];
         // SAFETY: the kernel reads an empty name and writes 256 bytes into as many.

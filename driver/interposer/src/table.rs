@@ -48,6 +48,7 @@ pub(crate) fn name(at: Index) -> &'static [u8] {
 }
 
 /// Where this library has its function of that name, if it is one that it exports.
+#[cold]
 pub(crate) fn hook(at: Index) -> Option<usize> {
     elf::own()?.function(name(at))
 }
@@ -73,6 +74,7 @@ pub(crate) unsafe fn family(name: *const u8) -> Option<impl Iterator<Item = (usi
 
 /// # Safety
 /// `name` ends with a zero byte.
+#[cold]
 unsafe fn find(name: *const u8, slots: &[u16], names: &[Name]) -> Option<usize> {
     let mut hash = 0x811c_9dc5u32;
     let mut at = name;

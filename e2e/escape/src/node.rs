@@ -152,14 +152,15 @@ impl Node {
         (self.uuid, self.mig.map(|(_, uuid)| uuid))
     }
 
-    /// A share of the GPU in that slot, where there are several.
-    pub fn share_of(&self, slot: usize, claim: &str, id: &str, limit: u64) -> Result<Share> {
+    /// A share with the ID 0 of the GPU in that slot, where there are several.
+    pub fn share_of(&self, slot: usize, claim: &str, limit: u64, compute: Compute) -> Result<Share> {
+        let id = "0";
         let directory = self.path().join("shares").join(claim).join(id);
         let state = self.sim.read()?;
         let gpu = state.gpus.get(slot).context("no such GPU")?;
         let physical = divvy_sim::mig::memory_mib(gpu, None) * MIB;
         let uuid = GpuUuid::parse(&gpu.uuid).context("a GPU without a UUID")?;
-        write_pages(&directory, claim, id, (uuid, None), limit, physical, Compute::default())?;
+        write_pages(&directory, claim, id, (uuid, None), limit, physical, compute)?;
         Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
     }
 

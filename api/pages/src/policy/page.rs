@@ -56,6 +56,7 @@ impl PolicyPage {
     }
 
     /// The newest whole copy, with its generation.
+    #[cold]
     pub fn read(&self) -> Result<(u64, Policy), PolicyError> {
         let mut head = [0; 64];
         copy_out(&self.head, &mut head);

@@ -17,17 +17,17 @@ use crate::system::System;
 use crate::table::{Class, Entry, MANY, Table};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
-use divvy_pages::{AccountPage, Fault, Flags, GpuUuid, Identity, Policy, PolicyPage};
+use divvy_pages::{Fault, Flags, GpuUuid, Identity, Policy, PolicyPage};
 
 /// The most devices with shares in one container, and the highest ordinal of a CUDA device that is known.
 pub const DEVICES: usize = 32;
 const ORDINALS: usize = 64;
 
-/// One pair of pages that the container has mounted.
+/// The policy page of one pair that the container has mounted.
 #[derive(Clone, Copy, Debug)]
 pub enum Found {
-    Pair(&'static PolicyPage, &'static AccountPage),
-    /// There is a pair, but not one to trust: not root's, not on a read-only mount, not a page.
+    Policy(&'static PolicyPage),
+    /// There is one, but not one to trust: not root's, not on a read-only mount, not a page.
     Refused,
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct Local {
     state: AtomicU32,
     /// Whether it has slots.
     seated: AtomicU32,
-    /// All pages were refused.
+    /// All pages of one of the two kinds were refused.
     closed: AtomicU32,
     /// How many of the devices there are.
     count: AtomicU32,
@@ -128,7 +128,8 @@ impl<S: System> Ledger<S> {
 
     /// `cuDeviceTotalMem`, from the driver's own: all that many programs ask, so no slot is taken for it.
     pub fn total_mem(&self, ordinal: i32, uuids: impl FnOnce() -> Option<[GpuUuid; 2]>, total: u64) -> u64 {
-        let index = self.local().and_then(|local| Some((local, local.index(ordinal, uuids)??)));
+        let local = self.local().filter(|local| local.closed.load(Relaxed) == 0);
+        let index = local.and_then(|local| Some((local, local.index(ordinal, uuids)??)));
         let places = index.and_then(|(local, index)| local.devices.get(index as usize));
         // More than the device has, where memory is over-committed.
         places.map_or(total, |places| places.seen(total))
@@ -156,6 +157,7 @@ impl<S: System> Ledger<S> {
     }
 
     /// True where no page is mounted at all: every call may go straight to the driver.
+    #[cold]
     pub fn idle(&self) -> bool {
         self.local().is_some_and(|local| local.closed.load(Relaxed) == 0 && local.count.load(Relaxed) == 0)
     }
@@ -289,11 +291,11 @@ impl<S: System> Ledger<S> {
 
     fn build(&self, local: &Local) {
         let mut refused = false;
-        self.system.pages(&mut |found| match found {
-            Found::Pair(policy, account) => {
+        self.system.pages(|found| match found {
+            Found::Policy(policy) => {
                 let stamp = policy.stamp();
                 match policy.read() {
-                    Ok((_, read)) => local.add(policy, account, (&read, stamp)),
+                    Ok((_, read)) => local.add(policy, (&read, stamp)),
                     Err(_) => refused = true,
                 }
             }
@@ -302,8 +304,8 @@ impl<S: System> Ledger<S> {
         local.closed.store((refused && local.count.load(Relaxed) == 0).into(), Relaxed);
     }
 
-    /// Takes a slot on every page. That is worth more than all else of a start, and who never has memory
-    /// needs none: so it is done when a device is first charged or its use is first looked at.
+    /// Looks for the account pages and takes a slot on each. That is worth more than all else of a start, and who
+    /// never has memory needs none: so it is done when a device is first charged or its use is first looked at.
     fn sit(&self, local: &Local) {
         let me = self.system.identity();
         if let Some(me) = me {
@@ -311,16 +313,19 @@ impl<S: System> Ledger<S> {
             local.me.iter().zip(words).for_each(|(room, word)| room.store(word, Relaxed));
         }
         let peers = Neighbours::new(&self.system, me);
+        let mut closed = true;
         for place in local.devices().flat_map(Places::places) {
-            let Some(account) = place.account() else { continue };
-            let slot = me.and_then(|me| account.register(&me, &peers).ok());
+            let account = place.policy().and_then(|(_, policy)| self.system.account(&policy));
+            let slot = account.zip(me).and_then(|(account, me)| account.register(&me, &peers).ok());
+            closed &= account.is_none();
             // What dead neighbours held is given back before the first figure is shown; if there are
             // many neighbours, only some are looked at, as a start must not cost more with their number.
-            if account.used() > 0 {
+            if let Some(account) = account.filter(|account| account.used() > 0) {
                 account.tidy(&Few { peers: &peers, asked: Cell::new(0) });
             }
-            place.sit(slot);
+            place.sit(account, slot);
         }
+        local.closed.store(closed.into(), Relaxed);
     }
 }
 
@@ -329,12 +334,13 @@ impl Local {
         self.devices.iter().take(self.count.load(Relaxed) as usize)
     }
 
-    /// While it is made: one pair of pages more.
-    fn add(&self, policy: &'static PolicyPage, account: &'static AccountPage, read: (&Policy, u64)) {
+    /// While it is made: one policy more.
+    #[cold]
+    fn add(&self, policy: &'static PolicyPage, read: (&Policy, u64)) {
         let count = self.count.load(Relaxed);
         let known = self.devices().find(|device| device.is() == (read.0.gpu, read.0.mig));
         let Some(device) = known.or_else(|| self.devices.get(count as usize)) else { return };
-        device.add(policy, account, read);
+        device.add(policy, read);
         if known.is_none() {
             self.count.store(count + 1, Relaxed);
         }
@@ -357,6 +363,7 @@ impl Local {
     }
 
     /// The device whose pages name this UUID: of the instance first, as an instance's pages name the GPU too.
+    #[cold]
     fn find(&self, [own, gpu]: [GpuUuid; 2]) -> Option<u32> {
         let of = |matches: &dyn Fn(GpuUuid, Option<GpuUuid>) -> bool| {
             self.devices().zip(0..).find_map(|(device, index)| {

@@ -48,7 +48,7 @@ mod tests;
 pub mod vmm;
 
 pub use device::{Device, Kind, Reservation};
-pub use divvy_pages::{AccountPage, Fault, Full, GpuUuid, Identity, PolicyPage};
+pub use divvy_pages::{AccountPage, Fault, Full, GpuUuid, Identity, Policy, PolicyPage};
 pub use freeing::Freeing;
 pub use growing::Grown;
 pub use leaving::Leaving;

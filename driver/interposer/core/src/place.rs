@@ -24,6 +24,7 @@ pub(crate) struct Places {
 #[derive(Debug)]
 pub(crate) struct Place {
     policy: AtomicPtr<PolicyPage>,
+    /// Null until the process sits there.
     account: AtomicPtr<AccountPage>,
     slot: AtomicU32,
     /// What was read of the policy, and at which stamp: the page's plus one, or [`UNREAD`].
@@ -111,22 +112,16 @@ impl Places {
         (gpu, mig.none_if_zero())
     }
 
-    /// While the ledger is made, before any slot is taken: one pair of pages more. Of too many the last by
+    /// While the ledger is made, before any account is looked for: one pair of pages more. Of too many the last by
     /// their names are left out. What was read of its policy is gone by at once: to read one is much of a start.
-    pub(crate) fn add(
-        &self,
-        policy: &'static PolicyPage,
-        account: &'static AccountPage,
-        (read, stamp): (&Policy, u64),
-    ) {
+    pub(crate) fn add(&self, policy: &'static PolicyPage, (read, stamp): (&Policy, u64)) {
         let name = |policy: &Policy| (policy.share, policy.claim);
         let later = |place: &Place| place.policy().is_some_and(|(_, other)| name(&other) > name(read));
-        let (mut policy, mut account) = (ptr::from_ref(policy).cast_mut(), ptr::from_ref(account).cast_mut());
+        let mut policy = ptr::from_ref(policy).cast_mut();
         let count = self.count.load(Relaxed);
         let from = self.places().position(later).unwrap_or(count as usize);
         for place in self.places.iter().take(count as usize + 1).skip(from) {
             policy = place.policy.swap(policy, Relaxed);
-            account = place.account.swap(account, Relaxed);
             place.stamp.store(UNREAD, Relaxed);
         }
         if let Some(place) = self.places.get(from) {
@@ -142,10 +137,11 @@ impl Places {
 }
 
 impl Place {
-    /// Once, while the ledger is made: this process's slot there if one was free.
-    pub(crate) fn sit(&self, slot: Option<u16>) {
+    /// Once, before the first charge: the account if there is one, and this process's slot there if one was free.
+    pub(crate) fn sit(&self, account: Option<&'static AccountPage>, slot: Option<u16>) {
+        self.account.store(account.map_or(ptr::null_mut(), |page| ptr::from_ref(page).cast_mut()), Relaxed);
         self.slot.store(slot.map_or(NO_SLOT, u32::from), Relaxed);
-        self.attention.store(self.account().map_or(0, AccountPage::attention), Relaxed);
+        self.attention.store(account.map_or(0, AccountPage::attention), Relaxed);
         self.refresh();
     }
 

@@ -2,7 +2,7 @@
 
 use crate::ledger::Found;
 use core::sync::atomic::AtomicU32;
-use divvy_pages::Identity;
+use divvy_pages::{AccountPage, Identity, Policy};
 
 /// The system around a process. All of it is called seldom, apart from [`System::nap`]
 /// while a process waits for another.
@@ -39,6 +39,9 @@ pub trait System: Sync {
     #[allow(unsafe_code)]
     unsafe fn unmap(&self, address: *mut u8, bytes: usize);
 
-    /// Names every pair of pages that the container has mounted, in any order.
-    fn pages(&self, each: &mut dyn FnMut(Found));
+    /// Names every policy page that the container has mounted, in any order.
+    fn pages(&self, each: impl FnMut(Found));
+
+    /// The account page of the share with that policy; `None` where it is not there, or not one to trust.
+    fn account(&self, policy: &Policy) -> Option<&'static AccountPage>;
 }

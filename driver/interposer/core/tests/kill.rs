@@ -73,16 +73,19 @@ impl System for Kernel {
         unsafe { libc::munmap(address.cast(), bytes) };
     }
 
-    fn pages(&self, each: &mut dyn FnMut(Found)) {
+    fn pages(&self, mut each: impl FnMut(Found)) {
         for index in 0..LIMITS.len() {
             let policy = mapped(&self.0.join(format!("policy{index}")), policy::SIZE);
-            let account = mapped(&self.0.join(format!("account{index}")), account::SIZE);
-            // SAFETY: mapped for ever with these sizes.
-            unsafe {
-                let policy = PolicyPage::at(policy, policy::SIZE).expect("a policy page");
-                each(Found::Pair(policy, AccountPage::at(account, account::SIZE).expect("an account page")));
-            }
+            // SAFETY: mapped for ever with this size.
+            each(Found::Policy(unsafe { PolicyPage::at(policy, policy::SIZE) }.expect("a policy page")));
         }
+    }
+
+    fn account(&self, policy: &Policy) -> Option<&'static AccountPage> {
+        let index = policy.share.as_str().strip_prefix("share")?;
+        let account = mapped(&self.0.join(format!("account{index}")), account::SIZE);
+        // SAFETY: mapped for ever with this size.
+        unsafe { AccountPage::at(account, account::SIZE) }.ok()
     }
 }
 
@@ -126,9 +129,10 @@ fn random(seed: &mut u64, below: u64) -> u64 {
 fn tenant(folder: &str, seed: u64) -> ! {
     let ledger = Ledger::new(Kernel(folder.into()));
     let mut pages = Vec::new();
-    ledger.system().pages(&mut |found| {
-        if let Found::Pair(_, account) = found {
-            pages.push(account);
+    ledger.system().pages(|found| {
+        if let Found::Policy(page) = found {
+            let (_, policy) = page.read().expect("a policy");
+            pages.extend(ledger.system().account(&policy));
         }
     });
     let Standing::Share(device) = ledger.device(0, || Some([GPU; 2])) else { std::process::abort() };

@@ -7,6 +7,7 @@ use core::ffi::c_uint;
 
 hook! {
     /// Reads the pages. A slot there is taken with the first context: many programs only ask what there is.
+    #[cold]
     cuInit(flags: c_uint) |real| {
         let answer = real(flags);
         if answer == SUCCESS {
@@ -63,6 +64,7 @@ hook! {
 
 hook! {
     /// Since CUDA 3.2.
+    #[cold]
     cuDeviceTotalMem_v2(total: *mut usize, device: Ordinal) |real| {
         let answer = real(total, device);
         if answer == SUCCESS && !total.is_null() {
@@ -75,6 +77,7 @@ hook! {
 
 hook! {
     /// With 32 bits for a number.
+    #[cold]
     cuDeviceTotalMem(total: *mut c_uint, device: Ordinal) |real| {
         let answer = real(total, device);
         if answer == SUCCESS && !total.is_null() {

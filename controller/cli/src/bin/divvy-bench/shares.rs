@@ -17,8 +17,11 @@ use std::path::{Path, PathBuf};
 const LIMIT: u64 = 16384 * MIB;
 /// On a node pages lie in memory; a file system on a disk makes the first write to one slower.
 const MEMORY: &str = "/dev/shm";
-/// Of starts of processes in a round, at least.
-const SAMPLES: u64 = 500;
+/// Of starts of processes in a round, at least: of one at a time, and of many at once. Of one about one in two hundred loses
+/// the processor meanwhile, and waits fifty times as long as it takes: a p99 of a few hundred starts would be one of those in
+/// many a round by chance. Of many it is two in a hundred, and the p99 is how long one of them waits for the others,
+/// anything up to all of them: it takes many starts to tell two such figures apart.
+const SAMPLES: (u64, u64) = (2000, 6000);
 const ORDERS: [&str; 3] = ["lifo", "fifo", "random"];
 
 #[derive(clap::Args)]
@@ -173,7 +176,8 @@ impl Bench {
     /// would be that process, and of 200 what happens to two of them.
     fn init(&self, rounds: u32, count: u64) -> Result<()> {
         let (mut added, mut walls, mut slowest) = (Vec::new(), Vec::new(), 0.0_f64);
-        let times = SAMPLES.div_ceil(count.max(1));
+        let samples = if count > 1 { SAMPLES.1 } else { SAMPLES.0 };
+        let times = samples.div_ceil(count.max(1));
         for round in 0..rounds {
             let words = ["init", &count.to_string(), &times.to_string()];
             // Who goes first takes turns: a thousand processes leave the machine busy for a while.

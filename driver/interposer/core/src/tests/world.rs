@@ -41,17 +41,19 @@ impl Pages {
     }
 }
 
-/// The pages of a container, and who of its processes is dead.
+type Pair = (&'static PolicyPage, &'static AccountPage);
+
+/// The pages of a container (`None`: they are refused), and who of its processes is dead.
 #[derive(Clone)]
 pub(super) struct World {
-    found: Vec<Found>,
+    found: Vec<Option<Pair>>,
     dead: Arc<Mutex<HashSet<u32>>>,
     clock: Arc<AtomicU64>,
 }
 
 /// The system around one process.
 pub(super) struct Fake {
-    found: Vec<Found>,
+    found: Vec<Option<Pair>>,
     dead: Arc<Mutex<HashSet<u32>>>,
     pid: AtomicU32,
     wiped: Mutex<Option<(usize, usize)>>,
@@ -170,8 +172,14 @@ impl System for Fake {
         unsafe { dealloc(address, Layout::from_size_align(bytes, 64).expect("a layout")) };
     }
 
-    fn pages(&self, each: &mut dyn FnMut(Found)) {
-        self.found.iter().copied().for_each(each);
+    fn pages(&self, each: impl FnMut(Found)) {
+        let found = |pair: &Option<Pair>| pair.map_or(Found::Refused, |(policy, _)| Found::Policy(policy));
+        self.found.iter().map(found).for_each(each);
+    }
+
+    fn account(&self, policy: &Policy) -> Option<&'static AccountPage> {
+        let is = |(page, _): &&Pair| page.read().is_ok_and(|(_, read)| read.share == policy.share);
+        self.found.iter().flatten().find(is).map(|(_, account)| *account)
     }
 }
 
@@ -218,10 +226,7 @@ impl World {
     }
 
     fn accounts(&self) -> impl Iterator<Item = &'static AccountPage> {
-        self.found.iter().filter_map(|found| match found {
-            Found::Pair(_, account) => Some(*account),
-            Found::Refused => None,
-        })
+        self.found.iter().flatten().map(|(_, account)| *account)
     }
 
     pub(super) fn used(&self) -> Vec<u64> {
@@ -247,14 +252,13 @@ impl World {
     }
 
     /// The pages of the first share.
-    pub(super) fn pages(&self) -> (&'static PolicyPage, &'static AccountPage) {
-        let Some(Found::Pair(policy, account)) = self.found.first() else { panic!("no page") };
-        (policy, account)
+    pub(super) fn pages(&self) -> Pair {
+        self.found.first().copied().flatten().expect("a page")
     }
 
     /// The node lowers or raises a limit.
     pub(super) fn relimit(&self, index: usize, limit: u64) {
-        let Found::Pair(page, _) = self.found[index] else { panic!("no page") };
+        let (page, _) = self.found[index].expect("a page");
         let (_, mut policy) = page.read().expect("a policy");
         policy.memory.limit = limit;
         page.replace(&policy).expect("it is replaced");
@@ -262,7 +266,7 @@ impl World {
 }
 
 #[allow(unsafe_code)]
-fn pair(pages: Pages, letter: u8) -> Found {
+fn pair(pages: Pages, letter: u8) -> Option<Pair> {
     let none = Compute::default();
     let mut soft = 0;
     let (limit, mig, flags, compute) = match pages {
@@ -273,7 +277,7 @@ fn pair(pages: Pages, letter: u8) -> Found {
         Pages::With { limit, flags } => (limit, None, flags, none),
         Pages::Instance { limit, mig } => (limit, Some(mig), Flags::default(), none),
         Pages::Compute { compute, flags } => (1 << 30, None, flags, compute),
-        Pages::Refused => return Found::Refused,
+        Pages::Refused => return None,
     };
     let text = |letter: u8| Text::new(std::str::from_utf8(&[letter; 8]).expect("ASCII")).expect("fits");
     let memory = Memory { limit, soft, physical: 80 << 20, context: CONTEXT, ..Memory::default() };
@@ -301,7 +305,7 @@ fn pair(pages: Pages, letter: u8) -> Found {
         let page = PolicyPage::at(mapped(policy::SIZE, &policy.encode()), policy::SIZE).expect("a page");
         let account =
             AccountPage::at(mapped(account::SIZE, &account::fresh()), account::SIZE).expect("a page");
-        Found::Pair(page, account)
+        Some((page, account))
     }
 }
 
