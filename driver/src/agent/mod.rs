@@ -85,8 +85,6 @@ use tokio::time::MissedTickBehavior;
 
 /// Between two audits of a GPU.
 pub const EVERY: Duration = Duration::from_secs(1);
-/// Between two looks at shares that may hold more than there is.
-const PRESSED: Duration = Duration::from_millis(250);
 /// What has not been told by then is told again.
 const AGAIN: Duration = Duration::from_secs(600);
 /// As many reports wait at most; more are in the log alone.
@@ -186,7 +184,7 @@ impl Agent {
         let agent = &self;
         let mut tick = tokio::time::interval(EVERY);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut press = tokio::time::interval(PRESSED);
+        let mut press = tokio::time::interval(press::PAUSE);
         press.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut pressed = Pressed::default();
         let mut lock = None;
@@ -201,7 +199,10 @@ impl Agent {
                     busy.remove(&gpu);
                     memories.insert(gpu, memory);
                 }
-                _ = press.tick(), if pressed.is_any => pressed = agent.press(pressed).await,
+                _ = press.tick(), if pressed.is_any => {
+                    pressed = agent.press(pressed).await;
+                    press.reset_after(pressed.pause());
+                }
                 Some(()) = holds.next() => {}
                 // One after the other: what is told meanwhile is heard then.
                 () = tellings.next(), if holds.is_empty() => {

@@ -1,6 +1,7 @@
 //! Looks at shares that may hold more memory than their GPUs have, and does what [`super::pressure`] decides.
 //!
-//! Four times a second, from the pages alone: an audit is too seldom, as who thrashes gets nothing done.
+//! Four times a second, and more often while it is to be seen what it brings that one works alone, from the pages alone: an audit is
+//! too seldom, as who thrashes gets nothing done.
 
 use super::pressure::{self, Memory, Said, Why};
 use super::{Sources, gather};
@@ -8,12 +9,24 @@ use divvy_pages::GpuUuid;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+/// Between two looks.
+pub(super) const PAUSE: Duration = Duration::from_millis(250);
+const SOON: Duration = Duration::from_millis(100);
+
 /// The GPUs whose shares may hold more than there is, and what is remembered of them.
 #[derive(Debug, Default)]
 pub(super) struct Pressed {
     /// There is such a share, by the last audit.
     pub(super) is_any: bool,
     pub(super) gpus: BTreeMap<GpuUuid, Memory>,
+}
+
+impl Pressed {
+    /// Until the next look.
+    pub(super) fn pause(&self) -> Duration {
+        let now = now();
+        if self.gpus.values().any(|memory| memory.is_urgent(now)) { SOON } else { PAUSE }
+    }
 }
 
 /// Shares of a GPU.

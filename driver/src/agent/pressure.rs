@@ -13,8 +13,10 @@
 //! **Trials.** A kernel whose every launch had to wait has no faster one to be held against. So where more is held than there is
 //! and two shares work, one of them soon has the GPU for itself for a moment, and then another one: until launches of
 //! it have ended at [`LOOKS`] looks, by when what had pushed it out is over. What it launches then is as fast as
-//! it can be. Side by side again, two shares whose launches wait for memory once more have shown that they push each
-//! other out; they need not go on with it. Where they do not, trials were for
+//! it can be. Side by side again it is thrashing sooner than otherwise, after [`SHORT`]: how much faster it was without the
+//! others was seen a moment ago. Only where that does not show within [`SHOWN`] has another one a trial; then two shares
+//! whose launches wait for memory once more have shown that they push each other out, and need not go on with it. Where
+//! they do not, trials were for
 //! nothing, and cost the others those moments: the next are a minute later, or sooner where more is held by then, but never
 //! more than a twentieth of the time is for trials.
 //!
@@ -31,22 +33,25 @@ use std::collections::BTreeMap;
 const SECOND: u64 = 1_000_000_000;
 /// Launches take so many times as long.
 const SLOW: u64 = 5;
-/// For so long, in nanoseconds.
+/// For so long, in nanoseconds; and for so long where a trial has just shown how fast they can be.
 const LONG: u64 = 2 * SECOND;
+const SHORT: u64 = 2 * SECOND / 5;
 /// A turn is so many times what the change to it costs.
 const TIMES: u64 = 10;
 /// The bounds of a turn, in nanoseconds.
 const QUANTUM: (u64, u64) = (SECOND / 2, 30 * SECOND);
 /// Shares have worked beside each other for so long when one has a trial, in nanoseconds.
-const BESIDE: u64 = SECOND;
+const BESIDE: u64 = 3 * SECOND / 4;
 /// A trial is over when launches have ended at so many looks: one that had begun before, one that waited for what was
 /// pushed out, and some that did not.
 const LOOKS: u32 = 4;
 /// So long after it there is another, in nanoseconds; or after so many times its length, where a share of the GPU more is held.
 const AGAIN: u64 = 60 * SECOND;
 const PAUSE: u64 = 20;
-/// So many shares have one, one after the other.
+/// So many shares have one, one after the other; the next if what the last one was for has not shown by then, in
+/// nanoseconds.
 const TRIALS: u32 = 2;
+const SHOWN: u64 = SECOND;
 /// Who waits for memory so long after them shows that it was pushed out, and for so long at least; in nanoseconds.
 const SHOWS: u64 = 5 * SECOND;
 const WAITS: u64 = SECOND / 20;
@@ -234,7 +239,8 @@ impl Memory {
             if !is_pressed {
                 return;
             }
-            let is_slow = self.shares.values().any(|known| known.is_slow(count, now));
+            let long = if self.has_just_tried(SHOWS, now) { SHORT } else { LONG };
+            let is_slow = self.shares.values().any(|known| known.is_slow(count, long, now));
             let why = if is_slow || self.has_shown(now) {
                 Why::Thrash
             } else if working >= 2 && self.is_time_for_trial(used, physical, now) {
@@ -285,20 +291,30 @@ impl Memory {
         let beside = *self.beside.get_or_insert(now);
         // Whether it does is being seen.
         let is_known = self.shares.values().any(|known| known.slow.is_some());
-        let is_next = self.tried.is_some_and(|tried| tried.count < TRIALS);
+        let is_next =
+            self.tried.is_some_and(|tried| tried.count < TRIALS) && !self.has_just_tried(SHOWN, now);
         let is_new = self.tried.is_none_or(|tried| {
             let since = now.saturating_sub(tried.at);
             let has_more = used > tried.used.saturating_add(physical / MORE);
             since >= tried.took.saturating_mul(PAUSE) && (has_more || since >= AGAIN)
         });
-        is_next || is_new && !is_known && now.saturating_sub(beside) >= BESIDE
+        !is_known && (is_next || is_new && now.saturating_sub(beside) >= BESIDE)
+    }
+
+    fn has_just_tried(&self, within: u64, now: u64) -> bool {
+        self.tried.is_some_and(|tried| now.saturating_sub(tried.at) <= within)
+    }
+
+    /// Whether the next look should be soon: one is about to have a trial, has one, or is about to show what it was for.
+    pub(super) fn is_urgent(&self, now: u64) -> bool {
+        let is_new = self.beside.is_some_and(|beside| now.saturating_sub(beside) <= BESIDE);
+        self.turns() == Some(Why::Trial)
+            || self.turns().is_none() && (is_new || self.has_just_tried(SHOWN, now))
     }
 
     /// Whether shares push each other's memory out, now that it is known how fast they are without that.
     fn has_shown(&self, now: u64) -> bool {
-        let Some(tried) = self.tried.filter(|tried| now.saturating_sub(tried.at) <= SHOWS) else {
-            return false;
-        };
+        let Some(tried) = self.tried.filter(|_| self.has_just_tried(SHOWS, now)) else { return false };
         let are_pushed = self.shares.values().filter(|known| known.pushed > Some(tried.at)).count();
         tried.count >= TRIALS && are_pushed > 1
     }
@@ -356,10 +372,10 @@ impl Known {
         Self { said: said.clone(), worked, is_active, slow, waited, pushed, looks }
     }
 
-    /// It is slower than the time of so many shares explains.
-    fn is_slow(&self, count: u64, now: u64) -> bool {
+    /// It has been slower for so long than the time of so many shares explains.
+    fn is_slow(&self, count: u64, long: u64, now: u64) -> bool {
         let is_far = |(since, took, least): (u64, u64, u64)| {
-            now.saturating_sub(since) >= LONG && took > least.saturating_mul(SLOW.max(2 * count))
+            now.saturating_sub(since) >= long && took > least.saturating_mul(SLOW.max(2 * count))
         };
         self.slow.is_some_and(is_far)
     }
