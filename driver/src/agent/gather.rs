@@ -10,7 +10,7 @@ use super::lines::{self, Write};
 use super::look::{Account, AccountError, Look, Share, Slot};
 use super::mounts::Page;
 use super::pressure::{self, Said};
-use super::process::{self, Cgroups, Process};
+use super::process::{self, Cgroups, Known, Process};
 use crate::shares::{ACCOUNT, POLICY, Shares};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::account::{self, ATTENTION, BALANCE, HEADER, NodeLine, Snapshot};
@@ -184,6 +184,7 @@ pub(super) fn look(
     found: Vec<Found>,
     files: &Files,
     uses: Vec<super::look::Use>,
+    known: &Known,
     proc_root: &Path,
     cgroup_root: &Path,
 ) -> Look {
@@ -202,7 +203,7 @@ pub(super) fn look(
     let pids = uses.iter().map(|usage| usage.pid).chain(leaders).chain(owners).filter(|pid| *pid != 0);
     for pid in pids {
         if !processes.contains_key(&pid)
-            && let Some(process) = Process::read(proc_root, pid)
+            && let Some(process) = known.read(proc_root, pid)
         {
             processes.insert(pid, process);
         }

@@ -146,6 +146,7 @@ struct Sources {
 #[derive(Default)]
 struct Memory {
     before: judge::Before,
+    processes: process::Known,
     /// Seen at the last look, whatever came of it.
     seen: BTreeSet<Key>,
     /// Told, and when.
@@ -350,8 +351,9 @@ impl Sources {
         Asked { uses, kept, times }: Asked,
         memory: Memory,
     ) -> (Memory, Vec<Report>, Vec<ShareNow>) {
-        let look =
-            Look { kept, ..gather::look(found, &self.files, uses, &self.process_root, &self.cgroup_root) };
+        let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
+        let look = gather::look(found, &self.files, uses, &memory.processes, process_root, cgroup_root);
+        let look = Look { kept, ..look };
         let now = Instant::now();
         let (metered, since, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
         let had = self.bell.since(gpu);
@@ -369,7 +371,9 @@ impl Sources {
         (memory.before, memory.meter) = (judge::remember(&look), of_meter);
         (memory.balances, memory.excess) = (balances, excess);
         let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        (memory, reports, meter::told(&look, &metered, at.as_millis() as u64))
+        let told = meter::told(&look, &metered, at.as_millis() as u64);
+        memory.processes = memory.processes.after(look.processes);
+        (memory, reports, told)
     }
 
     /// Who is to have what of the GPU's time from now on.

@@ -7,6 +7,7 @@
 
 use super::mounts::{self, Mounts};
 use divvy_pages::Identity;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -106,27 +107,55 @@ fn is_plain(path: &str) -> bool {
     path.split('/').all(|part| part != "..")
 }
 
-impl Process {
+/// Processes as an audit found them, for the next: what never changes of one need not be read again.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Known {
+    processes: BTreeMap<u32, Process>,
+    /// Those whose mounts, which take longest to read, were the same at two audits: they are good for a third. What
+    /// is wrong with them was read twice, then, before anything is done about it.
+    settled: BTreeSet<u32>,
+    /// That audit reads all mounts.
+    reads_mounts: bool,
+}
+
+impl Known {
     /// The process, unless it has ended.
-    pub(super) fn read(proc_root: &Path, pid: u32) -> Option<Self> {
+    pub(super) fn read(&self, proc_root: &Path, pid: u32) -> Option<Process> {
         let dir = proc_root.join(pid.to_string());
-        let (stat, who) = identity(&dir, namespace(&dir).ok()??).ok()??;
-        let mounts = mounts::parse(&text(&dir.join("mountinfo")).unwrap_or_default());
+        let stat = Stat::read(&dir).filter(|stat| !stat.ended)?;
+        let known = self.processes.get(&pid).filter(|known| known.who.start == stat.start);
+        let who = match known {
+            // Its pid namespace is the one that it was born in.
+            Some(known) => Identity { image: stat.image, ..known.who },
+            None => identity(&dir, &stat, namespace(&dir).ok()??).ok()??,
+        };
+        let mounts = match known.filter(|_| !self.reads_mounts && self.settled.contains(&pid)) {
+            Some(known) => known.mounts.clone(),
+            None => mounts::parse(&text(&dir.join("mountinfo")).unwrap_or_default()),
+        };
         let cgroups = Cgroups::parse(&text(&dir.join("cgroup")).ok()?);
         // The number may have gone to another process in between.
         let same = Stat::read(&dir).is_some_and(|again| again.start == stat.start);
-        same.then_some(Self { pid, name: stat.name, who, cgroups, mounts })
+        same.then_some(Process { pid, name: stat.name, who, cgroups, mounts })
+    }
+
+    /// For the audit after one that found these.
+    pub(super) fn after(self, processes: BTreeMap<u32, Process>) -> Self {
+        let is_settled = |process: &&Process| {
+            let before = self.processes.get(&process.pid);
+            before.is_some_and(|before| {
+                (before.who.start, &before.mounts) == (process.who.start, &process.mounts)
+            })
+        };
+        let settled = processes.values().filter(is_settled).map(|process| process.pid).collect();
+        Self { processes, settled, reads_mounts: !self.reads_mounts }
     }
 }
 
-/// Who a process of that namespace is; none of one that has ended.
-fn identity(dir: &Path, namespace: u64) -> io::Result<Option<(Stat, Identity)>> {
-    let stat = Stat::parse(&text(&dir.join("stat"))?).filter(|stat| !stat.ended);
+/// Who a process of that namespace is.
+fn identity(dir: &Path, stat: &Stat, namespace: u64) -> io::Result<Option<Identity>> {
     let pid = own_pid(&text(&dir.join("status"))?);
-    Ok(stat.zip(pid).map(|(stat, pid)| {
-        let who = Identity { pid, namespace, start: stat.start, image: stat.image };
-        (stat, who)
-    }))
+    Ok(pid.map(|pid| Identity { pid, namespace, start: stat.start, image: stat.image }))
 }
 
 /// The pid in the innermost namespace: the last of the line `NSpid`.
@@ -153,11 +182,16 @@ pub(super) fn of_namespaces(proc_root: &Path, wanted: &[u64]) -> io::Result<Vec<
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let dir = entry.path();
         let read = || match namespace(&dir)? {
-            Some(namespace) if wanted.contains(&namespace) => identity(&dir, namespace),
+            Some(namespace) if wanted.contains(&namespace) => {
+                match Stat::parse(&text(&dir.join("stat"))?).filter(|stat| !stat.ended) {
+                    Some(stat) => identity(&dir, &stat, namespace),
+                    None => Ok(None),
+                }
+            }
             _ => Ok(None),
         };
         match read() {
-            Ok(known) => found.extend(known.map(|(_, who)| (pid, who))),
+            Ok(known) => found.extend(known.map(|who| (pid, who))),
             Err(cause) if is_away(&cause) => {}
             Err(cause) => return Err(cause),
         }
@@ -229,11 +263,51 @@ mod tests {
     #[test]
     fn this_process_is_read_as_it_sees_itself() {
         let pid = std::process::id();
-        let process = Process::read(Path::new("/proc"), pid).expect("this process");
+        let process = Known::default().read(Path::new("/proc"), pid).expect("this process");
         let stat = Stat::read(Path::new("/proc/self")).expect("its line");
         assert_eq!((process.pid, process.who.start), (pid, stat.start));
         let all = of_namespaces(Path::new("/proc"), &[process.who.namespace]).expect("listed");
         assert!(all.contains(&(pid, process.who)));
+    }
+
+    #[test]
+    fn mounts_that_stay_the_same_are_read_every_other_time_and_others_each_time() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("41");
+        fs::create_dir_all(dir.join("ns")).unwrap();
+        std::os::unix::fs::symlink("pid:[4026531836]", dir.join("ns/pid")).unwrap();
+        fs::write(dir.join("status"), "NSpid:\t41\t1\n").unwrap();
+        fs::write(dir.join("cgroup"), "0::/c\n").unwrap();
+        let is = |start: u64, point: &str| {
+            let stat =
+                format!("41 (x) S 1 41 41 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 {start} 1 1 1 1 1 9900 0");
+            fs::write(dir.join("stat"), stat).unwrap();
+            fs::write(dir.join("mountinfo"), format!("30 1 8:1 / {point} ro - ext4 /dev/sda1 ro\n")).unwrap();
+        };
+        let mut known = Known::default();
+        let mut check = |point: &str| {
+            let process = known.read(root.path(), 41).unwrap();
+            assert_eq!((process.who.pid, process.who.namespace), (1, 4_026_531_836));
+            assert_eq!(
+                process.mounts,
+                mounts::parse(&format!("30 1 8:1 / {point} ro - ext4 /dev/sda1 ro\n"))
+            );
+            known = std::mem::take(&mut known).after([(41, process)].into());
+        };
+        is(7788, "/");
+        check("/");
+        is(7788, "/run");
+        check("/run");
+        is(7788, "/run/divvy");
+        check("/run/divvy");
+        check("/run/divvy");
+        is(7788, "/");
+        check("/run/divvy");
+        for _ in 0..3 {
+            check("/");
+        }
+        is(7799, "/run");
+        check("/run");
     }
 
     proptest! {

@@ -3,20 +3,22 @@
 //!
 //! The agent runs in this process, as in the node daemon, and this process does nothing else meanwhile: its CPU time is the
 //! agent's, but for the thread that waits for the GPUs' events. The simulated NVML waits by looking again and again, which
-//! a real one does not: what that takes is told apart. NVML's answers to the agent are in the figure. Tenants are CUDA programs (`e2e/escape/programs/bench.c`) in containers with the library and a share each.
+//! a real one does not: what that takes is told apart. NVML's answers to the agent are in the figure. Tenants are CUDA
+//! programs (`e2e/escape/programs`) in containers with the library and a share each: some hold memory and sleep, others
+//! launch all they can of their part of the GPU's time.
 
 use crate::program;
 use crate::shares::most;
 use crate::stats::{bar, figure, median, percentile};
 use anyhow::{Context, Result, ensure};
 use divvy_escape::container::{Container, Recipe};
-use divvy_escape::node::{MIB, Node, Share};
+use divvy_escape::node::{Compute, MIB, Node, Share};
 use divvy_escape::programs;
 use divvy_escape::watch::Watch;
 use divvy_sim::ledger;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Stdio};
+use std::process::{Child, ChildStdout, Command};
 use std::time::{Duration, Instant};
 
 /// As on a node, where pages lie in memory.
@@ -30,6 +32,11 @@ const MOST_MIB: u64 = 1200;
 const AUDIT: Duration = Duration::from_secs(1);
 /// So long a program waits in vain without an agent.
 const IN_VAIN: Duration = Duration::from_secs(4);
+/// What a tenant at work launches, and its part in per cent where there are eight of a GPU.
+const SHAPE: &str = "1ms";
+const CORES: u32 = 12;
+/// What is done once is done by then.
+const SETTLED: Duration = Duration::from_secs(3);
 /// Ticks of `/proc/self/stat` in a second.
 const TICKS: f64 = 100.0;
 /// The thread that waits for events.
@@ -52,7 +59,7 @@ pub(crate) struct Arguments {
     /// Windows, and containers that die
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Only these: cpu, dead
+    /// Only these: cpu, work, dead
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 }
@@ -64,25 +71,32 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if wanted("cpu") {
         cpu(arguments, &library)?;
     }
+    if wanted("work") {
+        work(arguments, &library)?;
+    }
     if wanted("dead") {
         dead(arguments, &library)?;
     }
     Ok(())
 }
 
-/// A node with a program on it.
+/// The programs.
+const HOLDER: &str = "bench";
+const WORKER: &str = "compute";
+
+/// A node with the programs on it.
 struct World {
     node: Node,
-    program: PathBuf,
     library: PathBuf,
 }
 
 impl World {
     fn up(gpus: usize, library: &Path) -> Result<Self> {
         let node = Node::up_in(&format!("{gpus}xL4"), Path::new(MEMORY))?;
-        let program = node.programs().join("bench");
-        programs::compile(&["bench.c"], &program, &["-ldl"])?;
-        Ok(Self { node, program, library: library.to_owned() })
+        for program in [HOLDER, WORKER] {
+            programs::compile(&[&format!("{program}.c")], &node.programs().join(program), &["-ldl"])?;
+        }
+        Ok(Self { node, library: library.to_owned() })
     }
 
     /// A container that has a share of a GPU and sees no other.
@@ -92,23 +106,54 @@ impl World {
         Container::start(&self.node, &Recipe { shares, library, environment, ..Recipe::default() })
     }
 
+    /// All the shares that were asked for, by the slot of their GPU.
+    fn containers(&self, arguments: &Arguments, compute: Compute) -> Result<Vec<(usize, Container)>> {
+        let all =
+            (0..arguments.gpus).flat_map(|slot| (0..arguments.shares).map(move |number| (slot, number)));
+        all.map(|(slot, number)| {
+            let share = self.node.share_of(slot, &format!("claim-{slot}-{number}"), LIMIT, compute)?;
+            Ok((slot, self.container(&share, slot)?))
+        })
+        .collect()
+    }
+
     /// A program that takes so much and stays.
-    fn hold(&self, container: &Container, mib: u64) -> Result<Holder> {
-        let mut command = container.command(&self.program);
-        command.args(["hold", &mib.to_string()]).stdin(Stdio::null()).stdout(Stdio::piped());
-        let mut child = command.spawn().context("cannot start nsenter")?;
-        let said = BufReader::new(child.stdout.take().context("no standard output")?);
-        Ok(Holder { child, said })
+    fn hold(&self, container: &Container, mib: u64) -> Result<Program> {
+        let mut command = container.command(&self.node.programs().join(HOLDER));
+        command.args(["hold", &mib.to_string()]);
+        Program::start(command)
+    }
+
+    /// A program that works for so long when it is told to.
+    fn worker(&self, container: &Container, time: Duration) -> Result<Program> {
+        let mut command = container.command(&self.node.programs().join(WORKER));
+        command.args(["run", SHAPE, "0", &time.as_millis().to_string()]);
+        let mut worker = Program::start(command)?;
+        let mut line = String::new();
+        worker.said.read_line(&mut line)?;
+        ensure!(line == "ready\n", "a program has ended");
+        Ok(worker)
     }
 }
 
 /// It ends with its container.
-struct Holder {
+struct Program {
     child: Child,
     said: BufReader<ChildStdout>,
 }
 
-impl Holder {
+impl Program {
+    fn start(command: Command) -> Result<Self> {
+        let mut child = program::start(command)?;
+        let said = BufReader::new(child.stdout.take().context("no standard output")?);
+        Ok(Self { child, said })
+    }
+
+    /// Has it begin.
+    fn go(&mut self) -> Result<()> {
+        self.child.stdin.as_mut().context("no input")?.write_all(b"\n").context("a program has ended")
+    }
+
     /// What it says next of that name. The program gives up by itself.
     fn says(&mut self, name: &str) -> Result<f64> {
         loop {
@@ -122,7 +167,7 @@ impl Holder {
     }
 }
 
-impl Drop for Holder {
+impl Drop for Program {
     fn drop(&mut self) {
         // Killed with its container, or about to be.
         let _ = self.child.kill();
@@ -130,35 +175,60 @@ impl Drop for Holder {
     }
 }
 
-/// Per cent of one core.
+/// Per cent of one core, beside tenants that hold memory and do nothing.
 fn cpu(arguments: &Arguments, library: &Path) -> Result<()> {
     let world = World::up(arguments.gpus, library)?;
     let watch = Watch::start(&world.node)?;
-    let window = Duration::from_secs(arguments.window);
-    let measure = |name: &str| -> Result<Vec<f64>> {
-        // What is done once is no part of it.
-        std::thread::sleep(3 * AUDIT);
-        let rounds: Vec<(f64, f64)> =
-            (0..arguments.rounds).map(|_| share_of_a_core(window)).collect::<Result<_>>()?;
-        let (own, events): (Vec<f64>, Vec<f64>) = rounds.into_iter().unzip();
-        figure(&format!("{name}_percent"), &own, "percent");
-        figure(&format!("{name}_simulated_events_percent"), &events, "percent");
-        Ok(own)
-    };
-    measure("agent_cpu_without_shares")?;
+    costs("agent_cpu_without_shares", arguments)?;
     let mut tenants = Vec::new();
-    for slot in 0..arguments.gpus {
-        for number in 0..arguments.shares {
-            let share = world.node.share_of(slot, &format!("claim-{slot}-{number}"), "0", LIMIT)?;
-            let container = world.container(&share, slot)?;
-            let mut holder = world.hold(&container, HELD_MIB)?;
-            holder.says("held")?;
-            tenants.push((container, holder));
-        }
+    for (slot, container) in world.containers(arguments, Compute::default())? {
+        let mut holder = world.hold(&container, HELD_MIB)?;
+        holder.says("held").with_context(|| format!("on GPU {slot}"))?;
+        tenants.push((container, holder));
     }
-    let name = format!("agent_cpu_{}_gpus_{}_shares", arguments.gpus, arguments.shares);
-    let rounds = measure(&name)?;
+    has_cost("idle", arguments)?;
+    is_content(&watch)
+}
+
+/// The same beside tenants that launch all they can.
+fn work(arguments: &Arguments, library: &Path) -> Result<()> {
+    let world = World::up(arguments.gpus, library)?;
+    let watch = Watch::start(&world.node)?;
+    let share = Compute { cores: CORES, ceiling: CORES, ..Compute::default() };
+    let time = SETTLED + Duration::from_secs(arguments.window) * (arguments.rounds + 1);
+    let mut tenants = Vec::new();
+    for (_, container) in world.containers(arguments, share)? {
+        let worker = world.worker(&container, time)?;
+        tenants.push((container, worker));
+    }
+    tenants.iter_mut().try_for_each(|(_, worker)| worker.go())?;
+    has_cost("working", arguments)?;
+    let mut has_ended = tenants.iter_mut().map(|(_, worker)| worker.child.try_wait());
+    ensure!(has_ended.all(|ended| matches!(ended, Ok(None))), "a program has ended too soon");
+    is_content(&watch)
+}
+
+/// Measures windows, and holds what they cost at the median to the bar.
+fn has_cost(what: &str, arguments: &Arguments) -> Result<()> {
+    let name = format!("agent_cpu_{}_gpus_{}_shares_{what}", arguments.gpus, arguments.shares);
+    let rounds = costs(&name, arguments)?;
     bar(&format!("{name}_percent"), median(&rounds), 2.0, "percent");
+    Ok(())
+}
+
+/// What windows cost, in per cent of a core.
+fn costs(name: &str, arguments: &Arguments) -> Result<Vec<f64>> {
+    std::thread::sleep(SETTLED);
+    let window = Duration::from_secs(arguments.window);
+    let rounds: Vec<(f64, f64)> =
+        (0..arguments.rounds).map(|_| share_of_a_core(window)).collect::<Result<_>>()?;
+    let (own, events): (Vec<f64>, Vec<f64>) = rounds.into_iter().unzip();
+    figure(&format!("{name}_percent"), &own, "percent");
+    figure(&format!("{name}_simulated_events_percent"), &events, "percent");
+    Ok(own)
+}
+
+fn is_content(watch: &Watch) -> Result<()> {
     let told = watch.until(Instant::now(), |_| true);
     ensure!(told.is_empty(), "the agent finds fault with honest programs: {told:?}");
     Ok(())
@@ -200,9 +270,9 @@ fn ticks() -> Result<f64> {
 /// processes, can have that.
 fn dead(arguments: &Arguments, library: &Path) -> Result<()> {
     let world = World::up(1, library)?;
-    let share = world.node.share_of(0, "claim-0", "0", LIMIT)?;
+    let share = world.node.share_of(0, "claim-0", LIMIT, Compute::default())?;
     // When one died, and one that waits for what it had.
-    let inherit = |wait: Duration| -> Result<(f64, Holder, Container)> {
+    let inherit = |wait: Duration| -> Result<(f64, Program, Container)> {
         let (container, heir) = (world.container(&share, 0)?, world.container(&share, 0)?);
         let mut holder = world.hold(&container, MOST_MIB)?;
         holder.says("held")?;
