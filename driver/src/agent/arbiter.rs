@@ -235,8 +235,9 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         // What was granted when and what was had when are not known so well that anything follows.
     } else if !is_exact && seen.busy > granted {
         trim *= granted as f64 / seen.busy as f64;
-        // More than the whole cannot be seen. To have been charged less than it was only makes it less.
-        if seen.busy + QUANTUM >= SECOND && seen.charged > 0 {
+        // More than the whole cannot be seen. To have been charged less than it was only makes it less. Who is to have nearly
+        // all of it has not much more by having all.
+        if seen.busy + QUANTUM >= SECOND && seen.charged > 0 && granted < FULL {
             trim = trim.min(seen.charged as f64 / seen.busy as f64);
         }
     } else if lacks && is_honest && is_sound && all < FULL {
