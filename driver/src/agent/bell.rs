@@ -1,9 +1,9 @@
 //! The agent's quick half: who hears a share ring, and changes what pages say before the next audit.
 //!
-//! The audit brings what it found ([`Bell::plan`]); a thread waits for doorbells ([`super::door`]) and, while somebody
-//! is awake, looks every [`TICK`] whether it still works. Either way [`super::orders`] decides, and what is new is
-//! written to the policy pages under one lock ([`super::desk`]). While nobody is awake the thread
-//! sleeps and costs nothing.
+//! The audit brings what it found ([`Bell::plan`]); a thread waits for doorbells ([`super::door`]) and, where several may
+//! work, looks at those who may have come to rest by then, once in a [`TICK`] at most. Either way [`super::orders`]
+//! decides, and what is new is written to the policy pages under one lock ([`super::desk`]). While nobody works beside
+//! others the thread sleeps and costs nothing.
 //!
 //! What is written ends by itself, a closed gate soonest, so that a node whose agent is gone keeps nobody out. An
 //! agent that ends in order opens the gates that it closed.

@@ -1,8 +1,11 @@
 //! Pages as files, a desk that has them, and a clock that the test moves.
 
-use super::super::arbiter::SECOND;
+use super::super::arbiter::{SECOND, Terms};
+use super::super::door::Pulse;
+use super::seat::{GRANT, HOLD, RESTS};
 use super::*;
-use divvy_pages::{Compute, Flags, Memory, Policy, Text};
+use crate::shares::Mapped;
+use divvy_pages::{Compute, Flags, Memory, Policy, PolicyPage, Text, account};
 use rustix::thread::futex;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -106,7 +109,7 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     assert!(desk.plan(GPU, planned(&shares, &[100, 0]), now));
     assert_eq!([borrower.rate(now), owner.rate(now)], [Some(100), Some(60)]);
     let (doors, until) = desk.doors(now);
-    assert_eq!((doors.len(), until), (1, now + LOOK), "it is heard, and the other one may come to rest");
+    assert_eq!((doors.len(), until), (1, now + RESTS), "it is heard, and the other one may come to rest");
     desk.tick(now + MS);
     assert_eq!(borrower.rate(now), Some(100));
     let rung = now + 2 * MS;
@@ -115,7 +118,7 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     assert_eq!([borrower.rate(rung), owner.rate(rung)], [Some(40), Some(60)]);
     assert_eq!(owner.page().call(), 0, "it is not asked again");
     let (doors, until) = desk.doors(rung);
-    assert_eq!((doors.len(), until), (0, rung + TICK));
+    assert_eq!((doors.len(), until), (0, rung + HOLD));
     // It works on, and an audit that has not seen it yet changes nothing.
     owner.launches(rung + 50 * MS);
     borrower.launches(rung + 50 * MS);

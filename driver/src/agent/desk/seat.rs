@@ -1,0 +1,299 @@
+//! A share at the desk: its pages, what was last written there, and what its account tells of it.
+
+use super::{Had, Planned};
+use crate::agent::arbiter::{self, Company, Terms};
+use crate::agent::bell::Key;
+use crate::agent::door::{Door, Pulse};
+use crate::agent::orders::{Order, Standing};
+use crate::shares::Mapped;
+use divvy_pages::policy::UNBOUNDED;
+use divvy_pages::{PolicyPage, account};
+use rustix::thread::futex::{self, Flags};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+/// For so long a rate holds: an audit may come late, and two may be lost.
+pub(super) const GRANT: u64 = 3_500_000_000;
+/// Rates that ended so long ago tell nothing any more.
+const STALE: u64 = 60_000_000_000;
+/// For so long a gate stays closed by itself.
+pub(super) const CLOSED: u64 = 200_000_000;
+/// Who has so little left, in nanoseconds of GPU time, may be waiting for more.
+const SCARCE: i128 = 500_000;
+/// So long after it rang a share was seen by an audit, all of it.
+const SEEN: u64 = 1_100_000_000;
+/// Who launched last so long ago does not work any more: of who keeps others out, and of the rest, to whom it matters
+/// less and who sleep longer between launches.
+pub(super) const HOLD: u64 = 20_000_000;
+pub(super) const RESTS: u64 = 60_000_000;
+
+#[derive(Debug)]
+pub(super) struct Seat {
+    pub(super) key: Key,
+    file: (u64, u64),
+    page: Mapped,
+    account: Arc<File>,
+    pub(super) door: Arc<Door>,
+    pub(super) standing: Standing,
+    pub(super) order: Order,
+    is_divided: bool,
+    granted_until: u64,
+    closed_until: u64,
+    /// The last call, 0 before the first, and what the doorbell was before it.
+    call: u32,
+    pub(super) doorbell: u32,
+    /// When it rang, or the audit before.
+    woke: u64,
+    /// When it was last seen to work, by its own word, and whether that is long ago.
+    pub(super) works: u64,
+    pub(super) rests: bool,
+    /// Since when the order holds; what was granted and allowed since `began`, in nanoseconds times nanoseconds a second.
+    since: u64,
+    began: u64,
+    sums: [u128; 2],
+    /// Nanoseconds since then beside others, and how often that changed.
+    beside: u64,
+    changes: u32,
+    /// How often it came to rest or began since then.
+    moves: u32,
+    /// These changes there were in the second before, too.
+    has_changed: bool,
+    has_moved: bool,
+    was_closed: bool,
+    /// See [`Had`].
+    highest: u64,
+}
+
+impl Seat {
+    /// `is_beside`: there are others on the GPU.
+    pub(super) fn new(planned: &Planned, is_beside: bool, now: u64) -> io::Result<Self> {
+        let file = identity(&planned.policy)?;
+        let page = Mapped::open(&planned.policy)?;
+        let mut standing = planned.standing;
+        let words = page.page().ok_or(io::ErrorKind::InvalidData)?;
+        // Of an agent before this one. What was granted where time is lent cannot be told.
+        let Terms { guarantee, ceiling, .. } = standing.terms;
+        if let Some(rate) = words.granted(now.saturating_sub(STALE)).filter(|_| guarantee == ceiling) {
+            standing.memory = arbiter::Memory::inherited(rate, guarantee, is_beside);
+        }
+        let (closed_until, is_divided, is_asked) =
+            (words.closed_until(), words.is_paced() && !standing.is_limited, words.call() > 0);
+        Ok(Self {
+            key: planned.key.clone(),
+            file,
+            page,
+            account: Arc::clone(&planned.account),
+            door: Arc::new(Door::of(&planned.account)?),
+            standing,
+            order: Order { rate: None, is_asked, is_beside, memory: standing.memory },
+            is_divided,
+            granted_until: 0,
+            closed_until,
+            call: 0,
+            doorbell: 0,
+            woke: 0,
+            works: now,
+            rests: false,
+            since: now,
+            began: now,
+            sums: [0; 2],
+            beside: 0,
+            changes: 0,
+            moves: 0,
+            has_changed: false,
+            has_moved: false,
+            was_closed: false,
+            highest: 0,
+        })
+    }
+
+    pub(super) fn is_of(&self, planned: &Planned) -> bool {
+        self.key == planned.key
+            && Arc::ptr_eq(&self.account, &planned.account)
+            && identity(&planned.policy).is_ok_and(|file| file == self.file)
+    }
+
+    fn words(&self) -> Option<&PolicyPage> {
+        self.page.page()
+    }
+
+    /// An audit found it so.
+    pub(super) fn found(self, standing: Standing, now: u64) -> Self {
+        // NVML has the word again of who rang a second ago; but high priority is a matter of milliseconds.
+        let is_old = self.woke + SEEN <= now && !standing.is_high;
+        Self { standing: Standing { is_awake: self.standing.is_awake && !is_old, ..standing }, ..self }
+    }
+
+    /// It may have rung, or come to rest.
+    pub(super) fn is_due(&self, now: u64) -> bool {
+        self.order.is_asked || self.is_at_work() && self.may_rest() <= now
+    }
+
+    /// When it may have come to rest at the earliest, as far as is known.
+    pub(super) fn may_rest(&self) -> u64 {
+        let hold = if self.standing.is_awake { HOLD } else { RESTS };
+        self.works.max(self.woke).saturating_add(hold)
+    }
+
+    /// As far as is known.
+    pub(super) fn is_at_work(&self) -> bool {
+        self.standing.is_awake || self.standing.wants > 0 && !self.rests
+    }
+
+    /// Its launches are paced, so that its account says when they come.
+    pub(super) fn is_seen(&self) -> bool {
+        self.order.rate.is_some()
+    }
+
+    pub(super) fn is_whole(&self) -> bool {
+        self.account.metadata().is_ok_and(|meta| meta.len() >= account::HEADER as u64)
+    }
+
+    /// Whether it is awake that was not, or the other way round.
+    pub(super) fn look(&mut self, now: u64) -> bool {
+        let Ok(pulse) = Pulse::read(&self.account) else { return false };
+        self.works = self.works.max(pulse.refilled.min(now));
+        let was = (self.standing.is_awake, self.rests);
+        if self.order.is_asked && pulse.doorbell != self.doorbell {
+            (self.standing.is_awake, self.woke, self.works, self.rests) = (true, now, now, false);
+        } else if self.is_seen() {
+            // As the library fills its stock.
+            let rate = match self.order.rate {
+                Some(UNBOUNDED) => arbiter::SECOND,
+                rate => rate.unwrap_or(0),
+            };
+            let accrued = u128::from(now.saturating_sub(pulse.refilled)) * u128::from(rate)
+                / u128::from(arbiter::SECOND);
+            let left = i128::from(pulse.balance) + i128::try_from(accrued).unwrap_or(0);
+            let quiet = now.saturating_sub(self.works.max(self.woke));
+            self.standing.is_awake &= left < 0 || quiet <= HOLD;
+            self.rests = left >= SCARCE && quiet > RESTS;
+        }
+        self.moves += u32::from(self.rests != was.1);
+        (self.standing.is_awake, self.rests) != was
+    }
+
+    /// Has the page say that; true where it is watched for something else from now on.
+    pub(super) fn obey(&mut self, order: Order, is_out: bool, now: u64) -> bool {
+        self.add_up(now);
+        let had = std::mem::replace(&mut self.order, order);
+        let was_out = self.closed_until > 0;
+        self.highest = self.highest.max(self.rate_of(had)).max(self.rate_of(order));
+        self.changes += u32::from(had.is_beside != order.is_beside);
+        if let Some(page) = self.page.page() {
+            if let Some(rate) = order.rate
+                && (had.rate != order.rate || self.granted_until < now + GRANT - arbiter::SECOND / 2)
+            {
+                self.granted_until = now + GRANT;
+                page.grant(rate, self.granted_until);
+            }
+            let is_divided = order.rate.is_some() && !self.standing.is_limited;
+            if is_divided != self.is_divided {
+                self.is_divided = is_divided;
+                page.divide(is_divided);
+            }
+            if had.is_asked && !order.is_asked {
+                page.ask(false, 0);
+            }
+            // Who sleeps by the rate that was may have more by now.
+            if had.rate.is_some_and(|had| order.rate > Some(had.saturating_add(had / 4))) {
+                wake(page);
+            }
+        }
+        if order.is_asked && (!had.is_asked || self.call == 0) {
+            self.ask(now);
+        }
+        self.close(is_out, now);
+        had.is_asked != order.is_asked || was_out != is_out
+    }
+
+    /// What the doorbell says is read before: a launch that comes in between rings.
+    fn ask(&mut self, now: u64) {
+        let Ok(pulse) = Pulse::read(&self.account) else {
+            // Tried again with the next order.
+            self.order.is_asked = false;
+            return;
+        };
+        // Of the clock, so that no agent's number is one that an earlier one has used.
+        self.call = ((now / 1_000_000) as u32).max(self.call + 1) & (u32::MAX >> 2);
+        self.doorbell = pulse.doorbell;
+        if let Some(page) = self.words() {
+            page.ask(true, self.call);
+        }
+    }
+
+    pub(super) fn close(&mut self, is_out: bool, now: u64) {
+        let Some(page) = self.page.page() else { return };
+        if is_out {
+            self.was_closed = true;
+            if self.closed_until < now + CLOSED * 3 / 4 {
+                self.closed_until = now + CLOSED;
+                page.close(self.closed_until);
+            }
+        } else if self.closed_until > 0 {
+            self.closed_until = 0;
+            page.close(0);
+            wake(page);
+        }
+    }
+
+    /// It is no share to be divided any more.
+    pub(super) fn release(&mut self) {
+        self.close(false, 0);
+        if let Some(page) = self.words() {
+            page.divide(false);
+            page.ask(false, 0);
+        }
+    }
+
+    fn add_up(&mut self, now: u64) {
+        let (granted, allowed) = if self.closed_until > 0 { (0, 0) } else { self.order.memory.granted() };
+        let passed = u128::from(now.saturating_sub(self.since));
+        for (sum, had) in self.sums.iter_mut().zip([granted, allowed]) {
+            *sum += passed * u128::from(had);
+        }
+        if self.order.is_beside {
+            self.beside += now.saturating_sub(self.since);
+        }
+        self.since = now;
+    }
+
+    /// What its launches are paced by: without a grant by its record, if at all.
+    fn rate_of(&self, order: Order) -> u64 {
+        let of_record = if self.standing.is_limited { self.standing.terms.ceiling } else { UNBOUNDED };
+        order.rate.unwrap_or(of_record)
+    }
+
+    pub(super) fn had(&mut self, now: u64) -> Had {
+        self.add_up(now);
+        let passed = u128::from(now.saturating_sub(self.began)).max(1);
+        let [granted, allowed] = self.sums.map(|sum| u64::try_from(sum / passed).unwrap_or(u64::MAX));
+        let wanted = std::mem::take(&mut self.was_closed).then_some(self.standing.wants);
+        // Who begins and rests again and again, and who is beside such a one, is met on the mean.
+        let had_changed = std::mem::replace(&mut self.has_changed, self.changes > 0);
+        let had_moved = std::mem::replace(&mut self.has_moved, self.moves > 0);
+        let company = Company {
+            is_beside: u128::from(self.beside) * 2 > passed,
+            has_changed: self.changes == 1 && !had_changed,
+            has_moved: self.moves == 1 && !had_moved,
+            between: 0,
+        };
+        (self.began, self.sums) = (now, [0; 2]);
+        (self.beside, self.changes, self.moves) = (0, 0, 0);
+        let highest = self.highest;
+        self.highest = self.rate_of(self.order);
+        Had { memory: self.order.memory.with_granted(granted, allowed), wanted, highest, company }
+    }
+}
+
+/// Everybody who waits for the share's gate or for its time.
+fn wake(page: &PolicyPage) {
+    // It fails for no word of ours.
+    let _ = futex::wake(page.gate(), Flags::empty(), i32::MAX as u32);
+}
+
+fn identity(path: &std::path::Path) -> io::Result<(u64, u64)> {
+    path.metadata().map(|meta| (meta.dev(), meta.ino()))
+}
