@@ -16,7 +16,7 @@ use divvy_escape::node::{Compute, MIB, Node, Share};
 use divvy_escape::programs;
 use divvy_escape::watch::Watch;
 use divvy_sim::ledger;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command};
 use std::time::{Duration, Instant};
@@ -129,9 +129,7 @@ impl World {
         let mut command = container.command(&self.node.programs().join(WORKER));
         command.args(["run", SHAPE, "0", &time.as_millis().to_string()]);
         let mut worker = Program::start(command)?;
-        let mut line = String::new();
-        worker.said.read_line(&mut line)?;
-        ensure!(line == "ready\n", "a program has ended");
+        ensure!(program::hear(&mut worker.said)? == "ready\n", "a program has ended");
         Ok(worker)
     }
 }
@@ -154,11 +152,10 @@ impl Program {
         self.child.stdin.as_mut().context("no input")?.write_all(b"\n").context("a program has ended")
     }
 
-    /// What it says next of that name. The program gives up by itself.
+    /// What it says next of that name.
     fn says(&mut self, name: &str) -> Result<f64> {
         loop {
-            let mut line = String::new();
-            self.said.read_line(&mut line)?;
+            let line = program::hear(&mut self.said)?;
             let (what, value) = line.trim_end().split_once(' ').context("the program has ended")?;
             if what == name {
                 return Ok(value.parse()?);

@@ -2,10 +2,11 @@
 //! `time NAMESPACE NAME` answers with the microseconds that one GET of that
 //! claim takes inside the server, without transport; the end of input ends it.
 
+use crate::program::hear;
 use anyhow::{Context, Result, bail};
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Instant;
@@ -62,8 +63,7 @@ impl Server {
             .context("cannot start the API server")?;
         let input = child.stdin.take();
         let mut output = BufReader::new(child.stdout.take().context("the API server has no output")?);
-        let mut line = String::new();
-        output.read_line(&mut line)?;
+        let line = hear(&mut output)?;
         Ok(Self { child, input, output, kubeconfig: PathBuf::from(line.trim()) })
     }
 
@@ -72,8 +72,7 @@ impl Server {
         let input = self.input.as_mut().context("the API server is gone")?;
         writeln!(input, "time {namespace} {name}")?;
         input.flush()?;
-        let mut line = String::new();
-        self.output.read_line(&mut line)?;
+        let line = hear(&mut self.output)?;
         line.trim().parse().with_context(|| format!("the API server answered {line:?}"))
     }
 }

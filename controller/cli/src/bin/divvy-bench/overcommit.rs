@@ -18,7 +18,7 @@ use divvy_escape::container::{Container, Recipe};
 use divvy_escape::node::{CONTEXT, MIB, Node, Share};
 use divvy_escape::programs;
 use divvy_escape::watch::Watch;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout};
@@ -248,8 +248,8 @@ impl Tenant {
     }
 
     fn line(&mut self) -> Result<String> {
-        let mut line = String::new();
-        if self.said.read_line(&mut line)? == 0 {
+        let line = program::hear(&mut self.said)?;
+        if line.is_empty() {
             let mut why = String::new();
             if let Some(mut wrong) = self.child.stderr.take() {
                 wrong.read_to_string(&mut why)?;
@@ -271,8 +271,9 @@ impl Tenant {
 
     /// What it says in the end.
     fn end(&mut self) -> Result<String> {
-        let mut said = String::new();
-        self.said.read_to_string(&mut said)?;
+        let next =
+            || program::hear(&mut self.said).map(|line| (!line.is_empty()).then_some(line)).transpose();
+        let said = std::iter::from_fn(next).collect::<Result<_>>()?;
         let deadline = Instant::now() + PATIENCE;
         while self.child.try_wait()?.is_none() {
             ensure!(Instant::now() < deadline, "a tenant does not end");

@@ -5,11 +5,12 @@
 
 use super::cells::{Cell, SHAPES, Shape};
 use super::tenants::{Point, Stage, figure as said, share};
+use crate::program::hear;
 use crate::stats::{bar, figure, line, median, percentile};
 use anyhow::{Context, Result, ensure};
 use divvy_escape::node::Compute;
 use std::cell::RefCell;
-use std::io::{BufRead, BufReader};
+use std::io::BufReader;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -36,10 +37,11 @@ impl Agent {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["compute", "--agent-of"]).args([stage.node.sim.root(), stage.node.path()]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("no agent")?;
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().context("no output")?).read_line(&mut line)?;
-        ensure!(line == "up\n", "the agent does not start");
-        Ok(Self(child))
+        let said = child.stdout.take().context("no output")?;
+        // Killed from here on, whatever it says.
+        let agent = Self(child);
+        ensure!(hear(&mut BufReader::new(said))? == "up\n", "the agent does not start");
+        Ok(agent)
     }
 }
 

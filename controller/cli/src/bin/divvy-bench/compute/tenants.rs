@@ -1,6 +1,7 @@
 //! Tenants of a simulated GPU: each a program in a container, and what the ledger says that it had.
 
 use super::cells::{Cell, UNLIMITED};
+use crate::program::hear;
 use anyhow::{Context, Result, bail, ensure};
 use divvy_escape::container::{Container, Recipe};
 use divvy_escape::node::{Compute, MIB, Node};
@@ -9,7 +10,7 @@ use divvy_escape::watch::Watch;
 use divvy_sim::ledger::{Served, Watcher};
 use rustix::process::{Pid, Signal, kill_process};
 use std::cell::Cell as Counter;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout};
 use std::rc::Rc;
@@ -226,9 +227,7 @@ impl Stage {
 
 impl Tenant {
     fn ready(&mut self) -> Result<()> {
-        let mut line = String::new();
-        self.said.read_line(&mut line)?;
-        if line == "ready\n" { Ok(()) } else { bail!("{}", self.ended()) }
+        if hear(&mut self.said)? == "ready\n" { Ok(()) } else { bail!("{}", self.ended()) }
     }
 
     fn go(&mut self) -> Result<()> {
