@@ -115,16 +115,24 @@ impl Node {
 
     /// A share of the GPU with so many bytes, as the node daemon writes its pages.
     pub fn share(&self, claim: &str, id: &str, limit: u64) -> Result<Share> {
-        self.share_with(claim, id, limit, Compute::default())
+        self.share_of(0, claim, id, limit, Compute::default())
     }
 
-    /// The same with that much of its time.
-    pub fn share_with(&self, claim: &str, id: &str, limit: u64, compute: Compute) -> Result<Share> {
+    /// The same of the GPU in that slot, with that much of its time. A node with an instance has one GPU.
+    pub fn share_of(
+        &self,
+        slot: usize,
+        claim: &str,
+        id: &str,
+        limit: u64,
+        compute: Compute,
+    ) -> Result<Share> {
         let directory = self.path().join("shares").join(claim).join(id);
         let state = self.sim.read()?;
-        let gpu = state.gpus.first().context("no GPU")?;
+        let gpu = state.gpus.get(slot).context("no such GPU")?;
         let physical = divvy_sim::mig::memory_mib(gpu, self.mig.map(|(gi, _)| gi)) * MIB;
-        write_pages(&directory, claim, id, self.device(), limit, physical, compute)?;
+        let device = (GpuUuid::parse(&gpu.uuid).context("a GPU without a UUID")?, self.instance());
+        write_pages(&directory, claim, id, device, limit, physical, compute)?;
         Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
     }
 
@@ -144,24 +152,13 @@ impl Node {
     /// Pages of the same GPU that allow everything, which no node has made.
     pub fn forged(&self) -> Result<PathBuf> {
         let directory = self.path().join("forged");
-        write_pages(&directory, "mine", "share", self.device(), 1 << 43, 1 << 43, Compute::default())?;
+        let device = (self.uuid, self.instance());
+        write_pages(&directory, "mine", "share", device, 1 << 43, 1 << 43, Compute::default())?;
         Ok(directory)
     }
 
-    fn device(&self) -> (GpuUuid, Option<GpuUuid>) {
-        (self.uuid, self.mig.map(|(_, uuid)| uuid))
-    }
-
-    /// A share with the ID 0 of the GPU in that slot, where there are several.
-    pub fn share_of(&self, slot: usize, claim: &str, limit: u64, compute: Compute) -> Result<Share> {
-        let id = "0";
-        let directory = self.path().join("shares").join(claim).join(id);
-        let state = self.sim.read()?;
-        let gpu = state.gpus.get(slot).context("no such GPU")?;
-        let physical = divvy_sim::mig::memory_mib(gpu, None) * MIB;
-        let uuid = GpuUuid::parse(&gpu.uuid).context("a GPU without a UUID")?;
-        write_pages(&directory, claim, id, (uuid, None), limit, physical, compute)?;
-        Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
+    fn instance(&self) -> Option<GpuUuid> {
+        self.mig.map(|(_, uuid)| uuid)
     }
 
     /// Whether the GPU driver keeps a limit of that cgroup.

@@ -165,7 +165,7 @@ impl Trial {
                 };
                 let share = match row.over_commits {
                     true => trial.node.over_committed(CLAIM, SHARE, LIMIT, IN_ALL)?,
-                    false => trial.node.share_with(CLAIM, SHARE, LIMIT, compute)?,
+                    false => trial.node.share_of(0, CLAIM, SHARE, LIMIT, compute)?,
                 };
                 recipe.shares.push(share.clone());
                 trial.share = Some(share);

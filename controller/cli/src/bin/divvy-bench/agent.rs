@@ -111,7 +111,7 @@ impl World {
         let all =
             (0..arguments.gpus).flat_map(|slot| (0..arguments.shares).map(move |number| (slot, number)));
         all.map(|(slot, number)| {
-            let share = self.node.share_of(slot, &format!("claim-{slot}-{number}"), LIMIT, compute)?;
+            let share = self.node.share_of(slot, &format!("claim-{slot}-{number}"), "0", LIMIT, compute)?;
             Ok((slot, self.container(&share, slot)?))
         })
         .collect()
@@ -267,7 +267,7 @@ fn ticks() -> Result<f64> {
 /// processes, can have that.
 fn dead(arguments: &Arguments, library: &Path) -> Result<()> {
     let world = World::up(1, library)?;
-    let share = world.node.share_of(0, "claim-0", LIMIT, Compute::default())?;
+    let share = world.node.share_of(0, "claim-0", "0", LIMIT, Compute::default())?;
     // When one died, and one that waits for what it had.
     let inherit = |wait: Duration| -> Result<(f64, Program, Container)> {
         let (container, heir) = (world.container(&share, 0)?, world.container(&share, 0)?);

@@ -140,7 +140,7 @@ impl Stage {
             return Ok((Container::start(&self.node, &recipe)?, None));
         };
         let claim = format!("claim-{}", self.shares.replace(self.shares.get() + 1));
-        let share = self.node.share_with(&claim, "0", LIMIT, compute)?;
+        let share = self.node.share_of(0, &claim, "0", LIMIT, compute)?;
         let pages = Pages(share.directory.parent().context("a share without a claim")?.to_owned());
         let (library, shares) = (Some(self.library.clone()), vec![share]);
         let recipe = Recipe { environment, library, shares, ..Recipe::default() };
