@@ -148,6 +148,14 @@ const SECOND: u64 = 1_000_000_000;
 /// library believes, and may be more than a second a second: kernels that are cut by neighbours look longer.
 pub const UNBOUNDED: u64 = u64::MAX;
 
+/// Nanoseconds of GPU time by which the stock of a share fills in so many nanoseconds. Whoever may have all of the device
+/// fills no faster than it works, and so is in debt while what it launched runs: by that the node knows that it works.
+pub fn accrued(rate: u64, nanoseconds: u64) -> i64 {
+    let rate = if rate == UNBOUNDED { SECOND } else { rate };
+    let accrued = u128::from(nanoseconds) * u128::from(rate) / u128::from(SECOND);
+    i64::try_from(accrued).unwrap_or(i64::MAX)
+}
+
 /// Switches. Bits that this version does not know are kept as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flags(pub u32);
@@ -385,6 +393,15 @@ mod tests {
             [30, 30, 60, 100, 100, 100]
         );
         assert!(!Compute { cores: 100, ..Compute::default() }.is_limited());
+    }
+
+    #[test]
+    fn a_stock_fills_by_its_rate_and_without_bounds_as_fast_as_the_device_works() {
+        assert_eq!(accrued(SECOND / 4, 2 * SECOND), SECOND as i64 / 2);
+        assert_eq!(accrued(3 * SECOND, 2 * SECOND), 6 * SECOND as i64);
+        assert_eq!(accrued(UNBOUNDED, 2 * SECOND), 2 * SECOND as i64);
+        assert_eq!(accrued(UNBOUNDED - 1, u64::MAX), i64::MAX);
+        assert_eq!(accrued(0, u64::MAX), 0);
     }
 
     proptest! {

@@ -16,7 +16,7 @@ use super::desk::Had;
 use super::look::{Look, Share};
 use super::meter::Metered;
 use divvy_api::{ClaimUid, ShareId};
-use divvy_pages::policy::UNBOUNDED;
+use divvy_pages::policy::{UNBOUNDED, accrued};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -61,10 +61,6 @@ pub(super) fn beyond(
         if highest == 0 || highest == UNBOUNDED || since >= LATE || is_mixed(look, share) {
             continue;
         }
-        let accrued = |nanoseconds: u64| {
-            let all = u128::from(nanoseconds) * u128::from(highest) / u128::from(SECOND);
-            i64::try_from(all).unwrap_or(i64::MAX)
-        };
         let burst = match share.policy.compute.burst_us {
             0 => BURST,
             us => i64::try_from(us.saturating_mul(1000)).unwrap_or(i64::MAX),
@@ -72,9 +68,10 @@ pub(super) fn beyond(
         let since = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
         let taken = u128::from(charged) * u128::from(since) / u128::from(SECOND);
         // Whoever takes next adds what has accrued, by the rate that holds then, and never beyond the burst.
-        let full = was.balance.saturating_add(accrued(was.unfilled)).min(burst);
-        let most =
-            full.saturating_add(accrued(since)).saturating_sub(i64::try_from(taken).unwrap_or(i64::MAX));
+        let full = was.balance.saturating_add(accrued(highest, was.unfilled)).min(burst);
+        let most = full
+            .saturating_add(accrued(highest, since))
+            .saturating_sub(i64::try_from(taken).unwrap_or(i64::MAX));
         let beyond = account.balance.saturating_sub(most);
         if beyond > LOOSE {
             all.insert(at, beyond);

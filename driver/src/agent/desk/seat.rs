@@ -6,7 +6,7 @@ use crate::agent::bell::Key;
 use crate::agent::door::{Door, Pulse};
 use crate::agent::orders::{Order, Standing};
 use crate::shares::Mapped;
-use divvy_pages::policy::UNBOUNDED;
+use divvy_pages::policy::{UNBOUNDED, accrued};
 use divvy_pages::{PolicyPage, account};
 use rustix::thread::futex::{self, Flags};
 use std::fs::File;
@@ -21,7 +21,7 @@ const STALE: u64 = 60_000_000_000;
 /// For so long a gate stays closed by itself.
 pub(super) const CLOSED: u64 = 200_000_000;
 /// Who has so little left, in nanoseconds of GPU time, may be waiting for more.
-const SCARCE: i128 = 500_000;
+const SCARCE: i64 = 500_000;
 /// So long after it rang a share was seen by an audit, all of it.
 const SEEN: u64 = 1_100_000_000;
 /// Who launched last so long ago does not work any more: of who keeps others out, and of the rest, to whom it matters
@@ -158,15 +158,8 @@ impl Seat {
         let was = (self.standing.is_awake, self.rests);
         if self.order.is_asked && pulse.doorbell != self.doorbell {
             (self.standing.is_awake, self.woke, self.works, self.rests) = (true, now, now, false);
-        } else if self.is_seen() {
-            // As the library fills its stock.
-            let rate = match self.order.rate {
-                Some(UNBOUNDED) => arbiter::SECOND,
-                rate => rate.unwrap_or(0),
-            };
-            let accrued = u128::from(now.saturating_sub(pulse.refilled)) * u128::from(rate)
-                / u128::from(arbiter::SECOND);
-            let left = i128::from(pulse.balance) + i128::try_from(accrued).unwrap_or(0);
+        } else if let Some(rate) = self.order.rate {
+            let left = pulse.balance.saturating_add(accrued(rate, now.saturating_sub(pulse.refilled)));
             let quiet = now.saturating_sub(self.works.max(self.woke));
             self.standing.is_awake &= left < 0 || quiet <= HOLD;
             self.rests = left >= SCARCE && quiet > RESTS;

@@ -8,7 +8,7 @@
 
 use core::sync::atomic::Ordering::{AcqRel, Acquire};
 use divvy_pages::AccountPage;
-use divvy_pages::policy::UNBOUNDED;
+use divvy_pages::policy::{UNBOUNDED, accrued};
 
 /// Nanoseconds of GPU time a second for the whole device.
 pub(crate) const SECOND: u64 = 1_000_000_000;
@@ -43,12 +43,7 @@ impl Bucket<'_> {
             return;
         }
         let burst = i64::try_from(self.burst).unwrap_or(i64::MAX);
-        let longest = SECOND.saturating_mul(1000);
-        // Whoever may have all of the device fills no faster than it works. Any other rate may be above that, where the
-        // node found that kernels look longer than they are.
-        let rate = if self.rate == UNBOUNDED { SECOND } else { self.rate };
-        let accrued = u128::from(since.min(longest)) * u128::from(rate) / u128::from(SECOND);
-        let accrued = i64::try_from(accrued).unwrap_or(i64::MAX);
+        let accrued = accrued(self.rate, since);
         let more = |balance: i64| Some(balance.saturating_add(accrued).min(burst));
         let _ = self.page.balance().fetch_update(AcqRel, Acquire, more);
     }
