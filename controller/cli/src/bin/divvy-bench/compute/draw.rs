@@ -19,7 +19,7 @@ struct Scene {
     rests: &'static [(usize, Range<u64>)],
 }
 
-const NONE: Compute = Compute { cores: 0, ceiling: 0, weight: 100, priority: 0, slice_us: 0, burst_us: 0 };
+const NONE: Compute = Compute { cores: 0, ceiling: 0, weight: 100, priority: 0, burst_us: 0 };
 
 const SCENES: &[Scene] = &[
     Scene {

@@ -22,7 +22,7 @@ const PERIOD: u64 = 20 * MS;
 const REACTION: f64 = 5.0;
 /// What a burst of `compute.c` is, in ms.
 const BURST: f64 = 5.0;
-const NONE: Compute = Compute { cores: 0, ceiling: 0, weight: 0, priority: 0, slice_us: 0, burst_us: 0 };
+const NONE: Compute = Compute { cores: 0, ceiling: 0, weight: 0, priority: 0, burst_us: 0 };
 
 /// On a node pages are there long before a container has started: the agent has seen them by then.
 fn seen() {
