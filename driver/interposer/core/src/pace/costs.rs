@@ -12,7 +12,8 @@
 //! turn after a pause, and looks a hundred times longer than it is. Counted in full those few are half of what is
 //! charged, and as they come by chance, it is another half each second. So while the node watches, who sees what the
 //! share really had, a few that are far longer than most count as most do. While nobody watches the mean holds: no
-//! kernel can be made to look shorter by it.
+//! kernel can be made to look shorter by it. Long is what ran long itself, from begin to end: of kernels that overlap each
+//! moves the end of all work by much or by little, as they happen to end.
 
 use core::sync::atomic::Ordering::Relaxed;
 use core::sync::atomic::{AtomicI32, AtomicU16, AtomicU32, AtomicU64};
@@ -175,16 +176,17 @@ impl Cost {
         let _ = self.under_way.fetch_update(Relaxed, Relaxed, |count| count.checked_add_signed(by));
     }
 
-    /// A launch took so many nanoseconds of the device: what it is to be charged. One that took much longer than the
-    /// others is believed step by step: kernels of neighbours may have cut in. It is charged in full all the
+    /// A launch took so many nanoseconds of the device, of the `length` that it ran: what it is to be charged. One that took much
+    /// longer than the others is believed step by step: kernels of neighbours may have cut in. It is charged in full all the
     /// same, unless the node watches and it is one of few.
-    pub(crate) fn learn(&self, took: u64, is_watched: bool) -> u64 {
+    pub(crate) fn learn(&self, took: u64, length: u64, is_watched: bool) -> u64 {
         let count = self.measured.load(Relaxed).min(FIRST);
         self.measured.store(count + 1, Relaxed);
         let old = self.estimate.load(Relaxed);
-        let (centre, far) = self.place(took, count);
+        let (centre, far) = self.place(length, count);
         let few = (centre * 65536 / SLICED).clamp(SOME, MANY);
-        let counts = if is_watched && took > centre * FAR && far <= few { centre } else { took };
+        let is_cut = is_watched && length > centre * FAR && far <= few;
+        let counts = if is_cut { took.min(centre) } else { took };
         let seen = if count < FIRST { counts } else { counts.min(old.saturating_mul(4)) };
         let part = i64::from(count) + 1;
         let new = old as i64 + (seen as i64 - old as i64) / part;
@@ -192,20 +194,20 @@ impl Cost {
         counts
     }
 
-    /// The centre, and how many of 65536 are far from it, with one more measured launch.
-    fn place(&self, took: u64, count: u16) -> (u64, u64) {
-        let took = took.clamp(1, u32::MAX.into());
+    /// The centre, and how many of 65536 are far from it, with one more measured launch of that length.
+    fn place(&self, length: u64, count: u16) -> (u64, u64) {
+        let length = length.clamp(1, u32::MAX.into());
         let (old, far) = (u64::from(self.centre.load(Relaxed)), u64::from(self.far.load(Relaxed)));
         let centre = match old {
-            0 => took,
+            0 => length,
             // Most were far from it: it was found when slices came.
-            _ if took * FAR < old => old / 2,
+            _ if length * FAR < old => old / 2,
             _ => {
                 let step = (old / (u64::from(count) + 1)).max(1);
-                if took > old { (old + step).min(took) } else { old.saturating_sub(step).max(took) }
+                if length > old { (old + step).min(length) } else { old.saturating_sub(step).max(length) }
             }
         };
-        let far = if took > centre * FAR { far + (65535 - far) / 64 } else { far - far / 64 };
+        let far = if length > centre * FAR { far + (65535 - far) / 64 } else { far - far / 64 };
         self.centre.store(centre as u32, Relaxed);
         self.far.store(far as u16, Relaxed);
         (centre, far)
@@ -265,7 +267,7 @@ mod tests {
         for number in 1..10_000_u64 {
             let length = 16_000 + number * 7919 % 8000;
             let more = if number % one_in == 0 { 2_000_000 } else { 0 };
-            charged += cost.learn(length + more, is_watched);
+            charged += cost.learn(length + more, length + more, is_watched);
             own += length;
         }
         charged as f64 / own as f64
@@ -275,6 +277,15 @@ mod tests {
     fn what_a_few_slices_add_is_left_out_while_the_node_watches_and_only_then() {
         assert!((0.99..1.01).contains(&charged(50, true)), "{}", charged(50, true));
         assert!((2.95..3.05).contains(&charged(50, false)), "{}", charged(50, false));
+    }
+
+    #[test]
+    fn of_kernels_that_overlap_each_counts_for_what_it_moved_the_end() {
+        // Four at a time, of which the first moves it by all of its length.
+        let moved = |number: u64| if number.is_multiple_of(4) { 1_000_000 } else { 20_000 };
+        let cost = known(0);
+        let charged: u64 = (0..1000).map(|number| cost.learn(moved(number), 1_000_000, true)).sum();
+        assert_eq!(charged, (0..1000).map(moved).sum());
     }
 
     #[test]

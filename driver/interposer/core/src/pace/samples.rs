@@ -195,7 +195,7 @@ impl Samples {
             let stands_for = sample.stands_for.load(Relaxed);
             if stands_for > 0 {
                 self.compare(sample.cost.load(Relaxed), length);
-                let counts = cost.learn(took, is_watched);
+                let counts = cost.learn(took, length, is_watched);
                 let difference = charged.saturating_sub(counts as i64);
                 credit = credit.saturating_add(difference.saturating_mul(i64::from(stands_for)));
             }
