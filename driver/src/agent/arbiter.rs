@@ -5,8 +5,8 @@
 //! node. Who gets what nobody else uses ([`targets`]); and that the library's nanoseconds
 //! are not the GPU's: a kernel that neighbours interrupt looks longer than it is, and one that
 //! is long where nobody measures looks shorter. NVML knows what each process really had. So the rate is
-//! the target times a *trim* of the share's own that is corrected each second by the target over what the
-//! share had.
+//! the target times a *trim* of the share's own that is corrected at each look by the target over what the
+//! share had since the last, all in nanoseconds a second.
 //!
 //! **Less is set by NVML alone; more also needs the tenant's word.** A share that has less than
 //! its target may want no more, and only its processes know that they were held up: their
@@ -21,6 +21,11 @@
 //! explains, or twice. Of a share that has the GPU to itself, whatever it says, that is twice what it had, and only
 //! where it lacks something for a second time: processes that begin together look slow to each other until they
 //! know their kernels, which is over before a larger rate could help them.
+//!
+//! **Noise.** Whether one more long kernel ends just before a look is chance, and what is above the target is cut at once, while
+//! what is below it is made good under conditions: noise that is followed would leave each share with less than its part. And
+//! where a GPU is full, who is cut loses more than that to its neighbours, who are cut for it a second later. So
+//! a trim is the mean of what the last looks say; only what is far off, or off to the same side again, is followed at once.
 //!
 //! **Alone and beside others** a share has a trim of its own each, as kernels look longer only where others cut in: the one that holds
 //! changes the moment that the first neighbour begins to work or the last one rests, and neither is to be found anew then.
@@ -44,6 +49,15 @@ const STEPS: u8 = 3;
 const TOLD: u64 = SECOND / 10;
 /// Of a GPU that is at work for so much of the time whoever lacks something lacks what others have too much, who are cut for it.
 const FULL: u64 = SECOND / 100 * 99;
+/// More than this is off by more than chance if it is so again, in nanoseconds a second; and if it is a third too, at once.
+const FAR: u64 = SECOND / 50;
+const THIRD: u64 = 3;
+/// A debt is paid by this part of what is allowed at most: all at once it would be a loss that others have to be cut for again.
+const PAYS: u64 = 8;
+/// The mean is of so many looks.
+const LOOKS: u8 = 3;
+/// What a share had too little by chance it may have too much later: of what it is allowed.
+const CHANCE: u64 = 10;
 /// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
 const ROOM: u64 = SECOND / 25;
 /// What a share that worked not at all may begin with, where it may have so much: a twentieth.
@@ -78,20 +92,32 @@ pub(super) struct Seen {
 pub(super) struct Memory {
     /// Alone, and beside others.
     trims: [f64; 2],
+    /// Of so many looks each is the mean.
+    looks: [u8; 2],
     /// What it was to have in the last second, and what it would have been to have without its debt; 0 before the first.
     granted: u64,
     allowed: u64,
     /// Its word was taken once.
     believed: bool,
-    /// Nanoseconds that it had beyond its target since then, and has not given back.
-    debt: u64,
-    /// For so many seconds it has lacked what it waited for.
+    /// Nanoseconds that it had beyond its target since then, and has not given back; below 0: what it may have beyond it.
+    debt: i64,
+    /// For so many looks it has lacked what it waited for, or had too much.
     lacked: u8,
+    exceeded: u8,
 }
 
 impl Default for Memory {
     fn default() -> Self {
-        Self { trims: [1.0; 2], granted: 0, allowed: 0, believed: false, debt: 0, lacked: 0 }
+        Self {
+            trims: [1.0; 2],
+            looks: [0; 2],
+            granted: 0,
+            allowed: 0,
+            believed: false,
+            debt: 0,
+            lacked: 0,
+            exceeded: 0,
+        }
     }
 }
 
@@ -157,7 +183,7 @@ impl Memory {
     /// Who wants nothing yet finds its guarantee when it does, or a little. The whole GPU is that by any trim.
     pub(super) fn rate(mut self, terms: Terms, target: u64, is_beside: bool) -> (u64, Self) {
         self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
-        self.granted = self.allowed - self.debt.min(self.allowed / 2);
+        self.granted = self.allowed - u64::try_from(self.debt).unwrap_or(0).min(self.allowed / PAYS);
         let rate = (self.granted as f64 * self.trims[usize::from(is_beside)]) as u64;
         // 0 would be the record's.
         (if self.granted < SECOND { rate.clamp(1, UNBOUNDED - 1) } else { UNBOUNDED }, self)
@@ -205,41 +231,46 @@ pub(super) struct Company {
     pub(super) between: u64,
 }
 
-/// The trim and the debt after what was seen of the second for which so much was granted.
+/// The trim and the debt after what was seen since the last look, for which so much was granted.
 pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory {
-    let Memory { mut trims, granted, allowed, mut believed, debt, lacked } = memory;
+    let Memory { mut trims, mut looks, granted, allowed, mut believed, debt, lacked, exceeded } = memory;
     let Company { is_beside, has_changed, has_moved, between } = company;
-    let mut trim = trims[usize::from(is_beside)];
+    let at = usize::from(is_beside);
+    let (mut trim, mut looks_of) = (trims[at], looks[at]);
     if granted == 0 {
         return memory;
     }
     let is_exact = seen.busy.abs_diff(granted) <= QUANTUM;
     // Who worked for a part of it lacks nothing by that.
     let lacks = !is_exact && seen.busy < granted && seen.is_held_up() && !has_moved;
-    let longer = if lacked > 0 { LONGER } else { 1.0 };
+    let longer = if lacked > 0 || looks_of == LOOKS { LONGER } else { 1.0 };
     let most = |had: u64| longer * had as f64 + between as f64;
     let limit = CREDIT * allowed;
     // Deep in debt it is not believed again, so that what it had beyond its target never adds up.
-    let is_sound = debt <= limit;
+    let is_sound = debt <= signed(limit);
     // An honest share that is held up has used all of its rate, and that is no more than such kernels look.
     let is_honest = most(seen.busy + QUANTUM) >= granted as f64 * trim;
     let debt = if believed {
         let had = if is_exact { granted } else { seen.busy };
-        (debt + had).saturating_sub(allowed).min(SECOND + limit)
+        (debt + signed(had) - signed(allowed)).clamp(-signed(allowed / CHANCE), signed(SECOND + limit))
     } else {
         0
     };
     let all = seen.busy + between;
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
-    if has_changed {
+    let exceeded = if !is_exact && seen.busy > granted { exceeded.saturating_add(1) } else { 0 };
+    // What the trim would be by this look alone.
+    let seen_trim = if has_changed {
         // What was granted when and what was had when are not known so well that anything follows.
-    } else if !is_exact && seen.busy > granted {
-        trim *= granted as f64 / seen.busy as f64;
+        None
+    } else if is_exact {
+        seen.is_held_up().then_some(trim)
+    } else if seen.busy > granted {
+        let less = trim * granted as f64 / seen.busy as f64;
         // More than the whole cannot be seen. To have been charged less than it was only makes it less. Who is to have nearly
         // all of it has not much more by having all.
-        if seen.busy + QUANTUM >= SECOND && seen.charged > 0 && granted < FULL {
-            trim = trim.min(seen.charged as f64 / seen.busy as f64);
-        }
+        let is_whole = seen.busy + QUANTUM >= SECOND && seen.charged > 0 && allowed < FULL;
+        Some(if is_whole { less.min(seen.charged as f64 / seen.busy as f64) } else { less })
     } else if lacks && is_honest && is_sound && all < FULL {
         believed = true;
         // It may have had a little more than NVML says. Beside others kernels look longer, the more of them there are:
@@ -250,12 +281,24 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
             let room = u8::try_from((SECOND.saturating_sub(all)) / ROOM).unwrap_or(STEPS);
             lacked.min(room).clamp(1, STEPS)
         };
-        trim *= (granted as f64 / (seen.busy + QUANTUM) as f64).powi(steps.into());
+        Some(trim * (granted as f64 / (seen.busy + QUANTUM) as f64).powi(steps.into()))
+    } else {
+        None
+    };
+    if let Some(seen_trim) = seen_trim {
+        let off = seen.busy.abs_diff(granted);
+        let is_far = off > FAR && (lacked.max(exceeded) > 1 || off > granted / THIRD);
+        looks_of = if is_far { 1 } else { (looks_of + 1).min(LOOKS) };
+        trim += (seen_trim - trim) / f64::from(looks_of);
     }
     // What was found to hold is not forgotten when it lacks nothing.
     let most = if lacks { most(granted) } else { LONGER * granted as f64 + between as f64 };
-    trims[usize::from(is_beside)] = trim.clamp(LEAST, most / granted as f64);
-    Memory { trims, granted, allowed, believed, debt, lacked }
+    (trims[at], looks[at]) = (trim.clamp(LEAST, most / granted as f64), looks_of);
+    Memory { trims, looks, granted, allowed, believed, debt, lacked, exceeded }
+}
+
+fn signed(nanoseconds: u64) -> i64 {
+    i64::try_from(nanoseconds).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
+use tokio::sync::Notify;
 
 pub(super) type Key = (ClaimUid, ShareId);
 
@@ -39,6 +40,8 @@ struct Common {
     desk: Mutex<Desk>,
     /// Changes when the thread has to look at the desk.
     poked: AtomicU32,
+    /// More or fewer work on some GPU.
+    moved: Notify,
     stops: AtomicBool,
 }
 
@@ -48,9 +51,20 @@ impl Bell {
         self.common.desk().since(gpu, now())
     }
 
+    /// Returns when more or fewer shares work on GPUs: these.
+    pub(super) async fn moved(&self) -> Vec<GpuUuid> {
+        self.common.moved.notified().await;
+        self.common.desk().moved()
+    }
+
     /// From now on the shares of that GPU are these, as an audit found them.
     pub(super) fn plan(&self, gpu: GpuUuid, shares: Vec<Planned>) {
-        let is_other = self.common.desk().plan(gpu, shares, now());
+        let is_other = {
+            let mut desk = self.common.desk();
+            let is_other = desk.plan(gpu, shares, now());
+            self.common.tell(&desk);
+            is_other
+        };
         if is_other {
             self.start();
             self.common.poke();
@@ -98,6 +112,12 @@ impl Common {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn tell(&self, desk: &Desk) {
+        if desk.has_moved() {
+            self.moved.notify_one();
+        }
+    }
+
     fn poke(&self) {
         self.poked.fetch_add(1, SeqCst);
         // It fails for no word of ours.
@@ -111,6 +131,7 @@ impl Common {
             let (doors, until) = {
                 let (mut desk, now) = (self.desk(), now());
                 desk.tick(now);
+                self.tell(&desk);
                 let (doors, until) = desk.doors(now);
                 (doors, until.min(now.saturating_add(LONGEST)))
             };
@@ -151,6 +172,23 @@ mod tests {
         bell.plan(GPU, vec![first.planned(30), other.planned(30)]);
         assert_eq!(first.page().call(), 0);
         soon("it rests, and is asked", || first.page().call() > 0);
+    }
+
+    #[tokio::test]
+    async fn who_begins_to_work_and_who_rests_is_told_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |name| Share::new(dir.path(), name, Compute { cores: 30, ..Compute::default() });
+        let (first, other) = (of("a"), of("b"));
+        let bell = Bell::default();
+        let plan = |wants| bell.plan(GPU, vec![first.planned(wants), other.planned(0)]);
+        let moved = async || tokio::time::timeout(Duration::from_secs(60), bell.moved()).await;
+        plan(0);
+        launch(&other);
+        assert_eq!(moved().await, Ok(vec![GPU]), "it rang");
+        assert_eq!(moved().await, Ok(vec![GPU]), "it rests");
+        plan(0);
+        plan(0);
+        assert!(!bell.common.desk().has_moved());
     }
 
     #[test]

@@ -50,6 +50,9 @@ struct Gpu {
     shares: Vec<Seat>,
     gate: Gate,
     turns: Option<Turns<Key>>,
+    /// How many work, as far as is known, and whether that was another number since it was last asked.
+    workers: usize,
+    has_moved: bool,
     /// When something is to be done though nobody rings.
     next: u64,
 }
@@ -97,6 +100,18 @@ impl Desk {
     /// Nobody is kept out by who is gone.
     pub(super) fn leave(&mut self) {
         self.0.values_mut().flat_map(|gpu| &mut gpu.shares).for_each(|seat| seat.close(false, 0));
+    }
+
+    /// The GPUs on which more or fewer work since this was last asked.
+    pub(super) fn moved(&mut self) -> Vec<GpuUuid> {
+        let moved =
+            self.0.iter_mut().filter_map(|(gpu, of)| std::mem::take(&mut of.has_moved).then_some(*gpu));
+        moved.collect()
+    }
+
+    /// Whether there are any.
+    pub(super) fn has_moved(&self) -> bool {
+        self.0.values().any(|gpu| gpu.has_moved)
     }
 
     /// Looks who rang and who rests, and does what follows.
@@ -169,6 +184,8 @@ impl Gpu {
         }
         has_changed |= next < self.next;
         self.next = next;
+        let workers = self.shares.iter().filter(|seat| seat.is_at_work()).count();
+        self.has_moved |= std::mem::replace(&mut self.workers, workers) != workers;
         has_changed
     }
 }

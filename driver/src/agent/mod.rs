@@ -12,7 +12,8 @@
 //!                                                                 └▶ meter ─▶ what each share had ─▶ report
 //! ```
 //!
-//! Between two audits only containers are heard that have just come ([`tellings`]): their limits in the GPU driver.
+//! Between two audits containers are heard that have just come ([`tellings`]), for their limits in the GPU driver; and where
+//! more or fewer shares work than before, a few looks come sooner, which correct and judge nothing ([`soon`]).
 //!
 //! [`judge`], [`overtime`], [`lines`], [`arbiter`], [`orders`] and [`meter`] are pure; [`gather`] reads files and writes
 //! lines, [`respond`] tells and has [`end`] end a process, [`desk`] writes orders; [`bell`] is the thread that does so
@@ -32,6 +33,7 @@
 
 mod arbiter;
 mod arbitrate;
+mod audit;
 mod balance;
 mod bell;
 mod desk;
@@ -51,6 +53,7 @@ mod press;
 mod pressure;
 mod process;
 mod respond;
+mod soon;
 mod tellings;
 
 pub use finding::{Finding, Kind, Response, Suspect};
@@ -71,14 +74,15 @@ use finding::Key;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use gather::Found;
-use look::{Device, Look, Use};
+use look::{Device, Use};
 use press::Pressed;
 use rustix::fs::{FlockOperation, flock};
+use soon::Soon;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 use tellings::Tellings;
 use tokio::sync::{mpsc, watch};
 use tokio::time::MissedTickBehavior;
@@ -149,11 +153,21 @@ struct Memory {
     processes: process::Known,
     /// Seen at the last look, whatever came of it.
     seen: BTreeSet<Key>,
+    /// When findings were last looked for; none: never.
+    judged: Option<Instant>,
     /// Told, and when.
     told: BTreeMap<Key, Instant>,
     meter: meter::Memory,
     balances: balance::Memory,
     excess: overtime::Memory,
+}
+
+impl Memory {
+    /// Whether findings are to be looked for again.
+    fn is_due(&self, now: Instant) -> bool {
+        // A timer may be early by a little.
+        self.judged.is_none_or(|at| now.duration_since(at) >= EVERY * 9 / 10)
+    }
 }
 
 /// What the GPU driver said of a GPU.
@@ -194,6 +208,7 @@ impl Agent {
         let mut audits = FuturesUnordered::new();
         let mut tellings = Tellings::new();
         let mut holds = FuturesUnordered::new();
+        let mut soon = Soon::default();
         loop {
             tokio::select! {
                 Some((gpu, memory)) = audits.next() => {
@@ -205,6 +220,11 @@ impl Agent {
                     press.reset_after(pressed.pause());
                 }
                 Some(()) = holds.next() => {}
+                moved = agent.sources.bell.moved() => {
+                    if soon.begin(moved, Instant::now()) {
+                        tick.reset_after(soon::FIRST);
+                    }
+                }
                 // One after the other: what is told meanwhile is heard then.
                 () = tellings.next(), if holds.is_empty() => {
                     tellings.watch(&agent.sources.shares);
@@ -219,11 +239,16 @@ impl Agent {
                     pressed.is_any = by_gpu.values().flatten().any(|found| found.presses().is_some());
                     memories.retain(|gpu, _| by_gpu.contains_key(gpu));
                     agent.sources.bell.keep(|gpu| by_gpu.contains_key(gpu));
+                    let now = Instant::now();
                     for (gpu, found) in by_gpu {
-                        if busy.insert(gpu) {
+                        let is_due = |memory: &Memory| memory.is_due(now) || soon.has(&gpu, now);
+                        if memories.get(&gpu).is_none_or(is_due) && busy.insert(gpu) {
                             let memory = memories.remove(&gpu).unwrap_or_default();
                             audits.push(async move { (gpu, agent.audit(gpu, found, memory).await) });
                         }
+                    }
+                    if soon.is_any(now) {
+                        tick.reset_after(soon::PAUSE);
                     }
                 }
             }
@@ -278,12 +303,12 @@ impl Agent {
         };
         let sources = self.sources.clone();
         let audited = tokio::task::spawn_blocking(move || sources.audit(gpu, found, asked, memory));
-        let Ok((memory, reports, shares)) = audited.await else {
+        let Ok((memory, mut reports, shares)) = audited.await else {
             // A panic, which the log tells of. Nothing is remembered of a look that went wrong.
             return Memory::default();
         };
-        let audited = Report::Audited { took: begun.elapsed(), gpu, shares };
-        for report in reports.into_iter().chain([audited]) {
+        reports.extend(shares.map(|shares| Report::Audited { took: begun.elapsed(), gpu, shares }));
+        for report in reports {
             if self.reports.try_send(report).is_err() {
                 tracing::debug!("a report is in the log alone: too many wait");
             }
@@ -341,58 +366,5 @@ impl Sources {
         flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
         tracing::info!("shares are audited");
         Some(file)
-    }
-
-    /// What NVML said held against everything else, and what follows from it.
-    fn audit(
-        &self,
-        gpu: pages::GpuUuid,
-        found: Vec<Found>,
-        Asked { uses, kept, times }: Asked,
-        memory: Memory,
-    ) -> (Memory, Vec<Report>, Vec<ShareNow>) {
-        let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
-        let look = gather::look(found, &self.files, uses, &memory.processes, process_root, cgroup_root);
-        let look = Look { kept, ..look };
-        let now = Instant::now();
-        let (metered, since, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
-        let had = self.bell.since(gpu);
-        self.divide(gpu, &look, &times, &metered, &had);
-        let (forged, balances) = balance::beyond(&look, &metered, &had, &memory.balances, since, bell::now());
-        let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);
-        let forged =
-            forged.into_iter().filter_map(|(at, beyond)| Some((at, (beyond, granted(at)?)))).collect();
-        let (over_time, excess) =
-            overtime::over_time(&look, &metered, &times, since, &forged, &memory.excess);
-        let findings = judge::judge(&look, &memory.before).into_iter().chain(over_time).collect();
-        // Who is to be ended has no time to go on while slots are written.
-        let (mut memory, reports) = self.respond(findings, memory);
-        gather::repair(&look, &self.shares, &self.files, &self.process_root);
-        (memory.before, memory.meter) = (judge::remember(&look), of_meter);
-        (memory.balances, memory.excess) = (balances, excess);
-        let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let told = meter::told(&look, &metered, at.as_millis() as u64);
-        memory.processes = memory.processes.after(look.processes);
-        (memory, reports, told)
-    }
-
-    /// Who is to have what of the GPU's time from now on.
-    fn divide(
-        &self,
-        gpu: pages::GpuUuid,
-        look: &Look,
-        times: &meter::Times,
-        metered: &[meter::Metered],
-        had: &BTreeMap<bell::Key, desk::Had>,
-    ) {
-        let planned = arbitrate::standings(look, times, metered, had).into_iter();
-        let planned = planned.filter_map(|(at, standing)| {
-            let share = look.shares.get(at)?;
-            let dir = self.shares.of(&share.claim, &share.id);
-            // Else it was just removed, or somebody has a lease on it.
-            let account = self.files.get(&dir.join(ACCOUNT), true).ok()?;
-            Some(Planned { key: share.key(), policy: dir.join(POLICY), account, standing })
-        });
-        self.bell.plan(gpu, planned.collect());
     }
 }

@@ -24,6 +24,8 @@ pub(super) const CLOSED: u64 = 200_000_000;
 const SCARCE: i64 = 500_000;
 /// So long after it rang a share was seen by an audit, all of it.
 const SEEN: u64 = 1_100_000_000;
+/// NVML samples six times a second: in less time than this, in nanoseconds, much of what it tells was before.
+const SHORT: u128 = 400_000_000;
 /// Who launched last so long ago does not work any more: of who keeps others out, and of the rest, to whom it matters
 /// less and who sleep longer between launches.
 pub(super) const HOLD: u64 = 20_000_000;
@@ -269,7 +271,7 @@ impl Seat {
         let had_moved = std::mem::replace(&mut self.has_moved, self.moves > 0);
         let company = Company {
             is_beside: u128::from(self.beside) * 2 > passed,
-            has_changed: self.changes == 1 && !had_changed,
+            has_changed: passed < SHORT || self.changes == 1 && !had_changed,
             has_moved: self.moves == 1 && !had_moved,
             between: 0,
         };

@@ -176,8 +176,11 @@ fn a_share_has_its_trim_for_company_while_there_is_any() {
     other.rings(rests + MS);
     desk.tick(rests + MS);
     assert_eq!(first.rate(rests), Some(45));
-    let company = desk.since(GPU, now + 2 * RESTS)[&first.key].company;
-    assert_eq!((company.is_beside, company.has_changed), (true, false), "three times is on the mean");
+    let mut company = |at| desk.since(GPU, at)[&first.key].company;
+    let mean = company(now + SECOND);
+    assert_eq!((mean.is_beside, mean.has_changed), (true, false), "three times is on the mean");
+    assert!(company(now + SECOND + SECOND / 4).has_changed, "of so little nothing follows");
+    assert!(!company(now + 2 * SECOND).has_changed);
 }
 
 #[test]

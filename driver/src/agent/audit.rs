@@ -1,0 +1,71 @@
+//! One look at a GPU's shares: what NVML said held against everything else, and what follows from it.
+//!
+//! Each look corrects what shares may have of the time. Findings are looked for once in [`EVERY`](super::EVERY), and
+//! what is told is told then: two looks that see one of them are to be that far apart.
+
+use super::gather::Found;
+use super::look::Look;
+use super::{ACCOUNT, Asked, Memory, POLICY, Planned, Report, Sources};
+use super::{arbitrate, balance, bell, desk, gather, judge, meter, overtime};
+use divvy_api::top::ShareNow;
+use divvy_pages::GpuUuid;
+use std::collections::BTreeMap;
+use std::time::{Instant, SystemTime};
+
+impl Sources {
+    /// The look at one GPU; none is told of that only corrects.
+    pub(super) fn audit(
+        &self,
+        gpu: GpuUuid,
+        found: Vec<Found>,
+        Asked { uses, kept, times }: Asked,
+        memory: Memory,
+    ) -> (Memory, Vec<Report>, Option<Vec<ShareNow>>) {
+        let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
+        let look = gather::look(found, &self.files, uses, &memory.processes, process_root, cgroup_root);
+        let look = Look { kept, ..look };
+        let now = Instant::now();
+        let (metered, since, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
+        let had = self.bell.since(gpu);
+        self.divide(gpu, &look, &times, &metered, &had);
+        let (forged, balances) = balance::beyond(&look, &metered, &had, &memory.balances, since, bell::now());
+        let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);
+        let forged =
+            forged.into_iter().filter_map(|(at, beyond)| Some((at, (beyond, granted(at)?)))).collect();
+        let (over_time, excess) =
+            overtime::over_time(&look, &metered, &times, since, &forged, &memory.excess);
+        let mut memory = Memory { meter: of_meter, balances, excess, ..memory };
+        let (mut reports, mut told) = (Vec::new(), None);
+        if memory.is_due(now) {
+            let findings = judge::judge(&look, &memory.before).into_iter().chain(over_time).collect();
+            // Who is to be ended has no time to go on while slots are written.
+            (memory, reports) = self.respond(findings, memory);
+            gather::repair(&look, &self.shares, &self.files, &self.process_root);
+            (memory.before, memory.judged) = (judge::remember(&look), Some(now));
+            let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            told = Some(meter::told(&look, &metered, at.as_millis() as u64));
+        }
+        memory.processes = memory.processes.after(look.processes);
+        (memory, reports, told)
+    }
+
+    /// Who is to have what of the GPU's time from now on.
+    fn divide(
+        &self,
+        gpu: GpuUuid,
+        look: &Look,
+        times: &meter::Times,
+        metered: &[meter::Metered],
+        had: &BTreeMap<bell::Key, desk::Had>,
+    ) {
+        let planned = arbitrate::standings(look, times, metered, had).into_iter();
+        let planned = planned.filter_map(|(at, standing)| {
+            let share = look.shares.get(at)?;
+            let dir = self.shares.of(&share.claim, &share.id);
+            // Else it was just removed, or somebody has a lease on it.
+            let account = self.files.get(&dir.join(ACCOUNT), true).ok()?;
+            Some(Planned { key: share.key(), policy: dir.join(POLICY), account, standing })
+        });
+        self.bell.plan(gpu, planned.collect());
+    }
+}
