@@ -19,13 +19,14 @@
 //! either the share's own kernels ran or those of others. So what it believes to have had is no more
 //! than what it had and what others had meanwhile, and by NVML both are known: no trim is larger than that
 //! explains, or twice. Of a share that has the GPU to itself, whatever it says, that is twice what it had, and only
-//! where it lacks something for a second time: processes that begin together look slow to each other until they
-//! know their kernels, which is over before a larger rate could help them.
+//! where it lacks something for a second time or has been looked at for a while: processes that begin together look slow
+//! to each other until they know their kernels, which is over before a larger rate could help them.
 //!
 //! **Noise.** Whether one more long kernel ends just before a look is chance, and what is above the target is cut at once, while
 //! what is below it is made good under conditions: noise that is followed would leave each share with less than its part. And
 //! where a GPU is full, who is cut loses more than that to its neighbours, who are cut for it a second later. So
-//! a trim is the mean of what the last looks say; only what is far off, or off to the same side again, is followed at once.
+//! a trim is the mean of what the last looks say; only what is off by more than chance is followed at once: beside others
+//! what is far off, or off to the same side again.
 //!
 //! **Alone and beside others** a share has a trim of its own each, as kernels look longer only where others cut in: the one that holds
 //! changes the moment that the first neighbour begins to work or the last one rests, and neither is to be found anew then.
@@ -49,11 +50,12 @@ const STEPS: u8 = 3;
 const TOLD: u64 = SECOND / 10;
 /// Of a GPU that is at work for so much of the time whoever lacks something lacks what others have too much, who are cut for it.
 const FULL: u64 = SECOND / 100 * 99;
-/// More than this is off by more than chance if it is so again, in nanoseconds a second; and if it is a third too, at once.
+/// More than this is off by more than chance, in nanoseconds a second; beside others only if it is so again. A third is far at once.
 const FAR: u64 = SECOND / 50;
 const THIRD: u64 = 3;
-/// A debt is paid by this part of what is allowed at most: all at once it would be a loss that others have to be cut for again.
-const PAYS: u64 = 8;
+/// This part of a debt is paid in a second, by half of what is allowed at most: all at once it would be a loss that others have
+/// to be cut for again. Less where much is owed would let a liar's debts add up.
+const PAYS: u64 = 4;
 /// The mean is of so many looks.
 const LOOKS: u8 = 3;
 /// What a share had too little by chance it may have too much later: of what it is allowed.
@@ -183,7 +185,8 @@ impl Memory {
     /// Who wants nothing yet finds its guarantee when it does, or a little. The whole GPU is that by any trim.
     pub(super) fn rate(mut self, terms: Terms, target: u64, is_beside: bool) -> (u64, Self) {
         self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
-        self.granted = self.allowed - u64::try_from(self.debt).unwrap_or(0).min(self.allowed / PAYS);
+        let debt = u64::try_from(self.debt).unwrap_or(0);
+        self.granted = self.allowed - (debt / PAYS).min(self.allowed / 2);
         let rate = (self.granted as f64 * self.trims[usize::from(is_beside)]) as u64;
         // 0 would be the record's.
         (if self.granted < SECOND { rate.clamp(1, UNBOUNDED - 1) } else { UNBOUNDED }, self)
@@ -287,7 +290,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     };
     if let Some(seen_trim) = seen_trim {
         let off = seen.busy.abs_diff(granted);
-        let is_far = off > FAR && (lacked.max(exceeded) > 1 || off > granted / THIRD);
+        let is_far = off > granted / THIRD || off > FAR && (!is_beside || lacked.max(exceeded) > 1);
         looks_of = if is_far { 1 } else { (looks_of + 1).min(LOOKS) };
         trim += (seen_trim - trim) / f64::from(looks_of);
     }
