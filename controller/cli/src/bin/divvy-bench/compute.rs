@@ -76,7 +76,7 @@ pub(crate) struct Arguments {
     /// Be the agent of the node whose driver and pages are there
     #[arg(long, hide = true, num_args = 2)]
     agent_of: Vec<PathBuf>,
-    /// Only these parts: cells, aggregate, launch, policies, lost
+    /// Only these parts: cells, aggregate, fixed, weights, lending, priority, launch, lost
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 }
@@ -123,8 +123,17 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if wanted("aggregate") {
         aggregate(&stage, arguments.rounds)?;
     }
-    if wanted("policies") {
-        policies::all(&stage, POINTS, arguments.rounds)?;
+    if wanted("fixed") {
+        policies::fixed(&stage, POINTS)?;
+    }
+    if wanted("weights") {
+        policies::weights(&stage, POINTS)?;
+    }
+    if wanted("lending") {
+        policies::lending(&stage, POINTS, arguments.rounds)?;
+    }
+    if wanted("priority") {
+        policies::priority(&stage)?;
     }
     if wanted("launch") {
         let (mut natives, mut differences) = (Vec::new(), Vec::new());

@@ -61,13 +61,6 @@ pub(super) fn serve(root: &std::path::Path, directory: &std::path::Path) -> Resu
     Ok(())
 }
 
-pub(super) fn all(stage: &Stage, points: f64, rounds: u32) -> Result<()> {
-    fixed(stage, points)?;
-    weights(stage, points)?;
-    lending(stage, points, rounds)?;
-    priority(stage)
-}
-
 fn shape(name: &str) -> Result<&'static Shape> {
     SHAPES.iter().find(|shape| shape.name == name).context("no such shape")
 }
@@ -79,7 +72,8 @@ fn off(name: &str, errors: &[f64], most: f64) {
     bar(&format!("{name}_error"), largest, most, "points");
 }
 
-fn fixed(stage: &Stage, points: f64) -> Result<()> {
+/// Two that get a part each.
+pub(super) fn fixed(stage: &Stage, points: f64) -> Result<()> {
     let got = stage.play(&Cell { shape: shape("1ms")?, requests: vec![30, 60] })?;
     let errors: Vec<f64> =
         [30.0, 60.0].iter().zip(&got).map(|(asked, got)| (got.share - asked).abs()).collect();
@@ -88,7 +82,7 @@ fn fixed(stage: &Stage, points: f64) -> Result<()> {
 }
 
 /// Four without a guarantee, by their weights.
-fn weights(stage: &Stage, points: f64) -> Result<()> {
+pub(super) fn weights(stage: &Stage, points: f64) -> Result<()> {
     let mut tenants = Vec::new();
     for at in 0..4 {
         tenants.push(stage.tenant(at, Some(Compute { weight: at as u32 + 1, ..NONE }), "1ms")?);
@@ -108,7 +102,7 @@ fn weights(stage: &Stage, points: f64) -> Result<()> {
 }
 
 /// 20 that may have all that others leave, beside 60 that rest for three seconds of every five.
-fn lending(stage: &Stage, points: f64, rounds: u32) -> Result<()> {
+pub(super) fn lending(stage: &Stage, points: f64, rounds: u32) -> Result<()> {
     const REST: u64 = 3 * SECOND;
     const WORK: u64 = 2 * SECOND;
     let stage = &stage.lasting(Duration::from_nanos((REST + WORK) * u64::from(rounds)));
@@ -155,7 +149,7 @@ fn lending(stage: &Stage, points: f64, rounds: u32) -> Result<()> {
 }
 
 /// How much longer than its work a burst takes beside one that wants all of the GPU.
-fn priority(stage: &Stage) -> Result<()> {
+pub(super) fn priority(stage: &Stage) -> Result<()> {
     let stage = &stage.lasting(Duration::from_secs(12));
     for (name, priority) in [("without", 0), ("with", 1)] {
         let high = Compute { priority, ..NONE };
