@@ -41,6 +41,8 @@ pub(super) const SECOND: u64 = 1_000_000_000;
 const QUANTUM: u64 = SECOND / 200;
 /// A trim is no less: what a program can hide from being measured is most of what it does, but not all.
 const LEAST: f64 = 1e-4;
+/// And no more: that of a share that is granted half of a hundredth, while others have all the rest.
+const MOST: f64 = LONGER + 200.0;
 /// Where nobody cuts in, kernels look so much longer than they are at most.
 const LONGER: f64 = 2.0;
 /// Whose debt is more than what it may have in so many seconds is not believed.
@@ -207,17 +209,15 @@ impl Memory {
         Self { granted, allowed, ..self }
     }
 
-    /// Of a share that an agent before this one has granted so much, where it should have had that: the trim is what
-    /// took longest to find.
-    pub(super) fn inherited(rate: u64, target: u64, is_beside: bool) -> Self {
-        let trim = rate as f64 / target.max(1) as f64;
-        // What it had beside whom is for the next second to see.
-        let is_one = (LEAST..=SECOND as f64 / target.max(1) as f64).contains(&trim);
-        let mut memory = Self::default();
-        if is_one {
-            memory.trims[usize::from(is_beside)] = trim;
-        }
-        memory
+    /// What the agent after this one is to know: the trims, which took longest to find.
+    pub(super) fn kept(&self) -> [u64; 2] {
+        self.trims.map(f64::to_bits)
+    }
+
+    /// Of a share of which an agent before this one has kept that.
+    pub(super) fn inherited(kept: [u64; 2]) -> Self {
+        let trim = |bits| Some(f64::from_bits(bits)).filter(|trim| (LEAST..=MOST).contains(trim));
+        Self { trims: kept.map(|bits| trim(bits).unwrap_or(1.0)), ..Self::default() }
     }
 }
 

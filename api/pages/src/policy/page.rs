@@ -28,7 +28,8 @@ pub struct PolicyPage {
     closed_until: Word,
     trim: AtomicU32,
     _line: [AtomicU32; 5],
-    _reserved: [Word; 112],
+    kept: [Word; 2],
+    _reserved: [Word; 110],
     copies: [[Word; ROOM / 8]; 2],
     _tail: [Word; 128],
 }
@@ -36,6 +37,7 @@ pub struct PolicyPage {
 const _: () = assert!(size_of::<PolicyPage>() == SIZE);
 const _: () = assert!(core::mem::offset_of!(PolicyPage, gate) == 64);
 const _: () = assert!(core::mem::offset_of!(PolicyPage, paced) == PACED);
+const _: () = assert!(core::mem::offset_of!(PolicyPage, kept) == 128);
 const _: () = assert!(core::mem::offset_of!(PolicyPage, copies) == COPIES[0]);
 
 impl PolicyPage {
@@ -159,6 +161,16 @@ impl PolicyPage {
         self.rate.store(rate);
         self.until.store(until);
     }
+
+    /// For the agent: what the agent after it is to know of the share, in its own terms; zeros in a page to which none
+    /// has written. No reader in a container goes by it.
+    pub fn keep(&self, words: [u64; 2]) {
+        self.kept.iter().zip(words).for_each(|(kept, word)| kept.store(word));
+    }
+
+    pub fn kept(&self) -> [u64; 2] {
+        self.kept.each_ref().map(Word::load)
+    }
 }
 
 fn copy_out(words: &[Word], bytes: &mut [u8]) {
@@ -187,6 +199,7 @@ mod tests {
             closed_until: Word::new(words(96)),
             trim: AtomicU32::new(0),
             _line: Default::default(),
+            kept: Default::default(),
             _reserved: core::array::from_fn(|_| Word::default()),
             copies: core::array::from_fn(|c| core::array::from_fn(|i| Word::new(words(COPIES[c] + i * 8)))),
             _tail: core::array::from_fn(|_| Word::default()),

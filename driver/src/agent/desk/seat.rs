@@ -1,7 +1,7 @@
 //! A share at the desk: its pages, what was last written there, and what its account tells of it.
 
 use super::{Had, Planned};
-use crate::agent::arbiter::{self, Company, Terms};
+use crate::agent::arbiter::{self, Company};
 use crate::agent::bell::Key;
 use crate::agent::door::{Door, Pulse};
 use crate::agent::orders::{Order, Standing};
@@ -75,10 +75,9 @@ impl Seat {
         let page = Mapped::open(&planned.policy)?;
         let mut standing = planned.standing;
         let words = page.page().ok_or(io::ErrorKind::InvalidData)?;
-        // Of an agent before this one. What was granted where time is lent cannot be told.
-        let Terms { guarantee, ceiling, .. } = standing.terms;
-        if let Some(rate) = words.granted(now.saturating_sub(STALE)).filter(|_| guarantee == ceiling) {
-            standing.memory = arbiter::Memory::inherited(rate, guarantee, is_beside);
+        // Of an agent before this one.
+        if words.granted(now.saturating_sub(STALE)).is_some() {
+            standing.memory = arbiter::Memory::inherited(words.kept());
         }
         let (closed_until, is_divided, is_asked) =
             (words.closed_until(), words.is_paced() && !standing.is_limited, words.call() > 0);
@@ -183,6 +182,7 @@ impl Seat {
             {
                 self.granted_until = now + GRANT;
                 page.grant(rate, self.granted_until);
+                page.keep(order.memory.kept());
             }
             let is_divided = order.rate.is_some() && !self.standing.is_limited;
             if is_divided != self.is_divided {

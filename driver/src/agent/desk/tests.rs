@@ -166,6 +166,7 @@ fn a_share_has_its_trim_for_company_while_there_is_any() {
     let now = 1000 * SECOND;
     // Of the agent before: kernels look half as long again.
     first.page().grant(45 * POINT, now + SECOND);
+    first.page().keep([1.0, 1.5].map(f64::to_bits));
     let mut desk = Desk::default();
     desk.plan(GPU, planned(&shares, &[30, 60]), now);
     assert_eq!(first.rate(now), Some(45));
@@ -255,14 +256,19 @@ fn an_agent_goes_on_from_where_the_one_before_it_was() {
     let dir = tempfile::tempdir().unwrap();
     let shares = shares(dir.path(), &[of(30, 0, 0), of(20, 100, 0), of(0, 0, 0)]);
     let now = 1000 * SECOND;
-    shares.iter().for_each(|share| share.page().grant(45 * POINT, now + SECOND));
+    // Trims beside others, and last a page of an agent that kept nothing.
+    let kept = [[1.0, 1.5], [1.0, 1.25], [0.0, 0.0]];
+    for (share, kept) in shares.iter().zip(kept) {
+        share.page().grant(45 * POINT, now + SECOND);
+        share.page().keep(kept.map(f64::to_bits));
+    }
     shares[2].page().divide(true);
     shares[2].page().ask(true, 7);
     let mut desk = Desk::default();
     desk.plan(GPU, planned(&shares, &[30, 100, 0]), now);
     let rates: Vec<_> = shares.iter().map(|share| share.rate(now)).collect();
-    // A trim of one and a half; what was lent is not known; and the last one sleeps.
-    assert_eq!(rates, [Some(45), Some(70), Some(5)]);
+    // Of what each is to have now: 30, what that leaves, and a little.
+    assert_eq!(rates, [Some(45), Some(87), Some(5)]);
     assert!(shares[2].page().call() > 7);
     drop(desk);
     let rate_after = |seconds: u64| {
