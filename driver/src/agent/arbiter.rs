@@ -19,14 +19,15 @@
 //! either the share's own kernels ran or those of others. So what it believes to have had is no more
 //! than what it had and what others had meanwhile, and by NVML both are known: no trim is larger than that
 //! explains, or twice. Of a share that has the GPU to itself, whatever it says, that is twice what it had, and only
-//! where it lacks something for a second time or has been looked at for a while: processes that begin together look slow
+//! where it lacks something for a second time or had too much in between: processes that begin together look slow
 //! to each other until they know their kernels, which is over before a larger rate could help them.
 //!
 //! **Noise.** Whether one more long kernel ends just before a look is chance, and what is above the target is cut at once, while
 //! what is below it is made good under conditions: noise that is followed would leave each share with less than its part. And
 //! where a GPU is full, who is cut loses more than that to its neighbours, who are cut for it a second later. So
-//! a trim is the mean of what the last looks say; only what is off by more than chance is followed at once: beside others
-//! what is far off, or off to the same side again.
+//! of what a look says only a part is followed: beside others a half at first, less when the next says the opposite, and
+//! more, up to all of it, when it says the same again. What is far above is cut at once; and so is followed whatever is off
+//! by more than chance of a share alone, as nobody answers it.
 //!
 //! **Alone and beside others** a share has a trim of its own each, as kernels look longer only where others cut in: the one that holds
 //! changes the moment that the first neighbour begins to work or the last one rests, and neither is to be found anew then.
@@ -52,14 +53,15 @@ const STEPS: u8 = 3;
 const TOLD: u64 = SECOND / 10;
 /// Of a GPU that is at work for so much of the time whoever lacks something lacks what others have too much, who are cut for it.
 const FULL: u64 = SECOND / 100 * 99;
-/// More than this is off by more than chance, in nanoseconds a second; beside others only if it is so again. A third is far at once.
+/// What a share alone is off by more than this is more than chance, in nanoseconds a second; and a third too much is, of any.
 const FAR: u64 = SECOND / 50;
 const THIRD: u64 = 3;
 /// This part of a debt is paid in a second, by half of what is allowed at most: all at once it would be a loss that others have
 /// to be cut for again. Less where much is owed would let a liar's debts add up.
 const PAYS: u64 = 4;
-/// The mean is of so many looks.
-const LOOKS: u8 = 3;
+/// So much of what a look says is followed: of the first, alone and beside others, and at least.
+const FOLLOWED: [f64; 2] = [1.0, 0.5];
+const LEAST_FOLLOWED: f64 = 0.25;
 /// What a share had too little by chance it may have too much later: of what it is allowed.
 const CHANCE: u64 = 10;
 /// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
@@ -96,8 +98,9 @@ pub(super) struct Seen {
 pub(super) struct Memory {
     /// Alone, and beside others.
     trims: [f64; 2],
-    /// Of so many looks each is the mean.
-    looks: [u8; 2],
+    /// How much of what a look says of each is followed, up to 1, and whether the last said less (-1) or more (1).
+    follows: [f64; 2],
+    sides: [i8; 2],
     /// What it was to have in the last second, and what it would have been to have without its debt; 0 before the first.
     granted: u64,
     allowed: u64,
@@ -105,22 +108,21 @@ pub(super) struct Memory {
     believed: bool,
     /// Nanoseconds that it had beyond its target since then, and has not given back; below 0: what it may have beyond it.
     debt: i64,
-    /// For so many looks it has lacked what it waited for, or had too much.
+    /// For so many looks it has lacked what it waited for.
     lacked: u8,
-    exceeded: u8,
 }
 
 impl Default for Memory {
     fn default() -> Self {
         Self {
             trims: [1.0; 2],
-            looks: [0; 2],
+            follows: FOLLOWED,
+            sides: [0; 2],
             granted: 0,
             allowed: 0,
             believed: false,
             debt: 0,
             lacked: 0,
-            exceeded: 0,
         }
     }
 }
@@ -236,17 +238,17 @@ pub(super) struct Company {
 
 /// The trim and the debt after what was seen since the last look, for which so much was granted.
 pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory {
-    let Memory { mut trims, mut looks, granted, allowed, mut believed, debt, lacked, exceeded } = memory;
+    let Memory { mut trims, mut follows, mut sides, granted, allowed, mut believed, debt, lacked } = memory;
     let Company { is_beside, has_changed, has_moved, between } = company;
     let at = usize::from(is_beside);
-    let (mut trim, mut looks_of) = (trims[at], looks[at]);
+    let (mut trim, mut follow) = (trims[at], follows[at]);
     if granted == 0 {
         return memory;
     }
     let is_exact = seen.busy.abs_diff(granted) <= QUANTUM;
     // Who worked for a part of it lacks nothing by that.
     let lacks = !is_exact && seen.busy < granted && seen.is_held_up() && !has_moved;
-    let longer = if lacked > 0 || looks_of == LOOKS { LONGER } else { 1.0 };
+    let longer = if lacked > 0 || follow < 1.0 { LONGER } else { 1.0 };
     let most = |had: u64| longer * had as f64 + between as f64;
     let limit = CREDIT * allowed;
     // Deep in debt it is not believed again, so that what it had beyond its target never adds up.
@@ -261,7 +263,6 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     };
     let all = seen.busy + between;
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
-    let exceeded = if !is_exact && seen.busy > granted { exceeded.saturating_add(1) } else { 0 };
     // What the trim would be by this look alone.
     let seen_trim = if has_changed {
         // What was granted when and what was had when are not known so well that anything follows.
@@ -277,8 +278,8 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     } else if lacks && is_honest && is_sound && all < FULL {
         believed = true;
         // It may have had a little more than NVML says. Beside others kernels look longer, the more of them there are:
-        // where a step was too short the next is longer.
-        let steps = if granted < TOLD || between < granted / 2 {
+        // where a step was too short the next is longer, once steps are followed whole.
+        let steps = if granted < TOLD || between < granted / 2 || follow < 1.0 {
             1
         } else {
             let room = u8::try_from((SECOND.saturating_sub(all)) / ROOM).unwrap_or(STEPS);
@@ -290,14 +291,31 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     };
     if let Some(seen_trim) = seen_trim {
         let off = seen.busy.abs_diff(granted);
-        let is_far = off > granted / THIRD || off > FAR && (!is_beside || lacked.max(exceeded) > 1);
-        looks_of = if is_far { 1 } else { (looks_of + 1).min(LOOKS) };
-        trim += (seen_trim - trim) / f64::from(looks_of);
+        let side = if is_exact {
+            0
+        } else if seen.busy < granted {
+            -1
+        } else {
+            1
+        };
+        follow = if seen.busy > granted + granted / THIRD || off > FAR && !is_beside {
+            1.0
+        } else if side * sides[at] < 0 {
+            (follow / 2.0).max(LEAST_FOLLOWED)
+        } else if side * sides[at] > 0 {
+            (follow * 2.0).min(1.0)
+        } else {
+            follow
+        };
+        trim += (seen_trim - trim) * follow;
+        if side != 0 {
+            sides[at] = side;
+        }
     }
     // What was found to hold is not forgotten when it lacks nothing.
     let most = if lacks { most(granted) } else { LONGER * granted as f64 + between as f64 };
-    (trims[at], looks[at]) = (trim.clamp(LEAST, most / granted as f64), looks_of);
-    Memory { trims, looks, granted, allowed, believed, debt, lacked, exceeded }
+    (trims[at], follows[at]) = (trim.clamp(LEAST, most / granted as f64), follow);
+    Memory { trims, follows, sides, granted, allowed, believed, debt, lacked }
 }
 
 fn signed(nanoseconds: u64) -> i64 {
