@@ -2,7 +2,8 @@
 //!
 //! One balance per share, in nanoseconds of GPU time, that all processes of the share take
 //! from and that fills by the clock: there is no thread that fills it, whoever takes adds what
-//! has accrued since the last time. It never holds more than the burst. It may be overdrawn by
+//! has accrued since the last time. It never holds more than the burst, and nothing of a time in which the share may have
+//! all of the device. It may be overdrawn by
 //! one taker, who launches a kernel that costs more than is there; then nobody gets anything
 //! until the debt is paid.
 
@@ -42,9 +43,10 @@ impl Bucket<'_> {
         {
             return;
         }
-        let burst = i64::try_from(self.burst).unwrap_or(i64::MAX);
+        // Who may have all of the device leaves nothing unused that could be kept.
+        let most = if self.rate == UNBOUNDED { 0 } else { i64::try_from(self.burst).unwrap_or(i64::MAX) };
         let accrued = accrued(self.rate, since);
-        let more = |balance: i64| Some(balance.saturating_add(accrued).min(burst));
+        let more = |balance: i64| Some(balance.saturating_add(accrued).min(most));
         let _ = self.page.balance().fetch_update(AcqRel, Acquire, more);
     }
 

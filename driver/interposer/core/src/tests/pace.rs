@@ -366,6 +366,31 @@ fn who_may_have_the_whole_device_never_waits_for_it_and_is_seen_to_work() {
 }
 
 #[test]
+fn who_had_the_whole_device_has_saved_nothing_for_when_it_has_less() {
+    let world = share(0);
+    let (policy, _) = world.pages();
+    policy.divide(true);
+    let process = world.process(1);
+    let gpu = Gpu::new(process.system());
+    let run = |until: u64| {
+        while process.system().now() < until {
+            launch(device(&process), &gpu, 0, 1, MS, true);
+        }
+    };
+    run(SECOND);
+    // It worked only now and then.
+    for _ in 0..50 {
+        launch(device(&process), &gpu, 0, 1, MS, true);
+        process.system().nap(10 * MS);
+    }
+    let begin = process.system().now();
+    policy.grant(400 * MS, begin + SECOND);
+    run(begin + SECOND / 2);
+    let worked = gpu.worked(begin, begin + SECOND / 2) / MS;
+    assert!((195..=205).contains(&worked), "{worked} ms of 200");
+}
+
+#[test]
 fn the_nodes_rate_takes_the_place_of_the_records_as_long_as_it_is_granted() {
     let world = share(30);
     let (policy, _) = world.pages();
