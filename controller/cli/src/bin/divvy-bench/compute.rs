@@ -103,6 +103,13 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if wanted("cells") {
         let chosen = chosen(arguments);
         ensure!(!chosen.is_empty(), "no cell is as asked");
+        for shape in
+            SHAPES.iter().filter(|shape| shape.waits && chosen.iter().any(|cell| cell.shape == *shape))
+        {
+            for got in stage.play(&Cell { shape, requests: vec![UNLIMITED] })? {
+                line(&format!("compute_{}_unlimited_share", shape.name), got.share, "%");
+            }
+        }
         let (mut worst, mut above) = (Vec::new(), Vec::new());
         for cell in &chosen {
             let got = stage.play(cell)?;

@@ -45,8 +45,8 @@ const MANY: u64 = 65536 / 4;
 /// Kernels that are measured at each launch and fit a time slice, in nanoseconds: GPUs change from one process to the
 /// next every 2 ms unless they are told otherwise (`nvidia-smi compute-policy`).
 const FITTING: core::ops::Range<u64> = LONG / 2..2_000_000;
-/// Of these one in so many is one of the fastest, which vary by a quarter or by so many nanoseconds. When it was first
-/// measured, one may have been cut to twice the length.
+/// Of these one in so many is one of the fastest, which others exceed by half or by so many nanoseconds without being
+/// cut. When it was first measured, one may have been cut to twice the length.
 const FASTEST: u64 = 16;
 const FIRST_SEEN: core::ops::Range<u64> = FITTING.start..2 * FITTING.end;
 const VARY: u64 = 60_000;

@@ -17,6 +17,8 @@ pub(crate) struct Shape {
     pub(crate) longest_ms: f64,
     /// What two tenants get done is compared with one.
     pub(crate) aggregated: bool,
+    /// Waits for each launch, so that even one without a limit leaves the GPU idle in between.
+    pub(crate) waits: bool,
 }
 
 pub(crate) const SHAPES: [Shape; 10] = [
@@ -29,11 +31,11 @@ pub(crate) const SHAPES: [Shape; 10] = [
     shape("jitter", 1.2),
     shape("graph", 1.0),
     shape("cooperative", 1.0),
-    shape("sync", 1.0),
+    Shape { waits: true, ..shape("sync", 1.0) },
 ];
 
 const fn shape(name: &'static str, ms: f64) -> Shape {
-    Shape { name, longest_ms: ms * 1.2, aggregated: false }
+    Shape { name, longest_ms: ms * 1.2, aggregated: false, waits: false }
 }
 
 pub(crate) fn names() -> Vec<&'static str> {
