@@ -42,6 +42,7 @@ impl Sources {
             (memory, reports) = self.respond(findings, memory);
             gather::repair(&look, &self.shares, &self.files, &self.process_root);
             (memory.before, memory.judged) = (judge::remember(&look), Some(now));
+            memory.excess.values_mut().for_each(overtime::Past::judged);
             let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             told = Some(meter::told(&look, &metered, at.as_millis() as u64));
         }

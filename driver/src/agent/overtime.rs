@@ -10,7 +10,9 @@
 //! its bound before it is found.
 //!
 //! Where the share's own page proves it, two looks are enough: its balance is more than can be left ([`super::balance`]) while it
-//! has more than it was granted. That holds for shares without a ceiling too, as neighbours' parts are taken by it.
+//! has more than it was granted. That holds for shares without a ceiling too, as neighbours' parts are taken by it. The looks that
+//! only correct count as well: what they cut holds such a share for a second or two, and it would be let go and cut again
+//! for ever, each time before somebody asks.
 //!
 //! A kernel that is under way cannot be held back, so an honest share goes beyond its ceiling by a kernel, and pays
 //! for it with a wait. It is left alone as long as that kernel is shorter than [`TOO_MUCH`]; a longer one looks like one that
@@ -32,8 +34,38 @@ use std::time::Duration;
 /// Of GPU time, in nanoseconds.
 const TOO_MUCH: u64 = 2 * SECOND;
 
-/// Nanoseconds that shares had beyond their bound, less what they left of it since.
-pub(super) type Memory = BTreeMap<(ClaimUid, ShareId), u64>;
+/// What each look that proves something adds to the evidence, and how much of it is enough.
+const PROOF: u8 = 2;
+const ENOUGH: u8 = 3;
+
+/// By share.
+pub(super) type Memory = BTreeMap<(ClaimUid, ShareId), Past>;
+
+/// What is kept of a share from one look to the next.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Past {
+    /// Nanoseconds that it had beyond its bound, less what it left of it since.
+    excess: u64,
+    /// By its own page.
+    evidence: u8,
+    /// The last of it.
+    proof: Option<Proof>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Proof {
+    /// What the share had and was granted, in nanoseconds a second, and by how many nanoseconds its balance was too much.
+    busy: u64,
+    granted: u64,
+    beyond: i64,
+}
+
+impl Past {
+    /// Findings were looked for: so that proofs which are far apart do not add up, and two in a row do.
+    pub(super) fn judged(&mut self) {
+        self.evidence /= 2;
+    }
+}
 
 /// What NVML may say of a share with that ceiling that is held, in nanoseconds a second: five points more, or a fifth.
 fn bound(ceiling: u64) -> u64 {
@@ -58,33 +90,40 @@ pub(super) fn over_time(
     for ((at, share), metered) in look.shares.iter().enumerate().zip(metered) {
         let Some(busy) = metered.busy else { continue };
         let ceiling = Terms::of(share.policy.compute).ceiling;
+        let Past { excess, evidence, proof } = before.get(&share.key()).copied().unwrap_or_default();
         let excess = if bound(ceiling) < SECOND {
             let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
-            let had = before.get(&share.key()).copied().unwrap_or(0).saturating_add(time(busy));
+            let had = excess.saturating_add(time(busy));
             // No more is held against it than is enough.
             had.saturating_sub(time(bound(ceiling))).min(TOO_MUCH)
         } else {
             0
         };
-        if excess > 0 {
-            memory.insert(share.key(), excess);
+        let forged = forged.get(&at).filter(|(_, granted)| busy > bound(*granted));
+        let now = forged.map(|(beyond, granted)| Proof { busy, granted: *granted, beyond: *beyond });
+        let evidence = evidence.saturating_add(if now.is_some() { PROOF } else { 0 });
+        let past = Past { excess, evidence, proof: now.or(proof).filter(|_| evidence > 0) };
+        if past != Past::default() {
+            memory.insert(share.key(), past);
         }
         // Several looks have seen it.
-        let certain = excess == TOO_MUCH && busy > bound(ceiling);
-        let why = match forged.get(&at) {
-            _ if certain => format!("the ceiling is {} %, though their rate is cut", points(ceiling)),
-            Some((beyond, granted)) if busy > bound(*granted) => format!(
-                "{} % were granted, and the account page says that {} ms more are left than can be",
-                points(*granted),
-                beyond / 1_000_000
-            ),
-            _ => continue,
+        let is_long = excess == TOO_MUCH && busy > bound(ceiling);
+        let is_proven = evidence >= ENOUGH;
+        let (busy, why) = match past.proof.filter(|_| is_proven || now.is_some()) {
+            _ if is_long => (busy, format!("the ceiling is {} %, though their rate is cut", points(ceiling))),
+            Some(Proof { busy, granted, beyond }) => {
+                let (granted, beyond) = (points(granted), beyond / 1_000_000);
+                let said = format!("the account page said that {beyond} ms more were left than can be");
+                (busy, format!("{granted} % were granted, and {said}"))
+            }
+            None => continue,
         };
         findings.extend(offender(look, at, times).map(|(process, percent)| {
             let text = format!(
                 "it had {percent} % of the GPU's time in the last second, the claim's processes together {} % where {why}",
                 points(busy)
             );
+            let certain = is_long || is_proven;
             Finding { certain, ..about(share, Kind::OverTime, Some(suspect(process)), text) }
         }));
     }
@@ -184,7 +223,8 @@ mod tests {
     fn nothing_is_found_where_nothing_is_known_and_who_is_observed_is_only_reported() {
         let mut instance = look(30);
         instance.shares[0].policy.mig = Some(GpuUuid([7; 16]));
-        let before = Memory::from([(instance.shares[0].key(), TOO_MUCH)]);
+        let past = Past { excess: TOO_MUCH, ..Past::default() };
+        let before = Memory::from([(instance.shares[0].key(), past)]);
         let times = Some(BTreeMap::from([(7, 100)]));
         let (findings, _) =
             over_time(&instance, &[Metered::default()], &times, SINCE, &Forged::new(), &before);
@@ -213,6 +253,36 @@ mod tests {
         check(30, 36, 30, false);
         check(0, 100, 70, true);
         check(0, 70, 70, false);
+    }
+
+    #[test]
+    fn two_looks_that_prove_it_are_enough_though_the_cut_holds_in_between() {
+        // Whether each look proves it, and whether findings are looked for then: whether it is found for certain.
+        let check = |looks: &[(bool, bool)], expected: bool| {
+            let (mut memory, mut is_found) = (Memory::new(), false);
+            for (proves, is_due) in looks {
+                let busy = if *proves { 70 } else { 5 };
+                let metered = [Metered { busy: Some(busy * POINT), said: None }];
+                let forged = [(0, (200_000_000, 30 * POINT))].into();
+                let times = Some([(7, busy as u32)].into());
+                let (findings, after) = over_time(&look(0), &metered, &times, SINCE, &forged, &memory);
+                memory = after;
+                if *is_due {
+                    is_found |= findings.iter().any(|finding| finding.certain);
+                    memory.values_mut().for_each(Past::judged);
+                }
+            }
+            assert_eq!(is_found, expected, "{looks:?}");
+        };
+        const DUE: bool = true;
+        check(&[(true, DUE), (true, DUE)], true);
+        check(&[(true, !DUE), (true, !DUE), (false, DUE)], true);
+        check(&[(true, DUE), (false, !DUE), (true, !DUE), (false, DUE)], true);
+        check(&[(true, !DUE), (false, DUE), (true, DUE)], true);
+        // Once, and again much later.
+        check(&[(true, !DUE), (true, !DUE)], false);
+        check(&[(true, DUE), (false, DUE), (true, DUE)], false);
+        check(&[(true, !DUE), (false, DUE), (false, DUE), (true, DUE)], false);
     }
 
     proptest! {
