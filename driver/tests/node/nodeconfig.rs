@@ -82,7 +82,9 @@ async fn what_no_claim_stands_on_changes_at_once_and_the_rest_with_the_last_clai
     offers(&world, "6 Medium off: gpu-0-mps gpu-0-timeslice").await;
     // A new daemon knows as well as the old one what the claim stands on.
     daemon.kill();
-    let _daemon = world.spawn(&["--config", mount.file().to_str().unwrap()]);
+    let daemon = world.spawn(&["--config", mount.file().to_str().unwrap()]);
+    // Until then the kubelet may forget the old one once more.
+    daemon.wait_log("registered with the kubelet").await;
     world.prepare_until_ok(&claim).await;
     assert_eq!(offered(&world), "6 Medium off: gpu-0-mps gpu-0-timeslice");
     world.unprepare(&claim).await.unwrap();
