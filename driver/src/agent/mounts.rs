@@ -125,11 +125,12 @@ fn unescape(field: &str) -> String {
     text + rest
 }
 
-/// The mount that a path leads to.
+/// The mount that a path leads to. Mounts that lead round in a circle lead nowhere: the kernel has no such, but the file is
+/// read in pieces, and a number is used anew as soon as its mount is gone.
 fn top<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
     let known: BTreeSet<u32> =
         mounts.iter().filter(|mount| mount.parent != mount.id).map(|mount| mount.id).collect();
-    let mut here: Option<&Mount> = None;
+    let (mut here, mut steps): (Option<&Mount>, usize) = (None, 0);
     let ends = path.match_indices('/').map(|(at, _)| at.max(1)).skip(1).chain([path.len()]);
     for name in std::iter::once("/").chain(ends.filter_map(|end| path.get(..end))) {
         // As often as something is mounted there on what was mounted there before.
@@ -142,6 +143,10 @@ fn top<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
             is_child && mount.point == name
         }) {
             here = Some(next);
+            steps += 1;
+            if steps > mounts.len() {
+                return None;
+            }
         }
     }
     here
@@ -305,6 +310,20 @@ mod tests {
         assert_eq!(trouble(&many(5000, "/home/x")), []);
         assert_eq!(trouble(&many(50_000, "/home/x")), [Trouble::Crowded]);
         assert!(has(&parse(&lines(&many(5000, "/run/divvy/x"))), &page()), "whose it is, is known");
+    }
+
+    #[test]
+    fn mounts_that_lead_round_in_a_circle_lead_nowhere() {
+        let ours = policy(103, 100, "ro");
+        let mount =
+            |id: u32, parent: u32, point: &str| format!("{id} {parent} 0:60 / {point} rw - tmpfs tmpfs rw");
+        let all = [covered(), Trouble::Covered("/run/divvy/c-1/s-1/account".to_owned())];
+        assert_eq!(trouble(&[ours.clone(), mount(104, 103, PAGE), mount(103, 104, PAGE)]), [covered()]);
+        assert_eq!(trouble(&[ours.clone(), mount(104, 100, "/"), mount(100, 104, "/")]), all);
+        assert_eq!(
+            trouble(&[ours, mount(104, 100, "/run"), mount(105, 104, "/run"), mount(104, 105, "/run")]),
+            all
+        );
     }
 
     #[test]
