@@ -32,17 +32,16 @@ impl Sources {
         let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);
         let forged =
             forged.into_iter().filter_map(|(at, beyond)| Some((at, (beyond, granted(at)?)))).collect();
-        let (over_time, excess) =
-            overtime::over_time(&look, &metered, &times, since, &forged, &memory.excess);
-        let mut memory = Memory { meter: of_meter, balances, excess, ..memory };
+        let (over, past) = overtime::over_time(&look, &metered, &times, since, &forged, &memory.over_time);
+        let mut memory = Memory { meter: of_meter, balances, over_time: past, ..memory };
         let (mut reports, mut told) = (Vec::new(), None);
         if memory.is_due(now) {
-            let findings = judge::judge(&look, &memory.before).into_iter().chain(over_time).collect();
+            let findings = judge::judge(&look, &memory.before).into_iter().chain(over).collect();
             // Who is to be ended has no time to go on while slots are written.
             (memory, reports) = self.respond(findings, memory);
             gather::repair(&look, &self.shares, &self.files, &self.process_root);
             (memory.before, memory.judged) = (judge::remember(&look), Some(now));
-            memory.excess.values_mut().for_each(overtime::Past::judged);
+            memory.over_time.values_mut().for_each(overtime::Past::judged);
             let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             told = Some(meter::told(&look, &metered, at.as_millis() as u64));
         }

@@ -159,7 +159,7 @@ struct Memory {
     told: BTreeMap<Key, Instant>,
     meter: meter::Memory,
     balances: balance::Memory,
-    excess: overtime::Memory,
+    over_time: overtime::Memory,
 }
 
 impl Memory {

@@ -61,9 +61,10 @@ struct Proof {
 }
 
 impl Past {
-    /// Findings were looked for: so that proofs which are far apart do not add up, and two in a row do.
+    /// Findings were looked for. Of what was proven by then half a proof stays: two in a row add up, those far apart do
+    /// not, and nobody is found again without a new one, as who is left of a share whose offender was ended may be honest.
     pub(super) fn judged(&mut self) {
-        self.evidence /= 2;
+        self.evidence = (self.evidence / 2).min(PROOF / 2);
     }
 }
 
@@ -257,9 +258,9 @@ mod tests {
 
     #[test]
     fn two_looks_that_prove_it_are_enough_though_the_cut_holds_in_between() {
-        // Whether each look proves it, and whether findings are looked for then: whether it is found for certain.
-        let check = |looks: &[(bool, bool)], expected: bool| {
-            let (mut memory, mut is_found) = (Memory::new(), false);
+        // Whether each look proves it, and whether findings are looked for then: how often it is found for certain.
+        let check = |looks: &[(bool, bool)], expected: usize| {
+            let (mut memory, mut found) = (Memory::new(), 0);
             for (proves, is_due) in looks {
                 let busy = if *proves { 70 } else { 5 };
                 let metered = [Metered { busy: Some(busy * POINT), said: None }];
@@ -268,21 +269,24 @@ mod tests {
                 let (findings, after) = over_time(&look(0), &metered, &times, SINCE, &forged, &memory);
                 memory = after;
                 if *is_due {
-                    is_found |= findings.iter().any(|finding| finding.certain);
+                    found += findings.iter().filter(|finding| finding.certain).count();
                     memory.values_mut().for_each(Past::judged);
                 }
             }
-            assert_eq!(is_found, expected, "{looks:?}");
+            assert_eq!(found, expected, "{looks:?}");
         };
         const DUE: bool = true;
-        check(&[(true, DUE), (true, DUE)], true);
-        check(&[(true, !DUE), (true, !DUE), (false, DUE)], true);
-        check(&[(true, DUE), (false, !DUE), (true, !DUE), (false, DUE)], true);
-        check(&[(true, !DUE), (false, DUE), (true, DUE)], true);
+        check(&[(true, DUE), (true, DUE)], 1);
+        check(&[(true, !DUE), (true, !DUE), (false, DUE)], 1);
+        check(&[(true, DUE), (false, !DUE), (true, !DUE), (false, DUE)], 1);
+        check(&[(true, !DUE), (false, DUE), (true, DUE)], 1);
+        check(&[(true, DUE), (true, DUE), (true, DUE)], 2);
         // Once, and again much later.
-        check(&[(true, !DUE), (true, !DUE)], false);
-        check(&[(true, DUE), (false, DUE), (true, DUE)], false);
-        check(&[(true, !DUE), (false, DUE), (false, DUE), (true, DUE)], false);
+        check(&[(true, !DUE), (true, !DUE)], 0);
+        check(&[(true, DUE), (false, DUE), (true, DUE)], 0);
+        check(&[(true, !DUE), (false, DUE), (false, DUE), (true, DUE)], 0);
+        // Who is left when the offender was ended.
+        check(&[(true, !DUE), (true, !DUE), (true, !DUE), (true, DUE), (false, DUE), (false, DUE)], 1);
     }
 
     proptest! {

@@ -29,6 +29,8 @@ const POINTS: f64 = 2.0;
 const LAUNCH: f64 = 25.0;
 /// Per cent of what one unlimited tenant gets done that two of 50 % may lose.
 const LOSS: f64 = 3.0;
+/// What there is to measure.
+const PARTS: [&str; 8] = ["cells", "aggregate", "fixed", "weights", "lending", "priority", "launch", "lost"];
 /// The request whose longest stall has a bar.
 const STALLED: u32 = 30;
 
@@ -76,8 +78,8 @@ pub(crate) struct Arguments {
     /// Be the agent of the node whose driver and pages are there
     #[arg(long, hide = true, num_args = 2)]
     agent_of: Vec<PathBuf>,
-    /// Only these parts: cells, aggregate, fixed, weights, lending, priority, launch, lost
-    #[arg(long, value_delimiter = ',')]
+    /// Only these parts
+    #[arg(long, value_delimiter = ',', value_parser = clap::builder::PossibleValuesParser::new(PARTS))]
     only: Vec<String>,
 }
 
