@@ -10,10 +10,12 @@ use crate::code::Code;
 use crate::context::{self, Context};
 use crate::frame::{Outcome, entry};
 use crate::handle::{Handle, Object};
-use crate::stream::Stream;
+use crate::stream::{SLEEPS, SPINS, Stream};
 
 /// `CU_EVENT_DISABLE_TIMING`.
 const NO_TIME: u32 = 2;
+/// `CU_EVENT_BLOCKING_SYNC`.
+const BLOCKING_SYNC: u32 = 1;
 
 /// An event.
 pub(crate) struct Event {
@@ -92,7 +94,7 @@ entry! {
                 stream.wait_behind(recorded.mark);
             } else {
                 // Axes of two devices have no common points.
-                recorded.guest.wait_for(recorded.mark);
+                recorded.guest.wait_for(recorded.mark, SLEEPS);
             }
         }
         Ok(())
@@ -132,7 +134,8 @@ entry! {
     fn cuEventSynchronize(_process; event: Handle<Event>) {
         let event = event.get()?;
         if let Some(recorded) = event.recorded().filter(|recorded| recorded.time.is_none()) {
-            recorded.guest.wait_for(recorded.mark);
+            let sleeps = event.flags & BLOCKING_SYNC != 0;
+            recorded.guest.wait_for(recorded.mark, if sleeps { SLEEPS } else { SPINS });
         }
         event.context.device.settle_pools();
         Ok(())

@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::ffi::c_void;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use divvy_sim::Guest;
 use divvy_sim::ledger::{Kernel, Mark};
@@ -21,6 +22,11 @@ use crate::pool::Location;
 
 /// As many launches a context has under way; one more waits for the oldest.
 const DEPTH: usize = 1024;
+/// Who waits spins from so much before the end; the real driver does all the while, which would leave nothing of the
+/// processors to the others.
+pub(crate) const SPINS: Duration = Duration::from_micros(250);
+/// And so much where it may be late: others wait in the queue meanwhile, or the program asked to be put to sleep.
+pub(crate) const SLEEPS: Duration = Duration::from_micros(60);
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
 /// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`, the handles of the default streams.
@@ -138,7 +144,7 @@ impl Stream {
         let mut queue = self.context.queue();
         let oldest = queue.ends[queue.at];
         if oldest != 0 && oldest > self.guest().reached_before() {
-            self.guest().wait_for(oldest);
+            self.guest().wait_for(oldest, SLEEPS);
         }
         let mut after = self.tail.load(Ordering::Relaxed);
         match self.sort {
@@ -188,7 +194,7 @@ impl Stream {
             return Err(Code::StreamCaptureUnsupported);
         }
         let end = self.end();
-        self.guest().wait_for(end);
+        self.guest().wait_for(end, SPINS);
         self.context.device.settle_pools();
         Ok(())
     }
@@ -319,7 +325,7 @@ entry! {
 
 fn synchronize_all(context: &'static Context) -> Outcome {
     let all = context.queue().all;
-    context.guest.wait_for(all);
+    context.guest.wait_for(all, SPINS);
     context.device.settle_pools();
     Ok(())
 }

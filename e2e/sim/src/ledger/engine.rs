@@ -36,9 +36,9 @@ pub(super) struct Engine {
     /// Played up to this time, in ns of the monotonic clock.
     clock: AtomicU64,
     /// Row whose turn it is, from 1; 0 when nobody has work.
-    turn: AtomicU64,
+    pub(super) turn: AtomicU64,
     /// What is left of it, in ns.
-    left: AtomicU64,
+    pub(super) left: AtomicU64,
     /// Length of a turn in ns.
     pub(super) slice: AtomicU64,
     /// In-order work ends at this time, and is so much since the part is there.
@@ -56,8 +56,8 @@ pub(super) struct Engine {
 /// The work of a row, in ns.
 #[repr(C)]
 pub(super) struct Work {
-    submitted: AtomicU64,
-    served: AtomicU64,
+    pub(super) submitted: AtomicU64,
+    pub(super) served: AtomicU64,
     /// 1 for a client of MPS.
     in_order: AtomicU64,
     /// Where the axis was when the guest came.
@@ -286,7 +286,7 @@ impl Guest {
         self.ledger().work(self.row()).in_order.store(1, Ordering::Relaxed);
     }
 
-    fn in_order(&self) -> bool {
+    pub(super) fn in_order(&self) -> bool {
         self.ledger().work(self.row()).in_order.load(Ordering::Relaxed) == 1
     }
 
@@ -350,23 +350,6 @@ impl Guest {
     /// When it got to a point that it has reached, in ns of the monotonic clock.
     pub fn time_of(&self, mark: Mark) -> u64 {
         if self.in_order() { mark } else { self.ledger().time_of(self.row(), mark) }
-    }
-
-    /// Waits until a point is reached. Others' work can only make that later, so it is looked at again and again.
-    pub fn wait_for(&self, mark: Mark) {
-        loop {
-            let rest = mark.saturating_sub(self.reached());
-            if rest == 0 {
-                return;
-            }
-            // Short of it, and not longer than a turn of somebody else could move it.
-            let pause = Duration::from_nanos(rest).min(Duration::from_millis(20));
-            if pause > Duration::from_micros(80) {
-                std::thread::sleep(pause - Duration::from_micros(60));
-            } else {
-                std::hint::spin_loop();
-            }
-        }
     }
 
     /// Time on the part that its work has had, in ns.

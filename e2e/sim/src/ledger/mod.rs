@@ -27,6 +27,7 @@ mod locks;
 mod managed;
 mod map;
 mod samples;
+mod wait;
 mod watch;
 
 pub use engine::{Kernel, Mark, now};
