@@ -59,8 +59,8 @@ pub(crate) struct Arguments {
     /// Windows, and containers that die
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Only these: cpu, work, dead
-    #[arg(long, value_delimiter = ',')]
+    /// Only these parts
+    #[arg(long, value_delimiter = ',', value_parser = ["cpu", "work", "dead"])]
     only: Vec<String>,
 }
 

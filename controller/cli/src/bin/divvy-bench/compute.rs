@@ -29,8 +29,6 @@ const POINTS: f64 = 2.0;
 const LAUNCH: f64 = 25.0;
 /// Per cent of what one unlimited tenant gets done that two of 50 % may lose.
 const LOSS: f64 = 3.0;
-/// What there is to measure.
-const PARTS: [&str; 8] = ["cells", "aggregate", "fixed", "weights", "lending", "priority", "launch", "lost"];
 /// The request whose longest stall has a bar.
 const STALLED: u32 = 30;
 
@@ -79,7 +77,14 @@ pub(crate) struct Arguments {
     #[arg(long, hide = true, num_args = 2)]
     agent_of: Vec<PathBuf>,
     /// Only these parts
-    #[arg(long, value_delimiter = ',', value_parser = clap::builder::PossibleValuesParser::new(PARTS))]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_parser = [
+            "cells", "aggregate", "fixed", "weights", "lending", "priority",
+            "launch", "lost",
+        ]
+    )]
     only: Vec<String>,
 }
 

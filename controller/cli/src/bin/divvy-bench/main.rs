@@ -53,8 +53,15 @@ struct Arguments {
     /// Samples of each round
     #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u32).range(5..))]
     samples: u32,
-    /// Only these parts: gpu, mig, shared, parallel, held, burst, memory, start, pool, controller, webhook
-    #[arg(long, value_delimiter = ',')]
+    /// Only these parts
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_parser = [
+            "gpu", "mig", "shared", "parallel", "held", "burst",
+            "memory", "start", "pool", "controller", "webhook",
+        ]
+    )]
     only: Vec<String>,
     /// Serve the API in this directory until standard input ends (for the benchmark's own use)
     #[arg(long, value_name = "DIR", hide = true)]

@@ -60,8 +60,8 @@ pub(crate) struct Arguments {
     /// Rounds of what pools give back
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Only these parts: turns, pools
-    #[arg(long, value_delimiter = ',')]
+    /// Only these parts
+    #[arg(long, value_delimiter = ',', value_parser = ["turns", "pools"])]
     only: Vec<String>,
 }
 

@@ -50,8 +50,8 @@ pub(crate) struct Arguments {
     /// Seed of what is random
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Only these: launch, info, alloc, init, race, kills
-    #[arg(long, value_delimiter = ',')]
+    /// Only these parts
+    #[arg(long, value_delimiter = ',', value_parser = ["launch", "info", "alloc", "init", "race", "kills"])]
     only: Vec<String>,
 }
 
