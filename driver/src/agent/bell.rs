@@ -53,8 +53,14 @@ impl Bell {
 
     /// Returns when more or fewer shares work on GPUs: these.
     pub(super) async fn moved(&self) -> Vec<GpuUuid> {
-        self.common.moved.notified().await;
-        self.common.desk().moved()
+        loop {
+            self.common.moved.notified().await;
+            let moved = self.common.desk().moved();
+            // It may have been told twice before anybody came to look.
+            if !moved.is_empty() {
+                return moved;
+            }
+        }
     }
 
     /// From now on the shares of that GPU are these, as an audit found them.
