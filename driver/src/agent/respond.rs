@@ -9,6 +9,9 @@ use super::{AGAIN, Done, Finding, Memory, Report, Sources};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
+/// So many processes of a share are told of at once; who is ended is told of always.
+const MOST: usize = 256;
+
 impl Sources {
     /// Ends and tells, and remembers what was.
     pub(super) fn respond(&self, findings: Vec<Finding>, memory: Memory) -> (Memory, Vec<Report>) {
@@ -23,7 +26,10 @@ impl Sources {
             if !finding.certain && !again {
                 continue;
             }
-            let is_new = told.get(&key).is_none_or(|at| now.duration_since(*at) >= AGAIN);
+            let of_share = |other: &&Key| other.claim == key.claim && other.share == key.share;
+            // A claim that shows one process after the other fills neither memory nor log.
+            let is_kept = told.contains_key(&key) || told.keys().filter(of_share).take(MOST).count() < MOST;
+            let is_new = is_kept && told.get(&key).is_none_or(|at| now.duration_since(*at) >= AGAIN);
             let done = match &finding.process {
                 Some(suspect) if self.response.ends(&finding) => {
                     match end::end(&self.process_root, suspect) {
@@ -42,7 +48,9 @@ impl Sources {
             if is_new || done == Done::Ended {
                 let claim = finding.claim.as_ref().map(ToString::to_string).unwrap_or_default();
                 tracing::warn!(kind = finding.kind.name(), claim, ?done, %finding, "a share is not kept");
-                told.insert(key, now);
+                if is_kept {
+                    told.insert(key, now);
+                }
                 reports.push(Report::Found { finding: Box::new(finding), done });
             }
         }
@@ -53,7 +61,7 @@ impl Sources {
         let well: BTreeSet<_> = over.keys().filter_map(share).collect();
         let well = well.difference(&troubled).cloned();
         reports.extend(well.map(|(claim, share)| Report::Well { claim, share }));
-        // A claim that starts one offender after the other does not fill the memory.
+        // And is told again some time.
         still.retain(|_, at| now.duration_since(*at) < AGAIN);
         (Memory { seen: keys, told: still, ..memory }, reports)
     }
@@ -72,18 +80,37 @@ mod tests {
         Finding { kind: Kind::Hidden, claim, share, process, text, report_only: false, certain: false }
     }
 
-    #[test]
-    fn what_was_told_of_the_processes_of_a_share_is_forgotten_in_time() {
-        let dir = tempfile::tempdir().unwrap();
-        let sources = Sources {
-            shares: Shares::new(&HostPaths::below(dir.path())),
+    fn sources() -> Sources {
+        Sources {
+            shares: Shares::new(&HostPaths::below(&PathBuf::new())),
             files: Files::default(),
             process_root: PathBuf::new(),
             cgroup_root: PathBuf::new(),
             lock: PathBuf::new(),
             response: "none".parse().unwrap(),
             bell: Bell::default(),
-        };
+        }
+    }
+
+    #[test]
+    fn a_share_that_shows_one_process_after_the_other_fills_no_memory() {
+        let (sources, mut memory, mut told) = (sources(), Memory::default(), 0);
+        for pid in (0..4000).step_by(100) {
+            let findings = (pid..pid + 100).map(hidden).collect();
+            let (after, reports) = sources.respond(findings, memory);
+            (memory, told) = (after, told + reports.len());
+        }
+        assert_eq!((memory.told.len(), told), (MOST, MOST));
+        // And nobody else is silent for it.
+        let other = || Finding { share: Some("t".into()), ..hidden(1) };
+        let (memory, _) = sources.respond(vec![other()], memory);
+        let (_, reports) = sources.respond(vec![other()], memory);
+        assert!(matches!(reports[..], [Report::Found { .. }, ..]), "{reports:?}");
+    }
+
+    #[test]
+    fn what_was_told_of_the_processes_of_a_share_is_forgotten_in_time() {
+        let sources = sources();
         let told = |memory: &Memory| memory.told.keys().filter_map(|key| key.process).collect::<Vec<_>>();
         let now = Instant::now();
         let earlier = [(1, now.checked_sub(AGAIN).unwrap()), (2, now)];
