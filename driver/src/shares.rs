@@ -30,8 +30,8 @@ pub(crate) use mapped::Mapped;
 use rustix::fs::OFlags;
 use rustix::thread::futex;
 use std::fs::{self, DirBuilder, File, Permissions};
-use std::io::{self, Read};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
@@ -131,11 +131,11 @@ impl Shares {
         let is_there = path.metadata().is_ok_and(|meta| meta.len() == account::SIZE as u64);
         if !is_there {
             // One that was cut short is mounted where it was cut.
-            match path.exists() {
-                true => fs::write(&path, fresh_account()),
+            let written = match path.exists() {
+                true => renew(&path),
                 false => create(&path, &fresh_account(), 0o666),
-            }
-            .map_err(failed(&path))?;
+            };
+            written.map_err(failed(&path))?;
         }
         let path = dir.join(POLICY);
         let changed = match read(&path) {
@@ -219,6 +219,19 @@ impl Shares {
     }
 }
 
+/// Makes an account new in the file that is there. Where a container has a lease on it that is for the agent, later.
+fn renew(path: &Path) -> io::Result<()> {
+    match open(path, true) {
+        Err(cause) if cause.kind() == io::ErrorKind::WouldBlock => Ok(()),
+        file => {
+            let account = fresh_account();
+            let file = file?;
+            file.set_len(account.len() as u64)?;
+            file.write_all_at(&account, 0)
+        }
+    }
+}
+
 fn fresh_account() -> Vec<u8> {
     let mut page = account::fresh().to_vec();
     page.resize(account::SIZE, 0);
@@ -231,9 +244,14 @@ pub fn is_mounted(proc_root: &Path, claim: &ClaimUid) -> bool {
     let entries = fs::read_dir(proc_root).into_iter().flatten().flatten();
     let processes =
         entries.filter(|entry| entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit));
-    processes.filter_map(|process| fs::read_to_string(process.path().join("mountinfo")).ok()).any(|mounts| {
+    // Line by line: a container may have a hundred thousand mounts, with names of any bytes.
+    let mut lines = processes
+        .filter_map(|process| File::open(process.path().join("mountinfo")).ok())
+        .flat_map(|mounts| BufReader::new(mounts).split(b'\n').map_while(Result::ok));
+    lines.any(|line| {
         // The fourth field is where in its file system the mount begins.
-        mounts.lines().any(|line| line.split(' ').nth(3).is_some_and(|root| root.contains(&part)))
+        let root = line.split(|byte| *byte == b' ').nth(3).map(String::from_utf8_lossy);
+        root.is_some_and(|root| root.contains(&part))
     })
 }
 
