@@ -20,6 +20,8 @@ const LARGEST: u64 = 8 << 20;
 /// Names share their bytes in the file, so a small one could hold a great many.
 const LARGEST_STRINGS: usize = 16 << 20;
 const LONGEST: usize = 4096;
+/// Levels of processors; glibc knows four.
+const MOST_LEVELS: usize = 1024;
 const MAGIC: &[u8] = b"glibc-ld.so.cache1.1";
 const OLD_MAGIC: &[u8] = b"ld.so-1.7.0";
 const HEADER: usize = 48;
@@ -118,6 +120,10 @@ impl<'a> Cache<'a> {
                 }
                 let (offset, size) = (u32_at(bytes, at + 8)? as usize, u32_at(bytes, at + 12)? as usize);
                 for level in bytes.get(offset..offset.checked_add(size)?)?.chunks_exact(4) {
+                    // Sections may lie upon each other, so the file's length does not bound them.
+                    if cache.levels.len() == MOST_LEVELS {
+                        return None;
+                    }
                     cache.levels.push(text(u32_at(level, 0)? as usize)?);
                 }
             }

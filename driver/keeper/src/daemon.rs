@@ -26,6 +26,8 @@ const QUIT_WITHIN: Duration = Duration::from_secs(3);
 const KILL_WITHIN: Duration = Duration::from_secs(2);
 /// More than any device has: no command takes a limit back.
 const ALL_MEMORY_MIB: u64 = 1 << 20;
+/// A daemon has one server for each user at a time.
+const SERVERS: usize = 16;
 
 /// How a daemon is that answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,9 +163,12 @@ impl Daemon {
         }
     }
 
+    /// The first of them: each is asked for itself, and a container that puts itself in the daemon's place may answer
+    /// anything.
     fn servers(&self) -> Result<Vec<u32>, ProgramError> {
-        let answer = self.ask("get_server_list")?;
-        Ok(numbers(&answer))
+        let mut servers = numbers(&self.ask("get_server_list")?);
+        servers.truncate(SERVERS);
+        Ok(servers)
     }
 
     /// How it is; an error where it does not answer.

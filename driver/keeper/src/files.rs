@@ -4,6 +4,7 @@
 //! The node daemon writes the one and trusts the other, but nothing that is in
 //! these files can stop the keeper: what it does not understand it leaves alone.
 
+use crate::tree;
 use divvy_api::mps::{ACTUAL, Actual, DESIRED, Desired, FORMAT};
 use serde::de::DeserializeOwned;
 use std::fs::{self, File, Permissions};
@@ -96,7 +97,7 @@ impl Dirs {
             _ => Ok(()),
         };
         for dir in [&self.pipe, &self.log, &self.shm, &self.lib] {
-            gone(fs::remove_dir_all(dir))?;
+            gone(tree::remove(dir))?;
         }
         for name in [ACTUAL, "actual.part", "desired.part"] {
             gone(fs::remove_file(self.dir.join(name)))?;

@@ -11,8 +11,8 @@ use crate::watch::timespec;
 use divvy_api::mps::Process;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -24,6 +24,9 @@ const SERVER: &[u8] = b"nvidia-cuda-mps-server";
 pub(crate) const PIPE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 /// The environment variable that names the device.
 pub(crate) const DEVICE: &str = "CUDA_VISIBLE_DEVICES";
+
+/// Bytes of a process's arguments, and of its environment.
+const MOST: u64 = 64 << 10;
 
 /// A process that is held: its number cannot become another's while this is there.
 #[derive(Debug)]
@@ -80,7 +83,7 @@ pub(crate) fn of_pipe(pipe: &Path) -> Vec<Found> {
 
 fn found(pid: u32, pipe: &Path) -> Option<Found> {
     // Cheapest first: there are thousands of processes on a node.
-    let arguments = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    let arguments = start_of(&format!("/proc/{pid}/cmdline")).ok()?;
     let arguments: Vec<&[u8]> = arguments.split(|byte| *byte == 0).collect();
     let name = arguments.first()?.rsplit(|byte| *byte == b'/').next()?;
     let control = name == CONTROL;
@@ -90,7 +93,7 @@ fn found(pid: u32, pipe: &Path) -> Option<Found> {
         return None;
     }
     let held = Held::of(pid).ok()?;
-    let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let environment = start_of(&format!("/proc/{pid}/environ")).ok()?;
     let variable = |name: &str| {
         let mut entries = environment.split(|byte| *byte == 0);
         entries.find_map(|entry| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
@@ -101,6 +104,14 @@ fn found(pid: u32, pipe: &Path) -> Option<Found> {
     let device = String::from_utf8_lossy(variable(DEVICE).unwrap_or_default()).into_owned();
     let multi_user = arguments.iter().any(|argument| *argument == b"-M");
     Some(Found { held, control, multi_user, device })
+}
+
+/// As much of a file as a daemon's would have: any process may say that its arguments are gigabytes long (`prctl(2)`,
+/// `PR_SET_MM`).
+fn start_of(path: &str) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(MOST).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Kills what still uses a pipe directory; false if something is left after that time.
