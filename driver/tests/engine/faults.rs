@@ -173,8 +173,8 @@ async fn hung_create_is_answered_and_undone_when_it_returns() {
         ("nvmlGpuInstanceCreateComputeInstance", When::After),
     ] {
         let mut world = World::up(&format!("2x{H100}"));
-        world.limits.create = Duration::from_millis(100);
-        world.limits.mig_mode = Duration::from_millis(100);
+        world.limits.create = Duration::from_secs(1);
+        world.limits.mig_mode = Duration::from_secs(1);
         let node = world.start().await;
         hold(&world, call, when);
         node.refused("a", SLICE, "has not returned").await;
@@ -203,7 +203,7 @@ async fn hung_create_is_answered_and_undone_when_it_returns() {
 async fn hung_destroy_is_finished_when_it_returns() {
     for when in [When::Before, When::After] {
         let mut world = World::up(H100);
-        world.limits.destroy = Duration::from_millis(100);
+        world.limits.destroy = Duration::from_secs(1);
         let node = world.start().await;
         node.prepare("a", SLICE).await.unwrap();
         hold(&world, "nvmlGpuInstanceDestroy", when);

@@ -235,7 +235,7 @@ async fn a_daemon_that_does_not_come_fails_the_claim_and_leaves_nothing() {
     let world = World::up(H100);
     let keeper = world.keeper();
     keeper.set(Phase::Down { cause: "no such program".into() });
-    let mut node = world.start_answering(Duration::from_secs(2)).await;
+    let mut node = world.start_answering(Duration::from_secs(8)).await;
     let begun = node.prepare("a", CLIENT).await.unwrap_err();
     let error = super::world::chain(&begun);
     for part in ["ns/a", "gpu-0-mps", "down: no such program", "is divvy-keeper running on this node?"] {
@@ -252,9 +252,9 @@ async fn a_daemon_that_does_not_come_fails_the_claim_and_leaves_nothing() {
 #[tokio::test]
 async fn without_a_keeper_the_other_modes_work_and_nothing_stays() {
     let world = World::up(H100);
-    let node = world.start_answering(Duration::from_secs(4)).await;
+    let node = world.start_answering(Duration::from_secs(8)).await;
     node.refused("a", CLIENT, "nobody has answered").await;
-    assert!(node.engine.held().is_empty());
+    until("the claim is undone", || node.engine.held().is_empty()).await;
     world.expect_rest();
     node.prepare("b", TURNS).await.unwrap();
 }

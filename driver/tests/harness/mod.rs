@@ -145,6 +145,8 @@ impl World {
     /// Starts the daemon and waits until it is registered.
     pub(crate) async fn start(&self, flags: &[&str]) -> Daemon {
         let daemon = self.spawn(flags);
+        // The kubelet may know its predecessor still, and forget it once more.
+        daemon.wait_log("registered with the kubelet").await;
         self.kubelet.wait_registered(DRIVER, 1, PATIENCE).await.unwrap();
         daemon
     }
@@ -295,14 +297,17 @@ pub(crate) fn reference(name: &str) -> Claim {
 pub(crate) struct Daemon {
     child: Child,
     log: PathBuf,
+    /// So many bytes of it are its predecessors'.
+    begin: usize,
 }
 
 impl Daemon {
     pub(crate) fn spawn(mut command: Command, log: &Path) -> Self {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(log).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file).process_group(0);
+        let begin = std::fs::metadata(log).unwrap().len() as usize;
         let child = command.spawn().unwrap();
-        Self { child, log: log.to_owned() }
+        Self { child, log: log.to_owned(), begin }
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -314,8 +319,9 @@ impl Daemon {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
+    /// Until it has logged that itself.
     pub(crate) async fn wait_log(&self, text: &str) {
-        until(text, || self.log().contains(text)).await;
+        until(text, || self.log().get(self.begin..).is_some_and(|log| log.contains(text))).await;
     }
 
     /// Whether the process is gone.

@@ -124,7 +124,7 @@ async fn a_prepared_claim_is_answered_while_the_api_server_is_away() {
     let world = World::up(H100).await;
     let _daemon = world.start(&["--read-within", "300ms"]).await;
     let (prepared, fresh) = (world.claim("a", &[SLICE]), world.claim("b", &["gpu-0-mig-1g10gb-19-3"]));
-    let devices = world.prepare(&prepared).await.unwrap();
+    let devices = world.prepare_until_ok(&prepared).await;
     world.api.set_unavailable(true);
     assert_eq!(world.prepare(&prepared).await.unwrap(), devices);
     let error = world.prepare(&fresh).await.unwrap_err();

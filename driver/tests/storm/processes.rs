@@ -34,7 +34,7 @@ impl Keeper {
         let log = fs::OpenOptions::new().create(true).append(true).open(world.path("keeper-log")).unwrap();
         let mut command = Command::new(program("divvy-keeper"));
         command.env_clear().arg("--run-dir").arg(world.run_dir()).arg("--driver-root").arg(world.sim.root());
-        command.args(["--check-every", "1", "--answer-within", "2"]);
+        command.args(["--check-every", "1", "--answer-within", "5"]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
         self.child = Some(command.spawn().unwrap());
     }

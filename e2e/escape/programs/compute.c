@@ -124,8 +124,9 @@ static void run(const char *name, uint64_t before, uint64_t window)
 	puts("ready"), fflush(stdout);
 	if (read(STDIN_FILENO, &byte, 1) < 0)
 		fail("read", 0);
-	/* Before the window, in it, and a little longer, so that nobody else has more towards its end. */
-	uint64_t ends[] = { before * MS, (before + window) * MS, (before + window) * MS + 300 * MS };
+	/* Before the window, in it, and longer, so that nobody else has more towards its end and whoever looks on has
+	   seen it by then. */
+	uint64_t ends[] = { before * MS, (before + window) * MS, (before + window) * MS + 1500 * MS };
 	uint64_t count[3] = { 0 }, stall[3] = { 0 }, cpu[3] = { 0 }, at = 0, begin = now(), last = begin;
 	size_t counted = 0;
 	for (int part = 0; part < 3; part++) {

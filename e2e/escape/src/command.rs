@@ -113,9 +113,13 @@ fn run(run: &Run) -> Result<()> {
     let library = run.library.canonicalize().with_context(|| format!("no {}", run.library.display()))?;
     let enforcement = Enforcement { library, environment: run.limit.clone() };
     let (mut good, mut bad) = (0, 0);
-    let played = play_all(report::chosen(run.only.as_deref()), run.jobs, |row| {
-        report::play(row, &programs, &enforcement, DEADLINE)
-    });
+    let play = |row| report::play(row, &programs, &enforcement, DEADLINE);
+    let mut played = play_all(report::chosen(run.only.as_deref()), run.jobs, play);
+    // A machine that stands still for a second makes a node late, and rows side by side are in each other's way.
+    for line in played.iter_mut().filter(|line| !line.good()) {
+        *line = play(line.row);
+        println!("once more, alone: {line}");
+    }
     for line in &played {
         if line.good() { good += 1 } else { bad += 1 }
     }

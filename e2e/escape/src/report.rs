@@ -101,7 +101,8 @@ pub fn chosen(only: Option<&str>) -> impl Iterator<Item = &'static Row> {
 
 /// A row and what it came to, with its guards and without.
 pub struct Line {
-    row: &'static Row,
+    /// What was played.
+    pub row: &'static Row,
     verdict: Result<Verdict>,
     wins_unguarded: Result<bool>,
 }

@@ -80,7 +80,7 @@ impl World {
         let log = File::options().create(true).append(true).open(self.dir.path().join("log")).unwrap();
         let mut command = Command::new(program);
         command.arg("--run-dir").arg(self.dir.path().join("run")).arg("--driver-root").arg(self.sim.root());
-        command.args(["--check-every", "1", "--answer-within", "2"]).stderr(log);
+        command.args(["--check-every", "1", "--answer-within", "10"]).stderr(log);
         command
     }
 
