@@ -1,7 +1,9 @@
-/* bench launch N | info N | alloc LIVE lifo|fifo|random N | init N TIMES | race ROUNDS SEED | kills N SEED | hold MIB
+/* bench [turns] launch N | info N | alloc LIVE lifo|fifo|random N | init N TIMES | race ROUNDS SEED | kills N SEED |
+ *       hold MIB
  *
  * A CUDA program that measures itself: finds the driver as an application does, by dlopen and dlsym, and prints
- * figures as `name value`, in nanoseconds where it is a time. It knows nothing of shares. */
+ * figures as `name value`, in nanoseconds where it is a time. It knows nothing of shares. With `turns` it measures
+ * what N calls cost once for each byte of its input. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <signal.h>
@@ -19,79 +21,58 @@
 /* A kernel that does nothing. */
 static const char PTX[] = PTX_HEAD ".visible .entry nothing()\n{\n ret;\n}\n";
 
-/* The median of batches: what comes between now and then falls out. */
-static void figure(const char *name, double *batches, int count)
-{
-	qsort(batches, count, sizeof *batches, by_size);
-	printf("%s %.3f\n", name, batches[count / 2]);
-}
-
-enum { BATCH = 256, MOST = 4096 };
-static double batches[MOST];
-
-static int batches_of(long calls)
-{
-	long count = calls / BATCH;
-	return count < 1 ? 1 : count > MOST ? MOST : count;
-}
-
 static void launch(long calls)
 {
-	void *module, *function;
+	handle module, nothing;
 	open_gpu();
 	must(cuModuleLoadData(&module, PTX));
-	must(cuModuleGetFunction(&function, module, "nothing"));
-	int count = batches_of(calls);
-	for (int i = 0; i < count; i++) {
-		uint64_t begin = now();
-		for (int call = 0; call < BATCH; call++)
-			must(cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
-		batches[i] = (double)(now() - begin) / BATCH;
-		must(cuCtxSynchronize());
-	}
-	figure("launch", batches, count);
+	must(cuModuleGetFunction(&nothing, module, "nothing"));
+	launch_figures(nothing, calls);
+}
+
+static void infos(void)
+{
+	size_t free, total;
+	for (int call = 0; call < BATCH; call++)
+		must(cuMemGetInfo_v2(&free, &total));
 }
 
 static void info(long calls)
 {
-	size_t free, total;
 	open_gpu();
-	int count = batches_of(calls);
-	for (int i = 0; i < count; i++) {
-		uint64_t begin = now();
-		for (int call = 0; call < BATCH; call++)
-			must(cuMemGetInfo_v2(&free, &total));
-		batches[i] = (double)(now() - begin) / BATCH;
-	}
-	figure("info", batches, count);
+	figures("info", infos, NULL, calls);
 }
 
-static void alloc(long live, const char *order, long calls)
+/* Live allocations, and which of them is freed next: the newest (l), the oldest (f) or any (r). */
+static address *ring;
+static long live, oldest;
+static char order;
+static const size_t SIZE = 4096;
+
+static void allocs(void)
 {
-	const size_t size = 4096;
-	open_gpu();
-	address *ring = calloc(live + 1, sizeof *ring);
-	for (long i = 0; i < live; i++)
-		must(cuMemAlloc_v2(&ring[i], size));
-	int count = batches_of(calls);
-	long oldest = 0;
-	for (int i = 0; i < count; i++) {
-		uint64_t begin = now();
-		for (int call = 0; call < BATCH; call++) {
-			address made;
-			must(cuMemAlloc_v2(&made, size));
-			/* Frees the newest, the oldest or any, and keeps the new one in its place. */
-			if (live && *order != 'l') {
-				long at = *order == 'f' ? oldest : (long)chance(live);
-				address freed = ring[at];
-				ring[at] = made, made = freed;
-				oldest = oldest + 1 == live ? 0 : oldest + 1;
-			}
-			must(cuMemFree_v2(made));
+	for (int call = 0; call < BATCH; call++) {
+		address made;
+		must(cuMemAlloc_v2(&made, SIZE));
+		/* The new one is kept in the place of the one that is freed. */
+		if (live && order != 'l') {
+			long at = order == 'f' ? oldest : (long)chance(live);
+			address freed = ring[at];
+			ring[at] = made, made = freed;
+			oldest = oldest + 1 == live ? 0 : oldest + 1;
 		}
-		batches[i] = (double)(now() - begin) / BATCH;
+		must(cuMemFree_v2(made));
 	}
-	figure("alloc", batches, count);
+}
+
+static void alloc(long count, const char *name, long calls)
+{
+	live = count, order = *name;
+	open_gpu();
+	ring = calloc(live + 1, sizeof *ring);
+	for (long i = 0; i < live; i++)
+		must(cuMemAlloc_v2(&ring[i], SIZE));
+	figures("alloc", allocs, NULL, calls);
 }
 
 /* From a program that has the library loaded to one that knows its GPU's memory, in so many processes at once. What
@@ -359,6 +340,7 @@ static void hold(long mib)
 
 int main(int count, char **words)
 {
+	take_turns(&count, &words);
 	const char *mode = count > 1 ? words[1] : "";
 	long number = count > 2 ? atol(words[2]) : 0;
 	if (!strcmp(mode, "launch"))
@@ -379,7 +361,7 @@ int main(int count, char **words)
 	else if (!strcmp(mode, "kills") && count == 4)
 		kills(number, strtoull(words[3], NULL, 10));
 	else {
-		fprintf(stderr, "usage: bench launch N | info N | alloc LIVE ORDER N | init N TIMES | race ROUNDS SEED | kills N SEED | hold MIB\n");
+		fprintf(stderr, "usage: bench [turns] launch N | info N | alloc LIVE ORDER N | init N TIMES | race ROUNDS SEED | kills N SEED | hold MIB\n");
 		return 2;
 	}
 	return 0;

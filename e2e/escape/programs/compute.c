@@ -1,4 +1,4 @@
-/* compute run SHAPE BEFORE WINDOW | compute launch N
+/* compute run SHAPE BEFORE WINDOW | compute [turns] launch N
  *
  * A tenant that wants all of a GPU's time: launches kernels of one shape, without a pause, and says what came of it.
  * `run` prints "ready", begins when its standard input ends or says something, and measures from BEFORE to BEFORE +
@@ -160,33 +160,15 @@ static void run(const char *name, uint64_t before, uint64_t window)
 	_exit(0);
 }
 
-static void launch(long calls)
-{
-	enum { BATCH = 256, MOST = 4096 };
-	static double batches[MOST];
-	start();
-	long count = calls / BATCH;
-	count = count < 1 ? 1 : count > MOST ? MOST : count;
-	for (long i = 0; i < count; i++) {
-		uint64_t begin = now();
-		for (int call = 0; call < BATCH; call++)
-			must(cuLaunchKernel(nothing, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
-		batches[i] = (double)(now() - begin) / BATCH;
-		must(cuCtxSynchronize());
-	}
-	/* The median: what comes between now and then falls out. */
-	qsort(batches, count, sizeof *batches, by_size);
-	printf("launch %.3f\n", batches[count / 2]);
-}
-
 int main(int count, char **words)
 {
+	take_turns(&count, &words);
 	if (count == 5 && !strcmp(words[1], "run"))
 		run(words[2], strtoull(words[3], NULL, 10), strtoull(words[4], NULL, 10));
 	else if (count == 3 && !strcmp(words[1], "launch"))
-		launch(atol(words[2]));
+		start(), launch_figures(nothing, atol(words[2]));
 	else {
-		fprintf(stderr, "usage: compute run SHAPE BEFORE WINDOW | launch N\n");
+		fprintf(stderr, "usage: compute run SHAPE BEFORE WINDOW | [turns] launch N\n");
 		return 2;
 	}
 	return 0;

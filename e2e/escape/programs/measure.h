@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #define MIB ((size_t)1 << 20)
@@ -112,6 +113,63 @@ static inline int by_size(const void *a, const void *b)
 {
 	double x = *(const double *)a, y = *(const double *)b;
 	return (x > y) - (x < y);
+}
+
+/* What a call costs: the median of batches, so that what comes between now and then falls out. `batch` makes BATCH calls,
+ * `rest` does what no batch shall wait for, or is NULL. */
+enum { BATCH = 256, BATCHES = 4096 };
+
+static inline void figure(const char *name, void (*batch)(void), void (*rest)(void), long calls)
+{
+	static double took[BATCHES];
+	long count = calls / BATCH;
+	count = count < 1 ? 1 : count > BATCHES ? BATCHES : count;
+	for (long i = 0; i < count; i++) {
+		uint64_t begin = now();
+		batch();
+		took[i] = (double)(now() - begin) / BATCH;
+		if (rest)
+			rest();
+	}
+	qsort(took, count, sizeof *took, by_size);
+	printf("%s %.3f\n", name, took[count / 2]);
+	fflush(stdout);
+}
+
+/* Whether to measure in turns with other programs: a figure for each byte that comes, until there are no more. */
+static int in_turns;
+
+static inline void figures(const char *name, void (*batch)(void), void (*rest)(void), long calls)
+{
+	if (!in_turns) {
+		figure(name, batch, rest, calls);
+		return;
+	}
+	printf("ready\n");
+	fflush(stdout);
+	while (getchar() != EOF)
+		figure(name, batch, rest, calls);
+}
+
+static handle launched;
+static inline void launches(void)
+{
+	for (int call = 0; call < BATCH; call++)
+		must(cuLaunchKernel(launched, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL));
+}
+static inline void wait_for_all(void) { must(cuCtxSynchronize()); }
+
+static inline void launch_figures(handle function, long calls)
+{
+	launched = function;
+	figures("launch", launches, wait_for_all, calls);
+}
+
+/* The words of a program, of which the first may be `turns`. */
+static inline void take_turns(int *count, char ***words)
+{
+	in_turns = *count > 1 && !strcmp((*words)[1], "turns");
+	*count -= in_turns, *words += in_turns;
 }
 
 static uint64_t state = 88172645463325252ull;

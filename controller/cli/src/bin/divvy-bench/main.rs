@@ -19,6 +19,7 @@ mod program;
 mod shared;
 mod shares;
 mod stats;
+mod turns;
 mod world;
 
 use anyhow::{Context, Result, bail};

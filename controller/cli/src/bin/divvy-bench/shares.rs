@@ -1,12 +1,14 @@
 //! `divvy-bench shares`: what the library in a container with a share costs a CUDA program, and whether the limit is
 //! exact when processes race or are killed.
 //!
-//! Every figure is a program in C that measures itself (`e2e/escape/programs/bench.c`), run in turn in a container
-//! without the library and in one with it; differences and ratios are taken within a round. Behind a figure stands the
+//! Every figure is a program in C that measures itself (`e2e/escape/programs/bench.c`), in a container without the library
+//! and in one with it. Within a round the two take turns of milliseconds ([`crate::turns`]), and differences and ratios are
+//! taken within a turn: a machine whose processors are shared is another one a second later. Behind a figure stands the
 //! most that it may be, and whether it is: `NAME_bar<TAB>most<TAB>unit<TAB>held|MISSED`.
 
 use crate::program;
 use crate::stats::{bar, figure, line, median, percentile};
+use crate::turns::{self, differences};
 use anyhow::{Context, Result, ensure};
 use divvy_escape::container::{Container, Recipe};
 use divvy_escape::node::{MIB, Node};
@@ -17,11 +19,16 @@ use std::path::{Path, PathBuf};
 const LIMIT: u64 = 16384 * MIB;
 /// On a node pages lie in memory; a file system on a disk makes the first write to one slower.
 const MEMORY: &str = "/dev/shm";
-/// Of starts of processes in a round, at least: of one at a time, and of many at once. Of one about one in two hundred loses
+/// Starts of processes in a round, at least: of one at a time, and of many at once. Of one about one in two hundred loses
 /// the processor meanwhile, and waits fifty times as long as it takes: a p99 of a few hundred starts would be one of those in
 /// many a round by chance. Of many it is two in a hundred, and the p99 is how long one of them waits for the others,
 /// anything up to all of them: it takes many starts to tell two such figures apart.
-const SAMPLES: (u64, u64) = (2000, 6000);
+const STARTS: (u64, u64) = (4000, 20_000);
+/// Of them in a turn, at least.
+const STARTS_IN_TURN: u64 = 500;
+/// What costs a few nanoseconds is measured in so many times as many rounds: two programs that are the same differ by as much,
+/// each pair by another amount.
+const OFTEN: u32 = 10;
 const ORDERS: [&str; 3] = ["lifo", "fifo", "random"];
 
 #[derive(clap::Args)]
@@ -66,19 +73,18 @@ struct Bench {
 pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     let bench = Bench::start(arguments.library.as_deref())?;
     let wanted = |part: &str| program::is_wanted(&arguments.only, part);
-    let (rounds, calls) = (arguments.rounds, arguments.calls.to_string());
     if wanted("launch") {
-        bench.over_native("launch", rounds, &calls, 2.0)?;
+        bench.over_native("launch", arguments, 2.0)?;
     }
     if wanted("info") {
-        bench.over_native("info", rounds, &calls, 60.0)?;
+        bench.over_native("info", arguments, 60.0)?;
     }
     if wanted("alloc") {
         bench.alloc(arguments)?;
     }
     if wanted("init") {
         for count in &arguments.processes {
-            bench.init(rounds, *count)?;
+            bench.init(arguments.rounds, *count)?;
         }
     }
     let seed = arguments.seed.to_string();
@@ -124,50 +130,57 @@ impl Bench {
         Ok(pairs.collect())
     }
 
-    /// One figure of a round, without the library and with it.
-    fn round(&self, words: &[&str]) -> Result<(f64, f64)> {
-        let name = words.first().copied().unwrap_or_default();
-        let native = one(&self.run(&self.native, words)?, name)?;
-        Ok((native, one(&self.run(&self.share, words)?, name)?))
+    /// A round of programs with these words: of each, nanoseconds of a call in each turn, without the library and with it.
+    fn round(&self, programs: &[Vec<&str>], calls: u64) -> Result<Vec<[Vec<f64>; 2]>> {
+        let (turns, each) = turns::of(calls);
+        let mut commands = Vec::new();
+        for words in programs {
+            for container in [&self.native, &self.share] {
+                let mut command = container.command(&self.program);
+                command.arg("turns").args(words).arg(&each);
+                commands.push(command);
+            }
+        }
+        let mut took = turns::take(commands, turns)?.into_iter();
+        Ok(std::iter::from_fn(|| Some([took.next()?, took.next()?])).collect())
     }
 
     /// A call, `most` nanoseconds over native.
-    fn over_native(&self, call: &str, rounds: u32, calls: &str, most: f64) -> Result<()> {
-        let (mut natives, mut differences) = (Vec::new(), Vec::new());
-        for _ in 0..rounds {
-            let (native, share) = self.round(&[call, calls])?;
-            natives.push(native);
-            differences.push(share - native);
+    fn over_native(&self, call: &str, arguments: &Arguments, most: f64) -> Result<()> {
+        let (mut natives, mut over) = (Vec::new(), Vec::new());
+        for _ in 0..arguments.rounds.saturating_mul(OFTEN) {
+            for [native, share] in self.round(&[vec![call]], arguments.calls)? {
+                natives.push(median(&native));
+                over.push(median(&differences(&native, &share)));
+            }
         }
         figure(&format!("{call}_native_ns"), &natives, "ns");
-        bounded(&format!("{call}_over_native_ns"), &differences, most, "ns");
+        bounded(&format!("{call}_over_native_ns"), &over, most, "ns");
         Ok(())
     }
 
     fn alloc(&self, arguments: &Arguments) -> Result<()> {
-        let calls = arguments.calls.to_string();
+        let live: Vec<String> = arguments.live.iter().map(u64::to_string).collect();
         for order in ORDERS {
-            // All counts within one round, so that the machine's mood is the same for each.
-            let mut costs = vec![Vec::new(); arguments.live.len()];
+            let programs: Vec<_> = live.iter().map(|live| vec!["alloc", live.as_str(), order]).collect();
+            let mut costs = vec![(Vec::new(), Vec::new()); live.len()];
+            let mut ratios = Vec::new();
             for _ in 0..arguments.rounds {
-                for (live, costs) in arguments.live.iter().zip(&mut costs) {
-                    let (native, share) = self.round(&["alloc", &live.to_string(), order, &calls])?;
-                    costs.push((native, share));
+                let round = self.round(&programs, arguments.calls)?;
+                let over: Vec<_> = round.iter().map(|[native, share]| differences(native, share)).collect();
+                for ((costs, [native, _]), over) in costs.iter_mut().zip(&round).zip(&over) {
+                    costs.0.push(median(native));
+                    costs.1.push(median(over));
+                }
+                if let (Some(fewest), Some(most)) = (over.first(), over.last()) {
+                    ratios.push(median(most) / median(fewest));
                 }
             }
-            let over = |costs: &[(f64, f64)]| -> Vec<f64> {
-                costs.iter().map(|(native, share)| share - native).collect()
-            };
-            for (live, costs) in arguments.live.iter().zip(&costs) {
-                let natives: Vec<f64> = costs.iter().map(|(native, _)| *native).collect();
-                figure(&format!("alloc_free_{live}_{order}_native_ns"), &natives, "ns");
-                bounded(&format!("alloc_free_{live}_{order}_over_native_ns"), &over(costs), 300.0, "ns");
+            for (live, (natives, over)) in live.iter().zip(&costs) {
+                figure(&format!("alloc_free_{live}_{order}_native_ns"), natives, "ns");
+                bounded(&format!("alloc_free_{live}_{order}_over_native_ns"), over, 300.0, "ns");
             }
-            if let (Some(none), Some(most)) = (costs.first(), costs.last()) {
-                let ratios: Vec<f64> =
-                    over(none).iter().zip(over(most)).map(|(none, most)| most / none).collect();
-                bounded(&format!("alloc_free_{order}_most_live_to_fewest_ratio"), &ratios, 1.2, "ratio");
-            }
+            bounded(&format!("alloc_free_{order}_most_live_to_fewest_ratio"), &ratios, 1.2, "ratio");
         }
         Ok(())
     }
@@ -176,18 +189,22 @@ impl Bench {
     /// would be that process, and of 200 what happens to two of them.
     fn init(&self, rounds: u32, count: u64) -> Result<()> {
         let (mut added, mut walls, mut slowest) = (Vec::new(), Vec::new(), 0.0_f64);
-        let samples = if count > 1 { SAMPLES.1 } else { SAMPLES.0 };
-        let times = samples.div_ceil(count.max(1));
-        for round in 0..rounds {
-            let words = ["init", &count.to_string(), &times.to_string()];
-            // Who goes first takes turns: a thousand processes leave the machine busy for a while.
-            let (native, share) = if round % 2 == 0 {
-                let native = self.run(&self.native, &words)?;
-                (native, self.run(&self.share, &words)?)
-            } else {
-                let share = self.run(&self.share, &words)?;
-                (self.run(&self.native, &words)?, share)
-            };
+        let starts = if count > 1 { STARTS.1 } else { STARTS.0 };
+        let times = STARTS_IN_TURN.div_ceil(count.max(1));
+        let words = ["init", &count.to_string(), &times.to_string()];
+        for _ in 0..rounds {
+            let mut said = [Vec::new(), Vec::new()];
+            for turn in 0..starts.div_ceil(times * count.max(1)) {
+                // Who goes first takes turns: a thousand processes leave the machine busy for a while.
+                for at in [turn % 2, (turn + 1) % 2] {
+                    let (container, said) = match (at, &mut said) {
+                        (0, [native, _]) => (&self.native, native),
+                        (_, [_, share]) => (&self.share, share),
+                    };
+                    said.extend(self.run(container, &words)?);
+                }
+            }
+            let [native, share] = said;
             let p99 = |said: &[(String, f64)], name| percentile(&every(said, name), 0.99);
             added.push((p99(&share, "cpu") - p99(&native, "cpu")) / 1000.0);
             walls.push(p99(&share, "wall") / p99(&native, "wall"));

@@ -2,6 +2,7 @@
 
 use super::cells::{Cell, UNLIMITED};
 use crate::program::hear;
+use crate::turns;
 use anyhow::{Context, Result, bail, ensure};
 use divvy_escape::container::{Container, Recipe};
 use divvy_escape::node::{Compute, MIB, Node};
@@ -29,7 +30,7 @@ const STEP: u64 = 100_000_000;
 /// A tenant has started or ended by then.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Launches of a run that only launches.
-const LAUNCHES: &str = "200000";
+const LAUNCHES: u64 = 200_000;
 
 /// A node, and what its tenants do.
 pub(crate) struct Stage {
@@ -147,13 +148,20 @@ impl Stage {
         Ok((Container::start(&self.node, &recipe)?, Some(pages)))
     }
 
-    /// Nanoseconds of a launch of a kernel of no length.
-    pub(crate) fn launch(&self, request: u32) -> Result<f64> {
-        let (container, _pages) = self.container(self.fixed(request)?)?;
-        let mut command = container.command(&self.node.programs().join(program(0)));
-        let ran = command.args(["launch", LAUNCHES]).output().context("cannot start nsenter")?;
-        ensure!(ran.status.success(), "compute launch: {}", String::from_utf8_lossy(&ran.stderr).trim());
-        figure(&String::from_utf8_lossy(&ran.stdout), "launch")
+    /// Nanoseconds of a launch of a kernel of no length in each turn, by the tenants with these requests.
+    pub(crate) fn launches(&self, requests: [u32; 2]) -> Result<[Vec<f64>; 2]> {
+        let (turns, each) = turns::of(LAUNCHES);
+        let mut tenants = Vec::new();
+        for request in requests {
+            tenants.push(self.container(self.fixed(request)?)?);
+        }
+        let command = |container: &Container| {
+            let mut command = container.command(&self.node.programs().join(program(0)));
+            command.args(["turns", "launch", &each]);
+            command
+        };
+        let took = turns::take(tenants.iter().map(|(container, _)| command(container)).collect(), turns)?;
+        took.try_into().ok().context("a tenant without figures")
     }
 
     /// Plays a cell: what each tenant got.
