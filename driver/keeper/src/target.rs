@@ -228,8 +228,8 @@ impl<'k> Target<'k> {
                     running.check_at = Instant::now();
                 }
                 Err(error) => {
-                    // A daemon that refuses a limit runs on for those who have theirs.
-                    if matches!(error, ProgramError::Refused { .. }) {
+                    // A daemon that refuses a limit, or that nobody can ask, runs on for those who have theirs.
+                    if matches!(error, ProgramError::Refused { .. } | ProgramError::Start(_)) {
                         self.write(Phase::Down { cause: error.to_string() }, wanted, Some(&running));
                         running.check_at = Instant::now() + AGAIN;
                         self.daemon = Some(running);
@@ -255,6 +255,11 @@ impl<'k> Target<'k> {
                         self.failures = 0;
                     }
                     self.write(phase, wanted, Some(&running));
+                }
+                // That says nothing of the daemon: the driver's files may be away while it is replaced.
+                Err(error @ ProgramError::Start(_)) => {
+                    self.log(&format!("not known whether it is well: {error}"));
+                    running.check_at = now + AGAIN;
                 }
                 Err(error) => {
                     running.daemon.kill();

@@ -29,6 +29,7 @@ fn main() -> ExitCode {
         ),
         ("a_daemon_that_dies_is_started_again", a_daemon_that_dies_is_started_again),
         ("a_daemon_that_hangs_is_started_again", a_daemon_that_hangs_is_started_again),
+        ("a_daemon_that_cannot_be_asked_stays", a_daemon_that_cannot_be_asked_stays),
         ("a_fault_is_told_until_its_clients_are_gone", a_fault_is_told_until_its_clients_are_gone),
         ("daemons_and_clients_outlive_their_keeper", daemons_and_clients_outlive_their_keeper),
         ("a_daemon_that_died_unseen_is_started_again", a_daemon_that_died_unseen_is_started_again),
@@ -118,6 +119,24 @@ fn a_daemon_that_hangs_is_started_again() {
     // One that hangs is ended all the same.
     world.rule(|state| state.add_hold(Pattern::new("mps-control"), None, When::Before));
     world.gone(&gpu);
+}
+
+fn a_daemon_that_cannot_be_asked_stays() {
+    let world = World::new();
+    let gpu = world.uuid(0);
+    let first = world.ready(&gpu, &limited(&gpu, 25, 1024));
+    let mut client = world.client(&gpu, &[]);
+    // As while the GPU driver's files are replaced.
+    let program = world.sim.root().join("usr/bin/nvidia-cuda-mps-control");
+    let away = program.with_extension("away");
+    fs::rename(&program, &away).unwrap();
+    wait("a check that fails", || world.log().contains("not known whether it is well"));
+    world.want(&gpu, &limited(&gpu, 50, 1024));
+    assert!(world.down(&gpu).contains("cannot be started"));
+    fs::rename(&away, &program).unwrap();
+    let again = world.ready(&gpu, &limited(&gpu, 50, 1024));
+    assert_eq!((again.incarnation, again.process), (1, first.process));
+    assert!(client.process.lives());
 }
 
 fn a_fault_is_told_until_its_clients_are_gone() {
