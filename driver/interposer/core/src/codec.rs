@@ -11,6 +11,7 @@ use crate::device::Device;
 use crate::neighbours::Neighbours;
 use crate::place::Place;
 use crate::system::System;
+use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::SeqCst;
 use divvy_pages::account::Slot;
 use divvy_pages::{AccountPage, Codec, Flags, Full, Peers, SlotState};
@@ -33,13 +34,18 @@ impl Engine {
         }
     }
 
-    fn of(self, slot: &Slot) -> &core::sync::atomic::AtomicU32 {
+    fn of(self, slot: &Slot) -> &AtomicU32 {
         let [encoders, decoders] = slot.sessions();
         match self {
             Self::Encoder => encoders,
             Self::Decoder => decoders,
         }
     }
+}
+
+/// Counts one less, if there is one: a child of a fork has the parent's sessions in its memory and none in its slot.
+fn take_back(sessions: &AtomicU32) {
+    let _ = sessions.fetch_update(SeqCst, SeqCst, |count| count.checked_sub(1));
 }
 
 impl<S: System> Device<'_, S> {
@@ -56,7 +62,7 @@ impl<S: System> Device<'_, S> {
             if self.open(page, own, engine) <= quota {
                 return Ok(());
             }
-            sessions.fetch_sub(1, SeqCst);
+            take_back(sessions);
             if self.open(page, own, engine) >= quota {
                 break;
             }
@@ -68,8 +74,7 @@ impl<S: System> Device<'_, S> {
     /// After it was closed, or was not opened after all.
     pub fn close_session(&self, engine: Engine) {
         if let Some((_, _, own)) = self.own() {
-            // A child of a fork has the parent's sessions in its memory and none in its slot.
-            let _ = engine.of(own).fetch_update(SeqCst, SeqCst, |count| count.checked_sub(1));
+            take_back(engine.of(own));
         }
     }
 
