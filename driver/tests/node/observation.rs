@@ -3,12 +3,14 @@
 use crate::harness::{Daemon, H100, World, until};
 use k8s_openapi::api::events::v1::Event;
 use std::process::Command;
+use std::sync::atomic::{AtomicU16, Ordering};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// A free port, and the flag's value for it.
+/// An address that nobody else takes before the daemon does: each process of tests has a loopback address of its own.
 pub(crate) fn address() -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().to_string()
+    static PORT: AtomicU16 = AtomicU16::new(10_000);
+    let [_, high, middle, low] = std::process::id().to_be_bytes();
+    format!("127.{high}.{middle}.{low}:{}", PORT.fetch_add(1, Ordering::Relaxed))
 }
 
 async fn get(address: &str, path: &str) -> std::io::Result<String> {
