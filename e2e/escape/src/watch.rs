@@ -25,6 +25,8 @@ pub struct Watch {
 pub struct Told {
     /// Its sort.
     pub kind: &'static str,
+    /// In words.
+    pub text: String,
     /// It ended the process.
     pub ended: bool,
 }
@@ -50,7 +52,8 @@ impl Watch {
                 let tell = async {
                     while let Some(report) = reports.recv().await {
                         if let Report::Found { finding, done } = report {
-                            let _ = send.send(Told { kind: finding.kind.name(), ended: done == Done::Ended });
+                            let (kind, ended) = (finding.kind.name(), done == Done::Ended);
+                            let _ = send.send(Told { kind, text: finding.to_string(), ended });
                         }
                     }
                 };

@@ -29,13 +29,15 @@ const LOOK: Duration = Duration::from_millis(5);
 const STEP: u64 = 100_000_000;
 /// A tenant has started or ended by then.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// A tenant that left the GPU has ended by then.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Launches of a run that only launches.
 const LAUNCHES: u64 = 200_000;
 
 /// A node, and what its tenants do.
 pub(crate) struct Stage {
     /// Before the node, whose pages it reads.
-    _agent: Option<Watch>,
+    agent: Option<Watch>,
     pub(crate) node: Rc<Node>,
     watcher: Rc<Watcher>,
     library: PathBuf,
@@ -100,8 +102,8 @@ impl Stage {
         for tenant in 1..4 {
             std::fs::copy(&first, node.programs().join(program(tenant)))?;
         }
-        let _agent = agent.then(|| Watch::start(&node)).transpose()?;
-        Ok(Self { _agent, node, watcher, library, before, window, burst, shares: Rc::default() })
+        let agent = agent.then(|| Watch::start(&node)).transpose()?;
+        Ok(Self { agent, node, watcher, library, before, window, burst, shares: Rc::default() })
     }
 
     /// The same node for runs whose windows are so long.
@@ -109,7 +111,7 @@ impl Stage {
         let Self { node, watcher, library, before, burst, shares, .. } = self;
         let (node, watcher, shares) = (Rc::clone(node), Rc::clone(watcher), Rc::clone(shares));
         Self {
-            _agent: None,
+            agent: None,
             node,
             watcher,
             library: library.clone(),
@@ -197,11 +199,20 @@ impl Stage {
             for (tenant, points) in tenants.iter_mut().zip(&mut served) {
                 match had(&now, &tenant.name) {
                     Some(point) => points.push(point),
-                    None => bail!("{}", tenant.ended()),
+                    None => bail!("{}{}", tenant.ended(), self.told()),
                 }
             }
         }
         Ok(served)
+    }
+
+    /// What the agent has found, as it may have ended a tenant for it.
+    fn told(&self) -> String {
+        let told = self.agent.iter().flat_map(|agent| agent.until(Instant::now(), |_| true));
+        told.map(|told| {
+            format!("; the agent {}: {}", if told.ended { "ended it" } else { "said" }, told.text)
+        })
+        .collect()
     }
 
     /// A tenant that waits for its start; none for one without a share.
@@ -244,13 +255,21 @@ impl Tenant {
 
     /// That it ended, and why.
     fn ended(&mut self) -> String {
+        let deadline = Instant::now() + LAST_WORDS;
+        let status = loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => break status.to_string(),
+                Ok(None) if Instant::now() < deadline => std::thread::sleep(LOOK),
+                _ => break "it runs, and is not on the GPU".to_owned(),
+            }
+        };
         // It is of no use any more.
         let _ = self.child.kill();
         let mut words = String::new();
         if let Some(mut wrong) = self.child.stderr.take() {
             let _ = wrong.read_to_string(&mut words);
         }
-        format!("{} has ended: {}", self.name, words.trim())
+        format!("{} has ended: {status} {}", self.name, words.trim())
     }
 
     /// Stops its program, which the ledger knows, or has it go on.
