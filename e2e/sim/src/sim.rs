@@ -1,8 +1,8 @@
 //! [`Sim`]: one simulator, opened by its root.
 
 use crate::code::Code;
-use crate::ledger::Ledger;
-use crate::state::{Privilege, State};
+use crate::ledger::{self, Ledger};
+use crate::state::{Privilege, Process, State};
 use crate::store::{Store, StoreError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -96,6 +96,14 @@ impl Sim {
     /// The same without the CUDA processes that run: those that remain were made up.
     pub fn written(&self) -> Result<Arc<State>, Failure> {
         Ok(self.store.written()?)
+    }
+
+    /// The processes of a GPU: those that were made up, and CUDA processes that run.
+    pub fn processes(&self, slot: usize) -> Result<Vec<Process>, Failure> {
+        let state = self.written()?;
+        let invented = state.gpus.get(slot).map(|gpu| gpu.processes.clone()).unwrap_or_default();
+        let uses = self.ledger().map(|ledger| ledger.uses_of(slot)).unwrap_or_default();
+        Ok(ledger::with_guests(invented, &uses))
     }
 
     /// What CUDA processes use; absent where the files are another build's.

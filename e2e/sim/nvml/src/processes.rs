@@ -26,8 +26,8 @@ const SLACK_US: u64 = 1000;
 fn processes(nvml: &Nvml, device: Device, kind: Option<ProcessKind>) -> Outcome<Vec<Process>> {
     // Real processes that have died are gone from the hardware; who may not write the state sees them a while longer.
     drop(nvml.shared.sim.bury());
-    let state = nvml.shared.sim.read()?;
-    let Target { gpu, mig, .. } = device.target(&state)?;
+    let state = nvml.shared.sim.written()?;
+    let Target { gpu, mig, slot } = device.target(&state)?;
     if mig.is_none() && gpu.mig.current && !nvml.may_monitor() {
         return Err(Code::NoPermission);
     }
@@ -35,7 +35,7 @@ fn processes(nvml: &Nvml, device: Device, kind: Option<ProcessKind>) -> Outcome<
     let seen = |process: &&Process| {
         kind.is_none_or(|kind| process.kind == kind) && (here.is_none() || process.instance == here)
     };
-    Ok(gpu.processes.iter().filter(seen).cloned().collect())
+    Ok(nvml.shared.sim.processes(slot)?.into_iter().filter(|process| seen(&process)).collect())
 }
 
 /// Those of the processes of a GPU that run nothing, because somebody has made them up: a figure must do for them.

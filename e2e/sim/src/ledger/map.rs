@@ -262,13 +262,22 @@ impl Ledger {
 
     /// The guests that live. Those that have died are taken out on the way, by whoever may.
     pub fn uses(&self) -> Vec<Use> {
-        self.uses_by_row().into_iter().map(|(_, found)| found).collect()
+        self.uses_by_row(|_| true).into_iter().map(|(_, found)| found).collect()
     }
 
-    /// The same with their rows.
-    pub(super) fn uses_by_row(&self) -> Vec<(usize, Use)> {
+    /// Those on a GPU and its instances. Whether one lives is a question to the kernel, and not asked of all others.
+    pub fn uses_of(&self, slot: usize) -> Vec<Use> {
+        let uses = self.uses_by_row(|part| part / PARTS_OF_A_GPU == slot);
+        uses.into_iter().map(|(_, found)| found).collect()
+    }
+
+    /// Those on some parts, with their rows.
+    pub(super) fn uses_by_row(&self, is_wanted: impl Fn(usize) -> bool) -> Vec<(usize, Use)> {
         let mut uses = Vec::new();
-        let owned = |row: &usize| self.get().owners[*row].load(Ordering::Acquire) != 0;
+        let owned = |row: &usize| {
+            let part = self.get().rows[*row].part.load(Ordering::Relaxed) as usize;
+            self.get().owners[*row].load(Ordering::Acquire) != 0 && is_wanted(part)
+        };
         let mut rows = (0..self.high()).filter(owned).peekable();
         if rows.peek().is_none() {
             return uses;

@@ -55,21 +55,41 @@ pub struct Use {
 pub(crate) fn show(state: &mut State, uses: &[Use]) -> Vec<(usize, u32)> {
     let mut added: Vec<(usize, u32)> = Vec::new();
     for found in uses {
-        let Place { slot, instance } = found.place;
+        let slot = found.place.slot;
         let Some(gpu) = state.gpus.get_mut(slot) else { continue };
-        let memory_mib = found.bytes.div_ceil(1 << 20);
-        match gpu.processes.iter_mut().find(|process| process.pid == found.pid) {
-            // Two libraries in one process, or an entry made by hand.
-            Some(known) if added.contains(&(slot, found.pid)) => known.memory_mib += memory_mib,
-            Some(_) => {}
-            None => {
-                let (pid, name) = (found.pid, found.name.clone());
-                gpu.processes.push(Process { pid, name, kind: ProcessKind::Compute, instance, memory_mib });
-                added.push((slot, pid));
-            }
+        let is_known = added.contains(&(slot, found.pid));
+        if list(&mut gpu.processes, found, is_known) {
+            added.push((slot, found.pid));
         }
     }
     added
+}
+
+/// A GPU's processes with its guests among them.
+pub(crate) fn with_guests(mut processes: Vec<Process>, uses: &[Use]) -> Vec<Process> {
+    let mut added = Vec::new();
+    for found in uses {
+        if list(&mut processes, found, added.contains(&found.pid)) {
+            added.push(found.pid);
+        }
+    }
+    processes
+}
+
+/// Adds a guest, or what it uses to an entry that is a guest's; whether it is a new entry.
+fn list(processes: &mut Vec<Process>, found: &Use, is_guest: bool) -> bool {
+    let memory_mib = found.bytes.div_ceil(1 << 20);
+    match processes.iter_mut().find(|process| process.pid == found.pid) {
+        // Two libraries in one process, or an entry made by hand.
+        Some(known) if is_guest => known.memory_mib += memory_mib,
+        Some(_) => {}
+        None => {
+            let (pid, name, instance) = (found.pid, found.name.clone(), found.place.instance);
+            processes.push(Process { pid, name, kind: ProcessKind::Compute, instance, memory_mib });
+            return true;
+        }
+    }
+    false
 }
 
 /// Takes them out again.

@@ -63,7 +63,7 @@ impl Watcher {
 
     /// What each living process has had up to now.
     pub fn served(&self) -> Vec<Served> {
-        let uses = self.ledger.uses_by_row();
+        let uses = self.ledger.uses_by_row(|_| true);
         let parts: BTreeSet<usize> = uses.iter().filter_map(|(_, found)| found.place.part()).collect();
         let mut all = Vec::new();
         for part in parts {
@@ -96,7 +96,7 @@ impl Watcher {
     /// ended since.
     pub fn sampled(&self, place: Place, since: u64) -> Option<Sampled> {
         let part = place.part()?;
-        let uses = self.ledger.uses_by_row();
+        let uses = self.ledger.uses_by_row(|other| other == part);
         let _held = self.ledger.hold(self.locks, part, self.row);
         let at = now();
         self.ledger.play(part, at);
