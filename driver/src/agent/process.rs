@@ -7,9 +7,11 @@
 
 use super::mounts::{self, Mounts};
 use divvy_pages::Identity;
+use rustix::fs::{CWD, Mode, OFlags, openat, readlinkat};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 /// A process, as the host sees it.
@@ -53,7 +55,30 @@ impl Stat {
 
     /// Reads it of a process.
     pub(super) fn read(process: &Path) -> Option<Self> {
-        Self::parse(&text(&process.join("stat")).ok()?)
+        Self::of(&Dir::open(process).ok()?)
+    }
+
+    fn of(process: &Dir) -> Option<Self> {
+        Self::parse(&process.text("stat").ok()?)
+    }
+}
+
+/// The directory of a process, open: what is read below it is that process's, or fails when it is gone, whoever has its
+/// number by then. Source: pidfd_send_signal(2), which takes such a directory for the process.
+struct Dir(OwnedFd);
+
+impl Dir {
+    fn open(path: &Path) -> io::Result<Self> {
+        Ok(Self(openat(CWD, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?))
+    }
+
+    /// A file of it, whose bytes need not be text, as far as anybody looks.
+    fn text(&self, name: &str) -> io::Result<String> {
+        let mut bytes = Vec::with_capacity(4096);
+        let file = File::from(openat(&self.0, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?);
+        file.take(mounts::LARGEST as u64).read_to_end(&mut bytes)?;
+        Ok(String::from_utf8(bytes)
+            .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
     }
 }
 
@@ -121,8 +146,8 @@ pub(super) struct Known {
 impl Known {
     /// The process, unless it has ended.
     pub(super) fn read(&self, proc_root: &Path, pid: u32) -> Option<Process> {
-        let dir = proc_root.join(pid.to_string());
-        let stat = Stat::read(&dir).filter(|stat| !stat.ended)?;
+        let dir = Dir::open(&proc_root.join(pid.to_string())).ok()?;
+        let stat = Stat::of(&dir).filter(|stat| !stat.ended)?;
         let known = self.processes.get(&pid).filter(|known| known.who.start == stat.start);
         let who = match known {
             // Its pid namespace is the one that it was born in.
@@ -131,12 +156,11 @@ impl Known {
         };
         let mounts = match known.filter(|_| !self.reads_mounts && self.settled.contains(&pid)) {
             Some(known) => known.mounts.clone(),
-            None => mounts::parse(&text(&dir.join("mountinfo")).unwrap_or_default()),
+            None => mounts::parse(&dir.text("mountinfo").unwrap_or_default()),
         };
-        let cgroups = Cgroups::parse(&text(&dir.join("cgroup")).ok()?);
-        // The number may have gone to another process in between.
-        let same = Stat::read(&dir).is_some_and(|again| again.start == stat.start);
-        same.then_some(Process { pid, name: stat.name, who, cgroups, mounts })
+        // Last: it cannot be read of a process that is gone, whose mounts are none.
+        let cgroups = Cgroups::parse(&dir.text("cgroup").ok()?);
+        Some(Process { pid, name: stat.name, who, cgroups, mounts })
     }
 
     /// For the audit after one that found these.
@@ -153,8 +177,8 @@ impl Known {
 }
 
 /// Who a process of that namespace is.
-fn identity(dir: &Path, stat: &Stat, namespace: u64) -> io::Result<Option<Identity>> {
-    let pid = own_pid(&text(&dir.join("status"))?);
+fn identity(dir: &Dir, stat: &Stat, namespace: u64) -> io::Result<Option<Identity>> {
+    let pid = own_pid(&dir.text("status")?);
     Ok(pid.map(|pid| Identity { pid, namespace, start: stat.start, image: stat.image }))
 }
 
@@ -165,9 +189,10 @@ fn own_pid(status: &str) -> Option<u32> {
 }
 
 /// The inode of the pid namespace, of a link such as `pid:[4026531836]`.
-fn namespace(dir: &Path) -> io::Result<Option<u64>> {
-    let link = fs::read_link(dir.join("ns/pid"))?;
-    let inode = link.to_str().and_then(|link| link.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok());
+fn namespace(dir: &Dir) -> io::Result<Option<u64>> {
+    let link = readlinkat(&dir.0, "ns/pid", Vec::new())?;
+    let inode =
+        link.to_str().ok().and_then(|link| link.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok());
     Ok(inode)
 }
 
@@ -180,15 +205,17 @@ pub(super) fn of_namespaces(proc_root: &Path, wanted: &[u64]) -> io::Result<Vec<
     for entry in fs::read_dir(proc_root)? {
         let entry = entry?;
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        let dir = entry.path();
-        let read = || match namespace(&dir)? {
-            Some(namespace) if wanted.contains(&namespace) => {
-                match Stat::parse(&text(&dir.join("stat"))?).filter(|stat| !stat.ended) {
-                    Some(stat) => identity(&dir, &stat, namespace),
-                    None => Ok(None),
+        let read = || {
+            let dir = Dir::open(&entry.path())?;
+            match namespace(&dir)? {
+                Some(namespace) if wanted.contains(&namespace) => {
+                    match Stat::parse(&dir.text("stat")?).filter(|stat| !stat.ended) {
+                        Some(stat) => identity(&dir, &stat, namespace),
+                        None => Ok(None),
+                    }
                 }
+                _ => Ok(None),
             }
-            _ => Ok(None),
         };
         match read() {
             Ok(known) => found.extend(known.map(|who| (pid, who))),
@@ -202,14 +229,6 @@ pub(super) fn of_namespaces(proc_root: &Path, wanted: &[u64]) -> io::Result<Vec<
 fn is_away(cause: &io::Error) -> bool {
     matches!(cause.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied)
         || cause.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())
-}
-
-/// A file of a process, whose bytes need not be text, as far as anybody looks.
-fn text(path: &Path) -> io::Result<String> {
-    let mut bytes = Vec::with_capacity(4096);
-    File::open(path)?.take(mounts::LARGEST as u64).read_to_end(&mut bytes)?;
-    Ok(String::from_utf8(bytes)
-        .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
 }
 
 #[cfg(test)]
