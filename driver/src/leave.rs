@@ -188,7 +188,7 @@ impl Leave {
 
 /// Removes a directory with all that is in it. In a pod it may be a mount, which stays, empty.
 fn remove_dir(dir: &Path) -> Result<(), LeaveError> {
-    match std::fs::remove_dir_all(dir) {
+    match divvy_tree::remove(dir) {
         Ok(()) => Ok(()),
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(cause) if is_mount_point(&cause) && is_empty(dir) => Ok(()),

@@ -157,7 +157,9 @@ impl Mps {
             return Err(MpsError::NotStopped { part: part.clone() });
         }
         tracing::warn!(%part, "divvy-keeper has not removed an MPS directory; its daemon is gone, so it is removed");
-        remove(fs::remove_dir_all(&dir), &dir)
+        let tree = dir.clone();
+        let removed = tokio::task::spawn_blocking(move || divvy_tree::remove(&tree)).await;
+        remove(removed.unwrap_or_else(|cause| Err(io::Error::other(cause))), &dir)
     }
 
     /// Wants the daemon of a directory no more; what is not there is fine.

@@ -4,7 +4,6 @@
 //! The node daemon writes the one and trusts the other, but nothing that is in
 //! these files can stop the keeper: what it does not understand it leaves alone.
 
-use crate::tree;
 use divvy_api::mps::{ACTUAL, Actual, DESIRED, Desired, FORMAT};
 use serde::de::DeserializeOwned;
 use std::fs::{self, File, Permissions};
@@ -97,7 +96,7 @@ impl Dirs {
             _ => Ok(()),
         };
         for dir in [&self.pipe, &self.log, &self.shm, &self.lib] {
-            gone(tree::remove(dir))?;
+            gone(divvy_tree::remove(dir))?;
         }
         for name in [ACTUAL, "actual.part", "desired.part"] {
             gone(fs::remove_file(self.dir.join(name)))?;

@@ -15,7 +15,6 @@
 //! - [`program`]: the GPU driver's programs, how they are found and run.
 //! - [`process`]: processes, told from others that got their numbers.
 //! - [`files`]: the files of the contract.
-//! - [`tree`]: how a directory goes in which clients have written.
 
 mod args;
 mod daemon;
@@ -23,7 +22,6 @@ mod files;
 mod process;
 mod program;
 mod target;
-mod tree;
 mod watch;
 
 use args::{Args, ArgsError, Command};

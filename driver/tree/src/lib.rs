@@ -1,9 +1,10 @@
-//! Removing a directory in which clients have written.
+//! Removing a directory in which tenants have written, as clients of an MPS daemon do.
 //!
-//! Clients may nest directories deeper than a stack, and than files may be open at once, so nothing here goes down: what
+//! They may nest directories deeper than a stack, and than files may be open at once, so nothing here goes down: what
 //! is in a subdirectory is moved up into the directory that is to go, until there are only empty ones. All of it goes by
 //! descriptors, as a client that still runs may put a symbolic link in a directory's place at any moment. And it ends
-//! though a client goes on writing: what is left is for the next time.
+//! though a client goes on writing: what is left is for the next time. A crate of its own, as the node daemon removes
+//! such directories too, where no keeper is left to.
 
 use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, openat, renameat, unlinkat};
 use rustix::io::Errno;
@@ -17,8 +18,11 @@ use std::time::{Duration, Instant};
 /// It is given up after that time.
 const WITHIN: Duration = Duration::from_secs(10);
 
-/// Removes a directory with all that is in it.
-pub(crate) fn remove(dir: &Path) -> io::Result<()> {
+/// Removes a directory with all that is in it. An error leaves what is left of it; it may be called again.
+///
+/// # Errors
+/// Of the kernel, for the first name that does not go; [`io::ErrorKind::TimedOut`] where somebody still writes there.
+pub fn remove(dir: &Path) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let top = openat(CWD, dir, flags, Mode::empty())?;
     let (by, mut moved) = (Instant::now() + WITHIN, 0);
@@ -95,7 +99,7 @@ mod tests {
             mkdirat(&at, "deep", Mode::RWXU).unwrap();
             at = openat(&at, "deep", flags, Mode::empty()).unwrap();
         }
-        let small = std::thread::Builder::new().stack_size(crate::STACK);
+        let small = std::thread::Builder::new().stack_size(256 * 1024);
         small.spawn(move || remove(&tree)).unwrap().join().unwrap().unwrap();
         assert!(!dir.path().join("tree").exists());
         assert!(kept.join("file").exists());
