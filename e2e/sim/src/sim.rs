@@ -99,11 +99,9 @@ impl Sim {
     }
 
     /// The processes of a GPU: those that were made up, and CUDA processes that run.
-    pub fn processes(&self, slot: usize) -> Result<Vec<Process>, Failure> {
-        let state = self.written()?;
-        let invented = state.gpus.get(slot).map(|gpu| gpu.processes.clone()).unwrap_or_default();
+    pub fn with_guests(&self, slot: usize, invented: Vec<Process>) -> Vec<Process> {
         let uses = self.ledger().map(|ledger| ledger.uses_of(slot)).unwrap_or_default();
-        Ok(ledger::with_guests(invented, &uses))
+        ledger::with_guests(invented, &uses)
     }
 
     /// What CUDA processes use; absent where the files are another build's.

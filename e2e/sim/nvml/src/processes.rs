@@ -32,10 +32,11 @@ fn processes(nvml: &Nvml, device: Device, kind: Option<ProcessKind>) -> Outcome<
         return Err(Code::NoPermission);
     }
     let here = mig.map(|(gi, ci)| (gi.id, ci.id));
-    let seen = |process: &&Process| {
+    let seen = |process: &Process| {
         kind.is_none_or(|kind| process.kind == kind) && (here.is_none() || process.instance == here)
     };
-    Ok(nvml.shared.sim.processes(slot)?.into_iter().filter(|process| seen(&process)).collect())
+    let all = nvml.shared.sim.with_guests(slot, gpu.processes.clone());
+    Ok(all.into_iter().filter(seen).collect())
 }
 
 /// Those of the processes of a GPU that run nothing, because somebody has made them up: a figure must do for them.
