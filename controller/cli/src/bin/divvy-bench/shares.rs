@@ -131,7 +131,7 @@ impl Bench {
     }
 
     /// A round of programs with these words: of each, nanoseconds of a call in each turn, without the library and with it.
-    /// The one or the other starts before the other.
+    /// With `library_first` those with it start first.
     fn round(&self, programs: &[Vec<&str>], calls: u64, library_first: bool) -> Result<Vec<[Vec<f64>; 2]>> {
         let (turns, each) = turns::of(calls);
         let mut commands = Vec::new();

@@ -1,11 +1,12 @@
 //! Programs that measure what a call costs, in turns of a few milliseconds.
 //!
 //! A processor that is shared with other machines may be half as fast a second later, as an ordinary one whose clock
-//! changes. What is measured one after the other in the same few milliseconds meets the same processor, so that a
-//! difference is one of the programs.
+//! changes, and may be so beside another that is not. What is measured one after the other in the same few milliseconds on
+//! the same processor meets it in the same state, so that a difference is one of the programs.
 
 use crate::program::{hear, start};
 use anyhow::{Context, Result, bail, ensure};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::io::{BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command};
 
@@ -21,7 +22,10 @@ pub(crate) fn of(calls: u64) -> (u64, String) {
 /// Starts programs that say "ready" and then a figure for each byte of their input, and has them take turns: the
 /// figures of each.
 pub(crate) fn take(commands: Vec<Command>, turns: u64) -> Result<Vec<Vec<f64>>> {
-    let mut programs: Vec<Program> = commands.into_iter().map(Program::start).collect::<Result<_>>()?;
+    let mut programs: Vec<Program> = {
+        let _one = OneProcessor::choose()?;
+        commands.into_iter().map(Program::start).collect::<Result<_>>()?
+    };
     let mut took = vec![Vec::new(); programs.len()];
     for turn in 0..turns {
         for at in 0..programs.len() {
@@ -39,6 +43,28 @@ pub(crate) fn take(commands: Vec<Command>, turns: u64) -> Result<Vec<Vec<f64>>> 
 /// What the second took more than the first, turn by turn.
 pub(crate) fn differences(first: &[f64], second: &[f64]) -> Vec<f64> {
     first.iter().zip(second).map(|(first, second)| second - first).collect()
+}
+
+/// This thread, and so what it starts meanwhile, on one processor: the last, as the first serves most interrupts.
+struct OneProcessor {
+    before: CpuSet,
+}
+
+impl OneProcessor {
+    fn choose() -> Result<Self> {
+        let before = sched_getaffinity(None).context("cannot ask for its processors")?;
+        let mut one = CpuSet::new();
+        (0..CpuSet::MAX_CPU).rev().filter(|at| before.is_set(*at)).take(1).for_each(|at| one.set(at));
+        sched_setaffinity(None, &one).context("cannot choose a processor")?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for OneProcessor {
+    fn drop(&mut self) {
+        // It had them.
+        let _ = sched_setaffinity(None, &self.before);
+    }
 }
 
 struct Program {
@@ -108,6 +134,14 @@ mod tests {
     fn each_program_measures_once_in_each_turn() {
         let took = take(vec![shell(COUNTS), shell(COUNTS)], 3).expect("figures");
         assert_eq!(took, [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]);
+    }
+
+    #[test]
+    fn programs_share_one_processor_and_who_starts_them_keeps_its_own() {
+        let before = sched_getaffinity(None).expect("its processors");
+        let counts = "echo ready; dd bs=1 count=1 > /dev/null 2> /dev/null; echo turn $(nproc)";
+        assert_eq!(take(vec![shell(counts), shell(counts)], 1).expect("figures"), [[1.0], [1.0]]);
+        assert!(sched_getaffinity(None).expect("its processors") == before);
     }
 
     #[test]

@@ -253,7 +253,7 @@ impl Tenant {
         self.child.stdin.take().context("no input")?.write_all(b"\n").context("a tenant has ended")
     }
 
-    /// That it ended, and why.
+    /// That it does not work, and why: it has ended, as a rule.
     fn ended(&mut self) -> String {
         let deadline = Instant::now() + LAST_WORDS;
         let status = loop {
@@ -269,7 +269,7 @@ impl Tenant {
         if let Some(mut wrong) = self.child.stderr.take() {
             let _ = wrong.read_to_string(&mut words);
         }
-        format!("{} has ended: {status} {}", self.name, words.trim())
+        format!("{} does not work: {status} {}", self.name, words.trim())
     }
 
     /// Stops its program, which the ledger knows, or has it go on.
