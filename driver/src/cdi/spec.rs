@@ -143,25 +143,26 @@ impl Cdi {
         for (of, nodes) in devices.iter().zip(nodes) {
             let ClaimDevice { request, device, share, mps, .. } = of;
             let name = device_name(claim, device, share.as_ref());
-            // One device twice, once with adminAccess: one entry with all the nodes.
+            let mut edits = match (mps, share, of.injection, &library) {
+                (Some(client), ..) => client_edits(client),
+                (None, Some(share), Some(injection), Some(library)) => {
+                    self.share_edits(claim, share, injection, library, parts)
+                }
+                _ => Edits::default(),
+            };
+            edits.mounts.extend(files.remove(request.as_str()));
+            // One device twice, once with adminAccess, to which nothing is added but nodes: one entry with all there is.
             match rendered.iter_mut().find(|have| have.name == name) {
                 None => {
-                    let edits = match (mps, share, of.injection, &library) {
-                        (Some(client), ..) => client_edits(client),
-                        (None, Some(share), Some(injection), Some(library)) => {
-                            self.share_edits(claim, share, injection, library, parts)
-                        }
-                        _ => Edits::default(),
-                    };
-                    let mut container_edits = Edits { device_nodes: nodes, ..edits };
-                    container_edits.mounts.extend(files.remove(request.as_str()));
-                    rendered.push(Device { name, container_edits });
+                    rendered.push(Device { name, container_edits: Edits { device_nodes: nodes, ..edits } })
                 }
-                Some(have) => {
-                    have.container_edits.mounts.extend(files.remove(request.as_str()));
-                    let have = &mut have.container_edits.device_nodes;
-                    let new: Vec<_> = nodes.into_iter().filter(|node| !have.contains(node)).collect();
-                    have.extend(new);
+                Some(Device { container_edits: have, .. }) => {
+                    let new: Vec<_> =
+                        nodes.into_iter().filter(|node| !have.device_nodes.contains(node)).collect();
+                    have.device_nodes.extend(new);
+                    have.env.extend(edits.env);
+                    have.mounts.extend(edits.mounts);
+                    have.hooks.extend(edits.hooks);
                 }
             }
         }

@@ -388,6 +388,23 @@ fn admin_access_shows_what_is_live_and_joins_the_same_device() {
 }
 
 #[test]
+fn admin_access_takes_nothing_from_a_client_of_the_same_device() {
+    let world = World::new();
+    let limits = MpsLimits { threads: Some(30), ..MpsLimits::default() };
+    let client =
+        ClaimDevice { mps: Some(MpsClient { dir: "/run/divvy/mps/GPU-a".into(), limits }), ..gpu(1) };
+    let admin = plain("gpu-1", DeviceNodes::Admin { minor: 1, instances: vec![] });
+    for devices in [[client.clone(), admin.clone()], [admin, client]] {
+        world.cdi.write_claim(&uid(), &devices).unwrap();
+        let devices = world.written()["devices"].take();
+        let edits = &devices[0]["containerEdits"];
+        assert_eq!(edits["mounts"][0]["containerPath"], "/tmp/nvidia-mps");
+        assert_eq!(edits["env"].as_array().map(Vec::len), Some(2));
+        assert_eq!(devices.as_array().unwrap().len(), 1);
+    }
+}
+
+#[test]
 fn a_driver_that_was_updated_is_seen_at_once() {
     let world = World::new();
     world.cdi.write_claim(&uid(), &[gpu(0)]).unwrap();
