@@ -39,6 +39,9 @@ pub(crate) struct Runner {
     made: usize,
     /// Something is or was wrong with the node: refusals may have that reason.
     rough: bool,
+    /// The daemon has answered nothing since it started: what strikes now may
+    /// strike its recovery, which tries again after a while.
+    recovering: bool,
     outage: bool,
     /// GPUs that are lost or missing.
     away: Vec<usize>,
@@ -68,6 +71,7 @@ impl Runner {
             held: 0,
             made: 0,
             rough: false,
+            recovering: false,
             outage: false,
             away: Vec::new(),
         }
@@ -88,7 +92,7 @@ impl Runner {
                 let Some((asked, modelled)) = self.next_call(*claim, devices).await? else { return Ok(()) };
                 let call = asked.hardware(&modelled.devices, *call);
                 self.world.change(|state| state.add_fault(Pattern::new(call), Some(*nth), *when, *code));
-                let before = std::mem::replace(&mut self.rough, true);
+                let before = std::mem::replace(&mut self.rough, true) || self.recovering;
                 let answer = asked.answer(&self.world, &modelled.claim).await?;
                 self.answered(asked, *claim, answer)?;
                 self.struck += usize::from(self.world.sim.read().unwrap().control.faults.is_empty());
@@ -171,6 +175,7 @@ impl Runner {
 
     /// Holds the answer of a prepare against the model.
     fn prepared(&mut self, slot: usize, outcome: Outcome) -> Result<(), String> {
+        self.recovering = false;
         let Some(modelled) = self.claims[slot].clone() else { return Ok(()) };
         let uid = &modelled.claim.uid;
         let others: Vec<&Modelled> = self.others(slot).collect();
@@ -222,6 +227,7 @@ impl Runner {
 
     /// Holds the answer of an unprepare against the model.
     fn unprepared(&mut self, slot: usize, outcome: Outcome) -> Result<(), String> {
+        self.recovering = false;
         let Some(modelled) = self.claims[slot].take() else { return Ok(()) };
         match outcome {
             Ok(_) => {
@@ -250,7 +256,7 @@ impl Runner {
     ) -> Result<(), String> {
         let Some((asked, modelled)) = self.next_call(slot, devices).await? else { return Ok(()) };
         let name = asked.hardware(&modelled.devices, call);
-        let before = std::mem::replace(&mut self.rough, true);
+        let before = std::mem::replace(&mut self.rough, true) || self.recovering;
         self.world.change(|state| state.add_hold(Pattern::new(name), Some(1), when));
         let held = || !self.world.sim.read().unwrap().control.held.is_empty();
         let mut reached = true;
@@ -300,6 +306,7 @@ impl Runner {
         let flags = flags(&self.world);
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         self.daemon = Some(self.world.spawn(&flags));
+        self.recovering = true;
     }
 
     fn forget(&mut self, slot: usize) {
