@@ -42,6 +42,8 @@ pub(crate) enum Stage {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) name: String,
+    /// Which share of the device, where it is shared.
+    pub(crate) share: Option<String>,
     pub(crate) gpu: usize,
     /// Profile and memory slices; absent for the whole GPU.
     pub(crate) place: Option<(u32, Range<u32>)>,
@@ -93,7 +95,8 @@ impl Part {
             Mode::Mps => Some(Shared::Mps),
             Mode::Whole | Mode::Mig => configs.iter().find_map(|config| configured(config, &result.request)),
         };
-        Some(Self { name: result.device.clone(), gpu: at, place, mode, sharing, admin, memory })
+        let (name, share) = (result.device.clone(), result.share_id.clone());
+        Some(Self { name, share, gpu: at, place, mode, sharing, admin, memory })
     }
 
     /// Whether nobody can have both: two modes, or one slice twice.

@@ -46,10 +46,10 @@ impl Runner {
         let file = self.world.cdi_dir().join(format!("gpu.divvy.dev-claim_{uid}.json"));
         let text = std::fs::read(&file).map_err(|error| error.to_string())?;
         let file: Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
-        let device = format!("{uid}-{}", part.name);
+        let share = part.share.iter().map(|share| format!("-{share}"));
+        let name: String = [format!("{uid}-{}", part.name)].into_iter().chain(share).collect();
         let mut devices = file["devices"].as_array().into_iter().flatten();
-        let named = |it: &&Value| it["name"].as_str().is_some_and(|name| name.starts_with(&device));
-        let device = devices.find(named).ok_or("its CDI file lacks the device")?;
+        let device = devices.find(|it| it["name"] == name).ok_or("its CDI file lacks the device")?;
         Ok(device["containerEdits"].clone())
     }
 
