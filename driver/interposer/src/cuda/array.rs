@@ -3,7 +3,7 @@
 //! The driver tells what an array takes only of some kinds. For the others it is computed from the shape; what rows and
 //! tiles are rounded up to then shows in what the node measures of the process.
 
-use super::driver::{self, Handle, Ordinal};
+use super::driver::{self, Current, Handle, Ordinal};
 use super::{Answer, SUCCESS, allocate, free, hook, real};
 use core::ffi::{c_int, c_uint};
 use divvy_interposer_core::Kind;
@@ -120,21 +120,21 @@ fn free_array(handle: Handle) {
 /// # Safety
 /// `out` is null, which the driver refuses, or can be written.
 unsafe fn array(out: *mut Handle, shape: Option<Shape>, call: &dyn Fn(*mut Handle) -> Answer) -> Answer {
-    let device = driver::current_device();
+    let current = driver::current();
     let computed = shape.map_or(0, |shape| shape.bytes());
     if out.is_null() || computed == 0 {
         return call(out);
     }
     let mut handle = core::ptr::null_mut();
     allocate(
-        device,
+        current,
         computed,
         || match call(&raw mut handle) {
             SUCCESS => Ok(handle),
             error => Err(error),
         },
         |reservation, handle, context| {
-            let granted = granted(driver::array_memory, handle, device).unwrap_or(computed);
+            let granted = granted(driver::array_memory, handle, current).unwrap_or(computed);
             reservation.keep(Kind::Array { handle: handle as u64, context }, granted)
         },
         // SAFETY: as the caller says.
@@ -143,8 +143,8 @@ unsafe fn array(out: *mut Handle, shape: Option<Shape>, call: &dyn Fn(*mut Handl
     )
 }
 
-fn granted(ask: fn(Handle, Ordinal) -> Option<u64>, handle: Handle, device: Option<Ordinal>) -> Option<u64> {
-    ask(handle, device?)
+fn granted(ask: fn(Handle, Ordinal) -> Option<u64>, handle: Handle, current: Option<Current>) -> Option<u64> {
+    ask(handle, current?.device)
 }
 
 hook! {
@@ -197,17 +197,17 @@ hook! {
         if computed == 0 {
             return real(out, shape, levels);
         }
-        let device = driver::current_device();
+        let current = driver::current();
         let mut handle = core::ptr::null_mut();
         allocate(
-            device,
+            current,
             computed,
             || match real(&raw mut handle, shape, levels) {
                 SUCCESS => Ok(handle),
                 error => Err(error),
             },
             |reservation, handle, context| {
-                let granted = granted(driver::mipmap_memory, handle, device).unwrap_or(computed);
+                let granted = granted(driver::mipmap_memory, handle, current).unwrap_or(computed);
                 reservation.keep(Kind::Mipmap { handle: handle as u64, context }, granted)
             },
             // SAFETY: the program's place for the handle.

@@ -5,6 +5,7 @@ use crate::genuine;
 use crate::table::index;
 use core::ffi::{c_int, c_uint, c_void};
 use core::ptr;
+use core::sync::atomic::{AtomicI32, Ordering};
 
 /// `CUcontext`, `CUstream`, `CUmemoryPool`.
 pub(crate) type Handle = *mut c_void;
@@ -126,6 +127,36 @@ pub(crate) struct PoolProperties {
 
 fn asked<T>(mut out: T, ask: impl FnOnce(*mut T) -> Answer) -> Option<T> {
     (ask(&raw mut out) == SUCCESS).then_some(out)
+}
+
+/// What a call of this thread is about: its context, and the device that this is on.
+#[derive(Clone, Copy)]
+pub(crate) struct Current {
+    pub(crate) device: Ordinal,
+    pub(crate) context: Handle,
+}
+
+/// `None` where the thread has no context. To be asked before the call: whatever is done after it keeps the processor from
+/// what the program does next, which as a rule waits for memory.
+pub(crate) fn current() -> Option<Current> {
+    let context = current_context();
+    if context.is_null() {
+        return None;
+    }
+    Some(Current { device: only_device().or_else(current_device)?, context })
+}
+
+/// The device of the process that sees one only, which as a rule it does: the driver need not be asked.
+#[inline]
+pub(crate) fn only_device() -> Option<Ordinal> {
+    /// How many there are, which never changes; 0: not asked yet, or none.
+    static COUNT: AtomicI32 = AtomicI32::new(0);
+    match COUNT.load(Ordering::Relaxed) {
+        1 => return Some(0),
+        0 => COUNT.store(devices(), Ordering::Relaxed),
+        _ => {}
+    }
+    None
 }
 
 /// The device of the calling thread's context.

@@ -22,7 +22,7 @@ fn current(answer: Answer) -> Option<Device> {
     if answer != SUCCESS {
         return None;
     }
-    match share::of_cuda(driver::current_device()?) {
+    match share::of_cuda(driver::only_device().or_else(driver::current_device)?) {
         Standing::Share(device) => Some(device),
         Standing::Free | Standing::Closed => None,
     }

@@ -25,7 +25,7 @@ hook! {
         }
         let mut pointer = 0;
         let answer = allocate(
-            driver::current_device(),
+            driver::current(),
             bytes as u64,
             || made(real(&raw mut pointer, bytes), ()).map(|()| pointer),
             |reservation, pointer, context| reservation.keep_all(Kind::Linear { pointer, context }),
@@ -52,7 +52,7 @@ hook! {
         }
         let mut pointer = 0;
         allocate(
-            driver::current_device(),
+            driver::current(),
             bytes.into(),
             || made(real(&raw mut pointer, bytes), ()).map(|()| pointer),
             |reservation, pointer, context| reservation.keep_all(Kind::Linear { pointer: pointer.into(), context }),
@@ -71,7 +71,7 @@ hook! {
         }
         let (mut pointer, mut row) = (0, 0);
         let answer = allocate(
-            driver::current_device(),
+            driver::current(),
             (width as u64).saturating_mul(height as u64),
             || made(real(&raw mut pointer, &raw mut row, width, height, element), ()).map(|()| (pointer, row)),
             |reservation, (pointer, row), context| {
@@ -100,7 +100,7 @@ hook! {
         }
         let (mut pointer, mut row) = (0, 0);
         allocate(
-            driver::current_device(),
+            driver::current(),
             u64::from(width).saturating_mul(height.into()),
             || made(real(&raw mut pointer, &raw mut row, width, height, element), ()).map(|()| (pointer, row)),
             |reservation, (pointer, row), context| {
@@ -121,8 +121,10 @@ hook! {
             return real(out, bytes, flags);
         }
         let mut pointer = 0;
+        let current = driver::current();
         allocate_in(
-            managed_room(driver::current_device(), bytes as u64),
+            current,
+            managed_room(current, bytes as u64),
             || made(real(&raw mut pointer, bytes, flags), ()).map(|()| pointer),
             |reservation, pointer, context| reservation.keep_all(Kind::Managed { pointer, context }),
             // SAFETY: the program's place for the pointer.

@@ -34,7 +34,7 @@ pub(crate) use virtual_memory::*;
 use crate::share::{self, LEDGER, Standing};
 use divvy_interposer_core::table::Class;
 use divvy_interposer_core::{Full, Reservation};
-use driver::Ordinal;
+use driver::Current;
 
 /// `CUresult`.
 pub(crate) type Answer = i32;
@@ -88,17 +88,17 @@ impl<F: Fn() -> Answer> Call for F {
     }
 }
 
-/// An allocation of `bytes` on a device. `call` asks the driver, writing to a place of its own, and says what was made;
-/// `keep` puts that, with the calling thread's context, into the accounts; `pass` gives it to the program; `undo` frees it again.
+/// An allocation of `bytes`. `call` asks the driver, writing to a place of its own, and says what was made;
+/// `keep` puts that, with the context, into the accounts; `pass` gives it to the program; `undo` frees it again.
 fn allocate<T: Copy>(
-    device: Option<Ordinal>,
+    current: Option<Current>,
     bytes: u64,
     call: impl FnOnce() -> Result<T, Answer>,
     keep: impl FnOnce(Reservation<'static, crate::process::Kernel>, T, u64) -> Result<(), Full>,
     pass: impl FnOnce(T),
     undo: impl FnOnce(T),
 ) -> Answer {
-    allocate_in(room(device, bytes), call, keep, pass, undo)
+    allocate_in(current, room(current, bytes), call, keep, pass, undo)
 }
 
 /// What is charged, if the device is one of a share.
@@ -106,6 +106,7 @@ type Room = Result<Option<Reservation<'static, crate::process::Kernel>>, Full>;
 
 /// [`allocate`], in what was found to be free for it.
 fn allocate_in<T: Copy>(
+    current: Option<Current>,
     room: Room,
     call: impl FnOnce() -> Result<T, Answer>,
     keep: impl FnOnce(Reservation<'static, crate::process::Kernel>, T, u64) -> Result<(), Full>,
@@ -113,9 +114,7 @@ fn allocate_in<T: Copy>(
     undo: impl FnOnce(T),
 ) -> Answer {
     let Ok(reservation) = room else { return OUT_OF_MEMORY };
-    // Before the call: whatever is done after it keeps the processor from what the program does next, which as a
-    // rule waits for memory.
-    let context = reservation.as_ref().map_or(0, |_| driver::current_context() as u64);
+    let context = current.map_or(0, |current| current.context as u64);
     let made = match call() {
         Ok(made) => made,
         Err(error) => return error,
@@ -131,21 +130,21 @@ fn allocate_in<T: Copy>(
 }
 
 /// Charges, if the device is one of a share, after a second look at what pools keep for nothing.
-fn room(device: Option<Ordinal>, bytes: u64) -> Room {
-    charged(device, |device| device.reserve(bytes))
+fn room(current: Option<Current>, bytes: u64) -> Room {
+    charged(current, |device| device.reserve(bytes))
 }
 
 /// The same for managed memory.
-fn managed_room(device: Option<Ordinal>, bytes: u64) -> Room {
-    charged(device, |device| device.reserve_managed(bytes))
+fn managed_room(current: Option<Current>, bytes: u64) -> Room {
+    charged(current, |device| device.reserve_managed(bytes))
 }
 
 fn charged(
-    device: Option<Ordinal>,
+    current: Option<Current>,
     charge: impl Fn(&share::Device) -> Result<Reservation<'static, crate::process::Kernel>, Full>,
 ) -> Room {
     // Without a context, or for a device that is none, the driver refuses by itself.
-    match device.map_or(Standing::Free, share::of_cuda) {
+    match current.map_or(Standing::Free, |current| share::of_cuda(current.device)) {
         Standing::Free => Ok(None),
         Standing::Closed => Err(Full),
         Standing::Share(device) => charge(&device)

@@ -31,8 +31,8 @@ pub(super) fn instead_of<T>(answer: Answer, make: impl FnOnce() -> Option<T>) ->
 /// Managed memory for the calling thread's device, if its share over-commits and has room.
 #[cold]
 pub(super) fn instead(bytes: u64) -> Option<u64> {
-    let ordinal = driver::current_device()?;
-    let Standing::Share(device) = share::of_cuda(ordinal) else { return None };
+    let current = driver::current()?;
+    let Standing::Share(device) = share::of_cuda(current.device) else { return None };
     if bytes == 0 || !device.over_commits() {
         return None;
     }
@@ -43,9 +43,9 @@ pub(super) fn instead(bytes: u64) -> Option<u64> {
     if unsafe { allocate(&raw mut pointer, usize::try_from(bytes).ok()?, 1) } != SUCCESS {
         return None;
     }
-    driver::keep_on(pointer, bytes, ordinal);
+    driver::keep_on(pointer, bytes, current.device);
     ANY.store(true, Ordering::Release);
-    let context = driver::current_context() as u64;
+    let context = current.context as u64;
     if reservation.keep_all(Kind::StandIn { pointer, context }).is_err() {
         memory::free_again(pointer);
         return None;

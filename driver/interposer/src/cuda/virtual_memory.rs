@@ -1,9 +1,10 @@
 //! Physical memory by handle, which lives as long as a reference to the handle or a mapping does.
 
-use super::driver::AllocationProperties;
+use super::driver::{AllocationProperties, Current};
 use super::{SUCCESS, allocate, hook, real};
 use crate::share::LEDGER;
 use core::ffi::{c_int, c_void};
+use core::ptr;
 
 hook! {
     /// Charged to the device that the properties name; memory of the host is not.
@@ -14,8 +15,10 @@ hook! {
         let mut handle = 0;
         // SAFETY: not null, and the program's to read.
         let device = unsafe { (*properties).location.device() };
+        // It belongs to no context.
+        let current = device.map(|device| Current { device, context: ptr::null_mut() });
         allocate(
-            device,
+            current,
             bytes as u64,
             || match real(&raw mut handle, bytes, properties, flags) {
                 SUCCESS => Ok(handle),
