@@ -112,6 +112,12 @@ impl PolicyPage {
         self.paced.load(SeqCst) & (LIMITED | DIVIDED) != 0
     }
 
+    /// All of the word that [`PolicyPage::is_paced`] and [`PolicyPage::call`] are of: who has seen it before has
+    /// nothing new to learn from it.
+    pub fn pace_word(&self) -> u32 {
+        self.paced.load(SeqCst)
+    }
+
     /// For the agent: whether launches are paced though the record limits nothing.
     pub fn divide(&self, is_divided: bool) {
         let divided = |word| Some(word & !DIVIDED | if is_divided { DIVIDED } else { 0 });

@@ -11,7 +11,7 @@
 
 use crate::device::Device;
 use crate::neighbours::{Few, Neighbours, PATIENCE};
-use crate::pace::{Costs, Pace};
+use crate::pace::{Costs, Pace, Quick};
 use crate::place::{Place, Places};
 use crate::system::System;
 use crate::table::{Class, Entry, MANY, Table};
@@ -62,6 +62,8 @@ pub(crate) struct Local {
     count: AtomicU32,
     /// Somebody has set out to do what the node wishes ([`Ledger::serve`]).
     served: AtomicU32,
+    /// See [`crate::pace::quick`].
+    pub(crate) quick: Quick,
     me: [AtomicU64; 4],
     /// By the ordinal of a CUDA device: 0 not asked yet, 1 none, otherwise its index here plus 2.
     ordinals: [AtomicU32; ORDINALS],
@@ -116,9 +118,7 @@ impl<S: System> Ledger<S> {
     /// The device with this ordinal, where it was asked for before and has a share that this process counts for.
     #[inline]
     pub fn known(&self, ordinal: i32) -> Option<Device<'_, S>> {
-        // SAFETY: as in `local`.
-        #[allow(unsafe_code)]
-        let local = unsafe { self.local.load(Acquire).as_ref() }?;
+        let local = self.made()?;
         let is_made = local.state.load(Acquire) == READY && local.seated.load(Acquire) == READY;
         let number = local.ordinals.get(usize::try_from(ordinal).ok()?)?.load(Acquire);
         let index = number.checked_sub(2).filter(|_| is_made)?;
@@ -224,14 +224,20 @@ impl<S: System> Ledger<S> {
         }
     }
 
+    /// The process's own view, as far as something was made of it.
+    #[inline]
+    pub(crate) fn made(&self) -> Option<&Local> {
+        // SAFETY: only `first` stores here, a mapping of this size that is never unmapped; zeros are a valid `Local`.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.local.load(Acquire).as_ref()
+        }
+    }
+
     /// The process's own view: made if this is its first call. `None` where it cannot be made.
     #[inline]
     pub(crate) fn local(&self) -> Option<&Local> {
-        let local = self.local.load(Acquire);
-        // SAFETY: only `first` stores here, a mapping of this size that is never unmapped; zeros are a valid `Local`.
-        #[allow(unsafe_code)]
-        let local = unsafe { local.as_ref() };
-        match local {
+        match self.made() {
             Some(local) if local.state.load(Acquire) == READY => Some(local),
             _ => self.first(),
         }
@@ -252,7 +258,7 @@ impl<S: System> Ledger<S> {
                 };
             }
         }
-        // SAFETY: not null as of above; see `local`.
+        // SAFETY: not null as of above; see `made`.
         #[allow(unsafe_code)]
         let local = unsafe { self.local.load(Acquire).as_ref() }?;
         self.once(&local.state, || self.build(local)).then_some(local)

@@ -245,6 +245,15 @@ impl Place {
         AtLaunch { is_paced: page.is_paced(), is_open: page.gate().load(Relaxed) == 0, called }
     }
 
+    /// The page whose policy was read, at which stamp, and its word of the pace, if launches are paced
+    /// and nothing of that is to be answered.
+    pub(crate) fn heeded(&self) -> Option<(&PolicyPage, u64, u32)> {
+        let page = self.page()?;
+        let (word, stamp) = (page.pace_word(), self.stamp.load(Relaxed).checked_sub(1)?);
+        let is_answered = page.call() == 0 || page.call() == self.answered.load(Relaxed);
+        (is_answered && page.is_paced()).then_some((page, stamp, word))
+    }
+
     #[cold]
     fn answer(&self, call: u32) -> Option<&AccountPage> {
         let is_first = self.answered.swap(call, Relaxed) != call;

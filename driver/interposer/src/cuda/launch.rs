@@ -13,7 +13,7 @@ use super::{Answer, Call, SUCCESS, hook};
 use crate::share::{self, LEDGER, Standing};
 use core::ffi::{c_int, c_uint, c_void};
 use core::ptr;
-use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use divvy_interposer_core::{Timer, Work};
 
 /// The word that is zero where a launch may go straight to the driver; null: not known, or there is none that says so.
@@ -51,7 +51,8 @@ pub(super) fn paced(work: Work, stream: Handle, call: &dyn Call) -> Answer {
     if is_free() || CAPTURES.load(Ordering::Relaxed) > 0 && driver::capture(stream) != Some(false) {
         return call.call();
     }
-    let ordinal = device();
+    let only = driver::only_device();
+    let ordinal = only.or_else(driver::current_device);
     let device = match ordinal.and_then(|ordinal| LEDGER.known(ordinal)) {
         Some(device) => device,
         None => match ordinal.map_or(Standing::Free, share::of_cuda) {
@@ -60,22 +61,32 @@ pub(super) fn paced(work: Work, stream: Handle, call: &dyn Call) -> Answer {
             Standing::Free | Standing::Closed => return call.call(),
         },
     };
-    device.launch(work, &Events(stream), || call.call())
+    device.launch(work, &Events(stream), only.is_some(), || call.call())
 }
 
-/// The device that is launched on: the current one, and where the process sees only one that, without asking.
+/// Whether a launch that is paced may go straight to the driver all the same. Then it is charged.
 #[inline]
-fn device() -> Option<driver::Ordinal> {
-    /// How many the process sees, which never changes; 0: not asked yet, or none.
-    static COUNT: AtomicI32 = AtomicI32::new(0);
-    match COUNT.load(Ordering::Relaxed) {
-        1 => Some(0),
-        0 => {
-            COUNT.store(driver::devices(), Ordering::Relaxed);
-            driver::current_device()
-        }
-        _ => driver::current_device(),
-    }
+fn goes(work: Work) -> bool {
+    CAPTURES.load(Ordering::Relaxed) == 0 && LEDGER.goes(work)
+}
+
+/// [`goes`] by the arguments of a launch that names its grid.
+extern "C" fn kernel_goes(function: Handle, x: c_uint, y: c_uint, z: c_uint) -> bool {
+    goes(kernel(function, [x, y, z]))
+}
+
+/// [`goes`] by those of one that points to it.
+///
+/// # Safety
+/// `configuration` is null or points to one.
+unsafe extern "C" fn configured_goes(configuration: *const c_void, function: Handle) -> bool {
+    // SAFETY: as the caller says.
+    goes(unsafe { configured(function, configuration) }.0)
+}
+
+/// Of what is launched too rarely to be worth a look of its own.
+extern "C" fn never_goes() -> bool {
+    false
 }
 
 /// Events on one stream.
@@ -120,9 +131,10 @@ impl Timer for Events {
 }
 
 /// Defines the hook of a launch: as [`hook`], but its first look is at the word, in a few instructions that leave
-/// everything as it is.
+/// everything as it is. Where that is not zero, `$goes` is asked, which is given the same arguments, and the driver is
+/// still called by a jump: to hand on eleven arguments costs more than to charge the launch.
 macro_rules! launch {
-    ($(#[$meta:meta])* $name:ident($($argument:ident: $kind:ty),* $(,)?) |$real:ident| $body:block) => {
+    ($(#[$meta:meta])* $goes:ident $name:ident($($argument:ident: $kind:ty),* $(,)?) |$real:ident| $body:block) => {
         mod $name {
             use super::*;
 
@@ -152,13 +164,32 @@ macro_rules! launch {
                 "test rax, rax",
                 "je {slow}",
                 "cmp qword ptr [rax], 0",
-                "jne {slow}",
-                "mov rax, qword ptr [rip + {functions} + {at}]",
+                "jne 3f",
+                "2: mov rax, qword ptr [rip + {functions} + {at}]",
                 "test rax, rax",
                 "je {slow}",
                 "jmp rax",
+                // The arguments that are in registers; with the return address and one more the stack is aligned.
+                "3: push rdi",
+                "push rsi",
+                "push rdx",
+                "push rcx",
+                "push r8",
+                "push r9",
+                "push rax",
+                "call {goes}",
+                "test al, al",
+                "pop rax",
+                "pop r9",
+                "pop r8",
+                "pop rcx",
+                "pop rdx",
+                "pop rsi",
+                "pop rdi",
+                "jne 2b",
+                "jmp {slow}",
                 word = sym WORD, functions = sym crate::genuine::FUNCTIONS,
-                at = const crate::table::index::$name * 8, slow = sym $name::slow,
+                at = const crate::table::index::$name * 8, slow = sym $name::slow, goes = sym $goes,
             );
             #[cfg(target_arch = "aarch64")]
             core::arch::naked_asm!(
@@ -166,14 +197,28 @@ macro_rules! launch {
                 "ldr x16, [x16, :lo12:{word}]",
                 "cbz x16, 1f",
                 "ldr x16, [x16]",
-                "cbnz x16, 1f",
-                "adrp x16, {functions} + {at}",
+                "cbnz x16, 3f",
+                "2: adrp x16, {functions} + {at}",
                 "ldr x16, [x16, :lo12:{functions} + {at}]",
                 "cbz x16, 1f",
                 "br x16",
+                // The arguments that are in registers, and where to return to.
+                "3: stp x0, x1, [sp, #-80]!",
+                "stp x2, x3, [sp, #16]",
+                "stp x4, x5, [sp, #32]",
+                "stp x6, x7, [sp, #48]",
+                "str x30, [sp, #64]",
+                "bl {goes}",
+                "mov w16, w0",
+                "ldr x30, [sp, #64]",
+                "ldp x6, x7, [sp, #48]",
+                "ldp x4, x5, [sp, #32]",
+                "ldp x2, x3, [sp, #16]",
+                "ldp x0, x1, [sp], #80",
+                "tbnz w16, #0, 2b",
                 "1: b {slow}",
                 word = sym WORD, functions = sym crate::genuine::FUNCTIONS,
-                at = const crate::table::index::$name * 8, slow = sym $name::slow,
+                at = const crate::table::index::$name * 8, slow = sym $name::slow, goes = sym $goes,
             );
         }
     };
@@ -208,7 +253,7 @@ unsafe fn configured(function: Handle, configuration: *const c_void) -> (Work, H
 
 launch! {
     /// Since CUDA 4.0.
-    cuLaunchKernel(
+    kernel_goes cuLaunchKernel(
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
@@ -220,7 +265,7 @@ launch! {
 
 launch! {
     /// On the per-thread default stream.
-    cuLaunchKernel_ptsz(
+    kernel_goes cuLaunchKernel_ptsz(
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
@@ -232,7 +277,7 @@ launch! {
 
 launch! {
     /// Since CUDA 11.6.
-    cuLaunchKernelEx(
+    configured_goes cuLaunchKernelEx(
         configuration: *const c_void, function: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
         // SAFETY: `cuda.h` asks for one.
@@ -243,7 +288,7 @@ launch! {
 
 launch! {
     /// On the per-thread default stream.
-    cuLaunchKernelEx_ptsz(
+    configured_goes cuLaunchKernelEx_ptsz(
         configuration: *const c_void, function: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
         // SAFETY: `cuda.h` asks for one.
@@ -254,7 +299,7 @@ launch! {
 
 launch! {
     /// Since CUDA 9.0.
-    cuLaunchCooperativeKernel(
+    kernel_goes cuLaunchCooperativeKernel(
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
@@ -266,7 +311,7 @@ launch! {
 
 launch! {
     /// On the per-thread default stream.
-    cuLaunchCooperativeKernel_ptsz(
+    kernel_goes cuLaunchCooperativeKernel_ptsz(
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
@@ -278,7 +323,7 @@ launch! {
 
 launch! {
     /// Of CUDA 9.0, several devices at once: charged to the current one, and never measured.
-    cuLaunchCooperativeKernelMultiDevice(list: *mut Handle, count: c_uint, flags: c_uint) |real| {
+    never_goes cuLaunchCooperativeKernelMultiDevice(list: *mut Handle, count: c_uint, flags: c_uint) |real| {
         // SAFETY: the first word of each entry is its function; without entries the driver refuses.
         let first = if list.is_null() || count == 0 { ptr::null_mut() } else { unsafe { *list } };
         paced(kernel(first, [count, 1, 1]), ptr::null_mut(), &move || real(list, count, flags))
@@ -287,14 +332,14 @@ launch! {
 
 launch! {
     /// Before CUDA 4.0.
-    cuLaunch(function: Handle) |real| {
+    never_goes cuLaunch(function: Handle) |real| {
         paced(kernel(function, [1; 3]), ptr::null_mut(), &move || real(function))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
-    cuLaunchGrid(function: Handle, width: c_int, height: c_int) |real| {
+    never_goes cuLaunchGrid(function: Handle, width: c_int, height: c_int) |real| {
         paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), ptr::null_mut(), &move || {
             real(function, width, height)
         })
@@ -303,7 +348,7 @@ launch! {
 
 launch! {
     /// Before CUDA 4.0.
-    cuLaunchGridAsync(function: Handle, width: c_int, height: c_int, stream: Handle) |real| {
+    never_goes cuLaunchGridAsync(function: Handle, width: c_int, height: c_int, stream: Handle) |real| {
         paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, &move || {
             real(function, width, height, stream)
         })

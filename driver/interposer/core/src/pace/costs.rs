@@ -2,11 +2,9 @@
 //!
 //! Kernels are told apart by their function and the order of magnitude of their grid; an
 //! executable graph is one kernel. A kernel that is long is measured at each launch, so that
-//! what it is charged is what it took. A short one, of which there are many, is measured in runs of
-//! [`RUN`] launches, one in each [`period`] on average and by chance somewhere in it, so that a program with a rhythm
-//! of its own is not met at the same beat for ever; each measured launch then stands for others. (A program that
-//! means to can find out and be long where nobody looks. What it has is for the node to see.) Charges are corrected
-//! by what was measured ([`super::samples`]), so the estimate need not be good for the sum to be right.
+//! what it is charged is what it took. Of a short one that is launched often some launches are
+//! measured, which stand for the others ([`super::runs`]). (A program that means to can find out and be long where nobody
+//! looks. What it has is for the node to see.) Charges are corrected by what was measured ([`super::samples`]), so the estimate need not be good for the sum to be right.
 //!
 //! **Slices of neighbours.** A kernel that a neighbour's time slice cuts, or that has to wait for its turn after a
 //! pause, looks longer than it is. Of very short ones it is one in a hundred, which looks a hundred times longer: counted
@@ -20,8 +18,9 @@
 //! Long is what ran long itself, from begin to end: of kernels that overlap each
 //! moves the end of all work by much or by little, as they happen to end.
 
+use super::runs::{Measure, Runs, Tempo};
 use core::sync::atomic::Ordering::Relaxed;
-use core::sync::atomic::{AtomicI32, AtomicU16, AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64};
 
 /// Kernels that are told apart; all further ones are one.
 pub(super) const KERNELS: usize = 1024;
@@ -34,7 +33,6 @@ const UNKNOWN: u64 = 200_000;
 const FIRST: u16 = 16;
 /// So many of these may be under way at once.
 const YOUNG: u16 = 3;
-const RUN: u32 = 8;
 /// A launch that takes so many times what most take is far longer than most.
 const FAR: u64 = 4;
 /// Slices come so often at most, in nanoseconds of a share's own time: as often as it is woken.
@@ -64,7 +62,10 @@ pub struct Work {
 
 /// All costs of a process. Zeros are a table that knows nothing.
 #[derive(Debug)]
-pub(crate) struct Costs([Cost; KERNELS]);
+pub(crate) struct Costs {
+    kernels: [Cost; KERNELS],
+    tempo: Tempo,
+}
 
 /// One kernel.
 #[derive(Debug)]
@@ -72,10 +73,7 @@ pub(crate) struct Cost {
     key: AtomicU64,
     /// Nanoseconds; 0: never measured.
     estimate: AtomicU64,
-    /// Launches until one is measured.
-    left: AtomicI32,
-    /// Launches that were measured in runs.
-    runs: AtomicU16,
+    runs: Runs,
     /// What about half of them take less than and half more, in nanoseconds; where they fit a slice, the fastest.
     centre: AtomicU32,
     measured: AtomicU16,
@@ -97,16 +95,6 @@ pub(crate) struct Charge<'a> {
     pub(crate) measure: Measure,
 }
 
-/// Whether and how a launch is measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Measure {
-    No,
-    /// The first of a run: from its end on the next are measured.
-    Lead,
-    /// It stands for so many launches.
-    For(u32),
-}
-
 impl Work {
     fn key(self) -> u64 {
         let size = u64::from(64 - self.blocks.leading_zeros());
@@ -115,13 +103,21 @@ impl Work {
 }
 
 impl Costs {
-    /// What the next launch of a kernel is charged, and how it is measured.
+    /// What the next launch of a kernel is charged, and how it is measured; `now` in nanoseconds.
     #[inline]
-    pub(crate) fn charge(&self, work: Work) -> Charge<'_> {
+    pub(crate) fn charge(&self, work: Work, now: impl Fn() -> u64) -> Charge<'_> {
         let number = self.number(work);
-        let cost = &self.0[number];
-        let (nanoseconds, measure) = cost.next();
+        let cost = &self.kernels[number];
+        let (nanoseconds, measure) = cost.next(&self.tempo, now);
         Charge { cost, number: number as u32, nanoseconds: nanoseconds as i64, measure }
+    }
+
+    /// A kernel that lies where it is looked for first, which of few all do.
+    #[inline]
+    pub(super) fn known(&self, work: Work) -> Option<&Cost> {
+        let key = work.key();
+        let cost = &self.kernels[(key >> 54) as usize % KERNELS];
+        (cost.key.load(Relaxed) == key).then_some(cost)
     }
 
     /// Where a kernel is kept; made if it is new.
@@ -131,7 +127,7 @@ impl Costs {
         let start = (key >> 54) as usize;
         for probe in 0..PROBES {
             let at = (start + probe) % KERNELS;
-            let known = &self.0[at].key;
+            let known = &self.kernels[at].key;
             let claim = || {
                 known.compare_exchange(0, key, Relaxed, Relaxed).map_or_else(|other| other == key, |_| true)
             };
@@ -145,39 +141,38 @@ impl Costs {
     }
 
     pub(crate) fn at(&self, number: u32) -> Option<&Cost> {
-        self.0.get(number as usize)
+        self.kernels.get(number as usize)
     }
 }
 
 impl Cost {
+    /// What a launch is charged that is not measured, in nanoseconds.
+    #[inline]
+    pub(super) fn charged(&self) -> i64 {
+        self.estimate.load(Relaxed) as i64
+    }
+
+    /// Whether the next launch is not measured; then it is counted.
+    #[inline]
+    pub(super) fn passes(&self) -> bool {
+        !self.runs.is_due()
+    }
+
     /// What the next launch is charged, in nanoseconds, and how it is measured.
     #[inline]
-    pub(crate) fn next(&self) -> (u64, Measure) {
+    fn next(&self, tempo: &Tempo, now: impl Fn() -> u64) -> (u64, Measure) {
         let estimate = self.estimate.load(Relaxed);
-        // Two threads may count one launch: nothing rests on it.
-        let left = self.left.load(Relaxed);
-        if left <= 0 {
-            return self.next_measured(estimate);
-        }
-        self.left.store(left - 1, Relaxed);
-        (estimate, Measure::No)
+        if self.runs.is_due() { self.next_measured(estimate, tempo, now) } else { (estimate, Measure::No) }
     }
 
     #[cold]
-    fn next_measured(&self, estimate: u64) -> (u64, Measure) {
+    fn next_measured(&self, estimate: u64, tempo: &Tempo, now: impl Fn() -> u64) -> (u64, Measure) {
         // Of kernels that overlap each is charged less than its length, and by chance much less for a while.
         let half = u64::from(self.centre.load(Relaxed) / 2);
         if estimate.max(half) >= LONG || self.measured.load(Relaxed) < FIRST {
             return (if estimate == 0 { UNKNOWN } else { estimate }, Measure::For(1));
         }
-        let number = u32::from(self.runs.fetch_add(1, Relaxed));
-        let period = period(estimate);
-        let measure =
-            if number.is_multiple_of(RUN) { Measure::Lead } else { Measure::For(period / (RUN - 1)) };
-        if number % RUN == RUN - 1 {
-            self.left.store(pause(self.key.load(Relaxed), number / RUN, period), Relaxed);
-        }
-        (estimate, measure)
+        (estimate, self.runs.next(estimate, self.key.load(Relaxed), tempo, now))
     }
 
     /// Whether one more launch may go. While little is known of a kernel few may be under way, or many
@@ -261,22 +256,6 @@ fn usual(centre: u64) -> u64 {
     if FITTING.contains(&centre) { centre + centre / 4 } else { centre }
 }
 
-/// In so many launches there is one run, on average. To measure costs the program as much however short its
-/// kernels are.
-const fn period(estimate: u64) -> u32 {
-    match estimate {
-        ..4_000 => 2048,
-        4_000..16_000 => 512,
-        _ => 128,
-    }
-}
-
-/// How many launches are not measured after a run: any number with the same chance.
-fn pause(key: u64, run: u32, period: u32) -> i32 {
-    let mixed = (key ^ u64::from(run)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    ((mixed >> 33) % u64::from(2 * (period - RUN) + 1)) as i32
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -288,22 +267,6 @@ mod tests {
         // SAFETY: atomics throughout, for which zeros are valid.
         #[allow(unsafe_code)]
         Cost { measured, key, estimate, ..unsafe { core::mem::zeroed() } }
-    }
-
-    #[test]
-    fn those_of_a_short_kernel_that_are_measured_stand_for_all() {
-        for estimate in [100, 5_000, 20_000, 90_000] {
-            let cost = known(estimate);
-            let all: Vec<Measure> = (0..4_000_000).map(|_| cost.next().1).collect();
-            let leads = all.iter().filter(|measure| **measure == Measure::Lead).count() as u64;
-            let stands =
-                |measure: &Measure| if let Measure::For(count) = measure { u64::from(*count) } else { 0 };
-            let sum: u64 = all.iter().map(stands).sum();
-            let of_all = |number: u64| number as f64 / all.len() as f64;
-            assert!((0.95..1.05).contains(&of_all(sum)), "{estimate}: {}", of_all(sum));
-            let runs = of_all(leads * u64::from(period(estimate)));
-            assert!((0.95..1.05).contains(&runs), "{estimate}: {runs}");
-        }
     }
 
     /// What is charged for 10,000 measured launches, each by a fifth longer or shorter, to which neighbours add so
@@ -374,9 +337,9 @@ mod tests {
         let cost = known(0);
         for _ in 0..1000 {
             cost.learn(20_000, 1_000_000, true);
-            assert_eq!(cost.next().1, Measure::For(1));
+            assert_eq!(cost.next(&Tempo::default(), || 0).1, Measure::For(1));
         }
-        assert!(cost.next().0 < LONG, "it is charged what it moves");
+        assert!(cost.next(&Tempo::default(), || 0).0 < LONG, "it is charged what it moves");
     }
 
     #[test]

@@ -19,6 +19,8 @@
 
 mod bucket;
 mod costs;
+mod quick;
+mod runs;
 mod samples;
 
 use crate::device::Device;
@@ -29,12 +31,14 @@ use bucket::{BURST, Bucket};
 use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 pub(crate) use costs::Costs;
 pub use costs::Work;
-use costs::{Charge, Cost, Measure};
+use costs::{Charge, Cost};
 use divvy_pages::Flags;
 use divvy_pages::account::Slot;
 use divvy_pages::policy::UNBOUNDED;
-use samples::Samples;
+pub(crate) use quick::Quick;
+use runs::Measure;
 pub use samples::Timer;
+use samples::{BUSY, Samples};
 
 /// Measured work that is under way at most, in nanoseconds, when more is launched: a device is
 /// kept busy by less, and what is queued nobody can take back.
@@ -106,10 +110,12 @@ impl Pace {
     }
 }
 
-/// Of what is owed, a launch of that cost pays half, or what is charged at once if that is more, but no more than it
-/// costs itself: after a kernel as long as the debt a wait twice as long would be a stall.
+/// Of what is owed, a launch of that cost pays a quarter, of no more than it costs itself, or what is charged at once
+/// if that is more: after a long kernel a wait twice as long would be a stall, and where neighbours make some launches look longer
+/// and others shorter, most of a debt is given back before it is paid.
 fn instalment(owed: i64, cost: i64) -> i64 {
-    owed.min(cost).min(AT_ONCE.max(owed / 2))
+    let part = owed.min(cost);
+    part.min(AT_ONCE.max(part / 4))
 }
 
 impl<S: System> Device<'_, S> {
@@ -117,9 +123,10 @@ impl<S: System> Device<'_, S> {
         self.local.paces.get(self.index as usize)
     }
 
-    /// Launches by `call`, when the share's time has come. `call` answers as the driver does: 0 is success.
+    /// Launches by `call`, when the share's time has come. `call` answers as the driver does: 0 is success. Of the
+    /// `only` device that the process sees it is remembered what the next launches need ([`Ledger::goes`]).
     #[inline]
-    pub fn launch(&self, work: Work, timer: &impl Timer, call: impl FnOnce() -> i32) -> i32 {
+    pub fn launch(&self, work: Work, timer: &impl Timer, only: bool, call: impl FnOnce() -> i32) -> i32 {
         // All shares of the device are limited; with one that is not, the container has all of it.
         let (mut is_paced, mut is_open) = (true, true);
         for place in self.places.places() {
@@ -138,7 +145,10 @@ impl<S: System> Device<'_, S> {
             }
             return call();
         }
-        let charge = self.local.costs.charge(work);
+        if only && is_open {
+            self.remember(pace);
+        }
+        let charge = self.local.costs.charge(work, || self.ledger.system.now());
         let costs = charge.nanoseconds + pace.instalment(charge.nanoseconds);
         if pace.credit.fetch_sub(costs, Relaxed) < costs || !is_open {
             self.wait_for_credit(pace, timer);
@@ -201,7 +211,7 @@ impl<S: System> Device<'_, S> {
                 return;
             }
             system.nap(nap);
-            nap = (nap * 2).min(500_000);
+            nap = (nap * 2).min(BUSY as u64);
         }
     }
 
@@ -325,14 +335,15 @@ mod tests {
     use super::instalment;
 
     #[test]
-    fn a_debt_is_paid_by_halves_and_never_doubles_the_wait_for_a_kernel_as_long() {
+    fn a_debt_is_paid_in_parts_and_never_doubles_the_wait_for_a_long_kernel() {
         let check = |owed: i64, cost: i64, part: i64| {
             assert_eq!(instalment(owed * 1000, cost * 1000), part * 1000, "{owed} of {cost}");
         };
         check(1500, 10_000, 1500);
         check(3000, 10_000, 2000);
-        check(10_000, 10_000, 5000);
-        check(100_000, 10_000, 10_000);
+        check(10_000, 10_000, 2500);
+        check(100_000, 10_000, 2500);
+        check(10_000, 100_000, 2500);
         check(100_000, 20, 20);
     }
 }

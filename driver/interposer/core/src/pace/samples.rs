@@ -9,7 +9,8 @@
 //! the end is kept, and times are taken between neighbours: an event's time is a float of
 //! milliseconds, which over an hour would be too coarse.
 
-use super::costs::{Charge, Costs, KERNELS, Measure};
+use super::costs::{Charge, Costs, KERNELS};
+use super::runs::Measure;
 use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::*};
 
 /// The driver's events, for the thread and the stream that launch.
@@ -28,6 +29,8 @@ pub trait Timer {
 }
 
 const LENGTH: usize = 64;
+/// Who waits for measured work to end looks for it so often at least, in nanoseconds.
+pub(crate) const BUSY: i64 = 500_000;
 
 const RESERVED: u32 = 0;
 const UNDER_WAY: u32 = 1;
@@ -81,11 +84,15 @@ impl Samples {
         is_free.then(|| Locked(&self.lock))
     }
 
-    /// Whether one more measured launch can be under way: one beside another always, more as long as
-    /// what they were charged is below `most` nanoseconds.
+    /// Whether one more measured launch can be under way: as long as what they were charged is below `most` nanoseconds,
+    /// and always where what waits behind the oldest would not keep the device busy.
     pub(crate) fn has_room(&self, most: i64) -> bool {
-        let count = self.tail.load(Relaxed).wrapping_sub(self.head.load(Relaxed)) as usize;
-        count < 2 || count < LENGTH && self.depth.load(Relaxed) < most || self.aside.load(Relaxed) != 0
+        let head = self.head.load(Relaxed);
+        let count = self.tail.load(Relaxed).wrapping_sub(head) as usize;
+        let oldest = self.ring.get(head as usize % LENGTH).map_or(0, |sample| sample.charged.load(Relaxed));
+        let depth = self.depth.load(Relaxed);
+        let is_little = count < 2 || depth < most || depth.saturating_sub(oldest) < BUSY;
+        count < LENGTH && is_little || self.aside.load(Relaxed) != 0
     }
 
     /// Before a call that may end a context: as of now nobody looks at its events. `nap` lets those

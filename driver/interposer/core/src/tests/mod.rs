@@ -5,6 +5,7 @@ mod freeing;
 mod model;
 mod overcommit;
 mod pace;
+mod quick;
 mod world;
 
 use crate::alive::{Signal, Stat, gone};

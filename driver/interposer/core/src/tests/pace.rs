@@ -8,14 +8,14 @@ use crate::{Device, System, Timer, Work};
 use divvy_pages::{Compute, Flags};
 use std::cell::{Cell, RefCell};
 
-const US: u64 = 1_000;
+pub(super) const US: u64 = 1_000;
 const MS: u64 = 1_000 * US;
 const SECOND: u64 = 1_000 * MS;
 /// What a launch costs a program's thread.
 const CALL: u64 = 3 * US;
 
 /// The device and its events.
-struct Gpu<'a> {
+pub(super) struct Gpu<'a> {
     system: &'a Fake,
     /// Where the work of each stream ends.
     streams: [Cell<u64>; 4],
@@ -30,7 +30,7 @@ struct Gpu<'a> {
 struct On<'a>(&'a Gpu<'a>, usize);
 
 impl<'a> Gpu<'a> {
-    fn new(system: &'a Fake) -> Self {
+    pub(super) fn new(system: &'a Fake) -> Self {
         Self {
             system,
             streams: Default::default(),
@@ -106,12 +106,23 @@ impl Timer for On<'_> {
     }
 }
 
-fn launch(device: Device<'_, Fake>, gpu: &Gpu<'_>, stream: usize, function: u64, length: u64, alone: bool) {
+pub(super) fn launch(
+    device: Device<'_, Fake>,
+    gpu: &Gpu<'_>,
+    stream: usize,
+    function: u64,
+    length: u64,
+    alone: bool,
+) {
     let work = Work { function, blocks: 1000 };
-    device.launch(work, &On(gpu, stream), || gpu.run(stream, length, alone));
+    if device.ledger.goes(work) {
+        gpu.run(stream, length, alone);
+    } else {
+        device.launch(work, &On(gpu, stream), true, || gpu.run(stream, length, alone));
+    }
 }
 
-fn share(cores: u32) -> World {
+pub(super) fn share(cores: u32) -> World {
     World::new(&[Pages::Compute {
         compute: Compute { cores, ..Compute::default() },
         flags: Flags::default(),
@@ -127,7 +138,7 @@ fn about(length: u64, number: u64) -> u64 {
     length * (800 + chance % 401) / 1000
 }
 
-const PROGRAMS: [(&str, Program); 7] = [
+const PROGRAMS: [(&str, Program); 8] = [
     ("20 us", |device, gpu, n| launch(device, gpu, 0, 1, about(20 * US, n), true)),
     ("100 us", |device, gpu, n| launch(device, gpu, 0, 1, about(100 * US, n), true)),
     ("1 ms", |device, gpu, n| launch(device, gpu, 0, 1, about(MS, n), true)),
@@ -137,6 +148,10 @@ const PROGRAMS: [(&str, Program); 7] = [
     ("5 ms", |device, gpu, n| launch(device, gpu, 0, 1, about(5 * MS, n), true)),
     ("10 us and 10 ms by turns", |device, gpu, n| {
         launch(device, gpu, 0, 1 + n % 2, about([10 * US, 10 * MS][n as usize % 2], n), true);
+    }),
+    ("10 us, of which some look longer, and 10 ms by turns", |device, gpu, n| {
+        let short = if (n / 2).is_multiple_of(20) { 2 * MS } else { 10 * US };
+        launch(device, gpu, 0, 1 + n % 2, about([short, 10 * MS][n as usize % 2], n), true);
     }),
     ("10 us and 10 ms of one function", |device, gpu, n| {
         launch(device, gpu, 0, 1, about([10 * US, 10 * MS][n as usize % 2], n), true);
@@ -210,7 +225,7 @@ fn a_launch_that_the_driver_refuses_costs_nothing() {
     let gpu = Gpu::new(process.system());
     launch(device(&process), &gpu, 0, 1, 5 * MS, true);
     let work = Work { function: 1, blocks: 1000 };
-    let refused = || device(&process).launch(work, &On(&gpu, 0), || 1);
+    let refused = || device(&process).launch(work, &On(&gpu, 0), true, || 1);
     let begin = process.system().now();
     (0..1000).for_each(|_| assert_eq!(refused(), 1));
     assert!(process.system().now() - begin < 20 * MS, "no time was charged for them");
@@ -222,9 +237,8 @@ fn a_thread_that_ends_in_the_middle_of_a_launch_holds_up_the_others_once() {
     let process = world.process(1);
     let gpu = Gpu::new(process.system());
     let work = Work { function: 1, blocks: 1000 };
-    let lost =
-        std::panic::AssertUnwindSafe(|| device(&process).launch(work, &On(&gpu, 0), || panic!("it ends")));
-    assert!(std::panic::catch_unwind(lost).is_err());
+    let lost = || device(&process).launch(work, &On(&gpu, 0), true, || panic!("it ends"));
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(lost)).is_err());
     let mut number = 0;
     while process.system().now() < 7 * SECOND {
         launch(device(&process), &gpu, 0, 1, about(5 * MS, number), true);
