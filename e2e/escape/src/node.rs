@@ -12,6 +12,7 @@ use divvy_pages::{GpuUuid, Text, account};
 use divvy_sim::ledger::{Place, Watcher};
 use divvy_sim::{Ledger, Options, Sim};
 use std::fs::Permissions;
+use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -206,8 +207,12 @@ impl Node {
 
     /// An `ld.so.preload` that names the library.
     pub(crate) fn preload(&self, library: &str) -> Result<PathBuf> {
+        // Never in place: a loader of another container that maps it meanwhile would end by SIGBUS.
+        let mut part = tempfile::NamedTempFile::new_in(self.path())?;
+        writeln!(part, "{library}")?;
+        part.as_file().set_permissions(Permissions::from_mode(0o644))?;
         let file = self.path().join("ld.so.preload");
-        std::fs::write(&file, format!("{library}\n"))?;
+        part.persist(&file)?;
         Ok(file)
     }
 }
