@@ -17,6 +17,11 @@
 //! for is bounded. While nobody watches all of it counts: no kernel can be made to look shorter.
 //! Long is what ran long itself, from begin to end: of kernels that overlap each
 //! moves the end of all work by much or by little, as they happen to end.
+//!
+//! **Kernels longer than a slice** are cut by each neighbour that works meanwhile. By how much changes from launch to
+//! launch, as others come and go, and comes in spells of a second or so, which the node, that looks once a second,
+//! answers when they are over. So while it watches each is charged what the last [`MEAN`] of its kernel took on
+//! average, and what it took more or less is put off ([`super::samples`]): the sum is right, and the spells are gone.
 
 use super::runs::{Measure, Runs, Tempo};
 use core::sync::atomic::Ordering::Relaxed;
@@ -31,6 +36,8 @@ const LONG: u64 = 100_000;
 const UNKNOWN: u64 = 200_000;
 /// So many first launches are all measured.
 const FIRST: u16 = 16;
+/// Of so many launches what they took is the mean.
+const MEAN: u16 = 64;
 /// So many of these may be under way at once.
 const YOUNG: u16 = 3;
 /// A launch that takes so many times what most take is far longer than most.
@@ -195,8 +202,9 @@ impl Cost {
     /// longer than the others is believed step by step: kernels of neighbours may have cut in. It is charged in full all the
     /// same, unless the node watches and it is one of few.
     pub(crate) fn learn(&self, took: u64, length: u64, is_watched: bool) -> u64 {
-        let count = self.measured.load(Relaxed).min(FIRST);
-        self.measured.store(count + 1, Relaxed);
+        let all = self.measured.load(Relaxed).min(MEAN);
+        self.measured.store(all + 1, Relaxed);
+        let count = all.min(FIRST);
         let old = self.estimate.load(Relaxed);
         let (centre, far) = self.place(length, count);
         let is_cut = is_watched && length > longest(centre) && self.may_leave_out(centre, far);
@@ -204,13 +212,21 @@ impl Cost {
         for (mean, now) in [(&self.took, took), (&self.counted, counts)] {
             let old = i64::from(mean.load(Relaxed));
             let now = now.min(u32::MAX.into()) as i64;
-            mean.store((old + (now - old) / 64) as u32, Relaxed);
+            mean.store((old + (now - old) / (i64::from(all) + 1)) as u32, Relaxed);
         }
         let seen = if count < FIRST { counts } else { counts.min(old.saturating_mul(4)) };
         let part = i64::from(count) + 1;
         let new = old as i64 + (seen as i64 - old as i64) / part;
         self.estimate.store(new.max(1) as u64, Relaxed);
         counts
+    }
+
+    /// What a launch that counts as so much is to be charged where others cut in: nanoseconds, of a kernel that is longer
+    /// than a slice and about as long as ever.
+    pub(super) fn usually(&self, counts: u64) -> Option<u64> {
+        let mean = u64::from(self.counted.load(Relaxed));
+        let is_usual = counts <= mean * FAR && mean <= counts * FAR;
+        (mean >= FITTING.end && is_usual && self.measured.load(Relaxed) >= FIRST).then_some(mean)
     }
 
     /// Whether what is too long may count for less, where so many of 65536 are.

@@ -9,7 +9,7 @@
 //! the end is kept, and times are taken between neighbours: an event's time is a float of
 //! milliseconds, which over an hour would be too coarse.
 
-use super::costs::{Charge, Costs, KERNELS};
+use super::costs::{Charge, Cost, Costs, KERNELS};
 use super::runs::Measure;
 use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::*};
 
@@ -29,6 +29,8 @@ pub trait Timer {
 }
 
 const LENGTH: usize = 64;
+/// Of what launches took so much may be charged later or was charged before, in nanoseconds.
+const PUT_OFF: i64 = 80_000_000;
 /// Who waits for measured work to end looks for it so often at least, in nanoseconds.
 pub(crate) const BUSY: i64 = 500_000;
 
@@ -49,6 +51,8 @@ pub(crate) struct Samples {
     aside: AtomicU64,
     /// What the launches under way were charged.
     depth: AtomicI64,
+    /// What launches took and were not charged yet.
+    put_off: AtomicI64,
     /// Nanoseconds from begin to end of measured launches, and what they would have been had each been as fast as the
     /// fastest of its kernel, since the node was told last.
     took: AtomicU64,
@@ -202,12 +206,23 @@ impl Samples {
             let stands_for = sample.stands_for.load(Relaxed);
             if stands_for > 0 {
                 self.compare(sample.cost.load(Relaxed), length);
-                let counts = cost.learn(took, length, is_watched);
-                let difference = charged.saturating_sub(counts as i64);
+                let counts = self.spread(cost, cost.learn(took, length, is_watched), is_watched);
+                let difference = charged.saturating_sub(counts);
                 credit = credit.saturating_add(difference.saturating_mul(i64::from(stands_for)));
             }
         }
         credit
+    }
+
+    /// What of a launch that counts as so much is charged now. All, and what was put off, where nobody watches.
+    fn spread(&self, cost: &Cost, counts: u64, is_watched: bool) -> i64 {
+        let counts = i64::try_from(counts).unwrap_or(i64::MAX);
+        let usual = cost.usually(counts.unsigned_abs()).filter(|_| is_watched);
+        let most = if is_watched { PUT_OFF } else { 0 };
+        let all = self.put_off.load(Relaxed).saturating_add(counts);
+        let later = all.saturating_sub(usual.map_or(counts, |usual| usual as i64)).clamp(-most, most);
+        self.put_off.store(later, Relaxed);
+        all.saturating_sub(later)
     }
 
     /// Nobody waits any longer for the oldest: its thread may have ended in the middle of its launch, or
@@ -275,5 +290,61 @@ impl Sample {
         let state = if measured { UNDER_WAY } else { VOID };
         // Not where it was given up.
         let _ = self.state.compare_exchange(RESERVED, state, Release, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const MS: u64 = 1_000_000;
+
+    /// A kernel that took so many nanoseconds, one launch after the other: what each counts as, and what it was charged. The
+    /// node watches until that launch.
+    fn charged(took: &[u64], watched_until: usize) -> Vec<(i64, i64)> {
+        // SAFETY: atomics throughout, for which zeros are valid.
+        #[allow(unsafe_code)]
+        let (samples, cost): (Samples, Cost) = unsafe { core::mem::zeroed() };
+        let charge = |(at, took): (usize, &u64)| {
+            let is_watched = at < watched_until;
+            let counts = cost.learn(*took, *took, is_watched);
+            (counts as i64, samples.spread(&cost, counts, is_watched))
+        };
+        took.iter().enumerate().map(charge).collect()
+    }
+
+    #[test]
+    fn what_neighbours_add_to_long_kernels_in_spells_is_charged_evenly() {
+        let spells: Vec<u64> = (0..600).map(|at| [8, 14][at / 5 % 2] * MS).collect();
+        let all = charged(&spells, 600);
+        let even = (10 * MS as i64)..(12 * MS as i64);
+        let uneven: Vec<_> = all[200..].iter().filter(|(_, charged)| !even.contains(charged)).collect();
+        assert!(uneven.is_empty(), "{uneven:?}");
+    }
+
+    #[test]
+    fn of_a_kernel_that_fits_a_slice_or_is_far_longer_than_before_nothing_is_put_off() {
+        let check = |took: &[u64], since: u64| {
+            let all = charged(took, took.len());
+            let put_off = |(counts, charged): &&(i64, i64)| *counts >= since as i64 && counts != charged;
+            assert_eq!(all.iter().find(put_off), None);
+        };
+        check(&[MS, 3 * MS / 2].repeat(100), 0);
+        check(&[vec![10 * MS; 100], vec![100 * MS; 40]].concat(), 50 * MS);
+    }
+
+    proptest! {
+        #[test]
+        fn no_more_is_put_off_than_it_may_be_and_nothing_where_nobody_watches(
+            took in proptest::collection::vec(1..100 * MS, 1..300), watched_until in 0..300_usize,
+        ) {
+            let mut put_off = 0;
+            for (at, (counts, charged)) in charged(&took, watched_until).into_iter().enumerate() {
+                put_off += counts - charged;
+                let most = if at < watched_until { PUT_OFF } else { 0 };
+                prop_assert!(put_off.abs() <= most, "{put_off} at {at}");
+            }
+        }
     }
 }
