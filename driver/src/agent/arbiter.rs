@@ -12,8 +12,8 @@
 //! its target may want no more, and only its processes know that they were held up: their
 //! word, on a page that they write. So more comes only to who used what its rate allowed for
 //! by any trim, and is a loan: who was once believed owes what it then has beyond its target, and
-//! gets so much less until that is paid. To lie about waiting gains nothing: over
-//! any time a share has its target's worth and at most a second more.
+//! gets so much less until that is paid; what it lacked it has later, up to a tenth of what it may have in a second. To lie about
+//! waiting gains nothing: over any time a share has its target's worth and at most a second more.
 //!
 //! **How much longer a kernel may look.** What the library measures are stretches of the clock, and in each
 //! either the share's own kernels ran or those of others. So what it believes to have had is no more
@@ -57,12 +57,13 @@ const FULL: u64 = SECOND / 100 * 99;
 const FAR: u64 = SECOND / 50;
 const THIRD: u64 = 3;
 /// This part of a debt is paid in a second, by half of what is allowed at most: all at once it would be a loss that others have
-/// to be cut for again. Less where much is owed would let a liar's debts add up.
+/// to be cut for again. Less where much is owed would let a liar's debts add up. Of one below 0 as much is had back beside
+/// others, who may have had it, but a hundredth of the GPU at most.
 const PAYS: u64 = 4;
 /// So much of what a look says is followed: of the first, alone and beside others, and at least.
 const FOLLOWED: [f64; 2] = [1.0, 0.5];
 const LEAST_FOLLOWED: f64 = 0.25;
-/// What a share had too little by chance it may have too much later: of what it is allowed.
+/// What a share had too little by chance it has later: of what it is allowed.
 const CHANCE: u64 = 10;
 /// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
 const ROOM: u64 = SECOND / 25;
@@ -189,8 +190,10 @@ impl Memory {
     /// Who wants nothing yet finds its guarantee when it does, or a little. The whole GPU is that by any trim.
     pub(super) fn rate(mut self, terms: Terms, target: u64, is_beside: bool) -> (u64, Self) {
         self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
-        let debt = u64::try_from(self.debt).unwrap_or(0);
-        self.granted = self.allowed - (debt / PAYS).min(self.allowed / 2);
+        let back = if is_beside { 2 * QUANTUM } else { 0 };
+        let part = (self.debt / signed(PAYS)).clamp(-signed(back), signed(self.allowed / 2));
+        // Nobody has all of the GPU by that: it would be held to nothing.
+        self.granted = self.allowed.saturating_add_signed(-part).min(self.allowed.max(FULL));
         let rate = (self.granted as f64 * self.trims[usize::from(is_beside)]) as u64;
         // 0 would be the record's.
         (if self.granted < SECOND { rate.clamp(1, UNBOUNDED - 1) } else { UNBOUNDED }, self)
@@ -245,7 +248,9 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     if granted == 0 {
         return memory;
     }
-    let is_exact = seen.busy.abs_diff(granted) <= QUANTUM;
+    let is_granted = seen.busy.abs_diff(granted) <= QUANTUM;
+    // Nor does who has not got back what it lacked before lack anything now.
+    let is_exact = is_granted || (allowed..granted).contains(&(seen.busy + QUANTUM));
     // Who worked for a part of it lacks nothing by that.
     let lacks = !is_exact && seen.busy < granted && seen.is_held_up() && !has_moved;
     let longer = if lacked > 0 || follow < 1.0 { LONGER } else { 1.0 };
@@ -256,7 +261,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     // An honest share that is held up has used all of its rate, and that is no more than such kernels look.
     let is_honest = most(seen.busy + QUANTUM) >= granted as f64 * trim;
     let debt = if believed {
-        let had = if is_exact { granted } else { seen.busy };
+        let had = if is_granted { granted } else { seen.busy };
         (debt + signed(had) - signed(allowed)).clamp(-signed(allowed / CHANCE), signed(SECOND + limit))
     } else {
         0
@@ -312,8 +317,9 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
             sides[at] = side;
         }
     }
-    // What was found to hold is not forgotten when it lacks nothing.
-    let most = if lacks { most(granted) } else { LONGER * granted as f64 + between as f64 };
+    // What was found to hold is not forgotten when it lacks nothing, or for the first time.
+    let explained = LONGER * granted as f64 + between as f64;
+    let most = if lacks { most(granted).max((trims[at] * granted as f64).min(explained)) } else { explained };
     (trims[at], follows[at]) = (trim.clamp(LEAST, most / granted as f64), follow);
     Memory { trims, follows, sides, granted, allowed, believed, debt, lacked }
 }

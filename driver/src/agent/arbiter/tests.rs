@@ -220,3 +220,16 @@ fn who_wakes_finds_its_guarantee() {
     assert_eq!(woken(fixed(1)), 1);
     assert_eq!(woken(Terms { guarantee: 0, ceiling: SECOND, weight: 1 }), 5);
 }
+
+#[test]
+fn what_a_share_lacked_beside_others_it_has_later() {
+    let check = |percent: u64, debt: u64, is_beside: bool, granted: u64| {
+        let memory = Memory { believed: true, debt: -signed(debt), ..Memory::default() };
+        assert_eq!(memory.rate(fixed(percent), percent * POINT, is_beside).1.granted, granted, "{percent}");
+    };
+    check(30, 3 * POINT, false, 30 * POINT);
+    check(30, 3 * POINT, true, 30 * POINT + POINT * 3 / 4);
+    check(70, 7 * POINT, true, 71 * POINT);
+    check(99, 9 * POINT, true, 99 * POINT);
+    check(100, 10 * POINT, true, SECOND);
+}
