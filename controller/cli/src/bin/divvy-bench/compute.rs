@@ -11,18 +11,19 @@
 
 mod cells;
 mod draw;
+mod matrix;
 mod policies;
 mod tenants;
 
 use crate::program;
-use crate::stats::{bar, figure, line, median, percentile};
+use crate::stats::{bar, figure, median};
 use crate::turns;
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use cells::{Cell, SHAPES, UNLIMITED};
 use clap::ValueEnum;
 use std::path::PathBuf;
 use std::time::Duration;
-use tenants::{Got, Stage};
+use tenants::Stage;
 
 /// So many points a share may be off.
 const POINTS: f64 = 2.0;
@@ -32,8 +33,6 @@ const OFTEN: u32 = 5;
 const LAUNCH: f64 = 25.0;
 /// Per cent of what one unlimited tenant gets done that two of 50 % may lose.
 const LOSS: f64 = 3.0;
-/// The request whose longest stall has a bar.
-const STALLED: u32 = 30;
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
@@ -52,6 +51,9 @@ pub(crate) struct Arguments {
     /// Only cells with so many tenants
     #[arg(long, value_delimiter = ',')]
     tenants: Vec<usize>,
+    /// Cells that are played at once, each on a node of its own: 870 one after the other take two hours
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    at_once: u32,
     /// Seed of the cells that are drawn; the time if none is given
     #[arg(long)]
     seed: Option<u64>,
@@ -109,34 +111,11 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if let Some(dir) = &arguments.draw {
         return draw::all(&library, dir);
     }
-    let stage = Stage::up(library.clone(), before, window, burst, !arguments.no_agent)?;
+    let up = || Stage::up(library.clone(), before, window, burst, !arguments.no_agent);
     if wanted("cells") {
-        let chosen = chosen(arguments);
-        ensure!(!chosen.is_empty(), "no cell is as asked");
-        for shape in
-            SHAPES.iter().filter(|shape| shape.waits && chosen.iter().any(|cell| cell.shape == *shape))
-        {
-            for got in stage.play(&Cell { shape, requests: vec![UNLIMITED] })? {
-                line(&format!("compute_{}_unlimited_share", shape.name), got.share, "%");
-            }
-        }
-        let (mut worst, mut above) = (Vec::new(), Vec::new());
-        for cell in &chosen {
-            let got = stage.play(cell)?;
-            told(cell, &got, burst);
-            let has_more = |(request, got): (&u32, &Got)| got.share > f64::from(*request) + POINTS;
-            if cell.requests.iter().zip(&got).any(has_more) {
-                above.push(cell.name());
-            }
-            worst.extend(cell.requests.iter().zip(&got).filter_map(|(request, got)| error(*request, got)));
-        }
-        line("compute_cells", chosen.len() as f64, "cells");
-        line("compute_shares_off", worst.iter().filter(|error| **error > POINTS).count() as f64, "shares");
-        let largest = percentile(&worst, 1.0);
-        line("compute_largest_error", largest, "points");
-        bar("compute_largest_error", largest, POINTS, "points");
-        ensure!(!arguments.check || above.is_empty(), "a share had more than its part: {}", above.join(", "));
+        matrix::play(arguments, up, burst)?;
     }
+    let stage = up()?;
     if wanted("aggregate") {
         aggregate(&stage, arguments.rounds)?;
     }
@@ -173,58 +152,6 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
         policies::lost(&Stage::up(library, before, window, burst, false)?, POINTS, burst)?;
     }
     Ok(())
-}
-
-/// The cells that were asked for.
-fn chosen(arguments: &Arguments) -> Vec<Cell> {
-    let all = if !arguments.requests.is_empty() {
-        let each = |requests: &Vec<u32>| {
-            let requests = requests.clone();
-            SHAPES.iter().map(move |shape| Cell { shape, requests: requests.clone() })
-        };
-        arguments.requests.iter().flat_map(each).collect()
-    } else if let Which::All = arguments.cells {
-        cells::every()
-    } else {
-        let time = std::time::SystemTime::now().duration_since(std::time::SystemTime::UNIX_EPOCH);
-        let seed = arguments.seed.unwrap_or_else(|| time.map_or(1, |time| time.as_secs()));
-        println!("compute_seed\t{seed}\tnumber");
-        cells::few(seed)
-    };
-    let asked = |cell: &Cell| {
-        (arguments.shapes.is_empty() || arguments.shapes.iter().any(|name| name == cell.shape.name))
-            && (arguments.tenants.is_empty() || arguments.tenants.contains(&cell.requests.len()))
-    };
-    all.into_iter().filter(asked).collect()
-}
-
-/// Points between what a tenant asked for and what it got; none of one without a share.
-fn error(request: u32, got: &Got) -> Option<f64> {
-    (request != UNLIMITED).then(|| (got.share - f64::from(request)).abs())
-}
-
-/// The lines of a cell.
-fn told(cell: &Cell, got: &[Got], burst: Duration) {
-    for (at, (request, got)) in cell.requests.iter().zip(got).enumerate() {
-        let name = |what: &str| format!("compute_{}_{at}_{what}", cell.name());
-        line(&name("share"), got.share, "%");
-        if let Some(error) = error(*request, got) {
-            line(&name("error"), error, "points");
-            bar(&name("error"), error, POINTS, "points");
-            line(&name("start_error"), got.early - f64::from(*request), "points");
-        }
-        line(&name("share_100ms_p5"), percentile(&got.windows, 0.05), "%");
-        line(&name("share_100ms_p95"), percentile(&got.windows, 0.95), "%");
-        let stall = got.stall_ns / 1e6;
-        line(&name("stall"), stall, "ms");
-        if *request == STALLED {
-            let most = 2.0 * burst.as_secs_f64() * 1e3 + cell.shape.longest_ms;
-            bar(&name("stall"), stall, most, "ms");
-        }
-        line(&name("start_stall"), got.early_stall_ns / 1e6, "ms");
-        line(&name("launches"), got.launches_per_second, "1/s");
-        line(&name("cpu"), got.cpu, "%");
-    }
 }
 
 /// What two tenants of half a GPU each get done together, against one that has it alone.

@@ -1,0 +1,137 @@
+//! Plays cells and says what came of them.
+//!
+//! A cell takes ten seconds, in which its tenants sleep most of the time, so several can be played at once, each on a node
+//! of its own. On a machine with few processors they get in each other's way all the same: what is off there
+//! should be played again alone.
+
+use super::cells::{self, Cell, SHAPES, UNLIMITED};
+use super::tenants::{Got, Stage};
+use super::{Arguments, POINTS, Which};
+use crate::stats::{bar, line, percentile};
+use anyhow::{Result, ensure};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// The request whose longest stall has a bar.
+const STALLED: u32 = 30;
+
+/// Plays the cells that are asked for; `up` makes a node for them.
+pub(super) fn play(
+    arguments: &Arguments,
+    up: impl Fn() -> Result<Stage> + Sync,
+    burst: Duration,
+) -> Result<()> {
+    let chosen = chosen(arguments);
+    ensure!(!chosen.is_empty(), "no cell is as asked");
+    let waits = |shape: &cells::Shape| chosen.iter().any(|cell| cell.shape == shape);
+    let unlimited = SHAPES.iter().filter(|shape| shape.waits && waits(shape));
+    let unlimited: Vec<Cell> = unlimited.map(|shape| Cell { shape, requests: vec![UNLIMITED] }).collect();
+    let (mut worst, mut above) = (Vec::new(), Vec::new());
+    let all = [unlimited.as_slice(), &chosen].concat();
+    played(&all, up, arguments.at_once as usize, |at, got| {
+        let cell = &all[at];
+        if at < unlimited.len() {
+            got.iter().for_each(|got| {
+                line(&format!("compute_{}_unlimited_share", cell.shape.name), got.share, "%")
+            });
+            return;
+        }
+        told(cell, &got, burst);
+        let has_more = |(request, got): (&u32, &Got)| got.share > f64::from(*request) + POINTS;
+        if cell.requests.iter().zip(&got).any(has_more) {
+            above.push(cell.name());
+        }
+        worst.extend(cell.requests.iter().zip(&got).filter_map(|(request, got)| error(*request, got)));
+    })?;
+    line("compute_cells", chosen.len() as f64, "cells");
+    line("compute_shares_off", worst.iter().filter(|error| **error > POINTS).count() as f64, "shares");
+    let largest = percentile(&worst, 1.0);
+    line("compute_largest_error", largest, "points");
+    bar("compute_largest_error", largest, POINTS, "points");
+    ensure!(!arguments.check || above.is_empty(), "a share had more than its part: {}", above.join(", "));
+    Ok(())
+}
+
+/// Plays cells, so many at once; `then` is told which has ended and what its tenants got, as they end. The first that
+/// fails ends it, when those that are being played are over.
+fn played(
+    cells: &[Cell],
+    up: impl Fn() -> Result<Stage> + Sync,
+    at_once: usize,
+    mut then: impl FnMut(usize, Vec<Got>),
+) -> Result<()> {
+    let (next, up) = (&AtomicUsize::new(0), &up);
+    std::thread::scope(|scope| {
+        let (tell, ended) = mpsc::channel();
+        for _ in 0..at_once.min(cells.len()) {
+            let tell = tell.clone();
+            scope.spawn(move || {
+                let play = |stage: &Stage| {
+                    let at = next.fetch_add(1, Relaxed);
+                    let got = stage.play(cells.get(at)?).map(|got| (at, got));
+                    // Nobody listens any more where another has failed.
+                    tell.send(got).ok()
+                };
+                match up() {
+                    Ok(stage) => while play(&stage).is_some() {},
+                    Err(error) => drop(tell.send(Err(error))),
+                }
+            });
+        }
+        drop(tell);
+        ended.into_iter().try_for_each(|got| got.map(|(at, got)| then(at, got)))
+    })
+}
+
+/// The cells that were asked for.
+fn chosen(arguments: &Arguments) -> Vec<Cell> {
+    let all = if !arguments.requests.is_empty() {
+        let each = |requests: &Vec<u32>| {
+            let requests = requests.clone();
+            SHAPES.iter().map(move |shape| Cell { shape, requests: requests.clone() })
+        };
+        arguments.requests.iter().flat_map(each).collect()
+    } else if let Which::All = arguments.cells {
+        cells::every()
+    } else {
+        let time = std::time::SystemTime::now().duration_since(std::time::SystemTime::UNIX_EPOCH);
+        let seed = arguments.seed.unwrap_or_else(|| time.map_or(1, |time| time.as_secs()));
+        println!("compute_seed\t{seed}\tnumber");
+        cells::few(seed)
+    };
+    let asked = |cell: &Cell| {
+        (arguments.shapes.is_empty() || arguments.shapes.iter().any(|name| name == cell.shape.name))
+            && (arguments.tenants.is_empty() || arguments.tenants.contains(&cell.requests.len()))
+    };
+    all.into_iter().filter(asked).collect()
+}
+
+/// Points between what a tenant asked for and what it got; none of one without a share.
+fn error(request: u32, got: &Got) -> Option<f64> {
+    (request != UNLIMITED).then(|| (got.share - f64::from(request)).abs())
+}
+
+/// The lines of a cell.
+fn told(cell: &Cell, got: &[Got], burst: Duration) {
+    for (at, (request, got)) in cell.requests.iter().zip(got).enumerate() {
+        let name = |what: &str| format!("compute_{}_{at}_{what}", cell.name());
+        line(&name("share"), got.share, "%");
+        if let Some(error) = error(*request, got) {
+            line(&name("error"), error, "points");
+            bar(&name("error"), error, POINTS, "points");
+            line(&name("start_error"), got.early - f64::from(*request), "points");
+        }
+        line(&name("share_100ms_p5"), percentile(&got.windows, 0.05), "%");
+        line(&name("share_100ms_p95"), percentile(&got.windows, 0.95), "%");
+        let stall = got.stall_ns / 1e6;
+        line(&name("stall"), stall, "ms");
+        if *request == STALLED {
+            let most = 2.0 * burst.as_secs_f64() * 1e3 + cell.shape.longest_ms;
+            bar(&name("stall"), stall, most, "ms");
+        }
+        line(&name("start_stall"), got.early_stall_ns / 1e6, "ms");
+        line(&name("launches"), got.launches_per_second, "1/s");
+        line(&name("cpu"), got.cpu, "%");
+    }
+}
