@@ -40,6 +40,7 @@ use divvy_pages::policy::UNBOUNDED;
 pub(super) const SECOND: u64 = 1_000_000_000;
 /// NVML tells whole per cent, so a share is known to half of one.
 const QUANTUM: u64 = SECOND / 200;
+const POINT: u64 = 2 * QUANTUM;
 /// A trim is no less: what a program can hide from being measured is most of what it does, but not all.
 const LEAST: f64 = 1e-4;
 /// And no more: that of a share that is granted half of a hundredth, while others have all the rest.
@@ -52,6 +53,7 @@ const CREDIT: u64 = 4;
 const STEPS: u8 = 3;
 const TOLD: u64 = SECOND / 10;
 /// Of a GPU that is at work for so much of the time whoever lacks something lacks what others have too much, who are cut for it.
+/// But for a [`POINT`] each, by which nobody has too much: together that may be a good part of what a small share is to have.
 const FULL: u64 = SECOND / 100 * 99;
 /// What a share alone is off by more than this is more than chance, in nanoseconds a second; and a third too much is, of any.
 const FAR: u64 = SECOND / 50;
@@ -190,7 +192,7 @@ impl Memory {
     /// Who wants nothing yet finds its guarantee when it does, or a little. The whole GPU is that by any trim.
     pub(super) fn rate(mut self, terms: Terms, target: u64, is_beside: bool) -> (u64, Self) {
         self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
-        let back = if is_beside { 2 * QUANTUM } else { 0 };
+        let back = if is_beside { POINT } else { 0 };
         let part = (self.debt / signed(PAYS)).clamp(-signed(back), signed(self.allowed / 2));
         // Nobody has all of the GPU by that: it would be held to nothing.
         self.granted = self.allowed.saturating_add_signed(-part).min(self.allowed.max(FULL));
@@ -280,7 +282,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         // all of it has not much more by having all.
         let is_whole = seen.busy + QUANTUM >= SECOND && seen.charged > 0 && allowed < FULL;
         Some(if is_whole { less.min(seen.charged as f64 / seen.busy as f64) } else { less })
-    } else if lacks && is_honest && is_sound && all < FULL {
+    } else if lacks && is_honest && is_sound && (all < FULL || granted > seen.busy + POINT) {
         believed = true;
         // It may have had a little more than NVML says. Beside others kernels look longer, the more of them there are:
         // where a step was too short the next is longer, once steps are followed whole.

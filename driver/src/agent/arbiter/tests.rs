@@ -3,8 +3,6 @@ use divvy_pages::Compute;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-const POINT: u64 = SECOND / 100;
-
 const IDLE: Seen = Seen { busy: 0, charged: 0, waited: 0 };
 
 /// A second is over: the rate of the next.
