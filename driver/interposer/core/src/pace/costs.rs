@@ -205,7 +205,9 @@ impl Cost {
         let all = self.measured.load(Relaxed).min(MEAN);
         self.measured.store(all + 1, Relaxed);
         let count = all.min(FIRST);
-        let old = self.estimate.load(Relaxed);
+        // Those before it were cut, or waited for their turn: what they say would have each launch wait for its turn again.
+        let is_anew = is_watched && count < FIRST && length * FAR < self.centre.load(Relaxed).into();
+        let old = if is_anew { took } else { self.estimate.load(Relaxed) };
         let (centre, far) = self.place(length, count);
         let is_cut = is_watched && length > longest(centre) && self.may_leave_out(centre, far);
         let counts = if is_cut { took.min(usual(centre)) } else { took };
@@ -242,7 +244,8 @@ impl Cost {
         let (old, far) = (u64::from(self.centre.load(Relaxed)), u64::from(self.far.load(Relaxed)));
         let centre = match old {
             0 => length,
-            // Most were far from it: it was found when slices came.
+            // It was found when slices came: by one of the first, or by most of those since.
+            _ if length * FAR < old && count < FIRST => length,
             _ if length * FAR < old => old / 2,
             _ => {
                 let step = (old / (u64::from(count) + 1)).max(1);
@@ -337,6 +340,21 @@ mod tests {
         for length in [1000, 20_000, 60_000, 100_000, 1_000_000, 1_900_000, 5_000_000] {
             check(charged(length, |_| 0, true), 1.0);
         }
+    }
+
+    #[test]
+    fn a_kernel_whose_first_launches_were_cut_is_known_as_soon_as_one_was_not() {
+        let check = |is_watched: bool, expected: u64| {
+            let cost = Cost { measured: AtomicU16::new(0), ..known(0) };
+            for took in [3 * SLICE, 2 * SLICE, 20_000, 21_000] {
+                cost.learn(took, took, is_watched);
+            }
+            let next = cost.next(&Tempo::default(), || 0).0;
+            let is_near = expected.abs_diff(next) <= expected / 10;
+            assert!(is_near, "{next}, watched: {is_watched}");
+        };
+        check(true, 20_500);
+        check(false, (5 * SLICE + 41_000) / 4);
     }
 
     #[test]
