@@ -12,7 +12,9 @@
 //! its target may want no more, and only its processes know that they were held up: their
 //! word, on a page that they write. So more comes only to who used what its rate allowed for
 //! by any trim, and is a loan: who was once believed owes what it then has beyond its target, and
-//! gets so much less until that is paid; what it lacked it has later, up to a tenth of what it may have in a second. To lie about
+//! gets so much less until that is paid; what it lacked it has later, up to a tenth of what it may have in a second. What it lacks
+//! until that is made good, up to half of a second's, is set off against what it has too much by that: kernels of programs that
+//! have just begun look long until the library knows them, and a trim that was found for that is too large a moment later. To lie about
 //! waiting gains nothing: over any time a share has its target's worth and at most a second more.
 //!
 //! **How much longer a kernel may look.** What the library measures are stretches of the clock, and in each
@@ -65,8 +67,10 @@ const PAYS: u64 = 4;
 /// So much of what a look says is followed: of the first, alone and beside others, and at least.
 const FOLLOWED: [f64; 2] = [1.0, 0.5];
 const LEAST_FOLLOWED: f64 = 0.25;
-/// What a share had too little by chance it has later: of what it is allowed.
+/// What a share had too little by chance it has later: of what it is allowed. While it lacks something, so much more is
+/// remembered.
 const CHANCE: u64 = 10;
+const SET_OFF: u64 = 2;
 /// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
 const ROOM: u64 = SECOND / 25;
 /// What a share that worked not at all may begin with, where it may have so much: a twentieth.
@@ -237,14 +241,16 @@ pub(super) struct Company {
     pub(super) has_changed: bool,
     /// The share itself did.
     pub(super) has_moved: bool,
-    /// What others had of it, in nanoseconds.
+    /// What others had of it, in nanoseconds a second.
     pub(super) between: u64,
+    /// How long that was, in nanoseconds.
+    pub(super) lasted: u64,
 }
 
 /// The trim and the debt after what was seen since the last look, for which so much was granted.
 pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory {
     let Memory { mut trims, mut follows, mut sides, granted, allowed, mut believed, debt, lacked } = memory;
-    let Company { is_beside, has_changed, has_moved, between } = company;
+    let Company { is_beside, has_changed, has_moved, between, lasted } = company;
     let at = usize::from(is_beside);
     let (mut trim, mut follow) = (trims[at], follows[at]);
     if granted == 0 {
@@ -262,12 +268,16 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     let is_sound = debt <= signed(limit);
     // An honest share that is held up has used all of its rate, and that is no more than such kernels look.
     let is_honest = most(seen.busy + QUANTUM) >= granted as f64 * trim;
-    let debt = if believed {
-        let had = if is_granted { granted } else { seen.busy };
-        (debt + signed(had) - signed(allowed)).clamp(-signed(allowed / CHANCE), signed(SECOND + limit))
-    } else {
-        0
+    let had = if is_granted { granted } else { seen.busy };
+    let more = i128::from(signed(had) - signed(allowed)) * i128::from(lasted) / i128::from(SECOND);
+    let least = match (lacks && is_honest, believed) {
+        (true, _) => allowed / SET_OFF,
+        (false, true) => allowed / CHANCE,
+        (false, false) => 0,
     };
+    let most_owed = if believed { SECOND + limit } else { 0 };
+    let more = i64::try_from(more).unwrap_or(i64::MAX);
+    let debt = debt.saturating_add(more).clamp(-signed(least), signed(most_owed));
     let all = seen.busy + between;
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
     // What the trim would be by this look alone.
@@ -278,10 +288,10 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         seen.is_held_up().then_some(trim)
     } else if seen.busy > granted {
         let less = trim * granted as f64 / seen.busy as f64;
-        // More than the whole cannot be seen. To have been charged less than it was only makes it less. Who is to have nearly
-        // all of it has not much more by having all.
-        let is_whole = seen.busy + QUANTUM >= SECOND && seen.charged > 0 && allowed < FULL;
-        Some(if is_whole { less.min(seen.charged as f64 / seen.busy as f64) } else { less })
+        // Who does not use what its rate allows for is not cut by a rate that is a little less. To have been charged less than
+        // it was only makes it less. Who is to have nearly all of it has not much more by having all.
+        let is_known = seen.charged > 0 && allowed < FULL;
+        Some(if is_known { less.min(seen.charged as f64 / seen.busy as f64) } else { less })
     } else if lacks && is_honest && is_sound && (all < FULL || granted > seen.busy + POINT) {
         believed = true;
         // It may have had a little more than NVML says. Beside others kernels look longer, the more of them there are:
@@ -305,7 +315,9 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         } else {
             1
         };
-        follow = if seen.busy > granted + granted / THIRD || off > FAR && !is_beside {
+        let is_far =
+            seen.busy > granted + granted / THIRD || seen.busy > granted + POINT && !seen.is_held_up();
+        follow = if is_far || off > FAR && !is_beside {
             1.0
         } else if side * sides[at] < 0 {
             (follow / 2.0).max(LEAST_FOLLOWED)

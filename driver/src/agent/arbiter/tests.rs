@@ -7,7 +7,7 @@ const IDLE: Seen = Seen { busy: 0, charged: 0, waited: 0 };
 
 /// A second is over: the rate of the next.
 fn rate(terms: Terms, seen: Seen, between: u64, target: u64, memory: Memory) -> (u64, Memory) {
-    let company = Company { is_beside: between > 0, between, ..Company::default() };
+    let company = Company { is_beside: between > 0, between, lasted: SECOND, ..Company::default() };
     corrected(memory, seen, company).rate(terms, target, between > 0)
 }
 
@@ -217,6 +217,46 @@ fn who_wakes_finds_its_guarantee() {
     assert_eq!(woken(fixed(30)), 30);
     assert_eq!(woken(fixed(1)), 1);
     assert_eq!(woken(Terms { guarantee: 0, ceiling: SECOND, weight: 1 }), 5);
+}
+
+/// The memory of a share of 50 % beside others that had so many points in so many milliseconds, and waited or not.
+fn after(memory: Memory, busy: u64, charged: u64, waits: bool, ms: u64) -> Memory {
+    let waited = if waits { SECOND } else { 0 };
+    let seen = Seen { busy: busy * POINT, charged: charged * POINT, waited };
+    let lasted = ms * SECOND / 1000;
+    let company = Company { is_beside: true, between: 40 * POINT, lasted, ..Company::default() };
+    corrected(memory, seen, company)
+}
+
+fn granted(trim: f64) -> Memory {
+    let (granted, allowed) = (50 * POINT, 50 * POINT);
+    Memory { trims: [1.0, trim], granted, allowed, believed: true, ..Memory::default() }
+}
+
+#[test]
+fn who_does_not_use_all_of_its_rate_is_cut_to_what_it_uses_at_once() {
+    let trim = |waits| after(granted(1.75), 55, 55, waits, 1000).trims[1];
+    assert_eq!(trim(false), 1.0);
+    // Who waits may have had more by chance.
+    assert_eq!(trim(true), 1.375);
+    let honest = after(granted(1.75), 55, 96, true, 1000).trims[1];
+    assert!((1.6..1.7).contains(&honest), "{honest}");
+}
+
+#[test]
+fn what_a_share_owes_goes_by_how_long_it_had_more() {
+    let debt = |ms| after(granted(1.0), 60, 60, true, ms).debt;
+    assert_eq!([debt(1000), debt(500), debt(2000)], [10, 5, 20].map(|points| points * signed(POINT)));
+}
+
+#[test]
+fn what_is_lacking_until_it_is_made_good_is_set_off_against_what_is_too_much_then() {
+    let lacked = after(granted(1.0), 30, 50, true, 1000);
+    assert_eq!(lacked.debt, -20 * signed(POINT));
+    assert_eq!(after(lacked, 65, 100, true, 1000).debt, -5 * signed(POINT));
+    // But who does not wait for it lacks nothing, nor who was never believed.
+    assert_eq!(after(granted(1.0), 30, 30, false, 1000).debt, -5 * signed(POINT));
+    assert_eq!(after(Memory { believed: false, ..granted(1.0) }, 30, 30, false, 1000).debt, 0);
 }
 
 #[test]

@@ -274,6 +274,7 @@ impl Seat {
             has_changed: passed < SHORT || self.changes == 1 && !had_changed,
             has_moved: self.moves == 1 && !had_moved,
             between: 0,
+            lasted: u64::try_from(passed).unwrap_or(u64::MAX),
         };
         (self.began, self.sums) = (now, [0; 2]);
         (self.beside, self.changes, self.moves) = (0, 0, 0);
