@@ -1,9 +1,11 @@
-/* compute run SHAPE BEFORE WINDOW | compute [turns] launch N
+/* compute run SHAPE BEFORE WINDOW [ROUNDS] | compute rounds | compute [turns] launch N
  *
  * A tenant that wants all of a GPU's time: launches kernels of one shape, without a pause, and says what came of it.
  * `run` prints "ready", begins when its standard input ends or says something, and measures from BEFORE to BEFORE +
  * WINDOW milliseconds later; `launch` is what a launch of a kernel of no length costs. Figures are printed as `name
- * value`, times in nanoseconds. It knows nothing of shares, and runs on any GPU: the kernels watch the clock. */
+ * value`, times in nanoseconds. It knows nothing of shares, and runs on any GPU: the kernels watch the clock. With ROUNDS,
+ * so many of a loop in a microsecond, each does as much work as any other whatever the clock says, so that by their number one
+ * knows what part of a GPU's work was theirs; `rounds` finds that number, of a GPU that does nothing else. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -14,12 +16,14 @@
 
 #include "measure.h"
 
-/* Kernels that run as long as their parameter says, and one of a nanosecond, or nearly. */
-static const char PTX[] = PTX_HEAD PTX_SPIN("spin") PTX_SPIN("spin_long")
-	".visible .entry nothing_1ns()\n{\n ret;\n}\n";
+/* Kernels that run as long as their parameter says, or do so much, and one of a nanosecond, or nearly. */
+static const char PTX[] = PTX_HEAD PTX_SPIN("spin") PTX_SPIN("spin_long") PTX_COUNT("spin_count")
+	PTX_COUNT("spin_count_long") ".visible .entry nothing_1ns()\n{\n ret;\n}\n";
 
 static handle spin, spin_long, nothing, streams[4], graph;
 static int multiprocessors;
+/* Rounds in a microsecond; 0 for kernels that watch the clock. */
+static uint64_t rounds;
 
 static void start(void)
 {
@@ -28,29 +32,36 @@ static void start(void)
 	/* CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT */
 	must(cuDeviceGetAttribute(&multiprocessors, 16, device));
 	must(cuModuleLoadData(&module, PTX));
-	must(cuModuleGetFunction(&spin, module, "spin"));
-	must(cuModuleGetFunction(&spin_long, module, "spin_long"));
+	must(cuModuleGetFunction(&spin, module, rounds ? "spin_count" : "spin"));
+	must(cuModuleGetFunction(&spin_long, module, rounds ? "spin_count_long" : "spin_long"));
 	must(cuModuleGetFunction(&nothing, module, "nothing_1ns"));
 }
 
+/* What a kernel is told that is to run for so long. */
+static uint64_t parameter(uint64_t length) { return rounds ? length * rounds / US : length; }
+static void busy(handle function, unsigned blocks, uint64_t length, handle stream)
+{
+	launch_spin(function, blocks, parameter(length), stream);
+}
+
 /* The shapes: one launch each, of all that have been so far the one with that number. */
-static void wave(uint64_t at) { (void)at, launch_spin(spin, 132, 20 * US, NULL); }
-static void short_(uint64_t at) { (void)at, launch_spin(spin, 1000, 100 * US, NULL); }
-static void plain(uint64_t at) { (void)at, launch_spin(spin, 1000, MS, NULL); }
-static void narrow(uint64_t at) { launch_spin(spin, 20, MS, streams[at % 4]); }
-static void long_(uint64_t at) { (void)at, launch_spin(spin, 1000, 5 * MS, NULL); }
+static void wave(uint64_t at) { (void)at, busy(spin, 132, 20 * US, NULL); }
+static void short_(uint64_t at) { (void)at, busy(spin, 1000, 100 * US, NULL); }
+static void plain(uint64_t at) { (void)at, busy(spin, 1000, MS, NULL); }
+static void narrow(uint64_t at) { busy(spin, 20, MS, streams[at % 4]); }
+static void long_(uint64_t at) { (void)at, busy(spin, 1000, 5 * MS, NULL); }
 static void mixed(uint64_t at)
 {
 	if (at % 2)
-		launch_spin(spin_long, 1000, 10 * MS, NULL);
+		busy(spin_long, 1000, 10 * MS, NULL);
 	else
-		launch_spin(spin, 1000, 10 * US, NULL);
+		busy(spin, 1000, 10 * US, NULL);
 }
-static void jitter(uint64_t at) { (void)at, launch_spin(spin, 1000, MS / 5 * 4 + chance(MS / 5 * 2), NULL); }
+static void jitter(uint64_t at) { (void)at, busy(spin, 1000, MS / 5 * 4 + chance(MS / 5 * 2), NULL); }
 static void of_graph(uint64_t at) { (void)at, ({ must(cuGraphLaunch(graph, streams[0])); }); }
 static void cooperative(uint64_t at)
 {
-	uint64_t length = MS;
+	uint64_t length = parameter(MS);
 	void *parameters[] = { &length };
 	(void)at;
 	must(cuLaunchCooperativeKernel(spin, multiprocessors, 1, 1, 128, 1, 1, 0, NULL, parameters));
@@ -84,7 +95,7 @@ static void make_graph(void)
 	make_streams();
 	must(cuStreamBeginCapture_v2(streams[0], 0));
 	for (int i = 0; i < 10; i++)
-		launch_spin(spin, 1000, 100 * US, streams[0]);
+		busy(spin, 1000, 100 * US, streams[0]);
 	must(cuStreamEndCapture(streams[0], &made));
 	must(cuGraphInstantiateWithFlags(&graph, made, 0));
 }
@@ -121,7 +132,8 @@ static void run(const char *name, uint64_t before, uint64_t window)
 	if (shape->prepare)
 		shape->prepare();
 	char byte;
-	puts("ready"), fflush(stdout);
+	puts("ready");
+	fflush(stdout);
 	if (read(STDIN_FILENO, &byte, 1) < 0)
 		fail("read", 0);
 	/* Before the window, in it, and longer, so that nobody else has more towards its end and whoever looks on has
@@ -160,15 +172,36 @@ static void run(const char *name, uint64_t before, uint64_t window)
 	_exit(0);
 }
 
+/* How many rounds of a kernel there are in a microsecond, once the GPU has its clock. */
+static void find_rounds(void)
+{
+	enum { EACH = 1000000, TIMES = 20 };
+	uint64_t took = 0;
+	rounds = US;
+	start();
+	for (int part = 0; part < 2; part++) {
+		uint64_t begin = now();
+		for (int i = 0; i < TIMES; i++)
+			launch_spin(spin, 1000, EACH, NULL);
+		must(cuCtxSynchronize());
+		took = now() - begin;
+	}
+	printf("rounds %llu\n", (unsigned long long)(EACH * US * TIMES / took));
+}
+
 int main(int count, char **words)
 {
 	take_turns(&count, &words);
-	if (count == 5 && !strcmp(words[1], "run"))
+	if (count == 6)
+		rounds = strtoull(words[5], NULL, 10);
+	if ((count == 5 || count == 6) && !strcmp(words[1], "run"))
 		run(words[2], strtoull(words[3], NULL, 10), strtoull(words[4], NULL, 10));
+	else if (count == 2 && !strcmp(words[1], "rounds"))
+		find_rounds();
 	else if (count == 3 && !strcmp(words[1], "launch"))
 		start(), launch_figures(nothing, atol(words[2]));
 	else {
-		fprintf(stderr, "usage: compute run SHAPE BEFORE WINDOW | [turns] launch N\n");
+		fprintf(stderr, "usage: compute run SHAPE BEFORE WINDOW [ROUNDS] | rounds | [turns] launch N\n");
 		return 2;
 	}
 	return 0;

@@ -94,6 +94,14 @@ static inline int open_gpu(void)
 	"again:\n mov.u64 %rd3, %globaltimer;\n sub.u64 %rd3, %rd3, %rd2;\n"                      \
 	" setp.lt.u64 %p1, %rd3, %rd1;\n @%p1 bra again;\n ret;\n}\n"
 
+/* One that does as much work as its parameter says, in rounds of a loop, however long that takes: who is cut by others needs
+ * longer. On the simulated GPU a round takes a nanosecond. What is stored keeps the loop from being left out. */
+#define PTX_COUNT(name)                                                                                \
+	".visible .entry " name "(.param .u64 length)\n{\n .reg .u64 %rd<3>;\n .reg .pred %p1;\n"    \
+	" .shared .align 8 .b8 sink[8];\n ld.param.u64 %rd1, [length];\n mov.u64 %rd2, 0;\n"          \
+	"again:\n st.volatile.shared.u64 [sink], %rd2;\n add.u64 %rd2, %rd2, 1;\n"                    \
+	" setp.lt.u64 %p1, %rd2, %rd1;\n @%p1 bra again;\n ret;\n}\n"
+
 static inline void launch_spin(handle function, unsigned blocks, uint64_t length, handle stream)
 {
 	void *parameters[] = { &length };

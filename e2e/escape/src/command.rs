@@ -6,6 +6,7 @@ use crate::programs::Programs;
 use crate::report::{self, Line};
 use crate::rows::Row;
 use crate::trial::Enforcement;
+use crate::watch::Watch;
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use divvy_pages::GpuUuid;
@@ -49,6 +50,20 @@ enum Command {
         limit_mib: u64,
         #[arg(long)]
         physical_mib: u64,
+        /// Whose share it is: what the directory above its pages is called
+        #[arg(long, default_value = "claim")]
+        claim: String,
+        /// Per cent of the GPU's time that the share has, and no more; 0: no limit of time
+        #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=100))]
+        cores: u32,
+    },
+    /// Be the node's agent until standard input ends, and print what it finds
+    Agent {
+        /// Where pages lie, below shares/CLAIM/SHARE
+        directory: PathBuf,
+        /// Root of the GPU driver's files
+        #[arg(long, default_value = "/")]
+        driver_root: PathBuf,
     },
     /// Use the GPU without a driver library (for the suite's own use)
     #[command(hide = true)]
@@ -90,19 +105,13 @@ pub fn main() -> Result<()> {
     match Arguments::parse().command {
         Command::Raw { goal_mib, root } => crate::raw::hold(goal_mib, &root),
         Command::Run(run) => self::run(&run),
-        Command::Pages { directory, gpu, limit_mib, physical_mib } => {
+        Command::Pages { directory, gpu, limit_mib, physical_mib, claim, cores } => {
             let gpu = GpuUuid::parse(&gpu).context("not a UUID")?;
-            let compute = node::Compute::default();
-            node::write_pages(
-                &directory,
-                "claim",
-                "share",
-                (gpu, None),
-                limit_mib * MIB,
-                physical_mib * MIB,
-                compute,
-            )
+            let compute = node::Compute { cores, ceiling: cores, ..node::Compute::default() };
+            let (limit, physical) = (limit_mib * MIB, physical_mib * MIB);
+            node::write_pages(&directory, &claim, "share", (gpu, None), limit, physical, compute)
         }
+        Command::Agent { directory, driver_root } => Watch::serve(&driver_root, &directory),
         Command::Corpus { library, only } => self::corpus(&library, only.as_deref()),
     }
 }

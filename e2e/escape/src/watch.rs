@@ -6,11 +6,15 @@ use anyhow::{Context, Result};
 use divvy_driver::agent::{Agent, Done, Report, Response};
 use divvy_driver::gpus::{Gpus, GpusOptions};
 use divvy_driver::paths::HostPaths;
+use std::io::Write;
 use std::path::Path;
 use std::sync::mpsc::{self, Receiver};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
+
+/// Between two looks at whether it is still wanted.
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// A running agent; it ends when this is dropped.
 #[derive(Debug)]
@@ -67,6 +71,21 @@ impl Watch {
         });
         up.recv_timeout(Duration::from_secs(60)).context("the agent does not start")?;
         Ok(Self { told, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Is that agent until standard input ends: says `up`, and then what it finds.
+    pub fn serve(root: &Path, directory: &Path) -> Result<()> {
+        let watch = Self::start_at(root, directory)?;
+        let mut out = std::io::stdout();
+        writeln!(out, "up")?;
+        let input = std::thread::spawn(|| std::io::stdin().lines().for_each(drop));
+        while !input.is_finished() {
+            for told in watch.until(Instant::now() + PAUSE, |_| false) {
+                // Whoever started it may have heard enough.
+                let _ = writeln!(out, "{}{}", told.text, if told.ended { " (ended)" } else { "" });
+            }
+        }
+        Ok(())
     }
 
     /// Findings until `enough`, or until the time has passed.

@@ -21,6 +21,7 @@ use crate::turns;
 use anyhow::Result;
 use cells::{Cell, SHAPES, UNLIMITED};
 use clap::ValueEnum;
+use divvy_escape::watch::Watch;
 use std::path::PathBuf;
 use std::time::Duration;
 use tenants::Stage;
@@ -101,7 +102,7 @@ enum Which {
 
 pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if let [root, directory] = arguments.agent_of.as_slice() {
-        return policies::serve(root, directory);
+        return Watch::serve(root, directory);
     }
     let wanted = |part: &str| program::is_wanted(&arguments.only, part);
     let library = program::library(arguments.library.as_deref(), &std::env::temp_dir().join("divvy-bench"))?;

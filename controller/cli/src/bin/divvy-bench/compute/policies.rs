@@ -53,14 +53,6 @@ impl Drop for Agent {
     }
 }
 
-/// The process that [`Agent`] starts; it ends with the one that started it.
-pub(super) fn serve(root: &std::path::Path, directory: &std::path::Path) -> Result<()> {
-    let _watch = divvy_escape::watch::Watch::start_at(root, directory)?;
-    println!("up");
-    std::io::stdin().lines().for_each(drop);
-    Ok(())
-}
-
 fn shape(name: &str) -> Result<&'static Shape> {
     SHAPES.iter().find(|shape| shape.name == name).context("no such shape")
 }
