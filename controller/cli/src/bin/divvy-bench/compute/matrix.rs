@@ -2,7 +2,7 @@
 //!
 //! A cell takes ten seconds, in which its tenants sleep most of the time, so several can be played at once, each on a node
 //! of its own. On a machine with few processors they get in each other's way all the same: what is off there
-//! should be played again alone.
+//! is played again alone, and both are told.
 
 use super::cells::{self, Cell, SHAPES, UNLIMITED};
 use super::tenants::{Got, Stage};
@@ -27,9 +27,9 @@ pub(super) fn play(
     let waits = |shape: &cells::Shape| chosen.iter().any(|cell| cell.shape == shape);
     let unlimited = SHAPES.iter().filter(|shape| shape.waits && waits(shape));
     let unlimited: Vec<Cell> = unlimited.map(|shape| Cell { shape, requests: vec![UNLIMITED] }).collect();
-    let (mut worst, mut above) = (Vec::new(), Vec::new());
+    let (mut errors, mut above, mut off) = (Vec::new(), Vec::new(), Vec::new());
     let all = [unlimited.as_slice(), &chosen].concat();
-    played(&all, up, arguments.at_once as usize, |at, got| {
+    played(&all, &up, arguments.at_once as usize, |at, got| {
         let cell = &all[at];
         if at < unlimited.len() {
             got.iter().for_each(|got| {
@@ -37,18 +37,31 @@ pub(super) fn play(
             });
             return;
         }
-        told(cell, &got, burst);
+        told(cell, "", &got, burst);
         let has_more = |(request, got): (&u32, &Got)| got.share > f64::from(*request) + POINTS;
         if cell.requests.iter().zip(&got).any(has_more) {
             above.push(cell.name());
         }
-        worst.extend(cell.requests.iter().zip(&got).filter_map(|(request, got)| error(*request, got)));
+        let of_cell = self::errors(cell, &got);
+        if of_cell.iter().any(|error| *error > POINTS) {
+            off.push(cell.clone());
+        }
+        errors.extend(of_cell);
     })?;
+    let mut errors_again = Vec::new();
+    if arguments.at_once > 1 {
+        played(&off, &up, 1, |at, got| {
+            told(&off[at], "_again", &got, burst);
+            errors_again.extend(self::errors(&off[at], &got));
+        })?;
+    }
     line("compute_cells", chosen.len() as f64, "cells");
-    line("compute_shares_off", worst.iter().filter(|error| **error > POINTS).count() as f64, "shares");
-    let largest = percentile(&worst, 1.0);
-    line("compute_largest_error", largest, "points");
-    bar("compute_largest_error", largest, POINTS, "points");
+    line("compute_cells_off", off.len() as f64, "cells");
+    summed_up("compute", &errors);
+    if !errors_again.is_empty() {
+        summed_up("compute_again", &errors_again);
+    }
+    bar("compute_largest_error", percentile(&errors, 1.0), POINTS, "points");
     ensure!(!arguments.check || above.is_empty(), "a share had more than its part: {}", above.join(", "));
     Ok(())
 }
@@ -112,10 +125,25 @@ fn error(request: u32, got: &Got) -> Option<f64> {
     (request != UNLIMITED).then(|| (got.share - f64::from(request)).abs())
 }
 
-/// The lines of a cell.
-fn told(cell: &Cell, got: &[Got], burst: Duration) {
+/// Of all tenants that have a share.
+fn errors(cell: &Cell, got: &[Got]) -> Vec<f64> {
+    cell.requests.iter().zip(got).filter_map(|(request, got)| error(*request, got)).collect()
+}
+
+/// What the errors of many shares come to.
+fn summed_up(name: &str, errors: &[f64]) {
+    let off = errors.iter().filter(|error| **error > POINTS).count();
+    let squares: f64 = errors.iter().map(|error| error * error).sum();
+    line(&format!("{name}_shares"), errors.len() as f64, "shares");
+    line(&format!("{name}_shares_off"), off as f64, "shares");
+    line(&format!("{name}_error_root_mean_square"), (squares / errors.len() as f64).sqrt(), "points");
+    line(&format!("{name}_largest_error"), percentile(errors, 1.0), "points");
+}
+
+/// The lines of a cell, and of when it was played.
+fn told(cell: &Cell, when: &str, got: &[Got], burst: Duration) {
     for (at, (request, got)) in cell.requests.iter().zip(got).enumerate() {
-        let name = |what: &str| format!("compute_{}_{at}_{what}", cell.name());
+        let name = |what: &str| format!("compute_{}{when}_{at}_{what}", cell.name());
         line(&name("share"), got.share, "%");
         if let Some(error) = error(*request, got) {
             line(&name("error"), error, "points");
