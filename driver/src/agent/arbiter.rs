@@ -67,10 +67,12 @@ const PAYS: u64 = 4;
 /// So much of what a look says is followed: of the first, alone and beside others, and at least.
 const FOLLOWED: [f64; 2] = [1.0, 0.5];
 const LEAST_FOLLOWED: f64 = 0.25;
-/// What a share had too little by chance it has later: of what it is allowed. While it lacks something, so much more is
-/// remembered.
+/// What a share had too little by chance it has later: of what it is allowed. While it lacks something so much is remembered,
+/// though no more is had back.
 const CHANCE: u64 = 10;
 const SET_OFF: u64 = 2;
+/// What who does not use all of its rate is left of it: kernels look longer and shorter from second to second.
+const SPARE: f64 = 1.125;
 /// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
 const ROOM: u64 = SECOND / 25;
 /// What a share that worked not at all may begin with, where it may have so much: a twentieth.
@@ -197,7 +199,8 @@ impl Memory {
     pub(super) fn rate(mut self, terms: Terms, target: u64, is_beside: bool) -> (u64, Self) {
         self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
         let back = if is_beside { POINT } else { 0 };
-        let part = (self.debt / signed(PAYS)).clamp(-signed(back), signed(self.allowed / 2));
+        let debt = self.debt.max(-signed(self.allowed / CHANCE));
+        let part = (debt / signed(PAYS)).clamp(-signed(back), signed(self.allowed / 2));
         // Nobody has all of the GPU by that: it would be held to nothing.
         self.granted = self.allowed.saturating_add_signed(-part).min(self.allowed.max(FULL));
         let rate = (self.granted as f64 * self.trims[usize::from(is_beside)]) as u64;
@@ -259,8 +262,13 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     let is_granted = seen.busy.abs_diff(granted) <= QUANTUM;
     // Nor does who has not got back what it lacked before lack anything now.
     let is_exact = is_granted || (allowed..granted).contains(&(seen.busy + QUANTUM));
+    let all = seen.busy + between;
+    // Who waits for each of its launches waits little for the next, though it has used all of its rate and the GPU idles.
+    let has_used_all =
+        seen.waited >= POINT && seen.charged.saturating_add(QUANTUM) as f64 >= granted as f64 * trim;
+    let is_held = seen.is_held_up() || has_used_all && all < FULL;
     // Who worked for a part of it lacks nothing by that.
-    let lacks = !is_exact && seen.busy < granted && seen.is_held_up() && !has_moved;
+    let lacks = !is_exact && seen.busy < granted && is_held && !has_moved;
     let longer = if lacked > 0 || follow < 1.0 { LONGER } else { 1.0 };
     let most = |had: u64| longer * had as f64 + between as f64;
     let limit = CREDIT * allowed;
@@ -278,20 +286,21 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     let most_owed = if believed { SECOND + limit } else { 0 };
     let more = i64::try_from(more).unwrap_or(i64::MAX);
     let debt = debt.saturating_add(more).clamp(-signed(least), signed(most_owed));
-    let all = seen.busy + between;
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
     // What the trim would be by this look alone.
     let seen_trim = if has_changed {
         // What was granted when and what was had when are not known so well that anything follows.
         None
     } else if is_exact {
-        seen.is_held_up().then_some(trim)
+        is_held.then_some(trim)
     } else if seen.busy > granted {
         let less = trim * granted as f64 / seen.busy as f64;
-        // Who does not use what its rate allows for is not cut by a rate that is a little less. To have been charged less than
-        // it was only makes it less. Who is to have nearly all of it has not much more by having all.
+        // Who does not use what its rate allows for is not cut by a rate that is a little less, and more than the whole cannot
+        // be seen. To have been charged less than it was only makes it less. Who is to have nearly all of it has not much more
+        // by having all.
         let is_known = seen.charged > 0 && allowed < FULL;
-        Some(if is_known { less.min(seen.charged as f64 / seen.busy as f64) } else { less })
+        let spare = if seen.busy + QUANTUM >= SECOND { 1.0 } else { SPARE };
+        Some(if is_known { less.min(spare * seen.charged as f64 / seen.busy as f64) } else { less })
     } else if lacks && is_honest && is_sound && (all < FULL || granted > seen.busy + POINT) {
         believed = true;
         // It may have had a little more than NVML says. Beside others kernels look longer, the more of them there are:
@@ -315,8 +324,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         } else {
             1
         };
-        let is_far =
-            seen.busy > granted + granted / THIRD || seen.busy > granted + POINT && !seen.is_held_up();
+        let is_far = seen.busy > granted + granted / THIRD || seen.busy > granted + FAR && !is_held;
         follow = if is_far || off > FAR && !is_beside {
             1.0
         } else if side * sides[at] < 0 {

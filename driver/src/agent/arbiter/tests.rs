@@ -61,6 +61,11 @@ fn seen() -> impl Strategy<Value = Seen> {
     (0..=SECOND, waited).prop_map(|(busy, waited)| Seen { busy, charged: busy, waited })
 }
 
+/// What a tenant may have written.
+fn word() -> impl Strategy<Value = u64> {
+    prop_oneof![any::<u64>(), Just(u64::MAX)]
+}
+
 /// Terms whose guarantees fit on one GPU.
 fn shares() -> impl Strategy<Value = Vec<(Terms, u64)>> {
     vec((0..=100_u64, 0..=100_u64, 1..10_u32, seen()), 1..9).prop_map(|all| {
@@ -176,6 +181,22 @@ proptest! {
     }
 
     #[test]
+    fn whatever_a_share_says_its_rate_is_a_rate(
+        percent in 1..=100_u64,
+        looks in vec((0..=SECOND, word(), word(), word(), 0..=SECOND), 1..20),
+    ) {
+        let mut memory = Memory::default();
+        for (busy, charged, waited, lasted, between) in looks {
+            let company = Company { is_beside: between > 0, between, lasted, ..Company::default() };
+            let after = corrected(memory, Seen { busy, charged, waited }, company);
+            let (rate, next) = after.rate(fixed(percent), percent * POINT, between > 0);
+            prop_assert!(rate > 0);
+            prop_assert!(next.trims.iter().all(|trim| trim.is_finite() && *trim >= LEAST), "{next:?}");
+            memory = next;
+        }
+    }
+
+    #[test]
     fn who_waits_for_nothing_gets_no_larger_trim(percent in 1..=100_u64, plays in vec((0.5..=2.0, 0.0..=1.0), 1..50)) {
         let mut share = Share::new(fixed(percent));
         let mut before = share.memory.trims[0];
@@ -236,11 +257,23 @@ fn granted(trim: f64) -> Memory {
 #[test]
 fn who_does_not_use_all_of_its_rate_is_cut_to_what_it_uses_at_once() {
     let trim = |waits| after(granted(1.75), 55, 55, waits, 1000).trims[1];
-    assert_eq!(trim(false), 1.0);
+    assert_eq!(trim(false), SPARE);
     // Who waits may have had more by chance.
-    assert_eq!(trim(true), 1.375);
+    assert_eq!(trim(true), (1.75 + SPARE) / 2.0);
     let honest = after(granted(1.75), 55, 96, true, 1000).trims[1];
     assert!((1.6..1.7).contains(&honest), "{honest}");
+}
+
+#[test]
+fn who_waits_for_each_launch_lacks_what_all_of_its_rate_did_not_give() {
+    let trim = |charged: u64, waited: u64| {
+        let seen = Seen { busy: 46 * POINT, charged: charged * POINT, waited: waited * POINT };
+        let company = Company { is_beside: true, between: 50 * POINT, lasted: SECOND, ..Company::default() };
+        corrected(granted(1.0), seen, company).trims[1]
+    };
+    assert!(trim(50, 10) > 1.03);
+    // It did not want more.
+    assert_eq!([trim(48, 10), trim(50, 0)], [1.0; 2]);
 }
 
 #[test]
