@@ -217,14 +217,13 @@ impl Shard {
         self.leaves.get((hash >> 32) as usize % LEAVES)
     }
 
-    /// Has the bucket where an entry would lie come into the cache, and the one behind it: of full buckets, which one in
-    /// five is, the rest lies there. Without the lock: at worst they are no buckets any more.
+    /// Has the bucket where an entry would lie come into the cache. Not the one behind it, where few lie: where a program
+    /// holds so much that the table has left the caches, what is fetched for nothing costs more than it spares.
+    /// Without the lock: at worst it is no bucket any more.
     #[inline]
     fn fetch(&self, hash: u64) {
         let place = home(hash, self.size.load(Relaxed) as usize / BUCKET);
-        let bucket = self.entries.load(Relaxed).wrapping_add(place);
-        prefetch(bucket);
-        prefetch(bucket.wrapping_add(1));
+        prefetch(self.entries.load(Relaxed).wrapping_add(place));
     }
 
     #[inline]
