@@ -31,6 +31,11 @@
 //! more, up to all of it, when it says the same again. What is far above is cut at once; and so is followed whatever is off
 //! by more than chance of a share alone, as nobody answers it.
 //!
+//! **Long kernels beside others** look the longer the more of the GPU is at work, since nearly all of the time one of the
+//! others is: a larger rate is charged more for each kernel, and gains little. So what such a share lacks is followed whole
+//! while more than that is idle, as nobody loses by it; and what one step did not make good is
+//! followed by steps that are two and three times as long, as far as there is room.
+//!
 //! **Alone and beside others** a share has a trim of its own each, as kernels look longer only where others cut in: the one that holds
 //! changes the moment that the first neighbour begins to work or the last one rests, and neither is to be found anew then.
 //!
@@ -74,7 +79,7 @@ const SET_OFF: u64 = 2;
 /// What who does not use all of its rate is left of it: kernels look longer and shorter from second to second.
 const SPARE: f64 = 1.125;
 /// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
-const ROOM: u64 = SECOND / 25;
+const ROOM: u64 = SECOND / 50;
 /// What a share that worked not at all may begin with, where it may have so much: a twentieth.
 const WAKING: u64 = SECOND / 20;
 /// A share that was not held up is expected to want so much more than it had.
@@ -150,9 +155,9 @@ impl Terms {
         Self { guarantee, ceiling, weight: compute.weight.max(1) }
     }
 
-    /// The most that it is expected to use.
-    pub(super) fn wants(&self, seen: Seen) -> u64 {
-        if seen.is_held_up() {
+    /// The most that it is expected to use, where it is held up or not.
+    pub(super) fn wants(&self, seen: Seen, is_held: bool) -> u64 {
+        if is_held {
             return self.ceiling;
         }
         let more = (seen.busy as f64 * MORE) as u64 + 2 * QUANTUM;
@@ -223,6 +228,14 @@ impl Memory {
         Self { granted, allowed, ..self }
     }
 
+    /// Whether it would have had more with a larger rate. Who waits for each of its launches waits little for the next,
+    /// though it has used all of its rate and the GPU idles.
+    pub(super) fn is_held(&self, seen: Seen, company: Company) -> bool {
+        let rate = self.granted as f64 * self.trims[usize::from(company.is_beside)];
+        let has_used_all = seen.waited >= POINT && seen.charged.saturating_add(QUANTUM) as f64 >= rate;
+        seen.is_held_up() || has_used_all && seen.busy + company.between < FULL
+    }
+
     /// What the agent after this one is to know: the trims, which took longest to find.
     pub(super) fn kept(&self) -> [u64; 2] {
         self.trims.map(f64::to_bits)
@@ -263,10 +276,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     // Nor does who has not got back what it lacked before lack anything now.
     let is_exact = is_granted || (allowed..granted).contains(&(seen.busy + QUANTUM));
     let all = seen.busy + between;
-    // Who waits for each of its launches waits little for the next, though it has used all of its rate and the GPU idles.
-    let has_used_all =
-        seen.waited >= POINT && seen.charged.saturating_add(QUANTUM) as f64 >= granted as f64 * trim;
-    let is_held = seen.is_held_up() || has_used_all && all < FULL;
+    let is_held = memory.is_held(seen, company);
     // Who worked for a part of it lacks nothing by that.
     let lacks = !is_exact && seen.busy < granted && is_held && !has_moved;
     let longer = if lacked > 0 || follow < 1.0 { LONGER } else { 1.0 };
@@ -303,13 +313,13 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         Some(if is_known { less.min(spare * seen.charged as f64 / seen.busy as f64) } else { less })
     } else if lacks && is_honest && is_sound && (all < FULL || granted > seen.busy + POINT) {
         believed = true;
-        // It may have had a little more than NVML says. Beside others kernels look longer, the more of them there are:
-        // where a step was too short the next is longer, once steps are followed whole.
+        // It may have had a little more than NVML says. Where a step was too short the next is longer, once steps
+        // are followed whole; the first look at which it lacks something comes before any step.
         let steps = if granted < TOLD || between < granted / 2 || follow < 1.0 {
             1
         } else {
             let room = u8::try_from((SECOND.saturating_sub(all)) / ROOM).unwrap_or(STEPS);
-            lacked.min(room).clamp(1, STEPS)
+            lacked.saturating_sub(1).min(room).clamp(1, STEPS)
         };
         Some(trim * (granted as f64 / (seen.busy + QUANTUM) as f64).powi(steps.into()))
     } else {
@@ -325,7 +335,9 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
             1
         };
         let is_far = seen.busy > granted + granted / THIRD || seen.busy > granted + FAR && !is_held;
-        follow = if is_far || off > FAR && !is_beside {
+        // Kernels look half as long again as they are, and nobody loses what it lacks.
+        let is_left = lacks && all + off < SECOND && seen.charged / 3 > seen.busy / 2;
+        follow = if is_far || off > FAR && (!is_beside || is_left) {
             1.0
         } else if side * sides[at] < 0 {
             (follow / 2.0).max(LEAST_FOLLOWED)

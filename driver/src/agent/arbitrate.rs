@@ -40,8 +40,9 @@ pub(super) fn standings(
         let (wants, memory) = match had.get(&share.key()) {
             // Who was kept out could not show what it wants.
             Some(had) => {
-                let memory = arbiter::corrected(had.memory, seen, Company { between, ..had.company });
-                (terms.wants(seen).max(had.wanted.unwrap_or(0)), memory)
+                let company = Company { between, ..had.company };
+                let wants = terms.wants(seen, had.memory.is_held(seen, company));
+                (wants.max(had.wanted.unwrap_or(0)), arbiter::corrected(had.memory, seen, company))
             }
             None => (if busy > 0 { terms.ceiling } else { 0 }, arbiter::Memory::default()),
         };

@@ -15,6 +15,10 @@ fn fixed(percent: u64) -> Terms {
     Terms { guarantee: percent * POINT, ceiling: percent * POINT, weight: 1 }
 }
 
+fn wanted(terms: Terms, seen: Seen) -> u64 {
+    terms.wants(seen, seen.is_held_up())
+}
+
 /// What NVML tells of so many nanoseconds: whole per cent.
 fn told(busy: u64) -> u64 {
     (busy + POINT / 2) / POINT * POINT
@@ -45,7 +49,7 @@ impl Share {
         let had = ((self.rate as f64 * model * wants) as u64).min(SECOND);
         let (charged, waited) = says(had);
         let seen = Seen { busy: told(had), charged, waited };
-        let target = targets(&[(self.terms, self.terms.wants(seen))])[0];
+        let target = targets(&[(self.terms, wanted(self.terms, seen))])[0];
         (self.rate, self.memory) = rate(self.terms, seen, self.between, target, self.memory);
         had
     }
@@ -73,7 +77,7 @@ fn shares() -> impl Strategy<Value = Vec<(Terms, u64)>> {
         let one = |(guarantee, above, weight, seen): (u64, u64, u32, Seen)| {
             let guarantee = guarantee * SECOND / sum;
             let terms = Terms { guarantee, ceiling: (guarantee + above * POINT).min(SECOND), weight };
-            (terms, terms.wants(seen))
+            (terms, wanted(terms, seen))
         };
         all.into_iter().map(one).collect()
     })
@@ -214,7 +218,7 @@ fn policies_are_one_formula() {
     let light = Seen { busy: 4 * POINT, charged: 4 * POINT, waited: 0 };
     let terms = |cores, ceiling, weight| Terms::of(Compute { cores, ceiling, weight, ..Compute::default() });
     let check = |what: &str, shares: &[(Terms, Seen)], expected: &[u64]| {
-        let shares: Vec<_> = shares.iter().map(|(terms, seen)| (*terms, terms.wants(*seen))).collect();
+        let shares: Vec<_> = shares.iter().map(|(terms, seen)| (*terms, wanted(*terms, *seen))).collect();
         let percent: Vec<u64> = targets(&shares).iter().map(|target| target / POINT).collect();
         assert_eq!(percent, expected, "{what}");
     };
@@ -269,11 +273,42 @@ fn who_waits_for_each_launch_lacks_what_all_of_its_rate_did_not_give() {
     let trim = |charged: u64, waited: u64| {
         let seen = Seen { busy: 46 * POINT, charged: charged * POINT, waited: waited * POINT };
         let company = Company { is_beside: true, between: 50 * POINT, lasted: SECOND, ..Company::default() };
+        let memory = granted(1.0);
+        (corrected(memory, seen, company).trims[1], memory.is_held(seen, company))
+    };
+    let (more, is_held) = trim(50, 10);
+    assert!(more > 1.03 && is_held, "{more}");
+    // It did not want more.
+    assert_eq!([trim(48, 10), trim(50, 0)], [(1.0, false); 2]);
+}
+
+#[test]
+fn what_one_step_did_not_make_good_is_followed_by_longer_ones_as_far_as_there_is_room() {
+    let step: f64 = 50.0 / 40.5;
+    let steps = |lacked: u8, between: u64| {
+        let memory = Memory { lacked, follows: [1.0; 2], ..granted(1.0) };
+        let seen = Seen { busy: 40 * POINT, charged: 50 * POINT, waited: SECOND };
+        let company =
+            Company { is_beside: true, between: between * POINT, lasted: SECOND, ..Company::default() };
+        corrected(memory, seen, company).trims[1].log(step).round()
+    };
+    // At the first look none has been taken.
+    assert_eq!([0, 1, 2, 3, 4].map(|lacked| steps(lacked, 40)), [1.0, 1.0, 2.0, 3.0, 3.0]);
+    assert_eq!([52, 55, 58].map(|between| steps(4, between)), [3.0, 2.0, 1.0]);
+}
+
+#[test]
+fn what_long_kernels_lack_is_followed_whole_while_more_than_that_is_idle() {
+    let trim = |charged: u64, between: u64| {
+        let seen = Seen { busy: 30 * POINT, charged: charged * POINT, waited: SECOND };
+        let company =
+            Company { is_beside: true, between: between * POINT, lasted: SECOND, ..Company::default() };
         corrected(granted(1.0), seen, company).trims[1]
     };
-    assert!(trim(50, 10) > 1.03);
-    // It did not want more.
-    assert_eq!([trim(48, 10), trim(50, 0)], [1.0; 2]);
+    let whole = 50.0 / 30.5;
+    assert_eq!(trim(50, 45), whole);
+    let half = (1.0 + whole) / 2.0;
+    assert_eq!([trim(40, 45), trim(50, 55)], [half; 2]);
 }
 
 #[test]

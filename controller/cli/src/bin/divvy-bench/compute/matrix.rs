@@ -136,6 +136,10 @@ fn summed_up(name: &str, errors: &[f64]) {
     let squares: f64 = errors.iter().map(|error| error * error).sum();
     line(&format!("{name}_shares"), errors.len() as f64, "shares");
     line(&format!("{name}_shares_off"), off as f64, "shares");
+    // A share that is the whole GPU has no error.
+    if errors.is_empty() {
+        return;
+    }
     line(&format!("{name}_error_root_mean_square"), (squares / errors.len() as f64).sqrt(), "points");
     line(&format!("{name}_largest_error"), percentile(errors, 1.0), "points");
 }
