@@ -119,6 +119,25 @@ mod tests {
     }
 
     #[test]
+    fn who_has_used_all_of_its_rate_and_waits_a_little_wants_all_that_it_may_have() {
+        let (first, idle, at) = (look(5, 5), Some(BTreeMap::new()), Instant::now());
+        let (metered, _, memory) = meter(&first, &idle, Memory::default(), at);
+        let [(0, standing)] = standings(&first, &idle, &metered, &BTreeMap::new())[..] else {
+            panic!("one share")
+        };
+        let had =
+            [(first.shares[0].key(), Had { memory: orders(&[standing])[0].memory, ..Had::default() })].into();
+        // It waits for each launch: 20 % of the GPU, and 50 ms a second in launches.
+        let wants = |charged: u64| {
+            let second = look(5 + 2 * charged * POINT, 5 + 10 * POINT);
+            let times = times(&[(7, 20)]);
+            let (metered, ..) = meter(&second, &times, memory.clone(), at + Duration::from_secs(2));
+            standings(&second, &times, &metered, &had)[0].1.wants / POINT
+        };
+        assert_eq!([wants(30), wants(20)], [30, 26]);
+    }
+
+    #[test]
     fn what_another_owner_of_the_slot_counted_is_not_counted() {
         let mut second = look(60 * POINT, 2 * SECOND);
         let slots = second.shares[0].account.as_mut().expect("a page");
