@@ -45,23 +45,40 @@ static void info(long calls)
 
 /* Live allocations, and which of them is freed next: the newest (l), the oldest (f) or any (r). */
 static address *ring;
-static long live, oldest;
+static long live, next;
 static char order;
 static const size_t SIZE = 4096;
 
+static long least(long a, long b) { return a < b ? a : b; }
+
 static void allocs(void)
 {
+	/* Any are the first of the ring, as they are drawn between batches. */
+	long end = order == 'f' ? live : least(live, BATCH);
 	for (int call = 0; call < BATCH; call++) {
 		address made;
 		must(cuMemAlloc_v2(&made, SIZE));
 		/* The new one is kept in the place of the one that is freed. */
 		if (live && order != 'l') {
-			long at = order == 'f' ? oldest : (long)chance(live);
-			address freed = ring[at];
-			ring[at] = made, made = freed;
-			oldest = oldest + 1 == live ? 0 : oldest + 1;
+			address freed = ring[next];
+			ring[next] = made, made = freed;
+			next = next + 1 == end ? 0 : next + 1;
 		}
 		must(cuMemFree_v2(made));
+	}
+}
+
+/* What is freed next must not be looked for while calls are measured: the processor waits for the memory of a program's own
+ * ring at the same time as for the driver's if nothing is between the two, and one after the other if something is. */
+static void draw(void)
+{
+	if (order != 'r')
+		return;
+	next = 0;
+	for (long i = 0; i < least(live, BATCH); i++) {
+		long any = i + (long)chance(live - i);
+		address drawn = ring[any];
+		ring[any] = ring[i], ring[i] = drawn;
 	}
 }
 
@@ -72,7 +89,8 @@ static void alloc(long count, const char *name, long calls)
 	ring = calloc(live + 1, sizeof *ring);
 	for (long i = 0; i < live; i++)
 		must(cuMemAlloc_v2(&ring[i], SIZE));
-	figures("alloc", allocs, NULL, calls);
+	draw();
+	figures("alloc", allocs, draw, calls);
 }
 
 /* From a program that has the library loaded to one that knows its GPU's memory, in so many processes at once. What

@@ -34,6 +34,31 @@ const OVERTAKEN: u64 = 1 << 63;
 #[derive(Debug)]
 pub struct Table {
     shards: [Shard; SHARDS],
+    course: Course,
+}
+
+/// How the keys that are freed follow each other. Programs free what they have in the order in which they made it,
+/// and the driver makes it side by side: then the entry of the next free is known before the program asks for it.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Course {
+    last: AtomicU64,
+    step: AtomicU64,
+}
+
+impl Course {
+    /// After a free of this key: the key of the next, if it is as far from this as this is from the last, and that from the one
+    /// before. Of two threads each may find the other's: then what is guessed is wrong, and nothing else is.
+    #[inline]
+    fn next(&self, key: u64) -> Option<u64> {
+        let step = key.wrapping_sub(self.last.load(Relaxed));
+        self.last.store(key, Relaxed);
+        if step == self.step.load(Relaxed) {
+            return Some(key.wrapping_add(step));
+        }
+        self.step.store(step, Relaxed);
+        None
+    }
 }
 
 #[derive(Debug)]
@@ -92,6 +117,7 @@ impl Table {
                 entries: AtomicPtr::new(core::ptr::null_mut()),
                 leaves: Default::default(),
             }),
+            course: Course::default(),
         }
     }
 
@@ -106,7 +132,7 @@ impl Table {
         self.shard(hash).open(system).take(hash, class, key)
     }
 
-    /// Writes down that the driver is about to free what has this key, and has its entry fetched.
+    /// Writes down that the driver is about to free what has this key, and has its entry fetched, and that of the next.
     #[inline]
     pub(crate) fn leave(&self, class: Class, key: u64) -> Result<Leave<'_>, Busy> {
         let hash = hash(key);
@@ -114,6 +140,10 @@ impl Table {
         let at = shard.leave(hash).ok_or(Busy::Full)?;
         let word = leaves(class as u64, key).ok_or(Busy::Full)?;
         shard.fetch(hash);
+        if let Some(next) = self.course.next(key) {
+            let hash = self::hash(next);
+            self.shard(hash).fetch(hash);
+        }
         match at.compare_exchange(0, word, AcqRel, Relaxed) {
             Ok(_) => Ok(Leave { at, class, key }),
             Err(other) => Err(if other == word { Busy::Same } else { Busy::Full }),
