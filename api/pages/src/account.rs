@@ -16,7 +16,7 @@
 //! | 384 | eight fault counters, each on a cache line |
 //! | 4096 | 1024 slots of 256 bytes |
 //!
-//! A slot is four cache lines: memory (the process writes it), compute (the process),
+//! A slot is four cache lines: memory (the process writes it), compute (the process; the last two words since 1.3),
 //! the node's line, reserved. The file is sparse: 16 slots cost a page of memory.
 //! 1024 slots, because a thousand processes may start CUDA at once, though far fewer
 //! contexts fit into any device.
@@ -332,7 +332,7 @@ mod tests {
 
     #[test]
     fn the_bytes_of_a_fresh_page_are_those_of_the_golden() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.2.hex");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.3.hex");
         crate::golden::check(path, &fresh());
     }
 }

@@ -54,6 +54,7 @@ use crate::account::{
 };
 use crate::word::Attempt;
 use core::fmt;
+use core::sync::atomic::Ordering::{AcqRel, Acquire};
 pub use fixed::charge_fixed;
 
 /// The most pages that one device can have in one container.
@@ -67,6 +68,10 @@ pub trait Peers {
 
     /// Waits a little, longer with every `round`; false when patience is over.
     fn pause(&self, round: u32) -> bool;
+
+    /// The monotonic clock, in nanoseconds: to charge what a dead process had until it died. Asked for
+    /// only where there is one.
+    fn now(&self) -> u64;
 }
 
 /// The caller's place on one page.
@@ -266,7 +271,7 @@ impl Seat<'_> {
         let Some(slot) = self.page.slot(self.slot) else { return Pass::Waited };
         loop {
             let attempt = Attempt::begin();
-            let Some(total) = self.page.settle(patience.peers) else {
+            let Some(total) = self.page.settle(Some(self.slot), patience.peers) else {
                 if patience.pause(attempt) {
                     continue;
                 }
@@ -358,7 +363,7 @@ impl AccountPage {
             return Ok(index);
         }
         self.bury(peers);
-        self.tidy(peers);
+        self.tidy(None, peers);
         self.claim(me).ok_or_else(|| {
             self.count(Fault::NoSlot);
             NoSlot
@@ -389,21 +394,34 @@ impl AccountPage {
                 && slot.owner.swap_if(owner.0, dead.0)
                 && slot.held.load() == 0
             {
-                slot.owner.swap_if(dead.0, dead.next().0);
+                self.free(slot, dead, None, peers);
             }
         }
     }
 
     /// One attempt to make the total true and to free the slots of the dead; false where something
-    /// came between.
-    pub fn tidy(&self, peers: &impl Peers) -> bool {
-        self.settle(peers).is_some()
+    /// came between. By the process in that slot, if it has one.
+    pub fn tidy(&self, by: Option<u16>, peers: &impl Peers) -> bool {
+        self.settle(by, peers).is_some()
+    }
+
+    /// Frees the slot of a dead owner, and charges the share the GPU time that it had and did not pay; for the node it is whoever
+    /// does so that was charged. Read before: as soon as it is free the slot is another's.
+    fn free(&self, slot: &Slot, dead: Owner, by: Option<u16>, peers: &impl Peers) {
+        let unpaid = i64::try_from(slot.unpaid(peers.now())).unwrap_or(i64::MAX);
+        if slot.owner.swap_if(dead.0, dead.next().0) && unpaid > 0 {
+            let less = |balance: i64| Some(balance.saturating_sub(unpaid));
+            let _ = self.balance().fetch_update(AcqRel, Acquire, less);
+            if let Some(slot) = by.and_then(|by| self.slot(by)) {
+                slot.worked(unpaid, 0);
+            }
+        }
     }
 
     /// The total word, after a walk in which nothing was in flight, no owner was dead and the
     /// total was the sum of the slots. It is so at one moment if the total is still that word
     /// after the walk, which whoever acts on it checks. `None` where something came between.
-    fn settle(&self, peers: &impl Peers) -> Option<u64> {
+    fn settle(&self, by: Option<u16>, peers: &impl Peers) -> Option<u64> {
         let seen = self.total.word.load();
         let mut sum = 0_u64;
         let mut in_flight = false;
@@ -443,7 +461,7 @@ impl AccountPage {
             return None;
         }
         for (slot, owner) in dead.slots.into_iter().flatten() {
-            slot.owner.swap_if(owner.0, owner.next().0);
+            self.free(slot, owner, by, peers);
         }
         Some(settled)
     }

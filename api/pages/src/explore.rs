@@ -157,6 +157,10 @@ impl Peers for Watchers {
     fn pause(&self, _round: u32) -> bool {
         true
     }
+
+    fn now(&self) -> u64 {
+        0
+    }
 }
 
 /// What a process does. The result is the process's own to define.

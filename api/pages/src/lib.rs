@@ -39,4 +39,4 @@ pub use policy::{Codec, Compute, Flags, Memory, Policy, PolicyError, PolicyPage}
 /// The major version of both layouts. A reader refuses any other.
 pub const MAJOR: u16 = 1;
 /// The minor version of both layouts: fields were added, none moved.
-pub const MINOR: u16 = 2;
+pub const MINOR: u16 = 3;

@@ -19,6 +19,21 @@ const KERNELS: [&str; 9] = [
     "cuLaunchGridAsync",
 ];
 
+const WAITS: [&str; 12] = [
+    "cuCtxSynchronize",
+    "cuCtxSynchronize_v2",
+    "cuStreamSynchronize",
+    "cuStreamSynchronize_ptsz",
+    "cuStreamQuery",
+    "cuStreamQuery_ptsz",
+    "cuEventSynchronize",
+    "cuEventQuery",
+    "cuMemcpyDtoH_v2",
+    "cuMemcpyDtoH_v2_ptds",
+    "cuMemcpy",
+    "cuMemcpy_ptds",
+];
+
 /// The programs in the containers.
 #[test]
 fn it_is_a_program_too() {
@@ -48,6 +63,19 @@ fn whatever_launches_is_charged() {
             assert_eq!(program.ask(&format!("kernels {way} kernel_5ms 1")), "ok", "{way}");
             let charged = share.charged_ms() - before;
             assert!(charged >= 35, "{way}: {charged} ms");
+        }
+    });
+}
+
+#[test]
+fn what_a_program_has_waited_for_is_paid_or_owed_when_the_wait_is_over() {
+    within(half(), |program, share| {
+        for way in WAITS {
+            assert_eq!(program.ask("kernels cuLaunchKernel kernel_5ms 1"), "ok");
+            assert_eq!(program.ask("sleep 30"), "ok");
+            assert!(share.has_unmeasured(), "{way}: before");
+            let is_over = (0..100).any(|_| program.ask(&format!("wait {way}")) == "0");
+            assert!(is_over && !share.has_unmeasured(), "{way}");
         }
     });
 }

@@ -25,6 +25,10 @@ impl Peers for Nobody {
     fn pause(&self, _round: u32) -> bool {
         false
     }
+
+    fn now(&self) -> u64 {
+        0
+    }
 }
 
 impl Page {
@@ -50,7 +54,7 @@ impl Page {
 
     /// What the library does when the node has written something.
     pub(crate) fn tidy(&self) {
-        self.page.tidy(&Nobody);
+        self.page.tidy(None, &Nobody);
     }
 
     /// Says how much of what is charged is for contexts.

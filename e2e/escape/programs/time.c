@@ -74,8 +74,8 @@ static void processes(void)
 		pause();
 }
 
-/* None lives long enough to be known. */
-static void fresh_processes(void)
+/* In processes of which none lives long enough to be known. */
+static void fresh(int waits)
 {
 	about_to_begin();
 	for (int i = 0; i < 4; i++)
@@ -84,7 +84,10 @@ static void fresh_processes(void)
 				if (!fork()) {
 					begin();
 					kernel(50 * MS, NULL);
-					cuda.cuCtxSynchronize();
+					if (waits)
+						cuda.cuCtxSynchronize();
+					else
+						usleep(200000);
 					_exit(0);
 				}
 				wait(NULL);
@@ -92,6 +95,9 @@ static void fresh_processes(void)
 	for (;;)
 		pause();
 }
+
+static void fresh_processes(void) { fresh(1); }
+static void fresh_unawaited(void) { fresh(0); }
 
 /* Ten kernels of 2 ms in one launch. */
 static void graphs(void)
@@ -176,6 +182,7 @@ const struct row time_rows[] = {
 	{ "time-queue", queue },
 	{ "time-processes", processes },
 	{ "time-fresh-processes", fresh_processes },
+	{ "time-fresh-unawaited", fresh_unawaited },
 	{ "time-graphs", graphs },
 	{ "time-endless", endless },
 	{ "time-balance", more_balance },

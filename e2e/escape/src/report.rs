@@ -135,7 +135,7 @@ impl Line {
             (Ok(Verdict::Held { found, ended }), Must::BeHeld(what)) if found.contains(what) => {
                 format!("held by the GPU driver: `{what}`; {}", done(*ended))
             }
-            (Ok(Verdict::NotHeld), Must::BeNamed(bound)) => format!("not held: {bound}"),
+            (Ok(Verdict::NotHeld), Must::BeNamed(bound)) => format!("bounded: {bound}"),
             (Ok(verdict), _) => verdict.to_string(),
             (Err(_), _) => "not judged".to_owned(),
         }

@@ -195,12 +195,9 @@ pub const ROWS: &[Row] = &[
         .winning(Gain::Time),
     prevented("time-charges", "compute time: writes its own account page: nothing was charged")
         .winning(Gain::Time),
-    named_with(
-        "time-fresh-processes",
-        "compute time: a new process for each kernel",
-        "a kernel for each process that starts, as none is known yet",
-    )
-    .winning(Gain::Time),
+    prevented("time-fresh-processes", "compute time: a new process for each kernel").winning(Gain::Time),
+    prevented("time-fresh-unawaited", "compute time: the same, and none waits for its kernel")
+        .winning(Gain::Time),
     detected("time-endless", "compute time: one kernel that does not end", OVER_TIME).winning(Gain::Time),
     detected(
         "time-balance",

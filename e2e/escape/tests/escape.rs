@@ -64,7 +64,7 @@ fn the_page_tells_of_every_row_what_must_become_of_it() {
         let what = match row.must {
             Must::BePrevented => "prevented".to_owned(),
             Must::BeDetected(what) => format!("detected: `{what}`"),
-            Must::BeNamed(bound) => format!("not held: {bound}"),
+            Must::BeNamed(bound) => format!("bounded: {bound}"),
             Must::BeHeld(what) => format!("held by the GPU driver: `{what}`"),
         };
         assert!(line.starts_with(&format!("| {} | {what}", row.trick)), "{line}");

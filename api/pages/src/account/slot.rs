@@ -8,6 +8,12 @@ use super::{BYTES, Identity, Owner, SLOT, bytes};
 use crate::word::Word;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
+/// The most GPU time, in nanoseconds, that a share is charged for what a dead process of it was measured to have had and
+/// had not paid, and for what nobody measured. The first is long for long kernels only; of a process that lives for
+/// longer than the second the node knows by NVML what it had.
+const OWED: u64 = 10_000_000_000;
+const UNMEASURED: u64 = 1_000_000_000;
+
 /// What one process holds.
 #[derive(Debug)]
 #[repr(C, align(64))]
@@ -33,7 +39,9 @@ pub struct Slot {
     decoders: AtomicU32,
     /// Bytes that pools keep and do not use.
     idle: AtomicU64,
-    _compute: [Word; 2],
+    /// GPU time that was measured and not paid yet, and since when work may run that was neither.
+    owed: AtomicU64,
+    unmeasured: AtomicU64,
     pub(crate) node: [Word; 8],
     _reserved: [Word; 8],
 }
@@ -67,6 +75,8 @@ impl Slot {
         self.encoders.store(0, Relaxed);
         self.decoders.store(0, Relaxed);
         self.idle.store(0, Relaxed);
+        self.owed.store(0, Relaxed);
+        self.unmeasured.store(0, Relaxed);
         self.start.store(who.start);
         self.namespace.store(who.namespace);
         self.image.store(who.image);
@@ -97,6 +107,27 @@ impl Slot {
     pub fn measured(&self, took: u64, least: u64) {
         self.measured.fetch_add(took, Relaxed);
         self.least.fetch_add(least, Relaxed);
+    }
+
+    /// Says how many nanoseconds of GPU time were measured and are to be paid with later launches: what the share is
+    /// charged if there are none, as the process dies.
+    pub fn owes(&self, nanoseconds: u64) {
+        self.owed.store(nanoseconds, Relaxed);
+    }
+
+    /// Says since when, in nanoseconds of the monotonic clock, work may run that is not measured and takes longer than was
+    /// charged for it; 0: there is none. If the process dies the share is charged from then on.
+    pub fn unmeasured(&self, since: u64) {
+        self.unmeasured.store(since, Relaxed);
+    }
+
+    /// What the share is to be charged if the owner has just died, in nanoseconds of GPU time; `now` of the monotonic clock.
+    pub(crate) fn unpaid(&self, now: u64) -> u64 {
+        let unmeasured = match self.unmeasured.load(Relaxed) {
+            0 => 0,
+            since => now.saturating_sub(since).min(UNMEASURED),
+        };
+        self.owed.load(Relaxed).min(OWED) + unmeasured
     }
 
     /// The node has said that its owner is dead.

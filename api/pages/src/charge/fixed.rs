@@ -31,7 +31,7 @@ fn settled(
     let mut patience = Patience { peers, round: 0 };
     let Some(slot) = seat.page.slot(seat.slot) else { return Err(Full) };
     loop {
-        let Some(total) = seat.page.settle(peers) else {
+        let Some(total) = seat.page.settle(Some(seat.slot), peers) else {
             if patience.pause(attempt) {
                 attempt = Attempt::begin();
                 continue;

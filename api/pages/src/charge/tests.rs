@@ -287,6 +287,10 @@ impl Peers for Strangers {
     fn pause(&self, _round: u32) -> bool {
         false
     }
+
+    fn now(&self) -> u64 {
+        0
+    }
 }
 
 /// Two processes on one page of ten bytes, of which the first holds six.
@@ -330,7 +334,7 @@ fn what_the_node_measured_counts_like_a_charge() {
     let about = first.page.slots()[0].owner();
     let measured = |correction| say(&first, NodeLine { about, dead: false, correction, host_pid: 0 });
     measured(3);
-    assert!(first.page.tidy(&Strangers));
+    assert!(first.page.tidy(None, &Strangers));
     assert_eq!(first.page.used(), 9);
     assert_eq!(charge(&[second], 2, &Strangers), Err(Full));
     measured(-2);
@@ -371,6 +375,49 @@ fn a_second_copy_of_the_library_in_a_process_leaves_the_first_its_slot() {
 }
 
 #[test]
+fn gpu_time_that_a_dead_process_had_and_did_not_pay_is_charged_to_its_share_once() {
+    /// The first process is dead.
+    struct At(u64);
+    impl Peers for At {
+        fn gone(&self, who: &Identity) -> bool {
+            who.pid == 1
+        }
+        fn pause(&self, _round: u32) -> bool {
+            false
+        }
+        fn now(&self) -> u64 {
+            self.0
+        }
+    }
+    const SECOND: u64 = 1_000_000_000;
+    let check = |owed: u64, since: u64, charged: u64| {
+        let [first, second] = two();
+        let slot = &first.page.slots()[0];
+        slot.owes(owed);
+        slot.unmeasured(since);
+        for _ in 0..2 {
+            assert!(second.page.tidy(Some(second.slot), &At(9 * SECOND)));
+        }
+        let balance = first.page.balance().load(Acquire);
+        assert_eq!(balance, -i64::try_from(charged).expect("it fits"), "{owed} {since}");
+        // By whoever found it.
+        let file = crate::explore::file(first.page);
+        let page = Snapshot::new(&file[..Snapshot::length(&file)]).expect("a page");
+        assert_eq!(page.slots().map(|slot| slot.charged_ns).collect::<Vec<_>>(), [charged]);
+        // The next owner owes nothing.
+        assert_eq!(first.page.register(&who(3), &Strangers), Ok(first.slot));
+        assert_eq!(first.page.slots()[0].unpaid(9 * SECOND), 0);
+    };
+    check(0, 0, 0);
+    check(7, 0, 7);
+    check(7, 9 * SECOND - 50, 57);
+    // Long ago, in the future, and what nobody owes.
+    check(0, 5, SECOND);
+    check(7, 10 * SECOND, 7);
+    check(u64::MAX, 5, 11 * SECOND);
+}
+
+#[test]
 fn short_lives_leave_no_slots_behind() {
     struct All;
     impl Peers for All {
@@ -379,6 +426,9 @@ fn short_lives_leave_no_slots_behind() {
         }
         fn pause(&self, _round: u32) -> bool {
             false
+        }
+        fn now(&self) -> u64 {
+            0
         }
     }
     let page = page();
@@ -396,6 +446,9 @@ fn a_full_house_takes_a_newcomer_once_somebody_is_dead() {
         }
         fn pause(&self, _round: u32) -> bool {
             false
+        }
+        fn now(&self) -> u64 {
+            0
         }
     }
     let page = page();

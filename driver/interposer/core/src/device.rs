@@ -158,7 +158,7 @@ impl<'a, S: System> Device<'a, S> {
     #[inline]
     fn seat<'p>(&self, place: &'p Place) -> Option<Seat<'p>> {
         let seat = self.places.seat(place)?;
-        place.heed(seat.page);
+        place.heed(&seat, &self.ledger.system);
         Some(seat)
     }
 

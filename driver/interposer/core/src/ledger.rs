@@ -327,7 +327,7 @@ impl<S: System> Ledger<S> {
             // What dead neighbours held is given back before the first figure is shown; if there are
             // many neighbours, only some are looked at, as a start must not cost more with their number.
             if let Some(account) = account.filter(|account| account.used() > 0) {
-                account.tidy(&Few { peers: &peers, asked: Cell::new(0) });
+                account.tidy(slot, &Few { peers: &peers, asked: Cell::new(0) });
             }
             place.sit(account, slot);
         }

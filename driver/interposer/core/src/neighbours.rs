@@ -39,6 +39,10 @@ impl<S: System> Peers for Neighbours<'_, S> {
         self.start.set(Some(start));
         now.saturating_sub(start) < PATIENCE
     }
+
+    fn now(&self) -> u64 {
+        self.system.now()
+    }
 }
 
 /// Asks for proof of the first sixteen only.
@@ -56,17 +60,25 @@ impl<P: Peers> Peers for Few<'_, P> {
     fn pause(&self, _round: u32) -> bool {
         false
     }
+
+    fn now(&self) -> u64 {
+        self.peers.now()
+    }
 }
 
 /// Asks for no proof: what the node says of the dead is enough.
-pub(crate) struct Unasked;
+pub(crate) struct Unasked<'a, S>(pub(crate) &'a S);
 
-impl Peers for Unasked {
+impl<S: System> Peers for Unasked<'_, S> {
     fn gone(&self, _who: &Identity) -> bool {
         false
     }
 
     fn pause(&self, _round: u32) -> bool {
         false
+    }
+
+    fn now(&self) -> u64 {
+        self.0.now()
     }
 }

@@ -5,6 +5,7 @@
 
 use crate::neighbours::Unasked;
 use crate::pace;
+use crate::system::System;
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed};
 use divvy_pages::policy::UNBOUNDED;
@@ -301,16 +302,16 @@ impl Place {
 
     /// Takes up what the node has written into the accounts since the last time.
     #[inline]
-    pub(crate) fn heed(&self, page: &AccountPage) {
-        if page.attention() != self.attention.load(Relaxed) {
-            self.tidy(page);
+    pub(crate) fn heed(&self, seat: &Seat<'_>, system: &impl System) {
+        if seat.page.attention() != self.attention.load(Relaxed) {
+            self.tidy(seat, system);
         }
     }
 
     #[cold]
-    fn tidy(&self, page: &AccountPage) {
-        let now = page.attention();
-        if page.tidy(&Unasked) {
+    fn tidy(&self, seat: &Seat<'_>, system: &impl System) {
+        let now = seat.page.attention();
+        if seat.page.tidy(Some(seat.slot), &Unasked(system)) {
             self.attention.store(now, Relaxed);
         }
     }

@@ -64,6 +64,23 @@ pub(super) fn paced(work: Work, stream: Handle, call: &dyn Call) -> Answer {
     device.launch(work, &Events(stream), only.is_some(), || call.call())
 }
 
+/// The program has waited for the device if `answer` says so, or has heard that it is done.
+pub(super) fn waited(answer: Answer) -> Answer {
+    let is_paced = !WORD.load(Ordering::Relaxed).is_null() && !is_free();
+    if answer == SUCCESS && is_paced && CAPTURES.load(Ordering::Relaxed) == 0 {
+        look();
+    }
+    answer
+}
+
+#[cold]
+fn look() {
+    let ordinal = driver::only_device().or_else(driver::current_device);
+    if let Some(device) = ordinal.and_then(|ordinal| LEDGER.known(ordinal)) {
+        device.has_waited(&Events(ptr::null_mut()));
+    }
+}
+
 /// Whether a launch that is paced may go straight to the driver all the same. Then it is charged.
 #[inline]
 fn goes(work: Work) -> bool {

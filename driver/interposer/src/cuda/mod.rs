@@ -5,7 +5,7 @@
 //! the driver writes to a place of ours, which is passed on when all is well. A free asks the table what it frees, so it
 //! does not matter which function made it or frees it; what the table does not know is the driver's alone.
 //!
-//! What is not here goes straight to the driver: copies, and all memory that is charged to somebody else
+//! What is not here goes straight to the driver: most copies, and all memory that is charged to somebody else
 //! (imported, opened by IPC) or is not the device's (pinned).
 
 mod array;
@@ -19,6 +19,7 @@ mod overcommit;
 pub(crate) mod pool;
 mod proc_address;
 mod virtual_memory;
+mod wait;
 
 pub(crate) use array::*;
 pub(crate) use context::*;
@@ -30,6 +31,7 @@ pub(crate) use overcommit::*;
 pub(crate) use pool::*;
 pub(crate) use proc_address::*;
 pub(crate) use virtual_memory::*;
+pub(crate) use wait::*;
 
 use crate::share::{self, LEDGER, Standing};
 use divvy_interposer_core::table::Class;

@@ -98,6 +98,13 @@ impl Share {
         page.slots().map(|slot| slot.charged_ns).sum::<u64>() / 1_000_000
     }
 
+    /// Whether the first process says that work may run that is not paid for: the last word of the second line of its slot.
+    #[allow(dead_code, reason = "not every test launches")]
+    pub(crate) fn has_unmeasured(&self) -> bool {
+        let page = std::fs::read(self.directory.join("account")).expect("an account page");
+        page[account::HEADER + 120..account::HEADER + 128] != [0; 8]
+    }
+
     pub(crate) fn used_mib(&self) -> u64 {
         self.used() / MIB
     }

@@ -148,6 +148,7 @@ impl Guest {
             ["told", address] => self.told(number(address)),
             ["threads"] => super::told::threads(),
             ["sweep"] => self.sweep(),
+            ["wait", way] => self.waits(way).to_string(),
             ["synchronize"] => call!(self, "cuCtxSynchronize",).to_string(),
             ["fork", rest @ ..] => self.fork(rest),
             ["sleep", milliseconds] => {

@@ -81,6 +81,32 @@ impl Guest {
         }
     }
 
+    /// Waits for the device by that function, or asks whether it is done.
+    pub(crate) fn waits(&self, way: &str) -> i32 {
+        let (mut event, mut place, mut byte) = (0u64, 0u64, 0u8);
+        match way {
+            "cuCtxSynchronize" => call!(self, way,),
+            "cuCtxSynchronize_v2" => {
+                let mut context = 0u64;
+                assert_eq!(call!(self, "cuCtxGetCurrent", &mut context => &mut u64), 0);
+                call!(self, way, context => u64)
+            }
+            "cuEventSynchronize" | "cuEventQuery" => {
+                let made = [
+                    call!(self, "cuEventCreate", &mut event => &mut u64, 0 => u32),
+                    call!(self, "cuEventRecord", event => u64, 0 => u64),
+                ];
+                assert_eq!(made, [0; 2]);
+                call!(self, way, event => u64)
+            }
+            copy if copy.starts_with("cuMemcpy") => {
+                assert_eq!(call!(self, "cuMemAlloc_v2", &mut place => &mut u64, 1 => usize), 0);
+                call!(self, way, &raw mut byte => *mut u8, place => u64, 1 => usize)
+            }
+            _ => call!(self, way, 0 => u64),
+        }
+    }
+
     /// Launches an executable graph.
     pub(crate) fn graphs(&self, way: &str, graph: u64, count: u64) -> String {
         self.launch(way, graph, 0, count)

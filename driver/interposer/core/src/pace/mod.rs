@@ -7,6 +7,11 @@
 //! ([`samples`]). The difference is charged or given back, so an estimate that is wrong is
 //! wrong for some launches, not for good.
 //!
+//! A process that dies takes with it what it knows. So its slot on the account page says what it owes and since when work may run
+//! that is not paid for: whoever finds it dead charges the share for that ([`Slot::owes`],
+//! [`Slot::unmeasured`]), and a new process for each kernel gains nothing. What a program has waited for is looked at
+//! when the wait is over, so that one that ends well is charged what it had.
+//!
 //! A process takes from the share's stock in grants and spends them by itself, so the common
 //! launch writes no line that another process writes. Who finds nothing sleeps until the time at
 //! which there is something, on the gate's futex, so that the node can wake it; nobody
@@ -66,7 +71,10 @@ pub(crate) struct Pace {
     owed: AtomicI64,
     /// Whether, when it last took from the stock, the node said what the share may have, and so knows what it had.
     watched: AtomicU32,
-    _line: [u32; 9],
+    _word: u32,
+    /// What the share was told that it owes.
+    told: AtomicU64,
+    _line: [u64; 3],
     samples: Samples,
 }
 
@@ -95,6 +103,12 @@ impl Pace {
             difference = -AT_ONCE;
         }
         self.credit.fetch_add(difference, Relaxed);
+    }
+
+    /// What it has had and not paid, in nanoseconds: what launches are to pay, and what it has launched beyond its credit.
+    fn owes(&self) -> u64 {
+        let sum = self.owed.load(Relaxed).max(0).saturating_sub(self.credit.load(Relaxed).min(0));
+        sum.unsigned_abs()
     }
 
     /// What a launch of that cost pays of the debt.
@@ -172,7 +186,8 @@ impl<S: System> Device<'_, S> {
         call: impl FnOnce() -> i32,
     ) -> i32 {
         self.wait_for_others(pace, charge.cost, timer);
-        let sample = pace.samples.begin(timer, charge);
+        let now = || self.ledger.system.now();
+        let sample = pace.samples.begin(timer, charge, now, |since| self.tell(|slot| slot.unmeasured(since)));
         let answer = call();
         if let Some(sample) = sample {
             charge.cost.goes(1);
@@ -183,9 +198,23 @@ impl<S: System> Device<'_, S> {
 
     fn harvest(&self, pace: &Pace, timer: &impl Timer) {
         let is_watched = pace.watched.load(Relaxed) != 0;
-        pace.settle(pace.samples.harvest(timer, &self.local.costs, is_watched));
+        let now = || self.ledger.system.now();
+        let tell = |since| self.tell(|slot| slot.unmeasured(since));
+        pace.settle(pace.samples.harvest(timer, &self.local.costs, is_watched, now, tell));
+        let owes = pace.owes();
+        if pace.told.swap(owes, Relaxed) != owes {
+            self.tell(|slot| slot.owes(owes));
+        }
         if let Some((took, least)) = pace.samples.untold() {
             self.tell(|slot| slot.measured(took, least));
+        }
+    }
+
+    /// The program has waited for the device, or asked whether it is done: what it launched is looked at now, as it may
+    /// launch nothing more.
+    pub fn has_waited(&self, timer: &impl Timer) {
+        if let Some(pace) = self.pace().filter(|pace| pace.samples.is_any()) {
+            self.harvest(pace, timer);
         }
     }
 

@@ -51,6 +51,8 @@ pub(crate) struct Samples {
     aside: AtomicU64,
     /// What the launches under way were charged.
     depth: AtomicI64,
+    /// When what is under way will have taken what it was charged, by the monotonic clock; 0: nothing is under way.
+    since: AtomicU64,
     /// What launches took and were not charged yet.
     put_off: AtomicI64,
     /// Nanoseconds from begin to end of measured launches, and what they would have been had each been as fast as the
@@ -128,8 +130,15 @@ impl Samples {
         self.aside.store(0, Release);
     }
 
-    /// A place for a launch, its first event recorded. `None`: it goes unmeasured.
-    pub(crate) fn begin(&self, timer: &impl Timer, charge: &Charge<'_>) -> Option<&Sample> {
+    /// A place for a launch, its first event recorded. `None`: it goes unmeasured. `tell` is told since when what is under way
+    /// is not paid for.
+    pub(crate) fn begin(
+        &self,
+        timer: &impl Timer,
+        charge: &Charge<'_>,
+        now: impl FnOnce() -> u64,
+        tell: impl FnOnce(u64),
+    ) -> Option<&Sample> {
         let stands_for = match charge.measure {
             Measure::No => return None,
             Measure::Lead => 0,
@@ -159,6 +168,8 @@ impl Samples {
         if begin == 0 || end == 0 {
             return None;
         }
+        let since = if self.is_any() { self.since.load(Relaxed) } else { now() };
+        self.unpaid(since.saturating_add_signed(charge.nanoseconds), tell);
         sample.state.store(RESERVED, Relaxed);
         sample.cost.store(charge.number, Relaxed);
         sample.stands_for.store(stands_for, Relaxed);
@@ -173,10 +184,25 @@ impl Samples {
         Some(sample)
     }
 
-    /// Looks at launches that have ended: what to add to the process's credit, in nanoseconds.
-    pub(crate) fn harvest(&self, timer: &impl Timer, costs: &Costs, is_watched: bool) -> i64 {
+    /// Whether a launch is under way that is measured, or nobody has looked since it ended.
+    #[inline]
+    pub(crate) fn is_any(&self) -> bool {
+        self.head.load(Relaxed) != self.tail.load(Relaxed)
+    }
+
+    /// Looks at launches that have ended: what to add to the process's credit, in nanoseconds. Where one had, `tell` is told
+    /// since when what is still under way is not paid for; 0: nothing is.
+    pub(crate) fn harvest(
+        &self,
+        timer: &impl Timer,
+        costs: &Costs,
+        is_watched: bool,
+        now: impl FnOnce() -> u64,
+        tell: impl FnOnce(u64),
+    ) -> i64 {
         let Some(_locked) = self.lock().filter(|_| self.aside.load(Relaxed) == 0) else { return 0 };
-        let (mut head, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
+        let (first, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
+        let mut head = first;
         let mut credit = 0i64;
         while head != tail {
             let Some(sample) = self.ring.get(head as usize % LENGTH) else { break };
@@ -211,7 +237,18 @@ impl Samples {
                 credit = credit.saturating_add(difference.saturating_mul(i64::from(stands_for)));
             }
         }
+        if head != first {
+            // The next has begun to run by now, as one runs after the other.
+            let charged = || now().saturating_add_signed(self.depth.load(Relaxed));
+            self.unpaid(if head == tail { 0 } else { charged() }, tell);
+        }
         credit
+    }
+
+    /// Under the lock, so that what is told last is so.
+    fn unpaid(&self, since: u64, tell: impl FnOnce(u64)) {
+        self.since.store(since, Relaxed);
+        tell(since);
     }
 
     /// What of a launch that counts as so much is charged now. All, and what was put off, where nobody watches.

@@ -1,5 +1,6 @@
 //! The rules, on pages in memory and with processes that tests can fork and kill.
 
+mod deaths;
 mod events;
 mod freeing;
 mod model;

@@ -9,8 +9,8 @@ use divvy_pages::{Compute, Flags};
 use std::cell::{Cell, RefCell};
 
 pub(super) const US: u64 = 1_000;
-const MS: u64 = 1_000 * US;
-const SECOND: u64 = 1_000 * MS;
+pub(super) const MS: u64 = 1_000 * US;
+pub(super) const SECOND: u64 = 1_000 * MS;
 /// What a launch costs a program's thread.
 const CALL: u64 = 3 * US;
 
@@ -23,11 +23,11 @@ pub(super) struct Gpu<'a> {
     busy: RefCell<Vec<(u64, u64)>>,
     /// Context and time of each.
     events: RefCell<Vec<(u64, Option<u64>)>>,
-    context: Cell<u64>,
+    pub(super) context: Cell<u64>,
 }
 
 /// A stream of it, for one launch.
-struct On<'a>(&'a Gpu<'a>, usize);
+pub(super) struct On<'a>(pub(super) &'a Gpu<'a>, pub(super) usize);
 
 impl<'a> Gpu<'a> {
     pub(super) fn new(system: &'a Fake) -> Self {
@@ -57,8 +57,14 @@ impl<'a> Gpu<'a> {
         time
     }
 
+    /// Until all is done that was launched.
+    pub(super) fn done(&self) {
+        let end = self.streams.iter().map(Cell::get).max().unwrap_or_default();
+        self.system.pass(end.saturating_sub(self.system.now()));
+    }
+
     /// How long it worked in that window, in nanoseconds.
-    fn worked(&self, from: u64, to: u64) -> u64 {
+    pub(super) fn worked(&self, from: u64, to: u64) -> u64 {
         let mut all = self.busy.borrow().clone();
         all.sort_unstable();
         let (mut sum, mut last) = (0, from);
