@@ -15,7 +15,10 @@
 //! gets so much less until that is paid; what it lacked it has later, up to a tenth of what it may have in a second. What it lacks
 //! until that is made good, up to half of a second's, is set off against what it has too much by that: kernels of programs that
 //! have just begun look long until the library knows them, and a trim that was found for that is too large a moment later. To lie about
-//! waiting gains nothing: over any time a share has its target's worth and at most a second more.
+//! waiting gains nothing: over any time a share has its target's worth and at most a second and a quarter more.
+//!
+//! **The start.** What a share had too much or too little in its first second or two it does not pay or get back: nothing was
+//! known of its kernels then, and its part would be wrong for several seconds more. A quarter of a second is lost or won by that, once.
 //!
 //! **How much longer a kernel may look.** What the library measures are stretches of the clock, and in each
 //! either the share's own kernels ran or those of others. So what it believes to have had is no more
@@ -76,6 +79,9 @@ const LEAST_FOLLOWED: f64 = 0.25;
 /// though no more is had back.
 const CHANCE: u64 = 10;
 const SET_OFF: u64 = 2;
+/// What a share had too much or too little while it first worked for so long is not made up for, if it is no more than that.
+const START: u64 = SECOND / 10 * 15;
+const LOST: i64 = SECOND as i64 / 4;
 /// What who does not use all of its rate is left of it: kernels look longer and shorter from second to second.
 const SPARE: f64 = 1.125;
 /// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
@@ -124,6 +130,8 @@ pub(super) struct Memory {
     debt: i64,
     /// For so many looks it has lacked what it waited for.
     lacked: u8,
+    /// For so many nanoseconds it has worked, up to [`START`].
+    worked: u64,
 }
 
 impl Default for Memory {
@@ -137,6 +145,7 @@ impl Default for Memory {
             believed: false,
             debt: 0,
             lacked: 0,
+            worked: 0,
         }
     }
 }
@@ -244,7 +253,7 @@ impl Memory {
     /// Of a share of which an agent before this one has kept that.
     pub(super) fn inherited(kept: [u64; 2]) -> Self {
         let trim = |bits| Some(f64::from_bits(bits)).filter(|trim| (LEAST..=MOST).contains(trim));
-        Self { trims: kept.map(|bits| trim(bits).unwrap_or(1.0)), ..Self::default() }
+        Self { trims: kept.map(|bits| trim(bits).unwrap_or(1.0)), worked: START, ..Self::default() }
     }
 }
 
@@ -265,7 +274,8 @@ pub(super) struct Company {
 
 /// The trim and the debt after what was seen since the last look, for which so much was granted.
 pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory {
-    let Memory { mut trims, mut follows, mut sides, granted, allowed, mut believed, debt, lacked } = memory;
+    let Memory { mut trims, mut follows, mut sides, granted, allowed, mut believed, debt, lacked, worked } =
+        memory;
     let Company { is_beside, has_changed, has_moved, between, lasted } = company;
     let at = usize::from(is_beside);
     let (mut trim, mut follow) = (trims[at], follows[at]);
@@ -296,6 +306,10 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     let most_owed = if believed { SECOND + limit } else { 0 };
     let more = i64::try_from(more).unwrap_or(i64::MAX);
     let debt = debt.saturating_add(more).clamp(-signed(least), signed(most_owed));
+    let before = worked;
+    let worked = if seen.busy > 0 && !has_moved { worked.saturating_add(lasted).min(START) } else { worked };
+    let settled = if worked == START && before < START { debt.clamp(-LOST, LOST) } else { 0 };
+    let debt = debt - settled;
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
     // What the trim would be by this look alone.
     let seen_trim = if has_changed {
@@ -355,7 +369,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     let explained = LONGER * granted as f64 + between as f64;
     let most = if lacks { most(granted).max((trims[at] * granted as f64).min(explained)) } else { explained };
     (trims[at], follows[at]) = (trim.clamp(LEAST, most / granted as f64), follow);
-    Memory { trims, follows, sides, granted, allowed, believed, debt, lacked }
+    Memory { trims, follows, sides, granted, allowed, believed, debt, lacked, worked }
 }
 
 fn signed(nanoseconds: u64) -> i64 {
