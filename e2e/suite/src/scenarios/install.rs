@@ -20,8 +20,10 @@ async fn parts(world: &World, component: &str) -> Result<BTreeMap<String, (bool,
     let label = format!("app.kubernetes.io/component={component}");
     let here = ListParams::default().labels(&label).fields("spec.nodeName=n1,status.phase=Running");
     let of = |pod: Pod| {
-        let statuses = pod.status.clone().and_then(|status| status.container_statuses).unwrap_or_default();
-        let ready = statuses.iter().all(|status| status.ready) && !statuses.is_empty();
+        // Not by its containers: of a node that was away they are ready still, and its pods are taken to be none.
+        let conditions = pod.status.clone().and_then(|status| status.conditions).unwrap_or_default();
+        let ready =
+            conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True");
         let image = pod.spec.as_ref().and_then(|spec| spec.containers.first()?.image.clone());
         (pod.uid().unwrap_or_default(), (ready, image.unwrap_or_default()))
     };
