@@ -15,10 +15,11 @@
 //! gets so much less until that is paid; what it lacked it has later, up to a tenth of what it may have in a second. What it lacks
 //! until that is made good, up to half of a second's, is set off against what it has too much by that: kernels of programs that
 //! have just begun look long until the library knows them, and a trim that was found for that is too large a moment later. To lie about
-//! waiting gains nothing: over any time a share has its target's worth and at most a second and a quarter more.
+//! waiting gains nothing: over any time a share has its target's worth and at most a second more.
 //!
-//! **The start.** What a share had too much or too little in its first second or two it does not pay or get back: nothing was
-//! known of its kernels then, and its part would be wrong for several seconds more. A quarter of a second is lost or won by that, once.
+//! **The start.** What a share had too little in its first second or two it does not get back: nothing was known of its kernels
+//! then, and its part would be too large for several seconds more. What it had too much it pays all the same, or there would be
+//! something to gain by a start.
 //!
 //! **How much longer a kernel may look.** What the library measures are stretches of the clock, and in each
 //! either the share's own kernels ran or those of others. So what it believes to have had is no more
@@ -79,9 +80,8 @@ const LEAST_FOLLOWED: f64 = 0.25;
 /// though no more is had back.
 const CHANCE: u64 = 10;
 const SET_OFF: u64 = 2;
-/// What a share had too much or too little while it first worked for so long is not made up for, if it is no more than that.
+/// What a share had too little while it first worked for so long it does not get back.
 const START: u64 = SECOND / 10 * 15;
-const LOST: i64 = SECOND as i64 / 4;
 /// What who does not use all of its rate is left of it: kernels look longer and shorter from second to second.
 const SPARE: f64 = 1.125;
 /// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
@@ -308,8 +308,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     let debt = debt.saturating_add(more).clamp(-signed(least), signed(most_owed));
     let before = worked;
     let worked = if seen.busy > 0 && !has_moved { worked.saturating_add(lasted).min(START) } else { worked };
-    let settled = if worked == START && before < START { debt.clamp(-LOST, LOST) } else { 0 };
-    let debt = debt - settled;
+    let debt = if worked == START && before < START { debt.max(0) } else { debt };
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
     // What the trim would be by this look alone.
     let seen_trim = if has_changed {
