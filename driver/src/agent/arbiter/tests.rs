@@ -298,17 +298,19 @@ fn what_one_step_did_not_make_good_is_followed_by_longer_ones_as_far_as_there_is
 }
 
 #[test]
-fn what_long_kernels_lack_is_followed_whole_while_more_than_that_is_idle() {
-    let trim = |charged: u64, between: u64| {
-        let seen = Seen { busy: 30 * POINT, charged: charged * POINT, waited: SECOND };
+fn what_long_kernels_lack_is_followed_whole_while_more_than_that_is_idle_or_all_of_the_rate_is_used() {
+    let trim = |busy: u64, charged: u64, between: u64| {
+        let seen = Seen { busy: busy * POINT, charged: charged * POINT, waited: SECOND };
         let company =
             Company { is_beside: true, between: between * POINT, lasted: SECOND, ..Company::default() };
         corrected(granted(1.0), seen, company).trims[1]
     };
-    let whole = 50.0 / 30.5;
-    assert_eq!(trim(50, 45), whole);
-    let half = (1.0 + whole) / 2.0;
-    assert_eq!([trim(40, 45), trim(50, 55)], [half; 2]);
+    let whole = |busy: f64| 50.0 / (busy + 0.5);
+    let half = |busy: f64| (1.0 + whole(busy)) / 2.0;
+    assert_eq!([trim(30, 48, 45), trim(30, 50, 55)], [whole(30.0); 2]);
+    assert_eq!([trim(30, 40, 45), trim(30, 48, 55)], [half(30.0); 2]);
+    // It may be chance.
+    assert_eq!(trim(46, 50, 55), half(46.0));
 }
 
 #[test]
@@ -347,7 +349,7 @@ fn what_a_share_lacked_beside_others_it_has_later() {
     };
     check(30, 3 * POINT, false, 30 * POINT);
     check(30, 3 * POINT, true, 30 * POINT + POINT * 3 / 4);
-    check(70, 7 * POINT, true, 71 * POINT);
+    check(70, 7 * POINT, true, 70 * POINT + POINT * 7 / 4);
     check(99, 9 * POINT, true, 99 * POINT);
     check(100, 10 * POINT, true, SECOND);
 }
