@@ -353,9 +353,10 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         let is_far = seen.busy > granted + granted / THIRD || seen.busy > granted + FAR && !is_held;
         // Kernels look half as long again as they are, and nobody loses what it lacks.
         let is_left = lacks && all + off < SECOND && seen.charged / 3 > seen.busy / 2;
-        // It has used all of its rate, so that it is not the GPU that holds it.
+        // It has used all of its rate and waited all the time, so that it is not the GPU that holds it; nor has it just begun.
         let used_all = seen.charged.saturating_add(POINT) as f64 >= granted as f64 * trims[at];
-        let is_short = lacks && off > 2 * FAR && used_all;
+        let is_short =
+            lacks && off > 2 * FAR && used_all && seen.waited >= SECOND.saturating_sub(seen.busy) / 10 * 9;
         follow = if is_far || off > FAR && (!is_beside || is_left || is_short) {
             1.0
         } else if side * sides[at] < 0 {
