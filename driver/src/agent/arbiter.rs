@@ -38,8 +38,7 @@
 //! **Long kernels beside others** look the longer the more of the GPU is at work, since nearly all of the time one of the
 //! others is: a larger rate is charged more for each kernel, and gains little. So what such a share lacks is followed whole
 //! while more than that is idle, as nobody loses by it; and what one step did not make good is
-//! followed by steps that are two and three times as long, as far as there is room. Followed whole is, too, what is more than
-//! chance where the share has used all of its rate: others have that too much, who are cut for it at the same look.
+//! followed by steps that are two and three times as long, as far as there is room.
 //!
 //! **Alone and beside others** a share has a trim of its own each, as kernels look longer only where others cut in: the one that holds
 //! changes the moment that the first neighbour begins to work or the last one rests, and neither is to be found anew then.
@@ -72,10 +71,8 @@ const FAR: u64 = SECOND / 50;
 const THIRD: u64 = 3;
 /// This part of a debt is paid in a second, by half of what is allowed at most: all at once it would be a loss that others have
 /// to be cut for again. Less where much is owed would let a liar's debts add up. Of one below 0 as much is had back beside
-/// others, who may have had it, but a hundredth of the GPU at most, or a little more of a large part.
+/// others, who may have had it, but a hundredth of the GPU at most.
 const PAYS: u64 = 4;
-/// This part of what is allowed, or that hundredth.
-const BACK: u64 = 32;
 /// So much of what a look says is followed: of the first, alone and beside others, and at least.
 const FOLLOWED: [f64; 2] = [1.0, 0.5];
 const LEAST_FOLLOWED: f64 = 0.25;
@@ -215,7 +212,7 @@ impl Memory {
     /// Who wants nothing yet finds its guarantee when it does, or a little. The whole GPU is that by any trim.
     pub(super) fn rate(mut self, terms: Terms, target: u64, is_beside: bool) -> (u64, Self) {
         self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
-        let back = if is_beside { POINT.max(self.allowed / BACK) } else { 0 };
+        let back = if is_beside { POINT } else { 0 };
         let debt = self.debt.max(-signed(self.allowed / CHANCE));
         let part = (debt / signed(PAYS)).clamp(-signed(back), signed(self.allowed / 2));
         // Nobody has all of the GPU by that: it would be held to nothing.
@@ -353,11 +350,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         let is_far = seen.busy > granted + granted / THIRD || seen.busy > granted + FAR && !is_held;
         // Kernels look half as long again as they are, and nobody loses what it lacks.
         let is_left = lacks && all + off < SECOND && seen.charged / 3 > seen.busy / 2;
-        // It has used all of its rate and waited all the time, so that it is not the GPU that holds it; nor has it just begun.
-        let used_all = seen.charged.saturating_add(POINT) as f64 >= granted as f64 * trims[at];
-        let is_short =
-            lacks && off > 2 * FAR && used_all && seen.waited >= SECOND.saturating_sub(seen.busy) / 10 * 9;
-        follow = if is_far || off > FAR && (!is_beside || is_left || is_short) {
+        follow = if is_far || off > FAR && (!is_beside || is_left) {
             1.0
         } else if side * sides[at] < 0 {
             (follow / 2.0).max(LEAST_FOLLOWED)

@@ -298,22 +298,17 @@ fn what_one_step_did_not_make_good_is_followed_by_longer_ones_as_far_as_there_is
 }
 
 #[test]
-fn what_long_kernels_lack_is_followed_whole_while_more_than_that_is_idle_or_their_rate_alone_holds_them() {
-    let follows = |busy: u64, charged: u64, waited: u64, between: u64| {
-        let seen = Seen { busy: busy * POINT, charged: charged * POINT, waited: waited * POINT };
+fn what_long_kernels_lack_is_followed_whole_while_more_than_that_is_idle() {
+    let trim = |charged: u64, between: u64| {
+        let seen = Seen { busy: 30 * POINT, charged: charged * POINT, waited: SECOND };
         let company =
             Company { is_beside: true, between: between * POINT, lasted: SECOND, ..Company::default() };
-        let more = 50.0 / (busy as f64 + 0.5) - 1.0;
-        (corrected(granted(1.0), seen, company).trims[1] - 1.0) / more
+        corrected(granted(1.0), seen, company).trims[1]
     };
-    let check = |looks: &[f64], expected: f64| {
-        assert!(looks.iter().all(|look| (look - expected).abs() < 1e-9), "{looks:?}");
-    };
-    check(&[follows(30, 48, 60, 45), follows(30, 50, 70, 55)], 1.0);
-    // Others would lose by it, it has not used all, or had something else to do.
-    check(&[follows(30, 40, 70, 45), follows(30, 48, 70, 55), follows(30, 50, 60, 55)], 0.5);
-    // It may be chance.
-    check(&[follows(46, 50, 70, 55)], 0.5);
+    let whole = 50.0 / 30.5;
+    assert_eq!(trim(50, 45), whole);
+    let half = (1.0 + whole) / 2.0;
+    assert_eq!([trim(40, 45), trim(50, 55)], [half; 2]);
 }
 
 #[test]
@@ -352,7 +347,7 @@ fn what_a_share_lacked_beside_others_it_has_later() {
     };
     check(30, 3 * POINT, false, 30 * POINT);
     check(30, 3 * POINT, true, 30 * POINT + POINT * 3 / 4);
-    check(70, 7 * POINT, true, 70 * POINT + POINT * 7 / 4);
+    check(70, 7 * POINT, true, 71 * POINT);
     check(99, 9 * POINT, true, 99 * POINT);
     check(100, 10 * POINT, true, SECOND);
 }
