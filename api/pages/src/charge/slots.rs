@@ -1,7 +1,7 @@
 //! Who has a slot on a page, and what becomes of the slots of the dead.
 //!
-//! A slot is free, claimed for a moment, its owner's, or a dead one's; it is freed only by who has settled the page after having
-//! seen it dead ([`super`] says why), and whoever frees it charges the share what its owner had of the GPU and did not pay.
+//! A slot is free, claimed for a moment, its owner's, or a dead one's. One that held bytes is freed only by who has settled the
+//! page after having seen it dead ([`super`] says why); whoever frees one charges the share what its owner had of the GPU and did not pay.
 
 use super::{NoSlot, Peers, changed};
 use crate::account::{

@@ -321,6 +321,13 @@ mod tests {
     }
 
     #[test]
+    fn of_kernels_that_fit_a_slice_it_is_left_out_though_one_in_fifty_alone_is_not_cut() {
+        let adds = |number: u64| if number < 16 || number.is_multiple_of(50) { 0 } else { SLICE };
+        let charged = charged(1_000_000, adds, true);
+        assert!((0.9..1.15).contains(&charged), "{charged}");
+    }
+
+    #[test]
     fn of_kernels_that_fit_a_slice_it_is_left_out_though_most_are_cut_but_for_a_quarter() {
         let cuts = [0, SLICE / 2, 0, SLICE, SLICE * 2];
         let mean = cuts.iter().sum::<u64>() / cuts.len() as u64;
