@@ -43,4 +43,4 @@ pub use queue::GpuQueue;
 pub use raw::CgroupMemory;
 pub use read::{Description, Fabric, GpuReading, Links, RawInstance, RawMig, Snapshot, State};
 pub use session::{Closing, Limits, Session};
-pub use usage::ProcessUse;
+pub use usage::{ProcessTimes, ProcessUse};

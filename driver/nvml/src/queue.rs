@@ -7,11 +7,10 @@ use crate::job::{self, Shared, StuckCall, Worker};
 use crate::raw::CgroupMemory;
 use crate::read::{Description, RawInstance, State};
 use crate::session::Limits;
-use crate::usage::ProcessUse;
+use crate::usage::{ProcessTimes, ProcessUse};
 use divvy_api::GpuUuid;
 use divvy_model::inventory::{ComputeInstance, MigMode};
 use divvy_model::placement::Placement;
-use std::collections::BTreeMap;
 use std::future::Future;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -76,8 +75,8 @@ impl GpuQueue {
     }
 
     /// How much of the GPU's time processes had since that time of the system clock, in microseconds, or for as long
-    /// as the GPU driver remembers: per cent by process id, without those that had none. None where it does not say.
-    pub async fn times(&self, since_us: u64) -> Result<Option<BTreeMap<u32, u32>>, NvmlError> {
+    /// as the GPU driver remembers. None where it does not say.
+    pub async fn times(&self, since_us: u64) -> Result<Option<ProcessTimes>, NvmlError> {
         let call = "nvmlDeviceGetProcessUtilization";
         self.submit(call, self.limits.query, move |worker| worker.times(since_us)).await
     }

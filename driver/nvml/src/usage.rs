@@ -18,10 +18,19 @@ pub struct ProcessUse {
     pub bytes: Option<u64>,
 }
 
+/// How much of a GPU's time its processes had, by samples that the GPU driver takes a few times a second.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ProcessTimes {
+    /// Per cent by process id, without those that had none.
+    pub percent: BTreeMap<u32, u32>,
+    /// When the last sample was taken, in microseconds of the system clock: what is asked for from there on begins
+    /// where this ends. None where nobody had any.
+    pub until_us: Option<u64>,
+}
+
 impl Worker {
-    /// Per cent by process id, of those that had some time since then; none where the GPU driver does not say, as
-    /// with MIG on.
-    pub(crate) fn times(&mut self, since_us: u64) -> Result<Option<BTreeMap<u32, u32>>, NvmlError> {
+    /// Of those that had some time since then; none where the GPU driver does not say, as with MIG on.
+    pub(crate) fn times(&mut self, since_us: u64) -> Result<Option<ProcessTimes>, NvmlError> {
         let device = self.device()?;
         let read = self.call("nvmlDeviceGetProcessUtilization", |nvml| nvml.utilization(device, since_us));
         let samples = match read {
@@ -34,7 +43,9 @@ impl Worker {
             let known = newest.entry(pid).or_insert((at_us, percent));
             *known = (*known).max((at_us, percent));
         }
-        Ok(Some(newest.into_iter().map(|(pid, (_, percent))| (pid, percent.min(100))).collect()))
+        let until_us = newest.values().map(|(at_us, _)| *at_us).max();
+        let percent = newest.into_iter().map(|(pid, (_, percent))| (pid, percent.min(100))).collect();
+        Ok(Some(ProcessTimes { percent, until_us }))
     }
 
     /// One entry for each process and instance. A process that computes and draws is in

@@ -17,9 +17,13 @@
 //! have just begun look long until the library knows them, and a trim that was found for that is too large a moment later. To lie about
 //! waiting gains nothing: over any time a share has its target's worth and at most a second more.
 //!
-//! **The start.** What a share had too little in its first second or two it does not get back: nothing was known of its kernels
-//! then, and its part would be too large for several seconds more. What it had too much it pays all the same, or there would be
-//! something to gain by a start.
+//! **The start.** What a share had too little in its first second or two it does not get back, neither later nor then: nothing
+//! was known of its kernels, and its part would be too large for several seconds more. What it had too much it pays all the same, or there
+//! would be something to gain by a start. Of its first look a half is followed at most, as its kernels look longest then: the
+//! library has measured few of them, and NVML may tell of a moment before it began.
+//!
+//! **What held when.** What NVML tells ends a little before a look ([`super::desk`] knows how long), so what a share had came in part of
+//! the trim before the last, and is held against the mean of the two.
 //!
 //! **How much longer a kernel may look.** What the library measures are stretches of the clock, and in each
 //! either the share's own kernels ran or those of others. So what it believes to have had is no more
@@ -37,7 +41,8 @@
 //!
 //! **Long kernels beside others** look the longer the more of the GPU is at work, since nearly all of the time one of the
 //! others is: a larger rate is charged more for each kernel, and gains little. So what such a share lacks is followed whole
-//! while more than that is idle, as nobody loses by it; and what one step did not make good is
+//! while more than that is idle, as nobody loses by it, and where the share has used all of its rate and waited for more all
+//! the time, as then its rate alone holds it; and what one step did not make good is
 //! followed by steps that are two and three times as long, as far as there is room.
 //!
 //! **Alone and beside others** a share has a trim of its own each, as kernels look longer only where others cut in: the one that holds
@@ -213,7 +218,9 @@ impl Memory {
     pub(super) fn rate(mut self, terms: Terms, target: u64, is_beside: bool) -> (u64, Self) {
         self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
         let back = if is_beside { POINT } else { 0 };
-        let debt = self.debt.max(-signed(self.allowed / CHANCE));
+        // What it lacks while it begins it does not get back then either: by what it had with that its trim would be too large.
+        let most = if self.worked < START { 0 } else { signed(self.allowed / CHANCE) };
+        let debt = self.debt.max(-most);
         let part = (debt / signed(PAYS)).clamp(-signed(back), signed(self.allowed / 2));
         // Nobody has all of the GPU by that: it would be held to nothing.
         self.granted = self.allowed.saturating_add_signed(-part).min(self.allowed.max(FULL));
@@ -225,6 +232,10 @@ impl Memory {
     /// Of a share that is not held to anything.
     pub(super) fn free(self) -> Self {
         Self { granted: SECOND, allowed: SECOND, ..self }
+    }
+
+    pub(super) fn trim(&self, is_beside: bool) -> f64 {
+        self.trims[usize::from(is_beside)]
     }
 
     /// What it was granted, and what it would have been without its debt; nanoseconds a second.
@@ -258,7 +269,7 @@ impl Memory {
 }
 
 /// Beside whom a share was in the second that was seen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Company {
     /// Others worked for most of it.
     pub(super) is_beside: bool,
@@ -270,15 +281,19 @@ pub(super) struct Company {
     pub(super) between: u64,
     /// How long that was, in nanoseconds.
     pub(super) lasted: u64,
+    /// The trim that held meanwhile, by the mean; none: the last.
+    pub(super) held: Option<f64>,
 }
 
 /// The trim and the debt after what was seen since the last look, for which so much was granted.
 pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory {
     let Memory { mut trims, mut follows, mut sides, granted, allowed, mut believed, debt, lacked, worked } =
         memory;
-    let Company { is_beside, has_changed, has_moved, between, lasted } = company;
+    let Company { is_beside, has_changed, has_moved, between, lasted, held } = company;
     let at = usize::from(is_beside);
     let (mut trim, mut follow) = (trims[at], follows[at]);
+    // What was seen came of this one.
+    let held = held.unwrap_or(trim);
     if granted == 0 {
         return memory;
     }
@@ -295,7 +310,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     // Deep in debt it is not believed again, so that what it had beyond its target never adds up.
     let is_sound = debt <= signed(limit);
     // An honest share that is held up has used all of its rate, and that is no more than such kernels look.
-    let is_honest = most(seen.busy + QUANTUM) >= granted as f64 * trim;
+    let is_honest = most(seen.busy + QUANTUM) >= granted as f64 * held;
     let had = if is_granted { granted } else { seen.busy };
     let more = i128::from(signed(had) - signed(allowed)) * i128::from(lasted) / i128::from(SECOND);
     let least = match (lacks && is_honest, believed) {
@@ -307,7 +322,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
     let more = i64::try_from(more).unwrap_or(i64::MAX);
     let debt = debt.saturating_add(more).clamp(-signed(least), signed(most_owed));
     let before = worked;
-    let worked = if seen.busy > 0 && !has_moved { worked.saturating_add(lasted).min(START) } else { worked };
+    let worked = if seen.busy > 0 { worked.saturating_add(lasted).min(START) } else { worked };
     let debt = if worked == START && before < START { debt.max(0) } else { debt };
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
     // What the trim would be by this look alone.
@@ -315,9 +330,9 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         // What was granted when and what was had when are not known so well that anything follows.
         None
     } else if is_exact {
-        is_held.then_some(trim)
+        is_held.then_some(held)
     } else if seen.busy > granted {
-        let less = trim * granted as f64 / seen.busy as f64;
+        let less = held * granted as f64 / seen.busy as f64;
         // Who does not use what its rate allows for is not cut by a rate that is a little less, and more than the whole cannot
         // be seen. To have been charged less than it was only makes it less. Who is to have nearly all of it has not much more
         // by having all.
@@ -334,7 +349,7 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
             let room = u8::try_from((SECOND.saturating_sub(all)) / ROOM).unwrap_or(STEPS);
             lacked.saturating_sub(1).min(room).clamp(1, STEPS)
         };
-        Some(trim * (granted as f64 / (seen.busy + QUANTUM) as f64).powi(steps.into()))
+        Some(held * (granted as f64 / (seen.busy + QUANTUM) as f64).powi(steps.into()))
     } else {
         None
     };
@@ -350,7 +365,11 @@ pub(super) fn corrected(memory: Memory, seen: Seen, company: Company) -> Memory 
         let is_far = seen.busy > granted + granted / THIRD || seen.busy > granted + FAR && !is_held;
         // Kernels look half as long again as they are, and nobody loses what it lacks.
         let is_left = lacks && all + off < SECOND && seen.charged / 3 > seen.busy / 2;
-        follow = if is_far || off > FAR && (!is_beside || is_left) {
+        // Its rate alone holds it: it has used all of that, and waited whenever it did not work.
+        let used_all = seen.charged.saturating_add(POINT) as f64 >= granted as f64 * trims[at];
+        let is_short =
+            lacks && off > 2 * FAR && used_all && seen.waited >= SECOND.saturating_sub(seen.busy) / 10 * 9;
+        follow = if is_far || off > FAR && (!is_beside || before > 0 && (is_left || is_short)) {
             1.0
         } else if side * sides[at] < 0 {
             (follow / 2.0).max(LEAST_FOLLOWED)

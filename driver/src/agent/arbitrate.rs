@@ -87,13 +87,13 @@ mod tests {
             orders(&[*standing])[0]
         };
         let idle = Some(BTreeMap::new());
-        let (metered, _, mut memory) = meter(first, &idle, Memory::default(), at);
+        let (metered, _, mut memory) = meter(first, &idle, None, Memory::default(), at);
         let mut order = decided(&standings(first, &idle, &metered, &BTreeMap::new()));
         assert_eq!(order.rate, Some(30 * POINT));
         for look in others {
             at += Duration::from_secs(2);
             let had = [(first.shares[0].key(), Had { memory: order.memory, ..Had::default() })].into();
-            let (metered, _, after) = meter(look, times, memory, at);
+            let (metered, _, after) = meter(look, times, None, memory, at);
             (order, memory) = (decided(&standings(look, times, &metered, &had)), after);
         }
         order.rate.expect("it is limited") / POINT
@@ -121,7 +121,7 @@ mod tests {
     #[test]
     fn who_has_used_all_of_its_rate_and_waits_a_little_wants_all_that_it_may_have() {
         let (first, idle, at) = (look(5, 5), Some(BTreeMap::new()), Instant::now());
-        let (metered, _, memory) = meter(&first, &idle, Memory::default(), at);
+        let (metered, _, memory) = meter(&first, &idle, None, Memory::default(), at);
         let [(0, standing)] = standings(&first, &idle, &metered, &BTreeMap::new())[..] else {
             panic!("one share")
         };
@@ -131,7 +131,7 @@ mod tests {
         let wants = |charged: u64| {
             let second = look(5 + 2 * charged * POINT, 5 + 10 * POINT);
             let times = times(&[(7, 20)]);
-            let (metered, ..) = meter(&second, &times, memory.clone(), at + Duration::from_secs(2));
+            let (metered, ..) = meter(&second, &times, None, memory.clone(), at + Duration::from_secs(2));
             standings(&second, &times, &metered, &had)[0].1.wants / POINT
         };
         assert_eq!([wants(30), wants(20)], [30, 26]);
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn nothing_is_decided_where_nothing_is_known() {
         let found = |look: &Look, times: &Times| {
-            let (metered, ..) = meter(look, times, Memory::default(), Instant::now());
+            let (metered, ..) = meter(look, times, None, Memory::default(), Instant::now());
             standings(look, times, &metered, &BTreeMap::new())
         };
         assert!(found(&look(0, 0), &None).is_empty());
@@ -162,7 +162,7 @@ mod tests {
         let look = look(0, 0);
         let wants = |had: &BTreeMap<Key, Had>, busy: u32| {
             let times = times(&[(7, busy)]);
-            let (metered, ..) = meter(&look, &times, Memory::default(), Instant::now());
+            let (metered, ..) = meter(&look, &times, None, Memory::default(), Instant::now());
             standings(&look, &times, &metered, had)[0].1.wants / POINT
         };
         assert_eq!([wants(&BTreeMap::new(), 5), wants(&BTreeMap::new(), 0)], [30, 0]);

@@ -18,15 +18,15 @@ impl Sources {
         &self,
         gpu: GpuUuid,
         found: Vec<Found>,
-        Asked { uses, kept, times }: Asked,
+        Asked { uses, kept, times, until }: Asked,
         memory: Memory,
     ) -> (Memory, Vec<Report>, Option<Vec<ShareNow>>) {
         let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
         let look = gather::look(found, &self.files, uses, &memory.processes, process_root, cgroup_root);
         let look = Look { kept, ..look };
         let now = Instant::now();
-        let (metered, since, of_meter) = meter::meter(&look, &times, memory.meter.clone(), now);
-        let had = self.bell.since(gpu);
+        let (metered, since, of_meter) = meter::meter(&look, &times, until, memory.meter.clone(), now);
+        let had = self.bell.since(gpu, until.map(meter::Until::ago).unwrap_or_default());
         self.divide(gpu, &look, &times, &metered, &had);
         let (forged, balances) = balance::beyond(&look, &metered, &had, &memory.balances, since, bell::now());
         let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);

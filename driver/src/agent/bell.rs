@@ -8,7 +8,7 @@
 //! What is written ends by itself, a closed gate soonest, so that a node whose agent is gone keeps nobody out. An
 //! agent that ends in order opens the gates that it closed.
 
-use super::desk::{Desk, Had, Planned};
+use super::desk::{Desk, Had, Moved, Planned};
 use super::door;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::GpuUuid;
@@ -46,13 +46,13 @@ struct Common {
 }
 
 impl Bell {
-    /// What the shares of a GPU were granted since this was last asked.
-    pub(super) fn since(&self, gpu: GpuUuid) -> BTreeMap<Key, Had> {
-        self.common.desk().since(gpu, now())
+    /// What the shares of a GPU were granted since this was last asked, up to so long ago.
+    pub(super) fn since(&self, gpu: GpuUuid, ago: Duration) -> BTreeMap<Key, Had> {
+        self.common.desk().since(gpu, now().saturating_sub(ago.as_nanos() as u64))
     }
 
     /// Returns when more or fewer shares work on GPUs: these.
-    pub(super) async fn moved(&self) -> Vec<GpuUuid> {
+    pub(super) async fn moved(&self) -> Vec<Moved> {
         loop {
             self.common.moved.notified().await;
             let moved = self.common.desk().moved();
@@ -190,8 +190,9 @@ mod tests {
         let moved = async || tokio::time::timeout(Duration::from_secs(60), bell.moved()).await;
         plan(0);
         launch(&other);
-        assert_eq!(moved().await, Ok(vec![GPU]), "it rang");
-        assert_eq!(moved().await, Ok(vec![GPU]), "it rests");
+        let of = |is_first| Ok(vec![Moved { gpu: GPU, is_first }]);
+        assert_eq!(moved().await, of(true), "it rang");
+        assert_eq!(moved().await, of(false), "it rests");
         plan(0);
         plan(0);
         assert!(!bell.common.desk().has_moved());

@@ -3,6 +3,7 @@
 //! Nothing is written that is there already, so that a node on which nothing happens writes a grant a second for
 //! each share that is limited. What is kept of a page goes by its file: one that was made anew is another share's.
 
+mod past;
 mod seat;
 
 use super::arbiter::{self, Company};
@@ -42,6 +43,14 @@ pub(super) struct Had {
     pub(super) company: Company,
 }
 
+/// More or fewer shares of a GPU work than did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Moved {
+    pub(super) gpu: GpuUuid,
+    /// One of them for the first time.
+    pub(super) is_first: bool,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Desk(BTreeMap<GpuUuid, Gpu>);
 
@@ -53,14 +62,17 @@ struct Gpu {
     /// How many work, as far as is known, and whether that was another number since it was last asked.
     workers: usize,
     has_moved: bool,
+    /// One of them does for the first time.
+    has_begun: bool,
     /// When something is to be done though nobody rings.
     next: u64,
 }
 
 impl Desk {
-    pub(super) fn since(&mut self, gpu: GpuUuid, now: u64) -> BTreeMap<Key, Had> {
+    /// What each share had since this was last asked, up to then.
+    pub(super) fn since(&mut self, gpu: GpuUuid, until: u64) -> BTreeMap<Key, Had> {
         let seats = self.0.get_mut(&gpu).map(|gpu| gpu.shares.as_mut_slice()).unwrap_or_default();
-        seats.iter_mut().map(|seat| (seat.key.clone(), seat.had(now))).collect()
+        seats.iter_mut().map(|seat| (seat.key.clone(), seat.had(until))).collect()
     }
 
     /// Says whether the thread has anything to do with it that it had not.
@@ -103,10 +115,12 @@ impl Desk {
     }
 
     /// The GPUs on which more or fewer work since this was last asked.
-    pub(super) fn moved(&mut self) -> Vec<GpuUuid> {
-        let moved =
-            self.0.iter_mut().filter_map(|(gpu, of)| std::mem::take(&mut of.has_moved).then_some(*gpu));
-        moved.collect()
+    pub(super) fn moved(&mut self) -> Vec<Moved> {
+        let moved = |(gpu, of): (&GpuUuid, &mut Gpu)| {
+            let is_first = std::mem::take(&mut of.has_begun);
+            std::mem::take(&mut of.has_moved).then_some(Moved { gpu: *gpu, is_first })
+        };
+        self.0.iter_mut().filter_map(moved).collect()
     }
 
     /// Whether there are any.
@@ -186,6 +200,10 @@ impl Gpu {
         self.next = next;
         let workers = self.shares.iter().filter(|seat| seat.is_at_work()).count();
         self.has_moved |= std::mem::replace(&mut self.workers, workers) != workers;
+        for seat in self.shares.iter_mut().filter(|seat| seat.is_at_work()) {
+            self.has_begun |= !std::mem::replace(&mut seat.has_worked, true);
+        }
+        self.has_moved |= self.has_begun;
         has_changed
     }
 }

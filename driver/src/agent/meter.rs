@@ -19,6 +19,7 @@ pub(super) type Times = Option<BTreeMap<u32, u32>>;
 pub(super) struct Memory {
     slots: BTreeMap<(ClaimUid, ShareId), BTreeMap<usize, Said>>,
     at: Option<Instant>,
+    until: Option<Until>,
 }
 
 /// Nanoseconds charged and waited, by the owner of a slot.
@@ -29,13 +30,49 @@ struct Said {
     waited: u64,
 }
 
+/// How long NVML's samples may be apart: what it says ends no longer ago than this.
+const LAG: Duration = Duration::from_secs(1);
+
 impl Memory {
-    /// The time from which NVML is to be asked, in microseconds of the system clock.
+    /// The time from which NVML is to be asked, in microseconds of the system clock: where it ended the last time, unless
+    /// the clock was set since then.
     pub(super) fn since_us(&self) -> u64 {
-        let ago = self.at.map_or(Duration::from_secs(1), |at| at.elapsed());
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        now.saturating_sub(ago).as_micros() as u64
+        let since = self.at.map_or(LAG, |at| at.elapsed());
+        let of_clock = micros(wall().saturating_sub(since));
+        let is_known = |until: &Until| {
+            let now = until.us.saturating_add(micros(until.at.elapsed()));
+            now.abs_diff(micros(wall())) < micros(LAG)
+        };
+        self.until.filter(is_known).map_or(of_clock, |until| until.us)
     }
+}
+
+/// Up to when NVML told what processes had.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Until {
+    /// Of the system clock, as NVML has it.
+    us: u64,
+    at: Instant,
+}
+
+impl Until {
+    /// None where that is no time at which a sample can just have been taken.
+    pub(super) fn of(us: u64) -> Option<Self> {
+        let ago = wall().checked_sub(Duration::from_micros(us)).filter(|ago| *ago <= LAG)?;
+        Some(Self { us, at: Instant::now().checked_sub(ago)? })
+    }
+
+    pub(super) fn ago(self) -> Duration {
+        self.at.elapsed()
+    }
+}
+
+fn wall() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Of one share, in nanoseconds a second.
@@ -51,6 +88,7 @@ pub(super) struct Metered {
 pub(super) fn meter(
     look: &Look,
     times: &Times,
+    until: Option<Until>,
     memory: Memory,
     now: Instant,
 ) -> (Vec<Metered>, Option<Duration>, Memory) {
@@ -77,7 +115,7 @@ pub(super) fn meter(
         });
         slots.insert(share.key(), of_share);
     }
-    (all, since, Memory { slots, at: Some(now) })
+    (all, since, Memory { slots, at: Some(now), until })
 }
 
 /// Of so many per cent: nanoseconds a second.
@@ -202,11 +240,11 @@ mod tests {
     #[test]
     fn what_a_share_had_is_of_the_time_since_the_last_look() {
         let begin = Instant::now();
-        let (metered, since, memory) = meter(&look(5, 5), &times(&[(7, 20)]), Memory::default(), begin);
+        let (metered, since, memory) = meter(&look(5, 5), &times(&[(7, 20)]), None, Memory::default(), begin);
         assert_eq!((metered, since), (vec![Metered { busy: Some(SECOND / 5), said: None }], None));
         let later = look(5 + SECOND, 5 + 3 * SECOND);
         let two = Duration::from_secs(2);
-        let (metered, since, _) = meter(&later, &times(&[(7, 40)]), memory.clone(), begin + two);
+        let (metered, since, _) = meter(&later, &times(&[(7, 40)]), None, memory.clone(), begin + two);
         let said = Some((SECOND / 2, SECOND / 2 * 3));
         assert_eq!(
             (metered.as_slice(), since),
@@ -226,16 +264,36 @@ mod tests {
     #[test]
     fn what_nobody_knows_is_not_told() {
         let now = Instant::now();
-        let (metered, ..) = meter(&look(0, 0), &None, Memory::default(), now);
+        let (metered, ..) = meter(&look(0, 0), &None, None, Memory::default(), now);
         assert_eq!(metered, [Metered::default()]);
         let mut instance = look(0, 0);
         instance.shares[0].policy.mig = Some(GpuUuid([7; 16]));
-        let (metered, ..) = meter(&instance, &times(&[(7, 40)]), Memory::default(), now);
+        let (metered, ..) = meter(&instance, &times(&[(7, 40)]), None, Memory::default(), now);
         assert_eq!(metered, [Metered::default()]);
         // Whose the memory of a process with two shares is.
         let mut scene = Scene::share(10_000);
         scene.second_share(10_000).process(7).has(20);
         let told = told(&scene.look(), &[], 0);
         assert_eq!(told.iter().map(|now| now.memory_measured_bytes).collect::<Vec<_>>(), [None, None]);
+    }
+
+    #[test]
+    fn nvml_is_asked_from_where_it_ended_unless_that_is_no_time_to_go_by() {
+        let now = micros(wall());
+        let since = |us: Option<u64>, at: Option<Instant>| {
+            let until = us.and_then(Until::of);
+            Memory { at, until, ..Memory::default() }.since_us()
+        };
+        let at = Some(Instant::now());
+        assert_eq!(since(Some(now - 150_000), at), now - 150_000);
+        // Nothing was told, or by a clock that is not this one's: from the last look, or a second ago.
+        for us in [None, Some(0), Some(now + 5_000_000), Some(now - 5_000_000)] {
+            assert!(since(us, at).abs_diff(now) < 500_000, "{us:?}");
+            assert!(since(us, None).abs_diff(now - 1_000_000) < 500_000, "{us:?}");
+        }
+        // The clock was set.
+        let until = Until { us: now + 60_000_000, at: Instant::now() };
+        let memory = Memory { at, until: Some(until), ..Memory::default() };
+        assert!(memory.since_us().abs_diff(now) < 500_000);
     }
 }

@@ -176,6 +176,7 @@ struct Asked {
     /// Containers whose limit it keeps, by id.
     kept: BTreeSet<String>,
     times: meter::Times,
+    until: Option<meter::Until>,
 }
 
 impl Agent {
@@ -336,7 +337,8 @@ impl Agent {
         let uses = queue.usage().await?;
         let uses = uses.into_iter().filter_map(|usage| place(gpu, &inventory, usage)).collect();
         let times = queue.times(since_us).await?;
-        Ok(Asked { uses, kept, times })
+        let until = times.as_ref().and_then(|times| times.until_us).and_then(meter::Until::of);
+        Ok(Asked { uses, kept, times: times.map(|times| times.percent), until })
     }
 }
 

@@ -6,8 +6,9 @@
 //!
 //! The first look comes when NVML, which samples six times a second, has seen none but those who work now in what
 //! it will say at the second. Who comes and goes all the time is met on the mean of a second: it brings no more looks than
-//! these few in each [`REST`].
+//! these few in each [`REST`]. Who begins for the first time is known least of and comes once: that brings looks whenever it is.
 
+use super::desk::Moved;
 use divvy_pages::GpuUuid;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 pub(super) const FIRST: Duration = Duration::from_millis(250);
 pub(super) const PAUSE: Duration = Duration::from_millis(500);
 /// Looks follow each other fast for so long.
-const LASTS: Duration = Duration::from_millis(1800);
+const LASTS: Duration = Duration::from_millis(2800);
 /// And not again within so long.
 const REST: Duration = Duration::from_secs(5);
 
@@ -27,13 +28,19 @@ pub(super) struct Soon(BTreeMap<GpuUuid, Instant>);
 impl Soon {
     /// More or fewer work on these GPUs: whether a look is to come in [`FIRST`]. Not where one comes soon in any case, which
     /// is put off for nobody.
-    pub(super) fn begin(&mut self, moved: Vec<GpuUuid>, now: Instant) -> bool {
-        self.0.retain(|_, since| now.duration_since(*since) < REST);
-        let (is_any, before) = (self.is_any(now), self.0.len());
-        for gpu in moved {
-            self.0.entry(gpu).or_insert(now);
+    pub(super) fn begin(&mut self, moved: Vec<Moved>, now: Instant) -> bool {
+        let is_any = self.is_any(now);
+        let mut has_begun = false;
+        for Moved { gpu, is_first } in moved {
+            // What changes together is one change.
+            let rest = if is_first { PAUSE } else { REST };
+            if self.0.get(&gpu).is_none_or(|since| now.duration_since(*since) >= rest) {
+                self.0.insert(gpu, now);
+                has_begun = true;
+            }
         }
-        !is_any && self.0.len() > before
+        self.0.retain(|_, since| now.duration_since(*since) < REST);
+        !is_any && has_begun
     }
 
     /// Whether this GPU is looked at though its audit is not due.
@@ -53,14 +60,22 @@ mod tests {
 
     const GPU: GpuUuid = GpuUuid([1; 16]);
     const OTHER: GpuUuid = GpuUuid([2; 16]);
+    /// What one change brings.
+    const FEW: [u64; 6] = [250, 750, 1250, 1750, 2250, 2750];
 
-    /// The looks that changes so many milliseconds after the first bring, in milliseconds.
-    fn looks(changes: &[u64], until: u64) -> Vec<u64> {
+    fn moved(gpu: GpuUuid) -> Vec<Moved> {
+        vec![Moved { gpu, is_first: false }]
+    }
+
+    /// The looks that changes so many milliseconds after the first bring, and those who begin for the first time, in
+    /// milliseconds.
+    fn looks(changes: &[u64], firsts: &[u64], until: u64) -> Vec<u64> {
         let begin = Instant::now();
         let at = |ms: u64| begin + Duration::from_millis(ms);
         let (mut soon, mut next, mut looks) = (Soon::default(), None, Vec::new());
         for ms in 0..until {
-            if changes.contains(&ms) && soon.begin(vec![GPU], at(ms)) {
+            let is_first = firsts.contains(&ms);
+            if (is_first || changes.contains(&ms)) && soon.begin(vec![Moved { gpu: GPU, is_first }], at(ms)) {
                 next = Some(ms + FIRST.as_millis() as u64);
             }
             if next == Some(ms) {
@@ -75,17 +90,23 @@ mod tests {
     #[test]
     fn a_look_is_not_put_off_for_another_gpu() {
         let (mut soon, now) = (Soon::default(), Instant::now());
-        assert!(soon.begin(vec![GPU], now));
-        assert!(!soon.begin(vec![OTHER], now + FIRST / 2));
+        assert!(soon.begin(moved(GPU), now));
+        assert!(!soon.begin(moved(OTHER), now + FIRST / 2));
         assert!(soon.has(&OTHER, now + FIRST));
     }
 
     #[test]
     fn a_change_brings_a_few_looks_and_many_changes_no_more() {
-        let few = [250, 750, 1250, 1750];
-        assert_eq!(looks(&[0], 20_000), few);
-        assert_eq!(looks(&[0, 100, 600, 4900], 20_000), few);
+        assert_eq!(looks(&[0], &[], 20_000), FEW);
+        assert_eq!(looks(&[0, 100, 600, 4900], &[], 20_000), FEW);
         let all: Vec<u64> = (0..10_000).collect();
-        assert_eq!(looks(&all, 10_000).len(), 2 * few.len());
+        assert_eq!(looks(&all, &[], 10_000).len(), 2 * FEW.len());
+    }
+
+    #[test]
+    fn who_begins_for_the_first_time_brings_looks_though_there_were_some() {
+        let next = FEW.map(|ms| 4000 + ms);
+        assert_eq!(looks(&[0, 3900], &[4000, 4100], 20_000), [FEW, next].concat());
+        assert_eq!(looks(&[0], &[600], 20_000), [&FEW[..], &[3250]].concat(), "and has them go on");
     }
 }

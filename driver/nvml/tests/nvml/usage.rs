@@ -3,9 +3,10 @@
 use crate::world::World;
 use divvy_model::inventory::MigMode;
 use divvy_model::placement::Placement;
-use divvy_nvml::{CgroupMemory, Code, GpuQueue, Limits, ProcessUse};
+use divvy_nvml::{CgroupMemory, Code, GpuQueue, Limits, ProcessTimes, ProcessUse};
 use divvy_sim::state::{Process, ProcessKind};
 use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const MIB: u64 = 1 << 20;
 
@@ -101,11 +102,17 @@ async fn the_time_of_each_process_is_told_as_long_as_there_is_no_instance() {
     let world = World::new("H100-SXM5-80GB");
     let session = world.open(Limits::default());
     let queue = world.queue(&session, 0);
-    assert_eq!(queue.times(0).await, Ok(Some([].into())));
+    assert_eq!(queue.times(0).await, Ok(Some(ProcessTimes::default())));
     run(&world, 7, ProcessKind::Compute, None, 300);
     run(&world, 8, ProcessKind::Compute, None, 300);
     // What the simulator says of processes that do nothing.
-    assert_eq!(queue.times(0).await, Ok(Some([(7, 30), (8, 30)].into())));
+    let told = queue.times(0).await.expect("an answer").expect("times");
+    assert_eq!(told.percent, [(7, 30), (8, 30)].into());
+    let ago = |us: u64| SystemTime::now().duration_since(UNIX_EPOCH + Duration::from_micros(us));
+    assert!(
+        told.until_us.is_some_and(|us| ago(us).is_ok_and(|ago| ago < Duration::from_secs(60))),
+        "{told:?}"
+    );
     world.change(|state| state.gpus[0].processes.clear());
     queue.set_mig_mode(MigMode::On).await.expect("MIG mode");
     assert_eq!(queue.times(0).await, Ok(None));

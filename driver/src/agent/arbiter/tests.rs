@@ -298,17 +298,44 @@ fn what_one_step_did_not_make_good_is_followed_by_longer_ones_as_far_as_there_is
 }
 
 #[test]
-fn what_long_kernels_lack_is_followed_whole_while_more_than_that_is_idle() {
-    let trim = |charged: u64, between: u64| {
-        let seen = Seen { busy: 30 * POINT, charged: charged * POINT, waited: SECOND };
+fn what_long_kernels_lack_is_followed_whole_while_more_than_that_is_idle_or_their_rate_alone_holds_them() {
+    let follows = |memory: Memory, busy: u64, charged: u64, waited: u64, between: u64| {
+        let seen = Seen { busy: busy * POINT, charged: charged * POINT, waited: waited * POINT };
         let company =
             Company { is_beside: true, between: between * POINT, lasted: SECOND, ..Company::default() };
-        corrected(granted(1.0), seen, company).trims[1]
+        let more = 50.0 / (busy as f64 + 0.5) - 1.0;
+        (corrected(memory, seen, company).trims[1] - 1.0) / more
     };
-    let whole = 50.0 / 30.5;
-    assert_eq!(trim(50, 45), whole);
-    let half = (1.0 + whole) / 2.0;
-    assert_eq!([trim(40, 45), trim(50, 55)], [half; 2]);
+    let check = |looks: &[f64], expected: f64| {
+        assert!(looks.iter().all(|look| (look - expected).abs() < 1e-9), "{looks:?}");
+    };
+    let known = granted(1.0);
+    check(&[follows(known, 30, 48, 60, 45), follows(known, 30, 50, 70, 55)], 1.0);
+    // Others would lose by it, it has not used all, or had something else to do.
+    check(
+        &[follows(known, 30, 40, 70, 45), follows(known, 30, 48, 70, 55), follows(known, 30, 50, 60, 55)],
+        0.5,
+    );
+    // It may be chance.
+    check(&[follows(known, 46, 50, 70, 55)], 0.5);
+    // It has only just begun: its kernels are not known.
+    let begins = Memory { worked: 0, ..known };
+    check(&[follows(begins, 30, 48, 60, 45), follows(begins, 30, 50, 70, 55)], 0.5);
+}
+
+#[test]
+fn what_a_share_had_is_held_against_the_trim_that_held_meanwhile() {
+    let trim = |busy: u64, held: Option<f64>| {
+        let seen = Seen { busy: busy * POINT, charged: busy * POINT, waited: SECOND };
+        let company =
+            Company { is_beside: true, between: 40 * POINT, lasted: SECOND, held, ..Company::default() };
+        corrected(granted(2.0), seen, company).trims[1]
+    };
+    let check = |trim: f64, seen: f64| assert!((trim - (2.0 + seen) / 2.0).abs() < 1e-9, "{trim}");
+    check(trim(45, None), 2.0 * 50.0 / 45.5);
+    // For half of the time half of it held: by that the last one gives it too much.
+    check(trim(45, Some(1.5)), 1.5 * 50.0 / 45.5);
+    check(trim(50, Some(1.5)), 1.5);
 }
 
 #[test]
@@ -342,8 +369,10 @@ fn what_a_share_lacked_while_it_began_it_does_not_get_back_and_what_it_had_too_m
 #[test]
 fn what_a_share_lacked_beside_others_it_has_later() {
     let check = |percent: u64, debt: u64, is_beside: bool, granted: u64| {
-        let memory = Memory { believed: true, debt: -signed(debt), ..Memory::default() };
-        assert_eq!(memory.rate(fixed(percent), percent * POINT, is_beside).1.granted, granted, "{percent}");
+        let memory = Memory { believed: true, debt: -signed(debt), worked: START, ..Memory::default() };
+        let rate = |memory: Memory| memory.rate(fixed(percent), percent * POINT, is_beside).1.granted;
+        assert_eq!(rate(memory), granted, "{percent}");
+        assert_eq!(rate(Memory { worked: START - 1, ..memory }), percent * POINT, "while it begins");
     };
     check(30, 3 * POINT, false, 30 * POINT);
     check(30, 3 * POINT, true, 30 * POINT + POINT * 3 / 4);

@@ -1,7 +1,8 @@
 //! A share at the desk: its pages, what was last written there, and what its account tells of it.
 
+use super::past::Past;
 use super::{Had, Planned};
-use crate::agent::arbiter::{self, Company};
+use crate::agent::arbiter;
 use crate::agent::bell::Key;
 use crate::agent::door::{Door, Pulse};
 use crate::agent::orders::{Order, Standing};
@@ -24,8 +25,6 @@ pub(super) const CLOSED: u64 = 200_000_000;
 const SCARCE: i64 = 500_000;
 /// So long after it rang a share was seen by an audit, all of it.
 const SEEN: u64 = 1_100_000_000;
-/// NVML samples six times a second: in less time than this, in nanoseconds, much of what it tells was before.
-const SHORT: u128 = 400_000_000;
 /// Who launched last so long ago does not work any more: of who keeps others out, and of the rest, to whom it matters
 /// less and who sleep longer between launches.
 pub(super) const HOLD: u64 = 20_000_000;
@@ -51,18 +50,9 @@ pub(super) struct Seat {
     /// When it was last seen to work, by its own word, and whether that is long ago.
     pub(super) works: u64,
     pub(super) rests: bool,
-    /// Since when the order holds; what was granted and allowed since `began`, in nanoseconds times nanoseconds a second.
-    since: u64,
-    began: u64,
-    sums: [u128; 2],
-    /// Nanoseconds since then beside others, and how often that changed.
-    beside: u64,
-    changes: u32,
-    /// How often it came to rest or began since then.
-    moves: u32,
-    /// These changes there were in the second before, too.
-    has_changed: bool,
-    has_moved: bool,
+    /// It worked, as far as is known.
+    pub(super) has_worked: bool,
+    past: Past,
     was_closed: bool,
     /// See [`Had`].
     highest: u64,
@@ -97,14 +87,8 @@ impl Seat {
             woke: 0,
             works: now,
             rests: false,
-            since: now,
-            began: now,
-            sums: [0; 2],
-            beside: 0,
-            changes: 0,
-            moves: 0,
-            has_changed: false,
-            has_moved: false,
+            has_worked: false,
+            past: Past::new(now),
             was_closed: false,
             highest: 0,
         })
@@ -165,17 +149,18 @@ impl Seat {
             self.standing.is_awake &= left < 0 || quiet <= HOLD;
             self.rests = left >= SCARCE && quiet > RESTS;
         }
-        self.moves += u32::from(self.rests != was.1);
+        // Who begins for the first time has not been seen to rest, if that was soon.
+        if self.rests != was.1 || self.standing.is_awake && !self.has_worked {
+            self.past.moves(now);
+        }
         (self.standing.is_awake, self.rests) != was
     }
 
     /// Has the page say that; true where it is watched for something else from now on.
     pub(super) fn obey(&mut self, order: Order, is_out: bool, now: u64) -> bool {
-        self.add_up(now);
         let had = std::mem::replace(&mut self.order, order);
         let was_out = self.closed_until > 0;
         self.highest = self.highest.max(self.rate_of(had)).max(self.rate_of(order));
-        self.changes += u32::from(had.is_beside != order.is_beside);
         if let Some(page) = self.page.page() {
             if let Some(rate) = order.rate
                 && (had.rate != order.rate || self.granted_until < now + GRANT - arbiter::SECOND / 2)
@@ -201,6 +186,7 @@ impl Seat {
             self.ask(now);
         }
         self.close(is_out, now);
+        self.past.holds(&self.order.memory, order.is_beside, is_out, now);
         had.is_asked != order.is_asked || was_out != is_out
     }
 
@@ -243,41 +229,16 @@ impl Seat {
         }
     }
 
-    fn add_up(&mut self, now: u64) {
-        let (granted, allowed) = if self.closed_until > 0 { (0, 0) } else { self.order.memory.granted() };
-        let passed = u128::from(now.saturating_sub(self.since));
-        for (sum, had) in self.sums.iter_mut().zip([granted, allowed]) {
-            *sum += passed * u128::from(had);
-        }
-        if self.order.is_beside {
-            self.beside += now.saturating_sub(self.since);
-        }
-        self.since = now;
-    }
-
     /// What its launches are paced by: without a grant by its record, if at all.
     fn rate_of(&self, order: Order) -> u64 {
         let of_record = if self.standing.is_limited { self.standing.terms.ceiling } else { UNBOUNDED };
         order.rate.unwrap_or(of_record)
     }
 
-    pub(super) fn had(&mut self, now: u64) -> Had {
-        self.add_up(now);
-        let passed = u128::from(now.saturating_sub(self.began)).max(1);
-        let [granted, allowed] = self.sums.map(|sum| u64::try_from(sum / passed).unwrap_or(u64::MAX));
+    /// Up to which NVML tells what it had.
+    pub(super) fn had(&mut self, until: u64) -> Had {
+        let ((granted, allowed), company) = self.past.until(until);
         let wanted = std::mem::take(&mut self.was_closed).then_some(self.standing.wants);
-        // Who begins and rests again and again, and who is beside such a one, is met on the mean.
-        let had_changed = std::mem::replace(&mut self.has_changed, self.changes > 0);
-        let had_moved = std::mem::replace(&mut self.has_moved, self.moves > 0);
-        let company = Company {
-            is_beside: u128::from(self.beside) * 2 > passed,
-            has_changed: passed < SHORT || self.changes == 1 && !had_changed,
-            has_moved: self.moves == 1 && !had_moved,
-            between: 0,
-            lasted: u64::try_from(passed).unwrap_or(u64::MAX),
-        };
-        (self.began, self.sums) = (now, [0; 2]);
-        (self.beside, self.changes, self.moves) = (0, 0, 0);
         let highest = self.highest;
         self.highest = self.rate_of(self.order);
         Had { memory: self.order.memory.with_granted(granted, allowed), wanted, highest, company }

@@ -238,6 +238,28 @@ fn who_takes_turns_is_alone() {
 }
 
 #[test]
+fn who_begins_for_the_first_time_was_not_there_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(30, 0, 0), of(60, 0, 0)]);
+    let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+    desk.plan(GPU, planned(&shares, &[0, 60]), now);
+    assert_eq!(desk.moved(), [Moved { gpu: GPU, is_first: true }], "the other one works");
+    // It has not been idle for so long that it would be seen to rest.
+    shares[0].rings(now + 10 * MS);
+    desk.tick(now + 10 * MS);
+    assert_eq!(desk.moved(), [Moved { gpu: GPU, is_first: true }]);
+    let mut has_moved = |at| desk.since(GPU, at)[&shares[0].key].company.has_moved;
+    assert!(has_moved(now + SECOND));
+    assert!(!has_moved(now + 2 * SECOND));
+    // It rests, and begins again.
+    let later = now + 3 * SECOND;
+    desk.tick(later);
+    shares[0].rings(later + MS);
+    desk.tick(later + MS);
+    assert_eq!(desk.moved(), [Moved { gpu: GPU, is_first: false }]);
+}
+
+#[test]
 fn what_was_granted_is_told_by_the_mean() {
     let dir = tempfile::tempdir().unwrap();
     let shares = shares(dir.path(), &[of(20, 100, 0), of(60, 0, 0)]);
