@@ -16,33 +16,39 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Those that are open, by path.
 #[derive(Debug, Default)]
-pub(super) struct Files(Mutex<BTreeMap<PathBuf, Arc<File>>>);
+pub(super) struct Files(Mutex<BTreeMap<PathBuf, Open>>);
+
+/// Device and inode of a file are nobody else's while it is open.
+#[derive(Debug)]
+struct Open {
+    file: Arc<File>,
+    is: (u64, u64),
+}
 
 impl Files {
     /// The file that is at that path now. `WouldBlock`: somebody has a lease on it, and is
     /// being told to give it back.
     pub(super) fn get(&self, path: &Path, write: bool) -> io::Result<Arc<File>> {
-        let now = path.metadata()?;
+        let now = identity(&path.metadata()?);
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(file) = open.get(path)
-            && is(&file.metadata()?, &now)
-        {
-            return Ok(Arc::clone(file));
+        if let Some(known) = open.get(path).filter(|known| known.is == now) {
+            return Ok(Arc::clone(&known.file));
         }
         let file = Arc::new(shares::open(path, write)?);
-        open.insert(path.to_owned(), Arc::clone(&file));
+        let is = identity(&file.metadata()?);
+        open.insert(path.to_owned(), Open { file: Arc::clone(&file), is });
         Ok(file)
     }
 
     /// Lets go of pages that were removed.
     pub(super) fn sweep(&self) {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        open.retain(|_, file| file.metadata().is_ok_and(|meta| meta.nlink() > 0));
+        open.retain(|_, known| known.file.metadata().is_ok_and(|meta| meta.nlink() > 0));
     }
 }
 
-fn is(one: &Metadata, other: &Metadata) -> bool {
-    (one.dev(), one.ino()) == (other.dev(), other.ino())
+fn identity(of: &Metadata) -> (u64, u64) {
+    (of.dev(), of.ino())
 }
 
 #[cfg(test)]
@@ -62,7 +68,7 @@ mod tests {
         fs::remove_file(&path).unwrap();
         fs::write(&path, "other").unwrap();
         let other = files.get(&path, true).unwrap();
-        assert!(is(&other.metadata().unwrap(), &path.metadata().unwrap()));
+        assert_eq!(identity(&other.metadata().unwrap()), identity(&path.metadata().unwrap()));
         fs::remove_file(&path).unwrap();
         files.sweep();
         assert_eq!(Arc::strong_count(&other), 1, "let go of");

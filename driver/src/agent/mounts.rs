@@ -7,6 +7,7 @@
 //! filesystems/proc.rst`, section 3.5.
 
 use crate::shares::{ACCOUNT, IN_CONTAINER, POLICY};
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 /// Every page lies below such a directory of the host.
@@ -70,9 +71,8 @@ const KEPT: usize = 16 << 10;
 /// The mounts on which anything below [`IN_CONTAINER`] can depend, and pages wherever they are: the container's root
 /// may rename a directory above them.
 pub(super) fn parse(mountinfo: &str) -> Mounts {
-    let every = mountinfo.lines().filter_map(Mount::parse);
     let (mut list, mut kept, mut all) = (Vec::new(), 0, mountinfo.len() < LARGEST);
-    for mount in every.filter(|mount| matters(&mount.point) || mount.root.contains(SHARES)) {
+    for mount in mountinfo.lines().filter_map(Mount::parse) {
         kept += mount.root.len() + mount.point.len();
         if list.len() == MOST || kept > KEPT {
             all = false;
@@ -95,12 +95,18 @@ fn is_below(path: &str, above: &str) -> bool {
 }
 
 impl Mount {
+    /// None of a line that is none or does not matter, as nearly all do not.
     fn parse(line: &str) -> Option<Self> {
         let mut fields = line.split(' ');
-        let (id, parent) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-        let (major, minor) = fields.next()?.split_once(':')?;
-        let device = (major.parse().ok()?, minor.parse().ok()?);
+        let (id, parent, device) = (fields.next()?, fields.next()?, fields.next()?);
         let (root, point) = (unescape(fields.next()?), unescape(fields.next()?));
+        if !matters(&point) && !root.contains(SHARES) {
+            return None;
+        }
+        let (id, parent) = (id.parse().ok()?, parent.parse().ok()?);
+        let (major, minor) = device.split_once(':')?;
+        let device = (major.parse().ok()?, minor.parse().ok()?);
+        let (root, point) = (root.into_owned(), point.into_owned());
         let read_only = fields.next()?.split(',').any(|option| option == "ro");
         Some(Self { id, parent, device, root, point, read_only })
     }
@@ -114,7 +120,10 @@ impl Mount {
 }
 
 /// Space, tab, newline and backslash are written in octal.
-fn unescape(field: &str) -> String {
+fn unescape(field: &str) -> Cow<'_, str> {
+    if !field.contains('\\') {
+        return Cow::Borrowed(field);
+    }
     let mut text = String::with_capacity(field.len());
     let mut rest = field;
     while let Some((plain, escaped)) = rest.split_once('\\') {
@@ -130,7 +139,7 @@ fn unescape(field: &str) -> String {
             }
         }
     }
-    text + rest
+    Cow::Owned(text + rest)
 }
 
 /// The mount that a path leads to. Mounts that lead round in a circle lead nowhere: the kernel has no such, but the file is

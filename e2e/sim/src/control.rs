@@ -197,7 +197,7 @@ impl Sim {
     pub fn call<T>(&self, call: Call<'_>, effect: impl FnOnce() -> Result<T, Code>) -> Result<T, Code> {
         // Reading what others changed is a part of the call.
         let begin = Instant::now();
-        let state = self.read()?;
+        let state = self.written()?;
         if state.control.idle() {
             return effect();
         }
@@ -259,7 +259,7 @@ impl Sim {
         });
         let Ok(Some(id)) = enter else { return };
         // The wait ends with the rule or with the simulator; a test's deadline is its own.
-        while self.read().is_ok_and(|state| state.control.holds.iter().any(|hold| hold.id == id)) {
+        while self.written().is_ok_and(|state| state.control.holds.iter().any(|hold| hold.id == id)) {
             std::thread::sleep(HOLD_POLL);
         }
         // Without the simulator there is nobody left to tell.

@@ -56,7 +56,7 @@ pub(crate) fn energy(gpu: &Gpu) -> u64 {
 }
 
 fn whole(nvml: &Nvml, device: Device) -> Outcome<&Gpu> {
-    Ok(device.whole(&nvml.state)?.1)
+    Ok(device.whole(nvml.running()?)?.1)
 }
 
 /// Queries of a whole GPU with one answer.
@@ -116,7 +116,7 @@ entry! {
     }
 
     fn nvmlDeviceGetClockInfo(nvml, device: Device, kind: u32, mhz: Out<u32>) {
-        mhz.set(clock(device.target(&nvml.state)?.gpu, kind, false)?);
+        mhz.set(clock(device.target(nvml.running()?)?.gpu, kind, false)?);
         Ok(())
     }
 
@@ -170,7 +170,7 @@ entry! {
     }
 
     fn nvmlDeviceGetTemperature(nvml, device: Device, sensor: u32, degrees: Out<u32>) {
-        let gpu = device.target(&nvml.state)?.gpu;
+        let gpu = device.target(nvml.running()?)?.gpu;
         if sensor > 0 {
             return Err(Code::InvalidArgument);
         }
@@ -180,7 +180,7 @@ entry! {
 
     fn nvmlDeviceGetTemperatureV(nvml, device: Device, reading: Out<TemperatureV>) {
         reading.expect_version()?;
-        let gpu = device.target(&nvml.state)?.gpu;
+        let gpu = device.target(nvml.running()?)?.gpu;
         let asked = reading.get();
         if asked.sensor > 0 {
             return Err(Code::InvalidArgument);

@@ -100,7 +100,7 @@ impl Sets {
 fn wait(shared: &Shared, set: SetHandle, timeout: Duration) -> Outcome<Event> {
     let deadline = Instant::now() + timeout;
     loop {
-        let state = shared.sim.read()?;
+        let state = shared.sim.written()?;
         if let Some(event) = shared.sets.with(|sets| sets.next(set.0, &state))? {
             return Ok(event);
         }

@@ -65,7 +65,7 @@ fn read(target: &Target<'_>, field: u32) -> Outcome<Value> {
 
 entry! {
     fn nvmlDeviceGetFieldValues(nvml, device: Device, count: i32, values: Array<FieldValue>) {
-        let target = device.target(&nvml.state)?;
+        let target = device.target(nvml.running()?)?;
         let count = usize::try_from(count).ok().filter(|count| *count > 0).ok_or(Code::InvalidArgument)?;
         if values.is_null() {
             return Err(Code::InvalidArgument);

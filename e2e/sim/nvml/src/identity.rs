@@ -110,14 +110,14 @@ entry! {
 
     fn nvmlDeviceGetMemoryInfo(nvml, device: Device, info: Out<Memory>) {
         // The first version counts what is reserved as used.
-        let MemoryV2 { total, reserved, free, used, .. } = memory(&device.target(&nvml.state)?);
+        let MemoryV2 { total, reserved, free, used, .. } = memory(&device.target(nvml.running()?)?);
         info.set(Memory { total, free, used: used + reserved });
         Ok(())
     }
 
     fn nvmlDeviceGetMemoryInfo_v2(nvml, device: Device, info: Out<MemoryV2>) {
         info.expect_version()?;
-        info.set(MemoryV2 { version: info.version(), ..memory(&device.target(&nvml.state)?) });
+        info.set(MemoryV2 { version: info.version(), ..memory(&device.target(nvml.running()?)?) });
         Ok(())
     }
 

@@ -58,11 +58,23 @@ impl Shared {
 /// What one call sees: the state at its begin, and the ways to change it.
 pub(crate) struct Nvml {
     pub(crate) shared: Arc<Shared>,
+    /// Without the CUDA processes that run.
     pub(crate) state: Arc<State>,
+    running: OnceCell<Arc<State>>,
     visible: OnceCell<Arc<Visible>>,
 }
 
 impl Nvml {
+    /// The state with the CUDA processes that run, for calls that tell of them: whether one lives is a question to the
+    /// kernel for each of a node.
+    pub(crate) fn running(&self) -> Outcome<&State> {
+        if self.running.get().is_none() {
+            // Nobody else can set it meanwhile: a call is one thread's.
+            let _ = self.running.set(self.shared.sim.read()?);
+        }
+        Ok(self.running.get().map_or(&self.state, |state| state))
+    }
+
     /// The nodes in this process's `/dev`, read when a call first asks.
     pub(crate) fn visible(&self) -> &Visible {
         self.visible.get_or_init(|| self.shared.nodes.read(&self.shared.sim, &self.state))
@@ -108,7 +120,7 @@ pub(crate) fn init(name: &str, needs_gpus: bool) -> Outcome {
         Err(_) => Arc::new(open()?),
     };
     shared.sim.call(Call { name, gpu: None, args: &[] }, || {
-        let state = shared.sim.read()?;
+        let state = shared.sim.written()?;
         let visible = shared.nodes.read(&shared.sim, &state);
         if !state.modules.nvidia || !visible.ctl {
             return Err(Code::DriverNotLoaded);
@@ -198,12 +210,13 @@ where
         }
         let call = Call { name, gpu: arguments.gpu, args: arguments.words.as_slice() };
         shared.sim.call(call, || {
-            let state = shared.sim.read()?;
+            let state = shared.sim.written()?;
             if !state.modules.nvidia {
                 return Err(Code::DriverNotLoaded);
             }
             (arguments.check)(&state)?;
-            body(&Nvml { shared: Arc::clone(&shared), state, visible: OnceCell::new() })
+            let (running, visible) = (OnceCell::new(), OnceCell::new());
+            body(&Nvml { shared: Arc::clone(&shared), state, running, visible })
         })
     })
 }

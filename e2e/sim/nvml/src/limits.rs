@@ -22,7 +22,7 @@ entry! {
     }
 
     fn nvmlDeviceGetMemoryLimits_v1(nvml, device: Device, limits: Out<GetMemoryLimits>) {
-        let (_, gpu) = device.whole(&nvml.state)?;
+        let (_, gpu) = device.whole(nvml.running()?)?;
         nvml.state.has_cgroup_limits()?;
         let given = limits.get();
         let limit = gpu.cgroup_limit(&path(&TextIn::from(given.cgroup))?)?;

@@ -115,7 +115,7 @@ entry! {
 
     /// Names come from the process table of the GPUs, then from the kernel.
     fn nvmlSystemGetProcessName(nvml, pid: u32, name: TextOut, length: u32) {
-        let known = nvml.state.gpus.iter().flat_map(|gpu| &gpu.processes).find(|process| process.pid == pid);
+        let known = nvml.running()?.gpus.iter().flat_map(|gpu| &gpu.processes).find(|process| process.pid == pid);
         let text = match known {
             Some(process) => process.name.clone(),
             None => std::fs::read_to_string(format!("/proc/{pid}/comm"))
