@@ -14,6 +14,11 @@ const RUN: u32 = 8;
 const MEASURED: u32 = RUN - 1;
 /// Launches that are measured in a second, if there are more, by how often kernels were launched of late.
 const A_SECOND: u64 = 1000;
+/// Between two runs lies so much of the device's time on average and twice as much at most, in nanoseconds: what goes
+/// unmeasured nobody counts as queued ([`super::samples`]), and a burst of launches, which is all that a full GPU leaves a
+/// share at a time, looks like a hundred thousand a second. And never more than so many launches.
+const UNMEASURED: u64 = 3_000_000;
+const LONGEST: u32 = 2048;
 /// How long the launches of all kernels are counted, in nanoseconds. A burst of one kernel shows by itself before.
 const WINDOW: u64 = 100_000_000;
 const SECOND: u64 = 1_000_000_000;
@@ -106,15 +111,10 @@ impl Runs {
     }
 }
 
-/// For how many launches of such a kernel one stands at most: to measure costs the program as much however short its
-/// kernels are.
-const fn most(estimate: u64) -> u32 {
-    let period = match estimate {
-        ..4_000 => 2048,
-        4_000..16_000 => 512,
-        _ => 128,
-    };
-    period / MEASURED
+/// For how many launches of such a kernel one stands at most.
+fn most(estimate: u64) -> u32 {
+    let period = (UNMEASURED / estimate.max(1)).clamp(RUN.into(), LONGEST.into());
+    period as u32 / MEASURED
 }
 
 /// How many launches are not measured after a run, if there is one run in so many: any number with the same chance.
@@ -177,6 +177,16 @@ mod tests {
         check(20_000, 1_100_000, 909.0..910.0);
         for every in [20_000, 50_000, 100_000, 300_000] {
             check(20_000, every, 900.0..3500.0);
+        }
+    }
+
+    #[test]
+    fn of_what_a_burst_queues_no_more_goes_unmeasured_in_a_row_than_may_be_under_way() {
+        for estimate in [100, 1500, 5_000, 20_000, 31_000, 50_000, 99_000] {
+            let (all, _) = launched(estimate, |_| 1000);
+            let rows = all.split(|measure| *measure != Measure::No);
+            let longest = rows.map(|row| row.len() as u64 * estimate).max();
+            assert!(longest <= Some(2 * UNMEASURED), "{estimate}: {longest:?}");
         }
     }
 
