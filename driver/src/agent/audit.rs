@@ -5,7 +5,7 @@
 
 use super::gather::Found;
 use super::look::Look;
-use super::{ACCOUNT, Asked, Memory, POLICY, Planned, Report, Sources};
+use super::{ACCOUNT, Asked, Finding, Memory, POLICY, Planned, Report, Sources};
 use super::{arbitrate, balance, bell, desk, gather, judge, meter, overtime};
 use divvy_api::top::ShareNow;
 use divvy_pages::GpuUuid;
@@ -25,15 +25,11 @@ impl Sources {
         let look = gather::look(found, &self.files, uses, &memory.processes, process_root, cgroup_root);
         let look = Look { kept, ..look };
         let now = Instant::now();
-        let (metered, since, of_meter) = meter::meter(&look, &times, until, memory.meter.clone(), now);
-        let had = self.bell.since(gpu, until.map(meter::Until::ago).unwrap_or_default());
-        self.divide(gpu, &look, &times, &metered, &had);
-        let (forged, balances) = balance::beyond(&look, &metered, &had, &memory.balances, since, bell::now());
-        let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);
-        let forged =
-            forged.into_iter().filter_map(|(at, beyond)| Some((at, (beyond, granted(at)?)))).collect();
-        let (over, past) = overtime::over_time(&look, &metered, &times, since, &forged, &memory.over_time);
-        let mut memory = Memory { meter: of_meter, balances, over_time: past, ..memory };
+        let (mut memory, metered, over) = match memory.meter.awaits(&times) {
+            // Of the time the next look tells, with what was before this one.
+            true => (memory, Vec::new(), Vec::new()),
+            false => self.timed(gpu, &look, &times, until, memory, now),
+        };
         let (mut reports, mut told) = (Vec::new(), None);
         if memory.is_due(now) {
             let findings = judge::judge(&look, &memory.before).into_iter().chain(over).collect();
@@ -47,6 +43,27 @@ impl Sources {
         }
         memory.processes = memory.processes.after(look.processes);
         (memory, reports, told)
+    }
+
+    /// What each share had, who had more than it may have, and who is to have what from now on.
+    fn timed(
+        &self,
+        gpu: GpuUuid,
+        look: &Look,
+        times: &meter::Times,
+        until: Option<meter::Until>,
+        memory: Memory,
+        now: Instant,
+    ) -> (Memory, Vec<meter::Metered>, Vec<Finding>) {
+        let (metered, since, of_meter) = meter::meter(look, times, until, memory.meter.clone(), now);
+        let had = self.bell.since(gpu, until.map(meter::Until::ago).unwrap_or_default());
+        self.divide(gpu, look, times, &metered, &had);
+        let (forged, balances) = balance::beyond(look, &metered, &had, &memory.balances, since, bell::now());
+        let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);
+        let forged =
+            forged.into_iter().filter_map(|(at, beyond)| Some((at, (beyond, granted(at)?)))).collect();
+        let (over, past) = overtime::over_time(look, &metered, times, since, &forged, &memory.over_time);
+        (Memory { meter: of_meter, balances, over_time: past, ..memory }, metered, over)
     }
 
     /// Who is to have what of the GPU's time from now on.

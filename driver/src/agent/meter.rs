@@ -32,6 +32,8 @@ struct Said {
 
 /// How long NVML's samples may be apart: what it says ends no longer ago than this.
 const LAG: Duration = Duration::from_secs(1);
+/// And the next may come by so much later.
+const LATE: Duration = Duration::from_millis(125);
 
 impl Memory {
     /// The time from which NVML is to be asked, in microseconds of the system clock: where it ended the last time, unless
@@ -44,6 +46,13 @@ impl Memory {
             now.abs_diff(micros(wall())) < micros(LAG)
         };
         self.until.filter(is_known).map_or(of_clock, |until| until.us)
+    }
+
+    /// Whether NVML says nothing as it has taken no sample since the last look: GPUs take six a second or as few as one
+    /// (nvml.h, of `nvmlUtilization_t`). That nobody had any time is so where none comes for longer.
+    pub(super) fn awaits(&self, times: &Times) -> bool {
+        let is_empty = times.as_ref().is_some_and(BTreeMap::is_empty);
+        is_empty && self.until.is_some_and(|until| until.ago() < LAG + LATE)
     }
 }
 
@@ -275,6 +284,24 @@ mod tests {
         scene.second_share(10_000).process(7).has(20);
         let told = told(&scene.look(), &[], 0);
         assert_eq!(told.iter().map(|now| now.memory_measured_bytes).collect::<Vec<_>>(), [None, None]);
+    }
+
+    #[test]
+    fn where_no_sample_was_taken_since_the_last_look_nobody_is_said_to_have_had_nothing() {
+        let check = |ago_ms: Option<u64>, had: &Times, expected: bool| {
+            let until = ago_ms.and_then(|ago| {
+                let at = Instant::now().checked_sub(Duration::from_millis(ago))?;
+                Some(Until { us: micros(wall()) - ago * 1000, at })
+            });
+            let memory = Memory { until, ..Memory::default() };
+            assert_eq!(memory.awaits(had), expected, "{ago_ms:?} {had:?}");
+        };
+        check(Some(500), &times(&[]), true);
+        check(Some(1000), &times(&[]), true);
+        check(Some(2000), &times(&[]), false);
+        check(None, &times(&[]), false);
+        check(Some(500), &times(&[(7, 1)]), false);
+        check(Some(500), &None, false);
     }
 
     #[test]
