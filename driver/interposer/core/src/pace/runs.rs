@@ -16,8 +16,10 @@ const MEASURED: u32 = RUN - 1;
 const A_SECOND: u64 = 1000;
 /// Between two runs lies so much of the device's time on average and twice as much at most, in nanoseconds: what goes
 /// unmeasured nobody counts as queued ([`super::samples`]), and a burst of launches, which is all that a full GPU leaves a
-/// share at a time, looks like a hundred thousand a second. And never more than so many launches.
+/// share at a time, looks like a hundred thousand a second. (The shorter the kernels the more of them go by: to measure one
+/// costs the program as much however short it is.)
 const UNMEASURED: u64 = 3_000_000;
+/// From one run to the next there are so many launches at most, on average.
 const LONGEST: u32 = 2048;
 /// How long the launches of all kernels are counted, in nanoseconds. A burst of one kernel shows by itself before.
 const WINDOW: u64 = 100_000_000;
