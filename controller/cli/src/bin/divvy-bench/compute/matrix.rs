@@ -1,8 +1,8 @@
 //! Plays cells and says what came of them.
 //!
 //! A cell takes ten seconds, in which its tenants sleep most of the time, so several can be played at once, each on a node
-//! of its own. On a machine with few processors they get in each other's way all the same: what is off there
-//! is played again alone, and both are told.
+//! of its own. On a machine with few processors they get in each other's way all the same: what is off there, or
+//! stood still for too long, is played again alone, and both are told.
 
 use super::cells::{self, Cell, SHAPES, UNLIMITED};
 use super::tenants::{Got, Stage};
@@ -27,7 +27,7 @@ pub(super) fn play(
     let waits = |shape: &cells::Shape| chosen.iter().any(|cell| cell.shape == shape);
     let unlimited = SHAPES.iter().filter(|shape| shape.waits && waits(shape));
     let unlimited: Vec<Cell> = unlimited.map(|shape| Cell { shape, requests: vec![UNLIMITED] }).collect();
-    let (mut errors, mut above, mut off) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut sum, mut above, mut cells_off, mut again) = (Sum::default(), Vec::new(), 0, Vec::new());
     let all = [unlimited.as_slice(), &chosen].concat();
     played(&all, &up, arguments.at_once as usize, |at, got| {
         let cell = &all[at];
@@ -42,26 +42,30 @@ pub(super) fn play(
         if cell.requests.iter().zip(&got).any(has_more) {
             above.push(cell.name());
         }
-        let of_cell = self::errors(cell, &got);
-        if of_cell.iter().any(|error| *error > POINTS) {
-            off.push(cell.clone());
+        let of_cell = Sum::of(cell, &got, burst);
+        cells_off += usize::from(of_cell.off() > 0);
+        if of_cell.off() + of_cell.stalled() > 0 {
+            again.push(cell.clone());
         }
-        errors.extend(of_cell);
+        sum.add(of_cell);
     })?;
-    let mut errors_again = Vec::new();
+    let mut sum_again = Sum::default();
     if arguments.at_once > 1 {
-        played(&off, &up, 1, |at, got| {
-            told(&off[at], "_again", &got, burst);
-            errors_again.extend(self::errors(&off[at], &got));
+        played(&again, &up, 1, |at, got| {
+            told(&again[at], "_again", &got, burst);
+            sum_again.add(Sum::of(&again[at], &got, burst));
         })?;
     }
     line("compute_cells", chosen.len() as f64, "cells");
-    line("compute_cells_off", off.len() as f64, "cells");
-    summed_up("compute", &errors);
-    if !errors_again.is_empty() {
-        summed_up("compute_again", &errors_again);
+    line("compute_cells_off", cells_off as f64, "cells");
+    sum.told("compute");
+    if !sum_again.errors.is_empty() {
+        sum_again.told("compute_again");
     }
-    bar("compute_largest_error", percentile(&errors, 1.0), POINTS, "points");
+    bar("compute_largest_error", percentile(&sum.errors, 1.0), POINTS, "points");
+    if !sum.stalls.is_empty() {
+        bar("compute_longest_stall", percentile(&sum.stalls, 1.0), 1.0, "of its bar");
+    }
     ensure!(!arguments.check || above.is_empty(), "a share had more than its part: {}", above.join(", "));
     Ok(())
 }
@@ -125,23 +129,60 @@ fn error(request: u32, got: &Got) -> Option<f64> {
     (request != UNLIMITED).then(|| (got.share - f64::from(request)).abs())
 }
 
-/// Of all tenants that have a share.
-fn errors(cell: &Cell, got: &[Got]) -> Vec<f64> {
-    cell.requests.iter().zip(got).filter_map(|(request, got)| error(*request, got)).collect()
+/// The longest that a launch may stand still at 30 %, in milliseconds.
+fn longest_stall(cell: &Cell, burst: Duration) -> f64 {
+    2.0 * burst.as_secs_f64() * 1e3 + cell.shape.longest_ms
 }
 
-/// What the errors of many shares come to.
-fn summed_up(name: &str, errors: &[f64]) {
-    let off = errors.iter().filter(|error| **error > POINTS).count();
-    let squares: f64 = errors.iter().map(|error| error * error).sum();
-    line(&format!("{name}_shares"), errors.len() as f64, "shares");
-    line(&format!("{name}_shares_off"), off as f64, "shares");
-    // A share that is the whole GPU has no error.
-    if errors.is_empty() {
-        return;
+/// What many shares come to.
+#[derive(Default)]
+struct Sum {
+    /// Points, of each tenant that has a share.
+    errors: Vec<f64>,
+    /// The longest stall of each that has 30 %, in terms of what it may be.
+    stalls: Vec<f64>,
+}
+
+impl Sum {
+    fn of(cell: &Cell, got: &[Got], burst: Duration) -> Self {
+        let most = longest_stall(cell, burst);
+        let tenants = || cell.requests.iter().zip(got);
+        let stalled = tenants().filter(|(request, _)| **request == STALLED);
+        Self {
+            errors: tenants().filter_map(|(request, got)| error(*request, got)).collect(),
+            stalls: stalled.map(|(_, got)| got.stall_ns / 1e6 / most).collect(),
+        }
     }
-    line(&format!("{name}_error_root_mean_square"), (squares / errors.len() as f64).sqrt(), "points");
-    line(&format!("{name}_largest_error"), percentile(errors, 1.0), "points");
+
+    fn add(&mut self, other: Self) {
+        self.errors.extend(other.errors);
+        self.stalls.extend(other.stalls);
+    }
+
+    fn off(&self) -> usize {
+        self.errors.iter().filter(|error| **error > POINTS).count()
+    }
+
+    fn stalled(&self) -> usize {
+        self.stalls.iter().filter(|stall| **stall > 1.0).count()
+    }
+
+    fn told(&self, name: &str) {
+        line(&format!("{name}_shares"), self.errors.len() as f64, "shares");
+        line(&format!("{name}_shares_off"), self.off() as f64, "shares");
+        // A share that is the whole GPU has no error.
+        if !self.errors.is_empty() {
+            let squares: f64 = self.errors.iter().map(|error| error * error).sum();
+            let mean = (squares / self.errors.len() as f64).sqrt();
+            line(&format!("{name}_error_root_mean_square"), mean, "points");
+            line(&format!("{name}_largest_error"), percentile(&self.errors, 1.0), "points");
+        }
+        if !self.stalls.is_empty() {
+            line(&format!("{name}_shares_of_30"), self.stalls.len() as f64, "shares");
+            line(&format!("{name}_shares_stalled"), self.stalled() as f64, "shares");
+            line(&format!("{name}_longest_stall"), percentile(&self.stalls, 1.0), "of its bar");
+        }
+    }
 }
 
 /// The lines of a cell, and of when it was played.
@@ -159,8 +200,7 @@ fn told(cell: &Cell, when: &str, got: &[Got], burst: Duration) {
         let stall = got.stall_ns / 1e6;
         line(&name("stall"), stall, "ms");
         if *request == STALLED {
-            let most = 2.0 * burst.as_secs_f64() * 1e3 + cell.shape.longest_ms;
-            bar(&name("stall"), stall, most, "ms");
+            bar(&name("stall"), stall, longest_stall(cell, burst), "ms");
         }
         line(&name("start_stall"), got.early_stall_ns / 1e6, "ms");
         line(&name("launches"), got.launches_per_second, "1/s");
