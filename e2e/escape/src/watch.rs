@@ -1,11 +1,13 @@
 //! The node daemon's agent, alone, over the simulated node: it sees the pages, NVML and `/proc`, and nothing of the
 //! suite. What it does, it does by its defaults.
 
-use crate::node::Node;
+use crate::node::{Node, Share};
 use anyhow::{Context, Result};
 use divvy_driver::agent::{Agent, Done, Report, Response};
 use divvy_driver::gpus::{Gpus, GpusOptions};
 use divvy_driver::paths::HostPaths;
+use divvy_driver::shares::Shares;
+use divvy_pages::{Compute, Policy};
 use std::io::Write;
 use std::path::Path;
 use std::sync::mpsc::{self, Receiver};
@@ -109,6 +111,14 @@ impl Drop for Watch {
         let _ = self.stop.take().map(|stop| stop.send(()));
         let _ = self.thread.take().map(JoinHandle::join);
     }
+}
+
+/// Has the policy of a share say that of compute time, as the node daemon does when a class changes.
+pub fn change(node: &Node, share: &Share, compute: Compute) -> Result<()> {
+    let (_, policy) = Policy::decode(&std::fs::read(share.directory.join("policy"))?)?;
+    let shares = Shares::new(&paths(node.sim.root(), node.path()));
+    shares.write(&share.claim.clone().into(), &share.id.clone().into(), &Policy { compute, ..policy })?;
+    Ok(())
 }
 
 fn paths(root: &Path, directory: &Path) -> HostPaths {

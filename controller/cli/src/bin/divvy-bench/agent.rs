@@ -5,7 +5,8 @@
 //! agent's, but for the thread that waits for the GPUs' events. The simulated NVML waits by looking again and again, which
 //! a real one does not: what that takes is told apart. NVML's answers to the agent are in the figure. Tenants are CUDA
 //! programs (`e2e/escape/programs`) in containers with the library and a share each: some hold memory and sleep, others
-//! launch all they can of their part of the GPU's time.
+//! launch all they can of their part of the GPU's time, and others yet lend, weigh and precede one another, which is what
+//! the agent has most to do with.
 
 use crate::program;
 use crate::shares::most;
@@ -35,6 +36,8 @@ const IN_VAIN: Duration = Duration::from_secs(4);
 /// What a tenant at work launches, and its part in per cent where there are eight of a GPU.
 const SHAPE: &str = "1ms";
 const CORES: u32 = 12;
+/// Five kernels in a row, and a pause ten times as long.
+const BURSTS: &str = "bursts";
 /// What is done once is done by then.
 const SETTLED: Duration = Duration::from_secs(3);
 /// Ticks of `/proc/self/stat` in a second.
@@ -60,7 +63,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Only these parts
-    #[arg(long, value_delimiter = ',', value_parser = ["cpu", "work", "dead"])]
+    #[arg(long, value_delimiter = ',', value_parser = ["cpu", "work", "policies", "dead"])]
     only: Vec<String>,
 }
 
@@ -72,7 +75,11 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
         cpu(arguments, &library)?;
     }
     if wanted("work") {
-        work(arguments, &library)?;
+        let each = Compute { cores: CORES, ceiling: CORES, ..Compute::default() };
+        work(arguments, &library, "working", |_| (each, SHAPE))?;
+    }
+    if wanted("policies") {
+        work(arguments, &library, "by_policies", by_policies)?;
     }
     if wanted("dead") {
         dead(arguments, &library)?;
@@ -101,18 +108,23 @@ impl World {
 
     /// A container that has a share of a GPU and sees no other.
     fn container(&self, share: &Share, slot: usize) -> Result<Container> {
-        let environment = vec![("CUDA_VISIBLE_DEVICES".to_owned(), slot.to_string())];
+        let environment = vec![("CUDA_VISIBLE_DEVICES".to_owned(), slot.to_string()), program::jitter()];
         let (library, shares) = (Some(self.library.clone()), vec![share.clone()]);
         Container::start(&self.node, &Recipe { shares, library, environment, ..Recipe::default() })
     }
 
-    /// All the shares that were asked for, by the slot of their GPU.
-    fn containers(&self, arguments: &Arguments, compute: Compute) -> Result<Vec<(usize, Container)>> {
+    /// All the shares that were asked for, with their number on their GPU.
+    fn containers(
+        &self,
+        arguments: &Arguments,
+        of: impl Fn(usize) -> Compute,
+    ) -> Result<Vec<(usize, Container)>> {
         let all =
             (0..arguments.gpus).flat_map(|slot| (0..arguments.shares).map(move |number| (slot, number)));
         all.map(|(slot, number)| {
-            let share = self.node.share_of(slot, &format!("claim-{slot}-{number}"), "0", LIMIT, compute)?;
-            Ok((slot, self.container(&share, slot)?))
+            let claim = format!("claim-{slot}-{number}");
+            let share = self.node.share_of(slot, &claim, "0", LIMIT, of(number))?;
+            Ok((number, self.container(&share, slot)?))
         })
         .collect()
     }
@@ -125,9 +137,9 @@ impl World {
     }
 
     /// A program that works for so long when it is told to.
-    fn worker(&self, container: &Container, time: Duration) -> Result<Program> {
+    fn worker(&self, container: &Container, shape: &str, time: Duration) -> Result<Program> {
         let mut command = container.command(&self.node.programs().join(WORKER));
-        command.args(["run", SHAPE, "0", &time.as_millis().to_string()]);
+        command.args(["run", shape, "0", &time.as_millis().to_string()]);
         let mut worker = Program::start(command)?;
         ensure!(program::hear(&mut worker.said)? == "ready\n", "a program has ended");
         Ok(worker)
@@ -178,28 +190,45 @@ fn cpu(arguments: &Arguments, library: &Path) -> Result<()> {
     let watch = Watch::start(&world.node)?;
     costs("agent_cpu_without_shares", arguments)?;
     let mut tenants = Vec::new();
-    for (slot, container) in world.containers(arguments, Compute::default())? {
+    for (number, container) in world.containers(arguments, |_| Compute::default())? {
         let mut holder = world.hold(&container, HELD_MIB)?;
-        holder.says("held").with_context(|| format!("on GPU {slot}"))?;
+        holder.says("held").with_context(|| format!("share {number} of a GPU"))?;
         tenants.push((container, holder));
     }
     has_cost("idle", arguments)?;
     is_content(&watch)
 }
 
-/// The same beside tenants that launch all they can.
-fn work(arguments: &Arguments, library: &Path) -> Result<()> {
+/// Of each GPU's shares by their number: one precedes the others in bursts, one has a guarantee and borrows, one works in
+/// bursts of what it lends, and the others divide the rest by weight.
+fn by_policies(number: usize) -> (Compute, &'static str) {
+    let weight = 100 * (number as u32 + 1);
+    match number {
+        0 => (Compute { priority: 1, ..Compute::default() }, BURSTS),
+        1 => (Compute { cores: 10, ceiling: 100, ..Compute::default() }, SHAPE),
+        2 => (Compute { cores: 20, ..Compute::default() }, BURSTS),
+        _ => (Compute { weight, ..Compute::default() }, SHAPE),
+    }
+}
+
+/// The same beside tenants that launch all they can, or in bursts; `of` says of each of a GPU's shares what it is promised and
+/// what it launches.
+fn work(
+    arguments: &Arguments,
+    library: &Path,
+    what: &str,
+    of: impl Fn(usize) -> (Compute, &'static str),
+) -> Result<()> {
     let world = World::up(arguments.gpus, library)?;
     let watch = Watch::start(&world.node)?;
-    let share = Compute { cores: CORES, ceiling: CORES, ..Compute::default() };
     let time = SETTLED + Duration::from_secs(arguments.window) * (arguments.rounds + 1);
     let mut tenants = Vec::new();
-    for (_, container) in world.containers(arguments, share)? {
-        let worker = world.worker(&container, time)?;
+    for (number, container) in world.containers(arguments, |number| of(number).0)? {
+        let worker = world.worker(&container, of(number).1, time)?;
         tenants.push((container, worker));
     }
     tenants.iter_mut().try_for_each(|(_, worker)| worker.go())?;
-    has_cost("working", arguments)?;
+    has_cost(what, arguments)?;
     let mut has_ended = tenants.iter_mut().map(|(_, worker)| worker.child.try_wait());
     ensure!(has_ended.all(|ended| matches!(ended, Ok(None))), "a program has ended too soon");
     is_content(&watch)

@@ -9,6 +9,7 @@
 //! Every line is `NAME<TAB>value<TAB>unit`; behind a figure that must hold stands
 //! `NAME_bar<TAB>most<TAB>unit<TAB>held|MISSED`.
 
+mod away;
 mod cells;
 mod draw;
 mod matrix;
@@ -76,7 +77,8 @@ pub(crate) struct Arguments {
     /// Draw what tenants get over time by each policy, as pictures in this directory, and nothing else
     #[arg(long, value_name = "DIR")]
     draw: Option<PathBuf>,
-    /// Fail where a share of a cell had more than its part and the points that it may be off; less may be the machine's doing
+    /// Fail where a share of a cell had more than its part and the points that it may be off, or less by twice as many in two
+    /// plays: once may be the machine's doing
     #[arg(long)]
     check: bool,
     /// Be the agent of the node whose driver and pages are there
@@ -88,7 +90,7 @@ pub(crate) struct Arguments {
         value_delimiter = ',',
         value_parser = [
             "cells", "aggregate", "fixed", "weights", "lending", "priority",
-            "launch", "lost",
+            "launch", "lost", "away",
         ]
     )]
     only: Vec<String>,
@@ -149,8 +151,14 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     }
     // Its agents are others.
     drop(stage);
-    if wanted("lost") {
-        policies::lost(&Stage::up(library, before, window, burst, false)?, POINTS, burst)?;
+    if wanted("lost") || wanted("away") {
+        let stage = Stage::up(library, before, window, burst, false)?;
+        if wanted("lost") {
+            policies::lost(&stage, POINTS, burst)?;
+        }
+        if wanted("away") {
+            away::all(&stage)?;
+        }
     }
     Ok(())
 }
@@ -171,6 +179,7 @@ fn aggregate(stage: &Stage, rounds: u32) -> Result<()> {
         }
         let name = format!("compute_two_halves_{}", shape.name);
         figure(&format!("{name}_lost_launches"), &launches, "%");
+        bar(&format!("{name}_lost_launches"), median(&launches), LOSS, "%");
         figure(&format!("{name}_lost"), &time, "%");
         bar(&format!("{name}_lost"), median(&time), LOSS, "%");
     }

@@ -237,8 +237,10 @@ struct Tenant {
 
 impl Tenant {
     fn start(node: &Node, library: &Path, share: &Share, words: &[&str]) -> Result<Self> {
-        let (library, shares) = (Some(library.to_owned()), vec![share.clone()]);
-        let container = Container::start(node, &Recipe { library, shares, ..Recipe::default() })?;
+        let (library, shares, environment) =
+            (Some(library.to_owned()), vec![share.clone()], vec![program::jitter()]);
+        let container =
+            Container::start(node, &Recipe { library, shares, environment, ..Recipe::default() })?;
         let mut command = container.command(&node.programs().join("overcommit"));
         command.args(words);
         let mut child = program::start(command)?;

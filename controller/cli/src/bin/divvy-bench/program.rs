@@ -27,6 +27,11 @@ pub(crate) fn library(named: Option<&Path>, out: &Path) -> Result<PathBuf> {
     Ok(out.join("libdivvy.so"))
 }
 
+/// Of a program's environment: its kernels take up to 20 % more or less than they should, on the simulated GPU.
+pub(crate) fn jitter() -> (String, String) {
+    ("DIVVY_SIM_CUDA".to_owned(), "jitter=20".to_owned())
+}
+
 /// Starts a program in a container, of which everything is heard and which waits to be told.
 pub(crate) fn start(mut command: Command) -> Result<Child> {
     let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());

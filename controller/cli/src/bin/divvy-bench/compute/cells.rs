@@ -23,10 +23,10 @@ pub(crate) struct Shape {
 
 pub(crate) const SHAPES: [Shape; 10] = [
     shape("20us", 0.02),
-    shape("100us", 0.1),
+    Shape { aggregated: true, ..shape("100us", 0.1) },
     Shape { aggregated: true, ..shape("1ms", 1.0) },
     shape("streams", 1.0),
-    shape("5ms", 5.0),
+    Shape { aggregated: true, ..shape("5ms", 5.0) },
     shape("mixed", 10.0),
     shape("jitter", 1.2),
     shape("graph", 1.0),

@@ -17,6 +17,8 @@ struct Scene {
     title: &'static str,
     tenants: &'static [(&'static str, Compute)],
     rests: &'static [(usize, Range<u64>)],
+    /// From a second on one of the shares is another, as its class was changed.
+    changes: &'static [(usize, u64, Compute)],
 }
 
 const NONE: Compute = Compute { cores: 0, ceiling: 0, weight: 100, priority: 0, burst_us: 0 };
@@ -30,6 +32,7 @@ const SCENES: &[Scene] = &[
             ("cores: 60", Compute { cores: 60, ..NONE }),
         ],
         rests: &[(1, 6..12)],
+        changes: &[],
     },
     Scene {
         file: "burst.svg",
@@ -39,6 +42,7 @@ const SCENES: &[Scene] = &[
             ("cores: 60", Compute { cores: 60, ..NONE }),
         ],
         rests: &[(1, 6..12)],
+        changes: &[],
     },
     Scene {
         file: "weights.svg",
@@ -50,18 +54,35 @@ const SCENES: &[Scene] = &[
             ("weight: 400", Compute { weight: 400, ..NONE }),
         ],
         rests: &[(3, 0..5), (2, 10..LENGTH)],
+        changes: &[],
     },
     Scene {
         file: "guarantee.svg",
         title: "cores: 40 beside two shares without; it comes at 5",
         tenants: &[("cores: 40", Compute { cores: 40, ..NONE }), ("without", NONE), ("without, too", NONE)],
         rests: &[(0, 0..5)],
+        changes: &[],
     },
     Scene {
         file: "priority.svg",
         title: "priority: High works from 4 to 8 and from 12 on",
         tenants: &[("priority: High", Compute { priority: 1, ..NONE }), ("priority: Low", NONE)],
         rests: &[(0, 0..4), (0, 8..12)],
+        changes: &[],
+    },
+    Scene {
+        file: "equal.svg",
+        title: "three shares that say nothing; one comes at 4, one rests from 10",
+        tenants: &[("one", NONE), ("another", NONE), ("the third", NONE)],
+        rests: &[(2, 0..4), (0, 10..LENGTH)],
+        changes: &[],
+    },
+    Scene {
+        file: "tidal.svg",
+        title: "ceiling: 30 by day; at 6 its night begins: ceiling 100, weight 300",
+        tenants: &[("tidal", Compute { ceiling: 30, ..NONE }), ("without", NONE)],
+        rests: &[(1, 11..LENGTH)],
+        changes: &[(0, 6, Compute { ceiling: 100, weight: 300, ..NONE })],
     },
 ];
 
@@ -97,8 +118,12 @@ impl Scene {
             tenants.push(stage.tenant(at, Some(*compute), SHAPE)?);
         }
         let mut resting = vec![false; tenants.len()];
+        let mut changes = self.changes.iter().peekable();
         let served = stage.watch(&mut tenants, |tenants, since| {
             let now = since.as_secs();
+            while let Some((at, _, compute)) = changes.next_if(|(_, when, _)| when + BEFORE <= now) {
+                tenants[*at].change(&stage, *compute)?;
+            }
             for (at, tenant) in tenants.iter().enumerate() {
                 let rests = self.rests.iter().any(|(who, when)| {
                     // Who rests at first has shown itself to the GPU and no more.

@@ -22,18 +22,18 @@ const PERIOD: u64 = 20 * MS;
 const REACTION: f64 = 5.0;
 /// What a burst of `compute.c` is, in ms.
 const BURST: f64 = 5.0;
-const NONE: Compute = Compute { cores: 0, ceiling: 0, weight: 0, priority: 0, burst_us: 0 };
+pub(super) const NONE: Compute = Compute { cores: 0, ceiling: 0, weight: 0, priority: 0, burst_us: 0 };
 
 /// On a node pages are there long before a container has started: the agent has seen them by then.
-fn seen() {
+pub(super) fn seen() {
     std::thread::sleep(Duration::from_millis(1200));
 }
 
 /// The agent in a process of its own, so that it can be killed as a node daemon is.
-struct Agent(Child);
+pub(super) struct Agent(Child);
 
 impl Agent {
-    fn start(stage: &Stage) -> Result<Self> {
+    pub(super) fn start(stage: &Stage) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["compute", "--agent-of"]).args([stage.node.sim.root(), stage.node.path()]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("no agent")?;
@@ -75,95 +75,171 @@ pub(super) fn fixed(stage: &Stage, points: f64) -> Result<()> {
 
 /// Four without a guarantee, by their weights.
 pub(super) fn weights(stage: &Stage, points: f64) -> Result<()> {
+    let got = by_weight(stage, |_| Ok(()))?;
+    for (at, got) in got.iter().enumerate() {
+        line(&format!("policy_weight_{}_share", at + 1), *got, "%");
+    }
+    off("policy_weights", &off_by_weight(&got), points);
+    Ok(())
+}
+
+/// What four whose weights are 1 to 4 have in the window; `meanwhile` is told the time since the begin.
+pub(super) fn by_weight(
+    stage: &Stage,
+    mut meanwhile: impl FnMut(Duration) -> Result<()>,
+) -> Result<Vec<f64>> {
     let mut tenants = Vec::new();
     for at in 0..4 {
         tenants.push(stage.tenant(at, Some(Compute { weight: at as u32 + 1, ..NONE }), "1ms")?);
     }
     seen();
-    let served = stage.watch(&mut tenants, |_, _| Ok(()))?;
+    let served = stage.watch(&mut tenants, |_, since| meanwhile(since))?;
     tenants.into_iter().try_for_each(|tenant| tenant.end().map(drop))?;
-    let mut errors = Vec::new();
-    for (at, points) in served.iter().enumerate() {
-        let (opens, ends) = stage.opens(points);
-        let got = share(points, opens, ends);
-        line(&format!("policy_weight_{}_share", at + 1), got, "%");
-        errors.push((got - 10.0 * (at as f64 + 1.0)).abs());
-    }
-    off("policy_weights", &errors, points);
-    Ok(())
+    Ok(served.iter().map(|points| of_window(stage, points)).collect())
 }
+
+/// By how many points each of these is off.
+pub(super) fn off_by_weight(got: &[f64]) -> Vec<f64> {
+    got.iter().zip(1..).map(|(got, weight)| (got - 10.0 * f64::from(weight)).abs()).collect()
+}
+
+/// Per cent of the window.
+fn of_window(stage: &Stage, points: &[Point]) -> f64 {
+    let (opens, ends) = stage.opens(points);
+    share(points, opens, ends)
+}
+
+/// One that may have all that others leave, and the other that rests at times: what they are promised, in per cent.
+const BORROWER: u32 = 20;
+const OWNER: u32 = 60;
+/// Of each other when both work, in per cent.
+const WITH_OWNER: f64 = 40.0;
 
 /// 20 that may have all that others leave, beside 60 that rest for three seconds of every five.
 pub(super) fn lending(stage: &Stage, points: f64, rounds: u32) -> Result<()> {
     const REST: u64 = 3 * SECOND;
     const WORK: u64 = 2 * SECOND;
     let stage = &stage.lasting(Duration::from_nanos((REST + WORK) * u64::from(rounds)));
-    let (borrower, owner) = (Compute { cores: 20, ceiling: 100, ..NONE }, Compute { cores: 60, ..NONE });
-    let mut tenants = vec![stage.tenant(0, Some(borrower), "1ms")?, stage.tenant(1, Some(owner), "1ms")?];
     let before = stage.before.as_nanos() as u64;
-    let (mut rests, mut returns) = (false, Vec::new());
+    let window = before..before + stage.window.as_nanos() as u64;
+    // Not at the very end: whoever is stopped and woken at once may stay stopped.
+    let rests = |since: u64| window.contains(&since) && (since - before) % (REST + WORK) < REST;
+    let lent = lend(stage, rests, |_| Ok(()))?;
+    ensure!(!lent.is_empty(), "nobody came back");
+    let of = |what: fn(&Lent) -> f64| lent.iter().map(what).collect::<Vec<f64>>();
+    let (share, soon) = (of(|lent| lent.share), of(|lent| lent.after_100_ms));
+    let (over, lacks) = (of(|lent| lent.borrower_over), of(|lent| lent.owner_lacks));
+    figure("policy_lent_after_100ms_share", &soon, "%");
+    figure("policy_lent_share", &share, "%");
+    bar("policy_lent_lost", 100.0 - median(&share), points, "points");
+    figure("policy_returned_after_20ms_borrower_over", &over, "points");
+    bar("policy_returned_after_20ms_borrower_over", median(&over), points, "points");
+    figure("policy_returned_owner_lacks", &lacks, "points");
+    bar("policy_returned_owner_lacks", median(&lacks), points, "points");
+    Ok(())
+}
+
+/// What came of a rest of the owner.
+pub(super) struct Lent {
+    /// Per cent that the borrower had in the half second that begins 100 ms after the owner's last work, and in the last second.
+    after_100_ms: f64,
+    share: f64,
+    /// Points that it had too much in half a second from a control period after the owner is back, and that the owner
+    /// had too little in the first second.
+    pub(super) borrower_over: f64,
+    pub(super) owner_lacks: f64,
+}
+
+/// Lets both go: of each rest what came of it. The owner rests while `rests` says so of the nanoseconds since the begin.
+pub(super) fn lend(
+    stage: &Stage,
+    rests: impl Fn(u64) -> bool,
+    mut meanwhile: impl FnMut(Duration) -> Result<()>,
+) -> Result<Vec<Lent>> {
+    let (borrower, owner) =
+        (Compute { cores: BORROWER, ceiling: 100, ..NONE }, Compute { cores: OWNER, ..NONE });
+    let mut tenants = vec![stage.tenant(0, Some(borrower), "1ms")?, stage.tenant(1, Some(owner), "1ms")?];
+    let (mut left, mut is_resting, mut turns) = (0, false, Vec::new());
     seen();
     let served = stage.watch(&mut tenants, |tenants, since| {
-        let since = since.as_nanos() as u64;
-        // Not at the very end: whoever is stopped and woken at once may stay stopped.
-        let is_in = (before..before + stage.window.as_nanos() as u64).contains(&since);
-        let is_to = is_in && (since - before) % (REST + WORK) < REST;
-        if is_to != rests {
+        meanwhile(since)?;
+        let is_to = rests(since.as_nanos() as u64);
+        if is_to != is_resting {
             tenants[1].rest(stage, is_to)?;
-            rests = is_to;
-            if !rests {
-                returns.push(divvy_sim::ledger::now());
+            is_resting = is_to;
+            match is_to {
+                true => left = divvy_sim::ledger::now(),
+                false => turns.push((left, divvy_sim::ledger::now())),
             }
         }
         Ok(())
     })?;
-    if rests {
+    if is_resting {
         tenants[1].rest(stage, false)?;
     }
     tenants.into_iter().try_for_each(|tenant| tenant.end().map(drop))?;
-    let (mut lent, mut back, mut kept) = (Vec::new(), Vec::new(), Vec::new());
-    for at in returns {
-        // Its own first work is what tells that it is back.
+    let of = |(left, at): (u64, u64)| {
+        // Its own first work is what tells that it is back, and its last that it is gone.
         let had = served[1].iter().rfind(|point| point.0 <= at).map_or(0, |point| point.1);
-        let Some((first, _)) = served[1].iter().find(|point| point.0 > at && point.1 > had) else { continue };
-        lent.push(share(&served[0], at - SECOND, at));
-        back.push(share(&served[0], first + PERIOD, first + PERIOD + SECOND / 2) - 40.0);
-        kept.push(60.0 - share(&served[1], *first, first + SECOND));
-    }
-    ensure!(!back.is_empty(), "nobody came back");
-    figure("policy_lent_share", &lent, "%");
-    bar("policy_lent_lost", 100.0 - median(&lent), points, "points");
-    figure("policy_returned_after_20ms_borrower_over", &back, "points");
-    bar("policy_returned_after_20ms_borrower_over", median(&back), points, "points");
-    figure("policy_returned_owner_lacks", &kept, "points");
-    bar("policy_returned_owner_lacks", median(&kept), points, "points");
-    Ok(())
+        let (first, _) = *served[1].iter().find(|point| point.0 > at && point.1 > had)?;
+        let last =
+            served[1].iter().find(|point| point.0 >= left && point.1 >= had).map_or(left, |point| point.0);
+        Some(Lent {
+            after_100_ms: share(&served[0], last + 100 * MS, last + 100 * MS + SECOND / 2),
+            share: share(&served[0], at - SECOND, at),
+            borrower_over: share(&served[0], first + PERIOD, first + PERIOD + SECOND / 2) - WITH_OWNER,
+            owner_lacks: f64::from(OWNER) - share(&served[1], first, first + SECOND),
+        })
+    };
+    Ok(turns.into_iter().filter_map(of).collect())
 }
 
 /// How much longer than its work a burst takes beside one that wants all of the GPU.
 pub(super) fn priority(stage: &Stage) -> Result<()> {
     let stage = &stage.lasting(Duration::from_secs(12));
     for (name, priority) in [("without", 0), ("with", 1)] {
-        let high = Compute { priority, ..NONE };
-        let mut tenants = vec![stage.tenant(0, Some(high), "bursts")?, stage.tenant(1, Some(NONE), "1ms")?];
-        seen();
-        let served = stage.watch(&mut tenants, |_, _| Ok(()))?;
-        let mut words = Vec::new();
-        for tenant in tenants {
-            words.push(tenant.end()?);
-        }
-        let late = |what: &str| Ok::<f64, anyhow::Error>(said(&words[0], what)? / 1e6 - BURST);
+        let late = precede(stage, priority, |_| Ok(()))?;
         let name = |what: &str| format!("policy_priority_{name}_{what}");
-        line(&name("bursts"), said(&words[0], "bursts")?, "number");
-        line(&name("late_p50"), late("burst_p50")?, "ms");
-        line(&name("late_p99"), late("burst_p99")?, "ms");
+        line(&name("bursts"), late.bursts, "number");
+        line(&name("late_p50"), late.p50, "ms");
+        line(&name("late_p99"), late.p99, "ms");
         if priority > 0 {
-            bar(&name("late_p99"), late("burst_p99")?, REACTION, "ms");
+            bar(&name("late_p99"), late.p99, REACTION, "ms");
         }
-        let (opens, ends) = stage.opens(&served[1]);
-        line(&name("other_share"), share(&served[1], opens, ends), "%");
+        line(&name("other_share"), late.other, "%");
     }
     Ok(())
+}
+
+/// Bursts of the window, how late they were in ms, and what the other had in per cent.
+pub(super) struct Late {
+    bursts: f64,
+    p50: f64,
+    pub(super) p99: f64,
+    other: f64,
+}
+
+/// Bursts of one with that priority, beside one of low priority that wants all of the GPU.
+pub(super) fn precede(
+    stage: &Stage,
+    priority: u32,
+    mut meanwhile: impl FnMut(Duration) -> Result<()>,
+) -> Result<Late> {
+    let high = Compute { priority, ..NONE };
+    let mut tenants = vec![stage.tenant(0, Some(high), "bursts")?, stage.tenant(1, Some(NONE), "1ms")?];
+    seen();
+    let served = stage.watch(&mut tenants, |_, since| meanwhile(since))?;
+    let mut words = Vec::new();
+    for tenant in tenants {
+        words.push(tenant.end()?);
+    }
+    let late = |what: &str| Ok::<f64, anyhow::Error>(said(&words[0], what)? / 1e6 - BURST);
+    Ok(Late {
+        bursts: said(&words[0], "bursts")?,
+        p50: late("burst_p50")?,
+        p99: late("burst_p99")?,
+        other: of_window(stage, &served[1]),
+    })
 }
 
 /// The agent is killed while tenants work, and comes back; or another one waits to take its place.

@@ -1,13 +1,13 @@
 //! Tenants of a simulated GPU: each a program in a container, and what the ledger says that it had.
 
 use super::cells::{Cell, UNLIMITED};
-use crate::program::hear;
+use crate::program::{self, hear};
 use crate::turns;
 use anyhow::{Context, Result, bail, ensure};
 use divvy_escape::container::{Container, Recipe};
-use divvy_escape::node::{Compute, MIB, Node};
+use divvy_escape::node::{Compute, MIB, Node, Share};
 use divvy_escape::programs;
-use divvy_escape::watch::Watch;
+use divvy_escape::watch::{self, Watch};
 use divvy_sim::ledger::{Served, Watcher};
 use rustix::process::{Pid, Signal, kill_process};
 use std::cell::Cell as Counter;
@@ -21,8 +21,6 @@ use std::time::{Duration, Instant};
 const MEMORY: &str = "/dev/shm";
 const MODEL: &str = "H100-SXM5-80GB";
 const LIMIT: u64 = 8192 * MIB;
-/// Kernels take so much more or less than they should.
-const JITTER: (&str, &str) = ("DIVVY_SIM_CUDA", "jitter=20");
 /// Between two looks at the ledger.
 const LOOK: Duration = Duration::from_millis(5);
 /// Shares of windows of this length are told.
@@ -70,16 +68,16 @@ pub(crate) struct Tenant {
     child: Child,
     said: BufReader<ChildStdout>,
     _container: Container,
-    _pages: Option<Pages>,
+    pages: Option<Pages>,
 }
 
-/// The directory of a claim's pages, which go with it.
-struct Pages(PathBuf);
+/// A share, whose claim's pages go with it.
+struct Pages(Share);
 
 impl Drop for Pages {
     fn drop(&mut self) {
         // What is left is in the directory of this run, which goes with the node.
-        let _ = std::fs::remove_dir_all(&self.0);
+        let _ = self.0.directory.parent().map(std::fs::remove_dir_all);
     }
 }
 
@@ -97,10 +95,10 @@ impl Stage {
         let node = Rc::new(Node::up_in(MODEL, Path::new(MEMORY))?);
         let watcher = Rc::new(node.watcher()?);
         // A program of its own for each tenant, so that the ledger tells them apart by name.
-        let first = node.programs().join(program(0));
+        let first = node.programs().join(file_of(0));
         programs::compile(&["compute.c"], &first, &["-ldl"])?;
         for tenant in 1..4 {
-            std::fs::copy(&first, node.programs().join(program(tenant)))?;
+            std::fs::copy(&first, node.programs().join(file_of(tenant)))?;
         }
         let agent = agent.then(|| Watch::start(&node)).transpose()?;
         Ok(Self { agent, node, watcher, library, before, window, burst, shares: Rc::default() })
@@ -137,17 +135,16 @@ impl Stage {
 
     /// The container of a tenant with such a share, and where its pages are.
     fn container(&self, compute: Option<Compute>) -> Result<(Container, Option<Pages>)> {
-        let environment = vec![(JITTER.0.to_owned(), JITTER.1.to_owned())];
+        let environment = vec![program::jitter()];
         let Some(compute) = compute else {
             let recipe = Recipe { environment, ..Recipe::default() };
             return Ok((Container::start(&self.node, &recipe)?, None));
         };
         let claim = format!("claim-{}", self.shares.replace(self.shares.get() + 1));
         let share = self.node.share_of(0, &claim, "0", LIMIT, compute)?;
-        let pages = Pages(share.directory.parent().context("a share without a claim")?.to_owned());
-        let (library, shares) = (Some(self.library.clone()), vec![share]);
+        let (library, shares) = (Some(self.library.clone()), vec![share.clone()]);
         let recipe = Recipe { environment, library, shares, ..Recipe::default() };
-        Ok((Container::start(&self.node, &recipe)?, Some(pages)))
+        Ok((Container::start(&self.node, &recipe)?, Some(Pages(share))))
     }
 
     /// Nanoseconds of a launch of a kernel of no length in each turn, by the tenants with these requests.
@@ -158,7 +155,7 @@ impl Stage {
             tenants.push(self.container(self.fixed(request)?)?);
         }
         let command = |container: &Container| {
-            let mut command = container.command(&self.node.programs().join(program(0)));
+            let mut command = container.command(&self.node.programs().join(file_of(0)));
             command.args(["turns", "launch", &each]);
             command
         };
@@ -218,13 +215,13 @@ impl Stage {
     /// A tenant that waits for its start; none for one without a share.
     pub(crate) fn tenant(&self, at: usize, compute: Option<Compute>, shape: &str) -> Result<Tenant> {
         let (container, pages) = self.container(compute)?;
-        let name = program(at);
+        let name = file_of(at);
         let millis = |time: Duration| time.as_millis().to_string();
         let mut command = container.command(&self.node.programs().join(&name));
         command.args(["run", shape, &millis(self.before), &millis(self.window)]);
-        let mut child = crate::program::start(command)?;
+        let mut child = program::start(command)?;
         let said = BufReader::new(child.stdout.take().context("no output")?);
-        Ok(Tenant { name, child, said, _container: container, _pages: pages })
+        Ok(Tenant { name, child, said, _container: container, pages })
     }
 
     fn got(&self, said: &str, points: &[Point]) -> Result<Got> {
@@ -288,6 +285,12 @@ impl Tenant {
         send(self.child.id(), Signal::CONT)
     }
 
+    /// Has its share be that from now on.
+    pub(crate) fn change(&self, stage: &Stage, compute: Compute) -> Result<()> {
+        let share = &self.pages.as_ref().context("a tenant without a share")?.0;
+        watch::change(&stage.node, share, compute)
+    }
+
     /// What it says in the end.
     pub(crate) fn end(mut self) -> Result<String> {
         let deadline = Instant::now() + PATIENCE;
@@ -302,7 +305,7 @@ impl Tenant {
 }
 
 /// File name of a tenant's program, and so the name of its process.
-fn program(tenant: usize) -> String {
+fn file_of(tenant: usize) -> String {
     format!("compute-{tenant}")
 }
 
