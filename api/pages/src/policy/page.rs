@@ -84,8 +84,13 @@ impl PolicyPage {
             word.store(bytes.try_into().map_or(0, u64::from_le_bytes));
         }
         let is_limited = u32::from(policy.compute.is_limited());
-        // What the agent says there stays.
-        let limited = |word| Some(word & !LIMITED | is_limited);
+        // What the agent says there stays; and what it has granted is paced until it says that it need not be. A share whose
+        // limit is taken away would queue a thousand launches before the agent has looked, and owe them all a moment later.
+        let is_granted = self.until.load() > 0;
+        let limited = |word| {
+            let is_kept = is_granted && is_limited == 0 && word & LIMITED != 0;
+            Some(word & !LIMITED | is_limited | if is_kept { DIVIDED } else { 0 })
+        };
         let _ = self.paced.fetch_update(SeqCst, SeqCst, limited);
         self.stamp.update(|stamp| stamp.wrapping_add(1));
         Ok(generation)
@@ -122,6 +127,11 @@ impl PolicyPage {
     pub fn divide(&self, is_divided: bool) {
         let divided = |word| Some(word & !DIVIDED | if is_divided { DIVIDED } else { 0 });
         let _ = self.paced.fetch_update(SeqCst, SeqCst, divided);
+    }
+
+    /// For the agent: whether the page says so.
+    pub fn is_divided(&self) -> bool {
+        self.paced.load(SeqCst) & DIVIDED != 0
     }
 
     /// A number that the agent raises when it wants to hear of the next launch: a process that launches and has
@@ -236,6 +246,18 @@ mod tests {
         assert_eq!(page.replace(&sample()), Ok(7));
         assert_eq!(page.read(), Ok((7, sample())));
         assert!(page.is_paced());
+    }
+
+    #[test]
+    fn a_share_that_loses_its_limit_is_paced_until_the_agent_says_otherwise() {
+        let page = mapped(sample().encode());
+        page.grant(5, 7);
+        let unlimited = Policy { compute: Compute::default(), ..sample() };
+        assert_eq!(page.replace(&unlimited), Ok(2));
+        assert_eq!((page.is_paced(), page.is_divided()), (true, true));
+        page.divide(false);
+        assert_eq!(page.replace(&unlimited), Ok(3));
+        assert_eq!((page.is_paced(), page.is_divided()), (false, false));
     }
 
     #[test]

@@ -39,7 +39,6 @@ pub(super) struct Seat {
     pub(super) door: Arc<Door>,
     pub(super) standing: Standing,
     pub(super) order: Order,
-    is_divided: bool,
     granted_until: u64,
     closed_until: u64,
     /// The last call, 0 before the first, and what the doorbell was before it.
@@ -69,8 +68,7 @@ impl Seat {
         if words.granted(now.saturating_sub(STALE)).is_some() {
             standing.memory = arbiter::Memory::inherited(words.kept());
         }
-        let (closed_until, is_divided, is_asked) =
-            (words.closed_until(), words.is_paced() && !standing.is_limited, words.call() > 0);
+        let (closed_until, is_asked) = (words.closed_until(), words.call() > 0);
         Ok(Self {
             key: planned.key.clone(),
             file,
@@ -79,7 +77,6 @@ impl Seat {
             door: Arc::new(Door::of(&planned.account)?),
             standing,
             order: Order { rate: None, is_asked, is_beside, memory: standing.memory },
-            is_divided,
             granted_until: 0,
             closed_until,
             call: 0,
@@ -170,8 +167,8 @@ impl Seat {
                 page.keep(order.memory.kept());
             }
             let is_divided = order.rate.is_some() && !self.standing.is_limited;
-            if is_divided != self.is_divided {
-                self.is_divided = is_divided;
+            // The page has the last word, as it was changed where its class was.
+            if is_divided != page.is_divided() {
                 page.divide(is_divided);
             }
             if had.is_asked && !order.is_asked {

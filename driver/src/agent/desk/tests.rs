@@ -73,6 +73,13 @@ impl Share {
         self.page().is_paced().then(rate)
     }
 
+    /// Its class is another from now on.
+    fn changes(&mut self, compute: Compute) {
+        let (_, policy) = self.page().read().unwrap();
+        self.page().replace(&Policy { compute, ..policy }).unwrap();
+        self.compute = compute;
+    }
+
     fn launches(&self, now: u64) {
         self.account.write_all_at(&now.to_le_bytes(), account::BALANCE + 8).unwrap();
     }
@@ -131,6 +138,25 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     assert_ne!(owner.page().call(), 0, "and is asked");
     assert_eq!(desk.doors(rests).0.len(), 1);
     assert_eq!(borrower.rate(rests + GRANT), Some(100), "an agent that is gone grants nothing");
+}
+
+#[test]
+fn a_share_whose_class_takes_its_limit_away_is_paced_all_the_time_and_free_when_it_is_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut shares = shares(dir.path(), &[of(0, 30, 0), of(0, 0, 0)]);
+    let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+    desk.plan(GPU, planned(&shares, &[30, 100]), now);
+    assert_eq!([shares[0].rate(now), shares[1].rate(now)], [Some(30), Some(70)]);
+    shares[0].changes(of(0, 100, 0));
+    assert_eq!(shares[0].rate(now), Some(30), "until the next audit");
+    desk.plan(GPU, planned(&shares, &[100, 100]), now + SECOND);
+    assert_eq!([shares[0].rate(now), shares[1].rate(now)], [Some(50), Some(50)]);
+    shares.truncate(1);
+    desk.plan(GPU, planned(&shares, &[100]), now + 2 * SECOND);
+    assert_eq!(shares[0].rate(now), None);
+    shares[0].changes(of(0, 30, 0));
+    desk.plan(GPU, planned(&shares, &[30]), now + 3 * SECOND);
+    assert_eq!((shares[0].rate(now), shares[0].page().is_divided()), (Some(30), false));
 }
 
 #[test]
