@@ -6,7 +6,9 @@
 //! handle and a mapping each name an object. A handle's number may be used again by the driver
 //! as soon as it is released, when the object still lives in its mappings: hence the numbers.
 //!
-//! Imported handles belong to their exporter and are not in the table. What the table does
+//! Imported handles belong to their exporter and are not in the table. The exporter may be this very process, under a
+//! handle that tells nothing of where it is from, and what was exported lives as long as a descriptor of it does: so
+//! each export is one reference more, which goes only with the process. What the table does
 //! not know is let through.
 
 use crate::device::{Device, Reservation};
@@ -69,7 +71,29 @@ impl<S: System> Drop for Release<'_, S> {
     }
 }
 
+/// An export that the driver is asked for. Dropped, its reference stays: too much at worst, never too little.
+#[derive(Debug)]
+pub struct Export<'a, S: System> {
+    ledger: &'a Ledger<S>,
+    local: &'a Local,
+    object: u64,
+}
+
+impl<S: System> Export<'_, S> {
+    /// The driver made none.
+    pub fn refused(self) {
+        self.ledger.drop_reference(self.local, self.object, 1);
+    }
+}
+
 impl<S: System> Ledger<S> {
+    /// Before `cuMemExportToShareableHandle`: one reference more to the memory, for good. `None`: not ours.
+    pub fn export(&self, handle: u64) -> Option<Export<'_, S>> {
+        let local = self.local()?;
+        let object = local.table.get(&self.system, Class::Handle, handle)?.bytes();
+        self.add_reference(local, object).then_some(Export { ledger: self, local, object })
+    }
+
     /// Before `cuMemRelease`. `None`: not ours, let it through.
     pub fn release(&self, handle: u64) -> Option<Release<'_, S>> {
         let local = self.local()?;

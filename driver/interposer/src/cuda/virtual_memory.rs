@@ -62,7 +62,23 @@ hook! {
 }
 
 hook! {
-    /// Another process's memory, which is charged to that one; or our own, which has one reference more.
+    /// Counted before the driver is asked: from then on the memory may live by a handle or a descriptor that nobody here
+    /// knows.
+    cuMemExportToShareableHandle(out: *mut c_void, handle: u64, kind: c_int, flags: u64) |real| {
+        let export = LEDGER.export(handle);
+        let answer = real(out, handle, kind, flags);
+        if answer != SUCCESS
+            && let Some(export) = export
+        {
+            export.refused();
+        }
+        answer
+    }
+}
+
+hook! {
+    /// Another process's memory, which is charged to that one; or our own, which has one reference more if it
+    /// comes under the handle that we know, and is charged for good if it comes under another: it was exported.
     cuMemImportFromShareableHandle(out: *mut u64, shared: *mut c_void, kind: c_int) |real| {
         let answer = real(out, shared, kind);
         if answer == SUCCESS && !out.is_null() {

@@ -6,8 +6,8 @@ use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
 
 /// What an output holds before the call: a failed call must leave it so.
-const UNTOUCHED: u64 = 0x5555_5555_5555_5555;
-const MIB: u64 = 1 << 20;
+pub(super) const UNTOUCHED: u64 = 0x5555_5555_5555_5555;
+pub(super) const MIB: u64 = 1 << 20;
 
 pub(crate) struct Guest {
     lib: Library,
@@ -47,15 +47,15 @@ const FLOAT: i32 = 0x20;
 
 /// CUmemPoolProps, and CUmemAllocationProp, which is shorter: PINNED memory on a device. 88 bytes.
 #[repr(C)]
-struct Properties {
+pub(super) struct Properties {
     kind: i32,
-    handles: i32,
+    pub(super) handles: i32,
     location: [i32; 2],
     rest: [u64; 9],
 }
 
 impl Properties {
-    fn on(device: i32) -> Self {
+    pub(super) fn on(device: i32) -> Self {
         Self { kind: 1, handles: 0, location: [1, device], rest: [0; 9] }
     }
 }
@@ -70,11 +70,7 @@ struct Allocation {
     address: u64,
 }
 
-/// CUipcMemHandle, which is passed by value.
-#[repr(C)]
-struct Shared([u8; 64]);
-
-fn number(word: &str) -> u64 {
+pub(super) fn number(word: &str) -> u64 {
     word.parse().unwrap_or_else(|_| panic!("'{word}' is no number"))
 }
 
@@ -126,14 +122,9 @@ impl Guest {
                     handle,
                 )
             }
-            ["export", address] => {
-                let mut name = [0u8; 64];
-                let code =
-                    call!(self, "cuIpcGetMemHandle", name.as_mut_ptr() => *mut u8, number(address) => u64);
-                let text: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
-                if code == 0 { text } else { format!("error {code}") }
-            }
+            ["export", address] => self.export(number(address)),
             ["import", text] => self.import(text),
+            ["shareable", rest @ ..] => self.shareable(rest),
             ["trim", pool] => call!(self, "cuMemPoolTrimTo", number(pool) => u64, 0 => u64).to_string(),
             ["graph", mib] => self.graph(number(mib) * MIB, 0),
             ["graph", mib, depth] => self.graph(number(mib) * MIB, number(depth)),
@@ -394,17 +385,6 @@ impl Guest {
         said(code, context)
     }
 
-    fn import(&self, text: &str) -> String {
-        let mut name = [0u8; 64];
-        for (at, byte) in name.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).expect("hexadecimal");
-        }
-        let mut address = UNTOUCHED;
-        let code =
-            call!(self, "cuIpcOpenMemHandle_v2", &mut address => &mut u64, Shared(name) => Shared, 1 => u32);
-        said(code, address)
-    }
-
     /// Does the rest in a child, and answers for it.
     fn fork(&mut self, rest: &[&str]) -> String {
         let mut ends = [0; 2];
@@ -448,7 +428,7 @@ fn file_of(address: *const c_void) -> String {
 }
 
 /// `ok KEY`, `error CODE`, and whether a failed call has touched its output.
-fn said(code: i32, key: u64) -> String {
+pub(super) fn said(code: i32, key: u64) -> String {
     match (code, key) {
         (0, key) => format!("ok {key}"),
         (code, UNTOUCHED) => format!("error {code}"),

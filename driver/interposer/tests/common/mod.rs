@@ -10,6 +10,8 @@ mod launches;
 #[path = "../../../../e2e/sim/cuda/tests/common/program.rs"]
 pub(crate) mod program;
 #[allow(dead_code, reason = "not every test runs containers")]
+mod shareable;
+#[allow(dead_code, reason = "not every test runs containers")]
 mod told;
 
 use std::path::{Path, PathBuf};

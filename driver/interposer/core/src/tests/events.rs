@@ -200,6 +200,39 @@ fn one_unmap_ends_all_mappings_in_its_range() {
 }
 
 #[test]
+fn exported_memory_is_charged_for_good() {
+    check(&[
+        ("a handle", &|p| create(p, 70), MIB),
+        ("an export that the driver refused", &|p| p.export(70).expect("it is in the table").refused(), MIB),
+        ("the release", &|p| release(p, 70), 0),
+        ("another handle", &|p| create(p, 71), MIB),
+        ("its export", &|p| assert!(p.export(71).is_some()), MIB),
+        ("its import under a handle of its own", &|p| p.retained(72, 0), MIB),
+        ("the release of the exported", &|p| release(p, 71), MIB),
+        ("the release of the imported", &|p| assert!(p.release(72).is_none()), MIB),
+        ("an export of what is not ours", &|p| assert!(p.export(72).is_none()), MIB),
+        ("the same number for other memory", &|p| create(p, 71), 2 * MIB),
+        ("its release", &|p| release(p, 71), MIB),
+    ]);
+}
+
+#[test]
+fn an_export_that_is_refused_after_the_release_gives_the_memory_back() {
+    check(&[
+        ("a handle", &|p| create(p, 70), MIB),
+        (
+            "a release while the driver is asked",
+            &|p| {
+                let export = p.export(70).expect("it is in the table");
+                release(p, 70);
+                export.refused();
+            },
+            0,
+        ),
+    ]);
+}
+
+#[test]
 fn imported_memory_is_its_owners() {
     check(&[
         ("a mapping of an imported handle", &|p| p.mapped(0x10_0000, MIB, 99), 0),

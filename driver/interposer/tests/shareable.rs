@@ -1,0 +1,71 @@
+//! Physical memory that a program has exported, against the simulated driver: it can come back under any handle, so it
+//! stays charged.
+
+mod common;
+
+use common::container::Node;
+use common::program::Program;
+
+/// The programs in the containers.
+#[test]
+fn it_is_a_program_too() {
+    common::container::guest();
+}
+
+/// What an answer "ok KEY" names.
+fn key(answer: &str) -> String {
+    answer.strip_prefix("ok ").unwrap_or_else(|| panic!("it was answered {answer}")).to_owned()
+}
+
+/// A GPU with one share of 1,000 MiB, and two programs in its container.
+fn shared(test: impl FnOnce(Program, Program, &dyn Fn() -> u64)) {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let container = node.container(std::slice::from_ref(&share));
+    test(container.started(), container.started(), &|| share.used_mib());
+}
+
+/// Imported by whoever exported it, the memory has a second handle, which keeps it when the first is released.
+#[test]
+fn memory_that_its_exporter_imports_outlives_its_handle_and_stays_charged() {
+    shared(|mut one, mut two, used| {
+        let made = key(&one.ask("shareable create 600"));
+        let descriptor = key(&one.ask(&format!("shareable export {made}")));
+        let imported = key(&one.ask(&format!("shareable import {descriptor}")));
+        assert_ne!(imported, made, "the driver gives a handle of its own");
+        assert_eq!(one.ask(&format!("free release {made}")), "0");
+        assert_eq!(used(), 600);
+        assert_eq!(one.ask("shareable create 600"), "error 2", "past the limit");
+        let address = key(&one.ask("reserve 600"));
+        assert_eq!(one.ask(&format!("map {address} 600 {imported}")), "0", "the memory is there");
+        key(&one.ask("shareable create 400"));
+        // The end of the process is the end of its memory, and of what it pays for it.
+        one.kill();
+        key(&two.ask("alloc v2 1000"));
+        assert_eq!(used(), 1000);
+    });
+}
+
+/// A descriptor keeps the memory too: it can be imported after the release.
+#[test]
+fn memory_that_is_imported_after_its_handle_is_released_is_still_charged() {
+    shared(|mut one, _two, used| {
+        let made = key(&one.ask("shareable create 600"));
+        let descriptor = key(&one.ask(&format!("shareable export {made}")));
+        assert_eq!(one.ask(&format!("free release {made}")), "0");
+        key(&one.ask(&format!("shareable import {descriptor}")));
+        assert_eq!(used(), 600);
+    });
+}
+
+/// Refused by the driver, an export costs nothing.
+#[test]
+fn memory_that_was_not_exported_is_given_back() {
+    shared(|mut one, _two, used| {
+        let made = key(&one.ask("alloc create 600"));
+        assert_eq!(one.ask(&format!("shareable export {made}")), "error 1");
+        assert_eq!(used(), 600);
+        assert_eq!(one.ask(&format!("free release {made}")), "0");
+        assert_eq!(used(), 0);
+    });
+}
