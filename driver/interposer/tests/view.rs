@@ -14,9 +14,10 @@ fn main() -> ExitCode {
     if common::container::answer() {
         return ExitCode::SUCCESS;
     }
-    let tests: [(&str, fn()); 3] = [
+    let tests: [(&str, fn()); 4] = [
         ("nvidia_smi_shows_the_share", nvidia_smi_shows_the_share),
         ("the_memory_of_the_other_share_does_not_show", the_memory_of_the_other_share_does_not_show),
+        ("the_processes_of_the_other_share_do_not_show", the_processes_of_the_other_share_do_not_show),
         ("what_changes_a_device_is_denied", what_changes_a_device_is_denied),
     ];
     for (name, test) in tests {
@@ -58,6 +59,34 @@ fn the_memory_of_the_other_share_does_not_show() {
     let mut program = container.started();
     assert!(program.ask("alloc v2 900").starts_with("ok "));
     assert_eq!(smi(&node, &two, MEMORY), (true, "2000, 0, 2000".to_owned()));
+}
+
+/// The pids in the table of processes that `nvidia-smi` prints: what stands before the kind of each, C.
+fn pids(node: &Node, shares: &[common::container::Share]) -> Vec<String> {
+    let (done, shown) = smi(node, shares, "");
+    assert!(done, "{shown}");
+    let rows = shown.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let mut pids: Vec<String> = rows
+        .filter_map(|row| row.windows(2).find(|pair| pair[1] == "C").map(|pair| pair[0].to_owned()))
+        .collect();
+    pids.sort_unstable();
+    pids
+}
+
+fn the_processes_of_the_other_share_do_not_show() {
+    let node = Node::up("L4");
+    let one = [node.share("one", "share", node.policy(0, 1000))];
+    let two = [node.share("two", "share", node.policy(0, 2000))];
+    let (first, second) = (node.container(&one), node.container(&two));
+    let (mut first, mut second) = (first.started(), second.started());
+    assert!(first.ask("alloc v2 100").starts_with("ok ") && second.ask("alloc v2 200").starts_with("ok "));
+    let (first, second) = (first.pid().to_string(), second.pid().to_string());
+    assert_eq!(pids(&node, &one), [first.clone()]);
+    assert_eq!(pids(&node, &two), [second.clone()]);
+    // The driver's own list, of which each share is shown its part.
+    let mut both = [first, second];
+    both.sort_unstable();
+    assert_eq!(pids(&node, &[]), both);
 }
 
 fn what_changes_a_device_is_denied() {

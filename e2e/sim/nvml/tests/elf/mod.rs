@@ -1,8 +1,10 @@
-//! The dynamic section of a shared library, as far as the tests look: soname and exported symbols.
+//! The dynamic section of a shared library, as far as the tests of the simulator's libraries look: soname, symbols, and
+//! which of these the dynamic linker looks up.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
+const RELA: u32 = 4;
 const DYNAMIC: u32 = 6;
 const DYNSYM: u32 = 11;
 const SONAME: u64 = 14;
@@ -10,6 +12,11 @@ const SONAME: u64 = 14;
 pub(crate) struct Dynamic {
     pub(crate) soname: String,
     pub(crate) exported: BTreeSet<String>,
+    #[allow(dead_code, reason = "not every library needs none of its own names")]
+    pub(crate) undefined: BTreeSet<String>,
+    /// Symbols that a relocation names: the loader writes the address of whoever defines them first in the process.
+    #[allow(dead_code, reason = "not every library needs none of its own names")]
+    pub(crate) relocated: BTreeSet<String>,
 }
 
 struct Section {
@@ -56,11 +63,20 @@ impl Dynamic {
         let soname = entries(dynamic).find(|at| number(&bytes, *at, 8) == SONAME).expect("a soname");
         let symbols = of_kind(DYNSYM);
         let strings = sections[symbols.link].offset;
+        let name = |at: usize| text(&bytes, strings + number(&bytes, at, 4) as usize);
+        // The first symbol is none.
+        let all: Vec<usize> = entries(symbols).skip(1).collect();
         // Defined ones: their section is not 0.
-        let defined = entries(symbols).filter(|at| number(&bytes, at + 6, 2) != 0);
+        let (defined, undefined): (Vec<_>, Vec<_>) =
+            all.into_iter().partition(|at| number(&bytes, *at + 6, 2) != 0);
+        let relocations = sections.iter().filter(|section| section.kind == RELA).flat_map(entries);
+        // The upper half of the second word is the symbol, or 0 where only the library's own place counts.
+        let used = relocations.map(|at| number(&bytes, at + 12, 4) as usize).filter(|symbol| *symbol != 0);
         Self {
             soname: text(&bytes, names + number(&bytes, soname + 8, 8) as usize),
-            exported: defined.map(|at| text(&bytes, strings + number(&bytes, at, 4) as usize)).collect(),
+            exported: defined.into_iter().map(name).collect(),
+            undefined: undefined.into_iter().map(name).collect(),
+            relocated: used.map(|symbol| name(symbols.offset + symbol * symbols.entry)).collect(),
         }
     }
 }
