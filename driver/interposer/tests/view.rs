@@ -81,8 +81,8 @@ fn the_processes_of_the_other_share_do_not_show() {
     let (mut first, mut second) = (first.started(), second.started());
     assert!(first.ask("alloc v2 100").starts_with("ok ") && second.ask("alloc v2 200").starts_with("ok "));
     let (first, second) = (first.pid().to_string(), second.pid().to_string());
-    assert_eq!(pids(&node, &one), [first.clone()]);
-    assert_eq!(pids(&node, &two), [second.clone()]);
+    assert_eq!(pids(&node, &one), std::slice::from_ref(&first));
+    assert_eq!(pids(&node, &two), std::slice::from_ref(&second));
     // The driver's own list, of which each share is shown its part.
     let mut both = [first, second];
     both.sort_unstable();

@@ -3,9 +3,11 @@
 The runtime asks the driver for each of its functions when it is first used. The driver writes down what it was asked
 for and what it answered; each answer must be the function that the headers name for that version and that kind of default
 stream, and a program that asks again, in the same process, must get the same. With an interposer preloaded the same
-checks hold it to what the driver answers: the function it gives must be of the same name.
+checks hold it to what the driver answers: the function it gives must be of the same name, its own where the list of its
+hooks has it and the driver's where it has not, and two functions are two with it where they are two without.
 
-usage: cudart.py LIBCUDART SYMBOLS CUDA-VERSION, with the simulated driver in LD_LIBRARY_PATH.
+usage: cudart.py LIBCUDART SYMBOLS CUDA-VERSION [INTERPOSER HOOKS], with the simulated driver in LD_LIBRARY_PATH, and
+the interposer in LD_PRELOAD if there is one.
 """
 import ctypes
 import os
@@ -13,8 +15,9 @@ import sys
 import tempfile
 
 runtime_path, symbols_path, driver_version = sys.argv[1], sys.argv[2], int(sys.argv[3])
+interposer, hooks_path = sys.argv[4:6] if len(sys.argv) > 4 else (None, None)
 OWN_STREAM = 2
-label = os.path.basename(runtime_path)
+label = os.path.basename(runtime_path) + (" with the library" if interposer else "")
 failed = 0
 
 
@@ -25,7 +28,9 @@ def check(what, good, detail=""):
 
 
 class DlInfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("file", "base")] + [
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
         ("name", ctypes.c_char_p),
         ("address", ctypes.c_void_p),
     ]
@@ -35,12 +40,12 @@ libc = ctypes.CDLL(None)
 libc.dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(DlInfo)]
 
 
-def name_of(pointer):
-    """The symbol that begins at an address."""
+def named(pointer):
+    """The symbol that begins at an address, and the library it lies in."""
     info = DlInfo()
     if not pointer or not libc.dladdr(pointer, ctypes.byref(info)) or info.address != pointer:
-        return None
-    return info.name.decode() if info.name else None
+        return None, None
+    return (info.name.decode() if info.name else None), os.path.basename(info.file.decode())
 
 
 class Symbols:
@@ -71,7 +76,8 @@ runtime.cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))
 # What it asked for: name, CUDA version, flags, the function that it got or "-".
 asked = sorted({tuple(line.rstrip("\n").rsplit(" ", 3)) for line in open(log.name)})
 symbols = Symbols(symbols_path)
-wrong, missing, different = [], [], []
+hooks = {line.strip() for line in open(hooks_path) if not line.startswith("#")} if interposer else set()
+wrong, missing, different, elsewhere, places = [], [], [], [], {}
 for name, version, flags, got in asked:
     version, flags = int(version), int(flags)
     right = symbols.answer(name, version, flags) if version <= driver_version else None
@@ -83,11 +89,24 @@ for name, version, flags, got in asked:
     driver.cuGetProcAddress_v2(
         name.encode(), ctypes.byref(found), version, ctypes.c_uint64(flags), ctypes.byref(status)
     )
-    if (name_of(found.value) or "-") != got:
-        different.append((name, version, flags, got, name_of(found.value)))
+    symbol, library = named(found.value)
+    if (symbol or "-") != got:
+        different.append((name, version, flags, got, symbol))
+    if symbol:
+        # Of a function that is hooked the library's own, of any other the driver's.
+        is_own = library == os.path.basename(interposer) if interposer else False
+        if is_own != (symbol in hooks) or not (is_own or library.startswith("libcuda.so")):
+            elsewhere.append((name, version, flags, symbol, library))
+        places.setdefault(found.value, set()).add(symbol)
 check(f"the runtime asks for its {len(asked)} functions", len(asked) > 400, f"{len(asked)}")
 check("each answer is the function of that version and stream", not wrong, str(wrong[:5]))
 check("who asks again gets the same", not different, str(different[:5]))
+check("each is the library's own where that hooks it, and the driver's where not", not elsewhere, str(elsewhere[:5]))
+shared = [sorted(names) for names in places.values() if len(names) > 1]
+check("two functions are at two addresses", not shared, str(shared[:5]))
+if interposer:
+    own = sum(bool(names & hooks) for names in places.values())
+    check("many of them are hooked", own > 50, f"{own}")
 # A runtime also asks for functions that no header declares, and for one without a name.
 unknown = [name for name in missing if name and not name.startswith("cuSubgrid")]
 check("all of them are there that a header declares", not unknown, str(unknown[:5]))

@@ -3,9 +3,10 @@
 //! Which structure an answer stands in, and its versions, are the library's business; here are the
 //! numbers. Memory: the share's limit is the total, what its processes use is used, and nothing is reserved,
 //! so that the parts add up. Processes: only those of the share, under the pid that the caller knows
-//! them by, with what they are charged. Utilisation: of the share's guarantee, not of the device.
+//! them by, with what they are charged. Utilisation: of the share's part, not of the device.
 
 use crate::device::{Device, Figures};
+use crate::pace;
 use crate::system::System;
 use divvy_pages::SlotState;
 
@@ -39,14 +40,20 @@ impl Figures {
     }
 }
 
-/// Percent of the device that the share's processes were seen busy, as percent of the share's
-/// guarantee; without one (0) of the device. Never above 100.
-pub fn utilisation(busy: u32, cores: u32) -> u32 {
-    let of = if cores == 0 { 100 } else { cores.min(100) };
-    (busy.min(100) * 100 / of).min(100)
+/// Percent of the device that the share's processes were seen busy, as percent of its part ([`Device::part`]).
+/// Never above 100.
+pub fn utilisation(busy: u32, part: u32) -> u32 {
+    (busy.min(100) * 100 / part.clamp(1, 100)).min(100)
 }
 
 impl<S: System> Device<'_, S> {
+    /// Percent of the device's time that its pages together promise, or hold it to; all of it where one does neither.
+    pub fn part(&self) -> u32 {
+        let percent = |rate: u64| u32::try_from(rate / (pace::SECOND / 100)).unwrap_or(100);
+        let policies = self.places.places().filter_map(|place| place.policy());
+        policies.fold(0_u32, |sum, (_, policy)| sum.saturating_add(percent(policy.compute.rate()))).min(100)
+    }
+
     /// The process of the share that NVML lists under `pid`: its pid on the host as a rule, which the
     /// node has written into the slot, or its pid in the caller's namespace. `None`: not of this share.
     pub fn process(&self, pid: u32) -> Option<Process> {

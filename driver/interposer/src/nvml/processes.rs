@@ -133,12 +133,12 @@ unsafe fn own<T: Entry>(answer: Answer, device: Handle, count: *mut c_uint, list
     answer
 }
 
-/// How busy the processes of a share had the device by the newest sample of each, in percent of the device.
+/// How busy the processes of a share had the device by the newest sample of each, in percent of its part.
 pub(super) fn busy(share: &Device, samples: &[Sample]) -> c_uint {
     let newest =
         |sample: &&Sample| !samples.iter().any(|other| other.pid == sample.pid && other.time > sample.time);
     let own = samples.iter().filter(newest).filter(|sample| share.process(sample.pid).is_some());
-    nvml::utilisation(own.fold(0, |sum: c_uint, sample| sum.saturating_add(sample.sm)), 0)
+    nvml::utilisation(own.fold(0, |sum: c_uint, sample| sum.saturating_add(sample.sm)), share.part())
 }
 
 macro_rules! lists {

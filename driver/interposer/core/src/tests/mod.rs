@@ -207,9 +207,16 @@ fn what_threads_allocate_at_once_is_told_in_full() {
 }
 
 #[test]
-fn utilisation_is_of_the_guarantee() {
-    for (busy, cores, seen) in [(15, 30, 50), (40, 30, 100), (40, 0, 40), (0, 30, 0), (200, 0, 100)] {
-        assert_eq!(utilisation(busy, cores), seen, "{busy} of {cores}");
+fn utilisation_is_of_the_shares_part() {
+    for (busy, part, seen) in
+        [(15, 30, 50), (40, 30, 100), (40, 100, 40), (0, 30, 0), (200, 100, 100), (1, 0, 100)]
+    {
+        assert_eq!(utilisation(busy, part), seen, "{busy} of {part}");
+    }
+    for (cores, part) in [(30, 30), (0, 100), (100, 100)] {
+        let world = pace::share(cores);
+        let process = world.process(7);
+        assert_eq!(device(&process).part(), part, "cores: {cores}");
     }
 }
 
