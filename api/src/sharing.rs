@@ -9,6 +9,10 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 
+/// Bytes that the first context of a process is charged until it has been measured:
+/// what CUDA 12 takes on a data centre GPU with lazy loading, roughly.
+pub const CONTEXT: u64 = 300 << 20;
+
 /// How a GPU is cut. Two modes never live on one GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

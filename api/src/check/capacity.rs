@@ -4,7 +4,7 @@
 use super::Finding;
 use crate::names::DRIVER;
 use crate::quantity::Quantity;
-use crate::sharing::Mode;
+use crate::sharing::{CONTEXT, Mode};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -81,6 +81,12 @@ pub(super) fn check(
         } else if share && FACTS.contains(&name.as_str()) && name != MEMORY && amount > Quantity::ZERO {
             let message = format!(
                 "a share promises no {name}, the amount only keeps other shares out; select on it instead"
+            );
+            findings.push(Finding::warning(path, message));
+        } else if share && name == MEMORY && amount.as_nano() < i128::from(CONTEXT) * ONE {
+            let message = format!(
+                "a CUDA context alone takes about {}Mi, each process has one, and none will start in {amount}; ask for more",
+                CONTEXT >> 20
             );
             findings.push(Finding::warning(path, message));
         }

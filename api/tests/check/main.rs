@@ -314,6 +314,21 @@ fn the_class_of_shares_wants_a_part() {
 }
 
 #[test]
+fn a_share_in_which_no_program_can_start_is_warned_of() {
+    let check = |class: &str, memory: &str, expected: &[&str]| {
+        check(&claim(json!({"requests": [share(class, memory)]})), expected);
+    };
+    let path = "warning: spec.devices.requests[0].exactly.capacity.requests[memory]";
+    let why = "a CUDA context alone takes about 300Mi, each process has one, and none will start in 200Mi; ask for more";
+    for class in ["share.divvy.dev", "gpu.divvy.dev", "mig.divvy.dev"] {
+        check(class, "200Mi", &[&format!("{path}: {why}")]);
+        check(class, "300Mi", &[]);
+    }
+    // The library, which charges contexts, is in no client of MPS.
+    check("mps.divvy.dev", "200Mi", &[]);
+}
+
+#[test]
 fn a_share_takes_the_configuration_of_shares_and_no_other() {
     let check = |request: Value, config: Value, expected: &[&str]| {
         check(&claim(json!({"requests": [request], "config": [config]})), expected);

@@ -5,14 +5,10 @@
 use crate::plan::Part;
 use crate::records::DeviceRecord;
 use crate::sharing::ShareLimits;
-use divvy_api::sharing::{Priority, ShareSettings};
+use divvy_api::sharing::{CONTEXT, Priority, ShareSettings};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_model::{Gpu, share};
 use divvy_pages::{Codec, Compute, Flags, GpuUuid, Memory, Policy, Text};
-
-/// Bytes that the first context of a process is charged until it has been measured:
-/// what CUDA 12 takes on a data centre GPU with lazy loading, roughly.
-const CONTEXT: u64 = 300 << 20;
 
 /// Why there is no page for a share.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
