@@ -9,7 +9,7 @@
 //! agent that ends in order opens the gates that it closed.
 
 use super::desk::{Desk, Had, Moved, Planned};
-use super::door;
+use super::door::{self, Rang};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::GpuUuid;
 use rustix::thread::futex::{self, Flags};
@@ -55,7 +55,7 @@ impl Bell {
     pub(super) async fn moved(&self) -> Vec<Moved> {
         loop {
             self.common.moved.notified().await;
-            let moved = self.common.desk().moved();
+            let moved = self.common.desk().moved(now());
             // It may have been told twice before anybody came to look.
             if !moved.is_empty() {
                 return moved;
@@ -131,17 +131,18 @@ impl Common {
     }
 
     fn listen(&self) {
+        let mut rang = Rang::Anybody;
         while !self.stops.load(SeqCst) {
             // Before the desk is looked at: what changes after that ends the wait.
             let poked = self.poked.load(SeqCst);
             let (doors, until) = {
                 let (mut desk, now) = (self.desk(), now());
-                desk.tick(now);
+                desk.tick(now, &rang);
                 self.tell(&desk);
                 let (doors, until) = desk.doors(now);
                 (doors, until.min(now.saturating_add(LONGEST)))
             };
-            door::wait(&self.poked, poked, &doors, until);
+            rang = door::wait(&self.poked, poked, &doors, until);
         }
     }
 }
@@ -181,7 +182,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_begins_to_work_and_who_rests_is_told_and_nothing_else() {
+    async fn who_begins_to_work_is_told_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
         let of = |name| Share::new(dir.path(), name, Compute { cores: 30, ..Compute::default() });
         let (first, other) = (of("a"), of("b"));
@@ -190,9 +191,7 @@ mod tests {
         let moved = async || tokio::time::timeout(Duration::from_secs(60), bell.moved()).await;
         plan(0);
         launch(&other);
-        let of = |is_first| Ok(vec![Moved { gpu: GPU, is_first }]);
-        assert_eq!(moved().await, of(true), "it rang");
-        assert_eq!(moved().await, of(false), "it rests");
+        assert_eq!(moved().await, Ok(vec![Moved { gpu: GPU, is_first: true }]), "it rang");
         plan(0);
         plan(0);
         assert!(!bell.common.desk().has_moved());

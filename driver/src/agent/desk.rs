@@ -8,7 +8,7 @@ mod seat;
 
 use super::arbiter::{self, Company};
 use super::bell::{Key, TICK};
-use super::door::Door;
+use super::door::{Door, Rang};
 use super::orders::{self, Gate, Standing, Turn, Turns};
 use divvy_pages::GpuUuid;
 use seat::{CLOSED, Seat};
@@ -17,8 +17,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Between two looks whether somebody rests, in nanoseconds, so that one look serves several.
-const LOOK: u64 = 40_000_000;
+const REST: u64 = super::soon::REST.as_nanos() as u64;
 
 /// A share of a GPU, as an audit found it.
 #[derive(Debug)]
@@ -64,6 +63,8 @@ struct Gpu {
     has_moved: bool,
     /// One of them does for the first time.
     has_begun: bool,
+    /// When it was last asked and had changed.
+    told: u64,
     /// When something is to be done though nobody rings.
     next: u64,
 }
@@ -114,11 +115,15 @@ impl Desk {
         self.0.values_mut().flat_map(|gpu| &mut gpu.shares).for_each(|seat| seat.close(false, 0));
     }
 
-    /// The GPUs on which more or fewer work since this was last asked.
-    pub(super) fn moved(&mut self) -> Vec<Moved> {
+    /// The GPUs on which more or fewer work since this was last asked. Who comes and goes all the time is told of as often
+    /// as it is heard ([`super::soon`]).
+    pub(super) fn moved(&mut self, now: u64) -> Vec<Moved> {
         let moved = |(gpu, of): (&GpuUuid, &mut Gpu)| {
             let is_first = std::mem::take(&mut of.has_begun);
-            std::mem::take(&mut of.has_moved).then_some(Moved { gpu: *gpu, is_first })
+            std::mem::take(&mut of.has_moved).then(|| {
+                of.told = now;
+                Moved { gpu: *gpu, is_first }
+            })
         };
         self.0.iter_mut().filter_map(moved).collect()
     }
@@ -129,12 +134,12 @@ impl Desk {
     }
 
     /// Looks who rang and who rests, and does what follows.
-    pub(super) fn tick(&mut self, now: u64) {
+    pub(super) fn tick(&mut self, now: u64, rang: &Rang) {
         for gpu in self.0.values_mut() {
             let mut has_changed = gpu.next <= now;
             let all = gpu.turns.is_some();
             let is_alone = gpu.shares.len() < 2;
-            for seat in gpu.shares.iter_mut().filter(|seat| all || !is_alone && seat.is_due(now)) {
+            for seat in gpu.shares.iter_mut().filter(|seat| all || !is_alone && seat.is_due(now, rang)) {
                 has_changed |= seat.look(now);
             }
             if has_changed {
@@ -144,23 +149,21 @@ impl Desk {
     }
 
     /// The doors to wait at, with what their doorbells said, and until when.
-    pub(super) fn doors(&self, now: u64) -> (Vec<(Arc<Door>, u32)>, u64) {
-        let seats = || self.0.values().flat_map(|gpu| &gpu.shares);
-        let asked = || seats().filter(|seat| seat.order.is_asked);
-        let doors: Vec<_> = asked()
-            .filter(|seat| seat.is_whole())
-            .take(super::door::MOST)
-            .map(|seat| (seat.door.clone(), seat.doorbell))
-            .collect();
+    pub(super) fn doors(&mut self, now: u64) -> (Vec<(Arc<Door>, u32)>, u64) {
+        let (mut doors, mut are_all_heard) = (Vec::new(), true);
+        for seat in self.0.values_mut().flat_map(|gpu| &mut gpu.shares).filter(|seat| seat.order.is_asked) {
+            seat.is_heard = !seat.is_cut && doors.len() < super::door::MOST;
+            are_all_heard &= seat.is_heard;
+            if seat.is_heard {
+                doors.push((seat.door.clone(), seat.doorbell));
+            }
+        }
         let next = self.0.values().map(|gpu| gpu.next).min().unwrap_or(u64::MAX);
-        let rests = |seat: &Seat| {
-            let pause = if seat.standing.is_awake { TICK } else { LOOK };
-            seat.may_rest().max(now + pause)
-        };
+        let rests = |seat: &Seat| seat.may_rest().max(now + seat.pause());
         let of_company = self.0.values().filter(|gpu| gpu.has_company()).flat_map(|gpu| &gpu.shares);
         let watched = of_company.filter(|seat| seat.is_at_work() && seat.is_seen());
         // Whose door is none, or one too many, has to be looked at.
-        let unheard = if doors.len() < asked().count() { now + TICK } else { u64::MAX };
+        let unheard = if are_all_heard { u64::MAX } else { now + TICK };
         let until = watched.map(rests).min().unwrap_or(u64::MAX).min(unheard);
         (doors, next.min(until))
     }
@@ -199,7 +202,8 @@ impl Gpu {
         has_changed |= next < self.next;
         self.next = next;
         let workers = self.shares.iter().filter(|seat| seat.is_at_work()).count();
-        self.has_moved |= std::mem::replace(&mut self.workers, workers) != workers;
+        let is_other = std::mem::replace(&mut self.workers, workers) != workers;
+        self.has_moved |= is_other && now >= self.told + REST;
         for seat in self.shares.iter_mut().filter(|seat| seat.is_at_work()) {
             self.has_begun |= !std::mem::replace(&mut seat.has_worked, true);
         }

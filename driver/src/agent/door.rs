@@ -81,9 +81,28 @@ impl Drop for Door {
     }
 }
 
+/// Who may have rung.
+#[derive(Debug)]
+pub(super) enum Rang {
+    Nobody,
+    /// This one; of others that have too, the next wait tells.
+    One(Arc<Door>),
+    Anybody,
+}
+
+impl Rang {
+    pub(super) fn may_be(&self, door: &Arc<Door>) -> bool {
+        match self {
+            Self::Nobody => false,
+            Self::One(rang) => Arc::ptr_eq(rang, door),
+            Self::Anybody => true,
+        }
+    }
+}
+
 /// Waits until a door's doorbell is not what is said beside it, until `own` is not `value`, or until that time of
 /// the monotonic clock in nanoseconds. May come back earlier, and does where the file of a door was cut short.
-pub(super) fn wait(own: &AtomicU32, value: u32, doors: &[(Arc<Door>, u32)], until: u64) {
+pub(super) fn wait(own: &AtomicU32, value: u32, doors: &[(Arc<Door>, u32)], until: u64) -> Rang {
     let waiter = |address: *mut u8, value: u32, flags: WaitFlags| {
         let mut wait = Wait::new();
         (wait.val, wait.uaddr, wait.flags) = (value.into(), WaitPtr::new(address.cast()), flags);
@@ -99,8 +118,18 @@ pub(super) fn wait(own: &AtomicU32, value: u32, doors: &[(Arc<Door>, u32)], unti
         tv_nsec: (until % 1_000_000_000) as i64,
     };
     match futex::waitv(&waiters, WaitvFlags::empty(), Some(&time), ClockId::Monotonic) {
-        Ok(_) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => {}
-        Err(_) => std::thread::sleep(if doors.is_empty() { LOOK * 10 } else { LOOK }),
+        // Our own word is the first.
+        Ok(at) => at
+            .checked_sub(1)
+            .and_then(|at| doors.get(at))
+            .map_or(Rang::Nobody, |(door, _)| Rang::One(door.clone())),
+        Err(Errno::TIMEDOUT) => Rang::Nobody,
+        // One had rung before, and which is not said.
+        Err(Errno::AGAIN | Errno::INTR) => Rang::Anybody,
+        Err(_) => {
+            std::thread::sleep(if doors.is_empty() { LOOK * 10 } else { LOOK });
+            Rang::Anybody
+        }
     }
 }
 

@@ -19,7 +19,7 @@ pub(super) const PAUSE: Duration = Duration::from_millis(500);
 /// Looks follow each other fast for so long.
 const LASTS: Duration = Duration::from_millis(2800);
 /// And not again within so long.
-const REST: Duration = Duration::from_secs(5);
+pub(super) const REST: Duration = Duration::from_secs(5);
 
 /// When the last change was that brought looks, by GPU.
 #[derive(Debug, Default)]

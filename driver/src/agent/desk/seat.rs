@@ -3,12 +3,12 @@
 use super::past::Past;
 use super::{Had, Planned};
 use crate::agent::arbiter;
-use crate::agent::bell::Key;
-use crate::agent::door::{Door, Pulse};
+use crate::agent::bell::{Key, TICK};
+use crate::agent::door::{Door, Pulse, Rang};
 use crate::agent::orders::{Order, Standing};
 use crate::shares::Mapped;
+use divvy_pages::PolicyPage;
 use divvy_pages::policy::{UNBOUNDED, accrued};
-use divvy_pages::{PolicyPage, account};
 use rustix::thread::futex::{self, Flags};
 use std::fs::File;
 use std::io;
@@ -29,6 +29,8 @@ const SEEN: u64 = 1_100_000_000;
 /// less and who sleep longer between launches.
 pub(super) const HOLD: u64 = 20_000_000;
 pub(super) const RESTS: u64 = 60_000_000;
+/// Between two looks whether somebody rests who keeps nobody out, in nanoseconds.
+const LOOK: u64 = 40_000_000;
 
 #[derive(Debug)]
 pub(super) struct Seat {
@@ -37,6 +39,10 @@ pub(super) struct Seat {
     page: Mapped,
     account: Arc<File>,
     pub(super) door: Arc<Door>,
+    /// Its door was waited at, so that who rang is known.
+    pub(super) is_heard: bool,
+    /// Nothing can be read from its account: the kernel cannot wait for it either.
+    pub(super) is_cut: bool,
     pub(super) standing: Standing,
     pub(super) order: Order,
     granted_until: u64,
@@ -48,6 +54,8 @@ pub(super) struct Seat {
     woke: u64,
     /// When it was last seen to work, by its own word, and whether that is long ago.
     pub(super) works: u64,
+    /// When it was looked at last.
+    looked: u64,
     pub(super) rests: bool,
     /// It worked, as far as is known.
     pub(super) has_worked: bool,
@@ -75,6 +83,8 @@ impl Seat {
             page,
             account: Arc::clone(&planned.account),
             door: Arc::new(Door::of(&planned.account)?),
+            is_heard: false,
+            is_cut: false,
             standing,
             order: Order { rate: None, is_asked, is_beside, memory: standing.memory },
             granted_until: 0,
@@ -83,6 +93,7 @@ impl Seat {
             doorbell: 0,
             woke: 0,
             works: now,
+            looked: 0,
             rests: false,
             has_worked: false,
             past: Past::new(now),
@@ -109,8 +120,15 @@ impl Seat {
     }
 
     /// It may have rung, or come to rest.
-    pub(super) fn is_due(&self, now: u64) -> bool {
-        self.order.is_asked || self.is_at_work() && self.may_rest() <= now
+    pub(super) fn is_due(&self, now: u64, rang: &Rang) -> bool {
+        let has_rung = self.order.is_asked && (!self.is_heard || rang.may_be(&self.door));
+        // Whoever woke us, a look is due a little sooner than it would be waited for.
+        has_rung || self.is_at_work() && self.may_rest().max(self.looked + self.pause() / 2) <= now
+    }
+
+    /// Between two looks whether it rests, so that one look serves several.
+    pub(super) fn pause(&self) -> u64 {
+        if self.standing.is_awake { TICK } else { LOOK }
     }
 
     /// When it may have come to rest at the earliest, as far as is known.
@@ -129,13 +147,12 @@ impl Seat {
         self.order.rate.is_some()
     }
 
-    pub(super) fn is_whole(&self) -> bool {
-        self.account.metadata().is_ok_and(|meta| meta.len() >= account::HEADER as u64)
-    }
-
     /// Whether it is awake that was not, or the other way round.
     pub(super) fn look(&mut self, now: u64) -> bool {
-        let Ok(pulse) = Pulse::read(&self.account) else { return false };
+        self.looked = now;
+        let read = Pulse::read(&self.account);
+        self.is_cut = read.is_err();
+        let Ok(pulse) = read else { return false };
         self.works = self.works.max(pulse.refilled.min(now));
         let was = (self.standing.is_awake, self.rests);
         if self.order.is_asked && pulse.doorbell != self.doorbell {

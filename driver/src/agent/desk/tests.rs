@@ -11,6 +11,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::Ordering::SeqCst;
 
+mod doors;
+
 pub(in super::super) const GPU: GpuUuid = GpuUuid([1; 16]);
 const POINT: u64 = SECOND / 100;
 const MS: u64 = 1_000_000;
@@ -117,11 +119,11 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     assert_eq!([borrower.rate(now), owner.rate(now)], [Some(100), Some(60)]);
     let (doors, until) = desk.doors(now);
     assert_eq!((doors.len(), until), (1, now + RESTS), "it is heard, and the other one may come to rest");
-    desk.tick(now + MS);
+    desk.tick(now + MS, &Rang::Anybody);
     assert_eq!(borrower.rate(now), Some(100));
     let rung = now + 2 * MS;
     owner.rings(rung);
-    desk.tick(rung);
+    desk.tick(rung, &Rang::Anybody);
     assert_eq!([borrower.rate(rung), owner.rate(rung)], [Some(40), Some(60)]);
     assert_eq!(owner.page().call(), 0, "it is not asked again");
     let (doors, until) = desk.doors(rung);
@@ -129,11 +131,11 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     // It works on, and an audit that has not seen it yet changes nothing.
     owner.launches(rung + 50 * MS);
     borrower.launches(rung + 50 * MS);
-    desk.tick(rung + 60 * MS);
+    desk.tick(rung + 60 * MS, &Rang::Anybody);
     desk.plan(GPU, planned(&shares, &[100, 0]), rung + 61 * MS);
     assert_eq!(borrower.rate(rung), Some(40));
     let rests = rung + 71 * MS;
-    desk.tick(rests);
+    desk.tick(rests, &Rang::Anybody);
     assert_eq!(borrower.rate(rests), Some(100));
     assert_ne!(owner.page().call(), 0, "and is asked");
     assert_eq!(desk.doors(rests).0.len(), 1);
@@ -169,18 +171,18 @@ fn what_an_owner_leaves_is_lent_as_soon_as_it_rests_though_it_worked_at_the_audi
     assert_eq!([borrower.rate(now), owner.rate(now)], [Some(40), Some(60)]);
     let rests = now + RESTS + MS;
     borrower.launches(rests);
-    desk.tick(rests);
+    desk.tick(rests, &Rang::Anybody);
     assert_eq!([borrower.rate(rests), owner.rate(rests)], [Some(100), Some(60)]);
     // The audit looks back.
     desk.plan(GPU, planned(&shares, &[100, 60]), rests + MS);
     assert_eq!(borrower.rate(rests), Some(100));
     owner.rings(rests + 2 * MS);
-    desk.tick(rests + 2 * MS);
+    desk.tick(rests + 2 * MS, &Rang::Anybody);
     assert_eq!(borrower.rate(rests), Some(40));
     // In debt for a long kernel it does not rest, however long ago it launched that.
     owner.account.write_all_at(&(-(SECOND as i64)).to_le_bytes(), account::BALANCE).unwrap();
     borrower.launches(rests + SECOND);
-    desk.tick(rests + SECOND);
+    desk.tick(rests + SECOND, &Rang::Anybody);
     assert_eq!(borrower.rate(rests), Some(40));
 }
 
@@ -198,10 +200,10 @@ fn a_share_has_its_trim_for_company_while_there_is_any() {
     assert_eq!(first.rate(now), Some(45));
     let rests = now + RESTS + MS;
     first.launches(rests);
-    desk.tick(rests);
+    desk.tick(rests, &Rang::Anybody);
     assert_eq!(first.rate(rests), Some(30), "alone");
     other.rings(rests + MS);
-    desk.tick(rests + MS);
+    desk.tick(rests + MS, &Rang::Anybody);
     assert_eq!(first.rate(rests), Some(45));
     let mut company = |at| desk.since(GPU, at)[&first.key].company;
     let mean = company(now + SECOND);
@@ -219,22 +221,22 @@ fn gates_are_closed_while_high_priority_works_and_no_longer() {
     desk.plan(GPU, planned(&shares, &[5, 100]), now);
     assert!(!low.is_closed(now) && low.page().is_paced() && high.page().is_paced());
     high.rings(now);
-    desk.tick(now);
+    desk.tick(now, &Rang::Anybody);
     assert!(low.is_closed(now) && !high.is_closed(now));
     assert!(!low.is_closed(now + CLOSED), "a node that is gone keeps nobody out");
     let mut open = 0;
     for ms in 0..2000 {
         let at = now + ms * MS;
         high.launches(at);
-        desk.tick(at);
+        desk.tick(at, &Rang::Anybody);
         open += u64::from(!low.is_closed(at));
     }
     assert_eq!(open, 10, "it is let through for as long in each second");
     let rests = now + 2100 * MS;
-    desk.tick(rests);
+    desk.tick(rests, &Rang::Anybody);
     assert!(!low.is_closed(rests));
     high.rings(rests);
-    desk.tick(rests);
+    desk.tick(rests, &Rang::Anybody);
     assert!(low.is_closed(rests));
     desk.leave();
     assert!(!low.is_closed(rests), "nor does one that ends");
@@ -253,11 +255,11 @@ fn who_takes_turns_is_alone() {
     let mut at = now;
     while at < now + SECOND {
         shares[0].launches(at);
-        desk.tick(at);
+        desk.tick(at, &Rang::Anybody);
         assert_eq!((closed(at), shares[0].rate(at)), (vec![false, true, false], Some(100)));
         at += 10 * MS;
     }
-    desk.tick(at);
+    desk.tick(at, &Rang::Anybody);
     assert_eq!(closed(at), [true, false, false]);
     desk.turns(GPU, Vec::new(), 0, at);
     assert_eq!(closed(at), [false; 3]);
@@ -269,20 +271,25 @@ fn who_begins_for_the_first_time_was_not_there_before() {
     let shares = shares(dir.path(), &[of(30, 0, 0), of(60, 0, 0)]);
     let (mut desk, now) = (Desk::default(), 1000 * SECOND);
     desk.plan(GPU, planned(&shares, &[0, 60]), now);
-    assert_eq!(desk.moved(), [Moved { gpu: GPU, is_first: true }], "the other one works");
+    assert_eq!(desk.moved(now), [Moved { gpu: GPU, is_first: true }], "the other one works");
     // It has not been idle for so long that it would be seen to rest.
     shares[0].rings(now + 10 * MS);
-    desk.tick(now + 10 * MS);
-    assert_eq!(desk.moved(), [Moved { gpu: GPU, is_first: true }]);
+    desk.tick(now + 10 * MS, &Rang::Anybody);
+    assert_eq!(desk.moved(now), [Moved { gpu: GPU, is_first: true }]);
     let mut has_moved = |at| desk.since(GPU, at)[&shares[0].key].company.has_moved;
     assert!(has_moved(now + SECOND));
     assert!(!has_moved(now + 2 * SECOND));
-    // It rests, and begins again.
-    let later = now + 3 * SECOND;
-    desk.tick(later);
-    shares[0].rings(later + MS);
-    desk.tick(later + MS);
-    assert_eq!(desk.moved(), [Moved { gpu: GPU, is_first: false }]);
+    // It rests, and begins again; the next time is told of when it is heard.
+    let mut check = |seconds: u64, moved: &[Moved]| {
+        let later = now + seconds * SECOND;
+        desk.tick(later, &Rang::Anybody);
+        shares[0].rings(later + MS);
+        desk.tick(later + MS, &Rang::Anybody);
+        assert_eq!(desk.moved(later + MS), moved, "after {seconds} s");
+    };
+    check(3, &[]);
+    check(6, &[Moved { gpu: GPU, is_first: false }]);
+    check(9, &[]);
 }
 
 #[test]
@@ -293,7 +300,7 @@ fn what_was_granted_is_told_by_the_mean() {
     desk.plan(GPU, planned(&shares, &[100, 0]), now);
     shares[0].launches(now + SECOND / 4);
     shares[1].rings(now + SECOND / 4);
-    desk.tick(now + SECOND / 4);
+    desk.tick(now + SECOND / 4, &Rang::Anybody);
     let had = desk.since(GPU, now + SECOND);
     let granted = |share: &Share| had[&share.key].memory.granted().0 / POINT;
     assert_eq!([granted(&shares[0]), granted(&shares[1])], [55, 60]);
@@ -339,7 +346,7 @@ fn pages_that_were_made_anew_are_another_share() {
     desk.plan(GPU, planned(&shares, &[100, 0]), now + MS);
     assert_ne!(shares[1].page().call(), 0);
     shares[1].rings(now + 2 * MS);
-    desk.tick(now + 2 * MS);
+    desk.tick(now + 2 * MS, &Rang::Anybody);
     assert_eq!(shares[0].rate(now + 2 * MS), Some(40));
     // One that is released is divided no more.
     let released = shares.remove(0);
