@@ -22,16 +22,18 @@ impl Sources {
         memory: Memory,
     ) -> (Memory, Vec<Report>, Option<Vec<ShareNow>>) {
         let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
-        let look = gather::look(found, &self.files, uses, &memory.processes, process_root, cgroup_root);
-        let look = Look { kept, ..look };
         let now = Instant::now();
+        let is_due = memory.is_due(now);
+        let known = &memory.processes;
+        let look = gather::look(found, &self.files, uses, known, !is_due, process_root, cgroup_root);
+        let look = Look { kept, ..look };
         let (mut memory, metered, over) = match memory.meter.awaits(&times) {
             // Of the time the next look tells, with what was before this one.
             true => (memory, Vec::new(), Vec::new()),
             false => self.timed(gpu, &look, &times, until, memory, now),
         };
         let (mut reports, mut told) = (Vec::new(), None);
-        if memory.is_due(now) {
+        if is_due {
             let findings = judge::judge(&look, &memory.before).into_iter().chain(over).collect();
             // Who is to be ended has no time to go on while slots are written.
             (memory, reports) = self.respond(findings, memory);
@@ -40,8 +42,8 @@ impl Sources {
             memory.over_time.values_mut().for_each(overtime::Past::judged);
             let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             told = Some(meter::told(&look, &metered, at.as_millis() as u64));
+            memory.processes = memory.processes.after(look.processes);
         }
-        memory.processes = memory.processes.after(look.processes);
         (memory, reports, told)
     }
 

@@ -33,8 +33,13 @@ pub(super) struct Found {
     containers: Vec<(String, Cgroups)>,
 }
 
-/// The pages of all shares. A page that is just being made or removed is left out.
-pub(super) fn found(shares: &Shares, files: &Files) -> Vec<Found> {
+/// The pages of shares; nothing but its policy page is read of one that is not wanted for what that says. A page that is
+/// just being made or removed is left out.
+pub(super) fn found(
+    shares: &Shares,
+    files: &Files,
+    mut is_wanted: impl FnMut(&Policy) -> bool,
+) -> Vec<Found> {
     files.sweep();
     let mut all = Vec::new();
     for (claim, id) in shares.all() {
@@ -54,6 +59,9 @@ pub(super) fn found(shares: &Shares, files: &Files) -> Vec<Found> {
             }
             Err(_) => continue,
         };
+        if !is_wanted(&policy) {
+            continue;
+        }
         let device = (major(meta.dev()), minor(meta.dev()));
         let page = Page { device, share: format!("{claim}/{id}") };
         let cgroups = shares.cgroups(&claim, &id).into_iter();
@@ -105,6 +113,11 @@ fn read(files: &Files, path: &Path) -> io::Result<Raw> {
     Ok(Raw { page, is_long })
 }
 
+/// Whether it may hold more than it has of its GPU.
+pub(super) fn presses(policy: &Policy) -> bool {
+    policy.flags.has(Flags::UVM) && policy.mig.is_none()
+}
+
 impl Found {
     /// Bytes that the share says it holds.
     pub(super) fn used(&self) -> u64 {
@@ -115,7 +128,7 @@ impl Found {
     /// What the share says, where it may hold more than it has of its GPU.
     pub(super) fn presses(&self) -> Option<Said> {
         let Self { claim, id, policy, first, .. } = self;
-        let page = first.as_ref().ok().filter(|_| policy.flags.has(Flags::UVM) && policy.mig.is_none())?;
+        let page = first.as_ref().ok().filter(|_| presses(policy))?;
         let page = Snapshot::new(&page.page).ok()?;
         let mut said = Said {
             key: (claim.clone(), id.clone()),
@@ -179,12 +192,13 @@ fn account_of(first: &Raw, second: &Raw) -> Result<Account, AccountError> {
 }
 
 /// Reads the accounts again and the processes, which completes the look that NVML's
-/// list of processes began.
+/// list of processes began. A look that only `corrects` takes of a process what is known already.
 pub(super) fn look(
     found: Vec<Found>,
     files: &Files,
     uses: Vec<super::look::Use>,
     known: &Known,
+    corrects: bool,
     proc_root: &Path,
     cgroup_root: &Path,
 ) -> Look {
@@ -203,7 +217,7 @@ pub(super) fn look(
     let pids = uses.iter().map(|usage| usage.pid).chain(leaders).chain(owners).filter(|pid| *pid != 0);
     for pid in pids {
         if !processes.contains_key(&pid)
-            && let Some(process) = known.read(proc_root, pid)
+            && let Some(process) = known.read(proc_root, pid, corrects)
         {
             processes.insert(pid, process);
         }

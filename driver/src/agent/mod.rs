@@ -229,21 +229,22 @@ impl Agent {
                 // One after the other: what is told meanwhile is heard then.
                 () = tellings.next(), if holds.is_empty() => {
                     tellings.watch(&agent.sources.shares);
-                    let by_gpu = agent.found(&mut lock).await;
+                    let (by_gpu, _) = agent.found(&mut lock, BTreeSet::new()).await;
                     holds.push(agent.hold_all(by_gpu));
                 }
                 _ = tick.tick() => {
                     if tellings.is_deaf() {
                         tellings.watch(&agent.sources.shares);
                     }
-                    let by_gpu = agent.found(&mut lock).await;
-                    pressed.is_any = by_gpu.values().flatten().any(|found| found.presses().is_some());
+                    let now = Instant::now();
+                    let rests = |(gpu, memory): &(&_, &Memory)| !memory.is_due(now) && !soon.has(gpu, now);
+                    let resting: BTreeSet<_> = memories.iter().filter(rests).map(|(gpu, _)| *gpu).collect();
+                    let (by_gpu, presses) = agent.found(&mut lock, resting.clone()).await;
+                    pressed.is_any = presses;
                     memories.retain(|gpu, _| by_gpu.contains_key(gpu));
                     agent.sources.bell.keep(|gpu| by_gpu.contains_key(gpu));
-                    let now = Instant::now();
                     for (gpu, found) in by_gpu {
-                        let is_due = |memory: &Memory| memory.is_due(now) || soon.has(&gpu, now);
-                        if memories.get(&gpu).is_none_or(is_due) && busy.insert(gpu) {
+                        if !resting.contains(&gpu) && busy.insert(gpu) {
                             let memory = memories.remove(&gpu).unwrap_or_default();
                             audits.push(async move { (gpu, agent.audit(gpu, found, memory).await) });
                         }
@@ -264,26 +265,35 @@ impl Agent {
         Pressed { is_any: pressed.is_any, gpus: looked.await.unwrap_or_default() }
     }
 
-    /// The shares of each GPU; none where another agent is at work.
-    async fn found(&self, lock: &mut Option<File>) -> BTreeMap<pages::GpuUuid, Vec<Found>> {
+    /// The shares of each GPU, none of those that are not looked at; no GPU where another agent is at work. And whether a
+    /// share of any may hold more than it has.
+    async fn found(
+        &self,
+        lock: &mut Option<File>,
+        resting: BTreeSet<pages::GpuUuid>,
+    ) -> (BTreeMap<pages::GpuUuid, Vec<Found>>, bool) {
         // On most nodes; not worth a thread, as it is a directory in memory.
         if self.sources.shares.claims().is_empty() {
             self.sources.files.sweep();
-            return BTreeMap::new();
+            return Default::default();
         }
         let (sources, held) = (self.sources.clone(), lock.take());
         let looked = tokio::task::spawn_blocking(move || {
             let held = held.or_else(|| sources.lock());
-            let found = held.as_ref().map(|_| gather::found(&sources.shares, &sources.files));
-            (found.unwrap_or_default(), held)
+            let (mut by_gpu, mut presses) = (BTreeMap::<_, Vec<Found>>::new(), false);
+            if held.is_some() {
+                let found = gather::found(&sources.shares, &sources.files, |policy| {
+                    by_gpu.entry(policy.gpu).or_default();
+                    presses |= gather::presses(policy);
+                    !resting.contains(&policy.gpu)
+                });
+                found.into_iter().for_each(|share| by_gpu.entry(share.policy.gpu).or_default().push(share));
+            }
+            (by_gpu, presses, held)
         });
-        let Ok((found, held)) = looked.await else { return BTreeMap::new() };
+        let Ok((by_gpu, presses, held)) = looked.await else { return Default::default() };
         *lock = held;
-        let mut by_gpu: BTreeMap<_, Vec<Found>> = BTreeMap::new();
-        for share in found {
-            by_gpu.entry(share.policy.gpu).or_default().push(share);
-        }
-        by_gpu
+        (by_gpu, presses)
     }
 
     /// One audit of a GPU.

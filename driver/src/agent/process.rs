@@ -144,11 +144,14 @@ pub(super) struct Known {
 }
 
 impl Known {
-    /// The process, unless it has ended.
-    pub(super) fn read(&self, proc_root: &Path, pid: u32) -> Option<Process> {
+    /// The process, unless it has ended; where it is `enough`, what is known of it.
+    pub(super) fn read(&self, proc_root: &Path, pid: u32, enough: bool) -> Option<Process> {
         let dir = Dir::open(&proc_root.join(pid.to_string())).ok()?;
         let stat = Stat::of(&dir).filter(|stat| !stat.ended)?;
         let known = self.processes.get(&pid).filter(|known| known.who.start == stat.start);
+        if let Some(known) = known.filter(|known| enough && known.who.image == stat.image) {
+            return Some(known.clone());
+        }
         let who = match known {
             // Its pid namespace is the one that it was born in.
             Some(known) => Identity { image: stat.image, ..known.who },
@@ -282,7 +285,7 @@ mod tests {
     #[test]
     fn this_process_is_read_as_it_sees_itself() {
         let pid = std::process::id();
-        let process = Known::default().read(Path::new("/proc"), pid).expect("this process");
+        let process = Known::default().read(Path::new("/proc"), pid, false).expect("this process");
         let stat = Stat::read(Path::new("/proc/self")).expect("its line");
         assert_eq!((process.pid, process.who.start), (pid, stat.start));
         let all = of_namespaces(Path::new("/proc"), &[process.who.namespace]).expect("listed");
@@ -305,7 +308,7 @@ mod tests {
         };
         let mut known = Known::default();
         let mut check = |point: &str| {
-            let process = known.read(root.path(), 41).unwrap();
+            let process = known.read(root.path(), 41, false).unwrap();
             assert_eq!((process.who.pid, process.who.namespace), (1, 4_026_531_836));
             assert_eq!(
                 process.mounts,
@@ -327,6 +330,15 @@ mod tests {
         }
         is(7799, "/run");
         check("/run");
+        // Where what is known is enough, it is read of another process only.
+        let check = |start: u64, point: &str, known_point: &str| {
+            is(start, point);
+            let process = known.read(root.path(), 41, true).unwrap();
+            let mounts = format!("30 1 8:1 / {known_point} ro - ext4 /dev/sda1 ro\n");
+            assert_eq!(process.mounts, mounts::parse(&mounts), "since {start}");
+        };
+        check(7799, "/run/divvy", "/run");
+        check(7800, "/run/divvy", "/run/divvy");
     }
 
     proptest! {
