@@ -16,14 +16,11 @@
 //!   are read after NVML is: one without a slot is not a matter of time.
 //! - A process in the middle of an allocation is seen as such, by what is in flight; a
 //!   slot that changed while NVML was asked is not compared.
-//! - A context is charged by an estimate, the policy's figure. What the GPU driver
-//!   really takes (contexts, modules, local memory) is measured here and written to
-//!   the slot within an audit or two; until then, and where a module is loaded when
-//!   the limit is reached already, the sum may pass the limit by that much. Hence
-//!   [`ALLOWANCE`] estimates for each registered process: 300 MiB is the estimate, and
-//!   current data centre GPUs take 300 to 600 MiB for a context with its libraries.
-//!   What is charged by honest processes never passes the limit; so whoever is beyond
-//!   it by more has taken memory behind the library's back.
+//! - The GPU driver takes memory that nobody was charged. How much of it is let pass,
+//!   and why no more, is told in [`overhead`]; whoever is beyond that has taken memory
+//!   behind the library's back.
+
+mod overhead;
 
 use super::finding::{Finding, Kind, Suspect};
 use super::look::{Account, AccountError, Device, Look, Share, Slot, Use, is_of};
@@ -32,8 +29,6 @@ use super::process::Process;
 use divvy_api::{ClaimUid, ShareId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How many estimates of a context the GPU driver may take for a process unasked.
-const ALLOWANCE: u64 = 2;
 const MIB: u64 = 1 << 20;
 
 /// A process on a device with shares.
@@ -61,9 +56,9 @@ impl Tenant<'_> {
         self.slots.iter().all(|(_, slot)| slot.still)
     }
 
-    /// What it has beyond what it was charged.
+    /// What it has beyond what it was charged; all that there can be of one whose slot was being changed.
     fn beyond(&self) -> u64 {
-        self.bytes().saturating_sub(self.held)
+        if self.is_still() { self.bytes().saturating_sub(self.held) } else { u64::MAX }
     }
 
     fn suspect(&self) -> Suspect {
@@ -182,8 +177,7 @@ fn hidden(look: &Look, tenant: &Tenant<'_>) -> Option<Finding> {
 
 fn understated(look: &Look, tenant: &Tenant<'_>) -> Option<Finding> {
     let share = first(look, tenant)?;
-    let beyond = tenant.beyond();
-    if !tenant.is_registered() || !tenant.is_still() || beyond <= allowance(look, tenant) {
+    if !tenant.is_registered() || !tenant.is_still() || tenant.beyond() <= overhead::of_one(look, tenant) {
         return None;
     }
     let text = format!(
@@ -193,11 +187,6 @@ fn understated(look: &Look, tenant: &Tenant<'_>) -> Option<Finding> {
         amount(Some(tenant.held))
     );
     Some(about(share, Kind::Understated, Some(tenant.suspect()), text))
-}
-
-fn allowance(look: &Look, tenant: &Tenant<'_>) -> u64 {
-    let estimates = tenant.shares.iter().map(|at| look.shares[*at].policy.memory.context);
-    estimates.max().unwrap_or_default().saturating_mul(ALLOWANCE)
 }
 
 /// Sets of pages whose limits are passed by those who see no other pages.
@@ -215,14 +204,7 @@ fn over(look: &Look, tenants: &[&Tenant<'_>]) -> Vec<Finding> {
         if total <= limit {
             continue;
         }
-        let allowed = |of: &[&Tenant<'_>]| {
-            let of = of.iter().filter(|tenant| tenant.is_registered());
-            let own = |tenant: &&Tenant<'_>| match tenant.is_still() {
-                true => tenant.beyond().min(allowance(look, tenant)),
-                false => allowance(look, tenant),
-            };
-            of.map(own).fold(limit, u64::saturating_add)
-        };
+        let allowed = |of: &[&Tenant<'_>]| limit.saturating_add(overhead::of_all(look, of, limit));
         let facts = format!("together {} where the limit is {}", amount(Some(total)), amount(Some(limit)));
         // Who hides goes first, then who has most: as few as bring the rest within the limit.
         here.sort_by_key(|tenant| (!tenant.is_registered(), tenant.bytes()));

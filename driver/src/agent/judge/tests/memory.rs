@@ -1,6 +1,7 @@
 //! Who has how much memory, and who hides it.
 
 use super::*;
+use proptest::prelude::*;
 
 #[test]
 fn who_keeps_to_the_limit_is_left_alone() {
@@ -89,16 +90,90 @@ fn what_the_gpu_driver_takes_for_itself_ends_nobody() {
     check(1, &[(Kind::Overhead, None)]);
     check(2 * CONTEXT, &[(Kind::Overhead, None)]);
     check(2 * CONTEXT + 1, &[(Kind::Understated, Some(7)), (Kind::OverLimit, Some(7))]);
-    // Each process has its own.
-    let mut scene = Scene::share(10_000);
-    for pid in [7, 8, 9] {
-        scene.process(pid).has(3333 + 600).slot(pid, 3333);
-    }
-    scene.expect(&[(Kind::Overhead, None)]);
     // Not one that is not registered.
-    scene.process(10).has(200);
+    let mut scene = Scene::share(10_000);
+    scene.process(7).has(10_000 + 600).slot(7, 10_000).process(10).has(200);
     let kinds: Vec<Kind> = scene.findings().into_iter().map(|(kind, _)| kind).collect();
     assert_eq!(kinds, [Kind::Hidden, Kind::OverLimit]);
+}
+
+/// Whether somebody is to be ended, of so many processes of a share that are charged and have so much each.
+#[track_caller]
+fn check_many(limit: u64, count: u32, charged: u64, beyond: u64, expected: Kind) {
+    let mut scene = Scene::share(limit);
+    for pid in 7..7 + count {
+        scene.process(pid).has(charged + beyond).slot(pid, charged);
+    }
+    let found = scene.findings();
+    assert!(!found.is_empty() && found.iter().all(|(kind, _)| *kind == expected), "{found:?}");
+}
+
+#[test]
+fn honest_processes_may_all_have_larger_contexts_than_estimated() {
+    // Started at once, before one was measured: as many as the limit has room for.
+    check_many(3000, 10, CONTEXT, CONTEXT, Kind::Overhead);
+    check_many(30_000, 100, CONTEXT, CONTEXT, Kind::Overhead);
+    check_many(30_000, 10, 3000, CONTEXT, Kind::Overhead);
+    // And four of them loaded as much again, or all of them a little.
+    check_many(4000, 4, 1000, 2 * CONTEXT, Kind::Overhead);
+    check_many(30_000, 60, 500, CONTEXT + 20, Kind::Overhead);
+}
+
+proptest! {
+    /// Processes that ask before they take, at any time between two looks: contexts of any size that they have, and some
+    /// modules after them, end nobody.
+    #[test]
+    fn who_is_charged_before_it_takes_is_left_alone(
+        limit in 300..9000_u64,
+        events in prop::collection::vec((0..8_u8, 0..40_usize, 0..=CONTEXT), 1..200),
+    ) {
+        // Of each what it is charged, what the GPU driver took beside that, and how much of this counts already.
+        let mut all: Vec<(u64, u64, u64)> = Vec::new();
+        let mut late = 4 * CONTEXT;
+        for (event, which, amount) in events {
+            let used: u64 = all.iter().map(|(held, _, counted)| held + counted).sum();
+            let room = limit.saturating_sub(used);
+            let count = all.len().max(1);
+            match (event, all.get_mut(which % count)) {
+                (0 | 1, _) if room >= CONTEXT => all.push((CONTEXT, amount, 0)),
+                (2 | 3, Some((held, ..))) => *held += room.min(amount * 5),
+                (4, Some((held, ..))) => *held -= (*held - CONTEXT).min(amount * 5),
+                (5, Some((_, more, _))) => {
+                    let loaded = amount.min(late).min(2 * CONTEXT - *more);
+                    (*more, late) = (*more + loaded, late - loaded);
+                }
+                (6, Some(_)) => drop(all.swap_remove(which % count)),
+                (7, _) => {
+                    let mut scene = Scene::share(limit);
+                    for (pid, (held, more, counted)) in (7..).zip(&mut all) {
+                        scene.process(pid).has(*held + *more).slot(pid, *held);
+                        *counted = *more;
+                    }
+                    let found = scene.findings();
+                    prop_assert!(found.iter().all(|(kind, _)| *kind == Kind::Overhead), "{found:?} {all:?}");
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn many_processes_gain_no_more_than_contexts_and_some_modules() {
+    check_many(10_000, 5, 2000, 2 * CONTEXT, Kind::OverLimit);
+    check_many(30_000, 60, 500, CONTEXT + 21, Kind::OverLimit);
+    // Charged little or nothing, none of them has a context that was.
+    check_many(1000, 4, 0, 550, Kind::Overhead);
+    check_many(1000, 5, 0, 550, Kind::OverLimit);
+    check_many(1000, 20, 10, 200, Kind::OverLimit);
+    // Whose slots are never still, and say that more is charged than there is room for.
+    for charged in [0, CONTEXT] {
+        let mut scene = Scene::share(4000);
+        for pid in 7..31 {
+            scene.process(pid).has(500).slot(pid, charged).moving(pid);
+        }
+        assert!(scene.findings().iter().any(|(kind, _)| *kind == Kind::OverLimit), "{charged}");
+    }
 }
 
 #[test]
