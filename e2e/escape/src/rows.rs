@@ -28,6 +28,8 @@ pub enum On {
 pub enum Gain {
     /// More device memory than the share's.
     Memory,
+    /// More than that, and more than passes for the GPU driver's own.
+    Overhead,
     /// A balance of compute time that nobody granted.
     Balance,
     /// More of the GPU's time than the share's ceiling.
@@ -188,6 +190,12 @@ pub const ROWS: &[Row] = &[
     detected("link-map", "raw pointers, found by walking the loader's tables", HIDDEN),
     detected("library-patched", "patches the library's code in its own memory", OVER),
     detected("policy-mapped-over", "maps memory of its own over the policy page", OVER),
+    detected(
+        "overhead-processes",
+        "two dozen processes, each with as much by raw pointers as a context may take",
+        OVER,
+    )
+    .winning(Gain::Overhead),
     prevented("time-queue", "compute time: queues all that it can, on many streams").winning(Gain::Time),
     prevented("time-processes", "compute time: launches from many processes").winning(Gain::Time),
     prevented("time-graphs", "compute time: hides its work in graphs").winning(Gain::Time),

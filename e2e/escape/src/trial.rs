@@ -22,6 +22,9 @@ const GOAL_MIB: u64 = 8192;
 /// What a share that over-commits may hold: of that limit are its claim and what is won.
 const IN_ALL: u64 = 12288 * MIB;
 
+/// What passes for the GPU driver's own of processes that are charged nothing: four estimates of a context.
+const OVERHEAD: u64 = 4 * 300 * MIB;
+
 /// Of a trick that is about time: per cent of the GPU, and what is more than that by any measure. Five points or a
 /// fifth, as the node's agent has it.
 const CEILING: u32 = 30;
@@ -221,6 +224,7 @@ impl Trial {
     pub fn gained(&self, row: &Row) -> Result<bool> {
         match row.gain {
             Gain::Memory => Ok(self.node.used() > LIMIT + self.others),
+            Gain::Overhead => Ok(self.node.used() > LIMIT + OVERHEAD + self.others),
             // Held is what it was on average: in an instant a kernel may be all.
             Gain::Time => Ok(self.outcome != Outcome::Held && self.node.busy_lately()? > TOO_MUCH),
             Gain::Balance => match &self.share {
