@@ -30,6 +30,10 @@ typedef unsigned long long address;
 	EACH(cuMemAlloc_v2, address *, size_t)                              \
 	EACH(cuMemFree_v2, address)                                         \
 	EACH(cuMemGetInfo_v2, size_t *, size_t *)                           \
+	EACH(cuMemAllocManaged, address *, size_t, unsigned)                \
+	EACH(cuMemPrefetchAsync, address, size_t, int, handle)              \
+	EACH(cuMemcpyDtoDAsync_v2, address, address, size_t, handle)        \
+	EACH(cuMemsetD8Async, address, unsigned char, size_t, handle)       \
 	EACH(cuMemAllocAsync, address *, size_t, handle)                    \
 	EACH(cuMemFreeAsync, address, handle)                               \
 	EACH(cuMemCreate, address *, size_t, const void *, unsigned long long) \

@@ -46,6 +46,26 @@ static void work(void)
 	}
 }
 
+/* Fills and copies in the GPU's own memory, and between it and the host's whatever moves. */
+static void copies(void)
+{
+	enum { GPU, HOST = -1 };
+	size_t size = 1024 * MIB, part = 8 * MIB;
+	address managed, own;
+	open_gpu();
+	/* CU_MEM_ATTACH_GLOBAL */
+	must(cuMemAllocManaged(&managed, size, 1));
+	must(cuMemAlloc_v2(&own, 2 * part));
+	about_to_begin();
+	for (;;) {
+		must(cuMemPrefetchAsync(managed, size, GPU, NULL));
+		must(cuMemPrefetchAsync(managed, size, HOST, NULL));
+		must(cuMemsetD8Async(own, 1, part, NULL));
+		must(cuMemcpyDtoDAsync_v2(own + part, own, part, NULL));
+		usleep(500);
+	}
+}
+
 /* On sixteen streams, without ever waiting for one. */
 static void queue(void)
 {
@@ -179,6 +199,7 @@ static void map_over(void)
 }
 
 const struct row time_rows[] = {
+	{ "time-copies", copies },
 	{ "time-queue", queue },
 	{ "time-processes", processes },
 	{ "time-fresh-processes", fresh_processes },

@@ -225,6 +225,12 @@ pub const ROWS: &[Row] = &[
         OVER_TIME,
     )
     .winning(Gain::Time),
+    detected(
+        "time-copies",
+        "compute time: launches nothing, copies and moves its managed memory to and fro",
+        OVER_TIME,
+    )
+    .winning(Gain::Time),
     prevented("plain@overcommit", "a share that over-commits: just allocates more").over_committing(),
     named_with(
         "account-managed@overcommit",
