@@ -46,6 +46,13 @@ static void work(void)
 	}
 }
 
+static void only_work(void)
+{
+	begin();
+	about_to_begin();
+	work();
+}
+
 /* Fills and copies in the GPU's own memory, and between it and the host's whatever moves. */
 static void copies(void)
 {
@@ -199,6 +206,7 @@ static void map_over(void)
 }
 
 const struct row time_rows[] = {
+	{ "time-work", only_work },
 	{ "time-copies", copies },
 	{ "time-queue", queue },
 	{ "time-processes", processes },

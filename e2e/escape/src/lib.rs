@@ -11,7 +11,7 @@
 //! - [`programs`]: the programs, in C under `programs/`; [`raw`]: the one that needs no driver library.
 //! - [`watch`]: the node's agent, which must find what the library cannot prevent.
 //! - [`corpus`]: programs of all sorts, which the library must not disturb.
-//! - [`trial`]: one row played once; [`report`]: all of them, and the table for the documentation.
+//! - [`trial`]: one row played once; [`time`]: what it has of the GPU's time; [`report`]: all of them, and the table for the documentation.
 
 pub mod cgroup;
 pub mod command;
@@ -22,5 +22,6 @@ pub mod programs;
 pub mod raw;
 pub mod report;
 pub mod rows;
+mod time;
 pub mod trial;
 pub mod watch;

@@ -11,6 +11,7 @@ use divvy_pages::policy::{Flags, Memory, Policy};
 use divvy_pages::{GpuUuid, Text, account};
 use divvy_sim::ledger::{Place, Watcher};
 use divvy_sim::{Ledger, Options, Sim};
+use std::collections::BTreeSet;
 use std::fs::Permissions;
 use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -174,15 +175,28 @@ impl Node {
         self.ledger.uses().iter().map(|found| found.bytes).sum()
     }
 
-    /// The time, and for how long of it the GPU has been at work; nanoseconds.
-    pub fn busy(&self) -> Result<(u64, u64)> {
-        self.watcher()?.busy(Place { slot: 0, instance: None }).context("no GPU")
+    /// Processes that use the GPU.
+    pub fn processes(&self) -> BTreeSet<u32> {
+        self.ledger.uses().iter().map(|found| found.pid).collect()
     }
 
-    /// The part of the last sixth of a second in which the GPU was at work.
-    pub fn busy_lately(&self) -> Result<f64> {
+    /// The time, and for how long of it the GPU has been at work but for processes that live all the while; nanoseconds.
+    pub fn busy(&self, but: &BTreeSet<u32>) -> Result<(u64, u64)> {
+        let watcher = self.watcher()?;
+        let theirs: u64 =
+            watcher.served().iter().filter(|one| but.contains(&one.pid)).map(|one| one.served).sum();
+        let (at, all) = watcher.busy(Place { slot: 0, instance: None }).context("no GPU")?;
+        Ok((at, all.saturating_sub(theirs)))
+    }
+
+    /// The part of the last sixth of a second in which the GPU was at work but for these.
+    pub fn busy_lately(&self, but: &BTreeSet<u32>) -> Result<f64> {
         let sampled = self.watcher()?.last_sampled(Place { slot: 0, instance: None });
-        Ok(sampled.map_or(0.0, |sampled| sampled.busy as f64 / sampled.span as f64))
+        Ok(sampled.map_or(0.0, |sampled| {
+            let theirs: u64 =
+                sampled.processes.iter().filter(|(pid, _)| but.contains(pid)).map(|(_, had)| had).sum();
+            sampled.busy.saturating_sub(theirs) as f64 / sampled.span as f64
+        }))
     }
 
     /// Who sees what time processes have had of the GPU.

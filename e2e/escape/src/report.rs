@@ -29,6 +29,8 @@ pub enum Verdict {
         ended: bool,
     },
     NotHeld,
+    /// Nor is the bound kept that is named.
+    Unbounded,
     /// A process of somebody else's share was ended.
     Harmed,
     Cannot(String),
@@ -47,6 +49,7 @@ impl fmt::Display for Verdict {
                 write!(f, "held by the GPU driver: {found}; {}", done(*ended))
             }
             Self::NotHeld => f.write_str("**not held**"),
+            Self::Unbounded => f.write_str("**beyond its bound**"),
             Self::Harmed => f.write_str("**harms a neighbour**"),
             Self::Cannot(why) => write!(f, "not tried: {why}"),
         }
@@ -67,6 +70,8 @@ pub fn judge(row: &Row, programs: &Programs, enforcement: &Enforcement, within: 
     let kinds = found.iter().map(|told| told.kind).collect();
     Ok(if !trial.neighbour_lives()? {
         Verdict::Harmed
+    } else if matches!(row.must, Must::BeNamed(_)) && !trial.is_bounded(row)? {
+        Verdict::Unbounded
     } else if trial.gained(row)? || (found.is_empty() && trial.outcome != Outcome::Held) {
         Verdict::NotHeld
     } else if trial.outcome != Outcome::Held {

@@ -36,6 +36,17 @@ pub enum Gain {
     Time,
 }
 
+/// What the share may have of the GPU's time, where that is what is won.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Terms {
+    /// A ceiling.
+    Ceiling,
+    /// All that others leave: a fourth, beside one at work that has three times its weight.
+    Weight,
+    /// The same: next to nothing, beside one at work that has precedence.
+    Low,
+}
+
 /// How a trick is played.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Play {
@@ -71,6 +82,7 @@ pub struct Row {
     pub must: Must,
     pub play: Play,
     pub gain: Gain,
+    pub terms: Terms,
     pub on: On,
     /// The share may hold more than it has of the GPU, as managed memory.
     pub over_commits: bool,
@@ -78,7 +90,16 @@ pub struct Row {
 
 impl Row {
     const fn of(name: &'static str, trick: &'static str, must: Must, on: On) -> Self {
-        Self { name, trick, must, play: Play::Escape, gain: Gain::Memory, on, over_commits: false }
+        Self {
+            name,
+            trick,
+            must,
+            play: Play::Escape,
+            gain: Gain::Memory,
+            terms: Terms::Ceiling,
+            on,
+            over_commits: false,
+        }
     }
 
     const fn played(self, play: Play) -> Self {
@@ -96,6 +117,10 @@ impl Row {
     /// What `escape` calls it: the name up to where the device begins.
     pub fn word(&self) -> &'static str {
         self.name.split_once('@').map_or(self.name, |(word, _)| word)
+    }
+
+    const fn by(self, terms: Terms) -> Self {
+        Self { gain: Gain::Time, terms, ..self }
     }
 
     const fn winning(self, gain: Gain) -> Self {
@@ -129,6 +154,8 @@ const OVER: &str = "over-limit";
 const PAGES: &str = "pages";
 /// The account page says what no honest process writes.
 const ACCOUNT: &str = "account";
+/// What holds a share without a ceiling that does not heed what it is granted.
+const TURNS: &str = "the GPU driver's time slices: of two processes at work each has half";
 
 /// All of them, in the order of the table.
 pub const ROWS: &[Row] = &[
@@ -231,6 +258,16 @@ pub const ROWS: &[Row] = &[
         OVER_TIME,
     )
     .winning(Gain::Time),
+    named_with("time-copies@weight", "the same, a share without a ceiling beside one of three times its weight", TURNS)
+        .by(Terms::Weight),
+    named_with(
+        "time-policy-mapped-over@weight",
+        "such a share maps memory of its own over the policy page",
+        TURNS,
+    )
+    .by(Terms::Weight),
+    named_with("time-policy-mapped-over@low", "the same, a share of low priority beside one of high", TURNS)
+        .by(Terms::Low),
     prevented("plain@overcommit", "a share that over-commits: just allocates more").over_committing(),
     named_with(
         "account-managed@overcommit",

@@ -1,11 +1,13 @@
 //! One trick, played once: a fresh node, a container with a share, the program, and what the GPU says in the end.
 
 use crate::container::{Container, Recipe};
-use crate::node::{Compute, MIB, Node, Share};
+use crate::node::{MIB, Node, Share};
 use crate::programs::{self, Programs};
 use crate::rows::{Gain, Must, On, Play, Row, Volume};
+use crate::time;
 use crate::watch::{Told, Watch};
 use anyhow::{Context, Result, bail, ensure};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -24,16 +26,6 @@ const IN_ALL: u64 = 12288 * MIB;
 
 /// What passes for the GPU driver's own of processes that are charged nothing: four estimates of a context.
 const OVERHEAD: u64 = 4 * 300 * MIB;
-
-/// Of a trick that is about time: per cent of the GPU, and what is more than that by any measure. Five points or a
-/// fifth, as the node's agent has it.
-const CEILING: u32 = 30;
-const TOO_MUCH: f64 = 0.36;
-/// When a program is under way, and for how long what it gets is measured then.
-const SETTLED: Duration = Duration::from_secs(2);
-const MEASURED: Duration = Duration::from_secs(3);
-/// What is found is ended soon, so its gain is looked for in pieces.
-const PIECE: Duration = Duration::from_millis(500);
 
 /// As they are in a cluster.
 const CLAIM: &str = "2f1c7f5e-7a0b-4c57-9d3e-5a2f0c4b8e11";
@@ -123,9 +115,11 @@ pub struct Trial {
     containers: Vec<Container>,
     programs: Vec<Child>,
     /// When they were under way.
-    begun: Instant,
+    pub(crate) begun: Instant,
     /// What was used before the trick.
     others: u64,
+    /// Processes that were there before it.
+    pub(crate) before: BTreeSet<u32>,
     neighbour: Option<Child>,
 }
 
@@ -153,6 +147,7 @@ impl Trial {
             programs: Vec::new(),
             begun: Instant::now(),
             others: 0,
+            before: BTreeSet::new(),
             neighbour: None,
         };
         if let Some(enforcement) = enforcement.filter(|_| watched) {
@@ -162,10 +157,7 @@ impl Trial {
         if let Some(enforcement) = enforcement {
             recipe.library = Some(enforcement.library.clone());
             if enforcement.is_divvy() {
-                let compute = match row.gain {
-                    Gain::Time => Compute { cores: CEILING, ceiling: CEILING, ..Compute::default() },
-                    _ => Compute::default(),
-                };
+                let [compute, _] = time::compute(row);
                 let share = match row.over_commits {
                     true => trial.node.over_committed(CLAIM, SHARE, LIMIT, IN_ALL)?,
                     false => trial.node.share_of(0, CLAIM, SHARE, LIMIT, compute)?,
@@ -226,7 +218,7 @@ impl Trial {
             Gain::Memory => Ok(self.node.used() > LIMIT + self.others),
             Gain::Overhead => Ok(self.node.used() > LIMIT + OVERHEAD + self.others),
             // Held is what it was on average: in an instant a kernel may be all.
-            Gain::Time => Ok(self.outcome != Outcome::Held && self.node.busy_lately()? > TOO_MUCH),
+            Gain::Time => Ok(self.outcome != Outcome::Held && self.has_lately()? > time::TOO_MUCH),
             Gain::Balance => match &self.share {
                 Some(share) => Ok(share.balance()? == i64::MAX),
                 // Without a page nothing is counted at all.
@@ -235,26 +227,12 @@ impl Trial {
         }
     }
 
-    /// Whether the programs have too much of the GPU's time once they are under way.
-    fn takes_time(&self, row: &Row) -> Result<bool> {
-        if !matches!(row.must, Must::BeDetected(_)) {
-            std::thread::sleep(SETTLED);
-            return self.has_too_much(MEASURED);
+    /// Whether what was won is, or comes to be, no more than the bound of the row.
+    pub fn is_bounded(&self, row: &Row) -> Result<bool> {
+        match row.gain {
+            Gain::Time => self.comes_to_its_turns(),
+            _ => Ok(self.node.used() <= IN_ALL + self.others),
         }
-        while self.begun.elapsed() < SETTLED + MEASURED {
-            if self.has_too_much(PIECE)? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    }
-
-    /// Whether that is so of the time that comes.
-    fn has_too_much(&self, of: Duration) -> Result<bool> {
-        let (begin, had) = self.node.busy()?;
-        std::thread::sleep(of);
-        let (end, has) = self.node.busy()?;
-        Ok((has - had) as f64 > TOO_MUCH * (end - begin) as f64)
     }
 
     /// What the agent finds, until it is what it should be and nothing is won any more, or the time has passed.
@@ -278,23 +256,27 @@ impl Trial {
 
     /// Somebody else with a share of the same GPU, who keeps within it.
     fn neighbour(&mut self, row: &Row, enforcement: &Enforcement) -> Result<()> {
-        let share = self.node.share(NEIGHBOUR, SHARE, NEIGHBOUR_LIMIT)?;
+        let [_, compute] = time::compute(row);
+        let share = self.node.share_of(0, NEIGHBOUR, SHARE, NEIGHBOUR_LIMIT, compute)?;
+        let (plays, holds) =
+            if time::works_beside(row) { ("time-work", 0) } else { ("plain", NEIGHBOUR_MIB) };
         let library = Some(enforcement.library.clone());
         let cgroup = row.on == On::Limiting;
         let recipe = Recipe { shares: vec![share], library, cgroup, ..Recipe::default() };
         let container = Container::start(&self.node, &recipe)?;
         let mut command = container.command(&self.node.programs().join("escape"));
-        self.tell(&mut command, "plain", NEIGHBOUR_MIB);
+        self.tell(&mut command, plays, NEIGHBOUR_MIB);
         self.containers.push(container);
         let (child, said) = self.start(command)?;
         self.neighbour = Some(child);
         let line = line(&said, "the neighbour")?;
         ensure!(
-            line.trim_end() == format!("held {NEIGHBOUR_MIB}"),
+            line.trim_end() == format!("held {holds}"),
             "the neighbour said {line:?}; {}",
             self.refusals()
         );
         self.others = self.node.used();
+        self.before = self.node.processes();
         Ok(())
     }
 
