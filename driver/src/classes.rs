@@ -34,7 +34,7 @@ pub struct Known(BTreeMap<String, Vec<ShareConfig>>);
 /// What is known at the moment; a clone is the same.
 pub type Classes = watch::Receiver<Arc<Known>>;
 
-/// A schedule is looked at so often; its times are whole minutes.
+/// The times of a schedule are whole minutes.
 const MINUTE: Duration = Duration::from_secs(60);
 /// After the API server did not answer.
 const AGAIN: Duration = Duration::from_secs(10);
@@ -101,8 +101,16 @@ pub fn resolve(claim: &mut AllocatedClaim, known: &Known, now: Clock) {
 
 /// The time of the day.
 pub fn now() -> Clock {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    Clock::at(since.map_or(0, |since| since.as_secs()))
+    Clock::at(since_epoch().as_secs())
+}
+
+fn since_epoch() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+/// Until the next whole minute, at that time since the epoch: a schedule holds from its very minute on.
+fn to_the_minute(since: Duration) -> Duration {
+    MINUTE - Duration::from_nanos((since.as_nanos() % MINUTE.as_nanos()) as u64)
 }
 
 /// Follows the classes for ever.
@@ -161,7 +169,8 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// For ever: once the classes are known, after each change of one, and each minute while one has a schedule.
+    /// For ever: once the classes are known, after each change of one, and with each minute of the clock while one has a
+    /// schedule.
     pub async fn run(mut self) {
         let mut known = BTreeMap::new();
         let mut pause = Duration::MAX;
@@ -176,7 +185,7 @@ impl Follower {
             let all = self.change(&classes, &mut known).await;
             pause = match (all, classes.has_schedules()) {
                 (false, _) => AGAIN,
-                (true, true) => MINUTE,
+                (true, true) => to_the_minute(since_epoch()),
                 (true, false) => Duration::MAX,
             };
         }
@@ -308,6 +317,22 @@ mod tests {
     fn a_claim_that_asked_for_more_than_its_class_allowed_is_refused_as_before() {
         let asked = claim(&json!({"ceiling": 60}), &json!({"ceiling": 70}));
         assert!(settings(asked, &[class("batch", &json!({"ceiling": 60}))], "12:00").is_err());
+    }
+
+    #[test]
+    fn a_schedule_is_looked_at_when_a_minute_begins() {
+        let check = |at_ms: u64, expected_ms: u64| {
+            assert_eq!(
+                to_the_minute(Duration::from_millis(at_ms)).as_millis(),
+                expected_ms.into(),
+                "{at_ms}"
+            );
+        };
+        check(0, 60_000);
+        check(1, 59_999);
+        check(59_999, 1);
+        check(60_000, 60_000);
+        check(1_790_000_000_000, 40_000);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use divvy_pages::{Compute, Policy};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
 
 /// Class `batch` with that ShareConfig.
 fn set_class(world: &World, config: Value) {
@@ -111,6 +112,22 @@ async fn a_class_that_is_changed_changes_the_shares_that_are_there() {
     let claim = reference("a");
     world.prepare_until_ok(&claim).await;
     world.unprepare(&claim).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_schedule_begins_though_nothing_else_happens() {
+    let world = World::up(H100).await;
+    let _daemon = following(&world).await;
+    let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+    // With time to be heard of before.
+    let begins = (now() + 20).next_multiple_of(60);
+    let clock = |at: u64| format!("{:02}:{:02}", at % 86_400 / 3600, at % 3600 / 60);
+    let tide = json!({"from": clock(begins), "to": clock(begins + 3600), "ceiling": 35});
+    set_class(&world, json!({"ceiling": 61, "schedule": [tide]}));
+    has_ceiling(&world, "s-1", 61).await;
+    assert!(now() < begins, "it was not heard of in time");
+    tokio::time::sleep(Duration::from_secs(begins - now())).await;
+    has_ceiling(&world, "s-1", 35).await;
 }
 
 #[tokio::test]

@@ -244,7 +244,8 @@ pub(super) fn precede(
 
 /// The agent is killed while tenants work, and comes back; or another one waits to take its place.
 pub(super) fn lost(stage: &Stage, points: f64, burst: Duration) -> Result<()> {
-    const ASKED: [u32; 3] = [20, 30, 40];
+    // Guarantees and ceilings: three that get a part each, and one that borrows a little.
+    const ASKED: [(u32, u32); 4] = [(20, 20), (30, 30), (35, 35), (5, 15)];
     let stage = &stage.lasting(Duration::from_secs(14));
     let kernel = shape("1ms")?.longest_ms;
     for (name, gap) in [
@@ -254,10 +255,11 @@ pub(super) fn lost(stage: &Stage, points: f64, burst: Duration) -> Result<()> {
     ] {
         let agents = RefCell::new(vec![Agent::start(stage)?]);
         let mut tenants = Vec::new();
-        for (at, asked) in ASKED.into_iter().enumerate() {
-            tenants.push(stage.tenant(at, stage.fixed(asked)?, "1ms")?);
+        for (at, (cores, ceiling)) in ASKED.into_iter().enumerate() {
+            let compute = stage.fixed(cores)?.map(|fixed| Compute { ceiling, ..fixed });
+            tenants.push(stage.tenant(at, compute, "1ms")?);
         }
-        tenants.push(stage.tenant(3, Some(NONE), "1ms")?);
+        tenants.push(stage.tenant(ASKED.len(), Some(NONE), "1ms")?);
         let lost = stage.before + Duration::from_secs(2);
         let (mut is_lost, mut is_back, mut back) = (false, false, 0);
         seen();
@@ -281,12 +283,12 @@ pub(super) fn lost(stage: &Stage, points: f64, burst: Duration) -> Result<()> {
         })?;
         tenants.into_iter().try_for_each(|tenant| tenant.end().map(drop))?;
         let (mut over, mut lacks) = (Vec::new(), Vec::new());
-        for (asked, points) in ASKED.into_iter().zip(&served) {
+        for ((cores, ceiling), points) in ASKED.into_iter().zip(&served) {
             let (opens, ends) = stage.opens(points);
             over.push(
-                most_in_100_ms(points, opens) / 1e6 - f64::from(asked) - burst.as_secs_f64() * 1e3 - kernel,
+                most_in_100_ms(points, opens) / 1e6 - f64::from(ceiling) - burst.as_secs_f64() * 1e3 - kernel,
             );
-            lacks.push(f64::from(asked) - share(points, back + SECOND, (back + 4 * SECOND).min(ends)));
+            lacks.push(f64::from(cores) - share(points, back + SECOND, (back + 4 * SECOND).min(ends)));
         }
         let name = |what: &str| format!("policy_agent_{name}_{what}");
         line(&name("over_in_100ms"), percentile(&over, 1.0), "ms");
