@@ -26,7 +26,7 @@
 //! pages, what it measured is in the slots, who belongs to whom is in cgroups, mounts
 //! and the hook's files: the next agent finds all of it. While there is none, the
 //! limits stay as they are. Of two at once, as when the daemon is replaced, the one
-//! that holds the lock file audits.
+//! that holds a GPU's lock file audits it ([`locks`]).
 //!
 //! Whoever hosts it gives it GPUs, paths and a place to tell its findings to; it knows
 //! no claim beyond its UID, no API server and no records.
@@ -44,6 +44,7 @@ mod finding;
 mod gather;
 mod judge;
 mod lines;
+mod locks;
 mod look;
 mod meter;
 mod mounts;
@@ -74,12 +75,11 @@ use finding::Key;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use gather::Found;
+use locks::Locks;
 use look::{Device, Use};
 use press::Pressed;
-use rustix::fs::{FlockOperation, flock};
 use soon::Soon;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -93,8 +93,6 @@ pub const EVERY: Duration = Duration::from_secs(1);
 const AGAIN: Duration = Duration::from_secs(600);
 /// As many reports wait at most; more are in the log alone.
 const QUEUE: usize = 256;
-/// In the run directory.
-const LOCK: &str = "agent.lock";
 
 /// What the agent tells.
 #[derive(Clone, Debug)]
@@ -141,7 +139,7 @@ struct Sources {
     files: Files,
     process_root: PathBuf,
     cgroup_root: PathBuf,
-    lock: PathBuf,
+    locks: Locks,
     response: Response,
     bell: Bell,
 }
@@ -188,7 +186,7 @@ impl Agent {
             files: Files::default(),
             process_root: paths.process_root.clone(),
             cgroup_root: paths.sys_root.join("fs/cgroup"),
-            lock: paths.run_dir.join(LOCK),
+            locks: Locks::of(&paths.run_dir),
             response,
             bell: Bell::default(),
         };
@@ -203,7 +201,6 @@ impl Agent {
         let mut press = tokio::time::interval(press::PAUSE);
         press.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut pressed = Pressed::default();
-        let mut lock = None;
         let mut memories: BTreeMap<pages::GpuUuid, Memory> = BTreeMap::new();
         let mut busy: BTreeSet<pages::GpuUuid> = BTreeSet::new();
         let mut audits = FuturesUnordered::new();
@@ -229,7 +226,7 @@ impl Agent {
                 // One after the other: what is told meanwhile is heard then.
                 () = tellings.next(), if holds.is_empty() => {
                     tellings.watch(&agent.sources.shares);
-                    let (by_gpu, _) = agent.found(&mut lock, BTreeSet::new()).await;
+                    let (by_gpu, _) = agent.found(BTreeSet::new()).await;
                     holds.push(agent.hold_all(by_gpu));
                 }
                 _ = tick.tick() => {
@@ -239,7 +236,7 @@ impl Agent {
                     let now = Instant::now();
                     let rests = |(gpu, memory): &(&_, &Memory)| !memory.is_due(now) && !soon.has(gpu, now);
                     let resting: BTreeSet<_> = memories.iter().filter(rests).map(|(gpu, _)| *gpu).collect();
-                    let (by_gpu, presses) = agent.found(&mut lock, resting.clone()).await;
+                    let (by_gpu, presses) = agent.found(resting.clone()).await;
                     pressed.is_any = presses;
                     memories.retain(|gpu, _| by_gpu.contains_key(gpu));
                     agent.sources.bell.keep(|gpu| by_gpu.contains_key(gpu));
@@ -265,35 +262,31 @@ impl Agent {
         Pressed { is_any: pressed.is_any, gpus: looked.await.unwrap_or_default() }
     }
 
-    /// The shares of each GPU, none of those that are not looked at; no GPU where another agent is at work. And whether a
-    /// share of any may hold more than it has.
-    async fn found(
-        &self,
-        lock: &mut Option<File>,
-        resting: BTreeSet<pages::GpuUuid>,
-    ) -> (BTreeMap<pages::GpuUuid, Vec<Found>>, bool) {
+    /// The shares of each GPU that is this agent's, none of those that are not looked at; and whether a share of any may
+    /// hold more than it has.
+    async fn found(&self, resting: BTreeSet<pages::GpuUuid>) -> (BTreeMap<pages::GpuUuid, Vec<Found>>, bool) {
         // On most nodes; not worth a thread, as it is a directory in memory.
         if self.sources.shares.claims().is_empty() {
             self.sources.files.sweep();
+            self.sources.locks.keep(|_| false);
             return Default::default();
         }
-        let (sources, held) = (self.sources.clone(), lock.take());
+        let sources = self.sources.clone();
         let looked = tokio::task::spawn_blocking(move || {
-            let held = held.or_else(|| sources.lock());
             let (mut by_gpu, mut presses) = (BTreeMap::<_, Vec<Found>>::new(), false);
-            if held.is_some() {
-                let found = gather::found(&sources.shares, &sources.files, |policy| {
+            let found = gather::found(&sources.shares, &sources.files, |policy| {
+                let is_own = sources.locks.take(policy.gpu);
+                if is_own {
                     by_gpu.entry(policy.gpu).or_default();
                     presses |= gather::presses(policy);
-                    !resting.contains(&policy.gpu)
-                });
-                found.into_iter().for_each(|share| by_gpu.entry(share.policy.gpu).or_default().push(share));
-            }
-            (by_gpu, presses, held)
+                }
+                is_own && !resting.contains(&policy.gpu)
+            });
+            found.into_iter().for_each(|share| by_gpu.entry(share.policy.gpu).or_default().push(share));
+            sources.locks.keep(|gpu| by_gpu.contains_key(gpu));
+            (by_gpu, presses)
         });
-        let Ok((by_gpu, presses, held)) = looked.await else { return Default::default() };
-        *lock = held;
-        (by_gpu, presses)
+        looked.await.unwrap_or_default()
     }
 
     /// One audit of a GPU.
@@ -362,21 +355,4 @@ fn place(gpu: pages::GpuUuid, inventory: &Inventory, usage: ProcessUse) -> Optio
     let instance = instances.iter().find(|instance| instance.id == gi)?;
     let compute = instance.compute_instances.iter().find(|compute| compute.id == ci)?;
     Some(Use { pid, device: Device { gpu, mig: Some(pages::GpuUuid::parse(&compute.uuid)?) }, bytes })
-}
-
-impl Sources {
-    /// The lock of the one agent that audits; none where another has it.
-    fn lock(&self) -> Option<File> {
-        let create = || File::options().create(true).truncate(false).write(true).open(&self.lock);
-        let file = match File::open(&self.lock).or_else(|_| create()) {
-            Ok(file) => file,
-            Err(cause) => {
-                tracing::warn!(path = %self.lock.display(), %cause, "shares are not audited");
-                return None;
-            }
-        };
-        flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
-        tracing::info!("shares are audited");
-        Some(file)
-    }
 }

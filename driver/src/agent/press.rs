@@ -41,7 +41,7 @@ struct Held {
 impl Sources {
     pub(super) fn press(&self, mut before: BTreeMap<GpuUuid, Memory>) -> BTreeMap<GpuUuid, Memory> {
         let mut by_gpu: BTreeMap<_, Held> = BTreeMap::new();
-        for found in gather::found(&self.shares, &self.files, |_| true) {
+        for found in gather::found(&self.shares, &self.files, |policy| self.locks.has(policy.gpu)) {
             let held = by_gpu.entry(found.policy.gpu).or_default();
             held.physical = held.physical.max(found.policy.memory.physical);
             match found.presses() {

@@ -86,7 +86,7 @@ mod tests {
             files: Files::default(),
             process_root: PathBuf::new(),
             cgroup_root: PathBuf::new(),
-            lock: PathBuf::new(),
+            locks: Default::default(),
             response: "none".parse().unwrap(),
             bell: Bell::default(),
         }

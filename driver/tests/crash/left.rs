@@ -18,8 +18,8 @@ impl Left {
         read(&world.state_dir(), "state", &mut files);
         read(&world.cdi_dir(), "cdi", &mut files);
         read(&world.run_dir(), "run", &mut files);
-        // Whoever audits shares has it; see `Walker::start`.
-        files.remove("run/agent.lock");
+        // Whoever audits shares has them; see `Walker::start`.
+        files.retain(|name, _| !name.starts_with("run/agent-"));
         let state = world.sim.read().unwrap();
         Self { gpus: state.gpus.iter().map(gpu).collect(), files }
     }

@@ -71,8 +71,8 @@ struct Walker<'a> {
     path: Path<'a>,
     // Before the world, which is removed last.
     daemon: Option<Daemon>,
-    /// The lock of the agent that audits shares.
-    audit: Option<std::fs::File>,
+    /// The locks of agents that audit shares, of each GPU.
+    audit: Vec<std::fs::File>,
     _keeper: FakeKeeper,
     world: World,
 }
@@ -80,7 +80,7 @@ struct Walker<'a> {
 pub(crate) async fn walk(path: Path<'_>) {
     let world = World::up(path.gpus).await;
     let mut walker =
-        Walker { path, daemon: None, audit: None, _keeper: FakeKeeper::start(&world.run_dir()), world };
+        Walker { path, daemon: None, audit: Vec::new(), _keeper: FakeKeeper::start(&world.run_dir()), world };
     walker.start();
     let known = walker.undisturbed().await;
     let mut points = 0;
@@ -149,11 +149,14 @@ impl Walker<'_> {
         let config = self.world.long_turns();
         let flags = ["--mig-hold-off", self.path.hold_off, "--config", config.to_str().unwrap()];
         // To the daemon another audits shares: when it does what is no matter of the path.
-        self.audit = None;
+        self.audit.clear();
         std::fs::create_dir_all(self.world.run_dir()).unwrap();
-        let lock = std::fs::File::create(self.world.run_dir().join("agent.lock")).unwrap();
-        lock.lock().unwrap();
-        self.audit = Some(lock);
+        for gpu in &self.world.sim.read().unwrap().gpus {
+            let path = self.world.run_dir().join(format!("agent-{}.lock", gpu.uuid));
+            let lock = std::fs::File::create(path).unwrap();
+            lock.lock().unwrap();
+            self.audit.push(lock);
+        }
         let mut command = self.world.command(&flags);
         command.env("LD_PRELOAD", preload);
         command.env("DIVVY_CRASH_CONTROL", self.control()).env("DIVVY_CRASH_UNDER", under);
