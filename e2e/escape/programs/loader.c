@@ -90,6 +90,32 @@ static void absolute_path(void)
 		hold(&driver, goal());
 }
 
+/* Where another library stands in the driver's place, the driver itself lies here, and needs to. */
+#define REAL "/run/divvy/lib/real"
+
+static void real_path(void)
+{
+	struct driver driver;
+	if (!find_in(&driver, REAL "/libcuda.so.1"))
+		hold(&driver, goal());
+}
+
+/* Begins as it should, and goes on with the driver itself. */
+static void real_path_beside(void)
+{
+	struct driver driver, real;
+	if (find_usual(&driver) || find_in(&real, REAL "/libcuda.so.1"))
+		held(0);
+	int code = start(&driver);
+	held(code ? 0 : take(&real, goal()));
+}
+
+static void real_directory(void)
+{
+	setenv("LD_LIBRARY_PATH", REAL, 1);
+	become("plain", environ);
+}
+
 static void new_namespace(void)
 {
 	struct driver driver;
@@ -208,6 +234,9 @@ const struct row loader_rows[] = {
 	{ "fork-of-a-user", fork_of_a_user },
 	{ "exec", after_exec },
 	{ "absolute-path", absolute_path },
+	{ "real-path", real_path },
+	{ "real-path-beside", real_path_beside },
+	{ "real-directory", real_directory },
 	{ "dlmopen", new_namespace },
 	{ "deepbind", deep_bind },
 	{ "deepbind-linked", deep_bind_linked },

@@ -66,8 +66,9 @@ static struct object *genuine(void)
 	/* From the program's own map on: a handle may be another object's. */
 	while (map->l_prev)
 		map = map->l_prev;
+	/* The last of that name: what stands in for it is loaded before. */
 	for (; map; map = map->l_next)
-		if (strstr(map->l_name, "/libcuda.so") && !strstr(map->l_name, "/run/divvy/lib/libcuda"))
+		if (strstr(map->l_name, "/libcuda.so"))
 			read_tables(map, &object);
 	if (!object.hash || !object.symbols || !object.strings)
 		cannot("since the driver's library has no GNU hash table");

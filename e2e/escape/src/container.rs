@@ -6,6 +6,7 @@
 //! is a mounted file, so that the loader finds the library as it does in a pod: no environment is involved. Who waits in
 //! it as process 1 is a shell; programs enter by `nsenter` and lose, before they run, what that root could do.
 
+use crate::cdi::{self, Prepared};
 use crate::cgroup::Cgroup;
 use crate::node::{Node, Share};
 use anyhow::{Context, Result, bail};
@@ -27,6 +28,8 @@ pub struct Recipe {
     pub shares: Vec<Share>,
     /// The library to preload.
     pub library: Option<PathBuf>,
+    /// Shares, and the libraries for them, that are mounted as the driver's CDI files say.
+    pub prepared: Vec<Prepared>,
     /// What its programs have in their environment, beside `PATH`.
     pub environment: Vec<(String, String)>,
     /// As root, without a user namespace: for programs that change their user.
@@ -80,7 +83,8 @@ impl Container {
         let first: u32 = children.trim().parse().context("the container has no process 1")?;
         if let Some(cgroup) = &cgroup {
             std::fs::write(cgroup.processes(), first.to_string())?;
-            for share in &recipe.shares {
+            let prepared = recipe.prepared.iter().map(|prepared| &prepared.share);
+            for share in recipe.shares.iter().chain(prepared) {
                 share.tell_container(cgroup.name(), &cgroup.line())?;
             }
         }
@@ -137,7 +141,7 @@ fn script(node: &Node, recipe: &Recipe) -> Result<String> {
          for place in $(grep -o ' /mnt/sys/fs/cgroup[^ ]* cgroup2* ' /proc/self/mounts | cut -d' ' -f2); do\n\
          \x20 mount -o remount,bind,ro,nosuid,nodev,noexec $place\n\
          done\n\
-         bind() { mkdir -p $(dirname $2); touch $2; mount --bind $1 $2; mount -o remount,bind,$3 $2; }\n",
+         bind() { mkdir -p $(dirname $2); [ -e $2 ] || touch $2; mount --bind $1 $2; mount -o remount,bind,$3 $2; }\n",
     );
     script += &format!("cp {} /mnt/etc/ld.so.cache\n", text(&node.loader_cache()?)?);
     // Of the host's temporary files only what a container has too: the driver, and the programs.
@@ -157,9 +161,31 @@ fn script(node: &Node, recipe: &Recipe) -> Result<String> {
             text(&node.preload(LIBRARY)?)?
         );
     }
+    if !recipe.prepared.is_empty() {
+        script += &devices(node)?;
+    }
+    for mount in cdi::mounts(node, &recipe.prepared)? {
+        let (host, container) = (text(&mount.host)?, text(&mount.container)?);
+        script += &format!("bind {host} /mnt{container} {}\n", mount.options);
+    }
     script += &recipe.volumes;
     script += "\ncd /mnt\nmkdir .old\npivot_root . .old\numount -l /.old\nrmdir /.old\necho up\nwhile read -r line; do :; done\n";
     Ok(script)
+}
+
+/// A `/dev` with the GPU's nodes, and where the simulator's state is: a driver's library that is not below the driver's
+/// root takes `/` for it.
+fn devices(node: &Node) -> Result<String> {
+    let (state, dev) = (text(node.sim.dir())?, text(&node.sim.dev())?);
+    Ok(format!(
+        "mkdir -p /mnt/run/divvy-sim\nmount --rbind {state} /mnt/run/divvy-sim\n\
+         mount -t tmpfs -o mode=755 tmpfs /mnt/dev\n\
+         for entry in /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty {dev}/nvidia*; do\n\
+         \x20 at=/mnt/dev/${{entry##*/}}\n\
+         \x20 if [ -d $entry ]; then mkdir $at; else touch $at; fi\n\
+         \x20 mount --rbind $entry $at\n\
+         done\n"
+    ))
 }
 
 fn text(path: &Path) -> Result<String> {

@@ -7,12 +7,13 @@
 //!
 //! - [`rows`]: the tricks, and what must become of each.
 //! - [`node`]: a simulated GPU with shares; [`container`]: namespaces, mounts and capabilities as a pod has them;
-//!   [`cgroup`]: one of its own, where it must have one.
+//!   [`cdi`]: what the driver has mounted there; [`cgroup`]: one of its own, where it must have one.
 //! - [`programs`]: the programs, in C under `programs/`; [`raw`]: the one that needs no driver library.
 //! - [`watch`]: the node's agent, which must find what the library cannot prevent.
 //! - [`corpus`]: programs of all sorts, which the library must not disturb.
 //! - [`trial`]: one row played once; [`time`]: what it has of the GPU's time; [`report`]: all of them, and the table for the documentation.
 
+pub mod cdi;
 pub mod cgroup;
 pub mod command;
 pub mod container;

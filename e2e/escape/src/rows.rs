@@ -1,5 +1,7 @@
 //! The tricks, what each must come to, and in whose words the table of the documentation tells it.
 
+use divvy_api::sharing::Injection;
+
 /// What must become of a trick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Must {
@@ -86,6 +88,8 @@ pub struct Row {
     pub on: On,
     /// The share may hold more than it has of the GPU, as managed memory.
     pub over_commits: bool,
+    /// How the library comes into the container.
+    pub injection: Injection,
 }
 
 impl Row {
@@ -99,6 +103,7 @@ impl Row {
             terms: Terms::Ceiling,
             on,
             over_commits: false,
+            injection: Injection::Preload,
         }
     }
 
@@ -112,6 +117,10 @@ impl Row {
 
     const fn over_committing(self) -> Self {
         Self { over_commits: true, ..self }
+    }
+
+    const fn shimmed(self) -> Self {
+        Self { injection: Injection::Shim, ..self }
     }
 
     /// What `escape` calls it: the name up to where the device begins.
@@ -300,6 +309,35 @@ pub const ROWS: &[Row] = &[
     .over_committing(),
     detected("managed@limits", "the same: managed memory, by a driver library of its own", OVER)
         .on(On::Limiting),
+    prevented("plain@shim", "libraries in the place of the driver's (`injection: shim`): just allocates more")
+        .shimmed(),
+    prevented("absolute-path@shim", "the same: `dlopen` of the driver by its absolute path").shimmed(),
+    prevented("dlmopen@shim", "the same: `dlmopen`: the driver in a linker namespace of its own").shimmed(),
+    prevented("deepbind@shim", "the same: `dlopen` with `RTLD_DEEPBIND`").shimmed(),
+    prevented(
+        "deepbind-linked@shim",
+        "the same: a library that is linked to the driver, opened with `RTLD_DEEPBIND`",
+    )
+    .shimmed(),
+    prevented("dlmopen-linked@shim", "the same: a library that is linked to the driver, opened by `dlmopen`")
+        .shimmed(),
+    prevented("dlvsym@shim", "the same: `dlvsym`: the driver's functions by a version")
+        .played(Play::Versioned)
+        .shimmed(),
+    prevented("cugetprocaddress@shim", "the same: `cuGetProcAddress`, asked for itself too").shimmed(),
+    prevented("preload-unset@shim", "the same: `LD_PRELOAD` unset").shimmed(),
+    prevented("environment-cleared@shim", "the same: an empty environment").shimmed(),
+    detected("real-path@shim", "the same: `dlopen` of the real driver by its absolute path", HIDDEN)
+        .shimmed(),
+    detected("real-path-beside@shim", "the same: the real driver beside the one in its place", OVER).shimmed(),
+    detected("real-directory@shim", "the same: `LD_LIBRARY_PATH` leads to the real driver", HIDDEN).shimmed(),
+    detected("static@shim", "the same: a static binary with its own driver library", HIDDEN)
+        .played(Play::Static)
+        .shimmed(),
+    detected("own-libcuda@shim", "the same: a copy of the driver under another name and SONAME", HIDDEN)
+        .shimmed(),
+    detected("link-map@shim", "the same: raw pointers, found by walking the loader's tables", HIDDEN)
+        .shimmed(),
 ];
 
 /// The row of that name.

@@ -1,5 +1,6 @@
 //! One trick, played once: a fresh node, a container with a share, the program, and what the GPU says in the end.
 
+use crate::cdi::Prepared;
 use crate::container::{Container, Recipe};
 use crate::node::{MIB, Node, Share};
 use crate::programs::{self, Programs};
@@ -7,6 +8,7 @@ use crate::rows::{Gain, Must, On, Play, Row, Volume};
 use crate::time;
 use crate::watch::{Told, Watch};
 use anyhow::{Context, Result, bail, ensure};
+use divvy_api::sharing::Injection;
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -89,6 +91,12 @@ impl Enforcement {
     pub fn is_divvy(&self) -> bool {
         self.environment.is_empty()
     }
+
+    /// A share that is prepared with the libraries that lie beside the one to preload.
+    pub fn prepare(&self, share: &Share, injection: Injection) -> Result<Prepared> {
+        let libraries = self.library.parent().context("a library without a directory")?.to_owned();
+        Ok(Prepared { share: share.clone(), libraries, injection })
+    }
 }
 
 /// What came of it.
@@ -154,16 +162,25 @@ impl Trial {
             trial.neighbour(row, enforcement)?;
         }
         let mut recipe = Recipe { cgroup: row.on == On::Limiting, ..Recipe::default() };
+        if row.injection == Injection::Shim && enforcement.is_some_and(|by| !by.is_divvy()) {
+            trial.outcome = Outcome::Cannot("it is not made to stand in the driver's place".to_owned());
+            return Ok(trial);
+        }
         if let Some(enforcement) = enforcement {
-            recipe.library = Some(enforcement.library.clone());
             if enforcement.is_divvy() {
                 let [compute, _] = time::compute(row);
                 let share = match row.over_commits {
                     true => trial.node.over_committed(CLAIM, SHARE, LIMIT, IN_ALL)?,
                     false => trial.node.share_of(0, CLAIM, SHARE, LIMIT, compute)?,
                 };
-                recipe.shares.push(share.clone());
+                match row.injection {
+                    Injection::Preload => recipe.shares.push(share.clone()),
+                    Injection::Shim => recipe.prepared.push(enforcement.prepare(&share, row.injection)?),
+                }
                 trial.share = Some(share);
+            }
+            if row.injection == Injection::Preload {
+                recipe.library = Some(enforcement.library.clone());
             }
             let told = |text: &str| {
                 text.replace("{mib}", &(LIMIT / MIB).to_string()).replace("{bytes}", &LIMIT.to_string())

@@ -121,7 +121,8 @@ pub fn change(node: &Node, share: &Share, compute: Compute) -> Result<()> {
     Ok(())
 }
 
-fn paths(root: &Path, directory: &Path) -> HostPaths {
+/// A node's paths, of which `/proc` is the machine's: there its processes are.
+pub(crate) fn paths(root: &Path, directory: &Path) -> HostPaths {
     HostPaths {
         kubelet_root: directory.join("kubelet"),
         cdi_dir: directory.join("cdi"),

@@ -39,12 +39,19 @@ fn check(names: &[&str]) {
 
 #[test]
 fn what_the_library_must_prevent_is_prevented() {
-    check(&["plain", "cugetprocaddress", "environment-cleared", "policy-file", "time-processes"]);
+    check(&[
+        "plain",
+        "cugetprocaddress",
+        "environment-cleared",
+        "policy-file",
+        "time-processes",
+        "plain@shim",
+    ]);
 }
 
 #[test]
 fn what_the_node_must_detect_is_detected() {
-    check(&["own-libcuda", "account-zeroed", "own-libcuda@mig", "time-endless"]);
+    check(&["own-libcuda", "account-zeroed", "own-libcuda@mig", "time-endless", "real-path@shim"]);
 }
 
 #[test]
