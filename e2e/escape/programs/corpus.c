@@ -25,6 +25,30 @@ static void last(void) { puts("at exit"); }
 
 static const char *found(void *handle, const char *name) { return dlsym(handle, name) ? "found" : "not found"; }
 
+/* Uses the GPU driver as a CUDA program does. */
+static void use_cuda(void)
+{
+	void *driver = dlopen("libcuda.so.1", RTLD_NOW), *context = NULL;
+	unsigned long long address = 0;
+	int device = 0;
+	if (!driver) {
+		puts(dlerror());
+		return;
+	}
+	int (*init)(unsigned) = (int (*)(unsigned))dlsym(driver, "cuInit");
+	int (*get)(int *, int) = (int (*)(int *, int))dlsym(driver, "cuDeviceGet");
+	int (*retain)(void **, int) = (int (*)(void **, int))dlsym(driver, "cuDevicePrimaryCtxRetain");
+	int (*make_current)(void *) = (int (*)(void *))dlsym(driver, "cuCtxSetCurrent");
+	int (*allocate)(unsigned long long *, size_t) = (int (*)(unsigned long long *, size_t))dlsym(driver, "cuMemAlloc_v2");
+	int (*release)(unsigned long long) = (int (*)(unsigned long long))dlsym(driver, "cuMemFree_v2");
+	printf("cuda %d", init(0));
+	printf(" %d", get(&device, 0));
+	printf(" %d", retain(&context, device));
+	printf(" %d", make_current(context));
+	printf(" %d", allocate(&address, 1 << 20));
+	printf(" %d\n", release(address));
+}
+
 int main(int count, char **words)
 {
 	char line[256];
@@ -59,5 +83,7 @@ int main(int count, char **words)
 	printf("error %s\n", error && strstr(error, "no_such_function") ? "names it" : "is something else");
 	if (count > 1 && !strcmp(words[1], "id"))
 		printf("uid %d, euid %d\n", (int)getuid(), (int)geteuid());
+	if (count > 1 && !strcmp(words[1], "cuda"))
+		use_cuda();
 	return 42;
 }

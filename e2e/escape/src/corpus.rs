@@ -1,12 +1,15 @@
 //! Programs of all sorts with the library loaded: each must say and answer what it does without it.
 //!
 //! They run in two containers, one with the library and a share, one with neither, by the same shell line. What is
-//! compared is standard output, standard error and the exit code, to the byte.
+//! compared is standard output, standard error and the exit code, to the byte. A library that stands in the GPU driver's
+//! place is in no program that does not load the driver, so those that are played with it do.
 
+use crate::cdi::Prepared;
 use crate::container::{Container, Recipe};
 use crate::node::{MIB, Node};
 use crate::programs;
 use anyhow::{Context, Result, ensure};
+use divvy_api::sharing::Injection;
 use std::path::Path;
 use std::process::Output;
 
@@ -16,12 +19,18 @@ pub struct Sample {
     pub name: &'static str,
     /// What must be on this machine for it: a program, or a file in the loader's directories.
     pub needs: &'static [&'static str],
-    /// For `sh` in the directory of programs, where `corpus`, `asan` and `static` lie.
+    /// For `sh` in the directory of programs, where `corpus`, `asan`, `asan-shared` and `static` lie.
     pub line: &'static str,
+    /// How the library comes into the container.
+    pub injection: Injection,
 }
 
 const fn sample(name: &'static str, needs: &'static [&'static str], line: &'static str) -> Sample {
-    Sample { name, needs, line }
+    Sample { name, needs, line, injection: Injection::Preload }
+}
+
+const fn shimmed(name: &'static str, needs: &'static [&'static str], line: &'static str) -> Sample {
+    Sample { name, needs, line, injection: Injection::Shim }
 }
 
 /// Uses CUDA where there is a driver, through ctypes.
@@ -77,6 +86,13 @@ pub const SAMPLES: &[Sample] = &[
         &[],
         "$(ls /lib64/ld-linux-x86-64.so.2 /lib/ld-linux-aarch64.so.1 2>/dev/null) ./corpus",
     ),
+    shimmed("shim: a program in C", &[], "./corpus cuda"),
+    shimmed("shim: ASan, shared runtime", &[], "./asan-shared cuda"),
+    shimmed("shim: ASan, static runtime", &[], "./asan cuda"),
+    shimmed("shim: python, ctypes", &["python3"], CTYPES),
+    shimmed("shim: jemalloc preloaded", &["libjemalloc.so.2"], "LD_PRELOAD=libjemalloc.so.2 ./corpus cuda"),
+    shimmed("shim: setuid", &["setpriv"], "setpriv --reuid=65534 --regid=65534 --clear-groups ./setuid cuda"),
+    shimmed("shim: strace", &["strace"], "strace -f -o /dev/null ./corpus cuda"),
 ];
 
 const JAVA: &str = "public class Corpus {
@@ -89,10 +105,11 @@ const JAVA: &str = "public class Corpus {
 }
 ";
 
-/// Two containers with the programs.
+/// Containers with the programs.
 pub struct Corpus {
     native: Container,
     share: Container,
+    shimmed: Container,
     node: Node,
 }
 
@@ -102,18 +119,20 @@ impl Corpus {
         let to = node.programs();
         programs::compile(&["corpus.c"], &to.join("corpus"), &["-pthread", "-ldl"])?;
         programs::compile(&["corpus.c"], &to.join("static"), &["-static", "-pthread", "-ldl"])?;
-        programs::compile(
-            &["corpus.c"],
-            &to.join("asan"),
-            &["-fsanitize=address", "-static-libasan", "-pthread", "-ldl"],
-        )?;
+        let asan = ["-pthread", "-ldl", "-fsanitize=address", "-static-libasan"];
+        programs::compile(&["corpus.c"], &to.join("asan"), &asan)?;
+        // gcc's default.
+        programs::compile(&["corpus.c"], &to.join("asan-shared"), &asan[..3])?;
         std::fs::write(to.join("Corpus.java"), JAVA)?;
         setuid(&to)?;
         let share = node.share("2f1c7f5e-7a0b-4c57-9d3e-5a2f0c4b8e11", "share", 1024 * MIB)?;
+        let libraries = library.parent().context("a library without a directory")?.to_owned();
         let recipe = Recipe { root: true, ..Recipe::default() };
         let native = Container::start(&node, &recipe)?;
+        let prepared = vec![Prepared { share: share.clone(), libraries, injection: Injection::Shim }];
+        let shimmed = Container::start(&node, &Recipe { prepared, ..recipe.clone() })?;
         let with = Recipe { library: Some(library.to_owned()), shares: vec![share], ..recipe };
-        Ok(Self { native, share: Container::start(&node, &with)?, node })
+        Ok(Self { native, share: Container::start(&node, &with)?, shimmed, node })
     }
 
     /// Plays a sample in both; what differs, if anything does.
@@ -123,7 +142,11 @@ impl Corpus {
             let there = self.run(&self.native, &probe)?.status.success();
             ensure!(there, "{} needs {needed}, which this machine has not got", sample.name);
         }
-        let (without, with) = (self.run(&self.native, sample.line)?, self.run(&self.share, sample.line)?);
+        let container = match sample.injection {
+            Injection::Preload => &self.share,
+            Injection::Shim => &self.shimmed,
+        };
+        let (without, with) = (self.run(&self.native, sample.line)?, self.run(container, sample.line)?);
         let told = |out: &Output| {
             let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
             (out.status.code(), text(&out.stdout), text(&out.stderr))
