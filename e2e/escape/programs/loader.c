@@ -17,6 +17,20 @@ static void plain(void)
 		hold(&driver, goal());
 }
 
+/* No trick: for each line of its input takes so many MiB more, and says how many it got. */
+static void as_told(void)
+{
+	struct driver driver;
+	char line[64];
+	if (find_usual(&driver) || start(&driver))
+		cannot("without a driver");
+	while (fgets(line, sizeof line, stdin)) {
+		printf("held %ld\n", take(&driver, atol(line)));
+		fflush(stdout);
+	}
+	exit(0);
+}
+
 /* Four children, each of which wants a half of it, beside a parent that holds some. */
 static void after_fork(void)
 {
@@ -230,6 +244,7 @@ static void environment_cleared(void)
 const struct row loader_rows[] = {
 	{ "plain", plain },
 	{ "plain-quiet", plain_quiet },
+	{ "as-told", as_told },
 	{ "fork", after_fork },
 	{ "fork-of-a-user", fork_of_a_user },
 	{ "exec", after_exec },

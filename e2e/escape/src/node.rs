@@ -277,7 +277,15 @@ impl Share {
 
     /// Nanoseconds of compute time that the account page says are left.
     pub fn balance(&self) -> Result<i64> {
-        let page = std::fs::read(self.directory.join("account"))?;
-        Ok(account::Snapshot::new(&page)?.balance())
+        Ok(account::Snapshot::new(&self.account()?)?.balance())
+    }
+
+    /// Bytes that the account page says are used.
+    pub fn used(&self) -> Result<u64> {
+        Ok(account::Snapshot::new(&self.account()?)?.used())
+    }
+
+    fn account(&self) -> std::io::Result<Vec<u8>> {
+        std::fs::read(self.directory.join("account"))
     }
 }

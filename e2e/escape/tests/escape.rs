@@ -1,31 +1,15 @@
 //! A row of each sort; all of them are played by `e2e/escape/run`.
 
-use divvy_escape::programs::Programs;
+mod common;
+
+use common::built;
 use divvy_escape::report;
 use divvy_escape::rows::{self, Must, ROWS};
-use divvy_escape::trial::Enforcement;
 use std::collections::BTreeSet;
-use std::path::Path;
-use std::process::Command;
-use std::sync::OnceLock;
 use std::time::Duration;
 
 /// The node's five seconds, on a machine that does many other things.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// The programs, and the library as it ships.
-fn built() -> &'static (Programs, Enforcement) {
-    static BUILT: OnceLock<(Programs, Enforcement)> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("escape");
-        let build = concat!(env!("CARGO_MANIFEST_DIR"), "/../../driver/interposer/build");
-        let status = Command::new(build).arg(&out).status().expect("driver/interposer/build starts");
-        assert!(status.success(), "driver/interposer/build failed");
-        let raw = Path::new(env!("CARGO_BIN_EXE_divvy-escape"));
-        let programs = Programs::build(&out.join("programs"), None, raw).expect("a C compiler");
-        (programs, Enforcement { library: out.join("libdivvy.so"), environment: Vec::new() })
-    })
-}
 
 /// Each of the rows holds, and wins where nothing stops it.
 fn check(names: &[&str]) {
