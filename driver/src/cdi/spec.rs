@@ -43,7 +43,8 @@ struct StoodIn {
     /// Which of [`STOOD_IN`].
     at: usize,
     host: PathBuf,
-    container: PathBuf,
+    /// Every name by which a container has it, but links that the hook makes.
+    names: Vec<PathBuf>,
 }
 
 /// What the documents of claims are made of beside the claims.
@@ -86,7 +87,8 @@ impl Cdi {
         let files = DriverFiles::find(paths, &stamp)?;
         let hook = hook::install(&self.shared.hook, &paths.plugin_dir())?;
         let edits = Arc::new(edits(&files, &nodes, hook.as_deref()));
-        let common = Common { stamp, nodes, hook, edits, stood_in: stood_in(&files) };
+        let stood_in = stood_in(&files, hook.as_deref());
+        let common = Common { stamp, nodes, hook, edits, stood_in };
         let parts = common.parts(majors);
         *cached = Some(common);
         Ok(parts)
@@ -200,13 +202,10 @@ impl Cdi {
                 mount(&library.list, Path::new("/etc/ld.so.preload"), DATA_OPTIONS),
             ]),
             Injection::Shim => {
-                for StoodIn { at, host, container } in parts.stood_in.iter() {
-                    let (name, stands_in) = (STOOD_IN[*at], &library.stand_ins[*at]);
-                    mounts.push(mount(host, &Path::new(REAL).join(name), MOUNT_OPTIONS));
-                    // Under the name that programs ask for, and under that of the file.
-                    for path in [container.with_file_name(name), container.clone()] {
-                        mounts.push(mount(stands_in, &path, MOUNT_OPTIONS));
-                    }
+                for StoodIn { at, host, names } in parts.stood_in.iter() {
+                    let stands_in = &library.stand_ins[*at];
+                    mounts.push(mount(host, &Path::new(REAL).join(STOOD_IN[*at]), MOUNT_OPTIONS));
+                    mounts.extend(names.iter().map(|name| mount(stands_in, name, MOUNT_OPTIONS)));
                 }
             }
         }
@@ -225,11 +224,19 @@ impl Cdi {
 }
 
 /// The libraries of the GPU driver that others may stand in for.
-fn stood_in(files: &DriverFiles) -> Arc<[StoodIn]> {
+fn stood_in(files: &DriverFiles, hook: Option<&Path>) -> Arc<[StoodIn]> {
+    let linked = if hook.is_some() { Vec::new() } else { other_names(files) };
     let known = |library: &super::files::Library| {
         let at = STOOD_IN.iter().position(|name| library.soname.as_deref() == Some(name))?;
         let SharedFile { host, container } = library.file.clone();
-        Some(StoodIn { at, host, container })
+        // The name that programs ask for, and that of the file.
+        let mut names = vec![container.with_file_name(STOOD_IN[at]), container];
+        for (_, link) in linked.iter().filter(|(file, _)| *file == host) {
+            if !names.contains(link) {
+                names.push(link.clone());
+            }
+        }
+        Some(StoodIn { at, host, names })
     };
     files.libraries.iter().filter_map(known).collect()
 }

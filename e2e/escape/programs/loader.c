@@ -104,6 +104,13 @@ static void absolute_path(void)
 		hold(&driver, goal());
 }
 
+static void linker_name(void)
+{
+	struct driver driver;
+	if (!find_in(&driver, "libcuda.so"))
+		hold(&driver, goal());
+}
+
 /* Where another library stands in the driver's place, the driver itself lies here, and needs to. */
 #define REAL "/run/divvy/lib/real"
 
@@ -249,6 +256,7 @@ const struct row loader_rows[] = {
 	{ "fork-of-a-user", fork_of_a_user },
 	{ "exec", after_exec },
 	{ "absolute-path", absolute_path },
+	{ "linker-name", linker_name },
 	{ "real-path", real_path },
 	{ "real-path-beside", real_path_beside },
 	{ "real-directory", real_directory },

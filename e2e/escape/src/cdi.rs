@@ -3,8 +3,8 @@
 //!
 //! A runtime goes through the devices of a container in their order, each claim's common part before its first device. Where
 //! two mounts have one path in the container, the later stays (`InjectDevices` and `ContainerEdits.Apply` of
-//! tags.cncf.io/container-device-interface). The simulated GPU driver lies where it lies outside, below its own root, so
-//! what comes beside or over its files is mounted there; all else is mounted where the file says.
+//! tags.cncf.io/container-device-interface). Programs look for the simulated GPU driver where it lies outside, below its own
+//! root, so what the files have in the container's own directories is mounted there.
 
 use crate::node::{Node, Share};
 use crate::watch;
@@ -36,21 +36,29 @@ pub(crate) struct Mount {
 
 /// What a container with these shares has mounted, one mount at each path.
 pub(crate) fn mounts(node: &Node, shares: &[Prepared]) -> Result<Vec<Mount>> {
-    let mut all: Vec<Mount> = Vec::new();
-    for prepared in shares {
-        for mount in edits(node, prepared)? {
-            let mount = read(node, &mount).context("a CDI file with a mount that is none")?;
-            all.retain(|have| have.container != mount.container);
-            all.push(mount);
-        }
-    }
-    // The driver's own files are there.
-    all.retain(|mount| mount.container.canonicalize().ok() != mount.host.canonicalize().ok());
-    Ok(all)
+    let files: Vec<Value> = shares.iter().map(|share| file(node, share)).collect::<Result<_>>()?;
+    let all = applied(&files).into_iter().map(|mount| read(node, mount));
+    all.collect::<Option<_>>().context("a CDI file with a mount that is none")
 }
 
-/// The mounts of one claim's file in the order in which they are applied.
-fn edits(node: &Node, prepared: &Prepared) -> Result<Vec<Value>> {
+/// The mounts of a container with the first device of each of these files, as a runtime makes them.
+pub fn applied(files: &[Value]) -> Vec<&Value> {
+    const PATH: &str = "containerPath";
+    let mut all: Vec<&Value> = Vec::new();
+    let lists = files.iter().flat_map(|file| {
+        ["/containerEdits/mounts", "/devices/0/containerEdits/mounts"].map(|list| file.pointer(list))
+    });
+    for mount in lists.flatten().filter_map(Value::as_array).flatten() {
+        all.retain(|have| have[PATH] != mount[PATH]);
+        all.push(mount);
+    }
+    // What lies deeper comes later.
+    all.sort_by_key(|mount| mount[PATH].as_str().map_or(0, |path| path.matches('/').count()));
+    all
+}
+
+/// The CDI file that the driver writes for a claim with that share.
+pub fn file(node: &Node, prepared: &Prepared) -> Result<Value> {
     let root = node.sim.root();
     let paths = HostPaths { proc_root: root.join("proc"), ..watch::paths(root, node.path()) };
     std::fs::create_dir_all(&paths.cdi_dir)?;
@@ -66,10 +74,7 @@ fn edits(node: &Node, prepared: &Prepared) -> Result<Vec<Value>> {
     };
     cdi.write_claim(&claim, &[device])?;
     let file = paths.cdi_dir.join(format!("{}-claim_{claim}.json", divvy_api::names::DRIVER));
-    let mut document: Value = serde_json::from_slice(&std::fs::read(file)?)?;
-    let both = ["/containerEdits/mounts", "/devices/0/containerEdits/mounts"];
-    let lists = both.map(|list| document.pointer_mut(list).map(Value::take));
-    Ok(lists.into_iter().flatten().filter_map(|list| list.as_array().cloned()).flatten().collect())
+    Ok(serde_json::from_slice(&std::fs::read(file)?)?)
 }
 
 fn read(node: &Node, mount: &Value) -> Option<Mount> {

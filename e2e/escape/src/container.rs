@@ -163,6 +163,7 @@ fn script(node: &Node, recipe: &Recipe) -> Result<String> {
     }
     if !recipe.prepared.is_empty() {
         script += &devices(node)?;
+        script += &libraries(node)?;
     }
     for mount in cdi::mounts(node, &recipe.prepared)? {
         let (host, container) = (text(&mount.host)?, text(&mount.container)?);
@@ -184,6 +185,17 @@ fn devices(node: &Node) -> Result<String> {
          \x20 at=/mnt/dev/${{entry##*/}}\n\
          \x20 if [ -d $entry ]; then mkdir $at; else touch $at; fi\n\
          \x20 mount --rbind $entry $at\n\
+         done\n"
+    ))
+}
+
+/// No library of the driver's but those that are mounted, and what programs have put beside them.
+fn libraries(node: &Node) -> Result<String> {
+    let directory = text(&node.libraries())?;
+    Ok(format!(
+        "mount -t tmpfs -o mode=755 tmpfs /mnt{directory}\n\
+         for name in static libmycu.so; do\n\
+         \x20 if [ -e {directory}/$name ]; then bind {directory}/$name /mnt{directory}/$name ro; fi\n\
          done\n"
     ))
 }

@@ -312,6 +312,7 @@ pub const ROWS: &[Row] = &[
     prevented("plain@shim", "libraries in the place of the driver's (`injection: shim`): just allocates more")
         .shimmed(),
     prevented("absolute-path@shim", "the same: `dlopen` of the driver by its absolute path").shimmed(),
+    prevented("linker-name@shim", "the same: `dlopen` of `libcuda.so`, the driver's name for linkers").shimmed(),
     prevented("dlmopen@shim", "the same: `dlmopen`: the driver in a linker namespace of its own").shimmed(),
     prevented("deepbind@shim", "the same: `dlopen` with `RTLD_DEEPBIND`").shimmed(),
     prevented(
