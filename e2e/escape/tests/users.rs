@@ -4,13 +4,11 @@
 
 mod common;
 
-use common::built;
+use common::{Program, built};
 use divvy_escape::container::{Container, Recipe};
 use divvy_escape::node::{CONTEXT, MIB, Node, Share};
 use divvy_escape::watch::Watch;
-use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// No test waits longer for what should come within seconds.
@@ -18,52 +16,6 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LIMIT: u64 = 4096 * MIB;
 /// All that a program with a context of its own can have of it, beside another.
 const REST: u64 = LIMIT - 2 * CONTEXT;
-
-/// A program in a container that takes what it is told to.
-struct Program {
-    child: Child,
-    told: ChildStdin,
-    says: BufReader<ChildStdout>,
-}
-
-impl Program {
-    fn start(node: &Node, container: &Container, user: u32) -> Self {
-        let mut command = container.command(Path::new("setpriv"));
-        let [user, group] = ["reuid", "regid"].map(|what| format!("--{what}={user}"));
-        command.args([&user, &group, "--clear-groups"]).arg(node.programs().join("escape"));
-        command.args(["as-told", "0"]).arg(node.libcuda()).arg(node.libcuda());
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("nsenter starts");
-        let (told, says) = (child.stdin.take().expect("its input"), child.stdout.take().expect("its output"));
-        Self { child, told, says: BufReader::new(says) }
-    }
-
-    /// How many bytes more it got.
-    fn takes(&mut self, bytes: u64) -> u64 {
-        writeln!(self.told, "{}", bytes / MIB).expect("it lives");
-        let mut line = String::new();
-        self.says.read_line(&mut line).expect("its output");
-        let held = line.trim_end().strip_prefix("held ").unwrap_or_else(|| panic!("it said {line:?}"));
-        held.parse::<u64>().expect("a number") * MIB
-    }
-
-    /// Kills it, of which `nsenter` is only the parent.
-    fn kill(mut self) {
-        let parent = self.child.id();
-        let children = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children"));
-        let pid = children.expect("its parent").trim().to_owned();
-        let status = Command::new("kill").args(["-KILL", &pid]).status().expect("kill starts");
-        assert!(status.success());
-        self.child.wait().expect("its end");
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // It has ended, or ends with its input.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 struct World {
     node: Node,
@@ -93,7 +45,7 @@ impl World {
     }
 
     fn program(&self, container: &Container, user: u32) -> Program {
-        Program::start(&self.node, container, user)
+        Program::start(&self.node, container, Some(user))
     }
 
     /// What the account says is used is what is used.
