@@ -29,10 +29,10 @@
 mod node;
 mod slot;
 
+use crate::sync::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 use crate::word::Word;
 use crate::{MAJOR, MINOR};
 use core::fmt;
-use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 pub use node::{ATTENTION, BALANCE, DOORBELL, NodeLine, SlotReport, Snapshot};
 pub use slot::Slot;
 pub(crate) use slot::weighs;

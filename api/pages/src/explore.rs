@@ -14,8 +14,8 @@
 
 use crate::account::{self, AccountPage, Identity};
 use crate::charge::Peers;
+use crate::sync::{AtomicU64, Ordering::SeqCst};
 use crate::word::Attempt;
-use core::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::alloc::{Layout, alloc_zeroed};
 use std::cell::RefCell;
 use std::collections::hash_map::DefaultHasher;

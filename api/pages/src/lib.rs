@@ -14,7 +14,7 @@
 //! NVIDIA drives (x86-64, aarch64). The crate has no dependencies, no allocator and
 //! no system calls: it is linked into foreign processes.
 
-#![cfg_attr(not(test), no_std)]
+#![cfg_attr(not(any(test, loom)), no_std)]
 
 #[cfg(not(target_endian = "little"))]
 compile_error!("the pages are laid out for little-endian machines");
@@ -24,12 +24,15 @@ mod charge;
 mod crc;
 mod id;
 pub mod policy;
+pub mod sync;
 mod word;
 
 #[cfg(test)]
 mod explore;
 #[cfg(test)]
 mod golden;
+#[cfg(all(test, loom))]
+mod threads;
 
 pub use account::{AccountPage, Fault, Identity, Owner, PageError, SlotState};
 pub use charge::{Full, NoSlot, Peers, SEATS, Seat, charge, charge_fixed, force, uncharge};

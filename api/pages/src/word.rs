@@ -8,7 +8,7 @@
 //! which process makes its step next (`explore`): the code that is explored is the
 //! code that ships.
 
-use core::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use crate::sync::{AtomicU64, Ordering::SeqCst};
 
 /// One 64-bit word of a page.
 #[derive(Debug, Default)]

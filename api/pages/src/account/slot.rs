@@ -5,8 +5,8 @@
 
 use super::node::NodeLine;
 use super::{BYTES, Identity, Owner, SLOT, bytes};
+use crate::sync::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use crate::word::Word;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// The most GPU time, in nanoseconds, that a share is charged for what a dead process of it was measured to have had and
 /// had not paid, and for what nobody measured. The first is long for long kernels only; of a process that lives for

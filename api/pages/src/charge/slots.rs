@@ -7,7 +7,7 @@ use super::{NoSlot, Peers, changed};
 use crate::account::{
     AccountPage, Fault, Identity, Owner, Slot, SlotState, above, bytes, weighs, with_bytes,
 };
-use core::sync::atomic::Ordering::{AcqRel, Acquire};
+use crate::sync::Ordering::{AcqRel, Acquire};
 
 impl AccountPage {
     /// Gives this process a slot. An image of the same process before exec has lost its

@@ -6,8 +6,8 @@
 //! each.
 
 use super::{COPIES, PACED, Policy, PolicyError, ROOM, SIZE, check};
+use crate::sync::{AtomicU32, Ordering::SeqCst};
 use crate::word::Word;
-use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 /// Bits of the word that says whether launches are paced: by the record; by the agent; and from here on the number of
 /// the agent's call.

@@ -8,10 +8,10 @@ use divvy_interposer_core::table::Class;
 use divvy_interposer_core::{
     AccountPage, Found, GpuUuid, Identity, Kind, Ledger, PolicyPage, Standing, System,
 };
+use divvy_pages::sync::AtomicU32;
 use divvy_pages::{Compute, Flags, Memory, Policy, Text, account, policy};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::hint::black_box;
-use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
 struct Alone(&'static PolicyPage, &'static AccountPage);

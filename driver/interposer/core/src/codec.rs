@@ -11,9 +11,9 @@ use crate::device::Device;
 use crate::neighbours::Neighbours;
 use crate::place::Place;
 use crate::system::System;
-use core::sync::atomic::AtomicU32;
-use core::sync::atomic::Ordering::SeqCst;
 use divvy_pages::account::Slot;
+use divvy_pages::sync::AtomicU32;
+use divvy_pages::sync::Ordering::SeqCst;
 use divvy_pages::{AccountPage, Codec, Flags, Full, Peers, SlotState};
 
 /// Looks at the sum before an attempt among many others at once is given up.

@@ -23,7 +23,7 @@ use crate::place::{Place, Places};
 use crate::system::System;
 use crate::table::{Class, Entry};
 use core::mem::MaybeUninit;
-use core::sync::atomic::Ordering::Relaxed;
+use divvy_pages::sync::Ordering::Relaxed;
 use divvy_pages::{Fault, Flags, Full, SEATS, Seat, charge, charge_fixed, force, uncharge};
 
 /// One device with a share, seen from this process.

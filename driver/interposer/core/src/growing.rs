@@ -13,8 +13,8 @@ use crate::device::Device;
 use crate::ledger::Local;
 use crate::system::System;
 use crate::table::{Class, Entry, Then};
-use core::sync::atomic::AtomicU32;
-use core::sync::atomic::Ordering::*;
+use divvy_pages::sync::AtomicU32;
+use divvy_pages::sync::Ordering::*;
 use divvy_pages::{Fault, Flags, Full};
 
 /// What grows.

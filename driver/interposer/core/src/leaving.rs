@@ -9,7 +9,7 @@ use crate::ledger::{Ledger, Local, Taken};
 use crate::pace::Pace;
 use crate::system::System;
 use crate::table::Class;
-use core::sync::atomic::Ordering::*;
+use divvy_pages::sync::Ordering::*;
 
 /// Marks the handle of a context that is set aside; no address of a program has this bit.
 const ASIDE: u64 = 1 << 63;

@@ -16,7 +16,7 @@ use crate::place::{Place, Places};
 use crate::system::System;
 use crate::table::{Class, Entry, MANY, Table};
 use core::cell::Cell;
-use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
+use divvy_pages::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
 use divvy_pages::{Fault, Flags, GpuUuid, Identity, Policy, PolicyPage};
 
 /// The most devices with shares in one container, and the highest ordinal of a CUDA device that is known.

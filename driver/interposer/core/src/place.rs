@@ -7,8 +7,8 @@ use crate::neighbours::Unasked;
 use crate::pace;
 use crate::system::System;
 use core::ptr;
-use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed};
 use divvy_pages::policy::UNBOUNDED;
+use divvy_pages::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed};
 use divvy_pages::{AccountPage, Flags, GpuUuid, Memory, Policy, PolicyPage, SEATS, Seat};
 
 /// The pages of one device, in the order of the names of their shares and claims.

@@ -1,7 +1,7 @@
 //! What the ledger needs of the operating system, so that tests can stand in for it.
 
 use crate::ledger::Found;
-use core::sync::atomic::AtomicU32;
+use divvy_pages::sync::AtomicU32;
 use divvy_pages::{AccountPage, Identity, Policy};
 
 /// The system around a process. All of it is called seldom, apart from [`System::nap`]

@@ -11,7 +11,7 @@ mod entry;
 
 use crate::system::System;
 use buckets::{BUCKET, Bucket, Place, home, put};
-use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
+use divvy_pages::sync::{self, AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
 
 pub(crate) use entry::MANY;
 pub use entry::{Class, Entry};
@@ -262,7 +262,7 @@ impl Shard {
         while self.lock.compare_exchange_weak(0, 1, Acquire, Relaxed).is_err() {
             spins = spins.saturating_add(1);
             if spins < 100 {
-                core::hint::spin_loop();
+                sync::spin_loop();
             } else {
                 // The holder is a thread that was put to sleep in the middle.
                 system.nap(0);
@@ -288,6 +288,7 @@ impl Open<'_> {
     #[inline]
     fn array(&mut self) -> &mut [Bucket] {
         let entries = self.shard.entries.load(Relaxed);
+        sync::alone(&self.shard.entries);
         let size = self.shard.size.load(Relaxed) as usize;
         if entries.is_null() {
             return &mut [];

@@ -15,7 +15,7 @@ use crate::device::{Device, Reservation};
 use crate::ledger::{Ledger, Local};
 use crate::system::System;
 use crate::table::{Class, Entry, Then};
-use core::sync::atomic::Ordering::Relaxed;
+use divvy_pages::sync::Ordering::Relaxed;
 use divvy_pages::{Fault, Full};
 
 impl<S: System> Reservation<'_, S> {

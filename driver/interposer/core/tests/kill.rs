@@ -10,12 +10,12 @@ use divvy_interposer_core::table::Class;
 use divvy_interposer_core::{
     AccountPage, Found, GpuUuid, Identity, Kind, Ledger, PolicyPage, Standing, System,
 };
+use divvy_pages::sync::AtomicU32;
 use divvy_pages::{Compute, Flags, Memory, Policy, Text, account, policy};
 use std::fs::{File, read, read_link};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 const LIMITS: [u64; 2] = [6 << 20, 4 << 20];

@@ -3,7 +3,7 @@
 use crate::account::{Fault, Identity, NodeLine, Owner, PageError, SLOTS, Slot, SlotState, Snapshot};
 use crate::charge::{Full, NoSlot, Peers, Seat, charge, uncharge};
 use crate::explore::{page, who};
-use core::sync::atomic::Ordering::Acquire;
+use crate::sync::Ordering::Acquire;
 
 /// Peers of whom nobody is known to be dead, and who are not waited for.
 struct Strangers;

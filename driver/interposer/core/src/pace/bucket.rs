@@ -7,9 +7,9 @@
 //! one taker, who launches a kernel that costs more than is there; then nobody gets anything
 //! until the debt is paid.
 
-use core::sync::atomic::Ordering::{AcqRel, Acquire};
 use divvy_pages::AccountPage;
 use divvy_pages::policy::{UNBOUNDED, accrued};
+use divvy_pages::sync::Ordering::{AcqRel, Acquire};
 
 /// Nanoseconds of GPU time a second for the whole device.
 pub(crate) const SECOND: u64 = 1_000_000_000;

@@ -24,8 +24,8 @@
 //! average, and what it took more or less is put off ([`super::samples`]): the sum is right, and the spells are gone.
 
 use super::runs::{Measure, Runs, Tempo};
-use core::sync::atomic::Ordering::Relaxed;
-use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64};
+use divvy_pages::sync::Ordering::Relaxed;
+use divvy_pages::sync::{AtomicU16, AtomicU32, AtomicU64};
 
 /// Kernels that are told apart; all further ones are one.
 pub(super) const KERNELS: usize = 1024;

@@ -27,19 +27,21 @@ mod costs;
 mod quick;
 mod runs;
 mod samples;
+#[cfg(all(test, loom))]
+mod threads;
 
 use crate::device::Device;
 use crate::place::Place;
 use crate::system::System;
 pub(crate) use bucket::SECOND;
 use bucket::{BURST, Bucket};
-use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 pub(crate) use costs::Costs;
 pub use costs::Work;
 use costs::{Charge, Cost};
 use divvy_pages::Flags;
 use divvy_pages::account::Slot;
 use divvy_pages::policy::UNBOUNDED;
+use divvy_pages::sync::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 pub(crate) use quick::Quick;
 use runs::Measure;
 pub use samples::Timer;
@@ -111,6 +113,13 @@ impl Pace {
         sum.unsigned_abs()
     }
 
+    /// A launch of that cost pays for itself, and something of the debt; whether there was credit for it.
+    #[inline]
+    fn pay(&self, cost: i64) -> bool {
+        let costs = cost + self.instalment(cost);
+        self.credit.fetch_sub(costs, Relaxed) >= costs
+    }
+
     /// What a launch of that cost pays of the debt.
     #[inline]
     fn instalment(&self, cost: i64) -> i64 {
@@ -163,8 +172,7 @@ impl<S: System> Device<'_, S> {
             self.remember(pace);
         }
         let charge = self.local.costs.charge(work, || self.ledger.system.now());
-        let costs = charge.nanoseconds + pace.instalment(charge.nanoseconds);
-        if pace.credit.fetch_sub(costs, Relaxed) < costs || !is_open {
+        if !pace.pay(charge.nanoseconds) || !is_open {
             self.wait_for_credit(pace, timer);
         }
         let answer = match charge.measure {

@@ -15,8 +15,8 @@ use crate::Device;
 use crate::ledger::Ledger;
 use crate::system::System;
 use core::ptr;
-use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
 use divvy_pages::PolicyPage;
+use divvy_pages::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
 
 /// What the last launch found on the only device. Zeros: nothing.
 #[derive(Debug)]

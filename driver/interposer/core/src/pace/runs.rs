@@ -6,8 +6,8 @@
 //! same beat for ever. Where fewer are launched, of all kernels together ([`Tempo`]), each is measured, however short:
 //! one that a neighbour's time slice cut would otherwise be charged for dozens that were not.
 
-use core::sync::atomic::Ordering::Relaxed;
-use core::sync::atomic::{AtomicI32, AtomicU16, AtomicU32, AtomicU64};
+use divvy_pages::sync::Ordering::Relaxed;
+use divvy_pages::sync::{AtomicI32, AtomicU16, AtomicU32, AtomicU64};
 
 const RUN: u32 = 8;
 /// The first of a run only marks where the second begins.

@@ -11,7 +11,7 @@
 
 use super::costs::{Charge, Cost, Costs, KERNELS};
 use super::runs::Measure;
-use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::*};
+use divvy_pages::sync::{AtomicI64, AtomicU32, AtomicU64, Ordering::*};
 
 /// The driver's events, for the thread and the stream that launch.
 pub trait Timer {

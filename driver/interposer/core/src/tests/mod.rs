@@ -7,6 +7,8 @@ mod model;
 mod overcommit;
 mod pace;
 mod quick;
+#[cfg(loom)]
+mod threads;
 mod world;
 
 use crate::alive::{Signal, Stat, gone};

@@ -1,7 +1,7 @@
 //! Pages in memory, and processes that have them mounted.
 
 use crate::{AccountPage, Device, Found, GpuUuid, Identity, Kind, Ledger, PolicyPage, Standing, System};
-use divvy_pages::{Compute, Flags, Memory, Policy, SlotState, Text, account, policy};
+use divvy_pages::{Compute, Flags, Memory, Policy, SlotState, Text, account, policy, sync};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::SeqCst};
@@ -57,6 +57,7 @@ pub(super) struct Fake {
     dead: Arc<Mutex<HashSet<u32>>>,
     pid: AtomicU32,
     wiped: Mutex<Option<(usize, usize)>>,
+    mapped: Mutex<HashSet<(usize, usize)>>,
     none_left: AtomicBool,
     /// How often somebody was woken.
     wakes: AtomicU32,
@@ -122,6 +123,19 @@ impl Fake {
     }
 }
 
+/// Its memory ends with it.
+impl Drop for Fake {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        let mapped = std::mem::take(&mut *self.mapped.lock().expect("no panic"));
+        for (address, bytes) in mapped {
+            let layout = Layout::from_size_align(bytes, 64).expect("a layout");
+            // SAFETY: of `map`; who could refer to it has it from this.
+            unsafe { dealloc(address as *mut u8, layout) };
+        }
+    }
+}
+
 #[allow(unsafe_code)]
 impl System for Fake {
     fn identity(&self) -> Option<Identity> {
@@ -141,16 +155,17 @@ impl System for Fake {
         self.meanwhile();
         self.clock.fetch_add(nanoseconds.max(100_000), SeqCst);
         std::thread::yield_now();
+        sync::spin_loop();
     }
 
-    fn wait(&self, word: &AtomicU32, value: u32, until: u64) {
+    fn wait(&self, word: &sync::AtomicU32, value: u32, until: u64) {
         self.meanwhile();
         if word.load(SeqCst) == value {
             self.clock.fetch_max(until, SeqCst);
         }
     }
 
-    fn wake(&self, _word: &AtomicU32) {
+    fn wake(&self, _word: &sync::AtomicU32) {
         self.wakes.fetch_add(1, SeqCst);
     }
 
@@ -161,6 +176,7 @@ impl System for Fake {
         let layout = Layout::from_size_align(bytes, 64).expect("a layout");
         // SAFETY: not of size zero.
         let address = unsafe { alloc_zeroed(layout) };
+        self.mapped.lock().expect("no panic").insert((address as usize, bytes));
         if wiped {
             *self.wiped.lock().expect("no panic") = Some((address as usize, bytes));
         }
@@ -168,7 +184,8 @@ impl System for Fake {
     }
 
     unsafe fn unmap(&self, address: *mut u8, bytes: usize) {
-        // SAFETY: as the caller promises, of `map`.
+        assert!(self.mapped.lock().expect("no panic").remove(&(address as usize, bytes)), "it is mapped");
+        // SAFETY: of `map`, as it was in there, and the caller promises that nothing refers to it.
         unsafe { dealloc(address, Layout::from_size_align(bytes, 64).expect("a layout")) };
     }
 
@@ -209,6 +226,7 @@ impl World {
             dead: Arc::clone(&self.dead),
             pid: AtomicU32::new(pid),
             wiped: Mutex::default(),
+            mapped: Mutex::default(),
             none_left: AtomicBool::new(false),
             wakes: AtomicU32::default(),
             closes: Mutex::default(),
