@@ -163,10 +163,20 @@ pub(crate) fn exists(pid: u32) -> bool {
 
 /// The monotonic clock, in nanoseconds.
 pub(crate) fn now() -> u64 {
-    let mut time = [0u64; 2];
     const CLOCK_MONOTONIC: usize = 1;
+    clock(CLOCK_MONOTONIC)
+}
+
+/// The system clock, in nanoseconds since 1970.
+pub(crate) fn today() -> u64 {
+    const CLOCK_REALTIME: usize = 0;
+    clock(CLOCK_REALTIME)
+}
+
+fn clock(which: usize) -> u64 {
+    let mut time = [0u64; 2];
     // SAFETY: the kernel writes a timespec of two words.
-    unsafe { call(number::CLOCK_GETTIME, CLOCK_MONOTONIC, time.as_mut_ptr() as usize, 0, 0, 0, 0) };
+    unsafe { call(number::CLOCK_GETTIME, which, time.as_mut_ptr() as usize, 0, 0, 0, 0) };
     time[0].wrapping_mul(1_000_000_000).wrapping_add(time[1])
 }
 

@@ -1,11 +1,19 @@
 //! What NVML shows in a container with a share, and what it denies: by the simulated library, and by `nvidia-smi` over it.
 //!
-//! The program of this test stands in for `nvidia-smi` in the simulated driver root, so it has no test harness.
+//! The program of this test stands in for `nvidia-smi` in the simulated driver root, so it has no test harness. What
+//! `nvidia-smi` does not ask it asks itself, in a container ([`asked`]).
+
+#![allow(unsafe_code, reason = "NVML is called through C")]
 
 mod common;
 
-use common::container::Node;
+use common::container::{Container, Node, Share};
+use common::program::Program;
+use divvy_pages::Policy;
+use divvy_pages::policy::Compute;
+use divvy_sim::state::{Process, ProcessKind};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 fn main() -> ExitCode {
     if let Some(code) = divvy_sim::command::multicall() {
@@ -14,11 +22,24 @@ fn main() -> ExitCode {
     if common::container::answer() {
         return ExitCode::SUCCESS;
     }
-    let tests: [(&str, fn()); 4] = [
+    if let [_, word, library] = std::env::args().collect::<Vec<_>>().as_slice()
+        && word == "nvml"
+    {
+        ask(library);
+        return ExitCode::SUCCESS;
+    }
+    let tests: [(&str, fn()); 8] = [
         ("nvidia_smi_shows_the_share", nvidia_smi_shows_the_share),
         ("the_memory_of_the_other_share_does_not_show", the_memory_of_the_other_share_does_not_show),
         ("the_processes_of_the_other_share_do_not_show", the_processes_of_the_other_share_do_not_show),
+        (
+            "samples_of_the_other_shares_processes_do_not_show",
+            samples_of_the_other_shares_processes_do_not_show,
+        ),
+        ("utilisation_is_the_shares_own_and_ends_with_it", utilisation_is_the_shares_own_and_ends_with_it),
+        ("others_do_not_show_however_many_they_are", others_do_not_show_however_many_they_are),
         ("what_changes_a_device_is_denied", what_changes_a_device_is_denied),
+        ("who_ran_before_is_not_told", who_ran_before_is_not_told),
     ];
     for (name, test) in tests {
         test();
@@ -96,4 +117,156 @@ fn what_changes_a_device_is_denied() {
     assert!(!done && said.contains("Insufficient Permissions"), "{said}");
     let (done, said) = smi(&node, &[], "-mig 1 -i 0");
     assert!(done, "without a share it is allowed: {said}");
+}
+
+/// `nvmlProcessUtilizationSample_t`.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct Sample {
+    pid: u32,
+    time: u64,
+    busy: [u32; 4],
+}
+
+/// `nvmlProcessUtilizationInfo_v1_t`.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct SampleInfo {
+    time: u64,
+    pid: u32,
+    busy: [u32; 6],
+}
+
+/// `nvmlProcessesUtilizationInfo_v1_t`.
+#[repr(C)]
+struct SampleInfoList {
+    version: u32,
+    count: u32,
+    since: u64,
+    list: *mut SampleInfo,
+}
+
+/// In a container: asks NVML what no `nvidia-smi` here does, and prints the answers, a line each.
+fn ask(library: &str) {
+    // SAFETY: the library is the simulated one, its functions have these signatures, and there is room for what they answer.
+    unsafe {
+        let library = libloading::Library::new(library).expect("NVML");
+        macro_rules! call {
+            ($name:literal, $($argument:expr => $kind:ty),*) => {
+                library.get::<extern "C" fn($($kind),*) -> i32>($name).expect("it is there")($($argument),*)
+            };
+        }
+        let mut device = 0usize;
+        assert_eq!(call!(b"nvmlInit_v2",), 0);
+        assert_eq!(call!(b"nvmlDeviceGetHandleByIndex_v2", 0 => u32, &raw mut device => *mut usize), 0);
+        let (mut samples, mut count) = ([Sample::default(); 100], 100);
+        let answer = call!(b"nvmlDeviceGetProcessUtilization", device => usize,
+            samples.as_mut_ptr() => *mut Sample, &raw mut count => *mut u32, 0 => u64);
+        println!(
+            "samples {answer} {:?}",
+            samples[..count as usize].iter().map(|one| one.pid).collect::<Vec<_>>()
+        );
+        let mut infos = [SampleInfo::default(); 100];
+        let version = size_of::<SampleInfoList>() as u32 | 1 << 24;
+        let mut list = SampleInfoList { version, count: 100, since: 0, list: infos.as_mut_ptr() };
+        let answer = call!(b"nvmlDeviceGetProcessesUtilizationInfo", device => usize,
+            &raw mut list => *mut SampleInfoList);
+        let pids: Vec<_> = infos[..list.count as usize].iter().map(|one| one.pid).collect();
+        println!("infos {answer} {pids:?}");
+        let (mut pids, mut count) = ([0u32; 100], 100);
+        let answer = call!(b"nvmlDeviceGetAccountingPids", device => usize, &raw mut count => *mut u32,
+            pids.as_mut_ptr() => *mut u32);
+        println!("accounting {answer}");
+        let mut rates = [u32::MAX; 2];
+        let answer =
+            call!(b"nvmlDeviceGetUtilizationRates", device => usize, &raw mut rates => *mut [u32; 2]);
+        println!("rates {answer} {rates:?}");
+    }
+}
+
+/// What this program prints in a container with these shares.
+fn asked(node: &Node, shares: &[Share]) -> Vec<String> {
+    let library = node.sim.library("libnvidia-ml.so.1");
+    let container = node.container(shares);
+    let mut command = container.command(&std::env::current_exe().expect("this test"));
+    let output = command.arg("nvml").arg(library).output().expect("it runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect()
+}
+
+/// Two shares of one GPU, each with a program that has memory; the first has launched kernels for so many milliseconds.
+fn beside(milliseconds: u32, test: impl FnOnce(&Node, [&Share; 2], [u32; 2])) {
+    let node = Node::up("L4");
+    let half = || Policy { compute: Compute { cores: 50, ..Compute::default() }, ..node.policy(0, 1000) };
+    let shares = [node.share("one", "share", node.policy(0, 1000)), node.share("two", "share", half())];
+    let containers: Vec<Container<'_>> =
+        shares.iter().map(|share| node.container(std::slice::from_ref(share))).collect();
+    let mut programs: Vec<Program> = containers.iter().map(Container::started).collect();
+    for program in &mut programs {
+        assert!(program.ask("alloc v2 100").starts_with("ok "));
+    }
+    let kernels = format!("kernels cuLaunchKernel kernel_5ms {}", milliseconds / 5);
+    assert_eq!(programs[0].ask(&kernels), "ok");
+    test(&node, [&shares[0], &shares[1]], [programs[0].pid(), programs[1].pid()]);
+}
+
+fn samples_of_the_other_shares_processes_do_not_show() {
+    beside(1000, |node, [one, two], [pid, _]| {
+        let until = Instant::now() + Duration::from_secs(10);
+        let own = [format!("samples 0 [{pid}]"), format!("infos 0 [{pid}]")];
+        while asked(node, std::slice::from_ref(one))[..2] != own {
+            assert!(Instant::now() < until, "{:?}", asked(node, std::slice::from_ref(one)));
+        }
+        assert_eq!(asked(node, std::slice::from_ref(two))[..2], ["samples 0 []", "infos 0 []"]);
+        assert_eq!(asked(node, &[])[..2], own);
+    });
+}
+
+/// The line of the rates.
+const RATES: usize = 3;
+
+fn utilisation_is_the_shares_own_and_ends_with_it() {
+    beside(3000, |node, [one, two], _| {
+        let shown = |share: &Share| asked(node, std::slice::from_ref(share)).remove(RATES);
+        const IDLE: &str = "rates 0 [0, 0]";
+        // While the first works the other has done nothing, and when it has ended neither has.
+        let until = Instant::now() + Duration::from_secs(15);
+        let mut worked = false;
+        loop {
+            let (first, second) = (shown(one), shown(two));
+            assert_eq!(second, IDLE, "beside {first}");
+            worked |= first != IDLE;
+            if worked && first == IDLE {
+                break;
+            }
+            assert!(Instant::now() < until, "{first}");
+        }
+    });
+}
+
+fn others_do_not_show_however_many_they_are() {
+    let node = Node::up("L4");
+    let share = node.share("one", "share", node.policy(0, 1000));
+    let other = |pid| Process {
+        pid,
+        name: "other".into(),
+        kind: ProcessKind::Compute,
+        instance: None,
+        memory_mib: 10,
+    };
+    let all = node.sim.update(|state| {
+        state.gpus[0].processes.extend((100_000..100_070).map(other));
+        Ok(())
+    });
+    all.expect("they run");
+    assert_eq!(asked(&node, &[])[RATES], "rates 0 [60, 30]");
+    assert_eq!(asked(&node, &[share])[RATES], "rates 0 [0, 0]");
+}
+
+fn who_ran_before_is_not_told() {
+    const NO_PERMISSION: &str = "accounting 4";
+    let node = Node::up("L4");
+    let share = node.share("one", "share", node.policy(0, 1000));
+    assert_eq!(asked(&node, &[share])[2], NO_PERMISSION);
+    assert_ne!(asked(&node, &[])[2], NO_PERMISSION);
 }

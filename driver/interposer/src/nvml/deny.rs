@@ -1,5 +1,6 @@
-//! Functions that change a device, its instances or the node. A tenant shares the device with others, so it is told
-//! NVML_ERROR_NO_PERMISSION, as it is where it has no right to them. Without a share the call goes on.
+//! Functions that change a device, its instances or the node, and those that tell of processes which have ended, of which
+//! nobody knows whose they were. A tenant shares the device with others, so it is told NVML_ERROR_NO_PERMISSION, as it is
+//! where it has no right to them. Without a share the call goes on.
 //!
 //! One stub serves them all, whatever their arguments: it asks where to go and jumps there with the caller's registers.
 

@@ -99,6 +99,8 @@ pub(crate) struct SampleInfoList {
     list: *mut SampleInfo,
 }
 
+const _: () = assert!(size_of::<Encoding>() == 32 && size_of::<Capturing>() == 48);
+
 /// Takes out what is not of the share; the new length.
 fn cut<T: Entry>(entries: &mut [T], find: impl Fn(c_uint) -> Option<nvml::Process>) -> usize {
     let mut kept = 0;
@@ -133,12 +135,15 @@ unsafe fn own<T: Entry>(answer: Answer, device: Handle, count: *mut c_uint, list
     answer
 }
 
-/// How busy the processes of a share had the device by the newest sample of each, in percent of its part.
-pub(super) fn busy(share: &Device, samples: &[Sample]) -> c_uint {
+/// How busy the processes of a share had the device and its memory by the newest sample of each, in percent of its part.
+pub(super) fn busy(share: &Device, samples: &[Sample]) -> [c_uint; 2] {
     let newest =
         |sample: &&Sample| !samples.iter().any(|other| other.pid == sample.pid && other.time > sample.time);
     let own = samples.iter().filter(newest).filter(|sample| share.process(sample.pid).is_some());
-    nvml::utilisation(own.fold(0, |sum: c_uint, sample| sum.saturating_add(sample.sm)), share.part())
+    let sums = own.fold([0; 2], |[sm, memory]: [c_uint; 2], sample| {
+        [sm.saturating_add(sample.sm), memory.saturating_add(sample.memory)]
+    });
+    sums.map(|sum| nvml::utilisation(sum, share.part()))
 }
 
 macro_rules! lists {

@@ -1,8 +1,10 @@
 //! Memory and utilisation of the device, as the share has them.
 
 use super::processes::{Sample, busy};
-use super::{Handle, SUCCESS, hook, shown};
+use super::{Answer, Handle, MISSING, SUCCESS, hook, shown};
 use crate::genuine;
+use crate::share::Device;
+use crate::sys;
 use crate::table::index;
 use core::ffi::{c_uint, c_ulonglong};
 use divvy_interposer_core::nvml::MemoryInfo;
@@ -34,6 +36,10 @@ pub(crate) struct Utilization {
     gpu: c_uint,
     memory: c_uint,
 }
+
+/// NVML_ERROR_NOT_FOUND, by which the library says that nobody has done anything; NVML_ERROR_MEMORY.
+const NOT_FOUND: Answer = 6;
+const NO_MEMORY: Answer = 20;
 
 /// NVML_STRUCT_VERSION: the size, and the version in the highest byte.
 const fn version(size: usize, number: c_uint) -> c_uint {
@@ -77,26 +83,45 @@ hook! {
     }
 }
 
+/// Samples of so many processes are looked at, and of so many microseconds: one that has gone idle since is not busy.
+const SAMPLES: usize = 1024;
+const RECENT: c_ulonglong = 1_000_000;
+
 hook! {
-    /// How busy the share's own processes had it, where the library tells that by process (not on MIG).
+    /// How busy the share's own processes had it, where the library tells that by process. Where it does not, this does not tell
+    /// either: what the device was is what others did.
     nvmlDeviceGetUtilizationRates(device: Handle, rates: *mut Utilization) |real| {
         let answer = real(device, rates);
-        if let Some(share) = shown(answer, device).filter(|_| !rates.is_null()) {
-            let mut samples = [Sample::default(); 64];
-            let mut count = samples.len() as c_uint;
-            type Ask = unsafe extern "C" fn(Handle, *mut Sample, *mut c_uint, c_ulonglong) -> super::Answer;
-            if let Some(address) = genuine::function(index::nvmlDeviceGetProcessUtilization) {
-                // SAFETY: the library's own function of that name, with room of ours for its answers; `rates` was
-                // written by the library.
-                unsafe {
-                    let ask = core::mem::transmute::<usize, Ask>(address);
-                    if ask(device, samples.as_mut_ptr(), &raw mut count, 0) == SUCCESS {
-                        let own = samples.get(..count as usize).unwrap_or_default();
-                        (*rates).gpu = busy(&share, own);
-                    }
-                }
-            }
+        match shown(answer, device) {
+            // SAFETY: written by the library.
+            Some(share) if !rates.is_null() => unsafe { own_rates(&share, device, &mut *rates) },
+            _ => answer,
         }
-        answer
+    }
+}
+
+#[cold]
+fn own_rates(share: &Device, device: Handle, rates: &mut Utilization) -> Answer {
+    type Ask = unsafe extern "C" fn(Handle, *mut Sample, *mut c_uint, c_ulonglong) -> Answer;
+    *rates = Utilization { gpu: 0, memory: 0 };
+    let Some(address) = genuine::function(index::nvmlDeviceGetProcessUtilization) else { return MISSING };
+    let bytes = SAMPLES * size_of::<Sample>();
+    let room = sys::memory(bytes, sys::InChild::Nothing);
+    if room.is_null() {
+        return NO_MEMORY;
+    }
+    let samples = room.cast::<Sample>();
+    let mut count = SAMPLES as c_uint;
+    let since = (sys::today() / 1000).saturating_sub(RECENT);
+    // SAFETY: the library's own function of that name, with room of ours for its answers, which only this call knows.
+    unsafe {
+        let answer = core::mem::transmute::<usize, Ask>(address)(device, samples, &raw mut count, since);
+        if answer == SUCCESS {
+            let told = core::slice::from_raw_parts(samples, SAMPLES.min(count as usize));
+            let [gpu, memory] = busy(share, told);
+            *rates = Utilization { gpu, memory };
+        }
+        sys::forget(room, bytes);
+        if answer == NOT_FOUND { SUCCESS } else { answer }
     }
 }

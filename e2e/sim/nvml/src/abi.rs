@@ -106,6 +106,12 @@ structures! {
     ProcessInfoV1 16 { pid: u32, used_memory: u64 }
     ProcessInfo 24 { pid: u32, used_memory: u64, gpu_instance_id: u32, compute_instance_id: u32 }
     ProcessUtilization 32 { pid: u32, timestamp: u64, sm: u32, memory: u32, encoder: u32, decoder: u32 }
+    ProcessUtilizationInfo 40 {
+        timestamp: u64, pid: u32, sm: u32, memory: u32, encoder: u32, decoder: u32, jpeg: u32, flow: u32,
+    }
+    ProcessesUtilizationInfo 24 version 1 {
+        version: u32, entries: u32, since: u64, array: *mut ProcessUtilizationInfo,
+    }
     ProcessDetail 32 {
         pid: u32, used_memory: u64, gpu_instance_id: u32, compute_instance_id: u32, used_protected_memory: u64,
     }

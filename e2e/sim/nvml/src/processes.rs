@@ -7,7 +7,8 @@ use divvy_sim::ledger::{Place, now};
 use divvy_sim::state::{Process, ProcessKind};
 
 use crate::abi::{
-    ProcessDetail, ProcessDetailList, ProcessInfo, ProcessInfoV1, ProcessUtilization, Utilization,
+    ProcessDetail, ProcessDetailList, ProcessInfo, ProcessInfoV1, ProcessUtilization, ProcessUtilizationInfo,
+    ProcessesUtilizationInfo, Utilization,
 };
 use crate::argument::{Array, Count, Out, Outcome};
 use crate::handle::{Device, Target};
@@ -57,7 +58,11 @@ fn per_cent(part: u64, whole: u64) -> u32 {
 
 /// Entries for the processes that had some time since that time of the system clock, in us; 0 for all that is
 /// remembered.
-fn utilization(nvml: &Nvml, slot: usize, since: u64) -> Outcome<Vec<ProcessUtilization>> {
+fn utilization(nvml: &Nvml, device: Device, since: u64) -> Outcome<Vec<ProcessUtilization>> {
+    let (slot, gpu) = device.whole(&nvml.state)?;
+    if gpu.mig.current {
+        return Err(Code::NotSupported);
+    }
     // Samples have times of the monotonic clock.
     let now_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_micros() as u64);
     let boot_us = now_us.saturating_sub(now() / 1000);
@@ -154,16 +159,31 @@ entry! {
     fn nvmlDeviceGetProcessUtilization(
         nvml, device: Device, array: Array<ProcessUtilization>, count: Count, since: u64,
     ) {
-        let (slot, gpu) = device.whole(&nvml.state)?;
-        if gpu.mig.current {
-            return Err(Code::NotSupported);
-        }
-        let found = utilization(nvml, slot, since)?;
+        let found = utilization(nvml, device, since)?;
         if found.is_empty() {
             count.set(0);
             return Err(Code::NotFound);
         }
         count.list(&array, found)
+    }
+
+    /// The same, with engines that nothing here uses.
+    fn nvmlDeviceGetProcessesUtilizationInfo(nvml, device: Device, list: Out<ProcessesUtilizationInfo>) {
+        list.expect_version()?;
+        let given = list.get();
+        let found = utilization(nvml, device, given.since)?;
+        list.set(ProcessesUtilizationInfo { entries: found.len() as u32, ..given });
+        if found.is_empty() {
+            return Err(Code::NotFound);
+        }
+        if found.len() > given.entries as usize || given.array.is_null() {
+            return Err(Code::InsufficientSize);
+        }
+        Array::from(given.array).fill(found.into_iter().map(|found| {
+            let ProcessUtilization { pid, timestamp, sm, memory, encoder, decoder } = found;
+            ProcessUtilizationInfo { timestamp, pid, sm, memory, encoder, decoder, jpeg: 0, flow: 0 }
+        }));
+        Ok(())
     }
 
     /// Over the last period of samples.
