@@ -20,8 +20,8 @@ use std::rc::Rc;
 /// Words that one run of a model may touch, and places that [`alone`] may be asked for.
 const WORDS: usize = 160;
 const PLACES: usize = 4;
-/// How often in one run a thread that could go on has to let the other: with four the largest model takes minutes in place
-/// of seconds. `LOOM_MAX_PREEMPTIONS` is another number.
+/// How often in one run a thread that could go on has to let the other: with four the largest model takes half a minute in
+/// place of seconds. `LOOM_MAX_PREEMPTIONS` is another number.
 const PREEMPTIONS: usize = 3;
 
 thread_local! {

@@ -3,8 +3,8 @@
 use crate::{AccountPage, Device, Found, GpuUuid, Identity, Kind, Ledger, PolicyPage, Standing, System};
 use divvy_pages::{Compute, Flags, Memory, Policy, SlotState, Text, account, policy, sync};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::SeqCst};
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 pub(super) const GPU: GpuUuid = GpuUuid([1; 16]);
@@ -57,7 +57,8 @@ pub(super) struct Fake {
     dead: Arc<Mutex<HashSet<u32>>>,
     pid: AtomicU32,
     wiped: Mutex<Option<(usize, usize)>>,
-    mapped: Mutex<HashSet<(usize, usize)>>,
+    /// By address.
+    mapped: Mutex<HashMap<usize, (AtomicPtr<u8>, usize)>>,
     none_left: AtomicBool,
     /// How often somebody was woken.
     wakes: AtomicU32,
@@ -128,10 +129,10 @@ impl Drop for Fake {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
         let mapped = std::mem::take(&mut *self.mapped.lock().expect("no panic"));
-        for (address, bytes) in mapped {
+        for (address, bytes) in mapped.into_values() {
             let layout = Layout::from_size_align(bytes, 64).expect("a layout");
             // SAFETY: of `map`; who could refer to it has it from this.
-            unsafe { dealloc(address as *mut u8, layout) };
+            unsafe { dealloc(address.into_inner(), layout) };
         }
     }
 }
@@ -176,7 +177,7 @@ impl System for Fake {
         let layout = Layout::from_size_align(bytes, 64).expect("a layout");
         // SAFETY: not of size zero.
         let address = unsafe { alloc_zeroed(layout) };
-        self.mapped.lock().expect("no panic").insert((address as usize, bytes));
+        self.mapped.lock().expect("no panic").insert(address as usize, (AtomicPtr::new(address), bytes));
         if wiped {
             *self.wiped.lock().expect("no panic") = Some((address as usize, bytes));
         }
@@ -184,7 +185,8 @@ impl System for Fake {
     }
 
     unsafe fn unmap(&self, address: *mut u8, bytes: usize) {
-        assert!(self.mapped.lock().expect("no panic").remove(&(address as usize, bytes)), "it is mapped");
+        let known = self.mapped.lock().expect("no panic").remove(&(address as usize));
+        assert_eq!(known.map(|(_, bytes)| bytes), Some(bytes), "it is mapped");
         // SAFETY: of `map`, as it was in there, and the caller promises that nothing refers to it.
         unsafe { dealloc(address, Layout::from_size_align(bytes, 64).expect("a layout")) };
     }
