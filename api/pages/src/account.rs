@@ -335,4 +335,15 @@ mod tests {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.3.hex");
         crate::golden::check(path, &fresh());
     }
+
+    #[test]
+    fn a_page_of_any_minor_is_taken_and_of_another_major_is_not() {
+        let page = |offset: usize, number: u16| {
+            let mut page = fresh();
+            page[offset..offset + 2].copy_from_slice(&number.to_le_bytes());
+            check(&page)
+        };
+        assert_eq!([0, 1, 2, MINOR + 1].map(|minor| page(10, minor)), [Ok(()); 4]);
+        assert_eq!(page(8, 2), Err(PageError::Major(2)));
+    }
 }

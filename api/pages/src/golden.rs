@@ -1,4 +1,9 @@
 //! Byte-level goldens of the pages: lines of `offset: hex`, without the lines that are zero.
+//!
+//! There is one of each page as this version writes it, and of the policy page of 1.1, which is the last with a shorter
+//! record. 1.2 has none: its pages have the bytes of those of 1.3, but for the number itself. What 1.3 added are two words
+//! of a slot, zero until a process of the share writes them, and no page that is kept from before has to be told apart by
+//! them. (Nor was any version before this one released.)
 
 use std::fmt::Write as _;
 
