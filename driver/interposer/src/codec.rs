@@ -13,6 +13,7 @@ use crate::share::{self, Standing};
 use core::ffi::{c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
 use divvy_interposer_core::codec::Engine;
+use divvy_interposer_core::handles::{self, Known};
 
 /// `NV_ENC_ERR_OUT_OF_MEMORY`, which is what opening one session too many is answered with.
 const NO_MORE_ENCODERS: Answer = 10;
@@ -46,25 +47,8 @@ static REAL_OPEN: AtomicUsize = AtomicUsize::new(0);
 static REAL_OPEN_EX: AtomicUsize = AtomicUsize::new(0);
 static REAL_DESTROY: AtomicUsize = AtomicUsize::new(0);
 
-/// Sessions that were counted: handle, and its device plus one. One that finds no room counts until the process ends.
-static SESSIONS: [(AtomicUsize, AtomicUsize); 256] =
-    [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; 256];
-
-fn remember(session: Handle, device: Ordinal) {
-    for (handle, of) in &SESSIONS {
-        if handle.compare_exchange(0, session as usize, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            return of.store(device as usize + 1, Ordering::Release);
-        }
-    }
-}
-
-fn forget(session: Handle) -> Option<Ordinal> {
-    let (handle, of) =
-        SESSIONS.iter().find(|(handle, _)| handle.load(Ordering::Acquire) == session as usize)?;
-    let device = of.swap(0, Ordering::AcqRel).checked_sub(1)?;
-    handle.store(0, Ordering::Release);
-    Some(device as Ordinal)
-}
+/// Sessions that were counted. One that finds no room counts until the process ends.
+static SESSIONS: [Known; 256] = [const { Known::none() }; 256];
 
 /// Opens a session by `call`, which writes its handle to `out`.
 ///
@@ -89,7 +73,7 @@ unsafe fn open(
     let answer = call();
     match answer {
         // SAFETY: as the caller says.
-        SUCCESS => remember(unsafe { out.read() }, device),
+        SUCCESS => handles::remember(&SESSIONS, unsafe { out.read() } as u64, device),
         _ => share.close_session(engine),
     }
     answer
@@ -97,7 +81,7 @@ unsafe fn open(
 
 fn closed(engine: Engine, session: Handle, answer: Answer) -> Answer {
     if answer == SUCCESS
-        && let Some(device) = forget(session)
+        && let Some(device) = handles::forget(&SESSIONS, session as u64)
         && let Standing::Share(share) = share::of_cuda(device)
     {
         share.close_session(engine);

@@ -21,6 +21,7 @@
 //! - [`growing`]: pools and graph memory, which are charged by what the driver has reserved.
 //! - [`pace`]: compute time, and the waits of launches.
 //! - [`codec`]: sessions of the video engines.
+//! - [`handles`]: which device a pool or a session is of.
 //! - [`alive`]: when a process is proven dead.
 //! - [`nvml`]: NVML's answers, cut down to the share.
 //! - [`system`]: what all this needs of the operating system.
@@ -35,6 +36,7 @@ pub mod codec;
 pub mod device;
 pub mod freeing;
 pub mod growing;
+pub mod handles;
 pub mod leaving;
 pub mod ledger;
 mod neighbours;

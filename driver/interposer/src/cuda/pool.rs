@@ -7,27 +7,15 @@ use super::driver::{self, Handle, Ordinal, PoolProperties};
 use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, real};
 use crate::share::{self, Device, LEDGER, Standing};
 use crate::worker;
-use core::sync::atomic::{AtomicUsize, Ordering};
 use divvy_interposer_core::Grown;
+use divvy_interposer_core::handles::{self, Known};
 use divvy_interposer_core::table::Class;
 
 /// Pools that the program made, each with its device, for drivers before CUDA 13, which do not tell it.
-static POOLS: [(AtomicUsize, AtomicUsize); 64] = [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; 64];
-
-fn remember(pool: Handle, device: Ordinal) {
-    for (handle, of) in &POOLS {
-        if handle.compare_exchange(0, pool as usize, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            return of.store(device as usize, Ordering::Release);
-        }
-    }
-}
+static POOLS: [Known; 64] = [const { Known::none() }; 64];
 
 fn device_of(pool: Handle) -> Option<Ordinal> {
-    let made = POOLS.iter().find(|(handle, _)| handle.load(Ordering::Acquire) == pool as usize);
-    match made {
-        Some((_, device)) => Some(device.load(Ordering::Acquire) as Ordinal),
-        None => driver::device_of_pool(pool),
-    }
+    handles::device_of(&POOLS, pool as u64).or_else(|| driver::device_of_pool(pool))
 }
 
 /// Gives back what the pools of a device hold for nothing, before somebody is refused.
@@ -165,7 +153,7 @@ hook! {
             // SAFETY: the driver has written the one and read the other.
             unsafe {
                 if let Some(device) = (*properties).location.device() {
-                    remember(*out, device);
+                    handles::remember(&POOLS, *out as u64, device);
                 }
             }
         }
@@ -188,10 +176,7 @@ hook! {
         let taken = LEDGER.take(Class::Pool, pool as u64);
         let answer = real(pool);
         if answer == SUCCESS {
-            for (handle, _) in &POOLS {
-                // A few words; a pool of the same handle made meanwhile is as well asked of the driver.
-                let _ = handle.compare_exchange(pool as usize, 0, Ordering::AcqRel, Ordering::Relaxed);
-            }
+            handles::forget(&POOLS, pool as u64);
             if let Some(taken) = taken {
                 taken.freed_but(allocated);
             }
