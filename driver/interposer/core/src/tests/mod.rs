@@ -174,6 +174,18 @@ fn processes_are_listed_with_what_they_hold() {
 }
 
 #[test]
+fn a_process_that_the_node_has_found_is_known_by_its_pid_on_the_host_and_shown_under_its_own() {
+    let world = World::new(&[Pages::share(10 * MIB)]);
+    let process = world.process(1);
+    kept(device(&process), 3 * MIB, 0x1000);
+    let seen = |pid| device(&process).process(pid).map(|process| process.pid);
+    assert_eq!([1, 4711].map(seen), [Some(1), None]);
+    world.found_on_host(4711);
+    // On the host that pid is somebody else's.
+    assert_eq!([1, 4711].map(seen), [None, Some(1)]);
+}
+
+#[test]
 fn what_threads_allocate_at_once_is_told_in_full() {
     let world = World::new(&[Pages::share(10 * MIB)]);
     let process = world.process(1);

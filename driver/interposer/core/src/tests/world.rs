@@ -271,6 +271,20 @@ impl World {
         report(self.accounts().next().expect("a page"))
     }
 
+    /// The node says which pid the first process has on the host.
+    #[allow(unsafe_code)]
+    pub(super) fn found_on_host(&self, host_pid: u32) {
+        let (_, page) = self.pages();
+        let about = page.slots().first().expect("a slot").owner();
+        let line = account::NodeLine { about, dead: false, correction: 0, host_pid }.encode();
+        // SAFETY: within the page, which lies in memory of ours; no other thread uses it at this moment.
+        unsafe {
+            let file = std::ptr::from_ref(page).cast_mut().cast::<u8>();
+            file.add(account::NodeLine::offset(0) as usize)
+                .copy_from_nonoverlapping(line.as_ptr(), line.len());
+        }
+    }
+
     /// The pages of the first share.
     pub(super) fn pages(&self) -> Pair {
         self.found.first().copied().flatten().expect("a page")
