@@ -8,11 +8,14 @@
 mod common;
 
 use common::container::{Container, Node, Share};
+use common::guest::Guest;
 use common::program::Program;
 use divvy_pages::Policy;
 use divvy_pages::policy::Compute;
 use divvy_sim::state::{Process, ProcessKind};
-use std::process::ExitCode;
+use std::ffi::{CString, c_char};
+use std::path::Path;
+use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 fn main() -> ExitCode {
@@ -28,7 +31,13 @@ fn main() -> ExitCode {
         ask(library);
         return ExitCode::SUCCESS;
     }
-    let tests: [(&str, fn()); 8] = [
+    if let [_, word, nvml, cuda, uuid] = std::env::args().collect::<Vec<_>>().as_slice()
+        && word == "sessions"
+    {
+        ask_for_sessions(nvml, cuda, uuid);
+        return ExitCode::SUCCESS;
+    }
+    let tests: [(&str, fn()); 9] = [
         ("nvidia_smi_shows_the_share", nvidia_smi_shows_the_share),
         ("the_memory_of_the_other_share_does_not_show", the_memory_of_the_other_share_does_not_show),
         ("the_processes_of_the_other_share_do_not_show", the_processes_of_the_other_share_do_not_show),
@@ -38,6 +47,7 @@ fn main() -> ExitCode {
         ),
         ("utilisation_is_the_shares_own_and_ends_with_it", utilisation_is_the_shares_own_and_ends_with_it),
         ("others_do_not_show_however_many_they_are", others_do_not_show_however_many_they_are),
+        ("sessions_of_others_do_not_show", sessions_of_others_do_not_show),
         ("what_changes_a_device_is_denied", what_changes_a_device_is_denied),
         ("who_ran_before_is_not_told", who_ran_before_is_not_told),
     ];
@@ -269,4 +279,50 @@ fn who_ran_before_is_not_told() {
     let share = node.share("one", "share", node.policy(0, 1000));
     assert_eq!(asked(&node, &[share])[2], NO_PERMISSION);
     assert_ne!(asked(&node, &[])[2], NO_PERMISSION);
+}
+
+/// In a container: allocates and then asks the library for sessions, and prints the numbers of what it is told.
+fn ask_for_sessions(nvml: &str, cuda: &str, uuid: &str) {
+    let mut guest = Guest::open(Path::new(cuda));
+    assert_eq!(guest.run(&["start", "0"]), "ok");
+    assert!(guest.run(&["alloc", "v2", "100"]).starts_with("ok "));
+    let device = CString::new(uuid).expect("no NUL");
+    for (name, words) in [("nvmlDeviceGetEncoderSessions", 8), ("nvmlDeviceGetFBCSessions", 12)] {
+        let (mut list, mut count) = ([0u32; 100], 3);
+        // SAFETY: the library of this test, whose functions have this signature, and room for what it answers.
+        let answer = unsafe {
+            let library = libloading::Library::new(nvml).expect("NVML");
+            type List = extern "C" fn(*const c_char, *mut u32, *mut u32) -> i32;
+            let function = library.get::<List>(name.as_bytes()).expect("it is there");
+            let answer = function(device.as_ptr(), &raw mut count, list.as_mut_ptr());
+            // Loaded for as long as the program runs, as a program has it.
+            std::mem::forget(library);
+            answer
+        };
+        let told: Vec<_> =
+            list.chunks(words).take(count as usize).map(|entry| (entry[0], entry[2])).collect();
+        println!("{answer} {told:x?}");
+    }
+}
+
+fn sessions_of_others_do_not_show() {
+    let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libnvidia-ml.so.1");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/view/sessions.c");
+    let mut cc = Command::new("cc");
+    cc.args(["-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o"]);
+    assert!(cc.arg(&library).arg(source).status().expect("a C compiler").success());
+    let node = Node::up("L4");
+    let uuid = node.sim.read().expect("a state").gpus[0].uuid.clone();
+    let told = |shares: &[Share]| {
+        let container = node.container(shares);
+        let mut command = container.command(&std::env::current_exe().expect("this test"));
+        command.arg("sessions").arg(&library).arg(container.driver()).arg(&uuid);
+        let output = command.output().expect("it runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let share = node.share("one", "share", node.policy(0, 1000));
+    assert_eq!(told(&[share]), "0 [(47, 5a5a5a5a)]\n".repeat(2));
+    let all = "0 [(46, 5a5a5a5a), (47, 5a5a5a5a), (48, 5a5a5a5a)]\n";
+    assert_eq!(told(&[]), all.repeat(2));
 }
