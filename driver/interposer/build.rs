@@ -44,6 +44,10 @@ fn main() {
     constant(out, "TOTAL", "usize", exports.len() + uses.len());
     let mut letters = String::new();
     let all: Vec<&str> = exports.iter().copied().chain(uses.iter().map(String::as_str)).collect();
+    // The longest first: many a name is the begin or the end of another.
+    let mut longest = all.clone();
+    longest.sort_by_key(|name| std::cmp::Reverse(name.len()));
+    named(&mut letters, &longest);
     put(out, format!("static NAMES: [Name; TOTAL] = [{}];", named(&mut letters, &all)));
     put(out, "/// Each name that is listed is a function here.\nconst _: () = {".into());
     for (at, name) in exports.iter().enumerate() {
