@@ -53,6 +53,12 @@ pub(crate) struct Primary {
     flags: u32,
 }
 
+impl Primary {
+    pub(crate) const fn context(&self) -> Option<&'static Context> {
+        self.context
+    }
+}
+
 thread_local! {
     /// The last is the current one; NULL can be current.
     static STACK: RefCell<Vec<Option<&'static Context>>> = const { RefCell::new(Vec::new()) };

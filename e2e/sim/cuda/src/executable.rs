@@ -16,6 +16,8 @@ use crate::stream::Stream;
 
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH`.
 const AUTO_FREE: u64 = 1;
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
+const UPLOAD: u64 = 2;
 
 /// An executable graph: what a launch of it does.
 pub(crate) struct Executable {
@@ -35,7 +37,7 @@ fn instantiate(graph: Handle<Graph>, flags: u64) -> Outcome<Handle<Executable>> 
     let mut tasks = Vec::new();
     let time = graph.get()?.plan(&mut tasks)?;
     let allocation = |task: &Task| match task {
-        Task::Allocate { address, size } => Some((*address, *size)),
+        Task::Allocate { address, size, .. } => Some((*address, *size)),
         _ => None,
     };
     let freed = |task: &Task| if let Task::Free(address) = task { Some(*address) } else { None };
@@ -69,6 +71,13 @@ impl Executable {
             }
             made.push(*address);
         }
+        Ok(())
+    }
+
+    /// Has the device's pool keep what the first launch will take.
+    fn upload(&self, process: &Process) -> Outcome {
+        self.allocate(process)?;
+        self.allocations.iter().for_each(|(address, _)| self.free(process, *address));
         Ok(())
     }
 
@@ -124,11 +133,16 @@ entry! {
     }
 
     fn cuGraphInstantiateWithParams | cuGraphInstantiateWithParams_ptsz(
-        _process, _own; executable: Out<Handle<Executable>>, graph: Handle<Graph>, parameters: Out<Instantiation>,
+        process, own; executable: Out<Handle<Executable>>, graph: Handle<Graph>, parameters: Out<Instantiation>,
     ) {
         executable.check()?;
         let given = parameters.get()?;
-        executable.set(instantiate(graph, given.flags)?)?;
+        let made = instantiate(graph, given.flags & !UPLOAD)?;
+        if given.flags & UPLOAD != 0 {
+            Stream::of(given.stream, own)?;
+            made.get()?.upload(process)?;
+        }
+        executable.set(made)?;
         parameters.set(Instantiation { failed: Handle::NULL, result: 0, ..given })
     }
 
@@ -140,9 +154,10 @@ entry! {
         executable.end().map(drop)
     }
 
-    fn cuGraphUpload | cuGraphUpload_ptsz(_process, own; executable: Handle<Executable>, stream: Handle<Stream>) {
-        executable.get()?;
-        Stream::of(stream, own).map(drop)
+    fn cuGraphUpload | cuGraphUpload_ptsz(process, own; executable: Handle<Executable>, stream: Handle<Stream>) {
+        let executable = executable.get()?;
+        Stream::of(stream, own)?;
+        executable.upload(process)
     }
 
     fn cuGraphLaunch | cuGraphLaunch_ptsz(process, own; executable: Handle<Executable>, stream: Handle<Stream>) {

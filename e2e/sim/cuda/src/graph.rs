@@ -47,6 +47,8 @@ pub(crate) enum Task {
     Allocate {
         address: u64,
         size: u64,
+        /// Ordinal.
+        device: i32,
     },
     Free(u64),
     Child(Handle<Graph>),
@@ -130,7 +132,7 @@ pub(crate) fn plan_memory(process: &'static Process, context: &'static Context, 
     }
     let payer = Payer::Graph { pool: context.device.graph_pool(process), live: false };
     let address = process.memory.add(context, size, payer, 0, Content::NONE)?;
-    Ok(Task::Allocate { address, size })
+    Ok(Task::Allocate { address, size, device: context.device.ordinal })
 }
 
 fn destroy(process: &Process, graph: Handle<Graph>) -> Outcome {

@@ -1,5 +1,7 @@
 //! The nodes that programs add to a graph, each kind by a function of its own or all by `cuGraphAddNode`.
 
+use std::sync::PoisonError;
+
 use crate::argument::{In, Out};
 use crate::code::Code;
 use crate::context::{self, Context};
@@ -55,11 +57,14 @@ pub(crate) struct AllocationNode {
 const _: () = assert!(size_of::<KernelNode>() == 56 && size_of::<KernelNode2>() == 72);
 const _: () = assert!(size_of::<AllocationNode>() == 120);
 
-/// The context that memory on a device is made for: the current one, if it is of that device.
+/// The context that memory on a device is made for: the current one, if it is of that device, or the device's own.
 fn context_on(process: &Process, device: Option<i32>) -> Outcome<&'static Context> {
     let context = context::current()?;
     let device = process.device(device.ok_or(Code::NotSupported)?)?;
-    if std::ptr::eq(context.device, device) { Ok(context) } else { Err(Code::InvalidValue) }
+    if std::ptr::eq(context.device, device) {
+        return Ok(context);
+    }
+    device.primary.lock().unwrap_or_else(PoisonError::into_inner).context().ok_or(Code::InvalidValue)
 }
 
 fn add_allocation(
@@ -173,8 +178,9 @@ entry! {
     }
 
     fn cuGraphMemAllocNodeGetParams(_process; node: Handle<Node>, parameters: Out<AllocationNode>) {
-        let Task::Allocate { address, size } = node.get()?.task else { return Err(Code::InvalidValue) };
-        parameters.set(AllocationNode { size, address, ..parameters.get()? })
+        let Task::Allocate { address, size, device } = node.get()?.task else { return Err(Code::InvalidValue) };
+        let pool = crate::pool::Properties::of_device(device);
+        parameters.set(AllocationNode { pool, access: 0, count: 0, size, address })
     }
 
     fn cuGraphMemFreeNodeGetParams(_process; node: Handle<Node>, address: Out<u64>) {

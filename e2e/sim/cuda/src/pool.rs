@@ -17,7 +17,7 @@ use crate::figures::Figures;
 use crate::frame::{Outcome, entry};
 use crate::handle::{Handle, Object};
 use crate::memory::Payer;
-use crate::process::Process;
+use crate::process::{self, Process};
 use crate::stream::Stream;
 
 /// `CUmemLocation`.
@@ -55,6 +55,20 @@ pub(crate) struct Properties {
 const _: () = assert!(size_of::<Properties>() == 88);
 
 impl Properties {
+    /// Of pinned memory of a device.
+    pub(crate) const fn of_device(ordinal: i32) -> Self {
+        Self {
+            allocation: 1,
+            handles: 0,
+            location: Location { kind: Location::DEVICE, id: ordinal },
+            security: 0,
+            max_size: 0,
+            usage: 0,
+            rdma: 0,
+            reserved: [0; 53],
+        }
+    }
+
     /// The device that its memory is of, if it is a device's.
     pub(crate) fn device(self) -> Option<i32> {
         self.location.device()
@@ -108,18 +122,7 @@ impl Pool {
 
     /// A pool of a device, as the device has of its own.
     pub(crate) fn of_device(process: &'static Process, device: &'static Device) -> Handle<Self> {
-        let location = Location { kind: Location::DEVICE, id: device.ordinal };
-        let properties = Properties {
-            allocation: 1,
-            handles: 0,
-            location,
-            security: 0,
-            max_size: 0,
-            usage: 0,
-            rdma: 0,
-            reserved: [0; 53],
-        };
-        Handle::new(Self::new(process, Some(device), true, properties))
+        Handle::new(Self::new(process, Some(device), true, Properties::of_device(device.ordinal)))
     }
 
     fn book(&self) -> MutexGuard<'_, Book> {
@@ -284,6 +287,8 @@ entry! {
         let long = |number: u64| value.cast::<u64>().set(number);
         let word = |number: u32| value.cast::<u32>().set(number);
         match attribute {
+            // What a pool is a driver tells since CUDA 13.
+            9.. if process::driver_version()? < 13000 => Err(Code::InvalidValue),
             1..=3 => word(pool.switches.lock().unwrap_or_else(PoisonError::into_inner)[attribute as usize - 1]),
             4 => long(figures.threshold),
             5 => long(figures.reserved),
