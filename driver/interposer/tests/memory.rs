@@ -206,69 +206,6 @@ fn what_pools_keep_is_given_back_before_anything_is_refused() {
     });
 }
 
-#[test]
-fn memory_of_graphs() {
-    pooled(|program, used| {
-        // Two nodes each, which the simulated driver gives addresses of their own.
-        let large = key(&program.ask("graph 513"));
-        assert_eq!(program.ask(&format!("launch {large}")), "2");
-        let graph = key(&program.ask("graph 512"));
-        assert_eq!(program.ask(&format!("launch {graph}")), "0");
-        assert_eq!(program.ask("synchronize"), "0");
-        assert_eq!(used(), 1024, "kept for the next launch");
-        assert_eq!(program.ask("alloc v2 1"), "error 2");
-        assert_eq!(program.ask("trim-graphs 0"), "0");
-        assert_eq!(used(), 0);
-        let made = key(&program.ask("alloc v2 1"));
-        assert_eq!(program.ask(&format!("launch {graph}")), "2");
-        assert_eq!(program.ask(&format!("free v2 {made}")), "0");
-        assert_eq!(program.ask(&format!("launch {graph}")), "0");
-    });
-}
-
-/// As many executable graphs with memory as are known at once.
-const GRAPHS: usize = 256;
-
-#[test]
-fn graphs_that_are_gone_leave_their_places_to_others() {
-    pooled(|program, _| {
-        for _ in 0..GRAPHS + 10 {
-            let graph = key(&program.ask("graph 1"));
-            assert_eq!(program.ask(&format!("end-graph {graph}")), "0");
-        }
-        let large = key(&program.ask("graph 513"));
-        assert_eq!(program.ask(&format!("launch {large}")), "2");
-    });
-}
-
-#[test]
-fn a_graph_within_graphs_is_limited_too() {
-    pooled(|program, used| {
-        let large = key(&program.ask("graph 513 8"));
-        assert_eq!(program.ask(&format!("launch {large}")), "2");
-        assert_eq!(used(), 0);
-        // Nobody looks deeper: it is charged after its launch.
-        let deep = key(&program.ask("graph 513 9"));
-        assert_eq!(program.ask(&format!("launch {deep}")), "0");
-        assert!(used() >= 1026, "{}", used());
-        assert_eq!(program.ask("alloc v2 1"), "error 2");
-    });
-}
-
-/// It cannot be refused any more; what comes after it can.
-#[test]
-fn a_graph_that_is_one_too_many_is_charged_after_its_launch() {
-    pooled(|program, used| {
-        for _ in 0..GRAPHS {
-            key(&program.ask("graph 1"));
-        }
-        let large = key(&program.ask("graph 513"));
-        assert_eq!(program.ask(&format!("launch {large}")), "0");
-        assert!(used() >= 1026, "{}", used());
-        assert_eq!(program.ask("alloc v2 1"), "error 2");
-    });
-}
-
 /// Contexts of 300 MiB each.
 fn with_contexts(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
     let node = Node::up("L4");

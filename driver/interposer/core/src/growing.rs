@@ -7,10 +7,11 @@
 //! [`Device::grow`] is open from before the driver's call until after it, and one at a time
 //! per pool: else two threads would each see the other's growth as their own, and the sum of
 //! what is charged would be wrong for a moment, too low or too high. The driver has a lock
-//! there itself, so nobody waits longer for it.
+//! there itself, so nobody waits longer for it. A graph may need memory of several devices: each has
+//! a lock of its own, and they are opened in the order of the devices' ordinals.
 
 use crate::device::Device;
-use crate::ledger::Local;
+use crate::ledger::DEVICES;
 use crate::system::System;
 use crate::table::{Class, Entry, Then};
 use divvy_pages::sync::AtomicU32;
@@ -42,23 +43,22 @@ pub struct Growing<'a, S: System> {
 /// How long a thread waits for another's call on the same pool, in nanoseconds.
 const PATIENCE: u64 = 1_000_000_000;
 
-impl Local {
-    fn lock(&self, key: u64) -> Option<&AtomicU32> {
-        self.locks.get((key >> 6) as usize % self.locks.len())
-    }
-}
+/// How many locks pools have together.
+const POOLS: usize = 16;
+/// Behind those, one for the graphs of each device.
+pub(crate) const LOCKS: usize = POOLS + DEVICES;
 
 impl<'a, S: System> Device<'a, S> {
     /// Opens what is about to grow or shrink.
     pub fn grow(&self, what: Grown) -> Growing<'a, S> {
-        let key = match what {
-            Grown::Pool(handle) => handle,
-            Grown::Graph => u64::from(self.index),
+        let lock = match what {
+            Grown::Pool(handle) => (handle >> 6) as usize % POOLS,
+            Grown::Graph => POOLS + self.index as usize,
         };
         let system = &self.ledger.system;
         // Asked for only by who has to wait: the clock is a system call.
         let mut start = None;
-        let lock = self.local.lock(key);
+        let lock = self.local.locks.get(lock);
         let mut held = None;
         // After the deadline it goes on without: two that grow at once are charged too much for a moment.
         while let Some(word) = lock {
@@ -97,22 +97,27 @@ impl<'a, S: System> Device<'a, S> {
     }
 
     /// Calls with every pool of this device that is charged, for a caller who wants to trim or settle
-    /// them before it refuses: up to sixteen of them.
+    /// them before it refuses. The table is gone through once for each, so that no list of them need be of any length.
     pub fn pools(&self, mut each: impl FnMut(u64)) {
-        let mut pools = [None; 16];
-        let mut count = 0;
-        self.local.table.sweep(&self.ledger.system, |entry| {
-            if entry.class() == Some(Class::Pool)
-                && entry.device() == self.index
-                && entry.bytes() > 0
-                && let Some(room) = pools.get_mut(count)
-            {
-                *room = Some(entry.key);
-                count += 1;
+        let mut last = 0;
+        loop {
+            let mut next = u64::MAX;
+            self.local.table.sweep(&self.ledger.system, |entry| {
+                if entry.class() == Some(Class::Pool)
+                    && entry.device() == self.index
+                    && entry.bytes() > 0
+                    && entry.key > last
+                {
+                    next = next.min(entry.key);
+                }
+                false
+            });
+            if next == u64::MAX {
+                return;
             }
-            false
-        });
-        pools.into_iter().flatten().for_each(&mut each);
+            each(next);
+            last = next;
+        }
     }
 }
 

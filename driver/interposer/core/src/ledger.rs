@@ -10,6 +10,7 @@
 //! several pages rests on.
 
 use crate::device::Device;
+use crate::growing::LOCKS;
 use crate::neighbours::{Few, Neighbours, PATIENCE};
 use crate::pace::{Costs, Pace, Quick};
 use crate::place::{Place, Places};
@@ -72,7 +73,7 @@ pub(crate) struct Local {
     /// The contexts in which something is allocated, at their numbers less one.
     pub(crate) contexts: [AtomicU64; MANY as usize],
     /// See [`crate::growing`].
-    pub(crate) locks: [AtomicU32; 16],
+    pub(crate) locks: [AtomicU32; LOCKS],
     /// See [`crate::pace`].
     pub(crate) costs: Costs,
     pub(crate) paces: [Pace; DEVICES],
@@ -432,6 +433,11 @@ impl<S: System> Taken<'_, S> {
             let freed = entry.bytes().saturating_sub(bytes);
             self.ledger.uncharge(self.local, &entry.with_bytes(freed));
         }
+    }
+
+    /// It is gone, and nothing was charged for it.
+    pub fn forgotten(mut self) {
+        self.entry = None;
     }
 }
 

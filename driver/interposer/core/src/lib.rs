@@ -19,6 +19,7 @@
 //! - [`table`]: which allocation is how large, so that its free can be given back.
 //! - [`vmm`]: physical memory with handles and mappings, which lives as long as either.
 //! - [`growing`]: pools and graph memory, which are charged by what the driver has reserved.
+//! - [`known`]: whose memory a pool has, and what an executable graph needs.
 //! - [`pace`]: compute time, and the waits of launches.
 //! - [`codec`]: sessions of the video engines.
 //! - [`handles`]: which device a pool or a session is of.
@@ -37,6 +38,7 @@ pub mod device;
 pub mod freeing;
 pub mod growing;
 pub mod handles;
+pub mod known;
 pub mod leaving;
 pub mod ledger;
 mod neighbours;

@@ -125,6 +125,16 @@ pub(crate) struct PoolProperties {
     pub(crate) location: Location,
 }
 
+impl PoolProperties {
+    /// The device whose memory such a pool has, `Some(None)` for the host's; `None` where it is managed memory of no device,
+    /// which goes to the device that uses it.
+    pub(crate) fn owner(self) -> Option<Option<Ordinal>> {
+        const PINNED: c_int = 1;
+        let device = self.location.device();
+        (device.is_some() || self.kind == PINNED).then_some(device)
+    }
+}
+
 fn asked<T>(mut out: T, ask: impl FnOnce(*mut T) -> Answer) -> Option<T> {
     (ask(&raw mut out) == SUCCESS).then_some(out)
 }
@@ -285,8 +295,10 @@ pub(crate) fn pool_of(device: Ordinal) -> Option<Handle> {
     asked(ptr::null_mut(), |out| unsafe { cuDeviceGetMemPool(out, device) })
 }
 
-/// The device whose memory a pool's is, as CUDA 13 tells it; before that, only the default pools tell by themselves.
-pub(crate) fn device_of_pool(pool: Handle) -> Option<Ordinal> {
+/// The device whose memory a pool has, `Some(None)` for the host's, as CUDA 13 tells it; before that, only the default
+/// pools tell by themselves.
+pub(crate) fn owner_of_pool(pool: Handle) -> Option<Option<Ordinal>> {
+    const ALLOCATION_TYPE: c_int = 9;
     const LOCATION_ID: c_int = 11;
     const LOCATION_TYPE: c_int = 12;
     let attribute = |attribute| {
@@ -294,13 +306,15 @@ pub(crate) fn device_of_pool(pool: Handle) -> Option<Ordinal> {
         asked(0 as c_int, |out| unsafe { cuMemPoolGetAttribute(pool, attribute, out.cast()) })
     };
     if let (Some(id), Some(kind)) = (attribute(LOCATION_ID), attribute(LOCATION_TYPE)) {
-        return Location { kind, id }.device();
+        let location = Location { kind, id };
+        return PoolProperties { kind: attribute(ALLOCATION_TYPE)?, handle_types: 0, location }.owner();
     }
-    (0..devices()).find(|device| {
+    let default = (0..devices()).find(|device| {
         // SAFETY: writes a handle.
         asked(ptr::null_mut(), |out| unsafe { cuDeviceGetDefaultMemPool(out, *device) }) == Some(pool)
             || pool_of(*device) == Some(pool)
-    })
+    });
+    default.map(Some)
 }
 
 /// What a pool has of the device's memory, and how much of that is allocated, in bytes.
@@ -369,7 +383,7 @@ pub(crate) enum Node {
     Graph {
         graph: Handle,
     },
-    /// One of the above, of which the driver tells no more.
+    /// One of which the driver tells too little.
     Unknown,
     Other,
 }
@@ -413,7 +427,8 @@ pub(crate) fn node(node: Handle) -> Node {
         // SAFETY: writes a handle.
         Some(GRAPH) => asked(ptr::null_mut(), |out| unsafe { cuGraphChildGraphNodeGetGraph(node, out) })
             .map(|graph| Node::Graph { graph }),
-        _ => Some(Node::Other),
+        Some(_) => Some(Node::Other),
+        None => None,
     };
     found.unwrap_or(Node::Unknown)
 }

@@ -2,101 +2,75 @@
 //!
 //! It is the driver's, one stock per device, and grows when a graph is instantiated, uploaded or launched. Charged is
 //! what the driver says it has reserved. What a graph will need is known before: its nodes have their addresses from the
-//! day they are made, and nodes that never live at once may have the same. So it is the length of all addresses together.
+//! day they are made, and nodes that never live at once may have the same. So it is the length of all addresses together,
+//! on each device, and is kept in mind while the executable graph lives. A graph of which it cannot be known is not made.
 //!
 //! A graph without memory nodes, which is nearly every graph, is launched as if this were not here.
 
 use super::driver::{self, Handle, Ordinal};
 use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, hook, launch, pool};
-use crate::share::{self, Device, Standing};
+use crate::share::{self, Device, LEDGER, Standing};
 use crate::sys;
-use core::ffi::{c_char, c_ulonglong, c_void};
-use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use divvy_interposer_core::{Grown, Work};
+use core::ffi::{c_char, c_ulonglong};
+use core::ptr;
+use core::sync::atomic::{AtomicBool, Ordering};
+use divvy_interposer_core::{Full, Grown, Work};
 
 /// Some graph of this process has memory nodes.
 static USED: AtomicBool = AtomicBool::new(false);
-/// One of them may not be among the known.
-static UNKNOWN: AtomicBool = AtomicBool::new(false);
 
-/// An executable graph with memory nodes: its handle, its device, and what it needs. One that finds no room here is
-/// charged after its launch only.
-struct Known {
-    handle: AtomicUsize,
-    device: AtomicUsize,
-    bytes: AtomicU64,
-}
+/// Graphs within graphs, as deep as they are looked into: each is a few hundred bytes of the program's stack. A deeper
+/// graph is refused.
+const DEPTH: usize = 32;
 
-static KNOWN: [Known; 256] =
-    [const { Known { handle: AtomicUsize::new(0), device: AtomicUsize::new(0), bytes: AtomicU64::new(0) } };
-        256];
-
-/// What the memory nodes of a graph need.
-#[derive(Clone, Copy)]
-struct Need {
-    device: Ordinal,
-    bytes: u64,
-}
-
-/// Some graph is not known in full: from now on the launch of one that is not known is charged afterwards.
-#[cold]
-fn not_known() {
-    USED.store(true, Ordering::Relaxed);
-    UNKNOWN.store(true, Ordering::Relaxed);
-}
-
-/// Graphs within graphs, as deep as they are looked into.
-const DEPTH: usize = 8;
-
-/// `None`: no memory nodes.
-fn need(graph: Handle, depth: usize) -> Option<Need> {
-    let count = driver::node_count(graph).filter(|count| *count > 0)?;
-    // Nodes, and behind them the address and the size of what each allocates.
-    let bytes = count.checked_mul(3 * size_of::<u64>())?;
+/// Writes down what the memory nodes of a graph, and of the graphs within it, need for the executable graph `runnable`.
+/// `Err`: that is not known in full.
+fn look(graph: Handle, runnable: u64, depth: usize) -> Result<(), Full> {
+    let count = driver::node_count(graph).ok_or(Full)?;
+    if count == 0 {
+        return Ok(());
+    }
+    // Nodes, and behind them the address, the size and the device of what each allocates.
+    let bytes = count.checked_mul(4 * size_of::<u64>()).ok_or(Full)?;
     let room = sys::memory(bytes, sys::InChild::Nothing).cast::<u64>();
     if room.is_null() {
-        not_known();
-        return None;
+        return Err(Full);
     }
     // SAFETY: zeroed memory of that size which only this call knows.
-    let words = unsafe { core::slice::from_raw_parts_mut(room, count * 3) };
-    let found = walk(graph, words, count, depth);
+    let words = unsafe { core::slice::from_raw_parts_mut(room, count * 4) };
+    let found = walk(graph, words.split_at_mut_checked(count), runnable, depth);
     // SAFETY: mapped above; `words` is not used any more.
     unsafe { sys::forget(room.cast(), bytes) };
     found
 }
 
-fn walk(graph: Handle, words: &mut [u64], count: usize, depth: usize) -> Option<Need> {
-    let (nodes, ranges) = words.split_at_mut_checked(count)?;
-    let (ranges, _) = ranges.as_chunks_mut::<2>();
-    let count = driver::nodes(graph, nodes)?;
-    let mut found = None::<Need>;
-    let mut allocated = 0;
+fn walk(
+    graph: Handle,
+    words: Option<(&mut [u64], &mut [u64])>,
+    runnable: u64,
+    depth: usize,
+) -> Result<(), Full> {
+    let (nodes, ranges) = words.ok_or(Full)?;
+    let (ranges, _) = ranges.as_chunks_mut::<3>();
+    let count = driver::nodes(graph, nodes).ok_or(Full)?;
+    let mut rooms = ranges.iter_mut();
     for node in nodes.iter().take(count) {
         match driver::node(*node as usize as Handle) {
             driver::Node::Allocates { device, address, bytes } => {
-                found.get_or_insert(Need { device, bytes: 0 }).device = device;
-                if let Some(room) = ranges.get_mut(allocated) {
-                    *room = [address, bytes];
-                    allocated += 1;
-                }
+                *rooms.next().ok_or(Full)? = [address, bytes, device as u64];
             }
-            driver::Node::Graph { graph } if depth > 0 => {
-                if let Some(inner) = self::need(graph, depth - 1) {
-                    let need = found.get_or_insert(Need { device: inner.device, bytes: 0 });
-                    need.bytes = need.bytes.saturating_add(inner.bytes);
-                }
-            }
-            driver::Node::Graph { .. } | driver::Node::Unknown => not_known(),
+            driver::Node::Graph { graph } => look(graph, runnable, depth.checked_sub(1).ok_or(Full)?)?,
+            driver::Node::Unknown => return Err(Full),
             driver::Node::Other => {}
         }
     }
-    let own = ranges.get_mut(..allocated).map_or(0, together);
-    found.map(|need| Need { bytes: need.bytes.saturating_add(own), ..need })
+    let left = rooms.len();
+    let allocated = ranges.len() - left;
+    ranges.get_mut(..allocated).map_or(Ok(()), |ranges| together(ranges, runnable))
 }
 
-/// The length of ranges of (address, length) that may cover each other.
-fn together(ranges: &mut [[u64; 2]]) -> u64 {
+/// Writes down the length of ranges of (address, length, device) that may cover each other.
+fn together(ranges: &mut [[u64; 3]], runnable: u64) -> Result<(), Full> {
     // Nodes come by rising addresses as a rule, which an insertion sort likes.
     for at in 1..ranges.len() {
         let mut place = at;
@@ -105,42 +79,53 @@ fn together(ranges: &mut [[u64; 2]]) -> u64 {
             place -= 1;
         }
     }
-    let (mut sum, mut end) = (0u64, 0u64);
-    for [address, bytes] in ranges.iter() {
+    // Two devices have no address in common.
+    let mut end = 0u64;
+    for [address, bytes, device] in ranges.iter() {
         let to = address.saturating_add(*bytes);
-        sum = sum.saturating_add(to.saturating_sub(end.max(*address)));
+        LEDGER.graph_needs(runnable, *device as Ordinal, to.saturating_sub(end.max(*address)))?;
         end = end.max(to);
+        USED.store(true, Ordering::Relaxed);
     }
-    sum
+    Ok(())
+}
+
+/// What the program's place for a handle holds before the call.
+///
+/// # Safety
+/// `out` is null, which the driver refuses, or can be read.
+unsafe fn before(out: *mut Handle) -> Handle {
+    // SAFETY: as the caller says.
+    unsafe { out.as_ref() }.copied().unwrap_or(ptr::null_mut())
 }
 
 /// After `graph` was made executable.
 ///
 /// # Safety
 /// Where `answer` is success, `out` is null or was written.
-unsafe fn instantiated(answer: Answer, out: *mut Handle, graph: Handle) -> Answer {
+unsafe fn instantiated(answer: Answer, out: *mut Handle, before: Handle, graph: Handle) -> Answer {
     if answer != SUCCESS || out.is_null() || !share::is_any() {
         return answer;
     }
-    if let Some(need) = need(graph, DEPTH) {
-        // SAFETY: as the caller says.
-        let handle = unsafe { *out } as usize;
-        USED.store(true, Ordering::Relaxed);
-        // A handle that is used again is of a graph that was destroyed.
-        let same = KNOWN.iter().find(|known| known.handle.load(Ordering::Acquire) == handle);
-        let room = same.or_else(|| {
-            KNOWN.iter().find(|known| {
-                known.handle.compare_exchange(0, handle, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-            })
-        });
-        if let Some(known) = room {
-            known.device.store(need.device as usize, Ordering::Release);
-            known.bytes.store(need.bytes, Ordering::Release);
-        } else {
-            not_known();
+    // SAFETY: as the caller says.
+    let handle = unsafe { *out };
+    // A handle that is used again is of a graph that was destroyed.
+    if USED.load(Ordering::Relaxed) {
+        end(handle, 0, &|| SUCCESS);
+    }
+    if look(graph, handle as u64, DEPTH).is_err() {
+        // SAFETY: as the caller says; and what the driver has just made, and nobody else knows.
+        unsafe {
+            *out = before;
+            cuGraphExecDestroy(handle);
         }
-        if let Standing::Share(share) = share::of_cuda(need.device) {
-            charge(&share, need.device, || SUCCESS);
+        return OUT_OF_MEMORY;
+    }
+    for device in 0..driver::devices() {
+        if LEDGER.need_of(handle as u64, device).is_some()
+            && let Standing::Share(share) = share::of_cuda(device)
+        {
+            charge(&share, device, || SUCCESS);
         }
     }
     answer
@@ -159,25 +144,26 @@ fn charge(share: &Device, device: Ordinal, call: impl FnOnce() -> Answer) -> Ans
 /// A call that lets an executable graph have its memory.
 #[inline]
 fn run(handle: Handle, call: impl Fn() -> Answer) -> Answer {
-    if USED.load(Ordering::Relaxed) { run_with_memory(handle, &call) } else { call() }
+    if USED.load(Ordering::Relaxed) { run_on(handle, 0, &call) } else { call() }
 }
 
+/// [`run`] as far as this device and those after it go.
 #[cold]
-fn run_with_memory(handle: Handle, call: &dyn Call) -> Answer {
-    let known = KNOWN.iter().find(|known| known.handle.load(Ordering::Acquire) == handle as usize);
-    let Some(known) = known else { return run_unknown(call) };
-    let device = known.device.load(Ordering::Acquire) as Ordinal;
+fn run_on(handle: Handle, device: Ordinal, call: &dyn Call) -> Answer {
+    if device >= driver::devices() {
+        return call.call();
+    }
+    let Some(bytes) = LEDGER.need_of(handle as u64, device) else { return run_on(handle, device + 1, call) };
     let share = match share::of_cuda(device) {
-        Standing::Free => return call.call(),
+        Standing::Free => return run_on(handle, device + 1, call),
         Standing::Closed => return OUT_OF_MEMORY,
         Standing::Share(share) => share,
     };
-    let bytes = known.bytes.load(Ordering::Acquire);
     for last in [false, true] {
         let mut growing = share.grow(Grown::Graph);
-        let Some((reserved, used)) = driver::graph_memory(device) else { return call.call() };
+        let Some((reserved, used)) = driver::graph_memory(device) else { return OUT_OF_MEMORY };
         if growing.ask(bytes, reserved, used).is_ok() {
-            let answer = call.call();
+            let answer = run_on(handle, device + 1, call);
             if let Some((reserved, _)) = driver::graph_memory(device) {
                 growing.settle_anyway(reserved);
             }
@@ -191,16 +177,16 @@ fn run_with_memory(handle: Handle, call: &dyn Call) -> Answer {
     OUT_OF_MEMORY
 }
 
-/// A graph that is not among the known has no memory, unless they are too many or too deep. Of which device it would be
-/// is not known either.
-fn run_unknown(call: &dyn Call) -> Answer {
-    let answer = call.call();
-    if UNKNOWN.load(Ordering::Relaxed) {
-        for device in 0..driver::devices() {
-            if let Standing::Share(share) = share::of_cuda(device) {
-                charge(&share, device, || SUCCESS);
-            }
-        }
+/// A call that ends an executable graph: what it needs of this device and those after it is forgotten before, as the
+/// driver may give the handle to another graph.
+fn end(handle: Handle, device: Ordinal, call: &dyn Call) -> Answer {
+    if device >= driver::devices() {
+        return call.call();
+    }
+    let known = LEDGER.graph_ends(handle as u64, device);
+    let answer = end(handle, device + 1, call);
+    if let Some(known) = known.filter(|_| answer == SUCCESS) {
+        known.forgotten();
     }
     answer
 }
@@ -208,58 +194,88 @@ fn run_unknown(call: &dyn Call) -> Answer {
 hook! {
     /// Of CUDA 10.0.
     cuGraphInstantiate(out: *mut Handle, graph: Handle, error: *mut Handle, log: *mut c_char, bytes: usize) |real| {
-        // SAFETY: the driver has written it.
-        unsafe { instantiated(real(out, graph, error, log, bytes), out, graph) }
+        // SAFETY: the program's place for the handle, or null; the driver has written it.
+        unsafe { let before = before(out); instantiated(real(out, graph, error, log, bytes), out, before, graph) }
     }
 }
 
 hook! {
     /// Of CUDA 11.0.
     cuGraphInstantiate_v2(out: *mut Handle, graph: Handle, error: *mut Handle, log: *mut c_char, bytes: usize) |real| {
-        // SAFETY: the driver has written it.
-        unsafe { instantiated(real(out, graph, error, log, bytes), out, graph) }
+        // SAFETY: the program's place for the handle, or null; the driver has written it.
+        unsafe { let before = before(out); instantiated(real(out, graph, error, log, bytes), out, before, graph) }
     }
 }
 
 hook! {
     /// Since CUDA 11.4; since 12.0 under the name of the two before, too.
     cuGraphInstantiateWithFlags(out: *mut Handle, graph: Handle, flags: c_ulonglong) |real| {
-        // SAFETY: the driver has written it.
-        unsafe { instantiated(real(out, graph, flags), out, graph) }
+        // SAFETY: the program's place for the handle, or null; the driver has written it.
+        unsafe { let before = before(out); instantiated(real(out, graph, flags), out, before, graph) }
+    }
+}
+
+/// `CUDA_GRAPH_INSTANTIATE_PARAMS`, as far as it is looked at.
+#[repr(C)]
+pub(crate) struct Instantiation {
+    flags: u64,
+    stream: Handle,
+}
+
+/// Makes `graph` executable by `call`. What is to be uploaded at once, which takes its memory, is uploaded afterwards, when
+/// it is known what it needs.
+///
+/// # Safety
+/// `out` and `how` are null, which the driver refuses, or the program's to read and to write.
+unsafe fn instantiate_as(
+    (out, graph, how): (*mut Handle, Handle, *mut Instantiation),
+    call: &dyn Call,
+    upload: unsafe extern "C" fn(Handle, Handle) -> Answer,
+) -> Answer {
+    const UPLOAD: u64 = 2;
+    // SAFETY: as the caller says.
+    unsafe {
+        let before = before(out);
+        let flags = how.as_ref().map_or(0, |how| how.flags);
+        let apart = flags & UPLOAD != 0 && share::is_any();
+        if apart {
+            (*how).flags = flags & !UPLOAD;
+        }
+        let mut answer = instantiated(call.call(), out, before, graph);
+        if apart {
+            (*how).flags = flags;
+            if answer == SUCCESS {
+                answer = upload(*out, (*how).stream);
+                if answer != SUCCESS {
+                    cuGraphExecDestroy(*out);
+                    *out = before;
+                }
+            }
+        }
+        answer
     }
 }
 
 hook! {
     /// Since CUDA 12.0.
-    cuGraphInstantiateWithParams(out: *mut Handle, graph: Handle, parameters: *mut c_void) |real| {
-        // SAFETY: the driver has written it.
-        unsafe { instantiated(real(out, graph, parameters), out, graph) }
+    cuGraphInstantiateWithParams(out: *mut Handle, graph: Handle, how: *mut Instantiation) |real| {
+        // SAFETY: the program's own arguments.
+        unsafe { instantiate_as((out, graph, how), &|| real(out, graph, how), cuGraphUpload) }
     }
 }
 
 hook! {
     /// With an upload on the per-thread default stream.
-    cuGraphInstantiateWithParams_ptsz(out: *mut Handle, graph: Handle, parameters: *mut c_void) |real| {
-        // SAFETY: the driver has written it.
-        unsafe { instantiated(real(out, graph, parameters), out, graph) }
+    cuGraphInstantiateWithParams_ptsz(out: *mut Handle, graph: Handle, how: *mut Instantiation) |real| {
+        // SAFETY: the program's own arguments.
+        unsafe { instantiate_as((out, graph, how), &|| real(out, graph, how), cuGraphUpload_ptsz) }
     }
 }
 
 hook! {
-    /// Leaves its place among the known to another.
+    /// What it needed is forgotten.
     cuGraphExecDestroy(handle: Handle) |real| {
-        // Before the driver may give the handle to another graph: a value that none has, and that nobody takes for free.
-        const LEAVING: usize = usize::MAX;
-        let is_it = |known: &&Known| {
-            let (handle, order) = (handle as usize, Ordering::AcqRel);
-            handle != 0 && known.handle.compare_exchange(handle, LEAVING, order, Ordering::Relaxed).is_ok()
-        };
-        let known = if USED.load(Ordering::Relaxed) { KNOWN.iter().find(is_it) } else { None };
-        let answer = real(handle);
-        if let Some(known) = known {
-            known.handle.store(if answer == SUCCESS { 0 } else { handle as usize }, Ordering::Release);
-        }
-        answer
+        if USED.load(Ordering::Relaxed) { end(handle, 0, &|| real(handle)) } else { real(handle) }
     }
 }
 

@@ -7,15 +7,25 @@ use super::driver::{self, Handle, Ordinal, PoolProperties};
 use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, real};
 use crate::share::{self, Device, LEDGER, Standing};
 use crate::worker;
-use divvy_interposer_core::Grown;
-use divvy_interposer_core::handles::{self, Known};
 use divvy_interposer_core::table::Class;
+use divvy_interposer_core::{Full, Grown};
 
-/// Pools that the program made, each with its device, for drivers before CUDA 13, which do not tell it.
-static POOLS: [Known; 64] = [const { Known::none() }; 64];
+/// The device whose memory a pool has, `Some(None)` for the host's; `None` where nobody knows. What the program made is in
+/// the table, as drivers before CUDA 13 do not tell it.
+fn owner_of(pool: Handle) -> Option<Option<Ordinal>> {
+    LEDGER.owner_of(pool as u64).or_else(|| driver::owner_of_pool(pool))
+}
 
-fn device_of(pool: Handle) -> Option<Ordinal> {
-    handles::device_of(&POOLS, pool as u64).or_else(|| driver::device_of_pool(pool))
+/// The device that a pool which the program names is charged to. One that nobody knows is charged to the device of the
+/// first stream that allocates from it, and to that one from then on.
+fn payer(pool: Handle, stream: Handle) -> Result<Option<Ordinal>, Full> {
+    match owner_of(pool) {
+        Some(owner) => Ok(owner),
+        None => {
+            let device = driver::stream_device(stream);
+            LEDGER.pool_is_of(pool as u64, device).map(|()| device)
+        }
+    }
 }
 
 /// Gives back what the pools of a device hold for nothing, before somebody is refused.
@@ -56,11 +66,12 @@ fn trim(pool: Handle) {
 #[inline(never)]
 unsafe fn from(
     pool: Option<Handle>,
-    device: Option<Ordinal>,
+    payer: Result<Option<Ordinal>, Full>,
     (out, bytes, stream): (*mut u64, usize, Handle),
     call: &dyn Fn(*mut u64) -> Answer,
 ) -> Answer {
-    let (Some(pool), Some(device), false) = (pool, device, out.is_null()) else { return call(out) };
+    let Ok(payer) = payer else { return OUT_OF_MEMORY };
+    let (Some(pool), Some(device), false) = (pool, payer, out.is_null()) else { return call(out) };
     let share = match share::of_cuda(device) {
         Standing::Free => return call(out),
         Standing::Closed => return OUT_OF_MEMORY,
@@ -114,7 +125,7 @@ hook! {
     cuMemAllocAsync(out: *mut u64, bytes: usize, stream: Handle) |real| {
         let device = driver::stream_device(stream);
         // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(device.and_then(driver::pool_of), device, (out, bytes, stream), &|out| real(out, bytes, stream)) }
+        unsafe { from(device.and_then(driver::pool_of), Ok(device), (out, bytes, stream), &|out| real(out, bytes, stream)) }
     }
 }
 
@@ -124,7 +135,7 @@ hook! {
         let device = driver::stream_device(stream);
         let on = driver::per_thread(stream);
         // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(device.and_then(driver::pool_of), device, (out, bytes, on), &|out| real(out, bytes, stream)) }
+        unsafe { from(device.and_then(driver::pool_of), Ok(device), (out, bytes, on), &|out| real(out, bytes, stream)) }
     }
 }
 
@@ -132,7 +143,7 @@ hook! {
     /// From a pool that the program names.
     cuMemAllocFromPoolAsync(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
         // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(Some(pool), device_of(pool), (out, bytes, stream), &|out| real(out, bytes, pool, stream)) }
+        unsafe { from(Some(pool), payer(pool, stream), (out, bytes, stream), &|out| real(out, bytes, pool, stream)) }
     }
 }
 
@@ -141,23 +152,41 @@ hook! {
     cuMemAllocFromPoolAsync_ptsz(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
         let on = driver::per_thread(stream);
         // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(Some(pool), device_of(pool), (out, bytes, on), &|out| real(out, bytes, pool, stream)) }
+        unsafe { from(Some(pool), payer(pool, on), (out, bytes, on), &|out| real(out, bytes, pool, stream)) }
     }
 }
 
 hook! {
     /// Empty at first.
     cuMemPoolCreate(out: *mut Handle, properties: *const PoolProperties) |real| {
-        let answer = real(out, properties);
-        if answer == SUCCESS && !out.is_null() && !properties.is_null() {
-            // SAFETY: the driver has written the one and read the other.
-            unsafe {
-                if let Some(device) = (*properties).location.device() {
-                    handles::remember(&POOLS, *out as u64, device);
-                }
-            }
+        if out.is_null() || properties.is_null() || !share::is_any() {
+            return real(out, properties);
         }
-        answer
+        let mut pool = core::ptr::null_mut();
+        let answer = real(&raw mut pool, properties);
+        if answer != SUCCESS {
+            return answer;
+        }
+        // SAFETY: not null, and the driver has read it.
+        let owner = unsafe { (*properties).owner() };
+        if owner.is_some_and(|owner| LEDGER.pool_is_of(pool as u64, owner).is_err()) {
+            if let Some(destroy) = real!(cuMemPoolDestroy(Handle)) {
+                // SAFETY: what the driver has just made, and nobody else knows.
+                unsafe { destroy(pool) };
+            }
+            return OUT_OF_MEMORY;
+        }
+        // SAFETY: the program's place for the handle.
+        unsafe { *out = pool };
+        SUCCESS
+    }
+}
+
+/// The share that pays for a pool.
+fn share_of(pool: Handle) -> Option<Device> {
+    match share::of_cuda(owner_of(pool)??) {
+        Standing::Share(share) => Some(share),
+        Standing::Free | Standing::Closed => None,
     }
 }
 
@@ -166,17 +195,16 @@ hook! {
     /// it stays charged until the process ends, or the node's measure corrects it.
     cuMemPoolDestroy(pool: Handle) |real| {
         // Nobody is about to trim it meanwhile, see `give_back`.
-        let standing = device_of(pool).map(share::of_cuda);
-        let _alone = match &standing {
-            Some(Standing::Share(share)) => Some(share.grow(Grown::Pool(pool as u64))),
-            _ => None,
-        };
+        let share = share_of(pool);
+        let _alone = share.as_ref().map(|share| share.grow(Grown::Pool(pool as u64)));
         let allocated = driver::pool_memory(pool).map_or(u64::MAX, |(_, used)| used);
         // The handle may be another pool's as soon as the driver is done.
-        let taken = LEDGER.take(Class::Pool, pool as u64);
+        let (taken, known) = (LEDGER.take(Class::Pool, pool as u64), LEDGER.pool_ends(pool as u64));
         let answer = real(pool);
         if answer == SUCCESS {
-            handles::forget(&POOLS, pool as u64);
+            if let Some(known) = known {
+                known.forgotten();
+            }
             if let Some(taken) = taken {
                 taken.freed_but(allocated);
             }
@@ -188,7 +216,7 @@ hook! {
 hook! {
     /// Gives back what is not allocated from it.
     cuMemPoolTrimTo(pool: Handle, keep: usize) |real| {
-        let Some(Standing::Share(share)) = device_of(pool).map(share::of_cuda) else { return real(pool, keep) };
+        let Some(share) = share_of(pool) else { return real(pool, keep) };
         let growing = share.grow(Grown::Pool(pool as u64));
         let answer = real(pool, keep);
         if let Some((reserved, _)) = driver::pool_memory(pool) {

@@ -31,10 +31,25 @@ pub(crate) struct Share {
 
 impl Node {
     pub(crate) fn up(gpus: &str) -> Self {
+        Self::with(gpus, |_| ())
+    }
+
+    /// With a driver that speaks CUDA 12.8 and tells nothing that came with a later version.
+    #[allow(dead_code, reason = "not every test asks for it")]
+    pub(crate) fn before_cuda_13(gpus: &str) -> Self {
+        Self::with(gpus, |options| {
+            options.driver = "570.124.06".to_owned();
+            options.cuda = (12, 8);
+        })
+    }
+
+    fn with(gpus: &str, change: impl FnOnce(&mut Options)) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let program = std::env::current_exe().expect("this test");
         let nvml = program.with_file_name("libdivvy_sim_nvml.so");
-        let sim = divvy_sim::up(dir.path(), gpus, &Options::new(nvml, program)).expect("simulated GPUs");
+        let mut options = Options::new(nvml, program);
+        change(&mut options);
+        let sim = divvy_sim::up(dir.path(), gpus, &options).expect("simulated GPUs");
         Self { dir, sim }
     }
 

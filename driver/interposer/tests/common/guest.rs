@@ -58,16 +58,16 @@ impl Properties {
     pub(super) fn on(device: i32) -> Self {
         Self { kind: 1, handles: 0, location: [1, device], rest: [0; 9] }
     }
-}
 
-/// CUDA_MEM_ALLOC_NODE_PARAMS.
-#[repr(C)]
-struct Allocation {
-    pool: Properties,
-    access: usize,
-    count: usize,
-    bytes: u64,
-    address: u64,
+    /// `0`: of device 0; `host`, `managed`: of the host, and managed memory that prefers the host.
+    fn said(words: &[&str]) -> Self {
+        match words {
+            ["host"] => Self { location: [2, 0], ..Self::on(0) },
+            ["managed"] => Self { kind: 2, location: [2, 0], ..Self::on(0) },
+            [device] => Self::on(number(device) as i32),
+            other => panic!("no such place: {other:?}"),
+        }
+    }
 }
 
 pub(super) fn number(word: &str) -> u64 {
@@ -98,8 +98,8 @@ impl Guest {
             ["alloc", way, mib] => self.alloc(way, number(mib)),
             ["alloc", way, mib, from] => self.alloc_from(way, number(mib), number(from)),
             ["free", way, key] => self.free(way, number(key)).to_string(),
-            ["pool", device] => {
-                let (mut pool, properties) = (UNTOUCHED, Properties::on(number(device) as i32));
+            ["pool", rest @ ..] => {
+                let (mut pool, properties) = (UNTOUCHED, Properties::said(rest));
                 said(call!(self, "cuMemPoolCreate", &mut pool => &mut u64, &properties => &Properties), pool)
             }
             ["context", way, device] => self.context(way, number(device) as i32),
@@ -126,8 +126,7 @@ impl Guest {
             ["import", text] => self.import(text),
             ["shareable", rest @ ..] => self.shareable(rest),
             ["trim", pool] => call!(self, "cuMemPoolTrimTo", number(pool) => u64, 0 => u64).to_string(),
-            ["graph", mib] => self.graph(number(mib) * MIB, 0),
-            ["graph", mib, depth] => self.graph(number(mib) * MIB, number(depth)),
+            ["graph", rest @ ..] => self.graph(rest),
             ["launch", graph] => call!(self, "cuGraphLaunch", number(graph) => u64, 0 => u64).to_string(),
             ["end-graph", graph] => call!(self, "cuGraphExecDestroy", number(graph) => u64).to_string(),
             ["trim-graphs", device] => {
@@ -339,34 +338,6 @@ impl Guest {
             "host" => call!(self, "cuMemFreeHost", key => u64),
             other => panic!("no way to free: {other}"),
         }
-    }
-
-    /// An executable graph that allocates memory, frees it, and does so again, within so many other graphs: its key.
-    fn graph(&self, bytes: u64, depth: u64) -> String {
-        let (mut graph, mut node, mut runnable) = (0u64, 0u64, UNTOUCHED);
-        let none = std::ptr::null::<u64>();
-        let mut codes = vec![call!(self, "cuGraphCreate", &mut graph => &mut u64, 0 => u32)];
-        for _ in 0..2 {
-            let mut made = Allocation { pool: Properties::on(0), access: 0, count: 0, bytes, address: 0 };
-            let (before, count) = if node == 0 { (none, 0) } else { (&raw const node, 1) };
-            let mut after = 0u64;
-            codes.push(call!(self, "cuGraphAddMemAllocNode", &mut after => &mut u64, graph => u64,
-                before => *const u64, count => u64, &mut made => &mut Allocation));
-            codes.push(call!(self, "cuGraphAddMemFreeNode", &mut node => &mut u64, graph => u64,
-                &after => &u64, 1 => u64, made.address => u64));
-        }
-        for _ in 0..depth {
-            let (inner, mut outer) = (graph, 0u64);
-            codes.push(call!(self, "cuGraphCreate", &mut outer => &mut u64, 0 => u32));
-            codes.push(call!(self, "cuGraphAddChildGraphNode", &mut node => &mut u64, outer => u64,
-                none => *const u64, 0 => u64, inner => u64));
-            graph = outer;
-        }
-        assert!(codes.iter().all(|code| *code == 0), "no graph: {codes:?}");
-        said(
-            call!(self, "cuGraphInstantiateWithFlags", &mut runnable => &mut u64, graph => u64, 0 => u64),
-            runnable,
-        )
     }
 
     fn context(&self, way: &str, device: i32) -> String {

@@ -3,6 +3,8 @@
 #[allow(dead_code, reason = "not every test runs containers")]
 pub(crate) mod container;
 #[allow(dead_code, reason = "not every test runs containers")]
+mod graphs;
+#[allow(dead_code, reason = "not every test runs containers")]
 pub(crate) mod guest;
 #[allow(dead_code, reason = "not every test runs containers")]
 mod launches;

@@ -32,10 +32,15 @@ pub enum Class {
     /// A device pointer of managed memory that stands in for other memory: its entry is a [`Class::Pointer`] too.
     /// Extra: the number of its context.
     StandIn = 12,
+    /// A `CUmemoryPool`, for which nothing is charged by this entry. Extra: one more than the ordinal of the device whose
+    /// memory it has, 0 for the host's.
+    Owner = 13,
+    /// An executable graph on a device, for which nothing is charged by this entry. Bytes: what its memory nodes need there.
+    Need = 14,
 }
 
 impl Class {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 14] = [
         Self::Pointer,
         Self::Array,
         Self::Mipmap,
@@ -48,6 +53,8 @@ impl Class {
         Self::Mapping,
         Self::Length,
         Self::StandIn,
+        Self::Owner,
+        Self::Need,
     ];
 }
 

@@ -3,6 +3,7 @@
 mod deaths;
 mod events;
 mod freeing;
+mod known;
 mod model;
 mod overcommit;
 mod pace;

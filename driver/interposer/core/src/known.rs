@@ -1,0 +1,66 @@
+//! What is kept in mind of handles of which the driver tells too little: whose memory a pool has, and what the memory nodes
+//! of an executable graph need.
+//!
+//! Neither is a charge. But without knowing it nothing can be charged before the driver is asked, so there
+//! is no limit to their number but that of the table, and where that has no room the handle is not to be given to the
+//! program.
+
+use crate::ledger::{Ledger, Taken};
+use crate::system::System;
+use crate::table::{Class, Entry, NoRoom, Then};
+use divvy_pages::{Fault, Full};
+
+/// A graph on the device with that ordinal. No address of a program has these bits.
+fn key(graph: u64, device: i32) -> u64 {
+    graph | (device as u64) << 56
+}
+
+impl<S: System> Ledger<S> {
+    /// A pool was made of memory of the device with that ordinal; `None`: of the host's.
+    pub fn pool_is_of(&self, pool: u64, device: Option<i32>) -> Result<(), Full> {
+        let owner = device.map_or(0, |device| device as u64 + 1);
+        self.know(Entry::new(Class::Owner, pool, 0, 0, owner))
+    }
+
+    /// What [`Ledger::pool_is_of`] said of it.
+    pub fn owner_of(&self, pool: u64) -> Option<Option<i32>> {
+        let entry = self.local()?.table.get(&self.system, Class::Owner, pool)?;
+        Some(entry.extra().checked_sub(1).map(|device| device as i32))
+    }
+
+    /// An executable graph needs so much more of the device with that ordinal.
+    pub fn graph_needs(&self, graph: u64, device: i32, bytes: u64) -> Result<(), Full> {
+        let key = key(graph, device);
+        let known = self.local().and_then(|local| {
+            local.table.change(&self.system, Class::Need, key, |entry| {
+                *entry = entry.with_bytes(entry.bytes().saturating_add(bytes));
+                Then::Keep
+            })
+        });
+        if known.is_some() { Ok(()) } else { self.know(Entry::new(Class::Need, key, 0, bytes, 0)) }
+    }
+
+    /// What an executable graph needs of the device with that ordinal, if it has memory nodes there.
+    pub fn need_of(&self, graph: u64, device: i32) -> Option<u64> {
+        let entry = self.local()?.table.get(&self.system, Class::Need, key(graph, device))?;
+        Some(entry.bytes())
+    }
+
+    /// Before a call that may end a pool.
+    pub fn pool_ends(&self, pool: u64) -> Option<Taken<'_, S>> {
+        self.take(Class::Owner, pool)
+    }
+
+    /// Before a call that may end an executable graph: what it needs of the device with that ordinal.
+    pub fn graph_ends(&self, graph: u64, device: i32) -> Option<Taken<'_, S>> {
+        self.take(Class::Need, key(graph, device))
+    }
+
+    fn know(&self, entry: Entry) -> Result<(), Full> {
+        let local = self.local().ok_or(Full)?;
+        local.table.insert(&self.system, entry).map(drop).map_err(|NoRoom| {
+            self.fault(Fault::NoTable);
+            Full
+        })
+    }
+}
