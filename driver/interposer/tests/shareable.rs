@@ -69,3 +69,23 @@ fn memory_that_was_not_exported_is_given_back() {
         assert_eq!(used(), 0);
     });
 }
+
+/// A thread exports, or maps, what another is releasing: the driver is asked to release it two seconds later.
+#[test]
+fn memory_that_another_thread_holds_while_it_is_released_stays_charged() {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let container = node.container(std::slice::from_ref(&share));
+    let container = container.with("export DIVVY_SIM_CUDA=cuMemRelease@2000000");
+    let mut program = container.started();
+    let exported = key(&program.ask("shareable create 600"));
+    let said = program.ask(&format!("during free release {exported} , shareable export {exported}"));
+    assert!(said.starts_with("0, ok "), "{said}");
+    assert_eq!(share.used_mib(), 600, "a descriptor holds it");
+    let mapped = key(&program.ask("alloc create 400"));
+    let address = key(&program.ask("reserve 400"));
+    let said = program.ask(&format!("during free release {mapped} , map {address} 400 {mapped}"));
+    assert_eq!((said.as_str(), share.used_mib()), ("0, 0", 1000), "a mapping holds it");
+    assert_eq!(program.ask(&format!("unmap {address} 400")), "0");
+    assert_eq!(share.used_mib(), 600);
+}

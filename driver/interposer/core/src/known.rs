@@ -7,7 +7,7 @@
 
 use crate::ledger::{Ledger, Taken};
 use crate::system::System;
-use crate::table::{Class, Entry, NoRoom, Then};
+use crate::table::{Class, Entry, NoRoom};
 use divvy_pages::{Fault, Full};
 
 /// A graph on the device with that ordinal. No address of a program has these bits.
@@ -19,7 +19,7 @@ impl<S: System> Ledger<S> {
     /// A pool was made of memory of the device with that ordinal; `None`: of the host's.
     pub fn pool_is_of(&self, pool: u64, device: Option<i32>) -> Result<(), Full> {
         let owner = device.map_or(0, |device| device as u64 + 1);
-        self.know(Entry::new(Class::Owner, pool, 0, 0, owner))
+        self.know(Class::Owner, Entry::new(Class::Owner, pool, 0, 0, owner), &|_| false)
     }
 
     /// What [`Ledger::pool_is_of`] said of it.
@@ -30,14 +30,10 @@ impl<S: System> Ledger<S> {
 
     /// An executable graph needs so much more of the device with that ordinal.
     pub fn graph_needs(&self, graph: u64, device: i32, bytes: u64) -> Result<(), Full> {
-        let key = key(graph, device);
-        let known = self.local().and_then(|local| {
-            local.table.change(&self.system, Class::Need, key, |entry| {
-                *entry = entry.with_bytes(entry.bytes().saturating_add(bytes));
-                Then::Keep
-            })
-        });
-        if known.is_some() { Ok(()) } else { self.know(Entry::new(Class::Need, key, 0, bytes, 0)) }
+        self.know(Class::Need, Entry::new(Class::Need, key(graph, device), 0, bytes, 0), &|known| {
+            *known = known.with_bytes(known.bytes().saturating_add(bytes));
+            true
+        })
     }
 
     /// What an executable graph needs of the device with that ordinal, if it has memory nodes there.
@@ -56,9 +52,9 @@ impl<S: System> Ledger<S> {
         self.take(Class::Need, key(graph, device))
     }
 
-    fn know(&self, entry: Entry) -> Result<(), Full> {
+    fn know(&self, class: Class, entry: Entry, add: &dyn Fn(&mut Entry) -> bool) -> Result<(), Full> {
         let local = self.local().ok_or(Full)?;
-        local.table.insert(&self.system, entry).map(drop).map_err(|NoRoom| {
+        local.table.merge(&self.system, class, entry, add).map(drop).map_err(|NoRoom| {
             self.fault(Fault::NoTable);
             Full
         })

@@ -127,6 +127,25 @@ impl Table {
         self.shard(hash).open(system).insert(system, hash, entry)
     }
 
+    /// As [`Table::insert`] of an entry of that class, unless `merge` says that the one of its key has it in it now.
+    #[inline(never)]
+    pub fn merge(
+        &self,
+        system: &impl System,
+        class: Class,
+        entry: Entry,
+        merge: &dyn Fn(&mut Entry) -> bool,
+    ) -> Result<Option<Entry>, NoRoom> {
+        let hash = hash(entry.key);
+        let mut open = self.shard(hash).open(system);
+        if let Some(place) = open.find(hash, class, entry.key)
+            && open.at(place).is_some_and(merge)
+        {
+            return Ok(None);
+        }
+        open.insert(system, hash, entry)
+    }
+
     pub fn remove(&self, system: &impl System, class: Class, key: u64) -> Option<Entry> {
         let hash = hash(key);
         self.shard(hash).open(system).take(hash, class, key)

@@ -6,6 +6,11 @@
 //! handle and a mapping each name an object. A handle's number may be used again by the driver
 //! as soon as it is released, when the object still lives in its mappings: hence the numbers.
 //!
+//! A reference that is taken is counted before the driver is asked for it, and one that is dropped after the driver has
+//! dropped it: another thread may export, map or retain the same memory at the same moment, and memory that
+//! anybody holds is charged. By the time that the driver has dropped a reference, the handle may already be that of
+//! other memory, which another thread has made: the numbers tell that too.
+//!
 //! Imported handles belong to their exporter and are not in the table. The exporter may be this very process, under a
 //! handle that tells nothing of where it is from, and what was exported lives as long as a descriptor of it does: so
 //! each export is one reference more, which goes only with the process. What the table does
@@ -14,7 +19,7 @@
 use crate::device::{Device, Reservation};
 use crate::ledger::{Ledger, Local};
 use crate::system::System;
-use crate::table::{Class, Entry, Then};
+use crate::table::{Class, Entry, NoRoom, Then};
 use divvy_pages::sync::Ordering::Relaxed;
 use divvy_pages::{Fault, Full};
 
@@ -23,28 +28,56 @@ impl<S: System> Reservation<'_, S> {
     pub fn keep_handle(self, handle: u64) -> Result<(), Full> {
         let Device { ledger, local, index, .. } = self.device();
         let object = local.objects.fetch_add(1, Relaxed) + 1;
-        let entries = [
-            Entry::new(Class::Object, object, index, self.bytes(), 1),
-            Entry::new(Class::Handle, handle, index, object, 1),
-        ];
-        for entry in entries {
-            match local.table.insert(&ledger.system, entry) {
-                Ok(None) => {}
-                // A handle that we believed in use: its release was not seen.
-                Ok(Some(old)) => ledger.drop_reference(local, old.bytes(), old.extra()),
-                Err(_) => {
-                    local.table.remove(&ledger.system, Class::Object, object);
-                    ledger.fault(Fault::NoTable);
-                    return Err(Full);
-                }
-            }
+        let entry = Entry::new(Class::Object, object, index, self.bytes(), 1);
+        let kept = local.table.insert(&ledger.system, entry);
+        if kept.and_then(|_| ledger.refer(local, handle, index, object)).is_err() {
+            local.table.remove(&ledger.system, Class::Object, object);
+            ledger.fault(Fault::NoTable);
+            return Err(Full);
         }
         self.settled();
         Ok(())
     }
 }
 
-/// A reference that is out of the table while the driver drops it. Dropped, it is back.
+/// One reference more to physical memory, counted before the driver is asked for what may hold the memory. Dropped, it stays
+/// as long as the process: too much at worst, never too little.
+#[derive(Debug)]
+pub struct Held<'a, S: System> {
+    ledger: &'a Ledger<S>,
+    local: &'a Local,
+    device: u32,
+    object: u64,
+}
+
+impl<S: System> Held<'_, S> {
+    /// The driver refused: nothing holds it.
+    pub fn refused(self) {
+        self.ledger.drop_reference(self.local, self.object, 1);
+    }
+
+    /// It is that of a mapping of so many bytes at that address.
+    pub fn mapped(self, address: u64, length: u64) {
+        let Self { ledger, local, device, object } = self;
+        let length = Entry::new(Class::Length, address, device, length, 0);
+        let mapping = Entry::new(Class::Mapping, address, device, object, 0);
+        let known = local.table.insert(&ledger.system, length);
+        match known.and_then(|_| local.table.insert(&ledger.system, mapping)) {
+            Ok(None) => {}
+            Ok(Some(old)) => ledger.drop_reference(local, old.bytes(), 1),
+            Err(NoRoom) => ledger.fault(Fault::NoTable),
+        }
+    }
+
+    /// It is one that the program has by this handle.
+    pub fn retained(self, handle: u64) {
+        if self.ledger.refer(self.local, handle, self.device, self.object).is_err() {
+            self.ledger.fault(Fault::NoTable);
+        }
+    }
+}
+
+/// A reference of the program that the driver is asked to drop. Dropped, it stays: the driver did not.
 #[derive(Debug)]
 #[must_use = "dropping it keeps the reference"]
 pub struct Release<'a, S: System> {
@@ -52,84 +85,51 @@ pub struct Release<'a, S: System> {
     local: &'a Local,
     handle: u64,
     object: u64,
-    done: bool,
 }
 
 impl<S: System> Release<'_, S> {
-    /// The driver dropped the reference.
-    pub fn released(mut self) {
-        self.done = true;
-        self.ledger.drop_reference(self.local, self.object, 1);
-    }
-}
-
-impl<S: System> Drop for Release<'_, S> {
-    fn drop(&mut self) {
-        if !self.done {
-            self.ledger.hold(self.local, self.handle, self.object);
+    /// The driver dropped the reference. If the handle is that of other memory by now, whoever made that has dropped all
+    /// references by the handle to this one.
+    pub fn released(self) {
+        let mut is_it = false;
+        self.local.table.change(&self.ledger.system, Class::Handle, self.handle, |entry| {
+            is_it = entry.bytes() == self.object;
+            if is_it { entry.let_go(1) } else { Then::Keep }
+        });
+        if is_it {
+            self.ledger.drop_reference(self.local, self.object, 1);
         }
     }
 }
 
-/// An export that the driver is asked for. Dropped, its reference stays: too much at worst, never too little.
-#[derive(Debug)]
-pub struct Export<'a, S: System> {
-    ledger: &'a Ledger<S>,
-    local: &'a Local,
-    object: u64,
-}
-
-impl<S: System> Export<'_, S> {
-    /// The driver made none.
-    pub fn refused(self) {
-        self.ledger.drop_reference(self.local, self.object, 1);
-    }
-}
-
 impl<S: System> Ledger<S> {
-    /// Before `cuMemExportToShareableHandle`: one reference more to the memory, for good. `None`: not ours.
-    pub fn export(&self, handle: u64) -> Option<Export<'_, S>> {
+    /// Before a call by which something may hold the memory of a handle. `None`: not ours.
+    pub fn hold(&self, handle: u64) -> Option<Held<'_, S>> {
         let local = self.local()?;
-        let object = local.table.get(&self.system, Class::Handle, handle)?.bytes();
-        self.add_reference(local, object).then_some(Export { ledger: self, local, object })
+        self.held(local, local.table.get(&self.system, Class::Handle, handle)?)
+    }
+
+    /// Before a call by which something may hold the memory that is mapped at an address. `None`: not ours.
+    pub fn hold_at(&self, address: u64) -> Option<Held<'_, S>> {
+        let local = self.local()?;
+        self.held(local, self.mapping_at(local, address)?)
+    }
+
+    /// One reference more to the object that an entry names; `None` where there is none any more.
+    fn held<'a>(&'a self, local: &'a Local, entry: Entry) -> Option<Held<'a, S>> {
+        let object = entry.bytes();
+        let added = local.table.change(&self.system, Class::Object, object, |entry| {
+            entry.hold();
+            Then::Keep
+        });
+        added.map(|_| Held { ledger: self, local, device: entry.device(), object })
     }
 
     /// Before `cuMemRelease`. `None`: not ours, let it through.
     pub fn release(&self, handle: u64) -> Option<Release<'_, S>> {
         let local = self.local()?;
-        let before = local.table.change(&self.system, Class::Handle, handle, |entry| entry.let_go(1))?;
-        Some(Release { ledger: self, local, handle, object: before.bytes(), done: false })
-    }
-
-    /// After `cuMemRetainAllocationHandle` answered with `handle` for `address`.
-    pub fn retained(&self, handle: u64, address: u64) {
-        let Some(local) = self.local() else { return };
-        let known = local.table.get(&self.system, Class::Handle, handle);
-        let object = known.or_else(|| self.mapping_at(local, address)).map(|entry| entry.bytes());
-        if let Some(object) = object
-            && self.add_reference(local, object)
-        {
-            self.hold(local, handle, object);
-        }
-    }
-
-    /// After `cuMemMap` mapped `length` bytes of `handle` at `address`.
-    pub fn mapped(&self, address: u64, length: u64, handle: u64) {
-        let Some(local) = self.local() else { return };
-        let Some(entry) = local.table.get(&self.system, Class::Handle, handle) else { return };
-        let object = entry.bytes();
-        if !self.add_reference(local, object) {
-            return;
-        }
-        let length = Entry::new(Class::Length, address, entry.device(), length, 0);
-        let mapping = Entry::new(Class::Mapping, address, entry.device(), object, 0);
-        let known = local.table.insert(&self.system, length);
-        match known.and_then(|_| local.table.insert(&self.system, mapping)) {
-            Ok(None) => {}
-            Ok(Some(old)) => self.drop_reference(local, old.bytes(), 1),
-            // The reference stays: charged until the process ends, never too little.
-            Err(_) => self.fault(Fault::NoTable),
-        }
+        let object = local.table.get(&self.system, Class::Handle, handle)?.bytes();
+        Some(Release { ledger: self, local, handle, object })
     }
 
     /// After `cuMemUnmap` of a range, which holds whole mappings. (The addresses stay reserved
@@ -186,32 +186,24 @@ impl<S: System> Ledger<S> {
         local.table.get(&self.system, Class::Mapping, start?)
     }
 
-    /// One reference of the program more: on the handle if it is there, else it is made.
-    fn hold(&self, local: &Local, handle: u64, object: u64) {
-        let held = local.table.change(&self.system, Class::Handle, handle, |entry| {
-            entry.hold();
-            Then::Keep
-        });
-        if held.is_none() {
-            let device =
-                local.table.get(&self.system, Class::Object, object).map_or(0, |entry| entry.device());
-            let entry = Entry::new(Class::Handle, handle, device, object, 1);
-            if local.table.insert(&self.system, entry).is_err() {
-                self.fault(Fault::NoTable);
+    /// One reference of the program more by a handle, which may have been that of other memory: its release was not
+    /// seen, or is being made.
+    fn refer(&self, local: &Local, handle: u64, device: u32, object: u64) -> Result<(), NoRoom> {
+        let entry = Entry::new(Class::Handle, handle, device, object, 1);
+        let old = local.table.merge(&self.system, Class::Handle, entry, &|known| {
+            let same = known.bytes() == object;
+            if same {
+                known.hold();
             }
+            same
+        })?;
+        if let Some(old) = old {
+            self.drop_reference(local, old.bytes(), old.extra());
         }
+        Ok(())
     }
 
-    /// False where there is no such object.
-    fn add_reference(&self, local: &Local, object: u64) -> bool {
-        let added = local.table.change(&self.system, Class::Object, object, |entry| {
-            entry.hold();
-            Then::Keep
-        });
-        added.is_some()
-    }
-
-    pub(crate) fn drop_reference(&self, local: &Local, object: u64, count: u64) {
+    fn drop_reference(&self, local: &Local, object: u64, count: u64) {
         let after = local.table.change(&self.system, Class::Object, object, |entry| entry.let_go(count));
         if let Some(entry) = after.filter(|entry| entry.extra() == 0) {
             self.uncharge(local, &entry);

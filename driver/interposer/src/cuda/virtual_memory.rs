@@ -1,10 +1,12 @@
 //! Physical memory by handle, which lives as long as a reference to the handle or a mapping does.
 
 use super::driver::{AllocationProperties, Current};
-use super::{SUCCESS, allocate, hook, real};
+use super::{Answer, SUCCESS, allocate, hook, real};
 use crate::share::LEDGER;
 use core::ffi::{c_int, c_void};
 use core::ptr;
+
+type Held = divvy_interposer_core::vmm::Held<'static, crate::process::Kernel>;
 
 hook! {
     /// Charged to the device that the properties name; memory of the host is not.
@@ -37,6 +39,15 @@ hook! {
     }
 }
 
+/// A call by which something may hold memory, which is counted before it; `kept` says what does.
+fn counted(held: Option<Held>, call: impl FnOnce() -> Answer, kept: impl FnOnce(Held)) -> Answer {
+    let answer = call();
+    if let Some(held) = held {
+        if answer == SUCCESS { kept(held) } else { held.refused() }
+    }
+    answer
+}
+
 hook! {
     /// Drops one reference.
     cuMemRelease(handle: u64) |real| {
@@ -52,27 +63,19 @@ hook! {
 hook! {
     /// One reference more, to the memory that is mapped at an address.
     cuMemRetainAllocationHandle(out: *mut u64, address: *mut c_void) |real| {
-        let answer = real(out, address);
-        if answer == SUCCESS && !out.is_null() {
-            // SAFETY: the driver has written it.
-            LEDGER.retained(unsafe { *out }, address as u64);
-        }
-        answer
+        counted(
+            LEDGER.hold_at(address as u64),
+            || real(out, address),
+            // SAFETY: the driver has written it, which refuses null.
+            |held| held.retained(unsafe { *out }),
+        )
     }
 }
 
 hook! {
-    /// Counted before the driver is asked: from then on the memory may live by a handle or a descriptor that nobody here
-    /// knows.
+    /// From then on the memory may live by a handle or a descriptor that nobody here knows.
     cuMemExportToShareableHandle(out: *mut c_void, handle: u64, kind: c_int, flags: u64) |real| {
-        let export = LEDGER.export(handle);
-        let answer = real(out, handle, kind, flags);
-        if answer != SUCCESS
-            && let Some(export) = export
-        {
-            export.refused();
-        }
-        answer
+        counted(LEDGER.hold(handle), || real(out, handle, kind, flags), drop)
     }
 }
 
@@ -83,7 +86,10 @@ hook! {
         let answer = real(out, shared, kind);
         if answer == SUCCESS && !out.is_null() {
             // SAFETY: the driver has written it.
-            LEDGER.retained(unsafe { *out }, 0);
+            let handle = unsafe { *out };
+            if let Some(held) = LEDGER.hold(handle) {
+                held.retained(handle);
+            }
         }
         answer
     }
@@ -92,11 +98,11 @@ hook! {
 hook! {
     /// Keeps the memory alive after its handle is released.
     cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, flags: u64) |real| {
-        let answer = real(address, bytes, offset, handle, flags);
-        if answer == SUCCESS {
-            LEDGER.mapped(address, bytes as u64, handle);
-        }
-        answer
+        counted(
+            LEDGER.hold(handle),
+            || real(address, bytes, offset, handle, flags),
+            |held| held.mapped(address, bytes as u64),
+        )
     }
 }
 

@@ -221,7 +221,7 @@ pub(crate) fn guest() {
 /// In a program in a container: calls the driver as it is told. Whether this is one.
 pub(crate) fn answer() -> bool {
     let Some(driver) = program::driver() else { return false };
-    let mut guest = Guest::open(&driver);
+    let guest = Guest::open(&driver);
     program::answer_each(|words| guest.run(words));
     true
 }

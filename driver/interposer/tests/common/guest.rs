@@ -87,7 +87,7 @@ impl Guest {
     }
 
     /// Does what the words say.
-    pub(crate) fn run(&mut self, words: &[&str]) -> String {
+    pub(crate) fn run(&self, words: &[&str]) -> String {
         match words {
             ["init"] => call!(self, "cuInit", 0 => u32).to_string(),
             ["start", device] => self.start(number(device) as i32),
@@ -141,6 +141,7 @@ impl Guest {
             ["wait", way] => self.waits(way).to_string(),
             ["synchronize"] => call!(self, "cuCtxSynchronize",).to_string(),
             ["fork", rest @ ..] => self.fork(rest),
+            ["during", rest @ ..] => self.during(rest),
             ["sleep", milliseconds] => {
                 std::thread::sleep(std::time::Duration::from_millis(number(milliseconds)));
                 "ok".into()
@@ -356,8 +357,19 @@ impl Guest {
         said(code, context)
     }
 
+    /// Does what is before the comma in a thread, and what is after it when that has had time to begin.
+    fn during(&self, rest: &[&str]) -> String {
+        let (first, second) = rest.split_at(rest.iter().position(|word| *word == ",").expect("a comma"));
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| self.run(first));
+            std::thread::sleep(std::time::Duration::from_millis(300));
+            let second = self.run(&second[1..]);
+            format!("{}, {second}", first.join().expect("no panic"))
+        })
+    }
+
     /// Does the rest in a child, and answers for it.
-    fn fork(&mut self, rest: &[&str]) -> String {
+    fn fork(&self, rest: &[&str]) -> String {
         let mut ends = [0; 2];
         // SAFETY: a pipe of our own; the child runs on a copy of this thread alone and leaves without destructors.
         unsafe {

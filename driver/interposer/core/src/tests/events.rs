@@ -1,15 +1,16 @@
 //! What each event charges and gives back: the rows of the table in [`crate::device`].
 
 use super::MIB;
+use super::physical::create;
 use super::world::{CONTEXT, Pages, Process, World, device, kept};
 use crate::table::Class;
 use crate::{Grown, Kind};
 
 /// What happens, its name, and what is charged after it.
-type Row<'a> = (&'a str, &'a dyn Fn(&Process), u64);
+pub(super) type Row<'a> = (&'a str, &'a dyn Fn(&Process), u64);
 
 /// Runs events in one process with a share of ten MiB; after each, what is charged.
-fn check(events: &[Row<'_>]) {
+pub(super) fn check(events: &[Row<'_>]) {
     let world = World::new(&[Pages::share(10 * MIB)]);
     let process = world.process(1);
     for (name, event, charged) in events {
@@ -145,100 +146,6 @@ fn a_context_that_does_not_fit_is_refused() {
     check(&[
         ("almost everything", &|p| kept(device(p), 10 * MIB - CONTEXT / 2, 0x1000), 10 * MIB - CONTEXT / 2),
         ("a context", &|p| assert!(device(p).reserve_context().is_err()), 10 * MIB - CONTEXT / 2),
-    ]);
-}
-
-fn create(process: &Process, handle: u64) {
-    device(process).reserve(MIB).expect("it fits").keep_handle(handle).expect("it is kept");
-}
-
-fn release(process: &Process, handle: u64) {
-    process.release(handle).expect("it is in the table").released();
-}
-
-#[test]
-fn physical_memory_is_charged_while_a_handle_or_a_mapping_lives() {
-    check(&[
-        ("a handle", &|p| create(p, 70), MIB),
-        ("its mapping", &|p| p.mapped(0x10_0000, MIB, 70), MIB),
-        ("a second mapping", &|p| p.mapped(0x40_0000, MIB, 70), MIB),
-        ("a release that the driver refused", &|p| drop(p.release(70)), MIB),
-        ("the release", &|p| release(p, 70), MIB),
-        ("a release of what is not ours", &|p| assert!(p.release(70).is_none()), MIB),
-        ("the same number for other memory", &|p| create(p, 70), 2 * MIB),
-        ("one unmap", &|p| p.unmapped(0x10_0000, MIB), 2 * MIB),
-        ("the last unmap", &|p| p.unmapped(0x40_0000, MIB), MIB),
-        ("the release of the other", &|p| release(p, 70), 0),
-    ]);
-}
-
-#[test]
-fn a_handle_that_is_retained_by_an_address_keeps_its_memory() {
-    check(&[
-        ("a handle", &|p| create(p, 70), MIB),
-        ("its mapping", &|p| p.mapped(0x10_0000, MIB, 70), MIB),
-        ("a retain", &|p| p.retained(70, 0x10_0000), MIB),
-        ("the release", &|p| release(p, 70), MIB),
-        ("the release of the retained", &|p| release(p, 70), MIB),
-        ("a retain of what only its mapping keeps", &|p| p.retained(71, 0x10_0400), MIB),
-        ("the unmap", &|p| p.unmapped(0x10_0000, MIB), MIB),
-        ("the release", &|p| release(p, 71), 0),
-    ]);
-}
-
-#[test]
-fn one_unmap_ends_all_mappings_in_its_range() {
-    check(&[
-        ("a handle", &|p| create(p, 70), MIB),
-        ("another", &|p| create(p, 71), 2 * MIB),
-        ("two mappings side by side", &|p| (0..2).for_each(|i| p.mapped(i * MIB, MIB, 70 + i)), 2 * MIB),
-        ("one behind imported memory", &|p| p.mapped(4 * MIB, MIB, 71), 2 * MIB),
-        ("the releases", &|p| [70, 71].into_iter().for_each(|handle| release(p, handle)), 2 * MIB),
-        ("the unmap of both", &|p| p.unmapped(0, 2 * MIB), MIB),
-        ("one that begins with what is not ours", &|p| p.unmapped(3 * MIB, 2 * MIB), 0),
-    ]);
-}
-
-#[test]
-fn exported_memory_is_charged_for_good() {
-    check(&[
-        ("a handle", &|p| create(p, 70), MIB),
-        ("an export that the driver refused", &|p| p.export(70).expect("it is in the table").refused(), MIB),
-        ("the release", &|p| release(p, 70), 0),
-        ("another handle", &|p| create(p, 71), MIB),
-        ("its export", &|p| assert!(p.export(71).is_some()), MIB),
-        ("its import under a handle of its own", &|p| p.retained(72, 0), MIB),
-        ("the release of the exported", &|p| release(p, 71), MIB),
-        ("the release of the imported", &|p| assert!(p.release(72).is_none()), MIB),
-        ("an export of what is not ours", &|p| assert!(p.export(72).is_none()), MIB),
-        ("the same number for other memory", &|p| create(p, 71), 2 * MIB),
-        ("its release", &|p| release(p, 71), MIB),
-    ]);
-}
-
-#[test]
-fn an_export_that_is_refused_after_the_release_gives_the_memory_back() {
-    check(&[
-        ("a handle", &|p| create(p, 70), MIB),
-        (
-            "a release while the driver is asked",
-            &|p| {
-                let export = p.export(70).expect("it is in the table");
-                release(p, 70);
-                export.refused();
-            },
-            0,
-        ),
-    ]);
-}
-
-#[test]
-fn imported_memory_is_its_owners() {
-    check(&[
-        ("a mapping of an imported handle", &|p| p.mapped(0x10_0000, MIB, 99), 0),
-        ("a retain of it", &|p| p.retained(99, 0x10_0000), 0),
-        ("its unmap", &|p| p.unmapped(0x10_0000, MIB), 0),
-        ("its release", &|p| assert!(p.release(99).is_none()), 0),
     ]);
 }
 

@@ -7,6 +7,7 @@ mod known;
 mod model;
 mod overcommit;
 mod pace;
+mod physical;
 mod quick;
 #[cfg(loom)]
 mod threads;

@@ -125,7 +125,7 @@ fn apply(tenant: &mut Tenant, event: Event, free: u64) {
             }
         }
         Event::Map { place, handle } if !holds.mappings.contains_key(&place) => {
-            process.mapped(place * MIB, MIB, handle);
+            process.hold(handle).into_iter().for_each(|held| held.mapped(place * MIB, MIB));
             if let Some((object, _)) = holds.handles.get(&handle) {
                 holds.objects[*object].1 += 1;
                 holds.mappings.insert(place, *object);
