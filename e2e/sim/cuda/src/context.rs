@@ -34,6 +34,8 @@ pub(crate) struct Context {
     /// What it takes of the device.
     bytes: u64,
     primary: bool,
+    /// As of `cuCtxAttach` and `cuCtxDetach`.
+    pub(crate) uses: AtomicU32,
     flags: AtomicU32,
     limits: [AtomicU64; 16],
     /// Nobody may use it while it is being destroyed.
@@ -116,6 +118,7 @@ impl Context {
             guest,
             bytes,
             primary,
+            uses: AtomicU32::new(1),
             flags: AtomicU32::new(flags),
             limits: [const { AtomicU64::new(0) }; 16],
             closing: AtomicBool::new(false),
@@ -200,7 +203,7 @@ fn pop() -> Outcome<Option<&'static Context>> {
     with_stack(Vec::pop)?.ok_or(Code::InvalidContext)
 }
 
-fn create(process: &'static Process, out: Out<Handle>, flags: u32, device: i32) -> Outcome {
+pub(crate) fn create(process: &'static Process, out: Out<Handle>, flags: u32, device: i32) -> Outcome {
     out.check()?;
     let device = process.device(device)?;
     let context = Context::make(process, device, false, flags)?;
@@ -208,7 +211,7 @@ fn create(process: &'static Process, out: Out<Handle>, flags: u32, device: i32) 
     out.set(Handle::of(Some(context)))
 }
 
-fn destroy(process: &'static Process, context: Handle) -> Outcome {
+pub(crate) fn destroy(process: &'static Process, context: Handle) -> Outcome {
     let context = context.some()?;
     if context.primary {
         return Err(Code::InvalidContext);
@@ -221,7 +224,19 @@ fn destroy(process: &'static Process, context: Handle) -> Outcome {
     })
 }
 
-fn release_primary(process: &'static Process, device: i32, all: bool) -> Outcome {
+pub(crate) fn retain_primary(process: &'static Process, device: i32) -> Outcome<&'static Context> {
+    let device = process.device(device)?;
+    let mut primary = device.primary.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = match primary.context {
+        Some(found) => found,
+        None => Context::make(process, device, true, primary.flags)?,
+    };
+    primary.context = Some(found);
+    primary.users += 1;
+    Ok(found)
+}
+
+pub(crate) fn release_primary(process: &'static Process, device: i32, all: bool) -> Outcome {
     let device = process.device(device)?;
     let mut primary = device.primary.lock().unwrap_or_else(PoisonError::into_inner);
     if !all && primary.users == 0 {
@@ -249,15 +264,7 @@ pub(crate) struct Parameters {
 entry! {
     fn cuDevicePrimaryCtxRetain(process; context: Out<Handle>, device: i32) {
         context.check()?;
-        let device = process.device(device)?;
-        let mut primary = device.primary.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = match primary.context {
-            Some(found) => found,
-            None => Context::make(process, device, true, primary.flags)?,
-        };
-        primary.context = Some(found);
-        primary.users += 1;
-        context.set(Handle::of(Some(found)))
+        context.set(Handle::of(Some(retain_primary(process, device)?)))
     }
 
     fn cuDevicePrimaryCtxRelease(process; device: i32) {

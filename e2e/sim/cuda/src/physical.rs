@@ -18,6 +18,7 @@ use crate::context;
 use crate::device::read_all;
 use crate::figures::PAGE;
 use crate::frame::{Outcome, entry};
+use crate::holders::Holder;
 use crate::memory;
 use crate::pool::{Access, Location};
 use crate::process::Process;
@@ -58,6 +59,7 @@ pub(crate) struct Store {
     free: BTreeMap<u64, u64>,
     next: Option<u64>,
     mapped: BTreeMap<u64, Mapping>,
+    pub(crate) held: HashMap<Holder, u64>,
     /// Freed here, and imported elsewhere when they were.
     lingering: Vec<(File, Arc<Guest>, u64)>,
 }
@@ -139,6 +141,11 @@ impl Store {
         (address - begin < mapping.size).then_some((*begin, mapping))
     }
 
+    /// Of the memory that is mapped at an address.
+    pub(crate) fn handle_at(&self, address: u64) -> Option<u64> {
+        self.mapping(address).map(|(_, mapping)| mapping.handle)
+    }
+
     fn place(&mut self, address: u64, length: u64) -> Outcome<*mut u8> {
         let (begin, mapping) = self.mapping(address).ok_or(Code::InvalidValue)?;
         let (within, offset, handle) = (address - begin, mapping.offset, mapping.handle);
@@ -161,7 +168,7 @@ impl Store {
     }
 
     /// Lets go of what nothing refers to.
-    fn end(&mut self, handle: u64) {
+    pub(crate) fn end(&mut self, handle: u64) {
         if self
             .allocations
             .get(&handle)
