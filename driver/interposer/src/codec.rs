@@ -54,6 +54,7 @@ static SESSIONS: [Known; 256] = [const { Known::none() }; 256];
 ///
 /// # Safety
 /// `out` is null, which the library refuses, or can be read after a call that succeeds.
+#[inline(never)]
 unsafe fn open(
     engine: Engine,
     device: Option<Ordinal>,

@@ -220,7 +220,7 @@ fn with_contexts(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
 fn contexts() {
     with_contexts(|program, used| {
         assert_eq!(program.ask("init"), "0");
-        for way in ["v1", "v2", "v3", "v4"] {
+        for way in ["v1", "v2", "v3", "v4", "gl", "gl-v1", "vdpau", "vdpau-v1"] {
             let made = [(); 3].map(|()| key(&program.ask(&format!("context {way} 0"))));
             assert_eq!(used(), 900, "{way}");
             assert_eq!(program.ask(&format!("context {way} 0")), "error 2", "{way}");
@@ -248,6 +248,29 @@ fn the_end_of_a_context_is_the_end_of_its_memory() {
             assert_eq!(program.ask("start 0"), "ok", "{end}");
             assert_eq!(used(), 300, "{end}");
         }
+    });
+}
+
+/// It is a use of the primary context, and makes it where there is none.
+#[test]
+fn green_contexts_are_charged_the_primary_one() {
+    with_contexts(|program, used| {
+        assert_eq!(program.ask("init"), "0");
+        let made = [(); 2].map(|()| key(&program.ask("context green 0")));
+        assert_eq!(used(), 300, "of both");
+        key(&program.ask("context primary 0"));
+        assert_eq!(used(), 300, "and of others");
+        let more = [(); 2].map(|()| key(&program.ask("context v2 0")));
+        assert_eq!(used(), 900);
+        for (green, left) in made.iter().zip([900, 900]) {
+            assert_eq!((program.ask(&format!("free green {green}")), used()), ("0".into(), left));
+        }
+        assert_eq!((program.ask("free primary 0"), used()), ("0".into(), 600), "the last use");
+        key(&program.ask("context v2 0"));
+        assert_eq!((program.ask("context green 0"), used()), ("error 2".into(), 900), "one more");
+        assert_eq!(program.ask(&format!("free context {}", more[0])), "0");
+        let green = key(&program.ask("context green 0"));
+        assert_eq!((program.ask(&format!("free green {green}")), used()), ("0".into(), 600), "its only use");
     });
 }
 

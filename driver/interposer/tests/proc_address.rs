@@ -20,7 +20,7 @@ fn is_cuda(name: &str) -> bool {
 
 #[test]
 fn every_variant_is_the_one_that_the_driver_gives() {
-    let node = Node::up("L4");
+    let node = Node::newest("L4");
     let hooks: BTreeSet<String> = common::listed("hooks.txt").into_iter().collect();
     let plain = Guest::open(&node.sim.library("libcuda.so.1")).run(&["sweep"]);
     let share = node.share("claim", "share", node.policy(0, 1000));

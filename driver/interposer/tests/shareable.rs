@@ -89,3 +89,52 @@ fn memory_that_another_thread_holds_while_it_is_released_stays_charged() {
     assert_eq!(program.ask(&format!("unmap {address} 400")), "0");
     assert_eq!(share.used_mib(), 600);
 }
+
+/// A tile of an array, and a multicast object, keep the memory when its handle is released; and after them it stays
+/// charged, as nobody says what they have let go.
+#[test]
+fn memory_in_arrays_and_multicast_objects_outlives_its_handle_and_stays_charged() {
+    for way in ["cuMemMapArrayAsync", "cuMemMapArrayAsync_ptsz"] {
+        shared(|mut program, _, used| {
+            let array = key(&program.ask("alloc sparse 0"));
+            let made = key(&program.ask("alloc create 600"));
+            assert_eq!(program.ask(&format!("tile map {way} {array} {made}")), "0");
+            assert_eq!(program.ask(&format!("free release {made}")), "0");
+            assert_eq!((used(), program.ask("alloc create 600")), (600, "error 2".into()), "{way}");
+            assert_eq!(program.ask(&format!("tile unmap {way} {array}")), "0");
+            assert_eq!(used(), 600, "{way}");
+        });
+    }
+    for way in ["cuMulticastBindMem", "cuMulticastBindMem_v2"] {
+        shared(|mut program, _, used| {
+            let made = key(&program.ask("alloc create 600"));
+            key(&program.ask(&format!("bind {way} {made}")));
+            assert_eq!(program.ask(&format!("free release {made}")), "0");
+            assert_eq!((used(), program.ask("alloc create 600")), (600, "error 2".into()), "{way}");
+        });
+    }
+    for way in ["cuMulticastBindAddr", "cuMulticastBindAddr_v2"] {
+        shared(|mut program, _, used| {
+            let made = key(&program.ask("alloc create 600"));
+            let address = key(&program.ask("reserve 600"));
+            assert_eq!(program.ask(&format!("map {address} 600 {made}")), "0");
+            key(&program.ask(&format!("bind {way} {address}")));
+            assert_eq!(program.ask(&format!("unmap {address} 600")), "0");
+            assert_eq!(program.ask(&format!("free release {made}")), "0");
+            assert_eq!((used(), program.ask("alloc create 600")), (600, "error 2".into()), "{way}");
+        });
+    }
+}
+
+/// Refused by the driver, a binding costs nothing.
+#[test]
+fn memory_that_was_not_bound_is_given_back() {
+    let node = Node::up("L4");
+    let share = node.share("claim", "share", node.policy(0, 1000));
+    let container = node.container(std::slice::from_ref(&share));
+    let mut program = container.with("export DIVVY_SIM_CUDA=cuMulticastBindMem=1").started();
+    let made = key(&program.ask("alloc create 600"));
+    assert_eq!(program.ask(&format!("bind cuMulticastBindMem {made}")), "error 1 touched");
+    assert_eq!(program.ask(&format!("free release {made}")), "0");
+    assert_eq!(share.used_mib(), 0);
+}

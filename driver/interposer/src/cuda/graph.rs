@@ -8,7 +8,7 @@
 //! A graph without memory nodes, which is nearly every graph, is launched as if this were not here.
 
 use super::driver::{self, Handle, Ordinal};
-use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, hook, launch, pool};
+use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, hook, launch, pool, twins};
 use crate::share::{self, Device, LEDGER, Standing};
 use crate::sys;
 use core::ffi::{c_char, c_ulonglong};
@@ -191,20 +191,16 @@ fn end(handle: Handle, device: Ordinal, call: &dyn Call) -> Answer {
     answer
 }
 
-hook! {
-    /// Of CUDA 10.0.
-    cuGraphInstantiate(out: *mut Handle, graph: Handle, error: *mut Handle, log: *mut c_char, bytes: usize) |real| {
+twins! {
+    instantiate(out: *mut Handle, graph: Handle, error: *mut Handle, log: *mut c_char, bytes: usize) of 5 |real| {
         // SAFETY: the program's place for the handle, or null; the driver has written it.
         unsafe { let before = before(out); instantiated(real(out, graph, error, log, bytes), out, before, graph) }
     }
-}
 
-hook! {
+    /// Of CUDA 10.0.
+    cuGraphInstantiate;
     /// Of CUDA 11.0.
-    cuGraphInstantiate_v2(out: *mut Handle, graph: Handle, error: *mut Handle, log: *mut c_char, bytes: usize) |real| {
-        // SAFETY: the program's place for the handle, or null; the driver has written it.
-        unsafe { let before = before(out); instantiated(real(out, graph, error, log, bytes), out, before, graph) }
-    }
+    cuGraphInstantiate_v2;
 }
 
 hook! {

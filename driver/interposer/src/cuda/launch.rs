@@ -9,7 +9,7 @@
 //! graph is charged when it is launched. Copies and the functions of the host are not charged.
 
 use super::driver::{self, Handle};
-use super::{Answer, Call, SUCCESS, hook};
+use super::{Answer, Call, SUCCESS, hook, twins};
 use crate::share::{self, LEDGER, Standing};
 use core::ffi::{c_int, c_uint, c_void};
 use core::ptr;
@@ -386,32 +386,26 @@ fn ended(answer: Answer) -> Answer {
     answer
 }
 
-hook! {
+twins! {
+    begin(stream: Handle) of 1 |real| {
+        begun(real(stream))
+    }
+
     /// Of CUDA 10.0.
-    cuStreamBeginCapture(stream: Handle) |real| {
-        begun(real(stream))
-    }
-}
-
-hook! {
+    cuStreamBeginCapture;
     /// On the per-thread default stream.
-    cuStreamBeginCapture_ptsz(stream: Handle) |real| {
-        begun(real(stream))
-    }
+    cuStreamBeginCapture_ptsz;
 }
 
-hook! {
+twins! {
+    begin_as(stream: Handle, mode: c_int) of 2 |real| {
+        begun(real(stream, mode))
+    }
+
     /// Since CUDA 10.1.
-    cuStreamBeginCapture_v2(stream: Handle, mode: c_int) |real| {
-        begun(real(stream, mode))
-    }
-}
-
-hook! {
+    cuStreamBeginCapture_v2;
     /// On the per-thread default stream.
-    cuStreamBeginCapture_v2_ptsz(stream: Handle, mode: c_int) |real| {
-        begun(real(stream, mode))
-    }
+    cuStreamBeginCapture_v2_ptsz;
 }
 
 hook! {
@@ -432,16 +426,13 @@ hook! {
     }
 }
 
-hook! {
-    /// Since CUDA 10.0.
-    cuStreamEndCapture(stream: Handle, graph: *mut Handle) |real| {
+twins! {
+    end(stream: Handle, graph: *mut Handle) of 2 |real| {
         ended(real(stream, graph))
     }
-}
 
-hook! {
+    /// Since CUDA 10.0.
+    cuStreamEndCapture;
     /// On the per-thread default stream.
-    cuStreamEndCapture_ptsz(stream: Handle, graph: *mut Handle) |real| {
-        ended(real(stream, graph))
-    }
+    cuStreamEndCapture_ptsz;
 }

@@ -68,6 +68,75 @@ macro_rules! hook {
 }
 pub(crate) use hook;
 
+/// The register behind so many arguments.
+macro_rules! behind {
+    (x86_64 1) => {
+        "esi"
+    };
+    (x86_64 2) => {
+        "edx"
+    };
+    (x86_64 3) => {
+        "ecx"
+    };
+    (x86_64 5) => {
+        "r9d"
+    };
+    (aarch64 1) => {
+        "w1"
+    };
+    (aarch64 2) => {
+        "w2"
+    };
+    (aarch64 3) => {
+        "w3"
+    };
+    (aarch64 5) => {
+        "w5"
+    };
+}
+pub(crate) use behind;
+
+/// Defines the hooks of functions that have the same arguments, so many, and the same body: as [`hook`], but one piece of code
+/// for all of them. Which one was called it is told as one argument more.
+macro_rules! twins {
+    ($all:ident($($argument:ident: $kind:ty),* $(,)?) of $count:tt |$real:ident| $body:block $($(#[$meta:meta])* $name:ident;)*) => {
+        unsafe extern "C" fn $all($($argument: $kind,)* at: u32) -> $crate::cuda::Answer {
+            const _: () = assert!([$(stringify!($argument)),*].len() == $count);
+            let Some(address) = $crate::genuine::function(at as usize) else {
+                return $crate::cuda::MISSING;
+            };
+            // SAFETY: the driver's function of the name that was called, and all of those have this signature.
+            let function = unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> $crate::cuda::Answer>(address) };
+            // SAFETY: called with the arguments of our caller, or with our own in place of some.
+            let $real = |$($argument: $kind),*| unsafe { function($($argument),*) };
+            $body
+        }
+
+        $(
+            $(#[$meta])*
+            ///
+            /// # Safety
+            /// What `cuda.h` asks of the function of this name.
+            #[cfg_attr(panic = "abort", unsafe(no_mangle))]
+            #[unsafe(naked)]
+            pub(crate) unsafe extern "C" fn $name() {
+                #[cfg(target_arch = "x86_64")]
+                core::arch::naked_asm!(
+                    concat!("mov ", $crate::cuda::behind!(x86_64 $count), ", {at}"), "jmp {all}",
+                    at = const $crate::table::index::$name, all = sym $all,
+                );
+                #[cfg(target_arch = "aarch64")]
+                core::arch::naked_asm!(
+                    concat!("mov ", $crate::cuda::behind!(aarch64 $count), ", {at}"), "b {all}",
+                    at = const $crate::table::index::$name, all = sym $all,
+                );
+            }
+        )*
+    };
+}
+pub(crate) use twins;
+
 /// The driver's own function of a hooked name, to undo what it did: `real!(cuMemFree_v2(u64))`.
 macro_rules! real {
     ($name:ident($($kind:ty),*)) => {

@@ -4,45 +4,48 @@
 //! makes none. Copies to the host wait as well.
 
 use super::driver::Handle;
-use super::hook;
 use super::launch::waited;
-use core::ffi::c_void;
+use super::{hook, twins};
 
-/// Defines the hooks of functions after which what was launched may have ended.
-macro_rules! waits {
-    ($($(#[$meta:meta])* $name:ident($($argument:ident: $kind:ty),*);)*) => {$(
-        hook! {
-            $(#[$meta])*
-            $name($($argument: $kind),*) |real| {
-                waited(real($($argument),*))
-            }
-        }
-    )*};
+hook! {
+    /// Since CUDA 2.0.
+    cuCtxSynchronize() |real| {
+        waited(real())
+    }
 }
 
-waits! {
-    /// Since CUDA 2.0.
-    cuCtxSynchronize();
+twins! {
+    wait_for(what: Handle) of 1 |real| {
+        waited(real(what))
+    }
+
     /// Since CUDA 13.0, of any context.
-    cuCtxSynchronize_v2(context: Handle);
+    cuCtxSynchronize_v2;
     /// Since CUDA 2.0.
-    cuStreamSynchronize(stream: Handle);
+    cuStreamSynchronize;
     /// On the per-thread default stream.
-    cuStreamSynchronize_ptsz(stream: Handle);
+    cuStreamSynchronize_ptsz;
     /// Since CUDA 2.0.
-    cuStreamQuery(stream: Handle);
+    cuStreamQuery;
     /// On the per-thread default stream.
-    cuStreamQuery_ptsz(stream: Handle);
+    cuStreamQuery_ptsz;
     /// Since CUDA 2.0.
-    cuEventSynchronize(event: Handle);
+    cuEventSynchronize;
     /// Since CUDA 2.0.
-    cuEventQuery(event: Handle);
+    cuEventQuery;
+}
+
+twins! {
+    copy(to: u64, from: u64, bytes: usize) of 3 |real| {
+        waited(real(to, from, bytes))
+    }
+
     /// Since CUDA 3.2.
-    cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize);
+    cuMemcpyDtoH_v2;
     /// On the per-thread default stream.
-    cuMemcpyDtoH_v2_ptds(to: *mut c_void, from: u64, bytes: usize);
+    cuMemcpyDtoH_v2_ptds;
     /// Since CUDA 4.0, between any two places.
-    cuMemcpy(to: u64, from: u64, bytes: usize);
+    cuMemcpy;
     /// On the per-thread default stream.
-    cuMemcpy_ptds(to: u64, from: u64, bytes: usize);
+    cuMemcpy_ptds;
 }

@@ -43,6 +43,12 @@ impl Node {
         })
     }
 
+    /// With a driver of the newest CUDA that the lists of names are of.
+    #[allow(dead_code, reason = "not every test asks for it")]
+    pub(crate) fn newest(gpus: &str) -> Self {
+        Self::with(gpus, |options| options.cuda = (13, 5))
+    }
+
     fn with(gpus: &str, change: impl FnOnce(&mut Options)) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let program = std::env::current_exe().expect("this test");

@@ -34,16 +34,16 @@ struct Array<T> {
 }
 
 #[repr(C)]
-struct Array3<T> {
-    width: T,
-    height: T,
-    depth: T,
-    format: i32,
-    channels: u32,
-    flags: u32,
+pub(super) struct Array3<T> {
+    pub(super) width: T,
+    pub(super) height: T,
+    pub(super) depth: T,
+    pub(super) format: i32,
+    pub(super) channels: u32,
+    pub(super) flags: u32,
 }
 
-const FLOAT: i32 = 0x20;
+pub(super) const FLOAT: i32 = 0x20;
 
 /// CUmemPoolProps, and CUmemAllocationProp, which is shorter: PINNED memory on a device. 88 bytes.
 #[repr(C)]
@@ -115,6 +115,8 @@ impl Guest {
             ["unmap", address, mib] => {
                 call!(self, "cuMemUnmap", number(address) => u64, number(mib) * MIB => u64).to_string()
             }
+            ["tile", rest @ ..] => self.tile(rest),
+            ["bind", rest @ ..] => self.bind(rest),
             ["retain", address] => {
                 let mut handle = UNTOUCHED;
                 said(
@@ -242,6 +244,7 @@ impl Guest {
                 };
                 call!(self, "cuArray3DCreate", &mut key => &mut u64, &shape => &Array3<u32>)
             }
+            "sparse" => self.sparse(&mut key),
             "host" => call!(self, "cuMemHostAlloc", &mut key => &mut u64, bytes => u64, 0 => u32),
             "proc" => {
                 let function = self.proc("cuMemAlloc", 12000, 0);
@@ -330,6 +333,7 @@ impl Guest {
             "pool" => call!(self, "cuMemPoolDestroy", key => u64),
             "context" => call!(self, "cuCtxDestroy_v2", key => u64),
             "context-v1" => call!(self, "cuCtxDestroy", key => u64),
+            "green" => call!(self, "cuGreenCtxDestroy", key => u64),
             "detach" => call!(self, "cuCtxDetach", key => u64),
             "primary" => call!(self, "cuDevicePrimaryCtxRelease_v2", key as i32 => i32),
             "primary-v1" => call!(self, "cuDevicePrimaryCtxRelease", key as i32 => i32),
@@ -351,6 +355,14 @@ impl Guest {
                 0 => u32, device => i32),
             "v4" => call!(self, "cuCtxCreate_v4", &mut context => &mut u64, none => *const c_void, 0 => u32,
                 device => i32),
+            "gl" => call!(self, "cuGLCtxCreate_v2", &mut context => &mut u64, 0 => u32, device => i32),
+            "gl-v1" => call!(self, "cuGLCtxCreate", &mut context => &mut u64, 0 => u32, device => i32),
+            "vdpau" => call!(self, "cuVDPAUCtxCreate_v2", &mut context => &mut u64, 0 => u32, device => i32,
+                1 => u32, 0 => usize),
+            "vdpau-v1" => call!(self, "cuVDPAUCtxCreate", &mut context => &mut u64, 0 => u32, device => i32,
+                1 => u32, 0 => usize),
+            "green" => call!(self, "cuGreenCtxCreate", &mut context => &mut u64, 0 => usize, device => i32,
+                1 => u32),
             "primary" => call!(self, "cuDevicePrimaryCtxRetain", &mut context => &mut u64, device => i32),
             other => panic!("no way to make a context: {other}"),
         };

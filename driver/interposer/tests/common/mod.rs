@@ -7,6 +7,8 @@ mod graphs;
 #[allow(dead_code, reason = "not every test runs containers")]
 pub(crate) mod guest;
 #[allow(dead_code, reason = "not every test runs containers")]
+mod holders;
+#[allow(dead_code, reason = "not every test runs containers")]
 mod launches;
 #[allow(dead_code, reason = "not every test runs containers")]
 #[path = "../../../../e2e/sim/cuda/tests/common/program.rs"]
