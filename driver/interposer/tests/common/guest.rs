@@ -59,10 +59,12 @@ impl Properties {
         Self { kind: 1, handles: 0, location: [1, device], rest: [0; 9] }
     }
 
-    /// `0`: of device 0; `host`, `managed`: of the host, and managed memory that prefers the host.
-    fn said(words: &[&str]) -> Self {
+    /// `0`: of device 0; `host`, `numa`, `numa-current`: of the host; `managed`: managed memory that prefers the host.
+    pub(super) fn said(words: &[&str]) -> Self {
         match words {
             ["host"] => Self { location: [2, 0], ..Self::on(0) },
+            ["numa"] => Self { location: [3, 0], ..Self::on(0) },
+            ["numa-current"] => Self { location: [4, 0], ..Self::on(0) },
             ["managed"] => Self { kind: 2, location: [2, 0], ..Self::on(0) },
             [device] => Self::on(number(device) as i32),
             other => panic!("no such place: {other:?}"),
@@ -115,6 +117,11 @@ impl Guest {
             ["unmap", address, mib] => {
                 call!(self, "cuMemUnmap", number(address) => u64, number(mib) * MIB => u64).to_string()
             }
+            ["create-at", mib, place] => self.create_at(mib, place),
+            ["padded", mib] => self.padded(number(mib)),
+            ["external", mib] => self.external(number(mib)),
+            ["attach"] => self.attach(),
+            ["current-pool", rest @ ..] => self.current_pool(rest),
             ["tile", rest @ ..] => self.tile(rest),
             ["bind", rest @ ..] => self.bind(rest),
             ["retain", address] => {

@@ -11,6 +11,8 @@ mod holders;
 #[allow(dead_code, reason = "not every test runs containers")]
 mod launches;
 #[allow(dead_code, reason = "not every test runs containers")]
+mod places;
+#[allow(dead_code, reason = "not every test runs containers")]
 #[path = "../../../../e2e/sim/cuda/tests/common/program.rs"]
 pub(crate) mod program;
 #[allow(dead_code, reason = "not every test runs containers")]

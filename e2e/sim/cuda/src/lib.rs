@@ -35,6 +35,7 @@ mod entry;
 mod event;
 mod executable;
 mod export;
+mod external;
 mod figures;
 mod frame;
 mod graph;

@@ -184,7 +184,7 @@ entry! {
     fn cuMemFree_v2(process; address: u64) {
         context::current()?;
         let sort = |block: &Block| match &block.payer {
-            Payer::Guest(_) | Payer::Pool(_) | Payer::Graph { .. } => true,
+            Payer::Guest(_) | Payer::Pool(_) | Payer::Graph { .. } | Payer::External => true,
             Payer::Host(host) => host.managed,
             Payer::Stranger => false,
         };

@@ -40,6 +40,8 @@ pub(crate) enum Payer {
     Graph { pool: Handle<Pool>, live: bool },
     /// Another process: memory that it shares.
     Stranger,
+    /// Another library, as one for graphics: memory that it shares.
+    External,
     /// Nobody but the host: pinned or managed memory.
     Host(Host),
 }
@@ -172,7 +174,7 @@ impl Block {
                 pool.get().into_iter().for_each(|pool| pool.give(self.size))
             }
             Payer::Host(Host { home: Some(guest), .. }) => guest.unmanage(self.size),
-            Payer::Stranger | Payer::Host(_) | Payer::Graph { live: false, .. } => {}
+            Payer::Stranger | Payer::External | Payer::Host(_) | Payer::Graph { live: false, .. } => {}
         }
         self.content.unmap();
     }

@@ -218,9 +218,9 @@ fn create(process: &'static Process, properties: Properties) -> Outcome<Handle<P
     Ok(Handle::new(Pool::new(process, device, false, properties)))
 }
 
-/// The pool that a location's memory comes from.
-fn pool_at(process: &'static Process, location: Location) -> Outcome<&'static Device> {
-    process.device(location.device().ok_or(Code::NotSupported)?)
+/// The device whose pools a location's pinned memory comes from; there are no others here that a program need not make.
+fn pool_at(process: &'static Process, location: Location, kind: u32) -> Outcome<&'static Device> {
+    process.device(location.device().filter(|_| kind == 1).ok_or(Code::NotSupported)?)
 }
 
 entry! {
@@ -349,17 +349,17 @@ entry! {
         Ok(())
     }
 
-    fn cuMemGetDefaultMemPool(process; pool: Out<Handle<Pool>>, location: In<Location>, _kind: u32) {
-        pool.set(pool_at(process, location.get()?)?.default_pool(process))
+    fn cuMemGetDefaultMemPool(process; pool: Out<Handle<Pool>>, location: In<Location>, kind: u32) {
+        pool.set(pool_at(process, location.get()?, kind)?.default_pool(process))
     }
 
-    fn cuMemGetMemPool(process; pool: Out<Handle<Pool>>, location: In<Location>, _kind: u32) {
-        pool.set(pool_at(process, location.get()?)?.pool(process))
+    fn cuMemGetMemPool(process; pool: Out<Handle<Pool>>, location: In<Location>, kind: u32) {
+        pool.set(pool_at(process, location.get()?, kind)?.pool(process))
     }
 
-    fn cuMemSetMemPool(process; location: In<Location>, _kind: u32, pool: Handle<Pool>) {
+    fn cuMemSetMemPool(process; location: In<Location>, kind: u32, pool: Handle<Pool>) {
         pool.get()?;
-        pool_at(process, location.get()?)?.set_pool(pool);
+        pool_at(process, location.get()?, kind)?.set_pool(pool);
         Ok(())
     }
 

@@ -18,6 +18,7 @@ use crate::entry::*;
 use crate::event::*;
 use crate::executable::*;
 use crate::export::*;
+use crate::external::*;
 use crate::graph::*;
 use crate::holders::*;
 use crate::ipc::*;
