@@ -61,6 +61,8 @@ pub(crate) struct Local {
     closed: AtomicU32,
     /// How many of the devices there are.
     count: AtomicU32,
+    /// There are more, for which there is no room.
+    full: AtomicU32,
     /// Somebody has set out to do what the node wishes ([`Ledger::serve`]).
     served: AtomicU32,
     /// See [`crate::pace::quick`].
@@ -109,6 +111,7 @@ impl<S: System> Ledger<S> {
         }
         match local.index(ordinal, uuids) {
             Some(Some(index)) => self.standing(local, index),
+            _ if local.full.load(Relaxed) != 0 => Standing::Closed,
             Some(None) => Standing::Free,
             // A device that the driver does not name: refused if anything here has a share.
             None if local.devices().next().is_some() => Standing::Closed,
@@ -141,7 +144,7 @@ impl<S: System> Ledger<S> {
         let Some(local) = self.local() else { return Standing::Closed };
         match local.find([uuid, uuid]) {
             Some(index) => self.standing(local, index),
-            None if local.closed.load(Relaxed) != 0 => Standing::Closed,
+            None if local.closed.load(Relaxed) | local.full.load(Relaxed) != 0 => Standing::Closed,
             None => Standing::Free,
         }
     }
@@ -346,7 +349,9 @@ impl Local {
     fn add(&self, policy: &'static PolicyPage, read: (&Policy, u64)) {
         let count = self.count.load(Relaxed);
         let known = self.devices().find(|device| device.is() == (read.0.gpu, read.0.mig));
-        let Some(device) = known.or_else(|| self.devices.get(count as usize)) else { return };
+        let Some(device) = known.or_else(|| self.devices.get(count as usize)) else {
+            return self.full.store(1, Relaxed);
+        };
         device.add(policy, read);
         if known.is_none() {
             self.count.store(count + 1, Relaxed);

@@ -33,6 +33,20 @@ fn no_page_means_that_nothing_is_counted() {
     assert!(matches!(process.device(0, || Some([GPU; 2])), Standing::Free));
 }
 
+/// Which of them it is that no page was read of nobody knows.
+#[test]
+fn of_more_devices_than_there_is_room_for_those_that_are_not_known_are_closed() {
+    let mig = |number: usize| divvy_pages::GpuUuid([number as u8 + 10; 16]);
+    let pages: Vec<Pages> =
+        (0..crate::ledger::DEVICES + 3).map(|at| Pages::Instance { limit: MIB, mig: mig(at) }).collect();
+    let process = World::new(&pages).process(1);
+    let standing = |at: usize| process.device(at as i32, || Some([mig(at), GPU]));
+    let shares = (0..pages.len()).filter(|at| matches!(standing(*at), Standing::Share(_))).count();
+    let closed = (0..pages.len()).filter(|at| matches!(standing(*at), Standing::Closed)).count();
+    assert_eq!((shares, closed), (crate::ledger::DEVICES, 3));
+    assert!(matches!(process.device_of(divvy_pages::GpuUuid([9; 16])), Standing::Closed));
+}
+
 #[test]
 fn refused_pages_alone_close_every_device_and_beside_good_ones_nothing() {
     let closed = World::new(&[Pages::Refused]).process(1);

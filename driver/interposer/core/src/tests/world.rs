@@ -212,7 +212,7 @@ fn report(page: &AccountPage) -> account::SlotReport {
 
 impl World {
     pub(super) fn new(pages: &[Pages]) -> Self {
-        let found = pages.iter().zip(b'a'..).map(|(pages, letter)| pair(*pages, letter)).collect();
+        let found = pages.iter().zip(b'A'..).map(|(pages, letter)| pair(*pages, letter)).collect();
         Self { found, dead: Arc::default(), clock: Arc::default() }
     }
 
