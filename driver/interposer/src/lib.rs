@@ -29,6 +29,21 @@
     reason = "hooks have the names of the functions they stand for"
 )]
 
+/// The body of a function without a frame, which answers that number whatever it is given. One that is compiled
+/// would bring a description of its frame, longer than itself.
+#[cfg(target_arch = "x86_64")]
+macro_rules! answer {
+    ($number:expr) => {
+        core::arch::naked_asm!("mov eax, {}", "ret", const $number)
+    };
+}
+#[cfg(target_arch = "aarch64")]
+macro_rules! answer {
+    ($number:expr) => {
+        core::arch::naked_asm!("mov x0, {}", "ret", const $number)
+    };
+}
+
 mod codec;
 mod cuda;
 mod elf;

@@ -283,7 +283,7 @@ fn who_ran_before_is_not_told() {
 
 /// In a container: allocates and then asks the library for sessions, and prints the numbers of what it is told.
 fn ask_for_sessions(nvml: &str, cuda: &str, uuid: &str) {
-    let mut guest = Guest::open(Path::new(cuda));
+    let guest = Guest::open(Path::new(cuda));
     assert_eq!(guest.run(&["start", "0"]), "ok");
     assert!(guest.run(&["alloc", "v2", "100"]).starts_with("ok "));
     let device = CString::new(uuid).expect("no NUL");

@@ -35,7 +35,8 @@ pub fn remember(places: &[Known], handle: u64, device: i32) {
 }
 
 /// The device of a handle that is known.
-pub fn device_of(places: &[Known], handle: u64) -> Option<i32> {
+#[cfg(test)]
+fn device_of(places: &[Known], handle: u64) -> Option<i32> {
     let place = places.iter().find(|place| place.handle.load(Acquire) == handle)?;
     Some(place.device.load(Relaxed).checked_sub(1)? as i32)
 }

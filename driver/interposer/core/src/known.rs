@@ -19,7 +19,7 @@ impl<S: System> Ledger<S> {
     /// A pool was made of memory of the device with that ordinal; `None`: of the host's.
     pub fn pool_is_of(&self, pool: u64, device: Option<i32>) -> Result<(), Full> {
         let owner = device.map_or(0, |device| device as u64 + 1);
-        self.know(Class::Owner, Entry::new(Class::Owner, pool, 0, 0, owner), &|_| false)
+        self.know(Class::Owner, Entry::new(Class::Owner, pool, 0, 0, owner))
     }
 
     /// What [`Ledger::pool_is_of`] said of it.
@@ -30,10 +30,7 @@ impl<S: System> Ledger<S> {
 
     /// An executable graph needs so much more of the device with that ordinal.
     pub fn graph_needs(&self, graph: u64, device: i32, bytes: u64) -> Result<(), Full> {
-        self.know(Class::Need, Entry::new(Class::Need, key(graph, device), 0, bytes, 0), &|known| {
-            *known = known.with_bytes(known.bytes().saturating_add(bytes));
-            true
-        })
+        self.know(Class::Need, Entry::new(Class::Need, key(graph, device), 0, bytes, 0))
     }
 
     /// What an executable graph needs of the device with that ordinal, if it has memory nodes there.
@@ -52,9 +49,17 @@ impl<S: System> Ledger<S> {
         self.take(Class::Need, key(graph, device))
     }
 
-    fn know(&self, class: Class, entry: Entry, add: &dyn Fn(&mut Entry) -> bool) -> Result<(), Full> {
+    /// Needs add up; of owners the last one counts.
+    fn know(&self, class: Class, entry: Entry) -> Result<(), Full> {
         let local = self.local().ok_or(Full)?;
-        local.table.merge(&self.system, class, entry, add).map(drop).map_err(|NoRoom| {
+        let add = |known: &mut Entry| {
+            let adds = class == Class::Need;
+            if adds {
+                *known = known.with_bytes(known.bytes().saturating_add(entry.bytes()));
+            }
+            adds
+        };
+        local.table.merge(&self.system, class, entry, &add).map(drop).map_err(|NoRoom| {
             self.fault(Fault::NoTable);
             Full
         })

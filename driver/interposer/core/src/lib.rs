@@ -22,7 +22,7 @@
 //! - [`known`]: whose memory a pool has, and what an executable graph needs.
 //! - [`pace`]: compute time, and the waits of launches.
 //! - [`codec`]: sessions of the video engines.
-//! - [`handles`]: which device a pool or a session is of.
+//! - [`handles`]: which device a session is of.
 //! - [`alive`]: when a process is proven dead.
 //! - [`nvml`]: NVML's answers, cut down to the share.
 //! - [`system`]: what all this needs of the operating system.

@@ -90,10 +90,12 @@ extern "C" fn target(at: u32) -> usize {
     genuine::function(at as usize).unwrap_or(not_found as *const () as usize)
 }
 
+#[unsafe(naked)]
 extern "C" fn no_permission() -> super::Answer {
-    NO_PERMISSION
+    answer!(NO_PERMISSION)
 }
 
+#[unsafe(naked)]
 extern "C" fn not_found() -> super::Answer {
-    super::MISSING
+    answer!(super::MISSING)
 }
