@@ -9,6 +9,7 @@
 use crate::code::Code;
 use crate::error::NvmlError;
 use crate::events::{Event, Late};
+use crate::gpm::Sampled;
 use crate::raw::{CiProfile, Device, Library};
 use crate::read::Description;
 use divvy_api::GpuUuid;
@@ -82,6 +83,8 @@ pub(crate) struct Worker {
     pub(crate) description: Option<Arc<Description>>,
     /// Compute-instance profiles by GPU-instance profile.
     pub(crate) ci_profiles: BTreeMap<u32, Arc<[CiProfile]>>,
+    /// By GPU instance.
+    pub(crate) sampled: BTreeMap<u32, Sampled>,
     // Last, so that it is dropped after the library.
     _alive: tokio::sync::mpsc::Sender<()>,
 }
@@ -136,6 +139,7 @@ impl Shared {
             progress: Arc::new(Mutex::new(Progress { phase: Phase::Done, call: "", begun: Instant::now() })),
             description: None,
             ci_profiles: BTreeMap::new(),
+            sampled: BTreeMap::new(),
             _alive: seed.alive,
         };
         std::thread::Builder::new()

@@ -130,7 +130,7 @@ impl Worker {
     }
 
     /// Compute-instance profiles that a GPU instance of that profile offers; asked once.
-    fn ci_profiles(&mut self, gi: Gi, profile_id: u32) -> Result<Arc<[CiProfile]>, NvmlError> {
+    pub(crate) fn ci_profiles(&mut self, gi: Gi, profile_id: u32) -> Result<Arc<[CiProfile]>, NvmlError> {
         if let Some(known) = self.ci_profiles.get(&profile_id) {
             return Ok(Arc::clone(known));
         }
@@ -200,6 +200,7 @@ impl Worker {
         let device = self.device()?;
         let found = self.call("nvmlDeviceGetGpuInstanceById", |nvml| nvml.gpu_instance(device, id));
         let Some(gi) = absent_is_none(found)? else { return Ok(()) };
+        self.forget_sample(id);
         let gone = absent_is_none(self.call("nvmlGpuInstanceDestroy", |nvml| nvml.destroy_gi(gi)));
         gone.map(drop).map_err(|error| self.name_holders("nvmlGpuInstanceDestroy", Some(id), error))
     }

@@ -3,13 +3,14 @@
 
 use crate::compute_mode::ComputeMode;
 use crate::error::NvmlError;
+use crate::gpm::InstanceTimes;
 use crate::job::{self, Shared, StuckCall, Worker};
 use crate::raw::CgroupMemory;
 use crate::read::{Description, RawInstance, State};
 use crate::session::Limits;
 use crate::usage::{ProcessTimes, ProcessUse};
 use divvy_api::GpuUuid;
-use divvy_model::inventory::{ComputeInstance, MigMode};
+use divvy_model::inventory::{ComputeInstance, GpuInstance, MigMode};
 use divvy_model::placement::Placement;
 use std::future::Future;
 use std::path::PathBuf;
@@ -79,6 +80,13 @@ impl GpuQueue {
     pub async fn times(&self, since_us: u64) -> Result<Option<ProcessTimes>, NvmlError> {
         let call = "nvmlDeviceGetProcessUtilization";
         self.submit(call, self.limits.query, move |worker| worker.times(since_us)).await
+    }
+
+    /// How much of their time these GPU instances had since this was asked of each the last time; others are asked of for
+    /// the first time after this.
+    pub async fn instance_times(&self, instances: Vec<GpuInstance>) -> Result<InstanceTimes, NvmlError> {
+        self.submit("nvmlGpmMigSampleGet", self.limits.query, move |worker| worker.instance_times(&instances))
+            .await
     }
 
     /// Has the GPU driver hold a cgroup (its directory) to so many bytes of the GPU's memory;

@@ -85,6 +85,7 @@ const _: () = assert!(size_of::<sys::nvmlMemory_t>() == 24);
 const _: () = assert!(size_of::<sys::nvmlMemory_v2_t>() == 40);
 const _: () = assert!(size_of::<sys::nvmlPciInfo_t>() == 68);
 const _: () = assert!(size_of::<sys::nvmlProcessUtilizationSample_t>() == 32);
+const _: () = assert!(size_of::<sys::nvmlGpmMetric_t>() == 40);
 
 /// Version word of a versioned struct.
 const fn version<T>(number: u32) -> c_uint {
@@ -113,7 +114,7 @@ plain! {
     nvmlGpuInstanceProfileInfo_t nvmlGpuInstanceProfileInfo_v2_t nvmlComputeInstanceProfileInfo_t
     nvmlGpuInstanceInfo_t nvmlComputeInstanceInfo_t nvmlGpuInstancePlacement_t nvmlEventData_t
     nvmlProcessInfo_t nvmlMemory_t nvmlMemory_v2_t nvmlPciInfo_t nvmlDeviceAddressingMode_t
-    nvmlGpuFabricInfo_t nvmlProcessUtilizationSample_t
+    nvmlGpuFabricInfo_t nvmlProcessUtilizationSample_t nvmlGpmMetricsGet_t
 }
 
 fn check(code: sys::nvmlReturn_t) -> Answer<()> {
@@ -135,6 +136,8 @@ macro_rules! nvml {
 // After the macro, which it uses.
 mod mig;
 pub(crate) use mig::{Ci, CiProfile, Gi, GiInfo};
+mod gpm;
+pub(crate) use gpm::GpmSample;
 mod limits;
 pub use limits::CgroupMemory;
 
