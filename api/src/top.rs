@@ -49,7 +49,7 @@ pub struct ShareNow {
     /// Its part of what nobody is promised.
     pub weight: u32,
     pub priority: u32,
-    /// What its processes had in the last second, by NVML; absent where that does not say, as of MIG instances.
+    /// What its processes had in the last second, by NVML; absent where that does not say, as of a MIG instance of which several have shares.
     pub busy_percent: Option<u32>,
     /// What they were charged in the last second, by their own word; absent at the first look.
     pub charged_percent: Option<u32>,

@@ -48,7 +48,7 @@
 //! **Alone and beside others** a share has a trim of its own each, as kernels look longer only where others cut in: the one that holds
 //! changes the moment that the first neighbour begins to work or the last one rests, and neither is to be found anew then.
 //!
-//! Not for instances of a GPU with MIG: NVML does not know what a process has of one.
+//! **MIG instances.** NVML does not know what a process has of one, so this is for a share that has an instance alone ([`super::instances`]).
 
 use divvy_pages::policy::UNBOUNDED;
 

@@ -19,8 +19,8 @@ type Key = (ClaimUid, ShareId);
 /// The priority of a share that precedes others, and above.
 const HIGH: u32 = 1;
 
-/// Whole GPUs' shares as they stand, by index. Nothing of instances, and nothing at all where NVML
-/// does not say who had what: there the policies hold as they are.
+/// Shares as they stand, by index. Nothing of those of which NVML does not say what they had: there the policies hold
+/// as they are.
 pub(super) fn standings(
     look: &Look,
     times: &Times,
@@ -30,6 +30,8 @@ pub(super) fn standings(
     let all = times.iter().flat_map(BTreeMap::values).map(|percent| time(*percent)).sum::<u64>().min(SECOND);
     let standing = |((at, share), metered): ((usize, &Share), &Metered)| {
         let busy = metered.busy?;
+        // Of an instance it is only known who has all of it.
+        let all = if share.policy.mig.is_none() { all } else { busy };
         let (charged, waited) = metered.said.unwrap_or_default();
         // Not what its own processes had of each other: with many of them that would explain anything. Nor does what
         // others have explain why one has nothing.
@@ -155,6 +157,40 @@ mod tests {
         let mut instance = look(0, 0);
         instance.shares[0].policy.mig = Some(GpuUuid([7; 16]));
         assert!(found(&instance, &times(&[])).is_empty());
+    }
+
+    #[test]
+    fn the_one_share_of_an_instance_is_held_to_what_the_instance_had_and_has_no_company() {
+        const MIG: GpuUuid = GpuUuid([7; 16]);
+        let at = |seconds: u64, busy: u64| {
+            let mut look = look(30 * seconds * POINT, seconds * SECOND);
+            look.shares[0].policy.mig = Some(MIG);
+            look.uses[0].device.mig = Some(MIG);
+            look.busy = [(MIG, busy * POINT)].into();
+            look
+        };
+        // What NVML says of a process is not of an instance.
+        let times = times(&[(8, 90)]);
+        let begin = Instant::now();
+        let (metered, _, memory) = meter(&at(0, 0), &times, None, Memory::default(), begin);
+        assert!(standings(&at(0, 0), &times, &metered, &BTreeMap::new()).is_empty());
+        let rate = |busy: u64| {
+            let (mut memory, mut had, mut rate) = (memory.clone(), BTreeMap::new(), None);
+            for second in 1..=2 {
+                let look = at(second, busy);
+                let now = begin + Duration::from_secs(second);
+                let (metered, _, after) = meter(&look, &times, None, memory, now);
+                let [(0, standing)] = standings(&look, &times, &metered, &had)[..] else {
+                    panic!("one share")
+                };
+                let order = orders(&[standing])[0];
+                had = [(look.shares[0].key(), Had { memory: order.memory, ..Had::default() })].into();
+                (memory, rate) = (after, order.rate);
+            }
+            rate.expect("it is limited") / POINT
+        };
+        // Beside others a kernel may look longer than it is: not here.
+        assert_eq!([rate(30), rate(60), rate(20)], [30, 15, 30]);
     }
 
     #[test]

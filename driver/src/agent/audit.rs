@@ -18,7 +18,7 @@ impl Sources {
         &self,
         gpu: GpuUuid,
         found: Vec<Found>,
-        Asked { uses, kept, times, until }: Asked,
+        Asked { uses, kept, times, busy, until }: Asked,
         memory: Memory,
     ) -> (Memory, Vec<Report>, Option<Vec<ShareNow>>) {
         let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
@@ -26,7 +26,7 @@ impl Sources {
         let is_due = memory.is_due(now);
         let known = &memory.processes;
         let look = gather::look(found, &self.files, uses, known, !is_due, process_root, cgroup_root);
-        let look = Look { kept, ..look };
+        let look = Look { kept, busy, ..look };
         let (mut memory, metered, over) = match memory.meter.awaits(&times) {
             // Of the time the next look tells, with what was before this one.
             true => (memory, Vec::new(), Vec::new()),
@@ -68,7 +68,7 @@ impl Sources {
         (Memory { meter: of_meter, balances, over_time: past, ..memory }, metered, over)
     }
 
-    /// Who is to have what of the GPU's time from now on.
+    /// Who is to have what of the GPU's time, or its instance's, from now on.
     fn divide(
         &self,
         gpu: GpuUuid,
@@ -83,7 +83,13 @@ impl Sources {
             let dir = self.shares.of(&share.claim, &share.id);
             // Else it was just removed, or somebody has a lease on it.
             let account = self.files.get(&dir.join(ACCOUNT), true).ok()?;
-            Some(Planned { key: share.key(), policy: dir.join(POLICY), account, standing })
+            Some(Planned {
+                key: share.key(),
+                mig: share.policy.mig,
+                policy: dir.join(POLICY),
+                account,
+                standing,
+            })
         });
         self.bell.plan(gpu, planned.collect());
     }

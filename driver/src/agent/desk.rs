@@ -1,5 +1,7 @@
 //! The pages of the shares that are divided, mapped and open, and what was last written there.
 //!
+//! Shares of a MIG instance are divided among themselves, as the whole GPU's are; turns are of whole GPUs.
+//!
 //! Nothing is written that is there already, so that a node on which nothing happens writes a grant a second for
 //! each share that is limited. What is kept of a page goes by its file: one that was made anew is another share's.
 
@@ -9,6 +11,7 @@ mod seat;
 use super::arbiter::{self, Company};
 use super::bell::{Key, TICK};
 use super::door::{Door, Rang};
+use super::look::Device;
 use super::orders::{self, Gate, Standing, Turn, Turns};
 use divvy_pages::GpuUuid;
 use seat::{CLOSED, Seat};
@@ -23,6 +26,8 @@ const REST: u64 = super::soon::REST.as_nanos() as u64;
 #[derive(Debug)]
 pub(super) struct Planned {
     pub(super) key: Key,
+    /// The instance that it is of.
+    pub(super) mig: Option<GpuUuid>,
     /// Its policy page, and its account.
     pub(super) policy: PathBuf,
     pub(super) account: Arc<File>,
@@ -51,10 +56,10 @@ pub(super) struct Moved {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Desk(BTreeMap<GpuUuid, Gpu>);
+pub(super) struct Desk(BTreeMap<Device, Part>);
 
 #[derive(Debug, Default)]
-struct Gpu {
+struct Part {
     shares: Vec<Seat>,
     gate: Gate,
     turns: Option<Turns<Key>>,
@@ -72,57 +77,53 @@ struct Gpu {
 impl Desk {
     /// What each share had since this was last asked, up to then.
     pub(super) fn since(&mut self, gpu: GpuUuid, until: u64) -> BTreeMap<Key, Had> {
-        let seats = self.0.get_mut(&gpu).map(|gpu| gpu.shares.as_mut_slice()).unwrap_or_default();
-        seats.iter_mut().map(|seat| (seat.key.clone(), seat.had(until))).collect()
+        let parts = self.0.iter_mut().filter(|(device, _)| device.gpu == gpu).map(|(_, part)| part);
+        let seats = parts.flat_map(|part| &mut part.shares);
+        seats.map(|seat| (seat.key.clone(), seat.had(until))).collect()
     }
 
-    /// Says whether the thread has anything to do with it that it had not.
+    /// From now on the shares of a GPU and its instances are these. Says whether the thread has anything to do with them that
+    /// it had not.
     pub(super) fn plan(&mut self, gpu: GpuUuid, shares: Vec<Planned>, now: u64) -> bool {
-        let gpu = self.0.entry(gpu).or_default();
-        let mut before = std::mem::take(&mut gpu.shares);
-        let is_beside = shares.len() > 1;
+        let known = self.0.keys().filter(|device| device.gpu == gpu);
+        let mut by_device: BTreeMap<Device, Vec<Planned>> =
+            known.map(|device| (*device, Vec::new())).collect();
         for planned in shares {
-            let known = before.iter().position(|seat| seat.is_of(&planned)).map(|at| before.swap_remove(at));
-            let seat = match known {
-                Some(seat) => Ok(seat.found(planned.standing, now)),
-                None => Seat::new(&planned, is_beside, now),
-            };
-            match seat {
-                Ok(seat) => gpu.shares.push(seat),
-                // Just being made or removed, or somebody has a lease on it.
-                Err(cause) => tracing::debug!(share = ?planned.key, %cause, "share not divided"),
-            }
+            by_device.entry(Device { gpu, mig: planned.mig }).or_default().push(planned);
         }
-        let is_other = !before.is_empty();
-        before.iter_mut().for_each(Seat::release);
-        // Who works beside others is watched, and the thread may be asleep.
-        gpu.settle(now) || is_other || gpu.has_company()
+        let mut is_other = false;
+        for (device, shares) in by_device {
+            is_other |= self.0.entry(device).or_default().plan(shares, now);
+        }
+        // Of a whole GPU it stays known when it was told of last.
+        self.0.retain(|device, part| device.mig.is_none() || !part.shares.is_empty());
+        is_other
     }
 
     pub(super) fn turns(&mut self, gpu: GpuUuid, order: Vec<Key>, quantum: u64, now: u64) -> bool {
-        let gpu = self.0.entry(gpu).or_default();
-        let before = gpu.turns.take();
-        gpu.turns = (order.len() > 1).then(|| Turns::new(order, quantum, before, now));
-        gpu.settle(now)
+        let part = self.0.entry(Device { gpu, mig: None }).or_default();
+        let before = part.turns.take();
+        part.turns = (order.len() > 1).then(|| Turns::new(order, quantum, before, now));
+        part.settle(now)
     }
 
     pub(super) fn keep(&mut self, are_there: impl Fn(&GpuUuid) -> bool) {
-        self.0.retain(|gpu, _| are_there(gpu));
+        self.0.retain(|device, _| are_there(&device.gpu));
     }
 
     /// Nobody is kept out by who is gone.
     pub(super) fn leave(&mut self) {
-        self.0.values_mut().flat_map(|gpu| &mut gpu.shares).for_each(|seat| seat.close(false, 0));
+        self.0.values_mut().flat_map(|part| &mut part.shares).for_each(|seat| seat.close(false, 0));
     }
 
     /// The GPUs on which more or fewer work since this was last asked. Who comes and goes all the time is told of as often
     /// as it is heard ([`super::soon`]).
     pub(super) fn moved(&mut self, now: u64) -> Vec<Moved> {
-        let moved = |(gpu, of): (&GpuUuid, &mut Gpu)| {
+        let moved = |(device, of): (&Device, &mut Part)| {
             let is_first = std::mem::take(&mut of.has_begun);
             std::mem::take(&mut of.has_moved).then(|| {
                 of.told = now;
-                Moved { gpu: *gpu, is_first }
+                Moved { gpu: device.gpu, is_first }
             })
         };
         self.0.iter_mut().filter_map(moved).collect()
@@ -130,20 +131,20 @@ impl Desk {
 
     /// Whether there are any.
     pub(super) fn has_moved(&self) -> bool {
-        self.0.values().any(|gpu| gpu.has_moved)
+        self.0.values().any(|part| part.has_moved)
     }
 
     /// Looks who rang and who rests, and does what follows.
     pub(super) fn tick(&mut self, now: u64, rang: &Rang) {
-        for gpu in self.0.values_mut() {
-            let mut has_changed = gpu.next <= now;
-            let all = gpu.turns.is_some();
-            let is_alone = gpu.shares.len() < 2;
-            for seat in gpu.shares.iter_mut().filter(|seat| all || !is_alone && seat.is_due(now, rang)) {
+        for part in self.0.values_mut() {
+            let mut has_changed = part.next <= now;
+            let all = part.turns.is_some();
+            let is_alone = part.shares.len() < 2;
+            for seat in part.shares.iter_mut().filter(|seat| all || !is_alone && seat.is_due(now, rang)) {
                 has_changed |= seat.look(now);
             }
             if has_changed {
-                gpu.settle(now);
+                part.settle(now);
             }
         }
     }
@@ -151,16 +152,16 @@ impl Desk {
     /// The doors to wait at, with what their doorbells said, and until when.
     pub(super) fn doors(&mut self, now: u64) -> (Vec<(Arc<Door>, u32)>, u64) {
         let (mut doors, mut are_all_heard) = (Vec::new(), true);
-        for seat in self.0.values_mut().flat_map(|gpu| &mut gpu.shares).filter(|seat| seat.order.is_asked) {
+        for seat in self.0.values_mut().flat_map(|part| &mut part.shares).filter(|seat| seat.order.is_asked) {
             seat.is_heard = !seat.is_cut && doors.len() < super::door::MOST;
             are_all_heard &= seat.is_heard;
             if seat.is_heard {
                 doors.push((seat.door.clone(), seat.doorbell));
             }
         }
-        let next = self.0.values().map(|gpu| gpu.next).min().unwrap_or(u64::MAX);
+        let next = self.0.values().map(|part| part.next).min().unwrap_or(u64::MAX);
         let rests = |seat: &Seat| seat.may_rest().max(now + seat.pause());
-        let of_company = self.0.values().filter(|gpu| gpu.has_company()).flat_map(|gpu| &gpu.shares);
+        let of_company = self.0.values().filter(|part| part.has_company()).flat_map(|part| &part.shares);
         let watched = of_company.filter(|seat| seat.is_at_work() && seat.is_seen());
         // Whose door is none, or one too many, has to be looked at.
         let unheard = if are_all_heard { u64::MAX } else { now + TICK };
@@ -169,7 +170,28 @@ impl Desk {
     }
 }
 
-impl Gpu {
+impl Part {
+    fn plan(&mut self, shares: Vec<Planned>, now: u64) -> bool {
+        let mut before = std::mem::take(&mut self.shares);
+        let is_beside = shares.len() > 1;
+        for planned in shares {
+            let known = before.iter().position(|seat| seat.is_of(&planned)).map(|at| before.swap_remove(at));
+            let seat = match known {
+                Some(seat) => Ok(seat.found(planned.standing, now)),
+                None => Seat::new(&planned, is_beside, now),
+            };
+            match seat {
+                Ok(seat) => self.shares.push(seat),
+                // Just being made or removed, or somebody has a lease on it.
+                Err(cause) => tracing::debug!(share = ?planned.key, %cause, "share not divided"),
+            }
+        }
+        let is_other = !before.is_empty();
+        before.iter_mut().for_each(Seat::release);
+        // Who works beside others is watched, and the thread may be asleep.
+        self.settle(now) || is_other || self.has_company()
+    }
+
     /// Somebody works, by its own word, and is not the only one who may.
     fn has_company(&self) -> bool {
         self.shares.len() > 1 && self.shares.iter().any(|seat| seat.is_at_work() && seat.is_seen())

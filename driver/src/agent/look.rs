@@ -1,5 +1,6 @@
 //! What an audit of one GPU goes by, gathered once and then only looked at.
 
+use super::instances::Busy;
 use super::mounts::Page;
 use super::process::{Cgroups, Process};
 use divvy_api::{ClaimUid, ShareId};
@@ -84,6 +85,8 @@ pub(super) struct Look {
     pub(super) processes: BTreeMap<u32, Process>,
     /// Containers whose limit the GPU driver keeps, by id.
     pub(super) kept: BTreeSet<String>,
+    /// Of instances of which one share has all.
+    pub(super) busy: Busy,
 }
 
 impl Account {

@@ -71,6 +71,11 @@ impl Until {
         Some(Self { us, at: Instant::now().checked_sub(ago)? })
     }
 
+    /// Of what was told of that moment; none before the first second of the system clock.
+    pub(super) fn at(at: Instant) -> Option<Self> {
+        Some(Self { us: micros(wall().checked_sub(at.elapsed())?), at })
+    }
+
     pub(super) fn ago(self) -> Duration {
         self.at.elapsed()
     }
@@ -115,11 +120,11 @@ pub(super) fn meter(
         let (charged, waited) = said(share, &mut of_share);
         let since = since.filter(|_| is_known);
         all.push(Metered {
-            // Of an instance NVML knows nothing.
-            busy: had
-                .as_ref()
-                .filter(|_| share.policy.mig.is_none())
-                .map(|had| had.get(&at).copied().unwrap_or(0)),
+            busy: match share.policy.mig {
+                None => had.as_ref().map(|had| had.get(&at).copied().unwrap_or(0)),
+                // Who has just come may have it from another.
+                Some(mig) => look.busy.get(&mig).filter(|_| is_known && is_sole(look, at)).copied(),
+            },
             said: since.map(|since| (by_second(charged, since), by_second(waited, since))),
         });
         slots.insert(share.key(), of_share);
@@ -130,6 +135,15 @@ pub(super) fn meter(
 /// Of so many per cent: nanoseconds a second.
 pub(super) fn time(percent: u32) -> u64 {
     u64::from(percent) * (SECOND / 100)
+}
+
+/// All processes on the device of a share are its own, as far as they are still there.
+fn is_sole(look: &Look, at: usize) -> bool {
+    let device = look.shares[at].device();
+    let mut here = look.uses.iter().filter(|usage| usage.device == device);
+    here.all(|usage| {
+        look.processes.get(&usage.pid).is_none_or(|process| look.shares_of(process).contains(&at))
+    })
 }
 
 /// Nanoseconds a second that the processes of each share had, by index. What a process of several shares had is theirs by
@@ -225,6 +239,7 @@ fn measured(look: &Look) -> Vec<Option<u64>> {
 #[cfg(test)]
 mod tests {
     use super::super::judge::tests::{CONTEXT, Scene};
+    use super::super::look::Use;
     use super::*;
     use divvy_pages::{Compute, GpuUuid};
 
@@ -284,6 +299,46 @@ mod tests {
         scene.second_share(10_000).process(7).has(20);
         let told = told(&scene.look(), &[], 0);
         assert_eq!(told.iter().map(|now| now.memory_measured_bytes).collect::<Vec<_>>(), [None, None]);
+    }
+
+    #[test]
+    fn what_an_instance_had_is_its_one_shares_where_nobody_else_is_on_it() {
+        const MIG: GpuUuid = GpuUuid([7; 16]);
+        let begin = Instant::now();
+        let on = |change: fn(&mut Look)| {
+            let mut look = look(0, 0);
+            look.shares[0].policy.mig = Some(MIG);
+            look.uses[0].device.mig = Some(MIG);
+            look.busy = [(MIG, SECOND / 5)].into();
+            change(&mut look);
+            look
+        };
+        let (metered, _, memory) = meter(&on(|_| ()), &None, None, Memory::default(), begin);
+        assert_eq!(metered, [Metered::default()], "it may be another's that was there before");
+        let check = |change: fn(&mut Look), expected: Option<u64>| {
+            let later = begin + Duration::from_secs(1);
+            let (metered, ..) = meter(&on(change), &None, None, memory.clone(), later);
+            assert_eq!(metered[0].busy, expected);
+        };
+        check(|_| (), Some(SECOND / 5));
+        check(|look| look.busy = [].into(), None);
+        fn another(look: &mut Look, is_there: bool) {
+            let mut scene = Scene::share(10_000);
+            let stranger = scene.process(9).elsewhere_cgroup().sees("").has(20).look();
+            let usage = Use { device: look.uses[0].device, ..stranger.uses[0] };
+            look.uses.push(usage);
+            look.processes.extend(stranger.processes.into_iter().filter(|_| is_there));
+        }
+        check(|look| another(look, true), None);
+        // It has ended, and was of those who could be there; or it is on another instance.
+        check(|look| another(look, false), Some(SECOND / 5));
+        check(
+            |look| {
+                another(look, true);
+                look.uses[1].device.mig = Some(GpuUuid([8; 16]));
+            },
+            Some(SECOND / 5),
+        );
     }
 
     #[test]

@@ -42,6 +42,7 @@ mod end;
 mod files;
 mod finding;
 mod gather;
+mod instances;
 mod judge;
 mod lines;
 mod locks;
@@ -67,8 +68,7 @@ use desk::Planned;
 use divvy_api::top::ShareNow;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_model::Inventory;
-use divvy_model::inventory::Mig;
-use divvy_nvml::{GpuQueue, NvmlError, ProcessUse};
+use divvy_nvml::{GpuQueue, NvmlError};
 use divvy_pages as pages;
 use files::Files;
 use finding::Key;
@@ -76,7 +76,7 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use gather::Found;
 use locks::Locks;
-use look::{Device, Use};
+use look::Use;
 use press::Pressed;
 use soon::Soon;
 use std::collections::{BTreeMap, BTreeSet};
@@ -174,6 +174,9 @@ struct Asked {
     /// Containers whose limit it keeps, by id.
     kept: BTreeSet<String>,
     times: meter::Times,
+    /// What instances had of which one share has all.
+    busy: instances::Busy,
+    /// Up to when either is told.
     until: Option<meter::Until>,
 }
 
@@ -338,21 +341,18 @@ impl Agent {
         let kept = self.hold(queue, found).await?;
         let inventory = self.inventory.borrow().clone();
         let uses = queue.usage().await?;
-        let uses = uses.into_iter().filter_map(|usage| place(gpu, &inventory, usage)).collect();
         let times = queue.times(since_us).await?;
-        let until = times.as_ref().and_then(|times| times.until_us).and_then(meter::Until::of);
-        Ok(Asked { uses, kept, times: times.map(|times| times.percent), until })
+        let mut until = times.as_ref().and_then(|times| times.until_us).and_then(meter::Until::of);
+        let shares: Vec<_> = found.iter().filter_map(|found| found.policy.mig).collect();
+        let mut busy = instances::Busy::new();
+        if !shares.is_empty() {
+            // Even if it is of none: what was before is forgotten then.
+            let sole = instances::sole(instances::of(gpu, &inventory), &shares, &uses);
+            let times = queue.instance_times(sole.clone()).await?;
+            until = until.or_else(|| meter::Until::at(times.until));
+            busy = instances::busy(&sole, &times);
+        }
+        let uses = uses.iter().filter_map(|usage| instances::place(gpu, &inventory, usage)).collect();
+        Ok(Asked { uses, kept, times: times.map(|times| times.percent), busy, until })
     }
-}
-
-/// The device of a process; none for an instance that is not known yet.
-fn place(gpu: pages::GpuUuid, inventory: &Inventory, usage: ProcessUse) -> Option<Use> {
-    let ProcessUse { pid, instance, bytes } = usage;
-    let Some((gi, ci)) = instance else { return Some(Use { pid, device: Device { gpu, mig: None }, bytes }) };
-    let known =
-        inventory.gpus.iter().find(|known| pages::GpuUuid::parse(known.uuid.as_str()) == Some(gpu))?;
-    let Mig::Supported { instances, .. } = &known.mig else { return None };
-    let instance = instances.iter().find(|instance| instance.id == gi)?;
-    let compute = instance.compute_instances.iter().find(|compute| compute.id == ci)?;
-    Some(Use { pid, device: Device { gpu, mig: Some(pages::GpuUuid::parse(&compute.uuid)?) }, bytes })
 }

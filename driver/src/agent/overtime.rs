@@ -19,7 +19,8 @@
 //! does not end.
 //!
 //! Ended is who hides, or else has most: the rate was cut for all processes of the share, so those that are held by it have little.
-//! Not of instances: NVML does not know what a process has of one.
+//! Of a MIG instance NVML knows the time of all its processes together alone ([`super::instances`]): there it is who hides, or else has most
+//! of its memory.
 
 use super::arbiter::{SECOND, Terms};
 use super::finding::{Finding, Kind};
@@ -87,9 +88,12 @@ pub(super) fn over_time(
     before: &Memory,
 ) -> (Vec<Finding>, Memory) {
     let (mut findings, mut memory) = (Vec::new(), Memory::new());
-    let (Some(times), Some(since)) = (times, since) else { return (findings, before.clone()) };
+    let Some(since) = since else { return (findings, before.clone()) };
     for ((at, share), metered) in look.shares.iter().enumerate().zip(metered) {
-        let Some(busy) = metered.busy else { continue };
+        let Some(busy) = metered.busy else {
+            memory.extend(before.get_key_value(&share.key()).map(|(key, past)| (key.clone(), *past)));
+            continue;
+        };
         let ceiling = Terms::of(share.policy.compute).ceiling;
         let Past { excess, evidence, proof } = before.get(&share.key()).copied().unwrap_or_default();
         let excess = if bound(ceiling) < SECOND {
@@ -120,10 +124,13 @@ pub(super) fn over_time(
             None => continue,
         };
         findings.extend(offender(look, at, times).map(|(process, percent)| {
-            let text = format!(
-                "it had {percent} % of the GPU's time in the last second, the claim's processes together {} % where {why}",
-                points(busy)
-            );
+            let all = points(busy);
+            let text = match percent {
+                Some(percent) => format!(
+                    "it had {percent} % of the GPU's time in the last second, the claim's processes together {all} % where {why}"
+                ),
+                None => format!("the claim's processes had {all} % of the instance's time in the last second where {why}"),
+            };
             let certain = is_long || is_proven;
             Finding { certain, ..about(share, Kind::OverTime, Some(suspect(process)), text) }
         }));
@@ -135,19 +142,27 @@ fn points(time: u64) -> u64 {
     time / (SECOND / 100)
 }
 
-/// The process that goes first, and its per cent.
-fn offender<'a>(look: &'a Look, at: usize, times: &BTreeMap<u32, u32>) -> Option<(&'a Process, u32)> {
+/// The process that goes first, and its per cent where NVML says.
+fn offender<'a>(look: &'a Look, at: usize, times: &Times) -> Option<(&'a Process, Option<u32>)> {
     let share: &Share = look.shares.get(at)?;
-    let of_share = times.iter().filter_map(|(pid, percent)| {
-        let process = look.processes.get(pid).filter(|process| look.shares_of(process).contains(&at))?;
-        Some((process, *percent))
-    });
-    of_share.max_by_key(|(process, percent)| (share.slots_of(process).next().is_none(), *percent))
+    let of_share =
+        |pid: &u32| look.processes.get(pid).filter(|process| look.shares_of(process).contains(&at));
+    let hides = |process: &Process| share.slots_of(process).next().is_none();
+    if share.policy.mig.is_some() {
+        let here = look.uses.iter().filter(|usage| usage.device == share.device());
+        let here = here.filter_map(|usage| Some((of_share(&usage.pid)?, usage.bytes)));
+        let first = here.max_by_key(|(process, bytes)| (hides(process), *bytes));
+        return first.map(|(process, _)| (process, None));
+    }
+    let here = times.iter().flatten().filter_map(|(pid, percent)| Some((of_share(pid)?, *percent)));
+    let first = here.max_by_key(|(process, percent)| (hides(process), *percent));
+    first.map(|(process, percent)| (process, Some(percent)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::judge::tests::{CONTEXT, Scene};
+    use super::super::look::Use;
     use super::*;
     use divvy_pages::{Compute, Flags, GpuUuid};
     use proptest::prelude::*;
@@ -230,13 +245,39 @@ mod tests {
         let (findings, _) =
             over_time(&instance, &[Metered::default()], &times, SINCE, &Forged::new(), &before);
         assert!(findings.is_empty());
-        let metered = [Metered { busy: Some(SECOND), said: None }];
-        let (findings, after) = over_time(&look(30), &metered, &None, SINCE, &Forged::new(), &before);
-        assert_eq!((findings.len(), after), (0, before));
+        // Who was found once is not forgotten for a look at which nothing is known.
+        let (_, after) = over_time(&instance, &[Metered::default()], &None, SINCE, &Forged::new(), &before);
+        assert_eq!(after, before);
         let mut observed = look(30);
         observed.shares[0].policy.flags = Flags::OBSERVE_ONLY;
         let found = found(&observed, (0..9).map(|_| vec![(7, 100)]));
         assert!(found.is_some_and(|(_, finding)| finding.report_only && finding.certain));
+    }
+
+    #[test]
+    fn on_an_instance_it_is_who_hides_or_has_most_memory() {
+        let check = |sizes: &[(u32, u64)], expected: u32| {
+            let mut look = look(30);
+            look.shares[0].policy.mig = Some(GpuUuid([7; 16]));
+            let device = look.shares[0].device();
+            look.uses =
+                sizes.iter().map(|(pid, bytes)| Use { pid: *pid, device, bytes: Some(*bytes) }).collect();
+            look.processes.get_mut(&9).expect("it hides").cgroups = look.processes[&7].cgroups.clone();
+            let metered = [Metered { busy: Some(SECOND), said: None }];
+            let mut memory = Memory::new();
+            let mut second = || {
+                let (found, after) = over_time(&look, &metered, &None, SINCE, &Forged::new(), &memory);
+                memory = after;
+                found.into_iter().next()
+            };
+            assert!([second(), second(), second()].iter().all(Option::is_none), "as on a whole GPU");
+            let finding = second().expect("in the fourth second");
+            assert_eq!((finding.process.map(|process| process.pid), finding.certain), (Some(expected), true));
+            assert!(finding.text.starts_with("the claim's processes had 100 % of the instance's time"));
+        };
+        check(&[(7, 20), (8, 30)], 8);
+        check(&[(7, 20), (8, 30), (10, 90)], 8);
+        check(&[(7, 20), (8, 30), (9, 10)], 9);
     }
 
     #[test]

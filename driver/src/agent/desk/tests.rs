@@ -12,6 +12,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::SeqCst;
 
 mod doors;
+mod instances;
 
 pub(in super::super) const GPU: GpuUuid = GpuUuid([1; 16]);
 const POINT: u64 = SECOND / 100;
@@ -62,7 +63,7 @@ impl Share {
             memory: arbiter::Memory::default(),
         };
         let (policy, account) = (self.policy.clone(), Arc::clone(&self.account));
-        Planned { key: self.key.clone(), policy, account, standing }
+        Planned { key: self.key.clone(), mig: None, policy, account, standing }
     }
 
     pub(in super::super) fn page(&self) -> &PolicyPage {
