@@ -34,8 +34,8 @@ pub struct Node {
     pub sim: Sim,
     ledger: Arc<Ledger>,
     uuid: GpuUuid,
-    /// Of a MIG instance, the GPU instance's number and the UUID.
-    mig: Option<(u32, GpuUuid)>,
+    /// Of a MIG instance, the numbers of GPU and compute instance and the UUID.
+    mig: Option<((u32, u32), GpuUuid)>,
 }
 
 /// The pages of one share, as files.
@@ -76,7 +76,8 @@ impl Node {
                     let gi = state.create_gi(0, HALF.0, None)?;
                     Ok((gi.id, state.create_ci(0, gi.id, HALF.1, None)?))
                 })?;
-                node.mig = Some((gi, GpuUuid::parse(&ci.uuid).context("an instance without a UUID")?));
+                node.mig =
+                    Some(((gi, ci.id), GpuUuid::parse(&ci.uuid).context("an instance without a UUID")?));
                 Ok(node)
             }
         }
@@ -132,7 +133,7 @@ impl Node {
         let directory = self.path().join("shares").join(claim).join(id);
         let state = self.sim.read()?;
         let gpu = state.gpus.get(slot).context("no such GPU")?;
-        let physical = divvy_sim::mig::memory_mib(gpu, self.mig.map(|(gi, _)| gi)) * MIB;
+        let physical = divvy_sim::mig::memory_mib(gpu, self.mig.map(|((gi, _), _)| gi)) * MIB;
         let device = (GpuUuid::parse(&gpu.uuid).context("a GPU without a UUID")?, self.instance());
         write_pages(&directory, claim, id, device, limit, physical, compute)?;
         Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
@@ -175,23 +176,28 @@ impl Node {
         self.ledger.uses().iter().map(|found| found.bytes).sum()
     }
 
+    /// What the node's shares are of.
+    fn place(&self) -> Place {
+        Place { slot: 0, instance: self.mig.map(|(numbers, _)| numbers) }
+    }
+
     /// Processes that use the GPU.
     pub fn processes(&self) -> BTreeSet<u32> {
         self.ledger.uses().iter().map(|found| found.pid).collect()
     }
 
-    /// The time, and for how long of it the GPU has been at work but for processes that live all the while; nanoseconds.
+    /// The time, and for how long of it the GPU or its instance has been at work but for processes that live all the while; nanoseconds.
     pub fn busy(&self, but: &BTreeSet<u32>) -> Result<(u64, u64)> {
         let watcher = self.watcher()?;
         let theirs: u64 =
             watcher.served().iter().filter(|one| but.contains(&one.pid)).map(|one| one.served).sum();
-        let (at, all) = watcher.busy(Place { slot: 0, instance: None }).context("no GPU")?;
+        let (at, all) = watcher.busy(self.place()).context("no GPU")?;
         Ok((at, all.saturating_sub(theirs)))
     }
 
-    /// The part of the last sixth of a second in which the GPU was at work but for these.
+    /// The part of the last sixth of a second in which it was at work but for these.
     pub fn busy_lately(&self, but: &BTreeSet<u32>) -> Result<f64> {
-        let sampled = self.watcher()?.last_sampled(Place { slot: 0, instance: None });
+        let sampled = self.watcher()?.last_sampled(self.place());
         Ok(sampled.map_or(0.0, |sampled| {
             let theirs: u64 =
                 sampled.processes.iter().filter(|(pid, _)| but.contains(pid)).map(|(_, had)| had).sum();

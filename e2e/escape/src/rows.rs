@@ -90,6 +90,8 @@ pub struct Row {
     pub over_commits: bool,
     /// How the library comes into the container.
     pub injection: Injection,
+    /// No other share is of the same device.
+    pub alone: bool,
 }
 
 impl Row {
@@ -104,6 +106,7 @@ impl Row {
             on,
             over_commits: false,
             injection: Injection::Preload,
+            alone: false,
         }
     }
 
@@ -121,6 +124,10 @@ impl Row {
 
     const fn shimmed(self) -> Self {
         Self { injection: Injection::Shim, ..self }
+    }
+
+    const fn alone(self) -> Self {
+        Self { alone: true, ..self }
     }
 
     /// What `escape` calls it: the name up to where the device begins.
@@ -339,6 +346,29 @@ pub const ROWS: &[Row] = &[
         .shimmed(),
     detected("link-map@shim", "the same: raw pointers, found by walking the loader's tables", HIDDEN)
         .shimmed(),
+    detected(
+        "time-mismeasured@mig",
+        "compute time of a MIG instance that a share has alone: patches the driver's code, so that every kernel looks short",
+        OVER_TIME,
+    )
+    .on(On::Instance)
+    .winning(Gain::Time)
+    .alone(),
+    detected(
+        "time-policy-mapped-over@mig",
+        "the same: maps memory of its own over the policy page",
+        OVER_TIME,
+    )
+    .on(On::Instance)
+    .winning(Gain::Time)
+    .alone(),
+    prevented(
+        "time-waits@mig",
+        "the same: writes its own account page: its launches wait all the time",
+    )
+    .on(On::Instance)
+    .winning(Gain::Time)
+    .alone(),
 ];
 
 /// The row of that name.

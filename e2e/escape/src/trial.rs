@@ -158,7 +158,7 @@ impl Trial {
             before: BTreeSet::new(),
             neighbour: None,
         };
-        if let Some(enforcement) = enforcement.filter(|_| watched) {
+        if let Some(enforcement) = enforcement.filter(|_| watched && !row.alone) {
             trial.neighbour(row, enforcement)?;
         }
         let mut recipe = Recipe { cgroup: row.on == On::Limiting, ..Recipe::default() };

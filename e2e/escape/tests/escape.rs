@@ -35,7 +35,8 @@ fn what_the_library_must_prevent_is_prevented() {
 
 #[test]
 fn what_the_node_must_detect_is_detected() {
-    check(&["own-libcuda", "account-zeroed", "own-libcuda@mig", "time-endless", "real-path@shim"]);
+    check(&["own-libcuda", "account-zeroed", "own-libcuda@mig", "real-path@shim"]);
+    check(&["time-endless", "time-mismeasured@mig"]);
 }
 
 #[test]
