@@ -21,6 +21,8 @@ use std::time::{Duration, Instant};
 const MEMORY: &str = "/dev/shm";
 const MODEL: &str = "H100-SXM5-80GB";
 const LIMIT: u64 = 8192 * MIB;
+/// As many tenants work at once at most.
+const MOST: usize = 5;
 /// Between two looks at the ledger.
 const LOOK: Duration = Duration::from_millis(5);
 /// Shares of windows of this length are told.
@@ -97,7 +99,7 @@ impl Stage {
         // A program of its own for each tenant, so that the ledger tells them apart by name.
         let first = node.programs().join(file_of(0));
         programs::compile(&["compute.c"], &first, &["-ldl"])?;
-        for tenant in 1..4 {
+        for tenant in 1..MOST {
             std::fs::copy(&first, node.programs().join(file_of(tenant)))?;
         }
         let agent = agent.then(|| Watch::start(&node)).transpose()?;
