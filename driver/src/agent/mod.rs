@@ -277,8 +277,10 @@ impl Agent {
         let sources = self.sources.clone();
         let looked = tokio::task::spawn_blocking(move || {
             let (mut by_gpu, mut presses) = (BTreeMap::<_, Vec<Found>>::new(), false);
+            // Once for each GPU, however many shares it has.
+            let mut own = BTreeMap::new();
             let found = gather::found(&sources.shares, &sources.files, |policy| {
-                let is_own = sources.locks.take(policy.gpu);
+                let is_own = *own.entry(policy.gpu).or_insert_with(|| sources.locks.take(policy.gpu));
                 if is_own {
                     by_gpu.entry(policy.gpu).or_default();
                     presses |= gather::presses(policy);
