@@ -3,18 +3,13 @@
 
 mod common;
 
-use common::container::Node;
+use common::container::{Node, key};
 use common::program::Program;
 
 /// The programs in the containers.
 #[test]
 fn it_is_a_program_too() {
     common::container::guest();
-}
-
-/// What an answer "ok KEY" names.
-fn key(answer: &str) -> String {
-    answer.strip_prefix("ok ").unwrap_or_else(|| panic!("it was answered {answer}")).to_owned()
 }
 
 /// A GPU with one share of 1,024 MiB, as pools grow by 32 MiB.

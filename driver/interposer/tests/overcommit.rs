@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::container::{MIB, Node, Share};
+use common::container::{MIB, Node, Share, key};
 use common::program::Program;
 use divvy_pages::policy::Memory;
 use divvy_pages::{Flags, Policy, account};
@@ -12,11 +12,6 @@ use divvy_pages::{Flags, Policy, account};
 #[test]
 fn it_is_a_program_too() {
     common::container::guest();
-}
-
-/// What an answer "ok KEY" names.
-fn key(answer: &str) -> String {
-    answer.strip_prefix("ok ").unwrap_or_else(|| panic!("it was answered {answer}")).to_owned()
 }
 
 const CLAIMED: u64 = 1000;

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::container::{MIB, Node, Share};
+use common::container::{MIB, Node, Share, key};
 use divvy_pages::policy::{self, Memory};
 use divvy_pages::{Flags, Policy, PolicyPage, account};
 use std::fs::File;
@@ -54,10 +54,6 @@ fn until(what: &str, mut seen: impl FnMut() -> bool) {
 fn idle(share: &Share) -> u64 {
     let page = std::fs::read(share.directory.join("account")).expect("an account page");
     account::Snapshot::new(&page).expect("a page of this version").slots().map(|slot| slot.idle).sum()
-}
-
-fn key(answer: &str) -> String {
-    answer.strip_prefix("ok ").unwrap_or_else(|| panic!("it was answered {answer}")).to_owned()
 }
 
 #[test]

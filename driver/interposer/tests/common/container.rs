@@ -231,3 +231,8 @@ pub(crate) fn answer() -> bool {
     program::answer_each(|words| guest.run(words));
     true
 }
+
+/// What an answer "ok KEY" names.
+pub(crate) fn key(answer: &str) -> String {
+    answer.strip_prefix("ok ").unwrap_or_else(|| panic!("it was answered {answer}")).to_owned()
+}
