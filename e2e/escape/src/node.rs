@@ -23,7 +23,7 @@ use tempfile::TempDir;
 pub const MIB: u64 = 1 << 20;
 /// A GPU driver that keeps limits of cgroups.
 const LIMITING: &str = "615.10.01";
-/// Half of an H100: NVML's numbers of the profiles `3g.40gb` and, in it, `3c`.
+/// Half of an A100 or H100: NVML's numbers of the profiles of three slices and, in it, `3c`.
 const HALF: (u32, u32) = (9, 2);
 /// What a context takes on the simulated GPU.
 pub const CONTEXT: u64 = 300 * MIB;
@@ -62,6 +62,7 @@ impl Node {
         let parent = std::env::temp_dir();
         match on {
             On::Gpu => Self::up("L4"),
+            On::Instance => Self::of_half("H100-SXM5-80GB", &parent),
             On::Limiting => {
                 let node = Self::with("L4", &parent, |options| options.driver = LIMITING.to_owned())?;
                 let sysfs = node.sim.root().join("sys/fs");
@@ -69,18 +70,21 @@ impl Node {
                 symlink(cgroup::root()?, sysfs.join("cgroup"))?;
                 Ok(node)
             }
-            On::Instance => {
-                let mut node = Self::with("H100-SXM5-80GB", &parent, |_| ())?;
-                let (gi, ci) = node.sim.update(|state| {
-                    state.set_mig_mode(0, true)?;
-                    let gi = state.create_gi(0, HALF.0, None)?;
-                    Ok((gi.id, state.create_ci(0, gi.id, HALF.1, None)?))
-                })?;
-                node.mig =
-                    Some(((gi, ci.id), GpuUuid::parse(&ci.uuid).context("an instance without a UUID")?));
-                Ok(node)
-            }
         }
+    }
+
+    /// A node with that GPU, half of which is a MIG instance, with its files in a directory of this one.
+    pub fn of_half(gpu: &str, parent: &Path) -> Result<Self> {
+        let mut node = Self::up_in(gpu, parent)?;
+        let (gi, ci) = node.sim.update(|state| {
+            // Before Hopper the mode changes with a reset.
+            state.set_mig_mode(0, true)?;
+            state.reset(0, false)?;
+            let gi = state.create_gi(0, HALF.0, None)?;
+            Ok((gi.id, state.create_ci(0, gi.id, HALF.1, None)?))
+        })?;
+        node.mig = Some(((gi, ci.id), GpuUuid::parse(&ci.uuid).context("an instance without a UUID")?));
+        Ok(node)
     }
 
     fn with(gpu: &str, parent: &Path, adjust: impl FnOnce(&mut Options)) -> Result<Self> {

@@ -25,7 +25,7 @@ use clap::ValueEnum;
 use divvy_escape::watch::Watch;
 use std::path::PathBuf;
 use std::time::Duration;
-use tenants::Stage;
+use tenants::{On, Stage};
 
 /// So many points a share may be off.
 const POINTS: f64 = 2.0;
@@ -68,6 +68,9 @@ pub(crate) struct Arguments {
     /// Unused time that a share may keep, in ms of GPU time
     #[arg(long, value_name = "MS", default_value_t = 20)]
     burst: u64,
+    /// What tenants have shares of
+    #[arg(long, value_enum, default_value_t = On::Gpu)]
+    on: On,
     /// Without the node's agent, which corrects what the library misjudges
     #[arg(long)]
     no_agent: bool,
@@ -114,7 +117,7 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if let Some(dir) = &arguments.draw {
         return draw::all(&library, dir);
     }
-    let up = || Stage::up(library.clone(), before, window, burst, !arguments.no_agent);
+    let up = || Stage::up(arguments.on, library.clone(), before, window, burst, !arguments.no_agent);
     if wanted("cells") {
         matrix::play(arguments, up, burst)?;
     }
@@ -152,7 +155,7 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     // Its agents are others.
     drop(stage);
     if wanted("lost") || wanted("away") {
-        let stage = Stage::up(library, before, window, burst, false)?;
+        let stage = Stage::up(arguments.on, library, before, window, burst, false)?;
         if wanted("lost") {
             policies::lost(&stage, POINTS, burst)?;
         }

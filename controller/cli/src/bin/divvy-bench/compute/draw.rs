@@ -3,7 +3,7 @@
 //! A scene is shares, each with a program that wants all that it can get, and times in which some of them rest. What is
 //! drawn is what the simulator's ledger says that each had, as the figures of the cells are.
 
-use super::tenants::{Point, Stage, share};
+use super::tenants::{On, Point, Stage, share};
 use anyhow::{Result, anyhow};
 use divvy_escape::node::Compute;
 use plotters::prelude::*;
@@ -112,7 +112,8 @@ pub(super) fn all(library: &Path, dir: &Path) -> Result<()> {
 impl Scene {
     fn play(&self, library: &Path) -> Result<Vec<Vec<Point>>> {
         let seconds = Duration::from_secs;
-        let stage = Stage::up(library.to_owned(), seconds(BEFORE), seconds(LENGTH), Duration::ZERO, true)?;
+        let stage =
+            Stage::up(On::Gpu, library.to_owned(), seconds(BEFORE), seconds(LENGTH), Duration::ZERO, true)?;
         let mut tenants = Vec::new();
         for (at, (_, compute)) in self.tenants.iter().enumerate() {
             tenants.push(stage.tenant(at, Some(*compute), SHAPE)?);

@@ -4,6 +4,7 @@ use super::cells::{Cell, UNLIMITED};
 use crate::program::{self, hear};
 use crate::turns;
 use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
 use divvy_escape::container::{Container, Recipe};
 use divvy_escape::node::{Compute, MIB, Node, Share};
 use divvy_escape::programs;
@@ -20,6 +21,7 @@ use std::time::{Duration, Instant};
 /// On a node pages lie in memory.
 const MEMORY: &str = "/dev/shm";
 const MODEL: &str = "H100-SXM5-80GB";
+const AMPERE: &str = "A100-SXM4-80GB";
 const LIMIT: u64 = 8192 * MIB;
 /// As many tenants work at once at most.
 const MOST: usize = 5;
@@ -33,6 +35,17 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Launches of a run that only launches.
 const LAUNCHES: u64 = 200_000;
+
+/// What the tenants have parts of.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum On {
+    /// A whole GPU
+    Gpu,
+    /// A MIG instance, of which NVML tells what its processes had together
+    Instance,
+    /// One of an older GPU, of which it tells nothing
+    AmpereInstance,
+}
 
 /// A node, and what its tenants do.
 pub(crate) struct Stage {
@@ -88,13 +101,19 @@ pub(crate) type Point = (u64, u64);
 
 impl Stage {
     pub(crate) fn up(
+        on: On,
         library: PathBuf,
         before: Duration,
         window: Duration,
         burst: Duration,
         agent: bool,
     ) -> Result<Self> {
-        let node = Rc::new(Node::up_in(MODEL, Path::new(MEMORY))?);
+        let parent = Path::new(MEMORY);
+        let node = Rc::new(match on {
+            On::Gpu => Node::up_in(MODEL, parent)?,
+            On::Instance => Node::of_half(MODEL, parent)?,
+            On::AmpereInstance => Node::of_half(AMPERE, parent)?,
+        });
         let watcher = Rc::new(node.watcher()?);
         // A program of its own for each tenant, so that the ledger tells them apart by name.
         let first = node.programs().join(file_of(0));
