@@ -9,7 +9,7 @@
 //! | offset | what |
 //! |---|---|
 //! | 0 | magic, major and minor version, size |
-//! | 64 | what the node changes in place: gate (a futex word), whether launches are paced, stamp, rate, until when that is granted, until when the gate is closed, a word to trim pools |
+//! | 64 | what the node changes in place: gate (a futex word), whether launches are paced, stamp, rate, until when that is granted, until when the gate is closed, a word to trim pools, whether nobody sees what the share has |
 //! | 128 | what the agent remembers of the share for the agent after it, two words |
 //! | 1024, 2048 | two copies of the record, 1024 bytes each |
 //!

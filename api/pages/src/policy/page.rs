@@ -27,7 +27,8 @@ pub struct PolicyPage {
     until: Word,
     closed_until: Word,
     trim: AtomicU32,
-    _line: [AtomicU32; 5],
+    doubted: AtomicU32,
+    _line: [AtomicU32; 4],
     kept: [Word; 2],
     _reserved: [Word; 110],
     copies: [[Word; ROOM / 8]; 2],
@@ -165,6 +166,17 @@ impl PolicyPage {
         &self.trim
     }
 
+    /// Whether the agent that grants does not see what the share has of the device: then all counts that launches were
+    /// measured to take, as nobody would make up for what is left out.
+    pub fn is_doubted(&self) -> bool {
+        self.doubted.load(SeqCst) != 0
+    }
+
+    /// For the agent: whether that is so.
+    pub fn doubt(&self, is_doubted: bool) {
+        self.doubted.store(is_doubted.into(), SeqCst);
+    }
+
     /// The present grant of compute time, in nanoseconds of GPU time a second; `None`: by the record.
     /// A grant is for a while (`now` is of the monotonic clock, in nanoseconds): it goes by who else works,
     /// and a node that is gone does not see that change. See [`UNBOUNDED`](super::UNBOUNDED).
@@ -214,6 +226,7 @@ mod tests {
             until: Word::new(words(88)),
             closed_until: Word::new(words(96)),
             trim: AtomicU32::new(0),
+            doubted: AtomicU32::new(0),
             _line: Default::default(),
             kept: Default::default(),
             _reserved: core::array::from_fn(|_| Word::default()),

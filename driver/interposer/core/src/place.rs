@@ -267,9 +267,9 @@ impl Place {
         granted.unwrap_or_else(|| self.rate.load(Relaxed))
     }
 
-    /// Whether the node grants a rate at the moment: then it knows what the share really has.
+    /// Whether the node grants a rate at the moment and knows what the share really has.
     pub(crate) fn is_watched(&self, now: u64) -> bool {
-        self.page().and_then(|page| page.granted(now)).is_some()
+        self.page().is_some_and(|page| page.granted(now).is_some() && !page.is_doubted())
     }
 
     /// The word that the node changes when it wishes pools trimmed, and what it was when that was done last.

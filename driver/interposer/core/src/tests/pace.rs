@@ -427,6 +427,28 @@ fn the_nodes_rate_takes_the_place_of_the_records_as_long_as_it_is_granted() {
 }
 
 #[test]
+fn while_the_node_grants_what_it_does_not_see_all_counts_that_launches_take() {
+    // Four of five are cut to three times their length.
+    let worked = |is_doubted: bool| {
+        let world = share(30);
+        let (policy, _) = world.pages();
+        policy.grant(30 * 10 * MS, 9 * SECOND);
+        policy.doubt(is_doubted);
+        let process = world.process(1);
+        let gpu = Gpu::new(process.system());
+        let mut number = 0_u64;
+        while process.system().now() < 8 * SECOND {
+            let length = if number.is_multiple_of(5) { MS } else { 3 * MS };
+            launch(device(&process), &gpu, 0, 1, length, true);
+            number += 1;
+        }
+        gpu.worked(4 * SECOND, 8 * SECOND) / (40 * MS)
+    };
+    let [seen, doubted] = [worked(false), worked(true)];
+    assert!(seen > 45 && (28..=32).contains(&doubted), "{seen} {doubted}");
+}
+
+#[test]
 fn a_rate_above_the_devices_own_is_kept_where_kernels_look_longer_than_they_are() {
     use std::sync::atomic::Ordering::SeqCst;
     let waits = |rate: u64| {
