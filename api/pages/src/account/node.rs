@@ -66,6 +66,8 @@ pub struct SlotReport {
     /// What measured launches took, and what they would have taken at their fastest, in nanoseconds.
     pub measured_ns: u64,
     pub least_ns: u64,
+    /// What of the charged time is for kernels longer than a time slice, in nanoseconds.
+    pub long_ns: u64,
     /// Open sessions of the video engines.
     pub encoders: u32,
     pub decoders: u32,
@@ -147,6 +149,7 @@ impl<'a> Snapshot<'a> {
                     waited_ns: word(slot, 72),
                     measured_ns: word(slot, 80),
                     least_ns: word(slot, 88),
+                    long_ns: word(slot, 192),
                     encoders: word(slot, 96) as u32,
                     decoders: (word(slot, 96) >> 32) as u32,
                     idle: word(slot, 104),

@@ -1,7 +1,7 @@
 //! What one process of a share says of itself, and what the node says of it: 256 bytes of the account page.
 //!
-//! Two cache lines are the process's own to write, memory and compute; the third is the node's ([`NodeLine`]), the last is
-//! reserved.
+//! Two cache lines are the process's own to write, memory and compute; the third is the node's ([`NodeLine`]), and of the last, the
+//! process's again, all but a word is reserved.
 
 use super::node::NodeLine;
 use super::{BYTES, Identity, Owner, SLOT, bytes};
@@ -43,7 +43,9 @@ pub struct Slot {
     owed: AtomicU64,
     unmeasured: AtomicU64,
     pub(crate) node: [Word; 8],
-    _reserved: [Word; 8],
+    /// Of what measured launches counted as: those of kernels longer than a time slice.
+    long: AtomicU64,
+    _reserved: [Word; 7],
 }
 
 const _: () = assert!(size_of::<Slot>() == SLOT);
@@ -72,6 +74,7 @@ impl Slot {
         self.waited.store(0, Relaxed);
         self.measured.store(0, Relaxed);
         self.least.store(0, Relaxed);
+        self.long.store(0, Relaxed);
         self.encoders.store(0, Relaxed);
         self.decoders.store(0, Relaxed);
         self.idle.store(0, Relaxed);
@@ -103,10 +106,14 @@ impl Slot {
     }
 
     /// Adds what measured launches took, and what they would have at their fastest, in nanoseconds: far more
-    /// for long is what a device looks like that has to fetch memory before it works.
-    pub fn measured(&self, took: u64, least: u64) {
+    /// for long is what a device looks like that has to fetch memory before it works. And what of what they were charged is for
+    /// kernels longer than a time slice, which look longer than they are where others work.
+    pub fn measured(&self, took: u64, least: u64, long: u64) {
         self.measured.fetch_add(took, Relaxed);
         self.least.fetch_add(least, Relaxed);
+        if long > 0 {
+            self.long.fetch_add(long, Relaxed);
+        }
     }
 
     /// Says how many nanoseconds of GPU time were measured and are to be paid with later launches: what the share is

@@ -139,6 +139,7 @@ impl Scene {
             waited_ns: 0,
             measured_ns: 0,
             least_ns: 0,
+            long_ns: 0,
             encoders: 0,
             decoders: 0,
             idle: 0,

@@ -224,12 +224,17 @@ impl Cost {
         counts
     }
 
+    /// Whether its launches count as more than a time slice, on the mean.
+    pub(super) fn is_long(&self) -> bool {
+        u64::from(self.counted.load(Relaxed)) >= FITTING.end
+    }
+
     /// What a launch that counts as so much is to be charged where others cut in: nanoseconds, of a kernel that is longer
     /// than a slice and about as long as ever.
     pub(super) fn usually(&self, counts: u64) -> Option<u64> {
         let mean = u64::from(self.counted.load(Relaxed));
         let is_usual = counts <= mean * FAR && mean <= counts * FAR;
-        (mean >= FITTING.end && is_usual && self.measured.load(Relaxed) >= FIRST).then_some(mean)
+        (self.is_long() && is_usual && self.measured.load(Relaxed) >= FIRST).then_some(mean)
     }
 
     /// Whether what is too long may count for less, where so many of 65536 are.

@@ -59,6 +59,8 @@ pub(crate) struct Samples {
     /// fastest of its kernel, since the node was told last.
     took: AtomicU64,
     least: AtomicU64,
+    /// What those counted as whose kernels are longer than a time slice.
+    long: AtomicU64,
     ring: [Sample; LENGTH],
     /// By the kernel's number: the fastest that was seen, in nanoseconds; 0: none.
     fastest: [AtomicU32; KERNELS],
@@ -232,7 +234,11 @@ impl Samples {
             let stands_for = sample.stands_for.load(Relaxed);
             if stands_for > 0 {
                 self.compare(sample.cost.load(Relaxed), length);
-                let counts = self.spread(cost, cost.learn(took, length, is_watched), is_watched);
+                let counts = cost.learn(took, length, is_watched);
+                if cost.is_long() {
+                    self.long.fetch_add(counts, Relaxed);
+                }
+                let counts = self.spread(cost, counts, is_watched);
                 let difference = charged.saturating_sub(counts);
                 credit = credit.saturating_add(difference.saturating_mul(i64::from(stands_for)));
             }
@@ -275,8 +281,9 @@ impl Samples {
     }
 
     /// What was not told yet of [`divvy_pages::account::Slot::measured`], in its order.
-    pub(crate) fn untold(&self) -> Option<(u64, u64)> {
-        (self.took.load(Relaxed) != 0).then(|| (self.took.swap(0, Relaxed), self.least.swap(0, Relaxed)))
+    pub(crate) fn untold(&self) -> Option<[u64; 3]> {
+        let is_any = self.took.load(Relaxed) != 0;
+        is_any.then(|| [&self.took, &self.least, &self.long].map(|sum| sum.swap(0, Relaxed)))
     }
 
     /// Holds how long a kernel ran against the fastest of its launches.

@@ -501,11 +501,13 @@ fn the_node_is_told_how_long_launches_took_against_their_fastest() {
             launch(device(&process), &gpu, 0, 2, short, true);
         }
         let now = world.report();
-        (now.measured_ns - before.measured_ns, now.least_ns - before.least_ns)
+        (now.measured_ns - before.measured_ns, now.least_ns - before.least_ns, now.long_ns - before.long_ns)
     };
     launch(device(&process), &gpu, 0, 3, MS, true);
     let steady = run(5 * MS, MS / 2);
     assert!(steady.0 > 400 * MS && steady.0 < steady.1 * 6 / 5, "{steady:?}");
+    // Of those that fit a time slice nothing.
+    assert!((450 * MS..=510 * MS).contains(&steady.2), "{steady:?}");
     let slow = run(50 * MS, 5 * MS);
     assert!(slow.0 > 4_000 * MS && slow.0 > slow.1 * 8, "{slow:?}");
 }
