@@ -48,15 +48,16 @@
 //! **Alone and beside others** a share has a trim of its own each, as kernels look longer only where others cut in: the one that holds
 //! changes the moment that the first neighbour begins to work or the last one rests, and neither is to be found anew then.
 //!
-//! **MIG instances.** NVML does not know what a process has of one, so this is for a share that has an instance alone ([`super::instances`]).
+//! **MIG instances.** NVML does not know what a process has of one, so trims are for a share that has an instance alone ([`super::instances`]);
+//! where several have parts of it theirs follow from what they had together ([`super::joint`]).
 
 use divvy_pages::policy::UNBOUNDED;
 
 /// A whole GPU: nanoseconds a second.
 pub(super) const SECOND: u64 = 1_000_000_000;
 /// NVML tells whole per cent, so a share is known to half of one.
-const QUANTUM: u64 = SECOND / 200;
-const POINT: u64 = 2 * QUANTUM;
+pub(super) const QUANTUM: u64 = SECOND / 200;
+pub(super) const POINT: u64 = 2 * QUANTUM;
 /// A trim is no less: what a program can hide from being measured is most of what it does, but not all.
 const LEAST: f64 = 1e-4;
 /// And no more: that of a share that is granted half of a hundredth, while others have all the rest.
@@ -246,6 +247,12 @@ impl Memory {
     /// The same where that changed in the course of the second: by the mean.
     pub(super) fn with_granted(self, granted: u64, allowed: u64) -> Self {
         Self { granted, allowed, ..self }
+    }
+
+    /// Of a share of which NVML does not say what it had: by that trim beside others, and it owes nothing. Who looked too cheap
+    /// when it was alone is not given that back.
+    pub(super) fn by_word(self, trim: f64) -> Self {
+        Self { trims: [self.trims[0].min(1.0), trim], debt: 0, lacked: 0, ..self }
     }
 
     /// Whether it would have had more with a larger rate. Who waits for each of its launches waits little for the next,

@@ -5,12 +5,16 @@
 //!
 //! Nothing is kept: the next agent begins with what the policies and the last grants say. Of a share that it sees for
 //! the first time it knows only that it works, and takes it to want all that it may have.
+//!
+//! **Where NVML does not say what a share had**, as on a MIG instance of which several have parts, its own word says what it
+//! wants, and nothing is corrected by that: who says that it rests gets less, and who says that it works gets
+//! what its policy gives it beside those who do. So nobody gains by a lie, and others lose no more by it than if it were true.
 
 use super::arbiter::{self, Company, SECOND, Seen, Terms};
 use super::desk::Had;
 use super::look::{Look, Share};
 use super::meter::{Metered, Times, time};
-use super::orders::Standing;
+use super::orders::{Sight, Standing};
 use divvy_api::{ClaimUid, ShareId};
 use std::collections::BTreeMap;
 
@@ -19,39 +23,49 @@ type Key = (ClaimUid, ShareId);
 /// The priority of a share that precedes others, and above.
 const HIGH: u32 = 1;
 
-/// Shares as they stand, by index. Nothing of those of which NVML does not say what they had: there the policies hold
-/// as they are.
+/// Shares as they stand, by index. `joint` tells of one that has neighbours on its MIG instance by what factor its kernels look longer, and
+/// whether their words explain what the instance had.
 pub(super) fn standings(
     look: &Look,
     times: &Times,
     metered: &[Metered],
     had: &BTreeMap<Key, Had>,
-) -> Vec<(usize, Standing)> {
+    joint: impl Fn(&Share) -> Option<(f64, bool)>,
+) -> Vec<Standing> {
     let all = times.iter().flat_map(BTreeMap::values).map(|percent| time(*percent)).sum::<u64>().min(SECOND);
-    let standing = |((at, share), metered): ((usize, &Share), &Metered)| {
-        let busy = metered.busy?;
+    let standing = |(share, metered): (&Share, &Metered)| {
+        let (charged, waited) = metered.said.unwrap_or_default();
+        let busy = metered.busy.unwrap_or(charged);
         // Of an instance it is only known who has all of it.
         let all = if share.policy.mig.is_none() { all } else { busy };
-        let (charged, waited) = metered.said.unwrap_or_default();
         // Not what its own processes had of each other: with many of them that would explain anything. Nor does what
         // others have explain why one has nothing.
         let between = if busy > 0 { all.saturating_sub(busy) } else { 0 };
         let seen = Seen { busy, charged, waited };
         let compute = share.policy.compute;
         let terms = Terms::of(compute);
+        let (sight, trim) = match (metered.busy, joint(share)) {
+            (Some(_), _) => (Sight::Own, 1.0),
+            (None, Some((trim, is_explained))) => (Sight::Together { is_explained }, trim),
+            (None, None) => (Sight::Word, 1.0),
+        };
         let (wants, memory) = match had.get(&share.key()) {
             // Who was kept out could not show what it wants.
             Some(had) => {
                 let company = Company { between, ..had.company };
                 let wants = terms.wants(seen, had.memory.is_held(seen, company));
-                (wants.max(had.wanted.unwrap_or(0)), arbiter::corrected(had.memory, seen, company))
+                let memory = match sight {
+                    Sight::Own => arbiter::corrected(had.memory, seen, company),
+                    _ => had.memory.by_word(trim),
+                };
+                (wants.max(had.wanted.unwrap_or(0)), memory)
             }
             None => (if busy > 0 { terms.ceiling } else { 0 }, arbiter::Memory::default()),
         };
         let (is_high, is_limited) = (compute.priority >= HIGH, compute.is_limited());
-        Some((at, Standing { terms, is_high, is_limited, wants, is_awake: false, turn: None, memory }))
+        Standing { terms, is_high, is_limited, wants, is_awake: false, turn: None, sight, memory }
     };
-    look.shares.iter().enumerate().zip(metered).filter_map(standing).collect()
+    look.shares.iter().zip(metered).map(standing).collect()
 }
 
 #[cfg(test)]
@@ -77,6 +91,10 @@ mod tests {
         look
     }
 
+    fn nothing(_: &Share) -> Option<(f64, bool)> {
+        None
+    }
+
     fn times(all: &[(u32, u32)]) -> Times {
         Some(all.iter().copied().collect())
     }
@@ -84,19 +102,19 @@ mod tests {
     /// After a first look, others two seconds apart: the rate of the share in points after the last.
     fn after(first: &Look, others: &[&Look], times: &Times) -> u64 {
         let mut at = Instant::now();
-        let decided = |standings: &[(usize, Standing)]| {
-            let [(0, standing)] = standings else { panic!("one share") };
+        let decided = |standings: &[Standing]| {
+            let [standing] = standings else { panic!("one share") };
             orders(&[*standing])[0]
         };
         let idle = Some(BTreeMap::new());
         let (metered, _, mut memory) = meter(first, &idle, None, Memory::default(), at);
-        let mut order = decided(&standings(first, &idle, &metered, &BTreeMap::new()));
+        let mut order = decided(&standings(first, &idle, &metered, &BTreeMap::new(), nothing));
         assert_eq!(order.rate, Some(30 * POINT));
         for look in others {
             at += Duration::from_secs(2);
             let had = [(first.shares[0].key(), Had { memory: order.memory, ..Had::default() })].into();
             let (metered, _, after) = meter(look, times, None, memory, at);
-            (order, memory) = (decided(&standings(look, times, &metered, &had)), after);
+            (order, memory) = (decided(&standings(look, times, &metered, &had, nothing)), after);
         }
         order.rate.expect("it is limited") / POINT
     }
@@ -124,9 +142,7 @@ mod tests {
     fn who_has_used_all_of_its_rate_and_waits_a_little_wants_all_that_it_may_have() {
         let (first, idle, at) = (look(5, 5), Some(BTreeMap::new()), Instant::now());
         let (metered, _, memory) = meter(&first, &idle, None, Memory::default(), at);
-        let [(0, standing)] = standings(&first, &idle, &metered, &BTreeMap::new())[..] else {
-            panic!("one share")
-        };
+        let standing = standings(&first, &idle, &metered, &BTreeMap::new(), nothing)[0];
         let had =
             [(first.shares[0].key(), Had { memory: orders(&[standing])[0].memory, ..Had::default() })].into();
         // It waits for each launch: 20 % of the GPU, and 50 ms a second in launches.
@@ -134,7 +150,7 @@ mod tests {
             let second = look(5 + 2 * charged * POINT, 5 + 10 * POINT);
             let times = times(&[(7, 20)]);
             let (metered, ..) = meter(&second, &times, None, memory.clone(), at + Duration::from_secs(2));
-            standings(&second, &times, &metered, &had)[0].1.wants / POINT
+            standings(&second, &times, &metered, &had, nothing)[0].wants / POINT
         };
         assert_eq!([wants(30), wants(20)], [30, 26]);
     }
@@ -148,15 +164,30 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_decided_where_nothing_is_known() {
-        let found = |look: &Look, times: &Times| {
-            let (metered, ..) = meter(look, times, None, Memory::default(), Instant::now());
-            standings(look, times, &metered, &BTreeMap::new())
+    fn where_nvml_does_not_say_who_had_what_it_is_by_the_shares_own_word_and_corrects_nothing() {
+        let begin = Instant::now();
+        let at = |charged: u64, waited: u64| {
+            let mut look = look(charged * POINT, waited * POINT);
+            look.shares[0].policy.mig = Some(GpuUuid([7; 16]));
+            look.shares[0].policy.compute = Compute { ceiling: 80, ..look.shares[0].policy.compute };
+            look
         };
-        assert!(found(&look(0, 0), &None).is_empty());
-        let mut instance = look(0, 0);
-        instance.shares[0].policy.mig = Some(GpuUuid([7; 16]));
-        assert!(found(&instance, &times(&[])).is_empty());
+        let (_, _, memory) = meter(&at(0, 0), &None, None, Memory::default(), begin);
+        let owes = arbiter::Memory::inherited([0.5f64, 3.0].map(f64::to_bits));
+        let check =
+            |charged: u64, waited: u64, joint: Option<(f64, bool)>, expected: (u64, Sight, [f64; 2])| {
+                let look = at(charged, waited);
+                let (metered, ..) = meter(&look, &None, None, memory.clone(), begin + Duration::from_secs(1));
+                let had = [(look.shares[0].key(), Had { memory: owes, ..Had::default() })].into();
+                let is = standings(&look, &None, &metered, &had, |_| joint)[0];
+                let trims = [is.memory.trim(false), is.memory.trim(true)];
+                assert_eq!((is.wants / POINT, is.sight, trims), expected, "{charged} {waited}");
+            };
+        check(0, 0, None, (0, Sight::Word, [0.5, 1.0]));
+        check(20, 0, None, (26, Sight::Word, [0.5, 1.0]));
+        check(30, 70, None, (80, Sight::Word, [0.5, 1.0]));
+        check(30, 70, Some((1.5, true)), (80, Sight::Together { is_explained: true }, [0.5, 1.5]));
+        check(30, 70, Some((1.5, false)), (80, Sight::Together { is_explained: false }, [0.5, 1.5]));
     }
 
     #[test]
@@ -173,17 +204,15 @@ mod tests {
         let times = times(&[(8, 90)]);
         let begin = Instant::now();
         let (metered, _, memory) = meter(&at(0, 0), &times, None, Memory::default(), begin);
-        assert!(standings(&at(0, 0), &times, &metered, &BTreeMap::new()).is_empty());
+        let first = standings(&at(0, 0), &times, &metered, &BTreeMap::new(), nothing)[0];
+        assert_eq!((first.sight, first.wants), (Sight::Word, 0), "it may be another's that was there before");
         let rate = |busy: u64| {
             let (mut memory, mut had, mut rate) = (memory.clone(), BTreeMap::new(), None);
             for second in 1..=2 {
                 let look = at(second, busy);
                 let now = begin + Duration::from_secs(second);
                 let (metered, _, after) = meter(&look, &times, None, memory, now);
-                let [(0, standing)] = standings(&look, &times, &metered, &had)[..] else {
-                    panic!("one share")
-                };
-                let order = orders(&[standing])[0];
+                let order = orders(&standings(&look, &times, &metered, &had, nothing))[0];
                 had = [(look.shares[0].key(), Had { memory: order.memory, ..Had::default() })].into();
                 (memory, rate) = (after, order.rate);
             }
@@ -199,7 +228,7 @@ mod tests {
         let wants = |had: &BTreeMap<Key, Had>, busy: u32| {
             let times = times(&[(7, busy)]);
             let (metered, ..) = meter(&look, &times, None, Memory::default(), Instant::now());
-            standings(&look, &times, &metered, had)[0].1.wants / POINT
+            standings(&look, &times, &metered, had, nothing)[0].wants / POINT
         };
         assert_eq!([wants(&BTreeMap::new(), 5), wants(&BTreeMap::new(), 0)], [30, 0]);
         let had = |wanted| {

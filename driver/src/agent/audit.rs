@@ -5,11 +5,11 @@
 
 use super::gather::Found;
 use super::look::Look;
+use super::orders::Standing;
 use super::{ACCOUNT, Asked, Finding, Memory, POLICY, Planned, Report, Sources};
-use super::{arbitrate, balance, bell, desk, gather, judge, meter, overtime};
+use super::{arbitrate, balance, bell, gather, joint, judge, meter, overtime};
 use divvy_api::top::ShareNow;
 use divvy_pages::GpuUuid;
-use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime};
 
 impl Sources {
@@ -59,27 +59,23 @@ impl Sources {
     ) -> (Memory, Vec<meter::Metered>, Vec<Finding>) {
         let (metered, since, of_meter) = meter::meter(look, times, until, memory.meter.clone(), now);
         let had = self.bell.since(gpu, until.map(meter::Until::ago).unwrap_or_default());
-        self.divide(gpu, look, times, &metered, &had);
+        let joint = joint::join(look, &metered, since, &memory.joint, now);
+        let standings = arbitrate::standings(look, times, &metered, &had, |share| {
+            let joint = joint.get(&share.policy.mig?)?;
+            Some((joint.trim(&share.key()), !joint.is_doubted(now)))
+        });
+        self.divide(gpu, look, standings);
         let (forged, balances) = balance::beyond(look, &metered, &had, &memory.balances, since, bell::now());
         let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);
         let forged =
             forged.into_iter().filter_map(|(at, beyond)| Some((at, (beyond, granted(at)?)))).collect();
         let (over, past) = overtime::over_time(look, &metered, times, since, &forged, &memory.over_time);
-        (Memory { meter: of_meter, balances, over_time: past, ..memory }, metered, over)
+        (Memory { meter: of_meter, balances, joint, over_time: past, ..memory }, metered, over)
     }
 
     /// Who is to have what of the GPU's time, or its instance's, from now on.
-    fn divide(
-        &self,
-        gpu: GpuUuid,
-        look: &Look,
-        times: &meter::Times,
-        metered: &[meter::Metered],
-        had: &BTreeMap<bell::Key, desk::Had>,
-    ) {
-        let planned = arbitrate::standings(look, times, metered, had).into_iter();
-        let planned = planned.filter_map(|(at, standing)| {
-            let share = look.shares.get(at)?;
+    fn divide(&self, gpu: GpuUuid, look: &Look, standings: Vec<Standing>) {
+        let planned = look.shares.iter().zip(standings).filter_map(|(share, standing)| {
             let dir = self.shares.of(&share.claim, &share.id);
             // Else it was just removed, or somebody has a lease on it.
             let account = self.files.get(&dir.join(ACCOUNT), true).ok()?;

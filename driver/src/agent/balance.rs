@@ -121,7 +121,7 @@ mod tests {
     /// Of the first share, a second after a page that was full: by how much its balance is too much.
     fn found(look: &Look, charged: u64, highest: u64) -> Option<i64> {
         let before = look.shares.iter().map(|share| (share.key(), FULL)).collect();
-        let metered = vec![Metered { busy: None, said: Some((charged, 0)) }; look.shares.len()];
+        let metered = vec![Metered { said: Some((charged, 0)), ..Metered::default() }; look.shares.len()];
         let had = had(look, highest);
         let second = Some(Duration::from_secs(1));
         beyond(look, &metered, &had, &before, second, 9 * SECOND).0.get(&0).copied()
@@ -154,7 +154,7 @@ mod tests {
             assert!(beyond(&rich, &[metered], &had, before, since, 9 * SECOND).0.is_empty());
         };
         let (second, before) = (Some(Duration::from_secs(1)), [(rich.shares[0].key(), FULL)].into());
-        let all = Metered { busy: None, said: Some((SECOND, 0)) };
+        let all = Metered { said: Some((SECOND, 0)), ..Metered::default() };
         nothing(none, &before, second);
         nothing(all, &Memory::new(), second);
         nothing(all, &before, Some(Duration::from_secs(4)));
@@ -189,7 +189,7 @@ mod tests {
                     let look = look(balance, refilled);
                     let since = Duration::from_nanos(now - looked);
                     let said = (u128::from(charged - told) * 1_000_000_000 / since.as_nanos()) as u64;
-                    let metered = [Metered { busy: None, said: Some((said, 0)) }];
+                    let metered = [Metered { said: Some((said, 0)), ..Metered::default() }];
                     let (found, after) =
                         beyond(&look, &metered, &had(&look, highest), &memory, Some(since), now);
                     prop_assert_eq!(found.len(), 0, "{:?}", found);

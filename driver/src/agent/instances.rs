@@ -3,10 +3,10 @@
 //! With MIG on, NVML says nothing of the time of processes. On Hopper and later it says how much of its time a GPU instance was at
 //! work (GPM), and where one share has all of that instance, this is the share's: there it is measured as it is on a whole GPU.
 //! Where several have parts of it, nothing but their own words tells them apart, and whoever lies there would have its
-//! neighbours cut for it: these are paced by their libraries alone.
+//! neighbours cut for it: what follows from the whole there is told in [`super::joint`].
 //!
-//! One share has all of it if it is the only one on the instance, and whoever is there runs on its compute instance;
-//! [`super::meter`] sees to it that they are its own processes, too.
+//! It is of shares if whoever is on the instance runs on its one compute instance; [`super::meter`] sees to it that they are
+//! processes of the one share, where there is one.
 
 use super::look::{Device, Use};
 use divvy_model::Inventory;
@@ -36,15 +36,15 @@ pub(super) fn place(gpu: GpuUuid, inventory: &Inventory, usage: &ProcessUse) -> 
     Some(Use { pid, device: Device { gpu, mig: Some(GpuUuid::parse(&compute.uuid)?) }, bytes })
 }
 
-/// Those of the GPU instances of which one share has all. `shares` are the MIG devices of all shares, one each.
-pub(super) fn sole(instances: &[GpuInstance], shares: &[GpuUuid], uses: &[ProcessUse]) -> Vec<GpuInstance> {
-    let is_sole = |instance: &&GpuInstance| {
+/// Those of the GPU instances of which shares have all. `shares` are the MIG devices of all shares.
+pub(super) fn own(instances: &[GpuInstance], shares: &[GpuUuid], uses: &[ProcessUse]) -> Vec<GpuInstance> {
+    let is_own = |instance: &&GpuInstance| {
         let Some((only, mig)) = only(instance) else { return false };
         let mut processes = uses.iter().filter_map(|usage| usage.instance);
         let is_others = |(gi, ci)| gi == instance.id && ci != only;
-        shares.iter().filter(|share| **share == mig).count() == 1 && !processes.any(is_others)
+        shares.contains(&mig) && !processes.any(is_others)
     };
-    instances.iter().filter(is_sole).cloned().collect()
+    instances.iter().filter(is_own).cloned().collect()
 }
 
 /// The number and UUID of its one compute instance.
@@ -53,10 +53,10 @@ fn only(instance: &GpuInstance) -> Option<(u32, GpuUuid)> {
     Some((only.id, GpuUuid::parse(&only.uuid)?))
 }
 
-/// What the shares of these had, by their devices.
-pub(super) fn busy(sole: &[GpuInstance], times: &InstanceTimes) -> Busy {
+/// What the shares of these had together, by their devices.
+pub(super) fn busy(own: &[GpuInstance], times: &InstanceTimes) -> Busy {
     let busy = |instance: &GpuInstance| Some((only(instance)?.1, *times.busy.get(&instance.id)?));
-    sole.iter().filter_map(busy).collect()
+    own.iter().filter_map(busy).collect()
 }
 
 #[cfg(test)]
@@ -86,22 +86,22 @@ mod tests {
         }
     }
 
-    /// Which of the GPU instances 1 and 2 one share has, and 3, of which there are two compute instances; by the numbers of
+    /// Which of the GPU instances 1 and 2 shares have, and 3, of which there are two compute instances; by the numbers of
     /// the shares' devices and by instances on which there are processes.
     fn check(shares: &[u8], processes: &[(u32, u32)], expected: &[u32]) {
         let shares: Vec<_> = shares.iter().map(|number| mig(*number)).collect();
         let on = |instance: &(u32, u32)| ProcessUse { pid: 7, instance: Some(*instance), bytes: None };
         let uses: Vec<_> = processes.iter().map(on).collect();
         let instances = [instance(1, &[0]), instance(2, &[0]), instance(3, &[0, 1])];
-        let is: Vec<u32> = sole(&instances, &shares, &uses).iter().map(|instance| instance.id).collect();
+        let is: Vec<u32> = own(&instances, &shares, &uses).iter().map(|instance| instance.id).collect();
         assert_eq!(is, expected, "{shares:?} {processes:?}");
     }
 
     #[test]
-    fn one_share_has_an_instance_if_there_is_no_other_and_nobody_runs_beside_it() {
+    fn shares_have_an_instance_if_nobody_runs_beside_them() {
         check(&[], &[], &[]);
         check(&[10, 20], &[], &[1, 2]);
-        check(&[10, 20, 20], &[(1, 0), (2, 0)], &[1]);
+        check(&[10, 20, 20], &[(1, 0), (2, 0)], &[1, 2]);
         check(&[10], &[(2, 0), (3, 1)], &[1]);
         // On a compute instance that is not known yet.
         check(&[10], &[(1, 0), (1, 1)], &[]);

@@ -85,7 +85,7 @@ pub(super) struct Look {
     pub(super) processes: BTreeMap<u32, Process>,
     /// Containers whose limit the GPU driver keeps, by id.
     pub(super) kept: BTreeSet<String>,
-    /// Of instances of which one share has all.
+    /// Of instances that have shares, and nobody runs there beside their compute instance.
     pub(super) busy: Busy,
 }
 

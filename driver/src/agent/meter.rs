@@ -22,12 +22,11 @@ pub(super) struct Memory {
     until: Option<Until>,
 }
 
-/// Nanoseconds charged and waited, by the owner of a slot.
+/// Nanoseconds charged, waited and charged for long kernels, by the owner of a slot.
 #[derive(Clone, Copy, Debug)]
 struct Said {
     owner: Owner,
-    charged: u64,
-    waited: u64,
+    words: [u64; 3],
 }
 
 /// How long NVML's samples may be apart: what it says ends no longer ago than this.
@@ -96,6 +95,8 @@ pub(super) struct Metered {
     pub(super) busy: Option<u64>,
     /// Charged and waited; none at the first look.
     pub(super) said: Option<(u64, u64)>,
+    /// Charged for kernels longer than a time slice.
+    pub(super) long: u64,
 }
 
 /// By the index of the share; and the time since the last look.
@@ -117,7 +118,7 @@ pub(super) fn meter(
         let known = before.remove(&share.key());
         let is_known = known.is_some();
         let mut of_share = known.unwrap_or_default();
-        let (charged, waited) = said(share, &mut of_share);
+        let [charged, waited, long] = said(share, &mut of_share);
         let since = since.filter(|_| is_known);
         all.push(Metered {
             busy: match share.policy.mig {
@@ -126,6 +127,7 @@ pub(super) fn meter(
                 Some(mig) => look.busy.get(&mig).filter(|_| is_known && is_sole(look, at)).copied(),
             },
             said: since.map(|since| (by_second(charged, since), by_second(waited, since))),
+            long: since.map_or(0, |since| by_second(long, since)),
         });
         slots.insert(share.key(), of_share);
     }
@@ -137,9 +139,12 @@ pub(super) fn time(percent: u32) -> u64 {
     u64::from(percent) * (SECOND / 100)
 }
 
-/// All processes on the device of a share are its own, as far as they are still there.
+/// The device is no other share's, and all processes on it are this one's, as far as they are still there.
 fn is_sole(look: &Look, at: usize) -> bool {
     let device = look.shares[at].device();
+    if look.shares.iter().filter(|share| share.device() == device).count() > 1 {
+        return false;
+    }
     let mut here = look.uses.iter().filter(|usage| usage.device == device);
     here.all(|usage| {
         look.processes.get(&usage.pid).is_none_or(|process| look.shares_of(process).contains(&at))
@@ -167,23 +172,24 @@ fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u64> {
     busy
 }
 
-/// What the slots of a share charged and waited since the last time, and what they say now in its place.
-fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> (u64, u64) {
+/// What the slots of a share charged and waited since the last time, and charged for long kernels; and what they say now in its place.
+fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> [u64; 3] {
     let now: &[Slot] = share.account.as_ref().map(|account| account.slots.as_slice()).unwrap_or_default();
-    let (mut charged, mut waited) = (0_u64, 0_u64);
+    let mut sums = [0_u64; 3];
     let mut said = BTreeMap::new();
     for slot in now.iter().filter(|slot| slot.is_live()) {
         let report = &slot.report;
-        let is = Said { owner: report.owner, charged: report.charged_ns, waited: report.waited_ns };
+        let is = Said { owner: report.owner, words: [report.charged_ns, report.waited_ns, report.long_ns] };
         if let Some(was) = slots.get(&report.index).filter(|was| was.owner == is.owner) {
-            // Tenants write these words: whatever they say is a number.
-            charged = charged.saturating_add(is.charged.saturating_sub(was.charged));
-            waited = waited.saturating_add(is.waited.saturating_sub(was.waited));
+            for ((sum, is), was) in sums.iter_mut().zip(is.words).zip(was.words) {
+                // Tenants write these words: whatever they say is a number.
+                *sum = sum.saturating_add(is.saturating_sub(was));
+            }
         }
         said.insert(report.index, is);
     }
     *slots = said;
-    (charged, waited)
+    sums
 }
 
 /// All that is told of the shares; `at` is in milliseconds of the system clock.
@@ -192,7 +198,7 @@ pub(super) fn told(look: &Look, metered: &[Metered], at_ms: u64) -> Vec<ShareNow
     let bytes = measured(look);
     let tell = |(at, share): (usize, &Share)| {
         let terms = Terms::of(share.policy.compute);
-        let Metered { busy, said } = metered.get(at).copied().unwrap_or_default();
+        let Metered { busy, said, .. } = metered.get(at).copied().unwrap_or_default();
         let account = share.account.as_ref().ok();
         let live = account.map_or(0, |account| account.slots.iter().filter(|slot| slot.is_live()).count());
         let Device { gpu, mig } = share.device();
@@ -265,14 +271,14 @@ mod tests {
     fn what_a_share_had_is_of_the_time_since_the_last_look() {
         let begin = Instant::now();
         let (metered, since, memory) = meter(&look(5, 5), &times(&[(7, 20)]), None, Memory::default(), begin);
-        assert_eq!((metered, since), (vec![Metered { busy: Some(SECOND / 5), said: None }], None));
+        assert_eq!((metered, since), (vec![Metered { busy: Some(SECOND / 5), ..Metered::default() }], None));
         let later = look(5 + SECOND, 5 + 3 * SECOND);
         let two = Duration::from_secs(2);
         let (metered, since, _) = meter(&later, &times(&[(7, 40)]), None, memory.clone(), begin + two);
         let said = Some((SECOND / 2, SECOND / 2 * 3));
         assert_eq!(
             (metered.as_slice(), since),
-            ([Metered { busy: Some(SECOND / 5 * 2), said }].as_slice(), Some(two))
+            ([Metered { busy: Some(SECOND / 5 * 2), said, long: 0 }].as_slice(), Some(two))
         );
         let told = told(&later, &metered, 9);
         let [now] = told.as_slice() else { panic!("one share") };

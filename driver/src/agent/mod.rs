@@ -43,6 +43,7 @@ mod files;
 mod finding;
 mod gather;
 mod instances;
+mod joint;
 mod judge;
 mod lines;
 mod locks;
@@ -157,6 +158,7 @@ struct Memory {
     told: BTreeMap<Key, Instant>,
     meter: meter::Memory,
     balances: balance::Memory,
+    joint: joint::Memory,
     over_time: overtime::Memory,
 }
 
@@ -174,7 +176,7 @@ struct Asked {
     /// Containers whose limit it keeps, by id.
     kept: BTreeSet<String>,
     times: meter::Times,
-    /// What instances had of which one share has all.
+    /// What instances had that have shares.
     busy: instances::Busy,
     /// Up to when either is told.
     until: Option<meter::Until>,
@@ -349,10 +351,10 @@ impl Agent {
         let mut busy = instances::Busy::new();
         if !shares.is_empty() {
             // Even if it is of none: what was before is forgotten then.
-            let sole = instances::sole(instances::of(gpu, &inventory), &shares, &uses);
-            let times = queue.instance_times(sole.clone()).await?;
+            let own = instances::own(instances::of(gpu, &inventory), &shares, &uses);
+            let times = queue.instance_times(own.clone()).await?;
             until = until.or_else(|| meter::Until::at(times.until));
-            busy = instances::busy(&sole, &times);
+            busy = instances::busy(&own, &times);
         }
         let uses = uses.iter().filter_map(|usage| instances::place(gpu, &inventory, usage)).collect();
         Ok(Asked { uses, kept, times: times.map(|times| times.percent), busy, until })

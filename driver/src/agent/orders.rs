@@ -14,6 +14,10 @@
 //! guaranteed. They divide what it leaves as if it were not there. Lest it starve them they are
 //! let through for [`OPENING`] in each second ([`Gate`]).
 //!
+//! **Where NVML does not say what each had**, a share is taken at its word. What is made up for by what they had together
+//! ([`super::joint`]) raises no rate beyond the share's ceiling where their words do not explain that. Shares that are alike, of which nothing is known at all, are left to the driver's own
+//! time slices: kernels that these cut look longer than they are, and by pacing them an instance would idle that now is full.
+//!
 //! **Turns go before priority.** Memory that is not there cannot be used sooner, so a share of high priority that takes turns
 //! has the GPU when its turn comes, which is every other one ([`super::pressure`]); then it precedes whoever
 //! takes none. While it waits for its turn it keeps nobody out: else it would wait for a share that waits for it.
@@ -25,7 +29,18 @@ const OPENING: u64 = 5_000_000;
 /// Who has launched nothing for so long in its turn may still have a kernel under way.
 const RESTS: u64 = SECOND / 4;
 
-/// What is known of a share of a whole GPU.
+/// Who says what a share had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sight {
+    /// NVML.
+    Own,
+    /// NVML says what all shares of the instance had together, and what they say themselves explains it, or does not.
+    Together { is_explained: bool },
+    /// Its own word.
+    Word,
+}
+
+/// What is known of a share of a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Standing {
     pub(super) terms: Terms,
@@ -38,6 +53,7 @@ pub(super) struct Standing {
     pub(super) is_awake: bool,
     /// It takes turns with others.
     pub(super) turn: Option<Turn>,
+    pub(super) sight: Sight,
     pub(super) memory: arbiter::Memory,
 }
 
@@ -57,6 +73,8 @@ pub(super) struct Order {
     pub(super) is_asked: bool,
     /// Others work besides.
     pub(super) is_beside: bool,
+    /// All counts that its launches are measured to take.
+    pub(super) is_doubted: bool,
     /// To be remembered.
     pub(super) memory: arbiter::Memory,
 }
@@ -87,12 +105,23 @@ pub(super) fn is_high_at_work(shares: &[Standing]) -> bool {
 pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
     let is_mixed = are_mixed(shares);
     let lends = shares.iter().any(|share| share.terms.ceiling > share.terms.guarantee);
-    let is_shared = shares.len() > 1 && (is_mixed || lends);
+    // The driver's own turns divide a device among shares that are alike, and nobody would see what pacing costs them.
+    let free = |share: &Standing| share.sight == Sight::Word && !share.is_limited;
+    let are_alike = shares.iter().all(|share| free(share) && share.terms == shares[0].terms);
+    let is_shared = shares.len() > 1 && (is_mixed || lends && !are_alike);
     let targets = if is_mixed { by_class(shares) } else { targets(shares, |_| true) };
     let all_at_work = shares.iter().filter(|share| share.wants() > 0).count();
     let order = |(share, target): (&Standing, u64)| {
         let is_beside = all_at_work > usize::from(share.wants() > 0);
         let (rate, memory) = share.memory.rate(share.terms, target, is_beside);
+        let is_doubted = match share.sight {
+            Sight::Own => false,
+            Sight::Together { is_explained } => !is_explained,
+            // What is left out takes nobody beyond a ceiling that is not there.
+            Sight::Word => share.terms.ceiling < SECOND,
+        };
+        let is_capped = is_doubted && share.terms.ceiling < SECOND;
+        let rate = if is_capped { rate.min(share.terms.ceiling) } else { rate };
         // Who takes turns is seen to use them.
         let is_paced = share.is_limited || is_shared || share.turn.is_some();
         let is_idle = share.turn.is_none() && share.wants == 0;
@@ -102,6 +131,7 @@ pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
             // What others are to have depends on it, and what kernels look like beside it.
             is_asked: shares.len() > 1 && is_asleep,
             is_beside,
+            is_doubted,
             memory: if is_paced { memory } else { memory.free() },
         }
     };

@@ -192,7 +192,7 @@ mod tests {
                 .map(|(_, percent)| u64::from(*percent) * POINT)
                 .sum();
             let times = Some(had.into_iter().collect());
-            let metered = [Metered { busy: Some(busy), said: None }];
+            let metered = [Metered { busy: Some(busy), ..Metered::default() }];
             let (findings, after) = over_time(look, &metered, &times, SINCE, &Forged::new(), &memory);
             memory = after;
             if let Some(finding) = findings.into_iter().next() {
@@ -263,7 +263,7 @@ mod tests {
             look.uses =
                 sizes.iter().map(|(pid, bytes)| Use { pid: *pid, device, bytes: Some(*bytes) }).collect();
             look.processes.get_mut(&9).expect("it hides").cgroups = look.processes[&7].cgroups.clone();
-            let metered = [Metered { busy: Some(SECOND), said: None }];
+            let metered = [Metered { busy: Some(SECOND), ..Metered::default() }];
             let mut memory = Memory::new();
             let mut second = || {
                 let (found, after) = over_time(&look, &metered, &None, SINCE, &Forged::new(), &memory);
@@ -283,7 +283,7 @@ mod tests {
     #[test]
     fn whose_page_says_what_cannot_be_is_found_at_once_where_it_has_more_than_was_granted() {
         let check = |ceiling: u32, busy: u32, granted: u64, expected: bool| {
-            let metered = [Metered { busy: Some(u64::from(busy) * POINT), said: None }];
+            let metered = [Metered { busy: Some(u64::from(busy) * POINT), ..Metered::default() }];
             let times = Some([(7, busy)].into());
             let forged = [(0, (200_000_000, granted * POINT))].into();
             let (findings, _) = over_time(&look(ceiling), &metered, &times, SINCE, &forged, &Memory::new());
@@ -304,7 +304,7 @@ mod tests {
             let (mut memory, mut found) = (Memory::new(), 0);
             for (proves, is_due) in looks {
                 let busy = if *proves { 70 } else { 5 };
-                let metered = [Metered { busy: Some(busy * POINT), said: None }];
+                let metered = [Metered { busy: Some(busy * POINT), ..Metered::default() }];
                 let forged = [(0, (200_000_000, 30 * POINT))].into();
                 let times = Some([(7, busy as u32)].into());
                 let (findings, after) = over_time(&look(0), &metered, &times, SINCE, &forged, &memory);

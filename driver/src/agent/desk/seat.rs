@@ -76,7 +76,8 @@ impl Seat {
         if words.granted(now.saturating_sub(STALE)).is_some() {
             standing.memory = arbiter::Memory::inherited(words.kept());
         }
-        let (closed_until, is_asked) = (words.closed_until(), words.call() > 0);
+        let (closed_until, is_asked, is_doubted) =
+            (words.closed_until(), words.call() > 0, words.is_doubted());
         Ok(Self {
             key: planned.key.clone(),
             file,
@@ -86,7 +87,7 @@ impl Seat {
             is_heard: false,
             is_cut: false,
             standing,
-            order: Order { rate: None, is_asked, is_beside, memory: standing.memory },
+            order: Order { rate: None, is_asked, is_beside, is_doubted, memory: standing.memory },
             granted_until: 0,
             closed_until,
             call: 0,
@@ -187,6 +188,9 @@ impl Seat {
             // The page has the last word, as it was changed where its class was.
             if is_divided != page.is_divided() {
                 page.divide(is_divided);
+            }
+            if order.is_doubted != page.is_doubted() {
+                page.doubt(order.is_doubted);
             }
             if had.is_asked && !order.is_asked {
                 page.ask(false, 0);

@@ -60,6 +60,7 @@ impl Share {
             wants: wants * POINT,
             is_awake: false,
             turn: None,
+            sight: orders::Sight::Own,
             memory: arbiter::Memory::default(),
         };
         let (policy, account) = (self.policy.clone(), Arc::clone(&self.account));

@@ -19,6 +19,7 @@ fn share(cores: u32, ceiling: u32, weight: u32, wants: u64) -> Standing {
         wants: wants * POINT,
         is_awake: false,
         turn: None,
+        sight: Sight::Own,
         memory: arbiter::Memory::default(),
     }
 }
@@ -53,6 +54,35 @@ fn a_gpu_is_divided_among_those_that_work() {
     let crowd = [share(50, 50, 1, 100), free(1, 100), free(1, 100)];
     check("beside a guarantee", &crowd, &[Some(50), Some(25), Some(25)], &[false; 3]);
     check("it sleeps", &[share(50, 50, 1, 0), free(1, 100)], &[Some(50), Some(100)], &[true, false]);
+}
+
+#[test]
+fn in_doubt_no_rate_is_raised_beyond_the_ceiling_and_what_is_alike_and_unknown_is_not_paced() {
+    let of = |share: Standing, sight, trim| Standing {
+        sight,
+        memory: arbiter::Memory::default().by_word(trim),
+        ..share
+    };
+    let together = |is_explained| Sight::Together { is_explained };
+    let (limited, free) = (share(30, 40, 1, 100), |weight| share(0, 0, weight, 100));
+    let rates = |what: &str, shares: &[Standing], expected: &[Option<u64>], doubted: [bool; 2]| {
+        check(what, shares, expected, &[false; 2]);
+        assert_eq!([0, 1].map(|at| orders(shares)[at].is_doubted), doubted, "{what}");
+    };
+    let two = |sight, trim| [limited, free(1)].map(|share| of(share, sight, trim));
+    rates("by NVML", &two(Sight::Own, 1.5), &[Some(60), Some(90)], [false; 2]);
+    rates("together", &two(together(true), 1.5), &[Some(60), Some(90)], [false; 2]);
+    rates("in doubt", &two(together(false), 1.5), &[Some(40), Some(90)], [true; 2]);
+    rates("by word", &two(Sight::Word, 1.0), &[Some(40), Some(60)], [true, false]);
+    let alike = |sight| [free(1), free(1)].map(|share| of(share, sight, 1.0));
+    rates("alike", &alike(Sight::Word), &[None, None], [false; 2]);
+    rates("alike, together", &alike(together(true)), &[Some(50), Some(50)], [false; 2]);
+    rates(
+        "other weights",
+        &[free(1), free(3)].map(|share| of(share, Sight::Word, 1.0)),
+        &[Some(25), Some(75)],
+        [false; 2],
+    );
 }
 
 #[test]
