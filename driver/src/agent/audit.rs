@@ -69,7 +69,8 @@ impl Sources {
         let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);
         let forged =
             forged.into_iter().filter_map(|(at, beyond)| Some((at, (beyond, granted(at)?)))).collect();
-        let (over, past) = overtime::over_time(look, &metered, times, since, &forged, &memory.over_time);
+        let (mut over, past) = overtime::over_time(look, &metered, times, since, &forged, &memory.over_time);
+        over.extend(joint::over_time(look, &joint));
         (Memory { meter: of_meter, balances, joint, over_time: past, ..memory }, metered, over)
     }
 

@@ -6,7 +6,8 @@
 //! **Whether their words can be true.** A kernel that neighbours cut is charged what its fastest launches take, since the node
 //! makes up for what that leaves out ([`super::arbiter`]). Here it cannot. So that holds as long as what the shares say explains
 //! what the instance had. Where it does not, all counts that launches were measured to take, for [`DOUBT`] at first and each time
-//! twice as long: then each share has its part at most, and less where its kernels are cut.
+//! twice as long: then each share has its part at most, and less where its kernels are cut. What is not explained even then is somebody's who is not paced.
+//! Nobody can say whose, so nobody is ended; it is told of all of them ([`over_time`]). And the doubt is over, as it would leave the honest ones less beside that one.
 //!
 //! **How much longer kernels look than they are.** Those longer than a time slice look longer where neighbours cut in, so what shares
 //! say is more than the instance had. What is missing they lack who had such kernels, which their libraries tell: while kernels of two
@@ -16,7 +17,9 @@
 
 use super::arbiter::{POINT, QUANTUM, SECOND};
 use super::bell::Key;
-use super::look::Look;
+use super::finding::{Finding, Kind};
+use super::judge::about;
+use super::look::{Device, Look, Share};
 use super::meter::Metered;
 use divvy_pages::GpuUuid;
 use std::collections::BTreeMap;
@@ -32,21 +35,33 @@ const LONGEST: Duration = Duration::from_secs(1800);
 const SLACK: u64 = 20;
 /// And beyond that so much in all, in nanoseconds: kernels are charged a guess until they were measured, and what that lacked later.
 const UNTOLD: u64 = SECOND / 5;
+/// So much of it in doubt is no guess any more.
+const TOO_MUCH: u64 = SECOND;
 
 /// What is known of the shares of an instance.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Joint {
     /// By what factor the kernels of each look longer, from 1 on.
     trims: BTreeMap<Key, f64>,
-    /// Nanoseconds that the instance had and nobody has explained.
+    /// Nanoseconds that the instance had and nobody has explained, and whether that was [`TOO_MUCH`] in doubt and goes on; and what both
+    /// were in the last look, in nanoseconds a second.
     untold: u64,
+    is_dark: bool,
+    had: (u64, u64),
     doubted_until: Option<Instant>,
     lasts: Duration,
 }
 
 impl Default for Joint {
     fn default() -> Self {
-        Self { trims: BTreeMap::new(), untold: 0, doubted_until: None, lasts: DOUBT }
+        Self {
+            trims: BTreeMap::new(),
+            untold: 0,
+            is_dark: false,
+            had: (0, 0),
+            doubted_until: None,
+            lasts: DOUBT,
+        }
     }
 }
 
@@ -64,7 +79,7 @@ impl Joint {
     }
 
     pub(super) fn is_doubted(&self, now: Instant) -> bool {
-        self.doubted_until.is_some_and(|until| now < until)
+        !self.is_dark && self.doubted_until.is_some_and(|until| now < until)
     }
 
     /// After a look, `since` after the one before, at which the instance had so much.
@@ -73,8 +88,14 @@ impl Joint {
         let said = parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.charged));
         let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
         let explained = said.saturating_add(said / SLACK).saturating_add(POINT);
-        self.untold = self.untold.saturating_add(time(busy)).saturating_sub(time(explained));
-        if self.untold >= UNTOLD {
+        let untold = self.untold.saturating_add(time(busy)).saturating_sub(time(explained));
+        let was_dark = self.is_dark;
+        self.is_dark = busy > explained && (was_dark || is_doubted && untold >= TOO_MUCH);
+        (self.untold, self.had) = (untold, (busy, said));
+        if self.is_dark || was_dark {
+            // Once that is over there is nothing left to doubt.
+            (self.untold, self.doubted_until) = (0, None);
+        } else if self.untold >= UNTOLD && !is_doubted {
             (self.untold, self.doubted_until) = (0, Some(now + self.lasts));
             self.lasts = (self.lasts * 2).min(LONGEST);
         } else if self.doubted_until.is_some_and(|until| now > until + self.lasts) {
@@ -165,8 +186,29 @@ pub(super) fn join(
     parts.into_iter().filter_map(joint).collect()
 }
 
+/// What is to be told of the shares of instances on which somebody is not paced. Nothing where a process is on the instance that is
+/// none of theirs: it may be that one.
+pub(super) fn over_time(look: &Look, joint: &Memory) -> Vec<Finding> {
+    let is_of_shares = |device: &Device| {
+        let processes = look.uses.iter().filter(|usage| usage.device == *device);
+        let mut known = processes.filter_map(|usage| look.processes.get(&usage.pid));
+        known.all(|process| !look.shares_of(process).is_empty())
+    };
+    let tell = |share: &Share| {
+        let joint = joint.get(&share.policy.mig?).filter(|joint| joint.is_dark)?;
+        let (had, said) = (joint.had.0 / POINT, joint.had.1 / POINT);
+        let text = format!(
+            "the shares of the claim's MIG instance had {had} % of its time together in the last second, where their processes say {said} %: one of them is not paced"
+        );
+        let finding = Finding { certain: true, ..about(share, Kind::OverTime, None, text) };
+        is_of_shares(&share.device()).then_some(finding)
+    };
+    look.shares.iter().filter_map(tell).collect()
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::judge::tests::{CONTEXT, Scene};
     use super::*;
 
     /// That was charged so many points, of which so many for long kernels.
@@ -247,7 +289,7 @@ mod tests {
         // What was not measured at once.
         check(&[&odd, &odd, &odd, &even, &odd], None);
         check(&[&odd; 4], Some(30));
-        check(&[&odd; 8], Some(60));
+        check(&[&[&odd; 4][..], &[&even; 31], &[&odd; 4]].concat(), Some(60));
         check(&[&[&odd; 4][..], &[&even; 45]].concat(), Some(0));
         // It was forgotten.
         check(&[&[&odd; 4][..], &[&even; 95]].concat(), None);
@@ -258,5 +300,36 @@ mod tests {
         let odd = (90, vec![part(30, 0), part(50, 0)]);
         let (joint, _) = after(&[vec![odd.clone(); 4], vec![(60, odd.1); 20]].concat());
         assert!((joint.trim(&key(0)) - 1.5).abs() < 0.01, "{joint:?}");
+    }
+
+    #[test]
+    fn what_nobody_explains_in_doubt_is_told_of_all_and_as_long_as_it_goes_on() {
+        const MIG: GpuUuid = GpuUuid([7; 16]);
+        let odd = (90, vec![part(30, 0), part(10, 0)]);
+        let even = (40, odd.1.clone());
+        let check = |looks: &[&(u64, Vec<Part>)], stranger: bool, expected: &[&str]| {
+            let (joint, _) = after(&looks.iter().copied().cloned().collect::<Vec<_>>());
+            let mut scene = Scene::share(10_000);
+            scene.second_share(10_000).process(7).has(CONTEXT).slot(7, CONTEXT);
+            if stranger {
+                scene.process(9).elsewhere_cgroup().sees("").has(20);
+            }
+            let mut look = scene.look();
+            look.shares.iter_mut().for_each(|share| share.policy.mig = Some(MIG));
+            look.uses.iter_mut().for_each(|usage| usage.device.mig = Some(MIG));
+            let found = over_time(&look, &[(MIG, joint)].into());
+            assert!(found.iter().all(|finding| finding.process.is_none() && finding.certain));
+            assert_eq!(found.len(), expected.len(), "{found:?}");
+            for (finding, expected) in found.iter().zip(expected) {
+                assert!(finding.text.contains(expected), "{finding}");
+            }
+        };
+        let both = &["90 % of its time together in the last second, where their processes say 40 %"; 2];
+        check(&[&odd; 2], false, &[]);
+        check(&[&odd; 4], false, both);
+        check(&[&odd; 5], false, both);
+        check(&[&odd; 5], true, &[]);
+        check(&[&odd, &odd, &odd, &odd, &even], false, &[]);
+        check(&[&even; 9], false, &[]);
     }
 }
