@@ -28,6 +28,10 @@ pub enum Verdict {
         found: BTreeSet<&'static str>,
         ended: bool,
     },
+    /// What was won is no more than the bound that is named; and what the node told of it.
+    Bounded {
+        told: BTreeSet<&'static str>,
+    },
     NotHeld,
     /// Nor is the bound kept that is named.
     Unbounded,
@@ -47,6 +51,10 @@ impl fmt::Display for Verdict {
             Self::Held { found, ended } => {
                 let found = found.iter().copied().collect::<Vec<_>>().join(", ");
                 write!(f, "held by the GPU driver: {found}; {}", done(*ended))
+            }
+            Self::Bounded { told } if told.is_empty() => f.write_str("bounded"),
+            Self::Bounded { told } => {
+                write!(f, "bounded; told: {}", told.iter().copied().collect::<Vec<_>>().join(", "))
             }
             Self::NotHeld => f.write_str("**not held**"),
             Self::Unbounded => f.write_str("**beyond its bound**"),
@@ -72,6 +80,8 @@ pub fn judge(row: &Row, programs: &Programs, enforcement: &Enforcement, within: 
         Verdict::Harmed
     } else if matches!(row.must, Must::BeNamed(_)) && !trial.is_bounded(row)? {
         Verdict::Unbounded
+    } else if matches!(row.must, Must::BeNamed(_)) && trial.gained(row)? {
+        Verdict::Bounded { told: kinds }
     } else if trial.gained(row)? || (found.is_empty() && trial.outcome != Outcome::Held) {
         Verdict::NotHeld
     } else if trial.outcome != Outcome::Held {
@@ -118,13 +128,18 @@ pub fn play(row: &'static Row, programs: &Programs, enforcement: &Enforcement, w
     Line { row, verdict, wins_unguarded: wins_unguarded(row, programs, enforcement) }
 }
 
+/// Whether that is told which is to be told of a row that is named with its bound.
+fn row_tells(row: &Row, told: &BTreeSet<&'static str>) -> bool {
+    row.tells.is_none_or(|kind| told.contains(kind))
+}
+
 impl Line {
     /// The trick came to what it must, and wins where nothing stops it.
     pub fn good(&self) -> bool {
         let held = match (&self.verdict, self.row.must) {
             (Ok(Verdict::Prevented), Must::BePrevented) => true,
             (Ok(Verdict::Detected { found, .. }), Must::BeDetected(what)) => found.contains(what),
-            (Ok(Verdict::NotHeld), Must::BeNamed(_)) => true,
+            (Ok(Verdict::Bounded { told }), Must::BeNamed(_)) => row_tells(self.row, told),
             (Ok(Verdict::Held { found, ended: false }), Must::BeHeld(what)) => found.contains(what),
             _ => false,
         };
@@ -140,7 +155,9 @@ impl Line {
             (Ok(Verdict::Held { found, ended }), Must::BeHeld(what)) if found.contains(what) => {
                 format!("held by the GPU driver: `{what}`; {}", done(*ended))
             }
-            (Ok(Verdict::NotHeld), Must::BeNamed(bound)) => format!("bounded: {bound}"),
+            (Ok(Verdict::Bounded { told }), Must::BeNamed(bound)) if row_tells(self.row, told) => {
+                format!("bounded: {bound}")
+            }
             (Ok(verdict), _) => verdict.to_string(),
             (Err(_), _) => "not judged".to_owned(),
         }

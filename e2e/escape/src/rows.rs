@@ -47,6 +47,8 @@ pub enum Terms {
     Weight,
     /// The same: next to nothing, beside one at work that has precedence.
     Low,
+    /// A ceiling, beside one at work that has a part twice as large.
+    Beside,
 }
 
 /// How a trick is played.
@@ -92,6 +94,8 @@ pub struct Row {
     pub injection: Injection,
     /// No other share is of the same device.
     pub alone: bool,
+    /// What the node has to tell of what is named with its bound.
+    pub tells: Option<&'static str>,
 }
 
 impl Row {
@@ -107,6 +111,7 @@ impl Row {
             over_commits: false,
             injection: Injection::Preload,
             alone: false,
+            tells: None,
         }
     }
 
@@ -128,6 +133,10 @@ impl Row {
 
     const fn alone(self) -> Self {
         Self { alone: true, ..self }
+    }
+
+    const fn told(self, kind: &'static str) -> Self {
+        Self { tells: Some(kind), ..self }
     }
 
     /// What `escape` calls it: the name up to where the device begins.
@@ -172,6 +181,9 @@ const PAGES: &str = "pages";
 const ACCOUNT: &str = "account";
 /// What holds a share without a ceiling that does not heed what it is granted.
 const TURNS: &str = "the GPU driver's time slices: of two processes at work each has half";
+
+/// What holds a share of an instance that has neighbours there: kernels of these look longer beside it, and they have less than half.
+const TOLD_TURNS: &str = "the GPU driver's time slices: two thirds beside another process at work; all shares of the instance are told of as `over-time`";
 
 /// All of them, in the order of the table.
 pub const ROWS: &[Row] = &[
@@ -369,6 +381,28 @@ pub const ROWS: &[Row] = &[
     .on(On::Instance)
     .winning(Gain::Time)
     .alone(),
+    named_with(
+        "time-mismeasured@mig-shared",
+        "compute time of a MIG instance of which another share has a part: patches the driver's code, so that every kernel looks short",
+        TOLD_TURNS,
+    )
+    .on(On::Instance)
+    .by(Terms::Beside)
+    .told(OVER_TIME),
+    named_with(
+        "time-policy-mapped-over@mig-shared",
+        "the same: maps memory of its own over the policy page",
+        TOLD_TURNS,
+    )
+    .on(On::Instance)
+    .by(Terms::Beside)
+    .told(OVER_TIME),
+    prevented(
+        "time-waits@mig-shared",
+        "the same: writes its own account page: its launches wait all the time",
+    )
+    .on(On::Instance)
+    .by(Terms::Beside),
 ];
 
 /// The row of that name.

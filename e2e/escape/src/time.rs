@@ -15,6 +15,8 @@ const CEILING: u32 = 30;
 pub(crate) const TOO_MUCH: f64 = 0.36;
 /// The half that each of two processes at work has by turns, and as much.
 const HALF: f64 = 0.5 + 0.06;
+/// On an instance the node does not see what the other one lost, whose kernels look half as long again beside such a process.
+const TWO_THIRDS: f64 = 0.667;
 /// The node sees once a second what each had, and has given a share that lacks something its part by then.
 const CORRECTED: Duration = Duration::from_secs(20);
 /// When a program is under way, and for how long what it gets is measured then.
@@ -36,6 +38,7 @@ pub(crate) fn compute(row: &Row) -> [Compute; 2] {
         Terms::Ceiling => [Compute { cores: CEILING, ceiling: CEILING, ..all }, all],
         Terms::Weight => [Compute { weight: 1, ..all }, Compute { weight: 3, ..all }],
         Terms::Low => [all, Compute { priority: 1, ..all }],
+        Terms::Beside => [CEILING, 2 * CEILING].map(|part| Compute { cores: part, ceiling: part, ..all }),
     }
 }
 
@@ -67,11 +70,12 @@ impl Trial {
         self.node.busy_lately(&self.before)
     }
 
-    /// Whether that comes down to half of the GPU, where another process wants as much.
-    pub(crate) fn comes_to_its_turns(&self) -> Result<bool> {
+    /// Whether that comes down to half of the GPU, where another process wants as much, or two thirds of an instance.
+    pub(crate) fn comes_to_its_turns(&self, row: &Row) -> Result<bool> {
+        let most = if row.terms == Terms::Beside { TWO_THIRDS } else { HALF };
         let begun = Instant::now();
         while begun.elapsed() < CORRECTED {
-            if self.part(MEASURED)? <= HALF {
+            if self.part(MEASURED)? <= most {
                 return Ok(true);
             }
         }

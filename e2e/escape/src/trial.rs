@@ -247,7 +247,7 @@ impl Trial {
     /// Whether what was won is, or comes to be, no more than the bound of the row.
     pub fn is_bounded(&self, row: &Row) -> Result<bool> {
         match row.gain {
-            Gain::Time => self.comes_to_its_turns(),
+            Gain::Time => self.comes_to_its_turns(row),
             _ => Ok(self.node.used() <= IN_ALL + self.others),
         }
     }
