@@ -15,6 +15,7 @@ use crate::frame::{Outcome, entry};
 use crate::handle::{Handle, Object};
 use crate::memory::Payer;
 use crate::process::Process;
+use crate::steps::Step;
 
 /// A graph.
 #[derive(Default)]
@@ -55,7 +56,7 @@ pub(crate) enum Task {
 }
 
 impl Task {
-    const fn kind(self) -> u32 {
+    pub(crate) const fn kind(self) -> u32 {
         match self {
             Self::Kernel(_) => 0,
             Self::Moment(kind) => kind,
@@ -78,40 +79,20 @@ impl Graph {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Nanoseconds of its longest chain, and its tasks with those of its children.
-    pub(crate) fn plan(&self, tasks: &mut Vec<Task>) -> Outcome<u64> {
+    /// Its nodes as they are now, and those of the graphs within it.
+    pub(crate) fn steps(&self) -> Outcome<Vec<Step>> {
         let nodes = self.nodes().clone();
-        let mut ends: HashMap<usize, u64> = HashMap::new();
-        // Nodes may need nodes that were made later: as often as there are nodes is enough.
-        let mut left = nodes;
-        while !left.is_empty() {
-            let before = left.len();
-            let mut later = Vec::new();
-            for handle in left {
-                let node = handle.get()?;
-                let needs = node.needs.lock().unwrap_or_else(PoisonError::into_inner);
-                let ready: Option<u64> = needs
-                    .iter()
-                    .try_fold(0, |last, need| Some(ends.get(&need.number())?.max(&last).to_owned()));
-                let Some(ready) = ready else {
-                    later.push(handle);
-                    continue;
-                };
-                let time = match node.task {
-                    Task::Kernel(time) => time,
-                    Task::Child(graph) => graph.get()?.plan(tasks)?,
-                    Task::Moment(_) | Task::Allocate { .. } | Task::Free(_) => 0,
-                };
-                tasks.push(node.task);
-                ends.insert(handle.number(), ready + time);
-            }
-            if later.len() == before {
-                // A circle.
-                return Err(Code::InvalidValue);
-            }
-            left = later;
-        }
-        Ok(ends.values().copied().max().unwrap_or(0))
+        let places: HashMap<usize, usize> = nodes.iter().map(|node| node.number()).zip(0..).collect();
+        let step = |handle: &Handle<Node>| {
+            let node = handle.get()?;
+            let needs = node.needs.lock().unwrap_or_else(PoisonError::into_inner);
+            let place = |need: &Handle<Node>| places.get(&need.number()).copied().ok_or(Code::InvalidValue);
+            let mut needs = needs.iter().map(place).collect::<Outcome<Vec<usize>>>()?;
+            needs.sort_unstable();
+            let within = if let Task::Child(graph) = node.task { graph.get()?.steps()? } else { Vec::new() };
+            Ok(Step { node: *handle, task: node.task, needs, within })
+        };
+        nodes.iter().map(step).collect()
     }
 }
 
@@ -130,7 +111,8 @@ pub(crate) fn plan_memory(process: &'static Process, context: &'static Context, 
     if size == 0 {
         return Err(Code::InvalidValue);
     }
-    let payer = Payer::Graph { pool: context.device.graph_pool(process), live: false };
+    let pool = context.device.graph_pool(process);
+    let payer = Payer::Graph { pool, live: false, node: true, runnable: false };
     let address = process.memory.add(context, size, payer, 0, Content::NONE)?;
     Ok(Task::Allocate { address, size, device: context.device.ordinal })
 }

@@ -15,7 +15,7 @@
 //! - [`memory`]: allocations and their addresses, and [`content`] that stands for what is in them; [`linear`], [`pool`]
 //!   and its [`figures`], [`array`], [`physical`], [`shareable`], [`ipc`], [`copy`]: the kinds of memory.
 //! - [`stream`], [`event`], [`module`], [`launch`]: work, which takes time and computes nothing; [`graph`], [`node`],
-//!   [`executable`], [`capture`]: work that is noted first.
+//!   [`executable`] and its [`steps`], [`update`], [`capture`]: work that is noted first.
 //! - [`rules`]: calls that fail, wait, or kill the process.
 //!
 //! The library finds its simulator from the path of its own file, as the simulated NVML does.
@@ -52,5 +52,7 @@ mod pool;
 mod process;
 mod rules;
 mod shareable;
+mod steps;
 mod stream;
 mod symbols;
+mod update;

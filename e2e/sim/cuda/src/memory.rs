@@ -36,8 +36,9 @@ pub(crate) enum Payer {
     Guest(Arc<Guest>),
     /// A pool that has reserved it.
     Pool(Handle<Pool>),
-    /// A device's pool for graphs, while the allocation of a graph's node is there; its address stays the node's.
-    Graph { pool: Handle<Pool>, live: bool },
+    /// A device's pool for graphs, while the allocation of a graph's node is there; its address stays the node's, and
+    /// that of the executable graph which may be launched with it.
+    Graph { pool: Handle<Pool>, live: bool, node: bool, runnable: bool },
     /// Another process: memory that it shares.
     Stranger,
     /// Another library, as one for graphics: memory that it shares.
@@ -170,7 +171,7 @@ impl Block {
                 guest.refund(self.size);
                 ipc::withdraw(self.id);
             }
-            Payer::Pool(pool) | Payer::Graph { pool, live: true } => {
+            Payer::Pool(pool) | Payer::Graph { pool, live: true, .. } => {
                 pool.get().into_iter().for_each(|pool| pool.give(self.size))
             }
             Payer::Host(Host { home: Some(guest), .. }) => guest.unmanage(self.size),
@@ -226,7 +227,7 @@ impl Memory {
             let mut space = self.lock();
             let found = space.find(address).filter(|block| block.address == address && sort(block));
             match &mut found.ok_or(Code::InvalidValue)?.payer {
-                Payer::Graph { pool, live } if *live => {
+                Payer::Graph { pool, live, .. } if *live => {
                     *live = false;
                     let (pool, size) = (*pool, space.find(address).map_or(0, |block| block.size));
                     drop(space);
@@ -241,10 +242,37 @@ impl Memory {
         Ok(())
     }
 
-    /// Takes out a graph's allocation that is not there, with its address.
+    /// One more executable graph wants to have a graph's allocation: whether it is the only one.
+    pub(crate) fn claim(&self, address: u64) -> bool {
+        let claimed = self.with(address, |block| match &mut block.payer {
+            Payer::Graph { runnable, .. } => !std::mem::replace(runnable, true),
+            _ => false,
+        });
+        claimed.unwrap_or(false)
+    }
+
+    /// The executable graph that had it has another one, or has ended.
+    pub(crate) fn unclaim(&self, address: u64) {
+        self.leave(address, |_, runnable| *runnable = false);
+    }
+
+    /// The node of a graph's allocation is gone.
     pub(crate) fn forget(&self, address: u64) {
+        self.leave(address, |node, _| *node = false);
+    }
+
+    /// Takes out a graph's allocation that is not there, with its address, once neither its node nor an executable graph
+    /// has it.
+    fn leave(&self, address: u64, who: impl FnOnce(&mut bool, &mut bool)) {
         let mut space = self.lock();
-        if space.find(address).is_some_and(|block| matches!(block.payer, Payer::Graph { live: false, .. })) {
+        let is_left = space.find(address).is_some_and(|block| match &mut block.payer {
+            Payer::Graph { live, node, runnable, .. } => {
+                who(node, runnable);
+                !*live && !*node && !*runnable
+            }
+            _ => false,
+        });
+        if is_left {
             drop(space.remove(address));
         }
     }

@@ -81,7 +81,21 @@ fn add_allocation(
     Ok(node)
 }
 
-/// `CUgraphNodeParams`: the type, and at 16 bytes what the type needs.
+/// `CUgraphNodeParams`: the type, and at 16 bytes what the type needs. Memory nodes are not made by that alone.
+pub(crate) fn task(parameters: Out<u8>) -> Outcome<Task> {
+    let inside = parameters.skip(16)?;
+    let kind = parameters.cast::<u32>().get()?;
+    match kind {
+        0 => {
+            let KernelNode2 { first, kernel, .. } = inside.cast::<KernelNode2>().get()?;
+            first.task(kernel)
+        }
+        4 => Ok(Task::Child(inside.cast::<Handle<Graph>>().get()?)),
+        COPY..=HOST | EMPTY..=RECORD => Ok(Task::Moment(kind)),
+        _ => Err(Code::NotSupported),
+    }
+}
+
 fn add_any(
     process: &'static Process,
     graph: Handle<Graph>,
@@ -89,19 +103,11 @@ fn add_any(
     parameters: Out<u8>,
 ) -> Outcome<Handle<Node>> {
     let inside = parameters.skip(16)?;
-    let kind = parameters.cast::<u32>().get()?;
-    let task = match kind {
-        0 => {
-            let KernelNode2 { first, kernel, .. } = inside.cast::<KernelNode2>().get()?;
-            first.task(kernel)?
-        }
-        4 => Task::Child(inside.cast::<Handle<Graph>>().get()?),
-        10 => return add_allocation(process, graph, needs, inside.cast()),
-        11 => Task::Free(inside.cast::<u64>().get()?),
-        COPY..=HOST | EMPTY..=RECORD => Task::Moment(kind),
-        _ => return Err(Code::NotSupported),
-    };
-    add(graph, needs, task)
+    match parameters.cast::<u32>().get()? {
+        10 => add_allocation(process, graph, needs, inside.cast()),
+        11 => add(graph, needs, Task::Free(inside.cast::<u64>().get()?)),
+        _ => add(graph, needs, task(parameters)?),
+    }
 }
 
 /// Nodes that take no time here.

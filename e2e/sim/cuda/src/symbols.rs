@@ -30,6 +30,7 @@ use crate::physical::*;
 use crate::pool::*;
 use crate::shareable::*;
 use crate::stream::*;
+use crate::update::*;
 
 /// A function of the library.
 pub(crate) struct Symbol {

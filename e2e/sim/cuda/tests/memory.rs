@@ -254,6 +254,8 @@ fn a_graphs_memory_is_there_from_a_launch_until_it_is_freed() {
     assert_eq!(launch(executable), SUCCESS);
     // Freed by its own launch, if it says so.
     let mut by_itself = 0_usize;
+    assert_eq!(instantiate(&mut by_itself, 1), NOT_SUPPORTED, "one of a graph at a time");
+    assert_eq!(call!(cuda.cuGraphExecDestroy(executable => usize)), SUCCESS);
     assert_eq!(instantiate(&mut by_itself, 1), SUCCESS);
     assert_eq!((launch(by_itself), launch(by_itself)), (SUCCESS, SUCCESS));
     assert_eq!(call!(cuda.cuMemFreeAsync(stays => u64, 0 => usize)), SUCCESS);
