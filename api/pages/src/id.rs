@@ -29,7 +29,8 @@ impl<const N: usize> Text<N> {
         bytes.try_into().ok().filter(|_| is_one).map(Self)
     }
 
-    pub(crate) fn bytes(&self) -> &[u8; N] {
+    /// The text with its padding.
+    pub fn bytes(&self) -> &[u8; N] {
         &self.0
     }
 
@@ -60,10 +61,15 @@ pub struct GpuUuid(pub [u8; 16]);
 impl GpuUuid {
     /// Reads `GPU-…`, `MIG-…` or the bare UUID.
     pub fn parse(text: &str) -> Option<Self> {
-        let digits = text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-")).unwrap_or(text);
+        Self::read(text.as_bytes())
+    }
+
+    /// The same of bytes that need not be a text.
+    pub fn read(text: &[u8]) -> Option<Self> {
+        let digits = text.strip_prefix(b"GPU-").or_else(|| text.strip_prefix(b"MIG-")).unwrap_or(text);
         let mut bytes = [0; 16];
         let mut count = 0;
-        for (place, byte) in digits.bytes().enumerate() {
+        for (place, byte) in digits.iter().copied().enumerate() {
             if matches!(place, 8 | 13 | 18 | 23) {
                 if byte != b'-' {
                     return None;
@@ -117,6 +123,7 @@ mod tests {
         for bad in ["", "GPU-", "GPU-6f1d2c3b", &text[1..], &format!("{text}0"), &text.replace('-', "0")] {
             assert_eq!(GpuUuid::parse(bad), None, "{bad}");
         }
+        assert_eq!(GpuUuid::read(&[0xff; 36]), None);
     }
 
     #[test]

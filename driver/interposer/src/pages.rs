@@ -57,9 +57,9 @@ fn believed(policy: &File) -> Option<&'static PolicyPage> {
 #[cold]
 pub(crate) fn account(policy: &Policy) -> Option<&'static AccountPage> {
     let mut at = sys::open_directory(From::Root, ROOT)?;
-    for text in [policy.claim.as_str(), policy.share.as_str()] {
+    for text in [policy.claim, policy.share] {
         let mut name = [0; NAMED];
-        name.get_mut(..text.len())?.copy_from_slice(text.as_bytes());
+        name[..NAMED - 1].copy_from_slice(text.bytes());
         at = sys::open_directory(From::Directory(&at), &name)?;
     }
     let account = sys::open_to_write(From::Directory(&at), b"account\0")?;

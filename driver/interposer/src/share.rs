@@ -34,8 +34,8 @@ fn uuids(ordinal: i32) -> Option<[GpuUuid; 2]> {
 
 /// Of the device that NVML calls so.
 #[cold]
-pub(crate) fn of_uuid(text: &str) -> Standing {
-    GpuUuid::parse(text).map_or(Standing::Free, |uuid| LEDGER.device_of(uuid))
+pub(crate) fn of_uuid(text: &[u8]) -> Standing {
+    GpuUuid::read(text).map_or(Standing::Free, |uuid| LEDGER.device_of(uuid))
 }
 
 /// Whether the container has a share at all.

@@ -66,7 +66,7 @@ fn shown(answer: Answer, device: Handle) -> Option<Device> {
         )
     };
     let end = text.iter().position(|byte| *byte == 0).filter(|_| asked == SUCCESS)?;
-    match share::of_uuid(core::str::from_utf8(text.get(..end)?).ok()?) {
+    match share::of_uuid(text.get(..end)?) {
         Standing::Share(device) => Some(device).filter(|device| device.has(Flags::NVML_VIEW)),
         Standing::Free | Standing::Closed => None,
     }
