@@ -8,7 +8,7 @@
 //! In shares that are injected as shims sessions are not counted: there these two libraries are the driver's own.
 
 use crate::cuda::driver::{self, Handle, Ordinal};
-use crate::cuda::{Answer, OUT_OF_MEMORY, SUCCESS, hook};
+use crate::cuda::{Answer, Call, OUT_OF_MEMORY, SUCCESS, by, hook};
 use crate::share::{self, Standing};
 use core::ffi::{c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -60,18 +60,18 @@ unsafe fn open(
     device: Option<Ordinal>,
     out: *const Handle,
     refusal: Answer,
-    call: &dyn Fn() -> Answer,
+    call: Call<'_>,
 ) -> Answer {
-    let (Some(device), false) = (device, out.is_null()) else { return call() };
+    let (Some(device), false) = (device, out.is_null()) else { return call.call() };
     let share = match share::of_cuda(device) {
-        Standing::Free => return call(),
+        Standing::Free => return call.call(),
         Standing::Closed => return refusal,
         Standing::Share(share) => share,
     };
     if share.open_session(engine).is_err() {
         return refusal;
     }
-    let answer = call();
+    let answer = call.call();
     match answer {
         // SAFETY: as the caller says.
         SUCCESS => handles::remember(&SESSIONS, unsafe { out.read() } as u64, device),
@@ -129,7 +129,7 @@ unsafe extern "C" fn open_session(device: Handle, kind: c_uint, out: *mut Handle
     };
     // SAFETY: the program's own arguments.
     unsafe {
-        open(Engine::Encoder, device_of(kind, device), out, NO_MORE_ENCODERS, &|| real(device, kind, out))
+        open(Engine::Encoder, device_of(kind, device), out, NO_MORE_ENCODERS, by(&|| real(device, kind, out)))
     }
 }
 
@@ -146,7 +146,7 @@ unsafe extern "C" fn open_session_ex(parameters: *const Parameters, out: *mut Ha
     // SAFETY: null, or the program's parameters.
     let device = unsafe { parameters.as_ref() }.and_then(|asked| device_of(asked.kind, asked.device));
     // SAFETY: the program's own arguments.
-    unsafe { open(Engine::Encoder, device, out, NO_MORE_ENCODERS, &|| real(parameters, out)) }
+    unsafe { open(Engine::Encoder, device, out, NO_MORE_ENCODERS, by(&|| real(parameters, out))) }
 }
 
 unsafe extern "C" fn destroy_encoder(session: Handle) -> Answer {
@@ -163,7 +163,7 @@ hook! {
     /// `cuviddec.h`: on the device of the thread's context.
     cuvidCreateDecoder(out: *mut Handle, information: *mut c_void) |real| {
         // SAFETY: the program's own arguments.
-        unsafe { open(Engine::Decoder, driver::current_device(), out, OUT_OF_MEMORY, &|| real(out, information)) }
+        unsafe { open(Engine::Decoder, driver::current_device(), out, OUT_OF_MEMORY, by(&|| real(out, information))) }
     }
 }
 

@@ -4,7 +4,7 @@
 //! tiles are rounded up to then shows in what the node measures of the process.
 
 use super::driver::{self, Current, Handle, Ordinal};
-use super::{Answer, SUCCESS, allocate, free, hook, real};
+use super::{Answer, Call, SUCCESS, allocate, by, free, hook, real, to};
 use core::ffi::{c_int, c_uint};
 use divvy_interposer_core::Kind;
 use divvy_interposer_core::table::Class;
@@ -119,17 +119,17 @@ fn free_array(handle: Handle) {
 
 /// # Safety
 /// `out` is null, which the driver refuses, or can be written.
-unsafe fn array(out: *mut Handle, shape: Option<Shape>, call: &dyn Fn(*mut Handle) -> Answer) -> Answer {
+unsafe fn array(out: *mut Handle, shape: Option<Shape>, call: Call<'_, *mut Handle>) -> Answer {
     let current = driver::current();
     let computed = shape.map_or(0, |shape| shape.bytes());
     if out.is_null() || computed == 0 {
-        return call(out);
+        return call.with(out);
     }
     let mut handle = core::ptr::null_mut();
     allocate(
         current,
         computed,
-        || match call(&raw mut handle) {
+        || match call.with(&raw mut handle) {
             SUCCESS => Ok(handle),
             error => Err(error),
         },
@@ -151,7 +151,7 @@ hook! {
     /// Since CUDA 3.2.
     cuArrayCreate_v2(out: *mut Handle, shape: *const Flat<usize>) |real| {
         // SAFETY: both are the program's, or null.
-        unsafe { array(out, shape.as_ref().map(Flat::shape), &|out| real(out, shape)) }
+        unsafe { array(out, shape.as_ref().map(Flat::shape), to(&|out| real(out, shape))) }
     }
 }
 
@@ -159,7 +159,7 @@ hook! {
     /// With 32 bits for a size.
     cuArrayCreate(out: *mut Handle, shape: *const Flat<c_uint>) |real| {
         // SAFETY: both are the program's, or null.
-        unsafe { array(out, shape.as_ref().map(Flat::shape), &|out| real(out, shape)) }
+        unsafe { array(out, shape.as_ref().map(Flat::shape), to(&|out| real(out, shape))) }
     }
 }
 
@@ -167,7 +167,7 @@ hook! {
     /// Since CUDA 3.2.
     cuArray3DCreate_v2(out: *mut Handle, shape: *const Deep<usize>) |real| {
         // SAFETY: both are the program's, or null.
-        unsafe { array(out, shape.as_ref().map(Deep::shape), &|out| real(out, shape)) }
+        unsafe { array(out, shape.as_ref().map(Deep::shape), to(&|out| real(out, shape))) }
     }
 }
 
@@ -175,14 +175,14 @@ hook! {
     /// With 32 bits for a size.
     cuArray3DCreate(out: *mut Handle, shape: *const Deep<c_uint>) |real| {
         // SAFETY: both are the program's, or null.
-        unsafe { array(out, shape.as_ref().map(Deep::shape), &|out| real(out, shape)) }
+        unsafe { array(out, shape.as_ref().map(Deep::shape), to(&|out| real(out, shape))) }
     }
 }
 
 hook! {
     /// Charges are by array: a level of a mipmapped array is no array of its own.
     cuArrayDestroy(handle: Handle) |real| {
-        free(Class::Array, handle as u64, &|| real(handle))
+        free(Class::Array, handle as u64, by(&|| real(handle)))
     }
 }
 
@@ -225,6 +225,6 @@ hook! {
 hook! {
     /// All levels at once.
     cuMipmappedArrayDestroy(handle: Handle) |real| {
-        free(Class::Mipmap, handle as u64, &|| real(handle))
+        free(Class::Mipmap, handle as u64, by(&|| real(handle)))
     }
 }

@@ -3,7 +3,7 @@
 //! What one takes is the policy's figure, charged before it is made; the node measures the process and corrects that.
 
 use super::driver::{self, Handle, Ordinal};
-use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, hook, pool, real, twins};
+use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, by, hook, pool, real, twins};
 use crate::share::{self, LEDGER, Standing};
 use crate::table::index;
 use core::ffi::{c_int, c_uint, c_void};
@@ -53,7 +53,7 @@ unsafe fn room(out: *mut Handle, device: Ordinal) -> Result<Room, Full> {
 /// # Safety
 /// `out` is that of the call.
 #[inline(never)]
-unsafe fn made(room: Room, answer: Answer, out: *mut Handle, destroy: &dyn Call) -> Answer {
+unsafe fn made(room: Room, answer: Answer, out: *mut Handle, destroy: Call<'_>) -> Answer {
     if answer == SUCCESS
         && let Some(reservation) = room.reservation
         // SAFETY: the driver has written it.
@@ -72,11 +72,11 @@ unsafe fn made(room: Room, answer: Answer, out: *mut Handle, destroy: &dyn Call)
 /// # Safety
 /// `out` is null, which the driver refuses, or can be read and written.
 #[inline(never)]
-unsafe fn make(out: *mut Handle, device: Ordinal, call: &dyn Call) -> Answer {
+unsafe fn make(out: *mut Handle, device: Ordinal, call: Call<'_>) -> Answer {
     // SAFETY: as the caller says.
     unsafe {
         match room(out, device) {
-            Ok(room) => made(room, call.call(), out, &|| destroy(*out)),
+            Ok(room) => made(room, call.call(), out, by(&|| destroy(*out))),
             Err(Full) => OUT_OF_MEMORY,
         }
     }
@@ -90,7 +90,7 @@ fn destroy(context: Handle) -> Answer {
 twins! {
     create(out: *mut Handle, flags: c_uint, device: Ordinal) of 3 |real| {
         // SAFETY: the program's place for the handle, or null.
-        unsafe { make(out, device, &|| real(out, flags, device)) }
+        unsafe { make(out, device, by(&|| real(out, flags, device))) }
     }
 
     /// Since CUDA 3.2.
@@ -106,7 +106,7 @@ twins! {
 twins! {
     create_for_vdpau(out: *mut Handle, flags: c_uint, device: Ordinal, vdpau: u32, function: *mut c_void) of 5 |real| {
         // SAFETY: the program's place for the handle, or null.
-        unsafe { make(out, device, &|| real(out, flags, device, vdpau, function)) }
+        unsafe { make(out, device, by(&|| real(out, flags, device, vdpau, function))) }
     }
 
     /// Since CUDA 3.2.
@@ -119,7 +119,7 @@ hook! {
     /// Since CUDA 11.4, with a part of the processors.
     cuCtxCreate_v3(out: *mut Handle, affinity: *mut c_void, count: c_int, flags: c_uint, device: Ordinal) |real| {
         // SAFETY: the program's place for the handle, or null.
-        unsafe { make(out, device, &|| real(out, affinity, count, flags, device)) }
+        unsafe { make(out, device, by(&|| real(out, affinity, count, flags, device))) }
     }
 }
 
@@ -127,7 +127,7 @@ hook! {
     /// Since CUDA 12.5.
     cuCtxCreate_v4(out: *mut Handle, parameters: *mut c_void, flags: c_uint, device: Ordinal) |real| {
         // SAFETY: the program's place for the handle, or null.
-        unsafe { make(out, device, &|| real(out, parameters, flags, device)) }
+        unsafe { make(out, device, by(&|| real(out, parameters, flags, device))) }
     }
 }
 
@@ -189,7 +189,7 @@ hook! {
         // SAFETY: the program's place for the handle.
         let answer = unsafe {
             match room(out, device) {
-                Ok(room) => made(room, real(out, device), out, &|| release(device)),
+                Ok(room) => made(room, real(out, device), out, by(&|| release(device))),
                 Err(Full) => OUT_OF_MEMORY,
             }
         };
@@ -252,12 +252,12 @@ hook! {
 hook! {
     /// Drops that use, of which device's the driver does not say.
     cuGreenCtxDestroy(green: Handle) |real| {
-        ending_primaries(0, &|| real(green))
+        ending_primaries(0, by(&|| real(green)))
     }
 }
 
 /// A call that ends the primary contexts of this device and those after it, as far as it is their last use.
-fn ending_primaries(device: Ordinal, call: &dyn Call) -> Answer {
+fn ending_primaries(device: Ordinal, call: Call<'_>) -> Answer {
     if device >= driver::devices() {
         return call.call();
     }

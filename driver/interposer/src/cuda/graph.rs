@@ -8,7 +8,7 @@
 //! A graph without memory nodes, which is nearly every graph, is launched as if this were not here.
 
 use super::driver::{self, Handle, Ordinal};
-use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, hook, launch, pool, twins};
+use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, by, hook, launch, pool, twins};
 use crate::share::{self, Device, LEDGER, Standing};
 use crate::sys;
 use core::ffi::{c_char, c_ulonglong};
@@ -111,7 +111,7 @@ unsafe fn instantiated(answer: Answer, out: *mut Handle, before: Handle, graph: 
     let handle = unsafe { *out };
     // A handle that is used again is of a graph that was destroyed.
     if USED.load(Ordering::Relaxed) {
-        end(handle, 0, &|| SUCCESS);
+        end(handle, 0, by(&|| SUCCESS));
     }
     if look(graph, handle as u64, DEPTH).is_err() {
         // SAFETY: as the caller says; and what the driver has just made, and nobody else knows.
@@ -144,12 +144,12 @@ fn charge(share: &Device, device: Ordinal, call: impl FnOnce() -> Answer) -> Ans
 /// A call that lets an executable graph have its memory.
 #[inline]
 fn run(handle: Handle, call: impl Fn() -> Answer) -> Answer {
-    if USED.load(Ordering::Relaxed) { run_on(handle, 0, &call) } else { call() }
+    if USED.load(Ordering::Relaxed) { run_on(handle, 0, by(&call)) } else { call() }
 }
 
 /// [`run`] as far as this device and those after it go.
 #[cold]
-fn run_on(handle: Handle, device: Ordinal, call: &dyn Call) -> Answer {
+fn run_on(handle: Handle, device: Ordinal, call: Call<'_>) -> Answer {
     if device >= driver::devices() {
         return call.call();
     }
@@ -179,7 +179,7 @@ fn run_on(handle: Handle, device: Ordinal, call: &dyn Call) -> Answer {
 
 /// A call that ends an executable graph: what it needs of this device and those after it is forgotten before, as the
 /// driver may give the handle to another graph.
-fn end(handle: Handle, device: Ordinal, call: &dyn Call) -> Answer {
+fn end(handle: Handle, device: Ordinal, call: Call<'_>) -> Answer {
     if device >= driver::devices() {
         return call.call();
     }
@@ -225,7 +225,7 @@ pub(crate) struct Instantiation {
 /// `out` and `how` are null, which the driver refuses, or the program's to read and to write.
 unsafe fn instantiate_as(
     (out, graph, how): (*mut Handle, Handle, *mut Instantiation),
-    call: &dyn Call,
+    call: Call<'_>,
     upload: unsafe extern "C" fn(Handle, Handle) -> Answer,
 ) -> Answer {
     const UPLOAD: u64 = 2;
@@ -256,7 +256,7 @@ hook! {
     /// Since CUDA 12.0.
     cuGraphInstantiateWithParams(out: *mut Handle, graph: Handle, how: *mut Instantiation) |real| {
         // SAFETY: the program's own arguments.
-        unsafe { instantiate_as((out, graph, how), &|| real(out, graph, how), cuGraphUpload) }
+        unsafe { instantiate_as((out, graph, how), by(&|| real(out, graph, how)), cuGraphUpload) }
     }
 }
 
@@ -264,14 +264,14 @@ hook! {
     /// With an upload on the per-thread default stream.
     cuGraphInstantiateWithParams_ptsz(out: *mut Handle, graph: Handle, how: *mut Instantiation) |real| {
         // SAFETY: the program's own arguments.
-        unsafe { instantiate_as((out, graph, how), &|| real(out, graph, how), cuGraphUpload_ptsz) }
+        unsafe { instantiate_as((out, graph, how), by(&|| real(out, graph, how)), cuGraphUpload_ptsz) }
     }
 }
 
 hook! {
     /// What it needed is forgotten.
     cuGraphExecDestroy(handle: Handle) |real| {
-        if USED.load(Ordering::Relaxed) { end(handle, 0, &|| real(handle)) } else { real(handle) }
+        if USED.load(Ordering::Relaxed) { end(handle, 0, by(&|| real(handle))) } else { real(handle) }
     }
 }
 
@@ -283,14 +283,14 @@ fn work(handle: Handle) -> Work {
 hook! {
     /// A few loads more than without, for a graph without memory in a share without limits of compute time.
     cuGraphLaunch(handle: Handle, stream: Handle) |real| {
-        run(handle, || launch::paced(work(handle), stream, &|| real(handle, stream)))
+        run(handle, || launch::paced(work(handle), stream, by(&|| real(handle, stream))))
     }
 }
 
 hook! {
     /// On the per-thread default stream.
     cuGraphLaunch_ptsz(handle: Handle, stream: Handle) |real| {
-        run(handle, || launch::paced(work(handle), driver::per_thread(stream), &|| real(handle, stream)))
+        run(handle, || launch::paced(work(handle), driver::per_thread(stream), by(&|| real(handle, stream))))
     }
 }
 

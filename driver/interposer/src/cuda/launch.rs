@@ -9,7 +9,7 @@
 //! graph is charged when it is launched. Copies and the functions of the host are not charged.
 
 use super::driver::{self, Handle};
-use super::{Answer, Call, SUCCESS, hook, twins};
+use super::{Answer, Call, SUCCESS, by, hook, twins};
 use crate::share::{self, LEDGER, Standing};
 use core::ffi::{c_int, c_uint, c_void};
 use core::ptr;
@@ -44,7 +44,7 @@ fn find_word() {
 /// hook would be a tenth of this library. Hooks move their arguments into `call`: by reference each would be stored
 /// and looked for once more, a third of what all of this costs.
 #[inline(never)]
-pub(super) fn paced(work: Work, stream: Handle, call: &dyn Call) -> Answer {
+pub(super) fn paced(work: Work, stream: Handle, call: Call<'_>) -> Answer {
     if WORD.load(Ordering::Relaxed).is_null() {
         find_word();
     }
@@ -275,9 +275,9 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, &move || {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, by(&move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
-        })
+        }))
     }
 }
 
@@ -287,9 +287,9 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), &move || {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), by(&move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
-        })
+        }))
     }
 }
 
@@ -300,7 +300,7 @@ launch! {
     ) |real| {
         // SAFETY: `cuda.h` asks for one.
         let (work, stream) = unsafe { configured(function, configuration) };
-        paced(work, stream, &move || real(configuration, function, parameters, extra))
+        paced(work, stream, by(&move || real(configuration, function, parameters, extra)))
     }
 }
 
@@ -311,7 +311,7 @@ launch! {
     ) |real| {
         // SAFETY: `cuda.h` asks for one.
         let (work, stream) = unsafe { configured(function, configuration) };
-        paced(work, driver::per_thread(stream), &move || real(configuration, function, parameters, extra))
+        paced(work, driver::per_thread(stream), by(&move || real(configuration, function, parameters, extra)))
     }
 }
 
@@ -321,9 +321,9 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, &move || {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, by(&move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
-        })
+        }))
     }
 }
 
@@ -333,9 +333,9 @@ launch! {
         function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), &move || {
+        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), by(&move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
-        })
+        }))
     }
 }
 
@@ -344,32 +344,32 @@ launch! {
     never_goes cuLaunchCooperativeKernelMultiDevice(list: *mut Handle, count: c_uint, flags: c_uint) |real| {
         // SAFETY: the first word of each entry is its function; without entries the driver refuses.
         let first = if list.is_null() || count == 0 { ptr::null_mut() } else { unsafe { *list } };
-        paced(kernel(first, [count, 1, 1]), ptr::null_mut(), &move || real(list, count, flags))
+        paced(kernel(first, [count, 1, 1]), ptr::null_mut(), by(&move || real(list, count, flags)))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
     never_goes cuLaunch(function: Handle) |real| {
-        paced(kernel(function, [1; 3]), ptr::null_mut(), &move || real(function))
+        paced(kernel(function, [1; 3]), ptr::null_mut(), by(&move || real(function)))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
     never_goes cuLaunchGrid(function: Handle, width: c_int, height: c_int) |real| {
-        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), ptr::null_mut(), &move || {
+        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), ptr::null_mut(), by(&move || {
             real(function, width, height)
-        })
+        }))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
     never_goes cuLaunchGridAsync(function: Handle, width: c_int, height: c_int, stream: Handle) |real| {
-        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, &move || {
+        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, by(&move || {
             real(function, width, height, stream)
-        })
+        }))
     }
 }
 

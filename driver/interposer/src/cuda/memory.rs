@@ -1,7 +1,7 @@
 //! Linear memory: `cuMemAlloc` and its like, and what frees it.
 
 use super::driver::{self, Handle};
-use super::{Answer, SUCCESS, allocate, allocate_in, hook, managed_room, overcommit, real};
+use super::{Answer, SUCCESS, allocate, allocate_in, by, hook, managed_room, overcommit, real};
 use core::ffi::c_uint;
 use divvy_interposer_core::Kind;
 
@@ -137,27 +137,27 @@ hook! {
 hook! {
     /// Since CUDA 3.2. Frees memory of pools too, for which the table has no entry.
     cuMemFree_v2(pointer: u64) |real| {
-        overcommit::free(pointer, &|| real(pointer))
+        overcommit::free(pointer, by(&|| real(pointer)))
     }
 }
 
 hook! {
     /// With 32 bits for a pointer.
     cuMemFree(pointer: c_uint) |real| {
-        overcommit::free(pointer.into(), &|| real(pointer))
+        overcommit::free(pointer.into(), by(&|| real(pointer)))
     }
 }
 
 hook! {
     /// Frees what `cuMemAlloc` made too.
     cuMemFreeAsync(pointer: u64, stream: Handle) |real| {
-        overcommit::free_on(pointer, stream, &|| real(pointer, stream))
+        overcommit::free_on(pointer, stream, by(&|| real(pointer, stream)))
     }
 }
 
 hook! {
     /// On the per-thread default stream.
     cuMemFreeAsync_ptsz(pointer: u64, stream: Handle) |real| {
-        overcommit::free_on(pointer, driver::per_thread(stream), &|| real(pointer, stream))
+        overcommit::free_on(pointer, driver::per_thread(stream), by(&|| real(pointer, stream)))
     }
 }

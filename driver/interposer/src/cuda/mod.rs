@@ -34,6 +34,8 @@ pub(crate) use virtual_memory::*;
 pub(crate) use wait::*;
 
 use crate::share::{self, LEDGER, Standing};
+use core::marker::PhantomData;
+use core::ptr;
 use divvy_interposer_core::table::Class;
 use divvy_interposer_core::{Full, Reservation};
 use driver::Current;
@@ -147,15 +149,47 @@ macro_rules! real {
 }
 pub(crate) use real;
 
-/// A call of the driver's function, made by code that serves many hooks. A table of `dyn Fn` has three addresses, which the
-/// loader has to relocate in every process; this has one.
-trait Call {
-    fn call(&self) -> Answer;
+/// A call of the driver's function, made by code that serves many hooks: a closure and the code that calls it. For a `dyn Fn`
+/// there is a table with three addresses, which the loader has to relocate in every process.
+#[derive(Clone, Copy)]
+pub(crate) struct Call<'a, A = ()> {
+    run: unsafe fn(*const (), A) -> Answer,
+    closure: *const (),
+    lives: PhantomData<&'a ()>,
 }
 
-impl<F: Fn() -> Answer> Call for F {
-    fn call(&self) -> Answer {
-        self()
+/// Of a closure.
+pub(crate) fn by<F: Fn() -> Answer>(closure: &F) -> Call<'_> {
+    /// # Safety
+    /// `closure` is one of that type.
+    unsafe fn run<F: Fn() -> Answer>(closure: *const (), (): ()) -> Answer {
+        // SAFETY: as the caller says.
+        unsafe { (*closure.cast::<F>())() }
+    }
+    Call { run: run::<F>, closure: ptr::from_ref(closure).cast(), lives: PhantomData }
+}
+
+/// Of one that is told where to write.
+pub(crate) fn to<A, F: Fn(A) -> Answer>(closure: &F) -> Call<'_, A> {
+    /// # Safety
+    /// `closure` is one of that type.
+    unsafe fn run<A, F: Fn(A) -> Answer>(closure: *const (), argument: A) -> Answer {
+        // SAFETY: as the caller says.
+        unsafe { (*closure.cast::<F>())(argument) }
+    }
+    Call { run: run::<A, F>, closure: ptr::from_ref(closure).cast(), lives: PhantomData }
+}
+
+impl Call<'_> {
+    pub(crate) fn call(self) -> Answer {
+        self.with(())
+    }
+}
+
+impl<A> Call<'_, A> {
+    fn with(self, argument: A) -> Answer {
+        // SAFETY: the closure that `run` is for, which outlives this.
+        unsafe { (self.run)(self.closure, argument) }
     }
 }
 
@@ -228,7 +262,7 @@ fn charged(
 }
 
 /// Gives back what is charged for `key` if `call` frees it.
-fn free(class: Class, key: u64, call: &dyn Call) -> Answer {
+fn free(class: Class, key: u64, call: Call<'_>) -> Answer {
     let Some(freeing) = LEDGER.freeing(class, key) else { return call.call() };
     let answer = call.call();
     if answer == SUCCESS {

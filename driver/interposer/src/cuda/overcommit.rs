@@ -8,7 +8,7 @@
 //! beyond the claim; nor can managed memory be shared with other processes: the driver says so itself.
 
 use super::driver::{self, Handle};
-use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, memory, real};
+use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, by, hook, memory, real};
 use crate::share::{self, LEDGER, Standing};
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::{AtomicBool, Ordering};
@@ -67,7 +67,7 @@ fn is_at(address: u64) -> bool {
 }
 
 /// A free of what begins at `pointer` by `call`, after which it stands in for nothing.
-pub(super) fn free(pointer: u64, call: &dyn super::Call) -> Answer {
+pub(super) fn free(pointer: u64, call: Call<'_>) -> Answer {
     if !ANY.load(Ordering::Acquire) {
         return super::free(Class::Pointer, pointer, call);
     }
@@ -82,14 +82,14 @@ pub(super) fn free(pointer: u64, call: &dyn super::Call) -> Answer {
 
 /// As [`free`], of a call that only memory knows which the driver allocated: managed memory is freed by the call that
 /// knows it, which waits for the device.
-pub(super) fn free_on(pointer: u64, stream: Handle, call: &dyn super::Call) -> Answer {
+pub(super) fn free_on(pointer: u64, stream: Handle, call: Call<'_>) -> Answer {
     if ANY.load(Ordering::Acquire)
         && LEDGER.stands_in(pointer)
         && !driver::is_capturing(stream)
         && let Some(real) = real!(cuMemFree_v2(u64))
     {
         // SAFETY: what the program frees.
-        return free(pointer, &|| unsafe { real(pointer) });
+        return free(pointer, by(&|| unsafe { real(pointer) }));
     }
     free(pointer, call)
 }

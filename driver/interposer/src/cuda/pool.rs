@@ -4,7 +4,7 @@
 //! will have to grow by; afterwards, what the driver says it has grown to.
 
 use super::driver::{self, Handle, Ordinal, PoolProperties};
-use super::{Answer, OUT_OF_MEMORY, SUCCESS, hook, real};
+use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, hook, real, to};
 use crate::share::{self, Device, LEDGER, Standing};
 use crate::worker;
 use divvy_interposer_core::table::Class;
@@ -68,23 +68,23 @@ unsafe fn from(
     pool: Option<Handle>,
     payer: Result<Option<Ordinal>, Full>,
     (out, bytes, stream): (*mut u64, usize, Handle),
-    call: &dyn Fn(*mut u64) -> Answer,
+    call: Call<'_, *mut u64>,
 ) -> Answer {
     let Ok(payer) = payer else { return OUT_OF_MEMORY };
-    let (Some(pool), Some(device), false) = (pool, payer, out.is_null()) else { return call(out) };
+    let (Some(pool), Some(device), false) = (pool, payer, out.is_null()) else { return call.with(out) };
     let share = match share::of_cuda(device) {
-        Standing::Free => return call(out),
+        Standing::Free => return call.with(out),
         Standing::Closed => return OUT_OF_MEMORY,
         Standing::Share(share) => share,
     };
     worker::heed(&share);
     // Recorded into a graph, it allocates nothing now.
     if driver::is_capturing(stream) {
-        return call(out);
+        return call.with(out);
     }
     let what = Grown::Pool(pool as u64);
     let mut growing = share.grow(what);
-    let Some((reserved, used)) = driver::pool_memory(pool) else { return call(out) };
+    let Some((reserved, used)) = driver::pool_memory(pool) else { return call.with(out) };
     if growing.ask(bytes as u64, reserved, used).is_err() {
         drop(growing);
         shrink(&share);
@@ -95,7 +95,7 @@ unsafe fn from(
         }
     }
     let mut pointer = 0;
-    let answer = call(&raw mut pointer);
+    let answer = call.with(&raw mut pointer);
     let now = driver::pool_memory(pool).map(|(reserved, _)| reserved);
     if answer != SUCCESS {
         if let Some(reserved) = now {
@@ -125,7 +125,7 @@ hook! {
     cuMemAllocAsync(out: *mut u64, bytes: usize, stream: Handle) |real| {
         let device = driver::stream_device(stream);
         // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(device.and_then(driver::pool_of), Ok(device), (out, bytes, stream), &|out| real(out, bytes, stream)) }
+        unsafe { from(device.and_then(driver::pool_of), Ok(device), (out, bytes, stream), to(&|out| real(out, bytes, stream))) }
     }
 }
 
@@ -135,7 +135,7 @@ hook! {
         let device = driver::stream_device(stream);
         let on = driver::per_thread(stream);
         // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(device.and_then(driver::pool_of), Ok(device), (out, bytes, on), &|out| real(out, bytes, stream)) }
+        unsafe { from(device.and_then(driver::pool_of), Ok(device), (out, bytes, on), to(&|out| real(out, bytes, stream))) }
     }
 }
 
@@ -143,7 +143,7 @@ hook! {
     /// From a pool that the program names.
     cuMemAllocFromPoolAsync(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
         // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(Some(pool), payer(pool, stream), (out, bytes, stream), &|out| real(out, bytes, pool, stream)) }
+        unsafe { from(Some(pool), payer(pool, stream), (out, bytes, stream), to(&|out| real(out, bytes, pool, stream))) }
     }
 }
 
@@ -152,7 +152,7 @@ hook! {
     cuMemAllocFromPoolAsync_ptsz(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
         let on = driver::per_thread(stream);
         // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(Some(pool), payer(pool, on), (out, bytes, on), &|out| real(out, bytes, pool, stream)) }
+        unsafe { from(Some(pool), payer(pool, on), (out, bytes, on), to(&|out| real(out, bytes, pool, stream))) }
     }
 }
 
