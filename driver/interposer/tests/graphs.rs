@@ -110,3 +110,53 @@ fn each_device_is_charged_what_a_graph_allocates_there() {
     assert_eq!((program.ask(&format!("launch {graph}")), used()), ("0".into(), (1024, 512)));
     assert_eq!((program.ask("trim-graphs 1"), used()), ("0".into(), (1024, 0)));
 }
+
+#[test]
+fn a_graph_that_does_what_another_one_says_is_limited_by_that() {
+    pooled(|program, used| {
+        let graph = key(&program.ask("graph 100"));
+        let launch = format!("launch {graph}");
+        for way in ["v1", "v2"] {
+            assert_eq!(program.ask(&format!("update {way} {graph} 513")), "0 0", "{way}");
+            assert_eq!((program.ask(&launch), used()), ("2".into(), 0), "{way}: more than there is");
+            assert_eq!(program.ask(&format!("update {way} {graph} 512")), "0 0", "{way}");
+            assert_eq!((program.ask(&launch), used()), ("0".into(), 1024), "{way}: all that there is");
+            assert_eq!((program.ask("trim-graphs 0"), used()), ("0".into(), 0));
+        }
+    });
+}
+
+#[test]
+fn an_update_that_is_refused_leaves_what_a_graph_needs() {
+    pooled(|program, used| {
+        let deep = key(&program.ask("graph 512 1"));
+        // By the driver, and as nobody looks so deep.
+        assert_eq!(program.ask(&format!("update v2 {deep} 1")), "910 2");
+        for way in ["v1", "v2"] {
+            assert_eq!(program.ask(&format!("update {way} {deep} 1 33")), "2 1", "{way}");
+        }
+        assert_eq!(program.ask(&format!("update v2 {deep} 513 2")), "910 2");
+        assert_eq!((program.ask(&format!("launch {deep}")), used()), ("0".into(), 1024));
+        assert_eq!((program.ask("trim-graphs 0"), used()), ("0".into(), 0));
+        key(&program.ask("alloc v2 1"));
+        assert_eq!((program.ask(&format!("launch {deep}")), used()), ("2".into(), 1));
+    });
+}
+
+#[test]
+fn a_graph_within_another_is_not_replaced_by_one_that_needs_more() {
+    pooled(|program, used| {
+        let made = program.ask("nested 256");
+        let (graph, node) = made.rsplit_once(' ').expect("a graph and a node");
+        let graph = key(graph);
+        for way in ["child", "any"] {
+            let put =
+                |program: &mut Program, mib| program.ask(&format!("put-instead {way} {graph} {node} {mib}"));
+            for same in 0..3 {
+                assert_eq!(put(program, 256), "0", "{way}, {same}");
+            }
+            assert_eq!(put(program, 257), "2", "{way}");
+            assert_eq!((program.ask(&format!("launch {graph}")), used()), ("0".into(), 512), "{way}");
+        }
+    });
+}

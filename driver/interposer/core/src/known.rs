@@ -10,16 +10,19 @@ use crate::system::System;
 use crate::table::{Class, Entry, NoRoom};
 use divvy_pages::{Fault, Full};
 
-/// A graph on the device with that ordinal. No address of a program has these bits.
+/// With a graph: it needs so much less. Neither this nor [`key`]'s are bits of an address of a program.
+pub const LESS: u64 = 1 << 63;
+
+/// A graph on the device with that ordinal.
 fn key(graph: u64, device: i32) -> u64 {
-    graph | (device as u64) << 56
+    graph & !LESS | (device as u64) << 56
 }
 
 impl<S: System> Ledger<S> {
     /// A pool was made of memory of the device with that ordinal; `None`: of the host's.
     pub fn pool_is_of(&self, pool: u64, device: Option<i32>) -> Result<(), Full> {
         let owner = device.map_or(0, |device| device as u64 + 1);
-        self.know(Class::Owner, Entry::new(Class::Owner, pool, 0, 0, owner))
+        self.know(Entry::new(Class::Owner, pool, 0, 0, owner), |_| None)
     }
 
     /// What [`Ledger::pool_is_of`] said of it.
@@ -28,9 +31,14 @@ impl<S: System> Ledger<S> {
         Some(entry.extra().checked_sub(1).map(|device| device as i32))
     }
 
-    /// An executable graph needs so much more of the device with that ordinal.
+    /// An executable graph needs so much more of the device with that ordinal, or, with [`LESS`], so much less.
     pub fn graph_needs(&self, graph: u64, device: i32, bytes: u64) -> Result<(), Full> {
-        self.know(Class::Need, Entry::new(Class::Need, key(graph, device), 0, bytes, 0))
+        let less = graph & LESS != 0;
+        let first = if less { 0 } else { bytes };
+        self.know(Entry::new(Class::Need, key(graph, device), 0, first, 0), |known| {
+            let sum = if less { known.saturating_sub(bytes) } else { known.saturating_add(bytes) };
+            Some(sum)
+        })
     }
 
     /// What an executable graph needs of the device with that ordinal, if it has memory nodes there.
@@ -49,15 +57,15 @@ impl<S: System> Ledger<S> {
         self.take(Class::Need, key(graph, device))
     }
 
-    /// Needs add up; of owners the last one counts.
-    fn know(&self, class: Class, entry: Entry) -> Result<(), Full> {
-        let local = self.local().ok_or(Full)?;
+    /// Of what is known already, `sum` makes what is to be known; or else the last one counts.
+    fn know(&self, entry: Entry, sum: impl Fn(u64) -> Option<u64>) -> Result<(), Full> {
+        let (local, class) = (self.local().ok_or(Full)?, entry.class().ok_or(Full)?);
         let add = |known: &mut Entry| {
-            let adds = class == Class::Need;
-            if adds {
-                *known = known.with_bytes(known.bytes().saturating_add(entry.bytes()));
+            let sum = sum(known.bytes());
+            if let Some(sum) = sum {
+                *known = known.with_bytes(sum);
             }
-            adds
+            sum.is_some()
         };
         local.table.merge(&self.system, class, entry, &add).map(drop).map_err(|NoRoom| {
             self.fault(Fault::NoTable);

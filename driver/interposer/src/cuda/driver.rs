@@ -401,8 +401,10 @@ pub(crate) fn nodes(graph: Handle, into: &mut [u64]) -> Option<usize> {
         .map(|count| count.min(room))
 }
 
+/// The type of a node that is a graph.
+pub(crate) const GRAPH: c_int = 4;
+
 pub(crate) fn node(node: Handle) -> Node {
-    const GRAPH: c_int = 4;
     const ALLOCATES: c_int = 10;
     // SAFETY: writes a number.
     let kind = asked(0, |out| unsafe { cuGraphNodeGetType(node, out) });

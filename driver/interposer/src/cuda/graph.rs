@@ -21,11 +21,11 @@ static USED: AtomicBool = AtomicBool::new(false);
 
 /// Graphs within graphs, as deep as they are looked into: each is a few hundred bytes of the program's stack. A deeper
 /// graph is refused.
-const DEPTH: usize = 32;
+pub(super) const DEPTH: usize = 32;
 
 /// Writes down what the memory nodes of a graph, and of the graphs within it, need for the executable graph `runnable`.
 /// `Err`: that is not known in full.
-fn look(graph: Handle, runnable: u64, depth: usize) -> Result<(), Full> {
+pub(super) fn look(graph: Handle, runnable: u64, depth: usize) -> Result<(), Full> {
     let count = driver::node_count(graph).ok_or(Full)?;
     if count == 0 {
         return Ok(());
@@ -141,6 +141,12 @@ fn charge(share: &Device, device: Ordinal, call: impl FnOnce() -> Answer) -> Ans
     answer
 }
 
+/// Whether an executable graph has memory nodes.
+pub(super) fn has_memory(handle: Handle) -> bool {
+    let needs = |device| LEDGER.need_of(handle as u64, device).is_some();
+    USED.load(Ordering::Relaxed) && (0..driver::devices()).any(needs)
+}
+
 /// A call that lets an executable graph have its memory.
 #[inline]
 fn run(handle: Handle, call: impl Fn() -> Answer) -> Answer {
@@ -177,16 +183,18 @@ fn run_on(handle: Handle, device: Ordinal, call: Call<'_>) -> Answer {
     OUT_OF_MEMORY
 }
 
-/// A call that ends an executable graph: what it needs of this device and those after it is forgotten before, as the
-/// driver may give the handle to another graph.
-fn end(handle: Handle, device: Ordinal, call: Call<'_>) -> Answer {
+/// A call that ends an executable graph, or has it be another: what it needs of this device and those after it is forgotten
+/// before, as the driver may give the handle to another graph, and known again where the call fails.
+pub(super) fn end(handle: Handle, device: Ordinal, call: Call<'_>) -> Answer {
     if device >= driver::devices() {
         return call.call();
     }
     let known = LEDGER.graph_ends(handle as u64, device);
     let answer = end(handle, device + 1, call);
-    if let Some(known) = known.filter(|_| answer == SUCCESS) {
-        known.forgotten();
+    // Where it failed, what it would have needed.
+    let gone = if answer == SUCCESS { known } else { LEDGER.graph_ends(handle as u64, device) };
+    if let Some(gone) = gone {
+        gone.forgotten();
     }
     answer
 }

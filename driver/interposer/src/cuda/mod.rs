@@ -18,6 +18,7 @@ mod memory;
 mod overcommit;
 pub(crate) mod pool;
 mod proc_address;
+mod update;
 mod virtual_memory;
 mod wait;
 
@@ -30,6 +31,7 @@ pub(crate) use memory::*;
 pub(crate) use overcommit::*;
 pub(crate) use pool::*;
 pub(crate) use proc_address::*;
+pub(crate) use update::*;
 pub(crate) use virtual_memory::*;
 pub(crate) use wait::*;
 

@@ -24,6 +24,8 @@ struct Instantiation {
 
 /// CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD.
 const UPLOAD: u64 = 2;
+/// CU_GRAPH_NODE_TYPE_GRAPH.
+const CHILD: u64 = 4;
 
 impl Guest {
     /// An executable graph: of so many MiB, within so many other graphs; uploaded at once; or of two devices.
@@ -39,6 +41,56 @@ impl Guest {
             [mib, depth] => self.runnable(self.within(self.allocating(0, number(mib)), number(depth))),
             other => panic!("no such graph: {other:?}"),
         }
+    }
+
+    /// Has an executable graph do what another one says: of so many MiB, or within so many graphs.
+    pub(super) fn update(&self, way: &str, runnable: u64, words: &[&str]) -> String {
+        let graph = match words {
+            [mib] => self.allocating(0, number(mib)),
+            [mib, depth] => self.within(self.allocating(0, number(mib)), number(depth)),
+            other => panic!("no such graph: {other:?}"),
+        };
+        let (mut node, mut report) = (UNTOUCHED, [UNTOUCHED; 3]);
+        let (code, result) = match way {
+            "v1" => {
+                let mut result = UNTOUCHED as u32;
+                let code = call!(self, "cuGraphExecUpdate", runnable => u64, graph => u64,
+                    &mut node => &mut u64, &mut result => &mut u32);
+                (code, result)
+            }
+            "v2" => {
+                let code = call!(self, "cuGraphExecUpdate_v2", runnable => u64, graph => u64,
+                    &mut report => &mut [u64; 3]);
+                (code, report[0] as u32)
+            }
+            other => panic!("no such way: {other}"),
+        };
+        format!("{code} {result}")
+    }
+
+    /// An executable graph with a graph of so many MiB within, and the node that has it.
+    pub(super) fn nested(&self, mib: u64) -> String {
+        let mut outer = 0u64;
+        assert_eq!(call!(self, "cuGraphCreate", &mut outer => &mut u64, 0 => u32), 0);
+        let node = self.put_into(outer, self.allocating(0, mib));
+        format!("{} {node}", self.runnable(outer))
+    }
+
+    /// Puts one of so many MiB in its place.
+    pub(super) fn put_instead(&self, way: &str, runnable: u64, node: u64, mib: u64) -> String {
+        let graph = self.allocating(0, mib);
+        let code = match way {
+            "child" => {
+                call!(self, "cuGraphExecChildGraphNodeSetParams", runnable => u64, node => u64, graph => u64)
+            }
+            "any" => {
+                let mut how = [0u64; 32];
+                (how[0], how[2]) = (CHILD, graph);
+                call!(self, "cuGraphExecNodeSetParams", runnable => u64, node => u64, &how => &[u64; 32])
+            }
+            other => panic!("no such way: {other}"),
+        };
+        code.to_string()
     }
 
     /// A graph that allocates memory of a device, frees it, and does so again.
@@ -70,11 +122,12 @@ impl Guest {
         })
     }
 
-    fn put_into(&self, outer: u64, inner: u64) {
+    fn put_into(&self, outer: u64, inner: u64) -> u64 {
         let (mut node, none) = (0u64, std::ptr::null::<u64>());
         let code = call!(self, "cuGraphAddChildGraphNode", &mut node => &mut u64, outer => u64,
             none => *const u64, 0 => u64, inner => u64);
         assert_eq!(code, 0);
+        node
     }
 
     fn runnable(&self, graph: u64) -> String {

@@ -136,6 +136,11 @@ impl Guest {
             ["shareable", rest @ ..] => self.shareable(rest),
             ["trim", pool] => call!(self, "cuMemPoolTrimTo", number(pool) => u64, 0 => u64).to_string(),
             ["graph", rest @ ..] => self.graph(rest),
+            ["update", way, graph, rest @ ..] => self.update(way, number(graph), rest),
+            ["nested", mib] => self.nested(number(mib)),
+            ["put-instead", way, graph, node, mib] => {
+                self.put_instead(way, number(graph), number(node), number(mib))
+            }
             ["launch", graph] => call!(self, "cuGraphLaunch", number(graph) => u64, 0 => u64).to_string(),
             ["end-graph", graph] => call!(self, "cuGraphExecDestroy", number(graph) => u64).to_string(),
             ["trim-graphs", device] => {

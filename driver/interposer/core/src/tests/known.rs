@@ -3,6 +3,7 @@
 use super::MIB;
 use super::world::{Pages, Process, World, device};
 use crate::Grown;
+use crate::known::LESS;
 
 fn process(test: impl FnOnce(&Process, &dyn Fn() -> u64)) {
     let world = World::new(&[Pages::share(100 * MIB)]);
@@ -47,6 +48,19 @@ fn any_number_of_graphs_has_its_needs_on_each_device_until_it_ends() {
             assert_eq!(needs(graph), [None, None, Some(2 * MIB)]);
         }
         assert_eq!(used(), 0, "neither is a charge");
+    });
+}
+
+#[test]
+fn what_a_graph_needs_less_is_taken_off_and_never_more_than_it_needs() {
+    process(|process, _| {
+        let graph = 0x7f00_0000_0000;
+        let needs = |sign: u64, bytes: u64| {
+            process.graph_needs(graph | sign, 3, bytes * MIB).expect("there is room");
+            process.need_of(graph, 3).map(|bytes| bytes / MIB)
+        };
+        assert_eq!(needs(LESS, 1), Some(0), "of what is not known");
+        assert_eq!((needs(0, 5), needs(LESS, 2), needs(LESS, 4)), (Some(5), Some(3), Some(0)));
     });
 }
 
