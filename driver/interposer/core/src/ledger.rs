@@ -301,16 +301,7 @@ impl<S: System> Ledger<S> {
 
     fn build(&self, local: &Local) {
         let mut refused = false;
-        self.system.pages(|found| match found {
-            Found::Policy(policy) => {
-                let stamp = policy.stamp();
-                match policy.read() {
-                    Ok((_, read)) => local.add(policy, (&read, stamp)),
-                    Err(_) => refused = true,
-                }
-            }
-            Found::Refused => refused = true,
-        });
+        self.system.pages(|found| refused |= !local.takes(found));
         local.closed.store((refused && local.count.load(Relaxed) == 0).into(), Relaxed);
     }
 
@@ -342,6 +333,18 @@ impl<S: System> Ledger<S> {
 impl Local {
     pub(crate) fn devices(&self) -> impl Iterator<Item = &Places> {
         self.devices.iter().take(self.count.load(Relaxed) as usize)
+    }
+
+    /// While it is made: a policy page that was found. False where it cannot be used.
+    #[cold]
+    fn takes(&self, found: Found) -> bool {
+        let Found::Policy(policy) = found else { return false };
+        let stamp = policy.stamp();
+        let read = policy.read();
+        if let Ok((_, read)) = &read {
+            self.add(policy, (read, stamp));
+        }
+        read.is_ok()
     }
 
     /// While it is made: one policy more.
