@@ -60,7 +60,7 @@ pub(crate) fn prefetch(
         }
     })?;
     if time > 0 && !stream.capture_work(time) {
-        stream.copy(time);
+        stream.copy(time, device.is_some());
     }
     Ok(())
 }

@@ -70,11 +70,13 @@ pub(crate) struct Queue {
     all: Mark,
     /// The last kernel that leaves no room for others.
     large: Mark,
+    /// Managed memory that was sent for has arrived.
+    arrived: Mark,
 }
 
 impl Default for Queue {
     fn default() -> Self {
-        Self { ends: [0; DEPTH], at: 0, blocking: 0, legacy: 0, all: 0, large: 0 }
+        Self { ends: [0; DEPTH], at: 0, blocking: 0, legacy: 0, all: 0, large: 0, arrived: 0 }
     }
 }
 
@@ -135,9 +137,14 @@ impl Stream {
         self.work(length, large, true)
     }
 
-    /// Memory on its way. (There is one engine, so that takes the time of others' kernels.)
-    pub(crate) fn copy(&self, length: u64) {
-        self.work(length, false, false);
+    /// Memory on its way. (There is one engine, so that takes the time of others' kernels.) Kernels of any stream that
+    /// touch memory which comes so wait for it.
+    pub(crate) fn copy(&self, length: u64, comes: bool) {
+        let (_, end) = self.work(length, false, false);
+        if comes {
+            let mut queue = self.context.queue();
+            queue.arrived = queue.arrived.max(end);
+        }
     }
 
     fn work(&self, length: u64, large: bool, touches: bool) -> (Mark, Mark) {
@@ -154,6 +161,9 @@ impl Stream {
         }
         if large {
             after = after.max(queue.large);
+        }
+        if touches {
+            after = after.max(queue.arrived);
         }
         let (begin, end) = self.guest().submit(Kernel { after, length, touches });
         self.tail.store(end, Ordering::Relaxed);

@@ -151,6 +151,16 @@ fn a_kernel_brings_its_managed_memory_and_waits_for_it() {
         launch();
     });
     assert!(near(time, 2.0 + 2.0 * way + PAGES as f32 * 0.02), "{time}: out, and back by faults");
+    let (one, other) = (work.stream(0), work.stream(0));
+    let time = work.time(|| {
+        for device in [-1, 0] {
+            let code =
+                call!(cuda.cuMemPrefetchAsync(address => u64, size => u64, device => i32, one => usize));
+            assert_eq!(code, SUCCESS);
+        }
+        work.launch("work_2ms", 1000, other);
+    });
+    assert!(near(time, 2.0 + 2.0 * way), "{time}: out, and back before the kernel of another stream");
     assert_eq!((advise(3, -1), there()), (SUCCESS, 0));
     launch();
     assert_eq!((there(), advise(4, 0)), (0, SUCCESS), "reached where it is");
