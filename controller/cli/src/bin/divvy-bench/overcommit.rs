@@ -75,6 +75,7 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
         line("overcommit_thrash_done", thrash.done, "1/s");
         line("overcommit_turns_done", turns.done, "1/s");
         line("overcommit_turns_least_tenant", turns.least, "1/s");
+        line("overcommit_turns_first_kernel", percentile(&turns.first, 0.5), "ms");
         at_least("overcommit_turns_over_thrash", turns.done / thrash.done, GAIN, "ratio");
         let switch = turns.switch.map_or(f64::INFINITY, |switch| switch.as_secs_f64());
         most("overcommit_switch", switch, SWITCH, "s");
@@ -108,9 +109,18 @@ struct Worked {
     least: f64,
     /// MiB that they were refused.
     refused: f64,
+    /// From when it is a tenant's turn to when its first kernel has ended, in ms.
+    first: Vec<f64>,
     /// From their begin to the first turn, and to when they last worked side by side.
     switch: Option<Duration>,
     beside: Duration,
+}
+
+/// Of a tenant: whether it is closed, and when it opened, in ms from the begin.
+#[derive(Default)]
+struct Gate {
+    is_closed: bool,
+    opened: Vec<u64>,
 }
 
 /// Bytes of the GPU.
@@ -149,12 +159,16 @@ fn work(arguments: &Arguments, library: &Path, agent: bool) -> Result<Worked> {
         .map(|share| std::fs::File::open(share.directory.join("policy")))
         .collect::<std::io::Result<_>>()?;
     let (mut switch, mut beside, mut closed) = (None, Duration::ZERO, Duration::ZERO);
+    let mut gates = [Gate::default(), Gate::default()];
     while begin.elapsed() < Duration::from_secs(arguments.window) {
-        let is_closed = pages.iter().any(|page| {
+        for (gate, page) in gates.iter_mut().zip(&pages) {
             let mut word = [0; 4];
-            page.read_exact_at(&mut word, GATE).is_ok() && word != [0; 4]
-        });
-        if is_closed {
+            let is_closed = page.read_exact_at(&mut word, GATE).is_ok() && word != [0; 4];
+            if std::mem::replace(&mut gate.is_closed, is_closed) && !is_closed {
+                gate.opened.push(begin.elapsed().as_millis() as u64);
+            }
+        }
+        if gates.iter().any(|gate| gate.is_closed) {
             closed = begin.elapsed();
             switch.get_or_insert(closed);
         } else if begin.elapsed() > closed + CHANGE {
@@ -163,17 +177,20 @@ fn work(arguments: &Arguments, library: &Path, agent: bool) -> Result<Worked> {
         std::thread::sleep(LOOK);
     }
     let (from, to) = (arguments.window * 1000 / 3, arguments.window * 1000);
-    let mut done = Vec::new();
-    for mut tenant in tenants {
+    let (mut done, mut first) = (Vec::new(), Vec::new());
+    for (mut tenant, gate) in tenants.into_iter().zip(&gates) {
         let said = tenant.end()?;
         let times = said.lines().filter_map(|line| line.strip_prefix("done ")?.parse::<u64>().ok());
-        done.push(
-            times.filter(|time| (from..to).contains(time)).count() as f64 * 1000.0 / (to - from) as f64,
-        );
+        let times: Vec<u64> = times.collect();
+        let within = |time: &&u64| (from..to).contains(*time);
+        done.push(times.iter().filter(within).count() as f64 * 1000.0 / (to - from) as f64);
+        let after = |opened: &u64| Some((times.iter().find(|time| *time > opened)? - opened) as f64);
+        first.extend(gate.opened.iter().filter(within).filter_map(after));
     }
     Ok(Worked {
         done: done.iter().sum(),
         least: percentile(&done, 0.0),
+        first,
         refused: held.iter().map(|held| set.saturating_sub(*held)).sum::<u64>() as f64,
         switch,
         beside,
