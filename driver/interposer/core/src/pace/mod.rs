@@ -252,6 +252,14 @@ impl<S: System> Device<'_, S> {
         }
     }
 
+    /// For so long, or until the node changes the gate. That may say that it is closed, if the time for which it is is over.
+    fn sleep(&self, now: u64, pause: u64) {
+        match self.places.places().find_map(Place::gate) {
+            Some(gate) => self.ledger.system.wait(gate, gate.load(Relaxed), now.saturating_add(pause)),
+            None => self.ledger.system.nap(pause),
+        }
+    }
+
     /// Some share may have all of the device, so that nothing but the depth bounds what is queued.
     fn has_all(&self) -> bool {
         let now = self.ledger.system.now();
@@ -322,11 +330,7 @@ impl<S: System> Device<'_, S> {
                     if let Some(since) = waited_since.replace(now) {
                         self.count(0, now.saturating_sub(since));
                     }
-                    let until = now.saturating_add(pause);
-                    match self.places.places().find_map(Place::gate) {
-                        Some(gate) => system.wait(gate, 0, until),
-                        None => system.nap(pause),
-                    }
+                    self.sleep(now, pause);
                 }
             }
         }

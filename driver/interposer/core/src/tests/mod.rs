@@ -3,6 +3,7 @@
 mod deaths;
 mod events;
 mod freeing;
+mod gate;
 mod known;
 mod model;
 mod overcommit;

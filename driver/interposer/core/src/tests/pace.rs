@@ -12,7 +12,7 @@ pub(super) const US: u64 = 1_000;
 pub(super) const MS: u64 = 1_000 * US;
 pub(super) const SECOND: u64 = 1_000 * MS;
 /// What a launch costs a program's thread.
-const CALL: u64 = 3 * US;
+pub(super) const CALL: u64 = 3 * US;
 
 /// The device and its events.
 pub(super) struct Gpu<'a> {
@@ -139,7 +139,7 @@ pub(super) fn share(cores: u32) -> World {
 type Program = fn(Device<'_, Fake>, &Gpu<'_>, u64);
 
 /// 20 per cent more or less.
-fn about(length: u64, number: u64) -> u64 {
+pub(super) fn about(length: u64, number: u64) -> u64 {
     let chance = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
     length * (800 + chance % 401) / 1000
 }
@@ -285,61 +285,6 @@ fn a_long_wait_is_told_while_it_lasts() {
     let waited = process.system().now() - begun;
     let told = process.system().watched_waits() - before;
     assert!(waited > 20 * SECOND && told + 3 * SECOND > waited, "{told} of {waited}");
-}
-
-#[test]
-fn a_closed_gate_holds_launches_and_starves_nobody() {
-    let world = share(0);
-    let (policy, _) = world.pages();
-    let process = world.process(1);
-    let gpu = Gpu::new(process.system());
-    let at = |function| {
-        launch(device(&process), &gpu, 0, function, US, true);
-        process.system().now()
-    };
-    let before = at(1);
-    policy.gate().store(1, std::sync::atomic::Ordering::SeqCst);
-    assert!(at(1) >= before + SECOND, "one launch a second goes through");
-    policy.gate().store(0, std::sync::atomic::Ordering::SeqCst);
-    let open = process.system().now();
-    assert_eq!(at(1), open + CALL);
-}
-
-#[test]
-fn a_gate_that_is_closed_for_a_while_opens_by_itself() {
-    let world = share(0);
-    let (policy, _) = world.pages();
-    let process = world.process(1);
-    let gpu = Gpu::new(process.system());
-    let begin = process.system().now();
-    policy.close(begin + 200 * MS);
-    launch(device(&process), &gpu, 0, 1, US, true);
-    assert_eq!(process.system().now(), begin + 200 * MS + CALL);
-    (0..1000).for_each(|_| launch(device(&process), &gpu, 0, 1, US, true));
-    assert_eq!(process.system().now(), begin + 200 * MS + 1001 * CALL, "and stays open");
-}
-
-#[test]
-fn a_gate_is_closed_to_who_waits_for_time_or_for_the_device() {
-    for (name, cores, length) in [("time", 10, 100 * US), ("the device", 0, 5 * MS)] {
-        let world = share(cores);
-        let (policy, _) = world.pages();
-        policy.divide(true);
-        let process = world.process(1);
-        let gpu = Gpu::new(process.system());
-        (0..500).for_each(|number| launch(device(&process), &gpu, 0, 1, about(length, number), true));
-        let until = process.system().now() + 300 * MS;
-        process.system().close_at_wait(policy, until);
-        for number in 0.. {
-            let begun = process.system().now();
-            launch(device(&process), &gpu, 0, 1, about(length, number), true);
-            if policy.closed_until() > 0 {
-                break;
-            }
-            assert!(begun < until, "{name}: it never waits");
-        }
-        assert!(process.system().now() >= until, "{name}: a launch went while the gate was closed");
-    }
 }
 
 #[test]

@@ -60,8 +60,9 @@ pub(super) struct Fake {
     /// By address.
     mapped: Mutex<HashMap<usize, (AtomicPtr<u8>, usize)>>,
     none_left: AtomicBool,
-    /// How often somebody was woken.
+    /// How often somebody was woken, and waited in vain.
     wakes: AtomicU32,
+    vain: AtomicU32,
     /// What happens at the next wait: the gate closes until then.
     closes: Mutex<Option<(&'static PolicyPage, u64)>>,
     /// Whose account is looked at at each wait, and the waits that it said last.
@@ -115,6 +116,11 @@ impl Fake {
         }
     }
 
+    /// How often a wait was over at once, as the word was another.
+    pub(super) fn vain_waits(&self) -> u32 {
+        self.vain.load(SeqCst)
+    }
+
     pub(super) fn wakes(&self) -> u32 {
         self.wakes.load(SeqCst)
     }
@@ -163,6 +169,9 @@ impl System for Fake {
         self.meanwhile();
         if word.load(SeqCst) == value {
             self.clock.fetch_max(until, SeqCst);
+        } else {
+            self.vain.fetch_add(1, SeqCst);
+            self.clock.fetch_add(1000, SeqCst);
         }
     }
 
@@ -231,6 +240,7 @@ impl World {
             mapped: Mutex::default(),
             none_left: AtomicBool::new(false),
             wakes: AtomicU32::default(),
+            vain: AtomicU32::default(),
             closes: Mutex::default(),
             watched: Mutex::default(),
             clock: Arc::clone(&self.clock),
