@@ -226,20 +226,20 @@ impl<S: System> Device<'_, S> {
         }
     }
 
-    /// Until enough of what was measured has ended, of this kernel too while little is known of it.
+    /// Until enough of what was measured has ended, of this kernel too while little is known of it. Nobody is woken by that, so
+    /// it is looked for.
     fn wait_for_others(&self, pace: &Pace, cost: &Cost, timer: &impl Timer) {
         let system = &self.ledger.system;
-        let mut nap = 20_000;
+        let mut pause = 20_000;
         let mut start = None;
         loop {
+            // Whoever waits here is the next to launch.
+            if !self.is_open() {
+                self.wait_for_gate(pace);
+            }
             self.harvest(pace, timer);
             let has_room = pace.samples.has_room(SHORT) || pace.samples.has_room(DEPTH) && !self.has_all();
-            let may_go = cost.may_go() && has_room;
-            if may_go || self.observes() {
-                // It may have been closed meanwhile, and whoever waits here is the next to launch.
-                if !self.is_open() {
-                    self.wait_for_gate(pace);
-                }
+            if cost.may_go() && has_room || self.observes() {
                 return;
             }
             let now = system.now();
@@ -247,8 +247,8 @@ impl<S: System> Device<'_, S> {
                 pace.samples.give_up();
                 return;
             }
-            system.nap(nap);
-            nap = (nap * 2).min(BUSY as u64);
+            self.sleep(now, pause);
+            pause = (pause * 2).min(BUSY as u64);
         }
     }
 
