@@ -1,7 +1,7 @@
 //! The daemon: starts everything, owns every task, stops in reverse order.
 //!
 //! ```text
-//! start  GPUs ─▶ local recovery ─▶ service socket ─▶ publisher ─▶ registration socket ─▶ reconciliation
+//! start  GPUs ─▶ local recovery ─▶ service socket ─▶ registration socket ─▶ publisher ─▶ reconciliation
 //! stop   ◀────────────────────────────────────────────────────────────────────────────────────────────
 //! ```
 //!
@@ -297,33 +297,33 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Leavin
         Box::pin(serve(router, file, listener, stop))
     });
 
-    let (state, published) = watch::channel(Published::default());
-    let watch = watching::Publishing {
-        published,
-        readiness: readiness.clone(),
-        events: events.clone(),
-        metrics: metrics.clone(),
-    };
-    stages.droppable("publisher watch", watch.run());
-    // Making a pool takes megabytes, and the server's answers to it as many.
-    stages.droppable("memory", frugal::give_back_after(state.subscribe()));
-    let options = PublishOptions::new(args.cluster.node_name.as_str());
-    let publisher = client.clone();
-    stages.task("publisher", |stop| {
-        Box::pin(async move {
-            divvy_slices::run(publisher, options, inventory, state, stop.cancelled_owned()).await;
-            Ok(())
-        })
-    });
-
     let (status, registered) = watch::channel(Registered::NotYet);
-    let watch = watching::Registration { registered: registered.clone(), readiness };
+    let watch = watching::Registration { registered: registered.clone(), readiness: readiness.clone() };
     stages.droppable("registration watch", watch.run());
     let (file, listener) = SocketFile::listen(&sockets.registration)?;
     let registrar = Registrar::new(&sockets.service, status);
     stages.task("registration", |stop| {
         let registrar = registration::registration_server::RegistrationServer::new(registrar);
         Box::pin(serve(Server::builder().add_service(registrar), file, listener, stop))
+    });
+
+    let (state, published) = watch::channel(Published::default());
+    let watch =
+        watching::Publishing { published, readiness, events: events.clone(), metrics: metrics.clone() };
+    stages.droppable("publisher watch", watch.run());
+    // Making a pool takes megabytes, and the server's answers to it as many.
+    stages.droppable("memory", frugal::give_back_after(state.subscribe()));
+    let options = PublishOptions::new(args.cluster.node_name.as_str());
+    let (publisher, known) = (client.clone(), known(registered.clone()));
+    stages.task("publisher", |stop| {
+        Box::pin(async move {
+            tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                () = known => {}
+            }
+            divvy_slices::run(publisher, options, inventory, state, stop.cancelled_owned()).await;
+            Ok(())
+        })
     });
 
     let reconciler = Reconciler {
@@ -360,6 +360,18 @@ fn drain_on_signal(gpus: Gpus) -> anyhow::Result<impl Future<Output = ()>> {
             }
         }
     })
+}
+
+/// How long publishing waits for a kubelet, which may be down.
+const KNOWN_WITHIN: Duration = Duration::from_secs(5);
+
+/// Until the kubelet calls this instance. What is published may have a claim prepared at once, and before that it is the
+/// instance that this one replaces which is asked: an older one, that may not know what is new in the claim.
+async fn known(mut registered: watch::Receiver<Registered>) {
+    let yes = registered.wait_for(|now| *now == Registered::Yes);
+    if tokio::time::timeout(KNOWN_WITHIN, yes).await.is_err() {
+        tracing::info!("no kubelet has registered this instance yet; publishing all the same");
+    }
 }
 
 async fn after(mut registered: watch::Receiver<Registered>, reconciler: Reconciler) {

@@ -3,6 +3,7 @@
 use crate::harness::{H100, NODE, World, until};
 use divvy_kubelet::dra::v1::Claim;
 use k8s_openapi::api::resource::v1::ResourceSlice;
+use std::time::Duration;
 
 /// Devices of a GPU that cannot be cut.
 const WHOLE: [&str; 3] = ["gpu-0", "gpu-0-mps", "gpu-0-timeslice"];
@@ -17,6 +18,30 @@ async fn the_pool_is_published_and_comes_back_after_a_kubelet_start() {
     world.kubelet.restart();
     assert_eq!(world.published(), [""; 0]);
     until("the pool is whole again", || world.published() == all).await;
+}
+
+#[tokio::test]
+async fn nothing_is_published_before_the_kubelet_calls_this_instance() {
+    let mut world = World::up("L4").await;
+    world.kubelet.stop();
+    let daemon = world.spawn(&[]);
+    let socket = world.path("k/plugins_registry/gpu.divvy.dev@reg.sock");
+    until("the kubelet could find it", || socket.exists()).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(world.api.list::<ResourceSlice>().len(), 0);
+    world.kubelet.restart();
+    until("gpu-0 is published", || world.published() == WHOLE).await;
+    let log = daemon.log();
+    let at = |text: &str| log.find(text).unwrap_or_else(|| panic!("no {text:?} in {log}"));
+    assert!(at("registered with the kubelet") < at("published generation"), "{log}");
+}
+
+#[tokio::test]
+async fn a_kubelet_that_is_down_keeps_nobody_from_publishing_for_long() {
+    let world = World::up("L4").await;
+    world.kubelet.stop();
+    let _daemon = world.spawn(&[]);
+    until("gpu-0 is published", || world.published() == WHOLE).await;
 }
 
 #[tokio::test]
