@@ -3,8 +3,9 @@
 namespace=divvy
 driver_selector=app.kubernetes.io/component=node
 
-helm_() { # helm_ ARGUMENTS...: with {chart} and {values} filled in
+helm_() { # helm_ ARGUMENTS...: with {chart}, {from} and {values} filled in
   local arguments=("${@//\{chart\}/$repo/manifests/chart}")
+  arguments=("${arguments[@]//\{from\}/$cluster/from/chart}")
   "$("$repo/e2e/helm/build")" --namespace "$namespace" "${arguments[@]//\{values\}/$cluster/values.yaml}"
 }
 
@@ -20,6 +21,7 @@ prepare_chart() {
     enter "$node" ctr -n k8s.io images import "$cluster/divvy.tar" > "$cluster/$node/import.log" 2>&1
     # An upgrade is the same image by another name.
     enter "$node" ctr -n k8s.io images tag --force localhost/divvy:0 localhost/divvy:next >> "$cluster/$node/import.log" 2>&1
+    [ ! -e "$cluster/from" ] || enter "$node" ctr -n k8s.io images import "$cluster/from/divvy.tar" >> "$cluster/$node/import.log" 2>&1
     kubectl label "node/$node" nvidia.com/gpu.present=true > /dev/null
   done
   # What differs from an ordinary cluster: GPUs in a directory, no kube-proxy, and
@@ -46,8 +48,11 @@ validate_manifests() {
   done
 }
 
+# Of the version to upgrade from, where there is one.
 install_chart() {
-  helm_ install divvy "{chart}" --values "{values}" --create-namespace --wait --timeout 3m > /dev/null
+  local of=("{chart}")
+  [ ! -e "$cluster/from" ] || of=("{from}" --set image.tag=from)
+  helm_ install divvy "${of[@]}" --values "{values}" --create-namespace --wait --timeout 3m > /dev/null
 }
 
 driver_address() { # driver_address NODE: of the pod that is to serve

@@ -41,6 +41,9 @@ pub struct Args {
     /// The scenarios for a cluster without partitionable devices and consumable capacity
     #[arg(long)]
     pub gates_off: bool,
+    /// The scenarios of an upgrade from a version before shares, which is installed
+    #[arg(long, conflicts_with = "gates_off")]
+    pub from: bool,
     /// Only scenarios whose name holds this
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub only: String,
@@ -71,7 +74,11 @@ pub fn main() -> ExitCode {
 
 /// Runs what is asked for and answers how many scenarios failed.
 async fn run(args: Args) -> Result<usize> {
-    let all = if args.gates_off { scenarios::GATES_OFF } else { scenarios::ALL };
+    let all = match (args.gates_off, args.from) {
+        (true, _) => scenarios::GATES_OFF,
+        (_, true) => scenarios::FROM,
+        _ => scenarios::ALL,
+    };
     let chosen: Vec<_> = all.iter().filter(|scenario| scenario.name.contains(&args.only)).collect();
     if args.list {
         chosen.iter().for_each(|scenario| println!("{}", scenario.name));

@@ -19,12 +19,13 @@ pub(crate) struct Worker<'a> {
     claims: Vec<Claim<'a>>,
     limits: BTreeMap<&'a str, String>,
     user: Option<i64>,
+    config: Option<&'a str>,
     work: &'a str,
 }
 
 impl<'a> Worker<'a> {
     pub(crate) fn new(name: &'a str) -> Self {
-        Self { name, claims: Vec::new(), limits: BTreeMap::new(), user: None, work: STAYS }
+        Self { name, claims: Vec::new(), limits: BTreeMap::new(), user: None, config: None, work: STAYS }
     }
 
     pub(crate) fn claim(mut self, claim: Claim<'a>) -> Self {
@@ -40,6 +41,12 @@ impl<'a> Worker<'a> {
 
     pub(crate) fn user(mut self, uid: i64) -> Self {
         self.user = Some(uid);
+        self
+    }
+
+    /// A ConfigMap, without which the kubelet has none of the pod's claims prepared.
+    pub(crate) fn config(mut self, name: &'a str) -> Self {
+        self.config = Some(name);
         self
     }
 
@@ -70,6 +77,11 @@ impl<'a> Worker<'a> {
         });
         if let Some(uid) = self.user {
             pod["spec"]["securityContext"] = json!({"runAsUser": uid});
+        }
+        if let Some(name) = self.config {
+            pod["spec"]["volumes"] = json!([{"name": "config", "configMap": {"name": name}}]);
+            pod["spec"]["containers"][0]["volumeMounts"] =
+                json!([{"name": "config", "mountPath": "/etc/config"}]);
         }
         pod
     }

@@ -7,10 +7,12 @@ use anyhow::{Context, Result, bail, ensure};
 use divvy_api::DeviceName;
 use divvy_model::DeviceId;
 use k8s_openapi::api::core::v1::{Event, Namespace, Node, Pod};
-use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceClaimTemplate, ResourceSlice};
+use k8s_openapi::api::resource::v1::{
+    Device, DeviceRequestAllocationResult, ResourceClaim, ResourceClaimTemplate, ResourceSlice,
+};
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
-use kube::{Client, Config};
+use kube::{Client, Config, ResourceExt};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -250,8 +252,8 @@ impl World {
         Ok(())
     }
 
-    /// The devices that a pod's claims hold.
-    pub(crate) async fn held(&self, pod: &str) -> Result<BTreeSet<Held>> {
+    /// The claims of a pod.
+    pub(crate) async fn claims_of(&self, pod: &str) -> Result<Vec<ResourceClaim>> {
         let pod = self.pods.get(pod).await?;
         let status = pod.status.unwrap_or_default();
         let own = status.resource_claim_statuses.unwrap_or_default();
@@ -263,14 +265,19 @@ impl World {
             .chain(shared.into_iter().filter_map(|claim| claim.resource_claim_name))
             .chain(of_resources)
             .collect();
-        let mut held = BTreeSet::new();
+        let mut claims = Vec::new();
         for name in names {
-            let claim = self.claims.get(&name).await?;
-            let allocation = claim.status.and_then(|status| status.allocation);
-            let results =
-                allocation.and_then(|allocation| allocation.devices).and_then(|devices| devices.results);
-            for result in results.with_context(|| format!("claim {name} is not allocated"))? {
-                held.insert(Held { node: result.pool, device: result.device });
+            claims.push(self.claims.get(&name).await?);
+        }
+        Ok(claims)
+    }
+
+    /// The devices that a pod's claims hold.
+    pub(crate) async fn held(&self, pod: &str) -> Result<BTreeSet<Held>> {
+        let mut held = BTreeSet::new();
+        for claim in self.claims_of(pod).await? {
+            for result in results(&claim)? {
+                held.insert(Held { node: result.pool.clone(), device: result.device.clone() });
             }
         }
         Ok(held)
@@ -349,6 +356,11 @@ impl World {
         self.output(&[verb, name]).map(|_| ())
     }
 
+    /// Runs a command in a pod.
+    pub(crate) fn exec(&self, pod: &str, command: &[&str]) -> Result<String> {
+        self.output(&[&["exec", pod], command].concat())
+    }
+
     /// Helm on the release; `{chart}` and `{values}` stand for the chart and this cluster's values.
     pub(crate) fn helm(&self, arguments: &[&str]) -> Result<String> {
         self.output(&[&["helm"], arguments].concat())
@@ -403,7 +415,7 @@ impl World {
         self.events_with(&format!("involvedObject.kind=Node,reason={reason}")).await
     }
 
-    /// Events about a pod.
+    /// Events about a pod, or a claim.
     pub(crate) async fn pod_events(&self, name: &str, reason: &str) -> Result<Vec<Event>> {
         self.events_with(&format!("involvedObject.name={name},reason={reason}")).await
     }
@@ -422,6 +434,13 @@ impl World {
         };
         warnings.map(line).collect::<Vec<_>>().join("\n")
     }
+}
+
+/// What a claim was given.
+pub(crate) fn results(claim: &ResourceClaim) -> Result<&[DeviceRequestAllocationResult]> {
+    let allocation = claim.status.as_ref().and_then(|status| status.allocation.as_ref());
+    let results = allocation.and_then(|allocation| allocation.devices.as_ref()?.results.as_deref());
+    results.with_context(|| format!("claim {} is not allocated", claim.name_any()))
 }
 
 fn output(command: &mut Command) -> Result<String> {

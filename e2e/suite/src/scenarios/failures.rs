@@ -96,7 +96,7 @@ pub(super) async fn a_reboot_with_a_lost_gpu_keeps_numbers_and_claims(world: &Wo
 }
 
 /// A node loses power with its GPUs changed meanwhile, and comes back.
-async fn reboot(world: &World, meanwhile: impl FnOnce() -> Result<String>) -> Result<()> {
+pub(super) async fn reboot(world: &World, meanwhile: impl FnOnce() -> Result<String>) -> Result<()> {
     world.ctl("power-off", "n1")?;
     meanwhile()?;
     world.sim("n1", &["reboot"])?;

@@ -14,6 +14,9 @@ use std::time::{Duration, Instant};
 pub(super) const CHART: [&str; 7] =
     ["upgrade", "divvy", "{chart}", "--values", "{values}", "--wait=legacy", "--timeout=3m"];
 
+/// Longer than the chart lets the nodes take.
+const UNINSTALL: [&str; 4] = ["uninstall", "divvy", "--wait", "--timeout=6m"];
+
 /// Pods of a part of Divvy on n1: by UID, whether ready, and the image.
 async fn parts(world: &World, component: &str) -> Result<BTreeMap<String, (bool, String)>> {
     let pods: Api<Pod> = Api::namespaced(world.client.clone(), "divvy");
@@ -129,44 +132,9 @@ async fn upgraded(world: &World) -> Result<()> {
         world.ready(mode).await?;
         before.push(world.sees_its_devices(mode).await?);
     }
-    // A daemon that is not ready is replaced without one beside it, and after an
-    // outage the kubelet tells of readiness only with its next probe.
-    eventually("a daemon that is ready", || async {
-        let now = parts(world, "node").await?;
-        ensure!(now.len() == 1 && now.values().all(|(ready, _)| *ready), "{now:?}");
-        Ok(())
-    })
-    .await?;
     let connected = world.connected("mps").await?;
     let keepers: Vec<_> = parts(world, "keeper").await?.into_keys().collect();
-
-    let mut helm = world.spawn_helm(&[&CHART[..], &["--set=image.tag=next"]].concat())?;
-    let (mut most, mut least, mut new) = (0, usize::MAX, 0);
-    let began = Instant::now();
-    // Helm may be content before the old daemon has gone.
-    loop {
-        let now = parts(world, "node").await?;
-        most = most.max(now.len());
-        least = least.min(now.values().filter(|(ready, _)| *ready).count());
-        if now.len() > 1 && new < 3 {
-            // In the midst of it, claims come and go.
-            world.pod(&format!("new-{new}"), Claim::Template("mig")).await?;
-            new += 1;
-        }
-        let replaced = now.len() == 1 && now.values().all(|(_, image)| image.ends_with(":next"));
-        match helm.try_wait()? {
-            Some(status) if !status.success() => bail!("helm upgrade: {status}"),
-            Some(_) if replaced => break,
-            _ => ensure!(began.elapsed() < Duration::from_secs(240), "not after four minutes: {now:?}"),
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    ensure!(most > 1, "no two daemons overlapped");
-    ensure!(least > 0, "for a moment no daemon was ready");
-    for n in 0..new {
-        world.ready(&format!("new-{n}")).await?;
-        world.sees_its_devices(&format!("new-{n}")).await?;
-    }
+    rolls_out(world, &["--set=image.tag=next"], ":next", Claim::Template("mig")).await?;
     for ((mode, _), before) in wanted.iter().zip(&before) {
         ensure!(world.restarts(mode).await? == 0, "pod {mode} was restarted");
         ensure!(world.sees_its_devices(mode).await? == *before, "pod {mode} sees another device");
@@ -189,14 +157,64 @@ async fn upgraded(world: &World) -> Result<()> {
     .await
 }
 
+/// So many pods come while two daemons overlap, which takes a few seconds.
+const MIDST: u32 = 6;
+const BETWEEN: Duration = Duration::from_millis(300);
+
+/// Upgrades the release while pods with such a claim come: two daemons overlap, at no moment is there none, and the
+/// pods run, none of their claims refused by the one daemon for what the other has published.
+pub(super) async fn rolls_out(world: &World, arguments: &[&str], tag: &str, claim: Claim<'_>) -> Result<()> {
+    // A daemon that is not ready is replaced without one beside it, and after an
+    // outage the kubelet tells of readiness only with its next probe.
+    eventually("a daemon that is ready", || async {
+        let now = parts(world, "node").await?;
+        ensure!(now.len() == 1 && now.values().all(|(ready, _)| *ready), "{now:?}");
+        Ok(())
+    })
+    .await?;
+    let mut helm = world.spawn_helm(&[&CHART[..], arguments].concat())?;
+    let (mut most, mut least, mut new) = (0, usize::MAX, 0);
+    let (began, mut overlap) = (Instant::now(), None);
+    // Helm may be content before the old daemon has gone.
+    loop {
+        let now = parts(world, "node").await?;
+        most = most.max(now.len());
+        least = least.min(now.values().filter(|(ready, _)| *ready).count());
+        if now.len() > 1 {
+            // In the midst of it claims come: before the new one publishes, before it is called, and after.
+            let since = overlap.get_or_insert_with(Instant::now).elapsed();
+            if new < MIDST && since >= BETWEEN * new {
+                world.pod(&format!("new-{new}"), claim).await?;
+                new += 1;
+            }
+        }
+        let replaced = now.len() == 1 && now.values().all(|(_, image)| image.ends_with(tag));
+        match helm.try_wait()? {
+            Some(status) if !status.success() => bail!("helm upgrade: {status}"),
+            Some(_) if replaced => break,
+            _ => ensure!(began.elapsed() < Duration::from_secs(240), "not after four minutes: {now:?}"),
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    ensure!(most > 1, "no two daemons overlapped");
+    ensure!(least > 0, "for a moment no daemon was ready");
+    for pod in (0..new).map(|n| format!("new-{n}")) {
+        world.ready(&pod).await?;
+        world.sees_its_devices(&pod).await?;
+        for claim in world.claims_of(&pod).await? {
+            let failed = world.pod_events(&claim.name_any(), "PrepareFailed").await?;
+            ensure!(failed.is_empty(), "the claim of {pod} was refused: {:?}", failed[0].message);
+        }
+    }
+    Ok(())
+}
+
 pub(super) async fn uninstall_is_refused_while_claims_live_and_leaves_nothing(world: &World) -> Result<()> {
     let gpu = world.gpus("n1")?.remove(2).uuid;
     world.template("slice", devices(&[request("gpu", MIG, &profile_on("1g.10gb", &gpu))])).await?;
     world.pod("lives", Claim::Template("slice")).await?;
     world.ready("lives").await?;
-    // Longer than the chart lets the nodes take.
-    let uninstall = ["uninstall", "divvy", "--wait", "--timeout=6m"];
-    ensure!(world.helm(&uninstall).is_err(), "an uninstall under a running pod was accepted");
+    ensure!(world.helm(&UNINSTALL).is_err(), "an uninstall under a running pod was accepted");
     let said = leave_said(world).await?;
     ensure!(said.contains("default/lives-"), "the refusal does not name the claim: {said}");
     // Nothing was taken away.
@@ -206,7 +224,7 @@ pub(super) async fn uninstall_is_refused_while_claims_live_and_leaves_nothing(wo
     for pod in ["lives", "more"] {
         world.delete_pod(pod).await?;
     }
-    uninstalled(world, &uninstall).await?;
+    is_uninstalled(world).await?;
     world.ctl("install", "")?;
     world.published().await
 }
@@ -219,8 +237,9 @@ async fn leave_said(world: &World) -> Result<String> {
     Ok(pods.logs(&pod.name_any(), &LogParams::default()).await?)
 }
 
-async fn uninstalled(world: &World, uninstall: &[&str]) -> Result<()> {
-    world.helm(uninstall)?;
+/// Uninstalls the release: nothing of it is left.
+pub(super) async fn is_uninstalled(world: &World) -> Result<()> {
+    world.helm(&UNINSTALL)?;
     let slices: Api<ResourceSlice> = Api::all(world.client.clone());
     let classes: Api<DeviceClass> = Api::all(world.client.clone());
     eventually("nothing left", || async {

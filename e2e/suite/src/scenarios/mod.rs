@@ -10,6 +10,7 @@ mod modes;
 mod mps;
 mod shares;
 mod sharing;
+mod upgrade;
 
 use crate::world::World;
 use anyhow::Result;
@@ -67,7 +68,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     failures::a_reboot_with_a_lost_gpu_keeps_numbers_and_claims,
     failures::a_minute_without_the_api_server_costs_nothing,
     install::an_upgrade_disturbs_no_pod,
-    shares::pods_from_before_shares_are_kept_and_released,
+    upgrade::turning_shares_on_keeps_and_releases_what_runs,
     install::uninstall_is_refused_while_claims_live_and_leaves_nothing,
 ];
 
@@ -79,3 +80,7 @@ pub(crate) const GATES_OFF: &[Scenario] = scenarios![
     sharing::pods_share_a_whole_gpu_by_one_claim,
     sharing::two_gpus_are_neighbours_by_nvlink,
 ];
+
+/// For an upgrade from a version before shares, which is installed.
+pub(crate) const FROM: &[Scenario] =
+    scenarios![upgrade::what_runs_since_before_shares_is_kept_counted_and_released];

@@ -1,12 +1,11 @@
 //! Shares: parts of a GPU's memory or of an instance's, each seen and kept by whoever has it.
 
-use super::install::CHART;
 use crate::objects::{
     Claim, GPU, MIG, MPS, SHARE, TIMESLICE, Worker, devices, profile, profile_on, request, taking, uuid,
 };
 use crate::seen::Memory;
 use crate::world::{World, eventually};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use kube::api::DeleteParams;
 use serde_json::Value;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
@@ -16,11 +15,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 const OUT_OF_MEMORY: u32 = 2;
 
 /// What nvidia-smi tells, then a CUDA program that wants 2 GiB, which each share has.
-const MODEST: &str = "(nvidia-smi; exec cuda-client 2048)";
+pub(super) const MODEST: &str = "(nvidia-smi; exec cuda-client 2048)";
 /// And one that wants more than any share here.
 const GREEDY: &str = "(nvidia-smi; exec cuda-client 30000)";
 
-fn part(class: &str, selector: &str, memory: &str) -> Value {
+pub(super) fn part(class: &str, selector: &str, memory: &str) -> Value {
     devices(&[taking(request("gpu", class, selector), &[("memory", memory)])])
 }
 
@@ -116,57 +115,6 @@ pub(super) async fn who_goes_round_the_library_is_ended(world: &World) -> Result
     ensure!((honest.held, honest.error) == (2048, 0), "the neighbour is disturbed: {honest:?}");
     ensure!(world.restarts("honest").await? == 0, "the neighbour was ended");
     ensure!(world.pod_events("honest", "ShareBroken").await?.is_empty(), "the neighbour is blamed");
-    Ok(())
-}
-
-/// Turning shares off is the release before them: its devices are for one claim each, and its allocations carry no share
-/// ID. What was allocated so is kept, counted as the whole of its device, and released.
-pub(super) async fn pods_from_before_shares_are_kept_and_released(world: &World) -> Result<()> {
-    let result = turned_on(world).await;
-    world.clean().await?;
-    world.helm(&CHART)?;
-    result
-}
-
-async fn turned_on(world: &World) -> Result<()> {
-    let gpus = world.gpus("n1")?;
-    // It has one placement: what does not fit beside it fits nowhere.
-    let instance = profile_on("7g.80gb", &gpus[1].uuid);
-    let offered = async |shares: bool| {
-        eventually(&format!("shares offered: {shares}"), || async {
-            let devices = world.devices("n1").await?;
-            let gpu = devices.get("gpu-0").context("gpu-0 is not published")?;
-            ensure!(gpu.allow_multiple_allocations.unwrap_or(false) == shares, "not yet");
-            Ok(())
-        })
-        .await
-    };
-    world.helm(&[&CHART[..], &["--set=shares.enabled=false"]].concat())?;
-    offered(false).await?;
-    let old = [("whole", request("gpu", GPU, &uuid(&gpus[0].uuid))), ("mig", request("gpu", MIG, &instance))];
-    let mut seen = Vec::new();
-    for (pod, request) in old {
-        world.template(pod, devices(&[request])).await?;
-        world.pod(pod, Claim::Template(pod)).await?;
-        world.ready(pod).await?;
-        seen.push(world.sees_its_devices(pod).await?);
-    }
-    world.helm(&CHART)?;
-    offered(true).await?;
-    for (pod, class, selector) in
-        [("share", SHARE, uuid(&gpus[0].uuid)), ("mig-share", MIG, instance.clone())]
-    {
-        world.template(pod, part(class, &selector, "10Gi")).await?;
-        world.pod(pod, Claim::Template(pod)).await?;
-        world.unschedulable(pod).await?;
-    }
-    for ((pod, new), seen) in [("whole", "share"), ("mig", "mig-share")].into_iter().zip(seen) {
-        ensure!(world.restarts(pod).await? == 0, "pod {pod} was restarted");
-        ensure!(world.sees_its_devices(pod).await? == seen, "pod {pod} sees another device");
-        world.delete_pod(pod).await?;
-        world.ready(new).await?;
-        world.sees_its_devices(new).await?;
-    }
     Ok(())
 }
 
