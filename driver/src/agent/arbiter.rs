@@ -190,24 +190,21 @@ impl Seen {
 /// What each share is to have of the time that comes, by what it is entitled to and wants; together no more than
 /// there is, as long as the guarantees are not. Who wants nothing has nothing, and its part is lent.
 pub(super) fn targets(shares: &[(Terms, u64)]) -> Vec<u64> {
-    let wants: Vec<u64> = shares.iter().map(|(terms, wants)| (*wants).min(terms.ceiling)).collect();
-    let mut targets: Vec<u64> =
-        shares.iter().zip(&wants).map(|((terms, _), wants)| terms.guarantee.min(*wants)).collect();
+    let wants = |(terms, wants): &(Terms, u64)| (*wants).min(terms.ceiling);
+    let mut targets: Vec<u64> = shares.iter().map(|share| share.0.guarantee.min(wants(share))).collect();
     let mut rest = SECOND.saturating_sub(targets.iter().sum());
     // By weight, until everybody has what it wants or nothing is left: each round satisfies one at least.
     loop {
-        let open: Vec<usize> = (0..shares.len()).filter(|at| targets[*at] < wants[*at]).collect();
-        let weights: u64 = open.iter().map(|at| u64::from(shares[*at].0.weight)).sum();
-        if open.is_empty() || rest < weights {
+        let open = shares.iter().zip(&targets).filter(|(share, target)| **target < wants(share));
+        let weights: u64 = open.map(|((terms, _), _)| u64::from(terms.weight)).sum();
+        if weights == 0 || rest < weights {
             return targets;
         }
-        let part = |at: usize| {
-            let part = u128::from(rest) * u128::from(shares[at].0.weight) / u128::from(weights);
-            (wants[at] - targets[at]).min(part as u64)
-        };
-        let parts: Vec<(usize, u64)> = open.iter().map(|at| (*at, part(*at))).collect();
-        for (at, part) in parts {
-            targets[at] += part;
+        let whole = u128::from(rest);
+        for (share, target) in shares.iter().zip(&mut targets) {
+            let part = whole * u128::from(share.0.weight) / u128::from(weights);
+            let part = wants(share).saturating_sub(*target).min(part as u64);
+            *target += part;
             rest -= part;
         }
     }

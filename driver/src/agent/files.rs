@@ -8,7 +8,7 @@
 
 use crate::shares;
 use std::collections::BTreeMap;
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -16,39 +16,31 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Those that are open, by path.
 #[derive(Debug, Default)]
-pub(super) struct Files(Mutex<BTreeMap<PathBuf, Open>>);
-
-/// Device and inode of a file are nobody else's while it is open.
-#[derive(Debug)]
-struct Open {
-    file: Arc<File>,
-    is: (u64, u64),
-}
+pub(super) struct Files(Mutex<BTreeMap<PathBuf, Arc<File>>>);
 
 impl Files {
-    /// The file that is at that path now. `WouldBlock`: somebody has a lease on it, and is
-    /// being told to give it back.
+    /// The file that is at that path now: the one that was, as long as it has a name, as nobody gives a page another one
+    /// but who replaces it. `WouldBlock`: somebody has a lease on it, and is being told to give it back.
     pub(super) fn get(&self, path: &Path, write: bool) -> io::Result<Arc<File>> {
-        let now = identity(&path.metadata()?);
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = open.get(path).filter(|known| known.is == now) {
-            return Ok(Arc::clone(&known.file));
+        if let Some(known) = open.get(path).filter(|known| is_there(known)) {
+            return Ok(Arc::clone(known));
         }
         let file = Arc::new(shares::open(path, write)?);
-        let is = identity(&file.metadata()?);
-        open.insert(path.to_owned(), Open { file: Arc::clone(&file), is });
+        open.insert(path.to_owned(), Arc::clone(&file));
         Ok(file)
     }
 
     /// Lets go of pages that were removed.
     pub(super) fn sweep(&self) {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        open.retain(|_, known| known.file.metadata().is_ok_and(|meta| meta.nlink() > 0));
+        open.retain(|_, known| is_there(known));
     }
 }
 
-fn identity(of: &Metadata) -> (u64, u64) {
-    (of.dev(), of.ino())
+/// Its path leads to it still.
+fn is_there(file: &File) -> bool {
+    file.metadata().is_ok_and(|meta| meta.nlink() > 0)
 }
 
 #[cfg(test)]
@@ -68,7 +60,7 @@ mod tests {
         fs::remove_file(&path).unwrap();
         fs::write(&path, "other").unwrap();
         let other = files.get(&path, true).unwrap();
-        assert_eq!(identity(&other.metadata().unwrap()), identity(&path.metadata().unwrap()));
+        assert_eq!(other.metadata().unwrap().ino(), path.metadata().unwrap().ino());
         fs::remove_file(&path).unwrap();
         files.sweep();
         assert_eq!(Arc::strong_count(&other), 1, "let go of");

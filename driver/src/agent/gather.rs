@@ -17,6 +17,7 @@ use divvy_pages::account::{self, ATTENTION, BALANCE, HEADER, NodeLine, Snapshot}
 use divvy_pages::{Fault, Flags, Memory, Owner, PageError, Policy, SlotState};
 use rustix::fs::{major, minor};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -45,10 +46,10 @@ pub(super) fn found(
     for (claim, id) in shares.all() {
         let dir = shares.of(&claim, &id);
         let path = dir.join(POLICY);
-        let Ok(meta) = path.metadata() else { continue };
-        let policy = match read_policy(files, &path).map(|page| Policy::decode(&page)) {
-            Ok(Ok((_, policy))) => policy,
-            Ok(Err(why)) => {
+        let read = read_policy(files, &path).map(|(page, meta)| (Policy::decode(&page), meta));
+        let (policy, meta) = match read {
+            Ok((Ok((_, policy)), meta)) => (policy, meta),
+            Ok((Err(why), _)) => {
                 // Root's alone to write: another version of the driver has written it.
                 tracing::debug!(%claim, share = %id, %why, "policy page not read");
                 continue;
@@ -80,10 +81,11 @@ struct Raw {
     is_long: bool,
 }
 
-fn read_policy(files: &Files, path: &Path) -> io::Result<Vec<u8>> {
-    let mut page = vec![0; divvy_pages::policy::SIZE];
-    files.get(path, false)?.read_exact_at(&mut page, 0)?;
-    Ok(page)
+fn read_policy(files: &Files, path: &Path) -> io::Result<([u8; divvy_pages::policy::SIZE], Metadata)> {
+    let file = files.get(path, false)?;
+    let mut page = [0; divvy_pages::policy::SIZE];
+    file.read_exact_at(&mut page, 0)?;
+    Ok((page, file.metadata()?))
 }
 
 /// A copy; none where there is no page.
