@@ -1,7 +1,8 @@
 //! The agent's quick half: who hears a share ring, and changes what pages say before the next audit.
 //!
 //! The audit brings what it found ([`Bell::plan`]); a thread waits for doorbells ([`super::door`]) and, where several may
-//! work, looks at those who may have come to rest by then, once in a [`TICK`] at most. Either way [`super::orders`]
+//! work, looks at those who may have come to rest by then. Each look waits a little for something else that wakes the thread, and of
+//! the GPUs on which nothing is due nothing is touched: what a wake costs is mostly what is in no cache. Either way [`super::orders`]
 //! decides, and what is new is written to the policy pages under one lock ([`super::desk`]). While nobody works beside
 //! others the thread sleeps and costs nothing.
 //!

@@ -12,15 +12,17 @@ use super::arbiter::{self, Company};
 use super::bell::{Key, TICK};
 use super::door::{Door, Rang};
 use super::look::Device;
-use super::orders::{self, Gate, Standing, Turn, Turns};
+use super::orders::{self, CLOSED, Gate, Standing, Turn, Turns};
 use divvy_pages::GpuUuid;
-use seat::{CLOSED, Seat};
+use seat::{Seat, WAITS};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 const REST: u64 = super::soon::REST.as_nanos() as u64;
+/// Who works or rests for less than this comes and goes, and is met on the mean of what NVML tells from one audit to the next.
+const STAYS: u64 = super::EVERY.as_nanos() as u64;
 
 /// A share of a GPU, as an audit found it.
 #[derive(Debug)]
@@ -47,7 +49,7 @@ pub(super) struct Had {
     pub(super) company: Company,
 }
 
-/// More or fewer shares of a GPU work than did.
+/// Other shares of a GPU work than did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Moved {
     pub(super) gpu: GpuUuid,
@@ -55,16 +57,25 @@ pub(super) struct Moved {
     pub(super) is_first: bool,
 }
 
+/// Doors, with what their doorbells said.
+pub(super) type Doors = Vec<(Arc<Door>, u32)>;
+
 #[derive(Debug, Default)]
-pub(super) struct Desk(BTreeMap<Device, Part>);
+pub(super) struct Desk {
+    parts: BTreeMap<Device, Part>,
+    /// Those that are waited at, and whose they are; whether they are others by now, and until when that wait is.
+    doors: Arc<Doors>,
+    owners: Vec<Device>,
+    are_others: bool,
+    until: Option<u64>,
+}
 
 #[derive(Debug, Default)]
 struct Part {
     shares: Vec<Seat>,
     gate: Gate,
     turns: Option<Turns<Key>>,
-    /// How many work, as far as is known, and whether that was another number since it was last asked.
-    workers: usize,
+    /// Others work, as far as is known, than when it was last asked, but for those who come and go.
     has_moved: bool,
     /// One of them does for the first time.
     has_begun: bool,
@@ -72,52 +83,69 @@ struct Part {
     told: u64,
     /// When something is to be done though nobody rings.
     next: u64,
+    /// The doors of those that are to ring, and how many of them are waited at, so that who rang is known.
+    doors: Doors,
+    heard: usize,
+    /// From when on a look is worth it, and when there is to be one in any case.
+    due: u64,
+    late: u64,
 }
 
 impl Desk {
     /// What each share had since this was last asked, up to then.
     pub(super) fn since(&mut self, gpu: GpuUuid, until: u64) -> BTreeMap<Key, Had> {
-        let parts = self.0.iter_mut().filter(|(device, _)| device.gpu == gpu).map(|(_, part)| part);
+        let parts = self.parts.iter_mut().filter(|(device, _)| device.gpu == gpu).map(|(_, part)| part);
         let seats = parts.flat_map(|part| &mut part.shares);
         seats.map(|seat| (seat.key.clone(), seat.had(until))).collect()
     }
 
-    /// From now on the shares of a GPU and its instances are these. Says whether the thread has anything to do with them that
-    /// it had not.
+    /// From now on the shares of a GPU and its instances are these. Says whether the thread has anything to do with them
+    /// before its wait ends.
     pub(super) fn plan(&mut self, gpu: GpuUuid, shares: Vec<Planned>, now: u64) -> bool {
-        let known = self.0.keys().filter(|device| device.gpu == gpu);
+        let known = self.parts.keys().filter(|device| device.gpu == gpu);
         let mut by_device: BTreeMap<Device, Vec<Planned>> =
             known.map(|device| (*device, Vec::new())).collect();
         for planned in shares {
             by_device.entry(Device { gpu, mig: planned.mig }).or_default().push(planned);
         }
-        let mut is_other = false;
+        let mut next = u64::MAX;
         for (device, shares) in by_device {
-            is_other |= self.0.entry(device).or_default().plan(shares, now);
+            let part = self.parts.entry(device).or_default();
+            self.are_others |= part.plan(shares, now);
+            next = next.min(part.late);
         }
         // Of a whole GPU it stays known when it was told of last.
-        self.0.retain(|device, part| device.mig.is_none() || !part.shares.is_empty());
-        is_other
+        self.parts.retain(|device, part| device.mig.is_none() || !part.shares.is_empty());
+        self.are_others || self.is_before(next)
     }
 
     pub(super) fn turns(&mut self, gpu: GpuUuid, order: Vec<Key>, quantum: u64, now: u64) -> bool {
-        let part = self.0.entry(Device { gpu, mig: None }).or_default();
+        let part = self.parts.entry(Device { gpu, mig: None }).or_default();
         let before = part.turns.take();
         part.turns = (order.len() > 1).then(|| Turns::new(order, quantum, before, now));
-        part.settle(now)
+        part.settle(now);
+        self.are_others |= part.arm(now);
+        let next = part.late;
+        self.are_others || self.is_before(next)
+    }
+
+    /// The thread would wake too late for that.
+    fn is_before(&self, next: u64) -> bool {
+        next < self.until.unwrap_or(u64::MAX)
     }
 
     pub(super) fn keep(&mut self, are_there: impl Fn(&GpuUuid) -> bool) {
-        self.0.retain(|device, _| are_there(&device.gpu));
+        let before = self.parts.len();
+        self.parts.retain(|device, _| are_there(&device.gpu));
+        self.are_others |= self.parts.len() < before;
     }
 
     /// Nobody is kept out by who is gone.
     pub(super) fn leave(&mut self) {
-        self.0.values_mut().flat_map(|part| &mut part.shares).for_each(|seat| seat.close(false, 0));
+        self.parts.values_mut().flat_map(|part| &mut part.shares).for_each(|seat| seat.close(None, 0));
     }
 
-    /// The GPUs on which more or fewer work since this was last asked. Who comes and goes all the time is told of as often
-    /// as it is heard ([`super::soon`]).
+    /// The GPUs on which others work since this was last asked. It is told of as often as it is heard ([`super::soon`]).
     pub(super) fn moved(&mut self, now: u64) -> Vec<Moved> {
         let moved = |(device, of): (&Device, &mut Part)| {
             let is_first = std::mem::take(&mut of.has_begun);
@@ -126,47 +154,48 @@ impl Desk {
                 Moved { gpu: device.gpu, is_first }
             })
         };
-        self.0.iter_mut().filter_map(moved).collect()
+        self.parts.iter_mut().filter_map(moved).collect()
     }
 
     /// Whether there are any.
     pub(super) fn has_moved(&self) -> bool {
-        self.0.values().any(|part| part.has_moved)
+        self.parts.values().any(|part| part.has_moved)
     }
 
-    /// Looks who rang and who rests, and does what follows.
+    /// Looks who rang and who rests, and does what follows. Of the other GPUs nothing is touched: what is known of them is in
+    /// no cache by then.
     pub(super) fn tick(&mut self, now: u64, rang: &Rang) {
-        for part in self.0.values_mut() {
-            let mut has_changed = part.next <= now;
-            let all = part.turns.is_some();
-            let is_alone = part.shares.len() < 2;
-            for seat in part.shares.iter_mut().filter(|seat| all || !is_alone && seat.is_due(now, rang)) {
-                has_changed |= seat.look(now);
-            }
-            if has_changed {
-                part.settle(now);
+        let mut doors = self.doors.iter().zip(&self.owners);
+        let rung = doors.find_map(|((door, _), owner)| rang.is(door).then_some(*owner));
+        for (device, part) in &mut self.parts {
+            let has_rung = rung == Some(*device) || rang.is_anybody() && !part.doors.is_empty();
+            if has_rung || part.due <= now {
+                part.look(now, rang);
+                self.are_others |= part.arm(now);
             }
         }
     }
 
-    /// The doors to wait at, with what their doorbells said, and until when.
-    pub(super) fn doors(&mut self, now: u64) -> (Vec<(Arc<Door>, u32)>, u64) {
-        let (mut doors, mut are_all_heard) = (Vec::new(), true);
-        for seat in self.0.values_mut().flat_map(|part| &mut part.shares).filter(|seat| seat.order.is_asked) {
-            seat.is_heard = !seat.is_cut && doors.len() < super::door::MOST;
-            are_all_heard &= seat.is_heard;
-            if seat.is_heard {
-                doors.push((seat.door.clone(), seat.doorbell));
+    /// The doors to wait at, and until when.
+    pub(super) fn doors(&mut self, now: u64) -> (Arc<Doors>, u64) {
+        if std::mem::take(&mut self.are_others) {
+            let mut doors = Vec::new();
+            self.owners.clear();
+            for (device, part) in &mut self.parts {
+                let room = super::door::MOST - doors.len();
+                doors.extend(part.doors.iter().take(room).cloned());
+                part.heard = doors.len() - self.owners.len();
+                self.owners.resize(doors.len(), *device);
             }
+            self.doors = Arc::new(doors);
         }
-        let next = self.0.values().map(|part| part.next).min().unwrap_or(u64::MAX);
-        let rests = |seat: &Seat| seat.may_rest().max(now + seat.pause());
-        let of_company = self.0.values().filter(|part| part.has_company()).flat_map(|part| &part.shares);
-        let watched = of_company.filter(|seat| seat.is_at_work() && seat.is_seen());
-        // Whose door is none, or one too many, has to be looked at.
-        let unheard = if are_all_heard { u64::MAX } else { now + TICK };
-        let until = watched.map(rests).min().unwrap_or(u64::MAX).min(unheard);
-        (doors, next.min(until))
+        // Whose door is one too many has to be looked at.
+        for part in self.parts.values_mut().filter(|part| part.heard < part.doors.len()) {
+            (part.due, part.late) = (part.due.min(now + TICK), part.late.min(now + TICK));
+        }
+        let until = self.parts.values().map(|part| part.late).min().unwrap_or(u64::MAX);
+        self.until = Some(until);
+        (Arc::clone(&self.doors), until)
     }
 }
 
@@ -186,19 +215,50 @@ impl Part {
                 Err(cause) => tracing::debug!(share = ?planned.key, %cause, "share not divided"),
             }
         }
-        let is_other = !before.is_empty();
         before.iter_mut().for_each(Seat::release);
-        // Who works beside others is watched, and the thread may be asleep.
-        self.settle(now) || is_other || self.has_company()
+        self.has_moved |= now >= self.told + REST && before.iter().any(Seat::is_at_work);
+        self.settle(now);
+        self.arm(now)
     }
 
-    /// Somebody works, by its own word, and is not the only one who may.
-    fn has_company(&self) -> bool {
-        self.shares.len() > 1 && self.shares.iter().any(|seat| seat.is_at_work() && seat.is_seen())
+    fn look(&mut self, now: u64, rang: &Rang) {
+        // Sooner, where somebody looks in any case.
+        let mut has_changed = self.next <= now + WAITS[0];
+        let all = self.turns.is_some();
+        let is_alone = self.shares.len() < 2;
+        let heard = self.doors.get(..self.heard).unwrap_or_default();
+        let is_heard = |seat: &Seat| heard.iter().any(|(door, _)| Arc::ptr_eq(door, &seat.door));
+        let has_rung = |seat: &Seat| seat.order.is_asked && (rang.may_be(&seat.door) || !is_heard(seat));
+        let is_due = |seat: &&mut Seat| all || !is_alone && (seat.is_due(now) || has_rung(seat));
+        for seat in self.shares.iter_mut().filter(is_due) {
+            has_changed |= seat.look(now);
+        }
+        if has_changed {
+            self.settle(now);
+        }
     }
 
-    /// Has all pages say what they are to say; true where something is other than it was.
-    fn settle(&mut self, now: u64) -> bool {
+    /// Finds out who is to be waited for, and until when; true where these are others than before.
+    fn arm(&mut self, now: u64) -> bool {
+        let asked = || self.shares.iter().filter(|seat| seat.order.is_asked);
+        let doors = || asked().filter(|seat| !seat.is_cut).map(|seat| (&seat.door, seat.doorbell));
+        // Whose door is none has to be looked at.
+        let unheard = if asked().any(|seat| seat.is_cut) { now + TICK } else { u64::MAX };
+        let is_alone = self.shares.len() < 2;
+        let watched = || self.shares.iter().filter(|seat| !is_alone && seat.is_watched());
+        let first = |at: fn(&Seat) -> u64| watched().map(at).min().unwrap_or(u64::MAX).min(unheard);
+        (self.due, self.late) = (first(Seat::due).min(self.next), first(Seat::late).min(self.next));
+        let is = |door: &Arc<Door>, doorbell: u32| (Arc::as_ptr(door), doorbell);
+        let known = self.doors.iter().map(|(door, doorbell)| is(door, *doorbell));
+        let are_same = doors().map(|(door, doorbell)| is(door, doorbell)).eq(known);
+        if !are_same {
+            self.doors = doors().map(|(door, doorbell)| (Arc::clone(door), doorbell)).collect();
+        }
+        !are_same
+    }
+
+    /// Has all pages say what they are to say.
+    fn settle(&mut self, now: u64) {
         let shares = &self.shares;
         let last = |key: &Key| shares.iter().find(|seat| seat.key == *key).map_or(0, |seat| seat.works);
         let turn_ends = self.turns.as_mut().map_or(u64::MAX, |turns| turns.go_on(last, now));
@@ -210,27 +270,24 @@ impl Part {
         };
         let standings: Vec<Standing> = shares.iter().map(standing).collect();
         let (low_is_out, gate_changes) = self.gate.is_closed(orders::is_high_at_work(&standings), now);
-        let mut next = gate_changes.min(turn_ends);
-        let is_out = |seat: &Seat| low_is_out && !seat.standing.is_high || has_no_turn(seat);
-        let out: Vec<bool> = shares.iter().map(is_out).collect();
-        let mut has_changed = false;
-        let orders = orders::orders(&standings);
-        for ((seat, order), is_out) in self.shares.iter_mut().zip(orders).zip(out) {
-            has_changed |= seat.obey(order, is_out, now);
-            if is_out {
-                next = next.min(now + CLOSED / 2);
-            }
+        self.next = gate_changes.min(turn_ends);
+        let of_high = shares.iter().filter(|seat| seat.standing.is_high && seat.standing.is_awake);
+        let (until, again) = self.gate.lasts(of_high.map(Seat::late).max().unwrap_or(now), now);
+        let out_until = |seat: &Seat| match has_no_turn(seat) {
+            true => Some((now + CLOSED, now + CLOSED / 2)),
+            false => (low_is_out && !seat.standing.is_high).then_some((until.min(gate_changes), again)),
+        };
+        for (seat, order) in self.shares.iter_mut().zip(orders::orders(&standings)) {
+            let out = out_until(seat);
+            seat.obey(order, out.map(|(until, _)| until), now);
+            self.next = self.next.min(out.map_or(u64::MAX, |(_, again)| again));
         }
-        has_changed |= next < self.next;
-        self.next = next;
-        let workers = self.shares.iter().filter(|seat| seat.is_at_work()).count();
-        let is_other = std::mem::replace(&mut self.workers, workers) != workers;
-        self.has_moved |= is_other && now >= self.told + REST;
-        for seat in self.shares.iter_mut().filter(|seat| seat.is_at_work()) {
-            self.has_begun |= !std::mem::replace(&mut seat.has_worked, true);
+        for seat in &mut self.shares {
+            let lasted = seat.came_or_went(now);
+            self.has_moved |= lasted.is_some_and(|lasted| lasted >= STAYS) && now >= self.told + REST;
+            self.has_begun |= seat.is_at_work() && !std::mem::replace(&mut seat.has_worked, true);
         }
         self.has_moved |= self.has_begun;
-        has_changed
     }
 }
 

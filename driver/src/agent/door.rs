@@ -98,6 +98,15 @@ impl Rang {
             Self::Anybody => true,
         }
     }
+
+    /// This one and no other.
+    pub(super) fn is(&self, door: &Arc<Door>) -> bool {
+        matches!(self, Self::One(rang) if Arc::ptr_eq(rang, door))
+    }
+
+    pub(super) fn is_anybody(&self) -> bool {
+        matches!(self, Self::Anybody)
+    }
 }
 
 /// Waits until a door's doorbell is not what is said beside it, until `own` is not `value`, or until that time of

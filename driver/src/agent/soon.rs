@@ -5,8 +5,9 @@
 //! while looks follow each other faster, and only correct: whether something is wrong is asked as often as ever.
 //!
 //! The first look comes when NVML, which samples six times a second, has seen none but those who work now in what
-//! it will say at the second. Who comes and goes all the time is met on the mean of a second: it brings no more looks than
-//! these few in each [`REST`]. Who begins for the first time is known least of and comes once: that brings looks whenever it is.
+//! it will say at the second. Who comes and goes within a second is met on the mean of that and brings no looks; who stays for
+//! longer brings no more than these few in each [`REST`]. Who begins for the first time is known least of and comes once: that
+//! brings looks whenever it is.
 
 use super::desk::Moved;
 use divvy_pages::GpuUuid;

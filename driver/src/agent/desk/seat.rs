@@ -4,7 +4,7 @@ use super::past::Past;
 use super::{Had, Planned};
 use crate::agent::arbiter;
 use crate::agent::bell::{Key, TICK};
-use crate::agent::door::{Door, Pulse, Rang};
+use crate::agent::door::{Door, Pulse};
 use crate::agent::orders::{Order, Standing};
 use crate::shares::Mapped;
 use divvy_pages::PolicyPage;
@@ -19,18 +19,28 @@ use std::sync::Arc;
 pub(super) const GRANT: u64 = 3_500_000_000;
 /// Rates that ended so long ago tell nothing any more.
 const STALE: u64 = 60_000_000_000;
-/// For so long a gate stays closed by itself.
-pub(super) const CLOSED: u64 = 200_000_000;
 /// Who has so little left, in nanoseconds of GPU time, may be waiting for more.
 const SCARCE: i64 = 500_000;
 /// So long after it rang a share was seen by an audit, all of it.
 const SEEN: u64 = 1_100_000_000;
 /// Who launched last so long ago does not work any more: of who keeps others out, and of the rest, to whom it matters
 /// less and who sleep longer between launches.
-pub(super) const HOLD: u64 = 20_000_000;
-pub(super) const RESTS: u64 = 60_000_000;
-/// Between two looks whether somebody rests who keeps nobody out, in nanoseconds.
-const LOOK: u64 = 40_000_000;
+pub(super) const HOLD: u64 = 15_000_000;
+pub(super) const RESTS: u64 = 75_000_000;
+/// Who rings again so soon after it came to rest comes and goes: the next time it is given twice as long, up to the most.
+/// It is met on the mean of a second, and to lend what it leaves for a moment would have the pages of all others change.
+const SOON: u64 = 2 * RESTS;
+const MOST: u64 = 4 * RESTS;
+/// Who has just rung is taken to launch for so long: a look that goes by the first launch alone would be too soon.
+pub(super) const BURST: u64 = 5_000_000;
+/// For so long a look waits for something else that wakes the thread: at those who are awake, and at the rest.
+pub(super) const WAITS: [u64; 2] = [6_000_000, 15_000_000];
+/// Between two looks at one of the rest, in nanoseconds.
+const LOOK: u64 = 20_000_000;
+/// One of them is looked at so much sooner where somebody looks at its neighbours.
+const SOONER: u64 = 5_000_000;
+/// Whose gate opens by itself within so long need not be woken.
+const PATIENCE: u64 = 10_000_000;
 
 #[derive(Debug)]
 pub(super) struct Seat {
@@ -39,14 +49,14 @@ pub(super) struct Seat {
     page: Mapped,
     account: Arc<File>,
     pub(super) door: Arc<Door>,
-    /// Its door was waited at, so that who rang is known.
-    pub(super) is_heard: bool,
     /// Nothing can be read from its account: the kernel cannot wait for it either.
     pub(super) is_cut: bool,
     pub(super) standing: Standing,
     pub(super) order: Order,
     granted_until: u64,
     closed_until: u64,
+    /// When its gate was opened last.
+    opened: u64,
     /// The last call, 0 before the first, and what the doorbell was before it.
     call: u32,
     pub(super) doorbell: u32,
@@ -57,8 +67,13 @@ pub(super) struct Seat {
     /// When it was looked at last.
     looked: u64,
     pub(super) rests: bool,
+    /// Since when, and how long it is to launch nothing before that is so.
+    rested: u64,
+    patience: u64,
     /// It worked, as far as is known.
     pub(super) has_worked: bool,
+    /// Whether it does, and since when that is so.
+    stays: (bool, u64),
     past: Past,
     was_closed: bool,
     /// See [`Had`].
@@ -84,19 +99,22 @@ impl Seat {
             page,
             account: Arc::clone(&planned.account),
             door: Arc::new(Door::of(&planned.account)?),
-            is_heard: false,
             is_cut: false,
             standing,
             order: Order { rate: None, is_asked, is_beside, is_doubted, memory: standing.memory },
             granted_until: 0,
             closed_until,
+            opened: 0,
             call: 0,
             doorbell: 0,
             woke: 0,
             works: now,
             looked: 0,
             rests: false,
+            rested: 0,
+            patience: RESTS,
             has_worked: false,
+            stays: (false, now),
             past: Past::new(now),
             was_closed: false,
             highest: 0,
@@ -120,27 +138,44 @@ impl Seat {
         Self { standing: Standing { is_awake: self.standing.is_awake && !is_old, ..standing }, ..self }
     }
 
-    /// It may have rung, or come to rest.
-    pub(super) fn is_due(&self, now: u64, rang: &Rang) -> bool {
-        let has_rung = self.order.is_asked && (!self.is_heard || rang.may_be(&self.door));
-        // Whoever woke us, a look is due a little sooner than it would be waited for.
-        has_rung || self.is_at_work() && self.may_rest().max(self.looked + self.pause() / 2) <= now
+    /// Whether it is to be looked at for what it may have come to, where somebody looks at its GPU.
+    pub(super) fn is_due(&self, now: u64) -> bool {
+        let soon = if self.standing.is_awake { 0 } else { SOONER };
+        self.is_watched() && self.due() <= now.saturating_add(soon)
     }
 
-    /// Between two looks whether it rests, so that one look serves several.
-    pub(super) fn pause(&self) -> u64 {
-        if self.standing.is_awake { TICK } else { LOOK }
+    /// It works and may come to rest. Who is kept out cannot show what it wants.
+    pub(super) fn is_watched(&self) -> bool {
+        self.is_at_work() && self.is_seen() && self.closed_until == 0
     }
 
-    /// When it may have come to rest at the earliest, as far as is known.
-    pub(super) fn may_rest(&self) -> u64 {
-        let hold = if self.standing.is_awake { HOLD } else { RESTS };
-        self.works.max(self.woke).saturating_add(hold)
+    /// From when on a look may find that it has come to rest, as far as is known.
+    pub(super) fn due(&self) -> u64 {
+        let (rests, pause) = match self.standing.is_awake {
+            true => (self.works.max(self.woke.saturating_add(BURST)).saturating_add(HOLD), TICK),
+            false => (self.works.max(self.woke).saturating_add(self.patience), LOOK),
+        };
+        // Who was kept out has not shown yet whether it goes on.
+        rests.max(self.looked + pause).max(self.opened + TICK)
+    }
+
+    /// When it is looked at for that though nobody else is.
+    pub(super) fn late(&self) -> u64 {
+        self.due().saturating_add(WAITS[usize::from(!self.standing.is_awake)])
     }
 
     /// As far as is known.
     pub(super) fn is_at_work(&self) -> bool {
         self.standing.is_awake || self.standing.wants > 0 && !self.rests
+    }
+
+    /// Where it has come to rest, or begun to work: how long it had not.
+    pub(super) fn came_or_went(&mut self, now: u64) -> Option<u64> {
+        let (was, since) = self.stays;
+        (was != self.is_at_work()).then(|| {
+            self.stays = (!was, now);
+            now.saturating_sub(since)
+        })
     }
 
     /// Its launches are paced, so that its account says when they come.
@@ -157,13 +192,19 @@ impl Seat {
         self.works = self.works.max(pulse.refilled.min(now));
         let was = (self.standing.is_awake, self.rests);
         if self.order.is_asked && pulse.doorbell != self.doorbell {
+            let is_soon = self.rests && now < self.rested + SOON;
+            self.patience = if is_soon { MOST.min(2 * self.patience) } else { RESTS };
             (self.standing.is_awake, self.woke, self.works, self.rests) = (true, now, now, false);
         } else if let Some(rate) = self.order.rate {
             let left = pulse.balance.saturating_add(accrued(rate, now.saturating_sub(pulse.refilled)));
             let quiet = now.saturating_sub(self.works.max(self.woke));
             self.standing.is_awake &= left < 0 || quiet <= HOLD;
-            self.rests = left >= SCARCE && quiet > RESTS;
+            self.rests = left >= SCARCE && quiet > self.patience;
+            if self.rests && !was.1 {
+                self.rested = now;
+            }
         }
+        self.doorbell = pulse.doorbell;
         // Who begins for the first time has not been seen to rest, if that was soon.
         if self.rests != was.1 || self.standing.is_awake && !self.has_worked {
             self.past.moves(now);
@@ -171,10 +212,9 @@ impl Seat {
         (self.standing.is_awake, self.rests) != was
     }
 
-    /// Has the page say that; true where it is watched for something else from now on.
-    pub(super) fn obey(&mut self, order: Order, is_out: bool, now: u64) -> bool {
+    /// Has the page say that, and that its gate is closed until then, if it is.
+    pub(super) fn obey(&mut self, order: Order, out_until: Option<u64>, now: u64) {
         let had = std::mem::replace(&mut self.order, order);
-        let was_out = self.closed_until > 0;
         self.highest = self.highest.max(self.rate_of(had)).max(self.rate_of(order));
         if let Some(page) = self.page.page() {
             if let Some(rate) = order.rate
@@ -195,52 +235,57 @@ impl Seat {
             if had.is_asked && !order.is_asked {
                 page.ask(false, 0);
             }
-            // Who sleeps by the rate that was may have more by now.
-            if had.rate.is_some_and(|had| order.rate > Some(had.saturating_add(had / 4))) {
+            // Who sleeps by the rate that was may have more by now; a little is not worth to be woken.
+            if had.rate.is_some_and(|had| order.rate > Some(had.saturating_add(had / 2))) {
                 wake(page);
             }
         }
         if order.is_asked && (!had.is_asked || self.call == 0) {
             self.ask(now);
         }
-        self.close(is_out, now);
-        self.past.holds(&self.order.memory, order.is_beside, is_out, now);
-        had.is_asked != order.is_asked || was_out != is_out
+        self.close(out_until, now);
+        self.past.holds(&self.order.memory, order.is_beside, out_until.is_some(), now);
     }
 
     /// What the doorbell says is read before: a launch that comes in between rings.
     fn ask(&mut self, now: u64) {
-        let Ok(pulse) = Pulse::read(&self.account) else {
-            // Tried again with the next order.
-            self.order.is_asked = false;
-            return;
-        };
+        // Of this very look it is known.
+        if self.looked != now || self.is_cut {
+            let Ok(pulse) = Pulse::read(&self.account) else {
+                // Tried again with the next order.
+                self.order.is_asked = false;
+                return;
+            };
+            self.doorbell = pulse.doorbell;
+        }
         // Of the clock, so that no agent's number is one that an earlier one has used.
         self.call = ((now / 1_000_000) as u32).max(self.call + 1) & (u32::MAX >> 2);
-        self.doorbell = pulse.doorbell;
         if let Some(page) = self.words() {
             page.ask(true, self.call);
         }
     }
 
-    pub(super) fn close(&mut self, is_out: bool, now: u64) {
+    /// Closes its gate until then, or opens it.
+    pub(super) fn close(&mut self, until: Option<u64>, now: u64) {
         let Some(page) = self.page.page() else { return };
-        if is_out {
+        if let Some(until) = until {
             self.was_closed = true;
-            if self.closed_until < now + CLOSED * 3 / 4 {
-                self.closed_until = now + CLOSED;
-                page.close(self.closed_until);
+            if self.closed_until < until {
+                self.closed_until = until;
+                page.close(until);
             }
         } else if self.closed_until > 0 {
-            self.closed_until = 0;
             page.close(0);
-            wake(page);
+            if self.closed_until > now + PATIENCE {
+                wake(page);
+            }
+            (self.closed_until, self.opened) = (0, now);
         }
     }
 
     /// It is no share to be divided any more.
     pub(super) fn release(&mut self) {
-        self.close(false, 0);
+        self.close(None, 0);
         if let Some(page) = self.words() {
             page.divide(false);
             page.ask(false, 0);

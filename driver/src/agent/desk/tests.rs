@@ -2,7 +2,8 @@
 
 use super::super::arbiter::{SECOND, Terms};
 use super::super::door::Pulse;
-use super::seat::{GRANT, HOLD, RESTS};
+use super::super::orders::SPARE;
+use super::seat::{BURST, GRANT, HOLD, RESTS};
 use super::*;
 use crate::shares::Mapped;
 use divvy_pages::{Compute, Flags, Memory, Policy, PolicyPage, Text, account};
@@ -12,6 +13,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::SeqCst;
 
 mod doors;
+mod gates;
 mod instances;
 
 pub(in super::super) const GPU: GpuUuid = GpuUuid([1; 16]);
@@ -120,7 +122,11 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     assert!(desk.plan(GPU, planned(&shares, &[100, 0]), now));
     assert_eq!([borrower.rate(now), owner.rate(now)], [Some(100), Some(60)]);
     let (doors, until) = desk.doors(now);
-    assert_eq!((doors.len(), until), (1, now + RESTS), "it is heard, and the other one may come to rest");
+    assert_eq!(
+        (doors.len(), until),
+        (1, now + RESTS + WAITS[1]),
+        "it is heard, and the other one may come to rest"
+    );
     desk.tick(now + MS, &Rang::Anybody);
     assert_eq!(borrower.rate(now), Some(100));
     let rung = now + 2 * MS;
@@ -129,7 +135,7 @@ fn what_is_lent_is_returned_with_the_first_launch_and_lent_again_when_its_owner_
     assert_eq!([borrower.rate(rung), owner.rate(rung)], [Some(40), Some(60)]);
     assert_eq!(owner.page().call(), 0, "it is not asked again");
     let (doors, until) = desk.doors(rung);
-    assert_eq!((doors.len(), until), (0, rung + HOLD));
+    assert_eq!((doors.len(), until), (0, rung + BURST + HOLD + WAITS[0]));
     // It works on, and an audit that has not seen it yet changes nothing.
     owner.launches(rung + 50 * MS);
     borrower.launches(rung + 50 * MS);

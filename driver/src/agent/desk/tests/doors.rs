@@ -8,7 +8,7 @@ fn only_who_rang_is_looked_at_of_those_whose_doors_are_waited_at() {
     let shares = shares(dir.path(), &[of(20, 100, 0), of(30, 0, 0), of(30, 0, 0)]);
     let (mut desk, now) = (Desk::default(), 1000 * SECOND);
     desk.plan(GPU, planned(&shares, &[100, 0, 0]), now);
-    let doors: Vec<_> = desk.doors(now).0.into_iter().map(|(door, _)| door).collect();
+    let doors: Vec<_> = desk.doors(now).0.iter().map(|(door, _)| door.clone()).collect();
     let [first, second] = &doors[..] else { panic!("two are waited at") };
     shares[2].rings(now);
     let mut check = |rang: Rang, points: u64| {
@@ -28,22 +28,72 @@ fn whose_page_is_cut_short_is_not_waited_at_until_it_is_whole() {
     let shares = shares(dir.path(), &[of(20, 100, 0), of(30, 0, 0)]);
     let (mut desk, now) = (Desk::default(), 1000 * SECOND);
     desk.plan(GPU, planned(&shares, &[100, 0]), now);
-    let mut check = |size: usize, doors: usize, until: u64| {
+    let mut at = now;
+    let mut check = |size: usize, doors: usize, until: Option<u64>| {
+        at += TICK;
         shares[1].account.set_len(size as u64).unwrap();
-        desk.tick(now, &Rang::Anybody);
-        let (waited_at, wakes) = desk.doors(now);
-        assert_eq!((waited_at.len(), wakes), (doors, now + until), "{size} bytes");
+        desk.tick(at, &Rang::Anybody);
+        let (waited_at, wakes) = desk.doors(at);
+        assert_eq!((waited_at.len(), wakes), (doors, until.unwrap_or(at + TICK)), "{size} bytes");
     };
-    check(account::SIZE, 1, RESTS);
-    check(0, 0, TICK);
-    check(100, 0, TICK);
-    check(account::SIZE, 1, RESTS);
+    let rests = Some(now + RESTS + WAITS[1]);
+    check(account::SIZE, 1, rests);
+    check(0, 0, None);
+    check(100, 0, None);
+    check(account::SIZE, 1, rests);
     // It rings with another number than it was asked at, or none: it is looked at whoever rang.
-    shares[1].account.set_len(0).unwrap();
-    desk.tick(now, &Rang::Anybody);
-    desk.doors(now);
+    check(0, 0, None);
     shares[1].account.set_len(account::SIZE as u64).unwrap();
-    shares[1].rings(now);
-    desk.tick(now, &Rang::Nobody);
-    assert_eq!(shares[0].rate(now), Some(70));
+    shares[1].rings(at + TICK);
+    desk.tick(at + TICK, &Rang::Nobody);
+    assert_eq!(shares[0].rate(at), Some(70));
+}
+
+#[test]
+fn who_comes_and_goes_is_given_longer_before_it_rests_until_it_rests_for_long() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(20, 100, 0), of(60, 0, 0)]);
+    let [borrower, owner] = &shares[..] else { panic!("two") };
+    let (mut desk, mut at) = (Desk::default(), 1000 * SECOND);
+    desk.plan(GPU, planned(&shares, &[100, 60]), at);
+    // How long after its last launch the owner's part is lent, in milliseconds. It launches again so long after that.
+    let mut lent_after = |pause: u64| {
+        borrower.launches(at);
+        owner.rings(at);
+        desk.tick(at, &Rang::Anybody);
+        assert_eq!(borrower.rate(at), Some(40));
+        let launched = at;
+        while borrower.rate(at) == Some(40) {
+            at += MS;
+            borrower.launches(at);
+            desk.tick(at, &Rang::Nobody);
+        }
+        let lent = at - launched;
+        at += pause;
+        lent / RESTS
+    };
+    assert_eq!([0; 4].map(|_| lent_after(RESTS)), [1, 2, 4, 4]);
+    assert_eq!([lent_after(3 * RESTS), lent_after(RESTS)], [4, 1]);
+}
+
+#[test]
+fn who_comes_and_goes_within_a_second_is_not_told_of_and_who_stayed_away_for_longer_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let shares = shares(dir.path(), &[of(30, 0, 0), of(60, 0, 0)]);
+    let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+    desk.plan(GPU, planned(&shares, &[0, 60]), now);
+    let mut goes_on = |from: u64, to: u64, comes: u64| {
+        for ms in (from..to).step_by(50) {
+            let at = now + ms * MS;
+            shares[1].launches(at);
+            if ms % comes == 0 {
+                shares[0].rings(at);
+            }
+            desk.tick(at, &Rang::Anybody);
+        }
+        desk.moved(now + to * MS)
+    };
+    assert_eq!(goes_on(0, 1000, 500), [Moved { gpu: GPU, is_first: true }]);
+    assert_eq!(goes_on(1000, 20_000, 500), []);
+    assert_eq!(goes_on(20_000, 24_000, 2000), [Moved { gpu: GPU, is_first: false }]);
 }
