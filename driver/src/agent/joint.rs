@@ -166,7 +166,8 @@ pub(super) fn join(
     let mut parts: BTreeMap<GpuUuid, Vec<Option<(Key, Part)>>> = BTreeMap::new();
     for (share, metered) in look.shares.iter().zip(metered).filter(|(_, metered)| metered.busy.is_none()) {
         let Some(mig) = share.policy.mig else { continue };
-        let part = metered.said.map(|(charged, _)| {
+        // Nothing is known of who has just come, nor of what those said who are gone.
+        let part = metered.said.filter(|_| metered.is_steady).map(|(charged, _)| {
             // A share has no more than the instance, in whatever streams.
             (share.key(), Part { charged: charged.min(SECOND), long: metered.long })
         });
@@ -174,14 +175,17 @@ pub(super) fn join(
     }
     let joint = |(mig, parts): (GpuUuid, Vec<Option<(Key, Part)>>)| {
         let before = before.get(&mig).cloned();
-        // Of who has just come nothing is known yet.
         let parts: Option<Vec<_>> = parts.into_iter().collect();
-        match (look.busy.get(&mig).zip(since), parts) {
-            (Some((busy, since)), Some(parts)) => {
-                Some((mig, before.unwrap_or_default().after(*busy, parts, since, now)))
-            }
-            _ => Some((mig, before?)),
-        }
+        let known = look.busy.get(&mig).zip(since).zip(parts);
+        Some((
+            mig,
+            match (before, known) {
+                (Some(before), Some(((busy, since), parts))) => before.after(*busy, parts, since, now),
+                // Up to now they need not have been paced, and said nothing.
+                (None, Some(_)) => Joint::default(),
+                (before, None) => before?,
+            },
+        ))
     };
     parts.into_iter().filter_map(joint).collect()
 }
@@ -331,5 +335,27 @@ mod tests {
         check(&[&odd; 5], true, &[]);
         check(&[&odd, &odd, &odd, &odd, &even], false, &[]);
         check(&[&even; 9], false, &[]);
+    }
+
+    #[test]
+    fn who_was_not_paced_yet_has_just_come_or_is_gone_is_held_against_nobody() {
+        const MIG: GpuUuid = GpuUuid([7; 16]);
+        let mut scene = Scene::share(10_000);
+        scene.second_share(10_000);
+        let mut look = scene.look();
+        look.shares.iter_mut().for_each(|share| share.policy.mig = Some(MIG));
+        look.busy = [(MIG, SECOND)].into();
+        let since = Some(Duration::from_secs(4));
+        let says = |is_steady| Metered { said: Some((10 * POINT, 0)), is_steady, ..Metered::default() };
+        let join =
+            |all: [Metered; 2], before: &Memory| super::join(&look, &all, since, before, Instant::now());
+        let nobody = Memory::new();
+        assert_eq!(join([says(true), Metered::default()], &nobody), nobody);
+        let first = join([says(true); 2], &nobody);
+        assert_eq!(first, [(MIG, Joint::default())].into());
+        for unknown in [says(false), Metered::default()] {
+            assert_eq!(join([says(true), unknown], &first), first);
+        }
+        assert!(join([says(true); 2], &first)[&MIG].is_doubted(Instant::now()));
     }
 }

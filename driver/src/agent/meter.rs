@@ -97,6 +97,8 @@ pub(super) struct Metered {
     pub(super) said: Option<(u64, u64)>,
     /// Charged for kernels longer than a time slice.
     pub(super) long: u64,
+    /// No process came or went since the last look: what those said that are gone is not known.
+    pub(super) is_steady: bool,
 }
 
 /// By the index of the share; and the time since the last look.
@@ -118,7 +120,7 @@ pub(super) fn meter(
         let known = before.remove(&share.key());
         let is_known = known.is_some();
         let mut of_share = known.unwrap_or_default();
-        let [charged, waited, long] = said(share, &mut of_share);
+        let ([charged, waited, long], is_steady) = said(share, &mut of_share);
         let since = since.filter(|_| is_known);
         all.push(Metered {
             busy: match share.policy.mig {
@@ -128,6 +130,7 @@ pub(super) fn meter(
             },
             said: since.map(|since| (by_second(charged, since), by_second(waited, since))),
             long: since.map_or(0, |since| by_second(long, since)),
+            is_steady: since.is_some() && is_steady,
         });
         slots.insert(share.key(), of_share);
     }
@@ -172,8 +175,9 @@ fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u64> {
     busy
 }
 
-/// What the slots of a share charged and waited since the last time, and charged for long kernels; and what they say now in its place.
-fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> [u64; 3] {
+/// What the slots of a share charged and waited since the last time, and charged for long kernels, and whether they are the same; and
+/// what they say now in its place.
+fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> ([u64; 3], bool) {
     let now: &[Slot] = share.account.as_ref().map(|account| account.slots.as_slice()).unwrap_or_default();
     let mut sums = [0_u64; 3];
     let mut said = BTreeMap::new();
@@ -188,8 +192,10 @@ fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> [u64; 3] {
         }
         said.insert(report.index, is);
     }
+    let are_same =
+        slots.iter().map(|(at, was)| (at, was.owner)).eq(said.iter().map(|(at, is)| (at, is.owner)));
     *slots = said;
-    sums
+    (sums, are_same)
 }
 
 /// All that is told of the shares; `at` is in milliseconds of the system clock.
@@ -278,7 +284,7 @@ mod tests {
         let said = Some((SECOND / 2, SECOND / 2 * 3));
         assert_eq!(
             (metered.as_slice(), since),
-            ([Metered { busy: Some(SECOND / 5 * 2), said, long: 0 }].as_slice(), Some(two))
+            ([Metered { busy: Some(SECOND / 5 * 2), said, long: 0, is_steady: true }].as_slice(), Some(two))
         );
         let told = told(&later, &metered, 9);
         let [now] = told.as_slice() else { panic!("one share") };
