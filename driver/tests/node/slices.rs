@@ -31,9 +31,11 @@ async fn nothing_is_published_before_the_kubelet_calls_this_instance() {
     assert_eq!(world.api.list::<ResourceSlice>().len(), 0);
     world.kubelet.restart();
     until("gpu-0 is published", || world.published() == WHOLE).await;
+    // It says so once the server has answered.
+    until("it says so", || daemon.log().contains("published generation")).await;
     let log = daemon.log();
-    let at = |text: &str| log.find(text).unwrap_or_else(|| panic!("no {text:?} in {log}"));
-    assert!(at("registered with the kubelet") < at("published generation"), "{log}");
+    let (before, _) = log.split_once("published generation").expect("it says so");
+    assert!(before.contains("registered with the kubelet"), "{log}");
 }
 
 #[tokio::test]
