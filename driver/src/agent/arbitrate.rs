@@ -23,8 +23,8 @@ type Key = (ClaimUid, ShareId);
 /// The priority of a share that precedes others, and above.
 const HIGH: u32 = 1;
 
-/// Shares as they stand, by index. `joint` tells of one that has neighbours on its MIG instance by what factor its kernels look longer, and
-/// whether their words explain what the instance had.
+/// Shares as they stand, by index. `joint` tells of one that has neighbours on its MIG instance by what factor its
+/// kernels look longer, and whether their words explain what the instance had.
 pub(super) fn standings(
     look: &Look,
     times: &Times,

@@ -1,19 +1,21 @@
 //! What several shares of a MIG instance had together, held against what each says that it had.
 //!
-//! NVML knows how much of its time an instance was at work (Hopper and later), and not by whose processes. Where several
-//! shares have parts of it two things follow from that all the same.
+//! NVML knows how much of its time an instance was at work (Hopper and later), and not by whose processes. Where
+//! several shares have parts of it two things follow from that all the same.
 //!
-//! **Whether their words can be true.** A kernel that neighbours cut is charged what its fastest launches take, since the node
-//! makes up for what that leaves out ([`super::arbiter`]). Here it cannot. So that holds as long as what the shares say explains
-//! what the instance had. Where it does not, all counts that launches were measured to take, for [`DOUBT`] at first and each time
-//! twice as long: then each share has its part at most, and less where its kernels are cut. What is not explained even then is somebody's who is not paced.
-//! Nobody can say whose, so nobody is ended; it is told of all of them ([`over_time`]). And the doubt is over, as it would leave the honest ones less beside that one.
+//! **Whether their words can be true.** A kernel that neighbours cut is charged what its fastest launches take, since
+//! the node makes up for what that leaves out ([`super::arbiter`]). Here it cannot. So that holds as long as what the
+//! shares say explains what the instance had. Where it does not, all counts that launches were measured to take, for
+//! [`DOUBT`] at first and each time twice as long: then each share has its part at most, and less where its kernels are
+//! cut. What is not explained even then is somebody's who is not paced. Nobody can say whose, so nobody is ended; it is
+//! told of all of them ([`over_time`]). And the doubt is over, as it would leave the honest ones less beside that one.
 //!
-//! **How much longer kernels look than they are.** Those longer than a time slice look longer where neighbours cut in, so what shares
-//! say is more than the instance had. What is missing they lack who had such kernels, which their libraries tell: while kernels of two
-//! are under way each has half of that time, of three a third. How often that is follows from how much of the time each
-//! has one under way, if they come as chance has it ([`losses`]); that they do not quite is the same for all. Each rate is raised by what its share lacks.
-//! Who claims what it did not lose takes from what others would get back, and never more than is idle.
+//! **How much longer kernels look than they are.** Those longer than a time slice look longer where neighbours cut in,
+//! so what shares say is more than the instance had. What is missing they lack who had such kernels, which their
+//! libraries tell: while kernels of two are under way each has half of that time, of three a third. How often that is
+//! follows from how much of the time each has one under way, if they come as chance has it ([`losses`]); that they do
+//! not quite is the same for all. Each rate is raised by what its share lacks. Who claims what it did not lose takes
+//! from what others would get back, and never more than is idle.
 
 use super::arbiter::{POINT, QUANTUM, SECOND};
 use super::bell::Key;

@@ -14,9 +14,10 @@
 //! guaranteed. They divide what it leaves as if it were not there. Lest it starve them they are
 //! let through for [`OPENING`] in each second ([`Gate`]).
 //!
-//! **Where NVML does not say what each had**, a share is taken at its word. What is made up for by what they had together
-//! ([`super::joint`]) raises no rate beyond the share's ceiling where their words do not explain that. Shares that are alike, of which nothing is known at all, are left to the driver's own
-//! time slices: kernels that these cut look longer than they are, and by pacing them an instance would idle that now is full.
+//! **Where NVML does not say what each had**, a share is taken at its word. What is made up for by what they had
+//! together ([`super::joint`]) raises no rate beyond the share's ceiling where their words do not explain that. Shares
+//! that are alike, of which nothing is known at all, are left to the driver's own time slices: kernels that these cut
+//! look longer than they are, and by pacing them an instance would idle that now is full.
 //!
 //! **Turns go before priority.** Memory that is not there cannot be used sooner, so a share of high priority that takes turns
 //! has the GPU when its turn comes, which is every other one ([`super::pressure`]); then it precedes whoever
