@@ -38,7 +38,7 @@ const SLACK: u64 = 20;
 /// And beyond that so much in all, in nanoseconds: kernels are charged a guess until they were measured, and what that lacked later.
 const UNTOLD: u64 = SECOND / 5;
 /// So much of it in doubt is no guess any more.
-const TOO_MUCH: u64 = SECOND;
+const TOO_MUCH: u64 = SECOND / 2;
 
 /// What is known of the shares of an instance.
 #[derive(Clone, Debug, PartialEq)]
