@@ -1,4 +1,4 @@
-/* bench [turns] launch N | info N | alloc LIVE lifo|fifo|random N | init N TIMES | race ROUNDS SEED | kills N SEED |
+/* bench [turns] launch N | info N | alloc LIVE lifo|fifo|random[-back-to-back] N | init N TIMES | race ROUNDS SEED | kills N SEED |
  *       hold MIB
  *
  * A CUDA program that measures itself: finds the driver as an application does, by dlopen and dlsym, and prints
@@ -47,6 +47,8 @@ static void info(long calls)
 static address *ring;
 static long live, next;
 static char order;
+/* A call begins when the one before has ended for the processor too. */
+static int apart;
 static const size_t SIZE = 4096;
 
 static long least(long a, long b) { return a < b ? a : b; }
@@ -57,7 +59,11 @@ static void allocs(void)
 	long end = order == 'f' ? live : least(live, BATCH);
 	for (int call = 0; call < BATCH; call++) {
 		address made;
+		if (apart)
+			finish();
 		must(cuMemAlloc_v2(&made, SIZE));
+		if (apart)
+			finish();
 		/* The new one is kept in the place of the one that is freed. */
 		if (live && order != 'l') {
 			address freed = ring[next];
@@ -84,7 +90,7 @@ static void draw(void)
 
 static void alloc(long count, const char *name, long calls)
 {
-	live = count, order = *name;
+	live = count, order = *name, apart = !strstr(name, "back-to-back");
 	open_gpu();
 	ring = calloc(live + 1, sizeof *ring);
 	for (long i = 0; i < live; i++)
