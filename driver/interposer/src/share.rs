@@ -24,7 +24,7 @@ pub(crate) fn of_cuda(ordinal: i32) -> Standing {
 /// What a program is told of a CUDA device's memory in all, in place of `total`.
 #[cold]
 pub(crate) fn total_mem(ordinal: i32, total: u64) -> u64 {
-    LEDGER.total_mem(ordinal, || uuids(ordinal), total)
+    LEDGER.total_mem(|| uuids(ordinal), total)
 }
 
 #[cold]

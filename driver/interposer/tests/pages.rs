@@ -57,6 +57,18 @@ fn a_page_that_lies_there_is_not_believed() {
 }
 
 #[test]
+fn a_page_that_a_link_leads_to_again_counts_once_on_an_old_kernel_too() {
+    let (node, share) = node();
+    let again = "ln -s share /run/divvy/claim/again; ln -s claim /run/divvy/other;
+        mkdir /run/divvy/claim/third; ln -s ../share/policy /run/divvy/claim/third/policy";
+    let container = node.container(&[share]).with(again);
+    check(&container, true, SHARE);
+    let mut program = container.program();
+    assert_eq!(program.ask("without openat2"), "ok");
+    assert_eq!([program.ask("start 0"), program.ask("total 0")], ["ok", &format!("{SHARE} {SHARE}")]);
+}
+
+#[test]
 fn a_page_that_can_be_written_is_not_believed() {
     let (node, share) = node();
     let open = "mount -o remount,bind,rw,nosuid,nodev,noexec /run/divvy/claim/share/policy";

@@ -1,9 +1,10 @@
 //! What a process knows of its shares.
 //!
-//! Made at the first call and kept in one mapping that the kernel zeroes in a child of fork
+//! Made when a device is first charged or looked at and kept in one mapping that the kernel zeroes in a child of fork
 //! (`MADV_WIPEONFORK`): a child finds nothing, so it looks for its pages and takes slots of its
 //! own, and the parent's allocations, which it cannot free, are not in its table. No handler
-//! and no system call per operation is needed for that, one load tells.
+//! and no system call per operation is needed for that, one load tells. Which policy pages there are it keeps: they are
+//! the container's ([`Policies`]), and all that a program needs which only asks what there is.
 //!
 //! All pages that name one device are one [`Device`], its places in the order of their
 //! shareIDs. The order is the same in every process of the share, which the protocol of
@@ -14,6 +15,7 @@ use crate::growing::LOCKS;
 use crate::neighbours::{Few, Neighbours, PATIENCE};
 use crate::pace::{Costs, Pace, Quick};
 use crate::place::{Place, Places};
+use crate::policies::Policies;
 use crate::system::System;
 use crate::table::{Class, Entry, MANY, Table};
 use core::cell::Cell;
@@ -47,6 +49,7 @@ pub enum Standing<'a, S: System> {
 pub struct Ledger<S> {
     pub(crate) system: S,
     local: AtomicPtr<Local>,
+    policies: Policies,
 }
 
 /// All that a child of fork must not inherit. What a start touches comes first, on few pages: the others
@@ -94,7 +97,7 @@ const READY: u32 = 2;
 
 impl<S: System> Ledger<S> {
     pub const fn new(system: S) -> Self {
-        Self { system, local: AtomicPtr::new(core::ptr::null_mut()) }
+        Self { system, local: AtomicPtr::new(core::ptr::null_mut()), policies: Policies::new() }
     }
 
     /// The system that was given to [`Ledger::new`].
@@ -130,13 +133,15 @@ impl<S: System> Ledger<S> {
         places.places().any(Place::has_slot).then_some(Device { ledger: self, local, places, index })
     }
 
-    /// `cuDeviceTotalMem`, from the driver's own: all that many programs ask, so no slot is taken for it.
-    pub fn total_mem(&self, ordinal: i32, uuids: impl FnOnce() -> Option<[GpuUuid; 2]>, total: u64) -> u64 {
-        let local = self.local().filter(|local| local.closed.load(Relaxed) == 0);
-        let index = local.and_then(|local| Some((local, local.index(ordinal, uuids)??)));
-        let places = index.and_then(|(local, index)| local.devices.get(index as usize));
-        // More than the device has, where memory is over-committed.
-        places.map_or(total, |places| places.seen(total))
+    /// `cuDeviceTotalMem` of the device with these UUIDs, from the driver's own: all that many programs ask, so nothing is
+    /// made and no slot is taken for it.
+    pub fn total_mem(&self, uuids: impl FnOnce() -> Option<[GpuUuid; 2]>, total: u64) -> u64 {
+        if self.made().is_some_and(|local| local.closed.load(Relaxed) != 0) {
+            return total;
+        }
+        let seen =
+            || self.policies.look(&self.system).filter(|found| !found.are_none())?.seen(uuids()?, total);
+        seen().unwrap_or(total)
     }
 
     /// What holds for the device that NVML or a page names by a UUID, of a GPU or a MIG instance.
@@ -163,7 +168,7 @@ impl<S: System> Ledger<S> {
     /// True where no page is mounted at all: every call may go straight to the driver.
     #[cold]
     pub fn idle(&self) -> bool {
-        self.local().is_some_and(|local| local.closed.load(Relaxed) == 0 && local.count.load(Relaxed) == 0)
+        self.policies.look(&self.system).is_some_and(Policies::are_none)
     }
 
     /// Takes an entry out of the table before the driver frees what it is for, since the
@@ -300,8 +305,12 @@ impl<S: System> Ledger<S> {
     }
 
     fn build(&self, local: &Local) {
-        let mut refused = false;
-        self.system.pages(|found| refused |= !local.takes(found));
+        let policies = self.policies.look(&self.system);
+        let mut refused = policies.is_none_or(Policies::has_refused);
+        policies.into_iter().flat_map(Policies::pages).for_each(|page| refused |= !local.takes(page));
+        if policies.is_some_and(Policies::are_too_many) {
+            local.full.store(1, Relaxed);
+        }
         local.closed.store((refused && local.count.load(Relaxed) == 0).into(), Relaxed);
     }
 
@@ -330,6 +339,21 @@ impl<S: System> Ledger<S> {
     }
 }
 
+/// What a page names a device by.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Names {
+    Instance,
+    Gpu,
+}
+
+/// How a page of that GPU and instance names a device with these UUIDs, its own and its GPU's; `None`: it is another's.
+pub(crate) fn names_of((gpu, mig): (GpuUuid, Option<GpuUuid>), [own, of_gpu]: [GpuUuid; 2]) -> Option<Names> {
+    match mig {
+        Some(mig) => (mig == own).then_some(Names::Instance),
+        None => (gpu == own || gpu == of_gpu).then_some(Names::Gpu),
+    }
+}
+
 impl Local {
     pub(crate) fn devices(&self) -> impl Iterator<Item = &Places> {
         self.devices.iter().take(self.count.load(Relaxed) as usize)
@@ -337,8 +361,7 @@ impl Local {
 
     /// While it is made: a policy page that was found. False where it cannot be used.
     #[cold]
-    fn takes(&self, found: Found) -> bool {
-        let Found::Policy(policy) = found else { return false };
+    fn takes(&self, policy: &'static PolicyPage) -> bool {
         let stamp = policy.stamp();
         let read = policy.read();
         if let Ok((_, read)) = &read {
@@ -379,15 +402,12 @@ impl Local {
 
     /// The device whose pages name this UUID: of the instance first, as an instance's pages name the GPU too.
     #[cold]
-    fn find(&self, [own, gpu]: [GpuUuid; 2]) -> Option<u32> {
-        let of = |matches: &dyn Fn(GpuUuid, Option<GpuUuid>) -> bool| {
-            self.devices().zip(0..).find_map(|(device, index)| {
-                let (gpu, mig) = device.is();
-                matches(gpu, mig).then_some(index)
-            })
+    fn find(&self, asked: [GpuUuid; 2]) -> Option<u32> {
+        let of = |names: Names| {
+            let mut devices = self.devices().zip(0..);
+            devices.find_map(|(device, index)| (names_of(device.is(), asked) == Some(names)).then_some(index))
         };
-        of(&|_, mig| mig == Some(own))
-            .or_else(|| of(&|named, mig| mig.is_none() && (named == own || named == gpu)))
+        of(Names::Instance).or_else(|| of(Names::Gpu))
     }
 
     /// The number of a context, from 1; 0 where there are too many: what is allocated in those is given back

@@ -45,6 +45,7 @@ mod neighbours;
 pub mod nvml;
 pub mod pace;
 mod place;
+mod policies;
 pub mod system;
 pub mod table;
 #[cfg(test)]

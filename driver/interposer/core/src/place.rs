@@ -59,22 +59,15 @@ const UNREAD: u64 = 0;
 /// In place of a slot: all were taken.
 const NO_SLOT: u32 = u32::MAX;
 
+/// Where memory is over-committed, what of a share's limit may be memory that cannot move.
+pub(crate) fn soft(policy: &Policy) -> Option<u64> {
+    let Memory { limit, soft, .. } = policy.memory;
+    (policy.flags.has(Flags::UVM) && soft < limit).then_some(soft)
+}
+
 impl Places {
     pub(crate) fn places(&self) -> impl Iterator<Item = &Place> {
         self.places.iter().take(self.count.load(Relaxed) as usize)
-    }
-
-    /// What is seen of a device with `total` bytes: the limits of all pages.
-    pub(crate) fn seen(&self, total: u64) -> u64 {
-        let limit = self.limit();
-        if self.soft().is_some() { limit } else { limit.min(total) }
-    }
-
-    fn limit(&self) -> u64 {
-        self.places().fold(0, |sum, place| {
-            place.refresh();
-            sum.saturating_add(self.limit_of(place))
-        })
     }
 
     /// What a share may have of memory that cannot move, where it may have more in all. Only where the device has
@@ -185,10 +178,8 @@ impl Place {
 
     /// Goes by a policy, which was read when the page had that stamp or a later one.
     fn take_up(&self, policy: &Policy, stamp: u64) {
-        let Memory { limit, soft, .. } = policy.memory;
-        let is_over = policy.flags.has(Flags::UVM) && soft < limit;
-        self.limit.store(limit, Relaxed);
-        self.soft.store(if is_over { soft } else { 0 }, Relaxed);
+        self.limit.store(policy.memory.limit, Relaxed);
+        self.soft.store(soft(policy).unwrap_or(0), Relaxed);
         self.physical.store(policy.memory.physical, Relaxed);
         self.context.store(policy.memory.context, Relaxed);
         self.flags.store(policy.flags.0, Relaxed);

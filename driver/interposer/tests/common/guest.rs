@@ -155,6 +155,7 @@ impl Guest {
             ["wait", way] => self.waits(way).to_string(),
             ["synchronize"] => call!(self, "cuCtxSynchronize",).to_string(),
             ["fork", rest @ ..] => self.fork(rest),
+            ["without", "openat2"] => without(libc::SYS_openat2),
             ["during", rest @ ..] => self.during(rest),
             ["sleep", milliseconds] => {
                 std::thread::sleep(std::time::Duration::from_millis(number(milliseconds)));
@@ -441,4 +442,24 @@ pub(super) fn said(code: i32, key: u64) -> String {
         (code, UNTOUCHED) => format!("error {code}"),
         (code, _) => format!("error {code} touched"),
     }
+}
+
+/// From now on the kernel does not know that system call.
+fn without(call: libc::c_long) -> String {
+    let [load, equal, answer] =
+        [libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, libc::BPF_JMP | libc::BPF_JEQ, libc::BPF_RET];
+    let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let mut steps = [
+        step(load, 0, 0, 0),
+        step(equal, 0, 1, call as u32),
+        step(answer, 0, 0, libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32),
+        step(answer, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    // SAFETY: the kernel reads the program, which is well formed, or refuses it.
+    let failed = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0
+            || libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) != 0
+    };
+    if failed { std::io::Error::last_os_error().to_string() } else { "ok".into() }
 }

@@ -77,10 +77,10 @@ fn the_figures_are_the_shares() {
     // Less is free on the device than the share has left, or less there at all.
     assert_eq!(device.mem_info(2 * MIB, 80 * MIB), (2 * MIB, 10 * MIB));
     assert_eq!(
-        [8 * MIB, 80 * MIB].map(|total| process.total_mem(0, || Some([GPU; 2]), total)),
+        [8 * MIB, 80 * MIB].map(|total| process.total_mem(|| Some([GPU; 2]), total)),
         [8 * MIB, 10 * MIB]
     );
-    assert_eq!(process.total_mem(1, || Some([divvy_pages::GpuUuid([9; 16]); 2]), 80 * MIB), 80 * MIB);
+    assert_eq!(process.total_mem(|| Some([divvy_pages::GpuUuid([9; 16]); 2]), 80 * MIB), 80 * MIB);
     let memory =
         |free, total| device.figures().memory(MemoryInfo { total, free, used: total - free, reserved: MIB });
     let seen = MemoryInfo { total: 10 * MIB, free: 6 * MIB, used: 4 * MIB, reserved: 0 };
@@ -134,7 +134,7 @@ fn the_order_in_which_pages_are_found_does_not_matter() {
 fn who_only_asks_how_much_there_is_takes_no_slot() {
     let world = World::new(&[Pages::share(10 * MIB)]);
     let process = world.process(1);
-    assert_eq!(process.total_mem(0, || Some([GPU; 2]), 80 * MIB), 10 * MIB);
+    assert_eq!(process.total_mem(|| Some([GPU; 2]), 80 * MIB), 10 * MIB);
     assert!(!process.idle());
     assert_eq!(world.held(), []);
     device(&process);
@@ -165,6 +165,42 @@ fn a_child_of_fork_has_a_slot_of_its_own_and_none_of_its_parents_memory() {
     assert_eq!(world.held(), [(1, 6 * MIB), (2, 4 * MIB)]);
     world.kill(1);
     assert!(device(&process).reserve(6 * MIB).is_ok());
+}
+
+#[test]
+fn what_is_told_of_a_device_in_all_is_what_is_seen_once_it_is_charged() {
+    let check = |pages: &[Pages], total: u64, expected: u64| {
+        let process = World::new(pages).process(1);
+        let told = || process.total_mem(|| Some([GPU; 2]), total * MIB);
+        assert_eq!(told(), expected * MIB, "{pages:?}");
+        if let Standing::Share(device) = process.device(0, || Some([GPU; 2])) {
+            assert_eq!(device.mem_info(total * MIB, total * MIB).1, told(), "{pages:?}");
+        }
+        // A child of fork has the same pages, whatever its parent has made.
+        process.system().fork(2);
+        assert_eq!(told(), expected * MIB, "{pages:?}");
+    };
+    let over = Pages::Over { soft: 4 * MIB, limit: 90 * MIB };
+    let instance = Pages::Instance { limit: 5 * MIB, mig: divvy_pages::GpuUuid([3; 16]) };
+    check(&[], 80, 80);
+    check(&[Pages::share(10 * MIB)], 80, 10);
+    check(&[Pages::share(10 * MIB)], 8, 8);
+    check(&[Pages::share(10 * MIB), Pages::share(20 * MIB)], 80, 30);
+    check(&[Pages::share(u64::MAX), Pages::share(20 * MIB)], 80, 80);
+    check(&[Pages::share(10 * MIB), instance, Pages::Refused], 80, 10);
+    check(&[instance], 80, 80);
+    check(&[over], 80, 90);
+    check(&[over, Pages::share(10 * MIB)], 80, 14);
+    check(&[Pages::Refused], 80, 80);
+    check(&vec![Pages::share(MIB); 20], 80, 16);
+}
+
+#[test]
+fn where_there_are_more_pages_than_there_is_room_for_no_device_is_free() {
+    let process = World::new(&vec![Pages::share(MIB); 65]).process(1);
+    assert!(matches!(process.device(0, || Some([GPU; 2])), Standing::Share(_)));
+    let other = divvy_pages::GpuUuid([9; 16]);
+    assert!(matches!(process.device(1, || Some([other; 2])), Standing::Closed));
 }
 
 #[test]

@@ -13,7 +13,7 @@ pub(super) const CONTEXT: u64 = 100 << 10;
 pub(super) type Process = Ledger<Fake>;
 
 /// A pair of pages that a test asks for.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Pages {
     With {
         limit: u64,
@@ -221,7 +221,7 @@ fn report(page: &AccountPage) -> account::SlotReport {
 
 impl World {
     pub(super) fn new(pages: &[Pages]) -> Self {
-        let found = pages.iter().zip(b'A'..).map(|(pages, letter)| pair(*pages, letter)).collect();
+        let found = pages.iter().zip(b'!'..).map(|(pages, letter)| pair(*pages, letter)).collect();
         Self { found, dead: Arc::default(), clock: Arc::default() }
     }
 
