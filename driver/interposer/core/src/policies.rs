@@ -97,8 +97,8 @@ impl Policies {
         found.filter_map(|page| unsafe { page.load(Relaxed).as_ref() })
     }
 
-    /// What is seen of a device with these UUIDs, its own and its GPU's, and `total` bytes; `None`: no page names it. As
-    /// `cuDeviceTotalMem` of a device that is charged already, for which there is nothing yet.
+    /// What is seen of a device with these UUIDs, its own and its GPU's, and `total` bytes; `None`: no page names it. What
+    /// [`crate::device::Figures::total`] has of the process's seats, here without any.
     #[cold]
     pub(crate) fn seen(&self, uuids: [GpuUuid; 2], total: u64) -> Option<u64> {
         let mut sums = [Sum::default(); 2];
