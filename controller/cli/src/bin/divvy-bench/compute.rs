@@ -172,7 +172,7 @@ fn aggregate(stage: &Stage, rounds: u32) -> Result<()> {
         let (mut time, mut launches) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             let sums = |requests: &[u32]| -> Result<(f64, f64)> {
-                let got = stage.play(&Cell { shape, requests: requests.to_vec() })?;
+                let got = stage.play(&Cell { shape, requests: requests.to_vec() })?.got;
                 let share = got.iter().map(|got| got.share).sum();
                 Ok((share, got.iter().map(|got| got.launches_per_second).sum()))
             };

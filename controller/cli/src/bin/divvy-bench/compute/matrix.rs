@@ -5,7 +5,7 @@
 //! stood still for too long, is played again alone, and both are told.
 
 use super::cells::{self, Cell, SHAPES, UNLIMITED};
-use super::tenants::{Got, Stage};
+use super::tenants::{Got, Played, Stage};
 use super::{Arguments, POINTS, Which};
 use crate::stats::{bar, line, percentile};
 use anyhow::{Result, ensure};
@@ -29,10 +29,15 @@ pub(super) fn play(
     let waits = |shape: &cells::Shape| chosen.iter().any(|cell| cell.shape == shape);
     let unlimited = SHAPES.iter().filter(|shape| shape.waits && waits(shape));
     let unlimited: Vec<Cell> = unlimited.map(|shape| Cell { shape, requests: vec![UNLIMITED] }).collect();
-    let (mut sum, mut wrong, mut cells_off, mut again) = (Sum::default(), Vec::new(), 0, Vec::new());
+    let (mut sum, mut wrong, mut again) = (Sum::default(), Vec::new(), Vec::new());
+    let (mut cells_off, mut blamed) = (0, 0);
     let all = [unlimited.as_slice(), &chosen].concat();
-    played(&all, &up, arguments.at_once as usize, |at, got| {
+    played(&all, &up, arguments.at_once as usize, |at, Played { got, told: blame }| {
         let cell = &all[at];
+        if !blame.is_empty() {
+            println!("compute_{}_blamed\t{}\ttext", cell.name(), blame.trim_start_matches("; "));
+            blamed += 1;
+        }
         if at < unlimited.len() {
             got.iter().for_each(|got| {
                 line(&format!("compute_{}_unlimited_share", cell.shape.name), got.share, "%")
@@ -52,7 +57,7 @@ pub(super) fn play(
     })?;
     let mut sum_again = Sum::default();
     if arguments.at_once > 1 || arguments.check {
-        played(&again, &up, 1, |at, got| {
+        played(&again, &up, 1, |at, Played { got, .. }| {
             told(&again[at], "_again", &got, burst);
             if by_points(&again[at], &got).any(|points| points < -LACKS) {
                 wrong.push(format!("{}: less, twice", again[at].name()));
@@ -62,6 +67,8 @@ pub(super) fn play(
     }
     line("compute_cells", chosen.len() as f64, "cells");
     line("compute_cells_off", cells_off as f64, "cells");
+    line("compute_cells_blamed", f64::from(blamed), "cells");
+    bar("compute_cells_blamed", f64::from(blamed), 0.0, "cells");
     sum.told("compute");
     if !sum_again.errors.is_empty() {
         sum_again.told("compute_again");
@@ -80,7 +87,7 @@ fn played(
     cells: &[Cell],
     up: impl Fn() -> Result<Stage> + Sync,
     at_once: usize,
-    mut then: impl FnMut(usize, Vec<Got>),
+    mut then: impl FnMut(usize, Played),
 ) -> Result<()> {
     let (next, up) = (&AtomicUsize::new(0), &up);
     std::thread::scope(|scope| {
@@ -90,7 +97,7 @@ fn played(
             scope.spawn(move || {
                 let play = |stage: &Stage| {
                     let at = next.fetch_add(1, Relaxed);
-                    let got = stage.play(cells.get(at)?).map(|got| (at, got));
+                    let got = stage.play(cells.get(at)?).map(|played| (at, played));
                     // Nobody listens any more where another has failed.
                     tell.send(got).ok()
                 };
@@ -101,7 +108,7 @@ fn played(
             });
         }
         drop(tell);
-        ended.into_iter().try_for_each(|got| got.map(|(at, got)| then(at, got)))
+        ended.into_iter().try_for_each(|got| got.map(|(at, played)| then(at, played)))
     })
 }
 

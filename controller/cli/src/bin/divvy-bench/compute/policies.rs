@@ -66,7 +66,7 @@ fn off(name: &str, errors: &[f64], most: f64) {
 
 /// Two that get a part each.
 pub(super) fn fixed(stage: &Stage, points: f64) -> Result<()> {
-    let got = stage.play(&Cell { shape: shape("1ms")?, requests: vec![30, 60] })?;
+    let got = stage.play(&Cell { shape: shape("1ms")?, requests: vec![30, 60] })?.got;
     let errors: Vec<f64> =
         [30.0, 60.0].iter().zip(&got).map(|(asked, got)| (got.share - asked).abs()).collect();
     off("policy_fixed_30_60", &errors, points);

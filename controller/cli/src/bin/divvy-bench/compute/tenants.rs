@@ -76,6 +76,13 @@ pub(crate) struct Got {
     pub(crate) cpu: f64,
 }
 
+/// What came of a cell.
+pub(crate) struct Played {
+    pub(crate) got: Vec<Got>,
+    /// What the agent found fault with; nothing, as its tenants are honest.
+    pub(crate) told: String,
+}
+
 /// A running program. It ends with its container.
 pub(crate) struct Tenant {
     /// As the ledger has it.
@@ -184,8 +191,8 @@ impl Stage {
         took.try_into().ok().context("a tenant without figures")
     }
 
-    /// Plays a cell: what each tenant got.
-    pub(crate) fn play(&self, cell: &Cell) -> Result<Vec<Got>> {
+    /// Plays a cell.
+    pub(crate) fn play(&self, cell: &Cell) -> Result<Played> {
         let mut tenants = Vec::new();
         for (at, request) in cell.requests.iter().enumerate() {
             tenants.push(self.tenant(at, self.fixed(*request)?, cell.shape.name)?);
@@ -195,7 +202,7 @@ impl Stage {
         for (tenant, points) in tenants.into_iter().zip(served) {
             got.push(self.got(&tenant.end()?, &points)?);
         }
-        Ok(got)
+        Ok(Played { got, told: self.told() })
     }
 
     /// Lets tenants go, and looks at what each has had until all is over. `meanwhile` is called before each look with
