@@ -6,19 +6,15 @@
 //! **Whether their words can be true.** A kernel that neighbours cut is charged what its fastest launches take, since
 //! the node makes up for what that leaves out ([`super::arbiter`]). Here it cannot. So that holds as long as what the
 //! shares say explains what the instance had. Where it does not, all counts that launches were measured to take, for
-//! [`DOUBT`] at first and each time twice as long: then each share has its part at most, and less where its kernels are
-//! cut. What is not explained even then is somebody's who is not paced. Nobody can say whose, so nobody is ended; it is
-//! told of all of them ([`over_time`]). And the doubt is over, as it would leave the honest ones less beside that one.
+//! [`DOUBT`] at first and each time twice as long. What is not explained even then is somebody's who is not paced. Nobody can
+//! say whose, so nobody is ended; it is told of all of them ([`over_time`]). And the doubt is over, as it would leave the honest
+//! ones less beside that one.
 //!
-//! **How much longer kernels look than they are.** Those longer than a time slice look longer where neighbours cut in,
-//! so what shares say is more than the instance had. What is missing they lack who had such kernels, which their
-//! libraries tell: while kernels of two are under way each has half of that time, of three a third. How often that is
-//! follows from how much of the time each has one under way, if they come as chance has it ([`losses`]); that they do
-//! not quite is the same for all. Each rate is raised by what its share lacks. Who claims what it did not lose takes
-//! from what others would get back, and never more than is idle.
+//! **How much longer kernels look than they are** follows from what they say that the instance did not have ([`super::cuts`]).
 
-use super::arbiter::{POINT, QUANTUM, SECOND};
+use super::arbiter::{POINT, SECOND};
 use super::bell::Key;
+use super::cuts::{Cuts, Part};
 use super::finding::{Finding, Kind};
 use super::judge::about;
 use super::look::{Device, Look, Share};
@@ -43,8 +39,7 @@ const TOO_MUCH: u64 = SECOND / 2;
 /// What is known of the shares of an instance.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Joint {
-    /// By what factor the kernels of each look longer, from 1 on.
-    trims: BTreeMap<Key, f64>,
+    cuts: Cuts,
     /// Nanoseconds that the instance had and nobody has explained, and whether that was [`TOO_MUCH`] in doubt and goes on; and what both
     /// were in the last look, in nanoseconds a second.
     untold: u64,
@@ -57,7 +52,7 @@ pub(super) struct Joint {
 impl Default for Joint {
     fn default() -> Self {
         Self {
-            trims: BTreeMap::new(),
+            cuts: Cuts::default(),
             untold: 0,
             is_dark: false,
             had: (0, 0),
@@ -67,17 +62,9 @@ impl Default for Joint {
     }
 }
 
-/// What a share was charged in the time since the last look, and what of it is for kernels that look longer where they
-/// are cut; nanoseconds a second.
-#[derive(Clone, Copy, Debug)]
-struct Part {
-    charged: u64,
-    long: u64,
-}
-
 impl Joint {
     pub(super) fn trim(&self, share: &Key) -> f64 {
-        self.trims.get(share).copied().unwrap_or(1.0)
+        self.cuts.trim(share)
     }
 
     pub(super) fn is_doubted(&self, now: Instant) -> bool {
@@ -87,6 +74,7 @@ impl Joint {
     /// After a look, `since` after the one before, at which the instance had so much.
     fn after(mut self, busy: u64, parts: Vec<(Key, Part)>, since: Duration, now: Instant) -> Self {
         let is_doubted = self.is_doubted(now);
+        let was_doubted = now.checked_sub(since).is_some_and(|then| self.is_doubted(then));
         let said = parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.charged));
         let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
         let explained = said.saturating_add(said / SLACK).saturating_add(POINT);
@@ -103,57 +91,11 @@ impl Joint {
         } else if self.doubted_until.is_some_and(|until| now > until + self.lasts) {
             (self.doubted_until, self.lasts) = (None, DOUBT);
         }
-        // In doubt all kernels are charged what they look like.
-        let all = parts.iter().map(|(_, part)| Part {
-            long: if is_doubted { part.charged } else { part.long.min(part.charged) },
-            ..*part
-        });
-        let all: Vec<Part> = all.collect();
-        let most = parts.len() as f64;
-        let trims =
-            parts.into_iter().zip(all.iter().zip(losses(busy, &all))).map(|((share, _), (part, lost))| {
-                let before = self.trim(&share);
-                let charged = part.charged as f64;
-                // Who had next to nothing tells nothing.
-                let trim = if part.charged < QUANTUM {
-                    before
-                } else {
-                    charged / (charged - lost).max(charged / most)
-                };
-                // A kernel is cut by each of the others at most.
-                (share, before.midpoint(trim).clamp(1.0, most))
-            });
-        self.trims = trims.collect();
+        // Of kernels that are charged otherwise from now on nothing is known.
+        let is_same = self.is_doubted(now) == was_doubted;
+        self.cuts = if is_same { self.cuts.after(busy, &parts, was_doubted) } else { Cuts::default() };
         self
     }
-}
-
-/// What each was charged and has not had, in nanoseconds a second.
-fn losses(busy: u64, parts: &[Part]) -> Vec<f64> {
-    let said: f64 = parts.iter().map(|part| part.charged as f64).sum();
-    let weight = |(at, part): (usize, &Part)| {
-        let others = parts.iter().enumerate().filter(|(other, _)| *other != at);
-        part.long as f64 * cut(others.map(|(_, part)| part.charged as f64 / SECOND as f64))
-    };
-    let weights: Vec<f64> = parts.iter().enumerate().map(weight).collect();
-    let all: f64 = weights.iter().sum();
-    let lost = (said - busy as f64).max(0.0);
-    weights.iter().map(|weight| if all > 0.0 { lost * weight / all } else { 0.0 }).collect()
-}
-
-/// What a kernel loses of its time to others that have one under way with these chances: with N of them N parts of N + 1.
-fn cut(others: impl Iterator<Item = f64>) -> f64 {
-    // How likely it is that none of them has, one, two.
-    let mut chances = vec![1.0];
-    for other in others {
-        let other = other.min(1.0);
-        chances.push(0.0);
-        for count in (0..chances.len()).rev() {
-            let one_less = count.checked_sub(1).map_or(0.0, |less| chances[less]);
-            chances[count] = chances[count] * (1.0 - other) + one_less * other;
-        }
-    }
-    (0..).zip(&chances).map(|(count, chance)| f64::from(count) / f64::from(count + 1) * chance).sum()
 }
 
 /// After a look, of the instances whose time is known and of which several shares have parts; `since` is the time since the one
@@ -236,49 +178,6 @@ mod tests {
             joint = joint.after(busy * POINT, parts, Duration::from_secs(1), now);
         }
         (joint, now)
-    }
-
-    #[test]
-    fn what_the_instance_did_not_have_is_missing_to_those_whose_kernels_are_cut() {
-        let check = |busy: u64, parts: &[Part], expected: &[f64]| {
-            let (joint, _) = after(&vec![(busy, parts.to_vec()); 20]);
-            for (number, expected) in expected.iter().enumerate() {
-                let trim = joint.trim(&key(number));
-                assert!((trim - expected).abs() < 0.01, "{trim} {busy} {parts:?}");
-            }
-        };
-        check(80, &[part(30, 0), part(50, 0)], &[1.0, 1.0]);
-        check(79, &[part(30, 0), part(50, 0)], &[1.0, 1.0]);
-        // Both lose the same.
-        check(60, &[part(30, 30), part(50, 50)], &[1.5, 1.25]);
-        check(70, &[part(30, 0), part(50, 50)], &[1.0, 1.25]);
-        check(70, &[part(30, 30), part(50, 50), part(0, 0)], &[1.2, 50.0 / 45.0, 1.0]);
-        // As often as there are shares, at most; by their own word, which may be anything.
-        check(1, &[part(30, 30), part(50, u64::MAX / POINT)], &[2.0, 2.0]);
-        // Who has more neighbours loses more.
-        check(70, &[part(30, 30), part(30, 0), part(20, 20)], &[1.227, 1.0, 1.286]);
-    }
-
-    #[test]
-    fn rates_that_are_raised_by_what_is_missing_come_to_rest_where_nothing_is() {
-        // Kernels of two are under way at random: each loses half of the time in which both are.
-        let rates = |asked: [f64; 2]| {
-            let (mut joint, mut had) = (Joint::default(), [0.0; 2]);
-            for _ in 0..30 {
-                let charged = [0, 1].map(|at| (asked[at] * joint.trim(&key(at))).min(100.0));
-                let lost = charged[0] * charged[1] / 200.0;
-                had = charged.map(|charged| charged - lost);
-                let parts = charged.map(|charged| part(charged as u64, charged as u64));
-                let parts = parts.into_iter().enumerate().map(|(at, part)| (key(at), part)).collect();
-                let busy = ((had[0] + had[1]) * POINT as f64) as u64;
-                joint = joint.after(busy, parts, Duration::from_secs(1), Instant::now());
-            }
-            had
-        };
-        for asked in [[30.0, 50.0], [10.0, 80.0], [45.0, 45.0]] {
-            let had = rates(asked);
-            assert!((0..2).all(|at| (had[at] - asked[at]).abs() < 2.0), "{had:?} of {asked:?}");
-        }
     }
 
     #[test]

@@ -36,6 +36,7 @@ mod arbitrate;
 mod audit;
 mod balance;
 mod bell;
+mod cuts;
 mod desk;
 mod door;
 mod end;

@@ -126,8 +126,6 @@ pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
             // What is left out takes nobody beyond a ceiling that is not there.
             Sight::Word => share.terms.ceiling < SECOND,
         };
-        let is_capped = is_doubted && share.terms.ceiling < SECOND;
-        let rate = if is_capped { rate.min(share.terms.ceiling) } else { rate };
         // Who takes turns is seen to use them.
         let is_paced = share.is_limited || is_shared || share.turn.is_some();
         let is_idle = share.turn.is_none() && share.wants == 0;

@@ -57,7 +57,7 @@ fn a_gpu_is_divided_among_those_that_work() {
 }
 
 #[test]
-fn in_doubt_no_rate_is_raised_beyond_the_ceiling_and_what_is_alike_and_unknown_is_not_paced() {
+fn what_is_not_explained_is_charged_in_full_and_what_is_alike_and_unknown_is_not_paced() {
     let of = |share: Standing, sight, trim| Standing {
         sight,
         memory: arbiter::Memory::default().by_word(trim),
@@ -72,7 +72,7 @@ fn in_doubt_no_rate_is_raised_beyond_the_ceiling_and_what_is_alike_and_unknown_i
     let two = |sight, trim| [limited, free(1)].map(|share| of(share, sight, trim));
     rates("by NVML", &two(Sight::Own, 1.5), &[Some(60), Some(90)], [false; 2]);
     rates("together", &two(together(true), 1.5), &[Some(60), Some(90)], [false; 2]);
-    rates("in doubt", &two(together(false), 1.5), &[Some(40), Some(90)], [true; 2]);
+    rates("in doubt", &two(together(false), 1.5), &[Some(60), Some(90)], [true; 2]);
     rates("by word", &two(Sight::Word, 1.0), &[Some(40), Some(60)], [true, false]);
     let alike = |sight| [free(1), free(1)].map(|share| of(share, sight, 1.0));
     rates("alike", &alike(Sight::Word), &[None, None], [false; 2]);

@@ -1,0 +1,195 @@
+//! How much longer kernels of the shares of a MIG instance look than they are: pure.
+//!
+//! Kernels longer than a time slice look longer where neighbours cut in, and in doubt ([`super::joint`]) all do, so what shares
+//! say is more than the instance had. What is missing they lack who had such kernels, which their libraries tell; where
+//! nobody had, all. While kernels of two are under way each has half of that time, of three a third. How often that is
+//! follows from how much of the time each has one under way, if they come as chance has it ([`cut`]); that they do not
+//! quite is the same for all, and is what a look tells.
+//!
+//! Each rate is raised by what its share lacks; and as shares with larger rates have kernels under way more often, by what
+//! they will lack then ([`raised`]): found look by look that would take half a dozen. Who claims what it did not lose takes
+//! from what others would get back, and never more than is idle.
+
+use super::arbiter::{QUANTUM, SECOND};
+use super::bell::Key;
+use std::collections::BTreeMap;
+
+/// Where kernels are cut for less than this part of the time by chance, nothing follows from how much they were.
+const LEAST_CUT: f64 = 0.001;
+/// After so many steps what [`raised`] adds is far less than a point, or as much as it may be.
+const STEPS: usize = 32;
+
+/// What is known of the shares of an instance.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Cuts {
+    /// By what factor the kernels of each look longer, from 1 on.
+    trims: BTreeMap<Key, f64>,
+    /// How many times as much as by chance kernels are cut.
+    times: f64,
+}
+
+/// What a share was charged in the time since the last look, and what of it is for kernels that look longer where they
+/// are cut; nanoseconds a second.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    pub(super) charged: u64,
+    pub(super) long: u64,
+}
+
+impl Cuts {
+    /// By what factor the kernels of a share look longer.
+    pub(super) fn trim(&self, share: &Key) -> f64 {
+        self.trims.get(share).copied().unwrap_or(1.0)
+    }
+
+    /// After a time in which the instance had so much, in nanoseconds a second; in doubt all kernels are charged what they look like.
+    pub(super) fn after(mut self, busy: u64, parts: &[(Key, Part)], is_doubted: bool) -> Self {
+        let whole = |nanoseconds: u64| nanoseconds as f64 / SECOND as f64;
+        let charged: Vec<f64> = parts.iter().map(|(_, part)| whole(part.charged)).collect();
+        let cuts: Vec<f64> = (0..parts.len()).map(|at| cut(&charged, at)).collect();
+        let by_chance = |long: &[f64]| long.iter().zip(&cuts).map(|(long, cut)| long * cut).sum::<f64>();
+        let long: Vec<f64> = parts.iter().map(|(_, part)| whole(part.long.min(part.charged))).collect();
+        // Where none is long what is missing is of the others.
+        let are_all = is_doubted || by_chance(&long) < LEAST_CUT;
+        let long = if are_all { &charged } else { &long };
+        let by_chance = by_chance(long);
+        if by_chance > LEAST_CUT {
+            let now = (charged.iter().sum::<f64>() - whole(busy)).max(0.0) / by_chance;
+            // More is believed by halves: kernels that are new look longest, as their libraries have measured few.
+            self.times = now.min(self.times.midpoint(now));
+        }
+        // Who had next to nothing tells nothing.
+        let known = |at: &usize| parts[*at].1.charged >= QUANTUM;
+        let wish = |(at, (share, _)): (usize, &(Key, Part))| Wish {
+            rate: charged[at] / self.trim(share),
+            long: if known(&at) { long[at] / charged[at] } else { 0.0 },
+        };
+        let wishes: Vec<Wish> = parts.iter().enumerate().map(wish).collect();
+        let rates = raised(&wishes, self.times);
+        let trim = |at: usize| {
+            let share = &parts[at].0;
+            (share.clone(), if known(&at) { rates[at] / wishes[at].rate } else { self.trim(share) })
+        };
+        let trims = (0..parts.len()).map(trim).collect();
+        Self { trims, ..self }
+    }
+}
+
+/// What a share would be charged were no kernel cut, and the part of it that may be; of the instance's time.
+#[derive(Clone, Copy, Debug)]
+struct Wish {
+    rate: f64,
+    long: f64,
+}
+
+/// What each is to be charged for that, where kernels are cut so many times as much as by chance. A kernel is cut by each of the
+/// others at most.
+fn raised(wishes: &[Wish], cuts: f64) -> Vec<f64> {
+    let mut rates: Vec<f64> = wishes.iter().map(|wish| wish.rate).collect();
+    // Each step adds to all of them, and less than the one before.
+    for _ in 0..STEPS {
+        let had = |at: usize| 1.0 - cuts * wishes[at].long * cut(&rates, at);
+        let most = wishes.len() as f64;
+        rates = (0..wishes.len()).map(|at| wishes[at].rate / had(at).max(1.0 / most)).collect();
+    }
+    rates
+}
+
+/// What a kernel of one loses of its time to others that have one under way with these chances: with N of them N parts of N + 1.
+fn cut(rates: &[f64], of: usize) -> f64 {
+    // How likely it is that none of them has, one, two.
+    let mut chances = vec![1.0];
+    for (_, other) in rates.iter().enumerate().filter(|(at, _)| *at != of) {
+        let other = other.min(1.0);
+        chances.push(0.0);
+        for count in (0..chances.len()).rev() {
+            let one_less = count.checked_sub(1).map_or(0.0, |less| chances[less]);
+            chances[count] = chances[count] * (1.0 - other) + one_less * other;
+        }
+    }
+    (0..).zip(&chances).map(|(count, chance)| f64::from(count) / f64::from(count + 1) * chance).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::arbiter::POINT;
+    use super::*;
+    use proptest::prelude::*;
+
+    /// That was charged so many points, of which so many for long kernels.
+    fn part(charged: u64, long: u64) -> Part {
+        Part { charged: charged * POINT, long: long * POINT }
+    }
+
+    fn key(number: usize) -> Key {
+        (format!("c{number}").into(), "0".into())
+    }
+
+    #[test]
+    fn what_the_instance_did_not_have_is_missing_to_those_whose_kernels_are_cut() {
+        let check = |busy: u64, parts: &[Part], expected: &[f64]| {
+            let parts: Vec<_> = parts.iter().enumerate().map(|(number, part)| (key(number), *part)).collect();
+            let after = |cuts: Cuts, _| cuts.after(busy * POINT, &parts, false);
+            let cuts = (0..20).fold(Cuts::default(), after);
+            for (number, expected) in expected.iter().enumerate() {
+                let trim = cuts.trim(&key(number));
+                assert!((trim - expected).abs() < 0.01, "{trim} {busy} {parts:?}");
+            }
+        };
+        check(80, &[part(30, 0), part(50, 0)], &[1.0, 1.0]);
+        check(90, &[part(30, 0), part(50, 0)], &[1.0, 1.0]);
+        // Both lose the same.
+        check(60, &[part(30, 30), part(50, 50)], &[1.5, 1.25]);
+        check(70, &[part(30, 0), part(50, 50)], &[1.0, 1.25]);
+        check(60, &[part(30, 0), part(50, 0)], &[1.5, 1.25]);
+        check(70, &[part(30, 30), part(50, 50), part(0, 0)], &[1.2, 50.0 / 45.0, 1.0]);
+        // As often as there are shares, at most; by their own word, which may be anything.
+        check(1, &[part(30, 30), part(50, u64::MAX / POINT)], &[2.0, 2.0]);
+        // Who has more neighbours loses more.
+        check(70, &[part(30, 30), part(30, 0), part(20, 20)], &[1.227, 1.0, 1.286]);
+    }
+
+    #[test]
+    fn rates_are_raised_within_a_few_looks_until_nothing_is_missing_and_stay_there() {
+        // Kernels of two are under way so much more often than by chance: each loses half of the time in which both are.
+        let check = |asked: [f64; 2], times: f64| {
+            let mut cuts = Cuts::default();
+            for look in 0..30 {
+                let charged = [0, 1].map(|at| (asked[at] * cuts.trim(&key(at))).min(100.0));
+                let lost = charged[0] * charged[1] / 200.0 * times;
+                let had = charged.map(|charged| charged - lost);
+                let are_right = (0..2).all(|at| (had[at] - asked[at]).abs() < 1.0);
+                assert!(look < 8 || are_right, "{had:?} of {asked:?} after {look} looks");
+                let parts = charged.map(|charged| part(charged as u64, charged as u64));
+                let parts: Vec<_> = parts.into_iter().enumerate().map(|(at, part)| (key(at), part)).collect();
+                let busy = ((had[0] + had[1]) * POINT as f64) as u64;
+                cuts = cuts.after(busy, &parts, false);
+            }
+        };
+        for asked in [[30.0, 50.0], [10.0, 80.0], [45.0, 45.0]] {
+            for times in [0.0, 0.3, 1.0] {
+                check(asked, times);
+            }
+        }
+        check([30.0, 30.0], 1.5);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_shares_say_no_kernel_is_cut_by_more_than_each_of_the_others(
+            looks in proptest::collection::vec(
+                (any::<u64>(), proptest::collection::vec((any::<u64>(), any::<u64>()), 1..6), any::<bool>()),
+                1..10,
+            ),
+        ) {
+            let mut cuts = Cuts::default();
+            for (busy, parts, is_doubted) in looks {
+                let part = |(number, (charged, long))| (key(number), Part { charged, long });
+                let parts: Vec<_> = parts.into_iter().enumerate().map(part).collect();
+                cuts = cuts.after(busy, &parts, is_doubted);
+                let most = parts.len() as f64 + 1e-9;
+                prop_assert!(parts.iter().all(|(share, _)| (1.0 - 1e-9..=most).contains(&cuts.trim(share))), "{:?}", cuts);
+            }
+        }
+    }
+}
