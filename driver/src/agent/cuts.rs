@@ -111,17 +111,17 @@ fn cut(rates: &[f64], of: usize) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::arbiter::POINT;
     use super::*;
     use proptest::prelude::*;
 
     /// That was charged so many points, of which so many for long kernels.
-    fn part(charged: u64, long: u64) -> Part {
+    pub(in super::super) fn part(charged: u64, long: u64) -> Part {
         Part { charged: charged * POINT, long: long * POINT }
     }
 
-    fn key(number: usize) -> Key {
+    pub(in super::super) fn key(number: usize) -> Key {
         (format!("c{number}").into(), "0".into())
     }
 

@@ -156,17 +156,9 @@ pub(super) fn over_time(look: &Look, joint: &Memory) -> Vec<Finding> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::cuts::tests::{key, part};
     use super::super::judge::tests::{CONTEXT, Scene};
     use super::*;
-
-    /// That was charged so many points, of which so many for long kernels.
-    fn part(charged: u64, long: u64) -> Part {
-        Part { charged: charged * POINT, long: long * POINT }
-    }
-
-    fn key(number: usize) -> Key {
-        (format!("c{number}").into(), "0".into())
-    }
 
     /// Looks a second apart at which the instance had so many points.
     fn after(looks: &[(u64, Vec<Part>)]) -> (Joint, Instant) {
