@@ -81,7 +81,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "DIR")]
     draw: Option<PathBuf>,
     /// Fail where a share of a cell had more than its part and the points that it may be off, or less by twice as many in two
-    /// plays: once may be the machine's doing
+    /// plays: once may be the machine's doing; and where the node's agent found fault with one
     #[arg(long)]
     check: bool,
     /// Be the agent of the node whose driver and pages are there

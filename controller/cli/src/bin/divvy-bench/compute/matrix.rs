@@ -37,6 +37,7 @@ pub(super) fn play(
         if !blame.is_empty() {
             println!("compute_{}_blamed\t{}\ttext", cell.name(), blame.trim_start_matches("; "));
             blamed += 1;
+            wrong.push(format!("{}: blamed", cell.name()));
         }
         if at < unlimited.len() {
             got.iter().for_each(|got| {
@@ -77,7 +78,11 @@ pub(super) fn play(
     if !sum.stalls.is_empty() {
         bar("compute_longest_stall", percentile(&sum.stalls, 1.0), 1.0, "of its bar");
     }
-    ensure!(!arguments.check || wrong.is_empty(), "shares had not their part: {}", wrong.join(", "));
+    ensure!(
+        !arguments.check || wrong.is_empty(),
+        "shares had not their part, or were blamed for it: {}",
+        wrong.join(", ")
+    );
     Ok(())
 }
 
