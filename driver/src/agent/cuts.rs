@@ -7,8 +7,9 @@
 //! quite is the same for all, and is what a look tells.
 //!
 //! Each rate is raised by what its share lacks; and as shares with larger rates have kernels under way more often, by what
-//! they will lack then ([`raised`]): found look by look that would take half a dozen. Who claims what it did not lose takes
-//! from what others would get back, and never more than is idle.
+//! they will lack then ([`raised`]): found look by look that would take half a dozen. Chance is no good guess of many that
+//! wait for each other, whose rates it would throw from one end to the other, so that is followed no further again than what is
+//! lacking now. Who claims what it did not lose takes from what others would get back, and never more than is idle.
 
 use super::arbiter::{QUANTUM, SECOND};
 use super::bell::Key;
@@ -66,9 +67,18 @@ impl Cuts {
         };
         let wishes: Vec<Wish> = parts.iter().enumerate().map(wish).collect();
         let rates = raised(&wishes, self.times);
+        let most = parts.len() as f64;
         let trim = |at: usize| {
-            let share = &parts[at].0;
-            (share.clone(), if known(&at) { rates[at] / wishes[at].rate } else { self.trim(share) })
+            let (share, wish) = (&parts[at].0, &wishes[at]);
+            let before = self.trim(share);
+            if !known(&at) {
+                return (share.clone(), before);
+            }
+            // By what is lost now, or as much further again.
+            let now = 1.0 / (1.0 - self.times * wish.long * cuts[at]).max(1.0 / most);
+            let further = now + (now - before);
+            let trim = (rates[at] / wish.rate).clamp(now.min(further), now.max(further));
+            (share.clone(), trim.clamp(1.0, most))
         };
         let trims = (0..parts.len()).map(trim).collect();
         Self { trims, ..self }
