@@ -172,6 +172,7 @@ impl Reconciler {
         loop {
             let pause = match self.round().await {
                 Ok(()) => {
+                    tracing::debug!("records were held against the API server");
                     retry = FIRST_RETRY;
                     EVERY
                 }

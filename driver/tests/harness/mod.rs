@@ -319,9 +319,14 @@ impl Daemon {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
+    /// Whether it has logged that itself.
+    pub(crate) fn has_logged(&self, text: &str) -> bool {
+        self.log().get(self.begin..).is_some_and(|log| log.contains(text))
+    }
+
     /// Until it has logged that itself.
     pub(crate) async fn wait_log(&self, text: &str) {
-        until(text, || self.log().get(self.begin..).is_some_and(|log| log.contains(text))).await;
+        until(text, || self.has_logged(text)).await;
     }
 
     /// Whether the process is gone.

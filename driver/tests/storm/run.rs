@@ -36,9 +36,9 @@ pub(crate) struct Runner {
     /// GPUs on which something is or was wrong: refusals may have that reason.
     pub(crate) rough: BTreeSet<usize>,
     outage: bool,
-    /// Records that the node daemon may find without a claim: it holds them
-    /// against the API server after its start. None when it has done so.
-    pub(crate) reconciling: Option<usize>,
+    /// The node daemon has not held its records against the API server yet, as it does after its start, and again a while after
+    /// it has failed to: it may find out which claims are deleted.
+    pub(crate) reconciling: bool,
     /// What happened, for the summary.
     pub(crate) tally: BTreeMap<String, usize>,
 }
@@ -61,7 +61,7 @@ impl Runner {
             made: 0,
             rough: BTreeSet::new(),
             outage: false,
-            reconciling: None,
+            reconciling: true,
             tally: BTreeMap::new(),
         };
         runner.start_node();
@@ -400,12 +400,11 @@ impl Runner {
     }
 
     async fn force(&mut self, slot: usize) {
-        let reconciling = self.reconciling.is_some();
-        if reconciling {
+        if self.reconciling {
             self.end_clients(slot).await;
         }
         if let Some(modelled) = &mut self.claims[slot] {
-            if reconciling {
+            if self.reconciling {
                 // It may find out.
                 modelled.stage = Stage::Ending;
             }

@@ -26,14 +26,12 @@ impl Runner {
         if who.is_node() {
             self.start_node();
             // A node that starts releases what it finds deleted.
-            let mut orphans = 0;
             for (slot, claim) in self.claims.iter_mut().enumerate() {
                 let Some(claim) = claim.as_mut().filter(|claim| claim.deleted) else { continue };
                 claim.stage = Stage::Forgotten;
-                orphans += 1;
                 self.clients.retain(|(of, _)| *of != slot);
             }
-            self.reconciling = Some(orphans);
+            self.reconciling = true;
         }
     }
 
