@@ -14,9 +14,12 @@
 use super::arbiter::{QUANTUM, SECOND};
 use super::bell::Key;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// Where kernels are cut for less than this part of the time by chance, nothing follows from how much they were.
 const LEAST_CUT: f64 = 0.001;
+/// Half of what kernels are cut more than was known is believed after so long.
+const HALF: Duration = Duration::from_millis(700);
 /// After so many steps what [`raised`] adds is far less than a point, or as much as it may be.
 const STEPS: usize = 32;
 /// Where a function is looked at from 0 to 1, and with what weight: Gauss and Legendre's four, which are exact up to x^7, and near enough beyond.
@@ -51,7 +54,13 @@ impl Cuts {
     }
 
     /// After a time in which the instance had so much, in nanoseconds a second; in doubt all kernels are charged what they look like.
-    pub(super) fn after(mut self, busy: u64, parts: &[(Key, Part)], is_doubted: bool) -> Self {
+    pub(super) fn after(
+        mut self,
+        busy: u64,
+        parts: &[(Key, Part)],
+        since: Duration,
+        is_doubted: bool,
+    ) -> Self {
         let whole = |nanoseconds: u64| nanoseconds as f64 / SECOND as f64;
         let charged: Vec<f64> = parts.iter().map(|(_, part)| whole(part.charged)).collect();
         let cuts = cut(&charged);
@@ -63,8 +72,9 @@ impl Cuts {
         let by_chance = by_chance(long);
         if by_chance > LEAST_CUT {
             let now = (charged.iter().sum::<f64>() - whole(busy)).max(0.0) / by_chance;
-            // More is believed by halves: kernels that are new look longest, as their libraries have measured few.
-            self.times = now.min(self.times.midpoint(now));
+            // More is believed by and by: kernels that are new look longest, as their libraries have measured few.
+            let believed = 1.0 - 0.5_f64.powf(since.as_secs_f64() / HALF.as_secs_f64());
+            self.times = now.min(self.times + (now - self.times) * believed);
         }
         // Who had next to nothing tells nothing.
         let known = |at: &usize| parts[*at].1.charged >= QUANTUM;
@@ -145,7 +155,7 @@ pub(super) mod tests {
     fn what_the_instance_did_not_have_is_missing_to_those_whose_kernels_are_cut() {
         let check = |busy: u64, parts: &[Part], expected: &[f64]| {
             let parts: Vec<_> = parts.iter().enumerate().map(|(number, part)| (key(number), *part)).collect();
-            let after = |cuts: Cuts, _| cuts.after(busy * POINT, &parts, false);
+            let after = |cuts: Cuts, _| cuts.after(busy * POINT, &parts, Duration::from_secs(1), false);
             let cuts = (0..20).fold(Cuts::default(), after);
             for (number, expected) in expected.iter().enumerate() {
                 let trim = cuts.trim(&key(number));
@@ -179,7 +189,7 @@ pub(super) mod tests {
                 let parts = charged.map(|charged| part(charged as u64, charged as u64));
                 let parts: Vec<_> = parts.into_iter().enumerate().map(|(at, part)| (key(at), part)).collect();
                 let busy = ((had[0] + had[1]) * POINT as f64) as u64;
-                cuts = cuts.after(busy, &parts, false);
+                cuts = cuts.after(busy, &parts, Duration::from_secs(1), false);
             }
         };
         for asked in [[30.0, 50.0], [10.0, 80.0], [45.0, 45.0]] {
@@ -208,15 +218,20 @@ pub(super) mod tests {
         #[test]
         fn whatever_shares_say_no_kernel_is_cut_by_more_than_each_of_the_others(
             looks in proptest::collection::vec(
-                (any::<u64>(), proptest::collection::vec((any::<u64>(), any::<u64>()), 1..6), any::<bool>()),
+                (
+                    any::<u64>(),
+                    proptest::collection::vec((any::<u64>(), any::<u64>()), 1..6),
+                    any::<Duration>(),
+                    any::<bool>(),
+                ),
                 1..10,
             ),
         ) {
             let mut cuts = Cuts::default();
-            for (busy, parts, is_doubted) in looks {
+            for (busy, parts, since, is_doubted) in looks {
                 let part = |(number, (charged, long))| (key(number), Part { charged, long });
                 let parts: Vec<_> = parts.into_iter().enumerate().map(part).collect();
-                cuts = cuts.after(busy, &parts, is_doubted);
+                cuts = cuts.after(busy, &parts, since, is_doubted);
                 let most = parts.len() as f64 + 1e-9;
                 prop_assert!(parts.iter().all(|(share, _)| (1.0 - 1e-9..=most).contains(&cuts.trim(share))), "{:?}", cuts);
             }

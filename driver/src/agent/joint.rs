@@ -93,7 +93,7 @@ impl Joint {
         }
         // Of kernels that are charged otherwise from now on nothing is known.
         let is_same = self.is_doubted(now) == was_doubted;
-        self.cuts = if is_same { self.cuts.after(busy, &parts, was_doubted) } else { Cuts::default() };
+        self.cuts = if is_same { self.cuts.after(busy, &parts, since, was_doubted) } else { Cuts::default() };
         self
     }
 }
