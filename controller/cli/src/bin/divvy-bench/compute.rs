@@ -135,7 +135,7 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
         policies::lending(&stage, POINTS, arguments.rounds)?;
     }
     if wanted("priority") {
-        policies::priority(&stage)?;
+        policies::priority(&stage, arguments.rounds)?;
     }
     if wanted("launch") {
         let (mut natives, mut over) = (Vec::new(), Vec::new());
