@@ -288,6 +288,17 @@ impl Part {
             self.has_begun |= seat.is_at_work() && !std::mem::replace(&mut seat.has_worked, true);
         }
         self.has_moved |= self.has_begun;
+        let is_moot = self.is_moot();
+        self.shares.iter_mut().for_each(|seat| seat.is_moot = is_moot);
+    }
+
+    /// Whether it matters to nobody when one of those at work comes to rest, which then may be found late: nobody may have what it
+    /// leaves, and nobody is alone by it.
+    fn is_moot(&self) -> bool {
+        let is_fixed = |seat: &Seat| seat.standing.terms.ceiling <= seat.standing.terms.guarantee;
+        let is_held = |seat: &Seat| is_fixed(seat) && !seat.standing.is_high;
+        let at_work = self.shares.iter().filter(|seat| seat.is_at_work()).count();
+        self.turns.is_none() && at_work > 2 && self.shares.iter().all(is_held)
     }
 }
 

@@ -30,7 +30,7 @@ pub(super) const RESTS: u64 = 75_000_000;
 /// Who rings again so soon after it came to rest comes and goes: the next time it is given twice as long, up to the most.
 /// It is met on the mean of a second, and to lend what it leaves for a moment would have the pages of all others change.
 const SOON: u64 = 2 * RESTS;
-const MOST: u64 = 4 * RESTS;
+pub(super) const MOST: u64 = 4 * RESTS;
 /// Who has just rung is taken to launch for so long: a look that goes by the first launch alone would be too soon.
 pub(super) const BURST: u64 = 5_000_000;
 /// For so long a look waits for something else that wakes the thread: at those who are awake, and at the rest.
@@ -70,6 +70,8 @@ pub(super) struct Seat {
     /// Since when, and how long it is to launch nothing before that is so.
     rested: u64,
     patience: u64,
+    /// It matters to nobody when it comes to rest.
+    pub(super) is_moot: bool,
     /// It worked, as far as is known.
     pub(super) has_worked: bool,
     /// Whether it does, and since when that is so.
@@ -113,6 +115,7 @@ impl Seat {
             rests: false,
             rested: 0,
             patience: RESTS,
+            is_moot: false,
             has_worked: false,
             stays: (false, now),
             past: Past::new(now),
@@ -153,10 +156,15 @@ impl Seat {
     pub(super) fn due(&self) -> u64 {
         let (rests, pause) = match self.standing.is_awake {
             true => (self.works.max(self.woke.saturating_add(BURST)).saturating_add(HOLD), TICK),
-            false => (self.works.max(self.woke).saturating_add(self.patience), LOOK),
+            false => (self.works.max(self.woke).saturating_add(self.patience()), LOOK),
         };
         // Who was kept out has not shown yet whether it goes on.
         rests.max(self.looked + pause).max(self.opened + TICK)
+    }
+
+    /// How long it is to launch nothing before it rests.
+    fn patience(&self) -> u64 {
+        if self.is_moot { MOST } else { self.patience }
     }
 
     /// When it is looked at for that though nobody else is.
@@ -199,7 +207,7 @@ impl Seat {
             let left = pulse.balance.saturating_add(accrued(rate, now.saturating_sub(pulse.refilled)));
             let quiet = now.saturating_sub(self.works.max(self.woke));
             self.standing.is_awake &= left < 0 || quiet <= HOLD;
-            self.rests = left >= SCARCE && quiet > self.patience;
+            self.rests = left >= SCARCE && quiet > self.patience();
             if self.rests && !was.1 {
                 self.rested = now;
             }

@@ -3,7 +3,7 @@
 use super::super::arbiter::{SECOND, Terms};
 use super::super::door::Pulse;
 use super::super::orders::SPARE;
-use super::seat::{BURST, GRANT, HOLD, RESTS};
+use super::seat::{BURST, GRANT, HOLD, MOST, RESTS};
 use super::*;
 use crate::shares::Mapped;
 use divvy_pages::{Compute, Flags, Memory, Policy, PolicyPage, Text, account};
@@ -192,6 +192,24 @@ fn what_an_owner_leaves_is_lent_as_soon_as_it_rests_though_it_worked_at_the_audi
     borrower.launches(rests + SECOND);
     desk.tick(rests + SECOND, &Rang::Anybody);
     assert_eq!(borrower.rate(rests), Some(40));
+}
+
+#[test]
+fn who_may_rest_is_looked_at_soon_where_that_matters_to_somebody() {
+    let check = |all: &[Compute], soon: u64| {
+        let dir = tempfile::tempdir().unwrap();
+        let shares = shares(dir.path(), all);
+        let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+        desk.plan(GPU, planned(&shares, &[20, 20, 20]), now);
+        assert_eq!(desk.doors(now).1, now + soon + WAITS[1], "{all:?}");
+    };
+    let fixed = of(20, 0, 0);
+    check(&[fixed, fixed, fixed], MOST);
+    check(&[fixed, fixed, of(20, 40, 0)], RESTS);
+    check(&[fixed, fixed, of(0, 0, 0)], RESTS);
+    check(&[fixed, fixed, of(20, 0, 1)], RESTS);
+    // One of two would be alone.
+    check(&[fixed, fixed], RESTS);
 }
 
 #[test]
