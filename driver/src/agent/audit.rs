@@ -19,12 +19,12 @@ impl Sources {
         gpu: GpuUuid,
         found: Vec<Found>,
         Asked { uses, kept, times, busy, until }: Asked,
-        memory: Memory,
+        mut memory: Memory,
     ) -> (Memory, Vec<Report>, Option<Vec<ShareNow>>) {
         let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
         let now = Instant::now();
         let is_due = memory.is_due(now);
-        let known = &memory.processes;
+        let known = &mut memory.processes;
         let look = gather::look(found, &self.files, uses, known, !is_due, process_root, cgroup_root);
         let look = Look { kept, busy, ..look };
         let (mut memory, metered, over) = match memory.meter.awaits(&times) {
@@ -78,8 +78,8 @@ impl Sources {
     fn divide(&self, gpu: GpuUuid, look: &Look, standings: Vec<Standing>) {
         let planned = look.shares.iter().zip(standings).filter_map(|(share, standing)| {
             let dir = self.shares.of(&share.claim, &share.id);
-            // Else it was just removed, or somebody has a lease on it.
-            let account = self.files.get(&dir.join(ACCOUNT), true).ok()?;
+            // Of this look. Else it was just removed, or somebody has a lease on it.
+            let account = self.files.known(&dir.join(ACCOUNT))?;
             Some(Planned {
                 key: share.key(),
                 mig: share.policy.mig,

@@ -63,10 +63,11 @@ unsafe impl Sync for Door {}
 #[allow(unsafe_code)]
 impl Door {
     pub(super) fn of(account: &File) -> io::Result<Self> {
+        // Who waits on what he may not write is looked for twice each time: the kernel asks for a page that can be written first.
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice takes no memory from anybody, and nobody
         // but the kernel looks at it.
-        let address =
-            unsafe { mmap(ptr::null_mut(), HEADER, ProtFlags::READ, MapFlags::SHARED, account, 0)? };
+        let address = unsafe { mmap(ptr::null_mut(), HEADER, access, MapFlags::SHARED, account, 0)? };
         ptr::NonNull::new(address.cast())
             .map(|address| Self { address })
             .ok_or_else(|| io::ErrorKind::Other.into())

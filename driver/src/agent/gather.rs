@@ -82,10 +82,10 @@ struct Raw {
 }
 
 fn read_policy(files: &Files, path: &Path) -> io::Result<([u8; divvy_pages::policy::SIZE], Metadata)> {
-    let file = files.get(path, false)?;
+    let (file, meta) = files.get(path, false)?;
     let mut page = [0; divvy_pages::policy::SIZE];
     file.read_exact_at(&mut page, 0)?;
-    Ok((page, file.metadata()?))
+    Ok((page, meta))
 }
 
 /// A copy; none where there is no page.
@@ -106,8 +106,8 @@ fn copy(files: &Files, path: &Path) -> Option<Result<Raw, AccountError>> {
 }
 
 fn read(files: &Files, path: &Path) -> io::Result<Raw> {
-    let file = files.get(path, true)?;
-    let is_long = file.metadata()?.len() > account::SIZE as u64;
+    let (file, meta) = files.get(path, true)?;
+    let is_long = meta.len() > account::SIZE as u64;
     let mut page = vec![0; HEADER];
     file.read_exact_at(&mut page, 0)?;
     page.resize(Snapshot::length(&page).clamp(HEADER, account::SIZE), 0);
@@ -199,7 +199,7 @@ pub(super) fn look(
     found: Vec<Found>,
     files: &Files,
     uses: Vec<super::look::Use>,
-    known: &Known,
+    known: &mut Known,
     corrects: bool,
     proc_root: &Path,
     cgroup_root: &Path,
@@ -295,7 +295,7 @@ pub(super) fn repair(look: &Look, shares: &Shares, files: &Files, proc_root: &Pa
 /// Makes a page again of a file that is none: its head and its length. Slots that were cut off
 /// are empty, so that processes that had them are not registered.
 fn mend(files: &Files, path: &Path) -> io::Result<()> {
-    let file = files.get(path, true)?;
+    let (file, _) = files.get(path, true)?;
     file.set_len(account::SIZE as u64)?;
     file.write_all_at(&account::fresh(), 0)
 }
@@ -304,7 +304,7 @@ fn write(files: &Files, path: &Path, account: &Account, writes: &[&Write]) -> io
     if !account.is_long && !account.is_rich() && !account.is_below_its_slots() && writes.is_empty() {
         return Ok(());
     }
-    let file = files.get(path, true)?;
+    let (file, _) = files.get(path, true)?;
     if account.is_long {
         file.set_len(account::SIZE as u64)?;
     }

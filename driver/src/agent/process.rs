@@ -5,13 +5,14 @@
 //! any name. What decides is what only root can choose: which cgroup the container
 //! is in, and what is mounted from where.
 
+mod dir;
+
 use super::mounts::{self, Mounts};
+use dir::Dir;
 use divvy_pages::Identity;
-use rustix::fs::{CWD, Mode, OFlags, openat, readlinkat};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
-use std::io::{self, Read};
-use std::os::fd::OwnedFd;
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// A process, as the host sees it.
@@ -59,26 +60,7 @@ impl Stat {
     }
 
     fn of(process: &Dir) -> Option<Self> {
-        Self::parse(&process.text("stat").ok()?)
-    }
-}
-
-/// The directory of a process, open: what is read below it is that process's, or fails when it is gone, whoever has its
-/// number by then. Source: pidfd_send_signal(2), which takes such a directory for the process.
-struct Dir(OwnedFd);
-
-impl Dir {
-    fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self(openat(CWD, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?))
-    }
-
-    /// A file of it, whose bytes need not be text, as far as anybody looks.
-    fn text(&self, name: &str) -> io::Result<String> {
-        let mut bytes = Vec::with_capacity(4096);
-        let file = File::from(openat(&self.0, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?);
-        file.take(mounts::LARGEST as u64).read_to_end(&mut bytes)?;
-        Ok(String::from_utf8(bytes)
-            .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
+        Self::parse(&process.stat().ok()?)
     }
 }
 
@@ -132,10 +114,15 @@ fn is_plain(path: &str) -> bool {
     path.split('/').all(|part| part != "..")
 }
 
+/// The directories of so many processes of a GPU stay open, each with two files.
+const MOST_OPEN: usize = 16;
+
 /// Processes as an audit found them, for the next: what never changes of one need not be read again.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub(super) struct Known {
     processes: BTreeMap<u32, Process>,
+    /// Of [`MOST_OPEN`] of them.
+    open: BTreeMap<u32, Dir>,
     /// Those whose mounts, which take longest to read, were the same at two audits: they are good for a third. What
     /// is wrong with them was read twice, then, before anything is done about it.
     settled: BTreeSet<u32>,
@@ -145,9 +132,27 @@ pub(super) struct Known {
 
 impl Known {
     /// The process, unless it has ended; where it is `enough`, what is known of it.
-    pub(super) fn read(&self, proc_root: &Path, pid: u32, enough: bool) -> Option<Process> {
-        let dir = Dir::open(&proc_root.join(pid.to_string())).ok()?;
-        let stat = Stat::of(&dir).filter(|stat| !stat.ended)?;
+    pub(super) fn read(&mut self, proc_root: &Path, pid: u32, enough: bool) -> Option<Process> {
+        // Of one that is gone nothing is read any more: another one may have its number.
+        let kept = self.open.remove(&pid).and_then(|dir| Some((Stat::of(&dir)?, dir)));
+        let (stat, dir) = match kept {
+            Some(kept) => kept,
+            None => {
+                let dir = Dir::open(&proc_root.join(pid.to_string())).ok()?;
+                (Stat::of(&dir)?, dir)
+            }
+        };
+        let process = self.found(pid, stat, &dir, enough)?;
+        if self.open.len() < MOST_OPEN {
+            self.open.insert(pid, dir);
+        }
+        Some(process)
+    }
+
+    fn found(&self, pid: u32, stat: Stat, dir: &Dir, enough: bool) -> Option<Process> {
+        if stat.ended {
+            return None;
+        }
         let known = self.processes.get(&pid).filter(|known| known.who.start == stat.start);
         if let Some(known) = known.filter(|known| enough && known.who.image == stat.image) {
             return Some(known.clone());
@@ -155,14 +160,14 @@ impl Known {
         let who = match known {
             // Its pid namespace is the one that it was born in.
             Some(known) => Identity { image: stat.image, ..known.who },
-            None => identity(&dir, &stat, namespace(&dir).ok()??).ok()??,
+            None => identity(dir, &stat, namespace(dir).ok()??).ok()??,
         };
         let mounts = match known.filter(|_| !self.reads_mounts && self.settled.contains(&pid)) {
             Some(known) => known.mounts.clone(),
             None => mounts::parse(&dir.text("mountinfo").unwrap_or_default()),
         };
         // Last: it cannot be read of a process that is gone, whose mounts are none.
-        let cgroups = Cgroups::parse(&dir.text("cgroup").ok()?);
+        let cgroups = Cgroups::parse(&dir.cgroup().ok()?);
         Some(Process { pid, name: stat.name, who, cgroups, mounts })
     }
 
@@ -175,7 +180,9 @@ impl Known {
             })
         };
         let settled = processes.values().filter(is_settled).map(|process| process.pid).collect();
-        Self { processes, settled, reads_mounts: !self.reads_mounts }
+        let mut open = self.open;
+        open.retain(|pid, _| processes.contains_key(pid));
+        Self { processes, open, settled, reads_mounts: !self.reads_mounts }
     }
 }
 
@@ -193,10 +200,8 @@ fn own_pid(status: &str) -> Option<u32> {
 
 /// The inode of the pid namespace, of a link such as `pid:[4026531836]`.
 fn namespace(dir: &Dir) -> io::Result<Option<u64>> {
-    let link = readlinkat(&dir.0, "ns/pid", Vec::new())?;
-    let inode =
-        link.to_str().ok().and_then(|link| link.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok());
-    Ok(inode)
+    let link = dir.link("ns/pid")?;
+    Ok(link.and_then(|link| link.strip_prefix("pid:[")?.strip_suffix(']')?.parse().ok()))
 }
 
 /// All processes of some pid namespaces, by their pid on the host: those that have
@@ -212,7 +217,7 @@ pub(super) fn of_namespaces(proc_root: &Path, wanted: &[u64]) -> io::Result<Vec<
             let dir = Dir::open(&entry.path())?;
             match namespace(&dir)? {
                 Some(namespace) if wanted.contains(&namespace) => {
-                    match Stat::parse(&dir.text("stat")?).filter(|stat| !stat.ended) {
+                    match Stat::parse(&dir.stat()?).filter(|stat| !stat.ended) {
                         Some(stat) => identity(&dir, &stat, namespace),
                         None => Ok(None),
                     }
@@ -331,7 +336,7 @@ mod tests {
         is(7799, "/run");
         check("/run");
         // Where what is known is enough, it is read of another process only.
-        let check = |start: u64, point: &str, known_point: &str| {
+        let mut check = |start: u64, point: &str, known_point: &str| {
             is(start, point);
             let process = known.read(root.path(), 41, true).unwrap();
             let mounts = format!("30 1 8:1 / {known_point} ro - ext4 /dev/sda1 ro\n");

@@ -31,6 +31,9 @@ pub(super) const RESTS: u64 = 75_000_000;
 /// It is met on the mean of a second, and to lend what it leaves for a moment would have the pages of all others change.
 const SOON: u64 = 2 * RESTS;
 pub(super) const MOST: u64 = 4 * RESTS;
+/// Who has worked for long works on: it is given such a part of that time before it rests, up to the most, so that no more of
+/// what it leaves is lost.
+pub(super) const STEADY: u64 = 32;
 /// Who has just rung is taken to launch for so long: a look that goes by the first launch alone would be too soon.
 pub(super) const BURST: u64 = 5_000_000;
 /// For so long a look waits for something else that wakes the thread: at those who are awake, and at the rest.
@@ -164,7 +167,9 @@ impl Seat {
 
     /// How long it is to launch nothing before it rests.
     fn patience(&self) -> u64 {
-        if self.is_moot { MOST } else { self.patience }
+        let (is_at_work, since) = self.stays;
+        let worked = if is_at_work { self.works.saturating_sub(since) } else { 0 };
+        if self.is_moot { MOST } else { self.patience.max(MOST.min(worked / STEADY)) }
     }
 
     /// When it is looked at for that though nobody else is.

@@ -3,7 +3,7 @@
 use super::super::arbiter::{SECOND, Terms};
 use super::super::door::Pulse;
 use super::super::orders::SPARE;
-use super::seat::{BURST, GRANT, HOLD, MOST, RESTS};
+use super::seat::{BURST, GRANT, HOLD, MOST, RESTS, STEADY};
 use super::*;
 use crate::shares::Mapped;
 use divvy_pages::{Compute, Flags, Memory, Policy, PolicyPage, Text, account};

@@ -77,6 +77,36 @@ fn who_comes_and_goes_is_given_longer_before_it_rests_until_it_rests_for_long() 
 }
 
 #[test]
+fn who_has_worked_for_long_is_given_longer_before_it_rests() {
+    let check = |seconds: u64, rests: u64| {
+        let dir = tempfile::tempdir().unwrap();
+        let shares = shares(dir.path(), &[of(20, 100, 0), of(60, 0, 0)]);
+        let (mut desk, now) = (Desk::default(), 1000 * SECOND);
+        desk.plan(GPU, planned(&shares, &[100, 60]), now);
+        let mut at = now;
+        while at < now + seconds * SECOND {
+            if (at - now).is_multiple_of(SECOND) {
+                desk.plan(GPU, planned(&shares, &[100, 60]), at);
+            }
+            at += 10 * MS;
+            shares.iter().for_each(|share| share.launches(at));
+            desk.tick(at, &Rang::Nobody);
+        }
+        let worked_until = at;
+        while shares[0].rate(at) == Some(40) {
+            at += MS;
+            shares[0].launches(at);
+            desk.tick(at, &Rang::Nobody);
+        }
+        let took = at - worked_until;
+        assert!((rests..=rests + 2 * WAITS[1]).contains(&took), "{seconds}: {} ms", took / MS);
+    };
+    check(2, RESTS);
+    check(6, 6 * SECOND / STEADY);
+    check(20, MOST);
+}
+
+#[test]
 fn who_comes_and_goes_within_a_second_is_not_told_of_and_who_stayed_away_for_longer_is() {
     let dir = tempfile::tempdir().unwrap();
     let shares = shares(dir.path(), &[of(30, 0, 0), of(60, 0, 0)]);
