@@ -63,7 +63,8 @@ unsafe impl Sync for Door {}
 #[allow(unsafe_code)]
 impl Door {
     pub(super) fn of(account: &File) -> io::Result<Self> {
-        // Who waits on what he may not write is looked for twice each time: the kernel asks for a page that can be written first.
+        // To be written though nobody does: the kernel asks for such a page first, and where there is none looks a second time at
+        // each wait. Source: `get_futex_key` of its `kernel/futex/core.c`. So the file is to be open for writing.
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice takes no memory from anybody, and nobody
         // but the kernel looks at it.

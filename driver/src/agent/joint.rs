@@ -8,7 +8,7 @@
 //! shares say explains what the instance had. Where it does not, all counts that launches were measured to take, for
 //! [`DOUBT`] at first and each time twice as long. What is not explained even then is somebody's who is not paced. Nobody can
 //! say whose, so nobody is ended; it is told of all of them ([`over_time`]). And the doubt is over, as it would leave the honest
-//! ones less beside that one.
+//! ones less beside that one. It is over too when a share is gone that was there when it began: it may have been that one's.
 //!
 //! **How much longer kernels look than they are** follows from what they say that the instance did not have ([`super::cuts`]).
 
@@ -20,7 +20,7 @@ use super::judge::about;
 use super::look::{Device, Look, Share};
 use super::meter::Metered;
 use divvy_pages::GpuUuid;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 /// By the UUID of the MIG device.
@@ -47,6 +47,8 @@ pub(super) struct Joint {
     had: (u64, u64),
     doubted_until: Option<Instant>,
     lasts: Duration,
+    /// Of whom something was not explained.
+    doubted: BTreeSet<Key>,
 }
 
 impl Default for Joint {
@@ -58,6 +60,7 @@ impl Default for Joint {
             had: (0, 0),
             doubted_until: None,
             lasts: DOUBT,
+            doubted: BTreeSet::new(),
         }
     }
 }
@@ -88,8 +91,10 @@ impl Joint {
         } else if self.untold >= UNTOLD && !is_doubted {
             (self.untold, self.doubted_until) = (0, Some(now + self.lasts));
             self.lasts = (self.lasts * 2).min(LONGEST);
+            self.doubted.extend(parts.iter().map(|(share, _)| share.clone()));
         } else if self.doubted_until.is_some_and(|until| now > until + self.lasts) {
             (self.doubted_until, self.lasts) = (None, DOUBT);
+            self.doubted.clear();
         }
         // Of kernels that are charged otherwise from now on nothing is known.
         let is_same = self.is_doubted(now) == was_doubted;
@@ -108,6 +113,8 @@ pub(super) fn join(
     now: Instant,
 ) -> Memory {
     let mut parts: BTreeMap<GpuUuid, Vec<Option<(Key, Part)>>> = BTreeMap::new();
+    let there: BTreeSet<(GpuUuid, Key)> =
+        look.shares.iter().filter_map(|share| Some((share.policy.mig?, share.key()))).collect();
     for (share, metered) in look.shares.iter().zip(metered).filter(|(_, metered)| metered.busy.is_none()) {
         let Some(mig) = share.policy.mig else { continue };
         // Nothing is known of who has just come, nor of what those said who are gone.
@@ -118,7 +125,9 @@ pub(super) fn join(
         parts.entry(mig).or_default().push(part);
     }
     let joint = |(mig, parts): (GpuUuid, Vec<Option<(Key, Part)>>)| {
-        let before = before.get(&mig).cloned();
+        let are_there =
+            |joint: &&Joint| joint.doubted.iter().all(|share| there.contains(&(mig, share.clone())));
+        let before = before.get(&mig).filter(are_there).cloned();
         let parts: Option<Vec<_>> = parts.into_iter().collect();
         let known = look.busy.get(&mig).zip(since).zip(parts);
         Some((
@@ -250,5 +259,30 @@ mod tests {
             assert_eq!(join([says(true), unknown], &first), first);
         }
         assert!(join([says(true); 2], &first)[&MIG].is_doubted(Instant::now()));
+    }
+
+    #[test]
+    fn a_doubt_is_over_when_a_share_is_gone_that_it_began_with_and_for_nobody_who_comes() {
+        const MIG: GpuUuid = GpuUuid([7; 16]);
+        let mut look = Scene::share(10_000).look();
+        look.shares[0].policy.mig = Some(MIG);
+        let of = |name: &str| Share { claim: name.into(), ..look.shares[0].clone() };
+        let all = ["a", "b", "c", "d"].map(of);
+        let now = Instant::now();
+        let join = |at: &[usize], busy: u64, before: &Memory| {
+            let says = Metered { said: Some((10 * POINT, 0)), is_steady: true, ..Metered::default() };
+            let shares = at.iter().map(|at| all[*at].clone()).collect();
+            let look = Look { shares, busy: [(MIG, busy * POINT)].into(), ..look.clone() };
+            super::join(&look, &vec![says; at.len()], Some(Duration::from_secs(4)), before, now)
+        };
+        let doubted = join(&[0, 1, 2], 90, &join(&[0, 1, 2], 90, &Memory::new()));
+        let check = |at: &[usize], expected: bool| {
+            let joint = join(at, 10 * at.len() as u64, &doubted);
+            assert_eq!(joint[&MIG].is_doubted(now), expected, "{at:?}");
+        };
+        check(&[0, 1, 2], true);
+        check(&[0, 1, 2, 3], true);
+        check(&[0, 2], false);
+        check(&[0, 2, 3], false);
     }
 }
