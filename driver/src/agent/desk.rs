@@ -14,7 +14,7 @@ use super::door::{Door, Rang};
 use super::look::Device;
 use super::orders::{self, CLOSED, Gate, Standing, Turn, Turns};
 use divvy_pages::GpuUuid;
-use seat::{Seat, WAITS};
+use seat::{Out, PATIENCE, Seat, WAITS};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::PathBuf;
@@ -75,6 +75,8 @@ struct Part {
     shares: Vec<Seat>,
     gate: Gate,
     turns: Option<Turns<Key>>,
+    /// Until when the gate is closed, if it is.
+    shut: Option<u64>,
     /// Others work, as far as is known, than when it was last asked, but for those who come and go.
     has_moved: bool,
     /// One of them does for the first time.
@@ -269,18 +271,30 @@ impl Part {
             Standing { turn: turn(seat), wants, ..seat.standing }
         };
         let standings: Vec<Standing> = shares.iter().map(standing).collect();
-        let (low_is_out, gate_changes) = self.gate.is_closed(orders::is_high_at_work(&standings), now);
-        self.next = gate_changes.min(turn_ends);
-        let of_high = shares.iter().filter(|seat| seat.standing.is_high && seat.standing.is_awake);
-        let (until, again) = self.gate.lasts(of_high.map(Seat::late).max().unwrap_or(now), now);
-        let out_until = |seat: &Seat| match has_no_turn(seat) {
-            true => Some((now + CLOSED, now + CLOSED / 2)),
-            false => (low_is_out && !seat.standing.is_high).then_some((until.min(gate_changes), again)),
+        let keeps_out = orders::is_high_at_work(&standings);
+        if let Some(opened) = self.shut.take_if(|shut| *shut <= now) {
+            self.gate.is_closed(false, opened);
+        }
+        // A gate that opens by itself soon is left to that: whoever sleeps there need not be woken, nor this thread.
+        let opens = self.shut.filter(|shut| !keeps_out && *shut <= now + PATIENCE && self.turns.is_none());
+        let (is_shut, gate_changes) = self.gate.is_closed(keeps_out || opens.is_some(), now);
+        let of_high = || shares.iter().filter(|seat| seat.standing.is_high && seat.standing.is_awake);
+        let woke = of_high().map(|seat| seat.woke).min().unwrap_or(now);
+        let (until, again) = Gate::lasts(woke, of_high().map(Seat::late).max().unwrap_or(now), now);
+        let low = match opens {
+            Some(until) => Out { until, again: u64::MAX },
+            None => Out { until: until.min(gate_changes), again },
+        };
+        self.shut = is_shut.then_some(low.until);
+        self.next = turn_ends.min(if opens.is_none() { gate_changes } else { u64::MAX });
+        let out = |seat: &Seat| match has_no_turn(seat) {
+            true => Some(Out { until: now + CLOSED, again: now + CLOSED / 2 }),
+            false => (is_shut && !seat.standing.is_high).then_some(low),
         };
         for (seat, order) in self.shares.iter_mut().zip(orders::orders(&standings)) {
-            let out = out_until(seat);
-            seat.obey(order, out.map(|(until, _)| until), now);
-            self.next = self.next.min(out.map_or(u64::MAX, |(_, again)| again));
+            let out = out(seat);
+            seat.obey(order, out, now);
+            self.next = self.next.min(out.map_or(u64::MAX, |out| out.again));
         }
         for seat in &mut self.shares {
             let lasted = seat.came_or_went(now);

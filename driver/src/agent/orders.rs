@@ -27,7 +27,7 @@ use super::arbiter::{self, SECOND, Terms};
 
 /// Who is kept out has so much of each second.
 const OPENING: u64 = 5_000_000;
-/// For so long a gate stays closed by itself, once it has been closed for [`LONG`].
+/// For so long a gate stays closed by itself, once who has precedence has worked for [`LONG`].
 pub(super) const CLOSED: u64 = 200_000_000;
 const LONG: u64 = 50_000_000;
 /// Before that: so long after it is known whether that goes on.
@@ -191,13 +191,14 @@ impl Gate {
         if at < opens { (true, begin + opens) } else { (false, begin + SECOND) }
     }
 
-    /// Until when it is to be closed, and when that is to be said anew. `known` is when it is known whether who has
-    /// precedence goes on. Who waits at a gate sleeps for as long as it is closed, so that after short work, which comes often,
-    /// everybody wakes by itself; a gate that is closed for longer does not depend on a node that is never late by a little.
-    pub(super) fn lasts(&self, known: u64, now: u64) -> (u64, u64) {
-        match self.since {
-            Some(since) if now.saturating_sub(since) >= LONG => (now + CLOSED, now + CLOSED / 2),
-            _ => (known + SPARE, known),
+    /// Until when it is to be closed, and when that is to be said anew. `woke` is since when who has precedence works,
+    /// `known` when it is known whether that goes on. Who waits at a gate sleeps for as long as it is closed, so that after
+    /// short work, which comes often, everybody wakes by itself; a gate that is closed for longer does not depend on a node that is
+    /// never late by a little.
+    pub(super) fn lasts(woke: u64, known: u64, now: u64) -> (u64, u64) {
+        match now.saturating_sub(woke) >= LONG {
+            true => (now + CLOSED, now + CLOSED / 2),
+            false => (known + SPARE, known),
         }
     }
 }

@@ -46,8 +46,11 @@ impl Past {
         }
     }
 
-    /// From now on: that, or nothing at all if it is kept out.
+    /// From then on, whatever was to be later: that, or nothing at all if it is kept out.
     pub(super) fn holds(&mut self, memory: &arbiter::Memory, is_beside: bool, is_out: bool, now: u64) {
+        while self.spells.back().is_some_and(|last| last.from > now) {
+            self.spells.pop_back();
+        }
         let (granted, allowed) = if is_out { (0, 0) } else { memory.granted() };
         let spell = Spell { from: now, granted, allowed, trim: memory.trim(is_beside), is_beside };
         if self.spells.back().is_none_or(|last| (Spell { from: now, ..*last }) != spell) {

@@ -5,7 +5,7 @@ use super::{Had, Planned};
 use crate::agent::arbiter;
 use crate::agent::bell::{Key, TICK};
 use crate::agent::door::{Door, Pulse};
-use crate::agent::orders::{Order, Standing};
+use crate::agent::orders::{Order, SPARE, Standing};
 use crate::shares::Mapped;
 use divvy_pages::PolicyPage;
 use divvy_pages::policy::{UNBOUNDED, accrued};
@@ -42,8 +42,21 @@ pub(super) const WAITS: [u64; 2] = [6_000_000, 15_000_000];
 const LOOK: u64 = 20_000_000;
 /// One of them is looked at so much sooner where somebody looks at its neighbours.
 const SOONER: u64 = 5_000_000;
-/// Whose gate opens by itself within so long need not be woken.
-const PATIENCE: u64 = 10_000_000;
+/// A gate that opens by itself within so long is left to that.
+pub(super) const PATIENCE: u64 = HOLD;
+
+/// Until when a gate is closed, and when that is to be said anew; never, if it opens then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Out {
+    pub(super) until: u64,
+    pub(super) again: u64,
+}
+
+impl Out {
+    fn opens(self) -> bool {
+        self.again > self.until
+    }
+}
 
 #[derive(Debug)]
 pub(super) struct Seat {
@@ -58,13 +71,15 @@ pub(super) struct Seat {
     pub(super) order: Order,
     granted_until: u64,
     closed_until: u64,
-    /// When its gate was opened last.
+    /// It is kept out, and until when is not known.
+    is_out: bool,
+    /// When its gate was opened last, or opens by itself.
     opened: u64,
     /// The last call, 0 before the first, and what the doorbell was before it.
     call: u32,
     pub(super) doorbell: u32,
     /// When it rang, or the audit before.
-    woke: u64,
+    pub(super) woke: u64,
     /// When it was last seen to work, by its own word, and whether that is long ago.
     pub(super) works: u64,
     /// When it was looked at last.
@@ -109,6 +124,7 @@ impl Seat {
             order: Order { rate: None, is_asked, is_beside, is_doubted, memory: standing.memory },
             granted_until: 0,
             closed_until,
+            is_out: closed_until > 0,
             opened: 0,
             call: 0,
             doorbell: 0,
@@ -152,17 +168,28 @@ impl Seat {
 
     /// It works and may come to rest. Who is kept out cannot show what it wants.
     pub(super) fn is_watched(&self) -> bool {
-        self.is_at_work() && self.is_seen() && self.closed_until == 0
+        self.is_at_work() && self.is_seen() && !self.is_out
     }
 
     /// From when on a look may find that it has come to rest, as far as is known.
     pub(super) fn due(&self) -> u64 {
         let (rests, pause) = match self.standing.is_awake {
-            true => (self.works.max(self.woke.saturating_add(BURST)).saturating_add(HOLD), TICK),
+            true if self.has_just_rung() => (0, BURST + BURST / 2),
+            true => {
+                let rests = self.works.max(self.woke.saturating_add(BURST)).saturating_add(HOLD);
+                // Who is in debt does not rest by then.
+                (rests, if rests > self.looked { 0 } else { TICK })
+            }
             false => (self.works.max(self.woke).saturating_add(self.patience()), LOOK),
         };
         // Who was kept out has not shown yet whether it goes on.
         rests.max(self.looked + pause).max(self.opened + TICK)
+    }
+
+    /// It keeps others out, and has not been looked at since it rang. The first look at such a one comes sooner: what is short is
+    /// over by then, and the gates open by themselves if it does not ring again.
+    fn has_just_rung(&self) -> bool {
+        self.standing.is_high && self.looked == self.woke
     }
 
     /// How long it is to launch nothing before it rests.
@@ -174,6 +201,9 @@ impl Seat {
 
     /// When it is looked at for that though nobody else is.
     pub(super) fn late(&self) -> u64 {
+        if self.standing.is_awake && self.has_just_rung() {
+            return self.woke.saturating_add(BURST + HOLD - SPARE);
+        }
         self.due().saturating_add(WAITS[usize::from(!self.standing.is_awake)])
     }
 
@@ -198,6 +228,7 @@ impl Seat {
 
     /// Whether it is awake that was not, or the other way round.
     pub(super) fn look(&mut self, now: u64) -> bool {
+        let has_just_rung = self.has_just_rung();
         self.looked = now;
         let read = Pulse::read(&self.account);
         self.is_cut = read.is_err();
@@ -211,7 +242,11 @@ impl Seat {
         } else if let Some(rate) = self.order.rate {
             let left = pulse.balance.saturating_add(accrued(rate, now.saturating_sub(pulse.refilled)));
             let quiet = now.saturating_sub(self.works.max(self.woke));
-            self.standing.is_awake &= left < 0 || quiet <= HOLD;
+            let goes_on = match has_just_rung {
+                true => quiet <= BURST || self.works > self.woke.saturating_add(BURST),
+                false => quiet <= HOLD,
+            };
+            self.standing.is_awake &= left < 0 || goes_on;
             self.rests = left >= SCARCE && quiet > self.patience();
             if self.rests && !was.1 {
                 self.rested = now;
@@ -225,8 +260,8 @@ impl Seat {
         (self.standing.is_awake, self.rests) != was
     }
 
-    /// Has the page say that, and that its gate is closed until then, if it is.
-    pub(super) fn obey(&mut self, order: Order, out_until: Option<u64>, now: u64) {
+    /// Has the page say that, and that its gate is closed, if it is.
+    pub(super) fn obey(&mut self, order: Order, out: Option<Out>, now: u64) {
         let had = std::mem::replace(&mut self.order, order);
         self.highest = self.highest.max(self.rate_of(had)).max(self.rate_of(order));
         if let Some(page) = self.page.page() {
@@ -256,8 +291,13 @@ impl Seat {
         if order.is_asked && (!had.is_asked || self.call == 0) {
             self.ask(now);
         }
-        self.close(out_until, now);
-        self.past.holds(&self.order.memory, order.is_beside, out_until.is_some(), now);
+        self.close(out.map(|out| out.until), now);
+        self.is_out = out.is_some_and(|out| !out.opens());
+        self.past.holds(&self.order.memory, order.is_beside, out.is_some(), now);
+        if let Some(out) = out.filter(|out| out.opens()) {
+            self.opened = out.until;
+            self.past.holds(&self.order.memory, order.is_beside, false, out.until);
+        }
     }
 
     /// What the doorbell says is read before: a launch that comes in between rings.
@@ -292,7 +332,7 @@ impl Seat {
             if self.closed_until > now + PATIENCE {
                 wake(page);
             }
-            (self.closed_until, self.opened) = (0, now);
+            (self.closed_until, self.opened) = (0, self.closed_until.min(now));
         }
     }
 

@@ -42,21 +42,95 @@ fn a_gate_opens_for_nobody_while_who_closed_it_works_though_each_look_is_late() 
     }
 }
 
+/// Nobody rings, and the thread wakes when its wait ends: until when the gate is closed in the end, and how often it woke.
+fn opens(desk: &mut Desk, low: &Share, mut at: u64) -> (u64, usize) {
+    for wakes in 0.. {
+        let (until, opens) = (desk.doors(at).1, low.page().closed_until());
+        if until >= opens {
+            return (opens, wakes);
+        }
+        desk.tick(until, &Rang::Nobody);
+        at = until;
+    }
+    unreachable!("it opens")
+}
+
 #[test]
-fn after_short_work_whoever_waits_at_the_gate_sleeps_for_a_few_milliseconds_more_at_most() {
+fn after_short_work_the_gate_opens_by_itself_and_nobody_is_woken() {
+    let check = |works: u64, until: u64, wakes: usize| {
+        let dir = tempfile::tempdir().unwrap();
+        let now = 1000 * SECOND;
+        let (mut desk, high, low) = closed(dir.path(), now);
+        high.launches(now + works);
+        assert_eq!(opens(&mut desk, &low, now), (now + until, wakes), "{} ms", works / MS);
+        assert!(high.page().call() > 0, "it is to ring again");
+        assert!(low.page().closed_until() > 0, "nothing is written for that");
+    };
+    check(0, BURST + HOLD, 1);
+    check(BURST, BURST + HOLD, 1);
+    // It rests by then, but for less than it is given.
+    check(BURST + MS, BURST + MS + HOLD + WAITS[0] + SPARE, 2);
+    // It works.
+    let first = BURST + HOLD - SPARE;
+    check(first, first + HOLD + WAITS[0] + SPARE, 2);
+}
+
+#[test]
+fn who_rings_before_the_gate_has_opened_keeps_it_closed_and_lets_others_through_all_the_same() {
     let dir = tempfile::tempdir().unwrap();
     let now = 1000 * SECOND;
     let (mut desk, high, low) = closed(dir.path(), now);
-    for ms in 0..20 {
-        high.launches(now + ms * MS);
+    let mut open = 0;
+    for ms in 0..3000 {
+        let at = now + ms * MS;
+        let rings = ms % 18 == 0;
+        if rings {
+            high.rings(at);
+        }
+        // Something else wakes the thread all the time.
+        desk.tick(at, if rings { &Rang::Anybody } else { &Rang::Nobody });
+        open += u64::from(!low.is_closed(at));
     }
-    let (mut at, mut until) = (now, 0);
-    while low.page().gate().load(SeqCst) != 0 {
-        until = low.page().closed_until();
+    assert!((15..30).contains(&open), "{open} ms of three seconds");
+}
+
+#[test]
+fn while_bursts_come_and_go_a_gate_is_closed_for_little_longer_than_they_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let now = 1000 * SECOND;
+    let (mut desk, high, low) = closed(dir.path(), now);
+    desk.since(GPU, now);
+    let (mut at, mut open) = (now, 0);
+    for ms in 0..3000 {
+        at = now + ms * MS;
+        if ms % 50 == 0 {
+            high.rings(at);
+            desk.tick(at, &Rang::Anybody);
+        } else if desk.doors(at).1 <= at {
+            desk.tick(at, &Rang::Nobody);
+        }
+        low.launches(at);
+        open += u64::from(!low.is_closed(at));
+    }
+    // It is closed for 20 ms each.
+    assert_eq!(open, 3000 / 50 * 30);
+    assert_eq!(low.page().call(), 0, "it does not rest");
+    let granted = desk.since(GPU, at)[&low.key].memory.granted().0 / POINT;
+    assert!((59..=60).contains(&granted), "{granted}");
+}
+
+#[test]
+fn who_rests_after_its_gate_has_opened_by_itself_is_found_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let now = 1000 * SECOND;
+    let (mut desk, _high, low) = closed(dir.path(), now);
+    let (opened, _) = opens(&mut desk, &low, now);
+    low.launches(opened);
+    let mut at = opened;
+    while low.page().call() == 0 {
         at = goes_on(&mut desk, None, at);
+        assert!(at <= opened + RESTS + 2 * WAITS[1], "{} ms", (at - opened) / MS);
     }
-    assert!(at < until && until <= at + 10 * MS, "until {} ms after that", (until - at) / MS);
-    assert!(until <= now + 50 * MS, "{} ms", (until - now) / MS);
 }
 
 #[test]
