@@ -244,7 +244,7 @@ impl Seat {
             let quiet = now.saturating_sub(self.works.max(self.woke));
             let goes_on = match has_just_rung {
                 true => quiet <= BURST || self.works > self.woke.saturating_add(BURST),
-                false => quiet <= HOLD,
+                false => quiet < HOLD,
             };
             self.standing.is_awake &= left < 0 || goes_on;
             self.rests = left >= SCARCE && quiet > self.patience();

@@ -1,6 +1,7 @@
 //! For how long gates are closed, and who is woken when they open.
 
 use super::*;
+use proptest::prelude::*;
 
 /// A share of high priority that rang at that time, and one that it keeps out.
 fn closed(dir: &Path, now: u64) -> (Desk, Share, Share) {
@@ -173,4 +174,45 @@ fn who_is_kept_out_is_not_taken_to_rest() {
         at = goes_on(&mut desk, None, at);
     }
     assert!(low.page().call() > 0, "then it rests, too");
+}
+
+proptest! {
+    /// However it launches, and however late each look is: others are kept out for as long as it goes on, and not for much longer.
+    #[test]
+    fn a_gate_is_closed_from_the_first_launch_until_soon_after_the_last(
+        pauses in proptest::collection::vec(1_u64..60, 1..60),
+        late in 0..SPARE / MS,
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let mut at = 1000 * SECOND;
+        let (mut desk, high, low) = closed(dir.path(), at);
+        let (mut answered, mut launched, mut woken) = (high.page().call(), at, None);
+        let times: Vec<u64> = pauses.iter().scan(at, |at, ms| { *at += ms * MS; Some(*at) }).collect();
+        while at < times[times.len() - 1] + SECOND / 5 {
+            at += MS;
+            let until = desk.doors(at).1;
+            if until <= at && *woken.get_or_insert(at) + late * MS <= at {
+                desk.tick(at, &Rang::Nobody);
+                woken = None;
+            }
+            if times.contains(&at) {
+                launched = at;
+                high.launches(at);
+                let call = high.page().call();
+                if call != 0 && call != answered {
+                    answered = call;
+                    high.rings(at);
+                    desk.tick(at, &Rang::Anybody);
+                }
+            }
+            let rests = at - launched;
+            // Others are let through at the end of each second; here it is one at most that ends.
+            if rests < HOLD && (at / MS) % 1000 < 900 {
+                prop_assert!(low.is_closed(at), "open {} ms after a launch", rests / MS);
+            }
+            if rests > HOLD + WAITS[0] + SPARE {
+                prop_assert!(!low.is_closed(at), "closed {} ms after the last launch", rests / MS);
+            }
+        }
+    }
 }
