@@ -23,7 +23,7 @@ use tokio::sync::Notify;
 
 pub(super) type Key = (ClaimUid, ShareId);
 
-/// Between two looks at those that are awake, in nanoseconds.
+/// Between two looks at who is awake and in debt, or cannot be heard, in nanoseconds.
 pub(super) const TICK: u64 = 10_000_000;
 /// A wait that has no end of its own ends by then, in nanoseconds.
 const LONGEST: u64 = 3_600_000_000_000;

@@ -180,7 +180,7 @@ proptest! {
     /// However it launches, and however late each look is: others are kept out for as long as it goes on, and not for much longer.
     #[test]
     fn a_gate_is_closed_from_the_first_launch_until_soon_after_the_last(
-        pauses in proptest::collection::vec(1_u64..60, 1..60),
+        pauses in proptest::collection::vec(1_u64..60, 1..32),
         late in 0..SPARE / MS,
     ) {
         let dir = tempfile::tempdir().unwrap();
@@ -206,8 +206,8 @@ proptest! {
                 }
             }
             let rests = at - launched;
-            // Others are let through at the end of each second; here it is one at most that ends.
-            if rests < HOLD && (at / MS) % 1000 < 900 {
+            // Nobody is kept out for so long here that he is let through: of so few pauses each would be 31 ms at most.
+            if rests < HOLD {
                 prop_assert!(low.is_closed(at), "open {} ms after a launch", rests / MS);
             }
             if rests > HOLD + WAITS[0] + SPARE {
