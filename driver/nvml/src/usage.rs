@@ -4,7 +4,7 @@ use crate::code::Code;
 use crate::error::NvmlError;
 use crate::job::Worker;
 use crate::raw::{CgroupMemory, ProcessEntry};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// A process on a GPU or on one of its compute instances, by the GPU driver's word.
@@ -26,6 +26,10 @@ pub struct ProcessTimes {
     /// When the last sample was taken, in microseconds of the system clock: what is asked for from there on begins
     /// where this ends. None where nobody had any.
     pub until_us: Option<u64>,
+    /// Whether a sample says what each process had of it. An H100 whose processes take turns (driver 580.159) says what all of
+    /// them had and names one, now this one, now that, each as often as it had the GPU; so two processes are never told with
+    /// one time. None where that does not show: fewer than two had any.
+    pub divides: Option<bool>,
 }
 
 impl Worker {
@@ -44,8 +48,10 @@ impl Worker {
             *known = (*known).max((at_us, percent));
         }
         let until_us = newest.values().map(|(at_us, _)| *at_us).max();
+        let moments: BTreeSet<u64> = newest.values().map(|(at_us, _)| *at_us).collect();
+        let divides = (newest.len() > 1).then_some(moments.len() < newest.len());
         let percent = newest.into_iter().map(|(pid, (_, percent))| (pid, percent.min(100))).collect();
-        Ok(Some(ProcessTimes { percent, until_us }))
+        Ok(Some(ProcessTimes { percent, until_us, divides }))
     }
 
     /// One entry for each process and instance. A process that computes and draws is in

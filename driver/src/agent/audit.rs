@@ -18,7 +18,7 @@ impl Sources {
         &self,
         gpu: GpuUuid,
         found: Vec<Found>,
-        Asked { uses, kept, times, busy, until }: Asked,
+        Asked { uses, kept, times, divides, busy, until }: Asked,
         mut memory: Memory,
     ) -> (Memory, Vec<Report>, Option<Vec<ShareNow>>) {
         let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
@@ -26,11 +26,11 @@ impl Sources {
         let is_due = memory.is_due(now);
         let known = &mut memory.processes;
         let look = gather::look(found, &self.files, uses, known, !is_due, process_root, cgroup_root);
-        let look = Look { kept, busy, ..look };
+        let mut look = Look { kept, busy, ..look };
         let (mut memory, metered, over) = match memory.meter.awaits(&times) {
             // Of the time the next look tells, with what was before this one.
             true => (memory, Vec::new(), Vec::new()),
-            false => self.timed(gpu, &look, &times, until, memory, now),
+            false => self.timed(gpu, &mut look, (&times, divides), until, memory, now),
         };
         let (mut reports, mut told) = (Vec::new(), None);
         if is_due {
@@ -51,19 +51,27 @@ impl Sources {
     fn timed(
         &self,
         gpu: GpuUuid,
-        look: &Look,
-        times: &meter::Times,
+        look: &mut Look,
+        (times, divides): (&meter::Times, Option<bool>),
         until: Option<meter::Until>,
         memory: Memory,
         now: Instant,
     ) -> (Memory, Vec<meter::Metered>, Vec<Finding>) {
-        let (metered, since, of_meter) = meter::meter(look, times, until, memory.meter.clone(), now);
+        let (mut metered, since, mut of_meter) = meter::meter(look, times, until, memory.meter.clone(), now);
+        look.whole = meter::together(look, times, divides, &mut metered, &mut of_meter);
+        let look = &*look;
         let had = self.bell.since(gpu, until.map(meter::Until::ago).unwrap_or_default());
         let joint = joint::join(look, &metered, since, &memory.joint, now);
         let standings = arbitrate::standings(look, times, &metered, &had, |share| {
-            let joint = joint.get(&share.policy.mig?)?;
+            let joint = joint.get(&share.device())?;
             Some((joint.trim(&share.key()), !joint.is_doubted(now)))
         });
+        for (share, metered) in
+            look.shares.iter().zip(&mut metered).filter(|(_, metered)| metered.named.is_some())
+        {
+            let trim = joint.get(&share.device()).map_or(1.0, |joint| joint.trim(&share.key()));
+            metered.likely = metered.said.map(|(charged, _)| (charged as f64 / trim) as u64);
+        }
         self.divide(gpu, look, standings);
         let (forged, balances) = balance::beyond(look, &metered, &had, &memory.balances, since, bell::now());
         let granted = |at: usize| Some(had.get(&look.shares.get(at)?.key())?.memory.granted().0);

@@ -1,6 +1,7 @@
-//! What several shares of a MIG instance had together, held against what each says that it had.
+//! What several shares of a device had together, held against what each says that it had.
 //!
-//! NVML knows how much of its time an instance was at work (Hopper and later), and not by whose processes. Where
+//! NVML knows how much of its time a MIG instance was at work (Hopper and later), and not by whose processes; nor does it
+//! of a GPU whose samples name one process each ([`super::meter`]). Where
 //! several shares have parts of it two things follow from that all the same.
 //!
 //! **Whether their words can be true.** A kernel that neighbours cut is charged what its fastest launches take, since
@@ -19,28 +20,27 @@ use super::finding::{Finding, Kind};
 use super::judge::about;
 use super::look::{Device, Look, Share};
 use super::meter::Metered;
-use divvy_pages::GpuUuid;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// By the UUID of the MIG device.
-pub(super) type Memory = BTreeMap<GpuUuid, Joint>;
+pub(super) type Memory = BTreeMap<Device, Joint>;
 
 /// For so long the words of shares are not taken that were no explanation, and at most.
 const DOUBT: Duration = Duration::from_secs(30);
 const LONGEST: Duration = Duration::from_secs(1800);
-/// The instance may have had a part of so many more than they say, and a point.
-const SLACK: u64 = 20;
+/// The device may have had a part of so many more than they say, and a point: to change from one process to the next takes
+/// an H100 0.17 ms after each slice of 2.09, which is at work then for nobody.
+const SLACK: u64 = 8;
 /// And beyond that so much in all, in nanoseconds: kernels are charged a guess until they were measured, and what that lacked later.
 const UNTOLD: u64 = SECOND / 5;
 /// So much of it in doubt is no guess any more.
 const TOO_MUCH: u64 = SECOND / 2;
 
-/// What is known of the shares of an instance.
+/// What is known of the shares of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Joint {
     cuts: Cuts,
-    /// Nanoseconds that the instance had and nobody has explained, and whether that was [`TOO_MUCH`] in doubt and goes on; and what both
+    /// Nanoseconds that the device had and nobody has explained, and whether that was [`TOO_MUCH`] in doubt and goes on; and what both
     /// were in the last look, in nanoseconds a second.
     untold: u64,
     is_dark: bool,
@@ -74,7 +74,7 @@ impl Joint {
         !self.is_dark && self.doubted_until.is_some_and(|until| now < until)
     }
 
-    /// After a look, `since` after the one before, at which the instance had so much.
+    /// After a look, `since` after the one before, at which the device had so much.
     fn after(mut self, busy: u64, parts: Vec<(Key, Part)>, since: Duration, now: Instant) -> Self {
         let is_doubted = self.is_doubted(now);
         let was_doubted = now.checked_sub(since).is_some_and(|then| self.is_doubted(then));
@@ -103,8 +103,8 @@ impl Joint {
     }
 }
 
-/// After a look, of the instances whose time is known and of which several shares have parts; `since` is the time since the one
-/// before.
+/// After a look, of the devices whose time is known and of which several shares have parts; `since` is the time since the one
+/// before. Of a GPU what is known stays while one of them works alone.
 pub(super) fn join(
     look: &Look,
     metered: &[Metered],
@@ -112,38 +112,43 @@ pub(super) fn join(
     before: &Memory,
     now: Instant,
 ) -> Memory {
-    let mut parts: BTreeMap<GpuUuid, Vec<Option<(Key, Part)>>> = BTreeMap::new();
-    let there: BTreeSet<(GpuUuid, Key)> =
-        look.shares.iter().filter_map(|share| Some((share.policy.mig?, share.key()))).collect();
+    let mut parts: BTreeMap<Device, Vec<Option<(Key, Part)>>> = BTreeMap::new();
+    let there: BTreeSet<(Device, Key)> =
+        look.shares.iter().map(|share| (share.device(), share.key())).collect();
     for (share, metered) in look.shares.iter().zip(metered).filter(|(_, metered)| metered.busy.is_none()) {
-        let Some(mig) = share.policy.mig else { continue };
         // Nothing is known of who has just come, nor of what those said who are gone.
         let part = metered.said.filter(|_| metered.is_steady).map(|(charged, _)| {
             // A share has no more than the instance, in whatever streams.
             (share.key(), Part { charged: charged.min(SECOND), long: metered.long })
         });
-        parts.entry(mig).or_default().push(part);
+        parts.entry(share.device()).or_default().push(part);
     }
-    let joint = |(mig, parts): (GpuUuid, Vec<Option<(Key, Part)>>)| {
+    let is_left = |(device, _): &(&Device, &Joint)| {
+        let is_whole = device.mig.is_none() && !parts.contains_key(device);
+        is_whole && there.iter().any(|(other, _)| other == *device)
+    };
+    let left: Vec<_> =
+        before.iter().filter(is_left).map(|(device, joint)| (*device, joint.clone())).collect();
+    let joint = |(device, parts): (Device, Vec<Option<(Key, Part)>>)| {
         let are_there =
-            |joint: &&Joint| joint.doubted.iter().all(|share| there.contains(&(mig, share.clone())));
-        let before = before.get(&mig).filter(are_there).cloned();
+            |joint: &&Joint| joint.doubted.iter().all(|share| there.contains(&(device, share.clone())));
+        let before = before.get(&device).filter(are_there).cloned();
         let parts: Option<Vec<_>> = parts.into_iter().collect();
-        let known = look.busy.get(&mig).zip(since).zip(parts);
+        let known = look.busy_of(device).zip(since).zip(parts);
         Some((
-            mig,
+            device,
             match (before, known) {
-                (Some(before), Some(((busy, since), parts))) => before.after(*busy, parts, since, now),
+                (Some(before), Some(((busy, since), parts))) => before.after(busy, parts, since, now),
                 // Up to now they need not have been paced, and said nothing.
                 (None, Some(_)) => Joint::default(),
                 (before, None) => before?,
             },
         ))
     };
-    parts.into_iter().filter_map(joint).collect()
+    parts.into_iter().filter_map(joint).chain(left).collect()
 }
 
-/// What is to be told of the shares of instances on which somebody is not paced. Nothing where a process is on the instance that is
+/// What is to be told of the shares of devices on which somebody is not paced. Nothing where a process is on the device that is
 /// none of theirs: it may be that one.
 pub(super) fn over_time(look: &Look, joint: &Memory) -> Vec<Finding> {
     let is_of_shares = |device: &Device| {
@@ -152,10 +157,11 @@ pub(super) fn over_time(look: &Look, joint: &Memory) -> Vec<Finding> {
         known.all(|process| !look.shares_of(process).is_empty())
     };
     let tell = |share: &Share| {
-        let joint = joint.get(&share.policy.mig?).filter(|joint| joint.is_dark)?;
+        let joint = joint.get(&share.device()).filter(|joint| joint.is_dark)?;
+        let device = if share.policy.mig.is_some() { "MIG instance" } else { "GPU" };
         let (had, said) = (joint.had.0 / POINT, joint.had.1 / POINT);
         let text = format!(
-            "the shares of the claim's MIG instance had {had} % of its time together in the last second, where their processes say {said} %: one of them is not paced"
+            "the shares of the claim's {device} had {had} % of its time together in the last second, where their processes say {said} %: one of them is not paced"
         );
         let finding = Finding { certain: true, ..about(share, Kind::OverTime, None, text) };
         is_of_shares(&share.device()).then_some(finding)
@@ -168,8 +174,12 @@ mod tests {
     use super::super::cuts::tests::{key, part};
     use super::super::judge::tests::{CONTEXT, Scene};
     use super::*;
+    use divvy_pages::GpuUuid;
 
-    /// Looks a second apart at which the instance had so many points.
+    const MIG: GpuUuid = GpuUuid([7; 16]);
+    const DEVICE: Device = Device { gpu: GpuUuid([1; 16]), mig: Some(MIG) };
+
+    /// Looks a second apart at which the device had so many points.
     fn after(looks: &[(u64, Vec<Part>)]) -> (Joint, Instant) {
         let mut now = Instant::now();
         let mut joint = Joint::default();
@@ -183,7 +193,7 @@ mod tests {
 
     #[test]
     fn words_that_do_not_explain_what_the_instance_had_are_not_taken_for_a_while_and_then_longer() {
-        let odd = (90, vec![part(30, 0), part(50, 0)]);
+        let odd = (96, vec![part(30, 0), part(50, 0)]);
         let even = (80, odd.1.clone());
         let check = |looks: &[&(u64, Vec<Part>)], expected: Option<u64>| {
             let (joint, now) = after(&looks.iter().copied().cloned().collect::<Vec<_>>());
@@ -203,14 +213,13 @@ mod tests {
 
     #[test]
     fn in_doubt_whatever_is_missing_is_of_kernels_that_are_cut() {
-        let odd = (90, vec![part(30, 0), part(50, 0)]);
+        let odd = (96, vec![part(30, 0), part(50, 0)]);
         let (joint, _) = after(&[vec![odd.clone(); 4], vec![(60, odd.1); 20]].concat());
         assert!((joint.trim(&key(0)) - 1.5).abs() < 0.01, "{joint:?}");
     }
 
     #[test]
     fn what_nobody_explains_in_doubt_is_told_of_all_and_as_long_as_it_goes_on() {
-        const MIG: GpuUuid = GpuUuid([7; 16]);
         let odd = (90, vec![part(30, 0), part(10, 0)]);
         let even = (40, odd.1.clone());
         let check = |looks: &[&(u64, Vec<Part>)], stranger: bool, expected: &[&str]| {
@@ -223,7 +232,7 @@ mod tests {
             let mut look = scene.look();
             look.shares.iter_mut().for_each(|share| share.policy.mig = Some(MIG));
             look.uses.iter_mut().for_each(|usage| usage.device.mig = Some(MIG));
-            let found = over_time(&look, &[(MIG, joint)].into());
+            let found = over_time(&look, &[(DEVICE, joint)].into());
             assert!(found.iter().all(|finding| finding.process.is_none() && finding.certain));
             assert_eq!(found.len(), expected.len(), "{found:?}");
             for (finding, expected) in found.iter().zip(expected) {
@@ -241,7 +250,6 @@ mod tests {
 
     #[test]
     fn who_was_not_paced_yet_has_just_come_or_is_gone_is_held_against_nobody() {
-        const MIG: GpuUuid = GpuUuid([7; 16]);
         let mut scene = Scene::share(10_000);
         scene.second_share(10_000);
         let mut look = scene.look();
@@ -254,16 +262,15 @@ mod tests {
         let nobody = Memory::new();
         assert_eq!(join([says(true), Metered::default()], &nobody), nobody);
         let first = join([says(true); 2], &nobody);
-        assert_eq!(first, [(MIG, Joint::default())].into());
+        assert_eq!(first, [(DEVICE, Joint::default())].into());
         for unknown in [says(false), Metered::default()] {
             assert_eq!(join([says(true), unknown], &first), first);
         }
-        assert!(join([says(true); 2], &first)[&MIG].is_doubted(Instant::now()));
+        assert!(join([says(true); 2], &first)[&DEVICE].is_doubted(Instant::now()));
     }
 
     #[test]
     fn a_doubt_is_over_when_a_share_is_gone_that_it_began_with_and_for_nobody_who_comes() {
-        const MIG: GpuUuid = GpuUuid([7; 16]);
         let mut look = Scene::share(10_000).look();
         look.shares[0].policy.mig = Some(MIG);
         let of = |name: &str| Share { claim: name.into(), ..look.shares[0].clone() };
@@ -278,7 +285,7 @@ mod tests {
         let doubted = join(&[0, 1, 2], 90, &join(&[0, 1, 2], 90, &Memory::new()));
         let check = |at: &[usize], expected: bool| {
             let joint = join(at, 10 * at.len() as u64, &doubted);
-            assert_eq!(joint[&MIG].is_doubted(now), expected, "{at:?}");
+            assert_eq!(joint[&DEVICE].is_doubted(now), expected, "{at:?}");
         };
         check(&[0, 1, 2], true);
         check(&[0, 1, 2, 3], true);

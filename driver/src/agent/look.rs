@@ -87,6 +87,8 @@ pub(super) struct Look {
     pub(super) kept: BTreeSet<String>,
     /// Of instances that have shares, and nobody runs there beside their compute instance.
     pub(super) busy: Busy,
+    /// What all processes of the GPU had together, in nanoseconds a second; none where NVML says what each had, or nothing.
+    pub(super) whole: Option<u64>,
 }
 
 impl Account {
@@ -161,6 +163,11 @@ pub(super) fn is_of(slot: &SlotReport, is: &Identity) -> bool {
 }
 
 impl Look {
+    /// What all processes of a device had together, in nanoseconds a second, where that is all that is known.
+    pub(super) fn busy_of(&self, device: Device) -> Option<u64> {
+        device.mig.map_or(self.whole, |mig| self.busy.get(&mig).copied())
+    }
+
     /// The shares that a process belongs to, by index: those of the container it is in
     /// or, where no hook told of one, those whose policy page it has mounted.
     pub(super) fn shares_of(&self, process: &Process) -> BTreeSet<usize> {

@@ -2,6 +2,11 @@
 //!
 //! Two things are known of compute time, and both are told. What the processes *had* is NVML's word. What
 //! they were *charged*, and how long they waited, is their own, on a page that they write.
+//!
+//! **Samples that name one process.** Where processes take turns on a GPU, NVML may say of each sample what all of them had, and
+//! name one of them, with as much chance as it had of it ([`divvy_nvml::ProcessTimes::divides`]). Of a share that works alone that
+//! is as good as its own. Beside others it is five throws of dice a second, which tell after minutes who had what and before
+//! that nothing; so what they had together is all that is known, as it is of a MIG instance.
 
 use super::arbiter::{SECOND, Terms};
 use super::look::{Device, Look, Share, Slot};
@@ -20,6 +25,8 @@ pub(super) struct Memory {
     slots: BTreeMap<(ClaimUid, ShareId), BTreeMap<usize, Said>>,
     at: Option<Instant>,
     until: Option<Until>,
+    /// NVML's samples were seen to name one process each.
+    names: bool,
 }
 
 /// Nanoseconds charged, waited and charged for long kernels, by the owner of a slot.
@@ -93,6 +100,10 @@ fn micros(time: Duration) -> u64 {
 pub(super) struct Metered {
     /// None where NVML does not say.
     pub(super) busy: Option<u64>,
+    /// Where it does not, of a whole GPU: what it had by the samples that name it, which is right on the mean of many.
+    pub(super) named: Option<u64>,
+    /// And what it had if its word is true, less what neighbours cut from its kernels: for people.
+    pub(super) likely: Option<u64>,
     /// Charged and waited; none at the first look.
     pub(super) said: Option<(u64, u64)>,
     /// Charged for kernels longer than a time slice.
@@ -131,10 +142,47 @@ pub(super) fn meter(
             said: since.map(|since| (by_second(charged, since), by_second(waited, since))),
             long: since.map_or(0, |since| by_second(long, since)),
             is_steady: since.is_some() && is_steady,
+            ..Metered::default()
         });
         slots.insert(share.key(), of_share);
     }
-    (all, since, Memory { slots, at: Some(now), until })
+    (all, since, Memory { slots, at: Some(now), until, names: memory.names })
+}
+
+/// What all processes of the GPU had together, in nanoseconds a second, where NVML's samples name one process each, and more than
+/// one share or somebody without one is at work: then nobody's own is known.
+pub(super) fn together(
+    look: &Look,
+    times: &Times,
+    divides: Option<bool>,
+    metered: &mut [Metered],
+    memory: &mut Memory,
+) -> Option<u64> {
+    memory.names = divides.map_or(memory.names, |divides| !divides);
+    let times = times.as_ref().filter(|_| memory.names)?;
+    let mut of_gpu: Vec<_> = look
+        .shares
+        .iter()
+        .zip(metered)
+        .filter_map(|(share, metered)| share.policy.mig.is_none().then_some(metered))
+        .collect();
+    let works = |metered: &&&mut Metered| {
+        metered.busy.is_some_and(|busy| busy > 0) || metered.said.is_some_and(|(charged, _)| charged > 0)
+    };
+    let at_work = of_gpu.iter().filter(works).count();
+    let others = times.keys().filter(|pid| is_of_none(look, **pid)).count();
+    if at_work + others < 2 {
+        return None;
+    }
+    for metered in &mut of_gpu {
+        metered.named = metered.busy.take();
+    }
+    Some(times.values().map(|percent| time(*percent)).sum::<u64>().min(SECOND))
+}
+
+/// Whoever has ended is of none either.
+fn is_of_none(look: &Look, pid: u32) -> bool {
+    look.processes.get(&pid).is_none_or(|process| look.shares_of(process).is_empty())
 }
 
 /// Of so many per cent: nanoseconds a second.
@@ -204,7 +252,7 @@ pub(super) fn told(look: &Look, metered: &[Metered], at_ms: u64) -> Vec<ShareNow
     let bytes = measured(look);
     let tell = |(at, share): (usize, &Share)| {
         let terms = Terms::of(share.policy.compute);
-        let Metered { busy, said, .. } = metered.get(at).copied().unwrap_or_default();
+        let Metered { busy, likely, said, .. } = metered.get(at).copied().unwrap_or_default();
         let account = share.account.as_ref().ok();
         let live = account.map_or(0, |account| account.slots.iter().filter(|slot| slot.is_live()).count());
         let Device { gpu, mig } = share.device();
@@ -223,7 +271,7 @@ pub(super) fn told(look: &Look, metered: &[Metered], at_ms: u64) -> Vec<ShareNow
             ceiling_percent: percent(terms.ceiling),
             weight: terms.weight,
             priority: share.policy.compute.priority,
-            busy_percent: busy.map(percent),
+            busy_percent: busy.or(likely).map(percent),
             charged_percent: said.map(|(charged, _)| percent(charged)),
             throttled_ms: said.map(|(_, waited)| waited / 1_000_000),
             processes: u32::try_from(live).unwrap_or(u32::MAX),
@@ -284,7 +332,11 @@ mod tests {
         let said = Some((SECOND / 2, SECOND / 2 * 3));
         assert_eq!(
             (metered.as_slice(), since),
-            ([Metered { busy: Some(SECOND / 5 * 2), said, long: 0, is_steady: true }].as_slice(), Some(two))
+            (
+                [Metered { busy: Some(SECOND / 5 * 2), said, is_steady: true, ..Metered::default() }]
+                    .as_slice(),
+                Some(two)
+            )
         );
         let told = told(&later, &metered, 9);
         let [now] = told.as_slice() else { panic!("one share") };

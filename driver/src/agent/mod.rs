@@ -177,6 +177,8 @@ struct Asked {
     /// Containers whose limit it keeps, by id.
     kept: BTreeSet<String>,
     times: meter::Times,
+    /// Whether that is what each process had; see [`divvy_nvml::ProcessTimes::divides`].
+    divides: Option<bool>,
     /// What instances had that have shares.
     busy: instances::Busy,
     /// Up to when either is told.
@@ -347,6 +349,7 @@ impl Agent {
         let inventory = self.inventory.borrow().clone();
         let uses = queue.usage().await?;
         let times = queue.times(since_us).await?;
+        let divides = times.as_ref().and_then(|times| times.divides);
         let mut until = times.as_ref().and_then(|times| times.until_us).and_then(meter::Until::of);
         let shares: Vec<_> = found.iter().filter_map(|found| found.policy.mig).collect();
         let mut busy = instances::Busy::new();
@@ -358,6 +361,6 @@ impl Agent {
             busy = instances::busy(&own, &times);
         }
         let uses = uses.iter().filter_map(|usage| instances::place(gpu, &inventory, usage)).collect();
-        Ok(Asked { uses, kept, times: times.map(|times| times.percent), busy, until })
+        Ok(Asked { uses, kept, times: times.map(|times| times.percent), divides, busy, until })
     }
 }

@@ -64,6 +64,9 @@ enum Command {
         /// Root of the GPU driver's files
         #[arg(long, default_value = "/")]
         driver_root: PathBuf,
+        /// Print what it sees of each share's compute time too
+        #[arg(long)]
+        audits: bool,
     },
     /// Use the GPU without a driver library (for the suite's own use)
     #[command(hide = true)]
@@ -111,7 +114,7 @@ pub fn main() -> Result<()> {
             let (limit, physical) = (limit_mib * MIB, physical_mib * MIB);
             node::write_pages(&directory, &claim, "share", (gpu, None), limit, physical, compute)
         }
-        Command::Agent { directory, driver_root } => Watch::serve(&driver_root, &directory),
+        Command::Agent { directory, driver_root, audits } => Watch::serve(&driver_root, &directory, audits),
         Command::Corpus { library, only } => self::corpus(&library, only.as_deref()),
     }
 }

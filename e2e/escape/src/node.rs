@@ -57,6 +57,11 @@ impl Node {
         Self::with(gpu, parent, |_| ())
     }
 
+    /// The same where samples of the GPU's time name one process each.
+    pub fn naming(gpu: &str, parent: &Path) -> Result<Self> {
+        Self::with(gpu, parent, |options| options.host.names_one = true)
+    }
+
     /// A node with one device of that sort.
     pub fn of(on: On) -> Result<Self> {
         let parent = std::env::temp_dir();

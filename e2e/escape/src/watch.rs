@@ -3,6 +3,7 @@
 
 use crate::node::{Node, Share};
 use anyhow::{Context, Result};
+use divvy_api::top::ShareNow;
 use divvy_driver::agent::{Agent, Done, Report, Response};
 use divvy_driver::gpus::{Gpus, GpusOptions};
 use divvy_driver::paths::HostPaths;
@@ -17,6 +18,9 @@ use tokio::sync::oneshot;
 
 /// Between two looks at whether it is still wanted.
 const PAUSE: Duration = Duration::from_millis(200);
+
+/// What the lines of an audit are called.
+const AUDITED: &str = "audited";
 
 /// A running agent; it ends when this is dropped.
 #[derive(Debug)]
@@ -39,11 +43,12 @@ pub struct Told {
 
 impl Watch {
     pub fn start(node: &Node) -> Result<Self> {
-        Self::start_at(node.sim.root(), node.path())
+        Self::start_at(node.sim.root(), node.path(), false)
     }
 
-    /// The same over a node of another process, by the root of its driver and its directory.
-    pub fn start_at(root: &Path, directory: &Path) -> Result<Self> {
+    /// The same over a node of another process, by the root of its driver and its directory; `audits` are told too, in
+    /// a line for each share.
+    pub fn start_at(root: &Path, directory: &Path, audits: bool) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (send, told) = mpsc::channel();
         let (stop, stopped) = oneshot::channel();
@@ -57,9 +62,18 @@ impl Watch {
                 let _ = ready.send(());
                 let tell = async {
                     while let Some(report) = reports.recv().await {
-                        if let Report::Found { finding, done } = report {
-                            let (kind, ended) = (finding.kind.name(), done == Done::Ended);
-                            let _ = send.send(Told { kind, text: finding.to_string(), ended });
+                        match report {
+                            Report::Found { finding, done } => {
+                                let (kind, ended) = (finding.kind.name(), done == Done::Ended);
+                                let _ = send.send(Told { kind, text: finding.to_string(), ended });
+                            }
+                            Report::Audited { shares, .. } if audits => {
+                                for share in &shares {
+                                    let _ =
+                                        send.send(Told { kind: AUDITED, text: audited(share), ended: false });
+                                }
+                            }
+                            _ => {}
                         }
                     }
                 };
@@ -76,8 +90,8 @@ impl Watch {
     }
 
     /// Is that agent until standard input ends: says `up`, and then what it finds.
-    pub fn serve(root: &Path, directory: &Path) -> Result<()> {
-        let watch = Self::start_at(root, directory)?;
+    pub fn serve(root: &Path, directory: &Path, audits: bool) -> Result<()> {
+        let watch = Self::start_at(root, directory, audits)?;
         let mut out = std::io::stdout();
         writeln!(out, "up")?;
         let input = std::thread::spawn(|| std::io::stdin().lines().for_each(drop));
@@ -113,6 +127,20 @@ impl Drop for Watch {
     }
 }
 
+/// What an audit says of a share, in per cent of the GPU's time since the one before.
+fn audited(share: &ShareNow) -> String {
+    let percent = |percent: Option<u32>| percent.map_or("-".to_owned(), |percent| percent.to_string());
+    format!(
+        "{AUDITED} {} {}: guarantee {}, had {}, charged {}, waited {} ms",
+        share.at_ms,
+        share.claim_uid,
+        share.guarantee_percent,
+        percent(share.busy_percent),
+        percent(share.charged_percent),
+        share.throttled_ms.unwrap_or(0)
+    )
+}
+
 /// Has the policy of a share say that of compute time, as the node daemon does when a class changes.
 pub fn change(node: &Node, share: &Share, compute: Compute) -> Result<()> {
     let (_, policy) = Policy::decode(&std::fs::read(share.directory.join("policy"))?)?;
@@ -121,13 +149,15 @@ pub fn change(node: &Node, share: &Share, compute: Compute) -> Result<()> {
     Ok(())
 }
 
-/// A node's paths, of which `/proc` is the machine's: there its processes are.
+/// A node's paths, of which `/proc` is the machine's: there its processes are. A real GPU driver's root may have neither
+/// device nodes nor `sys`.
 pub(crate) fn paths(root: &Path, directory: &Path) -> HostPaths {
+    let within = |name: &str| if root.join(name).exists() { root } else { Path::new("/") };
     HostPaths {
         kubelet_root: directory.join("kubelet"),
         cdi_dir: directory.join("cdi"),
-        dev_root: root.to_owned(),
-        sys_root: root.join("sys"),
+        dev_root: within("dev").to_owned(),
+        sys_root: within("sys").join("sys"),
         driver_root: root.to_owned(),
         host_prefix: "/".into(),
         proc_root: "/proc".into(),

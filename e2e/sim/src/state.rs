@@ -48,6 +48,9 @@ pub struct Host {
     pub mknod: bool,
     /// A compute instance gets another UUID each time it is made.
     pub fresh_uuids: bool,
+    /// A sample of a GPU's time says of one process what all of them had, as an H100's whose processes take turns.
+    #[serde(default)]
+    pub names_one: bool,
     pub privilege: Privilege,
 }
 

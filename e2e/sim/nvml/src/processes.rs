@@ -3,7 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use divvy_sim::code::Code;
-use divvy_sim::ledger::{Place, now};
+use divvy_sim::ledger::{Named, Place, now};
 use divvy_sim::state::{Process, ProcessKind};
 
 use crate::abi::{
@@ -79,7 +79,14 @@ fn utilization(nvml: &Nvml, device: Device, since: u64) -> Outcome<Vec<ProcessUt
     let mut entries: Vec<_> = invented.iter().map(|process| entry(process.pid, now_us, share)).collect();
     // The difference of the clocks is never twice the same to the microsecond.
     let since = (since + SLACK_US).saturating_sub(boot_us) * 1000;
-    if let Some(sampled) = nvml.shared.watcher().and_then(|watcher| watcher.sampled(whole(slot), since)) {
+    if nvml.state.host.names_one {
+        let named = nvml.shared.watcher().and_then(|watcher| watcher.named(whole(slot), since));
+        let entry =
+            |named: Named| entry(named.pid, boot_us + named.at / 1000, per_cent(named.busy, named.span));
+        entries.extend(named.into_iter().flatten().map(entry));
+    } else if let Some(sampled) =
+        nvml.shared.watcher().and_then(|watcher| watcher.sampled(whole(slot), since))
+    {
         let at = boot_us + sampled.at / 1000;
         entries
             .extend(sampled.processes.iter().map(|(pid, had)| entry(*pid, at, per_cent(*had, sampled.span))));

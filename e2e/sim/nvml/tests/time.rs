@@ -127,6 +127,30 @@ fn utilisation_is_what_processes_had_since_a_sample() {
 }
 
 #[test]
+fn samples_that_name_one_process_say_of_it_what_all_had() {
+    let node = Node::with("L4", |options| options.host.names_one = true);
+    let watcher = Watcher::new(node.sim.ledger().expect("a ledger")).expect("a watcher");
+    let nvml = wrapper(&node);
+    let gpu = nvml.device_by_index(0).expect("a GPU");
+    let begin = divvy_sim::ledger::now();
+    let busy = guest(&node, WHOLE);
+    submit(&busy, 3_600_000 * MS);
+    let named = |since: u64| watcher.named(WHOLE, since).unwrap_or_default();
+    let one = until(|| named(begin).pop());
+    assert_eq!((one.pid, one.busy > 0), (std::process::id(), true));
+    // NVML's words are whole.
+    let later = until(|| gpu.process_utilization_stats(None).ok()?.pop().filter(|sample| sample.sm_util > 0));
+    assert_eq!(later.pid, std::process::id());
+    let [first, second] = [named(begin), named(begin)];
+    assert_eq!(
+        first.first().map(|one| one.pid),
+        second.first().map(|one| one.pid),
+        "who asks again hears the same"
+    );
+    drop(busy);
+}
+
+#[test]
 fn instances_have_only_the_samples_of_the_performance_monitor() {
     let node = Node::up("H100-SXM5-80GB");
     let nvml = wrapper(&node);

@@ -34,7 +34,7 @@ pub use engine::{Kernel, Mark, now};
 pub use guest::{EnterError, Guest};
 pub use managed::PAGE;
 pub use map::{Ledger, Place};
-pub use watch::{Sampled, Served, Watcher};
+pub use watch::{Named, Sampled, Served, Watcher};
 
 use crate::state::{Process, ProcessKind, State};
 

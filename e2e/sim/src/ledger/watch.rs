@@ -49,6 +49,19 @@ pub struct Sampled {
     pub processes: Vec<(u32, u64)>,
 }
 
+/// What samples say of a process that each name one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Named {
+    /// As [`Use::pid`](super::Use::pid).
+    pub pid: u32,
+    /// When the last that names it was taken, in ns of the monotonic clock.
+    pub at: u64,
+    /// Nanoseconds in which the part was at work, in those that name it.
+    pub busy: u64,
+    /// What all samples span, in ns.
+    pub span: u64,
+}
+
 impl Watcher {
     pub fn new(ledger: &Arc<Ledger>) -> Result<Self, EnterError> {
         let locks = ledger.locks()?;
@@ -117,6 +130,44 @@ impl Watcher {
         processes.retain(|(_, had)| *had > 0);
         let (span, busy) = (periods * PERIOD, engine.samples.gained(last, periods));
         Some(Sampled { at: last * PERIOD, span, busy, processes })
+    }
+}
+
+impl Watcher {
+    /// The same where each sample names one process, with as much chance as that one had of it.
+    pub fn named(&self, place: Place, since: u64) -> Option<Vec<Named>> {
+        let part = place.part()?;
+        let uses = self.ledger.uses_by_row(|other| other == part);
+        let _held = self.ledger.hold(self.locks, part, self.row);
+        let at = now();
+        self.ledger.play(part, at);
+        let (engine, last) = (self.ledger.engine(part), at / PERIOD);
+        let periods = last.saturating_sub(since / PERIOD).min(REMEMBERED);
+        let mut all: Vec<Named> = Vec::new();
+        for number in last.saturating_sub(periods) + 1..=last {
+            let had = |row: usize| self.ledger.work(row).samples.gained(number, 1);
+            let guests = uses.iter().filter(|(_, found)| found.place.part() == Some(part));
+            let guests: Vec<(u32, u64)> = guests.map(|(row, found)| (found.pid, had(*row))).collect();
+            let sum: u64 = guests.iter().map(|(_, had)| had).sum();
+            // Another throw for each sample, and the same for whoever asks again.
+            let throw = (number.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+                .rotate_left(31)
+                .wrapping_mul(0xff51_afd7_ed55_8ccd)
+                >> 20;
+            let mut left = throw.checked_rem(sum).unwrap_or(0);
+            let named = guests.iter().find(|(_, had)| {
+                let is_named = left < *had;
+                left = left.saturating_sub(*had);
+                is_named
+            });
+            let Some((pid, _)) = named else { continue };
+            let (at, busy) = (number * PERIOD, engine.samples.gained(number, 1));
+            match all.iter_mut().find(|known| known.pid == *pid) {
+                Some(known) => (known.at, known.busy) = (at, known.busy + busy),
+                None => all.push(Named { pid: *pid, at, busy, span: periods * PERIOD }),
+            }
+        }
+        (periods > 0).then_some(all)
     }
 }
 

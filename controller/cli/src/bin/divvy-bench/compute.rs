@@ -107,7 +107,7 @@ enum Which {
 
 pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     if let [root, directory] = arguments.agent_of.as_slice() {
-        return Watch::serve(root, directory);
+        return Watch::serve(root, directory, false);
     }
     let wanted = |part: &str| program::is_wanted(&arguments.only, part);
     let library = program::library(arguments.library.as_deref(), &std::env::temp_dir().join("divvy-bench"))?;

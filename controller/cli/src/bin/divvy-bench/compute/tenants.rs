@@ -41,6 +41,8 @@ const LAUNCHES: u64 = 200_000;
 pub(crate) enum On {
     /// A whole GPU
     Gpu,
+    /// The same, of which NVML tells what its processes had together, as it does of an H100
+    NamingGpu,
     /// A MIG instance, of which NVML tells what its processes had together
     Instance,
     /// One of an older GPU, of which it tells nothing
@@ -118,6 +120,7 @@ impl Stage {
         let parent = Path::new(MEMORY);
         let node = Rc::new(match on {
             On::Gpu => Node::up_in(MODEL, parent)?,
+            On::NamingGpu => Node::naming(MODEL, parent)?,
             On::Instance => Node::of_half(MODEL, parent)?,
             On::AmpereInstance => Node::of_half(AMPERE, parent)?,
         });
