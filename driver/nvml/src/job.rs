@@ -84,7 +84,7 @@ pub(crate) struct Worker {
     /// Compute-instance profiles by GPU-instance profile.
     pub(crate) ci_profiles: BTreeMap<u32, Arc<[CiProfile]>>,
     /// By GPU instance.
-    pub(crate) sampled: BTreeMap<u32, Sampled>,
+    pub(crate) sampled: BTreeMap<Option<u32>, Sampled>,
     // Last, so that it is dropped after the library.
     _alive: tokio::sync::mpsc::Sender<()>,
 }

@@ -200,7 +200,7 @@ impl Worker {
         let device = self.device()?;
         let found = self.call("nvmlDeviceGetGpuInstanceById", |nvml| nvml.gpu_instance(device, id));
         let Some(gi) = absent_is_none(found)? else { return Ok(()) };
-        self.forget_sample(id);
+        self.forget_sample(Some(id));
         let gone = absent_is_none(self.call("nvmlGpuInstanceDestroy", |nvml| nvml.destroy_gi(gi)));
         gone.map(drop).map_err(|error| self.name_holders("nvmlGpuInstanceDestroy", Some(id), error))
     }

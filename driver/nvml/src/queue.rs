@@ -82,11 +82,15 @@ impl GpuQueue {
         self.submit(call, self.limits.query, move |worker| worker.times(since_us)).await
     }
 
-    /// How much of their time these GPU instances had since this was asked of each the last time; others are asked of for
-    /// the first time after this.
-    pub async fn instance_times(&self, instances: Vec<GpuInstance>) -> Result<InstanceTimes, NvmlError> {
-        self.submit("nvmlGpmMigSampleGet", self.limits.query, move |worker| worker.instance_times(&instances))
-            .await
+    /// How much of their time these GPU instances had since this was asked of each the last time, and where `whole` the GPU; others
+    /// are asked of for the first time after this.
+    pub async fn instance_times(
+        &self,
+        instances: Vec<GpuInstance>,
+        whole: bool,
+    ) -> Result<InstanceTimes, NvmlError> {
+        let call = if whole { "nvmlGpmSampleGet" } else { "nvmlGpmMigSampleGet" };
+        self.submit(call, self.limits.query, move |worker| worker.instance_times(&instances, whole)).await
     }
 
     /// Has the GPU driver hold a cgroup (its directory) to so many bytes of the GPU's memory;

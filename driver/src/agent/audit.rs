@@ -18,7 +18,7 @@ impl Sources {
         &self,
         gpu: GpuUuid,
         found: Vec<Found>,
-        Asked { uses, kept, times, divides, busy, until }: Asked,
+        Asked { uses, kept, times, divides, busy, active, until }: Asked,
         mut memory: Memory,
     ) -> (Memory, Vec<Report>, Option<Vec<ShareNow>>) {
         let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
@@ -26,7 +26,7 @@ impl Sources {
         let is_due = memory.is_due(now);
         let known = &mut memory.processes;
         let look = gather::look(found, &self.files, uses, known, !is_due, process_root, cgroup_root);
-        let mut look = Look { kept, busy, ..look };
+        let mut look = Look { kept, busy, active, ..look };
         let (mut memory, metered, over) = match memory.meter.awaits(&times) {
             // Of the time the next look tells, with what was before this one.
             true => (memory, Vec::new(), Vec::new()),

@@ -18,6 +18,9 @@ use std::collections::BTreeMap;
 /// Nanoseconds a second, by the UUID of the MIG device.
 pub(super) type Busy = BTreeMap<GpuUuid, u64>;
 
+/// The same, and at `None` of the whole GPU.
+pub(super) type Active = BTreeMap<Option<GpuUuid>, u64>;
+
 /// The GPU instances of a GPU.
 pub(super) fn of(gpu: GpuUuid, inventory: &Inventory) -> &[GpuInstance] {
     let known = inventory.gpus.iter().find(|known| GpuUuid::parse(known.uuid.as_str()) == Some(gpu));
@@ -57,6 +60,14 @@ fn only(instance: &GpuInstance) -> Option<(u32, GpuUuid)> {
 pub(super) fn busy(own: &[GpuInstance], times: &InstanceTimes) -> Busy {
     let busy = |instance: &GpuInstance| Some((only(instance)?.1, *times.busy.get(&instance.id)?));
     own.iter().filter_map(busy).collect()
+}
+
+/// For how much of the time their multiprocessors were active, and at `None` all of the GPU's.
+pub(super) fn active(own: &[GpuInstance], times: &InstanceTimes) -> Active {
+    let whole = times.active.get(&None).map(|active| (None, *active));
+    let active =
+        |instance: &GpuInstance| Some((Some(only(instance)?.1), *times.active.get(&Some(instance.id))?));
+    own.iter().filter_map(active).chain(whole).collect()
 }
 
 #[cfg(test)]
@@ -110,8 +121,10 @@ mod tests {
 
     #[test]
     fn what_an_instance_had_is_known_by_its_device() {
-        let times = InstanceTimes { busy: [(1, 5), (3, 7)].into(), until: Instant::now() };
+        let of_active = [(None, 2), (Some(1), 3)].into();
+        let times = InstanceTimes { busy: [(1, 5), (3, 7)].into(), active: of_active, until: Instant::now() };
         let all = [instance(1, &[0]), instance(2, &[0])];
         assert_eq!(busy(&all, &times), [(mig(10), 5)].into());
+        assert_eq!(active(&all, &times), [(None, 2), (Some(mig(10)), 3)].into());
     }
 }

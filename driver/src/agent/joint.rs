@@ -10,6 +10,9 @@
 //! [`DOUBT`] at first and each time twice as long. What is not explained even then is somebody's who is not paced. Nobody can
 //! say whose, so nobody is ended; it is told of all of them ([`over_time`]). And the doubt is over, as it would leave the honest
 //! ones less beside that one. It is over too when a share is gone that was there when it began: it may have been that one's.
+//! What must be explained is the time in which multiprocessors were active, on the mean of them: a device that changes from one process to
+//! another is at work for nobody, all of the time if both have many short kernels and pauses. GPUs before Hopper do not
+//! tell that, and nothing is doubted there; and of narrow kernels less is seen.
 //!
 //! **How much longer kernels look than they are** follows from what they say that the instance did not have ([`super::cuts`]).
 
@@ -28,9 +31,8 @@ pub(super) type Memory = BTreeMap<Device, Joint>;
 /// For so long the words of shares are not taken that were no explanation, and at most.
 const DOUBT: Duration = Duration::from_secs(30);
 const LONGEST: Duration = Duration::from_secs(1800);
-/// The device may have had a part of so many more than they say, and a point: to change from one process to the next takes
-/// an H100 0.17 ms after each slice of 2.09, which is at work then for nobody.
-const SLACK: u64 = 8;
+/// The device may have had a part of so many more than they say, and a point.
+const SLACK: u64 = 20;
 /// And beyond that so much in all, in nanoseconds: kernels are charged a guess until they were measured, and what that lacked later.
 const UNTOLD: u64 = SECOND / 5;
 /// So much of it in doubt is no guess any more.
@@ -74,17 +76,24 @@ impl Joint {
         !self.is_dark && self.doubted_until.is_some_and(|until| now < until)
     }
 
-    /// After a look, `since` after the one before, at which the device had so much.
-    fn after(mut self, busy: u64, parts: Vec<(Key, Part)>, since: Duration, now: Instant) -> Self {
+    /// After a look, `since` after the one before, at which the device had so much, and its multiprocessors where that is known.
+    fn after(
+        mut self,
+        (busy, active): (u64, Option<u64>),
+        parts: Vec<(Key, Part)>,
+        since: Duration,
+        now: Instant,
+    ) -> Self {
         let is_doubted = self.is_doubted(now);
         let was_doubted = now.checked_sub(since).is_some_and(|then| self.is_doubted(then));
         let said = parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.charged));
         let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
         let explained = said.saturating_add(said / SLACK).saturating_add(POINT);
-        let untold = self.untold.saturating_add(time(busy)).saturating_sub(time(explained));
+        let active = active.unwrap_or(0);
+        let untold = self.untold.saturating_add(time(active)).saturating_sub(time(explained));
         let was_dark = self.is_dark;
-        self.is_dark = busy > explained && (was_dark || is_doubted && untold >= TOO_MUCH);
-        (self.untold, self.had) = (untold, (busy, said));
+        self.is_dark = active > explained && (was_dark || is_doubted && untold >= TOO_MUCH);
+        (self.untold, self.had) = (untold, (active, said));
         if self.is_dark || was_dark {
             // Once that is over there is nothing left to doubt.
             (self.untold, self.doubted_until) = (0, None);
@@ -138,7 +147,10 @@ pub(super) fn join(
         Some((
             device,
             match (before, known) {
-                (Some(before), Some(((busy, since), parts))) => before.after(busy, parts, since, now),
+                (Some(before), Some(((busy, since), parts))) => {
+                    let active = look.active.get(&device.mig).copied();
+                    before.after((busy, active), parts, since, now)
+                }
                 // Up to now they need not have been paced, and said nothing.
                 (None, Some(_)) => Joint::default(),
                 (before, None) => before?,
@@ -186,14 +198,14 @@ mod tests {
         for (busy, parts) in looks {
             now += Duration::from_secs(1);
             let parts = parts.iter().enumerate().map(|(number, part)| (key(number), *part)).collect();
-            joint = joint.after(busy * POINT, parts, Duration::from_secs(1), now);
+            joint = joint.after((busy * POINT, Some(busy * POINT)), parts, Duration::from_secs(1), now);
         }
         (joint, now)
     }
 
     #[test]
     fn words_that_do_not_explain_what_the_instance_had_are_not_taken_for_a_while_and_then_longer() {
-        let odd = (96, vec![part(30, 0), part(50, 0)]);
+        let odd = (90, vec![part(30, 0), part(50, 0)]);
         let even = (80, odd.1.clone());
         let check = |looks: &[&(u64, Vec<Part>)], expected: Option<u64>| {
             let (joint, now) = after(&looks.iter().copied().cloned().collect::<Vec<_>>());
@@ -213,7 +225,7 @@ mod tests {
 
     #[test]
     fn in_doubt_whatever_is_missing_is_of_kernels_that_are_cut() {
-        let odd = (96, vec![part(30, 0), part(50, 0)]);
+        let odd = (90, vec![part(30, 0), part(50, 0)]);
         let (joint, _) = after(&[vec![odd.clone(); 4], vec![(60, odd.1); 20]].concat());
         assert!((joint.trim(&key(0)) - 1.5).abs() < 0.01, "{joint:?}");
     }
@@ -254,7 +266,7 @@ mod tests {
         scene.second_share(10_000);
         let mut look = scene.look();
         look.shares.iter_mut().for_each(|share| share.policy.mig = Some(MIG));
-        look.busy = [(MIG, SECOND)].into();
+        (look.busy, look.active) = ([(MIG, SECOND)].into(), [(Some(MIG), SECOND)].into());
         let since = Some(Duration::from_secs(4));
         let says = |is_steady| Metered { said: Some((10 * POINT, 0)), is_steady, ..Metered::default() };
         let join =
@@ -279,7 +291,8 @@ mod tests {
         let join = |at: &[usize], busy: u64, before: &Memory| {
             let says = Metered { said: Some((10 * POINT, 0)), is_steady: true, ..Metered::default() };
             let shares = at.iter().map(|at| all[*at].clone()).collect();
-            let look = Look { shares, busy: [(MIG, busy * POINT)].into(), ..look.clone() };
+            let (busy, active) = ([(MIG, busy * POINT)].into(), [(Some(MIG), busy * POINT)].into());
+            let look = Look { shares, busy, active, ..look.clone() };
             super::join(&look, &vec![says; at.len()], Some(Duration::from_secs(4)), before, now)
         };
         let doubted = join(&[0, 1, 2], 90, &join(&[0, 1, 2], 90, &Memory::new()));

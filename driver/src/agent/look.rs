@@ -1,6 +1,6 @@
 //! What an audit of one GPU goes by, gathered once and then only looked at.
 
-use super::instances::Busy;
+use super::instances::{Active, Busy};
 use super::mounts::Page;
 use super::process::{Cgroups, Process};
 use divvy_api::{ClaimUid, ShareId};
@@ -89,6 +89,8 @@ pub(super) struct Look {
     pub(super) busy: Busy,
     /// What all processes of the GPU had together, in nanoseconds a second; none where NVML says what each had, or nothing.
     pub(super) whole: Option<u64>,
+    /// For how much of that time multiprocessors were active.
+    pub(super) active: Active,
 }
 
 impl Account {

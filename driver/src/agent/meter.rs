@@ -54,6 +54,11 @@ impl Memory {
         self.until.filter(is_known).map_or(of_clock, |until| until.us)
     }
 
+    /// Whether its samples name one process each.
+    pub(super) fn names(&self) -> bool {
+        self.names
+    }
+
     /// Whether NVML says nothing as it has taken no sample since the last look: GPUs take six a second or as few as one
     /// (nvml.h, of `nvmlUtilization_t`). That nobody had any time is so where none comes for longer.
     pub(super) fn awaits(&self, times: &Times) -> bool {

@@ -181,6 +181,7 @@ struct Asked {
     divides: Option<bool>,
     /// What instances had that have shares.
     busy: instances::Busy,
+    active: instances::Active,
     /// Up to when either is told.
     until: Option<meter::Until>,
 }
@@ -303,7 +304,7 @@ impl Agent {
     async fn audit(&self, gpu: pages::GpuUuid, found: Vec<Found>, memory: Memory) -> Memory {
         let begun = Instant::now();
         let asked = match self.queue(gpu) {
-            Some(queue) => self.ask(gpu, &queue, &found, memory.meter.since_us()).await,
+            Some(queue) => self.ask(gpu, &queue, &found, &memory.meter).await,
             // A GPU that is away has no processes.
             None => return memory,
         };
@@ -343,24 +344,27 @@ impl Agent {
         gpu: pages::GpuUuid,
         queue: &GpuQueue,
         found: &[Found],
-        since_us: u64,
+        meter: &meter::Memory,
     ) -> Result<Asked, NvmlError> {
         let kept = self.hold(queue, found).await?;
         let inventory = self.inventory.borrow().clone();
         let uses = queue.usage().await?;
-        let times = queue.times(since_us).await?;
+        let times = queue.times(meter.since_us()).await?;
         let divides = times.as_ref().and_then(|times| times.divides);
         let mut until = times.as_ref().and_then(|times| times.until_us).and_then(meter::Until::of);
         let shares: Vec<_> = found.iter().filter_map(|found| found.policy.mig).collect();
-        let mut busy = instances::Busy::new();
-        if !shares.is_empty() {
+        let (mut busy, mut active) = (instances::Busy::new(), instances::Active::new());
+        // What all had together is worth knowing where several shares may have it.
+        let whole = meter.names() && found.len() > shares.len() + 1;
+        if !shares.is_empty() || whole {
             // Even if it is of none: what was before is forgotten then.
             let own = instances::own(instances::of(gpu, &inventory), &shares, &uses);
-            let times = queue.instance_times(own.clone()).await?;
+            let times = queue.instance_times(own.clone(), whole).await?;
             until = until.or_else(|| meter::Until::at(times.until));
             busy = instances::busy(&own, &times);
+            active = instances::active(&own, &times);
         }
         let uses = uses.iter().filter_map(|usage| instances::place(gpu, &inventory, usage)).collect();
-        Ok(Asked { uses, kept, times: times.map(|times| times.percent), divides, busy, until })
+        Ok(Asked { uses, kept, times: times.map(|times| times.percent), divides, busy, active, until })
     }
 }

@@ -18,9 +18,9 @@
 //! for it with a wait. It is left alone as long as that kernel is shorter than [`TOO_MUCH`]; a longer one looks like one that
 //! does not end.
 //!
-//! Where NVML names one process for each sample ([`super::meter`]), what is had beside others is held against the ceiling with
-//! [`DICE`] times the patience: an honest share of 30 % that throws dice five times a second is off by that much once in ages,
-//! and whoever takes all beside it is found within half a minute.
+//! Where NVML names one process for each sample ([`super::meter`]), nothing adds up of what is had beside others: an H100 that changes
+//! between two programs with many short kernels is at work all of the time, half of it in each one's name, though they had a sixth. There
+//! [`super::joint`] tells, and a page that proves it.
 //!
 //! Ended is who hides, or else has most: the rate was cut for all processes of the share, so those that are held by it have little.
 //! Of a MIG instance NVML knows the time of all its processes together alone ([`super::instances`]): there it is who hides, or else has most
@@ -38,10 +38,6 @@ use std::time::Duration;
 
 /// Of GPU time, in nanoseconds.
 const TOO_MUCH: u64 = 2 * SECOND;
-
-/// Of what a share had by dice so much less counts. Of the worst, 25 % with a margin of 5 points, the mean time to 10 s beyond its
-/// bound is e^26 looks: with drift m and variance v a second such a sum reaches L with a chance of e^(-2 m L / v) each time that it leaves 0.
-const DICE: u64 = 5;
 
 /// What each look that proves something adds to the evidence, and how much of it is enough.
 const PROOF: u8 = 2;
@@ -98,18 +94,19 @@ pub(super) fn over_time(
     let (mut findings, mut memory) = (Vec::new(), Memory::new());
     let Some(since) = since else { return (findings, before.clone()) };
     for ((at, share), metered) in look.shares.iter().enumerate().zip(metered) {
-        let patience = if metered.busy.is_some() { 1 } else { DICE };
         let Some(busy) = metered.busy.or(metered.named) else {
             memory.extend(before.get_key_value(&share.key()).map(|(key, past)| (key.clone(), *past)));
             continue;
         };
         let ceiling = Terms::of(share.policy.compute).ceiling;
         let Past { excess, evidence, proof } = before.get(&share.key()).copied().unwrap_or_default();
-        let excess = if bound(ceiling) < SECOND {
+        let excess = if metered.busy.is_none() {
+            excess
+        } else if bound(ceiling) < SECOND {
             let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
-            let had = excess.saturating_add(time(busy) / patience);
+            let had = excess.saturating_add(time(busy));
             // No more is held against it than is enough.
-            had.saturating_sub(time(bound(ceiling)) / patience).min(TOO_MUCH)
+            had.saturating_sub(time(bound(ceiling))).min(TOO_MUCH)
         } else {
             0
         };
@@ -121,7 +118,7 @@ pub(super) fn over_time(
             memory.insert(share.key(), past);
         }
         // Several looks have seen it.
-        let is_long = excess == TOO_MUCH && busy > bound(ceiling);
+        let is_long = excess == TOO_MUCH && metered.busy.is_some() && busy > bound(ceiling);
         let is_proven = evidence >= ENOUGH;
         let (busy, why) = match past.proof.filter(|_| is_proven || now.is_some()) {
             _ if is_long => (busy, format!("the ceiling is {} %, though their rate is cut", points(ceiling))),

@@ -57,9 +57,9 @@ impl Node {
         Self::with(gpu, parent, |_| ())
     }
 
-    /// The same where samples of the GPU's time name one process each.
-    pub fn naming(gpu: &str, parent: &Path) -> Result<Self> {
-        Self::with(gpu, parent, |options| options.host.names_one = true)
+    /// The same where samples of the GPU's time say what each process had.
+    pub fn dividing(gpu: &str, parent: &Path) -> Result<Self> {
+        Self::with(gpu, parent, |options| options.host.divides_samples = true)
     }
 
     /// A node with one device of that sort.

@@ -48,9 +48,10 @@ pub struct Host {
     pub mknod: bool,
     /// A compute instance gets another UUID each time it is made.
     pub fresh_uuids: bool,
-    /// A sample of a GPU's time says of one process what all of them had, as an H100's whose processes take turns.
+    /// A sample of a GPU's time says what each process had of it. An H100's (driver 580.159), whose processes take turns, says what
+    /// all had and names one of them.
     #[serde(default)]
-    pub names_one: bool,
+    pub divides_samples: bool,
     pub privilege: Privilege,
 }
 

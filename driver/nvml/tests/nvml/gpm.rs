@@ -47,9 +47,33 @@ fn works(world: &World, instance: &GpuInstance) {
 /// After a pause: what of these is known, in order.
 async fn check(queue: &GpuQueue, asked: &[&GpuInstance], expected: &[Option<u64>]) {
     tokio::time::sleep(PAUSE).await;
-    let told = queue.instance_times(asked.iter().copied().cloned().collect()).await.expect("an answer");
+    let told =
+        queue.instance_times(asked.iter().copied().cloned().collect(), false).await.expect("an answer");
     let busy: Vec<_> = asked.iter().map(|instance| told.busy.get(&instance.id).copied()).collect();
     assert_eq!(busy, expected);
+    let active: Vec<_> = asked.iter().map(|instance| told.active.get(&Some(instance.id)).copied()).collect();
+    assert_eq!(active, expected);
+}
+
+#[tokio::test]
+async fn a_whole_gpu_has_its_own_time_where_it_is_asked() {
+    let world = World::new("H100-SXM5-80GB");
+    let session = world.open(Limits::default());
+    let queue = world.queue(&session, 0);
+    let active = async |whole| {
+        tokio::time::sleep(PAUSE).await;
+        queue.instance_times(Vec::new(), whole).await.expect("an answer").active.get(&None).copied()
+    };
+    assert_eq!([active(true).await, active(true).await, active(false).await], [None, Some(0), None]);
+    let process = Process {
+        pid: 7,
+        name: "python3".to_owned(),
+        kind: ProcessKind::Compute,
+        instance: None,
+        memory_mib: 300,
+    };
+    world.change(|state| state.gpus[0].processes.push(process));
+    assert_eq!([active(true).await, active(true).await], [None, Some(BUSY)]);
 }
 
 #[tokio::test]

@@ -79,7 +79,7 @@ fn utilization(nvml: &Nvml, device: Device, since: u64) -> Outcome<Vec<ProcessUt
     let mut entries: Vec<_> = invented.iter().map(|process| entry(process.pid, now_us, share)).collect();
     // The difference of the clocks is never twice the same to the microsecond.
     let since = (since + SLACK_US).saturating_sub(boot_us) * 1000;
-    if nvml.state.host.names_one {
+    if !nvml.state.host.divides_samples {
         let named = nvml.shared.watcher().and_then(|watcher| watcher.named(whole(slot), since));
         let entry =
             |named: Named| entry(named.pid, boot_us + named.at / 1000, per_cent(named.busy, named.span));

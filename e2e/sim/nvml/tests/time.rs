@@ -128,7 +128,7 @@ fn utilisation_is_what_processes_had_since_a_sample() {
 
 #[test]
 fn samples_that_name_one_process_say_of_it_what_all_had() {
-    let node = Node::with("L4", |options| options.host.names_one = true);
+    let node = Node::up("L4");
     let watcher = Watcher::new(node.sim.ledger().expect("a ledger")).expect("a watcher");
     let nvml = wrapper(&node);
     let gpu = nvml.device_by_index(0).expect("a GPU");

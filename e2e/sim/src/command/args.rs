@@ -168,10 +168,10 @@ pub(super) struct Up {
     /// Give a compute instance another UUID each time it is made
     #[arg(long)]
     pub(super) fresh_uuids: bool,
-    /// Have each sample of a GPU's time name one process and say of it what all had, as an H100 does, instead of what
-    /// each had
+    /// Have each sample of a GPU's time say what each process had, instead of naming one and saying what all had, as
+    /// an H100 does
     #[arg(long)]
-    pub(super) names_one: bool,
+    pub(super) divides_samples: bool,
     /// Answer NO_PERMISSION to every change, even by root
     #[arg(long)]
     pub(super) unprivileged: bool,

@@ -133,7 +133,7 @@ fn bring_up(wanted: args::Up) -> Result<()> {
         bare: wanted.no_nodes,
         mknod: wanted.mknod,
         fresh_uuids: wanted.fresh_uuids,
-        names_one: wanted.names_one,
+        divides_samples: wanted.divides_samples,
         privilege: if wanted.unprivileged { Privilege::Nobody } else { Privilege::Owner },
     };
     let sim = up::up(&wanted.dir, &wanted.gpus, &options)?;

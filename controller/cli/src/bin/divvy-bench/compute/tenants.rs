@@ -39,10 +39,10 @@ const LAUNCHES: u64 = 200_000;
 /// What the tenants have parts of.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum On {
-    /// A whole GPU
+    /// A whole GPU, of which NVML tells what its processes had together, as it does of an H100
     Gpu,
-    /// The same, of which NVML tells what its processes had together, as it does of an H100
-    NamingGpu,
+    /// The same, of which NVML tells what each had
+    DividingGpu,
     /// A MIG instance, of which NVML tells what its processes had together
     Instance,
     /// One of an older GPU, of which it tells nothing
@@ -120,7 +120,7 @@ impl Stage {
         let parent = Path::new(MEMORY);
         let node = Rc::new(match on {
             On::Gpu => Node::up_in(MODEL, parent)?,
-            On::NamingGpu => Node::naming(MODEL, parent)?,
+            On::DividingGpu => Node::dividing(MODEL, parent)?,
             On::Instance => Node::of_half(MODEL, parent)?,
             On::AmpereInstance => Node::of_half(AMPERE, parent)?,
         });
