@@ -58,7 +58,7 @@ impl Sources {
         now: Instant,
     ) -> (Memory, Vec<meter::Metered>, Vec<Finding>) {
         let (mut metered, since, mut of_meter) = meter::meter(look, times, until, memory.meter.clone(), now);
-        look.whole = meter::together(look, times, divides, &mut metered, &mut of_meter);
+        look.whole = meter::together(look, times, divides, &mut metered, &mut of_meter, now);
         let look = &*look;
         let had = self.bell.since(gpu, until.map(meter::Until::ago).unwrap_or_default());
         let joint = joint::join(look, &metered, since, &memory.joint, now);

@@ -224,6 +224,21 @@ mod tests {
     }
 
     #[test]
+    fn a_device_that_is_at_work_for_nobody_and_one_that_tells_less_are_no_reason_to_doubt() {
+        for active in [Some(40 * POINT), None] {
+            let mut joint = Joint::default();
+            let mut now = Instant::now();
+            for _ in 0..60 {
+                now += Duration::from_secs(1);
+                let parts = [(key(0), part(24, 0)), (key(1), part(17, 0))].into();
+                joint = joint.after((SECOND, active), parts, Duration::from_secs(1), now);
+                assert!(!joint.is_doubted(now) && !joint.is_dark, "{joint:?}");
+            }
+            assert!((joint.trim(&key(0)) - 1.0).abs() < 1e-9);
+        }
+    }
+
+    #[test]
     fn in_doubt_whatever_is_missing_is_of_kernels_that_are_cut() {
         let odd = (90, vec![part(30, 0), part(50, 0)]);
         let (joint, _) = after(&[vec![odd.clone(); 4], vec![(60, odd.1); 20]].concat());

@@ -20,7 +20,8 @@
 //!
 //! Where NVML names one process for each sample ([`super::meter`]), nothing adds up of what is had beside others: an H100 that changes
 //! between two programs with many short kernels is at work all of the time, half of it in each one's name, though they had a sixth. There
-//! [`super::joint`] tells, and a page that proves it.
+//! [`super::joint`] tells, and a page that proves it. Of a look in which samples named nobody else and nobody else says that it worked it counts,
+//! which is beside somebody at work as likely as that one is never named.
 //!
 //! Ended is who hides, or else has most: the rate was cut for all processes of the share, so those that are held by it have little.
 //! Of a MIG instance NVML knows the time of all its processes together alone ([`super::instances`]): there it is who hides, or else has most
@@ -100,7 +101,8 @@ pub(super) fn over_time(
         };
         let ceiling = Terms::of(share.policy.compute).ceiling;
         let Past { excess, evidence, proof } = before.get(&share.key()).copied().unwrap_or_default();
-        let excess = if metered.busy.is_none() {
+        let is_known = metered.busy.is_some() || metered.is_sole;
+        let excess = if !is_known {
             excess
         } else if bound(ceiling) < SECOND {
             let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
@@ -118,7 +120,7 @@ pub(super) fn over_time(
             memory.insert(share.key(), past);
         }
         // Several looks have seen it.
-        let is_long = excess == TOO_MUCH && metered.busy.is_some() && busy > bound(ceiling);
+        let is_long = excess == TOO_MUCH && is_known && busy > bound(ceiling);
         let is_proven = evidence >= ENOUGH;
         let (busy, why) = match past.proof.filter(|_| is_proven || now.is_some()) {
             _ if is_long => (busy, format!("the ceiling is {} %, though their rate is cut", points(ceiling))),
@@ -206,6 +208,36 @@ mod tests {
             }
         }
         None
+    }
+
+    #[test]
+    fn beside_others_samples_that_name_one_process_are_held_against_nobody() {
+        let look = look(30);
+        let mut memory = Memory::new();
+        for _ in 0..1000 {
+            let metered = [Metered { named: Some(100 * POINT), ..Metered::default() }];
+            let times = Some([(7, 100)].into());
+            let (findings, after) = over_time(&look, &metered, &times, SINCE, &Forged::new(), &memory);
+            assert!(findings.is_empty(), "{findings:?}");
+            memory = after;
+        }
+        // But for a page that proves it, and where nobody else was named.
+        let metered = [Metered { named: Some(100 * POINT), is_sole: true, ..Metered::default() }];
+        let times = Some([(7, 100)].into());
+        let found = (0..4).filter(|_| {
+            let (findings, after) =
+                over_time(&look, &metered, &times, SINCE, &Forged::new(), &memory.clone());
+            memory = after;
+            !findings.is_empty()
+        });
+        assert_eq!(found.count(), 1);
+        let mut memory = Memory::new();
+        let metered = [Metered { named: Some(100 * POINT), ..Metered::default() }];
+        let forged: Forged = [(0, (SECOND as i64, 30 * POINT))].into();
+        let times = Some([(7, 100)].into());
+        (_, memory) = over_time(&look, &metered, &times, SINCE, &forged, &memory);
+        let (findings, _) = over_time(&look, &metered, &times, SINCE, &forged, &memory);
+        assert_eq!(findings.len(), 1);
     }
 
     #[test]

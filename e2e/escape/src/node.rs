@@ -67,6 +67,7 @@ impl Node {
         let parent = std::env::temp_dir();
         match on {
             On::Gpu => Self::up("L4"),
+            On::Hopper => Self::up("H100-SXM5-80GB"),
             On::Instance => Self::of_half("H100-SXM5-80GB", &parent),
             On::Limiting => {
                 let node = Self::with("L4", &parent, |options| options.driver = LIMITING.to_owned())?;

@@ -19,6 +19,8 @@ pub enum Must {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On {
     Gpu,
+    /// One that tells for how long its multiprocessors were active.
+    Hopper,
     /// A MIG instance.
     Instance,
     /// A GPU whose driver keeps limits of cgroups.
@@ -182,8 +184,8 @@ const ACCOUNT: &str = "account";
 /// What holds a share without a ceiling that does not heed what it is granted.
 const TURNS: &str = "the GPU driver's time slices: of two processes at work each has half";
 
-/// What holds a share of an instance that has neighbours there: kernels of these look longer beside it, and they have less than half.
-const TOLD_TURNS: &str = "the GPU driver's time slices: two thirds beside another process at work; all shares of the instance are told of as `over-time`";
+/// What holds a share that has neighbours at work on its GPU or instance: kernels of these look longer beside it, and they have less than half.
+const TOLD_TURNS: &str = "the GPU driver's time slices: two thirds beside another process at work; all its shares are told of as `over-time`";
 
 /// All of them, in the order of the table.
 pub const ROWS: &[Row] = &[
@@ -381,6 +383,28 @@ pub const ROWS: &[Row] = &[
     .on(On::Instance)
     .winning(Gain::Time)
     .alone(),
+    named_with(
+        "time-mismeasured@shared",
+        "compute time of a GPU on which another share is at work: patches the driver's code, so that every kernel looks short",
+        TOLD_TURNS,
+    )
+    .on(On::Hopper)
+    .by(Terms::Beside)
+    .told(OVER_TIME),
+    named_with(
+        "time-policy-mapped-over@shared",
+        "the same: maps memory of its own over the policy page",
+        TOLD_TURNS,
+    )
+    .on(On::Hopper)
+    .by(Terms::Beside)
+    .told(OVER_TIME),
+    prevented(
+        "time-waits@shared",
+        "the same: writes its own account page: its launches wait all the time",
+    )
+    .on(On::Hopper)
+    .by(Terms::Beside),
     named_with(
         "time-mismeasured@mig-shared",
         "compute time of a MIG instance of which another share has a part: patches the driver's code, so that every kernel looks short",
