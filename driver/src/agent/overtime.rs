@@ -102,11 +102,10 @@ pub(super) fn over_time(
         let ceiling = Terms::of(share.policy.compute).ceiling;
         let Past { excess, evidence, proof } = before.get(&share.key()).copied().unwrap_or_default();
         let is_known = metered.busy.is_some() || metered.is_sole;
-        let excess = if !is_known {
-            excess
-        } else if bound(ceiling) < SECOND {
+        let excess = if bound(ceiling) < SECOND {
             let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
-            let had = excess.saturating_add(time(busy));
+            // Of what is not known it had nothing, or looks in which it alone is named would add up in the end.
+            let had = excess.saturating_add(if is_known { time(busy) } else { 0 });
             // No more is held against it than is enough.
             had.saturating_sub(time(bound(ceiling))).min(TOO_MUCH)
         } else {
@@ -214,8 +213,10 @@ mod tests {
     fn beside_others_samples_that_name_one_process_are_held_against_nobody() {
         let look = look(30);
         let mut memory = Memory::new();
-        for _ in 0..1000 {
-            let metered = [Metered { named: Some(100 * POINT), ..Metered::default() }];
+        for second in 0..1000 {
+            // By chance nobody else was named now and then.
+            let is_sole = second % 10 == 0;
+            let metered = [Metered { named: Some(100 * POINT), is_sole, ..Metered::default() }];
             let times = Some([(7, 100)].into());
             let (findings, after) = over_time(&look, &metered, &times, SINCE, &Forged::new(), &memory);
             assert!(findings.is_empty(), "{findings:?}");
