@@ -326,7 +326,7 @@ impl Samples {
                 timer.destroy(last);
             }
         }
-        if let Some(apart) = moved.and_then(|moved| u32::try_from(moved.saturating_sub(length)).ok()) {
+        if let Some(apart) = moved.and_then(|moved| u32::try_from(moved.wrapping_sub(length)).ok()) {
             let cheaper = DEAREST.saturating_sub(apart).max(self.cheaper.load(Relaxed));
             self.cheaper.store(cheaper, Relaxed);
         }
@@ -335,10 +335,10 @@ impl Samples {
         Some((moved, length))
     }
 
-    /// What a kernel took that was measured to take so long: no less than a third of it.
+    /// What a kernel took that was measured to take so long: no less than a quarter of it.
     fn net(&self, length: u64) -> u64 {
         let apart = u64::from(DEAREST - self.cheaper.load(Relaxed));
-        length.saturating_sub(apart + apart / 2).max(length / 3)
+        length.saturating_sub(apart + apart / 2).max(length / 4)
     }
 }
 
@@ -450,7 +450,7 @@ mod tests {
         // A program that pauses after each.
         check(&[(0, 5_000), (50_000, 55_000), (100_000, 105_000)], 3_050);
         // Nothing is free.
-        check(&[(0, 1_000), (2_300, 3_300), (4_600, 5_600)], 333);
+        check(&[(0, 1_000), (2_300, 3_300), (4_600, 5_600)], 250);
         // Of kernels that overlap.
         check(&[(0, 5_000), (3_000, 8_000)], 3_000);
     }
