@@ -7,7 +7,7 @@ use super::gather::Found;
 use super::look::Look;
 use super::orders::Standing;
 use super::{ACCOUNT, Asked, Finding, Memory, POLICY, Planned, Report, Sources};
-use super::{arbitrate, balance, bell, gather, joint, judge, meter, overtime};
+use super::{arbitrate, balance, bell, gather, joint, judge, meter, names, overtime};
 use divvy_api::top::ShareNow;
 use divvy_pages::GpuUuid;
 use std::time::{Instant, SystemTime};
@@ -54,11 +54,11 @@ impl Sources {
         look: &mut Look,
         (times, divides): (&meter::Times, Option<bool>),
         until: Option<meter::Until>,
-        memory: Memory,
+        mut memory: Memory,
         now: Instant,
     ) -> (Memory, Vec<meter::Metered>, Vec<Finding>) {
-        let (mut metered, since, mut of_meter) = meter::meter(look, times, until, memory.meter.clone(), now);
-        look.whole = meter::together(look, times, divides, &mut metered, &mut of_meter, now);
+        let (mut metered, since, of_meter) = meter::meter(look, times, until, memory.meter.clone(), now);
+        look.whole = names::together(look, times, divides, &mut metered, &mut memory.names, now);
         let look = &*look;
         let had = self.bell.since(gpu, until.map(meter::Until::ago).unwrap_or_default());
         let joint = joint::join(look, &metered, since, &memory.joint, now);

@@ -1,7 +1,7 @@
 //! What several shares of a device had together, held against what each says that it had.
 //!
 //! NVML knows how much of its time a MIG instance was at work (Hopper and later), and not by whose processes; nor does it
-//! of a GPU whose samples name one process each ([`super::meter`]). Where
+//! of a GPU whose samples name one process each ([`super::names`]). Where
 //! several shares have parts of it two things follow from that all the same.
 //!
 //! **Whether their words can be true.** A kernel that neighbours cut is charged what its fastest launches take, since

@@ -51,6 +51,7 @@ mod locks;
 mod look;
 mod meter;
 mod mounts;
+mod names;
 mod orders;
 mod overtime;
 mod press;
@@ -158,6 +159,7 @@ struct Memory {
     /// Told, and when.
     told: BTreeMap<Key, Instant>,
     meter: meter::Memory,
+    names: names::Memory,
     balances: balance::Memory,
     joint: joint::Memory,
     over_time: overtime::Memory,
@@ -304,7 +306,7 @@ impl Agent {
     async fn audit(&self, gpu: pages::GpuUuid, found: Vec<Found>, memory: Memory) -> Memory {
         let begun = Instant::now();
         let asked = match self.queue(gpu) {
-            Some(queue) => self.ask(gpu, &queue, &found, &memory.meter).await,
+            Some(queue) => self.ask(gpu, &queue, &found, memory.meter.since_us(), memory.names.names).await,
             // A GPU that is away has no processes.
             None => return memory,
         };
@@ -344,18 +346,19 @@ impl Agent {
         gpu: pages::GpuUuid,
         queue: &GpuQueue,
         found: &[Found],
-        meter: &meter::Memory,
+        since_us: u64,
+        names: bool,
     ) -> Result<Asked, NvmlError> {
         let kept = self.hold(queue, found).await?;
         let inventory = self.inventory.borrow().clone();
         let uses = queue.usage().await?;
-        let times = queue.times(meter.since_us()).await?;
+        let times = queue.times(since_us).await?;
         let divides = times.as_ref().and_then(|times| times.divides);
         let mut until = times.as_ref().and_then(|times| times.until_us).and_then(meter::Until::of);
         let shares: Vec<_> = found.iter().filter_map(|found| found.policy.mig).collect();
         let (mut busy, mut active) = (instances::Busy::new(), instances::Active::new());
         // What all had together is worth knowing where several shares may have it.
-        let whole = meter.names() && found.len() > shares.len() + 1;
+        let whole = names && found.len() > shares.len() + 1;
         if !shares.is_empty() || whole {
             // Even if it is of none: what was before is forgotten then.
             let own = instances::own(instances::of(gpu, &inventory), &shares, &uses);

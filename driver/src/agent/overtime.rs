@@ -18,7 +18,7 @@
 //! for it with a wait. It is left alone as long as that kernel is shorter than [`TOO_MUCH`]; a longer one looks like one that
 //! does not end.
 //!
-//! Where NVML names one process for each sample ([`super::meter`]), nothing adds up of what is had beside others: an H100 that changes
+//! Where NVML names one process for each sample ([`super::names`]), nothing adds up of what is had beside others: an H100 that changes
 //! between two programs with many short kernels is at work all of the time, half of it in each one's name, though they had a sixth. There
 //! [`super::joint`] tells, and a page that proves it. Of a look in which samples named nobody else and nobody else says that it worked it counts,
 //! which is beside somebody at work as likely as that one is never named.
