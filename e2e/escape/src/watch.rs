@@ -149,15 +149,15 @@ pub fn change(node: &Node, share: &Share, compute: Compute) -> Result<()> {
     Ok(())
 }
 
-/// A node's paths, of which `/proc` is the machine's: there its processes are. A real GPU driver's root may have neither
-/// device nodes nor `sys`.
+/// A node's paths, of which `/proc` is the machine's: there its processes are. A real GPU driver's root may have no
+/// device nodes, and neither a `sys` with anything in it.
 pub(crate) fn paths(root: &Path, directory: &Path) -> HostPaths {
-    let within = |name: &str| if root.join(name).exists() { root } else { Path::new("/") };
+    let within = |file: &str| if root.join(file).exists() { root } else { Path::new("/") };
     HostPaths {
         kubelet_root: directory.join("kubelet"),
         cdi_dir: directory.join("cdi"),
-        dev_root: within("dev").to_owned(),
-        sys_root: within("sys").join("sys"),
+        dev_root: within("dev/nvidiactl").to_owned(),
+        sys_root: within("sys/bus").join("sys"),
         driver_root: root.to_owned(),
         host_prefix: "/".into(),
         proc_root: "/proc".into(),

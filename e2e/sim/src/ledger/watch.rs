@@ -108,34 +108,43 @@ impl Watcher {
     /// How busy a part was from a time of the monotonic clock on, by whole periods of samples; none if no period has
     /// ended since.
     pub fn sampled(&self, place: Place, since: u64) -> Option<Sampled> {
-        let part = place.part()?;
-        let uses = self.ledger.uses_by_row(|other| other == part);
-        let _held = self.ledger.hold(self.locks, part, self.row);
-        let at = now();
-        self.ledger.play(part, at);
-        let (engine, last) = (self.ledger.engine(part), at / PERIOD);
-        let periods = last.saturating_sub(since / PERIOD).min(REMEMBERED);
-        if periods == 0 {
-            return None;
-        }
-        let mut processes: Vec<(u32, u64)> = Vec::new();
-        for (row, found) in uses.iter().filter(|(_, found)| found.place.part() == Some(part)) {
-            let had = self.ledger.work(*row).samples.gained(last, periods);
-            // Two libraries in one process are two guests.
-            match processes.iter_mut().find(|(pid, _)| *pid == found.pid) {
-                Some((_, sum)) => *sum += had,
-                None => processes.push((found.pid, had)),
-            }
-        }
-        processes.retain(|(_, had)| *had > 0);
-        let (span, busy) = (periods * PERIOD, engine.samples.gained(last, periods));
-        Some(Sampled { at: last * PERIOD, span, busy, processes })
+        self.periods(place, since, |last, periods, of| of(last, periods))
     }
-}
 
-impl Watcher {
     /// The same where each sample names one process, with as much chance as that one had of it.
     pub fn named(&self, place: Place, since: u64) -> Option<Vec<Named>> {
+        self.periods(place, since, |last, periods, of| {
+            let mut all: Vec<Named> = Vec::new();
+            for number in last.saturating_sub(periods) + 1..=last {
+                let Sampled { at, busy, processes, .. } = of(number, 1);
+                let sum: u64 = processes.iter().map(|(_, had)| had).sum();
+                // Another throw for each sample, and the same for whoever asks again.
+                let throw = number.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
+                let mut left =
+                    (throw.wrapping_mul(0xff51_afd7_ed55_8ccd) >> 20).checked_rem(sum).unwrap_or(0);
+                let named = processes.iter().find(|(_, had)| {
+                    let is_named = left < *had;
+                    left = left.saturating_sub(*had);
+                    is_named
+                });
+                let Some((pid, _)) = named else { continue };
+                match all.iter_mut().find(|known| known.pid == *pid) {
+                    Some(known) => (known.at, known.busy) = (at, known.busy + busy),
+                    None => all.push(Named { pid: *pid, at, busy, span: periods * PERIOD }),
+                }
+            }
+            all
+        })
+    }
+
+    /// What follows from the last period of samples that has ended and how many have since then, by what is sampled up to
+    /// one over so many of them; none if none has.
+    fn periods<T>(
+        &self,
+        place: Place,
+        since: u64,
+        tell: impl FnOnce(u64, u64, &dyn Fn(u64, u64) -> Sampled) -> T,
+    ) -> Option<T> {
         let part = place.part()?;
         let uses = self.ledger.uses_by_row(|other| other == part);
         let _held = self.ledger.hold(self.locks, part, self.row);
@@ -143,31 +152,21 @@ impl Watcher {
         self.ledger.play(part, at);
         let (engine, last) = (self.ledger.engine(part), at / PERIOD);
         let periods = last.saturating_sub(since / PERIOD).min(REMEMBERED);
-        let mut all: Vec<Named> = Vec::new();
-        for number in last.saturating_sub(periods) + 1..=last {
-            let had = |row: usize| self.ledger.work(row).samples.gained(number, 1);
-            let guests = uses.iter().filter(|(_, found)| found.place.part() == Some(part));
-            let guests: Vec<(u32, u64)> = guests.map(|(row, found)| (found.pid, had(*row))).collect();
-            let sum: u64 = guests.iter().map(|(_, had)| had).sum();
-            // Another throw for each sample, and the same for whoever asks again.
-            let throw = (number.wrapping_mul(0x9e37_79b9_7f4a_7c15))
-                .rotate_left(31)
-                .wrapping_mul(0xff51_afd7_ed55_8ccd)
-                >> 20;
-            let mut left = throw.checked_rem(sum).unwrap_or(0);
-            let named = guests.iter().find(|(_, had)| {
-                let is_named = left < *had;
-                left = left.saturating_sub(*had);
-                is_named
-            });
-            let Some((pid, _)) = named else { continue };
-            let (at, busy) = (number * PERIOD, engine.samples.gained(number, 1));
-            match all.iter_mut().find(|known| known.pid == *pid) {
-                Some(known) => (known.at, known.busy) = (at, known.busy + busy),
-                None => all.push(Named { pid: *pid, at, busy, span: periods * PERIOD }),
+        let of = |last: u64, periods: u64| {
+            let mut processes: Vec<(u32, u64)> = Vec::new();
+            for (row, found) in uses.iter().filter(|(_, found)| found.place.part() == Some(part)) {
+                let had = self.ledger.work(*row).samples.gained(last, periods);
+                // Two libraries in one process are two guests.
+                match processes.iter_mut().find(|(pid, _)| *pid == found.pid) {
+                    Some((_, sum)) => *sum += had,
+                    None => processes.push((found.pid, had)),
+                }
             }
-        }
-        (periods > 0).then_some(all)
+            processes.retain(|(_, had)| *had > 0);
+            let (span, busy) = (periods * PERIOD, engine.samples.gained(last, periods));
+            Sampled { at: last * PERIOD, span, busy, processes }
+        };
+        (periods > 0).then(|| tell(last, periods, &of))
     }
 }
 
