@@ -10,6 +10,10 @@
 //! they will lack then ([`raised`]): found look by look that would take half a dozen. Chance is no good guess of many that
 //! wait for each other, whose rates it would throw from one end to the other, so that is followed no further again than what is
 //! lacking now. Who claims what it did not lose takes from what others would get back, and never more than is idle.
+//!
+//! Of a device that has nothing left nobody has more by larger rates but from others, who wait longer for their turns and look longer by
+//! that. So there none are raised for kernels that fit a time slice, and those that were fall by and by; longer ones would leave much of
+//! it idle if theirs did.
 
 use super::arbiter::{QUANTUM, SECOND};
 use super::bell::Key;
@@ -19,7 +23,11 @@ use std::time::Duration;
 /// Where kernels are cut for less than this part of the time by chance, nothing follows from how much they were.
 const LEAST_CUT: f64 = 0.001;
 /// Half of what kernels are cut more than was known is believed after so long.
-const HALF: Duration = Duration::from_millis(700);
+pub(super) const HALF: Duration = Duration::from_millis(700);
+/// A device that is at work for so much of the time, in nanoseconds a second, has nothing left.
+const FULL: u64 = SECOND / 100 * 97;
+/// This part of what is believed of kernels that are cut is given up there for each [`HALF`].
+const LOST: f64 = 4.0;
 /// After so many steps what [`raised`] adds is far less than a point, or as much as it may be.
 const STEPS: usize = 32;
 /// Where a function is looked at from 0 to 1, and with what weight: Gauss and Legendre's four, which are exact up to x^7, and near enough beyond.
@@ -39,12 +47,13 @@ pub(super) struct Cuts {
     times: f64,
 }
 
-/// What a share was charged in the time since the last look, and what of it is for kernels that look longer where they
-/// are cut; nanoseconds a second.
+/// What a share was charged in the time since the last look, what of it is for kernels that look longer where they
+/// are cut, and what more it may have had; nanoseconds a second.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     pub(super) charged: u64,
     pub(super) long: u64,
+    pub(super) spared: u64,
 }
 
 impl Cuts {
@@ -74,7 +83,12 @@ impl Cuts {
             let now = (charged.iter().sum::<f64>() - whole(busy)).max(0.0) / by_chance;
             // More is believed by and by: kernels that are new look longest, as their libraries have measured few.
             let believed = 1.0 - 0.5_f64.powf(since.as_secs_f64() / HALF.as_secs_f64());
-            self.times = now.min(self.times + (now - self.times) * believed);
+            let more = if busy < FULL || is_doubted || !are_all {
+                self.times + (now - self.times) * believed
+            } else {
+                self.times * (1.0 - believed / LOST)
+            };
+            self.times = now.min(more);
         }
         // Who had next to nothing tells nothing.
         let known = |at: &usize| parts[*at].1.charged >= QUANTUM;
@@ -144,7 +158,7 @@ pub(super) mod tests {
 
     /// That was charged so many points, of which so many for long kernels.
     pub(in super::super) fn part(charged: u64, long: u64) -> Part {
-        Part { charged: charged * POINT, long: long * POINT }
+        Part { charged: charged * POINT, long: long * POINT, spared: 0 }
     }
 
     pub(in super::super) fn key(number: usize) -> Key {
@@ -173,6 +187,23 @@ pub(super) mod tests {
         check(1, &[part(30, 30), part(50, u64::MAX / POINT)], &[2.0, 2.0]);
         // Who has more neighbours loses more.
         check(70, &[part(30, 30), part(30, 0), part(20, 20)], &[1.227, 1.0, 1.286]);
+    }
+
+    #[test]
+    fn where_a_device_has_nothing_left_short_kernels_are_no_reason_to_raise_rates() {
+        let after = |busy: u64, long: u64| {
+            let parts = [(key(0), part(30, long)), (key(1), part(75, 0))];
+            let look = |cuts: Cuts, _| cuts.after(busy * POINT, &parts, Duration::from_secs(1), false);
+            (0..40).fold(Cuts::default(), look).trim(&key(0))
+        };
+        assert!(after(90, 0) > 1.1 && after(99, 30) > 1.1);
+        assert!((after(99, 0) - 1.0).abs() < 1e-9);
+        // What was found before that is forgotten.
+        let parts = |charged: u64| [(key(0), part(30, 0)), (key(1), part(charged, 0))];
+        let second = Duration::from_secs(1);
+        let raised = Cuts::default().after(90 * POINT, &parts(75), second, false);
+        let later = (0..40).fold(raised, |cuts: Cuts, _| cuts.after(99 * POINT, &parts(75), second, false));
+        assert!(later.trim(&key(0)) < 1.01, "{later:?}");
     }
 
     #[test]
@@ -229,7 +260,7 @@ pub(super) mod tests {
         ) {
             let mut cuts = Cuts::default();
             for (busy, parts, since, is_doubted) in looks {
-                let part = |(number, (charged, long))| (key(number), Part { charged, long });
+                let part = |(number, (charged, long))| (key(number), Part { charged, long, spared: 0 });
                 let parts: Vec<_> = parts.into_iter().enumerate().map(part).collect();
                 cuts = cuts.after(busy, &parts, since, is_doubted);
                 let most = parts.len() as f64 + 1e-9;

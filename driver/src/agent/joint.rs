@@ -14,6 +14,9 @@
 //! another is at work for nobody, all of the time if both have many short kernels and pauses. GPUs before Hopper do not
 //! tell that, and nothing is doubted there; and of narrow kernels less is seen.
 //!
+//! **Kernels that vary** are charged less than they had; what shares were spared by that explains what the device had as well, and is charged
+//! them as far as it did ([`super::spared`]).
+//!
 //! **How much longer kernels look than they are** follows from what they say that the instance did not have ([`super::cuts`]).
 
 use super::arbiter::{POINT, SECOND};
@@ -23,6 +26,7 @@ use super::finding::{Finding, Kind};
 use super::judge::about;
 use super::look::{Device, Look, Share};
 use super::meter::Metered;
+use super::spared::Spared;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -42,6 +46,7 @@ const TOO_MUCH: u64 = SECOND / 2;
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Joint {
     cuts: Cuts,
+    spared: Spared,
     /// Nanoseconds that the device had and nobody has explained, and whether that was [`TOO_MUCH`] in doubt and goes on; and what both
     /// were in the last look, in nanoseconds a second.
     untold: u64,
@@ -57,6 +62,7 @@ impl Default for Joint {
     fn default() -> Self {
         Self {
             cuts: Cuts::default(),
+            spared: Spared::default(),
             untold: 0,
             is_dark: false,
             had: (0, 0),
@@ -69,7 +75,7 @@ impl Default for Joint {
 
 impl Joint {
     pub(super) fn trim(&self, share: &Key) -> f64 {
-        self.cuts.trim(share)
+        self.cuts.trim(share) / self.spared.more(share)
     }
 
     pub(super) fn is_doubted(&self, now: Instant) -> bool {
@@ -86,10 +92,13 @@ impl Joint {
     ) -> Self {
         let is_doubted = self.is_doubted(now);
         let was_doubted = now.checked_sub(since).is_some_and(|then| self.is_doubted(then));
-        let said = parts.iter().fold(0_u64, |sum, (_, part)| sum.saturating_add(part.charged));
+        let said = parts
+            .iter()
+            .fold(0_u64, |sum, (_, part)| sum.saturating_add(part.charged).saturating_add(part.spared));
         let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
         let explained = said.saturating_add(said / SLACK).saturating_add(POINT);
         let active = active.unwrap_or(0);
+        let spared = self.spared.after(active, &parts, since);
         let untold = self.untold.saturating_add(time(active)).saturating_sub(time(explained));
         let was_dark = self.is_dark;
         self.is_dark = active > explained && (was_dark || is_doubted && untold >= TOO_MUCH);
@@ -107,7 +116,13 @@ impl Joint {
         }
         // Of kernels that are charged otherwise from now on nothing is known.
         let is_same = self.is_doubted(now) == was_doubted;
-        self.cuts = if is_same { self.cuts.after(busy, &parts, since, was_doubted) } else { Cuts::default() };
+        (self.spared, self.cuts) = if is_same {
+            let parts = spared.added(parts);
+            // Its samples may be of a time before somebody began.
+            (spared, self.cuts.after(busy.max(active), &parts, since, was_doubted))
+        } else {
+            Default::default()
+        };
         self
     }
 }
@@ -128,7 +143,10 @@ pub(super) fn join(
         // Nothing is known of who has just come, nor of what those said who are gone.
         let part = metered.said.filter(|_| metered.is_steady).map(|(charged, _)| {
             // A share has no more than the instance, in whatever streams.
-            (share.key(), Part { charged: charged.min(SECOND), long: metered.long })
+            (
+                share.key(),
+                Part { charged: charged.min(SECOND), long: metered.long, spared: metered.spared.min(SECOND) },
+            )
         });
         parts.entry(share.device()).or_default().push(part);
     }
@@ -236,6 +254,21 @@ mod tests {
             }
             assert!((joint.trim(&key(0)) - 1.0).abs() < 1e-9);
         }
+    }
+
+    #[test]
+    fn what_shares_were_spared_explains_as_much_and_makes_their_rates_smaller() {
+        let spares =
+            |spared: u64| [part(30, 0), part(50, 0)].map(|part| Part { spared: spared * POINT, ..part });
+        let check = |active: u64, spared: u64, is_doubted: bool, trim: f64| {
+            let (joint, _) = after(&vec![(active, spares(spared).into()); 9]);
+            assert_eq!(joint.lasts > DOUBT, is_doubted, "{joint:?}");
+            assert!((joint.trim(&key(1)) - trim).abs() < 0.01, "{} {joint:?}", joint.trim(&key(1)));
+        };
+        check(96, 0, true, 1.0);
+        check(96, 10, false, 80.0 / 96.0);
+        check(80, 10, false, 1.0);
+        check(64, 10, false, 1.19);
     }
 
     #[test]

@@ -22,12 +22,14 @@ pub(super) struct Memory {
     until: Option<Until>,
 }
 
-/// Nanoseconds charged, waited and charged for long kernels, by the owner of a slot.
+/// Nanoseconds charged, waited, charged for long kernels and not charged of shorter ones, by the owner of a slot.
 #[derive(Clone, Copy, Debug)]
 struct Said {
     owner: Owner,
-    words: [u64; 3],
+    words: [u64; WORDS],
 }
+
+const WORDS: usize = 4;
 
 /// How long NVML's samples may be apart: what it says ends no longer ago than this.
 const LAG: Duration = Duration::from_secs(1);
@@ -103,6 +105,8 @@ pub(super) struct Metered {
     pub(super) said: Option<(u64, u64)>,
     /// Charged for kernels longer than a time slice.
     pub(super) long: u64,
+    /// Not charged though it may have had it ([`divvy_pages::account::SlotReport::spared_ns`]).
+    pub(super) spared: u64,
     /// No process came or went since the last look: what those said that are gone is not known.
     pub(super) is_steady: bool,
 }
@@ -126,7 +130,7 @@ pub(super) fn meter(
         let known = before.remove(&share.key());
         let is_known = known.is_some();
         let mut of_share = known.unwrap_or_default();
-        let ([charged, waited, long], is_steady) = said(share, &mut of_share);
+        let ([charged, waited, long, spared], is_steady) = said(share, &mut of_share);
         let since = since.filter(|_| is_known);
         all.push(Metered {
             busy: match share.policy.mig {
@@ -136,6 +140,7 @@ pub(super) fn meter(
             },
             said: since.map(|since| (by_second(charged, since), by_second(waited, since))),
             long: since.map_or(0, |since| by_second(long, since)),
+            spared: since.map_or(0, |since| by_second(spared, since)),
             is_steady: since.is_some() && is_steady,
             ..Metered::default()
         });
@@ -182,15 +187,15 @@ fn busy(look: &Look, times: &BTreeMap<u32, u32>) -> BTreeMap<usize, u64> {
     busy
 }
 
-/// What the slots of a share charged and waited since the last time, and charged for long kernels, and whether they are the same; and
-/// what they say now in its place.
-fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> ([u64; 3], bool) {
+/// What the slots of a share said since the last time, and whether they are the same; and what they say now in its place.
+fn said(share: &Share, slots: &mut BTreeMap<usize, Said>) -> ([u64; WORDS], bool) {
     let now: &[Slot] = share.account.as_ref().map(|account| account.slots.as_slice()).unwrap_or_default();
-    let mut sums = [0_u64; 3];
+    let mut sums = [0_u64; WORDS];
     let mut said = BTreeMap::new();
     for slot in now.iter().filter(|slot| slot.is_live()) {
         let report = &slot.report;
-        let is = Said { owner: report.owner, words: [report.charged_ns, report.waited_ns, report.long_ns] };
+        let words = [report.charged_ns, report.waited_ns, report.long_ns, report.spared_ns];
+        let is = Said { owner: report.owner, words };
         if let Some(was) = slots.get(&report.index).filter(|was| was.owner == is.owner) {
             for ((sum, is), was) in sums.iter_mut().zip(is.words).zip(was.words) {
                 // Tenants write these words: whatever they say is a number.

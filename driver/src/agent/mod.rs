@@ -59,6 +59,7 @@ mod pressure;
 mod process;
 mod respond;
 mod soon;
+mod spared;
 mod tellings;
 
 pub use finding::{Finding, Kind, Response, Suspect};

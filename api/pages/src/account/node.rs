@@ -68,6 +68,8 @@ pub struct SlotReport {
     pub least_ns: u64,
     /// What of the charged time is for kernels longer than a time slice, in nanoseconds.
     pub long_ns: u64,
+    /// What shorter ones took and were not charged though it may have been their own, in nanoseconds.
+    pub spared_ns: u64,
     /// Open sessions of the video engines.
     pub encoders: u32,
     pub decoders: u32,
@@ -150,6 +152,7 @@ impl<'a> Snapshot<'a> {
                     measured_ns: word(slot, 80),
                     least_ns: word(slot, 88),
                     long_ns: word(slot, 192),
+                    spared_ns: word(slot, 200),
                     encoders: word(slot, 96) as u32,
                     decoders: (word(slot, 96) >> 32) as u32,
                     idle: word(slot, 104),

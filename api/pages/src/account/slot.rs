@@ -1,7 +1,7 @@
 //! What one process of a share says of itself, and what the node says of it: 256 bytes of the account page.
 //!
 //! Two cache lines are the process's own to write, memory and compute; the third is the node's ([`NodeLine`]), and of the last, the
-//! process's again, all but a word is reserved.
+//! process's again, all but two words are reserved.
 
 use super::node::NodeLine;
 use super::{BYTES, Identity, Owner, SLOT, bytes};
@@ -45,7 +45,9 @@ pub struct Slot {
     pub(crate) node: [Word; 8],
     /// Of what measured launches counted as: those of kernels longer than a time slice.
     long: AtomicU64,
-    _reserved: [Word; 7],
+    /// What they took and did not count as, where it may have been the kernel's own.
+    spared: AtomicU64,
+    _reserved: [Word; 6],
 }
 
 const _: () = assert!(size_of::<Slot>() == SLOT);
@@ -75,6 +77,7 @@ impl Slot {
         self.measured.store(0, Relaxed);
         self.least.store(0, Relaxed);
         self.long.store(0, Relaxed);
+        self.spared.store(0, Relaxed);
         self.encoders.store(0, Relaxed);
         self.decoders.store(0, Relaxed);
         self.idle.store(0, Relaxed);
@@ -107,13 +110,13 @@ impl Slot {
 
     /// Adds what measured launches took, and what they would have at their fastest, in nanoseconds: far more
     /// for long is what a device looks like that has to fetch memory before it works. And what of what they were charged is for
-    /// kernels longer than a time slice, which look longer than they are where others work.
-    pub fn measured(&self, took: u64, least: u64, long: u64) {
+    /// kernels longer than a time slice, which look longer than they are where others work; and what shorter ones took and
+    /// were not charged, where nobody can tell whether others did.
+    pub fn measured(&self, [took, least, long, spared]: [u64; 4]) {
         self.measured.fetch_add(took, Relaxed);
         self.least.fetch_add(least, Relaxed);
-        if long > 0 {
-            self.long.fetch_add(long, Relaxed);
-        }
+        self.long.fetch_add(long, Relaxed);
+        self.spared.fetch_add(spared, Relaxed);
     }
 
     /// Says how many nanoseconds of GPU time were measured and are to be paid with later launches: what the share is

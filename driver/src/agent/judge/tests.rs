@@ -140,6 +140,7 @@ impl Scene {
             measured_ns: 0,
             least_ns: 0,
             long_ns: 0,
+            spared_ns: 0,
             encoders: 0,
             decoders: 0,
             idle: 0,

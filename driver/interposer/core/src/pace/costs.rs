@@ -53,9 +53,12 @@ const FITTING: core::ops::Range<u64> = LONG / 2..2_000_000;
 /// Of these one in so many is one of the fastest, which others exceed by half or by so many nanoseconds without being
 /// cut: few, as on a full GPU nearly all launches of a small share are cut, each of which waits for its turn. When it was first
 /// measured, one may have been cut to twice the length.
-const FASTEST: u64 = 256;
+const FASTEST: u64 = 1024;
 const FIRST_SEEN: core::ops::Range<u64> = FITTING.start..2 * FITTING.end;
 const VARY: u64 = 60_000;
+/// Of one that takes longer than that, but no more than so many quarters of the fastest, nobody can tell whether it was cut or is as long
+/// as that; and one that was cut may have been a quarter longer than it counts, as the mean of kernels that vary by that is.
+const NEAR: u64 = 9;
 /// They may have been measured to take so many times what of it counts.
 const COUNTED: u32 = 4;
 
@@ -213,15 +216,23 @@ impl Cost {
         let is_cut = is_watched && length > longest(centre) && self.may_leave_out(centre, far);
         let counts = if is_cut { took.min(usual(centre)) } else { took };
         for (mean, now) in [(&self.took, took), (&self.counted, counts)] {
-            let old = i64::from(mean.load(Relaxed));
-            let now = now.min(u32::MAX.into()) as i64;
-            mean.store((old + (now - old) / (i64::from(all) + 1)) as u32, Relaxed);
+            let new = towards(mean.load(Relaxed).into(), now.min(u32::MAX.into()), all);
+            mean.store(new as u32, Relaxed);
         }
-        let seen = if count < FIRST { counts } else { counts.min(old.saturating_mul(4)) };
-        let part = i64::from(count) + 1;
-        let new = old as i64 + (seen as i64 - old as i64) / part;
-        self.estimate.store(new.max(1) as u64, Relaxed);
+        // Four times a century is no overflow.
+        let seen = if count < FIRST { counts } else { counts.min(old.wrapping_mul(4)) };
+        self.estimate.store(towards(old, seen, count).max(1), Relaxed);
         counts
+    }
+
+    /// Of a launch that counts as less than it took: what more may be its own, in nanoseconds.
+    pub(crate) fn spared(&self, took: u64, counts: u64) -> u64 {
+        let centre = u64::from(self.centre.load(Relaxed));
+        if !FITTING.contains(&centre) {
+            return 0;
+        }
+        let most = if took <= centre * NEAR / 4 { took } else { took.min(counts + counts / 4) };
+        most.wrapping_sub(counts)
     }
 
     /// Whether its launches count as more than a time slice, on the mean.
@@ -271,6 +282,11 @@ impl Cost {
     }
 }
 
+/// The mean of so many with one more.
+fn towards(mean: u64, now: u64, count: u16) -> u64 {
+    (mean as i64 + (now as i64 - mean as i64) / (i64::from(count) + 1)) as u64
+}
+
 /// What is longer is too long for a kernel of that centre.
 fn longest(centre: u64) -> u64 {
     if FITTING.contains(&centre) { centre + VARY.max(centre / 2) } else { centre * FAR }
@@ -309,6 +325,7 @@ mod tests {
     }
 
     const SLICE: u64 = 2_000_000;
+    const MS: u64 = 1_000_000;
 
     /// To each of so many.
     fn one_in(of: u64) -> impl Fn(u64) -> u64 {
@@ -387,6 +404,29 @@ mod tests {
             assert_eq!(cost.next(&Tempo::default(), || 0).1, Measure::For(1));
         }
         assert!(cost.next(&Tempo::default(), || 0).0 < LONG, "it is charged what it moves");
+    }
+
+    #[test]
+    fn what_may_have_been_the_kernels_own_is_told_where_it_is_not_charged() {
+        // Of what launches took, over what they count as, and over that and what they were spared.
+        let check = |vary: u64, adds: fn(u64) -> u64, counted: f64, with_spared: f64| {
+            let (cost, mut own, mut counts, mut spared) = (known(MS), 0, 0, 0);
+            for number in 1..20_000_u64 {
+                let length = MS - MS / 100 * vary + MS / 50 * vary * (number * 7919 % 1000) / 1000;
+                let took = length + adds(number);
+                let now = cost.learn(took, took, true);
+                own += length;
+                counts += now;
+                spared += cost.spared(took, now);
+            }
+            let is = [counts, counts + spared].map(|sum| sum as f64 / own as f64);
+            let is_near = |(is, expected): (f64, f64)| (is - expected).abs() < 0.04;
+            assert!([(is[0], counted), (is[1], with_spared)].into_iter().all(is_near), "{is:?} of {vary}");
+        };
+        check(20, |_| 0, 1.0, 1.0);
+        check(40, |_| 0, 0.78, 1.0);
+        // Nearly all are cut; a quarter of what they took counts.
+        check(40, |number| if number.is_multiple_of(64) { 0 } else { SLICE }, 0.91, 1.13);
     }
 
     #[test]

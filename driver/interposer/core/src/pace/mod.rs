@@ -213,8 +213,8 @@ impl<S: System> Device<'_, S> {
         if pace.told.swap(owes, Relaxed) != owes {
             self.tell(|slot| slot.owes(owes));
         }
-        if let Some([took, least, long]) = pace.samples.untold() {
-            self.tell(|slot| slot.measured(took, least, long));
+        if let Some(measured) = pace.samples.untold() {
+            self.tell(|slot| slot.measured(measured));
         }
     }
 

@@ -69,6 +69,8 @@ pub(crate) struct Samples {
     least: AtomicU64,
     /// What those counted as whose kernels are longer than a time slice.
     long: AtomicU64,
+    /// What launches took and did not count as, where it may have been their own.
+    spared: AtomicU64,
     /// By how much less than [`DEAREST`] an event costs, by what lay between two with nothing between.
     cheaper: AtomicU32,
     ring: [Sample; LENGTH],
@@ -245,9 +247,12 @@ impl Samples {
             if stands_for > 0 {
                 self.compare(sample.cost.load(Relaxed), length);
                 let counts = cost.learn(took, length, is_watched);
-                if cost.is_long() {
-                    self.long.fetch_add(counts, Relaxed);
-                }
+                let (sum, more) = if cost.is_long() {
+                    (&self.long, counts)
+                } else {
+                    (&self.spared, cost.spared(took, counts).wrapping_mul(stands_for.into()))
+                };
+                sum.fetch_add(more, Relaxed);
                 let counts = self.spread(cost, counts, is_watched);
                 let difference = charged.saturating_sub(counts);
                 credit = credit.saturating_add(difference.saturating_mul(i64::from(stands_for)));
@@ -255,7 +260,7 @@ impl Samples {
         }
         if head != first {
             // The next has begun to run by now, as one runs after the other.
-            let charged = || now().saturating_add_signed(self.depth.load(Relaxed));
+            let charged = || now().wrapping_add_signed(self.depth.load(Relaxed));
             self.unpaid(if head == tail { 0 } else { charged() }, tell);
         }
         credit
@@ -291,9 +296,9 @@ impl Samples {
     }
 
     /// What was not told yet of [`divvy_pages::account::Slot::measured`], in its order.
-    pub(crate) fn untold(&self) -> Option<[u64; 3]> {
+    pub(crate) fn untold(&self) -> Option<[u64; 4]> {
         let is_any = self.took.load(Relaxed) != 0;
-        is_any.then(|| [&self.took, &self.least, &self.long].map(|sum| sum.swap(0, Relaxed)))
+        is_any.then(|| [&self.took, &self.least, &self.long, &self.spared].map(|sum| sum.swap(0, Relaxed)))
     }
 
     /// Holds how long a kernel ran against the fastest of its launches.
