@@ -194,10 +194,13 @@ fn the_node_reads_what_the_processes_wrote() {
     let [first, second] = two();
     charge(&[second], 3, &Strangers).expect("it fits");
     second.page.slots()[1].note(2, 1);
+    second.page.slots()[1].measured([40, 30, 20, 10]);
     let file = crate::explore::file(first.page);
     let page = Snapshot::new(&file[..Snapshot::length(&file)]).expect("a page");
     let slots: Vec<_> = page.slots().map(|slot| (slot.who, slot.held, slot.context, slot.managed)).collect();
     assert_eq!(slots, [(who(1), 6, 0, 0), (who(2), 3, 2, 1)]);
+    let time = page.slots().map(|slot| [slot.measured_ns, slot.least_ns, slot.long_ns, slot.spared_ns]);
+    assert_eq!(time.collect::<Vec<_>>(), [[0; 4], [40, 30, 20, 10]]);
     assert_eq!((page.used(), page.sum()), (9, 9));
     assert_eq!(Snapshot::new(&file[..4000]).err(), Some(PageError::Foreign));
 }
