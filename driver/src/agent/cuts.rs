@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Where kernels are cut for less than this part of the time by chance, nothing follows from how much they were.
 const LEAST_CUT: f64 = 0.001;
 /// Half of what kernels are cut more than was known is believed after so long.
-pub(super) const HALF: Duration = Duration::from_millis(700);
+const HALF: Duration = Duration::from_millis(700);
 /// A device that is at work for so much of the time, in nanoseconds a second, has nothing left.
 const FULL: u64 = SECOND / 100 * 97;
 /// This part of what is believed of kernels that are cut is given up there for each [`HALF`].
@@ -82,7 +82,7 @@ impl Cuts {
         if by_chance > LEAST_CUT {
             let now = (charged.iter().sum::<f64>() - whole(busy)).max(0.0) / by_chance;
             // More is believed by and by: kernels that are new look longest, as their libraries have measured few.
-            let believed = 1.0 - 0.5_f64.powf(since.as_secs_f64() / HALF.as_secs_f64());
+            let believed = believed(since);
             let more = if busy < FULL || is_doubted || !are_all {
                 self.times + (now - self.times) * believed
             } else {
@@ -114,6 +114,11 @@ impl Cuts {
         let trims = (0..parts.len()).map(trim).collect();
         Self { trims, ..self }
     }
+}
+
+/// The part of what a look tells that is believed of a change, so long after the one before.
+pub(super) fn believed(since: Duration) -> f64 {
+    1.0 - 0.5_f64.powf(since.as_secs_f64() / HALF.as_secs_f64())
 }
 
 /// What a share would be charged were no kernel cut, and the part of it that may be; of the instance's time.
@@ -191,19 +196,20 @@ pub(super) mod tests {
 
     #[test]
     fn where_a_device_has_nothing_left_short_kernels_are_no_reason_to_raise_rates() {
-        let after = |busy: u64, long: u64| {
+        let after = |before: Cuts, busy: u64, long: u64| {
             let parts = [(key(0), part(30, long)), (key(1), part(75, 0))];
             let look = |cuts: Cuts, _| cuts.after(busy * POINT, &parts, Duration::from_secs(1), false);
-            (0..40).fold(Cuts::default(), look).trim(&key(0))
+            (0..40).fold(before, look)
         };
-        assert!(after(90, 0) > 1.1 && after(99, 30) > 1.1);
-        assert!((after(99, 0) - 1.0).abs() < 1e-9);
+        let raised = after(Cuts::default(), 90, 0);
+        let check = |cuts: &Cuts, is_raised: bool| {
+            assert_eq!(cuts.trim(&key(0)) > 1.01, is_raised, "{cuts:?}");
+        };
+        check(&raised, true);
+        check(&after(Cuts::default(), 99, 30), true);
+        check(&after(Cuts::default(), 99, 0), false);
         // What was found before that is forgotten.
-        let parts = |charged: u64| [(key(0), part(30, 0)), (key(1), part(charged, 0))];
-        let second = Duration::from_secs(1);
-        let raised = Cuts::default().after(90 * POINT, &parts(75), second, false);
-        let later = (0..40).fold(raised, |cuts: Cuts, _| cuts.after(99 * POINT, &parts(75), second, false));
-        assert!(later.trim(&key(0)) < 1.01, "{later:?}");
+        check(&after(raised, 99, 0), false);
     }
 
     #[test]

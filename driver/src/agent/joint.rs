@@ -118,7 +118,7 @@ impl Joint {
         let is_same = self.is_doubted(now) == was_doubted;
         (self.spared, self.cuts) = if is_same {
             let parts = spared.added(parts);
-            // Its samples may be of a time before somebody began.
+            // What NVML's samples say that it had may be of a time before somebody began.
             (spared, self.cuts.after(busy.max(active), &parts, since, was_doubted))
         } else {
             Default::default()

@@ -9,7 +9,7 @@
 
 use super::arbiter::QUANTUM;
 use super::bell::Key;
-use super::cuts::{HALF, Part};
+use super::cuts::{Part, believed};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ impl Spared {
     /// After a time in which the device was at work for so many nanoseconds a second.
     pub(super) fn after(&self, active: u64, parts: &[(Key, Part)], since: Duration) -> Self {
         let factor = factor(active, parts);
-        let believed = 1.0 - 0.5_f64.powf(since.as_secs_f64() / HALF.as_secs_f64());
+        let believed = believed(since);
         let more = |(share, part): &(Key, Part)| {
             let before = self.more(share);
             // Who had next to nothing tells nothing.
@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn a_look_is_believed_by_and_by() {
         let parts = [(key(0), spared(50, 20))];
-        let half = Spared::default().after(60 * POINT, &parts, HALF);
+        let half = Spared::default().after(60 * POINT, &parts, Duration::from_millis(700));
         assert!((half.more(&key(0)) - 1.1).abs() < 0.01, "{half:?}");
         assert_eq!(half.added(parts.into())[0].1.charged / POINT, 55);
         assert_eq!(half.more(&key(1)), 1.0);
