@@ -26,6 +26,9 @@ const LEAST_CUT: f64 = 0.001;
 const HALF: Duration = Duration::from_millis(700);
 /// A device that is at work for so much of the time, in nanoseconds a second, has nothing left.
 const FULL: u64 = SECOND / 100 * 97;
+/// What a look lacks by no more than chance, of the device's time: a kernel that began before it is charged in it, all at once. So a
+/// look in which kernels are cut for less by chance tells little of how much they are.
+const LUMPS: f64 = 0.02;
 /// This part of what is believed of kernels that are cut is given up there for each [`HALF`].
 const LOST: f64 = 4.0;
 /// After so many steps what [`raised`] adds is far less than a point, or as much as it may be.
@@ -82,7 +85,7 @@ impl Cuts {
         if by_chance > LEAST_CUT {
             let now = (charged.iter().sum::<f64>() - whole(busy)).max(0.0) / by_chance;
             // More is believed by and by: kernels that are new look longest, as their libraries have measured few.
-            let believed = believed(since);
+            let believed = believed(since) * by_chance / (by_chance + LUMPS);
             let more = if busy < FULL || is_doubted || !are_all {
                 self.times + (now - self.times) * believed
             } else {

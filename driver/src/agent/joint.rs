@@ -97,8 +97,8 @@ impl Joint {
             .fold(0_u64, |sum, (_, part)| sum.saturating_add(part.charged).saturating_add(part.spared));
         let time = |rate: u64| (u128::from(rate) * since.as_nanos() / u128::from(SECOND)) as u64;
         let explained = said.saturating_add(said / SLACK).saturating_add(POINT);
-        let active = active.unwrap_or(0);
         let spared = self.spared.after(active, &parts, since);
+        let active = active.unwrap_or(0);
         let untold = self.untold.saturating_add(time(active)).saturating_sub(time(explained));
         let was_dark = self.is_dark;
         self.is_dark = active > explained && (was_dark || is_doubted && untold >= TOO_MUCH);

@@ -13,26 +13,53 @@ use super::cuts::{Part, believed};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// By what factor each share had more than it was charged, from 1 on.
+/// What the device and its shares had in the last looks, those longer ago counting for less, and by what factor each share had more
+/// than it was charged. The factor is of the sums and not a mean of factors, so that the first look is believed at once and noise
+/// is none that only adds, as it would be of factors that are never below 1.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Spared(BTreeMap<Key, f64>);
+pub(super) struct Spared {
+    /// Seconds, and in nanoseconds for how much of them the device was at work.
+    time: f64,
+    active: f64,
+    shares: BTreeMap<Key, Sums>,
+}
+
+/// Of a share: nanoseconds, and the factor, from 1 on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Sums {
+    charged: f64,
+    spared: f64,
+    more: f64,
+}
 
 impl Spared {
     pub(super) fn more(&self, share: &Key) -> f64 {
-        self.0.get(share).copied().unwrap_or(1.0)
+        self.shares.get(share).map_or(1.0, |sums| sums.more)
     }
 
-    /// After a time in which the device was at work for so many nanoseconds a second.
-    pub(super) fn after(&self, active: u64, parts: &[(Key, Part)], since: Duration) -> Self {
-        let factor = factor(active, parts);
-        let believed = believed(since);
-        let more = |(share, part): &(Key, Part)| {
-            let before = self.more(share);
-            // Who had next to nothing tells nothing.
-            let now = if part.charged < QUANTUM { before } else { factor.min(most(part)) };
-            (share.clone(), before + (now - before) * believed)
+    /// After a time in which the device was at work for so many nanoseconds a second; where nobody knows, all stays as it was.
+    pub(super) fn after(&self, active: Option<u64>, parts: &[(Key, Part)], since: Duration) -> Self {
+        let Some(active) = active else { return self.clone() };
+        // Of shares beside which others work now, what was before says nothing.
+        let are_same = self.shares.len() == parts.len()
+            && parts.iter().all(|(share, _)| self.shares.contains_key(share));
+        let kept = if are_same { 1.0 - believed(since) } else { 0.0 };
+        let seconds = since.as_secs_f64();
+        let sums = |(share, part): &(Key, Part)| {
+            let before = self.shares.get(share).filter(|_| are_same);
+            let sum = |of: fn(&Sums) -> f64, now: u64| before.map_or(0.0, of) * kept + now as f64 * seconds;
+            let (charged, spared) =
+                (sum(|sums| sums.charged, part.charged), sum(|sums| sums.spared, part.spared));
+            (share.clone(), Sums { charged, spared, more: self.more(share) })
         };
-        Self(parts.iter().map(more).collect())
+        let mut shares: BTreeMap<Key, Sums> = parts.iter().map(sums).collect();
+        let (time, active) = (self.time * kept + seconds, self.active * kept + active as f64 * seconds);
+        let factor = factor(active, shares.values());
+        // Who had next to nothing tells nothing.
+        for sums in shares.values_mut().filter(|sums| sums.charged >= QUANTUM as f64 * time) {
+            sums.more = factor.min(sums.most());
+        }
+        Self { time, active, shares }
     }
 
     /// What each had by that.
@@ -45,24 +72,25 @@ impl Spared {
     }
 }
 
-/// By what factor a share had more at most.
-fn most(part: &Part) -> f64 {
-    1.0 + part.spared as f64 / part.charged.max(1) as f64
+impl Sums {
+    /// By what factor the share had more at most.
+    fn most(&self) -> f64 {
+        1.0 + self.spared / self.charged.max(1.0)
+    }
 }
 
 /// The factor, the same for all as far as each may have had so much, that explains what the device had.
-fn factor(active: u64, parts: &[(Key, Part)]) -> f64 {
-    let mut by_most: Vec<&Part> = parts.iter().map(|(_, part)| part).collect();
-    by_most.sort_by(|one, other| most(one).total_cmp(&most(other)));
-    let (mut left, mut charged) =
-        (active as f64, by_most.iter().map(|part| part.charged as f64).sum::<f64>());
-    for part in by_most {
+fn factor<'a>(active: f64, shares: impl Iterator<Item = &'a Sums>) -> f64 {
+    let mut by_most: Vec<&Sums> = shares.collect();
+    by_most.sort_by(|one, other| one.most().total_cmp(&other.most()));
+    let (mut left, mut charged) = (active, by_most.iter().map(|sums| sums.charged).sum::<f64>());
+    for sums in by_most {
         let factor = left / charged.max(1.0);
-        if factor <= most(part) {
+        if factor <= sums.most() {
             return factor.max(1.0);
         }
-        left -= part.charged as f64 + part.spared as f64;
-        charged -= part.charged as f64;
+        left -= sums.charged + sums.spared;
+        charged -= sums.charged;
     }
     f64::MAX
 }
@@ -82,7 +110,7 @@ mod tests {
     /// What is known after ten looks of a second at which the device had so much.
     fn after(active: u64, parts: &[Part]) -> Vec<f64> {
         let parts: Vec<_> = parts.iter().enumerate().map(|(number, part)| (key(number), *part)).collect();
-        let look = |spared: Spared, _| spared.after(active, &parts, Duration::from_secs(1));
+        let look = |spared: Spared, _| spared.after(Some(active), &parts, Duration::from_secs(1));
         let known = (0..10).fold(Spared::default(), look);
         parts.iter().map(|(share, _)| known.more(share)).collect()
     }
@@ -107,12 +135,32 @@ mod tests {
     }
 
     #[test]
-    fn a_look_is_believed_by_and_by() {
+    fn the_first_look_is_believed_at_once_and_another_by_and_by() {
         let parts = [(key(0), spared(50, 20))];
-        let half = Spared::default().after(60 * POINT, &parts, Duration::from_millis(700));
-        assert!((half.more(&key(0)) - 1.1).abs() < 0.01, "{half:?}");
-        assert_eq!(half.added(parts.into())[0].1.charged / POINT, 55);
-        assert_eq!(half.more(&key(1)), 1.0);
+        let after = |spared: &Spared, active: Option<u64>, ms: u64| {
+            spared.after(active.map(|active| active * POINT), &parts, Duration::from_millis(ms))
+        };
+        let check = |spared: &Spared, expected: f64| {
+            assert!((spared.more(&key(0)) - expected).abs() < 0.01, "{spared:?}");
+        };
+        let first = after(&Spared::default(), Some(60), 700);
+        check(&first, 1.2);
+        assert_eq!(first.added(parts.clone().into())[0].1.charged / POINT, 60);
+        assert_eq!(first.more(&key(1)), 1.0);
+        check(&after(&first, None, 700), 1.2);
+        // Two thirds of what counts are of the second look.
+        check(&after(&first, Some(54), 700), 1.12);
+        // What was too little in one look makes up for too much in another.
+        check(&after(&after(&Spared::default(), Some(45), 700), Some(55), 700), 1.033);
+    }
+
+    #[test]
+    fn where_other_shares_are_there_what_was_before_says_nothing_of_them() {
+        let parts = |shares: usize| -> Vec<_> { (0..shares).map(|at| (key(at), spared(30, 20))).collect() };
+        let second = Duration::from_secs(1);
+        let before = Spared::default().after(Some(45 * POINT), &parts(1), second);
+        let after = before.after(Some(66 * POINT), &parts(2), second);
+        assert!([0, 1].iter().all(|at| (after.more(&key(*at)) - 1.1).abs() < 0.01), "{after:?}");
     }
 
     proptest! {
@@ -125,7 +173,8 @@ mod tests {
                 parts.into_iter().map(|(charged, spared)| Part { charged, long: 0, spared }).collect();
             let more = after(active, &parts);
             for (more, part) in more.iter().zip(&parts) {
-                prop_assert!(*more >= 1.0 - 1e-9 && *more <= most(part) + 1e-9, "{more} of {part:?}");
+                let most = 1.0 + part.spared as f64 / part.charged.max(1) as f64;
+                prop_assert!(*more >= 1.0 - 1e-9 && *more <= most + 1e-9, "{more} of {part:?}");
             }
             let sum = |of: &dyn Fn((&f64, &Part)) -> f64| more.iter().zip(&parts).map(of).sum::<f64>();
             let (had, charged) = (sum(&|(more, part)| more * part.charged as f64), sum(&|(_, part)| part.charged as f64));
