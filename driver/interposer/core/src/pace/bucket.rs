@@ -17,6 +17,9 @@ pub(crate) const SECOND: u64 = 1_000_000_000;
 pub(crate) const BURST: u64 = 20_000_000;
 /// Who waits is woken when so much is there: less would be a sleep for each small kernel.
 pub(crate) const QUANTUM: i64 = 250_000;
+/// And so much more than there was, in nanoseconds of GPU time, or in so many parts of a second: two time slices of a GPU, as a rule.
+const ROW: u64 = 4_000_000;
+const PAUSES: u64 = 64;
 /// What is taken beyond the need, so that the page is looked at once for many launches.
 const GRANT: i64 = 500_000;
 /// More often than this the clock is not worth a write.
@@ -68,8 +71,10 @@ impl Bucket<'_> {
         match self.page.balance().fetch_update(AcqRel, Acquire, left) {
             Ok(balance) => Ok(taken(balance)),
             Err(balance) => {
-                let enough = QUANTUM.min(i64::try_from(self.burst).unwrap_or(i64::MAX));
-                let missing = u128::from(enough.saturating_sub(balance).unsigned_abs());
+                let row = (self.rate / PAUSES).min(ROW) as i64;
+                // Nothing is there, so that neither sum is too large.
+                let enough = QUANTUM.max(balance + row).min(i64::try_from(self.burst).unwrap_or(i64::MAX));
+                let missing = u128::from(enough.abs_diff(balance));
                 let wait = missing * u128::from(SECOND) / u128::from(self.rate.max(1));
                 Err(u64::try_from(wait).unwrap_or(SECOND).clamp(TICK, SECOND))
             }

@@ -205,6 +205,34 @@ fn no_launch_waits_longer_than_two_bursts_and_a_kernel() {
 }
 
 #[test]
+fn who_has_had_its_part_waits_for_kernels_in_a_row_unless_that_would_be_long() {
+    let check = |cores: u32, length: u64, row: std::ops::Range<u64>, most: u64| {
+        let world = share(cores);
+        let process = world.process(1);
+        let gpu = Gpu::new(process.system());
+        let (mut launches, mut pauses, mut longest) = (0, 0, 0);
+        while process.system().now() < 7 * SECOND {
+            let before = process.system().now();
+            launch(device(&process), &gpu, 0, 1, length, true);
+            let took = process.system().now() - before;
+            if before > 2 * SECOND {
+                launches += 1;
+                pauses += u64::from(took > MS);
+                longest = longest.max(took);
+            }
+        }
+        assert!(row.contains(&(launches / pauses)), "{cores} %: {launches} in {pauses} rows");
+        assert!(longest <= most, "{cores} %: {longest}");
+    };
+    check(50, MS, 4..6, 12 * MS);
+    check(30, MS, 4..6, 17 * MS);
+    check(10, MS, 1..3, 26 * MS);
+    check(1, 100 * US, 1..4, 36 * MS);
+    // One by one.
+    check(30, 5 * MS, 1..2, 17 * MS);
+}
+
+#[test]
 fn a_share_without_a_limit_never_waits() {
     let world = share(0);
     let process = world.process(1);
