@@ -307,7 +307,7 @@ impl Agent {
     async fn audit(&self, gpu: pages::GpuUuid, found: Vec<Found>, memory: Memory) -> Memory {
         let begun = Instant::now();
         let asked = match self.queue(gpu) {
-            Some(queue) => self.ask(gpu, &queue, &found, memory.meter.since_us(), memory.names.names).await,
+            Some(queue) => self.ask(gpu, &queue, &found, memory.meter.since_us(), memory.names.divides).await,
             // A GPU that is away has no processes.
             None => return memory,
         };
@@ -348,7 +348,7 @@ impl Agent {
         queue: &GpuQueue,
         found: &[Found],
         since_us: u64,
-        names: bool,
+        is_divided: bool,
     ) -> Result<Asked, NvmlError> {
         let kept = self.hold(queue, found).await?;
         let inventory = self.inventory.borrow().clone();
@@ -358,8 +358,8 @@ impl Agent {
         let mut until = times.as_ref().and_then(|times| times.until_us).and_then(meter::Until::of);
         let shares: Vec<_> = found.iter().filter_map(|found| found.policy.mig).collect();
         let (mut busy, mut active) = (instances::Busy::new(), instances::Active::new());
-        // What all had together is worth knowing where several shares may have it.
-        let whole = names && found.len() > shares.len() + 1;
+        // What all had together is worth knowing where several shares may have it and it may be all that is.
+        let whole = !is_divided && found.len() > shares.len() + 1;
         if !shares.is_empty() || whole {
             // Even if it is of none: what was before is forgotten then.
             let own = instances::own(instances::of(gpu, &inventory), &shares, &uses);

@@ -20,8 +20,9 @@ const LATELY: Duration = Duration::from_secs(5);
 /// What is remembered of a GPU.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Memory {
-    /// NVML's samples were seen to name one process each.
-    pub(super) names: bool,
+    /// NVML's samples were seen to say what each process had. Until then they may name one each, as those of most GPUs do: of a share
+    /// that has the most of it all of five may name no other, and what is taken for each one's own would be wrong by half.
+    pub(super) divides: bool,
     /// When a share was last seen to work, by its word or by samples; `None`: somebody without one.
     worked: BTreeMap<Option<Key>, Instant>,
 }
@@ -36,8 +37,8 @@ pub(super) fn together(
     memory: &mut Memory,
     now: Instant,
 ) -> Option<u64> {
-    memory.names = divides.map_or(memory.names, |divides| !divides);
-    let times = times.as_ref().filter(|_| memory.names)?;
+    memory.divides = divides.unwrap_or(memory.divides);
+    let times = times.as_ref().filter(|_| !memory.divides)?;
     let mut of_gpu: Vec<_> =
         look.shares.iter().zip(metered).filter(|(share, _)| share.policy.mig.is_none()).collect();
     let works = |metered: &Metered| {
@@ -110,18 +111,23 @@ mod tests {
         check(Some(false), one, &[(7, 80)], Some(80));
         check(Some(true), both, &[(7, 80)], None);
         // Nothing was seen of it yet.
-        check(None, both, &[(7, 80)], None);
+        check(None, both, &[(7, 80)], Some(80));
         // One works alone, or beside somebody without a share.
         check(Some(false), [(30, 30), (0, 0)], &[(7, 30)], None);
         check(Some(false), [(30, 30), (0, 0)], &[(7, 30), (8, 40)], Some(70));
         // What was seen once holds.
+        for divides in [true, false] {
+            let mut memory = Memory::default();
+            let mut metered = one.map(|(busy, charged)| says(busy, charged));
+            together(&look, &times(&[(7, 60), (8, 20)]), Some(divides), &mut metered, &mut memory, now);
+            let mut metered = one.map(|(busy, charged)| says(busy, charged));
+            let whole = together(&look, &times(&[(7, 80)]), None, &mut metered, &mut memory, now);
+            assert_eq!(whole.is_none(), divides);
+        }
+        // Nobody named the other one for a second, which says nothing: it may have had as much all the same.
         let mut memory = Memory::default();
         let mut metered = one.map(|(busy, charged)| says(busy, charged));
         together(&look, &times(&[(7, 60), (8, 20)]), Some(false), &mut metered, &mut memory, now);
-        assert!(memory.names);
-        let mut metered = one.map(|(busy, charged)| says(busy, charged));
-        assert!(together(&look, &times(&[(7, 80)]), None, &mut metered, &mut memory, now).is_some());
-        // Nobody named the other one for a second, which says nothing: it may have had as much all the same.
         let mut alone = |after: u64| {
             let mut metered = [(80, 30), (0, 0)].map(|(busy, charged)| says(busy, charged));
             let now = now + Duration::from_secs(after);
