@@ -26,6 +26,9 @@ const LEAST_CUT: f64 = 0.001;
 const HALF: Duration = Duration::from_millis(700);
 /// A device that is at work for so much of the time, in nanoseconds a second, has nothing left.
 const FULL: u64 = SECOND / 100 * 97;
+/// Half of what is believed of the part that long kernels are of what a share launches was so long ago: what it pays is of other launches than those that
+/// have just ended, and of a small share a look may see either of them alone.
+const MIX: Duration = Duration::from_secs(3);
 /// What a look lacks by no more than chance, of the device's time: a kernel that began before it is charged in it, all at once. So a
 /// look in which kernels are cut for less by chance tells little of how much they are.
 const LUMPS: f64 = 0.02;
@@ -44,10 +47,19 @@ const POINTS: [(f64, f64); 4] = [
 /// What is known of the shares of an instance.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Cuts {
-    /// By what factor the kernels of each look longer, from 1 on.
-    trims: BTreeMap<Key, f64>,
+    shares: BTreeMap<Key, Known>,
     /// How many times as much as by chance kernels are cut.
     times: f64,
+}
+
+/// Of a share.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Known {
+    /// By what factor its kernels look longer, from 1 on.
+    trim: f64,
+    /// Seconds that it was charged lately, and for kernels that are cut.
+    charged: f64,
+    long: f64,
 }
 
 /// What a share was charged in the time since the last look, what of it is for kernels that look longer where they
@@ -62,7 +74,7 @@ pub(super) struct Part {
 impl Cuts {
     /// By what factor the kernels of a share look longer.
     pub(super) fn trim(&self, share: &Key) -> f64 {
-        self.trims.get(share).copied().unwrap_or(1.0)
+        self.shares.get(share).map_or(1.0, |known| known.trim)
     }
 
     /// After a time in which the instance had so much, in nanoseconds a second; in doubt all kernels are charged what they look like.
@@ -77,7 +89,9 @@ impl Cuts {
         let charged: Vec<f64> = parts.iter().map(|(_, part)| whole(part.charged)).collect();
         let cuts = cut(&charged);
         let by_chance = |long: &[f64]| long.iter().zip(&cuts).map(|(long, cut)| long * cut).sum::<f64>();
-        let long: Vec<f64> = parts.iter().map(|(_, part)| whole(part.long.min(part.charged))).collect();
+        let lately: Vec<Known> = parts.iter().map(|(share, part)| self.lately(share, part, since)).collect();
+        let long: Vec<f64> =
+            charged.iter().zip(&lately).map(|(charged, known)| charged * known.part()).collect();
         // Where none is long what is missing is of the others.
         let are_all = is_doubted || by_chance(&long) < LEAST_CUT;
         let long = if are_all { &charged } else { &long };
@@ -103,19 +117,34 @@ impl Cuts {
         let rates = raised(&wishes, self.times);
         let most = parts.len() as f64;
         let trim = |at: usize| {
-            let (share, wish) = (&parts[at].0, &wishes[at]);
-            let before = self.trim(share);
+            let (share, wish, before) = (&parts[at].0, &wishes[at], lately[at].trim);
             if !known(&at) {
-                return (share.clone(), before);
+                return (share.clone(), lately[at]);
             }
             // By what is lost now, or as much further again.
             let now = 1.0 / (1.0 - self.times * wish.long * cuts[at]).max(1.0 / most);
             let further = now + (now - before);
             let trim = (rates[at] / wish.rate).clamp(now.min(further), now.max(further));
-            (share.clone(), trim.clamp(1.0, most))
+            (share.clone(), Known { trim: trim.clamp(1.0, most), ..lately[at] })
         };
-        let trims = (0..parts.len()).map(trim).collect();
-        Self { trims, ..self }
+        let shares = (0..parts.len()).map(trim).collect();
+        Self { shares, ..self }
+    }
+
+    /// What was known of a share, with what it was charged since.
+    fn lately(&self, share: &Key, part: &Part, since: Duration) -> Known {
+        let before = self.shares.get(share).copied().unwrap_or(Known { trim: 1.0, charged: 0.0, long: 0.0 });
+        let kept = 0.5_f64.powf(since.as_secs_f64() / MIX.as_secs_f64());
+        let seconds = |rate: u64| rate as f64 / SECOND as f64 * since.as_secs_f64();
+        let charged = before.charged * kept + seconds(part.charged);
+        Known { charged, long: before.long * kept + seconds(part.long.min(SECOND)), ..before }
+    }
+}
+
+impl Known {
+    /// The part of what it was charged that is for kernels that are cut.
+    fn part(&self) -> f64 {
+        if self.charged > 0.0 { (self.long / self.charged).min(1.0) } else { 0.0 }
     }
 }
 
@@ -213,6 +242,25 @@ pub(super) mod tests {
         check(&after(Cuts::default(), 99, 0), false);
         // What was found before that is forgotten.
         check(&after(raised, 99, 0), false);
+    }
+
+    #[test]
+    fn kernels_that_end_in_another_look_than_they_are_paid_in_are_as_long() {
+        let after = |longs: [u64; 2]| {
+            let look = |cuts: Cuts, number: usize| {
+                let parts = [(key(0), part(10, longs[number % 2])), (key(1), part(60, 60))];
+                cuts.after(60 * POINT, &parts, Duration::from_secs(1), false)
+            };
+            (0..40).fold(Cuts::default(), look).trim(&key(0))
+        };
+        let check = |longs: [u64; 2], expected: f64| {
+            assert!((after(longs) - expected).abs() < 0.2, "{} of {longs:?}", after(longs));
+        };
+        let steady = after([10, 10]);
+        assert!(steady > 1.5, "{steady}");
+        check([0, 20], steady);
+        check([20, 0], steady);
+        check([0, 0], 1.0);
     }
 
     #[test]
