@@ -17,7 +17,8 @@
 //! for is bounded. A kernel may also be now short and now long by itself: of how much of what is left out that may be the node is told
 //! ([`Cost::spared`]), which knows for how long the device was at work. While nobody watches all of it counts: no kernel can be made to look shorter.
 //! Long is what ran long itself, from begin to end: of kernels that overlap each
-//! moves the end of all work by much or by little, as they happen to end.
+//! moves the end of all work by much or by little, as they happen to end. A slice that cuts them cuts all that are under way, and the first to end moves that end for all:
+//! so what a launch ran too long is taken off what it moved the end by, if that is as much, and the others count in full.
 //!
 //! **Kernels longer than a slice** are cut by each neighbour that works meanwhile. By how much changes from launch to
 //! launch, as others come and go, and comes in spells of a second or so, which the node, that looks once a second,
@@ -215,7 +216,8 @@ impl Cost {
         let old = if is_anew { took } else { self.estimate.load(Relaxed) };
         let (centre, far) = self.place(length, count);
         let is_cut = is_watched && length > longest(centre) && self.may_leave_out(centre, far);
-        let counts = if is_cut { took.min(usual(centre)) } else { took };
+        let away = length.wrapping_sub(usual(centre));
+        let counts = if is_cut && took > away { took - away } else { took };
         for (mean, now) in [(&self.took, took), (&self.counted, counts)] {
             let new = towards(mean.load(Relaxed).into(), now.min(u32::MAX.into()), all);
             mean.store(new as u32, Relaxed);

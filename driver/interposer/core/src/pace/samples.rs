@@ -37,6 +37,8 @@ pub trait Timer {
 const LENGTH: usize = 64;
 /// Of what launches took so much may be charged later or was charged before, in nanoseconds.
 const PUT_OFF: i64 = 80_000_000;
+/// No launch ran for longer, in nanoseconds: what many of them are charged is no overflow, whatever a driver says of its events.
+const LONGEST: i64 = 1 << 44;
 /// More than that two events never cost, in nanoseconds: what lies between two launches is the program's doing.
 const DEAREST: u32 = 1_300;
 /// Who waits for measured work to end looks for it so often at least, in nanoseconds.
@@ -254,8 +256,7 @@ impl Samples {
                 };
                 sum.fetch_add(more, Relaxed);
                 let counts = self.spread(cost, counts, is_watched);
-                let difference = charged.saturating_sub(counts);
-                credit = credit.saturating_add(difference.saturating_mul(i64::from(stands_for)));
+                credit = credit.saturating_add((charged - counts) * i64::from(stands_for));
             }
         }
         if head != first {
@@ -274,13 +275,12 @@ impl Samples {
 
     /// What of a launch that counts as so much is charged now. All, and what was put off, where nobody watches.
     fn spread(&self, cost: &Cost, counts: u64, is_watched: bool) -> i64 {
-        let counts = i64::try_from(counts).unwrap_or(i64::MAX);
-        let usual = cost.usually(counts.unsigned_abs()).filter(|_| is_watched);
+        let usual = cost.usually(counts).filter(|_| is_watched);
         let most = if is_watched { PUT_OFF } else { 0 };
-        let all = self.put_off.load(Relaxed).saturating_add(counts);
-        let later = all.saturating_sub(usual.map_or(counts, |usual| usual as i64)).clamp(-most, most);
+        let all = self.put_off.load(Relaxed) + counts as i64;
+        let later = (all - usual.unwrap_or(counts) as i64).clamp(-most, most);
         self.put_off.store(later, Relaxed);
-        all.saturating_sub(later)
+        all - later
     }
 
     /// Nobody waits any longer for the oldest: its thread may have ended in the middle of its launch, or
@@ -318,7 +318,7 @@ impl Samples {
     fn took(&self, sample: &Sample, timer: &impl Timer) -> Option<(u64, u64)> {
         let (begin, end) = (sample.begin.load(Relaxed), sample.end.load(Relaxed));
         let context = sample.context.load(Relaxed);
-        let length = timer.elapsed(begin, end)?.max(0);
+        let length = timer.elapsed(begin, end)?.clamp(0, LONGEST);
         let last = self.end.load(Relaxed);
         let moved =
             if last != 0 && self.context.load(Relaxed) == context { timer.elapsed(last, end) } else { None };

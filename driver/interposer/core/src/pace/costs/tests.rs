@@ -93,6 +93,23 @@ fn of_kernels_that_overlap_each_counts_for_what_it_moved_the_end() {
 }
 
 #[test]
+fn of_kernels_that_overlap_a_slice_is_left_out_once() {
+    let cost = known(250_000);
+    let (mut charged, mut own) = (0, 0);
+    for number in 0..10_000_u64 {
+        // Four at once, which end one after the other, and half of which are cut.
+        let (moved, length) = (250_000, 800_000 + number * 7919 % 400_000);
+        let is_cut = number % 16 < 8;
+        let adds = if is_cut { SLICE } else { 0 };
+        let first = if number.is_multiple_of(4) { adds } else { 0 };
+        charged += cost.learn(moved + first, length + adds, true);
+        own += moved;
+    }
+    let ratio = charged as f64 / own as f64;
+    assert!((0.85..1.1).contains(&ratio), "{ratio}");
+}
+
+#[test]
 fn a_long_kernel_is_measured_each_time_however_little_it_moves_the_end() {
     let cost = known(0);
     for _ in 0..1000 {
