@@ -10,8 +10,7 @@
 //! **In rows.** A GPU that changes from one process to another does nothing meanwhile, 0.17 ms each time (an H100, driver 580.159), and a
 //! kernel that is launched after a pause has to wait for its turn, by which it looks longer than it is. So who has used up the stock waits
 //! until there is enough for some kernels in a row: [`ROW`], or what comes in a [`PAUSES`]th of a second if that is less, so that
-//! a small share does not pause for long. Kernels that are longer come one by one. Rows twice as long lost: they gained nothing, and who works in
-//! short bursts beside such a share waits for its rows.
+//! a small share does not pause for long. Kernels that are longer come one by one. Rows twice as long gained nothing.
 
 use divvy_pages::AccountPage;
 use divvy_pages::policy::{UNBOUNDED, accrued};
