@@ -46,7 +46,7 @@ impl Spared {
         let kept = if are_same { 1.0 - believed(since) } else { 0.0 };
         let seconds = since.as_secs_f64();
         let sums = |(share, part): &(Key, Part)| {
-            let before = self.shares.get(share).filter(|_| are_same);
+            let before = self.shares.get(share);
             let sum = |of: fn(&Sums) -> f64, now: u64| before.map_or(0.0, of) * kept + now as f64 * seconds;
             let (charged, spared) =
                 (sum(|sums| sums.charged, part.charged), sum(|sums| sums.spared, part.spared));
