@@ -275,7 +275,7 @@ mod tests {
     fn in_doubt_whatever_is_missing_is_of_kernels_that_are_cut() {
         let odd = (90, vec![part(30, 0), part(50, 0)]);
         let (joint, _) = after(&[vec![odd.clone(); 4], vec![(60, odd.1); 20]].concat());
-        assert!((joint.trim(&key(0)) - 1.5).abs() < 0.01, "{joint:?}");
+        assert!((joint.trim(&key(0)) - 1.5).abs() < 0.06, "{joint:?}");
     }
 
     #[test]

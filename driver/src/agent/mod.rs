@@ -61,6 +61,7 @@ mod respond;
 mod soon;
 mod spared;
 mod tellings;
+mod turns;
 
 pub use finding::{Finding, Kind, Response, Suspect};
 

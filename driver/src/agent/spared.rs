@@ -9,9 +9,12 @@
 
 use super::arbiter::QUANTUM;
 use super::bell::Key;
-use super::cuts::{Part, believed};
+use super::cuts::Part;
 use std::collections::BTreeMap;
 use std::time::Duration;
+
+/// Half of what is believed of the last looks was so long ago.
+const HALF: Duration = Duration::from_millis(700);
 
 /// What the device and its shares had in the last looks, those longer ago counting for less, and by what factor each share had more
 /// than it was charged. The factor is of the sums and not a mean of factors, so that the first look is believed at once and noise
@@ -43,7 +46,7 @@ impl Spared {
         // Of shares beside which others work now, what was before says nothing.
         let are_same = self.shares.len() == parts.len()
             && parts.iter().all(|(share, _)| self.shares.contains_key(share));
-        let kept = if are_same { 1.0 - believed(since) } else { 0.0 };
+        let kept = if are_same { 0.5_f64.powf(since.as_secs_f64() / HALF.as_secs_f64()) } else { 0.0 };
         let seconds = since.as_secs_f64();
         let sums = |(share, part): &(Key, Part)| {
             let before = self.shares.get(share);
