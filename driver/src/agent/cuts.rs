@@ -64,12 +64,13 @@ struct Known {
 }
 
 /// What a share was charged in the time since the last look, what of it is for kernels that look longer where they
-/// are cut, and what more it may have had; nanoseconds a second.
+/// are cut, what more it may have had, and what it is to have at most; nanoseconds a second.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     pub(super) charged: u64,
     pub(super) long: u64,
     pub(super) spared: u64,
+    pub(super) ceiling: u64,
 }
 
 impl Cuts {
@@ -152,7 +153,8 @@ impl Cuts {
         let kept = kept(since, HALF);
         Known {
             under_way: before.under_way * kept + under_way,
-            wish: before.wish * kept + under_way / before.trim,
+            // Launches that began together looked long once, and are no more than it may have.
+            wish: before.wish * kept + (under_way / before.trim).min(seconds(part.ceiling, since)),
             ..known
         }
     }
@@ -188,7 +190,7 @@ pub(super) mod tests {
 
     /// That was charged so many points, of which so many for long kernels.
     pub(in super::super) fn part(charged: u64, long: u64) -> Part {
-        Part { charged: charged * POINT, long: long * POINT, spared: 0 }
+        Part { charged: charged * POINT, long: long * POINT, spared: 0, ceiling: SECOND }
     }
 
     pub(in super::super) fn key(number: usize) -> Key {
@@ -268,6 +270,15 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn nobody_makes_room_for_more_than_another_may_have() {
+        let trim_beside = |ceiling: u64| {
+            let small = Part { ceiling: ceiling * POINT, ..part(30, 30) };
+            after_looks(Cuts::default(), 1, 70, &[small, part(60, 60)]).trim(&key(1))
+        };
+        assert!(trim_beside(1) < 1.03 && trim_beside(30) > 1.15, "{} {}", trim_beside(1), trim_beside(30));
+    }
+
+    #[test]
     fn rates_are_raised_within_a_few_looks_until_nothing_is_missing_and_stay_there() {
         // They meet so many times as often as by chance.
         let check = |asked: [f64; 2], times: f64| {
@@ -312,7 +323,7 @@ pub(super) mod tests {
             looks in proptest::collection::vec(
                 (
                     any::<u64>(),
-                    proptest::collection::vec((any::<u64>(), any::<u64>()), 1..6),
+                    proptest::collection::vec((any::<u64>(), any::<u64>(), any::<u64>()), 1..6),
                     any::<Duration>(),
                     any::<bool>(),
                 ),
@@ -321,7 +332,7 @@ pub(super) mod tests {
         ) {
             let mut cuts = Cuts::default();
             for (busy, parts, since, is_doubted) in looks {
-                let part = |(number, (charged, long))| (key(number), Part { charged, long, spared: 0 });
+                let part = |(number, (charged, long, ceiling))| (key(number), Part { charged, long, spared: 0, ceiling });
                 let parts: Vec<_> = parts.into_iter().enumerate().map(part).collect();
                 cuts = cuts.after(busy, &parts, since, is_doubted);
                 let most = parts.len() as f64 + 1e-9;

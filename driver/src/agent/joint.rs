@@ -19,7 +19,7 @@
 //!
 //! **How much longer kernels look than they are** follows from what they say that the instance did not have ([`super::cuts`]).
 
-use super::arbiter::{POINT, SECOND};
+use super::arbiter::{POINT, SECOND, Terms};
 use super::bell::Key;
 use super::cuts::{Cuts, Part};
 use super::finding::{Finding, Kind};
@@ -143,10 +143,13 @@ pub(super) fn join(
         // Nothing is known of who has just come, nor of what those said who are gone.
         let part = metered.said.filter(|_| metered.is_steady).map(|(charged, _)| {
             // A share has no more than the instance, in whatever streams.
-            (
-                share.key(),
-                Part { charged: charged.min(SECOND), long: metered.long, spared: metered.spared.min(SECOND) },
-            )
+            let part = Part {
+                charged: charged.min(SECOND),
+                long: metered.long,
+                spared: metered.spared.min(SECOND),
+                ceiling: Terms::of(share.policy.compute).ceiling,
+            };
+            (share.key(), part)
         });
         parts.entry(share.device()).or_default().push(part);
     }

@@ -172,8 +172,8 @@ mod tests {
             active in 0..=SECOND,
             parts in proptest::collection::vec((0..=SECOND, 0..=SECOND), 1..8),
         ) {
-            let parts: Vec<Part> =
-                parts.into_iter().map(|(charged, spared)| Part { charged, long: 0, spared }).collect();
+            let part = |(charged, spared)| Part { charged, long: 0, spared, ceiling: SECOND };
+            let parts: Vec<Part> = parts.into_iter().map(part).collect();
             let more = after(active, &parts);
             for (more, part) in more.iter().zip(&parts) {
                 let most = 1.0 + part.spared as f64 / part.charged.max(1) as f64;
