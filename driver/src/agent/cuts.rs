@@ -46,7 +46,7 @@ pub(super) struct Cuts {
     /// Seconds, and for how many of them the instance was at work; those longer ago count for less.
     time: f64,
     busy: f64,
-    /// How many times as much as by chance kernels are cut.
+    /// How many times as much as by chance kernels are cut, where none is long.
     times: f64,
     looks: usize,
 }
@@ -112,20 +112,23 @@ impl Cuts {
         let long: Vec<f64> = shares.iter().map(Known::part).collect();
         // Where none is long what is missing is of the others.
         let are_all = is_doubted || by_chance(&long) < LEAST_CUT;
-        let (long, expected, most) = if are_all {
-            (vec![1.0; parts.len()], LEAST_CUT, parts.len() as f64)
-        } else {
-            (long, LUMPS, 1.0)
-        };
+        let long = if are_all { vec![1.0; parts.len()] } else { long };
         let missing = under_way.iter().sum::<f64>() - self.busy / self.time;
-        if busy < FULL || is_doubted || !are_all {
-            self.times = ((missing + expected) / (by_chance(&long) + expected)).clamp(0.0, most);
+        let by_chance = by_chance(&long);
+        let times = |expected: f64| (missing + expected) / (by_chance + expected);
+        let most = parts.len() as f64;
+        let times = if !are_all {
+            times(LUMPS).clamp(0.0, 1.0)
+        } else if busy < FULL || is_doubted {
+            times(LEAST_CUT).clamp(0.0, most)
         } else {
-            self.times *= KEPT.powf(since.as_secs_f64() / HALF.as_secs_f64());
+            self.times * KEPT.powf(since.as_secs_f64() / HALF.as_secs_f64())
+        };
+        if are_all {
+            self.times = times;
         }
         self.looks = self.looks.wrapping_add(1);
         let wished = turns::had_of_parts(&wishes);
-        let most = parts.len() as f64;
         let trim = |at: usize| {
             let ((share, part), known) = (&parts[at], shares[at]);
             // Who had next to nothing tells nothing.
@@ -133,8 +136,8 @@ impl Cuts {
                 return (share.clone(), known);
             }
             let place = ((at + self.looks) % parts.len()) as f64 / (most - 1.0).max(1.0);
-            let step = STEP * (2.0 * place - 1.0) * self.times * long[at] * (1.0 - wishes[at]).max(0.0);
-            let left = 1.0 - self.times * long[at] * (1.0 - wished[at]);
+            let step = STEP * (2.0 * place - 1.0) * times * long[at] * (1.0 - wishes[at]).max(0.0);
+            let left = 1.0 - times * long[at] * (1.0 - wished[at]);
             (share.clone(), Known { trim: ((1.0 + step) / left.max(1.0 / most)).clamp(1.0, most), ..known })
         };
         self.shares = (0..parts.len()).map(trim).collect();
@@ -248,6 +251,14 @@ pub(super) mod tests {
         check(&after(Cuts::default(), 99, 0), false);
         // What was found before that is forgotten.
         check(&after(raised, 99, 0), false);
+        // One kernel looked long: of the others nothing follows.
+        let looks_long = Part { long: POINT / 4, ..part(10, 0) };
+        let mut cuts = after_looks(Cuts::default(), 1, 99, &[looks_long, part(90, 0)]);
+        assert!(cuts.trim(&key(0)) > 1.01, "it is long: {cuts:?}");
+        for _ in 0..5 {
+            cuts = after_looks(cuts, 1, 99, &[part(10, 0), part(90, 0)]);
+            assert!(cuts.trim(&key(0)) < 1.05, "{cuts:?}");
+        }
     }
 
     #[test]
