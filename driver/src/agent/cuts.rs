@@ -9,9 +9,11 @@
 //! **Steps.** Shares whose kernels come equally often would stay in step or out of it, and chance would be none. So rates
 //! are a little larger in one look and smaller in another, in none the same for two.
 //!
-//! **What is measured and what is paid.** A share may pay for long kernels seconds after they ran, and for several at once, as when its first looked long.
-//! So what it has under way is what was measured of long kernels, and what it pays for others. Those of a share whose kernels are long
-//! for the better part count as such: beside others they wait for their turn, which is far longer than they are.
+//! **What is measured and what is paid.** A share may pay for long kernels seconds after they ran, and for several at once, as when
+//! its first looked long. So what it has under way is what was measured of long kernels, and what it pays for others. Those of a
+//! share whose kernels are long for the better part count as such: beside others they wait for their turn, which is far longer than
+//! they are. And programs that begin together have long kernels under way far more often than later, so nobody makes room for more
+//! than another's ceiling.
 //!
 //! Of a device that has nothing left nobody has more by larger rates but from others, who wait longer for their turns and look longer by
 //! that. So there none are raised for kernels that fit a time slice, and those that were fall by and by; longer ones would leave much of
@@ -58,7 +60,7 @@ struct Known {
     /// For which it was charged, and had long kernels under way, by [`MIX`].
     charged: f64,
     long: f64,
-    /// For which it had kernels under way, and would have had if none were cut, by [`HALF`].
+    /// For which it had kernels under way, and would have had them if none were cut, by [`HALF`].
     under_way: f64,
     wish: f64,
 }

@@ -3,14 +3,14 @@
 //! A device that goes from one process to the next every time slice serves all that have a kernel under way at once, each
 //! with an equal part of its speed. Of such a server, if its customers come by chance, it is known how often which of them are there
 //! together: that is in proportion to the product of one number for each of them, its *odds*, and to the factorial of
-//! how many they are (processor sharing; Kleinrock, "Queueing Systems" II, 4.4). It holds whatever the lengths of kernels are. So
-//! those that are slow meet others more often than if each were there by itself: two that have a fifth of the time each beside a third
-//! that has nearly all of it meet half as often again.
+//! how many they are (processor sharing; Baskett, Chandy, Muntz and Palacios, J. ACM 22, 1975). It holds whatever the lengths of
+//! kernels are. So those that are slow meet others more often than if each were there by itself: two that have one for a fifth of the time each, beside a third
+//! that nearly always has, meet a quarter more often.
 //!
 //! The factorial of n is the integral of t^n by exp(-t), which makes a sum over all sets of customers an integral of a product: with
 //! one factor 1 + t * odds for each.
 
-/// Where a function of the time is looked at, and with what weight: Gauss and Laguerre's five, which are exact up to nine others.
+/// Where a function of the time is looked at, and with what weight: Gauss and Laguerre's five, which are exact up to eight others.
 const POINTS: [(f64, f64); 5] = [
     (0.263_560_319_718_141, 0.521_755_610_582_808_2),
     (1.413_403_059_106_516_8, 0.398_666_811_083_175_8),
