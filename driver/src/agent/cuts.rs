@@ -4,7 +4,8 @@
 //! say is more than the instance had. What is missing they lack who had such kernels, which their libraries tell; where
 //! nobody had, all. How much each lacks follows from how much of the time it has one under way, if they come as chance has it ([`turns`]):
 //! each rate is raised so that its share has what it is to have beside the others, whose rates are raised as well. What is missing
-//! in a look tells whether they come so; more than by chance they never meet for long.
+//! in a look tells whether they come so; more than by chance they never meet for long. Who claims what it did not lose
+//! takes from what others would get back, and where nothing is missing has [`LUMPS`] at most.
 //!
 //! **Steps.** Shares whose kernels come equally often would stay in step or out of it, and chance would be none. So rates
 //! are a little larger in one look and smaller in another, in none the same for two.
