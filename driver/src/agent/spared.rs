@@ -9,7 +9,7 @@
 
 use super::arbiter::QUANTUM;
 use super::bell::Key;
-use super::cuts::Part;
+use super::cuts::{Part, kept};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -46,7 +46,7 @@ impl Spared {
         // Of shares beside which others work now, what was before says nothing.
         let are_same = self.shares.len() == parts.len()
             && parts.iter().all(|(share, _)| self.shares.contains_key(share));
-        let kept = if are_same { 0.5_f64.powf(since.as_secs_f64() / HALF.as_secs_f64()) } else { 0.0 };
+        let kept = if are_same { kept(since, HALF) } else { 0.0 };
         let seconds = since.as_secs_f64();
         let sums = |(share, part): &(Key, Part)| {
             let before = self.shares.get(share);
