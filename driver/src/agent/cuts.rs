@@ -17,8 +17,8 @@
 //! than another's ceiling.
 //!
 //! Of a device that has nothing left nobody has more by larger rates but from others, who wait longer for their turns and look longer by
-//! that. So there none are raised for kernels that fit a time slice, and those that were fall by and by; longer ones would leave much of
-//! it idle if theirs did.
+//! that. So there none are raised for kernels that fit a time slice, and those that were fall by and by, or as soon as nothing is missing;
+//! longer ones would leave much of it idle if theirs did.
 
 use super::arbiter::{QUANTUM, SECOND};
 use super::bell::Key;
@@ -92,7 +92,8 @@ impl Cuts {
     ) -> Self {
         // Of shares beside which others work now, what was before says nothing.
         let is_known = |(share, _): &(Key, Part)| self.shares.contains_key(share);
-        if self.shares.len() != parts.len() || !parts.iter().all(is_known) {
+        let is_first = self.shares.len() != parts.len() || !parts.iter().all(is_known);
+        if is_first {
             self = Self::default();
         }
         let kept = kept(since, HALF);
@@ -108,23 +109,26 @@ impl Cuts {
         let long: Vec<f64> = shares.iter().map(Known::part).collect();
         // Where none is long what is missing is of the others.
         let are_all = is_doubted || by_chance(&long) < LEAST_CUT;
+        if are_all && is_first {
+            // Kernels are charged a guess until they were measured: what that is too much is missing once.
+            let nothing = |known: Known| Known { under_way: 0.0, wish: 0.0, ..known };
+            let known = parts.iter().zip(shares).map(|((share, _), known)| (share.clone(), nothing(known)));
+            return Self { shares: known.collect(), ..Self::default() };
+        }
         let long = if are_all { vec![1.0; parts.len()] } else { long };
         let missing = under_way.iter().sum::<f64>() - self.busy / self.time;
-        let by_chance = by_chance(&long);
-        let times = |expected: f64| (missing + expected) / (by_chance + expected);
         let most = parts.len() as f64;
-        let times = if !are_all {
-            times(LUMPS).clamp(0.0, 1.0)
-        } else if busy < FULL || is_doubted {
-            times(LEAST_CUT).clamp(0.0, most)
+        let times = if are_all {
+            // Of a device that has nothing left what is missing is no reason to raise rates.
+            let falls = self.times * KEPT.powf(since.as_secs_f64() / HALF.as_secs_f64());
+            let most = if busy < FULL || is_doubted { most } else { falls };
+            self.times = times(missing, by_chance(&long), LEAST_CUT).clamp(0.0, most);
+            self.times
         } else {
-            self.times * KEPT.powf(since.as_secs_f64() / HALF.as_secs_f64())
+            times(missing, by_chance(&long), LUMPS).clamp(0.0, 1.0)
         };
         // Short ones come too often to be in step.
         let step = if are_all { 0.0 } else { STEP };
-        if are_all {
-            self.times = times;
-        }
         self.looks = self.looks.wrapping_add(1);
         let wished = turns::had_of_parts(&wishes);
         let trim = |at: usize| {
@@ -176,6 +180,12 @@ impl Known {
 /// What of something is left after so long, if after that time it is a half.
 pub(super) fn kept(since: Duration, half: Duration) -> f64 {
     0.5_f64.powf(since.as_secs_f64() / half.as_secs_f64())
+}
+
+/// How many times as much as by chance kernels are cut, if that much of the device's time is missing; so much is expected to be
+/// by chance alone.
+fn times(missing: f64, by_chance: f64, expected: f64) -> f64 {
+    (missing + expected) / (by_chance + expected)
 }
 
 /// Of that time, at so many nanoseconds a second.
@@ -257,6 +267,21 @@ pub(super) mod tests {
             cuts = after_looks(cuts, 1, 99, &[part(10, 0), part(90, 0)]);
             assert!(cuts.trim(&key(0)) < 1.05, "{cuts:?}");
         }
+    }
+
+    #[test]
+    fn a_guess_at_what_kernels_take_leaves_nobody_more_than_it_is_to_have() {
+        let parts = [part(30, 0), part(30, 0), part(30, 0)];
+        let look = |cuts: Cuts, busy: u64| after_looks(cuts, 1, busy, &parts);
+        // Before they were measured the library charged a third too much.
+        let cuts = look(look(Cuts::default(), 60), 90);
+        assert!(cuts.trim(&key(0)) < 1.01, "{cuts:?}");
+        // Had it been believed, a device that is full by that would say at once that nothing is missing.
+        let raised = look(look(look(Cuts::default(), 90), 60), 60);
+        assert!(raised.trim(&key(0)) > 1.2, "{raised:?}");
+        let full = [part(33, 0), part(33, 0), part(33, 0)];
+        let cuts = after_looks(raised, 3, 99, &full);
+        assert!(cuts.trim(&key(0)) < 1.1, "{cuts:?}");
     }
 
     #[test]
