@@ -19,13 +19,15 @@
 //! whatever it says, and a policy is changed in place, in the copy that is not
 //! read (see [`divvy_pages::policy`]).
 
+mod contexts;
 mod mapped;
 pub mod policy;
 
 use crate::paths::HostPaths;
+pub(crate) use contexts::Contexts;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::policy::{PolicyError, SIZE};
-use divvy_pages::{Flags, Policy, account};
+use divvy_pages::{Flags, Memory, Policy, account};
 pub(crate) use mapped::Mapped;
 use rustix::fs::OFlags;
 use rustix::thread::futex;
@@ -264,7 +266,9 @@ fn says(page: &[u8], wanted: &Policy) -> Result<bool, PolicyError> {
 /// The policy with what the agent decides as it stands on the page.
 fn kept(wanted: &Policy, have: &Policy) -> Policy {
     let native = Flags(have.flags.0 & Flags::NATIVE_MEMORY.0);
-    Policy { flags: wanted.flags.with(native), ..*wanted }
+    // Contexts that were charged by it are known by that: nothing is gained by another one.
+    let memory = Memory { context: have.memory.context, ..wanted.memory };
+    Policy { flags: wanted.flags.with(native), memory, ..*wanted }
 }
 
 /// Changes a page that may be mounted; says whether it had to be.
@@ -323,7 +327,7 @@ fn is_file_name(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use divvy_pages::{Compute, Memory, Text};
+    use divvy_pages::{Compute, Text};
 
     struct World {
         dir: tempfile::TempDir,

@@ -7,7 +7,7 @@ use super::gather::Found;
 use super::look::Look;
 use super::orders::Standing;
 use super::{ACCOUNT, Asked, Finding, Memory, POLICY, Planned, Report, Sources};
-use super::{arbitrate, balance, bell, gather, joint, judge, meter, names, overtime};
+use super::{arbitrate, balance, bell, context, gather, joint, judge, meter, names, overtime};
 use divvy_api::top::ShareNow;
 use divvy_pages::GpuUuid;
 use std::time::{Instant, SystemTime};
@@ -37,6 +37,7 @@ impl Sources {
             let findings = judge::judge(&look, &memory.before).into_iter().chain(over).collect();
             // Who is to be ended has no time to go on while slots are written.
             (memory, reports) = self.respond(findings, memory);
+            self.learn(gpu, &look, &mut memory);
             gather::repair(&look, &self.shares, &self.files, &self.process_root);
             (memory.before, memory.judged) = (judge::remember(&look), Some(now));
             memory.over_time.values_mut().for_each(overtime::Past::judged);
@@ -80,6 +81,22 @@ impl Sources {
         let (mut over, past) = overtime::over_time(look, &metered, times, since, &forged, &memory.over_time);
         over.extend(joint::over_time(look, &joint));
         (Memory { meter: of_meter, balances, joint, over_time: past, ..memory }, metered, over)
+    }
+
+    /// Remembers what a context takes, for the pages of shares to come.
+    fn learn(&self, gpu: GpuUuid, look: &Look, memory: &mut Memory) {
+        let least = context::least(look).filter(|bytes| memory.context.is_none_or(|known| *bytes < known));
+        let Some(bytes) = least else { return };
+        match self.contexts.saw(gpu, bytes) {
+            Ok(is_new) => {
+                memory.context = Some(bytes);
+                if is_new {
+                    tracing::info!(%gpu, mib = bytes >> 20, "a context takes so much; the next shares are charged that");
+                }
+            }
+            // Tried again at the next audit.
+            Err(cause) => tracing::debug!(%gpu, %cause, "what a context takes is not remembered"),
+        }
     }
 
     /// Who is to have what of the GPU's time, or its instance's, from now on.

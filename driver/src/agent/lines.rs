@@ -132,7 +132,7 @@ fn room(share: &Share, slot: &Slot) -> u64 {
 }
 
 /// The slots of a process on the pages of a device, in the order of the pages.
-fn of<'a>(look: &'a Look, process: &'a Process, device: Device) -> Vec<(usize, &'a Slot)> {
+pub(super) fn of<'a>(look: &'a Look, process: &'a Process, device: Device) -> Vec<(usize, &'a Slot)> {
     let shares = look.shares_of(process);
     let here = shares.into_iter().filter(|at| look.shares[*at].device() == device);
     here.flat_map(|at| look.shares[at].slots_of(process).map(move |slot| (at, slot))).collect()

@@ -36,6 +36,7 @@ mod arbitrate;
 mod audit;
 mod balance;
 mod bell;
+mod context;
 mod cuts;
 mod desk;
 mod door;
@@ -67,7 +68,7 @@ pub use finding::{Finding, Kind, Response, Suspect};
 
 use crate::gpus::Gpus;
 use crate::paths::HostPaths;
-use crate::shares::{ACCOUNT, POLICY, Shares};
+use crate::shares::{ACCOUNT, Contexts, POLICY, Shares};
 use bell::Bell;
 use desk::Planned;
 use divvy_api::top::ShareNow;
@@ -141,6 +142,7 @@ pub struct Agent {
 /// Where things are, and what is done.
 struct Sources {
     shares: Shares,
+    contexts: Contexts,
     files: Files,
     process_root: PathBuf,
     cgroup_root: PathBuf,
@@ -165,6 +167,8 @@ struct Memory {
     balances: balance::Memory,
     joint: joint::Memory,
     over_time: overtime::Memory,
+    /// The least that a context was seen to take, in bytes.
+    context: Option<u64>,
 }
 
 impl Memory {
@@ -196,6 +200,7 @@ impl Agent {
         let (reports, told) = mpsc::channel(QUEUE);
         let sources = Sources {
             shares: Shares::new(paths),
+            contexts: Contexts::new(paths),
             files: Files::default(),
             process_root: paths.process_root.clone(),
             cgroup_root: paths.sys_root.join("fs/cgroup"),

@@ -69,7 +69,7 @@ impl Sources {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Files, HostPaths, Kind, Shares, Suspect, bell::Bell};
+    use super::super::{Contexts, Files, HostPaths, Kind, Shares, Suspect, bell::Bell};
     use super::*;
     use std::path::PathBuf;
 
@@ -83,6 +83,7 @@ mod tests {
     fn sources() -> Sources {
         Sources {
             shares: Shares::new(&HostPaths::below(&PathBuf::new())),
+            contexts: Contexts::new(&HostPaths::below(&PathBuf::new())),
             files: Files::default(),
             process_root: PathBuf::new(),
             cgroup_root: PathBuf::new(),

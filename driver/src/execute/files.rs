@@ -6,12 +6,13 @@ use super::{Hands, StepError, is};
 use crate::cdi::{CdiId, ClaimDevice, DeviceNodes, MpsClient};
 use crate::plan::{Access, Part};
 use crate::records::{ClaimRecord, DeviceRecord};
-use crate::shares::Shares;
 use crate::shares::policy::policy;
+use crate::shares::{Contexts, Shares};
 use crate::sharing::{Setup, ShareLimits};
+use divvy_api::sharing::CONTEXT;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_nvml::RawInstance;
-use divvy_pages::Policy;
+use divvy_pages::{GpuUuid, Policy};
 use std::collections::BTreeSet;
 
 impl Hands {
@@ -49,7 +50,10 @@ impl Hands {
         share: &ShareId,
         limits: ShareLimits,
     ) -> Result<Policy, StepError> {
-        Ok(policy(claim, device, share, limits, &self.gpu(device.part.gpu())?)?)
+        let gpu = self.gpu(device.part.gpu())?;
+        let whole = matches!(device.part, Part::Whole { .. }).then(|| GpuUuid::parse(gpu.uuid.as_str()));
+        let context = whole.flatten().map_or(CONTEXT, |gpu| Contexts::new(self.cdi.paths()).of(gpu));
+        Ok(policy(claim, device, share, limits, &gpu, context)?)
     }
 
     /// Writes the claim's CDI file from the record and what the hardware is now.

@@ -5,7 +5,7 @@
 use crate::plan::Part;
 use crate::records::DeviceRecord;
 use crate::sharing::ShareLimits;
-use divvy_api::sharing::{CONTEXT, Priority, ShareSettings};
+use divvy_api::sharing::{Priority, ShareSettings};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_model::{Gpu, share};
 use divvy_pages::{Codec, Compute, Flags, GpuUuid, Memory, Policy, Text};
@@ -18,13 +18,14 @@ pub struct Unwritable {
     value: String,
 }
 
-/// The policy of a share of that device, which lies on that GPU.
+/// The policy of a share of that device, which lies on that GPU; a context is charged so many bytes there.
 pub fn policy(
     claim: &ClaimUid,
     device: &DeviceRecord,
     share: &ShareId,
     limits: ShareLimits,
     gpu: &Gpu,
+    context: u64,
 ) -> Result<Policy, Unwritable> {
     let mig = device.instance.as_ref().map(|ids| uuid("MIG UUID", &ids.uuid)).transpose()?;
     let physical = match &device.part {
@@ -41,7 +42,7 @@ pub fn policy(
         gpu: uuid("GPU UUID", gpu.uuid.as_str())?,
         mig,
         pci: text("PCI bus id", &nvml_bus_id(&gpu.pci_bus_id))?,
-        memory: memory(limits.memory, overcommit, physical),
+        memory: memory(limits.memory, overcommit, Memory { physical, context, ..Memory::default() }),
         compute: Compute {
             cores: limits.cores,
             ceiling: ceiling(limits),
@@ -58,8 +59,8 @@ pub fn policy(
 }
 
 /// What was claimed, and what may be held of it: the same, or more with managed memory beyond.
-fn memory(claimed: u64, overcommit: u32, physical: u64) -> Memory {
-    let fixed = Memory { limit: claimed, physical, context: CONTEXT, ..Memory::default() };
+fn memory(claimed: u64, overcommit: u32, device: Memory) -> Memory {
+    let fixed = Memory { limit: claimed, ..device };
     if overcommit <= 100 {
         return fixed;
     }

@@ -38,6 +38,7 @@ async fn honest_processes_are_measured_and_left_alone() {
     assert_eq!(line.correction, 200 * MIB as i64, "what the GPU driver takes beyond the charge");
     assert!(page.attention() > 0);
     assert!(tenant.lives());
+    assert_eq!(world.context_mib(), Some(500), "what is not of its allocations");
     // The next charge goes by it: 1500 of 4000 are taken.
     page.tidy();
     assert!(!page.charge(slot, 2501 * MIB));

@@ -92,6 +92,14 @@ impl World {
         dir
     }
 
+    /// What contexts of the first GPU were seen to take, as the node remembers it.
+    pub(crate) fn context_mib(&self) -> Option<u64> {
+        let uuid = self.sim.read().unwrap().gpus[0].uuid.clone();
+        let file = self.paths.run_dir.join("contexts").join(uuid.trim_start_matches("GPU-"));
+        let bytes = fs::read_to_string(file).ok()?;
+        Some(bytes.parse::<u64>().ok()? / MIB)
+    }
+
     /// A process of that claim's container that takes so many MiB of the first GPU.
     pub(crate) fn tenant(&self, claim: &str, mib: u64) -> Tenant {
         let tenant = Tenant::start(self.sim.root(), mib);

@@ -90,6 +90,29 @@ async fn a_share_has_pages_that_say_what_it_may_have() {
 }
 
 #[tokio::test]
+async fn a_context_is_charged_what_one_was_seen_to_take_when_the_share_came() {
+    let world = World::up(H100);
+    let node = world.start().await;
+    node.holds("a", TEN).await;
+    let uuid = world.sim.read().unwrap().gpus[0].uuid.clone();
+    let contexts = world.paths.run_dir.join("contexts");
+    fs::create_dir(&contexts).unwrap();
+    fs::write(contexts.join(uuid.trim_start_matches("GPU-")), (518_u64 << 20).to_string()).unwrap();
+    node.holds("b", TEN).await;
+    let node = {
+        node.stop().await;
+        world.start().await
+    };
+    assert!(node.report.restored.is_empty(), "{:?}", node.report);
+    assert_eq!(["a", "b"].map(|claim| world.policy(claim, 0).memory.context >> 20), [300, 518]);
+    node.ends("a").await;
+    node.ends("b").await;
+    // Of an instance nothing is known by that.
+    node.holds("c", SLICE).await;
+    assert_eq!(world.policy("c", 0).memory.context >> 20, 300);
+}
+
+#[tokio::test]
 async fn the_whole_has_nothing_injected() {
     let world = World::up(H100);
     let node = world.start().await;

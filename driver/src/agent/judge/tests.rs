@@ -151,7 +151,7 @@ impl Scene {
         self
     }
 
-    fn slot_mut(&mut self, pid: u32) -> &mut Slot {
+    pub(in super::super) fn slot_mut(&mut self, pid: u32) -> &mut Slot {
         let found = self.account(0).slots.iter_mut().find(|slot| slot.report.who.pid == pid + 1000);
         found.expect("a slot")
     }
