@@ -39,8 +39,9 @@ const FULL: u64 = SECOND / 100 * 97;
 const LUMPS: f64 = 0.02;
 /// This part of what is believed of kernels that are cut is kept there for each [`HALF`].
 const KEPT: f64 = 0.8;
-/// A rate is larger and smaller by so much of it.
-const STEP: f64 = 0.03;
+/// A rate is larger and smaller by so much of it, where its kernels are cut. In a look two shares of 30 % whose kernels take 10 ms then pass each other
+/// a few times; with a quarter of that they were in step, or out of it, for seconds, of which the one that is over was made up for.
+const STEP: f64 = 0.12;
 
 /// What is known of the shares of an instance.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -214,14 +215,22 @@ pub(super) mod tests {
         (0..looks).fold(before, |cuts, _| cuts.after(busy * POINT, &parts, Duration::from_secs(1), false))
     }
 
+    /// The trims after as many more such looks as there are shares, on the mean: each has had all steps then.
+    fn mean_trims(mut cuts: Cuts, busy: u64, parts: &[Part]) -> Vec<f64> {
+        let mut sums = vec![0.0; parts.len()];
+        for _ in parts {
+            cuts = after_looks(cuts, 1, busy, parts);
+            sums.iter_mut().enumerate().for_each(|(at, sum)| *sum += cuts.trim(&key(at)));
+        }
+        sums.into_iter().map(|sum| sum / parts.len() as f64).collect()
+    }
+
     #[test]
     fn what_the_instance_did_not_have_is_missing_to_those_whose_kernels_are_cut() {
         let check = |busy: u64, parts: &[Part], expected: &[f64]| {
-            let cuts = after_looks(Cuts::default(), 20, busy, parts);
-            for (number, expected) in expected.iter().enumerate() {
-                let trim = cuts.trim(&key(number));
-                // A step larger or smaller.
-                assert!((trim / expected - 1.0).abs() < STEP, "{trim}, not {expected}, {busy} {parts:?}");
+            let trims = mean_trims(after_looks(Cuts::default(), 20, busy, parts), busy, parts);
+            for (trim, expected) in trims.iter().zip(expected) {
+                assert!((trim / expected - 1.0).abs() < 0.02, "{trims:?}, not {expected}, {busy} {parts:?}");
             }
         };
         check(80, &[part(30, 0), part(50, 0)], &[1.0, 1.0]);
@@ -238,8 +247,8 @@ pub(super) mod tests {
         // As often as there are shares, at most; by their own word, which may be anything.
         check(1, &[part(90, 90), part(50, u64::MAX / POINT)], &[1.85, 1.75]);
         // Who has more neighbours loses more.
-        let cuts = after_looks(Cuts::default(), 20, 70, &[part(30, 30), part(30, 0), part(20, 20)]);
-        let trims = [0, 1, 2].map(|at| cuts.trim(&key(at)));
+        let parts = [part(30, 30), part(30, 0), part(20, 20)];
+        let trims = mean_trims(after_looks(Cuts::default(), 20, 70, &parts), 70, &parts);
         assert!(trims[2] > trims[0] + 0.02 && trims[0] > 1.2 && trims[1] < 1.01, "{trims:?}");
     }
 
@@ -291,7 +300,8 @@ pub(super) mod tests {
                 let parts = [(key(0), part(10, longs[number % 2])), (key(1), part(60, 60))];
                 cuts.after(60 * POINT, &parts, Duration::from_secs(1), false)
             };
-            (0..40).fold(Cuts::default(), look).trim(&key(0))
+            let (before, after) = ((0..39).fold(Cuts::default(), look), (0..40).fold(Cuts::default(), look));
+            (before.trim(&key(0)) + after.trim(&key(0))) / 2.0
         };
         let check = |longs: [u64; 2], expected: f64| {
             assert!((after(longs) - expected).abs() < 0.2, "{} of {longs:?}", after(longs));
