@@ -115,11 +115,12 @@ pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
     let free = |share: &Standing| share.sight == Sight::Word && !share.is_limited;
     let are_alike = shares.iter().all(|share| free(share) && share.terms == shares[0].terms);
     let is_shared = shares.len() > 1 && (is_mixed || lends && !are_alike);
+    let parts = parts(shares, is_mixed);
     let targets = if is_mixed { by_class(shares) } else { targets(shares, |_| true) };
     let all_at_work = shares.iter().filter(|share| share.wants() > 0).count();
-    let order = |(share, target): (&Standing, u64)| {
+    let order = |(share, (target, part)): (&Standing, (u64, u64))| {
         let is_beside = all_at_work > usize::from(share.wants() > 0);
-        let (rate, memory) = share.memory.rate(share.terms, target, is_beside);
+        let (rate, memory) = share.memory.rate(share.terms, target.max(part), is_beside);
         let is_doubted = match share.sight {
             Sight::Own => false,
             Sight::Together { is_explained } => !is_explained,
@@ -139,7 +140,16 @@ pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
             memory: if is_paced { memory } else { memory.free() },
         }
     };
-    shares.iter().zip(targets).map(order).collect()
+    shares.iter().zip(targets.into_iter().zip(parts)).map(order).collect()
+}
+
+/// What each would have if all wanted all. Who wants less on the mean of a second, as works in bursts, is not held to that: what
+/// others were lent is its own the moment that it asks for it, as a guarantee is.
+fn parts(shares: &[Standing], is_mixed: bool) -> Vec<u64> {
+    let asks = |share: &Standing| Standing { is_awake: true, turn: None, ..*share };
+    let all: Vec<_> = shares.iter().map(asks).collect();
+    let of_class = |is_high: bool| targets(&all, |share| !is_mixed || share.is_high == is_high);
+    of_class(true).into_iter().zip(of_class(false)).map(|(one, other)| one.max(other)).collect()
 }
 
 /// The targets of some, as if there were no others; 0 for these.

@@ -348,8 +348,8 @@ fn an_agent_goes_on_from_where_the_one_before_it_was() {
     let mut desk = Desk::default();
     desk.plan(GPU, planned(&shares, &[30, 100, 0]), now);
     let rates: Vec<_> = shares.iter().map(|share| share.rate(now)).collect();
-    // Of what each is to have now: 30, what that leaves, and a little.
-    assert_eq!(rates, [Some(45), Some(87), Some(5)]);
+    // Of what each is to have now: 30, what that leaves, and what is its own when it wants it.
+    assert_eq!(rates, [Some(45), Some(87), Some(25)]);
     assert!(shares[2].page().call() > 7);
     drop(desk);
     let rate_after = |seconds: u64| {

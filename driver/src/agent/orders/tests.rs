@@ -47,7 +47,11 @@ fn check(what: &str, shares: &[Standing], rates: &[Option<u64>], asked: &[bool])
 fn a_gpu_is_divided_among_those_that_work() {
     let free = |weight, wants| share(0, 0, weight, wants);
     check("alone", &[free(1, 100)], &[None], &[false]);
-    check("beside one that sleeps", &[free(1, 100), free(1, 0)], &[Some(100), Some(5)], &[false, true]);
+    check("beside one that sleeps", &[free(1, 100), free(1, 0)], &[Some(100), Some(50)], &[false, true]);
+    let in_bursts = [free(1, 100), free(3, 8)];
+    check("beside one that works in bursts", &in_bursts, &[Some(92), Some(75)], &[false; 2]);
+    let small = [share(95, 95, 1, 95), free(1, 0), free(1, 1)];
+    check("beside a guarantee of nearly all", &small, &[Some(95), Some(5), Some(5)], &[false, true, false]);
     check("that wakes", &[free(1, 100), awake(free(1, 0))], &[Some(50), Some(50)], &[false; 2]);
     let four = [free(1, 100), free(2, 100), free(3, 100), free(4, 100)];
     check("by weight", &four, &[Some(10), Some(20), Some(30), Some(40)], &[false; 4]);
@@ -101,7 +105,7 @@ fn high_priority_has_what_it_may_and_the_others_divide_what_it_leaves() {
     check("it works", &[awake(first), low], &[Some(100), Some(100)], &[false; 2]);
     assert!(is_high_at_work(&[awake(first), low]) && !is_high_at_work(&[first, awake(low)]));
     check("two of it", &[awake(first), awake(first), low], &[Some(50), Some(50), Some(100)], &[false; 3]);
-    check("there is no other", &[first, awake(first)], &[Some(8), Some(92)], &[false; 2]);
+    check("there is no other", &[first, awake(first)], &[Some(50), Some(92)], &[false; 2]);
     assert!(!is_high_at_work(&[first, awake(first)]));
     check("it is limited", &[high(awake(share(30, 0, 1, 30))), low], &[Some(30), Some(100)], &[false; 2]);
 }
