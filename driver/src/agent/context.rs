@@ -4,11 +4,11 @@
 //! context has one. Only of whole GPUs: in an instance a context is smaller, by how much is that instance's affair.
 
 use super::lines;
-use super::look::{Look, Slot};
+use super::look::{Look, Slot, Use};
 
 /// The least that one takes with what its process loads, in bytes; none where nobody has one who stood still.
 pub(super) fn least(look: &Look) -> Option<u64> {
-    let of = |usage: &super::look::Use| {
+    let of = |usage: &Use| {
         let (process, bytes) = (look.processes.get(&usage.pid)?, usage.bytes?);
         let slots = lines::of(look, process, usage.device);
         let (first, _) = slots.first()?;

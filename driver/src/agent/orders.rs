@@ -143,12 +143,15 @@ pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
     shares.iter().zip(targets.into_iter().zip(parts)).map(order).collect()
 }
 
-/// What each would have if all wanted all. Who wants less on the mean of a second, as works in bursts, is not held to that: what
+/// What each would have if all wanted all. Who wants less on the mean of a second, as one that works in bursts, is not held to that: what
 /// others were lent is its own the moment that it asks for it, as a guarantee is.
 fn parts(shares: &[Standing], is_mixed: bool) -> Vec<u64> {
     let asks = |share: &Standing| Standing { is_awake: true, turn: None, ..*share };
     let all: Vec<_> = shares.iter().map(asks).collect();
-    let of_class = |is_high: bool| targets(&all, |share| !is_mixed || share.is_high == is_high);
+    if !is_mixed {
+        return targets(&all, |_| true);
+    }
+    let of_class = |is_high: bool| targets(&all, |share| share.is_high == is_high);
     of_class(true).into_iter().zip(of_class(false)).map(|(one, other)| one.max(other)).collect()
 }
 

@@ -52,7 +52,8 @@ impl Hands {
     ) -> Result<Policy, StepError> {
         let gpu = self.gpu(device.part.gpu())?;
         let whole = matches!(device.part, Part::Whole { .. }).then(|| GpuUuid::parse(gpu.uuid.as_str()));
-        let context = whole.flatten().map_or(CONTEXT, |gpu| Contexts::new(self.cdi.paths()).of(gpu));
+        let context =
+            whole.flatten().map_or(CONTEXT, |gpu| Contexts::new(self.cdi.paths()).of(gpu, limits.memory));
         Ok(policy(claim, device, share, limits, &gpu, context)?)
     }
 

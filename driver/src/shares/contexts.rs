@@ -6,7 +6,8 @@
 //! then on: the least, as programs load modules on top. A table of GPUs lost to that: it would be wrong with the next driver.
 //!
 //! In the run directory, so that an update of the daemon keeps it and a reboot, after which the driver may be another, does
-//! not. What programs say of their allocations is in it: no word of theirs takes it out of [`CONTEXT`] to [`MOST`].
+//! not. What programs say of their allocations is in it, so no word of theirs takes it out of [`CONTEXT`] to [`MOST`], and a share that is too
+//! small for it is charged [`CONTEXT`] as before: else one that hides what it allocates could keep small ones from the GPU.
 
 use crate::paths::HostPaths;
 use divvy_api::sharing::CONTEXT;
@@ -17,8 +18,8 @@ use std::path::PathBuf;
 
 /// Of the run directory.
 const DIRECTORY: &str = "contexts";
-/// No context that was ever measured takes as much, in bytes.
-const MOST: u64 = 1 << 30;
+/// In bytes: whoever has so much beside its allocations is told of as `understated`.
+const MOST: u64 = 2 * CONTEXT;
 
 /// What is known of all GPUs.
 #[derive(Clone, Debug)]
@@ -31,9 +32,9 @@ impl Contexts {
         Self { dir: paths.run_dir.join(DIRECTORY) }
     }
 
-    /// What a context is to be charged until it is measured, in bytes.
-    pub(crate) fn of(&self, gpu: GpuUuid) -> u64 {
-        self.known(gpu).unwrap_or(CONTEXT)
+    /// What a context of a share with that limit is to be charged until it is measured, both in bytes.
+    pub(crate) fn of(&self, gpu: GpuUuid, limit: u64) -> u64 {
+        self.known(gpu).filter(|bytes| *bytes <= limit).unwrap_or(CONTEXT)
     }
 
     /// One took so many bytes; says whether that is less than was known, or the first that is.
@@ -71,19 +72,20 @@ mod tests {
         });
         let saw = |mib: u64, is_new: bool, expected: u64| {
             assert_eq!(contexts.saw(gpu, mib << 20).unwrap(), is_new, "{mib}");
-            assert_eq!(contexts.of(gpu), expected << 20, "{mib}");
+            assert_eq!(contexts.of(gpu, 1 << 30), expected << 20, "{mib}");
         };
-        assert_eq!(contexts.of(gpu), CONTEXT);
+        assert_eq!(contexts.of(gpu, 1 << 30), CONTEXT);
         saw(540, true, 540);
         saw(600, false, 540);
         saw(518, true, 518);
-        assert_eq!(contexts.of(other), CONTEXT);
+        assert_eq!(contexts.of(other, 1 << 30), CONTEXT);
+        assert_eq!([517, 518].map(|limit| contexts.of(gpu, limit << 20) >> 20), [300, 518]);
         // What somebody claims is no less than any GPU's, and no more.
         saw(3, true, 300);
         for text in ["", "518 MiB", "99", "-1", "18446744073709551616"] {
             fs::write(contexts.file(gpu), text).unwrap();
-            assert_eq!(contexts.of(gpu), CONTEXT, "{text:?}");
+            assert_eq!(contexts.of(gpu, 1 << 30), CONTEXT, "{text:?}");
         }
-        saw(u64::MAX >> 20, true, 1024);
+        saw(u64::MAX >> 20, true, 600);
     }
 }
