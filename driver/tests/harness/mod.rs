@@ -153,7 +153,7 @@ impl World {
 
     /// A claim with that UID and name that holds these devices of this node, one
     /// request each; one share of what several claims may have, and of `NAME=MEMORY`
-    /// so much memory.
+    /// so much memory, of `NAME=MEMORY/CORES` so much of its time as well.
     pub(crate) fn claim(&self, name: &str, devices: &[&str]) -> Claim {
         let result = |(at, device): (usize, &&str)| {
             let (device, memory) = device.split_once('=').map_or((*device, None), |(of, m)| (of, Some(m)));
@@ -161,7 +161,10 @@ impl World {
                 "request": format!("r{at}"), "driver": DRIVER, "pool": NODE, "device": device,
             });
             let consumed = match device.rsplit('-').next() {
-                _ if memory.is_some() => json!({"memory": memory, "cores": "0"}),
+                _ if let Some(asked) = memory => {
+                    let (memory, cores) = asked.split_once('/').unwrap_or((asked, "0"));
+                    json!({"memory": memory, "cores": cores})
+                }
                 Some("timeslice") => json!({"slots": "1"}),
                 Some("mps") => json!({"threads": "10", "memory": "1Gi", "clients": "1"}),
                 _ => return result,

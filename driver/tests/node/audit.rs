@@ -32,7 +32,11 @@ struct Container {
 impl Container {
     /// The process has so much memory; it says that it has 512 MiB.
     async fn start(world: &World, claim: &'static str, mib: u64) -> Self {
-        let (share, dir, proc_root, tenant) = enter(world, claim, mib).await;
+        Self::start_with(world, claim, "gpu-0=5Gi", mib).await
+    }
+
+    async fn start_with(world: &World, claim: &'static str, device: &str, mib: u64) -> Self {
+        let (share, dir, proc_root, tenant) = enter_with(world, claim, device, mib).await;
         let page = Page::map(&dir.join("account"), LIMIT);
         let slot = page.register(&tenant.who());
         assert!(page.charge(slot, 512 * MIB));
@@ -61,7 +65,16 @@ impl Container {
 
 /// Prepares a claim and starts a process in its container: shareID, pages, `/proc` and the process.
 async fn enter(world: &World, claim: &str, mib: u64) -> (String, PathBuf, PathBuf, Tenant) {
-    world.prepare(&world.claim(claim, &["gpu-0=5Gi"])).await.unwrap();
+    enter_with(world, claim, "gpu-0=5Gi", mib).await
+}
+
+async fn enter_with(
+    world: &World,
+    claim: &str,
+    device: &str,
+    mib: u64,
+) -> (String, PathBuf, PathBuf, Tenant) {
+    world.prepare(&world.claim(claim, &[device])).await.unwrap();
     let share = format!("{claim}-share-0");
     let dir = world.run_dir().join("shares").join(claim).join(&share);
     let cgroup = format!("0::/kubepods/{claim}\n");
@@ -93,7 +106,7 @@ async fn whoever_goes_round_its_share_is_told_of_or_ended_and_its_neighbour_neve
     type Offence = (&'static str, u64, fn(&mut Container), &'static str, bool);
     let offences: [Offence; 10] = [
         ("used-nothing", 512, |on| on.page.forge(64, 0), "0 MiB are used", false),
-        // It has 30 % of the GPU by NVML's word, too, where nobody granted it so much.
+        // It has 30 % of the GPU by NVML's word, too, where its part beside the neighbour's is 20.
         ("full-balance", 512, |on| on.page.forge(128, i64::MAX as u64), "a balance of", true),
         ("stolen-slot", 512, |on| on.page.forge(on.word(16), 4711), "is not registered", true),
         ("bumped", 512, |on| on.page.forge(on.word(4), 0x0002_0009), "another owner or generation", false),
@@ -122,7 +135,7 @@ async fn whoever_goes_round_its_share_is_told_of_or_ended_and_its_neighbour_neve
     ];
     let world = World::up(H100).await;
     let _daemon = world.start(&[]).await;
-    let mut neighbour = Container::start(&world, "neighbour", 512).await;
+    let mut neighbour = Container::start_with(&world, "neighbour", "gpu-0=5Gi/80", 512).await;
     for (claim, mib, offence, text, ended) in offences {
         let mut container = Container::start(&world, claim, mib).await;
         let begun = Instant::now();
