@@ -18,7 +18,7 @@ use std::path::PathBuf;
 
 /// Of the run directory.
 const DIRECTORY: &str = "contexts";
-/// In bytes: whoever has so much beside its allocations is told of as `understated`.
+/// In bytes: more than any context that was measured so far, and little enough to be a loss that small shares bear.
 const MOST: u64 = 2 * CONTEXT;
 
 /// What is known of all GPUs.

@@ -23,6 +23,7 @@
 
 use super::super::look::Look;
 use super::Tenant;
+use divvy_api::sharing::CONTEXT;
 
 /// How many estimates of a context may be taken for one process.
 const ALLOWANCE: u64 = 2;
@@ -31,7 +32,8 @@ const LATE: u64 = 4;
 
 fn estimate(look: &Look, tenant: &Tenant<'_>) -> u64 {
     let estimates = tenant.shares.iter().map(|at| look.shares[*at].policy.memory.context);
-    estimates.max().unwrap_or_default()
+    // What was measured of a context is charged, and is no reason to let more pass.
+    estimates.max().unwrap_or_default().min(CONTEXT)
 }
 
 /// For one process.
