@@ -90,6 +90,11 @@ fn what_the_gpu_driver_takes_for_itself_ends_nobody() {
     check(1, &[(Kind::Overhead, None)]);
     check(2 * CONTEXT, &[(Kind::Overhead, None)]);
     check(2 * CONTEXT + 1, &[(Kind::Understated, Some(7)), (Kind::OverLimit, Some(7))]);
+    // That contexts are charged more lets no more pass.
+    let mut scene = Scene::share(10_000);
+    scene.look.shares[0].policy.memory.context = 2 * CONTEXT * MIB;
+    scene.process(7).has(10_000 + 2 * CONTEXT + 1).slot(7, 10_000);
+    scene.expect(&[(Kind::Understated, Some(7)), (Kind::OverLimit, Some(7))]);
     // Not one that is not registered.
     let mut scene = Scene::share(10_000);
     scene.process(7).has(10_000 + 600).slot(7, 10_000).process(10).has(200);
