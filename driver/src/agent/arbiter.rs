@@ -200,10 +200,11 @@ pub(super) fn targets(shares: &[(Terms, u64)]) -> Vec<u64> {
         if weights == 0 || rest < weights {
             return targets;
         }
-        let whole = u128::from(rest);
+        // A second at most, which is less than 2^30, times a weight of 32 bits.
+        let whole = rest;
         for (share, target) in shares.iter().zip(&mut targets) {
-            let part = whole * u128::from(share.0.weight) / u128::from(weights);
-            let part = wants(share).saturating_sub(*target).min(part as u64);
+            let part = whole * u64::from(share.0.weight) / weights;
+            let part = wants(share).saturating_sub(*target).min(part);
             *target += part;
             rest -= part;
         }

@@ -72,7 +72,7 @@ pub(super) fn standings(
 mod tests {
     use super::super::judge::tests::{CONTEXT, Scene};
     use super::super::meter::{Memory, meter};
-    use super::super::orders::orders;
+    use super::super::orders::tests::orders;
     use super::*;
     use divvy_pages::{Compute, GpuUuid, Owner};
     use std::time::{Duration, Instant};

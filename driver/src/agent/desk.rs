@@ -73,6 +73,8 @@ pub(super) struct Desk {
 #[derive(Debug, Default)]
 struct Part {
     shares: Vec<Seat>,
+    /// Of each, see [`orders::parts`].
+    parts: Vec<u64>,
     gate: Gate,
     turns: Option<Turns<Key>>,
     /// Until when the gate is closed, if it is.
@@ -218,6 +220,7 @@ impl Part {
             }
         }
         before.iter_mut().for_each(Seat::release);
+        self.parts = orders::parts(&self.shares.iter().map(|seat| seat.standing).collect::<Vec<_>>());
         self.has_moved |= now >= self.told + REST && before.iter().any(Seat::is_at_work);
         self.settle(now);
         self.arm(now)
@@ -291,7 +294,7 @@ impl Part {
             true => Some(Out { until: now + CLOSED, again: now + CLOSED / 2 }),
             false => (is_shut && !seat.standing.is_high).then_some(low),
         };
-        for (seat, order) in self.shares.iter_mut().zip(orders::orders(&standings)) {
+        for (seat, order) in self.shares.iter_mut().zip(orders::orders(&standings, &self.parts)) {
             let out = out(seat);
             seat.obey(order, out, now);
             self.next = self.next.min(out.map_or(u64::MAX, |out| out.again));

@@ -107,20 +107,19 @@ pub(super) fn is_high_at_work(shares: &[Standing]) -> bool {
     are_mixed(shares) && shares.iter().any(is_at_work)
 }
 
-/// What the pages of all shares of a GPU are to say.
-pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
+/// What the pages of all shares of a GPU are to say; `parts` are theirs, of [`parts`].
+pub(super) fn orders(shares: &[Standing], parts: &[u64]) -> Vec<Order> {
     let is_mixed = are_mixed(shares);
     let lends = shares.iter().any(|share| share.terms.ceiling > share.terms.guarantee);
     // The driver's own turns divide a device among shares that are alike, and nobody would see what pacing costs them.
     let free = |share: &Standing| share.sight == Sight::Word && !share.is_limited;
     let are_alike = shares.iter().all(|share| free(share) && share.terms == shares[0].terms);
     let is_shared = shares.len() > 1 && (is_mixed || lends && !are_alike);
-    let parts = parts(shares, is_mixed);
     let targets = if is_mixed { by_class(shares) } else { targets(shares, |_| true) };
     let all_at_work = shares.iter().filter(|share| share.wants() > 0).count();
-    let order = |(share, (target, part)): (&Standing, (u64, u64))| {
+    let order = |(share, (target, part)): (&Standing, (u64, &u64))| {
         let is_beside = all_at_work > usize::from(share.wants() > 0);
-        let (rate, memory) = share.memory.rate(share.terms, target.max(part), is_beside);
+        let (rate, memory) = share.memory.rate(share.terms, target.max(*part), is_beside);
         let is_doubted = match share.sight {
             Sight::Own => false,
             Sight::Together { is_explained } => !is_explained,
@@ -144,11 +143,11 @@ pub(super) fn orders(shares: &[Standing]) -> Vec<Order> {
 }
 
 /// What each would have if all wanted all. Who wants less on the mean of a second, as one that works in bursts, is not held to that: what
-/// others were lent is its own the moment that it asks for it, as a guarantee is.
-fn parts(shares: &[Standing], is_mixed: bool) -> Vec<u64> {
+/// others were lent is its own the moment that it asks for it, as a guarantee is. It depends on nothing that a share does.
+pub(super) fn parts(shares: &[Standing]) -> Vec<u64> {
     let asks = |share: &Standing| Standing { is_awake: true, turn: None, ..*share };
     let all: Vec<_> = shares.iter().map(asks).collect();
-    if !is_mixed {
+    if !are_mixed(shares) {
         return targets(&all, |_| true);
     }
     let of_class = |is_high: bool| targets(&all, |share| share.is_high == is_high);
@@ -270,4 +269,4 @@ impl<K: PartialEq> Turns<K> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

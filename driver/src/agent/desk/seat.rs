@@ -69,6 +69,9 @@ pub(super) struct Seat {
     pub(super) is_cut: bool,
     pub(super) standing: Standing,
     pub(super) order: Order,
+    /// Whether its page tells it that it is divided and that it is doubted; none: the page has the last word, as it may have been
+    /// changed where its class was. At each order it would be the one thing that is read of a page, and is in no cache.
+    says: Option<[bool; 2]>,
     granted_until: u64,
     closed_until: u64,
     /// It is kept out, and until when is not known.
@@ -122,6 +125,7 @@ impl Seat {
             is_cut: false,
             standing,
             order: Order { rate: None, is_asked, is_beside, is_doubted, memory: standing.memory },
+            says: None,
             granted_until: 0,
             closed_until,
             is_out: closed_until > 0,
@@ -157,7 +161,8 @@ impl Seat {
     pub(super) fn found(self, standing: Standing, now: u64) -> Self {
         // NVML has the word again of who rang a second ago; but high priority is a matter of milliseconds.
         let is_old = self.woke + SEEN <= now && !standing.is_high;
-        Self { standing: Standing { is_awake: self.standing.is_awake && !is_old, ..standing }, ..self }
+        let standing = Standing { is_awake: self.standing.is_awake && !is_old, ..standing };
+        Self { standing, says: None, ..self }
     }
 
     /// Whether it is to be looked at for what it may have come to, where somebody looks at its GPU.
@@ -272,13 +277,15 @@ impl Seat {
                 page.grant(rate, self.granted_until);
                 page.keep(order.memory.kept());
             }
-            let is_divided = order.rate.is_some() && !self.standing.is_limited;
-            // The page has the last word, as it was changed where its class was.
-            if is_divided != page.is_divided() {
-                page.divide(is_divided);
-            }
-            if order.is_doubted != page.is_doubted() {
-                page.doubt(order.is_doubted);
+            let says = [order.rate.is_some() && !self.standing.is_limited, order.is_doubted];
+            if self.says.replace(says) != Some(says) {
+                let [is_divided, is_doubted] = says;
+                if is_divided != page.is_divided() {
+                    page.divide(is_divided);
+                }
+                if is_doubted != page.is_doubted() {
+                    page.doubt(is_doubted);
+                }
             }
             if had.is_asked && !order.is_asked {
                 page.ask(false, 0);

@@ -9,6 +9,11 @@ use proptest::prelude::*;
 const POINT: u64 = SECOND / 100;
 const MS: u64 = 1_000_000;
 
+/// What pages are to say, with the parts of these very shares.
+pub(in crate::agent) fn orders(shares: &[Standing]) -> Vec<Order> {
+    super::orders(shares, &parts(shares))
+}
+
 /// A share with that guarantee, ceiling and weight that wants so many points.
 fn share(cores: u32, ceiling: u32, weight: u32, wants: u64) -> Standing {
     let compute = Compute { cores, ceiling, weight, ..Compute::default() };
