@@ -64,6 +64,11 @@ impl Bell {
         }
     }
 
+    /// Whether a share of that GPU has been planned.
+    pub(super) fn has(&self, gpu: GpuUuid, share: &Key) -> bool {
+        self.common.desk().has(gpu, share)
+    }
+
     /// From now on the shares of that GPU are these, as an audit found them.
     pub(super) fn plan(&self, gpu: GpuUuid, shares: Vec<Planned>) {
         let is_other = {

@@ -103,6 +103,12 @@ impl Desk {
         seats.map(|seat| (seat.key.clone(), seat.had(until))).collect()
     }
 
+    /// Whether a share of the GPU is one of those that were planned last.
+    pub(super) fn has(&self, gpu: GpuUuid, share: &Key) -> bool {
+        let mut parts = self.parts.iter().filter(|(device, _)| device.gpu == gpu);
+        parts.any(|(_, part)| part.shares.iter().any(|seat| seat.key == *share))
+    }
+
     /// From now on the shares of a GPU and its instances are these. Says whether the thread has anything to do with them
     /// before its wait ends.
     pub(super) fn plan(&mut self, gpu: GpuUuid, shares: Vec<Planned>, now: u64) -> bool {

@@ -121,6 +121,10 @@ pub(super) fn presses(policy: &Policy) -> bool {
 }
 
 impl Found {
+    pub(super) fn key(&self) -> (ClaimUid, ShareId) {
+        (self.claim.clone(), self.id.clone())
+    }
+
     /// Bytes that the share says it holds.
     pub(super) fn used(&self) -> u64 {
         let page = self.first.as_ref().ok().and_then(|first| Snapshot::new(&first.page).ok());
@@ -129,11 +133,11 @@ impl Found {
 
     /// What the share says, where it may hold more than it has of its GPU.
     pub(super) fn presses(&self) -> Option<Said> {
-        let Self { claim, id, policy, first, .. } = self;
+        let Self { policy, first, .. } = self;
         let page = first.as_ref().ok().filter(|_| presses(policy))?;
         let page = Snapshot::new(&page.page).ok()?;
         let mut said = Said {
-            key: (claim.clone(), id.clone()),
+            key: self.key(),
             is_high: policy.compute.priority > 0,
             used: page.used(),
             managed: 0,

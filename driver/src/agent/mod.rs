@@ -245,6 +245,10 @@ impl Agent {
                 () = tellings.next(), if holds.is_empty() => {
                     tellings.watch(&agent.sources.shares);
                     let (by_gpu, _) = agent.found(BTreeSet::new()).await;
+                    // Before it launches anything that nobody paces.
+                    if soon.comes(agent.unplanned(&by_gpu), Instant::now()) {
+                        tick.reset_immediately();
+                    }
                     holds.push(agent.hold_all(by_gpu));
                 }
                 _ = tick.tick() => {
@@ -307,6 +311,18 @@ impl Agent {
             (by_gpu, presses)
         });
         looked.await.unwrap_or_default()
+    }
+
+    /// The GPUs on which several have shares, and one of these has just come.
+    fn unplanned(
+        &self,
+        by_gpu: &BTreeMap<pages::GpuUuid, Vec<Found>>,
+    ) -> impl Iterator<Item = pages::GpuUuid> {
+        let has_come = |gpu: pages::GpuUuid, found: &Found| !self.sources.bell.has(gpu, &found.key());
+        let are_new = move |(gpu, found): &(&pages::GpuUuid, &Vec<Found>)| {
+            found.len() > 1 && found.iter().any(|found| has_come(**gpu, found))
+        };
+        by_gpu.iter().filter(are_new).map(|(gpu, _)| *gpu)
     }
 
     /// One audit of a GPU.

@@ -7,7 +7,8 @@
 //! The first look comes when NVML, which samples six times a second, has seen none but those who work now in what
 //! it will say at the second. Who comes and goes within a second is met on the mean of that and brings no looks; who stays for
 //! longer brings no more than these few in each [`REST`]. Who begins for the first time is known least of and comes once: that
-//! brings looks whenever it is.
+//! brings looks whenever it is. Where a share comes to others the first look comes at once: what it launches is paced only once it
+//! is planned, and a thousand launches that were not are seconds of everybody's time, which nobody takes back.
 
 use super::desk::Moved;
 use divvy_pages::GpuUuid;
@@ -42,6 +43,16 @@ impl Soon {
         }
         self.0.retain(|_, since| now.duration_since(*since) < REST);
         !is_any && has_begun
+    }
+
+    /// Shares have come to these GPUs that are not planned yet: whether there are any, for which a look is to come at once.
+    pub(super) fn comes(&mut self, gpus: impl Iterator<Item = GpuUuid>, now: Instant) -> bool {
+        let mut is_any = false;
+        for gpu in gpus {
+            self.0.insert(gpu, now);
+            is_any = true;
+        }
+        is_any
     }
 
     /// Whether this GPU is looked at though its audit is not due.
@@ -86,6 +97,16 @@ mod tests {
             }
         }
         looks
+    }
+
+    #[test]
+    fn a_share_that_comes_brings_looks_though_there_were_some() {
+        let (mut soon, now) = (Soon::default(), Instant::now());
+        assert!(!soon.comes(std::iter::empty(), now) && !soon.has(&GPU, now));
+        for at in [now, now + LASTS - PAUSE] {
+            assert!(soon.comes([GPU].into_iter(), at));
+            assert!(soon.has(&GPU, at + LASTS - PAUSE) && soon.is_any(at) && !soon.has(&OTHER, at));
+        }
     }
 
     #[test]
