@@ -23,6 +23,16 @@ type Key = (ClaimUid, ShareId);
 /// The priority of a share that precedes others, and above.
 const HIGH: u32 = 1;
 
+/// What a share was to have, in nanoseconds a second, of which NVML does not say what it had: what it was granted where it waited for more, else
+/// no more than it says that it had.
+pub(super) fn due(had: Option<&Had>, metered: &Metered) -> u64 {
+    let (Some(had), Some((charged, waited))) = (had, metered.said) else { return 0 };
+    let (granted, _) = had.memory.granted();
+    let is_held = had.memory.is_held(Seen { busy: charged, charged, waited }, had.company);
+    let likely = charged as f64 / had.memory.trim(had.company.is_beside).max(1.0);
+    if is_held { granted.min(SECOND) } else { granted.min(likely as u64) }
+}
+
 /// Shares as they stand, by index. `joint` tells of one that has neighbours on its MIG instance by what factor its
 /// kernels look longer, and whether their words explain what the instance had.
 pub(super) fn standings(

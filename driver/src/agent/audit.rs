@@ -4,7 +4,7 @@
 //! what is told is told then: two looks that see one of them are to be that far apart.
 
 use super::gather::Found;
-use super::look::Look;
+use super::look::{Look, Share};
 use super::orders::Standing;
 use super::{ACCOUNT, Asked, Finding, Memory, POLICY, Planned, Report, Sources};
 use super::{arbitrate, balance, bell, context, gather, joint, judge, meter, names, overtime};
@@ -62,7 +62,8 @@ impl Sources {
         look.whole = names::together(look, times, divides, &mut metered, &mut memory.names, now);
         let look = &*look;
         let had = self.bell.since(gpu, until.map(meter::Until::ago).unwrap_or_default());
-        let joint = joint::join(look, &metered, since, &memory.joint, now);
+        let due = |share: &Share, metered: &_| arbitrate::due(had.get(&share.key()), metered);
+        let joint = joint::join(look, &metered, due, since, &memory.joint, now);
         let standings = arbitrate::standings(look, times, &metered, &had, |share| {
             let joint = joint.get(&share.device())?;
             Some((joint.trim(&share.key()), !joint.is_doubted(now)))

@@ -128,10 +128,11 @@ impl Joint {
 }
 
 /// After a look, of the devices whose time is known and of which several shares have parts; `since` is the time since the one
-/// before. Of a GPU what is known stays while one of them works alone.
+/// before, and `due` what each was to have in it, in nanoseconds a second. Of a GPU what is known stays while one of them works alone.
 pub(super) fn join(
     look: &Look,
     metered: &[Metered],
+    due: impl Fn(&Share, &Metered) -> u64,
     since: Option<Duration>,
     before: &Memory,
     now: Instant,
@@ -147,6 +148,7 @@ pub(super) fn join(
                 charged: charged.min(SECOND),
                 long: metered.long,
                 spared: metered.spared.min(SECOND),
+                due: due(share, metered),
                 ceiling: Terms::of(share.policy.compute).ceiling,
             };
             (share.key(), part)
@@ -320,8 +322,9 @@ mod tests {
         (look.busy, look.active) = ([(MIG, SECOND)].into(), [(Some(MIG), SECOND)].into());
         let since = Some(Duration::from_secs(4));
         let says = |is_steady| Metered { said: Some((10 * POINT, 0)), is_steady, ..Metered::default() };
-        let join =
-            |all: [Metered; 2], before: &Memory| super::join(&look, &all, since, before, Instant::now());
+        let join = |all: [Metered; 2], before: &Memory| {
+            super::join(&look, &all, |_, _| 0, since, before, Instant::now())
+        };
         let nobody = Memory::new();
         assert_eq!(join([says(true), Metered::default()], &nobody), nobody);
         let first = join([says(true); 2], &nobody);
@@ -344,7 +347,7 @@ mod tests {
             let shares = at.iter().map(|at| all[*at].clone()).collect();
             let (busy, active) = ([(MIG, busy * POINT)].into(), [(Some(MIG), busy * POINT)].into());
             let look = Look { shares, busy, active, ..look.clone() };
-            super::join(&look, &vec![says; at.len()], Some(Duration::from_secs(4)), before, now)
+            super::join(&look, &vec![says; at.len()], |_, _| 0, Some(Duration::from_secs(4)), before, now)
         };
         let doubted = join(&[0, 1, 2], 90, &join(&[0, 1, 2], 90, &Memory::new()));
         let check = |at: &[usize], expected: bool| {

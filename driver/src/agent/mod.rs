@@ -47,6 +47,7 @@ mod gather;
 mod instances;
 mod joint;
 mod judge;
+mod lack;
 mod lines;
 mod locks;
 mod look;

@@ -172,7 +172,7 @@ mod tests {
             active in 0..=SECOND,
             parts in proptest::collection::vec((0..=SECOND, 0..=SECOND), 1..8),
         ) {
-            let part = |(charged, spared)| Part { charged, long: 0, spared, ceiling: SECOND };
+            let part = |(charged, spared)| Part { charged, long: 0, spared, due: 0, ceiling: SECOND };
             let parts: Vec<Part> = parts.into_iter().map(part).collect();
             let more = after(active, &parts);
             for (more, part) in more.iter().zip(&parts) {
