@@ -13,7 +13,9 @@ use super::desk::{Desk, Had, Moved, Planned};
 use super::door::{self, Rang};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::GpuUuid;
+use rustix::process::setpriority_process;
 use rustix::thread::futex::{self, Flags};
+use rustix::thread::gettid;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,6 +30,9 @@ pub(super) const TICK: u64 = 10_000_000;
 /// A wait that has no end of its own ends by then, in nanoseconds.
 const LONGEST: u64 = 3_600_000_000_000;
 const NAME: &str = "share-bell";
+/// It goes before other work of the node: what it does is short, and whoever precedes others waits for it, as do these after that. Put
+/// off behind who computes it is interrupted at each fifth turn. Source: setpriority(2).
+const NICE: i32 = -10;
 
 /// The thread, and what it shares with audits. It ends when this is dropped.
 #[derive(Debug, Default)]
@@ -137,6 +142,9 @@ impl Common {
     }
 
     fn listen(&self) {
+        if let Err(cause) = setpriority_process(Some(gettid()), NICE) {
+            tracing::debug!(%cause, "doorbells of shares are heard as soon as it is this process's turn");
+        }
         let mut rang = Rang::Anybody;
         while !self.stops.load(SeqCst) {
             // Before the desk is looked at: what changes after that ends the wait.

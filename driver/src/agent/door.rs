@@ -119,7 +119,8 @@ pub(super) fn wait(own: &AtomicU32, value: u32, doors: &[(Arc<Door>, u32)], unti
         (wait.val, wait.uaddr, wait.flags) = (value.into(), WaitPtr::new(address.cast()), flags);
         wait
     };
-    let mut waiters = vec![waiter(own.as_ptr().cast(), value, WaitFlags::SIZE_U32 | WaitFlags::PRIVATE)];
+    let mut waiters = Vec::with_capacity(1 + doors.len());
+    waiters.push(waiter(own.as_ptr().cast(), value, WaitFlags::SIZE_U32 | WaitFlags::PRIVATE));
     for (door, doorbell) in doors.iter().take(MOST) {
         let word = door.address.as_ptr().wrapping_add(DOORBELL as usize);
         waiters.push(waiter(word, *doorbell, WaitFlags::SIZE_U32));
