@@ -7,6 +7,9 @@
 //! programs (`e2e/escape/programs`) in containers with the library and a share each: some hold memory and sleep, others
 //! launch all they can of their part of the GPU's time, and others yet lend, weigh and precede one another, which is what
 //! the agent has most to do with.
+//!
+//! What the arbiter of compute time costs is what these add to an agent whose tenants only hold memory, as that audits accounts
+//! and processes once a second all the same. It is no less than it is: busy tenants leave the audits, too, less of the caches.
 
 use crate::program;
 use crate::shares::most;
@@ -71,15 +74,18 @@ pub(crate) fn all(arguments: &Arguments) -> Result<()> {
     let wanted = |part: &str| program::is_wanted(&arguments.only, part);
     let out = tempfile::tempdir()?;
     let library = program::library(arguments.library.as_deref(), out.path())?;
-    if wanted("cpu") {
-        cpu(arguments, &library)?;
-    }
+    let is_arbiter = wanted("work") || wanted("policies");
+    let idle = if wanted("cpu") || is_arbiter { Some(cpu(arguments, &library)?) } else { None };
+    let arbiter = |what: &str, costs: f64| {
+        let name = format!("arbiter_cpu_{}_gpus_{}_shares_{what}_percent", arguments.gpus, arguments.shares);
+        most(&name, costs - idle.unwrap_or_default(), 2.0, "percent");
+    };
     if wanted("work") {
         let each = Compute { cores: CORES, ceiling: CORES, ..Compute::default() };
-        work(arguments, &library, "working", |_| (each, SHAPE))?;
+        arbiter("working", work(arguments, &library, "working", |_| (each, SHAPE))?);
     }
     if wanted("policies") {
-        work(arguments, &library, "by_policies", by_policies)?;
+        arbiter("by_policies", work(arguments, &library, "by_policies", by_policies)?);
     }
     if wanted("dead") {
         dead(arguments, &library)?;
@@ -185,7 +191,7 @@ impl Drop for Program {
 }
 
 /// Per cent of one core, beside tenants that hold memory and do nothing.
-fn cpu(arguments: &Arguments, library: &Path) -> Result<()> {
+fn cpu(arguments: &Arguments, library: &Path) -> Result<f64> {
     let world = World::up(arguments.gpus, library)?;
     let watch = Watch::start(&world.node)?;
     costs("agent_cpu_without_shares", arguments)?;
@@ -195,8 +201,9 @@ fn cpu(arguments: &Arguments, library: &Path) -> Result<()> {
         holder.says("held").with_context(|| format!("share {number} of a GPU"))?;
         tenants.push((container, holder));
     }
-    has_cost("idle", arguments)?;
-    is_content(&watch)
+    let costs = has_cost("idle", arguments)?;
+    is_content(&watch)?;
+    Ok(costs)
 }
 
 /// Of each GPU's shares by their number: one precedes the others in bursts, one has a guarantee and borrows, one works in
@@ -218,7 +225,7 @@ fn work(
     library: &Path,
     what: &str,
     of: impl Fn(usize) -> (Compute, &'static str),
-) -> Result<()> {
+) -> Result<f64> {
     let world = World::up(arguments.gpus, library)?;
     let watch = Watch::start(&world.node)?;
     let time = SETTLED + Duration::from_secs(arguments.window) * (arguments.rounds + 1);
@@ -228,18 +235,19 @@ fn work(
         tenants.push((container, worker));
     }
     tenants.iter_mut().try_for_each(|(_, worker)| worker.go())?;
-    has_cost(what, arguments)?;
+    let costs = has_cost(what, arguments)?;
     let mut has_ended = tenants.iter_mut().map(|(_, worker)| worker.child.try_wait());
     ensure!(has_ended.all(|ended| matches!(ended, Ok(None))), "a program has ended too soon");
-    is_content(&watch)
+    is_content(&watch)?;
+    Ok(costs)
 }
 
-/// Measures windows, and holds what they cost at the median to the bar.
-fn has_cost(what: &str, arguments: &Arguments) -> Result<()> {
+/// Measures windows: what they cost at the median.
+fn has_cost(what: &str, arguments: &Arguments) -> Result<f64> {
     let name = format!("agent_cpu_{}_gpus_{}_shares_{what}", arguments.gpus, arguments.shares);
-    let rounds = costs(&name, arguments)?;
-    bar(&format!("{name}_percent"), median(&rounds), 2.0, "percent");
-    Ok(())
+    let costs = median(&costs(&name, arguments)?);
+    bar(&format!("{name}_percent"), costs, 2.0, "percent");
+    Ok(costs)
 }
 
 /// What windows cost, in per cent of a core.

@@ -2,7 +2,8 @@
 //!
 //! A cell takes ten seconds, in which its tenants sleep most of the time, so several can be played at once, each on a node
 //! of its own. On a machine with few processors they get in each other's way all the same: what is off there, or
-//! stood still for too long, is played again alone, and both are told.
+//! stood still for too long, is played again alone, and both are told. Who waits for each launch, as CUDA programs do, spins, and has what it
+//! asked for only where it has a processor when its kernel ends: such cells are played one after the other.
 
 use super::cells::{self, Cell, SHAPES, UNLIMITED};
 use super::tenants::{Got, Played, Stage};
@@ -26,25 +27,25 @@ pub(super) fn play(
 ) -> Result<()> {
     let chosen = chosen(arguments);
     ensure!(!chosen.is_empty(), "no cell is as asked");
-    let waits = |shape: &cells::Shape| chosen.iter().any(|cell| cell.shape == shape);
-    let unlimited = SHAPES.iter().filter(|shape| shape.waits && waits(shape));
-    let unlimited: Vec<Cell> = unlimited.map(|shape| Cell { shape, requests: vec![UNLIMITED] }).collect();
+    let (spinning, sleeping): (Vec<Cell>, Vec<Cell>) = chosen.into_iter().partition(|cell| cell.shape.waits);
+    let waits = |shape: &&cells::Shape| spinning.iter().any(|cell| cell.shape == *shape);
+    let unlimited: Vec<Cell> =
+        SHAPES.iter().filter(waits).map(|shape| Cell { shape, requests: vec![UNLIMITED] }).collect();
     let (mut sum, mut wrong, mut again) = (Sum::default(), Vec::new(), Vec::new());
-    let (mut cells_off, mut blamed) = (0, 0);
-    let all = [unlimited.as_slice(), &chosen].concat();
-    played(&all, &up, arguments.at_once as usize, |at, Played { got, told: blame }| {
-        let cell = &all[at];
+    let (mut cells, mut cells_off, mut blamed) = (0, 0, 0);
+    let mut ended = |cell: &Cell, is_measure: bool, Played { got, told: blame }: Played| {
         if !blame.is_empty() {
             println!("compute_{}_blamed\t{}\ttext", cell.name(), blame.trim_start_matches("; "));
             blamed += 1;
             wrong.push(format!("{}: blamed", cell.name()));
         }
-        if at < unlimited.len() {
+        if is_measure {
             got.iter().for_each(|got| {
                 line(&format!("compute_{}_unlimited_share", cell.shape.name), got.share, "%")
             });
             return;
         }
+        cells += 1;
         told(cell, "", &got, burst);
         if by_points(cell, &got).any(|points| points > POINTS) {
             wrong.push(format!("{}: more", cell.name()));
@@ -55,7 +56,11 @@ pub(super) fn play(
             again.push(cell.clone());
         }
         sum.add(of_cell);
-    })?;
+    };
+    let at_once = arguments.at_once as usize;
+    played(&sleeping, &up, at_once, |at, got| ended(&sleeping[at], false, got))?;
+    played(&unlimited, &up, 1, |at, got| ended(&unlimited[at], true, got))?;
+    played(&spinning, &up, 1, |at, got| ended(&spinning[at], false, got))?;
     let mut sum_again = Sum::default();
     if arguments.at_once > 1 || arguments.check {
         played(&again, &up, 1, |at, Played { got, .. }| {
@@ -66,7 +71,7 @@ pub(super) fn play(
             sum_again.add(Sum::of(&again[at], &got, burst));
         })?;
     }
-    line("compute_cells", chosen.len() as f64, "cells");
+    line("compute_cells", f64::from(cells), "cells");
     line("compute_cells_off", cells_off as f64, "cells");
     line("compute_cells_blamed", f64::from(blamed), "cells");
     bar("compute_cells_blamed", f64::from(blamed), 0.0, "cells");
