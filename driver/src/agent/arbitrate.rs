@@ -130,6 +130,27 @@ mod tests {
     }
 
     #[test]
+    fn what_a_share_was_to_have_is_what_it_was_granted_if_it_waited_and_else_no_more_than_it_says() {
+        let terms = Terms { guarantee: 30 * POINT, ceiling: 30 * POINT, weight: 1 };
+        let (_, memory) =
+            arbiter::Memory::inherited([1.0, 1.5].map(f64::to_bits)).rate(terms, 30 * POINT, true);
+        let company = Company { is_beside: true, lasted: SECOND, ..Company::default() };
+        let had = Had { memory, company, ..Had::default() };
+        let check = |said: Option<(u64, u64)>, expected: u64| {
+            let said = said.map(|(charged, waited)| (charged * POINT, waited * POINT));
+            let due = due(Some(&had), &Metered { said, ..Metered::default() });
+            assert_eq!((due + POINT / 2) / POINT, expected, "{said:?}");
+        };
+        check(Some((24, 60)), 30);
+        check(Some((45, 5)), 30);
+        // By a trim of one and a half.
+        check(Some((24, 0)), 16);
+        check(Some((90, 0)), 30);
+        check(None, 0);
+        assert_eq!(due(None, &Metered { said: Some((SECOND, SECOND)), ..Metered::default() }), 0);
+    }
+
+    #[test]
     fn who_had_too_little_and_waited_gets_more_and_who_had_too_much_less() {
         let before = look(5, 5);
         let worked = |seconds: u64| look(5 + 30 * seconds * POINT, 5 + seconds * SECOND);
