@@ -9,7 +9,8 @@
 //! the agent has most to do with.
 //!
 //! What the arbiter of compute time costs is what these add to an agent whose tenants only hold memory, as that audits accounts
-//! and processes once a second all the same. It is no less than it is: busy tenants leave the audits, too, less of the caches.
+//! and processes once a second all the same. That is rather too much than too little: busy tenants leave the audits, too, less of the caches.
+//! So where `work` or `policies` are asked for, `cpu` is measured first.
 
 use crate::program;
 use crate::shares::most;
