@@ -3,10 +3,11 @@
 //! Each look corrects what shares may have of the time. Findings are looked for once in [`EVERY`](super::EVERY), and
 //! what is told is told then: two looks that see one of them are to be that far apart.
 
+use super::ask::{Asked, Timed};
 use super::gather::Found;
 use super::look::{Look, Share};
 use super::orders::Standing;
-use super::{ACCOUNT, Asked, Finding, Memory, POLICY, Planned, Report, Sources};
+use super::{ACCOUNT, Finding, Memory, POLICY, Planned, Report, Sources};
 use super::{arbitrate, balance, bell, context, gather, joint, judge, meter, names, overtime};
 use divvy_api::top::ShareNow;
 use divvy_pages::GpuUuid;
@@ -18,7 +19,7 @@ impl Sources {
         &self,
         gpu: GpuUuid,
         found: Vec<Found>,
-        Asked { uses, kept, times, divides, busy, active, until }: Asked,
+        Asked { uses, kept, timed }: Asked,
         mut memory: Memory,
     ) -> (Memory, Vec<Report>, Option<Vec<ShareNow>>) {
         let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
@@ -26,11 +27,11 @@ impl Sources {
         let is_due = memory.is_due(now);
         let known = &mut memory.processes;
         let look = gather::look(found, &self.files, uses, known, !is_due, process_root, cgroup_root);
-        let mut look = Look { kept, busy, active, ..look };
-        let (mut memory, metered, over) = match memory.meter.awaits(&times) {
+        let mut look = Look { kept, ..look };
+        let (mut memory, metered, over) = match timed {
+            Some(timed) => self.timed(gpu, &mut look, timed, memory, now),
             // Of the time the next look tells, with what was before this one.
-            true => (memory, Vec::new(), Vec::new()),
-            false => self.timed(gpu, &mut look, (&times, divides), until, memory, now),
+            None => (memory, Vec::new(), Vec::new()),
         };
         let (mut reports, mut told) = (Vec::new(), None);
         if is_due {
@@ -53,11 +54,12 @@ impl Sources {
         &self,
         gpu: GpuUuid,
         look: &mut Look,
-        (times, divides): (&meter::Times, Option<bool>),
-        until: Option<meter::Until>,
+        Timed { times, divides, busy, active, until }: Timed,
         mut memory: Memory,
         now: Instant,
     ) -> (Memory, Vec<meter::Metered>, Vec<Finding>) {
+        (look.busy, look.active) = (busy, active);
+        let times = &times;
         let (mut metered, since, of_meter) = meter::meter(look, times, until, memory.meter.clone(), now);
         look.whole = names::together(look, times, divides, &mut metered, &mut memory.names, now);
         let look = &*look;

@@ -15,7 +15,7 @@
 //! Between two audits containers are heard that have just come ([`tellings`]), for their limits in the GPU driver; and where
 //! more or fewer shares work than before, a few looks come sooner, which correct and judge nothing ([`soon`]).
 //!
-//! [`judge`], [`overtime`], [`lines`], [`arbiter`], [`orders`] and [`meter`] are pure; [`gather`] reads files and writes
+//! [`ask`] asks the GPU driver; [`judge`], [`overtime`], [`lines`], [`arbiter`], [`orders`] and [`meter`] are pure; [`gather`] reads files and writes
 //! lines, [`respond`] tells and has [`end`] end a process, [`desk`] writes orders; [`bell`] is the thread that does so
 //! between two audits. A finding counts when two looks in a row see it, so that nothing
 //! that is only just happening is taken for what it is not; where one look is proof,
@@ -33,6 +33,7 @@
 
 mod arbiter;
 mod arbitrate;
+mod ask;
 mod audit;
 mod balance;
 mod bell;
@@ -75,7 +76,7 @@ use desk::Planned;
 use divvy_api::top::ShareNow;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_model::Inventory;
-use divvy_nvml::{GpuQueue, NvmlError};
+use divvy_nvml::GpuQueue;
 use divvy_pages as pages;
 use files::Files;
 use finding::Key;
@@ -83,7 +84,6 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use gather::Found;
 use locks::Locks;
-use look::Use;
 use press::Pressed;
 use soon::Soon;
 use std::collections::{BTreeMap, BTreeSet};
@@ -178,21 +178,6 @@ impl Memory {
         // A timer may be early by a little.
         self.judged.is_none_or(|at| now.duration_since(at) >= EVERY * 9 / 10)
     }
-}
-
-/// What the GPU driver said of a GPU.
-struct Asked {
-    uses: Vec<Use>,
-    /// Containers whose limit it keeps, by id.
-    kept: BTreeSet<String>,
-    times: meter::Times,
-    /// Whether that is what each process had; see [`divvy_nvml::ProcessTimes::divides`].
-    divides: Option<bool>,
-    /// What instances had that have shares.
-    busy: instances::Busy,
-    active: instances::Active,
-    /// Up to when either is told.
-    until: Option<meter::Until>,
 }
 
 impl Agent {
@@ -330,7 +315,7 @@ impl Agent {
     async fn audit(&self, gpu: pages::GpuUuid, found: Vec<Found>, memory: Memory) -> Memory {
         let begun = Instant::now();
         let asked = match self.queue(gpu) {
-            Some(queue) => self.ask(gpu, &queue, &found, memory.meter.since_us(), memory.names.divides).await,
+            Some(queue) => self.ask(gpu, &queue, &found, &memory.meter, memory.names.divides).await,
             // A GPU that is away has no processes.
             None => return memory,
         };
@@ -362,36 +347,5 @@ impl Agent {
         let known =
             inventory.gpus.iter().find(|known| pages::GpuUuid::parse(known.uuid.as_str()) == Some(gpu))?;
         self.gpus.queue(&known.uuid).ok()
-    }
-
-    /// Has the GPU driver keep what limits it can, and asks it who has what.
-    async fn ask(
-        &self,
-        gpu: pages::GpuUuid,
-        queue: &GpuQueue,
-        found: &[Found],
-        since_us: u64,
-        is_divided: bool,
-    ) -> Result<Asked, NvmlError> {
-        let kept = self.hold(queue, found).await?;
-        let inventory = self.inventory.borrow().clone();
-        let uses = queue.usage().await?;
-        let times = queue.times(since_us).await?;
-        let divides = times.as_ref().and_then(|times| times.divides);
-        let mut until = times.as_ref().and_then(|times| times.until_us).and_then(meter::Until::of);
-        let shares: Vec<_> = found.iter().filter_map(|found| found.policy.mig).collect();
-        let (mut busy, mut active) = (instances::Busy::new(), instances::Active::new());
-        // What all had together is worth knowing where several shares may have it and it may be all that is.
-        let whole = !is_divided && found.len() > shares.len() + 1;
-        if !shares.is_empty() || whole {
-            // Even if it is of none: what was before is forgotten then.
-            let own = instances::own(instances::of(gpu, &inventory), &shares, &uses);
-            let times = queue.instance_times(own.clone(), whole).await?;
-            until = until.or_else(|| meter::Until::at(times.until));
-            busy = instances::busy(&own, &times);
-            active = instances::active(&own, &times);
-        }
-        let uses = uses.iter().filter_map(|usage| instances::place(gpu, &inventory, usage)).collect();
-        Ok(Asked { uses, kept, times: times.map(|times| times.percent), divides, busy, active, until })
     }
 }
