@@ -3,8 +3,8 @@
 //! What it says of time comes from two places: samples, of which it takes a few a second, and counters (GPM), which tell
 //! of the time since they were read last. Both are held against what shares say that they had since the last look, so all
 //! must be of the same time. Where no sample was taken since then the look waits for the next, which tells of both
-//! times, and the counters are not read: they would tell of the second alone, and a GPU that was idle in the first and
-//! at work in the second would have had far more than anybody explains.
+//! times, and the counters are not read: they would tell of the later one alone, and a GPU that was idle in the earlier and
+//! at work in the later would have had far more than anybody explains.
 
 use super::gather::Found;
 use super::look::Use;
