@@ -1,9 +1,8 @@
-//! How the daemon is linked.
+//! Linker options of the daemon.
 //!
-//! A position-independent program brings a list of the addresses in it that the
-//! loader has to correct, and the loader reads all of it: half a megabyte that
-//! stays in memory. Packed (RELR) it takes a few kilobytes. Loaders know it since
-//! glibc 2.36, which is what the image has; linkers since binutils 2.38 and lld 15.
+//! A position-independent program has a list of addresses that the loader must relocate. The loader
+//! reads all of it, and half a megabyte stays in memory. In packed form (RELR) it takes a few kilobytes.
+//! Loaders support that since glibc 2.36, which the image has; linkers since binutils 2.38 and lld 15.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -1,14 +1,12 @@
-//! An allocated ResourceClaim as the driver understands it.
+//! An allocated ResourceClaim as the driver sees it.
 //!
-//! [`AllocatedClaim::try_from`] is the edge: results of other drivers are left
-//! out, sub-requests are folded into their base, class and claim configuration
-//! are put in the upstream precedence (class first, claim over class, later
-//! over earlier; [`AllocatedDevice::sharing`] walks it), and whatever is malformed
-//! is an error that names the claim.
-//! [`AllocatedClaim::from_json`] does the same from the bytes the API server
-//! sent, where a key that is given twice in a configuration can still be seen.
+//! [`AllocatedClaim::try_from`] drops results of other drivers and maps sub-requests to their base
+//! request. It orders configuration by upstream precedence: class before claim, earlier before
+//! later; see [`AllocatedDevice::sharing`]. Malformed input is an error that names the claim.
+//! [`AllocatedClaim::from_json`] also detects duplicate keys in a configuration, because it reads
+//! the bytes of the API server.
 
-use crate::config::{self, AppliedConfig, ConfigError, DeviceConfig, Misfit, Source};
+use crate::config::{self, AppliedConfig, ConfigError, ConfigMismatch, DeviceConfig, Source};
 use crate::names::{ClaimRef, DRIVER, DeviceName, PoolName, RequestName, ShareId};
 use crate::quantity::{Quantity, QuantityError};
 use crate::sharing::{Mode, ShareSettings, Sharing};
@@ -19,45 +17,51 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A claim with an allocation, reduced to our driver's results, in result order.
-/// Invariant: `devices` is not empty and (pool, device, hold) does not repeat.
+/// An allocated claim with our driver's results, in their order. Invariant: `devices` is not empty,
+/// and (pool, device, hold) is unique.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocatedClaim {
     pub claim: ClaimRef,
-    /// Of a claim made from a template, the name that the pod has for it.
+    /// The name of the claim in its pod, if it was created from a template.
     pub pod_claim: Option<String>,
     pub devices: Vec<AllocatedDevice>,
 }
 
-/// One result of the allocation.
+/// One allocation result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocatedDevice {
-    /// Base request.
+    /// The base request.
     pub request: RequestName,
-    /// The request as the allocation names it: `gpu`, or `gpu/small` of a prioritized list.
+    /// The request as in the allocation: `gpu`, or `gpu/small` for an alternative of a prioritized
+    /// list.
     pub chosen: String,
     pub pool: PoolName,
     pub device: DeviceName,
-    /// The DeviceClass of the request, where the claim's spec still has it.
+    /// The DeviceClass of the request, if the spec of the claim still names one.
     pub class: Option<String>,
     pub hold: Hold,
-    /// Configuration meant for its request, lowest precedence first.
+    /// Configuration for the request, lowest precedence first.
     pub configs: Vec<AppliedConfig>,
 }
 
 impl AllocatedDevice {
-    /// How the claim's pods share it, given the mode its name stands for. Only a
-    /// whole GPU or a MIG instance can have an answer, and adminAccess, which
-    /// changes nothing on a device, has none.
-    pub fn sharing(&self, mode: Mode) -> Result<Option<Sharing>, Misfit> {
+    /// How the pods of the claim share the device, which has the given mode. `None` for
+    /// adminAccess, which changes nothing on a device.
+    ///
+    /// # Errors
+    /// A configuration is not valid for this kind of device.
+    pub fn sharing(&self, mode: Mode) -> Result<Option<Sharing>, ConfigMismatch> {
         match self.hold {
             Hold::Admin { .. } => Ok(None),
             Hold::Exclusive | Hold::Share { .. } => config::effective(&self.configs, mode),
         }
     }
 
-    /// How the limits of the device are kept, where the claim has a [`Share`] of it.
-    pub fn share_settings(&self) -> Result<ShareSettings, Misfit> {
+    /// The settings of the [`Share`], if the claim holds one.
+    ///
+    /// # Errors
+    /// A configuration is not valid for a share.
+    pub fn share_settings(&self) -> Result<ShareSettings, ConfigMismatch> {
         config::share_settings(&self.configs)
     }
 }
@@ -65,19 +69,18 @@ impl AllocatedDevice {
 /// How the claim holds the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Hold {
-    /// Nobody else may.
+    /// No other claim may hold it.
     Exclusive,
-    /// As one allocation of a device that may have several; what it consumed of
-    /// each capacity tells whether others have room (see [`Share`]). Capacities of
-    /// our own domain are named without it.
+    /// One of several allocations of the device. The consumed capacities tell whether other claims
+    /// fit (see [`Share`]). Capacities of our domain are stored without it.
     Share { id: ShareId, consumed: BTreeMap<String, Quantity> },
-    /// adminAccess: looks on, owns nothing. Of a device that may have several
-    /// allocations it is one of them by name.
+    /// adminAccess: observes the device and owns nothing. It has an id if the device allows
+    /// multiple allocations.
     Admin { id: Option<ShareId> },
 }
 
 impl Hold {
-    /// The scheduler's name of the allocation, where a device may have several.
+    /// The scheduler's id of the allocation, if the device allows several.
     pub fn share_id(&self) -> Option<&ShareId> {
         match self {
             Self::Share { id, .. } => Some(id),
@@ -87,23 +90,23 @@ impl Hold {
     }
 }
 
-/// A part of the memory of a GPU or MIG instance, with or without a part of its
-/// compute time. Whether an allocation is one, or the whole, depends on the
-/// device's own memory, so `divvy-model` makes it.
+/// Part of the memory of a GPU or MIG instance, with or without part of its compute time. Whether
+/// an allocation is a share or the whole device depends on the memory of the device, so
+/// `divvy-model` creates this type.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Share {
     pub id: ShareId,
-    /// Bytes, not 0.
+    /// Bytes; never 0.
     pub memory: u64,
-    /// Guaranteed per cent of the compute time, 0 to 100; 0 is a fair part of what
-    /// is guaranteed to nobody.
+    /// Guaranteed percent of the compute time, 0 to 100. With 0, the share gets a part of the time
+    /// that is not guaranteed.
     pub cores: u32,
 }
 
-/// Why a ResourceClaim cannot be read; every message names the claim.
+/// Why a ResourceClaim is invalid. Every message names the claim.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimError {
-    #[error("the API server's answer is not a ResourceClaim: {cause}")]
+    #[error("the API server's response is not a ResourceClaim: {cause}")]
     Unreadable { cause: String },
     #[error("claim {claim} has no {field}")]
     Missing { claim: String, field: &'static str },
@@ -114,7 +117,8 @@ pub enum ClaimError {
     #[error("claim {claim}, request {request}: {cause}")]
     Config { claim: Box<ClaimRef>, request: String, cause: ConfigError },
     #[error(
-        "claim {claim}, request {request}: configuration is from {source_name:?}, expected FromClass or FromClaim"
+        "claim {claim}, request {request}: configuration is from {source_name:?}, expected FromClass or \
+         FromClaim"
     )]
     ConfigSource { claim: Box<ClaimRef>, request: String, source_name: String },
     #[error("claim {claim}, device {device}: {cause}")]
@@ -135,7 +139,7 @@ impl TryFrom<&ResourceClaim> for AllocatedClaim {
 }
 
 impl AllocatedClaim {
-    /// Reads a claim from the bytes of the API server.
+    /// Reads a claim from the JSON bytes of the API server.
     pub fn from_json(json: &[u8]) -> Result<Self, ClaimError> {
         let unreadable = |cause: serde_json::Error| ClaimError::Unreadable { cause: cause.to_string() };
         let claim: ResourceClaim = serde_json::from_slice(json).map_err(unreadable)?;
@@ -152,7 +156,7 @@ fn base(request: &str) -> &str {
     request.split_once('/').map_or(request, |(base, _)| base)
 }
 
-/// Whether a configuration for these requests is for that result's request.
+/// Whether a configuration for `requests` applies to the result's request.
 fn applies(requests: Option<&Vec<String>>, request: &str) -> bool {
     let named = requests.map_or(&[] as &[String], Vec::as_slice);
     named.is_empty() || named.iter().any(|name| name == request || name == base(request))
@@ -197,7 +201,7 @@ fn read(
     }
 }
 
-/// The kubelet's annotation of claims made from a template; a name that is none is left out.
+/// The kubelet's annotation on claims created from a template. An invalid name is dropped.
 fn pod_claim(claim: &ResourceClaim) -> Option<String> {
     let name = claim.metadata.annotations.as_ref()?.get("resource.kubernetes.io/pod-claim-name")?;
     let label = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-';
@@ -244,7 +248,7 @@ fn read_result(
     })
 }
 
-/// The class that a request, or an alternative of it, names.
+/// The DeviceClass of a request or of its alternative.
 fn class_of(claim: &ResourceClaim, chosen: &str) -> Option<String> {
     let requests = claim.spec.as_ref()?.devices.as_ref()?.requests.as_ref()?;
     let request = requests.iter().find(|request| request.name == base(chosen))?;
@@ -316,7 +320,7 @@ fn configs_of(
             request: request.to_owned(),
             cause,
         })?;
-        // The requests of a class's configuration are put in by the scheduler.
+        // The scheduler fills in the requests of class configuration.
         let named = entry.requests.iter().flatten().any(|name| name == request);
         let source = match (entry.source.as_str(), named) {
             ("FromClass", _) => Source::Class,
@@ -329,7 +333,7 @@ fn configs_of(
     Ok(of_class)
 }
 
-/// The path to the opaque parameters, which stay text.
+/// The path to the opaque parameters, which are kept as text.
 #[derive(Deserialize)]
 struct RawClaim<'a> {
     #[serde(borrow)]

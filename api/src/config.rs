@@ -1,48 +1,45 @@
 //! Opaque configuration of claims and DeviceClasses, `resource.divvy.dev/v1alpha1`.
 //!
-//! The documents are those of NVIDIA's DRA driver (`resource.nvidia.com/v1beta1`)
-//! under our own group, with the same defaults, so that they port by search and
-//! replace. They are read more strictly: see [`crate::schema`], and below what is
-//! refused here and taken there.
-//!
-//! | document | here | NVIDIA's driver |
-//! |---|---|---|
-//! | `sharing` absent or null | the device is not set up for sharing | the same |
-//! | `sharing: {}` | refused: a strategy is missing | refused |
-//! | `timeSlicingConfig: {}`, or without it | interval Default | the first stops its webhook |
-//! | `mpsConfig: {}`, or without it | no limits, clients of different users where the GPU driver can | no limits, one user |
-//! | a strategy with the other one's config | refused | refused in prepare only |
-//! | `TimeSlicing` on a MIG instance | refused | taken, does nothing |
-//! | `defaultActiveThreadPercentage: 0` | refused: it would leave no multiprocessor | taken |
-//! | a memory limit below 1Mi | refused | refused in prepare only |
-//! | `defaultPerDevicePinnedMemoryLimit` by index | 0 only, a request with MPS has one device | any device of the claim |
-//! | the same by the UUID of a MIG instance | refused, it is not known before | taken |
-//!
-//! A `serde_json::Value` has already lost duplicate keys, so
-//! [`DeviceConfig::parse`] works on the text and is what the driver uses;
-//! [`DeviceConfig::from_value`] serves those who only have the value.
+//! The documents are those of NVIDIA's DRA driver (`resource.nvidia.com/v1beta1`) under our group,
+//! with the same defaults, so they can be ported by search and replace. Parsing is stricter; see
+//! [`crate::schema`] and the table at [`DeviceConfig`]. [`DeviceConfig::parse`] reads text and
+//! detects duplicate keys, so the driver uses it. [`DeviceConfig::from_value`] is for callers that
+//! only have a value.
 
 mod documents;
 mod read;
 
-use crate::schema::{Clock, Fault};
+use crate::schema::{Clock, FieldError};
 use crate::sharing::{Injection, Mode, MpsSettings, Priority, ShareSettings, Sharing};
 pub use documents::KINDS;
 use documents::{GPU_CONFIG, MIG_DEVICE_CONFIG, SHARE_CONFIG};
 
-/// What a class or a claim may say about its devices.
+/// The configuration of a device, from a class or a claim. It differs from NVIDIA's driver:
+///
+/// | document | here | NVIDIA's driver |
+/// |---|---|---|
+/// | `sharing` absent or null | no sharing is configured | the same |
+/// | `sharing: {}` | rejected: the strategy is missing | rejected |
+/// | `timeSlicingConfig` absent or `{}` | interval Default | absent stops its webhook |
+/// | `mpsConfig` absent or `{}` | no limits; several users if the GPU driver can | no limits; one user |
+/// | a strategy with the config of another | rejected | rejected in prepare only |
+/// | `TimeSlicing` on a MIG instance | rejected | accepted, has no effect |
+/// | `defaultActiveThreadPercentage: 0` | rejected: leaves no SM | accepted |
+/// | a memory limit below 1Mi | rejected | rejected in prepare only |
+/// | `defaultPerDevicePinnedMemoryLimit` by index | only 0: MPS requests have one device | any device |
+/// | the same by UUID of a MIG instance | rejected: unknown in advance | accepted |
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceConfig {
     /// For whole GPUs.
     GpuConfig { sharing: Option<Sharing> },
-    /// For MIG instances; there is no time slicing inside one.
+    /// For MIG instances. They have no time-slicing.
     MigDeviceConfig { sharing: Option<MpsSettings> },
-    /// For shares, of a GPU or of a MIG instance.
+    /// For shares of a GPU or of a MIG instance.
     ShareConfig(ShareConfig),
 }
 
-/// What a class says about its shares, and a claim about its ceiling; what is
-/// absent is the default of [`ShareSettings`].
+/// The settings of a class's shares, or the ceiling of a claim's share. Absent fields have the
+/// defaults of [`ShareSettings`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ShareConfig {
     pub injection: Option<Injection>,
@@ -50,48 +47,48 @@ pub struct ShareConfig {
     pub priority: Option<Priority>,
     /// 1 to 10,000.
     pub weight: Option<u32>,
-    /// Per cent, 1 to 100.
+    /// Percent, 1 to 100.
     pub ceiling: Option<u32>,
-    /// Per cent of the claimed memory, 100 to 1,000.
+    /// Percent of the claimed memory, 100 to 1,000.
     pub overcommit: Option<u32>,
-    /// Open sessions at most.
+    /// Most sessions that may be open at once.
     pub encoders: Option<u32>,
     pub decoders: Option<u32>,
-    pub schedule: Vec<Tide>,
+    pub schedule: Vec<ScheduleEntry>,
 }
 
-/// Hours of each day in which other numbers hold.
+/// A time of day with other settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tide {
+pub struct ScheduleEntry {
     pub from: Clock,
-    /// Another time than `from`.
+    /// Never equal to `from`.
     pub to: Clock,
     pub priority: Option<Priority>,
     pub weight: Option<u32>,
     pub ceiling: Option<u32>,
 }
 
-/// A configuration that is meant for a device's request.
+/// A configuration that applies to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AppliedConfig {
     pub config: DeviceConfig,
     pub source: Source,
 }
 
-/// Who wrote a configuration, and for what.
+/// The origin and target of a configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// An administrator, for the devices of a class that it fits.
+    /// An administrator, for the devices of a class that it is valid for.
     Class,
-    /// The claim's author, for the devices that it fits: without `requests`, or
-    /// for the base of a sub-request, whose alternatives may be of several kinds.
+    /// The author of the claim, for all requests or for a base request. Its alternatives may be of
+    /// several kinds, so it applies where it is valid.
     Claim,
-    /// The claim's author, for this very request (or sub-request), so it must
-    /// fit the device.
+    /// The author of the claim, for exactly this request or sub-request, so it must be valid for
+    /// the device.
     Request,
 }
 
-/// Why a configuration is refused; the message names the field.
+/// Why a configuration is invalid. The message names the field.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     #[error("configuration is not JSON: {cause}")]
@@ -101,38 +98,46 @@ pub enum ConfigError {
     #[error("field kind is {found:?}, expected GpuConfig, MigDeviceConfig or ShareConfig")]
     UnknownKind { found: String },
     #[error(transparent)]
-    Field(#[from] Fault),
-    #[error("field sharing.{field} does not go with strategy {strategy}; remove one of them")]
+    Field(#[from] FieldError),
+    #[error("field sharing.{field} is not allowed with strategy {strategy}; remove one of them")]
     OtherStrategy { field: &'static str, strategy: &'static str },
     #[error(
-        "field sharing.strategy is TimeSlicing, which does nothing on a MIG instance; use MPS, or a GpuConfig for a whole GPU"
+        "field sharing.strategy is TimeSlicing, which has no effect on a MIG instance; use MPS, or a \
+         GpuConfig for a whole GPU"
     )]
     TimeSlicingOnMig,
     #[error(
-        "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected 0, since a request has one device where it has an MPS control daemon{}", if *mig { "; the UUID of a MIG instance is not known before it is made" } else { ", or the UUID of a GPU" }
+        "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected 0, \
+         because a request with MPS has one device{}",
+        if *mig {
+            "; the UUID of a MIG instance is not known before it is created"
+        } else {
+            ", or the UUID of a GPU"
+        }
     )]
     DeviceKey { key: String, mig: bool },
 }
 
-/// A configuration that cannot hold for the device it is meant for.
+/// A configuration that is not valid for the device it applies to.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Misfit {
+pub enum ConfigMismatch {
     /// It names a request whose device is of another kind.
-    #[error("{kind} is for {}, and the device is {}; {}", for_kind(kind), of_mode(*mode), remedy(*mode))]
+    #[error("{kind} is for {}, but the device is {}; {}", for_kind(kind), of_mode(*mode), remedy(*mode))]
     Kind {
         kind: &'static str,
-        /// Of the device.
+        /// The mode of the device.
         mode: Mode,
     },
-    /// It names a request that has a share.
-    #[error("{kind} is for {}, and the device is a share; remove the configuration", for_kind(kind))]
+    /// It names a request for a share.
+    #[error("{kind} is for {}, but the device is a share; remove the configuration", for_kind(kind))]
     KindOfShare { kind: &'static str },
-    /// A tenant may tighten its share, and nothing else.
-    #[error(
-        "field {field} of ShareConfig is for a DeviceClass to say, and this one is of a claim; remove it"
-    )]
+    /// A claim may only lower the limits of its share.
+    #[error("field {field} of ShareConfig may only be set in a DeviceClass, not in a claim; remove it")]
     OnlyClass { field: &'static str },
-    #[error("field ceiling of ShareConfig is {asked}, and its DeviceClass allows {allowed}; ask for no more")]
+    #[error(
+        "field ceiling of ShareConfig is {asked}, but its DeviceClass allows at most {allowed}; request no \
+         more"
+    )]
     Ceiling { asked: u32, allowed: u32 },
 }
 
@@ -151,7 +156,7 @@ fn of_mode(mode: Mode) -> &'static str {
         Mode::Whole => "a whole GPU",
         Mode::Mig => "a MIG instance",
         Mode::Timeslice => "a time-slice",
-        Mode::Mps => "a share of MPS",
+        Mode::Mps => "an MPS share",
     }
 }
 
@@ -164,35 +169,36 @@ fn remedy(mode: Mode) -> &'static str {
     }
 }
 
-/// The configuration of a device that a claim has for itself, or that is shared
-/// in its own mode: how the claim's pods share it, if they do.
+/// The effective configuration of a device that a claim holds exclusively, or that is shared in its
+/// own mode: how the pods of the claim share it.
 ///
-/// The order is that of NVIDIA's driver: `configs` come lowest precedence first
-/// and are walked from the back, the first that is for the device's kind holds,
-/// and nothing is merged.
-pub fn effective(configs: &[AppliedConfig], mode: Mode) -> Result<Option<Sharing>, Misfit> {
+/// The order is that of NVIDIA's driver: `configs` are sorted by ascending precedence. The last one
+/// for the kind of the device applies, and nothing is merged.
+pub fn effective(configs: &[AppliedConfig], mode: Mode) -> Result<Option<Sharing>, ConfigMismatch> {
     for AppliedConfig { config, source } in configs.iter().rev() {
         match (config, mode) {
             (DeviceConfig::GpuConfig { sharing }, Mode::Whole) => return Ok(sharing.clone()),
             (DeviceConfig::MigDeviceConfig { sharing }, Mode::Mig) => {
                 return Ok(sharing.clone().map(Sharing::Mps));
             }
-            _ if *source == Source::Request => return Err(Misfit::Kind { kind: config.kind(), mode }),
+            _ if *source == Source::Request => {
+                return Err(ConfigMismatch::Kind { kind: config.kind(), mode });
+            }
             _ => {}
         }
     }
     Ok(None)
 }
 
-/// The settings of a share. Of a class the last ShareConfig holds; of a claim the
-/// last one may lower its ceiling, and none may say more.
-pub fn share_settings(configs: &[AppliedConfig]) -> Result<ShareSettings, Misfit> {
+/// The settings of a share. The last ShareConfig of the class applies. The last one of the claim
+/// may lower the ceiling and set nothing else.
+pub fn share_settings(configs: &[AppliedConfig]) -> Result<ShareSettings, ConfigMismatch> {
     let (mut class, mut claim) = (None, None);
     for AppliedConfig { config, source } in configs {
         match (config, source) {
             (DeviceConfig::ShareConfig(config), Source::Class) => class = Some(config),
             (DeviceConfig::ShareConfig(config), _) => claim = Some(config.of_claim()?),
-            (_, Source::Request) => return Err(Misfit::KindOfShare { kind: config.kind() }),
+            (_, Source::Request) => return Err(ConfigMismatch::KindOfShare { kind: config.kind() }),
             _ => {}
         }
     }
@@ -200,7 +206,7 @@ pub fn share_settings(configs: &[AppliedConfig]) -> Result<ShareSettings, Misfit
     let class = class.cloned().unwrap_or_default();
     let allowed = class.ceiling.unwrap_or(default.ceiling);
     let ceiling = match claim.flatten() {
-        Some(asked) if asked > allowed => return Err(Misfit::Ceiling { asked, allowed }),
+        Some(asked) if asked > allowed => return Err(ConfigMismatch::Ceiling { asked, allowed }),
         Some(asked) => asked,
         None => allowed,
     };
@@ -218,8 +224,8 @@ pub fn share_settings(configs: &[AppliedConfig]) -> Result<ShareSettings, Misfit
 }
 
 impl ShareConfig {
-    /// The ceiling, if that is all it says.
-    fn of_claim(&self) -> Result<Option<u32>, Misfit> {
+    /// The ceiling, if no other field is set.
+    fn of_claim(&self) -> Result<Option<u32>, ConfigMismatch> {
         let for_class = [
             ("injection", self.injection.is_some()),
             ("observeOnly", self.observe_only.is_some()),
@@ -231,26 +237,26 @@ impl ShareConfig {
             ("schedule", !self.schedule.is_empty()),
         ];
         match for_class.iter().find(|(_, said)| *said) {
-            Some((field, _)) => Err(Misfit::OnlyClass { field }),
+            Some((field, _)) => Err(ConfigMismatch::OnlyClass { field }),
             None => Ok(self.ceiling),
         }
     }
 
-    /// What holds at that time of the day, without a schedule.
+    /// The settings at that time of day, without a schedule.
     #[must_use]
     pub fn at(&self, now: Clock) -> Self {
         let mut all = Self { schedule: Vec::new(), ..self.clone() };
-        for tide in self.schedule.iter().filter(|tide| now.is_within(tide.from, tide.to)) {
-            all.priority = tide.priority.or(all.priority);
-            all.weight = tide.weight.or(all.weight);
-            all.ceiling = tide.ceiling.or(all.ceiling);
+        for entry in self.schedule.iter().filter(|entry| now.is_within(entry.from, entry.to)) {
+            all.priority = entry.priority.or(all.priority);
+            all.weight = entry.weight.or(all.weight);
+            all.ceiling = entry.ceiling.or(all.ceiling);
         }
         all
     }
 }
 
 impl DeviceConfig {
-    /// The `kind` under which it is written.
+    /// The `kind` of the document.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::GpuConfig { .. } => GPU_CONFIG.name,

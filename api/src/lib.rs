@@ -1,9 +1,7 @@
-//! The language of Divvy: names, quantities, allocated claims and opaque
-//! configuration, as types that every other room speaks.
+//! The API types of Divvy: names, quantities, allocated claims and opaque configuration.
 //!
-//! Nothing here does I/O, reads a clock or knows a GPU. Wire objects of
-//! Kubernetes come in as `k8s-openapi` types and leave as ours: after
-//! [`claim::AllocatedClaim`] is made there is no `Option` left to check.
+//! Nothing here does I/O, reads a clock or knows a GPU. Kubernetes objects come in as `k8s-openapi`
+//! types and are converted to types without unchecked `Option`s, such as [`claim::AllocatedClaim`].
 
 pub mod check;
 pub mod claim;
@@ -13,6 +11,7 @@ pub mod names;
 pub mod quantity;
 pub mod schema;
 pub mod sharing;
+pub mod text;
 pub mod top;
 
 pub use claim::{AllocatedClaim, AllocatedDevice, Hold, Share};

@@ -1,14 +1,13 @@
-//! Every identifier that crosses a room has a type of its own, so that a claim
-//! UID is never passed where a GPU UUID belongs. The constants are the names
-//! under which Divvy is known to a cluster; attribute names repeat those of
-//! NVIDIA's driver under our domain, so that selectors port by search and replace.
+//! Names and identifiers. Each identifier has its own type, so that a claim UID is never passed as
+//! a GPU UUID. Attribute names are those of NVIDIA's driver under our domain, so that selectors can
+//! be ported by search and replace.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The DRA driver name, the domain of attributes and capacities, and the CDI vendor.
 pub const DRIVER: &str = "gpu.divvy.dev";
-/// The CDI kind of what a claim holds. A `.` in the class would ask for CDI 0.6.0.
+/// The CDI kind of claim devices. A `.` in the class part would require CDI 0.6.0.
 pub const CDI_KIND: &str = "gpu.divvy.dev/claim";
 /// API group and version of opaque configuration.
 pub const CONFIG_API_VERSION: &str = "resource.divvy.dev/v1alpha1";
@@ -58,11 +57,11 @@ name!(
     ClaimUid
 );
 name!(
-    /// Name of a request in a claim, always the base: `gpu/sub` belongs to `gpu`.
+    /// Name of a request in a claim. It is always the base request: `gpu/sub` belongs to `gpu`.
     RequestName
 );
 name!(
-    /// Name of a pool; Divvy has one per node, named after the node.
+    /// Name of a pool. Each node has one, named after the node.
     PoolName
 );
 name!(
@@ -70,15 +69,15 @@ name!(
     DeviceName
 );
 name!(
-    /// UUID of a physical GPU as NVML writes it, for example `GPU-5d5a...`.
+    /// UUID of a physical GPU in NVML's form, for example `GPU-5d5a...`.
     GpuUuid
 );
 name!(
-    /// The scheduler's id of one share of a multi-allocation device.
+    /// The scheduler's id of one share of a device with multiple allocations.
     ShareId
 );
 
-/// Which claim: what the kubelet sends, and what an error message names.
+/// Identifies a claim, in messages by namespace and name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ClaimRef {
     pub namespace: String,

@@ -1,22 +1,17 @@
-//! Kubernetes quantities, exact: a count of nano-units in an `i128`, and the
-//! format (binary suffix, decimal suffix, decimal exponent) in which it is written.
+//! Kubernetes quantities, exact: nano-units in an `i128`, and the format in which they were
+//! written.
 //!
-//! Equality and order are by value, never by text: the API server rewrites
-//! `1024Mi` as `1Gi`, and a publisher that compares text updates for ever.
-//!
-//! What is read, how it is rounded and capped, and how it is written are those of
-//! `k8s.io/apimachinery/pkg/api/resource`, held by vectors which that library wrote.
-//! Three deliberate differences, all far from anything a device has:
-//! - an amount of more than 1.7e29 is an error (the library keeps any size);
-//! - an exponent beyond 32 bits is an error (the library lets it wrap);
-//! - an amount above the largest suffix is written so that it reads back, as
-//!   `1000E` (the library writes `1`).
+//! Equality and order are by value, not by text: the API server rewrites `1024Mi` as `1Gi`, and
+//! comparing text would cause endless updates. Parsing, rounding, limits and formatting are those
+//! of `k8s.io/apimachinery/pkg/api/resource`, checked by test vectors from that library. Three
+//! differences concern absurd amounts: above 1.7e29, and exponents above 32 bits, are errors;
+//! amounts above the largest suffix are written readable, as `1000E` (the library writes `1`).
 
 mod parse;
 
 use std::fmt;
 
-/// How a quantity is written.
+/// The format of a quantity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// `Ki`, `Mi`, ... (Go: `BinarySI`).
@@ -27,7 +22,7 @@ pub enum Format {
     DecimalExponent,
 }
 
-/// An exact amount. `Ord`, `Eq` and `Hash` are by value.
+/// An exact amount. `Ord`, `Eq` and `Hash` use the value only.
 #[derive(Clone, Copy, Debug)]
 pub struct Quantity {
     nano: i128,
@@ -44,12 +39,12 @@ pub struct QuantityError {
 
 const NANO: i128 = 1_000_000_000;
 
-/// Suffixes by exponent: of 1024 from `Ki`, of 1000 from `n`.
+/// Suffixes by exponent: powers of 1024 from `Ki`, powers of 1000 from `n`.
 const BINARY: [&str; 6] = ["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
 const DECIMAL: [&str; 10] = ["n", "u", "m", "", "k", "M", "G", "T", "P", "E"];
 
 impl Quantity {
-    /// Nothing.
+    /// Zero.
     pub const ZERO: Self = Self { nano: 0, format: Format::DecimalSuffix };
 
     /// A count of bytes, written with binary suffixes.
@@ -72,35 +67,35 @@ impl Quantity {
         self.nano
     }
 
-    /// The format in which it was written.
+    /// The format in which the quantity was written.
     pub fn format(self) -> Format {
         self.format
     }
 
-    /// The whole number, fractions rounded away from zero; `None` beyond an `i64`.
+    /// The whole number, with fractions rounded away from zero; `None` beyond an `i64`.
     pub fn value(self) -> Option<i64> {
         let whole = self.nano / NANO;
         let away = if self.nano % NANO == 0 { 0 } else { self.nano.signum() };
         i64::try_from(whole + away).ok()
     }
 
-    /// The number of bytes, a part of one counted as one; `None` when negative or beyond a `u64`.
+    /// The number of bytes, rounded up; `None` if negative or beyond a `u64`.
     pub fn as_bytes(self) -> Option<u64> {
         let whole = self.nano / NANO + i128::from(self.nano % NANO > 0);
         if self.nano < 0 { None } else { u64::try_from(whole).ok() }
     }
 
-    /// Whether nothing is lost by taking [`Quantity::value`].
+    /// Whether the amount has no fraction, so [`Quantity::value`] is exact.
     pub fn is_whole(self) -> bool {
         self.nano % NANO == 0
     }
 
-    /// The sum, in the format of the first that is not zero; `None` when out of range.
+    /// The sum, in the format of the first operand that is not zero; `None` on overflow.
     pub fn checked_add(self, other: Self) -> Option<Self> {
         Some(Self { nano: self.nano.checked_add(other.nano)?, format: self.format_with(other) })
     }
 
-    /// The difference, in the format of the first that is not zero; `None` when out of range.
+    /// The difference, in the format of the first operand that is not zero; `None` on overflow.
     pub fn checked_sub(self, other: Self) -> Option<Self> {
         Some(Self { nano: self.nano.checked_sub(other.nano)?, format: self.format_with(other) })
     }
@@ -109,8 +104,8 @@ impl Quantity {
         if self.nano == 0 { other.format } else { self.format }
     }
 
-    /// The format it is written in: an amount that is small, broken or beyond
-    /// what a binary suffix may say is decimal, so that nothing is lost.
+    /// The output format. Small, fractional and very large amounts are decimal, because a binary
+    /// suffix cannot express them exactly.
     fn canonical_format(self) -> Format {
         let readable = 1024 * NANO.unsigned_abs()..=parse::BINARY_MAX.unsigned_abs();
         match self.format {
@@ -122,7 +117,7 @@ impl Quantity {
     }
 }
 
-/// Divides as long as it goes without a rest, at most `most` times.
+/// Divides while there is no remainder, at most `max` times.
 fn strip_factor(mut amount: i128, factor: i128, most: usize) -> (i128, usize) {
     let mut times = 0;
     while times < most && amount % factor == 0 {
@@ -161,7 +156,7 @@ impl std::str::FromStr for Quantity {
     }
 }
 
-/// The canonical form: no fraction, the largest suffix that loses nothing.
+/// The canonical form: no fraction, and the largest exact suffix.
 impl fmt::Display for Quantity {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.nano == 0 {

@@ -1,12 +1,10 @@
-//! What a configuration document may hold, as data: the strict reader and the
-//! reference pages go by the same tables, so neither can know a field that the
-//! other does not.
+//! Strict parsing of configuration documents by tables of their fields. The reference documentation
+//! uses the same tables, so both know the same fields.
 //!
-//! Reading is strict, because a setting that is silently ignored is worse than a
-//! refusal: an unknown field, a field given twice and a value of another shape
-//! are errors that name the field by its path. `null` is as good as absent, as it
-//! is to the API server. The reader works on any `Deserializer`, so that one of
-//! YAML adds the line to the error it hands back.
+//! An ignored setting is worse than an error: unknown fields, duplicate fields and values of
+//! another shape are errors that name the path of the field. `null` counts as absent, as for the
+//! API server. The parser works on any `Deserializer`, so one for YAML can add the line to the
+//! error.
 
 use crate::quantity::Quantity;
 use serde::Deserializer;
@@ -17,7 +15,7 @@ use std::fmt;
 /// An object and its fields.
 #[derive(Debug)]
 pub struct Object {
-    /// As people call it: `GpuConfig`.
+    /// The name in messages: `GpuConfig`.
     pub name: &'static str,
     pub about: &'static str,
     pub fields: &'static [Field],
@@ -29,26 +27,26 @@ pub struct Field {
     pub name: &'static str,
     pub shape: Shape,
     pub required: bool,
-    /// What holds when it is absent, in words.
+    /// The default, in words.
     pub absent: &'static str,
     pub about: &'static str,
 }
 
-/// What a field may hold.
+/// The allowed values of a field.
 #[derive(Clone, Copy, Debug)]
 pub enum Shape {
-    /// Anything at all; its duplicate keys are errors too.
+    /// Anything. Duplicate keys in it are errors too.
     Any,
-    /// A text, not empty.
+    /// A text that is not empty.
     Text,
-    /// The value of a label: a text, which may be empty. YAML takes `true` or `1`
-    /// for something else, so those who write it are told of quotes.
+    /// The value of a label: a text, which may be empty. YAML reads `true` or `1` as other types,
+    /// so the message suggests quotes.
     Label,
-    /// This text and no other.
+    /// Exactly this text.
     Literally(&'static str),
     /// One of these texts.
     OneOf(&'static [&'static str]),
-    /// A whole number from the first to the second, both included.
+    /// A whole number in this inclusive range.
     Count(u32, u32),
     Flag,
     /// A time of day, `22:30`.
@@ -57,16 +55,16 @@ pub enum Shape {
     Memory,
     Object(&'static Object),
     List(&'static Shape),
-    /// Keys of the user's choice.
+    /// An object with arbitrary keys.
     Map(&'static Shape),
 }
 
-/// Why a document is refused.
+/// Why a document is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
+pub enum FieldError {
     #[error("field {field} is given twice")]
     Twice { field: String },
-    #[error("field {field} is unknown to {object}{}", near.map(|near| format!("; did you mean {near}?")).unwrap_or_default())]
+    #[error("field {field} is unknown to {object}{}", did_you_mean(*near))]
     Unknown { field: String, object: &'static str, near: Option<&'static str> },
     #[error("field {field} is missing, expected {expected}")]
     Missing { field: String, expected: String },
@@ -74,15 +72,19 @@ pub enum Fault {
     Wrong { field: String, found: String, expected: String },
 }
 
-/// A reading that failed: for a reason of ours, or because the text is not of its
-/// format. `cause` knows the place in the text either way.
+fn did_you_mean(near: Option<&str>) -> String {
+    near.map(|near| format!("; did you mean {near}?")).unwrap_or_default()
+}
+
+/// A failed read: a fault of the document, or a syntax error. `cause` has the position in the text
+/// in both cases.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unread<E> {
-    pub fault: Option<Fault>,
+pub struct ReadError<E> {
+    pub fault: Option<FieldError>,
     pub cause: E,
 }
 
-impl<E: fmt::Display> fmt::Display for Unread<E> {
+impl<E: fmt::Display> fmt::Display for ReadError<E> {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.fault {
             Some(fault) => fault.fmt(out),
@@ -92,24 +94,30 @@ impl<E: fmt::Display> fmt::Display for Unread<E> {
 }
 
 /// Reads a document of that shape.
-pub fn read<'de, D: Deserializer<'de>>(shape: Shape, document: D) -> Result<Value, Unread<D::Error>> {
+///
+/// # Errors
+/// The text is not valid for its format, or the document is not valid for the shape.
+pub fn read<'de, D: Deserializer<'de>>(shape: Shape, document: D) -> Result<Value, ReadError<D::Error>> {
     let mut fault = None;
     let reader = Reader { shape, path: String::new(), fault: &mut fault };
-    let document = reader.deserialize(document).map_err(|cause| Unread { fault, cause })?;
-    // Inside a document null is as good as absent.
+    let document = reader.deserialize(document).map_err(|cause| ReadError { fault, cause })?;
+    // Inside a document, null counts as absent.
     if document.is_null() && !matches!(shape, Shape::Any) {
-        let fault =
-            Fault::Wrong { field: ALL.to_owned(), found: told(&document), expected: shape.expected() };
-        return Err(Unread { cause: de::Error::custom(&fault), fault: Some(fault) });
+        let fault = FieldError::Wrong {
+            field: WHOLE_DOCUMENT.to_owned(),
+            found: described(&document),
+            expected: shape.expected(),
+        };
+        return Err(ReadError { cause: de::Error::custom(&fault), fault: Some(fault) });
     }
     Ok(document)
 }
 
 /// The path of the document itself.
-const ALL: &str = "(all)";
+const WHOLE_DOCUMENT: &str = "(all)";
 
 impl Shape {
-    /// In words, as errors and the reference say it.
+    /// The shape in words, for errors and the reference documentation.
     pub fn expected(self) -> String {
         match self {
             Self::Any => "anything".to_owned(),
@@ -152,7 +160,7 @@ impl Shape {
     }
 }
 
-/// A time of day: minutes since midnight, UTC, below 1,440.
+/// A time of day: minutes since midnight UTC, below 1,440.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Clock(u16);
 
@@ -169,18 +177,18 @@ impl Clock {
         Some(Self(hours * 60 + minutes))
     }
 
-    /// Of so many seconds since the epoch of Unix.
+    /// The time of day of a Unix time in seconds.
     pub fn at(unix_seconds: u64) -> Self {
         Self((unix_seconds % 86_400 / 60) as u16)
     }
 
-    /// Whether it lies in the hours from one time up to another, over midnight where the second is the earlier.
+    /// Whether the time is in `from..to`, which wraps over midnight if `to` is earlier.
     pub fn is_within(self, from: Self, to: Self) -> bool {
         if from <= to { (from..to).contains(&self) } else { self >= from || self < to }
     }
 }
 
-/// A quantity of memory of at least 1Mi; Kubernetes takes a bare number too.
+/// A quantity of memory of at least 1Mi. Kubernetes also accepts a bare number.
 pub fn memory(value: &Value) -> Option<Quantity> {
     let amount = match value {
         Value::String(text) => text.parse().ok()?,
@@ -190,8 +198,8 @@ pub fn memory(value: &Value) -> Option<Quantity> {
     (amount >= Quantity::bytes(1 << 20) && amount.as_bytes().is_some()).then_some(amount)
 }
 
-/// How what was found is told.
-fn told(value: &Value) -> String {
+/// A value in words, for errors.
+fn described(value: &Value) -> String {
     match value {
         Value::Object(_) => "an object".to_owned(),
         Value::Array(_) => "a list".to_owned(),
@@ -201,31 +209,31 @@ fn told(value: &Value) -> String {
     }
 }
 
-/// Builds a `Value` of a shape; what is wrong with it is left behind.
+/// Builds a `Value` of a shape and records the fault, if any.
 struct Reader<'a> {
     shape: Shape,
     path: String,
-    fault: &'a mut Option<Fault>,
+    fault: &'a mut Option<FieldError>,
 }
 
 impl Reader<'_> {
-    fn refuse<E: de::Error>(self, fault: Fault) -> E {
+    fn refuse<E: de::Error>(self, fault: FieldError) -> E {
         refuse(self.fault, fault)
     }
 
-    fn taken<E: de::Error>(self, value: Value) -> Result<Value, E> {
+    fn accept<E: de::Error>(self, value: Value) -> Result<Value, E> {
         match self.shape.accepts(&value) {
             true => Ok(value),
             false => {
-                let (found, expected) = (told(&value), self.shape.expected());
-                let field = if self.path.is_empty() { ALL.to_owned() } else { self.path.clone() };
-                Err(self.refuse(Fault::Wrong { field, found, expected }))
+                let (found, expected) = (described(&value), self.shape.expected());
+                let field = if self.path.is_empty() { WHOLE_DOCUMENT.to_owned() } else { self.path.clone() };
+                Err(self.refuse(FieldError::Wrong { field, found, expected }))
             }
         }
     }
 }
 
-fn refuse<E: de::Error>(place: &mut Option<Fault>, fault: Fault) -> E {
+fn refuse<E: de::Error>(place: &mut Option<FieldError>, fault: FieldError) -> E {
     let error = E::custom(&fault);
     *place = Some(fault);
     error
@@ -250,39 +258,39 @@ impl<'de> Visitor<'de> for Reader<'_> {
     }
 
     fn visit_unit<E: de::Error>(self) -> Result<Value, E> {
-        self.taken(Value::Null)
+        self.accept(Value::Null)
     }
 
-    /// An empty document of YAML.
+    /// An empty YAML document.
     fn visit_none<E: de::Error>(self) -> Result<Value, E> {
-        self.taken(Value::Null)
+        self.accept(Value::Null)
     }
 
     fn visit_bool<E: de::Error>(self, value: bool) -> Result<Value, E> {
-        self.taken(value.into())
+        self.accept(value.into())
     }
 
     fn visit_i64<E: de::Error>(self, value: i64) -> Result<Value, E> {
-        self.taken(value.into())
+        self.accept(value.into())
     }
 
     fn visit_u64<E: de::Error>(self, value: u64) -> Result<Value, E> {
-        self.taken(value.into())
+        self.accept(value.into())
     }
 
     fn visit_f64<E: de::Error>(self, value: f64) -> Result<Value, E> {
-        self.taken(value.into())
+        self.accept(value.into())
     }
 
     fn visit_str<E: de::Error>(self, value: &str) -> Result<Value, E> {
-        self.taken(value.into())
+        self.accept(value.into())
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
         let shape = match self.shape {
             Shape::List(item) => *item,
             Shape::Any => Shape::Any,
-            _ => return self.taken(Value::Array(Vec::new())),
+            _ => return self.accept(Value::Array(Vec::new())),
         };
         let mut list = Vec::new();
         loop {
@@ -290,8 +298,11 @@ impl<'de> Visitor<'de> for Reader<'_> {
             let reader = Reader { shape, path: path.clone(), fault: &mut *self.fault };
             match items.next_element_seed(reader)? {
                 Some(Value::Null) if !matches!(shape, Shape::Any) => {
-                    let fault =
-                        Fault::Wrong { field: path, found: "null".to_owned(), expected: shape.expected() };
+                    let fault = FieldError::Wrong {
+                        field: path,
+                        found: "null".to_owned(),
+                        expected: shape.expected(),
+                    };
                     return Err(self.refuse(fault));
                 }
                 Some(item) => list.push(item),
@@ -302,7 +313,7 @@ impl<'de> Visitor<'de> for Reader<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
         if !matches!(self.shape, Shape::Object(_) | Shape::Map(_) | Shape::Any) {
-            return self.taken(Value::Object(Map::new()));
+            return self.accept(Value::Object(Map::new()));
         }
         let mut map = Map::new();
         loop {
@@ -321,19 +332,18 @@ impl<'de> Visitor<'de> for Reader<'_> {
             None => Ok(Value::Object(map)),
             Some(field) => {
                 let (path, expected) = (within(&self.path, field.name), field.shape.expected());
-                Err(self.refuse(Fault::Missing { field: path, expected }))
+                Err(self.refuse(FieldError::Missing { field: path, expected }))
             }
         }
     }
 }
 
-/// Reads a key, so that what is wrong with it is found where it stands, and says
-/// what its value may hold.
+/// Reads a key and returns the shape of its value, so that a bad key is reported at its position.
 struct Key<'a> {
     shape: Shape,
     path: &'a str,
     seen: &'a Map<String, Value>,
-    fault: &'a mut Option<Fault>,
+    fault: &'a mut Option<FieldError>,
 }
 
 impl<'de> DeserializeSeed<'de> for Key<'_> {
@@ -353,14 +363,14 @@ impl Visitor<'_> for Key<'_> {
     fn visit_str<E: de::Error>(self, key: &str) -> Result<(String, Shape), E> {
         let field = within(self.path, key);
         if self.seen.contains_key(key) {
-            return Err(refuse(self.fault, Fault::Twice { field }));
+            return Err(refuse(self.fault, FieldError::Twice { field }));
         }
         let shape = match self.shape {
             Shape::Object(object) => match object.fields.iter().find(|field| field.name == key) {
                 Some(field) => field.shape,
                 None => {
                     let near = nearest(key, object);
-                    return Err(refuse(self.fault, Fault::Unknown { field, object: object.name, near }));
+                    return Err(refuse(self.fault, FieldError::Unknown { field, object: object.name, near }));
                 }
             },
             Shape::Map(value) => *value,

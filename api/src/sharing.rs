@@ -1,42 +1,40 @@
-//! The ways in which a GPU is handed out, in the words that device names,
-//! attributes, configuration, records and metrics share.
-//!
-//! The first claim on a GPU decides its mode and the last release ends it, so a
-//! mode is a property of what is held, never of a node.
+//! The modes and settings of sharing a GPU, with the names used in device names, attributes,
+//! configuration, records and metrics. The first claim on a GPU determines its mode, and the
+//! release of the last one ends it.
 
 use crate::quantity::Quantity;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Bytes that the first context of a process is charged until it has been measured:
-/// what CUDA 12 takes on a data centre GPU with lazy loading, roughly.
-pub const CONTEXT: u64 = 300 << 20;
+/// Bytes charged for the first context of a process until the node has measured it. CUDA 12 with
+/// lazy loading uses roughly this on a data centre GPU.
+pub const CUDA_CONTEXT_BYTES: u64 = 300 << 20;
 
-/// How a GPU is cut. Two modes never live on one GPU.
+/// How a GPU is divided. A GPU has one mode at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// All of it for one claim: device `gpu-N`.
+    /// The whole GPU for one claim: device `gpu-N`.
     Whole,
-    /// In MIG instances: devices `gpu-N-mig-...`.
+    /// MIG instances: devices `gpu-N-mig-...`.
     Mig,
-    /// In turns: device `gpu-N-timeslice`.
+    /// Time-slicing: device `gpu-N-timeslice`.
     Timeslice,
-    /// By clients of one MPS control daemon: device `gpu-N-mps`.
+    /// Clients of one MPS control daemon: device `gpu-N-mps`.
     Mps,
 }
 
 impl Mode {
-    /// All modes, in the order in which they are told.
+    /// All modes, in the order of output.
     pub const ALL: [Self; 4] = [Self::Whole, Self::Mig, Self::Timeslice, Self::Mps];
 
-    /// Whether parts of its devices are had as shares, by memory and compute time.
+    /// Whether claims can hold shares of its devices, by memory and compute time.
     pub fn has_shares(self) -> bool {
         matches!(self, Self::Whole | Self::Mig)
     }
 
-    /// As it is written everywhere.
+    /// The name in all output.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Whole => "whole",
@@ -53,9 +51,8 @@ impl fmt::Display for Mode {
     }
 }
 
-/// How long one process runs before the next has its turn. The numbers are those
-/// of `nvidia-smi compute-policy --set-timeslice` (open-gpu-kernel-modules,
-/// ctrl2080gpu.h).
+/// The time slice of a process. The numbers are those of `nvidia-smi compute-policy
+/// --set-timeslice` (open-gpu-kernel-modules, ctrl2080gpu.h).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Interval {
     #[default]
@@ -66,10 +63,10 @@ pub enum Interval {
 }
 
 impl Interval {
-    /// All of them, as they are written, by number.
+    /// The names of all intervals, by number.
     pub const NAMES: &'static [&'static str] = &["Default", "Short", "Medium", "Long"];
 
-    /// The one that is written so.
+    /// The interval with that name.
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Default, Self::Short, Self::Medium, Self::Long].into_iter().find(|one| one.as_str() == name)
     }
@@ -79,7 +76,7 @@ impl Interval {
         self as u8
     }
 
-    /// As it is written everywhere.
+    /// The name in all output.
     pub fn as_str(self) -> &'static str {
         Self::NAMES[usize::from(self.number())]
     }
@@ -91,47 +88,49 @@ impl fmt::Display for Interval {
     }
 }
 
-/// How the pods of one claim share a device that the claim has for itself.
+/// How the pods of one claim share a device that the claim holds exclusively.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Sharing {
     TimeSlicing(Interval),
     Mps(MpsSettings),
 }
 
-/// What an MPS control daemon is told. Limits hold per client process and are
-/// cooperative: a client may lower them for itself and the server believes it.
+/// Settings of an MPS control daemon. Limits apply per client process. They are cooperative: a
+/// client may change its own limit, and the server accepts that.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MpsSettings {
-    /// Per cent of the multiprocessors, 1 to 100; none leaves all.
+    /// Percent of the SMs, 1 to 100; `None` is all.
     pub active_thread_percentage: Option<u32>,
-    /// Device memory per client process, at least 1Mi; none leaves all.
+    /// Device memory per client process, at least 1Mi; `None` is all.
     pub pinned_memory: Option<Quantity>,
-    /// The same for one device: the key is 0, a request's only device, or on a
-    /// whole GPU a GPU's UUID. One for a GPU that the claim did not get rests.
+    /// The same for one device. The key is 0 for the only device of a request, or the UUID of a
+    /// whole GPU. A limit for a GPU that the claim did not get has no effect.
     pub pinned_memory_per_device: BTreeMap<String, Quantity>,
-    /// Clients of different users at once; none means where the GPU driver can.
+    /// Whether clients of different users may run at once; `None` means if the GPU driver supports
+    /// it.
     pub multi_user: Option<bool>,
 }
 
-/// How the limits of a share are kept and what it may have beyond its guarantee.
+/// How the limits of a share are enforced, and what it may use beyond its guarantee.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShareSettings {
     pub injection: Injection,
-    /// Usage is counted and nothing is refused.
+    /// Usage is counted, but nothing is refused.
     pub observe_only: bool,
     pub priority: Priority,
-    /// Of the compute time that is guaranteed to nobody or not used, 1 to 10,000;
-    /// the scale of the kernel's cpu.weight.
+    /// Weight for compute time that is unused or not guaranteed, 1 to 10,000. The scale is that of
+    /// the kernel's cpu.weight.
     pub weight: u32,
-    /// Per cent of the device's compute time at most, 1 to 100.
+    /// Most percent of the compute time of the device, 1 to 100.
     pub ceiling: u32,
-    /// Per cent of the claimed memory that it may hold, 100 to 1,000.
+    /// Percent of the claimed memory that the share may hold, 100 to 1,000.
     pub overcommit: u32,
-    /// Sessions of the video encoder and decoder that it may have open at once; none: as many as the GPU driver allows.
+    /// Most sessions of the video encoder that may be open at once; `None` is no limit but that of
+    /// the GPU driver. `decoders` is the same for the decoder.
     pub encoders: Option<u32>,
     pub decoders: Option<u32>,
-    /// The class names a ceiling: up to it a share with a guarantee may have what others leave.
-    /// Otherwise its guarantee is its ceiling.
+    /// The class sets a ceiling, so a share with a guarantee may use idle time up to it. Otherwise
+    /// its guarantee is its ceiling.
     pub burst: bool,
 }
 
@@ -151,27 +150,27 @@ impl Default for ShareSettings {
     }
 }
 
-/// How the library that keeps the limits comes into a container.
+/// How the library that enforces the limits gets into a container.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Injection {
     /// By `/etc/ld.so.preload`.
     #[default]
     Preload,
-    /// In the place of the GPU driver's own libraries.
+    /// In place of the GPU driver's own libraries.
     Shim,
 }
 
 impl Injection {
-    /// All of them, as they are written.
+    /// The names of all values.
     pub const NAMES: &'static [&'static str] = &["preload", "shim"];
 
-    /// The one that is written so.
+    /// The value with that name.
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Preload, Self::Shim].into_iter().find(|one| one.as_str() == name)
     }
 
-    /// As it is written everywhere.
+    /// The name in all output.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Preload => "preload",
@@ -180,20 +179,20 @@ impl Injection {
     }
 }
 
-/// Whose work goes first on a device.
+/// The priority of a share on its device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Priority {
     #[default]
     Low,
-    /// While it works, Low waits.
+    /// While it works, shares with priority Low wait.
     High,
 }
 
 impl Priority {
-    /// All of them, as they are written.
+    /// The names of all values.
     pub const NAMES: &'static [&'static str] = &["Low", "High"];
 
-    /// The one that is written so.
+    /// The value with that name.
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
             "Low" => Some(Self::Low),

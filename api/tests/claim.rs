@@ -1,4 +1,4 @@
-//! A ResourceClaim becomes an AllocatedClaim, or an error that names it.
+//! Reading a ResourceClaim into an AllocatedClaim, and its errors.
 
 use divvy_api::sharing::{Interval, Mode, Sharing};
 use divvy_api::{AllocatedClaim, Hold};
@@ -33,7 +33,7 @@ fn config(kind: &str, source: &str, requests: &[&str]) -> Value {
     json!({"source": source, "requests": requests, "opaque": {"driver": OURS, "parameters": parameters}})
 }
 
-/// Both roads must agree.
+/// Reads a claim from its object and from JSON, which must agree.
 fn read(claim: &Value) -> Result<AllocatedClaim, String> {
     let object: ResourceClaim = serde_json::from_value(claim.clone()).expect("a claim");
     let typed = AllocatedClaim::try_from(&object).map_err(|error| error.to_string());
@@ -47,7 +47,7 @@ fn check_refused(claim: &Value, message: &str) {
 }
 
 #[test]
-fn only_our_results_stay_and_sub_requests_fold() {
+fn other_drivers_are_dropped_and_subrequests_mapped() {
     let foreign = with(result("net", "nic-0"), json!({"driver": "net.example.com"}));
     let read = read(&claim(json!([foreign, result("gpu/big", "gpu-1"), result("gpu", "gpu-0")]), json!([])));
     let read = read.expect("allocated");
@@ -60,7 +60,7 @@ fn only_our_results_stay_and_sub_requests_fold() {
 }
 
 #[test]
-fn the_hold_follows_the_result() {
+fn hold_is_read_from_the_result() {
     let check = |more: Value, expected: Hold| {
         let read = read(&claim(json!([with(result("r", "gpu-0"), more)]), json!([]))).expect("allocated");
         assert_eq!(read.devices[0].hold, expected);
@@ -78,7 +78,7 @@ fn the_hold_follows_the_result() {
 }
 
 #[test]
-fn class_configuration_comes_before_that_of_the_claim() {
+fn class_configuration_precedes_that_of_the_claim() {
     let check = |configs: Value, request: &str, expected: &[&str]| {
         let read = read(&claim(json!([result(request, "gpu-0")]), configs)).expect("allocated");
         let kinds: Vec<_> = read.devices[0].configs.iter().map(|applied| applied.config.kind()).collect();
@@ -97,7 +97,7 @@ fn class_configuration_comes_before_that_of_the_claim() {
 }
 
 #[test]
-fn a_configuration_holds_for_the_requests_it_names() {
+fn configuration_applies_to_its_requests() {
     let slicing = |interval: &str, source: &str, requests: &[&str]| {
         let sharing = json!({"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": interval}});
         let mut config = config("GpuConfig", source, requests);
@@ -121,14 +121,14 @@ fn a_configuration_holds_for_the_requests_it_names() {
     check(&[slicing("Long", author, &["r"]), mig(author, &[])], "r", Whole, Ok(Some(Long)));
     check(&[slicing("Long", author, &["r"]), mig(author, &["r"])], "r", Whole, Err(()));
     check(&[slicing("Long", author, &["r/sub"])], "r/sub", Timeslice, Err(()));
-    // An alternative of another kind, and a class of the scheduler's choosing.
+    // An alternative of another kind, and a class that the scheduler chose.
     check(&[slicing("Long", author, &["r"]), mig(author, &["r"])], "r/sub", Whole, Ok(Some(Long)));
     check(&[mig(class, &["r"])], "r", Whole, Ok(None));
     check(&[slicing("Long", author, &[])], "r", Mps, Ok(None));
 }
 
 #[test]
-fn refusals_name_the_claim() {
+fn errors_name_the_claim() {
     let one = || json!([result("r", "gpu-0")]);
     check_refused(&json!({"metadata": {"name": "c"}, "spec": {}}), "claim ?/c has no namespace");
     let unallocated = json!({"metadata": {"namespace": "ns", "name": "c", "uid": "u"}, "spec": {}});
@@ -153,7 +153,8 @@ fn refusals_name_the_claim() {
     );
     check_refused(
         &claim(one(), json!([config("Nonsense", "FromClaim", &[])])),
-        "claim ns/c, request r: field kind is \"Nonsense\", expected GpuConfig, MigDeviceConfig or ShareConfig",
+        "claim ns/c, request r: field kind is \"Nonsense\", expected GpuConfig, MigDeviceConfig or \
+         ShareConfig",
     );
     check_refused(
         &claim(one(), json!([config("GpuConfig", "FromTheMoon", &[])])),
@@ -165,7 +166,7 @@ fn refusals_name_the_claim() {
 }
 
 #[test]
-fn a_key_given_twice_is_seen_in_the_bytes() {
+fn duplicate_key_is_detected_in_json() {
     let text =
         claim(json!([result("r", "gpu-0")]), json!([config("GpuConfig", "FromClaim", &[])])).to_string();
     let twice = text.replace(r#""kind":"GpuConfig""#, r#""kind":"GpuConfig","kind":"GpuConfig""#);
@@ -206,7 +207,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_allocation_is_read_or_refused_by_name(
+    fn any_allocation_is_read_or_rejected_by_name(
         results in prop::collection::vec(any_result(), 0..5),
         configs in prop::collection::vec(any_config(), 0..4),
     ) {
@@ -223,7 +224,8 @@ proptest! {
     #[test]
     fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), cut in 0usize..400) {
         let _ = AllocatedClaim::from_json(&bytes);
-        let whole = claim(json!([result("r", "gpu-0")]), json!([config("GpuConfig", "FromClaim", &["r"])])).to_string();
+        let config = config("GpuConfig", "FromClaim", &["r"]);
+        let whole = claim(json!([result("r", "gpu-0")]), json!([config])).to_string();
         let _ = AllocatedClaim::from_json(&whole.as_bytes()[..cut.min(whole.len())]);
     }
 }

@@ -1,4 +1,4 @@
-//! What holds for every quantity, not only for the vectors.
+//! Properties of all quantities.
 
 use divvy_api::Quantity;
 use divvy_api::quantity::Format;
@@ -9,7 +9,7 @@ fn format() -> impl Strategy<Value = Format> {
 }
 
 fn amount() -> impl Strategy<Value = i128> {
-    // Round amounts too: those have suffixes to lose.
+    // Round amounts too, because they use large suffixes.
     let round = (any::<i32>(), 0u32..30).prop_map(|(n, e)| i128::from(n).saturating_mul(10i128.pow(e)));
     let binary = (any::<i32>(), 0u32..60).prop_map(|(n, e)| (i128::from(n) << e) * 1_000_000_000);
     prop_oneof![any::<i64>().prop_map(i128::from), round, binary]
@@ -22,7 +22,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_written_quantity_reads_back(nano in amount(), format in format()) {
+    fn written_quantity_reads_back(nano in amount(), format in format()) {
         let quantity = Quantity::from_nano(nano, format);
         let text = quantity.to_string();
         let back: Quantity = text.parse().expect(&text);
@@ -37,14 +37,17 @@ proptest! {
     }
 
     #[test]
-    fn what_is_added_can_be_taken_away(a in amount(), b in amount(), f in format()) {
+    fn subtraction_reverses_addition(a in amount(), b in amount(), f in format()) {
         let (x, y) = (Quantity::from_nano(a, f), Quantity::from_nano(b, f));
         let sum = x.checked_add(y).expect("in range");
         prop_assert_eq!(sum.checked_sub(y), Some(x));
     }
 
     #[test]
-    fn no_text_panics(text in ".*", shape in "[-+]?[0-9]{0,60}[.]?[0-9]{0,60}[eEinumkKMGTP]{0,3}[-+]?[0-9]{0,20}") {
+    fn no_text_panics(
+        text in ".*",
+        shape in "[-+]?[0-9]{0,60}[.]?[0-9]{0,60}[eEinumkKMGTP]{0,3}[-+]?[0-9]{0,20}",
+    ) {
         for text in [text, shape] {
             if let Ok(quantity) = text.parse::<Quantity>() {
                 prop_assert_eq!(quantity.to_string().parse::<Quantity>(), Ok(quantity));
@@ -54,7 +57,7 @@ proptest! {
 }
 
 #[test]
-fn bytes_are_counted_up_and_never_negative() {
+fn bytes_are_rounded_up_and_never_negative() {
     let check = |text: &str, bytes: Option<u64>| {
         assert_eq!(text.parse::<Quantity>().expect(text).as_bytes(), bytes, "{text}");
     };
@@ -68,7 +71,7 @@ fn bytes_are_counted_up_and_never_negative() {
 }
 
 #[test]
-fn an_error_names_the_text() {
+fn error_names_the_text() {
     let error = "12 apples".parse::<Quantity>().expect_err("not a quantity");
     assert!(error.to_string().starts_with("\"12 apples\" is not a quantity: "), "{error}");
 }

@@ -1,5 +1,5 @@
-//! Quantities are those of the Go library: every vector it wrote
-//! (`e2e/oracle/quantity`) is read, written and computed alike.
+//! Checks that every test vector of the Go library (`e2e/oracle/quantity`) is parsed, written and
+//! computed alike.
 
 use divvy_api::Quantity;
 use divvy_api::quantity::Format;
@@ -44,8 +44,8 @@ fn quantity(text: &str) -> Quantity {
     text.parse().unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The library drops the suffix of amounts above the largest one and so writes
-/// another number; there the promise is that ours reads back.
+/// The library drops the suffix of amounts above the largest one, and so writes another number. Our
+/// text must read back.
 fn check_text(ours: Quantity, theirs: &str, of: &str) {
     let text = ours.to_string();
     match theirs.parse::<Quantity>() {
@@ -55,7 +55,7 @@ fn check_text(ours: Quantity, theirs: &str, of: &str) {
 }
 
 #[test]
-fn text_is_read_and_written_as_by_the_library() {
+fn text_is_read_and_written_as_in_go() {
     let mut lossy = 0;
     for vector in vectors().parse {
         let of = format!("{:?}", vector.text);
@@ -83,7 +83,7 @@ fn text_is_read_and_written_as_by_the_library() {
 }
 
 #[test]
-fn sums_differences_and_order_are_those_of_the_library() {
+fn arithmetic_and_order_are_as_in_go() {
     for pair in vectors().arithmetic {
         let (a, b) = (quantity(&pair.a), quantity(&pair.b));
         assert_eq!(a.cmp(&b) as i32, pair.cmp, "{} and {}", pair.a, pair.b);

@@ -1,59 +1,54 @@
-//! The voice of the whole cluster: keeps a DeviceClass for every MIG profile
-//! that some node offers, and refuses at admission what prepare would have to
-//! refuse later, when a pod already waits.
+//! The cluster controller. It maintains one DeviceClass per MIG profile that a node offers,
+//! and its webhook rejects claims and pods that the node plugin could not prepare.
 //!
-//! ```text
-//! ResourceSlices ─▶ seen ─▶ offer ─┬─▶ classes ─▶ DeviceClasses     (the leader)
-//! DeviceClasses ─▶ classes ────────┴─▶ known ─┐
-//! AdmissionReview ─▶ webhook ─▶ review ◀──────┘ ─▶ verdict          (every replica)
-//! Secret ◀─ certificate ─▶ what handshakes show, what the API server trusts
-//! ```
-//!
-//! [`leave`] undoes it all before Divvy is uninstalled.
+//! ResourceSlices feed [`device_index`]; DeviceClasses feed [`classes`] and [`class_index`].
+//! The leader writes classes and the webhook's [`certificate`]. Every replica answers reviews.
+//! [`decommission`] reverts all of it before Divvy is uninstalled.
 
 pub mod args;
 pub mod certificate;
+pub mod class_index;
 pub mod classes;
-pub mod known;
+pub mod decommission;
+pub mod device_index;
 pub mod leader;
-pub mod leave;
 pub mod metrics;
 pub mod profile;
+pub mod readiness;
 pub mod run;
-pub mod seen;
 pub mod webhook;
 
 use args::{Args, Command};
 use clap::Parser;
-use divvy_daemon::{frugal, logging};
+use divvy_daemon::{logging, malloc};
 use std::process::ExitCode;
 
-/// The command.
+/// Entry point of the binary.
 pub fn main() -> ExitCode {
     let args = Args::parse();
-    frugal::begin_again("divvy-controller");
+    malloc::reexec_with_settings("divvy-controller");
     let log = match &args.command {
         Command::Run(args) => &args.log,
-        Command::Leave(args) => &args.log,
+        Command::Decommission(args) => &args.log,
     };
-    if let Err(error) = logging::begin(log) {
+    if let Err(error) = logging::init(log) {
         eprintln!("divvy-controller: {error:#}");
         return ExitCode::FAILURE;
     }
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(cause) => {
-            tracing::error!(%cause, "cannot start");
+            tracing::error!(%cause, "cannot start the async runtime");
             return ExitCode::FAILURE;
         }
     };
     let result = runtime.block_on(async {
         match &args.command {
             Command::Run(args) => run::run(args).await,
-            Command::Leave(args) => leave::leave(args).await,
+            Command::Decommission(args) => decommission::decommission(args).await,
         }
     });
-    // A selector that takes for ever must not keep the process.
+    // A CEL evaluation that does not end must not keep the process alive.
     runtime.shutdown_background();
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,4 +1,4 @@
-//! What a scrape shows.
+//! Prometheus metrics of the controller.
 
 use divvy_daemon::process::Process;
 use prometheus_client::encoding::EncodeLabelSet;
@@ -18,7 +18,7 @@ struct ReviewLabels {
     result: &'static str,
 }
 
-/// All metrics of the controller; a clone is the same.
+/// All metrics of the controller. Clones share their values.
 #[derive(Clone)]
 pub struct Metrics {
     shared: Arc<Shared>,
@@ -43,7 +43,7 @@ impl Default for Metrics {
         let shared = Shared {
             registry: Mutex::default(),
             reviews: Family::default(),
-            // From a review without reads to the webhook's deadline.
+            // From a review without API reads to the webhook's timeout, in seconds.
             review: Histogram::new([
                 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
             ]),
@@ -79,26 +79,27 @@ impl Shared {
         );
         let gauges = [
             ("divvy_leader", "1 while this replica holds the lease and writes", &self.leader),
-            ("divvy_slices_seen", "ResourceSlices of the cluster that the projection covers", &self.slices),
+            ("divvy_slices_seen", "ResourceSlices of Divvy that the controller has indexed", &self.slices),
             ("divvy_mig_profiles", "MIG profiles that some node offers", &self.profiles),
             (
                 "divvy_profile_classes",
-                "DeviceClasses of MIG profiles that are the controller's",
+                "DeviceClasses of MIG profiles that the controller manages",
                 &self.classes,
             ),
             (
                 "divvy_names_taken",
-                "Names of classes and extended resources that somebody else has",
+                "Names of DeviceClasses and extended resources that another owner already uses",
                 &self.taken,
             ),
-            ("divvy_ready", "1 while /readyz says yes", &self.ready),
+            ("divvy_ready", "1 while /readyz reports ready", &self.ready),
         ];
         for (name, help, gauge) in gauges {
             registry.register(name, help, gauge.clone());
         }
         registry.register_with_unit(
             "divvy_certificate_expiry_timestamp",
-            "When the webhook's certificate ends, since the epoch; 0 where it is not the controller's own",
+            "Expiry of the webhook's certificate, since the epoch; \
+             0 if the controller does not manage the certificate",
             Unit::Seconds,
             self.expires.clone(),
         );
@@ -107,46 +108,46 @@ impl Shared {
 }
 
 impl Metrics {
-    /// A review was answered.
+    /// Counts an answered review and its duration.
     pub fn reviewed(&self, kind: &'static str, result: &'static str, took: Duration) {
         self.shared.reviews.get_or_create(&ReviewLabels { kind, result }).inc();
         self.shared.review.observe(took.as_secs_f64());
     }
 
-    /// Whether this replica leads.
+    /// Sets whether this replica is the leader.
     pub fn leads(&self, leads: bool) {
         self.shared.leader.set(leads.into());
     }
 
-    /// Slices behind the projection.
+    /// Sets the number of indexed ResourceSlices.
     pub fn slices(&self, count: usize) {
         self.shared.slices.set(count as i64);
     }
 
-    /// Profiles on offer.
+    /// Sets the number of MIG profiles that nodes offer.
     pub fn profiles(&self, count: usize) {
         self.shared.profiles.set(count as i64);
     }
 
-    /// Classes of ours.
+    /// Sets the number of managed DeviceClasses.
     pub fn classes(&self, count: usize) {
         self.shared.classes.set(count as i64);
     }
 
-    /// Names that somebody else has.
+    /// Sets the number of names that another owner uses.
     pub fn names_taken(&self, count: usize) {
         self.shared.taken.set(count as i64);
     }
 
-    /// Seconds since the epoch.
+    /// Sets the certificate's expiry, in seconds since the epoch.
     pub fn certificate_expires(&self, at: i64) {
         self.shared.expires.set(at);
     }
 
-    /// The scrape's text.
+    /// Encodes all metrics as OpenMetrics text.
     pub fn render(&self, ready: bool) -> Result<String, std::fmt::Error> {
         self.shared.ready.set(ready.into());
-        self.shared.process.take();
+        self.shared.process.update();
         let registry = self.shared.registry.lock().unwrap_or_else(PoisonError::into_inner);
         let mut out = String::new();
         encode(&mut out, &registry)?;
@@ -159,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_scrape_shows_what_happened() {
+    fn scrape_contains_recorded_values() {
         let metrics = Metrics::default();
         metrics.reviewed("Pod", "refused", Duration::from_millis(1));
         metrics.leads(true);

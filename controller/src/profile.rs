@@ -1,10 +1,9 @@
-//! A MIG profile's name as NVML writes it, and what it is called in a cluster.
+//! Names of MIG profiles: as NVML writes them, and in Kubernetes object names.
 //!
-//! `1g.10gb`, with at most one attribute behind it: `1g.10gb+me`, `1g.24gb-me`,
-//! `2g.48gb+me.all`. A `+` cannot stand in a Kubernetes name; it becomes `.`, as
-//! in the resource names of NVIDIA's device plugin (k8s-device-plugin,
-//! internal/rm/nvml_manager.go). No two profiles get one name: behind `gb` a `.` is a
-//! `+` and nothing else. What is written differently has no class.
+//! A profile is `1g.10gb`, with at most one attribute: `1g.10gb+me`, `1g.24gb-me`,
+//! `2g.48gb+me.all`. Kubernetes names cannot contain `+`, so it becomes `.`, as in the resource
+//! names of NVIDIA's device plugin (k8s-device-plugin, internal/rm/nvml_manager.go). The mapping
+//! is injective: after `gb`, a `.` always stands for `+`. Other spellings get no class.
 
 use std::fmt;
 
@@ -12,11 +11,11 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Profile(String);
 
-/// Ends the names of our classes.
+/// Suffix of the names of managed classes.
 const DOMAIN: &str = "divvy.dev";
 
 impl Profile {
-    /// Reads the value of the attribute `profile` of a device.
+    /// Parses the value of a device's `profile` attribute.
     pub fn parse(text: &str) -> Option<Self> {
         let (slices, rest) = number(text)?;
         let (memory, rest) = number(rest.strip_prefix("g.")?)?;
@@ -28,11 +27,11 @@ impl Profile {
                 !word.is_empty() && word.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit())
             }),
         };
-        // A bound, so that the names made of it are valid whatever a slice says.
+        // The length limit keeps the derived names valid for any input.
         (known && slices.len() + memory.len() <= 8 && text.len() <= 40).then(|| Self(text.to_owned()))
     }
 
-    /// As NVML writes it.
+    /// The name as NVML writes it.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -41,12 +40,12 @@ impl Profile {
         self.0.replace('+', ".")
     }
 
-    /// `mig-1g.10gb.divvy.dev`.
+    /// For example `mig-1g.10gb.divvy.dev`.
     pub fn class_name(&self) -> String {
         format!("mig-{}.{DOMAIN}", self.plain())
     }
 
-    /// `nvidia.com/mig-1g.10gb`.
+    /// For example `nvidia.com/mig-1g.10gb`.
     pub fn resource_name(&self) -> String {
         format!("nvidia.com/mig-{}", self.plain())
     }
@@ -58,7 +57,7 @@ impl fmt::Display for Profile {
     }
 }
 
-/// Digits without a leading zero, and what follows.
+/// Splits off leading digits that do not start with a zero.
 fn number(text: &str) -> Option<(&str, &str)> {
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, rest) = text.split_at(end);
@@ -80,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_profile_has_one_class_and_one_resource_name() {
+    fn profile_has_one_class_and_one_resource_name() {
         check("1g.10gb", Some(("mig-1g.10gb.divvy.dev", "nvidia.com/mig-1g.10gb")));
         check("1g.24gb+me", Some(("mig-1g.24gb.me.divvy.dev", "nvidia.com/mig-1g.24gb.me")));
         check("1g.24gb-me", Some(("mig-1g.24gb-me.divvy.dev", "nvidia.com/mig-1g.24gb-me")));
@@ -88,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_profile_has_no_class() {
+    fn malformed_profiles_are_rejected() {
         for text in [
             "",
             "1g",
@@ -116,7 +115,7 @@ mod tests {
         }
 
         #[test]
-        fn a_name_made_of_any_text_is_valid(text in "[0-9a-zG.+-]{0,24}|\\PC{0,60}") {
+        fn derived_names_are_valid_for_any_input(text in "[0-9a-zG.+-]{0,24}|\\PC{0,60}") {
             if let Some(profile) = Profile::parse(&text) {
                 prop_assert!(divvy_daemon::args::object_name(&profile.class_name()).is_ok());
                 prop_assert!(profile.class_name().len() <= 63);

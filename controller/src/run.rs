@@ -1,17 +1,18 @@
-//! Starts everything, owns every task, stops in reverse order.
+//! Starts every task of the controller and stops them in reverse order.
 
 use crate::args::RunArgs;
-use crate::certificate::{self, Current, keeper};
-use crate::classes::{self, Classes};
-use crate::known::{self, Known};
+use crate::certificate::{self, CertificateManager, ServingCertificate};
+use crate::class_index::{self, ClassIndex};
+use crate::classes::{ClassReconciler, Classes};
+use crate::device_index::{DeviceIndex, DeviceSummary, Slice};
 use crate::leader::{self, Election};
 use crate::metrics::Metrics;
-use crate::seen::{Offer, Seen, Slice};
+use crate::readiness::{ControllerReadiness, ReadyCondition};
 use crate::webhook::{self, Reviewer};
 use anyhow::Context;
 use divvy_api::names::DRIVER;
 use divvy_daemon::args::Listen;
-use divvy_daemon::http::{self, Condition, Readiness};
+use divvy_daemon::http;
 use divvy_daemon::{Stages, client};
 use futures::{Stream, StreamExt};
 use k8s_openapi::api::resource::v1::DeviceClass;
@@ -25,64 +26,41 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-/// A pod has 30 s to stop by default.
-const STOP_WITHIN: Duration = Duration::from_secs(25);
-/// Slices in one page of a list: a slice of MIG devices has about 100 KB.
-const PAGE: u32 = 10;
+/// Below the 30 s that a pod has to stop by default (`terminationGracePeriodSeconds`).
+const STOP_TIMEOUT: Duration = Duration::from_secs(25);
+/// Slices in one page of a list. A slice of MIG devices takes about 100 KB.
+const SLICE_PAGE_SIZE: u32 = 10;
 
-/// What must be true before reviews are answered with knowledge.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
-    /// DeviceClasses were listed.
-    Classes,
-    /// ResourceSlices were listed.
-    Slices,
-    /// There is a certificate to show.
-    Certificate,
-}
-
-impl Condition for Part {
-    const ALL: &'static [Self] = &[Self::Classes, Self::Slices, Self::Certificate];
-    fn name(self) -> &'static str {
-        match self {
-            Self::Classes => "classes",
-            Self::Slices => "slices",
-            Self::Certificate => "certificate",
-        }
-    }
-}
-
-/// Whether this replica can do its work.
-pub type Ready = Readiness<Part>;
-
-/// Runs until a signal, or until a part ends.
+/// Runs until SIGTERM or SIGINT, or until a task ends by itself, which is an error.
 pub async fn run(args: &RunArgs) -> anyhow::Result<()> {
-    let mut terminate = signal(SignalKind::terminate()).context("signals")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("signals")?;
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let mut stages = Stages::default();
     let failed = stages.failed();
-    let ended = match start(args, &mut stages).await {
+    let result = match start(args, &mut stages).await {
         Err(error) => Err(error),
         Ok(()) => {
             tokio::select! {
-                () = failed.cancelled() => Err(anyhow::anyhow!("a part of the controller has ended")),
+                () = failed.cancelled() => {
+                    Err(anyhow::anyhow!("a task of the controller ended; see the log"))
+                }
                 _ = terminate.recv() => Ok(()),
                 _ = interrupt.recv() => Ok(()),
             }
         }
     };
     tracing::info!("stopping");
-    if tokio::time::timeout(STOP_WITHIN, stages.stop()).await.is_err() {
-        tracing::warn!("not everything has ended in time");
+    if tokio::time::timeout(STOP_TIMEOUT, stages.stop()).await.is_err() {
+        tracing::warn!(timeout = ?STOP_TIMEOUT, "some tasks did not stop in time");
     }
-    ended
+    result
 }
 
 async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
     let version = env!("CARGO_PKG_VERSION");
-    tracing::info!(version, namespace = args.cluster.namespace, "divvy-controller starts");
+    tracing::info!(version, namespace = args.cluster.namespace, "divvy-controller is starting");
     let client = client::client(args.cluster.kubeconfig.as_deref()).await?;
-    let (metrics, ready) = (Metrics::default(), Ready::default());
+    let (metrics, ready) = (Metrics::default(), ControllerReadiness::default());
     if let Listen::On(address) = args.http_address {
         let listener = http::bind(address, "--http-address").await?;
         let (metrics, ready) = (metrics.clone(), ready.clone());
@@ -97,15 +75,16 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
     stages.droppable("DeviceClass watch", async move {
         follow_classes(watcher(api, watcher::Config::default()), classes_now, follow).await;
     });
-    let (offer_now, offer) = watch::channel(None);
+    let (devices_now, devices) = watch::channel(None);
     let (api, follow) = (Api::<Slice>::all(client.clone()), ready.clone());
-    let config = watcher::Config::default().fields(&format!("spec.driver={DRIVER}")).page_size(PAGE);
+    let config =
+        watcher::Config::default().fields(&format!("spec.driver={DRIVER}")).page_size(SLICE_PAGE_SIZE);
     let counted = metrics.clone();
     stages.droppable("ResourceSlice watch", async move {
-        follow_slices(watcher(api, config), offer_now, follow, counted).await;
+        follow_slices(watcher(api, config), devices_now, follow, counted).await;
     });
-    let (known_now, known) = watch::channel(Arc::new(Known::default()));
-    stages.droppable("class knowledge", known::keep(offer.clone(), classes.clone(), known_now));
+    let (index_now, index) = watch::channel(Arc::new(ClassIndex::default()));
+    stages.droppable("class index", class_index::run(devices.clone(), classes.clone(), index_now));
 
     let (leads, leader) = watch::channel(false);
     let identity = format!("{}_{:x}", args.identity, Timestamp::now().as_nanosecond());
@@ -122,40 +101,43 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
             Ok(())
         })
     });
-    let (mut told, metric) = (leader.clone(), metrics.clone());
+    let (mut leadership, metric) = (leader.clone(), metrics.clone());
     stages.droppable("leadership", async move {
         loop {
-            metric.leads(*told.borrow_and_update());
-            if told.changed().await.is_err() {
+            metric.leads(*leadership.borrow_and_update());
+            if leadership.changed().await.is_err() {
                 std::future::pending().await
             }
         }
     });
     let reporter =
         Reporter { controller: "divvy-controller".to_owned(), instance: Some(args.identity.clone()) };
-    let keeper = classes::keeper::Keeper {
+    let task = ClassReconciler {
         client: client.clone(),
         recorder: Recorder::new(client.clone(), reporter),
         metrics: metrics.clone(),
-        offer,
+        devices,
         classes,
         leader: leader.clone(),
         hold_off: args.class_hold_off,
         extended: args.extended_resources,
     };
-    stages.droppable("DeviceClasses", keeper.run());
+    stages.droppable("DeviceClasses", task.run());
 
     match args.webhook.webhook_address {
-        Listen::Off => ready.set(Part::Certificate, Ok(())),
+        Listen::Off => ready.set(ReadyCondition::Certificate, Ok(())),
         Listen::On(address) => {
             let listener = http::bind(address, "--webhook-address").await?;
-            let current = Arc::new(Current::default());
+            let current = Arc::new(ServingCertificate::default());
             match &args.webhook.certificate_dir {
                 Some(dir) => {
-                    stages.droppable("certificate", keeper::follow(dir.clone(), current.clone(), ready));
+                    stages.droppable(
+                        "certificate",
+                        certificate::follow_dir(dir.clone(), current.clone(), ready),
+                    );
                 }
                 None => {
-                    let keeper = keeper::Keeper {
+                    let task = CertificateManager {
                         client: client.clone(),
                         namespace: args.cluster.namespace.clone(),
                         secret: args.cluster.certificate_secret.clone(),
@@ -166,10 +148,10 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
                         metrics: metrics.clone(),
                         ready,
                     };
-                    stages.droppable("certificate", keeper.run());
+                    stages.droppable("certificate", task.run());
                 }
             }
-            let reviewer = Reviewer::new(client, known, metrics);
+            let reviewer = Reviewer::new(client, index, metrics);
             stages.task("webhook", |stop| {
                 Box::pin(async move { Ok(webhook::serve(listener, current, reviewer, stop).await?) })
             });
@@ -178,11 +160,11 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Classes without what nobody here reads.
+/// Publishes the DeviceClasses, without fields that the controller does not read.
 async fn follow_classes(
     events: impl Stream<Item = watcher::Result<Event<DeviceClass>>>,
     now: watch::Sender<Option<Arc<Classes>>>,
-    ready: Ready,
+    ready: ControllerReadiness,
 ) {
     let mut events = std::pin::pin!(events.default_backoff());
     let (mut classes, mut listed) = (Classes::new(), Classes::new());
@@ -202,16 +184,16 @@ async fn follow_classes(
             Ok(Event::InitDone) => {
                 listing = false;
                 classes = std::mem::take(&mut listed);
-                ready.set(Part::Classes, Ok(()));
+                ready.set(ReadyCondition::Classes, Ok(()));
             }
             Ok(Event::Apply(class)) => put(&mut classes, class),
             Ok(Event::Delete(class)) => {
                 classes.remove(class.metadata.name.as_deref().unwrap_or_default());
             }
             Err(cause) => {
-                tracing::debug!(%cause, "watch of DeviceClasses");
+                tracing::debug!(%cause, "watch of DeviceClasses failed; it is retried");
                 if now.borrow().is_none() {
-                    ready.set(Part::Classes, Err(cause.to_string()));
+                    ready.set(ReadyCondition::Classes, Err(cause.to_string()));
                 }
                 continue;
             }
@@ -224,39 +206,39 @@ async fn follow_classes(
 
 async fn follow_slices(
     events: impl Stream<Item = watcher::Result<Event<Slice>>>,
-    now: watch::Sender<Option<Arc<Offer>>>,
-    ready: Ready,
+    now: watch::Sender<Option<Arc<DeviceSummary>>>,
+    ready: ControllerReadiness,
     metrics: Metrics,
 ) {
     let mut events = std::pin::pin!(events.default_backoff());
-    let mut seen = Seen::default();
+    let mut index = DeviceIndex::default();
     let (mut listing, mut revision) = (true, None);
     while let Some(event) = events.next().await {
         match event {
             Ok(Event::Init) => {
                 listing = true;
-                seen.relist();
+                index.relist();
             }
-            Ok(Event::InitApply(slice) | Event::Apply(slice)) => seen.apply(slice),
+            Ok(Event::InitApply(slice) | Event::Apply(slice)) => index.apply(slice),
             Ok(Event::InitDone) => {
                 listing = false;
-                seen.listed();
-                ready.set(Part::Slices, Ok(()));
+                index.listed();
+                ready.set(ReadyCondition::Slices, Ok(()));
             }
-            Ok(Event::Delete(slice)) => seen.delete(&slice),
+            Ok(Event::Delete(slice)) => index.delete(&slice),
             Err(cause) => {
-                tracing::debug!(%cause, "watch of ResourceSlices");
+                tracing::debug!(%cause, "watch of ResourceSlices failed; it is retried");
                 if now.borrow().is_none() {
-                    ready.set(Part::Slices, Err(cause.to_string()));
+                    ready.set(ReadyCondition::Slices, Err(cause.to_string()));
                 }
                 continue;
             }
         }
         if !listing {
-            metrics.slices(seen.slices());
-            if revision != Some(seen.revision) {
-                revision = Some(seen.revision);
-                now.send_replace(Some(Arc::new(seen.offer())));
+            metrics.slices(index.slices());
+            if revision != Some(index.revision) {
+                revision = Some(index.revision);
+                now.send_replace(Some(Arc::new(index.summary())));
             }
         }
     }

@@ -1,63 +1,65 @@
-//! The real `divvy-controller` as a process against the fake API server.
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+//! Runs the real `divvy-controller` process against the fake API server.
+#![allow(clippy::unwrap_used, reason = "test helpers")]
 
-mod world;
+mod cluster;
 
+use cluster::{NAMESPACE, TestCluster, until};
 use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
 use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Secret;
 use k8s_openapi::api::resource::v1::{DeviceClass, DeviceTaintRule, ResourceSlice};
 use serde_json::{Value, json};
-use world::{NAMESPACE, World, until};
 
 const CLASS: &str = "mig-1g.10gb.divvy.dev";
 
 #[tokio::test]
-async fn classes_follow_what_nodes_offer() {
-    let world = World::new().await;
-    world.slice("n1-a", &["1g.10gb", "1g.10gb+me"]);
-    world.class("mig-1g.10gb.me.divvy.dev", None);
-    let controller = world.start(&["--class-hold-off", "0s"]);
-    let owner = world.class("mig.divvy.dev", None);
-    until("the class is made", || world.api.get::<DeviceClass>("", CLASS).is_some()).await;
-    let class = world.api.get::<DeviceClass>("", CLASS).unwrap();
+async fn classes_follow_the_offered_profiles() {
+    let cluster = TestCluster::new().await;
+    cluster.slice("n1-a", &["1g.10gb", "1g.10gb+me"]);
+    cluster.class("mig-1g.10gb.me.divvy.dev", None);
+    let controller = cluster.start(&["--class-hold-off", "0s"]);
+    let owner = cluster.class("mig.divvy.dev", None);
+    until("the class exists", || cluster.api.get::<DeviceClass>("", CLASS).is_some()).await;
+    let class = cluster.api.get::<DeviceClass>("", CLASS).unwrap();
     let owners = class.metadata.owner_references.unwrap();
     assert_eq!(owners[0].uid, owner["metadata"]["uid"].as_str().unwrap());
     let spec = class.spec.unwrap();
     assert_eq!(spec.extended_resource_name.as_deref(), Some("nvidia.com/mig-1g.10gb"));
 
-    world.class("somebody-elses", Some("nvidia.com/mig-1g.10gb"));
-    let resource = || world.api.get::<DeviceClass>("", CLASS)?.spec?.extended_resource_name;
-    until("the resource name is given up", || resource().is_none()).await;
-    world.api.delete::<DeviceClass>("", "somebody-elses");
-    until("the resource name is taken again", || resource().is_some()).await;
+    cluster.class("another-owners", Some("nvidia.com/mig-1g.10gb"));
+    let resource = || cluster.api.get::<DeviceClass>("", CLASS)?.spec?.extended_resource_name;
+    until("the resource name is removed", || resource().is_none()).await;
+    cluster.api.delete::<DeviceClass>("", "another-owners");
+    until("the resource name is set again", || resource().is_some()).await;
 
-    world.api.delete_all::<ResourceSlice>();
-    until("the class goes with the last slice", || world.api.get::<DeviceClass>("", CLASS).is_none()).await;
-    let theirs = world.api.get::<DeviceClass>("", "mig-1g.10gb.me.divvy.dev").unwrap();
-    assert_eq!(theirs.metadata.labels, None, "what is not ours is not touched");
+    cluster.api.delete_all::<ResourceSlice>();
+    until("the class is deleted with the last slice", || cluster.api.get::<DeviceClass>("", CLASS).is_none())
+        .await;
+    let theirs = cluster.api.get::<DeviceClass>("", "mig-1g.10gb.me.divvy.dev").unwrap();
+    assert_eq!(theirs.metadata.labels, None, "a class of another owner was changed");
     assert_eq!(controller.stop().await, Some(0));
-    let lease = world.api.get::<Lease>(NAMESPACE, "divvy-controller").unwrap().spec.unwrap();
-    assert_eq!(lease.holder_identity.as_deref(), Some(""), "the lease is given back");
+    let lease = cluster.api.get::<Lease>(NAMESPACE, "divvy-controller").unwrap().spec.unwrap();
+    assert_eq!(lease.holder_identity.as_deref(), Some(""), "the lease was not released");
 }
 
 fn config(parameters: Value) -> Value {
     let claim = json!({
-        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"namespace": "ns", "name": "c"},
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": {"namespace": "ns", "name": "c"},
         "spec": {"devices": {
             "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.divvy.dev"}}],
             "config": [{"opaque": {"driver": "gpu.divvy.dev", "parameters": parameters}}],
         }},
     });
-    world::review("resource.k8s.io", "ResourceClaim", claim)
+    cluster::review("resource.k8s.io", "ResourceClaim", claim)
 }
 
 #[tokio::test]
-async fn the_api_server_can_ask_and_gets_an_answer_whatever_it_sends() {
-    let world = World::new().await;
-    let controller = world.start(&[]);
-    let webhook = world.webhook(&controller).await;
+async fn webhook_answers_valid_and_malformed_reviews() {
+    let cluster = TestCluster::new().await;
+    let controller = cluster.start(&[]);
+    let webhook = cluster.webhook(&controller).await;
     let good = config(json!({"apiVersion": "resource.divvy.dev/v1alpha1", "kind": "GpuConfig"}));
     let (code, answer) = webhook.post(&good).await;
     assert_eq!((code, &answer["response"]), (200, &json!({"uid": "u", "allowed": true})));
@@ -74,30 +76,31 @@ async fn the_api_server_can_ask_and_gets_an_answer_whatever_it_sends() {
     {
         assert_eq!(webhook.send(malformed.as_bytes()).await.0, 400, "{malformed:?}");
     }
-    let other = world::review("apps", "Deployment", json!({"spec": 7}));
+    let other = cluster::review("apps", "Deployment", json!({"spec": 7}));
     assert_eq!(webhook.post(&other).await.1["response"]["allowed"], json!(true));
 
-    let shown = world.api.get::<Secret>(NAMESPACE, "divvy-webhook-certificate").unwrap().data;
+    let shown = cluster.api.get::<Secret>(NAMESPACE, "divvy-webhook-certificate").unwrap().data;
     controller.kill();
-    let controller = world.start(&[]);
-    let webhook = world.webhook(&controller).await;
+    let controller = cluster.start(&[]);
+    let webhook = cluster.webhook(&controller).await;
     assert_eq!(webhook.post(&bad).await.1["response"]["allowed"], json!(false));
-    assert_eq!(world.api.get::<Secret>(NAMESPACE, "divvy-webhook-certificate").unwrap().data, shown);
+    assert_eq!(cluster.api.get::<Secret>(NAMESPACE, "divvy-webhook-certificate").unwrap().data, shown);
 }
 
 #[tokio::test]
-async fn a_pod_is_judged_with_the_claims_it_names() {
-    let world = World::new().await;
-    let controller = world.start(&[]);
-    let webhook = world.webhook(&controller).await;
+async fn pod_is_reviewed_with_its_claims() {
+    let cluster = TestCluster::new().await;
+    let controller = cluster.start(&[]);
+    let webhook = cluster.webhook(&controller).await;
     let pod = |template: &str| {
-        world::review(
+        cluster::review(
             "",
             "Pod",
             json!({
                 "apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": "p"},
                 "spec": {
-                    "containers": [{"name": "main", "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+                    "containers": [{"name": "main", "volumeMounts": [{"name": "shm",
+                        "mountPath": "/dev/shm"}],
                         "resources": {"claims": [{"name": "gpu"}]}}],
                     "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
                     "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": template}],
@@ -107,134 +110,144 @@ async fn a_pod_is_judged_with_the_claims_it_names() {
     };
     let template = |name: &str, class: &str, selectors: Value| {
         let request = json!({"name": "gpu", "exactly": {"deviceClassName": class, "selectors": selectors}});
-        world.api.put(json!({
+        cluster.api.put(json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
             "metadata": {"namespace": "ns", "name": name},
             "spec": {"spec": {"devices": {"requests": [request]}}},
         }))
     };
-    let of_type = |type_: &str| json!([{"cel": {"expression": format!("device.attributes['gpu.divvy.dev'].type == '{type_}'")}}]);
-    world.classes_with_selectors();
+    let of_type = |type_: &str| {
+        let expression = format!("device.attributes['gpu.divvy.dev'].type == '{type_}'");
+        json!([{"cel": {"expression": expression}}])
+    };
+    cluster.classes_with_selectors();
     template("mps", "mps.divvy.dev", json!([]));
     template("theirs", "shared-gpu", json!([]));
-    template("narrowed-to-mps", "in-turns-or-mps", of_type("mps"));
-    template("narrowed-to-turns", "in-turns-or-mps", of_type("timeslice"));
+    template("narrowed-to-mps", "timeslice-or-mps", of_type("mps"));
+    template("narrowed-to-timeslice", "timeslice-or-mps", of_type("timeslice"));
     template("whole", "gpu.divvy.dev", json!([]));
     let allowed = async |name: &str| webhook.post(&pod(name)).await.1["response"]["allowed"].clone();
-    // The class of an administrator is known once its selectors were asked.
+    // An administrator's class is indexed only after its selectors were evaluated.
     for name in ["theirs", "narrowed-to-mps"] {
-        world::until_async("an administrator's class is read", async || allowed(name).await == json!(false))
-            .await;
+        cluster::until_async("the class is indexed", async || allowed(name).await == json!(false)).await;
     }
     assert_eq!(allowed("mps").await, json!(false));
-    assert_eq!(allowed("narrowed-to-turns").await, json!(true));
+    assert_eq!(allowed("narrowed-to-timeslice").await, json!(true));
     assert_eq!(allowed("whole").await, json!(true));
-    assert_eq!(allowed("absent").await, json!(true), "a template may come later");
+    assert_eq!(allowed("absent").await, json!(true), "the template may be created later");
 
-    world.api.fail_next("get", "resourceclaimtemplates", 1, 403);
-    assert_eq!(webhook.post(&pod("mps")).await.0, 503, "failurePolicy decides");
+    cluster.api.fail_next("get", "resourceclaimtemplates", 1, 403);
+    assert_eq!(webhook.post(&pod("mps")).await.0, 503, "failurePolicy must decide");
 }
 
 #[tokio::test]
-async fn of_two_replicas_one_writes_and_the_other_takes_over() {
-    let world = World::new().await;
+async fn second_replica_takes_over_the_lease() {
+    let cluster = TestCluster::new().await;
     let holder = || {
-        let lease = world.api.get::<Lease>(NAMESPACE, "divvy-controller")?;
+        let lease = cluster.api.get::<Lease>(NAMESPACE, "divvy-controller")?;
         let holder = lease.spec?.holder_identity?;
         (!holder.is_empty()).then(|| holder.split('_').next().unwrap_or_default().to_owned())
     };
-    // Long enough that a busy machine does not make a living leader look silent,
-    // short enough to wait for.
+    // Long enough to keep the leader's lease alive on a busy machine, short enough for a test.
     let lease = ["--lease-duration", "5s"];
-    let one = world.start(&[&["--identity", "one"], &lease[..]].concat());
-    until("the first leads", || holder().as_deref() == Some("one")).await;
-    let two = world.start(&[&["--identity", "two"], &lease[..]].concat());
-    let webhook = world.webhook(&two).await;
-    assert_eq!(webhook.send(b"").await.0, 400, "who does not lead answers as well");
+    let one = cluster.start(&[&["--identity", "one"], &lease[..]].concat());
+    until("the first replica leads", || holder().as_deref() == Some("one")).await;
+    let two = cluster.start(&[&["--identity", "two"], &lease[..]].concat());
+    let webhook = cluster.webhook(&two).await;
+    assert_eq!(webhook.send(b"").await.0, 400, "a replica that does not lead must answer too");
     assert_eq!(holder().as_deref(), Some("one"));
     one.kill();
-    until("the second leads", || holder().as_deref() == Some("two")).await;
+    until("the second replica leads", || holder().as_deref() == Some("two")).await;
 }
 
 #[tokio::test]
-async fn leaving_is_refused_while_a_claim_is_allocated_and_leaves_nothing() {
-    let world = World::new().await;
-    world.slice("n1-a", &["1g.10gb"]);
-    world.class("mig.divvy.dev", None);
-    let controller = world.start(&[]);
-    world.webhook(&controller).await;
-    until("the class is made", || world.api.get::<DeviceClass>("", CLASS).is_some()).await;
+async fn decommission_waits_for_claims_then_deletes_everything() {
+    let cluster = TestCluster::new().await;
+    cluster.slice("n1-a", &["1g.10gb"]);
+    cluster.class("mig.divvy.dev", None);
+    let controller = cluster.start(&[]);
+    cluster.webhook(&controller).await;
+    until("the class exists", || cluster.api.get::<DeviceClass>("", CLASS).is_some()).await;
     let container = json!({"name": "node", "args": ["--run-dir", "/r"]});
-    world.api.put(json!({
-        "apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"namespace": NAMESPACE, "name": "divvy-node", "generation": 1},
+    cluster.api.put(json!({
+        "apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"namespace": NAMESPACE,
+            "name": "divvy-node", "generation": 1},
         "spec": {"selector": {"matchLabels": {"a": "b"}}, "template": {"spec": {"containers": [container]}}},
     }));
-    world.api.put(json!({
-        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"namespace": NAMESPACE, "name": "divvy-controller"},
+    cluster.api.put(json!({
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"namespace": NAMESPACE,
+            "name": "divvy-controller"},
         "spec": {"replicas": 1, "selector": {}, "template": {}},
     }));
     let claim = |name: &str, driver: &str| {
         let result = json!({"request": "r", "driver": driver, "pool": "n1", "device": "gpu-0"});
-        world.api.put(json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"namespace": "ns", "name": name},
+        cluster.api.put(json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+            "metadata": {"namespace": "ns", "name": name},
             "spec": {}, "status": {"allocation": {"devices": {"results": [result]}}},
         }))
     };
     claim("theirs", "gpu.nvidia.com");
     claim("ours", "gpu.divvy.dev");
-    let mut refused = world.leave(&[]);
-    assert_eq!(refused.ended().await, Some(1));
+    let mut refused = cluster.decommission(&[]);
+    assert_eq!(refused.exit_status().await, Some(1));
     assert!(refused.log().contains("claim ns/ours on node n1, used by no pod"), "{}", refused.log());
-    assert!(world.api.list::<DeviceTaintRule>().is_empty(), "everything is as before");
+    assert!(cluster.api.list::<DeviceTaintRule>().is_empty(), "the taint was not reverted");
 
-    let mut leave = world.leave(&["--wait", "1m"]);
-    until("devices are tainted", || !world.api.list::<DeviceTaintRule>().is_empty()).await;
-    world.api.delete::<k8s_openapi::api::resource::v1::ResourceClaim>("ns", "ours");
-    let daemons = || world.api.get::<DaemonSet>(NAMESPACE, "divvy-node").unwrap();
+    let mut decommission = cluster.decommission(&["--wait", "1m"]);
+    until("the devices are tainted", || !cluster.api.list::<DeviceTaintRule>().is_empty()).await;
+    cluster.api.delete::<k8s_openapi::api::resource::v1::ResourceClaim>("ns", "ours");
+    let daemons = || cluster.api.get::<DaemonSet>(NAMESPACE, "divvy-node").unwrap();
     let args = || daemons().spec.template.spec.unwrap().containers[0].args.clone().unwrap();
-    until("the daemons are told to leave", || args().iter().any(|arg| arg == "--leave")).await;
-    let mut left = serde_json::to_value(daemons()).unwrap();
-    left["apiVersion"] = json!("apps/v1");
-    left["kind"] = json!("DaemonSet");
-    left["status"] = json!({
-        "observedGeneration": left["metadata"]["generation"], "desiredNumberScheduled": 1, "currentNumberScheduled": 1,
+    until("the DaemonSet is patched", || args().iter().any(|arg| arg == "--decommission")).await;
+    let mut rolled_out = serde_json::to_value(daemons()).unwrap();
+    rolled_out["apiVersion"] = json!("apps/v1");
+    rolled_out["kind"] = json!("DaemonSet");
+    rolled_out["status"] = json!({
+        "observedGeneration": rolled_out["metadata"]["generation"], "desiredNumberScheduled": 1,
+        "currentNumberScheduled": 1,
         "numberMisscheduled": 0, "updatedNumberScheduled": 1, "numberReady": 1,
     });
-    world.api.put(left);
-    let replicas = || world.api.get::<Deployment>(NAMESPACE, "divvy-controller")?.spec.replicas;
-    until("the controller is to stop", || replicas() == Some(0)).await;
+    cluster.api.put(rolled_out);
+    let replicas = || cluster.api.get::<Deployment>(NAMESPACE, "divvy-controller")?.spec.replicas;
+    until("the controller is scaled to 0", || replicas() == Some(0)).await;
     assert_eq!(controller.stop().await, Some(0));
-    assert_eq!(leave.ended().await, Some(0), "{}", leave.log());
-    let left = (
-        world.api.get::<DeviceClass>("", CLASS),
-        world.api.list::<Secret>(),
-        world.api.list::<Lease>(),
-        world.api.list::<DeviceTaintRule>(),
+    assert_eq!(decommission.exit_status().await, Some(0), "{}", decommission.log());
+    let remaining = (
+        cluster.api.get::<DeviceClass>("", CLASS),
+        cluster.api.list::<Secret>(),
+        cluster.api.list::<Lease>(),
+        cluster.api.list::<DeviceTaintRule>(),
     );
-    assert_eq!(left, (None, vec![], vec![], vec![]));
+    assert_eq!(remaining, (None, vec![], vec![], vec![]));
     assert!(
-        world.api.get::<DeviceClass>("", "mig.divvy.dev").is_some(),
-        "what the chart owns is the chart's"
+        cluster.api.get::<DeviceClass>("", "mig.divvy.dev").is_some(),
+        "an object of the chart was deleted"
     );
-    assert!(world.api.get::<ValidatingWebhookConfiguration>("", "divvy").is_some());
+    assert!(cluster.api.get::<ValidatingWebhookConfiguration>("", "divvy").is_some());
 }
 
 #[tokio::test]
-async fn nodes_that_do_not_leave_are_put_as_they_were() {
-    let world = World::new().await;
+async fn failed_decommission_restores_the_daemonset() {
+    let cluster = TestCluster::new().await;
     let spec = json!({
         "selector": {"matchLabels": {"a": "b"}},
         "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "template": {"spec": {"containers": [{"name": "node", "args": ["--run-dir", "/r"]}]}},
     });
-    let before = world.api.put(json!({
-        "apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"namespace": NAMESPACE, "name": "divvy-node", "generation": 1},
+    let before = cluster.api.put(json!({
+        "apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"namespace": NAMESPACE,
+            "name": "divvy-node", "generation": 1},
         "spec": spec,
     }));
-    let mut leave = world.leave(&["--within", "0s"]);
-    assert_eq!(leave.ended().await, Some(1));
-    assert!(leave.log().contains("not every node has left"), "{}", leave.log());
-    let after = serde_json::to_value(world.api.get::<DaemonSet>(NAMESPACE, "divvy-node").unwrap()).unwrap();
+    let mut decommission = cluster.decommission(&["--timeout", "0s"]);
+    assert_eq!(decommission.exit_status().await, Some(1));
+    assert!(
+        decommission.log().contains("has not started the rollout after 0ns; see the log"),
+        "{}",
+        decommission.log()
+    );
+    let after = serde_json::to_value(cluster.api.get::<DaemonSet>(NAMESPACE, "divvy-node").unwrap()).unwrap();
     assert_eq!(after["spec"], before["spec"]);
-    assert!(world.api.list::<DeviceTaintRule>().is_empty());
+    assert!(cluster.api.list::<DeviceTaintRule>().is_empty());
 }

@@ -1,8 +1,9 @@
-//! Writes the tables of hooked names from `symbols/`.
+//! Generates the tables of hooked names from `symbols/`.
 //!
-//! `hooks.txt` lists the functions that the library defines, `uses.txt` those that hooks call besides, `cuda.txt` every
-//! answer that `cuGetProcAddress` can give, `nvml.txt` what a share is denied. Lookups happen inside other people's `dlsym`, so the tables are ready-made:
-//! open addressing over FNV-1a, no allocation, no start-up work.
+//! `hooks.txt` lists the functions that the library defines, `uses.txt` those that hooks only call,
+//! `cuda.txt` every function that `cuGetProcAddress` can return, and `nvml.txt` the denied ones.
+//! Lookups run inside programs' `dlsym` calls, so the tables are precomputed: open addressing over
+//! FNV-1a, without allocation or start-up work.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -18,7 +19,7 @@ fn main() {
     let (encode, cuvid, nvml) = (of("Nv"), of("cuvid"), of("nvml"));
     let cuda: Vec<&String> = of("cu").into_iter().filter(|name| !cuvid.contains(name)).collect();
     assert_eq!(hooks.len(), cuda.len() + nvml.len() + encode.len() + cuvid.len(), "a hook of no library");
-    // CUDA's first: one comparison tells whether an index is of it.
+    // CUDA first, so that one comparison recognises its indices.
     let all = cuda
         .iter()
         .chain(&nvml)
@@ -44,7 +45,7 @@ fn main() {
     constant(out, "TOTAL", "usize", exports.len() + uses.len());
     let mut letters = String::new();
     let all: Vec<&str> = exports.iter().copied().chain(uses.iter().map(String::as_str)).collect();
-    // The longest first: many a name is the begin or the end of another.
+    // The longest first: many names are a prefix or suffix of another.
     let mut longest = all.clone();
     longest.sort_by_key(|name| std::cmp::Reverse(name.len()));
     named(&mut letters, &longest);
@@ -123,7 +124,7 @@ fn constant(out: &mut String, name: &str, kind: &str, value: usize) {
     put(out, format!("pub(crate) const {name}: {kind} = {value};"));
 }
 
-/// Where each name lies among all letters, which one that is not there yet is added to.
+/// Returns each name's range in `letters`, and appends missing names.
 fn named(letters: &mut String, names: &[&str]) -> String {
     let place = |name: &&str| {
         let at = letters.find(name).unwrap_or_else(|| {
@@ -135,7 +136,8 @@ fn named(letters: &mut String, names: &[&str]) -> String {
     names.iter().map(place).collect()
 }
 
-/// Slots of one table: the index of a name plus one, 0 for an empty slot; half full at most.
+/// Writes the slots of one table: the index of a name plus 1, or 0 for an empty slot. At most half
+/// full.
 fn hashed(out: &mut String, name: &str, names: &[&str]) {
     let size = (names.len() * 2).next_power_of_two();
     let mut slots = vec![0u16; size];
@@ -149,7 +151,7 @@ fn hashed(out: &mut String, name: &str, names: &[&str]) {
     put(out, format!("pub(crate) static {name}: [u16; {size}] = {slots:?};"));
 }
 
-/// As `table::find` computes it.
+/// Must match `symbol_table::find`.
 fn fnv(name: &str) -> u32 {
     name.bytes().fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }

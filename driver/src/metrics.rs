@@ -1,7 +1,6 @@
-//! What a scrape shows. Counters and histograms are kept as things happen;
-//! gauges are taken from the daemon's own state at the scrape, so they cannot lag.
+//! Metrics of the daemon. Counters and histograms are updated as things happen; gauges are read from
+//! the daemon's state at each scrape, so they cannot be out of date.
 
-use crate::engine::{Engine, HeldState};
 use divvy_daemon::process::Process;
 use divvy_model::Inventory;
 use divvy_model::inventory::{Condition, Presence};
@@ -19,17 +18,17 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use tokio::sync::watch;
 
-/// How a claim's prepare or unprepare ended.
+/// Result of preparing, unpreparing or reconciling a claim.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Outcome {
+struct ResultLabel {
     result: &'static str,
 }
 
-/// What the agent found, and what it did.
+/// A finding of the share audit, and the action that was taken.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Found {
+struct FindingLabels {
     finding: &'static str,
-    done: &'static str,
+    action: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -50,16 +49,42 @@ struct GpuCondition {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfShare {
+struct ShareLabels {
     namespace: String,
     claim: String,
     device: String,
     share: String,
 }
 
-type Histograms = Family<Outcome, Histogram, fn() -> Histogram>;
+/// Values for the gauges of claims and shares, read at each scrape.
+#[derive(Clone, Debug, Default)]
+pub struct ClaimGauges {
+    /// Records that were quarantined since the start.
+    pub quarantined: u64,
+    /// GPU instances without a record.
+    pub unmanaged_instances: usize,
+    /// Number of claims by the state of their record.
+    pub claims: Vec<(&'static str, usize)>,
+    pub shares: Vec<ShareGauges>,
+}
 
-/// All metrics of the daemon; a clone is the same.
+/// Memory of one share, in bytes.
+#[derive(Clone, Debug)]
+pub struct ShareGauges {
+    pub namespace: String,
+    pub claim: String,
+    pub device: String,
+    pub share: String,
+    pub memory_limit: u64,
+    /// `None` while the share's account page cannot be read.
+    pub memory_used: Option<u64>,
+}
+
+type ClaimSource = Box<dyn Fn() -> ClaimGauges + Send + Sync>;
+
+type Histograms = Family<ResultLabel, Histogram, fn() -> Histogram>;
+
+/// All metrics of the daemon; a clone has the same metrics.
 #[derive(Clone)]
 pub struct Metrics {
     shared: Arc<Shared>,
@@ -67,15 +92,15 @@ pub struct Metrics {
 
 struct Shared {
     registry: Mutex<Registry>,
-    sources: OnceLock<(Engine, watch::Receiver<Arc<Inventory>>)>,
+    sources: OnceLock<(ClaimSource, watch::Receiver<Arc<Inventory>>)>,
     prepare: Histograms,
     unprepare: Histograms,
     quarantined: Counter,
-    unexplained: Gauge,
-    reconciled: Family<Outcome, Counter>,
+    unmanaged_instances: Gauge,
+    reconciled: Family<ResultLabel, Counter>,
     events_dropped: Counter,
-    statuses: Family<Outcome, Counter>,
-    findings: Family<Found, Counter>,
+    statuses: Family<ResultLabel, Counter>,
+    findings: Family<FindingLabels, Counter>,
     audit: Histogram,
     config_refused: Gauge,
     in_sync: Gauge,
@@ -85,14 +110,14 @@ struct Shared {
     slice_writes: Counter,
     ready: Gauge,
     claims: Family<ClaimState, Gauge>,
-    share_limits: Family<OfShare, Gauge>,
-    share_uses: Family<OfShare, Gauge>,
+    share_limits: Family<ShareLabels, Gauge>,
+    share_uses: Family<ShareLabels, Gauge>,
     gpus: Family<GpuPresence, Gauge>,
     conditions: Family<GpuCondition, Gauge>,
     process: Process,
 }
 
-/// From a whole-GPU prepare in a millisecond to the kubelet's deadline.
+/// Buckets in seconds, from a prepare of a whole GPU (a millisecond) to the kubelet's deadline.
 fn histogram() -> Histogram {
     Histogram::new([0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 45.0])
 }
@@ -105,7 +130,7 @@ impl Default for Metrics {
             prepare: Family::new_with_constructor(histogram as fn() -> Histogram),
             unprepare: Family::new_with_constructor(histogram as fn() -> Histogram),
             quarantined: Counter::default(),
-            unexplained: Gauge::default(),
+            unmanaged_instances: Gauge::default(),
             reconciled: Family::default(),
             events_dropped: Counter::default(),
             statuses: Family::default(),
@@ -138,79 +163,79 @@ impl Shared {
         let seconds = || Unit::Seconds;
         registry.register_with_unit(
             "divvy_prepare",
-            "Time to prepare a claim",
+            "Time to prepare a claim, by result",
             seconds(),
             self.prepare.clone(),
         );
         registry.register_with_unit(
             "divvy_unprepare",
-            "Time to unprepare a claim",
+            "Time to unprepare a claim, by result",
             seconds(),
             self.unprepare.clone(),
         );
-        registry.register("divvy_claims", "Claims with a record on this node", self.claims.clone());
+        registry.register("divvy_claims", "Claims with a record on this node, by state", self.claims.clone());
         registry.register_with_unit(
             "divvy_share_memory_limit",
-            "Device memory that a share may have",
+            "Memory limit of a share",
             Unit::Bytes,
             self.share_limits.clone(),
         );
         registry.register_with_unit(
             "divvy_share_memory_used",
-            "Device memory that a share has, by its own account",
+            "Device memory in use by a share, according to its account page",
             Unit::Bytes,
             self.share_uses.clone(),
         );
-        registry.register("divvy_gpus", "GPUs of this node", self.gpus.clone());
+        registry.register("divvy_gpus", "GPUs of this node, by presence", self.gpus.clone());
         registry.register(
             "divvy_gpu_condition",
-            "1 while the condition keeps a GPU from being handed out",
+            "1 while this condition keeps the GPU from being allocated",
             self.conditions.clone(),
         );
         registry.register(
             "divvy_records_quarantined",
-            "Records that could not be read and were set aside",
+            "Claim records that could not be read and were quarantined",
             self.quarantined.clone(),
         );
         registry.register(
-            "divvy_unexplained_instances",
-            "GPU instances that no record explains",
-            self.unexplained.clone(),
+            "divvy_unmanaged_mig_instances",
+            "GPU instances that Divvy did not create and that no claim uses",
+            self.unmanaged_instances.clone(),
         );
         registry.register(
             "divvy_reconciled_claims",
-            "Claims that were put right against the API server",
+            "Claims that reconciliation with the API server released or prepared again",
             self.reconciled.clone(),
         );
         registry.register(
             "divvy_events_dropped",
-            "Kubernetes events not sent because there were too many",
+            "Kubernetes events that were dropped because of rate limits or a full queue",
             self.events_dropped.clone(),
         );
         registry.register(
             "divvy_claim_status_writes",
-            "Writes of status.devices of prepared claims",
+            "Writes of status.devices of prepared claims, by result",
             self.statuses.clone(),
         );
         registry.register(
             "divvy_share_findings",
-            "What was found not to be as it must be about shares, and what was done",
+            "Findings of the share audit, by kind and action taken",
             self.findings.clone(),
         );
         registry.register_with_unit(
             "divvy_share_audit",
-            "Time to hold the shares of a GPU against what the GPU driver and the kernel say",
+            "Time to audit the shares of a GPU",
             seconds(),
             self.audit.clone(),
         );
         registry.register(
             "divvy_node_config_refused",
-            "1 while the node configuration file is refused and what was read before holds",
+            "1 while the node configuration file is refused and the last valid one stays in force",
             self.config_refused.clone(),
         );
         registry.register(
             "divvy_pool_in_sync",
-            "1 while the API server has the pool as the hardware is",
+            "1 while the ResourceSlices on the API server match the hardware",
             self.in_sync.clone(),
         );
         registry.register(
@@ -218,70 +243,77 @@ impl Shared {
             "ResourceSlices of this node on the API server",
             self.slices.clone(),
         );
-        registry.register("divvy_devices", "Devices published in them", self.devices.clone());
+        registry.register(
+            "divvy_devices",
+            "Devices in the ResourceSlices of this node",
+            self.devices.clone(),
+        );
         registry.register(
             "divvy_slice_writes",
-            "ResourceSlices created, updated and deleted",
+            "Writes of ResourceSlices: created, updated and deleted",
             self.slice_writes.clone(),
         );
         registry.register(
             "divvy_pool_degraded",
-            "1 while the server keeps the pool from being published whole",
+            "1 while the API server lacks a feature that is needed to publish all devices",
             self.degraded.clone(),
         );
-        registry.register("divvy_ready", "1 while /readyz says yes", self.ready.clone());
+        registry.register("divvy_ready", "1 while /readyz reports ready", self.ready.clone());
         self.process.register(registry);
     }
 }
 
 impl Metrics {
-    /// Where gauges are taken from, known once the engine runs.
-    pub fn watch(&self, engine: Engine, inventory: watch::Receiver<Arc<Inventory>>) {
-        // Set once by the node; a second call would change nothing.
-        let _ = self.shared.sources.set((engine, inventory));
+    /// Sets the sources of the gauges. Only the first call has an effect.
+    pub fn watch(
+        &self,
+        claims: impl Fn() -> ClaimGauges + Send + Sync + 'static,
+        inventory: watch::Receiver<Arc<Inventory>>,
+    ) {
+        let _ = self.shared.sources.set((Box::new(claims), inventory));
     }
 
-    /// A claim was prepared, or refused.
+    /// Counts a prepare and its duration.
     pub fn prepared(&self, ok: bool, took: Duration) {
-        self.shared.prepare.get_or_create(&outcome(ok)).observe(took.as_secs_f64());
+        self.shared.prepare.get_or_create(&result_label(ok)).observe(took.as_secs_f64());
     }
 
-    /// A claim was unprepared, or not.
+    /// Counts an unprepare and its duration.
     pub fn unprepared(&self, ok: bool, took: Duration) {
-        self.shared.unprepare.get_or_create(&outcome(ok)).observe(took.as_secs_f64());
+        self.shared.unprepare.get_or_create(&result_label(ok)).observe(took.as_secs_f64());
     }
 
-    /// A claim was put right by reconciliation.
+    /// Counts a claim that reconciliation released or prepared.
     pub fn reconciled(&self, ok: bool) {
-        self.shared.reconciled.get_or_create(&outcome(ok)).inc();
+        self.shared.reconciled.get_or_create(&result_label(ok)).inc();
     }
 
-    /// An event was not sent.
+    /// Counts an event that was not sent.
     pub fn event_dropped(&self) {
         self.shared.events_dropped.inc();
     }
 
-    /// The status of a prepared claim was written or not.
+    /// Counts a write of the status of a prepared claim.
     pub fn status_written(&self, ok: bool) {
-        self.shared.statuses.get_or_create(&outcome(ok)).inc();
+        self.shared.statuses.get_or_create(&result_label(ok)).inc();
     }
 
-    /// The agent found something about a share.
-    pub fn found(&self, finding: &'static str, done: &'static str) {
-        self.shared.findings.get_or_create(&Found { finding, done }).inc();
+    /// Counts a finding of the share audit and the action taken.
+    pub fn found(&self, finding: &'static str, action: &'static str) {
+        self.shared.findings.get_or_create(&FindingLabels { finding, action }).inc();
     }
 
-    /// The shares of a GPU were audited.
+    /// Records the duration of an audit of a GPU's shares.
     pub fn audited(&self, took: Duration) {
         self.shared.audit.observe(took.as_secs_f64());
     }
 
-    /// Whether the node configuration file cannot be used.
+    /// Sets whether the node configuration file is refused.
     pub fn config_refused(&self, refused: bool) {
         self.shared.config_refused.set(refused.into());
     }
 
-    /// State of the published pool.
+    /// Sets the state of the published pool.
     pub fn published(&self, pool: &Published) {
         self.shared.in_sync.set(pool.in_sync.into());
         self.shared.degraded.set(pool.degraded.is_some().into());
@@ -290,42 +322,32 @@ impl Metrics {
         self.shared.slice_writes.inner().store(pool.writes, Ordering::Relaxed);
     }
 
-    /// The scrape's text.
+    /// Renders all metrics in the OpenMetrics text format.
     pub fn render(&self, ready: bool) -> Result<String, std::fmt::Error> {
         self.shared.ready.set(ready.into());
-        self.take_gauges();
-        self.shared.process.take();
+        self.update_gauges();
+        self.shared.process.update();
         let registry = self.shared.registry.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut out = String::new();
         encode(&mut out, &registry)?;
         Ok(out)
     }
 
-    fn take_gauges(&self) {
-        let Some((engine, inventory)) = self.shared.sources.get() else { return };
-        self.shared.quarantined.inner().store(engine.quarantined(), Ordering::Relaxed);
-        self.shared.unexplained.set(engine.unexplained().len() as i64);
-        let held = engine.held();
-        for (state, name) in [
-            (HeldState::Intent, "intent"),
-            (HeldState::Prepared, "prepared"),
-            (HeldState::Releasing, "releasing"),
-        ] {
-            let count = held.iter().filter(|claim| claim.state == state).count();
-            self.shared.claims.get_or_create(&ClaimState { state: name }).set(count as i64);
+    fn update_gauges(&self) {
+        let Some((claims, inventory)) = self.shared.sources.get() else { return };
+        let now = claims();
+        self.shared.quarantined.inner().store(now.quarantined, Ordering::Relaxed);
+        self.shared.unmanaged_instances.set(now.unmanaged_instances as i64);
+        for (state, count) in now.claims {
+            self.shared.claims.get_or_create(&ClaimState { state }).set(count as i64);
         }
         self.shared.share_limits.clear();
         self.shared.share_uses.clear();
-        for held in engine.shares() {
-            let label = OfShare {
-                namespace: held.claim.namespace,
-                claim: held.claim.name,
-                device: held.device.to_string(),
-                share: held.share.to_string(),
-            };
+        for ShareGauges { namespace, claim, device, share, memory_limit, memory_used } in now.shares {
+            let label = ShareLabels { namespace, claim, device, share };
             let bytes = |amount: u64| i64::try_from(amount).unwrap_or(i64::MAX);
-            self.shared.share_limits.get_or_create(&label).set(bytes(held.limit));
-            if let Some(used) = held.used {
+            self.shared.share_limits.get_or_create(&label).set(bytes(memory_limit));
+            if let Some(used) = memory_used {
                 self.shared.share_uses.get_or_create(&label).set(bytes(used));
             }
         }
@@ -349,8 +371,8 @@ impl Metrics {
     }
 }
 
-fn outcome(ok: bool) -> Outcome {
-    Outcome { result: if ok { "ok" } else { "error" } }
+fn result_label(ok: bool) -> ResultLabel {
+    ResultLabel { result: if ok { "ok" } else { "error" } }
 }
 
 #[cfg(test)]
@@ -362,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scrape_shows_what_happened_under_the_names_the_field_expects() {
+    fn metrics_are_rendered_under_their_names() {
         let metrics = Metrics::default();
         metrics.prepared(true, Duration::from_millis(3));
         metrics.unprepared(false, Duration::from_secs(1));
@@ -371,7 +393,7 @@ mod tests {
         check(&text, "divvy_prepare_seconds_count{result=\"ok\"} 1");
         check(&text, "divvy_unprepare_seconds_count{result=\"error\"} 1");
         check(&text, "divvy_records_quarantined_total 0");
-        check(&text, "divvy_unexplained_instances 0");
+        check(&text, "divvy_unmanaged_mig_instances 0");
         check(&text, "process_resident_memory_bytes ");
         check(&text, "process_start_time_seconds ");
         check(&text, "divvy_ready 1");

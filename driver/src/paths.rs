@@ -1,41 +1,37 @@
-//! Every place on the host that the driver reads or writes, chosen by flags.
+//! Paths on the host that the driver reads or writes, all set by flags. A node with a containerised
+//! GPU driver, a test and the simulator differ only in these paths.
 //!
-//! The product knows no other way to another world: a node whose GPU driver
-//! lives in a container image, a test in a temporary directory and the
-//! simulator differ in these paths alone.
-//!
-//! Every path here is the host's: it is what goes into CDI files, where the
-//! container runtime reads it, and what people are told. A daemon that runs in
-//! a pod has most of them mounted at the same place; the GPU driver's root
-//! cannot be (it may be `/`), so it and the dev root are looked at below
-//! [`HostPaths::host_prefix`]: [`HostPaths::seen`] leads there, [`HostPaths::on_host`] back.
+//! All paths are the host's: they go into CDI files and messages. In a pod most of them are mounted
+//! at the same path. The GPU driver's root may be `/`, so it and the dev root are mounted below
+//! [`HostPaths::host_prefix`]; [`HostPaths::local_path`] and [`HostPaths::host_path`] convert
+//! between the two.
 
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// Host paths, absolute.
+/// Absolute paths on the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostPaths {
     /// The kubelet's `--root-dir`, `/var/lib/kubelet`.
     pub kubelet_root: PathBuf,
-    /// Where CDI files of claims are written, `/var/run/cdi`.
+    /// Directory for the CDI files of claims, `/var/run/cdi`.
     pub cdi_dir: PathBuf,
     /// Root of the GPU driver's libraries and binaries, `/` or `/run/nvidia/driver`.
     pub driver_root: PathBuf,
-    /// The root whose `dev` holds the device nodes, usually `/` or the driver root.
+    /// The root with the `dev` directory of the device nodes, usually `/` or the driver root.
     pub dev_root: PathBuf,
-    /// Where this process sees the host's root: `/`, or `/host` in a pod.
+    /// Path of the host's root in this process: `/`, or `/host` in a pod.
     pub host_prefix: PathBuf,
-    /// Where the GPU driver's part of `/proc` is seen, `/proc`.
+    /// The `/proc` in which the GPU driver's files are read, `/proc`.
     pub proc_root: PathBuf,
-    /// Where the host's processes are seen, `/proc`: only of the host's PID namespace.
+    /// The `/proc` in which the host's processes are read, `/proc`. Must be of the host's PID namespace.
     pub process_root: PathBuf,
-    /// Where `/sys` is seen, `/sys`.
+    /// The `/sys` that is read, `/sys`.
     pub sys_root: PathBuf,
-    /// Records, GPU numbers and locks; on disk, by default below the plugin directory.
+    /// Records, GPU numbers and locks. On disk; by default below the plugin directory.
     pub state_dir: PathBuf,
-    /// What a reboot may take: sockets and shared memory of MPS, `/run/divvy`.
+    /// State that may be lost in a reboot: MPS sockets and shared memory, share pages. `/run/divvy`.
     pub run_dir: PathBuf,
 }
 
@@ -50,29 +46,27 @@ impl HostPaths {
         self.kubelet_root.join("plugins_registry")
     }
 
-    /// Path of a device node as it is seen in a container, below the dev root.
+    /// The host's path of a device node.
     pub fn dev(&self, node: &str) -> PathBuf {
         self.dev_root.join(Path::new(node).strip_prefix("/").unwrap_or(Path::new(node)))
     }
 
-    /// Where this process finds a path of the driver root or the dev root, to
-    /// read it or to run it.
-    pub fn seen(&self, host: &Path) -> PathBuf {
+    /// The path in this process for a host path below the driver root or the dev root.
+    pub fn local_path(&self, host: &Path) -> PathBuf {
         self.host_prefix.join(host.strip_prefix("/").unwrap_or(host))
     }
 
-    /// The host's path of what this process sees: the way back from [`HostPaths::seen`].
-    pub fn on_host(&self, seen: &Path) -> PathBuf {
-        match seen.strip_prefix(&self.host_prefix) {
+    /// The host's path for a path in this process: the reverse of [`HostPaths::local_path`].
+    pub fn host_path(&self, local: &Path) -> PathBuf {
+        match local.strip_prefix(&self.host_prefix) {
             Ok(rest) => Path::new("/").join(rest),
-            Err(_) => seen.to_owned(),
+            Err(_) => local.to_owned(),
         }
     }
 }
 
-/// Opens something below a directory, every link resolved inside that
-/// directory: an absolute link of a driver image means a file of that image.
-/// Answers it with its real path as this process sees it.
+/// Opens `path` below a directory, and returns the file and its real path in this process. Links are
+/// resolved inside the directory: an absolute link in a driver image means a file of that image.
 pub(crate) fn open_inside(root: &File, path: &Path, flags: OFlags) -> std::io::Result<(File, PathBuf)> {
     let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let file = File::from(rustix::fs::openat2(root, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve)?);
@@ -83,7 +77,7 @@ pub(crate) fn open_inside(root: &File, path: &Path, flags: OFlags) -> std::io::R
 
 #[cfg(test)]
 impl HostPaths {
-    /// Everything below one directory, for tests.
+    /// All paths below one directory, for tests.
     pub(crate) fn below(root: &Path) -> Self {
         Self {
             kubelet_root: root.join("kubelet"),
@@ -104,14 +98,14 @@ impl HostPaths {
 mod tests {
     use super::*;
 
-    fn check(prefix: &str, host: &str, seen: &str) {
+    fn check(prefix: &str, host: &str, local: &str) {
         let paths = HostPaths { host_prefix: prefix.into(), ..HostPaths::below(Path::new("/")) };
-        assert_eq!(paths.seen(Path::new(host)), Path::new(seen));
-        assert_eq!(paths.on_host(Path::new(seen)), Path::new(host), "and back");
+        assert_eq!(paths.local_path(Path::new(host)), Path::new(local));
+        assert_eq!(paths.host_path(Path::new(local)), Path::new(host), "reverse conversion");
     }
 
     #[test]
-    fn a_path_of_the_host_is_seen_below_the_prefix() {
+    fn host_path_is_mounted_below_the_prefix() {
         check("/", "/usr/bin/nvidia-smi", "/usr/bin/nvidia-smi");
         check("/host", "/usr/bin/nvidia-smi", "/host/usr/bin/nvidia-smi");
         check("/host", "/run/nvidia/driver", "/host/run/nvidia/driver");

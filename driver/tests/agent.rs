@@ -1,6 +1,5 @@
-//! The agent against simulated GPUs and processes that really run: who they are in
-//! `/proc` is the kernel's word, but for their cgroup and mounts, which a test without
-//! root cannot make.
+//! Tests the agent with simulated GPUs and real processes. Their `/proc` files are real, except for
+//! their cgroup and mounts, which a test without root privileges cannot create.
 #![allow(clippy::unwrap_used)]
 #![allow(unsafe_code)] // An account page is mapped, as in a container.
 
@@ -9,11 +8,11 @@ mod programs;
 
 #[path = "agent/account.rs"]
 mod account;
-#[path = "agent/figure.rs"]
-mod figure;
+#[path = "agent/audit_cost.rs"]
+mod audit_cost;
 #[path = "agent/findings.rs"]
 mod findings;
 #[path = "agent/tenant.rs"]
 mod tenant;
-#[path = "agent/world.rs"]
-mod world;
+#[path = "agent/test_node.rs"]
+mod test_node;

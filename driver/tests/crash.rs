@@ -1,155 +1,164 @@
-//! Killed anywhere, the driver ends where it would have ended.
+//! Crash consistency: the driver reaches the same state whether or not it is killed on the way.
 //!
-//! Each test is one path of a claim's life. The path is walked once without
-//! harm: that says where it ends and which NVML calls it makes. Then it is
-//! walked again and again, and each time the daemon gets SIGKILL at one point:
-//! before or after the effect of one NVML call (the simulator holds the call),
-//! or before or after one file-system call that writes below the state or CDI
-//! directory or the run directory (a preloaded library does it; the number grows until a walk
-//! completes). The daemon is started again, and the kubelet either goes on
-//! asking or the claim is given up; the node must then be what it is without
-//! the kill: GPU and compute instances with their ids, MIG mode, and every file
-//! by name and content. A keeper that obeys at once runs beside it.
+//! Each test is one scenario of a claim's life. An undisturbed run records the node states and the NVML
+//! calls. Then the scenario runs once for each kill point. Kill points are before and after each NVML call,
+//! and each file-system call that writes below the state, CDI or run directory (a preloaded library counts
+//! them). After a restart, GPUs and files must equal those of the undisturbed run.
 #![allow(clippy::unwrap_used)]
 
-#[path = "crash/left.rs"]
-mod left;
-#[path = "crash/walk.rs"]
-mod walk;
+#[path = "crash/crash_points.rs"]
+mod crash_points;
+#[path = "crash/node_state.rs"]
+mod node_state;
 
 mod harness;
-#[path = "harness/keeper.rs"]
-mod keeper;
 #[path = "harness/programs.rs"]
 mod programs;
+#[path = "harness/supervisor.rs"]
+mod supervisor;
 
+use crash_points::{Scenario, Step, kill_at_every_point};
 use harness::H100;
-use walk::{Act, Path, walk};
 
-const SLICE: Act = Act::Prepare("mig", &["gpu-0-mig-1g10gb-19-2"]);
-const OTHER: Act = Act::Prepare("other", &["gpu-0-mig-3g40gb-9-4"]);
-const WHOLE: Act = Act::Prepare("whole", &["gpu-0"]);
-const TWO: &str = "2xH100-SXM5-80GB";
-/// Two modes, two GPUs, two instances.
-const MANY: Act = Act::Prepare("many", &["gpu-1", "gpu-0-mig-1g10gb-19-2", "gpu-0-mig-2g20gb-14-4"]);
+const SLICE: Step = Step::Prepare("mig", &["gpu-0-mig-1g10gb-19-2"]);
+const OTHER: Step = Step::Prepare("other", &["gpu-0-mig-3g40gb-9-4"]);
+const WHOLE: Step = Step::Prepare("whole", &["gpu-0"]);
+const TWO_H100: &str = "2xH100-SXM5-80GB";
+/// A whole GPU, and two instances of another.
+const MULTI_DEVICE: Step =
+    Step::Prepare("many", &["gpu-1", "gpu-0-mig-1g10gb-19-2", "gpu-0-mig-2g20gb-14-4"]);
 
-/// Each of two GPUs shared in its own way.
-const SHARED: Act = Act::Prepare("shared", &["gpu-0-timeslice", "gpu-1-mps"]);
-const BESIDE: Act = Act::Prepare("beside", &["gpu-0-timeslice", "gpu-1-mps"]);
+/// A time slice of one GPU and an MPS share of another.
+const TIMESLICE_AND_MPS: Step = Step::Prepare("shared", &["gpu-0-timeslice", "gpu-1-mps"]);
+/// A second claim on the same two GPUs.
+const SECOND_TIMESLICE_AND_MPS: Step = Step::Prepare("second", &["gpu-0-timeslice", "gpu-1-mps"]);
 
-/// A part of the memory of a GPU, of another twice, and of an instance.
-const PARTS: Act = Act::Prepare("parts", &["gpu-1=10Gi", "gpu-0-mig-1g10gb-19-2=4Gi", "gpu-1=5Gi"]);
-const NEIGHBOUR: Act = Act::Prepare("neighbour", &["gpu-0-mig-1g10gb-19-2=3Gi", "gpu-1=20Gi"]);
+/// Two memory shares of a GPU and one of an instance of another.
+const MEMORY_SHARES: Step = Step::Prepare("parts", &["gpu-1=10Gi", "gpu-0-mig-1g10gb-19-2=4Gi", "gpu-1=5Gi"]);
+const NEIGHBOUR: Step = Step::Prepare("neighbour", &["gpu-0-mig-1g10gb-19-2=3Gi", "gpu-1=20Gi"]);
 
-async fn check(gpus: &str, before: &'static [Act], act: Act, after: &'static [Act]) {
-    walk(Path { gpus, hold_off: "0s", before, act, after }).await;
+async fn check(gpus: &str, before: &'static [Step], step: Step, after: &'static [Step]) {
+    kill_at_every_point(Scenario { gpus, hold_off: "0s", before, step, after }).await;
 }
 
 #[tokio::test]
-async fn a_whole_gpu_is_prepared() {
-    check(H100, &[], WHOLE, &[Act::Release("whole")]).await;
+async fn whole_gpu_is_prepared() {
+    check(H100, &[], WHOLE, &[Step::Release("whole")]).await;
 }
 
 #[tokio::test]
-async fn a_whole_gpu_is_released() {
-    check(H100, &[WHOLE], Act::Release("whole"), &[]).await;
+async fn whole_gpu_is_released() {
+    check(H100, &[WHOLE], Step::Release("whole"), &[]).await;
 }
 
 #[tokio::test]
-async fn the_first_instance_of_a_gpu_is_prepared() {
-    check(H100, &[], SLICE, &[Act::Release("mig")]).await;
+async fn first_mig_instance_is_prepared() {
+    check(H100, &[], SLICE, &[Step::Release("mig")]).await;
 }
 
 #[tokio::test]
-async fn the_last_instance_of_a_gpu_is_released() {
-    check(H100, &[SLICE], Act::Release("mig"), &[]).await;
+async fn last_mig_instance_is_released() {
+    check(H100, &[SLICE], Step::Release("mig"), &[]).await;
 }
 
 #[tokio::test]
-async fn an_instance_beside_another_is_prepared() {
-    check(H100, &[OTHER], SLICE, &[Act::Release("mig"), Act::Release("other")]).await;
+async fn mig_instance_beside_another_is_prepared() {
+    check(H100, &[OTHER], SLICE, &[Step::Release("mig"), Step::Release("other")]).await;
 }
 
 #[tokio::test]
-async fn an_instance_beside_another_is_released() {
-    check(H100, &[OTHER, SLICE], Act::Release("mig"), &[Act::Release("other")]).await;
+async fn mig_instance_beside_another_is_released() {
+    check(H100, &[OTHER, SLICE], Step::Release("mig"), &[Step::Release("other")]).await;
 }
 
 #[tokio::test]
-async fn a_claim_of_several_devices_is_prepared() {
-    check(TWO, &[], MANY, &[Act::Release("many")]).await;
+async fn multi_device_claim_is_prepared() {
+    check(TWO_H100, &[], MULTI_DEVICE, &[Step::Release("many")]).await;
 }
 
 #[tokio::test]
-async fn a_claim_of_several_devices_is_released() {
-    check(TWO, &[MANY], Act::Release("many"), &[]).await;
+async fn multi_device_claim_is_released() {
+    check(TWO_H100, &[MULTI_DEVICE], Step::Release("many"), &[]).await;
 }
 
 #[tokio::test]
-async fn what_a_reboot_took_is_made_again() {
-    check(TWO, &[MANY], Act::Reboot, &[Act::Release("many")]).await;
+async fn reboot_with_mig_instances_is_recovered() {
+    check(TWO_H100, &[MULTI_DEVICE], Step::Reboot, &[Step::Release("many")]).await;
 }
 
 #[tokio::test]
-async fn the_first_shares_of_gpus_are_prepared() {
-    check(TWO, &[], SHARED, &[Act::Release("shared")]).await;
+async fn first_timeslice_and_mps_claim_is_prepared() {
+    check(TWO_H100, &[], TIMESLICE_AND_MPS, &[Step::Release("shared")]).await;
 }
 
 #[tokio::test]
-async fn the_last_shares_of_gpus_are_released() {
-    check(TWO, &[SHARED], Act::Release("shared"), &[]).await;
+async fn last_timeslice_and_mps_claim_is_released() {
+    check(TWO_H100, &[TIMESLICE_AND_MPS], Step::Release("shared"), &[]).await;
 }
 
 #[tokio::test]
-async fn shares_beside_others_are_prepared() {
-    check(TWO, &[BESIDE], SHARED, &[Act::Release("shared"), Act::Release("beside")]).await;
+async fn second_timeslice_and_mps_claim_is_prepared() {
+    check(
+        TWO_H100,
+        &[SECOND_TIMESLICE_AND_MPS],
+        TIMESLICE_AND_MPS,
+        &[Step::Release("shared"), Step::Release("second")],
+    )
+    .await;
 }
 
 #[tokio::test]
-async fn shares_beside_others_are_released() {
-    check(TWO, &[BESIDE, SHARED], Act::Release("shared"), &[Act::Release("beside")]).await;
+async fn second_timeslice_and_mps_claim_is_released() {
+    check(
+        TWO_H100,
+        &[SECOND_TIMESLICE_AND_MPS, TIMESLICE_AND_MPS],
+        Step::Release("shared"),
+        &[Step::Release("second")],
+    )
+    .await;
 }
 
 #[tokio::test]
-async fn what_a_reboot_took_of_shared_gpus_is_set_up_again() {
-    check(TWO, &[SHARED], Act::Reboot, &[Act::Release("shared")]).await;
+async fn reboot_with_timeslice_and_mps_is_recovered() {
+    check(TWO_H100, &[TIMESLICE_AND_MPS], Step::Reboot, &[Step::Release("shared")]).await;
 }
 
 #[tokio::test]
-async fn the_first_parts_of_memory_are_prepared() {
-    check(TWO, &[], PARTS, &[Act::Release("parts")]).await;
+async fn first_memory_shares_are_prepared() {
+    check(TWO_H100, &[], MEMORY_SHARES, &[Step::Release("parts")]).await;
 }
 
 #[tokio::test]
-async fn the_last_parts_of_memory_are_released() {
-    check(TWO, &[PARTS], Act::Release("parts"), &[]).await;
+async fn last_memory_shares_are_released() {
+    check(TWO_H100, &[MEMORY_SHARES], Step::Release("parts"), &[]).await;
 }
 
 #[tokio::test]
-async fn parts_of_memory_beside_others_are_prepared() {
-    check(TWO, &[NEIGHBOUR], PARTS, &[Act::Release("parts"), Act::Release("neighbour")]).await;
+async fn memory_shares_beside_others_are_prepared() {
+    check(TWO_H100, &[NEIGHBOUR], MEMORY_SHARES, &[Step::Release("parts"), Step::Release("neighbour")]).await;
 }
 
-/// The one that made the instance goes first.
+/// The claim that created the instance is released first.
 #[tokio::test]
-async fn parts_of_memory_beside_others_are_released() {
-    check(TWO, &[PARTS, NEIGHBOUR], Act::Release("parts"), &[Act::Release("neighbour")]).await;
-}
-
-#[tokio::test]
-async fn what_a_reboot_took_of_parts_of_memory_is_made_again() {
-    let after = &[Act::Release("parts"), Act::Release("neighbour")];
-    check(TWO, &[PARTS, NEIGHBOUR], Act::Reboot, after).await;
+async fn memory_shares_beside_others_are_released() {
+    check(TWO_H100, &[MEMORY_SHARES, NEIGHBOUR], Step::Release("parts"), &[Step::Release("neighbour")]).await;
 }
 
 #[tokio::test]
-async fn the_first_start_is_made_good() {
-    check(TWO, &[], Act::Install, &[]).await;
+async fn reboot_with_memory_shares_is_recovered() {
+    let after = &[Step::Release("parts"), Step::Release("neighbour")];
+    check(TWO_H100, &[MEMORY_SHARES, NEIGHBOUR], Step::Reboot, after).await;
 }
 
 #[tokio::test]
-async fn mig_mode_that_waits_to_be_turned_off_is_turned_off_for_a_whole_gpu() {
-    let mig_mode_on = &[SLICE, Act::Release("mig")];
-    let after = &[Act::Release("whole"), SLICE, Act::Release("mig")];
-    walk(Path { gpus: H100, hold_off: "60m", before: mig_mode_on, act: WHOLE, after }).await;
+async fn first_start_on_a_new_node_is_recovered() {
+    check(TWO_H100, &[], Step::Install, &[]).await;
+}
+
+#[tokio::test]
+async fn idle_mig_mode_is_disabled_for_a_whole_gpu_claim() {
+    let mig_mode_on = &[SLICE, Step::Release("mig")];
+    let after = &[Step::Release("whole"), SLICE, Step::Release("mig")];
+    kill_at_every_point(Scenario { gpus: H100, hold_off: "60m", before: mig_mode_on, step: WHOLE, after })
+        .await;
 }

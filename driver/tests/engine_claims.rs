@@ -1,22 +1,22 @@
-//! Claims on simulated GPUs: the engine with the real NVML queue, records and
-//! CDI files, over the simulator's library.
-#![allow(clippy::unwrap_used)] // Helpers of tests fail as tests do.
+//! Claims on simulated GPUs: the claim engine with the real NVML queue, claim records and CDI files,
+//! on the simulator's NVML library.
+#![allow(clippy::unwrap_used)] // Test helpers may panic, as tests do.
 
-#[path = "engine/daemons.rs"]
-mod daemons;
 #[path = "engine/faults.rs"]
 mod faults;
-#[path = "harness/keeper.rs"]
-mod keeper;
-#[path = "engine/life.rs"]
-mod life;
+#[path = "engine/lifecycle.rs"]
+mod lifecycle;
+#[path = "engine/mps_end_to_end.rs"]
+mod mps_end_to_end;
 #[path = "harness/programs.rs"]
 mod programs;
 #[path = "engine/recovery.rs"]
 mod recovery;
 #[path = "engine/shares.rs"]
 mod shares;
-#[path = "engine/sharing.rs"]
-mod sharing;
-#[path = "engine/world.rs"]
-mod world;
+#[path = "harness/supervisor.rs"]
+mod supervisor;
+#[path = "engine/test_node.rs"]
+mod test_node;
+#[path = "engine/timeslice_mps.rs"]
+mod timeslice_mps;

@@ -1,8 +1,7 @@
-//! The real `divvy-node` on simulated GPUs, between a fake kubelet and a fake
-//! API server: what a kubelet's own tests ask of a DRA driver, and what bad
-//! input gets.
+//! The real `divvy-node` on simulated GPUs, between a fake kubelet and a fake API server: the
+//! behaviour that kubelet tests require of a DRA driver, and the handling of bad input.
 #![allow(clippy::unwrap_used)]
-#![allow(unsafe_code)] // An account page is mapped, as in a container.
+#![allow(unsafe_code)] // The tests map an account page, as a container does.
 
 #[path = "harness/mod.rs"]
 mod harness;
@@ -13,20 +12,16 @@ mod account;
 mod audit;
 #[path = "node/bad_input.rs"]
 mod bad_input;
-#[path = "node/classes.rs"]
-mod classes;
+#[path = "node/decommission.rs"]
+mod decommission;
+#[path = "node/device_classes.rs"]
+mod device_classes;
 #[path = "node/health.rs"]
 mod health;
-#[path = "node/instances.rs"]
-mod instances;
-#[path = "harness/keeper.rs"]
-mod keeper;
-#[path = "node/leave.rs"]
-mod leave;
 #[path = "node/mps.rs"]
 mod mps;
-#[path = "node/nodeconfig.rs"]
-mod nodeconfig;
+#[path = "node/node_config.rs"]
+mod node_config;
 #[path = "node/observation.rs"]
 mod observation;
 #[path = "node/prepare.rs"]
@@ -37,8 +32,12 @@ mod programs;
 mod reconcile;
 #[path = "node/registration.rs"]
 mod registration;
+#[path = "node/rolling_update.rs"]
+mod rolling_update;
 #[path = "node/slices.rs"]
 mod slices;
+#[path = "harness/supervisor.rs"]
+mod supervisor;
 #[path = "agent/tenant.rs"]
 mod tenant;
 #[path = "node/unprepare.rs"]

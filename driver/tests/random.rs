@@ -1,98 +1,97 @@
-//! Anything in any order, against a model that knows what must come of it.
+//! Random operations on a node, checked against a model.
 //!
-//! A sequence of operations is drawn from a seed: claims are prepared, asked
-//! for again and released, some in each other's way on purpose; the daemon is
-//! killed, also in the middle of an NVML call; the machine boots, with GPUs
-//! missing or back; GPUs are reset and lost; NVML calls fail or hang; the API
-//! server goes away. After each operation the answers must be what the model
-//! allows; two modes may never be on one GPU; whenever the dust has settled the
-//! node must be exactly what the model says, and nothing else may be left. A
-//! keeper that obeys at once runs beside it. A sequence that fails is cut down
-//! to the shortest that still fails.
-//!
-//! ```text
-//! DIVVY_RANDOM_OPERATIONS   how many (1000)
-//! DIVVY_RANDOM_SEED         which (drawn from the clock, and printed)
-//! ```
+//! Operations are drawn from a seed: prepare, unprepare, kills, reboots, GPU resets and losses, NVML faults
+//! and hangs, API server outages. After each one, the answers and the GPUs must agree with the model. At
+//! each `Settle` the node must equal the model exactly. A failing sequence is reduced to a short one.
+//! `DIVVY_RANDOM_OPERATIONS` sets their number (default 1000), `DIVVY_RANDOM_SEED` the seed (default: from
+//! the clock, printed).
 #![allow(clippy::unwrap_used)]
 
-#[path = "random/call.rs"]
-mod call;
-#[path = "harness/calls.rs"]
-mod calls;
-#[path = "harness/files.rs"]
-mod files;
+#[path = "random/invariants.rs"]
+mod invariants;
 #[path = "random/model.rs"]
 mod model;
 #[path = "random/operations.rs"]
 mod operations;
-#[path = "random/run.rs"]
-mod run;
-#[path = "random/settled.rs"]
-mod settled;
+#[path = "random/runner.rs"]
+mod runner;
 
 mod harness;
-#[path = "harness/keeper.rs"]
-mod keeper;
 #[path = "harness/programs.rs"]
 mod programs;
 #[path = "harness/sequence.rs"]
 mod sequence;
+#[path = "harness/supervisor.rs"]
+mod supervisor;
 
 use operations::Operation;
-use run::Runner;
-use sequence::{Dice, Failure, any_seed, number, shrink};
+use runner::Runner;
+use sequence::{Failure, Rng, env_number, seed_from_clock, shrink};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// A world of its own for so many operations: a failure is then quickly walked again.
-const ROUND: usize = 500;
-/// How long a node may take to settle; less while a failing sequence is cut
-/// down, because each of its walks ends with that wait.
-const PATIENCE: Duration = Duration::from_secs(30);
-const IMPATIENCE: Duration = Duration::from_secs(4);
+/// Number of operations without `DIVVY_RANDOM_OPERATIONS`: short enough for every run of the test suite.
+const DEFAULT_OPERATIONS: u64 = 1000;
+/// Operations on one node. The next ones run on a new node, so that a failing sequence is short enough to
+/// repeat.
+const OPERATIONS_PER_NODE: usize = 500;
+/// Time limit for the node to settle. It is shorter while a failing sequence is reduced, because every run
+/// that fails ends with this wait.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(30);
+const SHRINK_SETTLE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// What happened, for the summary.
+/// Statistics for the summary.
 #[derive(Default)]
 struct Counts {
     operations: BTreeMap<&'static str, (usize, Duration)>,
-    struck: usize,
-    held: usize,
+    faults_hit: usize,
+    calls_held: usize,
 }
 
 #[tokio::test]
-async fn whatever_happens_the_node_is_what_the_model_says() {
-    let wanted = number("DIVVY_RANDOM_OPERATIONS").unwrap_or(1000) as usize;
-    let seed = number("DIVVY_RANDOM_SEED").unwrap_or_else(any_seed);
-    let named = format!("DIVVY_RANDOM_SEED={seed} DIVVY_RANDOM_OPERATIONS={wanted}");
-    println!("{named}");
-    let mut dice = Dice::new(seed);
-    let operations: Vec<Operation> = (0..wanted).map(|_| Operation::draw(&mut dice)).collect();
+async fn node_state_matches_the_model_under_random_operations() {
+    let count = env_number("DIVVY_RANDOM_OPERATIONS").unwrap_or(DEFAULT_OPERATIONS) as usize;
+    let seed = env_number("DIVVY_RANDOM_SEED").unwrap_or_else(seed_from_clock);
+    let settings = format!("DIVVY_RANDOM_SEED={seed} DIVVY_RANDOM_OPERATIONS={count}");
+    println!("{settings}");
+    let mut rng = Rng::new(seed);
+    let operations: Vec<Operation> = (0..count).map(|_| Operation::draw(&mut rng)).collect();
     let begun = Instant::now();
     let mut counts = Counts::default();
-    for (round, operations) in operations.chunks(ROUND).enumerate() {
-        if let Err(failure) = run(operations, PATIENCE, &mut counts).await {
-            let again =
-                async |operations: &[Operation]| run(operations, IMPATIENCE, &mut Counts::default()).await;
-            shrink(&format!("{named}, behind the first {}", round * ROUND), operations, failure, again).await;
+    for (round, operations) in operations.chunks(OPERATIONS_PER_NODE).enumerate() {
+        if let Err(failure) = run_on_new_node(operations, SETTLE_TIMEOUT, &mut counts).await {
+            let rerun = async |operations: &[Operation]| {
+                run_on_new_node(operations, SHRINK_SETTLE_TIMEOUT, &mut Counts::default()).await
+            };
+            shrink(
+                &format!("{settings}, after the first {}", round * OPERATIONS_PER_NODE),
+                operations,
+                failure,
+                rerun,
+            )
+            .await;
         }
-        println!("{} operations in {:?}", round * ROUND + operations.len(), begun.elapsed());
+        println!("{} operations in {:?}", round * OPERATIONS_PER_NODE + operations.len(), begun.elapsed());
     }
-    for (name, (count, time)) in counts.operations {
-        println!("{count:6} {name:12} {:8.1} ms each", time.as_secs_f64() * 1000.0 / count as f64);
+    for (name, (calls, time)) in counts.operations {
+        println!("{calls:6} {name:12} {:8.1} ms each", time.as_secs_f64() * 1000.0 / calls as f64);
     }
-    println!("{} faults struck, {} calls hung", counts.struck, counts.held);
+    println!("{} faults hit a call, {} calls hung", counts.faults_hit, counts.calls_held);
 }
 
-async fn run(operations: &[Operation], patience: Duration, counts: &mut Counts) -> Result<(), Failure> {
-    let mut runner = Runner::up(patience).await;
+async fn run_on_new_node(
+    operations: &[Operation],
+    settle_timeout: Duration,
+    counts: &mut Counts,
+) -> Result<(), Failure> {
+    let mut runner = Runner::new(settle_timeout).await;
     for (at, operation) in operations.iter().enumerate() {
         let begun = Instant::now();
-        runner.run(operation).await.map_err(|why| runner.failed(at, why))?;
+        runner.run(operation).await.map_err(|cause| runner.failed(at, cause))?;
         let count = counts.operations.entry(operation.name()).or_default();
         *count = (count.0 + 1, count.1 + begun.elapsed());
     }
-    counts.struck += runner.struck;
-    counts.held += runner.held;
-    runner.run(&Operation::ReleaseAll).await.map_err(|why| runner.failed(operations.len(), why))
+    counts.faults_hit += runner.faults_hit;
+    counts.calls_held += runner.calls_held;
+    runner.run(&Operation::ReleaseAll).await.map_err(|cause| runner.failed(operations.len(), cause))
 }

@@ -1,9 +1,9 @@
-# Divvy in the cluster, as an administrator installs it: image, values, chart.
+# Installs Divvy in the cluster as an administrator does: image, values, chart.
 
 namespace=divvy
 driver_selector=app.kubernetes.io/component=node
 
-helm_() { # helm_ ARGUMENTS...: with {chart}, {from} and {values} filled in
+helm_() { # helm_ ARGUMENTS...: runs helm; {chart}, {from} and {values} are replaced by paths
   local arguments=("${@//\{chart\}/$repo/manifests/chart}")
   arguments=("${arguments[@]//\{from\}/$cluster/from/chart}")
   "$("$repo/e2e/helm/build")" --namespace "$namespace" "${arguments[@]//\{values\}/$cluster/values.yaml}"
@@ -14,18 +14,18 @@ build_image() { # build_image OUT.tar
   cp "$target/image-dev/divvy.tar" "$1"
 }
 
-# Gives the nodes the image and the labels, and makes the values.
+# Imports the image on the nodes, labels the nodes, and writes the values.
 prepare_chart() {
   local node
   for node in n1 n2; do
     enter "$node" ctr -n k8s.io images import "$cluster/divvy.tar" > "$cluster/$node/import.log" 2>&1
-    # An upgrade is the same image by another name.
+    # The upgrade uses the same image under another name.
     enter "$node" ctr -n k8s.io images tag --force localhost/divvy:0 localhost/divvy:next >> "$cluster/$node/import.log" 2>&1
     [ ! -e "$cluster/from" ] || enter "$node" ctr -n k8s.io images import "$cluster/from/divvy.tar" >> "$cluster/$node/import.log" 2>&1
     kubectl label "node/$node" nvidia.com/gpu.present=true > /dev/null
   done
-  # What differs from an ordinary cluster: GPUs in a directory, no kube-proxy, and
-  # no half a minute to wait until a GPU's MIG mode is off.
+  # Differences from an ordinary cluster: simulated GPUs in a directory, no kube-proxy, and a shorter delay before MIG
+  # mode is disabled.
   cat > "$cluster/values.yaml" <<END
 image: {repository: localhost/divvy, tag: "0"}
 nvidiaDriverRoot: $driver_root
@@ -38,24 +38,24 @@ kubeletPlugin:
 END
 }
 
-# Examples and renderings, but for kinds of other projects.
+# Validates the examples and the rendered manifests on the server, except kinds of other projects.
 validate_manifests() {
   local file
   kubectl create namespace "$namespace" > /dev/null
   for file in "$repo"/manifests/examples/*.yaml "$repo"/manifests/rendered/*.yaml; do
     awk 'BEGIN { RS = ORS = "\n---\n" } !/(^|\n)apiVersion: (cert-manager|monitoring\.coreos)/' "$file" |
-      kubectl apply --dry-run=server -f - > /dev/null || die "$file is refused"
+      kubectl apply --dry-run=server -f - > /dev/null || die "the API server rejects $file"
   done
 }
 
-# Of the version to upgrade from, where there is one.
+# Installs the version to upgrade from, if there is one.
 install_chart() {
-  local of=("{chart}")
-  [ ! -e "$cluster/from" ] || of=("{from}" --set image.tag=from)
-  helm_ install divvy "${of[@]}" --values "{values}" --create-namespace --wait --timeout 3m > /dev/null
+  local chart=("{chart}")
+  [ ! -e "$cluster/from" ] || chart=("{from}" --set image.tag=from)
+  helm_ install divvy "${chart[@]}" --values "{values}" --create-namespace --wait --timeout 3m > /dev/null
 }
 
-driver_address() { # driver_address NODE: of the pod that is to serve
+driver_address() { # driver_address NODE: address of the node daemon's pod
   kubectl -n "$namespace" get pods --field-selector "spec.nodeName=$1,status.phase=Running" -l "$driver_selector" \
     -o jsonpath='{.items[*].status.podIP}'
 }
@@ -66,8 +66,8 @@ driver_serves() { # driver_serves NODE
   [ -n "$address" ] && curl -sf -m 2 "http://${address##* }:9843/readyz"
 }
 
-# A DaemonSet has its pod everywhere at once, unless the scheduler finds no place: a
-# pod that stands no node daemon beside it keeps it away, and the keeper stays.
+# Keeps the DaemonSet from running the node daemon on a node: a pod with an anti-affinity to the daemon makes it
+# unschedulable there. The MPS supervisor keeps running.
 send_driver_away() { # send_driver_away NODE
   kubectl apply -f - > /dev/null <<END
 apiVersion: v1
@@ -75,7 +75,7 @@ kind: Pod
 metadata: {name: no-driver-on-$1, namespace: kube-system}
 spec:
   nodeName: $1
-  # No less than the daemon's own, which would make room for itself.
+  # Not below the daemon's own priority, or the daemon would preempt this pod.
   priorityClassName: system-node-critical
   terminationGracePeriodSeconds: 0
   tolerations: [{operator: Exists}]
@@ -97,12 +97,12 @@ let_driver_back() { # let_driver_back NODE
 crash() { # crash NODE PROGRAM
   local pid
   for pid in $(node_pids "$1"); do
-    # Not by its short name, which is `exe` since the daemons start themselves anew.
+    # The command line is compared, because the short name is `exe`: the daemons re-execute themselves.
     [ "$(tr '\0' '\n' 2> /dev/null < "/proc/$pid/cmdline" | head -1)" != "/usr/bin/$2" ] || kill -KILL "$pid"
   done
 }
 
-# Whatever of Divvy is on the nodes or in the cluster; empty directories are not.
+# Lists all files and objects of Divvy on the nodes and in the cluster, without empty directories.
 leftovers() {
   local node kind
   for node in n1 n2; do
@@ -110,7 +110,7 @@ leftovers() {
       \( -path '*divvy*' -o -path '/run/divvy/*' \) ! -type d -printf "$node: %p\n" 2> /dev/null || true
   done
   for kind in $(kubectl api-resources --verbs=list -o name | grep -v '^events'); do
-    # The namespace is the administrator's, and what Kubernetes itself puts into it.
+    # Without the namespace, which the administrator created, and the objects that Kubernetes creates in it.
     kubectl get "$kind" --all-namespaces --ignore-not-found -o json |
       jq -r '.items[] | select([.metadata.name, .metadata.namespace // "", (.metadata.labels // {} | tostring)] | any(test("divvy")))
         | select(.kind != "Namespace" and .kind != "PodMetrics" and .metadata.name != "default" and .metadata.name != "kube-root-ca.crt")

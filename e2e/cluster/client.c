@@ -1,8 +1,9 @@
-/* cuda-client MIB [work]: a CUDA program that takes so many MiB of the first GPU, says what it got, and stays.
+/* cuda-client MIB [work]: a CUDA program that allocates MIB of the first GPU, reports the result, and stays alive.
  *
- * Prints a line of JSON: the device's memory as it is told, what it holds, and the driver's error that ended it (0:
- * none). With `work` it then launches kernels of a millisecond for ever, and prints another line every three seconds: the
- * per cent of the device's time that those of these seconds were. The work of pods in the cluster's tests. */
+ * It prints a line of JSON: the device's total memory, the memory that it holds, and the CUDA error that stopped the
+ * allocations (0 for none). With `work` it then launches kernels of a millisecond until it is killed. Every three
+ * seconds it prints a line with the part of the device's time that its kernels used, in per cent. The pods of the
+ * cluster's tests run it. */
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>

@@ -1,6 +1,5 @@
-// Everything a real one-machine Kubernetes needs, pinned in one module: the
-// control plane, the kubelet, etcd, containerd, runc and the CNI plugins.
-// `run` in this folder builds them; nothing is downloaded but Go modules.
+// Pins all programs of a real Kubernetes cluster on one machine: the control plane, the kubelet, etcd, containerd, runc
+// and the CNI plugins. `run` in this directory builds them. Only Go modules are downloaded.
 module divvy.dev/e2e/cluster
 
 go 1.26.6

@@ -1,15 +1,15 @@
-# What `run` and `ctl` share: a cluster lives in one directory, $cluster.
+# Functions for `run` and `ctl`. All files of a cluster are in one directory, $cluster.
 #
-#   proc/NAME/{cmd,pid,log}   a process: how it is started, its id, what it says
+#   proc/NAME/{cmd,pid,log}   a process: its command, its id, its output
 #   NODE/                     a node: kubelet, containerd, driver root, CDI files
 #
-# Everything a test does to a process goes through `start` and `stop`, so a
-# process that is killed is started again exactly as before.
+# Tests start and stop processes only by `start` and `stop`, so that a killed process is started
+# again with the same command.
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
-# define NAME COMMAND...: how a process is started.
+# define NAME COMMAND...: defines the command of a process.
 define() {
   local name=$1
   shift
@@ -23,7 +23,7 @@ define() {
   chmod +x "$cluster/proc/$name/cmd"
 }
 
-# When a process was started, in ticks: with it, an id means one process for ever.
+# The start time of a process, in clock ticks. Together with the id it identifies a process uniquely.
 started() { # started PID
   cut -d' ' -f22 "/proc/$1/stat" 2> /dev/null || true
 }
@@ -32,15 +32,14 @@ alive() {
   local pid
   pid=$(cat "$cluster/proc/$1/pid" 2>/dev/null) || return 1
   [ -n "$pid" ] && [ "$(started "$pid")" = "$(cat "$cluster/proc/$1/started" 2> /dev/null)" ] || return 1
-  # A zombie has ended.
+  # A zombie counts as ended.
   grep -qsv '^State:[[:space:]]*Z' <(grep -s '^State' "/proc/$pid/status")
 }
 
-# own: this run is the owner of the cluster for as long as it lives.
+# own: marks this run as the owner of the cluster for its lifetime.
 own() { echo "$$ $(started $$)" > "$cluster/owner"; }
 
-# A cluster whose run was killed is still there, bridges and all: it goes first.
-# One that was kept, or whose run lives, is left to its owner.
+# Takes down clusters whose run was killed, with their bridges. Clusters that were kept, or whose run is alive, stay.
 sweep() { # sweep PREFIX
   local dir pid start
   for dir in "$1"*; do
@@ -48,7 +47,7 @@ sweep() { # sweep PREFIX
     pid='' start=''
     [ ! -e "$dir/owner" ] || read -r pid start < "$dir/owner" || true
     [ -z "$start" ] || [ "$(started "$pid")" != "$start" ] || continue
-    say "a run of this ended without its end: $dir"
+    say "taking down the cluster of a killed run: $dir"
     cluster=$dir
     teardown
   done
@@ -63,13 +62,13 @@ start() {
   disown
 }
 
-# stop NAME [SIGNAL] [SECONDS]: after that many seconds it is killed.
+# stop NAME [SIGNAL] [SECONDS]: sends the signal, and SIGKILL after that many seconds.
 stop() {
-  local dir=$cluster/proc/$1 signal=${2:-TERM} patience=${3:-10} pid
+  local dir=$cluster/proc/$1 signal=${2:-TERM} timeout=${3:-10} pid
   alive "$1" || return 0
   pid=$(cat "$dir/pid")
   kill "-$signal" "$pid" 2>/dev/null || true
-  for _ in $(seq $((patience * 20))); do
+  for _ in $(seq $((timeout * 20))); do
     alive "$1" || { rm -f "$dir/pid"; return 0; }
     sleep 0.05
   done
@@ -84,7 +83,7 @@ wait_for() {
   shift 2
   local deadline=$((SECONDS + seconds))
   until "$@" > /dev/null 2>&1; do
-    [ $SECONDS -lt $deadline ] || die "$what: not after $seconds s"
+    [ $SECONDS -lt $deadline ] || die "timeout after $seconds s: $what"
     sleep 0.1
   done
 }

@@ -1,27 +1,26 @@
-# A node is a mount namespace of this machine with a kubelet and a containerd in
-# it. Its own directories lie at the places where every node has them, so what
-# runs there (a chart's default host paths above all) need not know that there
-# are two nodes here, and nothing of the machine's own is touched:
+# A node is a mount namespace of this machine with a kubelet and a containerd. Its directories are
+# mounted at the usual paths, so that default host paths work on both nodes and the machine's own
+# directories are not changed:
 #
 #   NODE/run  (in memory)  /run       NODE/lib  /var/lib
 #   NODE/etc  (a layer)    /etc       NODE/log  /var/log
-#   NODE/gpus              /run/nvidia/driver, where driver containers put theirs
+#   NODE/gpus              /run/nvidia/driver, like the root of a driver container
 
 driver_root=/run/nvidia/driver
 
-# enter NODE COMMAND...: runs it there; the node's processes are started so too.
+# enter NODE COMMAND...: runs a command on a node; also used to start the node's processes.
 enter() {
   local node=$1
   shift
   nsenter --mount="$cluster/$node/ns/mnt" -- "$@"
 }
 
-# What a start of the machine does: its memory is empty, its file systems are mounted.
+# Boots a node: creates an empty memory file system, and mounts its directories.
 boot() { # boot NODE
   local dir=$cluster/$1
   mkdir -p "$dir"/{run,lib,etc,etc-work,log,ns}
   mount -t tmpfs -o mode=755 divvy-run "$dir/run"
-  # A namespace is kept by a file, on a mount that no other namespace sees.
+  # A bind mount of its file keeps the namespace. The mount is private, as the kernel requires.
   mount --bind "$dir/ns" "$dir/ns"
   mount --make-private "$dir/ns"
   : > "$dir/ns/mnt"
@@ -34,11 +33,11 @@ boot() { # boot NODE
     mount --bind "$dir/log" /var/log
     mkdir -p "$driver_root"
     mount --rbind "$dir/gpus" "$driver_root"
-    # As the init of a real node leaves it.
+    # As init does on a real node.
     mount --make-rshared /' boot "$dir" "$driver_root"
 }
 
-# Kills everything on the node at once, containers too, and loses its memory.
+# Kills all processes of the node at once, containers too, and discards its memory.
 power_off() { # power_off NODE
   local dir=$cluster/$1 group pids=
   for _ in $(seq 100); do
@@ -48,14 +47,14 @@ power_off() { # power_off NODE
     kill -KILL $pids 2> /dev/null || true
     sleep 0.05
   done
-  [ -z "$pids" ] || die "processes of $1 do not end: $pids"
+  [ -z "$pids" ] || die "cannot kill the processes of $1: $pids"
   for group in $(controllers); do
     find "$group$(cat "$dir/cgroup")" -mindepth 1 -depth -type d -exec rmdir {} + 2> /dev/null || true
   done
   unmount_below "$dir"
 }
 
-# Those in its namespace, and those in containers, which have their own.
+# The processes in the node's namespace, and those in its containers, which have their own namespaces.
 node_pids() { # node_pids NODE
   local dir=$cluster/$1
   {
@@ -64,7 +63,7 @@ node_pids() { # node_pids NODE
   } 2> /dev/null | cut -d/ -f3 | sort -un
 }
 
-controllers() { # directories in which a cgroup of a node has to be made
+controllers() { # the directories in which the cgroup of a node must be created
   if [ -e /sys/fs/cgroup/cgroup.controllers ]; then echo /sys/fs/cgroup; else ls -d /sys/fs/cgroup/*/; fi
 }
 
@@ -78,16 +77,16 @@ start_node() { # start_node NAME NUMBER GPUS
   for group in $(controllers); do
     mkdir -p "$group$cgroup"
     for file in cpuset.cpus cpuset.mems; do
-      # cgroup v1 starts a cpuset empty, and then nothing may run in it.
+      # In cgroup v1 a new cpuset is empty, and no process may run in it.
       [ ! -e "$group/cgroup.procs" ] || [ ! -s "$group/$file" ] || cat "$group/$file" > "$group$cgroup/$file"
     done
   done
   echo "$cgroup" > "$dir/cgroup"
-  # The bridge of its pods carries the node's address.
+  # The bridge of the node's pods has the node's address.
   add_bridge "dv$number" "10.88.$number.1"
 
   mkdir -p "$dir"/etc/{containerd,cni/net.d}
-  # The simulated driver's state reaches containers here and nowhere else.
+  # Mounts the simulated driver's state into all containers.
   ctr oci spec 2> /dev/null | jq --arg state "$driver_root/run/divvy-sim" \
     '.mounts += [{destination: "/run/divvy-sim", source: $state, type: "bind", options: ["rbind", "rw"]}]' \
     > "$dir/etc/containerd/base.json"
@@ -141,9 +140,9 @@ volumePluginDir: /var/lib/kubelet/volumeplugins
 syncFrequency: 10s
 featureGates: {$(sed 's/=/: /g; s/,/, /g' <<< "$gates")}
 END
-  local there=(nsenter "--mount=$dir/ns/mnt" --)
-  define "$node-containerd" "${there[@]}" containerd
-  define "$node-kubelet" "${there[@]}" kubelet --config=/etc/kubelet.yaml --kubeconfig="$cluster/$node.kubeconfig" \
+  local on_node=(nsenter "--mount=$dir/ns/mnt" --)
+  define "$node-containerd" "${on_node[@]}" containerd
+  define "$node-kubelet" "${on_node[@]}" kubelet --config=/etc/kubelet.yaml --kubeconfig="$cluster/$node.kubeconfig" \
     --node-ip="10.88.$number.1" --hostname-override="$node" --v=2
 
   boot "$node"

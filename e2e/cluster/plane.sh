@@ -1,14 +1,13 @@
-# The control plane, how it is taken down, and how nothing of a cluster is left.
-# Ports lie off the defaults, so that a cluster that is already on this machine
-# is not disturbed.
+# Starts the control plane, and takes down a cluster without leftovers. The ports differ from the
+# defaults, so that an existing cluster on this machine is not disturbed.
 
-# On a bridge of its own, so that pods and host processes reach one address.
+# On a separate bridge, so that pods and host processes can reach it at one address.
 apiserver=10.88.0.1
 apiserver_port=16443
 etcd_port=12379
 sysctls="vm/overcommit_memory kernel/panic kernel/panic_on_oops net/ipv4/ip_forward"
 
-# What kubelet and CNI change on the whole machine.
+# Saves the machine-wide settings that kubelet and CNI change.
 remember_host() {
   mkdir -p "$cluster/before"
   for key in $sysctls; do cat "/proc/sys/$key" > "$cluster/before/${key//\//.}"; done
@@ -16,13 +15,13 @@ remember_host() {
 
 add_bridge() { # add_bridge NAME ADDRESS
   ip link add "$1" type bridge
-  # Its own, or it takes the lowest of its ports', and pods lose it as ports come and go.
+  # A fixed MAC address. Otherwise the bridge takes the lowest of its ports, which changes as pods start and end.
   ip link set "$1" address "$(cat "/sys/class/net/$1/address")"
   ip address add "$2/24" dev "$1"
   ip link set "$1" up
 }
 
-identity() { # identity NAME TOKEN: its kubeconfig
+identity() { # identity NAME TOKEN: writes a kubeconfig
   cat > "$cluster/$1.kubeconfig" <<END
 apiVersion: v1
 kind: Config
@@ -52,13 +51,13 @@ END
   chmod 600 "$cluster"/*.kubeconfig "$cluster/tokens.csv"
   export KUBECONFIG=$cluster/admin.kubeconfig
 
-  # Of all components alike.
+  # For all components.
   local switches=(${gates:+"--feature-gates=$gates"})
   local etcd=http://127.0.0.1:$etcd_port peer=http://127.0.0.1:$((etcd_port + 1))
   define etcd etcd --data-dir="$cluster/etcd" --name=e --unsafe-no-fsync \
     --listen-client-urls="$etcd" --advertise-client-urls="$etcd" \
     --listen-peer-urls="$peer" --initial-advertise-peer-urls="$peer" --initial-cluster="e=$peer"
-  # There is no kube-proxy: the API server finds webhooks by their pods' addresses.
+  # Without kube-proxy, the API server must reach webhooks by their pods' addresses.
   define apiserver kube-apiserver --etcd-servers="$etcd" --bind-address="$apiserver" --advertise-address="$apiserver" \
     --secure-port="$apiserver_port" --cert-dir="$cluster/certs" --service-cluster-ip-range=10.96.0.0/16 \
     --service-account-key-file="$cluster/sa.key" --service-account-signing-key-file="$cluster/sa.key" \
@@ -82,7 +81,7 @@ END
 
 api_ready() { [ "$(kubectl get --raw /readyz)" = ok ]; }
 
-# Ends everything, in the order in which nobody waits for somebody gone.
+# Stops everything, dependents first.
 teardown() {
   say "taking the cluster down"
   export KUBECONFIG=$cluster/admin.kubeconfig

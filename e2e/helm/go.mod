@@ -1,5 +1,5 @@
-// Helm, pinned: it renders, checks and installs the chart in `manifests/chart`.
-// A module of its own, so that a change here does not rebuild the cluster.
+// Pins Helm, which renders, checks and installs the chart in `manifests/chart`. It is a separate module, so that a change
+// here does not rebuild the cluster's programs.
 module divvy.dev/e2e/helm
 
 go 1.26.6

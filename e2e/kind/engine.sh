@@ -1,16 +1,15 @@
-# A docker engine of our own for the time of a cluster, in its own network and
-# mount namespace: the host keeps its bridges, its packet filter, its forwarding
-# and its ports. What it does to the kernel all the same is written down before
-# and put back. Images stay between runs, in the cache.
+# Runs a separate docker engine for a cluster, in its own network and mount namespace, so that the host's
+# bridges, packet filter, forwarding and ports do not change. Kernel settings that it changes are saved
+# and restored. Images are kept in the cache between runs.
 #
 # To be sourced after ../cluster/lib.sh, with $cluster and $cache set.
 
-# The kubelets in the nodes write these, and they are the whole machine's.
+# Machine-wide settings that the kubelets in the nodes change.
 sysctls="vm/overcommit_memory kernel/panic kernel/panic_on_oops fs/file-max fs/nr_open"
 host_paths="/lib/modules /etc/docker /etc/docker/key.json /opt/containerd /run/docker /run/containerd"
 
-# What to put before a command, so that it runs where the cluster's addresses
-# are. With the docker of the machine that is here.
+# Prints the prefix that runs a command in the network namespace of the cluster. It is empty if the
+# machine's own docker is used.
 inside() {
   [ ! -e "$cluster/proc/holder" ] \
     || echo "nsenter --net=/proc/$(cat "$cluster/proc/holder/pid")/ns/net env DOCKER_HOST=unix://$cluster/docker.sock"
@@ -25,7 +24,7 @@ engine_up() {
   start holder
   wait_for "the engine's namespaces" 10 separated
   $(inside) ip link set lo up
-  # The one on the data is left to a process of its own: two would destroy them.
+  # A lock on the data, because two engines at once would destroy it.
   define dockerd nsenter --net --mount --target "$(cat "$cluster/proc/holder/pid")" \
     flock --no-fork --nonblock "$cache/docker.lock" \
     env PATH=/usr/sbin:/usr/bin:/sbin:/bin dockerd --data-root="$cache/docker" --exec-root="$cluster/engine" \
@@ -35,7 +34,7 @@ engine_up() {
   start dockerd
   export DOCKER_HOST=unix://$cluster/docker.sock
   wait_for "docker (is another cluster up?)" 30 docker version
-  # What a run that was killed has left in the data.
+  # Removes containers of a run that was killed.
   remove_containers
 }
 

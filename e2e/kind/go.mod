@@ -1,5 +1,5 @@
-// kind, and what a node made by kubeadm holds beyond the cluster tier's
-// binaries: kubeadm and kube-proxy, with the versions of e2e/cluster/go.mod.
+// kind, and the additional programs of a node that kubeadm sets up: kubeadm and kube-proxy, in the versions of
+// e2e/cluster/go.mod.
 module divvy.dev/e2e/kind
 
 go 1.26.6

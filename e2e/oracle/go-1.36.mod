@@ -1,4 +1,4 @@
-// Golden vectors from the upstream Go libraries; see README.md.
+// Generates golden vectors with the upstream Go libraries; see README.md.
 module divvy.dev/e2e/oracle
 
 go 1.26.0

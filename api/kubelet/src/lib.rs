@@ -1,13 +1,12 @@
-//! The gRPC interfaces between the kubelet and a DRA driver: registration,
-//! prepare and unprepare, and device health.
+//! The gRPC interfaces between the kubelet and a DRA driver: registration, prepare and unprepare,
+//! and device health.
 //!
-//! `proto/` holds the wire interface, `generated/` the bindings made of it.
-//! They are committed, so that a build needs no code generator; a test makes
-//! them again and compares. Packages keep the names that the wire demands
-//! (`v1.DRAResourceHealth` among them), modules have readable ones.
+//! `proto/` holds the vendored interfaces, `generated/` their bindings. The bindings are committed,
+//! so a build needs no code generator; a test regenerates and compares them. Packages keep their
+//! wire names (such as `v1.DRAResourceHealth`); modules have readable names.
 #![allow(clippy::all, clippy::unwrap_used, unreachable_pub, rust_2018_idioms)]
 
-/// What a plugin says in its registration socket.
+/// The registration of a plugin with the kubelet.
 pub mod registration {
     include!("generated/pluginregistration_v1.rs");
 }
@@ -17,7 +16,7 @@ pub mod dra {
     pub mod v1 {
         include!("generated/dra_v1.rs");
     }
-    /// As `v1`, without shares.
+    /// Like `v1`, without shares.
     pub mod v1beta1 {
         include!("generated/dra_v1beta1.rs");
     }
@@ -28,7 +27,7 @@ pub mod health {
     pub mod v1 {
         include!("generated/dra_health_v1.rs");
     }
-    /// Message for message as `v1`, under another package name.
+    /// The same messages as `v1` in another package.
     pub mod v1alpha1 {
         include!("generated/dra_health_v1alpha1.rs");
     }
@@ -37,7 +36,7 @@ pub mod health {
 /// The `type` of a DRA driver's `PluginInfo`.
 pub const PLUGIN_TYPE: &str = "DRAPlugin";
 
-/// Services as they are advertised in `PluginInfo::supported_versions`. The
-/// kubelet takes the first of the plugin's list that it knows, so newest first.
+/// Services for `PluginInfo::supported_versions`, newest first: the kubelet takes the first one
+/// that it supports.
 pub const SUPPORTED_VERSIONS: [&str; 4] =
     ["v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth"];

@@ -1,11 +1,11 @@
-//! The committed bindings are what the vendored interfaces generate.
+//! Checks that the committed bindings match the vendored interfaces.
 //!
-//! `DIVVY_REGENERATE=1 cargo test -p divvy-kubelet` writes them anew.
+//! `DIVVY_REGENERATE=1 cargo test -p divvy-kubelet` rewrites them.
 #![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 
-/// Vendored interface, and where its bindings are kept.
+/// The vendored interface and the file of its bindings.
 const INTERFACES: [(&str, &str); 5] = [
     ("pluginregistration/v1", "pluginregistration_v1.rs"),
     ("dra/v1", "dra_v1.rs"),
@@ -18,8 +18,8 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// One descriptor set and one folder per interface: `v1` is the package name of
-/// more than one of the kubelet's interfaces.
+/// One descriptor set and one folder per interface, because several interfaces of the kubelet have
+/// the package name `v1`.
 fn generate(interface: &str, scratch: &Path) -> String {
     let include = root().join("proto").join(interface);
     let files = protox::compile([include.join("api.proto")], [&include]).unwrap();
@@ -29,7 +29,7 @@ fn generate(interface: &str, scratch: &Path) -> String {
 }
 
 #[test]
-fn committed_bindings_are_what_the_interfaces_generate() {
+fn committed_bindings_match_the_interfaces() {
     let write = std::env::var_os("DIVVY_REGENERATE").is_some();
     for (interface, bindings) in INTERFACES {
         let scratch = tempfile::tempdir().unwrap();
@@ -43,9 +43,9 @@ fn committed_bindings_are_what_the_interfaces_generate() {
     }
 }
 
-/// The kubelet calls these paths, whatever the files are called.
+/// The kubelet calls these services, whatever the files are called.
 #[test]
-fn wire_names_are_those_the_kubelet_calls() {
+fn service_names_are_those_of_the_kubelet() {
     use divvy_kubelet::{dra, health, registration};
     for (name, expected) in [
         (registration::registration_server::SERVICE_NAME, "pluginregistration.Registration"),

@@ -1,7 +1,5 @@
-//! Device names: what `gpu-0-mig-1g10gb-me-20-3` means, and back.
-//!
-//! The pattern is that of NVIDIA's DRA driver. A name parses back to exactly
-//! the device it was made of, for every device that can be published.
+//! Device names such as `gpu-0-mig-1g10gb-me-20-3`. The pattern is that of NVIDIA's DRA driver. A
+//! name parses back to exactly its device, for every device that can be published.
 
 use crate::inventory::{Gpu, Inventory, MigProfile};
 use crate::numbers::GpuNumber;
@@ -10,28 +8,28 @@ use divvy_api::DeviceName;
 use divvy_api::sharing::Mode;
 use std::fmt;
 
-/// What a device name stands for.
+/// The device that a name refers to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DeviceId {
     /// `gpu-N`.
     Gpu(GpuNumber),
-    /// `gpu-N-mig-<profile>-<profile id>-<start>`; `slug` is the profile's
-    /// name in lower case without dots, `+` and `,` as `-`.
+    /// `gpu-N-mig-<profile>-<profile id>-<start>`; `slug` is the profile's name in lower case
+    /// without dots, with `+` and `,` as `-`.
     Mig { gpu: GpuNumber, slug: String, profile_id: u32, start: u32 },
-    /// `gpu-N-timeslice`: the whole GPU in turns.
+    /// `gpu-N-timeslice`: the whole GPU, time-sliced.
     Timeslice(GpuNumber),
     /// `gpu-N-mps`: the whole GPU for clients of one MPS control daemon.
     Mps(GpuNumber),
 }
 
-/// Why a name is not one of ours.
+/// The name is not one of this driver.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name:?} is not a device of this driver")]
 pub struct DeviceNameError {
     pub name: String,
 }
 
-/// Why a device cannot be found on this node.
+/// Why a device does not exist on this node.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResolveError {
     #[error("device {device}: this node has no GPU number {}", device.gpu())]
@@ -42,21 +40,21 @@ pub enum ResolveError {
     NoPlacement { device: DeviceId, profile: String, start: u32 },
 }
 
-/// The part of a GPU that is an instance of a profile at a placement.
+/// A MIG profile and the placement of an instance.
 pub type Part<'a> = (&'a MigProfile, Placement);
 
-/// A device name is a DNS label.
+/// A device name must be a DNS label.
 const MAX_NAME: usize = 63;
 
 impl DeviceId {
-    /// The GPU it lies on.
+    /// The number of its GPU.
     pub fn gpu(&self) -> GpuNumber {
         match self {
             Self::Gpu(gpu) | Self::Mig { gpu, .. } | Self::Timeslice(gpu) | Self::Mps(gpu) => *gpu,
         }
     }
 
-    /// The mode that a claim on it gives the GPU.
+    /// The mode that a claim for it gives to the GPU.
     pub fn mode(&self) -> Mode {
         match self {
             Self::Gpu(_) => Mode::Whole,
@@ -66,7 +64,7 @@ impl DeviceId {
         }
     }
 
-    /// A MIG device of a profile at a start.
+    /// The MIG device of a profile at a start.
     pub fn mig(gpu: GpuNumber, profile: &str, profile_id: u32, start: u32) -> Self {
         let slug = profile
             .chars()
@@ -76,7 +74,10 @@ impl DeviceId {
         Self::Mig { gpu, slug, profile_id, start }
     }
 
-    /// What it is on this node: a GPU, or a profile of it at a placement.
+    /// The GPU of the device on this node and, for a MIG device, the profile and placement.
+    ///
+    /// # Errors
+    /// The node has no such GPU, profile or placement.
     pub fn resolve<'a>(&self, node: &'a Inventory) -> Result<(&'a Gpu, Option<Part<'a>>), ResolveError> {
         let gpu = node.gpu(self.gpu()).ok_or_else(|| ResolveError::NoGpu { device: self.clone() })?;
         let Self::Mig { profile_id, start, .. } = *self else {
@@ -112,7 +113,7 @@ impl fmt::Display for DeviceId {
     }
 }
 
-/// Reads only what [`DeviceId`] writes: no sign, no leading zero, no other case.
+/// Accepts only names that [`DeviceId`] writes: no sign, no leading zero, no other case.
 impl TryFrom<&DeviceName> for DeviceId {
     type Error = DeviceNameError;
     fn try_from(name: &DeviceName) -> Result<Self, DeviceNameError> {
@@ -144,13 +145,13 @@ fn parse(name: &str) -> Option<DeviceId> {
     })
 }
 
-/// A number as `Display` writes it.
+/// A number in the form that `Display` writes.
 fn number(text: &str) -> Option<u32> {
     let number: u32 = text.parse().ok()?;
     (number.to_string() == text).then_some(number)
 }
 
-/// Words of lower-case letters and digits with single dashes between them.
+/// Words of lower-case letters and digits, separated by single dashes.
 fn is_slug(text: &str) -> bool {
     let word =
         |word: &str| !word.is_empty() && word.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit());
@@ -177,13 +178,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_name_means_the_device_it_was_made_of(id in id()) {
+        fn name_round_trips_to_its_device(id in id()) {
             prop_assert!(id.to_string().len() <= MAX_NAME);
             prop_assert_eq!(DeviceId::try_from(&id.name()), Ok(id));
         }
 
         #[test]
-        fn a_device_has_one_name(text in "gpu-[0-9]{1,3}(-mig-[-0-9a-zG+]{0,12}-[0-9]{1,3}-[0-9]{1,2}|-timeslice|-mps)?|.*") {
+        fn device_has_one_name(
+            text in "gpu-[0-9]{1,3}(-mig-[-0-9a-zG+]{0,12}-[0-9]{1,3}-[0-9]{1,2}|-timeslice|-mps)?|.*",
+        ) {
             let name = DeviceName::from(text);
             if let Ok(id) = DeviceId::try_from(&name) {
                 prop_assert_eq!(id.name(), name);
@@ -192,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_written_so_is_refused() {
+    fn malformed_names_are_rejected() {
         for name in [
             "",
             "gpu",
@@ -225,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_resolves_to_what_the_node_has() {
+    fn device_resolves_to_gpu_and_profile() {
         let node = Inventory {
             gpus: vec![gpu(0, mig(vec![profile(19, "1g.10gb", &[(0, 1), (1, 1)])]))],
             ..Default::default()

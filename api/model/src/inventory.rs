@@ -1,5 +1,5 @@
-//! What a node has, as one value: made by the driver from NVML, sysfs and its
-//! records, read by the publisher. It moves one way and is never edited in place.
+//! The inventory of a node as one value. The driver creates it from NVML, sysfs and its records;
+//! the publisher reads it. It is never edited in place.
 
 use crate::numbers::GpuNumber;
 use crate::placement::Placement;
@@ -11,85 +11,85 @@ use std::fmt;
 /// All GPUs of a node, by number.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Inventory {
-    /// The GPU driver's version as it writes it (`580.95.05`), empty while there is none.
+    /// The version of the GPU driver (`580.95.05`); empty if there is none.
     pub driver_version: String,
     /// CUDA driver version (major, minor).
     pub cuda_version: (u32, u32),
     pub gpus: Vec<Gpu>,
-    /// The extended resource under which a device plugin hands out GPUs of this
-    /// node at this moment, so that nobody else must.
+    /// The extended resource that a device plugin currently offers for the GPUs of this node. Then
+    /// no other driver may hand them out.
     #[serde(default)]
     pub device_plugin: Option<String>,
 }
 
-/// One physical GPU. A GPU that is gone stays in the inventory with
-/// `presence: Missing` and its last known description.
+/// One physical GPU. A missing GPU stays in the inventory with `presence: Missing` and its last
+/// known description.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Gpu {
     pub number: GpuNumber,
     pub uuid: GpuUuid,
-    /// NVML minor of this boot: `/dev/nvidia<minor>`. Not the number.
+    /// The NVML minor number in this boot: `/dev/nvidia<minor>`. It is not the GPU number.
     pub minor: u32,
     pub product: String,
     pub brand: String,
     pub architecture: String,
     pub compute_capability: (u32, u32),
-    /// NVML's total; 0 where NVML does not say.
+    /// NVML's total; 0 if NVML does not report it.
     pub memory_bytes: u64,
-    /// `HMM`, `ATS` or `None`; absent where the driver has no such call.
+    /// `HMM`, `ATS` or `None`; missing if the GPU driver lacks the call.
     pub addressing_mode: Option<String>,
     /// Lower case, `0000:1a:00.0`.
     pub pci_bus_id: String,
-    /// `pci0000:16`, absent where sysfs lacks it.
+    /// `pci0000:16`; missing if sysfs lacks it.
     pub pcie_root: Option<String>,
     pub numa_node: Option<u32>,
-    /// GPUs with the same group reach each other over NVLink; absent without NVLink.
+    /// GPUs with the same group are connected by NVLink; missing without NVLink.
     pub nvlink_group: Option<String>,
-    /// How many GPUs of the node it reaches over NVLink.
+    /// The number of GPUs of the node that are connected by NVLink.
     pub nvlink_peers: u32,
     pub mig: Mig,
     pub presence: Presence,
-    /// Why nobody should be given this GPU now; published as taints.
+    /// Reasons not to hand out this GPU now; published as taints.
     pub conditions: Vec<Condition>,
-    /// What the administrator lets be made of it.
+    /// The uses that the administrator allows.
     #[serde(default, skip_serializing_if = "GpuPolicy::is_default")]
     pub policy: GpuPolicy,
 }
 
-/// Whether the GPU is there.
+/// Whether the GPU is present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Presence {
     Present,
     Missing,
 }
 
-/// What keeps a GPU from being handed out.
+/// A reason not to hand out a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Condition {
-    /// A hardware call did not come back before its deadline.
+    /// A hardware call did not return before its deadline.
     Stuck { call: String },
-    /// NVML says GPU_IS_LOST.
+    /// NVML returned GPU_IS_LOST.
     Lost,
-    /// The GPU's MPS control daemon is not well; concerns the MPS device alone.
+    /// The GPU's MPS control daemon is unhealthy. This concerns only the MPS device.
     Mps { cause: String },
 }
 
-/// What the GPU can do with MIG.
+/// The MIG support and state of a GPU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Mig {
-    /// Not a MIG GPU, or the driver gives no profiles.
+    /// The GPU does not support MIG, or the driver reports no profiles.
     Unsupported,
     Supported {
         mode: MigMode,
         toggle: MigToggle,
-        /// All GPU-instance profiles, by profile id.
+        /// All GPU instance profiles, by profile id.
         profiles: Vec<MigProfile>,
-        /// GPU instances that exist now, by id.
+        /// Existing GPU instances, by id.
         instances: Vec<GpuInstance>,
     },
 }
 
-/// Current MIG mode.
+/// The current MIG mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MigMode {
     Off,
@@ -101,18 +101,18 @@ pub enum MigMode {
 pub enum MigToggle {
     /// Hopper and later: while the GPU is idle, without a reset.
     Live,
-    /// Ampere: by GPU reset; Divvy never toggles it.
+    /// Ampere: by a GPU reset. Divvy never does that.
     NeedsReset,
 }
 
-/// A GPU-instance profile, all figures as NVML gives them.
+/// A GPU instance profile with the figures of NVML.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigProfile {
-    /// Column ID of `nvidia-smi mig -lgip`; opaque, per GPU model.
+    /// The ID of `nvidia-smi mig -lgip`; it depends on the GPU model.
     pub id: u32,
-    /// Argument of `nvmlDeviceGetGpuInstanceProfileInfo`.
+    /// The argument of `nvmlDeviceGetGpuInstanceProfileInfo`.
     pub index: u32,
-    /// Canonical name: `1g.10gb`, `1g.10gb+me`.
+    /// The canonical name: `1g.10gb`, `1g.10gb+me`.
     pub name: String,
     /// MiB.
     pub memory_mib: u64,
@@ -122,12 +122,12 @@ pub struct MigProfile {
     pub encoders: u32,
     pub jpeg_engines: u32,
     pub ofa_engines: u32,
-    /// How many may exist at once.
+    /// Maximum number of instances at one time.
     pub max_instances: u32,
     pub placements: Vec<Placement>,
 }
 
-/// A GPU instance that exists.
+/// An existing GPU instance.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuInstance {
     pub id: u32,
@@ -137,7 +137,7 @@ pub struct GpuInstance {
     pub origin: Origin,
 }
 
-/// A compute instance that exists.
+/// An existing compute instance.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ComputeInstance {
     pub id: u32,
@@ -146,24 +146,24 @@ pub struct ComputeInstance {
     pub uuid: String,
 }
 
-/// Who made an instance.
+/// The creator of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Origin {
-    /// A record explains it.
+    /// A record of Divvy accounts for it.
     Ours,
-    /// Somebody else did; it is published as it is and left on release.
+    /// Another tool created it. It is published as it is, and kept on release.
     Foreign,
 }
 
 impl Inventory {
-    /// The GPU of that number.
+    /// The GPU with that number.
     pub fn gpu(&self, number: GpuNumber) -> Option<&Gpu> {
         self.gpus.iter().find(|gpu| gpu.number == number)
     }
 }
 
 impl Gpu {
-    /// The profile of that id.
+    /// The profile with that id.
     pub fn profile(&self, id: u32) -> Option<&MigProfile> {
         match &self.mig {
             Mig::Unsupported => None,
@@ -186,7 +186,7 @@ impl fmt::Display for Condition {
 pub(crate) mod tests {
     use super::*;
 
-    /// A present GPU; the tests care for its number and its profiles.
+    /// A present GPU for tests of its number and profiles.
     pub(crate) fn gpu(number: u32, mig: Mig) -> Gpu {
         Gpu {
             number: GpuNumber(number),
@@ -232,7 +232,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn gpus_and_profiles_are_found_by_their_own_key() {
+    fn gpus_and_profiles_are_found_by_key() {
         let node = Inventory {
             gpus: vec![gpu(3, Mig::Unsupported), gpu(1, mig(vec![profile(19, "1g.10gb", &[(0, 1)])]))],
             ..Default::default()

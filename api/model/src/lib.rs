@@ -1,10 +1,8 @@
-//! The pure rules of GPUs: what a node has ([`inventory`]), where a MIG
-//! instance can lie ([`placement`]), what a device is called ([`device`]), which
-//! number a GPU keeps ([`numbers`]), which allocation of it is a [`share`] and
-//! what may be made of it ([`policy`], as written by the administrator in a
-//! [`nodeconfig`]).
+//! Pure rules about GPUs, without I/O, clock or async: every function can be tested by its arguments.
 //!
-//! No I/O, no clock, no async: every function here can be tested by its arguments.
+//! [`inventory`] describes the GPUs of a node, [`device`] their device names and [`numbers`] their stable
+//! numbers. [`placement`] tells where a MIG instance fits. [`share`] tells which allocations are shares.
+//! [`policy`] and [`nodeconfig`] define what GPUs may be used for.
 
 pub mod device;
 pub mod inventory;

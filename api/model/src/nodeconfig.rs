@@ -1,41 +1,28 @@
-//! The node configuration: what an administrator lets be made of which GPU.
+//! The node configuration: what an administrator allows each GPU to be used for.
 //!
-//! ```yaml
-//! apiVersion: resource.divvy.dev/v1alpha1
-//! kind: NodeConfig
-//! rules:
-//!   - slots: 8                                    # every GPU
-//!   - match: {products: ["*A100*"]}
-//!     modes: [whole, mig]
-//!   - match: {nodeLabels: {pool: training}, indices: [0, 1]}
-//!     dedicated: true
-//! ```
-//!
-//! One file serves a whole cluster, so rules choose by what differs between
-//! nodes. They are read in order and the last that says something of a field
-//! holds, field by field: broad rules come first, exceptions after them.
-//!
-//! What is not known is not guessed: as long as the labels of the node are not
-//! read, a rule that needs them turns all modes off on the GPUs it may concern. A
-//! mode that is off is never wrong for long, one that was on may be in use.
+//! One file serves a whole cluster, so rules match by properties of nodes and GPUs. Rules are read
+//! in order. For each field, the last matching rule that sets it applies, so exceptions follow
+//! general rules. Until the labels of the node are known, a rule that needs them disables all modes
+//! on the GPUs it may match: a disabled mode can be enabled later, but an enabled one may already
+//! be in use.
 
 use crate::inventory::Gpu;
 use crate::numbers::GpuNumber;
 use crate::policy::GpuPolicy;
 use divvy_api::names::CONFIG_API_VERSION;
-use divvy_api::schema::{self, Fault, Field, Object, Shape, Unread};
+use divvy_api::schema::{self, Field, FieldError, Object, ReadError, Shape};
 use divvy_api::sharing::{Interval, Mode};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// What the file says.
+/// The content of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeConfig {
     pub rules: Vec<Rule>,
 }
 
-/// What some GPUs offer; a field that is absent is left to other rules.
+/// Settings of matching GPUs. An absent field is left to other rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rule {
     pub matches: Match,
@@ -48,7 +35,7 @@ pub struct Rule {
     pub exclusive_ownership: Option<bool>,
 }
 
-/// Which GPUs a rule is for: those that all of it matches. What is empty matches all.
+/// Conditions of a rule. A GPU must satisfy all of them; an empty one is always satisfied.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Match {
     pub node_labels: BTreeMap<String, String>,
@@ -58,11 +45,11 @@ pub struct Match {
     pub indices: BTreeSet<u32>,
 }
 
-/// What of a GPU a rule may choose by.
+/// The properties of a GPU that rules match.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
     pub number: GpuNumber,
-    /// As NVML names it: `NVIDIA H100 80GB HBM3`.
+    /// The product name from NVML: `NVIDIA H100 80GB HBM3`.
     pub product: &'a str,
 }
 
@@ -75,57 +62,58 @@ impl<'a> From<&'a Gpu> for Subject<'a> {
 /// Labels of a node.
 pub type Labels = BTreeMap<String, String>;
 
-/// Why a file is refused.
+/// Why a file is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NodeConfigError {
     #[error("line {line}: {fault}")]
-    Field { line: usize, fault: Fault },
+    Field { line: usize, fault: FieldError },
     #[error("not YAML: {cause}")]
     NotYaml { cause: String },
 }
 
-/// Who said what holds for a field.
+/// The origin of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Said {
-    /// Nobody.
+pub enum ValueOrigin {
+    /// No rule set it.
     Default,
-    /// The rule of that index.
+    /// The rule with that index.
     Rule(usize),
-    /// The rule of that index may, once the labels of the node are known.
+    /// The rule with that index may apply, once the labels of the node are known.
     Unknown(usize),
 }
 
-/// What a GPU gets, and by which rule.
+/// The policy of a GPU, and the rule of each value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explained {
     pub policy: GpuPolicy,
-    pub modes: Said,
-    pub slots: Said,
-    pub interval: Said,
-    pub mps_clients: Said,
-    pub shares: Said,
-    pub exclusive_ownership: Said,
+    pub modes: ValueOrigin,
+    pub slots: ValueOrigin,
+    pub interval: ValueOrigin,
+    pub mps_clients: ValueOrigin,
+    pub shares: ValueOrigin,
+    pub exclusive_ownership: ValueOrigin,
 }
 
 impl NodeConfig {
-    /// Reads a file of one document.
+    /// Parses a file with one document.
     pub fn parse(text: &str) -> Result<Self, NodeConfigError> {
         Self::read(serde_norway::Deserializer::from_str(text))
     }
 
-    /// Reads a document of YAML.
+    /// Reads a YAML document.
     pub fn read(document: serde_norway::Deserializer<'_>) -> Result<Self, NodeConfigError> {
         let value = schema::read(Shape::Object(&NODE_CONFIG), document).map_err(refused)?;
         Ok(Self { rules: list(&value["rules"]).map(rule).collect() })
     }
 
-    /// What the configuration makes of a GPU. `otherwise` holds where no rule says
-    /// anything; `labels` are `None` while they have not been read.
+    /// The policy of a GPU. `otherwise` has the values that no rule sets; `labels` are `None` until
+    /// they are read.
     pub fn explain(&self, otherwise: &GpuPolicy, labels: Option<&Labels>, gpu: Subject<'_>) -> Explained {
         let mut policy = otherwise.clone();
-        let (mut modes, mut slots, mut interval) = (Said::Default, Said::Default, Said::Default);
+        let (mut modes, mut slots, mut interval) =
+            (ValueOrigin::Default, ValueOrigin::Default, ValueOrigin::Default);
         let (mut mps_clients, mut shares, mut exclusive_ownership) =
-            (Said::Default, Said::Default, Said::Default);
+            (ValueOrigin::Default, ValueOrigin::Default, ValueOrigin::Default);
         let (mut dedicated, mut unknown) = (None, None);
         for (index, rule) in self.rules.iter().enumerate() {
             match rule.matches.of(labels, gpu) {
@@ -136,41 +124,42 @@ impl NodeConfig {
                     continue;
                 }
             }
-            let said = Said::Rule(index);
-            set(&mut policy.modes, &mut modes, rule.modes.clone(), said);
-            set(&mut policy.slots, &mut slots, rule.slots, said);
-            set(&mut policy.interval, &mut interval, rule.interval, said);
-            set(&mut policy.mps_clients, &mut mps_clients, rule.mps_clients, said);
-            set(&mut policy.shares, &mut shares, rule.shares, said);
-            set(&mut policy.exclusive_ownership, &mut exclusive_ownership, rule.exclusive_ownership, said);
+            let origin = ValueOrigin::Rule(index);
+            set(&mut policy.modes, &mut modes, rule.modes.clone(), origin);
+            set(&mut policy.slots, &mut slots, rule.slots, origin);
+            set(&mut policy.interval, &mut interval, rule.interval, origin);
+            set(&mut policy.mps_clients, &mut mps_clients, rule.mps_clients, origin);
+            set(&mut policy.shares, &mut shares, rule.shares, origin);
+            set(&mut policy.exclusive_ownership, &mut exclusive_ownership, rule.exclusive_ownership, origin);
             dedicated = rule.dedicated.map(|yes| (yes, index)).or(dedicated);
         }
         if let Some((true, index)) = dedicated {
-            (policy.modes, modes) = ([Mode::Whole].into(), Said::Rule(index));
-            (policy.shares, shares) = (false, Said::Rule(index));
+            (policy.modes, modes) = ([Mode::Whole].into(), ValueOrigin::Rule(index));
+            (policy.shares, shares) = (false, ValueOrigin::Rule(index));
         }
         if let Some(index) = unknown {
-            (policy.modes, modes) = (BTreeSet::new(), Said::Unknown(index));
+            (policy.modes, modes) = (BTreeSet::new(), ValueOrigin::Unknown(index));
         }
         Explained { policy, modes, slots, interval, mps_clients, shares, exclusive_ownership }
     }
 
-    /// Whether a rule chooses by the node's labels.
+    /// Whether a rule matches by the node's labels.
     pub fn needs_labels(&self) -> bool {
         self.rules.iter().any(|rule| !rule.matches.node_labels.is_empty())
     }
 }
 
-fn set<T>(field: &mut T, by: &mut Said, value: Option<T>, said: Said) {
+fn set<T>(field: &mut T, by: &mut ValueOrigin, value: Option<T>, origin: ValueOrigin) {
     if let Some(value) = value {
-        (*field, *by) = (value, said);
+        (*field, *by) = (value, origin);
     }
 }
 
 impl Match {
-    /// Whether the rule is for a GPU; `None` where the labels would have to be known.
+    /// Whether the rule matches a GPU; `None` if that depends on unknown labels.
     fn of(&self, labels: Option<&Labels>, gpu: Subject<'_>) -> Option<bool> {
-        let product = self.products.is_empty() || self.products.iter().any(|glob| like(glob, gpu.product));
+        let product =
+            self.products.is_empty() || self.products.iter().any(|glob| glob_matches(glob, gpu.product));
         let index = self.indices.is_empty() || self.indices.contains(&gpu.number.0);
         if !product || !index {
             return Some(false);
@@ -182,14 +171,14 @@ impl Match {
     }
 }
 
-/// Whether a product is of a pattern. `NVIDIA-H100-80GB-HBM3` is how node labels
-/// write `NVIDIA H100 80GB HBM3`, so case and dashes make no difference.
-fn like(pattern: &str, product: &str) -> bool {
+/// Whether a product matches a pattern. Case is ignored, and dashes equal spaces, because node
+/// labels write `NVIDIA-H100-80GB-HBM3` for `NVIDIA H100 80GB HBM3`.
+fn glob_matches(pattern: &str, product: &str) -> bool {
     let plain = |text: &str| -> Vec<char> {
         text.chars().map(|c| if c == '-' { ' ' } else { c.to_ascii_lowercase() }).collect()
     };
     let (pattern, product) = (plain(pattern), plain(product));
-    // The last star, and how much of the product it takes so far.
+    // The last star, and how many characters it matches so far.
     let (mut at, mut of, mut star) = (0, 0, None);
     while of < product.len() {
         match pattern.get(at) {
@@ -210,7 +199,7 @@ fn like(pattern: &str, product: &str) -> bool {
     pattern[at..].iter().all(|c| *c == '*')
 }
 
-fn refused(unread: Unread<serde_norway::Error>) -> NodeConfigError {
+fn refused(unread: ReadError<serde_norway::Error>) -> NodeConfigError {
     match unread.fault {
         None => NodeConfigError::NotYaml { cause: unread.cause.to_string() },
         Some(fault) => {
@@ -252,7 +241,7 @@ fn rule(value: &Value) -> Rule {
     }
 }
 
-impl fmt::Display for Said {
+impl fmt::Display for ValueOrigin {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Default => out.write_str("default"),
@@ -262,10 +251,12 @@ impl fmt::Display for Said {
     }
 }
 
-/// The document, for the reader and the reference.
+/// The document, for the parser and the reference documentation.
 pub static NODE_CONFIG: Object = Object {
     name: "NodeConfig",
-    about: "What may be made of the GPUs of each node: the file given to `divvy-node --config`, one for a whole cluster. Rules are read in order; for each field the last rule that says it and matches the GPU holds.",
+    about: "What the GPUs of each node may be used for: the file of `divvy-node --config`, one for a whole \
+         cluster. Rules are read in order. For each field, the last rule that sets it and matches the GPU \
+         applies.",
     fields: &[
         Field {
             name: "apiVersion",
@@ -280,7 +271,7 @@ pub static NODE_CONFIG: Object = Object {
             shape: Shape::List(&Shape::Object(&RULE)),
             required: false,
             absent: "every GPU offers every mode",
-            about: "Broad rules first, exceptions after them.",
+            about: "General rules first, then exceptions.",
         },
     ],
 };
@@ -294,63 +285,68 @@ static RULE: Object = Object {
             shape: Shape::Object(&MATCH),
             required: false,
             absent: "all GPUs",
-            about: "Which GPUs the rule is for.",
+            about: "The GPUs that the rule applies to.",
         },
         Field {
             name: "modes",
             shape: Shape::List(&Shape::OneOf(&["whole", "mig", "timeslice", "mps"])),
             required: false,
             absent: "all four",
-            about: "Which modes the GPU offers. A mode that is off stays published with a taint: claims that have it keep it, new ones go elsewhere. An empty list offers nothing.",
+            about: "The modes that the GPU offers. A disabled mode stays published with a taint: existing \
+                 claims keep it, and new ones are not scheduled to it. An empty list disables all modes.",
         },
         Field {
             name: "slots",
             shape: Shape::Count(1, 256),
             required: false,
             absent: "4",
-            about: "How many slots the GPU's time-slice device has. While claims hold time-slices of the GPU, fewer take effect when they are gone.",
+            about: "Slots of the GPU's time-slice device. A lower number takes effect when no claim holds \
+                 time-slices of the GPU.",
         },
         Field {
             name: "interval",
             shape: Shape::OneOf(Interval::NAMES),
             required: false,
             absent: "Default",
-            about: "How long a process of a time-slice runs before the next has its turn. While claims hold time-slices of the GPU, another one takes effect when they are gone.",
+            about: "The time slice of a process. A change takes effect when no claim holds time-slices of \
+                 the GPU.",
         },
         Field {
             name: "mpsClients",
             shape: Shape::Count(1, 60),
             required: false,
             absent: "4",
-            about: "An MPS claim that names no memory or threads gets one of so many parts.",
+            about: "An MPS claim without memory or threads gets one of this many equal parts.",
         },
         Field {
             name: "shares",
             shape: Shape::Flag,
             required: false,
             absent: "the flag `--shares`, which is on by default",
-            about: "The whole GPU and its MIG instances are dealt out in shares too. Without, each goes to one claim at a time; claims that have shares keep them.",
+            about: "The whole GPU and its MIG instances are also offered in shares. If false, each goes to \
+                 one claim at a time; existing shares stay.",
         },
         Field {
             name: "dedicated",
             shape: Shape::Flag,
             required: false,
             absent: "false",
-            about: "The GPU goes to one claim at a time, whole: as `modes: [whole]` and `shares: false`, whatever other rules say of them.",
+            about: "One claim at a time gets the whole GPU: equals `modes: [whole]` and `shares: false`, \
+                 and overrides other rules for these fields.",
         },
         Field {
             name: "exclusiveOwnership",
             shape: Shape::Flag,
             required: false,
             absent: "the flag `--exclusive-ownership`, which is off by default",
-            about: "All GPU instances on the GPU are Divvy's: those that no claim explains are destroyed.",
+            about: "All GPU instances on the GPU belong to Divvy: instances without a claim are destroyed.",
         },
     ],
 };
 
 static MATCH: Object = Object {
     name: "Match",
-    about: "A GPU must be of all that is given.",
+    about: "A GPU must match all fields that are set.",
     fields: &[
         Field {
             name: "nodeLabels",
@@ -364,7 +360,8 @@ static MATCH: Object = Object {
             shape: Shape::List(&Shape::Text),
             required: false,
             absent: "any product",
-            about: "Patterns of product names, one of which must match the whole name: `*` is any text, `?` any character. Case does not matter, and a dash is as good as a space.",
+            about: "Patterns of product names, one of which must match the whole name: `*` is any text, `?` \
+                 any character. Case is ignored, and a dash equals a space.",
         },
         Field {
             name: "indices",

@@ -1,7 +1,6 @@
-//! GPU numbers are ours and stay: `gpu-N` is the NVML minor at first sight,
-//! then kept by GPU UUID. A GPU that is missing after a reboot keeps its
-//! number, and a new GPU never takes one that is in use, although the driver
-//! hands the minor out again.
+//! Stable GPU numbers. The N of `gpu-N` is the NVML minor number when the GPU is first seen, and is
+//! then kept by GPU UUID. A GPU that is missing after a reboot keeps its number. A new GPU never
+//! takes a used number, although the GPU driver reuses the minor.
 
 use divvy_api::GpuUuid;
 use serde::{Deserialize, Serialize};
@@ -19,14 +18,14 @@ impl fmt::Display for GpuNumber {
     }
 }
 
-/// Who has which number. The driver keeps it as a file in its state directory.
+/// The assigned numbers. The driver stores them as a file in its state directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuNumbers {
     by_uuid: BTreeMap<GpuUuid, GpuNumber>,
 }
 
 impl GpuNumbers {
-    /// The number of a GPU: the one it has, or its minor if free, or the lowest free one.
+    /// The number of a GPU: the assigned one, else its minor if free, else the lowest free one.
     pub fn number(&mut self, uuid: &GpuUuid, minor: u32) -> GpuNumber {
         if let Some(number) = self.by_uuid.get(uuid) {
             return *number;
@@ -38,12 +37,12 @@ impl GpuNumbers {
         number
     }
 
-    /// Gives the number of a GPU back; only an operator asks for this.
+    /// Releases the number of a GPU; only on request of an operator.
     pub fn forget(&mut self, uuid: &GpuUuid) -> Option<GpuNumber> {
         self.by_uuid.remove(uuid)
     }
 
-    /// All numbers given, by UUID.
+    /// All assigned numbers, by UUID.
     pub fn iter(&self) -> impl Iterator<Item = (&GpuUuid, GpuNumber)> {
         self.by_uuid.iter().map(|(uuid, number)| (uuid, *number))
     }
@@ -59,22 +58,22 @@ mod tests {
     }
 
     #[test]
-    fn a_number_stays_when_the_minors_shift() {
+    fn numbers_are_stable_when_minors_change() {
         let mut numbers = GpuNumbers::default();
         let first: Vec<_> = (0..4).map(|minor| numbers.number(&uuid(minor), minor).0).collect();
         assert_eq!(first, [0, 1, 2, 3]);
-        // GPU 1 is lost at a reboot: the driver counts the others anew.
+        // GPU 1 is missing after a reboot, so the GPU driver renumbers the others.
         let after: Vec<_> =
             [(0, 0), (2, 1), (3, 2)].map(|(gpu, minor)| numbers.number(&uuid(gpu), minor).0).into();
         assert_eq!(after, [0, 2, 3]);
-        // A new GPU in its place has minor 3 and takes nobody's number.
+        // A new GPU in its place has minor 3 and gets a new number.
         assert_eq!(numbers.number(&uuid(9), 3), GpuNumber(4));
-        // The lost one comes back.
+        // The missing GPU returns.
         assert_eq!(numbers.number(&uuid(1), 1), GpuNumber(1));
     }
 
     #[test]
-    fn a_forgotten_number_is_free_again() {
+    fn released_number_is_reused() {
         let mut numbers = GpuNumbers::default();
         numbers.number(&uuid(0), 0);
         assert_eq!(numbers.forget(&uuid(0)), Some(GpuNumber(0)));
@@ -82,9 +81,9 @@ mod tests {
         assert_eq!(numbers.number(&uuid(1), 0), GpuNumber(0));
     }
 
-    /// Written by one version and read by the next.
+    /// The file of one version must be readable by the next.
     #[test]
-    fn the_table_is_written_as_it_always_was() {
+    fn file_format_is_unchanged() {
         let mut numbers = GpuNumbers::default();
         numbers.number(&uuid(7), 3);
         numbers.number(&uuid(5), 0);
@@ -100,7 +99,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn numbers_are_distinct_and_never_move(seen in prop::collection::vec((0u32..12, 0u32..8), 0..40)) {
+        fn numbers_are_distinct_and_stable(seen in prop::collection::vec((0u32..12, 0u32..8), 0..40)) {
             let mut numbers = GpuNumbers::default();
             let mut given = BTreeMap::new();
             for (gpu, minor) in seen {

@@ -1,12 +1,10 @@
-//! Placements of GPU instances on a GPU's grid of memory slices.
-//!
-//! The grid is whatever the GPU says: 4 units on an A30, 8 on most, 12 on an
-//! RTX PRO 6000. Nothing here assumes a width or a power of two.
+//! Placements of GPU instances on the memory slices of a GPU. The number of slices is what the GPU
+//! reports: 4 on an A30, 8 on most, 12 on an RTX PRO 6000. No width or power of two is assumed.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A run of memory slices: `start..start + size`.
+/// A range of memory slices: `start..start + size`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Placement {
     pub start: u32,
@@ -14,18 +12,18 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// The slices it covers.
+    /// The covered slices.
     pub fn slices(self) -> std::ops::Range<u32> {
         self.start..self.start.saturating_add(self.size)
     }
 
-    /// Whether the two share a slice.
+    /// Whether both cover a common slice.
     pub fn overlaps(self, other: Self) -> bool {
         self.slices().start < other.slices().end && other.slices().start < self.slices().end
     }
 }
 
-/// The candidates that share no slice with what is taken, in their order.
+/// The candidates that overlap no taken placement, in their order.
 pub fn free<'a>(candidates: &'a [Placement], taken: &'a [Placement]) -> impl Iterator<Item = Placement> + 'a {
     let is_free = |candidate: &Placement| !taken.iter().any(|other| other.overlaps(*candidate));
     candidates.iter().copied().filter(is_free)
@@ -48,7 +46,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn overlap_is_having_a_slice_in_common(a in placement(), b in placement()) {
+        fn overlap_means_a_common_slice(a in placement(), b in placement()) {
             let common = a.slices().any(|slice| b.slices().contains(&slice));
             let empty = a.size == 0 || b.size == 0;
             prop_assert_eq!(a.overlaps(b) && !empty, common);
@@ -56,7 +54,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_free_touches_nothing_and_what_is_not_does(
+        fn free_placements_overlap_no_taken_one(
             candidates in prop::collection::vec(placement(), 0..12),
             taken in prop::collection::vec(placement(), 0..6),
         ) {

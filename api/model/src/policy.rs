@@ -1,44 +1,39 @@
-//! What an administrator lets be made of a GPU: made from the node
-//! configuration by the driver, part of the [`crate::Inventory`], read by the
-//! publisher and by planning.
-//!
-//! A mode that is off is published all the same, with a taint: the scheduler
-//! counts only what is published, so taking a device away that somebody holds
-//! would free its counters.
+//! The policy of a GPU: what an administrator allows it to be used for. The driver creates it from
+//! the node configuration; it is part of the [`crate::Inventory`]. A disabled mode is still
+//! published, with a taint: the scheduler counts only published devices, so removing a device in
+//! use would free its counters.
 
 use divvy_api::sharing::{Interval, Mode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// What one GPU offers.
+/// The offered modes and settings of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct GpuPolicy {
     pub modes: BTreeSet<Mode>,
     /// Slots of the time-slice device, at least 1.
     pub slots: u32,
-    /// Of the time-slice device.
+    /// The time slice of the time-slice device.
     pub interval: Interval,
-    /// An MPS claim that names nothing gets one of so many parts, at least 1.
+    /// An MPS claim without memory or threads gets one of this many equal parts, at least 1.
     pub mps_clients: u32,
-    /// The whole GPU and its MIG instances are dealt out in shares too, not only
-    /// to one claim at a time.
+    /// The whole GPU and its MIG instances are also offered in shares, not only exclusively.
     pub shares: bool,
-    /// All GPU instances on it are Divvy's: one that no record explains is destroyed.
+    /// All GPU instances on it belong to Divvy: instances without a record are destroyed.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub exclusive_ownership: bool,
 }
 
 impl GpuPolicy {
-    /// Whether it is what every GPU offers where nobody says anything.
+    /// Whether it is the default policy.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
     }
 
-    /// This policy for a GPU on which claims hold time-slices under another: they
-    /// stand on the interval that was set for them, and on slots that the
-    /// scheduler has counted already. A mode that is off takes nothing away, so
-    /// all else changes at once.
+    /// This policy for a GPU on which claims hold time-slices under the policy `before`. Their
+    /// interval stays, and the slots do not decrease, because the scheduler has counted them. All
+    /// other settings change at once, because disabling a mode takes nothing away.
     pub fn beside_timeslices(mut self, before: &Self) -> Self {
         self.interval = before.interval;
         self.slots = self.slots.max(before.slots);

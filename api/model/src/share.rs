@@ -1,33 +1,31 @@
-//! When an allocation is a share: the rule, and the figure that it needs.
+//! The rule which allocations are shares.
 //!
-//! A GPU and a MIG instance are published with all of their memory, and an
-//! allocation of them tells what it took. Taking less than all makes it a share,
-//! and so does a guarantee of compute time. **A share of everything is the
-//! whole**: naming all memory equals naming none, nothing is injected and nobody
-//! else can have room. Who names compute time alone gets all memory and a limit.
-//!
-//! What is published and what is compared come from the same functions, so a rule
-//! that rounds cannot make a whole GPU a share.
+//! A GPU and a MIG instance are published with all of their memory, and an allocation reports how
+//! much it consumed. It is a share if it consumed less than all memory, or if it has a guarantee of
+//! compute time. **A share of everything is the whole device**: requesting all memory equals
+//! requesting none, and no library is injected. A claim that sets only `cores` gets all memory and
+//! a compute limit. Published and compared figures come from the same functions, so rounding cannot
+//! make a whole GPU a share.
 
 use crate::device::Part;
 use crate::inventory::{Gpu, MigProfile};
 use divvy_api::{Hold, Quantity, Share};
 
-/// Why what an allocation took is not the part of a device; the message names the amount.
+/// Why the consumed capacity is not valid for a device. The message has the amount.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShareError {
     #[error(
-        "takes {amount} of memory, expected at least 1Mi; this allocation is not of what Divvy publishes"
+        "consumes {amount} of memory, expected at least 1Mi; this is not an allocation of a device of Divvy"
     )]
     Memory { amount: Quantity },
     #[error(
-        "takes {amount} per cent of the cores, expected a whole number from 0 to 100; this allocation is not of what Divvy publishes"
+        "consumes {amount} percent of the cores, expected a whole number from 0 to 100; this is not an \
+         allocation of a device of Divvy"
     )]
     Cores { amount: Quantity },
 }
 
-/// Memory of a GPU, or of a part of it, as it is published: bytes in whole Mi; 0
-/// where the GPU does not tell.
+/// Published memory of a GPU or MIG instance: bytes in whole Mi; 0 if the GPU does not report it.
 pub fn memory(gpu: &Gpu, part: Option<Part<'_>>) -> u64 {
     match part {
         None => gpu.memory_bytes >> 20 << 20,
@@ -40,8 +38,11 @@ pub fn memory_of_profile(profile: &MigProfile) -> u64 {
     profile.memory_mib.saturating_mul(1 << 20)
 }
 
-/// The share that an allocation is, of a GPU or MIG instance with so much
-/// [`memory`]; none where the claim has it whole or looks on.
+/// The share of an allocation on a device with this [`memory`]; `None` if the claim holds the whole
+/// device or only observes.
+///
+/// # Errors
+/// A consumed amount is out of range.
 pub fn share(hold: &Hold, device_memory: u64) -> Result<Option<Share>, ShareError> {
     let Hold::Share { id, consumed } = hold else { return Ok(None) };
     let memory = match consumed.get("memory") {
@@ -80,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn less_memory_or_a_guarantee_of_compute_time_is_a_share() {
+    fn less_memory_or_guaranteed_compute_is_a_share() {
         check(&[("memory", "10Gi"), ("cores", "0")], Ok(Some((10 * GI, 0))));
         check(&[("memory", "10Gi"), ("cores", "30")], Ok(Some((10 * GI, 30))));
         check(&[("memory", "81919Mi")], Ok(Some((80 * GI - (1 << 20), 0))));
@@ -89,21 +90,22 @@ mod tests {
     }
 
     #[test]
-    fn all_memory_is_the_whole() {
+    fn all_memory_is_the_whole_device() {
         check(&[("memory", "80Gi"), ("cores", "0"), ("decoders", "0")], Ok(None));
         check(&[("memory", "81920Mi")], Ok(None));
         check(&[], Ok(None));
-        // The GPU driver tells less than when it was allocated.
+        // The GPU driver reports less than at allocation.
         check(&[("memory", "81Gi")], Ok(None));
         assert_eq!(share(&Hold::Exclusive, 80 * GI), Ok(None));
         assert_eq!(share(&Hold::Admin { id: None }, 80 * GI), Ok(None));
     }
 
     #[test]
-    fn what_is_not_published_is_refused() {
+    fn amounts_out_of_range_are_rejected() {
         let memory = |amount: &str| {
             format!(
-                "takes {amount} of memory, expected at least 1Mi; this allocation is not of what Divvy publishes"
+                "consumes {amount} of memory, expected at least 1Mi; this is not an allocation of a device \
+                 of Divvy"
             )
         };
         for amount in ["0", "-1Gi", "1023Ki", "500m"] {
@@ -111,14 +113,15 @@ mod tests {
         }
         for amount in ["101", "-1", "500m"] {
             let cores = format!(
-                "takes {amount} per cent of the cores, expected a whole number from 0 to 100; this allocation is not of what Divvy publishes"
+                "consumes {amount} percent of the cores, expected a whole number from 0 to 100; this is not \
+                 an allocation of a device of Divvy"
             );
             check(&[("cores", amount)], Err(&cores));
         }
     }
 
     #[test]
-    fn memory_is_told_in_whole_mebibytes() {
+    fn memory_is_published_in_whole_mebibytes() {
         let mut gpu = gpu(0, Mig::Unsupported);
         gpu.memory_bytes += 4096;
         let profile = profile(19, "1g.10gb", &[(0, 1)]);
@@ -128,8 +131,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_share_is_never_more_than_the_device(taken in 1u64..200 << 10, all in 1u64..200 << 10, cores in 0u32..=100) {
-            let consumed = [("memory", Quantity::bytes(taken << 20)), ("cores", Quantity::count(cores.into()))];
+        fn share_is_never_larger_than_the_device(
+            taken in 1u64..200 << 10, all in 1u64..200 << 10, cores in 0u32..=100,
+        ) {
+            let (memory, cores_) = (Quantity::bytes(taken << 20), Quantity::count(cores.into()));
+            let consumed = [("memory", memory), ("cores", cores_)];
             let consumed = consumed.map(|(name, amount)| (name.to_owned(), amount)).into();
             let found = share(&Hold::Share { id: "s".into(), consumed }, all << 20).unwrap();
             prop_assert_eq!(found.is_none(), taken >= all && cores == 0);

@@ -1,11 +1,11 @@
-//! Device names hold for every GPU model there is a description of.
+//! Device names of every GPU model in the catalogue.
 
 use divvy_api::DeviceName;
 use divvy_model::{DeviceId, GpuNumber};
 use divvy_sim::catalogue::{GpuModel, all};
 use std::collections::BTreeSet;
 
-/// Every device of a GPU of that model, with its profile and start.
+/// Every device of a GPU of that model.
 fn devices(gpu: GpuNumber, model: &GpuModel) -> Vec<DeviceId> {
     let profiles = model.mig.iter().flat_map(|mig| &mig.profiles);
     let parts = profiles.flat_map(|profile| profile.starts.iter().map(move |start| (profile, *start)));
@@ -19,7 +19,7 @@ fn is_dns_label(name: &str) -> bool {
 }
 
 #[test]
-fn every_device_of_every_model_has_a_name_that_means_it_alone() {
+fn every_device_of_every_model_has_a_unique_name() {
     for model in all() {
         for gpu in [0, 7, 15, u32::MAX].map(GpuNumber) {
             let devices = devices(gpu, model.row());
@@ -35,7 +35,7 @@ fn every_device_of_every_model_has_a_name_that_means_it_alone() {
 }
 
 #[test]
-fn names_are_in_the_pattern_people_know() {
+fn names_follow_the_pattern_of_nvidias_driver() {
     let names: Vec<_> = ["H100-SXM5-80GB", "RTX-PRO-6000"]
         .iter()
         .flat_map(|key| devices(GpuNumber(0), divvy_sim::catalogue::find(key).expect(key).row()))

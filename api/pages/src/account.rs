@@ -1,119 +1,101 @@
-//! The account page: what a share does use.
+//! The account page: the usage of a share, written by its processes.
 //!
-//! One file of [`SIZE`] bytes that all processes of the share write: the total of the
-//! share, and a slot for every process with what that process holds. A slot never
-//! moves and has one owner; the owner word says who, by a generation that tells one
-//! owner from the next. Nothing here is a lock.
-//!
-//! | offset | what |
-//! |---|---|
-//! | 0 | magic, major and minor version, size, slots, size of a slot |
-//! | 64 | total: bytes and a count of its changes |
-//! | 128 | compute: balance in nanoseconds, time of the last refill |
-//! | 192 | doorbell, a futex word |
-//! | 256 | how many slots were ever in use |
-//! | 320 | attention: the node changes it when it wrote a verdict into a slot |
-//! | 384 | eight fault counters, each on a cache line |
-//! | 4096 | 1024 slots of 256 bytes |
-//!
-//! A slot is four cache lines: memory (the process writes it), compute (the process; the last two words since 1.3),
-//! the node's line, reserved. The file is sparse: 16 slots cost a page of memory.
-//! 1024 slots, because a thousand processes may start CUDA at once, though far fewer
-//! contexts fit into any device.
-//!
-//! **Who stands outside never maps this file**: a tenant can truncate it, and touching
-//! the mapping would then kill the toucher. The node reads a copy ([`Snapshot`]) and
-//! writes only its own line of a slot ([`NodeLine`]), a plain write at
-//! [`NodeLine::offset`]. What follows from that line is done by the processes of the share.
-
-mod node;
-mod slot;
+//! It is one file of [`SIZE`] bytes with the total of the share and a slot per process. No lock
+//! protects it; [`crate::charge()`] describes the protocol. **The node maps this file only to wait at
+//! the doorbell.** A tenant can truncate the file, and any access to the mapping would then kill the
+//! node daemon. The node reads copies ([`Snapshot`]) and writes its own line of a slot
+//! ([`NodeLine`]), with plain writes to the file.
 
 use crate::sync::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 use crate::word::Word;
 use crate::{MAJOR, MINOR};
 use core::fmt;
-pub use node::{ATTENTION, BALANCE, DOORBELL, NodeLine, SlotReport, Snapshot};
-pub use slot::Slot;
-pub(crate) use slot::weighs;
 
-/// The length of an account page, in bytes.
+/// The size of an account page, in bytes.
 pub const SIZE: usize = HEADER + SLOTS * SLOT;
-/// Where the slots begin.
+/// Offset of the first slot, in bytes.
 pub const HEADER: usize = 4096;
-/// How many processes can be registered at once.
+/// The number of slots. A thousand processes may start CUDA at once, but far fewer contexts fit on
+/// any device.
 pub const SLOTS: usize = 1024;
 /// The size of a slot, in bytes.
 pub const SLOT: usize = 256;
 /// The first eight bytes of an account page.
 pub const MAGIC: [u8; 8] = *b"divvyacc";
 
-/// A sum of bytes fills the low 44 bits of its word (16 TiB); above it a total counts
-/// its changes, and a slot the operations that are in flight.
-const BYTES: u64 = (1 << 44) - 1;
-pub(crate) const ONE: u64 = 1 << 44;
+/// A byte count uses the low 44 bits of its word (up to 16 TiB). The upper 20 bits count changes in
+/// the total, and operations in flight in a slot.
+const BYTES_MASK: u64 = (1 << 44) - 1;
+pub(crate) const ONE_OPERATION: u64 = 1 << 44;
 
 pub(crate) fn bytes(word: u64) -> u64 {
-    word & BYTES
+    word & BYTES_MASK
 }
 
 pub(crate) fn above(word: u64) -> u64 {
     word >> 44
 }
 
-/// `word` with other bytes.
+/// `word` with its byte count replaced.
 pub(crate) fn with_bytes(word: u64, bytes: u64) -> u64 {
-    word & !BYTES | bytes.min(BYTES)
+    word & !BYTES_MASK | bytes.min(BYTES_MASK)
 }
 
-/// What went wrong inside a process of the share; counted for the node to see.
+/// Errors inside the processes of a share. The page counts them for the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// An allocation was refused for want of room.
+    /// An allocation was refused because the limit was reached.
     Refused,
-    /// All slots were taken by living processes.
+    /// All slots belonged to living processes.
     NoSlot,
-    /// A wait for other processes of the share ended by its deadline.
-    Waited,
+    /// Waiting for other processes of the share timed out.
+    TimedOut,
     /// The table of allocations could not grow.
-    NoTable,
-    /// A free of more than the process held.
-    Unheld,
-    /// The driver gave an answer that the rules do not know.
-    Driver,
+    TableFull,
+    /// A process freed more than its slot holds.
+    FreeUnderflow,
+    /// The GPU driver returned an unexpected result.
+    UnknownAnswer,
 }
 
 impl Fault {
     /// All, in the order of their counters.
-    pub const ALL: [Self; 6] =
-        [Self::Refused, Self::NoSlot, Self::Waited, Self::NoTable, Self::Unheld, Self::Driver];
+    pub const ALL: [Self; 6] = [
+        Self::Refused,
+        Self::NoSlot,
+        Self::TimedOut,
+        Self::TableFull,
+        Self::FreeUnderflow,
+        Self::UnknownAnswer,
+    ];
 }
 
-/// Who a process is. All four together are never the same for two images.
+/// The identity of a process image. No two images have the same four values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// In its own namespace.
+    /// The PID in the namespace of the process.
     pub pid: u32,
-    /// The inode of its pid namespace.
+    /// The inode of its PID namespace.
     pub namespace: u64,
-    /// Field 22 of `/proc/<pid>/stat`: clock ticks since boot.
+    /// Field 22 of `/proc/<pid>/stat`: the start time in clock ticks since boot.
     pub start: u64,
-    /// Field 28 of `/proc/<pid>/stat`, the start of its stack: exec changes it. 0 where it is hidden.
+    /// Field 28 of `/proc/<pid>/stat`: the start of its stack, which exec changes. 0 if it is
+    /// hidden.
     pub image: u64,
 }
 
-/// What a slot is to others.
+/// The state of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotState {
     Free,
-    /// Its owner is filling it in; it counts for nothing yet.
+    /// The owner is filling it in. It does not count yet.
     Claimed,
     Live,
-    /// Its owner is proven dead; it counts for nothing any more.
+    /// The owner is proven dead. It no longer counts.
     Dead,
 }
 
-/// The owner word of a slot: pid (bits 0 to 31), generation (32 to 47), state (48 to 55).
+/// The owner word of a slot: PID (bits 0 to 31), generation (32 to 47), state (48 to 55).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner(pub u64);
 
@@ -132,12 +114,13 @@ impl Owner {
         self.0 as u32
     }
 
-    /// Goes up by one with every owner.
+    /// Incremented for every new owner.
     pub fn generation(self) -> u16 {
         (self.0 >> 32) as u16
     }
 
-    /// What no writer of ours leaves there reads as `Claimed`: counted for nothing, given to nobody.
+    /// The state. Invalid values read as `Claimed`: such a slot counts for nothing and is never
+    /// reused.
     pub fn state(self) -> SlotState {
         match self.0 >> 48 {
             0 => SlotState::Free,
@@ -151,20 +134,20 @@ impl Owner {
         Self::new(self.pid(), self.generation(), state)
     }
 
-    /// Free for the next owner.
+    /// The word of a free slot, for the next owner.
     pub(crate) fn next(self) -> Self {
         Self::new(0, self.generation().wrapping_add(1), SlotState::Free)
     }
 }
 
-/// Why a mapping or a file is no account page.
+/// Why a mapping or a file is not an account page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageError {
     /// Shorter than a page, not aligned, or without the magic.
     Foreign,
-    /// A major version that this reader does not know.
+    /// A major version that this reader does not support.
     Major(u16),
-    /// Another number or size of slots than the version has.
+    /// Another number or size of slots than in this version.
     Shape,
 }
 
@@ -182,8 +165,8 @@ impl fmt::Display for PageError {
 
 impl core::error::Error for PageError {}
 
-/// The header of a fresh page. The rest of the file is zeros: a file of [`SIZE`] bytes
-/// that begins with this is an account page on which nothing is charged.
+/// The header of a new page. A file of [`SIZE`] bytes with this header and zeros is a page without
+/// charges.
 pub fn fresh() -> [u8; 64] {
     let mut head = [0; 64];
     let fields: [(usize, &[u8]); 6] = [
@@ -195,14 +178,17 @@ pub fn fresh() -> [u8; 64] {
         (20, &(SLOT as u32).to_le_bytes()),
     ];
     for (offset, value) in fields {
-        if let Some(room) = head.get_mut(offset..offset + value.len()) {
-            room.copy_from_slice(value);
+        if let Some(space) = head.get_mut(offset..offset + value.len()) {
+            space.copy_from_slice(value);
         }
     }
     head
 }
 
-/// Whether a page begins as [`fresh`] leaves it, whatever is charged on it.
+/// Whether a page has a valid header.
+///
+/// # Errors
+/// The magic, the major version or the layout differs.
 pub fn check(page: &[u8]) -> Result<(), PageError> {
     let field = |offset: usize| {
         let bytes = page.get(offset..offset + 4).and_then(|bytes| bytes.try_into().ok());
@@ -220,24 +206,37 @@ pub fn check(page: &[u8]) -> Result<(), PageError> {
 }
 
 /// An account page that all processes of the share have mapped.
+///
+/// | offset | content |
+/// |---|---|
+/// | 0 | magic, major and minor version, size, number of slots, size of a slot |
+/// | 64 | total: bytes and a change counter |
+/// | 128 | compute: balance in nanoseconds, time of the last refill |
+/// | 192 | doorbell, a futex word |
+/// | 256 | how many slots were ever in use |
+/// | 320 | attention counter: the node increments it after it wrote node lines |
+/// | 384 | eight fault counters, each on its own cache line |
+/// | 4096 | 1024 slots of 256 bytes |
+///
+/// The file is sparse: 16 slots use one page of memory.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct AccountPage {
     head: [Word; 8],
     pub(crate) total: Line,
     balance: AtomicI64,
-    refilled: AtomicU64,
+    refilled_at: AtomicU64,
     _compute: [Word; 6],
     doorbell: AtomicU32,
     _doorbell: [AtomicU32; 15],
-    pub(crate) high: Line,
+    pub(crate) used_slots: Line,
     attention: Line,
     faults: [Counter; 8],
     _reserved: [Word; (HEADER - 384 - 8 * 64) / 8],
     pub(crate) slots: [Slot; SLOTS],
 }
 
-/// A word that has a cache line to itself.
+/// A word on its own cache line.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Line {
@@ -245,7 +244,7 @@ pub(crate) struct Line {
     _rest: [Word; 7],
 }
 
-/// A counter that has a cache line to itself, and no part in any protocol.
+/// A statistics counter on its own cache line. It takes no part in the protocol.
 #[derive(Debug)]
 #[repr(C, align(64))]
 struct Counter {
@@ -259,32 +258,33 @@ const _: () = assert!(core::mem::offset_of!(AccountPage, doorbell) == DOORBELL a
 const _: () = assert!(core::mem::offset_of!(AccountPage, faults) == 384);
 
 impl AccountPage {
-    /// The page that is mapped at `address`.
+    /// The page mapped at `address`.
     ///
     /// # Safety
-    /// `length` bytes at `address` are mapped readable and writable for all of `'a`.
-    /// Others may write them.
+    /// `length` bytes at `address` must be mapped readable and writable for all of `'a`. Others may
+    /// write them.
     #[allow(unsafe_code)]
     pub unsafe fn at<'a>(address: *mut u8, length: usize) -> Result<&'a Self, PageError> {
         if address.is_null() || !(address as usize).is_multiple_of(64) || length < SIZE {
             return Err(PageError::Foreign);
         }
-        // SAFETY: aligned and long enough as checked, mapped as the caller promises;
-        // the page is atomics throughout, so concurrent writers are no data race.
+        // SAFETY: aligned and long enough as checked above, mapped as the caller promises. The page
+        // consists of atomics, so concurrent writers are no data race.
         let page = unsafe { &*address.cast::<Self>() };
         let mut head = [0; 64];
-        for (word, room) in page.head.iter().zip(head.chunks_mut(8)) {
-            room.copy_from_slice(&word.load().to_le_bytes());
+        for (word, space) in page.head.iter().zip(head.chunks_mut(8)) {
+            space.copy_from_slice(&word.load().to_le_bytes());
         }
         check(&head).map(|()| page)
     }
 
-    /// The bytes charged, by all processes of the share.
+    /// The bytes charged by all processes of the share.
     pub fn used(&self) -> u64 {
         bytes(self.total.word.load())
     }
 
-    /// Changes whenever the node wrote a verdict or a correction: worth a [`AccountPage::tidy`].
+    /// The attention counter. After it changed, call [`AccountPage::reconcile`] to apply the node
+    /// lines.
     pub fn attention(&self) -> u64 {
         self.attention.word.load()
     }
@@ -294,31 +294,32 @@ impl AccountPage {
         &self.balance
     }
 
-    /// When the balance was last refilled, in nanoseconds of the monotonic clock.
-    pub fn refilled(&self) -> &AtomicU64 {
-        &self.refilled
+    /// Time of the last refill, in nanoseconds of the monotonic clock.
+    pub fn refilled_at(&self) -> &AtomicU64 {
+        &self.refilled_at
     }
 
-    /// Rung when the share begins to work and when it is first held up: a futex word.
+    /// The doorbell, a futex word. Processes ring it when the share becomes active and when it is
+    /// first throttled.
     pub fn doorbell(&self) -> &AtomicU32 {
         &self.doorbell
     }
 
-    pub fn count(&self, fault: Fault) {
+    pub fn count_fault(&self, fault: Fault) {
         if let Some(line) = self.faults.get(fault as usize) {
             line.count.fetch_add(1, Relaxed);
         }
     }
 
-    /// How often a fault was counted.
-    pub fn counted(&self, fault: Fault) -> u64 {
+    /// The value of a fault counter.
+    pub fn fault_count(&self, fault: Fault) -> u64 {
         self.faults.get(fault as usize).map_or(0, |line| line.count.load(Relaxed))
     }
 
     /// The slots that were ever in use.
     pub fn slots(&self) -> &[Slot] {
-        let high = usize::try_from(self.high.word.load()).unwrap_or(SLOTS);
-        self.slots.get(..high).unwrap_or(&self.slots)
+        let used_slots = usize::try_from(self.used_slots.word.load()).unwrap_or(SLOTS);
+        self.slots.get(..used_slots).unwrap_or(&self.slots)
     }
 
     pub(crate) fn slot(&self, index: u16) -> Option<&Slot> {
@@ -326,18 +327,385 @@ impl AccountPage {
     }
 }
 
+/// Most GPU time, in nanoseconds, that a share is charged after a process died: for measured but
+/// unpaid time, and for unmeasured time. Unpaid time exceeds the second only for long kernels. For
+/// a process that lives longer than a second, NVML measures the rest.
+const MAX_UNPAID_NS: u64 = 10_000_000_000;
+const MAX_UNMEASURED_NS: u64 = 1_000_000_000;
+
+/// The slot of one process: 256 bytes in four cache lines.
+///
+/// The process writes the first line (memory) and the second (compute). The node writes the third
+/// ([`NodeLine`]). The process also writes the first two words of the fourth (since version 1.3);
+/// the rest is reserved.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub struct Slot {
+    pub(crate) owner: Word,
+    /// Charged bytes and the number of operations in flight.
+    pub(crate) held: Word,
+    start: Word,
+    namespace: Word,
+    image: Word,
+    /// Charged bytes that are for contexts, as estimated.
+    context: Word,
+    /// Charged bytes that are managed memory, which need not be on the device.
+    managed: Word,
+    _memory: Word,
+    charged: AtomicU64,
+    waited: AtomicU64,
+    /// Duration of measured launches, and their duration at each kernel's fastest run, in
+    /// nanoseconds.
+    measured: AtomicU64,
+    least: AtomicU64,
+    /// Open sessions of the video engines.
+    encoders: AtomicU32,
+    decoders: AtomicU32,
+    /// Bytes that memory pools reserve but do not use.
+    idle: AtomicU64,
+    /// Measured but unpaid GPU time in nanoseconds, and the time since when unmeasured work may
+    /// run.
+    owed: AtomicU64,
+    unmeasured: AtomicU64,
+    pub(crate) node: [Word; 8],
+    /// Charged time of kernels longer than a time slice, in nanoseconds.
+    long: AtomicU64,
+    /// Time of shorter kernels that was not charged although it may have been their own.
+    spared: AtomicU64,
+    _reserved: [Word; 6],
+}
+
+const _: () = assert!(size_of::<Slot>() == SLOT);
+const _: () = assert!(core::mem::offset_of!(Slot, node) == 128);
+
+impl Slot {
+    pub fn owner(&self) -> Owner {
+        Owner(self.owner.load())
+    }
+
+    /// The identity that the owner wrote.
+    pub fn identity(&self) -> Identity {
+        Identity {
+            pid: self.owner().pid(),
+            namespace: self.namespace.load(),
+            start: self.start.load(),
+            image: self.image.load(),
+        }
+    }
+
+    pub(crate) fn init(&self, identity: &Identity) {
+        self.held.store(0);
+        self.context.store(0);
+        self.managed.store(0);
+        self.charged.store(0, Relaxed);
+        self.waited.store(0, Relaxed);
+        self.measured.store(0, Relaxed);
+        self.least.store(0, Relaxed);
+        self.long.store(0, Relaxed);
+        self.spared.store(0, Relaxed);
+        self.encoders.store(0, Relaxed);
+        self.decoders.store(0, Relaxed);
+        self.idle.store(0, Relaxed);
+        self.owed.store(0, Relaxed);
+        self.unmeasured.store(0, Relaxed);
+        self.start.store(identity.start);
+        self.namespace.store(identity.namespace);
+        self.image.store(identity.image);
+    }
+
+    /// Adds to the charged bytes that are for contexts and that are managed memory.
+    pub fn add_memory_use(&self, context: i64, managed: i64) {
+        for (word, more) in [(&self.context, context), (&self.managed, managed)] {
+            if more != 0 {
+                word.update(|sum| sum.saturating_add_signed(more));
+            }
+        }
+    }
+
+    pub(crate) fn managed(&self) -> u64 {
+        self.managed.load()
+    }
+
+    /// Adds to the charged GPU time and to the throttled time, both in nanoseconds.
+    pub fn add_gpu_time(&self, charged: i64, waited: u64) {
+        self.charged.fetch_add(charged as u64, Relaxed);
+        self.waited.fetch_add(waited, Relaxed);
+    }
+
+    /// Adds measurements of launches, in nanoseconds: the measured duration, the duration at each
+    /// kernel's fastest run, the charged time of long kernels, and the uncharged time of short
+    /// ones. If the first exceeds the second for long, the device has to page in memory. Long
+    /// kernels, which exceed a time slice, look longer than they are next to other processes. Short
+    /// kernels are undercharged if others may have run meanwhile.
+    pub fn add_measured(&self, [took, least, long, spared]: [u64; 4]) {
+        self.measured.fetch_add(took, Relaxed);
+        self.least.fetch_add(least, Relaxed);
+        self.long.fetch_add(long, Relaxed);
+        self.spared.fetch_add(spared, Relaxed);
+    }
+
+    /// Sets the measured GPU time, in nanoseconds, that later launches will pay. The share is
+    /// charged for it if the process dies.
+    pub fn set_unpaid(&self, nanoseconds: u64) {
+        self.owed.store(nanoseconds, Relaxed);
+    }
+
+    /// Sets the time, in nanoseconds of the monotonic clock, since when work runs that is not
+    /// measured and may exceed its charge; 0 if there is none. If the process dies, the share is
+    /// charged from that time on.
+    pub fn set_unmeasured_since(&self, since: u64) {
+        self.unmeasured.store(since, Relaxed);
+    }
+
+    /// GPU time to charge to the share if the owner just died, in nanoseconds. `now` is the
+    /// monotonic clock in nanoseconds.
+    pub(crate) fn unpaid_ns(&self, now: u64) -> u64 {
+        let unmeasured = match self.unmeasured.load(Relaxed) {
+            0 => 0,
+            since => now.saturating_sub(since).min(MAX_UNMEASURED_NS),
+        };
+        self.owed.load(Relaxed).min(MAX_UNPAID_NS) + unmeasured
+    }
+
+    /// The node reported that the owner is dead.
+    pub fn is_declared_dead(&self) -> bool {
+        let line = self.line();
+        line.dead && line.owner == self.owner()
+    }
+
+    /// Open sessions of the encoder and of the decoder.
+    pub fn codec_sessions(&self) -> [&AtomicU32; 2] {
+        [&self.encoders, &self.decoders]
+    }
+
+    /// Sets the bytes that memory pools reserve but do not use.
+    pub fn set_idle_pool_bytes(&self, bytes: u64) {
+        self.idle.store(bytes, Relaxed);
+    }
+
+    /// The bytes for which the slot counts: the charge plus the correction of the node.
+    pub fn effective_bytes(&self) -> u64 {
+        effective_bytes(self.owner.load(), self.held.load(), self.line())
+    }
+
+    /// The owner's PID on the host; 0 if the node has not found it.
+    pub fn host_pid(&self) -> u32 {
+        let line = self.line();
+        if line.owner.0 == self.owner.load() { line.host_pid } else { 0 }
+    }
+
+    pub(crate) fn line(&self) -> NodeLine {
+        let [owner, flags, correction, host_pid, ..] = &self.node;
+        NodeLine {
+            owner: Owner(owner.load()),
+            dead: flags.load() & 1 == 1,
+            correction: correction.load() as i64,
+            host_pid: host_pid.load() as u32,
+        }
+    }
+}
+
+pub(crate) fn effective_bytes(owner: u64, held: u64, line: NodeLine) -> u64 {
+    let correction = if line.owner.0 == owner { line.correction } else { 0 };
+    bytes(held).saturating_add_signed(correction).min(BYTES_MASK)
+}
+
+/// A report of the node about the owner of a slot: 64 bytes that only the node writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeLine {
+    /// The owner word that the line is about. It is ignored for any other owner.
+    pub owner: Owner,
+    /// The owner is dead. The node can tell this for processes in any PID namespace.
+    pub dead: bool,
+    /// Bytes that the process uses beyond its charge; negative if it uses less. It is the driver's
+    /// measurement minus the charged bytes without managed memory.
+    pub correction: i64,
+    /// The owner's PID on the host; 0 if it was not found.
+    pub host_pid: u32,
+}
+
+impl NodeLine {
+    /// Offset of the line of a slot in the file, in bytes.
+    pub const fn offset(slot: usize) -> u64 {
+        (HEADER + slot * SLOT + 128) as u64
+    }
+
+    /// The line in its file format.
+    pub fn encode(&self) -> [u8; 64] {
+        let words = [self.owner.0, u64::from(self.dead), self.correction as u64, u64::from(self.host_pid)];
+        let mut line = [0; 64];
+        for (space, word) in line.chunks_mut(8).zip(words) {
+            space.copy_from_slice(&word.to_le_bytes());
+        }
+        line
+    }
+}
+
+/// Offset of the balance: eight bytes. The node overwrites a forged balance.
+pub const BALANCE: u64 = 128;
+/// Offset of the doorbell: a four-byte futex word. The node maps it only to wait there.
+pub const DOORBELL: u64 = 192;
+/// Offset of the attention counter: eight bytes, which the node writes last.
+pub const ATTENTION: u64 = 320;
+
+/// A copy of a page that the node read from the file.
+#[derive(Clone, Copy, Debug)]
+pub struct Snapshot<'a>(&'a [u8]);
+
+/// The content of a slot that is not free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotReport {
+    pub index: usize,
+    pub owner: Owner,
+    pub identity: Identity,
+    /// Bytes charged.
+    pub held: u64,
+    /// Operations of the owner that were in flight when the copy was made.
+    pub in_flight: u64,
+    /// Charged bytes that are for contexts, as estimated.
+    pub context: u64,
+    /// Charged bytes that are managed memory.
+    pub managed: u64,
+    /// GPU time charged by the process, in nanoseconds.
+    pub charged_ns: u64,
+    /// Time for which its launches were throttled, in nanoseconds, summed over all threads.
+    pub waited_ns: u64,
+    /// Duration of measured launches, and their duration at each kernel's fastest run, in
+    /// nanoseconds.
+    pub measured_ns: u64,
+    pub fastest_ns: u64,
+    /// Charged time that is for kernels longer than a time slice, in nanoseconds.
+    pub long_kernel_ns: u64,
+    /// Time of shorter kernels that was not charged although it may have been their own, in
+    /// nanoseconds.
+    pub undercharged_ns: u64,
+    /// Open sessions of the video engines.
+    pub encoders: u32,
+    pub decoders: u32,
+    /// Bytes that memory pools reserve but do not use.
+    pub idle_pool_bytes: u64,
+    /// The last line that the node wrote.
+    pub node_line: NodeLine,
+}
+
+impl SlotReport {
+    /// The bytes for which the slot counts: the charge plus the correction of the node.
+    pub fn effective_bytes(&self) -> u64 {
+        effective_bytes(self.owner.0, self.held, self.node_line)
+    }
+}
+
+impl<'a> Snapshot<'a> {
+    /// A page read from its file, with at least the [`Snapshot::length`] first bytes. Slots beyond
+    /// the end of a shorter copy count as free.
+    ///
+    /// # Errors
+    /// The bytes have no valid header.
+    pub fn new(page: &'a [u8]) -> Result<Self, PageError> {
+        check(page)?;
+        if page.len() < HEADER { Err(PageError::Foreign) } else { Ok(Self(page)) }
+    }
+
+    /// How many bytes of the file must be read, according to its header.
+    pub fn length(header: &[u8]) -> usize {
+        let used_slots = usize::try_from(word(header, 256)).unwrap_or(SLOTS);
+        HEADER + used_slots.min(SLOTS) * SLOT
+    }
+
+    /// The bytes charged, according to the total.
+    pub fn used(&self) -> u64 {
+        bytes(word(self.0, 64))
+    }
+
+    /// Number of changes of the total, modulo 2^20. Two copies with the same number had no change
+    /// in between.
+    pub fn total_changes(&self) -> u64 {
+        above(word(self.0, 64))
+    }
+
+    /// The balance of compute time, in nanoseconds.
+    pub fn balance(&self) -> i64 {
+        word(self.0, BALANCE as usize) as i64
+    }
+
+    /// Time of the last refill by a process, in nanoseconds of the monotonic clock.
+    pub fn refilled_at(&self) -> u64 {
+        word(self.0, BALANCE as usize + 8)
+    }
+
+    pub fn attention(&self) -> u64 {
+        word(self.0, ATTENTION as usize)
+    }
+
+    pub fn fault_count(&self, fault: Fault) -> u64 {
+        word(self.0, 384 + fault as usize * 64)
+    }
+
+    /// All slots except free ones.
+    pub fn slots(&self) -> impl Iterator<Item = SlotReport> + '_ {
+        self.0.get(HEADER..).unwrap_or_default().chunks_exact(SLOT).take(SLOTS).enumerate().filter_map(
+            |(index, slot)| {
+                let owner = Owner(word(slot, 0));
+                let held = word(slot, 8);
+                (owner.state() != SlotState::Free).then(|| SlotReport {
+                    index,
+                    owner,
+                    identity: Identity {
+                        pid: owner.pid(),
+                        start: word(slot, 16),
+                        namespace: word(slot, 24),
+                        image: word(slot, 32),
+                    },
+                    held: bytes(held),
+                    in_flight: above(held),
+                    context: word(slot, 40),
+                    managed: word(slot, 48),
+                    charged_ns: word(slot, 64),
+                    waited_ns: word(slot, 72),
+                    measured_ns: word(slot, 80),
+                    fastest_ns: word(slot, 88),
+                    long_kernel_ns: word(slot, 192),
+                    undercharged_ns: word(slot, 200),
+                    encoders: word(slot, 96) as u32,
+                    decoders: (word(slot, 96) >> 32) as u32,
+                    idle_pool_bytes: word(slot, 104),
+                    node_line: NodeLine {
+                        owner: Owner(word(slot, 128)),
+                        dead: word(slot, 136) & 1 == 1,
+                        correction: word(slot, 144) as i64,
+                        host_pid: word(slot, 152) as u32,
+                    },
+                })
+            },
+        )
+    }
+
+    /// The sum over the slots of living processes. It equals [`Snapshot::used`] on an honest page
+    /// without operations in flight, unreported deaths or new corrections.
+    pub fn live_sum(&self) -> u64 {
+        self.slots()
+            .filter(|slot| slot.owner.state() == SlotState::Live)
+            .fold(0_u64, |sum, slot| sum.saturating_add(slot.effective_bytes()))
+    }
+}
+
+/// The word at an offset; 0 beyond the end.
+fn word(bytes: &[u8], offset: usize) -> u64 {
+    bytes.get(offset..offset + 8).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn the_bytes_of_a_fresh_page_are_those_of_the_golden() {
+    fn new_account_page_matches_the_golden_file() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.3.hex");
         crate::golden::check(path, &fresh());
     }
 
     #[test]
-    fn a_page_of_any_minor_is_taken_and_of_another_major_is_not() {
+    fn any_minor_is_accepted_and_other_majors_are_not() {
         let page = |offset: usize, number: u16| {
             let mut page = fresh();
             page[offset..offset + 2].copy_from_slice(&number.to_le_bytes());

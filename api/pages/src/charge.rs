@@ -1,97 +1,66 @@
-//! Charging a share exactly, without locks, though any process may be killed at any point.
+//! Charges memory to a share exactly and without locks; any process may be killed at any point.
 //!
-//! # One page
-//!
-//! An operation of a process is three steps, each one atomic operation on one word:
-//! 1. *begin*: its slot counts one more operation in flight;
-//! 2. the total of the page changes, by a compare-exchange that succeeds only where the
-//!    sum fits the limit, and counts its changes beside the bytes;
-//! 3. *end*: its slot holds the bytes, and one operation less is in flight.
-//!
-//! (A give-back takes the bytes off the slot with its begin, so that a drift is always
-//! towards a total that is too high.) Step 2 alone decides who gets the last byte:
-//! of two racers that do not fit together one wins, and a request that fits is never
-//! refused because of one that does not, since nothing is taken before it is known to fit.
-//!
-//! A process that is killed leaves its slot behind, and between 2 and 3 also bytes in
-//! the total that no slot explains. So **a request is refused only on a settled view**
-//! of the page ([`AccountPage::settle`]): read the total; walk the slots; proven-dead owners
-//! are marked dead and count for nothing; nothing is in flight; the sum of the living
-//! is the total, or is made the total by a compare-exchange from the word that was read;
-//! and when the refusal is final the total is still that word. Any operation that changes a slot's
-//! bytes begins before it changes the total, so if it was not seen in flight it changes
-//! the total after the walk saw its slot, and then the last step fails. The sum is hence
-//! the true one at that moment. No order of two counters has to be trusted, nothing is
-//! subtracted twice however many repair at once, and a repairer may be killed as well.
-//!
-//! A dead slot is given to the next owner only by one who settled the page after having
-//! seen it dead: its bytes are then out of the total. The generation in the owner word
-//! keeps a slow repairer from touching the next owner.
-//!
-//! # Several pages
-//!
-//! All pages that name one device add up to one limit. A request goes whole to the first
-//! page with room; only if none has, it is split. A split takes pages in their order (by
-//! shareID: the same in every process): all the room of a page, *staying in flight* there,
-//! then the next. At the last one it needs, it has everything at one moment: it ends
-//! everywhere. If the pages end first, it gives back and is refused, if no page that it
-//! passed has changed since; otherwise something was freed meanwhile and it starts again.
-//!
-//! Refused is right: each page it passed was settled and then full until the last page
-//! was seen without room, so at that moment the sum of what others hold for good, and of
-//! what it holds itself, leaves less than the request. Whoever comes upon a page where a split is in
-//! flight, and does not fit, waits instead of failing: the split may yet give back.
-//! It waits only for one that is further on in the order of pages, so there is no circle.
-//! Waiting is for the length of a few atomic operations unless the other was killed (then
-//! it is proven dead, by its peers or by the node, and counts for nothing) or stopped
-//! (then the deadline of [`Peers::pause`] ends the wait, and the request is refused).
-//!
-//! The test of all this runs this very code in every interleaving of its atomic
-//! operations, with every process killed at every point (`explore`).
+//! [`AccountPage::settle`] explains when a request is refused, [`SlotRef`] how one page is charged,
+//! and [`charge`] how several pages of a device are. The tests run this code in every interleaving
+//! of its atomic operations, with a kill of every process at every point (`explore`).
 
-use crate::account::{AccountPage, Fault, Identity, ONE, Slot, above, bytes, with_bytes};
+use crate::account::{
+    AccountPage, Fault, Identity, ONE_OPERATION, Owner, Slot, SlotState, above, bytes, effective_bytes,
+    with_bytes,
+};
+use crate::sync::Ordering::{AcqRel, Acquire};
 use crate::word::Attempt;
 use core::fmt;
-pub use fixed::charge_fixed;
 
-/// The most pages that one device can have in one container.
-pub const SEATS: usize = 16;
+/// Most pages of one device in one container.
+pub const MAX_PAGES: usize = 16;
 
-/// What an operation asks of the system around it.
+/// The environment of the protocol: other processes and the clock.
 pub trait Peers {
-    /// True only with proof: `who` is of the caller's own pid namespace and that process
-    /// does not exist, is a zombie, or is another one or another image by now.
-    fn gone(&self, who: &Identity) -> bool;
+    /// True only if the process is proven dead: it is in the PID namespace of the caller, and it
+    /// does not exist, is a zombie, or is another process or another image.
+    fn is_dead(&self, identity: &Identity) -> bool;
 
-    /// Waits a little, longer with every `round`; false when patience is over.
-    fn pause(&self, round: u32) -> bool;
+    /// Waits, longer with every `round`; false after the timeout.
+    fn back_off(&self, round: u32) -> bool;
 
-    /// The monotonic clock, in nanoseconds: to charge what a dead process had until it died. Asked for
-    /// only where there is one.
-    fn now(&self) -> u64;
+    /// The monotonic clock, in nanoseconds. It is read only to charge the GPU time of a dead
+    /// process.
+    fn now_ns(&self) -> u64;
 }
 
-/// The caller's place on one page.
+/// One slot of the calling process, with its page and limit.
+///
+/// An operation has three steps, each an atomic operation on one word:
+/// 1. *begin*: the slot counts one more operation in flight;
+/// 2. the total changes, by a compare-exchange that succeeds only if the sum is within the limit;
+///    it also counts its changes;
+/// 3. *end*: the slot holds the bytes and counts one operation less in flight.
+///
+/// A free takes the bytes off the slot in its begin, so the total can only be too high, never too
+/// low. Step 2 alone decides which process gets the last byte. If two requests do not fit
+/// together, one wins. A request that fits is never refused for one that does not, because nothing
+/// is taken before it is known to fit.
 #[derive(Clone, Copy, Debug)]
-pub struct Seat<'a> {
+pub struct SlotRef<'a> {
     pub page: &'a AccountPage,
-    /// The slot that [`AccountPage::register`] gave to this process.
+    /// The slot index that [`AccountPage::register`] returned.
     pub slot: u16,
-    /// What the policy allows now, in bytes.
+    /// The present limit of the policy, in bytes.
     pub limit: u64,
 }
 
-/// The request does not fit, or patience with others was over.
+/// The request exceeds the limit, or waiting for other processes timed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full;
+pub struct Refused;
 
 /// All slots belong to living processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoSlot;
 
-impl fmt::Display for Full {
+impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the share has no room for the request")
+        f.write_str("the request exceeds the limit of the share")
     }
 }
 
@@ -101,57 +70,73 @@ impl fmt::Display for NoSlot {
     }
 }
 
-impl core::error::Error for Full {}
+impl core::error::Error for Refused {}
 impl core::error::Error for NoSlot {}
 
-/// Charges `bytes` to the seats, which are all pages of one device in the order of their
-/// shareIDs: whole to the first that has room, split where none has.
+/// Charges `bytes` to the pages of one device, which are in the order of their shareIDs.
+///
+/// All pages of a device add up to one limit. The request goes whole to the first page with enough
+/// free bytes. If there is none, it is split: it takes all free bytes of a page, *staying in
+/// flight* there, then goes on to the next. When it has enough, it holds all of it at one moment
+/// and ends everywhere. If the pages run out, it releases what it took. It is refused if no page
+/// that it passed has changed since; otherwise bytes were freed meanwhile, and it starts again.
+///
+/// A refusal is correct: each passed page was settled and then full until the last page was seen
+/// without free bytes. So at that moment the bytes held by others left less than the request. A
+/// process that meets a split in flight and does not fit waits, because the split may release its
+/// bytes. It waits only for a split further on in the page order, so there is no cycle. A wait
+/// takes a few atomic operations. A killed process is proven dead and no longer counts. For a
+/// stopped process, [`Peers::back_off`] times out and the request is refused.
+///
+/// # Errors
+/// [`Refused`] if the limit is reached or the wait timed out.
 #[inline]
-pub fn charge(seats: &[Seat<'_>], bytes: u64, peers: &impl Peers) -> Result<(), Full> {
+pub fn charge(slots: &[SlotRef<'_>], bytes: u64, peers: &impl Peers) -> Result<(), Refused> {
     let attempt = Attempt::begin();
-    if is_whole(seats, bytes) { Ok(()) } else { charge_split(seats, bytes, peers, attempt) }
+    if charge_whole(slots, bytes) { Ok(()) } else { charge_split(slots, bytes, peers, attempt) }
 }
 
 #[inline]
-fn is_whole(seats: &[Seat<'_>], bytes: u64) -> bool {
-    bytes == 0 || seats.iter().any(|seat| seat.take(bytes))
+fn charge_whole(slots: &[SlotRef<'_>], bytes: u64) -> bool {
+    bytes == 0 || slots.iter().any(|slot_ref| slot_ref.take(bytes))
 }
 
 #[cold]
 fn charge_split(
-    seats: &[Seat<'_>],
+    slots: &[SlotRef<'_>],
     bytes: u64,
     peers: &impl Peers,
     mut attempt: Attempt,
-) -> Result<(), Full> {
-    let mut patience = Patience { peers, round: 0 };
+) -> Result<(), Refused> {
+    let mut wait = Wait { peers, round: 0 };
     loop {
-        let end = split(seats, bytes, &mut patience);
+        let end = split(slots, bytes, &mut wait);
         match end {
             End::Taken => return Ok(()),
-            End::Changed if patience.pause(attempt) => {}
-            End::Changed | End::Waited | End::Full => {
-                let fault = if end == End::Full { Fault::Refused } else { Fault::Waited };
-                seats.iter().take(1).for_each(|seat| seat.page.count(fault));
-                return Err(Full);
+            End::Changed if wait.pause(attempt) => {}
+            End::Changed | End::TimedOut | End::Refused => {
+                let fault = if end == End::Refused { Fault::Refused } else { Fault::TimedOut };
+                slots.iter().take(1).for_each(|slot_ref| slot_ref.page.count_fault(fault));
+                return Err(Refused);
             }
         }
         attempt = Attempt::begin();
-        if is_whole(seats, bytes) {
+        if charge_whole(slots, bytes) {
             return Ok(());
         }
     }
 }
 
-/// Charges `bytes` whatever the limits say: for what is there already.
-pub fn force(seats: &[Seat<'_>], bytes: u64) {
+/// Charges `bytes` regardless of the limits, for memory that is allocated already.
+pub fn force_charge(slots: &[SlotRef<'_>], bytes: u64) {
     if bytes > 0
-        && !seats.iter().any(|seat| seat.take(bytes))
-        && let Some(seat) = seats.last()
-        && let Some(slot) = seat.page.slot(seat.slot)
+        && !slots.iter().any(|slot_ref| slot_ref.take(bytes))
+        && let Some(slot_ref) = slots.last()
+        && let Some(slot) = slot_ref.page.slot(slot_ref.slot)
     {
         slot.begin();
-        seat.page
+        slot_ref
+            .page
             .total
             .word
             .update(|total| changed(total, crate::account::bytes(total).saturating_add(bytes)));
@@ -159,52 +144,52 @@ pub fn force(seats: &[Seat<'_>], bytes: u64) {
     }
 }
 
-/// Gives back `bytes`, from the last seat on which the process holds any to the first:
-/// which page an allocation was charged to is not kept, as only the sums matter.
+/// Releases `bytes`, from the last page on which the process holds any to the first. The page of
+/// each allocation is not recorded, since only the sums matter.
 #[inline]
-pub fn uncharge(seats: &[Seat<'_>], bytes: u64) {
+pub fn uncharge(slots: &[SlotRef<'_>], bytes: u64) {
     let mut rest = bytes;
-    for seat in seats.iter().rev() {
-        rest -= seat.give(rest);
+    for slot_ref in slots.iter().rev() {
+        rest -= slot_ref.free(rest);
         if rest == 0 {
             return;
         }
     }
-    seats.iter().take(1).for_each(|seat| seat.page.count(Fault::Unheld));
+    slots.iter().take(1).for_each(|slot_ref| slot_ref.page.count_fault(Fault::FreeUnderflow));
 }
 
-struct Patience<'a, P> {
+struct Wait<'a, P> {
     peers: &'a P,
     round: u32,
 }
 
-impl<P: Peers> Patience<'_, P> {
+impl<P: Peers> Wait<'_, P> {
     fn pause(&mut self, _attempt: Attempt) -> bool {
         #[cfg(test)]
-        crate::explore::again(_attempt);
+        crate::steps::repeat_from(_attempt.history);
         self.round = self.round.saturating_add(1);
-        self.peers.pause(self.round)
+        self.peers.back_off(self.round)
     }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Taken,
-    /// It does not fit.
-    Full,
-    /// Something was freed on a page that had been passed.
+    /// The request exceeds the limit.
+    Refused,
+    /// Bytes were freed on a page that had been passed.
     Changed,
-    /// Patience with others was over.
-    Waited,
+    /// Waiting for other processes timed out.
+    TimedOut,
 }
 
-fn split(seats: &[Seat<'_>], bytes: u64, patience: &mut Patience<'_, impl Peers>) -> End {
+fn split(slots: &[SlotRef<'_>], bytes: u64, wait: &mut Wait<'_, impl Peers>) -> End {
     let mut rest = bytes;
-    // What was taken of each page, and its total as it was left.
-    let mut passed = [(0_u64, 0_u64); SEATS];
-    let mut end = End::Full;
-    for (seat, (taken, left)) in seats.iter().zip(&mut passed) {
-        match seat.pass(rest, patience) {
+    // The bytes taken from each page, and the total after that.
+    let mut passed = [(0_u64, 0_u64); MAX_PAGES];
+    let mut end = End::Refused;
+    for (slot_ref, (taken, left)) in slots.iter().zip(&mut passed) {
+        match slot_ref.pass(rest, wait) {
             Pass::All => {
                 rest = 0;
                 break;
@@ -213,107 +198,109 @@ fn split(seats: &[Seat<'_>], bytes: u64, patience: &mut Patience<'_, impl Peers>
                 (*taken, *left) = (bytes, total);
                 rest -= bytes;
             }
-            Pass::Waited => {
-                end = End::Waited;
+            Pass::TimedOut => {
+                end = End::TimedOut;
                 break;
             }
         }
     }
     if rest == 0 {
-        for (seat, (taken, _)) in seats.iter().zip(passed).filter(|(_, (taken, _))| *taken > 0) {
-            seat.keep(taken);
+        for (slot_ref, (taken, _)) in slots.iter().zip(passed).filter(|(_, (taken, _))| *taken > 0) {
+            slot_ref.keep(taken);
         }
         return End::Taken;
     }
-    let same = |(seat, (_, left)): (&Seat<'_>, (u64, u64))| seat.page.total.word.load() == left;
-    if end == End::Full && !seats.iter().zip(passed).all(same) {
+    let same = |(slot_ref, (_, left)): (&SlotRef<'_>, (u64, u64))| slot_ref.page.total.word.load() == left;
+    if end == End::Refused && !slots.iter().zip(passed).all(same) {
         end = End::Changed;
     }
-    for (seat, (taken, _)) in seats.iter().zip(passed).filter(|(_, (taken, _))| *taken > 0) {
-        seat.give_up(taken);
+    for (slot_ref, (taken, _)) in slots.iter().zip(passed).filter(|(_, (taken, _))| *taken > 0) {
+        slot_ref.release(taken);
     }
     end
 }
 
 enum Pass {
-    /// The rest fitted here and is charged.
+    /// The rest fitted on this page and is charged.
     All,
-    /// So much was taken, all there was, and this is the total since. It stays in flight.
+    /// All free bytes of this page were taken; `total` is the total after that. They stay in
+    /// flight.
     Some { bytes: u64, total: u64 },
-    /// Patience was over.
-    Waited,
+    /// Waiting for other processes timed out.
+    TimedOut,
 }
 
-impl Seat<'_> {
-    fn room(&self, total: u64) -> u64 {
+impl SlotRef<'_> {
+    fn free_bytes(&self, total: u64) -> u64 {
         self.limit.saturating_sub(bytes(total))
     }
 
-    /// Charges all of `amount` here, if it fits at this moment.
+    /// Charges all of `amount` to this page if it fits at this moment.
     #[inline]
     fn take(&self, amount: u64) -> bool {
         let Some(slot) = self.page.slot(self.slot) else { return false };
-        if self.room(self.page.total.word.load()) < amount {
+        if self.free_bytes(self.page.total.word.load()) < amount {
             return false;
         }
         slot.begin();
-        let more = |total| (self.room(total) >= amount).then(|| changed(total, bytes(total) + amount));
+        let more = |total| (self.free_bytes(total) >= amount).then(|| changed(total, bytes(total) + amount));
         let taken = self.page.total.word.change(more).is_ok();
         slot.end(if taken { amount } else { 0 });
         taken
     }
 
-    /// Charges all of `rest` if it fits, otherwise takes what room there is and stays in flight.
-    fn pass(&self, rest: u64, patience: &mut Patience<'_, impl Peers>) -> Pass {
-        let Some(slot) = self.page.slot(self.slot) else { return Pass::Waited };
+    /// Charges all of `rest` if it fits; otherwise takes the free bytes and stays in flight.
+    fn pass(&self, rest: u64, wait: &mut Wait<'_, impl Peers>) -> Pass {
+        let Some(slot) = self.page.slot(self.slot) else { return Pass::TimedOut };
         loop {
             let attempt = Attempt::begin();
-            let Some(total) = self.page.settle(Some(self.slot), patience.peers) else {
-                if patience.pause(attempt) {
+            let Some(total) = self.page.settle(Some(self.slot), wait.peers) else {
+                if wait.pause(attempt) {
                     continue;
                 }
-                return Pass::Waited;
+                return Pass::TimedOut;
             };
-            let room = self.room(total);
-            if room >= rest {
+            let free = self.free_bytes(total);
+            if free >= rest {
                 if self.take(rest) {
                     return Pass::All;
                 }
-            } else if room == 0 {
+            } else if free == 0 {
                 return Pass::Some { bytes: 0, total };
             } else {
                 slot.begin();
-                let taken = changed(total, bytes(total) + room);
+                let taken = changed(total, bytes(total) + free);
                 if self.page.total.word.swap_if(total, taken) {
-                    return Pass::Some { bytes: room, total: taken };
+                    return Pass::Some { bytes: free, total: taken };
                 }
                 slot.end(0);
             }
         }
     }
 
-    /// What [`Seat::pass`] took is charged for good.
+    /// Ends a [`SlotRef::pass`] and keeps its bytes charged.
     fn keep(&self, taken: u64) {
         if let Some(slot) = self.page.slot(self.slot) {
             slot.end(taken);
         }
     }
 
-    /// What [`Seat::pass`] took is given back.
-    fn give_up(&self, taken: u64) {
+    /// Ends a [`SlotRef::pass`] and releases its bytes.
+    fn release(&self, taken: u64) {
         self.page.drop_bytes(taken);
         self.keep(0);
     }
 
-    /// Gives back up to `amount`; how much it was.
+    /// Releases up to `amount` bytes and returns how many.
     #[inline]
-    fn give(&self, amount: u64) -> u64 {
+    fn free(&self, amount: u64) -> u64 {
         let Some(slot) = self.page.slot(self.slot) else { return 0 };
         if bytes(slot.held.load()) == 0 {
             return 0;
         }
-        let before =
-            slot.held.update(|held| with_bytes(held, bytes(held).saturating_sub(amount)).wrapping_add(ONE));
+        let before = slot
+            .held
+            .update(|held| with_bytes(held, bytes(held).saturating_sub(amount)).wrapping_add(ONE_OPERATION));
         let given = bytes(before).min(amount);
         self.page.drop_bytes(given);
         slot.end(0);
@@ -321,21 +308,21 @@ impl Seat<'_> {
     }
 }
 
-/// The total with other bytes, counted as a change.
+/// The total with other bytes, counted as one more change.
 fn changed(total: u64, bytes: u64) -> u64 {
-    with_bytes(total.wrapping_add(ONE), bytes)
+    with_bytes(total.wrapping_add(ONE_OPERATION), bytes)
 }
 
 impl Slot {
     #[inline]
     fn begin(&self) {
-        self.held.update(|held| held.wrapping_add(ONE));
+        self.held.update(|held| held.wrapping_add(ONE_OPERATION));
     }
 
     #[inline]
     fn end(&self, charged: u64) {
         self.held.update(|held| {
-            let ended = if above(held) == 0 { held } else { held - ONE };
+            let ended = if above(held) == 0 { held } else { held - ONE_OPERATION };
             with_bytes(ended, bytes(ended).saturating_add(charged))
         });
     }
@@ -348,7 +335,245 @@ impl AccountPage {
     }
 }
 
-mod fixed;
-mod slots;
+impl AccountPage {
+    /// Assigns a slot to this process and returns its index. Exec freed the memory of an earlier
+    /// image of the process, so the slot of that image is released.
+    ///
+    /// # Errors
+    /// [`NoSlot`] if all slots belong to living processes.
+    pub fn register(&self, me: &Identity, peers: &impl Peers) -> Result<u16, NoSlot> {
+        for slot in self.slots() {
+            let owner = slot.owner();
+            if owner.state() == SlotState::Live && owner.pid() == me.pid && slot.is_before_exec(me) {
+                slot.owner.swap_if(owner.0, owner.becomes(SlotState::Dead).0);
+            }
+        }
+        if let Some(index) = self.claim(me) {
+            return Ok(index);
+        }
+        self.reap(peers);
+        self.reconcile(None, peers);
+        self.claim(me).ok_or_else(|| {
+            self.count_fault(Fault::NoSlot);
+            NoSlot
+        })
+    }
+
+    fn claim(&self, me: &Identity) -> Option<u16> {
+        for (slot, index) in self.slots.iter().zip(0_u16..) {
+            let owner = slot.owner();
+            let claimed = Owner::new(me.pid, owner.generation(), SlotState::Claimed);
+            if owner.state() == SlotState::Free && slot.owner.swap_if(owner.0, claimed.0) {
+                slot.init(me);
+                self.used_slots.word.update(|used_slots| used_slots.max(u64::from(index) + 1));
+                slot.owner.store(claimed.becomes(SlotState::Live).0);
+                return Some(index);
+            }
+        }
+        None
+    }
+
+    /// Frees the slots of proven dead processes that hold nothing, and marks the others dead.
+    fn reap(&self, peers: &impl Peers) {
+        for slot in self.slots() {
+            let owner = slot.owner();
+            let dead = owner.becomes(SlotState::Dead);
+            if owner.state() == SlotState::Live
+                && slot.is_dead(owner, peers)
+                && slot.owner.swap_if(owner.0, dead.0)
+                && slot.held.load() == 0
+            {
+                self.free(slot, dead, None, peers);
+            }
+        }
+    }
+
+    /// Tries once to correct the total and to free the slots of dead processes; false if a
+    /// concurrent change interfered. `by` is the slot of the caller, if it has one.
+    pub fn reconcile(&self, by: Option<u16>, peers: &impl Peers) -> bool {
+        self.settle(by, peers).is_some()
+    }
+
+    /// Frees the slot of a dead owner, and charges the share for its unpaid GPU time. The time is
+    /// also added to the slot of the caller, so the node sees it as charged. It is read before the
+    /// slot is freed, because a new owner may take the slot at once.
+    fn free(&self, slot: &Slot, dead: Owner, by: Option<u16>, peers: &impl Peers) {
+        let unpaid = i64::try_from(slot.unpaid_ns(peers.now_ns())).unwrap_or(i64::MAX);
+        if slot.owner.swap_if(dead.0, dead.next().0) && unpaid > 0 {
+            let less = |balance: i64| Some(balance.saturating_sub(unpaid));
+            let _ = self.balance().fetch_update(AcqRel, Acquire, less);
+            if let Some(slot) = by.and_then(|by| self.slot(by)) {
+                slot.add_gpu_time(unpaid, 0);
+            }
+        }
+    }
+
+    /// The total word of a settled page, or `None` if a concurrent change interfered. **A request
+    /// is refused only on a settled page.**
+    ///
+    /// A killed process leaves its slot behind, and possibly bytes in the total that no slot
+    /// accounts for. So this reads the total and walks the slots. Slots of proven dead processes
+    /// are marked dead and do not count. If an operation is in flight, the page is not settled. The
+    /// sum of the living must be the total, or becomes the total by a compare-exchange from the
+    /// word that was read. A refusal is final only if the total still is that word afterwards.
+    ///
+    /// This is correct: an operation that changes a slot begins before it changes the total. If the
+    /// walk did not see it in flight, it changes the total after the walk saw its slot, and then
+    /// the last check fails. So the sum was the true one at that moment. Nothing is subtracted
+    /// twice, however many processes repair at once, and a repairing process may be killed as well.
+    ///
+    /// A dead slot is reused only after the page was settled with the slot dead, so its bytes are
+    /// out of the total. The generation in the owner word keeps a slow repairer from changing the
+    /// next owner's slot.
+    pub(super) fn settle(&self, by: Option<u16>, peers: &impl Peers) -> Option<u64> {
+        let seen = self.total.word.load();
+        let mut sum = 0_u64;
+        let mut in_flight = false;
+        let mut dead = Dead { slots: [None; 16], count: 0 };
+        for slot in self.slots() {
+            let owner = slot.owner();
+            let gone = match owner.state() {
+                SlotState::Free | SlotState::Claimed => continue,
+                SlotState::Dead => true,
+                SlotState::Live => {
+                    let held = slot.held.load();
+                    let line = slot.line();
+                    let is_reported_dead = line.owner == owner && line.dead;
+                    let weight = effective_bytes(owner.0, held, line);
+                    let gone = is_reported_dead || (held > 0 || weight > 0) && slot.is_dead(owner, peers);
+                    if !gone {
+                        in_flight |= above(held) > 0;
+                        sum = sum.saturating_add(weight);
+                    } else if !slot.owner.swap_if(owner.0, owner.becomes(SlotState::Dead).0) {
+                        in_flight = true;
+                    }
+                    gone
+                }
+            };
+            if gone {
+                dead.push(slot, owner.becomes(SlotState::Dead));
+            }
+        }
+        if in_flight {
+            return None;
+        }
+        if bytes(seen) == bytes(with_bytes(0, sum)) && dead.count == 0 {
+            return Some(seen);
+        }
+        let settled = changed(seen, sum);
+        if !self.total.word.swap_if(seen, settled) {
+            return None;
+        }
+        for (slot, owner) in dead.slots.into_iter().flatten() {
+            self.free(slot, owner, by, peers);
+        }
+        Some(settled)
+    }
+}
+
+/// The dead slots that a walk found, with their owners, up to 16. Others do not count either, and a
+/// later walk frees them.
+struct Dead<'a> {
+    slots: [Option<(&'a Slot, Owner)>; 16],
+    count: usize,
+}
+
+impl<'a> Dead<'a> {
+    fn push(&mut self, slot: &'a Slot, owner: Owner) {
+        if let Some(entry) = self.slots.get_mut(self.count) {
+            *entry = Some((slot, owner));
+        }
+        self.count += 1;
+    }
+}
+
+impl Slot {
+    fn is_dead(&self, owner: Owner, peers: &impl Peers) -> bool {
+        let identity = self.identity();
+        identity.pid == owner.pid() && peers.is_dead(&identity)
+    }
+
+    /// True if the slot belongs to the image that this process had before exec. A slot of the same
+    /// image belongs to another copy of the library in this process, and both are valid.
+    fn is_before_exec(&self, me: &Identity) -> bool {
+        let identity = self.identity();
+        let same_process =
+            identity.pid == me.pid && identity.namespace == me.namespace && identity.start == me.start;
+        same_process && identity.image != me.image && identity.image != 0 && me.image != 0
+    }
+}
+
+/// Charges memory that must stay on the device (not managed memory), for a share with memory
+/// over-commit. The share may hold `soft` bytes of it, and `slot_ref.limit` bytes in all.
+///
+/// Both limits apply to one total: `limit` to all bytes, `soft` to all but managed memory. The slots
+/// hold the managed bytes. A process updates its slot after the total when they grow, and before it
+/// when they shrink. If the total has the same word before and after the slots are read, their sum is
+/// at most the managed bytes at that time: a free in between would have changed the total. The
+/// charge then succeeds only from that same total. An allocation in progress counts as device memory
+/// until the slot says otherwise.
+///
+/// # Errors
+/// [`Refused`] as for [`charge`].
+#[inline]
+pub fn charge_fixed(
+    slot_ref: &SlotRef<'_>,
+    soft: u64,
+    amount: u64,
+    peers: &impl Peers,
+) -> Result<(), Refused> {
+    let attempt = Attempt::begin();
+    // The request fits even if no memory is managed.
+    let least = SlotRef { limit: soft.min(slot_ref.limit), ..*slot_ref };
+    if amount == 0 || least.take(amount) { Ok(()) } else { settled(slot_ref, soft, amount, peers, attempt) }
+}
+
+#[cold]
+fn settled(
+    slot_ref: &SlotRef<'_>,
+    soft: u64,
+    amount: u64,
+    peers: &impl Peers,
+    mut attempt: Attempt,
+) -> Result<(), Refused> {
+    let mut wait = Wait { peers, round: 0 };
+    let Some(slot) = slot_ref.page.slot(slot_ref.slot) else { return Err(Refused) };
+    loop {
+        let Some(total) = slot_ref.page.settle(Some(slot_ref.slot), peers) else {
+            if wait.pause(attempt) {
+                attempt = Attempt::begin();
+                continue;
+            }
+            slot_ref.page.count_fault(Fault::TimedOut);
+            return Err(Refused);
+        };
+        let limit = slot_ref.limit.min(soft.saturating_add(slot_ref.page.managed()));
+        if limit.saturating_sub(bytes(total)) >= amount {
+            slot.begin();
+            let taken = slot_ref.page.total.word.swap_if(total, changed(total, bytes(total) + amount));
+            slot.end(if taken { amount } else { 0 });
+            if taken {
+                return Ok(());
+            }
+        } else if slot_ref.page.total.word.load() == total {
+            slot_ref.page.count_fault(Fault::Refused);
+            return Err(Refused);
+        }
+    }
+}
+
+impl AccountPage {
+    /// Managed bytes of the living processes, by their slots.
+    fn managed(&self) -> u64 {
+        let managed = self.slots().iter().filter_map(|slot| {
+            let owner = slot.owner();
+            let line = slot.line();
+            let is_dead = line.owner == owner && line.dead;
+            (owner.state() == SlotState::Live && !is_dead).then(|| slot.managed())
+        });
+        managed.fold(0, u64::saturating_add)
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -1,10 +1,12 @@
-//! CRC-32C (Castagnoli, RFC 3720 appendix B.4), four bytes at a time by their half bytes: the eight are looked up
-//! without waiting for each other, where byte by byte each waits for the one before, which is a good part of what a
-//! process's start costs. Tables of bytes would be four kilobytes in every process, and the processor's own
-//! instruction would have to be asked for, which in a virtual machine costs more than it saves.
+//! CRC-32C (Castagnoli, RFC 3720 appendix B.4), four bytes at a time by table lookups of half
+//! bytes.
+//!
+//! The eight lookups of a word are independent, unlike those of a bytewise loop. The checksum is a
+//! large part of the start-up time of a process. Tables of whole bytes would cost four kilobytes
+//! per process, and detecting the CPU instruction costs more in a virtual machine than it saves.
 
-/// What four bits do to a sum, with so many half bytes behind them.
-const BEHIND: [[u32; 16]; 8] = {
+/// The effect of four bits on a checksum, by the number of half bytes that follow them.
+const HALF_BYTE_TABLES: [[u32; 16]; 8] = {
     let mut tables = [[0; 16]; 8];
     let mut at = 0;
     while at < 16 {
@@ -24,19 +26,19 @@ const BEHIND: [[u32; 16]; 8] = {
     tables
 };
 
-/// The checksum of the parts, one behind the other.
+/// The checksum of the concatenated parts.
 pub(crate) fn crc32c(parts: &[&[u8]]) -> u32 {
     !parts.iter().fold(!0, |sum, part| {
         let (words, rest) = part.as_chunks();
-        let sum = words.iter().fold(sum, |sum, word| shifted(sum ^ u32::from_le_bytes(*word), 8));
-        rest.iter().fold(sum, |sum, byte| shifted(sum ^ u32::from(*byte), 2))
+        let sum = words.iter().fold(sum, |sum, word| advance(sum ^ u32::from_le_bytes(*word), 8));
+        rest.iter().fold(sum, |sum, byte| advance(sum ^ u32::from(*byte), 2))
     })
 }
 
-/// A sum after so many half bytes.
+/// A checksum advanced by `count` half bytes.
 #[inline]
-fn shifted(sum: u32, count: usize) -> u32 {
-    let tables = BEHIND.iter().take(count).rev().enumerate();
+fn advance(sum: u32, count: usize) -> u32 {
+    let tables = HALF_BYTE_TABLES.iter().take(count).rev().enumerate();
     let done = tables.fold(0, |done, (at, table)| done ^ table[(sum >> (4 * at) & 15) as usize]);
     done ^ sum.checked_shr(4 * count as u32).unwrap_or(0)
 }
@@ -46,8 +48,8 @@ mod tests {
     use super::crc32c;
 
     #[test]
-    fn agrees_with_the_rfc() {
-        // RFC 3720, B.4: 32 bytes of zeros, of ones, and rising; and the usual check value.
+    fn checksums_match_the_rfc() {
+        // RFC 3720, B.4: 32 bytes of zeros, of ones, and ascending; and the usual check value.
         assert_eq!(crc32c(&[&[0; 32]]), 0x8a91_36aa);
         assert_eq!(crc32c(&[&[0xff; 32]]), 0x62a8_ab43);
         let rising: [u8; 32] = core::array::from_fn(|at| at as u8);
@@ -56,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_any_length_are_one_text() {
+    fn parts_are_concatenated() {
         let text: [u8; 23] = core::array::from_fn(|at| (at * 41) as u8);
         for cut in 0..=text.len() {
             let (head, tail) = text.split_at(cut);

@@ -1,13 +1,12 @@
-//! Byte-level goldens of the pages: lines of `offset: hex`, without the lines that are zero.
+//! Byte-level golden files of the pages: lines of `offset: hex`, without lines that are all zero.
 //!
-//! There is one of each page as this version writes it, and of the policy page of 1.1, which is the last with a shorter
-//! record. 1.2 has none: its pages have the bytes of those of 1.3, but for the number itself. What 1.3 added are two words
-//! of a slot, zero until a process of the share writes them, and no page that is kept from before has to be told apart by
-//! them. (Nor was any version before this one released.)
+//! There is one per page in the current version, and one of the policy page in version 1.1, the
+//! last with a shorter record. Pages of 1.2 differ from 1.3 only in the version number, so they
+//! have none.
 
 use std::fmt::Write as _;
 
-/// Compares the page with the committed text; with `UPDATE_GOLDEN=1` writes it.
+/// Compares the page with the golden file; with `UPDATE_GOLDEN=1` writes the file.
 pub(crate) fn check(path: &str, page: &[u8]) {
     let mut text = String::new();
     for (line, bytes) in page.chunks(16).enumerate().filter(|(_, bytes)| bytes.iter().any(|byte| *byte != 0))
@@ -21,7 +20,7 @@ pub(crate) fn check(path: &str, page: &[u8]) {
     assert_eq!(text, std::fs::read_to_string(path).expect("the golden is there"), "{path}");
 }
 
-/// The page of which a text tells.
+/// The page that a golden file describes.
 pub(crate) fn bytes(text: &str) -> Vec<u8> {
     let mut page = vec![0; crate::policy::SIZE];
     for line in text.lines() {

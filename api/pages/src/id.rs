@@ -1,26 +1,27 @@
-//! What identifies a share on its pages: short texts in fixed room, and UUIDs as bytes.
+//! Identifiers on the pages: short texts of fixed size, and UUIDs as bytes.
 
 use core::fmt;
 
-/// A short text in `N` bytes, padded with zeros. Kubernetes UIDs, PCI bus ids.
+/// A text of at most `N` bytes, padded with zeros, for Kubernetes UIDs and PCI bus ids.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Text<const N: usize>([u8; N]);
 
 impl<const N: usize> Text<N> {
-    /// No text.
+    /// The empty text.
     pub const EMPTY: Self = Self([0; N]);
 
-    /// The text in its room; `None` where it is longer, not printable ASCII, or has a blank.
+    /// The text; `None` if it is too long, or has blanks or characters that are not printable
+    /// ASCII.
     pub fn new(text: &str) -> Option<Self> {
         if text.len() > N || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
             return None;
         }
-        let mut room = [0; N];
-        room.get_mut(..text.len())?.copy_from_slice(text.as_bytes());
-        Some(Self(room))
+        let mut space = [0; N];
+        space.get_mut(..text.len())?.copy_from_slice(text.as_bytes());
+        Some(Self(space))
     }
 
-    /// What the bytes of a page say; `None` for bytes that [`Text::new`] never leaves there.
+    /// The text in the bytes of a page; `None` for bytes that [`Text::new`] never produces.
     #[cold]
     pub(crate) fn read(bytes: &[u8]) -> Option<Self> {
         let length = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
@@ -29,7 +30,7 @@ impl<const N: usize> Text<N> {
         bytes.try_into().ok().filter(|_| is_one).map(Self)
     }
 
-    /// The text with its padding.
+    /// The bytes with the padding.
     pub fn bytes(&self) -> &[u8; N] {
         &self.0
     }
@@ -53,18 +54,18 @@ impl<const N: usize> fmt::Display for Text<N> {
     }
 }
 
-/// The UUID of a GPU or of a MIG instance: the sixteen bytes of `CUuuid`, which are
-/// the hexadecimal digits of NVML's `GPU-…` or `MIG-…` text in their order.
+/// The UUID of a GPU or a MIG instance: the sixteen bytes of `CUuuid`, in the order of the
+/// hexadecimal digits of NVML's `GPU-…` or `MIG-…` text.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuUuid(pub [u8; 16]);
 
 impl GpuUuid {
-    /// Reads `GPU-…`, `MIG-…` or the bare UUID.
+    /// Parses `GPU-…`, `MIG-…` or the bare UUID.
     pub fn parse(text: &str) -> Option<Self> {
         Self::read(text.as_bytes())
     }
 
-    /// The same of bytes that need not be a text.
+    /// Parses bytes that may not be UTF-8.
     pub fn read(text: &[u8]) -> Option<Self> {
         let digits = text.strip_prefix(b"GPU-").or_else(|| text.strip_prefix(b"MIG-")).unwrap_or(text);
         let mut bytes = [0; 16];
@@ -77,21 +78,21 @@ impl GpuUuid {
                 continue;
             }
             let digit = u8::try_from(char::from(byte).to_digit(16)?).ok()?;
-            let room: &mut u8 = bytes.get_mut(count / 2)?;
-            *room = *room << 4 | digit;
+            let space: &mut u8 = bytes.get_mut(count / 2)?;
+            *space = *space << 4 | digit;
             count += 1;
         }
         (count == 32).then_some(Self(bytes))
     }
 
-    /// All zeros stand for no UUID.
+    /// `None` for all zeros, which stand for "no UUID".
     pub fn none_if_zero(self) -> Option<Self> {
         (self.0 != [0; 16]).then_some(self)
     }
 }
 
 impl fmt::Display for GpuUuid {
-    /// The bare UUID, without NVML's prefix.
+    /// Writes the bare UUID, without NVML's prefix.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (place, byte) in self.0.iter().enumerate() {
             if matches!(place, 4 | 6 | 8 | 10) {
@@ -114,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_uuid_is_read_with_nvmls_prefix_and_without() {
+    fn uuid_is_parsed_with_and_without_prefix() {
         let text = "6f1d2c3b-0001-4a5b-8c7d-00112233aaff";
         for prefix in ["GPU-", "MIG-", ""] {
             let uuid = GpuUuid::parse(&format!("{prefix}{text}")).expect("a UUID");
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_keeps_to_its_room() {
+    fn text_has_a_maximum_length() {
         assert_eq!(Text::<4>::new("abcd").expect("fits").as_str(), "abcd");
         assert_eq!(Text::<4>::new("abcde"), None);
         assert_eq!(Text::<4>::new("a b"), None);

@@ -1,18 +1,10 @@
-//! The two pages of a share, as the node writes them and a container reads them.
+//! The two memory-mapped pages of a share, which the node and the containers use.
 //!
-//! A share is one (claim, shareID) and names exactly one device. The **policy page**
-//! says what it may use; root owns it and the container sees it read-only. The
-//! **account page** says what it does use; the container writes it, so whoever stands
-//! outside reads it as a statement, not as the truth.
-//!
-//! A library inside a running container is weeks older than the node daemon that
-//! looks at its pages, or weeks younger: the pages are an ABI. Their layout has a
-//! major and a minor version. Another major is refused; a higher minor only adds
-//! fields in places that were reserved and zero, so it is read.
-//!
-//! All numbers are little-endian in place, which is the order of every machine that
-//! NVIDIA drives (x86-64, aarch64). The crate has no dependencies, no allocator and
-//! no system calls: it is linked into foreign processes.
+//! A share is one (claim, shareID) on one device. The **policy page** holds its limits: root owns it,
+//! and containers see it read-only. The **account page** holds its usage: containers write it, so the
+//! node does not trust it. The layouts are an ABI, because the library in a container may be older or
+//! newer than the node daemon. Readers reject another major version; a higher minor version only adds
+//! fields. The crate is linked into foreign processes: no dependencies, allocator or system calls.
 
 #![cfg_attr(not(any(test, loom)), no_std)]
 
@@ -31,15 +23,17 @@ mod word;
 mod explore;
 #[cfg(test)]
 mod golden;
+#[cfg(test)]
+mod steps;
 #[cfg(all(test, loom))]
 mod threads;
 
 pub use account::{AccountPage, Fault, Identity, Owner, PageError, SlotState};
-pub use charge::{Full, NoSlot, Peers, SEATS, Seat, charge, charge_fixed, force, uncharge};
+pub use charge::{MAX_PAGES, NoSlot, Peers, Refused, SlotRef, charge, charge_fixed, force_charge, uncharge};
 pub use id::{GpuUuid, Text};
 pub use policy::{Codec, Compute, Flags, Memory, Policy, PolicyError, PolicyPage};
 
-/// The major version of both layouts. A reader refuses any other.
+/// The major version of both layouts. A reader rejects any other.
 pub const MAJOR: u16 = 1;
-/// The minor version of both layouts: fields were added, none moved.
+/// The minor version of both layouts. A higher one adds fields in reserved places that were zero.
 pub const MINOR: u16 = 3;

@@ -1,20 +1,10 @@
-//! The policy page: what a share may use.
+//! The policy page: the limits of a share, written by the node as a file of [`SIZE`] bytes.
 //!
-//! The node writes it as a file of [`SIZE`] bytes that root owns (mode 0444); the
-//! container has it mounted read-only. The policy stands there twice. A writer fills
-//! the older copy under the next generation and then rings `stamp`; a reader takes
-//! the newest copy whose checksum holds, so a reader that comes in the middle of a
-//! write, or after a writer that died in it, reads the policy before it.
-//!
-//! | offset | what |
-//! |---|---|
-//! | 0 | magic, major and minor version, size |
-//! | 64 | what the node changes in place: gate (a futex word), whether launches are paced, stamp, rate, until when that is granted, until when the gate is closed, a word to trim pools, whether nobody sees what the share has |
-//! | 128 | what the agent remembers of the share for the agent after it, two words |
-//! | 1024, 2048 | two copies of the record, 1024 bytes each |
-//!
-//! Everything else is zero and reserved. [`Policy::encode`] is the writer's side and
-//! [`Policy::decode`] the reader's, which is total: any bytes give a policy or an error.
+//! Root owns the file (mode 0444), and containers mount it read-only. The policy is stored twice: a
+//! writer fills the older copy with the next generation and then increments `stamp`; a reader takes
+//! the newest copy with a valid checksum. So a reader during a write, or after a writer died, reads
+//! the previous policy. [`Policy::encode`] writes a new page. [`Policy::decode`] accepts any bytes
+//! and returns a policy or an error.
 
 mod page;
 
@@ -23,17 +13,17 @@ use crate::{GpuUuid, MAJOR, MINOR, Text};
 use core::fmt;
 pub use page::PolicyPage;
 
-/// The length of a policy page, in bytes.
+/// The size of a policy page, in bytes.
 pub const SIZE: usize = 4096;
 /// The first eight bytes of a policy page.
 pub const MAGIC: [u8; 8] = *b"divvypol";
 
-/// Where the two copies begin, and the room of each.
+/// Offsets of the two copies, and the space for each.
 const COPIES: [usize; 2] = [1024, 2048];
-const ROOM: usize = 1024;
+const COPY_BYTES: usize = 1024;
 
-/// Where it stands whether launches are paced.
-const PACED: usize = 68;
+/// Offset of the throttle word; see [`PolicyPage::is_rate_limited`].
+const THROTTLE: usize = 68;
 
 /// Offsets in a record. The checksum covers the record from 0 to its length, without itself.
 mod at {
@@ -55,28 +45,29 @@ mod at {
     pub(super) const CORES: usize = 256;
     pub(super) const CEILING: usize = 260;
     pub(super) const WEIGHT: usize = 264;
-    // 268 is reserved: a page of an earlier version may have a number there that means nothing any more.
+    // 268 is reserved: pages of earlier versions may have an obsolete number there.
     pub(super) const BURST: usize = 272;
-    /// The length of a record of the first minor version; what lies beyond is 0 there.
+    /// The record length of the first minor version. Later fields are 0 in such a record.
     pub(super) const FIRST: usize = 280;
     pub(super) const ENCODERS: usize = 280;
     pub(super) const DECODERS: usize = 284;
-    /// The length of a record of this minor version.
+    /// The record length of this minor version.
     pub(super) const END: usize = 288;
 }
 
-/// What a share may use: one (claim, shareID) on one device.
+/// The limits of a share: one (claim, shareID) on one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
     /// The UID of the claim.
     pub claim: Text<64>,
-    /// The shareID of the allocation result; the pages of one device are charged in its order.
+    /// The shareID of the allocation result. The pages of one device are charged in the order of
+    /// their shareIDs.
     pub share: Text<64>,
-    /// The GPU.
+    /// The UUID of the GPU.
     pub gpu: GpuUuid,
-    /// The MIG instance, where the share is one of an instance.
+    /// The UUID of the MIG instance, if the share is part of one.
     pub mig: Option<GpuUuid>,
-    /// The GPU's PCI bus id as NVML writes it, `00000000:3B:00.0`.
+    /// The GPU's PCI bus id in NVML's form, `00000000:3B:00.0`.
     pub pci: Text<32>,
     pub memory: Memory,
     pub compute: Compute,
@@ -84,8 +75,8 @@ pub struct Policy {
     pub flags: Flags,
 }
 
-/// Sessions of the video engines that the processes of a share may have open at once; none: as many as the GPU driver
-/// allows.
+/// Most sessions of the video engines that the share may have open at once; `None` means no limit
+/// but that of the GPU driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Codec {
     pub encoders: Option<u32>,
@@ -95,102 +86,104 @@ pub struct Codec {
 /// Device memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// The most that all processes of the share hold at once.
+    /// Most bytes that all processes of the share may hold.
     pub limit: u64,
-    /// What beyond goes to managed memory where over-commit is on; 0: none.
+    /// With over-commit, memory beyond this is managed memory; 0 means none.
     pub soft: u64,
-    /// The most with over-commit; 0: the limit.
+    /// The limit with over-commit; 0 means `limit`.
     pub overcommit: u64,
-    /// The memory of the device itself (of the instance on MIG).
+    /// The memory of the device, or of the MIG instance.
     pub physical: u64,
-    /// What a context is charged until the node has measured what it takes.
+    /// The charge of a context until the node has measured its size.
     pub context: u64,
 }
 
-/// Compute time.
+/// Limits of compute time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Compute {
-    /// The guarantee, in percent of the device; 0: none.
+    /// Guaranteed percent of the device; 0 means none.
     pub cores: u32,
-    /// The most while others idle, in percent; 0: no ceiling.
+    /// Most percent of the device, even while others are idle; 0 means no ceiling.
     pub ceiling: u32,
-    /// The part of what nobody is guaranteed; 0 counts as 1.
+    /// Weight for time that is not guaranteed to any share; 0 counts as 1.
     pub weight: u32,
-    /// A higher class closes the gate of a lower one while it works.
+    /// While a share of a higher class works, the gate of lower classes is closed.
     pub priority: u32,
-    /// How much unused time may be kept, in microseconds of GPU time; 0: the library's default.
+    /// Most unused time that is saved, in microseconds of GPU time; 0 means the library's default.
     pub burst_us: u64,
 }
 
 impl Compute {
-    /// The share is held to less than the device: its launches have to be paced.
+    /// Whether the share is limited to less than the device, so its launches must be throttled.
     pub fn is_limited(self) -> bool {
-        self.rate() < SECOND
+        self.rate() < SECOND_NS
     }
 
-    /// Nanoseconds of GPU time a second while nobody arbitrates: the guarantee, or the
-    /// ceiling where there is none; all of it without either.
+    /// The rate without a grant, in nanoseconds of GPU time per second: the guarantee, else the
+    /// ceiling, else the whole device.
     pub fn rate(self) -> u64 {
         let percent = match (self.cores, self.ceiling) {
             (0, 0) => 100,
             (0, ceiling) => ceiling,
             (cores, _) => cores,
         };
-        u64::from(percent.min(100)) * (SECOND / 100)
+        u64::from(percent.min(100)) * (SECOND_NS / 100)
     }
 }
 
-/// In nanoseconds.
-const SECOND: u64 = 1_000_000_000;
+/// One second, in nanoseconds.
+const SECOND_NS: u64 = 1_000_000_000;
 
-/// Granted as a rate: the share may have all of the device, and nothing is held up. Any other is a rate of what the
-/// library believes, and may be more than a second a second: kernels that are cut by neighbours look longer.
+/// A granted rate without limit: the share may use the whole device. Other rates apply to the time
+/// that the library estimates, and may exceed one second per second, because kernels that are
+/// preempted by other shares look longer than they are.
 pub const UNBOUNDED: u64 = u64::MAX;
 
-/// Nanoseconds of GPU time by which the stock of a share fills in so many nanoseconds. Whoever may have all of the device
-/// fills no faster than it works, and so is in debt while what it launched runs: by that the node knows that it works.
+/// Nanoseconds of GPU time that the bucket of a share gains in `nanoseconds`. With an unlimited
+/// rate it gains no more than the device can work. So the balance is negative while launched work
+/// runs, which tells the node that the share is active.
 pub fn accrued(rate: u64, nanoseconds: u64) -> i64 {
-    let rate = if rate == UNBOUNDED { SECOND } else { rate };
-    let accrued = u128::from(nanoseconds) * u128::from(rate) / u128::from(SECOND);
+    let rate = if rate == UNBOUNDED { SECOND_NS } else { rate };
+    let accrued = u128::from(nanoseconds) * u128::from(rate) / u128::from(SECOND_NS);
     i64::try_from(accrued).unwrap_or(i64::MAX)
 }
 
-/// Switches. Bits that this version does not know are kept as they are.
+/// Flags. Unknown bits are preserved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flags(pub u32);
 
 impl Flags {
-    /// Count and never refuse.
+    /// Count usage, but refuse nothing.
     pub const OBSERVE_ONLY: Self = Self(1);
-    /// A page that cannot be trusted refuses all allocations.
+    /// Refuse all allocations if the page is not trustworthy.
     pub const STRICT: Self = Self(1 << 1);
-    /// NVML shows the share in place of the device.
+    /// NVML reports the share instead of the device.
     pub const NVML_VIEW: Self = Self(1 << 2);
-    /// The GPU driver holds the memory limit by itself: count, and let it refuse.
+    /// The GPU driver enforces the memory limit: only count usage.
     pub const NATIVE_MEMORY: Self = Self(1 << 3);
     /// Memory beyond the soft limit is managed memory.
     pub const UVM: Self = Self(1 << 4);
 
-    /// True where every bit of `other` is set.
+    /// True if all bits of `other` are set.
     pub fn has(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 
-    /// Both together.
+    /// The union of both.
     #[must_use]
     pub fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 }
 
-/// Why a page has no policy to read.
+/// Why no policy can be read from a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PolicyError {
     /// Not a policy page: too short, or without the magic.
     Foreign,
-    /// A major version that this reader does not know.
+    /// A major version that this reader does not support.
     Major(u16),
-    /// No copy has a checksum that holds and fields that can be read.
+    /// No copy has a valid checksum and valid fields.
     Damaged,
 }
 
@@ -207,14 +200,14 @@ impl fmt::Display for PolicyError {
 impl core::error::Error for PolicyError {}
 
 impl Policy {
-    /// A fresh page with this policy as its first generation.
+    /// A new page with this policy as generation 1.
     pub fn encode(&self) -> [u8; SIZE] {
         let mut page = [0; SIZE];
         put(&mut page, 0, &MAGIC);
         put(&mut page, 8, &MAJOR.to_le_bytes());
         put(&mut page, 10, &MINOR.to_le_bytes());
         put(&mut page, 12, &(SIZE as u32).to_le_bytes());
-        put(&mut page, PACED, &u32::from(self.compute.is_limited()).to_le_bytes());
+        put(&mut page, THROTTLE, &u32::from(self.compute.is_limited()).to_le_bytes());
         put(&mut page, COPIES[0], &self.record(1));
         page
     }
@@ -239,7 +232,7 @@ impl Policy {
         put(&mut record, at::CEILING, &self.compute.ceiling.to_le_bytes());
         put(&mut record, at::WEIGHT, &self.compute.weight.to_le_bytes());
         put(&mut record, at::BURST, &self.compute.burst_us.to_le_bytes());
-        // 0 is what an older record has there.
+        // Older records have 0 here, which means no quota.
         let quota = |sessions: Option<u32>| sessions.map_or(0, |count| count.saturating_add(1)).to_le_bytes();
         put(&mut record, at::ENCODERS, &quota(self.codec.encoders));
         put(&mut record, at::DECODERS, &quota(self.codec.decoders));
@@ -248,20 +241,21 @@ impl Policy {
         record
     }
 
-    /// The newest whole copy of a page, with its generation.
+    /// The newest valid copy of a page, with its generation.
     pub fn decode(page: &[u8]) -> Result<(u64, Self), PolicyError> {
         if page.len() < SIZE {
             return Err(PolicyError::Foreign);
         }
         check(page)?;
-        let copies = COPIES.iter().filter_map(|start| Self::from_record(page.get(*start..start + ROOM)?));
+        let copies =
+            COPIES.iter().filter_map(|start| Self::from_record(page.get(*start..start + COPY_BYTES)?));
         copies.max_by_key(|(generation, _)| *generation).ok_or(PolicyError::Damaged)
     }
 
     #[cold]
-    fn from_record(room: &[u8]) -> Option<(u64, Self)> {
-        let length = usize::try_from(u32::from_le_bytes(take(room, at::LENGTH)?)).ok()?;
-        let record = room.get(..length).filter(|record| record.len() >= at::FIRST)?;
+    fn from_record(space: &[u8]) -> Option<(u64, Self)> {
+        let length = usize::try_from(u32::from_le_bytes(take(space, at::LENGTH)?)).ok()?;
+        let record = space.get(..length).filter(|record| record.len() >= at::FIRST)?;
         let u32_at = |offset| take(record, offset).map(u32::from_le_bytes);
         let u64_at = |offset| take(record, offset).map(u64::from_le_bytes);
         let generation = u64_at(at::GENERATION).filter(|generation| *generation > 0)?;
@@ -296,7 +290,7 @@ impl Policy {
     }
 }
 
-/// Whether a page begins as one of this version.
+/// Whether a page has a valid header.
 fn check(page: &[u8]) -> Result<(), PolicyError> {
     if page.get(..8) != Some(MAGIC.as_slice()) {
         return Err(PolicyError::Foreign);
@@ -305,15 +299,15 @@ fn check(page: &[u8]) -> Result<(), PolicyError> {
     if major == MAJOR { Ok(()) } else { Err(PolicyError::Major(major)) }
 }
 
-/// The checksum of a record whose length is that of the slice.
+/// The checksum of a record, without the checksum field.
 fn checksum(record: &[u8]) -> u32 {
     let (head, tail) = record.split_at(at::CHECKSUM.min(record.len()));
     crc32c(&[head, tail.get(4..).unwrap_or_default()])
 }
 
 fn put(bytes: &mut [u8], offset: usize, value: &[u8]) {
-    if let Some(room) = bytes.get_mut(offset..offset + value.len()) {
-        room.copy_from_slice(value);
+    if let Some(space) = bytes.get_mut(offset..offset + value.len()) {
+        space.copy_from_slice(value);
     }
 }
 
@@ -347,9 +341,9 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_of_a_page_are_those_of_the_golden() {
+    fn policy_page_matches_the_golden_file() {
         let mut page = sample().encode();
-        // The golden has something in what is reserved.
+        // The golden page has a value in a reserved place.
         let start = COPIES[0];
         put(&mut page, start + 268, &20_000_u32.to_le_bytes());
         let sum = checksum(&page[start..start + at::END]);
@@ -360,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_higher_minor_with_a_longer_record_is_read_and_another_major_is_not() {
+    fn longer_records_are_read_and_other_majors_are_not() {
         let mut page = sample().encode();
         put(&mut page, 10, &7_u16.to_le_bytes());
         let start = COPIES[0];
@@ -374,15 +368,16 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_the_minor_before_is_read() {
+    fn page_of_an_earlier_minor_is_read() {
         let written = crate::golden::bytes(include_str!("../tests/golden/policy-1.1.hex"));
         let before = Policy { codec: Codec::default(), ..sample() };
         assert_eq!(Policy::decode(&written), Ok((1, before)));
     }
 
     #[test]
-    fn the_rate_is_the_guarantee_or_else_the_ceiling() {
-        let rate = |cores, ceiling| Compute { cores, ceiling, ..Compute::default() }.rate() / (SECOND / 100);
+    fn rate_is_the_guarantee_or_else_the_ceiling() {
+        let rate =
+            |cores, ceiling| Compute { cores, ceiling, ..Compute::default() }.rate() / (SECOND_NS / 100);
         assert_eq!(
             [rate(30, 60), rate(30, 0), rate(0, 60), rate(0, 0), rate(100, 0), rate(0, 900)],
             [30, 30, 60, 100, 100, 100]
@@ -391,10 +386,10 @@ mod tests {
     }
 
     #[test]
-    fn a_stock_fills_by_its_rate_and_without_bounds_as_fast_as_the_device_works() {
-        assert_eq!(accrued(SECOND / 4, 2 * SECOND), SECOND as i64 / 2);
-        assert_eq!(accrued(3 * SECOND, 2 * SECOND), 6 * SECOND as i64);
-        assert_eq!(accrued(UNBOUNDED, 2 * SECOND), 2 * SECOND as i64);
+    fn bucket_fills_at_its_rate_up_to_device_speed() {
+        assert_eq!(accrued(SECOND_NS / 4, 2 * SECOND_NS), SECOND_NS as i64 / 2);
+        assert_eq!(accrued(3 * SECOND_NS, 2 * SECOND_NS), 6 * SECOND_NS as i64);
+        assert_eq!(accrued(UNBOUNDED, 2 * SECOND_NS), 2 * SECOND_NS as i64);
         assert_eq!(accrued(UNBOUNDED - 1, u64::MAX), i64::MAX);
         assert_eq!(accrued(0, u64::MAX), 0);
     }
@@ -406,7 +401,7 @@ mod tests {
         }
 
         #[test]
-        fn one_flipped_bit_of_a_lone_copy_is_seen(bit in 0..at::END * 8) {
+        fn flipped_bit_of_the_only_copy_is_detected(bit in 0..at::END * 8) {
             let mut page = sample().encode();
             page[COPIES[0] + bit / 8] ^= 1 << (bit % 8);
             prop_assert_eq!(Policy::decode(&page), Err(PolicyError::Damaged));

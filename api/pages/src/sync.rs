@@ -1,15 +1,11 @@
-//! The atomics that the pages, and the tables of the injected library, are made of.
+//! The atomics of the pages and of the tables in the injected library.
 //!
-//! They are core's. With `--cfg loom` they are watched ones (`watched`), and the models of threads that race
-//! run the same code on them: loom has two threads go on in every order, but for those in which one has to stop more often
-//! than a few times, and every load answer whatever older store its ordering allows. What is sequentially consistent
-//! it takes for a little less than that, so it may be too strict there and never too lenient. The exploration of the charge
-//! (`explore`) has processes killed at every point instead, and knows one order of all operations only, each of which is
-//! one step.
-//!
-//! What loom cannot stand in for, and is left to the tests of processes (`driver/interposer/core/tests/kill.rs`, `e2e`):
-//! a futex, which the kernel keeps; a mapping that two processes share, of which a model's threads have one; and a child of fork,
-//! in which words are zero again.
+//! Normally they are those of core. With `--cfg loom` they are instrumented (`watched`): loom runs
+//! the threads of a test in every order, up to a bound of preemptions, and returns any value that
+//! the memory ordering allows. Loom models sequential consistency as slightly weaker, so it may
+//! report false errors but misses none. Unlike `explore`, it does not kill processes. Futexes,
+//! shared mappings and fork are left to tests with processes
+//! (`driver/interposer/core/tests/kill.rs`, `e2e`).
 
 pub use core::sync::atomic::Ordering;
 #[cfg(not(loom))]
@@ -19,14 +15,14 @@ pub use core::{
 };
 #[cfg(loom)]
 pub use watched::{
-    AtomicI32, AtomicI64, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, Model, alone, spin_loop,
+    AtomicI32, AtomicI64, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, Model, assert_exclusive, spin_loop,
 };
 
-/// Says that the caller has what `word` points to for itself, until it does its next atomic operation: a model
-/// fails where another thread had it last and nothing orders the two.
+/// Asserts that no other thread accesses the target of `word` until the next atomic operation of
+/// the caller. A loom model fails if another thread accessed it last and nothing orders the two.
 #[cfg(not(loom))]
 #[inline(always)]
-pub fn alone<T>(_word: &T) {}
+pub fn assert_exclusive<T>(_word: &T) {}
 
 #[cfg(loom)]
 mod watched;

@@ -1,12 +1,9 @@
-//! The atomic word that both pages are made of.
+//! The atomic word of both pages.
 //!
-//! Every operation is sequentially consistent. The protocol's argument is about one
-//! order of all operations on all words, and what a weaker order would save is a
-//! nanosecond beside a call into the driver.
-//!
-//! In this crate's own tests each operation first asks the explorer, which decides
-//! which process makes its step next (`explore`): the code that is explored is the
-//! code that ships.
+//! Every operation is sequentially consistent: the proof of the protocol needs one order of all
+//! operations on all words. A weaker order would save about a nanosecond, next to a call into the
+//! driver. In the tests of this crate, each operation goes through the explorer, which chooses the
+//! process that makes the next step (`explore`). So the explored code is the shipped code.
 
 use crate::sync::{AtomicU64, Ordering::SeqCst};
 
@@ -21,7 +18,7 @@ impl Word {
         Self(AtomicU64::new(value))
     }
 
-    /// What `read` says of it.
+    /// The value that `read` returns for this word.
     #[cfg(test)]
     pub(crate) fn peek(&self, read: &dyn Fn(&AtomicU64) -> u64) -> u64 {
         read(&self.0)
@@ -30,7 +27,7 @@ impl Word {
     #[inline]
     pub(crate) fn load(&self) -> u64 {
         #[cfg(test)]
-        if let Some(value) = crate::explore::load(&self.0) {
+        if let Some(value) = crate::steps::load(&self.0) {
             return value;
         }
         self.0.load(SeqCst)
@@ -39,43 +36,43 @@ impl Word {
     #[inline]
     pub(crate) fn store(&self, value: u64) {
         #[cfg(test)]
-        if crate::explore::store(&self.0, value) {
+        if crate::steps::store(&self.0, value) {
             return;
         }
         self.0.store(value, SeqCst);
     }
 
-    /// True where the word was `old` and is now `new`.
+    /// Sets the word to `new` and returns true if it was `old`.
     #[inline]
     pub(crate) fn swap_if(&self, old: u64, new: u64) -> bool {
         #[cfg(test)]
-        if let Some(done) = crate::explore::swap_if(&self.0, old, new) {
+        if let Some(done) = crate::steps::swap_if(&self.0, old, new) {
             return done;
         }
         self.0.compare_exchange(old, new, SeqCst, SeqCst).is_ok()
     }
 
-    /// Makes the word what `next` makes of it, unless that is `None`: the word before, or as it was seen
-    /// when there was nothing to make of it. To the explorer this is one step, since a turn of
-    /// the loop that loses has no effect and one that gives up has read the word once.
+    /// Sets the word to the result of `next`, unless that is `None`. Returns the previous word, as
+    /// `Err` if it was not changed. The explorer treats this as one step: a lost exchange has no
+    /// effect, and a `None` has only read the word.
     #[inline]
     pub(crate) fn change(&self, next: impl Fn(u64) -> Option<u64>) -> Result<u64, u64> {
         #[cfg(test)]
-        if let Some(done) = crate::explore::change(&self.0, &next) {
+        if let Some(done) = crate::steps::change(&self.0, &next) {
             return done;
         }
         self.0.fetch_update(SeqCst, SeqCst, next)
     }
 
-    /// [`Word::change`] by a rule that always has an answer.
+    /// [`Word::change`] with a function that always has a result.
     #[inline]
     pub(crate) fn update(&self, next: impl Fn(u64) -> u64) -> u64 {
         self.change(|word| Some(next(word))).unwrap_or_else(|word| word)
     }
 }
 
-/// Where an attempt began that may be made again after a wait, as if it had not been made before.
-/// The explorer uses that: otherwise every number of attempts would be a state of its own.
+/// The start of an attempt that may be repeated after a wait. The explorer then drops its history;
+/// otherwise each number of attempts would be another state.
 #[derive(Clone, Copy)]
 pub(crate) struct Attempt {
     #[cfg(test)]
@@ -86,7 +83,7 @@ impl Attempt {
     pub(crate) fn begin() -> Self {
         Self {
             #[cfg(test)]
-            history: crate::explore::now(),
+            history: crate::steps::history_len(),
         }
     }
 }

@@ -1,14 +1,17 @@
-//! Claims, templates and classes: configuration, capacities and counts.
+//! Checks of claims, templates and classes: configuration, capacities and counts.
 
-use super::{Class, Finding, ONE_DAEMON, World, capacity, ours};
-use crate::config::{AppliedConfig, ConfigError, DeviceConfig, Misfit, Source, effective, share_settings};
+use super::capacity;
+use super::types::{Class, ClusterView, Finding, ONE_DAEMON_PER_CONTAINER, ours};
+use crate::config::{
+    AppliedConfig, ConfigError, ConfigMismatch, DeviceConfig, Source, effective, share_settings,
+};
 use crate::sharing::{Mode, Sharing};
 use k8s_openapi::api::resource::v1::{DeviceClaim, DeviceClass, DeviceSelector, OpaqueDeviceConfiguration};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A request, or one alternative of it, for devices that may be ours.
-pub(super) struct Ask<'a> {
+pub(super) struct DeviceRequest<'a> {
     /// `gpu`, or `gpu/big` for an alternative.
     pub(super) name: String,
     pub(super) base: &'a str,
@@ -19,22 +22,25 @@ pub(super) struct Ask<'a> {
     pub(super) admin: bool,
     amounts: Option<&'a BTreeMap<String, WireQuantity>>,
     class: Class,
-    /// What its devices make of a GPU; not empty.
+    /// The modes of its devices; not empty.
     pub(super) modes: BTreeSet<Mode>,
 }
 
-impl Ask<'_> {
-    /// Whether its device of that mode is a share: it names a part of what a device
-    /// deals out. That a part may be all of some device is not looked at: who
-    /// wants that names nothing.
+impl DeviceRequest<'_> {
+    /// Whether its device of that mode is a share, because it requests memory or cores. It does not
+    /// matter that the amount may equal the whole device: a claim for a whole device sets neither.
     pub(super) fn is_share(&self, mode: Mode) -> bool {
-        mode.has_shares() && self.amounts.is_some_and(capacity::names_share)
+        mode.has_shares() && self.amounts.is_some_and(capacity::requests_share)
     }
 }
 
-/// What a claim asks of our driver, as far as its classes are known.
-pub(super) fn asks<'a>(claim: &'a DeviceClaim, path: &str, world: &dyn World) -> Vec<Ask<'a>> {
-    let mut asks = Vec::new();
+/// The requests of a claim for our driver, as far as its classes are known.
+pub(super) fn requested<'a>(
+    claim: &'a DeviceClaim,
+    path: &str,
+    view: &dyn ClusterView,
+) -> Vec<DeviceRequest<'a>> {
+    let mut requested = Vec::new();
     for (index, request) in claim.requests.iter().flatten().enumerate() {
         let path = format!("{path}.requests[{index}]");
         let mut add = |name,
@@ -45,13 +51,23 @@ pub(super) fn asks<'a>(claim: &'a DeviceClaim, path: &str, world: &dyn World) ->
                        count,
                        admin,
                        amounts| {
-            let Some(class) = world.class(class).filter(|class| !class.modes.is_empty()) else { return };
+            let Some(class) = view.class(class).filter(|class| !class.modes.is_empty()) else { return };
             let selectors = selectors.as_deref().unwrap_or_default();
-            let modes = world.narrow(class.modes.clone(), selectors);
+            let modes = view.filter_modes(class.modes.clone(), selectors);
             if !modes.is_empty() {
                 let many = mode.as_deref() == Some("All") || count > Some(1);
                 let base = request.name.as_str();
-                asks.push(Ask { name, base, path, selectors, many, admin, amounts, class, modes });
+                requested.push(DeviceRequest {
+                    name,
+                    base,
+                    path,
+                    selectors,
+                    many,
+                    admin,
+                    amounts,
+                    class,
+                    modes,
+                });
             }
         };
         if let Some(one) = &request.exactly {
@@ -68,32 +84,33 @@ pub(super) fn asks<'a>(claim: &'a DeviceClaim, path: &str, world: &dyn World) ->
             add(name, path, &one.device_class_name, &one.selectors, mode, one.count, false, amounts);
         }
     }
-    asks
+    requested
 }
 
 /// A configuration of the claim for our driver.
-struct Written<'a> {
+struct ClaimConfig<'a> {
     path: String,
     requests: &'a [String],
     config: Result<DeviceConfig, ConfigError>,
 }
 
-impl Written<'_> {
-    /// As `AllocatedClaim` has it: by name, by the base of an alternative, or for all.
-    fn applies(&self, ask: &Ask<'_>) -> Option<Source> {
-        if self.requests.contains(&ask.name) {
+impl ClaimConfig<'_> {
+    /// The source as in `AllocatedClaim`: by name, by the base of an alternative, or for all
+    /// requests.
+    fn applies(&self, request: &DeviceRequest<'_>) -> Option<Source> {
+        if self.requests.contains(&request.name) {
             return Some(Source::Request);
         }
-        let meant = self.requests.is_empty() || self.requests.iter().any(|name| name == ask.base);
+        let meant = self.requests.is_empty() || self.requests.iter().any(|name| name == request.base);
         meant.then_some(Source::Claim)
     }
 }
 
-fn written<'a>(claim: &'a DeviceClaim, path: &str, texts: &[Option<&str>]) -> Vec<Written<'a>> {
+fn claim_configs<'a>(claim: &'a DeviceClaim, path: &str, texts: &[Option<&str>]) -> Vec<ClaimConfig<'a>> {
     let configs = claim.config.iter().flatten().enumerate();
     let ours = configs.filter_map(|(index, config)| {
         let opaque = ours(config.opaque.as_ref())?;
-        Some(Written {
+        Some(ClaimConfig {
             path: format!("{path}.config[{index}]"),
             requests: config.requests.as_deref().unwrap_or_default(),
             config: parse(opaque, texts.get(index).copied().flatten()),
@@ -106,87 +123,98 @@ fn parse(opaque: &OpaqueDeviceConfiguration, text: Option<&str>) -> Result<Devic
     text.map_or_else(|| DeviceConfig::from_value(&opaque.parameters.0), DeviceConfig::parse)
 }
 
-/// What holds for a request's device of a mode, if what was written can be read.
-fn applied(ask: &Ask<'_>, written: &[Written<'_>]) -> Vec<AppliedConfig> {
-    let of_class = ask.class.configs.iter().flatten().map(|config| (config, Source::Class));
-    let of_claim = written.iter().filter_map(|one| Some((one.config.as_ref().ok()?, one.applies(ask)?)));
+/// The valid configurations that apply to a request.
+fn applied(request: &DeviceRequest<'_>, claim_configs: &[ClaimConfig<'_>]) -> Vec<AppliedConfig> {
+    let of_class = request.class.configs.iter().flatten().map(|config| (config, Source::Class));
+    let of_claim =
+        claim_configs.iter().filter_map(|one| Some((one.config.as_ref().ok()?, one.applies(request)?)));
     let all = of_class.chain(of_claim);
     all.map(|(config, source)| AppliedConfig { config: config.clone(), source }).collect()
 }
 
-/// What a request has of a device of the mode: what it is set up with, or why it
-/// cannot be.
-fn fits(ask: &Ask<'_>, configs: &[AppliedConfig], mode: Mode) -> Result<Option<Sharing>, Misfit> {
-    match ask.is_share(mode) {
+/// The sharing of a device of the mode, or why the configuration is not valid for it.
+fn settings_for(
+    request: &DeviceRequest<'_>,
+    configs: &[AppliedConfig],
+    mode: Mode,
+) -> Result<Option<Sharing>, ConfigMismatch> {
+    match request.is_share(mode) {
         true => share_settings(configs).map(|_| None),
         false => effective(configs, mode),
     }
 }
 
-/// Whether processes of its devices are clients of an MPS control daemon, however
-/// it is allocated.
-pub(super) fn is_mps(claim: &DeviceClaim, ask: &Ask<'_>) -> bool {
-    let configs = applied(ask, &written(claim, "", &[]));
-    let mps =
-        |mode: &Mode| *mode == Mode::Mps || matches!(fits(ask, &configs, *mode), Ok(Some(Sharing::Mps(_))));
-    !ask.admin && ask.modes.iter().all(mps)
+/// Whether processes on its devices are clients of an MPS control daemon, for every allocation.
+pub(super) fn is_mps(claim: &DeviceClaim, request: &DeviceRequest<'_>) -> bool {
+    let configs = applied(request, &claim_configs(claim, "", &[]));
+    let mps = |mode: &Mode| {
+        *mode == Mode::Mps || matches!(settings_for(request, &configs, *mode), Ok(Some(Sharing::Mps(_))))
+    };
+    !request.admin && request.modes.iter().all(mps)
 }
 
-/// Whether it asks for a share.
-pub(super) fn has_share(claim: &DeviceClaim, world: &dyn World) -> bool {
-    let share = |ask: &Ask<'_>| !ask.admin && ask.modes.iter().any(|mode| ask.is_share(*mode));
-    asks(claim, "", world).iter().any(share)
+/// Whether the claim requests a share.
+pub(super) fn has_share(claim: &DeviceClaim, view: &dyn ClusterView) -> bool {
+    let share = |request: &DeviceRequest<'_>| {
+        !request.admin && request.modes.iter().any(|mode| request.is_share(*mode))
+    };
+    requested(claim, "", view).iter().any(share)
 }
 
-/// Whether all devices of these requests are on one GPU.
-pub(super) fn on_one_gpu(claim: &DeviceClaim, asks: &[&Ask<'_>]) -> bool {
+/// Whether a constraint puts all devices of these requests on one GPU.
+pub(super) fn on_one_gpu(claim: &DeviceClaim, requested: &[&DeviceRequest<'_>]) -> bool {
     const ONE_GPU: [&str; 2] = ["gpu.divvy.dev/uuid", "resource.kubernetes.io/pciBusID"];
     claim.constraints.iter().flatten().any(|constraint| {
         let requests = constraint.requests.as_deref().unwrap_or_default();
-        let covers = |ask: &&Ask<'_>| requests.iter().any(|name| *name == ask.name || name == ask.base);
+        let covers = |request: &&DeviceRequest<'_>| {
+            requests.iter().any(|name| *name == request.name || name == request.base)
+        };
         constraint.match_attribute.as_deref().is_some_and(|attribute| ONE_GPU.contains(&attribute))
-            && (requests.is_empty() || asks.iter().all(covers))
+            && (requests.is_empty() || requested.iter().all(covers))
     })
 }
 
-/// Checks what a claim asks for. `texts` are the parameters of its configurations
-/// as written, where they are at hand.
+/// Checks the devices of a claim. `texts` are the parameters of its configurations as written, if
+/// available.
 pub(super) fn check(
     claim: Option<&DeviceClaim>,
     path: &str,
     texts: &[Option<&str>],
-    world: &dyn World,
+    view: &dyn ClusterView,
 ) -> Vec<Finding> {
     let Some(claim) = claim else { return Vec::new() };
-    let asks = asks(claim, path, world);
-    let written = written(claim, path, texts);
-    let mut findings = configs(claim, &asks, &written, world);
-    for ask in &asks {
+    let requested = requested(claim, path, view);
+    let claim_configs = claim_configs(claim, path, texts);
+    let mut findings = configs(claim, &requested, &claim_configs, view);
+    for request in &requested {
         findings.extend(
-            ask.amounts.into_iter().flat_map(|amounts| capacity::check(amounts, &ask.modes, &ask.path)),
+            request
+                .amounts
+                .into_iter()
+                .flat_map(|amounts| capacity::check(amounts, &request.modes, &request.path)),
         );
-        findings.extend(sharing(claim, ask, &written));
+        findings.extend(sharing(claim, request, &claim_configs));
     }
     findings
 }
 
-/// What is wrong with configurations by themselves.
+/// Problems of configurations alone.
 fn configs(
     claim: &DeviceClaim,
-    asks: &[Ask<'_>],
-    written: &[Written<'_>],
-    world: &dyn World,
+    requested: &[DeviceRequest<'_>],
+    claim_configs: &[ClaimConfig<'_>],
+    view: &dyn ClusterView,
 ) -> Vec<Finding> {
     let mut findings = Vec::new();
     let requests = || claim.requests.iter().flatten();
-    // An alternative that is not known to be ours may be what it is for.
+    // The configuration may be for an alternative whose class is unknown.
     let classes = || {
         let exact = requests().flat_map(|request| &request.exactly).map(|one| &one.device_class_name);
         let alternatives = requests().flat_map(|request| request.first_available.iter().flatten());
         exact.chain(alternatives.map(|one| &one.device_class_name))
     };
-    let all_known = classes().all(|class| world.class(class).is_some());
-    for one in written {
+    let all_known = classes().all(|class| view.class(class).is_some());
+    for one in claim_configs {
         let unknown = |name: &&String| {
             !requests().any(|request| {
                 let alternatives = request.first_available.iter().flatten();
@@ -201,14 +229,16 @@ fn configs(
         match &one.config {
             Err(cause) => findings.push(Finding::error(format!("{}.opaque.parameters", one.path), cause)),
             Ok(config) => {
-                let useful = |ask: &Ask<'_>| match one.applies(ask) {
+                let useful = |request: &DeviceRequest<'_>| match one.applies(request) {
                     None => false,
-                    // What does not fit is told by the request.
+                    // A mismatch is reported at the request.
                     Some(Source::Request) => true,
-                    Some(_) => ask.modes.iter().any(|mode| is_for(config, *mode, ask.is_share(*mode))),
+                    Some(_) => {
+                        request.modes.iter().any(|mode| is_for(config, *mode, request.is_share(*mode)))
+                    }
                 };
-                if all_known && !asks.iter().any(useful) {
-                    let message = format!("{} is for no device of this claim; remove it", config.kind());
+                if all_known && !requested.iter().any(useful) {
+                    let message = format!("{} applies to no device of this claim; remove it", config.kind());
                     findings.push(Finding::warning(&one.path, message));
                 }
             }
@@ -226,47 +256,64 @@ fn is_for(config: &DeviceConfig, mode: Mode, share: bool) -> bool {
     }
 }
 
-/// What is wrong with what a request's devices are set up with.
-fn sharing(claim: &DeviceClaim, ask: &Ask<'_>, written: &[Written<'_>]) -> Vec<Finding> {
+/// Problems of the configuration of a request's devices.
+fn sharing(
+    claim: &DeviceClaim,
+    request: &DeviceRequest<'_>,
+    claim_configs: &[ClaimConfig<'_>],
+) -> Vec<Finding> {
     let mut findings = Vec::new();
-    if let Some(cause) = ask.class.configs.iter().find_map(|config| config.as_ref().err()) {
-        let message = format!("the configuration of its DeviceClass is refused: {cause}");
-        findings.push(Finding::error(format!("{}.deviceClassName", ask.path), message));
+    if let Some(cause) = request.class.configs.iter().find_map(|config| config.as_ref().err()) {
+        let message = format!("the configuration of its DeviceClass is invalid: {cause}");
+        findings.push(Finding::error(format!("{}.deviceClassName", request.path), message));
     }
-    if ask.admin {
-        let message = "adminAccess looks on: no device is made or set up for it, and the scheduler finds no device on a GPU that somebody holds";
-        findings.push(Finding::warning(format!("{}.adminAccess", ask.path), message));
+    if request.admin {
+        let message = "adminAccess only observes: no device is created or configured for it, and the \
+             scheduler finds no device on a GPU that a claim holds";
+        findings.push(Finding::warning(format!("{}.adminAccess", request.path), message));
         return findings;
     }
-    let configs = applied(ask, written);
-    let misfits: Vec<_> = ask.modes.iter().filter_map(|mode| fits(ask, &configs, *mode).err()).collect();
+    let configs = applied(request, claim_configs);
+    let misfits: Vec<_> =
+        request.modes.iter().filter_map(|mode| settings_for(request, &configs, *mode).err()).collect();
     if let Some(misfit) = misfits.first() {
-        let path =
-            written.iter().rev().find(|one| one.applies(ask) == Some(Source::Request)).map(|one| &one.path);
-        let path = path.unwrap_or(&ask.path);
-        // A selector may leave only the devices that it fits.
-        let sure = misfits.len() == ask.modes.len() || ask.selectors.is_empty();
-        let message = format!("request {}: {misfit}", ask.name);
+        let path = claim_configs
+            .iter()
+            .rev()
+            .find(|one| one.applies(request) == Some(Source::Request))
+            .map(|one| &one.path);
+        let path = path.unwrap_or(&request.path);
+        // A selector may leave only devices that match.
+        let sure = misfits.len() == request.modes.len() || request.selectors.is_empty();
+        let message = format!("request {}: {misfit}", request.name);
         findings.push(if sure { Finding::error(path, message) } else { Finding::warning(path, message) });
     }
-    if ask.class.part && !ask.amounts.is_some_and(capacity::names_share) {
+    if request.class.needs_share && !request.amounts.is_some_and(capacity::requests_share) {
         let message = format!(
-            "request {}: its DeviceClass is for a part of a GPU; name memory or cores in capacity.requests, or use gpu.divvy.dev for all of it",
-            ask.name
+            "request {}: its DeviceClass is for part of a GPU; set memory or cores in capacity.requests, or \
+             use gpu.divvy.dev for a whole GPU",
+            request.name
         );
-        findings.push(Finding::error(&ask.path, message));
+        findings.push(Finding::error(&request.path, message));
     }
-    if ask.many && is_mps(claim, ask) && !(ask.modes == [Mode::Mps].into() && on_one_gpu(claim, &[ask])) {
-        let message = format!("request {}: {ONE_DAEMON}", ask.name);
-        findings.push(Finding::error(&ask.path, message));
+    if request.many
+        && is_mps(claim, request)
+        && !(request.modes == [Mode::Mps].into() && on_one_gpu(claim, &[request]))
+    {
+        let message = format!("request {}: {ONE_DAEMON_PER_CONTAINER}", request.name);
+        findings.push(Finding::error(&request.path, message));
     }
     findings
 }
 
-/// Checks a class.
-pub(super) fn check_class(class: &DeviceClass, texts: &[Option<&str>], world: &dyn World) -> Vec<Finding> {
+/// Checks a DeviceClass.
+pub(super) fn check_class(
+    class: &DeviceClass,
+    texts: &[Option<&str>],
+    view: &dyn ClusterView,
+) -> Vec<Finding> {
     let mut findings = Vec::new();
-    let known = class.metadata.name.as_deref().and_then(|name| world.class(name));
+    let known = class.metadata.name.as_deref().and_then(|name| view.class(name));
     let modes = known.map(|known| known.modes).unwrap_or_default();
     for (index, config) in class.spec.iter().flat_map(|spec| spec.config.iter().flatten()).enumerate() {
         let Some(opaque) = ours(config.opaque.as_ref()) else { continue };
@@ -280,7 +327,7 @@ pub(super) fn check_class(class: &DeviceClass, texts: &[Option<&str>], world: &d
                         is_for(&config, *mode, share && mode.has_shares())
                     }) =>
             {
-                let message = format!("{} is for no device of this class; remove it", config.kind());
+                let message = format!("{} applies to no device of this class; remove it", config.kind());
                 findings.push(Finding::warning(path, message));
             }
             Ok(_) => {}

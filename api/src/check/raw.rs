@@ -1,10 +1,10 @@
-//! The parameters of an object's configurations as they were written.
+//! The parameters of configurations as they were written.
 
 use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 
-/// The text of each configuration's `opaque.parameters` in the list at `path`,
-/// in order; empty where there is no such list.
+/// The text of `opaque.parameters` of each configuration in the list at `path`, in order; empty if
+/// there is no such list.
 pub(super) fn parameters<'a>(json: &'a [u8], path: &[&str]) -> Vec<Option<&'a str>> {
     let list = serde_json::from_slice(json).ok().and_then(|root| below(root, path));
     let list: Vec<&RawValue> =

@@ -1,4 +1,4 @@
-//! What may stand in the documents, as data for the reader and for the reference.
+//! The fields of the documents, as data for the parser and for the reference documentation.
 
 use crate::names::CONFIG_API_VERSION;
 use crate::schema::{Field, Object, Shape};
@@ -7,7 +7,7 @@ use crate::sharing::{Injection, Interval, Priority};
 pub(super) const TIME_SLICING: &str = "TimeSlicing";
 pub(super) const MPS: &str = "MPS";
 
-/// All documents of this module, for the reader and the reference.
+/// All documents, for the parser and the reference documentation.
 pub const KINDS: &[&Object] = &[&GPU_CONFIG, &MIG_DEVICE_CONFIG, &SHARE_CONFIG];
 
 const API_VERSION: Field = Field {
@@ -24,7 +24,8 @@ const fn kind(name: &'static str) -> Field {
 
 pub(super) static GPU_CONFIG: Object = Object {
     name: "GpuConfig",
-    about: "For whole GPUs (DeviceClass `gpu.divvy.dev`). It says how the pods and containers of one claim share its GPU.",
+    about: "For whole GPUs (DeviceClass `gpu.divvy.dev`): how the pods and containers of one claim share \
+         its GPU.",
     fields: &[
         API_VERSION,
         kind("GpuConfig"),
@@ -32,7 +33,7 @@ pub(super) static GPU_CONFIG: Object = Object {
             name: "sharing",
             shape: Shape::Object(&GPU_SHARING),
             required: false,
-            absent: "nothing is set up: processes take turns as the GPU driver's default has it",
+            absent: "no sharing is configured: processes are time-sliced with the GPU driver's default",
             about: "How the GPU is shared.",
         },
     ],
@@ -48,7 +49,7 @@ pub(super) static MIG_DEVICE_CONFIG: Object = Object {
             name: "sharing",
             shape: Shape::Object(&MIG_SHARING),
             required: false,
-            absent: "nothing is set up",
+            absent: "no sharing is configured",
             about: "How the instance is shared.",
         },
     ],
@@ -56,7 +57,9 @@ pub(super) static MIG_DEVICE_CONFIG: Object = Object {
 
 pub(super) static SHARE_CONFIG: Object = Object {
     name: "ShareConfig",
-    about: "For shares, of a GPU or of a MIG instance: how the limits of a class's claims are kept. It belongs into a DeviceClass; in a claim it may say `ceiling` and nothing else, and no more than the class's. A class that is changed changes the shares that are there already, all but `injection`.",
+    about: "For shares of a GPU or MIG instance: how limits are enforced. It belongs in a DeviceClass. A \
+         claim may only set `ceiling`, up to that of its class. A change of the class also applies to \
+         existing shares, except for `injection`.",
     fields: &[
         API_VERSION,
         kind("ShareConfig"),
@@ -65,70 +68,77 @@ pub(super) static SHARE_CONFIG: Object = Object {
             shape: Shape::OneOf(Injection::NAMES),
             required: false,
             absent: "preload",
-            about: "How the library that keeps the limits comes into a container: `preload` by `/etc/ld.so.preload`, `shim` in the place of the GPU driver's own libraries, for programs that bear no preloaded library.",
+            about: "How the library that enforces the limits is loaded in containers: `preload` uses \
+                 `/etc/ld.so.preload`; `shim` replaces the GPU driver's libraries, for programs that do not \
+                 work with a preloaded library.",
         },
         Field {
             name: "observeOnly",
             shape: Shape::Flag,
             required: false,
             absent: "false",
-            about: "Count what is used and refuse nothing. Memory of the GPU is then not safe from the share.",
+            about: "Count usage, but enforce nothing. The share may then use up the memory of the GPU.",
         },
         Field {
             name: "priority",
             shape: Shape::OneOf(Priority::NAMES),
             required: false,
             absent: "Low",
-            about: "While a share of priority High works, those of priority Low on the same GPU wait (whole GPUs only).",
+            about: "While a share with priority High works, shares with priority Low on the same GPU wait \
+                 (whole GPUs only).",
         },
         Field {
             name: "weight",
             shape: Shape::Count(1, 10_000),
             required: false,
             absent: "100",
-            about: "Compute time that is guaranteed to nobody, or not used, is divided by weight (whole GPUs only).",
+            about: "Compute time that is not guaranteed, or unused, is divided by weight (whole GPUs only).",
         },
         Field {
             name: "ceiling",
             shape: Shape::Count(1, 100),
             required: false,
-            absent: "with `cores` no more than these; without, 100",
-            about: "Per cent of the device's compute time that the share gets at most, however idle the device is. In a class, a share with `cores` gets what others leave up to it (whole GPUs only).",
+            absent: "the value of `cores` if it is set, else 100",
+            about: "Maximum percent of the device's compute time, even if the device is idle. If a class \
+                 sets it, shares with `cores` may use idle time up to it (whole GPUs only).",
         },
         Field {
             name: "overcommit",
             shape: Shape::Count(100, 1000),
             required: false,
             absent: "100",
-            about: "Per cent of the claimed memory that the share may hold. What is beyond 100 is managed memory, which the GPU driver moves to the host's memory and back: the scheduler counts what was claimed, and the sum of what is really used may exceed the GPU.",
+            about: "Percent of the claimed memory that the share may hold. Memory beyond 100 percent is \
+                 managed memory, which the GPU driver migrates to host memory and back. The scheduler \
+                 counts the claimed memory, so the used memory of all shares may exceed that of the GPU.",
         },
         Field {
             name: "encoders",
             shape: Shape::Count(0, 1000),
             required: false,
-            absent: "as many as the GPU driver allows",
-            about: "Session quota of the video encoder: how many the share's processes may have open at once. What a session takes of the engine is not held. With `injection: preload` only.",
+            absent: "the limit of the GPU driver",
+            about: "Maximum number of open encoder sessions of the share. The load of a session is not \
+                 limited. Only with `injection: preload`.",
         },
         Field {
             name: "decoders",
             shape: Shape::Count(0, 1000),
             required: false,
-            absent: "as many as the GPU driver allows",
-            about: "The same of the video decoder.",
+            absent: "the limit of the GPU driver",
+            about: "The same for the video decoder.",
         },
         Field {
             name: "schedule",
-            shape: Shape::List(&Shape::Object(&TIDE)),
+            shape: Shape::List(&Shape::Object(&SCHEDULE_ENTRY)),
             required: false,
-            absent: "the same all day",
-            about: "Hours of the day in which other numbers hold; where several have the hour, the last.",
+            absent: "the same values all day",
+            about: "Times of day with other values. If several entries apply, the last one wins.",
         },
     ],
 };
 
-static TIDE: Object = Object {
-    name: "Tide",
-    about: "Hours of each day, in UTC, and what holds in them in place of what the ShareConfig says.",
+static SCHEDULE_ENTRY: Object = Object {
+    name: "ScheduleEntry",
+    about: "A time range of each day, in UTC, with values that override those of the ShareConfig.",
     fields: &[
         Field { name: "from", shape: Shape::Clock, required: true, absent: "", about: "The first minute." },
         Field {
@@ -136,27 +146,27 @@ static TIDE: Object = Object {
             shape: Shape::Clock,
             required: true,
             absent: "",
-            about: "The end, on the next day where it is earlier than `from`.",
+            about: "The end; on the next day if it is earlier than `from`.",
         },
         Field {
             name: "priority",
             shape: Shape::OneOf(Priority::NAMES),
             required: false,
-            absent: "as always",
+            absent: "unchanged",
             about: "As above.",
         },
         Field {
             name: "weight",
             shape: Shape::Count(1, 10_000),
             required: false,
-            absent: "as always",
+            absent: "unchanged",
             about: "As above.",
         },
         Field {
             name: "ceiling",
             shape: Shape::Count(1, 100),
             required: false,
-            absent: "as always",
+            absent: "unchanged",
             about: "As above.",
         },
     ],
@@ -171,7 +181,7 @@ static GPU_SHARING: Object = Object {
             shape: Shape::OneOf(&[TIME_SLICING, MPS]),
             required: true,
             absent: "",
-            about: "Processes take turns, or run at once as clients of an MPS control daemon.",
+            about: "Time-slicing of processes, or concurrent execution as clients of an MPS control daemon.",
         },
         Field {
             name: "timeSlicingConfig",
@@ -193,7 +203,8 @@ static MIG_SHARING: Object = Object {
             shape: Shape::OneOf(&[MPS]),
             required: true,
             absent: "",
-            about: "Processes run at once as clients of an MPS control daemon. TimeSlicing is refused: its interval does nothing on a MIG instance.",
+            about: "Processes run concurrently as clients of an MPS control daemon. TimeSlicing is \
+                 rejected: its interval has no effect on a MIG instance.",
         },
         MPS_CONFIG_FIELD,
     ],
@@ -215,40 +226,41 @@ static TIME_SLICING_CONFIG: Object = Object {
         shape: Shape::OneOf(Interval::NAMES),
         required: false,
         absent: "Default",
-        about: "How long one process runs before the next has its turn.",
+        about: "The time slice of a process.",
     }],
 };
 
 static MPS_CONFIG: Object = Object {
     name: "MpsConfig",
-    about: "Limits hold for each client process and are cooperative: MPS believes a client that lifts them.",
+    about: "Limits apply to each client process. They are cooperative: a client can raise its own limits.",
     fields: &[
         Field {
             name: "defaultActiveThreadPercentage",
             shape: Shape::Count(1, 100),
             required: false,
             absent: "all multiprocessors",
-            about: "Per cent of the multiprocessors that a client may use.",
+            about: "Percent of the multiprocessors that a client may use.",
         },
         Field {
             name: "defaultPinnedDeviceMemoryLimit",
             shape: Shape::Memory,
             required: false,
             absent: "all memory",
-            about: "Device memory that a client may take, in whole Mi, rounded down.",
+            about: "Device memory that a client may allocate, rounded down to whole Mi.",
         },
         Field {
             name: "defaultPerDevicePinnedMemoryLimit",
             shape: Shape::Map(&Shape::Memory),
             required: false,
             absent: "the limit above on each device",
-            about: "The same for one device: the key is 0, or for a whole GPU its UUID. A limit for a GPU that the claim did not get rests.",
+            about: "The same for one device. The key is 0 or, for a whole GPU, its UUID. A limit for a GPU \
+                 that the claim did not get has no effect.",
         },
         Field {
             name: "multiUser",
             shape: Shape::Flag,
             required: false,
-            absent: "where the GPU driver has it",
+            absent: "true if the GPU driver supports it",
             about: "Whether clients of different users may run at once.",
         },
     ],

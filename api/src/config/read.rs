@@ -1,19 +1,17 @@
-//! From text to a [`DeviceConfig`].
-//!
-//! The tables of [`super::documents`] say what a document may hold; what one field
-//! says of another is said here.
+//! Parses a [`DeviceConfig`]. The tables of [`super::documents`] define the fields; constraints
+//! between fields are checked here.
 
 use super::documents::{KINDS, MIG_DEVICE_CONFIG, MPS, SHARE_CONFIG, TIME_SLICING};
-use super::{ConfigError, DeviceConfig, ShareConfig, Tide};
+use super::{ConfigError, DeviceConfig, ScheduleEntry, ShareConfig};
 use crate::quantity::Quantity;
-use crate::schema::{self, Clock, Fault, Shape, Unread};
+use crate::schema::{self, Clock, FieldError, ReadError, Shape};
 use crate::sharing::{Injection, Interval, MpsSettings, Priority, Sharing};
 use serde::Deserializer;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
 impl DeviceConfig {
-    /// Reads the text of an opaque configuration.
+    /// Parses the text of an opaque configuration.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let mut json = serde_json::Deserializer::from_str(text);
         let value = untyped(&mut json)?;
@@ -21,14 +19,14 @@ impl DeviceConfig {
         Self::from_value(&value)
     }
 
-    /// Reads a configuration whose duplicate keys, if any, are already lost.
+    /// Reads a value, in which duplicate keys are lost already.
     pub fn from_value(value: &Value) -> Result<Self, ConfigError> {
         let object = value.as_object().ok_or(ConfigError::NotAnObject)?;
         let kind = match object.get("kind") {
             None | Some(Value::Null) => {
                 let (field, expected) =
                     ("kind".to_owned(), "GpuConfig, MigDeviceConfig or ShareConfig".to_owned());
-                return Err(Fault::Missing { field, expected }.into());
+                return Err(FieldError::Missing { field, expected }.into());
             }
             Some(Value::String(kind)) => kind.clone(),
             Some(other) => other.to_string(),
@@ -59,7 +57,7 @@ fn untyped<'de, D: Deserializer<'de>>(json: D) -> Result<Value, ConfigError> {
     schema::read(Shape::Any, json).map_err(refused)
 }
 
-fn refused<E: std::fmt::Display>(unread: Unread<E>) -> ConfigError {
+fn refused<E: std::fmt::Display>(unread: ReadError<E>) -> ConfigError {
     match unread.fault {
         Some(fault) => fault.into(),
         None => ConfigError::NotJson { cause: unread.cause.to_string() },
@@ -86,7 +84,7 @@ fn mps(config: &Value, mig: bool) -> Result<MpsSettings, ConfigError> {
         let limit: Option<Quantity> = schema::memory(limit);
         match (is_device_key(key, mig), limit) {
             (true, Some(limit)) => per_device.insert(key.clone(), limit),
-            // A null takes the entry away.
+            // A null removes the entry.
             (true, None) => continue,
             (false, _) => return Err(ConfigError::DeviceKey { key: key.clone(), mig }),
         };
@@ -111,20 +109,20 @@ fn share_config(config: &Value) -> Result<ShareConfig, ConfigError> {
         overcommit: count(config, "overcommit"),
         encoders: count(config, "encoders"),
         decoders: count(config, "decoders"),
-        schedule: schedule.filter(|(_, tide)| !tide.is_null()).map(tide).collect::<Result<_, _>>()?,
+        schedule: schedule.filter(|(_, entry)| !entry.is_null()).map(entry).collect::<Result<_, _>>()?,
     })
 }
 
-fn tide((index, tide): (usize, &Value)) -> Result<Tide, ConfigError> {
-    let clock = |field: &str| tide[field].as_str().and_then(Clock::parse).unwrap_or_default();
+fn entry((index, entry): (usize, &Value)) -> Result<ScheduleEntry, ConfigError> {
+    let clock = |field: &str| entry[field].as_str().and_then(Clock::parse).unwrap_or_default();
     let (from, to) = (clock("from"), clock("to"));
     if from == to {
-        let (field, found) = (format!("schedule[{index}].to"), tide["to"].to_string());
-        let expected = "another time than from; for all day, say it outside the schedule".to_owned();
-        return Err(Fault::Wrong { field, found, expected }.into());
+        let (field, found) = (format!("schedule[{index}].to"), entry["to"].to_string());
+        let expected = "a time other than from; set values for the whole day outside the schedule".to_owned();
+        return Err(FieldError::Wrong { field, found, expected }.into());
     }
-    let (priority, weight, ceiling) = (priority(tide), count(tide, "weight"), count(tide, "ceiling"));
-    Ok(Tide { from, to, priority, weight, ceiling })
+    let (priority, weight, ceiling) = (priority(entry), count(entry, "weight"), count(entry, "ceiling"));
+    Ok(ScheduleEntry { from, to, priority, weight, ceiling })
 }
 
 fn count(object: &Value, field: &str) -> Option<u32> {
@@ -135,8 +133,8 @@ fn priority(object: &Value) -> Option<Priority> {
     object["priority"].as_str().and_then(Priority::from_name)
 }
 
-/// The index of a request's only device, or a GPU's UUID as NVML writes it. Which
-/// GPU a claim gets is the scheduler's business: a limit for another one rests.
+/// Whether the key is 0, the index of a request's only device, or the UUID of a GPU. A limit for a
+/// GPU that the claim did not get has no effect.
 fn is_device_key(key: &str, mig: bool) -> bool {
     let uuid = |rest: &str| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
     key == "0" || (!mig && key.strip_prefix("GPU-").is_some_and(uuid))

@@ -38,7 +38,7 @@ fn known_kinds_are_read() {
 }
 
 #[test]
-fn every_partial_object_has_a_meaning() {
+fn partial_objects_have_defaults() {
     let slicing = |interval| Ok(Some(Sharing::TimeSlicing(interval)));
     let defaults = || Ok(Some(Sharing::Mps(MpsSettings::default())));
     let no_strategy = "field sharing.strategy is missing, expected TimeSlicing or MPS";
@@ -79,10 +79,11 @@ fn mps_settings_are_read() {
 }
 
 #[test]
-fn settings_out_of_range_are_refused() {
+fn settings_out_of_range_are_rejected() {
     let percentage = |found: &str| {
         format!(
-            "field sharing.mpsConfig.defaultActiveThreadPercentage is {found}, expected a whole number from 1 to 100"
+            "field sharing.mpsConfig.defaultActiveThreadPercentage is {found}, expected a whole number from \
+             1 to 100"
         )
     };
     for bad in ["0", "101", "-1", "50.5", "\"50\"", "true", "{}", "[]"] {
@@ -95,7 +96,8 @@ fn settings_out_of_range_are_refused() {
     }
     for bad in ["\"1023Ki\"", "\"-1Gi\"", "\"much\"", "0", "1.5", "true"] {
         let refused = format!(
-            "field sharing.mpsConfig.defaultPinnedDeviceMemoryLimit is {bad}, expected a quantity of memory of at least 1Mi, such as 512Mi or 10Gi"
+            "field sharing.mpsConfig.defaultPinnedDeviceMemoryLimit is {bad}, expected a quantity of memory \
+             of at least 1Mi, such as 512Mi or 10Gi"
         );
         check_mps(&format!(r#"{{"defaultPinnedDeviceMemoryLimit":{bad}}}"#), Err(&refused));
     }
@@ -106,11 +108,14 @@ fn settings_out_of_range_are_refused() {
     };
     for key in ["", "00", "-1", "1", "gpu-0", "GPU-", "GPU-a b", "MIG-1"] {
         let refused = format!(
-            "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected 0, since a request has one device where it has an MPS control daemon, or the UUID of a GPU"
+            "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key {key:?}, expected 0, \
+             because a request with MPS has one device, or the UUID of a GPU"
         );
         check_gpu(&keyed(key), Err(&refused));
     }
-    let refused = r#"field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key "GPU-1", expected 0, since a request has one device where it has an MPS control daemon; the UUID of a MIG instance is not known before it is made"#;
+    let refused = "field sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit has the key \"GPU-1\", \
+         expected 0, because a request with MPS has one device; the UUID of a MIG instance is not known \
+         before it is created";
     check_mig(&keyed("GPU-1"), Err(refused));
     assert!(
         DeviceConfig::from_value(&serde_json::json!({
@@ -126,22 +131,23 @@ fn settings_out_of_range_are_refused() {
 }
 
 #[test]
-fn a_strategy_takes_its_own_config_only() {
+fn strategy_accepts_only_its_own_config() {
     check_gpu(
         r#"{"strategy":"TimeSlicing","mpsConfig":{}}"#,
-        Err("field sharing.mpsConfig does not go with strategy TimeSlicing; remove one of them"),
+        Err("field sharing.mpsConfig is not allowed with strategy TimeSlicing; remove one of them"),
     );
     check_gpu(
         r#"{"strategy":"MPS","timeSlicingConfig":{}}"#,
-        Err("field sharing.timeSlicingConfig does not go with strategy MPS; remove one of them"),
+        Err("field sharing.timeSlicingConfig is not allowed with strategy MPS; remove one of them"),
     );
-    let on_mig = "field sharing.strategy is TimeSlicing, which does nothing on a MIG instance; use MPS, or a GpuConfig for a whole GPU";
+    let on_mig = "field sharing.strategy is TimeSlicing, which has no effect on a MIG instance; use MPS, or \
+         a GpuConfig for a whole GPU";
     check_mig(r#"{"strategy":"TimeSlicing"}"#, Err(on_mig));
     check_mig(r#"{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}"#, Err(on_mig));
 }
 
 #[test]
-fn refusals_name_the_field() {
+fn errors_name_the_field() {
     check("7", Err("configuration is not a JSON object"));
     check("{}", Err("field kind is missing, expected GpuConfig, MigDeviceConfig or ShareConfig"));
     check(r#"{"kind":1}"#, Err(r#"field kind is "1", expected GpuConfig, MigDeviceConfig or ShareConfig"#));
@@ -169,7 +175,7 @@ fn refusals_name_the_field() {
 }
 
 #[test]
-fn broken_text_is_refused_and_not_followed_into_the_deep() {
+fn broken_or_deep_text_is_rejected() {
     let deep = "[".repeat(100_000);
     for text in ["", "{", "{} {}", "nul", deep.as_str()] {
         let found = DeviceConfig::parse(text);
@@ -178,7 +184,7 @@ fn broken_text_is_refused_and_not_followed_into_the_deep() {
 }
 
 #[test]
-fn the_last_that_fits_holds_and_nothing_is_merged() {
+fn last_matching_config_applies_without_merging() {
     let gpu = |interval| DeviceConfig::GpuConfig { sharing: Some(Sharing::TimeSlicing(interval)) };
     let mig = || DeviceConfig::MigDeviceConfig { sharing: Some(MpsSettings::default()) };
     let check = |configs: &[(DeviceConfig, bool)], mode, expected: Result<Option<Sharing>, &str>| {
@@ -211,14 +217,13 @@ fn the_last_that_fits_holds_and_nothing_is_merged() {
     check(
         &[(gpu(Interval::Short), false), (mig(), true)],
         Mode::Whole,
-        Err("MigDeviceConfig is for MIG instances, and the device is a whole GPU; use GpuConfig"),
+        Err("MigDeviceConfig is for MIG instances, but the device is a whole GPU; use GpuConfig"),
     );
     check(
         &[(gpu(Interval::Short), true)],
         Mode::Mps,
-        Err(
-            "GpuConfig is for whole GPUs, and the device is a share of MPS; its limits are the claim's capacities, so remove the configuration",
-        ),
+        Err("GpuConfig is for whole GPUs, but the device is an MPS share; its limits are the claim's \
+             capacities, so remove the configuration"),
     );
     check(&[(mig(), true), (gpu(Interval::Long), false)], Mode::Whole, slicing(Interval::Long));
 }
@@ -252,10 +257,12 @@ fn share_settings_are_read() {
 }
 
 #[test]
-fn a_schedule_is_hours_of_the_day_and_the_last_that_has_one_holds() {
+fn last_matching_schedule_entry_applies() {
     let clock = |text: &str| Clock::parse(text).expect("a time");
     let text = format!(
-        r#"{{{API},"kind":"ShareConfig","ceiling":30,"weight":5,"schedule":[{{"from":"20:00","to":"06:00","ceiling":100,"priority":null}},{{"from":"22:00","to":"22:30","weight":7,"priority":"High"}}]}}"#
+        r#"{{{API},"kind":"ShareConfig","ceiling":30,"weight":5,"schedule":[
+            {{"from":"20:00","to":"06:00","ceiling":100,"priority":null}},
+            {{"from":"22:00","to":"22:30","weight":7,"priority":"High"}}]}}"#
     );
     let Ok(DeviceConfig::ShareConfig(config)) = DeviceConfig::parse(&text) else { panic!("{text}") };
     let check = |now: &str, expected: (u32, u32, Option<Priority>)| {
@@ -275,7 +282,8 @@ fn a_schedule_is_hours_of_the_day_and_the_last_that_has_one_holds() {
     let refused = |tide: &str, why: &str| check_share(&format!(r#","schedule":[{tide}]"#), Err(why));
     refused(
         r#"{"from":"10:00","to":"10:00"}"#,
-        r#"field schedule[0].to is "10:00", expected another time than from; for all day, say it outside the schedule"#,
+        "field schedule[0].to is \"10:00\", expected a time other than from; set values for the whole day \
+         outside the schedule",
     );
     refused(
         r#"{"from":"10:00"}"#,
@@ -283,7 +291,8 @@ fn a_schedule_is_hours_of_the_day_and_the_last_that_has_one_holds() {
     );
     for wrong in ["24:00", "1:00", "01:60", "0100", "+1:00", ""] {
         let why = format!(
-            r#"field schedule[0].from is "{wrong}", expected a time of day in UTC from 00:00 to 23:59, in quotes"#
+            "field schedule[0].from is \"{wrong}\", expected a time of day in UTC from 00:00 to 23:59, in \
+             quotes"
         );
         refused(&format!(r#"{{"from":"{wrong}","to":"10:00"}}"#), &why);
     }
@@ -291,7 +300,7 @@ fn a_schedule_is_hours_of_the_day_and_the_last_that_has_one_holds() {
 }
 
 #[test]
-fn a_tenant_may_only_tighten_itself() {
+fn claim_may_only_lower_its_ceiling() {
     let class = |ceiling| {
         let weight = Some(7);
         (
@@ -330,12 +339,10 @@ fn a_tenant_may_only_tighten_itself() {
     check(&[class(Some(60))], Ok((Shim, 7, 60)));
     check(&[class(Some(60)), (ShareConfig::default(), Source::Class), claim(70)], Ok((Preload, 100, 70)));
     check(&[class(Some(60)), claim(70), claim(50)], Ok((Shim, 7, 50)));
-    let more = "field ceiling of ShareConfig is 70, and its DeviceClass allows 60; ask for no more";
+    let more = "field ceiling of ShareConfig is 70, but its DeviceClass allows at most 60; request no more";
     check(&[class(Some(60)), claim(70)], Err(more));
     let only = |field: &str| {
-        format!(
-            "field {field} of ShareConfig is for a DeviceClass to say, and this one is of a claim; remove it"
-        )
+        format!("field {field} of ShareConfig may only be set in a DeviceClass, not in a claim; remove it")
     };
     let observe = ShareConfig { observe_only: Some(false), ..Default::default() };
     check(&[class(None), (observe, Source::Request), claim(1)], Err(&only("observeOnly")));
@@ -343,16 +350,16 @@ fn a_tenant_may_only_tighten_itself() {
 }
 
 #[test]
-fn a_configuration_for_another_kind_does_not_fit_a_share() {
+fn share_rejects_configuration_of_other_kinds() {
     let gpu = |source| AppliedConfig { config: DeviceConfig::GpuConfig { sharing: None }, source };
     assert_eq!(share_settings(&[gpu(Source::Class), gpu(Source::Claim)]), Ok(ShareSettings::default()));
     let misfit = share_settings(&[gpu(Source::Request)]).map_err(|misfit| misfit.to_string());
-    let expected = "GpuConfig is for whole GPUs, and the device is a share; remove the configuration";
+    let expected = "GpuConfig is for whole GPUs, but the device is a share; remove the configuration";
     assert_eq!(misfit, Err(expected.to_owned()));
     let share =
         AppliedConfig { config: DeviceConfig::ShareConfig(ShareConfig::default()), source: Source::Request };
     let misfit = effective(&[share], Mode::Mig).map_err(|misfit| misfit.to_string());
-    let expected = "ShareConfig is for shares, and the device is a MIG instance; use MigDeviceConfig";
+    let expected = "ShareConfig is for shares, but the device is a MIG instance; use MigDeviceConfig";
     assert_eq!(misfit, Err(expected.to_owned()));
 }
 
@@ -399,7 +406,7 @@ proptest! {
     }
 
     #[test]
-    fn text_and_value_are_read_alike(sharing in document(), gpu in any::<bool>()) {
+    fn text_and_value_parse_alike(sharing in document(), gpu in any::<bool>()) {
         let kind = if gpu { "GpuConfig" } else { "MigDeviceConfig" };
         let value = serde_json::json!({"apiVersion": CONFIG_API_VERSION, "kind": kind, "sharing": sharing});
         prop_assert_eq!(DeviceConfig::parse(&value.to_string()), DeviceConfig::from_value(&value));

@@ -1,9 +1,6 @@
-//! Text to quantity: a scanner over bytes, then integer arithmetic on the digits.
-//!
-//! Digits are never turned into a number wider than needed: a decimal amount is
-//! cut where the nanos end and one is added if anything was cut; the fraction of
-//! a binary amount is folded digit by digit. So a text of any length costs its
-//! length and nothing is lost.
+//! Parses quantities: a scanner over bytes, then integer arithmetic on the digits. Decimal digits
+//! beyond nano-units are cut, and the result is rounded up if any was not zero. Binary fractions
+//! are folded digit by digit. So the cost is linear in the length, and rounding is exact.
 
 use super::{BINARY, Format, NANO, Quantity};
 
@@ -12,15 +9,15 @@ const NUMBER: &str = "it has no digits";
 const SUFFIX: &str = "unknown suffix; known are n u m k M G T P E, Ki Mi Gi Ti Pi Ei and e<number>";
 const RANGE: &str = "the amount is out of range";
 
-/// Binary amounts above this are read as this.
+/// Larger binary amounts are capped at this.
 pub(super) const BINARY_MAX: i128 = i64::MAX as i128 * NANO;
 
-/// A text taken apart; `whole` has no leading zeros.
+/// The parts of a text; `whole` has no leading zeros.
 struct Parts<'a> {
     negative: bool,
     whole: &'a [u8],
     fraction: &'a [u8],
-    /// Whether any digit was written, leading zeros included.
+    /// Whether there is any digit, leading zeros included.
     has_digits: bool,
     suffix: &'a str,
 }
@@ -29,7 +26,7 @@ pub(super) fn parse(text: &str) -> Result<Quantity, &'static str> {
     let parts = scan(text)?;
     let (nano, format) = match suffix(parts.suffix)? {
         Suffix::Binary(exponent) => {
-            // The library reads a bare `Ki` as nothing, but not a bare `Pi`.
+            // The Go library reads a bare `Ki` as zero, but rejects a bare `Pi`.
             if !parts.has_digits && exponent > 40 {
                 return Err(NUMBER);
             }
@@ -71,7 +68,7 @@ fn scan(text: &str) -> Result<Parts<'_>, &'static str> {
     if run(letters + sign, u8::is_ascii_digit) != bytes.len() {
         return Err(FORMAT);
     }
-    // A sign alone is nothing, as the library has it.
+    // The Go library reads a bare sign as zero.
     let bare_sign = nonzero == bytes.len();
     Ok(Parts {
         negative: bytes[0] == b'-',
@@ -102,11 +99,11 @@ fn suffix(text: &str) -> Result<Suffix, &'static str> {
     Ok(Suffix::Decimal(exponent, Format::DecimalExponent))
 }
 
-/// `whole.fraction * 10^exponent` in nanos, rounded away from zero.
+/// `whole.fraction * 10^exponent` in nano-units, rounded away from zero.
 fn decimal(parts: &Parts<'_>, exponent: i64) -> Result<i128, &'static str> {
     let digits = || parts.whole.iter().chain(parts.fraction);
     let count = parts.whole.len() + parts.fraction.len();
-    // How many places the nanos lie behind the last digit.
+    // Decimal places between the last digit and the nano-units.
     let shift = exponent + 9 - parts.fraction.len() as i64;
     let cut = usize::try_from(-shift).unwrap_or(0).min(count);
     let mut nano: i128 = 0;
@@ -124,9 +121,9 @@ fn decimal(parts: &Parts<'_>, exponent: i64) -> Result<i128, &'static str> {
     nano.checked_mul(power).ok_or(RANGE)
 }
 
-/// `whole.fraction * 2^exponent` in nanos, rounded up and capped.
+/// `whole.fraction * 2^exponent` in nano-units, rounded up and capped.
 fn binary(parts: &Parts<'_>, exponent: u32) -> i128 {
-    // At most 2^60 * 10^9 < 2^90, so that ten times it fits.
+    // At most 2^60 * 10^9 < 2^90, so ten times that fits.
     let unit = NANO << exponent;
     let mut whole: i128 = 0;
     for digit in parts.whole {

@@ -1,13 +1,13 @@
-//! Whatever is written, it is judged, and alike by its text and by its type.
+//! Any object is checked without a panic, with the same result by text and by type.
 
 use crate::pods::pod;
-use crate::{asking, claim, config, mps, share_config, sharing, world};
+use crate::{asking, claim, config, mps, share_config, sharing, view};
 use divvy_api::check::{self, Finding, Severity};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// Claims around the rules: names that meet and names that do not.
+/// Claims with matching and other names.
 fn any_claim() -> impl Strategy<Value = Value> {
     let name = || prop_oneof![Just("r"), Just("r/a"), Just("a"), Just(""), Just("/")];
     let class = || {
@@ -61,29 +61,40 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_claim_is_judged_alike_by_text_and_by_type(claim in any_claim()) {
+    fn claims_are_checked_alike_by_text_and_type(claim in any_claim()) {
         let typed: ResourceClaim = serde_json::from_value(claim.clone()).expect("a claim");
-        let by_text = check::object(claim.to_string().as_bytes(), &world()).expect("a claim");
-        prop_assert_eq!(&by_text, &check::claim(&typed, &world()));
-        let paths = |finding: &Finding| finding.path.starts_with("spec.devices.") && !finding.message.is_empty();
+        let by_text = check::object(claim.to_string().as_bytes(), &view()).expect("a claim");
+        prop_assert_eq!(&by_text, &check::claim(&typed, &view()));
+        let paths = |finding: &Finding| {
+            finding.path.starts_with("spec.devices.") && !finding.message.is_empty()
+        };
         prop_assert!(by_text.iter().all(paths), "{:?}", by_text);
     }
 
     #[test]
-    fn any_pod_is_judged(claims in prop::collection::vec(any_claim(), 0..3), path in "(/|dev|shm|run|var|divvy|etc|ld.so.preload|[.]|é){0,6}") {
+    fn any_pod_is_checked(
+        claims in prop::collection::vec(any_claim(), 0..3),
+        path in "(/|dev|shm|run|var|divvy|etc|ld.so.preload|[.]|é){0,6}",
+    ) {
         let names = ["a", "b", "c"];
         let templates: Vec<_> =
-            names.iter().zip(&claims).map(|(name, claim)| (*name, claim["spec"]["devices"].clone())).collect();
+            names.iter().zip(&claims)
+                .map(|(name, claim)| (*name, claim["spec"]["devices"].clone()))
+                .collect();
         let uses = templates.iter().map(|(name, _)| json!({"name": name})).collect();
-        let (pod, world) = pod(&templates, uses, json!({"volumeMounts": [{"name": "v", "mountPath": path}]}));
-        let found = check::object(pod.to_string().as_bytes(), &world).expect("a pod");
+        let (pod, view) = pod(&templates, uses, json!({"volumeMounts": [{"name": "v", "mountPath": path}]}));
+        let found = check::object(pod.to_string().as_bytes(), &view).expect("a pod");
         prop_assert!(found.iter().all(|finding| finding.severity == Severity::Error));
     }
 
     #[test]
-    fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), claim in any_claim(), cut in 0usize..400) {
-        let _ = check::object(&bytes, &world());
+    fn no_bytes_panic(
+        bytes in prop::collection::vec(any::<u8>(), 0..200),
+        claim in any_claim(),
+        cut in 0usize..400,
+    ) {
+        let _ = check::object(&bytes, &view());
         let text = claim.to_string();
-        let _ = check::object(&text.as_bytes()[..cut.min(text.len())], &world());
+        let _ = check::object(&text.as_bytes()[..cut.min(text.len())], &view());
     }
 }

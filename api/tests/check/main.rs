@@ -1,5 +1,4 @@
-//! What prepare would refuse, and what a container could not reach, is found in
-//! the objects.
+//! Findings for claims, templates and classes.
 
 mod any;
 mod pods;
@@ -40,8 +39,8 @@ fn mps(kind: &str) -> Value {
     sharing(kind, json!({"strategy": "MPS"}))
 }
 
-/// The well-known classes, one of an administrator for each purpose.
-fn world() -> Objects {
+/// Divvy's own classes, and some of an administrator.
+fn view() -> Objects {
     let class = |modes: &[Mode], config: Value| {
         let config = json!({"metadata": {"name": "x"}, "spec": {"config": [config]}});
         let class: DeviceClass = serde_json::from_value(config).expect("a class");
@@ -59,13 +58,13 @@ fn world() -> Objects {
 }
 
 fn check(object: &Value, expected: &[&str]) {
-    let found = check::object(object.to_string().as_bytes(), &world()).expect("an object");
+    let found = check::object(object.to_string().as_bytes(), &view()).expect("an object");
     let found: Vec<_> = found.iter().map(Finding::to_string).collect();
     assert_eq!(found, expected, "{object:#}");
 }
 
 #[test]
-fn what_is_well_written_has_no_findings() {
+fn valid_objects_have_no_findings() {
     check(&claim(json!({"requests": [request("gpu", "gpu.divvy.dev")]})), &[]);
     let slots = json!({"capacity": {"requests": {"slots": "2", "memory": "0"}}});
     check(&claim(json!({"requests": [asking("ts", "timeslice.divvy.dev", slots)]})), &[]);
@@ -93,7 +92,7 @@ fn what_is_well_written_has_no_findings() {
 }
 
 #[test]
-fn a_configuration_is_judged_as_prepare_does() {
+fn configuration_errors_match_prepare() {
     let check = |requests: &[Value], configs: &[Value], expected: &[&str]| {
         check(&claim(json!({"requests": requests, "config": configs})), expected);
     };
@@ -101,87 +100,81 @@ fn a_configuration_is_judged_as_prepare_does() {
     check(
         &[mig()],
         &[config(sharing("MigDeviceConfig", json!({"strategy": "TimeSlicing"})), &[])],
-        &[
-            "error: spec.devices.config[0].opaque.parameters: field sharing.strategy is TimeSlicing, which does nothing on a MIG instance; use MPS, or a GpuConfig for a whole GPU",
-        ],
+        &["error: spec.devices.config[0].opaque.parameters: field sharing.strategy is TimeSlicing, which \
+             has no effect on a MIG instance; use MPS, or a GpuConfig for a whole GPU"],
     );
     check(
         &[gpu()],
         &[config(mps("MigDeviceConfig"), &["r"])],
-        &[
-            "error: spec.devices.config[0]: request r: MigDeviceConfig is for MIG instances, and the device is a whole GPU; use GpuConfig",
-        ],
+        &["error: spec.devices.config[0]: request r: MigDeviceConfig is for MIG instances, but the device \
+             is a whole GPU; use GpuConfig"],
     );
     check(
         &[gpu()],
         &[config(mps("MigDeviceConfig"), &[])],
-        &["warning: spec.devices.config[0]: MigDeviceConfig is for no device of this claim; remove it"],
+        &["warning: spec.devices.config[0]: MigDeviceConfig applies to no device of this claim; remove it"],
     );
     check(&[gpu(), request("other", "unknown.example.com")], &[config(mps("MigDeviceConfig"), &[])], &[]);
     check(
         &[request("r", "timeslice.divvy.dev")],
         &[config(sharing("GpuConfig", json!({"strategy": "TimeSlicing"})), &["r"])],
-        &[
-            "error: spec.devices.config[0]: request r: GpuConfig is for whole GPUs, and the device is a time-slice; its interval is set by the node configuration, so remove the configuration",
-        ],
+        &["error: spec.devices.config[0]: request r: GpuConfig is for whole GPUs, but the device is a \
+             time-slice; its interval is set by the node configuration, so remove the configuration"],
     );
     check(
         &[request("r", "any.example.com")],
         &[config(mps("GpuConfig"), &["r"])],
-        &[
-            "error: spec.devices.config[0]: request r: GpuConfig is for whole GPUs, and the device is a MIG instance; use MigDeviceConfig",
-        ],
+        &["error: spec.devices.config[0]: request r: GpuConfig is for whole GPUs, but the device is a MIG \
+             instance; use MigDeviceConfig"],
     );
     let selected =
         json!({"selectors": [{"cel": {"expression": "device.attributes['gpu.divvy.dev'].type == 'gpu'"}}]});
     check(
         &[asking("r", "any.example.com", selected)],
         &[config(mps("GpuConfig"), &["r"])],
-        &[
-            "warning: spec.devices.config[0]: request r: GpuConfig is for whole GPUs, and the device is a MIG instance; use MigDeviceConfig",
-        ],
+        &["warning: spec.devices.config[0]: request r: GpuConfig is for whole GPUs, but the device is a \
+             MIG instance; use MigDeviceConfig"],
     );
     check(
         &[gpu()],
         &[config(mps("GpuConfig"), &["s"])],
         &[
             "error: spec.devices.config[0].requests: the claim has no request s; name one of its requests",
-            "warning: spec.devices.config[0]: GpuConfig is for no device of this claim; remove it",
+            "warning: spec.devices.config[0]: GpuConfig applies to no device of this claim; remove it",
         ],
     );
     check(
         &[request("r", "broken.example.com")],
         &[],
-        &[
-            r#"error: spec.devices.requests[0].exactly.deviceClassName: the configuration of its DeviceClass is refused: field apiVersion is missing, expected "resource.divvy.dev/v1alpha1""#,
-        ],
+        &["error: spec.devices.requests[0].exactly.deviceClassName: the configuration of its DeviceClass \
+             is invalid: field apiVersion is missing, expected \"resource.divvy.dev/v1alpha1\""],
     );
     check(
         &[asking("r", "gpu.divvy.dev", json!({"adminAccess": true}))],
         &[],
-        &[
-            "warning: spec.devices.requests[0].exactly.adminAccess: adminAccess looks on: no device is made or set up for it, and the scheduler finds no device on a GPU that somebody holds",
-        ],
+        &["warning: spec.devices.requests[0].exactly.adminAccess: adminAccess only observes: no device is \
+             created or configured for it, and the scheduler finds no device on a GPU that a claim holds"],
     );
 }
 
 #[test]
-fn a_key_given_twice_is_seen() {
+fn duplicate_key_is_detected() {
     let text = claim(json!({
         "requests": [request("r", "gpu.divvy.dev")], "config": [{}, config(mps("GpuConfig"), &[])],
     }));
     let text = text.to_string().replace(r#""strategy":"MPS""#, r#""strategy":"MPS","strategy":"MPS""#);
-    let found = check::object(text.as_bytes(), &world()).expect("an object");
+    let found = check::object(text.as_bytes(), &view()).expect("an object");
     let found: Vec<_> = found.iter().map(Finding::to_string).collect();
     let expected = "error: spec.devices.config[1].opaque.parameters: field sharing.strategy is given twice";
     assert_eq!(found, [expected]);
 }
 
 #[test]
-fn a_request_has_one_mps_daemon() {
+fn mps_request_has_one_device() {
     let refused = |path: &str| {
         format!(
-            "error: {path}: request r: its devices have MPS control daemons of their own, and a container reaches one only; ask for one device per request"
+            "error: {path}: request r: each of its devices has its own MPS control daemon, but a container \
+             can use only one; request one device"
         )
     };
     let check = |request: Value, more: Value, refused: Option<String>| {
@@ -209,7 +202,7 @@ fn a_request_has_one_mps_daemon() {
 }
 
 #[test]
-fn amounts_that_no_device_has_are_refused() {
+fn impossible_amounts_are_rejected() {
     let check = |class: &str, name: &str, amount: &str, message: Option<&str>| {
         let amounts = json!({"capacity": {"requests": {name: amount}}});
         let expected = message.map(|message| {
@@ -226,9 +219,9 @@ fn amounts_that_no_device_has_are_refused() {
         slice,
         "memory",
         "1Gi",
-        Some("a time-slice promises no memory; select on it instead, or ask for a MIG instance"),
+        Some("a time-slice does not guarantee memory; use a selector instead, or request a MIG instance"),
     );
-    check(slice, "threads", "5", Some("a time-slice has no capacity threads; ask for slots"));
+    check(slice, "threads", "5", Some("a time-slice has no capacity threads; use one of slots"));
     let threads = "per cent of the multiprocessors, a whole number from 1 to 100";
     check(mps, "threads", "101", Some(&format!("threads is 101, expected {threads}")));
     check(mps, "threads", "-1", Some(&format!("threads is -1, expected {threads}")));
@@ -246,7 +239,8 @@ fn amounts_that_no_device_has_are_refused() {
         "slots",
         "1",
         Some(
-            "a whole GPU has no capacity slots; ask for memory, multiprocessors, copyEngines, decoders, encoders, jpegEngines, ofaEngines",
+            "a whole GPU has no capacity slots; use one of memory, multiprocessors, copyEngines, decoders, \
+             encoders, jpegEngines, ofaEngines",
         ),
     );
     check("any.example.com", "memory", "10Gi", None);
@@ -254,7 +248,7 @@ fn amounts_that_no_device_has_are_refused() {
         mps,
         "net.example.com/bandwidth",
         "1",
-        Some("a share of MPS has no capacity net.example.com/bandwidth; ask for threads, clients, memory"),
+        Some("an MPS share has no capacity net.example.com/bandwidth; use one of threads, clients, memory"),
     );
     for (class, amount) in [("gpu.divvy.dev", "0"), ("mig.divvy.dev", "1M"), ("share.divvy.dev", "1000Ki")] {
         check(class, "memory", amount, Some(&format!("memory is {amount}, expected at least 1Mi")));
@@ -287,49 +281,50 @@ fn share_config(more: Value) -> Value {
 }
 
 #[test]
-fn the_class_of_shares_wants_a_part() {
-    let wanted = "request r: its DeviceClass is for a part of a GPU; name memory or cores in capacity.requests, or use gpu.divvy.dev for all of it";
+fn share_class_requires_a_share_size() {
+    let expected = "request r: its DeviceClass is for part of a GPU; set memory or cores in \
+         capacity.requests, or use gpu.divvy.dev for a whole GPU";
     let check = |request: Value, expected: &[&str]| check(&claim(json!({"requests": [request]})), expected);
     check(share("share.divvy.dev", "10Gi"), &[]);
     let path = "error: spec.devices.requests[0].exactly";
-    check(request("r", "share.divvy.dev"), &[&format!("{path}: {wanted}")]);
+    check(request("r", "share.divvy.dev"), &[&format!("{path}: {expected}")]);
     for other in [json!({"multiprocessors": "16"}), json!({"cores": "0"})] {
         let asked = asking("r", "share.divvy.dev", json!({"capacity": {"requests": other}}));
-        check(asked, &[&format!("{path}: {wanted}")]);
+        check(asked, &[&format!("{path}: {expected}")]);
     }
     let list = json!({"name": "r", "firstAvailable": [
         {"name": "a", "deviceClassName": "gpu.divvy.dev"},
         {"name": "b", "deviceClassName": "share.divvy.dev"},
     ]});
     let path = "error: spec.devices.requests[0].firstAvailable[1]";
-    check(list, &[&format!("{path}: {}", wanted.replace("request r:", "request r/b:"))]);
+    check(list, &[&format!("{path}: {}", expected.replace("request r:", "request r/b:"))]);
     let facts =
         asking("r", "share.divvy.dev", json!({"capacity": {"requests": {"memory": "1Gi", "decoders": "1"}}}));
     check(
         facts,
-        &[
-            "warning: spec.devices.requests[0].exactly.capacity.requests[decoders]: a share promises no decoders, the amount only keeps other shares out; select on it instead",
-        ],
+        &["warning: spec.devices.requests[0].exactly.capacity.requests[decoders]: a share does not \
+             guarantee decoders; the amount only keeps other shares off the device; use a selector instead"],
     );
 }
 
 #[test]
-fn a_share_in_which_no_program_can_start_is_warned_of() {
+fn share_smaller_than_a_context_is_warned_of() {
     let check = |class: &str, memory: &str, expected: &[&str]| {
         check(&claim(json!({"requests": [share(class, memory)]})), expected);
     };
     let path = "warning: spec.devices.requests[0].exactly.capacity.requests[memory]";
-    let why = "a CUDA context alone takes about 300Mi, each process has one, and none will start in 200Mi; ask for more";
+    let why =
+        "a CUDA context takes about 300Mi per process, so no process can start with 200Mi; request more";
     for class in ["share.divvy.dev", "gpu.divvy.dev", "mig.divvy.dev"] {
         check(class, "200Mi", &[&format!("{path}: {why}")]);
         check(class, "300Mi", &[]);
     }
-    // The library, which charges contexts, is in no client of MPS.
+    // MPS clients do not load the library that charges contexts.
     check("mps.divvy.dev", "200Mi", &[]);
 }
 
 #[test]
-fn a_share_takes_the_configuration_of_shares_and_no_other() {
+fn share_accepts_only_share_config() {
     let check = |request: Value, config: Value, expected: &[&str]| {
         check(&claim(json!({"requests": [request], "config": [config]})), expected);
     };
@@ -340,41 +335,37 @@ fn a_share_takes_the_configuration_of_shares_and_no_other() {
     check(
         part(),
         config(mps("GpuConfig"), &["r"]),
-        &[
-            "error: spec.devices.config[0]: request r: GpuConfig is for whole GPUs, and the device is a share; remove the configuration",
-        ],
+        &["error: spec.devices.config[0]: request r: GpuConfig is for whole GPUs, but the device is a \
+             share; remove the configuration"],
     );
     check(
         part(),
         config(mps("GpuConfig"), &[]),
-        &["warning: spec.devices.config[0]: GpuConfig is for no device of this claim; remove it"],
+        &["warning: spec.devices.config[0]: GpuConfig applies to no device of this claim; remove it"],
     );
     check(
         whole(),
         config(share_config(json!({})), &["r"]),
-        &[
-            "error: spec.devices.config[0]: request r: ShareConfig is for shares, and the device is a whole GPU; use GpuConfig",
-        ],
+        &["error: spec.devices.config[0]: request r: ShareConfig is for shares, but the device is a whole \
+             GPU; use GpuConfig"],
     );
     check(
         part(),
         config(share_config(json!({"injection": "shim"})), &[]),
-        &[
-            "error: spec.devices.requests[0].exactly: request r: field injection of ShareConfig is for a DeviceClass to say, and this one is of a claim; remove it",
-        ],
+        &["error: spec.devices.requests[0].exactly: request r: field injection of ShareConfig may only be \
+             set in a DeviceClass, not in a claim; remove it"],
     );
     check(part(), config(share_config(json!({"ceiling": 50})), &["r"]), &[]);
     check(
         part(),
         config(share_config(json!({"weight": 50})), &["r"]),
-        &[
-            "error: spec.devices.config[0]: request r: field weight of ShareConfig is for a DeviceClass to say, and this one is of a claim; remove it",
-        ],
+        &["error: spec.devices.config[0]: request r: field weight of ShareConfig may only be set in a \
+             DeviceClass, not in a claim; remove it"],
     );
 }
 
 #[test]
-fn a_class_is_judged_by_itself() {
+fn class_is_checked_on_its_own() {
     let class = |name: &str, config: Value| {
         json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass",
@@ -384,18 +375,17 @@ fn a_class_is_judged_by_itself() {
     check(&class("new.example.com", config(mps("GpuConfig"), &[])), &[]);
     check(
         &class("new.example.com", config(sharing("GpuConfig", json!({})), &[])),
-        &[
-            "error: spec.config[0].opaque.parameters: field sharing.strategy is missing, expected TimeSlicing or MPS",
-        ],
+        &["error: spec.config[0].opaque.parameters: field sharing.strategy is missing, expected \
+             TimeSlicing or MPS"],
     );
     check(
         &class("mig.divvy.dev", config(mps("GpuConfig"), &[])),
-        &["warning: spec.config[0]: GpuConfig is for no device of this class; remove it"],
+        &["warning: spec.config[0]: GpuConfig applies to no device of this class; remove it"],
     );
     let settings = share_config(json!({"injection": "shim", "observeOnly": true}));
     check(&class("mig.divvy.dev", config(settings.clone(), &[])), &[]);
     check(
         &class("mps.divvy.dev", config(settings, &[])),
-        &["warning: spec.config[0]: ShareConfig is for no device of this class; remove it"],
+        &["warning: spec.config[0]: ShareConfig applies to no device of this class; remove it"],
     );
 }

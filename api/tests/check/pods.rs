@@ -1,20 +1,20 @@
-//! Pods: what their containers could not reach or must not cover.
+//! Findings for pods: devices that a container cannot use, and paths that it must not cover.
 
-use crate::{check, request, share, world};
+use crate::{check, request, share, view};
 use divvy_api::check::{Finding, Objects};
 use k8s_openapi::api::resource::v1::ResourceClaimTemplate;
 use serde_json::{Value, json};
 
-/// A pod of one container that uses claims made of these templates, and more.
+/// A pod with one container that uses claims from these templates.
 pub(crate) fn pod(templates: &[(&str, Value)], uses: Value, container: Value) -> (Value, Objects) {
-    let mut world = world();
+    let mut view = view();
     let mut claims = Vec::new();
     for (name, devices) in templates {
         let template: ResourceClaimTemplate =
             serde_json::from_value(json!({"spec": {"spec": {"devices": devices}}})).expect("a template");
         let devices =
             template.spec.and_then(|spec| spec.spec).and_then(|spec| spec.devices).expect("devices");
-        world.templates.insert(("ns".to_owned(), (*name).to_owned()), devices);
+        view.templates.insert(("ns".to_owned(), (*name).to_owned()), devices);
         claims.push(json!({"name": name, "resourceClaimTemplateName": name}));
     }
     claims.push(json!({"name": "not-yet", "resourceClaimName": "not-yet"}));
@@ -25,12 +25,12 @@ pub(crate) fn pod(templates: &[(&str, Value)], uses: Value, container: Value) ->
         "apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": "p"},
         "spec": {"resourceClaims": claims, "containers": [container]},
     });
-    (pod, world)
+    (pod, view)
 }
 
 fn check_pod(templates: &[(&str, Value)], uses: Value, container: Value, expected: &[&str]) {
-    let (pod, world) = pod(templates, uses, container);
-    let found = check::object(pod.to_string().as_bytes(), &world).expect("a pod");
+    let (pod, view) = pod(templates, uses, container);
+    let found = check::object(pod.to_string().as_bytes(), &view).expect("a pod");
     let found: Vec<_> = found.iter().map(Finding::to_string).collect();
     assert_eq!(found, expected, "{pod:#}");
 }
@@ -40,14 +40,16 @@ fn devices(class: &str) -> Value {
 }
 
 #[test]
-fn a_container_reaches_one_mps_daemon() {
+fn container_can_use_one_mps_daemon() {
     let mps_claim = || devices("mps.divvy.dev");
     let use_of = |names: &[&str]| -> Value { names.iter().map(|name| json!({"name": name})).collect() };
     let none = || json!({});
     check_pod(&[("a", mps_claim())], use_of(&["a", "not-yet"]), none(), &[]);
     check_pod(&[("a", mps_claim()), ("b", mps_claim())], use_of(&["a"]), none(), &[]);
     check_pod(&[("a", mps_claim()), ("b", devices("gpu.divvy.dev"))], use_of(&["a", "b"]), none(), &[]);
-    let two_claims = "error: spec.containers[0].resources.claims: container main uses MPS requests of the claims a and b, and a container reaches one MPS control daemon only; give each claim a container of its own";
+    let two_claims = "error: spec.containers[0].resources.claims: container main uses MPS requests of the \
+         claims a and b, but a container can use only one MPS control daemon; use each claim in its own \
+         container";
     check_pod(&[("a", mps_claim()), ("b", mps_claim())], use_of(&["a", "b"]), none(), &[two_claims]);
     check_pod(
         &[("a", mps_claim()), ("b", devices("mps-gpu.example.com"))],
@@ -60,8 +62,13 @@ fn a_container_reaches_one_mps_daemon() {
         devices["requests"] = json!([request("q", "mps.divvy.dev"), request("r", "mps.divvy.dev")]);
         devices
     };
-    let two_requests = "error: spec.containers[0].resources.claims: container main uses the MPS requests q and r of claim a, and a container reaches one MPS control daemon only; add the constraint matchAttribute gpu.divvy.dev/uuid to the claim, or give each request a container of its own";
-    let constraint = |attribute: &str, requests: &[&str]| json!({"constraints": [{"matchAttribute": attribute, "requests": requests}]});
+    let two_requests = "error: spec.containers[0].resources.claims: container main uses the MPS requests q \
+         and r of claim a, but a container can use only one MPS control daemon; add the constraint \
+         matchAttribute gpu.divvy.dev/uuid to the claim, or use each request in its own container";
+    let constraint = |attribute: &str, requests: &[&str]| -> Value {
+        let constraint = json!({"matchAttribute": attribute, "requests": requests});
+        json!({"constraints": [constraint]})
+    };
     check_pod(&[("a", two(none()))], use_of(&["a"]), none(), &[two_requests]);
     check_pod(&[("a", two(none()))], json!([{"name": "a", "request": "q"}]), none(), &[]);
     let uuid = "gpu.divvy.dev/uuid";
@@ -78,11 +85,12 @@ fn a_container_reaches_one_mps_daemon() {
 }
 
 #[test]
-fn nothing_lies_over_what_an_mps_client_is_given() {
+fn volumes_over_mps_paths_are_rejected() {
     let mounting = |path: &str| json!({"volumeMounts": [{"name": "v", "mountPath": path}]});
     let refused = |path: &str| {
         format!(
-            "error: spec.containers[0].volumeMounts[0].mountPath: container main uses MPS and mounts a volume at {path}, where clients and MPS control daemon meet; remove the volume"
+            "error: spec.containers[0].volumeMounts[0].mountPath: container main uses MPS and mounts a \
+             volume at {path}, which MPS clients and their control daemon need; remove the volume"
         )
     };
     let uses = || json!([{"name": "a"}]);
@@ -101,7 +109,7 @@ fn nothing_lies_over_what_an_mps_client_is_given() {
 }
 
 #[test]
-fn an_extended_resource_is_for_no_part() {
+fn extended_resource_of_share_class_is_rejected() {
     let check = |class: &str, expected: &[&str]| {
         let name = format!("deviceclass.resource.kubernetes.io/{class}");
         let pod = json!({
@@ -113,23 +121,25 @@ fn an_extended_resource_is_for_no_part() {
     check("gpu.divvy.dev", &[]);
     check(
         "share.divvy.dev",
-        &[
-            "error: spec.containers[0].resources.limits[deviceclass.resource.kubernetes.io/share.divvy.dev]: deviceclass.resource.kubernetes.io/share.divvy.dev names no part, and its DeviceClass is for a part of a GPU; ask for it in a ResourceClaim",
-        ],
+        &["error: \
+             spec.containers[0].resources.limits[deviceclass.resource.kubernetes.io/share.divvy.dev]: \
+             deviceclass.resource.kubernetes.io/share.divvy.dev cannot set a share size, but its \
+             DeviceClass is for part of a GPU; use a ResourceClaim"],
     );
 }
 
 #[test]
-fn nothing_lies_over_or_under_what_keeps_a_share() {
-    const KEPT: &str = "where the limits of shares are kept; remove the volume";
-    const BELOW: &str = "below which the limits of its share are kept, and others reach that volume; use an emptyDir that no other container mounts, or mount it elsewhere";
+fn volumes_near_share_files_are_rejected() {
+    const KEPT: &str = "where the files that enforce share limits are mounted; remove the volume";
+    const BELOW: &str = "above the files that enforce the limits of its share, and others can access that \
+         volume; use an emptyDir that no other container mounts, or mount it elsewhere";
     let templates =
         || [("a", json!({"requests": [share("share.divvy.dev", "1Gi")]})), ("b", devices("gpu.divvy.dev"))];
-    // A volume of the pod, where the container mounts it, and whether a second one does too.
+    // A volume of the pod, its mount path, and whether a second container mounts it too.
     let check = |volume: Value, path: &str, uses: &str, second: bool, expected: Option<&str>| {
         let mount = json!({"volumeMounts": [{"name": "v", "mountPath": path}]});
-        let (mut pod, world) = pod(&templates(), json!([{"name": uses}]), mount.clone());
-        // What is not known may be a share.
+        let (mut pod, view) = pod(&templates(), json!([{"name": uses}]), mount.clone());
+        // An unknown claim may be a share.
         pod["spec"]["resourceClaims"].as_array_mut().expect("claims").truncate(2);
         let mut volume = volume;
         volume["name"] = json!("v");
@@ -139,7 +149,7 @@ fn nothing_lies_over_or_under_what_keeps_a_share() {
             other["volumeMounts"][0]["mountPath"] = json!("/data");
             pod["spec"]["containers"].as_array_mut().expect("containers").push(other);
         }
-        let found = check::object(pod.to_string().as_bytes(), &world).expect("a pod");
+        let found = check::object(pod.to_string().as_bytes(), &view).expect("a pod");
         let found: Vec<_> = found.iter().map(Finding::to_string).collect();
         let at = "error: spec.containers[0].volumeMounts[0].mountPath: container main mounts a volume at";
         let expected: Vec<_> = expected.iter().map(|why| format!("{at} {path}, {why}")).collect();
@@ -161,15 +171,17 @@ fn nothing_lies_over_or_under_what_keeps_a_share() {
     for path in ["/run/divvyish", "/etc/ld.so.preload.d", "/data"] {
         check(config.clone(), path, "a", true, None);
     }
-    // A claim that is not there yet.
+    // A claim that does not exist yet.
     let (mut pod, _) = pod(&[], json!([{"name": "not-yet"}]), json!({}));
     pod["spec"]["containers"][0]["volumeDevices"] = json!([{"name": "v", "devicePath": "/run/divvy/x"}]);
     pod["spec"]["volumes"] = json!([{"name": "v", "hostPath": {"path": "/var/run/divvy/shares"}}]);
-    let found = check::object(pod.to_string().as_bytes(), &world()).expect("a pod");
+    let found = check::object(pod.to_string().as_bytes(), &view()).expect("a pod");
     let found: Vec<_> = found.iter().map(Finding::to_string).collect();
     let expected = [
-        "error: spec.volumes[0].hostPath.path: the pod uses a share, and the volume is where the node keeps the pages of shares; remove the volume",
-        "error: spec.containers[0].volumeDevices[0].devicePath: container main mounts a volume at /run/divvy/x, where the limits of shares are kept; remove the volume",
+        "error: spec.volumes[0].hostPath.path: the pod uses a share, and this is the directory of the pages \
+         of shares on the node; remove the volume",
+        "error: spec.containers[0].volumeDevices[0].devicePath: container main mounts a volume at \
+         /run/divvy/x, where the files that enforce share limits are mounted; remove the volume",
     ];
     assert_eq!(found, expected);
 }

@@ -1,25 +1,25 @@
-//! Consumable capacity: how much of each capacity an allocation takes.
+//! Consumable capacity: the amount of each capacity that an allocation takes.
 
-use crate::ledger::Amounts;
+use crate::allocations::Amounts;
 use divvy_api::Quantity;
 use divvy_api::quantity::QuantityError;
 use k8s_openapi::api::resource::v1::DeviceCapacity;
 use std::collections::BTreeMap;
 
-/// A capacity of a device with the policy for those who take a part.
+/// A capacity of a device, with its request policy.
 #[derive(Clone, Debug)]
 pub(crate) struct Capacity {
     value: Quantity,
-    /// What a request that names nothing takes; all of it without one.
+    /// The amount for a request that does not name the capacity; all of it if `None`.
     default: Option<Quantity>,
     rule: Rule,
 }
 
 #[derive(Clone, Debug)]
 enum Rule {
-    /// What was asked is what is taken.
-    AsAsked,
-    /// Ascending.
+    /// The requested amount is taken as it is.
+    AsRequested,
+    /// The next larger value is taken. Ascending.
     OneOf(Vec<Quantity>),
     Range {
         min: Quantity,
@@ -43,27 +43,27 @@ impl Capacity {
             (None, Some(values)) => {
                 Rule::OneOf(values.iter().map(Quantity::try_from).collect::<Result<_, _>>()?)
             }
-            (None, None) => Rule::AsAsked,
+            (None, None) => Rule::AsRequested,
         };
         let default =
             policy.and_then(|policy| policy.default.as_ref()).map(Quantity::try_from).transpose()?;
         Ok(Self { value: Quantity::try_from(&wire.value)?, default, rule })
     }
 
-    /// What is taken by a request for so much; `None` when the policy forbids it.
-    fn consumed(&self, asked: Option<Quantity>) -> Option<Quantity> {
-        let taken = match (asked, &self.rule) {
+    /// The amount that a request takes, or `None` if the policy forbids it.
+    fn consumed(&self, requested: Option<Quantity>) -> Option<Quantity> {
+        let taken = match (requested, &self.rule) {
             (None, _) => self.default.unwrap_or(self.value),
-            (Some(asked), Rule::AsAsked) => asked,
-            (Some(asked), Rule::OneOf(values)) => *values.iter().find(|value| asked <= **value)?,
-            (Some(asked), Rule::Range { min, step, .. }) => round_up(asked, *min, *step)?,
+            (Some(requested), Rule::AsRequested) => requested,
+            (Some(requested), Rule::OneOf(values)) => *values.iter().find(|value| requested <= **value)?,
+            (Some(requested), Rule::Range { min, step, .. }) => round_up(requested, *min, *step)?,
         };
         (taken >= Quantity::ZERO && (Some(taken) == self.default || self.allows(taken))).then_some(taken)
     }
 
     fn allows(&self, taken: Quantity) -> bool {
         match &self.rule {
-            Rule::AsAsked => true,
+            Rule::AsRequested => true,
             Rule::OneOf(values) => values.contains(&taken),
             Rule::Range { min, max, step } => {
                 max.is_none_or(|max| taken <= max) && round_up(taken, *min, *step) == Some(taken)
@@ -72,12 +72,12 @@ impl Capacity {
     }
 }
 
-/// The smallest `min + n * step` that is enough.
-fn round_up(asked: Quantity, min: Quantity, step: Option<Quantity>) -> Option<Quantity> {
+/// The smallest `min + n * step` that is at least `requested`.
+fn round_up(requested: Quantity, min: Quantity, step: Option<Quantity>) -> Option<Quantity> {
     let Some(step) = step else {
-        return Some(asked.max(min));
+        return Some(requested.max(min));
     };
-    let above = asked.as_nano().checked_sub(min.as_nano())?;
+    let above = requested.as_nano().checked_sub(min.as_nano())?;
     if above <= 0 {
         return Some(min);
     }
@@ -87,22 +87,22 @@ fn round_up(asked: Quantity, min: Quantity, step: Option<Quantity>) -> Option<Qu
     Some(Quantity::from_nano(nano, step.format()))
 }
 
-/// What a request takes of each capacity of a device; `None` when it asks for
-/// one that the device lacks, or for an amount its policy forbids.
+/// The amounts that a request takes of all capacities of a device. `None` if it names a capacity
+/// that the device does not have, or an amount that a policy forbids.
 pub(crate) fn consumed<'a>(
     capacities: &BTreeMap<&'a str, Capacity>,
-    asked: &Amounts<'_>,
+    requested: &Amounts<'_>,
 ) -> Option<Amounts<'a>> {
-    if asked.keys().any(|name| !capacities.contains_key(name)) {
+    if requested.keys().any(|name| !capacities.contains_key(name)) {
         return None;
     }
     let take = |(name, capacity): (&&'a str, &Capacity)| {
-        Some((*name, capacity.consumed(asked.get(*name).copied())?))
+        Some((*name, capacity.consumed(requested.get(*name).copied())?))
     };
     capacities.iter().map(take).collect()
 }
 
-/// Whether so much is left once others have theirs.
+/// Whether the total amounts fit into the capacities.
 pub(crate) fn fits(capacities: &BTreeMap<&str, Capacity>, all: &Amounts<'_>) -> bool {
     capacities.iter().all(|(name, capacity)| all.get(name).is_none_or(|sum| *sum <= capacity.value))
 }
@@ -112,16 +112,17 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    fn check(capacity: Value, asked: Option<&str>, taken: Option<&str>) {
+    fn check(capacity: Value, requested: Option<&str>, taken: Option<&str>) {
         let wire: DeviceCapacity = serde_json::from_value(capacity.clone()).expect("a capacity");
         let capacities = BTreeMap::from([("memory", Capacity::read(&wire).expect("quantities"))]);
-        let asked = asked.map(|asked| ("memory", asked.parse().expect("a quantity"))).into_iter().collect();
-        let found = consumed(&capacities, &asked).map(|taken| taken["memory"].to_string());
-        assert_eq!(found.as_deref(), taken, "{asked:?} of {capacity}");
+        let requested =
+            requested.map(|amount| ("memory", amount.parse().expect("a quantity"))).into_iter().collect();
+        let found = consumed(&capacities, &requested).map(|taken| taken["memory"].to_string());
+        assert_eq!(found.as_deref(), taken, "{requested:?} of {capacity}");
     }
 
     #[test]
-    fn without_a_policy_a_silent_request_takes_all() {
+    fn without_policy_a_request_without_amount_takes_all() {
         let plain = json!({"value": "80Gi"});
         check(plain.clone(), None, Some("80Gi"));
         check(plain.clone(), Some("1"), Some("1"));
@@ -129,14 +130,14 @@ mod tests {
     }
 
     #[test]
-    fn a_default_is_taken_by_a_silent_request() {
+    fn default_applies_to_requests_without_amount() {
         let zero = json!({"value": "132", "requestPolicy": {"default": "0", "validValues": ["0"]}});
         check(zero.clone(), None, Some("0"));
         check(zero, Some("1"), None);
     }
 
     #[test]
-    fn a_range_rounds_up_to_its_step() {
+    fn range_rounds_up_to_its_step() {
         let range = |step: &str| {
             json!({"value": "80Gi", "requestPolicy": {
                 "default": "80Gi", "validRange": {"min": "1Gi", "max": "79Gi", "step": step},
@@ -154,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn of_values_the_next_is_taken() {
+    fn next_larger_valid_value_is_taken() {
         let values = json!({"value": "8", "requestPolicy": {"default": "1", "validValues": ["1", "2", "4"]}});
         check(values.clone(), Some("3"), Some("4"));
         check(values.clone(), Some("2"), Some("2"));
@@ -162,8 +163,8 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_capacity_is_not_served() {
-        let asked = BTreeMap::from([("tokens", Quantity::count(1))]);
-        assert!(consumed(&BTreeMap::new(), &asked).is_none());
+    fn unknown_capacity_is_refused() {
+        let requested = BTreeMap::from([("tokens", Quantity::count(1))]);
+        assert!(consumed(&BTreeMap::new(), &requested).is_none());
     }
 }

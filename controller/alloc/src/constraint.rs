@@ -1,17 +1,18 @@
-//! Constraints between the devices of a claim: attributes that must match, or differ.
-//!
-//! A constraint keeps no state: it is asked of the whole list of devices each
-//! time one is added, so that backtracking has nothing to restore.
+//! Constraints between the devices of a claim: attributes that must match or differ. A constraint
+//! has no state: it evaluates the whole list of picked devices, so backtracking restores nothing.
 
+use crate::error::AllocationError;
 use crate::pool::Candidate;
-use crate::request::Alternative;
-use crate::why::WhyNot;
 use k8s_openapi::api::resource::v1::{DeviceAttribute, DeviceConstraint};
 use std::collections::BTreeSet;
 
+/// The full name of a request (`gpu/sub`), and the name of its parent (`gpu`).
+pub(crate) type RequestNames<'a> = (&'a str, &'a str);
+
+/// A constraint of a claim.
 #[derive(Debug)]
 pub(crate) struct Constraint<'a> {
-    /// Empty means all.
+    /// Names of the covered requests; empty means all.
     requests: &'a [String],
     attribute: &'a str,
     kind: Kind,
@@ -19,13 +20,13 @@ pub(crate) struct Constraint<'a> {
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
-    /// All devices have a value in common.
+    /// All devices must have a value in common.
     Match,
-    /// No two devices have a value in common.
+    /// No two devices may have a value in common.
     Distinct,
 }
 
-/// A scalar, or one item of a list.
+/// A scalar value, or one item of a list value.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Item<'a> {
     Bool(bool),
@@ -35,25 +36,26 @@ enum Item<'a> {
 }
 
 impl<'a> Constraint<'a> {
-    pub(crate) fn read(claim: &str, wire: &'a DeviceConstraint) -> Result<Self, WhyNot> {
+    pub(crate) fn read(claim: &str, wire: &'a DeviceConstraint) -> Result<Self, AllocationError> {
         let (attribute, kind) = match (&wire.match_attribute, &wire.distinct_attribute) {
             (Some(attribute), None) => (attribute, Kind::Match),
             (None, Some(attribute)) => (attribute, Kind::Distinct),
             _ => {
                 let cause = "a constraint needs matchAttribute or distinctAttribute".to_owned();
-                return Err(WhyNot::Claim { claim: claim.to_owned(), cause });
+                return Err(AllocationError::Claim { claim: claim.to_owned(), cause });
             }
         };
         Ok(Self { requests: wire.requests.as_deref().unwrap_or_default(), attribute, kind })
     }
 
-    /// Whether the devices, each picked for a request, may be together.
+    /// Whether the picked devices satisfy the constraint. Each comes with its request's full name
+    /// and the name of the parent request.
     pub(crate) fn allows<'b>(
         &self,
-        picked: impl Iterator<Item = (&'b Alternative<'b>, &'b Candidate<'b>)>,
+        picked: impl Iterator<Item = (RequestNames<'b>, &'b Candidate<'b>)>,
     ) -> bool {
         let mut common: Option<BTreeSet<Item<'b>>> = None;
-        for (_, device) in picked.filter(|(request, _)| self.covers(request)) {
+        for (_, device) in picked.filter(|(names, _)| self.covers(*names)) {
             let items = lookup(device, self.attribute).map(items).unwrap_or_default();
             if items.is_empty() {
                 return false;
@@ -71,13 +73,13 @@ impl<'a> Constraint<'a> {
         true
     }
 
-    fn covers(&self, request: &Alternative<'_>) -> bool {
-        let named = |name: &String| *name == request.name || *name == request.base;
+    fn covers(&self, (full, parent): RequestNames<'_>) -> bool {
+        let named = |name: &String| name == full || name == parent;
         self.requests.is_empty() || self.requests.iter().any(named)
     }
 }
 
-/// An attribute by its full name, or by the bare one in the driver's own domain.
+/// An attribute by its qualified name, or by its bare name in the driver's own domain.
 fn lookup<'b>(device: &Candidate<'b>, name: &str) -> Option<&'b DeviceAttribute> {
     let attributes = device.wire.attributes.as_ref()?;
     let bare = || name.strip_prefix(device.key.driver)?.strip_prefix('/');

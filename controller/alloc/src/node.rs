@@ -1,8 +1,8 @@
-//! Whether a slice or device is for this node.
+//! Whether a slice or a device is available to a node.
 
 use k8s_openapi::api::core::v1::{Node, NodeSelector, NodeSelectorRequirement, NodeSelectorTerm};
 
-/// The three ways to name nodes, of which exactly one is given.
+/// Evaluates the three ways to select nodes, of which exactly one is set.
 pub(crate) fn targets(
     node: &Node,
     name: Option<&str>,
@@ -16,7 +16,7 @@ pub(crate) fn targets(
     }
 }
 
-/// All requirements of a term hold; a term without any matches nothing.
+/// Whether all requirements of a term hold. A term without requirements matches nothing.
 fn matches_term(node: &Node, term: &NodeSelectorTerm) -> bool {
     let fields = term.match_fields.as_deref().unwrap_or_default();
     let labels = term.match_expressions.as_deref().unwrap_or_default();

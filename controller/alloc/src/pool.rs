@@ -1,27 +1,26 @@
 //! Pools as the scheduler gathers them for one node.
 //!
-//! A pool is what the slices of its highest generation say, all of them: one
-//! that is incomplete or contradicts itself gives no device. Pools come in
-//! order of driver and name, those with binding conditions last; slices by
-//! name; devices as published. The order is the preference.
+//! Only the highest generation of a pool counts, and only if it is complete and consistent. The
+//! order is the preference: pools by driver and name, those with binding conditions last; then
+//! slices by name; then devices as published.
 
-use crate::World;
+use crate::allocations::{Allocations, DeviceKey};
 use crate::capacity::Capacity;
-use crate::ledger::{DeviceKey, Ledger};
 use crate::node::targets;
+use crate::view::ClusterView;
 use divvy_api::Quantity;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A counter of a counter set of a pool.
+/// Names of a counter set and of a counter in it.
 pub(crate) type CounterKey<'a> = (&'a str, &'a str);
 
-/// All that the node can reach.
+/// All pools and devices that the node can use.
 #[derive(Debug)]
 pub(crate) struct Pools<'a> {
     pub(crate) pools: Vec<Pool<'a>>,
-    /// Devices of usable pools that are for this node, in order of preference.
+    /// Devices of usable pools that are available to this node, in order of preference.
     pub(crate) devices: Vec<Candidate<'a>>,
 }
 
@@ -30,14 +29,14 @@ pub(crate) struct Pool<'a> {
     pub(crate) driver: &'a str,
     pub(crate) name: &'a str,
     pub(crate) state: State,
-    /// What allocated devices leave of each counter; negative when overdrawn.
+    /// The remainder of each counter, in nano-units. Negative if more is allocated than exists.
     pub(crate) available: BTreeMap<CounterKey<'a>, i128>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Usable,
-    /// Being updated: slices are missing.
+    /// Slices are missing, because the pool is being updated.
     Incomplete {
         have: usize,
         want: i64,
@@ -47,30 +46,32 @@ pub(crate) enum State {
     },
 }
 
-/// A device that may be picked.
+/// A device that the search may pick.
 #[derive(Debug)]
 pub(crate) struct Candidate<'a> {
     pub(crate) pool: usize,
     pub(crate) key: DeviceKey<'a>,
     pub(crate) wire: &'a Device,
     pub(crate) slice: &'a ResourceSlice,
-    /// allowMultipleAllocations.
+    /// `allowMultipleAllocations`.
     pub(crate) multiple: bool,
     pub(crate) capacity: BTreeMap<&'a str, Capacity>,
     pub(crate) counters: BTreeMap<CounterKey<'a>, i128>,
 }
 
 impl<'a> Pools<'a> {
-    pub(crate) fn gather(world: &World<'a>, ledger: &Ledger<'a>) -> Self {
+    pub(crate) fn gather(cluster: &ClusterView<'a>, allocations: &Allocations<'a>) -> Self {
         let mut by_id: BTreeMap<(&str, &str), Vec<&ResourceSlice>> = BTreeMap::new();
-        for slice in world.slices {
+        for slice in cluster.slices {
             by_id.entry((&slice.spec.driver, &slice.spec.pool.name)).or_default().push(slice);
         }
         let mut gathered: Vec<_> = by_id
             .into_iter()
-            .filter_map(|((driver, name), slices)| gather_pool(world.node, ledger, driver, name, slices))
+            .filter_map(|((driver, name), slices)| {
+                gather_pool(cluster.node, allocations, driver, name, slices)
+            })
             .collect();
-        // A stable sort: driver and name decide among equals.
+        // The sort is stable, so driver and name order pools within each group.
         gathered.sort_by_key(|(_, devices)| {
             devices.iter().any(|device| device.wire.binding_conditions.is_some())
         });
@@ -85,13 +86,13 @@ impl<'a> Pools<'a> {
 
 fn gather_pool<'a>(
     node: &Node,
-    ledger: &Ledger<'a>,
+    allocations: &Allocations<'a>,
     driver: &'a str,
     name: &'a str,
     mut slices: Vec<&'a ResourceSlice>,
 ) -> Option<(Pool<'a>, Vec<Candidate<'a>>)> {
     let newest = slices.iter().map(|slice| slice.spec.pool.generation).max()?;
-    // A pool that reached this node by an older generation only is being replaced.
+    // A pool whose newest generation does not include this node is being replaced.
     slices.retain(|slice| slice.spec.pool.generation == newest);
     slices.sort_by_key(|slice| slice.metadata.name.as_deref());
     let relevant: Vec<_> = slices.iter().copied().filter(|slice| is_relevant(node, slice)).collect();
@@ -104,7 +105,7 @@ fn gather_pool<'a>(
         pool.state = State::Incomplete { have: slices.len(), want };
         return Some((pool, Vec::new()));
     }
-    match read_pool(node, ledger, driver, name, &slices) {
+    match read_pool(node, allocations, driver, name, &slices) {
         Ok((available, devices)) => Some((Pool { available, ..pool }, devices)),
         Err(reason) => {
             pool.state = State::Invalid { reason };
@@ -134,7 +135,7 @@ type Read<'a> = (BTreeMap<CounterKey<'a>, i128>, Vec<Candidate<'a>>);
 
 fn read_pool<'a>(
     node: &Node,
-    ledger: &Ledger<'a>,
+    allocations: &Allocations<'a>,
     driver: &'a str,
     name: &'a str,
     slices: &[&'a ResourceSlice],
@@ -150,7 +151,7 @@ fn read_pool<'a>(
                 let left = available.get_mut(counter).ok_or_else(|| {
                     format!("device {} consumes counter {key} of unknown set {set}", wire.name)
                 })?;
-                if ledger.is_allocated(&device.key) {
+                if allocations.is_allocated(&device.key) {
                     *left = left.saturating_sub(*amount);
                 }
             }

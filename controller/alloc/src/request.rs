@@ -1,36 +1,36 @@
-//! What a claim asks for: requests in order, each with one or more alternatives.
+//! Parses a claim: requests in order, each with one or more alternatives.
 
+use crate::allocations::Amounts;
 use crate::cel::Selector;
-use crate::constraint::Constraint;
-use crate::ledger::Amounts;
-use crate::why::{WhyNot, called};
+use crate::constraint::{Constraint, RequestNames};
+use crate::error::{AllocationError, claim_name};
 use divvy_api::Quantity;
 use k8s_openapi::api::resource::v1::{
     CapacityRequirements, DeviceClass, DeviceDerivedAttribute, DeviceRequest, DeviceSelector,
     DeviceToleration, ResourceClaim,
 };
 
-/// A claim, read.
+/// A parsed claim.
 #[derive(Debug)]
-pub(crate) struct Asked<'a> {
+pub(crate) struct ParsedClaim<'a> {
     /// `namespace/name`.
     pub(crate) claim: String,
     pub(crate) requests: Vec<Request<'a>>,
     pub(crate) constraints: Vec<Constraint<'a>>,
 }
 
-/// A request is served by the first alternative that fits.
+/// A request. The first alternative that fits satisfies it.
 #[derive(Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) alternatives: Vec<Alternative<'a>>,
 }
 
-/// `exactly`, or one of `firstAvailable`.
+/// `exactly`, or one entry of `firstAvailable`.
 #[derive(Debug)]
 pub(crate) struct Alternative<'a> {
-    /// `gpu`, or `gpu/sub`.
+    /// Full name: `gpu`, or `gpu/sub`.
     pub(crate) name: String,
-    /// `gpu`.
+    /// Name of the parent request: `gpu`.
     pub(crate) base: &'a str,
     pub(crate) class: &'a DeviceClass,
     pub(crate) class_selectors: Vec<Selector<'a>>,
@@ -41,18 +41,28 @@ pub(crate) struct Alternative<'a> {
     pub(crate) capacity: Amounts<'a>,
 }
 
+impl Alternative<'_> {
+    pub(crate) fn names(&self) -> RequestNames<'_> {
+        (&self.name, self.base)
+    }
+}
+
+/// The number of requested devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Count {
     Exactly(usize),
-    /// Every device that is selected.
+    /// Every selected device.
     All,
 }
 
-impl<'a> Asked<'a> {
-    pub(crate) fn read(claim: &'a ResourceClaim, classes: &'a [DeviceClass]) -> Result<Self, WhyNot> {
-        let name = called(claim);
+impl<'a> ParsedClaim<'a> {
+    pub(crate) fn read(
+        claim: &'a ResourceClaim,
+        classes: &'a [DeviceClass],
+    ) -> Result<Self, AllocationError> {
+        let name = claim_name(claim);
         if claim.status.as_ref().is_some_and(|status| status.allocation.is_some()) {
-            return Err(WhyNot::Claim { claim: name, cause: "it is allocated already".to_owned() });
+            return Err(AllocationError::Claim { claim: name, cause: "it is already allocated".to_owned() });
         }
         let devices = claim.spec.as_ref().and_then(|spec| spec.devices.as_ref());
         let constraints = devices.and_then(|devices| devices.constraints.as_deref()).unwrap_or_default();
@@ -65,7 +75,7 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// What `exactly` and `firstAvailable` have in common.
+/// The common fields of `exactly` and `firstAvailable`.
 struct Wire<'a> {
     sub: Option<&'a str>,
     class: &'a str,
@@ -82,7 +92,7 @@ fn read_request<'a>(
     claim: &str,
     wire: &'a DeviceRequest,
     classes: &'a [DeviceClass],
-) -> Result<Request<'a>, WhyNot> {
+) -> Result<Request<'a>, AllocationError> {
     let exactly = wire.exactly.iter().map(|one| Wire {
         sub: None,
         class: &one.device_class_name,
@@ -110,10 +120,10 @@ fn read_request<'a>(
         .map(|alternative| read_alternative(claim, &wire.name, alternative, classes))
         .collect::<Result<_, _>>()?;
     match alternatives.is_empty() {
-        true => Err(WhyNot::Request {
+        true => Err(AllocationError::Request {
             claim: claim.to_owned(),
             request: wire.name.clone(),
-            cause: "neither exactly nor firstAvailable is given".to_owned(),
+            cause: "it has neither exactly nor firstAvailable".to_owned(),
         }),
         false => Ok(Request { alternatives }),
     }
@@ -124,20 +134,21 @@ fn read_alternative<'a>(
     base: &'a str,
     wire: Wire<'a>,
     classes: &'a [DeviceClass],
-) -> Result<Alternative<'a>, WhyNot> {
+) -> Result<Alternative<'a>, AllocationError> {
     let name = wire.sub.map_or(base.to_owned(), |sub| format!("{base}/{sub}"));
-    let refuse = |cause: String| WhyNot::Request { claim: claim.to_owned(), request: name.clone(), cause };
+    let refuse =
+        |cause: String| AllocationError::Request { claim: claim.to_owned(), request: name.clone(), cause };
     if wire.derived.is_some_and(|derived| !derived.is_empty()) {
         return Err(refuse("derived attributes are not supported".to_owned()));
     }
     let class = classes
         .iter()
         .find(|class| class.metadata.name.as_deref() == Some(wire.class))
-        .ok_or_else(|| refuse(format!("there is no DeviceClass {:?}", wire.class)))?;
+        .ok_or_else(|| refuse(format!("DeviceClass {:?} does not exist", wire.class)))?;
     let count = match (wire.mode.unwrap_or("ExactCount"), wire.count.unwrap_or(1)) {
         ("ExactCount", count) => match usize::try_from(count) {
             Ok(count) if count > 0 => Count::Exactly(count),
-            _ => return Err(refuse(format!("count {count} is not a number of devices"))),
+            _ => return Err(refuse(format!("count {count} is not a positive number of devices"))),
         },
         ("All", _) => Count::All,
         (mode, _) => return Err(refuse(format!("unknown allocationMode {mode:?}"))),

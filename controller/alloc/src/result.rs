@@ -1,9 +1,9 @@
-//! The answer in the scheduler's words: `status.allocation` of the claim.
+//! Builds the claim's `status.allocation` as the scheduler writes it.
 
-use crate::World;
 use crate::pool::{Candidate, Pools};
-use crate::request::{Alternative, Asked};
+use crate::request::{Alternative, ParsedClaim};
 use crate::search::Pick;
+use crate::view::ClusterView;
 use k8s_openapi::api::core::v1::{Node, NodeSelector, NodeSelectorRequirement, NodeSelectorTerm};
 use k8s_openapi::api::resource::v1::{
     AllocationResult, DeviceAllocationConfiguration, DeviceAllocationResult, DeviceRequestAllocationResult,
@@ -11,16 +11,16 @@ use k8s_openapi::api::resource::v1::{
 };
 use std::collections::BTreeMap;
 
-/// The ids of shares are left blank.
+/// The allocation result. Share IDs are left blank.
 pub(crate) fn write<'a>(
-    world: &World<'_>,
+    cluster: &ClusterView<'_>,
     claim: &ResourceClaim,
-    asked: &Asked<'a>,
+    parsed: &ParsedClaim<'a>,
     pools: &Pools<'a>,
     picks: &[Pick<'a>],
 ) -> AllocationResult {
     let of = |pick: &Pick<'_>| {
-        (&asked.requests[pick.request].alternatives[pick.alternative], &pools.devices[pick.device])
+        (&parsed.requests[pick.request].alternatives[pick.alternative], &pools.devices[pick.device])
     };
     let results = picks
         .iter()
@@ -40,7 +40,7 @@ pub(crate) fn write<'a>(
             results: Some(results),
             config: Some(config).filter(|config| !config.is_empty()),
         }),
-        node_selector: node_selector(world.node, picks.iter().map(|pick| of(pick).1)),
+        node_selector: node_selector(cluster.node, picks.iter().map(|pick| of(pick).1)),
         ..Default::default()
     }
 }
@@ -68,8 +68,8 @@ fn result(
     }
 }
 
-/// Configuration of each class once, then that of the claim as far as it is for
-/// what was chosen. Whatever is for all requests names none.
+/// The configurations of each class once, then those of the claim for the chosen requests. A
+/// configuration for all requests names none.
 fn configs(claim: &ResourceClaim, chosen: &[&Alternative<'_>]) -> Vec<DeviceAllocationConfiguration> {
     let mut configs = Vec::new();
     let mut classes: Vec<&str> = Vec::new();
@@ -109,7 +109,7 @@ fn configs(claim: &ResourceClaim, chosen: &[&Alternative<'_>]) -> Vec<DeviceAllo
     configs
 }
 
-/// Where the pod may run: on this node as soon as one device is local to it.
+/// The nodes of the pod: this node if any device is local to it, otherwise the devices' selectors.
 fn node_selector<'b>(node: &Node, devices: impl Iterator<Item = &'b Candidate<'b>>) -> Option<NodeSelector> {
     let mut term = NodeSelectorTerm::default();
     for device in devices {

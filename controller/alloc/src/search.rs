@@ -1,84 +1,81 @@
-//! First fit with backtracking: requests in order, devices in order, and back
-//! when a later request finds nothing.
-//!
-//! All that changes is the list of picks; every check is asked of that list
-//! anew. Undoing a pick is removing it, so nothing can be left behind.
+//! First-fit search with backtracking: requests in order, devices in order, and back if a later
+//! request finds no device. The list of picks is the only state; every check evaluates it anew, so
+//! undoing a pick only removes it.
 
-use crate::MOST_DEVICES;
+use crate::allocations::{Allocations, Amounts, add};
 use crate::capacity;
-use crate::ledger::{Amounts, Ledger, add};
+use crate::error::{AllocationError, CLAIM_DEVICES_MAX, Obstacle};
 use crate::pool::{Candidate, Pools, State};
-use crate::request::{Alternative, Asked, Count};
+use crate::request::{Alternative, Count, ParsedClaim};
 use crate::taint;
-use crate::why::{Obstacle, WhyNot};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How often a device is tried before the search gives up.
-const MOST_TRIES: usize = 500_000;
+/// Limit of attempts to pick a device in one search. It bounds the work independently of time.
+const ATTEMPTS_MAX: usize = 500_000;
 
-/// A device taken for a request.
+/// A device that was picked for a request.
 #[derive(Clone, Debug)]
 pub(crate) struct Pick<'a> {
     pub(crate) request: usize,
     pub(crate) alternative: usize,
     pub(crate) device: usize,
-    /// Of a multi-allocation device, what this share takes.
+    /// The amounts of this share, for a device with multiple allocations.
     pub(crate) share: Option<Amounts<'a>>,
 }
 
 pub(crate) struct Search<'s, 'a> {
     pub(crate) pools: &'s Pools<'a>,
-    pub(crate) ledger: &'s Ledger<'a>,
-    pub(crate) asked: &'s Asked<'a>,
+    pub(crate) allocations: &'s Allocations<'a>,
+    pub(crate) parsed: &'s ParsedClaim<'a>,
     picks: Vec<Pick<'a>>,
-    /// Selectors depend on nothing but the device: (request, alternative, device).
+    /// Cached results of selectors by (request, alternative, device): they depend on nothing else.
     selected: BTreeMap<(usize, usize, usize), Option<Obstacle>>,
-    tries: usize,
+    attempts: usize,
 }
 
-/// A place in the claim.
-type Slot = (usize, usize);
+/// Index of a request, and of an alternative in it.
+pub(crate) type AlternativeIndex = (usize, usize);
 
 impl<'s, 'a> Search<'s, 'a> {
     pub(crate) fn new(
         pools: &'s Pools<'a>,
-        ledger: &'s Ledger<'a>,
-        asked: &'s Asked<'a>,
-    ) -> Result<Self, WhyNot> {
+        allocations: &'s Allocations<'a>,
+        parsed: &'s ParsedClaim<'a>,
+    ) -> Result<Self, AllocationError> {
         let least = |alternative: &Alternative<'_>| match alternative.count {
             Count::Exactly(count) => count,
             Count::All => 1,
         };
         let needs =
-            asked.requests.iter().map(|request| request.alternatives.iter().map(least).min().unwrap_or(0));
+            parsed.requests.iter().map(|request| request.alternatives.iter().map(least).min().unwrap_or(0));
         let needs = needs.fold(0usize, usize::saturating_add);
-        if needs > MOST_DEVICES {
-            return Err(WhyNot::TooMany { claim: asked.claim.clone(), devices: needs });
+        if needs > CLAIM_DEVICES_MAX {
+            return Err(AllocationError::TooMany { claim: parsed.claim.clone(), devices: needs });
         }
-        Ok(Self { pools, ledger, asked, picks: Vec::new(), selected: BTreeMap::new(), tries: 0 })
+        Ok(Self { pools, allocations, parsed, picks: Vec::new(), selected: BTreeMap::new(), attempts: 0 })
     }
 
-    /// The picks of the first solution.
-    pub(crate) fn run(&mut self) -> Result<Option<Vec<Pick<'a>>>, WhyNot> {
+    /// The picks of the first solution, or `None`.
+    pub(crate) fn run(&mut self) -> Result<Option<Vec<Pick<'a>>>, AllocationError> {
         self.picks.clear();
-        Ok(self.request(0)?.then(|| std::mem::take(&mut self.picks)))
+        Ok(self.solve_from(0)?.then(|| std::mem::take(&mut self.picks)))
     }
 
-    pub(crate) fn alternative(&self, (request, alternative): Slot) -> &'s Alternative<'a> {
-        &self.asked.requests[request].alternatives[alternative]
+    pub(crate) fn alternative(&self, (request, alternative): AlternativeIndex) -> &'s Alternative<'a> {
+        &self.parsed.requests[request].alternatives[alternative]
     }
 
-    fn request(&mut self, request: usize) -> Result<bool, WhyNot> {
-        let Some(asked) = self.asked.requests.get(request) else {
+    fn solve_from(&mut self, request: usize) -> Result<bool, AllocationError> {
+        let Some(parsed) = self.parsed.requests.get(request) else {
             return Ok(true);
         };
-        for alternative in 0..asked.alternatives.len() {
+        for alternative in 0..parsed.alternatives.len() {
             let slot = (request, alternative);
-            let done = match asked.alternatives[alternative].count {
-                Count::Exactly(count) => self.some(slot, count, 0)?,
+            let done = match parsed.alternatives[alternative].count {
+                Count::Exactly(count) => self.pick_count(slot, count, 0)?,
                 Count::All => {
                     let devices = self.all_of(slot)?;
-                    !devices.is_empty() && self.each(slot, &devices)?
+                    !devices.is_empty() && self.pick_all(slot, &devices)?
                 }
             };
             if done {
@@ -88,17 +85,22 @@ impl<'s, 'a> Search<'s, 'a> {
         Ok(false)
     }
 
-    /// So many more devices for a request, looking from a device on.
-    fn some(&mut self, slot: Slot, count: usize, from: usize) -> Result<bool, WhyNot> {
+    /// Picks `count` more devices for a request, starting at index `from`.
+    fn pick_count(
+        &mut self,
+        slot: AlternativeIndex,
+        count: usize,
+        from: usize,
+    ) -> Result<bool, AllocationError> {
         if count == 0 {
-            return self.request(slot.0 + 1);
+            return self.solve_from(slot.0 + 1);
         }
-        if self.picks.len() + count > MOST_DEVICES {
+        if self.picks.len() + count > CLAIM_DEVICES_MAX {
             return Ok(false);
         }
         for device in from..self.pools.devices.len() {
             if self.pick(slot, device)? {
-                if self.some(slot, count - 1, device + 1)? {
+                if self.pick_count(slot, count - 1, device + 1)? {
                     return Ok(true);
                 }
                 self.picks.pop();
@@ -107,26 +109,26 @@ impl<'s, 'a> Search<'s, 'a> {
         Ok(false)
     }
 
-    /// Exactly these devices; their order decides nothing.
-    fn each(&mut self, slot: Slot, devices: &[usize]) -> Result<bool, WhyNot> {
+    /// Picks exactly these devices. Their order is irrelevant, so there is no backtracking.
+    fn pick_all(&mut self, slot: AlternativeIndex, devices: &[usize]) -> Result<bool, AllocationError> {
         let before = self.picks.len();
-        let mut all = before + devices.len() <= MOST_DEVICES;
+        let mut all = before + devices.len() <= CLAIM_DEVICES_MAX;
         for device in devices {
             all = all && self.pick(slot, *device)?;
         }
-        if all && self.request(slot.0 + 1)? {
+        if all && self.solve_from(slot.0 + 1)? {
             return Ok(true);
         }
         self.picks.truncate(before);
         Ok(false)
     }
 
-    /// What `All` means: every device that is selected and big enough when empty.
-    pub(crate) fn all_of(&mut self, slot: Slot) -> Result<Vec<usize>, WhyNot> {
+    /// The devices for `All`: every selected device whose empty capacity suffices.
+    pub(crate) fn all_of(&mut self, slot: AlternativeIndex) -> Result<Vec<usize>, AllocationError> {
         let alternative = self.alternative(slot);
         if let Some(pool) = self.pools.pools.iter().find(|pool| pool.state != State::Usable) {
-            return Err(WhyNot::AllOfPool {
-                claim: self.asked.claim.clone(),
+            return Err(AllocationError::AllOfPool {
+                claim: self.parsed.claim.clone(),
                 request: alternative.name.clone(),
                 pool: format!("{}/{}", pool.driver, pool.name),
             });
@@ -138,18 +140,18 @@ impl<'s, 'a> Search<'s, 'a> {
                 let taken = capacity::consumed(&device.capacity, &alternative.capacity);
                 taken.is_some_and(|taken| capacity::fits(&device.capacity, &taken))
             };
-            if self.selection(slot, index)?.is_none() && fits() {
+            if self.selector_obstacle(slot, index)?.is_none() && fits() {
                 devices.push(index);
             }
         }
         Ok(devices)
     }
 
-    /// Takes a device if nothing stands in its way.
-    fn pick(&mut self, slot: Slot, device: usize) -> Result<bool, WhyNot> {
-        self.tries += 1;
-        if self.tries > MOST_TRIES {
-            return Err(WhyNot::GaveUp { claim: self.asked.claim.clone(), tries: MOST_TRIES });
+    /// Picks a device if it has no obstacle.
+    fn pick(&mut self, slot: AlternativeIndex, device: usize) -> Result<bool, AllocationError> {
+        self.attempts += 1;
+        if self.attempts > ATTEMPTS_MAX {
+            return Err(AllocationError::GaveUp { claim: self.parsed.claim.clone(), tries: ATTEMPTS_MAX });
         }
         if self.obstacle(slot, device)?.is_some() {
             return Ok(false);
@@ -162,13 +164,17 @@ impl<'s, 'a> Search<'s, 'a> {
         Ok(true)
     }
 
-    /// The first thing that keeps a device from being added to the picks.
-    pub(crate) fn obstacle(&mut self, slot: Slot, index: usize) -> Result<Option<Obstacle>, WhyNot> {
+    /// The first obstacle to adding a device to the picks.
+    pub(crate) fn obstacle(
+        &mut self,
+        slot: AlternativeIndex,
+        index: usize,
+    ) -> Result<Option<Obstacle>, AllocationError> {
         let (alternative, device) = (self.alternative(slot), &self.pools.devices[index]);
         if self.is_in_use(alternative, index, device) {
             return Ok(Some(Obstacle::InUse));
         }
-        if let Some(obstacle) = self.selection(slot, index)? {
+        if let Some(obstacle) = self.selector_obstacle(slot, index)? {
             return Ok(Some(obstacle));
         }
         if !self.has_capacity(alternative, index, device) {
@@ -182,18 +188,19 @@ impl<'s, 'a> Search<'s, 'a> {
         }
         let together = || {
             let picked = self.picks.iter().map(|pick| {
-                (self.alternative((pick.request, pick.alternative)), &self.pools.devices[pick.device])
+                (self.alternative((pick.request, pick.alternative)).names(), &self.pools.devices[pick.device])
             });
-            picked.chain([(alternative, device)])
+            picked.chain([(alternative.names(), device)])
         };
-        let allowed = self.asked.constraints.iter().all(|constraint| constraint.allows(together()));
+        let allowed = self.parsed.constraints.iter().all(|constraint| constraint.allows(together()));
         Ok((!allowed).then_some(Obstacle::Constraint))
     }
 
-    /// A device of one holder: adminAccess looks past other claims, not past its own.
+    /// Whether an exclusive device is taken. adminAccess ignores other claims, but a claim cannot
+    /// pick the device twice.
     fn is_in_use(&self, alternative: &Alternative<'_>, index: usize, device: &Candidate<'a>) -> bool {
         let picked = !device.multiple && self.picks.iter().any(|pick| pick.device == index);
-        picked || (!alternative.admin && self.ledger.is_dedicated(&device.key))
+        picked || (!alternative.admin && self.allocations.is_dedicated(&device.key))
     }
 
     fn has_capacity(&self, alternative: &Alternative<'_>, index: usize, device: &Candidate<'a>) -> bool {
@@ -202,16 +209,17 @@ impl<'s, 'a> Search<'s, 'a> {
         };
         let picked =
             self.picks.iter().filter(|pick| pick.device == index).filter_map(|pick| pick.share.as_ref());
-        for (name, amount) in picked.chain(self.ledger.shared(&device.key)).flatten() {
+        for (name, amount) in picked.chain(self.allocations.shared(&device.key)).flatten() {
             add(&mut sum, name, *amount);
         }
         capacity::fits(&device.capacity, &sum)
     }
 
-    /// A multi-allocation device pays its counters with its first share only.
+    /// Whether the counters suffice. A device with multiple allocations is charged only once, with
+    /// its first share.
     fn has_counters(&self, index: usize, device: &Candidate<'a>) -> bool {
-        let shared_before =
-            self.ledger.shared(&device.key).is_some() || self.picks.iter().any(|pick| pick.device == index);
+        let shared_before = self.allocations.shared(&device.key).is_some()
+            || self.picks.iter().any(|pick| pick.device == index);
         if device.counters.is_empty() || (device.multiple && shared_before) {
             return true;
         }
@@ -220,7 +228,7 @@ impl<'s, 'a> Search<'s, 'a> {
         paying.insert(index);
         for other in paying.iter().map(|index| &self.pools.devices[*index]).filter(|d| d.pool == device.pool)
         {
-            if other.multiple && self.ledger.shared(&other.key).is_some() {
+            if other.multiple && self.allocations.shared(&other.key).is_some() {
                 continue;
             }
             for (counter, amount) in &other.counters {
@@ -229,12 +237,16 @@ impl<'s, 'a> Search<'s, 'a> {
                 }
             }
         }
-        // One overdrawn counter, whoever overdrew it, closes the whole pool.
+        // As in the scheduler, one negative counter makes the whole pool unavailable.
         left.values().all(|left| *left >= 0)
     }
 
-    /// What the selectors of class and request say.
-    fn selection(&mut self, slot: Slot, index: usize) -> Result<Option<Obstacle>, WhyNot> {
+    /// The obstacle that the selectors of class or request report, if any.
+    fn selector_obstacle(
+        &mut self,
+        slot: AlternativeIndex,
+        index: usize,
+    ) -> Result<Option<Obstacle>, AllocationError> {
         let key = (slot.0, slot.1, index);
         if let Some(known) = self.selected.get(&key) {
             return Ok(known.clone());
@@ -246,8 +258,8 @@ impl<'s, 'a> Search<'s, 'a> {
                     Ok(true) => {}
                     Ok(false) => return Ok(false),
                     Err(cause) => {
-                        return Err(WhyNot::Selector {
-                            claim: self.asked.claim.clone(),
+                        return Err(AllocationError::Selector {
+                            claim: self.parsed.claim.clone(),
                             request: alternative.name.clone(),
                             device: device.key.device.to_owned(),
                             cause,

@@ -1,8 +1,8 @@
-//! Taints keep a device from being allocated unless the request tolerates them.
+//! Taints and tolerations of devices.
 
 use k8s_openapi::api::resource::v1::{DeviceTaint, DeviceToleration};
 
-/// The first taint that nothing tolerates. Unknown effects keep nobody away.
+/// The first taint that prevents allocation and is not tolerated. Unknown effects prevent nothing.
 pub(crate) fn untolerated<'a>(
     taints: Option<&'a Vec<DeviceTaint>>,
     tolerations: &[DeviceToleration],

@@ -1,4 +1,4 @@
-//! The scheduler's semantics, family by family.
+//! The scheduler's semantics, by feature.
 
 mod common;
 
@@ -10,7 +10,7 @@ fn two_gpus() -> Cluster {
 }
 
 #[test]
-fn the_first_free_device_is_taken() {
+fn first_free_device_is_taken() {
     check(&two_gpus(), &requests(&[one("r", json!({}))]), &["r=gpu-0"]);
     check(&two_gpus(), &requests(&[one("a", json!({})), one("b", json!({}))]), &["a=gpu-0", "b=gpu-1"]);
     check(&two_gpus(), &requests(&[one("r", json!({"count": 2}))]), &["r=gpu-0", "r=gpu-1"]);
@@ -28,7 +28,7 @@ fn the_first_free_device_is_taken() {
 }
 
 #[test]
-fn a_later_request_sends_an_earlier_one_back() {
+fn search_backtracks_to_an_earlier_request() {
     let sized = |name: &str, size: i64| json!({"name": name, "attributes": {"size": {"int": size}}});
     let cluster =
         Cluster::new(&[slice("s", "p", json!({"devices": [sized("big", 2), sized("small", 1)]}))], &[]);
@@ -37,12 +37,13 @@ fn a_later_request_sends_an_earlier_one_back() {
     check_not(
         &cluster,
         &requests(&[one("a", big.clone()), one("b", big)]),
-        "each request fits alone, but not all together; request a wants 1 of 2 devices, 1 fit, 1 not selected",
+        "each request fits alone, but not all together; \
+         request a wants 1 of 2 devices, 1 fit, 1 not selected",
     );
 }
 
 #[test]
-fn pools_and_slices_are_in_order_of_their_names() {
+fn pools_and_slices_are_ordered_by_name() {
     let of = |name: &str, pool: &str, count: i64, device: &str| {
         slice(name, pool, json!({"devices": devices(&[device]), "pool": pool_of(count, 1, pool)}))
     };
@@ -60,7 +61,7 @@ fn pools_and_slices_are_in_order_of_their_names() {
 }
 
 #[test]
-fn only_whole_pools_of_the_newest_generation_count() {
+fn only_complete_pools_of_the_newest_generation_count() {
     let of = |name: &str, generation: i64, count: i64, device: &str| {
         slice(name, "p", json!({"devices": devices(&[device]), "pool": pool_of(count, generation, "p")}))
     };
@@ -70,7 +71,7 @@ fn only_whole_pools_of_the_newest_generation_count() {
     check(&renewed, &all, &["r=new"]);
     let updating = Cluster::new(&[of("old", 1, 1, "old"), of("new", 2, 2, "new")], &[]);
     check_not(&updating, &any, "pool gpu.divvy.dev/p has 1 of 2 slices");
-    check_not(&updating, &all, "asks for all devices, but pool gpu.divvy.dev/p is incomplete or invalid");
+    check_not(&updating, &all, "requests all devices, but pool gpu.divvy.dev/p is incomplete or invalid");
     let twice = Cluster::new(&[of("a", 1, 2, "gpu-0"), of("b", 1, 2, "gpu-0")], &[]);
     check_not(&twice, &any, "pool gpu.divvy.dev/p is invalid: device gpu-0 is there twice");
     let other = slice("x", "good", json!({"devices": devices(&["gpu-9"])}));
@@ -79,7 +80,7 @@ fn only_whole_pools_of_the_newest_generation_count() {
 }
 
 #[test]
-fn a_device_is_for_the_nodes_it_names() {
+fn device_is_limited_to_its_nodes() {
     let any = requests(&[one("r", json!({}))]);
     let at = |more: Value| {
         let gone = with(slice("s", "p", json!({"devices": devices(&["gpu-0"])})), json!({}));
@@ -106,13 +107,14 @@ fn a_device_is_for_the_nodes_it_names() {
         check_not(&at(elsewhere), &any, "request r wants 1 of 0 devices");
     }
     let each = json!({"perDeviceNodeSelection": true, "devices": [
-        {"name": "theirs", "nodeName": "node-b"}, {"name": "ours", "nodeName": NODE}, {"name": "all", "allNodes": true},
+        {"name": "theirs", "nodeName": "node-b"}, {"name": "ours", "nodeName": NODE},
+        {"name": "all", "allNodes": true},
     ]});
     check(&at(each), &requests(&[one("r", json!({"allocationMode": "All"}))]), &["r=ours", "r=all"]);
 }
 
 #[test]
-fn first_available_takes_the_first_that_fits() {
+fn first_available_takes_the_first_alternative_that_fits() {
     let sub = |name: &str, count: i64| json!({"name": name, "deviceClassName": "any", "count": count});
     let either = |subs: &[Value]| requests(&[json!({"name": "r", "firstAvailable": subs})]);
     check(&two_gpus(), &either(&[sub("one", 1), sub("two", 2)]), &["r/one=gpu-0"]);
@@ -123,7 +125,7 @@ fn first_available_takes_the_first_that_fits() {
         &either(&[sub("three", 3), sub("four", 4)]),
         "request r/four wants 4 of 2 devices, 2 fit",
     );
-    // The first alternative leaves nothing for the second request.
+    // The first alternative would leave no device for the second request.
     let both = requests(&[
         json!({"name": "r", "firstAvailable": [sub("two", 2), sub("one", 1)]}),
         one("s", json!({})),
@@ -132,7 +134,7 @@ fn first_available_takes_the_first_that_fits() {
 }
 
 #[test]
-fn all_is_all_or_nothing() {
+fn allocation_mode_all_takes_every_device_or_none() {
     let all = requests(&[one("r", json!({"allocationMode": "All"}))]);
     check(&two_gpus(), &all, &["r=gpu-0", "r=gpu-1"]);
     let busy = Cluster::new(
@@ -148,32 +150,38 @@ fn all_is_all_or_nothing() {
 }
 
 #[test]
-fn what_cannot_be_read_is_refused_with_its_place() {
+fn invalid_input_is_refused_with_its_location() {
     let check = |claim: Value, why: &str| check_not(&two_gpus(), &claim, why);
     check(
         requests(&[json!({"name": "r", "exactly": {"deviceClassName": "no"}})]),
-        "claim ns/c, request r: there is no DeviceClass \"no\"",
+        "claim ns/c, request r: DeviceClass \"no\" does not exist",
     );
     check(
         requests(&[json!({"name": "r"})]),
-        "claim ns/c, request r: neither exactly nor firstAvailable is given",
+        "claim ns/c, request r: it has neither exactly nor firstAvailable",
     );
     check(
         requests(&[one("r", json!({"allocationMode": "Some"}))]),
         "request r: unknown allocationMode \"Some\"",
     );
-    check(requests(&[one("r", json!({"count": 0}))]), "request r: count 0 is not a number of devices");
-    check(requests(&[one("r", json!({"count": 33}))]), "claim ns/c asks for 33 devices");
+    check(
+        requests(&[one("r", json!({"count": 0}))]),
+        "request r: count 0 is not a positive number of devices",
+    );
+    check(requests(&[one("r", json!({"count": 33}))]), "claim ns/c requests 33 devices");
     check(requests(&[one("r", json!({"selectors": [{}]}))]), "request r: a selector has no CEL expression");
     check(requests(&[one("r", select("device ="))]), "request r: CEL expression \"device =\"");
     check(requests(&[one("r", select("device.attributes['a'].b"))]), "a selector failed on device gpu-0");
-    check(requests(&[one("r", select("device.driver"))]), "gives a string, not true or false");
+    check(requests(&[one("r", select("device.driver"))]), "returns a string, not true or false");
     check(claim(json!({"requests": [one("r", json!({}))], "constraints": [{}]})), "a constraint needs");
 }
 
 #[test]
-fn constraints_hold_among_the_devices_they_cover() {
-    let on = |name: &str, group: &str| json!({"name": name, "attributes": {"group": {"string": group}, "std.example.com/root": {"string": "x"}}});
+fn constraints_apply_to_the_covered_devices() {
+    let on = |name: &str, group: &str| {
+        json!({"name": name, "attributes": {"group": {"string": group},
+        "std.example.com/root": {"string": "x"}}})
+    };
     let four = json!([on("a0", "a"), on("b0", "b"), on("a1", "a"), on("b1", "b"), {"name": "bare"}]);
     let cluster = |held: &[Value]| Cluster::new(&[slice("s", "p", json!({"devices": four}))], held);
     let pair = |constraint: Value| {
@@ -186,7 +194,11 @@ fn constraints_hold_among_the_devices_they_cover() {
     let differ = json!({"distinctAttribute": "gpu.divvy.dev/group"});
     check(&cluster(&[]), &pair(differ), &["r=a0", "r=b0"]);
     check(&cluster(&[]), &pair(json!({"matchAttribute": "std.example.com/root"})), &["r=a0", "r=b0"]);
-    check_not(&cluster(&[]), &pair(json!({"matchAttribute": "gpu.divvy.dev/none"})), "against a constraint");
+    check_not(
+        &cluster(&[]),
+        &pair(json!({"matchAttribute": "gpu.divvy.dev/none"})),
+        "excluded by a constraint",
+    );
     let some = with(same, json!({"requests": ["x", "y/sub"]}));
     let sub = json!({"name": "y", "firstAvailable": [{"name": "sub", "deviceClassName": "any"}]});
     let three =
@@ -195,7 +207,7 @@ fn constraints_hold_among_the_devices_they_cover() {
 }
 
 #[test]
-fn lists_match_by_what_they_have_in_common() {
+fn list_attributes_match_by_common_items() {
     let links = |name: &str, to: &[&str]| json!({"name": name, "attributes": {"links": {"strings": to}}});
     let devices = json!([links("a", &["1", "2"]), links("b", &["3"]), links("c", &["2", "3"])]);
     let cluster = Cluster::new(&[slice("s", "p", json!({"devices": devices}))], &[]);
@@ -210,7 +222,7 @@ fn lists_match_by_what_they_have_in_common() {
 }
 
 #[test]
-fn taints_need_tolerations() {
+fn taints_require_tolerations() {
     let tainted = |effect: &str| {
         let taint = json!([{"key": "gpu.divvy.dev/lost", "value": "yes", "effect": effect}]);
         let devices = json!([{"name": "gpu-0", "taints": taint}]);
@@ -242,7 +254,7 @@ fn taints_need_tolerations() {
 }
 
 #[test]
-fn admin_access_looks_past_others_but_not_past_itself() {
+fn admin_access_ignores_only_other_claims() {
     let admin = |count: i64| requests(&[one("r", json!({"adminAccess": true, "count": count}))]);
     let busy = Cluster::new(
         &[slice("s", "p", json!({"devices": devices(&["gpu-0"])}))],
@@ -258,7 +270,7 @@ fn admin_access_looks_past_others_but_not_past_itself() {
 }
 
 #[test]
-fn configuration_of_class_and_claim_comes_along() {
+fn allocation_includes_class_and_claim_configuration() {
     let opaque = |text: &str| json!({"opaque": {"driver": DRIVER, "parameters": {"say": text}}});
     let spec = json!({"config": [opaque("class")]});
     let cluster = two_gpus().class(with(class("tuned", &[]), json!({"spec": spec})));
@@ -291,14 +303,14 @@ fn configuration_of_class_and_claim_comes_along() {
 }
 
 #[test]
-fn a_claim_cannot_be_allocated_twice() {
+fn allocated_claim_is_refused() {
     let allocated = with(requests(&[one("r", json!({}))]), json!({"status": {"allocation": {}}}));
-    check_not(&two_gpus(), &allocated, "claim ns/c: it is allocated already");
+    check_not(&two_gpus(), &allocated, "claim ns/c: it is already allocated");
 }
 
-/// Whatever the API server lets through, and it lets 10 KiB through.
+/// The API server accepts expressions of up to 10 KiB.
 #[test]
-fn a_hostile_expression_ends_in_an_answer() {
+fn hostile_expressions_terminate() {
     let nested = |open: &str, inner: &str, close: &str| {
         let times = (10_000 - inner.len()) / (open.len() + close.len());
         open.repeat(times) + inner + &close.repeat(times)

@@ -1,5 +1,5 @@
-//! What is published is allocated as the hardware allows: nothing that is held
-//! at once overlaps, and what fits is found.
+//! Allocation of published devices: concurrent allocations never overlap on the hardware, and
+//! every combination that fits is found.
 
 mod common;
 #[path = "../../slices/tests/common/mod.rs"]
@@ -18,16 +18,18 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Takes as many as fit and says on which devices.
+const LARGE: &str = "device.capacity['gpu.divvy.dev'].memory.isGreaterThan(quantity('30Gi'))";
+
+/// Allocates until nothing fits, at most `most` times, and returns the devices.
 fn fill(cluster: &mut Cluster, claim: &Value, most: usize) -> Vec<String> {
     let taken = (0..most).map_while(|n| cluster.take(&format!("fill-{n}"), claim).ok());
     taken.flat_map(|result| picked(&result)).collect()
 }
 
 #[test]
-fn every_profile_fits_as_often_as_the_hardware_says() {
+fn profiles_fit_up_to_the_hardware_limit() {
     for model in divvy_sim::catalogue::all() {
-        // Ampere is cut only where MIG mode is on already.
+        // On Ampere, instances require that MIG mode is already on.
         let node = gpus::node(vec![gpus::in_mode(gpus::gpu(model.row(), 0), MigMode::On)]);
         for profile in model.row().mig.iter().flat_map(|mig| &mig.profiles) {
             let mut cluster = published(&node);
@@ -44,44 +46,44 @@ fn every_profile_fits_as_often_as_the_hardware_says() {
 }
 
 #[test]
-fn a_gpu_in_parts_is_not_whole_until_it_is_given_back() {
+fn partitioned_gpu_is_unavailable_as_a_whole() {
     let mut cluster = published(&inventory_of("H100-SXM5-80GB", 2));
     cluster.take("part", &wanting(mig_wanted("3g.40gb"))).expect("fits");
-    cluster.take("whole", &wanting(gpus_wanted(1))).expect("the other GPU is whole");
+    cluster.take("whole", &wanting(gpus_wanted(1))).expect("the other GPU is free");
     let why = cluster.allocate(&wanting(gpus_wanted(1))).expect_err("no GPU is left").to_string();
     assert!(why.contains("request r wants 1"), "{why}");
     assert!(why.contains("overlapping devices in use"), "{why}");
     cluster.release("part");
-    cluster.take("again", &wanting(gpus_wanted(1))).expect("whole again");
+    cluster.take("again", &wanting(gpus_wanted(1))).expect("the GPU is free again");
 }
 
 #[test]
-fn gpus_with_nvlink_between_them_are_found_together() {
+fn gpus_of_one_nvlink_group_are_selected_together() {
     let together = json!({"matchAttribute": "gpu.divvy.dev/nvlinkGroup"});
     let asked = claim(json!({"requests": [gpus_wanted(4)], "constraints": [together]}));
     let found = published(&inventory_of("H100-SXM5-80GB", 8)).allocate(&asked).expect("fits");
     assert_eq!(picked(&found).len(), 4);
     let why = published(&inventory_of("L4", 8)).allocate(&asked).expect_err("no NVLink").to_string();
-    assert!(why.contains("8 against a constraint"), "{why}");
+    assert!(why.contains("8 excluded by a constraint"), "{why}");
 }
 
 #[test]
-fn one_claim_mixes_kinds_and_sizes() {
+fn one_claim_may_mix_device_types() {
     let asked = claim(json!({"requests": [
         named("small", mig_wanted("1g.10gb")),
         named("big", mig_wanted("7g.80gb")),
         named("whole", gpus_wanted(1)),
         named("turns", share_wanted(TIMESLICE, &[])),
         named("client", share_wanted(MPS, &[("memory", "10Gi")])),
-        named("any", one("any", select("device.capacity['gpu.divvy.dev'].memory.isGreaterThan(quantity('30Gi'))"))),
+        named("any", one("any", select(LARGE))),
     ]}));
     let node = inventory_of("H100-SXM5-80GB", 6);
     let found = published(&node).allocate(&asked).expect("fits");
     assert_apart(&node, &picked(&found));
 }
 
-/// No two of the devices (`request=name`) need the same hardware, unless they
-/// are shares of one device.
+/// Checks that no two of the devices (`request=device`) use the same hardware, unless they are
+/// shares of one device.
 fn assert_apart(node: &Inventory, held: &[String]) {
     let parts: Vec<_> = held
         .iter()
@@ -99,7 +101,7 @@ fn assert_apart(node: &Inventory, held: &[String]) {
     };
     for (index, (id, part)) in parts.iter().enumerate() {
         for (other, other_part) in &parts[index + 1..] {
-            // Who has a device whole has all its memory: see [`assert_memory`].
+            // Memory of whole devices is checked by [`assert_memory`].
             let shares = id == other;
             assert!(id.gpu() != other.gpu() || shares || !clash(*part, *other_part), "{held:?}");
         }
@@ -109,7 +111,7 @@ fn assert_apart(node: &Inventory, held: &[String]) {
     }
 }
 
-/// Claims of a GPU or an instance have together no more memory than it has.
+/// Checks that the claims of each GPU or instance do not exceed its memory.
 fn assert_memory(node: &Inventory, cluster: &Cluster) {
     let mut taken: BTreeMap<DeviceId, u64> = BTreeMap::new();
     let allocations = cluster.claims.iter().filter_map(|claim| claim.status.as_ref()?.allocation.as_ref());
@@ -141,7 +143,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_held_at_once_never_overlaps(
+    fn concurrent_allocations_never_overlap(
         model in prop::sample::select(vec!["B200-180GB", "H100-SXM5-80GB", "RTX-PRO-6000"]),
         steps in prop::collection::vec(step(), 1..20),
     ) {
@@ -174,6 +176,6 @@ proptest! {
         for (name, _) in held {
             cluster.release(&name);
         }
-        prop_assert!(cluster.allocate(&wanting(gpus_wanted(2))).is_ok(), "given back whole");
+        prop_assert!(cluster.allocate(&wanting(gpus_wanted(2))).is_ok(), "all devices must be free again");
     }
 }

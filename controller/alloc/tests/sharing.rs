@@ -1,15 +1,21 @@
-//! Devices that exclude each other by counters, and devices that are shared.
+//! Devices that exclude each other by counters, and devices with multiple allocations.
 
 mod common;
 
 use common::*;
 use serde_json::{Value, json};
 
-/// One GPU of 8 memory slices and 7 compute slices, and parts of it.
+/// A GPU with 8 memory slices and 7 compute slices, and partitions of it.
 fn partitioned(parts: &[(&str, i64, i64)], held: &[Value]) -> Cluster {
-    let counters = |memory: i64, compute: i64| json!({"memory": {"value": memory.to_string()}, "compute": {"value": compute.to_string()}});
+    let counters = |memory: i64, compute: i64| {
+        json!({"memory": {"value": memory.to_string()},
+        "compute": {"value": compute.to_string()}})
+    };
     let sets = json!([{"name": "gpu-0", "counters": counters(8, 7)}]);
-    let part = |(name, memory, compute): &(&str, i64, i64)| json!({"name": name, "consumesCounters": [{"counterSet": "gpu-0", "counters": counters(*memory, *compute)}]});
+    let part = |(name, memory, compute): &(&str, i64, i64)| {
+        json!({"name": name,
+        "consumesCounters": [{"counterSet": "gpu-0", "counters": counters(*memory, *compute)}]})
+    };
     let parts: Vec<_> = parts.iter().map(part).collect();
     let pool = pool_of(2, 1, "p");
     let slices = [
@@ -22,10 +28,10 @@ fn partitioned(parts: &[(&str, i64, i64)], held: &[Value]) -> Cluster {
 const PARTS: &[(&str, i64, i64)] = &[("whole", 8, 7), ("4g-0", 4, 4), ("4g-4", 4, 4), ("3g-0", 4, 3)];
 
 #[test]
-fn parts_of_a_gpu_exclude_each_other_by_its_counters() {
+fn counters_exclude_overlapping_partitions() {
     let any = requests(&[one("r", json!({}))]);
     check(&partitioned(PARTS, &[]), &any, &["r=whole"]);
-    // 4g and 4g want 8 compute slices of 7; 4g and 3g fit.
+    // Two 4g need 8 of 7 compute slices; 4g and 3g fit.
     let mut cluster = partitioned(&PARTS[1..], &[]);
     for (claim, device) in [("one", "r=4g-0"), ("two", "r=3g-0")] {
         assert_eq!(picked(&cluster.take(claim, &any).expect("fits")), [device]);
@@ -51,14 +57,14 @@ fn parts_of_a_gpu_exclude_each_other_by_its_counters() {
 }
 
 #[test]
-fn admin_access_pays_counters_too() {
+fn admin_access_consumes_counters() {
     let admin = requests(&[one("r", json!({"adminAccess": true}))]);
     check(&partitioned(PARTS, &[]), &admin, &["r=whole"]);
     check_not(&partitioned(PARTS, &[held("whole", json!({}))]), &admin, "4 overlapping devices in use");
 }
 
 #[test]
-fn an_overdrawn_counter_closes_the_pool() {
+fn negative_counter_makes_the_pool_unavailable() {
     let held = [held("4g-0", json!({})), held("4g-4", json!({}))];
     check_not(
         &partitioned(&[("4g-0", 4, 4), ("4g-4", 4, 4), ("none", 0, 0)], &held),
@@ -68,7 +74,7 @@ fn an_overdrawn_counter_closes_the_pool() {
 }
 
 #[test]
-fn pools_of_one_name_keep_their_counters_apart() {
+fn pools_with_equal_names_have_separate_counters() {
     let mut cluster = partitioned(PARTS, &[held("whole", json!({"driver": "other.example.com"}))]);
     check(&cluster, &requests(&[one("r", json!({}))]), &["r=whole"]);
     cluster.take("mine", &requests(&[one("r", json!({}))])).expect("fits");
@@ -76,8 +82,9 @@ fn pools_of_one_name_keep_their_counters_apart() {
 }
 
 #[test]
-fn counters_that_nobody_declares_make_a_pool_invalid() {
-    let stray = json!([{"name": "x", "consumesCounters": [{"counterSet": "no", "counters": {"memory": {"value": "1"}}}]}]);
+fn undeclared_counter_makes_the_pool_invalid() {
+    let stray = json!([{"name": "x", "consumesCounters": [{"counterSet": "no",
+        "counters": {"memory": {"value": "1"}}}]}]);
     let cluster = Cluster::new(&[slice("s", "p", json!({"devices": stray}))], &[]);
     check_not(
         &cluster,
@@ -86,8 +93,8 @@ fn counters_that_nobody_declares_make_a_pool_invalid() {
     );
 }
 
-/// Two shared GPUs of 80Gi in steps of 1Gi; a silent claim takes all. Both draw
-/// on one counter that is enough for one of them.
+/// Two shareable GPUs of 80Gi in steps of 1Gi. A claim without a request takes all memory. Each
+/// GPU's counter permits one holder: the shareable device or a partition.
 fn shared(held: &[Value]) -> Cluster {
     let policy = json!({"default": "80Gi", "validRange": {"min": "1Gi", "max": "80Gi", "step": "1Gi"}});
     let gpu = |name: &str| {
@@ -97,7 +104,10 @@ fn shared(held: &[Value]) -> Cluster {
             "consumesCounters": [{"counterSet": name, "counters": {"all": {"value": "1"}}}],
         })
     };
-    let part = |name: &str, gpu: &str| json!({"name": name, "consumesCounters": [{"counterSet": gpu, "counters": {"all": {"value": "1"}}}]});
+    let part = |name: &str, gpu: &str| {
+        json!({"name": name, "consumesCounters": [{"counterSet": gpu,
+        "counters": {"all": {"value": "1"}}}]})
+    };
     let set = |name: &str| json!({"name": name, "counters": {"all": {"value": "1"}}});
     let pool = pool_of(2, 1, "p");
     let devices = json!([gpu("gpu-0"), part("part-0", "gpu-0"), gpu("gpu-1"), part("part-1", "gpu-1")]);
@@ -114,7 +124,7 @@ fn memory(amount: &str) -> Value {
 }
 
 #[test]
-fn shares_fill_a_device_and_then_the_next() {
+fn shares_fill_one_device_before_the_next() {
     let mut cluster = shared(&[]);
     for (name, amount, device) in [
         ("a", "50Gi", "r=gpu-0"),
@@ -131,7 +141,7 @@ fn shares_fill_a_device_and_then_the_next() {
 }
 
 #[test]
-fn a_share_says_what_it_takes() {
+fn share_reports_its_consumed_capacity() {
     let share = |claim: &Value| {
         let result = shared(&[]).allocate(claim).expect("fits").devices.and_then(|devices| devices.results);
         let result = result.unwrap_or_default().remove(0);
@@ -144,12 +154,12 @@ fn a_share_says_what_it_takes() {
 }
 
 #[test]
-fn the_first_claim_decides_what_a_gpu_is() {
+fn first_claim_decides_the_mode_of_a_gpu() {
     let part = requests(&[one("r", select("!device.allowMultipleAllocations"))]);
     let mut cluster = shared(&[]);
     cluster.take("share", &memory("10Gi")).expect("fits");
     assert_eq!(picked(&cluster.take("part", &part).expect("fits")), ["r=part-1"]);
-    // A second share of gpu-0 pays no counter again; gpu-1 is taken in parts.
+    // The second share of gpu-0 consumes no counter; a partition holds gpu-1.
     check(&cluster, &memory("70Gi"), &["r=gpu-0"]);
     check_not(&cluster, &memory("71Gi"), "1 without enough capacity, 1 overlapping devices in use");
     check_not(&cluster, &part, "does not fit");
@@ -158,7 +168,7 @@ fn the_first_claim_decides_what_a_gpu_is() {
 }
 
 #[test]
-fn two_requests_of_a_claim_may_share_a_device_but_one_may_not_twice() {
+fn requests_of_a_claim_may_share_a_device() {
     let half = |name: &str| {
         one(
             name,
@@ -177,7 +187,7 @@ fn two_requests_of_a_claim_may_share_a_device_but_one_may_not_twice() {
 }
 
 #[test]
-fn a_dedicated_holder_and_shares_keep_each_other_out() {
+fn exclusive_claims_and_shares_exclude_each_other() {
     check(&shared(&[held("gpu-0", json!({}))]), &memory("1Gi"), &["r=gpu-1"]);
     check_not(&shared(&[]), &memory("81Gi"), "2 without enough capacity");
     let other = json!({"capacity": {"requests": {"tokens": "1"}}});

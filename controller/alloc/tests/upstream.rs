@@ -1,10 +1,9 @@
-//! Our answers are those of the scheduler's own allocator, of Kubernetes 1.37
-//! and 1.36, over the slices that we publish: what is taken and released in long
-//! sequences, and that modes keep each other out.
+//! Compares our allocations with those of the scheduler's own allocator, of Kubernetes 1.37 and
+//! 1.36, on published slices: long sequences of claims and releases, and exclusion of modes.
 //!
-//! The answers are committed. `DIVVY_REGENERATE=1 cargo test -p divvy-alloc --test
-//! upstream` asks for them anew (`e2e/oracle/allocation`; it needs Go).
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+//! The upstream answers are committed. `DIVVY_REGENERATE=1 cargo test -p divvy-alloc --test
+//! upstream` regenerates them with `e2e/oracle/allocation`, which needs Go.
+#![allow(clippy::unwrap_used, reason = "test helpers")]
 
 mod common;
 #[path = "../../slices/tests/common/mod.rs"]
@@ -15,10 +14,10 @@ mod nodes;
 mod sequences;
 
 use common::{NODE, node};
-use divvy_alloc::WhyNot;
+use divvy_alloc::AllocationError;
 use divvy_api::Quantity;
 use k8s_openapi::api::resource::v1::{AllocationResult, DeviceRequestAllocationResult};
-use sequences::{Sequence, Step, World, worlds};
+use sequences::{Scenario, Sequence, Step, scenarios};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -27,11 +26,11 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::LazyLock;
 
-/// The newest release first; ours follows it where they differ. The module file
-/// names what `go run` is to build with.
+/// Releases and the module files to build their allocators with. The newest comes first: our
+/// allocator follows it if the releases differ.
 const RELEASES: [(&str, &str); 2] = [("1.37.0", "go.mod"), ("1.36.6", "go-1.36.mod")];
 
-/// Of each step of a sequence, what it does and the answer of each release.
+/// By sequence: for each step, its text and the answer of each release.
 type Committed = BTreeMap<String, Vec<Vec<String>>>;
 
 fn oracle() -> PathBuf {
@@ -42,8 +41,8 @@ fn file() -> PathBuf {
     oracle().join("vectors/allocation.json")
 }
 
-/// `request=device`, and what a share takes of each capacity unless it is nothing.
-fn told(result: &Result<AllocationResult, WhyNot>) -> String {
+/// The answer as `request=device`, with the non-zero amounts of a share.
+fn answer_text(result: &Result<AllocationResult, AllocationError>) -> String {
     let device = |result: &DeviceRequestAllocationResult| {
         let mut text = format!("{}={}", result.request, result.device);
         for (name, amount) in result.consumed_capacity.iter().flatten() {
@@ -59,21 +58,25 @@ fn told(result: &Result<AllocationResult, WhyNot>) -> String {
             let results = allocation.devices.iter().flat_map(|devices| devices.results.iter().flatten());
             results.map(device).collect::<Vec<_>>().join(", ")
         }
-        Err(WhyNot::NoFit { .. }) => "refused".to_owned(),
+        Err(AllocationError::NoFit { .. }) => "refused".to_owned(),
         Err(_) => "error".to_owned(),
     }
 }
 
-/// What the allocator of a release answers to every step of every sequence.
-fn ask(module: &str, worlds: &[World]) -> Vec<Vec<Vec<String>>> {
-    let wire: Vec<Value> = worlds
+/// The answers of a release's allocator to every step of every sequence.
+fn upstream_answers(module: &str, scenarios: &[Scenario]) -> Vec<Vec<Vec<String>>> {
+    let wire: Vec<Value> = scenarios
         .iter()
-        .map(|world| {
-            let cluster = nodes::published(&world.node);
-            let sequences: Vec<Vec<Value>> =
-                world.sequences.iter().map(|sequence| sequence.steps.iter().map(Step::wire).collect()).collect();
+        .map(|scenario| {
+            let cluster = nodes::published(&scenario.node);
+            let sequences: Vec<Vec<Value>> = scenario
+                .sequences
+                .iter()
+                .map(|sequence| sequence.steps.iter().map(Step::wire).collect())
+                .collect();
             json!({
-                "node": node(NODE), "slices": cluster.slices, "classes": cluster.classes, "sequences": sequences,
+                "node": node(NODE), "slices": cluster.slices, "classes": cluster.classes,
+                "sequences": sequences,
             })
         })
         .collect();
@@ -83,7 +86,7 @@ fn ask(module: &str, worlds: &[World]) -> Vec<Vec<Vec<String>>> {
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
-        .expect("go starts");
+        .expect("go must be installed");
     let input = serde_json::to_vec(&wire).unwrap();
     go.stdin.take().unwrap().write_all(&input).unwrap();
     let output = go.wait_with_output().unwrap();
@@ -91,47 +94,47 @@ fn ask(module: &str, worlds: &[World]) -> Vec<Vec<Vec<String>>> {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-fn regenerate(worlds: &[World]) {
-    let answers = RELEASES.map(|(_, module)| ask(module, worlds));
+fn regenerate(scenarios: &[Scenario]) {
+    let answers = RELEASES.map(|(_, module)| upstream_answers(module, scenarios));
     let mut lines = Vec::new();
-    for (index, world) in worlds.iter().enumerate() {
-        for (number, sequence) in world.sequences.iter().enumerate() {
+    for (index, scenario) in scenarios.iter().enumerate() {
+        for (number, sequence) in scenario.sequences.iter().enumerate() {
             let row = |(step, what): (usize, &Step)| {
                 let mut row = vec![what.text()];
                 let answer = |release: usize| answers[release][index][number][step].clone();
                 row.push(answer(0));
-                // The second release speaks where it says something else.
+                // The second release's answer is stored only if it differs.
                 row.extend(Some(answer(1)).filter(|other| *other != answer(0)));
                 row
             };
             let rows: Vec<Vec<String>> = sequence.steps.iter().enumerate().map(row).collect();
-            lines.push(format!("{}: {}", json!(name(world, sequence)), json!(rows)));
+            lines.push(format!("{}: {}", json!(name(scenario, sequence)), json!(rows)));
         }
     }
     std::fs::write(file(), format!("{{\n{}\n}}\n", lines.join(",\n"))).unwrap();
 }
 
-fn name(world: &World, sequence: &Sequence) -> String {
-    format!("{}, {}", world.name, sequence.name)
+fn name(scenario: &Scenario, sequence: &Sequence) -> String {
+    format!("{}, {}", scenario.name, sequence.name)
 }
 
-/// The worlds, and what upstream said of them.
-static COMMITTED: LazyLock<(Vec<World>, Committed)> = LazyLock::new(|| {
-    let worlds = worlds();
+/// The scenarios and the committed upstream answers.
+static COMMITTED: LazyLock<(Vec<Scenario>, Committed)> = LazyLock::new(|| {
+    let scenarios = scenarios();
     if std::env::var_os("DIVVY_REGENERATE").is_some() {
-        regenerate(&worlds);
+        regenerate(&scenarios);
     }
-    (worlds, serde_json::from_slice(&std::fs::read(file()).unwrap()).unwrap())
+    (scenarios, serde_json::from_slice(&std::fs::read(file()).unwrap()).unwrap())
 });
 
 #[test]
-fn our_answers_are_those_of_the_scheduler() {
-    let (worlds, committed) = &*COMMITTED;
-    let mut asked = 0;
-    for world in worlds {
-        let published = nodes::published(&world.node);
-        for sequence in &world.sequences {
-            let name = name(world, sequence);
+fn allocations_equal_those_of_the_scheduler() {
+    let (scenarios, committed) = &*COMMITTED;
+    let mut compared = 0;
+    for scenario in scenarios {
+        let published = nodes::published(&scenario.node);
+        for sequence in &scenario.sequences {
+            let name = name(scenario, sequence);
             let rows = committed.get(&name).unwrap_or_else(|| panic!("{name}: regenerate the answers"));
             assert_eq!(rows.len(), sequence.steps.len(), "{name}: regenerate the answers");
             let mut cluster = published.clone();
@@ -139,8 +142,8 @@ fn our_answers_are_those_of_the_scheduler() {
                 assert_eq!(step.text(), row[0], "{name}: regenerate the answers");
                 match step {
                     Step::Take { name: holder, claim, .. } => {
-                        asked += 1;
-                        let ours = told(&cluster.take(holder, claim));
+                        compared += 1;
+                        let ours = answer_text(&cluster.take(holder, claim));
                         assert_eq!(ours, row[1], "{name}: {}", row[0]);
                     }
                     Step::Held { .. } => cluster.hold(&step.wire()["held"]),
@@ -149,16 +152,16 @@ fn our_answers_are_those_of_the_scheduler() {
             }
         }
     }
-    assert!(asked > 2000, "{asked} claims");
+    assert!(compared > 2000, "{compared} claims");
 }
 
 #[test]
-fn both_releases_keep_the_modes_of_a_gpu_apart() {
-    let (worlds, committed) = &*COMMITTED;
+fn both_releases_exclude_the_modes_of_a_gpu() {
+    let (scenarios, committed) = &*COMMITTED;
     let mut expected = 0;
-    for world in worlds {
-        for sequence in &world.sequences {
-            let name = name(world, sequence);
+    for scenario in scenarios {
+        for sequence in &scenario.sequences {
+            let name = name(scenario, sequence);
             for (step, row) in sequence.steps.iter().zip(&committed[&name]) {
                 let Step::Take { accepted: Some(accepted), .. } = step else { continue };
                 expected += 1;

@@ -1,12 +1,11 @@
-//! `divvy allocate`: what the scheduler would answer, without a cluster.
+//! `divvy allocate`: the scheduler's decision, without a cluster.
 //!
-//! It reads what `kubectl get resourceslices,deviceclasses,resourceclaims -o yaml`
-//! prints (lists are unpacked), takes claims that have an allocation as held,
-//! and allocates the others one after the other.
+//! It reads the output of `kubectl get resourceslices,deviceclasses,resourceclaims -o yaml`.
+//! Devices of claims with an allocation are in use; the other claims are allocated in sequence.
 
 use crate::documents;
 use anyhow::{Context, Result, anyhow, bail};
-use divvy_alloc::{World, allocate};
+use divvy_alloc::{ClusterView, allocate};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{
     DeviceClass, DeviceRequestAllocationResult, ResourceClaim, ResourceSlice,
@@ -33,8 +32,8 @@ struct Objects {
     claims: Vec<ResourceClaim>,
 }
 
-/// Prints a line per device that each claim would get, with what it takes of one
-/// that it shares, or why it gets none.
+/// Prints a line per device that each claim would get, with the consumed capacity of a shared
+/// device, or the reason why a claim gets no device. Fails if a claim gets none.
 pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
     let mut objects = Objects::default();
     for file in &arguments.files {
@@ -47,16 +46,17 @@ pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
     let mut node = Node::default();
     node.metadata.name = Some(arguments.node.clone());
     let mut refused = 0;
-    let (mut held, open): (Vec<_>, Vec<_>) = objects.claims.into_iter().partition(is_allocated);
-    for mut claim in open {
+    let (mut held, unallocated): (Vec<_>, Vec<_>) = objects.claims.into_iter().partition(is_allocated);
+    for mut claim in unallocated {
         let name = claim.metadata.name.clone().unwrap_or_default();
-        let world = World { slices: &objects.slices, classes: &objects.classes, claims: &held, node: &node };
+        let view =
+            ClusterView { slices: &objects.slices, classes: &objects.classes, claims: &held, node: &node };
         let mut shares = 0_u32;
         let mut share_id = || {
             shares += 1;
             format!("share-{shares}")
         };
-        match allocate(&world, &claim, &mut share_id) {
+        match allocate(&view, &claim, &mut share_id) {
             Ok(allocation) => {
                 for result in allocation.devices.iter().flat_map(|devices| devices.results.iter().flatten()) {
                     println!(
@@ -65,7 +65,7 @@ pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
                         result.driver,
                         result.pool,
                         result.device,
-                        taken(result)
+                        consumed(result)
                     );
                 }
                 claim.status.get_or_insert_default().allocation = Some(allocation);
@@ -80,8 +80,8 @@ pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
     Ok(if refused == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What a share takes of each capacity, unless it is nothing.
-fn taken(result: &DeviceRequestAllocationResult) -> String {
+/// The consumed capacities that are not zero.
+fn consumed(result: &DeviceRequestAllocationResult) -> String {
     let amounts = result.consumed_capacity.iter().flatten().filter(|(_, amount)| amount.0 != "0");
     let amounts: Vec<String> = amounts.map(|(name, amount)| format!("{name}={}", amount.0)).collect();
     if amounts.is_empty() { String::new() } else { format!("\t{}", amounts.join(" ")) }
@@ -98,9 +98,9 @@ impl Objects {
             Some("DeviceClass") => self.classes.push(serde_json::from_value(value)?),
             Some("ResourceClaim") => self.claims.push(serde_json::from_value(value)?),
             Some(other) => {
-                bail!("kind {other} is not allocated from; give ResourceSlice, DeviceClass and ResourceClaim")
+                bail!("unexpected kind {other}; give ResourceSlices, DeviceClasses and ResourceClaims")
             }
-            None => bail!("a document without a kind"),
+            None => bail!("a document has no kind"),
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
-//! `divvy check`: what prepare and admission would say, before anything is applied.
+//! `divvy check`: the errors of admission and of prepare, before anything is applied.
 //!
-//! The files are one world: a pod's claims and templates and the classes they
-//! name are looked up among them first. What is not there is not guessed.
+//! The files are checked together: claims, templates and classes that an object refers to are
+//! looked up in all of them. References to anything else are not checked.
 
 use crate::documents::{self, Document};
 use anyhow::Result;
@@ -19,11 +19,11 @@ use std::process::ExitCode;
 /// See the command's help.
 #[derive(clap::Args)]
 pub(crate) struct CheckArguments {
-    /// ResourceClaims, ResourceClaimTemplates, DeviceClasses, Pods and what makes Pods, and NodeConfigs,
-    /// YAML or JSON; `-` is standard input
+    /// Files with ResourceClaims, ResourceClaimTemplates, DeviceClasses, Pods, workloads with a pod
+    /// template, and NodeConfigs, YAML or JSON; `-` is standard input
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// How findings are written
+    /// Format of the findings
     #[arg(short, long, value_enum, default_value = "text")]
     output: Output,
 }
@@ -34,17 +34,17 @@ enum Output {
     Json,
 }
 
-/// A finding and the object it is about.
+/// A finding and its object.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct Line {
     file: String,
-    /// `ResourceClaim default/gpu`; empty for a file that cannot be read.
+    /// For example `ResourceClaim default/gpu`; empty for a file that cannot be parsed.
     object: String,
     #[serde(flatten)]
     finding: Finding,
 }
 
-/// Prints a line per finding; fails where one is an error.
+/// Prints a line per finding. Fails if one is an error.
 pub(crate) fn run(arguments: &CheckArguments) -> Result<ExitCode> {
     let mut texts = Vec::new();
     for file in &arguments.files {
@@ -56,7 +56,7 @@ pub(crate) fn run(arguments: &CheckArguments) -> Result<ExitCode> {
         Output::Json => println!("{}", serde_json::to_string_pretty(&lines)?),
         Output::Text => {
             for line in &lines {
-                println!("{}", told(line));
+                println!("{}", format_line(line));
             }
             eprintln!("checked: {checked}, errors: {errors}, warnings: {}", lines.len() - errors);
         }
@@ -64,7 +64,7 @@ pub(crate) fn run(arguments: &CheckArguments) -> Result<ExitCode> {
     Ok(if errors == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn told(Line { file, object, finding }: &Line) -> String {
+fn format_line(Line { file, object, finding }: &Line) -> String {
     let (severity, path, message) = (finding.severity, &finding.path, &finding.message);
     let place: Vec<_> =
         [object, path].into_iter().filter(|part| !part.is_empty()).map(String::as_str).collect();
@@ -74,7 +74,7 @@ fn told(Line { file, object, finding }: &Line) -> String {
     }
 }
 
-/// All findings, and how many objects were looked at.
+/// All findings, and the number of checked objects.
 fn check_all(texts: &[(String, String)]) -> (Vec<Line>, usize) {
     let (mut lines, mut read) = (Vec::new(), Vec::new());
     for (file, text) in texts {
@@ -86,15 +86,15 @@ fn check_all(texts: &[(String, String)]) -> (Vec<Line>, usize) {
             }
         }
     }
-    let mut world = Objects::default();
+    let mut objects = Objects::default();
     for (.., document) in &read {
-        learn(&mut world, &document.value);
+        add_object(&mut objects, &document.value);
     }
     let mut checked = 0;
     for (file, text, document) in &read {
-        if let Some(findings) = findings(text, document, &world) {
+        if let Some(findings) = findings(text, document, &objects) {
             checked += 1;
-            let object = called(&document.value);
+            let object = object_name(&document.value);
             let line = |finding| Line { file: (*file).clone(), object: object.clone(), finding };
             lines.extend(findings.into_iter().map(line));
         }
@@ -102,7 +102,8 @@ fn check_all(texts: &[(String, String)]) -> (Vec<Line>, usize) {
     (lines, checked)
 }
 
-fn called(object: &Value) -> String {
+/// Kind, namespace and name of an object.
+fn object_name(object: &Value) -> String {
     let part = |value: &Value| value.as_str().map(str::to_owned);
     let metadata = &object["metadata"];
     let name = part(&metadata["name"]).or_else(|| part(&metadata["generateName"]));
@@ -110,36 +111,38 @@ fn called(object: &Value) -> String {
     [part(&object["kind"]).unwrap_or_default(), names.join("/")].join(" ").trim().to_owned()
 }
 
-/// The namespace that kubectl puts in.
+/// The object's namespace; `default` if it has none, as for kubectl.
 fn namespace(object: &Value) -> String {
     object["metadata"]["namespace"].as_str().unwrap_or("default").to_owned()
 }
 
-fn learn(world: &mut Objects, object: &Value) {
+/// Adds an object to which others can refer.
+fn add_object(objects: &mut Objects, object: &Value) {
     let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
     let devices = |devices: &Value| serde_json::from_value::<DeviceClaim>(devices.clone()).ok();
     match object["kind"].as_str() {
         Some("ResourceClaim") => {
             let devices = devices(&object["spec"]["devices"]);
-            world.claims.extend(devices.map(|devices| ((namespace(object), name), devices)));
+            objects.claims.extend(devices.map(|devices| ((namespace(object), name), devices)));
         }
         Some("ResourceClaimTemplate") => {
             let devices = devices(&object["spec"]["spec"]["devices"]);
-            world.templates.extend(devices.map(|devices| ((namespace(object), name), devices)));
+            objects.templates.extend(devices.map(|devices| ((namespace(object), name), devices)));
         }
         Some("DeviceClass") => {
             if let Ok(class) = serde_json::from_value::<DeviceClass>(object.clone())
                 && let Some(read) = read_class(&class)
             {
-                world.classes.insert(name, read);
+                objects.classes.insert(name, read);
             }
         }
         _ => {}
     }
 }
 
-/// What a class stands for, found by asking its selectors of one device of each
-/// type. One that asks for more than the type says nothing here.
+/// The modes that a class selects, found by evaluating its selectors for one device of each type.
+///
+/// `None` if the selectors depend on more than the type.
 fn read_class(class: &DeviceClass) -> Option<Class> {
     let types =
         [(Mode::Whole, "gpu"), (Mode::Mig, "mig"), (Mode::Timeslice, "timeslice"), (Mode::Mps, "mps")];
@@ -158,12 +161,13 @@ fn read_class(class: &DeviceClass) -> Option<Class> {
     (!class.modes.is_empty()).then_some(class)
 }
 
-/// What is to be said of an object; `None` where it is not of a kind that is checked.
-fn findings(text: &str, document: &Document, world: &Objects) -> Option<Vec<Finding>> {
+/// The findings of an object; `None` if its kind is not checked.
+fn findings(text: &str, document: &Document, objects: &Objects) -> Option<Vec<Finding>> {
     let object = &document.value;
     let failed = |message: String| vec![Finding { severity: Severity::Error, path: String::new(), message }];
     let check = |object: &Value| {
-        check::object(object.to_string().as_bytes(), world).unwrap_or_else(|cause| failed(cause.to_string()))
+        check::object(object.to_string().as_bytes(), objects)
+            .unwrap_or_else(|cause| failed(cause.to_string()))
     };
     let (version, kind) = (object["apiVersion"].as_str()?, object["kind"].as_str()?);
     match (version, kind) {
@@ -173,19 +177,20 @@ fn findings(text: &str, document: &Document, world: &Objects) -> Option<Vec<Find
         (older, "ResourceClaim" | "ResourceClaimTemplate" | "DeviceClass")
             if older.starts_with("resource.k8s.io/") =>
         {
-            Some(failed(format!("apiVersion {older} is not checked; write resource.k8s.io/v1")))
+            Some(failed(format!("apiVersion {older} is not supported; use resource.k8s.io/v1")))
         }
         (CONFIG_API_VERSION, "NodeConfig") => Some(match node_config(text, document) {
             Ok(_) => Vec::new(),
             Err(cause) => failed(cause.to_string()),
         }),
         (CONFIG_API_VERSION, _) => Some(failed(format!(
-            "kind {kind} is no object of its own; write it into the config of a claim or a DeviceClass, under opaque.parameters"
+            "kind {kind} is not an API object; put it into the config of a claim or DeviceClass, \
+             under opaque.parameters"
         ))),
         _ => {
-            let pods = pod_template(object)?;
+            let template = pod_template(object)?;
             let pod = json!({
-                "apiVersion": "v1", "kind": "Pod", "spec": pods["spec"],
+                "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
                 "metadata": {"name": object["metadata"]["name"], "namespace": namespace(object)},
             });
             let base = if kind == "CronJob" { "spec.jobTemplate.spec.template." } else { "spec.template." };
@@ -196,18 +201,18 @@ fn findings(text: &str, document: &Document, world: &Objects) -> Option<Vec<Find
     }
 }
 
-/// The pods that a Deployment, Job, ... makes.
+/// The pod template of a Deployment, Job, CronJob and the like.
 fn pod_template(object: &Value) -> Option<&Value> {
     let spec = &object["spec"];
     let templates = [&spec["template"], &spec["jobTemplate"]["spec"]["template"]];
     templates.into_iter().find(|template| template["spec"]["containers"].is_array())
 }
 
-/// Read again from the text, so that an error can name the line.
+/// Parses a node configuration from the text, so that errors have line numbers.
 fn node_config(text: &str, document: &Document) -> Result<NodeConfig, NodeConfigError> {
-    let written = document.index.and_then(|index| serde_norway::Deserializer::from_str(text).nth(index));
-    match written {
-        Some(written) => NodeConfig::read(written),
+    let source = document.index.and_then(|index| serde_norway::Deserializer::from_str(text).nth(index));
+    match source {
+        Some(source) => NodeConfig::read(source),
         None => NodeConfig::parse(&document.value.to_string()),
     }
 }
@@ -218,7 +223,7 @@ mod tests {
 
     fn check(text: &str, expected: &[&str]) {
         let (lines, _) = check_all(&[("f".to_owned(), text.to_owned())]);
-        assert_eq!(lines.iter().map(told).collect::<Vec<_>>(), expected);
+        assert_eq!(lines.iter().map(format_line).collect::<Vec<_>>(), expected);
     }
 
     const TEMPLATE: &str = "
@@ -232,7 +237,10 @@ apiVersion: resource.k8s.io/v1
 kind: DeviceClass
 metadata: {name: ours.example.com}
 spec:
-  selectors: [{cel: {expression: \"device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type == 'mps'\"}}]
+  selectors:
+    - cel:
+        expression: >-
+          device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type == 'mps'
 ";
     const DEPLOYMENT: &str = "
 apiVersion: apps/v1
@@ -249,8 +257,10 @@ spec:
 ";
 
     #[test]
-    fn files_are_one_world() {
-        let refused = "f: error: Deployment d: spec.template.spec.containers[0].volumeMounts[0].mountPath: container main uses MPS and mounts a volume at /dev/shm, where clients and MPS control daemon meet; remove the volume";
+    fn files_are_checked_together() {
+        let refused = "f: error: Deployment d: spec.template.spec.containers[0].volumeMounts[0].mountPath: \
+            container main uses MPS and mounts a volume at /dev/shm, \
+            which MPS clients and their control daemon need; remove the volume";
         check(&format!("{DEPLOYMENT}---{TEMPLATE}---{CLASS}"), &[refused]);
         check(&format!("{DEPLOYMENT}---{TEMPLATE}"), &[]);
         let elsewhere = DEPLOYMENT.replace("{name: d}", "{name: d, namespace: other}");
@@ -258,7 +268,7 @@ spec:
     }
 
     #[test]
-    fn the_examples_are_well_written() {
+    fn the_examples_have_no_findings() {
         let examples = concat!(env!("CARGO_MANIFEST_DIR"), "/../../manifests/examples");
         let files =
             std::fs::read_dir(examples).expect("examples").map(|entry| entry.expect("an entry").path());
@@ -271,26 +281,29 @@ spec:
     }
 
     #[test]
-    fn each_kind_is_judged_where_it_stands() {
-        let claim = "{apiVersion: resource.k8s.io/v1, kind: ResourceClaim, metadata: {name: c}, spec: {devices: {requests: [{name: r, exactly: {deviceClassName: mps.divvy.dev, count: 2}}]}}}";
-        let refused = "f: error: ResourceClaim c: spec.devices.requests[0].exactly: request r: its devices have MPS control daemons of their own, and a container reaches one only; ask for one device per request";
-        check(claim, &[refused]);
-        check(&format!("{{kind: List, apiVersion: v1, items: [{claim}]}}"), &[refused]);
+    fn findings_name_their_position() {
+        let claim = "{apiVersion: resource.k8s.io/v1, kind: ResourceClaim, metadata: {name: c}, \
+            spec: {devices: {requests: [{name: r, exactly: {deviceClassName: mps.divvy.dev, count: 2}}]}}}";
+        let refused = format!(
+            "f: error: ResourceClaim c: spec.devices.requests[0].exactly: request r: {}",
+            check::ONE_DAEMON_PER_CONTAINER
+        );
+        check(claim, &[refused.as_str()]);
+        check(&format!("{{kind: List, apiVersion: v1, items: [{claim}]}}"), &[refused.as_str()]);
         check(
-            "apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules: [{}]\n---\napiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules:\n  - slot: 1\n",
+            "apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules: [{}]\n---\n\
+             apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules:\n  - slot: 1\n",
             &["f: error: NodeConfig: line 8: field rules[0].slot is unknown to Rule; did you mean slots?"],
         );
         check(
             "{apiVersion: resource.k8s.io/v1beta1, kind: DeviceClass, metadata: {name: x}}",
-            &[
-                "f: error: DeviceClass x: apiVersion resource.k8s.io/v1beta1 is not checked; write resource.k8s.io/v1",
-            ],
+            &["f: error: DeviceClass x: apiVersion resource.k8s.io/v1beta1 is not supported; \
+                 use resource.k8s.io/v1"],
         );
         check(
             "{apiVersion: resource.divvy.dev/v1alpha1, kind: GpuConfig}",
-            &[
-                "f: error: GpuConfig: kind GpuConfig is no object of its own; write it into the config of a claim or a DeviceClass, under opaque.parameters",
-            ],
+            &["f: error: GpuConfig: kind GpuConfig is not an API object; put it into the config of a claim \
+                 or DeviceClass, under opaque.parameters"],
         );
         check("a: 1\nb: {c: 2, c: 3}\n", &["f: error: line 2: field b.c is given twice"]);
         check("{apiVersion: v1, kind: Service}\n---\n---\n[1]\n", &[]);

@@ -1,18 +1,18 @@
-//! Files of YAML or JSON documents, as kubectl prints and takes them.
+//! YAML and JSON files with several documents, as kubectl reads and writes them.
 
 use anyhow::{Context, Result};
 use divvy_api::schema::{self, Shape};
 use serde_json::Value;
 use std::path::Path;
 
-/// A document, and where it stands.
+/// A document and its position.
 pub(crate) struct Document {
     pub(crate) value: Value,
-    /// The document as text, for readers that name lines; items of a list have none.
+    /// Index in the file, with which a reader can find the line numbers. `None` for items of a list.
     pub(crate) index: Option<usize>,
 }
 
-/// The text of a file; `-` is standard input.
+/// Reads a file; `-` is standard input.
 pub(crate) fn text(file: &Path) -> Result<String> {
     match file.as_os_str() == "-" {
         true => std::io::read_to_string(std::io::stdin()).context("cannot read standard input"),
@@ -20,8 +20,10 @@ pub(crate) fn text(file: &Path) -> Result<String> {
     }
 }
 
-/// The documents of a text; lists are unpacked. A key that is given twice is an
-/// error, in this reader as in the API server's.
+/// The documents of a text. Items of a list become documents.
+///
+/// # Errors
+/// The text is not YAML, or a key occurs twice, which the API server also rejects.
 pub(crate) fn documents(text: &str) -> Result<Vec<Document>, String> {
     let mut found = Vec::new();
     for (index, document) in serde_norway::Deserializer::from_str(text).enumerate() {

@@ -1,10 +1,10 @@
-//! `divvy config explain`: what each GPU gets of a node configuration, and by
-//! which rule.
+//! `divvy config explain`: the settings of each GPU under a node configuration, and the rule that
+//! each comes from.
 
 use crate::documents;
 use anyhow::{Context, Result, bail};
 use divvy_api::names::DRIVER;
-use divvy_model::nodeconfig::{Explained, Labels, Said, Subject};
+use divvy_model::nodeconfig::{Explained, Labels, Subject, ValueOrigin};
 use divvy_model::{DeviceId, GpuNumber, GpuPolicy, NodeConfig};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
@@ -21,8 +21,8 @@ pub(crate) struct ExplainArguments {
     /// The node configuration; `-` is standard input
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
-    /// GPUs to explain it for, as COUNTxPRODUCT, several with commas between them; without it
-    /// those that the cluster's nodes have published
+    /// GPUs to explain it for, as COUNTxPRODUCT, separated by commas; by default the GPUs that the
+    /// cluster's nodes have published
     #[arg(long, value_name = "GPUS")]
     gpus: Option<String>,
     /// Labels of the node with these GPUs
@@ -31,50 +31,51 @@ pub(crate) struct ExplainArguments {
     /// Only this node of the cluster
     #[arg(long, value_name = "NAME", conflicts_with = "gpus")]
     node: Option<String>,
-    /// The nodes' daemons run with --exclusive-ownership
+    /// Assume that the node daemons run with --exclusive-ownership
     #[arg(long)]
     exclusive_ownership: bool,
-    /// What the nodes' daemons have for --shares
+    /// The node daemons' --shares
     #[arg(long, value_name = "true|false", default_value_t = true, action = clap::ArgAction::Set)]
     shares: bool,
 }
 
-/// A node's GPUs: number and product.
-struct Asked {
-    /// Empty for one that is made up.
+/// A node and its GPUs, as number and product.
+struct NodeGpus {
+    /// Empty for the GPUs of `--gpus`.
     name: String,
     labels: Labels,
     gpus: Vec<(GpuNumber, String)>,
 }
 
 fn label(text: &str) -> Result<(String, String), String> {
-    let (key, value) = text.split_once('=').ok_or("must be KEY=VALUE")?;
+    let (key, value) = text.split_once('=').ok_or("expected KEY=VALUE")?;
     Ok((key.to_owned(), value.to_owned()))
 }
 
-/// Prints what each GPU gets.
+/// Prints the settings of each GPU.
 pub(crate) fn run(arguments: &ExplainArguments) -> Result<ExitCode> {
     let text = documents::text(&arguments.config)?;
     let config = NodeConfig::parse(&text).with_context(|| arguments.config.display().to_string())?;
     let nodes = match &arguments.gpus {
         Some(gpus) => {
             let labels = arguments.node_labels.iter().cloned().collect();
-            vec![Asked { name: String::new(), labels, gpus: listed(gpus)? }]
+            vec![NodeGpus { name: String::new(), labels, gpus: parse_gpus(gpus)? }]
         }
         None => {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-            runtime.block_on(async { of_cluster(client().await?, arguments.node.as_deref()).await })?
+            runtime.block_on(async { cluster_nodes(client().await?, arguments.node.as_deref()).await })?
         }
     };
     let (exclusive_ownership, shares) = (arguments.exclusive_ownership, arguments.shares);
-    let otherwise = GpuPolicy { exclusive_ownership, shares, ..GpuPolicy::default() };
-    let told: Vec<_> = nodes.iter().map(|node| tell(&config, &otherwise, node)).collect();
-    print!("{}", told.join("\n"));
+    let defaults = GpuPolicy { exclusive_ownership, shares, ..GpuPolicy::default() };
+    let blocks: Vec<_> = nodes.iter().map(|node| explain_node(&config, &defaults, node)).collect();
+    print!("{}", blocks.join("\n"));
     Ok(ExitCode::SUCCESS)
 }
 
-/// `8xNVIDIA H100 80GB HBM3`; where the simulator is built in, also `8xH100-SXM5-80GB`.
-fn listed(text: &str) -> Result<Vec<(GpuNumber, String)>> {
+/// Parses a list like `8xNVIDIA H100 80GB HBM3`. With the feature `demo`, also names of the
+/// simulator's catalogue, like `8xH100-SXM5-80GB`.
+fn parse_gpus(text: &str) -> Result<Vec<(GpuNumber, String)>> {
     let mut products = Vec::new();
     for part in text.split(',').map(str::trim) {
         let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
@@ -85,13 +86,13 @@ fn listed(text: &str) -> Result<Vec<(GpuNumber, String)>> {
                 "{part:?}: give COUNTxPRODUCT with a count from 1 to 64, such as \"8xNVIDIA H100 80GB HBM3\""
             ),
         };
-        products.extend(std::iter::repeat_n(known(product), count));
+        products.extend(std::iter::repeat_n(product_name(product), count));
     }
     Ok((0..).map(GpuNumber).zip(products).collect())
 }
 
-/// The name by which NVML knows a product.
-fn known(product: &str) -> String {
+/// NVML's name of a product.
+fn product_name(product: &str) -> String {
     #[cfg(feature = "demo")]
     if let Ok(model) = divvy_sim::catalogue::find(product) {
         return model.row().product.clone();
@@ -102,21 +103,19 @@ fn known(product: &str) -> String {
 async fn client() -> Result<kube::Client> {
     match kube::Client::try_default().await {
         Err(kube::Error::InferConfig(_)) => {
-            bail!(
-                "there is no kubeconfig and no ServiceAccount to ask a cluster with; set KUBECONFIG or give --gpus"
-            )
+            bail!("found neither a kubeconfig nor a ServiceAccount; set KUBECONFIG or give --gpus")
         }
-        client => client.context("the cluster cannot be talked to; give --gpus"),
+        client => client.context("cannot connect to the cluster; give --gpus to explain without it"),
     }
 }
 
-async fn of_cluster(client: kube::Client, only: Option<&str>) -> Result<Vec<Asked>> {
+async fn cluster_nodes(client: kube::Client, only: Option<&str>) -> Result<Vec<NodeGpus>> {
     let slices: Api<ResourceSlice> = Api::all(client.clone());
     let mut fields = format!("spec.driver={DRIVER}");
     if let Some(node) = only {
         write!(fields, ",spec.nodeName={node}")?;
     }
-    // In pages: slices of many nodes are large, and two facts of each device are kept.
+    // Read in pages: the slices of many nodes are large, and only two values of each device are kept.
     let (mut nodes, mut next): (BTreeMap<String, Vec<_>>, _) = (BTreeMap::new(), None);
     loop {
         let mut page = ListParams::default().fields(&fields).limit(50);
@@ -132,16 +131,16 @@ async fn of_cluster(client: kube::Client, only: Option<&str>) -> Result<Vec<Aske
         }
     }
     if nodes.is_empty() {
-        bail!("no node has published GPUs as driver {DRIVER}; give --gpus");
+        bail!("no node has published GPUs of driver {DRIVER}; give --gpus");
     }
     let api: Api<Node> = Api::all(client);
-    let mut asked = Vec::new();
+    let mut found = Vec::new();
     for (name, mut gpus) in nodes {
         let node = api.get_metadata(&name).await.with_context(|| format!("cannot read node {name}"))?;
         gpus.sort();
-        asked.push(Asked { name, labels: node.metadata.labels.unwrap_or_default(), gpus });
+        found.push(NodeGpus { name, labels: node.metadata.labels.unwrap_or_default(), gpus });
     }
-    Ok(asked)
+    Ok(found)
 }
 
 fn gpu(device: &Device) -> Option<(GpuNumber, String)> {
@@ -150,11 +149,11 @@ fn gpu(device: &Device) -> Option<(GpuNumber, String)> {
     Some((number, product))
 }
 
-/// A block per GPU; those that get the same share one.
-fn tell(config: &NodeConfig, otherwise: &GpuPolicy, node: &Asked) -> String {
+/// A block per GPU; GPUs with the same settings share a block.
+fn explain_node(config: &NodeConfig, defaults: &GpuPolicy, node: &NodeGpus) -> String {
     let mut blocks: Vec<(Vec<String>, &str, Explained)> = Vec::new();
     for (number, product) in &node.gpus {
-        let explained = config.explain(otherwise, Some(&node.labels), Subject { number: *number, product });
+        let explained = config.explain(defaults, Some(&node.labels), Subject { number: *number, product });
         let same = blocks.iter_mut().find(|(_, of, known)| of == product && *known == explained);
         match same {
             Some((names, ..)) => names.push(format!("gpu-{number}")),
@@ -170,7 +169,7 @@ fn tell(config: &NodeConfig, otherwise: &GpuPolicy, node: &Asked) -> String {
         let modes: Vec<_> = explained.policy.modes.iter().map(|mode| mode.as_str()).collect();
         let modes = if modes.is_empty() { "none".to_owned() } else { modes.join(" ") };
         let policy = &explained.policy;
-        let mut row = |field: &str, value: String, said: Said| {
+        let mut row = |field: &str, value: String, said: ValueOrigin| {
             text.push_str(&format!("  {field:<19} {value:<25} {said}\n"));
         };
         row("modes", modes, explained.modes);
@@ -188,16 +187,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gpus_that_get_the_same_are_told_together() {
-        let config = "apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules:\n- match: {nodeLabels: {pool: a}}\n  slots: 8\n- match: {indices: [1]}\n  dedicated: true\n";
+    fn gpus_with_the_same_settings_share_a_block() {
+        let config = "
+apiVersion: resource.divvy.dev/v1alpha1
+kind: NodeConfig
+rules:
+- match: {nodeLabels: {pool: a}}
+  slots: 8
+- match: {indices: [1]}
+  dedicated: true
+";
         let config = NodeConfig::parse(config).expect("a configuration");
-        let node = Asked {
+        let node = NodeGpus {
             name: "n1".to_owned(),
             labels: [("pool".to_owned(), "a".to_owned())].into(),
-            gpus: listed("3xNVIDIA L4").expect("a list"),
+            gpus: parse_gpus("3xNVIDIA L4").expect("a list"),
         };
         assert_eq!(
-            tell(&config, &GpuPolicy::default(), &node),
+            explain_node(&config, &GpuPolicy::default(), &node),
             "node n1
 gpu-0 gpu-2 (NVIDIA L4)
   modes               whole mig timeslice mps   default
@@ -219,7 +226,7 @@ gpu-1 (NVIDIA L4)
 
     #[cfg(feature = "demo")]
     #[tokio::test]
-    async fn a_cluster_is_asked_for_its_gpus_and_labels() {
+    async fn gpus_and_labels_come_from_the_cluster() {
         use serde_json::json;
         let api = divvy_fakes::apiserver::FakeApi::start(Default::default()).await.expect("an API server");
         let client = api.client().expect("a client");
@@ -238,13 +245,13 @@ gpu-1 (NVIDIA L4)
             }));
         }
         let ask = async |only| {
-            let asked = of_cluster(client.clone(), only).await.map_err(|cause| cause.to_string())?;
-            let told = asked.into_iter().map(|node| {
+            let nodes = cluster_nodes(client.clone(), only).await.map_err(|cause| cause.to_string())?;
+            let nodes = nodes.into_iter().map(|node| {
                 let gpus: Vec<_> =
                     node.gpus.iter().map(|(number, product)| format!("{number} {product}")).collect();
                 format!("{} {} {}", node.name, node.labels["pool"], gpus.join(", "))
             });
-            Ok::<_, String>(told.collect::<Vec<_>>())
+            Ok::<_, String>(nodes.collect::<Vec<_>>())
         };
         let row = |node: &str| format!("{node} {node} 0 NVIDIA L4, 1 NVIDIA L4");
         assert_eq!(ask(None).await, Ok(vec![row("a"), row("b")]));
@@ -253,15 +260,16 @@ gpu-1 (NVIDIA L4)
     }
 
     #[test]
-    fn a_list_of_gpus_counts_them() {
+    fn gpu_lists_have_counts() {
         let check = |text: &str, expected: &[&str]| {
-            let found: Vec<_> = listed(text).expect(text).into_iter().map(|(_, product)| product).collect();
+            let found: Vec<_> =
+                parse_gpus(text).expect(text).into_iter().map(|(_, product)| product).collect();
             assert_eq!(found, expected, "{text}");
         };
         check("2xA B", &["A B", "A B"]);
         check("Odd One, 1xThat Other", &["Odd One", "That Other"]);
         #[cfg(feature = "demo")]
         check("1xH100-SXM5-80GB", &["NVIDIA H100 80GB HBM3"]);
-        assert!(listed("0xA").is_err() && listed("65xA").is_err());
+        assert!(parse_gpus("0xA").is_err() && parse_gpus("65xA").is_err());
     }
 }

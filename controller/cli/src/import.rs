@@ -1,10 +1,8 @@
-//! `divvy import mig-parted`: layouts of NVIDIA's mig-parted and MIG manager, in
-//! Divvy's words.
+//! `divvy import mig-parted`: converts layouts of NVIDIA's mig-parted and MIG manager.
 //!
-//! A layout says which instances lie on which GPU before anybody asks for them.
-//! Nobody partitions in advance here, so its counts have no counterpart: what is
-//! left is which GPUs were for MIG and which for whole claims, a node
-//! configuration, and which profiles people use, a claim template each.
+//! A layout lists the MIG instances to create in advance. Divvy creates instances on demand, so
+//! their counts have no counterpart. The result is a node configuration, which restricts GPUs to
+//! MIG or to whole-GPU claims, and a claim template for each profile of the layout.
 
 use crate::documents;
 use anyhow::{Context, Result, bail};
@@ -17,7 +15,7 @@ use std::process::ExitCode;
 /// See the command's help.
 #[derive(clap::Subcommand)]
 pub(crate) enum ImportCommand {
-    /// Layouts of mig-parted, such as the ConfigMap of the GPU operator's MIG manager has
+    /// Convert layouts of mig-parted, for example from the ConfigMap of the GPU operator's MIG manager
     MigParted(MigPartedArguments),
 }
 
@@ -27,8 +25,8 @@ pub(crate) struct MigPartedArguments {
     /// mig-parted's config.yaml; `-` is standard input
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Only this layout, for all nodes; without it each layout is for the nodes that carry it in
-    /// the label nvidia.com/mig.config
+    /// Convert only this layout, for all nodes; by default each layout applies to the nodes with
+    /// its name in the label nvidia.com/mig.config
     #[arg(long, value_name = "NAME")]
     layout: Option<String>,
     /// What to print
@@ -38,14 +36,14 @@ pub(crate) struct MigPartedArguments {
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// For divvy-node --config, or the chart's values
+    /// A node configuration, for divvy-node --config or the chart's values
     NodeConfig,
-    /// For kubectl apply
+    /// Claim templates, for kubectl apply
     Templates,
     All,
 }
 
-/// mig-parted's file, version v1 (github.com/NVIDIA/mig-parted, api/spec/v1).
+/// mig-parted's file format v1 (github.com/NVIDIA/mig-parted, api/spec/v1).
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Layouts {
@@ -74,14 +72,14 @@ enum Filter {
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Devices {
-    /// `all`
+    /// Must be `all`.
     Word(String),
     Indices(BTreeSet<u32>),
 }
 
 const LABEL: &str = "nvidia.com/mig.config";
 
-/// Prints what the layouts become.
+/// Prints the converted layouts.
 pub(crate) fn run(command: &ImportCommand) -> Result<ExitCode> {
     let ImportCommand::MigParted(arguments) = command;
     let text = documents::text(&arguments.file)?;
@@ -90,14 +88,14 @@ pub(crate) fn run(command: &ImportCommand) -> Result<ExitCode> {
 }
 
 fn mig_parted(text: &str, arguments: &MigPartedArguments) -> Result<String> {
-    let mut layouts: Layouts = serde_norway::from_str(text).context("not a file of mig-parted")?;
+    let mut layouts: Layouts = serde_norway::from_str(text).context("not a mig-parted file")?;
     if layouts.version != "v1" {
         bail!("version is {:?}, expected v1", layouts.version);
     }
     if let Some(only) = &arguments.layout {
         layouts.mig_configs.retain(|name, _| name == only);
         if layouts.mig_configs.is_empty() {
-            bail!("there is no layout {only}");
+            bail!("the file has no layout {only}");
         }
     }
     let node_config = || node_config(&layouts, arguments.layout.is_none());
@@ -110,10 +108,10 @@ fn mig_parted(text: &str, arguments: &MigPartedArguments) -> Result<String> {
 
 fn node_config(layouts: &Layouts, by_label: bool) -> Result<String> {
     let mut text = "\
-# Which GPUs are for MIG and which for whole claims, as the layouts had it. Leave
-# a rule out and its GPUs offer every mode. Instances are made when a claim asks
-# for them, so the counts of the layouts are comments only. The index of a GPU is
-# the N of its device gpu-N: compare with `divvy config explain`.
+# Restricts GPUs to MIG or to whole-GPU claims, as in the layouts. Without a rule
+# its GPUs offer every mode. MIG instances are created on demand, so the counts of
+# the layouts are only comments. The index of a GPU is the N of its device gpu-N:
+# compare with `divvy config explain`.
 apiVersion: resource.divvy.dev/v1alpha1
 kind: NodeConfig
 rules:
@@ -143,7 +141,8 @@ rules:
                 let ids: Vec<_> = filter.into_iter().map(|id| plain(id)).collect();
                 writeln!(
                     text,
-                    "  # The layout has this for PCI ids {} only: choose them by name, as in products: [\"*H100*\"].",
+                    "  # In the layout only for PCI IDs {}: select them by name, as in \
+                     products: [\"*H100*\"].",
                     ids.join(", ")
                 )?;
             }
@@ -171,20 +170,20 @@ fn templates(layouts: &Layouts) -> String {
 }
 
 fn template(profile: &str) -> String {
-    // Compute instances below a GPU instance: `1c.3g.40gb`.
+    // Compute instances in a GPU instance, for example `1c.3g.40gb`.
     let computed = profile.split_once('.').is_some_and(|(first, _)| first.ends_with('c'));
     let known = profile.starts_with(|c: char| c.is_ascii_digit())
         && profile.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b"+-.".contains(&b));
     if computed || !known {
         return format!(
-            "---\n# {}: no counterpart. An instance is handed out whole; ask for a smaller profile.\n",
+            "---\n# {}: not supported. Claims get whole GPU instances; request a smaller profile.\n",
             plain(profile)
         );
     }
     let name = profile.replace('+', ".");
     format!(
         "---
-# Pods of the device plugin's world need no change: nvidia.com/mig-{name}: 1
+# Pods that use the device plugin's resource need no change: nvidia.com/mig-{name}: 1
 apiVersion: resource.k8s.io/v1
 kind: ResourceClaimTemplate
 metadata:
@@ -203,12 +202,12 @@ spec:
     )
 }
 
-/// For a comment: nothing ends the line.
+/// The text without control characters, for a comment line.
 fn plain(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).collect()
 }
 
-/// A JSON string is one of YAML.
+/// A quoted YAML string: JSON strings are valid YAML.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
@@ -242,7 +241,7 @@ mig-configs:
     }
 
     #[test]
-    fn gpus_offer_what_their_layout_was_for() {
+    fn gpus_offer_the_modes_of_their_layout() {
         let check = |text: &str, layout: Option<&str>, label: &str, expected: [&str; 2]| {
             let config = import(text, layout, Part::NodeConfig).expect("a layout");
             let config = NodeConfig::parse(&config).expect(&config);
@@ -265,7 +264,7 @@ mig-configs:
     }
 
     #[test]
-    fn each_profile_gets_a_template_that_is_well_written() {
+    fn each_profile_gets_a_valid_template() {
         let text = import(FILE, None, Part::Templates).expect("a layout");
         let documents = crate::documents::documents(&text).expect(&text);
         let mut names = Vec::new();
@@ -278,11 +277,11 @@ mig-configs:
             names.push(document.value["metadata"]["name"].as_str().expect("a name").to_owned());
         }
         assert_eq!(names, ["mig-1g.10gb", "mig-1g.10gb.me", "mig-2g.20gb"]);
-        assert!(text.contains("# 1c.3g.40gb: no counterpart"), "{text}");
+        assert!(text.contains("# 1c.3g.40gb: not supported"), "{text}");
     }
 
     #[test]
-    fn what_is_not_of_mig_parted_is_refused() {
+    fn other_files_are_refused() {
         let check = |text: &str, part: &str| {
             let refused = format!("{:#}", import(text, None, Part::All).expect_err(text));
             assert!(refused.contains(part), "{refused}");
@@ -291,6 +290,6 @@ mig-configs:
         check("version: v1\nmig-config: {}\n", "unknown field `mig-config`");
         check(&FILE.replace("devices: all", "devices: some"), "devices is \"some\", expected all or a list");
         let refused = import(FILE, Some("quarter"), Part::All).expect_err("no such layout").to_string();
-        assert_eq!(refused, "there is no layout quarter");
+        assert_eq!(refused, "the file has no layout quarter");
     }
 }

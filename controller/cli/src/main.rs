@@ -1,10 +1,8 @@
-//! `divvy`, the command people run; also a kubectl plugin when it is linked as
-//! `kubectl-divvy`.
+//! The `divvy` command line; also a kubectl plugin when linked as `kubectl-divvy`.
 //!
-//! With the feature `demo` it is a multi-call binary as well: under the name of
-//! the node daemon, the OCI hook or one of the GPU driver's own programs it is
-//! that program, so that the demo's simulated node can hold links to it and
-//! `cargo run` need build nothing else.
+//! With the feature `demo` it is a multi-call binary: started under the name of the node daemon,
+//! the OCI hook or a program of the GPU driver, it runs that program. The demo's simulated node
+//! links to it, and `cargo run` builds nothing else.
 
 mod allocate;
 mod check;
@@ -28,43 +26,43 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// A simulated node with the real driver: publish, allocate, prepare, draw, release
+    /// Run the real driver on a simulated node: publish, allocate, prepare and release claims
     #[cfg(feature = "demo")]
     Demo(demo::DemoArguments),
-    /// Draw the demo's GPUs
+    /// Draw the demo's GPUs (used by the demo itself)
     #[cfg(feature = "demo")]
     #[command(hide = true)]
     Map(demo::map::MapArguments),
-    /// Say which devices claims would get, or why none, from slices and classes in files
+    /// Show which devices claims would get, or why none, from ResourceSlices and DeviceClasses in files
     Allocate(allocate::AllocateArguments),
-    /// Say what is wrong with claims, templates, classes, pods and node configurations in files
+    /// Check claims, templates, classes, pods and node configurations in files
     Check(check::CheckArguments),
     /// Explain a node configuration
     #[command(subcommand)]
     Config(ConfigCommand),
-    /// Turn configuration of others into Divvy's
+    /// Convert the configuration of other tools to Divvy's
     #[command(subcommand)]
     Import(import::ImportCommand),
-    /// Show what the shares of a node asked for, what they get and what holds them up
+    /// Show requests, limits, usage and throttling of the shares of a node
     Top(top::TopArguments),
 }
 
 #[derive(Subcommand)]
 enum ConfigCommand {
-    /// Print what each GPU gets, and by which rule
+    /// Print the settings of each GPU, and the rule that each comes from
     Explain(explain::ExplainArguments),
 }
 
-/// The commands as the help tells them, by what people come for.
+/// The commands of the help text, in groups.
 const GROUPS: &[(&str, &[&str])] = &[
     #[cfg(feature = "demo")]
     ("Try it without a GPU", &["demo"]),
-    ("Before something is applied", &["check", "allocate"]),
+    ("Before you apply a manifest", &["check", "allocate"]),
     ("Set up a cluster", &["config", "import"]),
-    ("Look at a node", &["top"]),
+    ("Inspect a node", &["top"]),
 ];
 
-/// The command line, with a help in groups: clap knows groups of options only.
+/// The command line with a grouped help text: clap groups only options.
 fn command() -> clap::Command {
     let command = Arguments::command();
     let mut help = "{about}\n\n{usage-heading} {usage}\n".to_owned();
@@ -113,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_help_tells_every_command() {
+    fn help_lists_every_command() {
         command().debug_assert();
         let shown = Arguments::command();
         let shown = shown.get_subcommands().filter(|one| !one.is_hide_set()).map(clap::Command::get_name);

@@ -1,6 +1,5 @@
-//! The demo keeps its promise for claims that work, for claims that cannot, and
-//! for hardware that fails: its exit code tells the truth and the GPUs end as
-//! they began.
+//! `divvy demo` with claims that fit, claims that do not, and failing hardware: its exit code is
+//! right, and the GPUs are in their initial state at the end.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Output, Stdio};
@@ -30,49 +29,49 @@ fn profile(name: &str, profile: &str) -> String {
     claim(name, "mig.divvy.dev", &format!("device.attributes[\"gpu.divvy.dev\"].profile == \"{profile}\""))
 }
 
-fn check(gpus: &str, claims: &str, more: &[&str], succeeds: bool, says: &[&str]) {
+fn check(gpus: &str, claims: &str, more: &[&str], succeeds: bool, expected: &[&str]) {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("claims.yaml");
     std::fs::write(&file, claims).expect("claims");
     let out = demo(&[&["--gpus", gpus, "--claims", &file.display().to_string()], more].concat());
     let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.success(), succeeds, "{text}");
-    assert!(text.contains("the GPUs are as they began"), "{text}");
-    for words in says {
+    assert!(text.contains("the GPUs are in their initial state"), "{text}");
+    for words in expected {
         assert!(text.contains(words), "no {words:?} in\n{text}");
     }
     assert!(!text.contains('\x1b'), "colours without a terminal:\n{text}");
 }
 
 #[test]
-fn one_gpu_goes_through_all_modes() {
+fn built_in_tour_serves_all_modes() {
     let out = demo(&[]);
     let text = String::from_utf8_lossy(&out.stdout);
     assert!(out.status.success(), "{text}\n{}", String::from_utf8_lossy(&out.stderr));
     let mut rest: &str = &text;
     for words in [
-        "two-slots-more gets nothing: no device: claim default/two-slots-more does not fit",
+        "two-slots-more is refused: no device: claim default/two-slots-more does not fit",
         "1 without enough capacity",
-        "all-of-it gets nothing",
+        "all-of-it is refused",
         "1 overlapping devices in use",
         "time slice Long",
         "time-slice: notebook 1, video 2, the-last-slot 1",
-        "the GPUs are as they began",
+        "the GPUs are in their initial state",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=30",
         "/tmp/nvidia-mps is run/mps/GPU-",
         "30 % of the threads, at most 8192 MiB",
         "50 % of the threads, at most 10240 MiB",
-        "more-threads-than-are-left gets nothing",
-        "a-slice-of-it gets nothing",
+        "more-threads-than-are-left is refused",
+        "a-slice-of-it is refused",
         "exclusive process",
         "MPS: chat 30 % 8Gi, search 50 % 10Gi",
-        "the GPUs are as they began",
-        "a-slot-of-it gets nothing",
+        "the GPUs are in their initial state",
+        "a-slot-of-it is refused",
         "is GPU instance",
-        "the GPUs are as they began",
-        "a-client-of-it gets nothing",
+        "the GPUs are in their initial state",
+        "a-client-of-it is refused",
         "whole: training",
-        "the GPUs are as they began",
+        "the GPUs are in their initial state",
     ] {
         let at = rest.find(words).unwrap_or_else(|| panic!("no {words:?} where it should be in\n{text}"));
         rest = &rest[at + words.len()..];
@@ -80,14 +79,14 @@ fn one_gpu_goes_through_all_modes() {
 }
 
 #[test]
-fn a_claim_that_must_be_refused_and_is_served_is_told() {
+fn a_served_claim_that_must_be_refused_is_an_error() {
     let claims = profile("welcome", "1g.10gb")
         .replace("{name: welcome}", "{name: welcome, annotations: {demo.divvy.dev/expect: refused}}");
-    check("1xH100-SXM5-80GB", &claims, &[], false, &["welcome: it was to get nothing"]);
+    check("1xH100-SXM5-80GB", &claims, &[], false, &["welcome: it was served, but must be refused"]);
 }
 
 #[test]
-fn an_mps_client_that_is_not_let_in_is_told() {
+fn a_refused_mps_client_is_an_error() {
     let claims = claim("unlucky", "mps.divvy.dev", "true");
     let fault = ["--fault", "mps-server-start=UNKNOWN"];
     check(
@@ -95,12 +94,12 @@ fn an_mps_client_that_is_not_let_in_is_told() {
         &claims,
         &fault,
         false,
-        &["unlucky: its client was not let in", "the MPS server did not start"],
+        &["unlucky: its MPS client was refused", "the MPS server did not start"],
     );
 }
 
 #[test]
-fn what_is_kept_is_released_by_an_interrupt() {
+fn kept_claims_are_released_on_interrupt() {
     let mut child = Command::new(env!("CARGO_BIN_EXE_divvy"))
         .args(["demo", "--gpus", "1xH100-SXM5-80GB", "--keep"])
         .stdout(Stdio::piped())
@@ -117,9 +116,9 @@ fn what_is_kept_is_released_by_an_interrupt() {
         text.push_str(&line);
         text.push('\n');
     }
-    assert!(child.wait().expect("an end").success(), "{text}");
+    assert!(child.wait().expect("an exit status").success(), "{text}");
     let (_, after) = text.split_once("Ctrl-C releases everything").expect("kept");
-    assert!(after.contains("training released, the GPUs are as they began"), "{text}");
+    assert!(after.contains("training released, the GPUs are in their initial state"), "{text}");
 }
 
 #[test]
@@ -129,13 +128,13 @@ fn seven_slices_fill_one_gpu() {
 }
 
 #[test]
-fn an_impossible_claim_is_told_and_harms_nobody() {
+fn an_impossible_claim_does_not_affect_others() {
     let claims = profile("possible", "1g.10gb") + &profile("impossible", "9g.999gb");
     check("1xH100-SXM5-80GB", &claims, &[], false, &["possible: prepared", "impossible: no device"]);
 }
 
 #[test]
-fn a_failing_call_is_told_with_claim_device_and_cause() {
+fn a_failing_call_names_claim_device_and_cause() {
     let claims = profile("unlucky", "1g.10gb");
     let fault = ["--fault", "nvmlGpuInstanceCreateComputeInstance=INSUFFICIENT_RESOURCES"];
     check(

@@ -1,8 +1,8 @@
-//! The book is true: every `console` block in `docs/src` is run, page by page,
-//! in a fresh directory; a block that is not run says why, and few are. Every
-//! `yaml` block that is for the API server or the node daemon is checked.
+//! Runs every `console` block of `docs/src`, page by page in a new directory, and checks every
+//! `yaml` block with `divvy check`. A block that is not run gives a reason, and there are few of
+//! them.
 //!
-//! `cargo run -- ` stands for the `divvy` binary that is already built.
+//! `cargo run -- ` is replaced by the `divvy` binary that is already built.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -12,23 +12,23 @@ use std::process::{Command, Stdio};
 struct Block {
     page: PathBuf,
     line: usize,
-    /// What stands behind the language.
-    said: String,
+    /// Text after the language, for example `,not-run="takes minutes"`.
+    attributes: String,
     text: String,
 }
 
 impl Block {
-    /// `> ` goes on with a here-document of the command above.
+    /// The commands. `> ` continues the command above with a line of a here-document.
     fn commands(&self) -> impl Iterator<Item = &str> {
         self.text.lines().filter_map(|line| line.strip_prefix("$ ").or_else(|| line.strip_prefix("> ")))
     }
 
     fn not_run(&self) -> Option<&str> {
-        self.said.split_once("not-run=\"").map(|(_, rest)| rest.trim_end_matches('"'))
+        self.attributes.split_once("not-run=\"").map(|(_, rest)| rest.trim_end_matches('"'))
     }
 }
 
-/// All blocks in that language.
+/// All blocks of a language.
 fn blocks(language: &str) -> Vec<Block> {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/src");
     let mut pages: Vec<PathBuf> =
@@ -49,11 +49,11 @@ fn blocks_of(page: &Path, fence: &str) -> Vec<Block> {
     for (index, line) in text.lines().enumerate() {
         match &mut open {
             None => {
-                let said = line.strip_prefix(fence).map(str::to_owned);
-                open = said.map(|said| Block {
+                let attributes = line.strip_prefix(fence).map(str::to_owned);
+                open = attributes.map(|attributes| Block {
                     page: page.to_owned(),
                     line: index + 1,
-                    said,
+                    attributes,
                     text: String::new(),
                 });
             }
@@ -64,13 +64,13 @@ fn blocks_of(page: &Path, fence: &str) -> Vec<Block> {
     found
 }
 
-/// `cargo test --workspace` would run itself for ever.
-fn runs_itself(command: &str) -> bool {
+/// `cargo test --workspace` would run this test recursively.
+fn is_recursive(command: &str) -> bool {
     command.starts_with("cargo test")
 }
 
 #[test]
-fn every_command_in_the_book_works() {
+fn every_command_in_the_docs_succeeds() {
     let divvy = Path::new(env!("CARGO_BIN_EXE_divvy"));
     let binaries = tempfile::tempdir().expect("a directory");
     for name in ["divvy", "divvy-sim"] {
@@ -80,7 +80,7 @@ fn every_command_in_the_book_works() {
     let mut pages: Vec<(PathBuf, String)> = Vec::new();
     for block in blocks("console").into_iter().filter(|block| block.not_run().is_none()) {
         let mut commands = format!("echo 'line {}' >&2\n", block.line);
-        for line in block.commands().filter(|line| !runs_itself(line)) {
+        for line in block.commands().filter(|line| !is_recursive(line)) {
             commands.push_str(&line.replace("cargo run -- ", "divvy "));
             commands.push('\n');
         }
@@ -110,45 +110,47 @@ fn every_command_in_the_book_works() {
 }
 
 #[test]
-fn what_is_not_run_says_why_and_is_rare() {
+fn few_blocks_are_not_run_and_give_a_reason() {
     let not_run: Vec<String> =
         blocks("console").iter().filter_map(|block| block.not_run().map(str::to_owned)).collect();
     assert!(not_run.iter().all(|reason| reason.len() > 10), "{not_run:?}");
     assert!(not_run.len() <= 10, "{} blocks are not run", not_run.len());
 }
 
-/// A part of an object, in the smallest whole object that has it; none where Divvy has nothing to say of it.
-fn whole(part: &str) -> Option<String> {
-    let inside = |above: &str, by: usize| {
+/// Completes a part of an object to the smallest valid object. `None` if `divvy check` does not
+/// check such parts.
+fn complete(part: &str) -> Option<String> {
+    let nested = |above: &str, by: usize| {
         let part: String = part.lines().map(|line| format!("{}{line}\n", " ".repeat(by))).collect();
         format!("apiVersion: resource.k8s.io/v1\n{above}{part}")
     };
     let claim = "kind: ResourceClaim\nmetadata: {name: c}\nspec:\n  devices:\n";
     let request = "    requests:\n    - name: gpu\n      exactly:\n        deviceClassName: gpu.divvy.dev\n";
-    let class = "kind: DeviceClass\nmetadata: {name: c}\nspec:\n  config:\n  - opaque:\n      driver: gpu.divvy.dev\n";
+    let class = "kind: DeviceClass\nmetadata: {name: c}\nspec:\n  config:\n  - opaque:\n\
+        \x20     driver: gpu.divvy.dev\n";
     Some(match part.split_once(':').expect("a field").0 {
         "apiVersion" => part.to_owned(),
-        "requests" => inside(claim, 4),
-        "config" => inside(&format!("{claim}{request}"), 4),
-        "selectors" => inside(&format!("{claim}{request}"), 8),
-        "parameters" => inside(class, 6),
-        // Of a container.
+        "requests" => nested(claim, 4),
+        "config" => nested(&format!("{claim}{request}"), 4),
+        "selectors" => nested(&format!("{claim}{request}"), 8),
+        "parameters" => nested(class, 6),
+        // A part of a container.
         "resources" => return None,
-        other => panic!("no object has a part that begins with {other}"),
+        other => panic!("no object contains a part that begins with {other}"),
     })
 }
 
 #[test]
-fn what_the_book_has_one_apply_is_well_written() {
+fn every_yaml_block_passes_divvy_check() {
     for block in blocks("yaml") {
-        let Some(whole) = whole(&block.text) else { continue };
+        let Some(object) = complete(&block.text) else { continue };
         let mut check = Command::new(env!("CARGO_BIN_EXE_divvy"));
         check.args(["check", "-"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut check = check.spawn().expect("divvy starts");
-        check.stdin.take().expect("its input").write_all(whole.as_bytes()).expect("written");
-        let out = check.wait_with_output().expect("it ends");
+        check.stdin.take().expect("its input").write_all(object.as_bytes()).expect("written");
+        let out = check.wait_with_output().expect("it exits");
         let (found, summary) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
-        let right = out.status.success() && found.is_empty() && !summary.starts_with("checked: 0");
-        assert!(right, "{}:{}\n{whole}\n{found}{summary}", block.page.display(), block.line);
+        let is_valid = out.status.success() && found.is_empty() && !summary.starts_with("checked: 0");
+        assert!(is_valid, "{}:{}\n{object}\n{found}{summary}", block.page.display(), block.line);
     }
 }

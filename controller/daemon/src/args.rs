@@ -1,37 +1,37 @@
-//! Flags that all programs share, and the values that flags have.
+//! Flags that all daemons share, and parsers for the values of flags.
 
 use clap::{Args, ValueEnum};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How log lines are written, and which.
+/// Format and level of the log.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Observation")]
 pub struct LogArgs {
-    /// One line per state change, as text or as JSON
-    #[arg(long, env = "LOG_FORMAT", value_enum, default_value = "text")]
+    /// Format of log lines: text or JSON
+    #[arg(long, env = "DIVVY_LOG_FORMAT", value_enum, default_value = "text")]
     pub log_format: LogFormat,
-    /// error, warn, info, debug, trace, or per module as in "info,hyper=debug"
-    #[arg(long, env = "LOG_LEVEL", value_name = "LEVEL", default_value = "info")]
+    /// Log level: error, warn, info, debug or trace; per module as in "info,hyper=debug"
+    #[arg(long, env = "DIVVY_LOG_LEVEL", value_name = "LEVEL", default_value = "info")]
     pub log_level: String,
 }
 
-/// How log lines are written.
+/// The format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
     Text,
     Json,
 }
 
-/// An address to listen on, or none.
+/// The address of a server, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Listen {
     Off,
     On(SocketAddr),
 }
 
-/// `IP:PORT`, or `off`.
+/// Parses `IP:PORT` or `off`.
 pub fn listen(text: &str) -> Result<Listen, String> {
     match text {
         "off" => Ok(Listen::Off),
@@ -39,14 +39,14 @@ pub fn listen(text: &str) -> Result<Listen, String> {
     }
 }
 
-/// A path that means the same wherever the program was started.
+/// Parses an absolute path, which does not depend on the working directory.
 pub fn absolute(text: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(text);
     let plain = path.is_absolute() && !path.components().any(|part| part == std::path::Component::ParentDir);
     if plain { Ok(path) } else { Err("must be an absolute path without ..".to_owned()) }
 }
 
-/// `90s`, `1500ms`, `2m`; a time of more than an hour is a slip.
+/// Parses a duration such as `90s`, `1500ms` or `2m`. More than an hour is refused as a mistake.
 pub fn time(text: &str) -> Result<Duration, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (count, unit) = text.split_at(digits);
@@ -63,7 +63,7 @@ pub fn time(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// A name that can stand in a URL of the API: a DNS subdomain.
+/// Parses a DNS subdomain name, which is safe in a URL of the API.
 pub fn object_name(text: &str) -> Result<String, String> {
     let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     let label = |label: &str| {
@@ -71,7 +71,7 @@ pub fn object_name(text: &str) -> Result<String, String> {
     };
     match text.len() <= 253 && text.split('.').all(label) {
         true => Ok(text.to_owned()),
-        false => Err("must be a name of lower-case letters, digits, - and .".to_owned()),
+        false => Err("must be a DNS subdomain: lower-case letters, digits, - and .".to_owned()),
     }
 }
 
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn times_have_a_unit_and_a_bound() {
+    fn durations_need_a_unit_and_are_bounded() {
         check_time("1500ms", Some(1500));
         check_time("30s", Some(30_000));
         check_time("2m", Some(120_000));
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_safe_in_a_url() {
+    fn object_names_are_safe_in_urls() {
         assert!(object_name("ip-10-0-0-1.ec2.internal").is_ok());
         for bad in ["", "a/b", "A", "a,b", "-a", "a.", "a b"] {
             assert!(object_name(bad).is_err(), "{bad}");
@@ -110,7 +110,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn no_value_makes_the_command_line_panic(text in "\\PC{0,12}") {
+        fn value_parsers_do_not_panic(text in "\\PC{0,12}") {
             let _ = (time(&text), listen(&text), absolute(&text), object_name(&text));
         }
     }

@@ -1,29 +1,29 @@
-//! The one connection pool to the API server. Nothing limits the rate of
-//! requests on this side: a burst of prepares is as fast as the server.
+//! Creates the client of the API server. It has no client-side rate limit, so that a burst of
+//! prepare calls is limited only by the server.
 
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Why there is no client.
+/// Why no client could be created.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    #[error("kubeconfig {path} cannot be used")]
+    #[error("cannot use the kubeconfig {path}")]
     Kubeconfig {
         path: PathBuf,
         #[source]
         cause: Box<kube::config::KubeconfigError>,
     },
-    #[error("no ServiceAccount in this pod; name a kubeconfig with --kubeconfig")]
+    #[error("cannot find the pod's ServiceAccount; outside a cluster, set --kubeconfig")]
     InCluster(#[source] kube::config::InClusterError),
-    #[error("the API server cannot be talked to with this configuration")]
+    #[error("cannot create a client for the API server from this configuration")]
     Client(#[source] Box<kube::Error>),
 }
 
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A client by that kubeconfig, or by the pod's ServiceAccount. Connects on first use.
+/// Creates a client from the kubeconfig, or from the pod's ServiceAccount. It connects on first use.
 pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, ClientError> {
     let mut config = match kubeconfig {
         None => Config::incluster().map_err(ClientError::InCluster)?,
@@ -33,6 +33,6 @@ pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, ClientError> {
             Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(failed)?
         }
     };
-    config.connect_timeout = Some(CONNECT);
+    config.connect_timeout = Some(CONNECT_TIMEOUT);
     Client::try_from(config).map_err(|cause| ClientError::Client(Box::new(cause)))
 }

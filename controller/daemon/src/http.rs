@@ -1,8 +1,7 @@
-//! `/metrics`, `/livez` and `/readyz`.
+//! The HTTP endpoints `/metrics`, `/livez` and `/readyz`.
 //!
-//! Each condition of readiness has a name and, while it is not met, a sentence;
-//! `/readyz` prints them all. Alive means only that the program still answers:
-//! what hangs elsewhere is not cured by a restart.
+//! Each readiness condition has a name and, while it is not met, a reason; `/readyz` prints all.
+//! `/livez` only checks that the HTTP server answers, because a restart does not fix other hangs.
 
 use axum::Router;
 use axum::extract::State;
@@ -16,14 +15,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-/// What must be true before a program can do its work.
+/// A condition for readiness. The type enumerates all conditions of a program.
 pub trait Condition: Copy + Ord + Send + 'static {
-    /// In the order in which they are told.
+    /// All conditions, in the order of the report.
     const ALL: &'static [Self];
     fn name(self) -> &'static str;
 }
 
-/// All conditions; none is met at first. A clone is the same.
+/// The state of all conditions. None is met at first. Clones share the state.
 #[derive(Debug)]
 pub struct Readiness<C> {
     unmet: Arc<Mutex<BTreeMap<C, String>>>,
@@ -43,7 +42,7 @@ impl<C: Condition> Default for Readiness<C> {
 }
 
 impl<C: Condition> Readiness<C> {
-    /// Notes a condition as met or as not met; a change is one log line.
+    /// Sets the state of a condition. A change between met and unmet is logged.
     pub fn set(&self, condition: C, state: Result<(), String>) {
         let mut unmet = self.lock();
         match state {
@@ -53,7 +52,7 @@ impl<C: Condition> Readiness<C> {
                 }
             }
             Err(why) => {
-                // Reasons may come and go with each attempt; the change of state is the news.
+                // The reason may change with each attempt; only the change of state is logged.
                 match unmet.insert(condition, why.clone()) {
                     None => tracing::warn!(condition = condition.name(), why, "not ready"),
                     Some(before) if before != why => {
@@ -89,7 +88,7 @@ impl<C: Condition> Readiness<C> {
     }
 }
 
-/// Why nothing is served.
+/// The server cannot listen.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on {address}; choose another with {flag}")]
 pub struct HttpError {
@@ -99,8 +98,8 @@ pub struct HttpError {
     cause: std::io::Error,
 }
 
-/// Binds now, so that a taken port is an error of the start that names the flag. Says where:
-/// port 0 means any that is free.
+/// Listens on the address, so that a port in use is a startup error that names the flag. Logs the
+/// address, because port 0 selects a free port.
 pub async fn bind(address: SocketAddr, flag: &'static str) -> Result<TcpListener, HttpError> {
     let bound = async {
         let listener = TcpListener::bind(address).await?;
@@ -110,10 +109,10 @@ pub async fn bind(address: SocketAddr, flag: &'static str) -> Result<TcpListener
     bound.await.map_err(|cause| HttpError { address, flag, cause })
 }
 
-/// Writes the scrape's text; told whether the program is ready.
+/// Renders all metrics as OpenMetrics text. The argument is whether the program is ready.
 pub type Render = Arc<dyn Fn(bool) -> Result<String, std::fmt::Error> + Send + Sync>;
 
-/// Serves until `stop`.
+/// Serves until `stop` is cancelled.
 pub async fn serve<C: Condition>(
     listener: TcpListener,
     render: Render,
@@ -168,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_is_ready_when_every_condition_is_met_and_says_what_is_not() {
+    fn readiness_requires_every_condition() {
         let readiness = Readiness::default();
         for part in Part::ALL {
             assert!(!readiness.is_ready());

@@ -1,4 +1,4 @@
-//! Log lines on standard error: text for people, JSON for machines.
+//! The log on standard error, as text or JSON.
 
 use crate::args::{LogArgs, LogFormat};
 use anyhow::Context;
@@ -8,14 +8,18 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt};
 
-/// Begins the log; called once by a program's `main`.
-pub fn begin(args: &LogArgs) -> anyhow::Result<()> {
+/// Starts logging; a program calls it once, in `main`.
+///
+/// # Errors
+///
+/// Fails if the level is invalid or logging was started before.
+pub fn init(args: &LogArgs) -> anyhow::Result<()> {
     let mut filter: Targets = args.log_level.parse().context("--log-level")?;
     if !args.log_level.contains("kube_client") {
-        // It logs as errors what its callers retry and report themselves.
+        // kube_client logs errors that its callers retry and report themselves.
         filter = filter.with_target("kube_client", LevelFilter::OFF);
     }
-    // Where a line cannot be written, a complaint of it would panic.
+    // If a line cannot be written, reporting that on standard error would panic.
     let lines = fmt::layer().with_writer(std::io::stderr).log_internal_errors(false);
     let begun = match args.log_format {
         LogFormat::Text => {

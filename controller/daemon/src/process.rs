@@ -1,5 +1,5 @@
-//! The metrics that every Prometheus client gives of its process, under the
-//! names dashboards expect, taken from `/proc/self` at the scrape.
+//! The standard process metrics of Prometheus clients, under their standard names. They are read
+//! from `/proc/self` at every scrape.
 
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 
 type Seconds = Gauge<f64, AtomicU64>;
 
-/// Memory, files, threads and time of this process.
+/// Memory, file descriptors, threads and CPU time of this process.
 #[derive(Default)]
 pub struct Process {
     resident: Gauge,
@@ -19,7 +19,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Makes them part of a scrape.
+    /// Registers the metrics.
     pub fn register(&self, registry: &mut Registry) {
         let gauge = |metric: &Gauge| metric.clone();
         registry.register_with_unit(
@@ -35,25 +35,25 @@ impl Process {
             gauge(&self.virtual_memory),
         );
         registry.register("process_open_fds", "Open file descriptors", gauge(&self.fds));
-        registry.register("process_threads", "Threads of the process", gauge(&self.threads));
-        registry.register("process_cpu_seconds_total", "Processor time used", self.cpu.clone());
+        registry.register("process_threads", "Threads", gauge(&self.threads));
+        registry.register("process_cpu_seconds_total", "User and system CPU time", self.cpu.clone());
         registry.register_with_unit(
             "process_start_time",
-            "Start since the epoch",
+            "Start time, since the epoch",
             Unit::Seconds,
             self.start.clone(),
         );
     }
 
-    /// As every Prometheus client does it, from `/proc/self`; what cannot be read stays as it was.
-    pub fn take(&self) {
+    /// Reads the current values. A value that cannot be read keeps its previous state.
+    pub fn update(&self) {
         let page = rustix::param::page_size() as i64;
         let ticks = rustix::param::clock_ticks_per_second() as f64;
         if let Ok(fds) = std::fs::read_dir("/proc/self/fd") {
             self.fds.set(fds.count() as i64);
         }
         let Ok(stat) = std::fs::read_to_string("/proc/self/stat") else { return };
-        // The name in parentheses may hold anything; fields are counted from behind it.
+        // The command name may contain any character, so fields are counted after its parenthesis.
         let Some((_, rest)) = stat.rsplit_once(") ") else { return };
         let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
         let field = |number: usize| fields.get(number - 3).and_then(|text| text.parse::<i64>().ok());
@@ -81,10 +81,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_scrape_shows_this_process() {
+    fn scrape_shows_this_process() {
         let (process, mut registry) = (Process::default(), Registry::default());
         process.register(&mut registry);
-        process.take();
+        process.update();
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         for metric in ["process_resident_memory_bytes ", "process_start_time_seconds ", "process_open_fds "] {

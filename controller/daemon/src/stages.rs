@@ -1,12 +1,11 @@
-//! Every task has an owner: parts start in an order and stop in the reverse.
-//! A part that ends by itself ends the program: state is elsewhere, and a fresh
-//! start is the best repair.
+//! Owns the tasks of a program: they start in order and stop in reverse order. A task that ends
+//! by itself stops the program. All state is persistent or external, so a restart recovers.
 
 use futures::future::BoxFuture;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-/// What runs, in the order it was started.
+/// The running tasks, in the order of their start.
 #[derive(Default)]
 pub struct Stages {
     running: Vec<Stage>,
@@ -19,12 +18,12 @@ enum Stage {
         stop: CancellationToken,
         task: JoinHandle<()>,
     },
-    /// Something to do when everything started later has stopped.
+    /// Work to do after everything that was started later has stopped.
     Then(BoxFuture<'static, ()>),
 }
 
 impl Stages {
-    /// Runs a part of the program until its token is cancelled.
+    /// Starts a task that runs until its token is cancelled.
     pub fn task(
         &mut self,
         name: &'static str,
@@ -32,20 +31,20 @@ impl Stages {
     ) {
         let stop = CancellationToken::new();
         let work = part(stop.clone());
-        // A guard, because a panic must be noticed as well.
+        // The drop guard also covers a panic.
         let (failed, stopped) = (self.failed.clone().drop_guard(), stop.clone());
         let task = tokio::spawn(async move {
             let _failed = failed;
             match work.await {
-                Err(error) => tracing::error!(part = name, "{error:#}"),
-                Ok(()) if !stopped.is_cancelled() => tracing::error!(part = name, "ended"),
+                Err(error) => tracing::error!(task = name, "{error:#}"),
+                Ok(()) if !stopped.is_cancelled() => tracing::error!(task = name, "task ended unexpectedly"),
                 Ok(()) => {}
             }
         });
         self.running.push(Stage::Task { name, stop, task });
     }
 
-    /// A part that can be dropped at any point.
+    /// Starts a task that may be dropped at any await point.
     pub fn droppable(&mut self, name: &'static str, work: impl Future<Output = ()> + Send + 'static) {
         self.task(name, |stop| {
             Box::pin(async move {
@@ -55,28 +54,27 @@ impl Stages {
         });
     }
 
-    /// Something to wait for when everything started later has stopped.
+    /// Adds work to do after everything that was started later has stopped.
     pub fn then(&mut self, end: impl Future<Output = ()> + Send + 'static) {
         self.running.push(Stage::Then(Box::pin(end)));
     }
 
-    /// Cancelled when a task ends that should run for ever.
+    /// Cancelled when a task ends that should run until it is stopped.
     pub fn failed(&self) -> CancellationToken {
         self.failed.clone()
     }
 
-    /// How far the start has come: what is started from here on is what
-    /// [`Self::stop_to`] stops.
+    /// The number of started stages, for [`Self::stop_to`].
     pub fn started(&self) -> usize {
         self.running.len()
     }
 
-    /// Stops everything, last started first.
+    /// Stops everything in reverse order.
     pub async fn stop(&mut self) {
         self.stop_to(0).await;
     }
 
-    /// Stops what was started since, last started first.
+    /// Stops in reverse order until only the first `started` stages remain.
     pub async fn stop_to(&mut self, started: usize) {
         while self.running.len() > started
             && let Some(stage) = self.running.pop()
@@ -85,7 +83,7 @@ impl Stages {
                 Stage::Task { name, stop, task } => {
                     stop.cancel();
                     if let Err(cause) = task.await {
-                        tracing::error!(part = name, %cause, "ended badly");
+                        tracing::error!(task = name, %cause, "task panicked or was aborted");
                     }
                 }
                 Stage::Then(end) => end.await,
@@ -100,7 +98,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     #[tokio::test]
-    async fn parts_stop_in_reverse_order_and_an_early_end_is_noticed() {
+    async fn tasks_stop_in_reverse_order_and_early_exit_is_detected() {
         let (mut stages, log) = (Stages::default(), Arc::new(Mutex::new(Vec::new())));
         for name in ["first", "second"] {
             let (part, end) = (log.clone(), log.clone());
@@ -117,9 +115,9 @@ mod tests {
         stages.droppable("early", async {});
         stages.failed().cancelled().await;
         stages.stop_to(2).await;
-        assert_eq!(log.lock().unwrap().len(), 2, "what was started before goes on");
+        assert_eq!(log.lock().unwrap().len(), 2, "earlier stages must keep running");
         stages.stop().await;
-        let said = log.lock().unwrap().clone();
-        assert_eq!(said, [("second", "task"), ("second", "then"), ("first", "task"), ("first", "then")]);
+        let order = log.lock().unwrap().clone();
+        assert_eq!(order, [("second", "task"), ("second", "then"), ("first", "task"), ("first", "then")]);
     }
 }

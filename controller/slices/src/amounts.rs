@@ -1,23 +1,17 @@
-//! What a device takes of its GPU, as numbers.
+//! Numeric resources of devices and GPUs: engines, multiprocessors and memory.
 //!
-//! A GPU's counters are the largest amount that any of its profiles takes, per
-//! dimension: the profile that spans the GPU takes all engines there are, and a
-//! figure of the bare GPU (132 multiprocessors, 81559 MiB) would count what MIG
-//! keeps for itself. Memory slices are counted one by one, so that placements
-//! exclude each other exactly as on the hardware.
-//!
-//! Some profiles may exist fewer times than their placements and engines tell
-//! (`max_instances`). A refusal that only the hardware knows would hold a pod
-//! for ever, so such a profile gets a counter of its own.
+//! The totals of a GPU are, per dimension, the largest amount of any MIG profile. Figures of the
+//! bare GPU (132 multiprocessors, 81559 MiB) would include the part that MIG reserves. Memory
+//! slices are counted one by one, so placements exclude each other as on the hardware.
 
 use divvy_model::inventory::{Gpu, GpuInstance, MigProfile};
 use divvy_model::placement::{self, Placement};
 use divvy_model::share;
 
-/// The engines of a GPU and its memory, in the order of [`DIMENSIONS`].
+/// Amounts in the order of [`DIMENSIONS`]: counts, and the memory in bytes.
 pub(crate) type Amounts = [u64; DIMENSIONS.len()];
 
-/// Name as a capacity and as a counter.
+/// Name as a capacity and name as a counter.
 pub(crate) const DIMENSIONS: [(&str, &str); 7] = [
     ("multiprocessors", "multiprocessors"),
     ("copyEngines", "copy-engines"),
@@ -28,16 +22,18 @@ pub(crate) const DIMENSIONS: [(&str, &str); 7] = [
     ("memory", "memory"),
 ];
 
-/// Index of `memory`, in bytes; everything else is a count.
+/// Index of `memory`, in bytes. All other dimensions are counts.
 pub(crate) const MEMORY: usize = DIMENSIONS.len() - 1;
 
-/// What can be had of one GPU.
+/// The total resources of one GPU.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Totals {
     pub(crate) amounts: Amounts,
-    /// Memory slices; the end of the last placement.
+    /// Number of memory slices: the end of the last placement.
     pub(crate) grid: u32,
-    /// Profiles that are counted: id and how many there may be.
+    /// Profiles with a counter of their own: ID and maximum number of instances. A profile is
+    /// listed if `max_instances` is below the number that placements and engines permit. Without
+    /// the counter, the hardware would refuse an instance that the scheduler has allocated.
     pub(crate) counted: Vec<(u32, u64)>,
 }
 
@@ -71,7 +67,7 @@ impl Totals {
         totals
     }
 
-    /// How many instances of a profile fit by engines, memory and placement alone.
+    /// Number of instances of a profile that engines, memory and placements permit.
     fn admit(&self, profile: &MigProfile) -> u64 {
         let by_engines =
             self.amounts.iter().zip(of(profile)).filter_map(|(total, amount)| total.checked_div(amount));
@@ -79,7 +75,7 @@ impl Totals {
         by_engines.fold(by_placement, u64::min)
     }
 
-    /// Whether an instance of a profile at a place can exist beside another that exists.
+    /// Whether an instance of `profile` at `at` can coexist with the existing instance `other`.
     pub(crate) fn fit(&self, profile: &MigProfile, at: Placement, gpu: &Gpu, other: &GpuInstance) -> bool {
         if at.overlaps(other.placement) {
             return false;
@@ -92,7 +88,7 @@ impl Totals {
     }
 }
 
-/// The most placements that share no slice: by earliest end, which is optimal.
+/// The maximum number of disjoint placements. The greedy choice by earliest end is optimal.
 fn disjoint(placements: &[Placement]) -> u64 {
     let mut sorted = placements.to_vec();
     sorted.sort_by_key(|at| at.slices().end);

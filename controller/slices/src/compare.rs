@@ -1,6 +1,5 @@
-//! Equal as the API means it: an absent list is an empty one, quantities are
-//! compared by value, and a taint that we send without a time equals the one
-//! that the server gave a time.
+//! Comparison of slices by their meaning in the API: absent and empty lists are equal, and
+//! quantities compare by value. A taint without a time equals the same taint with a time.
 
 use crate::wire::{Content, Device};
 use divvy_api::Quantity;
@@ -9,7 +8,7 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What a slice of the server holds.
+/// The content of a slice from the server.
 pub(crate) fn content(spec: &ResourceSliceSpec) -> Content {
     Content {
         counters: spec.shared_counters.clone().unwrap_or_default(),
@@ -17,13 +16,13 @@ pub(crate) fn content(spec: &ResourceSliceSpec) -> Content {
     }
 }
 
-/// Whether two contents mean the same.
+/// Whether two contents have the same meaning.
 pub(crate) fn same(a: &Content, b: &Content) -> bool {
-    // The texts are equal in all but the first comparison after a change.
+    // Fast path: most compared contents are identical.
     a == b || normal(a.clone()) == normal(b.clone())
 }
 
-/// The parts in which two contents differ, for messages and decisions.
+/// The parts in which two contents differ.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Difference {
     pub(crate) counters: bool,
@@ -32,7 +31,7 @@ pub(crate) struct Difference {
     pub(crate) rest: bool,
 }
 
-/// What the server did not keep of what was sent; nothing if it kept all.
+/// The parts that the server did not store as sent, or `None`.
 pub(crate) fn dropped(sent: &Content, kept: &Content) -> Option<Difference> {
     if same(sent, kept) {
         return None;
@@ -69,8 +68,8 @@ pub(crate) fn dropped(sent: &Content, kept: &Content) -> Option<Difference> {
     Some(difference)
 }
 
-/// Writes the times of taints that are already on the server into what is
-/// desired: a taint that stays keeps the time at which it was added.
+/// Copies the times of existing taints into the desired contents: a taint that stays keeps the
+/// time at which it was added.
 pub(crate) fn keep_times<'a>(
     desired: &mut [Content],
     published: impl IntoIterator<Item = &'a ResourceSliceSpec>,
@@ -138,7 +137,7 @@ fn normal_capacity(capacity: &mut DeviceCapacity) {
 
 fn canonical(quantity: &mut WireQuantity) {
     if let Ok(parsed) = quantity.0.parse::<Quantity>() {
-        // By value: `1e3` and `1k` are one amount in two formats.
+        // Compare by value: `1e3` and `1k` are the same amount.
         quantity.0 = parsed.as_nano().to_string();
     }
 }

@@ -1,25 +1,20 @@
-//! The voice: what a node has, told to the API server.
+//! Publishes the GPUs of a node as ResourceSlices. One pool per node, named after the node.
 //!
-//! ```text
-//! Inventory ─▶ pool ─▶ slices ─▶ validate ─▶ sync ─▶ actor ─▶ ResourceSlices
-//!              (what   (which    (no before  (what   (the only one
-//!              exists)  slice)    the server) to do)  that writes)
-//! ```
+//! Inventory → [`mod@pool`] (all possible devices) → [`mod@slices`] (their ResourceSlices) →
+//! [`mod@validate`] (API and scheduler rules) → [`sync`] (required writes) → [`publisher`] (writes).
+//! All steps up to [`sync`] are pure.
 //!
-//! Everything up to [`sync`] is pure. [`actor`] owns the watch, the writes and
-//! the waiting, and keeps one pool per node, named after the node. Where two
-//! rules meet, the stronger one is: a device that may be allocated stays
-//! published, with its name and its cost; what must not be handed out is tainted.
+//! Invariant: a device that may be allocated stays published with the same name and counters. A
+//! device that must not be allocated gets a taint.
 
 mod amounts;
+mod attributes;
 mod compare;
-mod gpu;
 mod mig;
 mod modes;
 mod order;
 mod taints;
 mod wire;
-mod words;
 
 pub mod pool;
 pub mod slices;
@@ -27,10 +22,10 @@ pub mod validate;
 
 pub mod sync;
 
-pub mod actor;
+pub mod publisher;
 
-pub use actor::{Limits, PublishOptions, Published, run};
 pub use pool::{Pool, PoolOptions, Support, attributes, pool, same_pool};
+pub use publisher::{PublishOptions, PublishTiming, Published, run};
 pub use slices::slices;
 pub use validate::{Invalid, validate};
 pub use wire::{Consumption, Content, Device, Slice};

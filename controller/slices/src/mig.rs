@@ -1,14 +1,11 @@
-//! The instances of a GPU model: which there can be, in which order they are to
-//! be taken, what each of them has and what it takes of its GPU.
-//!
-//! GPUs of one model differ in who they are and in what is wrong with them, so
-//! all this is made once and not for each of a node's sixteen.
+//! The possible MIG instances of a GPU model: their order, attributes, capacities and counters.
+//! GPUs of the same model share them, so they are built once per node.
 
 use crate::amounts::{self, Totals};
+use crate::attributes::{capacities, counters, profile_counter, quantities, string};
 use crate::modes;
 use crate::order;
 use crate::wire::{Consumption, Device};
-use crate::words::{capacities, counters, profile_counter, string, written};
 use divvy_api::Quantity;
 use divvy_model::Placement;
 use divvy_model::inventory::{Gpu, Mig, MigProfile};
@@ -20,25 +17,25 @@ use std::sync::Arc;
 /// Prefix of the capacities that name the memory slices of an instance.
 pub(crate) const MEMORY_SLICE: &str = "memorySlice";
 
-/// What GPUs have in common that are cut alike.
+/// The data that GPUs with equal MIG profiles and policy have in common.
 pub(crate) struct Model<'a> {
     profiles: &'a [MigProfile],
-    /// Whether devices are dealt out in shares too.
+    /// Whether whole GPUs and instances are published as shareable.
     pub(crate) shares: bool,
     pub(crate) totals: Totals,
-    /// Per memory slice, its name as a counter and as a capacity.
+    /// Names of each memory slice as a counter and as a capacity.
     slices: Vec<(String, String)>,
-    /// One of something, in the words of the API: written once, not per slice and device.
+    /// The quantity 1, formatted once.
     one: WireQuantity,
 }
 
-/// The instances of a profile.
+/// The instances of one profile.
 pub(crate) struct Siblings<'a> {
     pub(crate) profile: &'a MigProfile,
-    /// What each says of itself beside what its GPU does.
+    /// Attributes of every instance, in addition to those of its GPU.
     pub(crate) attributes: Arc<BTreeMap<String, DeviceAttribute>>,
-    /// In the order in which they are to be taken: without a name and without attributes, and
-    /// drawing on a counter set that has no name yet.
+    /// The instances in allocation order. Names, attributes and the counter set's name are added
+    /// later, per GPU.
     pub(crate) devices: Vec<(Placement, Device)>,
 }
 
@@ -50,7 +47,7 @@ fn profiles(gpu: &Gpu) -> &[MigProfile] {
 }
 
 impl<'a> Model<'a> {
-    /// The model of a GPU; `several` is whether the server lets several claims hold a device.
+    /// The model of a GPU. `several` is whether the server supports multiple allocations.
     pub(crate) fn of(gpu: &'a Gpu, several: bool) -> Self {
         let profiles = profiles(gpu);
         let totals = Totals::of(profiles);
@@ -65,32 +62,32 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// Whether it is that of a GPU, too.
-    pub(crate) fn is_of(&self, gpu: &Gpu, several: bool) -> bool {
+    /// Whether this is also the model of another GPU.
+    pub(crate) fn matches(&self, gpu: &Gpu, several: bool) -> bool {
         self.shares == (several && gpu.policy.shares) && self.profiles == profiles(gpu)
     }
 
-    /// Every instance there can be, by profile, in the order in which they are to be taken.
+    /// All possible instances by profile, in allocation order.
     pub(crate) fn instances(&self) -> Vec<Siblings<'a>> {
         let placed = |profile| self.siblings(profile, order::placements(profile, self.profiles));
         order::profiles(self.profiles).into_iter().map(placed).collect()
     }
 
-    /// The instances of a profile at these places.
+    /// The instances of a profile at these placements.
     pub(crate) fn siblings(&self, profile: &'a MigProfile, places: Vec<Placement>) -> Siblings<'a> {
-        let mut first = self.anywhere(profile);
+        let mut first = self.unplaced(profile);
         let attributes = first.attributes.take().unwrap_or_default();
-        let devices = places.into_iter().map(|at| (at, self.at(first.clone(), at))).collect();
+        let devices = places.into_iter().map(|at| (at, self.placed(first.clone(), at))).collect();
         Siblings { profile, attributes, devices }
     }
 
-    /// An instance of a profile, wherever it lies.
-    fn anywhere(&self, profile: &MigProfile) -> Device {
+    /// An instance of a profile, without the parts that depend on its placement.
+    fn unplaced(&self, profile: &MigProfile) -> Device {
         let attributes = [("type", "mig"), ("profile", &profile.name)];
         let amounts = amounts::of(profile);
-        let written = written(&amounts);
-        // What it takes nothing of need not be counted.
-        let mut counters: BTreeMap<String, Counter> = counters(&written)
+        let quantities = quantities(&amounts);
+        // Counters of which it takes nothing are left out.
+        let mut counters: BTreeMap<String, Counter> = counters(&quantities)
             .enumerate()
             .filter(|(dimension, _)| amounts[*dimension] > 0)
             .map(|(_, counter)| counter)
@@ -102,18 +99,18 @@ impl<'a> Model<'a> {
             attributes: Some(Arc::new(
                 attributes.map(|(name, value)| (name.to_owned(), string(value))).into(),
             )),
-            capacity: Some(Arc::new(capacities(&written))),
+            capacity: Some(Arc::new(capacities(&quantities))),
             consumes_counters: Some(vec![Consumption { counters: Arc::new(counters), ..Default::default() }]),
             ..Device::default()
         };
         modes::whole(device, self.shares)
     }
 
-    /// With the memory slices of its place.
-    fn at(&self, mut device: Device, at: Placement) -> Device {
+    /// Adds the memory slices of a placement.
+    fn placed(&self, mut device: Device, at: Placement) -> Device {
         for (counter, capacity) in &self.slices[at.start as usize..at.slices().end as usize] {
             let value = || self.one.clone();
-            let request_policy = modes::fact(self.shares);
+            let request_policy = modes::descriptive_policy(self.shares);
             let one = DeviceCapacity { value: value(), request_policy };
             device.capacities_mut().insert(capacity.clone(), one);
             for consumption in device.consumes_counters.iter_mut().flatten() {
@@ -123,20 +120,20 @@ impl<'a> Model<'a> {
         device
     }
 
-    /// Everything there is of a GPU of the model.
+    /// The counter set of a GPU of this model.
     pub(crate) fn counters(&self, gpu: &Gpu) -> BTreeMap<String, Counter> {
         if self.totals.grid == 0 {
-            // One counter that excludes: at least 1 where the memory is not told.
+            // A single counter excludes other devices. It is at least 1 if the memory is unknown.
             let memory = (gpu.memory_bytes >> 20 << 20).max(1);
             let value = Quantity::bytes(memory).into();
             return BTreeMap::from([("memory".to_owned(), Counter { value })]);
         }
-        let written = written(&self.totals.amounts);
+        let quantities = quantities(&self.totals.amounts);
         let slices = self.slices.iter().map(|(name, _)| (name.clone(), Counter { value: self.one.clone() }));
         let counted = self.totals.counted.iter().map(|(id, most)| {
             let value = Quantity::count(*most).into();
             (profile_counter(*id), Counter { value })
         });
-        counters(&written).chain(slices).chain(counted).collect()
+        counters(&quantities).chain(slices).chain(counted).collect()
     }
 }

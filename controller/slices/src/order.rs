@@ -1,37 +1,15 @@
-//! In which order the devices of a GPU are published.
+//! The allocation order of MIG instances.
 //!
-//! The scheduler takes the first device that fits, in the order published:
-//! slices by name, then devices as they stand. That order is all the packing
-//! there is, and it is fixed before anyone asks, so it must be good for every
-//! sequence of claims:
-//!
-//! - **Within a profile**, by damage. Each next placement is the one that ends
-//!   the fewest placements still possible, those of larger profiles counting
-//!   before those of smaller ones; equals go to the higher start. On the
-//!   8-slice GPUs that gives 6, 5, 4, 3, 2, 1, 0 for `1g`: three instances later
-//!   a `4g` still fits, where the plain order 0, 1, 2 loses it to the first. (No
-//!   fixed order is best for every number of instances: for exactly four of
-//!   them 0, 1, 2, 3 would keep a `3g`.) All profiles press to the same end, so
-//!   mixed claims pack too.
-//! - **Between profiles**, small before large, and without media engines before
-//!   with: a claim that asks for "at least 10 GB" gets the least that will do.
-//! - **Whole GPUs** stand in slices of their own, behind all instances, the last
-//!   GPU first. Instances fill the node from its first GPU, whole GPUs from its
-//!   last; the two meet in the middle as late as possible. With each whole GPU
-//!   beside its instances both would press to GPU 0, and every whole GPU given
-//!   back would be the next to be cut although another is cut already. The
-//!   price: a taint on one GPU touches two slices and so costs a new generation
-//!   of the pool. GPUs fail seldom, and are asked for all day.
-//! - **GPUs for several claims** stand behind all whole ones, the last GPU first
-//!   too. A claim that leaves the type open gets a GPU of its own as long as there
-//!   is one; shares of one type go to the same GPU until it is full, because its
-//!   device is always the first to be tried.
+//! The scheduler takes the first published device that fits: slices by name, then devices in the
+//! order of the slice. This fixed order is the only control over packing, so it must suit every
+//! sequence of claims.
 
 use divvy_model::inventory::MigProfile;
 use divvy_model::placement::Placement;
 use std::cmp::Reverse;
 
-/// The profiles, small before large.
+/// Sorts profiles by size, and those without media engines before those with. A claim for "at
+/// least 10 GB" then gets the smallest instance that fits.
 pub(crate) fn profiles(profiles: &[MigProfile]) -> Vec<&MigProfile> {
     let mut sorted: Vec<&MigProfile> = profiles.iter().collect();
     sorted.sort_by_key(|profile| {
@@ -46,10 +24,15 @@ pub(crate) fn profiles(profiles: &[MigProfile]) -> Vec<&MigProfile> {
     sorted
 }
 
-/// The placements of a profile, least damage first.
+/// Sorts the placements of a profile so that each one blocks the fewest placements that are still
+/// free. Placements of larger profiles count first, and ties go to the higher start.
+///
+/// On 8-slice GPUs `1g` gets 6, 5, 4, 3, 2, 1, 0: after three instances a `4g` still fits, while
+/// the order 0, 1, 2 blocks it with the first. No fixed order is optimal for every count: for
+/// exactly four instances, 0, 1, 2, 3 would keep a `3g` free. All profiles fill the same end, so
+/// mixed claims pack too.
 pub(crate) fn placements(profile: &MigProfile, all: &[MigProfile]) -> Vec<Placement> {
-    // What can be damaged, largest first: every placement of every profile, so
-    // that a place where two profiles fit counts twice.
+    // All placements that can be blocked, largest first. A place where two profiles fit counts twice.
     let smallest = profile.placements.iter().map(|at| at.size).min().unwrap_or(0);
     let mut possible: Vec<Placement> = all
         .iter()
@@ -72,7 +55,7 @@ pub(crate) fn placements(profile: &MigProfile, all: &[MigProfile]) -> Vec<Placem
     ordered
 }
 
-/// Less damage is less; `possible` is sorted by size, largest first.
+/// Compares by blocked placements; fewer is less. `possible` is sorted by size, largest first.
 fn compare(a: Placement, b: Placement, possible: &[Placement]) -> std::cmp::Ordering {
     for size in possible.chunk_by(|x, y| x.size == y.size) {
         let damage = |to: Placement| size.iter().filter(|at| **at != to && at.overlaps(to)).count();
@@ -88,7 +71,7 @@ fn compare(a: Placement, b: Placement, possible: &[Placement]) -> std::cmp::Orde
 mod tests {
     use super::*;
 
-    /// The largest size of which a placement is still free, and how many of it are.
+    /// The largest size with a free placement, and the number of those placements.
     fn left(all: &[MigProfile], taken: &[Placement]) -> (u32, usize) {
         let free = |at: &Placement| !taken.iter().any(|other| other.overlaps(*at));
         let possible: Vec<Placement> =
@@ -98,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn no_other_next_placement_would_keep_more_of_the_largest_size() {
+    fn order_keeps_the_most_placements_of_the_largest_size() {
         for model in divvy_sim::catalogue::all().map(divvy_sim::catalogue::Model::row) {
             let all = crate::tests::profiles(model);
             for profile in &all {
@@ -133,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn small_instances_press_to_the_end_that_the_largest_placement_does_not_need() {
+    fn small_instances_leave_room_for_the_largest_placement() {
         check("H100-SXM5-80GB", 19, &[6, 5, 4, 3, 2, 1, 0]);
         check("H100-SXM5-80GB", 15, &[6, 4, 2, 0]);
         check("H100-SXM5-80GB", 14, &[4, 2, 0]);

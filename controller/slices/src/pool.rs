@@ -1,60 +1,61 @@
-//! Inventory to pool: every device that could be made of a GPU, with what it
-//! takes of the GPU's counters, whether or not it exists at this moment.
+//! Builds the pool of a node from its inventory: every device that its GPUs can provide, with the
+//! counters that it consumes, whether or not it exists now.
 //!
-//! A pool depends on the hardware, not on who uses it: preparing and releasing
-//! a claim changes nothing here, so nothing is written for it. What does change
-//! a pool is a GPU that comes, goes or fails, and an instance somebody else makes.
-//!
-//! Nor does what an administrator lets be made of a GPU take a device away: what
-//! is off is tainted.
+//! A pool depends on the hardware and not on claims, so preparing and releasing a claim does not
+//! change it. Failing, added or removed GPUs and unmanaged MIG instances do. A mode that the
+//! administrator disabled stays published with a taint.
 
-use crate::gpu;
-use crate::wire::Device;
+use crate::amounts::MEMORY;
+use crate::attributes::{capacities, common, int, non_empty, quantities, string};
+use crate::mig::{MEMORY_SLICE, Model, Siblings};
+use crate::modes;
+use crate::taints::{self, Cause};
+use crate::wire::{Consumption, Device};
 use divvy_api::DeviceName;
-use divvy_model::GpuNumber;
-use divvy_model::inventory::{Inventory, Mig, MigMode, MigToggle, Origin};
-use k8s_openapi::api::resource::v1::{CounterSet, DeviceAttribute};
+use divvy_api::sharing::Mode;
+use divvy_model::inventory::{Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin};
+use divvy_model::{DeviceId, GpuNumber, Placement, share};
+use k8s_openapi::api::resource::v1::{Counter, CounterSet, DeviceAttribute, DeviceTaint};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// All devices of a node.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Pool {
-    /// By number.
+    /// Sorted by number.
     pub gpus: Vec<GpuPool>,
 }
 
-/// The devices of one GPU. Each list may be empty on a server that drops fields.
+/// The devices of one GPU. A list may be empty if the server drops fields.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GpuPool {
     pub number: GpuNumber,
-    /// Absent only where the server has no counters.
+    /// `None` only if the server does not support counters.
     pub counters: Option<CounterSet>,
-    /// The GPU as a whole, for one claim or for shares of its memory.
+    /// The whole GPU, for one claim or for shares of its memory.
     pub whole: Vec<Device>,
-    /// The GPU as a whole, for several claims at once.
+    /// The whole GPU in modes that several claims share.
     pub shared: Vec<Device>,
-    /// Instances, in the order in which they are to be taken.
+    /// MIG instances in allocation order.
     pub instances: Vec<Device>,
 }
 
-/// What shapes a pool beside the hardware.
+/// Inputs of a pool in addition to the inventory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolOptions {
     pub support: Support,
 }
 
-/// What the API server keeps of a slice.
+/// ResourceSlice features that the API server supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Support {
-    /// `sharedCounters` and `consumesCounters`. Without them nothing keeps two
-    /// devices of one GPU apart, so only what exists is published: the
-    /// instances of a GPU that has some, else the whole GPU.
+    /// `sharedCounters` and `consumesCounters`. Without them nothing excludes two devices of one
+    /// GPU, so only existing devices are published: the MIG instances, or else the whole GPU.
     pub counters: bool,
-    /// `allowMultipleAllocations` and request policies. Without them, as without
-    /// counters, GPUs and instances go to one claim at a time, and no device that is
-    /// there to be shared is published.
+    /// `allowMultipleAllocations` and request policies. Without them or without counters, each GPU
+    /// or instance goes to one claim, and devices of shared modes are not published.
     pub shares: bool,
-    /// `taints`. Without them a device that must not be handed out is left out.
+    /// `taints`. Without them a device that needs a taint is not published.
     pub taints: bool,
 }
 
@@ -76,22 +77,15 @@ impl Pool {
     }
 }
 
-/// The pool of a node.
+/// Builds the pool of a node.
 pub fn pool(inventory: &Inventory, options: &PoolOptions) -> Pool {
-    let mut gpus = gpu::gpu_pools(inventory, options.support);
+    let mut gpus = gpu_pools(inventory, options.support);
     gpus.sort_by_key(|gpu| gpu.number);
     Pool { gpus }
 }
 
-/// The attributes under which a device of the node is published; none where the
-/// node has no such device.
-pub fn attributes(inventory: &Inventory, device: &DeviceName) -> Option<BTreeMap<String, DeviceAttribute>> {
-    gpu::attributes(inventory, device)
-}
-
-/// Whether two inventories make the same pool on a server that has counters:
-/// they differ at most in our own instances, and in a MIG mode that comes and
-/// goes with them.
+/// Whether two inventories result in the same pool on a server with counters. They do if they
+/// differ only in managed instances and in a MIG mode that is switched with them.
 pub fn same_pool(one: &Inventory, other: &Inventory) -> bool {
     let unused = |inventory: &Inventory| {
         let mut inventory = inventory.clone();
@@ -106,4 +100,236 @@ pub fn same_pool(one: &Inventory, other: &Inventory) -> bool {
         inventory
     };
     unused(one) == unused(other)
+}
+
+/// The pools of all GPUs, for a server with these features.
+pub(crate) fn gpu_pools(node: &Inventory, support: Support) -> Vec<GpuPool> {
+    let several = support.counters && support.shares;
+    let mut models: Vec<(Model<'_>, Vec<Siblings<'_>>)> = Vec::new();
+    let pools = node.gpus.iter().map(|gpu| {
+        let known = models.iter().position(|(model, _)| model.matches(gpu, several)).unwrap_or_else(|| {
+            let model = Model::of(gpu, several);
+            let instances = model.instances();
+            models.push((model, instances));
+            models.len() - 1
+        });
+        let (model, instances) = &models[known];
+        GpuPoolBuilder::new(node, gpu, model).gpu_pool(instances, node.cuda_version, support)
+    });
+    pools.collect()
+}
+
+/// Builds the devices of one GPU.
+struct GpuPoolBuilder<'a> {
+    gpu: &'a Gpu,
+    model: &'a Model<'a>,
+    set: String,
+    /// Attributes of every device of the GPU.
+    common: BTreeMap<String, DeviceAttribute>,
+    /// Taints of every device of the GPU.
+    taints: Vec<DeviceTaint>,
+}
+
+/// The published attributes of a device, on a server that supports all features. `None` if the
+/// node has no such device.
+pub fn attributes(node: &Inventory, name: &DeviceName) -> Option<BTreeMap<String, DeviceAttribute>> {
+    let id = DeviceId::try_from(name).ok()?;
+    let (gpu, part) = id.resolve(node).ok()?;
+    let model = Model::of(gpu, true);
+    let builder = GpuPoolBuilder::new(node, gpu, &model);
+    let whole = || builder.whole(Arc::default());
+    let mut device = match (id.mode(), part) {
+        (Mode::Mig, Some((profile, at))) => {
+            builder.instances(&model.siblings(profile, vec![at]), |_| true).pop()?
+        }
+        (Mode::Mig, None) => return None,
+        (Mode::Whole, _) => modes::whole(whole(), model.shares),
+        (Mode::Timeslice, _) => modes::timeslice(whole(), gpu),
+        (Mode::Mps, _) => modes::mps(whole(), gpu, node.cuda_version)?,
+    };
+    fit_key_limit(&mut device);
+    device.attributes.map(Arc::unwrap_or_clone)
+}
+
+impl<'a> GpuPoolBuilder<'a> {
+    fn new(node: &Inventory, gpu: &'a Gpu, model: &'a Model<'a>) -> Self {
+        Self {
+            gpu,
+            model,
+            set: format!("gpu-{}-counter-set", gpu.number),
+            common: common(node, gpu),
+            taints: taints::of_gpu(node, gpu),
+        }
+    }
+
+    fn gpu_pool(&self, instances: &[Siblings<'_>], cuda: (u32, u32), support: Support) -> GpuPool {
+        let all = Arc::new(self.model.counters(self.gpu));
+        let mut made = GpuPool {
+            number: self.gpu.number,
+            counters: None,
+            whole: Vec::new(),
+            shared: Vec::new(),
+            instances: Vec::new(),
+        };
+        let whole = self.whole(all.clone());
+        if support.counters && support.shares {
+            let modes = [
+                (Mode::Timeslice, Some(modes::timeslice(whole.clone(), self.gpu))),
+                (Mode::Mps, modes::mps(whole.clone(), self.gpu, cuda)),
+            ];
+            for (mode, device) in modes {
+                made.shared.extend(device.map(|device| self.in_mode(device, mode)));
+            }
+        }
+        made.whole.push(self.in_mode(modes::whole(whole, self.model.shares), Mode::Whole));
+        made.counters =
+            support.counters.then(|| CounterSet { name: self.set.clone(), counters: BTreeMap::clone(&all) });
+        let existing = self.existing();
+        if !support.counters && !existing.is_empty() {
+            made.whole.clear();
+        }
+        for siblings in instances {
+            let exists =
+                |at| existing.iter().any(|i| (i.profile_id, i.placement) == (siblings.profile.id, at));
+            made.instances.extend(self.instances(siblings, |at| support.counters || exists(at)));
+        }
+        for devices in [&mut made.whole, &mut made.shared, &mut made.instances] {
+            for device in devices.iter_mut() {
+                fit_key_limit(device);
+                if !support.counters {
+                    device.consumes_counters = None;
+                }
+            }
+            if !support.taints {
+                devices.retain(|device| device.taints.is_none());
+            }
+        }
+        made
+    }
+
+    /// Adds the taints that are specific to a mode.
+    fn in_mode(&self, mut device: Device, mode: Mode) -> Device {
+        let mut taints = device.taints.take().unwrap_or_default();
+        taints::of_mode(&mut taints, self.gpu, mode);
+        device.taints = non_empty(taints);
+        device
+    }
+
+    /// The base of all devices that take the whole GPU. Only these have NVLink attributes, because
+    /// the links are down in MIG mode.
+    fn whole(&self, all: Arc<BTreeMap<String, Counter>>) -> Device {
+        let gpu = self.gpu;
+        let mut attributes = self.common.clone();
+        attributes.insert("type".to_owned(), string("gpu"));
+        attributes.insert("uuid".to_owned(), string(gpu.uuid.as_str()));
+        if let Some(group) = &gpu.nvlink_group {
+            attributes.insert("nvlinkGroup".to_owned(), string(group));
+        }
+        attributes.insert("nvlinkPeers".to_owned(), int(gpu.nvlink_peers.into()));
+        // The full memory. The totals of the profiles exclude the part that MIG reserves.
+        let mut amounts = self.model.totals.amounts;
+        amounts[MEMORY] = share::memory(gpu, None);
+        let mut capacity = capacities(&quantities(&amounts));
+        // Without MIG profiles the engines are unknown, and NVML does not report every GPU's memory.
+        capacity.retain(
+            |name, _| if name == "memory" { amounts[MEMORY] > 0 } else { self.model.totals.grid > 0 },
+        );
+        let mut taints = self.taints.clone();
+        if let Mig::Supported { mode, toggle, instances, .. } = &gpu.mig {
+            if (*mode, *toggle) == (MigMode::On, MigToggle::NeedsReset) {
+                taints::add(&mut taints, &Cause::MigMode(*mode));
+            }
+            if let Some(foreign) = foreign(instances).next() {
+                taints::add(&mut taints, &Cause::Foreign(foreign));
+            }
+        }
+        Device {
+            name: DeviceId::Gpu(gpu.number).to_string(),
+            attributes: Some(Arc::new(attributes)),
+            capacity: non_empty(capacity).map(Arc::new),
+            consumes_counters: Some(vec![Consumption {
+                counter_set: self.set.clone(),
+                counters: all,
+                ..Default::default()
+            }]),
+            taints: non_empty(taints),
+            ..Device::default()
+        }
+    }
+
+    /// The existing MIG instances, from any creator.
+    fn existing(&self) -> &'a [GpuInstance] {
+        match &self.gpu.mig {
+            Mig::Unsupported => &[],
+            Mig::Supported { instances, .. } => instances,
+        }
+    }
+
+    /// The instances of a profile at the accepted placements.
+    fn instances(&self, siblings: &Siblings<'_>, wanted: impl Fn(Placement) -> bool) -> Vec<Device> {
+        let mut attributes = self.common.clone();
+        attributes.extend(BTreeMap::clone(&siblings.attributes));
+        attributes.insert("parentUUID".to_owned(), string(self.gpu.uuid.as_str()));
+        let attributes = Arc::new(attributes);
+        let mut taints = self.taints.clone();
+        taints::of_mode(&mut taints, self.gpu, Mode::Mig);
+        if let Mig::Supported { mode: MigMode::Off, toggle: MigToggle::NeedsReset, .. } = self.gpu.mig {
+            taints::add(&mut taints, &Cause::MigMode(MigMode::Off));
+        }
+        let placed = siblings.devices.iter().filter(|(at, _)| wanted(*at));
+        let devices = placed.map(|(at, device)| {
+            let attributes = Some(attributes.clone());
+            let device = Device { attributes, taints: non_empty(taints.clone()), ..device.clone() };
+            self.instance(device, siblings.profile, *at)
+        });
+        devices.collect()
+    }
+
+    /// Completes one instance with its name, UUID and taints.
+    fn instance(&self, mut device: Device, profile: &MigProfile, at: Placement) -> Device {
+        device.name = DeviceId::mig(self.gpu.number, &profile.name, profile.id, at.start).to_string();
+        for consumption in device.consumes_counters.iter_mut().flatten() {
+            consumption.counter_set.clone_from(&self.set);
+        }
+        for other in foreign(self.existing()) {
+            let same = other.profile_id == profile.id && other.placement == at;
+            match other.compute_instances.as_slice() {
+                [only] if same => {
+                    device.attributes_mut().insert("uuid".to_owned(), string(&only.uuid));
+                }
+                // Empty GPU instance: preparing a claim creates the compute instance.
+                [] if same => {}
+                // It has several compute instances, or it occupies resources of this device.
+                _ if same || !self.model.totals.fit(profile, at, self.gpu, other) => {
+                    taints::add(device.taints.get_or_insert_default(), &Cause::Foreign(other));
+                }
+                _ => {}
+            }
+        }
+        device
+    }
+}
+
+/// Limit of a device's attributes and capacities together.
+const KEYS_MAX: usize = crate::validate::ATTRIBUTES_AND_CAPACITIES_MAX;
+
+/// Drops the least important entries until the device fits: first the memory slices, which the
+/// counters also contain, then the brand and the addressing mode.
+fn fit_key_limit(device: &mut Device) {
+    let used = |device: &Device| {
+        device.attributes.as_ref().map_or(0, |map| map.len())
+            + device.capacity.as_ref().map_or(0, |map| map.len())
+    };
+    if used(device) > KEYS_MAX {
+        device.capacities_mut().retain(|name, _| !name.starts_with(MEMORY_SLICE));
+    }
+    for attribute in ["brand", "addressingMode"] {
+        if used(device) > KEYS_MAX {
+            device.attributes_mut().remove(attribute);
+        }
+    }
+}
+
+fn foreign(instances: &[GpuInstance]) -> impl Iterator<Item = &GpuInstance> {
+    instances.iter().filter(|instance| instance.origin == Origin::Foreign)
 }

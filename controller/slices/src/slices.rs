@@ -1,33 +1,36 @@
-//! Pool to slices: what stands in which ResourceSlice, and in which order.
-//!
-//! Counter sets and devices never share a slice. First the counter sets, eight
-//! to a slice; then one slice per GPU with its instances, so that a change of
-//! one GPU is a change of one slice; then the whole GPUs and behind all of them
-//! those for several claims, the last GPU first (why is told in the essay on
-//! order). A pool without devices is one empty slice: the driver is here, and has
-//! nothing.
+//! Distributes a pool over ResourceSlices.
 
 use crate::compare;
 use crate::pool::{Pool, Support};
 use crate::taints::{self, Cause};
-use crate::validate::{COUNTER_SETS, DEVICES_WITH_COUNTERS};
+use crate::validate::{COUNTER_SETS_MAX, DEVICES_WITH_COUNTERS_MAX};
 use crate::wire::Content;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use std::collections::{BTreeMap, HashSet};
 
 /// The contents of the slices of a pool, in the order of their names.
+///
+/// Counter sets and devices cannot share a slice. Counter sets come first, eight to a slice. Then
+/// each GPU has a slice with its instances, so that most changes of a GPU change one slice. Whole
+/// GPUs follow and then GPUs in shared modes, both from the last GPU to the first. An empty pool
+/// is one empty slice.
+///
+/// The scheduler takes devices in this order. Instances fill the node from the first GPU and whole
+/// GPUs from the last, so they meet as late as possible. A claim for any type gets a GPU of its own
+/// first, and shares of one type fill a GPU before the next. The cost: a taint on a GPU changes two
+/// slices, and thus the generation of the pool.
 pub fn slices(pool: Pool) -> Vec<Content> {
     let (mut counters, mut instances) = (Vec::new(), Vec::new());
     let (mut whole, mut shared) = (Vec::new(), Vec::new());
     for gpu in pool.gpus {
         counters.extend(gpu.counters);
-        instances.extend(chunks(gpu.instances, DEVICES_WITH_COUNTERS));
+        instances.extend(chunks(gpu.instances, DEVICES_WITH_COUNTERS_MAX));
         whole.push(gpu.whole);
         shared.push(gpu.shared);
     }
     let of_whole_gpus = [whole, shared].into_iter().flat_map(|devices| devices.into_iter().rev()).flatten();
-    let whole = chunks(of_whole_gpus.collect(), DEVICES_WITH_COUNTERS);
-    let counters = chunks(counters, COUNTER_SETS);
+    let whole = chunks(of_whole_gpus.collect(), DEVICES_WITH_COUNTERS_MAX);
+    let counters = chunks(counters, COUNTER_SETS_MAX);
     let mut contents: Vec<Content> =
         counters.into_iter().map(|counters| Content { counters, ..Content::default() }).collect();
     let devices = instances.into_iter().chain(whole);
@@ -38,14 +41,14 @@ pub fn slices(pool: Pool) -> Vec<Content> {
     contents
 }
 
-/// What is published stays while there is no GPU driver to ask, but for a taint
-/// on every device: claims may hold them, and a device that is not published
-/// costs nothing, so that a second claim could get the same GPU.
+/// The published contents with a taint on every device, for a node whose GPU driver is gone.
+/// Claims may still hold the devices: an unpublished device does not consume counters, so its GPU
+/// could be allocated twice.
 pub fn without_driver<'a>(
     published: impl IntoIterator<Item = &'a ResourceSlice>,
     support: Support,
 ) -> Vec<Content> {
-    // A pool caught between two generations: the newer word on a name counts.
+    // The pool may be between two generations; the newer definition of a name wins.
     let mut newest_first: Vec<&ResourceSlice> = published.into_iter().collect();
     newest_first.sort_by_key(|slice| std::cmp::Reverse(slice.spec.pool.generation));
     let (mut sets, mut devices) = (HashSet::new(), HashSet::new());

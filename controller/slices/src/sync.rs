@@ -1,16 +1,9 @@
-//! What is desired and what is there, to what is to be done. Pure.
+//! Plans the writes from the existing slices to the desired ones. Pure.
 //!
-//! The pool on the server is a set of slices with one generation; the scheduler
-//! believes only the highest, and only when it is complete. So:
-//!
-//! - slices are named by their index, `00003-...`; the first slice of the
-//!   newest generation with an index is kept, every other is obsolete;
-//! - one slice that changes is changed in place, in its generation: the pool is
-//!   complete before and after;
-//! - anything more (a slice to create, or two to change) is a new generation,
-//!   and every slice that stays is rewritten with it: a scheduler sees the old
-//!   pool, then no pool, then the new one, never a mixture;
-//! - the order is delete, update, create: the pool is complete with the last call.
+//! The scheduler uses only the highest generation of a pool, and only if it is complete. Slices
+//! are named by index (`00003-...`); other slices are deleted. A change of one slice keeps the
+//! generation. Any other change rewrites all slices with a new generation, so a scheduler never
+//! sees a mixture. Deletes come first, then updates, then creates, which complete the pool.
 
 use crate::compare;
 use crate::wire::{Content, Slice};
@@ -18,7 +11,7 @@ use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceS
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use std::collections::BTreeMap;
 
-/// Whose slices they are.
+/// The owner of the slices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
     pub driver: String,
@@ -28,22 +21,22 @@ pub struct Owner {
     pub node_uid: String,
 }
 
-/// What should be on the server.
+/// The desired state of the server.
 #[derive(Clone, Debug)]
 pub struct Desired<'a> {
     pub owner: &'a Owner,
-    /// In the order of their names. Given away: the calls carry it, nothing is copied.
+    /// Contents in the order of the slice names. Owned, so the writes need no copies.
     pub contents: Vec<Content>,
-    /// Generations up to this one were used before, whatever is there now.
+    /// The highest generation that was ever used, even if its slices are gone.
     pub used_generation: i64,
 }
 
-/// One call.
+/// One write.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// With UID and version as preconditions.
+    /// With UID and resource version as preconditions.
     Delete(Box<ResourceSlice>),
-    /// With the version that was read.
+    /// With the resource version that was read.
     Update {
         index: usize,
         slice: Box<Slice>,
@@ -54,7 +47,7 @@ pub enum Action {
     },
 }
 
-/// The calls that lead from what is there to what is desired, in their order.
+/// Plans the writes in the order of execution.
 pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a ResourceSlice>) -> Vec<Action> {
     let (owner, used_generation) = (desired.owner, desired.used_generation);
     let mut there: Vec<&ResourceSlice> = there.into_iter().collect();
@@ -110,7 +103,7 @@ pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a Resour
     actions.into_iter().chain(updates).chain(creations).collect()
 }
 
-/// Whether a slice says what it should, generation included.
+/// Whether a slice equals the desired content, generation included.
 fn same_spec(have: &ResourceSliceSpec, owner: &Owner, pool: &ResourcePool, want: &Content) -> bool {
     have.pool == *pool
         && have.node_name.as_ref() == Some(&owner.node)
@@ -137,7 +130,7 @@ fn owner_reference(owner: &Owner) -> OwnerReference {
     }
 }
 
-/// Digits of an index in names: five, or as many as the last index needs.
+/// Number of hexadecimal digits of an index in slice names: at least five.
 fn index_width(count: usize) -> usize {
     format!("{:x}", count.saturating_sub(1)).len().max(5)
 }
@@ -146,7 +139,7 @@ fn encode_index(index: usize, count: usize) -> String {
     format!("{index:0width$x}", width = index_width(count))
 }
 
-/// The index in a name, if it has one of the right width and below `count`.
+/// Parses the index of a slice name. `None` if its width is wrong or it is not below `count`.
 fn decode_index(name: &str, count: usize) -> Option<usize> {
     let (digits, _) = name.split_once('-')?;
     let plain = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);

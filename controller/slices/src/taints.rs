@@ -1,32 +1,32 @@
-//! Why a device is published and yet not to be handed out.
+//! Taints of published devices that must not be allocated.
 //!
-//! One key per cause, so that an operator reads it in `kubectl describe` and a
-//! claim of his can tolerate exactly it. All are `NoSchedule`: what runs goes on.
+//! Each cause has its own key, so an operator sees it in `kubectl describe` and a claim can
+//! tolerate exactly one cause. The effect is `NoSchedule`: running pods are not evicted.
 
 use divvy_api::names::DRIVER;
 use divvy_api::sharing::Mode;
 use divvy_model::inventory::{Condition, Gpu, GpuInstance, Inventory, MigMode, Presence};
 use k8s_openapi::api::resource::v1::DeviceTaint;
 
-/// The cause of a taint; its key is `gpu.divvy.dev/<name>`.
+/// The cause of a taint. Its key is `gpu.divvy.dev/<name>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Cause<'a> {
-    /// The GPU of that number is not there.
+    /// The GPU with this number is absent.
     Missing,
     Lost,
-    /// A hardware call on it has not come back.
+    /// A hardware call on the GPU does not return.
     Stuck(&'a str),
-    /// MIG mode is what the device cannot live with, and is not ours to change.
+    /// The device needs the other MIG mode, and the driver cannot switch it.
     MigMode(MigMode),
-    /// An instance that somebody else made is in the way.
+    /// An unmanaged MIG instance occupies the resources.
     Foreign(&'a GpuInstance),
-    /// The administrator does not want the GPU used so.
+    /// The administrator disabled this mode.
     ModeOff(Mode),
-    /// The MPS control daemon of the GPU is not well.
+    /// The MPS control daemon of the GPU is unhealthy.
     MpsUnhealthy(&'a str),
-    /// A device plugin hands the node's GPUs out under this resource.
+    /// A device plugin allocates the node's GPUs as this resource.
     DevicePlugin(&'a str),
-    /// There is no GPU driver, and these devices are what was published before.
+    /// The GPU driver is absent; the devices are those that were published before.
     NoDriver,
 }
 
@@ -50,20 +50,20 @@ impl Cause<'_> {
             key: format!("{DRIVER}/{name}"),
             value,
             effect: "NoSchedule".to_owned(),
-            // The server writes the time; we keep it from then on.
+            // The API server sets the time. Later writes preserve it.
             time_added: None,
         }
     }
 }
 
-/// What is wrong with a GPU as a whole.
+/// The taints of all devices of a GPU.
 pub(crate) fn of_gpu(node: &Inventory, gpu: &Gpu) -> Vec<DeviceTaint> {
     let plugin = node.device_plugin.as_deref().map(Cause::DevicePlugin);
     let missing = (gpu.presence == Presence::Missing).then_some(Cause::Missing);
     let conditions = gpu.conditions.iter().filter_map(|condition| match condition {
         Condition::Lost => Some(Cause::Lost),
         Condition::Stuck { call } => Some(Cause::Stuck(call)),
-        // Concerns one device of it.
+        // Affects only the MPS device.
         Condition::Mps { .. } => None,
     });
     let mut taints: Vec<DeviceTaint> = Vec::new();
@@ -73,7 +73,7 @@ pub(crate) fn of_gpu(node: &Inventory, gpu: &Gpu) -> Vec<DeviceTaint> {
     taints
 }
 
-/// Adds what concerns the devices of one mode alone.
+/// Adds the taints of the devices of one mode.
 pub(crate) fn of_mode(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, mode: Mode) {
     if !gpu.policy.modes.contains(&mode) {
         add(taints, &Cause::ModeOff(mode));
@@ -85,7 +85,7 @@ pub(crate) fn of_mode(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, mode: Mode) {
     }
 }
 
-/// Adds a taint unless its key is there.
+/// Adds a taint unless its key is already present.
 pub(crate) fn add(taints: &mut Vec<DeviceTaint>, cause: &Cause<'_>) {
     let taint = cause.taint();
     if taints.iter().all(|have| have.key != taint.key) {
@@ -93,7 +93,7 @@ pub(crate) fn add(taints: &mut Vec<DeviceTaint>, cause: &Cause<'_>) {
     }
 }
 
-/// As a label value: what it may not hold becomes `_`, at most 63 characters.
+/// Converts text to a label value: invalid characters become `_`, at most 63 characters.
 fn label(text: &str) -> String {
     let legal = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.') { c } else { '_' };
     let text: String = text.chars().map(legal).take(63).collect();

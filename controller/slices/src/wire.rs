@@ -1,16 +1,10 @@
-//! Devices and slices as the API takes them, with their long parts shared.
+//! Device and slice types that serialize like those of `k8s-openapi` but share their maps.
 //!
-//! A device is about a hundred short texts, and those of a node say nearly the
-//! same: instances of a profile differ from each other by a memory slice, those of
-//! two GPUs by an address. The types of `k8s-openapi` own every text, so each
-//! device would have a copy of all of them, which is most of the time that a pool
-//! takes, and megabytes on a node of many GPUs. Here the maps are shared, and
-//! copied only when one device is to say something else. They are shared up to
-//! the bytes that are sent; what the server sends has the types of `k8s-openapi`.
-//!
-//! Fields have the names and the order of the API's, so that the bytes are those
-//! that its own types would give (see `tests/wire.rs`). All are here, those that
-//! we never set too: what is on the server is compared, and may be published again.
+//! The devices of a node have nearly the same attributes, capacities and counters. The types of
+//! `k8s-openapi` own every string, so copies would dominate the time to build a pool and take
+//! megabytes. These maps are shared until one device changes its own. Names and order of the
+//! fields match the API, so the bytes are equal (`tests/wire.rs`). Fields that Divvy never sets
+//! exist too, because content from the server is compared and may be published again.
 
 use k8s_openapi::Resource;
 use k8s_openapi::api::core::v1::NodeSelector;
@@ -54,7 +48,7 @@ pub struct Device {
     pub taints: Option<Vec<DeviceTaint>>,
 }
 
-/// What a device takes of a counter set; see [`api::DeviceCounterConsumption`].
+/// The counters that a device takes from a set; see [`api::DeviceCounterConsumption`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Consumption {
@@ -65,12 +59,12 @@ pub struct Consumption {
 }
 
 impl Device {
-    /// The attributes, to be changed for this device alone.
+    /// The attributes, copied if shared, to change only this device.
     pub(crate) fn attributes_mut(&mut self) -> &mut BTreeMap<String, DeviceAttribute> {
         Arc::make_mut(self.attributes.get_or_insert_default())
     }
 
-    /// The capacities, to be changed for this device alone.
+    /// The capacities, copied if shared, to change only this device.
     pub(crate) fn capacities_mut(&mut self) -> &mut BTreeMap<String, DeviceCapacity> {
         Arc::make_mut(self.capacity.get_or_insert_default())
     }
@@ -105,14 +99,14 @@ impl From<api::DeviceCounterConsumption> for Consumption {
     }
 }
 
-/// What one slice holds; at most one of the two is not empty.
+/// The content of one slice: counter sets or devices.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Content {
     pub counters: Vec<CounterSet>,
     pub devices: Vec<Device>,
 }
 
-/// A slice to be written; see [`ResourceSlice`].
+/// A slice to write; see [`ResourceSlice`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slice {
     pub metadata: ObjectMeta,
@@ -135,7 +129,7 @@ impl Serialize for Slice {
         #[derive(Serialize)]
         #[serde(rename_all = "camelCase")]
         struct Spec<'a> {
-            // Never an empty list: the server counts it as devices that are there.
+            // Never serialize an empty list: the server would treat the field as set.
             #[serde(skip_serializing_if = "<[Device]>::is_empty")]
             devices: &'a [Device],
             driver: &'a str,

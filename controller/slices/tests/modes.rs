@@ -1,6 +1,5 @@
-//! Every mode on every GPU: what the devices that several claims hold say, and
-//! when they are there.
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+//! The devices of every sharing mode, for every GPU model.
+#![allow(clippy::unwrap_used, reason = "test helpers")]
 
 mod common;
 
@@ -27,14 +26,14 @@ fn h100(edit: impl FnOnce(&mut Gpu)) -> Inventory {
     node(vec![gpu])
 }
 
-/// The devices of a node by name; the pool is valid.
+/// The devices of a node by name. Also checks that the pool is valid.
 fn devices(inventory: &Inventory) -> BTreeMap<String, Device> {
     let contents = slices(pool(inventory, &PoolOptions::default()));
     assert_eq!(validate(&contents), Ok(()));
     contents.into_iter().flat_map(|content| content.devices).map(|d| (d.name.clone(), d)).collect()
 }
 
-/// Taints of the devices that have some, as `device: key=value`.
+/// Taints of all devices, as `device: key=value`.
 fn taints(inventory: &Inventory) -> Vec<String> {
     let of = |device: Device| {
         let name = device.name;
@@ -46,7 +45,7 @@ fn taints(inventory: &Inventory) -> Vec<String> {
     devices(inventory).into_values().flat_map(of).collect()
 }
 
-/// Value and policy of a capacity.
+/// Checks the value and the request policy of a capacity.
 fn check_capacity(inventory: &Inventory, device: &str, name: &str, value: &str, policy: Value) {
     let device = &devices(inventory)[device];
     let found = json!(device.capacity.as_ref().unwrap()[name]);
@@ -58,13 +57,13 @@ fn range(default: &str, min: &str) -> Value {
 }
 
 #[test]
-fn the_shared_devices_of_an_h100_are_published_as_committed() {
+fn h100_shared_devices_match_their_snapshot() {
     let devices = devices(&inventory_of(H100, 1));
     insta::assert_json_snapshot!("shared", ["gpu-0-timeslice", "gpu-0-mps"].map(|name| &devices[name]));
 }
 
 #[test]
-fn every_gpu_offers_every_mode_and_each_takes_all_of_it_but_an_instance() {
+fn every_model_offers_every_mode() {
     for model in models() {
         let all = devices(&inventory_of(&model.key, 1));
         let whole = &all["gpu-0"];
@@ -89,7 +88,7 @@ fn every_gpu_offers_every_mode_and_each_takes_all_of_it_but_an_instance() {
 }
 
 #[test]
-fn a_shared_device_describes_its_gpu_as_the_whole_does() {
+fn shared_device_has_the_attributes_of_the_whole_gpu() {
     for model in models() {
         let all = devices(&inventory_of(&model.key, 1));
         let whole = all["gpu-0"].attributes.as_ref().unwrap();
@@ -103,14 +102,14 @@ fn a_shared_device_describes_its_gpu_as_the_whole_does() {
     }
 }
 
-/// What a claim that names nothing takes, where it can take some.
+/// The amount that a claim without a request takes.
 fn silent(capacity: &DeviceCapacity) -> i64 {
     let default = capacity.request_policy.as_ref().unwrap().default.as_ref().unwrap();
     Quantity::try_from(default).unwrap().value().unwrap()
 }
 
 #[test]
-fn nobody_is_promised_what_nothing_holds_back() {
+fn default_requests_take_only_enforced_capacities() {
     for model in models() {
         let all = devices(&inventory_of(&model.key, 1));
         for (name, given) in
@@ -127,7 +126,7 @@ fn nobody_is_promised_what_nothing_holds_back() {
 }
 
 #[test]
-fn a_claim_of_a_gpu_or_an_instance_that_names_nothing_takes_all_memory_and_so_all_of_it() {
+fn claim_without_request_takes_all_memory() {
     for model in models() {
         let all = devices(&inventory_of(&model.key, 1));
         let shareable = all
@@ -144,7 +143,7 @@ fn a_claim_of_a_gpu_or_an_instance_that_names_nothing_takes_all_memory_and_so_al
 }
 
 #[test]
-fn memory_is_dealt_out_by_the_mebibyte_and_compute_time_by_the_per_cent() {
+fn memory_is_shared_by_mebibyte_and_compute_by_percent() {
     let inventory = inventory_of(H100, 1);
     check_capacity(&inventory, "gpu-0", "memory", "81559Mi", range("81559Mi", "1Mi"));
     check_capacity(&inventory, "gpu-0-mig-1g10gb-19-0", "memory", "9984Mi", range("9984Mi", "1Mi"));
@@ -152,12 +151,12 @@ fn memory_is_dealt_out_by_the_mebibyte_and_compute_time_by_the_per_cent() {
         let percent = json!({"default": "0", "validRange": {"min": "0", "step": "1"}});
         check_capacity(&inventory, device, "cores", "100", percent);
     }
-    // Whoever asks for a device with so many gets one, as ever.
+    // A request for a descriptive capacity selects a device that has it.
     check_capacity(&inventory, "gpu-0", "multiprocessors", "132", json!({"default": "0"}));
 }
 
 #[test]
-fn where_memory_is_odd_a_share_of_everything_is_still_the_whole() {
+fn full_share_takes_all_of_an_odd_memory_size() {
     for (bytes, memory) in [((10 << 30) + 4096, "10Gi"), ((1 << 30) - 1, "1023Mi")] {
         let all = devices(&h100(|gpu| gpu.memory_bytes = bytes));
         let found = &all["gpu-0"].capacity.as_ref().unwrap()["memory"];
@@ -171,7 +170,7 @@ fn where_memory_is_odd_a_share_of_everything_is_still_the_whole() {
 }
 
 #[test]
-fn without_shares_gpus_and_instances_are_for_one_claim_at_a_time_at_the_same_cost() {
+fn without_shares_devices_are_exclusive_at_the_same_cost() {
     let with = devices(&inventory_of(H100, 1));
     for off in [h100(|gpu| gpu.policy.shares = false), h100(|gpu| gpu.memory_bytes = 0)] {
         let gpu = &devices(&off)["gpu-0"];
@@ -187,16 +186,16 @@ fn without_shares_gpus_and_instances_are_for_one_claim_at_a_time_at_the_same_cos
 }
 
 #[test]
-fn slots_are_what_the_policy_says() {
+fn slots_follow_the_policy() {
     let with = |slots| h100(|gpu| gpu.policy.slots = slots);
     check_capacity(&with(4), "gpu-0-timeslice", "slots", "4", range("1", "1"));
-    // A range of one has no room for a step.
+    // A range of one cannot contain a step.
     let one = json!({"default": "1", "validValues": ["1"]});
     check_capacity(&with(1), "gpu-0-timeslice", "slots", "1", one);
 }
 
 #[test]
-fn the_interval_of_time_slices_can_be_selected() {
+fn interval_is_an_attribute() {
     for interval in [Interval::Default, Interval::Short, Interval::Medium, Interval::Long] {
         let all = devices(&h100(|gpu| gpu.policy.interval = interval));
         let said = |name: &str| all[name].attributes.as_ref().unwrap().get("interval").cloned();
@@ -206,9 +205,9 @@ fn the_interval_of_time_slices_can_be_selected() {
 }
 
 #[test]
-fn an_mps_claim_that_names_nothing_gets_one_part_of_as_many_as_the_policy_says() {
+fn mps_claim_without_request_gets_one_part() {
     let with = |clients| h100(|gpu| gpu.policy.mps_clients = clients);
-    // Of 81559 MiB, in whole MiB.
+    // Parts of 81559 MiB, rounded down to whole MiB.
     for (clients, memory, threads) in
         [(1, "81559Mi", "100"), (3, "27186Mi", "33"), (4, "20389Mi", "25"), (101, "807Mi", "1")]
     {
@@ -218,7 +217,7 @@ fn an_mps_claim_that_names_nothing_gets_one_part_of_as_many_as_the_policy_says()
 }
 
 #[test]
-fn mps_takes_as_many_clients_as_the_gpu_driver_does() {
+fn mps_client_limit_follows_the_cuda_version() {
     for (cuda, clients) in
         [((0, 0), "48"), ((12, 9), "48"), ((13, 0), "48"), ((13, 1), "60"), ((14, 0), "60")]
     {
@@ -228,7 +227,7 @@ fn mps_takes_as_many_clients_as_the_gpu_driver_does() {
 }
 
 #[test]
-fn a_gpu_before_volta_has_no_mps() {
+fn gpu_before_volta_has_no_mps_device() {
     for (capability, has) in [((0, 0), false), ((6, 1), false), ((7, 0), true), ((7, 5), true)] {
         let all = devices(&h100(|gpu| gpu.compute_capability = capability));
         assert_eq!(all.contains_key("gpu-0-mps"), has, "{capability:?}");
@@ -237,14 +236,14 @@ fn a_gpu_before_volta_has_no_mps() {
 }
 
 #[test]
-fn a_gpu_that_does_not_tell_its_memory_is_shared_by_threads_and_clients() {
+fn unknown_memory_leaves_threads_and_clients_to_mps() {
     let all = devices(&h100(|gpu| gpu.memory_bytes = 0));
     let capacity = all["gpu-0-mps"].capacity.as_ref().unwrap();
     assert!(!capacity.contains_key("memory") && capacity.contains_key("threads"));
 }
 
 #[test]
-fn a_mode_that_is_off_is_published_and_not_handed_out() {
+fn disabled_mode_is_published_with_a_taint() {
     let instances = devices(&inventory_of(H100, 1)).len() - 3;
     for (mode, devices) in [
         (Mode::Whole, vec!["gpu-0: mode-off=whole".to_owned()]),
@@ -261,7 +260,7 @@ fn a_mode_that_is_off_is_published_and_not_handed_out() {
 }
 
 #[test]
-fn where_the_server_has_no_taints_a_mode_that_is_off_is_left_out() {
+fn without_taints_a_disabled_mode_is_not_published() {
     let support = Support { taints: false, ..Support::default() };
     let inventory = h100(|gpu| gpu.policy.modes = [Mode::Timeslice].into());
     let pool = pool(&inventory, &PoolOptions { support });
@@ -269,13 +268,13 @@ fn where_the_server_has_no_taints_a_mode_that_is_off_is_left_out() {
 }
 
 #[test]
-fn an_mps_daemon_that_is_not_well_keeps_claims_from_its_device_alone() {
+fn unhealthy_mps_daemon_taints_only_the_mps_device() {
     let ill = h100(|gpu| gpu.conditions = vec![Condition::Mps { cause: "not answering".to_owned() }]);
     assert_eq!(taints(&ill), ["gpu-0-mps: mps-unhealthy=not_answering"]);
 }
 
 #[test]
-fn a_server_that_lacks_counters_or_shares_gets_no_shared_device() {
+fn without_counters_or_shares_no_shared_device_exists() {
     for support in
         [Support { counters: false, ..Support::default() }, Support { shares: false, ..Support::default() }]
     {
@@ -287,15 +286,15 @@ fn a_server_that_lacks_counters_or_shares_gets_no_shared_device() {
     }
 }
 
-/// Bytes of a node's slices as the API server gets them: contents alone.
+/// Serialized size of a node's slice contents, in bytes.
 fn bytes(inventory: &Inventory, support: Support) -> usize {
     let contents = slices(pool(inventory, &PoolOptions { support }));
     contents.iter().map(|c| json!([c.counters, c.devices]).to_string().len()).sum()
 }
 
-/// Thousands of nodes share one etcd: a figure to watch, with room for little.
+/// Thousands of nodes share one etcd, so the size per node must not grow unnoticed.
 #[test]
-fn eight_gpus_keep_to_their_kibibytes() {
+fn slice_size_of_eight_gpus_is_bounded() {
     let inventory = inventory_of(H100, 8);
     let exclusive = bytes(&inventory, Support { shares: false, ..Support::default() });
     let mut without = inventory.clone();

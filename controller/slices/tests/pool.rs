@@ -1,5 +1,5 @@
-//! What is published of every GPU, and what the API says to it.
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+//! The published devices of every GPU model, and their validation.
+#![allow(clippy::unwrap_used, reason = "test helpers")]
 
 mod common;
 
@@ -30,18 +30,18 @@ fn device<'a>(pool: &'a Pool, name: &str) -> &'a Device {
     pool.devices().find(|device| device.name == name).unwrap_or_else(|| panic!("no device {name}"))
 }
 
-/// Keys of the taints of a device, without the domain.
+/// Keys of a device's taints, without the domain.
 fn taints(pool: &Pool, name: &str) -> Vec<String> {
     let taints = device(pool, name).taints.iter().flatten();
     taints.map(|taint| taint.key.trim_start_matches("gpu.divvy.dev/").to_owned()).collect()
 }
 
-/// Names of the devices that may be handed out.
+/// Names of the devices without taints.
 fn free(pool: &Pool) -> BTreeSet<String> {
     pool.devices().filter(|device| device.taints.is_none()).map(|device| device.name.clone()).collect()
 }
 
-/// Every device that takes all of the first GPU.
+/// The devices that take the whole first GPU.
 const WHOLE: &[&str] = &["gpu-0", "gpu-0-timeslice", "gpu-0-mps"];
 
 fn names(names: &[&str]) -> BTreeSet<String> {
@@ -53,7 +53,7 @@ fn whole(inventory: &Inventory) -> Pool {
 }
 
 #[test]
-fn what_claims_make_and_unmake_is_no_news_and_everything_else_is() {
+fn only_hardware_and_policy_change_the_pool() {
     for model in models().filter(|model| model.mig.is_some()) {
         let at_rest = node(vec![gpu(model, 0)]);
         let profile = at_rest.gpus[0].mig.clone();
@@ -74,7 +74,7 @@ fn what_claims_make_and_unmake_is_no_news_and_everything_else_is() {
 }
 
 #[test]
-fn sixteen_gpus_of_any_model_with_every_profile_are_valid() {
+fn sixteen_gpus_of_any_model_are_valid() {
     for model in models() {
         let contents = published(&inventory_of(&model.key, 16));
         assert_eq!(validate(&contents), Ok(()), "{}", model.key);
@@ -90,13 +90,13 @@ fn sixteen_gpus_of_any_model_with_every_profile_are_valid() {
             contents.iter().map(bytes).sum::<usize>(),
             contents.iter().map(bytes).max().unwrap(),
         );
-        // Far below what etcd takes for one object.
+        // Far below etcd's limit for one object.
         assert!(contents.iter().all(|content| bytes(content) < 1 << 20));
     }
 }
 
 #[test]
-fn every_device_of_the_catalogue_keeps_the_budget_of_attributes_and_capacities() {
+fn devices_stay_below_the_attribute_limit() {
     for model in models() {
         for device in whole(&inventory_of(&model.key, 1)).devices() {
             let used = device.attributes.as_ref().unwrap().len() + device.capacity.as_ref().unwrap().len();
@@ -106,7 +106,7 @@ fn every_device_of_the_catalogue_keeps_the_budget_of_attributes_and_capacities()
 }
 
 #[test]
-fn memory_slices_go_first_where_a_device_says_too_much() {
+fn memory_slices_are_dropped_when_a_device_exceeds_the_limit() {
     let pool = whole(&inventory_of("RTX-PRO-6000", 1));
     let has = |name: &str, prefix: &str| {
         let device = device(&pool, name);
@@ -118,7 +118,7 @@ fn memory_slices_go_first_where_a_device_says_too_much() {
 }
 
 #[test]
-fn every_published_name_parses_back() {
+fn published_names_parse_back() {
     for model in models() {
         for device in whole(&inventory_of(&model.key, 1)).devices() {
             let name = divvy_api::DeviceName::from(device.name.as_str());
@@ -128,14 +128,14 @@ fn every_published_name_parses_back() {
 }
 
 #[test]
-fn an_h100_is_published_as_committed() {
+fn h100_matches_its_snapshot() {
     let pool = whole(&inventory_of(H100, 1));
     let shown = ["gpu-0", "gpu-0-mig-1g10gb-me-20-6", "gpu-0-mig-3g40gb-9-4"].map(|name| device(&pool, name));
     insta::assert_json_snapshot!("h100", (pool.counter_sets().collect::<Vec<_>>(), shown));
 }
 
 #[test]
-fn a_gpu_without_mig_has_one_counter_and_no_instances() {
+fn gpu_without_mig_has_one_counter_and_no_instances() {
     let pool = whole(&inventory_of("L4", 1));
     assert_eq!(free(&pool), names(WHOLE));
     let set = pool.counter_sets().next().unwrap();
@@ -144,7 +144,7 @@ fn a_gpu_without_mig_has_one_counter_and_no_instances() {
 }
 
 #[test]
-fn a_gpu_that_does_not_tell_its_memory_is_guarded_all_the_same() {
+fn gpu_with_unknown_memory_still_has_a_counter() {
     let mut gpu = gpu(row("L4"), 0);
     gpu.memory_bytes = 0;
     let contents = published(&node(vec![gpu]));
@@ -154,7 +154,7 @@ fn a_gpu_that_does_not_tell_its_memory_is_guarded_all_the_same() {
 }
 
 #[test]
-fn our_own_instances_change_nothing() {
+fn managed_instances_do_not_change_the_pool() {
     let idle = in_mode(gpu(row(H100), 0), MigMode::On);
     let busy = with_instance(gpu(row(H100), 0), 19, 6, Origin::Ours);
     assert_eq!(whole(&node(vec![idle.clone()])), whole(&node(vec![busy])));
@@ -162,7 +162,7 @@ fn our_own_instances_change_nothing() {
 }
 
 #[test]
-fn a_foreign_instance_is_a_device_and_what_it_overlaps_is_tainted() {
+fn unmanaged_instance_taints_overlapping_devices() {
     let pool = whole(&node(vec![with_instance(gpu(row(H100), 0), 9, 4, Origin::Foreign)]));
     let uuid = &device(&pool, "gpu-0-mig-3g40gb-9-4").attributes.as_ref().unwrap()["uuid"];
     assert_eq!(uuid.string.as_deref(), Some("MIG-0-9-4"));
@@ -175,14 +175,14 @@ fn a_foreign_instance_is_a_device_and_what_it_overlaps_is_tainted() {
 }
 
 #[test]
-fn a_foreign_instance_with_the_only_media_engines_takes_them_from_every_other() {
+fn unmanaged_instance_with_all_media_engines_taints_others() {
     let pool = whole(&node(vec![with_instance(gpu(row(H100), 0), 20, 6, Origin::Foreign)]));
     assert_eq!(taints(&pool, "gpu-0-mig-1g10gb-me-20-0"), ["foreign-instance"]);
     assert!(free(&pool).contains("gpu-0-mig-1g10gb-19-0"));
 }
 
 #[test]
-fn a_foreign_instance_in_pieces_is_not_handed_out() {
+fn unmanaged_instance_with_two_compute_instances_is_tainted() {
     let mut gpu = with_instance(gpu(row(H100), 0), 9, 4, Origin::Foreign);
     let Mig::Supported { instances, .. } = &mut gpu.mig else { unreachable!() };
     let second = instances[0].compute_instances[0].clone();
@@ -191,7 +191,7 @@ fn a_foreign_instance_in_pieces_is_not_handed_out() {
 }
 
 #[test]
-fn ampere_offers_what_its_mode_allows() {
+fn ampere_devices_follow_the_mig_mode() {
     let a100 = |mode| whole(&node(vec![in_mode(gpu(row("A100-SXM4-80GB"), 0), mode)]));
     assert_eq!(free(&a100(MigMode::Off)), names(WHOLE));
     for name in WHOLE {
@@ -214,7 +214,7 @@ fn check_withdrawn(edit: impl Fn(&mut Gpu), key: &str) {
         let cost = |d: &Device| (d.name.clone(), d.consumes_counters.clone(), d.capacity.clone());
         (pool.counter_sets().cloned().collect::<Vec<_>>(), pool.devices().map(cost).collect::<Vec<_>>())
     };
-    assert_eq!(shape(&before), shape(&after), "names and costs stay");
+    assert_eq!(shape(&before), shape(&after), "names and counters must stay");
     for device in after.devices() {
         let expected: &[&str] = if device.name.starts_with("gpu-1") { &[key] } else { &[] };
         assert_eq!(taints(&after, &device.name), expected, "{}", device.name);
@@ -222,19 +222,19 @@ fn check_withdrawn(edit: impl Fn(&mut Gpu), key: &str) {
 }
 
 #[test]
-fn a_gpu_in_trouble_keeps_its_devices_tainted() {
+fn failed_gpu_keeps_its_devices_with_taints() {
     check_withdrawn(|gpu| gpu.presence = Presence::Missing, "gpu-missing");
     check_withdrawn(|gpu| gpu.conditions = vec![Condition::Lost], "gpu-lost");
     check_withdrawn(|gpu| gpu.conditions = vec![Condition::Stuck { call: "nvmlX (y)".into() }], "gpu-stuck");
 }
 
 #[test]
-fn an_empty_node_publishes_one_empty_slice() {
+fn empty_node_has_one_empty_slice() {
     assert_eq!(published(&Inventory::default()), [Content::default()]);
 }
 
 #[test]
-fn instances_fill_the_node_from_its_first_gpu_and_whole_gpus_from_its_last() {
+fn instances_and_whole_gpus_fill_from_opposite_ends() {
     let contents = published(&inventory_of(H100, 3));
     let of_type = |wanted: &str| -> Vec<String> {
         let devices = contents.iter().flat_map(|content| &content.devices);
@@ -258,7 +258,7 @@ fn instances_fill_the_node_from_its_first_gpu_and_whole_gpus_from_its_last() {
 }
 
 #[test]
-fn without_counters_only_what_exists_is_published_and_nothing_excludes_another() {
+fn without_counters_only_existing_devices_are_published() {
     let support = Support { counters: false, ..Support::default() };
     let cut = with_instance(with_instance(gpu(row(H100), 1), 9, 4, Origin::Ours), 19, 0, Origin::Foreign);
     let pool = pool(&node(vec![gpu(row(H100), 0), cut]), &PoolOptions { support });
@@ -269,7 +269,7 @@ fn without_counters_only_what_exists_is_published_and_nothing_excludes_another()
 }
 
 #[test]
-fn without_taints_what_must_not_be_handed_out_is_left_out() {
+fn without_taints_unavailable_devices_are_omitted() {
     let support = Support { taints: false, ..Support::default() };
     let mut inventory = inventory_of(H100, 2);
     inventory.gpus[0].presence = Presence::Missing;
@@ -278,7 +278,7 @@ fn without_taints_what_must_not_be_handed_out_is_left_out() {
 }
 
 #[test]
-fn odd_descriptions_still_publish_validly() {
+fn unusual_descriptions_are_published_validly() {
     let mut inventory = inventory_of(H100, 1);
     inventory.driver_version = "R580-beta".to_owned();
     inventory.cuda_version = (0, 0);
@@ -289,23 +289,24 @@ fn odd_descriptions_still_publish_validly() {
     assert_eq!(validate(&published(&inventory)), Ok(()));
 }
 
-/// Amounts of a device, by counter.
+/// The counters that a device consumes.
 fn cost(device: &Device) -> BTreeMap<String, i64> {
     let counters = device.consumes_counters.iter().flatten().flat_map(|c| c.counters.iter());
     counters.map(|(name, c)| (name.clone(), Quantity::try_from(&c.value).unwrap().value().unwrap())).collect()
 }
 
 proptest! {
-    /// What the scheduler lets in by counters, the hardware can make: prepare
-    /// never has to refuse what was allocated.
+    /// The hardware can create every combination that the counters admit, so preparing an
+    /// allocated claim never fails for lack of resources.
     #[test]
-    fn counters_admit_only_what_the_gpu_can_hold(
+    fn counters_admit_only_feasible_combinations(
         model in (0..models().count()).prop_map(|n| models().nth(n).unwrap()),
         picks in prop::collection::vec(any::<prop::sample::Index>(), 1..40),
     ) {
         let pool = whole(&inventory_of(&model.key, 1));
         let mut rest: BTreeMap<String, i64> = pool.counter_sets().flat_map(|set| &set.counters)
-            .map(|(name, c)| (name.clone(), Quantity::try_from(&c.value).unwrap().value().unwrap())).collect();
+            .map(|(name, c)| (name.clone(), Quantity::try_from(&c.value).unwrap().value().unwrap()))
+            .collect();
         let devices: Vec<&Device> = pool.devices().collect();
         let mut taken = Vec::new();
         for pick in picks {

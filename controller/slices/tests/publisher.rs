@@ -1,11 +1,11 @@
-//! The publisher seen from the API server alone, so that any server can be the
-//! judge: the fake one, or with `DIVVY_TEST_KUBECONFIG=FILE` a real one. What
-//! passes on the fake and fails on the real one is a bug of the fake.
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+//! Conformance of the publisher, checked only through the API: on the fake API server, or on a
+//! real one with `DIVVY_TEST_KUBECONFIG=FILE`. A test that fails only on the real server shows a
+//! bug of the fake.
+#![allow(clippy::unwrap_used, reason = "test helpers")]
 
 mod common;
 
-use common::{inventory_of, node};
+use common::inventory_of;
 use divvy_fakes::apiserver::FakeApi;
 use divvy_model::Inventory;
 use divvy_model::inventory::Presence;
@@ -22,30 +22,30 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 const H100: &str = "H100-SXM5-80GB";
-/// No promise, only an end to waiting.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time limit of every wait.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A server and a node of our own on it.
-struct World {
+/// An API server with a Node object for the test.
+struct TestNode {
     client: kube::Client,
     node: String,
     _fake: Option<FakeApi>,
 }
 
-/// A publisher at work; it stops when this is dropped.
+/// A running publisher. It stops when it is dropped.
 struct Publisher {
     inventory: watch::Sender<Arc<Inventory>>,
     published: watch::Receiver<Published>,
     _stop: DropGuard,
 }
 
-impl World {
+impl TestNode {
     async fn new(test: &str) -> Self {
         let (client, fake) = FakeApi::or_real().await.unwrap();
-        let world = Self { client, node: format!("publisher-{test}"), _fake: fake };
-        world.clean().await;
-        world.create_node().await;
-        world
+        let node = Self { client, node: format!("publisher-{test}"), _fake: fake };
+        node.clean().await;
+        node.create_node().await;
+        node
     }
 
     fn slices(&self) -> Api<ResourceSlice> {
@@ -69,7 +69,7 @@ impl World {
         self.slices().delete_collection(&DeleteParams::default(), &self.ours()).await.unwrap();
     }
 
-    /// Leaves nothing on a server that outlives the test.
+    /// Deletes all objects of the test, for servers that outlive it.
     async fn clean(&self) {
         self.wipe().await;
         let _ = self.nodes().delete(&self.node, &DeleteParams::default()).await;
@@ -89,7 +89,7 @@ impl World {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(PATIENCE, wait).await.unwrap_or_else(|_| panic!("no {what}"))
+        timeout(WAIT_TIMEOUT, wait).await.unwrap_or_else(|_| panic!("no {what}"))
     }
 
     fn publish(&self, inventory: Inventory) -> Publisher {
@@ -106,12 +106,12 @@ impl World {
 impl Publisher {
     async fn until(&mut self, holds: impl FnMut(&Published) -> bool) -> Published {
         let waited =
-            timeout(PATIENCE, self.published.wait_for(holds)).await.map(|seen| seen.unwrap().clone());
+            timeout(WAIT_TIMEOUT, self.published.wait_for(holds)).await.map(|seen| seen.unwrap().clone());
         waited.unwrap_or_else(|_| panic!("still {:?}", *self.published.borrow()))
     }
 }
 
-/// One generation and complete: what a scheduler believes.
+/// Whether the slices form one complete generation, which a scheduler requires.
 fn complete(slices: &[ResourceSlice]) -> bool {
     let Some(first) = slices.first() else { return false };
     slices.iter().all(|slice| slice.spec.pool == first.spec.pool)
@@ -122,17 +122,17 @@ fn devices(slices: &[ResourceSlice]) -> Vec<&Device> {
     slices.iter().flat_map(|slice| slice.spec.devices.iter().flatten()).collect()
 }
 
-/// Publishes an inventory to a node that has none and shows that all of it arrived.
+/// Publishes an inventory on a new node and checks that every device arrived.
 async fn check_accepted(test: &str, inventory: Inventory) {
-    let world = World::new(test).await;
+    let node = TestNode::new(test).await;
     let expected: Vec<String> = divvy_slices::pool(&inventory, &Default::default())
         .devices()
         .map(|device| device.name.clone())
         .collect();
-    let mut publisher = world.publish(inventory);
+    let mut publisher = node.publish(inventory);
     let published = publisher.until(|published| published.error.is_some() || published.in_sync).await;
     assert_eq!((published.error, published.degraded), (None, None));
-    let there = world.there().await;
+    let there = node.there().await;
     assert!(complete(&there));
     let mut names: Vec<String> = devices(&there).into_iter().map(|device| device.name.clone()).collect();
     names.sort();
@@ -140,7 +140,7 @@ async fn check_accepted(test: &str, inventory: Inventory) {
     expected.sort();
     assert_eq!(names, expected);
     drop(publisher);
-    world.clean().await;
+    node.clean().await;
 }
 
 #[tokio::test]
@@ -151,104 +151,108 @@ async fn sixteen_gpus_with_every_profile_are_accepted() {
 #[tokio::test]
 async fn one_gpu_of_every_model_is_accepted() {
     let models = catalogue::all().map(catalogue::Model::row).zip(0..);
-    check_accepted("models", node(models.map(|(model, number)| common::gpu(model, number)).collect())).await;
+    check_accepted(
+        "models",
+        common::node(models.map(|(model, number)| common::gpu(model, number)).collect()),
+    )
+    .await;
 }
 
 #[tokio::test]
-async fn a_second_publisher_finds_nothing_to_do() {
-    let world = World::new("second").await;
-    let mut inventory = node(vec![]);
+async fn second_publisher_has_nothing_to_write() {
+    let node = TestNode::new("second").await;
+    let mut inventory = common::node(vec![]);
     inventory.gpus = [H100, "A30-24GB", "L4"]
         .iter()
         .zip(0..)
         .map(|(key, n)| common::gpu(catalogue::find(key).unwrap().row(), n))
         .collect();
-    world.publish(inventory.clone()).until(|published| published.in_sync).await;
-    let before = world.there().await;
-    let seen = world.publish(inventory).until(|published| published.in_sync).await;
+    node.publish(inventory.clone()).until(|published| published.in_sync).await;
+    let before = node.there().await;
+    let seen = node.publish(inventory).until(|published| published.in_sync).await;
     assert_eq!((seen.writes, seen.generation), (0, 1));
-    assert_eq!(world.there().await, before);
-    world.clean().await;
+    assert_eq!(node.there().await, before);
+    node.clean().await;
 }
 
 #[tokio::test]
-async fn wiped_slices_come_back_with_the_same_devices() {
-    let world = World::new("wiped").await;
-    let mut publisher = world.publish(inventory_of(H100, 4));
+async fn deleted_slices_return_with_the_same_devices() {
+    let node = TestNode::new("wiped").await;
+    let mut publisher = node.publish(inventory_of(H100, 4));
     publisher.until(|published| published.in_sync).await;
-    let before = world.there().await;
-    world.wipe().await;
-    let again = world
+    let before = node.there().await;
+    node.wipe().await;
+    let again = node
         .until_there("new pool", |there| complete(there) && there[0].metadata.uid != before[0].metadata.uid)
         .await;
     assert_eq!(devices(&again), devices(&before));
     assert!(again[0].spec.pool.generation > before[0].spec.pool.generation);
     drop(publisher);
-    world.clean().await;
+    node.clean().await;
 }
 
 #[tokio::test]
-async fn a_foreign_edit_is_repaired_in_place() {
-    let world = World::new("edited").await;
-    let mut publisher = world.publish(inventory_of(H100, 1));
+async fn foreign_edit_is_repaired_in_place() {
+    let node = TestNode::new("edited").await;
+    let mut publisher = node.publish(inventory_of(H100, 1));
     publisher.until(|published| published.in_sync).await;
-    let before = world.there().await;
+    let before = node.there().await;
     let mut edited = before.iter().find(|slice| slice.spec.devices.is_some()).unwrap().clone();
     edited.spec.devices.as_mut().unwrap().truncate(1);
     let name = edited.metadata.name.clone().unwrap();
-    world.slices().replace(&name, &PostParams::default(), &edited).await.unwrap();
-    let after = world.until_there("repair", |there| devices(there) == devices(&before)).await;
+    node.slices().replace(&name, &PostParams::default(), &edited).await.unwrap();
+    let after = node.until_there("repair", |there| devices(there) == devices(&before)).await;
     assert_eq!(after[0].spec.pool.generation, before[0].spec.pool.generation);
     drop(publisher);
-    world.clean().await;
+    node.clean().await;
 }
 
 #[tokio::test]
-async fn a_gpu_that_goes_is_tainted_once_and_one_that_comes_back_is_clean() {
-    let world = World::new("tainted").await;
-    let mut publisher = world.publish(inventory_of(H100, 2));
+async fn missing_gpu_is_tainted_until_it_returns() {
+    let node = TestNode::new("tainted").await;
+    let mut publisher = node.publish(inventory_of(H100, 2));
     publisher.until(|published| published.in_sync).await;
     let tainted =
         |there: &[ResourceSlice]| devices(there).iter().filter(|device| device.taints.is_some()).count();
     let mut inventory = inventory_of(H100, 2);
     inventory.gpus[1].presence = Presence::Missing;
     publisher.inventory.send(Arc::new(inventory.clone())).unwrap();
-    let first = world.until_there("taints", |there| complete(there) && tainted(there) == 28).await;
-    // Something else changes: the time of a taint that stays is that of its birth.
+    let first = node.until_there("taints", |there| complete(there) && tainted(there) == 28).await;
+    // Another change: the persisting taints must keep their times.
     sleep(Duration::from_millis(1100)).await;
     inventory.gpus[0].product.push_str(" (renamed)");
     publisher.inventory.send(Arc::new(inventory)).unwrap();
     let generation = first[0].spec.pool.generation;
-    let second = world
+    let second = node
         .until_there("rename", |there| complete(there) && there[0].spec.pool.generation > generation)
         .await;
     let taints =
         |there: &[ResourceSlice]| devices(there).into_iter().map(|d| d.taints.clone()).collect::<Vec<_>>();
     assert_eq!(taints(&first), taints(&second));
     publisher.inventory.send(Arc::new(inventory_of(H100, 2))).unwrap();
-    world.until_there("clean devices", |there| complete(there) && tainted(there) == 0).await;
+    node.until_there("clean devices", |there| complete(there) && tainted(there) == 0).await;
     drop(publisher);
-    world.clean().await;
+    node.clean().await;
 }
 
 #[tokio::test]
-async fn a_node_that_is_created_anew_owns_the_slices() {
-    let world = World::new("renewed").await;
-    let mut publisher = world.publish(inventory_of(H100, 1));
+async fn recreated_node_owns_the_slices() {
+    let node = TestNode::new("renewed").await;
+    let mut publisher = node.publish(inventory_of(H100, 1));
     publisher.until(|published| published.in_sync).await;
-    world.nodes().delete(&world.node, &DeleteParams::default()).await.unwrap();
-    world.create_node().await;
-    let uid = world.nodes().get(&world.node).await.unwrap().metadata.uid.unwrap();
-    // As the garbage collector does with what a node leaves behind; a real one may be faster.
-    if let Some(orphan) = world.there().await.first().and_then(|slice| slice.metadata.name.clone()) {
-        match world.slices().delete(&orphan, &DeleteParams::default()).await {
+    node.nodes().delete(&node.node, &DeleteParams::default()).await.unwrap();
+    node.create_node().await;
+    let uid = node.nodes().get(&node.node).await.unwrap().metadata.uid.unwrap();
+    // Acts as the garbage collector, because the fake has none. A real one may be faster.
+    if let Some(orphan) = node.there().await.first().and_then(|slice| slice.metadata.name.clone()) {
+        match node.slices().delete(&orphan, &DeleteParams::default()).await {
             Err(kube::Error::Api(status)) if status.code == 404 => {}
             deleted => drop(deleted.unwrap()),
         }
     }
     let owned =
         |slice: &ResourceSlice| slice.metadata.owner_references.as_ref().is_some_and(|o| o[0].uid == uid);
-    world.until_there("adoption", |there| complete(there) && there.iter().all(owned)).await;
+    node.until_there("adoption", |there| complete(there) && there.iter().all(owned)).await;
     drop(publisher);
-    world.clean().await;
+    node.clean().await;
 }

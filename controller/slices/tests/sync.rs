@@ -1,13 +1,11 @@
-//! (desired, there) to calls. The cases are those of the Go helper's
-//! `TestControllerSyncPool` that a node-local pool can have, under their names.
-//!
-//! Not here, with the reason:
-//! - `add-one-network-device-*`, `update-node-selector`, `reconcile-with-pool-name-*`:
-//!   pools that are not of one node;
-//! - `drop-*` (fields the server drops), `create-device-with-binding-condition`:
-//!   read-back is the actor's, and tested with it; we have no binding conditions;
-//! - `detect-*` (invalid pools): never come this far, see the validator's tests.
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+//! Plans of writes. The cases are those of the Go helper's `TestControllerSyncPool` for node-local
+//! pools, under their names (one is shortened). Left out:
+//! - `add-one-network-device-*`, `update-node-selector`, `reconcile-with-pool-name-*`: pools that
+//!   do not belong to one node;
+//! - `drop-*`, `create-device-with-binding-condition`: dropped fields are tested with the
+//!   publisher, and Divvy has no binding conditions;
+//! - `detect-*`: invalid pools are rejected earlier, by the validator.
+#![allow(clippy::unwrap_used, reason = "test helpers")]
 
 use divvy_slices::sync::{Action, Desired, Owner, plan};
 use divvy_slices::{Consumption, Content, Device, Slice};
@@ -19,14 +17,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Slices that the server named so far.
+/// Counter for the names that the simulated server generates.
 static NAMES: AtomicUsize = AtomicUsize::new(0);
 
 fn owner() -> Owner {
     Owner { driver: "gpu.divvy.dev".into(), node: "worker".into(), node_uid: "node-uid".into() }
 }
 
-/// A device by name; `gpu-0!a` is tainted with `a`.
+/// A device by name; `gpu-0!a` has the taint `a`.
 fn device(text: &str) -> Device {
     let (name, key) = text.split_once('!').map_or((text, None), |(name, key)| (name, Some(key)));
     let taint =
@@ -34,7 +32,7 @@ fn device(text: &str) -> Device {
     Device { name: name.into(), taints: key.map(|key| vec![taint(key)]), ..Default::default() }
 }
 
-/// Contents of slices: devices separated by blanks.
+/// Contents of slices, with devices separated by spaces.
 fn contents(slices: &[&str]) -> Vec<Content> {
     let content = |text: &&str| Content {
         devices: text.split_whitespace().map(device).collect(),
@@ -43,12 +41,12 @@ fn contents(slices: &[&str]) -> Vec<Content> {
     slices.iter().map(content).collect()
 }
 
-/// What the server reads.
+/// The slice as the server parses it.
 fn read(slice: &Slice) -> ResourceSlice {
     serde_json::from_value(json!(slice)).unwrap()
 }
 
-/// Acts as the server: applies calls, gives names, UIDs and versions.
+/// Simulates the server: applies the calls, assigns names, UIDs and versions.
 fn apply(there: &mut Vec<ResourceSlice>, actions: Vec<Action>) -> String {
     let mut log = Vec::new();
     for action in actions {
@@ -82,7 +80,7 @@ fn sync(there: &mut Vec<ResourceSlice>, desired: &[Content]) -> String {
     apply(there, actions)
 }
 
-/// The pool is what a scheduler wants: one generation, complete, in order.
+/// Checks that the pool is complete, in order and of one generation.
 fn assert_published(there: &[ResourceSlice], desired: &[Content]) {
     assert_eq!(there.len(), desired.len());
     let mut sorted: Vec<&ResourceSlice> = there.iter().collect();
@@ -96,7 +94,7 @@ fn assert_published(there: &[ResourceSlice], desired: &[Content]) {
     }
 }
 
-/// From one pool to the next: the calls, and the generation after them.
+/// Checks the calls from one pool to the next, and the resulting generation.
 fn check(before: &[&str], after: &[&str], calls: &str, generation: i64) {
     let mut there = Vec::new();
     sync(&mut there, &contents(before));
@@ -104,7 +102,7 @@ fn check(before: &[&str], after: &[&str], calls: &str, generation: i64) {
     assert_eq!(sync(&mut there, &desired), calls, "{before:?} to {after:?}");
     assert_published(&there, &desired);
     assert_eq!(there[0].spec.pool.generation, generation, "{before:?} to {after:?}");
-    assert_eq!(sync(&mut there, &desired), "", "a second time changes nothing");
+    assert_eq!(sync(&mut there, &desired), "", "the second plan must be empty");
 }
 
 #[test]
@@ -120,7 +118,7 @@ fn create_slice() {
 }
 
 #[test]
-fn an_empty_pool_is_one_slice_without_lists() {
+fn empty_pool_is_one_slice_without_lists() {
     let mut there = Vec::new();
     assert_eq!(sync(&mut there, &contents(&[""])), "create 0");
     assert_eq!((&there[0].spec.devices, &there[0].spec.shared_counters), (&None, &None));
@@ -133,7 +131,7 @@ fn keep_slice_unchanged() {
 
 #[test]
 fn remove_pool() {
-    // A pool of another name is of an earlier life of this node.
+    // A pool with another name is from an earlier installation.
     let mut there = Vec::new();
     sync(&mut there, &contents(&["gpu-0"]));
     there[0].spec.pool.name = "other".into();
@@ -182,7 +180,7 @@ fn multiple_resourceslices_existing_no_changes() {
 }
 
 #[test]
-fn multiple_resourceslices_existing_with_different_resource_pool_generation() {
+fn multiple_resourceslices_existing_with_different_generation() {
     let mut there = Vec::new();
     sync(&mut there, &contents(&["gpu-0", "gpu-1", "gpu-2"]));
     there[0].spec.pool.generation = 0;
@@ -221,7 +219,7 @@ fn multiple_resourceslices_existing_one_added() {
 fn keep_taint_unchanged() {
     let mut there = Vec::new();
     sync(&mut there, &contents(&["gpu-0!a"]));
-    // The server writes the time.
+    // The server sets the time.
     let taint = &mut there[0].spec.devices.as_mut().unwrap()[0].taints.as_mut().unwrap()[0];
     taint.time_added = Some(serde_json::from_str("\"2026-01-01T00:00:00Z\"").unwrap());
     assert_eq!(sync(&mut there, &contents(&["gpu-0!a"])), "");
@@ -258,7 +256,7 @@ fn create_partitionable_devices() {
     let mut there = Vec::new();
     assert_eq!(sync(&mut there, &desired), "create 0, create 1");
     assert_published(&there, &desired);
-    // What the server makes of `1024Mi`.
+    // The server's canonical form of `1024Mi`.
     there[1].spec.devices.as_mut().unwrap()[0].consumes_counters.as_mut().unwrap()[0].counters =
         counters("1Gi");
     assert_eq!(sync(&mut there, &desired), "");
@@ -301,7 +299,7 @@ fn migration_mixed_naming() {
 }
 
 #[test]
-fn a_generation_is_never_used_twice_although_all_slices_are_gone() {
+fn generation_is_not_reused_after_all_slices_are_gone() {
     let (owner, desired) = (owner(), contents(&["gpu-0"]));
     let none: [ResourceSlice; 0] = [];
     let actions = plan(Desired { owner: &owner, contents: desired.clone(), used_generation: 7 }, none.iter());
@@ -310,7 +308,7 @@ fn a_generation_is_never_used_twice_although_all_slices_are_gone() {
 }
 
 #[test]
-fn a_node_that_was_created_anew_adopts_its_slices_in_place() {
+fn recreated_node_adopts_its_slices_in_place() {
     let desired = contents(&["gpu-0", "gpu-1"]);
     let mut there = Vec::new();
     sync(&mut there, &desired);
@@ -323,7 +321,7 @@ fn a_node_that_was_created_anew_adopts_its_slices_in_place() {
 }
 
 #[test]
-fn an_index_that_needs_more_digits_renames_all_slices() {
+fn wider_index_renames_all_slices() {
     let mut there = Vec::new();
     sync(&mut there, &contents(&["gpu-0"]));
     there[0].metadata.name = Some("0000000-gpu.divvy.dev-worker-abcde".into());
@@ -332,9 +330,9 @@ fn an_index_that_needs_more_digits_renames_all_slices() {
 }
 
 proptest! {
-    /// From any state, through any interruption, one more round is enough.
+    /// After any interruption, one more plan reaches the desired state.
     #[test]
-    fn any_interrupted_sequence_converges(
+    fn interrupted_sequences_converge(
         pools in prop::collection::vec(prop::collection::vec("(gpu-[0-3] ?){0,3}", 1..5), 1..5),
         cuts in prop::collection::vec(0usize..8, 5),
         deleted in prop::collection::vec(any::<prop::sample::Index>(), 0..3),
@@ -344,7 +342,8 @@ proptest! {
         let mut last = Vec::new();
         for (pool, cut) in pools.iter().zip(cuts) {
             last = contents(&pool.iter().map(String::as_str).collect::<Vec<_>>());
-            let mut actions = plan(Desired { owner: &owner, contents: last.clone(), used_generation: 0 }, there.iter());
+            let desired = Desired { owner: &owner, contents: last.clone(), used_generation: 0 };
+            let mut actions = plan(desired, there.iter());
             actions.truncate(cut);
             apply(&mut there, actions);
         }

@@ -1,14 +1,13 @@
-//! The validator refuses what the API server refuses, and what only the
-//! scheduler would notice. Cases follow the API's own list of validation tests;
-//! those about fields that we never send (node selectors, derived attributes)
-//! have no place here.
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+//! The validator rejects what the API server rejects, and what only the scheduler would notice.
+//! The cases follow the API's validation tests, without those for fields that Divvy never sends
+//! (node selectors, derived attributes).
+#![allow(clippy::unwrap_used, reason = "test helpers")]
 
 use divvy_slices::{Content, Device, validate};
 use k8s_openapi::api::resource::v1::{self as api, CounterSet};
 use serde_json::{Value, json};
 
-/// One counter set and one device that draws from it, as JSON to break.
+/// A valid counter set and a device that consumes it, as JSON to modify.
 fn good() -> Value {
     json!([
         {"counters": [{"name": "gpu-0", "counters": {"memory": {"value": "80Gi"}}}], "devices": []},
@@ -47,7 +46,7 @@ fn check_invalid(words: &str, edit: impl FnOnce(&mut Value)) {
     assert!(refused.contains(words), "{refused:?} should say {words:?}");
 }
 
-/// Breaks the device, and another behind a good one that says the same.
+/// Breaks the device, and also a second one after an equal valid device.
 fn check_device(words: &str, edit: impl Fn(&mut Value)) {
     check_invalid(words, |value| edit(&mut value[1]["devices"][0]));
     check_invalid(words, |value| {
@@ -68,18 +67,18 @@ fn map(count: usize, prefix: &str, value: Value) -> Value {
 }
 
 #[test]
-fn a_good_pool_and_an_empty_pool_pass() {
+fn valid_and_empty_pools_pass() {
     check_valid(|_| ());
     check_valid(|value| *value = json!([{"counters": [], "devices": []}]));
 }
 
 #[test]
-fn slices_hold_devices_or_counters_and_not_too_many() {
+fn slices_have_a_kind_and_a_size_limit() {
     check_invalid("cannot share a slice", |v| {
         let devices = v[1]["devices"].clone();
         v[0]["devices"] = devices;
     });
-    check_invalid("9 counter sets, at most 8", |v| {
+    check_invalid("9 counter sets; at most 8", |v| {
         v[0]["counters"] =
             many(9, |n| json!({"name": format!("set-{n}"), "counters": {"m": {"value": "1"}}}));
     });
@@ -93,13 +92,13 @@ fn slices_hold_devices_or_counters_and_not_too_many() {
         })}]);
     };
     check_valid(|v| devices(v, 128, false));
-    check_invalid("129 devices, at most 128", |v| devices(v, 129, false));
+    check_invalid("129 devices; at most 128", |v| devices(v, 129, false));
     check_valid(|v| devices(v, 64, true));
-    check_invalid("65 devices, at most 64", |v| devices(v, 65, true));
+    check_invalid("65 devices; at most 64", |v| devices(v, 65, true));
 }
 
 #[test]
-fn a_list_attribute_makes_a_slice_small() {
+fn list_attribute_lowers_the_slice_limit() {
     let devices = |list: Value| {
         json!([{"counters": [], "devices": many(65, |n| json!({
             "name": format!("gpu-{n}"), "attributes": {"list": list},
@@ -111,17 +110,17 @@ fn a_list_attribute_makes_a_slice_small() {
         json!({"strings": ["a"]}),
         json!({"versions": ["1.0.0"]}),
     ] {
-        check_invalid("65 devices, at most 64", |v| *v = devices(list));
+        check_invalid("65 devices; at most 64", |v| *v = devices(list));
     }
 }
 
 #[test]
-fn names_are_unique_in_the_pool_and_well_formed() {
-    check_invalid("device \"gpu-0\" is there twice", |v| {
+fn names_are_unique_and_well_formed() {
+    check_invalid("device \"gpu-0\" is duplicated", |v| {
         let twin = v[1].clone();
         v.as_array_mut().unwrap().push(twin);
     });
-    check_invalid("counter set \"gpu-0\" is there twice", |v| {
+    check_invalid("counter set \"gpu-0\" is duplicated", |v| {
         let twin = v[0].clone();
         v.as_array_mut().unwrap().push(twin);
     });
@@ -131,7 +130,7 @@ fn names_are_unique_in_the_pool_and_well_formed() {
 }
 
 #[test]
-fn attributes_have_one_value_a_good_name_and_a_good_size() {
+fn attributes_are_well_formed() {
     for name in ["", "a-b", "1a", "a/b/c", "/a", "UPPER.dom/a", &"a".repeat(33)] {
         check_device("is not a C identifier", |d| d["attributes"] = json!({name: {"int": 1}}));
     }
@@ -139,10 +138,10 @@ fn attributes_have_one_value_a_good_name_and_a_good_size() {
     check_device("exactly one value", |d| d["attributes"]["type"] = json!({"int": 1, "string": "a"}));
     check_device("list attribute must not be empty", |d| d["attributes"]["type"] = json!({"ints": []}));
     check_device("at most 64 bytes", |d| d["attributes"]["type"] = json!({"string": "ü".repeat(33)}));
-    check_device("33 attributes and capacities, at most 32", |d| {
+    check_device("33 attributes and capacities; at most 32", |d| {
         d["attributes"] = map(32, "a", json!({"int": 1}))
     });
-    check_device("49 attribute values, at most 48", |d| {
+    check_device("49 attribute values; at most 48", |d| {
         d["attributes"] = json!({"list": {"ints": vec![1; 49]}});
     });
     for version in ["v1.2.3", "1.2", "01.2.3", "1.2.3-", "1.2.3-01", "1.2.3+"] {
@@ -154,20 +153,20 @@ fn attributes_have_one_value_a_good_name_and_a_good_size() {
 }
 
 #[test]
-fn capacities_are_countable_and_carry_a_policy_exactly_when_shared() {
+fn capacities_have_a_policy_exactly_when_shared() {
     for text in ["", "1.5", "-1", "1e30", "many"] {
-        check_device("is not a quantity that can be counted", |d| {
+        check_device("is not a whole, non-negative quantity", |d| {
             d["capacity"]["memory"]["value"] = json!(text)
         });
     }
-    check_device("cannot be allocated several times", |d| {
+    check_device("does not allow multiple allocations", |d| {
         d["capacity"]["memory"]["requestPolicy"] = json!({"default": "1Gi"});
     });
     check_device("would take all of it", |d| d["allowMultipleAllocations"] = json!(true));
 }
 
 #[test]
-fn request_policies_follow_their_rules() {
+fn request_policies_are_consistent() {
     let check = |words: &str, policy: Value| {
         let edit = |d: &mut Value| {
             d["allowMultipleAllocations"] = json!(true);
@@ -183,41 +182,41 @@ fn request_policies_follow_their_rules() {
     check("", json!({"default": "2Gi", "validValues": ["1Gi", "2Gi"]}));
     check("", json!({"default": "1Gi", "validRange": {"min": "1Gi", "step": "1Gi"}}));
     check("", json!({"default": "1Gi"}));
-    check("default is required", json!({"validRange": {"min": "0"}}));
-    check("default is required", json!({"validValues": ["0"]}));
-    check("default is more than there is", json!({"default": "81Gi"}));
-    check("exclude each other", json!({"default": "1", "validValues": ["1"], "validRange": {"min": "0"}}));
-    check("must lie in the range", json!({"default": "1Gi", "validRange": {"min": "2Gi"}}));
+    check("must have a default", json!({"validRange": {"min": "0"}}));
+    check("must have a default", json!({"validValues": ["0"]}));
+    check("default exceeds the capacity", json!({"default": "81Gi"}));
+    check("must not have both", json!({"default": "1", "validValues": ["1"], "validRange": {"min": "0"}}));
+    check("must be within the range", json!({"default": "1Gi", "validRange": {"min": "2Gi"}}));
     check(
-        "maximum is more than there is",
+        "maximum exceeds the capacity",
         json!({"default": "1Gi", "validRange": {"min": "0", "max": "81Gi"}}),
     );
-    check("must lie in the range", json!({"default": "3Gi", "validRange": {"min": "0", "max": "2Gi"}}));
-    check("a value is more than there is", json!({"default": "1Gi", "validValues": ["1Gi", "81Gi"]}));
+    check("must be within the range", json!({"default": "3Gi", "validRange": {"min": "0", "max": "2Gi"}}));
+    check("a value exceeds the capacity", json!({"default": "1Gi", "validValues": ["1Gi", "81Gi"]}));
     check(
         "maximum must be a multiple of the step",
         json!({"default": "0", "validRange": {"min": "0", "max": "80Gi", "step": "3Gi"}}),
     );
-    check("is not a quantity", json!({"default": "500m", "validRange": {"min": "0"}}));
+    check("is not a whole", json!({"default": "500m", "validRange": {"min": "0"}}));
     check("step must be positive", json!({"default": "1Gi", "validRange": {"min": "0", "step": "0"}}));
     check("multiple of the step", json!({"default": "1Gi", "validRange": {"min": "0", "step": "3Gi"}}));
-    check("first step is more", json!({"default": "1Gi", "validRange": {"min": "1Gi", "step": "80Gi"}}));
+    check("first step exceeds", json!({"default": "1Gi", "validRange": {"min": "1Gi", "step": "80Gi"}}));
     check("ascending", json!({"default": "1Gi", "validValues": ["2Gi", "1Gi"]}));
     check("must be one of the values", json!({"default": "3Gi", "validValues": ["1Gi", "2Gi"]}));
     check("11 valid values", json!({"default": "1", "validValues": many(11, |n| json!(n.to_string()))}));
 }
 
 #[test]
-fn counters_exist_are_few_and_suffice() {
-    check_invalid("33 counters, at most 32", |v| {
+fn consumed_counters_exist_and_suffice() {
+    check_invalid("33 counters; at most 32", |v| {
         v[0]["counters"][0]["counters"] = map(33, "c", json!({"value": "1"}))
     });
     check_invalid("counters must not be empty", |v| v[0]["counters"][0]["counters"] = json!({}));
-    check_device("3 consumed counter sets, at most 2", |d| {
+    check_device("3 consumed counter sets; at most 2", |d| {
         let one = d["consumesCounters"][0].clone();
         d["consumesCounters"] = json!([one, one, one]);
     });
-    check_device("is there twice", |d| {
+    check_device("is duplicated", |d| {
         let one = d["consumesCounters"][0].clone();
         d["consumesCounters"] = json!([one, one]);
     });
@@ -230,15 +229,15 @@ fn counters_exist_are_few_and_suffice() {
     check_device("more of counter memory", |d| {
         d["consumesCounters"][0]["counters"]["memory"]["value"] = json!("81Gi")
     });
-    check_device("draws from no counter set", |d| d["consumesCounters"] = Value::Null);
+    check_device("consumes no counters", |d| d["consumesCounters"] = Value::Null);
 }
 
 #[test]
-fn taints_are_few_and_well_formed() {
+fn taints_are_limited_and_well_formed() {
     let taint =
         |key: &str, value: &str, effect: &str| json!([{"key": key, "value": value, "effect": effect}]);
     check_valid(|v| v[1]["devices"][0]["taints"] = taint("gpu.divvy.dev/gpu-lost", "", "NoExecute"));
-    check_device("17 taints, at most 16", |d| {
+    check_device("17 taints; at most 16", |d| {
         d["taints"] = many(17, |n| taint(&format!("k{n}"), "", "None")[0].clone())
     });
     check_device("None, NoSchedule or NoExecute", |d| d["taints"] = taint("a", "", "Never"));
@@ -252,8 +251,8 @@ fn binding_conditions_come_in_pairs() {
         v[1]["devices"][0]["bindingConditions"] = json!(["a"]);
         v[1]["devices"][0]["bindingFailureConditions"] = json!(["b"]);
     });
-    check_device("both be there", |d| d["bindingConditions"] = json!(["a"]));
-    check_device("both be there", |d| {
+    check_device("both be set", |d| d["bindingConditions"] = json!(["a"]));
+    check_device("both be set", |d| {
         d["bindingConditions"] = json!(["a"]);
         d["bindingFailureConditions"] = json!(["a"]);
     });
@@ -261,6 +260,6 @@ fn binding_conditions_come_in_pairs() {
 }
 
 #[test]
-fn a_device_does_not_choose_its_node() {
-    check_device("selects its own node", |d| d["nodeName"] = json!("other"));
+fn device_must_not_select_a_node() {
+    check_device("has a node selection of its own", |d| d["nodeName"] = json!("other"));
 }

@@ -1,5 +1,5 @@
-//! What is written is what the API's own types would write, byte for byte.
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+//! Written slices serialize to the same bytes as the types of `k8s-openapi`.
+#![allow(clippy::unwrap_used, reason = "test helpers")]
 
 mod common;
 
@@ -13,7 +13,7 @@ use k8s_openapi::api::resource::v1::{self as api, ResourceSlice};
 use serde_json::json;
 use std::ptr;
 
-/// The slices of a node, as they are sent when none is there.
+/// The slices of a node as they are first created.
 fn written(inventory: &Inventory, support: Support) -> Vec<Slice> {
     let owner = Owner { driver: "gpu.divvy.dev".into(), node: "worker".into(), node_uid: "uid".into() };
     let contents = slices(pool(inventory, &PoolOptions { support }));
@@ -40,7 +40,7 @@ fn check(inventory: &Inventory, support: Support) {
 }
 
 #[test]
-fn every_slice_has_the_bytes_of_the_types_of_the_api() {
+fn slices_serialize_like_the_api_types() {
     check(&Inventory::default(), Support::default());
     for model in catalogue::all().map(Model::row) {
         let missing = common::gpu(model, 1);
@@ -56,14 +56,15 @@ fn every_slice_has_the_bytes_of_the_types_of_the_api() {
     }
 }
 
-/// A device with every field there is.
+/// A device with every field of the API.
 fn full() -> serde_json::Value {
     json!({
         "allNodes": true,
         "allowMultipleAllocations": true,
         "attributes": {
             "a": {"bool": true}, "b": {"bools": [true]}, "c": {"int": 1}, "d": {"ints": [1]},
-            "e": {"string": "x"}, "f": {"strings": ["x"]}, "g": {"version": "1.0.0"}, "h": {"versions": ["1.0.0"]},
+            "e": {"string": "x"}, "f": {"strings": ["x"]}, "g": {"version": "1.0.0"},
+            "h": {"versions": ["1.0.0"]},
         },
         "bindingConditions": ["bound"],
         "bindingFailureConditions": ["failed"],
@@ -88,7 +89,7 @@ fn full() -> serde_json::Value {
 }
 
 #[test]
-fn a_device_of_the_server_loses_nothing() {
+fn device_from_the_server_keeps_all_fields() {
     let theirs: api::Device = serde_json::from_value(full()).unwrap();
     let text = serde_json::to_string(&theirs).unwrap();
     assert_eq!(
@@ -99,9 +100,9 @@ fn a_device_of_the_server_loses_nothing() {
     assert_eq!(serde_json::to_string(&Device::from(theirs)).unwrap(), text);
 }
 
-/// What a pool of a large node takes, and how long it takes to make one, hangs on this.
+/// The memory and the time to build a large pool depend on this.
 #[test]
-fn instances_share_what_they_say_alike() {
+fn similar_instances_share_their_maps() {
     let pool = pool(&inventory_of("H100-SXM5-80GB", 2), &PoolOptions::default());
     let device = |name: &str| pool.devices().find(|device| device.name == name).unwrap();
     let check = |one: &str, other: &str, attributes: bool, amounts: bool| {

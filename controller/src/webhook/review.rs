@@ -1,15 +1,14 @@
-//! From a review to a verdict: what the one validator finds, with what it needs to
-//! know looked up first.
+//! From an AdmissionReview to a verdict: looks up the referenced objects, then runs the
+//! validator of `divvy-api`.
 //!
-//! Claims, templates and classes come as `resource.k8s.io/v1`: a webhook
-//! configuration with `matchPolicy: Equivalent` makes the API server convert older
-//! versions. A pod that names a claim or a template that does not exist yet is
-//! let through; prepare checks again.
+//! Claims, templates and classes arrive as `resource.k8s.io/v1`, because `matchPolicy: Equivalent`
+//! makes the API server convert older versions. A pod that names a claim or a template that does
+//! not exist yet is allowed; the node plugin checks it again when it prepares the claim.
 
 use super::wire::{self, Request, Verdict};
-use crate::known::Known;
+use crate::class_index::ClassIndex;
 use crate::metrics::Metrics;
-use divvy_api::check::{self, Class, Finding, Severity, World};
+use divvy_api::check::{self, Class, ClusterView, Finding, Severity};
 use divvy_api::sharing::Mode;
 use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::Pod;
@@ -21,53 +20,56 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// What pods of this namespace do is never hindered.
-const EXEMPT: &str = "kube-system";
-/// For all that a pod names together.
-const READ: Duration = Duration::from_secs(2);
-/// A pod names few claims; one that names hundreds is not worth as many requests.
-const MOST_CLAIMS: usize = 64;
+/// Pods of this namespace are never rejected.
+const EXEMPT_NAMESPACE: &str = "kube-system";
+/// For all objects that one pod references.
+const READ_TIMEOUT: Duration = Duration::from_secs(2);
+/// A pod names few claims; this bounds the API requests of one review.
+const CLAIMS_MAX: usize = 64;
+
+/// Below the webhook's `timeoutSeconds` of 5 s.
+pub(super) const REVIEW_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Why there is no verdict.
 #[derive(Debug)]
 pub(super) enum NoVerdict {
-    /// What came is no review.
+    /// The body is not a valid review.
     Malformed(String),
-    /// Something that is needed could not be read.
+    /// An object that the review needs could not be read.
     Unreadable(String),
 }
 
-/// Reviews objects; a clone is the same.
+/// Reviews objects. Clones share their state.
 #[derive(Clone)]
 pub struct Reviewer {
     client: kube::Client,
-    known: watch::Receiver<Arc<Known>>,
+    class_index: watch::Receiver<Arc<ClassIndex>>,
     metrics: Metrics,
 }
 
-/// What a review can look things up in.
+/// The objects that a review refers to.
 #[derive(Default)]
-struct Looked {
-    known: Arc<Known>,
+struct ReferencedObjects {
+    class_index: Arc<ClassIndex>,
     claims: BTreeMap<String, ResourceClaim>,
     templates: BTreeMap<String, ResourceClaimTemplate>,
-    /// Whether selectors may be evaluated, which takes a stack and a while.
+    /// Whether selectors may be evaluated. That blocks and needs a large stack.
     evaluate: bool,
-    /// Set when one would have been.
-    undecided: Cell<bool>,
+    /// Set if a selector was skipped because `evaluate` is false.
+    selector_skipped: Cell<bool>,
 }
 
-impl World for Looked {
+impl ClusterView for ReferencedObjects {
     fn class(&self, name: &str) -> Option<Class> {
-        self.known.class(name).or_else(|| Class::well_known(name))
+        self.class_index.class(name).or_else(|| Class::well_known(name))
     }
 
-    fn narrow(&self, modes: BTreeSet<Mode>, selectors: &[DeviceSelector]) -> BTreeSet<Mode> {
+    fn filter_modes(&self, modes: BTreeSet<Mode>, selectors: &[DeviceSelector]) -> BTreeSet<Mode> {
         if self.evaluate {
-            return self.known.narrow(modes, selectors);
+            return self.class_index.narrow(modes, selectors);
         }
         if modes.len() > 1 && !selectors.is_empty() {
-            self.undecided.set(true);
+            self.selector_skipped.set(true);
         }
         modes
     }
@@ -82,12 +84,16 @@ impl World for Looked {
 }
 
 impl Reviewer {
-    /// `known` says what the classes are.
-    pub fn new(client: kube::Client, known: watch::Receiver<Arc<Known>>, metrics: Metrics) -> Self {
-        Self { client, known, metrics }
+    /// `class_index` supplies the modes of DeviceClasses.
+    pub fn new(
+        client: kube::Client,
+        class_index: watch::Receiver<Arc<ClassIndex>>,
+        metrics: Metrics,
+    ) -> Self {
+        Self { client, class_index, metrics }
     }
 
-    /// The answer to a review, as it goes back.
+    /// Reviews an AdmissionReview and returns the encoded answer.
     pub(super) async fn review(&self, body: Vec<u8>) -> Result<Vec<u8>, NoVerdict> {
         let began = Instant::now();
         let count = |kind, result| self.metrics.reviewed(kind, result, began.elapsed());
@@ -102,53 +108,62 @@ impl Reviewer {
                 namespace = request.namespace,
                 name = request.name,
                 ?why,
-                "review without a verdict"
+                "no verdict for an admission review"
             );
         })?;
         count(kind.unwrap_or("other"), if verdict.refusal.is_some() { "refused" } else { "allowed" });
         if let Some(why) = &verdict.refusal {
-            tracing::info!(namespace = request.namespace, name = request.name, kind, why, "refused");
+            tracing::info!(namespace = request.namespace, name = request.name, kind, why, "object rejected");
         }
         wire::write(&request.uid, &verdict).map_err(|cause| NoVerdict::Malformed(cause.to_string()))
     }
 
-    /// A review was given up.
-    pub(super) fn late(&self) {
-        self.metrics.reviewed("other", "late", super::ANSWER);
+    /// Counts a review that exceeded its time limit.
+    pub(super) fn timed_out(&self) {
+        self.metrics.reviewed("other", "late", REVIEW_TIMEOUT);
     }
 
     async fn verdict(&self, request: &Request<'_>, kind: Option<&'static str>) -> Result<Verdict, NoVerdict> {
-        let asked =
+        let applies =
             matches!(request.operation.as_str(), "CREATE" | "UPDATE") && request.sub_resource.is_none();
-        let (Some(kind), Some(object), true) = (kind, request.object, asked && request.namespace != EXEMPT)
+        let (Some(kind), Some(object), true) =
+            (kind, request.object, applies && request.namespace != EXEMPT_NAMESPACE)
         else {
             return Ok(Verdict::default());
         };
-        let mut looked = Looked { known: self.known.borrow().clone(), ..Looked::default() };
+        let mut referenced = ReferencedObjects {
+            class_index: self.class_index.borrow().clone(),
+            ..ReferencedObjects::default()
+        };
         if kind == "Pod" {
             let pod: Pod = serde_json::from_str(object.get())
                 .map_err(|cause| NoVerdict::Malformed(format!("the object is not a Pod: {cause}")))?;
-            self.look_up(&pod, &request.namespace, &mut looked).await?;
+            self.look_up(&pod, &request.namespace, &mut referenced).await?;
         }
         let malformed = |cause| NoVerdict::Malformed(format!("the object is not a {kind}: {cause}"));
-        let verdict = judge(object.get(), &looked).map_err(malformed)?;
-        if !looked.undecided.get() {
+        let verdict = validate(object.get(), &referenced).map_err(malformed)?;
+        if !referenced.selector_skipped.get() {
             return Ok(verdict);
         }
-        // Few objects hang on their selectors; those have a thread of their own.
-        looked.evaluate = true;
+        // Selectors matter for few objects, so their evaluation runs on a blocking thread.
+        referenced.evaluate = true;
         let text = object.get().to_owned();
-        let judged = tokio::task::spawn_blocking(move || judge(&text, &looked)).await;
-        judged
-            .map_err(|cause| NoVerdict::Unreadable(format!("the check did not end: {cause}")))?
+        let validated = tokio::task::spawn_blocking(move || validate(&text, &referenced)).await;
+        validated
+            .map_err(|cause| NoVerdict::Unreadable(format!("the check did not finish: {cause}")))?
             .map_err(malformed)
     }
 
-    /// The claims and templates that a pod names, as far as they exist.
-    async fn look_up(&self, pod: &Pod, namespace: &str, looked: &mut Looked) -> Result<(), NoVerdict> {
+    /// Fetches the claims and templates that a pod names, as far as they exist.
+    async fn look_up(
+        &self,
+        pod: &Pod,
+        namespace: &str,
+        referenced: &mut ReferencedObjects,
+    ) -> Result<(), NoVerdict> {
         let named = pod.spec.iter().flat_map(|spec| spec.resource_claims.iter().flatten());
         let (mut claims, mut templates) = (BTreeSet::new(), BTreeSet::new());
-        for entry in named.take(MOST_CLAIMS) {
+        for entry in named.take(CLAIMS_MAX) {
             claims.extend(entry.resource_claim_name.clone());
             templates.extend(entry.resource_claim_template_name.clone());
         }
@@ -166,20 +181,19 @@ impl Reviewer {
             async move { Ok::<_, kube::Error>((api.get_opt(&name).await?, name)) }
         });
         let read = async { tokio::try_join!(try_join_all(claims), try_join_all(templates)) };
-        let unreadable =
-            |why: String| NoVerdict::Unreadable(format!("the pod's claims cannot be read: {why}"));
-        let (claims, templates) = tokio::time::timeout(READ, read)
+        let unreadable = |why: String| NoVerdict::Unreadable(format!("cannot read the pod's claims: {why}"));
+        let (claims, templates) = tokio::time::timeout(READ_TIMEOUT, read)
             .await
-            .map_err(|_| unreadable("no answer from the API server in time".to_owned()))?
+            .map_err(|_| unreadable("the API server did not answer in time".to_owned()))?
             .map_err(|cause| unreadable(cause.to_string()))?;
-        looked.claims = claims.into_iter().filter_map(|(claim, name)| Some((name, claim?))).collect();
-        looked.templates =
+        referenced.claims = claims.into_iter().filter_map(|(claim, name)| Some((name, claim?))).collect();
+        referenced.templates =
             templates.into_iter().filter_map(|(template, name)| Some((name, template?))).collect();
         Ok(())
     }
 }
 
-/// The kinds that are checked.
+/// The kind of the object, if it is validated.
 fn kind(request: &Request<'_>) -> Option<&'static str> {
     let kind = &request.kind;
     match (kind.group.as_str(), kind.version.as_str(), kind.kind.as_str()) {
@@ -191,12 +205,12 @@ fn kind(request: &Request<'_>) -> Option<&'static str> {
     }
 }
 
-/// Pure: what is found in an object, and in the claims that a pod names. Claims
-/// of classes with other names than ours do not come by themselves.
-fn judge(object: &str, looked: &Looked) -> Result<Verdict, serde_json::Error> {
+/// Validates an object and the claims that a pod names. Those claims need a check here, because
+/// claims of classes with other names do not reach the webhook themselves. Pure.
+fn validate(object: &str, referenced: &ReferencedObjects) -> Result<Verdict, serde_json::Error> {
     let mut verdict = Verdict::default();
     let mut refusals = Vec::new();
-    let mut tell = |about: &str, findings: Vec<Finding>| {
+    let mut add = |about: &str, findings: Vec<Finding>| {
         for Finding { severity, path, message } in findings {
             let text = format!("{about}{path}: {message}");
             match severity {
@@ -205,12 +219,12 @@ fn judge(object: &str, looked: &Looked) -> Result<Verdict, serde_json::Error> {
             }
         }
     };
-    tell("", check::object(object.as_bytes(), looked)?);
-    for (name, claim) in &looked.claims {
-        tell(&format!("ResourceClaim {name}: "), check::claim(claim, looked));
+    add("", check::object(object.as_bytes(), referenced)?);
+    for (name, claim) in &referenced.claims {
+        add(&format!("ResourceClaim {name}: "), check::claim(claim, referenced));
     }
-    for (name, template) in &looked.templates {
-        tell(&format!("ResourceClaimTemplate {name}: "), check::template(template, looked));
+    for (name, template) in &referenced.templates {
+        add(&format!("ResourceClaimTemplate {name}: "), check::template(template, referenced));
     }
     verdict.refusal = (!refusals.is_empty()).then(|| refusals.join("; "));
     Ok(verdict)
@@ -222,7 +236,7 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::{Value, json};
 
-    fn looked() -> Looked {
+    fn referenced() -> ReferencedObjects {
         let claim = |class: &str, config: Value| {
             json!({"devices": {
                 "requests": [{"name": "gpu", "exactly": {"deviceClassName": class}}],
@@ -230,34 +244,37 @@ mod tests {
             }})
         };
         let claim = json!({"metadata": {}, "spec": claim("shared-gpu", json!({"kind": "?"}))});
-        Looked {
+        ReferencedObjects {
             claims: [("bad".to_owned(), serde_json::from_value(claim).unwrap())].into(),
-            ..Looked::default()
+            ..ReferencedObjects::default()
         }
     }
 
     #[test]
-    fn a_pod_is_refused_for_what_is_wrong_with_its_claim() {
+    fn pod_is_rejected_for_an_invalid_claim() {
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {}, "spec": {
             "containers": [], "resourceClaims": [{"name": "gpu", "resourceClaimName": "bad"}]}});
-        let refusal = judge(&pod.to_string(), &looked()).unwrap().refusal.unwrap();
+        let refusal = validate(&pod.to_string(), &referenced()).unwrap().refusal.unwrap();
         assert!(refusal.starts_with("ResourceClaim bad: spec.devices.config[0]"), "{refusal}");
     }
 
     #[test]
-    fn a_key_that_is_given_twice_is_seen() {
-        let object = r#"{"apiVersion":"resource.k8s.io/v1","kind":"DeviceClass","metadata":{"name":"c"},"spec":{"config":[{"opaque":
-            {"driver":"gpu.divvy.dev","parameters":{"apiVersion":"resource.divvy.dev/v1alpha1","kind":"GpuConfig","kind":"GpuConfig"}}}]}}"#;
+    fn duplicate_json_key_is_detected() {
+        let object = r#"{"apiVersion":"resource.k8s.io/v1","kind":"DeviceClass","metadata":{"name":"c"},
+            "spec":{"config":[{"opaque":{"driver":"gpu.divvy.dev","parameters":{
+                "apiVersion":"resource.divvy.dev/v1alpha1","kind":"GpuConfig","kind":"GpuConfig"}}}]}}"#;
         let body = format!(
-            r#"{{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{{"uid":"u","operation":"CREATE",
+            r#"{{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview",
+            "request":{{"uid":"u","operation":"CREATE",
             "kind":{{"group":"resource.k8s.io","version":"v1","kind":"DeviceClass"}},"object":{object}}}}}"#
         );
         let request = wire::read(body.as_bytes()).unwrap();
-        let refusal = judge(request.object.unwrap().get(), &Looked::default()).unwrap().refusal.unwrap();
+        let refusal =
+            validate(request.object.unwrap().get(), &ReferencedObjects::default()).unwrap().refusal.unwrap();
         assert!(refusal.contains("kind is given twice"), "{refusal}");
     }
 
-    /// JSON of the words that objects are made of, in any order.
+    /// JSON built at random from the keys and values of real objects.
     fn anything() -> impl Strategy<Value = Value> {
         let word = prop::sample::select(vec![
             "apiVersion",
@@ -304,7 +321,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_that_is_sent_is_fatal(text in "\\PC{0,80}", object in anything(), kind in 0..4_usize) {
+        fn no_input_panics(text in "\\PC{0,80}", object in anything(), kind in 0..4_usize) {
             let _ = wire::read(text.as_bytes());
             let (api, kind) = [("v1", "Pod"), ("resource.k8s.io/v1", "ResourceClaim"),
                 ("resource.k8s.io/v1", "ResourceClaimTemplate"), ("resource.k8s.io/v1", "DeviceClass")][kind];
@@ -313,9 +330,10 @@ mod tests {
                 fields.insert("apiVersion".to_owned(), api.into());
                 fields.insert("kind".to_owned(), kind.into());
             }
-            let review = json!({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": object}).to_string();
+            let review = json!({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+                "request": object}).to_string();
             let _ = wire::read(review.as_bytes());
-            let _ = judge(&object.to_string(), &looked());
+            let _ = validate(&object.to_string(), &referenced());
         }
     }
 }

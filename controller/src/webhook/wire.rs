@@ -1,10 +1,10 @@
-//! `admission.k8s.io/v1` as far as it is used. The object stays the text that
-//! came, since a key that is given twice can be seen only there.
+//! The subset of `admission.k8s.io/v1` that the webhook uses. The object stays raw JSON text,
+//! because a duplicate key is visible only there.
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-/// The version of the API that is spoken.
+/// The supported version of the API.
 const API_VERSION: &str = "admission.k8s.io/v1";
 const KIND: &str = "AdmissionReview";
 
@@ -17,7 +17,7 @@ struct Review<'a> {
     request: Option<Request<'a>>,
 }
 
-/// What is asked.
+/// The request of a review.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Request<'a> {
@@ -42,7 +42,11 @@ pub(super) struct GroupVersionKind {
     pub(super) kind: String,
 }
 
-/// Reads a review; the error says what is wrong with it.
+/// Parses a review.
+///
+/// # Errors
+///
+/// The error describes why the body is not a valid review.
 pub(super) fn read(body: &[u8]) -> Result<Request<'_>, String> {
     let review: Review<'_> =
         serde_json::from_slice(body).map_err(|cause| format!("not an {KIND}: {cause}"))?;
@@ -52,10 +56,10 @@ pub(super) fn read(body: &[u8]) -> Result<Request<'_>, String> {
     review.request.ok_or_else(|| format!("the {KIND} has no request"))
 }
 
-/// What is answered.
+/// The outcome of a review.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Verdict {
-    /// Why the object is refused; none lets it in.
+    /// Why the object is rejected; `None` allows it.
     pub(super) refusal: Option<String>,
     pub(super) warnings: Vec<String>,
 }
@@ -85,7 +89,7 @@ struct Status<'a> {
     message: &'a str,
 }
 
-/// Writes the answer to the request of that uid.
+/// Encodes the answer to the request with that uid.
 pub(super) fn write(uid: &str, verdict: &Verdict) -> Result<Vec<u8>, serde_json::Error> {
     let status = verdict.refusal.as_deref().map(|message| Status { code: 422, reason: "Invalid", message });
     serde_json::to_vec(&Answer {

@@ -1,24 +1,22 @@
-//! What the hook is told to do, on its command line: the CDI file of a claim is
-//! the only caller, so there are four options and no more.
+//! The command line of the hook. Only the CDI file of a claim calls it.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Names to make, with paths as the container sees them, and what a share takes.
+/// Names to create, with paths as the container sees them, and directories for a share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Work {
-    /// Links to make, sonames first: a link may point to a link.
+pub struct HookArgs {
+    /// Links to create, sonames first, as a link may point to a link.
     pub links: Vec<Link>,
-    /// What the loader is to find, by name.
+    /// Names that the loader must find.
     pub entries: Vec<Entry>,
-    /// Directory of the host for lists of libraries to preload, by container; see
-    /// [`crate::preload`].
+    /// Host directory of preload lists, one file per container; see [`crate::preload`].
     pub preload: Option<PathBuf>,
-    /// Directory of the host for cgroups, by container; see [`crate::cgroups`].
+    /// Host directory of cgroup files, one per container; see [`crate::cgroups`].
     pub cgroups: Option<PathBuf>,
 }
 
-/// A link and the name in its own directory that it leads to.
+/// A symbolic link and its target in the same directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
     pub dir: PathBuf,
@@ -26,18 +24,18 @@ pub struct Link {
     pub target: String,
 }
 
-/// A name for the loader, and the file.
+/// A name for the loader, and the directory of the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub dir: PathBuf,
     pub name: String,
 }
 
-/// Why the command line is refused.
+/// Why the command line is rejected.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
     #[error(
-        "unknown option {0:?}; there are --library PATH=SONAME, --link PATH=TARGET, --preload DIR and --cgroups DIR"
+        "unknown option {0:?}; use --library PATH=SONAME, --link PATH=TARGET, --preload DIR or --cgroups DIR"
     )]
     Unknown(String),
     #[error("{0} needs an absolute path, not {1:?}")]
@@ -46,10 +44,10 @@ pub enum ArgsError {
     Value(String, String),
 }
 
-impl Work {
-    /// Reads the options behind the program's name.
+impl HookArgs {
+    /// Parses the arguments after the program's name.
     pub fn parse(args: impl Iterator<Item = OsString>) -> Result<Self, ArgsError> {
-        let mut work = Self::default();
+        let mut parsed = Self::default();
         let mut dev_links = Vec::new();
         let mut args = args.map(|arg| arg.to_string_lossy().into_owned());
         while let Some(option) = args.next() {
@@ -57,11 +55,11 @@ impl Work {
             match option.as_str() {
                 "--library" | "--link" => {}
                 "--preload" => {
-                    work.preload = Some(absolute(&option, value)?);
+                    parsed.preload = Some(absolute(&option, value)?);
                     continue;
                 }
                 "--cgroups" => {
-                    work.cgroups = Some(absolute(&option, value)?);
+                    parsed.cgroups = Some(absolute(&option, value)?);
                     continue;
                 }
                 _ => return Err(ArgsError::Unknown(option)),
@@ -72,18 +70,19 @@ impl Work {
                 dev_links.push(Link { dir, name, target: other });
                 continue;
             }
-            work.entries.push(Entry { dir: dir.clone(), name: other.clone() });
+            parsed.entries.push(Entry { dir: dir.clone(), name: other.clone() });
             if other != name {
-                work.links.push(Link { dir, name: other, target: name });
+                parsed.links.push(Link { dir, name: other, target: name });
             }
         }
-        work.entries
+        parsed
+            .entries
             .extend(dev_links.iter().map(|link| Entry { dir: link.dir.clone(), name: link.name.clone() }));
-        work.links.append(&mut dev_links);
-        Ok(work)
+        parsed.links.append(&mut dev_links);
+        Ok(parsed)
     }
 
-    /// The directories with libraries, each once, in order.
+    /// The directories with libraries, without duplicates, in order.
     pub fn dirs(&self) -> Vec<&Path> {
         let mut dirs: Vec<&Path> = Vec::new();
         for entry in &self.entries {
@@ -102,7 +101,7 @@ fn absolute(option: &str, value: String) -> Result<PathBuf, ArgsError> {
     }
 }
 
-/// `/dir/name=other`.
+/// Splits `/dir/name=other`.
 fn split(value: &str) -> Option<(PathBuf, String, String)> {
     let (path, other) = value.split_once('=')?;
     let (dir, name) = path.rsplit_once('/')?;
@@ -116,37 +115,37 @@ fn split(value: &str) -> Option<(PathBuf, String, String)> {
 mod tests {
     use super::*;
 
-    fn parse(args: &[&str]) -> Result<Work, ArgsError> {
-        Work::parse(args.iter().map(|arg| OsString::from(*arg)))
+    fn parse(args: &[&str]) -> Result<HookArgs, ArgsError> {
+        HookArgs::parse(args.iter().map(|arg| OsString::from(*arg)))
     }
 
     #[test]
-    fn a_library_is_a_link_and_an_entry() {
-        let work =
+    fn library_gets_a_link_and_an_entry() {
+        let args =
             parse(&["--link", "/l/libc.so=libc.so.1", "--library", "/l/libc.so.1.2=libc.so.1"]).unwrap();
         let names: Vec<_> =
-            work.links.iter().map(|link| (link.name.as_str(), link.target.as_str())).collect();
+            args.links.iter().map(|link| (link.name.as_str(), link.target.as_str())).collect();
         assert_eq!(names, [("libc.so.1", "libc.so.1.2"), ("libc.so", "libc.so.1")]);
-        let names: Vec<_> = work.entries.iter().map(|entry| entry.name.as_str()).collect();
+        let names: Vec<_> = args.entries.iter().map(|entry| entry.name.as_str()).collect();
         assert_eq!(names, ["libc.so.1", "libc.so"]);
-        assert_eq!(work.dirs(), [Path::new("/l")]);
+        assert_eq!(args.dirs(), [Path::new("/l")]);
     }
 
     #[test]
-    fn a_library_that_is_its_own_soname_needs_no_link() {
-        let work = parse(&["--library", "/l/libx.so.1.2=libx.so.1.2"]).unwrap();
-        assert_eq!((work.links.len(), work.entries.len()), (0, 1));
+    fn library_named_by_its_soname_needs_no_link() {
+        let args = parse(&["--library", "/l/libx.so.1.2=libx.so.1.2"]).unwrap();
+        assert_eq!((args.links.len(), args.entries.len()), (0, 1));
     }
 
     #[test]
-    fn a_share_names_directories_of_the_host() {
-        let work = parse(&["--preload", "/run/p", "--cgroups", "/run/c"]).unwrap();
-        assert_eq!((work.preload, work.cgroups), (Some("/run/p".into()), Some("/run/c".into())));
-        assert!(work.entries.is_empty());
+    fn share_options_take_host_directories() {
+        let args = parse(&["--preload", "/run/p", "--cgroups", "/run/c"]).unwrap();
+        assert_eq!((args.preload, args.cgroups), (Some("/run/p".into()), Some("/run/c".into())));
+        assert!(args.entries.is_empty());
     }
 
     #[test]
-    fn what_is_not_a_path_and_a_name_is_refused() {
+    fn invalid_paths_and_names_are_rejected() {
         for args in [
             &["--wrong"][..],
             &["--link"],

@@ -1,16 +1,10 @@
-//! The cgroups of a container with a share, told to the driver.
+//! Reports the cgroups of a container with a share to the node daemon, in `DIR/<container id>`.
 //!
-//! ```text
-//! DIR/<container id>      what /proc/<pid>/cgroup says of the container's first process
-//! ```
-//!
-//! Limits that the GPU driver itself keeps are set for a cgroup, and the driver
-//! knows by its cgroup which claim a process belongs to; but the container's own
-//! cgroup is made after the claim is prepared. So this runs at `createRuntime`,
-//! the one stage that has all of it: the cgroup is there, the process is in it,
-//! nothing of the image runs yet, and the hook is still outside, in the host's
-//! namespaces. At `createContainer` it would be inside, where a cgroup namespace
-//! hides the path. At `poststop` the file goes again.
+//! The file holds /proc/<pid>/cgroup of the container's first process. Limits of the GPU driver are
+//! set per cgroup, but the cgroup is created after the claim is prepared. So this runs at
+//! `createRuntime`: by then the cgroup exists, and no process of the image runs. The hook is still in
+//! the host's namespaces. (At `createContainer`, a cgroup namespace would hide the path.) At
+//! `poststop` the file is removed.
 
 use crate::state::State;
 use std::fs;
@@ -18,21 +12,23 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// One line for each hierarchy; there are at most a dozen.
-const LARGEST: u64 = 64 << 10;
+/// Bytes read of /proc/<pid>/cgroup. It has one line per hierarchy, at most a dozen.
+const MAX_FILE_BYTES: u64 = 64 << 10;
 
-/// Why the driver is not told.
+/// Why the cgroups cannot be reported.
 #[derive(Debug, thiserror::Error)]
 pub enum CgroupsError {
-    #[error("the runtime names no process of container {id}")]
+    #[error(
+        "the OCI state of container {id} has no process id; the runtime must run this hook at createRuntime"
+    )]
     NoProcess { id: String },
-    #[error("cgroups of process {pid} cannot be read")]
+    #[error("cannot read the cgroups of process {pid}")]
     Read {
         pid: u32,
         #[source]
         cause: io::Error,
     },
-    #[error("{path} cannot be written")]
+    #[error("cannot write {path}")]
     Write {
         path: PathBuf,
         #[source]
@@ -40,8 +36,8 @@ pub enum CgroupsError {
     },
 }
 
-/// Writes the container's file, or removes it once the container has stopped.
-pub fn keep(dir: &Path, state: &State) -> Result<(), CgroupsError> {
+/// Writes the container's file, or removes it if the container has stopped.
+pub fn report(dir: &Path, state: &State) -> Result<(), CgroupsError> {
     let path = dir.join(state.id.as_str());
     let fail = |cause| CgroupsError::Write { path: path.clone(), cause };
     if state.status == "stopped" {
@@ -56,9 +52,9 @@ pub fn keep(dir: &Path, state: &State) -> Result<(), CgroupsError> {
     }
     let mut text = Vec::new();
     fs::File::open(format!("/proc/{pid}/cgroup"))
-        .and_then(|file| file.take(LARGEST).read_to_end(&mut text))
+        .and_then(|file| file.take(MAX_FILE_BYTES).read_to_end(&mut text))
         .map_err(|cause| CgroupsError::Read { pid, cause })?;
-    // Hidden until it is whole.
+    // Write to a hidden name first, so that readers see only complete files.
     let part = dir.join(format!(".{}.{}", state.id.as_str(), std::process::id()));
     let write = || -> io::Result<()> {
         let mut file = fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(&part)?;
@@ -66,7 +62,7 @@ pub fn keep(dir: &Path, state: &State) -> Result<(), CgroupsError> {
         fs::rename(&part, &path)
     };
     write().map_err(|cause| {
-        // The first error is the one to tell.
+        // The first error is the one to report.
         let _ = fs::remove_file(&part);
         fail(cause)
     })

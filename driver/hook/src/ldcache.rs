@@ -1,27 +1,25 @@
-//! glibc's loader cache, `/etc/ld.so.cache`, format `glibc-ld.so.cache1.1`: a
-//! header, entries sorted for binary search, strings, and an extension that
-//! names the subdirectories for CPU levels which entries refer to.
+//! glibc's loader cache, `/etc/ld.so.cache`, format `glibc-ld.so.cache1.1`: a header, entries
+//! sorted for binary search, strings, and an extension with the subdirectories for CPU levels.
 //!
-//! What the image has is read, our entries take the place of its entries of the
-//! same names, and the whole is written anew. Images of glibc before 2.32 have
-//! the same table behind an older one; every glibc reads the newer form alone.
-//! A cache that cannot be read is one that the loader ignores too, so it is
-//! replaced by ours.
+//! New entries replace those of the same name, and the whole file is rewritten. Images of glibc
+//! before 2.32 have the same table after an older one; every glibc reads the newer one if it is
+//! there. The loader ignores an unreadable cache, so such a cache is replaced.
 
-use crate::args::Work;
+use crate::args::HookArgs;
 use crate::root::{Root, RootError};
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::ffi::c_char;
 use std::path::Path;
 
-/// A cache of ten thousand libraries has less than a tenth of this.
-const LARGEST: u64 = 8 << 20;
-/// Names share their bytes in the file, so a small one could hold a great many.
-const LARGEST_STRINGS: usize = 16 << 20;
-const LONGEST: usize = 4096;
-/// Levels of processors; glibc knows four.
-const MOST_LEVELS: usize = 1024;
+/// Largest cache that is read. A cache of ten thousand libraries is smaller than a tenth of this.
+const MAX_FILE_BYTES: u64 = 8 << 20;
+/// Limit of the total string length. Entries may share strings, so a small file could expand to a
+/// huge list.
+const MAX_STRINGS_BYTES: usize = 16 << 20;
+const MAX_STRING_BYTES: usize = 4096;
+/// Limit of CPU levels; glibc has four.
+const MAX_CPU_LEVELS: usize = 1024;
 const MAGIC: &[u8] = b"glibc-ld.so.cache1.1";
 const OLD_MAGIC: &[u8] = b"ld.so-1.7.0";
 const HEADER: usize = 48;
@@ -30,19 +28,19 @@ const EXTENSION_MAGIC: u32 = 0xeaa4_2174;
 const TAG_GENERATOR: u32 = 0;
 const TAG_HWCAPS: u32 = 1;
 const GENERATOR: &[u8] = b"divvy-hook";
-/// This bit says that the rest is an index into the names of CPU levels.
+/// If this bit is set, the other bits are an index into the CPU levels.
 const HWCAP_EXTENSION: u64 = 1 << 62;
 const LITTLE_ENDIAN: u8 = 2;
-/// An ELF library of glibc for this machine.
+/// An ELF library of glibc for this architecture.
 #[cfg(target_arch = "x86_64")]
 const FLAGS: u32 = 0x0303;
 #[cfg(not(target_arch = "x86_64"))]
 const FLAGS: u32 = 0x0a03;
 
-/// Enters the work's names into the container's cache.
-pub fn update(root: &Root, work: &Work) -> Result<(), RootError> {
-    let have = root.read(Path::new("/etc/ld.so.cache"), LARGEST)?.unwrap_or_default();
-    let paths: Vec<(&[u8], Vec<u8>)> = work
+/// Adds the names to the container's cache.
+pub fn update(root: &Root, args: &HookArgs) -> Result<(), RootError> {
+    let have = root.read(Path::new("/etc/ld.so.cache"), MAX_FILE_BYTES)?.unwrap_or_default();
+    let paths: Vec<(&[u8], Vec<u8>)> = args
         .entries
         .iter()
         .map(|entry| {
@@ -58,11 +56,11 @@ pub fn update(root: &Root, work: &Work) -> Result<(), RootError> {
     root.dir(Path::new("/etc"))?.replace("ld.so.cache", &bytes)
 }
 
-/// A cache; names and paths are those of the bytes it was read from.
+/// A cache. Names and paths borrow from the bytes that it was parsed from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cache<'a> {
     entries: Vec<Entry<'a>>,
-    /// Subdirectories for CPU levels, in the order that entries count.
+    /// Subdirectories for CPU levels; entries refer to them by index.
     levels: Vec<&'a [u8]>,
 }
 
@@ -76,7 +74,7 @@ struct Entry<'a> {
 }
 
 impl<'a> Cache<'a> {
-    /// Reads a cache; nothing if any part of it is not as it should be.
+    /// Parses a cache; `None` if any part of it is invalid.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let table = if bytes.starts_with(OLD_MAGIC) {
             let count = u32_at(bytes, 12)? as usize;
@@ -85,7 +83,7 @@ impl<'a> Cache<'a> {
         } else {
             bytes
         };
-        // 0 was written before the byte order had a place in the header.
+        // 0 is the byte order of caches written before the header had that field.
         if !table.starts_with(MAGIC) || !matches!(table.get(28)?, 0 | &LITTLE_ENDIAN) {
             return None;
         }
@@ -94,10 +92,10 @@ impl<'a> Cache<'a> {
         let mut strings = 0;
         let mut text = |at: usize| -> Option<&'a [u8]> {
             let rest = table.get(at..)?;
-            let rest = &rest[..rest.len().min(LONGEST)];
+            let rest = &rest[..rest.len().min(MAX_STRING_BYTES)];
             let text = &rest[..rest.iter().position(|byte| *byte == 0)?];
             strings += text.len() + 1;
-            (strings <= LARGEST_STRINGS).then_some(text)
+            (strings <= MAX_STRINGS_BYTES).then_some(text)
         };
         let mut cache = Self::default();
         for entry in entries.chunks_exact(ENTRY) {
@@ -110,8 +108,8 @@ impl<'a> Cache<'a> {
             });
         }
         let extension = u32_at(table, 32)? as usize;
-        // Before glibc 2.33 there is none. Its offsets count from the start of the
-        // file, those of strings from the start of the table.
+        // glibc before 2.33 writes no extension. Its offsets count from the start of the file, but
+        // those of strings from the start of the table.
         if extension != 0 && u32_at(bytes, extension)? == EXTENSION_MAGIC {
             for section in 0..u32_at(bytes, extension.checked_add(4)?)? as usize {
                 let at = section.checked_mul(16)?.checked_add(extension)?.checked_add(8)?;
@@ -120,8 +118,8 @@ impl<'a> Cache<'a> {
                 }
                 let (offset, size) = (u32_at(bytes, at + 8)? as usize, u32_at(bytes, at + 12)? as usize);
                 for level in bytes.get(offset..offset.checked_add(size)?)?.chunks_exact(4) {
-                    // Sections may lie upon each other, so the file's length does not bound them.
-                    if cache.levels.len() == MOST_LEVELS {
+                    // Sections may overlap, so the length of the file does not limit their number.
+                    if cache.levels.len() == MAX_CPU_LEVELS {
                         return None;
                     }
                     cache.levels.push(text(u32_at(level, 0)? as usize)?);
@@ -131,18 +129,18 @@ impl<'a> Cache<'a> {
         Some(cache)
     }
 
-    /// Adds names, in the place of all that the loader could find under them.
+    /// Adds names, each replacing all entries that the loader could find under it.
     pub fn add(&mut self, names: impl Iterator<Item = (&'a [u8], &'a [u8])>) {
         let new: Vec<Entry<'a>> =
             names.map(|(name, path)| Entry { flags: FLAGS, name, path, os_version: 0, hwcap: 0 }).collect();
         self.entries.retain(|have| have.flags != FLAGS || !new.iter().any(|entry| entry.name == have.name));
         self.entries.extend(new);
-        // Stable: where names are equal, the image's own order stays.
+        // The sort is stable: entries of equal names keep the order of the image.
         self.entries.sort_by(|a, b| compare(b.name, a.name).then(b.flags.cmp(&a.flags)));
         self.entries.dedup();
     }
 
-    /// The cache as a file.
+    /// Serialises the cache.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut strings = Strings { start: HEADER + ENTRY * self.entries.len(), ..Strings::default() };
         let mut entries = Vec::with_capacity(ENTRY * self.entries.len());
@@ -175,9 +173,9 @@ impl<'a> Cache<'a> {
         file
     }
 
-    /// What the loader of this machine finds under a name, CPU levels apart.
+    /// The path that the loader of this machine finds for a name, without CPU levels.
     pub fn find(&self, name: &str) -> Option<&'a [u8]> {
-        // As the loader does it: by halves, in descending order.
+        // Binary search in descending order, as the loader does.
         let found = self.entries.binary_search_by(|entry| compare(name.as_bytes(), entry.name)).ok()?;
         let same = |at: &&Entry<'a>| at.name == name.as_bytes();
         let first = self.entries[..found].iter().rev().take_while(same).count();
@@ -188,7 +186,7 @@ impl<'a> Cache<'a> {
     }
 }
 
-/// The strings of a file, each once.
+/// The strings of a file, without duplicates.
 #[derive(Default)]
 struct Strings<'a> {
     start: usize,
@@ -207,8 +205,8 @@ impl<'a> Strings<'a> {
     }
 }
 
-/// The loader's order of names: runs of digits count as numbers and come after
-/// any other character. Signedness of a character is the machine's.
+/// The loader's order of names: runs of digits compare as numbers and sort after any other
+/// character. `c_char` is signed or not as on this architecture.
 fn compare(a: &[u8], b: &[u8]) -> Ordering {
     let (mut a, mut b) = (a, b);
     loop {
@@ -219,7 +217,7 @@ fn compare(a: &[u8], b: &[u8]) -> Ordering {
                 order => return order,
             },
             (true, false) => return Ordering::Greater,
-            // The loader looks at the second name only while the first goes on.
+            // The loader checks the second name only while the first has characters.
             (false, true) if first != 0 => return Ordering::Less,
             _ if first != second => return (first as c_char).cmp(&(second as c_char)),
             _ if first == 0 => return Ordering::Equal,

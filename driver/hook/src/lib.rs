@@ -1,19 +1,10 @@
 //! The OCI hook that lets an unmodified image find the GPU driver's libraries.
 //!
-//! The runtime has mounted the libraries as `libcuda.so.580.95.05`; programs ask
-//! the loader for `libcuda.so.1`. This makes the links ([`links`]) and enters
-//! both into the loader's cache ([`ldcache`]), which is rewritten here, not by
-//! anybody's `ldconfig`: nothing of the image is executed.
-//!
-//! For a share it does two things more, each in a call of its own: what the image
-//! itself wants preloaded is kept ([`preload`]), and the driver is told the
-//! container's cgroups ([`cgroups`]).
-//!
-//! It runs as root over files that a stranger made. So every path is resolved
-//! inside the container's root and on its own mount ([`root`]): a link to the
-//! host, a FIFO, a device or a volume in the place of a file is never opened or
-//! followed out. No environment variable is read, input is bounded, and a
-//! deadline ends the process whatever happens.
+//! The runtime mounts `libcuda.so.580.95.05`, but programs load `libcuda.so.1`. The hook creates the
+//! links ([`links`]) and rewrites the loader's cache ([`ldcache`]); it executes nothing of the image. For
+//! a share it merges preload lists ([`preload`]) and reports cgroups ([`cgroups`]). It runs as root on
+//! untrusted files: every path is resolved inside the container's root and on its own mount ([`root`]),
+//! no environment variable is read, and input and run time are limited.
 
 pub mod args;
 pub mod cgroups;
@@ -23,17 +14,17 @@ pub mod preload;
 pub mod root;
 pub mod state;
 
-use args::Work;
+use args::HookArgs;
 use root::{Root, RootError};
 use state::State;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// The runtime waits for the hook, and the pod for the runtime.
-const DEADLINE: Duration = Duration::from_secs(10);
+/// The runtime waits for the hook, and the pod waits for the runtime.
+const HOOK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why the container cannot have its libraries.
+/// Why the hook fails.
 #[derive(Debug, thiserror::Error)]
 pub enum HookError {
     #[error(transparent)]
@@ -48,12 +39,14 @@ pub enum HookError {
     Cgroups(#[from] cgroups::CgroupsError),
 }
 
-/// The hook: arguments say what, OCI state on stdin says where.
+/// Entry point of the hook. The arguments say what to do; the OCI state on stdin identifies the
+/// container.
 pub fn main() -> ExitCode {
-    // Owned by the process: it ends with it, or ends it.
+    // A watchdog for the whole process. It needs no owner: it ends with the process or ends the
+    // process.
     std::thread::spawn(|| {
-        std::thread::sleep(DEADLINE);
-        eprintln!("divvy-hook: not done within {} s", DEADLINE.as_secs());
+        std::thread::sleep(HOOK_TIMEOUT);
+        eprintln!("divvy-hook: timed out after {} s", HOOK_TIMEOUT.as_secs());
         std::process::exit(1);
     });
     match run() {
@@ -72,33 +65,34 @@ pub fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), HookError> {
-    let work = Work::parse(std::env::args_os().skip(1))?;
+    let args = HookArgs::parse(std::env::args_os().skip(1))?;
     let state = State::read(std::io::stdin().lock())?;
-    if let Some(dir) = &work.cgroups {
-        cgroups::keep(dir, &state)?;
+    if let Some(dir) = &args.cgroups {
+        cgroups::report(dir, &state)?;
     }
-    if work.entries.is_empty() && work.preload.is_none() {
-        // After the container's end there is no root any more.
+    if args.entries.is_empty() && args.preload.is_none() {
+        // After the container has stopped, its root no longer exists.
         return Ok(());
     }
     let rootfs = state.rootfs()?;
-    if !work.entries.is_empty() {
-        apply(&rootfs, &work)?;
+    if !args.entries.is_empty() {
+        apply(&rootfs, &args)?;
     }
-    if let Some(dir) = &work.preload {
-        preload::keep(&Root::open(&rootfs)?, dir, &state.id)?;
+    if let Some(dir) = &args.preload {
+        preload::merge(&Root::open(&rootfs)?, dir, &state.id)?;
     }
     Ok(())
 }
 
-/// Makes the names in a container's root. Doing it again changes nothing.
-pub fn apply(rootfs: &Path, work: &Work) -> Result<(), HookError> {
+/// Creates the names in a container's root. Calling it again changes nothing.
+pub fn apply(rootfs: &Path, args: &HookArgs) -> Result<(), HookError> {
     let root = Root::open(rootfs)?;
     for step in [links::make, ldcache::update, links::configure, links::configure_musl] {
-        match step(&root, work) {
-            // A volume lies where the image's directory was: it belongs to
-            // somebody else and is left as it is.
-            Err(error) if error.is_volume() => eprintln!("divvy-hook: left alone: {error}"),
+        match step(&root, args) {
+            // The image's directory is covered by a volume, which must not be changed.
+            Err(error) if error.is_volume() => {
+                eprintln!("divvy-hook: skipped, a volume is mounted there: {error}")
+            }
             result => result?,
         }
     }

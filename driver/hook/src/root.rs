@@ -1,11 +1,10 @@
-//! A container's root as seen from the host, and the only way to touch it.
+//! Access to a container's root from the host; all file access of the hook goes through here.
 //!
-//! Every path goes through `openat2` with `RESOLVE_IN_ROOT`: `/` and `..` mean
-//! the container's root, whatever links the image holds. `RESOLVE_NO_MAGICLINKS`
-//! keeps `/proc/*/fd` and its like from leading out, `RESOLVE_NO_XDEV` keeps
-//! volumes, which may be directories of the host, from being written. Last
-//! components are created, replaced and removed relative to an open directory,
-//! so they are never followed.
+//! Every path is opened by `openat2` with `RESOLVE_IN_ROOT`, so `/` and `..` refer to the
+//! container's root. `RESOLVE_NO_MAGICLINKS` keeps `/proc/*/fd` from leading out, and
+//! `RESOLVE_NO_XDEV` keeps volumes, which may be host directories, from being written. The last
+//! path component is created, replaced or removed relative to an open directory, so links there are
+//! never followed.
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
@@ -14,10 +13,10 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 
-/// No resolution that is disturbed by a rename needs so many attempts.
-const ATTEMPTS: u32 = 64;
+/// Attempts of a path resolution that concurrent renames disturb.
+const MAX_RESOLVE_ATTEMPTS: u32 = 64;
 
-/// A directory or file of the container could not be used.
+/// A directory or file of the container cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("{action} {path} in the container")]
 pub struct RootError {
@@ -32,7 +31,7 @@ impl RootError {
         Self { action, path: path.to_owned(), cause: cause.into() }
     }
 
-    /// Whether the path leads onto another mount.
+    /// Whether the path leads to another mount.
     pub fn is_volume(&self) -> bool {
         self.cause.kind() == io::ErrorKind::CrossesDevices
     }
@@ -52,7 +51,7 @@ pub struct Dir {
 }
 
 impl Root {
-    /// Opens the root by its path on the host, which is the runtime's.
+    /// Opens the root by its path on the host, which the runtime chose.
     pub fn open(path: &Path) -> Result<Self, RootError> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let fd = rustix::fs::openat(CWD, path, flags, Mode::empty());
@@ -65,7 +64,7 @@ impl Root {
     }
 
     fn resolve_by(&self, path: &Path, flags: OFlags, resolve: ResolveFlags) -> rustix::io::Result<OwnedFd> {
-        for _ in 1..ATTEMPTS {
+        for _ in 1..MAX_RESOLVE_ATTEMPTS {
             match rustix::fs::openat2(&self.fd, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve) {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 result => return result,
@@ -74,23 +73,23 @@ impl Root {
         Err(Errno::AGAIN)
     }
 
-    /// Something that is there, on whatever mount: to look at it or to mount over
-    /// it, never to write it.
+    /// Opens an existing path on any mount, to read it or to mount over it, never to write it.
+    /// `None` if there is no such path.
     pub fn at(&self, path: &Path) -> Result<Option<OwnedFd>, RootError> {
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
         match self.resolve_by(path, OFlags::PATH, resolve) {
             Ok(fd) => Ok(Some(fd)),
             Err(Errno::NOENT) => Ok(None),
-            Err(cause) => Err(RootError::new("looking at", path, cause)),
+            Err(cause) => Err(RootError::new("opening", path, cause)),
         }
     }
 
-    /// Whether something is there.
+    /// Whether the path exists.
     pub fn exists(&self, path: &Path) -> bool {
         self.resolve(path, OFlags::PATH).is_ok()
     }
 
-    /// A directory, made with its parents where it is missing.
+    /// Opens a directory. Missing directories are created.
     pub fn dir(&self, path: &Path) -> Result<Dir, RootError> {
         let open = |path: &Path| self.resolve(path, OFlags::PATH | OFlags::DIRECTORY);
         let fail = |path: &Path, cause| RootError::new("opening directory", path, cause);
@@ -106,9 +105,9 @@ impl Root {
             here.push(name);
             fd = match open(&here) {
                 Err(Errno::NOENT) => {
-                    // A link that leads nowhere is in the way, and stays.
+                    // A dangling link at this name makes this fail, and it is not removed.
                     rustix::fs::mkdirat(&fd, name, Mode::from_raw_mode(0o755))
-                        .map_err(|cause| RootError::new("making directory", &here, cause))?;
+                        .map_err(|cause| RootError::new("creating directory", &here, cause))?;
                     open(&here)
                 }
                 result => result,
@@ -118,13 +117,13 @@ impl Root {
         Ok(Dir { fd, path: path.to_owned() })
     }
 
-    /// The content of a regular file no larger than `largest`; nothing if there is no such file.
-    pub fn read(&self, path: &Path, largest: u64) -> Result<Option<Vec<u8>>, RootError> {
+    /// The content of a regular file of at most `max_bytes`; `None` if there is no such file.
+    pub fn read(&self, path: &Path, max_bytes: u64) -> Result<Option<Vec<u8>>, RootError> {
         let fail = |cause: io::Error| RootError::new("reading", path, cause);
         let regular = |fd: &OwnedFd| -> io::Result<bool> {
             Ok(FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode) == FileType::RegularFile)
         };
-        // Looked at before it is opened: merely opening a device can do something.
+        // Check the type before opening: opening a device can have side effects.
         match self.resolve(path, OFlags::PATH) {
             Err(Errno::NOENT) => return Ok(None),
             Err(cause) => return Err(fail(cause.into())),
@@ -137,20 +136,20 @@ impl Root {
             return Ok(None);
         }
         let mut bytes = Vec::new();
-        File::from(fd).take(largest + 1).read_to_end(&mut bytes).map_err(fail)?;
-        Ok((bytes.len() as u64 <= largest).then_some(bytes))
+        File::from(fd).take(max_bytes + 1).read_to_end(&mut bytes).map_err(fail)?;
+        Ok((bytes.len() as u64 <= max_bytes).then_some(bytes))
     }
 }
 
 impl Dir {
-    /// Makes a link, in the place of whatever is there but a directory or a mount.
+    /// Creates a link. It replaces any existing entry except a directory or a mount.
     pub fn link(&self, name: &str, target: &str) -> Result<(), RootError> {
         let fail = |cause| RootError::new("linking", &self.path.join(name), cause);
         match rustix::fs::readlinkat(&self.fd, name, Vec::new()) {
             Ok(have) if have.to_bytes() == target.as_bytes() => return Ok(()),
             Ok(_) | Err(Errno::INVAL) => match rustix::fs::unlinkat(&self.fd, name, AtFlags::empty()) {
                 Ok(()) => {}
-                // Mounted by this claim or another: that is the library itself.
+                // A mount of this claim or another is the library itself.
                 Err(Errno::BUSY) => return Ok(()),
                 Err(cause) => return Err(fail(cause)),
             },
@@ -160,19 +159,20 @@ impl Dir {
         rustix::fs::symlinkat(target, &self.fd, name).map_err(fail)
     }
 
-    /// Puts a file in the place of whatever is there but a directory, at once.
+    /// Replaces an entry other than a directory by a file, atomically.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<(), RootError> {
         let part = format!(".divvy-{name}.{}", std::process::id());
         let write = || -> io::Result<()> {
             let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
             let fd = rustix::fs::openat(&self.fd, &part, flags, Mode::from_raw_mode(0o644))?;
-            // The umask is the runtime's and must not hide the file from the container's users.
+            // Set the mode explicitly: the runtime's umask could hide the file from the container's
+            // users.
             rustix::fs::fchmod(&fd, Mode::from_raw_mode(0o644))?;
             File::from(fd).write_all(bytes)?;
             Ok(rustix::fs::renameat(&self.fd, &part, &self.fd, name)?)
         };
         write().map_err(|cause| {
-            // The first error is the one to tell.
+            // The first error is the one to report.
             let _ = rustix::fs::unlinkat(&self.fd, &part, AtFlags::empty());
             RootError::new("writing", &self.path.join(name), cause)
         })

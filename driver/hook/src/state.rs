@@ -1,23 +1,22 @@
-//! Which container, and where its root is: the runtime's word, by the OCI runtime
-//! specification. State comes on stdin and names the container, its first process
-//! and the bundle, whose `config.json` names the root. All are the runtime's, not
-//! the image's.
+//! The OCI state of the container, by the OCI runtime specification. The state on stdin names the
+//! container, its first process and the bundle, whose `config.json` names the root. All of it comes
+//! from the runtime, not from the image.
 
 use serde::Deserialize;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::PathBuf;
 
-/// No runtime writes more.
-const LARGEST_STATE: u64 = 1 << 20;
-const LARGEST_CONFIG: u64 = 16 << 20;
-const LONGEST_ID: usize = 200;
+/// Larger input is rejected; runtimes write far less.
+const MAX_STATE_BYTES: u64 = 1 << 20;
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+const MAX_ID_BYTES: usize = 200;
 
-/// What the runtime says of the container.
+/// The OCI state of the container.
 #[derive(Debug, Deserialize)]
 pub struct State {
     pub id: ContainerId,
-    /// Its first process, as the host numbers it; absent where there is none.
+    /// PID of the first process in the host's namespace; 0 if there is none.
     #[serde(default)]
     pub pid: u32,
     #[serde(default)]
@@ -25,13 +24,14 @@ pub struct State {
     bundle: PathBuf,
 }
 
-/// The runtime's name of a container, which is also the name of a file.
+/// The runtime's id of a container. It is used as a file name.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct ContainerId(String);
 
 impl ContainerId {
-    /// As text: letters, digits, `-`, `_` and `.`, never hidden, never a path.
+    /// The id: letters, digits, `-`, `_` and `.`, without a leading `.`, so it is neither a path
+    /// nor hidden.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -41,19 +41,19 @@ impl TryFrom<String> for ContainerId {
     type Error = String;
     fn try_from(id: String) -> Result<Self, Self::Error> {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        match !id.is_empty() && id.len() <= LONGEST_ID && !id.starts_with('.') && id.chars().all(plain) {
+        match !id.is_empty() && id.len() <= MAX_ID_BYTES && !id.starts_with('.') && id.chars().all(plain) {
             true => Ok(Self(id)),
-            false => Err(format!("container id {id:?} cannot name a file")),
+            false => Err(format!("container id {id:?} cannot be a file name")),
         }
     }
 }
 
-/// Why the container is not known.
+/// Why the state cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    #[error("OCI state on stdin cannot be read")]
+    #[error("cannot read the OCI state on stdin")]
     State(#[source] io::Error),
-    #[error("{path} cannot be read")]
+    #[error("cannot read {path}")]
     Config {
         path: PathBuf,
         #[source]
@@ -72,23 +72,23 @@ struct ConfigRoot {
 }
 
 impl State {
-    /// Reads OCI state.
+    /// Reads the OCI state.
     pub fn read(state: impl Read) -> Result<Self, StateError> {
-        parse(state, LARGEST_STATE).map_err(StateError::State)
+        parse(state, MAX_STATE_BYTES).map_err(StateError::State)
     }
 
-    /// The container's root on the host.
+    /// The path of the container's root on the host.
     pub fn rootfs(&self) -> Result<PathBuf, StateError> {
         let path = self.bundle.join("config.json");
-        let config = File::open(&path).and_then(|file| parse::<Config>(file, LARGEST_CONFIG));
+        let config = File::open(&path).and_then(|file| parse::<Config>(file, MAX_CONFIG_BYTES));
         let config = config.map_err(|cause| StateError::Config { path, cause })?;
         Ok(self.bundle.join(config.root.path))
     }
 }
 
-fn parse<T: serde::de::DeserializeOwned>(from: impl Read, largest: u64) -> io::Result<T> {
+fn parse<T: serde::de::DeserializeOwned>(from: impl Read, max_bytes: u64) -> io::Result<T> {
     let mut bytes = Vec::new();
-    from.take(largest).read_to_end(&mut bytes)?;
+    from.take(max_bytes).read_to_end(&mut bytes)?;
     Ok(serde_json::from_slice(&bytes)?)
 }
 
@@ -114,12 +114,12 @@ mod tests {
     }
 
     #[test]
-    fn endless_state_is_refused() {
+    fn endless_state_is_rejected() {
         assert!(State::read(io::repeat(b' ')).is_err());
     }
 
     #[test]
-    fn a_container_id_names_a_file_and_no_path() {
+    fn container_id_must_be_a_plain_file_name() {
         let read =
             |id: &str| State::read(serde_json::json!({"bundle": "/b", "id": id}).to_string().as_bytes());
         assert_eq!(read("4f-A_b.1").unwrap().id.as_str(), "4f-A_b.1");

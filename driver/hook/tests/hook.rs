@@ -1,6 +1,6 @@
-//! The binary, as a runtime runs it, on images of every kind.
+//! Runs the binary as a runtime does, on ordinary and on malicious images.
 
-#![allow(clippy::unwrap_used)] // A test that cannot go on stops here.
+#![allow(clippy::unwrap_used)] // A test may panic.
 
 use divvy_hook::ldcache::Cache;
 use std::collections::BTreeMap;
@@ -12,26 +12,26 @@ use std::process::{Command, Stdio};
 
 const LIB: &str = "/usr/lib/x86_64-linux-gnu";
 
-/// The hook under test: cargo's, or the static one that is shipped.
+/// The hook under test: the binary built by cargo, or the static one that is shipped.
 fn hook() -> PathBuf {
     std::env::var_os("DIVVY_HOOK").map_or_else(|| env!("CARGO_BIN_EXE_divvy-hook").into(), PathBuf::from)
 }
 
-/// A host directory with a bundle, and things that the hook must not touch.
-struct World {
+/// A temporary directory with a bundle, and host files that the hook must not touch.
+struct TestBundle {
     dir: tempfile::TempDir,
 }
 
-impl World {
-    /// An image with the mounted library, and a host with a secret.
+impl TestBundle {
+    /// An image with a mounted library, and a host with a secret.
     fn new() -> Self {
-        let world = Self { dir: tempfile::tempdir().unwrap() };
-        world.write("bundle/config.json", br#"{"root": {"path": "rootfs"}}"#);
-        world.write(&format!("bundle/rootfs{LIB}/libcuda.so.580.1"), b"mounted");
-        fs::create_dir_all(world.image("etc")).unwrap();
-        world.write("host/ld.so.cache", b"the host's cache");
-        world.write("host/ld.so.conf.d/host.conf", b"/host/lib\n");
-        world
+        let bundle = Self { dir: tempfile::tempdir().unwrap() };
+        bundle.write("bundle/config.json", br#"{"root": {"path": "rootfs"}}"#);
+        bundle.write(&format!("bundle/rootfs{LIB}/libcuda.so.580.1"), b"mounted");
+        fs::create_dir_all(bundle.image("etc")).unwrap();
+        bundle.write("host/ld.so.cache", b"the host's cache");
+        bundle.write("host/ld.so.conf.d/host.conf", b"/host/lib\n");
+        bundle
     }
 
     fn path(&self, path: &str) -> PathBuf {
@@ -48,7 +48,7 @@ impl World {
         fs::write(path, content).unwrap();
     }
 
-    /// Puts a link to the host in the place of a path of the image.
+    /// Replaces a path of the image by a link to the host.
     fn point(&self, path: &str, to: &Path) {
         let path = self.image(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -62,7 +62,7 @@ impl World {
         assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
     }
 
-    /// Runs the hook; what it said on failure.
+    /// Runs the hook; the error is what it printed.
     fn run(&self) -> Result<(), String> {
         let library = format!("{LIB}/libcuda.so.580.1=libcuda.so.1");
         let link = format!("{LIB}/libcuda.so=libcuda.so.1");
@@ -83,7 +83,7 @@ impl World {
         }
     }
 
-    /// Every file below the host's directory, FIFOs and links by their kind.
+    /// Every file of the host directory; directories, FIFOs and links by kind.
     fn host(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         tree(&self.path("host"))
     }
@@ -117,64 +117,67 @@ fn tree(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 }
 
 #[test]
-fn an_ordinary_image_finds_the_library() {
-    let world = World::new();
-    world.run().unwrap();
-    world.points_to(&format!("{LIB}/libcuda.so.1"), "libcuda.so.580.1");
-    world.points_to(&format!("{LIB}/libcuda.so"), "libcuda.so.1");
-    assert_eq!(world.read("etc/ld.so.conf.d/00-divvy.conf"), format!("{LIB}\n").into_bytes());
-    let bytes = world.read("etc/ld.so.cache");
+fn image_finds_the_library() {
+    let bundle = TestBundle::new();
+    bundle.run().unwrap();
+    bundle.points_to(&format!("{LIB}/libcuda.so.1"), "libcuda.so.580.1");
+    bundle.points_to(&format!("{LIB}/libcuda.so"), "libcuda.so.1");
+    assert_eq!(bundle.read("etc/ld.so.conf.d/00-divvy.conf"), format!("{LIB}\n").into_bytes());
+    let bytes = bundle.read("etc/ld.so.cache");
     let cache = Cache::parse(&bytes).unwrap();
     assert_eq!(cache.find("libcuda.so.1"), Some(format!("{LIB}/libcuda.so.1").as_bytes()));
     assert_eq!(cache.find("libcuda.so"), Some(format!("{LIB}/libcuda.so").as_bytes()));
 }
 
 #[test]
-fn doing_it_again_changes_nothing() {
-    let world = World::new();
-    world.run().unwrap();
-    let first = tree(&world.image(""));
-    world.run().unwrap();
-    assert_eq!(tree(&world.image("")), first);
+fn second_run_changes_nothing() {
+    let bundle = TestBundle::new();
+    bundle.run().unwrap();
+    let first = tree(&bundle.image(""));
+    bundle.run().unwrap();
+    assert_eq!(tree(&bundle.image("")), first);
 }
 
 #[test]
-fn an_image_without_anything_gets_what_it_needs() {
-    let world = World::new();
-    fs::remove_dir(world.image("etc")).unwrap();
-    world.run().unwrap();
-    assert!(Cache::parse(&world.read("etc/ld.so.cache")).is_some());
+fn missing_directories_are_created() {
+    let bundle = TestBundle::new();
+    fs::remove_dir(bundle.image("etc")).unwrap();
+    bundle.run().unwrap();
+    assert!(Cache::parse(&bundle.read("etc/ld.so.cache")).is_some());
 }
 
 #[test]
-fn the_images_own_library_of_that_name_gives_way() {
-    let world = World::new();
-    world.write(&format!("bundle/rootfs{LIB}/libcuda.so.1"), b"a stub from a build");
-    world.run().unwrap();
-    world.points_to(&format!("{LIB}/libcuda.so.1"), "libcuda.so.580.1");
+fn stub_library_of_the_image_is_replaced() {
+    let bundle = TestBundle::new();
+    bundle.write(&format!("bundle/rootfs{LIB}/libcuda.so.1"), b"a stub from a build");
+    bundle.run().unwrap();
+    bundle.points_to(&format!("{LIB}/libcuda.so.1"), "libcuda.so.580.1");
 }
 
 #[test]
-fn musl_is_told_the_directory_behind_its_own() {
-    let world = World::new();
-    world.write("bundle/rootfs/lib/ld-musl-x86_64.so.1", b"loader");
-    world.run().unwrap();
-    world.run().unwrap();
+fn musl_path_file_gets_the_directory_last() {
+    let bundle = TestBundle::new();
+    bundle.write("bundle/rootfs/lib/ld-musl-x86_64.so.1", b"loader");
+    bundle.run().unwrap();
+    bundle.run().unwrap();
     let expect = format!("/lib\n/usr/local/lib\n/usr/lib\n{LIB}\n");
-    assert_eq!(String::from_utf8(world.read("etc/ld-musl-x86_64.path")).unwrap(), expect);
+    assert_eq!(String::from_utf8(bundle.read("etc/ld-musl-x86_64.path")).unwrap(), expect);
 }
 
-/// The image is prepared, the hook runs (and may refuse), the host is as before.
-fn host_is_safe(name: &str, prepare: impl Fn(&World)) {
-    let world = World::new();
-    prepare(&world);
-    let before = world.host();
-    let said = world.run();
-    assert_eq!(world.host(), before, "{name}: {said:?}");
-    let inside = tree(&world.image(""));
+/// Prepares the image, runs the hook, which may fail, and checks that the host is unchanged.
+fn host_is_safe(name: &str, prepare: impl Fn(&TestBundle)) {
+    let bundle = TestBundle::new();
+    prepare(&bundle);
+    let before = bundle.host();
+    let message = bundle.run();
+    assert_eq!(bundle.host(), before, "{name}: {message:?}");
+    let inside = tree(&bundle.image(""));
     let secret = b"the host's cache".as_slice();
     for (path, content) in &inside {
-        assert!(!content.windows(secret.len()).any(|part| part == secret), "{name}: {path:?} holds it");
+        assert!(
+            !content.windows(secret.len()).any(|part| part == secret),
+            "{name}: {path:?} contains the secret"
+        );
     }
 }
 
@@ -183,85 +186,85 @@ fn links_to_the_host_are_not_followed() {
     for path in
         ["etc", "etc/ld.so.conf.d", "etc/ld.so.cache", "etc/ld.so.conf.d/00-divvy.conf", LIB, "usr/lib"]
     {
-        host_is_safe(path, |world| world.point(path, &world.path("host")));
-        host_is_safe(path, |world| world.point(path, &world.path("host/ld.so.cache")));
+        host_is_safe(path, |bundle| bundle.point(path, &bundle.path("host")));
+        host_is_safe(path, |bundle| bundle.point(path, &bundle.path("host/ld.so.cache")));
         let up = Path::new("../../../../../../../../../../../..");
-        host_is_safe(path, |world| {
-            world.point(path, &up.join(world.path("host").strip_prefix("/").unwrap()))
+        host_is_safe(path, |bundle| {
+            bundle.point(path, &up.join(bundle.path("host").strip_prefix("/").unwrap()))
         });
-        host_is_safe(path, |world| {
-            world.point(
+        host_is_safe(path, |bundle| {
+            bundle.point(
                 path,
-                Path::new("/proc/self/root").join(world.path("host").strip_prefix("/").unwrap()).as_path(),
+                Path::new("/proc/self/root").join(bundle.path("host").strip_prefix("/").unwrap()).as_path(),
             )
         });
-        host_is_safe(path, |world| world.point(path, Path::new(path)));
+        host_is_safe(path, |bundle| bundle.point(path, Path::new(path)));
     }
     let file = format!("{LIB}/libcuda.so.1");
-    host_is_safe("a soname", |world| world.point(&file, &world.path("host/ld.so.cache")));
+    host_is_safe("a soname", |bundle| bundle.point(&file, &bundle.path("host/ld.so.cache")));
 }
 
 #[test]
-fn links_inside_the_image_are_followed_inside_it() {
-    let world = World::new();
-    fs::create_dir_all(world.image("data/etc")).unwrap();
-    world.point("etc", Path::new("/data/etc"));
-    world.run().unwrap();
-    assert!(Cache::parse(&world.read("data/etc/ld.so.cache")).is_some());
+fn links_are_resolved_inside_the_image() {
+    let bundle = TestBundle::new();
+    fs::create_dir_all(bundle.image("data/etc")).unwrap();
+    bundle.point("etc", Path::new("/data/etc"));
+    bundle.run().unwrap();
+    assert!(Cache::parse(&bundle.read("data/etc/ld.so.cache")).is_some());
 }
 
 #[test]
 fn fifos_do_not_block_and_are_replaced() {
     for path in ["etc/ld.so.cache", "etc/ld.so.conf.d/00-divvy.conf", "usr/lib/x86_64-linux-gnu/libcuda.so.1"]
     {
-        let world = World::new();
-        world.fifo(path);
-        world.run().unwrap();
-        let kind = fs::symlink_metadata(world.image(path)).unwrap().file_type();
+        let bundle = TestBundle::new();
+        bundle.fifo(path);
+        bundle.run().unwrap();
+        let kind = fs::symlink_metadata(bundle.image(path)).unwrap().file_type();
         assert!(!kind.is_fifo(), "{path}");
     }
 }
 
 #[test]
-fn a_fifo_in_the_place_of_a_directory_is_an_error() {
+fn fifo_in_place_of_a_directory_is_an_error() {
     for path in ["etc", "etc/ld.so.conf.d"] {
-        let world = World::new();
-        let _ = fs::remove_dir_all(world.image(path));
-        world.fifo(path);
-        let said = world.run().unwrap_err();
-        assert!(said.starts_with("divvy-hook: ") && said.contains(path), "{said}");
+        let bundle = TestBundle::new();
+        let _ = fs::remove_dir_all(bundle.image(path));
+        bundle.fifo(path);
+        let message = bundle.run().unwrap_err();
+        assert!(message.starts_with("divvy-hook: ") && message.contains(path), "{message}");
     }
 }
 
 #[test]
-fn a_fifo_on_the_host_behind_a_link_is_not_opened() {
-    let world = World::new();
-    assert!(Command::new("mkfifo").arg(world.path("host/fifo")).status().unwrap().success());
-    world.point("etc/ld.so.cache", &world.path("host/fifo"));
-    world.run().unwrap();
-    assert!(Cache::parse(&world.read("etc/ld.so.cache")).is_some());
+fn host_fifo_behind_a_link_is_not_opened() {
+    let bundle = TestBundle::new();
+    assert!(Command::new("mkfifo").arg(bundle.path("host/fifo")).status().unwrap().success());
+    bundle.point("etc/ld.so.cache", &bundle.path("host/fifo"));
+    bundle.run().unwrap();
+    assert!(Cache::parse(&bundle.read("etc/ld.so.cache")).is_some());
 }
 
 #[test]
-fn a_cache_that_is_a_directory_is_an_error_and_leaves_nothing() {
-    let world = World::new();
-    fs::create_dir_all(world.image("etc/ld.so.cache/x")).unwrap();
-    let said = world.run().unwrap_err();
-    assert!(said.contains("ld.so.cache"), "{said}");
-    assert_eq!(fs::read_dir(world.image("etc")).unwrap().count(), 1);
+fn directory_in_place_of_the_cache_is_an_error() {
+    let bundle = TestBundle::new();
+    fs::create_dir_all(bundle.image("etc/ld.so.cache/x")).unwrap();
+    let message = bundle.run().unwrap_err();
+    assert!(message.contains("ld.so.cache"), "{message}");
+    assert_eq!(fs::read_dir(bundle.image("etc")).unwrap().count(), 1);
 }
 
 #[test]
-fn a_volume_is_told_from_the_image() {
+fn volumes_are_detected() {
     let root = divvy_hook::root::Root::open(Path::new("/")).unwrap();
     assert!(root.dir(Path::new("/proc/self")).unwrap_err().is_volume());
     assert!(!root.dir(Path::new("/nonexistent\0")).unwrap_err().is_volume());
 }
 
 #[test]
-fn a_state_without_a_bundle_is_an_error() {
+fn missing_state_is_an_error() {
     let output = Command::new(hook()).stdin(Stdio::null()).output().unwrap();
     assert!(!output.status.success());
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("OCI state"), "{said}");
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(message.contains("OCI state"), "{message}");
 }

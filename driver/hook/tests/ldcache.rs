@@ -1,13 +1,13 @@
-//! The cache against the ones that glibc's own `ldconfig` reads and writes.
+//! Compares caches with those that glibc's `ldconfig` reads and writes.
 
-#![allow(clippy::unwrap_used)] // A test that cannot go on stops here.
+#![allow(clippy::unwrap_used)] // A test may panic.
 
 use divvy_hook::ldcache::Cache;
 use proptest::prelude::*;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What glibc itself reads from a cache, without the line of who wrote it.
+/// The entries that glibc reads from a cache, without the line that names the generator.
 fn listed(cache: &Path) -> Vec<String> {
     let output = Command::new("/sbin/ldconfig").arg("-p").arg("-C").arg(cache).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -15,7 +15,7 @@ fn listed(cache: &Path) -> Vec<String> {
     text.lines().skip(1).filter(|line| !line.starts_with("Cache generated")).map(str::to_owned).collect()
 }
 
-/// Compares lists too long to print.
+/// Compares lists that are too long to print.
 fn same(have: &[String], expect: &[String], what: &str) {
     for (have, expect) in have.iter().zip(expect) {
         assert_eq!(have, expect, "{what}");
@@ -23,8 +23,8 @@ fn same(have: &[String], expect: &[String], what: &str) {
     assert_eq!(have.len(), expect.len(), "{what}");
 }
 
-/// A cache that glibc makes of this machine's libraries and a directory whose
-/// library has a second build for a CPU level.
+/// A cache that glibc creates for this machine's libraries and a directory whose library has a
+/// second build for a CPU level.
 fn made_by_glibc(format: &str, dir: &Path) -> PathBuf {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let library = maps
@@ -50,11 +50,11 @@ fn made_by_glibc(format: &str, dir: &Path) -> PathBuf {
 }
 
 #[test]
-fn glibc_reads_back_what_it_wrote_with_our_names_added() {
+fn glibc_reads_a_rewritten_cache_with_added_names() {
     for format in ["new", "compat"] {
         let dir = tempfile::tempdir().unwrap();
         let path = made_by_glibc(format, dir.path());
-        // glibc itself misreads the CPU levels of its older format.
+        // glibc misreads the CPU levels of its older format.
         let list = || -> Vec<String> {
             listed(&path).into_iter().filter(|line| format == "new" || !line.contains("hwcap:")).collect()
         };
@@ -75,7 +75,7 @@ fn glibc_reads_back_what_it_wrote_with_our_names_added() {
 }
 
 #[test]
-fn every_name_that_glibc_entered_is_found_by_halves() {
+fn binary_search_finds_every_name_of_glibc() {
     let dir = tempfile::tempdir().unwrap();
     let path = made_by_glibc("new", dir.path());
     let bytes = std::fs::read(&path).unwrap();
@@ -90,7 +90,7 @@ fn every_name_that_glibc_entered_is_found_by_halves() {
 }
 
 #[test]
-fn our_name_hides_the_images() {
+fn added_name_replaces_that_of_the_image() {
     let mut cache = Cache::default();
     cache.add([(b"libcuda.so.1".as_slice(), b"/stub/libcuda.so.1".as_slice())].into_iter());
     cache.add([(b"libcuda.so.1".as_slice(), b"/l/libcuda.so.1".as_slice())].into_iter());
@@ -103,7 +103,7 @@ fn name() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn what_is_added_is_found_after_a_round_through_a_file(
+    fn added_names_are_found_after_a_round_trip(
         names in proptest::collection::btree_map(name(), name(), 0..40),
     ) {
         let mut cache = Cache::default();
@@ -113,7 +113,8 @@ proptest! {
         prop_assert_eq!(&read, &cache);
         for (name, path) in &names {
             let found = read.find(std::str::from_utf8(name).unwrap());
-            // Names that count as one number, `1` and `01`, are one to the loader's order.
+            // Names such as `1` and `01`, which compare as equal numbers, are equal in the loader's
+            // order.
             prop_assert!(found.is_some(), "{:?}", name);
             let _ = path;
         }

@@ -1,7 +1,7 @@
-//! What the hook does for a share, as a runtime runs it: in a mount namespace
-//! with the share's list mounted over that of the image.
+//! Runs the hook for a share as a runtime does: in a mount namespace with the list of the share
+//! mounted over that of the image.
 
-#![allow(clippy::unwrap_used)] // A test that cannot go on stops here.
+#![allow(clippy::unwrap_used)] // A test may panic.
 
 use std::fs;
 use std::io::Write;
@@ -9,25 +9,25 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-/// The hook under test: cargo's, or the static one that is shipped.
+/// The hook under test: the binary built by cargo, or the static one that is shipped.
 fn hook() -> PathBuf {
     std::env::var_os("DIVVY_HOOK").map_or_else(|| env!("CARGO_BIN_EXE_divvy-hook").into(), PathBuf::from)
 }
 
-/// A bundle, and directories of the host for what is kept by container.
-struct World {
+/// A bundle, and the host directories with a file per container.
+struct TestBundle {
     dir: tempfile::TempDir,
 }
 
-impl World {
+impl TestBundle {
     fn new() -> Self {
-        let world = Self { dir: tempfile::tempdir().unwrap() };
+        let bundle = Self { dir: tempfile::tempdir().unwrap() };
         for dir in ["bundle/rootfs/etc", "preload", "cgroups"] {
-            fs::create_dir_all(world.path(dir)).unwrap();
+            fs::create_dir_all(bundle.path(dir)).unwrap();
         }
-        fs::write(world.path("bundle/config.json"), r#"{"root": {"path": "rootfs"}}"#).unwrap();
-        fs::write(world.path("shared"), "/run/divvy/lib/libdivvy.so\n").unwrap();
-        world
+        fs::write(bundle.path("bundle/config.json"), r#"{"root": {"path": "rootfs"}}"#).unwrap();
+        fs::write(bundle.path("shared"), "/run/divvy/lib/libdivvy.so\n").unwrap();
+        bundle
     }
 
     fn path(&self, path: &str) -> PathBuf {
@@ -43,8 +43,8 @@ impl World {
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 
-    /// Runs a script in a mount namespace of its own, with `$LIST`, `$SHARED`,
-    /// `$PRELOAD` and the hook as `hook ARGS`; answers what it printed.
+    /// Runs a script in a mount namespace of its own, with `$LIST`, `$SHARED`, `$PRELOAD` and the
+    /// hook as `hook ARGS`. Returns its output.
     fn inside(&self, script: &str) -> Result<String, String> {
         let state = serde_json::json!({"ociVersion": "1.2.0", "id": "c1", "bundle": self.path("bundle")});
         let script = format!(r#"hook() {{ printf %s "$STATE" | "$HOOK" "$@"; }}; set -e; {script}"#);
@@ -63,7 +63,7 @@ impl World {
         }
     }
 
-    /// The same with the share's list mounted, and the hook run; then the list.
+    /// Mounts the list of the share, runs the hook and then the script `then`.
     fn mounted(&self, then: &str) -> Result<String, String> {
         let mount = r#"mount --bind "$SHARED" "$LIST"; mount -o remount,bind,ro "$LIST""#;
         self.inside(&format!(r#"{mount}; hook --preload "$PRELOAD"; {then}"#))
@@ -89,107 +89,110 @@ impl World {
 const SHOW: &str = r#"cat "$LIST""#;
 
 #[test]
-fn an_image_keeps_what_it_preloads_itself() {
-    let world = World::new();
-    fs::write(world.list(), "/usr/lib/libjemalloc.so.2\n").unwrap();
-    let text = world.mounted(SHOW).unwrap();
+fn preload_list_of_the_image_is_kept() {
+    let bundle = TestBundle::new();
+    fs::write(bundle.list(), "/usr/lib/libjemalloc.so.2\n").unwrap();
+    let text = bundle.mounted(SHOW).unwrap();
     assert_eq!(text, "/run/divvy/lib/libdivvy.so\n/usr/lib/libjemalloc.so.2\n");
-    assert_eq!(world.files("preload"), ["c1"]);
-    let mode = fs::metadata(world.path("preload/c1")).unwrap().permissions().mode();
+    assert_eq!(bundle.files("preload"), ["c1"]);
+    let mode = fs::metadata(bundle.path("preload/c1")).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o444);
-    assert_eq!(fs::read(world.list()).unwrap(), b"/usr/lib/libjemalloc.so.2\n", "the image is as it was");
+    assert_eq!(fs::read(bundle.list()).unwrap(), b"/usr/lib/libjemalloc.so.2\n", "the image is as it was");
 }
 
 #[test]
-fn nobody_in_the_container_can_write_the_list() {
-    let world = World::new();
-    fs::write(world.list(), "/a.so\n").unwrap();
+fn merged_list_is_read_only_in_the_container() {
+    let bundle = TestBundle::new();
+    fs::write(bundle.list(), "/a.so\n").unwrap();
     for write in [r#"echo > "$LIST""#, r#"rm "$LIST""#, r#"mv "$LIST" "$LIST.old""#] {
-        let text = world.mounted(&format!("if {write}; then false; fi; {SHOW}")).unwrap();
+        let text = bundle.mounted(&format!("if {write}; then false; fi; {SHOW}")).unwrap();
         assert_eq!(text, "/run/divvy/lib/libdivvy.so\n/a.so\n", "{write}");
     }
 }
 
 #[test]
-fn an_image_that_preloads_nothing_gets_the_shared_list() {
+fn image_without_a_list_gets_the_list_of_the_share() {
     for own in ["", "# nothing\n", "/run/divvy/lib/libdivvy.so\n"] {
-        let world = World::new();
-        fs::write(world.list(), own).unwrap();
-        assert_eq!(world.mounted(SHOW).unwrap(), "/run/divvy/lib/libdivvy.so\n");
-        assert_eq!(world.files("preload"), [""; 0]);
+        let bundle = TestBundle::new();
+        fs::write(bundle.list(), own).unwrap();
+        assert_eq!(bundle.mounted(SHOW).unwrap(), "/run/divvy/lib/libdivvy.so\n");
+        assert_eq!(bundle.files("preload"), [""; 0]);
     }
 }
 
 #[test]
-fn a_second_share_of_the_container_changes_nothing() {
-    let world = World::new();
-    fs::write(world.list(), "/a.so\n").unwrap();
-    let text =
-        world.mounted(&format!(r#"hook --preload "$PRELOAD"; {SHOW}; grep -c "$LIST" /proc/self/mountinfo"#));
+fn second_share_changes_nothing() {
+    let bundle = TestBundle::new();
+    fs::write(bundle.list(), "/a.so\n").unwrap();
+    let text = bundle
+        .mounted(&format!(r#"hook --preload "$PRELOAD"; {SHOW}; grep -c "$LIST" /proc/self/mountinfo"#));
     assert_eq!(text.unwrap(), "/run/divvy/lib/libdivvy.so\n/a.so\n2\n");
 }
 
 #[test]
-fn a_list_on_a_volume_counts_as_the_images() {
-    let world = World::new();
-    fs::create_dir(world.path("volume")).unwrap();
-    fs::write(world.path("volume/ld.so.preload"), "/volume.so\n").unwrap();
-    fs::write(world.list(), "/hidden.so\n").unwrap();
-    let volume = world.path("volume").display().to_string();
-    let etc = world.path("bundle/rootfs/etc").display().to_string();
+fn list_on_a_volume_counts_as_that_of_the_image() {
+    let bundle = TestBundle::new();
+    fs::create_dir(bundle.path("volume")).unwrap();
+    fs::write(bundle.path("volume/ld.so.preload"), "/volume.so\n").unwrap();
+    fs::write(bundle.list(), "/hidden.so\n").unwrap();
+    let volume = bundle.path("volume").display().to_string();
+    let etc = bundle.path("bundle/rootfs/etc").display().to_string();
     let script = format!(
         r#"mount --bind {volume} {etc}; mount --bind "$SHARED" "$LIST"; hook --preload "$PRELOAD"; {SHOW}"#
     );
-    assert_eq!(world.inside(&script).unwrap(), "/run/divvy/lib/libdivvy.so\n/volume.so\n");
+    assert_eq!(bundle.inside(&script).unwrap(), "/run/divvy/lib/libdivvy.so\n/volume.so\n");
 }
 
 #[test]
-fn a_link_to_the_host_is_not_followed() {
-    let world = World::new();
-    fs::write(world.path("secret"), "/secret.so\n").unwrap();
-    symlink(world.path("secret"), world.list()).unwrap();
-    // A runtime resolves the link inside the root and mounts there.
-    let inside = world.path("bundle/rootfs").join(world.path("secret").strip_prefix("/").unwrap());
+fn link_to_the_host_is_not_followed() {
+    let bundle = TestBundle::new();
+    fs::write(bundle.path("secret"), "/secret.so\n").unwrap();
+    symlink(bundle.path("secret"), bundle.list()).unwrap();
+    // A runtime resolves the link inside the root and mounts at its target.
+    let inside = bundle.path("bundle/rootfs").join(bundle.path("secret").strip_prefix("/").unwrap());
     fs::create_dir_all(inside.parent().unwrap()).unwrap();
     fs::write(&inside, "").unwrap();
     let inside = inside.display();
     let script = format!(r#"mount --bind "$SHARED" {inside}; hook --preload "$PRELOAD"; cat {inside}"#);
-    assert_eq!(world.inside(&script).unwrap(), "/run/divvy/lib/libdivvy.so\n");
-    assert_eq!(world.files("preload"), [""; 0]);
+    assert_eq!(bundle.inside(&script).unwrap(), "/run/divvy/lib/libdivvy.so\n");
+    assert_eq!(bundle.files("preload"), [""; 0]);
 }
 
 #[test]
-fn a_list_that_cannot_be_kept_stops_the_container() {
-    let world = World::new();
-    fs::write(world.list(), "/a.so\n".repeat(20_000)).unwrap();
-    let said = world.mounted("").unwrap_err();
-    assert!(said.contains("/etc/ld.so.preload of the image is larger"), "{said}");
-    fs::write(world.list(), "/a.so\n").unwrap();
-    fs::remove_dir(world.path("preload")).unwrap();
-    let said = world.mounted("").unwrap_err();
-    assert!(said.contains("preload/c1 cannot be written"), "{said}");
+fn failed_merge_stops_the_container() {
+    let bundle = TestBundle::new();
+    fs::write(bundle.list(), "/a.so\n".repeat(20_000)).unwrap();
+    let message = bundle.mounted("").unwrap_err();
+    assert!(message.contains("/etc/ld.so.preload of the image is larger"), "{message}");
+    fs::write(bundle.list(), "/a.so\n").unwrap();
+    fs::remove_dir(bundle.path("preload")).unwrap();
+    let message = bundle.mounted("").unwrap_err();
+    assert!(message.contains("cannot write"), "{message}");
 }
 
 #[test]
-fn the_driver_is_told_the_cgroups_until_the_container_stops() {
-    let world = World::new();
-    let state = |status: &str, pid: u32| serde_json::json!({"id": "c1", "bundle": "/nonexistent", "status": status, "pid": pid});
-    world.cgroups(state("creating", std::process::id())).unwrap();
-    assert_eq!(world.files("cgroups"), ["c1"]);
+fn cgroups_are_reported_until_the_container_stops() {
+    let bundle = TestBundle::new();
+    let state = |status: &str, pid: u32| -> serde_json::Value {
+        let bundle = "/nonexistent";
+        serde_json::json!({"id": "c1", "bundle": bundle, "status": status, "pid": pid})
+    };
+    bundle.cgroups(state("creating", std::process::id())).unwrap();
+    assert_eq!(bundle.files("cgroups"), ["c1"]);
     let own = fs::read("/proc/self/cgroup").unwrap();
-    assert_eq!(fs::read(world.path("cgroups/c1")).unwrap(), own);
-    world.cgroups(state("stopped", 0)).unwrap();
-    world.cgroups(state("stopped", 0)).unwrap();
-    assert_eq!(world.files("cgroups"), [""; 0]);
+    assert_eq!(fs::read(bundle.path("cgroups/c1")).unwrap(), own);
+    bundle.cgroups(state("stopped", 0)).unwrap();
+    bundle.cgroups(state("stopped", 0)).unwrap();
+    assert_eq!(bundle.files("cgroups"), [""; 0]);
 }
 
 #[test]
-fn a_runtime_that_does_not_name_the_process_is_told_so() {
-    let world = World::new();
+fn missing_process_and_bad_ids_are_errors() {
+    let bundle = TestBundle::new();
     let state = |pid: u32| serde_json::json!({"id": "c1", "bundle": "/b", "status": "creating", "pid": pid});
-    assert!(world.cgroups(state(0)).unwrap_err().contains("names no process of container c1"));
-    assert!(world.cgroups(state(u32::MAX)).unwrap_err().contains("cgroups of process 4294967295"));
-    assert_eq!(world.files("cgroups"), [""; 0]);
-    let sly = serde_json::json!({"id": "../c1", "bundle": "/b", "pid": 1});
-    assert!(world.cgroups(sly).unwrap_err().contains("cannot name a file"));
+    assert!(bundle.cgroups(state(0)).unwrap_err().contains("of container c1 has no process id"));
+    assert!(bundle.cgroups(state(u32::MAX)).unwrap_err().contains("cgroups of process 4294967295"));
+    assert_eq!(bundle.files("cgroups"), [""; 0]);
+    let malicious = serde_json::json!({"id": "../c1", "bundle": "/b", "pid": 1});
+    assert!(bundle.cgroups(malicious).unwrap_err().contains("cannot be a file name"));
 }

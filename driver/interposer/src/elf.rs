@@ -1,16 +1,16 @@
-//! Which objects the loader has mapped and what they define.
+//! Reads the loader's list of mapped objects and their symbol tables.
 //!
-//! The library must find functions that its own exports hide, and must do so where `dlopen` and `dlsym` are out of
-//! question: it may be called under the loader's lock, from another library's constructor, and by the program's first
-//! instruction. So it asks the loader for the list of objects (`dl_iterate_phdr`, the one function it imports for this)
-//! and reads their symbol tables itself. Objects of other namespaces (`dlmopen`) are not in that list: those are found
-//! from an address, in `/proc/self/maps`.
+//! The library must find functions that its own exports hide, in places where `dlopen` and `dlsym`
+//! cannot be called: under the loader's lock, in another library's constructor, at the program's
+//! first instruction. So it gets the objects from `dl_iterate_phdr` and reads the symbol tables
+//! itself. Objects of other namespaces (`dlmopen`) are not listed; those are found from an address
+//! in `/proc/self/maps`.
 
 use crate::sys;
 use core::ffi::{c_char, c_int, c_void};
 use core::ptr;
 
-/// A mapped object's dynamic section, as far as a lookup needs it. It lives as long as the object stays mapped.
+/// The parts of an object's dynamic section that a lookup needs. Valid while the object is mapped.
 #[derive(Clone, Copy)]
 pub(crate) struct Object {
     base: usize,
@@ -84,7 +84,7 @@ const DT_SYMTAB: i64 = 6;
 const DT_SONAME: i64 = 14;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 const DT_VERSYM: i64 = 0x6fff_fff0;
-/// Bit of a version index: only a reference to exactly that version sees the symbol.
+/// Bit of a version index: only references to exactly this version see the symbol.
 const HIDDEN: u16 = 0x8000;
 
 unsafe extern "C" {
@@ -92,16 +92,16 @@ unsafe extern "C" {
         each: unsafe extern "C" fn(*const Info, usize, *mut c_void) -> c_int,
         data: *mut c_void,
     ) -> c_int;
-    /// The linker puts it at this library's own first byte.
+    /// The linker places it at this library's first byte.
     #[cfg(panic = "abort")]
     static __ehdr_start: u8;
 }
 
-/// Where this library is mapped.
+/// The base address of this library.
 pub(crate) fn own_base() -> usize {
     #[cfg(panic = "abort")]
     return &raw const __ehdr_start as usize;
-    // A plain build exports nothing, so it has no place of its own.
+    // A plain build exports nothing and has no base address.
     #[cfg(not(panic = "abort"))]
     return 0;
 }
@@ -111,15 +111,16 @@ pub(crate) fn own() -> Option<Object> {
     Object::mapped(Some(own_base()).filter(|base| *base != 0)?)
 }
 
-/// Told of an object, and of a test for the addresses that lie in it; answers whether to stop.
+/// Called with an object and with a test whether an address is in it; returns true to stop.
 type Visit<'a> = &'a mut dyn FnMut(&Object, &dyn Fn(usize) -> bool) -> bool;
 
-/// Calls `visit` for the objects of the program's namespace in the loader's order until it says to stop.
+/// Calls `visit` for the objects of the program's namespace, in the loader's order.
 #[cold]
 pub(crate) fn each_object(visit: Visit<'_>) {
     #[cold]
     unsafe extern "C" fn each(info: *const Info, _size: usize, data: *mut c_void) -> c_int {
-        // SAFETY: the loader gives a description that is good during this call; data is what was passed below.
+        // SAFETY: the loader's description is valid during this call; `data` is what was passed
+        // below.
         let (info, visit) = unsafe { (&*info, &mut *data.cast::<Visit<'_>>()) };
         if info.segments.is_null() {
             return 0;
@@ -132,7 +133,7 @@ pub(crate) fn each_object(visit: Visit<'_>) {
         }
     }
     let mut visit = visit;
-    // SAFETY: `each` has the signature asked for, and `visit` outlives the call.
+    // SAFETY: `each` has the required signature, and `visit` outlives the call.
     unsafe { dl_iterate_phdr(each, (&raw mut visit).cast()) };
 }
 
@@ -143,7 +144,7 @@ fn holds(base: usize, segments: &[Segment], address: usize) -> bool {
     })
 }
 
-/// The object of any namespace that `address` lies in.
+/// The object of any namespace that contains `address`.
 #[cold]
 pub(crate) fn object_at(address: usize) -> Option<Object> {
     let mut found = None;
@@ -169,7 +170,7 @@ impl Object {
             gnu_hash: ptr::null(),
             soname: None,
         };
-        // glibc adds the base to these in place; the kernel's vDSO and other loaders leave offsets.
+        // glibc relocates these values in place; the kernel's vDSO and other loaders leave offsets.
         let place = |value: usize| if value < base { base.wrapping_add(value) } else { value };
         for entry in object.entries() {
             match entry.tag {
@@ -184,14 +185,14 @@ impl Object {
         (!object.strings.is_null() && !object.symbols.is_null()).then_some(object)
     }
 
-    /// From the first byte of its file in memory.
+    /// Reads an object from the first byte of its mapped file.
     fn mapped(start: usize) -> Option<Object> {
         // SAFETY: a mapping of a file's first page, found in the list of this process's mappings.
         let header = unsafe { &*(start as *const Header) };
         if header.magic != *b"\x7fELF" || header.class != 2 || header.segments % 8 != 0 {
             return None;
         }
-        // SAFETY: the header's own table; for every linker's output it lies in the first page, which is mapped.
+        // SAFETY: the header's own table; linkers place it in the first page, which is mapped.
         let segments = unsafe {
             core::slice::from_raw_parts(
                 (start + header.segments) as *const Segment,
@@ -205,7 +206,7 @@ impl Object {
     fn entries<'a>(&self) -> impl Iterator<Item = &'a Dynamic> + use<'a> {
         let mut at = self.dynamic;
         core::iter::from_fn(move || {
-            // SAFETY: a dynamic section ends with DT_NULL, and no step is made behind that.
+            // SAFETY: a dynamic section ends with DT_NULL, and the iterator does not go past it.
             let entry = unsafe { &*at };
             if entry.tag == DT_NULL {
                 return None;
@@ -225,24 +226,27 @@ impl Object {
         self.soname.is_some_and(|at| unsafe { same(self.strings.add(at), soname) })
     }
 
-    /// Whether one of the libraries that it needs is named by a path that begins so.
+    /// Returns true if a needed library is named by a path with this prefix.
     pub(crate) fn needs_below(&self, prefix: &[u8]) -> bool {
         self.entries().any(|entry| {
-            entry.tag == DT_NEEDED
+            let matches = |(at, byte): (usize, &u8)| {
                 // SAFETY: an offset into the object's own string table.
-                && prefix.iter().enumerate().all(|(at, byte)| unsafe { *self.strings.add(entry.value + at) } == *byte)
+                unsafe { *self.strings.add(entry.value + at) == *byte }
+            };
+            entry.tag == DT_NEEDED && prefix.iter().enumerate().all(matches)
         })
     }
 
-    /// The address of the function it defines under `name` for references without a version.
+    /// Returns the address of the function `name` for references without a version.
     #[cold]
     pub(crate) fn function(&self, name: &[u8]) -> Option<usize> {
         if self.gnu_hash.is_null() {
             return None;
         }
         let hash = name.iter().fold(5381u32, |hash, byte| hash.wrapping_mul(33).wrapping_add((*byte).into()));
-        // SAFETY: the layout of DT_GNU_HASH: four words, a Bloom filter of 64-bit words, buckets, chains. Each index is
-        // bounded by the counts in the header, and a chain ends with an odd word.
+        // SAFETY: the layout of DT_GNU_HASH: four words, a Bloom filter of 64-bit words, buckets,
+        // chains. Each index is bounded by the counts in the header, and a chain ends with an odd
+        // word.
         unsafe {
             let [buckets, first, filter, shift] = *self.gnu_hash.cast::<[u32; 4]>();
             if buckets == 0 || filter == 0 {
@@ -288,12 +292,12 @@ impl Symbol {
 /// # Safety
 /// `text` ends with a zero byte.
 pub(crate) unsafe fn same(text: *const u8, name: &[u8]) -> bool {
-    // SAFETY: stops at the first difference, so at the latest at the zero byte.
+    // SAFETY: stops at the first difference, at the latest at the zero byte.
     name.iter().enumerate().all(|(at, byte)| unsafe { *text.add(at) } == *byte)
         && unsafe { *text.add(name.len()) } == 0
 }
 
-/// `/proc/self/maps`, line by line, without a buffer that grows.
+/// Reads `/proc/self/maps` line by line with a fixed buffer.
 struct Maps {
     file: sys::File,
     buffer: [u8; 1024],
@@ -301,7 +305,7 @@ struct Maps {
     at: usize,
 }
 
-/// What a line says of a mapping: where it is, and a hash of the file's device and inode.
+/// One mapping: its addresses, and a hash of the file's device and inode.
 struct Mapping {
     start: usize,
     end: usize,
@@ -324,7 +328,7 @@ impl Maps {
         Some(byte)
     }
 
-    /// A hexadecimal number and the byte that ended it.
+    /// Reads a hexadecimal number and the byte after it.
     fn number(&mut self) -> Option<(usize, u8)> {
         let mut number = 0usize;
         loop {
@@ -344,7 +348,7 @@ impl Maps {
         let (offset, _) = self.number()?;
         let (major, _) = self.number()?;
         let (minor, _) = self.number()?;
-        // The inode is decimal; read as hexadecimal it is as good an identity.
+        // The inode is decimal; read as hexadecimal it still identifies the file.
         let (inode, mut last) = self.number()?;
         while last != b'\n' {
             last = self.byte()?;
@@ -357,7 +361,7 @@ impl Maps {
         })
     }
 
-    /// Where the file that is mapped at `address` has its first byte.
+    /// Returns the address of the first byte of the file that is mapped at `address`.
     fn file_start(mut self, address: usize) -> Option<usize> {
         let mut first = None;
         while let Some(mapping) = self.line() {

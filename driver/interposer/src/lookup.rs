@@ -1,23 +1,21 @@
-//! `dlsym` and `dlvsym`, as libc has them but for the names that are hooked.
+//! `dlsym` and `dlvsym`, which behave like libc's except for hooked names.
 //!
-//! libc takes the meaning of `RTLD_NEXT` and `RTLD_DEFAULT` from the address its caller returns to, so a wrapper that
-//! calls on behalf of another changes the answer. Hence the entry points are written in assembly: a name that does not
-//! begin with `cu`, `nv`, `Nv` or `dl` is passed on by a jump, with the caller's own frame and registers, before anything else has
-//! happened. Only a hooked name is looked at, and even then the answer is replaced only where it is an address in
-//! NVIDIA's library: what another library or the program itself defines under such a name stays what it is. These two
-//! themselves are answered with where a program asks for libc's.
-//!
-//! Nothing here allocates or takes a lock of its own: a program may call `dlsym` from its allocator, from a constructor,
-//! or with the loader's lock held.
+//! libc evaluates `RTLD_NEXT` and `RTLD_DEFAULT` from the caller's return address, so a wrapper
+//! would change the result. The entry points are therefore written in assembly. Names without the
+//! prefixes `cu`, `nv`, `Nv` and `dl` are passed on by a jump with the caller's frame. A result is
+//! replaced only if it is an address in NVIDIA's library, or libc's own `dlsym`/`dlvsym`. Nothing
+//! here allocates or locks: programs call `dlsym` from allocators, constructors, and with the
+//! loader's lock held.
 
 use crate::elf;
-use crate::genuine;
-use crate::table;
+use crate::real_symbols;
+use crate::symbol_table;
 use core::arch::naked_asm;
 use core::ffi::{c_char, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// What was before ours: libc's, or that of another library preloaded behind this one. 0: not looked for yet.
+/// The next functions after ours: libc's, or those of a library preloaded behind this one. 0 if not
+/// looked up yet.
 static DLSYM: AtomicUsize = AtomicUsize::new(0);
 static DLVSYM: AtomicUsize = AtomicUsize::new(0);
 
@@ -28,7 +26,7 @@ type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
 type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void;
 
 /// # Safety
-/// As libc's.
+/// As for libc's function.
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(panic = "abort", unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -53,7 +51,7 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
         "jne 3f",
         "cmp byte ptr [rsi + 1], 108", // l
         "jne 3f",
-        // Ours to look at: both arguments kept, the caller's return address third.
+        // A hooked prefix: keep both arguments, and pass the caller's return address as the third.
         "2: mov rdx, [rsp]",
         "push rdi",
         "push rsi",
@@ -84,7 +82,7 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
 }
 
 /// # Safety
-/// As libc's.
+/// As for libc's function.
 #[cfg(target_arch = "x86_64")]
 #[cfg_attr(panic = "abort", unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -144,7 +142,7 @@ pub(crate) unsafe extern "C" fn dlvsym(
 }
 
 /// # Safety
-/// As libc's.
+/// As for libc's function.
 #[cfg(target_arch = "aarch64")]
 #[cfg_attr(panic = "abort", unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -172,7 +170,7 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
         "ldrb w9, [x1, #1]",
         "cmp w9, #108", // l
         "b.ne 3f",
-        // Ours to look at: both arguments kept, the caller's return address third.
+        // A hooked prefix: keep both arguments, and pass the caller's return address as the third.
         "2: stp x29, x30, [sp, #-32]!",
         "stp x0, x1, [sp, #16]",
         "mov x2, x30",
@@ -202,7 +200,7 @@ pub(crate) unsafe extern "C" fn dlsym(_handle: *mut c_void, _name: *const c_char
 }
 
 /// # Safety
-/// As libc's.
+/// As for libc's function.
 #[cfg(target_arch = "aarch64")]
 #[cfg_attr(panic = "abort", unsafe(no_mangle))]
 #[unsafe(naked)]
@@ -266,90 +264,92 @@ pub(crate) unsafe extern "C" fn dlvsym(
     )
 }
 
-/// What to answer. It is returned in two registers, of which the code above asks the second.
+/// The result, in two registers. The code above tests the second.
 #[repr(C)]
-struct Answer {
+struct LookupResult {
     address: usize,
-    /// 0: libc is to answer, with the caller's own frame.
-    ours: usize,
+    /// 0 if libc must answer with the caller's frame.
+    is_final: usize,
 }
 
-const LIBC: Answer = Answer { address: 0, ours: 0 };
+const LIBC: LookupResult = LookupResult { address: 0, is_final: 0 };
 
-impl Answer {
-    fn hook(at: table::Index) -> Self {
-        table::hook(at).map_or(LIBC, |address| Self { address, ours: 1 })
+impl LookupResult {
+    fn hook(at: symbol_table::Index) -> Self {
+        symbol_table::hook(at).map_or(LIBC, |address| Self { address, is_final: 1 })
     }
 }
 
-/// What [`dlsym`] answers for a name that is ours to look at.
+/// The result of [`dlsym`] for a name with a hooked prefix.
 #[cold]
-unsafe extern "C" fn hooked(handle: usize, name: *const c_char, caller: usize) -> Answer {
+unsafe extern "C" fn hooked(handle: usize, name: *const c_char, caller: usize) -> LookupResult {
     let ask = || {
-        // SAFETY: what stands behind ours has libc's signature; handle and name are the caller's.
+        // SAFETY: the next function has libc's signature; handle and name are the caller's.
         unsafe {
             core::mem::transmute::<usize, Dlsym>(next(&DLSYM, b"dlsym"))(handle as *mut c_void, name) as usize
         }
     };
     // SAFETY: the program's own name, which ends with zero.
-    match unsafe { table::export(name.cast()) } {
+    match unsafe { symbol_table::export(name.cast()) } {
         Some(at) => answer(at, handle, name, caller, ask),
-        None => itself(handle, name, ask),
+        None => replace_own_lookup(handle, name, ask),
     }
 }
 
-/// As [`hooked`], for a version.
+/// Like [`hooked`], with a version.
 #[cold]
 unsafe extern "C" fn hooked_version(
     handle: usize,
     name: *const c_char,
     version: *const c_char,
     caller: usize,
-) -> Answer {
+) -> LookupResult {
     let ask = || ask_version(handle, name, version);
     // SAFETY: the program's own name, which ends with zero.
-    match unsafe { table::export(name.cast()) } {
+    match unsafe { symbol_table::export(name.cast()) } {
         Some(at) => answer(at, handle, name, caller, ask),
-        None => itself(handle, name, ask),
+        None => replace_own_lookup(handle, name, ask),
     }
 }
 
 fn ask_version(handle: usize, name: *const c_char, version: *const c_char) -> usize {
-    // SAFETY: what stands behind ours has libc's signature; all arguments are the caller's.
+    // SAFETY: the next function has libc's signature; all arguments are the caller's.
     let real = unsafe { core::mem::transmute::<usize, Dlvsym>(next(&DLVSYM, b"dlvsym")) };
     // SAFETY: the same.
     unsafe { real(handle as *mut c_void, name, version) as usize }
 }
 
 fn answer(
-    at: table::Index,
+    at: symbol_table::Index,
     handle: usize,
     name: *const c_char,
     caller: usize,
     ask: impl FnOnce() -> usize,
-) -> Answer {
+) -> LookupResult {
     match handle {
-        // libc would find our export, where a program without this library finds nothing and goes on without a GPU. The
-        // loader's own words for that come of a version that nobody has.
-        RTLD_DEFAULT | RTLD_NEXT if is_ours_alone(at) => {
-            Answer { address: ask_version(RTLD_DEFAULT, name, NO_VERSION.as_ptr()), ours: 1 }
+        // libc would find our export, while a program without this library finds nothing and
+        // continues without a GPU. Asking for a version that does not exist makes the loader write
+        // its usual error message.
+        RTLD_DEFAULT | RTLD_NEXT if is_only_definition(at) => {
+            LookupResult { address: ask_version(RTLD_DEFAULT, name, NO_VERSION.as_ptr()), is_final: 1 }
         }
-        // The global scope has our export before any library that a program needs or opens.
+        // In the global scope, our export precedes any library that a program needs or opens.
         RTLD_DEFAULT => LIBC,
-        RTLD_NEXT if next_is_hooked(at, caller) => Answer::hook(at),
+        RTLD_NEXT if next_is_hooked(at, caller) => LookupResult::hook(at),
         RTLD_NEXT => LIBC,
-        // With a handle libc's answer does not depend on who asks.
+        // With a handle, libc's result does not depend on the caller.
         _ => match ask() {
             0 => LIBC,
-            address if genuine::library(at).owns(at, address) => Answer::hook(at),
-            address => Answer { address, ours: 1 },
+            address if real_symbols::library(at).owns(at, address) => LookupResult::hook(at),
+            address => LookupResult { address, is_final: 1 },
         },
     }
 }
 
-/// libc's own `dlsym` and `dlvsym`, asked for by a handle on libc: ours in their place. Only where nothing but libc stands
-/// behind ours: another library there may ask so for what it is to go on to, which must not lead back to it.
-fn itself(handle: usize, name: *const c_char, ask: impl FnOnce() -> usize) -> Answer {
+/// Replaces libc's own `dlsym` and `dlvsym`, looked up by a handle on libc. Only if libc directly
+/// follows this library: another interposer may look up its own next function this way, which must
+/// not lead back to it.
+fn replace_own_lookup(handle: usize, name: *const c_char, ask: impl FnOnce() -> usize) -> LookupResult {
     // SAFETY: the program's own name, which ends with zero.
     let is = |known: &[u8]| unsafe { elf::same(name.cast(), known) };
     let (own, behind) = match () {
@@ -361,30 +361,31 @@ fn itself(handle: usize, name: *const c_char, ask: impl FnOnce() -> usize) -> An
     let object = |address| elf::object_at(address).map(|object| object.base());
     match ask() {
         0 => LIBC,
-        // Its versions may be at different places.
-        address if object(address) == object(behind) => Answer { address: own, ours: 1 },
-        address => Answer { address, ours: 1 },
+        // libc's versions of a function may have different addresses.
+        address if object(address) == object(behind) => LookupResult { address: own, is_final: 1 },
+        address => LookupResult { address, is_final: 1 },
     }
 }
 
-/// Whether nothing else in the program's namespace has a function of that name.
+/// Returns true if no other object in the program's namespace has a function of that name.
 #[cold]
-fn is_ours_alone(at: table::Index) -> bool {
+fn is_only_definition(at: symbol_table::Index) -> bool {
     let mut alone = true;
     elf::each_object(&mut |object, _| {
-        alone = object.base() == elf::own_base() || object.function(table::name(at)).is_none();
+        alone = object.base() == elf::own_base() || object.function(symbol_table::name(at)).is_none();
         !alone
     });
     alone
 }
 
-/// Whether what follows the caller under that name is NVIDIA's function, or our export before it. libc would search the
-/// scope that the caller was loaded in; the loader's list has the same order, and where a library was loaded before the
-/// caller for someone else, it is NVIDIA's that counts: no other defines such names.
+/// Returns true if the next definition after the caller is NVIDIA's function, or our export before
+/// it. libc would search the caller's own scope; the loader's list has the same order. If a library
+/// was loaded before the caller for another object, NVIDIA's function is used: no other library
+/// defines such names.
 #[cold]
-fn next_is_hooked(at: table::Index, caller: usize) -> bool {
-    let library = genuine::library(at);
-    let name = table::name(at);
+fn next_is_hooked(at: symbol_table::Index, caller: usize) -> bool {
+    let library = real_symbols::library(at);
+    let name = symbol_table::name(at);
     let mut behind = false;
     let mut foreign = false;
     let mut ours = false;
@@ -410,7 +411,7 @@ extern "C" fn find_dlvsym() -> usize {
     next(&DLVSYM, b"dlvsym")
 }
 
-/// The first of that name behind this library; on a C library before 2.34 that is libdl's.
+/// The first function of that name after this library; before glibc 2.34 that is libdl's.
 #[cold]
 fn next(known: &AtomicUsize, name: &[u8]) -> usize {
     let mut found = known.load(Ordering::Relaxed);
@@ -432,11 +433,11 @@ fn next(known: &AtomicUsize, name: &[u8]) -> usize {
     found
 }
 
-/// Of no function anywhere.
+/// A version that no function has.
 const NO_VERSION: &core::ffi::CStr = c"DIVVY_0";
 
-/// Stands for a libc that has no such function.
+/// Used if libc has no such function.
 #[unsafe(naked)]
 extern "C" fn none() -> usize {
-    answer!(0)
+    constant_body!(0)
 }

@@ -1,10 +1,10 @@
-//! This process and its peers, as the rules see them: who lives, what time it is, where memory comes from.
+//! The operating system, as the rules need it: identities, clock, waits and memory.
 
 use crate::pages;
 use crate::sys;
 use core::sync::atomic::AtomicU32;
-use divvy_interposer_core::alive::{self, Signal, Stat};
-use divvy_interposer_core::{AccountPage, Found, Identity, Policy, System};
+use divvy_interposer_core::liveness::{self, Signal, Stat};
+use divvy_interposer_core::{AccountPage, Identity, MountedPolicy, Policy, System};
 
 /// The kernel.
 pub(crate) struct Kernel;
@@ -13,22 +13,22 @@ impl System for Kernel {
     fn identity(&self) -> Option<Identity> {
         let stat = stat_of(b"self")?;
         let namespace = sys::inode(b"/proc/self/ns/pid\0")?;
-        // The pid of the process's own namespace, which a /proc of another one shows differently.
-        Some(Identity { pid: sys::process(), namespace, start: stat.start, image: stat.image })
+        // The pid in the process's own namespace; a `/proc` of another namespace shows another one.
+        Some(Identity { pid: sys::pid(), namespace, start: stat.start, image: stat.image })
     }
 
-    fn gone(&self, me: &Identity, who: &Identity) -> bool {
-        let signal = if sys::exists(who.pid) { Signal::Exists } else { Signal::NoSuchProcess };
+    fn gone(&self, me: &Identity, peer: &Identity) -> bool {
+        let signal = if sys::exists(peer.pid) { Signal::Exists } else { Signal::NoSuchProcess };
         let own_proc = stat_of(b"self").is_some_and(|own| own.pid == me.pid);
-        alive::gone(me, who, signal, own_proc, Decimal::of(who.pid).with(stat_of))
+        liveness::gone(me, peer, signal, own_proc, Decimal::of(peer.pid).with(stat_of))
     }
 
     fn now(&self) -> u64 {
         sys::now()
     }
 
-    fn nap(&self, nanoseconds: u64) {
-        sys::nap(nanoseconds);
+    fn sleep(&self, nanoseconds: u64) {
+        sys::sleep(nanoseconds);
     }
 
     fn wait(&self, word: &AtomicU32, value: u32, until: u64) {
@@ -40,16 +40,16 @@ impl System for Kernel {
     }
 
     fn map(&self, bytes: usize, wiped: bool) -> *mut u8 {
-        sys::memory(bytes, if wiped { sys::InChild::Zeros } else { sys::InChild::Nothing })
+        sys::map_private(bytes, if wiped { sys::InChild::Zeros } else { sys::InChild::Nothing })
     }
 
     unsafe fn unmap(&self, address: *mut u8, bytes: usize) {
-        // SAFETY: as the caller says.
-        unsafe { sys::forget(address, bytes) };
+        // SAFETY: guaranteed by the caller.
+        unsafe { sys::unmap(address, bytes) };
     }
 
-    fn pages(&self, each: impl FnMut(Found)) {
-        pages::each(each);
+    fn pages(&self, each: impl FnMut(MountedPolicy)) {
+        pages::for_each_policy(each);
     }
 
     fn account(&self, policy: &Policy) -> Option<&'static AccountPage> {
@@ -57,7 +57,7 @@ impl System for Kernel {
     }
 }
 
-/// What `/proc/<process>/stat` says.
+/// Reads `/proc/<process>/stat`.
 fn stat_of(process: &[u8]) -> Option<Stat> {
     let mut path = [0; 32];
     let mut at = 0;
@@ -66,7 +66,7 @@ fn stat_of(process: &[u8]) -> Option<Stat> {
         at += part.len();
     }
     let file = sys::open_to_read(sys::From::Root, path.get(..=at)?)?;
-    // The fields that count end far before this, whatever the process is called.
+    // The relevant fields fit, whatever the process is called.
     let mut text = [0; 512];
     let read = file.read(&mut text);
     Stat::parse(text.get(..read)?)

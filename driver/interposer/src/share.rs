@@ -1,30 +1,31 @@
-//! The shares of this process, and which of them a device is.
+//! The shares of this process, by device.
 
 use crate::process::Kernel;
-use divvy_interposer_core::{GpuUuid, Ledger};
+use divvy_interposer_core::{GpuUuid, ProcessState};
 
-pub(crate) static LEDGER: Ledger<Kernel> = Ledger::new(Kernel);
+pub(crate) static PROCESS: ProcessState<Kernel> = ProcessState::new(Kernel);
 
-/// What holds for a device.
-pub(crate) type Standing = divvy_interposer_core::Standing<'static, Kernel>;
+/// How a device is treated.
+pub(crate) type DeviceAccess = divvy_interposer_core::DeviceAccess<'static, Kernel>;
 /// A device with a share.
 pub(crate) type Device = divvy_interposer_core::Device<'static, Kernel>;
 
-/// Of a CUDA device. One that the driver does not know either is free: the driver refuses the call itself.
-pub(crate) fn of_cuda(ordinal: i32) -> Standing {
+/// Looks up a CUDA device. An ordinal that the driver does not know is unmanaged: the driver
+/// refuses the call itself.
+pub(crate) fn for_ordinal(ordinal: i32) -> DeviceAccess {
     let mut unknown = false;
-    let standing = LEDGER.device(ordinal, || {
+    let standing = PROCESS.device(ordinal, || {
         let uuids = uuids(ordinal);
         unknown = uuids.is_none();
         uuids
     });
-    if unknown { Standing::Free } else { standing }
+    if unknown { DeviceAccess::Unmanaged } else { standing }
 }
 
-/// What a program is told of a CUDA device's memory in all, in place of `total`.
+/// The total memory to report for a CUDA device, instead of the driver's `total`.
 #[cold]
 pub(crate) fn total_mem(ordinal: i32, total: u64) -> u64 {
-    LEDGER.total_mem(|| uuids(ordinal), total)
+    PROCESS.total_mem(|| uuids(ordinal), total)
 }
 
 #[cold]
@@ -32,13 +33,13 @@ fn uuids(ordinal: i32) -> Option<[GpuUuid; 2]> {
     crate::cuda::driver::uuids(ordinal).map(|uuids| uuids.map(GpuUuid))
 }
 
-/// Of the device that NVML calls so.
+/// Looks up a device by the UUID text of NVML.
 #[cold]
-pub(crate) fn of_uuid(text: &[u8]) -> Standing {
-    GpuUuid::read(text).map_or(Standing::Free, |uuid| LEDGER.device_of(uuid))
+pub(crate) fn for_uuid(text: &[u8]) -> DeviceAccess {
+    GpuUuid::read(text).map_or(DeviceAccess::Unmanaged, |uuid| PROCESS.device_by_uuid(uuid))
 }
 
-/// Whether the container has a share at all.
-pub(crate) fn is_any() -> bool {
-    !LEDGER.idle()
+/// Returns true if the container has a share.
+pub(crate) fn has_shares() -> bool {
+    !PROCESS.has_no_policies()
 }

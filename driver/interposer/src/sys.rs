@@ -1,29 +1,29 @@
 //! System calls, without libc.
 //!
-//! A preloaded library that calls libc's `open` calls whatever the program or another preloaded library has put there,
-//! and `errno` is the program's. So the few calls are made directly. Errors are negative numbers, as the kernel gives
-//! them.
+//! If a preloaded library calls libc's `open`, it calls whatever function the program or another
+//! preloaded library has defined under that name, and it changes the program's `errno`. So the few
+//! calls are made directly. Errors are negative numbers, as the kernel returns them.
 
 use core::arch::asm;
 use core::sync::atomic::AtomicU32;
 
-/// Ends with the call when dropped.
+/// An open file descriptor, closed when dropped.
 pub(crate) struct File(i32);
 
 impl Drop for File {
     fn drop(&mut self) {
-        // SAFETY: closes a descriptor that only this value knows.
+        // SAFETY: closes a descriptor that only this value owns.
         unsafe { call(number::CLOSE, self.0 as usize, 0, 0, 0, 0, 0) };
     }
 }
 
-/// What `statx` says of an open file.
+/// The result of `statx` for an open file.
 pub(crate) struct Facts {
     /// Owner as this process sees it.
     pub(crate) owner: u32,
     pub(crate) regular: bool,
     pub(crate) bytes: usize,
-    /// Whether the file itself is mounted, and not a directory above it. A kernel before 5.8 does not say: then true.
+    /// True if the file itself is a mount point. Kernels before 5.8 do not report this; then true.
     pub(crate) mounted: bool,
 }
 
@@ -76,8 +76,8 @@ pub(crate) fn open_to_read(from: From<'_>, name: &[u8]) -> Option<File> {
     open(from, name, O_NOFOLLOW)
 }
 
-/// What lies at a relative path, where that goes through no symbolic link; `None` also from a kernel before 5.6 and a filter
-/// of system calls that does not know the call.
+/// Opens a relative path without following symbolic links. `None` also on kernels before 5.6 and
+/// under a system call filter that does not know the call.
 #[inline(always)]
 pub(crate) fn open_within(directory: &File, path: &[u8]) -> Option<File> {
     debug_assert!(path.last() == Some(&0));
@@ -94,7 +94,7 @@ pub(crate) fn open_to_write(from: From<'_>, name: &[u8]) -> Option<File> {
 }
 
 impl File {
-    /// Bytes read, 0 at the end and on any error.
+    /// Returns the number of bytes read; 0 at the end and on any error.
     pub(crate) fn read(&self, into: &mut [u8]) -> usize {
         // SAFETY: the kernel writes at most the buffer's length into it.
         let read =
@@ -102,7 +102,8 @@ impl File {
         read.max(0) as usize
     }
 
-    /// Directory entries as `linux_dirent64` records; bytes written, 0 at the end and on any error.
+    /// Reads directory entries as `linux_dirent64` records. Returns the number of bytes; 0 at the
+    /// end and on any error.
     pub(crate) fn entries(&self, into: &mut [u8]) -> usize {
         // SAFETY: the kernel writes at most the buffer's length into it.
         let read = unsafe {
@@ -122,8 +123,8 @@ impl File {
         if failed < 0 {
             return None;
         }
-        // struct statx: mask, blksize: 4 each, attributes: 8, nlink, uid, gid: 4 each, mode: 2, 2 spare, ino, size,
-        // blocks, attributes_mask: 8 each.
+        // struct statx: mask, blksize: 4 each, attributes: 8, nlink, uid, gid: 4 each, mode: 2, 2
+        // spare, ino, size, blocks, attributes_mask: 8 each.
         let attributes = statx[1] | !statx[7];
         Some(Facts {
             owner: (statx[2] >> 32) as u32,
@@ -133,7 +134,7 @@ impl File {
         })
     }
 
-    /// Whether the mount it was opened through is read-only, whatever the file's mode says.
+    /// Returns true if the file was opened through a read-only mount, whatever its mode.
     pub(crate) fn is_read_only(&self) -> bool {
         let mut statfs = [0u64; 32];
         // SAFETY: the kernel writes 120 bytes into 256.
@@ -152,7 +153,7 @@ impl File {
     }
 }
 
-/// The inode of what `name` leads to, which ends with a zero byte.
+/// Returns the inode that `name` refers to. `name` ends with a zero byte.
 pub(crate) fn inode(name: &[u8]) -> Option<u64> {
     debug_assert!(name.last() == Some(&0));
     let mut statx = [0u64; 32];
@@ -163,15 +164,15 @@ pub(crate) fn inode(name: &[u8]) -> Option<u64> {
     (failed >= 0).then_some(statx[4])
 }
 
-pub(crate) fn process() -> u32 {
+pub(crate) fn pid() -> u32 {
     // SAFETY: takes no arguments.
     unsafe { call(number::GETPID, 0, 0, 0, 0, 0, 0) as u32 }
 }
 
-/// Whether there is a process of that pid in this namespace, for all that a signal tells.
+/// Returns true if a process with this pid exists in this namespace, as far as a signal can tell.
 pub(crate) fn exists(pid: u32) -> bool {
     const ESRCH: isize = -3;
-    // SAFETY: signal 0 is sent to nobody.
+    // SAFETY: signal 0 is not delivered.
     unsafe { call(number::KILL, pid as usize, 0, 0, 0, 0, 0) != ESRCH }
 }
 
@@ -182,7 +183,7 @@ pub(crate) fn now() -> u64 {
 }
 
 /// The system clock, in nanoseconds since 1970.
-pub(crate) fn today() -> u64 {
+pub(crate) fn realtime() -> u64 {
     const CLOCK_REALTIME: usize = 0;
     clock(CLOCK_REALTIME)
 }
@@ -194,8 +195,8 @@ fn clock(which: usize) -> u64 {
     time[0].wrapping_mul(1_000_000_000).wrapping_add(time[1])
 }
 
-/// Sleeps; 0 lets others run.
-pub(crate) fn nap(nanoseconds: u64) {
+/// Sleeps; 0 yields the processor.
+pub(crate) fn sleep(nanoseconds: u64) {
     let time = [nanoseconds / 1_000_000_000, nanoseconds % 1_000_000_000];
     // SAFETY: the kernel reads a timespec of two words.
     unsafe {
@@ -206,9 +207,9 @@ pub(crate) fn nap(nanoseconds: u64) {
     };
 }
 
-/// Sleeps while `word` is `value`, at most until the monotonic clock says `until`.
+/// Sleeps while `word` equals `value`, at most until the monotonic clock reaches `until`.
 pub(crate) fn wait(word: &AtomicU32, value: u32, until: u64) {
-    // Not private: the node wakes who waits. Bitset: it is the one with an absolute time.
+    // Not FUTEX_PRIVATE_FLAG: the node wakes waiters. The bitset variant takes an absolute time.
     const FUTEX_WAIT_BITSET: usize = 9;
     let time = [until / 1_000_000_000, until % 1_000_000_000];
     let word = core::ptr::from_ref(word) as usize;
@@ -226,20 +227,20 @@ pub(crate) fn wait(word: &AtomicU32, value: u32, until: u64) {
     };
 }
 
-/// Wakes all who wait for that word, of any process.
+/// Wakes all waiters of the word, in any process.
 pub(crate) fn wake(word: &AtomicU32) {
     const FUTEX_WAKE: usize = 1;
     let word = core::ptr::from_ref(word) as usize;
-    // SAFETY: the kernel does nothing with the word but look for who waits at it.
+    // SAFETY: the kernel uses the word only as a key for waiters.
     unsafe { call(number::FUTEX, word, FUTEX_WAKE, i32::MAX as usize, 0, 0, 0) };
 }
 
-/// Blocks all signals in the calling thread: which were blocked before.
+/// Blocks all signals in the calling thread. Returns the previous mask.
 pub(crate) fn block_signals() -> u64 {
     set_signals(u64::MAX)
 }
 
-/// Blocks just these signals in the calling thread: which were blocked before.
+/// Sets the signal mask of the calling thread. Returns the previous mask.
 pub(crate) fn set_signals(mask: u64) -> u64 {
     const SIG_SETMASK: usize = 2;
     let mut before = 0u64;
@@ -251,15 +252,15 @@ pub(crate) fn set_signals(mask: u64) -> u64 {
     before
 }
 
-/// What a child of fork finds in a mapping.
+/// What a forked child finds in a mapping.
 #[derive(Clone, Copy)]
 pub(crate) enum InChild {
     Nothing,
     Zeros,
 }
 
-/// Private memory, zeroed; null where there is none.
-pub(crate) fn memory(bytes: usize, child: InChild) -> *mut u8 {
+/// Maps private zeroed memory. Null on failure.
+pub(crate) fn map_private(bytes: usize, child: InChild) -> *mut u8 {
     const MAP_PRIVATE_ANONYMOUS: usize = 0x22;
     let advice = match child {
         InChild::Nothing => 10, // MADV_DONTFORK
@@ -276,9 +277,9 @@ pub(crate) fn memory(bytes: usize, child: InChild) -> *mut u8 {
 }
 
 /// # Safety
-/// `address` and `bytes` are of one call of [`memory`], and nothing refers to them.
-pub(crate) unsafe fn forget(address: *mut u8, bytes: usize) {
-    // SAFETY: as the caller says.
+/// `address` and `bytes` come from one call of [`map_private`], and nothing refers to the memory.
+pub(crate) unsafe fn unmap(address: *mut u8, bytes: usize) {
+    // SAFETY: guaranteed by the caller.
     unsafe { call(number::MUNMAP, address as usize, bytes, 0, 0, 0, 0) };
 }
 
@@ -336,11 +337,11 @@ mod number {
 }
 
 /// # Safety
-/// What the call of that number asks of its arguments.
+/// The arguments meet the requirements of the system call.
 #[cfg(target_arch = "x86_64")]
 unsafe fn call(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> isize {
     let answer;
-    // SAFETY: the kernel's calling convention; the caller answers for the arguments.
+    // SAFETY: the kernel's calling convention; the caller guarantees the arguments.
     unsafe {
         asm!("syscall", inlateout("rax") number => answer, in("rdi") a, in("rsi") b, in("rdx") c, in("r10") d,
              in("r8") e, in("r9") f, lateout("rcx") _, lateout("r11") _, options(nostack));
@@ -349,11 +350,11 @@ unsafe fn call(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize, 
 }
 
 /// # Safety
-/// What the call of that number asks of its arguments.
+/// The arguments meet the requirements of the system call.
 #[cfg(target_arch = "aarch64")]
 unsafe fn call(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> isize {
     let answer;
-    // SAFETY: the kernel's calling convention; the caller answers for the arguments.
+    // SAFETY: the kernel's calling convention; the caller guarantees the arguments.
     unsafe {
         asm!("svc 0", in("x8") number, inlateout("x0") a => answer, in("x1") b, in("x2") c, in("x3") d,
              in("x4") e, in("x5") f, options(nostack));

@@ -1,4 +1,5 @@
-//! Sessions of the video engines, above a share's quota: as when the driver has no more.
+//! The quota on sessions of the video engines: above it, opening fails as if the driver had no
+//! more.
 
 mod common;
 
@@ -36,28 +37,28 @@ fn built() -> &'static [PathBuf; 3] {
     })
 }
 
-/// A program that has done as it was told, and keeps what it has open.
+/// A program that has executed its commands and keeps its sessions open.
 struct Program {
     child: Child,
-    said: String,
+    output: String,
 }
 
 impl Program {
-    fn run(container: &Container<'_>, orders: &str) -> Self {
+    fn run(container: &Container<'_>, commands: &str) -> Self {
         let [encode, cuvid, program] = built();
         let mut command = container.command(program);
-        command.arg(encode).arg(cuvid).arg(container.driver()).arg(orders);
+        command.arg(encode).arg(cuvid).arg(container.driver()).arg(commands);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("unshare starts");
-        let mut said = String::new();
+        let mut output = String::new();
         let stdout = child.stdout.as_mut().expect("its output");
-        BufReader::new(stdout).read_line(&mut said).expect("a line");
-        Self { child, said: said.trim().to_owned() }
+        BufReader::new(stdout).read_line(&mut output).expect("a line");
+        Self { child, output: output.trim().to_owned() }
     }
 }
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // However it ends.
+        // It may already have exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -68,43 +69,44 @@ fn policy(node: &Node, encoders: Option<u32>, decoders: Option<u32>) -> Policy {
 }
 
 #[test]
-fn a_share_opens_as_many_sessions_as_its_quota_says() {
+fn sessions_above_the_quota_are_refused() {
     let node = Node::up("L4");
     let share = node.share("claim", "share", policy(&node, Some(2), Some(1)));
     let container = node.container(std::slice::from_ref(&share));
-    let check =
-        |orders: &str, said: &str| assert_eq!(Program::run(&container, orders).said, said, "{orders}");
+    let check = |commands: &str, output: &str| {
+        assert_eq!(Program::run(&container, commands).output, output, "{commands}")
+    };
     check("exe", "0 0 10");
     check("ddDd", "0 2 0 0");
     check("eeExEd", "0 0 0 0 0 0");
 }
 
 #[test]
-fn processes_of_a_share_have_one_quota_and_the_dead_have_none() {
+fn processes_share_the_quota_and_dead_ones_do_not_count() {
     let node = Node::up("L4");
     let share = node.share("claim", "share", policy(&node, Some(2), None));
     let other = node.share("other", "share", policy(&node, Some(1), Some(0)));
     let container = node.container(std::slice::from_ref(&share));
     let first = Program::run(&container, "eed");
-    assert_eq!(first.said, "0 0 0");
+    assert_eq!(first.output, "0 0 0");
     let page = std::fs::read(share.directory.join("account")).expect("an account page");
     let snapshot = account::Snapshot::new(&page).expect("a page");
     let slots = snapshot.slots().map(|slot| (slot.encoders, slot.decoders));
     assert_eq!(slots.collect::<Vec<_>>(), [(2, 1)], "the node sees them");
-    assert_eq!(Program::run(&container, "ed").said, "10 0");
-    assert_eq!(Program::run(&node.container(&[other]), "eed").said, "0 10 2");
+    assert_eq!(Program::run(&container, "ed").output, "10 0");
+    assert_eq!(Program::run(&node.container(&[other]), "eed").output, "0 10 2");
     drop(first);
-    assert_eq!(Program::run(&container, "ee").said, "0 0");
+    assert_eq!(Program::run(&container, "ee").output, "0 0");
 }
 
 #[test]
-fn who_is_only_observed_or_has_no_quota_opens_as_many_as_the_driver_allows() {
+fn sessions_are_unlimited_without_an_enforced_quota() {
     let node = Node::up("L4");
     let observed = policy(&node, Some(0), Some(0));
     let observed = Policy { flags: observed.flags.with(Flags::OBSERVE_ONLY), ..observed };
     for policy in [observed, policy(&node, None, None)] {
         let share = node.share("claim", "share", policy);
-        assert_eq!(Program::run(&node.container(&[share]), "exd").said, "0 0 0");
+        assert_eq!(Program::run(&node.container(&[share]), "exd").output, "0 0 0");
     }
-    assert_eq!(Program::run(&node.container(&[]), "exdED").said, "0 0 0 0 0");
+    assert_eq!(Program::run(&node.container(&[]), "exdED").output, "0 0 0 0 0");
 }

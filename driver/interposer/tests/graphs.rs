@@ -1,18 +1,18 @@
-//! The memory limit over graphs with memory nodes, against the simulated driver: what a graph needs is known before it is
-//! launched, however many there are, however deep they lie and on whichever devices.
+//! The memory limit for graphs with memory nodes, on the simulated driver: a graph's need is known
+//! before its launch, for any number of graphs, nesting depth and device.
 
 mod common;
 
 use common::container::{Node, key};
 use common::program::Program;
 
-/// The programs in the containers.
+/// Entry point of the programs in the containers.
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::container::guest();
 }
 
-/// A GPU with one share of 1,024 MiB, as pools grow by 32 MiB.
+/// A GPU with one share of 1,024 MiB (pools grow by 32 MiB).
 fn pooled(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
     let node = Node::up("L4");
     let share = node.share("claim", "share", node.policy(0, 1024));
@@ -21,9 +21,9 @@ fn pooled(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
 }
 
 #[test]
-fn memory_of_graphs() {
+fn graph_memory_is_limited() {
     pooled(|program, used| {
-        // Two nodes each, which the simulated driver gives addresses of their own.
+        // Each graph has two allocations, to which the simulated driver gives separate addresses.
         let large = key(&program.ask("graph 513"));
         assert_eq!(program.ask(&format!("launch {large}")), "2");
         let graph = key(&program.ask("graph 512"));
@@ -40,13 +40,13 @@ fn memory_of_graphs() {
     });
 }
 
-/// More executable graphs with memory than any table of a fixed size would hold.
-const MANY: usize = 300;
+/// More executable graphs than a table of fixed size would hold.
+const GRAPHS: usize = 300;
 
 #[test]
-fn one_graph_more_is_limited_before_its_launch_however_many_there_are() {
+fn graph_is_limited_before_launch_among_many() {
     pooled(|program, used| {
-        for _ in 0..MANY {
+        for _ in 0..GRAPHS {
             key(&program.ask("graph 1"));
         }
         let large = key(&program.ask("graph 513"));
@@ -57,18 +57,18 @@ fn one_graph_more_is_limited_before_its_launch_however_many_there_are() {
 }
 
 #[test]
-fn a_graph_that_the_driver_does_not_end_is_limited_still() {
+fn graph_is_limited_after_a_failed_destroy() {
     let node = Node::up("L4");
     let share = node.share("claim", "share", node.policy(0, 1024));
     let container = node.container(std::slice::from_ref(&share));
     let mut program = container.with("export DIVVY_SIM_CUDA=cuGraphExecDestroy=1").started();
     let large = key(&program.ask("graph 513"));
-    assert_eq!(program.ask(&format!("end-graph {large}")), "1");
+    assert_eq!(program.ask(&format!("destroy-graph {large}")), "1");
     assert_eq!((program.ask(&format!("launch {large}")), share.used_mib()), ("2".into(), 0));
 }
 
 #[test]
-fn a_graph_that_is_uploaded_as_it_is_made_is_limited_too() {
+fn graph_uploaded_at_instantiation_is_limited() {
     pooled(|program, used| {
         assert_eq!((program.ask("graph uploaded 513"), used()), ("error 2".into(), 0));
         let fitting = key(&program.ask("graph uploaded 512"));
@@ -79,13 +79,13 @@ fn a_graph_that_is_uploaded_as_it_is_made_is_limited_too() {
 }
 
 #[test]
-fn a_graph_within_graphs_is_limited_too() {
+fn nested_graphs_are_limited() {
     pooled(|program, used| {
         for depth in [1, 9, 32] {
             let large = key(&program.ask(&format!("graph 513 {depth}")));
             assert_eq!((program.ask(&format!("launch {large}")), used()), ("2".into(), 0), "{depth}");
         }
-        // Nobody looks deeper, and what is not known is not made.
+        // The library looks no deeper, and a graph of unknown need is refused.
         assert_eq!(program.ask("graph 1 33"), "error 2");
         let deep = key(&program.ask("graph 512 32"));
         assert_eq!((program.ask(&format!("launch {deep}")), used()), ("0".into(), 1024));
@@ -94,7 +94,7 @@ fn a_graph_within_graphs_is_limited_too() {
 
 /// Two GPUs with a share of 1,024 MiB each.
 #[test]
-fn each_device_is_charged_what_a_graph_allocates_there() {
+fn graph_memory_is_charged_per_device() {
     let node = Node::up("2xL4");
     let shares =
         [node.share("claim", "a", node.policy(0, 1024)), node.share("claim", "b", node.policy(1, 1024))];
@@ -112,7 +112,7 @@ fn each_device_is_charged_what_a_graph_allocates_there() {
 }
 
 #[test]
-fn a_graph_that_does_what_another_one_says_is_limited_by_that() {
+fn updated_graph_is_charged_its_new_need() {
     pooled(|program, used| {
         let graph = key(&program.ask("graph 100"));
         let launch = format!("launch {graph}");
@@ -127,10 +127,10 @@ fn a_graph_that_does_what_another_one_says_is_limited_by_that() {
 }
 
 #[test]
-fn an_update_that_is_refused_leaves_what_a_graph_needs() {
+fn refused_update_keeps_the_graph_need() {
     pooled(|program, used| {
         let deep = key(&program.ask("graph 512 1"));
-        // By the driver, and as nobody looks so deep.
+        // Refused by the driver, and by the library because it is too deep.
         assert_eq!(program.ask(&format!("update v2 {deep} 1")), "910 2");
         for way in ["v1", "v2"] {
             assert_eq!(program.ask(&format!("update {way} {deep} 1 33")), "2 1", "{way}");
@@ -144,14 +144,15 @@ fn an_update_that_is_refused_leaves_what_a_graph_needs() {
 }
 
 #[test]
-fn a_graph_within_another_is_not_replaced_by_one_that_needs_more() {
+fn child_graph_update_with_larger_need_is_refused() {
     pooled(|program, used| {
         let made = program.ask("nested 256");
         let (graph, node) = made.rsplit_once(' ').expect("a graph and a node");
         let graph = key(graph);
         for way in ["child", "any"] {
-            let put =
-                |program: &mut Program, mib| program.ask(&format!("put-instead {way} {graph} {node} {mib}"));
+            let put = |program: &mut Program, mib| {
+                program.ask(&format!("replace-child {way} {graph} {node} {mib}"))
+            };
             for same in 0..3 {
                 assert_eq!(put(program, 256), "0", "{way}, {same}");
             }

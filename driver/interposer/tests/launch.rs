@@ -1,5 +1,5 @@
-//! Compute time over every function that launches, against the simulated driver: what is launched is charged to the
-//! share, what is captured is not, and nothing is charged where nothing is limited.
+//! Compute time for every launch function, on the simulated driver: launches are charged to the
+//! share, captured launches are not, and nothing is charged without a limit.
 
 mod common;
 
@@ -7,7 +7,7 @@ use common::container::{Node, Share};
 use common::program::Program;
 use divvy_pages::policy::Compute;
 
-const KERNELS: [&str; 9] = [
+const LAUNCH_FUNCTIONS: [&str; 9] = [
     "cuLaunchKernel",
     "cuLaunchKernel_ptsz",
     "cuLaunchKernelEx",
@@ -19,7 +19,7 @@ const KERNELS: [&str; 9] = [
     "cuLaunchGridAsync",
 ];
 
-const WAITS: [&str; 12] = [
+const WAIT_FUNCTIONS: [&str; 12] = [
     "cuCtxSynchronize",
     "cuCtxSynchronize_v2",
     "cuStreamSynchronize",
@@ -34,32 +34,32 @@ const WAITS: [&str; 12] = [
     "cuMemcpy_ptds",
 ];
 
-/// The programs in the containers.
+/// Entry point of the programs in the containers.
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::container::guest();
 }
 
-/// A program in a container with such a share.
-fn within(compute: Compute, test: impl FnOnce(&mut Program, &Share)) {
+/// Runs `test` with a program in a container with such a share.
+fn with_program(compute: Compute, test: impl FnOnce(&mut Program, &Share)) {
     let node = Node::up("L4");
     let share = node.share("claim", "share", divvy_pages::Policy { compute, ..node.policy(0, 1000) });
     let container = node.container(std::slice::from_ref(&share));
     test(&mut container.started(), &share);
 }
 
-fn half() -> Compute {
+fn half_device() -> Compute {
     Compute { cores: 50, ..Compute::default() }
 }
 
 #[test]
-fn whatever_launches_is_charged() {
-    within(half(), |program, share| {
-        for way in KERNELS {
+fn every_launch_function_is_charged() {
+    with_program(half_device(), |program, share| {
+        for way in LAUNCH_FUNCTIONS {
             let before = share.charged_ms();
             assert_eq!(program.ask(&format!("kernels {way} kernel_5ms 8")), "ok", "{way}");
             assert_eq!(program.ask("synchronize"), "0");
-            // Who launches next pays for what was found of the last ones.
+            // The next launch pays for the measurements of the previous ones.
             assert_eq!(program.ask(&format!("kernels {way} kernel_5ms 1")), "ok", "{way}");
             let charged = share.charged_ms() - before;
             assert!(charged >= 35, "{way}: {charged} ms");
@@ -68,9 +68,9 @@ fn whatever_launches_is_charged() {
 }
 
 #[test]
-fn what_a_program_has_waited_for_is_paid_or_owed_when_the_wait_is_over() {
-    within(half(), |program, share| {
-        for way in WAITS {
+fn launches_are_settled_when_a_wait_returns() {
+    with_program(half_device(), |program, share| {
+        for way in WAIT_FUNCTIONS {
             assert_eq!(program.ask("kernels cuLaunchKernel kernel_5ms 1"), "ok");
             assert_eq!(program.ask("sleep 30"), "ok");
             assert!(share.has_unmeasured(), "{way}: before");
@@ -81,9 +81,9 @@ fn what_a_program_has_waited_for_is_paid_or_owed_when_the_wait_is_over() {
 }
 
 #[test]
-fn a_share_of_memory_alone_launches_as_if_there_were_none() {
-    within(Compute::default(), |program, share| {
-        for way in KERNELS {
+fn share_without_compute_limit_is_not_charged() {
+    with_program(Compute::default(), |program, share| {
+        for way in LAUNCH_FUNCTIONS {
             assert_eq!(program.ask(&format!("kernels {way} kernel_1us 100")), "ok", "{way}");
         }
         assert_eq!(share.charged_ms(), 0);
@@ -91,10 +91,10 @@ fn a_share_of_memory_alone_launches_as_if_there_were_none() {
 }
 
 #[test]
-fn a_capture_is_neither_charged_nor_touched_and_its_graph_is_charged_when_it_runs() {
-    within(half(), |program, share| {
+fn captured_launches_are_charged_when_the_graph_runs() {
+    with_program(half_device(), |program, share| {
         for way in ["cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel"] {
-            // Known, so that some of its launches would be measured.
+            // A known kernel, so that some launches would be measured.
             assert_eq!(program.ask(&format!("kernels {way} kernel_10us 200")), "ok");
             assert_eq!(program.ask("synchronize"), "0");
             let before = share.charged_ms();
@@ -114,8 +114,8 @@ fn a_capture_is_neither_charged_nor_touched_and_its_graph_is_charged_when_it_run
 }
 
 #[test]
-fn a_launch_that_fails_says_what_the_driver_says() {
-    within(half(), |program, _| {
+fn failed_launch_returns_the_driver_error() {
+    with_program(half_device(), |program, _| {
         let wrong = program.ask("graphs cuLaunchKernel 0 3");
         assert_eq!(wrong, "400 400 400", "CUDA_ERROR_INVALID_HANDLE");
     });

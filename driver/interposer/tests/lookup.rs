@@ -1,7 +1,7 @@
-//! Every way in which a program finds a function ends in the hook where the function is hooked and NVIDIA's, and where
-//! it would end without the library in all other cases.
+//! Every way to look up a function returns the hook for hooked functions of NVIDIA's libraries, and
+//! the same result as without this library otherwise.
 //!
-//! The libraries are small ones in C (`tests/loader`), so that the driver of the cases is exactly what they need.
+//! The tests use small libraries in C (`tests/loader`) as the driver.
 
 mod common;
 
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// Compiles `source` of `tests/loader` to `target` in the folder of the cases.
+/// Compiles `source` of `tests/loader` to `target` in the output directory.
 fn compile(out: &Path, source: &str, target: &str, flags: &[&str]) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/loader").join(source);
     let mut command = Command::new("cc");
@@ -45,7 +45,7 @@ fn compiled() -> &'static Path {
     })
 }
 
-/// What a program of the cases prints, with these libraries preloaded.
+/// The output of a test program with these libraries preloaded.
 fn found(program: &str, preload: &[&Path]) -> BTreeMap<String, String> {
     let at = compiled();
     let files = ["libcuda.so.1", "needs.so", "own.so", "libnvidia-ml.so.1"].map(|file| at.join(file));
@@ -66,7 +66,7 @@ fn found(program: &str, preload: &[&Path]) -> BTreeMap<String, String> {
 
 const HOOK: &str = "libdivvy.so";
 
-/// Of each way, the file that the answer lies in: without the library, with it.
+/// Checks for each lookup which file contains the result, without and with the library.
 fn check(program: &str, cases: &[(&str, &str, &str)]) {
     let plain = found(program, &[]);
     let hooked = found(program, &[&common::shipped().join(HOOK)]);
@@ -84,11 +84,11 @@ fn check(program: &str, cases: &[(&str, &str, &str)]) {
 }
 
 #[test]
-fn every_handle_on_the_driver_gives_the_hook() {
+fn every_lookup_returns_the_hook() {
     check(
         "lookup",
         &[
-            // As long as there is no driver there is no function of its either.
+            // Without a loaded driver, its functions do not exist.
             ("at first", "none", "none"),
             ("next at first", "none", "none"),
             ("at first, error", "undefined symbol: cuMemAlloc_v2", "undefined symbol: cuMemAlloc_v2"),
@@ -102,19 +102,19 @@ fn every_handle_on_the_driver_gives_the_hook() {
             ("by libc's dlsym", "libcuda.so.1", HOOK),
             ("libc's dlsym by a name alone", "libc.so.6", HOOK),
             ("linked", "libcuda.so.1", HOOK),
-            // libc's order: the library's own scope, in which the driver follows it.
+            // libc searches the library's own scope, in which the driver follows.
             ("next of a library", "libcuda.so.1", HOOK),
-            // The driver was opened with RTLD_LOCAL; ours is global, and calls it.
+            // The driver was opened with RTLD_LOCAL; the hook is global, and calls it.
             ("default", "none", HOOK),
             ("next of the program", "none", HOOK),
-            // A weak reference, which the program took for absence. It works all the same.
+            // A weak reference, unresolved without the library. With it, the call works.
             ("called", "none", "12"),
         ],
     );
 }
 
 #[test]
-fn a_program_that_is_linked_against_the_driver_gets_the_hook() {
+fn linked_program_gets_the_hook() {
     check(
         "linked",
         &[
@@ -137,9 +137,9 @@ fn a_program_that_is_linked_against_the_driver_gets_the_hook() {
     );
 }
 
-/// `LD_PRELOAD` comes before `/etc/ld.so.preload`, so other interposers stand before this one.
+/// `LD_PRELOAD` comes before `/etc/ld.so.preload`, so other interposers can precede this one.
 #[test]
-fn another_interposer_goes_on_to_this_one() {
+fn interposer_before_this_one_calls_the_hook() {
     let (wrapper, library) = (compiled().join("wrapper.so"), common::shipped().join(HOOK));
     let without = found("linked", &[&wrapper]);
     let with = found("linked", &[&wrapper, &library]);
@@ -150,9 +150,9 @@ fn another_interposer_goes_on_to_this_one() {
     assert_eq!((without["absolute path"].as_str(), with["absolute path"].as_str()), ("libcuda.so.1", HOOK));
 }
 
-/// What it goes on to is libc's: ours in its place would lead back to it, for ever.
+/// It must find libc's function: a replacement would lead back to it in an endless loop.
 #[test]
-fn another_interposer_behind_this_one_finds_the_way_to_libc() {
+fn interposer_behind_this_one_still_finds_libc() {
     let found = found("lookup", &[&common::shipped().join(HOOK), &compiled().join("behind.so")]);
     assert_eq!((found["absolute path"].as_str(), found["libc's dlsym"].as_str()), (HOOK, "libc.so.6"));
 }

@@ -1,14 +1,15 @@
-//! The memory limit over every path that allocates, against the simulated driver: up to the limit it goes through, above
-//! it CUDA_ERROR_OUT_OF_MEMORY and nothing is touched, and whatever frees it gives it back.
+//! The memory limit for every allocating function, on the simulated driver. Allocations succeed up
+//! to the limit; above it they return CUDA_ERROR_OUT_OF_MEMORY and leave outputs untouched. Every
+//! free refunds.
 
 mod common;
 
 use common::container::{Node, key};
 use common::program::Program;
 
-/// The programs in the containers.
+/// Entry point of the programs in the containers.
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::container::guest();
 }
 
@@ -20,7 +21,8 @@ fn shared(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
     test(&mut container.started(), &|| share.used_mib());
 }
 
-/// One way to allocate: all of the limit is granted, one MiB more is refused, and each way to free gives it back.
+/// Checks one way to allocate: the whole limit is granted, one MiB more is refused, and each way to
+/// free refunds it.
 fn check(allocate: &str, frees: &[&str]) {
     shared(|program, used| {
         let error = program.ask(&format!("alloc {allocate} 1001"));
@@ -36,44 +38,44 @@ fn check(allocate: &str, frees: &[&str]) {
 }
 
 #[test]
-fn linear_memory() {
+fn linear_memory_is_limited() {
     check("v2", &["v2", "async", "async-ptsz"]);
 }
 
 #[test]
-fn pitched_memory() {
+fn pitched_memory_is_limited() {
     check("pitch", &["v2", "async"]);
 }
 
 #[test]
-fn managed_memory() {
+fn managed_memory_is_limited() {
     check("managed", &["v2"]);
 }
 
 #[test]
-fn memory_by_get_proc_address() {
+fn memory_through_get_proc_address_is_limited() {
     check("proc", &["v2"]);
 }
 
 #[test]
-fn memory_of_a_driver_in_a_namespace_of_its_own() {
+fn memory_through_dlmopen_is_limited() {
     check("dlmopen", &["v2"]);
 }
 
 #[test]
-fn physical_memory() {
+fn physical_memory_is_limited() {
     check("create", &["release"]);
 }
 
 #[test]
-fn arrays() {
+fn arrays_are_limited() {
     check("array", &["array"]);
     check("array3d", &["array"]);
     check("mipmap", &["mipmap"]);
 }
 
 #[test]
-fn the_variants_of_cuda_2_are_limited_too() {
+fn cuda_2_variants_are_limited() {
     shared(|program, used| {
         for way in ["v1", "pitch-v1", "array-v1", "array3d-v1"] {
             assert_eq!(program.ask(&format!("alloc {way} 1001")), "error 2", "{way}");
@@ -82,7 +84,7 @@ fn the_variants_of_cuda_2_are_limited_too() {
     });
 }
 
-/// What is pinned in the host's memory is none of the device's.
+/// Pinned host memory does not belong to the device.
 #[test]
 fn pinned_memory_is_not_charged() {
     shared(|program, used| {
@@ -94,7 +96,7 @@ fn pinned_memory_is_not_charged() {
 }
 
 #[test]
-fn the_share_is_what_a_program_sees() {
+fn program_sees_the_share_as_the_device() {
     shared(|program, _| {
         assert_eq!(program.ask("info"), "1000 1000");
         assert_eq!(program.ask("total 0"), "1000 1000");
@@ -106,7 +108,7 @@ fn the_share_is_what_a_program_sees() {
     });
 }
 
-/// A handle's memory lives while a reference or a mapping does.
+/// A handle's memory exists while a reference or a mapping does.
 #[test]
 fn mapped_memory_outlives_its_handle() {
     shared(|program, used| {
@@ -124,7 +126,7 @@ fn mapped_memory_outlives_its_handle() {
     });
 }
 
-/// 1,024 MiB: pools grow by 32 MiB.
+/// A share of 1,024 MiB (pools grow by 32 MiB).
 fn pooled(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
     let node = Node::up("L4");
     let share = node.share("claim", "share", node.policy(0, 1024));
@@ -133,7 +135,7 @@ fn pooled(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
 }
 
 #[test]
-fn stream_ordered_memory() {
+fn stream_ordered_memory_is_limited() {
     pooled(|program, used| {
         for (allocate, free) in
             [("async", "async"), ("async-ptsz", "async-ptsz"), ("async", "v2"), ("async-ptsz", "v2")]
@@ -149,7 +151,7 @@ fn stream_ordered_memory() {
 }
 
 #[test]
-fn memory_of_a_pool_of_ones_own() {
+fn memory_of_an_explicit_pool_is_limited() {
     pooled(|program, used| {
         for allocate in ["pool", "pool-ptsz"] {
             let pool = key(&program.ask("pool 0"));
@@ -170,9 +172,9 @@ fn memory_of_a_pool_of_ones_own() {
     });
 }
 
-/// The driver keeps what was allocated from a pool beyond the pool's end.
+/// The driver keeps memory that was allocated from a pool after the pool is destroyed.
 #[test]
-fn the_end_of_a_pool_is_not_the_end_of_its_memory() {
+fn memory_outlives_its_destroyed_pool() {
     pooled(|program, used| {
         let pool = key(&program.ask("pool 0"));
         key(&program.ask(&format!("alloc pool 600 {pool}")));
@@ -186,9 +188,9 @@ fn the_end_of_a_pool_is_not_the_end_of_its_memory() {
     });
 }
 
-/// A pool keeps what was freed; that is nobody's reason to be refused.
+/// A pool keeps freed memory, which must not cause a refusal.
 #[test]
-fn what_pools_keep_is_given_back_before_anything_is_refused() {
+fn pools_are_trimmed_before_a_refusal() {
     pooled(|program, used| {
         let made = key(&program.ask("alloc async 1024"));
         assert_eq!(program.ask(&format!("free async {made}")), "0");
@@ -201,7 +203,7 @@ fn what_pools_keep_is_given_back_before_anything_is_refused() {
     });
 }
 
-/// Contexts of 300 MiB each.
+/// A share whose contexts are charged 300 MiB each.
 fn with_contexts(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
     let node = Node::up("L4");
     let mut policy = node.policy(0, 1000);
@@ -212,7 +214,7 @@ fn with_contexts(test: impl FnOnce(&mut Program, &dyn Fn() -> u64)) {
 }
 
 #[test]
-fn contexts() {
+fn contexts_are_limited() {
     with_contexts(|program, used| {
         assert_eq!(program.ask("init"), "0");
         for way in ["v1", "v2", "v3", "v4", "gl", "gl-v1", "vdpau", "vdpau-v1"] {
@@ -229,7 +231,7 @@ fn contexts() {
 }
 
 #[test]
-fn the_end_of_a_context_is_the_end_of_its_memory() {
+fn context_reset_refunds_its_memory() {
     with_contexts(|program, used| {
         assert_eq!(program.ask("start 0"), "ok");
         key(&program.ask("context primary 0"));
@@ -246,9 +248,9 @@ fn the_end_of_a_context_is_the_end_of_its_memory() {
     });
 }
 
-/// It is a use of the primary context, and makes it where there is none.
+/// A green context is a reference to the primary context, and creates it if needed.
 #[test]
-fn green_contexts_are_charged_the_primary_one() {
+fn green_contexts_are_charged_as_the_primary_context() {
     with_contexts(|program, used| {
         assert_eq!(program.ask("init"), "0");
         let made = [(); 2].map(|()| key(&program.ask("context green 0")));
@@ -270,7 +272,7 @@ fn green_contexts_are_charged_the_primary_one() {
 }
 
 #[test]
-fn a_primary_context_ends_with_its_last_release() {
+fn primary_context_ends_with_its_last_release() {
     with_contexts(|program, used| {
         assert_eq!(program.ask("start 0"), "ok");
         key(&program.ask("context primary 0"));
@@ -282,7 +284,7 @@ fn a_primary_context_ends_with_its_last_release() {
     });
 }
 
-/// All processes of a share together; what one opens of another is that one's.
+/// The limit covers all processes of a share. IPC memory is charged to its owner.
 #[test]
 fn processes_share_the_limit_and_pay_for_what_they_allocated() {
     let node = Node::up("L4");
@@ -301,7 +303,7 @@ fn processes_share_the_limit_and_pay_for_what_they_allocated() {
 }
 
 #[test]
-fn a_killed_process_leaves_its_memory_to_the_others() {
+fn memory_of_a_killed_process_is_refunded() {
     let node = Node::up("L4");
     let share = node.share("claim", "share", node.policy(0, 1000));
     let container = node.container(std::slice::from_ref(&share));
@@ -312,9 +314,9 @@ fn a_killed_process_leaves_its_memory_to_the_others() {
     assert_eq!(share.used_mib(), 1000);
 }
 
-/// A child has its own place on the page, and only what it allocated itself.
+/// A child has its own slot, with only its own allocations.
 #[test]
-fn a_child_of_fork_is_a_process_of_its_own() {
+fn forked_child_is_charged_separately() {
     let node = Node::up("L4");
     let share = node.share("claim", "share", node.policy(0, 1000));
     let container = node.container(std::slice::from_ref(&share));
@@ -325,12 +327,12 @@ fn a_child_of_fork_is_a_process_of_its_own() {
     assert_eq!(program.ask("start 0"), "ok");
     key(&program.ask("alloc v2 1000"));
     assert_eq!(share.used_mib(), 1000, "the child's is gone with it");
-    // The driver itself is of no use in a child of a process that has used it.
+    // CUDA does not work in a child of a process that has initialised it.
     program.ask("fork alloc v2 1");
     assert_eq!(share.used_mib(), 1000, "and the parent's is not the child's to give back");
 }
 
-/// Shares of one GPU in one container add up; those of another GPU are apart.
+/// Shares of one GPU in one container add up; shares of other GPUs are separate.
 #[test]
 fn shares_add_up_by_gpu() {
     let node = Node::up("3xL4");
@@ -349,14 +351,14 @@ fn shares_add_up_by_gpu() {
     assert_eq!((program.ask("total 0"), program.ask("total 1")), ("1000 1000".into(), "500 500".into()));
     assert_eq!(program.ask("start 1"), "ok");
     assert_eq!((program.ask("alloc v2 501"), program.ask("info")), ("error 2".into(), "500 500".into()));
-    // No page names the third: it is the container's whole.
+    // No page names the third GPU, so the container has all of it.
     assert_eq!(program.ask("start 2"), "ok");
     key(&program.ask("alloc v2 2000"));
     let whole = program.ask("total 2");
     assert!(whole.ends_with(" 22562"), "{whole}");
 }
 
-/// The other mode of injection: the library in the place of the driver's, which it needs.
+/// The other injection mode: the library replaces the driver's, which it needs.
 #[test]
 fn shims_hold_the_limit_without_preloading() {
     let node = Node::up("L4");

@@ -1,17 +1,18 @@
-//! Which pages are believed. A container whose pages cannot be believed gets no memory; one without pages is no share,
-//! and the library is not there for it.
+//! Which pages are trusted. A container with untrusted pages gets no memory; without pages the
+//! library changes nothing.
 
 mod common;
 
 use common::container::{Container, Node, Share};
 
-/// The programs in the containers.
+/// Entry point of the programs in the containers.
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::container::guest();
 }
 
-/// What a program in a container of that kind gets of 23,034 MiB: 100 MiB, and a view of the whole or of a share.
+/// Checks whether a program in the container can allocate 100 of 23,034 MiB, and which total it
+/// sees.
 fn check(container: &Container<'_>, allocated: bool, total: &str) {
     let mut program = container.program();
     let answers = [program.ask("start 0"), program.ask("alloc v2 100")];
@@ -20,8 +21,8 @@ fn check(container: &Container<'_>, allocated: bool, total: &str) {
     assert!(seen.ends_with(&format!(" {total}")), "{seen}");
 }
 
-const WHOLE: &str = "22562";
-const SHARE: &str = "1000";
+const DEVICE_TOTAL_MIB: &str = "22562";
+const SHARE_TOTAL_MIB: &str = "1000";
 
 fn node() -> (Node, Share) {
     let node = Node::up("L4");
@@ -30,80 +31,80 @@ fn node() -> (Node, Share) {
 }
 
 #[test]
-fn without_pages_every_call_is_the_drivers() {
+fn without_pages_calls_go_to_the_driver() {
     let (node, _) = node();
-    check(&node.container(&[]), true, WHOLE);
-    // A library's directory and a stray file are no pages.
+    check(&node.container(&[]), true, DEVICE_TOTAL_MIB);
+    // The library's directory and a stray file are not pages.
     check(
         &node.container(&[]).with("mkdir -p /run/divvy/lib/real; touch /run/divvy/lib/real/x /run/divvy/x"),
         true,
-        WHOLE,
+        DEVICE_TOTAL_MIB,
     );
 }
 
 #[test]
-fn pages_that_are_mounted_one_by_one_and_read_only_are_believed() {
+fn mounted_read_only_pages_are_trusted() {
     let (node, share) = node();
-    check(&node.container(&[share]), true, SHARE);
+    check(&node.container(&[share]), true, SHARE_TOTAL_MIB);
 }
 
 #[test]
-fn a_page_that_lies_there_is_not_believed() {
+fn unmounted_page_is_not_trusted() {
     let (node, share) = node();
     let copy = format!("mkdir -p /run/divvy/c/s; cp {}/* /run/divvy/c/s/", share.directory.display());
-    check(&node.container(&[]).with(&copy), false, WHOLE);
-    // Nor where all around it is read-only, as an image's own files may be.
-    check(&node.container(&[]).with(&copy).with("mount -o remount,ro /run"), false, WHOLE);
+    check(&node.container(&[]).with(&copy), false, DEVICE_TOTAL_MIB);
+    // Not even on a read-only filesystem, as in an image.
+    check(&node.container(&[]).with(&copy).with("mount -o remount,ro /run"), false, DEVICE_TOTAL_MIB);
 }
 
 #[test]
-fn a_page_that_a_link_leads_to_again_counts_once_on_an_old_kernel_too() {
+fn symlinked_page_counts_once() {
     let (node, share) = node();
     let again = "ln -s share /run/divvy/claim/again; ln -s claim /run/divvy/other;
         mkdir /run/divvy/claim/third; ln -s ../share/policy /run/divvy/claim/third/policy";
     let container = node.container(&[share]).with(again);
-    check(&container, true, SHARE);
+    check(&container, true, SHARE_TOTAL_MIB);
     let mut program = container.program();
-    assert_eq!(program.ask("without openat2"), "ok");
-    assert_eq!([program.ask("start 0"), program.ask("total 0")], ["ok", &format!("{SHARE} {SHARE}")]);
+    assert_eq!(program.ask("block-syscall openat2"), "ok");
+    assert_eq!([program.ask("start 0"), program.ask("total 0")], ["ok", "1000 1000"]);
 }
 
 #[test]
-fn a_page_that_can_be_written_is_not_believed() {
+fn writable_policy_is_not_trusted() {
     let (node, share) = node();
     let open = "mount -o remount,bind,rw,nosuid,nodev,noexec /run/divvy/claim/share/policy";
-    check(&node.container(&[share]).with(open), false, WHOLE);
+    check(&node.container(&[share]).with(open), false, DEVICE_TOTAL_MIB);
 }
 
 #[test]
-fn a_page_without_a_policy_is_not_believed() {
+fn invalid_policy_page_is_not_trusted() {
     let (node, share) = node();
     std::fs::write(share.directory.join("policy"), [0; 4096]).expect("a page of zeros");
-    check(&node.container(std::slice::from_ref(&share)), false, WHOLE);
+    check(&node.container(std::slice::from_ref(&share)), false, DEVICE_TOTAL_MIB);
     std::fs::write(share.directory.join("policy"), []).expect("an empty page");
-    check(&node.container(&[share]), false, WHOLE);
+    check(&node.container(&[share]), false, DEVICE_TOTAL_MIB);
 }
 
 #[test]
-fn a_policy_without_an_account_is_not_believed() {
+fn policy_without_an_account_denies_allocations() {
     let (node, share) = node();
-    check(&node.container(&[share]).with("umount /run/divvy/claim/share/account"), false, WHOLE);
+    check(&node.container(&[share]).with("umount /run/divvy/claim/share/account"), false, DEVICE_TOTAL_MIB);
 }
 
-/// Beside a page that is believed, one that is not adds nothing.
+/// An untrusted page adds nothing to a trusted one.
 #[test]
-fn a_forged_page_does_not_raise_a_limit() {
+fn forged_page_does_not_raise_the_limit() {
     let (node, share) = node();
     let large = node.share("other", "share", node.policy(0, 20000));
     let forged =
         format!("mkdir -p /run/divvy/other/s; cp {}/* /run/divvy/other/s/", large.directory.display());
-    check(&node.container(&[share]).with(&forged), true, SHARE);
+    check(&node.container(&[share]).with(&forged), true, SHARE_TOTAL_MIB);
 }
 
 #[test]
-fn nothing_in_the_environment_changes_a_limit() {
+fn environment_does_not_change_the_limit() {
     let (node, share) = node();
     let set =
         "export CUDA_DEVICE_MEMORY_LIMIT=20g CUDA_DISABLE_CONTROL=true DIVVY_LIMIT=0 LD_LIBRARY_PATH=/tmp";
-    check(&node.container(&[share]).with(set), true, SHARE);
+    check(&node.container(&[share]).with(set), true, SHARE_TOTAL_MIB);
 }

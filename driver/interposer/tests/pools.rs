@@ -1,18 +1,18 @@
-//! The memory limit over pools of the program's own, against the simulated driver: each is charged to the device whose
-//! memory it has, however many there are and whatever the driver tells of them.
+//! The memory limit for explicit pools, on the simulated driver: each is charged to the device that
+//! has its memory, for any number of pools and whatever the driver reports.
 
 mod common;
 
 use common::container::{Node, key};
 use common::program::Program;
 
-/// The programs in the containers.
+/// Entry point of the programs in the containers.
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::container::guest();
 }
 
-/// Two GPUs, of the first a share of 1,024 MiB and of the second one of 2,048, as pools grow by 32 MiB.
+/// A share of 1,024 MiB on one GPU and of 2,048 MiB on another (pools grow by 32 MiB).
 fn pooled(node: &Node, test: impl FnOnce(&mut Program, &dyn Fn() -> [u64; 2])) {
     let shares =
         [node.share("claim", "a", node.policy(0, 1024)), node.share("claim", "b", node.policy(1, 2048))];
@@ -20,13 +20,13 @@ fn pooled(node: &Node, test: impl FnOnce(&mut Program, &dyn Fn() -> [u64; 2])) {
     test(&mut container.started(), &|| [0, 1].map(|at: usize| shares[at].used_mib()));
 }
 
-/// More pools than any table of a fixed size would hold.
-const MANY: usize = 100;
+/// More pools than a table of fixed size would hold.
+const POOLS: usize = 100;
 
 #[test]
-fn a_driver_that_does_not_tell_whose_memory_a_pool_has_need_not() {
+fn pool_owner_is_known_on_drivers_before_cuda_13() {
     pooled(&Node::before_cuda_13("2xL4"), |program, used| {
-        let pools: Vec<String> = (0..MANY).map(|_| key(&program.ask("pool 1"))).collect();
+        let pools: Vec<String> = (0..POOLS).map(|_| key(&program.ask("pool 1"))).collect();
         let last = pools.last().expect("pools");
         assert_eq!(program.ask(&format!("alloc pool 2049 {last}")), "error 2");
         let made = key(&program.ask(&format!("alloc pool 2048 {last}")));
@@ -40,7 +40,7 @@ fn a_driver_that_does_not_tell_whose_memory_a_pool_has_need_not() {
 }
 
 #[test]
-fn what_many_pools_keep_is_given_back_before_anything_is_refused() {
+fn many_pools_are_trimmed_before_a_refusal() {
     pooled(&Node::up("2xL4"), |program, used| {
         for _ in 0..32 {
             let pool = key(&program.ask("pool 0"));
@@ -53,9 +53,9 @@ fn what_many_pools_keep_is_given_back_before_anything_is_refused() {
     });
 }
 
-/// The host's is nobody's; what may move to the device that uses it is that one's.
+/// Host pools are not charged. Managed pools are charged to the device that uses them.
 #[test]
-fn pools_of_the_host_are_free_and_managed_ones_are_not() {
+fn host_pools_are_not_charged_and_managed_pools_are() {
     for node in [Node::up("2xL4"), Node::before_cuda_13("2xL4")] {
         pooled(&node, |program, used| {
             let [host, managed] = ["host", "managed"].map(|kind| key(&program.ask(&format!("pool {kind}"))));
@@ -64,7 +64,7 @@ fn pools_of_the_host_are_free_and_managed_ones_are_not() {
             assert_eq!(program.ask(&format!("alloc pool 1025 {managed}")), "error 2");
             key(&program.ask(&format!("alloc pool 1024 {managed}")));
             assert_eq!(used(), [1024, 0]);
-            // By a stream of the other device too: it stays the first one's.
+            // A stream of the other device does not change the owner.
             assert_eq!(program.ask("start 1"), "ok");
             assert_eq!(program.ask(&format!("alloc pool 1 {managed}")), "error 2");
         });

@@ -1,5 +1,5 @@
-//! `cuGetProcAddress` answers with the library as without: for every name, version and flag the same variant, which is
-//! the hook where that variant is hooked and the driver's own function where it is not.
+//! `cuGetProcAddress` returns the same variant with and without the library, for every name,
+//! version and flag: the hook if that variant is hooked, the driver's function otherwise.
 
 mod common;
 
@@ -7,19 +7,19 @@ use common::container::Node;
 use common::guest::Guest;
 use std::collections::BTreeSet;
 
-/// The program in the container.
+/// Entry point of the program in the container.
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::container::guest();
 }
 
-/// Of `libcuda.so.1`; the decoder's functions begin like that too.
+/// True for functions of `libcuda.so.1`; the decoder's functions have the same prefix.
 fn is_cuda(name: &str) -> bool {
     name.starts_with("cu") && !name.starts_with("cuvid")
 }
 
 #[test]
-fn every_variant_is_the_one_that_the_driver_gives() {
+fn every_variant_matches_the_driver() {
     let node = Node::newest("L4");
     let hooks: BTreeSet<String> = common::listed("hooks.txt").into_iter().collect();
     let plain = Guest::open(&node.sim.library("libcuda.so.1")).run(&["sweep"]);
@@ -42,10 +42,10 @@ fn every_variant_is_the_one_that_the_driver_gives() {
     assert_eq!(reached.collect::<Vec<_>>(), Vec::<&String>::new(), "hooks that no query gives");
 }
 
-/// The list says of each hooked name all that the list of the simulated driver says, which was read from the headers by
-/// another program.
+/// For each hooked name, the list has all lines of the simulated driver's list, which another
+/// program generated from the headers.
 #[test]
-fn the_list_of_variants_is_that_of_the_headers() {
+fn variant_list_matches_the_headers() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../e2e/sim/cuda/symbols.txt");
     let theirs: BTreeSet<String> = std::fs::read_to_string(path)
         .expect("the simulator's list")
@@ -73,7 +73,7 @@ fn the_list_of_variants_is_that_of_the_headers() {
 }
 
 #[test]
-fn every_hook_is_in_the_list() {
+fn every_hook_is_in_the_variant_list() {
     let lines = common::listed("cuda.txt");
     let exports: BTreeSet<&str> = lines.iter().filter_map(|line| line.rsplit(' ').next()).collect();
     for hook in common::listed("hooks.txt").iter().filter(|name| is_cuda(name)) {

@@ -1,4 +1,4 @@
-//! Physical memory that a program has exported, against the simulated driver: it can come back under any handle, so it
+//! Exported physical memory, on the simulated driver: it can be imported under any handle, so it
 //! stays charged.
 
 mod common;
@@ -6,9 +6,9 @@ mod common;
 use common::container::{Node, key};
 use common::program::Program;
 
-/// The programs in the containers.
+/// Entry point of the programs in the containers.
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::container::guest();
 }
 
@@ -20,9 +20,10 @@ fn shared(test: impl FnOnce(Program, Program, &dyn Fn() -> u64)) {
     test(container.started(), container.started(), &|| share.used_mib());
 }
 
-/// Imported by whoever exported it, the memory has a second handle, which keeps it when the first is released.
+/// If the exporter imports the memory, it has a second handle, which keeps it after the first is
+/// released.
 #[test]
-fn memory_that_its_exporter_imports_outlives_its_handle_and_stays_charged() {
+fn memory_imported_by_its_exporter_stays_charged() {
     shared(|mut one, mut two, used| {
         let made = key(&one.ask("shareable create 600"));
         let descriptor = key(&one.ask(&format!("shareable export {made}")));
@@ -34,16 +35,16 @@ fn memory_that_its_exporter_imports_outlives_its_handle_and_stays_charged() {
         let address = key(&one.ask("reserve 600"));
         assert_eq!(one.ask(&format!("map {address} 600 {imported}")), "0", "the memory is there");
         key(&one.ask("shareable create 400"));
-        // The end of the process is the end of its memory, and of what it pays for it.
+        // When the process exits, its memory and its charge end.
         one.kill();
         key(&two.ask("alloc v2 1000"));
         assert_eq!(used(), 1000);
     });
 }
 
-/// A descriptor keeps the memory too: it can be imported after the release.
+/// A file descriptor keeps the memory: it can be imported after the release.
 #[test]
-fn memory_that_is_imported_after_its_handle_is_released_is_still_charged() {
+fn memory_imported_after_release_stays_charged() {
     shared(|mut one, _two, used| {
         let made = key(&one.ask("shareable create 600"));
         let descriptor = key(&one.ask(&format!("shareable export {made}")));
@@ -53,9 +54,9 @@ fn memory_that_is_imported_after_its_handle_is_released_is_still_charged() {
     });
 }
 
-/// Refused by the driver, an export costs nothing.
+/// An export that the driver refuses is not charged.
 #[test]
-fn memory_that_was_not_exported_is_given_back() {
+fn refused_export_is_refunded() {
     shared(|mut one, _two, used| {
         let made = key(&one.ask("alloc create 600"));
         assert_eq!(one.ask(&format!("shareable export {made}")), "error 1");
@@ -65,9 +66,9 @@ fn memory_that_was_not_exported_is_given_back() {
     });
 }
 
-/// A thread exports, or maps, what another is releasing: the driver is asked to release it two seconds later.
+/// A thread exports or maps a handle during its release, which takes two seconds in the driver.
 #[test]
-fn memory_that_another_thread_holds_while_it_is_released_stays_charged() {
+fn memory_exported_or_mapped_during_release_stays_charged() {
     let node = Node::up("L4");
     let share = node.share("claim", "share", node.policy(0, 1000));
     let container = node.container(std::slice::from_ref(&share));
@@ -85,10 +86,10 @@ fn memory_that_another_thread_holds_while_it_is_released_stays_charged() {
     assert_eq!(share.used_mib(), 600);
 }
 
-/// A tile of an array, and a multicast object, keep the memory when its handle is released; and after them it stays
-/// charged, as nobody says what they have let go.
+/// Tiles of an array and multicast objects keep the memory after its handle is released. It stays
+/// charged after they are gone, because no call reports what they have held.
 #[test]
-fn memory_in_arrays_and_multicast_objects_outlives_its_handle_and_stays_charged() {
+fn memory_in_arrays_and_multicast_objects_stays_charged() {
     for way in ["cuMemMapArrayAsync", "cuMemMapArrayAsync_ptsz"] {
         shared(|mut program, _, used| {
             let array = key(&program.ask("alloc sparse 0"));
@@ -121,9 +122,9 @@ fn memory_in_arrays_and_multicast_objects_outlives_its_handle_and_stays_charged(
     }
 }
 
-/// Refused by the driver, a binding costs nothing.
+/// A binding that the driver refuses is not charged.
 #[test]
-fn memory_that_was_not_bound_is_given_back() {
+fn refused_multicast_binding_is_refunded() {
     let node = Node::up("L4");
     let share = node.share("claim", "share", node.policy(0, 1000));
     let container = node.container(std::slice::from_ref(&share));

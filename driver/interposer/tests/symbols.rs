@@ -1,5 +1,5 @@
-//! What the shipped files are, read from the files: what they export and import, for which C library, and what they
-//! must not have because they are loaded into every process of a container.
+//! Properties of the shipped files: exports, imports, the required C library, and what they must
+//! not contain because they are loaded into every process of a container.
 
 mod common;
 
@@ -13,16 +13,16 @@ type Header = FileHeader64<Endianness>;
 const PRELOAD: &str = "libdivvy.so";
 const CUDA_SHIM: &str = "shim/libcuda.so.1";
 const NVML_SHIM: &str = "shim/libnvidia-ml.so.1";
-const ALL: [&str; 3] = [PRELOAD, CUDA_SHIM, NVML_SHIM];
+const FILES: [&str; 3] = [PRELOAD, CUDA_SHIM, NVML_SHIM];
 
-/// All that may be taken from the C library: the loader's list of objects, and what compilers call by themselves.
+/// The only allowed imports: the loader's list of objects, and functions that compilers call.
 const IMPORTS: &[&str] = &["dl_iterate_phdr", "memcpy", "memmove", "memset", "memcmp", "bcmp", "strlen"];
 
-/// The parts of a shared object that the loader looks at.
+/// The parts of a shared object that the loader reads.
 struct Shipped {
     bytes: u64,
     exports: BTreeSet<String>,
-    /// With the version each asks for, `GLIBC_2.2.5`.
+    /// With the required version of each, such as `GLIBC_2.2.5`.
     imports: Vec<(String, String)>,
     needed: Vec<String>,
     soname: String,
@@ -83,12 +83,12 @@ fn set(names: impl IntoIterator<Item = String>) -> BTreeSet<String> {
     names.into_iter().collect()
 }
 
-/// Of the video engines' libraries, which have no shim.
+/// True for functions of the video engines' libraries, which have no shim.
 fn is_codec(name: &str) -> bool {
     name.starts_with("Nv") || name.starts_with("cuvid")
 }
 
-/// CUDA's, NVML's.
+/// The hooks of CUDA and of NVML.
 fn hooks() -> (BTreeSet<String>, BTreeSet<String>) {
     let hooks = common::listed("hooks.txt").into_iter().filter(|name| !is_codec(name));
     let (cuda, nvml): (Vec<_>, Vec<_>) = hooks.partition(|name| name.starts_with("cu"));
@@ -96,7 +96,7 @@ fn hooks() -> (BTreeSet<String>, BTreeSet<String>) {
 }
 
 #[test]
-fn preloaded_it_exports_what_it_hooks_and_dlsym() {
+fn preload_library_exports_hooks_and_dlsym() {
     let (cuda, nvml) = hooks();
     let mut expected = set(["dlsym".to_owned(), "dlvsym".to_owned()]);
     expected.extend(cuda);
@@ -106,16 +106,16 @@ fn preloaded_it_exports_what_it_hooks_and_dlsym() {
 }
 
 #[test]
-fn a_shim_exports_the_hooks_of_its_library_and_no_dlsym() {
+fn shim_exports_its_hooks_and_no_dlsym() {
     let (cuda, nvml) = hooks();
-    // The linker puts the version node among the symbols, under its own name.
+    // The linker adds the version node to the symbols, under its own name.
     let with_node = |names: BTreeSet<String>, node: &str| &names | &set([node.to_owned()]);
     assert_eq!(read(CUDA_SHIM).exports, with_node(cuda, "libcuda.so.1"));
     assert_eq!(read(NVML_SHIM).exports, with_node(nvml, "libnvidia-ml.so.1"));
 }
 
 #[test]
-fn a_shim_takes_the_place_of_its_library_and_needs_the_real_one() {
+fn shim_has_the_soname_and_needs_the_real_library() {
     for (file, soname) in [(CUDA_SHIM, "libcuda.so.1"), (NVML_SHIM, "libnvidia-ml.so.1")] {
         let shim = read(file);
         assert_eq!(shim.soname, soname);
@@ -125,8 +125,8 @@ fn a_shim_takes_the_place_of_its_library_and_needs_the_real_one() {
 }
 
 #[test]
-fn it_runs_with_a_c_library_of_2012() {
-    for file in ALL {
+fn imports_exist_in_glibc_2_17() {
+    for file in FILES {
         for (name, version) in read(file).imports {
             assert!(IMPORTS.contains(&name.as_str()), "{file} takes {name} from the C library");
             let number: Vec<u32> = version
@@ -141,21 +141,21 @@ fn it_runs_with_a_c_library_of_2012() {
 }
 
 #[test]
-fn it_is_small() {
-    for file in ALL {
+fn files_are_small() {
+    for file in FILES {
         let bytes = read(file).bytes;
         assert!(bytes < 150_000, "{file} has {bytes} bytes");
     }
 }
 
 #[test]
-fn loading_it_runs_nothing_and_costs_no_thread_local_storage() {
-    const STARTS: [i64; 5] =
+fn loading_runs_no_code_and_needs_no_tls() {
+    const START_TAGS: [i64; 5] =
         [elf::DT_INIT, elf::DT_INIT_ARRAY, elf::DT_FINI, elf::DT_FINI_ARRAY, elf::DT_PREINIT_ARRAY];
-    for file in ALL {
+    for file in FILES {
         let shipped = read(file);
         assert!(
-            shipped.dynamic.iter().all(|(tag, _)| !STARTS.contains(tag)),
+            shipped.dynamic.iter().all(|(tag, _)| !START_TAGS.contains(tag)),
             "{file} has code to start with"
         );
         assert!(shipped.segments.iter().all(|(kind, _)| *kind != elf::PT_TLS), "{file} has thread-locals");
@@ -163,8 +163,8 @@ fn loading_it_runs_nothing_and_costs_no_thread_local_storage() {
 }
 
 #[test]
-fn no_part_of_it_can_be_written_and_run() {
-    for file in ALL {
+fn no_segment_is_writable_and_executable() {
+    for file in FILES {
         let shipped = read(file);
         for (kind, flags) in &shipped.segments {
             assert!(
@@ -181,7 +181,7 @@ fn no_part_of_it_can_be_written_and_run() {
             shipped.dynamic.iter().all(|(tag, _)| *tag != elf::DT_TEXTREL),
             "{file} has code to be relocated"
         );
-        // Pointers to functions lie in pages that are read-only before the program's first instruction.
+        // Function pointers are in pages that are read-only before the program's first instruction.
         let flags =
             shipped.dynamic.iter().find(|(tag, _)| *tag == elf::DT_FLAGS).map_or(0, |(_, value)| *value);
         assert!(flags & u64::from(elf::DF_BIND_NOW) != 0, "{file} is bound lazily");

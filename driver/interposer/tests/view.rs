@@ -1,7 +1,9 @@
-//! What NVML shows in a container with a share, and what it denies: by the simulated library, and by `nvidia-smi` over it.
+//! What NVML shows in a container with a share, and what it denies: with the simulated library, and
+//! with `nvidia-smi` on top of it.
 //!
-//! The program of this test stands in for `nvidia-smi` in the simulated driver root, so it has no test harness. What
-//! `nvidia-smi` does not ask it asks itself, in a container ([`asked`]).
+//! This test's program is also `nvidia-smi` in the simulated driver root, so it has its own `main`.
+//! Values that `nvidia-smi` does not query are queried by this program in a container
+//! ([`nvml_values`]).
 
 #![allow(unsafe_code, reason = "NVML is called through C")]
 
@@ -28,28 +30,25 @@ fn main() -> ExitCode {
     if let [_, word, library] = std::env::args().collect::<Vec<_>>().as_slice()
         && word == "nvml"
     {
-        ask(library);
+        print_values(library);
         return ExitCode::SUCCESS;
     }
     if let [_, word, nvml, cuda, uuid] = std::env::args().collect::<Vec<_>>().as_slice()
         && word == "sessions"
     {
-        ask_for_sessions(nvml, cuda, uuid);
+        print_sessions(nvml, cuda, uuid);
         return ExitCode::SUCCESS;
     }
     let tests: [(&str, fn()); 9] = [
         ("nvidia_smi_shows_the_share", nvidia_smi_shows_the_share),
-        ("the_memory_of_the_other_share_does_not_show", the_memory_of_the_other_share_does_not_show),
-        ("the_processes_of_the_other_share_do_not_show", the_processes_of_the_other_share_do_not_show),
-        (
-            "samples_of_the_other_shares_processes_do_not_show",
-            samples_of_the_other_shares_processes_do_not_show,
-        ),
-        ("utilisation_is_the_shares_own_and_ends_with_it", utilisation_is_the_shares_own_and_ends_with_it),
-        ("others_do_not_show_however_many_they_are", others_do_not_show_however_many_they_are),
-        ("sessions_of_others_do_not_show", sessions_of_others_do_not_show),
-        ("what_changes_a_device_is_denied", what_changes_a_device_is_denied),
-        ("who_ran_before_is_not_told", who_ran_before_is_not_told),
+        ("memory_of_other_shares_is_hidden", memory_of_other_shares_is_hidden),
+        ("processes_of_other_shares_are_hidden", processes_of_other_shares_are_hidden),
+        ("samples_of_other_shares_are_hidden", samples_of_other_shares_are_hidden),
+        ("utilisation_covers_only_the_share", utilisation_covers_only_the_share),
+        ("many_other_processes_are_hidden", many_other_processes_are_hidden),
+        ("sessions_of_other_processes_are_hidden", sessions_of_other_processes_are_hidden),
+        ("functions_that_change_a_device_are_denied", functions_that_change_a_device_are_denied),
+        ("past_processes_are_not_reported", past_processes_are_not_reported),
     ];
     for (name, test) in tests {
         test();
@@ -58,7 +57,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// `nvidia-smi` of the node in a container with these shares: whether it succeeded, and what it printed.
+/// Runs `nvidia-smi` in a container with these shares: whether it succeeded, and its output.
 fn smi(node: &Node, shares: &[common::container::Share], arguments: &str) -> (bool, String) {
     let container = node.container(shares);
     let mut command = container.command(&node.program("nvidia-smi"));
@@ -82,7 +81,7 @@ fn nvidia_smi_shows_the_share() {
     assert!(without.contains(" 23034MiB"), "{without}");
 }
 
-fn the_memory_of_the_other_share_does_not_show() {
+fn memory_of_other_shares_is_hidden() {
     let node = Node::up("L4");
     let one = [node.share("one", "share", node.policy(0, 1000))];
     let two = [node.share("two", "share", node.policy(0, 2000))];
@@ -92,7 +91,7 @@ fn the_memory_of_the_other_share_does_not_show() {
     assert_eq!(smi(&node, &two, MEMORY), (true, "2000, 0, 2000".to_owned()));
 }
 
-/// The pids in the table of processes that `nvidia-smi` prints: what stands before the kind of each, C.
+/// The pids in `nvidia-smi`'s process table: the word before the type, C.
 fn pids(node: &Node, shares: &[common::container::Share]) -> Vec<String> {
     let (done, shown) = smi(node, shares, "");
     assert!(done, "{shown}");
@@ -104,7 +103,7 @@ fn pids(node: &Node, shares: &[common::container::Share]) -> Vec<String> {
     pids
 }
 
-fn the_processes_of_the_other_share_do_not_show() {
+fn processes_of_other_shares_are_hidden() {
     let node = Node::up("L4");
     let one = [node.share("one", "share", node.policy(0, 1000))];
     let two = [node.share("two", "share", node.policy(0, 2000))];
@@ -114,13 +113,13 @@ fn the_processes_of_the_other_share_do_not_show() {
     let (first, second) = (first.pid().to_string(), second.pid().to_string());
     assert_eq!(pids(&node, &one), std::slice::from_ref(&first));
     assert_eq!(pids(&node, &two), std::slice::from_ref(&second));
-    // The driver's own list, of which each share is shown its part.
+    // The driver's own list has both processes.
     let mut both = [first, second];
     both.sort_unstable();
     assert_eq!(pids(&node, &[]), both);
 }
 
-fn what_changes_a_device_is_denied() {
+fn functions_that_change_a_device_are_denied() {
     let node = Node::up("H100-SXM5-80GB");
     let share = [node.share("claim", "share", node.policy(0, 1000))];
     let (done, said) = smi(&node, &share, "-mig 1 -i 0");
@@ -156,9 +155,10 @@ struct SampleInfoList {
     list: *mut SampleInfo,
 }
 
-/// In a container: asks NVML what no `nvidia-smi` here does, and prints the answers, a line each.
-fn ask(library: &str) {
-    // SAFETY: the library is the simulated one, its functions have these signatures, and there is room for what they answer.
+/// In a container: queries values that `nvidia-smi` does not, and prints them, one per line.
+fn print_values(library: &str) {
+    // SAFETY: the simulated library, whose functions have these signatures; the buffers have the
+    // given sizes.
     unsafe {
         let library = libloading::Library::new(library).expect("NVML");
         macro_rules! call {
@@ -195,7 +195,7 @@ fn ask(library: &str) {
 }
 
 /// What this program prints in a container with these shares.
-fn asked(node: &Node, shares: &[Share]) -> Vec<String> {
+fn nvml_values(node: &Node, shares: &[Share]) -> Vec<String> {
     let library = node.sim.library("libnvidia-ml.so.1");
     let container = node.container(shares);
     let mut command = container.command(&std::env::current_exe().expect("this test"));
@@ -204,8 +204,9 @@ fn asked(node: &Node, shares: &[Share]) -> Vec<String> {
     String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect()
 }
 
-/// Two shares of one GPU, each with a program that has memory; the first has launched kernels for so many milliseconds.
-fn beside(milliseconds: u32, test: impl FnOnce(&Node, [&Share; 2], [u32; 2])) {
+/// Two shares of one GPU, each with a program that has memory. The first program has launched
+/// kernels of `milliseconds` in total.
+fn with_two_shares(milliseconds: u32, test: impl FnOnce(&Node, [&Share; 2], [u32; 2])) {
     let node = Node::up("L4");
     let half = || Policy { compute: Compute { cores: 50, ..Compute::default() }, ..node.policy(0, 1000) };
     let shares = [node.share("one", "share", node.policy(0, 1000)), node.share("two", "share", half())];
@@ -220,26 +221,26 @@ fn beside(milliseconds: u32, test: impl FnOnce(&Node, [&Share; 2], [u32; 2])) {
     test(&node, [&shares[0], &shares[1]], [programs[0].pid(), programs[1].pid()]);
 }
 
-fn samples_of_the_other_shares_processes_do_not_show() {
-    beside(1000, |node, [one, two], [pid, _]| {
+fn samples_of_other_shares_are_hidden() {
+    with_two_shares(1000, |node, [one, two], [pid, _]| {
         let until = Instant::now() + Duration::from_secs(10);
         let own = [format!("samples 0 [{pid}]"), format!("infos 0 [{pid}]")];
-        while asked(node, std::slice::from_ref(one))[..2] != own {
-            assert!(Instant::now() < until, "{:?}", asked(node, std::slice::from_ref(one)));
+        while nvml_values(node, std::slice::from_ref(one))[..2] != own {
+            assert!(Instant::now() < until, "{:?}", nvml_values(node, std::slice::from_ref(one)));
         }
-        assert_eq!(asked(node, std::slice::from_ref(two))[..2], ["samples 0 []", "infos 0 []"]);
-        assert_eq!(asked(node, &[])[..2], own);
+        assert_eq!(nvml_values(node, std::slice::from_ref(two))[..2], ["samples 0 []", "infos 0 []"]);
+        assert_eq!(nvml_values(node, &[])[..2], own);
     });
 }
 
-/// The line of the rates.
-const RATES: usize = 3;
+/// The line with the utilisation rates.
+const RATES_LINE: usize = 3;
 
-fn utilisation_is_the_shares_own_and_ends_with_it() {
-    beside(3000, |node, [one, two], _| {
-        let shown = |share: &Share| asked(node, std::slice::from_ref(share)).remove(RATES);
+fn utilisation_covers_only_the_share() {
+    with_two_shares(3000, |node, [one, two], _| {
+        let shown = |share: &Share| nvml_values(node, std::slice::from_ref(share)).remove(RATES_LINE);
         const IDLE: &str = "rates 0 [0, 0]";
-        // While the first works the other has done nothing, and when it has ended neither has.
+        // While the first share works, the other is idle; when it has finished, both are.
         let until = Instant::now() + Duration::from_secs(15);
         let mut worked = false;
         loop {
@@ -254,7 +255,7 @@ fn utilisation_is_the_shares_own_and_ends_with_it() {
     });
 }
 
-fn others_do_not_show_however_many_they_are() {
+fn many_other_processes_are_hidden() {
     let node = Node::up("L4");
     let share = node.share("one", "share", node.policy(0, 1000));
     let other = |pid| Process {
@@ -269,43 +270,44 @@ fn others_do_not_show_however_many_they_are() {
         Ok(())
     });
     all.expect("they run");
-    assert_eq!(asked(&node, &[])[RATES], "rates 0 [60, 30]");
-    assert_eq!(asked(&node, &[share])[RATES], "rates 0 [0, 0]");
+    assert_eq!(nvml_values(&node, &[])[RATES_LINE], "rates 0 [60, 30]");
+    assert_eq!(nvml_values(&node, &[share])[RATES_LINE], "rates 0 [0, 0]");
 }
 
-fn who_ran_before_is_not_told() {
+fn past_processes_are_not_reported() {
     const NO_PERMISSION: &str = "accounting 4";
     let node = Node::up("L4");
     let share = node.share("one", "share", node.policy(0, 1000));
-    assert_eq!(asked(&node, &[share])[2], NO_PERMISSION);
-    assert_ne!(asked(&node, &[])[2], NO_PERMISSION);
+    assert_eq!(nvml_values(&node, &[share])[2], NO_PERMISSION);
+    assert_ne!(nvml_values(&node, &[])[2], NO_PERMISSION);
 }
 
-/// In a container: allocates and then asks the library for sessions, and prints the numbers of what it is told.
-fn ask_for_sessions(nvml: &str, cuda: &str, uuid: &str) {
+/// In a container: allocates, queries the library's sessions, and prints the fields.
+fn print_sessions(nvml: &str, cuda: &str, uuid: &str) {
     let guest = Guest::open(Path::new(cuda));
     assert_eq!(guest.run(&["start", "0"]), "ok");
     assert!(guest.run(&["alloc", "v2", "100"]).starts_with("ok "));
     let device = CString::new(uuid).expect("no NUL");
     for (name, words) in [("nvmlDeviceGetEncoderSessions", 8), ("nvmlDeviceGetFBCSessions", 12)] {
         let (mut list, mut count) = ([0u32; 100], 3);
-        // SAFETY: the library of this test, whose functions have this signature, and room for what it answers.
+        // SAFETY: this test's library, whose functions have this signature; the buffer is large
+        // enough.
         let answer = unsafe {
             let library = libloading::Library::new(nvml).expect("NVML");
             type List = extern "C" fn(*const c_char, *mut u32, *mut u32) -> i32;
             let function = library.get::<List>(name.as_bytes()).expect("it is there");
             let answer = function(device.as_ptr(), &raw mut count, list.as_mut_ptr());
-            // Loaded for as long as the program runs, as a program has it.
+            // Stays loaded until the program exits, as in real programs.
             std::mem::forget(library);
             answer
         };
-        let told: Vec<_> =
+        let printed: Vec<_> =
             list.chunks(words).take(count as usize).map(|entry| (entry[0], entry[2])).collect();
-        println!("{answer} {told:x?}");
+        println!("{answer} {printed:x?}");
     }
 }
 
-fn sessions_of_others_do_not_show() {
+fn sessions_of_other_processes_are_hidden() {
     let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libnvidia-ml.so.1");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/view/sessions.c");
     let mut cc = Command::new("cc");
@@ -313,7 +315,7 @@ fn sessions_of_others_do_not_show() {
     assert!(cc.arg(&library).arg(source).status().expect("a C compiler").success());
     let node = Node::up("L4");
     let uuid = node.sim.read().expect("a state").gpus[0].uuid.clone();
-    let told = |shares: &[Share]| {
+    let printed = |shares: &[Share]| {
         let container = node.container(shares);
         let mut command = container.command(&std::env::current_exe().expect("this test"));
         command.arg("sessions").arg(&library).arg(container.driver()).arg(&uuid);
@@ -322,7 +324,7 @@ fn sessions_of_others_do_not_show() {
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
     let share = node.share("one", "share", node.policy(0, 1000));
-    assert_eq!(told(&[share]), "0 [(47, 5a5a5a5a)]\n".repeat(2));
+    assert_eq!(printed(&[share]), "0 [(47, 5a5a5a5a)]\n".repeat(2));
     let all = "0 [(46, 5a5a5a5a), (47, 5a5a5a5a), (48, 5a5a5a5a)]\n";
-    assert_eq!(told(&[]), all.repeat(2));
+    assert_eq!(printed(&[]), all.repeat(2));
 }

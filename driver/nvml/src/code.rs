@@ -1,15 +1,15 @@
-//! NVML's return codes, all of them: a code that this list does not know is
-//! [`Code::Other`], so that a newer GPU driver never turns into a parse error.
+//! All of NVML's return codes. A code that this list does not know becomes [`Code::Other`], so a
+//! newer GPU driver causes no parse error.
 
 use std::fmt;
 
 macro_rules! codes {
     ($($name:ident = $number:literal, $text:literal;)*) => {
-        /// Why NVML refused a call.
+        /// The return code of a failed call.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Code {
             $($name,)*
-            /// A code newer than this list.
+            /// A code that is newer than this list.
             Other(u32),
         }
 
@@ -45,7 +45,7 @@ codes! {
     Uninitialized = 1, "NVML is not initialised";
     InvalidArgument = 2, "invalid argument";
     NotSupported = 3, "not supported";
-    NoPermission = 4, "no permission, the driver must run as root with all GPU device nodes";
+    NoPermission = 4, "no permission; run the driver as root with all GPU device nodes";
     AlreadyInitialized = 5, "already initialised";
     NotFound = 6, "not found";
     InsufficientSize = 7, "buffer too small";
@@ -59,12 +59,12 @@ codes! {
     GpuIsLost = 15, "the GPU is lost";
     ResetRequired = 16, "the GPU needs a reset";
     OperatingSystem = 17, "blocked by the operating system";
-    LibRmVersionMismatch = 18, "library and kernel module differ in version, reload the kernel module or reboot";
+    LibRmVersionMismatch = 18, "library and kernel module versions differ; reload the module or reboot";
     InUse = 19, "in use by another client";
     Memory = 20, "out of memory";
     NoData = 21, "no data";
     VgpuEccNotSupported = 22, "not available on vGPU with ECC";
-    InsufficientResources = 23, "no room for it on the GPU";
+    InsufficientResources = 23, "insufficient resources on the GPU";
     FreqNotSupported = 24, "frequency not supported";
     ArgumentVersionMismatch = 25, "argument version mismatch";
     Deprecated = 26, "deprecated";
@@ -76,8 +76,8 @@ codes! {
 }
 
 impl Code {
-    /// Whether a call that answers so was turned down before it changed
-    /// anything. After a time-out or an unknown error nobody can tell.
+    /// Whether a call with this code was rejected before it changed anything. After a timeout or an
+    /// unknown error, the call may have had an effect.
     pub fn is_refusal(self) -> bool {
         matches!(
             self,
@@ -110,7 +110,7 @@ mod tests {
     use super::Code;
 
     #[test]
-    fn every_number_survives_the_way_there_and_back() {
+    fn codes_round_trip_through_numbers() {
         for number in (1..=40).chain([998, 999, 1000, u32::MAX]) {
             assert_eq!(Code::from(number).number(), number);
         }

@@ -1,5 +1,5 @@
-//! Compute mode: whether more than one process may use a GPU. It is a property
-//! of the whole GPU; MIG instances have none.
+//! Compute mode: whether several processes may use a GPU. It belongs to the whole GPU; MIG
+//! instances have none.
 
 use crate::error::NvmlError;
 use crate::job::Worker;
@@ -8,9 +8,9 @@ use nvml_wrapper_sys::bindings as sys;
 /// Which processes may use a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ComputeMode {
-    /// Any number.
+    /// Any number of processes.
     Default,
-    /// One at a time; the mode in which an MPS server is that one.
+    /// One process at a time. With MPS, this is the MPS server.
     ExclusiveProcess,
 }
 
@@ -24,8 +24,8 @@ impl ComputeMode {
 }
 
 impl Worker {
-    /// From one of the two modes to the other. A third, PROHIBITED, is an
-    /// administrator's and stays when the default is asked for.
+    /// Switches between the two modes. The third mode, PROHIBITED, can only be set by an
+    /// administrator, so a switch to the default keeps it.
     pub(crate) fn set_compute_mode(&mut self, mode: ComputeMode) -> Result<(), NvmlError> {
         let device = self.device()?;
         let now = self.call("nvmlDeviceGetComputeMode", |nvml| nvml.compute_mode(device))?;

@@ -1,4 +1,4 @@
-//! What can go wrong, with the GPU, the call, the cause and the remedy.
+//! Errors. Each message names the GPU, the call, the cause and, where there is one, the remedy.
 
 use crate::code::Code;
 use divvy_api::GpuUuid;
@@ -9,48 +9,58 @@ use std::time::{Duration, Instant};
 /// Why a call on a GPU has no result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NvmlError {
-    /// NVML answered with an error: a refusal, or one after which nobody knows.
+    /// NVML returned an error. [`Code::is_refusal`] tells whether the call can have had an effect.
     #[error("{call} on {gpu}: {code}")]
     Call { call: &'static str, gpu: GpuUuid, code: Code },
-    /// The call is still running and may yet take effect.
-    #[error("{call} on {gpu} has not returned after {} s; the GPU is left alone until it does", .after.as_secs_f32())]
+    /// The call is still running and may take effect later.
+    #[error(
+        "{call} on {gpu} has not returned after {} s; no other call is made on the GPU until it returns",
+        .after.as_secs_f32()
+    )]
     Deadline { call: &'static str, gpu: GpuUuid, after: Duration },
-    /// An earlier call is still running; nothing was tried.
-    #[error("{gpu} is stuck: {call} has not returned for {} s; see the kernel log, a GPU reset or a reboot frees it", .since.elapsed().as_secs())]
+    /// An earlier call is still running. This call was not made.
+    #[error(
+        "{gpu} is stuck: {call} has not returned for {} s; \
+         check the kernel log, then reset the GPU or reboot the node",
+        .since.elapsed().as_secs()
+    )]
     Stuck { call: &'static str, gpu: GpuUuid, since: Instant },
-    /// The call waited behind others until its deadline; nothing was tried.
-    #[error("{call} on {gpu} was not begun within {} s because {gpu} is busy; try again", .after.as_secs_f32())]
+    /// The call waited for earlier calls until its deadline. It was not made.
+    #[error("{call} on {gpu} did not start within {} s because the GPU is busy; retry", .after.as_secs_f32())]
     Busy { call: &'static str, gpu: GpuUuid, after: Duration },
     #[error("{gpu} is lost ({call}); reset the GPU or reboot the node")]
     Lost { call: &'static str, gpu: GpuUuid },
-    /// `pids` are the processes that NVML shows; other holders of the device node are not among them.
+    /// `pids` are the processes that NVML lists. It does not list other processes that have the
+    /// device node open.
     #[error("{call} on {gpu}: in use by {}", holders(.pids))]
     InUse { call: &'static str, gpu: GpuUuid, pids: Vec<u32> },
-    /// SetMigMode answered success with an activation status that is none.
+    /// SetMigMode returned success, but its activation status is an error.
     #[error("MIG mode {mode:?} of {gpu} was not activated: {code}")]
     NotActivated { gpu: GpuUuid, mode: MigMode, code: Code },
     #[error(
-        "{gpu} offers no compute instance as large as GPU instance {gpu_instance} of profile {profile_id}"
+        "{gpu} has no compute instance profile that fills GPU instance {gpu_instance} (profile {profile_id})"
     )]
     NoFullSize { gpu: GpuUuid, gpu_instance: u32, profile_id: u32 },
     #[error(
-        "NVML is closed for {gpu}: the GPU driver is missing or being replaced; try again when it is back"
+        "NVML is closed for {gpu}: the GPU driver is missing or being upgraded; retry when it is installed"
     )]
     Closed { gpu: GpuUuid },
-    #[error("no thread for {gpu}: {cause}")]
+    #[error("cannot start a thread for {gpu}: {cause}")]
     Thread { gpu: GpuUuid, cause: std::io::ErrorKind },
 }
 
 fn holders(pids: &[u32]) -> String {
     if pids.is_empty() {
-        return "another client that is no GPU process (a monitoring agent, nvidia-persistenced or Xorg); stop it and try again".to_owned();
+        return "a client without GPU memory (a monitoring agent, nvidia-persistenced or Xorg); \
+                stop it and retry"
+            .to_owned();
     }
     let list: Vec<String> = pids.iter().map(u32::to_string).collect();
-    format!("process {}; stop it and try again", list.join(", "))
+    format!("process {}; stop it and retry", list.join(", "))
 }
 
 impl NvmlError {
-    /// NVML's code, where NVML answered at all.
+    /// NVML's return code, if NVML returned one.
     pub fn code(&self) -> Option<Code> {
         match self {
             Self::Call { code, .. } | Self::NotActivated { code, .. } => Some(*code),
@@ -60,7 +70,7 @@ impl NvmlError {
         }
     }
 
-    /// Whether the hardware may have changed by the call that failed, or may yet.
+    /// Whether the failed call may have changed the hardware, or may still change it.
     pub fn may_take_effect(&self) -> bool {
         match self {
             Self::Deadline { .. } | Self::Lost { .. } | Self::Closed { .. } => true,
@@ -70,7 +80,7 @@ impl NvmlError {
     }
 }
 
-/// Why NVML could not be opened.
+/// Why NVML cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error("cannot read NVML library {path}")]

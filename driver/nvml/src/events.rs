@@ -1,10 +1,9 @@
-//! What happens by itself: events that NVML delivers, and what the queues
-//! notice. One thread owns the event set; it ends when the session closes.
+//! Events: those of NVML, and those that the queues detect. One thread owns the event set; it exits
+//! when the session closes.
 
 use crate::code::Code;
 use crate::error::NvmlError;
-use crate::job::StuckCall;
-use crate::raw::{Device, Heard, Library};
+use crate::raw::{Device, EventData, Library};
 use divvy_api::GpuUuid;
 use nvml_wrapper_sys::bindings as sys;
 use std::sync::Arc;
@@ -12,43 +11,51 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 
-/// Something happened to a GPU.
+/// An event of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// An error number of the GPU driver, with the instance it hit where NVML says.
+    /// An Xid error of the GPU driver, with the affected instance if NVML reports it.
     Xid { gpu: GpuUuid, xid: u64, gpu_instance: Option<u32>, compute_instance: Option<u32> },
-    /// MIG mode or instances changed, by us or by somebody else.
+    /// The MIG mode or the instances changed, by this driver or by another tool.
     MigConfigChange { gpu: GpuUuid },
-    /// The GPU driver has taken the GPU out of service.
+    /// The GPU driver took the GPU out of service.
     Unavailable { gpu: GpuUuid },
-    /// A call answered that the GPU is lost; told once until a call succeeds.
+    /// A call reported that the GPU is lost. Sent once, until a call succeeds again.
     Lost { gpu: GpuUuid, call: &'static str },
-    /// A GPU is lost and NVML does not say which.
+    /// A GPU is lost, and NVML does not report which one.
     SomeGpuLost,
-    /// A call that nobody waits for any more is still running.
+    /// The caller of a running call no longer waits for it.
     Stuck(StuckCall),
-    /// That call returned.
-    Late(Late),
+    /// A stuck call returned.
+    LateReturn(LateReturn),
 }
 
-/// A call that returned after it was given up. The hardware may have changed.
+/// A running call whose caller no longer waits for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Late {
+pub struct StuckCall {
+    pub gpu: GpuUuid,
+    pub call: &'static str,
+    pub since: Instant,
+}
+
+/// A call that returned after its caller stopped waiting. The hardware may have changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LateReturn {
     pub gpu: GpuUuid,
     pub call: &'static str,
     pub after: Duration,
-    /// Of the whole job: [`NvmlError::Deadline`] where it stopped after that call.
+    /// The result of the whole job; [`NvmlError::Deadline`] if it stopped after this call.
     pub result: Result<(), NvmlError>,
 }
 
-/// How long a wait for events lasts, and so how long closing waits for the thread.
-const WAIT: Duration = Duration::from_millis(250);
+/// Timeout of one wait for events, and so the longest delay of closing by this thread.
+const WAIT_TIMEOUT: Duration = Duration::from_millis(250);
 
 const XID: u64 = sys::nvmlEventTypeXidCriticalError as u64;
 const MIG_CONFIG_CHANGE: u64 = 0x100;
 const UNAVAILABLE: u64 = sys::nvmlEventTypeGpuUnavailableError as u64;
 
-/// Runs until `closing`; returns at once where no GPU has events.
+/// Runs until `closing` is set. Returns at once if no GPU supports events.
 pub(crate) fn listen(
     library: &Library,
     gpus: &[(GpuUuid, Device)],
@@ -58,57 +65,59 @@ pub(crate) fn listen(
     let set = match library.create_event_set() {
         Ok(set) => set,
         Err(code) => {
-            tracing::warn!(%code, "no events from NVML: cannot create an event set");
+            tracing::warn!(%code, "NVML events are not received: cannot create an event set");
             return;
         }
     };
     let mut registered = false;
     for (gpu, device) in gpus {
-        let wanted = XID | MIG_CONFIG_CHANGE | UNAVAILABLE;
-        let kinds = library.supported_events(*device).map_or(XID, |supported| supported & wanted);
-        // One GPU without events takes nothing from the others.
+        let requested = XID | MIG_CONFIG_CHANGE | UNAVAILABLE;
+        let kinds = library.supported_events(*device).map_or(XID, |supported| supported & requested);
+        // A GPU without events does not affect the others.
         match library.register_events(*device, kinds, &set) {
             Ok(()) => registered = true,
-            Err(code) => tracing::warn!(%gpu, %code, "no events of this GPU"),
+            Err(code) => {
+                tracing::warn!(%gpu, %code, "cannot register for events of this GPU; they are not received")
+            }
         }
     }
     let mut failing = false;
     while registered && !closing.load(Ordering::Relaxed) {
         let begun = Instant::now();
-        match library.wait(&set, WAIT.as_millis() as u32) {
-            Ok(heard) => {
+        match library.wait(&set, WAIT_TIMEOUT.as_millis() as u32) {
+            Ok(received) => {
                 failing = false;
-                if let Some(event) = name(library, gpus, heard) {
-                    // Nobody listens after close.
-                    let _unheard = events.send(event);
+                if let Some(event) = name(library, gpus, received) {
+                    // After close there is no receiver.
+                    let _no_receiver = events.send(event);
                 }
                 continue;
             }
             Err(Code::Timeout) => failing = false,
             Err(code) => {
                 if !failing {
-                    tracing::warn!(%code, "waiting for NVML events failed");
-                    let _unheard = events.send(Event::SomeGpuLost);
+                    tracing::warn!(%code, "waiting for NVML events failed; a GPU may be lost");
+                    let _no_receiver = events.send(Event::SomeGpuLost);
                 }
                 failing = true;
             }
         }
-        // Neither a failing wait nor one that does not wait may spin.
-        std::thread::sleep(WAIT.saturating_sub(begun.elapsed()));
+        // A wait that returns early must not make this loop spin.
+        std::thread::sleep(WAIT_TIMEOUT.saturating_sub(begun.elapsed()));
     }
     library.free_event_set(set);
 }
 
-fn name(library: &Library, gpus: &[(GpuUuid, Device)], heard: Heard) -> Option<Event> {
-    let known = gpus.iter().find(|(_, device)| device.is(heard.device)).map(|(gpu, _)| gpu.clone());
-    let gpu = known.or_else(|| library.uuid(heard.device).ok().map(GpuUuid::from))?;
+fn name(library: &Library, gpus: &[(GpuUuid, Device)], received: EventData) -> Option<Event> {
+    let known = gpus.iter().find(|(_, device)| device.is(received.device)).map(|(gpu, _)| gpu.clone());
+    let gpu = known.or_else(|| library.uuid(received.device).ok().map(GpuUuid::from))?;
     let instance = |id: u32| (id != u32::MAX).then_some(id);
-    match heard.kind {
+    match received.kind {
         XID => Some(Event::Xid {
             gpu,
-            xid: heard.data,
-            gpu_instance: instance(heard.gpu_instance),
-            compute_instance: instance(heard.compute_instance),
+            xid: received.data,
+            gpu_instance: instance(received.gpu_instance),
+            compute_instance: instance(received.compute_instance),
         }),
         MIG_CONFIG_CHANGE => Some(Event::MigConfigChange { gpu }),
         UNAVAILABLE => Some(Event::Unavailable { gpu }),

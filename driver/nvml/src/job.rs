@@ -1,17 +1,15 @@
-//! Jobs of a GPU's thread, and those who wait for them.
+//! Jobs of the thread of one GPU, and the callers that wait for them.
 //!
-//! A job is `Queued`, `Running`, then `Done`. Its caller may give it up: a
-//! queued job is then never begun, a running one makes the GPU stuck until it
-//! returns. A job that was given up makes no further C call after the one it
-//! is in, and what it did by then is announced as [`Event::Late`]. Phase and
-//! stuck mark change under the job's lock, so the two always agree.
+//! A job is `Queued`, `Running`, then `Done`. A caller can abandon its job: a queued job is then
+//! never started, and a running one makes the GPU stuck until it returns. An abandoned job finishes
+//! its current C call and makes no further one; [`Event::LateReturn`] reports it. Phase and stuck
+//! state change under the lock of the job, so they always agree.
 
 use crate::code::Code;
 use crate::error::NvmlError;
-use crate::events::{Event, Late};
-use crate::gpm::Sampled;
-use crate::raw::{CiProfile, Device, Library};
-use crate::read::Description;
+use crate::events::{Event, LateReturn, StuckCall};
+use crate::raw::{CiProfile, Device, Library, TimedSample};
+use crate::types::Description;
 use divvy_api::GpuUuid;
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -20,19 +18,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Instant;
 use tokio::sync::{mpsc::UnboundedSender, oneshot, watch};
 
-/// Address space only: pages count once they are touched, and NVML's own
-/// frames are not ours to measure.
-const STACK: usize = 256 * 1024;
+/// Reserved address space of the thread. Only touched pages use memory, and the stack use of NVML
+/// is unknown.
+const THREAD_STACK_BYTES: usize = 256 * 1024;
 
-/// A call that nobody waits for any more and that is still running.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StuckCall {
-    pub gpu: GpuUuid,
-    pub call: &'static str,
-    pub since: Instant,
-}
-
-/// What callers and thread of a GPU share.
+/// State shared by the callers and the thread of a GPU.
 pub(crate) struct Shared {
     gpu: GpuUuid,
     state: Mutex<Thread>,
@@ -42,16 +32,16 @@ pub(crate) struct Shared {
 }
 
 enum Thread {
-    /// Not started: no call was made yet.
+    /// No call was made yet, so there is no thread.
     Idle(Box<Seed>),
     Running(mpsc::Sender<Job>),
     Closed,
 }
 
-/// What the thread needs to start; `alive` is dropped after the library.
+/// Data to start the thread. `alive` is dropped after the library.
 pub(crate) struct Seed {
     pub(crate) library: Arc<Library>,
-    /// As enumeration gave it.
+    /// The handle from the enumeration, if the GPU was found.
     pub(crate) device: Option<Device>,
     pub(crate) alive: tokio::sync::mpsc::Sender<()>,
 }
@@ -63,39 +53,39 @@ enum Phase {
     Queued,
     Running,
     Done,
-    GivenUp,
+    Abandoned,
 }
 
-/// Where a job stands, shared by its caller and the thread.
+/// Progress of a job, shared by its caller and the thread.
 struct Progress {
     phase: Phase,
     call: &'static str,
     begun: Instant,
 }
 
-/// The thread's side: makes the calls and remembers what does not change.
+/// The state of the thread: it makes the calls and caches constant data.
 pub(crate) struct Worker {
     library: Arc<Library>,
     shared: Arc<Shared>,
     device: Option<Device>,
     progress: Arc<Mutex<Progress>>,
-    /// What stays as it is while the library is open.
+    /// Constant while the library is open.
     pub(crate) description: Option<Arc<Description>>,
-    /// Compute-instance profiles by GPU-instance profile.
+    /// Compute instance profiles by GPU instance profile id.
     pub(crate) ci_profiles: BTreeMap<u32, Arc<[CiProfile]>>,
-    /// By GPU instance.
-    pub(crate) sampled: BTreeMap<Option<u32>, Sampled>,
-    // Last, so that it is dropped after the library.
+    /// The last GPM sample by GPU instance; `None` is the whole GPU.
+    pub(crate) gpm_samples: BTreeMap<Option<u32>, TimedSample>,
+    // The last field, so it is dropped after the library.
     _alive: tokio::sync::mpsc::Sender<()>,
 }
 
-/// A panic while a lock is held leaves plain values behind; they stay usable.
+/// Locks a mutex. A panic under the lock leaves plain values behind, so poisoning is ignored.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Shared {
-    /// Without a seed it answers [`NvmlError::Closed`] to everything.
+    /// Without a seed, every call fails with [`NvmlError::Closed`].
     pub(crate) fn new(gpu: GpuUuid, seed: Option<Seed>, events: UnboundedSender<Event>) -> Self {
         let state = seed.map_or(Thread::Closed, |seed| Thread::Idle(Box::new(seed)));
         let (state, stuck, lost) = (Mutex::new(state), watch::Sender::new(None), AtomicBool::new(false));
@@ -110,7 +100,7 @@ impl Shared {
         self.stuck.borrow().clone()
     }
 
-    /// No new jobs; the thread ends after those it has.
+    /// Rejects new jobs. The thread exits after the queued ones.
     pub(crate) fn close(&self) {
         *lock(&self.state) = Thread::Closed;
     }
@@ -139,12 +129,12 @@ impl Shared {
             progress: Arc::new(Mutex::new(Progress { phase: Phase::Done, call: "", begun: Instant::now() })),
             description: None,
             ci_profiles: BTreeMap::new(),
-            sampled: BTreeMap::new(),
+            gpm_samples: BTreeMap::new(),
             _alive: seed.alive,
         };
         std::thread::Builder::new()
             .name("nvml-gpu".to_owned())
-            .stack_size(STACK)
+            .stack_size(THREAD_STACK_BYTES)
             .spawn(move || {
                 for job in queue {
                     job(&mut worker);
@@ -154,13 +144,13 @@ impl Shared {
         Ok(jobs)
     }
 
-    fn tell(&self, event: Event) {
-        // Nobody listens after close.
-        let _unheard = self.events.send(event);
+    fn send_event(&self, event: Event) {
+        // After close there is no receiver.
+        let _no_receiver = self.events.send(event);
     }
 }
 
-/// Queues a job now and gives the future of its result.
+/// Queues a job at once and returns the future of its result.
 pub(crate) fn submit<T, F>(
     shared: &Arc<Shared>,
     call: &'static str,
@@ -178,7 +168,7 @@ where
         let progress = Arc::clone(&progress);
         move |worker| worker.run(progress, answer, work)
     });
-    // Before the job is sent: a GPU that gets stuck from here on is seen.
+    // Subscribe before the job is sent, so that no later stuck state is missed.
     let stuck = shared.stuck.subscribe();
     let sent = match shared.stuck() {
         Some(StuckCall { call, since, gpu }) => Err(NvmlError::Stuck { call, gpu, since }),
@@ -191,7 +181,7 @@ where
     }
 }
 
-/// The caller's side of a job. Dropped before the job is done, it gives the job up.
+/// The caller's side of a job. Dropping it before the job is done abandons the job.
 struct Waiting {
     shared: Arc<Shared>,
     progress: Arc<Mutex<Progress>>,
@@ -210,18 +200,18 @@ impl Waiting {
         let after = deadline.saturating_duration_since(sent);
         let timer = tokio::time::sleep_until(deadline.into());
         tokio::pin!(timer);
-        let another_is_stuck = tokio::select! {
+        let stuck_call = tokio::select! {
             biased;
             answer = &mut result => return answer.unwrap_or(Err(NvmlError::Closed { gpu })),
             () = &mut timer => None,
             seen = stuck.wait_for(Option::is_some) => seen.ok().and_then(|seen| seen.clone()),
         };
-        match (self.give_up(), another_is_stuck) {
+        match (self.abandon(), stuck_call) {
             (Phase::Queued, Some(StuckCall { call, since, .. })) => {
                 Err(NvmlError::Stuck { call, gpu, since })
             }
             (Phase::Queued, None) => Err(NvmlError::Busy { call, gpu, after }),
-            (Phase::Running | Phase::GivenUp, _) => {
+            (Phase::Running | Phase::Abandoned, _) => {
                 let call = lock(&self.progress).call;
                 Err(NvmlError::Deadline { call, gpu, after })
             }
@@ -229,20 +219,20 @@ impl Waiting {
         }
     }
 
-    /// Gives the job up and tells in which phase it was.
-    fn give_up(&self) -> Phase {
+    /// Abandons the job and returns its previous phase.
+    fn abandon(&self) -> Phase {
         let mut progress = lock(&self.progress);
         let was = progress.phase;
         match was {
-            Phase::Queued => progress.phase = Phase::GivenUp,
+            Phase::Queued => progress.phase = Phase::Abandoned,
             Phase::Running => {
-                progress.phase = Phase::GivenUp;
+                progress.phase = Phase::Abandoned;
                 let stuck =
                     StuckCall { gpu: self.shared.gpu.clone(), call: progress.call, since: progress.begun };
-                self.shared.tell(Event::Stuck(stuck.clone()));
+                self.shared.send_event(Event::Stuck(stuck.clone()));
                 self.shared.stuck.send_replace(Some(stuck));
             }
-            Phase::Done | Phase::GivenUp => {}
+            Phase::Done | Phase::Abandoned => {}
         }
         was
     }
@@ -250,7 +240,7 @@ impl Waiting {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        self.give_up();
+        self.abandon();
     }
 }
 
@@ -271,29 +261,34 @@ impl Worker {
         }
         self.progress = Arc::clone(&progress);
         let result = work(self);
-        self.notice(&result);
+        self.handle_result(&result);
 
         let mut progress = lock(&progress);
-        if progress.phase == Phase::GivenUp {
+        if progress.phase == Phase::Abandoned {
             self.shared.stuck.send_replace(None);
             let after = progress.begun.elapsed();
-            let late =
-                Late { gpu: self.shared.gpu.clone(), call: progress.call, after, result: result.map(drop) };
-            self.shared.tell(Event::Late(late));
+            let late = LateReturn {
+                gpu: self.shared.gpu.clone(),
+                call: progress.call,
+                after,
+                result: result.map(drop),
+            };
+            self.shared.send_event(Event::LateReturn(late));
         } else {
             progress.phase = Phase::Done;
-            // The caller holds the other end until the phase is Done or GivenUp.
-            let _unheard = answer.send(result);
+            // The caller keeps the receiver until the phase is Done or Abandoned.
+            let _no_receiver = answer.send(result);
         }
     }
 
-    /// Tells once when the GPU is lost, and looks the handle up again after an answer that fits a stale one.
-    fn notice<T>(&mut self, result: &Result<T, NvmlError>) {
+    /// Reports a lost GPU once. After an error that may mean a stale handle, drops the handle so
+    /// that it is looked up again.
+    fn handle_result<T>(&mut self, result: &Result<T, NvmlError>) {
         match result {
             Ok(_) => self.shared.lost.store(false, Ordering::Relaxed),
             Err(NvmlError::Lost { call, gpu }) => {
                 if !self.shared.lost.swap(true, Ordering::Relaxed) {
-                    self.shared.tell(Event::Lost { gpu: gpu.clone(), call });
+                    self.shared.send_event(Event::Lost { gpu: gpu.clone(), call });
                 }
             }
             Err(NvmlError::Call {
@@ -306,12 +301,12 @@ impl Worker {
         }
     }
 
-    /// The GPU.
+    /// The UUID of the GPU.
     pub(crate) fn gpu(&self) -> GpuUuid {
         self.shared.gpu.clone()
     }
 
-    /// Makes one C call of the current job, unless the job was given up.
+    /// Makes one C call of the current job, unless the job was abandoned.
     pub(crate) fn call<T>(
         &self,
         name: &'static str,
@@ -319,7 +314,7 @@ impl Worker {
     ) -> Result<T, NvmlError> {
         {
             let mut progress = lock(&self.progress);
-            if progress.phase == Phase::GivenUp {
+            if progress.phase == Phase::Abandoned {
                 let after = progress.begun.elapsed();
                 return Err(NvmlError::Deadline { call: progress.call, gpu: self.gpu(), after });
             }
@@ -331,7 +326,7 @@ impl Worker {
         })
     }
 
-    /// The GPU's handle, looked up by UUID where enumeration did not give it.
+    /// The GPU's handle, looked up by UUID if the enumeration did not return it.
     pub(crate) fn device(&mut self) -> Result<Device, NvmlError> {
         if let Some(device) = self.device {
             return Ok(device);

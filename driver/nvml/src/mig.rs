@@ -1,24 +1,23 @@
-//! What a GPU's thread does with MIG. GPU instances are enumerated by profile,
-//! because an instance without a compute instance has no MIG device and would
-//! be overlooked.
+//! MIG operations of the thread of a GPU. GPU instances are listed by profile: a GPU instance
+//! without a compute instance has no MIG device, so a list of MIG devices would miss it.
 
 use crate::code::Code;
 use crate::error::NvmlError;
 use crate::job::Worker;
 use crate::raw::{CiProfile, Gi, GiInfo};
-use crate::read::RawInstance;
+use crate::types::RawInstance;
 use divvy_model::inventory::{ComputeInstance, MigMode};
 use divvy_model::placement::Placement;
 use std::sync::Arc;
 
-/// Profile indices end where NVML says INVALID_ARGUMENT; this ends a library that never does.
+/// Bound for a faulty library. A real one returns INVALID_ARGUMENT after its last profile.
 pub(crate) const MAX_PROFILES: u32 = 64;
 
 fn mode(on: bool) -> MigMode {
     if on { MigMode::On } else { MigMode::Off }
 }
 
-/// NVML's way to say that there is nothing to destroy: gone, or MIG is off.
+/// Turns the errors of a missing instance, or of MIG being off, into `None`.
 fn absent_is_none<T>(found: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match found {
         Ok(found) => Ok(Some(found)),
@@ -34,32 +33,33 @@ impl Worker {
         Ok(mode(current))
     }
 
-    pub(crate) fn set_mig_mode(&mut self, wanted: MigMode) -> Result<(), NvmlError> {
+    pub(crate) fn set_mig_mode(&mut self, requested: MigMode) -> Result<(), NvmlError> {
         const SET: &str = "nvmlDeviceSetMigMode";
         let device = self.device()?;
-        let on = wanted == MigMode::On;
+        let on = requested == MigMode::On;
         if self.call("nvmlDeviceGetMigMode", |nvml| nvml.mig_mode(device))? == (on, on) {
             return Ok(());
         }
         let code = match self.call(SET, |nvml| nvml.set_mig_mode(device, on)) {
             Ok(Ok(())) => return Ok(()),
             Ok(Err(code)) => code,
-            Err(error) => return Err(self.name_holders(SET, None, error)),
+            Err(error) => return Err(self.with_holders(SET, None, error)),
         };
-        // Accepted but not activated: a later reset would activate it behind our back.
+        // The mode is pending, not active: a later GPU reset would activate it unexpectedly.
+        // Restore the old mode.
         if let Ok((current, pending)) = self.call("nvmlDeviceGetMigMode", |nvml| nvml.mig_mode(device))
             && current != pending
         {
-            let _not_activated_either = self.call(SET, |nvml| nvml.set_mig_mode(device, current));
+            let _ignored = self.call(SET, |nvml| nvml.set_mig_mode(device, current));
         }
         Err(match code {
-            Code::InUse => self.name_holders(SET, None, NvmlError::Call { call: SET, gpu: self.gpu(), code }),
-            code => NvmlError::NotActivated { gpu: self.gpu(), mode: wanted, code },
+            Code::InUse => self.with_holders(SET, None, NvmlError::Call { call: SET, gpu: self.gpu(), code }),
+            code => NvmlError::NotActivated { gpu: self.gpu(), mode: requested, code },
         })
     }
 
-    /// Turns IN_USE into the error that names the processes, of one GPU instance or all.
-    fn name_holders(&mut self, call: &'static str, gpu_instance: Option<u32>, error: NvmlError) -> NvmlError {
+    /// Turns IN_USE into an error with the processes of one GPU instance or of the whole GPU.
+    fn with_holders(&mut self, call: &'static str, gpu_instance: Option<u32>, error: NvmlError) -> NvmlError {
         if error.code() != Some(Code::InUse) {
             return error;
         }
@@ -70,7 +70,7 @@ impl Worker {
             .unwrap_or_default()
             .into_iter()
             .filter(|entry| {
-                gpu_instance.is_none_or(|wanted| entry.instance.is_some_and(|(gi, _)| gi == wanted))
+                gpu_instance.is_none_or(|requested| entry.instance.is_some_and(|(gi, _)| gi == requested))
             })
             .map(|entry| entry.pid)
             .collect();
@@ -79,7 +79,7 @@ impl Worker {
         NvmlError::InUse { call, gpu: self.gpu(), pids }
     }
 
-    /// GPU instances of one profile or of all.
+    /// The GPU instances of one profile, or of all profiles.
     pub(crate) fn instances_of(&mut self, only: Option<u32>) -> Result<Vec<RawInstance>, NvmlError> {
         let device = self.device()?;
         match absent_is_none(self.call("nvmlDeviceGetMigMode", |nvml| nvml.mig_mode(device)))? {
@@ -88,13 +88,14 @@ impl Worker {
         }
         let mut all = Vec::new();
         let description = self.description()?;
-        let wanted = description.profiles.iter().filter(|profile| only.is_none_or(|only| only == profile.id));
-        for profile in wanted {
+        let requested =
+            description.profiles.iter().filter(|profile| only.is_none_or(|only| only == profile.id));
+        for profile in requested {
             let found = self.call("nvmlDeviceGetGpuInstances", |nvml| {
                 nvml.gpu_instances(device, profile.id, profile.max_instances)
             });
             for gi in absent_is_none(found)?.unwrap_or_default() {
-                // Destroyed by somebody else since it was listed: not an instance any more.
+                // Another tool destroyed the instance after it was listed.
                 let Some(info) =
                     absent_is_none(self.call("nvmlGpuInstanceGetInfo", |nvml| nvml.gi_info(gi)))?
                 else {
@@ -124,12 +125,13 @@ impl Worker {
 
     fn describe_ci(&self, ci: crate::raw::Ci) -> Result<ComputeInstance, NvmlError> {
         let info = self.call("nvmlComputeInstanceGetInfo_v2", |nvml| nvml.ci_info(ci))?;
-        // The header calls it the parent; it is the MIG device, whose UUID names the instance.
+        // NVML calls this handle the parent, but it is the MIG device whose UUID names the
+        // instance.
         let uuid = self.call("nvmlDeviceGetUUID", |nvml| nvml.uuid(info.device))?;
         Ok(ComputeInstance { id: info.id, profile_id: info.profile_id, uuid })
     }
 
-    /// Compute-instance profiles that a GPU instance of that profile offers; asked once.
+    /// Compute instance profiles of a GPU instance profile; read once.
     pub(crate) fn ci_profiles(&mut self, gi: Gi, profile_id: u32) -> Result<Arc<[CiProfile]>, NvmlError> {
         if let Some(known) = self.ci_profiles.get(&profile_id) {
             return Ok(Arc::clone(known));
@@ -138,7 +140,7 @@ impl Worker {
         for index in 0..MAX_PROFILES {
             match self.call("nvmlGpuInstanceGetComputeInstanceProfileInfo", |nvml| nvml.ci_profile(gi, index))
             {
-                // Two indices may stand for one profile; its instances are listed by id.
+                // Two indices may have the same profile id, and instances are listed by id.
                 Ok(profile) if found.iter().all(|have| have.id != profile.id) => found.push(profile),
                 Ok(_) | Err(NvmlError::Call { code: Code::NotSupported, .. }) => {}
                 Err(NvmlError::Call { code: Code::InvalidArgument, .. }) => break,
@@ -158,8 +160,9 @@ impl Worker {
         match self.call("nvmlGpuInstanceGetInfo", |nvml| nvml.gi_info(gi)) {
             Ok(info) => Ok(info.id),
             Err(error) => {
-                // A refused call changes nothing: what has no id goes again.
-                let _left_to_recovery = self.call("nvmlGpuInstanceDestroy", |nvml| nvml.destroy_gi(gi));
+                // A failed call must change nothing, so the instance without a known id is
+                // destroyed.
+                let _ignored = self.call("nvmlGpuInstanceDestroy", |nvml| nvml.destroy_gi(gi));
                 Err(error)
             }
         }
@@ -173,7 +176,7 @@ impl Worker {
         let gi = self.call("nvmlDeviceGetGpuInstanceById", |nvml| nvml.gpu_instance(device, gpu_instance))?;
         let GiInfo { profile_id, .. } = self.call("nvmlGpuInstanceGetInfo", |nvml| nvml.gi_info(gi))?;
         let whole = self.ci_profiles(gi, profile_id)?.iter().copied().max_by_key(|profile| {
-            // The largest; of equals the first, which is the plain one.
+            // The largest profile; among equal ones the first, which is the plain one.
             (profile.slices, std::cmp::Reverse(profile.id))
         });
         let Some(whole) = whole else {
@@ -181,7 +184,7 @@ impl Worker {
         };
         let ci = self.call("nvmlGpuInstanceCreateComputeInstance", |nvml| nvml.create_ci(gi, whole.id))?;
         self.describe_ci(ci).inspect_err(|_| {
-            let _left_to_recovery = self.call("nvmlComputeInstanceDestroy", |nvml| nvml.destroy_ci(ci));
+            let _ignored = self.call("nvmlComputeInstanceDestroy", |nvml| nvml.destroy_ci(ci));
         })
     }
 
@@ -193,7 +196,7 @@ impl Worker {
         let Some(ci) = absent_is_none(found)? else { return Ok(()) };
         let gone = absent_is_none(self.call("nvmlComputeInstanceDestroy", |nvml| nvml.destroy_ci(ci)));
         gone.map(drop)
-            .map_err(|error| self.name_holders("nvmlComputeInstanceDestroy", Some(gpu_instance), error))
+            .map_err(|error| self.with_holders("nvmlComputeInstanceDestroy", Some(gpu_instance), error))
     }
 
     pub(crate) fn destroy_gpu_instance(&mut self, id: u32) -> Result<(), NvmlError> {
@@ -202,6 +205,6 @@ impl Worker {
         let Some(gi) = absent_is_none(found)? else { return Ok(()) };
         self.forget_sample(Some(id));
         let gone = absent_is_none(self.call("nvmlGpuInstanceDestroy", |nvml| nvml.destroy_gi(gi)));
-        gone.map(drop).map_err(|error| self.name_holders("nvmlGpuInstanceDestroy", Some(id), error))
+        gone.map(drop).map_err(|error| self.with_holders("nvmlGpuInstanceDestroy", Some(id), error))
     }
 }

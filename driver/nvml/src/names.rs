@@ -1,9 +1,9 @@
-//! How NVML's numbers are written: brand, architecture, addressing mode, bus
-//! id and profile name, spelt as NVIDIA's own Kubernetes components spell them.
+//! Names for NVML's numbers (brand, architecture, addressing mode), bus ids and profile names,
+//! spelled as NVIDIA's Kubernetes components spell them.
 
 use nvml_wrapper_sys::bindings as sys;
 
-/// NVML's first architecture whose MIG mode is changed while the GPU is in the driver.
+/// The first architecture whose MIG mode can be changed without a GPU reset.
 pub(crate) const HOPPER: u32 = sys::NVML_DEVICE_ARCH_HOPPER;
 
 pub(crate) fn brand(number: u32) -> &'static str {
@@ -53,7 +53,8 @@ pub(crate) fn addressing_mode(number: u32) -> Option<&'static str> {
     }
 }
 
-/// `00000000:1A:00.0` becomes `0000:1a:00.0`; a domain beyond 16 bits stays whole.
+/// Converts a bus id to the form of sysfs: `00000000:1A:00.0` becomes `0000:1a:00.0`. A domain
+/// beyond 16 bits keeps its eight digits.
 pub(crate) fn bus_id(nvml: &str) -> String {
     let lower = nvml.to_ascii_lowercase();
     match lower.strip_prefix("0000") {
@@ -62,7 +63,8 @@ pub(crate) fn bus_id(nvml: &str) -> String {
     }
 }
 
-/// NVML's own name without its prefix, or the one NVIDIA's tools compute.
+/// The profile name from NVML without its prefix. An older GPU driver has none; then the name is
+/// computed as NVIDIA's tools do.
 pub(crate) fn profile(nvml: &str, index: u32, slices: u32, memory_mib: u64, total_bytes: u64) -> String {
     let name = nvml.strip_prefix("MIG ").unwrap_or(nvml);
     if name.split_once("g.").is_some_and(|(slices, _)| slices.parse::<u32>().is_ok()) {
@@ -78,7 +80,7 @@ pub(crate) fn profile(nvml: &str, index: u32, slices: u32, memory_mib: u64, tota
     format!("{slices}g.{}gb{kind}", gigabytes(memory_mib, total_bytes))
 }
 
-/// Memory in eighths of the GPU, rounded up, of its whole gibibytes.
+/// The memory of a profile in GB: in eighths of the GPU, rounded up, times the GPU's size in GiB.
 fn gigabytes(memory_mib: u64, total_bytes: u64) -> u64 {
     const MIB: u64 = 1 << 20;
     let eighths = (memory_mib * MIB * 8).div_ceil(total_bytes.max(1));
@@ -91,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bus_ids_are_written_as_sysfs_writes_them() {
+    fn bus_ids_are_converted_to_the_form_of_sysfs() {
         for (nvml, sysfs) in [
             ("00000000:1A:00.0", "0000:1a:00.0"),
             ("00000008:01:00.0", "0008:01:00.0"),
@@ -103,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn profiles_are_named_by_nvml_or_by_the_formula_of_its_tools() {
+    fn profile_name_is_from_nvml_or_computed() {
         const H100: u64 = 81_559 << 20;
         for (nvml, index, slices, mib, total, name) in [
             ("MIG 1g.10gb+me", 7, 1, 9_984, H100, "1g.10gb+me"),

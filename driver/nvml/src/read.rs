@@ -1,5 +1,4 @@
-//! What is read of a GPU: a [`Description`] that stays while the library is
-//! open, and a [`State`] that changes with use and is cheap to read again.
+//! Reads the [`Description`] and the [`State`] of a GPU.
 
 use crate::code::Code;
 use crate::error::NvmlError;
@@ -7,90 +6,12 @@ use crate::job::Worker;
 use crate::mig::MAX_PROFILES;
 use crate::names;
 use crate::raw::{Device, Remote};
-use divvy_api::GpuUuid;
-use divvy_model::inventory::{ComputeInstance, MigMode, MigProfile, MigToggle};
-use divvy_model::placement::Placement;
+use crate::types::{Description, Fabric, Links, RawMig, State};
+use divvy_model::inventory::{MigMode, MigProfile, MigToggle};
 use std::sync::Arc;
 
-/// All GPUs that NVML found when it was opened.
-#[derive(Clone, Debug)]
-pub struct Snapshot {
-    pub driver_version: String,
-    /// (major, minor).
-    pub cuda_version: (u32, u32),
-    pub gpus: Vec<GpuReading>,
-    /// NVML indices that gave no UUID, and why.
-    pub unreadable: Vec<(u32, Code)>,
-}
-
-/// One GPU, or why it could not be read.
-#[derive(Clone, Debug)]
-pub struct GpuReading {
-    pub uuid: GpuUuid,
-    pub reading: Result<(Arc<Description>, State), NvmlError>,
-}
-
-/// What a GPU is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Description {
-    pub product: String,
-    pub brand: String,
-    pub architecture: String,
-    pub compute_capability: (u32, u32),
-    /// 0 where NVML does not say.
-    pub memory_bytes: u64,
-    pub addressing_mode: Option<String>,
-    /// As sysfs writes it.
-    pub pci_bus_id: String,
-    pub toggle: MigToggle,
-    /// By profile id; empty where the GPU has no MIG.
-    pub profiles: Vec<MigProfile>,
-    /// Absent while MIG is on, which silences the links.
-    pub links: Option<Links>,
-}
-
-/// Where the active NVLinks of a GPU lead.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Links {
-    /// Bus ids of GPUs at the other end.
-    pub gpus: Vec<String>,
-    /// Whether links lead to an NVSwitch, and in which fabric.
-    pub switch: Option<Fabric>,
-}
-
-/// An NVSwitch fabric; all zero where the GPU driver names none.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Fabric {
-    pub cluster: [u8; 16],
-    pub clique: u32,
-}
-
-/// What changes with use.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct State {
-    /// `/dev/nvidia<minor>`; may change when MIG mode does.
-    pub minor: u32,
-    pub mig: RawMig,
-}
-
-/// MIG as it is now.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RawMig {
-    Unsupported,
-    Supported { mode: MigMode, instances: Vec<RawInstance> },
-}
-
-/// A GPU instance that exists, whoever made it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RawInstance {
-    pub id: u32,
-    pub profile_id: u32,
-    pub placement: Placement,
-    pub compute_instances: Vec<ComputeInstance>,
-}
-
-/// What a GPU need not have: an answer, or none.
-fn soft<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+/// Turns an NVML error into `None`, for properties that not every GPU has.
+fn none_if_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match answer {
         Ok(answer) => Ok(Some(answer)),
         Err(NvmlError::Call { .. }) => Ok(None),
@@ -114,7 +35,7 @@ impl Worker {
         Ok(State { minor, mig })
     }
 
-    /// Reads once; the links again as long as MIG kept them silent.
+    /// Reads the description once. The links are read again until MIG is off and they can be read.
     pub(crate) fn description(&mut self) -> Result<Arc<Description>, NvmlError> {
         let known = match &self.description {
             Some(known) if known.links.is_some() => return Ok(Arc::clone(known)),
@@ -137,10 +58,14 @@ impl Worker {
         let bus_id = self.call("nvmlDeviceGetPciInfo_v3", |nvml| nvml.bus_id(device))?;
         let compute_capability =
             self.call("nvmlDeviceGetCudaComputeCapability", |nvml| nvml.compute_capability(device))?;
-        let brand = soft(self.call("nvmlDeviceGetBrand", |nvml| nvml.brand(device)))?;
-        let architecture = soft(self.call("nvmlDeviceGetArchitecture", |nvml| nvml.architecture(device)))?;
-        let memory = soft(self.call("nvmlDeviceGetMemoryInfo_v2", |nvml| nvml.memory_total(device)))?;
-        let addressing = soft(self.call("nvmlDeviceGetAddressingMode", |nvml| nvml.addressing_mode(device)))?;
+        let brand = none_if_unsupported(self.call("nvmlDeviceGetBrand", |nvml| nvml.brand(device)))?;
+        let architecture =
+            none_if_unsupported(self.call("nvmlDeviceGetArchitecture", |nvml| nvml.architecture(device)))?;
+        let memory =
+            none_if_unsupported(self.call("nvmlDeviceGetMemoryInfo_v2", |nvml| nvml.memory_total(device)))?;
+        let addressing = none_if_unsupported(
+            self.call("nvmlDeviceGetAddressingMode", |nvml| nvml.addressing_mode(device)),
+        )?;
         let memory_bytes = memory.unwrap_or(0);
         let profiles = match self.mig_mode() {
             Err(NvmlError::Call { .. }) => Vec::new(),
@@ -174,13 +99,13 @@ impl Worker {
             {
                 Ok(info) => info,
                 Err(NvmlError::Call { code: Code::NotSupported, .. }) => continue,
-                // The end of the list, or a GPU driver without the call.
+                // The end of the list, or a GPU driver without this call.
                 Err(NvmlError::Call { code: Code::InvalidArgument | Code::FunctionNotFound, .. }) => break,
                 Err(error) => return Err(error),
             };
             let placements = self
                 .call("nvmlDeviceGetGpuInstancePossiblePlacements", |nvml| nvml.placements(device, info.id));
-            let mut placements = soft(placements)?.unwrap_or_default();
+            let mut placements = none_if_unsupported(placements)?.unwrap_or_default();
             placements.sort_unstable();
             profiles.push(MigProfile {
                 id: info.id,
@@ -206,12 +131,14 @@ impl Worker {
         let mut links = Links::default();
         let mut switched = false;
         for link in 0..MAX_LINKS {
-            match soft(self.call("nvmlDeviceGetNvLinkState", |nvml| nvml.link_is_active(device, link)))? {
+            match none_if_unsupported(
+                self.call("nvmlDeviceGetNvLinkState", |nvml| nvml.link_is_active(device, link)),
+            )? {
                 Some(true) => {}
                 Some(false) => continue,
                 None => break,
             }
-            match soft(
+            match none_if_unsupported(
                 self.call("nvmlDeviceGetNvLinkRemotePciInfo_v2", |nvml| nvml.link_remote(device, link)),
             )? {
                 Some(Remote::Gpu(bus_id)) => links.gpus.push(names::bus_id(&bus_id)),
@@ -222,7 +149,8 @@ impl Worker {
         links.gpus.sort_unstable();
         links.gpus.dedup();
         if switched {
-            let fabric = soft(self.call("nvmlDeviceGetGpuFabricInfo", |nvml| nvml.fabric(device)))?;
+            let fabric =
+                none_if_unsupported(self.call("nvmlDeviceGetGpuFabricInfo", |nvml| nvml.fabric(device)))?;
             links.switch =
                 Some(fabric.map(|(cluster, clique)| Fabric { cluster, clique }).unwrap_or_default());
         }
@@ -230,5 +158,5 @@ impl Worker {
     }
 }
 
-/// Links end where NVML refuses the number; this ends a library that never does.
+/// Bound for a faulty library. A real one returns an error after its last link.
 const MAX_LINKS: u32 = 64;

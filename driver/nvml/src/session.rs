@@ -1,40 +1,23 @@
-//! One opening of NVML: the library, the GPUs it showed, their queues.
+//! One open NVML library, its GPUs and their queues.
 //!
-//! The library is held by the session and by each thread; the last to let go
-//! shuts NVML down and unloads it. So a stuck call keeps what it runs in.
+//! The session and each of its threads share the library. Dropping the last reference shuts NVML
+//! down and unloads it, so a stuck call keeps the library loaded.
 
 use crate::code::Code;
 use crate::error::{NvmlError, OpenError};
-use crate::events::{self, Event};
-use crate::job::{Seed, Shared, StuckCall};
-use crate::queue::GpuQueue;
+use crate::events::{self, Event, StuckCall};
+use crate::job::{Seed, Shared};
+use crate::queue::{GpuQueue, Timeouts};
 use crate::raw::{Device, Library};
-use crate::read::{GpuReading, Snapshot};
+use crate::types::{GpuReading, Snapshot};
 use divvy_api::GpuUuid;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// How long a call may take before its caller is answered without it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    pub query: Duration,
-    pub mig_mode: Duration,
-    pub create: Duration,
-    pub destroy: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        let slow = Duration::from_secs(20);
-        Self { query: Duration::from_secs(10), mig_mode: slow, create: slow, destroy: slow }
-    }
-}
-
-/// NVML, open. A clone is the same session.
+/// An open NVML library. Clones share the session.
 #[derive(Clone)]
 pub struct Session(Arc<Inner>);
 
@@ -43,36 +26,39 @@ struct Inner {
     cuda_version: (u32, u32),
     gpus: Vec<(GpuUuid, Device)>,
     unreadable: Vec<(u32, Code)>,
-    limits: Limits,
+    timeouts: Timeouts,
     closing: Arc<AtomicBool>,
     events: mpsc::UnboundedSender<Event>,
     open: Mutex<Open>,
 }
 
-/// What goes when the session closes.
+/// State that is dropped when the session closes.
 struct Open {
     library: Option<(Arc<Library>, mpsc::Sender<()>)>,
     queues: BTreeMap<GpuUuid, GpuQueue>,
     events: Option<mpsc::UnboundedReceiver<Event>>,
-    /// Ends when the last thread has dropped the library.
+    /// This channel closes when the last thread has dropped the library.
     closed: Option<mpsc::Receiver<()>>,
 }
 
-/// How closing ended.
+/// Result of closing a session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Closing {
-    /// NVML is shut down and the library unloaded.
+    /// NVML is shut down and the library is unloaded.
     Unloaded,
-    /// Calls that have not returned keep the library; it goes when they do.
+    /// These calls have not returned. The library is unloaded when they return.
     Held(Vec<StuckCall>),
 }
 
 impl Session {
-    /// Loads that library and finds the GPUs. Blocks.
+    /// Loads the library and finds the GPUs. This call blocks.
     ///
-    /// The file is loaded by its real path, so that a library of another
-    /// version is another file to the loader even while the old one is held.
-    pub fn open(library: &Path, limits: Limits) -> Result<Self, OpenError> {
+    /// The file is loaded by its real path. So the loader treats a library of another version as
+    /// another file, even while the old one is still loaded.
+    ///
+    /// # Errors
+    /// The file cannot be loaded, or NVML cannot be initialised or queried.
+    pub fn open(library: &Path, timeouts: Timeouts) -> Result<Self, OpenError> {
         let path =
             library.canonicalize().map_err(|cause| OpenError::Library { path: library.to_owned(), cause })?;
         let nvml = Library::open(&path)?;
@@ -92,11 +78,11 @@ impl Session {
             }
         }
         let (alive, closed) = mpsc::channel(1);
-        let (events, heard) = mpsc::unbounded_channel();
+        let (events, received) = mpsc::unbounded_channel();
         let open = Open {
             library: Some((Arc::new(nvml), alive)),
             queues: BTreeMap::new(),
-            events: Some(heard),
+            events: Some(received),
             closed: Some(closed),
         };
         Ok(Self(Arc::new(Inner {
@@ -104,19 +90,22 @@ impl Session {
             cuda_version,
             gpus,
             unreadable,
-            limits,
+            timeouts,
             closing: Arc::new(AtomicBool::new(false)),
             events,
             open: Mutex::new(open),
         })))
     }
 
-    /// The GPUs that NVML showed at opening.
+    /// The GPUs that NVML reported when it was opened.
     pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
         self.0.gpus.iter().map(|(uuid, _)| uuid)
     }
 
-    /// Reads all GPUs side by side; one that does not answer takes nothing from the others.
+    /// Reads all GPUs concurrently. An error of one GPU does not affect the others.
+    ///
+    /// # Errors
+    /// [`NvmlError::Closed`] if the session is closed.
     pub async fn snapshot(&self) -> Result<Snapshot, NvmlError> {
         let sent: Vec<_> = self.gpus().map(|uuid| (uuid.clone(), self.gpu(uuid).read())).collect();
         let mut gpus = Vec::with_capacity(sent.len());
@@ -134,7 +123,7 @@ impl Session {
         })
     }
 
-    /// The queue of a GPU; always the same one.
+    /// The queue of a GPU; each GPU has one.
     pub fn gpu(&self, uuid: &GpuUuid) -> GpuQueue {
         let mut open = self.0.open();
         if let Some(queue) = open.queues.get(uuid) {
@@ -145,15 +134,16 @@ impl Session {
             device: self.0.gpus.iter().find(|(known, _)| known == uuid).map(|(_, device)| *device),
             alive: alive.clone(),
         });
-        let queue = GpuQueue::new(Shared::new(uuid.clone(), seed, self.0.events.clone()), self.0.limits);
+        let queue = GpuQueue::new(Shared::new(uuid.clone(), seed, self.0.events.clone()), self.0.timeouts);
         open.queues.insert(uuid.clone(), queue.clone());
         queue
     }
 
-    /// What happens from now on; the first caller gets it and starts the listening thread.
+    /// The event channel. The first call returns it and starts the event thread; later calls return
+    /// `None`.
     pub fn events(&self) -> Option<mpsc::UnboundedReceiver<Event>> {
         let mut open = self.0.open();
-        let heard = open.events.take()?;
+        let received = open.events.take()?;
         if let Some((library, alive)) = open.library.clone() {
             let (gpus, closing, events) =
                 (self.0.gpus.clone(), Arc::clone(&self.0.closing), self.0.events.clone());
@@ -166,17 +156,17 @@ impl Session {
                     drop(alive);
                 });
             if let Err(cause) = listener {
-                tracing::warn!(%cause, "no events from NVML: cannot start a thread");
+                tracing::warn!(%cause, "NVML events are not received: cannot start the event thread");
             }
         }
-        Some(heard)
+        Some(received)
     }
 
-    /// Refuses new calls, waits for those that run, then shuts NVML down and unloads the library.
+    /// Rejects new calls, waits for running ones, then shuts NVML down and unloads the library.
     pub async fn close(self) -> Closing {
         let closed = self.0.close();
         let Some(mut closed) = closed else { return Closing::Unloaded };
-        let Limits { query, mig_mode, create, destroy } = self.0.limits;
+        let Timeouts { query, mig_mode, create, destroy } = self.0.timeouts;
         let longest = query.max(mig_mode).max(create).max(destroy);
         match tokio::time::timeout(longest, closed.recv()).await {
             Ok(_) => Closing::Unloaded,
@@ -190,7 +180,8 @@ impl Inner {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets go of everything; the receiver ends when the threads have done so too.
+    /// Drops the library and all queues. The returned channel closes when the threads have done the
+    /// same.
     fn close(&self) -> Option<mpsc::Receiver<()>> {
         self.closing.store(true, Ordering::Relaxed);
         let mut open = self.open();
@@ -198,13 +189,13 @@ impl Inner {
             queue.close();
         }
         if let Some((library, alive)) = open.library.take() {
-            // Shutting down can take long: not on a thread of the runtime.
+            // The shutdown can take long, so it does not run on a runtime thread.
             let last = std::thread::Builder::new().name("nvml-close".to_owned()).spawn(move || {
                 drop(library);
                 drop(alive);
             });
             if let Err(cause) = last {
-                tracing::warn!(%cause, "NVML is shut down on the caller's thread");
+                tracing::warn!(%cause, "cannot start a thread to close NVML; closing it on this thread");
             }
         }
         open.closed.take()

@@ -1,4 +1,4 @@
-//! Who uses a GPU's memory, and what a cgroup may have of it.
+//! Memory and utilization of a GPU by process, and memory limits of cgroups.
 
 use crate::code::Code;
 use crate::error::NvmlError;
@@ -7,34 +7,39 @@ use crate::raw::{CgroupMemory, ProcessEntry};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// A process on a GPU or on one of its compute instances, by the GPU driver's word.
+/// A process on a GPU or on a compute instance, as the GPU driver reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProcessUse {
-    /// As this process's PID namespace numbers it.
+    /// The PID in this process's PID namespace.
     pub pid: u32,
-    /// GPU instance and compute instance; none on a GPU without.
+    /// GPU instance id and compute instance id; `None` without MIG.
     pub instance: Option<(u32, u32)>,
-    /// Device memory, contexts included; absent where the GPU driver does not say.
+    /// Device memory in bytes, with contexts; `None` if the GPU driver does not report it.
     pub bytes: Option<u64>,
 }
 
-/// How much of a GPU's time its processes had, by samples that the GPU driver takes a few times a second.
+/// Utilization of a GPU by process, from samples that the GPU driver takes a few times a second.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ProcessTimes {
-    /// Per cent by process id, without those that had none.
+pub struct ProcessUtilization {
+    /// Percent by PID; processes without utilization are missing.
     pub percent: BTreeMap<u32, u32>,
-    /// When the last sample was taken, in microseconds of the system clock: what is asked for from there on begins
-    /// where this ends. None where nobody had any.
+    /// Time of the last sample, in microseconds since the Unix epoch. Use it as `since_us` of the
+    /// next query. `None` if there is no sample.
     pub until_us: Option<u64>,
-    /// Whether a sample says what each process had of it. An H100 whose processes take turns (driver 580.159) says what all of
-    /// them had and names one, now this one, now that, each as often as it had the GPU; so two processes are never told with
-    /// one time. None where that does not show: fewer than two had any.
-    pub divides: Option<bool>,
+    /// Whether each sample holds the time of one process. An H100 with time-sliced processes
+    /// (driver 580.159) does not divide the time: each sample holds the time of all processes but
+    /// names only one of them, as often as it ran. So no two processes have a sample of the same
+    /// time. `None` if fewer than two processes have samples.
+    pub is_per_process: Option<bool>,
 }
 
 impl Worker {
-    /// Of those that had some time since then; none where the GPU driver does not say, as with MIG on.
-    pub(crate) fn times(&mut self, since_us: u64) -> Result<Option<ProcessTimes>, NvmlError> {
+    /// Processes with utilization since `since_us`; `None` if the GPU driver does not report it, as
+    /// with MIG on.
+    pub(crate) fn process_utilization(
+        &mut self,
+        since_us: u64,
+    ) -> Result<Option<ProcessUtilization>, NvmlError> {
         let device = self.device()?;
         let read = self.call("nvmlDeviceGetProcessUtilization", |nvml| nvml.utilization(device, since_us));
         let samples = match read {
@@ -43,19 +48,19 @@ impl Worker {
         };
         let mut newest = BTreeMap::new();
         for (pid, percent, at_us) in samples {
-            // Where a driver tells several of a process.
+            // Some drivers report several samples of a process; the newest one counts.
             let known = newest.entry(pid).or_insert((at_us, percent));
             *known = (*known).max((at_us, percent));
         }
         let until_us = newest.values().map(|(at_us, _)| *at_us).max();
         let moments: BTreeSet<u64> = newest.values().map(|(at_us, _)| *at_us).collect();
-        let divides = (newest.len() > 1).then_some(moments.len() < newest.len());
+        let is_per_process = (newest.len() > 1).then_some(moments.len() < newest.len());
         let percent = newest.into_iter().map(|(pid, (_, percent))| (pid, percent.min(100))).collect();
-        Ok(Some(ProcessTimes { percent, until_us, divides }))
+        Ok(Some(ProcessUtilization { percent, until_us, is_per_process }))
     }
 
-    /// One entry for each process and instance. A process that computes and draws is in
-    /// two lists, with all its memory in each.
+    /// One entry per process and instance. A process that uses compute and graphics is in two
+    /// lists, each with all its memory.
     pub(crate) fn usage(&mut self) -> Result<Vec<ProcessUse>, NvmlError> {
         let device = self.device()?;
         let entries = self.call("nvmlDeviceGetComputeRunningProcesses_v3", |nvml| nvml.processes(device))?;
@@ -67,8 +72,8 @@ impl Worker {
         Ok(uses.into_iter().map(|((pid, instance), bytes)| ProcessUse { pid, instance, bytes }).collect())
     }
 
-    /// Has a cgroup held to that limit. False where the GPU driver has no such limits.
-    pub(crate) fn hold_cgroup(&mut self, cgroup: &Path, limit: u64) -> Result<bool, NvmlError> {
+    /// Timeouts the memory of a cgroup. False if the GPU driver does not support it.
+    pub(crate) fn limit_cgroup_memory(&mut self, cgroup: &Path, limit: u64) -> Result<bool, NvmlError> {
         let device = self.device()?;
         let read = self.call("nvmlDeviceGetMemoryLimits_v1", |nvml| nvml.cgroup_memory(device, cgroup));
         match read {
@@ -81,7 +86,7 @@ impl Worker {
         set.map(|()| true).or_else(absent)
     }
 
-    /// What a cgroup may have and has; none where it has no limit, or none can be set.
+    /// The limit and usage of a cgroup; `None` if it has no limit or limits are not supported.
     pub(crate) fn cgroup_memory(&mut self, cgroup: &Path) -> Result<Option<CgroupMemory>, NvmlError> {
         let device = self.device()?;
         let read = self.call("nvmlDeviceGetMemoryLimits_v1", |nvml| nvml.cgroup_memory(device, cgroup));
@@ -89,7 +94,7 @@ impl Worker {
     }
 }
 
-/// An older GPU driver, or a GPU that is cut into instances, has no such thing.
+/// False for errors of an older GPU driver or of a GPU with MIG on, which lack the feature.
 fn absent(error: NvmlError) -> Result<bool, NvmlError> {
     match error.code() {
         Some(Code::FunctionNotFound | Code::NotSupported) => Ok(false),

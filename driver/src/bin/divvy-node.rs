@@ -1,3 +1,3 @@
 fn main() -> std::process::ExitCode {
-    divvy_driver::node::main()
+    divvy_driver::daemon::run::main()
 }

@@ -1,11 +1,11 @@
-//! The CDI document as Divvy writes it: the few fields of the specification
-//! that a GPU needs, and the lowest `cdiVersion` that a runtime must know for
-//! them. A runtime with an older CDI library refuses a newer version outright,
-//! so the number is computed from what the document holds, never assumed.
+//! The CDI document with the fields that a GPU needs, and the lowest `cdiVersion` that allows them.
+//!
+//! A runtime with an older CDI library refuses a newer version, so the version is computed from the
+//! contents of the document.
 
 use serde::Serialize;
 
-/// One CDI file. It borrows the edits that all claims have in common.
+/// A CDI file. It borrows the edits that all claims have in common.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Document<'a> {
@@ -15,7 +15,7 @@ pub struct Document<'a> {
     container_edits: &'a Edits,
 }
 
-/// One device of a document; its id is `<kind>=<name>`.
+/// A device of a document; its id is `<kind>=<name>`.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Device {
@@ -23,7 +23,7 @@ pub struct Device {
     pub container_edits: Edits,
 }
 
-/// What is changed in a container.
+/// Changes to a container.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Edits {
@@ -37,8 +37,8 @@ pub struct Edits {
     pub hooks: Vec<Hook>,
 }
 
-/// A character device. Major and minor are always given, so the runtime makes
-/// the node without looking at the host's.
+/// A character device. Major and minor are always given, so the runtime creates the node without
+/// looking at the host's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceNode {
@@ -61,33 +61,33 @@ pub struct Mount {
     pub options: &'static [&'static str],
 }
 
-/// A command that the runtime runs while it makes the container.
+/// A command that the runtime runs while it creates the container.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Hook {
     pub hook_name: &'static str,
     pub path: String,
     pub args: Vec<String>,
-    /// Seconds; the runtime kills it after that.
+    /// In seconds; the runtime then kills the command.
     pub timeout: u32,
 }
 
 impl<'a> Document<'a> {
-    /// A document of the claims' kind.
+    /// A document of the kind that all claims have.
     pub fn new(devices: &'a [Device], container_edits: &'a Edits) -> Self {
         Self { cdi_version: version(devices), kind: divvy_api::names::CDI_KIND, devices, container_edits }
     }
 }
 
-/// The lowest version that fits. Of what these types can say, only a device
-/// name that starts with a digit needs more than 0.3.0.
+/// The lowest version that allows the contents. Only device names that start with a digit need more
+/// than 0.3.0.
 fn version(devices: &[Device]) -> &'static str {
     let letter = |device: &Device| device.name.starts_with(|c: char| c.is_ascii_alphabetic());
     if devices.iter().all(letter) { "0.3.0" } else { "0.5.0" }
 }
 
 impl DeviceNode {
-    /// A character device that the container may read and write.
+    /// A character device with read and write permission.
     pub fn new(path: impl Into<String>, major: u32, minor: u32) -> Self {
         Self { path: path.into(), kind: "c", major, minor, file_mode: None, permissions: "rw" }
     }
@@ -102,7 +102,7 @@ mod tests {
         let edits = Edits::default();
         let json = serde_json::to_value(Document::new(&devices, &edits)).unwrap();
         assert_eq!(json["cdiVersion"], expect, "{name}");
-        assert_eq!(json["containerEdits"], serde_json::json!({}), "nothing empty is written");
+        assert_eq!(json["containerEdits"], serde_json::json!({}), "empty fields are omitted");
     }
 
     #[test]

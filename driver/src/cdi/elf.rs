@@ -1,7 +1,7 @@
-//! Just enough ELF to read a shared library's soname, which is the name under
-//! which programs ask the loader for it. The driver root may be an unpacked
-//! image in which nobody ran `ldconfig`, so the links beside the files cannot be
-//! relied upon; the file itself can.
+//! Reads the soname of a shared library, by which programs load it.
+//!
+//! The driver root may be an unpacked image in which `ldconfig` never ran, so links next to the file
+//! may be missing, but the file itself has the name.
 
 use std::fs::File;
 use std::io;
@@ -12,24 +12,24 @@ const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
 const DT_STRTAB: u64 = 5;
 const DT_SONAME: u64 = 14;
-/// No table of a real library comes near it.
-const LARGEST_TABLE: u64 = 1 << 20;
+/// Size limit for a table, in bytes; tables of real libraries are much smaller.
+const TABLE_MAX_BYTES: u64 = 1 << 20;
 
-/// What a file is to the loader.
+/// Kind of a file, for the loader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Object {
-    /// A 64-bit library of this machine; one without a soname is only opened by its path.
+    /// A 64-bit library for this machine. Without a soname it can only be loaded by its path.
     Library { soname: Option<String> },
-    /// Something else, for example a 32-bit library.
+    /// Any other file, for example a 32-bit library.
     Other,
 }
 
-/// Looks at a file. Only reading can fail: what is no library is [`Object::Other`].
+/// Determines the kind of a file. Fails only if it cannot be read.
 pub fn inspect(file: &File) -> io::Result<Object> {
     let length = file.metadata()?.len();
     let read = |at: u64, size: u64| -> io::Result<Option<Vec<u8>>> {
         let inside = at.checked_add(size).is_some_and(|end| end <= length);
-        if !inside || size > LARGEST_TABLE {
+        if !inside || size > TABLE_MAX_BYTES {
             return Ok(None);
         }
         let mut bytes = vec![0; size as usize];
@@ -88,12 +88,12 @@ impl Segment {
     }
 }
 
-/// Callers have checked the length.
+/// The caller must have checked the length.
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// Callers have checked the length.
+/// The caller must have checked the length.
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[at..at + 8]);
@@ -112,7 +112,7 @@ mod tests {
         inspect(&file).unwrap()
     }
 
-    /// The C library that this test runs with.
+    /// The C library of this test process.
     fn libc() -> Vec<u8> {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let path = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_library_is_other() {
+    fn other_files_are_no_library() {
         for bytes in [b"".as_slice(), b"#!/bin/sh\n", &libc()[..200]] {
             assert_eq!(inspect_bytes(bytes), Object::Other);
         }

@@ -1,10 +1,9 @@
-//! The GPU driver's files that containers need, found below the driver root by
-//! looking into the few directories where distributions, driver images and
-//! managed Kubernetes put them.
+//! Finds the GPU driver's files for containers in the directories below the driver root that
+//! distributions, driver images and managed Kubernetes use.
 //!
-//! A library of driver version V is named `*.so.V`; its soname is read from the
-//! file, so links are not relied upon. Every path is resolved inside the driver
-//! root: an absolute link in a driver image means a file of that image.
+//! A library of driver version V is named `*.so.V`. Its soname is read from the file, because links
+//! may be missing. All paths are resolved inside the driver root: an absolute link in a driver
+//! image means a file of that image.
 
 use super::elf::{self, Object};
 use crate::paths::{HostPaths, open_inside};
@@ -15,8 +14,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Directories with libraries, below the driver root; a file in an earlier one
-/// hides its namesake in a later one.
+/// Directories with libraries, below the driver root. A file in an earlier directory hides one of the
+/// same name in a later directory.
 const LIBRARY_DIRS: &[&str] = &[
     MULTIARCH,
     "usr/lib64",
@@ -45,7 +44,7 @@ const BINARY_DIRS: &[&str] = &[
 ];
 const BINARIES: &[&str] =
     &["nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"];
-/// Libraries of the GPU driver that do not carry its version.
+/// Libraries of the GPU driver without its version in their names.
 const UNVERSIONED: &[&str] = &["libnvidia-nvvm70.so.4", "libnvidia-api.so.1"];
 const DATA: &[&str] = &[
     "usr/share/nvidia/nvoptix.bin",
@@ -54,15 +53,17 @@ const DATA: &[&str] = &[
     "etc/vulkan/icd.d/nvidia_icd.json",
 ];
 
-/// Why the driver's files are not known.
+/// Why the driver's files cannot be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum FilesError {
     #[error(
-        "no libnvidia-ml.so.<version> or libcuda.so.<version> below {root}; is the GPU driver installed there?"
+        "no libnvidia-ml.so.<version> or libcuda.so.<version> below {root}; is the GPU driver installed \
+         there?"
     )]
     NoDriver { root: PathBuf },
     #[error(
-        "kernel module is version {kernel}, but below {root} there is only {found}; finish the driver update"
+        "kernel module is version {kernel}, but only {found} is installed below {root}; finish the driver \
+         update"
     )]
     Version { root: PathBuf, kernel: String, found: String },
     #[error("{path} cannot be read")]
@@ -73,61 +74,61 @@ pub enum FilesError {
     },
 }
 
-/// A file on the host and where a container sees it.
+/// A file on the host and its path in a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shared {
+pub struct MountedFile {
     pub host: PathBuf,
     pub container: PathBuf,
 }
 
-/// A library, by which names programs know it.
+/// A library and its soname, by which programs load it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
-    pub file: Shared,
+    pub file: MountedFile,
     pub soname: Option<String>,
 }
 
-/// A link that the GPU driver's installer makes beside its libraries.
+/// A link that the GPU driver's installer creates next to its libraries.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Link {
-    /// In the container.
+    /// Path in the container.
     pub path: PathBuf,
-    /// A name in the same directory.
+    /// File name in the same directory.
     pub target: String,
 }
 
-/// Everything that is mounted, in an order that does not change.
+/// All files to mount, in a stable order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriverFiles {
     pub version: String,
     pub libraries: Vec<Library>,
     pub links: Vec<Link>,
     /// Binaries, at `/usr/bin` in the container, and data files.
-    pub others: Vec<Shared>,
+    pub others: Vec<MountedFile>,
 }
 
-/// What has to stay the same for a [`DriverFiles`] to be true: the version of
-/// the kernel module and the directories that are there. Cheap to look at: a
-/// directory that is not there yet brings another version, or changes one that is.
+/// State on which a [`DriverFiles`] depends: the version of the kernel module and the existing
+/// directories. Cheap to compare. A new directory needs no check: it comes with another version or
+/// changes one of the known directories.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stamp {
+pub struct Fingerprint {
     kernel: Option<String>,
     dirs: Vec<(PathBuf, Change)>,
 }
 
-/// Device, inode and time of the last change of a directory.
+/// Device, inode and modification time of a directory.
 type Change = (u64, u64, i64, i64);
 
-impl Stamp {
-    /// As it is now.
+impl Fingerprint {
+    /// Records the current state.
     pub fn take(driver_root: &Path, proc_root: &Path) -> Self {
         let dirs = LIBRARY_DIRS.iter().chain(BINARY_DIRS).map(|dir| driver_root.join(dir));
         let dirs = dirs.filter_map(|dir| change(&dir).map(|change| (dir, change))).collect();
         Self { kernel: kernel_version(proc_root), dirs }
     }
 
-    /// Whether it still is so.
-    pub fn holds(&self, proc_root: &Path) -> bool {
+    /// Whether the state is unchanged.
+    pub fn is_current(&self, proc_root: &Path) -> bool {
         let unchanged = |(dir, then): &(PathBuf, Change)| change(dir).is_some_and(|now| now == *then);
         self.dirs.iter().all(unchanged) && self.kernel == kernel_version(proc_root)
     }
@@ -145,21 +146,21 @@ fn kernel_version(proc_root: &Path) -> Option<String> {
     line.split_whitespace().find(|word| is_version(word)).map(str::to_owned)
 }
 
-/// `580.95.05`: numbers with dots between, at least one dot.
+/// Whether it is a version like `580.95.05`: numbers separated by dots, with at least one dot.
 fn is_version(word: &str) -> bool {
     word.contains('.')
         && word.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()))
 }
 
 impl DriverFiles {
-    /// Finds them below the driver root.
-    pub fn find(paths: &HostPaths, stamp: &Stamp) -> Result<Self, FilesError> {
-        let seen = paths.seen(&paths.driver_root);
-        let opened =
-            File::open(&seen).map_err(|cause| FilesError::Read { path: paths.driver_root.clone(), cause })?;
-        let root = Root { paths, seen, opened };
+    /// Finds the files below the driver root.
+    pub fn find(paths: &HostPaths, fingerprint: &Fingerprint) -> Result<Self, FilesError> {
+        let local_root = paths.local_path(&paths.driver_root);
+        let opened = File::open(&local_root)
+            .map_err(|cause| FilesError::Read { path: paths.driver_root.clone(), cause })?;
+        let root = Root { paths, local_root, opened };
         let names = root.list()?;
-        let version = version(&root, &names, stamp.kernel.as_deref())?;
+        let version = version(&root, &names, fingerprint.kernel.as_deref())?;
         let suffix = format!(".so.{version}");
         let mut found = Self { version, ..Self::default() };
         for (name, dir) in &names {
@@ -178,7 +179,7 @@ impl DriverFiles {
         for name in BINARIES {
             let paths = BINARY_DIRS.iter().map(|dir| Path::new(dir).join(name));
             if let Some((_, shared)) = paths.into_iter().find_map(|path| root.open(&path)) {
-                found.others.push(Shared { container: Path::new("/usr/bin").join(name), ..shared });
+                found.others.push(MountedFile { container: Path::new("/usr/bin").join(name), ..shared });
             }
         }
         found.others.extend(DATA.iter().filter_map(|path| Some(root.open(Path::new(path))?.1)));
@@ -186,8 +187,8 @@ impl DriverFiles {
     }
 }
 
-/// The version whose files are to be mounted: the kernel module's, or where
-/// that is not known the newest that is installed.
+/// The version whose files are mounted: that of the kernel module, or the newest installed one if the
+/// module's version is unknown.
 fn version(
     root: &Root<'_>,
     names: &BTreeMap<String, String>,
@@ -213,26 +214,26 @@ fn version(
     }
 }
 
-/// The driver root, out of which no link leads.
+/// The driver root; links are resolved inside it.
 struct Root<'a> {
     paths: &'a HostPaths,
-    /// Where this process sees it.
-    seen: PathBuf,
+    /// Its path in this process.
+    local_root: PathBuf,
     opened: File,
 }
 
 impl Root<'_> {
-    /// Names in the library directories, and the directory of each.
+    /// File names in the library directories, and the directory of each.
     fn list(&self) -> Result<BTreeMap<String, String>, FilesError> {
         let mut names = BTreeMap::new();
         for dir in LIBRARY_DIRS {
-            let entries = match std::fs::read_dir(self.seen.join(dir)) {
+            let entries = match std::fs::read_dir(self.local_root.join(dir)) {
                 Err(cause) if cause.kind() == io::ErrorKind::NotFound => continue,
                 entries => entries,
             };
             let read = |cause| FilesError::Read { path: self.paths.driver_root.join(dir), cause };
             for entry in entries.map_err(read)? {
-                // A name that is not text is none of the GPU driver's.
+                // The GPU driver has no file with a name that is not UTF-8.
                 if let Ok(name) = entry.map_err(read)?.file_name().into_string() {
                     names.entry(name).or_insert_with(|| (*dir).to_owned());
                 }
@@ -241,18 +242,18 @@ impl Root<'_> {
         Ok(names)
     }
 
-    /// Opens a regular file, every link resolved inside the root.
-    fn open(&self, path: &Path) -> Option<(File, Shared)> {
-        // Without O_NONBLOCK a FIFO would block; a device is not opened for long.
+    /// Opens a regular file, with links resolved inside the root.
+    fn open(&self, path: &Path) -> Option<(File, MountedFile)> {
+        // O_NONBLOCK, because opening a FIFO would block.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY;
         let (file, real) = open_inside(&self.opened, path, flags).ok()?;
         if !file.metadata().ok()?.is_file() {
             return None;
         }
-        Some((file, Shared { host: self.paths.on_host(&real), container: Path::new("/").join(path) }))
+        Some((file, MountedFile { host: self.paths.host_path(&real), container: Path::new("/").join(path) }))
     }
 
-    /// Links beside the libraries that lead to one of them, `libcuda.so` always among them.
+    /// Links in the library directories that lead to one of the libraries. `libcuda.so` is always added.
     fn links(&self, names: &BTreeMap<String, String>, libraries: &[Library]) -> Vec<Link> {
         let base = |library: &Library| Some(library.file.container.file_name()?.to_str()?.to_owned());
         let sonames: BTreeSet<String> =
@@ -265,7 +266,7 @@ impl Root<'_> {
                 continue;
             }
             let path = Path::new(dir).join(name);
-            let Ok(target) = std::fs::read_link(self.seen.join(&path)) else { continue };
+            let Ok(target) = std::fs::read_link(self.local_root.join(&path)) else { continue };
             if let Some(target) = target.to_str().filter(|target| targets.contains(*target)) {
                 links.insert(Link { path: Path::new("/").join(path), target: target.to_owned() });
             }
@@ -297,7 +298,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A library small enough to write by hand: only its soname can be read.
+    /// A minimal hand-made library from which only the soname can be read.
     pub(in super::super) fn library(soname: &str) -> Vec<u8> {
         let mut elf = vec![0; 64 + 2 * 56 + 3 * 16];
         let machine: u16 = if cfg!(target_arch = "aarch64") { 183 } else { 62 };
@@ -326,7 +327,7 @@ pub(super) mod tests {
         elf
     }
 
-    /// A driver root: (path, content); a content that starts with `->` is a link.
+    /// A driver root with (path, content); a content that starts with `->` is a link.
     fn root(files: &[(&str, &[u8])]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for (path, content) in files {
@@ -344,11 +345,11 @@ pub(super) mod tests {
 
     fn find(dir: &Path) -> Result<DriverFiles, FilesError> {
         let paths = HostPaths { driver_root: dir.to_owned(), ..HostPaths::below(dir) };
-        DriverFiles::find(&paths, &Stamp::take(dir, &paths.proc_root))
+        DriverFiles::find(&paths, &Fingerprint::take(dir, &paths.proc_root))
     }
 
     #[test]
-    fn libraries_of_the_loaded_version_are_found_with_their_names() {
+    fn libraries_of_the_loaded_version_are_found_with_sonames() {
         let cuda = library("libcuda.so.1");
         let core = library("libnvidia-glcore.so.580.1.2");
         let lib = |name: &str| format!("{MULTIARCH}/{name}");
@@ -389,12 +390,12 @@ pub(super) mod tests {
             ]
         );
         let root = dir.path().canonicalize().unwrap();
-        let smi = Shared { host: root.join("opt/nvidia/smi"), container: "/usr/bin/nvidia-smi".into() };
-        assert_eq!(found.others, [smi], "an absolute link is one of the driver root");
+        let smi = MountedFile { host: root.join("opt/nvidia/smi"), container: "/usr/bin/nvidia-smi".into() };
+        assert_eq!(found.others, [smi], "an absolute link is resolved inside the driver root");
     }
 
     #[test]
-    fn a_driver_root_seen_below_a_prefix_is_told_as_the_hosts() {
+    fn files_below_a_prefix_are_reported_with_host_paths() {
         let dir = root(&[
             ("usr/lib64/libnvidia-ml.so.580.1", &library("libnvidia-ml.so.1")),
             ("usr/bin/nvidia-smi", b"->/opt/nvidia/smi"),
@@ -406,25 +407,26 @@ pub(super) mod tests {
             host_prefix: prefix.clone(),
             ..HostPaths::below(dir.path())
         };
-        let take = |paths: &HostPaths| Stamp::take(&paths.seen(&paths.driver_root), &paths.proc_root);
+        let take =
+            |paths: &HostPaths| Fingerprint::take(&paths.local_path(&paths.driver_root), &paths.proc_root);
         let whole = paths("/");
         let found = DriverFiles::find(&whole, &take(&whole)).unwrap();
         assert_eq!(found.libraries[0].file.host, Path::new("/usr/lib64/libnvidia-ml.so.580.1"));
-        assert_eq!(found.others[0].host, Path::new("/opt/nvidia/smi"), "a link stays below the prefix");
+        assert_eq!(found.others[0].host, Path::new("/opt/nvidia/smi"), "a link is resolved below the prefix");
         let absent = paths("/run/nvidia/driver");
         let text = DriverFiles::find(&absent, &take(&absent)).unwrap_err().to_string();
         assert!(text.starts_with("/run/nvidia/driver "), "{text}");
     }
 
     #[test]
-    fn a_root_without_a_driver_is_named() {
+    fn driver_root_without_a_driver_is_named_in_the_error() {
         let dir = root(&[("usr/lib/libc.so.6", b"x")]);
         let text = find(dir.path()).unwrap_err().to_string();
         assert!(text.contains(dir.path().to_str().unwrap()), "{text}");
     }
 
     #[test]
-    fn half_an_update_is_refused() {
+    fn unfinished_driver_update_is_refused() {
         let dir = root(&[
             ("proc/driver/nvidia/version", b"NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.2  Mon\n"),
             ("usr/lib64/libnvidia-ml.so.590.3", b"x"),
@@ -434,14 +436,14 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn whatever_comes_or_goes_breaks_the_stamp() {
+    fn changed_files_or_module_invalidate_the_fingerprint() {
         let dir = root(&[("usr/lib64/libnvidia-ml.so.590.3", b"x"), ("usr/bin/nvidia-smi", b"x")]);
         let proc_root = dir.path().join("proc");
         let check = |change: &dyn Fn()| {
-            let stamp = Stamp::take(dir.path(), &proc_root);
-            assert!(stamp.holds(&proc_root));
+            let fingerprint = Fingerprint::take(dir.path(), &proc_root);
+            assert!(fingerprint.is_current(&proc_root));
             change();
-            assert!(!stamp.holds(&proc_root));
+            assert!(!fingerprint.is_current(&proc_root));
         };
         check(&|| std::fs::write(dir.path().join("usr/lib64/libcuda.so.590.3"), "x").unwrap());
         check(&|| std::fs::remove_file(dir.path().join("usr/bin/nvidia-smi")).unwrap());

@@ -1,33 +1,32 @@
-//! The OCI hook on the host: a copy of `divvy-hook` below the plugin directory,
-//! named by its content. Files of claims name that copy for as long as the
-//! claim lives, so an upgrade adds a file and never replaces one.
+//! The OCI hook on the host: a copy of `divvy-hook` below the plugin directory, named by a hash of its
+//! contents. CDI files refer to it for the life of a claim, so an upgrade adds a file and never
+//! replaces one.
 
 use super::library;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// How containers come to find the GPU driver's libraries.
+/// How containers find the GPU driver's libraries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HookMode {
-    /// This `divvy-hook` binary is installed on the node and run by the runtime
-    /// for each container.
+    /// This `divvy-hook` binary is installed on the node, and the runtime runs it for each container.
     Own(PathBuf),
-    /// No code runs: libraries are mounted a second time under their other
-    /// names, and found where the image's loader looks into their directory.
+    /// No hook: libraries are mounted a second time under their other names. Programs find them if
+    /// the image's loader searches that directory.
     None,
 }
 
 impl HookMode {
-    /// The hook that lies beside the running executable.
+    /// The hook next to the running executable.
     pub fn beside_executable() -> io::Result<Self> {
         Ok(Self::Own(std::env::current_exe()?.with_file_name("divvy-hook")))
     }
 }
 
-/// Why the hook is not in place.
+/// Why the hook could not be installed.
 #[derive(Debug, thiserror::Error)]
 pub enum HookError {
-    #[error("hook binary {path} cannot be read; name it with --hook")]
+    #[error("hook binary {path} cannot be read; set it with --hook")]
     Read {
         path: PathBuf,
         #[source]
@@ -41,7 +40,7 @@ pub enum HookError {
     },
 }
 
-/// Puts the hook in place and answers where; `None` in the mode without one.
+/// Installs the hook and returns its path; `None` in the mode without a hook.
 pub fn install(mode: &HookMode, plugin_dir: &Path) -> Result<Option<PathBuf>, HookError> {
     let HookMode::Own(binary) = mode else { return Ok(None) };
     let bytes = std::fs::read(binary).map_err(|cause| HookError::Read { path: binary.clone(), cause })?;
@@ -57,7 +56,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn an_upgrade_adds_a_file_and_leaves_the_old_one() {
+    fn upgrade_adds_a_file_and_keeps_the_old_one() {
         let dir = tempfile::tempdir().unwrap();
         let binary = dir.path().join("divvy-hook");
         let install = |content: &str| {
@@ -73,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_copy_is_put_right() {
+    fn damaged_copy_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let binary = dir.path().join("divvy-hook");
         std::fs::write(&binary, "one").unwrap();
@@ -85,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_binary_is_named() {
+    fn missing_binary_is_named_in_the_error() {
         let dir = tempfile::tempdir().unwrap();
         let text = install(&HookMode::Own("/nonexistent/hook".into()), dir.path()).unwrap_err().to_string();
         assert!(text.contains("/nonexistent/hook"), "{text}");

@@ -1,37 +1,30 @@
-//! The library that keeps the limits of shares, on the host.
+//! The library that enforces the limits of shares, installed on the host.
 //!
-//! ```text
-//! <plugin directory>/lib/<hash>/libdivvy.so       and the two that stand in for the GPU driver's
-//! <plugin directory>/lib/<hash>/ld.so.preload     one line: where a container sees the first
-//! ```
-//!
-//! Each file lies under the hash of its content, as the hook does: files of claims
-//! name it for as long as the claim lives, so an upgrade adds a file and never
-//! replaces one. Containers see all of them at paths that never change, so one of
-//! them may hold claims that were prepared before an upgrade and after it. On disk
-//! and not in the run directory: /run is often mounted `noexec`.
+//! Each file is stored under a hash of its contents, as the hook is. CDI files refer to it for the
+//! life of a claim, so an upgrade adds files and never replaces one. Paths in the container are fixed,
+//! so one container may have claims from before and after an upgrade. The files are below the plugin
+//! directory and not in /run, which is often mounted `noexec`.
 
 use sha2::{Digest, Sha256};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// Where a container sees the library.
+/// Path of the library in a container.
 pub const IN_CONTAINER: &str = "/run/divvy/lib/libdivvy.so";
-/// Where a container sees the GPU driver's own libraries that another stands in for.
+/// Directory in a container for the GPU driver's libraries that shims replace.
 pub const REAL: &str = "/run/divvy/lib/real";
-/// What programs ask the loader for, of all that the GPU driver brings; a library of
-/// that name stands in for each.
-pub const STOOD_IN: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
+/// The sonames of the GPU driver that programs load. There is a shim for each of them.
+pub const SHIMMED_LIBRARIES: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
 const LIBRARY: &str = "libdivvy.so";
 const LIST: &str = "ld.so.preload";
-/// Below the directory that the libraries come from.
+/// Subdirectory of the source directory with the shims.
 const SHIMS: &str = "shim";
 
-/// Why containers with a share cannot have the library.
+/// Why the library could not be installed.
 #[derive(Debug, thiserror::Error)]
 pub enum LibraryError {
-    #[error("library {path} cannot be read; name its directory with --library-dir, or turn shares off")]
+    #[error("library {path} cannot be read; set its directory with --library-dir, or turn shares off")]
     Read {
         path: PathBuf,
         #[source]
@@ -45,19 +38,24 @@ pub enum LibraryError {
     },
 }
 
-/// The files on the host.
+/// The installed files.
+///
+/// ```text
+/// <plugin directory>/lib/<hash>/libdivvy.so     and the two shims
+/// <plugin directory>/lib/<hash>/ld.so.preload   one line: the path of libdivvy.so in a container
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
     /// Preloaded into every program of a container.
     pub preloaded: PathBuf,
-    /// What is mounted at `/etc/ld.so.preload`.
+    /// Mounted at `/etc/ld.so.preload`.
     pub list: PathBuf,
-    /// What is mounted in the place of the GPU driver's libraries, as in [`STOOD_IN`].
-    pub stand_ins: [PathBuf; 2],
+    /// Mounted in place of the GPU driver's libraries, in the order of [`SHIMMED_LIBRARIES`].
+    pub shims: [PathBuf; 2],
 }
 
 impl Library {
-    /// Puts the files of a directory in place.
+    /// Installs the files from the directory `from`.
     pub fn install(from: &Path, plugin_dir: &Path) -> Result<Self, LibraryError> {
         let to = plugin_dir.join("lib");
         let file = |dir: &str, name: &str| {
@@ -65,33 +63,33 @@ impl Library {
             let bytes = std::fs::read(&path).map_err(|cause| LibraryError::Read { path, cause })?;
             place(&to, name, &bytes)
         };
-        let [cuda, nvml] = STOOD_IN;
+        let [cuda, nvml] = SHIMMED_LIBRARIES;
         Ok(Self {
             preloaded: file("", LIBRARY)?,
             list: place(&to, LIST, format!("{IN_CONTAINER}\n").as_bytes())?,
-            stand_ins: [file(SHIMS, cuda)?, file(SHIMS, nvml)?],
+            shims: [file(SHIMS, cuda)?, file(SHIMS, nvml)?],
         })
     }
 
-    /// Whether all files are still where they were put.
-    pub fn is_there(&self) -> bool {
-        [&self.preloaded, &self.list].into_iter().chain(&self.stand_ins).all(|path| path.exists())
+    /// Whether all files still exist.
+    pub fn exists(&self) -> bool {
+        [&self.preloaded, &self.list].into_iter().chain(&self.shims).all(|path| path.exists())
     }
 }
 
-/// Puts bytes at `<to>/<hash>/<name>`, unless they are there.
+/// Installs bytes as `<to>/<hash>/<name>`, unless the file exists.
 fn place(to: &Path, name: &str, bytes: &[u8]) -> Result<PathBuf, LibraryError> {
     let path = to.join(hash(bytes)).join(name);
     install(&path, bytes, 0o555).map_err(|cause| LibraryError::Install { path: path.clone(), cause })?;
     Ok(path)
 }
 
-/// The name by which a content is known: 16 hexadecimal digits.
+/// The hash that identifies contents: 16 hexadecimal digits.
 pub(super) fn hash(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Puts a file in place at once, with its directory; one that has the bytes is left alone.
+/// Writes a file atomically and creates its directory. A file with the same bytes is left alone.
 pub(super) fn install(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     if std::fs::read(path).is_ok_and(|have| have == bytes) {
         return Ok(());
@@ -109,19 +107,19 @@ pub(super) fn install(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 pub(crate) mod tests {
     use super::*;
 
-    /// A directory with files that have the names of the libraries.
+    /// A directory with stand-in files for the libraries.
     pub(crate) fn library(dir: &Path) -> PathBuf {
         let from = dir.join("library");
         std::fs::create_dir_all(from.join(SHIMS)).unwrap();
         std::fs::write(from.join(LIBRARY), LIBRARY).unwrap();
-        for name in STOOD_IN {
+        for name in SHIMMED_LIBRARIES {
             std::fs::write(from.join(SHIMS).join(name), name).unwrap();
         }
         from
     }
 
     #[test]
-    fn an_upgrade_adds_files_and_leaves_the_old_ones() {
+    fn upgrade_adds_files_and_keeps_the_old_ones() {
         let dir = tempfile::tempdir().unwrap();
         let from = library(dir.path());
         let old = Library::install(&from, dir.path()).unwrap();
@@ -130,14 +128,14 @@ pub(crate) mod tests {
         std::fs::write(from.join(LIBRARY), "new").unwrap();
         let new = Library::install(&from, dir.path()).unwrap();
         assert_ne!(old.preloaded, new.preloaded);
-        assert_eq!((&old.list, &old.stand_ins), (&new.list, &new.stand_ins), "what is the same stays");
-        assert!(old.is_there() && new.is_there());
+        assert_eq!((&old.list, &old.shims), (&new.list, &new.shims), "unchanged files stay");
+        assert!(old.exists() && new.exists());
         assert_eq!(std::fs::read_to_string(&old.preloaded).unwrap(), LIBRARY);
         assert_eq!(new.preloaded.metadata().unwrap().permissions().mode() & 0o777, 0o555);
     }
 
     #[test]
-    fn a_missing_library_is_named_with_its_flag() {
+    fn missing_library_is_reported_with_its_flag() {
         let text = Library::install(Path::new("/nonexistent"), Path::new("/")).unwrap_err().to_string();
         assert!(text.contains("/nonexistent/libdivvy.so") && text.contains("--library-dir"), "{text}");
     }

@@ -1,17 +1,9 @@
-//! Device metadata files (KEP-5304): what a program in the container can read of
-//! the devices of its claim, at a path that is the same for every driver.
+//! Device metadata files (KEP-5304): attributes of a claim's devices that programs in the container
+//! can read at a path that is the same for every driver.
 //!
-//! ```text
-//! <state>/metadata/<claim UID>/resourceclaims/<claim>/<request>/metadata.json
-//! <state>/metadata/<claim UID>/resourceclaimtemplates/<name in the pod>/<request>/metadata.json
-//! ```
-//!
-//! The path below the UID is the path in the container, so the CDI file of a claim
-//! is made of what lies there, also long after the prepare. On disk and not in
-//! memory, because a pod that comes back after a reboot finds its mounts or does
-//! not start. A share has two attributes more than its device, `shareID` and
-//! `shareMemory`. A file that cannot be written is logged and left out, as the Go
-//! helper does: nothing depends on it but programs that ask for it.
+//! The files are on disk, because after a reboot a pod starts only if its mounts exist. A share has
+//! the additional attributes `shareID` and `shareMemory`. A file that cannot be written is logged
+//! and left out, as in the Go helper: only programs that ask for it depend on it.
 
 use super::document::Mount;
 use divvy_api::names::DRIVER;
@@ -23,9 +15,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where programs look (KEP-5304).
+/// Directory in the container (KEP-5304).
 const CONTAINER: &str = "/var/run/kubernetes.io/dra-device-attributes";
-/// Newest first, one object after the other.
+/// Versions of the object in a file, newest first, one after the other.
 const VERSIONS: [&str; 2] = ["metadata.resource.k8s.io/v1beta1", "metadata.resource.k8s.io/v1alpha1"];
 const FILE: &str = "metadata.json";
 const MOUNT_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "noexec", "bind"];
@@ -65,6 +57,14 @@ struct Device<'a> {
 }
 
 /// Writes the files of a claim, one for each request.
+///
+/// ```text
+/// <state>/metadata/<claim UID>/resourceclaims/<claim>/<request>/metadata.json
+/// <state>/metadata/<claim UID>/resourceclaimtemplates/<name in the pod>/<request>/metadata.json
+/// ```
+///
+/// The path below the UID is also the path in the container, so the mounts of a claim can be derived
+/// from its files at any time.
 pub(super) fn write(dir: &Path, claim: &AllocatedClaim, inventory: &Inventory) -> io::Result<()> {
     let owner = match &claim.pod_claim {
         Some(name) => Path::new("resourceclaimtemplates").join(name),
@@ -74,12 +74,12 @@ pub(super) fn write(dir: &Path, claim: &AllocatedClaim, inventory: &Inventory) -
     for request in requests(claim) {
         let dir = owner.join(request.as_str());
         std::fs::create_dir_all(&dir)?;
-        super::replace(&dir.join(FILE), &content(claim, request, inventory)?)?;
+        super::claim_file::replace(&dir.join(FILE), &content(claim, request, inventory)?)?;
     }
     Ok(())
 }
 
-/// Each request once, in the order of the allocation.
+/// The requests of a claim without duplicates, in the order of the allocation.
 fn requests(claim: &AllocatedClaim) -> Vec<&RequestName> {
     let mut requests: Vec<&RequestName> = Vec::new();
     for device in &claim.devices {
@@ -95,7 +95,7 @@ fn content(claim: &AllocatedClaim, request: &RequestName, inventory: &Inventory)
     for allocated in claim.devices.iter().filter(|device| device.request == *request) {
         let AllocatedDevice { chosen, pool, device, .. } = allocated;
         let attributes = divvy_slices::attributes(inventory, device).map(|mut attributes| {
-            attributes.extend(of_share(allocated, inventory));
+            attributes.extend(share_attributes(allocated, inventory));
             attributes
         });
         let entry = Device { driver: DRIVER, pool: pool.as_str(), name: device.as_str(), attributes };
@@ -125,8 +125,8 @@ fn content(claim: &AllocatedClaim, request: &RequestName, inventory: &Inventory)
     Ok(stream)
 }
 
-/// What a share of a device is; nothing where the claim has it for itself.
-fn of_share(device: &AllocatedDevice, inventory: &Inventory) -> Vec<(String, DeviceAttribute)> {
+/// The additional attributes of a share; empty for other devices.
+fn share_attributes(device: &AllocatedDevice, inventory: &Inventory) -> Vec<(String, DeviceAttribute)> {
     let share = || {
         let id = DeviceId::try_from(&device.device).ok().filter(|id| id.mode().has_shares())?;
         let (gpu, instance) = id.resolve(inventory).ok()?;
@@ -141,7 +141,7 @@ fn of_share(device: &AllocatedDevice, inventory: &Inventory) -> Vec<(String, Dev
     })
 }
 
-/// What makes the files of a claim visible, by request; nothing where there are none.
+/// The mounts of a claim's files, by request.
 pub(super) fn mounts(dir: &Path, claim: &ClaimUid) -> BTreeMap<String, Mount> {
     let below = dir.join(claim.as_str());
     let mut mounts = BTreeMap::new();
@@ -170,7 +170,7 @@ fn entries(dir: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     entries.map(|entry| entry.path())
 }
 
-/// Removes the files of a claim; what is not there is fine.
+/// Removes the files of a claim; succeeds if there are none.
 pub(super) fn remove(dir: &Path, claim: &ClaimUid) -> io::Result<()> {
     match std::fs::remove_dir_all(dir.join(claim.as_str())) {
         Err(cause) if !matches!(cause.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {

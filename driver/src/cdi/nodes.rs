@@ -1,10 +1,8 @@
-//! Device nodes of a claim.
+//! Device nodes of a claim, with numbers from the kernel's tables below the proc root: majors from
+//! `devices`, minors of MIG capabilities from the instance's `access` file.
 //!
-//! Numbers come from the kernel's own tables below the proc root: majors from
-//! `devices`, minors of MIG capabilities from the instance's `access` file. The
-//! nodes of the host are only looked for, never read: their absence says that a
-//! kernel module or a node has yet to be made, which the GPU driver's own
-//! `nvidia-modprobe` does when asked.
+//! Nodes on the host are checked only for existence. If one is missing, the GPU driver's
+//! `nvidia-modprobe` loads the kernel module or creates the node.
 
 use super::document::DeviceNode;
 use crate::paths::HostPaths;
@@ -15,24 +13,23 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// How long `nvidia-modprobe` may take to load a module.
+/// Time for `nvidia-modprobe` to load a module.
 const MODPROBE_DEADLINE: Duration = Duration::from_secs(10);
 const CONTROL_MINOR: u32 = 255;
 const MODESET_MINOR: u32 = 254;
 
-/// What of the hardware a device is. `minor` is the GPU's.
+/// The hardware of a device. `minor` is the GPU's minor number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceNodes {
     /// A whole GPU.
     Gpu { minor: u32 },
-    /// One compute instance and the GPU instance around it.
+    /// A compute instance and the GPU instance that contains it.
     Mig { minor: u32, gpu_instance: u32, compute_instance: u32 },
-    /// adminAccess to a GPU: the GPU and every instance that is live,
-    /// as (GPU instance, its compute instances).
+    /// adminAccess to a GPU: the GPU and its live instances, as (GPU instance, compute instances).
     Admin { minor: u32, instances: Vec<(u32, Vec<u32>)> },
 }
 
-/// Why a device node cannot be given.
+/// Why the device nodes of a claim cannot be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum NodesError {
     #[error("{path} cannot be read; is the NVIDIA kernel module loaded?")]
@@ -41,17 +38,17 @@ pub enum NodesError {
         #[source]
         cause: io::Error,
     },
-    #[error("{path} does not say {field}")]
+    #[error("{path} has no field {field}")]
     Field { path: PathBuf, field: &'static str },
-    #[error("{path} lists no {module}; load the kernel module")]
+    #[error("{path} does not list {module}; load the kernel module")]
     Module { path: PathBuf, module: &'static str },
     #[error("device node {path} is missing")]
     Node { path: PathBuf },
-    #[error("{missing}, and {program} did not help: {said}")]
-    Modprobe { missing: Box<NodesError>, program: PathBuf, said: String },
+    #[error("{missing}, and {program} could not create it: {output}")]
+    Modprobe { missing: Box<NodesError>, program: PathBuf, output: String },
 }
 
-/// The nodes that every container with a GPU has, as they are now.
+/// The nodes that every container with a GPU gets, in their current state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommonNodes {
     gpu_major: u32,
@@ -60,27 +57,27 @@ pub struct CommonNodes {
 }
 
 impl CommonNodes {
-    /// Looks for them, and has what is missing made. Also the majors, which tell the rest.
+    /// Finds the nodes, and creates missing ones. Also returns the majors for the nodes of GPUs.
     pub fn find(paths: &HostPaths) -> Result<(Self, Majors), NodesError> {
-        // Two kernel modules can be missing, one behind the other.
-        let mut asked = Vec::new();
+        // Two kernel modules may be missing, one after the other.
+        let mut attempts = Vec::new();
         loop {
-            let missing = match Self::look(paths) {
-                Err((missing, args)) if !asked.contains(&args) => (missing, args),
+            let missing = match Self::probe(paths) {
+                Err((missing, args)) if !attempts.contains(&args) => (missing, args),
                 done => return done.map_err(|(missing, _)| missing),
             };
             modprobe(paths, missing.0, missing.1)?;
-            asked.push(missing.1);
+            attempts.push(missing.1);
         }
     }
 
-    /// The same without having anything made; none if something is missing.
-    pub fn known(paths: &HostPaths) -> Option<(Self, Majors)> {
-        Self::look(paths).ok()
+    /// The same without creating anything; `None` if a node is missing.
+    pub fn find_existing(paths: &HostPaths) -> Option<(Self, Majors)> {
+        Self::probe(paths).ok()
     }
 
-    /// The nodes, or what is missing and how `nvidia-modprobe` is asked for it.
-    fn look(paths: &HostPaths) -> Result<(Self, Majors), (NodesError, &'static [&'static str])> {
+    /// The nodes, or the missing node and the arguments for `nvidia-modprobe`.
+    fn probe(paths: &HostPaths) -> Result<(Self, Majors), (NodesError, &'static [&'static str])> {
         const LOAD: &[&str] = &["-c", "255"];
         const LOAD_UVM: &[&str] = &["-u"];
         let majors = Majors::read(paths).map_err(|cause| (cause, LOAD))?;
@@ -94,7 +91,7 @@ impl CommonNodes {
         Ok((Self { gpu_major, uvm_major, modeset }, majors))
     }
 
-    /// As they stand in a CDI file.
+    /// The nodes for a CDI file.
     pub fn nodes(&self) -> Vec<DeviceNode> {
         let mut nodes = vec![
             DeviceNode::new("/dev/nvidiactl", self.gpu_major, CONTROL_MINOR),
@@ -109,20 +106,20 @@ impl CommonNodes {
 }
 
 impl DeviceNodes {
-    /// As they stand in a CDI file; a GPU's node that is missing is made.
+    /// The nodes for a CDI file; a missing node of the GPU is created.
     pub fn nodes(&self, paths: &HostPaths, majors: &Majors) -> Result<Vec<DeviceNode>, NodesError> {
-        match self.known(paths, majors) {
+        match self.existing(paths, majors) {
             Err(missing @ NodesError::Node { .. }) => {
                 let (minor, _) = self.access_files();
                 modprobe(paths, missing, &["-c", &minor.to_string()])?;
-                self.known(paths, majors)
+                self.existing(paths, majors)
             }
             nodes => nodes,
         }
     }
 
-    /// The same without having anything made.
-    pub fn known(&self, paths: &HostPaths, majors: &Majors) -> Result<Vec<DeviceNode>, NodesError> {
+    /// The same without creating anything.
+    pub fn existing(&self, paths: &HostPaths, majors: &Majors) -> Result<Vec<DeviceNode>, NodesError> {
         let (minor, access) = self.access_files();
         let path = format!("/dev/nvidia{minor}");
         present(paths, &path)?;
@@ -134,7 +131,7 @@ impl DeviceNodes {
         Ok(nodes)
     }
 
-    /// The GPU's minor, and the capability files of the instances below the proc root.
+    /// The GPU's minor number, and the capability files of the instances, relative to the proc root.
     fn access_files(&self) -> (u32, Vec<String>) {
         let instances = |minor: u32, instances: &[(u32, Vec<u32>)]| {
             let mut files = Vec::new();
@@ -155,10 +152,9 @@ impl DeviceNodes {
     }
 }
 
-/// Has the nodes of all GPUs that the kernel knows made, as far as they are
-/// missing: NVML lists no GPU without its node.
+/// Creates missing nodes of all GPUs that the kernel knows, because NVML lists only GPUs with a node.
 pub fn ensure_gpus(paths: &HostPaths) -> Result<(), NodesError> {
-    // No such directory: no GPU, or a module that will say so itself.
+    // Without the directory there is no GPU, or no module, which other checks report.
     let Ok(gpus) = std::fs::read_dir(paths.proc_root.join("driver/nvidia/gpus")) else { return Ok(()) };
     for gpu in gpus.flatten() {
         let path = gpu.path().join("information");
@@ -173,7 +169,7 @@ pub fn ensure_gpus(paths: &HostPaths) -> Result<(), NodesError> {
     Ok(())
 }
 
-/// The kernel's name of the GPUs' major has changed over time.
+/// Names of the GPUs' major number in different driver versions.
 const GPU_MODULES: &[&str] = &["nvidia", "nvidiactl", "nvidia-frontend"];
 
 /// Majors of character devices, by name.
@@ -206,7 +202,7 @@ fn parse_majors(text: &str) -> BTreeMap<String, u32> {
         .collect()
 }
 
-/// The node of one capability: minor and mode as its file says.
+/// The node of a capability, with minor and mode from its file.
 fn capability(proc_root: &Path, file: &str, major: u32) -> Result<DeviceNode, NodesError> {
     let path = proc_root.join(file);
     let text = read(&path)?;
@@ -227,20 +223,20 @@ fn read(path: &Path) -> Result<String, NodesError> {
 
 fn present(paths: &HostPaths, node: &str) -> Result<(), NodesError> {
     let path = paths.dev(node);
-    if paths.seen(&path).exists() { Ok(()) } else { Err(NodesError::Node { path }) }
+    if paths.local_path(&path).exists() { Ok(()) } else { Err(NodesError::Node { path }) }
 }
 
-/// Asks the GPU driver's own helper for what is missing.
+/// Runs the GPU driver's helper to create what is missing.
 fn modprobe(paths: &HostPaths, missing: NodesError, args: &[&str]) -> Result<(), NodesError> {
     let program = paths.driver_root.join("usr/bin/nvidia-modprobe");
-    run(&paths.seen(&program), args, MODPROBE_DEADLINE).map_err(|said| NodesError::Modprobe {
+    run(&paths.local_path(&program), args, MODPROBE_DEADLINE).map_err(|output| NodesError::Modprobe {
         missing: Box::new(missing),
         program,
-        said,
+        output,
     })
 }
 
-/// Runs a program without our environment; after the deadline it is killed.
+/// Runs a program without the environment of this process. It is killed after the deadline.
 fn run(program: &Path, args: &[&str], deadline: Duration) -> Result<(), String> {
     let child = Command::new(program)
         .args(args)
@@ -252,20 +248,21 @@ fn run(program: &Path, args: &[&str], deadline: Duration) -> Result<(), String> 
         .spawn()
         .map_err(|cause| cause.to_string())?;
     let pid = i32::try_from(child.id()).ok().and_then(rustix::process::Pid::from_raw);
-    // A child that loads a kernel module may not die at once, so the thread
-    // that waits for it is not waited for.
+    // A child that is loading a kernel module may not die at once, so nothing waits for the thread
+    // that waits for it.
     let (done, result) = mpsc::channel();
     std::thread::spawn(move || done.send(child.wait_with_output()));
     match result.recv_timeout(deadline) {
         Ok(Ok(output)) if output.status.success() => Ok(()),
         Ok(Ok(output)) => {
-            let said = String::from_utf8_lossy(&output.stderr);
-            Err(format!("{} {}", output.status, said.lines().next().unwrap_or_default()).trim().to_owned())
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            let line = stderr.lines().next().unwrap_or_default();
+            Err(format!("{} {line}", output.status).trim().to_owned())
         }
         Ok(Err(cause)) => Err(cause.to_string()),
         Err(_) => {
             if let Some(pid) = pid {
-                // The deadline is what the caller hears of, not a failed kill.
+                // The deadline is the error to report, not a failed kill.
                 let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
             }
             Err(format!("no answer within {} s", deadline.as_secs()))
@@ -282,7 +279,7 @@ mod tests {
         237 nvidia-caps\n511 nvidia-uvm\n\nBlock devices:\n  7 loop\n 99 nvidia-uvm\n";
 
     #[test]
-    fn majors_are_those_of_character_devices() {
+    fn only_majors_of_character_devices_are_read() {
         let majors = parse_majors(DEVICES);
         assert_eq!(majors.get("nvidia-uvm"), Some(&511));
         assert_eq!(majors.get("nvidia-caps"), Some(&237));
@@ -291,23 +288,23 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_read_without_a_panic(text in ".*") {
+        fn any_text_is_parsed_without_a_panic(text in ".*") {
             parse_majors(&text);
         }
     }
 
     #[test]
-    fn a_helper_that_hangs_is_given_up() {
-        let said = run(Path::new("/bin/sleep"), &["600"], Duration::from_millis(50)).unwrap_err();
-        assert!(said.contains("no answer"), "{said}");
+    fn hanging_helper_is_killed_at_the_deadline() {
+        let output = run(Path::new("/bin/sleep"), &["600"], Duration::from_millis(50)).unwrap_err();
+        assert!(output.contains("no answer"), "{output}");
     }
 
     #[test]
-    fn a_helper_that_fails_is_quoted() {
-        let said =
+    fn error_output_of_the_helper_is_reported() {
+        let output =
             run(Path::new("/bin/sh"), &["-c", "echo no module >&2; exit 3"], MODPROBE_DEADLINE).unwrap_err();
-        assert!(said.contains("exit status: 3") && said.contains("no module"), "{said}");
-        let said = run(Path::new("/nonexistent"), &[], MODPROBE_DEADLINE).unwrap_err();
-        assert!(said.contains("No such file"), "{said}");
+        assert!(output.contains("exit status: 3") && output.contains("no module"), "{output}");
+        let output = run(Path::new("/nonexistent"), &[], MODPROBE_DEADLINE).unwrap_err();
+        assert!(output.contains("No such file"), "{output}");
     }
 }

@@ -1,34 +1,33 @@
-//! What the policy page of a share says: the record of its device and the GPU, in
-//! the words of the page. Pure, so that a page that a reboot took is made again as
-//! it was.
+//! Builds the policy page of a share from its limits and its GPU. Pure, so that a page that was lost in
+//! a reboot is written again with the same contents.
 
-use crate::plan::Part;
-use crate::records::DeviceRecord;
-use crate::sharing::ShareLimits;
+use crate::gpu::part::Part;
+use crate::gpu::sharing::ShareLimits;
 use divvy_api::sharing::{Priority, ShareSettings};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_model::{Gpu, share};
 use divvy_pages::{Codec, Compute, Flags, GpuUuid, Memory, Policy, Text};
 
-/// Why there is no page for a share.
+/// A value that cannot be stored on a policy page.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name} {value:?} cannot stand on a policy page")]
+#[error("{name} {value:?} cannot be stored on a policy page")]
 pub struct Unwritable {
     name: &'static str,
     value: String,
 }
 
-/// The policy of a share of that device, which lies on that GPU; a context is charged so many bytes there.
+/// The policy of a share of a device on that GPU. `context` is the charge for a new context, in bytes.
 pub fn policy(
     claim: &ClaimUid,
-    device: &DeviceRecord,
     share: &ShareId,
+    part: &Part,
+    mig_uuid: Option<&str>,
     limits: ShareLimits,
     gpu: &Gpu,
     context: u64,
 ) -> Result<Policy, Unwritable> {
-    let mig = device.instance.as_ref().map(|ids| uuid("MIG UUID", &ids.uuid)).transpose()?;
-    let physical = match &device.part {
+    let mig = mig_uuid.map(|mig| uuid("MIG UUID", mig)).transpose()?;
+    let physical = match part {
         Part::Whole { .. } => gpu.memory_bytes,
         Part::Instance(key) => gpu.profile(key.profile_id).map_or(0, share::memory_of_profile),
     };
@@ -58,7 +57,7 @@ pub fn policy(
     })
 }
 
-/// What was claimed, and what may be held of it: the same, or more with managed memory beyond.
+/// Memory limits: the claimed bytes, and with overcommit a larger limit that managed memory may use.
 fn memory(claimed: u64, overcommit: u32, device: Memory) -> Memory {
     let fixed = Memory { limit: claimed, ..device };
     if overcommit <= 100 {
@@ -68,7 +67,7 @@ fn memory(claimed: u64, overcommit: u32, device: Memory) -> Memory {
     Memory { limit, soft: claimed, overcommit: limit, ..fixed }
 }
 
-/// Per cent at most; 0 where the guarantee is the ceiling, or where there is neither.
+/// Ceiling in per cent; 0 if the guarantee is also the ceiling, or if there is neither.
 fn ceiling(limits: ShareLimits) -> u32 {
     match (limits.cores, limits.settings) {
         (0, ShareSettings { ceiling: 100, .. }) | (1.., ShareSettings { burst: false, .. }) => 0,
@@ -84,7 +83,7 @@ fn uuid(name: &'static str, text: &str) -> Result<GpuUuid, Unwritable> {
     GpuUuid::parse(text).ok_or_else(|| Unwritable { name, value: text.to_owned() })
 }
 
-/// `00000000:1A:00.0` of sysfs' `0000:1a:00.0`.
+/// Converts the bus id `0000:1a:00.0` of sysfs to NVML's `00000000:1A:00.0`.
 fn nvml_bus_id(sysfs: &str) -> String {
     format!("{sysfs:0>16}").to_uppercase()
 }
@@ -94,12 +93,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bus_is_called_as_nvml_calls_it() {
+    fn bus_id_is_in_the_format_of_nvml() {
         assert_eq!(nvml_bus_id("0000:1a:00.0"), "00000000:1A:00.0");
     }
 
     #[test]
-    fn a_guarantee_is_the_ceiling_unless_the_class_names_one() {
+    fn guarantee_is_the_ceiling_unless_the_class_sets_one() {
         let check = |cores, ceiling, burst, page| {
             let settings = ShareSettings { ceiling, burst, ..ShareSettings::default() };
             assert_eq!(
@@ -118,9 +117,9 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_on_a_page_is_named() {
+    fn value_that_does_not_fit_is_named_in_the_error() {
         let error = text::<4>("shareID", "too long").unwrap_err();
-        assert_eq!(error.to_string(), r#"shareID "too long" cannot stand on a policy page"#);
+        assert_eq!(error.to_string(), r#"shareID "too long" cannot be stored on a policy page"#);
         assert!(uuid("GPU UUID", "GPU-a").is_err());
     }
 }

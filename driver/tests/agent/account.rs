@@ -1,8 +1,8 @@
-//! An account page as the processes of a container have it: mapped.
+//! An account page, mapped as in the processes of a container.
 #![allow(dead_code)]
 
 use divvy_pages::account::{SIZE, SlotReport, Snapshot};
-use divvy_pages::{AccountPage, Identity, Peers, Seat, charge};
+use divvy_pages::{AccountPage, Identity, Peers, SlotRef, charge};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -14,19 +14,19 @@ pub(crate) struct Page {
     limit: u64,
 }
 
-/// Nobody of this namespace has died.
-struct Nobody;
+/// No process of this namespace is dead.
+struct NoPeers;
 
-impl Peers for Nobody {
-    fn gone(&self, _who: &Identity) -> bool {
+impl Peers for NoPeers {
+    fn is_dead(&self, _identity: &Identity) -> bool {
         false
     }
 
-    fn pause(&self, _round: u32) -> bool {
+    fn back_off(&self, _round: u32) -> bool {
         false
     }
 
-    fn now(&self) -> u64 {
+    fn now_ns(&self) -> u64 {
         0
     }
 }
@@ -35,34 +35,34 @@ impl Page {
     pub(crate) fn map(path: &Path, limit: u64) -> Self {
         let file = File::options().read(true).write(true).open(path).unwrap();
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping of a whole page, never unmapped while the test runs.
+        // SAFETY: this is a new mapping of a whole page that is never unmapped.
         let page = unsafe { mmap(std::ptr::null_mut(), SIZE, access, MapFlags::SHARED, &file, 0).unwrap() };
-        // SAFETY: the same.
+        // SAFETY: see above.
         let page = unsafe { AccountPage::at(page.cast(), SIZE).unwrap() };
         Self { path: path.to_owned(), page, limit }
     }
 
-    /// Registers a process, as the library in it does.
-    pub(crate) fn register(&self, who: &Identity) -> u16 {
-        self.page.register(who, &Nobody).unwrap()
+    /// Registers a process, as the library does.
+    pub(crate) fn register(&self, identity: &Identity) -> u16 {
+        self.page.register(identity, &NoPeers).unwrap()
     }
 
-    /// Charges so many bytes to a process's slot; false where they do not fit.
+    /// Charges bytes to a slot. Returns false if the limit does not allow it.
     pub(crate) fn charge(&self, slot: u16, bytes: u64) -> bool {
-        charge(&[Seat { page: self.page, slot, limit: self.limit }], bytes, &Nobody).is_ok()
+        charge(&[SlotRef { page: self.page, slot, limit: self.limit }], bytes, &NoPeers).is_ok()
     }
 
-    /// What the library does when the node has written something.
-    pub(crate) fn tidy(&self) {
-        self.page.tidy(None, &Nobody);
+    /// Applies what the node wrote, as the library does.
+    pub(crate) fn reconcile(&self) {
+        self.page.reconcile(None, &NoPeers);
     }
 
-    /// Says how much of what is charged is for contexts.
-    pub(crate) fn note(&self, slot: u16, context: u64) {
-        self.page.slots()[usize::from(slot)].note(context.cast_signed(), 0);
+    /// Sets the part of the charge that is for contexts, in bytes.
+    pub(crate) fn set_context(&self, slot: u16, context: u64) {
+        self.page.slots()[usize::from(slot)].add_memory_use(context.cast_signed(), 0);
     }
 
-    /// Writes over a word of the page, as any process of the container can.
+    /// Overwrites a word of the page, as any process of the container can.
     pub(crate) fn forge(&self, offset: u64, word: u64) {
         let file = File::options().write(true).open(&self.path).unwrap();
         file.write_all_at(&word.to_le_bytes(), offset).unwrap();
@@ -72,16 +72,16 @@ impl Page {
         File::options().write(true).open(&self.path).unwrap().set_len(length).unwrap();
     }
 
-    /// Whether the page is one, of the right length, with a balance that somebody may have granted
-    /// and a total that is what its slots say, once its processes have seen to that.
-    pub(crate) fn is_right(&self) -> bool {
+    /// Whether the page is valid, has the right length and no balance, and has a total that equals
+    /// its slots after its processes have reconciled it.
+    pub(crate) fn is_intact(&self) -> bool {
         let bytes = fs::read(&self.path).unwrap();
         let whole = bytes.len() == SIZE && Snapshot::new(&bytes).is_ok_and(|page| page.balance() == 0);
-        // Not before: it is mapped.
+        // The page is mapped, so it must not be touched while the file is too short.
         whole && {
-            self.tidy();
+            self.reconcile();
             let bytes = fs::read(&self.path).unwrap();
-            Snapshot::new(&bytes).is_ok_and(|page| page.used() == page.sum())
+            Snapshot::new(&bytes).is_ok_and(|page| page.used() == page.live_sum())
         }
     }
 
@@ -90,10 +90,10 @@ impl Page {
         Snapshot::new(&bytes).unwrap().slots().find(|found| found.index == usize::from(slot))
     }
 
-    /// The processes on the host that the node found for the slots.
-    pub(crate) fn lines(&self) -> Vec<u32> {
+    /// The host pids that the node wrote for the slots.
+    pub(crate) fn host_pids(&self) -> Vec<u32> {
         let bytes = fs::read(&self.path).unwrap();
-        Snapshot::new(&bytes).unwrap().slots().map(|slot| slot.line.host_pid).collect()
+        Snapshot::new(&bytes).unwrap().slots().map(|slot| slot.node_line.host_pid).collect()
     }
 
     pub(crate) fn used(&self) -> u64 {

@@ -1,5 +1,5 @@
-//! Processes of containers with a share: they really run. Their cgroup and mounts are
-//! written into the node's `/proc`, as a test without root cannot make them.
+//! Real processes that act as processes of containers with a share. Their cgroup and mounts are written
+//! to the test's `/proc`, because a test without root privileges cannot create them.
 
 use crate::programs::program;
 use divvy_pages::Identity;
@@ -9,7 +9,7 @@ use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// A process that takes memory of the first GPU without any library.
+/// A process that allocates memory of the first GPU without the library.
 pub(crate) struct Tenant {
     child: Child,
 }
@@ -20,7 +20,7 @@ impl Tenant {
         command.arg("-C").arg(root).args(["client", "--memory", &mib.to_string()]);
         command.env_clear().stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        // It says so once it has the memory.
+        // It prints its pid once it has the memory.
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         assert!(line.contains(&format!("\"pid\":{}", child.id())), "{line}");
@@ -31,8 +31,8 @@ impl Tenant {
         self.child.id()
     }
 
-    /// Lets it be seen with that `/proc/<pid>/cgroup` and these mounts.
-    pub(crate) fn place(&self, proc_root: &Path, cgroup: &str, mounts: &str) {
+    /// Creates its directory in the test's `/proc`, with these cgroups and mounts.
+    pub(crate) fn set_proc(&self, proc_root: &Path, cgroup: &str, mounts: &str) {
         let pid = self.pid();
         let dir = proc_root.join(pid.to_string());
         fs::create_dir_all(&dir).unwrap();
@@ -40,16 +40,16 @@ impl Tenant {
             symlink(format!("/proc/{pid}/{name}"), dir.join(name)).unwrap();
         }
         fs::write(dir.join("cgroup"), cgroup).unwrap();
-        self.remount(proc_root, mounts);
+        self.set_mounts(proc_root, mounts);
     }
 
-    /// Lets it be seen with other mounts.
-    pub(crate) fn remount(&self, proc_root: &Path, mounts: &str) {
+    /// Replaces its mounts in the test's `/proc`.
+    pub(crate) fn set_mounts(&self, proc_root: &Path, mounts: &str) {
         fs::write(proc_root.join(self.pid().to_string()).join("mountinfo"), mounts).unwrap();
     }
 
-    /// As the process says it to an account page.
-    pub(crate) fn who(&self) -> Identity {
+    /// The identity that the process writes to an account page.
+    pub(crate) fn identity(&self) -> Identity {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap();
         let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().collect();
         let namespace = fs::read_link(format!("/proc/{}/ns/pid", self.pid())).unwrap();
@@ -59,7 +59,7 @@ impl Tenant {
         Identity { pid: self.pid(), namespace, start: field(22), image: field(28) }
     }
 
-    pub(crate) fn lives(&mut self) -> bool {
+    pub(crate) fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
 
@@ -76,8 +76,8 @@ impl Drop for Tenant {
     }
 }
 
-/// What a container with that share has mounted: its root alone, and the two pages. `dir` is the
-/// directory of the pages.
+/// The `mountinfo` of a container with this share: its root and the two pages. `dir` is the directory
+/// of the pages.
 pub(crate) fn mounts(dir: &Path, claim: &str, share: &str) -> String {
     let device = fs::metadata(dir.join("policy")).unwrap().dev();
     let device = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
@@ -88,10 +88,10 @@ pub(crate) fn mounts(dir: &Path, claim: &str, share: &str) -> String {
     ROOT.to_owned() + &line((2, "policy", "ro")) + &line((3, "account", "rw"))
 }
 
-/// The root of a container.
+/// The root mount of a container.
 pub(crate) const ROOT: &str = "1 0 0:50 / / rw - overlay overlay rw\n";
 
-/// A mount of something else over the policy page.
-pub(crate) fn over(claim: &str, share: &str) -> String {
+/// A mount of another file over the policy page.
+pub(crate) fn mount_over(claim: &str, share: &str) -> String {
     format!("9 2 0:77 /x /run/divvy/{claim}/{share}/policy rw - tmpfs t rw\n")
 }

@@ -1,15 +1,14 @@
-//! Hardware and host that fail: the claim gets its error, nothing stays behind.
+//! Failures of hardware and host: the claim gets an error and nothing is left behind.
 
-use super::world::{H100, World, until};
+use super::test_node::{H100, TestNode, until};
 use divvy_sim::Code;
 use divvy_sim::control::{Pattern, When};
 use std::time::Duration;
 
 const SLICE: &str = "gpu-0-mig-1g10gb-19-2";
 
-fn fault(world: &World, call: &str, nth: Option<u64>, when: When) {
-    world
-        .sim
+fn fail_call(node: &TestNode, call: &str, nth: Option<u64>, when: When) {
+    node.sim
         .update(|state| {
             state.add_fault(Pattern::new(call), nth, when, Code::Unknown);
             Ok(())
@@ -17,9 +16,8 @@ fn fault(world: &World, call: &str, nth: Option<u64>, when: When) {
         .unwrap();
 }
 
-fn hold(world: &World, call: &str, when: When) {
-    world
-        .sim
+fn hold_call(node: &TestNode, call: &str, when: When) {
+    node.sim
         .update(|state| {
             state.add_hold(Pattern { call: call.into(), gpu: Some(0) }, Some(1), when);
             Ok(())
@@ -27,9 +25,8 @@ fn hold(world: &World, call: &str, when: When) {
         .unwrap();
 }
 
-fn clear(world: &World) {
-    world
-        .sim
+fn clear_faults(node: &TestNode) {
+    node.sim
         .update(|state| {
             state.clear_faults(None);
             state.release(None);
@@ -38,132 +35,132 @@ fn clear(world: &World) {
         .unwrap();
 }
 
-/// A prepare with a call that fails leaves nothing, and the next one has what it wants.
-async fn comes_to_nothing(call: &str, when: When) {
-    let world = World::up(H100);
-    let node = world.start().await;
-    fault(&world, call, Some(1), when);
-    node.refused("a", SLICE, "not prepared").await;
-    assert_eq!(world.hardware(), ["off"], "{call}");
-    world.expect_no_trace();
-    node.prepare("a", SLICE).await.unwrap();
-    world.expect_hardware(&["mig 19@2+"]);
+/// Checks that a prepare in which `call` fails leaves nothing, and that the next prepare succeeds.
+async fn check_failed_prepare(call: &str, when: When) {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    fail_call(&node, call, Some(1), when);
+    driver.expect_refused("a", SLICE, "not prepared").await;
+    assert_eq!(node.hardware(), ["off"], "{call}");
+    node.expect_no_claim_files();
+    driver.prepare("a", SLICE).await.unwrap();
+    node.expect_hardware(&["mig 19@2+"]);
 }
 
 #[tokio::test]
-async fn what_was_made_but_answered_with_an_error_goes_again() {
+async fn effects_of_a_call_that_reported_an_error_are_undone() {
     for call in [
         "nvmlDeviceSetMigMode",
         "nvmlDeviceCreateGpuInstanceWithPlacement",
         "nvmlGpuInstanceCreateComputeInstance*",
     ] {
-        comes_to_nothing(call, When::After).await;
+        check_failed_prepare(call, When::After).await;
     }
 }
 
 #[tokio::test]
-async fn failed_prepare_leaves_the_hardware_as_it_was() {
+async fn failed_prepare_leaves_the_hardware_unchanged() {
     for call in [
         "nvmlDeviceSetMigMode",
         "nvmlDeviceCreateGpuInstanceWithPlacement",
         "nvmlGpuInstanceCreateComputeInstance*",
         "nvmlComputeInstanceGetInfo_v2",
     ] {
-        comes_to_nothing(call, When::Before).await;
+        check_failed_prepare(call, When::Before).await;
     }
 }
 
 #[tokio::test]
-async fn failed_prepare_takes_back_its_part_only() {
-    let world = World::up(H100);
-    let node = world.start().await;
-    node.prepare("a", "gpu-0-mig-1g10gb-19-0").await.unwrap();
-    fault(&world, "nvmlDeviceCreateGpuInstanceWithPlacement", Some(2), When::Before);
-    node.refused("b", "gpu-0-mig-1g10gb-19-2 gpu-0-mig-3g40gb-9-4", "not prepared").await;
-    world.expect_hardware(&["mig 19@0+"]);
+async fn failed_prepare_undoes_only_its_own_changes() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    driver.prepare("a", "gpu-0-mig-1g10gb-19-0").await.unwrap();
+    fail_call(&node, "nvmlDeviceCreateGpuInstanceWithPlacement", Some(2), When::Before);
+    driver.expect_refused("b", "gpu-0-mig-1g10gb-19-2 gpu-0-mig-3g40gb-9-4", "not prepared").await;
+    node.expect_hardware(&["mig 19@0+"]);
 }
 
 #[tokio::test]
-async fn failed_prepare_leaves_a_mode_that_was_on() {
-    let world = World::up(H100);
-    let node = world.start().await;
-    node.prepare("a", SLICE).await.unwrap();
-    node.unprepare("a").await.unwrap();
-    fault(&world, "nvmlDeviceCreateGpuInstanceWithPlacement", Some(1), When::Before);
-    node.refused("b", SLICE, "not prepared").await;
-    world.expect_hardware(&["mig"]);
+async fn failed_prepare_keeps_mig_mode_that_was_on() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    driver.prepare("a", SLICE).await.unwrap();
+    driver.unprepare("a").await.unwrap();
+    fail_call(&node, "nvmlDeviceCreateGpuInstanceWithPlacement", Some(1), When::Before);
+    driver.expect_refused("b", SLICE, "not prepared").await;
+    node.expect_hardware(&["mig"]);
 }
 
 #[tokio::test]
 async fn prepare_without_cdi_directory_fails_and_leaves_nothing() {
-    let world = World::up(H100);
-    let node = world.start().await;
-    std::fs::remove_dir(&world.paths.cdi_dir).unwrap();
-    node.refused("a", SLICE, "cannot be written").await;
-    node.refused("b", "gpu-0", "cannot be written").await;
-    world.expect_hardware(&["off"]);
-    std::fs::create_dir(&world.paths.cdi_dir).unwrap();
-    world.expect_no_trace();
-    node.prepare("b", "gpu-0").await.unwrap();
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    std::fs::remove_dir(&node.paths.cdi_dir).unwrap();
+    driver.expect_refused("a", SLICE, "cannot be written").await;
+    driver.expect_refused("b", "gpu-0", "cannot be written").await;
+    node.expect_hardware(&["off"]);
+    std::fs::create_dir(&node.paths.cdi_dir).unwrap();
+    node.expect_no_claim_files();
+    driver.prepare("b", "gpu-0").await.unwrap();
 }
 
 #[tokio::test]
-async fn prepare_without_state_directory_fails_before_the_hardware_changes() {
-    let world = World::up(H100);
-    let node = world.start().await;
-    std::fs::remove_dir(world.claims()).unwrap();
-    node.refused("a", SLICE, "its record cannot be kept").await;
-    world.expect_hardware(&["off"]);
-    std::fs::create_dir(world.claims()).unwrap();
-    node.prepare("a", SLICE).await.unwrap();
+async fn prepare_without_state_directory_changes_no_hardware() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    std::fs::remove_dir(node.records_dir()).unwrap();
+    driver.expect_refused("a", SLICE, "its record cannot be written or read").await;
+    node.expect_hardware(&["off"]);
+    std::fs::create_dir(node.records_dir()).unwrap();
+    driver.prepare("a", SLICE).await.unwrap();
 }
 
 #[tokio::test]
-async fn failed_release_is_finished_by_the_next() {
+async fn failed_release_is_finished_by_the_next_one() {
     for call in ["nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"] {
-        let world = World::up(H100);
-        let node = world.start().await;
-        node.prepare("a", SLICE).await.unwrap();
-        fault(&world, call, None, When::Before);
-        let error = node.unprepare("a").await.unwrap_err();
-        assert!(error.contains("ns/a") && error.contains("not given back yet"), "{error}");
-        node.refused("b", "gpu-0", "claim ns/a").await;
-        node.refused("a", SLICE, "cannot be undone yet").await;
-        clear(&world);
-        node.unprepare("a").await.unwrap();
-        world.expect_hardware(&["mig"]);
-        world.expect_no_trace();
+        let node = TestNode::new(H100);
+        let driver = node.start_driver().await;
+        driver.prepare("a", SLICE).await.unwrap();
+        fail_call(&node, call, None, When::Before);
+        let error = driver.unprepare("a").await.unwrap_err();
+        assert!(error.contains("ns/a") && error.contains("not released yet"), "{error}");
+        driver.expect_refused("b", "gpu-0", "claim ns/a").await;
+        driver.expect_refused("a", SLICE, "cannot be undone yet").await;
+        clear_faults(&node);
+        driver.unprepare("a").await.unwrap();
+        node.expect_hardware(&["mig"]);
+        node.expect_no_claim_files();
     }
 }
 
 #[tokio::test]
-async fn undo_that_fails_is_finished_by_the_next_prepare() {
-    let world = World::up(H100);
-    let node = world.start().await;
-    fault(&world, "nvmlGpuInstanceCreateComputeInstance*", Some(1), When::Before);
-    fault(&world, "nvmlGpuInstanceDestroy", Some(1), When::Before);
-    node.refused("a", SLICE, "not prepared").await;
-    world.expect_hardware(&["mig 19@2"]);
-    node.prepare("a", SLICE).await.unwrap();
-    world.expect_hardware(&["mig 19@2+"]);
+async fn failed_undo_is_finished_by_the_next_prepare() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    fail_call(&node, "nvmlGpuInstanceCreateComputeInstance*", Some(1), When::Before);
+    fail_call(&node, "nvmlGpuInstanceDestroy", Some(1), When::Before);
+    driver.expect_refused("a", SLICE, "not prepared").await;
+    node.expect_hardware(&["mig 19@2"]);
+    driver.prepare("a", SLICE).await.unwrap();
+    node.expect_hardware(&["mig 19@2+"]);
 }
 
 #[tokio::test]
-async fn undo_that_fails_is_finished_without_being_asked() {
-    let world = World::up(H100);
-    let node = world.start().await;
-    fault(&world, "nvmlGpuInstanceCreateComputeInstance*", Some(1), When::Before);
-    fault(&world, "nvmlGpuInstanceDestroy", Some(1), When::Before);
-    node.refused("a", SLICE, "not prepared").await;
-    until("the claim is undone", || node.engine.held().is_empty()).await;
-    world.expect_hardware(&["mig"]);
-    world.expect_no_trace();
+async fn failed_undo_is_retried_in_the_background() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    fail_call(&node, "nvmlGpuInstanceCreateComputeInstance*", Some(1), When::Before);
+    fail_call(&node, "nvmlGpuInstanceDestroy", Some(1), When::Before);
+    driver.expect_refused("a", SLICE, "not prepared").await;
+    until("the claim is undone", || driver.engine.held().is_empty()).await;
+    node.expect_hardware(&["mig"]);
+    node.expect_no_claim_files();
 }
 
-/// A call that hangs: the claim is answered, retries are answered at once, the
-/// other GPU works on, and when the call returns its effect is undone.
+/// While a call hangs, the claim and its retries are answered and the other GPU stays usable. When the call
+/// returns, its effect is undone.
 #[tokio::test]
-async fn hung_create_is_answered_and_undone_when_it_returns() {
+async fn hung_create_is_answered_and_undone_on_return() {
     for (call, when) in [
         ("nvmlDeviceSetMigMode", When::Before),
         ("nvmlDeviceSetMigMode", When::After),
@@ -172,88 +169,88 @@ async fn hung_create_is_answered_and_undone_when_it_returns() {
         ("nvmlGpuInstanceCreateComputeInstance", When::Before),
         ("nvmlGpuInstanceCreateComputeInstance", When::After),
     ] {
-        let mut world = World::up(&format!("2x{H100}"));
-        world.limits.create = Duration::from_secs(1);
-        world.limits.mig_mode = Duration::from_secs(1);
-        let node = world.start().await;
-        hold(&world, call, when);
-        node.refused("a", SLICE, "has not returned").await;
-        node.refused("a", SLICE, "has not returned").await;
-        // A mode that may come on late is no claim's; an instance that may come is.
-        let released = node.unprepare("a").await;
+        let mut node = TestNode::new(&format!("2x{H100}"));
+        node.timeouts.create = Duration::from_secs(1);
+        node.timeouts.mig_mode = Duration::from_secs(1);
+        let driver = node.start_driver().await;
+        hold_call(&node, call, when);
+        driver.expect_refused("a", SLICE, "has not returned").await;
+        driver.expect_refused("a", SLICE, "has not returned").await;
+        // A pending mode change belongs to no claim, a pending instance does.
+        let released = driver.unprepare("a").await;
         assert_eq!(released.is_ok(), call == "nvmlDeviceSetMigMode", "{released:?}");
-        until("the GPU is marked", || {
-            node.gpus.inventory().borrow().gpus.iter().any(|gpu| !gpu.conditions.is_empty())
+        until("the GPU has a condition", || {
+            driver.gpus.inventory().borrow().gpus.iter().any(|gpu| !gpu.conditions.is_empty())
         })
         .await;
-        node.refused("b", "gpu-0", "has not returned").await;
-        node.prepare("c", "gpu-1").await.unwrap();
-        clear(&world);
-        until("the late call is undone", || node.engine.held().len() == 1).await;
-        until("the mark is gone", || {
-            node.gpus.inventory().borrow().gpus.iter().all(|gpu| gpu.conditions.is_empty())
+        driver.expect_refused("b", "gpu-0", "has not returned").await;
+        driver.prepare("c", "gpu-1").await.unwrap();
+        clear_faults(&node);
+        until("the late call is undone", || driver.engine.held().len() == 1).await;
+        until("the condition is gone", || {
+            driver.gpus.inventory().borrow().gpus.iter().all(|gpu| gpu.conditions.is_empty())
         })
         .await;
-        node.prepare("b", SLICE).await.unwrap();
-        assert_eq!(world.hardware(), ["mig 19@2+", "off"], "{call} held {when:?}");
+        driver.prepare("b", SLICE).await.unwrap();
+        assert_eq!(node.hardware(), ["mig 19@2+", "off"], "{call} held {when:?}");
     }
 }
 
 #[tokio::test]
-async fn hung_destroy_is_finished_when_it_returns() {
+async fn hung_destroy_is_finished_on_return() {
     for when in [When::Before, When::After] {
-        let mut world = World::up(H100);
-        world.limits.destroy = Duration::from_secs(1);
-        let node = world.start().await;
-        node.prepare("a", SLICE).await.unwrap();
-        hold(&world, "nvmlGpuInstanceDestroy", when);
-        assert!(node.unprepare("a").await.unwrap_err().contains("has not returned"));
-        assert!(node.unprepare("a").await.unwrap_err().contains("is stuck"));
-        clear(&world);
-        until("the claim is released", || node.engine.held().is_empty()).await;
-        world.expect_hardware(&["mig"]);
-        node.unprepare("a").await.unwrap();
+        let mut node = TestNode::new(H100);
+        node.timeouts.destroy = Duration::from_secs(1);
+        let driver = node.start_driver().await;
+        driver.prepare("a", SLICE).await.unwrap();
+        hold_call(&node, "nvmlGpuInstanceDestroy", when);
+        assert!(driver.unprepare("a").await.unwrap_err().contains("has not returned"));
+        assert!(driver.unprepare("a").await.unwrap_err().contains("is stuck"));
+        clear_faults(&node);
+        until("the claim is released", || driver.engine.held().is_empty()).await;
+        node.expect_hardware(&["mig"]);
+        driver.unprepare("a").await.unwrap();
     }
 }
 
 #[tokio::test]
 async fn claims_on_a_lost_gpu_can_be_released() {
-    let world = World::up(&format!("2x{H100}"));
-    let node = world.start().await;
-    node.prepare("slice", SLICE).await.unwrap();
-    node.prepare("whole", "gpu-1").await.unwrap();
+    let node = TestNode::new(&format!("2x{H100}"));
+    let driver = node.start_driver().await;
+    driver.prepare("slice", SLICE).await.unwrap();
+    driver.prepare("whole", "gpu-1").await.unwrap();
     for slot in [0, 1] {
-        world.sim.update(|state| state.lose(slot, true)).unwrap();
+        node.sim.update(|state| state.lose(slot, true)).unwrap();
     }
-    node.unprepare("slice").await.unwrap();
-    node.unprepare("whole").await.unwrap();
-    world.expect_no_trace();
+    driver.unprepare("slice").await.unwrap();
+    driver.unprepare("whole").await.unwrap();
+    node.expect_no_claim_files();
 }
 
 #[tokio::test]
-async fn mode_that_cannot_be_turned_off_is_tried_again() {
-    let mut world = World::up(H100);
-    world.hold_off = Duration::from_millis(20);
-    let node = world.start().await;
-    node.prepare("a", SLICE).await.unwrap();
-    fault(&world, "nvmlDeviceSetMigMode", Some(1), When::Before);
-    node.unprepare("a").await.unwrap();
-    until("MIG mode is off", || world.hardware() == ["off"]).await;
+async fn disabling_mig_mode_is_retried() {
+    let mut node = TestNode::new(H100);
+    node.hold_off = Duration::from_millis(20);
+    let driver = node.start_driver().await;
+    driver.prepare("a", SLICE).await.unwrap();
+    fail_call(&node, "nvmlDeviceSetMigMode", Some(1), When::Before);
+    driver.unprepare("a").await.unwrap();
+    until("MIG mode is off", || node.hardware() == ["off"]).await;
 }
 
-/// The kubelet, which asks for every pod's claims again after a reboot, comes before the next round.
+/// After a reboot, the kubelet prepares every pod's claims again, before the driver's next retry.
 #[tokio::test]
-async fn what_could_not_be_restored_is_when_the_kubelet_asks() {
-    let world = World::up(H100);
-    let node = world.start().await;
-    let before = node.prepare("a", SLICE).await.unwrap();
-    node.stop().await;
-    world.reboot_gpus();
-    fault(&world, "nvmlDeviceCreateGpuInstance*", Some(1), When::Before);
-    let node = world.start().await;
-    assert_eq!(node.report.unsettled.len(), 1, "{:?}", node.report);
-    assert_eq!(node.prepare("a", SLICE).await.unwrap(), before);
-    world.expect_hardware(&["mig 19@2+"]);
-    node.unprepare("a").await.unwrap();
-    world.expect_no_trace();
+async fn failed_restore_is_completed_by_the_next_prepare() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    let before = driver.prepare("a", SLICE).await.unwrap();
+    driver.stop().await;
+    node.reboot_gpus();
+    fail_call(&node, "nvmlDeviceCreateGpuInstance*", Some(1), When::Before);
+    let driver = node.start_driver().await;
+    assert_eq!(driver.report.failed.len(), 1, "{:?}", driver.report);
+    assert_eq!(driver.prepare("a", SLICE).await.unwrap(), before);
+    node.expect_hardware(&["mig 19@2+"]);
+    driver.unprepare("a").await.unwrap();
+    node.expect_no_claim_files();
 }

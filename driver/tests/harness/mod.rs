@@ -1,18 +1,19 @@
-//! A node for tests: simulated GPUs, a fake API server, a fake kubelet, and the
-//! real `divvy-node` as a process of its own between them.
+//! A node for tests: simulated GPUs, a fake API server, a fake kubelet, and the real `divvy-node`
+//! as a separate process between them.
 //!
-//! Everything that outlives the daemon is in [`World`]; a [`Daemon`] can be
-//! stopped, killed and started again over it.
+//! [`TestNode`] holds everything that outlives the daemon. A [`Daemon`] on it can be stopped,
+//! killed and started again.
 #![allow(dead_code, clippy::unwrap_used)]
 
 use crate::programs::program;
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
-use divvy_fakes::kubelet::{FakeKubelet, KubeletOptions, Outcome, Wipe};
+use divvy_fakes::kubelet::{CallError, FakeKubelet, KubeletOptions, Outcome, Wipe};
 use divvy_kubelet::dra::v1::{Claim, Device};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::{Code, Sim};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -23,31 +24,32 @@ use tempfile::TempDir;
 pub(crate) const DRIVER: &str = "gpu.divvy.dev";
 pub(crate) const NODE: &str = "node-1";
 pub(crate) const H100: &str = "H100-SXM5-80GB";
-/// No test waits longer for what should come at once.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// Upper bound of each wait for a state that should be reached at once. Only a failing test waits this long.
+pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The node and its cluster.
-pub(crate) struct World {
+/// The node and its cluster: everything that outlives the daemon.
+pub(crate) struct TestNode {
     pub(crate) sim: Sim,
     pub(crate) api: Arc<FakeApi>,
     pub(crate) kubelet: FakeKubelet,
     kubeconfig: PathBuf,
-    // Last, so that it is removed after everything that writes into it.
+    // The last field, so that it is dropped after everything that writes into it.
     dir: TempDir,
 }
 
-impl World {
-    /// A node with these GPUs and a kubelet that knows everything.
-    pub(crate) async fn up(gpus: &str) -> Self {
-        Self::with(gpus, KubeletOptions::default()).await
+impl TestNode {
+    /// A node with these GPUs and a kubelet that supports every service version.
+    pub(crate) async fn new(gpus: &str) -> Self {
+        Self::with_kubelet(gpus, KubeletOptions::default()).await
     }
 
-    /// A node whose kubelet behaves as told; its starts wipe the node's slices.
-    pub(crate) async fn with(gpus: &str, options: KubeletOptions) -> Self {
+    /// A node with these kubelet options. As the real one, the kubelet deletes the node's slices
+    /// when it starts.
+    pub(crate) async fn with_kubelet(gpus: &str, options: KubeletOptions) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let multicall = program("divvy-sim");
         let options_of_sim = divvy_sim::Options::new(divvy_sim::library().unwrap(), multicall);
-        let sim = divvy_sim::up(&dir.path().join("root"), gpus, &options_of_sim).unwrap();
+        let sim = divvy_sim::create(&dir.path().join("root"), gpus, &options_of_sim).unwrap();
         let api = Arc::new(FakeApi::start(FakeApiOptions::default()).await.unwrap());
         api.put(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}));
         let kubeconfig = api.kubeconfig_path(dir.path()).unwrap();
@@ -75,7 +77,8 @@ impl World {
         self.path("run")
     }
 
-    /// A directory with what goes into containers with a share, by name; its content is of no matter here.
+    /// A directory with placeholders for the files that are mounted into containers with a share. No test
+    /// here reads their content.
     fn library(&self) -> PathBuf {
         let dir = self.path("library");
         std::fs::create_dir_all(dir.join("shim")).unwrap();
@@ -85,16 +88,17 @@ impl World {
         dir
     }
 
-    /// What a reboot does to what lies in memory; a keeper may be writing there.
+    /// Clears the run directory, as a reboot clears `/run`. It retries because a supervisor may be writing
+    /// there.
     pub(crate) fn clear_run_dir(&self) {
         let begun = Instant::now();
         while std::fs::remove_dir_all(self.run_dir()).is_err() && self.run_dir().exists() {
-            assert!(begun.elapsed() < PATIENCE, "{} cannot be removed", self.run_dir().display());
+            assert!(begun.elapsed() < WAIT_TIMEOUT, "{} cannot be removed", self.run_dir().display());
         }
     }
 
-    /// A node configuration by which processes have long turns.
-    pub(crate) fn long_turns(&self) -> PathBuf {
+    /// Writes a node configuration with long time slices and returns its path.
+    pub(crate) fn write_long_timeslice_config(&self) -> PathBuf {
         let path = self.path("config.yaml");
         let rules = "rules: [{interval: Long}]";
         let text = format!("apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\n{rules}\n");
@@ -102,7 +106,7 @@ impl World {
         path
     }
 
-    /// The daemon with the flags every test has, and these, which go before.
+    /// The daemon's command line: the flags that every test needs, and `flags`, which take precedence.
     pub(crate) fn command(&self, flags: &[&str]) -> Command {
         let root = self.sim.root();
         let mut command = Command::new(env!("CARGO_BIN_EXE_divvy-node"));
@@ -138,31 +142,32 @@ impl World {
     }
 
     /// Starts the daemon; it may not be ready yet.
-    pub(crate) fn spawn(&self, flags: &[&str]) -> Daemon {
+    pub(crate) fn spawn_daemon(&self, flags: &[&str]) -> Daemon {
         Daemon::spawn(self.command(flags), &self.path("log"))
     }
 
     /// Starts the daemon and waits until it is registered.
-    pub(crate) async fn start(&self, flags: &[&str]) -> Daemon {
-        let daemon = self.spawn(flags);
-        // The kubelet may know its predecessor still, and forget it once more.
+    pub(crate) async fn start_daemon(&self, flags: &[&str]) -> Daemon {
+        let daemon = self.spawn_daemon(flags);
+        // The kubelet may still list the previous daemon and drop that registration later.
         daemon.wait_log("registered with the kubelet").await;
-        self.kubelet.wait_registered(DRIVER, 1, PATIENCE).await.unwrap();
+        self.kubelet.wait_registered(DRIVER, 1, WAIT_TIMEOUT).await.unwrap();
         daemon
     }
 
-    /// A claim with that UID and name that holds these devices of this node, one
-    /// request each; one share of what several claims may have, and of `NAME=MEMORY`
-    /// so much memory, of `NAME=MEMORY/CORES` so much of its time as well.
+    /// A claim, with `name` as name and UID, that is allocated these devices of this node, one request each.
+    /// For a time-slice or MPS device it gets one share. `NAME=MEMORY` is a memory share, and
+    /// `NAME=MEMORY/CORES` also requests that percentage of compute time.
     pub(crate) fn claim(&self, name: &str, devices: &[&str]) -> Claim {
         let result = |(at, device): (usize, &&str)| {
-            let (device, memory) = device.split_once('=').map_or((*device, None), |(of, m)| (of, Some(m)));
+            let (device, memory) =
+                device.split_once('=').map_or((*device, None), |(name, memory)| (name, Some(memory)));
             let mut result = json!({
                 "request": format!("r{at}"), "driver": DRIVER, "pool": NODE, "device": device,
             });
             let consumed = match device.rsplit('-').next() {
-                _ if let Some(asked) = memory => {
-                    let (memory, cores) = asked.split_once('/').unwrap_or((asked, "0"));
+                _ if let Some(share) = memory => {
+                    let (memory, cores) = share.split_once('/').unwrap_or((share, "0"));
                     json!({"memory": memory, "cores": cores})
                 }
                 Some("timeslice") => json!({"slots": "1"}),
@@ -185,7 +190,7 @@ impl World {
         self.put_claim(name, json!({"allocation": {"devices": devices}}))
     }
 
-    /// A claim with that status; UID and name are the same text.
+    /// A claim with this status. Its UID equals its name.
     pub(crate) fn put_claim(&self, name: &str, status: Value) -> Claim {
         self.api.put(json!({
             "apiVersion": "resource.k8s.io/v1",
@@ -194,29 +199,29 @@ impl World {
             "spec": {"devices": {}},
             "status": status,
         }));
-        reference(name)
+        claim_ref(name)
     }
 
-    /// The result of one claim's prepare.
+    /// Prepares one claim and returns its outcome.
     pub(crate) async fn prepare(&self, claim: &Claim) -> Outcome {
         let outcomes = self.kubelet.prepare(DRIVER, std::slice::from_ref(claim)).await.unwrap();
         outcomes.into_values().next().unwrap()
     }
 
-    /// The result of one claim's unprepare.
+    /// Unprepares one claim and returns its outcome.
     pub(crate) async fn unprepare(&self, claim: &Claim) -> Result<(), String> {
         let outcomes = self.kubelet.unprepare(DRIVER, std::slice::from_ref(claim)).await.unwrap();
         outcomes.into_values().next().unwrap().map(|_| ())
     }
 
-    /// Prepares until it works.
+    /// Retries the prepare until it succeeds, at most for [`WAIT_TIMEOUT`].
     pub(crate) async fn prepare_until_ok(&self, claim: &Claim) -> Vec<Device> {
         let claims = std::slice::from_ref(claim);
-        let outcomes = self.kubelet.prepare_until_ok(DRIVER, claims, PATIENCE).await.unwrap();
+        let outcomes = self.kubelet.prepare_until_ok(DRIVER, claims, WAIT_TIMEOUT).await.unwrap();
         outcomes.into_values().next().unwrap().unwrap()
     }
 
-    /// The GPUs as the hardware has them: `off` or `mig`, then profile@start of each instance.
+    /// The state of each simulated GPU: `off` or `mig`, then `profile@start` of each instance.
     pub(crate) fn hardware(&self) -> Vec<String> {
         let state = self.sim.read().unwrap();
         let gpu = |gpu: &divvy_sim::state::Gpu| {
@@ -236,8 +241,8 @@ impl World {
         assert_eq!(self.hardware(), gpus);
     }
 
-    /// CDI files and records, by claim: what a prepared claim leaves.
-    pub(crate) fn traces(&self) -> Vec<String> {
+    /// The names of all CDI claim files and claim records.
+    pub(crate) fn claim_files(&self) -> Vec<String> {
         let mut names = Vec::new();
         for dir in [self.cdi_dir(), self.state_dir().join("claims")] {
             let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
@@ -247,31 +252,31 @@ impl World {
         names
     }
 
-    /// Makes calls of that name fail: the nth, or all.
-    pub(crate) fn fault(&self, call: &str, nth: Option<u64>) {
-        self.change(|state| state.add_fault(Pattern::new(call), nth, When::Before, Code::Unknown));
+    /// Makes NVML calls with this name fail: the nth, or all.
+    pub(crate) fn fail_call(&self, call: &str, nth: Option<u64>) {
+        self.update_sim(|state| state.add_fault(Pattern::new(call), nth, When::Before, Code::Unknown));
     }
 
-    /// Makes the next call of that name on GPU 0 block before its effect.
-    pub(crate) fn hold(&self, call: &str) {
+    /// Makes the next NVML call with this name on GPU 0 block before it takes effect.
+    pub(crate) fn hold_call(&self, call: &str) {
         let pattern = Pattern { call: call.into(), gpu: Some(0) };
-        self.change(|state| state.add_hold(pattern, Some(1), When::Before));
+        self.update_sim(|state| state.add_hold(pattern, Some(1), When::Before));
     }
 
     /// Waits until a held call blocks.
-    pub(crate) async fn wait_held(&self) {
+    pub(crate) async fn wait_call_held(&self) {
         until("a call is held", || !self.sim.read().unwrap().control.held.is_empty()).await;
     }
 
-    /// Ends all faults and holds.
-    pub(crate) fn release(&self) {
-        self.change(|state| {
+    /// Removes all faults and holds. Held calls return.
+    pub(crate) fn clear_faults(&self) {
+        self.update_sim(|state| {
             state.clear_faults(None);
             state.release(None);
         });
     }
 
-    pub(crate) fn change(&self, change: impl FnOnce(&mut divvy_sim::State)) {
+    pub(crate) fn update_sim(&self, change: impl FnOnce(&mut divvy_sim::State)) {
         self.sim
             .update(|state| {
                 change(state);
@@ -280,7 +285,7 @@ impl World {
             .unwrap();
     }
 
-    /// Devices in the published slices, by name.
+    /// The names of the devices in the published slices, sorted.
     pub(crate) fn published(&self) -> Vec<String> {
         let slices = self.api.list::<ResourceSlice>();
         let devices = slices.into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default());
@@ -290,54 +295,54 @@ impl World {
     }
 }
 
-/// What the kubelet sends for a claim.
-pub(crate) fn reference(name: &str) -> Claim {
+/// The reference to a claim that the kubelet sends.
+pub(crate) fn claim_ref(name: &str) -> Claim {
     Claim { namespace: "ns".to_owned(), uid: name.to_owned(), name: name.to_owned() }
 }
 
-/// A running `divvy-node`. Dropped, it is killed; its log is shown if the test
-/// failed. It leads a process group: what it runs is killed with it, as in a pod.
+/// A running `divvy-node`. It leads a process group, so that its children are killed with it, as in a pod.
+/// Drop kills the group, and prints the log if the test failed.
 pub(crate) struct Daemon {
     child: Child,
     log: PathBuf,
-    /// So many bytes of it are its predecessors'.
-    begin: usize,
+    /// Offset in bytes at which the log of this daemon begins, after that of earlier ones.
+    log_offset: usize,
 }
 
 impl Daemon {
     pub(crate) fn spawn(mut command: Command, log: &Path) -> Self {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(log).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file).process_group(0);
-        let begin = std::fs::metadata(log).unwrap().len() as usize;
+        let log_offset = std::fs::metadata(log).unwrap().len() as usize;
         let child = command.spawn().unwrap();
-        Self { child, log: log.to_owned(), begin }
+        Self { child, log: log.to_owned(), log_offset }
     }
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// What it and its predecessors logged.
+    /// The log of this daemon and of earlier ones on the node.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Whether it has logged that itself.
+    /// Whether this daemon has logged the text; earlier ones do not count.
     pub(crate) fn has_logged(&self, text: &str) -> bool {
-        self.log().get(self.begin..).is_some_and(|log| log.contains(text))
+        self.log().get(self.log_offset..).is_some_and(|log| log.contains(text))
     }
 
-    /// Until it has logged that itself.
+    /// Waits until this daemon has logged the text.
     pub(crate) async fn wait_log(&self, text: &str) {
         until(text, || self.has_logged(text)).await;
     }
 
-    /// Whether the process is gone.
-    pub(crate) fn has_ended(&mut self) -> bool {
+    /// Whether the process has exited.
+    pub(crate) fn has_exited(&mut self) -> bool {
         self.child.try_wait().unwrap().is_some()
     }
 
-    /// SIGKILL: nothing is tidied up.
+    /// Sends SIGKILL, so that the daemon cleans up nothing.
     pub(crate) fn kill(mut self) {
         self.kill_all();
         self.child.wait().unwrap();
@@ -345,25 +350,25 @@ impl Daemon {
 
     fn kill_all(&self) {
         let group = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
-        // It may have ended already.
+        // The process may have exited already.
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     }
 
-    /// SIGTERM, and the exit status.
+    /// Sends SIGTERM and returns the exit code.
     pub(crate) async fn stop(mut self) -> Option<i32> {
         let pid = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-        self.ended().await
+        self.wait_exit().await
     }
 
-    /// Waits for its end.
-    pub(crate) async fn ended(&mut self) -> Option<i32> {
+    /// Waits until the process exits and returns its exit code.
+    pub(crate) async fn wait_exit(&mut self) -> Option<i32> {
         let begun = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();
             }
-            assert!(begun.elapsed() < PATIENCE, "divvy-node does not end");
+            assert!(begun.elapsed() < WAIT_TIMEOUT, "divvy-node has not exited after {WAIT_TIMEOUT:?}");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -379,15 +384,71 @@ impl Drop for Daemon {
     }
 }
 
-/// Waits for what others do by themselves.
+/// Waits until the condition holds. `what` names it in the panic message.
 #[track_caller]
 pub(crate) fn until(what: &str, done: impl Fn() -> bool) -> impl Future<Output = ()> {
     let at = std::panic::Location::caller();
     async move {
         let begun = Instant::now();
         while !done() {
-            assert!(begun.elapsed() < PATIENCE, "{at}: waited in vain until {what}");
+            assert!(
+                begun.elapsed() < WAIT_TIMEOUT,
+                "{at}: timed out after {WAIT_TIMEOUT:?} waiting until {what}"
+            );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
+    }
+}
+
+/// Compares the entries of a directory with those that are wanted, and appends a difference to `found`.
+pub(crate) fn compare_dir(dir: &Path, wanted: &BTreeSet<String>, found: &mut Vec<String>) {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let there: BTreeSet<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    if there != *wanted {
+        found.push(format!("{} contains {there:?} instead of {wanted:?}", dir.display()));
+    }
+}
+
+/// The text of a file, or the error in parentheses.
+pub(crate) fn read_or_error(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|error| format!("({error})"))
+}
+
+/// Polling interval for a state that is not reached yet.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+/// A call of the kubelet for one claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KubeletCall {
+    Prepare,
+    Unprepare,
+}
+
+impl KubeletCall {
+    /// Sends the call and returns the outcome. It retries while the daemon is starting, at most for
+    /// [`WAIT_TIMEOUT`].
+    pub(crate) async fn send_with_retry(self, node: &TestNode, claim: &Claim) -> Result<Outcome, String> {
+        let begun = Instant::now();
+        loop {
+            match self.send(node, claim).await {
+                Ok(outcome) => return Ok(outcome),
+                Err(CallError::Status(_) | CallError::NotRegistered { .. })
+                    if begun.elapsed() < WAIT_TIMEOUT =>
+                {
+                    tokio::time::sleep(POLL_INTERVAL).await;
+                }
+                Err(error) => return Err(format!("{self:?} of claim {}: {error}", claim.uid)),
+            }
+        }
+    }
+
+    async fn send(self, node: &TestNode, claim: &Claim) -> Result<Outcome, CallError> {
+        let claims = std::slice::from_ref(claim);
+        let outcomes = match self {
+            Self::Prepare => node.kubelet.prepare(DRIVER, claims).await?,
+            Self::Unprepare => node.kubelet.unprepare(DRIVER, claims).await?,
+        };
+        Ok(outcomes.into_values().next().unwrap_or_else(|| Ok(Vec::new())))
     }
 }

@@ -1,18 +1,19 @@
-//! Programs of other crates that tests run: the simulator's stand-ins and the
-//! keeper. They lie beside the tests after `cargo test --workspace`; where only
-//! this crate was built, they are built now.
+//! Programs of other crates that tests run: the simulator and the MPS supervisor.
+//!
+//! `cargo test --workspace` builds them beside the tests. If only this crate was built, [`program`]
+//! builds the missing one.
 
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Mutex;
 
-/// The program of that package and name.
+/// The path of the program. Package and program have the same name.
 pub(crate) fn program(name: &str) -> PathBuf {
     static BUILDING: Mutex<()> = Mutex::new(());
     let test = std::env::current_exe().unwrap();
     let directory = test.ancestors().nth(2).unwrap();
     let path = directory.join(name);
-    let _alone = BUILDING.lock();
+    let _guard = BUILDING.lock();
     if !path.exists() {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut build = Command::new(cargo);

@@ -1,50 +1,50 @@
-//! Sequences of operations that a seed decides, and how one that fails is cut
-//! down to the shortest that still fails.
-#![allow(dead_code)] // Each test uses a part of it.
+//! Random sequences of operations that a seed determines, and the reduction of a failing sequence to
+//! a short one that still fails.
+#![allow(dead_code)] // Each test target uses only some of these items.
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant, SystemTime};
 
-/// For cutting a failing sequence down.
-const SHRINKING: Duration = Duration::from_secs(180);
+/// Time limit for reducing a failing sequence. The shortest one found by then is reported.
+const SHRINK_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// A sequence that went wrong.
+/// A sequence that failed.
 pub(crate) struct Failure {
-    /// Which of its operations did.
+    /// Index of the operation that failed.
     pub(crate) at: usize,
-    pub(crate) why: String,
+    pub(crate) cause: String,
     pub(crate) log: String,
 }
 
-/// A number from the environment.
-pub(crate) fn number(name: &str) -> Option<u64> {
+/// The number in an environment variable, if it is set.
+pub(crate) fn env_number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is not a number: {text}")))
 }
 
-/// A seed that nobody has chosen.
-pub(crate) fn any_seed() -> u64 {
+/// A seed for runs without a chosen one.
+pub(crate) fn seed_from_clock() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().subsec_nanos().into()
 }
 
-/// Cuts ever smaller pieces out of a sequence for as long as it still fails,
-/// then fails with what is left of it.
+/// Removes smaller and smaller pieces from a sequence while it still fails, then panics with the
+/// remaining sequence. `run` runs a sequence on a new node.
 pub(crate) async fn shrink<O: Clone + Debug>(
     seed: &str,
     operations: &[O],
     mut failure: Failure,
-    walk: impl AsyncFn(&[O]) -> Result<(), Failure>,
+    run: impl AsyncFn(&[O]) -> Result<(), Failure>,
 ) -> ! {
-    println!("operation {} failed, cutting the sequence down: {}", failure.at, failure.why);
+    println!("operation {} failed, reducing the sequence: {}", failure.at, failure.cause);
     let begun = Instant::now();
     let mut left: Vec<O> = operations.iter().take(failure.at + 1).cloned().collect();
     let mut piece = left.len().div_ceil(2);
-    while piece > 0 && begun.elapsed() < SHRINKING {
+    while piece > 0 && begun.elapsed() < SHRINK_TIMEOUT {
         let mut at = 0;
-        while at < left.len() && begun.elapsed() < SHRINKING {
+        while at < left.len() && begun.elapsed() < SHRINK_TIMEOUT {
             let mut tried = left.clone();
             tried.drain(at..(at + piece).min(left.len()));
-            match walk(&tried).await {
+            match run(&tried).await {
                 Err(fails) => {
                     tried.truncate(fails.at + 1);
                     (left, failure) = (tried, fails);
@@ -55,13 +55,13 @@ pub(crate) async fn shrink<O: Clone + Debug>(
         piece /= 2;
     }
     let steps: String = left.iter().map(|operation| format!("  {operation:?}\n")).collect();
-    panic!("{}\n{seed}; the shortest sequence that was seen to fail:\n{steps}{}", failure.why, failure.log);
+    panic!("{}\n{seed}; shortest failing sequence found:\n{steps}{}", failure.cause, failure.log);
 }
 
-/// Numbers that a seed decides (SplitMix64).
-pub(crate) struct Dice(u64);
+/// Pseudo-random numbers from a seed (SplitMix64).
+pub(crate) struct Rng(u64);
 
-impl Dice {
+impl Rng {
     pub(crate) fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -78,12 +78,12 @@ impl Dice {
         (self.next() % limit as u64) as usize
     }
 
-    /// Once in so many times.
+    /// True with probability `1 / times`.
     pub(crate) fn once_in(&mut self, times: usize) -> bool {
         self.below(times) == 0
     }
 
-    pub(crate) fn of<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
+    pub(crate) fn choose<'a, T>(&mut self, choices: &'a [T]) -> &'a T {
         &choices[self.below(choices.len())]
     }
 }

@@ -1,16 +1,16 @@
-//! NodePrepareResources.
+//! `NodePrepareResources` calls.
 
-use crate::harness::{DRIVER, H100, NODE, World, until};
+use crate::harness::{DRIVER, H100, NODE, TestNode, until};
 use serde_json::{Value, json};
 
 const SLICE: &str = "gpu-0-mig-1g10gb-19-2";
 
 #[tokio::test]
-async fn a_claim_gets_its_devices_and_the_same_answer_each_time() {
-    let world = World::up("2xH100-SXM5-80GB").await;
-    let _daemon = world.start(&[]).await;
-    let claim = world.claim("a", &[SLICE, "gpu-1"]);
-    let devices = world.prepare(&claim).await.unwrap();
+async fn prepare_returns_the_devices_and_is_idempotent() {
+    let node = TestNode::new("2xH100-SXM5-80GB").await;
+    let _daemon = node.start_daemon(&[]).await;
+    let claim = node.claim("a", &[SLICE, "gpu-1"]);
+    let devices = node.prepare(&claim).await.unwrap();
     let found: Vec<_> = devices
         .iter()
         .map(|it| {
@@ -29,137 +29,137 @@ async fn a_claim_gets_its_devices_and_the_same_answer_each_time() {
             ("r1".to_owned(), "node-1", "gpu-1", "gpu.divvy.dev/claim=a-gpu-1".to_owned()),
         ]
     );
-    world.expect_hardware(&["mig 19@2", "off"]);
-    assert_eq!(world.prepare(&claim).await.unwrap(), devices);
-    assert!(world.cdi_dir().join("gpu.divvy.dev-claim_a.json").exists());
+    node.expect_hardware(&["mig 19@2", "off"]);
+    assert_eq!(node.prepare(&claim).await.unwrap(), devices);
+    assert!(node.cdi_dir().join("gpu.divvy.dev-claim_a.json").exists());
 }
 
 #[tokio::test]
-async fn claims_of_one_call_are_answered_each_for_itself() {
-    let world = World::up(H100).await;
-    let _daemon = world.start(&[]).await;
-    let good = world.claim("good", &[SLICE]);
+async fn claims_of_one_call_succeed_or_fail_independently() {
+    let node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&[]).await;
+    let good = node.claim("good", &[SLICE]);
     let claims = [
         good.clone(),
         good,
-        world.claim("unknown", &["gpu-7"]),
-        crate::harness::reference("gone"),
-        world.claim("other", &["gpu-0-mig-1g10gb-19-3"]),
+        node.claim("unknown", &["gpu-7"]),
+        crate::harness::claim_ref("gone"),
+        node.claim("other", &["gpu-0-mig-1g10gb-19-3"]),
     ];
-    let outcomes = world.kubelet.prepare(DRIVER, &claims).await.unwrap();
+    let outcomes = node.kubelet.prepare(DRIVER, &claims).await.unwrap();
     let ok: Vec<_> = outcomes.iter().map(|(uid, outcome)| (uid.as_str(), outcome.is_ok())).collect();
     assert_eq!(ok, [("gone", false), ("good", true), ("other", true), ("unknown", false)]);
-    world.expect_hardware(&["mig 19@2 19@3"]);
+    node.expect_hardware(&["mig 19@2 19@3"]);
 }
 
 #[tokio::test]
-async fn a_prepare_that_failed_succeeds_when_the_cause_is_gone() {
-    let world = World::up(H100).await;
-    let _daemon = world.start(&[]).await;
-    let claim = world.claim("a", &[SLICE]);
-    world.fault("nvmlDeviceCreateGpuInstanceWithPlacement", Some(1));
-    let error = world.prepare(&claim).await.unwrap_err();
+async fn failed_prepare_succeeds_once_the_cause_is_gone() {
+    let node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&[]).await;
+    let claim = node.claim("a", &[SLICE]);
+    node.fail_call("nvmlDeviceCreateGpuInstanceWithPlacement", Some(1));
+    let error = node.prepare(&claim).await.unwrap_err();
     assert!(error.contains("claim ns/a"), "{error}");
-    world.expect_hardware(&["off"]);
-    world.prepare_until_ok(&claim).await;
-    world.expect_hardware(&["mig 19@2"]);
+    node.expect_hardware(&["off"]);
+    node.prepare_until_ok(&claim).await;
+    node.expect_hardware(&["mig 19@2"]);
 }
 
 #[tokio::test]
-async fn a_call_that_hangs_is_answered_in_time_and_delays_no_other_gpu() {
-    let world = World::up("2xH100-SXM5-80GB").await;
-    let _daemon = world.start(&["--nvml-create-within", "500ms"]).await;
-    let (stuck, other) = (world.claim("a", &[SLICE]), world.claim("b", &["gpu-1"]));
-    world.hold("nvmlDeviceCreateGpuInstanceWithPlacement");
-    let (stuck_answer, other_answer) = tokio::join!(world.prepare(&stuck), async {
-        world.wait_held().await;
-        world.prepare(&other).await
+async fn hung_call_is_answered_in_time_and_delays_no_other_gpu() {
+    let node = TestNode::new("2xH100-SXM5-80GB").await;
+    let _daemon = node.start_daemon(&["--nvml-create-timeout", "500ms"]).await;
+    let (stuck, other) = (node.claim("a", &[SLICE]), node.claim("b", &["gpu-1"]));
+    node.hold_call("nvmlDeviceCreateGpuInstanceWithPlacement");
+    let (stuck_answer, other_answer) = tokio::join!(node.prepare(&stuck), async {
+        node.wait_call_held().await;
+        node.prepare(&other).await
     });
     let error = stuck_answer.unwrap_err();
     assert!(error.contains("claim ns/a"), "{error}");
     other_answer.unwrap();
     // While the call hangs, a retry is refused at once and changes nothing.
-    world.prepare(&stuck).await.unwrap_err();
-    world.release();
-    world.prepare_until_ok(&stuck).await;
-    world.expect_hardware(&["mig 19@2", "off"]);
+    node.prepare(&stuck).await.unwrap_err();
+    node.clear_faults();
+    node.prepare_until_ok(&stuck).await;
+    node.expect_hardware(&["mig 19@2", "off"]);
 }
 
 #[tokio::test]
-async fn with_default_deadlines_a_hanging_call_is_answered_before_the_kubelet_gives_up() {
-    let world = World::up(H100).await;
-    let _daemon = world.start(&[]).await;
-    let claim = world.claim("a", &[SLICE]);
-    world.hold("nvmlDeviceCreateGpuInstanceWithPlacement");
+async fn hung_call_is_answered_before_the_kubelet_timeout() {
+    let node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&[]).await;
+    let claim = node.claim("a", &[SLICE]);
+    node.hold_call("nvmlDeviceCreateGpuInstanceWithPlacement");
     // The fake kubelet cancels the call after 45 s, as the real one does.
-    world.prepare(&claim).await.unwrap_err();
-    world.release();
-    world.prepare_until_ok(&claim).await;
+    node.prepare(&claim).await.unwrap_err();
+    node.clear_faults();
+    node.prepare_until_ok(&claim).await;
 }
 
 #[tokio::test]
-async fn a_kubelet_that_hangs_up_does_not_stop_a_prepare_half_way() {
-    let mut world = World::up(H100).await;
-    let _daemon = world.start(&[]).await;
-    let claim = world.claim("a", &[SLICE]);
-    world.hold("nvmlDeviceCreateGpuInstanceWithPlacement");
+async fn cancelled_kubelet_call_does_not_interrupt_prepare() {
+    let mut node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&[]).await;
+    let claim = node.claim("a", &[SLICE]);
+    node.hold_call("nvmlDeviceCreateGpuInstanceWithPlacement");
     {
-        let call = world.prepare(&claim);
+        let call = node.prepare(&claim);
         tokio::select! {
             _ = call => panic!("the call was held"),
-            () = world.wait_held() => {}
+            () = node.wait_call_held() => {}
         }
     }
-    world.kubelet.restart();
-    world.release();
-    until("the claim is prepared", || world.traces().len() == 2).await;
-    world.expect_hardware(&["mig 19@2"]);
-    world.kubelet.wait_registered(DRIVER, 1, crate::harness::PATIENCE).await.unwrap();
-    world.prepare(&claim).await.unwrap();
-    world.expect_hardware(&["mig 19@2"]);
+    node.kubelet.restart();
+    node.clear_faults();
+    until("the claim is prepared", || node.claim_files().len() == 2).await;
+    node.expect_hardware(&["mig 19@2"]);
+    node.kubelet.wait_registered(DRIVER, 1, crate::harness::WAIT_TIMEOUT).await.unwrap();
+    node.prepare(&claim).await.unwrap();
+    node.expect_hardware(&["mig 19@2"]);
 }
 
 #[tokio::test]
-async fn a_prepared_claim_is_answered_while_the_api_server_is_away() {
-    let world = World::up(H100).await;
-    let _daemon = world.start(&["--read-within", "300ms"]).await;
-    let (prepared, fresh) = (world.claim("a", &[SLICE]), world.claim("b", &["gpu-0-mig-1g10gb-19-3"]));
-    let devices = world.prepare_until_ok(&prepared).await;
-    world.api.set_unavailable(true);
-    assert_eq!(world.prepare(&prepared).await.unwrap(), devices);
-    let error = world.prepare(&fresh).await.unwrap_err();
+async fn prepared_claim_is_answered_without_the_api_server() {
+    let node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&["--read-timeout", "300ms"]).await;
+    let (prepared, fresh) = (node.claim("a", &[SLICE]), node.claim("b", &["gpu-0-mig-1g10gb-19-3"]));
+    let devices = node.prepare_until_ok(&prepared).await;
+    node.api.set_unavailable(true);
+    assert_eq!(node.prepare(&prepared).await.unwrap(), devices);
+    let error = node.prepare(&fresh).await.unwrap_err();
     assert!(error.contains("claim ns/b"), "{error}");
-    world.api.set_unavailable(false);
-    world.prepare_until_ok(&fresh).await;
+    node.api.set_unavailable(false);
+    node.prepare_until_ok(&fresh).await;
 }
 
 #[tokio::test]
-async fn a_killed_driver_knows_its_claims_after_the_restart() {
-    let world = World::up(H100).await;
-    let daemon = world.start(&[]).await;
-    let claim = world.claim("a", &[SLICE]);
-    let devices = world.prepare(&claim).await.unwrap();
+async fn claims_survive_a_kill_and_a_reboot() {
+    let node = TestNode::new(H100).await;
+    let daemon = node.start_daemon(&[]).await;
+    let claim = node.claim("a", &[SLICE]);
+    let devices = node.prepare(&claim).await.unwrap();
     daemon.kill();
-    // Files of a rebooted node's /run are gone; the claim is not prepared again by the kubelet.
-    std::fs::remove_file(world.cdi_dir().join("gpu.divvy.dev-claim_a.json")).unwrap();
-    world.change(divvy_sim::State::reboot);
-    world.expect_hardware(&["off"]);
-    let _daemon = world.spawn(&[]);
-    until("the claim's instance is there again", || world.hardware() == ["mig 19@2"]).await;
-    until("its CDI file is there again", || world.traces().len() == 2).await;
-    assert_eq!(world.prepare_until_ok(&claim).await, devices);
+    // A reboot removes the CDI file from /run. The kubelet does not prepare the claim again.
+    std::fs::remove_file(node.cdi_dir().join("gpu.divvy.dev-claim_a.json")).unwrap();
+    node.update_sim(divvy_sim::State::reboot);
+    node.expect_hardware(&["off"]);
+    let _daemon = node.spawn_daemon(&[]);
+    until("the claim's instance is restored", || node.hardware() == ["mig 19@2"]).await;
+    until("its CDI file is restored", || node.claim_files().len() == 2).await;
+    assert_eq!(node.prepare_until_ok(&claim).await, devices);
 }
 
-/// As in a pod: the GPU driver's root is seen elsewhere than the runtime finds it.
+/// As in a pod, the daemon sees the GPU driver's root at another path than the container runtime.
 #[tokio::test]
-async fn what_is_seen_below_a_prefix_is_told_to_the_runtime_as_the_hosts() {
-    let world = World::up(H100).await;
-    let prefix = world.sim.root().parent().unwrap().to_str().unwrap().to_owned();
-    let root = format!("/{}", world.sim.root().file_name().unwrap().to_str().unwrap());
+async fn cdi_file_holds_host_paths_without_the_prefix() {
+    let node = TestNode::new(H100).await;
+    let prefix = node.sim.root().parent().unwrap().to_str().unwrap().to_owned();
+    let root = format!("/{}", node.sim.root().file_name().unwrap().to_str().unwrap());
     let flags = ["--host-prefix", &prefix, "--driver-root", &root, "--dev-root", &root];
-    let _daemon = world.start(&flags).await;
-    world.prepare(&world.claim("a", &[SLICE])).await.unwrap();
-    let file = world.cdi_dir().join("gpu.divvy.dev-claim_a.json");
+    let _daemon = node.start_daemon(&flags).await;
+    node.prepare(&node.claim("a", &[SLICE])).await.unwrap();
+    let file = node.cdi_dir().join("gpu.divvy.dev-claim_a.json");
     let file: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     let mounts = file["containerEdits"]["mounts"].as_array().unwrap();
     let outside: Vec<_> =
@@ -168,20 +168,24 @@ async fn what_is_seen_below_a_prefix_is_told_to_the_runtime_as_the_hosts() {
 }
 
 #[tokio::test]
-async fn a_container_can_read_what_its_devices_are() {
-    let world = World::up(H100).await;
-    let _daemon = world.start(&[]).await;
-    let result = |request: &str, device: &str| json!({"request": request, "driver": DRIVER, "pool": NODE, "device": device});
+async fn container_can_read_its_device_metadata() {
+    let node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&[]).await;
+    let result = |request: &str, device: &str| {
+        let (driver, pool) = (DRIVER, NODE);
+        json!({"request": request, "driver": driver, "pool": pool, "device": device})
+    };
     let results = vec![result("a/small", "gpu-0-mig-1g10gb-19-0"), result("b", "gpu-0-mig-1g10gb-19-1")];
-    let claim = world.claim_with("c", results, json!([]));
-    world.prepare(&claim).await.unwrap();
-    let cdi = world.cdi_dir().join("gpu.divvy.dev-claim_c.json");
+    let claim = node.claim_with("c", results, json!([]));
+    node.prepare(&claim).await.unwrap();
+    let cdi = node.cdi_dir().join("gpu.divvy.dev-claim_c.json");
     let document: Value = serde_json::from_slice(&std::fs::read(&cdi).unwrap()).unwrap();
     let mounts: Vec<&Value> =
         document["devices"].as_array().unwrap().iter().map(|d| &d["containerEdits"]["mounts"][0]).collect();
     let container = |request| {
         format!(
-            "/var/run/kubernetes.io/dra-device-attributes/resourceclaims/c/{request}/gpu.divvy.dev-metadata.json"
+            "/var/run/kubernetes.io/dra-device-attributes/resourceclaims/c/{request}/\
+             gpu.divvy.dev-metadata.json"
         )
     };
     assert_eq!(mounts[0]["containerPath"], container("a"));
@@ -200,6 +204,6 @@ async fn a_container_can_read_what_its_devices_are() {
         assert_eq!(device["name"], "gpu-0-mig-1g10gb-19-0");
         assert_eq!(device["attributes"]["profile"], json!({"string": "1g.10gb"}));
     }
-    world.unprepare(&claim).await.unwrap();
-    assert!(std::fs::read_dir(world.state_dir().join("metadata")).unwrap().next().is_none());
+    node.unprepare(&claim).await.unwrap();
+    assert!(std::fs::read_dir(node.state_dir().join("metadata")).unwrap().next().is_none());
 }

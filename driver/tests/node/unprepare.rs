@@ -1,61 +1,61 @@
-//! NodeUnprepareResources.
+//! `NodeUnprepareResources` calls.
 
-use crate::harness::{DRIVER, H100, PATIENCE, World, reference, until};
+use crate::harness::{DRIVER, H100, TestNode, WAIT_TIMEOUT, claim_ref, until};
 
 const SLICE: &str = "gpu-0-mig-1g10gb-19-2";
 
 #[tokio::test]
-async fn the_last_release_gives_the_gpu_back_whole() {
-    let world = World::up(H100).await;
-    let _daemon = world.start(&["--mig-hold-off", "0ms"]).await;
-    let claims = [world.claim("a", &[SLICE]), world.claim("b", &["gpu-0-mig-3g40gb-9-4"])];
-    world.kubelet.prepare(DRIVER, &claims).await.unwrap();
-    world.expect_hardware(&["mig 19@2 9@4"]);
-    let outcomes = world.kubelet.unprepare(DRIVER, &claims).await.unwrap();
+async fn last_release_destroys_instances_and_disables_mig() {
+    let node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&["--mig-hold-off", "0ms"]).await;
+    let claims = [node.claim("a", &[SLICE]), node.claim("b", &["gpu-0-mig-3g40gb-9-4"])];
+    node.kubelet.prepare(DRIVER, &claims).await.unwrap();
+    node.expect_hardware(&["mig 19@2 9@4"]);
+    let outcomes = node.kubelet.unprepare(DRIVER, &claims).await.unwrap();
     assert!(outcomes.values().all(Result::is_ok), "{outcomes:?}");
-    assert_eq!(world.traces(), [""; 0]);
-    until("MIG mode is off", || world.hardware() == ["off"]).await;
+    assert_eq!(node.claim_files(), [""; 0]);
+    until("MIG mode is off", || node.hardware() == ["off"]).await;
 }
 
 #[tokio::test]
-async fn unprepare_needs_neither_the_claim_nor_the_api_server() {
-    let world = World::up(H100).await;
-    let _daemon = world.start(&[]).await;
-    let claim = world.claim("a", &["gpu-0"]);
-    world.prepare(&claim).await.unwrap();
-    world.api.set_unavailable(true);
-    world.unprepare(&claim).await.unwrap();
-    world.unprepare(&claim).await.unwrap();
-    world.unprepare(&reference("never-seen")).await.unwrap();
-    assert_eq!(world.traces(), [""; 0]);
+async fn unprepare_needs_neither_claim_object_nor_api_server() {
+    let node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&[]).await;
+    let claim = node.claim("a", &["gpu-0"]);
+    node.prepare(&claim).await.unwrap();
+    node.api.set_unavailable(true);
+    node.unprepare(&claim).await.unwrap();
+    node.unprepare(&claim).await.unwrap();
+    node.unprepare(&claim_ref("never-seen")).await.unwrap();
+    assert_eq!(node.claim_files(), [""; 0]);
 }
 
 #[tokio::test]
-async fn an_unprepare_that_failed_succeeds_when_the_cause_is_gone() {
-    let world = World::up(H100).await;
-    let _daemon = world.start(&[]).await;
-    let claim = world.claim("a", &[SLICE]);
-    world.prepare(&claim).await.unwrap();
-    world.fault("nvmlGpuInstanceDestroy", None);
-    let error = world.unprepare(&claim).await.unwrap_err();
+async fn failed_unprepare_succeeds_once_the_cause_is_gone() {
+    let node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&[]).await;
+    let claim = node.claim("a", &[SLICE]);
+    node.prepare(&claim).await.unwrap();
+    node.fail_call("nvmlGpuInstanceDestroy", None);
+    let error = node.unprepare(&claim).await.unwrap_err();
     assert!(error.contains("claim ns/a"), "{error}");
-    world.release();
-    world.unprepare(&claim).await.unwrap();
-    assert_eq!(world.traces(), [""; 0]);
+    node.clear_faults();
+    node.unprepare(&claim).await.unwrap();
+    assert_eq!(node.claim_files(), [""; 0]);
 }
 
 #[tokio::test]
-async fn a_claim_is_released_after_kubelet_and_driver_were_restarted() {
-    let mut world = World::up(H100).await;
-    let daemon = world.start(&[]).await;
-    let claim = world.claim("a", &[SLICE]);
-    world.prepare(&claim).await.unwrap();
+async fn claim_is_released_after_kubelet_and_driver_restarts() {
+    let mut node = TestNode::new(H100).await;
+    let daemon = node.start_daemon(&[]).await;
+    let claim = node.claim("a", &[SLICE]);
+    node.prepare(&claim).await.unwrap();
     daemon.kill();
-    world.kubelet.restart();
-    let _daemon = world.spawn(&[]);
+    node.kubelet.restart();
+    let _daemon = node.spawn_daemon(&[]);
     let claims = std::slice::from_ref(&claim);
-    // The kubelet asks again until the driver is back.
-    world.kubelet.prepare_until_ok(DRIVER, claims, PATIENCE).await.unwrap();
-    world.unprepare(&claim).await.unwrap();
-    assert_eq!(world.traces(), [""; 0]);
+    // The kubelet retries until the driver is registered again.
+    node.kubelet.prepare_until_ok(DRIVER, claims, WAIT_TIMEOUT).await.unwrap();
+    node.unprepare(&claim).await.unwrap();
+    assert_eq!(node.claim_files(), [""; 0]);
 }

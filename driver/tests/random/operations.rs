@@ -1,59 +1,60 @@
-//! What can happen, and how it is drawn.
+//! The random operations and their probabilities.
 
-use crate::sequence::Dice;
+use crate::sequence::Rng;
 use divvy_sim::Code;
 use divvy_sim::control::When;
 
-/// Names for claims that exist at a time.
-pub(crate) const CLAIMS: usize = 10;
-/// Two that can be cut, one that cannot; all can be shared.
+/// Number of claims that can exist at once.
+pub(crate) const CLAIM_SLOTS: usize = 10;
+/// GPUs of the node: two with MIG, one without. All can be shared.
 pub(crate) const GPUS: &str = "2xH100-SXM5-80GB,1xL4";
-const ALL: usize = 3;
-/// How many of them can be cut; they come first.
-pub(crate) const CUT: usize = 2;
+/// Number of GPUs in [`GPUS`].
+const GPU_COUNT: usize = 3;
+/// Number of GPUs with MIG. They come first.
+pub(crate) const MIG_GPU_COUNT: usize = 2;
 
-/// One thing that happens.
+/// One operation of a sequence.
 #[derive(Clone, Debug)]
 pub(crate) enum Operation {
-    /// The claim is allocated those devices, unless it exists, and prepared.
+    /// Prepares the claim. If it does not exist, it is first allocated these devices.
     Prepare { claim: usize, devices: Vec<String> },
-    /// The claim is released, if it exists.
+    /// Unprepares the claim, if it exists.
     Unprepare { claim: usize },
-    /// Prepare or unprepare, whichever is next for the claim, while one of its calls fails once.
+    /// Prepares or unprepares the claim, depending on its stage, while one of its NVML calls fails once.
     Fault { claim: usize, devices: Vec<String>, call: usize, nth: u64, when: When, code: Code },
-    /// The same while one of its calls hangs.
-    Hang { claim: usize, devices: Vec<String>, call: usize, when: When, until: Until },
-    /// SIGKILL and a new start.
+    /// Like `Fault`, but one NVML call hangs.
+    Hang { claim: usize, devices: Vec<String>, call: usize, when: When, until: HangUntil },
+    /// Kills the daemon with SIGKILL and starts it again.
     Kill,
-    /// The claim is deleted, its kubelet forgets it, the daemon is killed.
+    /// Deletes the claim without an unprepare and kills the daemon.
     Forget { claim: usize },
-    /// The machine boots, perhaps without one of its GPUs.
+    /// Reboots the node, perhaps without one of its GPUs.
     Reboot { without: Option<usize> },
-    /// A GPU loses all that was on it.
+    /// Resets a GPU, which loses its state.
     Reset { gpu: usize },
-    /// A GPU falls off the bus.
+    /// Makes a GPU fall off the bus.
     Lose { gpu: usize },
-    /// The API server goes away, or comes back.
+    /// Starts or ends an outage of the API server.
     Outage { over: bool },
-    /// All that went wrong ends, all that waits is asked for again, and the node is looked at.
+    /// Ends all failures, retries pending calls, and compares the node with the model.
     Settle,
-    /// Nothing is left of anything.
+    /// Settles, releases all claims, and settles again.
     ReleaseAll,
 }
 
-/// How long a call hangs.
+/// The time at which a hung call returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Until {
-    /// For a moment.
-    Noticed,
-    /// Until the daemon has answered without it.
+pub(crate) enum HangUntil {
+    /// As soon as the test sees that the call hangs.
+    Reached,
+    /// After the daemon has answered the kubelet without it.
     Answered,
-    /// Until the daemon is killed.
+    /// Never: the daemon is killed.
     Killed,
 }
 
-/// The calls by which a prepare changes hardware, and one by which it looks.
-pub(crate) const PREPARES: [&str; 6] = [
+/// Calls of a prepare that can fail or hang: those that change hardware, and one that reads.
+pub(crate) const PREPARE_CALLS: [&str; 6] = [
     "nvmlDeviceSetMigMode",
     "nvmlDeviceCreateGpuInstanceWithPlacement",
     "nvmlGpuInstanceCreateComputeInstance",
@@ -61,8 +62,8 @@ pub(crate) const PREPARES: [&str; 6] = [
     "nvmlDeviceSetComputeMode",
     "compute-policy",
 ];
-/// The same of an unprepare.
-pub(crate) const UNPREPARES: [&str; 6] = [
+/// Calls of an unprepare that can fail or hang.
+pub(crate) const UNPREPARE_CALLS: [&str; 6] = [
     "nvmlDeviceSetMigMode",
     "nvmlComputeInstanceDestroy",
     "nvmlGpuInstanceDestroy",
@@ -71,8 +72,8 @@ pub(crate) const UNPREPARES: [&str; 6] = [
     "compute-policy",
 ];
 
-/// Codes of a call that may have had its effect all the same; then those of one that was refused.
-const CODES: [Code; 6] = [
+/// Error codes of a failed call. With the first three, the call may have taken effect.
+const ERROR_CODES: [Code; 6] = [
     Code::Unknown,
     Code::Timeout,
     Code::OperatingSystem,
@@ -80,7 +81,7 @@ const CODES: [Code; 6] = [
     Code::InsufficientResources,
     Code::NoPermission,
 ];
-/// Profiles of an H100 that are used, and where they may start.
+/// Profiles of an H100, with their possible first slices. The smallest one is drawn more often.
 const PROFILES: [(&str, &[u32]); 5] = [
     ("1g10gb-19", &[0, 1, 2, 3, 4, 5, 6]),
     ("1g10gb-19", &[0, 1, 2, 3, 4, 5, 6]),
@@ -90,7 +91,7 @@ const PROFILES: [(&str, &[u32]); 5] = [
 ];
 
 impl Operation {
-    /// For the summary.
+    /// The name in the summary.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Prepare { .. } => "prepare",
@@ -108,27 +109,27 @@ impl Operation {
         }
     }
 
-    /// One of them, the usual ones often.
-    pub(crate) fn draw(dice: &mut Dice) -> Self {
-        let claim = dice.below(CLAIMS);
-        let gpu = dice.below(CUT);
-        match dice.below(1000) {
-            0..410 => Self::Prepare { claim, devices: devices(dice) },
+    /// Draws an operation. Prepare and unprepare are the most frequent ones.
+    pub(crate) fn draw(rng: &mut Rng) -> Self {
+        let claim = rng.below(CLAIM_SLOTS);
+        let gpu = rng.below(MIG_GPU_COUNT);
+        match rng.below(1000) {
+            0..410 => Self::Prepare { claim, devices: random_devices(rng) },
             410..740 => Self::Unprepare { claim },
             740..840 => {
-                let (call, when) = (dice.below(PREPARES.len()), side(dice));
-                let codes = if when == When::Before { &CODES[..] } else { &CODES[..3] };
-                let nth = *dice.of(&[1, 1, 2]);
-                Self::Fault { claim, devices: devices(dice), call, nth, when, code: *dice.of(codes) }
+                let (call, when) = (rng.below(PREPARE_CALLS.len()), before_or_after(rng));
+                let codes = if when == When::Before { &ERROR_CODES[..] } else { &ERROR_CODES[..3] };
+                let nth = *rng.choose(&[1, 1, 2]);
+                Self::Fault { claim, devices: random_devices(rng), call, nth, when, code: *rng.choose(codes) }
             }
             840..870 => {
-                let until = match dice.below(10) {
-                    0..5 => Until::Noticed,
-                    5 => Until::Answered,
-                    _ => Until::Killed,
+                let until = match rng.below(10) {
+                    0..5 => HangUntil::Reached,
+                    5 => HangUntil::Answered,
+                    _ => HangUntil::Killed,
                 };
-                let (call, when) = (dice.below(PREPARES.len()), side(dice));
-                Self::Hang { claim, devices: devices(dice), call, when, until }
+                let (call, when) = (rng.below(PREPARE_CALLS.len()), before_or_after(rng));
+                Self::Hang { claim, devices: random_devices(rng), call, when, until }
             }
             870..885 => Self::Kill,
             885..890 => Self::Forget { claim },
@@ -136,35 +137,40 @@ impl Operation {
             896..900 => Self::Reboot { without: Some(gpu) },
             900..910 => Self::Reset { gpu },
             910..914 => Self::Lose { gpu },
-            914..926 => Self::Outage { over: dice.below(3) == 0 },
+            914..926 => Self::Outage { over: rng.below(3) == 0 },
             926..996 => Self::Settle,
             _ => Self::ReleaseAll,
         }
     }
 }
 
-fn side(dice: &mut Dice) -> When {
-    *dice.of(&[When::Before, When::After])
+fn before_or_after(rng: &mut Rng) -> When {
+    *rng.choose(&[When::Before, When::After])
 }
 
-/// One to three devices; few places, so that claims meet.
-fn devices(dice: &mut Dice) -> Vec<String> {
-    let count = [1, 1, 1, 1, 2, 3][dice.below(6)];
-    let instance = |dice: &mut Dice| {
-        let (profile, starts) = *dice.of(&PROFILES);
-        format!("gpu-{}-mig-{profile}-{}", dice.below(CUT), dice.of(starts))
+/// One to three devices. There are few placements, so that claims often conflict.
+fn random_devices(rng: &mut Rng) -> Vec<String> {
+    let count = [1, 1, 1, 1, 2, 3][rng.below(6)];
+    let instance = |rng: &mut Rng| {
+        let (profile, starts) = *rng.choose(&PROFILES);
+        format!("gpu-{}-mig-{profile}-{}", rng.below(MIG_GPU_COUNT), rng.choose(starts))
     };
-    let device = |dice: &mut Dice| match dice.below(18) {
-        0 => format!("gpu-{}", dice.below(ALL)),
-        1..4 => format!("gpu-{}-timeslice", dice.below(ALL)),
-        4..7 => format!("gpu-{}-mps", dice.below(ALL)),
-        7..10 => format!("gpu-{}={}Gi", dice.below(ALL), dice.of(&[3, 9, 12, 20])),
-        // Few places, so that they meet.
+    let device = |rng: &mut Rng| match rng.below(18) {
+        0 => format!("gpu-{}", rng.below(GPU_COUNT)),
+        1..4 => format!("gpu-{}-timeslice", rng.below(GPU_COUNT)),
+        4..7 => format!("gpu-{}-mps", rng.below(GPU_COUNT)),
+        7..10 => format!("gpu-{}={}Gi", rng.below(GPU_COUNT), rng.choose(&[3, 9, 12, 20])),
+        // Few placements, so that shares often use the same instance.
         10..12 => {
-            format!("gpu-{}-mig-1g10gb-19-{}={}Gi", dice.below(CUT), dice.below(2), dice.of(&[2, 4, 6]))
+            format!(
+                "gpu-{}-mig-1g10gb-19-{}={}Gi",
+                rng.below(MIG_GPU_COUNT),
+                rng.below(2),
+                rng.choose(&[2, 4, 6])
+            )
         }
-        12 => format!("{}={}Gi", instance(dice), dice.of(&[1, 8])),
-        _ => instance(dice),
+        12 => format!("{}={}Gi", instance(rng), rng.choose(&[1, 8])),
+        _ => instance(rng),
     };
-    (0..count).map(|_| device(dice)).collect()
+    (0..count).map(|_| device(rng)).collect()
 }

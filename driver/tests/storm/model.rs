@@ -1,6 +1,7 @@
-//! What the claims are, as far as scheduler and kubelet can know.
+//! The model: the state of each claim as scheduler and kubelet know it.
 
-use crate::operations::{MIG_OFF, MIG_ON};
+use crate::harness::KubeletCall;
+use crate::operations::{MIG_OFF_GPUS, MIG_ON_GPU};
 use divvy_api::sharing::Mode;
 use divvy_api::{DeviceName, Quantity};
 use divvy_kubelet::dra::v1::{Claim, Device};
@@ -11,74 +12,74 @@ use k8s_openapi::api::resource::v1::{
 };
 use std::ops::Range;
 
-/// A claim that exists, or that the node still has.
+/// A claim that exists, or that the node may still hold.
 #[derive(Clone, Debug)]
-pub(crate) struct Modelled {
+pub(crate) struct ModelClaim {
     pub(crate) claim: Claim,
-    /// None for a device that is not on this node.
-    pub(crate) parts: Vec<Option<Part>>,
+    /// The claim's devices. `None` for a device that is not on this node.
+    pub(crate) devices: Vec<Option<ModelDevice>>,
     pub(crate) stage: Stage,
-    /// Allocated by nobody's rules, so no scheduler knows of it.
-    pub(crate) bogus: bool,
-    /// Deleted: no scheduler knows of it any more.
+    /// Allocated by the test against the rules of the scheduler, which does not know the claim.
+    pub(crate) misallocated: bool,
+    /// Deleted from the API server, so that the scheduler no longer knows it.
     pub(crate) deleted: bool,
 }
 
-/// How far it is.
+/// The stage of a claim's life.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Stage {
-    /// The node has nothing of it.
+    /// Not prepared yet. The node holds nothing for the claim.
     Allocated,
-    /// Asked for, and something went wrong: the node may have something of it.
-    Waiting,
+    /// Prepare was called without success. The node may hold some of the claim's devices.
+    Preparing,
     Prepared(Vec<Device>),
-    /// To be released, not answered with success.
-    Ending,
-    /// Deleted, and the node may have found it out by itself.
+    /// Unprepare was called without success.
+    Releasing,
+    /// Deleted, and the daemon may have released it by itself.
     Forgotten,
 }
 
-/// What a device of a claim stands for.
+/// A device of a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct ModelDevice {
     pub(crate) name: String,
-    /// Which share of the device, where it is shared.
+    /// The shareID, if the device is shared.
     pub(crate) share: Option<String>,
     pub(crate) gpu: usize,
-    /// Profile and memory slices; absent for the whole GPU.
-    pub(crate) place: Option<(u32, Range<u32>)>,
+    /// MIG profile ID and memory slices, or `None` for a whole GPU.
+    pub(crate) placement: Option<(u32, Range<u32>)>,
     pub(crate) mode: Mode,
-    /// How its processes share it, if they are told to.
-    pub(crate) sharing: Option<Shared>,
-    /// It looks on and holds nothing.
+    /// The sharing strategy of its processes, if one is configured.
+    pub(crate) sharing: Option<Sharing>,
+    /// Admin access, which reserves nothing.
     pub(crate) admin: bool,
-    /// MiB of a share, and of the whole device.
+    /// Memory of the share and of the whole device, in MiB.
     pub(crate) memory: Option<(u64, u64)>,
 }
 
-/// How processes share a device.
+/// A strategy by which processes share a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Shared {
-    Turns,
+pub(crate) enum Sharing {
+    TimeSlicing,
     Mps,
 }
 
-impl Part {
+impl ModelDevice {
     fn of(
         result: &DeviceRequestAllocationResult,
         configs: &[DeviceAllocationConfiguration],
         gpus: &[Gpu],
     ) -> Option<Self> {
         let id = DeviceId::try_from(&DeviceName::from(result.device.as_str())).ok()?;
-        // They are numbered as they were first seen, in their order.
+        // GPU numbers follow the order in the simulator, because all GPUs were present at the first start.
         let at = usize::try_from(id.gpu().0).ok().filter(|at| *at < gpus.len())?;
-        let mut all = gpus[at].model().memory_total_mib;
-        let place = match &id {
+        let mut total = gpus[at].model().memory_total_mib;
+        let placement = match &id {
             DeviceId::Mig { profile_id, start, .. } => {
                 let mig = gpus[at].model().mig.as_ref()?;
                 let profile = mig.profiles.iter().find(|profile| profile.id == *profile_id)?;
                 profile.starts.contains(start).then_some(())?;
-                all = profile.memory_mib;
+                total = profile.memory_mib;
                 Some((*profile_id, *start..start + profile.size))
             }
             _ => None,
@@ -86,23 +87,25 @@ impl Part {
         let consumed = result.consumed_capacity.iter().flatten().find(|(name, _)| name.ends_with("memory"));
         let taken = consumed.and_then(|(_, amount)| amount.0.parse::<Quantity>().ok()?.as_bytes());
         let taken = taken.filter(|_| id.mode().has_shares()).map(|bytes| bytes >> 20);
-        let memory = taken.filter(|taken| *taken < all).map(|taken| (taken, all));
+        let memory = taken.filter(|taken| *taken < total).map(|taken| (taken, total));
         let admin = result.admin_access == Some(true);
         let mode = id.mode();
         let sharing = match mode {
             _ if admin => None,
-            Mode::Timeslice => Some(Shared::Turns),
-            Mode::Mps => Some(Shared::Mps),
-            Mode::Whole | Mode::Mig => configs.iter().find_map(|config| configured(config, &result.request)),
+            Mode::Timeslice => Some(Sharing::TimeSlicing),
+            Mode::Mps => Some(Sharing::Mps),
+            Mode::Whole | Mode::Mig => {
+                configs.iter().find_map(|config| configured_sharing(config, &result.request))
+            }
         };
         let (name, share) = (result.device.clone(), result.share_id.clone());
-        Some(Self { name, share, gpu: at, place, mode, sharing, admin, memory })
+        Some(Self { name, share, gpu: at, placement, mode, sharing, admin, memory })
     }
 
-    /// Whether nobody can have both: two modes, or one slice twice.
+    /// Whether two claims cannot hold these devices at once: two modes of a GPU, or overlapping MIG slices.
     pub(crate) fn excludes(&self, other: &Self) -> bool {
-        let overlap = match (&self.place, &other.place) {
-            _ if self.is_beside(other) => false,
+        let overlap = match (&self.placement, &other.placement) {
+            _ if self.shares_device_with(other) => false,
             (Some((_, one)), Some((_, two))) => one.start < two.end && two.start < one.end,
             (None, None) => self.mode != other.mode || self.mode == Mode::Whole,
             _ => true,
@@ -110,84 +113,115 @@ impl Part {
         !self.admin && !other.admin && self.gpu == other.gpu && overlap
     }
 
-    /// Whether both are shares of one device.
-    fn is_beside(&self, other: &Self) -> bool {
+    /// Whether both are memory shares of one device.
+    fn shares_device_with(&self, other: &Self) -> bool {
         self.name == other.name && self.memory.is_some() && other.memory.is_some()
     }
 
-    /// Whether the GPU's MIG mode stands against it, which takes a reset.
+    /// Whether the GPU's MIG mode, which only a reset can change, excludes the device.
     fn is_impossible(&self) -> bool {
-        let cut = self.place.is_some();
-        !self.admin && ((self.gpu == MIG_ON && !cut) || (MIG_OFF.contains(&self.gpu) && cut))
+        let is_mig = self.placement.is_some();
+        !self.admin && ((self.gpu == MIG_ON_GPU && !is_mig) || (MIG_OFF_GPUS.contains(&self.gpu) && is_mig))
     }
 }
 
-fn configured(config: &DeviceAllocationConfiguration, request: &str) -> Option<Shared> {
+/// The sharing strategy that a configuration sets for a request.
+fn configured_sharing(config: &DeviceAllocationConfiguration, request: &str) -> Option<Sharing> {
     let named = |name: &String| name == request || request.split('/').next() == Some(name);
     if !config.requests.as_ref().is_none_or(|requests| requests.iter().any(named)) {
         return None;
     }
     match config.opaque.as_ref()?.parameters.0["sharing"]["strategy"].as_str()? {
-        "MPS" => Some(Shared::Mps),
-        _ => Some(Shared::Turns),
+        "MPS" => Some(Sharing::Mps),
+        _ => Some(Sharing::TimeSlicing),
     }
 }
 
-impl Modelled {
-    pub(crate) fn new(claim: Claim, allocation: &AllocationResult, gpus: &[Gpu], bogus: bool) -> Self {
+impl ModelClaim {
+    pub(crate) fn new(claim: Claim, allocation: &AllocationResult, gpus: &[Gpu], misallocated: bool) -> Self {
         let devices = allocation.devices.clone().unwrap_or_default();
         let (results, configs) = (devices.results.unwrap_or_default(), devices.config.unwrap_or_default());
-        let parts = results.iter().map(|result| Part::of(result, &configs, gpus)).collect();
-        Self { claim, parts, stage: Stage::Allocated, bogus, deleted: false }
+        let devices = results.iter().map(|result| ModelDevice::of(result, &configs, gpus)).collect();
+        Self { claim, devices, stage: Stage::Allocated, misallocated, deleted: false }
     }
 
-    /// What it stands for on this node.
-    pub(crate) fn parts(&self) -> impl Iterator<Item = &Part> {
-        self.parts.iter().flatten()
+    /// The devices that are on this node.
+    pub(crate) fn devices(&self) -> impl Iterator<Item = &ModelDevice> {
+        self.devices.iter().flatten()
     }
 
     pub(crate) fn is_prepared(&self) -> bool {
         matches!(self.stage, Stage::Prepared(_))
     }
 
-    /// Whether the node may have something of it.
+    /// Whether the node may hold devices of the claim.
     pub(crate) fn may_hold(&self) -> bool {
         self.stage != Stage::Allocated
     }
 
-    /// Whether nobody could ever prepare it.
-    pub(crate) fn is_absurd(&self) -> bool {
-        let parts: Vec<&Part> = self.parts().collect();
-        let later = |at: usize| &parts[at + 1..];
-        self.parts.iter().any(Option::is_none)
-            || self.has_no_room(&[])
-            || parts.iter().any(|part| part.is_impossible())
-            || parts.iter().enumerate().any(|(at, one)| later(at).iter().any(|two| one.excludes(two)))
+    /// Whether no node could prepare the claim, because its own devices conflict or do not exist.
+    pub(crate) fn is_unsatisfiable(&self) -> bool {
+        let devices: Vec<&ModelDevice> = self.devices().collect();
+        let later = |at: usize| &devices[at + 1..];
+        self.devices.iter().any(Option::is_none)
+            || self.exceeds_memory(&[])
+            || devices.iter().any(|device| device.is_impossible())
+            || devices.iter().enumerate().any(|(at, one)| later(at).iter().any(|two| one.excludes(two)))
     }
 
-    /// Whether the two cannot be prepared at once.
+    /// Whether the two claims cannot be prepared at once.
     pub(crate) fn excludes(&self, other: &Self) -> bool {
-        self.parts().any(|one| other.parts().any(|two| one.excludes(two)))
+        self.devices().any(|one| other.devices().any(|two| one.excludes(two)))
     }
 
-    /// Whether what it and these take of a device is more than there is.
-    pub(crate) fn has_no_room(&self, others: &[&Self]) -> bool {
-        let shares = |part: &&Part| part.memory.is_some() && !part.admin;
-        self.parts().filter(shares).any(|part| {
-            let all = others.iter().copied().chain([self]).flat_map(Self::parts);
-            let taken = all.filter(shares).filter(|other| part.is_beside(other));
+    /// Whether the memory shares of this claim and the others add up to more than a device's memory.
+    pub(crate) fn exceeds_memory(&self, others: &[&Self]) -> bool {
+        let shares = |device: &&ModelDevice| device.memory.is_some() && !device.admin;
+        self.devices().filter(shares).any(|device| {
+            let all = others.iter().copied().chain([self]).flat_map(Self::devices);
+            let taken = all.filter(shares).filter(|other| device.shares_device_with(other));
             let taken: u64 = taken.filter_map(|other| other.memory).map(|(taken, _)| taken).sum();
-            part.memory.is_some_and(|(_, all)| taken > all)
+            device.memory.is_some_and(|(_, total)| taken > total)
         })
     }
 
-    /// Whether both have shares of one instance, which may be half made.
-    pub(crate) fn is_beside_in_instance(&self, other: &Self) -> bool {
-        let mut cut = self.parts().filter(|part| part.place.is_some());
-        cut.any(|one| other.parts().any(|two| one.is_beside(two)))
+    /// Whether both claims have memory shares of one MIG instance, which may be only partly created.
+    pub(crate) fn shares_instance_with(&self, other: &Self) -> bool {
+        let mut mig_devices = self.devices().filter(|device| device.placement.is_some());
+        mig_devices.any(|one| other.devices().any(|two| one.shares_device_with(two)))
     }
 
     pub(crate) fn is_on(&self, gpu: usize) -> bool {
-        self.parts().any(|part| part.gpu == gpu)
+        self.devices().any(|device| device.gpu == gpu)
+    }
+}
+
+impl KubeletCall {
+    /// The calls of the GPU driver and its programs that the kubelet call may cause for the claim.
+    pub(crate) fn driver_calls(self, claim: &ModelClaim) -> Vec<&'static str> {
+        let mut calls = Vec::new();
+        for device in claim.devices() {
+            calls.extend_from_slice(match (self, device.placement.is_some()) {
+                (_, false) => &["nvmlDeviceSetMigMode"],
+                (Self::Prepare, true) => &[
+                    "nvmlDeviceSetMigMode",
+                    "nvmlDeviceCreateGpuInstanceWithPlacement",
+                    "nvmlGpuInstanceCreateComputeInstance",
+                    "nvmlDeviceGetGpuInstances",
+                ],
+                (Self::Unprepare, true) => &[
+                    "nvmlDeviceSetMigMode",
+                    "nvmlComputeInstanceDestroy",
+                    "nvmlGpuInstanceDestroy",
+                    "nvmlDeviceGetGpuInstances",
+                ],
+            });
+            calls.extend_from_slice(match device.sharing {
+                None => &[],
+                Some(Sharing::TimeSlicing) => &["compute-policy", "compute-policy"],
+                Some(Sharing::Mps) => &["nvmlDeviceSetComputeMode", "mps-control-start", "mps-control"],
+            });
+        }
+        calls
     }
 }

@@ -1,102 +1,103 @@
-//! What can happen, and how it is drawn.
+//! The random operations and their probabilities.
 
-use crate::sequence::Dice;
-use crate::wish::{Wish, wish};
+use crate::claim_spec::{ClaimSpec, random_claim_spec};
+use crate::sequence::Rng;
 use divvy_sim::Code;
 use divvy_sim::control::When;
 
-/// Names for claims that exist at a time.
-pub(crate) const CLAIMS: usize = 14;
-/// Two that are cut when somebody wants it, two that need a reset for it, two that cannot be cut.
+/// Number of claims that can exist at once.
+pub(crate) const CLAIM_SLOTS: usize = 14;
+/// GPUs of the node: two with MIG mode on demand, two on which MIG mode needs a reset, two without MIG.
 pub(crate) const GPUS: &str = "2xH100-SXM5-80GB,2xA30-24GB,1xL4,1xT4";
-pub(crate) const ALL: usize = 6;
-/// The one that was reset with MIG mode on.
-pub(crate) const MIG_ON: usize = 2;
-/// Those on which MIG mode is and stays off.
-pub(crate) const MIG_OFF: [usize; 3] = [3, 4, 5];
+/// Number of GPUs in [`GPUS`].
+pub(crate) const GPU_COUNT: usize = 6;
+/// The GPU on which MIG mode is always on.
+pub(crate) const MIG_ON_GPU: usize = 2;
+/// The GPUs on which MIG mode is always off.
+pub(crate) const MIG_OFF_GPUS: [usize; 3] = [3, 4, 5];
 
-/// One thing that happens.
+/// One operation of a sequence.
 #[derive(Clone, Debug)]
 pub(crate) enum Operation {
-    /// Somebody wants devices: if the scheduler finds them the claim is prepared.
-    /// A claim that exists is asked for again.
-    Claim { slot: usize, devices: Wish },
-    /// As before, but nobody asks the node yet.
-    Allocate { slot: usize, devices: Wish },
-    /// A claim gets devices that no scheduler would give it, and is prepared.
-    Bogus { slot: usize, devices: Vec<Odd> },
-    /// The next claim from there on is released.
+    /// Creates a claim, and prepares it if the scheduler allocates it. A claim that already exists
+    /// is prepared again.
+    Claim { slot: usize, devices: ClaimSpec },
+    /// Like `Claim`, but without the prepare.
+    Allocate { slot: usize, devices: ClaimSpec },
+    /// Prepares a claim with devices that no scheduler would allocate.
+    Misallocate { slot: usize, devices: Vec<MisallocatedDevice> },
+    /// Unprepares the next claim from this slot on.
     Unprepare { slot: usize },
-    /// The next claim is deleted, so the scheduler gives its devices to others while
-    /// the node still has them.
-    Force { slot: usize },
-    /// A process uses what the next claim has.
+    /// Deletes the next claim, so that the scheduler allocates its devices to others while the node
+    /// still holds them.
+    ForceDelete { slot: usize },
+    /// Starts a process that uses a device of the next claim.
     Use { slot: usize },
-    /// Prepare or unprepare, whichever is next for the claim, while one of its calls fails.
-    Fault { slot: usize, devices: Wish, call: usize, when: When, code: Code },
-    /// The same while somebody is killed in the middle of one of its calls.
-    Cut { slot: usize, devices: Wish, call: usize, when: When, who: Who },
-    /// SIGKILL and a new start.
-    Kill { who: Who },
-    /// SIGKILL for a process of MPS; its keeper sees to the rest.
+    /// Prepares or unprepares the claim, depending on its stage, while one of its driver calls fails.
+    Fault { slot: usize, devices: ClaimSpec, call: usize, when: When, code: Code },
+    /// Like `Fault`, but kills the victim during one of the driver calls.
+    KillDuringCall { slot: usize, devices: ClaimSpec, call: usize, when: When, victim: Victim },
+    /// Kills the victim with SIGKILL and starts it again.
+    Kill { victim: Victim },
+    /// Kills an MPS server or control daemon with SIGKILL. The supervisor recovers from it.
     KillMps { which: usize, server: bool },
-    /// The administrator changes intervals and turns modes off on a GPU.
+    /// Changes the node configuration: the interval, and the enabled modes of one GPU.
     Configure { interval: &'static str, gpu: usize, modes: &'static str },
-    /// The kubelet starts anew: the node's slices are deleted.
+    /// Restarts the kubelet, which deletes the node's slices.
     Kubelet,
-    /// The machine boots.
+    /// Reboots the node.
     Reboot,
-    /// A GPU loses all that was on it.
+    /// Resets a GPU, which loses its state.
     Reset { gpu: usize },
-    /// The API server goes away, or comes back.
+    /// Starts or ends an outage of the API server.
     Outage { over: bool },
-    /// All that went wrong ends, all that waits is asked for again, and the node is looked at.
+    /// Ends all failures, retries pending calls, and compares the node with the model.
     Settle,
-    /// Nothing is left of anything, and every GPU is whole again.
+    /// Settles, releases all claims, and checks that every GPU can be allocated whole.
     ReleaseAll,
 }
 
-/// A device that is allocated by nobody's rules.
+/// A device that is allocated against the rules of the scheduler.
 #[derive(Clone, Debug)]
-pub(crate) struct Odd {
+pub(crate) struct MisallocatedDevice {
     pub(crate) name: String,
     pub(crate) admin: bool,
 }
 
-/// Who is killed.
+/// The processes that are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Who {
+pub(crate) enum Victim {
     Node,
-    Keeper,
+    Supervisor,
     Both,
 }
 
-impl Who {
-    pub(crate) fn is_node(self) -> bool {
-        self != Self::Keeper
+impl Victim {
+    pub(crate) fn includes_node(self) -> bool {
+        self != Self::Supervisor
     }
 
-    pub(crate) fn is_keeper(self) -> bool {
+    pub(crate) fn includes_supervisor(self) -> bool {
         self != Self::Node
     }
 }
 
-/// Codes of a call that may have had its effect all the same; then those of one that was refused.
-const CODES: [Code; 5] =
+/// Error codes of a failed call. With the first two, the call may have taken effect.
+const ERROR_CODES: [Code; 5] =
     [Code::Unknown, Code::Timeout, Code::InUse, Code::InsufficientResources, Code::NoPermission];
 
 impl Operation {
-    /// For the summary.
+    /// The name in the summary.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Claim { .. } => "claim",
             Self::Allocate { .. } => "allocate",
-            Self::Bogus { .. } => "bogus",
+            Self::Misallocate { .. } => "misallocate",
             Self::Unprepare { .. } => "unprepare",
-            Self::Force { .. } => "force",
+            Self::ForceDelete { .. } => "force delete",
             Self::Use { .. } => "use",
             Self::Fault { .. } => "fault",
-            Self::Cut { .. } => "cut",
+            Self::KillDuringCall { .. } => "kill during call",
             Self::Kill { .. } => "kill",
             Self::KillMps { .. } => "kill mps",
             Self::Configure { .. } => "configure",
@@ -109,36 +110,42 @@ impl Operation {
         }
     }
 
-    /// One of them, the usual ones often.
-    pub(crate) fn draw(dice: &mut Dice) -> Self {
-        let slot = dice.below(CLAIMS);
-        match dice.below(1000) {
-            0..390 => Self::Claim { slot, devices: wish(dice) },
-            390..410 => Self::Allocate { slot, devices: wish(dice) },
-            410..490 => Self::Bogus { slot, devices: odd(dice) },
+    /// Draws an operation. Claims and releases are the most frequent ones.
+    pub(crate) fn draw(rng: &mut Rng) -> Self {
+        let slot = rng.below(CLAIM_SLOTS);
+        match rng.below(1000) {
+            0..390 => Self::Claim { slot, devices: random_claim_spec(rng) },
+            390..410 => Self::Allocate { slot, devices: random_claim_spec(rng) },
+            410..490 => Self::Misallocate { slot, devices: random_misallocation(rng) },
             490..660 => Self::Unprepare { slot },
-            660..720 => Self::Force { slot },
+            660..720 => Self::ForceDelete { slot },
             720..800 => Self::Use { slot },
             800..850 => {
-                let (call, when) = (dice.below(60), side(dice));
-                let codes = if when == When::Before { &CODES[..] } else { &CODES[..2] };
-                Self::Fault { slot, devices: wish(dice), call, when, code: *dice.of(codes) }
+                let (call, when) = (rng.below(60), before_or_after(rng));
+                let codes = if when == When::Before { &ERROR_CODES[..] } else { &ERROR_CODES[..2] };
+                Self::Fault { slot, devices: random_claim_spec(rng), call, when, code: *rng.choose(codes) }
             }
             850..890 => {
-                let (call, when) = (dice.below(60), side(dice));
-                Self::Cut { slot, devices: wish(dice), call, when, who: who(dice) }
+                let (call, when) = (rng.below(60), before_or_after(rng));
+                Self::KillDuringCall {
+                    slot,
+                    devices: random_claim_spec(rng),
+                    call,
+                    when,
+                    victim: random_victim(rng),
+                }
             }
-            890..905 => Self::Kill { who: who(dice) },
-            905..917 => Self::KillMps { which: dice.below(60), server: dice.once_in(2) },
+            890..905 => Self::Kill { victim: random_victim(rng) },
+            905..917 => Self::KillMps { which: rng.below(60), server: rng.once_in(2) },
             917..927 => {
                 let modes =
-                    dice.of(&["[whole, mig, timeslice, mps]", "[whole]", "[mig, timeslice]", "[mps]"]);
-                let interval = dice.of(&["Short", "Medium", "Long"]);
-                Self::Configure { interval, gpu: dice.below(ALL), modes }
+                    rng.choose(&["[whole, mig, timeslice, mps]", "[whole]", "[mig, timeslice]", "[mps]"]);
+                let interval = rng.choose(&["Short", "Medium", "Long"]);
+                Self::Configure { interval, gpu: rng.below(GPU_COUNT), modes }
             }
             927..932 => Self::Reboot,
-            932..938 => Self::Reset { gpu: dice.below(ALL) },
-            938..946 => Self::Outage { over: dice.once_in(3) },
+            932..938 => Self::Reset { gpu: rng.below(GPU_COUNT) },
+            938..946 => Self::Outage { over: rng.once_in(3) },
             946..952 => Self::Kubelet,
             952..997 => Self::Settle,
             _ => Self::ReleaseAll,
@@ -146,34 +153,36 @@ impl Operation {
     }
 }
 
-fn side(dice: &mut Dice) -> When {
-    *dice.of(&[When::Before, When::After])
+fn before_or_after(rng: &mut Rng) -> When {
+    *rng.choose(&[When::Before, When::After])
 }
 
-fn who(dice: &mut Dice) -> Who {
-    *dice.of(&[Who::Node, Who::Keeper, Who::Both])
+fn random_victim(rng: &mut Rng) -> Victim {
+    *rng.choose(&[Victim::Node, Victim::Supervisor, Victim::Both])
 }
 
-/// One or two devices of any mode on any GPU; now and then one that is not there.
-fn odd(dice: &mut Dice) -> Vec<Odd> {
-    let count = if dice.once_in(3) { 2 } else { 1 };
-    let device = |dice: &mut Dice| {
-        let gpu = dice.below(ALL);
-        let name = match dice.below(12) {
+/// One or two devices of any mode on any GPU, and sometimes a device that does not exist.
+fn random_misallocation(rng: &mut Rng) -> Vec<MisallocatedDevice> {
+    let count = if rng.once_in(3) { 2 } else { 1 };
+    let device = |rng: &mut Rng| {
+        let gpu = rng.below(GPU_COUNT);
+        let name = match rng.below(12) {
             0..3 => format!("gpu-{gpu}"),
             3..6 => format!("gpu-{gpu}-timeslice"),
             6..8 => format!("gpu-{gpu}-mps"),
             8..11 if gpu < 2 => format!(
                 "gpu-{gpu}-mig-{}",
-                dice.of(&["1g10gb-19-0", "1g10gb-19-6", "2g20gb-14-2", "3g40gb-9-4", "7g80gb-0-0"])
+                rng.choose(&["1g10gb-19-0", "1g10gb-19-6", "2g20gb-14-2", "3g40gb-9-4", "7g80gb-0-0"])
             ),
             8..11 if gpu < 4 => {
-                format!("gpu-{gpu}-mig-{}", dice.of(&["1g6gb-14-0", "2g12gb-5-2", "4g24gb-0-0"]))
+                format!("gpu-{gpu}-mig-{}", rng.choose(&["1g6gb-14-0", "2g12gb-5-2", "4g24gb-0-0"]))
             }
             8..11 => format!("gpu-{gpu}-mig-1g10gb-19-0"),
-            _ => dice.of(&["gpu-9", "gpu-0-mig-1g10gb-19-9", "gpu-1-mig-2g20gb-14-1", "disk-0"]).to_string(),
+            _ => {
+                rng.choose(&["gpu-9", "gpu-0-mig-1g10gb-19-9", "gpu-1-mig-2g20gb-14-1", "disk-0"]).to_string()
+            }
         };
-        Odd { name, admin: dice.once_in(10) }
+        MisallocatedDevice { name, admin: rng.once_in(10) }
     };
-    (0..count).map(|_| device(dice)).collect()
+    (0..count).map(|_| device(rng)).collect()
 }

@@ -1,7 +1,7 @@
-//! The processes beside the node daemon: the keeper of MPS control daemons, what
-//! it keeps, and processes that stand in for CUDA programs.
+//! Processes beside the node daemon: the MPS supervisor, its control daemons and servers, and clients that
+//! stand in for CUDA programs.
 
-use crate::harness::World;
+use crate::harness::TestNode;
 use crate::programs::program;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -14,32 +14,32 @@ use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::time::timeout;
 
-/// How long a process may take until it has a context.
-const LET_IN_WITHIN: Duration = Duration::from_secs(20);
+/// Time limit for a process to get a CUDA context.
+const CONTEXT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The place of `divvy-keeper`. Dropped, it takes all MPS processes of the world with it.
-pub(crate) struct Keeper {
+/// The `divvy-mps-supervisor` process, which can be restarted. Drop kills all MPS processes of the node.
+pub(crate) struct Supervisor {
     child: Option<Child>,
     run_dir: PathBuf,
 }
 
-impl Keeper {
-    pub(crate) fn new(world: &World) -> Self {
-        let mut keeper = Self { child: None, run_dir: world.run_dir() };
-        keeper.start(world);
-        keeper
+impl Supervisor {
+    pub(crate) fn new(node: &TestNode) -> Self {
+        let mut supervisor = Self { child: None, run_dir: node.run_dir() };
+        supervisor.start(node);
+        supervisor
     }
 
-    pub(crate) fn start(&mut self, world: &World) {
-        let log = fs::OpenOptions::new().create(true).append(true).open(world.path("keeper-log")).unwrap();
-        let mut command = Command::new(program("divvy-keeper"));
-        command.env_clear().arg("--run-dir").arg(world.run_dir()).arg("--driver-root").arg(world.sim.root());
-        command.args(["--check-every", "1", "--answer-within", "5"]);
+    pub(crate) fn start(&mut self, node: &TestNode) {
+        let log = fs::OpenOptions::new().create(true).append(true).open(node.path("supervisor-log")).unwrap();
+        let mut command = Command::new(program("divvy-mps-supervisor"));
+        command.env_clear().arg("--run-dir").arg(node.run_dir()).arg("--driver-root").arg(node.sim.root());
+        command.args(["--check-interval", "1", "--answer-timeout", "5"]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
         self.child = Some(command.spawn().unwrap());
     }
 
-    /// SIGKILL: what it keeps runs on.
+    /// Kills the supervisor with SIGKILL. Its control daemons keep running.
     pub(crate) fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             let _ = child.kill();
@@ -47,36 +47,36 @@ impl Keeper {
         }
     }
 
-    /// The end of all MPS processes, as when the machine goes down.
+    /// Kills all MPS processes, as when the machine goes down.
     pub(crate) fn kill_all(&mut self) {
         self.kill();
         mps_processes(&self.run_dir).iter().for_each(|process| process.kill());
     }
 }
 
-impl Drop for Keeper {
+impl Drop for Supervisor {
     fn drop(&mut self) {
         self.kill_all();
     }
 }
 
-/// A control daemon or a server.
+/// A running MPS control daemon or server.
 pub(crate) struct MpsProcess {
     pid: u32,
     pub(crate) is_server: bool,
-    /// What it serves, by the name of its directory.
+    /// The name of its directory, which identifies the GPU or MIG instance.
     pub(crate) target: String,
 }
 
 impl MpsProcess {
     pub(crate) fn kill(&self) {
         let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw).unwrap();
-        // It may have ended.
+        // The process may have exited already.
         let _ = kill_process(pid, Signal::KILL);
     }
 }
 
-/// Those with a pipe directory below a run directory, in a fixed order.
+/// The MPS processes with a pipe directory below a run directory, sorted by target and PID.
 pub(crate) fn mps_processes(run_dir: &Path) -> Vec<MpsProcess> {
     let prefix = [b"CUDA_MPS_PIPE_DIRECTORY=", run_dir.join("mps/").as_os_str().as_bytes()].concat();
     let process = |pid: u32| {
@@ -100,27 +100,27 @@ pub(crate) fn mps_processes(run_dir: &Path) -> Vec<MpsProcess> {
     found
 }
 
-/// What a process is given of a device.
-pub(crate) struct Given {
-    /// The device that its container sees, by UUID.
+/// The parts of a container's environment that give a process access to a device.
+pub(crate) struct DeviceAccess {
+    /// UUID of the GPU or MIG instance in the container.
     pub(crate) device: String,
-    /// The edits of its CDI device, if that is shared by MPS.
+    /// The container edits of the CDI device, if MPS shares it.
     pub(crate) mps: Option<Value>,
 }
 
-/// A process with a context, until it is dropped.
+/// A process with a CUDA context. It is killed on drop.
 pub(crate) struct Client {
     child: tokio::process::Child,
 }
 
 impl Client {
-    /// Starts one and waits until it is let in; what it says if it is not.
-    pub(crate) async fn start(world: &World, given: &Given) -> Result<Self, String> {
+    /// Starts a process and waits until it has a context. The error is its output.
+    pub(crate) async fn start(node: &TestNode, access: &DeviceAccess) -> Result<Self, String> {
         let mut command = Command::new(program("divvy-sim"));
-        command.env_clear().env("DIVVY_SIM", world.sim.root()).args(["client", "--memory", "64", "--pipe"]);
-        match &given.mps {
-            // No daemon is there.
-            None => command.arg(world.path("no-pipe")),
+        command.env_clear().env("DIVVY_SIM", node.sim.root()).args(["client", "--memory", "64", "--pipe"]);
+        match &access.mps {
+            // A pipe directory without a daemon.
+            None => command.arg(node.path("no-pipe")),
             Some(edits) => {
                 let env = edits["env"].as_array().into_iter().flatten().filter_map(Value::as_str);
                 command.envs(env.filter_map(|entry| entry.split_once('=')));
@@ -129,19 +129,19 @@ impl Client {
                 command.arg(pipe.and_then(|mount| mount["hostPath"].as_str()).ok_or("no pipe is mounted")?)
             }
         };
-        command.args(["--device", &given.device]);
+        command.args(["--device", &access.device]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = tokio::process::Command::from(command).kill_on_drop(true).spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        match timeout(LET_IN_WITHIN, lines.next_line()).await {
-            Ok(Ok(Some(said))) => {
+        match timeout(CONTEXT_TIMEOUT, lines.next_line()).await {
+            Ok(Ok(Some(line))) => {
                 let client = Self { child };
-                // As libcuda, it goes without a daemon where none is there.
-                if said.contains(r#""mps":true"#) == given.mps.is_some() {
+                // Like libcuda, the client runs without MPS if there is no daemon.
+                if line.contains(r#""mps":true"#) == access.mps.is_some() {
                     return Ok(client);
                 }
                 client.end().await;
-                Err(format!("it got a context of the wrong kind: {said}"))
+                Err(format!("the process got a context of the wrong kind: {line}"))
             }
             Ok(_) => {
                 let output = child.wait_with_output().await;
@@ -150,7 +150,7 @@ impl Client {
                     |output| String::from_utf8_lossy(&output.stderr).into_owned(),
                 ))
             }
-            Err(_) => Err(format!("not let in within {LET_IN_WITHIN:?}")),
+            Err(_) => Err(format!("the process got no context within {CONTEXT_TIMEOUT:?}")),
         }
     }
 
@@ -158,7 +158,7 @@ impl Client {
         self.child.id()
     }
 
-    /// Its end, as that of its container.
+    /// Kills the process, as at the end of its container.
     pub(crate) async fn end(mut self) {
         let _ = self.child.kill().await;
     }

@@ -1,30 +1,30 @@
-//! The scheduler's part: admission, then the offline allocator over what the
-//! daemon has really published.
+//! The scheduler: admission checks, then the offline allocator on the slices that the daemon has published.
 
-use crate::harness::{DRIVER, NODE, World};
+use crate::harness::{DRIVER, NODE, TestNode};
 use divvy_api::check::{self, Objects, Severity};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{AllocationResult, DeviceClass, ResourceClaim, ResourceSlice};
 use serde_json::{Value, json};
 
-/// What the scheduler knows beside the API server.
+/// The scheduler's own state, besides the objects in the API server.
 pub(crate) struct Scheduler {
     node: Node,
     classes: Vec<DeviceClass>,
+    /// Number of shares so far, from which shareIDs are made.
     shares: usize,
 }
 
-/// What becomes of a claim before a node hears of it.
+/// The result of scheduling a claim.
 pub(crate) enum Decision {
-    /// Admission would not let it in.
+    /// Admission rejects the claim, for this reason.
     Refused(String),
-    /// It waits: nothing fits.
+    /// No free device matches.
     Pending,
     Allocated(Box<AllocationResult>),
 }
 
 impl Scheduler {
-    /// With the classes of the chart.
+    /// A scheduler with the DeviceClasses of the chart.
     pub(crate) fn new() -> Self {
         let class = |kind: &str| {
             let ours = format!("device.driver == '{DRIVER}'");
@@ -44,10 +44,10 @@ impl Scheduler {
         }
     }
 
-    /// Decides; `sees` says which claims the scheduler knows of.
+    /// Checks and allocates a claim. `sees` selects the claims that the scheduler knows, by name.
     pub(crate) fn decide(
         &mut self,
-        world: &World,
+        node: &TestNode,
         name: &str,
         devices: &Value,
         sees: impl Fn(&str) -> bool,
@@ -57,11 +57,15 @@ impl Scheduler {
         if let Some(finding) = findings.into_iter().find(|finding| finding.severity == Severity::Error) {
             return Decision::Refused(finding.message);
         }
-        let mut claims = world.api.list::<ResourceClaim>();
+        let mut claims = node.api.list::<ResourceClaim>();
         claims.retain(|claim| claim.metadata.name.as_deref().is_some_and(&sees));
-        let slices = world.api.list::<ResourceSlice>();
-        let seen =
-            divvy_alloc::World { slices: &slices, classes: &self.classes, claims: &claims, node: &self.node };
+        let slices = node.api.list::<ResourceSlice>();
+        let seen = divvy_alloc::ClusterView {
+            slices: &slices,
+            classes: &self.classes,
+            claims: &claims,
+            node: &self.node,
+        };
         let object: ResourceClaim = serde_json::from_value(object).unwrap();
         let mut share = || {
             self.shares += 1;
@@ -74,7 +78,7 @@ impl Scheduler {
     }
 }
 
-/// A claim as somebody wrote it; UID and name are the same text.
+/// A claim as a user writes it. Its UID equals its name.
 pub(crate) fn claim(name: &str, devices: &Value) -> Value {
     json!({
         "apiVersion": "resource.k8s.io/v1",

@@ -1,6 +1,5 @@
-// The control plane and the kubelet of the older Kubernetes that the suite also
-// runs on. Everything that a cluster needs beside them comes from the module
-// above this folder.
+// The control plane and the kubelet of the older Kubernetes that the suite also runs on. All other programs of the cluster
+// come from the module in the parent directory.
 module divvy.dev/e2e/cluster/v1.36
 
 go 1.26.6

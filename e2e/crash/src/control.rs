@@ -1,7 +1,6 @@
-//! Reads the control file, counts, and kills.
+//! Reads the control file, counts the calls, and kills the process.
 //!
-//! Everything here may itself open and read files; a thread-local flag keeps
-//! those calls out of the count.
+//! This code opens and reads files itself; a thread-local flag excludes those calls from the count.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -12,7 +11,7 @@ struct Settings {
     under: Vec<PathBuf>,
 }
 
-/// The control file's content as last seen, and the calls counted under it.
+/// The control file's last content, and the number of calls since it changed.
 static COUNT: Mutex<(String, u64)> = Mutex::new((String::new(), 0));
 
 thread_local! {
@@ -29,8 +28,8 @@ fn settings() -> Option<&'static Settings> {
     SETTINGS.get_or_init(read).as_ref()
 }
 
-/// Makes the call, and kills the process before or after it if it is the one.
-/// `path` says what the call writes to, `None` if it writes to nothing of interest.
+/// Makes the call, and kills the process before or after it if the control file says so. `path` is
+/// the file that the call writes, `None` if the call must not be counted.
 pub(crate) fn around<T>(path: impl FnOnce() -> Option<PathBuf>, call: impl FnOnce() -> T) -> T {
     if INSIDE.with(|inside| inside.replace(true)) {
         return call();
@@ -59,10 +58,10 @@ enum When {
     After,
 }
 
-/// Counts the call; says whether it is the one to stop at.
+/// Counts the call. Returns when to kill, if this is the call to kill at.
 fn stop_at(path: &Path) -> Option<When> {
     let settings = settings()?;
-    // The folder may be named through `..` or a link; the entry itself may not exist yet.
+    // The directory may be given by `..` or a link, and the file itself may not exist yet.
     let folder = path.parent()?.canonicalize().ok()?;
     if !settings.under.iter().any(|dir| folder.starts_with(dir)) {
         return None;

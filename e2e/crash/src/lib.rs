@@ -1,21 +1,11 @@
-//! A library for `LD_PRELOAD` that ends its process with SIGKILL around the
-//! N-th file-system call that writes, so that tests can ask of every such call:
-//! "and if the machine stops here?"
+//! A library for `LD_PRELOAD` that kills its process at the N-th writing file-system call, to test crashes.
 //!
-//! The product knows nothing of it. It is steered by a control file, named in
-//! `DIVVY_CRASH_CONTROL`: while the file exists, each writing call below one of
-//! the directories in `DIVVY_CRASH_UNDER` (separated by `:`) is counted, and
-//! the file's content says where to stop:
-//!
-//! ```text
-//! 7 before      kill when the 7th call arrives, before its effect
-//! 7 after       kill when the 7th call has had its effect
-//! ```
-//!
-//! Counting starts anew whenever the content changes. Calls made by raw system
-//! calls (rustix's default backend) are not seen; what the driver writes goes
-//! through std, hence through these symbols.
-#![allow(unsafe_code)] // Replaces symbols of the C library; each block is argued.
+//! `DIVVY_CRASH_CONTROL` names a control file. While it exists, writing calls below the directories
+//! in `DIVVY_CRASH_UNDER` (separated by `:`) are counted. The content `7 before` kills the process
+//! at the 7th call before its effect, `7 after` kills it after the effect. A new content restarts
+//! the count. Raw system calls (rustix's default backend) are not intercepted; the driver writes
+//! through std, and so through these symbols.
+#![allow(unsafe_code)] // Replaces symbols of the C library; each block has a SAFETY comment.
 
 mod control;
 
@@ -39,7 +29,7 @@ macro_rules! next {
     }};
 }
 
-/// A path argument as the process sees it.
+/// A path argument as an absolute path.
 fn path(text: *const c_char) -> Option<PathBuf> {
     if text.is_null() {
         return None;
@@ -50,7 +40,7 @@ fn path(text: *const c_char) -> Option<PathBuf> {
     if path.is_absolute() { Some(path) } else { std::env::current_dir().ok().map(|dir| dir.join(path)) }
 }
 
-/// What an open descriptor stands for.
+/// The path of an open descriptor.
 fn path_of(fd: c_int) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/self/fd/{fd}")).ok()
 }
@@ -75,7 +65,9 @@ fn creates(flags: c_int) -> bool {
 
 /// Defines replacements whose arguments are passed on unchanged.
 macro_rules! replace {
-    ($($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*) -> $ret:ty, $symbol:literal, on $path:expr;)*) => {$(
+    ($(
+        $(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*) -> $ret:ty, $symbol:literal, on $path:expr;
+    )*) => {$(
         $(#[$doc])*
         /// # Safety
         /// The contract of the C function of this name.
@@ -99,17 +91,22 @@ replace! {
     unlink(name: *const c_char) -> c_int, "unlink", on path(name);
     unlinkat(dir: c_int, name: *const c_char, flags: c_int) -> c_int, "unlinkat", on path_at(dir, name);
     rename(from: *const c_char, to: *const c_char) -> c_int, "rename", on path(to);
-    renameat(a: c_int, from: *const c_char, b: c_int, to: *const c_char) -> c_int, "renameat", on path_at(b, to);
-    renameat2(a: c_int, from: *const c_char, b: c_int, to: *const c_char, flags: c_uint) -> c_int, "renameat2", on path_at(b, to);
+    renameat(a: c_int, from: *const c_char, b: c_int, to: *const c_char) -> c_int,
+        "renameat", on path_at(b, to);
+    renameat2(a: c_int, from: *const c_char, b: c_int, to: *const c_char, flags: c_uint) -> c_int,
+        "renameat2", on path_at(b, to);
     link(from: *const c_char, to: *const c_char) -> c_int, "link", on path(to);
-    linkat(a: c_int, from: *const c_char, b: c_int, to: *const c_char, flags: c_int) -> c_int, "linkat", on path_at(b, to);
+    linkat(a: c_int, from: *const c_char, b: c_int, to: *const c_char, flags: c_int) -> c_int,
+        "linkat", on path_at(b, to);
     symlink(target: *const c_char, name: *const c_char) -> c_int, "symlink", on path(name);
-    copy_file_range(from: c_int, at: *mut off_t, to: c_int, to_at: *mut off_t, len: size_t, flags: c_uint) -> ssize_t, "copy_file_range", on path_of(to);
+    copy_file_range(
+        from: c_int, at: *mut off_t, to: c_int, to_at: *mut off_t, len: size_t, flags: c_uint
+    ) -> ssize_t, "copy_file_range", on path_of(to);
 }
 
-// `open` is variadic in C; on x86_64 and aarch64 the third argument travels as
-// in a fixed signature, and passing on one that was not given is harmless
-// because the C library reads it only with O_CREAT.
+// `open` is variadic in C. On x86_64 and aarch64 the third argument is passed as in a fixed
+// signature. Passing on an argument that the caller did not give is harmless, because the C library
+// reads it only with O_CREAT.
 
 /// # Safety
 /// The contract of `open`.

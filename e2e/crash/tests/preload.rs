@@ -1,4 +1,4 @@
-//! The library does to any program what its essay says.
+//! The library in arbitrary programs.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ fn library() -> PathBuf {
     exe.parent().expect("deps").join("libdivvy_crash.so")
 }
 
-/// Runs `sh -c script` in a fresh directory under the control text.
+/// Runs `sh -c script` in a new directory, with that content of the control file.
 fn check(script: &str, control: Option<&str>) -> (tempfile::TempDir, ExitStatus) {
     let dir = tempfile::tempdir().expect("a directory");
     let under = dir.path().join("state");
@@ -41,7 +41,7 @@ fn nothing_happens_without_a_control_file() {
 }
 
 #[test]
-fn before_stops_short_of_the_effect_and_after_does_not() {
+fn before_prevents_the_effect_and_after_does_not() {
     for (control, made) in [("1 before", false), ("1 after", true)] {
         let (dir, status) = check("exec mkdir a", Some(control));
         assert_eq!(status.signal(), Some(9), "{control}");
@@ -50,14 +50,14 @@ fn before_stops_short_of_the_effect_and_after_does_not() {
 }
 
 #[test]
-fn calls_elsewhere_are_not_counted() {
+fn calls_in_other_directories_are_not_counted() {
     let (dir, status) = check("exec mkdir ../elsewhere a", Some("1 after"));
     assert_eq!(status.signal(), Some(9));
     assert!(exists(&dir, "a"));
 }
 
 #[test]
-fn a_number_beyond_the_last_call_lets_the_program_finish() {
+fn number_beyond_the_last_call_has_no_effect() {
     let (dir, status) = check("exec mkdir a b", Some("3 before"));
     assert!(status.success());
     assert!(exists(&dir, "b"));

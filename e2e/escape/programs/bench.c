@@ -1,9 +1,9 @@
-/* bench [turns] launch N | info N | alloc LIVE lifo|fifo|random[-back-to-back] N | init N TIMES | race ROUNDS SEED | kills N SEED |
- *       hold MIB
+/* bench [turns] launch N | info N | alloc LIVE lifo|fifo|random[-back-to-back] N | init N TIMES |
+ *       race ROUNDS SEED | kills N SEED | hold MIB
  *
- * A CUDA program that measures itself: finds the driver as an application does, by dlopen and dlsym, and prints
- * figures as `name value`, in nanoseconds where it is a time. It knows nothing of shares. With `turns` it measures
- * what N calls cost once for each byte of its input. */
+ * A CUDA program that measures itself. It finds the driver by dlopen and dlsym, as an application does,
+ * and prints figures as `name value`; times are in nanoseconds. It is not aware of shares. With `turns` it
+ * measures the cost of N calls once per byte of its input. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <signal.h>
@@ -18,7 +18,7 @@
 
 #include "measure.h"
 
-/* A kernel that does nothing; on the simulated GPU for a nanosecond, as its name says. */
+/* An empty kernel; it takes a nanosecond on the simulated GPU, as its name says. */
 static const char PTX[] = PTX_HEAD ".visible .entry nothing_1ns()\n{\n ret;\n}\n";
 
 static void launch(long calls)
@@ -43,11 +43,11 @@ static void info(long calls)
 	figures("info", infos, NULL, calls);
 }
 
-/* Live allocations, and which of them is freed next: the newest (l), the oldest (f) or any (r). */
+/* Live allocations, and which of them is freed next: the newest (l), the oldest (f) or a random one (r). */
 static address *ring;
 static long live, next;
 static char order;
-/* A call begins when the one before has ended for the processor too. */
+/* Whether the processor completes a call before the next one begins. */
 static int apart;
 static const size_t SIZE = 4096;
 
@@ -55,7 +55,7 @@ static long least(long a, long b) { return a < b ? a : b; }
 
 static void allocs(void)
 {
-	/* Any are the first of the ring, as they are drawn between batches. */
+	/* In random order, the allocations to free are drawn between batches to the front of the ring. */
 	long end = order == 'f' ? live : least(live, BATCH);
 	for (int call = 0; call < BATCH; call++) {
 		address made;
@@ -64,7 +64,7 @@ static void allocs(void)
 		must(cuMemAlloc_v2(&made, SIZE));
 		if (apart)
 			finish();
-		/* The new one is kept in the place of the one that is freed. */
+		/* The new allocation takes the place of the freed one. */
 		if (live && order != 'l') {
 			address freed = ring[next];
 			ring[next] = made, made = freed;
@@ -74,8 +74,9 @@ static void allocs(void)
 	}
 }
 
-/* What is freed next must not be looked for while calls are measured: the processor waits for the memory of a program's own
- * ring at the same time as for the driver's if nothing is between the two, and one after the other if something is. */
+/* Draws the allocations that the next batch frees. Outside of the measurement, because the lookup in this
+ * ring would overlap with the driver's own memory accesses if calls follow each other directly, but not
+ * otherwise. */
 static void draw(void)
 {
 	if (order != 'r')
@@ -99,8 +100,9 @@ static void alloc(long count, const char *name, long calls)
 	figures("alloc", allocs, draw, calls);
 }
 
-/* From a program that has the library loaded to one that knows its GPU's memory, in so many processes at once. What
- * each took it leaves in memory: whoever is told of each would take the processor from one that still measures. */
+/* Measures the start of CUDA in many processes at once, from a loaded library to a known amount of GPU
+ * memory. The results stay in shared memory until all are done: reading them earlier would take processor
+ * time from processes that still measure. */
 struct took {
 	_Atomic int done;
 	uint64_t cpu, wall;
@@ -113,7 +115,7 @@ static void init_one(int gate, int memory, int number, int count)
 	char byte;
 	find_functions();
 	struct took *took = mmap(NULL, count * sizeof *took, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
-	/* Ready; all begin when the gate's other end is closed. */
+	/* Ready. All processes begin when the other end of the gate is closed. */
 	if (took == MAP_FAILED || write(STDOUT_FILENO, "r", 1) != 1 || read(gate, &byte, 1) != 0)
 		_exit(1);
 	uint64_t cpu = clock_of(CLOCK_PROCESS_CPUTIME_ID), wall = now();
@@ -127,10 +129,10 @@ static void init_one(int gate, int memory, int number, int count)
 	_exit(0);
 }
 
-static void all_of(int file, void *room, size_t size)
+static void all_of(int file, void *buffer, size_t size)
 {
 	for (size_t got = 0; got < size;) {
-		ssize_t more = read(file, (char *)room + got, size - got);
+		ssize_t more = read(file, (char *)buffer + got, size - got);
 		if (more <= 0)
 			fail("a process has ended early", 0);
 		got += more;
@@ -139,10 +141,10 @@ static void all_of(int file, void *room, size_t size)
 
 static void init(int count)
 {
-	int gate[2], said[2];
+	int gate[2], results[2];
 	char words[4][16], byte;
 	int memory = memfd_create("took", 0);
-	if (pipe(gate) || pipe(said) || memory < 0 || ftruncate(memory, count * sizeof(struct took)))
+	if (pipe(gate) || pipe(results) || memory < 0 || ftruncate(memory, count * sizeof(struct took)))
 		fail("pipe", 0);
 	struct took *took = mmap(NULL, count * sizeof *took, PROT_READ, MAP_SHARED, memory, 0);
 	if (took == MAP_FAILED)
@@ -150,28 +152,28 @@ static void init(int count)
 	for (int i = 0; i < count; i++) {
 		if (fork())
 			continue;
-		dup2(said[1], STDOUT_FILENO);
-		close(said[0]), close(said[1]), close(gate[1]);
+		dup2(results[1], STDOUT_FILENO);
+		close(results[0]), close(results[1]), close(gate[1]);
 		int numbers[] = { gate[0], memory, i, count };
 		for (int word = 0; word < 4; word++)
 			snprintf(words[word], sizeof *words, "%d", numbers[word]);
 		execl("/proc/self/exe", "bench", "init-one", words[0], words[1], words[2], words[3], NULL);
 		_exit(1);
 	}
-	close(said[1]), close(memory);
+	close(results[1]), close(memory);
 	for (int i = 0; i < count; i++)
-		all_of(said[0], &byte, 1);
+		all_of(results[0], &byte, 1);
 	close(gate[0]), close(gate[1]);
-	/* Of the last one. */
-	all_of(said[0], &byte, 1);
+	/* The last process writes this byte. */
+	all_of(results[0], &byte, 1);
 	for (int i = 0; i < count; i++)
 		printf("cpu %llu\nwall %llu\n", (unsigned long long)took[i].cpu, (unsigned long long)took[i].wall);
-	munmap(took, count * sizeof *took), close(said[0]);
+	munmap(took, count * sizeof *took), close(results[0]);
 	while (wait(NULL) > 0)
 		;
 }
 
-/* What processes of one run share. */
+/* Shared memory of the processes of one run. */
 static struct table {
 	_Atomic int arrived, round;
 	_Atomic uint64_t want[2], got[2];
@@ -198,7 +200,7 @@ static void meet(int count)
 		sched_yield();
 }
 
-/* Two processes ask at the same moment for what is left. */
+/* Two processes ask for the remaining memory at the same moment. */
 static void race(long rounds, uint64_t seed)
 {
 	long neither = 0, both = 0, missed = 0;
@@ -212,7 +214,7 @@ static void race(long rounds, uint64_t seed)
 	must(cuMemGetInfo_v2(&left, &total));
 	left -= left % (2 * MIB);
 	for (long round = 0; round < rounds; round++) {
-		/* Either each fits alone and not both, or both fit. */
+		/* Either each allocation fits alone but not both, or both fit. */
 		int apart = round % 4 != 0;
 		if (!which)
 			for (int i = 0; i < 2; i++)
@@ -242,7 +244,7 @@ static void race(long rounds, uint64_t seed)
 	printf("above %ld\nneither %ld\nmissed %ld\n", both, neither, missed);
 }
 
-/* Allocates and frees for ever, of all sizes. */
+/* Allocates and frees blocks of all sizes until it is killed. */
 static void churn(void)
 {
 	address held[64] = { 0 };
@@ -265,7 +267,7 @@ static void await(_Atomic int *word, int value)
 		usleep(50);
 }
 
-/* Of a child: it may have failed. */
+/* Waits for the start of a child, with a timeout because it may fail. */
 static void await_start(void)
 {
 	uint64_t begin = now();
@@ -276,8 +278,9 @@ static void await_start(void)
 	}
 }
 
-/* Whenever told, waits until all that was free at first can be allocated at once; says how long that took. */
-static void prober(int said)
+/* On each request, waits until all memory that was free at the start can be allocated at once, and reports
+ * how long that took. */
+static void prober(int results)
 {
 	size_t left, total;
 	open_gpu();
@@ -301,21 +304,21 @@ static void prober(int said)
 		if (!code)
 			must(cuMemFree_v2(made));
 		table->go = 0;
-		if (write(said, &took, sizeof took) != sizeof took)
+		if (write(results, &took, sizeof took) != sizeof took)
 			_exit(1);
 	}
 }
 
 static void kills(long count, uint64_t seed)
 {
-	int said[2];
+	int results[2];
 	uint64_t took, worst = 0, late = 0;
 	share_table();
-	if (pipe(said))
+	if (pipe(results))
 		fail("pipe", 0);
 	pid_t probe = fork();
 	if (!probe)
-		prober(said[1]);
+		prober(results[1]);
 	await_start();
 	state = seed | 1;
 	for (long i = 0; i < count; i++) {
@@ -326,14 +329,14 @@ static void kills(long count, uint64_t seed)
 			state = next | 1;
 			churn();
 		}
-		/* Most die while they allocate, some while they begin. */
+		/* Most children are killed while they allocate, some while they start. */
 		if (chance(8))
 			await_start();
 		usleep(chance(2000));
 		kill(child, SIGKILL);
 		waitpid(child, NULL, 0);
 		table->go = 1;
-		all_of(said[0], &took, sizeof took);
+		all_of(results[0], &took, sizeof took);
 		worst = took > worst ? took : worst;
 		late += took > 2000000000ull;
 	}
@@ -342,15 +345,16 @@ static void kills(long count, uint64_t seed)
 		(unsigned long long)late);
 }
 
-/* Takes so much as soon as it may and stays; says when that was, and that it waits if it must. */
+/* Allocates the memory as soon as it is free, and holds it. Prints the time of that, and whether it must
+ * wait. */
 static void hold(long mib)
 {
-	int told = 0;
+	int waits = 0;
 	address made;
 	open_gpu();
 	uint64_t begin = now();
 	while (cuda.cuMemAlloc_v2(&made, mib * MIB)) {
-		if (!told++)
+		if (!waits++)
 			printf("waiting 0\n"), fflush(stdout);
 		if (now() - begin > 30000000000ull)
 			fail("nothing is freed", 0);

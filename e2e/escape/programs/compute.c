@@ -1,11 +1,14 @@
 /* compute run SHAPE BEFORE WINDOW [ROUNDS] | compute rounds | compute [turns] launch N
  *
- * A tenant that wants all of a GPU's time: launches kernels of one shape, without a pause, and says what came of it.
- * `run` prints "ready", begins when its standard input ends or says something, and measures from BEFORE to BEFORE +
- * WINDOW milliseconds later; `launch` is what a launch of a kernel of no length costs. Figures are printed as `name
- * value`, times in nanoseconds. It knows nothing of shares, and runs on any GPU: the kernels watch the clock. With ROUNDS,
- * so many of a loop in a microsecond, each does as much work as any other whatever the clock says, so that by their number one
- * knows what part of a GPU's work was theirs; `rounds` finds that number, of a GPU that does nothing else. */
+ * A tenant that demands all of a GPU's time: it launches kernels of one shape without a pause and prints
+ * the result. `run` prints "ready", begins when its standard input ends or delivers a byte, and measures
+ * from BEFORE to BEFORE + WINDOW milliseconds later. `launch` measures the launch of an empty kernel.
+ * Figures are printed as `name value`, times in nanoseconds. It is not aware of shares, and runs on any
+ * GPU.
+ *
+ * By default, kernels run for a time on the GPU's clock. With ROUNDS (loop rounds per microsecond) each
+ * kernel does a fixed amount of work instead, so the number of launches gives the tenant's part of the
+ * GPU's work. `rounds` measures ROUNDS on a GPU that is otherwise idle. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -16,13 +19,13 @@
 
 #include "measure.h"
 
-/* Kernels that run as long as their parameter says, or do so much, and one of a nanosecond, or nearly. */
+/* Kernels that run for the time in their parameter, or for that amount of work, and an empty one. */
 static const char PTX[] = PTX_HEAD PTX_SPIN("spin") PTX_SPIN("spin_long") PTX_COUNT("spin_count")
 	PTX_COUNT("spin_count_long") ".visible .entry nothing_1ns()\n{\n ret;\n}\n";
 
 static handle spin, spin_long, nothing, streams[4], graph;
 static int multiprocessors;
-/* Rounds in a microsecond; 0 for kernels that watch the clock. */
+/* Rounds per microsecond; 0 for kernels that watch the clock. */
 static uint64_t rounds;
 
 static void start(void)
@@ -37,14 +40,14 @@ static void start(void)
 	must(cuModuleGetFunction(&nothing, module, "nothing_1ns"));
 }
 
-/* What a kernel is told that is to run for so long. */
+/* The parameter of a kernel that runs for `length` nanoseconds. */
 static uint64_t parameter(uint64_t length) { return rounds ? length * rounds / US : length; }
 static void busy(handle function, unsigned blocks, uint64_t length, handle stream)
 {
 	launch_spin(function, blocks, parameter(length), stream);
 }
 
-/* The shapes: one launch each, of all that have been so far the one with that number. */
+/* The shapes: each function makes launch number `at`. */
 static void wave(uint64_t at) { (void)at, busy(spin, 132, 20 * US, NULL); }
 static void short_(uint64_t at) { (void)at, busy(spin, 1000, 100 * US, NULL); }
 static void plain(uint64_t at) { (void)at, busy(spin, 1000, MS, NULL); }
@@ -67,7 +70,7 @@ static void cooperative(uint64_t at)
 	must(cuLaunchCooperativeKernel(spin, multiprocessors, 1, 1, 128, 1, 1, 0, NULL, parameters));
 }
 
-/* Five kernels of a millisecond about each 50 ms, and how long each of these bursts takes. */
+/* About every 50 ms, five kernels of a millisecond; records how long each of these bursts takes. */
 static double latencies[4096];
 static size_t bursts;
 static void burst(uint64_t at)
@@ -104,7 +107,7 @@ static const struct shape {
 	const char *name;
 	void (*launch)(uint64_t at);
 	void (*prepare)(void);
-	/* Waits for each. */
+	/* Waits for each kernel. */
 	int waits;
 } shapes[] = {
 	{ "20us", wave, NULL, 0 },
@@ -136,8 +139,8 @@ static void run(const char *name, uint64_t before, uint64_t window)
 	fflush(stdout);
 	if (read(STDIN_FILENO, &byte, 1) < 0)
 		fail("read", 0);
-	/* Before the window, in it, and longer, so that nobody else has more towards its end and whoever looks on has
-	   seen it by then. */
+	/* Before the window, in the window, and 1.5 s after it, so that no neighbour gets more time at the
+	 * end of its window and an observer has read it by then. */
 	uint64_t ends[] = { before * MS, (before + window) * MS, (before + window) * MS + 1500 * MS };
 	uint64_t count[3] = { 0 }, stall[3] = { 0 }, cpu[3] = { 0 }, at = 0, begin = now(), last = begin;
 	size_t counted = 0;
@@ -148,7 +151,7 @@ static void run(const char *name, uint64_t before, uint64_t window)
 		if (part == 2)
 			counted = bursts < 4096 ? bursts : 4096;
 		while (last - begin < ends[part]) {
-			/* A wait of its own is none of the launch's. */
+			/* The program's own wait does not count as part of the launch. */
 			uint64_t called = shape->waits ? now() : last;
 			shape->launch(at++);
 			last = now();
@@ -168,11 +171,11 @@ static void run(const char *name, uint64_t before, uint64_t window)
 			latencies[counted * 99 / 100]);
 	}
 	fflush(stdout);
-	/* What is queued need not be waited for. */
+	/* Queued kernels need not complete. */
 	_exit(0);
 }
 
-/* How many rounds of a kernel there are in a microsecond, once the GPU has its clock. */
+/* Measures the rounds of a kernel per microsecond, in a second pass when the GPU has reached its clock. */
 static void find_rounds(void)
 {
 	enum { EACH = 1000000, TIMES = 20 };

@@ -1,5 +1,5 @@
-/* A program that tells what a library which was loaded into it may have changed: signals, threads, open files, the mode
- * mask, the environment, and how the loader finds functions. Ends with 42. */
+/* A program that prints what a loaded library may change: signals, threads, open files, the mode mask, the
+ * environment, and how the loader finds functions. Exits with 42. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -73,7 +73,7 @@ int main(int count, char **words)
 		pthread_join(threads[i], NULL);
 	printf("sum %d\n", sum);
 	printf("default: malloc %s, nvmlInit_v2 %s", found(RTLD_DEFAULT, "malloc"), found(RTLD_DEFAULT, "nvmlInit_v2"));
-	/* Where the GPU driver is not loaded. */
+	/* Only found where the GPU driver is loaded. */
 	printf(", cuInit %s\n", found(RTLD_DEFAULT, "cuInit"));
 	const char *missing = dlerror();
 	printf("error %s\n", missing && strstr(missing, "cuInit") ? "names it" : "is something else");

@@ -1,5 +1,5 @@
-/* A CUDA program without CUDA's headers: the few functions of the driver that these programs call, found as
- * the row at hand wants them found. */
+/* A CUDA program without CUDA's headers: the few driver functions that the attacks call, looked up as each
+ * attack wants. */
 #ifndef DRIVER_H
 #define DRIVER_H
 
@@ -7,7 +7,7 @@
 
 #define MIB ((size_t)1 << 20)
 
-/* How one function is found by its exported name; NULL: it is not. */
+/* Looks up one function by its exported name; NULL if it is not found. */
 typedef void *find_function(void *from, const char *name);
 
 struct driver {
@@ -18,51 +18,52 @@ struct driver {
 	int (*allocate)(unsigned long long *, size_t);
 };
 
-/* Fills in all functions; 0, or -1 with a word on stderr. */
+/* Looks up all functions. Returns 0, or -1 with a message on stderr. */
 int find_all(struct driver *driver, find_function *find, void *from);
-/* The driver's library as a program has it: dlopen by its SONAME, dlsym. */
-int find_usual(struct driver *driver);
-/* The same, of the library with that name. */
+/* The driver's library as an application finds it: dlopen by its SONAME, dlsym. */
+int find_default(struct driver *driver);
+/* The same with the library of that name. */
 int find_in(struct driver *driver, const char *library);
 
-/* Initialises, makes the primary context of the first GPU current. 0, or the driver's error. */
+/* Initialises CUDA and makes the primary context of the first GPU current. Returns 0, or the driver's
+ * error. */
 int start(struct driver *driver);
-/* Allocates until so many MiB are held in blocks of 16, or the driver refuses; how many it holds. */
+/* Allocates blocks of 16 MiB until `mib` MiB are held or the driver refuses. Returns the MiB held. */
 long take(struct driver *driver, long mib);
 
-/* What every row does in the end: start and take. Says what is held and stays; never returns. */
-void hold(struct driver *driver, long mib);
-/* Says so and stays. */
-void held(long mib);
-/* The trick cannot be tried here; the reason is printed, and the row has no result. */
-void cannot(const char *why);
-/* The trick was refused; printed, and the program goes on. */
-void refused(const char *what);
-/* Goes on as another image of this program with that row. */
-void become(const char *row, char **environment);
+/* The end of every attack: starts CUDA, allocates, prints the held memory and stays. Never returns. */
+void allocate_and_stay(struct driver *driver, long mib);
+/* Prints the held memory and stays. Never returns. */
+void report_held(long mib);
+/* Prints that the attack cannot run here, with the reason, and exits. The case is skipped then. */
+void skip(const char *why);
+/* Prints that an operation was refused; the program goes on. */
+void report_refused(const char *what);
+/* Replaces this process by this program with another attack. */
+void restart_as(const char *attack, char **environment);
 
-/* Has calls of one function go to another: its code is written over. 0, or -1. */
+/* Redirects calls of one function to another by overwriting its code. Returns 0 or -1. */
 int redirect(void *from, void *to);
 
-/* Path of a file that lies beside this program. */
-const char *beside(const char *name);
+/* The path of a file in the directory of this program. */
+const char *sibling_path(const char *name);
 
-/* What the program was called with. */
-extern struct order {
+/* The arguments of the program. */
+extern struct arguments {
 	const char *self;
-	const char *row;
-	/* As much as it should try to hold, in MiB. */
+	const char *attack;
+	/* The memory to try to hold, in MiB. */
 	const char *goal;
 	/* Path of the driver's library, and of a copy of it under another name. */
 	const char *library, *copy;
-} order;
+} arguments;
 long goal(void);
 
-/* The tricks, by subject. */
-struct row {
+/* The attacks, by subject. */
+struct attack {
 	const char *name;
-	void (*play)(void);
+	void (*run)(void);
 };
-extern const struct row loader_rows[], page_rows[], memory_rows[], space_rows[], time_rows[];
+extern const struct attack loader_attacks[], page_attacks[], memory_attacks[], space_attacks[], time_attacks[];
 
 #endif

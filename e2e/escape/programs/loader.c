@@ -1,4 +1,4 @@
-/* Ways to the driver's functions that a library which was loaded first may not see. */
+/* Ways to the driver's functions that a preloaded library may miss. */
 #define _GNU_SOURCE
 #include "driver.h"
 #include <dlfcn.h>
@@ -13,17 +13,17 @@ extern char **environ;
 static void plain(void)
 {
 	struct driver driver;
-	if (!find_usual(&driver))
-		hold(&driver, goal());
+	if (!find_default(&driver))
+		allocate_and_stay(&driver, goal());
 }
 
-/* No trick: for each line of its input takes so many MiB more, and says how many it got. */
-static void as_told(void)
+/* Not an attack: for each line of input, allocates that many MiB more, and prints how many it got. */
+static void on_demand(void)
 {
 	struct driver driver;
 	char line[64];
-	if (find_usual(&driver) || start(&driver))
-		cannot("without a driver");
+	if (find_default(&driver) || start(&driver))
+		skip("no driver");
 	while (fgets(line, sizeof line, stdin)) {
 		printf("held %ld\n", take(&driver, atol(line)));
 		fflush(stdout);
@@ -31,18 +31,18 @@ static void as_told(void)
 	exit(0);
 }
 
-/* Four children, each of which wants a half of it, beside a parent that holds some. */
+/* Four children, each of which wants half of the goal. */
 static void after_fork(void)
 {
 	struct driver driver;
 	int ends[2];
 	long sum = 0, one;
 	if (pipe(ends))
-		cannot("without a pipe");
+		skip("no pipe");
 	for (int child = 0; child < 4; child++) {
 		if (fork())
 			continue;
-		if (find_usual(&driver) || start(&driver))
+		if (find_default(&driver) || start(&driver))
 			one = 0;
 		else
 			one = take(&driver, goal() / 2);
@@ -54,19 +54,19 @@ static void after_fork(void)
 	for (int child = 0; child < 4; child++)
 		if (read(ends[0], &one, sizeof one) == sizeof one)
 			sum += one;
-	held(sum);
+	report_held(sum);
 }
 
-/* A child of a process that has a context and memory: CUDA refuses the child, but it may try. */
+/* A child of a process with a context and memory. CUDA refuses the child, but the child may try. */
 static void fork_of_a_user(void)
 {
 	struct driver driver;
-	if (find_usual(&driver) || start(&driver))
-		held(0);
+	if (find_default(&driver) || start(&driver))
+		report_held(0);
 	long sum = take(&driver, goal() / 2), one = 0;
 	int ends[2];
 	if (pipe(ends))
-		cannot("without a pipe");
+		skip("no pipe");
 	if (!fork()) {
 		one = start(&driver) ? 0 : take(&driver, goal());
 		if (write(ends[1], &one, sizeof one) != sizeof one)
@@ -76,18 +76,19 @@ static void fork_of_a_user(void)
 	}
 	if (read(ends[0], &one, sizeof one) != sizeof one)
 		one = 0;
-	held(sum + one);
+	report_held(sum + one);
 }
 
-/* Fills the share, then becomes another image, which holds nothing and tries again; and its child beside it. */
+/* Fills the share, then calls exec. The new image holds nothing and tries again, beside a child that does
+ * the same. */
 static void after_exec(void)
 {
 	struct driver driver;
-	if (!find_usual(&driver) && !start(&driver))
+	if (!find_default(&driver) && !start(&driver))
 		take(&driver, goal());
 	if (!fork())
-		become("plain-quiet", environ);
-	become("plain", environ);
+		restart_as("plain-quiet", environ);
+	restart_as("plain", environ);
 }
 
 static void plain_quiet(void)
@@ -100,79 +101,79 @@ static void plain_quiet(void)
 static void absolute_path(void)
 {
 	struct driver driver;
-	if (!find_in(&driver, order.library))
-		hold(&driver, goal());
+	if (!find_in(&driver, arguments.library))
+		allocate_and_stay(&driver, goal());
 }
 
 static void linker_name(void)
 {
 	struct driver driver;
 	if (!find_in(&driver, "libcuda.so"))
-		hold(&driver, goal());
+		allocate_and_stay(&driver, goal());
 }
 
-/* Where another library stands in the driver's place, the driver itself lies here, and needs to. */
+/* With `injection: shim`, the real driver must be in this directory. */
 #define REAL "/run/divvy/lib/real"
 
 static void real_path(void)
 {
 	struct driver driver;
 	if (!find_in(&driver, REAL "/libcuda.so.1"))
-		hold(&driver, goal());
+		allocate_and_stay(&driver, goal());
 }
 
-/* Begins as it should, and goes on with the driver itself. */
+/* Starts with the shim, and continues with the real driver. */
 static void real_path_beside(void)
 {
 	struct driver driver, real;
-	if (find_usual(&driver) || find_in(&real, REAL "/libcuda.so.1"))
-		held(0);
+	if (find_default(&driver) || find_in(&real, REAL "/libcuda.so.1"))
+		report_held(0);
 	int code = start(&driver);
-	held(code ? 0 : take(&real, goal()));
+	report_held(code ? 0 : take(&real, goal()));
 }
 
 static void real_directory(void)
 {
 	setenv("LD_LIBRARY_PATH", REAL, 1);
-	become("plain", environ);
+	restart_as("plain", environ);
 }
 
 static void new_namespace(void)
 {
 	struct driver driver;
-	void *handle = dlmopen(LM_ID_NEWLM, order.library, RTLD_NOW);
+	void *handle = dlmopen(LM_ID_NEWLM, arguments.library, RTLD_NOW);
 	if (!handle)
-		cannot(dlerror());
+		skip(dlerror());
 	if (!find_all(&driver, (find_function *)dlsym, handle))
-		hold(&driver, goal());
+		allocate_and_stay(&driver, goal());
 }
 
 static void deep_bind(void)
 {
 	struct driver driver;
-	void *handle = dlopen(order.library, RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
+	void *handle = dlopen(arguments.library, RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
 	if (!handle)
-		cannot(dlerror());
+		skip(dlerror());
 	if (!find_all(&driver, (find_function *)dlsym, handle))
-		hold(&driver, goal());
+		allocate_and_stay(&driver, goal());
 }
 
-/* A library that is linked to the driver finds what it calls by itself: no dlsym is asked. */
+/* A library that is linked to the driver gets its functions from the loader, without dlsym. */
 static void linked(void *handle)
 {
 	if (!handle)
-		cannot(dlerror());
+		skip(dlerror());
 	int (*begin)(void) = (int (*)(void))dlsym(handle, "user_start");
 	long (*get)(long) = (long (*)(long))dlsym(handle, "user_take");
 	if (!begin || !get)
-		cannot(dlerror());
-	held(begin() ? 0 : get(goal()));
+		skip(dlerror());
+	report_held(begin() ? 0 : get(goal()));
 }
 
-static void deep_bind_linked(void) { linked(dlopen(beside("libuser.so"), RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND)); }
-static void new_namespace_linked(void) { linked(dlmopen(LM_ID_NEWLM, beside("libuser.so"), RTLD_NOW)); }
+static void deep_bind_linked(void) { linked(dlopen(sibling_path("libuser.so"), RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND)); }
+static void new_namespace_linked(void) { linked(dlmopen(LM_ID_NEWLM, sibling_path("libuser.so"), RTLD_NOW)); }
 
-/* Symbols without a version are not found by one: the trick needs a driver whose symbols have some. */
+/* dlvsym does not find symbols without a version: the attack needs a driver with symbol versions. */
 static void *versioned(void *handle, const char *name) { return dlvsym(handle, name, "libcuda.so.1"); }
 
 static void by_version(void)
@@ -180,13 +181,13 @@ static void by_version(void)
 	struct driver driver;
 	void *handle = dlopen("libcuda.so.1", RTLD_NOW);
 	if (!handle)
-		cannot(dlerror());
+		skip(dlerror());
 	if (find_all(&driver, versioned, handle))
-		cannot("with this driver, whose symbols have no versions");
-	hold(&driver, goal());
+		skip("the driver has no symbol versions");
+	allocate_and_stay(&driver, goal());
 }
 
-/* libc's own dlsym, which no library that was loaded first defines by that version. */
+/* libc's own dlsym, by its symbol version. No preloaded library defines that version. */
 static void by_libc(void)
 {
 	struct driver driver;
@@ -195,13 +196,13 @@ static void by_libc(void)
 	if (!find && libc)
 		find = (find_function *)dlvsym(libc, "dlsym", "GLIBC_2.17");
 	if (!find || !handle)
-		cannot("since this libc has no such version of dlsym");
+		skip("this libc has no such version of dlsym");
 	if (!find_all(&driver, find, handle))
-		hold(&driver, goal());
+		allocate_and_stay(&driver, goal());
 }
 
-/* The driver's own way to its functions, for one that is asked for by the name of its first version. */
-static void *asked(void *get, const char *name)
+/* The driver's own lookup, which takes the name without the version suffix. */
+static void *get_proc_address(void *get, const char *name)
 {
 	int (*ask)(const char *, void **, int, unsigned long long, int *) =
 		(int (*)(const char *, void **, int, unsigned long long, int *))get;
@@ -215,43 +216,43 @@ static void *asked(void *get, const char *name)
 	return ask(base, &found, 12000, 0, &status) ? NULL : found;
 }
 
-static void asked_of_the_driver(void)
+static void by_get_proc_address(void)
 {
 	struct driver driver;
 	void *handle = dlopen("libcuda.so.1", RTLD_NOW);
 	if (!handle)
-		cannot(dlerror());
+		skip(dlerror());
 	void *get = dlsym(handle, "cuGetProcAddress_v2");
-	/* Asked for itself, too: the answer may be another function. */
-	void *again = get ? asked(get, "cuGetProcAddress") : NULL;
+	/* Looks up the lookup function itself too: the result may be another function. */
+	void *again = get ? get_proc_address(get, "cuGetProcAddress") : NULL;
 	if (!again)
-		cannot("since the driver has no cuGetProcAddress");
-	if (!find_all(&driver, asked, again))
-		hold(&driver, goal());
+		skip("the driver has no cuGetProcAddress");
+	if (!find_all(&driver, get_proc_address, again))
+		allocate_and_stay(&driver, goal());
 }
 
 static void preload_unset(void)
 {
 	unsetenv("LD_PRELOAD");
-	become("plain", environ);
+	restart_as("plain", environ);
 }
 
 static void preload_replaced(void)
 {
 	setenv("LD_PRELOAD", "libm.so.6", 1);
-	become("plain", environ);
+	restart_as("plain", environ);
 }
 
 static void environment_cleared(void)
 {
 	char *nothing[] = { NULL };
-	become("plain", nothing);
+	restart_as("plain", nothing);
 }
 
-const struct row loader_rows[] = {
+const struct attack loader_attacks[] = {
 	{ "plain", plain },
 	{ "plain-quiet", plain_quiet },
-	{ "as-told", as_told },
+	{ "on-demand", on_demand },
 	{ "fork", after_fork },
 	{ "fork-of-a-user", fork_of_a_user },
 	{ "exec", after_exec },
@@ -266,7 +267,7 @@ const struct row loader_rows[] = {
 	{ "dlmopen-linked", new_namespace_linked },
 	{ "dlvsym", by_version },
 	{ "libc-dlsym", by_libc },
-	{ "cugetprocaddress", asked_of_the_driver },
+	{ "cugetprocaddress", by_get_proc_address },
 	{ "preload-unset", preload_unset },
 	{ "preload-replaced", preload_replaced },
 	{ "environment-cleared", environment_cleared },

@@ -1,8 +1,8 @@
-/* escape ROW GOAL LIBRARY COPY
+/* escape ATTACK GOAL LIBRARY COPY
  *
- * Plays one trick by which a program may try to hold more device memory than its share, or to have more time, tries to hold GOAL MiB,
- * prints `held MIB` and stays until it is killed, so that whoever judges it can look at what the GPU says. It never
- * judges itself. */
+ * Runs one attack on a share's memory or compute time. It tries to hold GOAL MiB, prints `held MIB` and stays
+ * until it is killed, so that the test can read the usage from the GPU. It does not decide whether the
+ * attack succeeded. */
 #define _GNU_SOURCE
 #include "driver.h"
 #include <dlfcn.h>
@@ -12,15 +12,15 @@
 #include <string.h>
 #include <unistd.h>
 
-struct order order;
+struct arguments arguments;
 
-long goal(void) { return atol(order.goal); }
+long goal(void) { return atol(arguments.goal); }
 
 int find_all(struct driver *driver, find_function *find, void *from)
 {
 	struct {
 		const char *name;
-		void **room;
+		void **slot;
 	} wanted[] = {
 		{ "cuInit", (void **)&driver->init },
 		{ "cuDeviceGet", (void **)&driver->device },
@@ -29,8 +29,8 @@ int find_all(struct driver *driver, find_function *find, void *from)
 		{ "cuMemAlloc_v2", (void **)&driver->allocate },
 	};
 	for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
-		*wanted[i].room = find(from, wanted[i].name);
-		if (!*wanted[i].room) {
+		*wanted[i].slot = find(from, wanted[i].name);
+		if (!*wanted[i].slot) {
 			fprintf(stderr, "%s is not found\n", wanted[i].name);
 			return -1;
 		}
@@ -42,11 +42,11 @@ int find_in(struct driver *driver, const char *library)
 {
 	void *handle = dlopen(library, RTLD_NOW);
 	if (!handle)
-		cannot(dlerror());
+		skip(dlerror());
 	return find_all(driver, (find_function *)dlsym, handle);
 }
 
-int find_usual(struct driver *driver) { return find_in(driver, "libcuda.so.1"); }
+int find_default(struct driver *driver) { return find_in(driver, "libcuda.so.1"); }
 
 int start(struct driver *driver)
 {
@@ -66,7 +66,7 @@ long take(struct driver *driver, long mib)
 	return got;
 }
 
-void held(long mib)
+void report_held(long mib)
 {
 	printf("held %ld\n", mib);
 	fflush(stdout);
@@ -74,60 +74,60 @@ void held(long mib)
 		pause();
 }
 
-void hold(struct driver *driver, long mib)
+void allocate_and_stay(struct driver *driver, long mib)
 {
 	int code = start(driver);
 	if (code)
-		refused("the context");
-	held(code ? 0 : take(driver, mib));
+		report_refused("the context");
+	report_held(code ? 0 : take(driver, mib));
 }
 
-void cannot(const char *why)
+void skip(const char *why)
 {
-	printf("cannot %s\n", why ? why : "be tried here");
+	printf("skip %s\n", why ? why : "not possible here");
 	fflush(stdout);
 	exit(0);
 }
 
-void refused(const char *what) { fprintf(stderr, "refused: %s (%s)\n", what, strerror(errno)); }
+void report_refused(const char *what) { fprintf(stderr, "refused: %s (%s)\n", what, strerror(errno)); }
 
-const char *beside(const char *name)
+const char *sibling_path(const char *name)
 {
 	static char path[4200];
-	const char *slash = strrchr(order.self, '/');
-	snprintf(path, sizeof path, "%.*s/%s", (int)(slash - order.self), order.self, name);
+	const char *slash = strrchr(arguments.self, '/');
+	snprintf(path, sizeof path, "%.*s/%s", (int)(slash - arguments.self), arguments.self, name);
 	return path;
 }
 
-void become(const char *row, char **environment)
+void restart_as(const char *attack, char **environment)
 {
-	const char *words[] = { order.self, row, order.goal, order.library, order.copy, NULL };
-	execve(order.self, (char **)words, environment);
-	cannot("be started again");
+	const char *words[] = { arguments.self, attack, arguments.goal, arguments.library, arguments.copy, NULL };
+	execve(arguments.self, (char **)words, environment);
+	skip("exec failed");
 }
 
-static void play(const struct row *rows)
+static void run_if_named(const struct attack *attacks)
 {
-	for (; rows->name; rows++)
-		if (!strcmp(rows->name, order.row))
-			rows->play();
+	for (; attacks->name; attacks++)
+		if (!strcmp(attacks->name, arguments.attack))
+			attacks->run();
 }
 
 int main(int count, char **words)
 {
 	if (count != 5) {
-		fprintf(stderr, "usage: %s ROW GOAL LIBRARY COPY\n", words[0]);
+		fprintf(stderr, "usage: %s ATTACK GOAL LIBRARY COPY\n", words[0]);
 		return 2;
 	}
 	static char self[4096];
 	if (readlink("/proc/self/exe", self, sizeof self - 1) < 0)
 		return 2;
-	order = (struct order){ self, words[1], words[2], words[3], words[4] };
-	play(loader_rows);
-	play(page_rows);
-	play(memory_rows);
-	play(space_rows);
-	play(time_rows);
-	fprintf(stderr, "no row %s\n", order.row);
+	arguments = (struct arguments){ self, words[1], words[2], words[3], words[4] };
+	run_if_named(loader_attacks);
+	run_if_named(page_attacks);
+	run_if_named(memory_attacks);
+	run_if_named(space_attacks);
+	run_if_named(time_attacks);
+	fprintf(stderr, "no attack %s\n", arguments.attack);
 	return 2;
 }

@@ -1,5 +1,5 @@
-/* What programs that measure themselves have in common: the driver's functions, found as an application finds them, and
- * clocks. */
+/* Common parts of the programs that measure themselves: the driver's functions, looked up as an
+ * application does, and clocks. */
 #ifndef MEASURE_H
 #define MEASURE_H
 
@@ -18,7 +18,7 @@ typedef void *handle;
 typedef unsigned long long address;
 
 #define LAUNCH_ handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **
-/* All that any of them calls. A driver may not have all: what is missing is NULL. */
+/* All driver functions that any of them calls. A function that the driver lacks is NULL. */
 #define FUNCTIONS(EACH)                                                     \
 	EACH(cuInit, unsigned)                                              \
 	EACH(cuDeviceGet, int *, int)                                       \
@@ -77,7 +77,7 @@ static inline void find_functions(void)
 	FUNCTIONS(FIND_)
 }
 
-/* Makes the primary context of the first GPU current; the GPU. */
+/* Makes the primary context of the first GPU current. Returns the GPU. */
 static inline int open_gpu(void)
 {
 	int device;
@@ -90,7 +90,7 @@ static inline int open_gpu(void)
 	return device;
 }
 
-/* A kernel that runs as long as its parameter says, for any GPU since Maxwell. */
+/* A kernel that runs for the time in its parameter, on any GPU since Maxwell. */
 #define PTX_HEAD ".version 6.0\n.target sm_50\n.address_size 64\n"
 #define PTX_SPIN(name)                                                                              \
 	".visible .entry " name "(.param .u64 length)\n{\n .reg .u64 %rd<4>;\n .reg .pred %p1;\n" \
@@ -98,8 +98,9 @@ static inline int open_gpu(void)
 	"again:\n mov.u64 %rd3, %globaltimer;\n sub.u64 %rd3, %rd3, %rd2;\n"                      \
 	" setp.lt.u64 %p1, %rd3, %rd1;\n @%p1 bra again;\n ret;\n}\n"
 
-/* One that does as much work as its parameter says, in rounds of a loop, however long that takes: who is cut by others needs
- * longer. On the simulated GPU a round takes a nanosecond. What is stored keeps the loop from being left out. */
+/* A kernel that does a fixed amount of work, in rounds of a loop; it takes longer when other processes
+ * share the GPU. On the simulated GPU a round takes a nanosecond. The store keeps the compiler from
+ * removing the loop. */
 #define PTX_COUNT(name)                                                                                \
 	".visible .entry " name "(.param .u64 length)\n{\n .reg .u64 %rd<3>;\n .reg .pred %p1;\n"    \
 	" .shared .align 8 .b8 sink[8];\n ld.param.u64 %rd1, [length];\n mov.u64 %rd2, 0;\n"          \
@@ -127,9 +128,9 @@ static inline int by_size(const void *a, const void *b)
 	return (x > y) - (x < y);
 }
 
-/* Has the processor end what it has begun before it goes on. The simulated driver takes so little time that a processor
- * which waits for memory in one call looks for that of the next meanwhile, of which it sees the less the more is between
- * the two: then the difference is how far it looks ahead, and not what a call costs. */
+/* Makes the processor complete what it has begun. The simulated driver is so fast that the processor
+ * otherwise overlaps the memory accesses of successive calls. The measured difference would then be the
+ * overlap, not the cost of a call. */
 static inline void finish(void)
 {
 #if defined(__x86_64__)
@@ -141,8 +142,8 @@ static inline void finish(void)
 #endif
 }
 
-/* What a call costs: the median of batches, so that what comes between now and then falls out. `batch` makes BATCH calls,
- * `rest` does what no batch shall wait for, or is NULL. */
+/* Prints the cost of a call: the median over batches, so that rare interruptions do not count. `batch`
+ * makes BATCH calls; `rest` is the work between batches that is not measured, or NULL. */
 enum { BATCH = 256, BATCHES = 4096 };
 
 static inline void figure(const char *name, void (*batch)(void), void (*rest)(void), long calls)
@@ -162,7 +163,7 @@ static inline void figure(const char *name, void (*batch)(void), void (*rest)(vo
 	fflush(stdout);
 }
 
-/* Whether to measure in turns with other programs: a figure for each byte that comes, until there are no more. */
+/* Whether to take turns with other programs: one figure per byte of input, until the input ends. */
 static int in_turns;
 
 static inline void figures(const char *name, void (*batch)(void), void (*rest)(void), long calls)
@@ -191,7 +192,7 @@ static inline void launch_figures(handle function, long calls)
 	figures("launch", launches, wait_for_all, calls);
 }
 
-/* The words of a program, of which the first may be `turns`. */
+/* Reads the optional first argument `turns`. */
 static inline void take_turns(int *count, char ***words)
 {
 	in_turns = *count > 1 && !strcmp((*words)[1], "turns");

@@ -1,4 +1,4 @@
-/* Getting around a library within the process that it is loaded in. */
+/* Attacks on the library from within its process. */
 #define _GNU_SOURCE
 #include "driver.h"
 #include <dlfcn.h>
@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* The driver's library among the objects that are loaded, and its own table of symbols. */
+/* The driver's library among the loaded objects, and its symbol table. */
 struct object {
 	uintptr_t base;
 	const ElfW(Sym) *symbols;
@@ -20,7 +20,7 @@ struct object {
 
 static uintptr_t at(const struct link_map *map, uintptr_t value)
 {
-	/* glibc has made most of these absolute already. */
+	/* glibc has already made most of these absolute. */
 	return value < map->l_addr ? map->l_addr + value : value;
 }
 
@@ -37,7 +37,8 @@ static void read_tables(const struct link_map *map, struct object *object)
 	}
 }
 
-/* Walks every chain of the GNU hash table: number of buckets, first symbol, words of the filter, shift. */
+/* Walks every chain of the GNU hash table. Its header: number of buckets, first symbol, words of the
+ * filter, shift. */
 static void *in_tables(void *from, const char *name)
 {
 	const struct object *object = from;
@@ -56,33 +57,33 @@ static void *in_tables(void *from, const char *name)
 	return NULL;
 }
 
-static struct object *genuine(void)
+static struct object *real_driver(void)
 {
 	static struct object object;
 	struct link_map *map;
 	void *handle = dlopen("libcuda.so.1", RTLD_NOW);
 	if (!handle || dlinfo(handle, RTLD_DI_LINKMAP, &map))
-		cannot(dlerror());
-	/* From the program's own map on: a handle may be another object's. */
+		skip(dlerror());
+	/* Starts from the program's own map: the handle may be another object's. */
 	while (map->l_prev)
 		map = map->l_prev;
-	/* The last of that name: what stands in for it is loaded before. */
+	/* The last object of that name is the driver: a shim is loaded before it. */
 	for (; map; map = map->l_next)
 		if (strstr(map->l_name, "/libcuda.so"))
 			read_tables(map, &object);
 	if (!object.hash || !object.symbols || !object.strings)
-		cannot("since the driver's library has no GNU hash table");
+		skip("the driver's library has no GNU hash table");
 	return &object;
 }
 
 static void raw_pointers(void)
 {
 	struct driver driver;
-	if (!find_all(&driver, in_tables, genuine()))
-		hold(&driver, goal());
+	if (!find_all(&driver, in_tables, real_driver()))
+		allocate_and_stay(&driver, goal());
 }
 
-/* Overwrites the beginning of a function by a jump to another. */
+/* Overwrites the beginning of a function with a jump to another. */
 int redirect(void *from, void *to)
 {
 	uintptr_t page = sysconf(_SC_PAGESIZE), begin = (uintptr_t)from & ~(page - 1);
@@ -103,42 +104,42 @@ int redirect(void *from, void *to)
 static void patched(void)
 {
 	struct driver driver, real;
-	if (find_usual(&driver) || find_all(&real, in_tables, genuine()))
-		held(0);
+	if (find_default(&driver) || find_all(&real, in_tables, real_driver()))
+		report_held(0);
 	int code = start(&driver);
 	void *hook = (void *)driver.allocate, *function = (void *)real.allocate;
 	if (hook != function && redirect(hook, function))
-		refused("mprotect of the library's code");
-	held(code ? 0 : take(&driver, goal()));
+		report_refused("mprotect of the library's code");
+	report_held(code ? 0 : take(&driver, goal()));
 }
 
-/* Registers, and is charged nothing any more. */
-static int come_and_go(void)
+/* Registers with the library and releases its context, so that nothing is charged. */
+static int register_only(void)
 {
 	struct driver driver;
 	int device;
 	void *context;
 	int (*release)(int) = (void *)dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuDevicePrimaryCtxRelease_v2");
-	if (!release || find_usual(&driver) || driver.init(0) || driver.device(&device, 0))
+	if (!release || find_default(&driver) || driver.init(0) || driver.device(&device, 0))
 		return -1;
 	if (!driver.retain(&context, device))
 		release(device);
 	return 0;
 }
 
-/* A context of 300 MiB and 200 more in each of many processes, of which the library is told nothing. */
+/* In each of many processes, a context of 300 MiB and 208 MiB more, both without the library. */
 static void overhead(void)
 {
 	enum { COUNT = 24, EACH = 208 };
 	int ends[2];
 	long sum = 0, one;
 	if (pipe(ends))
-		cannot("without a pipe");
+		skip("no pipe");
 	for (int child = 0; child < COUNT; child++) {
 		if (fork())
 			continue;
 		struct driver real;
-		one = come_and_go() || find_all(&real, in_tables, genuine()) || start(&real) ? 0 : take(&real, EACH);
+		one = register_only() || find_all(&real, in_tables, real_driver()) || start(&real) ? 0 : take(&real, EACH);
 		if (write(ends[1], &one, sizeof one) != sizeof one)
 			_exit(1);
 		for (;;)
@@ -147,34 +148,34 @@ static void overhead(void)
 	for (int child = 0; child < COUNT; child++)
 		if (read(ends[0], &one, sizeof one) == sizeof one)
 			sum += one;
-	held(sum);
+	report_held(sum);
 }
 
-/* A copy of the driver's library, which no one who knows it by name or SONAME recognises. */
+/* A copy of the driver's library that is not recognised by name or SONAME. */
 static void own_library(void)
 {
 	struct driver driver;
-	if (!find_in(&driver, order.copy))
-		hold(&driver, goal());
+	if (!find_in(&driver, arguments.copy))
+		allocate_and_stay(&driver, goal());
 }
 
-/* Managed memory, moved to the GPU; 1 is CU_MEM_ATTACH_GLOBAL. */
+/* Managed memory, moved to the GPU. 1 is CU_MEM_ATTACH_GLOBAL. */
 static void managed(void)
 {
 	struct driver driver;
 	unsigned long long address;
 	size_t size = goal() * MIB;
-	void *handle = dlopen(order.copy, RTLD_NOW);
-	if (!handle || find_in(&driver, order.copy))
-		cannot(dlerror());
+	void *handle = dlopen(arguments.copy, RTLD_NOW);
+	if (!handle || find_in(&driver, arguments.copy))
+		skip(dlerror());
 	int (*allocate)(unsigned long long *, size_t, unsigned) = (void *)dlsym(handle, "cuMemAllocManaged");
 	int (*move)(unsigned long long, size_t, int, void *) = (void *)dlsym(handle, "cuMemPrefetchAsync");
 	if (!allocate || !move)
-		cannot("since the driver has no managed memory");
-	held(start(&driver) || allocate(&address, size, 1) || move(address, size, 0, NULL) ? 0 : goal());
+		skip("the driver has no managed memory");
+	report_held(start(&driver) || allocate(&address, size, 1) || move(address, size, 0, NULL) ? 0 : goal());
 }
 
-const struct row memory_rows[] = {
+const struct attack memory_attacks[] = {
 	{ "managed", managed },
 	{ "link-map", raw_pointers },
 	{ "library-patched", patched },

@@ -1,10 +1,11 @@
 /* overcommit work MIB KERNEL_MS MS | overcommit pool MIB | overcommit take MIB
  *
- * Tenants of a GPU that is short of memory. `work` holds so much in blocks of 64 MiB, prints "ready HELD", begins when its
- * standard input says something, and runs one kernel after the other for so long; then it prints for each when it was
- * done, in milliseconds since its begin. `pool` has a pool reserve so much, frees all of it and does nothing more until
- * its input ends. `take` takes so much with each line of input and prints the driver's answer.
- * None knows of shares. */
+ * Tenants of a GPU that is short of memory; they are not aware of shares.
+ *
+ * `work` holds MIB in blocks of 64 MiB, prints "ready HELD", waits for a byte on standard input, and runs
+ * one kernel after the other for MS milliseconds. Then it prints the end of each kernel, in milliseconds
+ * since its begin. `pool` reserves MIB in a pool, frees all of it and is idle until its input ends. `take`
+ * allocates MIB for each line of input and prints the driver's result code. */
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -32,7 +33,7 @@ static void work(uint64_t mib, const char *length, uint64_t window)
 	handle module, kernel;
 	uint64_t held = 0, count = 0;
 	open_gpu();
-	/* A kernel's length is in its name for the simulated GPU. */
+	/* The simulated GPU takes a kernel's length from its name. */
 	snprintf(name, sizeof name, "work_%sms", length);
 	snprintf(text, sizeof text, PTX_HEAD ".visible .entry %s()\n{\n ret;\n}\n", name);
 	must(cuModuleLoadData(&module, text));
@@ -72,7 +73,7 @@ static void pool(uint64_t mib)
 	_exit(0);
 }
 
-/* Memory by handle, which cannot be managed: refused is refused. */
+/* Memory by handle. It cannot be managed, so a refusal is final. */
 static void take(uint64_t mib)
 {
 	struct {

@@ -1,4 +1,5 @@
-/* Writing what a share may use, and what it does use. Offsets are those of api/pages, layout 1. */
+/* Attacks on the pages of a share: its limits and its accounting. Offsets are those of api/pages, layout
+ * 1. */
 #define _GNU_SOURCE
 #include "pages.h"
 #include "driver.h"
@@ -58,7 +59,7 @@ void raise_limits(unsigned char *page)
 			continue;
 		put(record + LIMIT, (uint64_t)1 << 43);
 		put(record + PHYSICAL, (uint64_t)1 << 43);
-		/* And the ceiling beside it. */
+		/* No ceiling, either. */
 		put(record + CORES, 0);
 		uint32_t sum = crc32c(record, length);
 		memcpy(record + CHECKSUM, &sum, 4);
@@ -96,11 +97,11 @@ int page_mapped(const char *name, unsigned char **address)
 	return count;
 }
 
-/* The program has begun to use CUDA, so that the pages are mapped; what it holds. */
+/* Starts CUDA, so that the pages are mapped. Returns the MiB that it holds. */
 static long begin(struct driver *driver)
 {
-	if (find_usual(driver) || start(driver))
-		held(0);
+	if (find_default(driver) || start(driver))
+		report_held(0);
 	return take(driver, 16);
 }
 
@@ -111,27 +112,27 @@ static void write_the_file(void)
 	if (path) {
 		int file = open(path, O_RDONLY);
 		if (file < 0 || read(file, page, sizeof page) != sizeof page)
-			cannot("since the policy page cannot be read");
+			skip("the policy page cannot be read");
 		raise_limits(page);
 		close(file);
 		if (chmod(path, 0666))
-			refused("chmod");
+			report_refused("chmod");
 		if (chown(path, getuid(), getgid()))
-			refused("chown");
+			report_refused("chown");
 		if ((file = open(path, O_WRONLY)) < 0)
-			refused("open to write");
+			report_refused("open to write");
 		else if (write(file, page, sizeof page) != sizeof page)
-			refused("write");
+			report_refused("write");
 		if ((file = open(path, O_WRONLY | O_TRUNC)) < 0)
-			refused("truncate");
+			report_refused("truncate");
 		char aside[4200];
 		snprintf(aside, sizeof aside, "%s.old", path);
 		if (rename(path, aside))
-			refused("rename");
+			report_refused("rename");
 		if (unlink(path))
-			refused("unlink");
+			report_refused("unlink");
 	}
-	become("plain", environ);
+	restart_as("plain", environ);
 }
 
 static void remount(void)
@@ -139,48 +140,48 @@ static void remount(void)
 	const char *path = page_file("policy");
 	if (path) {
 		if (mount(NULL, path, NULL, MS_REMOUNT | MS_BIND, NULL))
-			refused("remount to write");
+			report_refused("remount to write");
 		if (umount2(path, MNT_DETACH))
-			refused("umount");
+			report_refused("umount");
 	}
 	if (mount("none", "/run", "tmpfs", 0, NULL))
-		refused("mount over /run");
+		report_refused("mount over /run");
 	if (mount("/dev/null", "/etc/ld.so.preload", NULL, MS_BIND, NULL))
-		refused("mount over /etc/ld.so.preload");
+		report_refused("mount over /etc/ld.so.preload");
 	if (unlink("/etc/ld.so.preload"))
-		refused("unlink /etc/ld.so.preload");
+		report_refused("unlink /etc/ld.so.preload");
 	if (truncate("/etc/ld.so.preload", 0))
-		refused("truncate /etc/ld.so.preload");
+		report_refused("truncate /etc/ld.so.preload");
 	write_the_file();
 }
 
-/* The container's own root may rename what lies above the mounts. */
+/* The container's own root may rename the directories above the mounts. */
 static void move_run(void)
 {
 	if (rename("/run/divvy", "/run/elsewhere"))
-		refused("rename /run/divvy");
-	become("plain", environ);
+		report_refused("rename /run/divvy");
+	restart_as("plain", environ);
 }
 
 static void move_etc(void)
 {
 	if (rename("/etc", "/elsewhere"))
-		refused("rename /etc");
-	/* Without the loader's cache in its place nothing is found by its SONAME. */
-	become("absolute-path", environ);
+		report_refused("rename /etc");
+	/* Without the loader's cache in /etc, the loader finds no library by its SONAME. */
+	restart_as("absolute-path", environ);
 }
 
-/* A directory that is closed to everybody is closed to a root without capabilities, and to the loader for it. */
-static void close_the_way(void)
+/* A directory without permissions is closed to a root without capabilities, and so to its loader. */
+static void close_run(void)
 {
 	if (page_file("policy") && chmod("/run/divvy", 0))
-		refused("chmod /run/divvy");
+		report_refused("chmod /run/divvy");
 	for (int capability = 0; capability < 64; capability++)
 		prctl(PR_CAPBSET_DROP, capability, 0, 0, 0);
-	become("plain", environ);
+	restart_as("plain", environ);
 }
 
-/* The page as it should be, at the same place in memory. */
+/* Copies the page and raises the limits in the copy. */
 static void raised(const unsigned char *mapped, unsigned char *page)
 {
 	memcpy(page, mapped, 4096);
@@ -196,12 +197,12 @@ static void own_memory_file(void)
 	for (int i = page_mapped("policy", mapped); i-- > 0;) {
 		raised(mapped[i], page);
 		if (memory < 0 || pwrite(memory, page, sizeof page, (off_t)(uintptr_t)mapped[i]) != sizeof page)
-			refused("write to /proc/self/mem");
+			report_refused("write to /proc/self/mem");
 		struct iovec from = { page, sizeof page }, to = { mapped[i], sizeof page };
 		if (process_vm_writev(getpid(), &from, 1, &to, 1, 0) != sizeof page)
-			refused("process_vm_writev");
+			report_refused("process_vm_writev");
 	}
-	held(mib + take(&driver, goal() - mib));
+	report_held(mib + take(&driver, goal() - mib));
 }
 
 static void trace_itself(void)
@@ -215,14 +216,14 @@ static void trace_itself(void)
 	pid_t child = fork();
 	if (!child) {
 		if (ptrace(PTRACE_ATTACH, self, NULL, NULL) || waitpid(self, &status, 0) < 0) {
-			refused("ptrace");
+			report_refused("ptrace");
 			_exit(1);
 		}
 		for (int i = 0; i < count; i++) {
 			raised(mapped[i], page);
 			for (int at = 0; at < 4096; at += 8)
 				if (ptrace(PTRACE_POKEDATA, self, mapped[i] + at, word(page + at))) {
-					refused("POKEDATA");
+					report_refused("POKEDATA");
 					break;
 				}
 		}
@@ -230,7 +231,7 @@ static void trace_itself(void)
 		_exit(0);
 	}
 	waitpid(child, &status, 0);
-	held(mib + take(&driver, goal() - mib));
+	report_held(mib + take(&driver, goal() - mib));
 }
 
 static sigjmp_buf before;
@@ -246,13 +247,13 @@ static void make_writable(void)
 	for (int i = page_mapped("policy", mapped); i-- > 0;) {
 		raised(mapped[i], page);
 		if (mprotect(mapped[i], 4096, PROT_READ | PROT_WRITE))
-			refused("mprotect");
+			report_refused("mprotect");
 		if (sigsetjmp(before, 1))
-			refused("a store");
+			report_refused("a store");
 		else
 			memcpy(mapped[i], page, sizeof page);
 	}
-	held(mib + take(&driver, goal() - mib));
+	report_held(mib + take(&driver, goal() - mib));
 }
 
 static void map_over(void)
@@ -264,11 +265,11 @@ static void map_over(void)
 		raised(mapped[i], page);
 		void *over = mmap(mapped[i], 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 		if (over == MAP_FAILED)
-			refused("mmap over the policy page");
+			report_refused("mmap over the policy page");
 		else
 			memcpy(over, page, sizeof page);
 	}
-	held(mib + take(&driver, goal() - mib));
+	report_held(mib + take(&driver, goal() - mib));
 }
 
 unsigned char *account_page(void)
@@ -279,12 +280,13 @@ unsigned char *account_page(void)
 	int file = open(path, O_RDWR);
 	void *account = mmap(NULL, SLOTS + 1024 * SLOT, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
 	if (account == MAP_FAILED)
-		cannot("since the account page cannot be mapped");
+		skip("the account page cannot be mapped");
 	return account;
 }
 
-/* Takes what it can, changes the account, and takes again, until it has enough or nothing helps any more. */
-static void cook(void (*change)(unsigned char *account))
+/* Allocates, changes the account page, and allocates again, until the goal is reached or nothing more is
+ * granted. */
+static void forge(void (*change)(unsigned char *account))
 {
 	struct driver driver;
 	long mib = begin(&driver), more;
@@ -295,7 +297,7 @@ static void cook(void (*change)(unsigned char *account))
 		if (account)
 			change(account);
 	} while (mib < goal() && more > 0);
-	held(mib);
+	report_held(mib);
 }
 
 static void each_slot(unsigned char *account, void (*change)(unsigned char *slot))
@@ -313,10 +315,10 @@ static void zero(unsigned char *account)
 	each_slot(account, forget);
 }
 
-/* All that it holds could move. */
+/* Marks all held memory as managed. */
 static void all_moves(unsigned char *slot) { put(slot + MANAGED, word(slot + HELD) & (((uint64_t)1 << 44) - 1)); }
 
-/* Says so before it takes each block, so that none counts as what it claimed. */
+/* Marks it before each block, so that no block counts as the claim's own memory. */
 static void manage(void)
 {
 	struct driver driver;
@@ -327,10 +329,11 @@ static void manage(void)
 			each_slot(account, all_moves);
 		more = take(&driver, 16);
 	}
-	held(mib);
+	report_held(mib);
 }
 
-/* As if its owner were another process that holds nothing: pid 1, who lives as long as the container. */
+/* As if the slot's owner were another process that holds nothing: pid 1, which lives as long as the
+ * container. */
 static void to_another(unsigned char *slot)
 {
 	put(slot + OWNER, (word(slot + OWNER) & ~0xffffffffull) | 1);
@@ -357,7 +360,7 @@ static void bump(unsigned char *account)
 
 static void rich(unsigned char *account) { put(account + BALANCE, INT64_MAX); }
 
-/* Not as much as the node takes for a lie by itself. */
+/* Less than the balance that alone proves a forgery. */
 void have_time(unsigned char *account) { put(account + BALANCE, 900000000); }
 
 static void waited(unsigned char *slot) { put(slot + WAITED, word(slot + WAITED) + 1000000); }
@@ -371,17 +374,17 @@ static void charged_nothing(unsigned char *slot)
 
 void have_charged_nothing(unsigned char *account) { each_slot(account, charged_nothing); }
 
-static void used_zeroed(void) { cook(zero); }
-static void balance_raised(void) { cook(rich); }
-static void slot_stolen(void) { cook(steal); }
-static void generation_bumped(void) { cook(bump); }
+static void used_zeroed(void) { forge(zero); }
+static void balance_raised(void) { forge(rich); }
+static void slot_stolen(void) { forge(steal); }
+static void generation_bumped(void) { forge(bump); }
 
-const struct row page_rows[] = {
+const struct attack page_attacks[] = {
 	{ "policy-file", write_the_file },
 	{ "policy-remount", remount },
 	{ "run-moved", move_run },
 	{ "etc-moved", move_etc },
-	{ "pages-closed", close_the_way },
+	{ "pages-closed", close_run },
 	{ "policy-proc-mem", own_memory_file },
 	{ "policy-ptrace", trace_itself },
 	{ "policy-mprotect", make_writable },

@@ -1,18 +1,19 @@
-/* The pages of a share, for a program that would like them to say something else. */
+/* Attacks on the pages of a share. */
 #ifndef PAGES_H
 #define PAGES_H
 
-/* Path of the first policy or account page in this container; NULL without one. */
+/* Path of the first policy or account page in this container; NULL if there is none. */
 const char *page_file(const char *name);
-/* Where they are mapped in this process, up to 16; how many. */
+/* Finds where the pages are mapped in this process, up to 16. Returns the count. */
 int page_mapped(const char *name, unsigned char **address);
-/* The account page, mapped to be written; NULL without one. */
+/* The account page, mapped writable; NULL if there is none. */
 unsigned char *account_page(void);
-/* Words on it that no honest process writes: time that nobody granted; waits; and the same with nothing charged. */
+/* Values that no honest process writes: time that was never granted, waits, and waits with nothing
+ * charged. */
 void have_time(unsigned char *account);
 void have_waited(unsigned char *account);
 void have_charged_nothing(unsigned char *account);
-/* Makes both copies of a policy page allow 8 TiB and all of the time, with checksums that hold. */
+/* Makes both copies of a policy page allow 8 TiB and all compute time, with valid checksums. */
 void raise_limits(unsigned char *page);
 
 #endif

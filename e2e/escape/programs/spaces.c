@@ -1,4 +1,4 @@
-/* Namespaces of a program's own, where the kernel lets it have some. */
+/* Attacks by the program's own namespaces, where the kernel allows them, and cgroups. */
 #define _GNU_SOURCE
 #include "driver.h"
 #include <fcntl.h>
@@ -20,44 +20,44 @@ static void map_root(int uid, int gid)
 	} maps[] = { { "/proc/self/uid_map", uid }, { "/proc/self/gid_map", gid } };
 	int groups = open("/proc/self/setgroups", O_WRONLY);
 	if (groups < 0 || write(groups, "deny", 4) != 4)
-		refused("setgroups");
+		report_refused("setgroups");
 	for (int i = 0; i < 2; i++) {
 		int file = open(maps[i].file, O_WRONLY);
 		int length = snprintf(line, sizeof line, "0 %d 1", maps[i].id);
 		if (file < 0 || write(file, line, length) != length)
-			refused(maps[i].file);
+			report_refused(maps[i].file);
 	}
 }
 
-/* Root of a user namespace may mount, over the pages and over what the loader reads. */
+/* Root of a user namespace may mount over the pages and over the loader's files. */
 static void user(void)
 {
 	int uid = getuid(), gid = getgid();
 	if (unshare(CLONE_NEWUSER | CLONE_NEWNS))
-		cannot("since the kernel gives no user namespaces here");
+		skip("the kernel allows no user namespaces here");
 	map_root(uid, gid);
 	if (mount("none", "/run", "tmpfs", 0, NULL))
-		refused("mount over /run");
+		report_refused("mount over /run");
 	if (access("/etc/ld.so.preload", F_OK) == 0 && mount("/dev/null", "/etc/ld.so.preload", NULL, MS_BIND, NULL))
-		refused("mount over /etc/ld.so.preload");
-	become("plain", environ);
+		report_refused("mount over /etc/ld.so.preload");
+	restart_as("plain", environ);
 }
 
-/* A process whose number means nothing to the container, with a library of its own. */
+/* A process whose pid is not valid in the container, with its own copy of the driver. */
 static void pid(void)
 {
 	int uid = getuid(), gid = getgid(), status;
 	if (unshare(CLONE_NEWUSER | CLONE_NEWPID))
-		cannot("since the kernel gives no user namespaces here");
+		skip("the kernel allows no user namespaces here");
 	map_root(uid, gid);
 	pid_t child = fork();
 	if (!child)
-		become("own-libcuda", environ);
+		restart_as("own-libcuda", environ);
 	waitpid(child, &status, 0);
 	_exit(0);
 }
 
-/* A cgroup is left for the root of its hierarchy by whoever may write there. */
+/* Moves to the root of each cgroup hierarchy, where it may write there. */
 static void leave(void)
 {
 	char line[8192], path[4096];
@@ -68,12 +68,12 @@ static void leave(void)
 		strcat(path, "/cgroup.procs");
 		int file = open(path, O_WRONLY);
 		if (file < 0 || write(file, "0", 1) != 1)
-			refused(path);
+			report_refused(path);
 	}
-	become("own-libcuda", environ);
+	restart_as("own-libcuda", environ);
 }
 
-const struct row space_rows[] = {
+const struct attack space_attacks[] = {
 	{ "cgroup-left", leave },
 	{ "user-namespace", user },
 	{ "pid-namespace", pid },

@@ -1,4 +1,4 @@
-/* static GOAL: a program that has the driver linked into it, so that no loader ever runs. */
+/* static GOAL: a program with the driver linked into it, so that no loader runs. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>

@@ -1,5 +1,6 @@
-/* Compute time: programs that want all of a GPU's, each in its own way. They say `held 0` when they are about to begin, and work
- * until they are killed; what they get is for others to see. On a real GPU the kernels watch its clock. */
+/* Attacks on compute time: programs that demand all of a GPU's time. They print `held 0` just before they
+ * begin and work until they are killed; the test measures the time that they get. On a real GPU the
+ * kernels watch its clock. */
 #define _GNU_SOURCE
 #include "driver.h"
 #include "measure.h"
@@ -31,13 +32,14 @@ static void kernel(uint64_t length, handle stream)
 	launch_spin(spin, 1000, length, stream);
 }
 
-static void about_to_begin(void)
+static void report_start(void)
 {
 	printf("held 0\n");
 	fflush(stdout);
 }
 
-/* Kernels of 2 ms, as fast as they go or nearly: a program that only launches would keep a core from its judge. */
+/* Kernels of 2 ms, almost as fast as possible: a program that only launches would take a core from the
+ * test. */
 static void work(void)
 {
 	for (;;) {
@@ -49,11 +51,11 @@ static void work(void)
 static void only_work(void)
 {
 	begin();
-	about_to_begin();
+	report_start();
 	work();
 }
 
-/* Fills and copies in the GPU's own memory, and between it and the host's whatever moves. */
+/* Fills and copies within the GPU's own memory, and migrates managed memory between it and the host. */
 static void copies(void)
 {
 	enum { GPU, HOST = -1 };
@@ -63,7 +65,7 @@ static void copies(void)
 	/* CU_MEM_ATTACH_GLOBAL */
 	must(cuMemAllocManaged(&managed, size, 1));
 	must(cuMemAlloc_v2(&own, 2 * part));
-	about_to_begin();
+	report_start();
 	for (;;) {
 		must(cuMemPrefetchAsync(managed, size, GPU, NULL));
 		must(cuMemPrefetchAsync(managed, size, HOST, NULL));
@@ -73,7 +75,7 @@ static void copies(void)
 	}
 }
 
-/* On sixteen streams, without ever waiting for one. */
+/* Sixteen streams, without a wait. */
 static void queue(void)
 {
 	handle streams[16];
@@ -81,7 +83,7 @@ static void queue(void)
 	for (int i = 0; i < 16; i++)
 		/* CU_STREAM_NON_BLOCKING */
 		must(cuStreamCreate(&streams[i], 1));
-	about_to_begin();
+	report_start();
 	for (uint64_t at = 0;; at++) {
 		kernel(10 * MS, streams[at % 16]);
 		if (at % 4 == 0)
@@ -96,15 +98,15 @@ static void processes(void)
 			begin();
 			work();
 		}
-	about_to_begin();
+	report_start();
 	for (;;)
 		pause();
 }
 
-/* In processes of which none lives long enough to be known. */
+/* Processes that end before they can be measured. */
 static void fresh(int waits)
 {
-	about_to_begin();
+	report_start();
 	for (int i = 0; i < 4; i++)
 		if (!fork())
 			for (;;) {
@@ -137,7 +139,7 @@ static void graphs(void)
 		kernel(2 * MS, stream);
 	must(cuStreamEndCapture(stream, &made));
 	must(cuGraphInstantiateWithFlags(&graph, made, 0));
-	about_to_begin();
+	report_start();
 	for (;;) {
 		must(cuGraphLaunch(graph, stream));
 		usleep(5000);
@@ -147,18 +149,18 @@ static void graphs(void)
 static void endless(void)
 {
 	begin();
-	about_to_begin();
+	report_start();
 	kernel(HOUR, NULL);
 	for (;;)
 		pause();
 }
 
-/* Works, while another process of the container writes the account page. */
-static void cook(void (*change)(unsigned char *account))
+/* Works while another process of the container writes the account page. */
+static void forge(void (*change)(unsigned char *account))
 {
 	unsigned char *account = account_page();
 	begin();
-	about_to_begin();
+	report_start();
 	if (account && !fork())
 		for (;;) {
 			change(account);
@@ -167,12 +169,12 @@ static void cook(void (*change)(unsigned char *account))
 	work();
 }
 
-static void more_balance(void) { cook(have_time); }
-static void claimed_waits(void) { cook(have_waited); }
-static void forgotten_charges(void) { cook(have_charged_nothing); }
+static void more_balance(void) { forge(have_time); }
+static void claimed_waits(void) { forge(have_waited); }
+static void forgotten_charges(void) { forge(have_charged_nothing); }
 
-/* Everything was over in no time. */
-static int in_no_time(float *milliseconds, handle from, handle to)
+/* Makes every kernel look as if it took no time. */
+static int zero_time(float *milliseconds, handle from, handle to)
 {
 	(void)from, (void)to;
 	*milliseconds = 0;
@@ -182,9 +184,9 @@ static int in_no_time(float *milliseconds, handle from, handle to)
 static void mismeasured(void)
 {
 	begin();
-	if (redirect((void *)cuda.cuEventElapsedTime, (void *)in_no_time))
-		refused("mprotect of the driver's code");
-	about_to_begin();
+	if (redirect((void *)cuda.cuEventElapsedTime, (void *)zero_time))
+		report_refused("mprotect of the driver's code");
+	report_start();
 	work();
 }
 
@@ -197,15 +199,15 @@ static void map_over(void)
 		raise_limits(page);
 		void *over = mmap(mapped[i], 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 		if (over == MAP_FAILED)
-			refused("mmap over the policy page");
+			report_refused("mmap over the policy page");
 		else
 			memcpy(over, page, sizeof page);
 	}
-	about_to_begin();
+	report_start();
 	work();
 }
 
-const struct row time_rows[] = {
+const struct attack time_attacks[] = {
 	{ "time-work", only_work },
 	{ "time-copies", copies },
 	{ "time-queue", queue },

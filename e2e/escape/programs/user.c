@@ -1,4 +1,4 @@
-/* A library that is linked to the driver, as those that CUDA programs are made of are. */
+/* A library that is linked to the driver, like the libraries of CUDA programs. */
 #include <stddef.h>
 
 int cuInit(unsigned);
@@ -16,7 +16,7 @@ int user_start(void)
 	return cuCtxSetCurrent(context);
 }
 
-/* Allocates until so many MiB are held in blocks of 16, or the driver refuses; how many it holds. */
+/* Allocates blocks of 16 MiB until `mib` MiB are held or the driver refuses. Returns the MiB held. */
 long user_take(long mib)
 {
 	unsigned long long address;

@@ -1,10 +1,11 @@
-//! What the driver's CDI files have mounted into a container: each share is prepared by the driver's own code, and what it
-//! wrote is put together as a container runtime does it.
+//! The mounts that the driver's CDI files describe. The driver's own code prepares each share and
+//! writes the file; this module merges the files as a container runtime does.
 //!
-//! A runtime goes through the devices of a container in their order, each claim's common part before its first device. Where
-//! two mounts have one path in the container, the later stays (`InjectDevices` and `ContainerEdits.Apply` of
-//! tags.cncf.io/container-device-interface). Programs look for the simulated GPU driver where it lies outside, below its own
-//! root, so what the files have in the container's own directories is mounted there.
+//! A runtime applies the devices of a container in their order, and each claim's common edits
+//! before its first device. If two mounts have the same path in the container, the later one stays
+//! (`InjectDevices` and `ContainerEdits.Apply` of tags.cncf.io/container-device-interface).
+//! Programs find the simulated GPU driver below its own root, so mounts of the container's library
+//! directories are placed there.
 
 use crate::node::{Node, Share};
 use crate::watch;
@@ -16,32 +17,32 @@ use divvy_driver::paths::HostPaths;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// A share as the driver has prepared it.
+/// A share after its preparation by the driver.
 #[derive(Clone, Debug)]
 pub struct Prepared {
     pub share: Share,
-    /// Where the libraries lay that the driver had then: `libdivvy.so` and those in `shim/`.
+    /// The directory of the driver's libraries at that time: `libdivvy.so` and those in `shim/`.
     pub libraries: PathBuf,
     pub injection: Injection,
 }
 
-/// A file of the host in a container.
+/// A file of the host that is mounted into a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Mount {
     pub(crate) host: PathBuf,
     pub(crate) container: PathBuf,
-    /// Of the mount alone, with commas between.
+    /// Comma-separated mount options, without `bind` and propagation.
     pub(crate) options: String,
 }
 
-/// What a container with these shares has mounted, one mount at each path.
+/// The mounts of a container with these shares, one mount per path.
 pub(crate) fn mounts(node: &Node, shares: &[Prepared]) -> Result<Vec<Mount>> {
     let files: Vec<Value> = shares.iter().map(|share| file(node, share)).collect::<Result<_>>()?;
     let all = applied(&files).into_iter().map(|mount| read(node, mount));
-    all.collect::<Option<_>>().context("a CDI file with a mount that is none")
+    all.collect::<Option<_>>().context("a CDI file contains an invalid mount")
 }
 
-/// The mounts of a container with the first device of each of these files, as a runtime makes them.
+/// The mounts of a container with the first device of each of these files, merged as by a runtime.
 pub fn applied(files: &[Value]) -> Vec<&Value> {
     const PATH: &str = "containerPath";
     let mut all: Vec<&Value> = Vec::new();
@@ -52,7 +53,7 @@ pub fn applied(files: &[Value]) -> Vec<&Value> {
         all.retain(|have| have[PATH] != mount[PATH]);
         all.push(mount);
     }
-    // What lies deeper comes later.
+    // Parent directories come before the paths below them.
     all.sort_by_key(|mount| mount[PATH].as_str().map_or(0, |path| path.matches('/').count()));
     all
 }

@@ -1,10 +1,11 @@
-//! A container as far as a share is concerned: namespaces of its own, a root of its own, the pages and the library
-//! mounted as a CDI file has them mounted, and no capability that a container has not got by default.
+//! A container as a pod with a share gets it: its own namespaces and root, the pages and the
+//! library mounted as by a CDI file, and the default capabilities.
 //!
-//! No container runtime and no root are needed: `unshare` gives a user namespace whose root may mount. Its root file
-//! system is this machine's, each top directory mounted again, with an `/etc` and a `/run` of its own. `/etc/ld.so.preload`
-//! is a mounted file, so that the loader finds the library as it does in a pod: no environment is involved. Who waits in
-//! it as process 1 is a shell; programs enter by `nsenter` and lose, before they run, what that root could do.
+//! No container runtime and no root are needed: `unshare` creates a user namespace whose root may
+//! mount. The root file system is the machine's, each top directory bind-mounted, with a separate
+//! `/etc` and `/run`. `/etc/ld.so.preload` is a mounted file, so the loader finds the library
+//! without any environment variable, as in a pod. Process 1 is a waiting shell; programs enter by
+//! `nsenter` and drop the capabilities of that root before they run.
 
 use crate::cdi::{self, Prepared};
 use crate::cgroup::Cgroup;
@@ -15,46 +16,48 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// What a container's root may do by default (containerd's list): nothing that mounts, traces others or loads modules.
-const CAPABILITIES: &str = "-all,+chown,+dac_override,+fsetid,+fowner,+mknod,+net_raw,+setgid,+setuid,+setfcap,\
-                            +setpcap,+net_bind_service,+sys_chroot,+kill,+audit_write";
+/// The default capabilities of a container's root (containerd's list): none to mount, trace others
+/// or load modules.
+const CAPABILITIES: &str = "-all,+chown,+dac_override,+fsetid,+fowner,+mknod,+net_raw,+setgid,+setuid,\
+                            +setfcap,+setpcap,+net_bind_service,+sys_chroot,+kill,+audit_write";
 
-/// Where the library lies in a container.
+/// The path of the library in a container.
 const LIBRARY: &str = "/run/divvy/lib/libdivvy.so";
 
-/// What a container is made of.
+/// The parts of a container.
 #[derive(Clone, Debug, Default)]
 pub struct Recipe {
     pub shares: Vec<Share>,
     /// The library to preload.
     pub library: Option<PathBuf>,
-    /// Shares, and the libraries for them, that are mounted as the driver's CDI files say.
+    /// Shares and their libraries, mounted as the driver's CDI files say.
     pub prepared: Vec<Prepared>,
-    /// What its programs have in their environment, beside `PATH`.
+    /// The environment of its programs, in addition to `PATH`.
     pub environment: Vec<(String, String)>,
-    /// As root, without a user namespace: for programs that change their user.
+    /// Run as root without a user namespace, for programs that change their user.
     pub root: bool,
-    /// In a cgroup of its own, which the node knows of: for limits that the GPU driver keeps.
+    /// Create a cgroup that the node knows, for limits that the GPU driver enforces.
     pub cgroup: bool,
-    /// Shell that runs before the root is changed to `/mnt`, as the root that mounts: a pod's own volumes.
+    /// Shell commands that run as the mounting root before the root changes to `/mnt`: the pod's
+    /// volumes.
     pub volumes: String,
 }
 
-/// A running container; it ends, with all its processes, when it is dropped.
+/// A running container. It ends with all its processes when it is dropped.
 #[derive(Debug)]
 pub struct Container {
     outer: Child,
-    /// Process 1, as this process numbers it.
+    /// Process 1, by its id in this process's pid namespace.
     pub first: u32,
     root: bool,
     environment: Vec<(String, String)>,
-    /// Its processes leave it when they die with this.
+    /// Dropped after the container's processes have ended, which removes them from it.
     pub cgroup: Option<Cgroup>,
 }
 
 impl Container {
     pub fn start(node: &Node, recipe: &Recipe) -> Result<Self> {
-        let cgroup = if recipe.cgroup { Some(Cgroup::make()?) } else { None };
+        let cgroup = if recipe.cgroup { Some(Cgroup::create()?) } else { None };
         let user: &[&str] = if recipe.root { &[] } else { &["--user", "--map-root-user"] };
         let mut outer = Command::new("unshare")
             .args(user)
@@ -65,18 +68,18 @@ impl Container {
             .spawn()
             .context("cannot start unshare")?;
         let mut line = String::new();
-        if let Some(said) = outer.stdout.take() {
-            BufReader::new(said).read_line(&mut line)?;
+        if let Some(stdout) = outer.stdout.take() {
+            BufReader::new(stdout).read_line(&mut line)?;
         }
         if line != "up\n" {
-            // It has ended, or is of no use.
+            // It has ended, or is unusable.
             let _ = outer.kill();
             let mut why = String::new();
-            if let Some(mut said) = outer.stderr.take() {
-                said.read_to_string(&mut why)?;
+            if let Some(mut stderr) = outer.stderr.take() {
+                stderr.read_to_string(&mut why)?;
             }
             let _ = outer.wait();
-            bail!("no container here (user namespaces are needed): {}", why.trim());
+            bail!("cannot create a container (user namespaces are needed): {}", why.trim());
         }
         let id = outer.id();
         let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
@@ -85,13 +88,13 @@ impl Container {
             std::fs::write(cgroup.processes(), first.to_string())?;
             let prepared = recipe.prepared.iter().map(|prepared| &prepared.share);
             for share in recipe.shares.iter().chain(prepared) {
-                share.tell_container(cgroup.name(), &cgroup.line())?;
+                share.register_container(cgroup.name(), &cgroup.line())?;
             }
         }
         Ok(Self { outer, first, root: recipe.root, environment: recipe.environment.clone(), cgroup })
     }
 
-    /// A program in the container, as a tenant of it.
+    /// A command that runs a program in the container as a tenant.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = match &self.cgroup {
             Some(cgroup) => {
@@ -117,13 +120,14 @@ impl Container {
 
 impl Drop for Container {
     fn drop(&mut self) {
-        // Its process 1 dies with it, and so does whatever lives there.
+        // Process 1 of the container dies with it, and with that every process in it.
         let _ = self.outer.kill();
         let _ = self.outer.wait();
     }
 }
 
-/// What makes the container; its last line stays as process 1 until its standard input ends.
+/// The shell script that sets up the container. Its last line stays as process 1 until standard
+/// input ends.
 fn script(node: &Node, recipe: &Recipe) -> Result<String> {
     let mut script = String::from(
         "set -e\n\
@@ -132,7 +136,8 @@ fn script(node: &Node, recipe: &Recipe) -> Result<String> {
          for entry in /*; do\n\
          \x20 name=${entry#/}\n\
          \x20 case $name in etc | run | proc | mnt | tmp | lost+found) continue ;; esac\n\
-         \x20 if [ -L $entry ]; then cp -P $entry /mnt/; elif [ -d $entry ]; then mkdir -p /mnt/$name; mount --rbind $entry /mnt/$name; fi\n\
+         \x20 if [ -L $entry ]; then cp -P $entry /mnt/;\n\
+          \x20 elif [ -d $entry ]; then mkdir -p /mnt/$name; mount --rbind $entry /mnt/$name; fi\n\
          done\n\
          mkdir -p /mnt/etc /mnt/run/divvy /mnt/proc /mnt/mnt /mnt/tmp\n\
          cp -a /etc/. /mnt/etc/ 2>/dev/null || true\n\
@@ -141,10 +146,13 @@ fn script(node: &Node, recipe: &Recipe) -> Result<String> {
          for place in $(grep -o ' /mnt/sys/fs/cgroup[^ ]* cgroup2* ' /proc/self/mounts | cut -d' ' -f2); do\n\
          \x20 mount -o remount,bind,ro,nosuid,nodev,noexec $place\n\
          done\n\
-         bind() { mkdir -p $(dirname $2); [ -e $2 ] || touch $2; mount --bind $1 $2; mount -o remount,bind,$3 $2; }\n",
+         bind() {\n\
+         \x20 mkdir -p $(dirname $2); [ -e $2 ] || touch $2\n\
+         \x20 mount --bind $1 $2; mount -o remount,bind,$3 $2\n\
+         }\n",
     );
     script += &format!("cp {} /mnt/etc/ld.so.cache\n", text(&node.loader_cache()?)?);
-    // Of the host's temporary files only what a container has too: the driver, and the programs.
+    // The container gets none of the host's temporary files except the driver and the programs.
     for directory in [node.sim.root(), &node.programs()] {
         let directory = text(directory)?;
         script += &format!("mkdir -p /mnt{directory}\nmount --rbind {directory} /mnt{directory}\n");
@@ -170,12 +178,13 @@ fn script(node: &Node, recipe: &Recipe) -> Result<String> {
         script += &format!("bind {host} /mnt{container} {}\n", mount.options);
     }
     script += &recipe.volumes;
-    script += "\ncd /mnt\nmkdir .old\npivot_root . .old\numount -l /.old\nrmdir /.old\necho up\nwhile read -r line; do :; done\n";
+    script += "\ncd /mnt\nmkdir .old\npivot_root . .old\numount -l /.old\nrmdir /.old\n\
+               echo up\nwhile read -r line; do :; done\n";
     Ok(script)
 }
 
-/// A `/dev` with the GPU's nodes, and where the simulator's state is: a driver's library that is not below the driver's
-/// root takes `/` for it.
+/// Mounts a `/dev` with the GPU's nodes, and the simulator's state where a driver library that is
+/// not below the driver's root looks for it.
 fn devices(node: &Node) -> Result<String> {
     let (state, dev) = (text(node.sim.dir())?, text(&node.sim.dev())?);
     Ok(format!(
@@ -189,7 +198,7 @@ fn devices(node: &Node) -> Result<String> {
     ))
 }
 
-/// No library of the driver's but those that are mounted, and what programs have put beside them.
+/// Hides the driver's libraries except those that are mounted and the programs' own copies.
 fn libraries(node: &Node) -> Result<String> {
     let directory = text(&node.libraries())?;
     Ok(format!(
@@ -202,6 +211,7 @@ fn libraries(node: &Node) -> Result<String> {
 
 fn text(path: &Path) -> Result<String> {
     let text = path.to_str().filter(|path| !path.contains(|c: char| c.is_whitespace() || c == '\''));
-    text.map(str::to_owned)
-        .with_context(|| format!("{} is no path for a shell", OsString::from(path).display()))
+    text.map(str::to_owned).with_context(|| {
+        format!("the path {} cannot be used in a shell script", OsString::from(path).display())
+    })
 }

@@ -1,8 +1,9 @@
-//! Programs of all sorts with the library loaded: each must say and answer what it does without it.
+//! Runs ordinary programs with the library loaded. Each must behave as it does without the library.
 //!
-//! They run in two containers, one with the library and a share, one with neither, by the same shell line. What is
-//! compared is standard output, standard error and the exit code, to the byte. A library that stands in the GPU driver's
-//! place is in no program that does not load the driver, so those that are played with it do.
+//! Each sample runs as the same shell line in two containers: one with the library and a share, one
+//! without both. Standard output, standard error and the exit code are compared byte for byte. With
+//! `injection: shim` the library is only loaded by programs that load the GPU driver, so the
+//! samples for it do.
 
 use crate::cdi::Prepared;
 use crate::container::{Container, Recipe};
@@ -13,13 +14,14 @@ use divvy_api::sharing::Injection;
 use std::path::Path;
 use std::process::Output;
 
-/// A sort of program.
+/// An ordinary program.
 #[derive(Clone, Copy, Debug)]
 pub struct Sample {
     pub name: &'static str,
-    /// What must be on this machine for it: a program, or a file in the loader's directories.
+    /// Requirements of the sample: programs in `PATH`, or files in the loader's directories.
     pub needs: &'static [&'static str],
-    /// For `sh` in the directory of programs, where `corpus`, `asan`, `asan-shared` and `static` lie.
+    /// A line for `sh`, run in the directory that contains `corpus`, `asan`, `asan-shared` and
+    /// `static`.
     pub line: &'static str,
     /// How the library comes into the container.
     pub injection: Injection,
@@ -33,7 +35,7 @@ const fn shimmed(name: &'static str, needs: &'static [&'static str], line: &'sta
     Sample { name, needs, line, injection: Injection::Shim }
 }
 
-/// Uses CUDA where there is a driver, through ctypes.
+/// Uses CUDA through ctypes, where there is a driver.
 const CTYPES: &str = r#"python3 -c '
 import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -69,7 +71,8 @@ pub const SAMPLES: &[Sample] = &[
     sample(
         "both, in python",
         &["libtcmalloc_minimal.so.4", "libjemalloc.so.2", "python3"],
-        "LD_PRELOAD='libjemalloc.so.2 libtcmalloc_minimal.so.4' python3 -c 'print(sum(len(str(i)) for i in range(99999)))'",
+        "LD_PRELOAD='libjemalloc.so.2 libtcmalloc_minimal.so.4' \
+         python3 -c 'print(sum(len(str(i)) for i in range(99999)))'",
     ),
     sample("ASan, static runtime", &[], "./asan"),
     sample("setuid", &["setpriv"], "setpriv --reuid=65534 --regid=65534 --clear-groups ./setuid id"),
@@ -78,7 +81,8 @@ pub const SAMPLES: &[Sample] = &[
     sample(
         "gdb",
         &["gdb"],
-        "gdb -q -nx -batch -ex 'run > told' -ex 'print $_exitcode' ./corpus 2>/dev/null | grep '^\\$1'; cat told; rm told",
+        "gdb -q -nx -batch -ex 'run > out' -ex 'print $_exitcode' ./corpus 2>/dev/null | grep '^\\$1'; \
+         cat out; rm out",
     ),
     sample("strace", &["strace"], "strace -f -o /dev/null ./corpus"),
     sample(
@@ -105,11 +109,11 @@ const JAVA: &str = "public class Corpus {
 }
 ";
 
-/// Containers with the programs.
+/// Containers with the programs: without the library, with it preloaded, and with the shim.
 pub struct Corpus {
     native: Container,
-    share: Container,
-    shimmed: Container,
+    preload: Container,
+    shim: Container,
     node: Node,
 }
 
@@ -121,7 +125,7 @@ impl Corpus {
         programs::compile(&["corpus.c"], &to.join("static"), &["-static", "-pthread", "-ldl"])?;
         let asan = ["-pthread", "-ldl", "-fsanitize=address", "-static-libasan"];
         programs::compile(&["corpus.c"], &to.join("asan"), &asan)?;
-        // gcc's default.
+        // The default runtime of gcc is the shared one.
         programs::compile(&["corpus.c"], &to.join("asan-shared"), &asan[..3])?;
         std::fs::write(to.join("Corpus.java"), JAVA)?;
         setuid(&to)?;
@@ -130,29 +134,29 @@ impl Corpus {
         let recipe = Recipe { root: true, ..Recipe::default() };
         let native = Container::start(&node, &recipe)?;
         let prepared = vec![Prepared { share: share.clone(), libraries, injection: Injection::Shim }];
-        let shimmed = Container::start(&node, &Recipe { prepared, ..recipe.clone() })?;
+        let shim = Container::start(&node, &Recipe { prepared, ..recipe.clone() })?;
         let with = Recipe { library: Some(library.to_owned()), shares: vec![share], ..recipe };
-        Ok(Self { native, share: Container::start(&node, &with)?, shimmed, node })
+        Ok(Self { native, preload: Container::start(&node, &with)?, shim, node })
     }
 
-    /// Plays a sample in both; what differs, if anything does.
+    /// Runs a sample without the library and with it. Returns the difference, if there is one.
     pub fn compare(&self, sample: &Sample) -> Result<Option<String>> {
         for needed in sample.needs {
             let probe = format!("command -v {needed} || ldconfig -p | grep -F {needed}");
-            let there = self.run(&self.native, &probe)?.status.success();
-            ensure!(there, "{} needs {needed}, which this machine has not got", sample.name);
+            let is_installed = self.run(&self.native, &probe)?.status.success();
+            ensure!(is_installed, "{} needs {needed}, which this machine does not have", sample.name);
         }
         let container = match sample.injection {
-            Injection::Preload => &self.share,
-            Injection::Shim => &self.shimmed,
+            Injection::Preload => &self.preload,
+            Injection::Shim => &self.shim,
         };
         let (without, with) = (self.run(&self.native, sample.line)?, self.run(container, sample.line)?);
-        let told = |out: &Output| {
+        let visible = |out: &Output| {
             let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
             (out.status.code(), text(&out.stdout), text(&out.stderr))
         };
-        let (without, with) = (told(&without), told(&with));
-        ensure!(!without.1.is_empty(), "{} says nothing: {}", sample.name, without.2);
+        let (without, with) = (visible(&without), visible(&with));
+        ensure!(!without.1.is_empty(), "{} printed nothing: {}", sample.name, without.2);
         Ok((without != with).then(|| format!("without {without:?}\nwith    {with:?}")))
     }
 
@@ -162,7 +166,7 @@ impl Corpus {
     }
 }
 
-/// A program that runs as root whoever starts it.
+/// Installs the sample program with the setuid bit.
 fn setuid(programs: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
     let file = programs.join("setuid");

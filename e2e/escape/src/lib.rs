@@ -1,28 +1,32 @@
-//! The escape suite: every trick we know by which a container may try to hold more of a GPU than its share, of memory or of time, played
-//! against a library that is to keep the limit; Divvy's own, or another one.
+//! The isolation suite: runs every known attack on the limits of a share, in memory or in compute
+//! time. The limits are enforced by Divvy's library, or by another one.
 //!
-//! A trick is a small program in a real container on a simulated GPU. Whether it won is read from the simulator's
-//! ledger, never from the program, the library or its pages (but for a forged balance, which is nowhere else). A suite that cannot fail proves nothing, so every row is
-//! also played with what should stop it taken away, and must then win.
-//!
-//! - [`rows`]: the tricks, and what must become of each.
-//! - [`node`]: a simulated GPU with shares; [`container`]: namespaces, mounts and capabilities as a pod has them;
-//!   [`cdi`]: what the driver has mounted there; [`cgroup`]: one of its own, where it must have one.
-//! - [`programs`]: the programs, in C under `programs/`; [`raw`]: the one that needs no driver library.
-//! - [`watch`]: the node's agent, which must find what the library cannot prevent.
-//! - [`corpus`]: programs of all sorts, which the library must not disturb.
-//! - [`trial`]: one row played once; [`time`]: what it has of the GPU's time; [`report`]: all of them, and the table for the documentation.
+//! An attack is a small program in a real container on a simulated GPU. The verdict comes from the
+//! simulator's state, never from the program, the library or its pages (except a forged balance,
+//! which only a page contains). Every case is also run without its protection and must then
+//! succeed: a suite that cannot fail proves nothing.
 
+/// One run of a case.
+pub mod case_run;
+/// CDI files that the driver writes, applied as a container runtime applies them.
 pub mod cdi;
+/// Cgroups of containers, for cases that need one.
 pub mod cgroup;
 pub mod command;
+/// Containers: namespaces, mounts and capabilities as a pod has them.
 pub mod container;
+/// Ordinary programs, which the library must not disturb.
 pub mod corpus;
+/// The attacks, and the result that each must have.
+pub mod isolation_cases;
+/// A simulated GPU with shares.
 pub mod node;
+/// The programs in C under `programs/`.
 pub mod programs;
+/// The program that needs no driver library.
 pub mod raw;
+/// All cases, and the table for the documentation.
 pub mod report;
-pub mod rows;
 mod time;
-pub mod trial;
+/// The node's agent, which must detect what the library cannot prevent.
 pub mod watch;

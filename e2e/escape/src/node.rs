@@ -1,16 +1,16 @@
-//! A node with one simulated GPU, the pages of its shares as files, and what its processes really use.
+//! A node with one simulated GPU, and the pages of its shares as files.
 //!
-//! What is used is read from the simulator's own ledger, which is exact to the byte and which neither the library nor
-//! its pages have a part in: the judge of every trick that is about memory.
+//! GPU usage is read from the simulator's usage file, which is exact to the byte and independent of
+//! the library and its pages. It decides every attack on memory.
 
 use crate::cgroup;
-use crate::rows::On;
+use crate::isolation_cases::Device;
 use anyhow::{Context, Result, ensure};
 pub use divvy_pages::policy::Compute;
 use divvy_pages::policy::{Flags, Memory, Policy};
 use divvy_pages::{GpuUuid, Text, account};
-use divvy_sim::ledger::{Place, Watcher};
-use divvy_sim::{Ledger, Options, Sim};
+use divvy_sim::usage::{Place, UsageMonitor};
+use divvy_sim::{GpuUsage, Options, Sim};
 use std::collections::BTreeSet;
 use std::fs::Permissions;
 use std::io::Write;
@@ -21,20 +21,21 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 pub const MIB: u64 = 1 << 20;
-/// A GPU driver that keeps limits of cgroups.
-const LIMITING: &str = "615.10.01";
-/// Half of an A100 or H100: NVML's numbers of the profiles of three slices and, in it, `3c`.
-const HALF: (u32, u32) = (9, 2);
-/// What a context takes on the simulated GPU.
+/// The version of a GPU driver that enforces memory limits of cgroups.
+const CGROUP_LIMITS_DRIVER: &str = "615.10.01";
+/// Half of an A100 or H100: NVML's profile ids of the GPU instance with three slices (`3g`) and of
+/// the compute instance `3c` in it.
+const HALF_PROFILE_IDS: (u32, u32) = (9, 2);
+/// Memory of a context on the simulated GPU, in bytes.
 pub const CONTEXT: u64 = 300 * MIB;
 
 #[derive(Debug)]
 pub struct Node {
     dir: TempDir,
     pub sim: Sim,
-    ledger: Arc<Ledger>,
+    usage: Arc<GpuUsage>,
     uuid: GpuUuid,
-    /// Of a MIG instance, the numbers of GPU and compute instance and the UUID.
+    /// For a MIG instance: the ids of GPU and compute instance, and its UUID.
     mig: Option<((u32, u32), GpuUuid)>,
 }
 
@@ -47,30 +48,31 @@ pub struct Share {
 }
 
 impl Node {
-    /// A node with that GPU.
+    /// A node with one GPU of that model.
     pub fn up(gpu: &str) -> Result<Self> {
         Self::up_in(gpu, &std::env::temp_dir())
     }
 
-    /// The same with its files in a directory of this one.
+    /// The same with its files below `parent`.
     pub fn up_in(gpu: &str, parent: &Path) -> Result<Self> {
         Self::with(gpu, parent, |_| ())
     }
 
-    /// The same where samples of the GPU's time say what each process had.
-    pub fn dividing(gpu: &str, parent: &Path) -> Result<Self> {
+    /// The same, on a driver whose utilization samples report the time of each process.
+    pub fn with_per_process_samples(gpu: &str, parent: &Path) -> Result<Self> {
         Self::with(gpu, parent, |options| options.host.divides_samples = true)
     }
 
-    /// A node with one device of that sort.
-    pub fn of(on: On) -> Result<Self> {
+    /// A node with one device of that kind.
+    pub fn for_device(device: Device) -> Result<Self> {
         let parent = std::env::temp_dir();
-        match on {
-            On::Gpu => Self::up("L4"),
-            On::Hopper => Self::up("H100-SXM5-80GB"),
-            On::Instance => Self::of_half("H100-SXM5-80GB", &parent),
-            On::Limiting => {
-                let node = Self::with("L4", &parent, |options| options.driver = LIMITING.to_owned())?;
+        match device {
+            Device::Gpu => Self::up("L4"),
+            Device::Hopper => Self::up("H100-SXM5-80GB"),
+            Device::MigInstance => Self::with_half_instance("H100-SXM5-80GB", &parent),
+            Device::CgroupLimits => {
+                let node =
+                    Self::with("L4", &parent, |options| options.driver = CGROUP_LIMITS_DRIVER.to_owned())?;
                 let sysfs = node.sim.root().join("sys/fs");
                 std::fs::create_dir_all(&sysfs)?;
                 symlink(cgroup::root()?, sysfs.join("cgroup"))?;
@@ -79,17 +81,17 @@ impl Node {
         }
     }
 
-    /// A node with that GPU, half of which is a MIG instance, with its files in a directory of this one.
-    pub fn of_half(gpu: &str, parent: &Path) -> Result<Self> {
+    /// A node with that GPU, half of which is a MIG instance, with its files below `parent`.
+    pub fn with_half_instance(gpu: &str, parent: &Path) -> Result<Self> {
         let mut node = Self::up_in(gpu, parent)?;
         let (gi, ci) = node.sim.update(|state| {
-            // Before Hopper the mode changes with a reset.
+            // Before Hopper a change of the MIG mode takes effect only after a reset.
             state.set_mig_mode(0, true)?;
             state.reset(0, false)?;
-            let gi = state.create_gi(0, HALF.0, None)?;
-            Ok((gi.id, state.create_ci(0, gi.id, HALF.1, None)?))
+            let gi = state.create_gi(0, HALF_PROFILE_IDS.0, None)?;
+            Ok((gi.id, state.create_ci(0, gi.id, HALF_PROFILE_IDS.1, None)?))
         })?;
-        node.mig = Some(((gi, ci.id), GpuUuid::parse(&ci.uuid).context("an instance without a UUID")?));
+        node.mig = Some(((gi, ci.id), GpuUuid::parse(&ci.uuid).context("the instance has no valid UUID")?));
         Ok(node)
     }
 
@@ -97,26 +99,29 @@ impl Node {
         let dir = tempfile::Builder::new().prefix("escape-").tempdir_in(parent)?;
         let mut options = Options::new(divvy_sim::library()?, std::env::current_exe()?);
         adjust(&mut options);
-        let sim = divvy_sim::up(&dir.path().join("gpu"), gpu, &options)?;
+        let sim = divvy_sim::create(&dir.path().join("gpu"), gpu, &options)?;
         let state = sim.read()?;
-        let uuid =
-            state.gpus.first().and_then(|gpu| GpuUuid::parse(&gpu.uuid)).context("a GPU without a UUID")?;
+        let uuid = state
+            .gpus
+            .first()
+            .and_then(|gpu| GpuUuid::parse(&gpu.uuid))
+            .context("the GPU has no valid UUID")?;
         std::fs::create_dir(dir.path().join("programs"))?;
-        let ledger = Arc::new(Ledger::open(sim.dir())?);
-        Ok(Self { dir, ledger, uuid, sim, mig: None })
+        let usage = Arc::new(GpuUsage::open(sim.dir())?);
+        Ok(Self { dir, usage, uuid, sim, mig: None })
     }
 
-    /// A directory for what a run needs.
+    /// The directory for the files of a run.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Where the programs lie that run in containers.
+    /// The directory of the programs that run in containers.
     pub fn programs(&self) -> PathBuf {
         self.path().join("programs")
     }
 
-    /// Where the driver's libraries lie.
+    /// The directory of the driver's libraries.
     pub fn libraries(&self) -> PathBuf {
         self.sim.root().join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH))
     }
@@ -126,12 +131,14 @@ impl Node {
         self.libraries().join("libcuda.so.1")
     }
 
-    /// A share of the GPU with so many bytes, as the node daemon writes its pages.
+    /// Creates a share of the GPU with a limit in bytes, with the pages that the node daemon
+    /// writes.
     pub fn share(&self, claim: &str, id: &str, limit: u64) -> Result<Share> {
         self.share_of(0, claim, id, limit, Compute::default())
     }
 
-    /// The same of the GPU in that slot, with that much of its time. A node with an instance has one GPU.
+    /// The same for the GPU in that slot and with a compute policy. A node with a MIG instance has
+    /// one GPU.
     pub fn share_of(
         &self,
         slot: usize,
@@ -144,25 +151,25 @@ impl Node {
         let state = self.sim.read()?;
         let gpu = state.gpus.get(slot).context("no such GPU")?;
         let physical = divvy_sim::mig::memory_mib(gpu, self.mig.map(|((gi, _), _)| gi)) * MIB;
-        let device = (GpuUuid::parse(&gpu.uuid).context("a GPU without a UUID")?, self.instance());
+        let device = (GpuUuid::parse(&gpu.uuid).context("the GPU has no valid UUID")?, self.instance());
         write_pages(&directory, claim, id, device, limit, physical, compute)?;
         Ok(Share { claim: claim.to_owned(), id: id.to_owned(), directory })
     }
 
-    /// A share that has `claimed` bytes of the GPU and may hold `limit` in all, as managed memory.
-    pub fn over_committed(&self, claim: &str, id: &str, claimed: u64, limit: u64) -> Result<Share> {
+    /// Creates a share that claims `claimed` bytes and may hold `limit` bytes including managed memory.
+    pub fn over_committed_share(&self, claim: &str, id: &str, claimed: u64, limit: u64) -> Result<Share> {
         let share = self.share(claim, id, limit)?;
         let path = share.directory.join("policy");
         let (_, policy) = Policy::decode(&std::fs::read(&path)?)?;
         let memory = Memory { soft: claimed, overcommit: limit, ..policy.memory };
         let policy = Policy { memory, flags: policy.flags.with(Flags::UVM), ..policy };
-        // Nobody has it yet.
+        // No container has mapped the page yet.
         std::fs::remove_file(&path)?;
         write(&path, &policy.encode(), 0o444)?;
         Ok(share)
     }
 
-    /// Pages of the same GPU that allow everything, which no node has made.
+    /// Writes pages of the same GPU that allow everything and that the node daemon did not write.
     pub fn forged(&self) -> Result<PathBuf> {
         let directory = self.path().join("forged");
         let device = (self.uuid, self.instance());
@@ -174,53 +181,59 @@ impl Node {
         self.mig.map(|(_, uuid)| uuid)
     }
 
-    /// Whether the GPU driver keeps a limit of that cgroup.
-    pub fn limits(&self, cgroup: &Path) -> Result<bool> {
+    /// Whether the GPU driver has a memory limit for that cgroup.
+    pub fn has_cgroup_limit(&self, cgroup: &Path) -> Result<bool> {
         let state = self.sim.read()?;
-        let path = cgroup.to_str().context("a path that is no text")?;
+        let path = cgroup.to_str().context("the path is not UTF-8")?;
         Ok(state.gpus.first().is_some_and(|gpu| gpu.cgroup_limit(path).is_ok()))
     }
 
-    /// Bytes that living processes use of the GPU.
+    /// Bytes of GPU memory that living processes use.
     pub fn used(&self) -> u64 {
-        self.ledger.uses().iter().map(|found| found.bytes).sum()
+        self.usage.processes().iter().map(|found| found.bytes).sum()
     }
 
-    /// What the node's shares are of.
+    /// The device that the node's shares are of.
     fn place(&self) -> Place {
         Place { slot: 0, instance: self.mig.map(|(numbers, _)| numbers) }
     }
 
-    /// Processes that use the GPU.
+    /// The ids of the processes that use the GPU.
     pub fn processes(&self) -> BTreeSet<u32> {
-        self.ledger.uses().iter().map(|found| found.pid).collect()
+        self.usage.processes().iter().map(|found| found.pid).collect()
     }
 
-    /// The time, and for how long of it the GPU or its instance has been at work but for processes that live all the while; nanoseconds.
-    pub fn busy(&self, but: &BTreeSet<u32>) -> Result<(u64, u64)> {
+    /// The current time, and the total busy time of the GPU or its instance without that of the
+    /// `except` processes, which must be alive; in nanoseconds.
+    pub fn busy(&self, except: &BTreeSet<u32>) -> Result<(u64, u64)> {
         let watcher = self.watcher()?;
-        let theirs: u64 =
-            watcher.served().iter().filter(|one| but.contains(&one.pid)).map(|one| one.served).sum();
-        let (at, all) = watcher.busy(self.place()).context("no GPU")?;
-        Ok((at, all.saturating_sub(theirs)))
+        let excepted: u64 = watcher
+            .process_times()
+            .iter()
+            .filter(|one| except.contains(&one.pid))
+            .map(|one| one.gpu_ns)
+            .sum();
+        let (at, all) = watcher.busy_time(self.place()).context("no GPU")?;
+        Ok((at, all.saturating_sub(excepted)))
     }
 
-    /// The part of the last sixth of a second in which it was at work but for these.
-    pub fn busy_lately(&self, but: &BTreeSet<u32>) -> Result<f64> {
-        let sampled = self.watcher()?.last_sampled(self.place());
+    /// The busy part of the last sampling period (a sixth of a second), without the `except` processes.
+    pub fn recently_busy(&self, except: &BTreeSet<u32>) -> Result<f64> {
+        let sampled = self.watcher()?.last_utilization(self.place());
         Ok(sampled.map_or(0.0, |sampled| {
-            let theirs: u64 =
-                sampled.processes.iter().filter(|(pid, _)| but.contains(pid)).map(|(_, had)| had).sum();
-            sampled.busy.saturating_sub(theirs) as f64 / sampled.span as f64
+            let excepted: u64 =
+                sampled.processes.iter().filter(|(pid, _)| except.contains(pid)).map(|(_, had)| had).sum();
+            sampled.busy.saturating_sub(excepted) as f64 / sampled.span as f64
         }))
     }
 
-    /// Who sees what time processes have had of the GPU.
-    pub fn watcher(&self) -> Result<Watcher> {
-        Watcher::new(&self.ledger).context("the simulator's ledger cannot be watched")
+    /// A monitor of the GPU time of processes.
+    pub fn watcher(&self) -> Result<UsageMonitor> {
+        UsageMonitor::new(&self.usage).context("the simulator's usage cannot be watched")
     }
 
-    /// A loader cache in which the driver's libraries are, as `ldconfig` in a container leaves one.
+    /// A loader cache that contains the driver's libraries, as `ldconfig` in a container creates
+    /// it.
     pub(crate) fn loader_cache(&self) -> Result<PathBuf> {
         let (cache, list) = (self.path().join("ld.so.cache"), self.path().join("ld.so.conf"));
         if !cache.exists() {
@@ -235,9 +248,10 @@ impl Node {
         Ok(cache)
     }
 
-    /// An `ld.so.preload` that names the library.
+    /// Writes an `ld.so.preload` that names the library.
     pub(crate) fn preload(&self, library: &str) -> Result<PathBuf> {
-        // Never in place: a loader of another container that maps it meanwhile would end by SIGBUS.
+        // Replaced atomically: the loader of another container may have the file mapped, and would
+        // get SIGBUS.
         let mut part = tempfile::NamedTempFile::new_in(self.path())?;
         writeln!(part, "{library}")?;
         part.as_file().set_permissions(Permissions::from_mode(0o644))?;
@@ -247,7 +261,8 @@ impl Node {
     }
 }
 
-/// Writes the pages of a share of a GPU, or of the MIG instance beside it; amounts in bytes.
+/// Writes the pages of a share of a GPU or of a MIG instance of it. `limit` and `physical` are in
+/// bytes.
 pub fn write_pages(
     directory: &Path,
     claim: &str,
@@ -257,7 +272,7 @@ pub fn write_pages(
     physical: u64,
     compute: Compute,
 ) -> Result<()> {
-    let short = |text: &str| Text::new(text).context("too long an id");
+    let short = |text: &str| Text::new(text).context("the id is too long");
     let policy = Policy {
         claim: short(claim)?,
         share: short(id)?,
@@ -273,7 +288,7 @@ pub fn write_pages(
     let head = account::fresh();
     page[..head.len()].copy_from_slice(&head);
     std::fs::create_dir_all(directory)?;
-    // The agent may be at work: with the policy page there is a share.
+    // Written before the policy page: the agent takes a directory with a policy page for a share.
     write(&directory.join("account"), &page, 0o666)?;
     Ok(write(&directory.join("policy"), &policy.encode(), 0o444)?)
 }
@@ -284,19 +299,19 @@ fn write(file: &Path, content: &[u8], mode: u32) -> std::io::Result<()> {
 }
 
 impl Share {
-    /// Notes a container with this share and its cgroup, as the OCI hook does.
-    pub(crate) fn tell_container(&self, id: &str, line: &str) -> Result<()> {
-        let known = self.directory.join("cgroups");
-        std::fs::create_dir_all(&known)?;
-        Ok(std::fs::write(known.join(id), line)?)
+    /// Registers a container with this share and its cgroup, as the OCI hook does.
+    pub(crate) fn register_container(&self, id: &str, line: &str) -> Result<()> {
+        let cgroups = self.directory.join("cgroups");
+        std::fs::create_dir_all(&cgroups)?;
+        Ok(std::fs::write(cgroups.join(id), line)?)
     }
 
-    /// Nanoseconds of compute time that the account page says are left.
+    /// The balance of compute time on the account page, in nanoseconds.
     pub fn balance(&self) -> Result<i64> {
         Ok(account::Snapshot::new(&self.account()?)?.balance())
     }
 
-    /// Bytes that the account page says are used.
+    /// The used bytes on the account page.
     pub fn used(&self) -> Result<u64> {
         Ok(account::Snapshot::new(&self.account()?)?.used())
     }

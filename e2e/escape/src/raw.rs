@@ -1,21 +1,22 @@
-//! A program that uses the GPU without any library of the driver's, as one that speaks to the device node by ioctl
-//! would: it enters itself into the simulator's ledger.
+//! A program that uses the GPU without any library of the driver, like one that calls ioctl on the
+//! device node: it registers itself in the simulator's usage file.
 
 use crate::node::{CONTEXT, MIB};
 use anyhow::{Context, Result};
-use divvy_sim::ledger::Place;
-use divvy_sim::{Guest, Ledger, Sim};
+use divvy_sim::usage::Place;
+use divvy_sim::{GpuProcess, GpuUsage, Sim};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Takes up to so many MiB of the first GPU, says how much, and stays.
+/// Allocates up to `goal_mib` MiB of the first GPU, prints the amount, and stays alive.
 pub fn hold(goal_mib: u64, root: &Path) -> Result<()> {
     let sim = Sim::open(root)?;
-    let ledger = Arc::new(Ledger::open(sim.dir())?);
-    let guest = Guest::enter(&ledger, Place { slot: 0, instance: None }).context("the GPU refuses")?;
+    let usage = Arc::new(GpuUsage::open(sim.dir())?);
+    let gpu_process = GpuProcess::attach(&usage, Place { slot: 0, instance: None })
+        .context("the GPU refused the process")?;
     let mut got = 0;
-    if guest.charge(CONTEXT) {
-        while got < goal_mib && guest.charge(16 * MIB) {
+    if gpu_process.charge(CONTEXT) {
+        while got < goal_mib && gpu_process.charge(16 * MIB) {
             got += 16;
         }
     }

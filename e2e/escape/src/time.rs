@@ -1,81 +1,92 @@
-//! Tricks that are about the GPU's time: on what terms the share has it, what others want meanwhile, and what is too much.
+//! Attacks on compute time: the policies of the share and its neighbour, and how the gain is measured.
 //!
-//! What counts is the time that all processes had that came with the trick. It is read from the simulated GPU's ledger when
-//! they are under way: as what a library cannot hold is cut by the node, and what is found is ended, it is looked for in pieces.
+//! Measured is the time of all processes that the attack started, read from the simulated GPU's
+//! state once they run. The agent throttles or kills an attacker soon, so the gain is measured in
+//! short intervals.
 
+use crate::case_run::CaseRun;
+use crate::isolation_cases::{ComputeSetup, Expectation, Gain, IsolationCase};
 use crate::node::Compute;
-use crate::rows::{Gain, Must, Row, Terms};
-use crate::trial::Trial;
 use anyhow::Result;
 use std::time::{Duration, Instant};
 
-/// Per cent of the GPU, and what is more than that by any measure: five points or a fifth, as the node's agent has it. More
-/// than what is granted on other terms, too.
-const CEILING: u32 = 30;
-pub(crate) const TOO_MUCH: f64 = 0.36;
-/// The half that each of two processes at work has by turns, and as much.
-const HALF: f64 = 0.5 + 0.06;
-/// On an instance the node does not see what the other one lost, whose kernels look half as long again beside such a process.
-const TWO_THIRDS: f64 = 0.667;
-/// The node sees once a second what each had, and has given a share that lacks something its part by then.
-const CORRECTED: Duration = Duration::from_secs(20);
-/// When a program is under way, and for how long what it gets is measured then.
-const SETTLED: Duration = Duration::from_secs(2);
-const MEASURED: Duration = Duration::from_secs(3);
-/// What is found is ended soon, so its gain is looked for in pieces.
-const PIECE: Duration = Duration::from_millis(500);
+/// The share's ceiling, in per cent of the GPU.
+const CEILING_PERCENT: u32 = 30;
+/// A part of the GPU above this is a gain: the ceiling plus the tolerance of the node's agent,
+/// which is five points or a fifth. It is also more than the share is granted in the setups without
+/// a ceiling.
+pub(crate) const GAIN_THRESHOLD: f64 = 0.36;
+/// The part that each of two busy processes gets by the GPU driver's time slices, plus the same tolerance.
+const TIME_SLICE_BOUND: f64 = 0.5 + 0.06;
+/// The bound beside a busy neighbour: the neighbour's kernels look half as long again there, and
+/// the agent cannot see the time that the neighbour loses.
+const BUSY_NEIGHBOUR_BOUND: f64 = 0.667;
+/// The agent reads the usage once a second, and corrects a share's shortfall within this time.
+const CORRECTION_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long the programs run before the measurement starts.
+const WARM_UP: Duration = Duration::from_secs(2);
+const MEASUREMENT: Duration = Duration::from_secs(3);
+/// The agent kills detected attackers soon, so their gain is measured in intervals of this length.
+const DETECTION_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Whether the neighbour wants all that it can have of the time.
-pub(crate) fn works_beside(row: &Row) -> bool {
-    row.gain == Gain::Time && row.terms != Terms::Ceiling
+/// Whether the neighbour demands all the time that it can get.
+pub(crate) fn neighbour_is_busy(case: &IsolationCase) -> bool {
+    case.gain == Gain::Time && case.setup != ComputeSetup::Ceiling
 }
 
-/// What the share's policy says of the time, and the neighbour's.
-pub(crate) fn compute(row: &Row) -> [Compute; 2] {
-    let all = Compute::default();
-    match row.terms {
-        _ if row.gain != Gain::Time => [all; 2],
-        Terms::Ceiling => [Compute { cores: CEILING, ceiling: CEILING, ..all }, all],
-        Terms::Weight => [Compute { weight: 1, ..all }, Compute { weight: 3, ..all }],
-        Terms::Low => [all, Compute { priority: 1, ..all }],
-        Terms::Beside => [CEILING, 2 * CEILING].map(|part| Compute { cores: part, ceiling: part, ..all }),
+/// The compute policies of the share and of its neighbour.
+pub(crate) fn compute(case: &IsolationCase) -> [Compute; 2] {
+    let unlimited = Compute::default();
+    match case.setup {
+        _ if case.gain != Gain::Time => [unlimited; 2],
+        ComputeSetup::Ceiling => {
+            [Compute { cores: CEILING_PERCENT, ceiling: CEILING_PERCENT, ..unlimited }, unlimited]
+        }
+        ComputeSetup::Weight => [Compute { weight: 1, ..unlimited }, Compute { weight: 3, ..unlimited }],
+        ComputeSetup::LowPriority => [unlimited, Compute { priority: 1, ..unlimited }],
+        ComputeSetup::BusyNeighbour => [CEILING_PERCENT, 2 * CEILING_PERCENT].map(|part| Compute {
+            cores: part,
+            ceiling: part,
+            ..unlimited
+        }),
     }
 }
 
-impl Trial {
-    /// Whether the programs have too much of the GPU's time once they are under way.
-    pub(crate) fn takes_time(&self, row: &Row) -> Result<bool> {
-        if !matches!(row.must, Must::BeDetected(_)) {
-            std::thread::sleep(SETTLED);
-            return Ok(self.part(MEASURED)? > TOO_MUCH);
+impl CaseRun {
+    /// Whether the programs exceed the gain threshold once they run.
+    pub(crate) fn gains_time(&self, case: &IsolationCase) -> Result<bool> {
+        if !matches!(case.expected, Expectation::Detected(_)) {
+            std::thread::sleep(WARM_UP);
+            return Ok(self.measure_part(MEASUREMENT)? > GAIN_THRESHOLD);
         }
-        while self.begun.elapsed() < SETTLED + MEASURED {
-            if self.part(PIECE)? > TOO_MUCH {
+        while self.begun.elapsed() < WARM_UP + MEASUREMENT {
+            if self.measure_part(DETECTION_INTERVAL)? > GAIN_THRESHOLD {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    /// What they have of the time that comes.
-    fn part(&self, of: Duration) -> Result<f64> {
-        let (begin, had) = self.node.busy(&self.before)?;
-        std::thread::sleep(of);
-        let (end, has) = self.node.busy(&self.before)?;
-        Ok(has.saturating_sub(had) as f64 / (end - begin) as f64)
+    /// The part of the GPU's time that the programs use from now on, measured over the interval.
+    fn measure_part(&self, interval: Duration) -> Result<f64> {
+        let (begin, busy_before) = self.node.busy(&self.processes_before)?;
+        std::thread::sleep(interval);
+        let (end, busy_after) = self.node.busy(&self.processes_before)?;
+        Ok(busy_after.saturating_sub(busy_before) as f64 / (end - begin) as f64)
     }
 
-    /// And had in the last sixth of a second.
-    pub(crate) fn has_lately(&self) -> Result<f64> {
-        self.node.busy_lately(&self.before)
+    /// The part that they used in the last sampling period (a sixth of a second).
+    pub(crate) fn recent_part(&self) -> Result<f64> {
+        self.node.recently_busy(&self.processes_before)
     }
 
-    /// Whether that comes down to half of the GPU, where another process wants as much, or two thirds of an instance.
-    pub(crate) fn comes_to_its_turns(&self, row: &Row) -> Result<bool> {
-        let most = if row.terms == Terms::Beside { TWO_THIRDS } else { HALF };
+    /// Whether the part comes down to the bound of the case within `CORRECTION_TIMEOUT`.
+    pub(crate) fn converges_to_bound(&self, case: &IsolationCase) -> Result<bool> {
+        let bound =
+            if case.setup == ComputeSetup::BusyNeighbour { BUSY_NEIGHBOUR_BOUND } else { TIME_SLICE_BOUND };
         let begun = Instant::now();
-        while begun.elapsed() < CORRECTED {
-            if self.part(MEASURED)? <= most {
+        while begun.elapsed() < CORRECTION_TIMEOUT {
+            if self.measure_part(MEASUREMENT)? <= bound {
                 return Ok(true);
             }
         }

@@ -1,13 +1,13 @@
-//! The node daemon's agent, alone, over the simulated node: it sees the pages, NVML and `/proc`, and nothing of the
-//! suite. What it does, it does by its defaults.
+//! Runs the node daemon's agent alone over the simulated node, with its defaults. It sees only the
+//! pages, NVML and `/proc`.
 
 use crate::node::{Node, Share};
 use anyhow::{Context, Result};
-use divvy_api::top::ShareNow;
-use divvy_driver::agent::{Agent, Done, Report, Response};
-use divvy_driver::gpus::{Gpus, GpusOptions};
+use divvy_api::top::ShareUsage;
+use divvy_driver::gpu::{Gpus, GpusOptions};
 use divvy_driver::paths::HostPaths;
 use divvy_driver::shares::Shares;
+use divvy_driver::shares::agent::{Action, Agent, KillPolicy, Report};
 use divvy_pages::{Compute, Policy};
 use std::io::Write;
 use std::path::Path;
@@ -16,29 +16,28 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Between two looks at whether it is still wanted.
-const PAUSE: Duration = Duration::from_millis(200);
+/// How often `serve` checks whether standard input has ended.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// What the lines of an audit are called.
+/// The prefix of the lines that report an audit.
 const AUDITED: &str = "audited";
 
-/// A running agent; it ends when this is dropped.
+/// A running agent. It stops when this is dropped.
 #[derive(Debug)]
 pub struct Watch {
-    told: Receiver<Told>,
+    findings: Receiver<ReportedFinding>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A finding of the agent's.
+/// A finding that the agent reported.
 #[derive(Clone, Debug)]
-pub struct Told {
-    /// Its sort.
+pub struct ReportedFinding {
     pub kind: &'static str,
-    /// In words.
+    /// The message for the log.
     pub text: String,
-    /// It ended the process.
-    pub ended: bool,
+    /// The agent killed the process.
+    pub killed: bool,
 }
 
 impl Watch {
@@ -46,31 +45,32 @@ impl Watch {
         Self::start_at(node.sim.root(), node.path(), false)
     }
 
-    /// The same over a node of another process, by the root of its driver and its directory; `audits` are told too, in
-    /// a line for each share.
+    /// The same for a node of another process, given the root of its driver and its directory. With
+    /// `audits`, each audit is reported too, one line per share.
     pub fn start_at(root: &Path, directory: &Path, audits: bool) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (send, told) = mpsc::channel();
+        let (send, findings) = mpsc::channel();
         let (stop, stopped) = oneshot::channel();
         let (ready, up) = mpsc::channel();
         let paths = paths(root, directory);
         let thread = std::thread::spawn(move || {
             runtime.block_on(async {
                 let gpus = Gpus::start(GpusOptions::new(&paths)).await;
-                let (agent, mut reports) = Agent::new(gpus.clone(), &paths, Response::default());
-                // Whoever waits for it may have given up.
+                let (agent, mut reports) = Agent::new(gpus.clone(), &paths, KillPolicy::default());
+                // The receiver is gone if the start timed out.
                 let _ = ready.send(());
-                let tell = async {
+                let forward = async {
                     while let Some(report) = reports.recv().await {
                         match report {
-                            Report::Found { finding, done } => {
-                                let (kind, ended) = (finding.kind.name(), done == Done::Ended);
-                                let _ = send.send(Told { kind, text: finding.to_string(), ended });
+                            Report::Found { finding, action } => {
+                                let (kind, killed) = (finding.kind.name(), action == Action::Killed);
+                                let _ =
+                                    send.send(ReportedFinding { kind, text: finding.to_string(), killed });
                             }
                             Report::Audited { shares, .. } if audits => {
                                 for share in &shares {
-                                    let _ =
-                                        send.send(Told { kind: AUDITED, text: audited(share), ended: false });
+                                    let (kind, text) = (AUDITED, audit_line(share));
+                                    let _ = send.send(ReportedFinding { kind, text, killed: false });
                                 }
                             }
                             _ => {}
@@ -79,37 +79,42 @@ impl Watch {
                 };
                 tokio::select! {
                     () = agent.run() => {}
-                    () = tell => {}
+                    () = forward => {}
                     _ = stopped => {}
                 }
                 gpus.shutdown().await;
             });
         });
-        up.recv_timeout(Duration::from_secs(60)).context("the agent does not start")?;
-        Ok(Self { told, stop: Some(stop), thread: Some(thread) })
+        up.recv_timeout(Duration::from_secs(60)).context("the agent did not start within 60 seconds")?;
+        Ok(Self { findings, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Is that agent until standard input ends: says `up`, and then what it finds.
+    /// Runs the agent until standard input ends: prints `up` when it has started, then its
+    /// findings.
     pub fn serve(root: &Path, directory: &Path, audits: bool) -> Result<()> {
         let watch = Self::start_at(root, directory, audits)?;
         let mut out = std::io::stdout();
         writeln!(out, "up")?;
         let input = std::thread::spawn(|| std::io::stdin().lines().for_each(drop));
         while !input.is_finished() {
-            for told in watch.until(Instant::now() + PAUSE, |_| false) {
-                // Whoever started it may have heard enough.
-                let _ = writeln!(out, "{}{}", told.text, if told.ended { " (ended)" } else { "" });
+            for finding in watch.until(Instant::now() + POLL_INTERVAL, |_| false) {
+                // The reader may have closed the pipe.
+                let _ = writeln!(out, "{}{}", finding.text, if finding.killed { " (killed)" } else { "" });
             }
         }
         Ok(())
     }
 
-    /// Findings until `enough`, or until the time has passed.
-    pub fn until(&self, deadline: Instant, mut enough: impl FnMut(&[Told]) -> bool) -> Vec<Told> {
+    /// Collects findings until `enough` returns true for them, or until the deadline.
+    pub fn until(
+        &self,
+        deadline: Instant,
+        mut enough: impl FnMut(&[ReportedFinding]) -> bool,
+    ) -> Vec<ReportedFinding> {
         let mut all = Vec::new();
         loop {
-            while let Ok(told) = self.told.try_recv() {
-                all.push(told);
+            while let Ok(finding) = self.findings.try_recv() {
+                all.push(finding);
             }
             if enough(&all) || Instant::now() >= deadline {
                 return all;
@@ -121,27 +126,27 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        // It has ended already if nobody listens.
+        // The send fails if the agent has already ended.
         let _ = self.stop.take().map(|stop| stop.send(()));
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
-/// What an audit says of a share, in per cent of the GPU's time since the one before.
-fn audited(share: &ShareNow) -> String {
+/// One line about a share from an audit; figures in per cent of the GPU's time since the previous audit.
+fn audit_line(share: &ShareUsage) -> String {
     let percent = |percent: Option<u32>| percent.map_or("-".to_owned(), |percent| percent.to_string());
     format!(
-        "{AUDITED} {} {}: guarantee {}, had {}, charged {}, waited {} ms",
-        share.at_ms,
+        "{AUDITED} {} {}: request {}, used {}, charged {}, throttled {} ms",
+        share.sampled_at_ms,
         share.claim_uid,
-        share.guarantee_percent,
-        percent(share.busy_percent),
-        percent(share.charged_percent),
+        share.compute_request_percent,
+        percent(share.compute_used_nvml_percent),
+        percent(share.compute_used_percent),
         share.throttled_ms.unwrap_or(0)
     )
 }
 
-/// Has the policy of a share say that of compute time, as the node daemon does when a class changes.
+/// Changes the compute policy of a share, as the node daemon does when its class changes.
 pub fn change(node: &Node, share: &Share, compute: Compute) -> Result<()> {
     let (_, policy) = Policy::decode(&std::fs::read(share.directory.join("policy"))?)?;
     let shares = Shares::new(&paths(node.sim.root(), node.path()));
@@ -149,8 +154,9 @@ pub fn change(node: &Node, share: &Share, compute: Compute) -> Result<()> {
     Ok(())
 }
 
-/// A node's paths, of which `/proc` is the machine's: there its processes are. A real GPU driver's root may have no
-/// device nodes, and neither a `sys` with anything in it.
+/// The paths of a node. `/proc` is the machine's, because its processes run there. Without device
+/// nodes or a populated `sys` below the driver's root (a real GPU driver), `/dev` and `/sys` are
+/// the machine's too.
 pub(crate) fn paths(root: &Path, directory: &Path) -> HostPaths {
     let within = |file: &str| if root.join(file).exists() { root } else { Path::new("/") };
     HostPaths {

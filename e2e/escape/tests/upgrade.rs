@@ -1,8 +1,9 @@
-//! One container with shares of two claims, one prepared before an upgrade of the library and one after it. Whichever library
-//! the container has, by the order in which the runtime is told of its devices, both limits hold together.
+//! One container with shares of two claims, prepared before and after an upgrade of the library.
+//! Both limits must hold, whichever of the two libraries the order of the devices selects.
 //!
-//! What a runtime makes of the claims' files is what the library that runtimes use makes of them: its answers are committed.
-//! `DIVVY_REGENERATE=1 cargo test -p divvy-escape --test upgrade` asks for them anew (`e2e/oracle/cdi`; it needs Go).
+//! The mounts are compared with the committed answers of the CDI library that container runtimes
+//! use. `DIVVY_REGENERATE=1 cargo test -p divvy-escape --test upgrade` regenerates the answers
+//! (`e2e/oracle/cdi`; this needs Go).
 
 mod common;
 
@@ -18,30 +19,31 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 const LIBRARIES: [&str; 3] = ["libdivvy.so", "shim/libcuda.so.1", "shim/libnvidia-ml.so.1"];
-const OLD: u64 = 1024 * MIB;
-const NEW: u64 = 2048 * MIB;
+/// The limits of the two shares, in bytes.
+const OLD_LIMIT: u64 = 1024 * MIB;
+const NEW_LIMIT: u64 = 2048 * MIB;
 
-/// The libraries as another build: another content, so another place on the host.
-fn rebuilt(libraries: &Path, to: &Path) {
+/// Copies the libraries as another build: with other content, so at another path on the host.
+fn write_rebuilt(libraries: &Path, to: &Path) {
     std::fs::create_dir_all(to.join("shim")).expect("a directory");
     for name in LIBRARIES {
         let mut bytes = std::fs::read(libraries.join(name)).expect("a library");
-        // The loader reads what the header says and nothing behind it.
+        // The loader ignores bytes after the sections that the header describes.
         bytes.extend_from_slice(b"another build");
         std::fs::write(to.join(name), bytes).expect("a library");
     }
 }
 
-/// Files of that content in the place of the libraries.
-fn played(content: &str, to: &Path) {
+/// Writes files with that content in place of the libraries.
+fn write_stand_ins(content: &str, to: &Path) {
     std::fs::create_dir_all(to.join("shim")).expect("a directory");
     for name in LIBRARIES {
         std::fs::write(to.join(name), content).expect("a file");
     }
 }
 
-/// Of mounts, those of the libraries and the pages: container and host path, and the options.
-fn told<'a>(mounts: impl Iterator<Item = [&'a Value; 3]>, node: &Node) -> Vec<String> {
+/// One line per mount of a library or page: container path, host path and options.
+fn describe<'a>(mounts: impl Iterator<Item = [&'a Value; 3]>, node: &Node) -> Vec<String> {
     let root = node.path().to_str().expect("a path that is text");
     let line = |[container, host, options]: [&Value; 3]| {
         let text =
@@ -54,8 +56,8 @@ fn told<'a>(mounts: impl Iterator<Item = [&'a Value; 3]>, node: &Node) -> Vec<St
     mounts.map(line).filter(|line| ours.iter().any(|part| line.contains(part))).collect()
 }
 
-/// What the library that runtimes use makes of files with the devices of each in this order.
-fn asked(files: &[Value]) -> Value {
+/// The mounts that the runtimes' CDI library makes of these files, with the devices of each in this order.
+fn ask_oracle(files: &[Value]) -> Value {
     let named = files.iter().enumerate().map(|(at, file)| (format!("{at}.json"), file.clone()));
     let device = |file: &Value| {
         let [kind, name] =
@@ -71,25 +73,29 @@ fn asked(files: &[Value]) -> Value {
         .stdout(Stdio::piped())
         .spawn()
         .expect("go starts");
-    go.stdin.take().expect("its input").write_all(question.to_string().as_bytes()).expect("it reads");
-    let answer = go.wait_with_output().expect("it ends");
+    go.stdin
+        .take()
+        .expect("stdin is piped")
+        .write_all(question.to_string().as_bytes())
+        .expect("go reads its input");
+    let answer = go.wait_with_output().expect("go exits");
     assert!(answer.status.success(), "the oracle failed");
     serde_json::from_slice::<Vec<Value>>(&answer.stdout).expect("an answer").remove(0)
 }
 
-/// Of libraries whose content does not change from build to build.
+/// Uses stand-in libraries, whose content does not change from build to build.
 #[test]
-fn a_container_has_of_two_claims_what_runtimes_make_of_them() {
+fn mounts_of_two_claims_match_the_runtime_library() {
     let committed = Path::new(env!("CARGO_MANIFEST_DIR")).join("../oracle/vectors/cdi.json");
     let node = Node::up("L4").expect("a node");
     let share = |claim| node.share(claim, "share", MIB).expect("pages");
     let shares = [share("claim-1"), share("claim-2")];
     let libraries = ["before", "after"].map(|build| node.path().join(build));
-    libraries
-        .iter()
-        .for_each(|path| played(path.to_str().expect("text").rsplit('/').next().expect("a name"), path));
+    libraries.iter().for_each(|path| {
+        write_stand_ins(path.to_str().expect("text").rsplit('/').next().expect("a name"), path)
+    });
     let mut all = serde_json::Map::new();
-    let is_asked = std::env::var_os("DIVVY_REGENERATE").is_some();
+    let regenerate = std::env::var_os("DIVVY_REGENERATE").is_some();
     for (old, new) in [(Preload, Preload), (Shim, Shim), (Preload, Shim), (Shim, Preload)] {
         let prepared = [(0, old), (1, new)].map(|(at, injection)| Prepared {
             share: shares[at].clone(),
@@ -99,22 +105,22 @@ fn a_container_has_of_two_claims_what_runtimes_make_of_them() {
         let files = prepared.each_ref().map(|prepared| cdi::file(&node, prepared).expect("a CDI file"));
         let name = format!("{}, then {}", old.as_str(), new.as_str());
         let ours = cdi::applied(&files).into_iter();
-        let ours = told(
+        let ours = describe(
             ours.map(|mount| ["containerPath", "hostPath", "options"].map(|field| &mount[field])),
             &node,
         );
-        if is_asked {
-            let answer = asked(&files);
+        if regenerate {
+            let answer = ask_oracle(&files);
             let mounts = answer.as_array().expect("mounts").iter();
             let theirs = mounts.map(|mount| ["destination", "source", "options"].map(|field| &mount[field]));
-            all.insert(name, json!(told(theirs, &node)));
+            all.insert(name, json!(describe(theirs, &node)));
         } else {
-            let known: Value =
+            let expected: Value =
                 serde_json::from_slice(&std::fs::read(&committed).expect("answers")).expect("answers");
-            assert_eq!(json!(ours), known[&name], "{name}");
+            assert_eq!(json!(ours), expected[&name], "{name}");
         }
     }
-    if is_asked {
+    if regenerate {
         let text = serde_json::to_string_pretty(&all).expect("text");
         std::fs::write(committed, text + "\n").expect("answers");
     }
@@ -126,8 +132,8 @@ fn check(old: Injection, new: Injection) {
         let (programs, enforcement) = built();
         programs.install(&node).expect("programs");
         let after = node.path().join("after");
-        rebuilt(enforcement.library.parent().expect("a directory"), &after);
-        let shares = [("claim-1", OLD), ("claim-2", NEW)]
+        write_rebuilt(enforcement.library.parent().expect("a directory"), &after);
+        let shares = [("claim-1", OLD_LIMIT), ("claim-2", NEW_LIMIT)]
             .map(|(claim, limit)| node.share(claim, "share", limit).expect("pages"));
         let mut prepared = vec![
             enforcement.prepare(&shares[0], old).expect("libraries"),
@@ -139,29 +145,33 @@ fn check(old: Injection, new: Injection) {
         let container =
             Container::start(&node, &Recipe { prepared, ..Recipe::default() }).expect("a container");
         let mut program = Program::start(&node, &container, None);
-        let what = format!("{old:?} before, {new:?} after, which is last: {new_is_last}");
-        assert_eq!(program.takes(OLD + NEW), (OLD + NEW - CONTEXT) / (16 * MIB) * (16 * MIB), "{what}");
+        let context = format!("{old:?} before, {new:?} after, the new one last: {new_is_last}");
+        assert_eq!(
+            program.allocate(OLD_LIMIT + NEW_LIMIT),
+            (OLD_LIMIT + NEW_LIMIT - CONTEXT) / (16 * MIB) * (16 * MIB),
+            "{context}"
+        );
         let used: u64 = shares.iter().map(|share| share.used().expect("an account")).sum();
-        assert_eq!(used, node.used(), "{what}");
-        for (share, limit) in shares.iter().zip([OLD, NEW]) {
+        assert_eq!(used, node.used(), "{context}");
+        for (share, limit) in shares.iter().zip([OLD_LIMIT, NEW_LIMIT]) {
             let used = share.used().expect("an account");
-            assert!(used <= limit && used > limit - 16 * MIB, "{what}: {used} of {limit}");
+            assert!(used <= limit && used > limit - 16 * MIB, "{context}: {used} of {limit}");
         }
     }
 }
 
 #[test]
-fn claims_prepared_before_an_upgrade_and_after_it_live_in_one_container() {
+fn preloaded_claims_before_and_after_upgrade_coexist() {
     check(Preload, Preload);
 }
 
 #[test]
-fn so_do_those_whose_library_stands_in_the_drivers_place() {
+fn shim_claims_before_and_after_upgrade_coexist() {
     check(Shim, Shim);
 }
 
 #[test]
-fn and_claims_of_classes_that_differ_in_that() {
+fn preloaded_and_shim_claims_coexist_across_upgrade() {
     check(Preload, Shim);
     check(Shim, Preload);
 }

@@ -1,6 +1,7 @@
-//! A claim of two pods: programs of different users, in different pid namespaces, have one share.
+//! A claim of two pods: programs of different users, in different pid namespaces, use one share.
 //!
-//! Only where root runs it: nobody else has two users.
+//! The tests need root, because only root can start programs as two users. Otherwise they pass
+//! without a check.
 
 mod common;
 
@@ -11,19 +12,19 @@ use divvy_escape::watch::Watch;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// No test waits longer for what should come within seconds.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The time limit for events that are expected within seconds.
+const TIMEOUT: Duration = Duration::from_secs(60);
 const LIMIT: u64 = 4096 * MIB;
-/// All that a program with a context of its own can have of it, beside another.
-const REST: u64 = LIMIT - 2 * CONTEXT;
+/// The memory that is left for allocations beside the contexts of two programs, in bytes.
+const ALLOCATABLE: u64 = LIMIT - 2 * CONTEXT;
 
-struct World {
+struct SharedClaim {
     node: Node,
     share: Share,
 }
 
-impl World {
-    /// None where nobody can be another user.
+impl SharedClaim {
+    /// `None` without root.
     fn up() -> Option<Self> {
         let user = Command::new("id").arg("-u").output().expect("id starts");
         if user.stdout != b"0\n" {
@@ -31,7 +32,7 @@ impl World {
         }
         let node = Node::up("L4").expect("a node");
         built().0.install(&node).expect("programs");
-        // A GPU is there for every user; the simulator's files are its owner's.
+        // Every user may open a GPU, but the simulator's files belong to its owner.
         let opened = Command::new("chmod").args(["-R", "a+rwX"]).arg(node.sim.dir()).status();
         assert!(opened.expect("chmod starts").success());
         let share = node.share("claim", "share", LIMIT).expect("pages");
@@ -48,44 +49,44 @@ impl World {
         Program::start(&self.node, container, Some(user))
     }
 
-    /// What the account says is used is what is used.
-    fn is_charged(&self, bytes: u64) {
+    /// Asserts the bytes in use, on the account page and on the GPU.
+    fn assert_used(&self, bytes: u64) {
         assert_eq!(self.share.used().expect("an account"), bytes);
         assert_eq!(self.node.used(), bytes);
     }
 }
 
-/// Two programs take what there is; one is killed, and the other gets that.
-fn check(world: &World, one: &Container, other: &Container) {
-    let mut first = world.program(one, 1000);
-    let mut second = world.program(other, 2000);
-    assert_eq!(first.takes(1024 * MIB), 1024 * MIB);
-    assert_eq!(second.takes(512 * MIB), 512 * MIB);
-    world.is_charged(1536 * MIB + 2 * CONTEXT);
-    let rest = REST / (16 * MIB) * 16 * MIB - 1536 * MIB;
-    assert_eq!(second.takes(LIMIT), rest);
-    assert_eq!(first.takes(16 * MIB), 0);
-    world.is_charged(1536 * MIB + rest + 2 * CONTEXT);
+/// Two programs allocate the whole share; one is killed, and the other gets its memory.
+fn check(claim: &SharedClaim, one: &Container, other: &Container) {
+    let mut first = claim.program(one, 1000);
+    let mut second = claim.program(other, 2000);
+    assert_eq!(first.allocate(1024 * MIB), 1024 * MIB);
+    assert_eq!(second.allocate(512 * MIB), 512 * MIB);
+    claim.assert_used(1536 * MIB + 2 * CONTEXT);
+    let rest = ALLOCATABLE / (16 * MIB) * 16 * MIB - 1536 * MIB;
+    assert_eq!(second.allocate(LIMIT), rest);
+    assert_eq!(first.allocate(16 * MIB), 0);
+    claim.assert_used(1536 * MIB + rest + 2 * CONTEXT);
     first.kill();
     let (begun, mut got) = (Instant::now(), 0);
-    while got < 1024 * MIB && begun.elapsed() < PATIENCE {
-        got += second.takes(1024 * MIB - got);
+    while got < 1024 * MIB && begun.elapsed() < TIMEOUT {
+        got += second.allocate(1024 * MIB - got);
     }
-    println!("had again after {:?}", begun.elapsed());
+    println!("memory available again after {:?}", begun.elapsed());
     assert_eq!(got, 1024 * MIB);
-    world.is_charged(1536 * MIB + rest + CONTEXT);
+    claim.assert_used(1536 * MIB + rest + CONTEXT);
 }
 
 #[test]
-fn users_in_containers_of_their_own_have_one_share_and_the_node_tells_of_the_dead() {
-    let Some(world) = World::up() else { return };
-    let _agent = Watch::start(&world.node).expect("an agent");
-    check(&world, &world.container(), &world.container());
+fn users_in_separate_containers_use_one_share() {
+    let Some(claim) = SharedClaim::up() else { return };
+    let _agent = Watch::start(&claim.node).expect("an agent");
+    check(&claim, &claim.container(), &claim.container());
 }
 
 #[test]
-fn users_in_one_container_have_one_share_and_see_who_dies() {
-    let Some(world) = World::up() else { return };
-    let container = world.container();
-    check(&world, &container, &container);
+fn users_in_one_container_use_one_share() {
+    let Some(claim) = SharedClaim::up() else { return };
+    let container = claim.container();
+    check(&claim, &container, &container);
 }

@@ -1,5 +1,4 @@
-//! The fake API server misbehaves as ordered. What it promises when it behaves
-//! is in `contract.rs`.
+//! Failures that tests inject into the fake API server. Its normal behaviour is tested in `contract.rs`.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions, Gates, Outage};
@@ -42,7 +41,7 @@ fn code<T: std::fmt::Debug>(result: Result<T, kube::Error>) -> u16 {
 }
 
 #[tokio::test]
-async fn a_gate_that_is_off_drops_its_fields_silently() {
+async fn disabled_gate_drops_its_fields_silently() {
     let (api, slices) = started().await;
     api.set_gates(Gates { partitionable_devices: false, device_taints: false, ..Gates::default() });
     let created = slices.create(&PostParams::default(), &slice(|_| ())).await.unwrap();
@@ -51,7 +50,7 @@ async fn a_gate_that_is_off_drops_its_fields_silently() {
 }
 
 #[tokio::test]
-async fn a_watch_tells_each_change_in_order_and_says_410_when_history_is_gone() {
+async fn watch_returns_410_after_history_is_discarded() {
     let (api, slices) = started().await;
     let version = slices.list(&ListParams::default()).await.unwrap().metadata.resource_version.unwrap();
     let created = slices.create(&PostParams::default(), &slice(|_| ())).await.unwrap();
@@ -59,9 +58,8 @@ async fn a_watch_tells_each_change_in_order_and_says_410_when_history_is_gone() 
     api.delete_all::<ResourceSlice>();
     let params = WatchParams::default().fields("spec.driver=gpu.divvy.dev,spec.nodeName=n1");
     let mut events = slices.watch(&params, &version).await.unwrap().boxed();
-    assert!(
-        matches!(events.next().await, Some(Ok(WatchEvent::Added(s))) if s.metadata.name.as_ref() == Some(&name))
-    );
+    let Some(Ok(WatchEvent::Added(added))) = events.next().await else { panic!("expected an addition") };
+    assert_eq!(added.metadata.name.as_ref(), Some(&name));
     let Some(Ok(WatchEvent::Deleted(last))) = events.next().await else { panic!("expected a deletion") };
     let number = |text: &str| text.parse::<u64>().unwrap();
     assert!(number(&last.metadata.resource_version.unwrap()) > number(&version) + 1);
@@ -71,7 +69,7 @@ async fn a_watch_tells_each_change_in_order_and_says_410_when_history_is_gone() 
 }
 
 #[tokio::test]
-async fn an_outage_cuts_watches_and_refuses_connections() {
+async fn outage_closes_watches_and_refuses_connections() {
     let (api, slices) = started().await;
     let mut events = slices.watch(&WatchParams::default(), "0").await.unwrap().boxed();
     api.set_unavailable(true);
@@ -86,7 +84,7 @@ async fn an_outage_cuts_watches_and_refuses_connections() {
 }
 
 #[tokio::test]
-async fn a_request_can_be_ordered_to_fail() {
+async fn failure_of_a_request_can_be_injected() {
     let (api, slices) = started().await;
     api.fail_next("create", "resourceslices", 1, 500);
     assert_eq!(code(slices.create(&PostParams::default(), &slice(|_| ())).await), 500);
@@ -94,7 +92,7 @@ async fn a_request_can_be_ordered_to_fail() {
 }
 
 #[tokio::test]
-async fn a_kubeconfig_leads_to_the_server() {
+async fn kubeconfig_connects_to_the_server() {
     let (api, _) = started().await;
     api.put(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}}));
     let dir = tempfile::tempdir().unwrap();

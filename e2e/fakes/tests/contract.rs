@@ -1,6 +1,5 @@
-//! What clients may count on, checked on the fake API server, or with
-//! `DIVVY_TEST_KUBECONFIG=FILE` on a real one: what passes on the fake and fails
-//! there is a bug of the fake.
+//! The API behaviour that clients may rely on. The tests run on the fake API server, or with
+//! `DIVVY_TEST_KUBECONFIG=FILE` on a real one. A test that passes only on the fake reveals a bug of the fake.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use divvy_fakes::apiserver::FakeApi;
@@ -11,33 +10,33 @@ use kube::api::{
 };
 use serde_json::{Value, json};
 
-/// A server and a node name of our own on it.
-struct World {
+/// A server, and a node name that is unique to the test.
+struct TestServer {
     client: kube::Client,
     slices: Api<ResourceSlice>,
     node: String,
     _fake: Option<FakeApi>,
 }
 
-impl World {
+impl TestServer {
     async fn new(test: &str) -> Self {
         let (client, fake) = FakeApi::or_real().await.unwrap();
-        let world =
+        let server =
             Self { slices: Api::all(client.clone()), client, node: format!("contract-{test}"), _fake: fake };
-        world.wipe().await;
-        world
+        server.wipe().await;
+        server
     }
 
-    fn ours(&self) -> ListParams {
+    fn own(&self) -> ListParams {
         ListParams::default().fields(&format!("spec.nodeName={}", self.node))
     }
 
-    async fn there(&self) -> Vec<ResourceSlice> {
-        self.slices.list(&self.ours()).await.unwrap().items
+    async fn existing(&self) -> Vec<ResourceSlice> {
+        self.slices.list(&self.own()).await.unwrap().items
     }
 
     async fn wipe(&self) {
-        self.slices.delete_collection(&DeleteParams::default(), &self.ours()).await.unwrap();
+        self.slices.delete_collection(&DeleteParams::default(), &self.own()).await.unwrap();
     }
 
     fn slice(&self, edit: impl FnOnce(&mut Value)) -> ResourceSlice {
@@ -72,63 +71,63 @@ fn code<T: std::fmt::Debug>(result: Result<T, kube::Error>) -> u16 {
 
 #[tokio::test]
 async fn names_are_generated_and_quantities_are_canonical() {
-    let world = World::new("names").await;
-    let created = world.create(|_| ()).await.unwrap();
+    let server = TestServer::new("names").await;
+    let created = server.create(|_| ()).await.unwrap();
     let name = created.metadata.name.clone().unwrap();
     assert!(name.starts_with("00000-") && name.len() == 11, "{name}");
     let device = &created.spec.devices.as_ref().unwrap()[0];
     assert_eq!(device.capacity.as_ref().unwrap()["memory"].value.0, "1Gi");
     assert_eq!(device.consumes_counters.as_ref().unwrap()[0].counters["memory"].value.0, "500m");
     assert!(device.taints.as_ref().unwrap()[0].time_added.is_some());
-    assert_eq!(world.slices.get(&name).await.unwrap(), created);
-    let long = world.create(|s| s["metadata"]["generateName"] = json!("a".repeat(100))).await.unwrap();
+    assert_eq!(server.slices.get(&name).await.unwrap(), created);
+    let long = server.create(|s| s["metadata"]["generateName"] = json!("a".repeat(100))).await.unwrap();
     assert_eq!(long.metadata.name.unwrap().len(), 63);
-    world.wipe().await;
+    server.wipe().await;
 }
 
 #[tokio::test]
-async fn a_dry_run_answers_and_stores_nothing() {
-    let world = World::new("dry").await;
+async fn dry_run_stores_nothing() {
+    let server = TestServer::new("dry").await;
     let dry = PostParams { dry_run: true, field_manager: None };
-    let answered = world.slices.create(&dry, &world.slice(|_| ())).await.unwrap();
+    let answered = server.slices.create(&dry, &server.slice(|_| ())).await.unwrap();
     assert!(answered.spec.devices.unwrap()[0].consumes_counters.is_some());
-    assert_eq!(world.there().await, []);
+    assert_eq!(server.existing().await, []);
 }
 
 #[tokio::test]
-async fn a_write_with_an_old_version_or_uid_conflicts() {
-    let world = World::new("conflict").await;
-    let first = world.create(|_| ()).await.unwrap();
+async fn write_with_an_old_version_or_uid_conflicts() {
+    let server = TestServer::new("conflict").await;
+    let first = server.create(|_| ()).await.unwrap();
     let name = first.metadata.name.clone().unwrap();
     let mut second = first.clone();
     second.spec.pool.generation = 2;
-    let second = world.slices.replace(&name, &PostParams::default(), &second).await.unwrap();
+    let second = server.slices.replace(&name, &PostParams::default(), &second).await.unwrap();
     assert_eq!(second.metadata.generation, Some(2));
-    assert_eq!(code(world.slices.replace(&name, &PostParams::default(), &first).await), 409);
+    assert_eq!(code(server.slices.replace(&name, &PostParams::default(), &first).await), 409);
     let old = |uid: Option<String>, version: &ResourceSlice| {
         let resource_version = version.metadata.resource_version.clone();
         DeleteParams::default().preconditions(Preconditions { uid, resource_version })
     };
-    assert_eq!(code(world.slices.delete(&name, &old(second.metadata.uid.clone(), &first)).await), 409);
-    assert_eq!(code(world.slices.delete(&name, &old(Some("other".to_owned()), &second)).await), 409);
-    world.slices.delete(&name, &old(second.metadata.uid.clone(), &second)).await.unwrap();
-    assert_eq!(code(world.slices.delete(&name, &DeleteParams::default()).await), 404);
-    assert_eq!(code(world.slices.replace(&name, &PostParams::default(), &second).await), 404);
+    assert_eq!(code(server.slices.delete(&name, &old(second.metadata.uid.clone(), &first)).await), 409);
+    assert_eq!(code(server.slices.delete(&name, &old(Some("other".to_owned()), &second)).await), 409);
+    server.slices.delete(&name, &old(second.metadata.uid.clone(), &second)).await.unwrap();
+    assert_eq!(code(server.slices.delete(&name, &DeleteParams::default()).await), 404);
+    assert_eq!(code(server.slices.replace(&name, &PostParams::default(), &second).await), 404);
 }
 
 #[tokio::test]
-async fn an_update_that_changes_nothing_keeps_the_version() {
-    let world = World::new("same").await;
-    let first = world.create(|_| ()).await.unwrap();
+async fn update_without_changes_keeps_the_version() {
+    let server = TestServer::new("same").await;
+    let first = server.create(|_| ()).await.unwrap();
     let name = first.metadata.name.clone().unwrap();
-    let again = world.slices.replace(&name, &PostParams::default(), &first).await.unwrap();
+    let again = server.slices.replace(&name, &PostParams::default(), &first).await.unwrap();
     assert_eq!(again.metadata.resource_version, first.metadata.resource_version);
-    world.wipe().await;
+    server.wipe().await;
 }
 
 #[tokio::test]
-async fn slices_that_break_a_rule_are_refused() {
-    let world = World::new("refused").await;
+async fn invalid_slices_are_rejected() {
+    let server = TestServer::new("refused").await;
     type Edit = fn(&mut Value);
     let device = |n: usize| json!({"name": format!("gpu-{n}"), "taints": [{"key": "a", "effect": "None"}]});
     let refused: [(&str, Edit); 12] = [
@@ -154,12 +153,12 @@ async fn slices_that_break_a_rule_are_refused() {
         }),
     ];
     for (what, edit) in refused {
-        assert_eq!(code(world.create(edit).await), 422, "{what}");
+        assert_eq!(code(server.create(edit).await), 422, "{what}");
     }
-    assert_eq!(code(world.create(|s| s["spec"]["devices"] = (0..65).map(device).collect()).await), 422);
+    assert_eq!(code(server.create(|s| s["spec"]["devices"] = (0..65).map(device).collect()).await), 422);
     assert_eq!(
         code(
-            world
+            server
                 .create(|s| {
                     let set = |n: usize| json!({"name": format!("s{n}"), "counters": {"m": {"value": "1"}}});
                     s["spec"]["devices"] = Value::Null;
@@ -169,27 +168,27 @@ async fn slices_that_break_a_rule_are_refused() {
         ),
         422
     );
-    let mut moved = world.create(|_| ()).await.unwrap();
+    let mut moved = server.create(|_| ()).await.unwrap();
     moved.spec.pool.name = "other".to_owned();
     let name = moved.metadata.name.clone().unwrap();
-    assert_eq!(code(world.slices.replace(&name, &PostParams::default(), &moved).await), 422);
-    world.wipe().await;
+    assert_eq!(code(server.slices.replace(&name, &PostParams::default(), &moved).await), 422);
+    server.wipe().await;
 }
 
 #[tokio::test]
-async fn a_watch_shows_additions_changes_and_deletions_of_what_was_selected() {
-    let world = World::new("watch").await;
-    let list = world.slices.list(&world.ours()).await.unwrap();
+async fn watch_reports_changes_of_selected_objects() {
+    let server = TestServer::new("watch").await;
+    let list = server.slices.list(&server.own()).await.unwrap();
     let params =
-        WatchParams::default().fields(&format!("spec.driver=gpu.divvy.dev,spec.nodeName={}", world.node));
+        WatchParams::default().fields(&format!("spec.driver=gpu.divvy.dev,spec.nodeName={}", server.node));
     let from = list.metadata.resource_version.unwrap();
-    let mut events = world.slices.watch(&params, &from).await.unwrap().boxed();
-    let mut slice = world.create(|_| ()).await.unwrap();
-    world.create(|s| s["spec"]["nodeName"] = json!("contract-elsewhere")).await.unwrap();
+    let mut events = server.slices.watch(&params, &from).await.unwrap().boxed();
+    let mut slice = server.create(|_| ()).await.unwrap();
+    server.create(|s| s["spec"]["nodeName"] = json!("contract-elsewhere")).await.unwrap();
     slice.spec.pool.generation = 2;
     let name = slice.metadata.name.clone().unwrap();
-    world.slices.replace(&name, &PostParams::default(), &slice).await.unwrap();
-    world.wipe().await;
+    server.slices.replace(&name, &PostParams::default(), &slice).await.unwrap();
+    server.wipe().await;
     let mut seen = Vec::new();
     while seen.len() < 3 {
         let version = |slice: &ResourceSlice| -> u64 {
@@ -206,23 +205,23 @@ async fn a_watch_shows_additions_changes_and_deletions_of_what_was_selected() {
     let kinds: Vec<&str> = seen.iter().map(|event| event.0).collect();
     assert_eq!(kinds, ["added", "modified", "deleted"]);
     assert!(seen.iter().all(|event| event.1.as_ref() == Some(&name)));
-    assert!(seen.is_sorted_by(|a, b| a.2 < b.2), "each event has a version of its own: {seen:?}");
+    assert!(seen.is_sorted_by(|a, b| a.2 < b.2), "versions must increase: {seen:?}");
     let elsewhere = ListParams::default().fields("spec.nodeName=contract-elsewhere");
-    world.slices.delete_collection(&DeleteParams::default(), &elsewhere).await.unwrap();
+    server.slices.delete_collection(&DeleteParams::default(), &elsewhere).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_list_comes_in_pages_that_hold_everything_once() {
-    let world = World::new("pages").await;
+async fn pages_contain_every_object_once() {
+    let server = TestServer::new("pages").await;
     let mut made = Vec::new();
     for _ in 0..5 {
-        made.push(world.create(|_| ()).await.unwrap().metadata.name.unwrap());
+        made.push(server.create(|_| ()).await.unwrap().metadata.name.unwrap());
     }
     made.sort();
     let (mut seen, mut sizes, mut token) = (Vec::new(), Vec::new(), None);
     loop {
-        let params = ListParams { limit: Some(2), continue_token: token, ..world.ours() };
-        let page = world.slices.list(&params).await.unwrap();
+        let params = ListParams { limit: Some(2), continue_token: token, ..server.own() };
+        let page = server.slices.list(&params).await.unwrap();
         sizes.push(page.items.len());
         seen.extend(page.items.into_iter().filter_map(|slice| slice.metadata.name));
         token = page.metadata.continue_.filter(|token| !token.is_empty());
@@ -232,21 +231,21 @@ async fn a_list_comes_in_pages_that_hold_everything_once() {
     }
     seen.sort();
     assert_eq!((seen, sizes), (made, vec![2, 2, 1]));
-    world.wipe().await;
+    server.wipe().await;
 }
 
 #[tokio::test]
-async fn a_field_that_is_not_indexed_cannot_be_selected_by() {
-    let world = World::new("fields").await;
-    assert_eq!(code(world.slices.list(&ListParams::default().fields("spec.allNodes=true")).await), 400);
+async fn selector_on_unindexed_field_is_rejected() {
+    let server = TestServer::new("fields").await;
+    assert_eq!(code(server.slices.list(&ListParams::default().fields("spec.allNodes=true")).await), 400);
 }
 
 #[tokio::test]
-async fn a_claim_keeps_spec_and_status_apart_and_waits_for_its_finalizers() {
-    let world = World::new("claim").await;
-    let claims: Api<ResourceClaim> = Api::namespaced(world.client.clone(), "default");
+async fn claim_separates_status_and_waits_for_finalizers() {
+    let server = TestServer::new("claim").await;
+    let claims: Api<ResourceClaim> = Api::namespaced(server.client.clone(), "default");
     let claim: ResourceClaim = serde_json::from_value(json!({
-        // Not Kubernetes' own finalizer: a controller takes that one away by itself.
+        // Not a finalizer of Kubernetes, which a controller would remove.
         "metadata": {"name": "contract", "finalizers": ["divvy.dev/contract"]},
         "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.divvy.dev"}}]}},
         "status": {"reservedFor": [{"resource": "pods", "name": "p", "uid": "u"}]},
@@ -261,7 +260,7 @@ async fn a_claim_keeps_spec_and_status_apart_and_waits_for_its_finalizers() {
     assert!(allocated.status.unwrap().allocation.is_some());
     let renamed = json!({"metadata": {"labels": {"a": "b"}}, "status": null});
     let labelled = claims.patch("contract", &merge, &Patch::Merge(&renamed)).await.unwrap();
-    assert!(labelled.status.unwrap().allocation.is_some(), "the status has its own door");
+    assert!(labelled.status.unwrap().allocation.is_some(), "the main endpoint must not change the status");
     claims.delete("contract", &DeleteParams::default()).await.unwrap();
     assert!(claims.get("contract").await.unwrap().metadata.deletion_timestamp.is_some());
     let release = json!({"metadata": {"finalizers": null}});

@@ -1,4 +1,4 @@
-//! The fake kubelet against a toy plugin: it must refuse what the real one refuses.
+//! The fake kubelet with a test plugin: it must reject what the real kubelet rejects.
 #![allow(clippy::unwrap_used)]
 
 use divvy_fakes::kubelet::{CallError, FakeKubelet, KubeletOptions, Versions, encode_authority, get_info};
@@ -13,17 +13,17 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::{Request, Response, Status, transport::Server};
 
 const DRIVER: &str = "toy.example.com";
-const SOON: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-struct Toy {
+struct TestPlugin {
     endpoint: PathBuf,
     versions: Vec<String>,
-    /// UIDs that a prepare answers, whatever was asked.
+    /// The UIDs in the answer to a prepare, whatever was requested.
     answers: Vec<String>,
 }
 
 #[tonic::async_trait]
-impl Registration for Toy {
+impl Registration for TestPlugin {
     async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
         Ok(Response::new(PluginInfo {
             r#type: divvy_kubelet::PLUGIN_TYPE.to_owned(),
@@ -42,7 +42,7 @@ impl Registration for Toy {
 }
 
 #[tonic::async_trait]
-impl DraPlugin for Toy {
+impl DraPlugin for TestPlugin {
     async fn node_prepare_resources(
         &self,
         _: Request<v1::NodePrepareResourcesRequest>,
@@ -60,13 +60,14 @@ impl DraPlugin for Toy {
     }
 }
 
-/// A toy plugin whose registration socket has that name.
-fn toy(root: &Path, name: &str, versions: &[&str], answers: &[&str]) -> PathBuf {
+/// Starts a plugin whose registration socket has that name.
+fn start_plugin(root: &Path, name: &str, versions: &[&str], answers: &[&str]) -> PathBuf {
     let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
     let endpoint = root.join("dra.sock");
     let registry = root.join("plugins_registry");
     std::fs::create_dir_all(&registry).unwrap();
-    let make = || Toy { endpoint: endpoint.clone(), versions: owned(versions), answers: owned(answers) };
+    let make =
+        || TestPlugin { endpoint: endpoint.clone(), versions: owned(versions), answers: owned(answers) };
     let service = UnixListenerStream::new(UnixListener::bind(&endpoint).unwrap());
     tokio::spawn(Server::builder().add_service(DraPluginServer::new(make())).serve_with_incoming(service));
     let socket = registry.join(name);
@@ -87,53 +88,53 @@ fn authority_is_encoded_as_grpc_go_does() {
 }
 
 #[tokio::test]
-async fn a_socket_name_with_an_at_sign_answers_the_kubelet() {
+async fn socket_name_with_an_at_sign_is_registered() {
     let root = tempfile::tempdir().unwrap();
-    let socket = toy(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &[]);
+    let socket = start_plugin(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &[]);
     assert_eq!(get_info(&socket).await.unwrap().name, DRIVER);
 }
 
-/// Should this test ever fail, the `@` in the driver's socket name has become needless.
+/// If this test fails, the `@` in the driver's socket name is no longer needed.
 #[tokio::test]
-async fn a_socket_name_without_an_at_sign_cannot_be_registered() {
+async fn socket_name_without_an_at_sign_is_rejected() {
     let root = tempfile::tempdir().unwrap();
-    let socket = toy(root.path(), "toy-reg.sock", &["v1.DRAPlugin"], &[]);
+    let socket = start_plugin(root.path(), "toy-reg.sock", &["v1.DRAPlugin"], &[]);
     let error = get_info(&socket).await.unwrap_err();
     assert_eq!(error, "GetInfo: stream terminated by RST_STREAM with error code 1");
 }
 
-async fn check_prepare(asked: &[&str], answered: &[&str], expected: Result<usize, CallError>) {
+async fn check_prepare(requested: &[&str], answered: &[&str], expected: Result<usize, CallError>) {
     let root = tempfile::tempdir().unwrap();
-    toy(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], answered);
+    start_plugin(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], answered);
     let kubelet = FakeKubelet::start(root.path(), KubeletOptions::default()).unwrap();
-    kubelet.wait_registered(DRIVER, 1, SOON).await.unwrap();
-    let claims: Vec<_> = asked.iter().map(|uid| claim(uid)).collect();
+    kubelet.wait_registered(DRIVER, 1, TIMEOUT).await.unwrap();
+    let claims: Vec<_> = requested.iter().map(|uid| claim(uid)).collect();
     assert_eq!(kubelet.prepare(DRIVER, &claims).await.map(|outcomes| outcomes.len()), expected);
 }
 
 #[tokio::test]
-async fn an_answer_must_have_one_entry_for_each_uid_and_no_other() {
+async fn answer_must_have_exactly_the_requested_uids() {
     check_prepare(&["a", "b"], &["a", "b"], Ok(2)).await;
     check_prepare(&["a", "b"], &["a"], Err(CallError::Skipped(1))).await;
     check_prepare(&["a"], &["a", "x"], Err(CallError::Unknown("x".to_owned()))).await;
 }
 
 #[tokio::test]
-async fn a_call_that_hangs_ends_at_its_deadline() {
+async fn hanging_call_ends_at_its_timeout() {
     let root = tempfile::tempdir().unwrap();
-    toy(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &[]);
+    start_plugin(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &[]);
     let call_timeout = Duration::from_millis(50);
     let options = KubeletOptions { call_timeout, ..KubeletOptions::default() };
     let kubelet = FakeKubelet::start(root.path(), options).unwrap();
-    kubelet.wait_registered(DRIVER, 1, SOON).await.unwrap();
+    kubelet.wait_registered(DRIVER, 1, TIMEOUT).await.unwrap();
     let error = kubelet.unprepare(DRIVER, &[claim("a")]).await.unwrap_err();
     assert_eq!(error, CallError::Deadline(call_timeout));
 }
 
 #[tokio::test]
-async fn a_plugin_without_a_known_version_is_refused() {
+async fn plugin_without_a_supported_version_is_rejected() {
     let root = tempfile::tempdir().unwrap();
-    toy(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &[]);
+    start_plugin(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &[]);
     let options = KubeletOptions { versions: Versions::OnlyV1beta1, ..KubeletOptions::default() };
     let kubelet = FakeKubelet::start(root.path(), options).unwrap();
     while kubelet.registration_errors().is_empty() {

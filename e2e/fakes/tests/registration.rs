@@ -1,6 +1,6 @@
-//! How a kubelet takes a driver on, seen by the driver: on the fake kubelet, or
-//! with `DIVVY_TEST_KUBELET_ROOT=DIR` on a real one. What passes on the fake and
-//! fails there is a bug of the fake.
+//! The registration of a driver, from the driver's view. The tests run on the fake kubelet, or with
+//! `DIVVY_TEST_KUBELET_ROOT=DIR` on a real one. A test that passes only on the fake reveals a bug
+//! of the fake.
 #![allow(clippy::unwrap_used)]
 
 use divvy_fakes::kubelet::{FakeKubelet, KubeletOptions};
@@ -13,29 +13,29 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::{Request, Response, Status, transport::Server};
 
-/// A real kubelet looks once a second, and waits longer after a failure.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Long enough for several looks.
-const SILENCE: Duration = Duration::from_secs(4);
+/// A real kubelet scans once a second, and backs off after a failure.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Long enough for several scans.
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// What the kubelet said.
+/// A call of the kubelet.
 #[derive(Debug, PartialEq, Eq)]
-enum Heard {
-    Asked,
+enum KubeletCall {
+    GetInfo,
     Registered,
-    Refused,
+    Rejected,
 }
 
-/// A driver that only registers.
-struct Toy {
+/// A driver that only implements the registration.
+struct TestDriver {
     info: PluginInfo,
-    heard: mpsc::UnboundedSender<Heard>,
+    calls: mpsc::UnboundedSender<KubeletCall>,
 }
 
 #[tonic::async_trait]
-impl Registration for Toy {
+impl Registration for TestDriver {
     async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
-        let _ = self.heard.send(Heard::Asked);
+        let _ = self.calls.send(KubeletCall::GetInfo);
         Ok(Response::new(self.info.clone()))
     }
 
@@ -44,20 +44,20 @@ impl Registration for Toy {
         status: Request<RegistrationStatus>,
     ) -> Result<Response<RegistrationStatusResponse>, Status> {
         let registered = status.into_inner().plugin_registered;
-        let _ = self.heard.send(if registered { Heard::Registered } else { Heard::Refused });
+        let _ = self.calls.send(if registered { KubeletCall::Registered } else { KubeletCall::Rejected });
         Ok(Response::new(RegistrationStatusResponse {}))
     }
 }
 
-/// A kubelet's root, and a driver's name that no other test has.
-struct World {
+/// A kubelet's root directory, and a driver name that is unique to the test.
+struct TestKubelet {
     root: PathBuf,
     driver: String,
     _fake: Option<(FakeKubelet, tempfile::TempDir)>,
     sockets: Vec<PathBuf>,
 }
 
-impl World {
+impl TestKubelet {
     fn new(test: &str) -> Self {
         let (root, fake) = match std::env::var_os("DIVVY_TEST_KUBELET_ROOT") {
             Some(root) => (PathBuf::from(root), None),
@@ -70,9 +70,9 @@ impl World {
         Self { root, driver: format!("{test}.example.com"), _fake: fake, sockets: Vec::new() }
     }
 
-    /// Listens on `<driver><suffix>`; what the kubelet says comes through the channel.
-    fn driver(&mut self, suffix: &str, version: &str) -> mpsc::UnboundedReceiver<Heard> {
-        let (heard, hears) = mpsc::unbounded_channel();
+    /// Listens on `<driver><suffix>`. The channel receives the kubelet's calls.
+    fn driver(&mut self, suffix: &str, version: &str) -> mpsc::UnboundedReceiver<KubeletCall> {
+        let (calls, received) = mpsc::unbounded_channel();
         let plugin = self.root.join("plugins").join(&self.driver);
         std::fs::create_dir_all(&plugin).unwrap();
         let endpoint = plugin.join("dra.sock");
@@ -84,19 +84,19 @@ impl World {
             endpoint: endpoint.to_string_lossy().into_owned(),
             supported_versions: vec![version.to_owned()],
         };
-        let server = || RegistrationServer::new(Toy { info: info.clone(), heard: heard.clone() });
-        // Something must answer on the service socket; no DRA call comes in these tests.
+        let server = || RegistrationServer::new(TestDriver { info: info.clone(), calls: calls.clone() });
+        // The service socket must accept connections, but these tests make no DRA calls.
         tokio::spawn(Server::builder().add_service(server()).serve_with_incoming(service));
         let socket = self.root.join("plugins_registry").join(format!("{}{suffix}", self.driver));
         let _ = std::fs::remove_file(&socket);
         let listener = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
         tokio::spawn(Server::builder().add_service(server()).serve_with_incoming(listener));
         self.sockets.push(socket);
-        hears
+        received
     }
 }
 
-impl Drop for World {
+impl Drop for TestKubelet {
     fn drop(&mut self) {
         for socket in &self.sockets {
             let _ = std::fs::remove_file(socket);
@@ -105,41 +105,41 @@ impl Drop for World {
     }
 }
 
-/// The next thing that is not the same question again.
-async fn verdict(hears: &mut mpsc::UnboundedReceiver<Heard>) -> Heard {
+/// The next call that is not GetInfo.
+async fn result(received: &mut mpsc::UnboundedReceiver<KubeletCall>) -> KubeletCall {
     loop {
-        match tokio::time::timeout(PATIENCE, hears.recv()).await.unwrap().unwrap() {
-            Heard::Asked => {}
-            verdict => return verdict,
+        match tokio::time::timeout(TIMEOUT, received.recv()).await.unwrap().unwrap() {
+            KubeletCall::GetInfo => {}
+            call => return call,
         }
     }
 }
 
 #[tokio::test]
-async fn a_driver_is_asked_who_it_is_and_told_that_it_is_registered() {
-    let mut world = World::new("asked");
-    let mut hears = world.driver("@reg.sock", "v1.DRAPlugin");
-    assert_eq!(tokio::time::timeout(PATIENCE, hears.recv()).await.unwrap(), Some(Heard::Asked));
-    assert_eq!(verdict(&mut hears).await, Heard::Registered);
+async fn driver_gets_get_info_and_then_the_registration() {
+    let mut kubelet = TestKubelet::new("asked");
+    let mut received = kubelet.driver("@reg.sock", "v1.DRAPlugin");
+    assert_eq!(tokio::time::timeout(TIMEOUT, received.recv()).await.unwrap(), Some(KubeletCall::GetInfo));
+    assert_eq!(result(&mut received).await, KubeletCall::Registered);
 }
 
 #[tokio::test]
-async fn a_socket_that_is_made_anew_is_registered_anew() {
-    let mut world = World::new("anew");
-    assert_eq!(verdict(&mut world.driver("@reg.sock", "v1.DRAPlugin")).await, Heard::Registered);
-    assert_eq!(verdict(&mut world.driver("@reg.sock", "v1.DRAPlugin")).await, Heard::Registered);
+async fn recreated_socket_is_registered_again() {
+    let mut kubelet = TestKubelet::new("anew");
+    assert_eq!(result(&mut kubelet.driver("@reg.sock", "v1.DRAPlugin")).await, KubeletCall::Registered);
+    assert_eq!(result(&mut kubelet.driver("@reg.sock", "v1.DRAPlugin")).await, KubeletCall::Registered);
 }
 
 #[tokio::test]
-async fn a_driver_of_an_unknown_version_is_told_that_it_is_refused() {
-    let mut world = World::new("unknown");
-    assert_eq!(verdict(&mut world.driver("@reg.sock", "v9.DRAPlugin")).await, Heard::Refused);
+async fn driver_of_an_unknown_version_is_rejected() {
+    let mut kubelet = TestKubelet::new("unknown");
+    assert_eq!(result(&mut kubelet.driver("@reg.sock", "v9.DRAPlugin")).await, KubeletCall::Rejected);
 }
 
-/// Should this test ever fail, the `@` in the driver's socket name has become needless.
+/// If this test fails, the `@` in the driver's socket name is no longer needed.
 #[tokio::test]
-async fn a_socket_name_without_an_at_sign_is_never_heard() {
-    let mut world = World::new("unheard");
-    let mut hears = world.driver("-reg.sock", "v1.DRAPlugin");
-    assert!(tokio::time::timeout(SILENCE, hears.recv()).await.is_err());
+async fn socket_name_without_an_at_sign_gets_no_call() {
+    let mut kubelet = TestKubelet::new("unheard");
+    let mut received = kubelet.driver("-reg.sock", "v1.DRAPlugin");
+    assert!(tokio::time::timeout(SILENCE_TIMEOUT, received.recv()).await.is_err());
 }

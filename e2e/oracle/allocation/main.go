@@ -1,9 +1,8 @@
-// Answers claims as the scheduler does: the structured allocator of
-// k8s.io/dynamic-resource-allocation with the features that a default cluster has.
+// Allocates claims as the scheduler does, with the structured allocator of k8s.io/dynamic-resource-allocation and the
+// features of a default cluster.
 //
-// Standard input is a list of worlds, each with the slices of a node and sequences
-// of claims taken and released; standard output has the answer to each step.
-// A claim that is accepted stays allocated until it is released, as in
+// Standard input is a list of test cases, each with the slices of a node and sequences of claims to allocate and release.
+// Standard output has the answer to each step. An accepted claim stays allocated until it is released, as in
 // pkg/scheduler/framework/plugins/dynamicresources/allocateddevices.go.
 package main
 
@@ -31,8 +30,7 @@ type world struct {
 	Sequences [][]step                    `json:"sequences"`
 }
 
-// One of the three. Held is a claim that was allocated before, whatever was
-// published then.
+// Exactly one field is set. Held is a claim that was allocated earlier, independent of the published slices.
 type step struct {
 	Take    *resourceapi.ResourceClaim `json:"take"`
 	Held    *resourceapi.ResourceClaim `json:"held"`
@@ -83,8 +81,8 @@ func taken(allocations map[string]resourceapi.AllocationResult) structured.Alloc
 	return state
 }
 
-// request=device, and what a share takes of each capacity unless it is nothing, in
-// plain numbers: the two representations write one amount in two ways.
+// Formats a result as request=device, with the non-zero capacities that a share consumes, as plain numbers, because a
+// quantity has several representations.
 func told(allocation resourceapi.AllocationResult) string {
 	var devices []string
 	for _, result := range allocation.Devices.Results {

@@ -1,8 +1,8 @@
-// Says what a container gets mounted of several CDI files, as container runtimes do it:
+// Computes the mounts of a container from several CDI files, with the library of the container runtimes:
 // tags.cncf.io/container-device-interface.
 //
-// Standard input is a list of containers, each with files by name and the devices it has, in order; standard output has
-// the mounts of each.
+// Standard input is a list of containers, each with files by name and its devices in order. Standard output has the mounts
+// of each.
 package main
 
 import (
@@ -35,7 +35,7 @@ func mounts(of container) ([]oci.Mount, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Nodes are made of what is on the machine, and here is none.
+	// Only the mounts are returned, because device nodes depend on the machine.
 	spec := &oci.Spec{}
 	_, err = cache.InjectDevices(spec, of.Devices...)
 	return spec.Mounts, err

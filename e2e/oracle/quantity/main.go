@@ -1,7 +1,7 @@
-// Writes vectors of what resource.Quantity reads, writes and computes.
+// Writes test vectors of parsing, formatting and arithmetic with resource.Quantity.
 //
-// `canonical` is CanonicalizeBytes, not String: String repeats the text that was
-// parsed where it takes it for canonical, so that "1.500" stays "1.500".
+// `canonical` is CanonicalizeBytes, not String. String returns the parsed text if it looks canonical, so that "1.500"
+// stays "1.500".
 package main
 
 import (
@@ -23,8 +23,7 @@ type parsed struct {
 	Format    string `json:"format,omitempty"`
 	// The amount in nano-units.
 	Nano string `json:"nano,omitempty"`
-	// Value(), where it is in range and not negative (the library's two
-	// representations disagree on negative amounts).
+	// Value(), if it is in range and not negative (the library's two representations differ for negative amounts).
 	Value string `json:"value,omitempty"`
 }
 

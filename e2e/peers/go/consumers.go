@@ -8,7 +8,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// checkConsumers replays what the programs of a Kubernetes node call, in their order.
+// checkConsumers replays the call sequences of programs on a Kubernetes node.
 func (p *peer) checkConsumers(cards []card) {
 	for _, card := range cards {
 		gpu, err := p.device(card.Product)
@@ -44,7 +44,7 @@ func (p *peer) checkConsumers(cards []card) {
 	})
 }
 
-// draEnumerate: what NVIDIA's DRA driver asks of each GPU at its start.
+// draEnumerate: the calls of NVIDIA's DRA driver for each GPU at its start.
 func (p *peer) draEnumerate(gpu nvml.Device, card card) error {
 	uuid, ret := gpu.GetUUID()
 	if ret != nvml.SUCCESS {
@@ -72,7 +72,7 @@ func (p *peer) draEnumerate(gpu nvml.Device, card card) error {
 			return ret
 		}
 	}
-	// A card outside a fabric says that it has none.
+	// A card outside a fabric reports no fabric.
 	if _, ret := gpu.GetGpuFabricInfoV().V2(); ret != nvml.SUCCESS && ret != nvml.ERROR_NOT_SUPPORTED {
 		return ret
 	}
@@ -137,7 +137,7 @@ func (p *peer) draLifeCycle(gpu nvml.Device, card card) error {
 	if !strings.HasPrefix(migUUID, "MIG-") {
 		return fmt.Errorf("UUID of the compute instance's device is %s", migUUID)
 	}
-	// Another handle of everything, by id.
+	// Looks up everything again by id.
 	found, ret := parent.GetGpuInstanceById(int(giInfo.Id))
 	if ret != nvml.SUCCESS {
 		return ret
@@ -167,7 +167,7 @@ func (p *peer) draLifeCycle(gpu nvml.Device, card card) error {
 	return setMode(parent, nvml.DEVICE_MIG_DISABLE)
 }
 
-// migPartedApply: the whole GPU is cleared and cut into one-slice instances, then exported and cleared again.
+// migPartedApply: clears the GPU, creates one-slice instances, exports the configuration and clears the GPU again.
 func migPartedApply(gpu nvml.Device, card card) error {
 	if err := setMode(gpu, nvml.DEVICE_MIG_ENABLE); err != nil {
 		return err
@@ -240,7 +240,7 @@ func walk(gpu nvml.Device) ([]nvml.GpuInstance, []nvml.ComputeInstance, error) {
 	return gis, cis, nil
 }
 
-// devicePlugin: MIG devices by index, with what the plugin and feature discovery read of them.
+// devicePlugin: MIG devices by index, with the attributes that the plugin and feature discovery read.
 func (p *peer) devicePlugin(gpu nvml.Device, card card) error {
 	return withInstance(gpu, card, func() error {
 		most, ret := gpu.GetMaxMigDeviceCount()
@@ -285,7 +285,7 @@ func (p *peer) devicePlugin(gpu nvml.Device, card card) error {
 	})
 }
 
-// goNvlib: the library that the device plugin, the DRA driver and the container toolkit share.
+// goNvlib: the common library of the device plugin, the DRA driver and the container toolkit.
 func (p *peer) goNvlib(gpu nvml.Device, card card) error {
 	return withInstance(gpu, card, func() error {
 		lib := device.New(p.nvml)
@@ -334,7 +334,7 @@ func (p *peer) goNvlib(gpu nvml.Device, card card) error {
 	})
 }
 
-// withInstance runs body while the GPU has one instance of its smallest profile at its start.
+// withInstance runs body while the GPU has an instance of its smallest profile at the first placement.
 func withInstance(gpu nvml.Device, card card, body func() error) error {
 	if err := setMode(gpu, nvml.DEVICE_MIG_ENABLE); err != nil {
 		return err
@@ -355,7 +355,7 @@ func withInstance(gpu nvml.Device, card card, body func() error) error {
 	return first(err, code(ci.Destroy()), code(gi.Destroy()), setMode(gpu, nvml.DEVICE_MIG_DISABLE))
 }
 
-// devicePluginEvents: registration on all parents, and an XID that arrives.
+// devicePluginEvents: registers for events of all parents, and receives an XID.
 func (p *peer) devicePluginEvents() error {
 	set, ret := p.nvml.EventSetCreate()
 	if ret != nvml.SUCCESS {

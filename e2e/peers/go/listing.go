@@ -36,7 +36,7 @@ type profile struct {
 	Starts    []uint32 `json:"starts"`
 }
 
-// order is what the driver's own placements give: ids of the instances made one after the other, null where it refuses.
+// order lists the ids of instances that are created one after the other at the driver's placements; null if it refuses.
 type order struct {
 	Profiles []uint32  `json:"profiles"`
 	IDs      []*uint32 `json:"ids"`
@@ -128,7 +128,7 @@ func checkProfile(device nvml.Device, listed profile) error {
 	)
 }
 
-// checkIndices holds the enumeration to the listing: what is not listed is not supported, and then it ends.
+// checkIndices compares the enumeration of profiles with the listing: unlisted profiles must be unsupported.
 func checkIndices(device nvml.Device, card card) error {
 	listed := map[int]bool{}
 	for _, profile := range card.Profiles {
@@ -157,7 +157,7 @@ func setMode(device nvml.Device, mode int) error {
 	return first(code(ret), want("current and pending mode", [2]int{current, pending}, [2]int{mode, mode}))
 }
 
-// lifeCycle makes an instance at a placement, looks at it from all sides, and destroys it.
+// lifeCycle creates an instance at a placement, reads it by all calls, and destroys it.
 func (p *peer) lifeCycle(device nvml.Device, card card, listed profile, start uint32) error {
 	info, ret := device.GetGpuInstanceProfileInfo(listed.Index)
 	if ret != nvml.SUCCESS {
@@ -209,7 +209,7 @@ func (p *peer) lifeCycle(device nvml.Device, card card, listed profile, start ui
 	return first(code(ci.Destroy()), code(gi.Destroy()))
 }
 
-// wholeComputeInstance makes a compute instance of all slices.
+// wholeComputeInstance creates a compute instance of all slices.
 func wholeComputeInstance(gi nvml.GpuInstance, slices uint32) (nvml.ComputeInstance, error) {
 	for index := range nvml.COMPUTE_INSTANCE_PROFILE_COUNT {
 		info, ret := gi.GetComputeInstanceProfileInfo(index, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED)
@@ -222,7 +222,7 @@ func wholeComputeInstance(gi nvml.GpuInstance, slices uint32) (nvml.ComputeInsta
 	return nil, fmt.Errorf("no compute instance profile of %d slices", slices)
 }
 
-// createInOrder lets the driver place instances, and holds their ids to those of a real card.
+// createInOrder lets the driver place instances, and compares their ids with those of a real card.
 func createInOrder(device nvml.Device, card card, order order) (err error) {
 	var made []nvml.GpuInstance
 	defer func() {

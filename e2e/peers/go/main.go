@@ -1,7 +1,7 @@
-// Drives github.com/NVIDIA/go-nvml and go-nvlib, as they come, against a simulated libnvidia-ml: every listing of a
-// real card, the life cycle of MIG instances, and the call sequences of the programs that use NVML on Kubernetes nodes.
+// Runs the unmodified github.com/NVIDIA/go-nvml and go-nvlib on a simulated libnvidia-ml: every listing of a real card, the
+// life cycle of MIG instances, and the call sequences of programs that use NVML on Kubernetes nodes.
 //
-// It prints one line per check, "ok NAME" or "FAIL NAME: REASON", and leaves counting to its caller.
+// It prints one line per check, "ok NAME" or "FAIL NAME: REASON". The caller counts them.
 package main
 
 import (
@@ -14,10 +14,10 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// peer is one run against one simulated node.
+// peer is a run on one simulated node.
 type peer struct {
 	nvml nvml.Interface
-	// root of the simulator, and its command line.
+	// root is the simulator's directory, sim its command-line tool.
 	root, sim string
 }
 
@@ -46,7 +46,7 @@ func main() {
 	p.check("shutdown", func() error { return code(p.nvml.Shutdown()) })
 }
 
-// check runs one check and prints how it went; a panic is a failure.
+// check runs a check and prints the result. A panic is a failure.
 func (p *peer) check(name string, body func() error) {
 	defer func() {
 		if panicked := recover(); panicked != nil {
@@ -60,7 +60,7 @@ func (p *peer) check(name string, body func() error) {
 	fmt.Printf("ok go %s\n", name)
 }
 
-// command runs the simulator's command line.
+// command runs the simulator's command-line tool.
 func (p *peer) command(arguments ...string) error {
 	output, err := exec.Command(p.sim, append([]string{"--root", p.root}, arguments...)...).CombinedOutput()
 	if err != nil {
@@ -94,7 +94,7 @@ func code(ret nvml.Return) error {
 	return ret
 }
 
-// want compares, and says both where they differ.
+// want returns an error with both values if they differ.
 func want(what string, got, expected any) error {
 	if reflect.DeepEqual(got, expected) {
 		return nil
@@ -102,7 +102,7 @@ func want(what string, got, expected any) error {
 	return fmt.Errorf("%s is %v, a real card has %v", what, got, expected)
 }
 
-// first is the first error.
+// first returns the first error.
 func first(errs ...error) error {
 	for _, err := range errs {
 		if err != nil {

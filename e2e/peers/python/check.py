@@ -1,9 +1,9 @@
-"""Drives nvidia-ml-py, as it comes, against a libnvidia-ml: listings of real cards, MIG's life cycle, what monitors read.
+"""Runs the unmodified nvidia-ml-py on a libnvidia-ml: listings of real cards, MIG's life cycle, the reads of monitors.
 
 usage: check.py LISTINGS             all checks, on a simulated node
        check.py LISTINGS --read-only differences between real GPUs and the listings, changing nothing
 
-The library is found by its soname, so LD_LIBRARY_PATH says which. One line per check: "ok NAME" or "FAIL NAME: REASON".
+The library is found by its soname, so LD_LIBRARY_PATH selects it. One line per check: "ok NAME" or "FAIL NAME: REASON".
 """
 
 import json
@@ -17,7 +17,7 @@ import pynvml as nvml
 def check(name, body):
     try:
         body()
-    except Exception as error:  # a check that fails must not end the others
+    except Exception as error:  # a failed check must not stop the others
         print(f"FAIL python {name}: {type(error).__name__}: {error}")
     else:
         print(f"ok python {name}")
@@ -46,7 +46,7 @@ def devices():
 
 
 def profiles(device):
-    """Profile information by index; ends where the library says that the index is invalid."""
+    """Profile information by index, up to the first invalid index."""
     found = {}
     for index in range(64):
         try:
@@ -67,7 +67,7 @@ def placements(device, profile_id):
 
 
 def described(device, info):
-    """A profile in the words of a listing."""
+    """A profile in the form of a listing."""
     places = placements(device, info.id)
     return {
         "name": text(info.name).removeprefix("MIG "),
@@ -115,7 +115,7 @@ def whole_compute_instance(gi, slices):
 
 
 def life_cycle(device, card):
-    """Every profile at the driver's own placement: made, found from all sides, destroyed."""
+    """Creates, reads and destroys an instance of every profile, at the driver's own placement."""
     set_mode(device, nvml.NVML_DEVICE_MIG_ENABLE)
     for profile in card["profiles"]:
         gi = nvml.nvmlDeviceCreateGpuInstance(device, profile["id"])
@@ -142,7 +142,7 @@ def life_cycle(device, card):
 
 
 def monitor(device):
-    """What monitoring programs read of a GPU."""
+    """The values of a GPU that monitoring programs read."""
     memory = nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2)
     want("total memory", memory.total, memory.used + memory.free + memory.reserved)
     pci = nvml.nvmlDeviceGetPciInfo(device)
@@ -164,7 +164,7 @@ def monitor(device):
 
 
 def read_only(cards):
-    """Prints where real GPUs and the listings differ; nothing is changed and nothing fails."""
+    """Prints the differences between real GPUs and the listings. Changes nothing and cannot fail."""
     for device in devices():
         name = text(nvml.nvmlDeviceGetName(device))
         card = next((card for card in cards if card["product"] == name), None)

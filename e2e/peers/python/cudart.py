@@ -1,10 +1,9 @@
-"""NVIDIA's own CUDA runtime on the simulated driver: it must find every function that it asks for.
+"""Runs NVIDIA's CUDA runtime on the simulated driver: the runtime must find every function that it requests.
 
-The runtime asks the driver for each of its functions when it is first used. The driver writes down what it was asked
-for and what it answered; each answer must be the function that the headers name for that version and that kind of default
-stream, and a program that asks again, in the same process, must get the same. With an interposer preloaded the same
-checks hold it to what the driver answers: the function it gives must be of the same name, its own where the list of its
-hooks has it and the driver's where it has not, and two functions are two with it where they are two without.
+The runtime requests all its functions from the driver at its first use, and the driver logs each request and its answer.
+An answer must be the function that the headers name for that version and kind of default stream. A repeated request in the
+same process must get the same answer. With a preloaded interposer, the answer must be a function of the same name: the
+interposer's own if the function is in its list of hooks, and the driver's otherwise. Distinct functions must stay distinct.
 
 usage: cudart.py LIBCUDART SYMBOLS CUDA-VERSION [INTERPOSER HOOKS], with the simulated driver in LD_LIBRARY_PATH, and
 the interposer in LD_PRELOAD if there is one.
@@ -41,7 +40,7 @@ libc.dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(DlInfo)]
 
 
 def named(pointer):
-    """The symbol that begins at an address, and the library it lies in."""
+    """The symbol at an address, and its library."""
     info = DlInfo()
     if not pointer or not libc.dladdr(pointer, ctypes.byref(info)) or info.address != pointer:
         return None, None
@@ -49,7 +48,7 @@ def named(pointer):
 
 
 class Symbols:
-    """The committed list: what the headers say."""
+    """The committed list of the functions in the headers."""
 
     def __init__(self, path):
         rows = [line.split() for line in open(path) if not line.startswith("#")]
@@ -65,15 +64,15 @@ class Symbols:
 
 
 log = tempfile.NamedTemporaryFile()
-os.environ["DIVVY_SIM_CUDA_ASKED"] = log.name
-# First, so that a runtime that fails does not unload it.
+os.environ["DIVVY_SIM_CUDA_LOOKUP_LOG"] = log.name
+# Loaded first, so that a failing runtime does not unload it.
 driver = ctypes.CDLL("libcuda.so.1")
 runtime = ctypes.CDLL(runtime_path)
 
-# It looks for all functions, then for proof that the driver is NVIDIA's, which this one has not got.
+# The runtime requests all functions, then a proof that the driver is NVIDIA's, which fails here.
 runtime.cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))
 
-# What it asked for: name, CUDA version, flags, the function that it got or "-".
+# The requests: name, CUDA version, flags, and the function in the answer or "-".
 asked = sorted({tuple(line.rstrip("\n").rsplit(" ", 3)) for line in open(log.name)})
 symbols = Symbols(symbols_path)
 hooks = {line.strip() for line in open(hooks_path) if not line.startswith("#")} if interposer else set()
@@ -93,22 +92,22 @@ for name, version, flags, got in asked:
     if (symbol or "-") != got:
         different.append((name, version, flags, got, symbol))
     if symbol:
-        # Of a function that is hooked the library's own, of any other the driver's.
+        # The interposer's function if it is hooked, otherwise the driver's.
         is_own = library == os.path.basename(interposer) if interposer else False
         if is_own != (symbol in hooks) or not (is_own or library.startswith("libcuda.so")):
             elsewhere.append((name, version, flags, symbol, library))
-        # By what it was to be: of an address the loader tells one name only.
+        # By the expected name, because the loader reports only one name of an address.
         places.setdefault(found.value, set()).add(got)
-check(f"the runtime asks for its {len(asked)} functions", len(asked) > 400, f"{len(asked)}")
+check(f"the runtime requests its {len(asked)} functions", len(asked) > 400, f"{len(asked)}")
 check("each answer is the function of that version and stream", not wrong, str(wrong[:5]))
-check("who asks again gets the same", not different, str(different[:5]))
-check("each is the library's own where that hooks it, and the driver's where not", not elsewhere, str(elsewhere[:5]))
+check("a repeated request gets the same answer", not different, str(different[:5]))
+check("hooked functions are the interposer's, others the driver's", not elsewhere, str(elsewhere[:5]))
 shared = [sorted(names) for names in places.values() if len(names) > 1]
-check("two functions are at two addresses", not shared, str(shared[:5]))
+check("distinct functions have distinct addresses", not shared, str(shared[:5]))
 if interposer:
     own = sum(bool(names & hooks) for names in places.values())
     check("many of them are hooked", own > 50, f"{own}")
-# A runtime also asks for functions that no header declares, and for one without a name.
+# A runtime also requests functions that no header declares, and one without a name.
 unknown = [name for name in missing if name and not name.startswith("cuSubgrid")]
-check("all of them are there that a header declares", not unknown, str(unknown[:5]))
+check("all functions of the headers exist", not unknown, str(unknown[:5]))
 sys.exit(failed > 0)

@@ -1,7 +1,8 @@
-//! Gives the library its soname and writes the table of its symbols: a stub for each that no module implements.
+//! Sets the library's soname and writes the table of its symbols, with a stub for each that no
+//! module implements.
 //!
-//! `-Bsymbolic`, because the real driver never finds its own functions through the dynamic linker: whoever defines the
-//! same names before it in a process gets the program's calls and none of the library's.
+//! `-Bsymbolic`, because the real driver never calls its own functions through the dynamic linker:
+//! a library that defines the same names gets the program's calls, and none of the driver's own.
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -13,13 +14,17 @@ fn main() {
     for file in ["symbols.txt", "build.rs", "src"] {
         println!("cargo::rerun-if-changed={file}");
     }
-    let list = fs::read_to_string("symbols.txt").expect("symbols.txt lies beside build.rs");
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("table.rs");
-    fs::write(out, table(&list, &implemented(Path::new("src")))).expect("OUT_DIR is writable");
+    let list = fs::read_to_string("symbols.txt").expect("symbols.txt is beside build.rs");
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let rows: Vec<Vec<&str>> =
+        list.lines().filter(|line| !line.starts_with('#')).map(|line| line.split(' ').collect()).collect();
+    fs::write(out.join("indices.rs"), indices(&rows)).expect("OUT_DIR is writable");
+    fs::write(out.join("table.rs"), table(&rows, &implemented(Path::new("src"))))
+        .expect("OUT_DIR is writable");
 }
 
-/// The names that the sources define as entry points: `fn cuInit(`, `fn cuMemcpy | cuMemcpy_ptds(`, and rows of names in
-/// the tables of macros.
+/// The names of the entry points in the sources: `fn cuInit(`, `fn cuMemcpy | cuMemcpy_ptds(`, and
+/// names in the tables of macros.
 fn implemented(src: &Path) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for file in fs::read_dir(src).expect("src is a directory").flatten() {
@@ -36,28 +41,39 @@ fn implemented(src: &Path) -> BTreeSet<String> {
     names
 }
 
-/// `stubs!`, the positions of the symbols, and `SYMBOLS` with their addresses.
-fn table(list: &str, implemented: &BTreeSet<String>) -> String {
-    let rows: Vec<Vec<&str>> =
-        list.lines().filter(|line| !line.starts_with('#')).map(|line| line.split(' ').collect()).collect();
-    let (mut stubs, mut at, mut symbols) = (String::new(), String::new(), String::new());
+/// Generates the indices and the names of the functions.
+fn indices(rows: &[Vec<&str>]) -> String {
+    let (mut at, mut names) = (String::new(), String::new());
     for (index, row) in rows.iter().enumerate() {
+        let name = row[0];
+        writeln!(at, "pub(crate) const {name}: usize = {index};").expect("writing to a string");
+        writeln!(names, "\"{name}\",").expect("writing to a string");
+    }
+    let count = rows.len();
+    format!(
+        "/// Indices of the functions.\n#[allow(non_upper_case_globals, reason = \"symbols\")]\n\
+         pub(crate) mod at {{\n{at}}}\n\
+         pub(crate) const COUNT: usize = {count};\n\
+         pub(crate) static NAMES: [&str; COUNT] = [\n{names}];\n"
+    )
+}
+
+/// Generates a stub for each function that is not implemented, and `SYMBOLS` with the addresses of
+/// all functions.
+fn table(rows: &[Vec<&str>], implemented: &BTreeSet<String>) -> String {
+    let (mut stubs, mut symbols) = (String::new(), String::new());
+    for row in rows {
         let [name, base, version, twin] = row[..] else { panic!("symbols.txt: cannot read {row:?}") };
         if !implemented.contains(name) {
             writeln!(stubs, "stub!({name});").expect("writing to a string");
         }
-        writeln!(at, "pub(crate) const {name}: usize = {index};").expect("writing to a string");
         let twin = twin != "legacy";
         writeln!(
             symbols,
-            "Symbol {{ name: \"{name}\", base: \"{base}\", version: {version}, twin: {twin}, pointer: Pointer({name} as *const ()) }},"
+            "Symbol {{ name: \"{name}\", base: \"{base}\", version: {version}, twin: {twin}, \
+             pointer: Pointer({name} as *const ()) }},"
         )
         .expect("writing to a string");
     }
-    let count = rows.len();
-    format!(
-        "{stubs}\n/// Positions in the table.\n#[allow(non_upper_case_globals, reason = \"symbols\")]\npub(crate) mod at {{\n{at}}}\n\
-         pub(crate) const COUNT: usize = {count};\n\
-         pub(crate) static SYMBOLS: [Symbol; COUNT] = [\n{symbols}];\n"
-    )
+    format!("{stubs}\npub(crate) static SYMBOLS: [Symbol; COUNT] = [\n{symbols}];\n")
 }

@@ -1,4 +1,5 @@
-//! Gives the library its soname and writes the stub of every symbol that `symbols.txt` does not mark as real.
+//! Sets the soname of the library and writes stubs for the symbols that `symbols.txt` does not mark
+//! as real.
 use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::{env, fs};
@@ -12,7 +13,7 @@ fn main() {
     fs::write(out, stubs(&list)).expect("OUT_DIR is writable");
 }
 
-/// One `stub!` line per symbol whose second column lists its arguments.
+/// One `stub!` line for each symbol whose second column lists its arguments.
 fn stubs(list: &str) -> String {
     let mut text = String::new();
     for line in list.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {

@@ -1,19 +1,21 @@
-//! GPU models: one data file each in `catalogue/`, every row with its source.
+//! GPU models: one data file each in `catalogue/`, with the source of every figure.
 //!
-//! Figures are data because formulas are wrong: a `1g.20gb` of an H100 has 26
-//! multiprocessors, not 32, and profile ids are opaque numbers. A row with
-//! `verified = false` was derived or is known from documents only; everything
-//! else was printed by a real card. Files are read when a model is first used,
-//! so a process pays for the models of its node only.
+//! The figures are data because formulas are wrong: a `1g.20gb` of an H100 has 26 multiprocessors,
+//! not 32, and profile ids are opaque. Figures with `verified = false` were derived or come from
+//! documents; all others were printed by a real card. A file is parsed when its model is first
+//! used.
 
-use crate::state::Placement;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::OnceLock;
 
 macro_rules! files {
     ($($key:literal),* $(,)?) => {
-        [$(File { key: $key, text: include_str!(concat!("../catalogue/", $key, ".toml")), row: OnceLock::new() },)*]
+        [$(File {
+            key: $key,
+            text: include_str!(concat!("../catalogue/", $key, ".toml")),
+            row: OnceLock::new(),
+        },)*]
     };
 }
 
@@ -47,28 +49,28 @@ static FILES: [File; 16] = files![
 #[serde(into = "String", try_from = "String")]
 pub struct Model(&'static GpuModel);
 
-/// What every GPU of a model has in common.
+/// Properties that all GPUs of a model share.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GpuModel {
-    /// How people ask for it: `H100-SXM5-80GB`.
+    /// Name of the model in the catalogue: `H100-SXM5-80GB`.
     pub key: String,
     /// `nvmlDeviceGetName`.
     pub product: String,
-    /// Where the figures of this file come from, profiles apart.
+    /// Source of the figures in this file, except those of profiles.
     pub source: String,
     pub verified: bool,
     /// `nvmlBrandType_t`.
     pub brand: u32,
     pub architecture: Architecture,
     pub compute_capability: (u32, u32),
-    /// PCI device id, vendor apart.
+    /// PCI device id, without the vendor.
     pub device_id: u16,
-    /// A display controller (PCI class 0x0300) and not a 3D controller (0x0302).
+    /// Whether it is a display controller (PCI class 0x0300) instead of a 3D controller (0x0302).
     #[serde(default)]
     pub display: bool,
     pub memory_total_mib: u64,
-    /// Part of the total that the driver keeps.
+    /// Part of the total memory that the driver reserves.
     pub memory_reserved_mib: u64,
     pub bar1_mib: u64,
     pub multiprocessors: u32,
@@ -80,20 +82,20 @@ pub struct GpuModel {
     pub jpeg_engines: u32,
     #[serde(default)]
     pub ofa_engines: u32,
-    /// Links to an NVSwitch or a bridge; 0 without NVLink.
+    /// Number of NVLink links; 0 without NVLink.
     #[serde(default)]
     pub nvlink_links: u32,
-    /// Links lead to NVSwitches, so that all GPUs of the node reach each other.
+    /// Whether the links lead to NVSwitches, so that all GPUs of the node reach each other.
     #[serde(default)]
     pub nvswitch: bool,
-    /// MiB/s of one link in each direction.
+    /// Bandwidth of one link in each direction, in MiB/s.
     #[serde(default)]
     pub nvlink_mib_per_second: u32,
     pub addressing: Addressing,
-    /// Registers with a fabric manager.
+    /// Whether the GPU registers with a fabric manager.
     #[serde(default)]
     pub fabric: bool,
-    /// Each GPU has a PCI domain of its own (Grace).
+    /// Whether each GPU has its own PCI domain (Grace).
     #[serde(default)]
     pub own_pci_domain: bool,
     /// Absent on GPUs without MIG.
@@ -118,26 +120,34 @@ pub enum Addressing {
     Ats,
 }
 
-/// How a GPU is cut.
+/// MIG geometry of a model.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigModel {
-    /// Memory slices: placements lie in `0..grid`.
+    /// Number of memory slices. Placements lie in `0..grid`.
     pub grid: u32,
-    /// Compute slices; as many instances as there can be at most.
+    /// Number of compute slices, which is also the maximum number of instances.
     pub compute_slices: u32,
     pub toggle: Toggle,
     #[serde(rename = "profile")]
     pub profiles: Vec<GiProfile>,
 }
 
-/// What it takes to change the MIG mode.
+/// A range of slices, `start..start + size`: memory slices of the GPU for a GPU instance, compute
+/// slices of the GPU instance for a compute instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Placement {
+    pub start: u32,
+    pub size: u32,
+}
+
+/// Requirement for a change of the MIG mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Toggle {
-    /// A GPU reset; the mode is stored on the board and outlives a reboot.
+    /// A GPU reset. The mode is stored on the board and survives a reboot.
     Reset,
-    /// Nothing but an idle GPU; the mode is gone with the driver.
+    /// An idle GPU. The mode is lost when the driver is unloaded.
     Live,
 }
 
@@ -164,11 +174,11 @@ pub struct GiProfile {
     pub jpg: u32,
     /// Optical-flow engines.
     pub ofa: u32,
-    /// How many can exist at once.
+    /// Maximum number of instances at once.
     pub instances: u32,
-    /// Memory slices it takes.
+    /// Number of memory slices.
     pub size: u32,
-    /// Where it may start.
+    /// Allowed first memory slices.
     pub starts: Vec<u32>,
     pub source: String,
     pub verified: bool,
@@ -182,18 +192,18 @@ pub struct CiProfile {
     /// Compute slices.
     pub slices: u32,
     pub sm: u32,
-    /// How many fit into an empty GPU instance.
+    /// Maximum number of instances in a GPU instance.
     pub instances: u32,
 }
 
-/// No model of that name.
+/// The catalogue has no model of that name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("no GPU model {wanted:?} in the catalogue; there are {}", keys().collect::<Vec<_>>().join(", "))]
+#[error("no GPU model {wanted:?} in the catalogue; known models: {}", keys().collect::<Vec<_>>().join(", "))]
 pub struct NoSuchModel {
     wanted: String,
 }
 
-/// Keys of all models.
+/// Names of all models.
 pub fn keys() -> impl Iterator<Item = &'static str> {
     FILES.iter().map(|file| file.key)
 }
@@ -203,7 +213,7 @@ pub fn all() -> impl Iterator<Item = Model> {
     FILES.iter().map(|file| Model(file.row()))
 }
 
-/// The model of that key, or the only one whose key begins with it (`H200`, `A100-SXM4-40`).
+/// The model with that name, or the only one with that prefix (`H200`, `A100-SXM4-40`).
 pub fn find(wanted: &str) -> Result<Model, NoSuchModel> {
     let lower = wanted.to_ascii_lowercase();
     let is = |file: &&File| file.key.eq_ignore_ascii_case(wanted);
@@ -220,7 +230,7 @@ pub fn find(wanted: &str) -> Result<Model, NoSuchModel> {
 
 impl File {
     fn row(&self) -> &GpuModel {
-        // The files are compiled in and a test reads each of them.
+        // The files are compiled in, and a test parses each of them.
         self.row.get_or_init(|| match toml::from_str(self.text) {
             Ok(row) => row,
             Err(error) => panic!("catalogue/{}.toml: {error}", self.key),
@@ -229,24 +239,24 @@ impl File {
 }
 
 impl Model {
-    /// Its row.
+    /// The properties of the model.
     pub const fn row(self) -> &'static GpuModel {
         self.0
     }
 }
 
 impl GpuModel {
-    /// The GPU-instance profile of that id.
+    /// The GPU-instance profile with that id.
     pub fn profile(&self, id: u32) -> Option<&GiProfile> {
         self.mig.as_ref()?.profiles.iter().find(|profile| profile.id == id)
     }
 
-    /// The GPU-instance profile of that index.
+    /// The GPU-instance profile with that index.
     pub fn profile_at(&self, index: u32) -> Option<&GiProfile> {
         self.mig.as_ref()?.profiles.iter().find(|profile| profile.index == index)
     }
 
-    /// The CI profiles that a GPU instance of that profile offers, by index.
+    /// The compute-instance profiles in a GPU instance of that profile, by index.
     pub fn ci_profiles<'a>(&'a self, gi: &'a GiProfile) -> impl Iterator<Item = CiProfile> + 'a {
         let slices = gi.slices();
         let per_slice = self.profile_at(0).map_or(gi.sm, |one| one.sm);
@@ -265,37 +275,37 @@ impl GpuModel {
         plain.chain(gi.has_media().then_some(media))
     }
 
-    /// The CI profile of that id inside a GPU instance of that profile.
+    /// The compute-instance profile with that id in a GPU instance of that profile.
     pub fn ci_profile(&self, gi: &GiProfile, id: u32) -> Option<CiProfile> {
         self.ci_profiles(gi).find(|profile| profile.index == id)
     }
 }
 
-/// Index and compute slices of the plain CI profiles.
+/// Index and compute slices of the compute-instance profiles without media engines.
 const CI_SIZES: &[(u32, u32)] = &[(0, 1), (1, 2), (2, 3), (3, 4), (4, 7), (5, 8), (6, 6)];
 /// `NVML_COMPUTE_INSTANCE_PROFILE_1_SLICE_REV1`.
 const CI_REV1: u32 = 7;
 
 impl MigModel {
-    /// Memory slices without a compute slice: no one-slice instance can lie there.
+    /// Whether the memory slice has no compute slice, so that no one-slice instance can use it.
     pub fn is_dead(&self, slice: u32) -> bool {
         let ones = self.profiles.iter().filter(|profile| profile.index == 0);
         !ones.flat_map(GiProfile::placements).any(|placement| placement.slices().contains(&slice))
     }
 
-    /// The profile that takes the whole GPU: its engines are all there are.
+    /// The profile of the whole GPU. Its engines are all that the GPU has.
     pub fn whole(&self) -> Option<&GiProfile> {
         self.profiles.iter().find(|profile| profile.size == self.grid)
     }
 }
 
 impl GiProfile {
-    /// Where it may lie, ascending.
+    /// The allowed placements, ascending.
     pub fn placements(&self) -> impl Iterator<Item = Placement> + '_ {
         self.starts.iter().map(|&start| Placement { start, size: self.size })
     }
 
-    /// Compute slices, by the index.
+    /// Number of compute slices, derived from the index.
     pub const fn slices(&self) -> u32 {
         match self.index {
             0 | 7 | 9 | 0xA | 0xD | 0xF => 1,
@@ -308,19 +318,38 @@ impl GiProfile {
         }
     }
 
-    /// `+me` profiles: one GPU instance has the engines that there is one of.
+    /// Whether it is a `+me` profile, of which only one GPU instance can exist because the GPU has
+    /// one set of these engines.
     pub const fn has_media(&self) -> bool {
         matches!(self.index, 7 | 8)
     }
 
-    /// `+gfx` profiles can draw.
+    /// Whether it is a `+gfx` profile, which supports graphics.
     pub const fn has_graphics(&self) -> bool {
         matches!(self.index, 0xA | 0xB | 0xC | 0x11)
     }
 
-    /// Engines of each kind, in the order copy, decode, encode, JPEG, optical flow.
+    /// Number of engines of each kind: copy, decode, encode, JPEG, optical flow.
     pub const fn engines(&self) -> [u32; 5] {
         [self.ce, self.dec, self.enc, self.jpg, self.ofa]
+    }
+}
+
+impl Placement {
+    /// The slices that it covers.
+    pub const fn slices(self) -> std::ops::Range<u32> {
+        self.start..self.start.saturating_add(self.size)
+    }
+
+    /// Whether the two share a slice.
+    pub const fn overlaps(self, other: Self) -> bool {
+        self.start < other.slices().end && other.start < self.slices().end
+    }
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}:{}", self.start, self.size)
     }
 }
 

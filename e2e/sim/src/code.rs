@@ -13,10 +13,10 @@ macro_rules! codes {
         pub enum Code { $($name = $number,)* }
 
         impl Code {
-            /// Every code, in order.
+            /// All codes, in ascending order.
             pub const ALL: &[Self] = &[$(Self::$name,)*];
 
-            /// As in `NVML_ERROR_<name>`.
+            /// The name without `NVML_ERROR_`.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$name => $text,)* }
             }
@@ -65,7 +65,7 @@ impl From<Code> for u32 {
     }
 }
 
-/// A number or name that NVML does not have.
+/// NVML has no return code with that number or name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("no NVML return code {0:?}; give a name such as IN_USE or a number such as 19")]
 pub struct NoSuchCode(String);
@@ -85,7 +85,7 @@ impl TryFrom<u32> for Code {
 impl FromStr for Code {
     type Err = NoSuchCode;
 
-    /// `IN_USE`, `in-use`, `NVML_ERROR_IN_USE` or `19`.
+    /// Accepts `IN_USE`, `in-use`, `NVML_ERROR_IN_USE` and `19`.
     fn from_str(text: &str) -> Result<Self, NoSuchCode> {
         if let Ok(number) = text.parse::<u32>() {
             return Self::try_from(number);
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_code_is_read_back_from_its_name_and_number() {
+    fn codes_round_trip_through_name_and_number() {
         for code in Code::ALL {
             assert_eq!(code.name().parse(), Ok(*code));
             assert_eq!(u32::from(*code).to_string().parse(), Ok(*code));

@@ -1,10 +1,8 @@
-//! Shared objects with a name and nothing else.
+//! Shared objects that have only a soname.
 //!
-//! A driver root has dozens of libraries that NVML never touches but that CDI
-//! files mount and `ldconfig` indexes. Each of these stands in for one: a valid
-//! ELF file with a soname, no symbol and no code. The CUDA side has a library
-//! of its own; where that is not installed, an empty `libcuda.so.1` is found,
-//! can be loaded and has no functions.
+//! A driver root has dozens of libraries that NVML never uses, but CDI files mount them and
+//! `ldconfig` indexes them. Each of these stands in for one: a valid ELF file with a soname, no
+//! symbols and no code.
 
 const EHDR: u64 = 64;
 const PHDR: u64 = 56;
@@ -16,7 +14,7 @@ const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
 const PT_GNU_STACK: u32 = 0x6474_e551;
 
-/// Program header flags: the loader writes into the dynamic section.
+/// Program header flags: the loader writes to the dynamic section.
 const READ_WRITE: u32 = 6;
 
 const PAGE: u64 = 0x1_0000;
@@ -24,7 +22,7 @@ const PAGE: u64 = 0x1_0000;
 /// `EM_X86_64` or `EM_AARCH64`.
 const MACHINE: u16 = if cfg!(target_arch = "aarch64") { 183 } else { 62 };
 
-/// A shared object with that soname.
+/// Builds a shared object with that soname.
 pub(crate) fn shared_object(soname: &str) -> Vec<u8> {
     let symbols = EHDR + 3 * PHDR;
     let hash = symbols + SYM;

@@ -1,46 +1,38 @@
-//! Simulated GPUs whose state outlives every process that uses it.
+//! Simulated GPUs whose state outlives the processes that use it.
 //!
-//! A simulator is a directory made by [`up`]: a driver root as the NVIDIA
-//! driver installs it (libraries, binaries, `/dev`, `/proc`, `/sys`) and one
-//! state file that stands for the silicon. Processes share nothing else: the
-//! library `libnvidia-ml.so.1` in that root, the stand-ins for `nvidia-smi` and
-//! `nvidia-modprobe`, the command line and tests all open the same file through
-//! [`Sim`]. Killing any of them leaves the GPUs as they were, as with hardware.
-//!
-//! - [`catalogue`]: what a GPU model is, as data with sources.
-//! - [`state`]: what the GPUs of a node are like now.
-//! - [`mig`]: what hardware and driver allow, pure functions on one GPU.
-//! - [`store`]: the locked file; [`tree`]: `/proc`, `/sys` and `/dev` rendered from it.
-//! - [`mps`]: the stand-ins for the MPS control daemon, its servers and their clients.
-//! - [`ledger`]: what CUDA processes use, for calls too frequent for the locked file.
-//! - [`control`]: latency, faults, holds and the trace, applied by [`Sim::call`].
+//! A simulator is a directory that [`create`] makes: a driver root as the NVIDIA driver installs
+//! it, and one state file in place of the hardware. The libraries, the command-line tools and the
+//! tests share nothing else; all of them open that file through [`Sim`]. Killing any of them leaves
+//! the GPUs as they were.
 
-mod alive;
+mod call;
 pub mod catalogue;
+mod cgroup_limits;
 pub mod code;
 pub mod command;
 pub mod control;
-pub mod draw;
+pub mod driver_root;
 mod elf;
-pub mod ledger;
-mod limits;
+mod file_lock;
+pub mod gpu_map;
+mod live_process;
 pub mod mig;
 mod modprobe;
 pub mod mps;
-pub mod operate;
+pub mod operations;
 mod sim;
 pub mod smi;
 pub mod state;
 pub mod store;
 pub mod tree;
-pub mod up;
-pub mod visible;
+pub mod usage;
+pub mod visible_devices;
 
-pub use alive::Alive;
 pub use code::Code;
 pub use control::Call;
-pub use draw::draw;
-pub use ledger::{Guest, Ledger};
-pub use sim::{Failure, Sim};
+pub use driver_root::{Options, create, library};
+pub use gpu_map::draw_gpus;
+pub use live_process::LiveProcess;
+pub use sim::{Sim, SimError};
 pub use state::State;
-pub use up::{Options, library, up};
+pub use usage::{GpuProcess, GpuUsage};

@@ -1,29 +1,29 @@
-//! The physics of one GPU: what can be cut out of it, and when.
+//! MIG rules of one GPU: which instances it can have, and when the mode can change.
 //!
-//! Pure functions on [`Gpu`]; the answers and refusals are NVML's. Ids derive
-//! from placements, defaults follow the driver's buddy order, and a mode change
-//! obeys the architecture: a GA100 wants a reset, everything later an idle GPU.
+//! Pure functions on [`Gpu`] that answer and refuse like NVML. Ids derive from placements, default
+//! placements follow the driver's buddy order. A mode change requires a reset on GA100 and an idle
+//! GPU on everything later.
 
 use crate::catalogue::{CiProfile, GiProfile, MigModel, Toggle};
 use crate::code::Code;
 use crate::state::{Ci, Gi, Gpu, Health, Host, MigMode, Placement, Process, ProcessKind};
 use sha1::{Digest, Sha1};
 
-/// The driver's limit, whatever the profiles say.
+/// Limit of the driver, independent of the profiles.
 const MAX_GPU_INSTANCES: usize = 8;
-/// Compute instances of one GPU instance have ids below this.
+/// Limit of the driver for one GPU instance. Ids are below it.
 const MAX_COMPUTE_INSTANCES: u32 = 8;
 
-/// Something that changes what can be seen of a new instance.
+/// Makes a new instance distinguishable from earlier ones.
 #[derive(Clone, Copy, Debug)]
-pub struct Birth {
-    /// Becomes `born`.
+pub struct InstanceSeed {
+    /// Generation of the state; becomes the instance's `born`.
     pub generation: u64,
-    /// Mixed into the UUID; 0 gives the same UUID at the same place each time.
+    /// Mixed into the UUID. With 0, an instance at the same place has the same UUID each time.
     pub salt: u64,
 }
 
-/// The GPU's MIG geometry, mode on or off.
+/// The GPU's MIG geometry, independent of the mode.
 pub fn geometry(gpu: &Gpu) -> Result<&'static MigModel, Code> {
     if gpu.lost {
         return Err(Code::GpuIsLost);
@@ -31,26 +31,26 @@ pub fn geometry(gpu: &Gpu) -> Result<&'static MigModel, Code> {
     gpu.model().mig.as_ref().ok_or(Code::NotSupported)
 }
 
-/// The GPU's MIG geometry, with the mode on.
+/// The GPU's MIG geometry; NOT_SUPPORTED unless the mode is on.
 fn enabled(gpu: &Gpu) -> Result<&'static MigModel, Code> {
     let model = geometry(gpu)?;
     if gpu.mig.current { Ok(model) } else { Err(Code::NotSupported) }
 }
 
-/// The profile of that id.
+/// The GPU-instance profile with that id.
 pub fn profile(gpu: &Gpu, id: u32) -> Result<&'static GiProfile, Code> {
     geometry(gpu)?;
     gpu.model().profile(id).ok_or(Code::NotSupported)
 }
 
-/// Id of the GPU instance at that placement: nodes of the binary tree over the
-/// grid, counted from the root (0 the whole, 1 and 2 the halves, 3 to 6 the quarters).
+/// Id of the GPU instance at a placement: its node in the binary tree over the grid, in
+/// breadth-first order. The whole is 0, the halves are 1 and 2, the quarters 3 to 6.
 pub const fn gi_id(grid: u32, placement: Placement) -> u32 {
     grid / placement.size - 1 + placement.start / placement.size
 }
 
-/// Changes the MIG mode. The outer result is the call's, the inner code the
-/// activation status: `Success`, `InUse` or `ResetRequired`.
+/// Changes the MIG mode. The outer result is that of the call, the inner code the activation
+/// status: `Success`, `InUse` or `ResetRequired`.
 pub fn set_mode(gpu: &mut Gpu, on: bool, host: &Host) -> Result<Code, Code> {
     let model = geometry(gpu)?;
     if gpu.mig.current == on {
@@ -72,7 +72,7 @@ pub fn set_mode(gpu: &mut Gpu, on: bool, host: &Host) -> Result<Code, Code> {
             if host.vm {
                 return Ok(Code::ResetRequired);
             }
-            // On bare metal the driver resets an idle GPU by itself.
+            // On bare metal the driver resets an idle GPU itself.
             wipe(gpu);
             gpu.mig.current = on;
             Ok(Code::Success)
@@ -80,17 +80,17 @@ pub fn set_mode(gpu: &mut Gpu, on: bool, host: &Host) -> Result<Code, Code> {
     }
 }
 
-/// A GPU reset: instances and processes go, a pending mode becomes current.
+/// Resets the GPU: removes instances and processes, and makes a pending mode current.
 pub fn reset(gpu: &mut Gpu) {
     wipe(gpu);
     gpu.mig.current = gpu.mig.pending;
     gpu.lost = false;
 }
 
-/// What a reboot or a reload of the driver does to the GPU itself.
+/// The effect of a reboot or a driver reload on the GPU itself.
 pub fn boot(gpu: &mut Gpu) {
     wipe(gpu);
-    // Only GA100 keeps the mode on the board.
+    // Only GA100 stores the mode on the board.
     let kept = gpu.model().mig.as_ref().is_some_and(|mig| mig.toggle == Toggle::Reset);
     let on = kept && gpu.mig.pending;
     gpu.mig = MigMode { current: on, pending: on };
@@ -111,14 +111,14 @@ fn wipe(gpu: &mut Gpu) {
         ecc_corrected_total: old.ecc_corrected_total,
         ecc_uncorrected_total: old.ecc_uncorrected_total,
         rows_remapped_corrected: old.rows_remapped_corrected,
-        // A pending remap takes effect now.
+        // A pending remap takes effect with the reset.
         rows_remapped_uncorrected: old.rows_remapped_uncorrected + u32::from(old.remap_pending),
         remap_failed: old.remap_failed,
         ..Health::default()
     };
 }
 
-/// MiB that processes can have, of one GPU instance or of the whole GPU.
+/// MiB that processes can use, of one GPU instance or of the whole GPU.
 pub fn memory_mib(gpu: &Gpu, gi: Option<u32>) -> u64 {
     let model = gpu.model();
     match gi {
@@ -129,9 +129,9 @@ pub fn memory_mib(gpu: &Gpu, gi: Option<u32>) -> u64 {
     }
 }
 
-/// Whether the compute mode lets another process in. It does not reach into MIG instances, and clients of MPS do not
-/// count: their server is the one process.
-pub fn lets_in(gpu: &Gpu, process: &Process) -> bool {
+/// Whether the compute mode allows another process. The mode does not apply to MIG instances or to
+/// clients of MPS, whose server counts as the one process.
+pub fn allows_process(gpu: &Gpu, process: &Process) -> bool {
     let alone = |other: &&Process| other.kind == ProcessKind::Compute && other.pid != process.pid;
     match gpu.compute_mode {
         _ if process.kind != ProcessKind::Compute || process.instance.is_some() => true,
@@ -141,8 +141,8 @@ pub fn lets_in(gpu: &Gpu, process: &Process) -> bool {
     }
 }
 
-/// Makes a GPU instance, at that placement or where the driver puts it.
-pub fn create_gi(gpu: &mut Gpu, id: u32, wanted: Option<Placement>, birth: Birth) -> Result<Gi, Code> {
+/// Creates a GPU instance at the given placement, or where the driver would place it.
+pub fn create_gi(gpu: &mut Gpu, id: u32, wanted: Option<Placement>, birth: InstanceSeed) -> Result<Gi, Code> {
     let model = enabled(gpu)?;
     let profile = profile(gpu, id)?;
     if gpu.processes.iter().any(|process| process.instance.is_none()) {
@@ -165,7 +165,7 @@ pub fn create_gi(gpu: &mut Gpu, id: u32, wanted: Option<Placement>, birth: Birth
     Ok(gi)
 }
 
-/// Destroys an empty GPU instance that nobody holds.
+/// Destroys a GPU instance that is empty and not held.
 pub fn destroy_gi(gpu: &mut Gpu, id: u32) -> Result<(), Code> {
     enabled(gpu)?;
     let gi = gpu.gi(id).ok_or(Code::NotFound)?;
@@ -178,21 +178,21 @@ pub fn destroy_gi(gpu: &mut Gpu, id: u32) -> Result<(), Code> {
     Ok(())
 }
 
-/// How many more GPU instances of the profile fit.
+/// Number of further GPU instances of the profile that fit.
 pub fn remaining_gi(gpu: &Gpu, id: u32) -> Result<u32, Code> {
     let model = enabled(gpu)?;
     let profile = profile(gpu, id)?;
     let placements: u32 = profile.placements().map(|place| u32::from(is_free(gpu, place))).sum();
-    Ok(placements.min(budget(gpu, model, profile)))
+    Ok(placements.min(remaining_by_resources(gpu, model, profile)))
 }
 
-/// Makes a compute instance.
+/// Creates a compute instance.
 pub fn create_ci(
     gpu: &mut Gpu,
     gi: u32,
     id: u32,
     wanted: Option<Placement>,
-    birth: Birth,
+    birth: InstanceSeed,
 ) -> Result<Ci, Code> {
     let grid = enabled(gpu)?.grid;
     let instance = gpu.gi(gi).ok_or(Code::NotFound)?;
@@ -213,7 +213,7 @@ pub fn create_ci(
     let id = (0..MAX_COMPUTE_INSTANCES)
         .find(|id| instance.ci(*id).is_none())
         .ok_or(Code::InsufficientResources)?;
-    // The graphics pipe that a compute slice is wired to, counted over the GPU.
+    // The graphics pipe of a compute slice, numbered over the GPU.
     let pipe = place.start * MAX_COMPUTE_INSTANCES / grid + placement.start;
     let uuid = mig_uuid(gpu.pdi, gi, pipe, birth.salt);
     let ci = Ci { id, profile: profile.index, placement, uuid, born: birth.generation };
@@ -223,7 +223,7 @@ pub fn create_ci(
     Ok(ci)
 }
 
-/// Destroys a compute instance in which nothing runs.
+/// Destroys a compute instance without processes.
 pub fn destroy_ci(gpu: &mut Gpu, gi: u32, id: u32) -> Result<(), Code> {
     enabled(gpu)?;
     gpu.gi(gi).and_then(|gi| gi.ci(id)).ok_or(Code::NotFound)?;
@@ -235,7 +235,7 @@ pub fn destroy_ci(gpu: &mut Gpu, gi: u32, id: u32) -> Result<(), Code> {
     Ok(())
 }
 
-/// How many more compute instances of the profile fit into the GPU instance.
+/// Number of further compute instances of the profile that fit into the GPU instance.
 pub fn remaining_ci(gpu: &Gpu, gi: u32, id: u32) -> Result<u32, Code> {
     enabled(gpu)?;
     let instance = gpu.gi(gi).ok_or(Code::NotFound)?;
@@ -243,18 +243,18 @@ pub fn remaining_ci(gpu: &Gpu, gi: u32, id: u32) -> Result<u32, Code> {
     let free = ci_placements(gpu, instance, profile)
         .filter(|place| !instance.cis.iter().any(|ci| ci.placement.overlaps(*place)));
     let ours = instance.cis.iter().filter(|ci| ci.profile == id).count();
-    Ok(small(free.count().min((profile.instances as usize).saturating_sub(ours))))
+    Ok(to_u32(free.count().min((profile.instances as usize).saturating_sub(ours))))
 }
 
-/// The CI profile of that id in that GPU instance.
+/// The compute-instance profile with that id in that GPU instance.
 pub fn ci_profile(gpu: &Gpu, gi: &Gi, id: u32) -> Result<CiProfile, Code> {
     gpu.model().ci_profile(profile(gpu, gi.profile)?, id).ok_or(Code::NotSupported)
 }
 
-/// Where compute instances of the profile may lie in the GPU instance, ascending.
+/// Allowed placements of a compute instance in the GPU instance, ascending.
 pub fn ci_placements(gpu: &Gpu, gi: &Gi, ci: CiProfile) -> impl Iterator<Item = Placement> + use<> {
     let slices = gpu.model().profile(gi.profile).map_or(0, GiProfile::slices);
-    // Starts are aligned to the next power of two: 3-slice ones in 7 lie at 0 and 4.
+    // Starts are aligned to the next power of two: 3-slice instances in 7 slices start at 0 and 4.
     let step = ci.slices.next_power_of_two();
     (0..slices)
         .step_by(step as usize)
@@ -262,18 +262,18 @@ pub fn ci_placements(gpu: &Gpu, gi: &Gi, ci: CiProfile) -> impl Iterator<Item = 
         .filter(move |place| place.slices().end <= slices)
 }
 
-/// The driver's choice: the candidate whose largest free buddy block is
-/// smallest, so that large blocks stay whole; the lowest address among equals.
+/// The driver's choice: the placement that breaks up the smallest free buddy block, so that large
+/// blocks stay intact; the lowest one among equals.
 fn default_placement(gpu: &Gpu, model: &MigModel, profile: &GiProfile) -> Option<Placement> {
     profile
         .placements()
         .filter(|place| fits(gpu, model, profile, *place))
-        .min_by_key(|place| (damage(gpu, model, *place), place.start))
+        .min_by_key(|place| (broken_block_size(gpu, model, *place), place.start))
 }
 
-/// Slices of the largest intact block that taking the placement would break up.
-fn damage(gpu: &Gpu, model: &MigModel, place: Placement) -> u32 {
-    let live = |place: Placement| small(place.slices().filter(|slice| !model.is_dead(*slice)).count());
+/// Size of the largest intact block that the placement would break up.
+fn broken_block_size(gpu: &Gpu, model: &MigModel, place: Placement) -> u32 {
+    let live = |place: Placement| to_u32(place.slices().filter(|slice| !model.is_dead(*slice)).count());
     let mut damage = live(place);
     let mut size = place.size;
     while size * 2 <= model.grid {
@@ -288,19 +288,19 @@ fn damage(gpu: &Gpu, model: &MigModel, place: Placement) -> u32 {
 }
 
 fn fits(gpu: &Gpu, model: &MigModel, profile: &GiProfile, place: Placement) -> bool {
-    is_free(gpu, place) && budget(gpu, model, profile) > 0
+    is_free(gpu, place) && remaining_by_resources(gpu, model, profile) > 0
 }
 
 fn is_free(gpu: &Gpu, place: Placement) -> bool {
     !gpu.instances.iter().any(|gi| gi.placement.overlaps(place))
 }
 
-/// How many more instances everything but the memory slices allows.
-fn budget(gpu: &Gpu, model: &MigModel, profile: &GiProfile) -> u32 {
+/// Number of further instances that everything but the memory slices allows.
+fn remaining_by_resources(gpu: &Gpu, model: &MigModel, profile: &GiProfile) -> u32 {
     let live = || gpu.instances.iter().filter_map(|gi| gpu.model().profile(gi.profile));
-    let ours = small(live().filter(|other| other.id == profile.id).count());
+    let ours = to_u32(live().filter(|other| other.id == profile.id).count());
     let of_profile = profile.instances.saturating_sub(ours);
-    let of_driver = small(MAX_GPU_INSTANCES.saturating_sub(gpu.instances.len()));
+    let of_driver = to_u32(MAX_GPU_INSTANCES.saturating_sub(gpu.instances.len()));
     let slices: u32 = live().map(GiProfile::slices).sum();
     let of_slices = model.compute_slices.saturating_sub(slices) / profile.slices();
     let total = model.whole().map_or([u32::MAX; 5], GiProfile::engines);
@@ -316,7 +316,7 @@ pub(crate) fn gpu_uuid(pdi: u64) -> String {
     format!("GPU-{}", uuid5(&board(pdi)))
 }
 
-/// UUID of a compute instance: of the board, the GPU instance's id and the pipe.
+/// UUID of a compute instance, from the board, the GPU instance's id and the graphics pipe.
 fn mig_uuid(pdi: u64, gi: u32, pipe: u32, salt: u64) -> String {
     let mut message = board(pdi);
     message.extend(b"\x0bSMC");
@@ -334,7 +334,7 @@ fn board(pdi: u64) -> Vec<u8> {
     message
 }
 
-/// The first 16 bytes of the SHA-1, shaped as a version 5 UUID.
+/// The first 16 bytes of the SHA-1 hash, formatted as a version 5 UUID.
 fn uuid5(message: &[u8]) -> String {
     let mut bytes: Vec<u8> = Sha1::digest(message).into_iter().take(16).collect();
     bytes[6] = (bytes[6] & 0x0f) | 0x50;
@@ -349,6 +349,6 @@ fn uuid5(message: &[u8]) -> String {
     text
 }
 
-fn small(count: usize) -> u32 {
+fn to_u32(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }

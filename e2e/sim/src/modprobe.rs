@@ -1,19 +1,19 @@
-//! The stand-in for `nvidia-modprobe`: loads modules and makes device nodes.
+//! The stand-in for `nvidia-modprobe`: loads modules and creates device nodes.
 //!
-//! It has the options that drivers and container tools use: `-c MINOR` for a
-//! GPU's node, `-u` for unified memory, `-m` for mode setting, `-f FILE` for the
-//! node of a capability file. Without options it loads the driver.
+//! It has the options that drivers and container tools use: `-c MINOR` for a GPU's node, `-u` for
+//! unified memory, `-m` for mode setting, `-f FILE` for the node of a capability file. Without
+//! options it loads the driver.
 
 use crate::code::Code;
-use crate::sim::{Failure, Sim};
+use crate::sim::{Sim, SimError};
 use crate::tree;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Minors from this one on mean no GPU but the driver's own nodes.
+/// First minor that is not a GPU's but one of the driver's own nodes.
 const MODESET: u32 = 254;
 
-/// What one run is asked for.
+/// The parsed arguments.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Wanted {
     uvm: bool,
@@ -22,7 +22,7 @@ struct Wanted {
     capabilities: Vec<PathBuf>,
 }
 
-/// Why nothing was loaded or made.
+/// The reason why a module was not loaded or a node not created.
 #[derive(Debug, thiserror::Error)]
 enum ModprobeError {
     #[error("unrecognized option {0:?}")]
@@ -34,12 +34,12 @@ enum ModprobeError {
     #[error("{0} is not a capability file")]
     NotCapability(PathBuf),
     #[error(transparent)]
-    State(#[from] Failure),
+    State(#[from] SimError),
     #[error(transparent)]
     Render(#[from] tree::RenderError),
 }
 
-/// Main of `nvidia-modprobe`; the simulator is the one whose driver root holds the program.
+/// Main of `nvidia-modprobe`. The simulator is the one whose driver root contains the program.
 pub(crate) fn main() -> ExitCode {
     let args = std::env::args().skip(1).collect::<Vec<_>>();
     match parse(&args).and_then(|wanted| run(&wanted)) {
@@ -69,7 +69,7 @@ fn parse(args: &[String]) -> Result<Wanted, ModprobeError> {
             "-u" | "--unified-memory" => wanted.uvm = true,
             "-m" | "--modeset" => wanted.modeset = true,
             "-f" | "--create-nvidia-cap-device-node" => wanted.capabilities.push(value().into()),
-            // Switches and links have no nodes here.
+            // The simulator has no nodes for NVSwitches and NVLinks.
             "-s" | "--nvswitch" | "-l" | "--nvlink" => {}
             _ => return Err(ModprobeError::Option(arg.clone())),
         }
@@ -79,8 +79,8 @@ fn parse(args: &[String]) -> Result<Wanted, ModprobeError> {
 
 fn run(wanted: &Wanted) -> Result<(), ModprobeError> {
     let program = std::env::current_exe().unwrap_or_default();
-    let sim = Sim::from_library_path(&program).map_err(Failure::from)?;
-    // The real program is set-uid root: anybody may run it.
+    let sim = Sim::from_library_path(&program).map_err(SimError::from)?;
+    // The real program is set-uid root, so that any user may run it.
     for minor in &wanted.minors {
         let known = |gpu: &crate::state::Gpu| !gpu.missing && gpu.minor == *minor;
         if *minor < MODESET && !wanted.uvm && !sim.read()?.gpus.iter().any(known) {
@@ -122,8 +122,7 @@ fn run(wanted: &Wanted) -> Result<(), ModprobeError> {
     Ok(())
 }
 
-/// The minor that a capability file names; the file is meant as the driver's
-/// `/proc` has it, or as it lies below the root.
+/// The minor in a capability file. The path may be as in the driver's `/proc` or include the root.
 fn capability(root: &Path, file: &Path) -> Option<u32> {
     let below = root.join(file.strip_prefix("/").unwrap_or(file));
     let text = std::fs::read_to_string(below).or_else(|_| std::fs::read_to_string(file)).ok()?;
@@ -140,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_read_in_every_spelling() {
+    fn options_are_parsed_in_every_spelling() {
         let minor = |minor| Some(Wanted { minors: vec![minor], ..Wanted::default() });
         check("", Some(Wanted::default()));
         check("-c 3", minor(3));

@@ -1,16 +1,23 @@
-//! [`Sim`]: one simulator, opened by its root.
+//! [`Sim`]: one simulator, identified by its root.
 
 use crate::code::Code;
-use crate::ledger::{self, Ledger};
+use crate::live_process::{self, LiveProcess};
+use crate::mig::memory_mib;
 use crate::state::{Privilege, Process, State};
 use crate::store::{Store, StoreError};
+use crate::usage::{self, GpuUsage};
+use crate::visible_devices::VisibleDevices;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Where the state lies below a root; the one path that containers share with the host.
+/// Directory of the state below a root. Containers share this path with the host.
 pub(crate) const STATE_DIR: &str = "run/divvy-sim";
 
-/// A simulator: the root of its trees and its state.
+/// Directory of libraries below a root.
+pub(crate) const LIB_DIR: &str =
+    if cfg!(target_arch = "aarch64") { "usr/lib/aarch64-linux-gnu" } else { "usr/lib/x86_64-linux-gnu" };
+
+/// A simulator: its driver root and its state.
 #[derive(Debug)]
 pub struct Sim {
     root: PathBuf,
@@ -18,29 +25,29 @@ pub struct Sim {
     store: Store,
 }
 
-/// Why the state was not changed or read.
+/// The reason why the state was not read or changed.
 #[derive(Debug, thiserror::Error)]
-pub enum Failure {
-    /// The simulator itself is broken.
+pub enum SimError {
+    /// The simulator's files cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The GPU says no.
+    /// The simulated driver refuses the request.
     #[error("{0}")]
     Refused(#[from] Code),
 }
 
-impl From<Failure> for Code {
-    fn from(failure: Failure) -> Self {
+impl From<SimError> for Code {
+    fn from(failure: SimError) -> Self {
         match failure {
-            Failure::Store(error) => error.into(),
-            Failure::Refused(code) => code,
+            SimError::Store(error) => error.into(),
+            SimError::Refused(code) => code,
         }
     }
 }
 
 impl Sim {
-    /// Opens the simulator whose driver root is `root`. `/` is a container: it
-    /// has the state and its own `/dev`, and trees are left to the host.
+    /// Opens the simulator with that driver root. The root `/` means a container: it has the state
+    /// and its own `/dev`, and the host renders the trees.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self, StoreError> {
         let root = root.into();
         let dir = root.join(STATE_DIR);
@@ -49,8 +56,8 @@ impl Sim {
         Ok(Self { root, dir, store })
     }
 
-    /// Opens the simulator that a file of its driver root belongs to: the nearest
-    /// directory above it that has a state.
+    /// Opens the simulator that a file of its driver root belongs to: the nearest parent directory
+    /// that has a state.
     pub fn from_library_path(file: &Path) -> Result<Self, StoreError> {
         let file = file.canonicalize().unwrap_or_else(|_| file.to_owned());
         let root = file.ancestors().skip(1).find(|dir| dir.join(STATE_DIR).join("state.json").exists());
@@ -68,12 +75,12 @@ impl Sim {
         &self.root
     }
 
-    /// One of the driver's libraries, by its file name.
+    /// Path of one of the driver's libraries.
     pub fn library(&self, name: &str) -> PathBuf {
-        self.root.join(crate::up::LIB_DIR).join(name)
+        self.root.join(LIB_DIR).join(name)
     }
 
-    /// Where the state lies: what a harness binds to `/run/divvy-sim` in containers.
+    /// Directory of the state. Test harnesses mount it at `/run/divvy-sim` in containers.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -83,38 +90,40 @@ impl Sim {
         self.root.join("dev")
     }
 
-    /// Where the trace is written, a JSON line per call.
+    /// Path of the trace, which has one JSON line for each call.
     pub fn trace_path(&self) -> PathBuf {
         self.dir.join("trace.jsonl")
     }
 
-    /// The state as it is now; cheap while nobody changes it.
-    pub fn read(&self) -> Result<Arc<State>, Failure> {
+    /// The current state with the CUDA processes that run now. Cheap while the state does not
+    /// change.
+    pub fn read(&self) -> Result<Arc<State>, SimError> {
         Ok(self.store.read()?)
     }
 
-    /// The same without the CUDA processes that run: those that remain were made up.
-    pub fn written(&self) -> Result<Arc<State>, Failure> {
-        Ok(self.store.written()?)
+    /// The state as stored, without CUDA processes that run now.
+    pub fn read_stored(&self) -> Result<Arc<State>, SimError> {
+        Ok(self.store.read_stored()?)
     }
 
-    /// The processes of a GPU: those that were made up, and CUDA processes that run.
-    pub fn with_guests(&self, slot: usize, invented: Vec<Process>) -> Vec<Process> {
-        let uses = self.ledger().map(|ledger| ledger.uses_of(slot)).unwrap_or_default();
-        ledger::with_guests(invented, &uses)
+    /// The processes of a GPU: `manual` ones from the stored state, and CUDA processes that run
+    /// now.
+    pub fn with_gpu_processes(&self, slot: usize, manual: Vec<Process>) -> Vec<Process> {
+        let gpu_processes = self.usage().map(|usage| usage.processes_on_gpu(slot)).unwrap_or_default();
+        usage::with_gpu_processes(manual, &gpu_processes)
     }
 
-    /// What CUDA processes use; absent where the files are another build's.
-    pub fn ledger(&self) -> Option<&Arc<Ledger>> {
-        self.store.ledger()
+    /// GPU usage of CUDA processes; none if the files are of another build.
+    pub fn usage(&self) -> Option<&Arc<GpuUsage>> {
+        self.store.usage()
     }
 
-    /// Changes the state and the trees that show it. Nothing changes when `change` refuses.
-    pub fn update<T>(&self, change: impl FnOnce(&mut State) -> Result<T, Code>) -> Result<T, Failure> {
-        self.store.update(|state| change(state).map_err(Failure::Refused))
+    /// Changes the state and the trees that depend on it. If `change` fails, nothing changes.
+    pub fn update<T>(&self, change: impl FnOnce(&mut State) -> Result<T, Code>) -> Result<T, SimError> {
+        self.store.update(|state| change(state).map_err(SimError::Refused))
     }
 
-    /// Whether this process is root in the eyes of the driver.
+    /// Whether the simulated driver treats this process as root.
     pub fn privileged(&self, state: &State) -> bool {
         match state.host.privilege {
             Privilege::Nobody => false,
@@ -123,5 +132,37 @@ impl Sim {
                 user.is_root() || rustix::fs::stat(&self.dir).is_ok_and(|stat| stat.st_uid == user.as_raw())
             }
         }
+    }
+
+    /// Adds a real process to a GPU. Its entry has another id if a living process already gpu_processes its
+    /// process id. Fails with MEMORY if the GPU or instance has too little left, and with IN_USE if
+    /// the compute mode forbids it.
+    pub fn attach_process(&self, slot: usize, process: Process) -> Result<LiveProcess, SimError> {
+        self.update(|state| {
+            let (pid, lock) = live_process::lock_pid(&self.dir().join(live_process::DIR), process.pid)?;
+            let process = Process { pid, ..process };
+            let gpu = state.gpu(slot)?;
+            let gi = process.instance.map(|(gi, _)| gi);
+            if gpu.used_mib(gi) + process.memory_mib > memory_mib(gpu, gi) {
+                return Err(Code::Memory);
+            }
+            if gpu.cgroup_bytes_left(process.pid).is_some_and(|left| process.memory_mib << 20 > left) {
+                return Err(Code::Memory);
+            }
+            state.add_process(slot, process)?;
+            Ok(LiveProcess { pid, _lock: lock })
+        })
+    }
+
+    /// Removes the entries of dead processes. Every change of the state does this too.
+    pub fn remove_dead_processes(&self) -> Result<(), SimError> {
+        let any = std::fs::read_dir(self.dir().join(live_process::DIR))
+            .is_ok_and(|mut names| names.next().is_some());
+        if any { self.update(|_| Ok(())) } else { Ok(()) }
+    }
+
+    /// The devices that are visible to this process now.
+    pub fn visible_devices(&self) -> VisibleDevices {
+        VisibleDevices::read(&self.dev())
     }
 }

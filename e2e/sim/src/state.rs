@@ -1,33 +1,32 @@
-//! What the GPUs of the node are like now: the part of the simulator that
-//! stands for silicon, kept in one file and read by every process.
+//! State of the node's GPUs: what the hardware and the driver remember. It is kept in one file that
+//! every process reads.
 //!
-//! A GPU's *slot* is its position in [`State::gpus`] and never changes. Its
-//! *index* counts the GPUs the driver lists, in PCI order; its *minor* names
-//! `/dev/nvidia<minor>`. Both are dealt anew at each boot, so a GPU that is
-//! missing shifts those behind it.
+//! The *slot* of a GPU is its position in [`State::gpus`] and never changes. The *index* counts the
+//! GPUs that the driver lists, in PCI order. The *minor* names `/dev/nvidia<minor>`. Index and
+//! minor are assigned at each boot, so a missing GPU shifts those after it.
 
+pub use crate::catalogue::Placement;
 use crate::catalogue::{GpuModel, Model};
 use crate::control::Control;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 
-/// The format of the file; another number is refused.
+/// Version of the file format. Other versions are refused.
 pub const FORMAT: u32 = 1;
 
-/// Events kept; NVML drops what nobody fetched as well.
-const EVENTS_KEPT: usize = 128;
+/// Maximum length of the event queue. NVML also drops old events that were not fetched.
+const MAX_QUEUED_EVENTS: usize = 128;
 
 /// A node with GPUs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
     pub format: u32,
-    /// Counts the changes of this file.
+    /// Number of changes of this file.
     pub generation: u64,
-    /// Counts boots, from 1.
+    /// Number of boots, from 1.
     pub boot: u64,
-    /// The GPU driver's version, `580.95.05`.
+    /// Version of the GPU driver, such as `580.95.05`.
     pub driver: String,
-    /// The CUDA version it speaks, `(13, 0)`.
+    /// CUDA version of the driver, such as `(13, 0)`.
     pub cuda: (u32, u32),
     pub host: Host,
     pub modules: Modules,
@@ -37,39 +36,39 @@ pub struct State {
     pub control: Control,
 }
 
-/// What sort of machine it is; chosen at `up`.
+/// Kind of machine; chosen when the simulator is created.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Host {
-    /// A virtual machine: it cannot reset a GPU by itself.
+    /// A virtual machine: it cannot reset a GPU itself.
     pub vm: bool,
-    /// Boots without kernel modules and device nodes; `nvidia-modprobe` makes them.
+    /// Boots without kernel modules and device nodes. `nvidia-modprobe` loads and creates them.
     pub bare: bool,
-    /// Device nodes are character devices, not empty files.
+    /// Device nodes are character devices instead of empty files.
     pub mknod: bool,
-    /// A compute instance gets another UUID each time it is made.
+    /// A compute instance has a new UUID each time it is created.
     pub fresh_uuids: bool,
-    /// A sample of a GPU's time says what each process had of it. An H100's (driver 580.159), whose processes take turns, says what
-    /// all had and names one of them.
+    /// Samples report the GPU time of each process. If false, a sample has the sum of all processes
+    /// and names one of them, as measured on an H100 with driver 580.159 and time-slicing.
     #[serde(default)]
     pub divides_samples: bool,
     pub privilege: Privilege,
 }
 
-/// Who may change GPUs.
+/// The users that may change GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Privilege {
-    /// Root, and the user who made the simulator: its root.
+    /// Root, and the user who created the simulator.
     #[default]
     Owner,
-    /// Nobody, to see what a program does about NO_PERMISSION.
+    /// No user, to test how a program handles NO_PERMISSION.
     Nobody,
 }
 
-/// Kernel modules that are loaded, with their device nodes.
+/// The kernel modules that are loaded. Their device nodes exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Modules {
-    /// `nvidia`; while it is not, NVML answers DRIVER_NOT_LOADED.
+    /// `nvidia`. Without it, NVML returns DRIVER_NOT_LOADED.
     pub nvidia: bool,
     pub uvm: bool,
     pub modeset: bool,
@@ -78,35 +77,35 @@ pub struct Modules {
 /// One GPU board.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Gpu {
-    /// The catalogue's row, by its key.
+    /// Model in the catalogue, stored by name.
     pub model: Model,
     pub uuid: String,
     pub serial: String,
-    /// Device id of this piece of silicon; UUIDs derive from it.
+    /// Device id of the board. UUIDs derive from it.
     pub pdi: u64,
-    /// `/dev/nvidia<minor>`, of this boot.
+    /// `/dev/nvidia<minor>` in this boot.
     pub minor: u32,
-    /// Whether that node exists.
+    /// Whether that device node exists.
     pub node: bool,
-    /// PCI address in sysfs spelling, `0000:0a:00.0`.
+    /// PCI address as in sysfs, `0000:0a:00.0`.
     pub bdf: String,
-    /// `pci0000:07`.
+    /// PCIe root, such as `pci0000:07`.
     pub pcie_root: String,
-    /// Addresses of the bridges between root and GPU.
+    /// PCI addresses of the bridges between the root and the GPU.
     pub bridges: Vec<String>,
     pub numa: Option<u32>,
     /// NVML's module id, from 1.
     pub module: u32,
-    /// Fell off the bus: every call on it answers GPU_IS_LOST.
+    /// The GPU fell off the bus: every call on it returns GPU_IS_LOST.
     #[serde(default, skip_serializing_if = "is_default")]
     pub lost: bool,
-    /// Was not found at boot: the driver does not list it.
+    /// The GPU was not found at boot: the driver does not list it.
     #[serde(default, skip_serializing_if = "is_default")]
     pub missing: bool,
-    /// Will not be found at the next boot.
+    /// The GPU will not be found at the next boot.
     #[serde(default, skip_serializing_if = "is_default")]
     pub dead: bool,
-    /// Counts boots and resets: what was learnt before is void.
+    /// Number of boots and resets, which invalidate earlier observations.
     pub epoch: u64,
     #[serde(default, skip_serializing_if = "is_default")]
     pub mig: MigMode,
@@ -115,7 +114,8 @@ pub struct Gpu {
     pub compute_mode: u32,
     #[serde(default, skip_serializing_if = "is_default")]
     pub persistence: bool,
-    /// As `nvidia-smi compute-policy --set-timeslice`: 0 default, 1 short, 2 medium, 3 long.
+    /// Time slice level of `nvidia-smi compute-policy --set-timeslice`: 0 default, 1 short, 2
+    /// medium, 3 long.
     #[serde(default, skip_serializing_if = "is_default")]
     pub timeslice: u32,
     /// GPU instances, by id.
@@ -123,34 +123,35 @@ pub struct Gpu {
     pub instances: Vec<Gi>,
     #[serde(default, skip_serializing_if = "is_default")]
     pub processes: Vec<Process>,
-    /// Clients without a CUDA context: monitoring agents, X servers.
+    /// Clients without a CUDA context, such as monitoring agents and X servers.
     #[serde(default, skip_serializing_if = "is_default")]
     pub holders: Vec<Holder>,
     #[serde(default, skip_serializing_if = "is_default")]
     pub health: Health,
-    /// Memory limits of cgroups; one ends with its cgroup.
+    /// Memory limits of cgroups. A limit ends with its cgroup.
     #[serde(default, skip_serializing_if = "is_default")]
     pub limits: Vec<CgroupLimit>,
 }
 
-/// What the processes of a cgroup may have of a GPU's memory.
+/// Memory limit of a cgroup on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CgroupLimit {
-    /// Its directory, as whoever set the limit saw it.
+    /// Path of the cgroup's directory, as seen by the process that set the limit.
     pub path: String,
-    /// Device, inode and birth of that directory (nanoseconds): another one of the same name has no limit.
+    /// Device, inode and creation time (ns) of the directory. The limit does not apply to a later
+    /// directory with the same path.
     pub directory: (u64, u64, u64),
-    /// Of this limit and of no other that this simulator ever had; kept when it is changed.
+    /// Unique number of the limit. It stays the same when the limit is changed.
     pub number: u64,
-    /// What the kernel calls the cgroup; none where a directory plays one.
+    /// Path of the cgroup in its hierarchy; none for a plain directory that stands in for a cgroup.
     #[serde(default, skip_serializing_if = "is_default")]
     pub name: Option<String>,
-    /// The kernel's numbers of the cgroup and of those that were below it when the limit was set.
+    /// Kernel ids of the cgroup and of those below it when the limit was set.
     #[serde(default, skip_serializing_if = "is_default")]
     pub ids: Vec<u64>,
-    /// Bytes that are kept for them.
+    /// Guaranteed memory in bytes.
     pub soft: u64,
-    /// Bytes that they have at most.
+    /// Maximum memory in bytes.
     pub hard: u64,
 }
 
@@ -161,23 +162,15 @@ pub struct MigMode {
     pub pending: bool,
 }
 
-/// A run of slices, `start..start + size`: memory slices of the GPU for a GPU
-/// instance, compute slices of the GPU instance for a compute instance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Placement {
-    pub start: u32,
-    pub size: u32,
-}
-
 /// A GPU instance.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gi {
-    /// Derived from the placement, so a re-created instance has it again.
+    /// Derived from the placement, so that a recreated instance has the same id.
     pub id: u32,
     /// Profile id, not index.
     pub profile: u32,
     pub placement: Placement,
-    /// Generation it was made in: tells a stale handle from a re-used id.
+    /// Generation in which it was created. Distinguishes a stale handle from a reused id.
     pub born: u64,
     pub cis: Vec<Ci>,
 }
@@ -189,7 +182,7 @@ pub struct Ci {
     /// Profile id; equal to the profile index on every known GPU.
     pub profile: u32,
     pub placement: Placement,
-    /// `MIG-...`
+    /// UUID of the MIG device, `MIG-...`.
     pub uuid: String,
     pub born: u64,
 }
@@ -200,13 +193,13 @@ pub struct Process {
     pub pid: u32,
     pub name: String,
     pub kind: ProcessKind,
-    /// GPU and compute instance; absent on a GPU without MIG.
+    /// GPU instance and compute instance ids; absent on a GPU without MIG.
     #[serde(default, skip_serializing_if = "is_default")]
     pub instance: Option<(u32, u32)>,
     pub memory_mib: u64,
 }
 
-/// Which of NVML's process lists it is in.
+/// The process list of NVML that has the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ProcessKind {
@@ -224,14 +217,14 @@ pub struct Holder {
     pub gi: Option<u32>,
 }
 
-/// Counters that tell how ill a GPU is.
+/// Error counters and health flags.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Health {
     /// ECC errors since the last reset.
     pub ecc_corrected: u64,
     pub ecc_uncorrected: u64,
-    /// ECC errors of the board's life.
+    /// ECC errors over the lifetime of the board.
     pub ecc_corrected_total: u64,
     pub ecc_uncorrected_total: u64,
     pub rows_remapped_corrected: u32,
@@ -242,7 +235,8 @@ pub struct Health {
     pub recovery_action: u32,
 }
 
-/// The event queue, shared; a reader remembers the last number it saw.
+/// The event queue, shared by all processes. Each reader remembers the last number that it has
+/// seen.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Events {
     /// Number of the newest event.
@@ -250,19 +244,19 @@ pub struct Events {
     pub queue: Vec<Event>,
 }
 
-/// Something the driver tells whoever registered for it.
+/// An event that the driver delivers to the processes that registered for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
     pub seq: u64,
     /// Slot of the GPU.
     pub slot: usize,
     pub kind: EventKind,
-    /// GPU and compute instance it is attributed to.
+    /// GPU instance and compute instance ids that the event is attributed to.
     #[serde(default, skip_serializing_if = "is_default")]
     pub instance: Option<(u32, u32)>,
 }
 
-/// The sort of event, with NVML's `eventData`.
+/// The kind of event, with NVML's `eventData`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum EventKind {
@@ -297,17 +291,17 @@ impl EventKind {
 }
 
 impl State {
-    /// The GPUs that the driver lists, with their slots, by index.
+    /// The GPUs that the driver lists, in index order, with their slots.
     pub fn listed(&self) -> impl Iterator<Item = (usize, &Gpu)> {
         self.gpus.iter().enumerate().filter(|(_, gpu)| !gpu.missing)
     }
 
-    /// The slot of the GPU with that index.
+    /// The slot of the GPU with an index.
     pub fn slot_of_index(&self, index: usize) -> Option<usize> {
         self.listed().nth(index).map(|(slot, _)| slot)
     }
 
-    /// The index of the GPU in that slot, unless it is missing.
+    /// The index of the GPU in a slot; none if the GPU is missing.
     pub fn index_of_slot(&self, slot: usize) -> Option<usize> {
         self.listed().position(|(other, _)| other == slot)
     }
@@ -315,14 +309,14 @@ impl State {
     /// Appends an event.
     pub fn push_event(&mut self, slot: usize, kind: EventKind, instance: Option<(u32, u32)>) {
         self.events.last += 1;
-        if self.events.queue.len() >= EVENTS_KEPT {
+        if self.events.queue.len() >= MAX_QUEUED_EVENTS {
             self.events.queue.remove(0);
         }
         self.events.queue.push(Event { seq: self.events.last, slot, kind, instance });
     }
 
-    /// Deals minors to the GPUs that are there, as the driver does when it loads.
-    pub(crate) fn deal_minors(&mut self) {
+    /// Assigns minors to the GPUs that are present, as the driver does when it loads.
+    pub(crate) fn assign_minors(&mut self) {
         let present = self.gpus.iter_mut().filter(|gpu| !gpu.missing);
         for (gpu, minor) in present.zip(0..) {
             gpu.minor = minor;
@@ -331,27 +325,27 @@ impl State {
 }
 
 impl Gpu {
-    /// The catalogue's row.
+    /// The catalogue's properties of the model.
     pub fn model(&self) -> &'static GpuModel {
         self.model.row()
     }
 
-    /// The GPU instance of that id.
+    /// The GPU instance with that id.
     pub fn gi(&self, id: u32) -> Option<&Gi> {
         self.instances.iter().find(|gi| gi.id == id)
     }
 
-    /// The GPU instance of that id.
+    /// The GPU instance with that id, for changes.
     pub fn gi_mut(&mut self, id: u32) -> Option<&mut Gi> {
         self.instances.iter_mut().find(|gi| gi.id == id)
     }
 
-    /// MIG devices in NVML's order: ascending GPU instance, then compute instance.
+    /// MIG devices in NVML's order: by GPU instance id, then by compute instance id.
     pub fn mig_devices(&self) -> impl Iterator<Item = (&Gi, &Ci)> {
         self.instances.iter().flat_map(|gi| gi.cis.iter().map(move |ci| (gi, ci)))
     }
 
-    /// MiB that processes have allocated, of one GPU instance or of the whole GPU.
+    /// MiB that processes have allocated in one GPU instance or on the whole GPU.
     pub fn used_mib(&self, gi: Option<u32>) -> u64 {
         self.processes
             .iter()
@@ -362,27 +356,9 @@ impl Gpu {
 }
 
 impl Gi {
-    /// The compute instance of that id.
+    /// The compute instance with that id.
     pub fn ci(&self, id: u32) -> Option<&Ci> {
         self.cis.iter().find(|ci| ci.id == id)
-    }
-}
-
-impl Placement {
-    /// The slices it covers.
-    pub const fn slices(self) -> std::ops::Range<u32> {
-        self.start..self.start.saturating_add(self.size)
-    }
-
-    /// Whether the two share a slice.
-    pub const fn overlaps(self, other: Self) -> bool {
-        self.start < other.slices().end && other.start < self.slices().end
-    }
-}
-
-impl fmt::Display for Placement {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "{}:{}", self.start, self.size)
     }
 }
 

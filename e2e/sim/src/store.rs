@@ -1,76 +1,68 @@
-//! The state file: read by everybody, changed under one lock.
+//! The state file: read without a lock, changed under one.
 //!
-//! A change takes the lock, edits a copy, writes it to a new file, renders what it
-//! changes in `/proc`, `/sys` and `/dev`, swaps the new file for the old one and
-//! removes that. A process killed at any point leaves the old state or the new
-//! one. It may leave the trees behind or ahead of the state, and then it leaves
-//! the second file too: whoever finds one renders everything again. There is no
-//! fsync: the state need not outlive the machine.
-//!
-//! A reader parses the file once and keeps it open. While it is open its inode
-//! number cannot be used again, so one `stat` tells whether the file of that
-//! name is still the one parsed. No lock is held between calls, no thread is
-//! started, and the cache is only ever tried, never waited for: a process may
-//! fork at any time.
+//! A change writes the new state to a second file, renders what changes in `/proc`, `/sys` and
+//! `/dev`, and exchanges the files. A process that is killed at any point leaves the old or the new
+//! state. If it leaves outdated trees, it also leaves the second file, and the next process that
+//! finds it renders everything again. There is no fsync: the state need not survive a crash of the
+//! machine.
 
-use crate::alive;
 use crate::code::Code;
-use crate::control::LOCK;
-use crate::ledger::{self, Ledger, Use};
+use crate::file_lock::{self, Lock, LockError};
+use crate::live_process;
 use crate::state::{FORMAT, State};
 use crate::tree;
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags};
+use crate::usage::{self, GpuUsage, ProcessUsage};
+use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, RwLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Nobody needs the lock for longer.
-const LOCK_WAIT: Duration = Duration::from_secs(20);
-/// First pause between two tries for the lock; it doubles up to [`LOCK_PAUSE_MAX`].
-const LOCK_PAUSE: Duration = Duration::from_micros(20);
-const LOCK_PAUSE_MAX: Duration = Duration::from_millis(1);
-
+/// Longest time that a change waits for the lock. A change takes milliseconds.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(20);
 /// The state of one simulator on disk.
+///
+/// A reader parses the file once and keeps it open. An open file's inode number is not reused, so
+/// one `stat` tells whether the file was replaced. Because a process may fork at any time, no lock
+/// is held between calls, no thread is started, and the cache is never waited for.
 #[derive(Debug)]
 pub struct Store {
     /// Root of the rendered trees; absent inside a container, which has only the state.
     render: Option<PathBuf>,
     dir: PathBuf,
     cache: RwLock<Option<Cached>>,
-    /// Absent where the simulator's files are of another build, or cannot be read.
-    ledger: Option<Arc<Ledger>>,
+    /// Absent if the file is of another build or cannot be read.
+    usage: Option<Arc<GpuUsage>>,
 }
 
 #[derive(Debug, Clone)]
 struct Cached {
     state: Arc<State>,
     inode: (u64, u64),
-    /// The same with the CUDA processes that ran when it was last asked for.
-    shown: Option<Arc<Shown>>,
-    /// Kept open so that its inode is not used again.
+    /// The state with the CUDA processes of the last read.
+    with_processes: Option<Arc<StateWithProcesses>>,
+    /// Kept open so that its inode number is not reused.
     _file: Arc<File>,
 }
 
 #[derive(Debug)]
-struct Shown {
-    uses: Vec<Use>,
+struct StateWithProcesses {
+    gpu_processes: Vec<ProcessUsage>,
     state: Arc<State>,
 }
 
 /// The state cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    #[error("no simulated GPUs in {dir}; `divvy-sim up` makes them")]
+    #[error("no simulated GPUs in {dir}; create them with `divvy-sim up`")]
     Absent { dir: PathBuf },
     #[error("cannot {what} {path}")]
     Io { what: &'static str, path: PathBuf, source: io::Error },
-    #[error("cannot read {path}: not a state of this simulator")]
+    #[error("cannot read {path}: not a state file of the simulator")]
     Damaged { path: PathBuf, source: serde_json::Error },
-    #[error("{path} has format {found}, this simulator reads {FORMAT}; use the programs of one build")]
+    #[error("{path} has format {found}, but this build reads {FORMAT}; use programs of one build")]
     Format { path: PathBuf, found: u32 },
     #[error("another process has held {path} for {seconds} s")]
     Locked { path: PathBuf, seconds: u64 },
@@ -103,14 +95,14 @@ impl From<StoreError> for Code {
 }
 
 impl Store {
-    /// The store in `dir`; trees are rendered below `render`.
+    /// Opens the store in `dir`. Trees are rendered below `render`.
     pub fn open(dir: PathBuf, render: Option<PathBuf>) -> Result<Self, StoreError> {
-        let ledger = Ledger::open(&dir).ok().map(Arc::new);
-        let store = Self { render, dir, cache: RwLock::new(None), ledger };
+        let usage = GpuUsage::open(&dir).ok().map(Arc::new);
+        let store = Self { render, dir, cache: RwLock::new(None), usage };
         store.read()?;
         if store.unfinished() {
-            // With the lock, a second file is left over and not in the making. A
-            // process that may not write reads all the same.
+            // Under the lock, a second file can only be left over from a killed process. A process
+            // that may not write reads the state anyway.
             match store.lock().and_then(|_lock| store.finish()) {
                 Err(error) if !error.is_denied() => return Err(error),
                 _ => {}
@@ -119,59 +111,64 @@ impl Store {
         Ok(store)
     }
 
-    /// Writes the first state and renders it.
+    /// Writes the first state and renders its trees.
     pub fn create(dir: PathBuf, render: PathBuf, state: &State) -> Result<Self, StoreError> {
-        let mut store = Self { render: Some(render.clone()), dir, cache: RwLock::new(None), ledger: None };
+        let mut store = Self { render: Some(render.clone()), dir, cache: RwLock::new(None), usage: None };
         std::fs::create_dir_all(&store.dir)
             .map_err(|source| store.io("create", store.dir.clone(), source))?;
         let _lock = store.lock()?;
-        let ledger = Ledger::create(&store.dir).and_then(|()| Ledger::open(&store.dir));
-        let ledger = ledger.map_err(|source| store.io("create the ledger in", store.dir.clone(), source))?;
-        ledger.publish(state);
-        store.ledger = Some(Arc::new(ledger));
+        let usage = GpuUsage::create(&store.dir).and_then(|()| GpuUsage::open(&store.dir));
+        let usage =
+            usage.map_err(|source| store.io("create the usage file in", store.dir.clone(), source))?;
+        usage.publish(state);
+        store.usage = Some(Arc::new(usage));
         tree::render(&render, state).map_err(render_error)?;
         let new = store.write_new(state)?;
         store.commit(new)?;
         Ok(store)
     }
 
-    /// The state as it is now, with the CUDA processes that run.
+    /// The current state with the CUDA processes that run now.
     pub fn read(&self) -> Result<Arc<State>, StoreError> {
         let current = self.current()?;
-        let uses = self.uses();
-        if uses.is_empty() {
+        let gpu_processes = self.processes();
+        if gpu_processes.is_empty() {
             return Ok(current.state);
         }
-        if let Some(shown) = current.shown.as_ref().filter(|shown| shown.uses == uses) {
-            return Ok(Arc::clone(&shown.state));
+        if let Some(with_processes) = current
+            .with_processes
+            .as_ref()
+            .filter(|with_processes| with_processes.gpu_processes == gpu_processes)
+        {
+            return Ok(Arc::clone(&with_processes.state));
         }
         let mut state = State::clone(&current.state);
-        let _added = ledger::show(&mut state, &uses);
+        let _added = usage::show(&mut state, &gpu_processes);
         let state = Arc::new(state);
-        let shown = Arc::new(Shown { uses, state: Arc::clone(&state) });
+        let with_processes = Arc::new(StateWithProcesses { gpu_processes, state: Arc::clone(&state) });
         if let Ok(mut cache) = self.cache.try_write()
             && let Some(cached) = cache.as_mut().filter(|cached| cached.inode == current.inode)
         {
-            cached.shown = Some(shown);
+            cached.with_processes = Some(with_processes);
         }
         Ok(state)
     }
 
-    /// The same without them.
-    pub fn written(&self) -> Result<Arc<State>, StoreError> {
+    /// The current state without CUDA processes that run now.
+    pub fn read_stored(&self) -> Result<Arc<State>, StoreError> {
         Ok(self.current()?.state)
     }
 
-    /// What CUDA processes use.
-    pub fn ledger(&self) -> Option<&Arc<Ledger>> {
-        self.ledger.as_ref()
+    /// GPU usage of CUDA processes.
+    pub fn usage(&self) -> Option<&Arc<GpuUsage>> {
+        self.usage.as_ref()
     }
 
-    fn uses(&self) -> Vec<Use> {
-        self.ledger.as_ref().map(|ledger| ledger.uses()).unwrap_or_default()
+    fn processes(&self) -> Vec<ProcessUsage> {
+        self.usage.as_ref().map(|usage| usage.processes()).unwrap_or_default()
     }
 
-    /// Changes the state; nothing is written when `change` fails or changes nothing.
+    /// Changes the state. Nothing is written if `change` fails or changes nothing.
     pub fn update<T, E: From<StoreError>>(
         &self,
         change: impl FnOnce(&mut State) -> Result<T, E>,
@@ -180,11 +177,11 @@ impl Store {
         self.finish()?;
         let before = self.current()?.state;
         let mut after = State::clone(&before);
-        let dead = alive::dead(&self.dir);
-        alive::take_out(&mut after, &dead);
-        let added = ledger::show(&mut after, &self.uses());
+        let dead = live_process::dead(&self.dir);
+        live_process::remove_entries(&mut after, &dead);
+        let added = usage::show(&mut after, &self.processes());
         let result = change(&mut after)?;
-        ledger::hide(&mut after, &added);
+        usage::hide(&mut after, &added);
         if after != *before {
             self.replace(&before, after)?;
         }
@@ -194,7 +191,7 @@ impl Store {
         Ok(result)
     }
 
-    /// Makes `after` the state; the lock is held.
+    /// Replaces the state by `after`. The caller holds the lock.
     fn replace(&self, before: &State, mut after: State) -> Result<(), StoreError> {
         after.generation += 1;
         let new = self.write_new(&after)?;
@@ -202,12 +199,12 @@ impl Store {
         match &self.render {
             _ if edits.is_empty() => {}
             Some(root) => edits.apply(root).map_err(render_error)?,
-            // A container has not got the trees; the next process that has renders them.
+            // A container has no trees; the next process that has them renders them.
             None => self.ask_for_trees()?,
         }
         self.commit(new)?;
-        if let Some(ledger) = &self.ledger {
-            ledger.publish(&after);
+        if let Some(usage) = &self.usage {
+            usage.publish(&after);
         }
         Ok(())
     }
@@ -216,7 +213,8 @@ impl Store {
         let path = self.state_path();
         let stat = rustix::fs::stat(&path).map_err(|errno| self.read_error(path.clone(), errno.into()))?;
         let inode = (stat.st_dev, stat.st_ino);
-        // Tried, not waited for: after a fork the lock's owner may not exist here.
+        // Not waited for: after a fork, the thread that holds the lock may not exist in this
+        // process.
         for _ in 0..64 {
             if let Ok(cache) = self.cache.try_read() {
                 match &*cache {
@@ -244,7 +242,7 @@ impl Store {
         Ok(Cached {
             state: Arc::new(state),
             inode: (stat.st_dev, stat.st_ino),
-            shown: None,
+            with_processes: None,
             _file: Arc::new(file),
         })
     }
@@ -268,7 +266,7 @@ impl Store {
         Ok(Cached {
             state: Arc::new(state.clone()),
             inode: (stat.st_dev, stat.st_ino),
-            shown: None,
+            with_processes: None,
             _file: Arc::new(file),
         })
     }
@@ -276,7 +274,8 @@ impl Store {
     /// Makes the second file the state.
     fn commit(&self, new: Cached) -> Result<(), StoreError> {
         let (from, to) = (self.new_path(), self.state_path());
-        // Swapped where there is an old one: some file systems flush a file that replaces another.
+        // Exchanged instead of replaced, because some file systems flush a file that replaces
+        // another.
         match rustix::fs::renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE) {
             Ok(()) => self.remove(from)?,
             Err(Errno::NOENT | Errno::INVAL | Errno::NOSYS) => {
@@ -288,12 +287,12 @@ impl Store {
         Ok(())
     }
 
-    /// Somebody died in the midst of a change, or changed the state from a container.
+    /// Whether a process died in the middle of a change, or a container changed the state.
     fn unfinished(&self) -> bool {
         self.render.is_some() && (self.new_path().exists() || self.stale_path().exists())
     }
 
-    /// Renders everything again if need be; the lock is held.
+    /// Renders everything again if the trees may be outdated. The caller holds the lock.
     fn finish(&self) -> Result<(), StoreError> {
         let Some(root) = self.render.as_ref().filter(|_| self.unfinished()) else { return Ok(()) };
         tree::render(root, &self.current()?.state).map_err(render_error)?;
@@ -314,7 +313,11 @@ impl Store {
     }
 
     fn lock(&self) -> Result<Lock, StoreError> {
-        lock(&self.dir.join("lock"), LOCK_WAIT)
+        let path = self.dir.join("lock");
+        file_lock::lock(&path, LOCK_TIMEOUT).map_err(|error| match error {
+            LockError::Io(what, errno) => self.io(what, path, errno.into()),
+            LockError::Held => StoreError::Locked { path, seconds: LOCK_TIMEOUT.as_secs() },
+        })
     }
 
     fn state_path(&self) -> PathBuf {
@@ -343,36 +346,4 @@ impl Store {
 
 fn render_error(failure: tree::RenderError) -> StoreError {
     StoreError::Render { path: failure.path, source: failure.source }
-}
-
-/// A file lock; the kernel takes it from a process that dies.
-#[derive(Debug)]
-pub(crate) struct Lock(OwnedFd);
-
-/// Takes the lock, waiting at most that long.
-pub(crate) fn lock(path: &Path, wait: Duration) -> Result<Lock, StoreError> {
-    let error = |what, errno: Errno| StoreError::Io { what, path: path.to_owned(), source: errno.into() };
-    let flags = OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC;
-    let file =
-        rustix::fs::open(path, flags, Mode::from_raw_mode(0o644)).map_err(|errno| error("open", errno))?;
-    let (begin, mut pause) = (Instant::now(), LOCK_PAUSE);
-    loop {
-        match rustix::fs::flock(&file, LOCK) {
-            Ok(()) => return Ok(Lock(file)),
-            Err(Errno::WOULDBLOCK | Errno::INTR) => {}
-            Err(errno) => return Err(error("lock", errno)),
-        }
-        if begin.elapsed() > wait {
-            return Err(StoreError::Locked { path: path.to_owned(), seconds: wait.as_secs() });
-        }
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(LOCK_PAUSE_MAX);
-    }
-}
-
-impl Drop for Lock {
-    fn drop(&mut self) {
-        // Said aloud and not left to close: a child forked meanwhile has the same lock.
-        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
-    }
 }

@@ -1,11 +1,11 @@
-//! What boots, resets and losses do to the node and its trees.
+//! Effects of boots, resets and lost GPUs on the node and its trees.
 
 mod common;
 
 use common::Node;
 use divvy_sim::code::Code;
+use divvy_sim::driver_root::replace_driver;
 use divvy_sim::state::{EventKind, State};
-use divvy_sim::up::replace_driver;
 use std::process::Command;
 
 fn minors(state: &State) -> Vec<Option<u32>> {
@@ -13,8 +13,8 @@ fn minors(state: &State) -> Vec<Option<u32>> {
 }
 
 #[test]
-fn a_lost_gpu_is_missing_after_a_reboot_and_shifts_the_others() {
-    let node = Node::up("4xH100-SXM5-80GB");
+fn lost_gpu_is_missing_after_reboot_and_shifts_minors() {
+    let node = Node::create("4xH100-SXM5-80GB");
     let read = || node.sim.read().expect("a state");
     node.sim.update(|state| state.lose(1, false)).expect("a GPU");
     assert_eq!(read().gpu(1).map(drop), Err(Code::GpuIsLost));
@@ -37,16 +37,16 @@ fn a_lost_gpu_is_missing_after_a_reboot_and_shifts_the_others() {
     let information = node.text(&format!("proc/driver/nvidia/gpus/{moved}/information"));
     assert!(information.contains("Device Minor: \t 1\n"), "{information}");
     node.sim.update(|state| state.find(1)).expect("a GPU");
-    assert_eq!(minors(&read()), [Some(0), None, Some(1), Some(2)], "found at boot, not before");
+    assert_eq!(minors(&read()), [Some(0), None, Some(1), Some(2)], "found at the next boot only");
     reboot();
     assert_eq!(minors(&read()), [Some(0), Some(1), Some(2), Some(3)]);
     assert!(node.has("dev/nvidia3") && node.has(&format!("sys/bus/pci/devices/{lost}/numa_node")));
 }
 
 #[test]
-fn instances_and_settings_do_not_outlive_a_boot_or_reset() {
+fn boot_and_reset_remove_instances_and_settings() {
     let check = |end: fn(&mut State) -> Result<(), Code>, mode: bool, timeslice: u32| {
-        let node = Node::up("H100-SXM5-80GB");
+        let node = Node::create("H100-SXM5-80GB");
         node.sim
             .update(|state| {
                 state.set_mig_mode(0, true)?;
@@ -55,7 +55,7 @@ fn instances_and_settings_do_not_outlive_a_boot_or_reset() {
                 state.gpus[0].timeslice = 2;
                 Ok(())
             })
-            .expect("room");
+            .expect("free slices");
         let epoch = node.sim.read().expect("a state").gpus[0].epoch;
         node.sim.update(end).expect("idle");
         let state = node.sim.read().expect("a state");
@@ -77,8 +77,8 @@ fn instances_and_settings_do_not_outlive_a_boot_or_reset() {
 }
 
 #[test]
-fn changes_of_instances_and_mode_are_announced() {
-    let node = Node::up("2xH100-SXM5-80GB");
+fn instance_and_mode_changes_queue_events() {
+    let node = Node::create("2xH100-SXM5-80GB");
     node.sim
         .update(|state| {
             state.set_mig_mode(1, true)?;
@@ -86,7 +86,7 @@ fn changes_of_instances_and_mode_are_announced() {
             state.xid(1, 94, Some((gi.id, 0)))?;
             state.destroy_gi(1, gi.id)
         })
-        .expect("room");
+        .expect("free slices");
     let state = node.sim.read().expect("a state");
     let kinds: Vec<_> = state.events.queue.iter().map(|event| (event.slot, event.kind)).collect();
     let change = (1, EventKind::MigConfigChange);
@@ -95,8 +95,8 @@ fn changes_of_instances_and_mode_are_announced() {
 }
 
 #[test]
-fn the_event_queue_is_bounded() {
-    let node = Node::up("L4");
+fn event_queue_is_bounded() {
+    let node = Node::create("L4");
     node.sim.update(|state| (0..1000).try_for_each(|xid| state.xid(0, xid, None))).expect("a GPU");
     let events = node.sim.read().expect("a state").events.clone();
     assert_eq!((events.last, events.queue.len()), (1000, 128));
@@ -104,8 +104,8 @@ fn the_event_queue_is_bounded() {
 }
 
 #[test]
-fn a_bare_node_gets_its_nodes_from_nvidia_modprobe() {
-    let node = Node::up_with("2xH100-SXM5-80GB", |options| options.host.bare = true);
+fn modprobe_creates_the_device_nodes_of_a_bare_node() {
+    let node = Node::create_with("2xH100-SXM5-80GB", |options| options.host.bare = true);
     let modprobe = |args: &[&str]| {
         let program = node.sim.root().join("usr/bin/nvidia-modprobe");
         Command::new(program).args(args).status().expect("nvidia-modprobe").success()
@@ -117,7 +117,7 @@ fn a_bare_node_gets_its_nodes_from_nvidia_modprobe() {
     assert!(modprobe(&["-u", "-c=1", "-m"]));
     assert!(node.has("dev/nvidia1") && node.has("dev/nvidia-uvm-tools") && node.has("dev/nvidia-modeset"));
     assert!(node.text("proc/devices").contains("508 nvidia-uvm\n"));
-    assert!(!modprobe(&["-c", "2"]), "there is no third GPU");
+    assert!(!modprobe(&["-c", "2"]), "minor 2 does not exist");
     let cap = "dev/nvidia-caps/nvidia-cap1";
     std::fs::remove_file(node.sim.root().join(cap)).expect("there");
     assert!(modprobe(&["-f", "/proc/driver/nvidia/capabilities/mig/config"]));
@@ -126,14 +126,14 @@ fn a_bare_node_gets_its_nodes_from_nvidia_modprobe() {
 }
 
 #[test]
-fn another_driver_version_replaces_files_and_forgets_instances() {
-    let node = Node::up("H100-SXM5-80GB");
+fn driver_replacement_replaces_files_and_instances() {
+    let node = Node::create("H100-SXM5-80GB");
     node.sim
         .update(|state| {
             state.set_mig_mode(0, true)?;
             state.create_gi(0, 19, None).map(drop)
         })
-        .expect("room");
+        .expect("free slices");
     replace_driver(&node.sim, "590.44.01").expect("a new driver");
     let state = node.sim.read().expect("a state");
     assert_eq!((state.driver.as_str(), state.gpus[0].instances.len()), ("590.44.01", 0));
@@ -148,8 +148,8 @@ fn another_driver_version_replaces_files_and_forgets_instances() {
 }
 
 #[test]
-fn sysfs_says_where_a_gpu_sits() {
-    let node = Node::up("3xH100-SXM5-80GB,GB200");
+fn sysfs_has_the_pci_topology() {
+    let node = Node::create("3xH100-SXM5-80GB,GB200");
     let state = node.sim.read().expect("a state");
     let path = |slot: usize| {
         let link = node.sim.root().join("sys/bus/pci/devices").join(&state.gpus[slot].bdf);

@@ -1,5 +1,4 @@
-//! The catalogue's figures agree with each other and with the rules that
-//! other people's tools apply to them.
+//! The catalogue's figures agree with each other and with the rules of go-nvlib and the driver.
 
 use divvy_sim::catalogue::{self, GiProfile, GpuModel, MigModel};
 use divvy_sim::mig::gi_id;
@@ -16,7 +15,7 @@ fn gigabytes(total_mib: u64, mib: u64) -> u64 {
     (eighths * total_gib * 2 + 8) / 16
 }
 
-/// What a name has behind the memory, by profile index.
+/// Suffix of a profile name after the memory, by profile index.
 fn suffix(index: u32) -> &'static str {
     match index {
         7 | 8 => "+me",
@@ -28,7 +27,7 @@ fn suffix(index: u32) -> &'static str {
 }
 
 #[test]
-fn every_model_is_found_by_its_key_and_has_a_source() {
+fn every_model_has_a_unique_key_and_a_source() {
     let keys: Vec<&str> = catalogue::keys().collect();
     for (model, key) in catalogue::all().zip(&keys) {
         assert_eq!(model.row().key, *key);
@@ -43,7 +42,7 @@ fn every_model_is_found_by_its_key_and_has_a_source() {
 }
 
 #[test]
-fn profile_names_are_those_that_go_nvlib_computes() {
+fn profile_names_match_go_nvlib() {
     for (model, mig) in mig_models() {
         for profile in &mig.profiles {
             let memory = gigabytes(model.memory_total_mib, profile.memory_mib);
@@ -54,7 +53,7 @@ fn profile_names_are_those_that_go_nvlib_computes() {
 }
 
 #[test]
-fn placements_lie_in_the_grid_and_give_distinct_instance_ids() {
+fn placements_lie_in_the_grid_with_distinct_ids() {
     for (model, mig) in mig_models() {
         let mut ids: BTreeMap<u32, _> = BTreeMap::new();
         for profile in &mig.profiles {
@@ -72,7 +71,7 @@ fn placements_lie_in_the_grid_and_give_distinct_instance_ids() {
 }
 
 #[test]
-fn as_many_instances_as_a_profile_promises_are_within_the_gpu() {
+fn promised_instances_fit_into_the_gpu() {
     for (model, mig) in mig_models() {
         let whole = mig.whole().expect("a profile for the whole GPU");
         assert_eq!(whole.instances, 1, "{}", model.key);
@@ -95,7 +94,7 @@ fn as_many_instances_as_a_profile_promises_are_within_the_gpu() {
 }
 
 #[test]
-fn compute_instances_of_a_whole_slice_count_get_all_multiprocessors() {
+fn full_compute_instance_has_all_multiprocessors() {
     for (model, mig) in mig_models() {
         for profile in &mig.profiles {
             let offered: Vec<_> = model.ci_profiles(profile).collect();
@@ -108,9 +107,9 @@ fn compute_instances_of_a_whole_slice_count_get_all_multiprocessors() {
     }
 }
 
-/// What a 7g, 4g, 3g, 2g and 1g instance offers, in compute slices.
+/// Compute-instance sizes in GPU instances of 7, 4, 3, 2 and 1 slices.
 #[test]
-fn compute_instance_sizes_are_those_of_the_driver() {
+fn compute_instance_sizes_match_the_driver() {
     let h100 = catalogue::find("H100-SXM5-80GB").expect("in the catalogue").row();
     let check = |profile: u32, expected: &[(u32, u32)]| {
         let profile = h100.profile(profile).expect("a profile");

@@ -1,4 +1,4 @@
-//! The command line: each command does its operation and says what is wrong.
+//! The command line: operations and error messages.
 
 mod common;
 
@@ -14,15 +14,15 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// The command succeeds; what it prints.
-fn good(node: &Node, args: &[&str]) -> String {
+/// Runs a command that must succeed. Returns its output.
+fn run_ok(node: &Node, args: &[&str]) -> String {
     let output = run(node, args);
     assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
     text(&output.stdout)
 }
 
 #[test]
-fn up_makes_what_show_draws() {
+fn show_draws_the_created_gpus() {
     let dir = tempfile::TempDir::new().expect("a temporary directory");
     let library = dir.path().join("library.so");
     std::fs::write(&library, "").expect("writable");
@@ -35,12 +35,12 @@ fn up_makes_what_show_draws() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let drawn = text(&output.stdout);
     assert_eq!(drawn.lines().filter(|line| line.starts_with("GPU ")).count(), 3, "{drawn}");
-    assert!(text(&up().stderr).contains("has simulated GPUs already"));
+    assert!(text(&up().stderr).contains("already has simulated GPUs"));
 }
 
 #[test]
 fn commands_change_the_gpus() {
-    let node = Node::up("2xH100-SXM5-80GB");
+    let node = Node::create("2xH100-SXM5-80GB");
     let state = || node.sim.read().expect("a state");
     node.sim
         .update(|state| {
@@ -48,61 +48,61 @@ fn commands_change_the_gpus() {
             let gi = state.create_gi(0, 9, None)?;
             state.create_ci(0, gi.id, 2, None).map(drop)
         })
-        .expect("room");
-    good(&node, &["process", "add", "0", "4711", "--instance", "2/0", "--name", "train"]);
-    let drawn = good(&node, &["show"]);
+        .expect("free slices");
+    run_ok(&node, &["process", "add", "0", "4711", "--instance", "2/0", "--name", "train"]);
+    let drawn = run_ok(&node, &["show"]);
     assert!(drawn.contains("3g.40gb at 4:4 is GPU instance 2: train (4711)"), "{drawn}");
-    assert!(!drawn.contains('\x1b'), "no colours but on a terminal");
+    assert!(!drawn.contains('\x1b'), "no colours without a terminal");
     let busy = run(&node, &["reset", "0"]);
     assert!(text(&busy.stderr).contains("IN_USE"));
-    good(&node, &["process", "remove", "4711"]);
-    good(&node, &["reset", "0"]);
+    run_ok(&node, &["process", "remove", "4711"]);
+    run_ok(&node, &["reset", "0"]);
     assert!(state().gpus[0].instances.is_empty());
     let uuid = state().gpus[1].uuid.clone();
-    good(&node, &["xid", &uuid, "79"]);
-    good(&node, &["recovery", &uuid, "2"]);
-    good(&node, &["lose", &uuid]);
+    run_ok(&node, &["xid", &uuid, "79"]);
+    run_ok(&node, &["recovery", &uuid, "2"]);
+    run_ok(&node, &["lose", &uuid]);
     assert!(state().gpus[1].lost && state().gpus[1].health.recovery_action == 2);
-    good(&node, &["reboot"]);
+    run_ok(&node, &["reboot"]);
     assert!(state().gpus[1].missing);
-    good(&node, &["find", "1"]);
-    good(&node, &["reboot"]);
+    run_ok(&node, &["find", "1"]);
+    run_ok(&node, &["reboot"]);
     assert!(!state().gpus[1].missing);
-    good(&node, &["driver", "590.44.01"]);
+    run_ok(&node, &["driver", "590.44.01"]);
     assert_eq!(state().driver, "590.44.01");
-    let json: serde_json::Value = serde_json::from_str(&good(&node, &["show", "--json"])).expect("JSON");
+    let json: serde_json::Value = serde_json::from_str(&run_ok(&node, &["show", "--json"])).expect("JSON");
     assert_eq!(json["driver"], "590.44.01");
 }
 
 #[test]
-fn commands_make_and_take_back_rules() {
-    let node = Node::up("L4");
+fn commands_set_and_remove_rules() {
+    let node = Node::create("L4");
     let control = || node.sim.read().expect("a state").control.clone();
-    good(&node, &["latency", "nvmlDeviceGetUUID", "5", "--global-lock"]);
-    good(&node, &["fault", "nvmlInit*", "--nth", "2", "in_use", "--gpu", "0"]);
-    good(&node, &["hold", "nvmlShutdown", "--after"]);
-    good(&node, &["trace", "on"]);
+    run_ok(&node, &["latency", "nvmlDeviceGetUUID", "5", "--global-lock"]);
+    run_ok(&node, &["fault", "nvmlInit*", "--nth", "2", "in_use", "--gpu", "0"]);
+    run_ok(&node, &["hold", "nvmlShutdown", "--after"]);
+    run_ok(&node, &["trace", "on"]);
     let rules = control();
     assert!(rules.trace && rules.latencies[0].global_lock && rules.faults[0].nth == Some(2));
     assert_eq!((rules.latencies.len(), rules.faults.len(), rules.holds.len()), (1, 1, 1));
-    good(&node, &["latency", "nvmlDeviceGetUUID", "0"]);
-    good(&node, &["fault", "--clear"]);
-    good(&node, &["release"]);
-    good(&node, &["trace", "off"]);
+    run_ok(&node, &["latency", "nvmlDeviceGetUUID", "0"]);
+    run_ok(&node, &["fault", "--clear"]);
+    run_ok(&node, &["release"]);
+    run_ok(&node, &["trace", "off"]);
     assert_eq!(control(), divvy_sim::control::Control::default());
-    assert_eq!(good(&node, &["held"]) + &good(&node, &["trace"]), "");
+    assert_eq!(run_ok(&node, &["held"]) + &run_ok(&node, &["trace"]), "");
 }
 
 #[test]
-fn what_is_wrong_is_said() {
-    let node = Node::up("L4");
+fn invalid_arguments_are_explained() {
+    let node = Node::create("L4");
     let check = |args: &[&str], expected: &str| {
         let output = run(&node, args);
         let error = text(&output.stderr);
         assert!(!output.status.success() && error.contains(expected), "{args:?}: {error}");
     };
     check(&["lose", "7"], "no GPU 7");
-    check(&["lose", "first"], "a GPU is its number");
+    check(&["lose", "first"], "give the GPU by its number");
     check(&["process", "remove", "1"], "NOT_FOUND");
     check(&["fault", "nvmlInit_v2", "BROKEN"], "no NVML return code");
     check(&["fault", "nvmlInit_v2", "IN_USE", "--nth", "0"], "--nth");
@@ -113,9 +113,9 @@ fn what_is_wrong_is_said() {
 }
 
 #[test]
-fn the_catalogue_marks_what_nobody_has_verified() {
-    let node = Node::up("L4");
-    let listed = good(&node, &["catalogue"]);
+fn catalogue_marks_unverified_figures() {
+    let node = Node::create("L4");
+    let listed = run_ok(&node, &["catalogue"]);
     for key in divvy_sim::catalogue::keys() {
         assert!(listed.contains(key), "{key}");
     }

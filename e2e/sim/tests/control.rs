@@ -1,17 +1,17 @@
-//! Rules do to calls what they say, across processes.
+//! Rules have their effect on calls of all processes.
 
 mod common;
 
 use common::Node;
 use divvy_sim::code::Code;
-use divvy_sim::control::{Latency, Pattern, TraceLine, When, alive};
+use divvy_sim::control::{Latency, Pattern, TraceLine, When, is_alive};
 use divvy_sim::{Call, Sim, State};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 const CREATE: &str = "nvmlDeviceCreateGpuInstance";
 
-/// Makes the call; whether its effect happened, and the answer.
+/// Makes a call. Returns whether its effect happened, and its result.
 fn call(sim: &Sim, name: &str, gpu: Option<usize>) -> (bool, Result<(), Code>) {
     let mut happened = false;
     let result = sim.call(Call { name, gpu, args: &[19, 0] }, || {
@@ -27,25 +27,25 @@ fn rule(node: &Node, change: impl FnOnce(&mut State)) {
             change(state);
             Ok(())
         })
-        .expect("rules are never refused");
+        .expect("rules are accepted");
 }
 
 /// Waits until a call is blocked.
 fn wait_held(sim: &Sim) {
     let begin = Instant::now();
-    while !sim.read().expect("a state").control.held.iter().any(alive) {
+    while !sim.read().expect("a state").control.held.iter().any(is_alive) {
         assert!(begin.elapsed() < Duration::from_secs(30), "no call was blocked");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
 #[test]
-fn the_nth_call_fails_on_the_side_that_was_asked() {
+fn nth_call_fails_before_or_after_its_effect() {
     let check = |nth, when, expected: [(bool, Result<(), Code>); 3]| {
-        let node = Node::up("L4");
+        let node = Node::create("L4");
         rule(&node, |state| state.add_fault(Pattern::new(CREATE), nth, when, Code::Timeout));
-        // Calls of two processes count together, other calls not at all.
-        let sims = [node.again(), node.again(), node.again()];
+        // Calls of several processes count together; other calls do not count.
+        let sims = [node.reopen(), node.reopen(), node.reopen()];
         let got = sims.map(|sim| {
             assert_eq!(call(&sim, "nvmlDeviceGetUUID", Some(0)), (true, Ok(())));
             call(&sim, CREATE, Some(0))
@@ -59,7 +59,7 @@ fn the_nth_call_fails_on_the_side_that_was_asked() {
 }
 
 #[test]
-fn a_pattern_is_a_name_or_its_beginning_on_one_gpu_or_all() {
+fn pattern_matches_a_name_or_prefix_and_a_gpu() {
     let check = |pattern: &str, gpu, name: &str, on, expected| {
         let pattern = Pattern { call: pattern.to_owned(), gpu };
         assert_eq!(pattern.matches(&Call { name, gpu: on, args: &[] }), expected, "{pattern:?} {name}");
@@ -74,11 +74,11 @@ fn a_pattern_is_a_name_or_its_beginning_on_one_gpu_or_all() {
 }
 
 #[test]
-fn a_held_call_waits_on_its_side_until_released() {
+fn held_call_blocks_until_released() {
     let check = |when, effect_before_release: u32| {
-        let node = Node::up("L4");
+        let node = Node::create("L4");
         rule(&node, |state| state.add_hold(Pattern::new(CREATE), Some(1), when));
-        let (other, effects) = (node.again(), AtomicU32::new(0));
+        let (other, effects) = (node.reopen(), AtomicU32::new(0));
         std::thread::scope(|scope| {
             let held = scope.spawn(|| {
                 other.call(Call { name: CREATE, gpu: None, args: &[] }, || {
@@ -88,7 +88,7 @@ fn a_held_call_waits_on_its_side_until_released() {
             });
             wait_held(&node.sim);
             assert_eq!(effects.load(Ordering::SeqCst), effect_before_release);
-            assert_eq!(call(&node.sim, CREATE, None), (true, Ok(())), "only the first is held");
+            assert_eq!(call(&node.sim, CREATE, None), (true, Ok(())), "only the first call is held");
             rule(&node, |state| state.release(Some(CREATE)));
             assert_eq!(held.join().expect("no panic"), Ok(()));
         });
@@ -100,14 +100,14 @@ fn a_held_call_waits_on_its_side_until_released() {
 }
 
 #[test]
-fn the_trace_has_a_line_per_call_while_it_is_on() {
-    let node = Node::up("L4");
+fn trace_has_one_line_for_each_call() {
+    let node = Node::create("L4");
     call(&node.sim, CREATE, Some(0)).1.expect("no rule");
     rule(&node, |state| {
         state.control.trace = true;
         state.add_fault(Pattern::new("nvmlInit*"), None, When::Before, Code::DriverNotLoaded);
     });
-    call(&node.again(), CREATE, Some(0)).1.expect("no rule for it");
+    call(&node.reopen(), CREATE, Some(0)).1.expect("no rule for it");
     let _ = call(&node.sim, "nvmlInit_v2", None);
     rule(&node, |state| state.control.trace = false);
     let _ = call(&node.sim, "nvmlInit_v2", None);
@@ -120,15 +120,15 @@ fn the_trace_has_a_line_per_call_while_it_is_on() {
 }
 
 #[test]
-fn a_global_lock_lets_one_call_in_at_a_time() {
-    let node = Node::up("2xL4");
+fn global_lock_serializes_calls() {
+    let node = Node::create("2xL4");
     rule(&node, |state| {
         state.set_latency(Latency { pattern: Pattern::new(CREATE), ms: 1, global_lock: true });
     });
     let inside = AtomicU32::new(0);
     std::thread::scope(|scope| {
         for gpu in 0..2 {
-            let (sim, inside) = (node.again(), &inside);
+            let (sim, inside) = (node.reopen(), &inside);
             scope.spawn(move || {
                 for _ in 0..20 {
                     let effect = || {
@@ -145,13 +145,13 @@ fn a_global_lock_lets_one_call_in_at_a_time() {
 }
 
 #[test]
-fn latency_is_slept_through_and_taken_back_by_zero() {
-    let node = Node::up("L4");
+fn latency_delays_calls_until_set_to_zero() {
+    let node = Node::create("L4");
     let slow = |ms| Latency { pattern: Pattern::new(CREATE), ms, global_lock: false };
     rule(&node, |state| state.set_latency(slow(30)));
     let begin = Instant::now();
     call(&node.sim, CREATE, None).1.expect("no fault");
-    // A sleep is never shorter than asked; how much longer it is depends on the machine.
+    // A sleep is never too short, but how much longer it is depends on the machine.
     assert!(begin.elapsed() >= Duration::from_millis(30));
     rule(&node, |state| state.set_latency(slow(0)));
     assert!(node.sim.read().expect("a state").control.latencies.is_empty());

@@ -1,86 +1,87 @@
-//! Managed memory of two processes on one GPU: who pays for which pages, and whose have to make room.
+//! Managed memory of two processes on one GPU: page faults and evictions.
 
 mod common;
 
 use common::Node;
-use divvy_sim::Guest;
-use divvy_sim::ledger::{Kernel, PAGE, Place};
+use divvy_sim::GpuProcess;
+use divvy_sim::usage::{Kernel, MANAGED_PAGE_BYTES, Place};
 use proptest::prelude::*;
 
-/// Pages that an L4 can hold.
-const ALL: u64 = (23034 - 472) / 2;
-/// A kernel's own time, and what a miss adds: a fault, and a page's way over a bus of 12 GB/s.
-const TIME: u64 = 1000;
-const MISS: f64 = 20_000.0 + (2 << 20) as f64 / 12.0;
+/// Number of pages that fit on an L4.
+const L4_PAGES: u64 = (23034 - 472) / 2;
+/// Length of a kernel without misses, and the time that a miss adds: a page fault, and the transfer
+/// of a page over a bus of 12 GB/s.
+const KERNEL_NS: u64 = 1000;
+const MISS_NS: f64 = 20_000.0 + (2 << 20) as f64 / 12.0;
 
-fn guest(node: &Node) -> Guest {
-    let ledger = node.sim.ledger().expect("a ledger");
-    Guest::enter(ledger, Place { slot: 0, instance: None }).expect("a GPU")
+fn gpu_process(node: &Node) -> GpuProcess {
+    let usage = node.sim.usage().expect("a usage file");
+    GpuProcess::attach(usage, Place { slot: 0, instance: None }).expect("a GPU")
 }
 
-fn run(guest: &Guest, touches: bool) -> u64 {
-    let (begin, end) = guest.submit(Kernel { after: 0, length: TIME, touches });
+fn run(gpu_process: &GpuProcess, touches: bool) -> u64 {
+    let (begin, end) = gpu_process.submit(Kernel { after: 0, length: KERNEL_NS, touches });
     end - begin
 }
 
-/// Pages that a kernel has to wait for.
-fn misses(guest: &Guest) -> u64 {
-    ((run(guest, true) - TIME) as f64 / MISS).round() as u64
+/// Number of pages that a kernel has to fetch.
+fn misses(gpu_process: &GpuProcess) -> u64 {
+    ((run(gpu_process, true) - KERNEL_NS) as f64 / MISS_NS).round() as u64
 }
 
-/// Pages that are free.
-fn free(guest: &Guest) -> u64 {
-    guest.memory().0 / PAGE
-}
-
-#[test]
-fn a_kernel_pays_for_what_is_not_there() {
-    let node = Node::up("L4");
-    let one = guest(&node);
-    assert_eq!((free(&one), run(&one, true)), (ALL, TIME));
-    one.manage(10 * PAGE - 1);
-    assert_eq!((free(&one), run(&one, false)), (ALL, TIME), "a copy touches nothing");
-    assert_eq!(run(&one, true), TIME + (10.0 * MISS) as u64);
-    assert_eq!((free(&one), run(&one, true)), (ALL - 10, TIME));
-    one.unmanage(10 * PAGE - 1);
-    assert_eq!((free(&one), run(&one, true)), (ALL, TIME));
+/// Number of free pages.
+fn free(gpu_process: &GpuProcess) -> u64 {
+    gpu_process.memory_info().0 / MANAGED_PAGE_BYTES
 }
 
 #[test]
-fn two_sets_that_do_not_fit_push_each_other_out() {
-    let node = Node::up("L4");
-    let both = [guest(&node), guest(&node)];
-    let set = ALL * 6 / 10;
-    both.iter().for_each(|guest| guest.manage(set * PAGE));
+fn kernel_pays_for_missing_pages() {
+    let node = Node::create("L4");
+    let one = gpu_process(&node);
+    assert_eq!((free(&one), run(&one, true)), (L4_PAGES, KERNEL_NS));
+    one.add_managed(10 * MANAGED_PAGE_BYTES - 1);
+    assert_eq!((free(&one), run(&one, false)), (L4_PAGES, KERNEL_NS), "a copy touches no managed memory");
+    assert_eq!(run(&one, true), KERNEL_NS + (10.0 * MISS_NS) as u64);
+    assert_eq!((free(&one), run(&one, true)), (L4_PAGES - 10, KERNEL_NS));
+    one.remove_managed(10 * MANAGED_PAGE_BYTES - 1);
+    assert_eq!((free(&one), run(&one, true)), (L4_PAGES, KERNEL_NS));
+}
+
+#[test]
+fn working_sets_that_do_not_fit_evict_each_other() {
+    let node = Node::create("L4");
+    let both = [gpu_process(&node), gpu_process(&node)];
+    let set = L4_PAGES * 6 / 10;
+    both.iter().for_each(|gpu_process| gpu_process.add_managed(set * MANAGED_PAGE_BYTES));
     assert_eq!(both.each_ref().map(misses), [set; 2]);
-    for guest in both.iter().cycle().take(6) {
-        assert_eq!(misses(guest), 2 * set - ALL, "what the other has pushed out");
-        assert_eq!(misses(guest), 0);
+    for gpu_process in both.iter().cycle().take(6) {
+        assert_eq!(misses(gpu_process), 2 * set - L4_PAGES, "the other process evicted these pages");
+        assert_eq!(misses(gpu_process), 0);
     }
 }
 
 #[test]
-fn allocated_memory_comes_first() {
-    let node = Node::up("L4");
-    let (one, other) = (guest(&node), guest(&node));
-    one.manage(ALL * PAGE);
-    assert_eq!((misses(&one), free(&one)), (ALL, 0));
-    assert!(other.charge(100 * PAGE));
-    assert_eq!((free(&one), misses(&one), misses(&one)), (0, 100, 100), "it has no room for all");
-    assert!(!other.charge(ALL * PAGE));
-    other.refund(100 * PAGE);
+fn allocated_memory_evicts_managed_pages() {
+    let node = Node::create("L4");
+    let (one, other) = (gpu_process(&node), gpu_process(&node));
+    one.add_managed(L4_PAGES * MANAGED_PAGE_BYTES);
+    assert_eq!((misses(&one), free(&one)), (L4_PAGES, 0));
+    assert!(other.charge(100 * MANAGED_PAGE_BYTES));
+    assert_eq!((free(&one), misses(&one), misses(&one)), (0, 100, 100), "not all pages fit");
+    assert!(!other.charge(L4_PAGES * MANAGED_PAGE_BYTES));
+    other.refund(100 * MANAGED_PAGE_BYTES);
     assert_eq!([misses(&one), misses(&one)], [100, 0]);
 }
 
 #[test]
-fn what_a_process_had_is_free_after_it() {
-    let node = Node::up("L4");
-    let one = guest(&node);
-    let other = guest(&node);
-    other.manage(50 * PAGE);
-    assert_eq!((misses(&other), free(&one)), (50, ALL - 50));
+fn memory_is_free_after_its_process_detached() {
+    let node = Node::create("L4");
+    let one = gpu_process(&node);
+    let other = gpu_process(&node);
+    other.add_managed(50 * MANAGED_PAGE_BYTES);
+    assert_eq!((misses(&other), free(&one)), (50, L4_PAGES - 50));
     drop(other);
-    assert_eq!(free(&one), ALL);
+    assert_eq!(free(&one), L4_PAGES);
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -95,7 +96,7 @@ enum Act {
 }
 
 fn act() -> impl Strategy<Value = (usize, Act)> {
-    let size = || 0..ALL * 2 / 3;
+    let size = || 0..L4_PAGES * 2 / 3;
     let act = prop_oneof![
         size().prop_map(Act::Manage),
         size().prop_map(Act::Unmanage),
@@ -111,45 +112,47 @@ fn act() -> impl Strategy<Value = (usize, Act)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn no_more_is_there_than_fits_and_nobody_misses_more_than_it_has(
+    fn resident_pages_fit_and_misses_are_bounded(
         acts in proptest::collection::vec(act(), 1..60),
     ) {
-        let node = Node::up("L4");
-        let both = [guest(&node), guest(&node)];
+        let node = Node::create("L4");
+        let both = [gpu_process(&node), gpu_process(&node)];
         let (mut manages, mut used) = ([0_u64; 2], [0_u64; 2]);
-        for (who, act) in acts {
-            let guest = &both[who];
+        for (index, act) in acts {
+            let gpu_process = &both[index];
             match act {
                 Act::Manage(size) => {
-                    guest.manage(size * PAGE);
-                    manages[who] += size;
+                    gpu_process.add_managed(size * MANAGED_PAGE_BYTES);
+                    manages[index] += size;
                 }
                 Act::Unmanage(size) => {
-                    let size = size.min(manages[who]);
-                    guest.unmanage(size * PAGE);
-                    manages[who] -= size;
+                    let size = size.min(manages[index]);
+                    gpu_process.remove_managed(size * MANAGED_PAGE_BYTES);
+                    manages[index] -= size;
                 }
                 Act::Run => {
-                    prop_assert!(misses(guest) <= manages[who]);
-                    let room = ALL - used[0] - used[1];
-                    prop_assert_eq!(misses(guest), manages[who].saturating_sub(room), "the rest is there");
+                    prop_assert!(misses(gpu_process) <= manages[index]);
+                    let room = L4_PAGES - used[0] - used[1];
+                    let misses = misses(gpu_process);
+                    prop_assert_eq!(misses, manages[index].saturating_sub(room), "the rest is resident");
                 }
                 Act::Charge(size) => {
-                    let fits = used[0] + used[1] + size <= ALL;
-                    prop_assert_eq!(guest.charge(size * PAGE), fits);
-                    used[who] += if fits { size } else { 0 };
+                    let fits = used[0] + used[1] + size <= L4_PAGES;
+                    prop_assert_eq!(gpu_process.charge(size * MANAGED_PAGE_BYTES), fits);
+                    used[index] += if fits { size } else { 0 };
                 }
                 Act::Refund(size) => {
-                    let size = size.min(used[who]);
-                    guest.refund(size * PAGE);
-                    used[who] -= size;
+                    let size = size.min(used[index]);
+                    gpu_process.refund(size * MANAGED_PAGE_BYTES);
+                    used[index] -= size;
                 }
-                Act::Bring(size) => drop(guest.bring(size * PAGE)),
-                Act::PutOut(size) => drop(guest.put_out(size * PAGE)),
+                Act::Bring(size) => drop(gpu_process.prefetch(size * MANAGED_PAGE_BYTES)),
+                Act::PutOut(size) => drop(gpu_process.offload(size * MANAGED_PAGE_BYTES)),
             }
-            let there = node.sim.ledger().expect("a ledger").uses().iter().map(|found| found.bytes).sum::<u64>();
-            prop_assert_eq!(there / PAGE + free(guest), ALL);
-            prop_assert!(there / PAGE <= ALL);
+            let processes = node.sim.usage().expect("a usage file").processes();
+            let there = processes.iter().map(|found| found.bytes).sum::<u64>();
+            prop_assert_eq!(there / MANAGED_PAGE_BYTES + free(gpu_process), L4_PAGES);
+            prop_assert!(there / MANAGED_PAGE_BYTES <= L4_PAGES);
         }
     }
 }

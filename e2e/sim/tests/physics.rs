@@ -1,13 +1,13 @@
-//! What hardware and driver allow: the listings of real cards, and properties
-//! that hold after any sequence of operations.
+//! MIG rules: the listings of real cards, and properties that hold after any sequence of
+//! operations.
 
 use divvy_sim::catalogue::{self, GiProfile};
 use divvy_sim::code::Code;
-use divvy_sim::mig::{self, Birth};
+use divvy_sim::mig::{self, InstanceSeed};
 use divvy_sim::state::{Gpu, Health, Holder, Host, MigMode, Placement, Process, ProcessKind};
 use proptest::prelude::*;
 
-const BIRTH: Birth = Birth { generation: 1, salt: 0 };
+const SEED: InstanceSeed = InstanceSeed { generation: 1, salt: 0 };
 
 fn gpu(model: &str, on: bool) -> Gpu {
     Gpu {
@@ -46,15 +46,16 @@ fn holder(gi: Option<u32>) -> Holder {
     Holder { pid: 8, name: "nv-hostengine".to_owned(), gi }
 }
 
-/// Creates profiles one after another without a placement; the ids, or the refusal that ended it.
+/// Creates instances of the profiles without placements. Returns their ids, or the error that ended
+/// it.
 fn created(model: &str, profiles: &[u32]) -> Vec<Result<u32, Code>> {
     let mut gpu = gpu(model, true);
-    let one = |id: &u32| mig::create_gi(&mut gpu, *id, None, BIRTH).map(|gi| gi.id);
+    let one = |id: &u32| mig::create_gi(&mut gpu, *id, None, SEED).map(|gi| gi.id);
     profiles.iter().map(one).collect()
 }
 
 #[test]
-fn instances_go_where_real_drivers_put_them() {
+fn default_placements_match_real_drivers() {
     let check = |model: &str, profiles: &[u32], ids: &[u32]| {
         let got: Result<Vec<u32>, Code> = created(model, profiles).into_iter().collect();
         assert_eq!(got.as_deref(), Ok(ids), "{model} {profiles:?}");
@@ -74,7 +75,7 @@ fn instances_go_where_real_drivers_put_them() {
 }
 
 #[test]
-fn what_does_not_fit_is_insufficient_resources() {
+fn instances_that_do_not_fit_are_refused() {
     let check = |model: &str, profiles: &[u32]| {
         let got = created(model, profiles);
         let (last, before) = got.split_last().expect("at least one");
@@ -84,16 +85,16 @@ fn what_does_not_fit_is_insufficient_resources() {
     check("H100-SXM5-80GB", &[19, 19, 14, 9]);
     check("H100-SXM5-80GB", &[20, 20]);
     check("H100-SXM5-80GB", &[0, 19]);
-    // All media engines are in one instance: only those without are left.
+    // All media engines are in one instance, so only profiles without them remain.
     check("RTX-PRO-6000", &[65, 14]);
     check("RTX-PRO-6000", &[64, 21]);
 }
 
-/// Every refusal of the instance calls, on an H100 with MIG on or off.
+/// All refusals of the instance calls, on an H100 with MIG on or off.
 #[test]
-fn refusals_carry_nvmls_codes() {
+fn refusals_have_nvml_codes() {
     type Act = fn(&mut Gpu) -> Result<(), Code>;
-    let made = |profile| move |gpu: &mut Gpu| mig::create_gi(gpu, profile, None, BIRTH).map(drop);
+    let made = |profile| move |gpu: &mut Gpu| mig::create_gi(gpu, profile, None, SEED).map(drop);
     let check = |on: bool, before: &[&dyn Fn(&mut Gpu)], act: &dyn Fn(&mut Gpu) -> Result<(), Code>, code| {
         let mut gpu = gpu("H100-SXM5-80GB", on);
         before.iter().for_each(|step| step(&mut gpu));
@@ -102,13 +103,13 @@ fn refusals_carry_nvmls_codes() {
         assert_eq!(gpu, untouched, "a refusal changes nothing");
     };
     let at = |start, size| {
-        move |gpu: &mut Gpu| mig::create_gi(gpu, 19, Some(Placement { start, size }), BIRTH).map(drop)
+        move |gpu: &mut Gpu| mig::create_gi(gpu, 19, Some(Placement { start, size }), SEED).map(drop)
     };
     let one = |gpu: &mut Gpu| {
-        mig::create_gi(gpu, 19, Some(Placement { start: 0, size: 1 }), BIRTH).expect("room");
+        mig::create_gi(gpu, 19, Some(Placement { start: 0, size: 1 }), SEED).expect("free slices");
     };
     let ci = |gpu: &mut Gpu| {
-        mig::create_ci(gpu, 7, 0, None, BIRTH).expect("room");
+        mig::create_ci(gpu, 7, 0, None, SEED).expect("free slices");
     };
     let destroy_gi: Act = |gpu| mig::destroy_gi(gpu, 7);
     let destroy_ci: Act = |gpu| mig::destroy_ci(gpu, 7, 0);
@@ -125,26 +126,26 @@ fn refusals_carry_nvmls_codes() {
     check(true, &[&one, &|gpu| gpu.holders.push(holder(Some(7)))], &destroy_gi, Code::InUse);
     check(true, &[&one, &ci, &|gpu| gpu.processes.push(process(Some((7, 0))))], &destroy_ci, Code::InUse);
     check(true, &[&one], &destroy_ci, Code::NotFound);
-    check(true, &[&one], &|gpu| mig::create_ci(gpu, 7, 1, None, BIRTH).map(drop), Code::NotSupported);
-    check(true, &[&one], &|gpu| mig::create_ci(gpu, 8, 0, None, BIRTH).map(drop), Code::NotFound);
+    check(true, &[&one], &|gpu| mig::create_ci(gpu, 7, 1, None, SEED).map(drop), Code::NotSupported);
+    check(true, &[&one], &|gpu| mig::create_ci(gpu, 8, 0, None, SEED).map(drop), Code::NotFound);
     check(
         true,
         &[&one, &ci],
-        &|gpu| mig::create_ci(gpu, 7, 0, None, BIRTH).map(drop),
+        &|gpu| mig::create_ci(gpu, 7, 0, None, SEED).map(drop),
         Code::InsufficientResources,
     );
 }
 
 #[test]
-fn the_mig_mode_obeys_the_architecture() {
+fn mig_mode_change_depends_on_the_architecture() {
     struct Case {
         model: &'static str,
         vm: bool,
         busy: bool,
         activation: Result<Code, Code>,
-        /// Current and pending after MIG was switched on.
+        /// Current and pending mode after MIG was enabled.
         mode: (bool, bool),
-        /// Current after a reset, after a reboot.
+        /// Current mode after a reset, and after a reboot.
         after: (bool, bool),
     }
     let (h100, a100) = ("H100-SXM5-80GB", "A100-SXM4-40GB");
@@ -196,7 +197,7 @@ fn the_mig_mode_obeys_the_architecture() {
     for case in cases {
         let name = format!("{} vm {} busy {}", case.model, case.vm, case.busy);
         let host = Host { vm: case.vm, ..Host::default() };
-        for who in [
+        for index in [
             |gpu: &mut Gpu| gpu.processes.push(process(None)),
             |gpu: &mut Gpu| {
                 gpu.holders.push(holder(None));
@@ -204,7 +205,7 @@ fn the_mig_mode_obeys_the_architecture() {
         ] {
             let mut gpu = gpu(case.model, false);
             if case.busy {
-                who(&mut gpu);
+                index(&mut gpu);
             }
             assert_eq!(mig::set_mode(&mut gpu, true, &host), case.activation, "{name}");
             assert_eq!((gpu.mig.current, gpu.mig.pending), case.mode, "{name}");
@@ -217,22 +218,24 @@ fn the_mig_mode_obeys_the_architecture() {
 }
 
 #[test]
-fn mig_cannot_be_switched_off_over_instances() {
+fn mig_cannot_be_disabled_with_instances() {
     for model in ["H100-SXM5-80GB", "A100-SXM4-40GB"] {
         let mut gpu = gpu(model, true);
-        let gi = mig::create_gi(&mut gpu, 9, None, BIRTH).expect("room");
+        let gi = mig::create_gi(&mut gpu, 9, None, SEED).expect("free slices");
         assert_eq!(mig::set_mode(&mut gpu, false, &Host::default()), Ok(Code::InUse), "{model}");
         assert!(gpu.mig.current && gpu.gi(gi.id).is_some(), "{model}");
     }
 }
 
 #[test]
-fn a_uuid_belongs_to_the_place_unless_salted() {
+fn uuid_depends_on_the_placement_and_salt() {
     let uuid = |salt, start| {
         let mut gpu = gpu("H100-SXM5-80GB", true);
         let place = Placement { start, size: 1 };
-        let gi = mig::create_gi(&mut gpu, 19, Some(place), BIRTH).expect("room");
-        mig::create_ci(&mut gpu, gi.id, 0, None, Birth { generation: 1, salt }).expect("room").uuid
+        let gi = mig::create_gi(&mut gpu, 19, Some(place), SEED).expect("free slices");
+        mig::create_ci(&mut gpu, gi.id, 0, None, InstanceSeed { generation: 1, salt })
+            .expect("free slices")
+            .uuid
     };
     assert_eq!(uuid(0, 0), uuid(0, 0));
     assert_ne!(uuid(0, 0), uuid(0, 1));
@@ -242,12 +245,12 @@ fn a_uuid_belongs_to_the_place_unless_salted() {
     assert!("89ab".contains(&text[23..24]), "{text}");
 }
 
-/// The most instances of the profile that can be added, by trying every set of
-/// placements from `first` on.
+/// Maximum number of instances of the profile that fit, found by trying all sets of placements from
+/// `first` on.
 fn most(gpu: &Gpu, profile: &GiProfile, first: u32) -> u32 {
     let tries = profile.placements().filter(|place| place.start >= first).filter_map(|place| {
         let mut next = gpu.clone();
-        let made = mig::create_gi(&mut next, profile.id, Some(place), BIRTH);
+        let made = mig::create_gi(&mut next, profile.id, Some(place), SEED);
         made.ok().map(|_| 1 + most(&next, profile, place.slices().end))
     });
     tries.max().unwrap_or(0)
@@ -284,7 +287,7 @@ fn apply(gpu: &mut Gpu, step: &Step) {
         Step::Create { profile, place } => {
             let profile = &profiles[profile % profiles.len()];
             let place = place.and_then(|at| profile.placements().nth(at));
-            drop(mig::create_gi(gpu, profile.id, place, BIRTH));
+            drop(mig::create_gi(gpu, profile.id, place, SEED));
         }
         Step::Destroy { instance: at } => {
             if let Some((id, cis)) = instance(at) {
@@ -295,7 +298,7 @@ fn apply(gpu: &mut Gpu, step: &Step) {
         Step::CreateCi { instance: at, profile } => {
             if let Some((id, _)) = instance(at) {
                 let room = mig::remaining_ci(gpu, id, profile);
-                let made = mig::create_ci(gpu, id, profile, None, BIRTH);
+                let made = mig::create_ci(gpu, id, profile, None, SEED);
                 assert_eq!(made.is_ok(), room.is_ok_and(|room| room > 0), "{room:?} {made:?}");
             }
         }
@@ -342,7 +345,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_sequence_keeps_the_gpu_possible(
+    fn any_sequence_keeps_the_gpu_consistent(
         model in proptest::sample::select(vec![
             "A30-24GB", "A100-SXM4-40GB", "H100-SXM5-80GB", "B200-180GB", "RTX-PRO-6000",
         ]),

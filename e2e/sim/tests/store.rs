@@ -1,4 +1,4 @@
-//! The state outlives processes, is one for all of them, and the trees follow it.
+//! The state survives processes, is shared by all of them, and the trees agree with it.
 
 mod common;
 
@@ -6,13 +6,13 @@ use common::Node;
 use divvy_sim::code::Code;
 use divvy_sim::state::Placement;
 use divvy_sim::store::StoreError;
-use divvy_sim::visible::{cap_ci, cap_gi};
-use divvy_sim::{Failure, Sim, State};
+use divvy_sim::visible_devices::{cap_ci, cap_gi};
+use divvy_sim::{Sim, SimError, State};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Set to a root, it makes a test of this file a writer that never ends.
+/// If this variable is set to a root, a test of this file writes to its state forever.
 const WRITER: &str = "DIVVY_SIM_TEST_WRITER";
 
 fn mig_on(state: &mut State) -> Result<(), Code> {
@@ -24,7 +24,7 @@ fn create(state: &mut State, start: u32) -> Result<(u32, u32), Code> {
     Ok((gi.id, state.create_ci(0, gi.id, 0, None)?.id))
 }
 
-/// The capability files and nodes are those of the instances, no more and no fewer.
+/// Checks that capability files and nodes exist for the instances and for nothing else.
 fn check_tree(sim: &Sim) {
     let state = sim.read().expect("a state");
     let names = |path: &str| -> Vec<String> {
@@ -53,11 +53,11 @@ fn check_tree(sim: &Sim) {
 }
 
 #[test]
-fn a_change_is_seen_by_every_process_with_its_files() {
-    let node = Node::up("H100-SXM5-80GB");
-    let other = node.again();
+fn change_and_its_files_are_visible_to_all_processes() {
+    let node = Node::create("H100-SXM5-80GB");
+    let other = node.reopen();
     node.sim.update(mig_on).expect("idle");
-    node.sim.update(|state| create(state, 0)).expect("room");
+    node.sim.update(|state| create(state, 0)).expect("free slices");
     let state = other.read().expect("a state");
     assert_eq!(state.gpus[0].instances.len(), 1);
     let access = "proc/driver/nvidia/capabilities/gpu0/mig/gi7/access";
@@ -69,38 +69,38 @@ fn a_change_is_seen_by_every_process_with_its_files() {
             state.destroy_ci(0, 7, 0)?;
             state.destroy_gi(0, 7)
         })
-        .expect("nobody runs there");
+        .expect("an idle instance");
     assert!(!node.has("proc/driver/nvidia/capabilities/gpu0/mig/gi7"));
     check_tree(&node.sim);
 }
 
 #[test]
-fn a_refusal_changes_nothing() {
-    let node = Node::up("H100-SXM5-80GB");
+fn refused_change_writes_nothing() {
+    let node = Node::create("H100-SXM5-80GB");
     let before = node.sim.read().expect("a state");
     let result = node.sim.update(|state| {
         state.gpus[0].persistence = true;
         create(state, 0)
     });
-    assert!(matches!(result, Err(Failure::Refused(Code::NotSupported))), "{result:?}");
-    assert_eq!(*node.again().read().expect("a state"), *before);
+    assert!(matches!(result, Err(SimError::Refused(Code::NotSupported))), "{result:?}");
+    assert_eq!(*node.reopen().read().expect("a state"), *before);
 }
 
 #[test]
-fn no_change_writes_nothing() {
-    let node = Node::up("L4");
+fn update_without_change_writes_nothing() {
+    let node = Node::create("L4");
     let before = node.sim.read().expect("a state").generation;
     node.sim.update(|_| Ok(())).expect("nothing to refuse");
     assert_eq!(node.sim.read().expect("a state").generation, before);
 }
 
 #[test]
-fn writers_of_several_processes_and_threads_lose_nothing() {
+fn concurrent_writers_lose_no_change() {
     const WRITES: u64 = 50;
-    let node = Node::up("L4");
+    let node = Node::create("L4");
     let before = node.sim.read().expect("a state").events.last;
     std::thread::scope(|scope| {
-        for sim in [node.again(), node.again()] {
+        for sim in [node.reopen(), node.reopen()] {
             let sim = std::sync::Arc::new(sim);
             for _ in 0..2 {
                 let sim = sim.clone();
@@ -115,25 +115,25 @@ fn writers_of_several_processes_and_threads_lose_nothing() {
     assert_eq!(node.sim.read().expect("a state").events.last - before, 4 * WRITES);
 }
 
-/// Not a test of its own: what the killed child does.
+/// Not a test: the program of the child that is killed.
 #[test]
 fn writer() {
     let Ok(root) = std::env::var(WRITER) else { return };
     let sim = Sim::open(root).expect("a simulator");
     for start in (0..7).cycle() {
-        sim.update(|state| create(state, start)).expect("room");
+        sim.update(|state| create(state, start)).expect("free slices");
         sim.update(|state| {
             let id = state.gpus[0].instances[0].id;
             state.destroy_ci(0, id, 0)?;
             state.destroy_gi(0, id)
         })
-        .expect("nobody runs there");
+        .expect("an idle instance");
     }
 }
 
 #[test]
-fn a_writer_killed_at_any_moment_leaves_a_state_and_its_files() {
-    let node = Node::up("H100-SXM5-80GB");
+fn killed_writer_leaves_a_consistent_state() {
+    let node = Node::create("H100-SXM5-80GB");
     node.sim.update(mig_on).expect("idle");
     let mut last = 0;
     for round in 0..12 {
@@ -144,7 +144,7 @@ fn a_writer_killed_at_any_moment_leaves_a_state_and_its_files() {
             .stderr(Stdio::null())
             .spawn()
             .expect("a child");
-        // Killed in the midst of its work: once it has begun, after another while each time.
+        // Killed during its work: after it has started, and at a different time in each round.
         while node.sim.read().expect("a state").generation <= last {
             assert!(child.try_wait().expect("a child").is_none(), "the writer ended");
             std::thread::sleep(Duration::from_millis(1));
@@ -152,7 +152,7 @@ fn a_writer_killed_at_any_moment_leaves_a_state_and_its_files() {
         std::thread::sleep(Duration::from_micros(617 * round));
         child.kill().expect("alive");
         assert_eq!(child.wait().expect("a child").signal(), Some(9));
-        let sim = node.again();
+        let sim = node.reopen();
         check_tree(&sim);
         // The next writer starts from an empty GPU.
         sim.update(|state| state.reset(0, true)).expect("a GPU");
@@ -162,8 +162,8 @@ fn a_writer_killed_at_any_moment_leaves_a_state_and_its_files() {
 }
 
 #[test]
-fn trees_left_ahead_of_the_state_are_rendered_again() {
-    let node = Node::up("H100-SXM5-80GB");
+fn outdated_trees_are_rendered_again() {
+    let node = Node::create("H100-SXM5-80GB");
     node.sim.update(mig_on).expect("idle");
     let stray = node.sim.root().join("proc/driver/nvidia/capabilities/gpu0/mig/gi7");
     std::fs::create_dir_all(stray.join("ci0")).expect("writable");
@@ -171,17 +171,17 @@ fn trees_left_ahead_of_the_state_are_rendered_again() {
     std::fs::remove_file(node.sim.root().join("proc/devices")).expect("there");
     let half = node.sim.dir().join("state.json.new");
     std::fs::write(&half, "{\"format\":").expect("writable");
-    let sim = node.again();
+    let sim = node.reopen();
     assert!(!stray.exists() && node.has("proc/devices") && !half.exists());
     check_tree(&sim);
 }
 
 #[test]
-fn a_container_sees_the_state_and_what_its_nodes_show() {
-    let node = Node::up("2xH100-SXM5-80GB");
+fn container_sees_its_own_devices_only() {
+    let node = Node::create("2xH100-SXM5-80GB");
     node.sim.update(mig_on).expect("idle");
-    let (gi, ci) = node.sim.update(|state| create(state, 0)).expect("room");
-    node.sim.update(|state| create(state, 1)).expect("room");
+    let (gi, ci) = node.sim.update(|state| create(state, 0)).expect("free slices");
+    node.sim.update(|state| create(state, 1)).expect("free slices");
     let dev = node.dir.path().join("dev");
     std::fs::create_dir_all(dev.join("nvidia-caps")).expect("writable");
     for name in ["nvidiactl", "nvidia0", "nvidia-caps/nvidia-cap66", "nvidia-caps/nvidia-cap67"] {
@@ -189,19 +189,19 @@ fn a_container_sees_the_state_and_what_its_nodes_show() {
     }
     let state = node.sim.read().expect("a state");
     let gpu = &state.gpus[0];
-    let inside = divvy_sim::visible::Visible::read(&dev);
-    assert!(inside.ctl && inside.gi(gpu, gi) && inside.ci(gpu, gi, ci));
-    assert!(!inside.gi(gpu, 8) && !inside.config());
+    let inside = divvy_sim::visible_devices::VisibleDevices::read(&dev);
+    assert!(inside.has_ctl && inside.has_gi(gpu, gi) && inside.has_ci(gpu, gi, ci));
+    assert!(!inside.has_gi(gpu, 8) && !inside.can_configure_mig());
     assert_eq!(inside.slots(&state), [0]);
-    let host = node.sim.visible();
-    assert!(host.gi(gpu, 8) && host.config());
+    let host = node.sim.visible_devices();
+    assert!(host.has_gi(gpu, 8) && host.can_configure_mig());
     assert_eq!(host.slots(&state), [0, 1]);
 }
 
 #[test]
-fn what_is_no_state_is_refused_with_its_path() {
+fn damaged_state_is_refused_with_its_path() {
     let check = |text: Option<&str>, expected: fn(&StoreError) -> bool, code: Code| {
-        let node = Node::up("L4");
+        let node = Node::create("L4");
         let path = node.sim.dir().join("state.json");
         match text {
             Some(text) => std::fs::write(&path, text).expect("writable"),
@@ -217,8 +217,8 @@ fn what_is_no_state_is_refused_with_its_path() {
 }
 
 #[test]
-fn a_root_is_found_from_any_file_in_it() {
-    let node = Node::up("L4");
+fn root_is_found_from_any_file_in_it() {
+    let node = Node::create("L4");
     let found = Sim::from_library_path(&node.sim.library("libnvidia-ml.so.1")).expect("a simulator");
     assert_eq!(found.root(), node.sim.root());
 }

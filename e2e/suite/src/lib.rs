@@ -1,35 +1,32 @@
-//! Scenarios against a real cluster: pods that ask for GPUs as users do, and
-//! what happens to them when parts of the node die.
+//! Scenarios against a real cluster: pods that request GPUs as users do, while parts of the node fail.
 //!
-//! A scenario is a function that puts objects into the cluster and looks at
-//! three things that cannot agree by chance: what the API server says, what a
-//! container sees through `nvidia-smi`, and what the GPUs themselves hold. After
-//! each one its objects are deleted, and it has passed only when every GPU is
-//! whole again.
+//! A scenario creates objects in the cluster and compares three independent sources: the API server, the
+//! output of `nvidia-smi` in the containers, and the state of the simulated GPUs. Afterwards its objects are
+//! deleted. It passes only if every GPU is then in its initial state again.
 
+mod cluster;
 mod objects;
+mod observations;
 mod scenarios;
-mod seen;
-mod world;
 
 use anyhow::{Context, Result};
 use clap::Parser;
+use cluster::Cluster;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
-use world::World;
 
 /// Runs scenarios against the cluster that e2e/cluster/run has started.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "divvy-e2e", version)]
 pub struct Args {
-    /// The cluster's directory, as e2e/cluster/run made it
+    /// The cluster's directory, created by e2e/cluster/run
     #[arg(long, value_name = "DIR")]
     pub dir: PathBuf,
-    /// Starts and kills parts of the cluster
+    /// The script that starts and kills parts of the cluster
     #[arg(long, value_name = "FILE", default_value = "e2e/cluster/ctl")]
     pub ctl: PathBuf,
-    /// The simulator's command
+    /// The simulator's command-line tool
     #[arg(long, value_name = "FILE", default_value = "target/debug/divvy-sim")]
     pub sim: PathBuf,
     /// The repository's manifests
@@ -38,21 +35,22 @@ pub struct Args {
     /// Kubeconfig of an administrator [default: admin.kubeconfig in DIR]
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
-    /// The scenarios for a cluster without partitionable devices and consumable capacity
+    /// Run the scenarios for a cluster without partitionable devices and consumable capacity
     #[arg(long)]
     pub gates_off: bool,
-    /// The scenarios of an upgrade from a version before shares, which is installed
+    /// Run the upgrade scenario; the cluster has an installed version without shares
     #[arg(long, conflicts_with = "gates_off")]
     pub from: bool,
-    /// Only scenarios whose name holds this
+    /// Run only scenarios whose name contains TEXT
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub only: String,
-    /// Print the scenarios' names and end
+    /// Print the names of the scenarios and exit
     #[arg(long)]
     pub list: bool,
 }
 
-/// The command: one line per scenario, a sum, and an exit code that says the same.
+/// Runs the command: prints one line per scenario and a summary. The exit code is a failure if a
+/// scenario failed.
 pub fn main() -> ExitCode {
     let args = Args::parse();
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
@@ -72,30 +70,34 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Runs what is asked for and answers how many scenarios failed.
+/// Runs the selected scenarios. Returns the number of failures.
 async fn run(args: Args) -> Result<usize> {
     let all = match (args.gates_off, args.from) {
         (true, _) => scenarios::GATES_OFF,
         (_, true) => scenarios::FROM,
         _ => scenarios::ALL,
     };
-    let chosen: Vec<_> = all.iter().filter(|scenario| scenario.name.contains(&args.only)).collect();
+    let selected: Vec<_> = all.iter().filter(|scenario| scenario.name.contains(&args.only)).collect();
     if args.list {
-        chosen.iter().for_each(|scenario| println!("{}", scenario.name));
+        selected.iter().for_each(|scenario| println!("{}", scenario.name));
         return Ok(0);
     }
-    anyhow::ensure!(!chosen.is_empty(), "no scenario has {:?} in its name; --list prints them", args.only);
-    let world = World::connect(&args).await?;
-    world.published().await.context("waiting for the first ResourceSlices")?;
+    anyhow::ensure!(
+        !selected.is_empty(),
+        "no scenario name contains {:?}; --list prints the names",
+        args.only
+    );
+    let cluster = Cluster::connect(&args).await?;
+    cluster.wait_for_slices().await.context("waiting for the first ResourceSlices")?;
     let mut failed = 0;
-    for scenario in &chosen {
+    for scenario in &selected {
         let began = Instant::now();
-        let mut result = (scenario.run)(&world).await;
+        let mut result = (scenario.run)(&cluster).await;
         if result.is_err() {
-            eprintln!("{}", world.describe().await);
+            eprintln!("{}", cluster.describe_warnings().await);
         }
-        let cleaned = world.clean().await;
-        result = result.and(cleaned.context("giving everything back"));
+        let cleaned = cluster.clean_up().await;
+        result = result.and(cleaned.context("cleaning up after the scenario"));
         let seconds = began.elapsed().as_secs_f32();
         match result {
             Ok(()) => println!("ok      {:5.1} s  {}", seconds, scenario.name),
@@ -105,6 +107,6 @@ async fn run(args: Args) -> Result<usize> {
             }
         }
     }
-    println!("{} passed, {failed} failed", chosen.len() - failed);
+    println!("{} passed, {failed} failed", selected.len() - failed);
     Ok(failed)
 }

@@ -1,19 +1,18 @@
-//! The objects that scenarios put into the cluster, in the form in which a user
-//! would write them.
+//! The objects that scenarios create in the cluster, in the form in which a user writes them.
 
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// Where a pod's claim comes from.
+/// The source of a pod's claim.
 #[derive(Clone, Copy)]
 pub(crate) enum Claim<'a> {
-    /// A ResourceClaimTemplate: a claim of the pod's own.
+    /// A ResourceClaimTemplate: the pod gets its own claim.
     Template(&'a str),
-    /// A ResourceClaim that others may use too.
+    /// A ResourceClaim that several pods may use.
     Shared(&'a str),
 }
 
-/// A pod that prints what it sees of GPUs and stays.
+/// A pod that lists its visible GPUs and keeps running.
 pub(crate) struct Worker<'a> {
     pub(crate) name: &'a str,
     claims: Vec<Claim<'a>>,
@@ -25,7 +24,7 @@ pub(crate) struct Worker<'a> {
 
 impl<'a> Worker<'a> {
     pub(crate) fn new(name: &'a str) -> Self {
-        Self { name, claims: Vec::new(), limits: BTreeMap::new(), user: None, config: None, work: STAYS }
+        Self { name, claims: Vec::new(), limits: BTreeMap::new(), user: None, config: None, work: IDLE }
     }
 
     pub(crate) fn claim(mut self, claim: Claim<'a>) -> Self {
@@ -44,13 +43,13 @@ impl<'a> Worker<'a> {
         self
     }
 
-    /// A ConfigMap, without which the kubelet has none of the pod's claims prepared.
+    /// Mounts a ConfigMap. Until it exists, the kubelet does not prepare the pod's claims.
     pub(crate) fn config(mut self, name: &'a str) -> Self {
         self.config = Some(name);
         self
     }
 
-    /// A shell command that stays instead of `sleep`; when it ends, so does the container.
+    /// A shell command to run instead of `sleep`. The container ends with it.
     pub(crate) fn work(mut self, command: &'a str) -> Self {
         self.work = command;
         self
@@ -62,7 +61,7 @@ impl<'a> Worker<'a> {
             Claim::Shared(name) => json!({"name": format!("c{n}"), "resourceClaimName": name}),
         };
         let used: Vec<_> = (0..self.claims.len()).map(|n| json!({"name": format!("c{n}")})).collect();
-        let mut container = suites(self.work);
+        let mut container = test_container(self.work);
         container.extend([
             ("name".to_owned(), json!("main")),
             ("resources".to_owned(), json!({"claims": used, "limits": self.limits})),
@@ -87,10 +86,10 @@ impl<'a> Worker<'a> {
     }
 }
 
-/// What of a container is the suite's own: it prints what it sees of GPUs, then
-/// works, and ends with its work.
-pub(crate) fn suites(work: &str) -> Map<String, Value> {
-    let script = format!("trap 'exit 0' TERM; nvidia-smi -L; echo '{SEEN}'; {work} & wait $!");
+/// The container fields that the suite sets: the container lists its visible GPUs, then runs `work`
+/// and ends with it.
+pub(crate) fn test_container(work: &str) -> Map<String, Value> {
+    let script = format!("trap 'exit 0' TERM; nvidia-smi -L; echo '{END_OF_LISTING}'; {work} & wait $!");
     Map::from_iter([
         ("image".to_owned(), json!(IMAGE)),
         ("imagePullPolicy".to_owned(), json!("Never")),
@@ -98,26 +97,26 @@ pub(crate) fn suites(work: &str) -> Map<String, Value> {
     ])
 }
 
-/// The image of e2e/cluster/image.
+/// The image that e2e/cluster/image builds.
 const IMAGE: &str = "localhost/glibc:1";
-/// The line after the output of `nvidia-smi -L`.
-pub(crate) const SEEN: &str = "-- seen";
-/// Work that takes nothing.
-pub(crate) const STAYS: &str = "sleep 2147483647";
+/// The line that a container prints after `nvidia-smi -L`.
+pub(crate) const END_OF_LISTING: &str = "-- seen";
+/// A command that does nothing.
+pub(crate) const IDLE: &str = "sleep 2147483647";
 
 /// A request for one device of a class that satisfies a CEL expression.
 pub(crate) fn request(name: &str, class: &str, cel: &str) -> Value {
     json!({"name": name, "exactly": device(class, cel)})
 }
 
-/// A request to look at a device that others may hold.
+/// A request with admin access to a device that other claims may hold.
 pub(crate) fn admin_request(name: &str, class: &str, cel: &str) -> Value {
     let mut device = device(class, cel);
     device["adminAccess"] = json!(true);
     json!({"name": name, "exactly": device})
 }
 
-/// A request for the first of several that can be had.
+/// A request for the first available of several choices.
 pub(crate) fn first_available(name: &str, choices: &[(&str, &str, &str)]) -> Value {
     let choices: Vec<Value> = choices
         .iter()
@@ -134,29 +133,29 @@ fn device(class: &str, cel: &str) -> Value {
     json!({"deviceClassName": class, "selectors": [{"cel": {"expression": cel}}]})
 }
 
-/// What a claim or a template asks for.
+/// The spec of a claim or a template.
 pub(crate) fn devices(requests: &[Value]) -> Value {
     json!({"devices": {"requests": requests}})
 }
 
-/// What a request takes of a device that several claims hold.
-pub(crate) fn taking(mut request: Value, capacity: &[(&str, &str)]) -> Value {
+/// Adds the capacity that a request takes of a shared device.
+pub(crate) fn with_capacity(mut request: Value, capacity: &[(&str, &str)]) -> Value {
     let amounts: BTreeMap<_, _> = capacity.iter().copied().collect();
     request["exactly"]["capacity"] = json!({"requests": amounts});
     request
 }
 
-/// A MIG instance of a profile.
+/// A CEL expression for a MIG instance of a profile.
 pub(crate) fn profile(name: &str) -> String {
     format!("device.attributes['gpu.divvy.dev'].profile == '{name}'")
 }
 
-/// A MIG instance of a profile on one GPU.
+/// A CEL expression for a MIG instance of a profile on one GPU.
 pub(crate) fn profile_on(name: &str, gpu: &str) -> String {
     format!("{} && device.attributes['gpu.divvy.dev'].parentUUID == '{gpu}'", profile(name))
 }
 
-/// One GPU.
+/// A CEL expression for one GPU.
 pub(crate) fn uuid(gpu: &str) -> String {
     format!("device.attributes['gpu.divvy.dev'].uuid == '{gpu}'")
 }

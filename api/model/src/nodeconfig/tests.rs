@@ -14,7 +14,7 @@ fn check_refused(text: &str, message: &str) {
 }
 
 #[test]
-fn a_refusal_names_the_line_and_the_key() {
+fn error_names_the_line_and_the_key() {
     check_refused(
         &format!("{HEAD}rules:\n  - slots: 4\n  - slot: 8\n"),
         "line 5: field rules[1].slot is unknown to Rule; did you mean slots?",
@@ -54,11 +54,12 @@ fn a_refusal_names_the_line_and_the_key() {
     check_refused("", "line 1: field (all) is null, expected an object NodeConfig");
     check_refused(
         "kind: @",
-        "not YAML: found character that cannot start any token at line 1 column 7, while scanning for the next token",
+        "not YAML: found character that cannot start any token at line 1 column 7, while scanning for the \
+         next token",
     );
 }
 
-/// A rule's line in what `divvy config explain` tells.
+/// Checks the line that `divvy config explain` prints for a GPU.
 fn check(config: &NodeConfig, labels: Option<&Labels>, expected: &str) {
     let found = config.explain(&GpuPolicy::default(), labels, H100);
     let modes: Vec<_> = found.policy.modes.iter().map(|mode| mode.as_str()).collect();
@@ -81,8 +82,9 @@ fn check(config: &NodeConfig, labels: Option<&Labels>, expected: &str) {
 }
 
 #[test]
-fn the_last_rule_that_says_a_field_holds() {
-    let defaults = "whole mig timeslice mps by default; 4 slots by default; Default by default; 4 clients by default; shares true by default; exclusive false by default";
+fn last_rule_that_sets_a_field_applies() {
+    let defaults = "whole mig timeslice mps by default; 4 slots by default; Default by default; 4 clients \
+         by default; shares true by default; exclusive false by default";
     check(&NodeConfig::default(), None, defaults);
     check(&NodeConfig::parse(&format!("{HEAD}rules: null\n")).expect("empty"), None, defaults);
     check(
@@ -90,22 +92,25 @@ fn the_last_rule_that_says_a_field_holds() {
             "  - {slots: 8, interval: Long}\n  - {slots: 2, modes: [mps, whole], mpsClients: 10}\n  - {}\n",
         ),
         None,
-        "whole mps by rules[1]; 2 slots by rules[1]; Long by rules[0]; 10 clients by rules[1]; shares true by default; exclusive false by default",
+        "whole mps by rules[1]; 2 slots by rules[1]; Long by rules[0]; 10 clients by rules[1]; shares true \
+         by default; exclusive false by default",
     );
     check(
         &config("  - dedicated: true\n  - {modes: [mig], exclusiveOwnership: true}\n"),
         None,
-        "whole by rules[0]; 4 slots by default; Default by default; 4 clients by default; shares false by rules[0]; exclusive true by rules[1]",
+        "whole by rules[0]; 4 slots by default; Default by default; 4 clients by default; shares false by \
+         rules[0]; exclusive true by rules[1]",
     );
     check(
         &config("  - {dedicated: true, shares: false}\n  - {modes: [], dedicated: false, shares: true}\n"),
         None,
-        " by rules[1]; 4 slots by default; Default by default; 4 clients by default; shares true by rules[1]; exclusive false by default",
+        " by rules[1]; 4 slots by default; Default by default; 4 clients by default; shares true by \
+         rules[1]; exclusive false by default",
     );
 }
 
 #[test]
-fn a_rule_is_for_the_gpus_that_all_of_it_matches() {
+fn rule_matches_if_all_conditions_match() {
     let labels = Labels::from([("pool".to_owned(), "a".to_owned())]);
     let check = |matches: &str, expected: Option<bool>| {
         let config = config(&format!("  - match: {matches}\n"));
@@ -127,41 +132,44 @@ fn a_rule_is_for_the_gpus_that_all_of_it_matches() {
 }
 
 #[test]
-fn without_the_labels_nothing_is_offered_that_a_rule_may_take_back() {
+fn unknown_labels_disable_possibly_matching_gpus() {
     let config = config("  - {match: {nodeLabels: {pool: a}}, dedicated: true, slots: 9}\n");
     assert!(config.needs_labels());
     check(
         &config,
         None,
-        " by rules[0] needs the labels of the node; 4 slots by default; Default by default; 4 clients by default; shares true by default; exclusive false by default",
+        " by rules[0] needs the labels of the node; 4 slots by default; Default by default; 4 clients by \
+         default; shares true by default; exclusive false by default",
     );
     check(
         &config,
         Some(&Labels::new()),
-        "whole mig timeslice mps by default; 4 slots by default; Default by default; 4 clients by default; shares true by default; exclusive false by default",
+        "whole mig timeslice mps by default; 4 slots by default; Default by default; 4 clients by default; \
+         shares true by default; exclusive false by default",
     );
     let elsewhere = NodeConfig::parse(&format!(
         "{HEAD}rules:\n  - {{match: {{nodeLabels: {{pool: a}}, indices: [7]}}, modes: []}}\n"
     ));
     let found = elsewhere.expect("a configuration").explain(&GpuPolicy::default(), None, H100);
-    assert_eq!(found.modes, Said::Default);
+    assert_eq!(found.modes, ValueOrigin::Default);
 }
 
-/// The pattern as it is defined.
-fn slowly(pattern: &[u8], text: &[u8]) -> bool {
+/// Matching by definition, without optimisation.
+fn matches_by_definition(pattern: &[u8], text: &[u8]) -> bool {
     match pattern.split_first() {
         None => text.is_empty(),
-        Some((b'*', rest)) => (0..=text.len()).any(|taken| slowly(rest, &text[taken..])),
-        Some((c, rest)) => {
-            text.split_first().is_some_and(|(d, text)| (*c == b'?' || c == d) && slowly(rest, text))
-        }
+        Some((b'*', rest)) => (0..=text.len()).any(|taken| matches_by_definition(rest, &text[taken..])),
+        Some((c, rest)) => text
+            .split_first()
+            .is_some_and(|(d, text)| (*c == b'?' || c == d) && matches_by_definition(rest, text)),
     }
 }
 
 proptest! {
     #[test]
-    fn patterns_mean_what_they_say(pattern in "[ab*?]{0,7}", text in "[ab]{0,8}") {
-        prop_assert_eq!(like(&pattern, &text), slowly(pattern.as_bytes(), text.as_bytes()));
+    fn globs_match_their_definition(pattern in "[ab*?]{0,7}", text in "[ab]{0,8}") {
+        let expected = matches_by_definition(pattern.as_bytes(), text.as_bytes());
+        prop_assert_eq!(glob_matches(&pattern, &text), expected);
     }
 
     #[test]

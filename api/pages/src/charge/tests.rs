@@ -1,58 +1,59 @@
-//! The protocol of charging, in every interleaving and with every kill.
+//! The charge protocol in every interleaving and with every kill.
 
 use super::*;
 use crate::account::SlotState;
-use crate::explore::{Act, End as Ended, Last, Watchers, answers, explore, page, who};
+use crate::explore::{Act, End, ExploredPeers, Last, answers, explore, identity, page};
 
-/// What a process does, one after the other.
+/// Operations of a process, in order.
 #[derive(Clone, Copy, Debug)]
-enum Do {
+enum Op {
     Charge(u64),
-    /// On one of its pages only, as if it had no other.
+    /// On one of its pages only.
     ChargeOn(usize, u64),
     Free(u64),
 }
-use Do::{Charge, ChargeOn, Free};
+use Op::{Charge, ChargeOn, Free};
 
-/// A process: the pages it has mounted, what it holds at the start (on its first page), and what it does.
+/// A process: its mounted pages, the bytes that it holds at the start (on its first page), and its
+/// operations.
 struct Plan {
     pages: &'static [usize],
     holds: u64,
-    /// It takes its slots itself.
+    /// The process registers its slots itself.
     new: bool,
-    does: &'static [Do],
+    does: &'static [Op],
 }
 
-/// Checks that however the plans interleave, and whichever are killed: no page exceeds its limit; what
-/// everyone was answered is what some order of whole operations one at a time would have
-/// answered; and afterwards, just what the living do not hold can be charged.
+/// Checks for all interleavings and kills that no page exceeds its limit. The results must match some
+/// order of whole operations, one at a time. Afterwards exactly the bytes that living processes do
+/// not hold can be charged.
 fn check(limits: &[u64], kills: u32, plans: &[Plan]) {
     check_with_drift(limits, 0, kills, plans);
 }
 
-/// The same with so many bytes in the total of the first page that no slot explains.
+/// The same, with `drift` bytes in the total of the first page that no slot accounts for.
 fn check_with_drift(limits: &[u64], drift: u64, kills: u32, plans: &[Plan]) {
     let pages: Vec<_> = limits.iter().map(|_| page()).collect();
-    let seats_of = |plan: &Plan, pid: u32| -> Vec<Seat<'_>> {
-        let seat = |index: &usize| {
-            let slot = pages[*index].register(&who(pid), &Watchers).expect("there are slots");
-            Seat { page: pages[*index], slot, limit: limits[*index] }
+    let slots_of = |plan: &Plan, pid: u32| -> Vec<SlotRef<'_>> {
+        let slot_ref = |index: &usize| {
+            let slot = pages[*index].register(&identity(pid), &ExploredPeers).expect("there are slots");
+            SlotRef { page: pages[*index], slot, limit: limits[*index] }
         };
-        plan.pages.iter().map(seat).collect()
+        plan.pages.iter().map(slot_ref).collect()
     };
     let acts: Vec<Act<'_>> = plans
         .iter()
         .zip(1..)
         .map(|(plan, pid)| -> Act<'_> {
-            let ready = (!plan.new).then(|| seats_of(plan, pid));
-            ready.iter().for_each(|seats| force(&seats[..1], plan.holds));
+            let ready = (!plan.new).then(|| slots_of(plan, pid));
+            ready.iter().for_each(|slots| force_charge(&slots[..1], plan.holds));
             Box::new(move || {
-                let seats = ready.clone().unwrap_or_else(|| seats_of(plan, pid));
-                let did = |act: &Do| match *act {
-                    Charge(bytes) => charge(&seats, bytes, &Watchers).is_ok(),
-                    ChargeOn(page, bytes) => charge(&seats[page..=page], bytes, &Watchers).is_ok(),
+                let slots = ready.clone().unwrap_or_else(|| slots_of(plan, pid));
+                let did = |act: &Op| match *act {
+                    Charge(bytes) => charge(&slots, bytes, &ExploredPeers).is_ok(),
+                    ChargeOn(page, bytes) => charge(&slots[page..=page], bytes, &ExploredPeers).is_ok(),
                     Free(bytes) => {
-                        uncharge(&seats, bytes);
+                        uncharge(&slots, bytes);
                         true
                     }
                 };
@@ -71,26 +72,26 @@ fn check_with_drift(limits: &[u64], drift: u64, kills: u32, plans: &[Plan]) {
         },
         &|last| {
             assert!(explained(limits, plans, last), "no order explains {:?}", last.ends);
-            let dead = |pid: usize| last.ends[pid - 1] == Ended::Killed;
+            let dead = |pid: usize| last.ends[pid - 1] == End::Killed;
             last.run(|| {
                 for (page, limit) in pages.iter().zip(limits) {
-                    let slot = page.register(&who(99), &Watchers).expect("there are slots");
-                    let seat = [Seat { page, slot, limit: *limit }];
+                    let slot = page.register(&identity(99), &ExploredPeers).expect("there are slots");
+                    let slot_ref = [SlotRef { page, slot, limit: *limit }];
                     let living = page.slots().iter().filter(|slot| {
                         let pid = slot.owner().pid() as usize;
                         slot.owner().state() == SlotState::Live && (pid == 99 || !dead(pid))
                     });
                     let held: u64 = living.map(|slot| bytes(slot.held.load())).sum();
-                    assert!(charge(&seat, limit - held, &Watchers).is_ok(), "{:?}", last.ends);
-                    assert!(charge(&seat, 1, &Watchers).is_err(), "{:?}", last.ends);
+                    assert!(charge(&slot_ref, limit - held, &ExploredPeers).is_ok(), "{:?}", last.ends);
+                    assert!(charge(&slot_ref, 1, &ExploredPeers).is_err(), "{:?}", last.ends);
                 }
             });
         },
     );
 }
 
-/// True where some order of whole operations, one at a time, gives the answers. A killed process may have
-/// done any number of its operations, and its memory goes at any time after.
+/// True if some order of whole operations, one at a time, gives these results. A killed process may
+/// have done any number of its operations, and its memory is released at any time after that.
 fn explained(limits: &[u64], plans: &[Plan], last: &Last) -> bool {
     let start: Vec<Vec<u64>> = plans
         .iter()
@@ -103,8 +104,8 @@ fn explained(limits: &[u64], plans: &[Plan], last: &Last) -> bool {
     order(limits, plans, &last.ends, &mut vec![0; plans.len()], start)
 }
 
-fn order(limits: &[u64], plans: &[Plan], ends: &[Ended], done: &mut Vec<usize>, held: Vec<Vec<u64>>) -> bool {
-    let finished = |index: usize| done[index] >= plans[index].does.len() || ends[index] == Ended::Killed;
+fn order(limits: &[u64], plans: &[Plan], ends: &[End], done: &mut Vec<usize>, held: Vec<Vec<u64>>) -> bool {
+    let finished = |index: usize| done[index] >= plans[index].does.len() || ends[index] == End::Killed;
     if (0..plans.len()).all(finished) {
         return true;
     }
@@ -114,7 +115,7 @@ fn order(limits: &[u64], plans: &[Plan], ends: &[Ended], done: &mut Vec<usize>, 
             continue;
         }
         let before = done[index];
-        if ends[index] == Ended::Killed {
+        if ends[index] == End::Killed {
             let mut gone = held.clone();
             gone[index].fill(0);
             done[index] = dead;
@@ -126,11 +127,11 @@ fn order(limits: &[u64], plans: &[Plan], ends: &[Ended], done: &mut Vec<usize>, 
         let Some(act) = plan.does.get(before) else { continue };
         let mut next = held.clone();
         let answer = apply(limits, plan, index, *act, &mut next);
-        let told = match ends[index] {
-            Ended::Result(answers) => answers >> before & 1 == 1,
-            Ended::Killed => answer,
+        let is_reported_dead = match ends[index] {
+            End::Result(answers) => answers >> before & 1 == 1,
+            End::Killed => answer,
         };
-        if answer == told {
+        if answer == is_reported_dead {
             done[index] += 1;
             if order(limits, plans, ends, done, next) {
                 return true;
@@ -141,28 +142,29 @@ fn order(limits: &[u64], plans: &[Plan], ends: &[Ended], done: &mut Vec<usize>, 
     false
 }
 
-/// One operation by the rules: whole to the first page with room, else split in order; freed from the last.
-fn apply(limits: &[u64], plan: &Plan, index: usize, act: Do, held: &mut [Vec<u64>]) -> bool {
-    let room =
+/// One operation by the rules: whole to the first page with enough free bytes, else split in order;
+/// freed from the last page.
+fn apply(limits: &[u64], plan: &Plan, index: usize, act: Op, held: &mut [Vec<u64>]) -> bool {
+    let free =
         |held: &[Vec<u64>], page: usize| limits[page] - held.iter().map(|held| held[page]).sum::<u64>();
     match act {
         ChargeOn(at, bytes) => {
             let page = plan.pages[at];
-            let fits = room(held, page) >= bytes;
+            let fits = free(held, page) >= bytes;
             held[index][page] += if fits { bytes } else { 0 };
             return fits;
         }
         Charge(bytes) => {
-            if let Some(page) = plan.pages.iter().find(|page| room(held, **page) >= bytes) {
+            if let Some(page) = plan.pages.iter().find(|page| free(held, **page) >= bytes) {
                 held[index][*page] += bytes;
                 return true;
             }
-            if plan.pages.iter().map(|page| room(held, *page)).sum::<u64>() < bytes {
+            if plan.pages.iter().map(|page| free(held, *page)).sum::<u64>() < bytes {
                 return false;
             }
             let mut rest = bytes;
             for page in plan.pages {
-                let taken = room(held, *page).min(rest);
+                let taken = free(held, *page).min(rest);
                 held[index][*page] += taken;
                 rest -= taken;
             }
@@ -182,46 +184,46 @@ fn apply(limits: &[u64], plan: &Plan, index: usize, act: Do, held: &mut [Vec<u64
 const ONE_PAGE: &[usize] = &[0];
 const BOTH: &[usize] = &[0, 1];
 
-fn plan(pages: &'static [usize], holds: u64, does: &'static [Do]) -> Plan {
+fn plan(pages: &'static [usize], holds: u64, does: &'static [Op]) -> Plan {
     Plan { pages, holds, new: false, does }
 }
 
-fn new(pages: &'static [usize], does: &'static [Do]) -> Plan {
+fn new(pages: &'static [usize], does: &'static [Op]) -> Plan {
     Plan { pages, holds: 0, new: true, does }
 }
 
 #[test]
-fn of_two_that_do_not_fit_together_one_gets_it() {
+fn one_of_two_racers_is_charged() {
     let race = [plan(ONE_PAGE, 0, &[Charge(6)]), plan(ONE_PAGE, 0, &[Charge(6)])];
     check(&[10], 0, &race);
     check(&[10], 1, &race);
 }
 
 #[test]
-fn two_that_fit_together_both_get_it() {
+fn two_fitting_requests_are_both_charged() {
     check(&[10], 1, &[plan(ONE_PAGE, 0, &[Charge(6)]), plan(ONE_PAGE, 0, &[Charge(4)])]);
 }
 
 #[test]
-fn a_refusal_is_true_at_some_moment_while_others_free() {
+fn refusal_is_correct_during_concurrent_frees() {
     check(&[10], 1, &[plan(ONE_PAGE, 10, &[Free(6)]), plan(ONE_PAGE, 0, &[Charge(6), Charge(4)])]);
 }
 
 #[test]
-fn of_two_that_would_both_be_split_one_gets_it() {
+fn one_of_two_split_racers_is_charged() {
     let race = [plan(BOTH, 0, &[Charge(6)]), plan(BOTH, 0, &[Charge(6)])];
     check(&[5, 5], 0, &race);
     check(&[5, 5], 1, &race);
 }
 
 #[test]
-fn a_split_beside_one_who_has_one_of_the_pages_only() {
+fn split_next_to_a_process_with_one_page() {
     const FIRST: &[usize] = &[0];
     const SECOND: &[usize] = &[1];
-    for neighbour in [FIRST, SECOND] {
-        check(&[5, 5], 1, &[plan(BOTH, 0, &[Charge(6)]), plan(neighbour, 0, &[Charge(5)])]);
-        check(&[5, 5], 1, &[plan(BOTH, 0, &[Charge(6)]), plan(neighbour, 0, &[Charge(4)])]);
-        check(&[5, 5], 1, &[plan(BOTH, 0, &[Charge(8)]), plan(neighbour, 3, &[Free(3), Charge(2)])]);
+    for other in [FIRST, SECOND] {
+        check(&[5, 5], 1, &[plan(BOTH, 0, &[Charge(6)]), plan(other, 0, &[Charge(5)])]);
+        check(&[5, 5], 1, &[plan(BOTH, 0, &[Charge(6)]), plan(other, 0, &[Charge(4)])]);
+        check(&[5, 5], 1, &[plan(BOTH, 0, &[Charge(8)]), plan(other, 3, &[Free(3), Charge(2)])]);
     }
     check(
         &[5, 5],
@@ -231,22 +233,23 @@ fn a_split_beside_one_who_has_one_of_the_pages_only() {
 }
 
 #[test]
-fn a_split_is_not_refused_for_room_that_only_moves() {
-    // Four bytes that move from one page to the other: at every moment six are free.
+fn split_is_not_refused_for_bytes_that_move() {
+    // Four bytes move from one page to the other, so six bytes are free at every moment.
     let moves = [plan(BOTH, 4, &[Free(4), ChargeOn(1, 4)]), plan(BOTH, 0, &[Charge(6)])];
     check(&[5, 5], 1, &moves);
 }
 
 #[test]
-fn bytes_that_no_slot_explains_are_never_a_reason_to_refuse() {
-    // While one looks, five bytes move from a slot it has seen to one that it has not seen yet.
+fn unaccounted_bytes_cause_no_refusal() {
+    // While one process walks the slots, five bytes move from a slot it has seen to one that it has
+    // not seen yet.
     let moves =
         [plan(ONE_PAGE, 5, &[Free(5)]), plan(ONE_PAGE, 0, &[Charge(5)]), plan(ONE_PAGE, 0, &[Charge(5)])];
     check_with_drift(&[10], 5, 0, &moves);
 }
 
 #[test]
-fn three_at_once_with_one_killed() {
+fn three_processes_with_one_killed() {
     let race =
         [plan(ONE_PAGE, 0, &[Charge(6)]), plan(ONE_PAGE, 4, &[Free(4)]), plan(ONE_PAGE, 0, &[Charge(7)])];
     check(&[10], 1, &race);
@@ -258,22 +261,24 @@ fn three_at_once_with_one_killed() {
 }
 
 #[test]
-fn the_room_of_the_dead_is_found_by_whoever_needs_it() {
+fn bytes_of_dead_processes_are_reclaimed() {
     let race = [plan(ONE_PAGE, 8, &[]), plan(ONE_PAGE, 0, &[Charge(6)]), plan(ONE_PAGE, 0, &[Charge(4)])];
     check(&[10], 1, &race);
     check(&[10], 2, &race);
 }
 
 #[test]
-fn newcomers_race_for_slots_and_for_room() {
+fn new_processes_race_for_slots_and_bytes() {
     check(&[10], 1, &[new(ONE_PAGE, &[Charge(6)]), new(ONE_PAGE, &[Charge(6)])]);
 }
 
 #[test]
-fn a_slot_of_the_dead_goes_to_one_newcomer() {
-    // One dies with memory; one who needs its room frees its slot; a newcomer may get that slot at once.
+fn slot_of_a_dead_process_is_reused_once() {
+    // One process dies with memory; another needs it and frees the slot; a new process may take
+    // that slot at once.
     let race = [plan(ONE_PAGE, 8, &[]), plan(ONE_PAGE, 0, &[Charge(6)]), new(ONE_PAGE, &[Charge(4)])];
     check(&[10], 1, &race);
 }
 
 mod calls;
+mod fixed;

@@ -1,209 +1,227 @@
-//! The policy page as those have it who map it: the node, which writes it, and the
-//! processes of the container, which read it at the same time.
+//! The mapped policy page: the node writes it while processes of the containers read it.
 //!
-//! All of it is atomic words. The policy is read as a whole from the newest whole copy;
-//! what the node changes in place (gate, whether launches are paced, grant, wishes) is one word
+//! It consists of atomic words. The policy is read as a whole from the newest valid copy. The
+//! fields that the node changes in place (gate, throttle word, grant, trim request) are one word
 //! each.
 
-use super::{COPIES, PACED, Policy, PolicyError, ROOM, SIZE, check};
+use super::{COPIES, COPY_BYTES, Policy, PolicyError, SIZE, THROTTLE, check};
 use crate::sync::{AtomicU32, Ordering::SeqCst};
 use crate::word::Word;
 
-/// Bits of the word that says whether launches are paced: by the record; by the agent; and from here on the number of
-/// the agent's call.
-const LIMITED: u32 = 1;
-const DIVIDED: u32 = 2;
-const CALL: u32 = 2;
+/// Bits of the throttle word: the record limits the rate; the agent limits the rate; all higher
+/// bits hold the number of the wakeup request.
+const RECORD_LIMITED: u32 = 1;
+const AGENT_LIMITED: u32 = 2;
+const WAKEUP_SHIFT: u32 = 2;
 
-/// A policy page in memory that others may write at the same time.
+/// A mapped policy page, which others may write concurrently.
+///
+/// | offset | content |
+/// |---|---|
+/// | 0 | magic, major and minor version, size |
+/// | 64 | gate (a futex word), throttle word |
+/// | 72 | stamp, incremented after each change of the policy |
+/// | 80 | granted rate, end of the grant, time at which the gate opens |
+/// | 104 | trim request (a futex word), whether usage is unattributed |
+/// | 128 | two words of state that the agent keeps for its successor |
+/// | 1024, 2048 | two copies of the record, 1024 bytes each |
+///
+/// Everything else is zero and reserved.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct PolicyPage {
     head: [Word; 8],
     gate: AtomicU32,
-    paced: AtomicU32,
+    throttle: AtomicU32,
     stamp: Word,
     rate: Word,
     until: Word,
     closed_until: Word,
     trim: AtomicU32,
-    doubted: AtomicU32,
+    unattributed: AtomicU32,
     _line: [AtomicU32; 4],
-    kept: [Word; 2],
+    agent_state: [Word; 2],
     _reserved: [Word; 110],
-    copies: [[Word; ROOM / 8]; 2],
+    copies: [[Word; COPY_BYTES / 8]; 2],
     _tail: [Word; 128],
 }
 
 const _: () = assert!(size_of::<PolicyPage>() == SIZE);
 const _: () = assert!(core::mem::offset_of!(PolicyPage, gate) == 64);
-const _: () = assert!(core::mem::offset_of!(PolicyPage, paced) == PACED);
-const _: () = assert!(core::mem::offset_of!(PolicyPage, kept) == 128);
+const _: () = assert!(core::mem::offset_of!(PolicyPage, throttle) == THROTTLE);
+const _: () = assert!(core::mem::offset_of!(PolicyPage, agent_state) == 128);
 const _: () = assert!(core::mem::offset_of!(PolicyPage, copies) == COPIES[0]);
 
 impl PolicyPage {
-    /// The page that is mapped at `address`; `None` where the address is not aligned to
-    /// 64 bytes or the mapping is shorter than [`SIZE`].
+    /// The page mapped at `address`; `None` if the address is not aligned to 64 bytes or the
+    /// mapping is shorter than [`SIZE`].
     ///
     /// # Safety
-    /// `length` bytes at `address` are mapped readable for all of `'a`, and whoever
-    /// calls [`PolicyPage::replace`] has them writable. Others may write them.
+    /// `length` bytes at `address` must be mapped readable for all of `'a`, and writable if a
+    /// method that writes is called. Others may write them.
     #[allow(unsafe_code)]
     pub unsafe fn at<'a>(address: *const u8, length: usize) -> Option<&'a Self> {
         if address.is_null() || !(address as usize).is_multiple_of(64) || length < SIZE {
             return None;
         }
-        // SAFETY: aligned and long enough as checked, mapped as the caller promises;
-        // the page is atomics throughout, so concurrent writers are no data race.
+        // SAFETY: aligned and long enough as checked above, mapped as the caller promises. The page
+        // consists of atomics, so concurrent writers are no data race.
         Some(unsafe { &*address.cast::<Self>() })
     }
 
-    /// The newest whole copy, with its generation.
+    /// The newest valid copy, with its generation.
     #[cold]
     pub fn read(&self) -> Result<(u64, Policy), PolicyError> {
         let mut head = [0; 64];
         copy_out(&self.head, &mut head);
         check(&head)?;
-        // One after the other: a program's stack is not ours to make deep.
+        // One copy at a time, to use little of the program's stack.
         let copies = self.copies.iter().filter(|copy| copy[0].load() > 0).filter_map(|copy| {
-            let mut room = [0; ROOM];
-            copy_out(copy, &mut room);
-            Policy::from_record(&room)
+            let mut space = [0; COPY_BYTES];
+            copy_out(copy, &mut space);
+            Policy::from_record(&space)
         });
         copies.max_by_key(|(generation, _)| *generation).ok_or(PolicyError::Damaged)
     }
 
-    /// Makes `policy` the newest, as the generation after the one that is there.
-    /// For the one writer of the page: who replaces holds a lock against other writers.
+    /// Writes `policy` as the next generation and returns its number. There must be one writer at a
+    /// time: the caller holds a lock.
+    ///
+    /// # Errors
+    /// The page holds no valid policy.
     pub fn replace(&self, policy: &Policy) -> Result<u64, PolicyError> {
         let (newest, _) = self.read()?;
         let generation = newest.saturating_add(1);
         let record = policy.record(generation);
-        // The copy that does not hold the newest one.
+        // The copy that does not hold the newest generation.
         let older = self.copies.iter().find(|copy| copy[0].load() != newest).ok_or(PolicyError::Damaged)?;
         for (word, bytes) in older.iter().zip(record.chunks(8)) {
             word.store(bytes.try_into().map_or(0, u64::from_le_bytes));
         }
         let is_limited = u32::from(policy.compute.is_limited());
-        // What the agent says there stays; and what it has granted is paced until it says that it need not be. A share whose
-        // limit is taken away would queue a thousand launches before the agent has looked, and owe them all a moment later.
+        // The bits of the agent are kept. A share that loses its limit while it has a grant stays
+        // throttled until the agent ends that. Otherwise it could queue a thousand launches at once
+        // and be in debt for all of them.
         let is_granted = self.until.load() > 0;
         let limited = |word| {
-            let is_kept = is_granted && is_limited == 0 && word & LIMITED != 0;
-            Some(word & !LIMITED | is_limited | if is_kept { DIVIDED } else { 0 })
+            let keep = is_granted && is_limited == 0 && word & RECORD_LIMITED != 0;
+            Some(word & !RECORD_LIMITED | is_limited | if keep { AGENT_LIMITED } else { 0 })
         };
-        let _ = self.paced.fetch_update(SeqCst, SeqCst, limited);
+        let _ = self.throttle.fetch_update(SeqCst, SeqCst, limited);
         self.stamp.update(|stamp| stamp.wrapping_add(1));
         Ok(generation)
     }
 
-    /// Changes whenever the policy was replaced: one load tells that nothing is new.
+    /// Changes whenever the policy changes: one load tells that it did not.
     pub fn stamp(&self) -> u64 {
         self.stamp.load()
     }
 
-    /// The gate of compute time, a futex word: 0 open, 1 closed, 2 drain.
+    /// The gate, a futex word: 0 is open, 1 closed, 2 draining.
     pub fn gate(&self) -> &AtomicU32 {
         &self.gate
     }
 
-    /// Where gate and pace lie as one 64-bit word, which is zero where a launch may go
-    /// straight to the driver: all that the most frequent of all calls has to look at.
-    pub fn at_launch(&self) -> *const u64 {
+    /// The address of gate and throttle word as one 64-bit word. It is zero if a launch may go
+    /// straight to the driver, so the most frequent call checks only this.
+    pub fn launch_word(&self) -> *const u64 {
         (&raw const self.gate).cast()
     }
 
-    /// Whether launches are paced: by the record, or while the node divides the device's time.
-    pub fn is_paced(&self) -> bool {
-        self.paced.load(SeqCst) & (LIMITED | DIVIDED) != 0
+    /// Whether launches are throttled: by the record, or because the agent divides the time of the
+    /// device.
+    pub fn is_rate_limited(&self) -> bool {
+        self.throttle.load(SeqCst) & (RECORD_LIMITED | AGENT_LIMITED) != 0
     }
 
-    /// All of the word that [`PolicyPage::is_paced`] and [`PolicyPage::call`] are of: who has seen it before has
-    /// nothing new to learn from it.
-    pub fn pace_word(&self) -> u32 {
-        self.paced.load(SeqCst)
+    /// The whole throttle word. While it is unchanged, [`PolicyPage::is_rate_limited`] and
+    /// [`PolicyPage::wakeup_request`] are too.
+    pub fn throttle_word(&self) -> u32 {
+        self.throttle.load(SeqCst)
     }
 
-    /// For the agent: whether launches are paced though the record limits nothing.
-    pub fn divide(&self, is_divided: bool) {
-        let divided = |word| Some(word & !DIVIDED | if is_divided { DIVIDED } else { 0 });
-        let _ = self.paced.fetch_update(SeqCst, SeqCst, divided);
+    /// For the agent: sets whether launches are throttled even if the record sets no limit.
+    pub fn set_agent_limited(&self, is_divided: bool) {
+        let divided = |word| Some(word & !AGENT_LIMITED | if is_divided { AGENT_LIMITED } else { 0 });
+        let _ = self.throttle.fetch_update(SeqCst, SeqCst, divided);
     }
 
-    /// For the agent: whether the page says so.
-    pub fn is_divided(&self) -> bool {
-        self.paced.load(SeqCst) & DIVIDED != 0
+    /// For the agent: whether it throttles launches.
+    pub fn is_agent_limited(&self) -> bool {
+        self.throttle.load(SeqCst) & AGENT_LIMITED != 0
     }
 
-    /// A number that the agent raises when it wants to hear of the next launch: a process that launches and has
-    /// not answered this number rings the account page's doorbell, once. 0: nobody asks.
-    pub fn call(&self) -> u32 {
-        self.paced.load(SeqCst) >> CALL
+    /// The number of the current wakeup request; 0 if there is none. A process that launches and
+    /// has not answered this number rings the doorbell of the account page, once.
+    pub fn wakeup_request(&self) -> u32 {
+        self.throttle.load(SeqCst) >> WAKEUP_SHIFT
     }
 
-    /// For the agent: asks anew (`true`), or has launches go straight to the driver again.
-    pub fn ask(&self, is_asked: bool, number: u32) {
-        let number = if is_asked { number.wrapping_shl(CALL).max(1 << CALL) } else { 0 };
-        let asked = |word| Some(word & (LIMITED | DIVIDED) | number);
-        let _ = self.paced.fetch_update(SeqCst, SeqCst, asked);
+    /// For the agent: requests a wakeup at the next launch, with a new number, or withdraws the
+    /// request.
+    pub fn request_wakeup(&self, is_asked: bool, number: u32) {
+        let number = if is_asked { number.wrapping_shl(WAKEUP_SHIFT).max(1 << WAKEUP_SHIFT) } else { 0 };
+        let asked = |word| Some(word & (RECORD_LIMITED | AGENT_LIMITED) | number);
+        let _ = self.throttle.fetch_update(SeqCst, SeqCst, asked);
     }
 
-    /// Until when the gate is closed, in nanoseconds of the monotonic clock: then it is open whatever it says,
-    /// since a node that is gone opens none.
-    pub fn closed_until(&self) -> u64 {
+    /// When the gate opens, in nanoseconds of the monotonic clock. It is open then whatever the
+    /// word says, since a node daemon that has exited cannot open it.
+    pub fn gate_closed_until(&self) -> u64 {
         self.closed_until.load()
     }
 
-    /// For the agent: closes the gate until then, or, with 0, opens it. Who waits there has to be woken by the caller
-    /// ([`PolicyPage::gate`] is the futex).
-    pub fn close(&self, until: u64) {
+    /// For the agent: closes the gate until that time, or opens it if `until` is 0. The caller must
+    /// wake the waiters at the futex [`PolicyPage::gate`].
+    pub fn close_gate_until(&self, until: u64) {
         self.closed_until.store(until);
         self.gate.store(u32::from(until > 0), SeqCst);
     }
 
-    /// A futex word that the node changes when it wants what pools keep without use given back.
+    /// A futex word. The node changes it to request that unused pool memory is released.
     pub fn trim(&self) -> &AtomicU32 {
         &self.trim
     }
 
-    /// Whether the agent that grants does not see what the share has of the device: then all counts that launches were
-    /// measured to take, as nobody would make up for what is left out.
-    pub fn is_doubted(&self) -> bool {
-        self.doubted.load(SeqCst) != 0
+    /// Whether the agent that grants cannot attribute GPU usage to this share. Then the library
+    /// charges all measured time, because the agent could not correct what is left out.
+    pub fn is_unattributed(&self) -> bool {
+        self.unattributed.load(SeqCst) != 0
     }
 
-    /// For the agent: whether that is so.
-    pub fn doubt(&self, is_doubted: bool) {
-        self.doubted.store(is_doubted.into(), SeqCst);
+    /// For the agent: sets whether usage is unattributed.
+    pub fn set_unattributed(&self, is_doubted: bool) {
+        self.unattributed.store(is_doubted.into(), SeqCst);
     }
 
-    /// The present grant of compute time, in nanoseconds of GPU time a second; `None`: by the record.
-    /// A grant is for a while (`now` is of the monotonic clock, in nanoseconds): it goes by who else works,
-    /// and a node that is gone does not see that change. See [`UNBOUNDED`](super::UNBOUNDED).
+    /// The granted rate, in nanoseconds of GPU time per second; `None` means the rate of the
+    /// record. `now` is the monotonic clock in nanoseconds. Grants expire, because they depend on
+    /// the other shares, and a node daemon that has exited cannot update them. See
+    /// [`UNBOUNDED`](super::UNBOUNDED).
     pub fn granted(&self, now: u64) -> Option<u64> {
         (now < self.until.load()).then(|| self.rate.load())
     }
 
-    /// Grants so much until then. For the one writer of the page.
+    /// Grants a rate until that time. There must be one writer.
     pub fn grant(&self, rate: u64, until: u64) {
         self.rate.store(rate);
         self.until.store(until);
     }
 
-    /// For the agent: what the agent after it is to know of the share, in its own terms; zeros in a page to which none
-    /// has written. No reader in a container goes by it.
-    pub fn keep(&self, words: [u64; 2]) {
-        self.kept.iter().zip(words).for_each(|(kept, word)| kept.store(word));
+    /// For the agent: stores state for its successor, in its own format. It is zero in a new page,
+    /// and containers do not use it.
+    pub fn set_agent_state(&self, words: [u64; 2]) {
+        self.agent_state.iter().zip(words).for_each(|(state, word)| state.store(word));
     }
 
-    pub fn kept(&self) -> [u64; 2] {
-        self.kept.each_ref().map(Word::load)
+    pub fn agent_state(&self) -> [u64; 2] {
+        self.agent_state.each_ref().map(Word::load)
     }
 }
 
 fn copy_out(words: &[Word], bytes: &mut [u8]) {
-    for (word, room) in words.iter().zip(bytes.as_chunks_mut().0) {
-        *room = word.load().to_le_bytes();
+    for (word, space) in words.iter().zip(bytes.as_chunks_mut().0) {
+        *space = word.load().to_le_bytes();
     }
 }
 
@@ -214,21 +232,21 @@ mod tests {
     use super::*;
     use crate::Compute;
 
-    /// A page that may be replaced, as a writer has it mapped.
+    /// A page as a writer has it mapped.
     fn mapped(bytes: [u8; SIZE]) -> Box<PolicyPage> {
         let words = |start: usize| -> u64 { take(&bytes, start).map_or(0, u64::from_le_bytes) };
         Box::new(PolicyPage {
             head: core::array::from_fn(|i| Word::new(words(i * 8))),
             gate: AtomicU32::new(0),
-            paced: AtomicU32::new(words(64).wrapping_shr(32) as u32),
+            throttle: AtomicU32::new(words(64).wrapping_shr(32) as u32),
             stamp: Word::new(words(72)),
             rate: Word::new(words(80)),
             until: Word::new(words(88)),
             closed_until: Word::new(words(96)),
             trim: AtomicU32::new(0),
-            doubted: AtomicU32::new(0),
+            unattributed: AtomicU32::new(0),
             _line: Default::default(),
-            kept: Default::default(),
+            agent_state: Default::default(),
             _reserved: core::array::from_fn(|_| Word::default()),
             copies: core::array::from_fn(|c| core::array::from_fn(|i| Word::new(words(COPIES[c] + i * 8)))),
             _tail: core::array::from_fn(|_| Word::default()),
@@ -236,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_whole_copy_counts() {
+    fn newest_valid_copy_is_read() {
         let page = mapped(sample().encode());
         let mut lower = sample();
         for generation in 2..6 {
@@ -245,58 +263,58 @@ mod tests {
             assert_eq!(page.replace(&lower), Ok(generation));
             assert_ne!(page.stamp(), stamp);
             assert_eq!(page.read(), Ok((generation, lower)));
-            assert!(page.is_paced());
+            assert!(page.is_rate_limited());
         }
         lower.compute = Compute { cores: 0, ceiling: 0, ..lower.compute };
         assert_eq!(page.replace(&lower), Ok(6));
-        assert!(!page.is_paced());
-        // A writer that died in the middle of generation 7: the one before it stands.
+        assert!(!page.is_rate_limited());
+        // A writer died while it wrote generation 7, so generation 6 stays valid.
         let dying = page.copies.iter().find(|copy| copy[0].load() != 6).expect("two copies");
         dying[0].store(7);
         dying[20].store(0x1234);
         assert_eq!(page.read(), Ok((6, lower)));
-        // The next writer fills that same copy again.
+        // The next writer reuses that copy.
         assert_eq!(page.replace(&sample()), Ok(7));
         assert_eq!(page.read(), Ok((7, sample())));
-        assert!(page.is_paced());
+        assert!(page.is_rate_limited());
     }
 
     #[test]
-    fn a_share_that_loses_its_limit_is_paced_until_the_agent_says_otherwise() {
+    fn share_without_limit_stays_throttled_by_agent() {
         let page = mapped(sample().encode());
         page.grant(5, 7);
         let unlimited = Policy { compute: Compute::default(), ..sample() };
         assert_eq!(page.replace(&unlimited), Ok(2));
-        assert_eq!((page.is_paced(), page.is_divided()), (true, true));
-        page.divide(false);
+        assert_eq!((page.is_rate_limited(), page.is_agent_limited()), (true, true));
+        page.set_agent_limited(false);
         assert_eq!(page.replace(&unlimited), Ok(3));
-        assert_eq!((page.is_paced(), page.is_divided()), (false, false));
+        assert_eq!((page.is_rate_limited(), page.is_agent_limited()), (false, false));
     }
 
     #[test]
-    fn what_the_agent_says_outlives_another_policy() {
+    fn agent_bits_survive_a_policy_change() {
         let page = mapped(sample().encode());
         let unlimited = Policy { compute: Compute::default(), ..sample() };
         assert_eq!(page.replace(&unlimited), Ok(2));
-        assert_eq!((page.is_paced(), page.call()), (false, 0));
-        page.divide(true);
-        page.ask(true, 7);
+        assert_eq!((page.is_rate_limited(), page.wakeup_request()), (false, 0));
+        page.set_agent_limited(true);
+        page.request_wakeup(true, 7);
         assert_eq!(page.replace(&unlimited), Ok(3));
-        assert_eq!((page.is_paced(), page.call()), (true, 7));
-        page.divide(false);
-        assert_eq!((page.is_paced(), page.call()), (false, 7));
-        page.ask(true, 0);
-        assert_ne!(page.call(), 0, "0 is nobody's");
-        page.ask(false, 9);
-        assert_eq!(page.call(), 0);
-        page.close(5);
-        assert_eq!((page.gate().load(SeqCst), page.closed_until()), (1, 5));
-        page.close(0);
-        assert_eq!((page.gate().load(SeqCst), page.closed_until()), (0, 0));
+        assert_eq!((page.is_rate_limited(), page.wakeup_request()), (true, 7));
+        page.set_agent_limited(false);
+        assert_eq!((page.is_rate_limited(), page.wakeup_request()), (false, 7));
+        page.request_wakeup(true, 0);
+        assert_ne!(page.wakeup_request(), 0, "0 means no request");
+        page.request_wakeup(false, 9);
+        assert_eq!(page.wakeup_request(), 0);
+        page.close_gate_until(5);
+        assert_eq!((page.gate().load(SeqCst), page.gate_closed_until()), (1, 5));
+        page.close_gate_until(0);
+        assert_eq!((page.gate().load(SeqCst), page.gate_closed_until()), (0, 0));
     }
 
     #[test]
-    fn a_grant_ends() {
+    fn grant_expires() {
         let page = mapped(sample().encode());
         assert_eq!(page.granted(0), None);
         page.grant(500, 1000);

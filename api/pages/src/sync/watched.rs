@@ -1,13 +1,11 @@
-//! Atomics whose operations loom decides.
+//! Atomics whose operations loom controls.
 //!
-//! A word of a page lies where the file has it, and a table of the library is a mapping of zeros. loom's own atomics are
-//! larger than what they stand for and are made by a constructor, so they can be neither. So each of these has the
-//! layout of core's, and while a model runs an operation on it is done on one of loom's that is bound to its
-//! address. Those are made before any thread is, all of them zero, as loom wants every thread to have seen them made: a
-//! bound one holds how far the word is from what it was when it was bound. Memory itself stays as it was before the model, which
-//! may begin again with it as often as it likes.
-//!
-//! Outside a model, and where a model says that nobody writes, they are core's.
+//! The words of a page lie where the file has them, and a table is a mapping of zeros. Loom's
+//! atomics are larger and need a constructor, so they cannot be there. These types have the layout
+//! of core's. During a model, an operation on one is done on a loom atomic that is bound to its
+//! address. All loom atomics start as zero before any thread starts, as loom requires, so a bound
+//! one holds the difference to the initial word. Memory itself is unchanged, and the model can
+//! restart at will. Outside a model, and for constants, these are core's.
 
 use core::ops::Range;
 use core::sync::atomic::Ordering::{self, Relaxed};
@@ -17,15 +15,15 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Words that one run of a model may touch, and places that [`alone`] may be asked for.
-const WORDS: usize = 160;
-const PLACES: usize = 4;
-/// How often in one run a thread that could go on has to let the other: with four the largest model takes half a minute in
-/// place of seconds. `LOOM_MAX_PREEMPTIONS` is another number.
-const PREEMPTIONS: usize = 3;
+/// Most words that one run of a model may touch, and most addresses for [`assert_exclusive`].
+const MAX_WORDS: usize = 160;
+const MAX_PLACES: usize = 4;
+/// Most preemptions in one run. With four, the largest model takes half a minute instead of
+/// seconds. `LOOM_MAX_PREEMPTIONS` overrides it.
+const MAX_PREEMPTIONS: usize = 3;
 
 thread_local! {
-    /// loom has a model's threads take turns on one thread of the system's.
+    /// Loom runs all threads of a model on one thread of the system.
     static RUN: RefCell<Option<Run>> = const { RefCell::new(None) };
 }
 
@@ -33,19 +31,19 @@ struct Run {
     words: Vec<Rc<Loom>>,
     places: Vec<Rc<UnsafeCell<()>>>,
     constant: Rc<[Range<usize>]>,
-    /// By address: which of loom's, and what the word was at first.
+    /// By address: the loom atomic and the initial word.
     bound: HashMap<usize, (Rc<Loom>, u64)>,
     guarded: HashMap<usize, Rc<UnsafeCell<()>>>,
 }
 
-/// What threads do, to be tried in every order.
+/// A model: threads that loom runs in every order.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
     constant: Vec<Range<usize>>,
 }
 
 impl Model {
-    /// In which nobody writes this: its words are read without a step.
+    /// Declares a value that no thread writes, so reading it is not a step of the model.
     #[must_use]
     pub fn constant<T>(mut self, what: &T) -> Self {
         let start = core::ptr::from_ref(what) as usize;
@@ -56,12 +54,12 @@ impl Model {
     pub fn check(self, run: impl Fn() + Send + Sync + 'static) {
         let constant = self.constant;
         let mut model = loom::model::Builder::new();
-        model.preemption_bound = model.preemption_bound.or(Some(PREEMPTIONS));
+        model.preemption_bound = model.preemption_bound.or(Some(MAX_PREEMPTIONS));
         model.max_branches = 10_000;
         model.check(move || {
             let started = Run {
-                words: (0..WORDS).map(|_| Rc::new(Loom::new(0))).collect(),
-                places: (0..PLACES).map(|_| Rc::new(UnsafeCell::new(()))).collect(),
+                words: (0..MAX_WORDS).map(|_| Rc::new(Loom::new(0))).collect(),
+                places: (0..MAX_PLACES).map(|_| Rc::new(UnsafeCell::new(()))).collect(),
                 constant: constant.clone().into(),
                 bound: HashMap::new(),
                 guarded: HashMap::new(),
@@ -73,7 +71,8 @@ impl Model {
     }
 }
 
-/// The word at an address, if a model runs and somebody may write it; `now` is what it is in memory.
+/// The loom atomic of an address, if a model runs and the word is not constant. `now` is the word
+/// in memory.
 fn bound(address: usize, now: impl FnOnce() -> u64) -> Option<(Rc<Loom>, u64)> {
     RUN.with(|run| {
         let mut run = run.borrow_mut();
@@ -81,18 +80,18 @@ fn bound(address: usize, now: impl FnOnce() -> u64) -> Option<(Rc<Loom>, u64)> {
         if constant.iter().any(|range| range.contains(&address)) {
             return None;
         }
-        let bind = || (words.pop().expect("a model touches no more than WORDS words"), now());
+        let bind = || (words.pop().expect("a model touches no more than MAX_WORDS words"), now());
         Some(bound.entry(address).or_insert_with(bind).clone())
     })
 }
 
 /// See the function of that name without loom.
-pub fn alone<T>(word: &T) {
+pub fn assert_exclusive<T>(word: &T) {
     let address = core::ptr::from_ref(word) as usize;
     let place = RUN.with(|run| {
         let mut run = run.borrow_mut();
         let Run { places, guarded, .. } = run.as_mut()?;
-        let bind = || places.pop().expect("a model has no more than PLACES places");
+        let bind = || places.pop().expect("a model has no more than MAX_PLACES places");
         Some(Rc::clone(guarded.entry(address).or_insert_with(bind)))
     });
     if let Some(place) = place {
@@ -100,7 +99,7 @@ pub fn alone<T>(word: &T) {
     }
 }
 
-/// Has another thread go on first: who spins waits for one.
+/// Lets another thread run first, since the caller waits for it.
 pub fn spin_loop() {
     if RUN.with(|run| run.borrow().is_some()) {
         loom::thread::yield_now();
@@ -165,7 +164,7 @@ macro_rules! atomic {
                 self.compare_exchange(old, new, success, failure)
             }
 
-            /// As core's is: a load, and exchanges until one succeeds.
+            /// As core's: a load, then exchanges until one succeeds.
             pub fn fetch_update(
                 &self,
                 success: Ordering,
@@ -185,7 +184,7 @@ macro_rules! atomic {
     };
 }
 
-/// Sums of numbers of 64 bits are one step; of the others nobody in a model makes any.
+/// 64-bit additions are one step. No model uses the others, so they are a loop.
 macro_rules! number {
     ($name:ident, $value:ty) => {
         atomic!($name, $value, |value| value as u64, |word: u64| word as $value);

@@ -1,4 +1,4 @@
-//! The variable `device`, resolved on access.
+//! The CEL variable `device`, whose fields are resolved on access.
 
 use super::quantity::QuantityVal;
 use super::semver::SemverVal;
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, HashMap};
 
 static DEVICE: Type = Type::new_unspecified_type("kubernetes.DRADevice");
 
-/// A device of a driver.
+/// A device and its driver.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DeviceVal<'w> {
     driver: &'w str,
@@ -39,8 +39,8 @@ impl<'w> DeviceVal<'w> {
     }
 }
 
-/// `device.attributes` and `device.capacity`: domain to names. A domain that
-/// the device does not have is an empty map.
+/// `device.attributes` and `device.capacity`: a map from domains to names. A domain without
+/// entries is an empty map.
 #[derive(Clone, Copy, Debug)]
 struct Domains<'w> {
     driver: &'w str,
@@ -54,7 +54,7 @@ enum Field<'w> {
 }
 
 impl<'w> Domains<'w> {
-    /// Domain and bare name of a qualified name; a bare one is the driver's.
+    /// The domain and the bare name of a name. Without a domain it belongs to the driver's.
     fn split(&self, name: &'w str) -> (&'w str, &'w str) {
         name.split_once('/').unwrap_or((self.driver, name))
     }

@@ -1,10 +1,9 @@
-//! CEL selectors in the environment that Kubernetes gives them.
+//! CEL selectors in the environment of the Kubernetes API server.
 //!
-//! `device.driver`, `device.attributes[domain].name`, `device.capacity[domain].name`
-//! and `device.allowMultipleAllocations`; `quantity()` and `semver()` with their
-//! members; `cel.bind`; optionals, strings and lists as in the API server. An
-//! unknown domain is an empty map, an unknown name is an error, and an error on
-//! any device that is looked at ends the allocation, as in the scheduler.
+//! Supported: `device.driver`, `device.attributes[domain].name`, `device.capacity[domain].name`,
+//! `device.allowMultipleAllocations`, `quantity()`, `semver()`, `cel.bind`, optionals, strings and
+//! lists. An unknown domain is an empty map and an unknown name is an error. As in the scheduler,
+//! an error on any evaluated device ends the allocation.
 
 mod device;
 mod quantity;
@@ -17,8 +16,8 @@ use ::cel::{Context, DeclarationError, Env, Program, Value, extensions};
 use std::fmt;
 use std::sync::{Arc, LazyLock};
 
-/// The API server's limit.
-const LONGEST: usize = 10 * 1024;
+/// The API server's limit of an expression.
+const EXPRESSION_MAX_BYTES: usize = 10 * 1024;
 
 static ENV: LazyLock<Arc<Env>> =
     LazyLock::new(|| Arc::new(environment().expect("every declaration is made once")));
@@ -33,8 +32,8 @@ fn environment() -> Result<Env, DeclarationError> {
     Ok(env)
 }
 
-/// `cel.bind(name, value, expression)`: the value under a name. As in cel-go it
-/// is a loop over nothing whose accumulator has the name.
+/// The macro `cel.bind(name, value, expression)`. As in cel-go, it expands to a loop over an empty
+/// list, with the name as accumulator.
 fn bind(
     helper: &mut MacroExprHelper<'_>,
     target: &mut Option<IdedExpr>,
@@ -76,8 +75,8 @@ pub(crate) struct Selector<'a> {
 
 impl<'a> Selector<'a> {
     pub(crate) fn compile(text: &'a str) -> Result<Self, String> {
-        if text.len() > LONGEST {
-            return Err(format!("a CEL expression is longer than {LONGEST} bytes"));
+        if text.len() > EXPRESSION_MAX_BYTES {
+            return Err(format!("a CEL expression is longer than {EXPRESSION_MAX_BYTES} bytes"));
         }
         let program = ENV.compile(text).map_err(|cause| format!("CEL expression {text:?}: {cause}"))?;
         Ok(Self { text, program })
@@ -89,7 +88,7 @@ impl<'a> Selector<'a> {
         context.add_variable_as_val("device", Box::new(device::DeviceVal::new(device)));
         match self.program.execute(&context) {
             Ok(Value::Bool(matches)) => Ok(matches),
-            Ok(other) => Err(format!("{:?} gives a {}, not true or false", self.text, other.type_of())),
+            Ok(other) => Err(format!("{:?} returns a {}, not true or false", self.text, other.type_of())),
             Err(cause) => Err(format!("{:?}: {cause}", self.text)),
         }
     }

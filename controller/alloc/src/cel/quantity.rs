@@ -1,4 +1,4 @@
-//! `quantity(text)`, `isQuantity(text)` and the members of a quantity.
+//! The CEL functions `quantity()` and `isQuantity()`, and the methods of a quantity.
 
 use ::cel::common::types::{CelBool, CelDouble, CelInt, CelString, INT_TYPE, STRING_TYPE, Type};
 use ::cel::common::value::{CowVal, StaticVal, Val};
@@ -42,7 +42,7 @@ fn text<'a>(args: &'a Args<'_, '_>) -> Result<&'a str, ExecutionError> {
     text.map(CelString::inner).ok_or(ExecutionError::MissingArgumentOrTarget)
 }
 
-/// An argument that is a quantity, or an int that counts as one.
+/// An argument that is a quantity, or an integer that is converted to one.
 fn amount(args: &Args<'_, '_>, at: usize) -> Result<Quantity, ExecutionError> {
     let arg = args.get(at).ok_or(ExecutionError::MissingArgumentOrTarget)?;
     let nano = |whole: &CelInt| i128::from(*whole.inner()) * 1_000_000_000;

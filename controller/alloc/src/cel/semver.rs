@@ -1,4 +1,4 @@
-//! `semver(text[, normalize])`, `isSemver` and the members of a version.
+//! The CEL functions `semver()` and `isSemver()`, and the methods of a version.
 
 use ::cel::common::types::{BOOL_TYPE, CelBool, CelInt, CelString, STRING_TYPE, Type};
 use ::cel::common::value::{CowVal, StaticVal, Val};
@@ -17,7 +17,7 @@ impl SemverVal {
         Version::parse(text).map(Self).map_err(|cause| format!("{text:?} is not a semantic version: {cause}"))
     }
 
-    /// Build metadata has no place in the order.
+    /// Build metadata does not affect the order.
     fn order(&self, other: &Self) -> Ordering {
         self.0.cmp_precedence(&other.0)
     }
@@ -46,7 +46,7 @@ impl Val for SemverVal {
 }
 impl StaticVal for SemverVal {}
 
-/// `v1.2` as `1.2.0`: without the `v`, with three numbers, without leading zeros.
+/// Normalizes `v1.02` to `1.2.0`: no `v`, three numbers, no leading zeros.
 fn normalize(text: &str) -> String {
     let text = text.strip_prefix('v').unwrap_or(text);
     let end = text.find(['-', '+']).unwrap_or(text.len());

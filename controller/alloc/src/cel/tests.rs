@@ -1,7 +1,7 @@
-//! Selectors mean what they mean to the API server.
+//! Selectors evaluate as in the API server.
 
 use super::Selector;
-use crate::ledger::DeviceKey;
+use crate::allocations::DeviceKey;
 use crate::pool::Candidate;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use serde_json::{from_value, json};
@@ -91,7 +91,7 @@ fn expressions_select() {
 }
 
 #[test]
-fn what_does_not_hold_is_an_error_and_not_a_no() {
+fn invalid_expressions_are_errors_not_false() {
     for (expression, cause) in [
         ("device.attributes['gpu.divvy.dev'].nothing == 1", "No such key"),
         ("device.attributes['no.example.com'].x == 1", "No such key"),

@@ -1,8 +1,8 @@
-//! A small language for worlds: slices, classes and claims as short JSON.
+//! Builders for slices, classes and claims from short JSON.
 
-#![allow(dead_code)] // Each test file uses its part.
+#![allow(dead_code, reason = "each test uses only a part")]
 
-use divvy_alloc::{WhyNot, World, allocate};
+use divvy_alloc::{AllocationError, ClusterView, allocate};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{AllocationResult, DeviceClass, ResourceClaim, ResourceSlice};
 use serde_json::{Value, from_value, json};
@@ -17,7 +17,7 @@ pub(crate) struct Cluster {
     pub(crate) claims: Vec<ResourceClaim>,
 }
 
-/// `value` with the fields of `more`.
+/// Adds the fields of `more` to `value`.
 pub(crate) fn with(mut value: Value, more: Value) -> Value {
     for (key, field) in more.as_object().into_iter().flatten() {
         value[key] = field.clone();
@@ -31,13 +31,14 @@ pub(crate) fn node(name: &str) -> Node {
         .expect("node")
 }
 
-/// A slice of generation 1 in a pool of one slice, on the node.
+/// A slice of this node, of generation 1, in a pool of one slice.
 pub(crate) fn slice(name: &str, pool: &str, more: Value) -> Value {
     let spec = json!({
         "driver": DRIVER, "nodeName": NODE,
         "pool": {"name": pool, "generation": 1, "resourceSliceCount": 1},
     });
-    json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": name}, "spec": with(spec, more)})
+    json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": name},
+        "spec": with(spec, more)})
 }
 
 pub(crate) fn pool_of(slices: i64, generation: i64, name: &str) -> Value {
@@ -54,10 +55,11 @@ pub(crate) fn devices(names: &[&str]) -> Value {
 
 pub(crate) fn class(name: &str, expressions: &[&str]) -> Value {
     let selectors: Vec<_> = expressions.iter().map(|text| json!({"cel": {"expression": text}})).collect();
-    json!({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name}, "spec": {"selectors": selectors}})
+    json!({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name},
+        "spec": {"selectors": selectors}})
 }
 
-/// A claim over the given `spec.devices`.
+/// A claim with this `spec.devices`.
 pub(crate) fn claim(devices: Value) -> Value {
     json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
@@ -65,7 +67,7 @@ pub(crate) fn claim(devices: Value) -> Value {
     })
 }
 
-/// A request for one device of class `any`.
+/// A request for one device of the class `any`.
 pub(crate) fn one(name: &str, more: Value) -> Value {
     json!({"name": name, "exactly": with(json!({"deviceClassName": "any"}), more)})
 }
@@ -78,13 +80,13 @@ pub(crate) fn select(expression: &str) -> Value {
     json!({"selectors": [{"cel": {"expression": expression}}]})
 }
 
-/// A result of an existing claim.
+/// A result of an allocated claim.
 pub(crate) fn held(device: &str, more: Value) -> Value {
     with(json!({"request": "r", "driver": DRIVER, "pool": "p", "device": device}), more)
 }
 
 impl Cluster {
-    /// Slices, the class `any` that takes every device, and claims that hold something.
+    /// A cluster with these slices, the class `any` that selects every device, and allocated claims.
     pub(crate) fn new(slices: &[Value], held: &[Value]) -> Self {
         let read = |value: &Value| from_value(value.clone()).expect("a slice");
         let mut cluster =
@@ -104,9 +106,10 @@ impl Cluster {
         self
     }
 
-    pub(crate) fn allocate(&self, claim: &Value) -> Result<AllocationResult, WhyNot> {
+    pub(crate) fn allocate(&self, claim: &Value) -> Result<AllocationResult, AllocationError> {
         let node = node(NODE);
-        let world = World { slices: &self.slices, classes: &self.classes, claims: &self.claims, node: &node };
+        let world =
+            ClusterView { slices: &self.slices, classes: &self.classes, claims: &self.claims, node: &node };
         let claim: ResourceClaim = from_value(claim.clone()).expect("a claim");
         let mut shares = 0;
         allocate(&world, &claim, &mut || {
@@ -115,8 +118,8 @@ impl Cluster {
         })
     }
 
-    /// Allocates and keeps the allocation.
-    pub(crate) fn take(&mut self, name: &str, claim: &Value) -> Result<AllocationResult, WhyNot> {
+    /// Allocates a claim and keeps the allocation.
+    pub(crate) fn take(&mut self, name: &str, claim: &Value) -> Result<AllocationResult, AllocationError> {
         let result = self.allocate(claim)?;
         let mut claim: ResourceClaim = from_value(claim.clone()).expect("a claim");
         claim.metadata.name = Some(name.to_owned());
@@ -125,7 +128,7 @@ impl Cluster {
         Ok(result)
     }
 
-    /// Somebody was allocated this before; `claim` has the allocation.
+    /// Adds an allocated claim.
     pub(crate) fn hold(&mut self, claim: &Value) {
         self.claims.push(from_value(claim.clone()).expect("a claim"));
     }
@@ -135,7 +138,7 @@ impl Cluster {
     }
 }
 
-/// The devices of an allocation, as `request=device`.
+/// The devices of an allocation as `request=device`.
 pub(crate) fn picked(result: &AllocationResult) -> Vec<String> {
     let results = result.devices.iter().flat_map(|devices| devices.results.iter().flatten());
     results.map(|result| format!("{}={}", result.request, result.device)).collect()

@@ -1,6 +1,6 @@
-//! Clusters of one node with what is really published of its GPUs, and the
-//! claims that people write against the classes of the chart.
-#![allow(dead_code)] // Each test file uses its part.
+//! Clusters of one node with the published slices of its GPUs, and typical claims for the classes
+//! of the chart.
+#![allow(dead_code, reason = "each test uses only a part")]
 
 use crate::common::{Cluster, NODE, claim, class, pool_of, select, slice, with};
 use divvy_model::Inventory;
@@ -51,13 +51,13 @@ pub(crate) fn mig_wanted(profile: &str) -> Value {
     json!({"name": "r", "exactly": with(selector, json!({"deviceClassName": "mig.divvy.dev"}))})
 }
 
-/// A device of that class, with the capacities that are named.
+/// A request for a device of a class, with these capacities.
 pub(crate) fn share_wanted(class: &str, capacities: &[(&str, &str)]) -> Value {
     let request = json!({"name": "r", "exactly": {"deviceClassName": class}});
     if capacities.is_empty() { request } else { of(request, capacities) }
 }
 
-/// A request with the capacities that are named.
+/// Adds capacities to a request.
 pub(crate) fn of(mut request: Value, capacities: &[(&str, &str)]) -> Value {
     let requests: serde_json::Map<_, _> =
         capacities.iter().map(|(name, amount)| ((*name).to_owned(), json!(amount))).collect();
@@ -65,7 +65,7 @@ pub(crate) fn of(mut request: Value, capacities: &[(&str, &str)]) -> Value {
     request
 }
 
-/// The same request under another name.
+/// Renames a request.
 pub(crate) fn named(name: &str, request: Value) -> Value {
     with(request, json!({"name": name}))
 }

@@ -1,4 +1,4 @@
-//! Claims and releases at random, the same on every run.
+//! Deterministic pseudo-random sequences of claims and releases.
 
 use super::{Sequence, Step};
 use crate::common::{one, select, with};
@@ -7,7 +7,7 @@ use crate::nodes::{MPS, TIMESLICE, gpus_wanted, mig_wanted, named, of, share_wan
 use divvy_sim::catalogue::GpuModel;
 use serde_json::{Value, json};
 
-/// SplitMix64: the same sequences for ever, on every machine.
+/// SplitMix64, so that the sequences are the same on every machine.
 struct Dice(u64);
 
 impl Dice {

@@ -1,4 +1,4 @@
-//! Writes the steps of a sequence that is there to show something.
+//! Builds a sequence of steps with required outcomes.
 
 use super::Step;
 use crate::common::with;
@@ -44,7 +44,7 @@ pub(crate) fn all_of(request: Value) -> Value {
     with_field(request, json!({"allocationMode": "All"}))
 }
 
-/// The same request, with these fields.
+/// The same request with additional fields.
 pub(crate) fn with_field(mut request: Value, more: Value) -> Value {
     request["exactly"] = with(request["exactly"].clone(), more);
     request

@@ -1,5 +1,5 @@
-//! What is asked of which node: for each model the sequence that shows what modes
-//! do to each other, and random ones. Both are the same on every run.
+//! The scenarios: nodes with sequences of claims. Each model has sequences for modes and shares,
+//! and random ones. All are deterministic.
 
 mod modes;
 mod random;
@@ -17,13 +17,13 @@ use random::random;
 use serde_json::{Value, json};
 use shares::{shares, turned_off, upgraded};
 
-pub(crate) struct World {
+pub(crate) struct Scenario {
     pub(crate) name: String,
     pub(crate) node: Inventory,
     pub(crate) sequences: Vec<Sequence>,
 }
 
-/// Steps on a node on which nothing is held at first.
+/// Steps on a node without allocated claims.
 pub(crate) struct Sequence {
     pub(crate) name: String,
     pub(crate) steps: Vec<Step>,
@@ -33,11 +33,11 @@ pub(crate) enum Step {
     Take {
         name: String,
         claim: Value,
-        /// What must come of it, where the sequence is there to show that.
+        /// The required outcome, if the sequence tests it.
         accepted: Option<bool>,
     },
-    /// A claim that was allocated before what is published now: of a device for
-    /// itself, or of shares of it that consumed so much memory each.
+    /// A claim that was allocated before the current slices were published: exclusively, or with
+    /// shares of the given amounts of memory.
     Held {
         name: String,
         device: String,
@@ -47,7 +47,7 @@ pub(crate) enum Step {
 }
 
 impl Step {
-    /// For the allocator, with the defaults that the API server would write.
+    /// The step for the upstream allocator, with the API server's defaults.
     pub(crate) fn wire(&self) -> Value {
         match self {
             Self::Take { name, claim, .. } => {
@@ -84,7 +84,7 @@ impl Step {
         }
     }
 
-    /// For people, and complete enough to notice a change.
+    /// A readable text that is complete enough to detect changes of the step.
     pub(crate) fn text(&self) -> String {
         match self {
             Self::Take { name, claim, .. } => format!("{name}: {}", described(&claim["spec"]["devices"])),
@@ -136,8 +136,8 @@ fn bare(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-pub(crate) fn worlds() -> Vec<World> {
-    let mut worlds: Vec<World> = catalogue::all()
+pub(crate) fn scenarios() -> Vec<Scenario> {
+    let mut scenarios: Vec<Scenario> = catalogue::all()
         .map(Model::row)
         .map(|model| {
             let named = |name: &str, steps| Sequence { name: name.to_owned(), steps };
@@ -147,7 +147,7 @@ pub(crate) fn worlds() -> Vec<World> {
                 named("shares after an upgrade", upgraded(model)),
             ];
             sequences.extend(random(model, 6, &model.key));
-            World { name: format!("1x{}", model.key), node: inventory_of(&model.key, 1), sequences }
+            Scenario { name: format!("1x{}", model.key), node: inventory_of(&model.key, 1), sequences }
         })
         .collect();
     for model in catalogue::all().map(Model::row) {
@@ -155,7 +155,7 @@ pub(crate) fn worlds() -> Vec<World> {
         node.gpus[0].policy.shares = false;
         let steps = turned_off(model);
         let sequences = vec![Sequence { name: "shares after they are turned off".to_owned(), steps }];
-        worlds.push(World { name: format!("1x{} without shares", model.key), node, sequences });
+        scenarios.push(Scenario { name: format!("1x{} without shares", model.key), node, sequences });
     }
     for (key, count, sequences) in [
         ("H100-SXM5-80GB", 2, 60),
@@ -167,22 +167,21 @@ pub(crate) fn worlds() -> Vec<World> {
     ] {
         let (model, name) = (row(key), format!("{count}x{key}"));
         let node = inventory_of(key, count);
-        worlds.push(World { sequences: random(model, sequences, &name), node, name });
+        scenarios.push(Scenario { sequences: random(model, sequences, &name), node, name });
     }
-    worlds.push(World {
+    scenarios.push(Scenario {
         name: "odd H100s".to_owned(),
         node: odd(),
         sequences: random(row("H100-SXM5-80GB"), 40, "odd"),
     });
-    worlds
+    scenarios
 }
 
 fn row(key: &str) -> &'static GpuModel {
     catalogue::find(key).expect(key).row()
 }
 
-/// Four GPUs of which each has something that keeps claims away from a part of it,
-/// and an Ampere one that is cut.
+/// Four GPUs that each have a reason to refuse some claims, and an Ampere GPU in MIG mode.
 fn odd() -> Inventory {
     let h100 = |number| gpu(row("H100-SXM5-80GB"), number);
     let mut gpus = vec![h100(0), gpus::with_instance(h100(1), 9, 4, Origin::Foreign), h100(2), h100(3)];

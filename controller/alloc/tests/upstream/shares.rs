@@ -1,5 +1,5 @@
-//! What shares do to each other and to everything else, also where the devices were
-//! published otherwise when they were allocated.
+//! Interactions of shares with each other and with other modes, also for claims that were
+//! allocated when the devices were published with other features.
 
 use super::Step;
 use super::script::{Script, all_of, memory, with_field};
@@ -9,13 +9,13 @@ use divvy_model::{DeviceId, GpuNumber};
 use divvy_sim::catalogue::{GiProfile, GpuModel, Toggle};
 use serde_json::{Value, json};
 
-/// The smallest profile of a GPU that is cut with the first claim on an instance.
+/// The smallest MIG profile, if MIG mode can be switched without a reset.
 fn smallest(model: &GpuModel) -> Option<&GiProfile> {
     let mig = model.mig.as_ref().filter(|mig| mig.toggle == Toggle::Live)?;
     mig.profiles.iter().min_by_key(|profile| (profile.memory_mib, profile.id))
 }
 
-/// Whatever is not a share of the GPU.
+/// Requests for everything except shares of the GPU.
 fn but_shares(model: &GpuModel) -> Vec<Value> {
     let instance = smallest(model).map(|profile| mig_wanted(&profile.name));
     let all = format!("{}Mi", model.memory_total_mib);
@@ -23,7 +23,7 @@ fn but_shares(model: &GpuModel) -> Vec<Value> {
     modes.into_iter().chain(instance).collect()
 }
 
-/// What shares of a GPU and of an instance do to each other and to everything else.
+/// Interactions of shares of a GPU and of an instance with each other and with other modes.
 pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     let mut script = Script::default();
     let all = model.memory_total_mib;
@@ -32,7 +32,7 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     let refuse_others = |script: &mut Script| script.refuse(&others.iter().collect::<Vec<_>>());
     let whole = gpus_wanted(1);
 
-    // Memory adds up until it runs out.
+    // Shares add up to the GPU's memory.
     script.take("a", &mebibytes(all / 2), true);
     script.take("b", &mebibytes(all - all / 2 - 1), true);
     script.refuse(&[&mebibytes(2)]);
@@ -45,7 +45,7 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     script.refuse(&[&mebibytes(1)]);
     script.release(&["a", "b"]);
 
-    // The whole keeps shares out, whether its memory is named or not.
+    // A whole GPU excludes shares, with and without a memory request.
     let of_gpu = of(whole.clone(), &[("memory", "1Mi"), ("cores", "0")]);
     for (request, room) in [(&whole, false), (&mebibytes(all), false), (&of_gpu, true)] {
         script.take("first", request, true);
@@ -59,7 +59,7 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
         script.release(&["first"]);
     }
 
-    // Nobody is promised what is not there.
+    // Requests beyond the capacity are refused.
     let cores = |amount: &str| share_wanted(SHARE, &[("memory", "1Gi"), ("cores", amount)]);
     script.refuse(&[&mebibytes(all + 1), &cores("101")]);
     script.take("thirty", &cores("30"), true);
@@ -67,11 +67,11 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     script.refuse(&[&cores("1"), &share_wanted(SHARE, &[("cores", "50")])]);
     script.take("memory alone", &cores("0"), true);
     script.release(&["thirty", "seventy", "memory alone"]);
-    // Who names no memory has all of it, with a limit of time.
+    // Without a memory request a claim takes all memory, even with a compute limit.
     script.take("half", &share_wanted(SHARE, &[("cores", "50")]), true);
     script.refuse(&[&mebibytes(1)]);
     script.release(&["half"]);
-    // A capacity is asked for as it is published: without a domain.
+    // Capacities are requested by their published names, without a domain.
     script.refuse(&[
         &share_wanted(SHARE, &[("slots", "1")]),
         &share_wanted(SHARE, &[("gpu.divvy.dev/memory", "1Gi")]),
@@ -79,7 +79,7 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     script.take("none", &cores("0"), true);
     script.release(&["none"]);
 
-    // An amount of what is only told is for a device with so much, and takes nothing.
+    // A request for a descriptive capacity selects a device that has it and takes nothing.
     if model.mig.is_some() {
         let asked = of(whole.clone(), &[("multiprocessors", "1")]);
         script.take("whole", &asked, true);
@@ -89,9 +89,12 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
         script.refuse(&[&of(whole.clone(), &[("multiprocessors", "1000")])]);
     }
 
-    // Several of a claim, and what is left of a list.
+    // Several requests in a claim, and the remainder for another claim.
     let same = json!([{"matchAttribute": "gpu.divvy.dev/uuid"}]);
-    let pair = |a: &Value, b: &Value| json!({"requests": [named("a", a.clone()), named("b", b.clone())], "constraints": same});
+    let pair = |a: &Value, b: &Value| {
+        json!({"requests": [named("a", a.clone()), named("b", b.clone())],
+        "constraints": same})
+    };
     script.claim("pair", pair(&mebibytes(1), &mebibytes(all - 2)), true);
     script.refuse(&[&mebibytes(2)]);
     script.take("rest", &mebibytes(1), true);
@@ -99,7 +102,7 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     script.claim("mixed", pair(&mebibytes(1), &whole), false);
     script.claim("mixed", pair(&whole, &mebibytes(1)), false);
     script.claim("too much", pair(&mebibytes(all), &mebibytes(1)), false);
-    // One request has different devices.
+    // The devices of one request are distinct.
     script.refuse(&[&with_field(mebibytes(1), json!({"count": 2}))]);
     script.take("all", &all_of(mebibytes(1)), true);
     script.take("all too", &all_of(mebibytes(1)), true);
@@ -117,7 +120,7 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     script.claim("first", list([whole.clone(), mebibytes(2)]), true);
     script.release(&["first", "share"]);
 
-    // Who looks on holds nothing, and is let in where there is room.
+    // adminAccess holds nothing and is granted while counters are left.
     let admin = |request: &Value| with_field(request.clone(), json!({"adminAccess": true}));
     script.take("admin", &admin(&whole), true);
     script.take("share", &mebibytes(1), true);
@@ -149,8 +152,8 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     script.steps
 }
 
-/// What was allocated before there were shares has no share id. It keeps everybody
-/// out until it is released.
+/// Claims from before shares existed have no share ID. They exclude all other claims until they
+/// are released.
 pub(crate) fn upgraded(model: &GpuModel) -> Vec<Step> {
     let mut script = Script::default();
     let (whole, share) = (gpus_wanted(1), memory("1Mi"));
@@ -186,8 +189,8 @@ pub(crate) fn upgraded(model: &GpuModel) -> Vec<Step> {
     script.steps
 }
 
-/// What was allocated while there were shares has share ids. On devices that are
-/// for one claim at a time again it keeps everybody out until the last is released.
+/// Claims from the time with shares have share IDs. On devices that became exclusive they exclude
+/// all other claims until the last one is released.
 pub(crate) fn turned_off(model: &GpuModel) -> Vec<Step> {
     let mut script = Script::default();
     let whole = gpus_wanted(1);

@@ -1,9 +1,7 @@
-//! The demo's input: a YAML file as one would `kubectl apply` it, reduced to
-//! DeviceClasses and ResourceClaims.
+//! The demo's input: a YAML file for `kubectl apply`, reduced to DeviceClasses and ResourceClaims.
 //!
-//! A template becomes one claim, as it does for each pod; a pod instantiates
-//! the templates it names. Anything else is an error that says which document.
-//! A claim that is there to be refused says so by an annotation.
+//! A pod instantiates the templates that it refers to; any other template becomes one claim. Other
+//! kinds are errors. An annotation marks claims that must be refused.
 
 use anyhow::{Context, Result, anyhow, bail};
 use k8s_openapi::api::core::v1::Pod;
@@ -12,24 +10,24 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Annotation of a claim for which there must be no device, with the value [`REFUSED`].
+/// Annotation of a claim that must be refused, with the value [`REFUSED`].
 const EXPECT: &str = "demo.divvy.dev/expect";
 const REFUSED: &str = "refused";
-/// Stands for the UUID of the GPU whose modes are toured, which is known only when it is there.
-const TOURED: &str = "GPU-OF-THE-TOUR";
+/// Placeholder for the UUID of the GPU of the tour, which is random.
+const TOUR_GPU: &str = "TOUR-GPU-UUID";
 
-/// What to allocate, in the order written.
+/// Claims that are held at the same time, in the order of the file.
 #[derive(Debug, Default)]
-pub(crate) struct Wanted {
-    /// What the claims are together.
+pub(crate) struct ClaimSet {
+    /// Title for the report.
     pub(crate) title: String,
     pub(crate) classes: Vec<DeviceClass>,
     pub(crate) claims: Vec<ResourceClaim>,
 }
 
-/// Reads a multi-document YAML text; `origin` names it in errors.
-pub(crate) fn parse(text: &str, origin: &str) -> Result<Wanted> {
-    let mut wanted = Wanted { title: origin.to_owned(), ..Wanted::default() };
+/// Parses a text of several YAML documents. `origin` is the title, and names the text in errors.
+pub(crate) fn parse(text: &str, origin: &str) -> Result<ClaimSet> {
+    let mut set = ClaimSet { title: origin.to_owned(), ..ClaimSet::default() };
     let mut templates = BTreeMap::new();
     let mut used = BTreeSet::new();
     let mut pods = Vec::new();
@@ -40,23 +38,24 @@ pub(crate) fn parse(text: &str, origin: &str) -> Result<Wanted> {
             continue;
         }
         match value["kind"].as_str() {
-            Some("DeviceClass") => wanted.classes.push(typed(value).with_context(at)?),
-            Some("ResourceClaim") => wanted.claims.push(typed(value).with_context(at)?),
+            Some("DeviceClass") => set.classes.push(typed(value).with_context(at)?),
+            Some("ResourceClaim") => set.claims.push(typed(value).with_context(at)?),
             Some("ResourceClaimTemplate") => {
                 let template: ResourceClaimTemplate = typed(value).with_context(at)?;
                 let name = template
                     .metadata
                     .name
                     .clone()
-                    .ok_or_else(|| anyhow!("{}: a template without a name", at()))?;
+                    .ok_or_else(|| anyhow!("{}: the template has no name", at()))?;
                 templates.insert(name, template);
             }
             Some("Pod") => pods.push(typed::<Pod>(value).with_context(at)?),
             Some(other) => bail!(
-                "{}: kind {other} is not for the demo; it takes DeviceClass, ResourceClaim, ResourceClaimTemplate and Pod",
+                "{}: the demo does not support kind {other}, only DeviceClass, ResourceClaim, \
+                 ResourceClaimTemplate and Pod",
                 at()
             ),
-            None => bail!("{}: no kind", at()),
+            None => bail!("{}: the document has no kind", at()),
         }
     }
     for pod in pods {
@@ -64,33 +63,33 @@ pub(crate) fn parse(text: &str, origin: &str) -> Result<Wanted> {
         for claim in pod.spec.iter().flat_map(|spec| spec.resource_claims.iter().flatten()) {
             let Some(name) = &claim.resource_claim_template_name else { continue };
             let template = templates.get(name).ok_or_else(|| {
-                anyhow!("pod {pod_name} names the template {name}, which {origin} does not have")
+                anyhow!("pod {pod_name} refers to the template {name}, which is not in {origin}")
             })?;
             used.insert(name.clone());
-            wanted.claims.push(instance(template, &format!("{pod_name}-{}", claim.name)));
+            set.claims.push(instance(template, &format!("{pod_name}-{}", claim.name)));
         }
     }
-    let unnamed = templates.iter().filter(|(name, _)| !used.contains(*name));
-    wanted.claims.extend(unnamed.map(|(name, template)| instance(template, name)));
-    for claim in &mut wanted.claims {
+    let unused = templates.iter().filter(|(name, _)| !used.contains(*name));
+    set.claims.extend(unused.map(|(name, template)| instance(template, name)));
+    for claim in &mut set.claims {
         if claim.metadata.name.is_none() {
-            bail!("{origin}: a ResourceClaim without a name");
+            bail!("{origin}: a ResourceClaim has no name");
         }
         claim.metadata.namespace.get_or_insert_with(|| "default".into());
         claim.status = None;
     }
-    Ok(wanted)
+    Ok(set)
 }
 
-/// Whether there must be no device for the claim.
-pub(crate) fn is_to_be_refused(claim: &ResourceClaim) -> bool {
-    let said = claim.metadata.annotations.as_ref().and_then(|all| all.get(EXPECT));
-    said.is_some_and(|said| said == REFUSED)
+/// Whether the claim must be refused.
+pub(crate) fn must_be_refused(claim: &ResourceClaim) -> bool {
+    let expected = claim.metadata.annotations.as_ref().and_then(|all| all.get(EXPECT));
+    expected.is_some_and(|expected| expected == REFUSED)
 }
 
-/// The claim with the UUID of the GPU that is toured.
-pub(crate) fn of_gpu(claim: &ResourceClaim, uuid: &str) -> Result<ResourceClaim> {
-    Ok(serde_json::from_str(&serde_json::to_string(claim)?.replace(TOURED, uuid))?)
+/// The claim with this UUID in place of the placeholder.
+pub(crate) fn with_gpu_uuid(claim: &ResourceClaim, uuid: &str) -> Result<ResourceClaim> {
+    Ok(serde_json::from_str(&serde_json::to_string(claim)?.replace(TOUR_GPU, uuid))?)
 }
 
 fn typed<T: serde::de::DeserializeOwned>(value: Value) -> Result<T> {
@@ -110,8 +109,8 @@ mod tests {
     use super::*;
 
     fn names(text: &str) -> Vec<String> {
-        let wanted = parse(text, "test").expect("parses");
-        wanted.claims.iter().filter_map(|claim| claim.metadata.name.clone()).collect()
+        let set = parse(text, "test").expect("parses");
+        set.claims.iter().filter_map(|claim| claim.metadata.name.clone()).collect()
     }
 
     const TEMPLATE: &str = "
@@ -127,7 +126,7 @@ spec: {spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: mig.di
     }
 
     #[test]
-    fn a_pod_instantiates_the_templates_it_names() {
+    fn a_pod_instantiates_its_templates() {
         let pod = "
 kind: Pod
 metadata: {name: trainer}
@@ -139,23 +138,26 @@ spec:
     }
 
     #[test]
-    fn a_claim_of_the_tour_is_for_one_gpu() {
-        let selector = "device.attributes['gpu.divvy.dev'].uuid == 'GPU-OF-THE-TOUR'";
+    fn the_placeholder_becomes_the_gpu_uuid() {
+        let selector = "device.attributes['gpu.divvy.dev'].uuid == 'TOUR-GPU-UUID'";
         let claim = format!(
             "{{kind: ResourceClaim, metadata: {{name: c, annotations: {{demo.divvy.dev/expect: refused}}}},
               spec: {{devices: {{requests: [{{name: r, exactly: {{deviceClassName: d,
               selectors: [{{cel: {{expression: \"{selector}\"}}}}]}}}}]}}}}}}"
         );
-        let wanted = parse(&claim, "test").expect("parses");
-        let claim = of_gpu(&wanted.claims[0], "GPU-1").expect("a claim");
+        let set = parse(&claim, "test").expect("parses");
+        let claim = with_gpu_uuid(&set.claims[0], "GPU-1").expect("a claim");
         let text = serde_json::to_string(&claim).expect("JSON");
-        assert!(text.contains("uuid == 'GPU-1'") && is_to_be_refused(&claim), "{text}");
-        assert!(!is_to_be_refused(&ResourceClaim::default()));
+        assert!(text.contains("uuid == 'GPU-1'") && must_be_refused(&claim), "{text}");
+        assert!(!must_be_refused(&ResourceClaim::default()));
     }
 
     #[test]
-    fn an_unknown_kind_is_refused_by_name_and_place() {
+    fn an_unsupported_kind_is_named_with_its_position() {
         let error = parse("kind: Deployment", "claims.yaml").expect_err("refused");
-        assert!(error.to_string().contains("claims.yaml, document 1: kind Deployment"), "{error}");
+        assert!(
+            error.to_string().contains("claims.yaml, document 1: the demo does not support kind Deployment"),
+            "{error}"
+        );
     }
 }

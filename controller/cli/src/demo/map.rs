@@ -1,37 +1,38 @@
-//! The map of the GPUs with who holds what.
+//! The map of the GPUs with the claims that hold them.
 //!
-//! It is drawn by a process of its own that opens the simulator's state afresh:
-//! what it shows is what the GPUs are, not what the demo believes.
+//! A separate process draws it from the simulator's state, so that it shows the actual state of the GPUs.
 
 use anyhow::{Context, Result, ensure};
 use divvy_api::Quantity;
 use divvy_model::DeviceId;
 use divvy_sim::Sim;
-use divvy_sim::draw::{Part, draw_with, processes};
+use divvy_sim::gpu_map::{GpuPart, draw_gpus_with, process_names};
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-/// What the drawing process is told.
+/// Arguments of the drawing process.
 #[derive(clap::Args)]
 pub(crate) struct MapArguments {
     /// The simulator's directory.
     dir: PathBuf,
-    /// `<GPU UUID>[@<start of the instance>]=<mode>:<claim and its part>`; several may hold the same
+    /// `<GPU UUID>[@<start of the instance>]=<mode>:<label>`; several claims may hold the same device
     #[arg(long)]
     holder: Vec<Holder>,
     #[arg(long)]
     colours: bool,
 }
 
-/// A claim and what it holds.
+/// A claim and the GPU or MIG instance that it holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Holder {
+    /// UUID of the GPU.
     uuid: String,
+    /// First memory slice of the MIG instance.
     start: Option<u32>,
-    /// As people call it.
+    /// Display name of the mode.
     mode: String,
-    /// Its name, and its part of what is shared.
+    /// Name of the claim, and its part of a shared device.
     claim: String,
 }
 
@@ -39,11 +40,11 @@ impl std::str::FromStr for Holder {
     type Err = &'static str;
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         const FORM: &str = "a holder is <GPU UUID>[@<start>]=<mode>:<claim>";
-        let (part, held) = text.split_once('=').ok_or(FORM)?;
+        let (device, held) = text.split_once('=').ok_or(FORM)?;
         let (mode, claim) = held.split_once(':').ok_or(FORM)?;
-        let (uuid, start) = match part.split_once('@') {
+        let (uuid, start) = match device.split_once('@') {
             Some((uuid, start)) => (uuid, Some(start.parse().map_err(|_| FORM)?)),
-            None => (part, None),
+            None => (device, None),
         };
         Ok(Self { uuid: uuid.to_owned(), start, mode: mode.to_owned(), claim: claim.to_owned() })
     }
@@ -59,7 +60,7 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// The parts that allocated claims hold, by what was published.
+/// The holders of allocated claims, from their allocations and the published devices.
 pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec<Holder> {
     let published = |name: &str| {
         let mut devices = slices.iter().flat_map(|slice| slice.spec.devices.iter().flatten());
@@ -84,7 +85,7 @@ pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec
             };
             let memory = result.consumed_capacity.as_ref().and_then(|all| all.get("memory"));
             let memory = memory.and_then(|memory| Quantity::try_from(memory).ok());
-            // A share of everything is the whole.
+            // A share with all the memory is shown as the whole device.
             let share = memory.is_some_and(|memory| Some(memory) < memory_of(&result.device));
             let (start, mode, claim) = match &id {
                 DeviceId::Mig { start, .. } if share => {
@@ -102,8 +103,8 @@ pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec
     holders
 }
 
-/// Has another process draw the map.
-pub(crate) fn drawn(dir: &Path, holders: &[Holder], colours: bool) -> Result<String> {
+/// Draws the map in a separate process.
+pub(crate) fn draw(dir: &Path, holders: &[Holder], colours: bool) -> Result<String> {
     let mut command = Command::new(std::env::current_exe()?);
     command.arg("map").arg(dir);
     if colours {
@@ -112,27 +113,27 @@ pub(crate) fn drawn(dir: &Path, holders: &[Holder], colours: bool) -> Result<Str
     for holder in holders {
         command.arg("--holder").arg(holder.to_string());
     }
-    let out = command.output().context("cannot start the process that draws")?;
-    ensure!(out.status.success(), "the map: {}", String::from_utf8_lossy(&out.stderr));
+    let out = command.output().context("cannot start the process that draws the map")?;
+    ensure!(out.status.success(), "cannot draw the map: {}", String::from_utf8_lossy(&out.stderr));
     Ok(String::from_utf8_lossy(&out.stdout).into_owned())
 }
 
-/// Draws the map: the other process.
+/// Draws the map, in the separate process.
 pub(crate) fn run(arguments: &MapArguments) -> Result<ExitCode> {
     let state = Sim::open(&arguments.dir)?.read()?;
-    let name = |part: Part<'_>| {
+    let name = |part: GpuPart<'_>| {
         let start = part.gi.map(|gi| gi.placement.start);
-        let holds = |holder: &&Holder| holder.uuid == part.gpu.uuid && holder.start == start;
-        let held: Vec<_> = arguments.holder.iter().filter(holds).collect();
+        let is_held_by = |holder: &&Holder| holder.uuid == part.gpu.uuid && holder.start == start;
+        let held: Vec<_> = arguments.holder.iter().filter(is_held_by).collect();
         let claims = held.iter().map(|holder| holder.claim.as_str()).collect::<Vec<_>>().join(", ");
         match held.first() {
-            None => processes(part),
-            // An instance has the name of its profile there.
+            None => process_names(part),
+            // The map shows the profile of an instance already.
             Some(_) if part.gi.is_some() => Some(claims),
             Some(Holder { mode, .. }) => Some(format!("{mode}: {claims}")),
         }
     };
-    print!("{}", draw_with(&state, arguments.colours, &name));
+    print!("{}", draw_gpus_with(&state, arguments.colours, &name));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -141,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_holder_reads_back_as_written() {
+    fn holders_round_trip_as_text() {
         for text in ["GPU-1=MPS:chat 30 %", "GPU-1@3=MIG:slice"] {
             assert_eq!(text.parse::<Holder>().expect("parses").to_string(), text);
         }

@@ -1,24 +1,18 @@
-//! `divvy demo`: the whole journey of a few claims on one simulated node, by
-//! default one GPU through all of its modes.
+//! `divvy demo`: serves claims on a simulated node, by default one GPU in each of its modes.
 //!
-//! Everything that matters is the real thing: the node daemon and the keeper are
-//! this binary in other processes, the daemon publishes to an API server over
-//! TLS, it is called by a kubelet over its sockets, and it changes GPUs through
-//! NVML's C ABI. What stands in: the GPUs with their MPS, the kubelet, the API
-//! server, and the scheduler, whose part a first-fit allocator with the same
-//! rules plays.
+//! The node daemon and the MPS supervisor are real; they run in this binary as other processes. The
+//! GPUs with their MPS, the kubelet, the API server and the scheduler are simulated. The daemon
+//! publishes over TLS, is called over the kubelet's sockets, and changes GPUs through NVML's C ABI.
 //!
-//! The exit code tells the truth: 0 if every claim was allocated, prepared and
-//! released, those that must get nothing got nothing, and the GPUs ended as they
-//! began; 1 otherwise.
+//! The exit code is 0 if every claim was allocated, prepared and released, or refused where it must
+//! be, and the GPUs are in their initial state.
 
 mod claims;
-mod client;
-mod journey;
+mod container;
 pub(crate) mod map;
+mod node;
 mod report;
-mod view;
-mod world;
+mod steps;
 
 use anyhow::{Context, Result, bail};
 use std::cell::Cell;
@@ -29,44 +23,44 @@ use std::process::ExitCode;
 /// See the demo's help.
 #[derive(clap::Args)]
 pub(crate) struct DemoArguments {
-    /// The node's GPUs, for example 8xH100-SXM5-80GB,2xL4; `divvy-sim catalogue` lists the models
+    /// GPUs of the node, for example 8xH100-SXM5-80GB,2xL4; `divvy-sim catalogue` lists the models
     #[arg(long, default_value = "2xH100-SXM5-80GB")]
     gpus: String,
-    /// YAML file with DeviceClasses, ResourceClaims, templates and pods, instead of the built-in tour of
-    /// one GPU's modes; of several files each is released before the next
+    /// YAML file with DeviceClasses, ResourceClaims, templates and pods, instead of the built-in
+    /// tour of one GPU's modes; the claims of a file are released before the next file
     #[arg(long, value_name = "FILE")]
     claims: Vec<PathBuf>,
-    /// Leave the node and its API server running until Ctrl-C, for kubectl get, describe and apply
+    /// Keep the node and its API server running until Ctrl-C, for kubectl get, describe and apply
     #[arg(long)]
     keep: bool,
-    /// Where the simulated node lives; a temporary directory otherwise
+    /// Directory of the simulated node; by default a temporary directory
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Let an NVML call fail, to see what a user would: CALL=CODE, for example
+    /// Make an NVML call fail, to see the errors that users see: CALL=CODE, for example
     /// nvmlGpuInstanceCreateComputeInstance=INSUFFICIENT_RESOURCES
     #[arg(long, value_name = "CALL=CODE")]
     fault: Vec<String>,
 }
 
-/// Runs the program under whose name this binary was called, if it is another one.
+/// Runs the program under whose name this binary was started; `None` if that is `divvy`.
 pub(crate) fn as_another_program() -> Option<ExitCode> {
     let name = std::env::args_os().next()?;
     match std::path::Path::new(&name).file_name()?.to_str()? {
-        "divvy-node" => Some(divvy_driver::node::main()),
-        // Installed copies carry a hash of their content behind the name.
+        "divvy-node" => Some(divvy_driver::daemon::run::main()),
+        // Installed copies have a hash of their content after the name.
         name if name.starts_with("divvy-hook") => Some(divvy_hook::main()),
-        "divvy-keeper" => Some(divvy_keeper::main()),
+        "divvy-mps-supervisor" => Some(divvy_mps_supervisor::main()),
         "divvy-sim" => Some(divvy_sim::command::main()),
         _ => divvy_sim::command::multicall(),
     }
 }
 
-/// One GPU in each of its modes, one after the other.
+/// The built-in claims: titles and YAML files for each mode of one GPU.
 const TOUR: &[(&str, &str)] = &[
-    ("Time-slice: slots of one GPU, until they run out", include_str!("tour/timeslice.yaml")),
-    ("MPS: clients of one control daemon, each with its part", include_str!("tour/mps.yaml")),
-    ("MIG: instances, made as they are asked for", include_str!("tour/mig.yaml")),
-    ("Whole: all of it for one claim", include_str!("tour/whole.yaml")),
+    ("Time-slicing: slots of one GPU, until none is free", include_str!("tour/timeslice.yaml")),
+    ("MPS: clients of one control daemon, with limits", include_str!("tour/mps.yaml")),
+    ("MIG: instances, created on demand", include_str!("tour/mig.yaml")),
+    ("Whole GPU: one claim gets all of it", include_str!("tour/whole.yaml")),
 ];
 
 /// Runs the demo.
@@ -76,21 +70,22 @@ pub(crate) fn run(arguments: &DemoArguments) -> Result<ExitCode> {
             std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
         claims::parse(&text, &file.display().to_string())
     };
-    let acts = match arguments.claims.as_slice() {
+    let claim_sets = match arguments.claims.as_slice() {
         [] => TOUR.iter().map(|(title, text)| claims::parse(text, title)).collect::<Result<_>>()?,
         files => files.iter().map(read).collect::<Result<Vec<_>>>()?,
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        // Ctrl-C reaches this process alone; what it started ends with the world.
-        let kept = Cell::new(false);
-        let mut journey = pin!(journey::travel(arguments, acts, &kept));
+        // Only this process receives Ctrl-C; the processes that it started are killed when the node
+        // is dropped.
+        let is_waiting = Cell::new(false);
+        let mut steps = pin!(steps::run(arguments, claim_sets, &is_waiting));
         loop {
             tokio::select! {
-                outcome = &mut journey => return outcome,
+                outcome = &mut steps => return outcome,
                 interrupt = tokio::signal::ctrl_c() => {
                     interrupt?;
-                    if !kept.get() {
+                    if !is_waiting.get() {
                         bail!("interrupted");
                     }
                 }

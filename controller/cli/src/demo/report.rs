@@ -1,5 +1,4 @@
-//! What the demo prints: steps with the time each took, tables, the map.
-//! Colours only on a terminal.
+//! The demo's output: steps with their duration, and details. Colours only on a terminal.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -16,7 +15,7 @@ impl Report {
         Self { colours, began: Instant::now() }
     }
 
-    /// Whether drawings may be coloured.
+    /// Whether the output is coloured.
     pub(crate) fn colours(&self) -> bool {
         self.colours
     }
@@ -25,27 +24,27 @@ impl Report {
         if self.colours { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
     }
 
-    /// The head of a part of the journey.
-    pub(crate) fn part(&self, title: &str) {
+    /// A heading.
+    pub(crate) fn heading(&self, title: &str) {
         println!("\n{}", self.paint("1", title));
     }
 
-    /// A step that worked.
+    /// A successful step.
     pub(crate) fn done(&self, what: &str, took: Duration) {
         println!("  {} {what}  {}", self.paint("32", "ok"), self.paint("2", &millis(took)));
     }
 
-    /// What was refused, as it must be.
-    pub(crate) fn refused(&self, what: &str, why: &str) {
-        println!("  {} {what} gets nothing: {why}", self.paint("33", "--"));
+    /// A claim that was refused, as expected.
+    pub(crate) fn refused(&self, claim: &str, reason: &str) {
+        println!("  {} {claim} is refused: {reason}", self.paint("33", "--"));
     }
 
-    /// A step that did not.
-    pub(crate) fn failed(&self, what: &str, why: &str) {
-        println!("  {} {what}: {why}", self.paint("31", "no"));
+    /// A failed step.
+    pub(crate) fn failed(&self, what: &str, reason: &str) {
+        println!("  {} {what}: {reason}", self.paint("31", "no"));
     }
 
-    /// Text that belongs to the last step, indented.
+    /// Details of the last step, indented.
     pub(crate) fn detail(&self, text: &str) {
         for line in text.lines() {
             println!("     {line}");
@@ -53,15 +52,18 @@ impl Report {
     }
 
     /// The last line.
-    pub(crate) fn end(&self, failures: usize) {
+    pub(crate) fn summary(&self, failures: usize) {
         let took = millis(self.began.elapsed());
         match failures {
             0 => println!(
                 "\n{} in {took}",
-                self.paint("32;1", "Every claim was prepared and released, the GPUs are whole")
+                self.paint(
+                    "32;1",
+                    "All claims were prepared and released, and the GPUs are in their initial state"
+                )
             ),
-            1 => println!("\n{} in {took}", self.paint("31;1", "1 thing went wrong, see above")),
-            n => println!("\n{} in {took}", self.paint("31;1", &format!("{n} things went wrong, see above"))),
+            1 => println!("\n{} in {took}", self.paint("31;1", "1 error, see above")),
+            n => println!("\n{} in {took}", self.paint("31;1", &format!("{n} errors, see above"))),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Inventories of catalogue GPUs, as the driver would find them.
-#![allow(dead_code, clippy::unwrap_used, reason = "shared by several tests, each of which uses a part")]
+//! Inventories with GPUs of the catalogue, as the driver would report them.
+#![allow(dead_code, clippy::unwrap_used, reason = "each test uses only a part")]
 
 use divvy_model::inventory::{
     ComputeInstance, Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin, Presence,
@@ -54,7 +54,7 @@ pub(crate) fn gpu(model: &GpuModel, number: u32) -> Gpu {
     }
 }
 
-/// The GPU-instance profiles of a model; none without MIG.
+/// The GPU instance profiles of a model; empty without MIG.
 pub(crate) fn profiles(model: &GpuModel) -> Vec<MigProfile> {
     let rows = model.mig.iter().flat_map(|mig| &mig.profiles);
     rows.map(|row| MigProfile {
@@ -74,7 +74,7 @@ pub(crate) fn profiles(model: &GpuModel) -> Vec<MigProfile> {
     .collect()
 }
 
-/// Puts an instance on a GPU and turns MIG mode on.
+/// Adds an instance to a GPU and enables MIG mode.
 pub(crate) fn with_instance(mut gpu: Gpu, profile_id: u32, start: u32, origin: Origin) -> Gpu {
     let size = gpu.profile(profile_id).unwrap().placements[0].size;
     let uuid = format!("MIG-{}-{profile_id}-{start}", gpu.number);
@@ -91,7 +91,7 @@ pub(crate) fn with_instance(mut gpu: Gpu, profile_id: u32, start: u32, origin: O
     gpu
 }
 
-/// The same GPU in another MIG mode.
+/// The same GPU with another MIG mode.
 pub(crate) fn in_mode(mut gpu: Gpu, wanted: MigMode) -> Gpu {
     if let Mig::Supported { mode, .. } = &mut gpu.mig {
         *mode = wanted;

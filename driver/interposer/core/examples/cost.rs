@@ -1,12 +1,14 @@
-//! What the rules cost a call, without any driver: `cargo run --release -p divvy-interposer-core --example cost`.
+//! Measures the cost of the rules per call, without a driver: `cargo run --release -p
+//! divvy-interposer-core --example cost`.
 //!
-//! Nanoseconds for charging an allocation, keeping it in mind and freeing it again, by how many are live and
-//! which of them is freed next; and for the figures of `cuMemGetInfo`. The tenth percentile of many short
-//! rounds: what it costs while nobody else has the processor.
+//! Prints nanoseconds for charging, recording and freeing an allocation, by the number of live
+//! allocations and the order of frees, and for `cuMemGetInfo`. Each value is the 10th percentile of
+//! many short rounds, which excludes interruptions by other processes.
 
 use divvy_interposer_core::table::Class;
 use divvy_interposer_core::{
-    AccountPage, Found, GpuUuid, Identity, Kind, Ledger, PolicyPage, Standing, System,
+    AccountPage, AllocationKind, DeviceAccess, GpuUuid, Identity, MountedPolicy, PolicyPage, ProcessState,
+    System,
 };
 use divvy_pages::sync::AtomicU32;
 use divvy_pages::{Compute, Flags, Memory, Policy, Text, account, policy};
@@ -22,7 +24,7 @@ impl System for Alone {
         Some(Identity { pid: 1, namespace: 7, start: 1, image: 1 })
     }
 
-    fn gone(&self, _me: &Identity, _who: &Identity) -> bool {
+    fn gone(&self, _me: &Identity, _peer: &Identity) -> bool {
         false
     }
 
@@ -30,7 +32,7 @@ impl System for Alone {
         0
     }
 
-    fn nap(&self, _nanoseconds: u64) {
+    fn sleep(&self, _nanoseconds: u64) {
         std::thread::yield_now();
     }
 
@@ -46,13 +48,13 @@ impl System for Alone {
 
     unsafe fn unmap(&self, address: *mut u8, bytes: usize) {
         if let Ok(layout) = Layout::from_size_align(bytes, 64) {
-            // SAFETY: as the caller promises, of `map`.
+            // SAFETY: the caller promises that it comes from `map`.
             unsafe { dealloc(address, layout) };
         }
     }
 
-    fn pages(&self, mut each: impl FnMut(Found)) {
-        each(Found::Policy(self.0));
+    fn pages(&self, mut each: impl FnMut(MountedPolicy)) {
+        each(MountedPolicy::Trusted(self.0));
     }
 
     fn account(&self, _policy: &Policy) -> Option<&'static AccountPage> {
@@ -83,7 +85,7 @@ fn pages() -> Option<Alone> {
             Some(address)
         }
     };
-    // SAFETY: mapped for ever with these sizes.
+    // SAFETY: never freed, and of these sizes.
     unsafe {
         let page = PolicyPage::at(mapped(policy::SIZE, &policy.encode())?, policy::SIZE)?;
         Some(Alone(page, AccountPage::at(mapped(account::SIZE, &account::fresh())?, account::SIZE).ok()?))
@@ -98,17 +100,17 @@ fn quiet(mut round: impl FnMut() -> f64) -> f64 {
 
 fn main() {
     let Some(alone) = pages() else { return };
-    let ledger = Ledger::new(alone);
-    let Standing::Share(device) = ledger.device(0, || Some([GpuUuid([1; 16]); 2])) else { return };
+    let process = ProcessState::new(alone);
+    let DeviceAccess::Share(device) = process.device(0, || Some([GpuUuid([1; 16]); 2])) else { return };
     let alloc = |pointer: u64| {
         let kept = device
             .reserve(2 << 20)
-            .and_then(|reserved| reserved.keep_all(Kind::Linear { pointer, context: 1 }));
+            .and_then(|reserved| reserved.commit_all(AllocationKind::Linear { pointer, context: 1 }));
         black_box(kept).ok();
     };
     let free = |pointer: u64| {
-        if let Some(freeing) = ledger.freeing(Class::Pointer, pointer) {
-            freeing.freed();
+        if let Some(freeing) = process.begin_free(Class::Pointer, pointer) {
+            freeing.commit();
         }
     };
     let address = |number: u64| 0x7f00_0000_0000 + number * (2 << 20);

@@ -1,25 +1,24 @@
-//! Sessions of the video engines: a quota.
+//! Quota on concurrent sessions of the video engines.
 //!
-//! Encoders and decoders are engines of their own, which the driver gives to whoever opens a session. A share may have so
-//! many open at once; that is all that is held. What a session does with the engine, and how long, is not.
-//!
-//! Each process counts its own sessions in its slot, so those of the dead count for nothing. Who opens one adds it
-//! first and then looks at the sum: of several at once the last to add sees all, so the quota is never passed, and who finds
-//! it passed takes its own away and looks again.
+//! The quota limits how many encoder or decoder sessions a share has open at once. It does not
+//! limit the engine time of a session. Each process counts its own sessions in its slot, so
+//! sessions of dead processes are not counted. A process increments its counter first and then
+//! reads the sum: of several concurrent opens the last one sees all, so the quota is never
+//! exceeded. A process that finds the quota exceeded decrements its counter and retries.
 
-use crate::device::Device;
-use crate::neighbours::Neighbours;
-use crate::place::Place;
+use crate::pages::SharePages;
+use crate::peers::PeerProcesses;
+use crate::process_state::Device;
 use crate::system::System;
 use divvy_pages::account::Slot;
 use divvy_pages::sync::AtomicU32;
 use divvy_pages::sync::Ordering::SeqCst;
-use divvy_pages::{AccountPage, Codec, Flags, Full, Peers, SlotState};
+use divvy_pages::{AccountPage, Codec, Flags, Peers, Refused, SlotState};
 
-/// Looks at the sum before an attempt among many others at once is given up.
-const ATTEMPTS: u32 = 64;
+/// Maximum number of attempts to open a session while other processes also open sessions.
+const MAX_ATTEMPTS: u32 = 64;
 
-/// What a session is of.
+/// The engine that a session uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
     Encoder,
@@ -34,8 +33,8 @@ impl Engine {
         }
     }
 
-    fn of(self, slot: &Slot) -> &AtomicU32 {
-        let [encoders, decoders] = slot.sessions();
+    fn counter(self, slot: &Slot) -> &AtomicU32 {
+        let [encoders, decoders] = slot.codec_sessions();
         match self {
             Self::Encoder => encoders,
             Self::Decoder => decoders,
@@ -43,56 +42,61 @@ impl Engine {
     }
 }
 
-/// Counts one less, if there is one: a child of a fork has the parent's sessions in its memory and none in its slot.
-fn take_back(sessions: &AtomicU32) {
+/// Decrements the count if it is not 0. After fork, a child knows the parent's sessions but its
+/// slot counts none.
+fn decrement(sessions: &AtomicU32) {
     let _ = sessions.fetch_update(SeqCst, SeqCst, |count| count.checked_sub(1));
 }
 
 impl<S: System> Device<'_, S> {
-    /// Before a session is opened: counts it. `Err`: the share has as many as it may. Of several shares of a device the
-    /// first is asked.
-    pub fn open_session(&self, engine: Engine) -> Result<(), Full> {
-        let Some((place, page, own)) = self.own() else { return Ok(()) };
-        let quota = place.policy().and_then(|(_, policy)| engine.quota(policy.codec));
-        let quota = quota.filter(|_| !place.flags().has(Flags::OBSERVE_ONLY));
-        let sessions = engine.of(own);
-        for _ in 0..ATTEMPTS {
+    /// Counts a session before it is opened. If a device has several shares, the first share's
+    /// quota applies.
+    ///
+    /// # Errors
+    /// [`Refused`] if the share has reached its quota.
+    pub fn open_session(&self, engine: Engine) -> Result<(), Refused> {
+        let Some((share, page, own)) = self.own_slot() else { return Ok(()) };
+        let quota = share.policy().and_then(|(_, policy)| engine.quota(policy.codec));
+        let quota = quota.filter(|_| !share.flags().has(Flags::OBSERVE_ONLY));
+        let sessions = engine.counter(own);
+        for _ in 0..MAX_ATTEMPTS {
             sessions.fetch_add(1, SeqCst);
             let Some(quota) = quota else { return Ok(()) };
-            if self.open(page, own, engine) <= quota {
+            if self.count_open(page, own, engine) <= quota {
                 return Ok(());
             }
-            take_back(sessions);
-            if self.open(page, own, engine) >= quota {
+            decrement(sessions);
+            if self.count_open(page, own, engine) >= quota {
                 break;
             }
-            self.ledger.system.nap(20_000);
+            self.process.system.sleep(20_000);
         }
-        Err(Full)
+        Err(Refused)
     }
 
-    /// After it was closed, or was not opened after all.
+    /// Removes a session from the count, after it was closed or the driver failed to open it.
     pub fn close_session(&self, engine: Engine) {
-        if let Some((_, _, own)) = self.own() {
-            take_back(engine.of(own));
+        if let Some((_, _, own)) = self.own_slot() {
+            decrement(engine.counter(own));
         }
     }
 
-    fn own(&self) -> Option<(&Place, &AccountPage, &Slot)> {
-        let place = self.places.places().next()?;
-        let page = place.account()?;
-        let slot = page.slots().get(usize::from(place.seat()?.slot))?;
-        Some((place, page, slot))
+    fn own_slot(&self) -> Option<(&SharePages, &AccountPage, &Slot)> {
+        let share = self.pages.shares().next()?;
+        let page = share.account()?;
+        let slot = page.slots().get(usize::from(share.slot_ref()?.slot))?;
+        Some((share, page, slot))
     }
 
-    /// The sessions of all living processes.
-    fn open(&self, page: &AccountPage, own: &Slot, engine: Engine) -> u32 {
-        let peers = Neighbours::new(&self.ledger.system, self.ledger.system.identity());
+    /// Returns the number of open sessions of all living processes.
+    fn count_open(&self, page: &AccountPage, own: &Slot, engine: Engine) -> u32 {
+        let peers = PeerProcesses::new(&self.process.system, self.process.system.identity());
         let lives = |slot: &&Slot| {
-            let has_some = slot.owner().state() == SlotState::Live && engine.of(slot).load(SeqCst) > 0;
-            has_some && (core::ptr::eq(*slot, own) || !slot.is_told_dead() && !peers.gone(&slot.identity()))
+            let has_some = slot.owner().state() == SlotState::Live && engine.counter(slot).load(SeqCst) > 0;
+            has_some
+                && (core::ptr::eq(*slot, own) || !slot.is_declared_dead() && !peers.is_dead(&slot.identity()))
         };
-        let open = page.slots().iter().filter(lives).map(|slot| engine.of(slot).load(SeqCst));
+        let open = page.slots().iter().filter(lives).map(|slot| engine.counter(slot).load(SeqCst));
         open.fold(0, u32::saturating_add)
     }
 }

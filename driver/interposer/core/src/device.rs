@@ -1,197 +1,185 @@
-//! Charging one device, and the figures that a program sees of it.
+//! Charges memory of one device, and computes the memory figures that a program sees.
 //!
-//! What is charged, by the call that is about to be made:
-//!
-//! | event | charge |
-//! |---|---|
-//! | linear, pitched memory | what the driver granted; asked for before the call |
-//! | managed memory | its size, wherever its pages are; where memory is over-committed it does not count as the device's |
-//! | arrays and mipmaps | `cuArrayGetMemoryRequirements` where the driver has it, otherwise the computed size |
-//! | a context | the policy's figure, until the node has measured the process |
-//! | pools, graphs | what the driver has reserved ([`crate::growing`]) |
-//! | handles of physical memory | their size while a reference or a mapping lives ([`crate::vmm`]) |
-//! | imported and opened memory | nothing: its owner is charged |
-//! | pinned host memory | nothing |
-//!
-//! Modules, local memory and workspaces of libraries have no call whose cost could be
-//! known before it: the node measures the whole process and writes the difference into its
-//! slot, where it counts like a charge ([`divvy_pages::account::NodeLine`]).
+//! Modules, local memory and library workspaces have no call whose cost is known in advance. The
+//! node measures the whole process and writes the difference into its slot, where it counts like a
+//! charge ([`divvy_pages::account::NodeLine`]). [`AllocationKind`] lists what each event is
+//! charged.
 
-use crate::ledger::{Ledger, Local};
-use crate::neighbours::Neighbours;
-use crate::place::{Place, Places};
+use crate::pages::SharePages;
+use crate::peers::PeerProcesses;
+use crate::process_state::{Device, LocalState, ProcessState};
 use crate::system::System;
 use crate::table::{Class, Entry};
 use core::mem::MaybeUninit;
+use divvy_pages::account::Slot;
 use divvy_pages::sync::Ordering::Relaxed;
-use divvy_pages::{Fault, Flags, Full, SEATS, Seat, charge, charge_fixed, force, uncharge};
+use divvy_pages::{Fault, Flags, MAX_PAGES, Refused, SlotRef, charge, charge_fixed, force_charge, uncharge};
 
-/// One device with a share, seen from this process.
-#[derive(Debug)]
-pub struct Device<'a, S: System> {
-    pub(crate) ledger: &'a Ledger<S>,
-    pub(crate) local: &'a Local,
-    pub(crate) places: &'a Places,
-    pub(crate) index: u32,
-}
-
-impl<S: System> Clone for Device<'_, S> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<S: System> Copy for Device<'_, S> {}
-
-/// What was allocated, with the key under which its free will name it.
+/// An allocation, with the key that its free call names.
+///
+/// | event | charge |
+/// |---|---|
+/// | linear, pitched memory | the size that the driver granted; the requested size before the call |
+/// | managed memory | its size, on whichever processor its pages are; not physical if overcommitted |
+/// | arrays and mipmaps | `cuArrayGetMemoryRequirements` if available, else the computed size |
+/// | a context | the policy's figure, until the node has measured the process |
+/// | pools, graphs | the bytes that the driver has reserved ([`crate::pools`]) |
+/// | handles of physical memory | their size while a reference or mapping exists ([`crate::vmm`]) |
+/// | imported and opened memory | nothing: its owner is charged |
+/// | pinned host memory | nothing |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// `cuMemAlloc`, `cuMemAllocPitch`: the pointer; and the context it was made in.
+pub enum AllocationKind {
+    /// `cuMemAlloc`, `cuMemAllocPitch`: the pointer, and the context that was current.
     Linear { pointer: u64, context: u64 },
     /// `cuMemAllocManaged`.
     Managed { pointer: u64, context: u64 },
-    /// Managed memory in place of what the program asked for.
-    StandIn { pointer: u64, context: u64 },
+    /// Managed memory that was allocated instead of the device memory that the program requested.
+    Substitute { pointer: u64, context: u64 },
     /// `cuArrayCreate`, `cuArray3DCreate`: the `CUarray`.
     Array { handle: u64, context: u64 },
     /// `cuMipmappedArrayCreate`.
     Mipmap { handle: u64, context: u64 },
     /// A context itself, primary or not.
     Context { handle: u64 },
-    /// `cuModuleLoad…`, `cuLibraryLoad…`, where a figure is known.
+    /// `cuModuleLoad…`, `cuLibraryLoad…`, if the size is known.
     Module { handle: u64, context: u64 },
 }
 
-/// The limit and the use of all pages of a device, at one moment.
+/// The sums of limit and usage over all pages of a device, at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Figures {
-    /// What the share may use, in bytes.
+pub struct MemoryUsage {
+    /// The share's limit, in bytes.
     pub limit: u64,
-    /// What its processes use.
+    /// The usage of all the share's processes, in bytes.
     pub used: u64,
-    /// The device's own memory, by the policy; 0: not said.
+    /// The device's physical memory in bytes, from the policy; 0 if the policy does not state it.
     pub physical: u64,
-    /// It may be more than the device has.
-    pub over_commits: bool,
+    /// The share may hold more memory than the device has.
+    pub overcommits: bool,
 }
 
-/// Bytes that are charged for a call which is being made. Dropped, they are given back.
+/// Bytes charged for a driver call in progress. Dropping it refunds them.
 #[derive(Debug)]
 #[must_use = "dropping it gives the bytes back"]
 pub struct Reservation<'a, S: System> {
     device: Device<'a, S>,
     bytes: u64,
-    /// It can move, wherever the share's other memory is.
+    /// The bytes are managed memory, which can migrate to the host.
     managed: bool,
 }
 
 impl<'a, S: System> Device<'a, S> {
-    /// Which of the container's devices with shares it is.
+    /// The device's index among the container's devices with shares.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// Charges `bytes` before the driver is asked for them. `Err`: `CUDA_ERROR_OUT_OF_MEMORY` is the
-    /// answer, and no output is touched.
+    /// Charges `bytes` before the driver allocates them.
+    ///
+    /// # Errors
+    /// [`Refused`] if they exceed the limit. The hook then returns `CUDA_ERROR_OUT_OF_MEMORY` and
+    /// leaves the outputs untouched.
     #[inline]
-    pub fn reserve(&self, bytes: u64) -> Result<Reservation<'a, S>, Full> {
+    pub fn reserve(&self, bytes: u64) -> Result<Reservation<'a, S>, Refused> {
         self.charge(bytes)?;
         Ok(Reservation { device: *self, bytes, managed: false })
     }
 
-    /// The same of managed memory: only the share's limit counts, not what it has of the device.
-    pub fn reserve_managed(&self, bytes: u64) -> Result<Reservation<'a, S>, Full> {
+    /// Charges managed memory. Only the share's limit applies, not its physical quota.
+    pub fn reserve_managed(&self, bytes: u64) -> Result<Reservation<'a, S>, Refused> {
         self.charge_managed(bytes)?;
         Ok(Reservation { device: *self, bytes, managed: true })
     }
 
-    /// Whether the share may hold more than it has of the device, as managed memory.
-    pub fn over_commits(&self) -> bool {
-        self.places.soft().is_some() && !self.lenient()
+    /// Returns true if the share may hold managed memory beyond its physical quota.
+    pub fn overcommits(&self) -> bool {
+        self.pages.physical_quota().is_some() && !self.is_unenforced()
     }
 
-    /// Charges a context before it is made, by the policy's figure.
-    pub fn reserve_context(&self) -> Result<Reservation<'a, S>, Full> {
-        self.reserve(self.places.places().map(Place::context).max().unwrap_or_default())
+    /// Charges the policy's figure for a context before the context is created.
+    pub fn reserve_context(&self) -> Result<Reservation<'a, S>, Refused> {
+        self.reserve(self.pages.shares().map(SharePages::context).max().unwrap_or_default())
     }
 
-    /// The limit and what is used of it now.
+    /// Returns the current limit and usage.
     #[inline]
-    pub fn figures(&self) -> Figures {
-        let mut figures = Figures { over_commits: self.over_commits(), ..Figures::default() };
-        for place in self.places.places() {
-            if let Some(seat) = self.seat(place) {
-                figures.limit = figures.limit.saturating_add(seat.limit);
-                figures.used = figures.used.saturating_add(seat.page.used());
-                figures.physical = figures.physical.max(place.physical());
+    pub fn memory_usage(&self) -> MemoryUsage {
+        let mut memory_usage = MemoryUsage { overcommits: self.overcommits(), ..MemoryUsage::default() };
+        for share in self.pages.shares() {
+            if let Some(slot) = self.slot_ref(share) {
+                memory_usage.limit = memory_usage.limit.saturating_add(slot.limit);
+                memory_usage.used = memory_usage.used.saturating_add(slot.page.used());
+                memory_usage.physical = memory_usage.physical.max(share.physical());
             }
         }
-        figures
+        memory_usage
     }
 
-    /// `cuMemGetInfo`: free and total, from the driver's own.
+    /// The free and total bytes for `cuMemGetInfo`, from the driver's values.
     #[inline]
     pub fn mem_info(&self, free: u64, total: u64) -> (u64, u64) {
-        let figures = self.figures();
-        (figures.free(free), figures.total(total))
+        let memory_usage = self.memory_usage();
+        (memory_usage.free(free), memory_usage.total(total))
     }
 
-    /// Any flag of any of the pages.
+    /// Returns true if any page has this flag.
     pub fn has(&self, flag: Flags) -> bool {
-        self.places.places().any(|place| place.flags().has(flag))
+        self.pages.shares().any(|share| share.flags().has(flag))
     }
 
-    pub(crate) fn neighbours(&self) -> Neighbours<'a, S> {
-        Neighbours::new(&self.ledger.system, self.local.me())
+    pub(crate) fn peer_processes(&self) -> PeerProcesses<'a, S> {
+        PeerProcesses::new(&self.process.system, self.local.identity())
     }
 
-    /// True where nothing is refused: the driver holds the limit by itself, or nobody does.
-    fn lenient(&self) -> bool {
-        let lenient = |place: &Place| {
-            let flags = place.flags();
+    /// Returns true if no allocation is refused: the driver enforces the limit itself, or the
+    /// policy only observes.
+    fn is_unenforced(&self) -> bool {
+        let lenient = |share: &SharePages| {
+            let flags = share.flags();
             flags.has(Flags::OBSERVE_ONLY) || flags.has(Flags::NATIVE_MEMORY)
         };
-        self.places.places().all(lenient)
+        self.pages.shares().all(lenient)
     }
 
-    /// The process's seat on a page whose policy and accounts are as the node last wrote them.
+    /// Returns the process's slot on a page, after applying the node's latest policy and
+    /// corrections.
     #[inline]
-    fn seat<'p>(&self, place: &'p Place) -> Option<Seat<'p>> {
-        let seat = self.places.seat(place)?;
-        place.heed(&seat, &self.ledger.system);
-        Some(seat)
+    fn slot_ref<'p>(&self, share: &'p SharePages) -> Option<SlotRef<'p>> {
+        let slot = self.pages.slot_ref(share)?;
+        share.apply_corrections(&slot, &self.process.system);
+        Some(slot)
     }
 
-    /// Calls with the seats on all pages, in their order.
+    /// Calls `run` with the process's slots on all pages, in page order.
     #[inline]
-    fn seated<R>(&self, run: impl FnOnce(&[Seat<'_>]) -> R) -> R {
-        let mut places = self.places.places();
-        let mut room = [const { MaybeUninit::uninit() }; SEATS];
-        let first = places.next().and_then(|place| self.seat(place));
+    fn with_slots<R>(&self, run: impl FnOnce(&[SlotRef<'_>]) -> R) -> R {
+        let mut pages = self.pages.shares();
+        let mut room = [const { MaybeUninit::uninit() }; MAX_PAGES];
+        let first = pages.next().and_then(|share| self.slot_ref(share));
         let only;
-        run(match (first, self.places.count.load(Relaxed)) {
-            (Some(seat), 1) => {
-                only = seat;
+        run(match (first, self.pages.count.load(Relaxed)) {
+            (Some(slot), 1) => {
+                only = slot;
                 core::slice::from_ref(&only)
             }
-            (first, _) => self.seats(first, &mut room),
+            (first, _) => self.collect_slots(first, &mut room),
         })
     }
 
-    /// Those of a device with several pages.
+    /// Collects the slots of a device with several pages.
     #[cold]
-    fn seats<'p>(
+    fn collect_slots<'p>(
         &'p self,
-        first: Option<Seat<'p>>,
-        room: &'p mut [MaybeUninit<Seat<'p>>; SEATS],
-    ) -> &'p [Seat<'p>] {
-        let rest = self.places.places().skip(1).filter_map(|place| self.seat(place));
+        first: Option<SlotRef<'p>>,
+        room: &'p mut [MaybeUninit<SlotRef<'p>>; MAX_PAGES],
+    ) -> &'p [SlotRef<'p>] {
+        let rest = self.pages.shares().skip(1).filter_map(|share| self.slot_ref(share));
         let mut count = 0;
-        for (room, seat) in room.iter_mut().zip(first.into_iter().chain(rest)) {
-            room.write(seat);
+        for (room, slot) in room.iter_mut().zip(first.into_iter().chain(rest)) {
+            room.write(slot);
             count += 1;
         }
-        // SAFETY: so many were written.
+        // SAFETY: the first `count` elements were initialised above.
         #[allow(unsafe_code)]
         unsafe {
             core::slice::from_raw_parts(room.as_ptr().cast(), count)
@@ -199,76 +187,96 @@ impl<'a, S: System> Device<'a, S> {
     }
 
     #[inline]
-    pub(crate) fn charge(&self, bytes: u64) -> Result<(), Full> {
-        self.seated(|seats| {
-            if self.lenient() {
-                force(seats, bytes);
+    pub(crate) fn charge(&self, bytes: u64) -> Result<(), Refused> {
+        self.with_slots(|slots| {
+            if self.is_unenforced() {
+                force_charge(slots, bytes);
                 return Ok(());
             }
-            match (seats, self.places.soft()) {
-                ([seat], Some(soft)) => charge_fixed(seat, soft, bytes, &self.neighbours()),
-                _ => charge(seats, bytes, &self.neighbours()),
+            match (slots, self.pages.physical_quota()) {
+                ([slot], Some(soft)) => charge_fixed(slot, soft, bytes, &self.peer_processes()),
+                _ => charge(slots, bytes, &self.peer_processes()),
             }
         })
     }
 
-    fn charge_managed(&self, bytes: u64) -> Result<(), Full> {
-        self.seated(|seats| {
-            if self.lenient() {
-                force(seats, bytes);
+    fn charge_managed(&self, bytes: u64) -> Result<(), Refused> {
+        self.with_slots(|slots| {
+            if self.is_unenforced() {
+                force_charge(slots, bytes);
                 return Ok(());
             }
-            charge(seats, bytes, &self.neighbours())
+            charge(slots, bytes, &self.peer_processes())
         })
     }
 
-    /// Charges what is there already, whatever the limit says.
+    /// Charges memory that is already allocated, regardless of the limit.
     pub(crate) fn force(&self, bytes: u64) {
-        self.seated(|seats| force(seats, bytes));
+        self.with_slots(|slots| force_charge(slots, bytes));
     }
 
     #[inline]
     pub(crate) fn uncharge(&self, bytes: u64) {
         if bytes > 0 {
-            self.seated(|seats| uncharge(seats, bytes));
+            self.with_slots(|slots| uncharge(slots, bytes));
         }
     }
 
-    /// Gives back what an entry was charged.
+    /// Refunds the charge of an entry.
     #[inline]
-    pub(crate) fn give_back(&self, entry: &Entry) {
-        self.note(entry, -1);
+    pub(crate) fn uncharge_entry(&self, entry: &Entry) {
+        self.report_bytes(entry, -1);
         self.uncharge(entry.bytes());
     }
 
-    /// Tells the node and the share's other processes which of the bytes are for contexts and which are managed memory.
-    /// Both are on the first page: they are told apart by the process, not by the page. What is managed is said once
-    /// it is charged, and taken back before that is ([`charge_fixed`]).
+    /// Reports to the node and to the share's other processes how many bytes are contexts and how
+    /// many are managed memory. Both are reported on the first page, because they are per process.
+    /// Managed bytes are reported after they are charged and withdrawn before they are refunded
+    /// ([`charge_fixed`]).
     #[inline]
-    fn note(&self, entry: &Entry, sign: i64) {
+    fn report_bytes(&self, entry: &Entry, sign: i64) {
         let bytes = entry.bytes() as i64 * sign;
         let (context, managed) = match entry.class() {
             Some(Class::Context) => (bytes, 0),
             _ if entry.is_managed() => (0, bytes),
             _ => return,
         };
-        self.tell(|slot| slot.note(context, managed));
+        self.update_slot(|slot| slot.add_memory_use(context, managed));
     }
 
-    fn insert(&self, entry: Entry) -> Result<(), Full> {
-        match self.local.table.insert(&self.ledger.system, entry) {
+    /// Updates the process's slot on the first page, which the node reads.
+    pub(crate) fn update_slot(&self, tell: impl FnOnce(&Slot)) {
+        let Some(slot) = self.pages.shares().next().and_then(SharePages::slot_ref) else { return };
+        if let Some(slot) = slot.page.slots().get(usize::from(slot.slot)) {
+            tell(slot);
+        }
+    }
+
+    fn insert(&self, entry: Entry) -> Result<(), Refused> {
+        match self.local.table.insert(&self.process.system, entry) {
             Ok(old) => {
-                self.note(&entry, 1);
-                // The driver gave an address that we believed in use: its free was not seen.
+                self.report_bytes(&entry, 1);
+                // The table still had this address, so its free was missed.
                 if let Some(old) = old {
-                    self.ledger.uncharge(self.local, &old);
+                    self.process.uncharge(self.local, &old);
                 }
                 Ok(())
             }
             Err(_) => {
-                self.ledger.fault(Fault::NoTable);
-                Err(Full)
+                self.process.count_fault(Fault::TableFull);
+                Err(Refused)
             }
+        }
+    }
+}
+
+impl<S: System> ProcessState<S> {
+    /// Refunds the charge of an entry.
+    #[inline]
+    pub(crate) fn uncharge(&self, local: &LocalState, entry: &Entry) {
+        let index = entry.device();
+        if let Some(pages) = local.devices.get(index as usize) {
+            Device { process: self, local, pages, index }.uncharge_entry(entry);
         }
     }
 }
@@ -278,45 +286,48 @@ impl<'a, S: System> Reservation<'a, S> {
         self.device
     }
 
-    /// The call succeeded and granted `bytes`. `Err`: they do not fit, or cannot be kept in mind: the
-    /// caller frees what it got and answers out of memory; everything is given back.
+    /// Records an allocation of `bytes` after the driver's call has succeeded.
+    ///
+    /// # Errors
+    /// [`Refused`] if `bytes` exceed the limit or the table is full. The charge is refunded. The
+    /// caller frees the memory and returns out of memory.
     #[inline]
-    pub fn keep(mut self, kind: Kind, bytes: u64) -> Result<(), Full> {
+    pub fn commit(mut self, kind: AllocationKind, bytes: u64) -> Result<(), Refused> {
         self.resize(bytes)?;
         let (class, key, context) = match kind {
-            Kind::Linear { pointer, context }
-            | Kind::Managed { pointer, context }
-            | Kind::StandIn { pointer, context } => (Class::Pointer, pointer, context),
-            Kind::Array { handle, context } => (Class::Array, handle, context),
-            Kind::Mipmap { handle, context } => (Class::Mipmap, handle, context),
-            Kind::Context { handle } => (Class::Context, handle, 0),
-            Kind::Module { handle, context } => (Class::Module, handle, context),
+            AllocationKind::Linear { pointer, context }
+            | AllocationKind::Managed { pointer, context }
+            | AllocationKind::Substitute { pointer, context } => (Class::Pointer, pointer, context),
+            AllocationKind::Array { handle, context } => (Class::Array, handle, context),
+            AllocationKind::Mipmap { handle, context } => (Class::Mipmap, handle, context),
+            AllocationKind::Context { handle } => (Class::Context, handle, 0),
+            AllocationKind::Module { handle, context } => (Class::Module, handle, context),
         };
-        let managed = matches!(kind, Kind::Managed { .. } | Kind::StandIn { .. });
-        let number = self.device.local.context(context);
-        if let Kind::StandIn { .. } = kind {
-            self.device.insert(Entry::new(Class::StandIn, key, self.device.index, 0, number))?;
+        let managed = matches!(kind, AllocationKind::Managed { .. } | AllocationKind::Substitute { .. });
+        let number = self.device.local.context_number(context);
+        if let AllocationKind::Substitute { .. } = kind {
+            self.device.insert(Entry::new(Class::Substitute, key, self.device.index, 0, number))?;
         }
         self.device.insert(Entry::new(class, key, self.device.index, bytes, number).managed(managed))?;
         self.bytes = 0;
         Ok(())
     }
 
-    /// [`Reservation::keep`] for what granted just what was asked for.
-    pub fn keep_all(self, kind: Kind) -> Result<(), Full> {
+    /// [`Reservation::commit`] for an allocation of exactly the requested size.
+    pub fn commit_all(self, kind: AllocationKind) -> Result<(), Refused> {
         let bytes = self.bytes;
-        self.keep(kind, bytes)
+        self.commit(kind, bytes)
     }
 
-    /// A context that a call answered with. A primary context is made once and retained many
-    /// times: if it is in the table already, the reservation is given back.
-    pub fn keep_context(self, handle: u64) -> Result<(), Full> {
-        let known = self.device.local.table.get(&self.device.ledger.system, Class::Context, handle);
-        if known.is_some() { Ok(()) } else { self.keep_all(Kind::Context { handle }) }
+    /// Records the context that a call returned. A primary context is created once and retained
+    /// many times: if the table already has it, the reservation is refunded.
+    pub fn commit_context(self, handle: u64) -> Result<(), Refused> {
+        let known = self.device.local.table.get(&self.device.process.system, Class::Context, handle);
+        if known.is_some() { Ok(()) } else { self.commit_all(AllocationKind::Context { handle }) }
     }
 
-    /// Makes it as large as the driver's grant.
-    pub(crate) fn resize(&mut self, bytes: u64) -> Result<(), Full> {
+    /// Changes the charge to the size that the driver granted.
+    pub(crate) fn resize(&mut self, bytes: u64) -> Result<(), Refused> {
         if let Some(more) = bytes.checked_sub(self.bytes).filter(|more| *more > 0) {
             if self.managed {
                 self.device.charge_managed(more)?;
@@ -334,8 +345,8 @@ impl<'a, S: System> Reservation<'a, S> {
         self.bytes
     }
 
-    /// Charged for good under an entry that somebody else keeps.
-    pub(crate) fn settled(mut self) {
+    /// Keeps the charge. The caller has recorded it in an entry of its own.
+    pub(crate) fn transfer(mut self) {
         self.bytes = 0;
     }
 }
@@ -346,19 +357,19 @@ impl<S: System> Drop for Reservation<'_, S> {
     }
 }
 
-impl Figures {
+impl MemoryUsage {
     /// The total that the share sees of a device with `total` bytes.
     pub fn total(&self, total: u64) -> u64 {
-        if self.over_commits { self.limit } else { self.limit.min(total) }
+        if self.overcommits { self.limit } else { self.limit.min(total) }
     }
 
-    /// What is free for the share on a device with `free` bytes free.
+    /// The free bytes that the share sees of a device with `free` bytes free.
     pub fn free(&self, free: u64) -> u64 {
         let left = self.limit.saturating_sub(self.used);
-        if self.over_commits { left } else { left.min(free) }
+        if self.overcommits { left } else { left.min(free) }
     }
 
-    /// What the share uses, never more than it sees in total.
+    /// The share's usage, capped at the total that it sees.
     pub fn used(&self, total: u64) -> u64 {
         self.used.min(self.total(total))
     }

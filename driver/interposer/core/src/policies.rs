@@ -1,79 +1,82 @@
-//! The policy pages of the container, as they were found at the first call.
+//! The container's policy pages, as found at the first call.
 //!
-//! A child of fork has them too, and needs not look again: it is in the same container, and the mappings are its own. So they
-//! are all that a process keeps outside of what the kernel zeroes in a child ([`crate::ledger`]), and a program that
-//! initialises CUDA and asks how large its GPU is needs nothing else.
-//!
-//! Threads that call at once each look, and the first to have looked says what there is; the others' mappings stay unused. If one
-//! looked for all, a child that is forked meanwhile would wait for a thread that it does not have.
+//! A forked child keeps the list: it is in the same container and has the same mappings. A program
+//! that only initialises CUDA and reads the GPU's size needs nothing else. Threads that call
+//! concurrently each scan for pages; the first result is kept, and the other mappings stay unused.
+//! If one thread scanned for all, a child forked during the scan would wait for a thread that it
+//! does not have.
 
-use crate::ledger::{Found, Names, names_of};
-use crate::neighbours::PATIENCE;
-use crate::place::soft;
-use crate::system::System;
+use crate::pages::{UuidMatch, match_uuids, physical_quota};
+use crate::peers::PEER_WAIT_TIMEOUT_NS;
+use crate::system::{MountedPolicy, System};
 use core::mem::MaybeUninit;
 use divvy_pages::sync::{AtomicPtr, AtomicU32, Ordering::*};
-use divvy_pages::{GpuUuid, Policy, PolicyPage, SEATS};
+use divvy_pages::{GpuUuid, MAX_PAGES, Policy, PolicyPage};
 
-/// The most pages in one container.
-const MOST: usize = 64;
+/// Maximum number of policy pages in one container.
+const MAX_PAGES_FOUND: usize = 64;
 
 const EMPTY: u32 = 0;
 const WRITING: u32 = 1;
 const READY: u32 = 2;
 
 #[derive(Debug)]
-pub(crate) struct Policies {
+pub(crate) struct PolicyList {
     state: AtomicU32,
     count: AtomicU32,
     refused: AtomicU32,
-    /// How many there was no room for.
-    left_out: AtomicU32,
-    pages: [AtomicPtr<PolicyPage>; MOST],
+    /// Number of pages that did not fit.
+    overflow: AtomicU32,
+    pages: [AtomicPtr<PolicyPage>; MAX_PAGES_FOUND],
 }
 
-impl Policies {
+impl PolicyList {
     pub(crate) const fn new() -> Self {
         Self {
             state: AtomicU32::new(EMPTY),
             count: AtomicU32::new(0),
             refused: AtomicU32::new(0),
-            left_out: AtomicU32::new(0),
-            pages: [const { AtomicPtr::new(core::ptr::null_mut()) }; MOST],
+            overflow: AtomicU32::new(0),
+            pages: [const { AtomicPtr::new(core::ptr::null_mut()) }; MAX_PAGES_FOUND],
         }
     }
 
-    /// What there is: looked for if this is the first call. `None` where that takes too long.
-    pub(crate) fn look(&self, system: &impl System) -> Option<&Self> {
+    /// Returns the list, and scans for pages at the first call. `None` if another thread's scan
+    /// takes too long.
+    pub(crate) fn get(&self, system: &impl System) -> Option<&Self> {
         if self.state.load(Acquire) != READY {
-            self.first(system)?;
+            self.scan(system)?;
         }
         Some(self)
     }
 
     #[cold]
-    fn first(&self, system: &impl System) -> Option<()> {
-        let mut list =
-            List { room: [const { MaybeUninit::uninit() }; MOST], count: 0, refused: 0, left_out: 0 };
+    fn scan(&self, system: &impl System) -> Option<()> {
+        let mut list = FoundPages {
+            pages: [const { MaybeUninit::uninit() }; MAX_PAGES_FOUND],
+            count: 0,
+            refused: 0,
+            overflow: 0,
+        };
         system.pages(|found| list.add(found));
         if self.state.compare_exchange(EMPTY, WRITING, AcqRel, Acquire).is_ok() {
-            for (page, found) in self.pages.iter().zip(list.room.iter().take(list.count)) {
-                // SAFETY: so many were written.
+            for (page, found) in self.pages.iter().zip(list.pages.iter().take(list.count)) {
+                // SAFETY: the first `count` elements were written by `add`.
                 #[allow(unsafe_code)]
                 page.store(unsafe { found.assume_init() }, Relaxed);
             }
             self.count.store(list.count as u32, Relaxed);
             self.refused.store(list.refused, Relaxed);
-            self.left_out.store(list.left_out, Relaxed);
+            self.overflow.store(list.overflow, Relaxed);
             self.state.store(READY, Release);
         }
         let mut start = None;
         while self.state.load(Acquire) != READY {
             let now = system.now();
-            if now.saturating_sub(*start.get_or_insert(now)) > PATIENCE {
+            if now.saturating_sub(*start.get_or_insert(now)) > PEER_WAIT_TIMEOUT_NS {
                 return None;
             }
-            system.nap(50_000);
+            system.sleep(50_000);
         }
         Some(())
     }
@@ -86,77 +89,83 @@ impl Policies {
         self.refused.load(Relaxed) != 0
     }
 
-    pub(crate) fn are_too_many(&self) -> bool {
-        self.left_out.load(Relaxed) != 0
+    pub(crate) fn overflowed(&self) -> bool {
+        self.overflow.load(Relaxed) != 0
     }
 
     pub(crate) fn pages(&self) -> impl Iterator<Item = &'static PolicyPage> {
         let found = self.pages.iter().take(self.count.load(Relaxed) as usize);
-        // SAFETY: `first` stores mappings that are never taken away.
+        // SAFETY: `scan` stores mappings that are never unmapped.
         #[allow(unsafe_code)]
         found.filter_map(|page| unsafe { page.load(Relaxed).as_ref() })
     }
 
-    /// What is seen of a device with these UUIDs, its own and its GPU's, and `total` bytes; `None`: no page names it. What
-    /// [`crate::device::Figures::total`] has of the process's seats, here without any.
+    /// The total memory that a program sees of the device with these UUIDs (its own and its GPU's),
+    /// from the driver's `total`. `None` if no page names it. Equals
+    /// [`crate::device::MemoryUsage::total`], but needs no slots.
     #[cold]
-    pub(crate) fn seen(&self, uuids: [GpuUuid; 2], total: u64) -> Option<u64> {
-        let mut sums = [Sum::default(); 2];
+    pub(crate) fn visible_total(&self, uuids: [GpuUuid; 2], total: u64) -> Option<u64> {
+        let mut sums = [LimitSum::default(); 2];
         for policy in self.pages().filter_map(|page| page.read().ok()).map(|(_, policy)| policy) {
-            match names_of((policy.gpu, policy.mig), uuids) {
-                Some(Names::Instance) => sums[0].add(&policy),
-                Some(Names::Gpu) => sums[1].add(&policy),
+            match match_uuids((policy.gpu, policy.mig), uuids) {
+                Some(UuidMatch::Instance) => sums[0].add(&policy),
+                Some(UuidMatch::Gpu) => sums[1].add(&policy),
                 None => {}
             }
         }
-        Some(sums.iter().find(|sum| sum.count > 0)?.seen(total))
+        Some(sums.iter().find(|sum| sum.count > 0)?.visible_total(total))
     }
 }
 
-/// What one thread has found.
-struct List {
-    room: [MaybeUninit<*mut PolicyPage>; MOST],
+/// The pages that one thread has found.
+struct FoundPages {
+    pages: [MaybeUninit<*mut PolicyPage>; MAX_PAGES_FOUND],
     count: usize,
     refused: u32,
-    left_out: u32,
+    overflow: u32,
 }
 
-impl List {
+impl FoundPages {
     #[cold]
-    fn add(&mut self, found: Found) {
-        match (found, self.room.get_mut(self.count)) {
-            (Found::Policy(page), Some(room)) => {
-                room.write(core::ptr::from_ref(page).cast_mut());
+    fn add(&mut self, found: MountedPolicy) {
+        match (found, self.pages.get_mut(self.count)) {
+            (MountedPolicy::Trusted(page), Some(pages)) => {
+                pages.write(core::ptr::from_ref(page).cast_mut());
                 self.count += 1;
             }
-            (Found::Policy(_), None) => self.left_out += 1,
-            (Found::Refused, _) => self.refused += 1,
+            (MountedPolicy::Trusted(_), None) => self.overflow += 1,
+            (MountedPolicy::Untrusted, _) => self.refused += 1,
         }
     }
 }
 
-/// The limits of some pages.
+/// The sum of limits of several pages.
 #[derive(Clone, Copy, Default)]
-struct Sum {
+struct LimitSum {
     count: usize,
     limits: u64,
-    /// What of them is the device's, where one is more than that.
-    soft: u64,
+    /// The part for memory that cannot migrate; equals `limits` without overcommit.
+    physical_quota: u64,
 }
 
-impl Sum {
+impl LimitSum {
     #[inline(always)]
     fn add(&mut self, policy: &Policy) {
-        if self.count < SEATS {
+        if self.count < MAX_PAGES {
             self.count += 1;
             self.limits = self.limits.saturating_add(policy.memory.limit);
-            self.soft = self.soft.saturating_add(soft(policy).unwrap_or(policy.memory.limit));
+            self.physical_quota =
+                self.physical_quota.saturating_add(physical_quota(policy).unwrap_or(policy.memory.limit));
         }
     }
 
-    /// More than the device has where one over-commits by itself.
+    /// Returns the visible total. Only a single overcommitting share sees more than the device has.
     #[inline(always)]
-    fn seen(&self, total: u64) -> u64 {
-        if self.count == 1 && self.soft < self.limits { self.limits } else { self.soft.min(total) }
+    fn visible_total(&self, total: u64) -> u64 {
+        if self.count == 1 && self.physical_quota < self.limits {
+            self.limits
+        } else {
+            self.physical_quota.min(total)
+        }
     }
 }

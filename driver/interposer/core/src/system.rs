@@ -1,47 +1,55 @@
-//! What the ledger needs of the operating system, so that tests can stand in for it.
+//! The operating system's interface, so that tests can replace it.
 
-use crate::ledger::Found;
 use divvy_pages::sync::AtomicU32;
-use divvy_pages::{AccountPage, Identity, Policy};
+use divvy_pages::{AccountPage, Identity, Policy, PolicyPage};
 
-/// The system around a process. All of it is called seldom, apart from [`System::nap`]
-/// while a process waits for another.
+/// A policy page that is mounted in the container.
+#[derive(Clone, Copy, Debug)]
+pub enum MountedPolicy {
+    Trusted(&'static PolicyPage),
+    /// Not trusted: not owned by root, not on a read-only mount, or not a valid page.
+    Untrusted,
+}
+
+/// The operating system. All methods are called rarely, except [`System::sleep`] while a process
+/// waits for another.
 pub trait System: Sync {
-    /// Who this process is ([`crate::alive`] reads the fields from `/proc/self/stat`).
-    /// `None` where that cannot be told: nothing can be charged then.
+    /// Identifies this process ([`crate::liveness`] parses `/proc/self/stat`). `None` if that is
+    /// not possible: then nothing can be charged.
     fn identity(&self) -> Option<Identity>;
 
-    /// True only with proof; see [`crate::alive::gone`], which is to decide.
-    fn gone(&self, me: &Identity, who: &Identity) -> bool;
+    /// Returns true only if `peer` is proven dead; see [`crate::liveness::gone`].
+    fn gone(&self, me: &Identity, peer: &Identity) -> bool;
 
     /// The monotonic clock, in nanoseconds.
     fn now(&self) -> u64;
 
-    /// Gives the processor away for about so many nanoseconds; 0: yields.
-    fn nap(&self, nanoseconds: u64);
+    /// Sleeps for about this many nanoseconds; 0 yields the processor.
+    fn sleep(&self, nanoseconds: u64);
 
-    /// Sleeps while `word` is `value`, until somebody wakes its waiters or [`System::now`] is `until`. May
-    /// come back earlier. The word may lie on a page that this process cannot write.
+    /// Sleeps while `word` equals `value`, until a wake or until [`System::now`] reaches `until`.
+    /// May return early. The word may be on a page that this process cannot write.
     fn wait(&self, word: &AtomicU32, value: u32, until: u64);
 
-    /// Wakes all who wait for that word to change, in this process and in others.
+    /// Wakes all waiters of the word, in this process and in others.
     fn wake(&self, word: &AtomicU32);
 
-    /// So many bytes of private memory, zeroed and aligned to 64 bytes, which a child of fork does
-    /// not have (`MADV_DONTFORK`), or finds zeroed where `wiped` (`MADV_WIPEONFORK`).
-    /// Null where there is none.
+    /// Maps `bytes` of private zeroed memory, aligned to 64 bytes. A forked child does not have it
+    /// (`MADV_DONTFORK`), or finds it zeroed if `wiped` (`MADV_WIPEONFORK`). Null on failure.
     fn map(&self, bytes: usize, wiped: bool) -> *mut u8;
 
-    /// Gives back what [`System::map`] gave.
+    /// Unmaps memory of [`System::map`].
     ///
     /// # Safety
-    /// `address` and `bytes` are of one call of [`System::map`], and nothing refers to them.
+    /// `address` and `bytes` come from one call of [`System::map`], and nothing refers to the
+    /// memory.
     #[allow(unsafe_code)]
     unsafe fn unmap(&self, address: *mut u8, bytes: usize);
 
-    /// Names every policy page that the container has mounted, in any order.
-    fn pages(&self, each: impl FnMut(Found));
+    /// Calls `each` with every policy page that is mounted in the container, in any order.
+    fn pages(&self, each: impl FnMut(MountedPolicy));
 
-    /// The account page of the share with that policy; `None` where it is not there, or not one to trust.
+    /// Returns the account page of the share with this policy. `None` if it is missing or not
+    /// trusted.
     fn account(&self, policy: &Policy) -> Option<&'static AccountPage>;
 }

@@ -1,146 +1,151 @@
-//! Physical memory by handle (`cuMemCreate` and what follows it).
+//! Physical memory by handle (`cuMemCreate` and the calls that use it).
 //!
-//! The memory lives as long as the program holds a reference to its handle *or* has it mapped:
-//! a program may release the handle right after mapping, and many do. So the memory is an
-//! object of its own, numbered by us, with one count of references and mappings together; a
-//! handle and a mapping each name an object. A handle's number may be used again by the driver
-//! as soon as it is released, when the object still lives in its mappings: hence the numbers.
-//!
-//! A reference that is taken is counted before the driver is asked for it, and one that is dropped after the driver has
-//! dropped it: another thread may export, map or retain the same memory at the same moment, and memory that
-//! anybody holds is charged. By the time that the driver has dropped a reference, the handle may already be that of
-//! other memory, which another thread has made: the numbers tell that too.
-//!
-//! Imported handles belong to their exporter and are not in the table. The exporter may be this very process, under a
-//! handle that tells nothing of where it is from, and what was exported lives as long as a descriptor of it does: so
-//! each export is one reference more, which goes only with the process. What the table does
-//! not know is let through.
+//! The memory exists while the program has a reference to its handle *or* a mapping. So it is an
+//! object with a number of its own and one count of references and mappings; handles and mappings
+//! name the object. The driver may reuse a released handle while the old object is still mapped. A
+//! reference is counted before the driver's call and dropped after the driver has dropped it,
+//! because other threads may export, map or retain the same memory meanwhile. Unknown handles are
+//! passed to the driver.
 
-use crate::device::{Device, Reservation};
-use crate::ledger::{Ledger, Local};
+use crate::device::Reservation;
+use crate::process_state::{Device, LocalState, ProcessState};
 use crate::system::System;
-use crate::table::{Class, Entry, NoRoom, Then};
+use crate::table::{Class, Entry, EntryAction, TableFull};
 use divvy_pages::sync::Ordering::Relaxed;
-use divvy_pages::{Fault, Full};
+use divvy_pages::{Fault, Refused};
 
 impl<S: System> Reservation<'_, S> {
-    /// `cuMemCreate` succeeded with this handle. `Err`: as for [`Reservation::keep`].
-    pub fn keep_handle(self, handle: u64) -> Result<(), Full> {
-        let Device { ledger, local, index, .. } = self.device();
-        let object = local.objects.fetch_add(1, Relaxed) + 1;
+    /// Records the handle after `cuMemCreate` has succeeded.
+    ///
+    /// # Errors
+    /// As [`Reservation::commit`].
+    pub fn commit_handle(self, handle: u64) -> Result<(), Refused> {
+        let Device { process, local, index, .. } = self.device();
+        let object = local.last_object.fetch_add(1, Relaxed) + 1;
         let entry = Entry::new(Class::Object, object, index, self.bytes(), 1);
-        let kept = local.table.insert(&ledger.system, entry);
-        if kept.and_then(|_| ledger.refer(local, handle, index, object)).is_err() {
-            local.table.remove(&ledger.system, Class::Object, object);
-            ledger.fault(Fault::NoTable);
-            return Err(Full);
+        let kept = local.table.insert(&process.system, entry);
+        if kept.and_then(|_| process.add_handle_reference(local, handle, index, object)).is_err() {
+            local.table.remove(&process.system, Class::Object, object);
+            process.count_fault(Fault::TableFull);
+            return Err(Refused);
         }
-        self.settled();
+        self.transfer();
         Ok(())
     }
 }
 
-/// One reference more to physical memory, counted before the driver is asked for what may hold the memory. Dropped, it stays
-/// as long as the process: too much at worst, never too little.
+/// A new reference to physical memory, counted before the driver's call. Dropping it keeps the
+/// reference until the process exits: the charge may be too high, never too low.
 #[derive(Debug)]
-pub struct Held<'a, S: System> {
-    ledger: &'a Ledger<S>,
-    local: &'a Local,
+pub struct PendingReference<'a, S: System> {
+    process: &'a ProcessState<S>,
+    local: &'a LocalState,
     device: u32,
     object: u64,
 }
 
-impl<S: System> Held<'_, S> {
-    /// The driver refused: nothing holds it.
-    pub fn refused(self) {
-        self.ledger.drop_reference(self.local, self.object, 1);
+impl<S: System> PendingReference<'_, S> {
+    /// Drops the reference after the driver has refused the call.
+    pub fn cancel(self) {
+        self.process.drop_reference(self.local, self.object, 1);
     }
 
-    /// It is that of a mapping of so many bytes at that address.
+    /// Assigns the reference to a mapping of `length` bytes at `address`.
     pub fn mapped(self, address: u64, length: u64) {
-        let Self { ledger, local, device, object } = self;
+        let Self { process, local, device, object } = self;
         let length = Entry::new(Class::Length, address, device, length, 0);
         let mapping = Entry::new(Class::Mapping, address, device, object, 0);
-        let known = local.table.insert(&ledger.system, length);
-        match known.and_then(|_| local.table.insert(&ledger.system, mapping)) {
+        let known = local.table.insert(&process.system, length);
+        match known.and_then(|_| local.table.insert(&process.system, mapping)) {
             Ok(None) => {}
-            Ok(Some(old)) => ledger.drop_reference(local, old.bytes(), 1),
-            Err(NoRoom) => ledger.fault(Fault::NoTable),
+            Ok(Some(old)) => process.drop_reference(local, old.bytes(), 1),
+            Err(TableFull) => process.count_fault(Fault::TableFull),
         }
     }
 
-    /// It is one that the program has by this handle.
+    /// Assigns the reference to the program's handle.
     pub fn retained(self, handle: u64) {
-        if self.ledger.refer(self.local, handle, self.device, self.object).is_err() {
-            self.ledger.fault(Fault::NoTable);
+        if self.process.add_handle_reference(self.local, handle, self.device, self.object).is_err() {
+            self.process.count_fault(Fault::TableFull);
         }
     }
 }
 
-/// A reference of the program that the driver is asked to drop. Dropped, it stays: the driver did not.
+/// A reference during the driver's release call. Dropping it keeps the reference: the driver
+/// refused.
 #[derive(Debug)]
 #[must_use = "dropping it keeps the reference"]
-pub struct Release<'a, S: System> {
-    ledger: &'a Ledger<S>,
-    local: &'a Local,
+pub struct PendingRelease<'a, S: System> {
+    process: &'a ProcessState<S>,
+    local: &'a LocalState,
     handle: u64,
     object: u64,
 }
 
-impl<S: System> Release<'_, S> {
-    /// The driver dropped the reference. If the handle is that of other memory by now, whoever made that has dropped all
-    /// references by the handle to this one.
-    pub fn released(self) {
+impl<S: System> PendingRelease<'_, S> {
+    /// Drops the reference after the driver's call has succeeded. If the handle now names other
+    /// memory, the thread that recorded that memory has already dropped this reference.
+    pub fn commit(self) {
         let mut is_it = false;
-        self.local.table.change(&self.ledger.system, Class::Handle, self.handle, |entry| {
+        self.local.table.change(&self.process.system, Class::Handle, self.handle, |entry| {
             is_it = entry.bytes() == self.object;
-            if is_it { entry.let_go(1) } else { Then::Keep }
+            if is_it { entry.decrement(1) } else { EntryAction::Keep }
         });
         if is_it {
-            self.ledger.drop_reference(self.local, self.object, 1);
+            self.process.drop_reference(self.local, self.object, 1);
         }
     }
 }
 
-impl<S: System> Ledger<S> {
-    /// Before a call by which something may hold the memory of a handle. `None`: not ours.
-    pub fn hold(&self, handle: u64) -> Option<Held<'_, S>> {
+impl<S: System> ProcessState<S> {
+    /// Adds a reference before a call that may keep the handle's memory. `None` if the handle is
+    /// unknown.
+    ///
+    /// An imported handle belongs to its exporter and is not in the table. The exporter may be this
+    /// process, with a handle that does not show its origin. Exported memory lives as long as a
+    /// file descriptor of it. So each export is a reference that only ends with the process.
+    pub fn add_reference(&self, handle: u64) -> Option<PendingReference<'_, S>> {
         let local = self.local()?;
-        self.held(local, local.table.get(&self.system, Class::Handle, handle)?)
+        self.add_object_reference(local, local.table.get(&self.system, Class::Handle, handle)?)
     }
 
-    /// Before a call by which something may hold the memory that is mapped at an address. `None`: not ours.
-    pub fn hold_at(&self, address: u64) -> Option<Held<'_, S>> {
+    /// Adds a reference before a call that may keep the memory mapped at an address. `None` if the
+    /// mapping is unknown.
+    pub fn add_reference_at(&self, address: u64) -> Option<PendingReference<'_, S>> {
         let local = self.local()?;
-        self.held(local, self.mapping_at(local, address)?)
+        self.add_object_reference(local, self.mapping_at(local, address)?)
     }
 
-    /// One reference more to the object that an entry names; `None` where there is none any more.
-    fn held<'a>(&'a self, local: &'a Local, entry: Entry) -> Option<Held<'a, S>> {
+    /// Adds a reference to the object that an entry names. `None` if the object no longer exists.
+    fn add_object_reference<'a>(
+        &'a self,
+        local: &'a LocalState,
+        entry: Entry,
+    ) -> Option<PendingReference<'a, S>> {
         let object = entry.bytes();
         let added = local.table.change(&self.system, Class::Object, object, |entry| {
-            entry.hold();
-            Then::Keep
+            entry.increment();
+            EntryAction::Keep
         });
-        added.map(|_| Held { ledger: self, local, device: entry.device(), object })
+        added.map(|_| PendingReference { process: self, local, device: entry.device(), object })
     }
 
-    /// Before `cuMemRelease`. `None`: not ours, let it through.
-    pub fn release(&self, handle: u64) -> Option<Release<'_, S>> {
+    /// Starts a release before `cuMemRelease`. `None` if the handle is unknown: the driver decides.
+    pub fn begin_release(&self, handle: u64) -> Option<PendingRelease<'_, S>> {
         let local = self.local()?;
         let object = local.table.get(&self.system, Class::Handle, handle)?.bytes();
-        Some(Release { ledger: self, local, handle, object })
+        Some(PendingRelease { process: self, local, handle, object })
     }
 
-    /// After `cuMemUnmap` of a range, which holds whole mappings. (The addresses stay reserved
-    /// by the program, so no other thread maps there before this.)
-    pub fn unmapped(&self, address: u64, length: u64) {
+    /// Removes mappings after `cuMemUnmap` of a range of whole mappings. The program still reserves
+    /// the addresses, so no other thread can map there before this call.
+    pub fn remove_mappings(&self, address: u64, length: u64) {
         let Some(local) = self.local() else { return };
         let end = address.saturating_add(length);
         let mut at = address;
         while at < end {
             let Some(entry) = local.table.remove(&self.system, Class::Mapping, at) else {
-                return self.unmapped_all(local, at, end);
+                return self.sweep_mappings(local, at, end);
             };
             let length = local.table.remove(&self.system, Class::Length, at).map_or(0, |entry| entry.bytes());
             self.drop_reference(local, entry.bytes(), 1);
@@ -148,9 +153,9 @@ impl<S: System> Ledger<S> {
         }
     }
 
-    /// A range that begins with memory that is not ours: every mapping in it, one by one.
+    /// Removes every mapping in a range that starts with unknown memory, one by one.
     #[cold]
-    fn unmapped_all(&self, local: &Local, start: u64, end: u64) {
+    fn sweep_mappings(&self, local: &LocalState, start: u64, end: u64) {
         let inside = |class, entry: &Entry| entry.class() == Some(class) && (start..end).contains(&entry.key);
         local.table.sweep(&self.system, |entry| inside(Class::Length, entry));
         loop {
@@ -169,8 +174,8 @@ impl<S: System> Ledger<S> {
         }
     }
 
-    /// The mapping that an address lies in: at its start, as a rule.
-    fn mapping_at(&self, local: &Local, address: u64) -> Option<Entry> {
+    /// Finds the mapping that contains an address, which is usually its start.
+    fn mapping_at(&self, local: &LocalState, address: u64) -> Option<Entry> {
         if let Some(entry) = local.table.get(&self.system, Class::Mapping, address) {
             return Some(entry);
         }
@@ -186,14 +191,20 @@ impl<S: System> Ledger<S> {
         local.table.get(&self.system, Class::Mapping, start?)
     }
 
-    /// One reference of the program more by a handle, which may have been that of other memory: its release was not
-    /// seen, or is being made.
-    fn refer(&self, local: &Local, handle: u64, device: u32, object: u64) -> Result<(), NoRoom> {
+    /// Adds a handle reference. If the handle still names other memory, its release was missed or
+    /// is in progress; the old references are dropped.
+    fn add_handle_reference(
+        &self,
+        local: &LocalState,
+        handle: u64,
+        device: u32,
+        object: u64,
+    ) -> Result<(), TableFull> {
         let entry = Entry::new(Class::Handle, handle, device, object, 1);
         let old = local.table.merge(&self.system, Class::Handle, entry, &|known| {
             let same = known.bytes() == object;
             if same {
-                known.hold();
+                known.increment();
             }
             same
         })?;
@@ -203,8 +214,8 @@ impl<S: System> Ledger<S> {
         Ok(())
     }
 
-    fn drop_reference(&self, local: &Local, object: u64, count: u64) {
-        let after = local.table.change(&self.system, Class::Object, object, |entry| entry.let_go(count));
+    fn drop_reference(&self, local: &LocalState, object: u64, count: u64) {
+        let after = local.table.change(&self.system, Class::Object, object, |entry| entry.decrement(count));
         if let Some(entry) = after.filter(|entry| entry.extra() == 0) {
             self.uncharge(local, &entry);
         }

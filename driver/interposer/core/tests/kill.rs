@@ -1,14 +1,15 @@
-//! Processes that charge two pages of one device as fast as they can and are killed at random: no total
-//! ever exceeds its limit, and in the end the whole limit is there, and not a byte more.
+//! Processes that charge two pages of one device at full speed and are killed at random. No total
+//! ever exceeds its limit, and at the end the whole limit is available and not a byte more.
 //!
-//! A program of its own, as it is its own children.
+//! It has its own `main`, because it starts itself as its child processes.
 
 #![allow(unsafe_code, reason = "mapped files, and the calls that the ledger leaves to its library")]
 
-use divvy_interposer_core::alive::{self, Signal, Stat};
+use divvy_interposer_core::liveness::{self, Signal, Stat};
 use divvy_interposer_core::table::Class;
 use divvy_interposer_core::{
-    AccountPage, Found, GpuUuid, Identity, Kind, Ledger, PolicyPage, Standing, System,
+    AccountPage, AllocationKind, DeviceAccess, GpuUuid, Identity, MountedPolicy, PolicyPage, ProcessState,
+    System,
 };
 use divvy_pages::sync::AtomicU32;
 use divvy_pages::{Compute, Flags, Memory, Policy, Text, account, policy};
@@ -32,23 +33,23 @@ impl System for Kernel {
         Some(Identity { pid: stat.pid, namespace, start: stat.start, image: stat.image })
     }
 
-    fn gone(&self, me: &Identity, who: &Identity) -> bool {
-        // SAFETY: signal 0 only asks.
-        let sent = unsafe { libc::kill(who.pid as i32, 0) };
+    fn gone(&self, me: &Identity, peer: &Identity) -> bool {
+        // SAFETY: signal 0 only tests for the process.
+        let sent = unsafe { libc::kill(peer.pid as i32, 0) };
         let missing = sent != 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ESRCH);
         let signal = if missing { Signal::NoSuchProcess } else { Signal::Exists };
-        let stat = read(format!("/proc/{}/stat", who.pid)).ok().and_then(|text| Stat::parse(&text));
-        alive::gone(me, who, signal, true, stat)
+        let stat = read(format!("/proc/{}/stat", peer.pid)).ok().and_then(|text| Stat::parse(&text));
+        liveness::gone(me, peer, signal, true, stat)
     }
 
     fn now(&self) -> u64 {
         let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: a place for the answer.
+        // SAFETY: the kernel writes the timespec.
         unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
         now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
     }
 
-    fn nap(&self, nanoseconds: u64) {
+    fn sleep(&self, nanoseconds: u64) {
         std::thread::sleep(Duration::from_nanos(nanoseconds));
     }
 
@@ -73,18 +74,20 @@ impl System for Kernel {
         unsafe { libc::munmap(address.cast(), bytes) };
     }
 
-    fn pages(&self, mut each: impl FnMut(Found)) {
+    fn pages(&self, mut each: impl FnMut(MountedPolicy)) {
         for index in 0..LIMITS.len() {
             let policy = mapped(&self.0.join(format!("policy{index}")), policy::SIZE);
-            // SAFETY: mapped for ever with this size.
-            each(Found::Policy(unsafe { PolicyPage::at(policy, policy::SIZE) }.expect("a policy page")));
+            // SAFETY: never unmapped, and of this size.
+            each(MountedPolicy::Trusted(
+                unsafe { PolicyPage::at(policy, policy::SIZE) }.expect("a policy page"),
+            ));
         }
     }
 
     fn account(&self, policy: &Policy) -> Option<&'static AccountPage> {
         let index = policy.share.as_str().strip_prefix("share")?;
         let account = mapped(&self.0.join(format!("account{index}")), account::SIZE);
-        // SAFETY: mapped for ever with this size.
+        // SAFETY: never unmapped, and of this size.
         unsafe { AccountPage::at(account, account::SIZE) }.ok()
     }
 }
@@ -92,7 +95,7 @@ impl System for Kernel {
 fn mapped(path: &Path, bytes: usize) -> *mut u8 {
     let file = File::options().read(true).write(true).open(path).expect("the page is there");
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping of a file that nobody shortens.
+    // SAFETY: a new mapping of a file that is never truncated.
     let address =
         unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, libc::MAP_SHARED, file.as_raw_fd(), 0) };
     assert_ne!(address, libc::MAP_FAILED);
@@ -125,17 +128,17 @@ fn random(seed: &mut u64, below: u64) -> u64 {
     (*seed >> 33) % below
 }
 
-/// Allocates and frees until it is killed, and aborts if it ever sees too much charged.
+/// Allocates and frees until it is killed, and aborts if a total exceeds its limit.
 fn tenant(folder: &str, seed: u64) -> ! {
-    let ledger = Ledger::new(Kernel(folder.into()));
+    let process = ProcessState::new(Kernel(folder.into()));
     let mut pages = Vec::new();
-    ledger.system().pages(|found| {
-        if let Found::Policy(page) = found {
+    process.system().pages(|found| {
+        if let MountedPolicy::Trusted(page) = found {
             let (_, policy) = page.read().expect("a policy");
-            pages.extend(ledger.system().account(&policy));
+            pages.extend(process.system().account(&policy));
         }
     });
-    let Standing::Share(device) = ledger.device(0, || Some([GPU; 2])) else { std::process::abort() };
+    let DeviceAccess::Share(device) = process.device(0, || Some([GPU; 2])) else { std::process::abort() };
     let mut seed = seed;
     let mut held = [false; 8];
     loop {
@@ -143,11 +146,11 @@ fn tenant(folder: &str, seed: u64) -> ! {
         let held = &mut held[pointer as usize];
         if *held {
             *held = false;
-            let Some(freeing) = ledger.freeing(Class::Pointer, pointer) else { std::process::abort() };
-            freeing.freed();
+            let Some(freeing) = process.begin_free(Class::Pointer, pointer) else { std::process::abort() };
+            freeing.commit();
         } else if let Ok(reserved) = device.reserve(1 + random(&mut seed, 3 << 20)) {
             *held = true;
-            if reserved.keep_all(Kind::Linear { pointer, context: 0 }).is_err() {
+            if reserved.commit_all(AllocationKind::Linear { pointer, context: 0 }).is_err() {
                 std::process::abort();
             }
         }
@@ -157,7 +160,7 @@ fn tenant(folder: &str, seed: u64) -> ! {
     }
 }
 
-/// Ends with the test whatever comes.
+/// Killed when dropped, also if the test fails.
 struct Tenant(Child);
 
 impl Drop for Tenant {
@@ -189,9 +192,9 @@ fn main() {
         std::thread::sleep(Duration::from_micros(random(&mut seed, 4000)));
         let index = random(&mut seed, 3) as usize;
         let ended = tenants[index].0.try_wait().expect("it is ours");
-        assert!(ended.is_none(), "round {round}: a tenant ended by itself: {ended:?}");
+        assert!(ended.is_none(), "round {round}: a process exited by itself: {ended:?}");
         tenants[index].0.kill().expect("it is ours");
-        // Every other one stays a zombie for a while.
+        // Every other process stays a zombie for a while.
         let dead = std::mem::replace(&mut tenants[index], spawn(10 + round));
         if round % 2 == 0 {
             std::thread::sleep(Duration::from_micros(random(&mut seed, 500)));
@@ -199,8 +202,8 @@ fn main() {
         drop(dead);
     }
     drop(tenants);
-    let ledger = Ledger::new(Kernel(folder.clone()));
-    let Standing::Share(device) = ledger.device(0, || Some([GPU; 2])) else { panic!("no share") };
+    let process = ProcessState::new(Kernel(folder.clone()));
+    let DeviceAccess::Share(device) = process.device(0, || Some([GPU; 2])) else { panic!("no share") };
     let start = Instant::now();
     let all = device.reserve(LIMITS.iter().sum()).expect("the dead hold nothing");
     let after = start.elapsed();

@@ -1,33 +1,33 @@
 //! Launches: the share's compute time.
 //!
-//! The most frequent of all calls. One word on the policy page says whether a launch has to be looked at: where it is
-//! zero, as in a share that is limited in memory only, a hook is a load, a comparison and a jump, and the driver is called
-//! with the registers and the stack of the program. Otherwise [`divvy_interposer_core::pace`] has the launch wait until
-//! the share may, and events are recorded round some launches.
-//!
-//! What is launched while a stream is captured does not run: it is let through, and nothing of ours is recorded there. A
-//! graph is charged when it is launched. Copies and the functions of the host are not charged.
+//! One word on the policy page says whether launches must be intercepted. If it is 0, as in a share
+//! with only a memory limit, a hook is a load, a comparison and a jump to the driver with the
+//! program's registers and stack. Otherwise [`divvy_interposer_core::throttle`] delays the launch
+//! and measures some launches with events. Launches on a captured stream do not run and are let
+//! through unmeasured; a graph is charged when it is launched. Copies and host functions are not
+//! charged.
 
+use super::call::{Call, CuResult, SUCCESS, by, hook, twins};
 use super::driver::{self, Handle};
-use super::{Answer, Call, SUCCESS, by, hook, twins};
-use crate::share::{self, LEDGER, Standing};
+use crate::share::{self, DeviceAccess, PROCESS};
 use core::ffi::{c_int, c_uint, c_void};
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use divvy_interposer_core::{Timer, Work};
 
-/// The word that is zero where a launch may go straight to the driver; null: not known, or there is none that says so.
-static WORD: AtomicPtr<u64> = AtomicPtr::new(ptr::null_mut());
+/// The word that is 0 while launches go straight to the driver. Null if unknown, or if no single
+/// word covers all pages.
+static LAUNCH_WORD: AtomicPtr<u64> = AtomicPtr::new(ptr::null_mut());
 /// The word of a process without a share.
-static NEVER: u64 = 0;
-/// Streams that are being captured, as far as this process has begun that by a function that is hooked.
+static NO_SHARE_WORD: u64 = 0;
+/// Number of streams under capture, as begun by hooked functions.
 static CAPTURES: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether this launch may go straight to the driver.
+/// Returns true if this launch may go straight to the driver.
 #[inline]
-fn is_free() -> bool {
-    // SAFETY: the word of a page that is mapped for ever, or ours.
-    unsafe { WORD.load(Ordering::Relaxed).as_ref() }.is_some_and(|word| {
+fn is_unthrottled() -> bool {
+    // SAFETY: a word of a page that is never unmapped, or `NEVER`.
+    unsafe { LAUNCH_WORD.load(Ordering::Relaxed).as_ref() }.is_some_and(|word| {
         // SAFETY: aligned; the node writes it.
         unsafe { ptr::from_ref(word).read_volatile() == 0 }
     })
@@ -35,83 +35,84 @@ fn is_free() -> bool {
 
 #[cold]
 fn find_word() {
-    if let Some(word) = LEDGER.at_launch() {
-        WORD.store(word.unwrap_or(&raw const NEVER).cast_mut(), Ordering::Relaxed);
+    if let Some(word) = PROCESS.launch_word() {
+        LAUNCH_WORD.store(word.unwrap_or(&raw const NO_SHARE_WORD).cast_mut(), Ordering::Relaxed);
     }
 }
 
-/// Launches by `call` on a stream when the share's time has come. One function for all of them: a copy of it in each
-/// hook would be a tenth of this library. Hooks move their arguments into `call`: by reference each would be stored
-/// and looked for once more, a third of what all of this costs.
+/// Runs a launch on a stream when the share has compute time. One function serves all hooks: a copy
+/// in each would be a tenth of this library. Hooks move their arguments into `call`: capture by
+/// reference would store and reload each, a third of the whole cost.
 #[inline(never)]
-pub(super) fn paced(work: Work, stream: Handle, call: Call<'_>) -> Answer {
-    if WORD.load(Ordering::Relaxed).is_null() {
+pub(super) fn throttled(work: Work, stream: Handle, call: Call<'_>) -> CuResult {
+    if LAUNCH_WORD.load(Ordering::Relaxed).is_null() {
         find_word();
     }
-    if is_free() || CAPTURES.load(Ordering::Relaxed) > 0 && driver::capture(stream) != Some(false) {
+    if is_unthrottled() || CAPTURES.load(Ordering::Relaxed) > 0 && driver::capture(stream) != Some(false) {
         return call.call();
     }
     let only = driver::only_device();
     let ordinal = only.or_else(driver::current_device);
-    let device = match ordinal.and_then(|ordinal| LEDGER.known(ordinal)) {
+    let device = match ordinal.and_then(|ordinal| PROCESS.known_device(ordinal)) {
         Some(device) => device,
-        None => match ordinal.map_or(Standing::Free, share::of_cuda) {
-            Standing::Share(device) => device,
-            // Without memory there is nothing to launch; the driver says so.
-            Standing::Free | Standing::Closed => return call.call(),
+        None => match ordinal.map_or(DeviceAccess::Unmanaged, share::for_ordinal) {
+            DeviceAccess::Share(device) => device,
+            // Without memory there is nothing to launch; the driver returns an error.
+            DeviceAccess::Unmanaged | DeviceAccess::Denied => return call.call(),
         },
     };
     device.launch(work, &Events(stream), only.is_some(), || call.call())
 }
 
-/// The program has waited for the device if `answer` says so, or has heard that it is done.
-pub(super) fn waited(answer: Answer) -> Answer {
-    let is_paced = !WORD.load(Ordering::Relaxed).is_null() && !is_free();
+/// Collects measurements after the program has synchronised or polled successfully.
+pub(super) fn after_wait(answer: CuResult) -> CuResult {
+    let is_paced = !LAUNCH_WORD.load(Ordering::Relaxed).is_null() && !is_unthrottled();
     if answer == SUCCESS && is_paced && CAPTURES.load(Ordering::Relaxed) == 0 {
-        look();
+        collect();
     }
     answer
 }
 
 #[cold]
-fn look() {
+fn collect() {
     let ordinal = driver::only_device().or_else(driver::current_device);
-    if let Some(device) = ordinal.and_then(|ordinal| LEDGER.known(ordinal)) {
-        device.has_waited(&Events(ptr::null_mut()));
+    if let Some(device) = ordinal.and_then(|ordinal| PROCESS.known_device(ordinal)) {
+        device.collect_measurements(&Events(ptr::null_mut()));
     }
 }
 
-/// Whether a launch that is paced may go straight to the driver all the same. Then it is charged.
+/// Charges a throttled launch and returns true if it may go straight to the driver.
 #[inline]
-fn goes(work: Work) -> bool {
-    CAPTURES.load(Ordering::Relaxed) == 0 && LEDGER.goes(work)
+fn try_fast(work: Work) -> bool {
+    CAPTURES.load(Ordering::Relaxed) == 0 && PROCESS.try_fast_launch(work)
 }
 
-/// [`goes`] by the arguments of a launch that names its grid.
-extern "C" fn kernel_goes(function: Handle, x: c_uint, y: c_uint, z: c_uint) -> bool {
-    goes(kernel(function, [x, y, z]))
+/// [`try_fast`] for launches that pass their grid.
+extern "C" fn kernel_fast(function: Handle, x: c_uint, y: c_uint, z: c_uint) -> bool {
+    try_fast(kernel(function, [x, y, z]))
 }
 
-/// [`goes`] by those of one that points to it.
+/// [`try_fast`] for launches that pass a configuration.
 ///
 /// # Safety
-/// `configuration` is null or points to one.
-unsafe extern "C" fn configured_goes(configuration: *const c_void, function: Handle) -> bool {
-    // SAFETY: as the caller says.
-    goes(unsafe { configured(function, configuration) }.0)
+/// `configuration` is null or points to a configuration.
+unsafe extern "C" fn configured_fast(configuration: *const c_void, function: Handle) -> bool {
+    // SAFETY: guaranteed by the caller.
+    try_fast(unsafe { configured(function, configuration) }.0)
 }
 
-/// Of what is launched too rarely to be worth a look of its own.
+/// For functions that are called too rarely for a fast path.
 #[unsafe(naked)]
-extern "C" fn never_goes() -> bool {
-    answer!(0)
+extern "C" fn never_fast() -> bool {
+    constant_body!(0)
 }
 
 /// Events on one stream.
 struct Events(Handle);
 
-/// While a stream is captured, some calls of any thread end the capture, unless the thread says that it knows.
-fn unseen<T>(call: impl FnOnce() -> T) -> T {
+/// Runs `call` in relaxed capture mode. While a stream is captured, some calls of any thread would
+/// otherwise invalidate the capture.
+fn in_relaxed_mode<T>(call: impl FnOnce() -> T) -> T {
     if CAPTURES.load(Ordering::Relaxed) == 0 {
         return call();
     }
@@ -128,42 +129,50 @@ impl Timer for Events {
     }
 
     fn create(&self) -> u64 {
-        unseen(driver::create_event) as u64
+        in_relaxed_mode(driver::create_event) as u64
     }
 
     fn destroy(&self, event: u64) {
-        unseen(|| driver::destroy_event(event as usize as Handle));
+        in_relaxed_mode(|| driver::destroy_event(event as usize as Handle));
     }
 
     fn record(&self, event: u64) -> bool {
-        unseen(|| driver::capture(self.0) == Some(false) && driver::record(event as usize as Handle, self.0))
+        in_relaxed_mode(|| {
+            driver::capture(self.0) == Some(false) && driver::record(event as usize as Handle, self.0)
+        })
     }
 
     fn is_done(&self, event: u64) -> Option<bool> {
-        unseen(|| driver::is_done(event as usize as Handle))
+        in_relaxed_mode(|| driver::is_done(event as usize as Handle))
     }
 
     fn elapsed(&self, from: u64, to: u64) -> Option<i64> {
-        unseen(|| driver::elapsed(from as usize as Handle, to as usize as Handle))
+        in_relaxed_mode(|| driver::elapsed(from as usize as Handle, to as usize as Handle))
     }
 }
 
-/// Defines the hook of a launch: as [`hook`], but its first look is at the word, in a few instructions that leave
-/// everything as it is. Where that is not zero, `$goes` is asked, which is given the same arguments, and the driver is
-/// still called by a jump: to hand on eleven arguments costs more than to charge the launch.
+/// Defines the hook of a launch: like [`hook`], but it first tests the word, in a few instructions
+/// that preserve all state. If the word is nonzero, `$goes` is called with the same arguments. If
+/// that returns true, the driver is still called by a jump: passing on eleven arguments costs more
+/// than charging.
 macro_rules! launch {
-    ($(#[$meta:meta])* $goes:ident $name:ident($($argument:ident: $kind:ty),* $(,)?) |$real:ident| $body:block) => {
+    (
+        $(#[$meta:meta])* $goes:ident $name:ident($($argument:ident: $kind:ty),* $(,)?)
+        |$real:ident| $body:block
+    ) => {
         mod $name {
-            use super::*;
+            use crate::cuda::launch::*;
 
-            /// Looked at.
-            pub(super) unsafe extern "C" fn slow($($argument: $kind),*) -> Answer {
-                let Some(address) = crate::genuine::function(crate::table::index::$name) else {
-                    return crate::cuda::MISSING;
+            /// The slow path.
+            pub(super) unsafe extern "C" fn slow($($argument: $kind),*) -> CuResult {
+                let Some(address) = crate::real_symbols::function(crate::symbol_table::index::$name) else {
+                    return crate::cuda::call::MISSING;
                 };
-                // SAFETY: the driver's function of that very name, whose signature this is.
-                let function = unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> Answer>(address) };
-                // SAFETY: called with the arguments of our caller.
+                // SAFETY: the driver's function of that name, with this signature.
+                let function = unsafe {
+                    core::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> CuResult>(address)
+                };
+                // SAFETY: called with the caller's arguments.
                 let $real = |$($argument: $kind),*| unsafe { function($($argument),*) };
                 $body
             }
@@ -172,7 +181,7 @@ macro_rules! launch {
         $(#[$meta])*
         ///
         /// # Safety
-        /// What `cuda.h` asks of the function of this name.
+        /// As required by `cuda.h` for this function.
         #[cfg_attr(panic = "abort", unsafe(no_mangle))]
         #[unsafe(naked)]
         pub(crate) unsafe extern "C" fn $name() {
@@ -187,7 +196,8 @@ macro_rules! launch {
                 "test rax, rax",
                 "je {slow}",
                 "jmp rax",
-                // The arguments that are in registers; with the return address and one more the stack is aligned.
+                // Save the argument registers. With the return address and one more the stack is
+                // aligned.
                 "3: push rdi",
                 "push rsi",
                 "push rdx",
@@ -206,8 +216,8 @@ macro_rules! launch {
                 "pop rdi",
                 "jne 2b",
                 "jmp {slow}",
-                word = sym WORD, functions = sym crate::genuine::FUNCTIONS,
-                at = const crate::table::index::$name * 8, slow = sym $name::slow, goes = sym $goes,
+                word = sym LAUNCH_WORD, functions = sym crate::real_symbols::FUNCTIONS,
+                at = const crate::symbol_table::index::$name * 8, slow = sym $name::slow, goes = sym $goes,
             );
             #[cfg(target_arch = "aarch64")]
             core::arch::naked_asm!(
@@ -220,7 +230,7 @@ macro_rules! launch {
                 "ldr x16, [x16, :lo12:{functions} + {at}]",
                 "cbz x16, 1f",
                 "br x16",
-                // The arguments that are in registers, and where to return to.
+                // Save the argument registers and the return address.
                 "3: stp x0, x1, [sp, #-80]!",
                 "stp x2, x3, [sp, #16]",
                 "stp x4, x5, [sp, #32]",
@@ -235,8 +245,8 @@ macro_rules! launch {
                 "ldp x0, x1, [sp], #80",
                 "tbnz w16, #0, 2b",
                 "1: b {slow}",
-                word = sym WORD, functions = sym crate::genuine::FUNCTIONS,
-                at = const crate::table::index::$name * 8, slow = sym $name::slow, goes = sym $goes,
+                word = sym LAUNCH_WORD, functions = sym crate::real_symbols::FUNCTIONS,
+                at = const crate::symbol_table::index::$name * 8, slow = sym $name::slow, goes = sym $goes,
             );
         }
     };
@@ -248,7 +258,7 @@ fn kernel(function: Handle, grid: [c_uint; 3]) -> Work {
     Work { function: function as u64, blocks }
 }
 
-/// `CUlaunchConfig`, as far as it is looked at.
+/// The first fields of `CUlaunchConfig`.
 #[repr(C)]
 struct Configuration {
     grid: [c_uint; 3],
@@ -260,9 +270,9 @@ struct Configuration {
 const _: () = assert!(core::mem::offset_of!(Configuration, stream) == 32);
 
 /// # Safety
-/// `configuration` is null or points to one.
+/// `configuration` is null or points to a configuration.
 unsafe fn configured(function: Handle, configuration: *const c_void) -> (Work, Handle) {
-    // SAFETY: as the caller says. The driver refuses none.
+    // SAFETY: guaranteed by the caller. The driver refuses null.
     match unsafe { configuration.cast::<Configuration>().as_ref() } {
         Some(configuration) => (kernel(function, configuration.grid), configuration.stream),
         None => (kernel(function, [0; 3]), ptr::null_mut()),
@@ -271,57 +281,67 @@ unsafe fn configured(function: Handle, configuration: *const c_void) -> (Work, H
 
 launch! {
     /// Since CUDA 4.0.
-    kernel_goes cuLaunchKernel(
-        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+    kernel_fast cuLaunchKernel(
+        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
+        block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, by(&move || {
-            real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
+        throttled(kernel(function, [grid_x, grid_y, grid_z]), stream, by(&move || {
+            real(
+                function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters,
+                extra,
+            )
         }))
     }
 }
 
 launch! {
     /// On the per-thread default stream.
-    kernel_goes cuLaunchKernel_ptsz(
-        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+    kernel_fast cuLaunchKernel_ptsz(
+        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
+        block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), by(&move || {
-            real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
+        throttled(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), by(&move || {
+            real(
+                function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters,
+                extra,
+            )
         }))
     }
 }
 
 launch! {
     /// Since CUDA 11.6.
-    configured_goes cuLaunchKernelEx(
+    configured_fast cuLaunchKernelEx(
         configuration: *const c_void, function: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        // SAFETY: `cuda.h` asks for one.
+        // SAFETY: required by `cuda.h`.
         let (work, stream) = unsafe { configured(function, configuration) };
-        paced(work, stream, by(&move || real(configuration, function, parameters, extra)))
+        throttled(work, stream, by(&move || real(configuration, function, parameters, extra)))
     }
 }
 
 launch! {
     /// On the per-thread default stream.
-    configured_goes cuLaunchKernelEx_ptsz(
+    configured_fast cuLaunchKernelEx_ptsz(
         configuration: *const c_void, function: Handle, parameters: *mut *mut c_void, extra: *mut *mut c_void,
     ) |real| {
-        // SAFETY: `cuda.h` asks for one.
+        // SAFETY: required by `cuda.h`.
         let (work, stream) = unsafe { configured(function, configuration) };
-        paced(work, driver::per_thread(stream), by(&move || real(configuration, function, parameters, extra)))
+        let on = driver::per_thread(stream);
+        throttled(work, on, by(&move || real(configuration, function, parameters, extra)))
     }
 }
 
 launch! {
     /// Since CUDA 9.0.
-    kernel_goes cuLaunchCooperativeKernel(
-        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+    kernel_fast cuLaunchCooperativeKernel(
+        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
+        block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), stream, by(&move || {
+        throttled(kernel(function, [grid_x, grid_y, grid_z]), stream, by(&move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
         }))
     }
@@ -329,70 +349,71 @@ launch! {
 
 launch! {
     /// On the per-thread default stream.
-    kernel_goes cuLaunchCooperativeKernel_ptsz(
-        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+    kernel_fast cuLaunchCooperativeKernel_ptsz(
+        function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
+        block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, parameters: *mut *mut c_void,
     ) |real| {
-        paced(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), by(&move || {
+        throttled(kernel(function, [grid_x, grid_y, grid_z]), driver::per_thread(stream), by(&move || {
             real(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters)
         }))
     }
 }
 
 launch! {
-    /// Of CUDA 9.0, several devices at once: charged to the current one, and never measured.
-    never_goes cuLaunchCooperativeKernelMultiDevice(list: *mut Handle, count: c_uint, flags: c_uint) |real| {
-        // SAFETY: the first word of each entry is its function; without entries the driver refuses.
+    /// CUDA 9.0, several devices at once: charged to the current device, and never measured.
+    never_fast cuLaunchCooperativeKernelMultiDevice(list: *mut Handle, count: c_uint, flags: c_uint) |real| {
+        // SAFETY: the first word of each entry is its function; the driver refuses an empty list.
         let first = if list.is_null() || count == 0 { ptr::null_mut() } else { unsafe { *list } };
-        paced(kernel(first, [count, 1, 1]), ptr::null_mut(), by(&move || real(list, count, flags)))
+        throttled(kernel(first, [count, 1, 1]), ptr::null_mut(), by(&move || real(list, count, flags)))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
-    never_goes cuLaunch(function: Handle) |real| {
-        paced(kernel(function, [1; 3]), ptr::null_mut(), by(&move || real(function)))
+    never_fast cuLaunch(function: Handle) |real| {
+        throttled(kernel(function, [1; 3]), ptr::null_mut(), by(&move || real(function)))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
-    never_goes cuLaunchGrid(function: Handle, width: c_int, height: c_int) |real| {
-        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), ptr::null_mut(), by(&move || {
-            real(function, width, height)
-        }))
+    never_fast cuLaunchGrid(function: Handle, width: c_int, height: c_int) |real| {
+        let work = kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]);
+        throttled(work, ptr::null_mut(), by(&move || real(function, width, height)))
     }
 }
 
 launch! {
     /// Before CUDA 4.0.
-    never_goes cuLaunchGridAsync(function: Handle, width: c_int, height: c_int, stream: Handle) |real| {
-        paced(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, by(&move || {
+    never_fast cuLaunchGridAsync(function: Handle, width: c_int, height: c_int, stream: Handle) |real| {
+        throttled(kernel(function, [width.unsigned_abs(), height.unsigned_abs(), 1]), stream, by(&move || {
             real(function, width, height, stream)
         }))
     }
 }
 
-/// A capture has begun if `answer` says so.
-fn begun(answer: Answer) -> Answer {
+/// Counts a capture if it has begun.
+fn capture_begun(answer: CuResult) -> CuResult {
     if answer == SUCCESS {
         CAPTURES.fetch_add(1, Ordering::Relaxed);
     }
     answer
 }
 
-/// A capture has ended, well or not. A stream that is destroyed meanwhile leaves one too many, which costs a question.
-fn ended(answer: Answer) -> Answer {
+/// Counts the end of a capture, successful or not. If a stream is destroyed during a capture, the
+/// count stays one too high, which costs one driver call per launch.
+fn capture_ended(answer: CuResult) -> CuResult {
     let _ = CAPTURES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| count.checked_sub(1));
     answer
 }
 
 twins! {
     begin(stream: Handle) of 1 |real| {
-        begun(real(stream))
+        capture_begun(real(stream))
     }
 
-    /// Of CUDA 10.0.
+    /// CUDA 10.0.
     cuStreamBeginCapture;
     /// On the per-thread default stream.
     cuStreamBeginCapture_ptsz;
@@ -400,7 +421,7 @@ twins! {
 
 twins! {
     begin_as(stream: Handle, mode: c_int) of 2 |real| {
-        begun(real(stream, mode))
+        capture_begun(real(stream, mode))
     }
 
     /// Since CUDA 10.1.
@@ -414,7 +435,7 @@ hook! {
     cuStreamBeginCaptureToGraph(
         stream: Handle, graph: Handle, after: *const Handle, data: *const c_void, count: usize, mode: c_int,
     ) |real| {
-        begun(real(stream, graph, after, data, count, mode))
+        capture_begun(real(stream, graph, after, data, count, mode))
     }
 }
 
@@ -423,13 +444,13 @@ hook! {
     cuStreamBeginCaptureToGraph_ptsz(
         stream: Handle, graph: Handle, after: *const Handle, data: *const c_void, count: usize, mode: c_int,
     ) |real| {
-        begun(real(stream, graph, after, data, count, mode))
+        capture_begun(real(stream, graph, after, data, count, mode))
     }
 }
 
 twins! {
     end(stream: Handle, graph: *mut Handle) of 2 |real| {
-        ended(real(stream, graph))
+        capture_ended(real(stream, graph))
     }
 
     /// Since CUDA 10.0.

@@ -1,19 +1,14 @@
-//! Linear memory: `cuMemAlloc` and its like, and what frees it.
+//! Linear memory: the `cuMemAlloc` family and its free functions.
 
+use super::allocate::{allocate, allocate_charged, free_linear, reserve_managed};
+use super::call::{CuResult, SUCCESS, by, hook};
 use super::driver::{self, Handle};
-use super::{Answer, SUCCESS, allocate, allocate_in, by, hook, managed_room, overcommit, real};
+use super::overcommit;
 use core::ffi::c_uint;
-use divvy_interposer_core::Kind;
+use divvy_interposer_core::AllocationKind;
 
-pub(super) fn free_again(pointer: u64) {
-    if let Some(free) = real!(cuMemFree_v2(u64)) {
-        // SAFETY: what the driver has just allocated, and nobody else knows.
-        unsafe { free(pointer) };
-    }
-}
-
-/// `call` in terms of its answer and what it wrote.
-fn made<T>(answer: Answer, made: T) -> Result<T, Answer> {
+/// Combines a result code and an output.
+fn made<T>(answer: CuResult, made: T) -> Result<T, CuResult> {
     if answer == SUCCESS { Ok(made) } else { Err(answer) }
 }
 
@@ -28,12 +23,14 @@ hook! {
             driver::current(),
             bytes as u64,
             || made(real(&raw mut pointer, bytes), ()).map(|()| pointer),
-            |reservation, pointer, context| reservation.keep_all(Kind::Linear { pointer, context }),
-            // SAFETY: the program's place for the pointer.
+            |reservation, pointer, context| {
+                reservation.commit_all(AllocationKind::Linear { pointer, context })
+            },
+            // SAFETY: the program's output for the pointer.
             |pointer| unsafe { *out = pointer },
-            free_again,
+            free_linear,
         );
-        match overcommit::instead_of(answer, || overcommit::instead(bytes as u64)) {
+        match overcommit::or_substitute(answer, || overcommit::substitute(bytes as u64)) {
             Some(pointer) => {
                 // SAFETY: as above.
                 unsafe { *out = pointer };
@@ -45,7 +42,7 @@ hook! {
 }
 
 hook! {
-    /// With 32 bits for a pointer.
+    /// With 32-bit pointers.
     cuMemAlloc(out: *mut c_uint, bytes: c_uint) |real| {
         if out.is_null() {
             return real(out, bytes);
@@ -55,17 +52,21 @@ hook! {
             driver::current(),
             bytes.into(),
             || made(real(&raw mut pointer, bytes), ()).map(|()| pointer),
-            |reservation, pointer, context| reservation.keep_all(Kind::Linear { pointer: pointer.into(), context }),
-            // SAFETY: the program's place for the pointer.
+            |reservation, pointer, context| {
+                reservation.commit_all(AllocationKind::Linear { pointer: pointer.into(), context })
+            },
+            // SAFETY: the program's output for the pointer.
             |pointer| unsafe { *out = pointer },
-            |pointer| free_again(pointer.into()),
+            |pointer| free_linear(pointer.into()),
         )
     }
 }
 
 hook! {
-    /// Since CUDA 3.2. The driver decides the pitch, so what is asked for first is the least that it can be.
-    cuMemAllocPitch_v2(out: *mut u64, pitch: *mut usize, width: usize, height: usize, element: c_uint) |real| {
+    /// Since CUDA 3.2. The driver chooses the pitch, so the minimum size is charged first.
+    cuMemAllocPitch_v2(
+        out: *mut u64, pitch: *mut usize, width: usize, height: usize, element: c_uint,
+    ) |real| {
         if out.is_null() || pitch.is_null() {
             return real(out, pitch, width, height, element);
         }
@@ -73,15 +74,19 @@ hook! {
         let answer = allocate(
             driver::current(),
             (width as u64).saturating_mul(height as u64),
-            || made(real(&raw mut pointer, &raw mut row, width, height, element), ()).map(|()| (pointer, row)),
-            |reservation, (pointer, row), context| {
-                reservation.keep(Kind::Linear { pointer, context }, (row as u64).saturating_mul(height as u64))
+            || {
+                let answer = real(&raw mut pointer, &raw mut row, width, height, element);
+                made(answer, ()).map(|()| (pointer, row))
             },
-            // SAFETY: the program's places for both.
+            |reservation, (pointer, row), context| {
+                let kind = AllocationKind::Linear { pointer, context };
+                reservation.commit(kind, (row as u64).saturating_mul(height as u64))
+            },
+            // SAFETY: the program's outputs for both.
             |made| unsafe { (*out, *pitch) = made },
-            |(pointer, _)| free_again(pointer),
+            |(pointer, _)| free_linear(pointer),
         );
-        match overcommit::instead_of(answer, || overcommit::rows_instead(width, height)) {
+        match overcommit::or_substitute(answer, || overcommit::substitute_rows(width, height)) {
             Some(made) => {
                 // SAFETY: as above.
                 unsafe { (*out, *pitch) = made };
@@ -93,8 +98,10 @@ hook! {
 }
 
 hook! {
-    /// With 32 bits for a pointer.
-    cuMemAllocPitch(out: *mut c_uint, pitch: *mut c_uint, width: c_uint, height: c_uint, element: c_uint) |real| {
+    /// With 32-bit pointers.
+    cuMemAllocPitch(
+        out: *mut c_uint, pitch: *mut c_uint, width: c_uint, height: c_uint, element: c_uint,
+    ) |real| {
         if out.is_null() || pitch.is_null() {
             return real(out, pitch, width, height, element);
         }
@@ -102,14 +109,17 @@ hook! {
         allocate(
             driver::current(),
             u64::from(width).saturating_mul(height.into()),
-            || made(real(&raw mut pointer, &raw mut row, width, height, element), ()).map(|()| (pointer, row)),
-            |reservation, (pointer, row), context| {
-                let kind = Kind::Linear { pointer: pointer.into(), context };
-                reservation.keep(kind, u64::from(row).saturating_mul(height.into()))
+            || {
+                let answer = real(&raw mut pointer, &raw mut row, width, height, element);
+                made(answer, ()).map(|()| (pointer, row))
             },
-            // SAFETY: the program's places for both.
+            |reservation, (pointer, row), context| {
+                let kind = AllocationKind::Linear { pointer: pointer.into(), context };
+                reservation.commit(kind, u64::from(row).saturating_mul(height.into()))
+            },
+            // SAFETY: the program's outputs for both.
             |made| unsafe { (*out, *pitch) = made },
-            |(pointer, _)| free_again(pointer.into()),
+            |(pointer, _)| free_linear(pointer.into()),
         )
     }
 }
@@ -122,34 +132,36 @@ hook! {
         }
         let mut pointer = 0;
         let current = driver::current();
-        allocate_in(
+        allocate_charged(
             current,
-            managed_room(current, bytes as u64),
+            reserve_managed(current, bytes as u64),
             || made(real(&raw mut pointer, bytes, flags), ()).map(|()| pointer),
-            |reservation, pointer, context| reservation.keep_all(Kind::Managed { pointer, context }),
-            // SAFETY: the program's place for the pointer.
+            |reservation, pointer, context| {
+                reservation.commit_all(AllocationKind::Managed { pointer, context })
+            },
+            // SAFETY: the program's output for the pointer.
             |pointer| unsafe { *out = pointer },
-            free_again,
+            free_linear,
         )
     }
 }
 
 hook! {
-    /// Since CUDA 3.2. Frees memory of pools too, for which the table has no entry.
+    /// Since CUDA 3.2. Also frees pool memory, for which the table has no entry.
     cuMemFree_v2(pointer: u64) |real| {
         overcommit::free(pointer, by(&|| real(pointer)))
     }
 }
 
 hook! {
-    /// With 32 bits for a pointer.
+    /// With 32-bit pointers.
     cuMemFree(pointer: c_uint) |real| {
         overcommit::free(pointer.into(), by(&|| real(pointer)))
     }
 }
 
 hook! {
-    /// Frees what `cuMemAlloc` made too.
+    /// Also frees memory of `cuMemAlloc`.
     cuMemFreeAsync(pointer: u64, stream: Handle) |real| {
         overcommit::free_on(pointer, stream, by(&|| real(pointer, stream)))
     }

@@ -1,39 +1,41 @@
-//! Memory beyond what a share has of the device: managed memory in place of what the program asked for.
+//! Overcommit: managed memory instead of device memory.
 //!
-//! A share that over-commits has a claim to so much of the device, and may hold more. As long as what it allocates fits the
-//! claim, it is what the program asked for. What does not, or what the driver has no room for, is managed memory, which
-//! the driver moves to the device when it is used and away when others need the room. It is told to keep it on the
-//! device as long as it can. The program sees no difference: programs take other ways with managed memory, and those
-//! would be slower or fail. What cannot be managed (pools, arrays, physical memory by handle, contexts) is refused
-//! beyond the claim; nor can managed memory be shared with other processes: the driver says so itself.
+//! An overcommitting share has a physical quota on the device and a larger total limit. Allocations
+//! within the quota are ordinary. If one exceeds the quota, or the device is full, managed memory
+//! is allocated instead, which the driver migrates on demand and is advised to keep on the device.
+//! It is hidden from the program, because many programs treat managed memory differently. Pools,
+//! arrays, physical memory by handle and contexts cannot be replaced and are refused beyond the
+//! quota.
 
+use super::allocate;
+use super::call::{Call, CuResult, OUT_OF_MEMORY, SUCCESS, by, hook, real};
 use super::driver::{self, Handle};
-use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, by, hook, memory, real};
-use crate::share::{self, LEDGER, Standing};
+use crate::share::{self, DeviceAccess, PROCESS};
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::{AtomicBool, Ordering};
-use divvy_interposer_core::Kind;
+use divvy_interposer_core::AllocationKind;
 use divvy_interposer_core::table::Class;
 
-/// There has been such memory: before that nobody is asked about addresses.
-static ANY: AtomicBool = AtomicBool::new(false);
+/// True once managed memory was substituted. Before that, no address is checked.
+static SUBSTITUTED: AtomicBool = AtomicBool::new(false);
 
-const INVALID_VALUE: Answer = 1;
-/// Rows of pitched memory begin at multiples of this, which all devices take.
-const PITCH: usize = 512;
+const INVALID_VALUE: CuResult = 1;
+/// Alignment of rows in pitched memory; valid on all devices.
+const ROW_ALIGNMENT: usize = 512;
 
-/// What `make` makes where the answer to an allocation is that there is no memory.
+/// Calls `make` if an allocation has failed with out of memory.
 #[inline]
-pub(super) fn instead_of<T>(answer: Answer, make: impl FnOnce() -> Option<T>) -> Option<T> {
+pub(super) fn or_substitute<T>(answer: CuResult, make: impl FnOnce() -> Option<T>) -> Option<T> {
     if answer == OUT_OF_MEMORY { make() } else { None }
 }
 
-/// Managed memory for the calling thread's device, if its share over-commits and has room.
+/// Allocates managed memory for the calling thread's device, if its share overcommits and the limit
+/// allows it.
 #[cold]
-pub(super) fn instead(bytes: u64) -> Option<u64> {
+pub(super) fn substitute(bytes: u64) -> Option<u64> {
     let current = driver::current()?;
-    let Standing::Share(device) = share::of_cuda(current.device) else { return None };
-    if bytes == 0 || !device.over_commits() {
+    let DeviceAccess::Share(device) = share::for_ordinal(current.device) else { return None };
+    if bytes == 0 || !device.overcommits() {
         return None;
     }
     let reservation = device.reserve_managed(bytes).ok()?;
@@ -43,98 +45,99 @@ pub(super) fn instead(bytes: u64) -> Option<u64> {
     if unsafe { allocate(&raw mut pointer, usize::try_from(bytes).ok()?, 1) } != SUCCESS {
         return None;
     }
-    driver::keep_on(pointer, bytes, current.device);
-    ANY.store(true, Ordering::Release);
+    driver::prefer_device(pointer, bytes, current.device);
+    SUBSTITUTED.store(true, Ordering::Release);
     let context = current.context as u64;
-    if reservation.keep_all(Kind::StandIn { pointer, context }).is_err() {
-        memory::free_again(pointer);
+    if reservation.commit_all(AllocationKind::Substitute { pointer, context }).is_err() {
+        allocate::free_linear(pointer);
         return None;
     }
     Some(pointer)
 }
 
-/// The same in rows, with their pitch.
+/// Like [`substitute`], for rows; also returns the pitch.
 #[cold]
-pub(super) fn rows_instead(width: usize, height: usize) -> Option<(u64, usize)> {
-    let pitch = width.checked_next_multiple_of(PITCH)?;
-    Some((instead((pitch as u64).checked_mul(height as u64)?)?, pitch))
+pub(super) fn substitute_rows(width: usize, height: usize) -> Option<(u64, usize)> {
+    let pitch = width.checked_next_multiple_of(ROW_ALIGNMENT)?;
+    Some((substitute((pitch as u64).checked_mul(height as u64)?)?, pitch))
 }
 
-/// Whether an address lies in such memory.
-fn is_at(address: u64) -> bool {
-    let begins = || driver::begin_of(address).unwrap_or(address);
-    ANY.load(Ordering::Acquire) && (LEDGER.stands_in(address) || LEDGER.stands_in(begins()))
+/// Returns true if an address is in substituted memory.
+fn is_substituted(address: u64) -> bool {
+    let begins = || driver::allocation_start(address).unwrap_or(address);
+    SUBSTITUTED.load(Ordering::Acquire) && (PROCESS.is_substitute(address) || PROCESS.is_substitute(begins()))
 }
 
-/// A free of what begins at `pointer` by `call`, after which it stands in for nothing.
-pub(super) fn free(pointer: u64, call: Call<'_>) -> Answer {
-    if !ANY.load(Ordering::Acquire) {
-        return super::free(Class::Pointer, pointer, call);
+/// Frees the memory at `pointer` with `call`, and removes its substitute mark.
+pub(super) fn free(pointer: u64, call: Call<'_>) -> CuResult {
+    if !SUBSTITUTED.load(Ordering::Acquire) {
+        return allocate::free(Class::Pointer, pointer, call);
     }
-    // The driver may give the address to another thread before the first is back.
-    let mark = LEDGER.take(Class::StandIn, pointer);
-    let answer = super::free(Class::Pointer, pointer, call);
+    // The driver may give the address to another thread before the call returns.
+    let mark = PROCESS.take(Class::Substitute, pointer);
+    let answer = allocate::free(Class::Pointer, pointer, call);
     if let Some(mark) = mark.filter(|_| answer == SUCCESS) {
-        mark.freed();
+        mark.commit();
     }
     answer
 }
 
-/// As [`free`], of a call that only memory knows which the driver allocated: managed memory is freed by the call that
-/// knows it, which waits for the device.
-pub(super) fn free_on(pointer: u64, stream: Handle, call: Call<'_>) -> Answer {
-    if ANY.load(Ordering::Acquire)
-        && LEDGER.stands_in(pointer)
+/// Like [`free`], for stream-ordered frees. The driver does not accept managed memory there, so it
+/// is freed with `cuMemFree`, which waits for the device.
+pub(super) fn free_on(pointer: u64, stream: Handle, call: Call<'_>) -> CuResult {
+    if SUBSTITUTED.load(Ordering::Acquire)
+        && PROCESS.is_substitute(pointer)
         && !driver::is_capturing(stream)
         && let Some(real) = real!(cuMemFree_v2(u64))
     {
-        // SAFETY: what the program frees.
+        // SAFETY: the program's own free.
         return free(pointer, by(&|| unsafe { real(pointer) }));
     }
     free(pointer, call)
 }
 
-/// What is answered in place of what the driver says of managed memory.
-enum Said {
+/// Replacement for an attribute of managed memory.
+enum AttributeOverride {
     /// CU_MEMORYTYPE_DEVICE.
     Device,
-    /// It is not managed, or has no address for the host.
-    Nothing,
+    /// Not managed, or without a host address.
+    Zero,
 }
 
-fn said(attribute: c_int) -> Option<Said> {
+fn attribute_override(attribute: c_int) -> Option<AttributeOverride> {
     match attribute {
-        2 => Some(Said::Device),
-        4 | 8 => Some(Said::Nothing),
+        2 => Some(AttributeOverride::Device),
+        4 | 8 => Some(AttributeOverride::Zero),
         _ => None,
     }
 }
 
 /// # Safety
-/// The driver has written the answer to that attribute there.
-unsafe fn say(attribute: c_int, out: *mut c_void) {
-    // SAFETY: as the caller says. Of a truth value the lowest byte is all that is not zero.
+/// The driver has written the value of that attribute to `out`.
+unsafe fn override_attribute(attribute: c_int, out: *mut c_void) {
+    // SAFETY: guaranteed by the caller. Only the lowest byte of a boolean is nonzero.
     unsafe {
-        match (said(attribute), attribute) {
-            (Some(Said::Device), _) => *out.cast::<c_uint>() = 2,
-            (Some(Said::Nothing), 4) => *out.cast::<u64>() = 0,
-            (Some(Said::Nothing), _) => *out.cast::<u8>() = 0,
+        match (attribute_override(attribute), attribute) {
+            (Some(AttributeOverride::Device), _) => *out.cast::<c_uint>() = 2,
+            (Some(AttributeOverride::Zero), 4) => *out.cast::<u64>() = 0,
+            (Some(AttributeOverride::Zero), _) => *out.cast::<u8>() = 0,
             (None, _) => {}
         }
     }
 }
 
 hook! {
-    /// Of memory of the device the driver has no address for the host to tell, and refuses.
+    /// For device memory the driver refuses the host pointer attribute, so this does too.
     cuPointerGetAttribute(out: *mut c_void, attribute: c_int, address: u64) |real| {
-        let stands_in = !out.is_null() && said(attribute).is_some() && is_at(address);
-        if stands_in && attribute == 4 {
+        let is_overridden = !out.is_null() && attribute_override(attribute).is_some();
+        let is_substitute = is_overridden && is_substituted(address);
+        if is_substitute && attribute == 4 {
             return INVALID_VALUE;
         }
         let answer = real(out, attribute, address);
-        if stands_in && answer == SUCCESS {
-            // SAFETY: the driver has just written it.
-            unsafe { say(attribute, out) };
+        if is_substitute && answer == SUCCESS {
+            // SAFETY: just written by the driver.
+            unsafe { override_attribute(attribute, out) };
         }
         answer
     }
@@ -142,15 +145,18 @@ hook! {
 
 hook! {
     /// Several at once.
-    cuPointerGetAttributes(count: c_uint, attributes: *const c_int, out: *mut *mut c_void, address: u64) |real| {
+    cuPointerGetAttributes(
+        count: c_uint, attributes: *const c_int, out: *mut *mut c_void, address: u64,
+    ) |real| {
         let answer = real(count, attributes, out, address);
-        if answer == SUCCESS && is_at(address) {
+        if answer == SUCCESS && is_substituted(address) {
             for at in 0..count as usize {
-                // SAFETY: the driver has read so many of both, and has written each answer.
+                // SAFETY: the driver has read `count` elements of both arrays, and has written each
+                // value.
                 unsafe {
                     let (attribute, out) = (*attributes.add(at), *out.add(at));
                     if !out.is_null() {
-                        say(attribute, out);
+                        override_attribute(attribute, out);
                     }
                 }
             }

@@ -1,96 +1,67 @@
-//! Stream-ordered memory: pools, which the driver lets grow and shrink as it sees fit.
+//! Stream-ordered memory: pools, which the driver grows and shrinks itself.
 //!
-//! Charged is what a pool has of the device, not what is allocated from it. Before an allocation it is what the pool
-//! will have to grow by; afterwards, what the driver says it has grown to.
+//! The charge is the pool's reserved size, not what is allocated from it. Before an allocation, the
+//! expected growth is charged; afterwards, the size that the driver reports.
 
+use super::call::{Call, CuResult, OUT_OF_MEMORY, SUCCESS, hook, real, to};
 use super::driver::{self, Handle, Ordinal, PoolProperties};
-use super::{Answer, Call, OUT_OF_MEMORY, SUCCESS, hook, real, to};
-use crate::share::{self, Device, LEDGER, Standing};
-use crate::worker;
+use super::trim;
+use crate::share::{self, Device, DeviceAccess, PROCESS};
 use divvy_interposer_core::table::Class;
-use divvy_interposer_core::{Full, Grown};
+use divvy_interposer_core::{PoolKind, Refused};
 
-/// The device whose memory a pool has, `Some(None)` for the host's; `None` where nobody knows. What the program made is in
-/// the table, as drivers before CUDA 13 do not tell it.
-fn owner_of(pool: Handle) -> Option<Option<Ordinal>> {
-    LEDGER.owner_of(pool as u64).or_else(|| driver::owner_of_pool(pool))
+/// The device whose memory a pool has, `Some(None)` for host memory; `None` if unknown. Pools that
+/// the program created are in the table, because drivers before CUDA 13 do not report their device.
+fn pool_owner(pool: Handle) -> Option<Option<Ordinal>> {
+    PROCESS.pool_owner(pool as u64).or_else(|| driver::owner_of_pool(pool))
 }
 
-/// The device that a pool which the program names is charged to. One that nobody knows is charged to the device of the
-/// first stream that allocates from it, and to that one from then on.
-fn payer(pool: Handle, stream: Handle) -> Result<Option<Ordinal>, Full> {
-    match owner_of(pool) {
+/// The device that pays for a pool. A pool of unknown device is assigned to the device of the first
+/// stream that allocates from it.
+fn paying_device(pool: Handle, stream: Handle) -> Result<Option<Ordinal>, Refused> {
+    match pool_owner(pool) {
         Some(owner) => Ok(owner),
         None => {
             let device = driver::stream_device(stream);
-            LEDGER.pool_is_of(pool as u64, device).map(|()| device)
+            PROCESS.set_pool_owner(pool as u64, device).map(|()| device)
         }
     }
 }
 
-/// Gives back what the pools of a device hold for nothing, before somebody is refused.
-#[cold]
-pub(super) fn shrink(device: &Device) {
-    give_back(device);
-}
-
-/// The same, when the node asks for it. It is told what is left for nothing all the same.
-pub(crate) fn give_back(device: &Device) {
-    let mut idle = 0;
-    device.pools(|pool| {
-        let growing = device.grow(Grown::Pool(pool));
-        // One that was destroyed meanwhile is in nobody's hands.
-        if growing.charged() == 0 {
-            return;
-        }
-        trim(pool as Handle);
-        if let Some((reserved, used)) = driver::pool_memory(pool as Handle) {
-            idle += reserved.saturating_sub(used);
-            growing.settle_anyway(reserved);
-        }
-    });
-    device.note_idle(idle);
-}
-
-fn trim(pool: Handle) {
-    if let Some(trim) = real!(cuMemPoolTrimTo(Handle, usize)) {
-        // SAFETY: a pool that the driver answers for; where it is gone the driver says so.
-        unsafe { trim(pool, 0) };
-    }
-}
-
-/// An allocation from `pool`. `call` writes to a place of ours.
+/// Allocates from `pool`. `call` writes to a local.
 ///
 /// # Safety
-/// `out` is null, which the driver refuses, or can be written.
+/// `out` is null, which the driver refuses, or writable.
 #[inline(never)]
-unsafe fn from(
+unsafe fn allocate_from(
     pool: Option<Handle>,
-    payer: Result<Option<Ordinal>, Full>,
+    paying_device: Result<Option<Ordinal>, Refused>,
     (out, bytes, stream): (*mut u64, usize, Handle),
     call: Call<'_, *mut u64>,
-) -> Answer {
-    let Ok(payer) = payer else { return OUT_OF_MEMORY };
-    let (Some(pool), Some(device), false) = (pool, payer, out.is_null()) else { return call.with(out) };
-    let share = match share::of_cuda(device) {
-        Standing::Free => return call.with(out),
-        Standing::Closed => return OUT_OF_MEMORY,
-        Standing::Share(share) => share,
+) -> CuResult {
+    let Ok(paying_device) = paying_device else { return OUT_OF_MEMORY };
+    let (Some(pool), Some(device), false) = (pool, paying_device, out.is_null()) else {
+        return call.with(out);
     };
-    worker::heed(&share);
-    // Recorded into a graph, it allocates nothing now.
+    let share = match share::for_ordinal(device) {
+        DeviceAccess::Unmanaged => return call.with(out),
+        DeviceAccess::Denied => return OUT_OF_MEMORY,
+        DeviceAccess::Share(share) => share,
+    };
+    trim::serve_requests(&share);
+    // A captured call allocates nothing now.
     if driver::is_capturing(stream) {
         return call.with(out);
     }
-    let what = Grown::Pool(pool as u64);
-    let mut growing = share.grow(what);
+    let what = PoolKind::Pool(pool as u64);
+    let mut pool_call = share.open_pool(what);
     let Some((reserved, used)) = driver::pool_memory(pool) else { return call.with(out) };
-    if growing.ask(bytes as u64, reserved, used).is_err() {
-        drop(growing);
-        shrink(&share);
-        growing = share.grow(what);
+    if pool_call.reserve_growth(bytes as u64, reserved, used).is_err() {
+        drop(pool_call);
+        trim::trim_before_refusal(&share);
+        pool_call = share.open_pool(what);
         let Some((reserved, used)) = driver::pool_memory(pool) else { return OUT_OF_MEMORY };
-        if growing.ask(bytes as u64, reserved, used).is_err() {
+        if pool_call.reserve_growth(bytes as u64, reserved, used).is_err() {
             return OUT_OF_MEMORY;
         }
     }
@@ -99,23 +70,23 @@ unsafe fn from(
     let now = driver::pool_memory(pool).map(|(reserved, _)| reserved);
     if answer != SUCCESS {
         if let Some(reserved) = now {
-            growing.settle_anyway(reserved);
+            pool_call.force_settle(reserved);
         }
         return answer;
     }
-    // What it has grown to is not known: it cannot stay.
-    if now.is_some_and(|reserved| growing.settle(reserved).is_ok()) {
-        // SAFETY: as the caller says.
+    // If the new size is unknown or too large, the allocation is undone.
+    if now.is_some_and(|reserved| pool_call.settle(reserved).is_ok()) {
+        // SAFETY: guaranteed by the caller.
         unsafe { *out = pointer };
         return SUCCESS;
     }
     if let Some(free) = real!(cuMemFreeAsync(u64, Handle)) {
-        // SAFETY: what the driver has just allocated on that stream, and nobody else knows.
+        // SAFETY: just allocated by the driver on that stream and not yet passed to the program.
         unsafe { free(pointer, stream) };
     }
-    trim(pool);
+    trim::trim_pool(pool);
     if let Some((reserved, _)) = driver::pool_memory(pool) {
-        share.grow(what).settle_anyway(reserved);
+        share.open_pool(what).force_settle(reserved);
     }
     OUT_OF_MEMORY
 }
@@ -124,8 +95,13 @@ hook! {
     /// From the device's current pool.
     cuMemAllocAsync(out: *mut u64, bytes: usize, stream: Handle) |real| {
         let device = driver::stream_device(stream);
-        // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(device.and_then(driver::pool_of), Ok(device), (out, bytes, stream), to(&|out| real(out, bytes, stream))) }
+        // SAFETY: the program's output for the pointer, or null.
+        unsafe {
+            allocate_from(
+                device.and_then(driver::pool_of), Ok(device), (out, bytes, stream),
+                to(&|out| real(out, bytes, stream)),
+            )
+        }
     }
 }
 
@@ -134,16 +110,26 @@ hook! {
     cuMemAllocAsync_ptsz(out: *mut u64, bytes: usize, stream: Handle) |real| {
         let device = driver::stream_device(stream);
         let on = driver::per_thread(stream);
-        // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(device.and_then(driver::pool_of), Ok(device), (out, bytes, on), to(&|out| real(out, bytes, stream))) }
+        // SAFETY: the program's output for the pointer, or null.
+        unsafe {
+            allocate_from(
+                device.and_then(driver::pool_of), Ok(device), (out, bytes, on),
+                to(&|out| real(out, bytes, stream)),
+            )
+        }
     }
 }
 
 hook! {
-    /// From a pool that the program names.
+    /// From an explicit pool.
     cuMemAllocFromPoolAsync(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
-        // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(Some(pool), payer(pool, stream), (out, bytes, stream), to(&|out| real(out, bytes, pool, stream))) }
+        // SAFETY: the program's output for the pointer, or null.
+        unsafe {
+            allocate_from(
+                Some(pool), paying_device(pool, stream), (out, bytes, stream),
+                to(&|out| real(out, bytes, pool, stream)),
+            )
+        }
     }
 }
 
@@ -151,15 +137,20 @@ hook! {
     /// On the per-thread default stream.
     cuMemAllocFromPoolAsync_ptsz(out: *mut u64, bytes: usize, pool: Handle, stream: Handle) |real| {
         let on = driver::per_thread(stream);
-        // SAFETY: the program's place for the pointer, or null.
-        unsafe { from(Some(pool), payer(pool, on), (out, bytes, on), to(&|out| real(out, bytes, pool, stream))) }
+        // SAFETY: the program's output for the pointer, or null.
+        unsafe {
+            allocate_from(
+                Some(pool), paying_device(pool, on), (out, bytes, on),
+                to(&|out| real(out, bytes, pool, stream)),
+            )
+        }
     }
 }
 
 hook! {
-    /// Empty at first.
+    /// A new pool is empty and not charged.
     cuMemPoolCreate(out: *mut Handle, properties: *const PoolProperties) |real| {
-        if out.is_null() || properties.is_null() || !share::is_any() {
+        if out.is_null() || properties.is_null() || !share::has_shares() {
             return real(out, properties);
         }
         let mut pool = core::ptr::null_mut();
@@ -169,44 +160,45 @@ hook! {
         }
         // SAFETY: not null, and the driver has read it.
         let owner = unsafe { (*properties).owner() };
-        if owner.is_some_and(|owner| LEDGER.pool_is_of(pool as u64, owner).is_err()) {
+        if owner.is_some_and(|owner| PROCESS.set_pool_owner(pool as u64, owner).is_err()) {
             if let Some(destroy) = real!(cuMemPoolDestroy(Handle)) {
-                // SAFETY: what the driver has just made, and nobody else knows.
+                // SAFETY: just created by the driver and not yet passed to the program.
                 unsafe { destroy(pool) };
             }
             return OUT_OF_MEMORY;
         }
-        // SAFETY: the program's place for the handle.
+        // SAFETY: the program's output for the handle.
         unsafe { *out = pool };
         SUCCESS
     }
 }
 
 /// The share that pays for a pool.
-fn share_of(pool: Handle) -> Option<Device> {
-    match share::of_cuda(owner_of(pool)??) {
-        Standing::Share(share) => Some(share),
-        Standing::Free | Standing::Closed => None,
+fn share_of_pool(pool: Handle) -> Option<Device> {
+    match share::for_ordinal(pool_owner(pool)??) {
+        DeviceAccess::Share(share) => Some(share),
+        DeviceAccess::Unmanaged | DeviceAccess::Denied => None,
     }
 }
 
 hook! {
-    /// With all that is not allocated from it. The rest the driver keeps until it is freed, which no call tells:
-    /// it stays charged until the process ends, or the node's measure corrects it.
+    /// Refunds memory that is not allocated from the pool. The driver keeps the rest until it is
+    /// freed, which no call reports. It stays charged until the process exits or the node's
+    /// measurement corrects it.
     cuMemPoolDestroy(pool: Handle) |real| {
-        // Nobody is about to trim it meanwhile, see `give_back`.
-        let share = share_of(pool);
-        let _alone = share.as_ref().map(|share| share.grow(Grown::Pool(pool as u64)));
+        // Excludes a concurrent trim, see `trim_pools`.
+        let share = share_of_pool(pool);
+        let _alone = share.as_ref().map(|share| share.open_pool(PoolKind::Pool(pool as u64)));
         let allocated = driver::pool_memory(pool).map_or(u64::MAX, |(_, used)| used);
-        // The handle may be another pool's as soon as the driver is done.
-        let (taken, known) = (LEDGER.take(Class::Pool, pool as u64), LEDGER.pool_ends(pool as u64));
+        // The driver may reuse the handle as soon as the call is done.
+        let (taken, known) = (PROCESS.take(Class::Pool, pool as u64), PROCESS.take_pool_owner(pool as u64));
         let answer = real(pool);
         if answer == SUCCESS {
             if let Some(known) = known {
-                known.forgotten();
+                known.discard();
             }
             if let Some(taken) = taken {
-                taken.freed_but(allocated);
+                taken.commit_except(allocated);
             }
         }
         answer
@@ -214,13 +206,13 @@ hook! {
 }
 
 hook! {
-    /// Gives back what is not allocated from it.
+    /// Refunds the memory that is released.
     cuMemPoolTrimTo(pool: Handle, keep: usize) |real| {
-        let Some(share) = share_of(pool) else { return real(pool, keep) };
-        let growing = share.grow(Grown::Pool(pool as u64));
+        let Some(share) = share_of_pool(pool) else { return real(pool, keep) };
+        let pool_call = share.open_pool(PoolKind::Pool(pool as u64));
         let answer = real(pool, keep);
         if let Some((reserved, _)) = driver::pool_memory(pool) {
-            growing.settle_anyway(reserved);
+            pool_call.force_settle(reserved);
         }
         answer
     }

@@ -1,23 +1,24 @@
-//! Physical memory by handle, which lives as long as a reference to the handle or a mapping does.
+//! Physical memory by handle, which exists while a handle reference or a mapping does.
 
+use super::allocate::allocate;
+use super::call::{CuResult, SUCCESS, hook, real, twins};
 use super::driver::{AllocationProperties, Current, Handle, Ordinal};
-use super::{Answer, SUCCESS, allocate, hook, real, twins};
-use crate::share::LEDGER;
+use crate::share::PROCESS;
 use core::ffi::{c_int, c_uint, c_void};
 use core::ptr;
 
-type Held = divvy_interposer_core::vmm::Held<'static, crate::process::Kernel>;
+type PendingReference = divvy_interposer_core::vmm::PendingReference<'static, crate::process::Kernel>;
 
 hook! {
-    /// Charged to the device that the properties name; memory of the host is not.
+    /// Charged to the device in the properties; host memory is not charged.
     cuMemCreate(out: *mut u64, bytes: usize, properties: *const AllocationProperties, flags: u64) |real| {
         if out.is_null() || properties.is_null() {
             return real(out, bytes, properties, flags);
         }
         let mut handle = 0;
-        // SAFETY: not null, and the program's to read.
+        // SAFETY: not null, and the program's structure.
         let device = unsafe { (*properties).location.device() };
-        // It belongs to no context.
+        // Physical memory belongs to no context.
         let current = device.map(|device| Current { device, context: ptr::null_mut() });
         allocate(
             current,
@@ -26,12 +27,12 @@ hook! {
                 SUCCESS => Ok(handle),
                 error => Err(error),
             },
-            |reservation, handle, _| reservation.keep_handle(handle),
-            // SAFETY: the program's place for the handle.
+            |reservation, handle, _| reservation.commit_handle(handle),
+            // SAFETY: the program's output for the handle.
             |handle| unsafe { *out = handle },
             |handle| {
                 if let Some(release) = real!(cuMemRelease(u64)) {
-                    // SAFETY: what the driver has just made, and nobody else knows.
+                    // SAFETY: just created by the driver and not yet passed to the program.
                     unsafe { release(handle) };
                 }
             },
@@ -39,24 +40,24 @@ hook! {
     }
 }
 
-/// What holds memory after a call.
+/// The owner of a reference after a call.
 enum Holder {
-    /// Nobody knows for how long.
-    Somebody,
-    /// A mapping of so many bytes at an address.
+    /// A holder of unknown lifetime.
+    Unknown,
+    /// A mapping: its address and length in bytes.
     Mapping(u64, u64),
-    /// The program, by the handle that the driver has written there.
+    /// The program, by the handle that the driver has written.
     Handle(*const u64),
 }
 
-/// After a call by which something may hold memory, which was counted before it.
+/// Assigns or drops a reference that was counted before a call.
 #[inline(never)]
-fn counted(held: Option<Held>, answer: Answer, holder: Holder) -> Answer {
+fn finish_reference(held: Option<PendingReference>, answer: CuResult, holder: Holder) -> CuResult {
     match (held, holder) {
-        (Some(held), _) if answer != SUCCESS => held.refused(),
-        (None, _) | (Some(_), Holder::Somebody) => {}
+        (Some(held), _) if answer != SUCCESS => held.cancel(),
+        (None, _) | (Some(_), Holder::Unknown) => {}
         (Some(held), Holder::Mapping(address, bytes)) => held.mapped(address, bytes),
-        // SAFETY: the driver has written it, which refuses null.
+        // SAFETY: written by the driver, which refuses null.
         (Some(held), Holder::Handle(out)) => held.retained(unsafe { *out }),
     }
     answer
@@ -65,37 +66,37 @@ fn counted(held: Option<Held>, answer: Answer, holder: Holder) -> Answer {
 hook! {
     /// Drops one reference.
     cuMemRelease(handle: u64) |real| {
-        let Some(reference) = LEDGER.release(handle) else { return real(handle) };
+        let Some(reference) = PROCESS.begin_release(handle) else { return real(handle) };
         let answer = real(handle);
         if answer == SUCCESS {
-            reference.released();
+            reference.commit();
         }
         answer
     }
 }
 
 hook! {
-    /// One reference more, to the memory that is mapped at an address.
+    /// Adds a reference to the memory that is mapped at an address.
     cuMemRetainAllocationHandle(out: *mut u64, address: *mut c_void) |real| {
-        counted(LEDGER.hold_at(address as u64), real(out, address), Holder::Handle(out))
+        finish_reference(PROCESS.add_reference_at(address as u64), real(out, address), Holder::Handle(out))
     }
 }
 
 hook! {
-    /// From then on the memory may live by a handle or a descriptor that nobody here knows.
+    /// After an export, an unknown handle or descriptor may keep the memory alive.
     cuMemExportToShareableHandle(out: *mut c_void, handle: u64, kind: c_int, flags: u64) |real| {
-        counted(LEDGER.hold(handle), real(out, handle, kind, flags), Holder::Somebody)
+        finish_reference(PROCESS.add_reference(handle), real(out, handle, kind, flags), Holder::Unknown)
     }
 }
 
 hook! {
-    /// Another process's memory, which is charged to that one; or our own, which has one reference more if it
-    /// comes under the handle that we know, and is charged for good if it comes under another: it was exported.
+    /// Memory of another process is charged there. For memory of this process, a known handle gets
+    /// another reference. Under an unknown handle it stays charged, because it was exported.
     cuMemImportFromShareableHandle(out: *mut u64, shared: *mut c_void, kind: c_int) |real| {
         let answer = real(out, shared, kind);
         if answer == SUCCESS && !out.is_null() {
-            // SAFETY: the driver has written it.
-            counted(LEDGER.hold(unsafe { *out }), answer, Holder::Handle(out));
+            // SAFETY: written by the driver.
+            finish_reference(PROCESS.add_reference(unsafe { *out }), answer, Holder::Handle(out));
         }
         answer
     }
@@ -105,22 +106,22 @@ hook! {
     /// Keeps the memory alive after its handle is released.
     cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, flags: u64) |real| {
         let mapping = Holder::Mapping(address, bytes as u64);
-        counted(LEDGER.hold(handle), real(address, bytes, offset, handle, flags), mapping)
+        finish_reference(PROCESS.add_reference(handle), real(address, bytes, offset, handle, flags), mapping)
     }
 }
 
 hook! {
-    /// May be the end of the memory.
+    /// May free the memory.
     cuMemUnmap(address: u64, bytes: usize) |real| {
         let answer = real(address, bytes);
         if answer == SUCCESS {
-            LEDGER.unmapped(address, bytes as u64);
+            PROCESS.remove_mappings(address, bytes as u64);
         }
         answer
     }
 }
 
-/// `CUarrayMapInfo`: where in an array, the operation and the kind of handle, and the handle.
+/// `CUarrayMapInfo`: the position in an array, the operation, the handle type and the handle.
 #[repr(C)]
 pub(crate) struct Tile {
     place: [u64; 7],
@@ -132,20 +133,20 @@ pub(crate) struct Tile {
 
 const _: () = assert!(size_of::<Tile>() == 96);
 
-/// Before memory is mapped into arrays. It is charged for good, also where the driver refuses: who takes it out of an array
-/// again does not name it.
+/// Adds references before memory is mapped into arrays. They are never dropped, even if the driver
+/// refuses, because an unmapping of tiles does not name the memory.
 ///
 /// # Safety
-/// `list` is null or has so many.
-unsafe fn tiles(list: *const Tile, count: c_uint) {
+/// `list` is null or has `count` elements.
+unsafe fn add_tile_references(list: *const Tile, count: c_uint) {
     const MAP: c_int = 1;
     if list.is_null() {
         return;
     }
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     for tile in unsafe { core::slice::from_raw_parts(list, count as usize) } {
         if tile.operation == MAP {
-            LEDGER.hold(tile.handle);
+            PROCESS.add_reference(tile.handle);
         }
     }
 }
@@ -153,7 +154,7 @@ unsafe fn tiles(list: *const Tile, count: c_uint) {
 twins! {
     map_tiles(list: *mut Tile, count: c_uint, stream: Handle) of 3 |real| {
         // SAFETY: the program's own list.
-        unsafe { tiles(list, count) };
+        unsafe { add_tile_references(list, count) };
         real(list, count, stream)
     }
 
@@ -164,10 +165,11 @@ twins! {
 }
 
 hook! {
-    /// A multicast object takes no memory of its own, but keeps what is bound to it. It is charged for good: who unbinds it does
-    /// not name it.
+    /// A multicast object uses no memory itself, but keeps what is bound to it. The reference is
+    /// never dropped, because unbinding does not name the memory.
     cuMulticastBindMem(team: u64, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) |real| {
-        counted(LEDGER.hold(handle), real(team, at, handle, offset, bytes, flags), Holder::Somebody)
+        let reference = PROCESS.add_reference(handle);
+        finish_reference(reference, real(team, at, handle, offset, bytes, flags), Holder::Unknown)
     }
 }
 
@@ -176,20 +178,25 @@ hook! {
     cuMulticastBindMem_v2(
         team: u64, device: Ordinal, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64,
     ) |real| {
-        counted(LEDGER.hold(handle), real(team, device, at, handle, offset, bytes, flags), Holder::Somebody)
+        let reference = PROCESS.add_reference(handle);
+        finish_reference(reference, real(team, device, at, handle, offset, bytes, flags), Holder::Unknown)
     }
 }
 
 hook! {
     /// By an address.
     cuMulticastBindAddr(team: u64, at: usize, address: u64, bytes: usize, flags: u64) |real| {
-        counted(LEDGER.hold_at(address), real(team, at, address, bytes, flags), Holder::Somebody)
+        let reference = PROCESS.add_reference_at(address);
+        finish_reference(reference, real(team, at, address, bytes, flags), Holder::Unknown)
     }
 }
 
 hook! {
     /// Since CUDA 13.1.
-    cuMulticastBindAddr_v2(team: u64, device: Ordinal, at: usize, address: u64, bytes: usize, flags: u64) |real| {
-        counted(LEDGER.hold_at(address), real(team, device, at, address, bytes, flags), Holder::Somebody)
+    cuMulticastBindAddr_v2(
+        team: u64, device: Ordinal, at: usize, address: u64, bytes: usize, flags: u64,
+    ) |real| {
+        let reference = PROCESS.add_reference_at(address);
+        finish_reference(reference, real(team, device, at, address, bytes, flags), Holder::Unknown)
     }
 }

@@ -1,37 +1,41 @@
-//! Functions that change a device, its instances or the node, and those that tell of processes which have ended, of which
-//! nobody knows whose they were. A tenant shares the device with others, so it is told NVML_ERROR_NO_PERMISSION, as it is
-//! where it has no right to them. Without a share the call goes on.
+//! Denied NVML functions.
 //!
-//! One stub serves them all, whatever their arguments: it asks where to go and jumps there with the caller's registers.
+//! They change a device, its instances or the node, or report past processes whose owner is
+//! unknown. A tenant shares the device, so the result is NVML_ERROR_NO_PERMISSION, as without
+//! privileges. Without a share the call goes on. One stub serves all functions, whatever their
+//! arguments: it asks where to go and jumps there with the caller's registers.
 
-use crate::genuine;
+use crate::real_symbols;
 use crate::share;
 use core::arch::naked_asm;
 
-const NO_PERMISSION: super::Answer = 4;
+const NO_PERMISSION: super::call::NvmlReturn = 4;
 
 /// Defines the entry point of a denied function from its name and its index.
 macro_rules! denied {
     ($name:ident, $at:literal) => {
         /// # Safety
-        /// What `nvml.h` asks of the function of this name.
+        /// As required by `nvml.h` for this function.
         #[cfg_attr(panic = "abort", unsafe(no_mangle))]
         #[unsafe(naked)]
         pub(crate) unsafe extern "C" fn $name() {
             #[cfg(target_arch = "x86_64")]
-            core::arch::naked_asm!("mov eax, {at}", "jmp {go}", at = const $at, go = sym $crate::nvml::go);
+            core::arch::naked_asm!(
+                "mov eax, {at}", "jmp {go}",
+                at = const $at, go = sym $crate::nvml::deny::go,
+            );
             #[cfg(target_arch = "aarch64")]
-            core::arch::naked_asm!("mov w9, {at}", "b {go}", at = const $at, go = sym $crate::nvml::go);
+            core::arch::naked_asm!(
+                "mov w9, {at}", "b {go}",
+                at = const $at, go = sym $crate::nvml::deny::go,
+            );
         }
     };
 }
 pub(crate) use denied;
 
-/// Index in eax; arguments where the caller put them (integers and pointers only: no function of NVML that changes
-/// something takes a floating-point number).
-///
-/// # Safety
-/// Only jumped to from the entry points above.
+/// Index in eax; arguments where the caller put them. All are integers and pointers: no NVML
+/// function that changes a device takes a floating-point number.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn go() {
@@ -57,10 +61,7 @@ pub(crate) unsafe extern "C" fn go() {
     )
 }
 
-/// As on x86-64, index in w9.
-///
-/// # Safety
-/// Only jumped to from the entry points above.
+/// As on x86-64, with the index in w9.
 #[cfg(target_arch = "aarch64")]
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn go() {
@@ -84,18 +85,18 @@ pub(crate) unsafe extern "C" fn go() {
 }
 
 extern "C" fn target(at: u32) -> usize {
-    if share::is_any() {
+    if share::has_shares() {
         return no_permission as *const () as usize;
     }
-    genuine::function(at as usize).unwrap_or(not_found as *const () as usize)
+    real_symbols::function(at as usize).unwrap_or(not_found as *const () as usize)
 }
 
 #[unsafe(naked)]
-extern "C" fn no_permission() -> super::Answer {
-    answer!(NO_PERMISSION)
+extern "C" fn no_permission() -> super::call::NvmlReturn {
+    constant_body!(NO_PERMISSION)
 }
 
 #[unsafe(naked)]
-extern "C" fn not_found() -> super::Answer {
-    answer!(super::MISSING)
+extern "C" fn not_found() -> super::call::NvmlReturn {
+    constant_body!(super::call::MISSING)
 }

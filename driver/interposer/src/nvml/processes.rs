@@ -1,10 +1,9 @@
-//! Processes on the device: of the share only, under the pids that they have in the container, with what they are
-//! charged.
+//! Lists of processes: only the share's, under their container pids and with their charges.
 //!
-//! Each function fills a list of the caller's. What is not of the share is taken out of the list; that more room was
-//! needed than is used then does no harm.
+//! Each function fills a list of the caller's, from which other processes are removed. If the
+//! library asked for a larger list, the extra space is harmless.
 
-use super::{Answer, Handle, hook, shown};
+use super::call::{Handle, NvmlReturn, hook, visible_share};
 use crate::share::Device;
 use core::ffi::{c_uint, c_ulonglong};
 use divvy_interposer_core::nvml;
@@ -13,7 +12,7 @@ use divvy_interposer_core::nvml;
 trait Entry: Copy {
     fn pid(&mut self) -> &mut c_uint;
 
-    /// The memory that it tells, if it does.
+    /// The memory field, if the entry has one.
     fn memory(&mut self) -> Option<&mut c_ulonglong> {
         None
     }
@@ -101,8 +100,8 @@ pub(crate) struct SampleInfoList {
 
 const _: () = assert!(size_of::<Encoding>() == 32 && size_of::<Capturing>() == 48);
 
-/// Takes out what is not of the share; the new length.
-fn cut<T: Entry>(entries: &mut [T], find: impl Fn(c_uint) -> Option<nvml::Process>) -> usize {
+/// Removes entries of other shares and returns the new length.
+fn retain_share<T: Entry>(entries: &mut [T], find: impl Fn(c_uint) -> Option<nvml::Process>) -> usize {
     let mut kept = 0;
     for at in 0..entries.len() {
         let Some(mut entry) = entries.get(at).copied() else { break };
@@ -111,8 +110,8 @@ fn cut<T: Entry>(entries: &mut [T], find: impl Fn(c_uint) -> Option<nvml::Proces
         if let Some(memory) = entry.memory() {
             *memory = process.bytes;
         }
-        if let Some(room) = entries.get_mut(kept) {
-            *room = entry;
+        if let Some(place) = entries.get_mut(kept) {
+            *place = entry;
             kept += 1;
         }
     }
@@ -120,30 +119,36 @@ fn cut<T: Entry>(entries: &mut [T], find: impl Fn(c_uint) -> Option<nvml::Proces
 }
 
 /// # Safety
-/// Where `answer` is success, `count` and `list` are null or what the library has filled.
-unsafe fn own<T: Entry>(answer: Answer, device: Handle, count: *mut c_uint, list: *mut T) -> Answer {
-    if let Some(share) = shown(answer, device)
+/// If `answer` is success, `count` and `list` are null or were filled in by the library.
+unsafe fn restrict<T: Entry>(
+    answer: NvmlReturn,
+    device: Handle,
+    count: *mut c_uint,
+    list: *mut T,
+) -> NvmlReturn {
+    if let Some(share) = visible_share(answer, device)
         && !count.is_null()
         && !list.is_null()
     {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let entries = core::slice::from_raw_parts_mut(list, *count as usize);
-            *count = cut(entries, |pid| share.process(pid)) as c_uint;
+            *count = retain_share(entries, |pid| share.process(pid)) as c_uint;
         }
     }
     answer
 }
 
-/// How busy the processes of a share had the device and its memory by the newest sample of each, in percent of its part.
-pub(super) fn busy(share: &Device, samples: &[Sample]) -> [c_uint; 2] {
+/// Utilisation of the device and its memory by the share's processes, from the newest sample of
+/// each process, in percent of the share's limit.
+pub(super) fn share_utilisation(share: &Device, samples: &[Sample]) -> [c_uint; 2] {
     let newest =
         |sample: &&Sample| !samples.iter().any(|other| other.pid == sample.pid && other.time > sample.time);
     let own = samples.iter().filter(newest).filter(|sample| share.process(sample.pid).is_some());
     let sums = own.fold([0; 2], |[sm, memory]: [c_uint; 2], sample| {
         [sm.saturating_add(sample.sm), memory.saturating_add(sample.memory)]
     });
-    sums.map(|sum| nvml::utilisation(sum, share.part()))
+    sums.map(|sum| nvml::utilisation(sum, share.compute_percent()))
 }
 
 macro_rules! lists {
@@ -151,31 +156,31 @@ macro_rules! lists {
         $(hook! {
             $(#[$meta])*
             $name(device: Handle, count: *mut c_uint, list: *mut $kind) |real| {
-                // SAFETY: the caller's list, as the library has filled it.
-                unsafe { own(real(device, count, list), device, count, list) }
+                // SAFETY: the caller's list, filled in by the library.
+                unsafe { restrict(real(device, count, list), device, count, list) }
             }
         })*
     };
 }
 
 lists! {
-    /// Of the first version.
+    /// First version.
     nvmlDeviceGetComputeRunningProcesses of Info;
-    /// With the instances that a process runs on.
+    /// With the MIG instances of each process.
     nvmlDeviceGetComputeRunningProcesses_v2 of InfoV2;
-    /// With the instances that a process runs on.
+    /// With the MIG instances of each process.
     nvmlDeviceGetComputeRunningProcesses_v3 of InfoV2;
-    /// Of the first version.
+    /// First version.
     nvmlDeviceGetGraphicsRunningProcesses of Info;
-    /// With the instances that a process runs on.
+    /// With the MIG instances of each process.
     nvmlDeviceGetGraphicsRunningProcesses_v2 of InfoV2;
-    /// With the instances that a process runs on.
+    /// With the MIG instances of each process.
     nvmlDeviceGetGraphicsRunningProcesses_v3 of InfoV2;
-    /// Of the first version.
+    /// First version.
     nvmlDeviceGetMPSComputeRunningProcesses of Info;
-    /// With the instances that a process runs on.
+    /// With the MIG instances of each process.
     nvmlDeviceGetMPSComputeRunningProcesses_v2 of InfoV2;
-    /// With the instances that a process runs on.
+    /// With the MIG instances of each process.
     nvmlDeviceGetMPSComputeRunningProcesses_v3 of InfoV2;
     /// Sessions of the video encoder.
     nvmlDeviceGetEncoderSessions of Encoding;
@@ -184,24 +189,26 @@ lists! {
 }
 
 hook! {
-    /// All kinds in one list.
+    /// All kinds of process in one list.
     nvmlDeviceGetRunningProcessDetailList(device: Handle, list: *mut DetailList) |real| {
         let answer = real(device, list);
-        // SAFETY: the caller's list, as the library has filled it; only of the version that is known.
+        // SAFETY: the caller's list, filled in by the library; only for the known version.
         unsafe {
             if list.is_null() || (*list).version != (size_of::<DetailList>() as c_uint | 1 << 24) {
                 return answer;
             }
-            own(answer, device, &raw mut (*list).count, (*list).list)
+            restrict(answer, device, &raw mut (*list).count, (*list).list)
         }
     }
 }
 
 hook! {
     /// Samples by process.
-    nvmlDeviceGetProcessUtilization(device: Handle, list: *mut Sample, count: *mut c_uint, since: c_ulonglong) |real| {
-        // SAFETY: the caller's list, as the library has filled it.
-        unsafe { own(real(device, list, count, since), device, count, list) }
+    nvmlDeviceGetProcessUtilization(
+        device: Handle, list: *mut Sample, count: *mut c_uint, since: c_ulonglong,
+    ) |real| {
+        // SAFETY: the caller's list, filled in by the library.
+        unsafe { restrict(real(device, list, count, since), device, count, list) }
     }
 }
 
@@ -209,12 +216,12 @@ hook! {
     /// Samples by process, with the other engines.
     nvmlDeviceGetProcessesUtilizationInfo(device: Handle, list: *mut SampleInfoList) |real| {
         let answer = real(device, list);
-        // SAFETY: the caller's list, as the library has filled it; only of the version that is known.
+        // SAFETY: the caller's list, filled in by the library; only for the known version.
         unsafe {
             if list.is_null() || (*list).version != (size_of::<SampleInfoList>() as c_uint | 1 << 24) {
                 return answer;
             }
-            own(answer, device, &raw mut (*list).count, (*list).list)
+            restrict(answer, device, &raw mut (*list).count, (*list).list)
         }
     }
 }

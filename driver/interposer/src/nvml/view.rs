@@ -1,11 +1,11 @@
-//! Memory and utilisation of the device, as the share has them.
+//! Memory and utilisation of the device, as the share sees them.
 
-use super::processes::{Sample, busy};
-use super::{Answer, Handle, MISSING, SUCCESS, hook, shown};
-use crate::genuine;
+use super::call::{Handle, MISSING, NvmlReturn, SUCCESS, hook, visible_share};
+use super::processes::{Sample, share_utilisation};
+use crate::real_symbols;
 use crate::share::Device;
+use crate::symbol_table::index;
 use crate::sys;
-use crate::table::index;
 use core::ffi::{c_uint, c_ulonglong};
 use divvy_interposer_core::nvml::MemoryInfo;
 
@@ -37,9 +37,9 @@ pub(crate) struct Utilization {
     memory: c_uint,
 }
 
-/// NVML_ERROR_NOT_FOUND, by which the library says that nobody has done anything; NVML_ERROR_MEMORY.
-const NOT_FOUND: Answer = 6;
-const NO_MEMORY: Answer = 20;
+/// NVML_ERROR_NOT_FOUND, returned if there are no samples.
+const NOT_FOUND: NvmlReturn = 6;
+const NO_MEMORY: NvmlReturn = 20;
 
 /// NVML_STRUCT_VERSION: the size, and the version in the highest byte.
 const fn version(size: usize, number: c_uint) -> c_uint {
@@ -47,15 +47,15 @@ const fn version(size: usize, number: c_uint) -> c_uint {
 }
 
 hook! {
-    /// Of the first version, without what the driver reserves.
+    /// First version, without the driver's reserved memory.
     nvmlDeviceGetMemoryInfo(device: Handle, memory: *mut Memory) |real| {
         let answer = real(device, memory);
-        if let Some(share) = shown(answer, device).filter(|_| !memory.is_null()) {
+        if let Some(share) = visible_share(answer, device).filter(|_| !memory.is_null()) {
             // SAFETY: written by the library.
             unsafe {
                 let Memory { total, free, used } = *memory;
-                let seen = share.figures().memory(MemoryInfo { total, free, used, reserved: 0 });
-                *memory = Memory { total: seen.total, free: seen.free, used: seen.used };
+                let shown = share.memory_usage().memory(MemoryInfo { total, free, used, reserved: 0 });
+                *memory = Memory { total: shown.total, free: shown.free, used: shown.used };
             }
         }
         answer
@@ -63,19 +63,19 @@ hook! {
 }
 
 hook! {
-    /// With what the driver reserves.
+    /// With the driver's reserved memory.
     nvmlDeviceGetMemoryInfo_v2(device: Handle, memory: *mut MemoryV2) |real| {
         let answer = real(device, memory);
-        if let Some(share) = shown(answer, device).filter(|_| !memory.is_null()) {
+        if let Some(share) = visible_share(answer, device).filter(|_| !memory.is_null()) {
             // SAFETY: written by the library.
             unsafe {
                 if (*memory).version == version(size_of::<MemoryV2>(), 2) {
                     let MemoryV2 { total, free, used, reserved, .. } = *memory;
-                    let seen = share.figures().memory(MemoryInfo { total, free, used, reserved });
-                    (*memory).total = seen.total;
-                    (*memory).free = seen.free;
-                    (*memory).used = seen.used;
-                    (*memory).reserved = seen.reserved;
+                    let shown = share.memory_usage().memory(MemoryInfo { total, free, used, reserved });
+                    (*memory).total = shown.total;
+                    (*memory).free = shown.free;
+                    (*memory).used = shown.used;
+                    (*memory).reserved = shown.reserved;
                 }
             }
         }
@@ -83,45 +83,48 @@ hook! {
     }
 }
 
-/// Samples of so many processes are looked at, and of so many microseconds: one that has gone idle since is not busy.
-const SAMPLES: usize = 1024;
-const RECENT: c_ulonglong = 1_000_000;
+/// Maximum number of samples that are read.
+const SAMPLES_MAX: usize = 1024;
+/// Age in microseconds above which samples are ignored: a process that has gone idle is not busy.
+const SAMPLE_AGE_MAX_US: c_ulonglong = 1_000_000;
 
 hook! {
-    /// How busy the share's own processes had it, where the library tells that by process. Where it does not, this does not tell
-    /// either: what the device was is what others did.
+    /// Utilisation by the share's own processes, if the library reports it per process. Otherwise
+    /// the error is returned: the device's total would show the work of other shares.
     nvmlDeviceGetUtilizationRates(device: Handle, rates: *mut Utilization) |real| {
         let answer = real(device, rates);
-        match shown(answer, device) {
+        match visible_share(answer, device) {
             // SAFETY: written by the library.
-            Some(share) if !rates.is_null() => unsafe { own_rates(&share, device, &mut *rates) },
+            Some(share) if !rates.is_null() => unsafe { share_rates(&share, device, &mut *rates) },
             _ => answer,
         }
     }
 }
 
 #[cold]
-fn own_rates(share: &Device, device: Handle, rates: &mut Utilization) -> Answer {
-    type Ask = unsafe extern "C" fn(Handle, *mut Sample, *mut c_uint, c_ulonglong) -> Answer;
+fn share_rates(share: &Device, device: Handle, rates: &mut Utilization) -> NvmlReturn {
+    type Ask = unsafe extern "C" fn(Handle, *mut Sample, *mut c_uint, c_ulonglong) -> NvmlReturn;
     *rates = Utilization { gpu: 0, memory: 0 };
-    let Some(address) = genuine::function(index::nvmlDeviceGetProcessUtilization) else { return MISSING };
-    let bytes = SAMPLES * size_of::<Sample>();
-    let room = sys::memory(bytes, sys::InChild::Nothing);
-    if room.is_null() {
+    let Some(address) = real_symbols::function(index::nvmlDeviceGetProcessUtilization) else {
+        return MISSING;
+    };
+    let bytes = SAMPLES_MAX * size_of::<Sample>();
+    let buffer = sys::map_private(bytes, sys::InChild::Nothing);
+    if buffer.is_null() {
         return NO_MEMORY;
     }
-    let samples = room.cast::<Sample>();
-    let mut count = SAMPLES as c_uint;
-    let since = (sys::today() / 1000).saturating_sub(RECENT);
-    // SAFETY: the library's own function of that name, with room of ours for its answers, which only this call knows.
+    let samples = buffer.cast::<Sample>();
+    let mut count = SAMPLES_MAX as c_uint;
+    let since = (sys::realtime() / 1000).saturating_sub(SAMPLE_AGE_MAX_US);
+    // SAFETY: the library's own function of that name, with a buffer that only this call uses.
     unsafe {
         let answer = core::mem::transmute::<usize, Ask>(address)(device, samples, &raw mut count, since);
         if answer == SUCCESS {
-            let told = core::slice::from_raw_parts(samples, SAMPLES.min(count as usize));
-            let [gpu, memory] = busy(share, told);
+            let read = core::slice::from_raw_parts(samples, SAMPLES_MAX.min(count as usize));
+            let [gpu, memory] = share_utilisation(share, read);
             *rates = Utilization { gpu, memory };
         }
-        sys::forget(room, bytes);
+        sys::unmap(buffer, bytes);
         if answer == NOT_FOUND { SUCCESS } else { answer }
     }
 }

@@ -1,4 +1,4 @@
-/* The libraries of the video engines, as far as sessions go: each succeeds, and a handle is closed once. */
+/* The session functions of the video engine libraries: each call succeeds, and a handle is closed once. */
 #include <stdint.h>
 #include <stdlib.h>
 

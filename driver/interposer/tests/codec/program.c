@@ -1,6 +1,7 @@
-/* program ENCODE CUVID CUDA ORDERS: opens and closes sessions on the first GPU, and prints what each call said.
+/* program ENCODE CUVID CUDA COMMANDS: opens and closes sessions on the first GPU, and prints each result.
  *
- * e, x: an encoder by the table's first function and by the one with parameters; E: the last one is closed. d, D: a decoder. */
+ * e, x: open an encoder with the table's first function, or with the one with parameters; E: close the
+ * last one. d, D: open and close a decoder. */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -46,9 +47,9 @@ int main(int count, char **words)
 	parameters.device = context;
 	int (*open)(void *, uint32_t, void **) = list.all[0], (*destroy)(void *) = list.all[27];
 	int (*open_ex)(struct parameters *, void **) = list.all[29];
-	for (const char *order = words[4]; *order; order++) {
+	for (const char *command = words[4]; *command; command++) {
 		int code = -1;
-		switch (*order) {
+		switch (*command) {
 		case 'e':
 			code = open(context, 1, &encoders[has_encoders]);
 			has_encoders += !code;
@@ -73,6 +74,6 @@ int main(int count, char **words)
 	puts("");
 	fflush(stdout);
 	char byte;
-	/* Until its input ends, it has them. */
+	/* Keep the sessions open until the input ends. */
 	return read(0, &byte, 1) < 0;
 }

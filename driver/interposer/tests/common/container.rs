@@ -1,8 +1,9 @@
-//! A container on a simulated node: a process tree of its own namespaces, in which pages are mounted as the node daemon
-//! has them mounted, with the library preloaded.
+//! A container on a simulated node: a process tree with its own namespaces, with pages mounted as
+//! the node daemon mounts them, and the library preloaded.
 //!
-//! No root is needed: `unshare -Urm` gives a user namespace in which this user is root, and a mount namespace in which
-//! `/run` is a fresh tmpfs. A page is a file outside, mounted as a single file, the policy read-only.
+//! No root is needed: `unshare -Urm` creates a user namespace in which this user is root, and a
+//! mount namespace in which `/run` is a fresh tmpfs. A page is a file outside, mounted as a single
+//! file, the policy read-only.
 
 use super::guest::Guest;
 use super::program::{self, Program};
@@ -15,7 +16,7 @@ use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// Simulated GPUs and the shares of them.
+/// A node with simulated GPUs and shares.
 pub(crate) struct Node {
     dir: TempDir,
     pub(crate) sim: Sim,
@@ -34,7 +35,7 @@ impl Node {
         Self::with(gpus, |_| ())
     }
 
-    /// With a driver that speaks CUDA 12.8 and tells nothing that came with a later version.
+    /// A node with a CUDA 12.8 driver, which lacks the queries of later versions.
     #[allow(dead_code, reason = "not every test asks for it")]
     pub(crate) fn before_cuda_13(gpus: &str) -> Self {
         Self::with(gpus, |options| {
@@ -43,7 +44,7 @@ impl Node {
         })
     }
 
-    /// With a driver of the newest CUDA that the lists of names are of.
+    /// A node with the newest CUDA driver that the symbol lists cover.
     #[allow(dead_code, reason = "not every test asks for it")]
     pub(crate) fn newest(gpus: &str) -> Self {
         Self::with(gpus, |options| options.cuda = (13, 5))
@@ -55,11 +56,11 @@ impl Node {
         let nvml = program.with_file_name("libdivvy_sim_nvml.so");
         let mut options = Options::new(nvml, program);
         change(&mut options);
-        let sim = divvy_sim::up(dir.path(), gpus, &options).expect("simulated GPUs");
+        let sim = divvy_sim::create(dir.path(), gpus, &options).expect("simulated GPUs");
         Self { dir, sim }
     }
 
-    /// One of the driver's programs.
+    /// The path of one of the driver's programs.
     pub(crate) fn program(&self, name: &str) -> PathBuf {
         self.dir.path().join("usr/bin").join(name)
     }
@@ -69,7 +70,7 @@ impl Node {
         GpuUuid::parse(&state.gpus[slot].uuid).expect("the simulator's UUIDs are UUIDs")
     }
 
-    /// The policy of a share of so many MiB, with everything else as a class without wishes has it.
+    /// The policy of a share with a limit in MiB and defaults otherwise.
     pub(crate) fn policy(&self, slot: usize, mib: u64) -> Policy {
         Policy {
             claim: Text::EMPTY,
@@ -100,18 +101,18 @@ impl Node {
 
     /// A container with these shares.
     pub(crate) fn container(&self, shares: &[Share]) -> Container<'_> {
-        Container { node: self, shares: shares.to_vec(), more: String::new(), shims: false }
+        Container { node: self, shares: shares.to_vec(), extra_script: String::new(), shims: false }
     }
 }
 
 impl Share {
-    /// Bytes charged, as the account page says.
+    /// Bytes charged, from the account page.
     pub(crate) fn used(&self) -> u64 {
         let page = std::fs::read(self.directory.join("account")).expect("an account page");
         account::Snapshot::new(&page).expect("a page of this version").used()
     }
 
-    /// GPU time that its processes have charged, in milliseconds.
+    /// GPU time charged by its processes, in milliseconds.
     #[allow(dead_code, reason = "not every test launches")]
     pub(crate) fn charged_ms(&self) -> u64 {
         let page = std::fs::read(self.directory.join("account")).expect("an account page");
@@ -119,7 +120,8 @@ impl Share {
         page.slots().map(|slot| slot.charged_ns).sum::<u64>() / 1_000_000
     }
 
-    /// Whether the first process says that work may run that is not paid for: the last word of the second line of its slot.
+    /// Returns true if the first process reports unpaid work that may be running: the last word of
+    /// the second line of its slot.
     #[allow(dead_code, reason = "not every test launches")]
     pub(crate) fn has_unmeasured(&self) -> bool {
         let page = std::fs::read(self.directory.join("account")).expect("an account page");
@@ -134,15 +136,15 @@ impl Share {
 pub(crate) struct Container<'a> {
     node: &'a Node,
     shares: Vec<Share>,
-    more: String,
+    extra_script: String,
     shims: bool,
 }
 
 impl Container<'_> {
-    /// What else is done in the container before its program starts, in shell.
+    /// Adds shell commands that run in the container before its program starts.
     pub(crate) fn with(mut self, script: &str) -> Self {
-        self.more += script;
-        self.more.push('\n');
+        self.extra_script += script;
+        self.extra_script.push('\n');
         self
     }
 
@@ -158,14 +160,14 @@ impl Container<'_> {
                  mount -o remount,bind,ro,nosuid,nodev,noexec $at/policy\n"
             );
         }
-        script + &self.more + "\nexec \"$@\"\n"
+        script + &self.extra_script + "\nexec \"$@\"\n"
     }
 
     /// A command in the container.
     pub(crate) fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("unshare");
         command.args(["-Urm", "sh", "-c", &self.script(), "sh", "env"]);
-        // Only the program has it, not the shell that mounts.
+        // Set only for the program, not for the shell that mounts.
         command.arg(match self.shims {
             true => "LD_LIBRARY_PATH=/run/divvy/lib/shim".to_owned(),
             false => format!("LD_PRELOAD={}", super::shipped().join("libdivvy.so").display()),
@@ -179,18 +181,20 @@ impl Container<'_> {
         if self.shims { "libcuda.so.1".into() } else { self.node.sim.library("libcuda.so.1") }
     }
 
-    /// The guest of this test, waiting for what it is told.
+    /// Starts this test's program in the container. It waits for commands.
     pub(crate) fn program(&self) -> Program {
         Program::start(self.command(&std::env::current_exe().expect("this test")), &self.driver())
     }
 
-    /// The guest in shim mode: the shims in the place of the driver's libraries, those beside them in a directory of
-    /// their own, and no preloading. The node's devices and the simulator's state are where a container has them.
+    /// Uses shim mode: the shims replace the driver's libraries, which are mounted in a separate
+    /// directory, and nothing is preloaded. The node's devices and the simulator's state are
+    /// mounted as in a container.
     pub(crate) fn with_shims(mut self) -> Self {
         let shims = super::shipped().join("shim");
         let sim = &self.node.sim;
         let mut script = format!(
-            "mkdir -p /run/divvy/lib/real /run/divvy/lib/shim /run/divvy-sim\nmount --bind {} /run/divvy-sim\n\
+            "mkdir -p /run/divvy/lib/real /run/divvy/lib/shim /run/divvy-sim\n\
+             mount --bind {} /run/divvy-sim\n\
              mount --bind {} /dev\n",
             sim.dir().display(),
             sim.dev().display()
@@ -201,15 +205,16 @@ impl Container<'_> {
             let shim = shim.display();
             script += &format!(
                 "touch /run/divvy/lib/real/{name} /run/divvy/lib/shim/{name}\n\
-                 mount --bind {real} /run/divvy/lib/real/{name}\nmount --bind {shim} /run/divvy/lib/shim/{name}\n"
+                 mount --bind {real} /run/divvy/lib/real/{name}\n\
+                 mount --bind {shim} /run/divvy/lib/shim/{name}\n"
             );
         }
-        self.more += &script;
+        self.extra_script += &script;
         self.shims = true;
         self
     }
 
-    /// The same, with the GPU ready to allocate from.
+    /// Like [`Self::program`], with a current context on the first GPU.
     pub(crate) fn started(&self) -> Program {
         let mut program = self.program();
         assert_eq!(program.ask("start 0"), "ok");
@@ -217,14 +222,15 @@ impl Container<'_> {
     }
 }
 
-/// The test that is a program too: as a program it calls the driver as it is told, as a test it starts and asks one.
+/// Test entry for the program in the container. As a program it executes commands; as a test it
+/// starts one and asks it.
 pub(crate) fn guest() {
     if !answer() {
         assert_eq!(Node::up("L4").container(&[]).program().ask("init"), "0");
     }
 }
 
-/// In a program in a container: calls the driver as it is told. Whether this is one.
+/// Executes commands if this process is a program in a container. Returns false otherwise.
 pub(crate) fn answer() -> bool {
     let Some(driver) = program::driver() else { return false };
     let guest = Guest::open(&driver);
@@ -232,7 +238,7 @@ pub(crate) fn answer() -> bool {
     true
 }
 
-/// What an answer "ok KEY" names.
+/// The key of an answer "ok KEY".
 pub(crate) fn key(answer: &str) -> String {
     answer.strip_prefix("ok ").unwrap_or_else(|| panic!("it was answered {answer}")).to_owned()
 }

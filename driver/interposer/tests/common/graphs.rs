@@ -1,7 +1,7 @@
-//! Graphs with memory nodes of a program in a container.
+//! Graphs with memory nodes, for programs in a container.
 #![allow(unsafe_code, reason = "the driver is called through C")]
 
-use super::guest::{Guest, MIB, Properties, UNTOUCHED, call, number, said};
+use super::guest::{Guest, MIB, Properties, UNTOUCHED, call, format_result, number};
 
 /// CUDA_MEM_ALLOC_NODE_PARAMS.
 #[repr(C)]
@@ -28,38 +28,40 @@ const UPLOAD: u64 = 2;
 const CHILD: u64 = 4;
 
 impl Guest {
-    /// An executable graph: of so many MiB, within so many other graphs; uploaded at once; or of two devices.
+    /// Creates an executable graph of `MIB`, optionally nested `DEPTH` deep, uploaded at once, or
+    /// on both devices.
     pub(super) fn graph(&self, words: &[&str]) -> String {
         match words {
-            [mib] => self.runnable(self.within(self.allocating(0, number(mib)), 0)),
-            ["uploaded", mib] => self.uploaded(self.allocating(0, number(mib))),
+            [mib] => self.instantiate(self.nest(self.allocating_graph(0, number(mib)), 0)),
+            ["uploaded", mib] => self.uploaded(self.allocating_graph(0, number(mib))),
             ["both", first, second] => {
-                let (outer, inner) = (self.allocating(0, number(first)), self.allocating(1, number(second)));
-                self.put_into(outer, inner);
-                self.runnable(outer)
+                let (outer, inner) =
+                    (self.allocating_graph(0, number(first)), self.allocating_graph(1, number(second)));
+                self.add_child(outer, inner);
+                self.instantiate(outer)
             }
-            [mib, depth] => self.runnable(self.within(self.allocating(0, number(mib)), number(depth))),
+            [mib, depth] => self.instantiate(self.nest(self.allocating_graph(0, number(mib)), number(depth))),
             other => panic!("no such graph: {other:?}"),
         }
     }
 
-    /// Has an executable graph do what another one says: of so many MiB, or within so many graphs.
-    pub(super) fn update(&self, way: &str, runnable: u64, words: &[&str]) -> String {
+    /// Updates an executable graph to a graph of `MIB`, optionally nested `DEPTH` deep.
+    pub(super) fn update(&self, way: &str, executable: u64, words: &[&str]) -> String {
         let graph = match words {
-            [mib] => self.allocating(0, number(mib)),
-            [mib, depth] => self.within(self.allocating(0, number(mib)), number(depth)),
+            [mib] => self.allocating_graph(0, number(mib)),
+            [mib, depth] => self.nest(self.allocating_graph(0, number(mib)), number(depth)),
             other => panic!("no such graph: {other:?}"),
         };
         let (mut node, mut report) = (UNTOUCHED, [UNTOUCHED; 3]);
         let (code, result) = match way {
             "v1" => {
                 let mut result = UNTOUCHED as u32;
-                let code = call!(self, "cuGraphExecUpdate", runnable => u64, graph => u64,
+                let code = call!(self, "cuGraphExecUpdate", executable => u64, graph => u64,
                     &mut node => &mut u64, &mut result => &mut u32);
                 (code, result)
             }
             "v2" => {
-                let code = call!(self, "cuGraphExecUpdate_v2", runnable => u64, graph => u64,
+                let code = call!(self, "cuGraphExecUpdate_v2", executable => u64, graph => u64,
                     &mut report => &mut [u64; 3]);
                 (code, report[0] as u32)
             }
@@ -68,33 +70,35 @@ impl Guest {
         format!("{code} {result}")
     }
 
-    /// An executable graph with a graph of so many MiB within, and the node that has it.
+    /// Creates an executable graph with a child graph of `mib` MiB. Returns the graph and the
+    /// child's node.
     pub(super) fn nested(&self, mib: u64) -> String {
         let mut outer = 0u64;
         assert_eq!(call!(self, "cuGraphCreate", &mut outer => &mut u64, 0 => u32), 0);
-        let node = self.put_into(outer, self.allocating(0, mib));
-        format!("{} {node}", self.runnable(outer))
+        let node = self.add_child(outer, self.allocating_graph(0, mib));
+        format!("{} {node}", self.instantiate(outer))
     }
 
-    /// Puts one of so many MiB in its place.
-    pub(super) fn put_instead(&self, way: &str, runnable: u64, node: u64, mib: u64) -> String {
-        let graph = self.allocating(0, mib);
+    /// Replaces the child graph with one of `mib` MiB.
+    pub(super) fn replace_child(&self, way: &str, executable: u64, node: u64, mib: u64) -> String {
+        let graph = self.allocating_graph(0, mib);
         let code = match way {
             "child" => {
-                call!(self, "cuGraphExecChildGraphNodeSetParams", runnable => u64, node => u64, graph => u64)
+                call!(self, "cuGraphExecChildGraphNodeSetParams", executable => u64, node => u64,
+                    graph => u64)
             }
             "any" => {
                 let mut how = [0u64; 32];
                 (how[0], how[2]) = (CHILD, graph);
-                call!(self, "cuGraphExecNodeSetParams", runnable => u64, node => u64, &how => &[u64; 32])
+                call!(self, "cuGraphExecNodeSetParams", executable => u64, node => u64, &how => &[u64; 32])
             }
             other => panic!("no such way: {other}"),
         };
         code.to_string()
     }
 
-    /// A graph that allocates memory of a device, frees it, and does so again.
-    fn allocating(&self, device: i32, mib: u64) -> u64 {
+    /// Creates a graph that allocates memory of a device and frees it, twice.
+    fn allocating_graph(&self, device: i32, mib: u64) -> u64 {
         let (mut graph, mut node) = (0u64, 0u64);
         let none = std::ptr::null::<u64>();
         let mut codes = vec![call!(self, "cuGraphCreate", &mut graph => &mut u64, 0 => u32)];
@@ -113,16 +117,16 @@ impl Guest {
         graph
     }
 
-    fn within(&self, graph: u64, depth: u64) -> u64 {
+    fn nest(&self, graph: u64, depth: u64) -> u64 {
         (0..depth).fold(graph, |inner, _| {
             let mut outer = 0u64;
             assert_eq!(call!(self, "cuGraphCreate", &mut outer => &mut u64, 0 => u32), 0);
-            self.put_into(outer, inner);
+            self.add_child(outer, inner);
             outer
         })
     }
 
-    fn put_into(&self, outer: u64, inner: u64) -> u64 {
+    fn add_child(&self, outer: u64, inner: u64) -> u64 {
         let (mut node, none) = (0u64, std::ptr::null::<u64>());
         let code = call!(self, "cuGraphAddChildGraphNode", &mut node => &mut u64, outer => u64,
             none => *const u64, 0 => u64, inner => u64);
@@ -130,18 +134,18 @@ impl Guest {
         node
     }
 
-    fn runnable(&self, graph: u64) -> String {
-        let mut runnable = UNTOUCHED;
+    fn instantiate(&self, graph: u64) -> String {
+        let mut executable = UNTOUCHED;
         let code =
-            call!(self, "cuGraphInstantiateWithFlags", &mut runnable => &mut u64, graph => u64, 0 => u64);
-        said(code, runnable)
+            call!(self, "cuGraphInstantiateWithFlags", &mut executable => &mut u64, graph => u64, 0 => u64);
+        format_result(code, executable)
     }
 
     fn uploaded(&self, graph: u64) -> String {
-        let mut runnable = UNTOUCHED;
+        let mut executable = UNTOUCHED;
         let mut how = Instantiation { flags: UPLOAD, stream: 0, failed: 0, result: 0 };
-        let code = call!(self, "cuGraphInstantiateWithParams", &mut runnable => &mut u64, graph => u64,
+        let code = call!(self, "cuGraphInstantiateWithParams", &mut executable => &mut u64, graph => u64,
             &mut how => &mut Instantiation);
-        said(code, runnable)
+        format_result(code, executable)
     }
 }

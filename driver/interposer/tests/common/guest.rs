@@ -1,11 +1,11 @@
-//! A program in the container: what it is told in words, it calls through C.
+//! The program in the container: executes text commands by calling the driver through C.
 #![allow(unsafe_code, reason = "the driver is called through C")]
 
 use libloading::Library;
 use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
 
-/// What an output holds before the call: a failed call must leave it so.
+/// Content of an output before the call; a failed call must leave it unchanged.
 pub(super) const UNTOUCHED: u64 = 0x5555_5555_5555_5555;
 pub(super) const MIB: u64 = 1 << 20;
 
@@ -16,15 +16,17 @@ pub(crate) struct Guest {
 /// Calls a function by its signature: `call!(self, cuMemFree_v2, address => u64)`.
 macro_rules! call {
     ($guest:expr, $name:expr, $($argument:expr => $kind:ty),* $(,)?) => {{
+        type Function = extern "C" fn($($kind),*) -> i32;
         // SAFETY: the signature is the header's.
-        let function: extern "C" fn($($kind),*) -> i32 = unsafe { std::mem::transmute($guest.pointer($name)) };
+        let function: Function = unsafe { std::mem::transmute($guest.pointer($name)) };
         function($($argument),*)
     }};
 }
 
 pub(super) use call;
 
-/// CUDA_ARRAY_DESCRIPTOR and CUDA_ARRAY3D_DESCRIPTOR, of both versions; FLOAT elements of four channels are 16 bytes.
+/// CUDA_ARRAY_DESCRIPTOR and CUDA_ARRAY3D_DESCRIPTOR of both versions. FLOAT elements with four
+/// channels have 16 bytes.
 #[repr(C)]
 struct Array<T> {
     width: T,
@@ -45,7 +47,7 @@ pub(super) struct Array3<T> {
 
 pub(super) const FLOAT: i32 = 0x20;
 
-/// CUmemPoolProps, and CUmemAllocationProp, which is shorter: PINNED memory on a device. 88 bytes.
+/// CUmemPoolProps, and the shorter CUmemAllocationProp: PINNED memory on a device. 88 bytes.
 #[repr(C)]
 pub(super) struct Properties {
     kind: i32,
@@ -59,8 +61,9 @@ impl Properties {
         Self { kind: 1, handles: 0, location: [1, device], rest: [0; 9] }
     }
 
-    /// `0`: of device 0; `host`, `numa`, `numa-current`: of the host; `managed`: managed memory that prefers the host.
-    pub(super) fn said(words: &[&str]) -> Self {
+    /// Parses a location: `0` is device 0; `host`, `numa` and `numa-current` are host memory;
+    /// `managed` is managed memory that prefers the host.
+    pub(super) fn parse(words: &[&str]) -> Self {
         match words {
             ["host"] => Self { location: [2, 0], ..Self::on(0) },
             ["numa"] => Self { location: [3, 0], ..Self::on(0) },
@@ -76,9 +79,12 @@ pub(super) fn number(word: &str) -> u64 {
     word.parse().unwrap_or_else(|_| panic!("'{word}' is no number"))
 }
 
+/// CU_POINTER_ATTRIBUTE_MEMORY_TYPE, _IS_MANAGED, _HOST_POINTER.
+const ATTRIBUTES: [i32; 3] = [2, 8, 4];
+
 impl Guest {
     pub(crate) fn open(driver: &Path) -> Self {
-        // SAFETY: the library runs no code of its own when it is loaded.
+        // SAFETY: the library runs no code when it is loaded.
         Self { lib: unsafe { Library::new(driver) }.expect("the driver's library") }
     }
 
@@ -88,7 +94,7 @@ impl Guest {
         *found.unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 
-    /// Does what the words say.
+    /// Executes a command.
     pub(crate) fn run(&self, words: &[&str]) -> String {
         match words {
             ["init"] => call!(self, "cuInit", 0 => u32).to_string(),
@@ -101,15 +107,18 @@ impl Guest {
             ["alloc", way, mib, from] => self.alloc_from(way, number(mib), number(from)),
             ["free", way, key] => self.free(way, number(key)).to_string(),
             ["pool", rest @ ..] => {
-                let (mut pool, properties) = (UNTOUCHED, Properties::said(rest));
-                said(call!(self, "cuMemPoolCreate", &mut pool => &mut u64, &properties => &Properties), pool)
+                let (mut pool, properties) = (UNTOUCHED, Properties::parse(rest));
+                format_result(
+                    call!(self, "cuMemPoolCreate", &mut pool => &mut u64, &properties => &Properties),
+                    pool,
+                )
             }
             ["context", way, device] => self.context(way, number(device) as i32),
             ["reserve", mib] => {
                 let mut address = UNTOUCHED;
-                let code = call!(self, "cuMemAddressReserve", &mut address => &mut u64, number(mib) * MIB => u64,
-                    0 => u64, 0 => u64, 0 => u64);
-                said(code, address)
+                let code = call!(self, "cuMemAddressReserve", &mut address => &mut u64,
+                    number(mib) * MIB => u64, 0 => u64, 0 => u64, 0 => u64);
+                format_result(code, address)
             }
             ["map", address, mib, handle] => call!(self, "cuMemMap", number(address) => u64,
                 number(mib) * MIB => u64, 0 => u64, number(handle) => u64, 0 => u64)
@@ -126,8 +135,9 @@ impl Guest {
             ["bind", rest @ ..] => self.bind(rest),
             ["retain", address] => {
                 let mut handle = UNTOUCHED;
-                said(
-                    call!(self, "cuMemRetainAllocationHandle", &mut handle => &mut u64, number(address) => u64),
+                format_result(
+                    call!(self, "cuMemRetainAllocationHandle", &mut handle => &mut u64,
+                        number(address) => u64),
                     handle,
                 )
             }
@@ -138,30 +148,30 @@ impl Guest {
             ["graph", rest @ ..] => self.graph(rest),
             ["update", way, graph, rest @ ..] => self.update(way, number(graph), rest),
             ["nested", mib] => self.nested(number(mib)),
-            ["put-instead", way, graph, node, mib] => {
-                self.put_instead(way, number(graph), number(node), number(mib))
+            ["replace-child", way, graph, node, mib] => {
+                self.replace_child(way, number(graph), number(node), number(mib))
             }
             ["launch", graph] => call!(self, "cuGraphLaunch", number(graph) => u64, 0 => u64).to_string(),
-            ["end-graph", graph] => call!(self, "cuGraphExecDestroy", number(graph) => u64).to_string(),
+            ["destroy-graph", graph] => call!(self, "cuGraphExecDestroy", number(graph) => u64).to_string(),
             ["trim-graphs", device] => {
                 call!(self, "cuDeviceGraphMemTrim", number(device) as i32 => i32).to_string()
             }
             ["kernels", way, name, count] => self.launches(way, name, number(count)),
             ["capture", way, name, count] => self.captured(way, name, number(count)),
             ["graphs", way, graph, count] => self.graphs(way, number(graph), number(count)),
-            ["told", address] => self.told(number(address)),
-            ["threads"] => super::told::threads(),
+            ["attributes", address] => self.attributes(number(address)),
+            ["threads"] => threads(),
             ["sweep"] => self.sweep(),
             ["wait", way] => self.waits(way).to_string(),
             ["synchronize"] => call!(self, "cuCtxSynchronize",).to_string(),
             ["fork", rest @ ..] => self.fork(rest),
-            ["without", "openat2"] => without(libc::SYS_openat2),
+            ["block-syscall", "openat2"] => block_syscall(libc::SYS_openat2),
             ["during", rest @ ..] => self.during(rest),
             ["sleep", milliseconds] => {
                 std::thread::sleep(std::time::Duration::from_millis(number(milliseconds)));
                 "ok".into()
             }
-            other => panic!("no such word: {other:?}"),
+            other => panic!("unknown command: {other:?}"),
         }
     }
 
@@ -184,7 +194,7 @@ impl Guest {
         }
     }
 
-    /// As both versions tell it, in MiB; the first has 32 bits for it.
+    /// The total of both versions of the function, in MiB; the first has 32 bits.
     fn total(&self, device: i32) -> String {
         let (mut first, mut second) = (0u32, 0u64);
         let codes = [
@@ -219,7 +229,8 @@ impl Guest {
             "async-ptsz" => call!(self, "cuMemAllocAsync_ptsz", &mut key => &mut u64, bytes => u64, 0 => u64),
             "create" => {
                 let properties = Properties::on(0);
-                call!(self, "cuMemCreate", &mut key => &mut u64, bytes => u64, &properties => &Properties, 0 => u64)
+                call!(self, "cuMemCreate", &mut key => &mut u64, bytes => u64,
+                    &properties => &Properties, 0 => u64)
             }
             "array" => {
                 // Rows of 1024 elements of 16 bytes.
@@ -265,7 +276,7 @@ impl Guest {
                 let function: extern "C" fn(&mut u64, u64) -> i32 = unsafe { std::mem::transmute(function) };
                 function(&mut key, bytes)
             }
-            "dlmopen" => self.alloc_apart(bytes, &mut key),
+            "dlmopen" => self.alloc_via_dlmopen(bytes, &mut key),
             other => panic!("no way to allocate: {other}"),
         };
         if way.ends_with("v1") && short != UNTOUCHED as u32 && code == 0 && !way.starts_with("array") {
@@ -273,12 +284,13 @@ impl Guest {
         } else if code != 0 && short != UNTOUCHED as u32 {
             return format!("error {code} touched");
         }
-        said(code, key)
+        format_result(code, key)
     }
 
-    /// Through a copy of the driver's library in a namespace of its own.
-    fn alloc_apart(&self, bytes: u64, key: &mut u64) -> i32 {
-        let path = super::program::driver().expect("told which").into_os_string().into_encoded_bytes();
+    /// Allocates through a copy of the driver's library in its own namespace.
+    fn alloc_via_dlmopen(&self, bytes: u64, key: &mut u64) -> i32 {
+        let path =
+            super::program::driver().expect("set in a container").into_os_string().into_encoded_bytes();
         let path = CString::new(path).expect("no NUL");
         // SAFETY: C strings, and the signatures of the header.
         unsafe {
@@ -298,7 +310,8 @@ impl Guest {
         out
     }
 
-    /// Asks for every variant of every name, and says for each which export the answer is and which file it lies in.
+    /// Asks for every variant of every name. Prints for each which export the result is and which
+    /// file it is in.
     fn sweep(&self) -> String {
         let exports = super::listed("cuda.txt");
         let lines: Vec<Vec<&str>> = exports.iter().map(|line| line.split(' ').collect()).collect();
@@ -309,21 +322,21 @@ impl Guest {
                 by_address.insert(*found as usize, line[3]);
             }
         }
-        let mut said = Vec::new();
+        let mut format_result = Vec::new();
         for line in &lines {
             let least: i32 = line[1].parse().expect("a version");
             for version in [least - 10, least, least + 10, 12090, 13050] {
                 for flags in 0..3 {
                     let found = self.proc(line[0], version, flags);
                     let export = by_address.get(&(found as usize)).copied().unwrap_or("none");
-                    said.push(format!("{}@{version}/{flags}={export}@{}", line[0], file_of(found)));
+                    format_result.push(format!("{}@{version}/{flags}={export}@{}", line[0], file_of(found)));
                 }
             }
         }
-        said.join(" ")
+        format_result.join(" ")
     }
 
-    /// From a pool, or as physical memory of a device.
+    /// Allocates from a pool.
     fn alloc_from(&self, way: &str, mib: u64, from: u64) -> String {
         let mut key = UNTOUCHED;
         let name = match way {
@@ -331,7 +344,7 @@ impl Guest {
             "pool-ptsz" => "cuMemAllocFromPoolAsync_ptsz",
             other => panic!("no way to allocate from: {other}"),
         };
-        said(call!(self, name, &mut key => &mut u64, mib * MIB => u64, from => u64, 0 => u64), key)
+        format_result(call!(self, name, &mut key => &mut u64, mib * MIB => u64, from => u64, 0 => u64), key)
     }
 
     fn free(&self, way: &str, key: u64) -> i32 {
@@ -379,10 +392,10 @@ impl Guest {
             "primary" => call!(self, "cuDevicePrimaryCtxRetain", &mut context => &mut u64, device => i32),
             other => panic!("no way to make a context: {other}"),
         };
-        said(code, context)
+        format_result(code, context)
     }
 
-    /// Does what is before the comma in a thread, and what is after it when that has had time to begin.
+    /// Executes the command before the comma in a thread, and the one after it 300 ms later.
     fn during(&self, rest: &[&str]) -> String {
         let (first, second) = rest.split_at(rest.iter().position(|word| *word == ",").expect("a comma"));
         std::thread::scope(|scope| {
@@ -393,10 +406,11 @@ impl Guest {
         })
     }
 
-    /// Does the rest in a child, and answers for it.
+    /// Executes the commands in a forked child and returns its answers.
     fn fork(&self, rest: &[&str]) -> String {
         let mut ends = [0; 2];
-        // SAFETY: a pipe of our own; the child runs on a copy of this thread alone and leaves without destructors.
+        // SAFETY: a pipe of this process; the child has only this thread and exits without
+        // destructors.
         unsafe {
             assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
             if libc::fork() == 0 {
@@ -420,11 +434,29 @@ impl Guest {
             String::from_utf8_lossy(&text[..filled]).into_owned()
         }
     }
+
+    /// The memory type, whether it is managed, and the host address: queried one by one, and all at
+    /// once.
+    pub(crate) fn attributes(&self, address: u64) -> String {
+        let one = ATTRIBUTES.map(|which| {
+            let mut out = 0u64;
+            let code =
+                call!(self, "cuPointerGetAttribute", &mut out => &mut u64, which => i32, address => u64);
+            if code == 0 { format_address(out, address) } else { format!("error {code}") }
+        });
+        let mut all = [0u64; 3];
+        let [first, second, third] = &mut all;
+        let places: [*mut u64; 3] = [first, second, third];
+        let code = call!(self, "cuPointerGetAttributes", 3 => u32, ATTRIBUTES.as_ptr() => *const i32,
+            places.as_ptr() => *const *mut u64, address => u64);
+        let all = all.map(|out| format_address(out, address));
+        format!("{} | {code} {}", one.join(" "), all.join(" "))
+    }
 }
 
-/// The file that an address lies in.
+/// The file that contains an address.
 fn file_of(address: *const c_void) -> String {
-    // SAFETY: the loader writes the structure, and gives names that live as long as their objects.
+    // SAFETY: the loader writes the structure, and its names live as long as their objects.
     unsafe {
         let mut info: libc::Dl_info = std::mem::zeroed();
         if address.is_null() || libc::dladdr(address, &mut info) == 0 || info.dli_fname.is_null() {
@@ -435,8 +467,8 @@ fn file_of(address: *const c_void) -> String {
     }
 }
 
-/// `ok KEY`, `error CODE`, and whether a failed call has touched its output.
-pub(super) fn said(code: i32, key: u64) -> String {
+/// Formats a result: `ok KEY` or `error CODE`, and whether a failed call has changed its output.
+pub(super) fn format_result(code: i32, key: u64) -> String {
     match (code, key) {
         (0, key) => format!("ok {key}"),
         (code, UNTOUCHED) => format!("error {code}"),
@@ -444,8 +476,8 @@ pub(super) fn said(code: i32, key: u64) -> String {
     }
 }
 
-/// From now on the kernel does not know that system call.
-fn without(call: libc::c_long) -> String {
+/// Makes a system call fail with ENOSYS from now on.
+fn block_syscall(call: libc::c_long) -> String {
     let [load, equal, answer] =
         [libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, libc::BPF_JMP | libc::BPF_JEQ, libc::BPF_RET];
     let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
@@ -456,10 +488,31 @@ fn without(call: libc::c_long) -> String {
         step(answer, 0, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
-    // SAFETY: the kernel reads the program, which is well formed, or refuses it.
+    // SAFETY: the kernel reads the program and validates it.
     let failed = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0
             || libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) != 0
     };
     if failed { std::io::Error::last_os_error().to_string() } else { "ok".into() }
+}
+
+fn format_address(out: u64, address: u64) -> String {
+    if out == address { "itself".to_owned() } else { out.to_string() }
+}
+
+/// The number of threads of the process, and of those with all signals blocked.
+fn threads() -> String {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("a process");
+    let (mut all, mut deaf) = (0, 0);
+    for task in tasks {
+        let status =
+            std::fs::read_to_string(task.expect("a thread").path().join("status")).unwrap_or_default();
+        let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap_or_default().trim();
+        let mask = u64::from_str_radix(blocked, 16).unwrap_or(0);
+        all += 1;
+        // KILL and STOP cannot be blocked, and libc reserves two signals.
+        let kept = 1 << 8 | 1 << 18 | 3 << 31;
+        deaf += u32::from(mask | kept == u64::MAX);
+    }
+    format!("{all} {deaf}")
 }

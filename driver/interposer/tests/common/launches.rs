@@ -1,4 +1,4 @@
-//! Launches by a program in a container, by each function that launches.
+//! Launches by programs in a container, with each launch function.
 #![allow(unsafe_code, reason = "the driver is called through C")]
 
 use super::guest::{Guest, call};
@@ -15,7 +15,7 @@ struct Configuration {
 }
 
 impl Guest {
-    /// The kernel of that name, which says how long it runs.
+    /// Loads the kernel of that name; the name contains its duration.
     fn kernel(&self, name: &str) -> u64 {
         let text =
             CString::new(format!(".version 6.0\n.target sm_50\n.visible .entry {name}()\n{{\n ret;\n}}\n"));
@@ -23,13 +23,15 @@ impl Guest {
         let (mut module, mut function) = (0u64, 0u64);
         let codes = [
             call!(self, "cuModuleLoadData", &mut module => &mut u64, text.as_ptr() => *const c_char),
-            call!(self, "cuModuleGetFunction", &mut function => &mut u64, module => u64, name.as_ptr() => *const c_char),
+            call!(self, "cuModuleGetFunction", &mut function => &mut u64, module => u64,
+                name.as_ptr() => *const c_char),
         ];
         assert_eq!(codes, [0; 2]);
         function
     }
 
-    /// So many launches by that function on that stream; the codes that are not success.
+    /// Launches `count` times with that function on that stream. Returns the codes that are not
+    /// success.
     fn launch(&self, way: &str, function: u64, stream: u64, count: u64) -> String {
         let one = || match way {
             "cuLaunchKernel" | "cuLaunchKernel_ptsz" => {
@@ -43,7 +45,8 @@ impl Guest {
             }
             "cuLaunchCooperativeKernel" | "cuLaunchCooperativeKernel_ptsz" => {
                 call!(self, way, function => u64,
-                200 => u32, 1 => u32, 1 => u32, 32 => u32, 1 => u32, 1 => u32, 0 => u32, stream => u64, 0 => usize)
+                200 => u32, 1 => u32, 1 => u32, 32 => u32, 1 => u32, 1 => u32, 0 => u32,
+                stream => u64, 0 => usize)
             }
             "cuLaunch" => call!(self, way, function => u64),
             "cuLaunchGrid" => call!(self, way, function => u64, 200 => i32, 1 => i32),
@@ -56,12 +59,12 @@ impl Guest {
         if wrong.is_empty() { "ok".into() } else { wrong.join(" ") }
     }
 
-    /// By a function that launches kernels.
+    /// Launches kernels with that function.
     pub(crate) fn launches(&self, way: &str, name: &str, count: u64) -> String {
         self.launch(way, self.kernel(name), 0, count)
     }
 
-    /// Captures so many launches: an executable graph, and how many nodes it has.
+    /// Captures launches. Returns the executable graph and its number of nodes.
     pub(crate) fn captured(&self, way: &str, name: &str, count: u64) -> String {
         let function = self.kernel(name);
         let (mut stream, mut graph, mut nodes, mut executable) = (0u64, 0u64, 0u64, 0u64);
@@ -69,19 +72,19 @@ impl Guest {
             call!(self, "cuStreamCreate", &mut stream => &mut u64, 1 => u32),
             call!(self, "cuStreamBeginCapture_v2", stream => u64, 0 => i32),
         ];
-        let said = self.launch(way, function, stream, count);
+        let outcome = self.launch(way, function, stream, count);
         let ended = [
             call!(self, "cuStreamEndCapture", stream => u64, &mut graph => &mut u64),
             call!(self, "cuGraphGetNodes", graph => u64, 0 => usize, &mut nodes => &mut u64),
             call!(self, "cuGraphInstantiateWithFlags", &mut executable => &mut u64, graph => u64, 0 => u64),
         ];
-        match (begun, said.as_str(), ended) {
+        match (begun, outcome.as_str(), ended) {
             ([0, 0], "ok", [0, 0, 0]) => format!("{executable} {nodes}"),
             wrong => format!("{wrong:?}"),
         }
     }
 
-    /// Waits for the device by that function, or asks whether it is done.
+    /// Synchronises or polls with that function.
     pub(crate) fn waits(&self, way: &str) -> i32 {
         let (mut event, mut place, mut byte) = (0u64, 0u64, 0u8);
         match way {

@@ -1,4 +1,4 @@
-//! What the tests share: the library as it ships, built by the command that ships it.
+//! Shared by the tests: the shipped library, built by the command that ships it.
 
 #[allow(dead_code, reason = "not every test runs containers")]
 pub(crate) mod container;
@@ -7,24 +7,20 @@ mod graphs;
 #[allow(dead_code, reason = "not every test runs containers")]
 pub(crate) mod guest;
 #[allow(dead_code, reason = "not every test runs containers")]
-mod holders;
-#[allow(dead_code, reason = "not every test runs containers")]
 mod launches;
 #[allow(dead_code, reason = "not every test runs containers")]
-mod places;
+mod locations;
+#[allow(dead_code, reason = "not every test runs containers")]
+mod physical_memory;
 #[allow(dead_code, reason = "not every test runs containers")]
 #[path = "../../../../e2e/sim/cuda/tests/common/program.rs"]
 pub(crate) mod program;
-#[allow(dead_code, reason = "not every test runs containers")]
-mod shareable;
-#[allow(dead_code, reason = "not every test runs containers")]
-mod told;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The folder with `libdivvy.so` and `shim/`, of the sources as they are now.
+/// The directory with `libdivvy.so` and `shim/`, built from the current sources.
 pub(crate) fn shipped() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
@@ -35,7 +31,7 @@ pub(crate) fn shipped() -> &'static Path {
     })
 }
 
-/// The names of one of the committed lists.
+/// The lines of one of the committed lists.
 #[allow(dead_code, reason = "not every test reads the lists")]
 pub(crate) fn listed(list: &str) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("symbols").join(list);

@@ -1,4 +1,4 @@
-/* Another interposer of dlsym, loaded behind: it goes on to libc's, which it looks for by libc's handle. */
+/* Another interposer of dlsym, loaded after this library. It calls libc's, which it finds by libc's handle. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include "version.h"

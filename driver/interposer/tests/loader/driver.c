@@ -1,4 +1,4 @@
-/* Stands for libcuda.so.1 and for libnvidia-ml.so.1: as many names as the cases need, no more. */
+/* Replaces libcuda.so.1 and libnvidia-ml.so.1, with only the functions that the tests need. */
 #include <string.h>
 
 int cuInit(unsigned flags) { return 1000 + (int)flags; }
@@ -11,7 +11,7 @@ int cuCtxGetDevice(int *device) { return *device = 0; }
 int nvmlDeviceSetMigMode(void *device, unsigned mode, int *status) { return 4000 + (int)mode; }
 
 int cuGetProcAddress(const char *symbol, void **out, int version, unsigned long flags);
-/* Knows a version of cuMemAlloc that is newer than any header of today. */
+/* Has a version of cuMemAlloc that is newer than any current header. */
 int cuGetProcAddress_v2(const char *symbol, void **out, int version, unsigned long flags, int *status) {
   *out = 0;
   if (!strcmp(symbol, "cuMemAlloc"))

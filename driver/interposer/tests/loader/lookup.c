@@ -1,6 +1,6 @@
-/* Finds functions in every way that a program has, and prints for each the file that the answer lies in.
+/* Looks functions up in every possible way, and prints for each the file that contains the result.
  *
- *   lookup DRIVER NEEDS OWN NVML     paths of the libraries built from the sources beside this one
+ *   lookup DRIVER NEEDS OWN NVML     paths of the libraries built from the other sources here
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -33,7 +33,7 @@ int main(int count, char **argument) {
   const char *name = "cuMemAlloc_v2";
   if (count < 5) return 2;
 
-  /* Where the program is not linked to the driver, it is not loaded yet. */
+  /* If the program is not linked against the driver, the driver is not loaded yet. */
   say("at first", dlsym(RTLD_DEFAULT, name));
   const char *error = dlerror();
   if (error) printf("at first, error: %.31s\n", strstr(error, "undefined symbol"));
@@ -90,5 +90,5 @@ int main(int count, char **argument) {
   return 0;
 }
 
-/* A program may have a function of such a name. */
+/* A program may define a function with a hooked name. */
 int cuMemFree_v2(unsigned long pointer) { return 0; }

@@ -1,4 +1,4 @@
-/* The version of libc's oldest functions, dlsym among them. */
+/* The version of libc's oldest functions, including dlsym. */
 #ifdef __x86_64__
 #define LIBC_VERSION "GLIBC_2.2.5"
 #else

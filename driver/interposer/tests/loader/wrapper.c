@@ -1,4 +1,4 @@
-/* Another interposer: it defines the name and goes on to the next one. */
+/* Another interposer: it defines the name and calls the next definition. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 

@@ -1,4 +1,4 @@
-/* An NVML in whose lists the caller comes second of three. A device's handle is its UUID. */
+/* An NVML whose lists have the caller as the second of three entries. A device's handle is its UUID. */
 #include <string.h>
 #include <unistd.h>
 
@@ -20,6 +20,6 @@ int nvmlDeviceGetUUID(const char *device, char *text, unsigned length)
 	return 0;
 }
 
-/* nvmlEncoderSessionInfo_t and nvmlFBCSessionInfo_t: eight words and twelve, of which the first two are the session and the pid. */
+/* nvmlEncoderSessionInfo_t (8 words) and nvmlFBCSessionInfo_t (12 words); the first two are the session and the pid. */
 int nvmlDeviceGetEncoderSessions(const char *device, unsigned *count, void *list) { return (void)device, fill(count, list, 32); }
 int nvmlDeviceGetFBCSessions(const char *device, unsigned *count, void *list) { return (void)device, fill(count, list, 48); }

@@ -1,12 +1,12 @@
-//! Memory limits by cgroup. `nvml-wrapper-sys` does not know them yet: shapes and
-//! signatures are those of nvml.h 13.5 (PyPI `nvidia-nvml-dev` 13.5.37).
+//! Memory limits of cgroups. `nvml-wrapper-sys` does not have them yet: layouts and signatures are
+//! from nvml.h 13.5 (PyPI `nvidia-nvml-dev` 13.5.37).
 
 use super::{Answer, Device, Library, check, sys};
 use crate::code::Code;
 use std::ffi::{CStr, c_char};
 use std::path::Path;
 
-/// `nvmlSetMemoryLimits_v1_t`; it has no version word.
+/// `nvmlSetMemoryLimits_v1_t`; it has no version field.
 #[repr(C)]
 struct Set {
     cgroup: *const c_char,
@@ -29,14 +29,14 @@ const _: () = assert!(size_of::<Get>() == 32);
 /// `NVML_DEVICE_MEMORY_LIMIT_MAX`.
 const NO_LIMIT: u64 = u64::MAX;
 
-/// What the processes of a cgroup may have and have of a GPU's memory.
+/// Timeouts and usage of a GPU's memory by the processes of a cgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CgroupMemory {
-    /// Bytes that are kept for them.
+    /// Bytes reserved for the cgroup.
     pub soft: u64,
-    /// Bytes that they have at most; none is no limit.
+    /// Hard limit in bytes; `None` is no limit.
     pub hard: Option<u64>,
-    /// Bytes.
+    /// Used bytes.
     pub used: u64,
 }
 
@@ -44,14 +44,14 @@ type Call<T> = unsafe extern "C" fn(sys::nvmlDevice_t, *mut T) -> sys::nvmlRetur
 
 impl Library {
     fn limits<T>(&self, name: &CStr, device: Device, limits: &mut T) -> Answer<()> {
-        // SAFETY: the two names that are asked for have this signature in NVML's header.
+        // SAFETY: both symbols that are looked up have this signature in nvml.h.
         let symbol = unsafe { self.0.lib().__library.get::<Call<T>>(name.to_bytes_with_nul()) };
         let symbol = symbol.map_err(|_| Code::FunctionNotFound)?;
-        // SAFETY: see the head of the module above; `limits` and the text in it outlive the call.
+        // SAFETY: see the module comment above; `limits` and its string outlive the call.
         check(unsafe { symbol(device.0, limits) })
     }
 
-    /// Limits the memory of a cgroup (its directory); without a limit it is free again.
+    /// Timeouts the memory of a cgroup (its directory); `None` removes the limit.
     pub(crate) fn set_cgroup_memory(&self, device: Device, cgroup: &Path, limit: Option<u64>) -> Answer<()> {
         let cgroup = super::c_path(cgroup)?;
         let (soft, hard) = limit.map_or((0, NO_LIMIT), |limit| (limit, limit));
@@ -59,7 +59,7 @@ impl Library {
         self.limits(c"nvmlDeviceSetMemoryLimits_v1", device, &mut set)
     }
 
-    /// What a cgroup may have; none where nothing was ever set.
+    /// The limits of a cgroup; `None` if none was ever set.
     pub(crate) fn cgroup_memory(&self, device: Device, cgroup: &Path) -> Answer<Option<CgroupMemory>> {
         let cgroup = super::c_path(cgroup)?;
         let mut get = Get { cgroup: cgroup.as_ptr(), soft: 0, hard: NO_LIMIT, used: 0 };

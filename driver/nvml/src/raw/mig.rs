@@ -5,13 +5,14 @@ use crate::code::Code;
 use divvy_model::placement::Placement;
 use std::ffi::c_uint;
 
-/// A GPU instance, used within one job only: handles are re-used after destroy.
+/// A GPU instance handle. It is used within one job only, because NVML reuses handles after
+/// destroy.
 #[derive(Clone, Copy)]
 pub(crate) struct Gi(sys::nvmlGpuInstance_t);
-/// A compute instance, used within one job only.
+/// A compute instance handle, used within one job only.
 #[derive(Clone, Copy)]
 pub(crate) struct Ci(sys::nvmlComputeInstance_t);
-/// The parts of a GPU-instance profile that NVML gives in one call.
+/// A GPU instance profile.
 pub(crate) struct GiProfile {
     pub(crate) id: u32,
     pub(crate) slices: u32,
@@ -23,11 +24,11 @@ pub(crate) struct GiProfile {
     pub(crate) jpeg_engines: u32,
     pub(crate) ofa_engines: u32,
     pub(crate) memory_mib: u64,
-    /// Empty where the GPU driver has only the first version of the call.
+    /// Empty if the GPU driver has only the first version of the call.
     pub(crate) name: String,
 }
 
-/// The parts of a compute-instance profile that matter here.
+/// The fields of a compute instance profile that are used here.
 #[derive(Clone, Copy)]
 pub(crate) struct CiProfile {
     pub(crate) id: u32,
@@ -51,14 +52,14 @@ pub(crate) struct CiInfo {
 }
 
 impl Library {
-    /// (current, pending): whether MIG is on.
+    /// The current and the pending MIG mode; true is on.
     pub(crate) fn mig_mode(&self, device: Device) -> Answer<(bool, bool)> {
         let (mut current, mut pending) = (0, 0);
         nvml!(self, nvmlDeviceGetMigMode(device.0, &mut current, &mut pending))?;
         Ok((current == 1, pending == 1))
     }
 
-    /// `Ok(Err(code))`: the mode was accepted, but not activated.
+    /// `Ok(Err(code))` means that the mode was accepted but not activated.
     pub(crate) fn set_mig_mode(&self, device: Device, on: bool) -> Answer<Answer<()>> {
         let mut activation = 0;
         nvml!(self, nvmlDeviceSetMigMode(device.0, c_uint::from(on), &mut activation))?;
@@ -129,9 +130,9 @@ impl Library {
         Ok(found.iter().map(|at| Placement { start: at.start, size: at.size }).collect())
     }
 
-    /// GPU instances of a profile, of which at most `most` exist.
-    pub(crate) fn gpu_instances(&self, device: Device, profile_id: u32, most: u32) -> Answer<Vec<Gi>> {
-        let mut found = vec![std::ptr::null_mut(); most.max(1) as usize];
+    /// GPU instances of a profile, of which at most `max` exist.
+    pub(crate) fn gpu_instances(&self, device: Device, profile_id: u32, max: u32) -> Answer<Vec<Gi>> {
+        let mut found = vec![std::ptr::null_mut(); max.max(1) as usize];
         let mut count = found.len() as c_uint;
         nvml!(self, nvmlDeviceGetGpuInstances(device.0, profile_id, found.as_mut_ptr(), &mut count))?;
         found.truncate(count as usize);
@@ -162,7 +163,7 @@ impl Library {
         nvml!(self, nvmlGpuInstanceDestroy(gi.0))
     }
 
-    /// Compute-instance profile by index, with shared engines.
+    /// The compute instance profile at `index`, with shared engines.
     pub(crate) fn ci_profile(&self, gi: Gi, index: u32) -> Answer<CiProfile> {
         let mut info = sys::nvmlComputeInstanceProfileInfo_t::zeroed();
         nvml!(self, nvmlGpuInstanceGetComputeInstanceProfileInfo(gi.0, index, 0, &mut info))?;

@@ -1,12 +1,10 @@
-//! NVML's C functions as safe functions over owned values. All unsafe code of
-//! the crate is here.
+//! Safe functions over NVML's C functions, with owned values. All unsafe code of the crate is here.
 //!
-//! Why it is sound: each call goes to a symbol of the loaded library with the
-//! signature of NVML's header (`nvml-wrapper-sys`); out-parameters are locals
-//! or vectors of this module that outlive the call and whose length is passed
-//! with them; structs are zeroed plain data, versioned where NVML wants it;
-//! handles are opaque values that NVML itself validates on every call, so that
-//! a stale one is an error code. NVML is documented as thread-safe.
+//! Soundness: each call uses a symbol of the loaded library with its signature in nvml.h
+//! (`nvml-wrapper-sys`). Out-parameters are locals or vectors of this module that outlive the call,
+//! passed with their length. Structs are zeroed plain data with the version that NVML expects.
+//! Handles are opaque, and NVML validates them on each call: a stale one returns an error. NVML is
+//! documented as thread-safe.
 
 use crate::code::Code;
 use crate::error::OpenError;
@@ -16,30 +14,33 @@ use nvml_wrapper_sys::bindings as sys;
 use std::ffi::{CString, c_char, c_uint};
 use std::path::Path;
 
-/// The loaded library; dropping it shuts NVML down and unloads it.
+/// The loaded library. Dropping it shuts NVML down and unloads it.
+///
+/// Calls use the symbol table of `nvml-wrapper` directly, because its wrappers lose placements, return
+/// codes above 22 and the MIG ids of events. A missing symbol returns [`Code::FunctionNotFound`], so an
+/// older library still loads.
 pub(crate) struct Library(Nvml);
 
 /// A GPU or MIG device.
 #[derive(Clone, Copy)]
 pub(crate) struct Device(sys::nvmlDevice_t);
-// SAFETY: the pointer is an opaque handle that only NVML looks at, and NVML
-// takes handles from any thread.
+// SAFETY: an opaque handle that only NVML dereferences, and NVML accepts handles from any thread.
 unsafe impl Send for Device {}
-// SAFETY: as above; the value is never written after it was made.
+// SAFETY: as above; the value never changes.
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// Whether the two handles are the same value.
+    /// Whether both handles are equal.
     pub(crate) fn is(self, other: Self) -> bool {
         self.0 == other.0
     }
 }
 
-/// An event set; belongs to the thread that made it.
+/// An event set; it belongs to the thread that created it.
 pub(crate) struct EventSet(sys::nvmlEventSet_t);
 
-/// What `nvmlEventSetWait` heard.
-pub(crate) struct Heard {
+/// An event from `nvmlEventSetWait`.
+pub(crate) struct EventData {
     pub(crate) device: Device,
     pub(crate) kind: u64,
     pub(crate) data: u64,
@@ -47,7 +48,7 @@ pub(crate) struct Heard {
     pub(crate) compute_instance: u32,
 }
 
-/// The far end of an NVLink.
+/// The remote end of an NVLink.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Remote {
     Gpu(String),
@@ -55,23 +56,23 @@ pub(crate) enum Remote {
     Other,
 }
 
-/// A line of one of NVML's lists of processes.
+/// An entry of NVML's process lists.
 pub(crate) struct ProcessEntry {
     pub(crate) pid: u32,
-    /// Absent where the GPU driver does not account by process.
+    /// `None` if the GPU driver does not account memory by process.
     pub(crate) bytes: Option<u64>,
-    /// GPU instance and compute instance.
+    /// GPU instance id and compute instance id.
     pub(crate) instance: Option<(u32, u32)>,
 }
 
 type Answer<T> = Result<T, Code>;
 
 /// `NVML_VALUE_NOT_AVAILABLE`.
-const UNKNOWN: u64 = u64::MAX;
-/// The id of no instance.
-const NOBODY: c_uint = c_uint::MAX;
-/// A list that grows faster than it is read is given up after as many attempts.
-const LISTINGS: u32 = 4;
+const MEMORY_UNKNOWN: u64 = u64::MAX;
+/// The id that stands for "no instance".
+const NO_INSTANCE: c_uint = c_uint::MAX;
+/// Attempts to read a list that grows while it is read.
+const MAX_LIST_ATTEMPTS: u32 = 4;
 
 const _: () = assert!(size_of::<sys::nvmlGpuInstanceProfileInfo_t>() == 48);
 const _: () = assert!(size_of::<sys::nvmlGpuInstanceProfileInfo_v2_t>() == 152);
@@ -87,18 +88,18 @@ const _: () = assert!(size_of::<sys::nvmlPciInfo_t>() == 68);
 const _: () = assert!(size_of::<sys::nvmlProcessUtilizationSample_t>() == 32);
 const _: () = assert!(size_of::<sys::nvmlGpmMetric_t>() == 40);
 
-/// Version word of a versioned struct.
+/// The version field of a versioned struct.
 const fn version<T>(number: u32) -> c_uint {
     size_of::<T>() as c_uint | (number << 24)
 }
 
-/// NVML's plain C structs: integers, character arrays and opaque handles.
+/// Plain C structs of NVML: integers, character arrays and opaque handles.
 ///
 /// # Safety
-/// All-zero bytes must be a value of the type.
+/// All-zero bytes must be a valid value of the type.
 unsafe trait Plain: Sized {
     fn zeroed() -> Self {
-        // SAFETY: the implementor promises that zero bytes are a value.
+        // SAFETY: the implementor promises that zero bytes are a valid value.
         unsafe { std::mem::zeroed() }
     }
 }
@@ -121,39 +122,39 @@ fn check(code: sys::nvmlReturn_t) -> Answer<()> {
     if code == sys::nvmlReturn_enum_NVML_SUCCESS { Ok(()) } else { Err(Code::from(code)) }
 }
 
-/// Calls one symbol; a missing one answers as NVML does.
+/// Calls one symbol. A missing symbol returns `FunctionNotFound`, as NVML itself would.
 macro_rules! nvml {
     ($library:expr, $name:ident ( $($arg:expr),* $(,)? )) => {
         match $library.0.lib().$name.as_ref() {
-            // SAFETY: see the head of this module; every call in it passes
-            // pointers to live locals with their lengths, and opaque handles.
+            // SAFETY: see the module comment; every call here passes pointers to live locals with
+            // their lengths, and opaque handles.
             Ok(symbol) => check(unsafe { symbol($($arg),*) }),
             Err(_) => Err(Code::FunctionNotFound),
         }
     };
 }
 
-// After the macro, which it uses.
+// These modules use the macro above.
 mod mig;
 pub(crate) use mig::{Ci, CiProfile, Gi, GiInfo};
 mod gpm;
-pub(crate) use gpm::GpmSample;
+pub(crate) use gpm::TimedSample;
 mod limits;
 pub use limits::CgroupMemory;
 
-/// Text that NVML wrote into a buffer, up to its first NUL.
+/// The text in a buffer of NVML, up to its first NUL.
 fn text(buffer: &[c_char]) -> String {
     let bytes: Vec<u8> = buffer.iter().take_while(|c| **c != 0).map(|c| *c as u8).collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// A path as C wants it.
+/// A path as a C string.
 fn c_path(path: &Path) -> Answer<CString> {
     CString::new(path.as_os_str().as_encoded_bytes()).map_err(|_| Code::InvalidArgument)
 }
 
 impl Library {
-    /// Loads that file and initialises NVML; no GPU at all is fine.
+    /// Loads the library and initialises NVML. A node without GPUs is no error.
     pub(crate) fn open(path: &Path) -> Result<Self, OpenError> {
         Nvml::builder()
             .lib_path(path.as_os_str())
@@ -169,7 +170,7 @@ impl Library {
         Ok(text(&buffer))
     }
 
-    /// CUDA version of the GPU driver, (major, minor).
+    /// The CUDA version of the GPU driver: major, minor.
     pub(crate) fn cuda_version(&self) -> Answer<(u32, u32)> {
         let mut number = 0;
         nvml!(self, nvmlSystemGetCudaDriverVersion_v2(&mut number))?;
@@ -227,7 +228,7 @@ impl Library {
         Ok((u32::try_from(major).unwrap_or(0), u32::try_from(minor).unwrap_or(0)))
     }
 
-    /// Total bytes; the second version of the call counts reserved memory too, as nvidia-smi does.
+    /// Total bytes. Version 2 of the call includes reserved memory, as nvidia-smi does.
     pub(crate) fn memory_total(&self, device: Device) -> Answer<u64> {
         let mut memory = sys::nvmlMemory_v2_t::zeroed();
         memory.version = version::<sys::nvmlMemory_v2_t>(2);
@@ -248,7 +249,7 @@ impl Library {
         Ok(minor)
     }
 
-    /// Bus id as NVML writes it, `00000000:1A:00.0`.
+    /// The bus id in NVML's form, `00000000:1A:00.0`.
     pub(crate) fn bus_id(&self, device: Device) -> Answer<String> {
         let mut pci = sys::nvmlPciInfo_t::zeroed();
         nvml!(self, nvmlDeviceGetPciInfo_v3(device.0, &mut pci))?;
@@ -295,14 +296,14 @@ impl Library {
         }
     }
 
-    /// Cluster and clique of an NVSwitch fabric the GPU has joined.
+    /// Cluster UUID and clique id of the NVSwitch fabric that the GPU has joined.
     pub(crate) fn fabric(&self, device: Device) -> Answer<([u8; 16], u32)> {
         let mut info = sys::nvmlGpuFabricInfo_t::zeroed();
         nvml!(self, nvmlDeviceGetGpuFabricInfo(device.0, &mut info))?;
         Ok((info.clusterUuid, info.cliqueId))
     }
 
-    /// Entries of the lists of all kinds; a process can be in several.
+    /// The entries of all three process lists. A process may be in several lists.
     pub(crate) fn processes(&self, device: Device) -> Answer<Vec<ProcessEntry>> {
         let mut all = Vec::new();
         for kind in 0..3 {
@@ -312,15 +313,15 @@ impl Library {
                 _ => nvml!(self, nvmlDeviceGetMPSComputeRunningProcesses_v3(device.0, count, into)),
             };
             let found = match whole_list(list) {
-                // The GPU has no such list.
+                // The GPU does not have this list.
                 Err(Code::NotSupported | Code::FunctionNotFound) => continue,
                 found => found?,
             };
             all.extend(found.iter().map(|process| {
                 ProcessEntry {
                     pid: process.pid,
-                    bytes: (process.usedGpuMemory != UNKNOWN).then_some(process.usedGpuMemory),
-                    instance: (process.gpuInstanceId != NOBODY)
+                    bytes: (process.usedGpuMemory != MEMORY_UNKNOWN).then_some(process.usedGpuMemory),
+                    instance: (process.gpuInstanceId != NO_INSTANCE)
                         .then_some((process.gpuInstanceId, process.computeInstanceId)),
                 }
             }));
@@ -330,32 +331,32 @@ impl Library {
 }
 
 impl Library {
-    /// Process, per cent of the multiprocessors' time and time of the sample, for each process that had some since
-    /// `since_us`; times in microseconds of the system clock.
+    /// PID, percent of the SM time and sample time of each process with utilization since
+    /// `since_us`. Times are in microseconds since the Unix epoch.
     pub(crate) fn utilization(&self, device: Device, since_us: u64) -> Answer<Vec<(u32, u32, u64)>> {
         let list = |count: &mut c_uint, into: *mut sys::nvmlProcessUtilizationSample_t| {
             nvml!(self, nvmlDeviceGetProcessUtilization(device.0, into, count, since_us))
         };
         match whole_list(list) {
-            // Nobody had any.
+            // No process has utilization.
             Err(Code::NotFound) => Ok(Vec::new()),
             found => Ok(found?.iter().map(|sample| (sample.pid, sample.smUtil, sample.timeStamp)).collect()),
         }
     }
 }
 
-/// A list of processes, however it grows while it is asked for.
+/// Reads a whole list of processes, which may grow between two calls.
 fn whole_list<T: Plain>(list: impl Fn(&mut c_uint, *mut T) -> Answer<()>) -> Answer<Vec<T>> {
     let mut count = 0;
     match list(&mut count, std::ptr::null_mut()) {
         Ok(()) | Err(Code::InsufficientSize) => {}
         Err(code) => return Err(code),
     }
-    for _ in 0..LISTINGS {
+    for _ in 0..MAX_LIST_ATTEMPTS {
         if count == 0 {
             return Ok(Vec::new());
         }
-        // Head-room for processes that start between the two calls.
+        // Room for processes that start between the two calls.
         let mut found: Vec<_> = (0..count + 16).map(|_| T::zeroed()).collect();
         count = found.len() as c_uint;
         match list(&mut count, found.as_mut_ptr()) {
@@ -388,10 +389,10 @@ impl Library {
         nvml!(self, nvmlDeviceRegisterEvents(device.0, kinds, set.0))
     }
 
-    pub(crate) fn wait(&self, set: &EventSet, timeout_ms: u32) -> Answer<Heard> {
+    pub(crate) fn wait(&self, set: &EventSet, timeout_ms: u32) -> Answer<EventData> {
         let mut data = sys::nvmlEventData_t::zeroed();
         nvml!(self, nvmlEventSetWait_v2(set.0, &mut data, timeout_ms))?;
-        Ok(Heard {
+        Ok(EventData {
             device: Device(data.device),
             kind: data.eventType,
             data: data.eventData,
@@ -401,7 +402,7 @@ impl Library {
     }
 
     pub(crate) fn free_event_set(&self, set: EventSet) {
-        // A set that cannot be freed goes with the library.
+        // A set that cannot be freed is freed with the library.
         let _freed: Answer<()> = nvml!(self, nvmlEventSetFree(set.0));
     }
 }

@@ -1,9 +1,9 @@
-//! What a session reads, changes and refuses, on simulated GPUs.
+//! Reads, changes and errors of a session.
 
-use crate::world::{World, impatient, next};
+use crate::test_node::{TestNode, next, short_timeouts};
 use divvy_model::inventory::MigMode;
 use divvy_model::placement::Placement;
-use divvy_nvml::{Closing, Code, ComputeMode, Event, Limits, NvmlError, OpenError, RawMig, Session};
+use divvy_nvml::{Closing, Code, ComputeMode, Event, NvmlError, OpenError, RawMig, Session, Timeouts};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::state::{Process, ProcessKind};
 use std::time::Duration;
@@ -12,11 +12,11 @@ const CATALOGUE: &str = "T4,L4,L40S,A10,A30-24GB,A100-SXM4-40GB,A100-SXM4-80GB,H
     H100-NVL-94GB,GH200-96GB,H200-SXM-141GB,B200-180GB,GB200-186GB,B300-269GB,RTX-PRO-6000";
 
 #[tokio::test]
-async fn a_snapshot_says_of_each_gpu_what_the_catalogue_says() {
-    let world = World::new(CATALOGUE);
-    let session = world.open(Limits::default());
+async fn snapshot_matches_the_catalogue() {
+    let node = TestNode::new(CATALOGUE);
+    let session = node.open(Timeouts::default());
     let snapshot = session.snapshot().await.expect("snapshot");
-    let state = world.sim.read().expect("state");
+    let state = node.sim.read().expect("state");
     assert_eq!(
         (snapshot.driver_version.as_str(), snapshot.cuda_version),
         (state.driver.as_str(), state.cuda)
@@ -56,14 +56,14 @@ async fn a_snapshot_says_of_each_gpu_what_the_catalogue_says() {
 }
 
 #[tokio::test]
-async fn the_compute_mode_goes_to_and_fro_and_leaves_an_administrators_alone() {
-    let world = World::new("H100-SXM5-80GB");
-    let session = world.open(Limits::default());
-    let queue = world.queue(&session, 0);
+async fn compute_mode_is_set_and_prohibited_is_kept() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let queue = node.queue(&session, 0);
     let set = async |now: u32, wanted: ComputeMode, expected: u32| {
-        world.change(|state| state.gpus[0].compute_mode = now);
+        node.change(|state| state.gpus[0].compute_mode = now);
         queue.set_compute_mode(wanted).await.expect("set");
-        assert_eq!(world.sim.read().expect("state").gpus[0].compute_mode, expected, "{now} {wanted:?}");
+        assert_eq!(node.sim.read().expect("state").gpus[0].compute_mode, expected, "{now} {wanted:?}");
     };
     let (default, prohibited, exclusive) = (0, 2, 3);
     set(default, ComputeMode::ExclusiveProcess, exclusive).await;
@@ -73,9 +73,9 @@ async fn the_compute_mode_goes_to_and_fro_and_leaves_an_administrators_alone() {
 }
 
 #[tokio::test]
-async fn every_instance_of_every_profile_is_made_found_and_destroyed() {
-    let world = World::new("A30-24GB,A100-SXM4-80GB,H100-SXM5-80GB,H200-SXM-141GB,B200-180GB,RTX-PRO-6000");
-    let session = world.open(Limits::default());
+async fn every_instance_is_created_found_and_destroyed() {
+    let node = TestNode::new("A30-24GB,A100-SXM4-80GB,H100-SXM5-80GB,H200-SXM-141GB,B200-180GB,RTX-PRO-6000");
+    let session = node.open(Timeouts::default());
     for gpu in session.snapshot().await.expect("snapshot").gpus {
         let queue = session.gpu(&gpu.uuid);
         queue.set_mig_mode(MigMode::On).await.expect("MIG on");
@@ -94,7 +94,7 @@ async fn every_instance_of_every_profile_is_made_found_and_destroyed() {
                 assert_eq!(all[0].compute_instances.as_slice(), std::slice::from_ref(&made));
                 let in_use = queue.destroy_gpu_instance(id).await.expect_err("it has a compute instance");
                 assert_eq!(in_use.code(), Some(Code::InUse));
-                // Twice: what is gone is fine.
+                // Destroying twice is no error.
                 for _ in 0..2 {
                     queue.destroy_compute_instance(id, made.id).await.expect("no compute instance");
                 }
@@ -110,10 +110,10 @@ async fn every_instance_of_every_profile_is_made_found_and_destroyed() {
 }
 
 #[tokio::test]
-async fn a_compute_instance_fills_its_gpu_instance() {
-    let world = World::new("H100-SXM5-80GB");
-    let session = world.open(Limits::default());
-    let queue = world.queue(&session, 0);
+async fn compute_instance_fills_its_gpu_instance() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let queue = node.queue(&session, 0);
     queue.set_mig_mode(MigMode::On).await.expect("MIG on");
     let (is, _) = queue.read().await.expect("description");
     let three = is.profiles.iter().find(|profile| profile.name == "3g.40gb").expect("profile");
@@ -125,20 +125,20 @@ async fn a_compute_instance_fills_its_gpu_instance() {
 }
 
 #[tokio::test]
-async fn an_instance_costs_few_calls() {
-    let world = World::new("H100-SXM5-80GB");
-    let session = world.open(Limits::default());
-    let queue = world.queue(&session, 0);
+async fn instance_creation_makes_few_calls() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let queue = node.queue(&session, 0);
     queue.set_mig_mode(MigMode::On).await.expect("MIG on");
     let make = async |start| {
         let id = queue.create_gpu_instance(19, Placement { start, size: 1 }).await.expect("GPU instance");
         queue.create_compute_instance(id).await.expect("compute instance");
     };
-    // The first of a profile asks what compute instances it offers.
+    // The first instance of a profile also reads its compute instance profiles.
     make(0).await;
-    world.change(|state| state.control.trace = true);
+    node.change(|state| state.control.trace = true);
     make(1).await;
-    let trace = std::fs::read_to_string(world.sim.trace_path()).expect("trace");
+    let trace = std::fs::read_to_string(node.sim.trace_path()).expect("trace");
     let calls: Vec<_> =
         trace.lines().filter_map(|line| line.split('"').find(|word| word.starts_with("nvml"))).collect();
     assert_eq!(
@@ -156,63 +156,63 @@ async fn an_instance_costs_few_calls() {
 }
 
 #[tokio::test]
-async fn what_nvml_refuses_has_its_code_and_changes_nothing() {
-    let world = World::new("H100-SXM5-80GB");
-    let session = world.open(Limits::default());
-    let queue = world.queue(&session, 0);
+async fn refused_call_returns_its_code_and_changes_nothing() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let queue = node.queue(&session, 0);
     queue.set_mig_mode(MigMode::On).await.expect("MIG on");
     let (is, _) = queue.read().await.expect("description");
     let profile = is.profiles.iter().find(|profile| profile.name == "1g.10gb").expect("profile");
     for code in codes() {
         for call in ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceGetInfo"] {
-            world.change(|state| state.add_fault(Pattern::new(call), Some(1), When::Before, code));
+            node.change(|state| state.add_fault(Pattern::new(call), Some(1), When::Before, code));
             let error =
                 queue.create_gpu_instance(profile.id, profile.placements[0]).await.expect_err("faulty");
             assert_eq!(error.code().map(Code::number), Some(u32::from(code)), "{call}");
-            assert_eq!(world.instances(0), 0, "{call} {code}");
-            world.change(|state| state.clear_faults(None));
+            assert_eq!(node.instances(0), 0, "{call} {code}");
+            node.change(|state| state.clear_faults(None));
         }
     }
     let nowhere = queue.create_gpu_instance(profile.id, Placement { start: 40, size: 1 }).await;
     assert_eq!(nowhere.expect_err("off the grid").code(), Some(Code::InvalidArgument));
 }
 
-/// All codes that a call can answer, lost GPUs and stale handles apart.
+/// All codes that a call can return, except those of lost GPUs and stale handles.
 fn codes() -> Vec<divvy_sim::Code> {
     (1..=30u32).chain([999]).filter_map(|number| divvy_sim::Code::try_from(number).ok()).collect()
 }
 
 #[tokio::test]
-async fn who_blocks_the_mode_is_named() {
-    let world = World::new("H100-SXM5-80GB");
-    let session = world.open(Limits::default());
-    let queue = world.queue(&session, 0);
+async fn error_lists_processes_that_block_mig_mode() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let queue = node.queue(&session, 0);
     for (pid, kind) in [(7, ProcessKind::Compute), (9, ProcessKind::Graphics), (8, ProcessKind::Mps)] {
         let process = Process { pid, name: "busy".to_owned(), kind, instance: None, memory_mib: 1 };
-        world.change(|state| state.add_process(0, process).expect("process"));
+        node.change(|state| state.add_process(0, process).expect("process"));
     }
     let error = queue.set_mig_mode(MigMode::On).await.expect_err("in use");
     assert!(matches!(&error, NvmlError::InUse { pids, .. } if *pids == [7, 8, 9]), "{error:?}");
     assert!(error.to_string().contains("process 7, 8, 9"), "{error}");
-    let state = world.sim.read().expect("state");
+    let state = node.sim.read().expect("state");
     assert_eq!((state.gpus[0].mig.current, state.gpus[0].mig.pending), (false, false));
 }
 
 #[tokio::test]
-async fn a_lost_gpu_is_told_once_and_harms_no_other() {
-    let world = World::new("2xH100-SXM5-80GB");
-    let session = world.open(Limits::default());
+async fn lost_gpu_is_reported_once_and_affects_no_other() {
+    let node = TestNode::new("2xH100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
     let mut events = session.events().expect("first caller");
     assert!(session.events().is_none());
-    let (lost, well) = (world.queue(&session, 0), world.queue(&session, 1));
-    world.change(|state| state.lose(0, true).expect("lost"));
+    let (lost, well) = (node.queue(&session, 0), node.queue(&session, 1));
+    node.change(|state| state.lose(0, true).expect("lost"));
     for _ in 0..2 {
         assert!(matches!(lost.mig_mode().await, Err(NvmlError::Lost { .. })));
     }
     assert_eq!(well.mig_mode().await, Ok(MigMode::Off));
-    let told = next(&mut events, |event| matches!(event, Event::Lost { .. }).then_some(event)).await;
-    assert_eq!(told, Event::Lost { gpu: world.uuid(0), call: "nvmlDeviceGetMigMode" });
-    world.change(|state| state.find(0).expect("found"));
+    let reported = next(&mut events, |event| matches!(event, Event::Lost { .. }).then_some(event)).await;
+    assert_eq!(reported, Event::Lost { gpu: node.uuid(0), call: "nvmlDeviceGetMigMode" });
+    node.change(|state| state.find(0).expect("found"));
     assert_eq!(lost.mig_mode().await, Ok(MigMode::Off));
     while let Ok(event) = events.try_recv() {
         assert!(!matches!(event, Event::Lost { .. }), "{event:?}");
@@ -220,58 +220,63 @@ async fn a_lost_gpu_is_told_once_and_harms_no_other() {
 }
 
 #[tokio::test]
-async fn events_come_with_the_gpu_and_the_instance() {
-    let world = World::new("2xH100-SXM5-80GB");
-    let session = world.open(Limits::default());
+async fn events_name_the_gpu_and_the_instance() {
+    let node = TestNode::new("2xH100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
     let mut events = session.events().expect("events");
-    // Events before the registration are nobody's: tell until one is heard.
-    let heard = next(&mut events, |event| matches!(event, Event::Xid { .. }).then_some(event));
-    let tell = async {
+    // Events before the registration are lost, so repeat the event until one is received.
+    let received = next(&mut events, |event| matches!(event, Event::Xid { .. }).then_some(event));
+    let emit = async {
         loop {
-            world.change(|state| state.xid(1, 31, None).expect("xid"));
+            node.change(|state| state.xid(1, 31, None).expect("xid"));
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    let heard = tokio::select! { heard = heard => heard, () = tell => unreachable!("it tells for ever") };
-    let gpu = world.uuid(1);
-    assert_eq!(heard, Event::Xid { gpu: gpu.clone(), xid: 31, gpu_instance: None, compute_instance: None });
-    world.change(|state| state.xid(1, 94, Some((5, 0))).expect("xid"));
-    let heard = next(&mut events, |event| matches!(event, Event::Xid { xid: 94, .. }).then_some(event)).await;
+    let received =
+        tokio::select! { received = received => received, () = emit => unreachable!("it tells for ever") };
+    let gpu = node.uuid(1);
     assert_eq!(
-        heard,
+        received,
+        Event::Xid { gpu: gpu.clone(), xid: 31, gpu_instance: None, compute_instance: None }
+    );
+    node.change(|state| state.xid(1, 94, Some((5, 0))).expect("xid"));
+    let received =
+        next(&mut events, |event| matches!(event, Event::Xid { xid: 94, .. }).then_some(event)).await;
+    assert_eq!(
+        received,
         Event::Xid { gpu: gpu.clone(), xid: 94, gpu_instance: Some(5), compute_instance: Some(0) }
     );
-    world.queue(&session, 1).set_mig_mode(MigMode::On).await.expect("MIG on");
+    node.queue(&session, 1).set_mig_mode(MigMode::On).await.expect("MIG on");
     next(&mut events, |event| (event == Event::MigConfigChange { gpu: gpu.clone() }).then_some(())).await;
     assert_eq!(session.close().await, Closing::Unloaded);
 }
 
-/// Whether a file of that driver root is mapped into this process.
-fn mapped(world: &World) -> bool {
-    // The simulator itself has files of its own mapped.
-    let libraries = world.sim.root().join("usr/lib");
+/// Whether a library of the driver root is mapped into this process.
+fn mapped(node: &TestNode) -> bool {
+    // The simulator itself maps other files.
+    let libraries = node.sim.root().join("usr/lib");
     let libraries = libraries.to_str().expect("utf-8");
     std::fs::read_to_string("/proc/self/maps").expect("maps").contains(libraries)
 }
 
 #[tokio::test]
-async fn a_closed_session_refuses_and_can_be_opened_again() {
-    let world = World::new("H100-SXM5-80GB");
-    let path = world.library();
+async fn closed_session_rejects_calls_and_can_be_reopened() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let path = node.library();
     for _ in 0..3 {
-        let session = world.open(impatient());
-        let queue = world.queue(&session, 0);
+        let session = node.open(short_timeouts());
+        let queue = node.queue(&session, 0);
         assert_eq!(queue.mig_mode().await, Ok(MigMode::Off));
-        assert!(mapped(&world));
+        assert!(mapped(&node));
         assert_eq!(session.clone().close().await, Closing::Unloaded);
-        assert!(!mapped(&world), "the library is unloaded");
-        let gpu = world.uuid(0);
+        assert!(!mapped(&node), "the library is unloaded");
+        let gpu = node.uuid(0);
         assert_eq!(queue.mig_mode().await, Err(NvmlError::Closed { gpu: gpu.clone() }));
         assert_eq!(session.gpu(&gpu).mig_mode().await, Err(NvmlError::Closed { gpu }));
         assert!(session.snapshot().await.is_err());
     }
     std::fs::remove_file(&path).expect("removed");
-    assert!(matches!(Session::open(&path, impatient()), Err(OpenError::Library { .. })));
+    assert!(matches!(Session::open(&path, short_timeouts()), Err(OpenError::Library { .. })));
     std::fs::write(&path, "no library").expect("written");
-    assert!(matches!(Session::open(&path, impatient()), Err(OpenError::Initialise { .. })));
+    assert!(matches!(Session::open(&path, short_timeouts()), Err(OpenError::Initialise { .. })));
 }

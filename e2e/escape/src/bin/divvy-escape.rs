@@ -1,4 +1,4 @@
-//! `divvy-escape`, and `nvidia-smi` where it is called by that name.
+//! The `divvy-escape` program. It acts as `nvidia-smi` when it is called by that name.
 
 use std::process::ExitCode;
 

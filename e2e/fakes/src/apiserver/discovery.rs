@@ -1,11 +1,10 @@
-//! What clients ask before they ask for anything: versions, groups, resources
-//! and just enough OpenAPI for `kubectl apply` to learn that the server checks
-//! fields itself.
+//! Discovery: versions, groups, resources, and enough OpenAPI for `kubectl apply` to detect that
+//! the server validates fields.
 
 use super::kinds::{KINDS, Kind};
 use serde_json::{Map, Value, json};
 
-/// The document at a path outside the resources, if there is one.
+/// The discovery document at a path, if there is one.
 pub(crate) fn document(path: &str, version: &str) -> Option<Value> {
     let segments: Vec<&str> = path.split('/').filter(|segment| !segment.is_empty()).collect();
     match segments.as_slice() {
@@ -46,7 +45,10 @@ fn groups() -> Vec<(&'static str, &'static str)> {
 
 fn group((name, version): (&str, &str)) -> Value {
     let version = json!({"groupVersion": format!("{name}/{version}"), "version": version});
-    json!({"kind": "APIGroup", "apiVersion": "v1", "name": name, "versions": [version], "preferredVersion": version})
+    json!({
+        "kind": "APIGroup", "apiVersion": "v1", "name": name,
+        "versions": [version], "preferredVersion": version,
+    })
 }
 
 fn resources(group: &str, version: &str) -> Option<Value> {
@@ -66,7 +68,10 @@ fn resources(group: &str, version: &str) -> Option<Value> {
     }
     let group_version = if group.is_empty() { version.to_owned() } else { format!("{group}/{version}") };
     (!list.is_empty()).then(|| {
-        json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": list})
+        json!({
+            "kind": "APIResourceList", "apiVersion": "v1",
+            "groupVersion": group_version, "resources": list,
+        })
     })
 }
 
@@ -85,7 +90,7 @@ fn openapi_index() -> Value {
     json!({"paths": paths})
 }
 
-/// One PATCH operation per kind, with the parameter that `kubectl` looks for.
+/// One PATCH operation per kind, with the `fieldValidation` parameter that `kubectl` looks for.
 fn openapi(group: &str, version: &str) -> Value {
     let mut paths = Map::new();
     for kind in served(group, version) {

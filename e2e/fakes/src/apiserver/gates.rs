@@ -1,15 +1,15 @@
-//! Feature gates: a server with a gate off drops the fields behind it, without
-//! a word, unless the stored object already has them.
+//! Feature gates: a server with a disabled gate silently drops its fields, unless the stored object
+//! already has them.
 
 use super::rules::devices_mut;
 use serde_json::Value;
 
-/// Which features the server has; all of them by default, as 1.37.
+/// The enabled features of the server; all by default, as in 1.37.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gates {
     /// `sharedCounters`, `consumesCounters`, `perDeviceNodeSelection`.
     pub partitionable_devices: bool,
-    /// `allowMultipleAllocations` and, with it, what request policies need.
+    /// `allowMultipleAllocations`, and request policies, which need it.
     pub consumable_capacity: bool,
     /// `taints`.
     pub device_taints: bool,
@@ -29,7 +29,7 @@ impl Default for Gates {
 }
 
 impl Gates {
-    /// Clears the fields of a slice that no gate and no stored object allows.
+    /// Removes the fields of a slice that neither a gate nor the stored object allows.
     pub(crate) fn drop_fields(&self, slice: &mut Value, stored: Option<&Value>) {
         let used = |fields: &[&str]| stored.is_some_and(|old| fields.iter().any(|field| has(old, field)));
         let mut drop = |on: bool, of_spec: &[&str], of_device: &[&str]| {
@@ -71,7 +71,7 @@ fn remove(object: &mut Value, field: &str) {
     }
 }
 
-/// Whether the spec of a slice, or a device of it, has a field.
+/// Whether the spec of a slice, or one of its devices, has a field.
 fn has(slice: &Value, field: &str) -> bool {
     let spec = &slice["spec"];
     !spec[field].is_null()

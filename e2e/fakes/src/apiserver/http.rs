@@ -1,4 +1,4 @@
-//! From an HTTP request to the store and back.
+//! The HTTP interface: routes requests to the store and encodes the answers.
 
 use super::kinds::Kind;
 use super::objects::{self, Preconditions, Target};
@@ -15,12 +15,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The real server's limit of a request body.
-const BODY_LIMIT: usize = 3 << 20;
+/// The real server's limit of a request body, in bytes.
+const BODY_LIMIT_BYTES: usize = 3 << 20;
 
 type HttpRequest = axum::http::Request<Body>;
 
-/// The resource a path names.
+/// The resource that a path names.
 struct Route {
     kind: &'static Kind,
     namespace: Option<String>,
@@ -35,7 +35,7 @@ pub(crate) fn router(server: Arc<Server>) -> axum::Router {
 async fn answer(State(server): State<Arc<Server>>, request: HttpRequest) -> Response {
     match server.outage() {
         Some(Outage::Answer503) => return Failure::unavailable().into_response(),
-        // The connection ends with this answer; a new one is refused.
+        // This answer closes the connection, and new connections are refused.
         Some(Outage::Refuse) => {
             return ([(header::CONNECTION, "close")], Failure::unavailable()).into_response();
         }
@@ -71,7 +71,7 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
         name: route.name.clone(),
         dry_run: flag("dryRun"),
     })?;
-    let body = to_bytes(body, BODY_LIMIT).await.map_err(|_| {
+    let body = to_bytes(body, BODY_LIMIT_BYTES).await.map_err(|_| {
         Failure::new(413, "RequestEntityTooLarge", "Request entity too large: limit is 3145728")
     })?;
     let body: Option<Value> = match body.is_empty() {
@@ -150,7 +150,11 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
             let content =
                 parts.headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
             if content.starts_with("application/json-patch") {
-                return Err(Failure::new(415, "UnsupportedMediaType", "JSON patches are not served here"));
+                return Err(Failure::new(
+                    415,
+                    "UnsupportedMediaType",
+                    "JSON patches are not supported by the fake server",
+                ));
             }
             let apply = content.starts_with("application/apply-patch");
             let patched = server.write(|store, gates| objects::patch(store, gates, &target, patch, apply))?;
@@ -170,7 +174,7 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
             for object in &doomed {
                 let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
                 let target = Target { namespace: text("namespace"), name: text("name"), ..target.clone() };
-                // Gone already is as good.
+                // An object that is already gone is not an error.
                 let _ = server.write(|store, _| objects::delete(store, &target, &Preconditions::default()));
             }
             let version = server.store().version().to_string();
@@ -225,19 +229,18 @@ fn one(code: u16, object: &Value) -> Response {
     (code, [(header::CONTENT_TYPE, "application/json")], object.to_string()).into_response()
 }
 
-/// A part of a list.
+/// A page of a list.
 struct Page {
     items: Vec<Arc<Value>>,
-    /// Of the whole list.
+    /// The resource version of the whole list.
     version: String,
-    /// How many come after it, and what to ask for them with.
+    /// The number of remaining objects, and the token to continue with.
     rest: Option<(usize, String)>,
 }
 
-/// At most `limit` objects, from where the last page ended. The token holds the
-/// version of the first page, so that a watch from the last one misses nothing;
-/// what changed since is seen as it is now, as by a server that lost its snapshot
-/// and was asked to go on.
+/// At most `limit` objects, continuing after the previous page. The token contains the version of
+/// the first page, so that a watch from the last page misses nothing. Later changes are visible, as
+/// on a server that has compacted the snapshot and returns an inconsistent continuation.
 fn page(found: Vec<Arc<Value>>, limit: &str, token: &str, now: &str) -> Result<Page, Failure> {
     let bad = || Failure::bad_request("continue key is not valid");
     let (version, after) = match token {
@@ -276,7 +279,7 @@ fn list(kind: &Kind, page: &Page) -> Response {
     one(200, &list)
 }
 
-/// The object while finalizers hold it, else a Status.
+/// The object while finalizers block its deletion, otherwise a Status.
 fn deleted(target: &Target, object: &Value) -> Response {
     if !object["metadata"]["deletionTimestamp"].is_null() {
         return one(200, object);

@@ -1,5 +1,4 @@
-//! The resources that are served: one table, read by routing, storage,
-//! discovery and selectors alike.
+//! The resources that are served: one table for routing, storage, discovery and selectors.
 
 use k8s_openapi::api::{
     admissionregistration::v1 as admission, apps::v1 as apps, coordination::v1 as coordination,
@@ -19,10 +18,9 @@ pub(crate) struct Kind {
     pub(crate) short_names: &'static [&'static str],
     pub(crate) namespaced: bool,
     pub(crate) has_status: bool,
-    /// Field selectors that the real server knows beside `metadata.*`.
+    /// Field selectors that the real server supports in addition to `metadata.*`.
     pub(crate) fields: &'static [&'static str],
-    /// Through the typed object and back: what the schema does not know is
-    /// dropped, what has the wrong type is an error.
+    /// Decodes into the typed object and back: unknown fields are dropped, and wrong types are an error.
     pub(crate) decode: fn(Value) -> Result<Value, serde_json::Error>,
 }
 
@@ -30,7 +28,7 @@ fn typed<T: DeserializeOwned + Serialize>(value: Value) -> Result<Value, serde_j
     serde_json::to_value(serde_json::from_value::<T>(value)?)
 }
 
-/// `involvedObject.*`, by which `kubectl describe` finds events.
+/// `involvedObject.*`, which `kubectl describe` uses to find events.
 const EVENT_FIELDS: &[&str] = &[
     "involvedObject.kind",
     "involvedObject.namespace",
@@ -236,7 +234,7 @@ impl Kind {
         KINDS.iter().find(|kind| kind.group == K::GROUP && kind.version == K::VERSION && kind.kind == K::KIND)
     }
 
-    /// The resource that an object says it is.
+    /// The resource of an object, by its `apiVersion` and `kind`.
     pub(crate) fn of_object(object: &Value) -> Option<&'static Self> {
         let (api_version, name) = (object["apiVersion"].as_str()?, object["kind"].as_str()?);
         KINDS.iter().find(|kind| kind.api_version() == api_version && kind.kind == name)

@@ -1,14 +1,10 @@
-//! A stateful fake API server: real HTTP over TLS, in this process or as one
-//! of its own, with the resources that a DRA driver touches.
+//! A stateful fake API server with the resources that a DRA driver uses, over real HTTP and TLS.
 //!
-//! It keeps the promises that a client's correctness hangs on: one resource
-//! version for all, watches that resume or say 410, conflicts by version and
-//! by precondition, names that are generated, quantities rewritten in their
-//! canonical form, fields dropped when their gate is off, slices refused with
-//! 422. It has no authorisation, no admission and no garbage collection.
-//!
-//! A test misbehaves it on purpose: [`FakeApi::set_outage`],
-//! [`FakeApi::set_gates`], [`FakeApi::fail_next`], [`FakeApi::forget_history`].
+//! It implements the behaviour that correct clients depend on: one resource version for all
+//! objects, watches that resume or return 410, conflicts, generated names, canonical quantities,
+//! feature gates, and validation of slices. It has no authorisation, admission or garbage
+//! collection. Tests inject failures with [`FakeApi::set_outage`], [`FakeApi::set_gates`],
+//! [`FakeApi::fail_next`] and [`FakeApi::forget_history`].
 
 mod discovery;
 mod gates;
@@ -36,12 +32,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use store::Store;
 use tokio_util::sync::CancellationToken;
 
-/// How to start.
+/// Options of the fake API server.
 #[derive(Clone, Debug)]
 pub struct FakeApiOptions {
-    /// Port 0 takes a free one.
+    /// The address to listen on; port 0 selects a free port.
     pub listen: SocketAddr,
-    /// What `/version` says.
+    /// The version that `/version` reports.
     pub version: String,
 }
 
@@ -51,41 +47,41 @@ impl Default for FakeApiOptions {
     }
 }
 
-/// A server that does not serve.
+/// An outage of the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outage {
-    /// Connections are cut and new ones refused.
+    /// Connections are closed, and new ones are refused.
     Refuse,
     /// Every request is answered with 503.
     Answer503,
 }
 
-/// One request to a resource, as the log keeps it.
+/// A logged request to a resource.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     /// `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`, `deletecollection`.
     pub verb: &'static str,
-    /// Plural.
+    /// The plural name.
     pub resource: &'static str,
     pub namespace: Option<String>,
     pub name: Option<String>,
     pub dry_run: bool,
 }
 
-/// A request that is to fail.
+/// A request that must fail.
 #[derive(Clone, Debug)]
-struct Ordered {
+struct InjectedFailure {
     verb: String,
     resource: String,
     left: usize,
     failure: Failure,
 }
 
-/// What all connections share.
+/// State that all connections share.
 #[derive(Debug)]
 pub(crate) struct Server {
     state: Mutex<State>,
-    /// Latest resource version, or a nudge to look again.
+    /// The latest resource version. A new value wakes the watches.
     changed: tokio::sync::watch::Sender<u64>,
 }
 
@@ -95,11 +91,11 @@ struct State {
     gates: Gates,
     outage: Option<Outage>,
     requests: Vec<Request>,
-    ordered: Vec<Ordered>,
+    injected: Vec<InjectedFailure>,
     version: String,
 }
 
-/// The store, while nobody else changes it.
+/// Exclusive access to the store.
 pub(crate) struct Locked<'a>(MutexGuard<'a, State>);
 
 impl std::ops::Deref for Locked<'_> {
@@ -137,16 +133,16 @@ impl Server {
         done
     }
 
-    /// Logs a request, and fails it if a test ordered so.
+    /// Logs a request. Returns the injected failure, if a test requested one.
     fn record(&self, request: Request) -> Result<(), Failure> {
         let mut state = self.state();
-        let ordered = state
-            .ordered
+        let injected = state
+            .injected
             .iter_mut()
             .find(|o| o.left > 0 && o.verb == request.verb && o.resource == request.resource);
-        let failure = ordered.map(|ordered| {
-            ordered.left -= 1;
-            ordered.failure.clone()
+        let failure = injected.map(|injected| {
+            injected.left -= 1;
+            injected.failure.clone()
         });
         state.requests.push(request);
         failure.map_or(Ok(()), Err)
@@ -170,7 +166,7 @@ impl FakeApi {
             gates: Gates::default(),
             outage: None,
             requests: Vec::new(),
-            ordered: Vec::new(),
+            injected: Vec::new(),
             version: options.version,
         };
         let server =
@@ -188,7 +184,7 @@ impl FakeApi {
         format!("https://{}", self.address)
     }
 
-    /// Writes a kubeconfig and the certificate it points to; gives the kubeconfig's path.
+    /// Writes a kubeconfig and the certificate it refers to. Returns the path of the kubeconfig.
     pub fn kubeconfig_path(&self, dir: &Path) -> anyhow::Result<PathBuf> {
         let ca = dir.join("fake-api-ca.pem");
         std::fs::write(&ca, self.certificate.pem())?;
@@ -205,8 +201,8 @@ impl FakeApi {
         Ok(path)
     }
 
-    /// A client of the server that judges a test: the real one of the kubeconfig that `DIVVY_TEST_KUBECONFIG` names, or a
-    /// fake one, which is to be kept.
+    /// A client of the real server, if `DIVVY_TEST_KUBECONFIG` names a kubeconfig, or else of a
+    /// fake server, which the caller must keep alive.
     pub async fn or_real() -> anyhow::Result<(kube::Client, Option<Self>)> {
         let Some(path) = std::env::var_os("DIVVY_TEST_KUBECONFIG") else {
             let fake = Self::start(FakeApiOptions::default()).await?;
@@ -224,8 +220,8 @@ impl FakeApi {
         Ok(kube::Client::try_from(config)?)
     }
 
-    /// A client without a socket below it: with it, tokio's paused clock runs
-    /// ahead while everybody waits, so an hour of outage takes no time.
+    /// A client without a socket. With tokio's paused clock, waiting then takes no real time, so
+    /// that an hour of outage can be simulated.
     pub fn client_in_process(&self) -> kube::Client {
         let (server, router) = (self.server.clone(), http::router(self.server.clone()));
         let service = tower::service_fn(move |request: axum::http::Request<kube::client::Body>| {
@@ -240,7 +236,7 @@ impl FakeApi {
         kube::Client::new(service, "default")
     }
 
-    /// Stores an object as it is, replacing one of that name, past every rule.
+    /// Stores an object without any validation; it replaces an object of the same name.
     pub fn put(&self, object: impl Serialize) -> Value {
         let mut object = serde_json::to_value(object).unwrap_or_default();
         let Some(kind) = Kind::of_object(&object) else { return Value::Null };
@@ -253,7 +249,7 @@ impl FakeApi {
         (*self.server.write(|store, _| store.put(key, object))).clone()
     }
 
-    /// An object; the namespace of a cluster-scoped one is empty.
+    /// Reads an object. The namespace of cluster-scoped objects is empty.
     pub fn get<K: k8s_openapi::Resource + DeserializeOwned>(&self, namespace: &str, name: &str) -> Option<K> {
         let object = self.server.store().get(&store::key(Kind::of::<K>()?, namespace, name)).cloned()?;
         serde_json::from_value((*object).clone()).ok()
@@ -266,13 +262,13 @@ impl FakeApi {
         objects.iter().filter_map(|object| serde_json::from_value((**object).clone()).ok()).collect()
     }
 
-    /// Removes an object, finalizers or not.
+    /// Removes an object, even if it has finalizers.
     pub fn delete<K: k8s_openapi::Resource>(&self, namespace: &str, name: &str) -> bool {
         let Some(kind) = Kind::of::<K>() else { return false };
         self.server.write(|store, _| store.remove(&store::key(kind, namespace, name))).is_some()
     }
 
-    /// Removes every object of a kind, as a kubelet does with its node's slices.
+    /// Removes every object of a kind, as a kubelet does with the slices of its node.
     pub fn delete_all<K: k8s_openapi::Resource>(&self) {
         let Some(kind) = Kind::of::<K>() else { return };
         self.server.write(|store, _| {
@@ -289,23 +285,23 @@ impl FakeApi {
         });
     }
 
-    /// Turns features off and on.
+    /// Sets the feature gates.
     pub fn set_gates(&self, gates: Gates) {
         self.server.state().gates = gates;
     }
 
-    /// What `/version` says from now on.
+    /// Sets the version that `/version` reports.
     pub fn set_version(&self, version: &str) {
         self.server.state().version = version.to_owned();
     }
 
-    /// Takes the server away, or brings it back.
+    /// Starts or ends an outage.
     pub fn set_outage(&self, outage: Option<Outage>) {
         self.server.state().outage = outage;
         self.server.changed.send_modify(|_| {});
     }
 
-    /// [`Outage::Refuse`] or none.
+    /// Starts or ends [`Outage::Refuse`].
     pub fn set_unavailable(&self, unavailable: bool) {
         self.set_outage(unavailable.then_some(Outage::Refuse));
     }
@@ -319,15 +315,15 @@ impl FakeApi {
             403 => "Forbidden",
             _ => "InternalError",
         };
-        self.server.state().ordered.push(Ordered {
+        self.server.state().injected.push(InjectedFailure {
             verb: verb.to_owned(),
             resource: resource.to_owned(),
             left: count,
-            failure: Failure::new(code, reason, "failed on request of a test"),
+            failure: Failure::new(code, reason, "failure injected by a test"),
         });
     }
 
-    /// Forgets what happened: watches that want to resume get 410.
+    /// Discards the event history: watches that try to resume get 410.
     pub fn forget_history(&self) {
         self.server.state().store.compact();
         self.server.changed.send_modify(|_| {});
@@ -338,13 +334,13 @@ impl FakeApi {
         self.server.state().requests.clone()
     }
 
-    /// How many requests of a verb on a resource there were, dry runs apart.
+    /// The number of requests of a verb on a resource, without dry runs.
     pub fn count(&self, verb: &str, resource: &str) -> usize {
         let state = self.server.state();
         state.requests.iter().filter(|r| r.verb == verb && r.resource == resource && !r.dry_run).count()
     }
 
-    /// Starts the log anew.
+    /// Clears the request log.
     pub fn clear_requests(&self) {
         self.server.state().requests.clear();
     }

@@ -1,5 +1,5 @@
-//! What each verb does to the store: names and UIDs are given, versions are
-//! compared, status and spec are kept apart, finalizers hold an object back.
+//! The effect of each verb on the store: generated names and UIDs, version checks, the status
+//! subresource, and finalizers.
 
 use super::gates::Gates;
 use super::kinds::Kind;
@@ -9,7 +9,7 @@ use super::store::{Key, Store, key};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Where a write goes.
+/// The target of a write.
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
     pub(crate) kind: &'static Kind,
@@ -30,7 +30,7 @@ impl Target {
     }
 }
 
-/// Checks of a deletion.
+/// Preconditions of a deletion.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Preconditions {
     pub(crate) uid: Option<String>,
@@ -51,7 +51,7 @@ pub(crate) fn create(
             meta.get("generateName").and_then(Value::as_str),
         ) {
             (Some(name), _) if !name.is_empty() => name.to_owned(),
-            // The real server cuts a long prefix, so that the name has at most 63 bytes.
+            // The real server truncates a long prefix, so that the name has at most 63 bytes.
             (_, Some(prefix)) => format!("{}{}", &prefix[..prefix.floor_char_boundary(58)], suffix()),
             _ => return Err(Failure::invalid(target.kind.kind, "", &["metadata.name: required".to_owned()])),
         };
@@ -69,7 +69,7 @@ pub(crate) fn create(
     meta.insert("creationTimestamp".into(), now.clone().into());
     meta.insert("generation".into(), 1.into());
     meta.remove("resourceVersion");
-    // A claim is born unallocated, a pod unscheduled.
+    // A new claim is unallocated, a new pod is unscheduled: their status is dropped.
     if target.kind.has_status && matches!(target.kind.plural, "resourceclaims" | "pods") {
         object["status"] = json!({});
     }
@@ -112,7 +112,7 @@ pub(crate) fn update(
     ] {
         set(metadata(&mut object), field, &held[field]);
     }
-    // Each side of an object is written through its own door.
+    // Spec and status can each only be written through their own endpoint.
     if target.kind.has_status {
         if target.status {
             let status = object["status"].take();
@@ -145,7 +145,7 @@ pub(crate) fn update(
     Ok(updated)
 }
 
-/// A merge patch; with `create_missing` (server-side apply) the object may be new.
+/// Applies a merge patch. With `create_missing` (server-side apply) the object may be new.
 pub(crate) fn patch(
     store: &mut Store,
     gates: &Gates,
@@ -236,7 +236,7 @@ fn merge(into: &mut Value, patch: Value) {
     }
 }
 
-/// Five characters as the real server appends to a `generateName`.
+/// Five random characters, like those that the real server appends to a `generateName`.
 fn suffix() -> String {
     const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     uuid::Uuid::new_v4().as_bytes()[..5]
@@ -245,7 +245,7 @@ fn suffix() -> String {
         .collect()
 }
 
-/// Kubernetes times have seconds.
+/// The current time with a precision of seconds, as in Kubernetes.
 pub(crate) fn now() -> String {
     jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }

@@ -1,9 +1,8 @@
-//! What the server does to an object on its way in: quantities are rewritten
-//! in their canonical form, taints get their time, and a ResourceSlice that
-//! breaks a rule of its API is refused with 422.
+//! Processing of objects before they are stored: quantities become canonical, taints get a time,
+//! and an invalid ResourceSlice is rejected with 422.
 //!
-//! The rules are written here a second time, from the API and not from the
-//! publisher's own validator: two that share their code share their mistakes.
+//! The rules are implemented from the API definition, independently of the publisher's validator,
+//! so that the two do not share mistakes.
 
 use super::gates::Gates;
 use super::kinds::Kind;
@@ -11,7 +10,7 @@ use super::status::Failure;
 use serde_json::Value;
 use std::collections::HashSet;
 
-/// Applied before an object is stored; `stored` is what it replaces.
+/// Processes and validates an object before it is stored; `stored` is the object that it replaces.
 pub(crate) fn admit(
     kind: &Kind,
     gates: &Gates,
@@ -40,7 +39,7 @@ pub(crate) fn admit(
     Ok(())
 }
 
-/// Rewrites each quantity below a key that holds one.
+/// Makes each quantity canonical, at the keys that contain quantities.
 fn canonical(value: &mut Value) {
     match value {
         Value::Object(map) => {
@@ -175,7 +174,7 @@ fn items(list: &Value) -> impl Iterator<Item = &Value> {
     list.as_array().into_iter().flatten()
 }
 
-/// The devices of a slice. (Indexing a mutable value would write a `null` where there are none.)
+/// The devices of a slice. (Indexing a mutable value would insert a `null` if there are none.)
 pub(crate) fn devices_mut(slice: &mut Value) -> impl Iterator<Item = &mut Value> {
     slice.pointer_mut("/spec/devices").into_iter().flat_map(items_mut)
 }

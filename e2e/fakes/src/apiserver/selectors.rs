@@ -1,13 +1,13 @@
-//! Field and label selectors, as far as clients of these resources use them:
-//! `a=b`, `a==b`, `a!=b`, and for labels also `a`, `!a`, `a in (x,y)`,
-//! `a notin (x,y)`. A field that the resource does not index is refused with
-//! 400, as by the real server, so that a client cannot rely on it by accident.
+//! Field and label selectors: `a=b`, `a==b`, `a!=b`, and for labels also `a`, `!a`, `a in (x,y)`,
+//! `a notin (x,y)`.
+//!
+//! A selector on a field that the resource does not index is rejected with 400, as by the real server.
 
 use super::kinds::Kind;
 use super::status::Failure;
 use serde_json::Value;
 
-/// What a list or a watch is narrowed to.
+/// The selectors of a list or a watch.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Selection {
     pub(crate) namespace: Option<String>,
@@ -23,7 +23,7 @@ struct Requirement {
 
 #[derive(Clone, Debug)]
 enum Source {
-    /// JSON pointer.
+    /// A JSON pointer.
     Field(String),
     Label(String),
 }
@@ -68,7 +68,7 @@ impl Selection {
 impl Requirement {
     fn matches(&self, object: &Value) -> bool {
         let found = match &self.source {
-            // An absent field reads as the empty text.
+            // A missing field counts as the empty string.
             Source::Field(pointer) => Some(match object.pointer(pointer) {
                 Some(Value::String(text)) => text.clone(),
                 Some(Value::Null) | None => String::new(),
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_is_not_indexed_is_refused() {
+    fn selector_on_unindexed_field_is_rejected() {
         let kind = Kind::find("resource.k8s.io", "v1", "resourceslices").unwrap();
         let refused = Selection::parse(kind, None, "spec.allNodes=true", "").unwrap_err();
         assert_eq!(refused.code, 400);

@@ -1,11 +1,10 @@
-//! Failures as a real server words them: a `Status` object with a reason that
-//! clients act upon.
+//! Errors in the form of the real server: a `Status` object with a reason that clients evaluate.
 
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// An answer that is not the object asked for.
+/// An error response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     pub(crate) code: u16,
@@ -42,7 +41,7 @@ impl Failure {
         Self::new(503, "ServiceUnavailable", "the server is currently unable to handle the request")
     }
 
-    /// As the object on the wire.
+    /// The `Status` object.
     pub(crate) fn object(&self) -> Value {
         json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",

@@ -1,16 +1,16 @@
-//! What the server holds, and everything that ever changed it.
+//! The stored objects, and the log of their changes.
 //!
-//! One resource version counts for all resources, as in etcd. Every change is
-//! an event in one log; a watch is a position in that log. Old events are
-//! forgotten (`compact`), and a watch that wants them gets 410.
+//! All resources share one resource version, as in etcd. Every change is an event in one log, and a
+//! watch is a position in that log. Old events are discarded (`compact`), and a watch that needs
+//! them gets 410.
 
 use super::kinds::Kind;
 use serde_json::Value;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// How many events are kept.
-const HISTORY: usize = 4096;
+/// The number of events to keep.
+const MAX_EVENTS: usize = 4096;
 
 pub(crate) type Key = (&'static str, &'static str, String, String);
 
@@ -18,7 +18,7 @@ pub(crate) fn key(kind: &'static Kind, namespace: &str, name: &str) -> Key {
     (kind.group, kind.plural, namespace.to_owned(), name.to_owned())
 }
 
-/// One change. `after` is absent for a deletion.
+/// A change. `after` is `None` for a deletion.
 #[derive(Clone, Debug)]
 pub(crate) struct Change {
     pub(crate) version: u64,
@@ -33,13 +33,13 @@ pub(crate) struct Store {
     objects: BTreeMap<Key, Arc<Value>>,
     log: VecDeque<Change>,
     version: u64,
-    /// Changes up to this version are forgotten.
+    /// Changes up to this version were discarded.
     floor: u64,
 }
 
 impl Default for Store {
     fn default() -> Self {
-        // Not 1: a client that counts on small numbers is wrong.
+        // Not 1, to reveal clients that rely on small numbers.
         Self { objects: BTreeMap::new(), log: VecDeque::new(), version: 1000, floor: 1000 }
     }
 }
@@ -72,7 +72,7 @@ impl Store {
         object
     }
 
-    /// Removes an object; the last event shows it with the version of its removal.
+    /// Removes an object. Its last event carries the version of the removal.
     pub(crate) fn remove(&mut self, key: &Key) -> Option<Arc<Value>> {
         let before = self.objects.remove(key)?;
         self.version += 1;
@@ -85,20 +85,20 @@ impl Store {
 
     fn record(&mut self, key: &Key, before: Option<Arc<Value>>, after: Option<Arc<Value>>) {
         self.log.push_back(Change { version: self.version, group: key.0, plural: key.1, before, after });
-        if self.log.len() > HISTORY
+        if self.log.len() > MAX_EVENTS
             && let Some(oldest) = self.log.pop_front()
         {
             self.floor = oldest.version;
         }
     }
 
-    /// Forgets all history, as etcd's compaction does.
+    /// Discards all events, like etcd's compaction.
     pub(crate) fn compact(&mut self) {
         self.log.clear();
         self.floor = self.version;
     }
 
-    /// Changes after a version, or nothing if some of them are forgotten.
+    /// The changes after a version, or `None` if some of them were discarded.
     pub(crate) fn since(&self, version: u64) -> Option<impl Iterator<Item = &Change>> {
         if version < self.floor {
             return None;

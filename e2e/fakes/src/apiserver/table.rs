@@ -1,10 +1,10 @@
-//! `kubectl get` asks for a table; these are its columns.
+//! The tables that `kubectl get` requests.
 
 use super::kinds::Kind;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Heading and JSON pointer of the columns between NAME and AGE.
+/// Title and JSON pointer of the columns between NAME and AGE.
 fn columns(kind: &Kind) -> &'static [(&'static str, &'static str)] {
     match kind.plural {
         "resourceslices" => {

@@ -1,5 +1,4 @@
-//! The socket: a certificate of its own, and an accept loop that can be told
-//! to cut every connection.
+//! The TLS socket: a self-signed certificate, and an accept loop that can close all connections.
 
 use super::{Outage, Server, http};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -13,10 +12,10 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// A self-signed certificate that is its own authority.
+/// A self-signed certificate, which is its own certificate authority.
 pub(crate) struct Certificate(rcgen::CertifiedKey<rcgen::KeyPair>);
 
-// The key stays out of logs.
+// Without the key, so that it does not appear in logs.
 impl std::fmt::Debug for Certificate {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         out.write_str("Certificate")
@@ -48,7 +47,7 @@ impl Certificate {
     }
 }
 
-/// Serves until told to stop; connections end with it.
+/// Serves until it is stopped; connections end with it.
 pub(crate) async fn serve(
     server: Arc<Server>,
     listener: TcpListener,
@@ -60,7 +59,7 @@ pub(crate) async fn serve(
         let stream = tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => stream,
-                // Out of descriptors, or the client went away: the next may do better.
+                // Too many open files, or the client disconnected: the next accept may succeed.
                 Err(_) => {
                     tokio::time::sleep(std::time::Duration::from_millis(20)).await;
                     continue;
@@ -89,11 +88,11 @@ async fn connection(server: Arc<Server>, acceptor: TlsAcceptor, stream: TcpStrea
     let _ = stream.set_nodelay(true);
     let Ok(stream) = acceptor.accept(stream).await else { return };
     let service = TowerToHyperService::new(http::router(server));
-    // A client that goes away is no error of ours.
+    // A client that disconnects is not an error.
     let _ = auto::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service).await;
 }
 
-/// Comes back when connections are to be cut.
+/// Returns when connections must be closed.
 async fn cut(server: &Server) {
     let mut changed = server.changed.subscribe();
     while server.outage() != Some(Outage::Refuse) {

@@ -1,4 +1,4 @@
-//! A watch: a position in the log of changes, sent as lines of JSON.
+//! Watches: a position in the log of changes; the changes are sent as lines of JSON.
 
 use super::Server;
 use super::kinds::Kind;
@@ -12,13 +12,13 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 
-/// How often a client that wants them gets a bookmark.
-const BOOKMARK: Duration = Duration::from_secs(10);
+/// The interval of bookmarks, for clients that request them.
+const BOOKMARK_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What the client asked for.
+/// The options of the client.
 #[derive(Clone, Debug)]
 pub(crate) struct WatchOptions {
-    /// Absent: from now on, after what exists.
+    /// The start version. `None`: first the existing objects, then all changes.
     pub(crate) from: Option<u64>,
     pub(crate) initial_events: bool,
     pub(crate) bookmarks: bool,
@@ -38,7 +38,7 @@ struct Watch {
     ended: bool,
 }
 
-/// The body of the answer.
+/// The response body.
 pub(crate) fn body(
     server: Arc<Server>,
     kind: &'static Kind,
@@ -69,7 +69,7 @@ pub(crate) fn body(
         cursor,
         lines,
         deadline: now + options.timeout,
-        next_bookmark: now + BOOKMARK,
+        next_bookmark: now + BOOKMARK_INTERVAL,
         options,
         ended: false,
     };
@@ -97,7 +97,7 @@ impl Watch {
                 continue;
             }
             let next_bookmark =
-                if self.options.bookmarks { self.next_bookmark } else { self.deadline + BOOKMARK };
+                if self.options.bookmarks { self.next_bookmark } else { self.deadline + BOOKMARK_INTERVAL };
             tokio::select! {
                 changed = self.changed.changed() => self.ended = changed.is_err(),
                 () = sleep_until(self.deadline) => {
@@ -107,15 +107,15 @@ impl Watch {
                     }
                 }
                 () = sleep_until(next_bookmark) => {
-                    self.next_bookmark += BOOKMARK;
+                    self.next_bookmark += BOOKMARK_INTERVAL;
                     self.lines.push_back(bookmark(self.kind, self.cursor, false));
                 }
             }
         }
     }
 
-    /// Takes what happened since the cursor. An object that a change moves into
-    /// or out of the selection is an addition or a deletion to this watcher.
+    /// Collects the changes since the cursor. For this watch, an object that enters the selection
+    /// is an addition, and one that leaves it is a deletion.
     fn collect(&mut self) {
         self.changed.mark_unchanged();
         let store = self.server.store();
@@ -157,7 +157,7 @@ fn bookmark(kind: &Kind, version: u64, initial_end: bool) -> String {
         "metadata": {"resourceVersion": version.to_string(), "creationTimestamp": null},
     });
     if kind.plural == "resourceslices" {
-        // Clients decode a bookmark as the object it is about.
+        // Clients decode a bookmark as an object of the watched kind.
         object["spec"] =
             json!({"driver": "", "pool": {"name": "", "generation": 0, "resourceSliceCount": 0}});
     } else {

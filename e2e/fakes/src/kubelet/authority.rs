@@ -1,10 +1,9 @@
-//! The `:authority` trap of the registration socket.
+//! Calls of the registration socket with the `:authority` header that the kubelet sends.
 //!
-//! The kubelet's gRPC library puts the percent-encoded socket path there. A
-//! server built on the `http` crate refuses such a host (RST_STREAM,
-//! PROTOCOL_ERROR), unless the path has an `@`: what stands before it is user
-//! information, where percent-encoding is legal. For a name that the `http`
-//! crate cannot even express, the request goes out as bytes.
+//! The kubelet's gRPC library sends the percent-encoded socket path. A server built on the `http`
+//! crate refuses such a host (RST_STREAM, PROTOCOL_ERROR), unless the path contains an `@`: the
+//! part before it is user information, where percent-encoding is legal. If the `http` crate cannot
+//! express the authority, the request is sent as raw bytes.
 
 use divvy_kubelet::registration::registration_client::RegistrationClient;
 use divvy_kubelet::registration::{InfoRequest, PluginInfo, RegistrationStatus};
@@ -15,11 +14,11 @@ use tokio::net::UnixStream;
 use tonic::codegen::http::uri::{Authority, Uri};
 use tonic::transport::Endpoint;
 
-const DIAL: Duration = Duration::from_secs(10);
-const GET_INFO: Duration = Duration::from_secs(1);
-const NOTIFY: Duration = Duration::from_secs(5);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(10);
+const GET_INFO_TIMEOUT: Duration = Duration::from_secs(1);
+const NOTIFY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Encodes as grpc-go does: RFC 3986's characters of an authority stay, the rest is `%XX`.
+/// Encodes like grpc-go: characters that RFC 3986 allows in an authority stay, others become `%XX`.
 pub fn encode_authority(path: &str) -> String {
     let mut out = String::new();
     for byte in path.bytes() {
@@ -32,17 +31,17 @@ pub fn encode_authority(path: &str) -> String {
     out
 }
 
-/// Asks a registration socket who is there, with the authority the kubelet sends.
+/// Calls GetInfo on a registration socket, with the authority that the kubelet sends.
 pub async fn get_info(socket: &Path) -> Result<PluginInfo, String> {
     let mut client = dial(socket).await?;
-    let answer = tokio::time::timeout(GET_INFO, client.get_info(InfoRequest {})).await;
+    let answer = tokio::time::timeout(GET_INFO_TIMEOUT, client.get_info(InfoRequest {})).await;
     let info = answer.map_err(|_| "GetInfo did not answer within 1 s".to_owned())?;
     Ok(info.map_err(|status| format!("GetInfo: {status}"))?.into_inner())
 }
 
 pub(super) async fn notify(socket: &Path, status: RegistrationStatus) -> Result<(), String> {
     let mut client = dial(socket).await?;
-    let answer = tokio::time::timeout(NOTIFY, client.notify_registration_status(status)).await;
+    let answer = tokio::time::timeout(NOTIFY_TIMEOUT, client.notify_registration_status(status)).await;
     answer
         .map_err(|_| "NotifyRegistrationStatus did not answer within 5 s".to_owned())?
         .map_err(|status| format!("NotifyRegistrationStatus: {status}"))?;
@@ -57,14 +56,15 @@ async fn dial(socket: &Path) -> Result<RegistrationClient<tonic::transport::Chan
     let origin = Uri::builder().scheme("http").authority(authority).path_and_query("/").build();
     let endpoint = Endpoint::from_static("http://localhost").origin(origin.map_err(|err| err.to_string())?);
     let socket = socket.to_owned();
-    let channel = endpoint.connect_with_connector(super::calls::unix(socket, None));
-    let channel = tokio::time::timeout(DIAL, channel).await.map_err(|_| "dial timed out".to_owned())?;
+    let channel = endpoint.connect_with_connector(super::plugin::unix(socket, None));
+    let channel =
+        tokio::time::timeout(DIAL_TIMEOUT, channel).await.map_err(|_| "dial timed out".to_owned())?;
     Ok(RegistrationClient::new(channel.map_err(|err| format!("dial: {err}"))?))
 }
 
-/// Sends `GetInfo` as bytes and says how the server ended the stream.
+/// Sends `GetInfo` as raw bytes, and returns how the server ended the stream.
 async fn probe(socket: &Path, authority: &str) -> String {
-    match tokio::time::timeout(GET_INFO, probe_stream(socket, authority)).await {
+    match tokio::time::timeout(GET_INFO_TIMEOUT, probe_stream(socket, authority)).await {
         Err(_) => "GetInfo did not answer within 1 s".to_owned(),
         Ok(Err(err)) => format!("GetInfo: {err}"),
         Ok(Ok(code)) => format!("GetInfo: stream terminated by RST_STREAM with error code {code}"),
@@ -89,7 +89,7 @@ async fn probe_stream(socket: &Path, authority: &str) -> std::io::Result<u32> {
         ("content-type", "application/grpc"),
         ("te", "trailers"),
     ] {
-        // HPACK: literal without indexing, new name, both strings plain.
+        // HPACK: a literal without indexing, with a new name and uncompressed strings.
         block.push(0);
         literal(&mut block, name);
         literal(&mut block, value);
@@ -105,14 +105,14 @@ async fn probe_stream(socket: &Path, authority: &str) -> std::io::Result<u32> {
         stream.read_exact(&mut payload).await?;
         match (head[3], <[u8; 4]>::try_from(payload.as_slice())) {
             (RST_STREAM, Ok(code)) => return Ok(u32::from_be_bytes(code)),
-            (HEADERS, _) => return Err(std::io::Error::other("the server answered after all")),
+            (HEADERS, _) => return Err(std::io::Error::other("the server accepted the request")),
             _ => {}
         }
     }
 }
 
 fn literal(block: &mut Vec<u8>, text: &str) {
-    // A length of 127 and more continues in groups of seven bits.
+    // Lengths from 127 on continue in groups of seven bits.
     let mut rest = text.len();
     if rest < 127 {
         block.push(rest as u8);

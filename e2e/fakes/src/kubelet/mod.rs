@@ -1,25 +1,28 @@
-//! A kubelet as a DRA driver sees one: it finds registration sockets, asks who
-//! is there, dials the service socket once, sends claims and follows health.
-//!
-//! What it copies from the real kubelet, because drivers break on it:
-//! - the registration socket is dialled with a percent-encoded path as
-//!   `:authority` ([`authority`]); the service socket with `localhost`;
-//! - `GetInfo` has one second, `NotifyRegistrationStatus` five, a call 45;
-//! - the first service of the plugin's list that the kubelet knows is used, and
-//!   one connection carries every call and the health stream;
-//! - a prepare must answer each UID once: an unknown or a missing one fails the batch;
-//! - a health entry that is not repeated within its timeout is unknown again;
-//! - a start wipes the node's ResourceSlices before plugins register.
+//! A fake kubelet, from the view of a DRA driver: it finds registration sockets, registers the
+//! plugins, sends claims to the service socket and follows the health stream.
+
+// It copies these properties of the real kubelet, because drivers can fail on them.
+//
+// It calls the registration socket with a percent-encoded path as `:authority` (see `authority.rs`), and the
+// service socket with `localhost`.
+//
+// `GetInfo` must answer within one second, `NotifyRegistrationStatus` within five, a call within 45.
+//
+// It uses the first service in the plugin's list that it supports. One connection carries all calls
+// and health.
+//
+// The answer to a prepare must contain each UID once. An unknown or a missing UID fails the whole call.
+//
+// A health entry that is not repeated within its timeout becomes unknown.
+//
+// At its start it deletes the node's ResourceSlices before plugins register.
 
 mod authority;
-mod calls;
-mod health;
+mod plugin;
 mod registry;
 
 pub use authority::{encode_authority, get_info};
-pub use calls::{CallError, Outcome, Outcomes, Service};
-pub use health::{DeviceHealth, HealthKey, HealthService};
-pub use registry::Plugin;
+pub use plugin::{CallError, DeviceHealth, HealthKey, HealthService, Outcome, Outcomes, Plugin, Service};
 
 use divvy_kubelet::dra::v1::Claim;
 use registry::Registry;
@@ -28,27 +31,27 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
-/// Which DRA services this kubelet knows.
+/// The DRA services that this kubelet supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Versions {
     /// Kubernetes 1.34 and later.
     All,
-    /// An older one: neither `v1.DRAPlugin` nor `v1.DRAResourceHealth`.
+    /// An older kubelet: neither `v1.DRAPlugin` nor `v1.DRAResourceHealth`.
     OnlyV1beta1,
 }
 
-/// Called where the kubelet deletes all ResourceSlices of its node.
+/// Called when the kubelet deletes all ResourceSlices of its node.
 pub type Wipe = Arc<dyn Fn() + Send + Sync>;
 
-/// How the kubelet behaves.
+/// Options of the fake kubelet.
 #[derive(Clone)]
 pub struct KubeletOptions {
     pub versions: Versions,
-    /// Deadline of a prepare or unprepare call.
+    /// Timeout of a prepare or unprepare call.
     pub call_timeout: Duration,
-    /// How many registrations are answered with `plugin_registered: false` first.
+    /// The number of registrations to refuse first (`plugin_registered: false`).
     pub refuse: u32,
-    /// Runs at every start, before the first registration.
+    /// Called at every start, before the first registration.
     pub wipe: Option<Wipe>,
 }
 
@@ -67,8 +70,8 @@ pub struct FakeKubelet {
 }
 
 impl FakeKubelet {
-    /// Starts on `<root>/plugins_registry`, which is made if it is not there.
-    /// Must be called within a tokio runtime.
+    /// Starts on `<root>/plugins_registry`, which is created if it is missing. Must be called within a tokio
+    /// runtime.
     pub fn start(root: &Path, options: KubeletOptions) -> std::io::Result<Self> {
         std::fs::create_dir_all(root.join("plugins_registry"))?;
         let (registry, stop) = Self::boot(root, &options);
@@ -85,24 +88,24 @@ impl FakeKubelet {
         (registry, stop)
     }
 
-    /// Ends this kubelet: connections close, nothing is called any more.
+    /// Stops this kubelet: it closes its connections and calls no plugin any more.
     pub fn stop(&self) {
         self.stop.cancel();
         self.registry.forget();
     }
 
-    /// Stops and starts: slices are wiped, plugins register again.
+    /// Restarts: slices are deleted, and plugins are registered again.
     pub fn restart(&mut self) {
         self.stop();
         (self.registry, self.stop) = Self::boot(&self.root, &self.options);
     }
 
-    /// The registered plugins of a driver, the most recent last.
+    /// The registered plugins of a driver, in order of registration.
     pub fn plugins(&self, driver: &str) -> Vec<Plugin> {
         self.registry.plugins(driver)
     }
 
-    /// Errors of registrations so far, newest last.
+    /// The errors of all registrations so far, oldest first.
     pub fn registration_errors(&self) -> Vec<String> {
         self.registry.errors()
     }
@@ -127,17 +130,17 @@ impl FakeKubelet {
         Ok(())
     }
 
-    /// One NodePrepareResources to the driver's most recent instance.
+    /// Calls NodePrepareResources on the driver's most recently registered plugin.
     pub async fn prepare(&self, driver: &str, claims: &[Claim]) -> Result<Outcomes, CallError> {
         self.latest(driver)?.prepare(claims, self.options.call_timeout).await
     }
 
-    /// One NodeUnprepareResources to the driver's most recent instance.
+    /// Calls NodeUnprepareResources on the driver's most recently registered plugin.
     pub async fn unprepare(&self, driver: &str, claims: &[Claim]) -> Result<Outcomes, CallError> {
         self.latest(driver)?.unprepare(claims, self.options.call_timeout).await
     }
 
-    /// Prepares again and again, as for a pod that waits, until every claim is prepared.
+    /// Repeats prepare, as for a waiting pod, until every claim is prepared or `within` has passed.
     pub async fn prepare_until_ok(
         &self,
         driver: &str,

@@ -1,58 +1,40 @@
-//! Finds registration sockets and registers what answers behind them.
+//! Finds registration sockets and registers their plugins.
 //!
-//! A socket is a plugin from `GetInfo` to the removal of its file; a file that
-//! is replaced is another plugin. A failed registration is
-//! repeated with growing pauses, as the kubelet's reconciler does.
+//! A plugin exists from the answer to `GetInfo` until its socket file is removed. A replaced file
+//! is another plugin. A failed registration is retried with exponential back-off, as by the
+//! kubelet's reconciler.
 
 use super::KubeletOptions;
 use super::Versions;
 use super::authority::{get_info, notify};
-use super::calls::{Service, unix};
-use super::health::{HealthCache, HealthService};
+use super::plugin::{HealthService, Plugin, Service, unix};
 use divvy_kubelet::registration::{PluginInfo, RegistrationStatus};
 use std::collections::BTreeMap;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Endpoint;
 
-const SCAN: Duration = Duration::from_millis(25);
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// The kubelet waits five seconds; a shorter pause only makes tests shorter.
-const REOPEN_HEALTH: Duration = Duration::from_millis(200);
+/// How often the directory is scanned. The real kubelet uses inotify.
+const SCAN_INTERVAL: Duration = Duration::from_millis(25);
+/// Initial and maximum back-off of failed registrations.
+const INITIAL_BACKOFF: Duration = Duration::from_millis(100);
+const MAX_BACKOFF: Duration = Duration::from_secs(5);
+/// The real kubelet waits five seconds; a shorter delay only makes tests faster.
+const HEALTH_REOPEN_DELAY: Duration = Duration::from_millis(200);
 
-/// A registered plugin and the one connection to its service socket.
-#[derive(Clone)]
-pub struct Plugin {
-    pub info: PluginInfo,
-    pub registration_socket: PathBuf,
-    pub service: Service,
-    pub health_service: Option<HealthService>,
-    pub(super) channel: Channel,
-    pub(super) cache: Arc<HealthCache>,
-    dials: Arc<AtomicUsize>,
-}
-
-impl Plugin {
-    /// How many connections were made to the service socket.
-    pub fn connections(&self) -> usize {
-        self.dials.load(Ordering::Relaxed)
-    }
-}
-
-/// Which file: an inode number alone is soon used again.
-type File = (u64, i64, i64);
+/// The identity of a file: inode number and modification time, because inode numbers are soon reused.
+type FileId = (u64, i64, i64);
 
 #[derive(Default)]
 struct State {
-    /// By socket, in order of registration.
-    registered: Vec<(PathBuf, File, Plugin, CancellationToken)>,
-    failed: BTreeMap<(PathBuf, File), (Instant, Duration)>,
+    /// In order of registration.
+    registered: Vec<(PathBuf, FileId, Plugin, CancellationToken)>,
+    failed: BTreeMap<(PathBuf, FileId), (Instant, Duration)>,
     errors: Vec<String>,
     refused: u32,
 }
@@ -97,11 +79,11 @@ impl Registry {
                     self.register(&socket, file).await;
                 }
             }
-            tokio::time::sleep(SCAN).await;
+            tokio::time::sleep(SCAN_INTERVAL).await;
         }
     }
 
-    fn drop_missing(&self, found: &[(PathBuf, File)]) {
+    fn drop_missing(&self, found: &[(PathBuf, FileId)]) {
         self.state().registered.retain(|(socket, file, _, gone)| {
             let there = found.iter().any(|(path, number)| path == socket && number == file);
             if !there {
@@ -111,7 +93,7 @@ impl Registry {
         });
     }
 
-    fn is_due(&self, socket: &Path, file: File) -> bool {
+    fn is_due(&self, socket: &Path, file: FileId) -> bool {
         let state = self.state();
         let known = state.registered.iter().any(|(path, number, ..)| path == socket && *number == file);
         let waiting =
@@ -119,12 +101,12 @@ impl Registry {
         !known && !waiting
     }
 
-    async fn register(&self, socket: &Path, file: File) {
+    async fn register(&self, socket: &Path, file: FileId) {
         match self.try_register(socket).await {
             Ok(plugin) if !self.stop.is_cancelled() => {
                 let gone = self.stop.child_token();
                 if let Some(service) = plugin.health_service {
-                    let follow = plugin.clone().follow_health(service, REOPEN_HEALTH);
+                    let follow = plugin.clone().follow_health(service, HEALTH_REOPEN_DELAY);
                     let gone = gone.clone();
                     tokio::spawn(async move {
                         gone.run_until_cancelled(follow).await;
@@ -138,8 +120,8 @@ impl Registry {
                 let mut state = self.state();
                 state.errors.push(error);
                 let key = (socket.to_owned(), file);
-                let pause = state.failed.get(&key).map_or(FIRST_PAUSE, |(_, last)| *last * 2);
-                let pause = pause.min(LONGEST_PAUSE);
+                let pause = state.failed.get(&key).map_or(INITIAL_BACKOFF, |(_, last)| *last * 2);
+                let pause = pause.min(MAX_BACKOFF);
                 state.failed.insert(key, (Instant::now() + pause, pause));
             }
         }
@@ -151,7 +133,7 @@ impl Registry {
             let mut state = self.state();
             if state.refused < self.options.refuse {
                 state.refused += 1;
-                return Err("the kubelet was told to refuse".to_owned());
+                return Err("the fake kubelet refuses this registration by its options".to_owned());
             }
             Ok(service)
         });
@@ -159,7 +141,7 @@ impl Registry {
             Ok(service) => service,
             Err(error) => {
                 let status = RegistrationStatus { plugin_registered: false, error: error.clone() };
-                // The refusal is the result, whatever the plugin says to it.
+                // The registration has failed, whatever the plugin answers.
                 let _ = notify(socket, status).await;
                 return Err(error);
             }
@@ -196,7 +178,7 @@ impl Registry {
     }
 }
 
-/// The kubelet prefers v1, whatever the order of the list.
+/// The kubelet prefers v1, whatever the order of the plugin's list.
 fn health_service(info: &PluginInfo, versions: Versions) -> Option<HealthService> {
     let offers = |name: &str| info.supported_versions.iter().any(|version| version == name);
     if versions == Versions::All && offers("v1.DRAResourceHealth") {
@@ -208,7 +190,7 @@ fn health_service(info: &PluginInfo, versions: Versions) -> Option<HealthService
     }
 }
 
-fn sockets(folder: &Path) -> Vec<(PathBuf, File)> {
+fn sockets(folder: &Path) -> Vec<(PathBuf, FileId)> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let mut found = Vec::new();
     for entry in entries.flatten() {

@@ -1,17 +1,16 @@
-//! What C programs pass: places for answers, strings, structures.
+//! Arguments of C programs: output pointers, strings and structures.
 
 use std::ffi::{CStr, c_char};
 
-use crate::code::Code;
-use crate::frame::Outcome;
+use crate::code::{Code, Outcome};
 
-/// A place for an answer; NULL is refused when it is used.
+/// An output pointer. NULL is refused when it is used.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct Out<T>(*mut T);
 
 impl<T: Copy> Out<T> {
-    /// Refuses NULL before anything is done.
+    /// Refuses NULL before the call has any effect.
     pub(crate) fn check(self) -> Outcome {
         if self.0.is_null() { Err(Code::InvalidValue) } else { Ok(()) }
     }
@@ -23,7 +22,7 @@ impl<T: Copy> Out<T> {
         Ok(())
     }
 
-    /// Sets it where the caller gave a place.
+    /// Sets the value unless the pointer is NULL.
     pub(crate) fn offer(self, value: T) {
         if !self.0.is_null() {
             // SAFETY: as above.
@@ -31,7 +30,7 @@ impl<T: Copy> Out<T> {
         }
     }
 
-    /// Writes a sequence to an array of that length.
+    /// Writes a sequence to an array of `length` elements.
     pub(crate) fn fill(self, length: usize, values: impl IntoIterator<Item = T>) -> Outcome {
         self.check()?;
         for (at, value) in values.into_iter().take(length).enumerate() {
@@ -41,7 +40,7 @@ impl<T: Copy> Out<T> {
         Ok(())
     }
 
-    /// What the caller put there.
+    /// The value that the caller put there.
     pub(crate) fn get(self) -> Outcome<T> {
         self.check()?;
         // SAFETY: not NULL, and the header says that it points at a `T`.
@@ -52,7 +51,7 @@ impl<T: Copy> Out<T> {
         self.0.is_null()
     }
 
-    /// So many elements on.
+    /// The pointer `count` elements further.
     pub(crate) fn skip(self, count: usize) -> Outcome<Self> {
         self.check()?;
         Ok(Self(self.0.wrapping_add(count)))
@@ -63,7 +62,7 @@ impl<T: Copy> Out<T> {
     }
 }
 
-/// A structure or an array to read; NULL is refused when it is read.
+/// A structure or an array to read. NULL is refused when it is read.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct In<T>(*const T);
@@ -77,12 +76,12 @@ impl<T: Copy> In<T> {
         self.at(0)
     }
 
-    /// An element of an array that is long enough.
+    /// An element of an array; the caller guarantees its length.
     pub(crate) fn at(self, index: usize) -> Outcome<T> {
         if self.0.is_null() {
             return Err(Code::InvalidValue);
         }
-        // SAFETY: not NULL, and the header says that it points at so many.
+        // SAFETY: not NULL, and the header says that it points at enough elements.
         Ok(unsafe { self.0.add(index).read() })
     }
 
@@ -92,12 +91,12 @@ impl<T: Copy> In<T> {
 }
 
 impl In<u8> {
-    /// The bytes up to a NUL; NULL is refused.
+    /// The bytes up to NUL. A NULL pointer is refused.
     pub(crate) fn c_bytes<'t>(self) -> Outcome<&'t [u8]> {
         if self.0.is_null() {
             return Err(Code::InvalidValue);
         }
-        // SAFETY: not NULL, and the caller says that it is text, which ends in NUL, and that lives during the call.
+        // SAFETY: not NULL, and the caller's text ends in NUL and lives during the call.
         Ok(unsafe { CStr::from_ptr(self.0.cast()) }.to_bytes())
     }
 }
@@ -117,9 +116,28 @@ impl Text {
     }
 }
 
-/// Writes a string into a buffer of that length, cut if need be.
+/// Writes a string into a buffer of `length` bytes, truncated if necessary.
 pub(crate) fn write_text(buffer: Out<u8>, length: i32, text: &str) -> Outcome {
     let length = usize::try_from(length).ok().filter(|length| *length > 0).ok_or(Code::InvalidValue)?;
     let kept = text.len().min(length - 1);
     buffer.fill(length, text.bytes().take(kept).chain([0]))
+}
+
+/// Reads a list that the caller passed.
+pub(crate) fn read_all<T: Copy>(list: In<T>, count: usize) -> Outcome<Vec<T>> {
+    (0..count).map(|at| list.at(at)).collect()
+}
+
+/// An address of code.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Pointer(pub(crate) *const ());
+
+// SAFETY: code may be called from any thread.
+unsafe impl Send for Pointer {}
+// SAFETY: the same.
+unsafe impl Sync for Pointer {}
+
+/// A NUL-terminated string constant as a C string.
+pub(crate) const fn c_text(text: &'static str) -> *const c_char {
+    text.as_ptr().cast()
 }

@@ -1,22 +1,22 @@
-//! Arrays and mipmapped arrays: memory of a shape, by handle.
+//! Arrays and mipmapped arrays: memory with a shape, referred to by handle.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use divvy_sim::Guest;
+use divvy_sim::GpuProcess;
 
 use crate::argument::{In, Out};
-use crate::code::Code;
+use crate::code::{Code, Outcome};
 use crate::content::Content;
-use crate::context;
-use crate::frame::{Outcome, entry};
+use crate::frame::entry;
 use crate::handle::Object;
+use crate::objects::{Child, current_context};
 
 /// `CUarray` and `CUmipmappedArray`.
 pub(crate) type Handle = crate::handle::Handle<Array>;
 
-/// `CUDA_ARRAY3D_LAYERED`: depth counts layers, which mipmap levels all have.
+/// `CUDA_ARRAY3D_LAYERED`: the depth counts layers; all mipmap levels have the same layers.
 const LAYERED: u32 = 1;
-/// `CUDA_ARRAY3D_SPARSE` and `CUDA_ARRAY3D_DEFERRED_MAPPING`: memory is mapped into it later.
+/// `CUDA_ARRAY3D_SPARSE` and `CUDA_ARRAY3D_DEFERRED_MAPPING`: memory is mapped later.
 const WITHOUT_MEMORY: u32 = 0x40 | 0x80;
 /// `CUDA_ARRAY3D_DEFERRED_MAPPING`.
 const DEFERRED: u32 = 0x80;
@@ -54,13 +54,13 @@ pub(crate) struct Requirements {
     reserved: [u32; 4],
 }
 
-/// An array; a mipmapped one has several levels.
+/// An array. A mipmapped array has several levels.
 pub(crate) struct Array {
     pub(crate) shape: Shape,
     levels: Vec<Handle>,
     size: u64,
-    /// Who pays; a level of a mipmapped array has no memory of its own.
-    guest: Option<Arc<Guest>>,
+    /// The process that pays for the memory; a level of a mipmapped array has no memory of its own.
+    gpu_process: Option<Arc<GpuProcess>>,
     content: Mutex<Content>,
 }
 
@@ -75,7 +75,7 @@ impl Shape {
             0x01 | 0x08 => 1,
             0x02 | 0x09 | 0x10 => 2,
             0x03 | 0x0a | 0x20 => 4,
-            // Formats that name their channels; four bytes are near enough.
+            // Formats with named channels; four bytes are close enough.
             0xb0.. => return Ok(4),
             _ => return Err(Code::InvalidValue),
         };
@@ -95,7 +95,7 @@ impl Shape {
         self.height.max(1)
     }
 
-    /// Bytes of it all.
+    /// Bytes of the whole array.
     fn size(self) -> Outcome<u64> {
         let slices = self.depth.max(1);
         self.row()?
@@ -104,7 +104,7 @@ impl Shape {
             .ok_or(Code::InvalidValue)
     }
 
-    /// Half as large in each direction.
+    /// The next mipmap level: half the size in each direction.
     fn next_level(self) -> Self {
         let half = |side: u64| if side == 0 { 0 } else { (side / 2).max(1) };
         let depth = if self.flags & LAYERED != 0 { self.depth } else { half(self.depth) };
@@ -120,7 +120,7 @@ impl From<Flat> for Shape {
 }
 
 impl Array {
-    /// Where its content is, for a copy.
+    /// The host memory with its content, for a copy.
     pub(crate) fn place(&self) -> Outcome<*mut u8> {
         self.content.lock().unwrap_or_else(PoisonError::into_inner).place(self.size)
     }
@@ -131,51 +131,53 @@ impl Array {
 }
 
 fn create(shape: Shape, levels: u32) -> Outcome<Handle> {
-    let context = context::current()?;
+    let context = current_context()?;
     let shapes: Vec<Shape> =
         std::iter::successors(Some(shape), |shape| Some(shape.next_level())).take(levels as usize).collect();
     let sizes = shapes.iter().map(|shape| shape.size()).collect::<Outcome<Vec<u64>>>()?;
     let size = sizes.iter().try_fold(0_u64, |sum, size| sum.checked_add(*size)).ok_or(Code::InvalidValue)?;
-    let guest = (shape.flags & WITHOUT_MEMORY == 0).then(|| Arc::clone(&context.guest));
-    if let Some(guest) = &guest
-        && !guest.charge(size)
+    let gpu_process = (shape.flags & WITHOUT_MEMORY == 0).then(|| Arc::clone(&context.gpu_process));
+    if let Some(gpu_process) = &gpu_process
+        && !gpu_process.charge(size)
     {
         return Err(Code::OutOfMemory);
     }
     let content = || Mutex::new(Content::NONE);
     let level = |(shape, size): (Shape, u64)| {
-        Handle::new(Array { shape, levels: Vec::new(), size, guest: None, content: content() })
+        Handle::new(Array { shape, levels: Vec::new(), size, gpu_process: None, content: content() })
     };
     let parts = if levels > 1 { shapes.into_iter().zip(sizes).map(level).collect() } else { Vec::new() };
-    let array = Handle::new(Array { shape, levels: parts, size, guest, content: content() });
-    context.arrays().push(array);
+    let array = Handle::new(Array { shape, levels: parts, size, gpu_process, content: content() });
+    context.arrays().push(Child::new(array, |_, array| {
+        let _ = destroy(array);
+    }));
     Ok(array)
 }
 
-/// Ends an array and gives its memory back.
+/// Destroys an array and returns its memory.
 pub(crate) fn destroy(array: Handle) -> Outcome {
     let array = array.end()?;
     for level in &array.levels {
         let _ = destroy(*level);
     }
-    if let Some(guest) = &array.guest {
-        guest.refund(array.size);
+    if let Some(gpu_process) = &array.gpu_process {
+        gpu_process.refund(array.size);
     }
     std::mem::replace(&mut *array.content.lock().unwrap_or_else(PoisonError::into_inner), Content::NONE)
         .unmap();
     Ok(())
 }
 
-/// By the program: its context does not have to.
+/// Destroys an array for the program, so that its context does not have to.
 fn destroy_and_forget(array: Handle) -> Outcome {
     destroy(array)?;
-    if let Ok(context) = context::current() {
-        context.arrays().retain(|known| *known != array);
+    if let Ok(context) = current_context() {
+        context.arrays().retain(|known| !known.is(array));
     }
     Ok(())
 }
 
-/// Only of arrays into which memory is mapped later.
+/// Only for arrays whose memory is mapped later.
 fn requirements(answer: Out<Requirements>, array: Handle) -> Outcome {
     answer.check()?;
     let array = array.get()?;
@@ -218,13 +220,14 @@ entry! {
     fn cuMipmappedArrayCreate(_process; array: Out<Handle>, shape: In<Shape>, levels: u32) {
         array.check()?;
         let shape = shape.get()?;
-        let longest = shape.width.max(shape.height).max(if shape.flags & LAYERED == 0 { shape.depth } else { 0 });
-        // As many as there are halvings, whatever is asked for.
-        let most = u64::BITS - longest.leading_zeros();
+        let depth = if shape.flags & LAYERED == 0 { shape.depth } else { 0 };
+        let longest = shape.width.max(shape.height).max(depth);
+        // At most one level per halving, however many are requested.
+        let max_levels = u64::BITS - longest.leading_zeros();
         if levels == 0 {
             return Err(Code::InvalidValue);
         }
-        array.set(create(shape, levels.min(most.max(1)))?)
+        array.set(create(shape, levels.min(max_levels.max(1)))?)
     }
 
     fn cuMipmappedArrayDestroy(_process; array: Handle) {
@@ -233,7 +236,8 @@ entry! {
 
     fn cuMipmappedArrayGetLevel(_process; level: Out<Handle>, array: Handle, which: u32) {
         let array_levels = &array.get()?.levels;
-        let found = if array_levels.is_empty() && which == 0 { Some(array) } else { array_levels.get(which as usize).copied() };
+        let is_single = array_levels.is_empty() && which == 0;
+        let found = if is_single { Some(array) } else { array_levels.get(which as usize).copied() };
         level.set(found.ok_or(Code::InvalidValue)?)
     }
 
@@ -248,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shape_has_a_size() {
+    fn shape_size_is_computed() {
         let shape = Shape { width: 64, height: 32, depth: 0, format: 0x20, channels: 4, flags: 0 };
         assert_eq!(shape.size(), Ok(64 * 32 * 16));
         assert_eq!(Shape { depth: 3, format: 1, channels: 1, ..shape }.size(), Ok(64 * 32 * 3));

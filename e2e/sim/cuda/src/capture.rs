@@ -1,51 +1,17 @@
-//! Captures: what a stream notes as nodes of a graph instead of doing it.
+//! Stream captures: submitted work becomes nodes of a graph instead of being executed.
 
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 
 use crate::argument::Out;
-use crate::code::Code;
-use crate::context::Context;
-use crate::frame::{Outcome, entry};
-use crate::graph::{EMPTY, Graph, Node, Task, add, plan_memory};
+use crate::code::{Code, Outcome};
+use crate::frame::entry;
+use crate::graph::plan_memory;
+use crate::graph_objects::{Capture, Graph, Task};
 use crate::handle::Handle;
-use crate::process::Process;
-use crate::stream::{LEGACY, Stream, next_id};
-
-/// What a stream notes instead of doing it: a chain of nodes.
-pub(crate) struct Capture {
-    id: u64,
-    graph: Handle<Graph>,
-    last: Option<Handle<Node>>,
-}
+use crate::objects::{Context, LEGACY_STREAM, Process, Stream, next_id};
 
 impl Capture {
-    pub(crate) fn new(id: u64) -> Self {
-        Self { id, graph: Handle::new(Graph::default()), last: None }
-    }
-
-    pub(crate) const fn id(&self) -> u64 {
-        self.id
-    }
-
-    pub(crate) const fn graph(&self) -> Handle<Graph> {
-        self.graph
-    }
-
-    fn append(&mut self, task: Task) {
-        let needs: Vec<Handle<Node>> = self.last.into_iter().collect();
-        // The graph lives as long as the capture, unless the program destroys it.
-        self.last = add(self.graph, &needs, task).ok().or(self.last);
-    }
-
-    pub(crate) fn work(&mut self, time: u64) {
-        self.append(if time == 0 { Task::Moment(EMPTY) } else { Task::Kernel(time) });
-    }
-
-    pub(crate) fn free(&mut self, address: u64) {
-        self.append(Task::Free(address));
-    }
-
     pub(crate) fn allocation(
         &mut self,
         process: &'static Process,
@@ -63,7 +29,7 @@ impl Stream {
         self.capture.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// In a capture, the address of a node that will allocate.
+    /// In a capture, adds an allocation node and returns its address.
     pub(crate) fn capture_allocation(&self, process: &'static Process, size: u64) -> Outcome<Option<u64>> {
         if !self.captures.load(Ordering::Acquire) {
             return Ok(None);
@@ -72,13 +38,14 @@ impl Stream {
         capture.as_mut().map(|capture| capture.allocation(process, self.context, size)).transpose()
     }
 
-    /// In a capture, a node that will free.
+    /// In a capture, adds a free node. Returns whether the stream is in a capture.
     pub(crate) fn capture_free(&self, address: u64) -> bool {
         self.captures.load(Ordering::Acquire)
             && self.capturing().as_mut().map(|capture| capture.free(address)).is_some()
     }
 
-    /// In a capture, a node that works for so long.
+    /// In a capture, adds a node with `length` nanoseconds of work. Returns whether the stream is
+    /// in a capture.
     #[inline]
     pub(crate) fn capture_work(&self, length: u64) -> bool {
         self.captures.load(Ordering::Acquire) && self.note_work(length)
@@ -91,7 +58,7 @@ impl Stream {
 
 fn begin_capture(stream: Handle<Stream>, own: bool) -> Outcome {
     // The legacy stream cannot be captured.
-    if !own && matches!(stream.number(), 0 | LEGACY) {
+    if !own && matches!(stream.number(), 0 | LEGACY_STREAM) {
         return Err(Code::StreamCaptureUnsupported);
     }
     let stream = Stream::of(stream, own)?;
@@ -124,7 +91,9 @@ fn capture_info(
 }
 
 entry! {
-    fn cuStreamIsCapturing | cuStreamIsCapturing_ptsz(_process, own; stream: Handle<Stream>, status: Out<u32>) {
+    fn cuStreamIsCapturing | cuStreamIsCapturing_ptsz(
+        _process, own; stream: Handle<Stream>, status: Out<u32>,
+    ) {
         status.set(u32::from(Stream::of(stream, own)?.capturing().is_some()))
     }
 
@@ -132,11 +101,15 @@ entry! {
         begin_capture(stream, own)
     }
 
-    fn cuStreamBeginCapture_v2 | cuStreamBeginCapture_v2_ptsz(_process, own; stream: Handle<Stream>, _mode: u32) {
+    fn cuStreamBeginCapture_v2 | cuStreamBeginCapture_v2_ptsz(
+        _process, own; stream: Handle<Stream>, _mode: u32,
+    ) {
         begin_capture(stream, own)
     }
 
-    fn cuStreamEndCapture | cuStreamEndCapture_ptsz(_process, own; stream: Handle<Stream>, graph: Out<Handle<Graph>>) {
+    fn cuStreamEndCapture | cuStreamEndCapture_ptsz(
+        _process, own; stream: Handle<Stream>, graph: Out<Handle<Graph>>,
+    ) {
         graph.check()?;
         let stream = Stream::of(stream, own)?;
         let capture = stream.capturing().take().ok_or(Code::StreamCaptureUnmatched)?;
@@ -166,7 +139,7 @@ entry! {
         capture_info(stream, own, status, id, Some(graph))
     }
 
-    /// The mode that was: the strictest, and the only one here.
+    /// Returns the previous mode: always the strictest, the only one that is implemented.
     fn cuThreadExchangeStreamCaptureMode(_process; mode: Out<u32>) {
         mode.set(0)
     }

@@ -1,16 +1,23 @@
 //! `CUresult`: the codes of CUDA 13.5's header.
 
+/// The result of a call, or of a part of one.
+pub(crate) type Outcome<T = ()> = Result<T, Code>;
+
 macro_rules! codes {
     ($($name:ident = $number:literal, $symbol:literal, $text:literal;)*) => {
-        /// What a call answers.
+        /// The result of a call.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u32)]
-        pub(crate) enum Code { $(#[allow(dead_code, reason = "not every code is answered by itself")] $name = $number,)* }
+        #[allow(dead_code, reason = "not every code is returned")]
+        pub(crate) enum Code { $($name = $number,)* }
 
         impl Code {
-            /// `cuGetErrorName` and `cuGetErrorString`, NUL included.
+            /// The texts of `cuGetErrorName` and `cuGetErrorString`, NUL included.
             pub(crate) fn texts(number: u32) -> Option<(&'static str, &'static str)> {
-                match number { $($number => Some((concat!($symbol, "\0"), concat!($text, "\0"))),)* _ => None }
+                match number {
+                    $($number => Some((concat!($symbol, "\0"), concat!($text, "\0"))),)*
+                    _ => None,
+                }
             }
         }
     };
@@ -28,7 +35,8 @@ codes! {
     ProfilerAlreadyStopped = 8, "CUDA_ERROR_PROFILER_ALREADY_STOPPED", "profiler already stopped";
     StubLibrary = 34, "CUDA_ERROR_STUB_LIBRARY", "stub library";
     CallRequiresNewerDriver = 36, "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER", "call requires newer driver";
-    DeviceUnavailable = 46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable";
+    DeviceUnavailable = 46, "CUDA_ERROR_DEVICE_UNAVAILABLE",
+        "CUDA-capable device(s) is/are busy or unavailable";
     MulticastResourceFull = 47, "CUDA_ERROR_MULTICAST_RESOURCE_FULL", "multicast resource full";
     NoDevice = 100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected";
     InvalidDevice = 101, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal";
@@ -61,9 +69,11 @@ codes! {
     InsufficientLoaderVersion = 227, "CUDA_ERROR_INSUFFICIENT_LOADER_VERSION", "insufficient loader version";
     InvalidSource = 300, "CUDA_ERROR_INVALID_SOURCE", "invalid source";
     FileNotFound = 301, "CUDA_ERROR_FILE_NOT_FOUND", "file not found";
-    SharedObjectSymbolNotFound = 302, "CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND", "shared object symbol not found";
+    SharedObjectSymbolNotFound = 302, "CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND",
+        "shared object symbol not found";
     SharedObjectInitFailed = 303, "CUDA_ERROR_SHARED_OBJECT_INIT_FAILED", "shared object init failed";
-    OperatingSystem = 304, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS";
+    OperatingSystem = 304, "CUDA_ERROR_OPERATING_SYSTEM",
+        "OS call failed or operation not supported on this OS";
     InvalidHandle = 400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle";
     IllegalState = 401, "CUDA_ERROR_ILLEGAL_STATE", "illegal state";
     LossyQuery = 402, "CUDA_ERROR_LOSSY_QUERY", "lossy query";
@@ -72,14 +82,16 @@ codes! {
     IllegalAddress = 700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered";
     LaunchOutOfResources = 701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "launch out of resources";
     LaunchTimeout = 702, "CUDA_ERROR_LAUNCH_TIMEOUT", "launch timeout";
-    LaunchIncompatibleTexturing = 703, "CUDA_ERROR_LAUNCH_INCOMPATIBLE_TEXTURING", "launch incompatible texturing";
+    LaunchIncompatibleTexturing = 703, "CUDA_ERROR_LAUNCH_INCOMPATIBLE_TEXTURING",
+        "launch incompatible texturing";
     PeerAccessAlreadyEnabled = 704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access already enabled";
     PeerAccessNotEnabled = 705, "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED", "peer access not enabled";
     PrimaryContextActive = 708, "CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE", "primary context active";
     ContextIsDestroyed = 709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "context is destroyed";
     Assert = 710, "CUDA_ERROR_ASSERT", "assert";
     TooManyPeers = 711, "CUDA_ERROR_TOO_MANY_PEERS", "too many peers";
-    HostMemoryAlreadyRegistered = 712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "host memory already registered";
+    HostMemoryAlreadyRegistered = 712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+        "host memory already registered";
     HostMemoryNotRegistered = 713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "host memory not registered";
     HardwareStackError = 714, "CUDA_ERROR_HARDWARE_STACK_ERROR", "hardware stack error";
     IllegalInstruction = 715, "CUDA_ERROR_ILLEGAL_INSTRUCTION", "illegal instruction";
@@ -87,13 +99,15 @@ codes! {
     InvalidAddressSpace = 717, "CUDA_ERROR_INVALID_ADDRESS_SPACE", "invalid address space";
     InvalidPc = 718, "CUDA_ERROR_INVALID_PC", "invalid pc";
     LaunchFailed = 719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure";
-    CooperativeLaunchTooLarge = 720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "cooperative launch too large";
+    CooperativeLaunchTooLarge = 720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
+        "cooperative launch too large";
     TensorMemoryLeak = 721, "CUDA_ERROR_TENSOR_MEMORY_LEAK", "tensor memory leak";
     NotPermitted = 800, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted";
     NotSupported = 801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported";
     SystemNotReady = 802, "CUDA_ERROR_SYSTEM_NOT_READY", "system not ready";
     SystemDriverMismatch = 803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "system driver mismatch";
-    CompatNotSupportedOnDevice = 804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE", "compat not supported on device";
+    CompatNotSupportedOnDevice = 804, "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
+        "compat not supported on device";
     MpsConnectionFailed = 805, "CUDA_ERROR_MPS_CONNECTION_FAILED", "mps connection failed";
     MpsRpcFailure = 806, "CUDA_ERROR_MPS_RPC_FAILURE", "mps rpc failure";
     MpsServerNotReady = 807, "CUDA_ERROR_MPS_SERVER_NOT_READY", "mps server not ready";
@@ -117,7 +131,8 @@ codes! {
     InvalidClusterSize = 912, "CUDA_ERROR_INVALID_CLUSTER_SIZE", "invalid cluster size";
     FunctionNotLoaded = 913, "CUDA_ERROR_FUNCTION_NOT_LOADED", "function not loaded";
     InvalidResourceType = 914, "CUDA_ERROR_INVALID_RESOURCE_TYPE", "invalid resource type";
-    InvalidResourceConfiguration = 915, "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION", "invalid resource configuration";
+    InvalidResourceConfiguration = 915, "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION",
+        "invalid resource configuration";
     KeyRotation = 916, "CUDA_ERROR_KEY_ROTATION", "key rotation";
     StreamDetached = 917, "CUDA_ERROR_STREAM_DETACHED", "stream detached";
     GraphRecaptureFailure = 918, "CUDA_ERROR_GRAPH_RECAPTURE_FAILURE", "graph recapture failure";

@@ -1,19 +1,18 @@
-//! Host memory that stands for what device memory holds. It is there once somebody writes, and pages that nobody
-//! touches take no memory.
+//! Host memory that stands for the content of device memory. It is mapped at the first write, and
+//! untouched pages take no memory.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
 
-use crate::code::Code;
-use crate::frame::Outcome;
+use crate::code::{Code, Outcome};
 
-/// A mapping; none yet, or of so many bytes.
+/// A mapping of `length` bytes, or none yet.
 pub(crate) struct Content {
     place: *mut u8,
     length: usize,
 }
 
-// SAFETY: an address; who copies through it answers for that.
+// SAFETY: only an address; code that copies through it is responsible for the access.
 unsafe impl Send for Content {}
 
 impl Content {
@@ -24,7 +23,7 @@ impl Content {
         Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1)
     }
 
-    /// Memory that others who map the file share.
+    /// Memory that is shared with others that map the file.
     pub(crate) fn of(file: &File, length: u64) -> Outcome<Self> {
         Self::map(length, libc::MAP_SHARED, file.as_raw_fd())
     }
@@ -32,7 +31,7 @@ impl Content {
     fn map(length: u64, flags: i32, file: i32) -> Outcome<Self> {
         let length = usize::try_from(length).map_err(|_| Code::OutOfMemory)?;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping where the kernel likes.
+        // SAFETY: a new mapping, at an address that the kernel selects.
         let place = unsafe { libc::mmap(std::ptr::null_mut(), length, protection, flags, file, 0) };
         if place == libc::MAP_FAILED {
             Err(Code::OutOfMemory)
@@ -41,7 +40,7 @@ impl Content {
         }
     }
 
-    /// Where it is, made if it is not there yet.
+    /// Its address. Maps it if it is not mapped yet.
     pub(crate) fn place(&mut self, length: u64) -> Outcome<*mut u8> {
         if self.place.is_null() {
             *self = Self::new(length)?;
@@ -49,14 +48,15 @@ impl Content {
         Ok(self.place)
     }
 
-    /// Where it is, if it is there.
+    /// Its address, if it is mapped.
     pub(crate) fn address(&self) -> u64 {
         self.place as u64
     }
 
     pub(crate) fn unmap(self) {
         if !self.place.is_null() {
-            // SAFETY: mapped above with that length, and what it was the content of is gone.
+            // SAFETY: mapped above with that length, and the device memory that it stood for is
+            // freed.
             unsafe { libc::munmap(self.place.cast(), self.length) };
         }
     }

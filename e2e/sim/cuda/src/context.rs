@@ -1,223 +1,40 @@
-//! Contexts: each takes memory of its device, owns what is made in it, and is current in threads.
+//! Entry points for contexts: their creation, and which one is current in a thread.
 
-use std::cell::RefCell;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-
-use divvy_sim::Guest;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 
 use crate::argument::{In, Out};
-use crate::code::Code;
-use crate::device::Device;
-use crate::frame::{Outcome, entry};
-use crate::process::Process;
-use crate::rules::rules;
-use crate::stream::{Queue, Stream};
-use crate::{array, linear, module};
+use crate::code::{Code, Outcome};
+use crate::frame::entry;
+use crate::handle::{Handle, Object};
+use crate::objects::{Context, ContextHandle, Process, current_context, peek_context, with_context_stack};
 
-/// What a context takes of its device: page tables, local memory, the runtime's kernels. Real drivers take between 100
-/// and 600 MiB, by GPU and driver; this much is what 580 takes of an L4, roughly.
-const CONTEXT_BYTES: u64 = 300 << 20;
-/// `cuCtxGetApiVersion` of contexts that say no other.
+/// The result of `cuCtxGetApiVersion` for contexts that set no other version.
 const API_VERSION: u32 = 3020;
 
-/// First word of a context that lives.
-const MAGIC: u64 = 0x6374_785f_6c69_7665;
-
-/// A context. Handles are its address; it is never freed, so that a stale handle is told from a good one.
-#[repr(C)]
-pub(crate) struct Context {
-    magic: AtomicU64,
-    pub(crate) id: u64,
-    pub(crate) device: &'static Device,
-    pub(crate) guest: Arc<Guest>,
-    /// What it takes of the device.
-    bytes: u64,
-    primary: bool,
-    /// As of `cuCtxAttach` and `cuCtxDetach`.
-    pub(crate) uses: AtomicU32,
-    flags: AtomicU32,
-    limits: [AtomicU64; 16],
-    /// Nobody may use it while it is being destroyed.
-    closing: AtomicBool,
-    /// Its default stream, once it was used.
-    pub(crate) legacy: OnceLock<&'static Stream>,
-    queue: Mutex<Queue>,
-    modules: Mutex<Vec<module::Handle>>,
-    arrays: Mutex<Vec<array::Handle>>,
-}
-
-/// A device's primary context.
-#[derive(Default)]
-pub(crate) struct Primary {
-    users: u32,
-    context: Option<&'static Context>,
-    flags: u32,
-}
-
-impl Primary {
-    pub(crate) const fn context(&self) -> Option<&'static Context> {
-        self.context
-    }
-}
-
-thread_local! {
-    /// The last is the current one; NULL can be current.
-    static STACK: RefCell<Vec<Option<&'static Context>>> = const { RefCell::new(Vec::new()) };
-}
-
-/// `CUcontext`.
-#[repr(transparent)]
-#[derive(Clone, Copy)]
-pub(crate) struct Handle(*const Context);
-
-impl Handle {
-    const NULL: Self = Self(std::ptr::null());
-
-    pub(crate) fn of(context: Option<&'static Context>) -> Self {
-        context.map_or(Self::NULL, |context| Self(context))
-    }
-
-    /// The context, or none for NULL.
-    pub(crate) fn get(self) -> Outcome<Option<&'static Context>> {
-        if self.0.is_null() {
-            return Ok(None);
-        }
-        if !self.0.is_aligned() {
-            return Err(Code::InvalidContext);
-        }
-        // SAFETY: a caller gives NULL or what it got from this library, and contexts are never freed.
-        let context = unsafe { &*self.0 };
-        if context.lives() { Ok(Some(context)) } else { Err(Code::InvalidContext) }
-    }
-
-    /// The context; NULL is refused.
-    pub(crate) fn some(self) -> Outcome<&'static Context> {
-        self.get()?.ok_or(Code::InvalidContext)
-    }
-}
-
-impl Context {
-    fn make(
-        process: &'static Process,
-        device: &'static Device,
-        primary: bool,
-        flags: u32,
-    ) -> Outcome<&'static Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        let guest = device.guest(process.sim)?;
-        let bytes = rules().and_then(|rules| rules.context).unwrap_or(CONTEXT_BYTES);
-        if !guest.charge(bytes) {
-            device.leave();
-            return Err(Code::OutOfMemory);
-        }
-        Ok(Box::leak(Box::new(Self {
-            magic: AtomicU64::new(MAGIC),
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
-            device,
-            guest,
-            bytes,
-            primary,
-            uses: AtomicU32::new(1),
-            flags: AtomicU32::new(flags),
-            limits: [const { AtomicU64::new(0) }; 16],
-            closing: AtomicBool::new(false),
-            legacy: OnceLock::new(),
-            queue: Mutex::default(),
-            modules: Mutex::default(),
-            arrays: Mutex::default(),
-        })))
-    }
-
-    /// What its streams have under way.
-    pub(crate) fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Modules that end with it.
-    pub(crate) fn modules(&self) -> MutexGuard<'_, Vec<module::Handle>> {
-        self.modules.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Arrays that end with it.
-    pub(crate) fn arrays(&self) -> MutexGuard<'_, Vec<array::Handle>> {
-        self.arrays.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// It lives, and its device works.
-    #[inline]
-    pub(crate) fn usable(&self) -> bool {
-        self.lives() && self.guest.works()
-    }
-
-    fn lives(&self) -> bool {
-        self.magic.load(Ordering::Relaxed) == MAGIC
-    }
-
-    /// Ends it, with all that was made in it.
-    fn destroy(&'static self, process: &'static Process) {
-        if self.closing.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        self.magic.store(0, Ordering::Release);
-        for module in std::mem::take(&mut *self.modules()) {
-            // The program may have unloaded it.
-            let _ = module::unload(process, module);
-        }
-        for array in std::mem::take(&mut *self.arrays()) {
-            let _ = array::destroy(array);
-        }
-        linear::end(process, self, self.primary);
-        if self.primary {
-            self.device.empty_pools();
-        }
-        self.guest.refund(self.bytes);
-        self.device.leave();
-    }
-}
-
-/// The thread's current context.
-#[inline]
-pub(crate) fn current() -> Outcome<&'static Context> {
-    let context = peek().ok_or(Code::InvalidContext)?;
-    if !context.lives() {
-        return Err(Code::ContextIsDestroyed);
-    }
-    if context.guest.works() { Ok(context) } else { Err(Code::DeviceUnavailable) }
-}
-
-fn peek() -> Option<&'static Context> {
-    // A thread that ends has no stack any more.
-    STACK.try_with(|stack| stack.borrow().last().copied().flatten()).ok().flatten()
-}
-
-fn with_stack<T>(change: impl FnOnce(&mut Vec<Option<&'static Context>>) -> T) -> Outcome<T> {
-    STACK.try_with(|stack| change(&mut stack.borrow_mut())).map_err(|_| Code::Deinitialized)
-}
-
 fn push(context: &'static Context) -> Outcome {
-    with_stack(|stack| stack.push(Some(context)))
+    with_context_stack(|stack| stack.push(Some(context)))
 }
 
 fn pop() -> Outcome<Option<&'static Context>> {
-    with_stack(Vec::pop)?.ok_or(Code::InvalidContext)
+    with_context_stack(Vec::pop)?.ok_or(Code::InvalidContext)
 }
 
-pub(crate) fn create(process: &'static Process, out: Out<Handle>, flags: u32, device: i32) -> Outcome {
+pub(crate) fn create(process: &'static Process, out: Out<ContextHandle>, flags: u32, device: i32) -> Outcome {
     out.check()?;
     let device = process.device(device)?;
     let context = Context::make(process, device, false, flags)?;
     push(context)?;
-    out.set(Handle::of(Some(context)))
+    out.set(ContextHandle::of(Some(context)))
 }
 
-pub(crate) fn destroy(process: &'static Process, context: Handle) -> Outcome {
+pub(crate) fn destroy(process: &'static Process, context: ContextHandle) -> Outcome {
     let context = context.some()?;
     if context.primary {
         return Err(Code::InvalidContext);
     }
     context.destroy(process);
-    with_stack(|stack| {
+    with_context_stack(|stack| {
         if stack.last().copied().flatten().is_some_and(|top| std::ptr::eq(top, context)) {
             stack.pop();
         }
@@ -262,9 +79,9 @@ pub(crate) struct Parameters {
 }
 
 entry! {
-    fn cuDevicePrimaryCtxRetain(process; context: Out<Handle>, device: i32) {
+    fn cuDevicePrimaryCtxRetain(process; context: Out<ContextHandle>, device: i32) {
         context.check()?;
-        context.set(Handle::of(Some(retain_primary(process, device)?)))
+        context.set(ContextHandle::of(Some(retain_primary(process, device)?)))
     }
 
     fn cuDevicePrimaryCtxRelease(process; device: i32) {
@@ -300,57 +117,61 @@ entry! {
         active.set(i32::from(primary.context.is_some()))
     }
 
-    fn cuCtxCreate(process; context: Out<Handle>, flags: u32, device: i32) {
+    fn cuCtxCreate(process; context: Out<ContextHandle>, flags: u32, device: i32) {
         create(process, context, flags, device)
     }
 
-    fn cuCtxCreate_v2(process; context: Out<Handle>, flags: u32, device: i32) {
+    fn cuCtxCreate_v2(process; context: Out<ContextHandle>, flags: u32, device: i32) {
         create(process, context, flags, device)
     }
 
-    fn cuCtxCreate_v3(process; context: Out<Handle>, _affinity: In<u64>, affinities: i32, flags: u32, device: i32) {
+    fn cuCtxCreate_v3(
+        process; context: Out<ContextHandle>, _affinity: In<u64>, affinities: i32, flags: u32, device: i32,
+    ) {
         if affinities != 0 {
             return Err(Code::UnsupportedExecAffinity);
         }
         create(process, context, flags, device)
     }
 
-    fn cuCtxCreate_v4(process; context: Out<Handle>, parameters: In<Parameters>, flags: u32, device: i32) {
+    fn cuCtxCreate_v4(
+        process; context: Out<ContextHandle>, parameters: In<Parameters>, flags: u32, device: i32,
+    ) {
         if !parameters.is_null() && parameters.get()?.affinities != 0 {
             return Err(Code::UnsupportedExecAffinity);
         }
         create(process, context, flags, device)
     }
 
-    fn cuCtxDestroy(process; context: Handle) {
+    fn cuCtxDestroy(process; context: ContextHandle) {
         destroy(process, context)
     }
 
-    fn cuCtxDestroy_v2(process; context: Handle) {
+    fn cuCtxDestroy_v2(process; context: ContextHandle) {
         destroy(process, context)
     }
 
-    fn cuCtxPushCurrent(_process; context: Handle) {
+    fn cuCtxPushCurrent(_process; context: ContextHandle) {
         push(context.some()?)
     }
 
-    fn cuCtxPushCurrent_v2(_process; context: Handle) {
+    fn cuCtxPushCurrent_v2(_process; context: ContextHandle) {
         push(context.some()?)
     }
 
-    fn cuCtxPopCurrent(_process; context: Out<Handle>) {
-        context.offer(Handle::of(pop()?));
+    fn cuCtxPopCurrent(_process; context: Out<ContextHandle>) {
+        context.offer(ContextHandle::of(pop()?));
         Ok(())
     }
 
-    fn cuCtxPopCurrent_v2(_process; context: Out<Handle>) {
-        context.offer(Handle::of(pop()?));
+    fn cuCtxPopCurrent_v2(_process; context: Out<ContextHandle>) {
+        context.offer(ContextHandle::of(pop()?));
         Ok(())
     }
 
-    fn cuCtxSetCurrent(_process; context: Handle) {
+    fn cuCtxSetCurrent(_process; context: ContextHandle) {
         let context = context.get()?;
-        with_stack(|stack| {
+        with_context_stack(|stack| {
             stack.pop();
             if context.is_some() {
                 stack.push(context);
@@ -358,81 +179,144 @@ entry! {
         })
     }
 
-    fn cuCtxGetCurrent(_process; context: Out<Handle>) {
-        context.set(Handle::of(peek()))
+    fn cuCtxGetCurrent(_process; context: Out<ContextHandle>) {
+        context.set(ContextHandle::of(peek_context()))
     }
 
     fn cuCtxGetDevice(_process; device: Out<i32>) {
-        device.set(current()?.device.ordinal)
+        device.set(current_context()?.device.ordinal)
     }
 
-    fn cuCtxGetDevice_v2(_process; device: Out<i32>, context: Handle) {
-        let context = context.get()?.map_or_else(current, Ok)?;
+    fn cuCtxGetDevice_v2(_process; device: Out<i32>, context: ContextHandle) {
+        let context = context.get()?.map_or_else(current_context, Ok)?;
         device.set(context.device.ordinal)
     }
 
     fn cuCtxGetFlags(_process; flags: Out<u32>) {
-        flags.set(current()?.flags.load(Ordering::Relaxed))
+        flags.set(current_context()?.flags.load(Ordering::Relaxed))
     }
 
     fn cuCtxSetFlags(_process; flags: u32) {
-        current()?.flags.store(flags, Ordering::Relaxed);
+        current_context()?.flags.store(flags, Ordering::Relaxed);
         Ok(())
     }
 
-    fn cuCtxGetId(_process; context: Handle, id: Out<u64>) {
-        id.set(context.get()?.map_or_else(current, Ok)?.id)
+    fn cuCtxGetId(_process; context: ContextHandle, id: Out<u64>) {
+        id.set(context.get()?.map_or_else(current_context, Ok)?.id)
     }
 
-    fn cuCtxGetApiVersion(_process; context: Handle, version: Out<u32>) {
-        context.get()?.map_or_else(current, Ok)?;
+    fn cuCtxGetApiVersion(_process; context: ContextHandle, version: Out<u32>) {
+        context.get()?.map_or_else(current_context, Ok)?;
         version.set(API_VERSION)
     }
 
     fn cuCtxGetLimit(_process; value: Out<u64>, limit: u32) {
-        let context = current()?;
+        let context = current_context()?;
         let limit = context.limits.get(limit as usize).ok_or(Code::UnsupportedLimit)?;
         value.set(limit.load(Ordering::Relaxed))
     }
 
     fn cuCtxSetLimit(_process; limit: u32, value: u64) {
-        let context = current()?;
+        let context = current_context()?;
         context.limits.get(limit as usize).ok_or(Code::UnsupportedLimit)?.store(value, Ordering::Relaxed);
         Ok(())
     }
 
     fn cuCtxGetCacheConfig(_process; config: Out<u32>) {
-        current()?;
+        current_context()?;
         config.set(0)
     }
 
     fn cuCtxSetCacheConfig(_process; _config: u32) {
-        current().map(drop)
+        current_context().map(drop)
     }
 
     fn cuCtxGetSharedMemConfig(_process; config: Out<u32>) {
-        current()?;
+        current_context()?;
         config.set(1)
     }
 
     fn cuCtxSetSharedMemConfig(_process; _config: u32) {
-        current().map(drop)
+        current_context().map(drop)
     }
 
     fn cuCtxGetStreamPriorityRange(_process; least: Out<i32>, greatest: Out<i32>) {
-        current()?;
+        current_context()?;
         least.offer(0);
         greatest.offer(-5);
         Ok(())
     }
 
-    fn cuCtxEnablePeerAccess(_process; peer: Handle, _flags: u32) {
-        let (own, peer) = (current()?, peer.some()?);
+    fn cuCtxEnablePeerAccess(_process; peer: ContextHandle, _flags: u32) {
+        let (own, peer) = (current_context()?, peer.some()?);
         if std::ptr::eq(own.device, peer.device) { Err(Code::InvalidDevice) } else { Ok(()) }
     }
 
-    fn cuCtxDisablePeerAccess(_process; peer: Handle) {
-        current()?;
+    fn cuCtxDisablePeerAccess(_process; peer: ContextHandle) {
+        current_context()?;
         peer.some().map(drop)
+    }
+}
+
+/// A green context: a part of the device's processors. The part has no effect here.
+pub(crate) struct Green {
+    device: i32,
+}
+
+impl Object for Green {
+    const MAGIC: u64 = 0x6772_6565_6c69_7665;
+}
+
+entry! {
+    fn cuGLCtxCreate(process; context: Out<ContextHandle>, flags: u32, device: i32) {
+        create(process, context, flags, device)
+    }
+
+    fn cuGLCtxCreate_v2(process; context: Out<ContextHandle>, flags: u32, device: i32) {
+        create(process, context, flags, device)
+    }
+
+    fn cuVDPAUCtxCreate(
+        process; context: Out<ContextHandle>, flags: u32, device: i32, _vdpau: u32, _function: usize,
+    ) {
+        create(process, context, flags, device)
+    }
+
+    fn cuVDPAUCtxCreate_v2(
+        process; context: Out<ContextHandle>, flags: u32, device: i32, _vdpau: u32, _function: usize,
+    ) {
+        create(process, context, flags, device)
+    }
+
+    fn cuGreenCtxCreate(process; green: Out<Handle<Green>>, _resources: usize, device: i32, _flags: u32) {
+        green.check()?;
+        retain_primary(process, device)?;
+        green.set(Handle::new(Green { device }))
+    }
+
+    fn cuGreenCtxDestroy(process; green: Handle<Green>) {
+        release_primary(process, green.end()?.device, false)
+    }
+
+    fn cuCtxAttach(_process; context: Out<ContextHandle>, flags: u32) {
+        context.check()?;
+        if flags != 0 {
+            return Err(Code::InvalidValue);
+        }
+        let current = current_context()?;
+        current.uses.fetch_add(1, Ordering::Relaxed);
+        context.set(ContextHandle::of(Some(current)))
+    }
+
+    fn cuCtxDetach(process; context: ContextHandle) {
+        let current = current_context()?;
+        if !std::ptr::eq(context.some()?, current) {
+            return Err(Code::InvalidContext);
+        }
+        if current.uses.load(Ordering::Relaxed) > 1 {
+            current.uses.fetch_sub(1, Ordering::Relaxed);
+            return Ok(());
+        }
+        destroy(process, context)
     }
 }

@@ -1,13 +1,11 @@
-//! Copies and fills. Content moves at once, in the thread that asks; what a stream has under way cannot change it here,
-//! so only calls that wait for a stream really wait.
+//! Copies and fills. The content is copied at once by the calling thread, because work on a stream
+//! cannot change it here. Only calls that wait for a stream really wait.
 
 use crate::argument::In;
-use crate::code::Code;
-use crate::context;
-use crate::frame::{Outcome, entry};
+use crate::code::{Code, Outcome};
+use crate::frame::entry;
 use crate::handle::Handle;
-use crate::process::Process;
-use crate::stream::Stream;
+use crate::objects::{ContextHandle, Process, Stream, current_context};
 use crate::{argument::Out, array};
 
 /// `CU_MEMORYTYPE_*`.
@@ -79,7 +77,7 @@ impl From<Copy2> for Copy3 {
     }
 }
 
-/// Where a box of bytes lies: its first, and the distances of rows and slices.
+/// The location of a box of bytes: its first byte, and the pitches of rows and slices.
 struct Box3 {
     first: *mut u8,
     row: u64,
@@ -124,7 +122,7 @@ impl Side3 {
     }
 }
 
-/// Host memory that stands for so many bytes at an address.
+/// The host memory for `length` bytes at an address.
 fn place(process: &Process, address: u64, length: u64) -> Outcome<*mut u8> {
     match process.physical.place(address, length) {
         Some(place) => place,
@@ -133,18 +131,18 @@ fn place(process: &Process, address: u64, length: u64) -> Outcome<*mut u8> {
 }
 
 fn copy(process: &Process, to: u64, from: u64, length: u64) -> Outcome {
-    context::current()?;
+    current_context()?;
     if length == 0 {
         return Ok(());
     }
     let (to, from) = (place(process, to, length)?, place(process, from, length)?);
-    // SAFETY: memory of allocations that are long enough, or the program's own, as it says.
+    // SAFETY: memory of allocations that are long enough, or the program's own memory, as it says.
     unsafe { std::ptr::copy(from, to, length as usize) };
     Ok(())
 }
 
 fn copy_box(process: &Process, copy: Copy3) -> Outcome {
-    context::current()?;
+    current_context()?;
     let sides = (copy.width, copy.height, copy.depth);
     if copy.width == 0 || copy.height == 0 || copy.depth == 0 {
         return Ok(());
@@ -153,7 +151,8 @@ fn copy_box(process: &Process, copy: Copy3) -> Outcome {
     for slice in 0..copy.depth {
         for row in 0..copy.height {
             let at = |side: &Box3| side.first.wrapping_add((slice * side.slice + row * side.row) as usize);
-            // SAFETY: rows of the two boxes, which `place` has found within their memory, or the program's own.
+            // SAFETY: rows of the two boxes; `place` has checked that they are within their memory,
+            // or it is the program's own.
             unsafe { std::ptr::copy(at(&from), at(&to), copy.width as usize) };
         }
     }
@@ -162,7 +161,7 @@ fn copy_box(process: &Process, copy: Copy3) -> Outcome {
 
 /// Fills rows of elements.
 fn fill<T: Copy>(process: &Process, address: u64, pitch: u64, value: T, width: u64, height: u64) -> Outcome {
-    context::current()?;
+    current_context()?;
     let element = size_of::<T>() as u64;
     let row = width.checked_mul(element).ok_or(Code::InvalidValue)?;
     let pitch = if height <= 1 { row } else { pitch };
@@ -178,24 +177,26 @@ fn fill<T: Copy>(process: &Process, address: u64, pitch: u64, value: T, width: u
     for at in 0..height {
         let begin: *mut T = first.wrapping_add((at * pitch) as usize).cast();
         for column in 0..width as usize {
-            // SAFETY: within the length that `place` has found, or the program's own memory; aligned as the address is.
+            // SAFETY: within the length that `place` has checked, or the program's own memory. Any
+            // alignment is allowed.
             unsafe { begin.add(column).write_unaligned(value) };
         }
     }
     Ok(())
 }
 
-/// What precedes a call that is done when it returns.
+/// Waits for the default stream, for a call that has completed when it returns.
 fn wait(own: bool) -> Outcome {
     Stream::of(Handle::NULL, own)?.synchronize()
 }
 
-/// Whether work on a stream is to be done, and not noted as a node of a graph.
+/// Whether work on a stream must be executed, and not captured as a node of a graph.
 fn starts(stream: Handle<Stream>, own: bool) -> Outcome<bool> {
     Ok(!Stream::of(stream, own)?.capture_work(0))
 }
 
-/// Copies between addresses: the first line of each is done when it returns, the second goes to a stream.
+/// Copies between addresses. The first function of each pair has completed when it returns, the
+/// second goes to a stream.
 macro_rules! copies {
     ($($now:ident $now_twin:ident $later:ident $later_twin:ident;)*) => {$(
         entry! {
@@ -211,7 +212,7 @@ macro_rules! copies {
     )*};
 }
 
-/// Fills of elements of a type, of rows of them, and the same on a stream.
+/// Fills of elements of a type and of rows of them, synchronously and on a stream.
 macro_rules! fills {
     ($($kind:ty: $now:ident $now_twin:ident $rows:ident $rows_twin:ident $later:ident $later_twin:ident
        $rows_later:ident $rows_later_twin:ident;)*) => {$(
@@ -221,19 +222,27 @@ macro_rules! fills {
                 fill(process, address, 0, value, count, 1)
             }
 
-            fn $rows | $rows_twin(process, own; address: u64, pitch: u64, value: $kind, width: u64, height: u64) {
+            fn $rows | $rows_twin(
+                process, own; address: u64, pitch: u64, value: $kind, width: u64, height: u64,
+            ) {
                 wait(own)?;
                 fill(process, address, pitch, value, width, height)
             }
 
-            fn $later | $later_twin(process, own; address: u64, value: $kind, count: u64, stream: Handle<Stream>) {
+            fn $later | $later_twin(
+                process, own; address: u64, value: $kind, count: u64, stream: Handle<Stream>,
+            ) {
                 if starts(stream, own)? { fill(process, address, 0, value, count, 1) } else { Ok(()) }
             }
 
             fn $rows_later | $rows_later_twin(
-                process, own; address: u64, pitch: u64, value: $kind, width: u64, height: u64, stream: Handle<Stream>,
+                process, own; address: u64, pitch: u64, value: $kind, width: u64, height: u64, stream:
+                Handle<Stream>,
             ) {
-                if starts(stream, own)? { fill(process, address, pitch, value, width, height) } else { Ok(()) }
+                match starts(stream, own)? {
+                    true => fill(process, address, pitch, value, width, height),
+                    false => Ok(()),
+                }
             }
         }
     )*};
@@ -257,14 +266,16 @@ fills! {
 
 entry! {
     fn cuMemcpyPeer | cuMemcpyPeer_ptds(
-        process, own; to: u64, _to_context: context::Handle, from: u64, _from_context: context::Handle, length: u64,
+        process, own; to: u64, _to_context: ContextHandle, from: u64, _from_context: ContextHandle,
+        length: u64,
     ) {
         wait(own)?;
         copy(process, to, from, length)
     }
 
     fn cuMemcpyPeerAsync | cuMemcpyPeerAsync_ptsz(
-        process, own; to: u64, _to_context: context::Handle, from: u64, _from_context: context::Handle, length: u64,
+        process, own; to: u64, _to_context: ContextHandle, from: u64, _from_context: ContextHandle,
+        length: u64,
         stream: Handle<Stream>,
     ) {
         if starts(stream, own)? { copy(process, to, from, length) } else { Ok(()) }
@@ -296,7 +307,8 @@ entry! {
     }
 
     fn cuMemcpyBatchAsync_v2 | cuMemcpyBatchAsync_v2_ptsz(
-        process, own; to: In<u64>, from: In<u64>, lengths: In<u64>, count: u64, _attributes: In<u64>, _indices: In<u64>,
+        process, own; to: In<u64>, from: In<u64>, lengths: In<u64>, count: u64, _attributes: In<u64>,
+        _indices: In<u64>,
         _kinds: u64, stream: Handle<Stream>,
     ) {
         if starts(stream, own)? {
@@ -308,12 +320,14 @@ entry! {
     }
 
     fn cuMemcpyBatchAsync | cuMemcpyBatchAsync_ptsz(
-        process, own; to: In<u64>, from: In<u64>, lengths: In<u64>, count: u64, _attributes: In<u64>, _indices: In<u64>,
+        process, own; to: In<u64>, from: In<u64>, lengths: In<u64>, count: u64, _attributes: In<u64>,
+        _indices: In<u64>,
         _kinds: u64, failed: Out<u64>, stream: Handle<Stream>,
     ) {
         if starts(stream, own)? {
             for at in 0..count as usize {
-                copy(process, to.at(at)?, from.at(at)?, lengths.at(at)?).inspect_err(|_| failed.offer(at as u64))?;
+                copy(process, to.at(at)?, from.at(at)?, lengths.at(at)?)
+                    .inspect_err(|_| failed.offer(at as u64))?;
             }
         }
         Ok(())

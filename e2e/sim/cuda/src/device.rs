@@ -1,206 +1,15 @@
-//! The GPUs that this process sees, by ordinal, and what CUDA tells of them.
-//!
-//! As the real driver does, a process that sees a MIG device sees nothing else: the first one, or the one that
-//! `CUDA_VISIBLE_DEVICES` names. A GPU in MIG mode is not seen as a whole.
+//! Entry points for the GPUs that this process sees, by ordinal, and their properties in CUDA.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-use divvy_sim::catalogue::GpuModel;
-use divvy_sim::ledger::{EnterError, Place};
-use divvy_sim::mig;
-use divvy_sim::state::{Ci, Gi, Gpu, State};
-use divvy_sim::visible::Visible;
-use divvy_sim::{Guest, Sim};
-
-use crate::argument::{In, Out, Text, write_text};
+use crate::argument::{Out, Text, write_text};
 use crate::code::Code;
-use crate::context::Primary;
-use crate::frame::{Outcome, entry};
-use crate::handle::Handle;
-use crate::pool::Pool;
-use crate::process::Process;
-use crate::rules::rules;
+use crate::frame::entry;
+use crate::objects::Device;
 
 /// `CUuuid`.
 pub(crate) type Uuid = [u8; 16];
 
-/// A GPU or a compute instance as this process uses it.
-pub(crate) struct Device {
-    pub(crate) ordinal: i32,
-    pub(crate) place: Place,
-    pub(crate) model: &'static GpuModel,
-    /// `GPU-...` or `MIG-...`.
-    uuid: String,
-    gpu_uuid: String,
-    /// PCI address in sysfs spelling.
-    bdf: String,
-    name: String,
-    pub(crate) multiprocessors: u32,
-    /// Bytes.
-    pub(crate) memory: u64,
-    /// Made with the first context or memory.
-    guest: Mutex<Option<Arc<Guest>>>,
-    pub(crate) primary: Mutex<Primary>,
-    pools: Mutex<Pools>,
-}
-
-/// A device's pools, made when they are first asked for.
-#[derive(Default)]
-struct Pools {
-    default: Option<Handle<Pool>>,
-    /// Where `cuMemAllocAsync` allocates, if not there.
-    current: Option<Handle<Pool>>,
-    graph: Option<Handle<Pool>>,
-}
-
 impl Device {
-    /// What a process sees of the node's GPUs.
-    pub(crate) fn all(state: &State, visible: &Visible, wanted: Option<&str>) -> Vec<Self> {
-        let mut gpus = Vec::new();
-        let mut instances = Vec::new();
-        for (slot, gpu) in
-            visible.slots(state).into_iter().filter_map(|slot| Some((slot, state.gpus.get(slot)?)))
-        {
-            if gpu.lost {
-                continue;
-            }
-            if !gpu.mig.current {
-                gpus.push(Self::new(slot, gpu, None));
-            }
-            let seen = gpu.mig_devices().filter(|(gi, ci)| visible.ci(gpu, gi.id, ci.id));
-            instances.extend(seen.map(|instance| Self::new(slot, gpu, Some(instance))));
-        }
-        let mut devices = match wanted {
-            None if instances.is_empty() => gpus,
-            None => instances,
-            Some(list) => pick(gpus, instances, list),
-        };
-        if devices.first().is_some_and(|device| device.place.instance.is_some()) {
-            devices.truncate(1);
-        }
-        for (device, ordinal) in devices.iter_mut().zip(0..) {
-            device.ordinal = ordinal;
-        }
-        devices
-    }
-
-    fn new(slot: usize, gpu: &Gpu, instance: Option<(&Gi, &Ci)>) -> Self {
-        let model = gpu.model();
-        let (uuid, name, multiprocessors) = match instance {
-            None => (gpu.uuid.clone(), model.product.clone(), model.multiprocessors),
-            Some((gi, ci)) => {
-                let profile = model.profile(gi.profile).map_or("", |profile| &profile.name);
-                let part = mig::ci_profile(gpu, gi, ci.profile).map_or(0, |part| part.sm);
-                (ci.uuid.clone(), format!("{} MIG {profile}", model.product), part)
-            }
-        };
-        Self {
-            ordinal: 0,
-            place: Place { slot, instance: instance.map(|(gi, ci)| (gi.id, ci.id)) },
-            model,
-            uuid,
-            gpu_uuid: gpu.uuid.clone(),
-            bdf: gpu.bdf.clone(),
-            name,
-            multiprocessors,
-            memory: mig::memory_mib(gpu, instance.map(|(gi, _)| gi.id)) << 20,
-            guest: Mutex::new(None),
-            primary: Mutex::default(),
-            pools: Mutex::default(),
-        }
-    }
-
-    fn pools(&self) -> MutexGuard<'_, Pools> {
-        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn default_pool(&'static self, process: &'static Process) -> Handle<Pool> {
-        *self.pools().default.get_or_insert_with(|| Pool::of_device(process, self))
-    }
-
-    pub(crate) fn graph_pool(&'static self, process: &'static Process) -> Handle<Pool> {
-        *self.pools().graph.get_or_insert_with(|| Pool::of_device(process, self))
-    }
-
-    /// The pool that stream-ordered allocations come from.
-    pub(crate) fn pool(&'static self, process: &'static Process) -> Handle<Pool> {
-        let current = self.pools().current;
-        current.unwrap_or_else(|| self.default_pool(process))
-    }
-
-    pub(crate) fn set_pool(&self, pool: Handle<Pool>) {
-        self.pools().current = Some(pool);
-    }
-
-    /// The pool is destroyed: the default one takes its place.
-    pub(crate) fn forget_pool(&self, pool: Handle<Pool>) {
-        self.pools().current.take_if(|current| *current == pool);
-    }
-
-    /// What a synchronisation does to pools.
-    pub(crate) fn settle_pools(&self) {
-        let (default, current) = {
-            let pools = self.pools();
-            (pools.default, pools.current)
-        };
-        for pool in default.into_iter().chain(current) {
-            pool.get().into_iter().for_each(Pool::settle);
-        }
-    }
-
-    /// The device is reset: its pools let go of all.
-    pub(crate) fn empty_pools(&self) {
-        let pools = self.pools();
-        for pool in [pools.default, pools.current, pools.graph].into_iter().flatten() {
-            pool.get().into_iter().for_each(|pool| pool.trim(0));
-        }
-    }
-
-    /// This process as a user of the device.
-    pub(crate) fn guest(&self, sim: &Sim) -> Outcome<Arc<Guest>> {
-        let mut guest = self.guest.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(guest) = &*guest {
-            return if guest.works() { Ok(Arc::clone(guest)) } else { Err(Code::DeviceUnavailable) };
-        }
-        if !self.lets_in(sim)? {
-            return Err(Code::DeviceUnavailable);
-        }
-        let ledger = sim.ledger().ok_or(Code::OperatingSystem)?;
-        let entered = Guest::enter(ledger, self.place).map(Arc::new).map_err(|error| match error {
-            EnterError::Absent | EnterError::Full => Code::DeviceUnavailable,
-            EnterError::Denied => Code::NotPermitted,
-            EnterError::Io(_) => Code::OperatingSystem,
-        })?;
-        if rules().is_some_and(|rules| rules.order) {
-            entered.run_in_order();
-        }
-        *guest = Some(Arc::clone(&entered));
-        Ok(entered)
-    }
-
-    /// Whether the compute mode lets this process in.
-    fn lets_in(&self, sim: &Sim) -> Outcome<bool> {
-        let state = sim.read().map_err(|_| Code::OperatingSystem)?;
-        let gpu = state.gpu(self.place.slot).map_err(|_| Code::DeviceUnavailable)?;
-        let process = divvy_sim::state::Process {
-            pid: std::process::id(),
-            name: String::new(),
-            kind: divvy_sim::state::ProcessKind::Compute,
-            instance: self.place.instance,
-            memory_mib: 0,
-        };
-        Ok(mig::lets_in(gpu, &process))
-    }
-
-    /// The process has nothing left on the device: it is no user of it any more.
-    pub(crate) fn leave(&self) {
-        let mut guest = self.guest.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(last) = guest.take_if(|guest| guest.used() == 0) {
-            last.leave();
-        }
-    }
-
-    /// `CUdevice_attribute`, those that programs ask for; 0 for the others, as for features that are not there.
+    /// A `CUdevice_attribute`, of those that programs query. Others are 0, as for missing features.
     fn attribute(&self, attribute: i32) -> i32 {
         let (major, minor) = self.model.compute_capability;
         match attribute {
@@ -243,40 +52,12 @@ impl Device {
         }
     }
 
-    /// Domain, bus and device.
+    /// PCI domain, bus and device.
     fn pci(&self) -> (i32, i32, i32) {
         let mut parts = self.bdf.split([':', '.']).map(|part| i32::from_str_radix(part, 16).unwrap_or(0));
         let mut next = || parts.next().unwrap_or(0);
         (next(), next(), next())
     }
-}
-
-impl Process {
-    pub(crate) fn device(&self, ordinal: i32) -> Outcome<&Device> {
-        usize::try_from(ordinal).ok().and_then(|at| self.devices.get(at)).ok_or(Code::InvalidDevice)
-    }
-}
-
-/// The devices of a list such as `1,GPU-8f`: in its order, up to the first that is no device.
-fn pick(gpus: Vec<Device>, instances: Vec<Device>, list: &str) -> Vec<Device> {
-    let mut left: Vec<Option<Device>> = gpus.into_iter().map(Some).collect();
-    let whole = left.len();
-    left.extend(instances.into_iter().map(Some));
-    let mut picked = Vec::new();
-    for word in list.split(',').map(str::trim) {
-        let at = match word.parse::<usize>() {
-            Ok(index) => (index < whole).then_some(index),
-            Err(_) if word.is_empty() => None,
-            Err(_) => left
-                .iter()
-                .position(|device| device.as_ref().is_some_and(|device| device.uuid.starts_with(word))),
-        };
-        match at.and_then(|at| left.get_mut(at)?.take()) {
-            Some(device) => picked.push(device),
-            None => break,
-        }
-    }
-    picked
 }
 
 /// The bytes of `GPU-xxxxxxxx-...`.
@@ -326,7 +107,7 @@ entry! {
         write_text(name, length, &process.device(device)?.name)
     }
 
-    /// The GPU's, of a MIG device as well.
+    /// The UUID of the GPU, for a MIG device too.
     fn cuDeviceGetUuid(process; uuid: Out<Uuid>, device: i32) {
         uuid.set(uuid_bytes(&process.device(device)?.gpu_uuid))
     }
@@ -403,17 +184,12 @@ entry! {
     }
 }
 
-/// A list that a call reads, kept where it is used.
-pub(crate) fn read_all<T: Copy>(list: In<T>, count: usize) -> Outcome<Vec<T>> {
-    (0..count).map(|at| list.at(at)).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_uuid_is_its_digits() {
+    fn uuid_text_parses_to_bytes() {
         let bytes = uuid_bytes("GPU-00010203-0405-0607-0809-0a0b0c0d0eff");
         assert_eq!(bytes, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 255]);
     }

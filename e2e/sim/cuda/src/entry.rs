@@ -1,15 +1,16 @@
-//! Initialising, versions, errors, and the functions themselves: what works before `cuInit`.
+//! Functions that work before `cuInit`: initialisation, versions, errors, and the lookup of
+//! functions.
 
 use std::ffi::{c_char, c_void};
 use std::fs::File;
 use std::io::Write;
 use std::sync::OnceLock;
 
-use crate::argument::{Out, Text};
-use crate::code::Code;
-use crate::frame::{Outcome, entry};
+use crate::argument::{Out, Text, c_text};
+use crate::code::{Code, Outcome};
+use crate::frame::entry;
 use crate::process;
-use crate::symbols::{self, Missing, c_text};
+use crate::symbols::{self, Missing};
 
 /// `CU_GET_PROC_ADDRESS_LEGACY_STREAM`.
 const LEGACY_STREAM: u64 = 1;
@@ -42,27 +43,32 @@ entry! {
         look_up(name, pointer, version, flags, None)
     }
 
-    early fn cuGetProcAddress_v2(name: Text, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>) {
+    early fn cuGetProcAddress_v2(
+        name: Text, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>,
+    ) {
         look_up(name, pointer, version, flags, Some(status))
     }
 
     early fn cuGetProcAddress_v2_ptsz(
         name: Text, pointer: Out<*const c_void>, version: i32, flags: u64, status: Out<u32>,
     ) {
-        // A program compiled for threads' own streams means them by default.
+        // A program that is compiled for per-thread default streams gets them by default.
         look_up(name, pointer, version, if flags == 0 { OWN_STREAM } else { flags }, Some(status))
     }
 }
 
-/// Where to write down what was asked for, a line each: for tests of those who ask.
-fn asked() -> Option<&'static File> {
-    static ASKED: OnceLock<Option<File>> = OnceLock::new();
-    let open =
-        || File::options().append(true).create(true).open(std::env::var_os("DIVVY_SIM_CUDA_ASKED")?).ok();
-    ASKED.get_or_init(open).as_ref()
+/// The file that records the requested functions, a line each, for tests of programs that look up
+/// functions.
+fn lookup_log() -> Option<&'static File> {
+    static LOG: OnceLock<Option<File>> = OnceLock::new();
+    let open = || {
+        File::options().append(true).create(true).open(std::env::var_os("DIVVY_SIM_CUDA_LOOKUP_LOG")?).ok()
+    };
+    LOG.get_or_init(open).as_ref()
 }
 
-/// Not finding a function is told by NULL and a status; the first version, which has no status, calls it NOT_FOUND.
+/// A missing function is reported by NULL and a status. The first version of the call has no status
+/// and returns NOT_FOUND.
 fn look_up(
     name: Text,
     pointer: Out<*const c_void>,
@@ -77,15 +83,15 @@ fn look_up(
         return Err(Code::InvalidValue);
     }
     let too_new = version > process::driver_version()?;
-    let (found, told) = match symbols::resolve(name, version, flags & OWN_STREAM != 0) {
+    let (found, status_code) = match symbols::resolve(name, version, flags & OWN_STREAM != 0) {
         _ if too_new => (std::ptr::null(), 0),
         Ok(symbol) => (symbol.pointer.0.cast(), 0),
         Err(Missing::Symbol) => (std::ptr::null(), 1),
         Err(Missing::Version) => (std::ptr::null(), 2),
     };
-    if let Some(file) = asked() {
+    if let Some(file) = lookup_log() {
         let got = symbols::at_address(found).map_or("-", |symbol| symbol.name);
-        // One write of one line; a log that cannot be written is not the caller's business.
+        // A single write per line. A failing log must not affect the caller.
         let _ = (&*file).write_all(format!("{name} {version} {flags} {got}\n").as_bytes());
     }
     if too_new {
@@ -93,8 +99,8 @@ fn look_up(
     }
     pointer.set(found)?;
     match status {
-        Some(status) => status.offer(told),
-        None if told != 0 => return Err(Code::NotFound),
+        Some(status) => status.offer(status_code),
+        None if status_code != 0 => return Err(Code::NotFound),
         None => {}
     }
     Ok(())

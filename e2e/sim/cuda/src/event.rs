@@ -1,16 +1,15 @@
-//! Events: marks on the axis of a stream, to wait for and to measure between.
+//! Events: marks on the timeline of a stream, to wait for and to measure between.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use divvy_sim::Guest;
-use divvy_sim::ledger::{Mark, now};
+use divvy_sim::GpuProcess;
+use divvy_sim::usage::{Mark, now};
 
 use crate::argument::Out;
-use crate::code::Code;
-use crate::context::{self, Context};
-use crate::frame::{Outcome, entry};
+use crate::code::{Code, Outcome};
+use crate::frame::entry;
 use crate::handle::{Handle, Object};
-use crate::stream::{SLEEPS, SPINS, Stream};
+use crate::objects::{Context, SHORT_SPIN_TIME, SPIN_TIME, Stream, current_context};
 
 /// `CU_EVENT_DISABLE_TIMING`.
 const NO_TIME: u32 = 2;
@@ -31,19 +30,19 @@ impl Object for Event {
 #[derive(Clone)]
 struct Recorded {
     mark: Mark,
-    /// Whose axis the mark is on.
-    guest: Arc<Guest>,
-    /// When it was recorded, if all before it was done then.
+    /// The process whose timeline the mark is on.
+    gpu_process: Arc<GpuProcess>,
+    /// The time of the recording, if all earlier work was done by then.
     time: Option<u64>,
 }
 
 impl Recorded {
     fn is_done(&self) -> bool {
-        self.time.is_some() || self.guest.reached() >= self.mark
+        self.time.is_some() || self.gpu_process.progress() >= self.mark
     }
 
     fn time(&self) -> u64 {
-        self.time.unwrap_or_else(|| self.guest.time_of(self.mark))
+        self.time.unwrap_or_else(|| self.gpu_process.time_of(self.mark))
     }
 }
 
@@ -54,9 +53,10 @@ impl Event {
 
     fn record(&self, stream: &'static Stream) {
         let mark = stream.end();
-        let guest = Arc::clone(&stream.context.guest);
-        let time = (guest.reached() >= mark).then(now);
-        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(Recorded { mark, guest, time });
+        let gpu_process = Arc::clone(&stream.context.gpu_process);
+        let time = (gpu_process.progress() >= mark).then(now);
+        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) =
+            Some(Recorded { mark, gpu_process, time });
     }
 }
 
@@ -87,14 +87,16 @@ fn elapsed(milliseconds: Out<f32>, begin: Handle<Event>, end: Handle<Event>) -> 
 }
 
 entry! {
-    fn cuStreamWaitEvent | cuStreamWaitEvent_ptsz(_process, own; stream: Handle<Stream>, event: Handle<Event>, _flags: u32) {
+    fn cuStreamWaitEvent | cuStreamWaitEvent_ptsz(
+        _process, own; stream: Handle<Stream>, event: Handle<Event>, _flags: u32,
+    ) {
         let (stream, event) = (Stream::of(stream, own)?, event.get()?);
         if let Some(recorded) = event.recorded() {
-            if Arc::ptr_eq(&recorded.guest, &stream.context.guest) {
+            if Arc::ptr_eq(&recorded.gpu_process, &stream.context.gpu_process) {
                 stream.wait_behind(recorded.mark);
             } else {
-                // Axes of two devices have no common points.
-                recorded.guest.wait_for(recorded.mark, SLEEPS);
+                // Marks on the timelines of two devices cannot be compared.
+                recorded.gpu_process.wait_for(recorded.mark, SHORT_SPIN_TIME);
             }
         }
         Ok(())
@@ -105,7 +107,7 @@ entry! {
         if flags & !7 != 0 {
             return Err(Code::InvalidValue);
         }
-        event.set(Handle::new(Event { context: context::current()?, flags, recorded: Mutex::new(None) }))
+        event.set(Handle::new(Event { context: current_context()?, flags, recorded: Mutex::new(None) }))
     }
 
     fn cuEventDestroy(_process; event: Handle<Event>) {
@@ -135,7 +137,7 @@ entry! {
         let event = event.get()?;
         if let Some(recorded) = event.recorded().filter(|recorded| recorded.time.is_none()) {
             let sleeps = event.flags & BLOCKING_SYNC != 0;
-            recorded.guest.wait_for(recorded.mark, if sleeps { SLEEPS } else { SPINS });
+            recorded.gpu_process.wait_for(recorded.mark, if sleeps { SHORT_SPIN_TIME } else { SPIN_TIME });
         }
         event.context.device.settle_pools();
         Ok(())

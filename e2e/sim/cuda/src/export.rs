@@ -1,23 +1,20 @@
-//! `cuGetExportTable`: tables of private functions that the CUDA runtime asks for by UUID.
+//! `cuGetExportTable`: tables of private functions that the CUDA runtime looks up by UUID.
 //!
-//! Their layout is documented nowhere; it is known from other people's drivers (ZLUDA) and from watching the runtimes of
-//! CUDA 12.9 and 13.5 start. Two of them are here: one that gives a device's primary context, one with memory for what
-//! tools call back. A table begins with its size in bytes; a function that nobody has been seen to call answers
-//! NOT_SUPPORTED. For any other UUID there is no table: for `f8cff951-...`, which runtimes ask for first, that is what they
-//! go on from.
-//!
-//! A runtime has asked for all functions of the driver by then, which is what it is run for here. It does not get further:
-//! it wants the driver to prove that it is NVIDIA's own.
+//! Their layout is not documented; it is known from another driver (ZLUDA) and from watching the
+//! runtimes of CUDA 12.9 and 13.5. A table begins with its size in bytes. Functions that the
+//! runtimes were not seen to call return NOT_SUPPORTED. The runtimes need only the two tables here
+//! to look up all driver functions, which is what the tests need. They stop afterwards, because
+//! they verify that the driver is NVIDIA's own.
 
 use std::ffi::c_void;
 use std::sync::atomic::AtomicU64;
 
-use crate::argument::{In, Out};
+use crate::argument::{In, Out, Pointer};
 use crate::code::Code;
-use crate::context::{self, cuDevicePrimaryCtxRetain};
+use crate::context::cuDevicePrimaryCtxRetain;
 use crate::device::Uuid;
 use crate::frame::entry;
-use crate::symbols::Pointer;
+use crate::objects::ContextHandle;
 
 /// "CUDART interface".
 const RUNTIME: Uuid = 0x6bd5_fb6c_5bf4_e74a_8987_d939_12fd_9df9_u128.to_be_bytes();
@@ -36,7 +33,7 @@ static RUNTIME_TABLE: Table<12> = Table {
     functions: {
         let mut functions = [Pointer(unknown as *const ()); 12];
         functions[1] = Pointer(primary_context as *const ());
-        // "Load compilers", where the environment wants modules loaded eagerly.
+        // "Load compilers", called if the environment requests eager module loading.
         functions[11] = Pointer(nothing as *const ());
         functions
     },
@@ -52,7 +49,7 @@ static TOOLS_TABLE: Table<6> = Table {
     },
 };
 
-/// What the runtime keeps of callbacks and switches of tools; nobody else looks.
+/// The runtime's own data about callbacks and tool switches; nothing here reads it.
 static CALLBACKS: [AtomicU64; 128] = [const { AtomicU64::new(0) }; 128];
 static SWITCHES: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
@@ -64,7 +61,7 @@ extern "C" fn nothing() -> u32 {
     0
 }
 
-extern "C" fn primary_context(context: Out<context::Handle>, device: i32) -> u32 {
+extern "C" fn primary_context(context: Out<ContextHandle>, device: i32) -> u32 {
     cuDevicePrimaryCtxRetain(context, device)
 }
 

@@ -1,15 +1,14 @@
-//! Memory of other libraries, as those for graphics: whoever made it pays for it. It comes as a descriptor, which is this
-//! library's once it is imported; what is written there nobody sees but this process.
+//! Imported memory of other libraries, such as graphics APIs, which pay for it. An imported file
+//! descriptor belongs to this library. The content is only visible in this process.
 
 use std::os::fd::{FromRawFd, OwnedFd};
 
 use crate::argument::{In, Out};
 use crate::code::Code;
 use crate::content::Content;
-use crate::context;
 use crate::frame::entry;
 use crate::handle::{Handle, Object};
-use crate::memory::Payer;
+use crate::objects::{Payer, current_context};
 
 /// `CU_EXTERNAL_MEMORY_HANDLE_TYPE_OPAQUE_FD`.
 const DESCRIPTOR: u32 = 1;
@@ -49,17 +48,17 @@ entry! {
     fn cuImportExternalMemory(_process; memory: Out<Handle<External>>, description: In<Description>) {
         memory.check()?;
         let given = description.get()?;
-        // SAFETY: it asks of a descriptor only whether there is one.
+        // SAFETY: only checks whether the descriptor is open.
         let open = unsafe { libc::fcntl(given.descriptor, libc::F_GETFD) } >= 0;
         if given.kind != DESCRIPTOR || given.size == 0 || !open {
             return Err(Code::InvalidValue);
         }
-        // SAFETY: the program gives it away.
+        // SAFETY: the program transfers the ownership of the descriptor.
         drop(unsafe { OwnedFd::from_raw_fd(given.descriptor) });
         memory.set(Handle::new(External { size: given.size }))
     }
 
-    /// To be freed as if it had been allocated here.
+    /// The caller frees the buffer like an allocation.
     fn cuExternalMemoryGetMappedBuffer(
         process; address: Out<u64>, memory: Handle<External>, part: In<Part>,
     ) {
@@ -69,7 +68,7 @@ entry! {
         if !fits || part.size == 0 {
             return Err(Code::InvalidValue);
         }
-        address.set(process.memory.add(context::current()?, part.size, Payer::External, 0, Content::NONE)?)
+        address.set(process.memory.add(current_context()?, part.size, Payer::External, 0, Content::NONE)?)
     }
 
     fn cuDestroyExternalMemory(_process; memory: Handle<External>) {

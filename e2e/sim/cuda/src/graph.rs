@@ -1,112 +1,19 @@
-//! Graphs: nodes in order, and memory that belongs to them.
+//! Graphs: nodes with dependencies, and the memory of their allocation nodes.
 //!
-//! Memory of allocation nodes has its address from the day the node is made, and is there from a launch until it is
-//! freed, by a node or by the program.
+//! An allocation node has its address from its creation. The memory exists from a launch until a
+//! node or the program frees it.
 
-use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
-use crate::argument::{In, Out};
-use crate::code::Code;
+use crate::argument::{In, Out, read_all};
+use crate::code::{Code, Outcome};
 use crate::content::Content;
-use crate::context::Context;
-use crate::device::read_all;
-use crate::frame::{Outcome, entry};
-use crate::handle::{Handle, Object};
-use crate::memory::Payer;
-use crate::process::Process;
-use crate::steps::Step;
+use crate::frame::entry;
+use crate::graph_objects::{Graph, Node, Task};
+use crate::handle::Handle;
+use crate::objects::{Context, Payer, Process};
 
-/// A graph.
-#[derive(Default)]
-pub(crate) struct Graph {
-    nodes: Mutex<Vec<Handle<Node>>>,
-}
-
-impl Object for Graph {
-    const MAGIC: u64 = 0x6772_6170_5f6c_6976;
-}
-
-/// A node of a graph.
-pub(crate) struct Node {
-    pub(crate) graph: Handle<Graph>,
-    pub(crate) task: Task,
-    needs: Mutex<Vec<Handle<Node>>>,
-}
-
-impl Object for Node {
-    const MAGIC: u64 = 0x6e6f_6465_5f6c_6976;
-}
-
-/// What a node does, with its `CUgraphNodeType`.
-#[derive(Clone, Copy)]
-pub(crate) enum Task {
-    /// For so many nanoseconds.
-    Kernel(u64),
-    /// Of a type that takes no time here.
-    Moment(u32),
-    Allocate {
-        address: u64,
-        size: u64,
-        /// Ordinal.
-        device: i32,
-    },
-    Free(u64),
-    Child(Handle<Graph>),
-}
-
-impl Task {
-    pub(crate) const fn kind(self) -> u32 {
-        match self {
-            Self::Kernel(_) => 0,
-            Self::Moment(kind) => kind,
-            Self::Allocate { .. } => 10,
-            Self::Free(_) => 11,
-            Self::Child(_) => 4,
-        }
-    }
-}
-
-pub(crate) const COPY: u32 = 1;
-pub(crate) const FILL: u32 = 2;
-pub(crate) const HOST: u32 = 3;
-pub(crate) const EMPTY: u32 = 5;
-pub(crate) const WAIT: u32 = 6;
-pub(crate) const RECORD: u32 = 7;
-
-impl Graph {
-    fn nodes(&self) -> MutexGuard<'_, Vec<Handle<Node>>> {
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Its nodes as they are now, and those of the graphs within it.
-    pub(crate) fn steps(&self) -> Outcome<Vec<Step>> {
-        let nodes = self.nodes().clone();
-        let places: HashMap<usize, usize> = nodes.iter().map(|node| node.number()).zip(0..).collect();
-        let step = |handle: &Handle<Node>| {
-            let node = handle.get()?;
-            let needs = node.needs.lock().unwrap_or_else(PoisonError::into_inner);
-            let place = |need: &Handle<Node>| places.get(&need.number()).copied().ok_or(Code::InvalidValue);
-            let mut needs = needs.iter().map(place).collect::<Outcome<Vec<usize>>>()?;
-            needs.sort_unstable();
-            let within = if let Task::Child(graph) = node.task { graph.get()?.steps()? } else { Vec::new() };
-            Ok(Step { node: *handle, task: node.task, needs, within })
-        };
-        nodes.iter().map(step).collect()
-    }
-}
-
-pub(crate) fn add(graph: Handle<Graph>, needs: &[Handle<Node>], task: Task) -> Outcome<Handle<Node>> {
-    let mut nodes = graph.get()?.nodes();
-    if needs.iter().any(|need| !need.get().is_ok_and(|node| node.graph == graph)) {
-        return Err(Code::InvalidValue);
-    }
-    let node = Handle::new(Node { graph, task, needs: Mutex::new(needs.to_vec()) });
-    nodes.push(node);
-    Ok(node)
-}
-
-/// An address for a graph's memory, which is not there yet.
+/// Reserves an address for a graph's memory, which is not allocated yet.
 pub(crate) fn plan_memory(process: &'static Process, context: &'static Context, size: u64) -> Outcome<Task> {
     if size == 0 {
         return Err(Code::InvalidValue);
@@ -131,12 +38,12 @@ pub(crate) fn needs(list: In<Handle<Node>>, count: u64) -> Outcome<Vec<Handle<No
     read_all(list, count as usize)
 }
 
-/// Nodes as the caller asks for them: how many, and as many as fit.
+/// Fills a list for the caller: the count, and as many nodes as fit.
 fn list(found: &[Handle<Node>], nodes: Out<Handle<Node>>, count: Out<u64>) -> Outcome {
     if !nodes.is_null() {
-        let room = count.get()? as usize;
-        nodes.fill(room, found.iter().copied().chain(std::iter::repeat(Handle::NULL)))?;
-        return count.set(found.len().min(room) as u64);
+        let cell = count.get()? as usize;
+        nodes.fill(cell, found.iter().copied().chain(std::iter::repeat(Handle::NULL)))?;
+        return count.set(found.len().min(cell) as u64);
     }
     count.set(found.len() as u64)
 }
@@ -150,10 +57,10 @@ fn edges(graph: Handle<Graph>, from: Out<Handle<Node>>, to: Out<Handle<Node>>, c
     if from.is_null() || to.is_null() {
         return count.set(found.len() as u64);
     }
-    let room = count.get()? as usize;
-    from.fill(room, found.iter().map(|(from, _)| *from))?;
-    to.fill(room, found.iter().map(|(_, to)| *to))?;
-    count.set(found.len().min(room) as u64)
+    let cell = count.get()? as usize;
+    from.fill(cell, found.iter().map(|(from, _)| *from))?;
+    to.fill(cell, found.iter().map(|(_, to)| *to))?;
+    count.set(found.len().min(cell) as u64)
 }
 
 fn connect(from: In<Handle<Node>>, to: In<Handle<Node>>, count: u64, keep: bool) -> Outcome {
@@ -233,7 +140,8 @@ entry! {
     }
 
     fn cuGraphGetEdges_v2(
-        _process; graph: Handle<Graph>, from: Out<Handle<Node>>, to: Out<Handle<Node>>, _data: Out<u64>, count: Out<u64>,
+        _process; graph: Handle<Graph>, from: Out<Handle<Node>>, to: Out<Handle<Node>>, _data: Out<u64>,
+        count: Out<u64>,
     ) {
         edges(graph, from, to, count)
     }
@@ -266,7 +174,8 @@ entry! {
     }
 
     fn cuGraphAddDependencies_v2(
-        _process; graph: Handle<Graph>, from: In<Handle<Node>>, to: In<Handle<Node>>, _data: In<u64>, count: u64,
+        _process; graph: Handle<Graph>, from: In<Handle<Node>>, to: In<Handle<Node>>, _data: In<u64>, count:
+        u64,
     ) {
         graph.get()?;
         connect(from, to, count, true)
@@ -280,7 +189,8 @@ entry! {
     }
 
     fn cuGraphRemoveDependencies_v2(
-        _process; graph: Handle<Graph>, from: In<Handle<Node>>, to: In<Handle<Node>>, _data: In<u64>, count: u64,
+        _process; graph: Handle<Graph>, from: In<Handle<Node>>, to: In<Handle<Node>>, _data: In<u64>, count:
+        u64,
     ) {
         graph.get()?;
         connect(from, to, count, false)

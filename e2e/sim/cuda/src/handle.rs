@@ -1,27 +1,26 @@
 //! Objects behind handles: modules, streams, events, graphs, pools, arrays.
 //!
-//! A handle is the object's address, as with the real driver. Objects are never freed, so that a stale handle, or one
-//! of another kind, is refused and not followed.
+//! A handle is the object's address, as with the real driver. Objects are never freed, so that a
+//! stale handle, or one of another kind, is refused.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::code::Code;
-use crate::frame::Outcome;
+use crate::code::{Code, Outcome};
 
-/// What there are handles of.
+/// A kind of object with handles.
 pub(crate) trait Object: Sized + Sync + 'static {
-    /// First word of those that live, different for each kind.
+    /// The first word of living objects, different for each kind.
     const MAGIC: u64;
 }
 
-/// An object in its place.
+/// An object in memory.
 #[repr(C)]
 struct Place<T> {
     magic: AtomicU64,
     object: T,
 }
 
-/// A handle that a program gave, or gets.
+/// A handle that a program passes or receives.
 #[repr(transparent)]
 pub(crate) struct Handle<T>(*const Place<T>);
 
@@ -39,7 +38,7 @@ impl<T> PartialEq for Handle<T> {
     }
 }
 
-// SAFETY: an address; what it names is `Sync`.
+// SAFETY: only an address; the object is `Sync`.
 unsafe impl<T: Sync> Send for Handle<T> {}
 // SAFETY: the same.
 unsafe impl<T: Sync> Sync for Handle<T> {}
@@ -51,7 +50,7 @@ impl<T> Handle<T> {
         self.0.is_null()
     }
 
-    /// As a number, for handles that also have special values.
+    /// The handle as a number, for handles with special values.
     pub(crate) fn number(self) -> usize {
         self.0 as usize
     }
@@ -66,7 +65,7 @@ impl<T: Object> Handle<T> {
         if self.0.is_null() || !self.0.is_aligned() {
             return Err(Code::InvalidHandle);
         }
-        // SAFETY: a caller gives what it got from this library, and no object is ever freed.
+        // SAFETY: the caller passes a handle from this library, and objects are never freed.
         Ok(unsafe { &*self.0 })
     }
 
@@ -81,7 +80,7 @@ impl<T: Object> Handle<T> {
         }
     }
 
-    /// Ends it; who ends it first may clean up.
+    /// Marks the object as dead. Only the first caller gets it, to clean up.
     pub(crate) fn end(self) -> Outcome<&'static T> {
         let place = self.place()?;
         let ended = place.magic.compare_exchange(T::MAGIC, 0, Ordering::AcqRel, Ordering::Relaxed);

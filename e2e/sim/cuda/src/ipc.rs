@@ -1,34 +1,28 @@
-//! Memory of another process by its handle: `cuIpcGetMemHandle` and its like.
+//! Memory of another process by its handle: `cuIpcGetMemHandle` and related functions.
 //!
-//! An allocation that is exported gets a file beside the simulator's state, which is its content from then on. The handle
-//! says which. The file goes with the allocation; one that a
-//! killed process leaves cannot be opened.
+//! The content of an exported allocation becomes a file beside the simulator's state, which the
+//! handle names. The file is removed with the allocation. The file of a killed process cannot be
+//! opened.
 
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::Mutex;
 
-use divvy_sim::ledger::Place;
+use divvy_sim::usage::Place;
 
 use crate::argument::Out;
-use crate::code::Code;
+use crate::code::{Code, Outcome};
 use crate::content::Content;
-use crate::context;
-use crate::frame::{Outcome, entry};
-use crate::memory::{Block, Payer};
-use crate::process::Process;
+use crate::frame::entry;
+use crate::objects::{Block, Payer, Process, current_context};
 
 const MAGIC: u64 = 0x6469_7676_795f_6970;
-/// Directory of the files in the state's.
+/// The directory of the files, in the state directory.
 const DIR: &str = "cuda-ipc";
 
 /// `CUipcMemHandle`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct IpcHandle([u64; 8]);
-
-/// Files of this process, with the address and the number of the allocation.
-static EXPORTED: Mutex<Vec<(u64, u64, PathBuf)>> = Mutex::new(Vec::new());
 
 impl IpcHandle {
     fn file(self, process: &Process) -> Outcome<PathBuf> {
@@ -46,14 +40,13 @@ fn place_words(place: Place) -> [u64; 3] {
     [place.slot as u64, gi.into(), ci.into()]
 }
 
-/// Makes the allocation's content a file, once.
+/// Moves the allocation's content to a file, once.
 fn export(process: &Process, block: &mut Block) -> Outcome<IpcHandle> {
-    let Payer::Guest(guest) = &block.payer else { return Err(Code::InvalidValue) };
-    let (owner, number) = (guest.owner(), block.id);
+    let Payer::GpuProcess(gpu_process) = &block.payer else { return Err(Code::InvalidValue) };
+    let (owner, number) = (gpu_process.token(), block.id);
     let [slot, gi, ci] = place_words(block.context.device.place);
     let handle = IpcHandle([MAGIC, owner, number, block.size, slot, gi, ci, 0]);
-    let mut exported = EXPORTED.lock().map_err(|_| Code::Unknown)?;
-    if exported.iter().any(|(_, known, _)| *known == number) {
+    if block.exported.is_some() {
         return Ok(handle);
     }
     let path = path(process, owner, number);
@@ -78,46 +71,33 @@ fn export(process: &Process, block: &mut Block) -> Outcome<IpcHandle> {
     }
     before.unmap();
     block.content = content;
-    exported.push((block.address, number, path));
+    block.exported = Some(path);
     Ok(handle)
 }
 
-/// An allocation is freed: nobody can open it any more.
-pub(crate) fn withdraw(number: u64) {
-    let Ok(mut exported) = EXPORTED.lock() else { return };
-    exported.retain(|(_, known, path)| {
-        let gone = *known == number;
-        if gone {
-            // Nobody else takes it away.
-            drop(std::fs::remove_file(path));
-        }
-        !gone
-    });
-}
-
 fn open(process: &'static Process, handle: IpcHandle) -> Outcome<u64> {
-    let context = context::current()?;
+    let context = current_context()?;
     let [_, owner, _, size, words @ .., _] = handle.0;
-    if owner == context.guest.owner() {
-        // A process does not open its own.
+    if owner == context.gpu_process.token() {
+        // A process cannot open its own memory.
         return Err(Code::InvalidContext);
     }
     let path = handle.file(process)?;
     if words != place_words(context.device.place) {
         return Err(Code::InvalidDevice);
     }
-    if !process.sim.ledger().is_some_and(|ledger| ledger.has(owner)) {
+    if !process.sim.usage().is_some_and(|usage| usage.is_alive(owner)) {
         return Err(Code::MapFailed);
     }
     let file = File::options().read(true).write(true).open(path).map_err(|_| Code::MapFailed)?;
     let content = Content::of(&file, size)?;
-    process.memory.add(context, size, Payer::Stranger, 0, content)
+    process.memory.add(context, size, Payer::OtherProcess, 0, content)
 }
 
 entry! {
     fn cuIpcGetMemHandle(process; handle: Out<IpcHandle>, address: u64) {
         handle.check()?;
-        context::current()?;
+        current_context()?;
         let made = process.memory.with(address, |block| export(process, block));
         handle.set(made.unwrap_or(Err(Code::InvalidValue))?)
     }
@@ -133,7 +113,7 @@ entry! {
     }
 
     fn cuIpcCloseMemHandle(process; address: u64) {
-        context::current()?;
-        process.memory.free(address, |block| matches!(block.payer, Payer::Stranger))
+        current_context()?;
+        process.memory.free(address, |block| matches!(block.payer, Payer::OtherProcess))
     }
 }

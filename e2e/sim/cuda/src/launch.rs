@@ -1,16 +1,16 @@
-//! Launches: a kernel's time, on a stream.
+//! Kernel launches: a kernel takes time on a stream.
 
 use std::ffi::c_void;
 
 use crate::argument::In;
-use crate::code::Code;
-use crate::frame::{Outcome, entry};
+use crate::code::{Code, Outcome};
+use crate::frame::entry;
 use crate::handle::Handle;
 use crate::module::Function;
+use crate::objects::Stream;
 use crate::rules::rules;
-use crate::stream::Stream;
 
-/// Grid and block, three sides each.
+/// Three sides each of grid and block.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
     pub(crate) grid: [u32; 3],
@@ -24,7 +24,7 @@ impl Shape {
         if some && threads <= 1024 { Ok(()) } else { Err(Code::InvalidValue) }
     }
 
-    /// It has a block for each multiprocessor, and leaves no room for another kernel.
+    /// Whether it has a block for each multiprocessor, so that no other kernel fits beside it.
     pub(crate) fn fills(self, multiprocessors: u32) -> bool {
         let blocks = self.grid.iter().fold(1_u64, |blocks, side| blocks.saturating_mul((*side).into()));
         blocks >= u64::from(multiprocessors)
@@ -66,7 +66,8 @@ fn launch(
 
 entry! {
     fn cuLaunchKernel | cuLaunchKernel_ptsz(
-        _process, own; function: Handle<Function>, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32,
+        _process, own; function: Handle<Function>, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32,
+        block_y: u32,
         block_z: u32, _shared: u32, stream: Handle<Stream>, parameters: In<In<u64>>, _extra: *const c_void,
     ) {
         let shape = Shape { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z] };
@@ -82,7 +83,8 @@ entry! {
     }
 
     fn cuLaunchCooperativeKernel | cuLaunchCooperativeKernel_ptsz(
-        _process, own; function: Handle<Function>, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32,
+        _process, own; function: Handle<Function>, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32,
+        block_y: u32,
         block_z: u32, _shared: u32, stream: Handle<Stream>, parameters: In<In<u64>>,
     ) {
         let shape = Shape { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z] };
@@ -97,7 +99,9 @@ entry! {
         launch(function, Shape { grid: [width, height, 1], block: [1; 3] }, Handle::NULL, false, In::NULL)
     }
 
-    fn cuLaunchGridAsync(_process; function: Handle<Function>, width: u32, height: u32, stream: Handle<Stream>) {
+    fn cuLaunchGridAsync(
+        _process; function: Handle<Function>, width: u32, height: u32, stream: Handle<Stream>,
+    ) {
         launch(function, Shape { grid: [width, height, 1], block: [1; 3] }, stream, false, In::NULL)
     }
 }

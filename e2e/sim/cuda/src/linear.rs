@@ -1,28 +1,24 @@
-//! Memory by address: plain, pitched, managed and pinned, and what an address is.
+//! Memory by address: plain, pitched, managed and pinned, and the attributes of addresses.
 
-use divvy_sim::Guest;
+use divvy_sim::GpuProcess;
 use std::sync::Arc;
 
-use crate::argument::{In, Out};
-use crate::code::Code;
+use crate::argument::{In, Out, read_all};
+use crate::code::{Code, Outcome};
 use crate::content::Content;
-use crate::context::{self, Context};
-use crate::device::read_all;
-use crate::frame::{Outcome, entry};
+use crate::frame::entry;
 use crate::handle::Handle;
-use crate::memory::{Block, Host, Payer};
-use crate::pool::Location;
-use crate::process::Process;
-use crate::stream::Stream;
+use crate::location::Location;
+use crate::objects::{Block, ContextHandle, Host, Payer, Process, Stream, current_context};
 
 /// `CU_MEM_ATTACH_GLOBAL` and `CU_MEM_ATTACH_HOST`.
 const ATTACH: u32 = 3;
-/// Rows of pitched memory begin at multiples of this.
+/// Rows of pitched memory begin at multiples of this, in bytes.
 const PITCH: u64 = 512;
 
-/// Host memory for devices: mapped here, or the program's own.
+/// Adds host memory for devices: mapped here, or the program's own.
 fn add_host(process: &Process, size: u64, own: Option<u64>, host: Host) -> Outcome<u64> {
-    let context = context::current()?;
+    let context = current_context()?;
     if size == 0 {
         return Err(Code::InvalidValue);
     }
@@ -42,21 +38,21 @@ pub(crate) fn prefetch(
     device: Option<i32>,
     stream: &Stream,
 ) -> Outcome {
-    let guest = match device {
-        Some(ordinal) => Some(process.device(ordinal)?.guest(process.sim)?),
+    let gpu_process = match device {
+        Some(ordinal) => Some(process.device(ordinal)?.gpu_process(process.sim)?),
         None => None,
     };
     let time = managed(process, address, |block, home| {
         if address - block.0 + size > block.1 {
             return Err(Code::InvalidValue);
         }
-        match guest {
-            Some(guest) => {
-                settle(home, Some(&guest), block.1);
-                Ok(guest.bring(size))
+        match gpu_process {
+            Some(gpu_process) => {
+                settle(home, Some(&gpu_process), block.1);
+                Ok(gpu_process.prefetch(size))
             }
-            // It stays that device's: the next kernel there brings it back.
-            None => Ok(home.as_ref().map_or(0, |home| home.put_out(size))),
+            // It still belongs to the device: the next kernel there brings it back.
+            None => Ok(home.as_ref().map_or(0, |home| home.offload(size))),
         }
     })?;
     if time > 0 && !stream.capture_work(time) {
@@ -65,19 +61,20 @@ pub(crate) fn prefetch(
     Ok(())
 }
 
-/// Says where managed memory is to be: `CU_MEM_ADVISE_*`, of which only the preferred location changes anything here.
+/// Sets the location of managed memory: of `CU_MEM_ADVISE_*`, only the preferred location has an
+/// effect here.
 fn advise(process: &Process, address: u64, advice: u32, device: Option<i32>) -> Outcome {
     const SET: u32 = 3;
     const UNSET: u32 = 4;
-    let guest = match (advice, device) {
+    let gpu_process = match (advice, device) {
         (1..=6, None) => None,
-        (1..=6, Some(ordinal)) => Some(process.device(ordinal)?.guest(process.sim)?),
+        (1..=6, Some(ordinal)) => Some(process.device(ordinal)?.gpu_process(process.sim)?),
         _ => return Err(Code::InvalidValue),
     };
-    let own = process.memory.with(address, |block| Arc::clone(&block.context.guest));
+    let own = process.memory.with(address, |block| Arc::clone(&block.context.gpu_process));
     managed(process, address, |block, home| {
         match advice {
-            SET => settle(home, guest.as_ref(), block.1),
+            SET => settle(home, gpu_process.as_ref(), block.1),
             UNSET => settle(home, own.as_ref(), block.1),
             _ => {}
         }
@@ -85,24 +82,24 @@ fn advise(process: &Process, address: u64, advice: u32, device: Option<i32>) -> 
     })
 }
 
-/// Kernels of another device touch it from now on, or of none.
-fn settle(home: &mut Option<Arc<Guest>>, new: Option<&Arc<Guest>>, size: u64) {
+/// From now on kernels of another device use it, or of none.
+fn settle(home: &mut Option<Arc<GpuProcess>>, new: Option<&Arc<GpuProcess>>, size: u64) {
     if home.as_ref().map(Arc::as_ptr) == new.map(Arc::as_ptr) {
         return;
     }
-    if let Some(guest) = new {
-        guest.manage(size);
+    if let Some(gpu_process) = new {
+        gpu_process.add_managed(size);
     }
     if let Some(before) = std::mem::replace(home, new.map(Arc::clone)) {
-        before.unmanage(size);
+        before.remove_managed(size);
     }
 }
 
-/// Changes whose managed memory is: its address and size, and its home.
+/// Changes the device of managed memory, given its address and size and the current device.
 fn managed<T>(
     process: &Process,
     address: u64,
-    change: impl FnOnce((u64, u64), &mut Option<Arc<Guest>>) -> Outcome<T>,
+    change: impl FnOnce((u64, u64), &mut Option<Arc<GpuProcess>>) -> Outcome<T>,
 ) -> Outcome<T> {
     let changed = process.memory.with(address, |block| {
         let at = (block.address, block.size);
@@ -114,14 +111,14 @@ fn managed<T>(
     changed.unwrap_or(Err(Code::InvalidValue))
 }
 
-/// One of `cuPointerGetAttribute`'s answers.
+/// The answer to one attribute of `cuPointerGetAttribute`.
 fn attribute(block: &Block, address: u64, attribute: u32, answer: Out<()>) -> Outcome {
     let host = block.host();
     let managed = host.is_some_and(|host| host.managed);
     let word = |value: u32| answer.cast::<u32>().set(value);
     let long = |value: u64| answer.cast::<u64>().set(value);
     match attribute {
-        1 => answer.cast::<context::Handle>().set(context::Handle::of(Some(block.context))),
+        1 => answer.cast::<ContextHandle>().set(ContextHandle::of(Some(block.context))),
         // CU_MEMORYTYPE_HOST or CU_MEMORYTYPE_DEVICE.
         2 => word(if host.is_some() && !managed { 1 } else { 2 }),
         3 => long(address),
@@ -131,7 +128,7 @@ fn attribute(block: &Block, address: u64, attribute: u32, answer: Out<()>) -> Ou
         7 => long(block.id),
         8 => word(u32::from(managed)),
         9 => word(block.context.device.ordinal.cast_unsigned()),
-        10 => word(u32::from(matches!(block.payer, Payer::Guest(_)))),
+        10 => word(u32::from(matches!(block.payer, Payer::GpuProcess(_)))),
         11 => long(block.address),
         12 => long(block.size),
         13 => word(1),
@@ -150,7 +147,7 @@ fn attribute(block: &Block, address: u64, attribute: u32, answer: Out<()>) -> Ou
     }
 }
 
-/// What is told of an address that is no allocation: nothing, for questions that have a "none".
+/// The answer for an address that is no allocation: an empty value, for attributes that have one.
 fn no_attribute(attribute: u32, answer: Out<()>) -> Outcome {
     match attribute {
         1 | 3 | 4 | 11 | 12 | 17 => answer.cast::<u64>().set(0),
@@ -163,14 +160,16 @@ fn no_attribute(attribute: u32, answer: Out<()>) -> Outcome {
 entry! {
     fn cuMemAlloc_v2(process; address: Out<u64>, size: u64) {
         address.check()?;
-        let context = context::current()?;
+        let context = current_context()?;
         address.set(process.memory.allocate(context, size)?)
     }
 
-    fn cuMemAllocPitch_v2(process; address: Out<u64>, pitch: Out<u64>, width: u64, height: u64, element: u32) {
+    fn cuMemAllocPitch_v2(
+        process; address: Out<u64>, pitch: Out<u64>, width: u64, height: u64, element: u32,
+    ) {
         address.check()?;
         pitch.check()?;
-        let context = context::current()?;
+        let context = current_context()?;
         if !matches!(element, 4 | 8 | 16) {
             return Err(Code::InvalidValue);
         }
@@ -180,19 +179,19 @@ entry! {
         pitch.set(row)
     }
 
-    /// Of any sort that has no owner of another kind.
+    /// Frees memory of any kind that has no other function for that.
     fn cuMemFree_v2(process; address: u64) {
-        context::current()?;
+        current_context()?;
         let sort = |block: &Block| match &block.payer {
-            Payer::Guest(_) | Payer::Pool(_) | Payer::Graph { .. } | Payer::External => true,
+            Payer::GpuProcess(_) | Payer::Pool(_) | Payer::Graph { .. } | Payer::External => true,
             Payer::Host(host) => host.managed,
-            Payer::Stranger => false,
+            Payer::OtherProcess => false,
         };
         if address == 0 { Ok(()) } else { process.memory.free(address, sort) }
     }
 
     fn cuMemGetAddressRange_v2(process; base: Out<u64>, size: Out<u64>, address: u64) {
-        context::current()?;
+        current_context()?;
         let found = process.memory.with(address, |block| (block.address, block.size));
         let found = found.or_else(|| process.physical.range(address)).ok_or(Code::NotFound)?;
         base.offer(found.0);
@@ -206,14 +205,16 @@ entry! {
         if flags == 0 || flags & !ATTACH != 0 {
             return Err(Code::InvalidValue);
         }
-        let guest = Arc::clone(&context::current()?.guest);
-        let host = Host { managed: true, registered: false, flags, home: Some(Arc::clone(&guest)) };
+        let gpu_process = Arc::clone(&current_context()?.gpu_process);
+        let host = Host { managed: true, registered: false, flags, home: Some(Arc::clone(&gpu_process)) };
         let made = add_host(process, size, None, host)?;
-        guest.manage(size);
+        gpu_process.add_managed(size);
         address.set(made)
     }
 
-    fn cuMemPrefetchAsync | cuMemPrefetchAsync_ptsz(process, own; address: u64, size: u64, device: i32, stream: Handle<Stream>) {
+    fn cuMemPrefetchAsync | cuMemPrefetchAsync_ptsz(
+        process, own; address: u64, size: u64, device: i32, stream: Handle<Stream>,
+    ) {
         // CU_DEVICE_CPU.
         prefetch(process, (address, size), (device != -1).then_some(device), Stream::of(stream, own)?)
     }
@@ -222,6 +223,25 @@ entry! {
         process, own; address: u64, size: u64, location: Location, _flags: u32, stream: Handle<Stream>,
     ) {
         prefetch(process, (address, size), location.device(), Stream::of(stream, own)?)
+    }
+
+    fn cuMemPrefetchBatchAsync | cuMemPrefetchBatchAsync_ptsz(
+        process, own; addresses: In<u64>, sizes: In<u64>, count: u64, locations: In<Location>, indices:
+        In<u64>,
+        kinds: u64, _flags: u64, stream: Handle<Stream>,
+    ) {
+        let stream = Stream::of(stream, own)?;
+        for at in 0..count as usize {
+            // Each location applies from its index on.
+            let mut location = locations.get()?;
+            for kind in 0..kinds as usize {
+                if indices.at(kind)? <= at as u64 {
+                    location = locations.at(kind)?;
+                }
+            }
+            prefetch(process, (addresses.at(at)?, sizes.at(at)?), location.device(), stream)?;
+        }
+        Ok(())
     }
 
     fn cuMemAdvise(process; address: u64, _size: u64, advice: u32, device: i32) {
@@ -243,7 +263,7 @@ entry! {
     }
 
     fn cuMemFreeHost(process; address: u64) {
-        context::current()?;
+        current_context()?;
         let sort = |block: &Block| block.host().is_some_and(|host| !host.managed && !host.registered);
         if address == 0 { Ok(()) } else { process.memory.free(address, sort) }
     }
@@ -257,19 +277,19 @@ entry! {
     }
 
     fn cuMemHostUnregister(process; address: u64) {
-        context::current()?;
+        current_context()?;
         let freed = process.memory.free(address, |block| block.host().is_some_and(|host| host.registered));
         freed.map_err(|_| Code::HostMemoryNotRegistered)
     }
 
     fn cuMemHostGetDevicePointer_v2(process; device: Out<u64>, address: u64, _flags: u32) {
-        context::current()?;
+        current_context()?;
         process.memory.with(address, |block| block.host().map(drop)).flatten().ok_or(Code::InvalidValue)?;
         device.set(address)
     }
 
     fn cuMemHostGetFlags(process; flags: Out<u32>, address: u64) {
-        context::current()?;
+        current_context()?;
         let found = process.memory.with(address, |block| block.host().map(|host| host.flags)).flatten();
         flags.set(found.ok_or(Code::InvalidValue)?)
     }
@@ -277,7 +297,9 @@ entry! {
     fn cuPointerGetAttribute(process; answer: Out<()>, which: u32, address: u64) {
         answer.check()?;
         let found = process.memory.with(address, |block| attribute(block, address, which, answer));
-        found.or_else(|| process.physical.attribute(address, which, answer)).unwrap_or(Err(Code::InvalidValue))
+        found
+            .or_else(|| process.physical.attribute(address, which, answer))
+            .unwrap_or(Err(Code::InvalidValue))
     }
 
     fn cuPointerGetAttributes(process; count: u32, which: In<u32>, answers: In<Out<()>>, address: u64) {
@@ -286,7 +308,8 @@ entry! {
         for (which, answer) in which.into_iter().zip(answers) {
             let found = process.memory.with(address, |block| attribute(block, address, which, answer));
             let found = found.or_else(|| process.physical.attribute(address, which, answer));
-            // Here what does not apply is none, and no error: so the runtime asks for a host's address of any memory.
+            // Attributes that do not apply are empty here, not an error: the runtime queries the
+            // host address of any memory.
             found.unwrap_or(Err(Code::InvalidValue)).or_else(|_| no_attribute(which, answer))?;
         }
         Ok(())
@@ -301,14 +324,14 @@ entry! {
     }
 
     fn cuMemGetInfo(_process; free: Out<u32>, total: Out<u32>) {
-        let (left, all) = context::current()?.guest.memory();
+        let (left, all) = current_context()?.gpu_process.memory_info();
         free.offer(u32::try_from(left).unwrap_or(u32::MAX));
         total.offer(u32::try_from(all).unwrap_or(u32::MAX));
         Ok(())
     }
 
     fn cuMemGetInfo_v2(_process; free: Out<u64>, total: Out<u64>) {
-        let (left, all) = context::current()?.guest.memory();
+        let (left, all) = current_context()?.gpu_process.memory_info();
         free.offer(left);
         total.offer(all);
         Ok(())
@@ -321,12 +344,4 @@ fn register(process: &Process, address: u64, size: u64, flags: u32) -> Outcome {
         return Err(Code::HostMemoryAlreadyRegistered);
     }
     add_host(process, size, Some(address), pinned(flags, true)).map(drop)
-}
-
-/// Frees what a context that ends leaves behind; of a primary one, what pools of its device have given as well.
-pub(crate) fn end(process: &Process, context: &Context, primary: bool) {
-    process.memory.free_all(|block| match &block.payer {
-        Payer::Pool(_) | Payer::Graph { .. } => primary && std::ptr::eq(block.context.device, context.device),
-        _ => block.context.id == context.id,
-    });
 }

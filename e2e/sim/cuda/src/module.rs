@@ -1,40 +1,39 @@
-//! Modules, libraries and their functions: how long a kernel runs is written in its name.
+//! Modules, libraries and their functions. The name of a kernel gives its run time.
 //!
-//! The image of a module is anything. If it is PTX, its entries are the module's functions and its global variables take
-//! device memory; otherwise there is a function of every name. A kernel's time is its name's: `work_20us` runs for 20
-//! microseconds (also `ns` and `ms`), `spin...` for as many nanoseconds as its first parameter says, a 64-bit number, so
-//! that PTX which watches the clock does the same on a real GPU. Any other name runs for [`COMMON`].
+//! A module's image can be anything. For PTX, its entries are the functions, and its global
+//! variables take device memory; otherwise functions of any name exist. `work_20us` runs for 20
+//! microseconds (`ns` and `ms` work too). `spin...` runs for the nanoseconds in its first
+//! parameter, a 64-bit number, so that PTX which watches the clock behaves the same on a real GPU.
+//! Other names run for [`DEFAULT_TIME_NS`].
 
 use std::ffi::{CStr, CString, c_char};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use divvy_sim::Guest;
+use divvy_sim::GpuProcess;
 
 use crate::argument::{In, Out, Text};
-use crate::code::Code;
-use crate::context;
-use crate::frame::{Outcome, entry};
+use crate::code::{Code, Outcome};
+use crate::frame::entry;
 use crate::handle::Handle as AnyHandle;
 use crate::handle::Object;
-use crate::memory::Payer;
-use crate::process::Process;
+use crate::objects::{Child, Payer, Process, current_context};
 
-/// How long kernels run that say nothing, in ns.
-const COMMON: u64 = 10_000;
-/// What a module's code takes of the device, besides its variables.
+/// Run time of kernels whose name gives none, in ns.
+const DEFAULT_TIME_NS: u64 = 10_000;
+/// Device memory of a module's code, in bytes, without its variables.
 pub(crate) const MODULE_BYTES: u64 = 2 << 20;
 
 /// `CUmodule` and `CUlibrary`.
 pub(crate) type Handle = AnyHandle<Module>;
 
-/// A module; a library is one that is not in a context until it is used.
+/// A module. A library is a module that is in no context until it is used.
 pub(crate) struct Module {
-    guest: Arc<Guest>,
-    /// Names of its functions, if they are known.
+    gpu_process: Arc<GpuProcess>,
+    /// The names of its functions, if they are known.
     entries: Option<Vec<String>>,
     /// Names, addresses and sizes of its variables.
     globals: Vec<(String, u64, u64)>,
-    /// Functions that were asked for.
+    /// The functions that were looked up.
     functions: Mutex<Vec<AnyHandle<Function>>>,
     kernels: Mutex<Vec<AnyHandle<Function>>>,
 }
@@ -43,7 +42,7 @@ impl Object for Module {
     const MAGIC: u64 = 0x6d6f_6475_5f6c_6976;
 }
 
-/// A function of a module, or a kernel of a library: a launch takes either.
+/// A function of a module, or a kernel of a library: both can be launched.
 pub(crate) struct Function {
     name: CString,
     time: Time,
@@ -54,7 +53,7 @@ impl Object for Function {
     const MAGIC: u64 = 0x6675_6e63_5f6c_6976;
 }
 
-/// How long a kernel runs.
+/// The run time of a kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Time {
     /// Nanoseconds.
@@ -63,7 +62,7 @@ enum Time {
 }
 
 impl Time {
-    /// As the name says.
+    /// The time that the name gives.
     fn of(name: &str) -> Self {
         if name.starts_with("spin") {
             return Self::FirstParameter;
@@ -75,14 +74,16 @@ impl Time {
             "ns" => 1,
             "us" => 1_000,
             "ms" => 1_000_000,
-            _ => return Self::Fixed(COMMON),
+            _ => return Self::Fixed(DEFAULT_TIME_NS),
         };
-        Self::Fixed(number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit)).unwrap_or(COMMON))
+        Self::Fixed(
+            number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit)).unwrap_or(DEFAULT_TIME_NS),
+        )
     }
 }
 
 impl Function {
-    /// Nanoseconds that a launch with these parameters runs.
+    /// The nanoseconds that a launch with these parameters runs.
     #[inline]
     pub(crate) fn time(&self, parameters: In<In<u64>>) -> Outcome<u64> {
         match self.time {
@@ -94,10 +95,10 @@ impl Function {
 
 impl Module {
     fn load(process: &Process, image: &[u8]) -> Outcome<Handle> {
-        let context = context::current()?;
+        let context = current_context()?;
         let text = std::str::from_utf8(image).ok().filter(|text| text.contains(".version"));
-        let guest = Arc::clone(&context.guest);
-        if !guest.charge(MODULE_BYTES) {
+        let gpu_process = Arc::clone(&context.gpu_process);
+        if !gpu_process.charge(MODULE_BYTES) {
             return Err(Code::OutOfMemory);
         }
         let mut globals = Vec::new();
@@ -105,7 +106,7 @@ impl Module {
             match process.memory.allocate(context, size) {
                 Ok(address) => globals.push((name, address, size)),
                 Err(code) => {
-                    guest.refund(MODULE_BYTES);
+                    gpu_process.refund(MODULE_BYTES);
                     free(process, &globals);
                     return Err(code);
                 }
@@ -113,8 +114,11 @@ impl Module {
         }
         let entries = text.map(entries_of);
         let (functions, kernels) = (Mutex::default(), Mutex::default());
-        let module = Handle::new(Self { guest, entries, globals, functions, kernels });
-        context.modules().push(module);
+        let module = Handle::new(Self { gpu_process, entries, globals, functions, kernels });
+        context.modules().push(Child::new(module, |process, module| {
+            // The program may have unloaded it already.
+            let _ = unload(process, module);
+        }));
         Ok(module)
     }
 
@@ -143,24 +147,24 @@ impl Module {
     }
 }
 
-/// Ends a module, if its context has not ended it.
+/// Unloads a module, unless its context has already destroyed it.
 pub(crate) fn unload(process: &Process, module: Handle) -> Outcome {
     let module = module.end()?;
     for list in [&module.functions, &module.kernels] {
         for function in list.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            // It ends with its module only.
+            // Only its module destroys it.
             let _ = function.end();
         }
     }
     free(process, &module.globals);
-    module.guest.refund(MODULE_BYTES);
+    module.gpu_process.refund(MODULE_BYTES);
     Ok(())
 }
 
 fn free(process: &Process, globals: &[(String, u64, u64)]) {
     for (_, address, _) in globals {
-        // A program may have freed them, wrongly.
-        let _ = process.memory.free(*address, |block| matches!(block.payer, Payer::Guest(_)));
+        // A faulty program may have freed them.
+        let _ = process.memory.free(*address, |block| matches!(block.payer, Payer::GpuProcess(_)));
     }
 }
 
@@ -194,9 +198,9 @@ fn globals_of(text: &str) -> Vec<(String, u64)> {
     declared.filter(|(_, size)| *size > 0).collect()
 }
 
-/// The image as text up to its end, which only PTX has; of another image, nothing is looked at.
+/// The image as text, which must be PTX. The content of other images is not read.
 fn image_at(image: In<u8>) -> Outcome<&'static [u8]> {
-    // ELF and fat binaries have zeros early on.
+    // ELF and fat binaries have zeros near the beginning.
     let first = image.get()?;
     if matches!(first, 0x7f | 0x50 | 0xb1) {
         return Ok(&[]);
@@ -209,7 +213,7 @@ fn load_file(process: &Process, path: Text) -> Outcome<Handle> {
     Module::load(process, &image)
 }
 
-/// `CU_FUNC_ATTRIBUTE_*` of a kernel that needs little.
+/// The `CU_FUNC_ATTRIBUTE_*` of a kernel with small requirements.
 const fn attribute(which: u32) -> Option<i32> {
     match which {
         0 => Some(1024),
@@ -262,7 +266,7 @@ entry! {
         Ok(())
     }
 
-    /// Lazy, as by default since CUDA 12.2.
+    /// Lazy, the default since CUDA 12.2.
     fn cuModuleGetLoadingMode(_process; mode: Out<u32>) {
         mode.set(2)
     }
@@ -319,7 +323,9 @@ entry! {
         name.set(CStr::as_ptr(&kernel.get()?.name))
     }
 
-    fn cuKernelGetAttribute(_process; value: Out<i32>, which: u32, kernel: AnyHandle<Function>, _device: i32) {
+    fn cuKernelGetAttribute(
+        _process; value: Out<i32>, which: u32, kernel: AnyHandle<Function>, _device: i32,
+    ) {
         kernel.get()?;
         value.set(attribute(which).ok_or(Code::InvalidValue)?)
     }
@@ -364,25 +370,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_says_how_long_a_kernel_runs() {
+    fn kernel_name_gives_run_time() {
         for (name, time) in [
             ("work_20us", Time::Fixed(20_000)),
             ("a_b_7ns", Time::Fixed(7)),
             ("5ms", Time::Fixed(5_000_000)),
             ("spin", Time::FirstParameter),
             ("spin_until", Time::FirstParameter),
-            ("sgemm", Time::Fixed(COMMON)),
-            ("work_us", Time::Fixed(COMMON)),
-            ("_99999999999999999999ms", Time::Fixed(COMMON)),
+            ("sgemm", Time::Fixed(DEFAULT_TIME_NS)),
+            ("work_us", Time::Fixed(DEFAULT_TIME_NS)),
+            ("_99999999999999999999ms", Time::Fixed(DEFAULT_TIME_NS)),
         ] {
             assert_eq!(Time::of(name), time, "{name}");
         }
     }
 
     #[test]
-    fn ptx_says_what_is_in_it() {
-        let text = ".version 7.0\n.target sm_50\n.visible .global .align 4 .b8 table[4096];\n.global .u64 count = 3;\n\
-                    .visible .entry spin(.param .u64 t)\n{ ld.global.u64 %r1, [count]; }\n.entry\n\tother (\n)";
+    fn ptx_entries_and_globals_are_found() {
+        let text = ".version 7.0\n.target sm_50\n.visible .global .align 4 .b8 table[4096];\n\
+                    .global .u64 count = 3;\n\
+                    .visible .entry spin(.param .u64 t)\n{ ld.global.u64 %r1, [count]; }\n\
+                    .entry\n\tother (\n)";
         assert_eq!(entries_of(text), ["spin", "other"]);
         assert_eq!(globals_of(text), [("table".to_owned(), 4096), ("count".to_owned(), 8)]);
     }

@@ -1,20 +1,21 @@
-//! The nodes that programs add to a graph, each kind by a function of its own or all by `cuGraphAddNode`.
+//! Adds nodes to graphs, by a function for each kind or by `cuGraphAddNode`.
 
 use std::sync::PoisonError;
 
 use crate::argument::{In, Out};
-use crate::code::Code;
-use crate::context::{self, Context};
+use crate::code::{Code, Outcome};
 use crate::copy::Copy3;
 use crate::event::Event;
-use crate::frame::{Outcome, entry};
-use crate::graph::{COPY, EMPTY, FILL, Graph, HOST, Node, RECORD, Task, WAIT, add, needs, plan_memory};
+use crate::frame::entry;
+use crate::graph::{needs, plan_memory};
+use crate::graph_objects::{COPY, EMPTY, FILL, Graph, HOST, Node, RECORD, Task, WAIT, add};
 use crate::handle::Handle;
 use crate::launch::Shape;
+use crate::location::PoolProperties;
 use crate::module::Function;
-use crate::process::Process;
+use crate::objects::{Context, ContextHandle, Process, current_context};
 
-/// `CUDA_KERNEL_NODE_PARAMS`, both versions up to what the first has.
+/// `CUDA_KERNEL_NODE_PARAMS`; both versions begin with the fields of the first one.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct KernelNode {
@@ -40,14 +41,14 @@ impl KernelNode {
 pub(crate) struct KernelNode2 {
     first: KernelNode,
     kernel: Handle<Function>,
-    context: context::Handle,
+    context: ContextHandle,
 }
 
 /// `CUDA_MEM_ALLOC_NODE_PARAMS`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct AllocationNode {
-    pool: crate::pool::Properties,
+    pool: PoolProperties,
     access: usize,
     count: u64,
     size: u64,
@@ -57,9 +58,10 @@ pub(crate) struct AllocationNode {
 const _: () = assert!(size_of::<KernelNode>() == 56 && size_of::<KernelNode2>() == 72);
 const _: () = assert!(size_of::<AllocationNode>() == 120);
 
-/// The context that memory on a device is made for: the current one, if it is of that device, or the device's own.
+/// The context for memory on a device: the current one if it is on that device, or else the
+/// device's primary context.
 fn context_on(process: &Process, device: Option<i32>) -> Outcome<&'static Context> {
-    let context = context::current()?;
+    let context = current_context()?;
     let device = process.device(device.ok_or(Code::NotSupported)?)?;
     if std::ptr::eq(context.device, device) {
         return Ok(context);
@@ -81,7 +83,8 @@ fn add_allocation(
     Ok(node)
 }
 
-/// `CUgraphNodeParams`: the type, and at 16 bytes what the type needs. Memory nodes are not made by that alone.
+/// Reads `CUgraphNodeParams`: the type, and from byte 16 the parameters of the type. Not enough for
+/// memory nodes.
 pub(crate) fn task(parameters: Out<u8>) -> Outcome<Task> {
     let inside = parameters.skip(16)?;
     let kind = parameters.cast::<u32>().get()?;
@@ -127,8 +130,8 @@ macro_rules! moments {
 }
 
 moments! {
-    cuGraphAddMemcpyNode: COPY (parameters: In<Copy3>, context: context::Handle);
-    cuGraphAddMemsetNode: FILL (parameters: In<u64>, context: context::Handle);
+    cuGraphAddMemcpyNode: COPY (parameters: In<Copy3>, context: ContextHandle);
+    cuGraphAddMemsetNode: FILL (parameters: In<u64>, context: ContextHandle);
     cuGraphAddHostNode: HOST (parameters: In<u64>);
     cuGraphAddEmptyNode: EMPTY ();
     cuGraphAddEventRecordNode: RECORD (event: Handle<Event>);
@@ -176,7 +179,8 @@ entry! {
     }
 
     fn cuGraphAddMemFreeNode(
-        process; node: Out<Handle<Node>>, graph: Handle<Graph>, after: In<Handle<Node>>, count: u64, address: u64,
+        process; node: Out<Handle<Node>>, graph: Handle<Graph>, after: In<Handle<Node>>, count: u64,
+        address: u64,
     ) {
         node.check()?;
         process.memory.with(address, |_| ()).ok_or(Code::InvalidValue)?;
@@ -184,8 +188,10 @@ entry! {
     }
 
     fn cuGraphMemAllocNodeGetParams(_process; node: Handle<Node>, parameters: Out<AllocationNode>) {
-        let Task::Allocate { address, size, device } = node.get()?.task else { return Err(Code::InvalidValue) };
-        let pool = crate::pool::Properties::of_device(device);
+        let Task::Allocate { address, size, device } = node.get()?.task else {
+            return Err(Code::InvalidValue);
+        };
+        let pool = PoolProperties::of_device(device);
         parameters.set(AllocationNode { pool, access: 0, count: 0, size, address })
     }
 
@@ -195,14 +201,16 @@ entry! {
     }
 
     fn cuGraphAddNode(
-        process; node: Out<Handle<Node>>, graph: Handle<Graph>, after: In<Handle<Node>>, count: u64, parameters: Out<u8>,
+        process; node: Out<Handle<Node>>, graph: Handle<Graph>, after: In<Handle<Node>>, count: u64,
+        parameters: Out<u8>,
     ) {
         node.check()?;
         node.set(add_any(process, graph, &needs(after, count)?, parameters)?)
     }
 
     fn cuGraphAddNode_v2(
-        process; node: Out<Handle<Node>>, graph: Handle<Graph>, after: In<Handle<Node>>, _edges: In<u64>, count: u64,
+        process; node: Out<Handle<Node>>, graph: Handle<Graph>, after: In<Handle<Node>>, _edges: In<u64>,
+        count: u64,
         parameters: Out<u8>,
     ) {
         node.check()?;
@@ -210,7 +218,8 @@ entry! {
     }
 
     fn cuGraphAddNode_v3(
-        process; node: Out<Handle<Node>>, graph: Handle<Graph>, after: In<Handle<Node>>, _edges: In<u64>, count: u64,
+        process; node: Out<Handle<Node>>, graph: Handle<Graph>, after: In<Handle<Node>>, _edges: In<u64>,
+        count: u64,
         parameters: Out<u8>,
     ) {
         node.check()?;

@@ -1,251 +1,35 @@
-//! Virtual memory: physical memory by handle, reserved addresses, and one mapped at the other.
-//!
-//! Physical memory lives as long as somebody refers to it: its handle as often as it was created, retained or imported,
-//! each mapping once, and other processes that have imported it. Whoever created it pays until then, as far as this
-//! process lives: what another process still holds when the last reference here goes is looked at again before
-//! memory is said to be short.
+//! Entry points for virtual memory, multicast objects and exported memory: see
+//! [`crate::physical_store`].
 
-use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, IntoRawFd, RawFd};
 
-use divvy_sim::Guest;
+use divvy_sim::usage::Place;
+use rustix::fs::MemfdFlags;
 
-use crate::argument::{In, Out};
-use crate::code::Code;
+use crate::argument::{In, Out, read_all};
+use crate::code::{Code, Outcome};
 use crate::content::Content;
-use crate::context;
-use crate::device::read_all;
-use crate::figures::PAGE;
-use crate::frame::{Outcome, entry};
-use crate::holders::Holder;
-use crate::memory;
-use crate::pool::{Access, Location};
-use crate::process::Process;
-use crate::shareable::{HEADER, alone};
-
-/// Reserved addresses lie from here on.
-const BASE: u64 = memory::END;
-/// And below this: a program's own code may be beyond it.
-const END: u64 = 0x5500 << 32;
-/// `CUmemAllocationProp`.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct Properties {
-    pub(crate) kind: u32,
-    pub(crate) handles: u32,
-    pub(crate) location: Location,
-    pub(crate) windows: u64,
-    pub(crate) compression: u8,
-    pub(crate) rdma: u8,
-    pub(crate) usage: u16,
-    pub(crate) reserved: [u8; 4],
-}
-
-const _: () = assert!(size_of::<Properties>() == 32);
-
-/// All of the process.
-#[derive(Default)]
-pub(crate) struct Physical {
-    store: Mutex<Store>,
-}
-
-#[derive(Default)]
-pub(crate) struct Store {
-    pub(crate) allocations: HashMap<u64, Allocation>,
-    last: u64,
-    /// Ends of reserved ranges by their begins, and ranges that were freed.
-    reserved: BTreeMap<u64, u64>,
-    free: BTreeMap<u64, u64>,
-    next: Option<u64>,
-    mapped: BTreeMap<u64, Mapping>,
-    pub(crate) held: HashMap<Holder, u64>,
-    /// Freed here, and imported elsewhere when they were.
-    lingering: Vec<(File, Arc<Guest>, u64)>,
-}
-
-/// Physical memory.
-pub(crate) struct Allocation {
-    pub(crate) properties: Properties,
-    pub(crate) size: u64,
-    /// Who pays: nobody here for imported memory and memory of the host.
-    pub(crate) guest: Option<Arc<Guest>>,
-    pub(crate) references: u32,
-    pub(crate) mappings: u32,
-    pub(crate) content: Content,
-    /// Once it was exported or imported.
-    pub(crate) shared: Option<File>,
-}
-
-/// A mapping, at the address that it is kept by.
-struct Mapping {
-    size: u64,
-    offset: u64,
-    handle: u64,
-    access: u32,
-}
-
-impl Physical {
-    pub(crate) fn store(&self) -> MutexGuard<'_, Store> {
-        self.store.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The mapped range that an address is in.
-    pub(crate) fn range(&self, address: u64) -> Option<(u64, u64)> {
-        self.store().mapping(address).map(|(begin, mapping)| (begin, mapping.size))
-    }
-
-    /// Host memory that stands for so many bytes at a reserved address; none for other addresses.
-    pub(crate) fn place(&self, address: u64, length: u64) -> Option<Outcome<*mut u8>> {
-        (BASE..END).contains(&address).then(|| self.store().place(address, length))
-    }
-
-    /// One of `cuPointerGetAttribute`'s answers, for a mapped address.
-    pub(crate) fn attribute(&self, address: u64, which: u32, answer: Out<()>) -> Option<Outcome> {
-        let store = self.store();
-        let (begin, mapping) = store.mapping(address)?;
-        let allocation = store.allocations.get(&mapping.handle)?;
-        let long = |value: u64| answer.cast::<u64>().set(value);
-        let word = |value: u32| answer.cast::<u32>().set(value);
-        Some(match which {
-            1 | 17 => long(0),
-            2 => word(if allocation.properties.location.kind == Location::DEVICE { 2 } else { 1 }),
-            3 => long(address),
-            6 | 8 | 10 | 15 | 21 => word(0),
-            7 | 20 => long(mapping.handle),
-            9 => word(allocation.properties.location.id.cast_unsigned()),
-            11 | 19 => long(begin),
-            12 | 18 => long(mapping.size),
-            13 => word(1),
-            14 => long(allocation.properties.handles.into()),
-            16 => word(mapping.access),
-            _ => Err(Code::InvalidValue),
-        })
-    }
-
-    /// Gives back what no other process holds any more.
-    pub(crate) fn sweep(&self) {
-        self.store().lingering.retain(|(file, guest, size)| {
-            let gone = alone(file);
-            if gone {
-                guest.refund(*size);
-            }
-            !gone
-        });
-    }
-}
-
-impl Store {
-    fn mapping(&self, address: u64) -> Option<(u64, &Mapping)> {
-        let (begin, mapping) = self.mapped.range(..=address).next_back()?;
-        (address - begin < mapping.size).then_some((*begin, mapping))
-    }
-
-    /// Of the memory that is mapped at an address.
-    pub(crate) fn handle_at(&self, address: u64) -> Option<u64> {
-        self.mapping(address).map(|(_, mapping)| mapping.handle)
-    }
-
-    fn place(&mut self, address: u64, length: u64) -> Outcome<*mut u8> {
-        let (begin, mapping) = self.mapping(address).ok_or(Code::InvalidValue)?;
-        let (within, offset, handle) = (address - begin, mapping.offset, mapping.handle);
-        // A copy over two mappings would be of two pieces of host memory.
-        if mapping.access == 0 || length > mapping.size - within {
-            return Err(Code::InvalidValue);
-        }
-        let allocation = self.allocations.get_mut(&handle).ok_or(Code::InvalidValue)?;
-        let skip = if allocation.shared.is_some() { HEADER as u64 } else { 0 };
-        let place = allocation.content.place(allocation.size)?;
-        Ok(place.wrapping_add((skip + offset + within) as usize))
-    }
-
-    pub(crate) fn add(&mut self, allocation: Allocation) -> u64 {
-        self.last += 1;
-        // No small numbers, which programs could mistake for something else.
-        let handle = 0x7ff0_0000_0000 + (self.last << 8);
-        self.allocations.insert(handle, allocation);
-        handle
-    }
-
-    /// Lets go of what nothing refers to.
-    pub(crate) fn end(&mut self, handle: u64) {
-        if self
-            .allocations
-            .get(&handle)
-            .is_none_or(|allocation| allocation.references + allocation.mappings > 0)
-        {
-            return;
-        }
-        let Some(Allocation { guest, size, content, shared, .. }) = self.allocations.remove(&handle) else {
-            return;
-        };
-        content.unmap();
-        match (guest, shared) {
-            (Some(guest), Some(file)) if !alone(&file) => self.lingering.push((file, guest, size)),
-            (Some(guest), _) => guest.refund(size),
-            (None, _) => {}
-        }
-    }
-
-    fn unmap(&mut self, address: u64, size: u64) -> Outcome {
-        let end = address.checked_add(size).ok_or(Code::InvalidValue)?;
-        let pieces: Vec<u64> = self.mapped.range(address..end).map(|(begin, _)| *begin).collect();
-        let covered: u64 =
-            pieces.iter().filter_map(|begin| self.mapped.get(begin)).map(|mapping| mapping.size).sum();
-        if covered != size || size == 0 {
-            return Err(Code::InvalidValue);
-        }
-        for mapping in pieces.iter().filter_map(|begin| self.mapped.remove(begin)).collect::<Vec<_>>() {
-            if let Some(allocation) = self.allocations.get_mut(&mapping.handle) {
-                allocation.mappings -= 1;
-            }
-            self.end(mapping.handle);
-        }
-        Ok(())
-    }
-
-    /// The reserved range that holds all of another one.
-    fn reservation(&self, address: u64, size: u64) -> bool {
-        let end = address.checked_add(size);
-        let found = self.reserved.range(..=address).next_back();
-        found.zip(end).is_some_and(|((_, last), end)| end <= *last)
-    }
-
-    fn reserve(&mut self, size: u64, alignment: u64) -> Outcome<u64> {
-        let fits = |(begin, end): (&u64, &u64)| {
-            let address = begin.checked_next_multiple_of(alignment)?;
-            (address == *begin && end - begin == size).then_some(address)
-        };
-        let address = match self.free.iter().find_map(fits) {
-            Some(address) => {
-                self.free.remove(&address);
-                address
-            }
-            None => {
-                let next = self.next.unwrap_or(BASE);
-                let address = next.checked_next_multiple_of(alignment).ok_or(Code::OutOfMemory)?;
-                let end = address.checked_add(size).filter(|end| *end <= END).ok_or(Code::OutOfMemory)?;
-                self.next = Some(end);
-                address
-            }
-        };
-        self.reserved.insert(address, address + size);
-        Ok(address)
-    }
-}
+use crate::frame::entry;
+use crate::handle::Handle;
+use crate::location::{Access, Location};
+use crate::objects::{Process, Stream, current_context};
+use crate::physical_store::{Allocation, HEADER, Holder, Mapping, Properties, lock};
+use crate::pool_figures::PAGE;
 
 fn create(process: &'static Process, size: u64, properties: Properties) -> Outcome<u64> {
     if properties.kind != 1 || size == 0 || !size.is_multiple_of(PAGE) {
         return Err(Code::InvalidValue);
     }
     process.physical.sweep();
-    let guest = match properties.location {
+    let gpu_process = match properties.location {
         Location { kind: Location::DEVICE, id } => {
-            let guest = process.device(id)?.guest(process.sim)?;
-            if !guest.charge(size) {
+            let gpu_process = process.device(id)?.gpu_process(process.sim)?;
+            if !gpu_process.charge(size) {
                 return Err(Code::OutOfMemory);
             }
-            Some(guest)
+            Some(gpu_process)
         }
         // Memory of the host.
         Location { kind: 2..=4, .. } => None,
@@ -253,12 +37,14 @@ fn create(process: &'static Process, size: u64, properties: Properties) -> Outco
     };
     let content = Content::NONE;
     let allocation =
-        Allocation { properties, size, guest, references: 1, mappings: 0, content, shared: None };
+        Allocation { properties, size, gpu_process, references: 1, mappings: 0, content, shared: None };
     Ok(process.physical.store().add(allocation))
 }
 
 entry! {
-    fn cuMemGetAllocationGranularity(_process; granularity: Out<u64>, _properties: In<Properties>, _option: u32) {
+    fn cuMemGetAllocationGranularity(
+        _process; granularity: Out<u64>, _properties: In<Properties>, _option: u32,
+    ) {
         granularity.set(PAGE)
     }
 
@@ -354,9 +140,222 @@ entry! {
         flags.set(store.mapping(address).ok_or(Code::InvalidValue)?.1.access.into())
     }
 
-    /// For RDMA, which nobody does here.
-    fn cuMemGetHandleForAddressRange(_process; _handle: Out<i32>, _address: u64, _size: u64, _kind: u32, _flags: u64) {
-        context::current()?;
+    /// For RDMA, which is not simulated.
+    fn cuMemGetHandleForAddressRange(
+        _process; _handle: Out<i32>, _address: u64, _size: u64, _kind: u32, _flags: u64,
+    ) {
+        current_context()?;
         Err(Code::NotSupported)
+    }
+}
+
+/// `CUarrayMapInfo`: the position in an array, the operation, the kind of handle, the handle, and
+/// the offset in its memory.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Tile {
+    place: [u64; 7],
+    operation: u32,
+    kind: u32,
+    handle: u64,
+    offset: u64,
+    rest: [u32; 4],
+}
+
+/// `CUmulticastObjectProp`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Multicast {
+    devices: u32,
+    size: u64,
+    handles: u64,
+    flags: u64,
+}
+
+const _: () = assert!(size_of::<Tile>() == 96 && size_of::<Multicast>() == 32);
+
+fn bind(process: &Process, multicast: u64, offset: u64, handle: u64) -> Outcome {
+    process.physical.store().hold(Holder::Multicast(multicast, offset), handle)
+}
+
+fn bind_at(process: &Process, multicast: u64, offset: u64, address: u64) -> Outcome {
+    let mut store = process.physical.store();
+    let handle = store.handle_at(address).ok_or(Code::InvalidValue)?;
+    store.hold(Holder::Multicast(multicast, offset), handle)
+}
+
+entry! {
+    fn cuMemMapArrayAsync | cuMemMapArrayAsync_ptsz(
+        process, own; list: In<Tile>, count: u32, stream: Handle<Stream>,
+    ) {
+        Stream::of(stream, own)?;
+        for tile in read_all(list, count as usize)? {
+            let mut store = process.physical.store();
+            match tile.operation {
+                1 => store.hold(Holder::Tile(tile.place), tile.handle)?,
+                2 => drop(store.release(Holder::Tile(tile.place))),
+                _ => return Err(Code::InvalidValue),
+            }
+        }
+        Ok(())
+    }
+
+    fn cuMulticastCreate(process; handle: Out<u64>, multicast: In<Multicast>) {
+        handle.check()?;
+        let size = multicast.get()?.size;
+        let location = Location { kind: 0, id: 0 };
+        let properties = Properties {
+            kind: 1, handles: 0, location, windows: 0, compression: 0, rdma: 0, usage: 0, reserved: [0; 4],
+        };
+        let content = Content::NONE;
+        let multicast = Allocation {
+            properties, size, gpu_process: None, references: 1, mappings: 0, content, shared: None,
+        };
+        handle.set(process.physical.store().add(multicast))
+    }
+
+    fn cuMulticastAddDevice(process; multicast: u64, device: i32) {
+        process.device(device)?;
+        process.physical.store().allocations.get(&multicast).map(drop).ok_or(Code::InvalidValue)
+    }
+
+    fn cuMulticastBindMem(
+        process; multicast: u64, at: u64, handle: u64, _offset: u64, _size: u64, _flags: u64,
+    ) {
+        bind(process, multicast, at, handle)
+    }
+
+    fn cuMulticastBindMem_v2(
+        process; multicast: u64, _device: i32, at: u64, handle: u64, _offset: u64, _size: u64, _flags: u64,
+    ) {
+        bind(process, multicast, at, handle)
+    }
+
+    fn cuMulticastBindAddr(process; multicast: u64, at: u64, address: u64, _size: u64, _flags: u64) {
+        bind_at(process, multicast, at, address)
+    }
+
+    fn cuMulticastBindAddr_v2(
+        process; multicast: u64, _device: i32, at: u64, address: u64, _size: u64, _flags: u64,
+    ) {
+        bind_at(process, multicast, at, address)
+    }
+
+    fn cuMulticastUnbind(process; multicast: u64, _device: i32, at: u64, _size: u64) {
+        let bound = process.physical.store().release(Holder::Multicast(multicast, at));
+        if bound { Ok(()) } else { Err(Code::InvalidValue) }
+    }
+}
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+const DESCRIPTOR: u32 = 1;
+const MAGIC: u64 = 0x6469_7676_795f_766d;
+
+/// Opens the file behind a descriptor again: locks and positions belong to the open file
+/// description.
+fn reopen(file: RawFd) -> Outcome<File> {
+    let path = format!("/proc/self/fd/{file}");
+    File::options().read(true).write(true).open(path).map_err(|_| Code::InvalidValue)
+}
+
+/// The header of an exported allocation's file.
+fn header(place: Place, size: u64, properties: &Properties) -> Vec<u8> {
+    let (gi, ci) = place.instance.unwrap_or((u32::MAX, u32::MAX));
+    let words = [MAGIC, place.slot as u64, gi.into(), ci.into(), size, properties.handles.into()];
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// Reads the header: place, size and handle types.
+fn read_header(mut file: &File) -> Outcome<(Place, u64, u32)> {
+    let mut words = [[0; 8]; 6];
+    for word in &mut words {
+        file.read_exact(word).map_err(|_| Code::InvalidValue)?;
+    }
+    let [magic, slot, gi, ci, size, handles] = words.map(u64::from_le_bytes);
+    if magic != MAGIC {
+        return Err(Code::InvalidValue);
+    }
+    let instance = u32::try_from(gi).ok().zip(u32::try_from(ci).ok()).filter(|(gi, _)| *gi != u32::MAX);
+    Ok((Place { slot: slot as usize, instance }, size, handles as u32))
+}
+
+/// Moves an allocation's memory to a file that others can map.
+fn share(process: &Process, allocation: &mut Allocation) -> Outcome<RawFd> {
+    if allocation.shared.is_none() {
+        let device = process.device(allocation.properties.location.device().ok_or(Code::NotSupported)?)?;
+        let flags = MemfdFlags::CLOEXEC;
+        let made = rustix::fs::memfd_create("cuda-memory", flags).map_err(|_| Code::OperatingSystem)?;
+        let mut file = File::from(made);
+        let write = |file: &mut File| {
+            file.write_all(&header(device.place, allocation.size, &allocation.properties))?;
+            file.set_len(HEADER as u64 + allocation.size)
+        };
+        write(&mut file).map_err(|_| Code::OperatingSystem)?;
+        let mut content = Content::of(&file, HEADER as u64 + allocation.size)?;
+        let before = std::mem::replace(&mut allocation.content, Content::NONE);
+        if before.address() != 0 {
+            let to = content.place(0)?.wrapping_add(HEADER);
+            // SAFETY: both are mappings of the allocation's size, the new one after its header.
+            unsafe {
+                std::ptr::copy_nonoverlapping(before.address() as *const u8, to, allocation.size as usize)
+            };
+        }
+        before.unmap();
+        allocation.content = content;
+        allocation.shared = Some(reopen(file.as_raw_fd())?);
+    }
+    let file = allocation.shared.as_ref().ok_or(Code::Unknown)?;
+    // A separate open file description, so that the importer's lock is not the exporter's.
+    Ok(reopen(file.as_raw_fd())?.into_raw_fd())
+}
+
+fn import(process: &'static Process, descriptor: RawFd) -> Outcome<u64> {
+    if descriptor < 0 {
+        return Err(Code::InvalidValue);
+    }
+    let file = reopen(descriptor)?;
+    let (place, size, handles) = read_header(&file)?;
+    let device = process.devices.iter().find(|device| device.place == place).ok_or(Code::InvalidDevice)?;
+    if !lock(file.as_raw_fd(), libc::F_RDLCK) {
+        return Err(Code::InvalidValue);
+    }
+    let content = Content::of(&file, HEADER as u64 + size)?;
+    let location = Location { kind: Location::DEVICE, id: device.ordinal };
+    let properties = Properties {
+        kind: 1,
+        handles,
+        location,
+        windows: 0,
+        compression: 0,
+        rdma: 0,
+        usage: 0,
+        reserved: [0; 4],
+    };
+    let shared = Some(file);
+    let allocation =
+        Allocation { properties, size, gpu_process: None, references: 1, mappings: 0, content, shared };
+    Ok(process.physical.store().add(allocation))
+}
+
+entry! {
+    fn cuMemExportToShareableHandle(process; descriptor: Out<i32>, handle: u64, kind: u32, _flags: u64) {
+        descriptor.check()?;
+        let mut store = process.physical.store();
+        let allocation = store.allocations.get_mut(&handle).filter(|allocation| allocation.references > 0);
+        let allocation = allocation.ok_or(Code::InvalidValue)?;
+        if kind != DESCRIPTOR || allocation.properties.handles & kind == 0 {
+            return Err(Code::InvalidValue);
+        }
+        descriptor.set(share(process, allocation)?)
+    }
+
+    /// The descriptor itself is passed, as if it were an address.
+    fn cuMemImportFromShareableHandle(process; handle: Out<u64>, descriptor: usize, kind: u32) {
+        handle.check()?;
+        if kind != DESCRIPTOR {
+            return Err(Code::InvalidValue);
+        }
+        let descriptor = i32::try_from(descriptor & 0xffff_ffff).map_err(|_| Code::InvalidValue)?;
+        handle.set(import(process, descriptor)?)
     }
 }

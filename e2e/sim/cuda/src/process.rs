@@ -1,7 +1,7 @@
-//! What `cuInit` makes: the devices that this process sees, for as long as it lives.
+//! The state of this process after `cuInit`: the devices that it sees.
 //!
-//! A child after a fork has it all in its memory and must not use it: CUDA answers NOT_INITIALIZED there. A page that
-//! the kernel clears for the child tells, at the price of one load for each call.
+//! A child after a fork inherits the state but must not use it: CUDA returns NOT_INITIALIZED there.
+//! A page that the kernel clears in children detects that, for one load per call.
 
 use std::env;
 use std::ffi::{CStr, OsStr, c_void};
@@ -12,26 +12,15 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use divvy_sim::Sim;
 
-use crate::code::Code;
-use crate::device::Device;
-use crate::frame::Outcome;
-use crate::memory::Memory;
-use crate::physical::Physical;
+use crate::code::{Code, Outcome};
+use crate::objects::{Device, Memory, Process};
+use crate::physical_store::Physical;
 use crate::rules;
 
 static PROCESS: OnceLock<Process> = OnceLock::new();
 static INITIALISING: Mutex<()> = Mutex::new(());
-/// One byte, 1 in the process that initialised and 0 in its children.
+/// One byte: 1 in the process that called `cuInit`, 0 in its children.
 static MARK: AtomicPtr<AtomicU8> = AtomicPtr::new(std::ptr::null_mut());
-
-/// Everything that this process has of CUDA.
-pub(crate) struct Process {
-    pub(crate) sim: &'static Sim,
-    /// By ordinal.
-    pub(crate) devices: Vec<Device>,
-    pub(crate) memory: Memory,
-    pub(crate) physical: Physical,
-}
 
 /// The process, once it is initialised.
 #[inline]
@@ -49,7 +38,7 @@ pub(crate) fn init() -> Outcome {
     if current().is_ok() {
         return Ok(());
     }
-    // Not waited for in a child: whoever held it is not there.
+    // A child must not wait for the lock: the thread that held it does not exist there.
     if !MARK.load(Ordering::Acquire).is_null() {
         return Err(Code::NotInitialized);
     }
@@ -60,8 +49,8 @@ pub(crate) fn init() -> Outcome {
     rules::read()?;
     let sim = sim()?;
     let state = sim.read().map_err(|_| Code::OperatingSystem)?;
-    let visible = sim.visible();
-    if !state.modules.nvidia || !visible.ctl {
+    let visible = sim.visible_devices();
+    if !state.modules.nvidia || !visible.has_ctl {
         return Err(Code::NoDevice);
     }
     let wanted = env::var("CUDA_VISIBLE_DEVICES").ok();
@@ -76,13 +65,13 @@ pub(crate) fn init() -> Outcome {
     mark_this_process()
 }
 
-/// Version of CUDA that the driver speaks: 13000 is 13.0.
+/// The CUDA version of the driver: 13000 is 13.0.
 pub(crate) fn driver_version() -> Outcome<u32> {
     let (major, minor) = sim()?.read().map_err(|_| Code::OperatingSystem)?.cuda;
     Ok(1000 * major + 10 * minor)
 }
 
-/// The simulator that this library belongs to, opened once.
+/// The simulator of this library, opened once.
 fn sim() -> Outcome<&'static Sim> {
     static SIM: OnceLock<Option<Sim>> = OnceLock::new();
     SIM.get_or_init(|| Sim::from_library_path(&own_file()?).ok()).as_ref().ok_or(Code::NoDevice)
@@ -91,7 +80,7 @@ fn sim() -> Outcome<&'static Sim> {
 fn mark_this_process() -> Outcome {
     let (length, protection) = (4096, libc::PROT_READ | libc::PROT_WRITE);
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a new page where the kernel likes.
+    // SAFETY: a new page, at an address that the kernel selects.
     let page = unsafe { libc::mmap(std::ptr::null_mut(), length, protection, flags, -1, 0) };
     if page == libc::MAP_FAILED {
         return Err(Code::OutOfMemory);
@@ -108,12 +97,12 @@ fn mark_this_process() -> Outcome {
     Ok(())
 }
 
-/// The file that this code was loaded from: the library, or a program that has it linked in.
+/// The file that contains this code: the library, or a program with the library linked in.
 fn own_file() -> Option<PathBuf> {
     // SAFETY: all-zero bytes are a Dl_info.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
     let inside: *const c_void = (own_file as *const ()).cast();
-    // SAFETY: the address is of this very function, and `info` is a place for the answer.
+    // SAFETY: the address is of this function, and `info` is valid for the answer.
     let known = unsafe { libc::dladdr(inside, &mut info) };
     if known == 0 || info.dli_fname.is_null() {
         return env::current_exe().ok();
@@ -121,6 +110,6 @@ fn own_file() -> Option<PathBuf> {
     // SAFETY: dladdr succeeded, so the name is a string that lives as long as this code is loaded.
     let name = unsafe { CStr::from_ptr(info.dli_fname) };
     let path = PathBuf::from(OsStr::from_bytes(name.to_bytes()));
-    // Of a program, the loader knows the name it was called by, which may be no path.
+    // For a program, the loader only knows the name that it was called by, which may not be a path.
     path.canonicalize().or_else(|_| env::current_exe()).ok()
 }

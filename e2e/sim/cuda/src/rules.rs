@@ -1,51 +1,51 @@
-//! Calls that misbehave, and time that varies, as the process's environment says when it calls `cuInit`.
+//! Injected faults and delays, from the environment at `cuInit`.
 //!
-//! `DIVVY_SIM_CUDA` holds words, separated by commas:
-//!
-//! | word | meaning |
-//! |---|---|
-//! | `cuMemAlloc_v2=2` | each call answers that code and does nothing |
-//! | `cuMemAlloc_v2#3=2` | only the third call from then on |
-//! | `cuLaunchKernel@500` | each call takes 500 microseconds more; with `#n` only that one |
-//! | `cuMemAlloc_v2!` | each call kills the process (SIGKILL) before it does anything; with `#n` only that one |
-//! | `cuMemAlloc_v2!!` | the same, once it has done what it does |
-//! | `jitter=20` | kernels run up to 20 per cent shorter or longer |
-//! | `order` | kernels run in order with those of other such processes, as those of clients of MPS |
-//! | `context=64` | a context takes 64 MiB |
-//!
-//! A name may end in `*`. Words that say nothing are refused: `cuInit` answers INVALID_VALUE. Without the variable a call
-//! pays one load for all this.
+//! `DIVVY_SIM_CUDA` is a comma-separated list of words, see [`Rules`]. An invalid word makes
+//! `cuInit` return INVALID_VALUE. Without the variable, a call pays one load for all this.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::code::Code;
-use crate::frame::Outcome;
-use crate::symbols;
+use crate::code::{Code, Outcome};
 
-/// Name of the variable.
+use crate::call_index;
+
+/// The name of the variable.
 const VARIABLE: &str = "DIVVY_SIM_CUDA";
 
-/// There are rules for calls.
+/// Whether there are rules for calls.
 static ANY: AtomicBool = AtomicBool::new(false);
 static RULES: OnceLock<Rules> = OnceLock::new();
 
-/// What the variable says.
+/// The content of the variable:
+///
+/// | word | meaning |
+/// |---|---|
+/// | `cuMemAlloc_v2=2` | each call returns that code and does nothing |
+/// | `cuMemAlloc_v2#3=2` | only the third call from then on |
+/// | `cuLaunchKernel@500` | each call takes 500 microseconds longer; with `#n` only that one |
+/// | `cuMemAlloc_v2!` | each call first kills the process (SIGKILL); with `#n` only that one |
+/// | `cuMemAlloc_v2!!` | the same, after the call is done |
+/// | `jitter=20` | kernels run up to 20 per cent shorter or longer |
+/// | `order` | kernels run in order with those of other such processes, like those of MPS clients |
+/// | `context=64` | a context takes 64 MiB |
+///
+/// A name may end in `*`.
 #[derive(Debug, Default)]
 pub(crate) struct Rules {
     calls: Vec<Rule>,
-    /// Per cent.
+    /// In per cent.
     jitter: u64,
     pub(crate) order: bool,
-    /// Bytes of a context.
+    /// Memory of a context, in bytes.
     pub(crate) context: Option<u64>,
 }
 
 #[derive(Debug)]
 struct Rule {
     name: String,
-    /// Only the call of that number, from 1.
+    /// Only the call of that number, counted from 1.
     nth: Option<u64>,
     effect: Effect,
     seen: AtomicU64,
@@ -75,12 +75,12 @@ impl Rule {
             Some((name, nth)) => (name, Some(nth.parse().ok().filter(|nth| *nth > 0)?)),
             None => (call, None),
         };
-        let known = symbols::SYMBOLS.iter().any(|symbol| matches(name, symbol.name));
+        let known = call_index::NAMES.iter().any(|known| matches(name, known));
         known.then(|| Self { name: name.to_owned(), nth, effect, seen: AtomicU64::new(0) })
     }
 
-    /// Counts the call: whether the rule is about it.
-    fn strikes(&self) -> bool {
+    /// Counts the call. Returns whether the rule applies to it.
+    fn applies_to_next(&self) -> bool {
         let seen = self.seen.fetch_add(1, Ordering::Relaxed) + 1;
         self.nth.is_none_or(|nth| nth == seen)
     }
@@ -108,7 +108,7 @@ impl Rules {
         Some(rules)
     }
 
-    /// How long a kernel runs this time that says so long.
+    /// The run time of this launch of a kernel, with jitter applied to `time`.
     pub(crate) fn vary(&self, time: u64) -> u64 {
         if self.jitter == 0 {
             return time;
@@ -119,7 +119,7 @@ impl Rules {
     }
 }
 
-/// Somewhere within so many per cent of it (SplitMix64 of the seed).
+/// A time within `per_cent` of the given one (SplitMix64 of the seed).
 fn vary(time: u64, per_cent: u64, seed: u64) -> u64 {
     let mut mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -132,31 +132,31 @@ fn vary(time: u64, per_cent: u64, seed: u64) -> u64 {
 pub(crate) fn read() -> Outcome {
     let rules = Rules::parse(&std::env::var(VARIABLE).unwrap_or_default()).ok_or(Code::InvalidValue)?;
     ANY.store(!rules.calls.is_empty(), Ordering::Relaxed);
-    // Another thread may have been faster, and has read the same.
+    // Another thread may have been faster; it read the same value.
     let _ = RULES.set(rules);
     Ok(())
 }
 
-/// The rules of this process; none before `cuInit`.
+/// The rules of this process; `None` before `cuInit`.
 #[inline]
 pub(crate) fn rules() -> Option<&'static Rules> {
     RULES.get()
 }
 
-/// Whether calls have to be shown to [`around`].
+/// Whether calls must go through [`apply`].
 #[inline]
-pub(crate) fn any() -> bool {
+pub(crate) fn has_call_rules() -> bool {
     ANY.load(Ordering::Relaxed)
 }
 
-/// Does a call under the rules.
+/// Executes a call with the rules applied.
 #[cold]
-pub(crate) fn around(at: usize, body: &mut dyn FnMut() -> Outcome) -> Outcome<u32> {
-    let name = symbols::SYMBOLS.get(at).map_or("", |symbol| symbol.name);
+pub(crate) fn apply(at: usize, body: &mut dyn FnMut() -> Outcome) -> Outcome<u32> {
+    let name = call_index::NAMES.get(at).copied().unwrap_or_default();
     let mut dies = false;
     for rule in rules().into_iter().flat_map(|rules| &rules.calls).filter(|rule| matches(&rule.name, name)) {
         match rule.effect {
-            _ if !rule.strikes() => {}
+            _ if !rule.applies_to_next() => {}
             Effect::Fail(code) => return Ok(code),
             Effect::Wait(time) => std::thread::sleep(time),
             Effect::DieBefore => die(),
@@ -181,7 +181,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn words_are_rules() {
+    fn words_parse_to_rules() {
         let rules = Rules::parse(
             "cuMemAlloc_v2#3=2, cuLaunch*@500,cuInit!,cuMemFree_v2!!,jitter=20,order,context=64",
         );
@@ -206,14 +206,19 @@ mod tests {
     }
 
     #[test]
-    fn the_nth_call_is_one() {
+    fn rule_for_nth_call_applies_once() {
         let rule = Rule::parse("cuInit#2=2").expect("a rule");
-        assert_eq!([rule.strikes(), rule.strikes(), rule.strikes()], [false, true, false]);
+        assert_eq!(
+            [rule.applies_to_next(), rule.applies_to_next(), rule.applies_to_next()],
+            [false, true, false]
+        );
     }
 
     proptest! {
         #[test]
-        fn jitter_keeps_to_its_per_cent(time in 0..10_000_000_000_u64, per_cent in 0..100_u64, seed: u64) {
+        fn jitter_stays_within_its_per_cent(
+            time in 0..10_000_000_000_u64, per_cent in 0..100_u64, seed: u64,
+        ) {
             let varied = vary(time, per_cent, seed);
             let reach = u128::from(time) * u128::from(per_cent) / 100;
             prop_assert!(u128::from(varied.abs_diff(time)) <= reach);

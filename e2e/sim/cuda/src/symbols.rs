@@ -1,17 +1,16 @@
-//! Every symbol of the library, where it is, and how often it was called.
+//! The symbols of the library and their addresses.
 //!
-//! `build.rs` writes the table from `symbols.txt`. It holds addresses, so the library never asks the dynamic linker for
-//! its own functions. Each stub counts its calls in a place of its own: functions that were all alike would be merged
-//! into one, and nobody could tell which was reached.
+//! `build.rs` writes the table from `symbols.txt`. It contains addresses, so the library never
+//! looks up its own functions by the dynamic linker. Each stub counts its calls by its own index,
+//! because identical functions would be merged and could not be told apart.
 
-use std::ffi::{c_char, c_void};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ffi::c_void;
 
-use crate::argument::Text;
+use crate::argument::{Pointer, Text};
 use crate::array::*;
+use crate::call_index::{self, COUNT, at};
 use crate::capture::*;
 use crate::context::*;
-use crate::contexts::*;
 use crate::copy::*;
 use crate::device::*;
 use crate::entry::*;
@@ -20,7 +19,6 @@ use crate::executable::*;
 use crate::export::*;
 use crate::external::*;
 use crate::graph::*;
-use crate::holders::*;
 use crate::ipc::*;
 use crate::launch::*;
 use crate::linear::*;
@@ -28,30 +26,19 @@ use crate::module::*;
 use crate::node::*;
 use crate::physical::*;
 use crate::pool::*;
-use crate::shareable::*;
 use crate::stream::*;
-use crate::update::*;
 
 /// A function of the library.
 pub(crate) struct Symbol {
     pub(crate) name: &'static str,
-    /// What `cuGetProcAddress` calls it and its other variants.
+    /// The name of the function and its variants in `cuGetProcAddress`.
     pub(crate) base: &'static str,
-    /// The CUDA version in which it came.
+    /// The CUDA version that introduced it, 13000 for 13.0.
     pub(crate) version: u32,
-    /// It means the thread's own default stream.
+    /// Whether it uses the per-thread default stream.
     pub(crate) twin: bool,
     pub(crate) pointer: Pointer,
 }
-
-/// An address of code.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Pointer(pub(crate) *const ());
-
-// SAFETY: code may be called from any thread.
-unsafe impl Send for Pointer {}
-// SAFETY: the same.
-unsafe impl Sync for Pointer {}
 
 macro_rules! stub {
     ($name:ident) => {
@@ -64,36 +51,27 @@ macro_rules! stub {
 
 include!(concat!(env!("OUT_DIR"), "/table.rs"));
 
-static CALLS: [AtomicU64; COUNT] = [const { AtomicU64::new(0) }; COUNT];
-
-/// Counts a call; two threads at once may count as one.
-#[inline]
-pub(crate) fn count(at: usize) {
-    let calls = &CALLS[at];
-    calls.store(calls.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-}
-
-/// How often the function of that name was entered in this process; `u64::MAX` if there is none.
+/// How often the function of that name was called in this process; `u64::MAX` if there is none.
 ///
-/// For tests: it is no symbol of CUDA's.
+/// For tests; CUDA has no such symbol.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn divvy_sim_cuda_calls(name: Text) -> u64 {
-    let found = name.get().ok().and_then(|name| SYMBOLS.iter().position(|symbol| symbol.name == name));
-    found.map_or(u64::MAX, |at| CALLS[at].load(Ordering::Relaxed))
+    name.get().ok().and_then(call_index::calls).unwrap_or(u64::MAX)
 }
 
-/// Why there is no such function.
+/// The reason why a function was not found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Missing {
     Symbol,
-    /// It came later than the version asked for.
+    /// It is newer than the requested version.
     Version,
 }
 
-/// The newest variant of a function that a program written for that CUDA version knows, of those for the thread's own
-/// default stream if it asks for them and there is one.
+/// The newest variant of a function for a program of that CUDA version; the variant for the
+/// per-thread default stream, if it is requested and exists.
 pub(crate) fn resolve(name: &str, version: u32, own_stream: bool) -> Result<&'static Symbol, Missing> {
-    // The table is in the order of symbols, and variants begin with what they are variants of.
+    // The table is sorted by symbol, and the names of variants begin with the name of their
+    // function.
     let begin = SYMBOLS.partition_point(|symbol| symbol.name < name);
     let known = || SYMBOLS[begin..].iter().take_while(|symbol| symbol.name.starts_with(name));
     let best = |twin: bool| {
@@ -114,11 +92,6 @@ pub(crate) fn at_address(address: *const c_void) -> Option<&'static Symbol> {
     SYMBOLS.iter().find(|symbol| symbol.pointer.0.cast() == address)
 }
 
-/// A string of the table as C reads it.
-pub(crate) const fn c_text(text: &'static str) -> *const c_char {
-    text.as_ptr().cast()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -132,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_is_found_by_version_and_stream() {
+    fn function_is_resolved_by_version_and_stream() {
         check("cuMemAlloc", 2000, false, Ok("cuMemAlloc"));
         check("cuMemAlloc", 3019, false, Ok("cuMemAlloc"));
         check("cuMemAlloc", 13000, false, Ok("cuMemAlloc_v2"));
@@ -154,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn each_function_has_an_address_of_its_own() {
+    fn function_addresses_are_distinct() {
         let mut pointers: Vec<_> = SYMBOLS.iter().map(|symbol| symbol.pointer.0).collect();
         pointers.sort_unstable();
         pointers.dedup();

@@ -1,4 +1,5 @@
-//! What every program does first: initialise, see devices, make a context, allocate; and what others see of it.
+//! The first steps of every program: initialise, see devices, create a context, allocate; and their
+//! effect for others.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -6,9 +7,9 @@ mod common;
 use common::*;
 use divvy_sim::Code;
 
-/// What a child does when told.
+/// The commands of the child process.
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::scenario(|cuda, words| match words {
         ["count"] => format!("{:?}", cuda.count()),
         ["name"] => format!("{:?}", cuda.name(0)),
@@ -22,7 +23,7 @@ fn it_is_a_program_too() {
         },
         ["free", address] => cuda.free(address.parse().expect("a number")).to_string(),
         ["info"] => format!("{:?}", cuda.info()),
-        // Until it is killed.
+        // Runs until it is killed.
         ["churn"] => {
             println!("> begun");
             let mut kept = std::collections::VecDeque::new();
@@ -34,12 +35,12 @@ fn it_is_a_program_too() {
             }
             String::new()
         }
-        other => panic!("no scenario {other:?}"),
+        other => panic!("unknown command {other:?}"),
     });
 }
 
 #[test]
-fn nothing_works_before_init_but_what_may() {
+fn calls_before_init_fail() {
     let node = Node::up("2xL4");
     let mut program = node.program();
     assert_eq!(program.ask("count"), format!("Err({NOT_INITIALIZED})"));
@@ -51,7 +52,7 @@ fn nothing_works_before_init_but_what_may() {
 }
 
 #[test]
-fn memory_is_counted_and_comes_back() {
+fn memory_is_counted_and_refunded() {
     let node = Node::up("L4");
     let cuda = node.cuda();
     let (before, total) = cuda.info().expect("information");
@@ -66,7 +67,7 @@ fn memory_is_counted_and_comes_back() {
     assert_eq!((cuda.free(one + 1), cuda.free(0), cuda.free(one)), (INVALID_VALUE, SUCCESS, SUCCESS));
     assert_eq!(cuda.alloc(before).map(|address| cuda.free(address)), Ok(SUCCESS));
     assert_eq!(cuda.alloc(0), Err(INVALID_VALUE));
-    // The last use of the context ends all that was made in it.
+    // Releasing the last reference destroys everything in the context.
     cuda.alloc(MIB).expect("memory");
     assert_eq!(node.processes(0), [(std::process::id(), 301)]);
     assert_eq!(cuda.release(0), SUCCESS);
@@ -74,7 +75,7 @@ fn memory_is_counted_and_comes_back() {
 }
 
 #[test]
-fn what_a_process_uses_is_seen_and_gone_when_it_is_killed() {
+fn usage_is_visible_and_gone_after_a_kill() {
     let node = Node::up("L4");
     let mut first = node.program();
     let mut second = node.program();
@@ -92,14 +93,14 @@ fn what_a_process_uses_is_seen_and_gone_when_it_is_killed() {
     second.kill();
     assert_ne!(first.ask("alloc 1000"), format!("error {OUT_OF_MEMORY}"));
     assert_eq!(node.processes(0), [(first.pid(), 2300)]);
-    // Nothing of it was ever written to the state.
+    // The usage is never written to the state file.
     first.kill();
     node.sim.update(|state| state.set_recovery_action(0, 0)).expect("a change");
     assert_eq!(node.processes(0), []);
 }
 
 #[test]
-fn memory_is_exact_whenever_processes_are_killed() {
+fn usage_is_exact_after_kills_at_any_moment() {
     let node = Node::up("L4");
     let cuda = node.cuda();
     for round in 0..20 {
@@ -109,7 +110,7 @@ fn memory_is_exact_whenever_processes_are_killed() {
             program.ask("current");
             assert_eq!(program.ask("churn"), "begun");
         }
-        // Each round finds them elsewhere.
+        // A different moment in each round.
         std::thread::sleep(std::time::Duration::from_micros(round * 373 % 2000));
         churners.iter_mut().for_each(Program::kill);
         assert_eq!(node.processes(0), [(std::process::id(), 300)]);
@@ -119,7 +120,7 @@ fn memory_is_exact_whenever_processes_are_killed() {
 }
 
 #[test]
-fn a_gpu_with_a_cuda_process_is_in_use() {
+fn gpu_with_a_cuda_process_is_in_use() {
     let node = Node::up("H100-SXM5-80GB");
     let mut program = node.program();
     program.ask("init");
@@ -127,14 +128,14 @@ fn a_gpu_with_a_cuda_process_is_in_use() {
     let reset = |force| node.sim.update(|state| state.reset(0, force)).map_err(Code::from);
     assert_eq!(reset(false), Err(Code::InUse));
     assert_eq!(node.sim.update(|state| state.set_mig_mode(0, true)).map_err(Code::from), Ok(Code::InUse));
-    // A reset all the same: what the process had is gone, and it finds out.
+    // A forced reset: the process loses its memory, and its next call fails.
     assert_eq!(reset(true), Ok(()));
     assert_eq!(node.processes(0), []);
     assert_eq!(program.ask("alloc 1"), format!("error {DEVICE_UNAVAILABLE}"));
 }
 
 #[test]
-fn a_process_sees_one_instance_and_its_memory() {
+fn process_sees_one_instance_and_its_memory() {
     let node = Node::up("H100-SXM5-80GB");
     node.sim
         .update(|state| {
@@ -158,7 +159,7 @@ fn a_process_sees_one_instance_and_its_memory() {
 }
 
 #[test]
-fn devices_are_picked_by_the_environment() {
+fn environment_selects_devices() {
     let node = Node::up("3xL4");
     let uuid = node.sim.read().expect("a state").gpus[2].uuid.clone();
     let count = |value: &str| {
@@ -174,7 +175,7 @@ fn devices_are_picked_by_the_environment() {
 }
 
 #[test]
-fn a_child_after_a_fork_is_not_initialised() {
+fn child_after_a_fork_is_not_initialised() {
     let node = Node::up("L4");
     let cuda = node.cuda();
     // SAFETY: the child only calls the library and leaves by `_exit`.
@@ -186,7 +187,7 @@ fn a_child_after_a_fork_is_not_initialised() {
         }
         child => {
             let mut status = -1;
-            // SAFETY: waits for the child just made.
+            // SAFETY: waits for the child just created.
             assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
             assert_eq!(status, 0);
         }

@@ -1,4 +1,4 @@
-//! Executable graphs that do what another graph says from then on: what is accepted, and what it takes.
+//! Updates of executable graphs: which are accepted, and the memory that they take.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -6,8 +6,8 @@ mod common;
 use common::*;
 
 #[test]
-fn it_is_a_program_too() {
-    common::scenario(|_, other| panic!("no scenario {other:?}"));
+fn scenario_program() {
+    common::scenario(|_, other| panic!("unknown command {other:?}"));
 }
 
 /// CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE.
@@ -32,7 +32,7 @@ struct Parameters {
 }
 
 impl Cuda {
-    /// A graph that was captured: it allocates each of these MiB, and frees it.
+    /// A captured graph that allocates each of these MiB and frees it.
     fn graph(&self, allocations: &[u64]) -> usize {
         let (cuda, mut stream, mut graph) = (self, 0_usize, 0_usize);
         assert_eq!(call!(cuda.cuStreamCreate(&mut stream => &mut usize, 1 => u32)), SUCCESS);
@@ -55,7 +55,7 @@ impl Cuda {
         made
     }
 
-    /// As both versions answer.
+    /// Updates by both versions of the call, which must agree.
     fn update(&self, runnable: usize, graph: usize) -> (u32, Report) {
         let cuda = self;
         let mut report = Report { result: 99, node: 99, from: 99 };
@@ -77,7 +77,8 @@ impl Cuda {
 
     fn nodes(&self, graph: usize) -> Vec<usize> {
         let (cuda, mut nodes, mut count) = (self, [0_usize; 16], 16_u64);
-        let code = call!(cuda.cuGraphGetNodes(graph => usize, nodes.as_mut_ptr() => *mut usize, &mut count => &mut u64));
+        let list = nodes.as_mut_ptr();
+        let code = call!(cuda.cuGraphGetNodes(graph => usize, list => *mut usize, &mut count => &mut u64));
         assert_eq!(code, SUCCESS);
         nodes[..count as usize].to_vec()
     }
@@ -100,7 +101,7 @@ fn refused(result: u32, node: usize) -> (u32, Report) {
 }
 
 #[test]
-fn an_update_may_make_a_graphs_memory_larger() {
+fn update_may_enlarge_the_memory_of_a_graph() {
     let it = start("L4");
     let cuda = &it.cuda;
     let small = cuda.graph(&[64]);
@@ -109,7 +110,7 @@ fn an_update_may_make_a_graphs_memory_larger() {
     let large = cuda.graph(&[512]);
     assert_eq!(cuda.update(runnable, large), DONE);
     assert_eq!(cuda.update(runnable, large), DONE, "as it is already");
-    // Programs keep what can be launched and nothing else.
+    // Programs may keep only the executable graph.
     for graph in [small, large] {
         cuda.destroy(graph);
     }
@@ -119,7 +120,7 @@ fn an_update_may_make_a_graphs_memory_larger() {
 }
 
 #[test]
-fn an_update_needs_nodes_of_the_same_types_in_the_same_order() {
+fn update_needs_nodes_of_same_types_in_same_order() {
     let it = start("L4");
     let cuda = &it.cuda;
     let graph = cuda.graph(&[64, 64]);
@@ -146,7 +147,7 @@ fn an_update_needs_nodes_of_the_same_types_in_the_same_order() {
 }
 
 #[test]
-fn a_graph_with_memory_is_one_executable_graph_at_a_time() {
+fn graph_with_memory_has_one_executable_at_a_time() {
     let it = start("L4");
     let cuda = &it.cuda;
     let (graph, other) = (cuda.graph(&[64]), cuda.graph(&[512]));
@@ -154,16 +155,16 @@ fn a_graph_with_memory_is_one_executable_graph_at_a_time() {
     assert_eq!(cuda.update(runnable, other), refused(6, 0));
     cuda.end(elsewhere);
     assert_eq!(cuda.update(runnable, other), DONE);
-    // The one that it was is free again.
+    // Its former graph is free again.
     cuda.end(cuda.runnable(graph));
-    // Without memory there may be many.
+    // A graph without memory may have many.
     let plain = cuda.graph(&[]);
     let (one, two) = (cuda.runnable(plain), cuda.runnable(plain));
     assert_eq!((cuda.update(one, plain), cuda.update(two, plain)), (DONE, DONE));
 }
 
 #[test]
-fn memory_nodes_by_themselves_stay_as_they_are_and_graphs_within_may_grow() {
+fn memory_nodes_cannot_change_but_child_graphs_may_grow() {
     let it = start("L4");
     let cuda = &it.cuda;
     let graph = cuda.graph(&[64]);
@@ -183,7 +184,11 @@ fn memory_nodes_by_themselves_stay_as_they_are_and_graphs_within_may_grow() {
     ));
     assert_eq!(code, SUCCESS);
     let runnable = cuda.runnable(outer);
-    let child = |graph: usize| call!(cuda.cuGraphExecChildGraphNodeSetParams(runnable => usize, node => usize, graph => usize));
+    let child = |graph: usize| {
+        call!(cuda.cuGraphExecChildGraphNodeSetParams(
+            runnable => usize, node => usize, graph => usize
+        ))
+    };
     assert_eq!((child(cuda.graph(&[64, 64])), cuda.launch(runnable)), (INVALID_VALUE, SUCCESS));
     assert_eq!(it.used(), 64 * MIB);
     assert_eq!((child(cuda.graph(&[256])), cuda.launch(runnable)), (SUCCESS, SUCCESS));

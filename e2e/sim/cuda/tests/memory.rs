@@ -1,4 +1,4 @@
-//! Memory of every kind: what it takes of the device, and when that comes back.
+//! Memory of every kind: the device memory that it takes, and when that is returned.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -8,7 +8,7 @@ use std::ffi::c_void;
 use common::*;
 
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::scenario(|cuda, words| match words {
         ["open", handle] => {
             let words: Vec<u64> = handle.split(',').map(|word| word.parse().expect("a number")).collect();
@@ -28,7 +28,7 @@ fn it_is_a_program_too() {
             assert_eq!(call!(cuda.cuIpcCloseMemHandle(address => u64)), SUCCESS);
             format!("{read:?}")
         }
-        other => panic!("no scenario {other:?}"),
+        other => panic!("unknown command {other:?}"),
     });
 }
 
@@ -80,7 +80,7 @@ impl Started {
 }
 
 #[test]
-fn pitched_memory_is_rows_of_a_pitch() {
+fn pitched_memory_is_counted_by_its_pitch() {
     let it = start("L4");
     let cuda = &it.cuda;
     let (mut address, mut pitch) = (0_u64, 0_u64);
@@ -97,12 +97,12 @@ fn pitched_memory_is_rows_of_a_pitch() {
 }
 
 #[test]
-fn managed_memory_is_on_the_device_while_it_was_moved_there() {
+fn managed_memory_counts_while_on_the_device() {
     let it = start("L4");
     let (cuda, mut address) = (&it.cuda, 0_u64);
     let code = call!(cuda.cuMemAllocManaged(&mut address => &mut u64, 64 * MIB => u64, 1 => u32));
     assert_eq!((code, it.used()), (SUCCESS, 0));
-    // The host may use it.
+    // The host may access it.
     let first = address as *mut u8;
     // SAFETY: managed memory of that size.
     unsafe { first.write(3) };
@@ -119,7 +119,7 @@ fn managed_memory_is_on_the_device_while_it_was_moved_there() {
 }
 
 #[test]
-fn pinned_memory_takes_none_of_the_device() {
+fn pinned_memory_takes_no_device_memory() {
     let it = start("L4");
     let (cuda, mut address) = (&it.cuda, 0_u64);
     assert_eq!(call!(cuda.cuMemHostAlloc(&mut address => &mut u64, 64 * MIB => u64, 2 => u32)), SUCCESS);
@@ -129,16 +129,20 @@ fn pinned_memory_takes_none_of_the_device() {
 }
 
 #[test]
-fn arrays_take_their_elements_and_mipmaps_their_levels() {
+fn arrays_count_elements_and_mipmaps_count_levels() {
     let it = start("L4");
     let (cuda, mut array) = (&it.cuda, 0_usize);
     let shape = Shape { width: 1024, height: 512, depth: 0, format: 0x20, channels: 4, flags: 0 };
-    let create = |array: &mut usize, shape: &Shape| call!(cuda.cuArray3DCreate_v2(array => &mut usize, shape => &Shape));
+    let create = |array: &mut usize, shape: &Shape| {
+        call!(cuda.cuArray3DCreate_v2(
+            array => &mut usize, shape => &Shape
+        ))
+    };
     assert_eq!((create(&mut array, &shape), it.used()), (SUCCESS, 1024 * 512 * 16));
     assert_eq!(call!(cuda.cuArrayDestroy(array => usize)), SUCCESS);
     assert_eq!(call!(cuda.cuArrayDestroy(array => usize)), INVALID_HANDLE);
     assert_eq!(it.used(), 0);
-    // Memory is mapped into these later.
+    // Memory is mapped later.
     let sparse = Shape { flags: 0x40, ..shape };
     assert_eq!((create(&mut array, &sparse), it.used()), (SUCCESS, 0));
     assert_eq!(create(&mut array, &Shape { width: 1 << 40, ..shape }), OUT_OF_MEMORY);
@@ -150,7 +154,7 @@ fn arrays_take_their_elements_and_mipmaps_their_levels() {
 }
 
 #[test]
-fn a_pool_reserves_more_than_is_used_and_keeps_it_until_a_synchronisation() {
+fn pool_keeps_reserved_memory_until_a_synchronisation() {
     let it = start("L4");
     let (cuda, mut pool) = (&it.cuda, 0_usize);
     assert_eq!(call!(cuda.cuDeviceGetDefaultMemPool(&mut pool => &mut usize, 0 => i32)), SUCCESS);
@@ -161,12 +165,12 @@ fn a_pool_reserves_more_than_is_used_and_keeps_it_until_a_synchronisation() {
     );
     let two = it.alloc_async(40 * MIB).expect("memory");
     assert_eq!((it.used(), it.pool_attribute(pool, 7)), (64 * MIB, 41 * MIB));
-    // Either way of freeing does.
+    // Both functions may free it.
     assert_eq!((it.free_async(one), cuda.free(two)), (SUCCESS, SUCCESS));
     assert_eq!((it.used(), it.pool_attribute(pool, 7), it.pool_attribute(pool, 8)), (64 * MIB, 0, 41 * MIB));
     assert_eq!(call!(cuda.cuStreamSynchronize(0 => usize)), SUCCESS);
     assert_eq!((it.used(), it.pool_attribute(pool, 6)), (0, 64 * MIB));
-    // A threshold keeps it.
+    // A release threshold keeps it.
     let threshold = 48 * MIB;
     assert_eq!(call!(cuda.cuMemPoolSetAttribute(pool => usize, 4 => u32, &threshold => &u64)), SUCCESS);
     let one = it.alloc_async(60 * MIB).expect("memory");
@@ -175,13 +179,13 @@ fn a_pool_reserves_more_than_is_used_and_keeps_it_until_a_synchronisation() {
     assert_eq!(it.used(), 48 * MIB);
     assert_eq!(call!(cuda.cuMemPoolTrimTo(pool => usize, 10 * MIB => u64)), SUCCESS);
     assert_eq!(it.used(), 10 * MIB);
-    // Memory that was not stream-ordered may be freed so.
+    // Memory of other allocations may be freed in stream order.
     let plain = cuda.alloc(MIB).expect("memory");
     assert_eq!((it.free_async(plain), it.used()), (SUCCESS, 10 * MIB));
 }
 
 #[test]
-fn a_pool_of_ones_own_has_a_limit_and_outlives_its_destruction() {
+fn created_pool_has_a_limit_and_outlives_its_destruction() {
     let it = start("L4");
     let (cuda, mut pool) = (&it.cuda, 0_usize);
     let properties =
@@ -202,7 +206,7 @@ fn a_pool_of_ones_own_has_a_limit_and_outlives_its_destruction() {
 }
 
 #[test]
-fn memory_of_another_process_is_the_same_memory_and_not_paid_twice() {
+fn memory_of_another_process_is_shared_and_paid_once() {
     let it = start("L4");
     let cuda = &it.cuda;
     let address = cuda.alloc(MIB).expect("memory");
@@ -225,7 +229,7 @@ fn memory_of_another_process_is_the_same_memory_and_not_paid_twice() {
 }
 
 #[test]
-fn a_graphs_memory_is_there_from_a_launch_until_it_is_freed() {
+fn graph_memory_lives_from_launch_until_freed() {
     let it = start("L4");
     let cuda = &it.cuda;
     let attribute = |which: u32| {
@@ -233,7 +237,7 @@ fn a_graphs_memory_is_there_from_a_launch_until_it_is_freed() {
         let code = call!(cuda.cuDeviceGetGraphMemAttribute(0 => i32, which => u32, &mut value => &mut u64));
         answer(code, value).expect("an attribute")
     };
-    // By capture: an allocation that stays and one that the graph frees.
+    // By capture: an allocation that stays, and one that the graph frees.
     let (mut stream, mut graph, mut executable) = (0_usize, 0_usize, 0_usize);
     assert_eq!(call!(cuda.cuStreamCreate(&mut stream => &mut usize, 1 => u32)), SUCCESS);
     assert_eq!(call!(cuda.cuStreamBeginCapture_v2(stream => usize, 0 => u32)), SUCCESS);
@@ -244,7 +248,11 @@ fn a_graphs_memory_is_there_from_a_launch_until_it_is_freed() {
     assert_eq!(call!(cuda.cuMemFreeAsync(goes => u64, stream => usize)), SUCCESS);
     assert_eq!(call!(cuda.cuStreamEndCapture(stream => usize, &mut graph => &mut usize)), SUCCESS);
     assert_eq!((it.used(), cuda.free(stays)), (0, INVALID_VALUE));
-    let instantiate = |executable: &mut usize, flags: u64| call!(cuda.cuGraphInstantiateWithFlags(executable => &mut usize, graph => usize, flags => u64));
+    let instantiate = |executable: &mut usize, flags: u64| {
+        call!(cuda.cuGraphInstantiateWithFlags(
+            executable => &mut usize, graph => usize, flags => u64
+        ))
+    };
     assert_eq!(instantiate(&mut executable, 0), SUCCESS);
     let launch = |executable: usize| call!(cuda.cuGraphLaunch(executable => usize, stream => usize));
     assert_eq!((launch(executable), it.used()), (SUCCESS, 64 * MIB));
@@ -252,7 +260,7 @@ fn a_graphs_memory_is_there_from_a_launch_until_it_is_freed() {
     assert_eq!(launch(executable), INVALID_VALUE, "what it allocates is still there");
     assert_eq!((cuda.free(stays), attribute(0), it.used()), (SUCCESS, 0, 64 * MIB));
     assert_eq!(launch(executable), SUCCESS);
-    // Freed by its own launch, if it says so.
+    // Freed by its own launch, if that is requested.
     let mut by_itself = 0_usize;
     assert_eq!(instantiate(&mut by_itself, 1), NOT_SUPPORTED, "one of a graph at a time");
     assert_eq!(call!(cuda.cuGraphExecDestroy(executable => usize)), SUCCESS);
@@ -264,7 +272,7 @@ fn a_graphs_memory_is_there_from_a_launch_until_it_is_freed() {
 }
 
 #[test]
-fn a_module_takes_its_code_and_its_variables() {
+fn module_takes_memory_for_code_and_variables() {
     let it = start("L4");
     let (cuda, mut module) = (&it.cuda, 0_usize);
     let image =
@@ -278,7 +286,11 @@ fn a_module_takes_its_code_and_its_variables() {
     ));
     assert_eq!((code, size), (SUCCESS, MIB));
     let mut function = 0_usize;
-    let mut get = |name: *const i8| call!(cuda.cuModuleGetFunction(&mut function => &mut usize, module => usize, name => *const i8));
+    let mut get = |name: *const i8| {
+        call!(cuda.cuModuleGetFunction(
+            &mut function => &mut usize, module => usize, name => *const i8
+        ))
+    };
     assert_eq!((get(c"spin".as_ptr()), get(c"other".as_ptr())), (SUCCESS, NOT_FOUND));
     assert_eq!(call!(cuda.cuModuleUnload(module => usize)), SUCCESS);
     assert_eq!(it.used(), 0);

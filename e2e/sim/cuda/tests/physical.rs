@@ -1,4 +1,4 @@
-//! Physical memory by handle: how long it lives, and that a mapping of it is the memory.
+//! Physical memory by handle: its lifetime, and the content of its mappings.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -62,7 +62,7 @@ fn virtual_memory_moves_bytes() {
     let address = it.reserve(8 * MIB);
     assert_eq!(it.map(address, 4 * MIB, handle), SUCCESS);
     let fill = || call!(cuda.cuMemsetD32_v2(address + 4096 => u64, 0x0102_0304 => u32, 256 => u64));
-    assert_eq!(fill(), INVALID_VALUE, "nobody may use it yet");
+    assert_eq!(fill(), INVALID_VALUE, "access is not set yet");
     let access = (DEVICE, 3_u32);
     assert_eq!(
         call!(cuda.cuMemSetAccess(address => u64, 4 * MIB => u64, &access => &(Location, u32), 1 => u64)),
@@ -70,7 +70,11 @@ fn virtual_memory_moves_bytes() {
     );
     assert_eq!(fill(), SUCCESS);
     let mut read = [0_u8; 8];
-    let get = |read: &mut [u8; 8]| call!(cuda.cuMemcpyDtoH_v2(read.as_mut_ptr() => *mut u8, address + 4096 => u64, 8 => u64));
+    let get = |read: &mut [u8; 8]| {
+        call!(cuda.cuMemcpyDtoH_v2(
+            read.as_mut_ptr() => *mut u8, address + 4096 => u64, 8 => u64
+        ))
+    };
     assert_eq!((get(&mut read), read), (SUCCESS, [4, 3, 2, 1, 4, 3, 2, 1]));
     // Exported and mapped a second time, it is the same memory.
     let mut descriptor = -1;
@@ -92,7 +96,7 @@ fn virtual_memory_moves_bytes() {
     let mut read = [0_u8; 4];
     let code = call!(cuda.cuMemcpyDtoH_v2(read.as_mut_ptr() => *mut u8, second + 4096 => u64, 4 => u64));
     assert_eq!((code, read), (SUCCESS, [4, 3, 2, 1]));
-    // The importer keeps the memory when the exporter has let go of it.
+    // The importer keeps the memory when the exporter has released it.
     assert_eq!((it.unmap(address, 4 * MIB), it.release(handle)), (SUCCESS, SUCCESS));
     assert_eq!(it.used(), 4 * MIB);
     assert_eq!((it.unmap(second, 4 * MIB), it.release(other)), (SUCCESS, SUCCESS));
@@ -100,7 +104,7 @@ fn virtual_memory_moves_bytes() {
     assert_eq!(it.used(), 2 * MIB);
 }
 
-/// What may be done to physical memory; numbers choose among what there is.
+/// An operation on physical memory; numbers select one of the existing objects.
 #[derive(Clone, Copy, Debug)]
 enum Operation {
     Create(u64),
@@ -120,7 +124,8 @@ fn operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// The reference: a size, references and mappings for each handle, and the mapping's handle for each address.
+/// The reference model: size, references and mappings of each handle, and the handle mapped at each
+/// address.
 #[derive(Default)]
 struct Model {
     allocations: BTreeMap<u64, (u64, u32, u32)>,
@@ -138,7 +143,7 @@ impl Model {
 }
 
 #[test]
-fn physical_memory_lives_as_long_as_it_is_referred_to() {
+fn physical_memory_lives_while_it_has_references() {
     let it = start("L4");
     let cuda = &it.cuda;
     let place = it.reserve(512 * MIB);

@@ -1,12 +1,12 @@
-//! The exported symbols: every function of the list, under the right soname, and none of them called through the dynamic
-//! linker by the library itself.
+//! The exported symbols: all functions of the list, under the right soname. The library itself
+//! calls none of them through the dynamic linker.
 
 #[path = "../../nvml/tests/elf/mod.rs"]
 mod elf;
 
 use std::collections::BTreeSet;
 
-/// What the tests count calls with, which no header has.
+/// The additional symbol by which tests count calls.
 const COUNTER: &str = "divvy_sim_cuda_calls";
 
 fn library() -> elf::Dynamic {
@@ -19,13 +19,13 @@ fn listed() -> BTreeSet<String> {
     lines.filter_map(|line| line.split_once(' ')).map(|(name, _)| name.to_owned()).collect()
 }
 
-/// Of the driver's functions.
+/// The names of the driver's functions.
 fn of_driver(names: &BTreeSet<String>) -> Vec<&String> {
     names.iter().filter(|name| name.starts_with("cu")).collect()
 }
 
 #[test]
-fn the_library_exports_the_list_and_nothing_else() {
+fn library_exports_exactly_the_list() {
     let (listed, mut exported) = (listed(), library().exported);
     assert_eq!(listed.len(), 724);
     assert!(exported.remove(COUNTER));
@@ -34,15 +34,16 @@ fn the_library_exports_the_list_and_nothing_else() {
 }
 
 #[test]
-fn the_soname_is_the_real_one() {
+fn soname_is_that_of_the_real_library() {
     assert_eq!(library().soname, "libcuda.so.1");
 }
 
-/// Whoever defines the same names before it gets the program's calls and none of the library's own.
+/// A library that defines the same names must get the program's calls, and none of the library's
+/// own.
 #[test]
-fn its_own_calls_never_go_through_the_dynamic_linker() {
+fn internal_calls_bypass_the_dynamic_linker() {
     let file = library();
-    // That of the C library is looked up, which shows that the look-ups are found.
+    // The C library's functions are looked up, which shows that this test can see lookups.
     assert!(!file.undefined.is_empty() && !file.relocated.is_empty());
     assert_eq!(of_driver(&file.undefined), Vec::<&String>::new());
     assert_eq!(of_driver(&file.relocated), Vec::<&String>::new());

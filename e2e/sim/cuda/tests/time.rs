@@ -1,7 +1,8 @@
-//! Streams, events and kernels: what takes how long, in what order, and who has to wait for whom.
+//! Streams, events and kernels: how long they take, in what order they run, and what waits for
+//! what.
 //!
-//! Times are measured by events that lie behind a first kernel, so they are the device's and do not depend on how
-//! fast the host submits.
+//! Times are measured by events behind a first kernel, so they are device times and do not depend
+//! on how fast the host submits.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -9,15 +10,15 @@ mod common;
 use common::*;
 
 #[test]
-fn it_is_a_program_too() {
+fn scenario_program() {
     common::scenario(|cuda, words| match words {
-        // Work for a long while: so many kernels of that name.
+        // Submits that many kernels of that name, without waiting.
         ["load", count, name] => {
             let work = Work::load(cuda);
             (0..count.parse::<u32>().expect("a number")).for_each(|_| work.launch(name, 1000, 0));
             "done".to_owned()
         }
-        // The same, waited for: milliseconds on the device.
+        // The same with a wait; returns the milliseconds on the device.
         ["run", count, name] => {
             let work = Work::load(cuda);
             let count = count.parse::<u32>().expect("a number");
@@ -26,14 +27,14 @@ fn it_is_a_program_too() {
         ["call", name] => match *name {
             "alloc" => format!("{:?}", cuda.alloc(MIB).map(drop)),
             "count" => format!("{:?}", cuda.count()),
-            other => panic!("no call {other}"),
+            other => panic!("unknown call {other}"),
         },
         ["info"] => format!("{:?}", cuda.info().map(|(free, total)| (total - free) / MIB)),
-        other => panic!("no scenario {other:?}"),
+        other => panic!("unknown command {other:?}"),
     });
 }
 
-/// A program's kernels and events.
+/// The kernels and events of a program.
 struct Work<'c> {
     cuda: &'c Cuda,
     module: usize,
@@ -93,9 +94,10 @@ impl<'c> Work<'c> {
         assert_eq!(call!(cuda.cuCtxSynchronize()), SUCCESS);
     }
 
-    /// Milliseconds on the device from the begin of `work`, all streams together, to its end.
+    /// Milliseconds on the device from the begin of `work` to its end, over all streams.
     fn time(&self, work: impl FnOnce()) -> f32 {
-        // Behind a kernel, so that nothing begins before all is submitted, on a busy machine too.
+        // Behind a kernel, so that no work begins before all of it is submitted, even on a busy
+        // machine.
         let (begin, end) = (self.event(), self.event());
         self.launch("gate_1500ms", 1000, 0);
         self.record(begin, 0);
@@ -112,7 +114,7 @@ fn near(time: f32, expected: f32) -> bool {
 }
 
 #[test]
-fn a_kernel_takes_the_time_of_its_name_or_its_parameter() {
+fn kernel_time_is_given_by_name_or_parameter() {
     let node = Node::up("L4");
     let cuda = node.cuda();
     let work = Work::load(&cuda);
@@ -125,7 +127,7 @@ fn a_kernel_takes_the_time_of_its_name_or_its_parameter() {
 }
 
 #[test]
-fn a_kernel_brings_its_managed_memory_and_waits_for_it() {
+fn kernel_waits_for_its_managed_memory() {
     const PAGES: u64 = 50;
     let node = Node::up("L4");
     let cuda = node.cuda();
@@ -141,7 +143,7 @@ fn a_kernel_brings_its_managed_memory_and_waits_for_it() {
         |advice, device| call!(cuda.cuMemAdvise(address => u64, size => u64, advice => u32, device => i32));
     let launch = || work.launch("work_2ms", 1000, 0);
     assert_eq!((prefetch(0), there(), prefetch(-1), there()), (SUCCESS, 2 * PAGES, SUCCESS, 0));
-    // The kernel that `time` waits behind brings it.
+    // The kernel that `time` submits first moves it to the device.
     let time = work.time(launch);
     assert!(near(time, 2.0), "{time}");
     assert_eq!(there(), 2 * PAGES);
@@ -150,7 +152,10 @@ fn a_kernel_brings_its_managed_memory_and_waits_for_it() {
         assert_eq!(prefetch(-1), SUCCESS);
         launch();
     });
-    assert!(near(time, 2.0 + 2.0 * way + PAGES as f32 * 0.02), "{time}: out, and back by faults");
+    assert!(
+        near(time, 2.0 + 2.0 * way + PAGES as f32 * 0.02),
+        "{time}: to the host, and back by page faults"
+    );
     let (one, other) = (work.stream(0), work.stream(0));
     let time = work.time(|| {
         for device in [-1, 0] {
@@ -160,10 +165,10 @@ fn a_kernel_brings_its_managed_memory_and_waits_for_it() {
         }
         work.launch("work_2ms", 1000, other);
     });
-    assert!(near(time, 2.0 + 2.0 * way), "{time}: out, and back before the kernel of another stream");
+    assert!(near(time, 2.0 + 2.0 * way), "{time}: to the host, and back before the kernel of another stream");
     assert_eq!((advise(3, -1), there()), (SUCCESS, 0));
     launch();
-    assert_eq!((there(), advise(4, 0)), (0, SUCCESS), "reached where it is");
+    assert_eq!((there(), advise(4, 0)), (0, SUCCESS), "accessed in place");
     launch();
     assert_eq!((there(), advise(7, 0), advise(3, 9)), (2 * PAGES, INVALID_VALUE, INVALID_DEVICE));
     work.synchronize();
@@ -171,7 +176,7 @@ fn a_kernel_brings_its_managed_memory_and_waits_for_it() {
 }
 
 #[test]
-fn small_kernels_of_two_streams_overlap_and_large_ones_do_not() {
+fn small_kernels_overlap_and_large_ones_do_not() {
     let node = Node::up("L4");
     let cuda = node.cuda();
     let work = Work::load(&cuda);
@@ -189,7 +194,7 @@ fn small_kernels_of_two_streams_overlap_and_large_ones_do_not() {
 }
 
 #[test]
-fn a_stream_waits_for_an_event_of_another() {
+fn stream_waits_for_an_event_of_another() {
     let node = Node::up("L4");
     let cuda = node.cuda();
     let work = Work::load(&cuda);
@@ -212,7 +217,7 @@ fn a_stream_waits_for_an_event_of_another() {
 }
 
 #[test]
-fn a_graph_takes_its_longest_chain() {
+fn graph_takes_as_long_as_its_longest_chain() {
     let node = Node::up("L4");
     let cuda = node.cuda();
     let work = Work::load(&cuda);
@@ -225,7 +230,7 @@ fn a_graph_takes_its_longest_chain() {
     let mut nodes = 0_u64;
     assert_eq!(call!(cuda.cuGraphGetNodes(graph => usize, 0 => usize, &mut nodes => &mut u64)), SUCCESS);
     assert_eq!(nodes, 2);
-    // Beside the chain of 7 ms: a kernel of 5 ms that waits for nothing.
+    // Beside the chain of 7 ms, a kernel of 5 ms without dependencies.
     #[repr(C)]
     struct Kernel {
         function: usize,
@@ -249,7 +254,7 @@ fn a_graph_takes_its_longest_chain() {
     assert!(near(time, 21.0), "{time}");
 }
 
-/// A process that has work for hours, and what another one's 100 ms take beside it.
+/// The time of 100 ms of work in one process while another process has work for hours.
 fn beside_another(environment: &[(&str, &str)], kernel: &str) -> (Node, Program, Program, f32) {
     let node = Node::up("L4");
     let mut busy = node.program_with(environment);
@@ -262,7 +267,7 @@ fn beside_another(environment: &[(&str, &str)], kernel: &str) -> (Node, Program,
 }
 
 #[test]
-fn processes_take_turns_and_who_is_killed_has_none() {
+fn processes_share_the_gpu_until_one_is_killed() {
     let (node, mut busy, mut other, time) = beside_another(&[], "work_60000ms");
     assert!(near(time, 200.0), "{time}");
     busy.kill();
@@ -272,13 +277,13 @@ fn processes_take_turns_and_who_is_killed_has_none() {
 }
 
 #[test]
-fn clients_of_a_server_run_in_the_order_of_submission() {
+fn mps_clients_run_in_order_of_submission() {
     let (.., time) = beside_another(&[("DIVVY_SIM_CUDA", "order")], "work_2ms");
     assert!(near(time, 100.0), "{time}");
 }
 
 #[test]
-fn calls_fail_and_die_as_told() {
+fn injected_faults_fail_calls_and_kill_the_process() {
     let node = Node::up("L4");
     let told = |rules: &str| node.program_with(&[("DIVVY_SIM_CUDA", rules)]);
     let mut program = told("cuMemAlloc_v2#2=2,context=64");
@@ -292,7 +297,7 @@ fn calls_fail_and_die_as_told() {
     program.ask("start");
     program.ask("call alloc");
     program.tell("call alloc");
-    let status = program.child.wait().expect("it ends");
+    let status = program.child.wait().expect("the process exits");
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGKILL));
     assert_eq!(node.processes(0), []);
     assert_eq!(told("cuMemAlloc_v3=2").ask("init"), INVALID_VALUE.to_string());

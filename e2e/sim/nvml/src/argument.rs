@@ -1,9 +1,10 @@
-//! Arguments as they come over the C boundary.
+//! Arguments at the C boundary.
 //!
-//! Every type here is `repr(transparent)` over what the C header declares, so an entry point names them in its
-//! signature and nothing below it sees a raw pointer. [`Argument::missing`] is asked of every argument before the body
-//! of a call runs: a NULL where the call needs a pointer is INVALID_ARGUMENT, whatever else would have been wrong.
-//! Past that check a pointer is good for what C's rules let the caller promise: reads and writes of its type.
+//! Every type is `repr(transparent)` over the type in the C header, so entry points use them in
+//! their signatures and no other code sees a raw pointer. Before the body of a call runs, each
+//! argument is checked with [`Argument::is_missing`]; a required pointer that is NULL is
+//! INVALID_ARGUMENT. All other pointers are valid for reads and writes of their type, as C requires
+//! from the caller.
 
 use std::ffi::{CStr, c_char};
 
@@ -12,55 +13,55 @@ use divvy_sim::state::State;
 
 use crate::abi::{Placement, Plain, Versioned};
 
-/// What a call gives: its outputs are written through its arguments.
+/// Result of a call. Outputs are written through its arguments.
 pub(crate) type Outcome<T = ()> = Result<T, Code>;
 
-/// What every argument of an entry point can say of itself before the call runs.
+/// Checks and trace values of an argument, used before the call runs.
 pub(crate) trait Argument {
-    /// A NULL where the call needs something.
-    fn missing(&self) -> bool {
+    /// Whether a required argument is NULL.
+    fn is_missing(&self) -> bool {
         false
     }
 
-    /// The slot of the GPU that the argument names, for the trace and for faults by GPU.
+    /// The slot of the GPU that the argument names, for the trace and for rules that name a GPU.
     fn gpu(&self) -> Option<usize> {
         None
     }
 
-    /// What the trace shows of it.
-    fn words(&self, _words: &mut Words) {}
+    /// Adds the values that the trace shows.
+    fn trace_args(&self, _args: &mut TraceArgs) {}
 
-    /// What is wrong with the thing that it names, whatever is asked of it.
+    /// Whether the object that it names can be used at all.
     fn check(&self, _state: &State) -> Outcome {
         Ok(())
     }
 }
 
-/// The numbers among the arguments of a call, for the trace.
+/// The numbers in a call's arguments that the trace shows.
 #[derive(Default)]
-pub(crate) struct Words {
-    words: [u64; 6],
+pub(crate) struct TraceArgs {
+    values: [u64; 6],
     used: usize,
 }
 
-impl Words {
+impl TraceArgs {
     pub(crate) fn push(&mut self, word: u64) {
-        if let Some(place) = self.words.get_mut(self.used) {
+        if let Some(place) = self.values.get_mut(self.used) {
             *place = word;
             self.used += 1;
         }
     }
 
     pub(crate) fn as_slice(&self) -> &[u64] {
-        self.words.get(..self.used).unwrap_or_default()
+        self.values.get(..self.used).unwrap_or_default()
     }
 }
 
 macro_rules! numbers {
     ($($kind:ty)*) => {$(
         impl Argument for $kind {
-            fn words(&self, words: &mut Words) {
-                words.push(*self as u64);
+            fn trace_args(&self, args: &mut TraceArgs) {
+                args.push(*self as u64);
             }
         }
     )*};
@@ -68,12 +69,12 @@ macro_rules! numbers {
 
 numbers! { i32 u32 u64 }
 
-/// A place for one value.
+/// Pointer to one output value.
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Argument for Out<T> {
-    fn missing(&self) -> bool {
+    fn is_missing(&self) -> bool {
         self.0.is_null()
     }
 }
@@ -81,37 +82,38 @@ impl<T> Argument for Out<T> {
 impl<T> Out<T> {
     pub(crate) fn set(&self, value: T) {
         if !self.0.is_null() {
-            // SAFETY: not NULL, so the caller's promise of C holds: room for one T. No alignment is assumed.
+            // SAFETY: not NULL, so the caller has provided room for one T. No alignment is assumed.
             unsafe { self.0.write_unaligned(value) };
         }
     }
 }
 
 impl<T: Plain> Out<T> {
-    /// What the caller left there.
+    /// The value that the caller has stored there.
     pub(crate) fn get(&self) -> T {
         if self.0.is_null() {
             return T::zeroed();
         }
-        // SAFETY: not NULL, so one T lies there by the caller's promise, and any bytes are a T.
+        // SAFETY: not NULL, so the caller has stored one T there, and any bytes are valid.
         unsafe { self.0.read_unaligned() }
     }
 }
 
 impl<T> Out<T> {
-    /// The array that follows the structure, in a C structure with a long tail.
-    pub(crate) fn behind<U>(&self) -> Array<U> {
+    /// The array that follows a structure of variable length.
+    pub(crate) fn array_after<U>(&self) -> Array<U> {
         Array(self.0.wrapping_add(1).cast())
     }
 }
 
 impl<T: Versioned> Out<T> {
-    /// The version word, at the start of every version of the structure.
+    /// The version word, which starts every version of the structure.
     pub(crate) fn version(&self) -> u32 {
         if self.0.is_null() {
             return 0;
         }
-        // SAFETY: not NULL; the word is the first field of each version (`Versioned`), however short the structure.
+        // SAFETY: not NULL. The word is the first field of every version (`Versioned`), however
+        // short.
         unsafe { self.0.cast::<u32>().read_unaligned() }
     }
 
@@ -119,25 +121,25 @@ impl<T: Versioned> Out<T> {
         if self.version() == T::VERSION { Ok(()) } else { Err(Code::ArgumentVersionMismatch) }
     }
 
-    /// The same place seen as another version of the structure; whoever asks has read the version word.
+    /// The same pointer for another version of the structure. The caller has read the version word.
     pub(crate) fn as_version<U: Versioned>(&self) -> Out<U> {
         Out(self.0.cast())
     }
 }
 
-/// A structure that the caller gives.
+/// Pointer to an input structure.
 #[repr(transparent)]
 pub(crate) struct In<T>(*const T);
 
 impl Argument for In<Placement> {
-    fn missing(&self) -> bool {
+    fn is_missing(&self) -> bool {
         self.0.is_null()
     }
 
-    fn words(&self, words: &mut Words) {
+    fn trace_args(&self, args: &mut TraceArgs) {
         let Placement { start, size } = self.get();
-        words.push(start.into());
-        words.push(size.into());
+        args.push(start.into());
+        args.push(size.into());
     }
 }
 
@@ -147,13 +149,13 @@ impl<T: Plain> In<T> {
     }
 }
 
-/// A place that may be NULL, in a call that leaves it alone.
+/// Pointer that may be NULL, for an output that the call does not write.
 #[repr(transparent)]
 pub(crate) struct MaybeOut<T>(*mut T);
 
 impl<T> Argument for MaybeOut<T> {}
 
-/// An array whose length another argument says; NULL asks for the length alone.
+/// Pointer to an array whose length is another argument. NULL requests only the length.
 #[repr(transparent)]
 pub(crate) struct Array<T>(*mut T);
 
@@ -170,10 +172,10 @@ impl<T> Array<T> {
         self.0.is_null()
     }
 
-    /// Writes all items; the caller of the C function promised room for them by its count.
+    /// Writes all items. The count argument must be large enough.
     pub(crate) fn fill(&self, items: impl IntoIterator<Item = T>) {
         for (at, item) in items.into_iter().enumerate() {
-            // SAFETY: callers check NULL and the count given beside the array first (`Counted`, `fixed`).
+            // SAFETY: callers first check for NULL and the count (`Counted`, `fixed`).
             unsafe { self.0.add(at).write_unaligned(item) };
         }
     }
@@ -181,24 +183,24 @@ impl<T> Array<T> {
 
 impl<T: Plain> Array<T> {
     pub(crate) fn at(&self, index: usize) -> Out<T> {
-        // SAFETY: callers stay below the count given beside the array.
+        // SAFETY: callers stay below the count given with the array.
         Out(unsafe { self.0.add(index) })
     }
 }
 
-/// A count beside an array: room on the way in, number of items on the way out.
+/// Count of an array: its capacity on input, the number of items on output.
 #[repr(transparent)]
 pub(crate) struct Count(*mut u32);
 
 impl Argument for Count {
-    fn missing(&self) -> bool {
+    fn is_missing(&self) -> bool {
         self.0.is_null()
     }
 }
 
 impl Count {
     pub(crate) fn room(&self) -> usize {
-        // SAFETY: `missing` was asked, so not NULL: one word lies there by the caller's promise.
+        // SAFETY: not NULL, so the caller has stored one word there.
         if self.0.is_null() { 0 } else { unsafe { self.0.read_unaligned() as usize } }
     }
 
@@ -206,8 +208,9 @@ impl Count {
         Out(self.0).set(items as u32);
     }
 
-    /// The protocol of process lists, sessions and retired pages: too little room is INSUFFICIENT_SIZE with the
-    /// number that is needed, and so is a NULL array unless there is nothing to list.
+    /// Lists items as for process lists, sessions and retired pages. If the capacity is too small
+    /// or the array NULL, returns INSUFFICIENT_SIZE and the required number, unless there are no
+    /// items.
     pub(crate) fn list<T>(&self, array: &Array<T>, items: Vec<T>) -> Outcome {
         let room = self.room();
         self.set(items.len());
@@ -218,7 +221,8 @@ impl Count {
         Ok(())
     }
 
-    /// The protocol of topology: room for nothing asks for the number alone; otherwise as many as there is room for.
+    /// Lists items as for topology: capacity 0 requests only the number; otherwise lists as many as
+    /// fit.
     pub(crate) fn list_when_asked<T>(&self, array: &Array<T>, items: Vec<T>) -> Outcome {
         let room = self.room();
         if room == 0 {
@@ -233,7 +237,8 @@ impl Count {
         Ok(())
     }
 
-    /// The protocol of placements and nearest GPUs: a NULL array asks for the number alone and succeeds.
+    /// Lists items as for placements and nearest GPUs: a NULL array requests only the number and
+    /// succeeds.
     pub(crate) fn list_or_count<T>(&self, array: &Array<T>, items: Vec<T>) -> Outcome {
         if array.is_null() {
             self.set(items.len());
@@ -243,12 +248,12 @@ impl Count {
     }
 }
 
-/// A place for a text; the length of the buffer is the argument after it.
+/// Pointer to a text buffer. Its length is the next argument.
 #[repr(transparent)]
 pub(crate) struct TextOut(*mut c_char);
 
 impl Argument for TextOut {
-    fn missing(&self) -> bool {
+    fn is_missing(&self) -> bool {
         self.0.is_null()
     }
 }
@@ -263,7 +268,7 @@ impl TextOut {
     }
 }
 
-/// A text the caller gives.
+/// Pointer to an input text.
 #[repr(transparent)]
 pub(crate) struct TextIn(*const c_char);
 
@@ -274,7 +279,7 @@ impl From<*const c_char> for TextIn {
 }
 
 impl Argument for TextIn {
-    fn missing(&self) -> bool {
+    fn is_missing(&self) -> bool {
         self.0.is_null()
     }
 }
@@ -284,12 +289,13 @@ impl TextIn {
         if self.0.is_null() {
             return Err(Code::InvalidArgument);
         }
-        // SAFETY: not NULL, so a string that ends in NUL by the caller's promise; it outlives the call.
+        // SAFETY: not NULL, so the caller has provided a string that ends in NUL and outlives the
+        // call.
         unsafe { CStr::from_ptr(self.0) }.to_str().map_err(|_| Code::NotFound)
     }
 }
 
-/// A text in a fixed array of a structure, cut to fit.
+/// A text for an array of fixed length, truncated to fit.
 pub(crate) fn fixed<const N: usize>(text: &str) -> [c_char; N] {
     let mut array = [0; N];
     for (to, from) in array.iter_mut().zip(text.bytes().take(N.saturating_sub(1))) {
@@ -298,7 +304,7 @@ pub(crate) fn fixed<const N: usize>(text: &str) -> [c_char; N] {
     array
 }
 
-/// Arguments of stubs: what they mean is never read, only whether they are there.
+/// Arguments of stubs. Stubs only check whether pointers are NULL.
 pub(crate) type PointerArgument = Out<u8>;
 pub(crate) type WordArgument = u32;
 pub(crate) type LongArgument = u64;

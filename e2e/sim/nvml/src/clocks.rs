@@ -1,5 +1,5 @@
-//! Clocks, power, temperature, fans, PCIe links and the like: values a monitoring program expects, plausible and
-//! steady, moved only by whether something runs on the GPU.
+//! Clocks, power, temperature, fans, PCIe links and similar values that monitoring programs read.
+//! They are constants of the model and depend only on whether processes run on the GPU.
 
 use divvy_sim::catalogue::Architecture;
 use divvy_sim::code::Code;
@@ -15,7 +15,7 @@ const MEMORY_CLOCK: u32 = 2;
 const VIDEO_CLOCK: u32 = 3;
 const SAMPLING_PERIOD_US: u32 = 167_000;
 
-/// Graphics and memory clock at most, in MHz.
+/// Maximum graphics and memory clocks in MHz.
 const fn top_clocks(architecture: Architecture) -> (u32, u32) {
     match architecture {
         Architecture::Turing => (1590, 5001),
@@ -45,21 +45,21 @@ pub(crate) fn temperature(gpu: &Gpu) -> u32 {
     if busy(gpu) { 58 } else { 31 }
 }
 
-/// A tenth of the board's power when idle, seven tenths when not.
+/// Power in mW: a tenth of the board's limit if idle, seven tenths if not.
 pub(crate) fn power_mw(gpu: &Gpu) -> u32 {
     gpu.model().power_watts * if busy(gpu) { 700 } else { 100 }
 }
 
-/// Energy as if an hour had passed at that power.
+/// Energy in mJ: the current power for one hour.
 pub(crate) fn energy(gpu: &Gpu) -> u64 {
     u64::from(power_mw(gpu)) * 3600
 }
 
 fn whole(nvml: &Nvml, device: Device) -> Outcome<&Gpu> {
-    Ok(device.whole(nvml.running()?)?.1)
+    Ok(device.whole(nvml.state_with_gpu_processes()?)?.1)
 }
 
-/// Queries of a whole GPU with one answer.
+/// Queries of a whole GPU that return one value.
 macro_rules! answers {
     ($($(#[$doc:meta])* $name:ident: $kind:ty = |$gpu:ident| $value:expr;)*) => {
         entry! {$(
@@ -88,12 +88,13 @@ answers! {
     nvmlDeviceGetGpuMaxPcieLinkGeneration: u32 = |gpu| gpu.model().pcie_generation;
     nvmlDeviceGetCurrPcieLinkWidth: u32 = |_gpu| 16;
     nvmlDeviceGetMaxPcieLinkWidth: u32 = |_gpu| 16;
-    /// MB/s of one lane: 2000 in generation 1, doubled by each; the enumeration counts generations from 1.
+    /// MB/s of one lane: 2000 in generation 1, twice as much in each later one. NVML counts
+    /// generations from 1.
     nvmlDeviceGetPcieSpeed: u32 = |gpu| 2000 << gpu.model().pcie_generation.saturating_sub(1).min(8);
     nvmlDeviceGetPcieLinkMaxSpeed: u32 = |gpu| gpu.model().pcie_generation;
     nvmlDeviceGetPcieReplayCounter: u32 = |_gpu| 0;
     nvmlDeviceGetIrqNum: u32 = |gpu| 64 + gpu.minor;
-    /// Idle is a reason of its own.
+    /// Bit 0 is the reason "GPU idle".
     nvmlDeviceGetCurrentClocksThrottleReasons: u64 = |gpu| u64::from(!busy(gpu));
     nvmlDeviceGetCurrentClocksEventReasons: u64 = |gpu| u64::from(!busy(gpu));
     nvmlDeviceGetSupportedClocksThrottleReasons: u64 = |_gpu| 0x1ff;
@@ -102,7 +103,7 @@ answers! {
     nvmlDeviceGetAccountingBufferSize: u32 = |_gpu| 4000;
     nvmlDeviceGetMemoryBusWidth: u32 = |gpu| if gpu.model().mig.is_some() { 5120 } else { 384 };
     nvmlDeviceGetAdaptiveClockInfoStatus: u32 = |_gpu| 0;
-    /// Boards of this catalogue have no fans of their own.
+    /// The boards in the catalogue have no fans of their own.
     nvmlDeviceGetNumFans: u32 = |_gpu| 0;
     nvmlDeviceGetFBCStats: FbcStats = |_gpu| FbcStats { sessions: 0, average_fps: 0, average_latency: 0 };
 }
@@ -116,7 +117,7 @@ entry! {
     }
 
     fn nvmlDeviceGetClockInfo(nvml, device: Device, kind: u32, mhz: Out<u32>) {
-        mhz.set(clock(device.target(nvml.running()?)?.gpu, kind, false)?);
+        mhz.set(clock(device.target(nvml.state_with_gpu_processes()?)?.gpu, kind, false)?);
         Ok(())
     }
 
@@ -125,7 +126,7 @@ entry! {
         Ok(())
     }
 
-    /// The current clock, the application's, its default, and the customer's boost.
+    /// Current clock, application clock, default application clock and customer boost clock.
     fn nvmlDeviceGetClock(nvml, device: Device, kind: u32, which: u32, mhz: Out<u32>) {
         if which > 3 {
             return Err(Code::InvalidArgument);
@@ -154,7 +155,13 @@ entry! {
         count.list(&clocks, vec![memory])
     }
 
-    fn nvmlDeviceGetSupportedGraphicsClocks(nvml, device: Device, memory: u32, count: Count, clocks: Array<u32>) {
+    fn nvmlDeviceGetSupportedGraphicsClocks(
+        nvml,
+        device: Device,
+        memory: u32,
+        count: Count,
+        clocks: Array<u32>,
+    ) {
         let (graphics, known) = top_clocks(whole(nvml, device)?.model().architecture);
         if memory != known {
             return Err(Code::NotFound);
@@ -170,7 +177,7 @@ entry! {
     }
 
     fn nvmlDeviceGetTemperature(nvml, device: Device, sensor: u32, degrees: Out<u32>) {
-        let gpu = device.target(nvml.running()?)?.gpu;
+        let gpu = device.target(nvml.state_with_gpu_processes()?)?.gpu;
         if sensor > 0 {
             return Err(Code::InvalidArgument);
         }
@@ -180,7 +187,7 @@ entry! {
 
     fn nvmlDeviceGetTemperatureV(nvml, device: Device, reading: Out<TemperatureV>) {
         reading.expect_version()?;
-        let gpu = device.target(nvml.running()?)?.gpu;
+        let gpu = device.target(nvml.state_with_gpu_processes()?)?.gpu;
         let asked = reading.get();
         if asked.sensor > 0 {
             return Err(Code::InvalidArgument);
@@ -196,7 +203,8 @@ entry! {
         Ok(())
     }
 
-    /// Shutdown, slowdown, memory and GPU at most; acoustic ones are for cards with fans.
+    /// Shutdown, slowdown, maximum memory and maximum GPU temperature. Acoustic thresholds are only
+    /// for cards with fans.
     fn nvmlDeviceGetTemperatureThreshold(nvml, device: Device, threshold: u32, degrees: Out<u32>) {
         whole(nvml, device)?;
         degrees.set(match threshold {
@@ -292,7 +300,7 @@ entry! {
         Ok(())
     }
 
-    /// Setting application clocks is root's, resetting GPU clocks too.
+    /// Setting application clocks and resetting GPU clocks are restricted to root.
     fn nvmlDeviceGetAPIRestriction(nvml, device: Device, kind: u32, restricted: Out<u32>) {
         whole(nvml, device)?;
         if kind > 1 {
@@ -302,9 +310,10 @@ entry! {
         Ok(())
     }
 
-    /// No samples are kept.
+    /// The simulator keeps no such samples.
     fn nvmlDeviceGetSamples(
-        nvml, device: Device, kind: u32, _since: u64, _value_type: MaybeOut<u32>, _count: Count, _samples: Array<u8>,
+        nvml, device: Device, kind: u32, _since: u64, _value_type: MaybeOut<u32>, _count: Count,
+        _samples: Array<u8>,
     ) {
         whole(nvml, device)?;
         Err(if kind > 9 { Code::InvalidArgument } else { Code::NotFound })

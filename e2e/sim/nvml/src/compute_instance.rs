@@ -1,7 +1,9 @@
-//! Compute instances: profiles, placements, creating and destroying, and what a MIG device has.
+//! Compute instances: profiles, placements, creation, destruction, and the attributes of MIG
+//! devices.
 //!
-//! The id of a profile is its index on every card seen. The only engine profile is the shared one: instances of one
-//! GPU instance share its copy, video, JPEG and optical-flow engines and its memory.
+//! The id of a profile is its index on all known cards. The only engine profile is the shared one:
+//! the compute instances of a GPU instance share its copy, video, JPEG and optical-flow engines and
+//! its memory.
 
 use divvy_sim::catalogue::CiProfile;
 use divvy_sim::code::Code;
@@ -18,12 +20,12 @@ use crate::library::{Nvml, entry};
 
 /// `NVML_COMPUTE_INSTANCE_PROFILE_COUNT` of header 13.3.
 const PROFILE_COUNT: u32 = 9;
-/// `NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED`, the only one.
+/// `NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED`, the only engine profile.
 const ENGINES_SHARED: u32 = 0;
 /// `NVML_COMPUTE_INSTANCE_PROFILE_CAPS_GFX`.
 const CAPABILITY_GRAPHICS: u32 = 1;
 
-/// `3g.40gb` where the compute instance has all slices, `1c.3g.40gb` where it has some.
+/// `3g.40gb` if the compute instance has all slices, else `1c.3g.40gb`.
 pub(crate) fn name(gpu: &Gpu, gi: &Gi, profile: u32) -> Option<String> {
     let whole = gpu.model().profile(gi.profile)?;
     let ci = gpu.model().ci_profile(whole, profile)?;
@@ -31,7 +33,7 @@ pub(crate) fn name(gpu: &Gpu, gi: &Gi, profile: u32) -> Option<String> {
     Some(if all { whole.name.clone() } else { format!("{}c.{}", ci.slices, whole.name) })
 }
 
-/// What a MIG device has; without one, NOT_SUPPORTED.
+/// Attributes of a MIG device; NOT_SUPPORTED for a GPU.
 pub(crate) fn attributes(target: &Target<'_>) -> Outcome<Attributes> {
     let (gi, ci) = target.mig.ok_or(Code::NotSupported)?;
     let profile = mig::profile(target.gpu, gi.profile)?;
@@ -50,7 +52,8 @@ pub(crate) fn attributes(target: &Target<'_>) -> Outcome<Attributes> {
     })
 }
 
-/// The profile at an index: outside the header's range is INVALID_ARGUMENT, which ends enumerations.
+/// The profile at an index. An index outside the header's range is INVALID_ARGUMENT, which ends
+/// enumerations.
 fn at_index(gpu: &Gpu, gi: &Gi, index: u32, engines: u32) -> Outcome<CiProfile> {
     if index >= PROFILE_COUNT || engines != ENGINES_SHARED {
         return Err(Code::InvalidArgument);
@@ -96,7 +99,7 @@ fn create(
 fn info(nvml: &Nvml, instance: ComputeInstance) -> Outcome<ComputeInstanceInfo> {
     let (slot, _, gi, ci) = instance.target(&nvml.state)?;
     Ok(ComputeInstanceInfo {
-        // The MIG device, not the GPU: that is what programs take the UUID of.
+        // The MIG device instead of the GPU, because programs query its UUID.
         device: Device::of_mig(slot, gi.id, ci).raw(),
         gpu_instance: GpuInstance::of(slot, gi).raw(),
         id: ci.id,
@@ -124,12 +127,14 @@ entry! {
         let (_, gpu, gi) = instance.target(&nvml.state)?;
         let profile = at_index(gpu, gi, profile, engines)?;
         let ComputeInstanceProfile {
-            id, slices, instances, multiprocessors, copy_engines, decoders, encoders, jpeg_engines, ofa_engines,
+            id, slices, instances, multiprocessors, copy_engines, decoders, encoders, jpeg_engines,
+            ofa_engines,
         } = first_version(gpu, gi, profile)?;
         let name = fixed(&format!("MIG {}", name(gpu, gi, profile.index).ok_or(Code::Unknown)?));
         if version == ComputeInstanceProfileV2::VERSION {
             info.set(ComputeInstanceProfileV2 {
-                version, id, slices, instances, multiprocessors, copy_engines, decoders, encoders, jpeg_engines,
+                version, id, slices, instances, multiprocessors, copy_engines, decoders, encoders,
+                jpeg_engines,
                 ofa_engines, name,
             });
             return Ok(());
@@ -143,7 +148,12 @@ entry! {
         Ok(())
     }
 
-    fn nvmlGpuInstanceGetComputeInstanceRemainingCapacity(nvml, instance: GpuInstance, id: u32, count: Out<u32>) {
+    fn nvmlGpuInstanceGetComputeInstanceRemainingCapacity(
+        nvml,
+        instance: GpuInstance,
+        id: u32,
+        count: Out<u32>,
+    ) {
         let (_, gpu, gi) = instance.target(&nvml.state)?;
         count.set(mig::remaining_ci(gpu, gi.id, id)?);
         Ok(())
@@ -157,7 +167,12 @@ entry! {
         count.list_or_count(&array, mig::ci_placements(gpu, gi, profile).map(Placement::from).collect())
     }
 
-    fn nvmlGpuInstanceCreateComputeInstance(nvml, instance: GpuInstance, id: u32, created: Out<ComputeInstance>) {
+    fn nvmlGpuInstanceCreateComputeInstance(
+        nvml,
+        instance: GpuInstance,
+        id: u32,
+        created: Out<ComputeInstance>,
+    ) {
         create(nvml, instance, id, None, &created)
     }
 
@@ -167,7 +182,7 @@ entry! {
         create(nvml, instance, id, Some(placement.get()), &created)
     }
 
-    /// The array has room for all that the profile allows; the count only goes out.
+    /// The array has room for all instances that the profile allows; the count is only an output.
     fn nvmlGpuInstanceGetComputeInstances(
         nvml, instance: GpuInstance, id: u32, array: Array<ComputeInstance>, count: Out<u32>,
     ) {
@@ -183,10 +198,15 @@ entry! {
         Ok(())
     }
 
-    fn nvmlGpuInstanceGetComputeInstanceById(nvml, instance: GpuInstance, id: u32, found: Out<ComputeInstance>) {
+    fn nvmlGpuInstanceGetComputeInstanceById(
+        nvml,
+        instance: GpuInstance,
+        id: u32,
+        found: Out<ComputeInstance>,
+    ) {
         let (slot, gpu, gi) = instance.target(&nvml.state)?;
         let ci = gi.ci(id).ok_or(Code::NotFound)?;
-        if nvml.may_configure().is_err() && !nvml.visible().ci(gpu, gi.id, id) {
+        if nvml.may_configure().is_err() && !nvml.visible().has_ci(gpu, gi.id, id) {
             return Err(Code::NoPermission);
         }
         found.set(ComputeInstance::of(slot, gi.id, ci));

@@ -1,7 +1,7 @@
-//! Finding devices: count, and handles by index, UUID, PCI address and serial number.
+//! Finds devices by index, UUID, PCI address and serial number.
 //!
-//! Only GPUs whose node is in `/dev` are counted, so a container finds its own. A MIG device is found by its UUID, in
-//! today's spelling and in the one before R470, `MIG-GPU-<uuid>/<gi>/<ci>`.
+//! Only GPUs with a node in `/dev` are counted, so a container finds only its own. A MIG device is
+//! found by its UUID in the current format and in that before R470, `MIG-GPU-<uuid>/<gi>/<ci>`.
 
 use divvy_sim::code::Code;
 use divvy_sim::state::Gpu;
@@ -39,7 +39,8 @@ fn by_uuid(nvml: &Nvml, wanted: &str) -> Outcome<Device> {
     Err(Code::NotFound)
 }
 
-/// `0000:17:00.0`, `00000000:17:00.0`, `17:00.0` and `17:00`, in either case, mean the same.
+/// `0000:17:00.0`, `00000000:17:00.0`, `17:00.0` and `17:00` are equivalent, in upper or lower
+/// case.
 fn by_pci(nvml: &Nvml, wanted: &str) -> Outcome<Device> {
     let address = pci_address(wanted).ok_or(Code::InvalidArgument)?;
     let (slot, gpu) =
@@ -64,7 +65,7 @@ fn remove(nvml: &Nvml, wanted: &PciInfo) -> Outcome {
     })
 }
 
-/// Domain, bus and device.
+/// PCI domain, bus and device.
 pub(crate) fn pci_address(text: &str) -> Option<(u32, u32, u32)> {
     let text = text.split_once('.').map_or(text, |(address, _function)| address);
     let mut parts = text.rsplit(':').map(|part| u32::from_str_radix(part, 16));
@@ -138,7 +139,7 @@ entry! {
         Ok(())
     }
 
-    /// The bus no longer has the GPU, until it is discovered again or the machine boots.
+    /// Removes the GPU from the bus until it is rediscovered or the machine boots.
     fn nvmlDeviceRemoveGpu(nvml, info: Out<PciInfo>) {
         remove(nvml, &info.get())
     }
@@ -151,7 +152,8 @@ entry! {
         let wanted = info.get();
         nvml.may_administer()?;
         nvml.change(|state| {
-            let gpu = state.gpus.iter_mut().find(|gpu| gpu.missing && is_at(gpu, &wanted)).ok_or(Code::NotFound)?;
+            let removed = state.gpus.iter_mut().find(|gpu| gpu.missing && is_at(gpu, &wanted));
+            let gpu = removed.ok_or(Code::NotFound)?;
             gpu.missing = gpu.dead;
             if gpu.missing { Err(Code::NotFound) } else { Ok(()) }
         })
@@ -170,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_spelling_of_a_pci_address_is_read() {
+    fn pci_address_is_parsed_in_every_spelling() {
         let check = |text: &str, expected| assert_eq!(pci_address(text), expected, "{text}");
         check("0000:17:00.0", Some((0, 0x17, 0)));
         check("00000000:17:00.0", Some((0, 0x17, 0)));

@@ -1,7 +1,7 @@
 //! Field values: numbers by id, several in one call, each with its own result.
 //!
-//! The ids are those of header 13.3. A field that is not simulated answers NOT_SUPPORTED in its own slot; the call
-//! itself succeeds, as the real one does.
+//! The ids are those of header 13.3. As in the real library, a field that is not simulated has the
+//! result NOT_SUPPORTED, while the call itself succeeds.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -20,7 +20,7 @@ enum Value {
     Long(u64),
 }
 
-/// `NVML_FI_DEV_*` that have a value here.
+/// Values of the simulated `NVML_FI_DEV_*` fields.
 fn read(target: &Target<'_>, field: u32) -> Outcome<Value> {
     let (gpu, model) = (target.gpu, target.gpu.model());
     let health = &gpu.health;
@@ -29,7 +29,7 @@ fn read(target: &Target<'_>, field: u32) -> Outcome<Value> {
         return Err(Code::NotSupported);
     }
     let value = match field {
-        // ECC mode, now and after a reset.
+        // ECC mode, current and pending.
         1 | 2 => Value::Word(1),
         // Totals: single bit and double bit, volatile and aggregate.
         3 => Value::Long(health.ecc_corrected),
@@ -40,20 +40,20 @@ fn read(target: &Target<'_>, field: u32) -> Outcome<Value> {
         82 => Value::Word(clocks::temperature(gpu) + 4),
         // Energy since the driver was loaded, in mJ.
         83 | 191 => Value::Long(clocks::energy(gpu)),
-        // NVLinks, and the speed they share.
+        // Number of NVLinks, and their common speed.
         91 => Value::Word(if gpu.mig.current { 0 } else { model.nvlink_links }),
         90 | 164 if model.nvlink_links > 0 => Value::Word(model.nvlink_mib_per_second),
-        // PCI replays, and rollovers of that counter.
+        // PCIe replays, and rollovers of that counter.
         94 | 95 => Value::Word(0),
-        // Rows remapped: correctable, uncorrectable, pending, failed.
+        // Remapped rows: correctable, uncorrectable, pending, failed.
         142 => remaps().map(|()| Value::Word(health.rows_remapped_corrected))?,
         143 => remaps().map(|()| Value::Word(health.rows_remapped_uncorrected))?,
         144 => remaps().map(|()| Value::Word(health.remap_pending.into()))?,
         145 => remaps().map(|()| Value::Word(health.remap_failed.into()))?,
-        // MIG without a reset; MIG profiles told while the mode is off.
+        // MIG mode change without a reset; MIG profiles listed while the mode is off.
         184 => Value::Word(model.mig.as_ref().is_some_and(|mig| mig.toggle == Toggle::Live).into()),
         199 => Value::Word(model.mig.is_some().into()),
-        // Power: average, now, and its limits: least, most, default, current, requested.
+        // Power: average and current; limits: minimum, maximum, default, current, requested.
         185 | 186 => Value::Word(clocks::power_mw(gpu)),
         187 => Value::Word(model.power_watts * 500),
         188..=190 | 192 => Value::Word(model.power_watts * 1000),
@@ -65,7 +65,7 @@ fn read(target: &Target<'_>, field: u32) -> Outcome<Value> {
 
 entry! {
     fn nvmlDeviceGetFieldValues(nvml, device: Device, count: i32, values: Array<FieldValue>) {
-        let target = device.target(nvml.running()?)?;
+        let target = device.target(nvml.state_with_gpu_processes()?)?;
         let count = usize::try_from(count).ok().filter(|count| *count > 0).ok_or(Code::InvalidArgument)?;
         if values.is_null() {
             return Err(Code::InvalidArgument);

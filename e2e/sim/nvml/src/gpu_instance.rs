@@ -1,7 +1,8 @@
-//! GPU instances: profiles, placements, creating and destroying.
+//! GPU instances: profiles, placements, creation, destruction.
 //!
-//! A profile *index* is one of the header's constants, a profile *id* is the GPU's own number. Profiles and placements
-//! are told whether MIG is on or off, as current drivers do; instances are not.
+//! A profile *index* is one of the header's constants, a profile *id* is the GPU's own number.
+//! Profiles and placements can be queried whether MIG is on or off; everything else requires it to
+//! be on.
 
 use divvy_sim::catalogue::GiProfile;
 use divvy_sim::code::Code;
@@ -17,7 +18,7 @@ use crate::library::{Nvml, entry};
 
 /// `NVML_GPU_INSTANCE_PROFILE_COUNT` of header 13.3.
 const PROFILE_COUNT: u32 = 0x12;
-/// `NVML_GPU_INSTANCE_PROFILE_CAPS_GFX`; no profile of the catalogue has peer-to-peer access.
+/// `NVML_GPU_INSTANCE_PROFILE_CAPS_GFX`. No profile of the catalogue has peer-to-peer access.
 const CAPABILITY_GRAPHICS: u32 = 2;
 
 impl From<state::Placement> for Placement {
@@ -32,7 +33,8 @@ impl From<Placement> for state::Placement {
     }
 }
 
-/// The profile at an index: outside the header's range is INVALID_ARGUMENT, which ends enumerations.
+/// The profile at an index. An index outside the header's range is INVALID_ARGUMENT, which ends
+/// enumerations.
 fn at_index(gpu: &Gpu, index: u32) -> Outcome<&'static GiProfile> {
     if index >= PROFILE_COUNT {
         return Err(Code::InvalidArgument);
@@ -58,7 +60,7 @@ fn first_version(profile: &GiProfile) -> GpuInstanceProfile {
     }
 }
 
-/// Fills version 2 or 3, whichever the caller says it has.
+/// Fills in version 2 or 3, depending on the caller's version word.
 fn fill_versioned(info: &Out<GpuInstanceProfileV2>, profile: &GiProfile) -> Outcome {
     let GpuInstanceProfile {
         id,
@@ -138,24 +140,39 @@ fn create(
     Ok(())
 }
 
-/// The GPU of a call about instances: they exist only while MIG is on.
+/// The GPU of a call about instances, which requires MIG to be on.
 fn with_mig(nvml: &Nvml, device: Device) -> Outcome<(usize, &Gpu)> {
     let (slot, gpu) = device.whole(&nvml.state)?;
     if gpu.mig.current { Ok((slot, gpu)) } else { Err(Code::NotSupported) }
 }
 
 entry! {
-    fn nvmlDeviceGetGpuInstanceProfileInfo(nvml, device: Device, profile: u32, info: Out<GpuInstanceProfile>) {
+    fn nvmlDeviceGetGpuInstanceProfileInfo(
+        nvml,
+        device: Device,
+        profile: u32,
+        info: Out<GpuInstanceProfile>,
+    ) {
         info.set(first_version(at_index(device.whole(&nvml.state)?.1, profile)?));
         Ok(())
     }
 
-    fn nvmlDeviceGetGpuInstanceProfileInfoV(nvml, device: Device, profile: u32, info: Out<GpuInstanceProfileV2>) {
+    fn nvmlDeviceGetGpuInstanceProfileInfoV(
+        nvml,
+        device: Device,
+        profile: u32,
+        info: Out<GpuInstanceProfileV2>,
+    ) {
         expect_versioned(&info)?;
         fill_versioned(&info, at_index(device.whole(&nvml.state)?.1, profile)?)
     }
 
-    fn nvmlDeviceGetGpuInstanceProfileInfoByIdV(nvml, device: Device, id: u32, info: Out<GpuInstanceProfileV2>) {
+    fn nvmlDeviceGetGpuInstanceProfileInfoByIdV(
+        nvml,
+        device: Device,
+        id: u32,
+        info: Out<GpuInstanceProfileV2>,
+    ) {
         expect_versioned(&info)?;
         fill_versioned(&info, mig::profile(device.whole(&nvml.state)?.1, id)?)
     }
@@ -187,7 +204,7 @@ entry! {
         create(nvml, device, id, Some(placement.get()), &created)
     }
 
-    /// The array has room for all that the profile allows; the count only goes out.
+    /// The array has room for all instances that the profile allows; the count is only an output.
     fn nvmlDeviceGetGpuInstances(nvml, device: Device, id: u32, array: Array<GpuInstance>, count: Out<u32>) {
         if array.is_null() {
             return Err(Code::InvalidArgument);
@@ -204,7 +221,7 @@ entry! {
     fn nvmlDeviceGetGpuInstanceById(nvml, device: Device, id: u32, found: Out<GpuInstance>) {
         let (slot, gpu) = with_mig(nvml, device)?;
         let gi = gpu.gi(id).ok_or(Code::NotFound)?;
-        if nvml.may_configure().is_err() && !nvml.visible().gi(gpu, id) {
+        if nvml.may_configure().is_err() && !nvml.visible().has_gi(gpu, id) {
             return Err(Code::NoPermission);
         }
         found.set(GpuInstance::of(slot, gi));

@@ -1,14 +1,15 @@
-//! Handles: numbers that say what they name, never addresses.
+//! Handles: numbers that encode the object, not addresses.
 //!
-//! A handle carries a tag, its kind, the GPU's slot, the ids of GPU and compute instance, and for instances the low
-//! bits of the generation they were born in. A handle of a destroyed instance is told from one of the instance that
-//! got the same id later, in every process alike, and a number that was never a handle is refused.
-//! The tag keeps handles out of any address range, so that garbage collectors that look at them as pointers let them be.
+//! A handle has a tag, its kind, the GPU's slot, the ids of GPU and compute instance, and for
+//! instances the low bits of the generation in which they were created. Every process can thus tell
+//! a stale handle from one of a new instance with the same id, and refuse numbers that are no
+//! handles. The tag is outside any address range, so that garbage collectors do not mistake handles
+//! for pointers.
 
 use divvy_sim::code::Code;
 use divvy_sim::state::{Ci, Gi, Gpu, State};
 
-use crate::argument::{Argument, Outcome, Words};
+use crate::argument::{Argument, Outcome, TraceArgs};
 
 const TAG: u64 = 0x5d << 56;
 const TAG_BITS: u64 = 0xff << 56;
@@ -22,7 +23,7 @@ enum Kind {
     ComputeInstance = 4,
 }
 
-/// What the numbers in a handle say.
+/// The fields of a handle.
 #[derive(Clone, Copy)]
 struct Parts {
     slot: usize,
@@ -67,21 +68,21 @@ macro_rules! handles {
         pub(crate) struct $name(u64);
 
         impl Argument for $name {
-            fn missing(&self) -> bool {
+            fn is_missing(&self) -> bool {
                 !($(is(self.0, Kind::$kind))||+)
             }
 
             fn gpu(&self) -> Option<usize> {
-                (!self.missing()).then(|| unpack(self.0).slot)
+                (!self.is_missing()).then(|| unpack(self.0).slot)
             }
 
-            fn words(&self, words: &mut Words) {
+            fn trace_args(&self, args: &mut TraceArgs) {
                 let Parts { gi, ci, .. } = unpack(self.0);
                 match Kind::of(self.0) {
-                    Some(Kind::GpuInstance) => words.push(gi.into()),
+                    Some(Kind::GpuInstance) => args.push(gi.into()),
                     Some(Kind::MigDevice | Kind::ComputeInstance) => {
-                        words.push(gi.into());
-                        words.push(ci.into());
+                        args.push(gi.into());
+                        args.push(ci.into());
                     }
                     Some(Kind::Gpu) | None => {}
                 }
@@ -103,14 +104,14 @@ handles! {
     ComputeInstance: ComputeInstance;
 }
 
-/// What a device handle names.
+/// The object that a device handle names.
 pub(crate) struct Target<'s> {
     pub(crate) slot: usize,
     pub(crate) gpu: &'s Gpu,
     pub(crate) mig: Option<(&'s Gi, &'s Ci)>,
 }
 
-/// The GPU in a slot, if the driver lists it and can talk to it.
+/// The GPU in a slot, if the driver lists it and can reach it.
 fn present(state: &State, slot: usize) -> Outcome<&Gpu> {
     match state.gpus.get(slot) {
         None => Err(Code::InvalidArgument),
@@ -132,12 +133,12 @@ impl Device {
         Self(pack(Kind::MigDevice, Parts { slot, gi, ci: ci.id, born: ci.born }))
     }
 
-    /// As a structure's field carries it.
+    /// The value for a field of a C structure.
     pub(crate) const fn raw(self) -> u64 {
         self.0
     }
 
-    /// The GPU or MIG device, if the handle is not stale.
+    /// The GPU or MIG device; an error if the handle is stale.
     pub(crate) fn target(self, state: &State) -> Outcome<Target<'_>> {
         let parts = unpack(self.0);
         let gpu = present(state, parts.slot)?;
@@ -150,7 +151,7 @@ impl Device {
         Ok(Target { slot: parts.slot, gpu, mig: Some((gi, ci)) })
     }
 
-    /// The GPU, for calls that a MIG device does not answer.
+    /// The GPU; an error for a MIG device.
     pub(crate) fn whole(self, state: &State) -> Outcome<(usize, &Gpu)> {
         let target = self.target(state)?;
         if target.mig.is_some() { Err(Code::NotSupported) } else { Ok((target.slot, target.gpu)) }
@@ -193,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handle_says_what_it_names() {
+    fn handle_round_trips() {
         for slot in [0, 1, 15, 255] {
             for (gi, ci) in [(0, 0), (14, 7), (63, 63)] {
                 let born = 0x1_2345_6789;
@@ -209,12 +210,12 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_no_handle_is_refused() {
+    fn arbitrary_number_is_not_a_handle() {
         for number in [0, 1, 0xdead_beef, u64::MAX, TAG, 0x7fff_ffff_f000] {
-            assert!(Device(number).missing(), "{number:#x}");
-            assert!(GpuInstance(number).missing(), "{number:#x}");
-            assert!(ComputeInstance(number).missing(), "{number:#x}");
+            assert!(Device(number).is_missing(), "{number:#x}");
+            assert!(GpuInstance(number).is_missing(), "{number:#x}");
+            assert!(ComputeInstance(number).is_missing(), "{number:#x}");
         }
-        assert!(Device(pack(Kind::GpuInstance, unpack(TAG))).missing());
+        assert!(Device(pack(Kind::GpuInstance, unpack(TAG))).is_missing());
     }
 }

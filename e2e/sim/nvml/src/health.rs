@@ -1,6 +1,7 @@
 //! Health: ECC errors, remapped rows, retired pages.
 //!
-//! Remapping came with Ampere, retired pages went with it: each GPU answers one of the two.
+//! GPUs from Ampere on remap rows; earlier ones retire pages. Each GPU supports only one of the
+//! two.
 
 use divvy_sim::catalogue::Architecture;
 use divvy_sim::code::Code;
@@ -13,13 +14,13 @@ use crate::argument::{Array, Count, Out, Outcome};
 use crate::handle::Device;
 use crate::library::{Nvml, entry};
 
-/// Rows that can be remapped, by bank.
+/// Number of banks with rows that can be remapped.
 const REMAP_BANKS: u32 = 640;
 const CORRECTED: u32 = 0;
 const UNCORRECTED: u32 = 1;
 const VOLATILE: u32 = 0;
 const AGGREGATE: u32 = 1;
-/// `NVML_MEMORY_LOCATION_DRAM`; all simulated errors are there.
+/// `NVML_MEMORY_LOCATION_DRAM`. All simulated errors are there.
 const DRAM: u32 = 2;
 const LOCATIONS: u32 = 8;
 
@@ -35,13 +36,13 @@ fn ecc_errors(gpu: &Gpu, error: u32, counter: u32) -> Outcome<u64> {
 }
 
 /// The GPU, if its memory remaps rows.
-fn remapper(nvml: &Nvml, device: Device) -> Outcome<&Gpu> {
+fn gpu_with_row_remapping(nvml: &Nvml, device: Device) -> Outcome<&Gpu> {
     let (_, gpu) = device.whole(&nvml.state)?;
     if gpu.model().architecture >= Architecture::Ampere { Ok(gpu) } else { Err(Code::NotSupported) }
 }
 
-/// Checks that the GPU retires pages; none ever is.
-fn retirer(nvml: &Nvml, device: Device, cause: u32) -> Outcome {
+/// Checks that the GPU supports page retirement. The simulator never retires a page.
+fn check_page_retirement(nvml: &Nvml, device: Device, cause: u32) -> Outcome {
     let (_, gpu) = device.whole(&nvml.state)?;
     if cause > 1 {
         return Err(Code::InvalidArgument);
@@ -79,7 +80,13 @@ entry! {
         Ok(())
     }
 
-    fn nvmlDeviceGetDetailedEccErrors(nvml, device: Device, error: u32, counter: u32, counts: Out<EccErrorCounts>) {
+    fn nvmlDeviceGetDetailedEccErrors(
+        nvml,
+        device: Device,
+        error: u32,
+        counter: u32,
+        counts: Out<EccErrorCounts>,
+    ) {
         let device_memory = ecc_errors(device.target(&nvml.state)?.gpu, error, counter)?;
         counts.set(EccErrorCounts { l1_cache: 0, l2_cache: 0, device_memory, register_file: 0 });
         Ok(())
@@ -101,7 +108,7 @@ entry! {
 
     fn nvmlDeviceGetSramEccErrorStatus(nvml, device: Device, status: Out<SramEccStatus>) {
         status.expect_version()?;
-        remapper(nvml, device)?;
+        gpu_with_row_remapping(nvml, device)?;
         status.set(SramEccStatus { version: status.version(), ..crate::abi::Plain::zeroed() });
         Ok(())
     }
@@ -109,7 +116,7 @@ entry! {
     fn nvmlDeviceGetRemappedRows(
         nvml, device: Device, corrected: Out<u32>, uncorrected: Out<u32>, pending: Out<u32>, failed: Out<u32>,
     ) {
-        let health = &remapper(nvml, device)?.health;
+        let health = &gpu_with_row_remapping(nvml, device)?.health;
         corrected.set(health.rows_remapped_corrected);
         uncorrected.set(health.rows_remapped_uncorrected);
         pending.set(health.remap_pending.into());
@@ -118,7 +125,7 @@ entry! {
     }
 
     fn nvmlDeviceGetRemappedRows_v2(nvml, device: Device, rows: Out<RemappedRows>) {
-        let health = &remapper(nvml, device)?.health;
+        let health = &gpu_with_row_remapping(nvml, device)?.health;
         rows.set(RemappedRows {
             correctable_active: health.rows_remapped_corrected,
             correctable_inactive: 0,
@@ -131,10 +138,11 @@ entry! {
     }
 
     fn nvmlDeviceGetRowRemapperHistogram(nvml, device: Device, histogram: Out<RowRemapperHistogram>) {
-        let health = &remapper(nvml, device)?.health;
+        let health = &gpu_with_row_remapping(nvml, device)?.health;
         let used = health.rows_remapped_corrected + health.rows_remapped_uncorrected;
         let used = used.min(REMAP_BANKS);
-        histogram.set(RowRemapperHistogram { max: REMAP_BANKS - used, high: used, partial: 0, low: 0, none: 0 });
+        let max = REMAP_BANKS - used;
+        histogram.set(RowRemapperHistogram { max, high: used, partial: 0, low: 0, none: 0 });
         Ok(())
     }
 
@@ -146,13 +154,13 @@ entry! {
     }
 
     fn nvmlDeviceGetUnrepairableMemoryFlag_v1(nvml, device: Device, status: Out<UnrepairableMemory>) {
-        let unrepairable = remapper(nvml, device)?.health.remap_failed.into();
+        let unrepairable = gpu_with_row_remapping(nvml, device)?.health.remap_failed.into();
         status.set(UnrepairableMemory { unrepairable });
         Ok(())
     }
 
     fn nvmlDeviceGetRetiredPages(nvml, device: Device, cause: u32, count: Count, _addresses: Array<u64>) {
-        retirer(nvml, device, cause)?;
+        check_page_retirement(nvml, device, cause)?;
         count.set(0);
         Ok(())
     }
@@ -160,13 +168,13 @@ entry! {
     fn nvmlDeviceGetRetiredPages_v2(
         nvml, device: Device, cause: u32, count: Count, _addresses: Array<u64>, _times: Array<u64>,
     ) {
-        retirer(nvml, device, cause)?;
+        check_page_retirement(nvml, device, cause)?;
         count.set(0);
         Ok(())
     }
 
     fn nvmlDeviceGetRetiredPagesPendingStatus(nvml, device: Device, pending: Out<u32>) {
-        retirer(nvml, device, 0)?;
+        check_page_retirement(nvml, device, 0)?;
         pending.set(0);
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What a device is: names, numbers, memory, PCI address, and modes that are set for good.
+//! Identity of a device: names, numbers, memory, PCI address, and modes that do not change.
 
 use divvy_sim::catalogue::Addressing;
 use divvy_sim::code::Code;
@@ -25,7 +25,7 @@ fn memory(target: &Target<'_>) -> MemoryV2 {
         None => (model.memory_total_mib, model.memory_reserved_mib, target.gpu.used_mib(None)),
         Some((gi, _)) => {
             let size = model.profile(gi.profile).map_or(0, |profile| profile.memory_mib);
-            // What a fresh instance shows as reserved, by the slices it takes.
+            // Reserved memory of an empty instance, in proportion to its slices.
             (size, size.min(16 * u64::from(gi.placement.size)), target.gpu.used_mib(Some(gi.id)))
         }
     };
@@ -109,15 +109,17 @@ entry! {
     }
 
     fn nvmlDeviceGetMemoryInfo(nvml, device: Device, info: Out<Memory>) {
-        // The first version counts what is reserved as used.
-        let MemoryV2 { total, reserved, free, used, .. } = memory(&device.target(nvml.running()?)?);
+        // The first version of the structure includes reserved memory in used memory.
+        let state = nvml.state_with_gpu_processes()?;
+        let MemoryV2 { total, reserved, free, used, .. } = memory(&device.target(state)?);
         info.set(Memory { total, free, used: used + reserved });
         Ok(())
     }
 
     fn nvmlDeviceGetMemoryInfo_v2(nvml, device: Device, info: Out<MemoryV2>) {
         info.expect_version()?;
-        info.set(MemoryV2 { version: info.version(), ..memory(&device.target(nvml.running()?)?) });
+        let state = nvml.state_with_gpu_processes()?;
+        info.set(MemoryV2 { version: info.version(), ..memory(&device.target(state)?) });
         Ok(())
     }
 
@@ -171,7 +173,7 @@ entry! {
         Ok(())
     }
 
-    /// Both versions have one layout and one module id; racks are not simulated.
+    /// Both versions have one layout and the same module id. Racks are not simulated.
     fn nvmlDeviceGetPlatformInfo(nvml, device: Device, info: Out<PlatformInfo>) {
         let first = size_of::<PlatformInfo>() as u32 | 1 << 24;
         if info.version() != first {
@@ -334,7 +336,7 @@ entry! {
         Ok(())
     }
 
-    /// 1, a single thread, is deprecated and taken as 3, a single process.
+    /// Mode 1, exclusive thread, is deprecated and treated as mode 3, exclusive process.
     fn nvmlDeviceSetComputeMode(nvml, device: Device, mode: u32) {
         let (slot, _) = device.whole(&nvml.state)?;
         let mode = match mode {
@@ -356,7 +358,7 @@ entry! {
 
     fn nvmlDeviceGetSupportedPerformanceStates(nvml, device: Device, states: Array<u32>, bytes: u32) {
         device.whole(&nvml.state)?;
-        // P0, then "unknown" to the end of the array.
+        // P0, then "unknown" up to the end of the array.
         if states.is_null() || bytes < 4 {
             return Err(if states.is_null() { Code::InvalidArgument } else { Code::InsufficientSize });
         }

@@ -1,9 +1,9 @@
-//! The library in one process: whether it is initialised, which simulator it stands for, and the frame of every call.
+//! The state of the library in one process, and the frame of every call.
 //!
-//! A call passes in this order: initialised, no argument missing, the GPU it names reachable, the simulator's hook
-//! (latency, holds, faults, trace), the body. Nothing unwinds out of it: a panic is NVML_ERROR_UNKNOWN.
-//! All that is shared between calls is in [`LIBRARY`]; it is made by init and dropped by the last shutdown. There are
-//! no constructors and no threads.
+//! A call is checked in this order: library initialised, no argument missing, GPU reachable. Then
+//! the simulator's rules (latency, holds, faults, trace) and the body run. Panics do not unwind
+//! into C; they return NVML_ERROR_UNKNOWN. [`LIBRARY`] holds everything that calls share; the first
+//! init creates it and the last shutdown drops it. There are no constructors and no threads.
 
 use std::cell::OnceCell;
 use std::ffi::{CStr, OsStr, c_void};
@@ -13,116 +13,120 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use divvy_sim::code::Code;
-use divvy_sim::ledger::Watcher;
 use divvy_sim::state::{Ci, Gi, Gpu, State};
-use divvy_sim::visible::Visible;
+use divvy_sim::usage::UsageMonitor;
+use divvy_sim::visible_devices::VisibleDevices;
 use divvy_sim::{Call, Sim};
 
-use crate::argument::{Outcome, Words};
-use crate::events::Sets;
-use crate::fork::ForkLock;
-use crate::gpm::Samples;
-use crate::nodes::Nodes;
+use crate::argument::{Outcome, TraceArgs};
+use crate::device_nodes::DeviceNodeCache;
+use crate::fork_lock::ForkLock;
+use crate::tables::{EventSets, GpmSamples};
 
 static LIBRARY: ForkLock<Option<Library>> = ForkLock::new(None);
 
-/// What init makes.
+/// Created by the first init.
 struct Library {
-    /// Inits less shutdowns.
+    /// Number of inits minus number of shutdowns.
     users: usize,
     shared: Arc<Shared>,
 }
 
-/// What calls share.
+/// Data that all calls share.
 pub(crate) struct Shared {
     pub(crate) sim: Sim,
-    nodes: Nodes,
-    pub(crate) sets: ForkLock<Sets>,
-    pub(crate) samples: ForkLock<Samples>,
-    watcher: ForkLock<Option<Arc<Watcher>>>,
+    nodes: DeviceNodeCache,
+    pub(crate) sets: ForkLock<EventSets>,
+    pub(crate) samples: ForkLock<GpmSamples>,
+    monitor: ForkLock<Option<Arc<UsageMonitor>>>,
 }
 
 impl Shared {
-    /// Who looks at the time of CUDA processes, from the first look on; none where that cannot be seen.
-    pub(crate) fn watcher(&self) -> Option<Arc<Watcher>> {
-        let known = self.watcher.with(|watcher| watcher.clone()).filter(|watcher| watcher.is_own());
+    /// Reads the GPU time of CUDA processes. Created on first use; none if the usage file cannot be
+    /// used.
+    pub(crate) fn usage_monitor(&self) -> Option<Arc<UsageMonitor>> {
+        let known = self.monitor.with(|monitor| monitor.clone()).filter(|monitor| monitor.is_own());
         known.or_else(|| {
-            let made = Arc::new(Watcher::new(self.sim.ledger()?).ok()?);
-            // Of two threads both may have made one; the later one stays. What it replaces is dropped outside the lock.
-            drop(self.watcher.with(|watcher| watcher.replace(Arc::clone(&made))));
+            let made = Arc::new(UsageMonitor::new(self.sim.usage()?).ok()?);
+            // Two threads may both have created one; the later one stays. The replaced one is
+            // dropped outside the lock.
+            drop(self.monitor.with(|monitor| monitor.replace(Arc::clone(&made))));
             Some(made)
         })
     }
 }
 
-/// What one call sees: the state at its begin, and the ways to change it.
+/// Context of one call: the state at its start, and access to the simulator.
 pub(crate) struct Nvml {
     pub(crate) shared: Arc<Shared>,
-    /// Without the CUDA processes that run.
+    /// The stored state, without CUDA processes that run now.
     pub(crate) state: Arc<State>,
     running: OnceCell<Arc<State>>,
-    visible: OnceCell<Arc<Visible>>,
+    visible: OnceCell<Arc<VisibleDevices>>,
 }
 
 impl Nvml {
-    /// The state with the CUDA processes that run, for calls that tell of them: whether one lives is a question to the
-    /// kernel for each of a node.
-    pub(crate) fn running(&self) -> Outcome<&State> {
+    /// The state with the CUDA processes that run now, for calls that report them. It costs a
+    /// system call for each process of the node.
+    pub(crate) fn state_with_gpu_processes(&self) -> Outcome<&State> {
         if self.running.get().is_none() {
-            // Nobody else can set it meanwhile: a call is one thread's.
+            // No other thread can set it: a call runs on one thread.
             let _ = self.running.set(self.shared.sim.read()?);
         }
         Ok(self.running.get().map_or(&self.state, |state| state))
     }
 
-    /// The nodes in this process's `/dev`, read when a call first asks.
-    pub(crate) fn visible(&self) -> &Visible {
+    /// The device nodes of this process, read on first use.
+    pub(crate) fn visible(&self) -> &VisibleDevices {
         self.visible.get_or_init(|| self.shared.nodes.read(&self.shared.sim, &self.state))
     }
 
-    /// The GPUs that this process may see, by index.
+    /// The GPUs that this process can see, in index order.
     pub(crate) fn gpus(&self) -> impl Iterator<Item = (usize, &Gpu)> {
-        self.state.listed().filter(|(_, gpu)| self.visible().gpu(gpu))
+        self.state.listed().filter(|(_, gpu)| self.visible().has_gpu(gpu))
     }
 
-    /// The MIG devices of a GPU that this process may see, by index.
+    /// The MIG devices of a GPU that this process can see, in index order.
     pub(crate) fn mig_devices<'s>(&'s self, gpu: &'s Gpu) -> impl Iterator<Item = (&'s Gi, &'s Ci)> {
-        let seen = |(gi, ci): &(&Gi, &Ci)| self.visible().ci(gpu, gi.id, ci.id);
+        let seen = |(gi, ci): &(&Gi, &Ci)| self.visible().has_ci(gpu, gi.id, ci.id);
         gpu.mig_devices().filter(seen)
     }
 
-    /// Whether this process may change instances: root, or whoever holds the capability `mig/config`.
+    /// Checks that this process may change instances: it is root or has the capability
+    /// `mig/config`.
     pub(crate) fn may_configure(&self) -> Outcome {
-        let allowed = self.shared.sim.privileged(&self.state) || self.visible().config();
+        let allowed = self.shared.sim.privileged(&self.state) || self.visible().can_configure_mig();
         if allowed { Ok(()) } else { Err(Code::NoPermission) }
     }
 
-    /// Whether this process may change the GPU itself.
+    /// Checks that this process may change the GPU itself.
     pub(crate) fn may_administer(&self) -> Outcome {
         if self.shared.sim.privileged(&self.state) { Ok(()) } else { Err(Code::NoPermission) }
     }
 
-    /// Whether this process may see what runs in all instances: root, or `mig/monitor`.
+    /// Whether this process may see processes in all instances: it is root or has the capability
+    /// `mig/monitor`.
     pub(crate) fn may_monitor(&self) -> bool {
-        self.shared.sim.privileged(&self.state) || self.visible().monitor()
+        self.shared.sim.privileged(&self.state) || self.visible().can_monitor_mig()
     }
 
-    /// Changes the state. `change` looks up by handle again: what the call saw at its begin may be gone.
+    /// Changes the state. `change` must look up objects by handle again, because they may be gone
+    /// by now.
     pub(crate) fn change<T>(&self, change: impl FnOnce(&mut State) -> Outcome<T>) -> Outcome<T> {
         Ok(self.shared.sim.update(change)?)
     }
 }
 
-/// One more user; the first one opens the simulator.
+/// Counts one more user. The first one opens the simulator.
 pub(crate) fn init(name: &str, needs_gpus: bool) -> Outcome {
     let shared = match shared() {
         Ok(shared) => shared,
         Err(_) => Arc::new(open()?),
     };
     shared.sim.call(Call { name, gpu: None, args: &[] }, || {
-        let state = shared.sim.written()?;
+        let state = shared.sim.read_stored()?;
         let visible = shared.nodes.read(&shared.sim, &state);
-        if !state.modules.nvidia || !visible.ctl {
+        if !state.modules.nvidia || !visible.has_ctl {
             return Err(Code::DriverNotLoaded);
         }
         if needs_gpus && state.listed().next().is_none() {
@@ -131,13 +135,13 @@ pub(crate) fn init(name: &str, needs_gpus: bool) -> Outcome {
         Ok(())
     })?;
     LIBRARY.with(|library| {
-        // Another thread may have been faster: then its simulator stays.
+        // If another thread was faster, its simulator stays.
         library.get_or_insert_with(|| Library { users: 0, shared: Arc::clone(&shared) }).users += 1;
     });
     Ok(())
 }
 
-/// One user less; the last one closes the simulator.
+/// Counts one user less. The last one closes the simulator.
 pub(crate) fn shutdown() -> Outcome {
     // Dropped outside the lock.
     let closed = LIBRARY.with(|library| {
@@ -158,19 +162,19 @@ fn open() -> Outcome<Shared> {
     let sim = Sim::from_library_path(&file)?;
     Ok(Shared {
         sim,
-        nodes: Nodes::default(),
-        sets: ForkLock::new(Sets::default()),
-        samples: ForkLock::new(Samples::default()),
-        watcher: ForkLock::new(None),
+        nodes: DeviceNodeCache::default(),
+        sets: ForkLock::new(EventSets::default()),
+        samples: ForkLock::new(GpmSamples::default()),
+        monitor: ForkLock::new(None),
     })
 }
 
 /// The file that this code was loaded from.
 fn own_file() -> Option<PathBuf> {
-    // SAFETY: all-zero bytes are a Dl_info.
+    // SAFETY: all-zero bytes are a valid Dl_info.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
     let inside: *const c_void = (own_file as *const ()).cast();
-    // SAFETY: the address is of this very function, and `info` is a place for the answer.
+    // SAFETY: the address is that of this function, and `info` is writable for the answer.
     let known = unsafe { libc::dladdr(inside, &mut info) };
     if known == 0 || info.dli_fname.is_null() {
         return None;
@@ -180,7 +184,7 @@ fn own_file() -> Option<PathBuf> {
     Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
 }
 
-/// Runs what must not unwind into C.
+/// Runs `body` without unwinding into C.
 pub(crate) fn guarded(body: impl FnOnce() -> Outcome) -> u32 {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => Code::Success.into(),
@@ -189,15 +193,15 @@ pub(crate) fn guarded(body: impl FnOnce() -> Outcome) -> u32 {
     }
 }
 
-/// What the frame asks of the arguments of a call.
+/// Properties of a call's arguments that the frame uses.
 pub(crate) struct Arguments<C> {
     pub(crate) missing: bool,
     pub(crate) gpu: Option<usize>,
-    pub(crate) words: Words,
+    pub(crate) args: TraceArgs,
     pub(crate) check: C,
 }
 
-/// The frame of every call but init and shutdown.
+/// The frame of every call except init and shutdown.
 pub(crate) fn call<C, B>(name: &'static str, arguments: Arguments<C>, body: B) -> u32
 where
     C: FnOnce(&State) -> Outcome,
@@ -208,9 +212,9 @@ where
         if arguments.missing {
             return Err(Code::InvalidArgument);
         }
-        let call = Call { name, gpu: arguments.gpu, args: arguments.words.as_slice() };
+        let call = Call { name, gpu: arguments.gpu, args: arguments.args.as_slice() };
         shared.sim.call(call, || {
-            let state = shared.sim.written()?;
+            let state = shared.sim.read_stored()?;
             if !state.modules.nvidia {
                 return Err(Code::DriverNotLoaded);
             }
@@ -221,25 +225,28 @@ where
     })
 }
 
-/// Entry points: the C signature, and a body that ends in an `Outcome`.
+/// Entry points: the C signature, and a body that returns an `Outcome`.
 macro_rules! entry {
-    ($($(#[$doc:meta])* fn $name:ident($nvml:ident $(, $argument:ident: $kind:ty)* $(,)?) $body:block)*) => {$(
+    ($(
+        $(#[$doc:meta])*
+        fn $name:ident($nvml:ident $(, $argument:ident: $kind:ty)* $(,)?) $body:block
+    )*) => {$(
         $(#[$doc])*
         #[unsafe(no_mangle)]
         extern "C" fn $name($($argument: $kind),*) -> u32 {
-            let mut words = $crate::argument::Words::default();
+            let mut args = $crate::argument::TraceArgs::default();
             let mut missing = false;
             let mut gpu = None;
             $(
-                missing |= $crate::argument::Argument::missing(&$argument);
+                missing |= $crate::argument::Argument::is_missing(&$argument);
                 gpu = gpu.or_else(|| $crate::argument::Argument::gpu(&$argument));
-                $crate::argument::Argument::words(&$argument, &mut words);
+                $crate::argument::Argument::trace_args(&$argument, &mut args);
             )*
             let check = |_state: &divvy_sim::State| {
                 $($crate::argument::Argument::check(&$argument, _state)?;)*
                 Ok(())
             };
-            let arguments = $crate::library::Arguments { missing, gpu, words, check };
+            let arguments = $crate::library::Arguments { missing, gpu, args, check };
             $crate::library::call(stringify!($name), arguments, |$nvml: &$crate::library::Nvml| $body)
         }
     )*};

@@ -1,4 +1,4 @@
-//! MIG of a GPU: its mode, its MIG devices, what a device is part of.
+//! MIG mode, MIG devices, and the relation between devices and instances.
 
 use divvy_sim::code::Code;
 
@@ -8,7 +8,7 @@ use crate::handle::Device;
 use crate::library::entry;
 
 entry! {
-    /// NOT_SUPPORTED also on a MIG device: that is how programs tell "not capable".
+    /// Also NOT_SUPPORTED for a MIG device: programs rely on that to detect MIG support.
     fn nvmlDeviceGetMigMode(nvml, device: Device, current: Out<u32>, pending: Out<u32>) {
         let (_, gpu) = device.whole(&nvml.state)?;
         if gpu.model().mig.is_none() {
@@ -19,7 +19,7 @@ entry! {
         Ok(())
     }
 
-    /// The call succeeds also where the mode could not be activated: the status says so.
+    /// Succeeds even if the mode could not be activated; the activation status reports that.
     fn nvmlDeviceSetMigMode(nvml, device: Device, mode: u32, activation: Out<u32>) {
         let (slot, gpu) = device.whole(&nvml.state)?;
         if mode > 1 {
@@ -33,7 +33,7 @@ entry! {
         Ok(())
     }
 
-    /// 0 while MIG is off or unknown to the GPU.
+    /// 0 while MIG is off or not supported.
     fn nvmlDeviceGetMaxMigDeviceCount(nvml, device: Device, count: Out<u32>) {
         let (_, gpu) = device.whole(&nvml.state)?;
         let most = gpu.model().mig.as_ref().filter(|_| gpu.mig.current).map_or(0, |mig| mig.compute_slices);

@@ -1,10 +1,10 @@
-//! Processes: who runs on a GPU or in a MIG device, and how much of it each uses.
+//! Processes on a GPU or MIG device, and their utilisation.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use divvy_sim::code::Code;
-use divvy_sim::ledger::{Named, Place, now};
 use divvy_sim::state::{Process, ProcessKind};
+use divvy_sim::usage::{NamedProcess, Place, now};
 
 use crate::abi::{
     ProcessDetail, ProcessDetailList, ProcessInfo, ProcessInfoV1, ProcessUtilization, ProcessUtilizationInfo,
@@ -15,19 +15,21 @@ use crate::handle::{Device, Target};
 use crate::library::{Nvml, entry};
 
 const MIB: u64 = 1 << 20;
-/// "No instance."
-const NOBODY: u32 = u32::MAX;
-/// Per cent that a GPU is busy with processes that somebody has made up.
-const BUSY: u32 = 60;
+/// NVML's value for processes without an instance.
+const NO_INSTANCE: u32 = u32::MAX;
+/// Utilisation in percent of a GPU with processes that were added by hand.
+const MANUAL_PROCESS_PERCENT: u32 = 60;
 
-/// A time that is so close below a sample's is that sample's.
+/// A time that is at most this much before a sample's counts as the sample's.
 const SLACK_US: u64 = 1000;
 
-/// The processes that the caller may see through that handle. All instances together only with the right to monitor.
+/// The processes that the caller may see through that handle. Seeing all instances requires the
+/// right to monitor.
 fn processes(nvml: &Nvml, device: Device, kind: Option<ProcessKind>) -> Outcome<Vec<Process>> {
-    // Real processes that have died are gone from the hardware; who may not write the state sees them a while longer.
-    drop(nvml.shared.sim.bury());
-    let state = nvml.shared.sim.written()?;
+    // The hardware would not report dead processes. A caller that may not write the state still
+    // sees them.
+    drop(nvml.shared.sim.remove_dead_processes());
+    let state = nvml.shared.sim.read_stored()?;
     let Target { gpu, mig, slot } = device.target(&state)?;
     if mig.is_none() && gpu.mig.current && !nvml.may_monitor() {
         return Err(Code::NoPermission);
@@ -36,13 +38,14 @@ fn processes(nvml: &Nvml, device: Device, kind: Option<ProcessKind>) -> Outcome<
     let seen = |process: &Process| {
         kind.is_none_or(|kind| process.kind == kind) && (here.is_none() || process.instance == here)
     };
-    let all = nvml.shared.sim.with_guests(slot, gpu.processes.clone());
+    let all = nvml.shared.sim.with_gpu_processes(slot, gpu.processes.clone());
     Ok(all.into_iter().filter(seen).collect())
 }
 
-/// Those of the processes of a GPU that run nothing, because somebody has made them up: a figure must do for them.
-pub(crate) fn invented(nvml: &Nvml, slot: usize) -> Outcome<Vec<Process>> {
-    let state = nvml.shared.sim.written()?;
+/// The processes that were added by hand. They use no GPU time, so fixed figures are reported for
+/// them.
+pub(crate) fn manual_processes(nvml: &Nvml, slot: usize) -> Outcome<Vec<Process>> {
+    let state = nvml.shared.sim.read_stored()?;
     Ok(state.gpus.get(slot).map(|gpu| gpu.processes.clone()).unwrap_or_default())
 }
 
@@ -50,20 +53,20 @@ pub(crate) const fn whole(slot: usize) -> Place {
     Place { slot, instance: None }
 }
 
-/// To the nearest one, as the driver has whole ones only.
-fn per_cent(part: u64, whole: u64) -> u32 {
+/// Rounds to whole percent, like the driver.
+fn to_percent(part: u64, whole: u64) -> u32 {
     let rounded = (part * 100 + whole / 2) / whole.max(1);
     rounded.min(100) as u32
 }
 
-/// Entries for the processes that had some time since that time of the system clock, in us; 0 for all that is
-/// remembered.
+/// Entries for the processes with GPU time since a system time in us; 0 for as far back as samples
+/// are kept.
 fn utilization(nvml: &Nvml, device: Device, since: u64) -> Outcome<Vec<ProcessUtilization>> {
     let (slot, gpu) = device.whole(&nvml.state)?;
     if gpu.mig.current {
         return Err(Code::NotSupported);
     }
-    // Samples have times of the monotonic clock.
+    // Samples use the monotonic clock.
     let now_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_micros() as u64);
     let boot_us = now_us.saturating_sub(now() / 1000);
     let entry = |pid, timestamp, sm| ProcessUtilization {
@@ -74,22 +77,25 @@ fn utilization(nvml: &Nvml, device: Device, since: u64) -> Outcome<Vec<ProcessUt
         encoder: 0,
         decoder: 0,
     };
-    let invented = invented(nvml, slot)?;
-    let share = BUSY / (invented.len() as u32).max(1);
-    let mut entries: Vec<_> = invented.iter().map(|process| entry(process.pid, now_us, share)).collect();
-    // The difference of the clocks is never twice the same to the microsecond.
+    let manual = manual_processes(nvml, slot)?;
+    let share = MANUAL_PROCESS_PERCENT / (manual.len() as u32).max(1);
+    let mut entries: Vec<_> = manual.iter().map(|process| entry(process.pid, now_us, share)).collect();
+    // The difference between the clocks varies by microseconds.
     let since = (since + SLACK_US).saturating_sub(boot_us) * 1000;
     if !nvml.state.host.divides_samples {
-        let named = nvml.shared.watcher().and_then(|watcher| watcher.named(whole(slot), since));
-        let entry =
-            |named: Named| entry(named.pid, boot_us + named.at / 1000, per_cent(named.busy, named.span));
+        let named =
+            nvml.shared.usage_monitor().and_then(|monitor| monitor.named_processes(whole(slot), since));
+        let entry = |named: NamedProcess| {
+            entry(named.pid, boot_us + named.at / 1000, to_percent(named.busy, named.span))
+        };
         entries.extend(named.into_iter().flatten().map(entry));
     } else if let Some(sampled) =
-        nvml.shared.watcher().and_then(|watcher| watcher.sampled(whole(slot), since))
+        nvml.shared.usage_monitor().and_then(|monitor| monitor.utilization(whole(slot), since))
     {
         let at = boot_us + sampled.at / 1000;
-        entries
-            .extend(sampled.processes.iter().map(|(pid, had)| entry(*pid, at, per_cent(*had, sampled.span))));
+        entries.extend(
+            sampled.processes.iter().map(|(pid, had)| entry(*pid, at, to_percent(*had, sampled.span))),
+        );
     }
     Ok(entries)
 }
@@ -99,7 +105,7 @@ fn first_version(process: Process) -> ProcessInfoV1 {
 }
 
 fn current_version(process: Process) -> ProcessInfo {
-    let (gpu_instance_id, compute_instance_id) = process.instance.unwrap_or((NOBODY, NOBODY));
+    let (gpu_instance_id, compute_instance_id) = process.instance.unwrap_or((NO_INSTANCE, NO_INSTANCE));
     ProcessInfo {
         pid: process.pid,
         used_memory: process.memory_mib * MIB,
@@ -108,7 +114,7 @@ fn current_version(process: Process) -> ProcessInfo {
     }
 }
 
-/// The three lists, each with its first version and two names for today's.
+/// The three process lists, each with its first version and two names for the current one.
 macro_rules! lists {
     ($($kind:ident: $first:ident $second:ident $third:ident;)*) => {
         entry! {$(
@@ -155,14 +161,15 @@ entry! {
             return Err(Code::InsufficientSize);
         }
         Array::from(given.array).fill(found.into_iter().map(|process| {
-            let ProcessInfo { pid, used_memory, gpu_instance_id, compute_instance_id } = current_version(process);
+            let info = current_version(process);
+            let ProcessInfo { pid, used_memory, gpu_instance_id, compute_instance_id } = info;
             ProcessDetail { pid, used_memory, gpu_instance_id, compute_instance_id, used_protected_memory: 0 }
         }));
         Ok(())
     }
 
-    /// Not for instances: the counters are the GPU's. One entry for each process that had some time since then, of as
-    /// much of it as the driver remembers.
+    /// Not for instances, because the counters are those of the GPU. One entry for each process
+    /// with GPU time since then, as far back as the driver keeps samples.
     fn nvmlDeviceGetProcessUtilization(
         nvml, device: Device, array: Array<ProcessUtilization>, count: Count, since: u64,
     ) {
@@ -174,7 +181,7 @@ entry! {
         count.list(&array, found)
     }
 
-    /// The same, with engines that nothing here uses.
+    /// The same with more engines, which the simulator does not use.
     fn nvmlDeviceGetProcessesUtilizationInfo(nvml, device: Device, list: Out<ProcessesUtilizationInfo>) {
         list.expect_version()?;
         let given = list.get();
@@ -193,15 +200,15 @@ entry! {
         Ok(())
     }
 
-    /// Over the last period of samples.
+    /// Over the last sample period.
     fn nvmlDeviceGetUtilizationRates(nvml, device: Device, rates: Out<Utilization>) {
         let (slot, gpu) = device.whole(&nvml.state)?;
         if gpu.mig.current {
             return Err(Code::NotSupported);
         }
-        let invented = if invented(nvml, slot)?.is_empty() { 0 } else { BUSY };
-        let sampled = nvml.shared.watcher().and_then(|watcher| watcher.last_sampled(whole(slot)));
-        let busy = sampled.map_or(0, |sampled| per_cent(sampled.busy, sampled.span)).max(invented);
+        let manual = if manual_processes(nvml, slot)?.is_empty() { 0 } else { MANUAL_PROCESS_PERCENT };
+        let sampled = nvml.shared.usage_monitor().and_then(|monitor| monitor.last_utilization(whole(slot)));
+        let busy = sampled.map_or(0, |sampled| to_percent(sampled.busy, sampled.span)).max(manual);
         rates.set(Utilization { gpu: busy, memory: busy / 2 });
         Ok(())
     }

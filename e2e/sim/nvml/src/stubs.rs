@@ -1,6 +1,6 @@
-//! The symbols that only have to be there: they check their arguments and answer NOT_SUPPORTED.
+//! Symbols that only check their arguments and return NOT_SUPPORTED.
 //!
-//! `build.rs` writes one `stub!` line for each symbol of `symbols.txt` that is not real.
+//! `build.rs` writes one `stub!` line for each symbol of `symbols.txt` that is not marked as real.
 
 use divvy_sim::code::Code;
 

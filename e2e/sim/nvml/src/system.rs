@@ -1,4 +1,5 @@
-//! The library itself: init, shutdown, versions, error texts, and what a node without units and vGPUs says of them.
+//! The library itself: init, shutdown, versions, error texts, and answers for a node without units
+//! and vGPUs.
 
 use std::ffi::{CStr, c_char};
 
@@ -44,7 +45,7 @@ extern "C" fn nvmlErrorString(result: u32) -> *const c_char {
     text_of(result).as_ptr()
 }
 
-/// The library's own words, as programs print them.
+/// The texts of the real library, as programs print them.
 const fn text_of(result: u32) -> &'static CStr {
     match result {
         0 => c"Success",
@@ -87,7 +88,7 @@ entry! {
         version.set(&nvml.state.driver, length)
     }
 
-    /// NVML's version is the driver's with the major number of the API in front.
+    /// NVML's version is the driver's with the major API version in front.
     fn nvmlSystemGetNVMLVersion(nvml, version: TextOut, length: u32) {
         version.set(&format!("{}.{}", nvml.state.cuda.0, nvml.state.driver), length)
     }
@@ -113,9 +114,11 @@ entry! {
         Ok(())
     }
 
-    /// Names come from the process table of the GPUs, then from the kernel.
+    /// The name comes from the state's processes, else from the kernel.
     fn nvmlSystemGetProcessName(nvml, pid: u32, name: TextOut, length: u32) {
-        let known = nvml.running()?.gpus.iter().flat_map(|gpu| &gpu.processes).find(|process| process.pid == pid);
+        let state = nvml.state_with_gpu_processes()?;
+        let mut processes = state.gpus.iter().flat_map(|gpu| &gpu.processes);
+        let known = processes.find(|process| process.pid == pid);
         let text = match known {
             Some(process) => process.name.clone(),
             None => std::fs::read_to_string(format!("/proc/{pid}/comm"))
@@ -123,7 +126,7 @@ entry! {
                 .trim_end()
                 .to_owned(),
         };
-        // A name that does not fit is cut, not refused.
+        // A name that does not fit is truncated, not refused.
         let room = (length as usize).saturating_sub(1);
         let end = (0..=text.len().min(room)).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
         name.set(text.get(..end).unwrap_or_default(), length)
@@ -166,7 +169,7 @@ entry! {
         Ok(())
     }
 
-    /// What CPU and GPUs could do: nothing.
+    /// CPU and GPUs have no capabilities for confidential computing.
     fn nvmlSystemGetConfComputeCapabilities(_nvml, capabilities: Out<[u32; 2]>) {
         capabilities.set([0; 2]);
         Ok(())

@@ -1,6 +1,6 @@
-//! Where a GPU sits: CPU and memory affinity, its PCI neighbours, NVLink and the fabric.
+//! Topology of a GPU: CPU and memory affinity, PCI neighbours, NVLink and the fabric.
 //!
-//! With MIG on, links are inactive and the GPU leaves the fabric, as on real cards.
+//! As on real cards, MIG deactivates the NVLinks and removes the GPU from the fabric.
 
 use divvy_sim::code::Code;
 use divvy_sim::state::{Gpu, State};
@@ -19,16 +19,16 @@ const NVLINK_TO_GPU: u32 = 0;
 const NVLINK_TO_SWITCH: u32 = 2;
 /// `NVML_GPU_FABRIC_STATE_COMPLETED`.
 const FABRIC_COMPLETED: u32 = 3;
-/// Bandwidth, routes and access times all healthy, configuration right: "false" in each field of two bits.
+/// Healthy bandwidth, routes, access times and configuration: "false" in each field of two bits.
 const FABRIC_HEALTHY: u32 = 0x1aa;
 const FABRIC_SUMMARY_HEALTHY: u8 = 1;
 
-/// CPUs of this machine.
+/// Number of CPUs of this machine.
 pub(crate) fn cpus() -> u32 {
     std::thread::available_parallelism().map_or(1, |count| count.get() as u32)
 }
 
-/// All CPUs, or all nodes there are, as a bit set of the size that the caller gave.
+/// Sets bits in an array of `words` words.
 fn set_bits(array: &Array<u64>, words: u32, bits: impl Iterator<Item = u32>) {
     let mut set = vec![0_u64; words as usize];
     for bit in bits {
@@ -39,7 +39,7 @@ fn set_bits(array: &Array<u64>, words: u32, bits: impl Iterator<Item = u32>) {
     array.fill(set);
 }
 
-/// How far apart two GPUs are in the PCI tree: `nvmlGpuTopologyLevel_t`.
+/// Distance of two GPUs in the PCI tree: `nvmlGpuTopologyLevel_t`.
 fn distance(first: &Gpu, second: &Gpu) -> u32 {
     if first.uuid == second.uuid {
         return 0;
@@ -59,7 +59,7 @@ fn links(gpu: &Gpu) -> u32 {
     if gpu.mig.current { 0 } else { gpu.model().nvlink_links }
 }
 
-/// A link that the GPU has, active or not.
+/// The GPU, if it has a link with that number, active or not.
 fn link(nvml: &Nvml, device: Device, link: u32) -> Outcome<&Gpu> {
     let (_, gpu) = device.whole(&nvml.state)?;
     if link >= MAX_LINKS {
@@ -68,7 +68,7 @@ fn link(nvml: &Nvml, device: Device, link: u32) -> Outcome<&Gpu> {
     if link < gpu.model().nvlink_links { Ok(gpu) } else { Err(Code::NotSupported) }
 }
 
-/// Without switches links go to the neighbour: pairs of GPUs with a bridge between them.
+/// Without NVSwitches, bridges connect pairs of neighbouring GPUs.
 fn bridge_peer<'s>(state: &'s State, gpu: &Gpu) -> Option<&'s Gpu> {
     let all: Vec<&Gpu> =
         state.listed().map(|(_, gpu)| gpu).filter(|other| other.model == gpu.model).collect();
@@ -78,7 +78,7 @@ fn bridge_peer<'s>(state: &'s State, gpu: &Gpu) -> Option<&'s Gpu> {
 
 fn remote(state: &State, gpu: &Gpu, link: u32) -> Outcome<PciInfo> {
     let (domain, bus, device, vendor) = if gpu.model().nvswitch {
-        // Switches sit at the end of the first domain; six of them at most.
+        // Up to six NVSwitches, at the end of the first PCI domain.
         (0, 0xf0 + link % 6, 0, 0x22a3_10de)
     } else {
         let peer = bridge_peer(state, gpu).ok_or(Code::NotSupported)?;
@@ -110,7 +110,7 @@ fn fabric(gpu: &Gpu) -> Outcome<FabricInfoV3> {
     if !gpu.model().fabric {
         return Err(Code::NotSupported);
     }
-    // A GPU with MIG on is not registered.
+    // A GPU with MIG enabled is not registered.
     let registered = !gpu.mig.current;
     Ok(FabricInfoV3 {
         state: if registered { FABRIC_COMPLETED } else { 0 },
@@ -148,7 +148,7 @@ entry! {
         Ok(())
     }
 
-    /// The NUMA node that a GPU's own memory is: only coherent ones are one.
+    /// The NUMA node of the GPU's own memory. Only coherent GPUs have one.
     fn nvmlDeviceGetNumaNodeId(nvml, device: Device, node: Out<u32>) {
         let (_, gpu) = device.whole(&nvml.state)?;
         let numa = gpu.numa.filter(|_| gpu.model().own_pci_domain).ok_or(Code::NotSupported)?;
@@ -161,7 +161,13 @@ entry! {
         Ok(())
     }
 
-    fn nvmlDeviceGetTopologyNearestGpus(nvml, device: Device, level: u32, count: Count, array: Array<Device>) {
+    fn nvmlDeviceGetTopologyNearestGpus(
+        nvml,
+        device: Device,
+        level: u32,
+        count: Count,
+        array: Array<Device>,
+    ) {
         let (own, gpu) = device.whole(&nvml.state)?;
         if level > 50 || !level.is_multiple_of(10) {
             return Err(Code::InvalidArgument);
@@ -170,7 +176,8 @@ entry! {
         count.list_when_asked(&array, near.map(|(slot, _)| Device::of_gpu(slot)).collect())
     }
 
-    /// 0 is OK, 5 is not supported, by what is asked for: reads, writes, NVLink, atomics, PCI.
+    /// 0 is OK, 5 is not supported. Depends on the capability index: reads, writes, NVLink,
+    /// atomics, PCI.
     fn nvmlDeviceGetP2PStatus(nvml, first: Device, second: Device, index: u32, status: Out<u32>) {
         let (first, second) = (device_of(nvml, first)?, device_of(nvml, second)?);
         if index > 4 {
@@ -230,7 +237,7 @@ entry! {
         Ok(())
     }
 
-    /// Replays, recoveries and checksum errors: none.
+    /// Replay, recovery and checksum errors: always 0.
     fn nvmlDeviceGetNvLinkErrorCounter(nvml, device: Device, number: u32, counter: u32, value: Out<u64>) {
         link(nvml, device, number)?;
         if counter > 4 {
@@ -248,7 +255,9 @@ entry! {
     fn nvmlDeviceGetNvLinkInfo(nvml, device: Device, info: Out<NvLinkInfoV2>) {
         device.whole(&nvml.state)?;
         match info.version() {
-            version @ NvLinkInfoV1::VERSION => info.as_version().set(NvLinkInfoV1 { version, is_nvle_enabled: 0 }),
+            version @ NvLinkInfoV1::VERSION => {
+                info.as_version().set(NvLinkInfoV1 { version, is_nvle_enabled: 0 });
+            }
             version @ NvLinkInfoV2::VERSION => info.set(NvLinkInfoV2 { version, ..NvLinkInfoV2::zeroed() }),
             _ => return Err(Code::ArgumentVersionMismatch),
         }

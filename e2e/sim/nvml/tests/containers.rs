@@ -1,17 +1,17 @@
-//! A process sees the GPUs and instances whose nodes are in its `/dev`.
+//! A process sees the GPUs and instances with device nodes in its `/dev`.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
 
 use common::*;
 
-/// Takes a node out of the `/dev` of the simulator, as a container's lacks it.
+/// Removes a node from the simulator's `/dev`, as in a container that does not have it.
 fn hide(node: &Node, name: &str) {
     std::fs::remove_file(node.sim.dev().join(name)).expect("a node");
 }
 
 #[test]
-fn a_hidden_gpu_is_neither_counted_nor_found() {
+fn hidden_gpu_is_neither_counted_nor_found() {
     let node = Node::up("3xL4");
     let client = node.client();
     let uuids: Vec<String> =
@@ -25,14 +25,14 @@ fn a_hidden_gpu_is_neither_counted_nor_found() {
 }
 
 #[test]
-fn without_the_control_node_there_is_no_driver() {
+fn init_fails_without_the_control_node() {
     let node = Node::up("L4");
     hide(&node, "nvidiactl");
     assert_eq!(node.loaded().init(), DRIVER_NOT_LOADED);
 }
 
 #[test]
-fn only_the_mig_devices_with_both_nodes_are_enumerated() {
+fn mig_devices_need_both_capability_nodes() {
     let node = Node::up("H100-SXM5-80GB");
     let client = node.client();
     let gpu = client.device(0).expect("a GPU");
@@ -46,7 +46,7 @@ fn only_the_mig_devices_with_both_nodes_are_enumerated() {
     };
     assert_eq!(ids(), [7, 8, 9]);
     let hidden = client.mig_device(gpu, 0).and_then(|device| client.uuid(device)).expect("a UUID");
-    // GPU instance 7 by its own node, 9 by that of its compute instance.
+    // Hides the node of GPU instance 7, and that of the compute instance in GPU instance 9.
     hide(&node, "nvidia-caps/nvidia-cap66");
     hide(&node, "nvidia-caps/nvidia-cap85");
     assert_eq!(ids(), [8]);
@@ -54,7 +54,7 @@ fn only_the_mig_devices_with_both_nodes_are_enumerated() {
 }
 
 #[test]
-fn minors_shift_when_a_gpu_is_missing_after_a_reboot_and_handles_of_the_others_stay() {
+fn missing_gpu_shifts_minors_but_handles_stay_valid() {
     let node = Node::up("3xH100-SXM5-80GB");
     let client = node.client();
     let gpus: Vec<Device> = (0..3).map(|index| client.device(index).expect("a GPU")).collect();

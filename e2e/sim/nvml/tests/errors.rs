@@ -1,4 +1,4 @@
-//! Every refusal of the MIG calls that programs rely on.
+//! Refusals of the MIG calls that programs rely on.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -6,7 +6,7 @@ mod common;
 use common::*;
 use divvy_sim::state::{Holder, Privilege, Process, ProcessKind};
 
-/// A node with one H100 whose MIG is on.
+/// A node with one H100 and MIG on.
 fn with_mig() -> (Node, Client, Device) {
     let node = Node::up("H100-SXM5-80GB");
     let client = node.client();
@@ -20,7 +20,7 @@ fn process(pid: u32, instance: Option<(u32, u32)>) -> Process {
 }
 
 #[test]
-fn a_gpu_without_mig_says_so() {
+fn gpu_without_mig_returns_not_supported() {
     let node = Node::up("L4");
     let client = node.client();
     let gpu = client.device(0).expect("a GPU");
@@ -34,7 +34,7 @@ fn a_gpu_without_mig_says_so() {
 }
 
 #[test]
-fn profiles_and_placements_are_told_while_mig_is_off() {
+fn profiles_and_placements_are_listed_without_mig() {
     let node = Node::up("H100-SXM5-80GB");
     let client = node.client();
     let gpu = client.device(0).expect("a GPU");
@@ -51,7 +51,7 @@ fn profiles_and_placements_are_told_while_mig_is_off() {
 }
 
 #[test]
-fn a_profile_index_ends_the_enumeration_where_the_header_does() {
+fn profile_enumeration_ends_with_the_header() {
     let (_node, client, gpu) = with_mig();
     let known: Vec<u32> = (0..0x12).filter(|index| client.profile(gpu, *index).is_ok()).collect();
     assert_eq!(known, [0, 1, 2, 3, 4, 7, 9]);
@@ -62,7 +62,7 @@ fn a_profile_index_ends_the_enumeration_where_the_header_does() {
 }
 
 #[test]
-fn a_version_word_that_is_not_known_is_refused() {
+fn unknown_version_word_is_refused() {
     let (_node, client, gpu) = with_mig();
     let check =
         |version, expected| assert_eq!(client.profile_version(gpu, 0, version), expected, "{version:#x}");
@@ -74,13 +74,13 @@ fn a_version_word_that_is_not_known_is_refused() {
 }
 
 #[test]
-fn a_mig_mode_is_0_or_1() {
+fn mig_mode_must_be_0_or_1() {
     let (_node, client, gpu) = with_mig();
     assert_eq!(client.set_mig_mode(gpu, 2), Err(INVALID_ARGUMENT));
 }
 
 #[test]
-fn placements_want_room_for_all() {
+fn placement_list_needs_room_for_all() {
     let (_node, client, gpu) = with_mig();
     assert_eq!(client.placements(gpu, 19, 0).map(|places| places.len()), Ok(7));
     assert_eq!(client.placements(gpu, 19, 6), Err(INSUFFICIENT_SIZE));
@@ -88,7 +88,7 @@ fn placements_want_room_for_all() {
 }
 
 #[test]
-fn an_occupied_placement_is_a_lack_of_resources_and_an_unlisted_one_a_mistake() {
+fn occupied_and_unlisted_placements_are_refused() {
     let (_node, client, gpu) = with_mig();
     assert!(client.create_gi(gpu, 9, Some((4, 4))).is_ok());
     assert_eq!(client.create_gi(gpu, 9, Some((4, 4))), Err(INSUFFICIENT_RESOURCES));
@@ -101,7 +101,7 @@ fn an_occupied_placement_is_a_lack_of_resources_and_an_unlisted_one_a_mistake() 
 }
 
 #[test]
-fn a_gpu_instance_in_use_is_not_destroyed() {
+fn gpu_instance_in_use_is_not_destroyed() {
     let (node, client, gpu) = with_mig();
     let (gi, ci) = client.instance(gpu, 9, 2, (0, 4));
     assert_eq!(client.destroy_gi(gi), IN_USE);
@@ -117,7 +117,7 @@ fn a_gpu_instance_in_use_is_not_destroyed() {
 }
 
 #[test]
-fn a_stale_handle_names_nothing_also_when_its_id_is_used_again() {
+fn stale_handle_stays_invalid_if_its_id_is_reused() {
     let (_node, client, gpu) = with_mig();
     let (gi, ci) = client.instance(gpu, 19, 0, (0, 1));
     let mig = client.mig_device(gpu, 0).expect("a MIG device");
@@ -136,7 +136,7 @@ fn a_stale_handle_names_nothing_also_when_its_id_is_used_again() {
 }
 
 #[test]
-fn what_is_not_there_is_not_found() {
+fn missing_objects_return_not_found() {
     let (_node, client, gpu) = with_mig();
     assert_eq!(client.gi(gpu, 7), Err(NOT_FOUND));
     assert_eq!(client.mig_device(gpu, 0), Err(NOT_FOUND));
@@ -149,7 +149,7 @@ fn what_is_not_there_is_not_found() {
 }
 
 #[test]
-fn compute_instances_are_cut_from_the_slices_of_their_gpu_instance() {
+fn compute_instances_share_the_gpu_instance_slices() {
     let (_node, client, gpu) = with_mig();
     let gi = client.create_gi(gpu, 9, Some((0, 4))).expect("a GPU instance");
     let sizes: Vec<u32> = (0..9).filter(|index| client.ci_profile(gi, *index, 0).is_ok()).collect();
@@ -167,7 +167,7 @@ fn compute_instances_are_cut_from_the_slices_of_their_gpu_instance() {
 }
 
 #[test]
-fn a_mig_device_refuses_what_is_the_gpus() {
+fn mig_device_refuses_gpu_calls() {
     let (_node, client, gpu) = with_mig();
     client.instance(gpu, 19, 0, (0, 1));
     let mig = client.mig_device(gpu, 0).expect("a MIG device");
@@ -182,7 +182,7 @@ fn a_mig_device_refuses_what_is_the_gpus() {
 }
 
 #[test]
-fn a_hopper_in_use_keeps_its_mode() {
+fn hopper_in_use_keeps_its_mig_mode() {
     let node = Node::up("H100-SXM5-80GB");
     let client = node.client();
     let gpu = client.device(0).expect("a GPU");
@@ -198,7 +198,7 @@ fn a_hopper_in_use_keeps_its_mode() {
 }
 
 #[test]
-fn an_ampere_in_use_waits_for_a_reset() {
+fn ampere_in_use_changes_its_mig_mode_at_reset() {
     let node = Node::up("A100-SXM4-40GB");
     let client = node.client();
     let gpu = client.device(0).expect("a GPU");
@@ -211,7 +211,7 @@ fn an_ampere_in_use_waits_for_a_reset() {
 }
 
 #[test]
-fn an_ampere_in_a_virtual_machine_says_that_it_wants_a_reset() {
+fn ampere_in_a_vm_requires_a_reset() {
     let node = Node::with("A30-24GB", |options| options.host.vm = true);
     let client = node.client();
     let gpu = client.device(0).expect("a GPU");
@@ -220,7 +220,7 @@ fn an_ampere_in_a_virtual_machine_says_that_it_wants_a_reset() {
 }
 
 #[test]
-fn without_privilege_nothing_is_changed() {
+fn unprivileged_process_changes_nothing() {
     let (node, client, gpu) = with_mig();
     let (gi, ci) = client.instance(gpu, 19, 0, (0, 1));
     let set = |privilege| {
@@ -231,7 +231,7 @@ fn without_privilege_nothing_is_changed() {
         node.sim.update(change).expect("a state");
     };
     set(Privilege::Nobody);
-    // The node of the capability alone lets one create and destroy instances.
+    // The capability node alone allows creating and destroying instances.
     let config = node.sim.dev().join("nvidia-caps/nvidia-cap1");
     assert!(client.create_gi(gpu, 19, Some((1, 1))).is_ok());
     std::fs::remove_file(&config).expect("the node of mig/config");
@@ -247,7 +247,7 @@ fn without_privilege_nothing_is_changed() {
 }
 
 #[test]
-fn a_lost_gpu_says_so_in_every_call_and_its_neighbour_does_not() {
+fn lost_gpu_fails_every_call_and_others_work() {
     let node = Node::up("2xH100-SXM5-80GB");
     let client = node.client();
     let (lost, other) = (client.device(0).expect("a GPU"), client.device(1).expect("a GPU"));
@@ -261,7 +261,7 @@ fn a_lost_gpu_says_so_in_every_call_and_its_neighbour_does_not() {
 }
 
 #[test]
-fn init_is_counted() {
+fn init_and_shutdown_are_counted() {
     let node = Node::up("L4");
     let client = node.loaded();
     assert_eq!(client.shutdown(), UNINITIALIZED);
@@ -276,7 +276,7 @@ fn init_is_counted() {
 }
 
 #[test]
-fn without_kernel_modules_there_is_no_driver() {
+fn init_fails_without_kernel_modules() {
     let node = Node::with("L4", |options| options.host.bare = true);
     assert_eq!(node.loaded().init(), DRIVER_NOT_LOADED);
 }

@@ -1,4 +1,4 @@
-//! Events: whom they reach, what they say, and how long one waits.
+//! Events: delivery, content and timeouts.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -13,7 +13,7 @@ fn xid(node: &Node, slot: usize, number: u64, instance: Option<(u32, u32)>) {
 }
 
 #[test]
-fn an_event_reaches_who_registered_before_it_once() {
+fn event_is_delivered_once_to_earlier_registrations() {
     let node = Node::up("2xH100-SXM5-80GB");
     let client = node.client();
     let (first, second) = (client.device(0).expect("a GPU"), client.device(1).expect("a GPU"));
@@ -32,7 +32,7 @@ fn an_event_reaches_who_registered_before_it_once() {
 }
 
 #[test]
-fn an_xid_says_its_instance() {
+fn xid_event_has_its_instance() {
     let node = Node::up("H100-SXM5-80GB");
     let client = node.client();
     let set = client.event_set();
@@ -43,7 +43,7 @@ fn an_xid_says_its_instance() {
 }
 
 #[test]
-fn a_waiting_call_is_woken_by_another_process() {
+fn waiting_call_gets_an_event_of_another_process() {
     let node = Node::up("H100-SXM5-80GB");
     let client = node.client();
     let gpu = client.device(0).expect("a GPU");
@@ -56,7 +56,7 @@ fn a_waiting_call_is_woken_by_another_process() {
 }
 
 #[test]
-fn kinds_that_are_not_known_or_not_there_are_refused() {
+fn unknown_or_unsupported_event_kinds_are_refused() {
     let node = Node::up("H100-SXM5-80GB");
     let client = node.client();
     let gpu = client.device(0).expect("a GPU");
@@ -69,7 +69,7 @@ fn kinds_that_are_not_known_or_not_there_are_refused() {
 }
 
 #[test]
-fn a_wait_ends_when_all_its_gpus_are_lost() {
+fn wait_ends_when_all_gpus_of_the_set_are_lost() {
     let node = Node::up("H100-SXM5-80GB");
     let client = node.client();
     let set = client.event_set();

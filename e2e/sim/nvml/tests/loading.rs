@@ -1,4 +1,4 @@
-//! Loading: twice, two simulators at once, from threads, in a child after a fork.
+//! Loading the library twice, from two simulators, in threads, and in a child after a fork.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use common::*;
 
 #[test]
-fn one_file_loaded_twice_is_one_library() {
+fn file_loaded_twice_is_one_library() {
     let node = Node::up("L4");
     let (first, second) = (node.client(), node.loaded());
     assert_eq!(second.count(), Ok(1));
@@ -20,7 +20,7 @@ fn one_file_loaded_twice_is_one_library() {
 }
 
 #[test]
-fn two_simulators_in_one_process_are_two_nodes() {
+fn process_can_load_the_libraries_of_two_simulators() {
     let (first, second) = (Node::up("L4"), Node::up("2xH100-SXM5-80GB"));
     let (left, right) = (first.client(), second.client());
     assert_eq!((left.count(), right.count()), (Ok(1), Ok(2)));
@@ -29,7 +29,7 @@ fn two_simulators_in_one_process_are_two_nodes() {
 }
 
 #[test]
-fn a_library_loaded_again_after_it_was_closed_works() {
+fn library_can_be_loaded_again_after_unloading() {
     let node = Node::up("L4");
     for _ in 0..3 {
         let client = node.client();
@@ -38,7 +38,7 @@ fn a_library_loaded_again_after_it_was_closed_works() {
     }
 }
 
-/// Creates and destroys an instance of its own slice of the GPU, again and again.
+/// Repeatedly creates and destroys an instance in one slice of the GPU.
 fn churn(client: &Client, gpu: Device, start: u32) {
     for _ in 0..20 {
         let (gi, ci) = client.instance(gpu, 19, 0, (start, 1));
@@ -49,7 +49,7 @@ fn churn(client: &Client, gpu: Device, start: u32) {
 }
 
 #[test]
-fn threads_share_it() {
+fn threads_share_the_library() {
     let node = Node::up("2xH100-SXM5-80GB");
     let client = node.client();
     for index in 0..2 {
@@ -57,7 +57,7 @@ fn threads_share_it() {
     }
     std::thread::scope(|scope| {
         for thread in 0..6 {
-            // Each thread has a client of its own: handles are values, valid in all.
+            // Each thread has its own client. Handles are values and valid in all of them.
             let client = node.loaded();
             scope.spawn(move || churn(&client, client.device(thread % 2).expect("a GPU"), thread));
         }
@@ -68,18 +68,19 @@ fn threads_share_it() {
     );
 }
 
-/// Runs `body` in a child process; whether it said yes.
+/// Runs `body` in a child process. Returns its result.
 fn in_child(body: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child runs `body` and leaves by `_exit`; nothing of the parent's other threads is waited for.
+    // SAFETY: the child runs `body` and exits with `_exit`; it does not wait for the parent's other
+    // threads.
     match unsafe { libc::fork() } {
         0 => {
-            let well = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(false);
-            // SAFETY: leaves at once.
-            unsafe { libc::_exit(i32::from(!well)) }
+            let succeeded = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(false);
+            // SAFETY: exits immediately.
+            unsafe { libc::_exit(i32::from(!succeeded)) }
         }
         child => {
             let mut status = 0;
-            // SAFETY: `child` is a child of this process and `status` a place for its state.
+            // SAFETY: `child` is a child of this process, and `status` is writable for its state.
             assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
             status == 0
         }
@@ -87,7 +88,7 @@ fn in_child(body: impl FnOnce() -> bool) -> bool {
 }
 
 #[test]
-fn a_child_goes_on_with_it_while_threads_of_its_parent_call() {
+fn forked_child_can_call_while_parent_threads_call() {
     let node = Node::up("H100-SXM5-80GB");
     let client = node.client();
     let gpu = client.device(0).expect("a GPU");
@@ -114,14 +115,14 @@ fn a_child_goes_on_with_it_while_threads_of_its_parent_call() {
     });
 }
 
-/// Lets the other thread end, so that the test fails and does not hang.
+/// Ends the other thread, so that the test fails instead of hanging.
 fn panic_after(done: &AtomicBool) -> bool {
     done.store(true, Ordering::Relaxed);
     false
 }
 
 #[test]
-fn what_one_process_makes_another_sees_and_it_outlives_its_maker() {
+fn instances_outlive_the_process_that_created_them() {
     let node = Node::up("H100-SXM5-80GB");
     assert!(in_child(|| {
         let client = node.client();

@@ -1,6 +1,7 @@
-//! `nvidia-smi` over the library: what it prints, what it changes, how it fails.
+//! Output, effects and errors of `nvidia-smi`.
 //!
-//! The program of this test stands in for `nvidia-smi` in the simulated driver root, so it has no test harness.
+//! This test program is also the `nvidia-smi` of the simulated driver root, so it has no test
+//! harness.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -18,10 +19,10 @@ fn main() -> ExitCode {
     }
     let tests: [(&str, fn()); 5] = [
         ("gpus_and_mig_devices_are_listed", gpus_and_mig_devices_are_listed),
-        ("instances_are_made_listed_and_destroyed", instances_are_made_listed_and_destroyed),
-        ("profiles_are_listed_as_a_real_card_does", profiles_are_listed_as_a_real_card_does),
-        ("what_nvml_has_no_call_for_is_in_the_state", what_nvml_has_no_call_for_is_in_the_state),
-        ("xml_says_what_nvml_says", xml_says_what_nvml_says),
+        ("instances_are_created_listed_and_destroyed", instances_are_created_listed_and_destroyed),
+        ("profile_list_matches_a_real_card", profile_list_matches_a_real_card),
+        ("settings_without_nvml_call_change_the_state", settings_without_nvml_call_change_the_state),
+        ("xml_matches_nvml", xml_matches_nvml),
     ];
     for (name, test) in tests {
         test();
@@ -30,7 +31,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Runs `nvidia-smi` of the node: its exit status and what it printed.
+/// Runs `nvidia-smi` of the node. Returns its exit status and output.
 fn smi(node: &Node, arguments: &str) -> (Option<i32>, String) {
     let program = node.dir.path().join("usr/bin/nvidia-smi");
     let output = Command::new(program).args(arguments.split_whitespace()).output().expect("nvidia-smi runs");
@@ -71,7 +72,7 @@ fn gpus_and_mig_devices_are_listed() {
     assert_eq!(smi(&node, "-nonsense").0, Some(2));
 }
 
-fn instances_are_made_listed_and_destroyed() {
+fn instances_are_created_listed_and_destroyed() {
     let node = Node::up("H100-SXM5-80GB,L4");
     check(&node, "mig -lgi", 6, "No MIG-enabled devices found.");
     smi(&node, "-mig 1 -i 0");
@@ -107,7 +108,7 @@ Failed to destroy GPU instances: In use by another client";
     check(&node, "-mig 0 -i 0", 0, "Disabled MIG Mode for GPU 00000000:0A:00.0\nAll done.");
 }
 
-fn profiles_are_listed_as_a_real_card_does() {
+fn profile_list_matches_a_real_card() {
     let node = Node::up("A100-SXM4-40GB");
     let (_, text) = smi(&node, "mig -lgip");
     let row = "
@@ -125,7 +126,7 @@ GPU  0 Profile ID  0 Placement : {0}:8";
     check(&node, "mig -lgipp", 0, placements);
 }
 
-fn what_nvml_has_no_call_for_is_in_the_state() {
+fn settings_without_nvml_call_change_the_state() {
     let node = Node::up("2xL4");
     let (gpu, _) = uuids(&node);
     smi(&node, &format!("compute-policy -i {gpu} --set-timeslice 2"));
@@ -153,7 +154,7 @@ fn what_nvml_has_no_call_for_is_in_the_state() {
     assert_eq!(modes, [(2, 0), (0, 3)]);
 }
 
-fn xml_says_what_nvml_says() {
+fn xml_matches_nvml() {
     let node = Node::up("H100-SXM5-80GB");
     smi(&node, "-mig 1");
     smi(&node, "mig -cgi 19:2 -C");

@@ -1,4 +1,4 @@
-//! What NVML says of the time of CUDA processes: as much as they had.
+//! NVML reports the GPU time of CUDA processes correctly.
 #![allow(unsafe_code, reason = "the library is called through C")]
 
 mod common;
@@ -6,8 +6,8 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::*;
-use divvy_sim::Guest;
-use divvy_sim::ledger::{Kernel, Place, Watcher};
+use divvy_sim::GpuProcess;
+use divvy_sim::usage::{Kernel, Place, UsageMonitor};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enums::gpm::GpmMetricId;
@@ -17,20 +17,20 @@ use nvml_wrapper::gpm::gpm_metrics_get;
 const WHOLE: Place = Place { slot: 0, instance: None };
 const MS: u64 = 1_000_000;
 
-/// A process's contexts on a part: this process's.
-fn guest(node: &Node, place: Place) -> Guest {
-    Guest::enter(node.sim.ledger().expect("a ledger"), place).expect("a GPU")
+/// Attaches this process to a partition.
+fn gpu_process(node: &Node, place: Place) -> GpuProcess {
+    GpuProcess::attach(node.sim.usage().expect("a usage file"), place).expect("a GPU")
 }
 
-fn submit(guest: &Guest, length: u64) {
-    guest.submit(Kernel { after: 0, length, touches: true });
+fn submit(gpu_process: &GpuProcess, length: u64) {
+    gpu_process.submit(Kernel { after: 0, length, touches: true });
 }
 
-/// Looks until something is seen.
-fn until<T>(mut look: impl FnMut() -> Option<T>) -> T {
+/// Polls until there is a result.
+fn until<T>(mut poll: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
-        if let Some(found) = look() {
+        if let Some(found) = poll() {
             return found;
         }
         assert!(Instant::now() < deadline, "nothing within a minute");
@@ -44,82 +44,84 @@ fn wrapper(node: &Node) -> Nvml {
 }
 
 #[test]
-fn what_was_served_is_what_was_submitted_and_no_more() {
+fn gpu_time_equals_the_submitted_work() {
     let node = Node::up("L4");
-    let watcher = Watcher::new(node.sim.ledger().expect("a ledger")).expect("a watcher");
-    let (one, two) = (guest(&node, WHOLE), guest(&node, WHOLE));
-    let begin = divvy_sim::ledger::now();
+    let monitor = UsageMonitor::new(node.sim.usage().expect("a usage file")).expect("a monitor");
+    let (one, two) = (gpu_process(&node, WHOLE), gpu_process(&node, WHOLE));
+    let begin = divvy_sim::usage::now();
     submit(&one, 30 * MS);
     submit(&two, 20 * MS);
     let had = |rest: u64| {
         until(|| {
-            let served = watcher.served();
+            let served = monitor.process_times();
             let at = served.first().map_or(begin, |first| first.at);
-            let sum: u64 = served.iter().map(|guest| guest.served).sum();
+            let sum: u64 = served.iter().map(|gpu_process| gpu_process.gpu_ns).sum();
             assert!(sum <= at - begin, "more than the time that has passed");
             (sum == rest).then_some(served)
         })
     };
     let served = had(50 * MS);
-    let mut each: Vec<u64> = served.iter().map(|guest| guest.served).collect();
+    let mut each: Vec<u64> = served.iter().map(|gpu_process| gpu_process.gpu_ns).collect();
     each.sort_unstable();
     assert_eq!(each, [20 * MS, 30 * MS]);
-    assert!(served.iter().all(|guest| guest.pid == std::process::id() && guest.place == WHOLE));
-    // Who comes in the row of one that has left has had nothing.
+    assert!(
+        served.iter().all(|gpu_process| gpu_process.pid == std::process::id() && gpu_process.place == WHOLE)
+    );
+    // A process in the row of one that has detached starts at 0.
     drop(one);
-    let three = guest(&node, WHOLE);
+    let three = gpu_process(&node, WHOLE);
     submit(&three, MS);
     had(21 * MS);
 }
 
 #[test]
-fn work_in_order_is_served_when_its_turn_comes() {
+fn in_order_work_runs_in_submission_order() {
     let node = Node::up("L4");
-    let watcher = Watcher::new(node.sim.ledger().expect("a ledger")).expect("a watcher");
-    let (one, two) = (guest(&node, WHOLE), guest(&node, WHOLE));
-    let begin = divvy_sim::ledger::now();
-    for guest in [&one, &two] {
-        guest.run_in_order();
-        (0..50).for_each(|_| submit(guest, 4 * MS));
+    let monitor = UsageMonitor::new(node.sim.usage().expect("a usage file")).expect("a monitor");
+    let (one, two) = (gpu_process(&node, WHOLE), gpu_process(&node, WHOLE));
+    let begin = divvy_sim::usage::now();
+    for gpu_process in [&one, &two] {
+        gpu_process.run_in_order();
+        (0..50).for_each(|_| submit(gpu_process, 4 * MS));
     }
-    // Each in one piece, the second behind the first.
+    // Each process runs in one stretch, the second after the first.
     until(|| {
-        let served = watcher.served();
-        let at = served.first().expect("two guests").at;
-        let each: Vec<u64> = served.iter().map(|guest| guest.served).collect();
+        let served = monitor.process_times();
+        let at = served.first().expect("two gpu_processes").at;
+        let each: Vec<u64> = served.iter().map(|gpu_process| gpu_process.gpu_ns).collect();
         let [first, second] = each[..] else { panic!("{each:?}") };
         assert!(first + second <= at - begin);
         assert!(second == 0 || first == 200 * MS, "{each:?}");
-        let (now, busy) = watcher.busy(WHOLE).expect("a part");
+        let (now, busy) = monitor.busy_time(WHOLE).expect("a part");
         assert!(busy >= first + second && busy <= now - begin);
         (second == 200 * MS).then_some(())
     });
 }
 
 #[test]
-fn utilisation_is_what_processes_had_since_a_sample() {
+fn utilization_matches_gpu_time_since_a_sample() {
     let node = Node::up("L4");
     let nvml = wrapper(&node);
     let gpu = nvml.device_by_index(0).expect("a GPU");
     assert!(matches!(gpu.process_utilization_stats(None), Err(NvmlError::NotFound)));
     let idle = gpu.utilization_rates().expect("rates");
     assert_eq!((idle.gpu, idle.memory), (0, 0));
-    let busy = guest(&node, WHOLE);
+    let busy = gpu_process(&node, WHOLE);
     submit(&busy, 3_600_000 * MS);
-    // A whole period of it.
+    // Waits for a whole period of work.
     until(|| gpu.utilization_rates().is_ok_and(|rates| rates.gpu == 100).then_some(()));
     let sample = gpu.process_utilization_stats(None).expect("a sample").pop().expect("a process");
     assert_eq!((sample.pid, sample.sm_util > 0), (std::process::id(), true));
     let later = until(|| match gpu.process_utilization_stats(sample.timestamp) {
-        // No period has ended since.
+        // No sample period has ended since.
         Err(NvmlError::NotFound) => None,
         found => found.expect("a sample").pop(),
     });
     assert!(later.timestamp > sample.timestamp);
     assert_eq!(later.sm_util, 100);
-    let other = guest(&node, WHOLE);
+    let other = gpu_process(&node, WHOLE);
     submit(&other, 3_600_000 * MS);
-    // Both are this process.
+    // Both GPU processes belong to this process.
     assert_eq!(until(|| gpu.process_utilization_stats(later.timestamp).ok()?.pop()).sm_util, 100);
     drop((busy, other));
     until(|| matches!(gpu.process_utilization_stats(None), Err(NvmlError::NotFound)).then_some(()));
@@ -127,31 +129,31 @@ fn utilisation_is_what_processes_had_since_a_sample() {
 }
 
 #[test]
-fn samples_that_name_one_process_say_of_it_what_all_had() {
+fn sample_that_names_one_process_has_the_total_time() {
     let node = Node::up("L4");
-    let watcher = Watcher::new(node.sim.ledger().expect("a ledger")).expect("a watcher");
+    let monitor = UsageMonitor::new(node.sim.usage().expect("a usage file")).expect("a monitor");
     let nvml = wrapper(&node);
     let gpu = nvml.device_by_index(0).expect("a GPU");
-    let begin = divvy_sim::ledger::now();
-    let busy = guest(&node, WHOLE);
+    let begin = divvy_sim::usage::now();
+    let busy = gpu_process(&node, WHOLE);
     submit(&busy, 3_600_000 * MS);
-    let named = |since: u64| watcher.named(WHOLE, since).unwrap_or_default();
+    let named = |since: u64| monitor.named_processes(WHOLE, since).unwrap_or_default();
     let one = until(|| named(begin).pop());
     assert_eq!((one.pid, one.busy > 0), (std::process::id(), true));
-    // NVML's words are whole.
+    // NVML reports whole numbers.
     let later = until(|| gpu.process_utilization_stats(None).ok()?.pop().filter(|sample| sample.sm_util > 0));
     assert_eq!(later.pid, std::process::id());
     let [first, second] = [named(begin), named(begin)];
     assert_eq!(
         first.first().map(|one| one.pid),
         second.first().map(|one| one.pid),
-        "who asks again hears the same"
+        "the same query has the same answer"
     );
     drop(busy);
 }
 
 #[test]
-fn instances_have_only_the_samples_of_the_performance_monitor() {
+fn instances_have_only_gpm_samples() {
     let node = Node::up("H100-SXM5-80GB");
     let nvml = wrapper(&node);
     let client = node.client();
@@ -167,7 +169,7 @@ fn instances_have_only_the_samples_of_the_performance_monitor() {
         client.gi_info(gi).expect("information").id
     };
     let (works, idles) = (made(0), made(4));
-    let busy = guest(&node, Place { slot: 0, instance: Some((works, 0)) });
+    let busy = gpu_process(&node, Place { slot: 0, instance: Some((works, 0)) });
     submit(&busy, 3_600_000 * MS);
     let share = |gi: u32| {
         let sample = || parent.gpm_mig_sample(gi).expect("a sample");

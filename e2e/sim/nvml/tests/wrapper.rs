@@ -1,4 +1,5 @@
-//! nvml-wrapper, as it comes: enumerating, and the whole life of a MIG instance by its raw calls.
+//! nvml-wrapper, unmodified: enumerating devices, and the life cycle of a MIG instance with its raw
+//! calls.
 #![allow(unsafe_code, reason = "nvml-wrapper's raw calls")]
 
 mod common;
@@ -27,7 +28,7 @@ fn check<T: PartialEq + Debug>(got: Result<T, NvmlError>, expected: T) {
 }
 
 #[test]
-fn it_enumerates_a_node() {
+fn wrapper_enumerates_a_node() {
     let node = Node::up("2xH100-SXM5-80GB,L4");
     let nvml = wrapper(&node);
     check(nvml.device_count(), 3);
@@ -58,7 +59,7 @@ fn it_enumerates_a_node() {
 }
 
 #[test]
-fn it_reads_processes_and_health() {
+fn wrapper_reads_processes_and_health() {
     let node = Node::up("H100-SXM5-80GB");
     let nvml = wrapper(&node);
     let gpu = nvml.device_by_index(0).expect("a GPU");
@@ -83,7 +84,7 @@ fn it_reads_processes_and_health() {
 }
 
 #[test]
-fn it_makes_uses_and_destroys_a_mig_instance() {
+fn wrapper_creates_and_destroys_a_mig_instance() {
     let node = Node::up("H100-SXM5-80GB");
     let nvml = wrapper(&node);
     let client = node.loaded();

@@ -1,4 +1,4 @@
-//! The words of the command line.
+//! Arguments of the command line.
 
 use crate::code::Code;
 use crate::state::ProcessKind;
@@ -7,21 +7,22 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Simulated NVIDIA GPUs: a driver root with libnvidia-ml, nvidia-smi, /proc, /sys and /dev
-/// over one state that all processes share and that survives them.
+/// Simulated NVIDIA GPUs: a driver root with libnvidia-ml, nvidia-smi, /proc, /sys and /dev. All
+/// processes share one state, which survives them.
 ///
-/// Make one with `divvy-sim up --gpus 8xH100-SXM5-80GB,2xL4 DIR`, point a driver's roots at
-/// DIR (driver root and dev root DIR, proc root DIR/proc, sys root DIR/sys), and use the other
-/// commands to look at the GPUs and to make them misbehave. The simulator ends with `rm -r DIR`.
+/// Create a simulator with `divvy-sim up --gpus 8xH100-SXM5-80GB,2xL4 DIR` and point a driver's
+/// roots at it: driver root and dev root DIR, proc root DIR/proc, sys root DIR/sys. The other
+/// commands show the GPUs and inject faults. `rm -r DIR` removes the simulator.
 ///
-/// Rules (latency, fault, hold) are about calls. Besides NVML's functions there are: `compute-policy`
-/// (nvidia-smi reads or sets the time slice), `mps-control` (the MPS control daemon handles a
-/// command or a client; at fault it dies), `mps-server` (an MPS server does a client's work; at fault
-/// it goes to FAULT, with GPU_IS_LOST it dies), `mps-control-start` and `mps-server-start`.
+/// The rules (latency, fault, hold) apply to calls. A call is a function of NVML, or one of these:
+/// `compute-policy` (nvidia-smi reads or sets the time slice), `mps-control` (the MPS control
+/// daemon handles a command or a client; a fault makes it exit), `mps-server` (an MPS server
+/// executes work of a client), `mps-control-start` and `mps-server-start`. A fault puts an MPS
+/// server in the FAULT state; GPU_IS_LOST makes it exit.
 #[derive(Debug, Parser)]
 #[command(name = "divvy-sim", version)]
 pub(super) struct Args {
-    /// The directory given to `up`
+    /// Directory of the simulator, as given to `up`
     #[arg(short = 'C', long, global = true, value_name = "DIR", env = "DIVVY_SIM")]
     pub(super) root: Option<PathBuf>,
     #[command(subcommand)]
@@ -30,108 +31,108 @@ pub(super) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
-    /// Make GPUs
+    /// Create a simulator
     Up(Up),
-    /// Draw the GPUs: what is cut out of each and who holds it
+    /// Draw the GPUs with their instances and holders
     Show {
-        /// Print the whole state instead
+        /// Print the whole state as JSON
         #[arg(long)]
         json: bool,
     },
-    /// Send an XID event
+    /// Queue an XID event
     Xid {
         gpu: GpuArg,
         xid: u64,
-        /// Attribute it to a compute instance, GI/CI
+        /// Attribute the event to a compute instance, GI/CI
         #[arg(long, value_name = "GI/CI", value_parser = instance)]
         instance: Option<(u32, u32)>,
     },
-    /// Set the recovery action that NVML reports, with its event: 0 none, 1 reset, 2 reboot,
-    /// 3 drain, 4 drain and reset
+    /// Set the recovery action that NVML reports, and queue its event: 0 none, 1 reset, 2 reboot, 3
+    /// drain, 4 drain and reset
     Recovery { gpu: GpuArg, action: u32 },
-    /// Let a GPU fall off the bus: its calls answer GPU_IS_LOST, and after a reboot it is missing
+    /// Make a GPU fall off the bus: its calls return GPU_IS_LOST, and after a reboot it is missing
     Lose {
         gpu: GpuArg,
-        /// It is found again at the next boot
+        /// The next boot finds it again
         #[arg(long)]
         comes_back: bool,
     },
-    /// Bring a lost GPU back; one that was missing at boot is there at the next
+    /// Restore a lost GPU. A GPU that was missing at boot is restored at the next boot
     Find { gpu: GpuArg },
-    /// Reset a GPU: instances are gone, a pending MIG mode becomes current
+    /// Reset a GPU: removes its instances and makes a pending MIG mode current
     Reset {
         gpu: GpuArg,
-        /// Even while processes run on it
+        /// Reset even if processes use the GPU
         #[arg(long)]
         force: bool,
     },
-    /// Reboot the node: instances, processes and settings are gone, minors are dealt anew
+    /// Reboot the node: removes instances, processes and settings, and assigns new minors
     Reboot,
     /// Replace the GPU driver by another version, as an upgrade does
     Driver { version: String },
-    /// Let processes use GPUs, so that what they hold is IN_USE
+    /// Add and remove processes, which make GPUs and instances IN_USE
     Process {
         #[command(subcommand)]
         command: ProcessCommand,
     },
-    /// Make calls slow; 0 makes them fast again
+    /// Delay calls; 0 removes the delay
     Latency {
-        /// Name of an NVML function or of another call (see `divvy-sim help`), or its beginning and a `*`
+        /// An NVML function or another call (see `divvy-sim help`), or a prefix and `*`
         call: String,
         ms: u64,
-        /// One such call at a time on the whole node
+        /// Run only one such call at a time on the whole node
         #[arg(long)]
         global_lock: bool,
-        /// Only on this GPU
+        /// Apply only to this GPU
         #[arg(long)]
         gpu: Option<GpuArg>,
     },
     /// Make calls fail
     Fault {
-        /// Name of an NVML function or of another call (see `divvy-sim help`), or its beginning and a `*`
+        /// An NVML function or another call (see `divvy-sim help`), or a prefix and `*`
         #[arg(required_unless_present = "clear")]
         call: Option<String>,
-        /// NVML return code: a name such as IN_USE or a number
+        /// NVML return code: a name such as IN_USE, or a number
         #[arg(required_unless_present = "clear")]
         code: Option<Code>,
-        /// Only the N-th call from now
+        /// Apply only to the N-th call from now
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         nth: Option<u64>,
-        /// The call has its effect, only its answer is lost
+        /// Fail after the effect: only the answer is replaced
         #[arg(long)]
         after: bool,
-        /// Only on this GPU
+        /// Apply only to this GPU
         #[arg(long)]
         gpu: Option<GpuArg>,
-        /// Take back the faults of that call, or all
+        /// Remove the faults of that call, or all
         #[arg(long, conflicts_with_all = ["code", "nth", "after", "gpu"])]
         clear: bool,
     },
-    /// Make calls block before or after their effect, until `release`
+    /// Block calls before or after their effect, until `release`
     Hold {
-        /// Name of an NVML function or of another call (see `divvy-sim help`), or its beginning and a `*`
+        /// An NVML function or another call (see `divvy-sim help`), or a prefix and `*`
         call: String,
         #[command(flatten)]
         side: Side,
-        /// Only the N-th call from now
+        /// Apply only to the N-th call from now
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         nth: Option<u64>,
-        /// Only on this GPU
+        /// Apply only to this GPU
         #[arg(long)]
         gpu: Option<GpuArg>,
     },
-    /// Print the calls that are blocked now, a JSON line each
+    /// Print the calls that are blocked now, one JSON line each
     Held {
-        /// Wait until there is one, at most that long
+        /// Wait until a call is blocked, for at most this time
         #[arg(long, value_name = "SECONDS")]
         wait: Option<u64>,
     },
-    /// Let blocked calls go on: those held by that name, or all
+    /// Release the calls that are blocked by that name, or all
     Release { call: Option<String> },
-    /// Print the calls made while the trace was on, a JSON line each
+    /// Print the traced calls, one JSON line each, or switch the trace
     Trace { toggle: Option<Toggle> },
-    /// Stand in for a CUDA process: a client of MPS where a control daemon is at the pipe directory, else a process on
-    /// the GPU or MIG device it sees; says in a JSON line what it has got and stays
+    /// Simulate a CUDA process: a client of MPS if a control daemon uses the pipe directory, else a
+    /// process on the GPU or MIG device that it sees. Prints a JSON line once it runs
     Client(Client),
     /// List the GPU models with their MIG profiles
     Catalogue,
@@ -139,46 +140,47 @@ pub(super) enum Command {
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Up {
-    /// Counts and models, see `divvy-sim catalogue`
+    /// Counts and models of the GPUs, see `divvy-sim catalogue`
     #[arg(long, value_name = "LIST", default_value = "8xH100-SXM5-80GB")]
     pub(super) gpus: String,
-    /// The driver root to make
+    /// The driver root to create
     pub(super) dir: PathBuf,
     /// Version of the GPU driver
     #[arg(long, default_value = "580.95.05")]
     pub(super) driver: String,
-    /// Version of CUDA that it speaks
+    /// CUDA version of the driver
     #[arg(long, default_value = "13.0", value_parser = cuda_version)]
     pub(super) cuda: (u32, u32),
-    /// Nodes with different seeds have different GPUs
+    /// Seed of the GPUs' ids; nodes with different seeds have different GPUs
     #[arg(long, default_value_t = 0)]
     pub(super) seed: u64,
-    /// NUMA nodes to spread the GPUs over; 0 for a machine that does not say
+    /// Number of NUMA nodes; 0 for a machine that does not report them
     #[arg(long, default_value_t = 2)]
     pub(super) numa_nodes: u32,
-    /// A virtual machine: GPUs cannot be reset from inside
+    /// Simulate a virtual machine, which cannot reset its GPUs
     #[arg(long)]
     pub(super) vm: bool,
-    /// Start without kernel modules and device nodes: somebody has to run nvidia-modprobe
+    /// Boot without kernel modules and device nodes, which nvidia-modprobe then has to load and
+    /// create
     #[arg(long)]
     pub(super) no_nodes: bool,
-    /// Make real character devices (root only), not empty files
+    /// Create real character devices (root only) instead of empty files
     #[arg(long)]
     pub(super) mknod: bool,
-    /// Give a compute instance another UUID each time it is made
+    /// Give a compute instance a new UUID each time it is created
     #[arg(long)]
     pub(super) fresh_uuids: bool,
-    /// Have each sample of a GPU's time say what each process had, instead of naming one and saying what all had, as
-    /// an H100 does
+    /// Report the GPU time of each process in each sample. Without this, a sample has the sum of
+    /// all processes and names one of them, as on an H100
     #[arg(long)]
     pub(super) divides_samples: bool,
-    /// Answer NO_PERMISSION to every change, even by root
+    /// Return NO_PERMISSION for every change, even by root
     #[arg(long)]
     pub(super) unprivileged: bool,
     /// The simulated libnvidia-ml, if it is not beside this program
     #[arg(long, value_name = "FILE")]
     pub(super) library: Option<PathBuf>,
-    /// The program that becomes nvidia-smi and nvidia-modprobe, if not this one
+    /// The program to install as nvidia-smi and nvidia-modprobe, if not this one
     #[arg(long, value_name = "FILE")]
     pub(super) program: Option<PathBuf>,
 }
@@ -188,43 +190,44 @@ pub(super) struct Client {
     /// Pipe directory of the control daemon [default: $CUDA_MPS_PIPE_DIRECTORY, else /tmp/nvidia-mps]
     #[arg(long, value_name = "DIR")]
     pub(super) pipe: Option<PathBuf>,
-    /// User that it claims to be, to the control daemon [default: its own]
+    /// User id to report to the control daemon [default: its own]
     #[arg(long)]
     pub(super) uid: Option<u32>,
     #[arg(long, default_value = "python3")]
     pub(super) name: String,
-    /// MiB that it allocates
+    /// Memory to allocate, in MiB
     #[arg(long, value_name = "MIB", default_value_t = 512)]
     pub(super) memory: u64,
-    /// GPU or MIG UUID, or index, without MPS [default: the first of $CUDA_VISIBLE_DEVICES, else the first it sees]
+    /// GPU or MIG UUID, or index; without MPS only [default: the first of $CUDA_VISIBLE_DEVICES,
+    /// else the first visible device]
     #[arg(long)]
     pub(super) device: Option<String>,
-    /// Stay connected after a fatal error
+    /// Keep running after a fatal error
     #[arg(long)]
     pub(super) stubborn: bool,
-    /// End after that time [default: never]
+    /// Exit after this time [default: never]
     #[arg(long = "for", value_name = "SECONDS")]
     pub(super) seconds: Option<f64>,
 }
 
 #[derive(Debug, Subcommand)]
 pub(super) enum ProcessCommand {
-    /// A process starts on a GPU or in one of its compute instances
+    /// Add a process on a GPU or in one of its compute instances
     Add {
         gpu: GpuArg,
         pid: u32,
         #[arg(long, default_value = "python3")]
         name: String,
-        /// GPU instance and compute instance; needed where MIG is on
+        /// GPU instance and compute instance; required if MIG is enabled
         #[arg(long, value_name = "GI/CI", value_parser = instance)]
         instance: Option<(u32, u32)>,
-        /// MiB that it has allocated
+        /// Memory that it has allocated, in MiB
         #[arg(long, value_name = "MIB", default_value_t = 512)]
         memory: u64,
         #[arg(long, value_enum, default_value_t = Kind::Compute)]
         kind: Kind,
     },
-    /// A monitoring agent or X server holds a GPU, or one GPU instance of it
+    /// Add a client, such as a monitoring agent, that holds a GPU or one of its GPU instances
     Hold {
         gpu: GpuArg,
         pid: u32,
@@ -233,7 +236,7 @@ pub(super) enum ProcessCommand {
         #[arg(long)]
         gi: Option<u32>,
     },
-    /// A process ends, on that GPU or on all
+    /// Remove a process, from that GPU or from all
     Remove {
         pid: u32,
         #[arg(long)]
@@ -266,7 +269,7 @@ pub(super) struct Side {
     pub(super) after: bool,
 }
 
-/// A GPU: the number that `show` prints, or its UUID.
+/// A GPU: its number in `show`, or its UUID.
 #[derive(Clone, Debug)]
 pub(super) enum GpuArg {
     Slot(usize),
@@ -281,7 +284,7 @@ impl FromStr for GpuArg {
             return Ok(Self::Uuid(text.to_owned()));
         }
         let number = text.parse().map(Self::Slot);
-        number.map_err(|_| "a GPU is its number in `divvy-sim show`, or its UUID".to_owned())
+        number.map_err(|_| "give the GPU by its number in `divvy-sim show` or by its UUID".to_owned())
     }
 }
 
@@ -304,13 +307,13 @@ impl Kind {
     }
 }
 
-/// `13.0`.
+/// Parses a version such as `13.0`.
 fn cuda_version(text: &str) -> Result<(u32, u32), String> {
     let parse = || {
         let (major, minor) = text.split_once('.')?;
         Some((major.parse().ok()?, minor.parse().ok()?))
     };
-    parse().ok_or_else(|| "write major and minor version as 13.0".to_owned())
+    parse().ok_or_else(|| "the format is MAJOR.MINOR, such as 13.0".to_owned())
 }
 
 fn instance(text: &str) -> Result<(u32, u32), String> {
@@ -318,5 +321,5 @@ fn instance(text: &str) -> Result<(u32, u32), String> {
         let (gi, ci) = text.split_once('/')?;
         Some((gi.parse().ok()?, ci.parse().ok()?))
     };
-    parse().ok_or_else(|| "write GPU instance and compute instance as 7/0".to_owned())
+    parse().ok_or_else(|| "the format is GI/CI, such as 7/0".to_owned())
 }

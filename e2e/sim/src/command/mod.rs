@@ -1,16 +1,16 @@
-//! The command line: `divvy-sim`, and the stand-ins when called by their names.
+//! The command line: `divvy-sim`, and the stand-ins that share its program.
 //!
-//! Every command does one operation of [`crate::operate`] on the simulator in
-//! `--root`, so what a person does by hand is what a test does in code.
+//! Every command does one operation of [`crate::operations`] on the simulator in `--root`, so that
+//! the command line and tests can do the same.
 
 mod args;
 
 use crate::catalogue;
 use crate::code::Code;
-use crate::control::{Latency, Pattern, When, alive};
+use crate::control::{Latency, Pattern, When, is_alive};
 use crate::sim::Sim;
 use crate::state::{Holder, Host, Privilege, Process, State};
-use crate::{draw, modprobe, mps, smi, up};
+use crate::{driver_root, gpu_map, modprobe, mps, smi};
 use anyhow::{Context, Result, bail};
 use args::{Args, Command, GpuArg, ProcessCommand, Side, Toggle};
 use clap::Parser;
@@ -34,7 +34,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Runs the stand-in whose name this process was called by, if it is one.
+/// Runs the stand-in that this process was called as, if any.
 pub fn multicall() -> Option<ExitCode> {
     let name = std::env::args_os().next()?;
     match Path::new(&name).file_name().and_then(OsStr::to_str)? {
@@ -49,7 +49,7 @@ pub fn multicall() -> Option<ExitCode> {
 fn run(args: Args) -> Result<()> {
     let root = args.root;
     let open = || -> Result<Sim> {
-        let root = root.clone().context("which simulator? give --root DIR or set DIVVY_SIM")?;
+        let root = root.clone().context("no simulator given; use --root DIR or set DIVVY_SIM")?;
         Ok(Sim::open(root)?)
     };
     match args.command {
@@ -71,7 +71,7 @@ fn run(args: Args) -> Result<()> {
             state.reboot();
             Ok(())
         }),
-        Command::Driver { version } => Ok(up::replace_driver(&open()?, &version)?),
+        Command::Driver { version } => Ok(driver_root::replace_driver(&open()?, &version)?),
         Command::Process { command } => process(&open()?, command),
         Command::Latency { call, ms, global_lock, gpu } => {
             let sim = open()?;
@@ -98,7 +98,7 @@ fn run(args: Args) -> Result<()> {
             Ok(())
         }),
         Command::Client(client) => {
-            let wanted = mps::Wanted {
+            let wanted = mps::ClientOptions {
                 pipe: client.pipe,
                 uid: client.uid,
                 name: client.name,
@@ -107,7 +107,7 @@ fn run(args: Args) -> Result<()> {
                 stubborn: client.stubborn,
                 time: client.seconds.map(Duration::try_from_secs_f64).transpose().context("--for")?,
             };
-            // In a container the simulator is the one at its root.
+            // In a container, the simulator is at the root directory.
             mps::client_main(&wanted, || Ok(Sim::open(root.unwrap_or_else(|| "/".into()))?))
         }
         Command::Trace { toggle } => trace(&open()?, toggle),
@@ -117,13 +117,13 @@ fn run(args: Args) -> Result<()> {
 fn bring_up(wanted: args::Up) -> Result<()> {
     let library = match wanted.library {
         Some(library) => library,
-        None => up::library()?,
+        None => driver_root::library()?,
     };
     let multicall = match wanted.program {
         Some(program) => program,
         None => std::env::current_exe().context("cannot find this program")?,
     };
-    let mut options = up::Options::new(library, multicall);
+    let mut options = driver_root::Options::new(library, multicall);
     options.driver = wanted.driver;
     options.cuda = wanted.cuda;
     options.seed = wanted.seed;
@@ -136,21 +136,21 @@ fn bring_up(wanted: args::Up) -> Result<()> {
         divides_samples: wanted.divides_samples,
         privilege: if wanted.unprivileged { Privilege::Nobody } else { Privilege::Owner },
     };
-    let sim = up::up(&wanted.dir, &wanted.gpus, &options)?;
+    let sim = driver_root::create(&wanted.dir, &wanted.gpus, &options)?;
     show(&sim, false)
 }
 
 fn show(sim: &Sim, json: bool) -> Result<()> {
-    // Who may not write the state sees the dead a while longer.
-    drop(sim.bury());
+    // A process that may not write the state still sees dead processes.
+    drop(sim.remove_dead_processes());
     let state = sim.read()?;
     if json {
         return print(&format!("{}\n", serde_json::to_string_pretty(&*state)?));
     }
-    print(&draw(&state, std::io::stdout().is_terminal()))
+    print(&gpu_map::draw_gpus(&state, std::io::stdout().is_terminal()))
 }
 
-/// Does one operation, on a GPU or on the node.
+/// Runs one operation on a GPU or on the node.
 fn change(
     sim: &Sim,
     gpu: Option<&GpuArg>,
@@ -168,7 +168,7 @@ fn slot(state: &State, gpu: &GpuArg) -> Result<usize> {
         GpuArg::Slot(slot) => Some(*slot).filter(|slot| *slot < state.gpus.len()),
         GpuArg::Uuid(uuid) => state.gpus.iter().position(|gpu| gpu.uuid == *uuid),
     };
-    found.with_context(|| format!("no GPU {gpu}; `divvy-sim show` lists {}", state.gpus.len()))
+    found.with_context(|| format!("no GPU {gpu}; `divvy-sim show` lists {} GPUs", state.gpus.len()))
 }
 
 fn pattern(sim: &Sim, call: String, gpu: Option<&GpuArg>) -> Result<Pattern> {
@@ -222,13 +222,13 @@ fn fault(
     })
 }
 
-/// Prints the calls that are blocked, if need be after waiting for one.
+/// Prints the blocked calls. With `wait`, waits for one first.
 fn held(sim: &Sim, wait: Option<u64>) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(wait.unwrap_or(0));
     loop {
         let state = sim.read()?;
         let mut text = String::new();
-        for held in state.control.held.iter().filter(|held| alive(held)) {
+        for held in state.control.held.iter().filter(|held| is_alive(held)) {
             text.push_str(&serde_json::to_string(held)?);
             text.push('\n');
         }
@@ -297,11 +297,11 @@ fn list_models() -> String {
     text
 }
 
-/// A reader that goes away early is no error.
+/// Prints to stdout. A closed pipe is not an error.
 fn print(text: &str) -> Result<()> {
     match std::io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(error).context("cannot write to the terminal")
+            Err(error).context("cannot write to stdout")
         }
         _ => Ok(()),
     }

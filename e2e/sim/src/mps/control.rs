@@ -1,7 +1,8 @@
-//! The program `nvidia-cuda-mps-control`: its options, and the client that
-//! carries commands from stdin to the daemon.
+//! The program `nvidia-cuda-mps-control`: its options, and the client that sends commands from
+//! stdin to the daemon.
 
-use super::{Answer, Hello, Lines, SOCKET, daemon, pipe_directory};
+use super::daemon;
+use super::protocol::{Answer, ConnectRequest, JsonLines, SOCKET, pipe_directory};
 use std::io::BufRead;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Stdio};
@@ -14,12 +15,12 @@ usage: nvidia-cuda-mps-control [-d | -f] [-M | -multiuser-server]
     -M, -multiuser-server    one server for the clients of all users
 without options: read commands on stdin";
 
-/// From this release on the simulated program knows `-M`. The manual of 525 does not have it and that of 570 does; which
-/// release brought it is not written anywhere.
+/// Major version of the first driver whose program accepts `-M`. The manual of 525 does not have
+/// the option, that of 570 does; the exact release is not documented.
 const MULTI_USER_SINCE: u32 = 550;
 
-/// How long `-d` waits for its daemon.
-const START_WAIT: Duration = Duration::from_secs(20);
+/// How long `-d` waits for its daemon to start.
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Main of the program.
 pub(crate) fn main() -> ExitCode {
@@ -43,26 +44,26 @@ pub(crate) fn main() -> ExitCode {
 }
 
 fn knows_multi_user() -> bool {
-    let driver = super::own_sim().and_then(|sim| sim.read().ok()).map(|state| state.driver.clone());
+    let driver = super::protocol::own_sim().and_then(|sim| sim.read().ok()).map(|state| state.driver.clone());
     let major = driver.and_then(|driver| driver.split('.').next()?.parse::<u32>().ok());
     major.is_some_and(|major| major >= MULTI_USER_SINCE)
 }
 
-/// Carries each line to the daemon and prints the answer.
+/// Sends each line to the daemon and prints the answer.
 fn commands() -> ExitCode {
-    let Ok(mut daemon) = Lines::connect(&pipe_directory().join(SOCKET)) else {
+    let Ok(mut daemon) = JsonLines::connect(&pipe_directory().join(SOCKET)) else {
         println!("Cannot find MPS control daemon process");
         return ExitCode::FAILURE;
     };
-    let mut carry = || -> std::io::Result<()> {
-        daemon.send(&Hello::Commands)?;
+    let mut run = || -> std::io::Result<()> {
+        daemon.send(&ConnectRequest::Commands)?;
         for line in std::io::stdin().lock().lines() {
-            let Answer { text } = daemon.ask(&line?)?;
+            let Answer { text } = daemon.request(&line?)?;
             print!("{text}");
         }
         Ok(())
     };
-    match carry() {
+    match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) => {
             println!("Lost the connection to the MPS control daemon");
@@ -71,7 +72,7 @@ fn commands() -> ExitCode {
     }
 }
 
-/// Starts the daemon as a process of its own and waits until it answers.
+/// Starts the daemon as another process and waits until it is ready.
 fn background(multi_user: bool) -> ExitCode {
     let mut command = Command::new(std::env::args_os().next().unwrap_or_default());
     command.arg("-f").args(multi_user.then_some("-M")).process_group(0);
@@ -84,11 +85,12 @@ fn background(multi_user: bool) -> ExitCode {
         }
     };
     let begin = Instant::now();
-    while begin.elapsed() < START_WAIT {
+    while begin.elapsed() < START_TIMEOUT {
         if matches!(daemon.try_wait(), Ok(Some(_))) {
             return ExitCode::FAILURE;
         }
-        let pid = std::fs::read_to_string(pipe_directory().join(super::PID_FILE)).unwrap_or_default();
+        let pid =
+            std::fs::read_to_string(pipe_directory().join(super::protocol::PID_FILE)).unwrap_or_default();
         if pid.trim() == daemon.id().to_string() {
             return ExitCode::SUCCESS;
         }

@@ -1,27 +1,26 @@
-//! The program `nvidia-cuda-mps-server`: the one process on the GPU through which
-//! its clients run.
+//! The program `nvidia-cuda-mps-server`: the process on the GPU that executes its clients' work.
 //!
-//! A client is a connection: it is entered in the state when it is let in, under
-//! the process id that the kernel vouches for, and taken out when it goes. One
-//! client's fatal error is everybody's: the server is in FAULT, lets nobody in,
-//! and is well again when all clients of that hour have gone.
+//! Each client is one connection. Its entry in the state has the process id that the kernel reports
+//! for the socket. A fatal error of one client affects all: the server enters FAULT, refuses new
+//! clients, and recovers when all current clients are gone.
 
-use super::{
-    Client, Connected, Limits, Lines, Log, Reply, Request, SERVER, SERVER_START, Status, client_limit,
-    daemon, device, own_sim, pipe_directory,
+use super::daemon;
+use super::protocol::{
+    Client, Connected, JsonLines, Limits, Log, Reply, Request, SERVER, SERVER_START, Status, client_limit,
+    device, own_sim, pipe_directory,
 };
-use crate::alive::Alive;
 use crate::code::Code;
 use crate::control::Call;
-use crate::sim::{Failure, Sim};
+use crate::live_process::LiveProcess;
+use crate::sim::{Sim, SimError};
 use crate::state::{Process, ProcessKind};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// MiB that the server itself takes, as on a real card.
-const OWN_MEMORY: u64 = 30;
+/// Memory in MiB that the server itself uses, as on a real card.
+const SERVER_MEMORY_MIB: u64 = 30;
 
 struct Server {
     sim: Sim,
@@ -31,14 +30,15 @@ struct Server {
     uuid: String,
     limits: Limits,
     status: Status,
-    /// Ends with the last client.
+    /// Exits when the last client leaves.
     draining: bool,
-    clients: Vec<(Client, Alive)>,
-    /// The server's own entry.
-    _own: Alive,
+    clients: Vec<(Client, LiveProcess)>,
+    /// The server's own entry in the state.
+    _own: LiveProcess,
 }
 
-/// Main of the program; the control daemon gives the limits as its only argument and reads one line.
+/// Main of the program. The control daemon passes the limits as the only argument and reads one
+/// line.
 pub(crate) fn main() -> ExitCode {
     let log = Log::new("Server", "server.log");
     match start(log) {
@@ -55,9 +55,11 @@ pub(crate) fn main() -> ExitCode {
 }
 
 fn start(log: Log) -> Result<(Server, UnixListener), String> {
-    let argument = std::env::args().nth(1).ok_or("start the control daemon, it starts the server")?;
+    let argument = std::env::args()
+        .nth(1)
+        .ok_or("the control daemon starts this program; run nvidia-cuda-mps-control")?;
     let limits = serde_json::from_str(&argument).map_err(|error| error.to_string())?;
-    let sim = own_sim().ok_or("no GPU driver around this program")?;
+    let sim = own_sim().ok_or("this program is not in the root of a GPU driver")?;
     let visible = std::env::var("CUDA_VISIBLE_DEVICES").unwrap_or_else(|_| "0".to_owned());
     let state = sim.read().map_err(|error| error.to_string())?;
     let (slot, instance) = device(&state, &visible).ok_or_else(|| format!("no device {visible}"))?;
@@ -66,10 +68,12 @@ fn start(log: Log) -> Result<(Server, UnixListener), String> {
         name: "nvidia-cuda-mps-server".to_owned(),
         kind: ProcessKind::Compute,
         instance,
-        memory_mib: OWN_MEMORY,
+        memory_mib: SERVER_MEMORY_MIB,
     };
     let own = sim
-        .call(Call { name: SERVER_START, gpu: Some(slot), args: &[] }, || Ok(sim.enter(slot, process)?))
+        .call(Call { name: SERVER_START, gpu: Some(slot), args: &[] }, || {
+            Ok(sim.attach_process(slot, process)?)
+        })
         .map_err(|code| format!("{visible}: {code}"))?;
     let path = pipe_directory().join(daemon::socket(std::process::id()));
     let bound = || {
@@ -88,13 +92,13 @@ fn start(log: Log) -> Result<(Server, UnixListener), String> {
 fn serve(server: &Arc<Mutex<Server>>, listener: &UnixListener) -> ExitCode {
     for stream in listener.incoming().flatten() {
         let server = Arc::clone(server);
-        // Owned by the process: a connection ends with its other side or with the server.
-        std::thread::spawn(move || connection(&server, &mut Lines::new(stream)));
+        // Not joined: a connection ends with its other side or with the server.
+        std::thread::spawn(move || connection(&server, &mut JsonLines::new(stream)));
     }
     ExitCode::FAILURE
 }
 
-fn connection(server: &Mutex<Server>, lines: &mut Lines) {
+fn connection(server: &Mutex<Server>, lines: &mut JsonLines) {
     let lock = || server.lock().unwrap_or_else(PoisonError::into_inner);
     let mut client = None;
     while let Ok(request) = lines.receive() {
@@ -129,7 +133,7 @@ fn connection(server: &Mutex<Server>, lines: &mut Lines) {
                 Reply::Done
             }
             Request::Terminate { client } => {
-                lock().leave(client);
+                lock().remove_client(client);
                 Reply::Done
             }
         };
@@ -138,20 +142,23 @@ fn connection(server: &Mutex<Server>, lines: &mut Lines) {
         }
     }
     if let Some(pid) = client {
-        lock().leave(pid);
+        lock().remove_client(pid);
     }
 }
 
 impl Server {
-    /// Lets a client in, if there is room for it in every sense.
+    /// Accepts a client if the server's state, its limits and the GPU allow it.
     fn connect(&mut self, client: Client, wants: Limits) -> Reply {
-        let refused = |error: &str, why: &str| Reply::Refused(format!("{error}: {why}"));
+        let refused = |error: &str, reason: &str| Reply::Refused(format!("{error}: {reason}"));
         if self.status == Status::Fault || self.draining {
-            return refused("CUDA_ERROR_MPS_SERVER_NOT_READY", "the MPS server lets nobody in now");
+            return refused("CUDA_ERROR_MPS_SERVER_NOT_READY", "the MPS server accepts no clients now");
         }
         let limits = wants.tighter(self.limits);
         if limits.memory_mib.is_some_and(|limit| client.memory_mib > limit) {
-            return refused("CUDA_ERROR_OUT_OF_MEMORY", "more than the limit of pinned device memory");
+            return refused(
+                "CUDA_ERROR_OUT_OF_MEMORY",
+                "the client needs more than its limit of pinned device memory",
+            );
         }
         let most = self.sim.read().map_or(0, |state| client_limit(&state, self.slot, self.instance));
         if self.clients.len() >= most {
@@ -164,7 +171,7 @@ impl Server {
             instance: self.instance,
             memory_mib: client.memory_mib,
         };
-        match self.sim.enter(self.slot, process) {
+        match self.sim.attach_process(self.slot, process) {
             Ok(alive) => {
                 self.log.line(&format!("New client {} connected", alive.pid));
                 let connected = Connected {
@@ -178,14 +185,14 @@ impl Server {
                 self.clients.push((Client { pid: alive.pid, ..client }, alive));
                 Reply::Connected(connected)
             }
-            Err(Failure::Refused(Code::Memory)) => {
-                refused("CUDA_ERROR_OUT_OF_MEMORY", "the device has no more")
+            Err(SimError::Refused(Code::Memory)) => {
+                refused("CUDA_ERROR_OUT_OF_MEMORY", "the device has too little free memory")
             }
             Err(failure) => refused("CUDA_ERROR_MPS_CONNECTION_FAILED", &failure.to_string()),
         }
     }
 
-    /// A piece of a client's work, under the simulator's rules.
+    /// Executes work of a client under the simulator's rules.
     fn work(&mut self, client: Option<u32>) -> Reply {
         let Some(pid) = client.filter(|pid| self.clients.iter().any(|(client, _)| client.pid == *pid)) else {
             return Reply::Refused("CUDA_ERROR_MPS_CLIENT_TERMINATED: this client was terminated".to_owned());
@@ -204,16 +211,16 @@ impl Server {
         Reply::Refused("CUDA_ERROR_LAUNCH_FAILED: a client of the MPS server made a fatal error".to_owned())
     }
 
-    /// A client goes.
-    fn leave(&mut self, pid: u32) {
+    /// Removes a client.
+    fn remove_client(&mut self, pid: u32) {
         let before = self.clients.len();
         self.clients.retain(|(client, _)| client.pid != pid);
         if self.clients.len() == before {
             return;
         }
         self.log.line(&format!("Client {pid} disconnected"));
-        // Its entry's lock is gone; whoever is next would take it out.
-        drop(self.sim.bury());
+        // Removes the client's entry at once instead of with the next change of the state.
+        drop(self.sim.remove_dead_processes());
         if self.clients.is_empty() {
             if self.draining {
                 self.exit();

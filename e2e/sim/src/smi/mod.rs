@@ -1,15 +1,12 @@
-//! The stand-in for `nvidia-smi`: what drivers and people call it for, over the same library.
+//! The stand-in for `nvidia-smi`, with the options that drivers and people use, over the same
+//! library.
 //!
-//! Output has the shape of the real program's, because programs read it. One value has no NVML call: the time slice
-//! that `compute-policy` sets goes straight into the simulator's state, as a call named [`COMPUTE_POLICY`] that rules
-//! can slow down, refuse and hold like those of the library.
+//! The output has the format of the real program, because programs parse it. NVML has no call for
+//! the time slice of `compute-policy`; the stand-in changes it in the state.
 
-mod csv;
-mod instances;
-mod library;
 mod mig;
+mod nvml;
 mod query;
-mod structures;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -18,13 +15,12 @@ use crate::code::Code;
 use crate::control::Call;
 use crate::sim::Sim;
 use crate::state::State;
-use library::{Nvml, Smi, SmiError, text_of};
-use structures::Handle;
+use nvml::{Handle, Nvml, Selected, Smi, SmiError, text_of};
 
 const HELP: &str = "\
 nvidia-smi [OPTION] ...
     -L, --list-gpus                     GPUs and MIG devices with their UUIDs
-    -q, --query [-x, --xml-format]      all that is known
+    -q, --query [-x, --xml-format]      all properties
     --query-gpu=FIELD,... --format=csv[,noheader][,nounits]
     -mig, --multi-instance-gpu=0|1      MIG mode
     -c, --compute-mode=MODE             DEFAULT (0), PROHIBITED (2), EXCLUSIVE_PROCESS (3)
@@ -36,16 +32,11 @@ nvidia-smi mig -lgip | -lgipp | -lgi | -lcip | -lci | -cgi LIST [-C] | -cci [LIS
 nvidia-smi compute-policy -l | --set-timeslice=0|1|2|3 [-i LIST]
 nvidia-smi --version";
 
-/// The name that rules and the trace have for reading or setting a time slice; the trace's argument is the value set.
+/// Call name for rules and the trace: `nvidia-smi` reads or sets a time slice. The trace shows the
+/// new value.
 pub const COMPUTE_POLICY: &str = "compute-policy";
 
-/// A GPU that a command is about.
-struct Selected {
-    index: u32,
-    handle: Handle,
-}
-
-/// What to do.
+/// The parsed command.
 enum Command {
     Table,
     List,
@@ -62,7 +53,7 @@ enum Command {
     Help,
 }
 
-/// Main of `nvidia-smi`; the arguments are the process's.
+/// Main of `nvidia-smi`.
 pub fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().collect();
     let (name, rest) =
@@ -70,7 +61,7 @@ pub fn main() -> ExitCode {
     match parse(rest).and_then(|(command, ids)| run(&program(name), &command, ids.as_deref())) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // What is only a code was said by the command already.
+            // NOT_FOUND was already reported by the command.
             if !matches!(error, SmiError::Nvml(6)) {
                 println!("{error}");
             }
@@ -79,7 +70,8 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// The path this program was called by, links not followed: the driver root is around it.
+/// The path by which this program was called, without following links: its directory determines the
+/// driver root.
 fn program(name: &str) -> PathBuf {
     if name.contains('/') {
         return PathBuf::from(name);
@@ -89,7 +81,7 @@ fn program(name: &str) -> PathBuf {
     found.unwrap_or_else(|| PathBuf::from(name))
 }
 
-/// The command and the value of `-i`.
+/// Parses the command and the value of `-i`.
 fn parse(arguments: &[String]) -> Smi<(Command, Option<String>)> {
     let (ids, rest) = without_id(arguments)?;
     let usage =
@@ -102,7 +94,7 @@ fn parse(arguments: &[String]) -> Smi<(Command, Option<String>)> {
     Ok((command, ids))
 }
 
-/// Takes `-i` and its value out.
+/// Removes `-i` and its value from the arguments.
 fn without_id(arguments: &[String]) -> Smi<(Option<String>, Vec<String>)> {
     let (mut ids, mut rest) = (None, Vec::new());
     let mut arguments = arguments.iter();
@@ -123,7 +115,7 @@ fn without_id(arguments: &[String]) -> Smi<(Option<String>, Vec<String>)> {
     Ok((ids, rest))
 }
 
-/// Options and values in one list: `--name=value` is two.
+/// Splits `--name=value` into two words.
 fn words(arguments: &[String]) -> Vec<&str> {
     let mut words = Vec::new();
     for argument in arguments {
@@ -202,7 +194,7 @@ fn run(program: &Path, command: &Command, ids: Option<&str>) -> Smi<()> {
         Command::Table => query::table(&nvml, &gpus),
         Command::List => query::list(&nvml, &gpus),
         Command::Query { xml } => query::query(&nvml, &gpus, *xml),
-        Command::Csv { fields, format } => csv::csv(&nvml, &gpus, fields, format),
+        Command::Csv { fields, format } => query::csv(&nvml, &gpus, fields, format),
         Command::Mig(options) => mig::run(&nvml, &gpus, options),
         Command::MigMode(on) => each(&nvml, &gpus, |gpu, bus_id| set_mig_mode(&nvml, gpu, bus_id, *on)),
         Command::ComputeMode(mode) => each(&nvml, &gpus, |gpu, bus_id| {
@@ -231,7 +223,7 @@ fn run(program: &Path, command: &Command, ids: Option<&str>) -> Smi<()> {
                     Ok(())
                 })?)
             })?;
-            println!("Timeslice for GPU {bus_id} set to {}.", crate::draw::timeslice(*level));
+            println!("Timeslice for GPU {bus_id} set to {}.", crate::gpu_map::timeslice(*level));
             Ok(())
         }),
         Command::ListPolicy => gpus.iter().try_for_each(|gpu| {
@@ -240,14 +232,14 @@ fn run(program: &Path, command: &Command, ids: Option<&str>) -> Smi<()> {
             println!(
                 "Timeslice for GPU {}: {}",
                 nvml.pci(gpu.handle)?.bus_id(),
-                crate::draw::timeslice(level)
+                crate::gpu_map::timeslice(level)
             );
             Ok(())
         }),
     }
 }
 
-/// Does something to each GPU, then says so.
+/// Runs `act` for each GPU, then prints that all is done.
 fn each(nvml: &Nvml, gpus: &[Selected], act: impl Fn(Handle, &str) -> Smi<()>) -> Smi<()> {
     for gpu in gpus {
         act(gpu.handle, &nvml.pci(gpu.handle)?.bus_id())?;
@@ -270,9 +262,10 @@ fn set_mig_mode(nvml: &Nvml, gpu: Handle, bus_id: &str, on: bool) -> Smi<()> {
             println!("Warning: MIG mode is in pending {word} state for GPU {bus_id}:{}", text_of(code));
             if code == 19 {
                 println!(
-                    "{bus_id} is currently being used by one or more other processes (e.g. CUDA application or a \
-                     monitoring application such as another instance of nvidia-smi). Please first kill all processes \
-                     using the device and retry the command or reboot the system to make MIG mode effective."
+                    "{bus_id} is currently being used by one or more other processes (e.g. CUDA application \
+                     or a monitoring application such as another instance of nvidia-smi). Please first kill \
+                     all processes using the device and retry the command or reboot the system to make MIG \
+                     mode effective."
                 );
             }
         }
@@ -280,7 +273,7 @@ fn set_mig_mode(nvml: &Nvml, gpu: Handle, bus_id: &str, on: bool) -> Smi<()> {
     Ok(())
 }
 
-/// The GPUs that `-i` names, or all.
+/// The GPUs that `-i` selects, or all.
 fn select(nvml: &Nvml, ids: Option<&str>) -> Smi<Vec<Selected>> {
     let all: Vec<Selected> = (0..nvml.count()?)
         .map(|index| nvml.device(index).map(|handle| Selected { index, handle }))
@@ -310,26 +303,26 @@ fn select(nvml: &Nvml, ids: Option<&str>) -> Smi<Vec<Selected>> {
     Ok(found)
 }
 
-/// Changes the state behind the library, for what NVML has no call.
+/// Changes the state directly, for settings without an NVML call.
 fn change<T>(nvml: &Nvml, gpu: Handle, change: impl FnOnce(&mut State, usize) -> Result<T, Code>) -> Smi<T> {
-    let (sim, slot) = behind(nvml, gpu)?;
+    let (sim, slot) = sim_and_slot(nvml, gpu)?;
     sim.update(|state| change(state, slot)).map_err(|failure| refused(failure.into()))
 }
 
-/// Does what the resource manager is asked for about a GPU's compute policy.
+/// Runs a `compute-policy` call under the simulator's rules.
 fn policy_call<T>(
     nvml: &Nvml,
     gpu: Handle,
     args: &[u64],
     effect: impl FnOnce(&Sim, usize) -> Result<T, Code>,
 ) -> Smi<T> {
-    let (sim, slot) = behind(nvml, gpu)?;
+    let (sim, slot) = sim_and_slot(nvml, gpu)?;
     let call = Call { name: COMPUTE_POLICY, gpu: Some(slot), args };
     sim.call(call, || effect(&sim, slot)).map_err(refused)
 }
 
-/// The simulator behind the library, and the GPU's slot in it.
-fn behind(nvml: &Nvml, gpu: Handle) -> Smi<(Sim, usize)> {
+/// The simulator of the loaded library, and the GPU's slot in it.
+fn sim_and_slot(nvml: &Nvml, gpu: Handle) -> Smi<(Sim, usize)> {
     let uuid = nvml.uuid(gpu)?;
     let sim = Sim::from_library_path(&nvml.file()).map_err(|_| refused(Code::DriverNotLoaded))?;
     let state = sim.read().map_err(|failure| refused(failure.into()))?;

@@ -1,8 +1,6 @@
-//! What `nvidia-smi` tells of GPUs: `-L`, `-q` as text and XML, and the short table.
+//! `nvidia-smi -L`, `-q` as text and XML, `--query-gpu`, and the table.
 
-use super::Selected;
-use super::library::{Nvml, Smi};
-use super::structures::Handle;
+use super::nvml::{Handle, Nvml, Selected, Smi, SmiError};
 
 pub(super) const MIB: u64 = 1 << 20;
 const NA: &str = "N/A";
@@ -19,13 +17,13 @@ pub(super) fn list(nvml: &Nvml, gpus: &[Selected]) -> Smi<()> {
     Ok(())
 }
 
-/// The part of a MIG device's name behind `MIG`.
+/// The part of a MIG device's name after `MIG`.
 fn profile(nvml: &Nvml, device: Handle) -> Smi<String> {
     let name = nvml.name(device)?;
     Ok(name.rsplit_once("MIG ").map_or(name.clone(), |(_, profile)| profile.to_owned()))
 }
 
-/// The table without arguments, one line per GPU, MIG device and process.
+/// The table that is printed without arguments: one line for each GPU, MIG device and process.
 pub(super) fn table(nvml: &Nvml, gpus: &[Selected]) -> Smi<()> {
     let line = "+-----------------------------------------------------------------------------------------+";
     let print = |text: String| println!("|{text:<89}|");
@@ -85,11 +83,11 @@ pub(super) fn table(nvml: &Nvml, gpus: &[Selected]) -> Smi<()> {
     Ok(())
 }
 
-/// A line or a section of `-q`.
+/// A line or section of `-q`.
 enum Item {
     /// XML tag, label, value.
     Field(&'static str, &'static str, String),
-    /// XML tag with attributes, label, what is in it.
+    /// XML tag with attributes, label, content.
     Section(String, String, Vec<Item>),
 }
 
@@ -113,7 +111,7 @@ pub(super) fn query(nvml: &Nvml, gpus: &[Selected], xml: bool) -> Smi<()> {
         items.push(Item::Section(
             format!("gpu id=\"{bus_id}\""),
             format!("GPU {bus_id}"),
-            of_gpu(nvml, gpu.handle)?,
+            gpu_items(nvml, gpu.handle)?,
         ));
     }
     if xml {
@@ -126,7 +124,7 @@ pub(super) fn query(nvml: &Nvml, gpus: &[Selected], xml: bool) -> Smi<()> {
     Ok(())
 }
 
-fn of_gpu(nvml: &Nvml, gpu: Handle) -> Smi<Vec<Item>> {
+fn gpu_items(nvml: &Nvml, gpu: Handle) -> Smi<Vec<Item>> {
     let pci = nvml.pci(gpu)?;
     let (current, pending) = match nvml.mig_mode(gpu) {
         Ok((current, pending)) => (on_off(current), on_off(pending)),
@@ -134,7 +132,7 @@ fn of_gpu(nvml: &Nvml, gpu: Handle) -> Smi<Vec<Item>> {
     };
     let mut devices = Vec::new();
     for (index, device) in nvml.mig_devices(gpu)?.into_iter().enumerate() {
-        devices.push(section("mig_device", "MIG Device", of_mig_device(nvml, device, index)?));
+        devices.push(section("mig_device", "MIG Device", mig_device_items(nvml, device, index)?));
     }
     if devices.is_empty() {
         devices.push(field("", "", "None"));
@@ -210,7 +208,7 @@ fn of_gpu(nvml: &Nvml, gpu: Handle) -> Smi<Vec<Item>> {
     ])
 }
 
-fn of_mig_device(nvml: &Nvml, device: Handle, index: usize) -> Smi<Vec<Item>> {
+fn mig_device_items(nvml: &Nvml, device: Handle, index: usize) -> Smi<Vec<Item>> {
     let one = |name| nvml.number(name, device).map(|number| number.to_string());
     let has = nvml.attributes(device)?;
     let count = |tag, label, count: u32| field(tag, label, count.to_string());
@@ -367,4 +365,53 @@ pub(super) const fn compute_mode(mode: u32) -> &'static str {
         2 => "Prohibited",
         _ => "Exclusive_Process",
     }
+}
+
+/// `--query-gpu=index,uuid,... --format=csv[,noheader][,nounits]`.
+pub(super) fn csv(nvml: &Nvml, gpus: &[Selected], fields: &str, format: &str) -> Smi<()> {
+    let fields: Vec<&str> = fields.split(',').map(str::trim).collect();
+    let units = !format.split(',').any(|part| part.trim() == "nounits");
+    if !format.split(',').any(|part| part.trim() == "noheader") {
+        let names: Vec<String> = fields
+            .iter()
+            .map(|field| {
+                if field.starts_with("memory.") && units {
+                    format!("{field} [MiB]")
+                } else {
+                    (*field).to_owned()
+                }
+            })
+            .collect();
+        println!("{}", names.join(", "));
+    }
+    for gpu in gpus {
+        let values: Smi<Vec<String>> = fields.iter().map(|field| value(nvml, gpu, field, units)).collect();
+        println!("{}", values?.join(", "));
+    }
+    Ok(())
+}
+
+fn value(nvml: &Nvml, gpu: &Selected, field: &str, units: bool) -> Smi<String> {
+    let size = |bytes: u64| if units { mib(bytes) } else { (bytes / MIB).to_string() };
+    let mode = |pick: fn((u32, u32)) -> u32| {
+        nvml.mig_mode(gpu.handle).map_or("[N/A]".to_owned(), |mode| on_off(pick(mode)).to_owned())
+    };
+    Ok(match field {
+        "index" => gpu.index.to_string(),
+        "uuid" | "gpu_uuid" => nvml.uuid(gpu.handle)?,
+        "name" | "gpu_name" => nvml.name(gpu.handle)?,
+        "serial" | "gpu_serial" => nvml.serial(gpu.handle)?,
+        "count" => nvml.count()?.to_string(),
+        "driver_version" => nvml.driver_version()?,
+        "pci.bus_id" | "gpu_bus_id" => nvml.pci(gpu.handle)?.bus_id(),
+        "memory.total" => size(nvml.memory(gpu.handle)?.total),
+        "memory.used" => size(nvml.memory(gpu.handle)?.used),
+        "memory.free" => size(nvml.memory(gpu.handle)?.free),
+        "memory.reserved" => size(nvml.memory(gpu.handle)?.reserved),
+        "mig.mode.current" => mode(|(current, _)| current),
+        "mig.mode.pending" => mode(|(_, pending)| pending),
+        "compute_mode" => compute_mode(nvml.number("nvmlDeviceGetComputeMode", gpu.handle)?).to_owned(),
+        "persistence_mode" => on_off(nvml.number("nvmlDeviceGetPersistenceMode", gpu.handle)?).to_owned(),
+        _ => return Err(SmiError::Usage(format!("Field \"{field}\" is not a valid field to query."))),
+    })
 }

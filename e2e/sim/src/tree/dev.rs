@@ -1,10 +1,10 @@
 //! `/dev/nvidia*`.
 
-use super::{Entry, Tree, major};
+use super::entry::{Entry, Tree, major};
 use crate::state::{Gpu, State};
-use crate::visible::{CAP_CONFIG, CAP_MONITOR, cap_ci, cap_gi};
+use crate::visible_devices::{CAP_CONFIG, CAP_MONITOR, cap_ci, cap_gi};
 
-/// Minors of the driver's own nodes.
+/// Minors of the driver's control and mode-setting nodes.
 const CTL: u32 = 255;
 const MODESET: u32 = 254;
 

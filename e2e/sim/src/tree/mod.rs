@@ -1,48 +1,24 @@
 //! `/proc`, `/sys` and `/dev` as the driver and the kernel show them.
 //!
-//! What should be there is a pure function of the state ([`proc`], [`sys`],
-//! [`dev`]); a change is the difference of two such maps. Only what differs is
-//! written, while the state's lock is held, so that a new instance has its
-//! capability files before anybody can learn of it.
+//! The trees are a pure function of the state ([`proc`], [`sys`], [`dev`]). A change writes only
+//! the difference between two trees. It happens under the state's lock, so that a new instance has
+//! its capability files before any process can see it.
 
 mod dev;
+mod entry;
 mod proc;
 mod sys;
 
+pub use entry::major;
+
 use crate::state::{Gpu, State};
+use entry::{Entry, Tree};
 use rustix::fs::{CWD, FileType, Mode};
-use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// Majors of the character devices, as `/proc/devices` lists them.
-pub mod major {
-    pub const NVIDIA: u32 = 195;
-    pub const UVM: u32 = 508;
-    pub const CAPS: u32 = 509;
-    pub const CAPS_IMEX: u32 = 510;
-}
-
-/// Something in the trees.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Entry {
-    Dir,
-    File(Vec<u8>),
-    Link(String),
-    /// A character device, or an empty regular file that stands for one.
-    Node {
-        major: u32,
-        minor: u32,
-        mode: u32,
-        real: bool,
-    },
-}
-
-/// Entries by path below the root.
-type Tree = BTreeMap<String, Entry>;
-
-/// Part of the trees could not be made.
+/// An entry of the trees that cannot be written or removed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot render {path}")]
 pub struct RenderError {
@@ -50,23 +26,23 @@ pub struct RenderError {
     pub source: io::Error,
 }
 
-/// How to bring the trees from one state to the next.
+/// The changes that lead from the trees of one state to those of the next.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Edits(Kind);
 
 #[derive(Debug, PartialEq, Eq)]
 enum Kind {
-    /// Instances came or went.
+    /// Only instances were created or destroyed.
     Some {
         write: Vec<(String, Entry)>,
-        /// Children before parents.
+        /// In reverse order, so that children come before their parents.
         remove: Vec<(String, Entry)>,
     },
-    /// The node looks different.
+    /// Other things changed: renders all trees.
     All(Tree),
 }
 
-/// The trees of a state, all of them.
+/// All trees of a state.
 fn tree(state: &State) -> Tree {
     let mut tree = Tree::new();
     proc::node(state, &mut tree);
@@ -82,7 +58,7 @@ fn tree(state: &State) -> Tree {
     tree
 }
 
-/// The part that follows a GPU's instances.
+/// The entries that depend on a GPU's instances.
 fn instances(state: &State, gpu: &Gpu, tree: &mut Tree) {
     if state.modules.nvidia && !gpu.missing {
         proc::instances(gpu, tree);
@@ -90,7 +66,7 @@ fn instances(state: &State, gpu: &Gpu, tree: &mut Tree) {
     }
 }
 
-/// What differs between the trees of two states.
+/// The changes between the trees of two states.
 pub fn changes(before: &State, after: &State) -> Edits {
     let same_node = before.driver == after.driver
         && before.boot == after.boot
@@ -119,7 +95,7 @@ fn difference(before: &Tree, after: &Tree) -> Edits {
     Edits(Kind::Some { write: write.map(own).collect(), remove: remove.map(own).collect() })
 }
 
-/// Renders everything, and removes what does not belong there.
+/// Renders all trees and removes what does not belong to them.
 pub fn render(root: &Path, state: &State) -> Result<(), RenderError> {
     render_tree(root, &tree(state))
 }
@@ -139,7 +115,8 @@ fn render_tree(root: &Path, tree: &Tree) -> Result<(), RenderError> {
     Ok(())
 }
 
-/// Makes one device node that a state has, if it was removed by hand.
+/// Creates a device node of the state if it was removed by hand. Returns whether the state has the
+/// node.
 pub(crate) fn ensure_node(root: &Path, state: &State, path: &str) -> Result<bool, RenderError> {
     match tree(state).get(path) {
         Some(entry @ Entry::Node { .. }) => write(root, path, entry).map(|()| true),
@@ -148,12 +125,12 @@ pub(crate) fn ensure_node(root: &Path, state: &State, path: &str) -> Result<bool
 }
 
 impl Edits {
-    /// Whether there is nothing to do.
+    /// Whether nothing changes.
     pub fn is_empty(&self) -> bool {
         matches!(&self.0, Kind::Some { write, remove } if write.is_empty() && remove.is_empty())
     }
 
-    /// Does it.
+    /// Writes the changes.
     pub fn apply(&self, root: &Path) -> Result<(), RenderError> {
         match &self.0 {
             Kind::All(tree) => render_tree(root, tree),
@@ -193,7 +170,7 @@ fn make(path: &Path, entry: &Entry) -> io::Result<()> {
         }
         Entry::File(bytes) => match std::fs::read(path) {
             Ok(old) if old == *bytes => Ok(()),
-            // Somebody may be reading the old text.
+            // Replaced atomically, because another process may be reading the file.
             Ok(_) => {
                 let new = path.with_extension("new");
                 std::fs::write(&new, bytes)?;
@@ -217,7 +194,7 @@ fn make(path: &Path, entry: &Entry) -> io::Result<()> {
             } else {
                 std::fs::write(path, [])?;
             }
-            // Not left to the umask.
+            // Set explicitly, because the umask restricts the mode of a new file.
             std::fs::set_permissions(path, PermissionsExt::from_mode(*mode))
         }
     }
@@ -232,7 +209,7 @@ fn remove(root: &Path, path: &str, dir: bool) -> Result<(), RenderError> {
     }
 }
 
-/// Removes what is below `path` and not in the tree.
+/// Removes everything below `path` that is not in the tree.
 fn sweep(root: &Path, path: &str, tree: &Tree) -> Result<(), RenderError> {
     let below = format!("{path}/");
     let parent = || tree.range(below.clone()..).next().is_some_and(|(next, _)| next.starts_with(&below));

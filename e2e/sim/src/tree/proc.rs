@@ -1,18 +1,18 @@
 //! `/proc/devices`, `/proc/driver/nvidia` and `/proc/driver/nvidia-caps`.
 
-use super::{Entry, Tree, major};
+use super::entry::{Entry, Tree, major};
 use crate::state::{Gpu, State};
-use crate::visible::{CAP_CONFIG, CAP_MONITOR, cap_ci, cap_gi};
+use crate::visible_devices::{CAP_CONFIG, CAP_MONITOR, cap_ci, cap_gi};
 use std::fmt::Write;
 
-/// Capabilities exist for this many GPUs, GPU instances and compute instances.
+/// Number of GPUs, GPU instances and compute instances that the driver has capabilities for.
 const GPUS: u32 = 32;
 const GPU_INSTANCES: u32 = 15;
 const COMPUTE_INSTANCES: u32 = 8;
-/// Behind the capabilities of all GPUs.
+/// The first minor after the capabilities of all GPUs.
 const CAP_FABRIC_IMEX: u32 = 4323;
 
-/// What does not depend on a GPU.
+/// Entries that do not depend on a GPU.
 pub(super) fn node(state: &State, tree: &mut Tree) {
     file(tree, "proc/devices", devices(state));
     file(tree, "proc/modules", modules(state));
@@ -40,7 +40,7 @@ pub(super) fn node(state: &State, tree: &mut Tree) {
     file(tree, "proc/driver/nvidia-caps/sys-minors", format!("fabric-imex-mgmt {CAP_FABRIC_IMEX}\n"));
 }
 
-/// What a GPU has as long as it is there.
+/// Entries of a GPU that is present.
 pub(super) fn gpu(state: &State, gpu: &Gpu, tree: &mut Tree) {
     let bus = gpu.bdf.split(':').nth(1).and_then(|bus| u32::from_str_radix(bus, 16).ok()).unwrap_or(0);
     let text = format!(
@@ -117,7 +117,7 @@ fn modules(state: &State) -> String {
     text
 }
 
-/// The whole table: it does not depend on what exists.
+/// The complete table of minors. It does not depend on which instances exist.
 fn mig_minors() -> String {
     let mut text = format!("config {CAP_CONFIG}\nmonitor {CAP_MONITOR}\n");
     for gpu in 0..GPUS {

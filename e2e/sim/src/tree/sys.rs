@@ -1,12 +1,12 @@
 //! `/sys`: the PCI tree with NUMA nodes, and the loaded modules.
 
-use super::{Entry, Tree};
+use super::entry::{Entry, Tree};
 use crate::state::{Gpu, State};
 
-/// CPUs of each NUMA node.
+/// Number of CPUs of each NUMA node.
 const CPUS_PER_NODE: u32 = 32;
 
-/// What does not depend on a GPU.
+/// Entries that do not depend on a GPU.
 pub(super) fn node(state: &State, tree: &mut Tree) {
     for (module, there) in [
         ("nvidia", state.modules.nvidia),
@@ -98,7 +98,7 @@ fn cpus(node: Option<u32>) -> String {
     format!("{first}-{}", first + CPUS_PER_NODE - 1)
 }
 
-/// `begin end flags` of the base address registers: registers, memory, and the rest unused.
+/// The base address registers as `begin end flags`: registers, memory, and unused ones.
 fn resources(slot: usize, bar1_mib: u64) -> String {
     let base = 0x10_0000_0000_u64 + ((slot as u64) << 40);
     let mut lines = vec![

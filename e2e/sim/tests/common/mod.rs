@@ -2,35 +2,35 @@
 
 #![allow(dead_code)] // each test binary uses its part
 
-use divvy_sim::{Options, Sim, up};
+use divvy_sim::{Options, Sim, create};
 use std::path::PathBuf;
 use tempfile::TempDir;
 
-/// A simulator that goes with the value.
+/// A simulator that is removed when dropped.
 pub(crate) struct Node {
     pub(crate) dir: TempDir,
     pub(crate) sim: Sim,
 }
 
 impl Node {
-    /// GPUs as in `divvy-sim up --gpus`.
-    pub(crate) fn up(gpus: &str) -> Self {
-        Self::up_with(gpus, |_| {})
+    /// Creates GPUs as `divvy-sim up --gpus` does.
+    pub(crate) fn create(gpus: &str) -> Self {
+        Self::create_with(gpus, |_| {})
     }
 
     /// The same with other options.
-    pub(crate) fn up_with(gpus: &str, change: impl FnOnce(&mut Options)) -> Self {
+    pub(crate) fn create_with(gpus: &str, change: impl FnOnce(&mut Options)) -> Self {
         let dir = TempDir::new().expect("a temporary directory");
         let library = dir.path().join("library.so");
         std::fs::write(&library, "stands for the library").expect("writable");
         let mut options = Options::new(library, PathBuf::from(env!("CARGO_BIN_EXE_divvy-sim")));
         change(&mut options);
-        let sim = up(&dir.path().join("node"), gpus, &options).expect("a simulator");
+        let sim = create(&dir.path().join("node"), gpus, &options).expect("a simulator");
         Self { dir, sim }
     }
 
-    /// Another process's view of it.
-    pub(crate) fn again(&self) -> Sim {
+    /// Opens the simulator again, as another process does.
+    pub(crate) fn reopen(&self) -> Sim {
         Sim::open(self.sim.root()).expect("the same simulator")
     }
 
@@ -39,7 +39,7 @@ impl Node {
         self.sim.root().join(path).symlink_metadata().is_ok()
     }
 
-    /// The text of a file below the root.
+    /// Content of a file below the root.
     pub(crate) fn text(&self, path: &str) -> String {
         std::fs::read_to_string(self.sim.root().join(path)).expect("a file")
     }

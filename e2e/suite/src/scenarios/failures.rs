@@ -1,126 +1,136 @@
-//! Parts of the cluster die; what was promised to pods stays.
+//! Parts of the cluster fail; running pods keep their devices.
 
+use crate::cluster::{AllocatedDevice, Cluster, Gpu, NODES, eventually};
 use crate::objects::{Claim, GPU, MIG, devices, profile, profile_on, request, uuid};
-use crate::world::{Gpu, Held, NODES, World, eventually};
 use anyhow::{Context, Result, ensure};
 use kube::api::{DeleteParams, ListParams};
 use std::time::Duration;
 
-pub(super) async fn a_killed_driver_disturbs_no_pod_and_catches_up(world: &World) -> Result<()> {
-    world.template("slice", devices(&[request("gpu", MIG, &profile("1g.10gb"))])).await?;
+pub(super) async fn node_daemon_recovers_after_a_kill(cluster: &Cluster) -> Result<()> {
+    cluster.create_template("slice", devices(&[request("gpu", MIG, &profile("1g.10gb"))])).await?;
     for pod in ["stays", "goes"] {
-        world.pod(pod, Claim::Template("slice")).await?;
+        cluster.start_pod(pod, Claim::Template("slice")).await?;
     }
     for pod in ["stays", "goes"] {
-        world.ready(pod).await?;
+        cluster.wait_ready(pod).await?;
     }
-    let before = world.sees_its_devices("stays").await?;
-    world.ctl("kill", "n1-driver")?;
-    world.pods.delete("goes", &DeleteParams::default()).await?;
-    world.pod("new", Claim::Template("slice")).await?;
-    // Long enough for the kubelet to try both and fail.
+    let before = cluster.verify_visible_devices("stays").await?;
+    cluster.ctl("kill", "n1-driver")?;
+    cluster.pods.delete("goes", &DeleteParams::default()).await?;
+    cluster.start_pod("new", Claim::Template("slice")).await?;
+    // Long enough for the kubelet to try to prepare and unprepare, and fail.
     tokio::time::sleep(Duration::from_secs(5)).await;
-    ensure!(world.pods.get_opt("goes").await?.is_some(), "a pod ended although nobody took its device back");
-    world.ctl("start", "n1-driver")?;
-    world.gone("goes").await?;
-    world.ready("new").await?;
-    world.sees_its_devices("new").await?;
-    ensure!(world.restarts("stays").await? == 0, "a running pod was restarted");
-    ensure!(world.sees_its_devices("stays").await? == before, "a running pod has another device");
+    ensure!(
+        cluster.pods.get_opt("goes").await?.is_some(),
+        "a pod ended although its device was not unprepared"
+    );
+    cluster.ctl("start", "n1-driver")?;
+    cluster.wait_gone("goes").await?;
+    cluster.wait_ready("new").await?;
+    cluster.verify_visible_devices("new").await?;
+    ensure!(cluster.restarts("stays").await? == 0, "a running pod was restarted");
+    ensure!(cluster.verify_visible_devices("stays").await? == before, "a running pod has another device");
     Ok(())
 }
 
-pub(super) async fn a_restarted_kubelet_finds_the_slices_again(world: &World) -> Result<()> {
-    world.template("slice", devices(&[request("gpu", MIG, &profile("2g.20gb"))])).await?;
-    world.pod("before", Claim::Template("slice")).await?;
-    world.ready("before").await?;
+pub(super) async fn slices_reappear_after_a_kubelet_restart(cluster: &Cluster) -> Result<()> {
+    cluster.create_template("slice", devices(&[request("gpu", MIG, &profile("2g.20gb"))])).await?;
+    cluster.start_pod("before", Claim::Template("slice")).await?;
+    cluster.wait_ready("before").await?;
     let uids = || async {
-        let slices = world.slices.list(&ListParams::default()).await?;
+        let slices = cluster.slices.list(&ListParams::default()).await?;
         let ours = slices.into_iter().filter(|slice| slice.spec.node_name.as_deref() == Some("n1"));
         anyhow::Ok(ours.filter_map(|slice| slice.metadata.uid).collect::<Vec<_>>())
     };
-    let (old, count) = (uids().await?, world.devices("n1").await?.len());
-    world.ctl("stop", "n1-kubelet")?;
-    world.ctl("start", "n1-kubelet")?;
-    // The kubelet deletes its node's slices when it starts.
+    let (old, count) = (uids().await?, cluster.devices("n1").await?.len());
+    cluster.ctl("stop", "n1-kubelet")?;
+    cluster.ctl("start", "n1-kubelet")?;
+    // The kubelet deletes its node's slices at its start.
     eventually("new slices", || async {
         let new = uids().await?;
-        ensure!(!new.is_empty() && new.iter().all(|uid| !old.contains(uid)), "old ones are there");
-        ensure!(world.devices("n1").await?.len() == count, "not all devices are there");
+        ensure!(!new.is_empty() && new.iter().all(|uid| !old.contains(uid)), "old slices still exist");
+        ensure!(cluster.devices("n1").await?.len() == count, "some devices are missing");
         Ok(())
     })
     .await?;
-    world.node_ready("n1").await?;
-    world.pod("after", Claim::Template("slice")).await?;
-    world.ready("after").await?;
-    world.sees_its_devices("after").await?;
-    ensure!(world.restarts("before").await? == 0, "a running pod was restarted");
-    world.sees_its_devices("before").await?;
+    cluster.wait_node_ready("n1").await?;
+    cluster.start_pod("after", Claim::Template("slice")).await?;
+    cluster.wait_ready("after").await?;
+    cluster.verify_visible_devices("after").await?;
+    ensure!(cluster.restarts("before").await? == 0, "a running pod was restarted");
+    cluster.verify_visible_devices("before").await?;
     Ok(())
 }
 
-pub(super) async fn a_force_deleted_pod_gives_its_gpu_back(world: &World) -> Result<()> {
-    let gpu = world.gpus("n1")?.remove(3).uuid;
-    world.template("slice", devices(&[request("gpu", MIG, &profile_on("7g.80gb", &gpu))])).await?;
-    world.template("whole", devices(&[request("gpu", GPU, &uuid(&gpu))])).await?;
-    world.pod("forced", Claim::Template("slice")).await?;
-    world.ready("forced").await?;
-    world.pods.delete("forced", &DeleteParams::default().grace_period(0)).await?;
-    world.gone("forced").await?;
-    world.pod("next", Claim::Template("whole")).await?;
-    world.ready("next").await?;
-    world.sees_its_devices("next").await?;
+pub(super) async fn force_deleted_pod_releases_its_gpu(cluster: &Cluster) -> Result<()> {
+    let gpu = cluster.gpus("n1")?.remove(3).uuid;
+    cluster.create_template("slice", devices(&[request("gpu", MIG, &profile_on("7g.80gb", &gpu))])).await?;
+    cluster.create_template("whole", devices(&[request("gpu", GPU, &uuid(&gpu))])).await?;
+    cluster.start_pod("forced", Claim::Template("slice")).await?;
+    cluster.wait_ready("forced").await?;
+    cluster.pods.delete("forced", &DeleteParams::default().grace_period(0)).await?;
+    cluster.wait_gone("forced").await?;
+    cluster.start_pod("next", Claim::Template("whole")).await?;
+    cluster.wait_ready("next").await?;
+    cluster.verify_visible_devices("next").await?;
     Ok(())
 }
 
-pub(super) async fn a_reboot_with_a_lost_gpu_keeps_numbers_and_claims(world: &World) -> Result<()> {
-    let gpus = world.gpus("n1")?;
+pub(super) async fn reboot_with_a_lost_gpu_keeps_claims(cluster: &Cluster) -> Result<()> {
+    let gpus = cluster.gpus("n1")?;
     let (lost, whole, cut) = (&gpus[0].uuid, &gpus[5], &gpus[6]);
-    world.template("whole", devices(&[request("gpu", GPU, &uuid(&whole.uuid))])).await?;
-    world.template("slice", devices(&[request("gpu", MIG, &profile_on("3g.40gb", &cut.uuid))])).await?;
-    world.pod("whole", Claim::Template("whole")).await?;
-    world.pod("slice", Claim::Template("slice")).await?;
+    cluster.create_template("whole", devices(&[request("gpu", GPU, &uuid(&whole.uuid))])).await?;
+    cluster
+        .create_template("slice", devices(&[request("gpu", MIG, &profile_on("3g.40gb", &cut.uuid))]))
+        .await?;
+    cluster.start_pod("whole", Claim::Template("whole")).await?;
+    cluster.start_pod("slice", Claim::Template("slice")).await?;
     let mut held = Vec::new();
     for pod in ["whole", "slice"] {
-        world.ready(pod).await?;
-        world.sees_its_devices(pod).await?;
-        held.push(world.holds_one(pod).await?);
+        cluster.wait_ready(pod).await?;
+        cluster.verify_visible_devices(pod).await?;
+        held.push(cluster.single_device(pod).await?);
     }
 
-    reboot(world, || world.sim("n1", &["lose", lost])).await?;
-    let result = after_the_reboot(world, &held, lost, whole).await;
-    // The other scenarios want all eight.
-    world.clean().await?;
-    reboot(world, || world.sim("n1", &["find", lost])).await?;
+    reboot(cluster, || cluster.sim("n1", &["lose", lost])).await?;
+    let result = after_the_reboot(cluster, &held, lost, whole).await;
+    // The other scenarios need all eight GPUs.
+    cluster.clean_up().await?;
+    reboot(cluster, || cluster.sim("n1", &["find", lost])).await?;
     result
 }
 
-/// A node loses power with its GPUs changed meanwhile, and comes back.
-pub(super) async fn reboot(world: &World, meanwhile: impl FnOnce() -> Result<String>) -> Result<()> {
-    world.ctl("power-off", "n1")?;
+/// Reboots a node after a power loss; `meanwhile` runs while it is off.
+pub(super) async fn reboot(cluster: &Cluster, meanwhile: impl FnOnce() -> Result<String>) -> Result<()> {
+    cluster.ctl("power-off", "n1")?;
     meanwhile()?;
-    world.sim("n1", &["reboot"])?;
-    world.ctl("power-on", "n1")?;
-    world.node_ready("n1").await
+    cluster.sim("n1", &["reboot"])?;
+    cluster.ctl("power-on", "n1")?;
+    cluster.wait_node_ready("n1").await
 }
 
-async fn after_the_reboot(world: &World, held: &[Held], lost: &str, whole: &Gpu) -> Result<()> {
+async fn after_the_reboot(
+    cluster: &Cluster,
+    held: &[AllocatedDevice],
+    lost: &str,
+    whole: &Gpu,
+) -> Result<()> {
     for (pod, held) in ["whole", "slice"].into_iter().zip(held) {
         eventually(&format!("pod {pod} started again"), || async {
-            ensure!(world.restarts(pod).await? > 0, "it was not");
+            ensure!(cluster.restarts(pod).await? > 0, "it was not restarted");
             Ok(())
         })
         .await?;
-        world.ready(pod).await?;
-        world.sees_its_devices(pod).await?;
-        ensure!(world.holds_one(pod).await? == *held, "pod {pod} holds another device");
+        cluster.wait_ready(pod).await?;
+        cluster.verify_visible_devices(pod).await?;
+        ensure!(cluster.single_device(pod).await? == *held, "pod {pod} has another device");
     }
-    let gpus = world.gpus("n1")?;
-    ensure!(gpus.iter().any(|gpu| gpu.uuid == lost && gpu.missing), "the lost GPU is there");
+    let gpus = cluster.gpus("n1")?;
+    ensure!(gpus.iter().any(|gpu| gpu.uuid == lost && gpu.missing), "the lost GPU is present");
     let now = gpus.iter().find(|gpu| gpu.uuid == whole.uuid).context("the claimed GPU is gone")?;
-    ensure!(now.minor != whole.minor, "minors did not shift, so this proves nothing");
+    ensure!(now.minor != whole.minor, "the minor numbers did not change, so this proves nothing");
     eventually("the lost GPU's device tainted", || async {
-        let devices = world.devices("n1").await?;
+        let devices = cluster.devices("n1").await?;
         let device = devices.get("gpu-0").context("gpu-0 is not published")?;
         ensure!(device.taints.as_ref().is_some_and(|taints| !taints.is_empty()), "it has no taint");
         Ok(())
@@ -128,23 +138,25 @@ async fn after_the_reboot(world: &World, held: &[Held], lost: &str, whole: &Gpu)
     .await
 }
 
-pub(super) async fn a_minute_without_the_api_server_costs_nothing(world: &World) -> Result<()> {
-    world.template("slice", devices(&[request("gpu", MIG, &profile("1g.10gb"))])).await?;
-    world.pod("before", Claim::Template("slice")).await?;
-    world.ready("before").await?;
-    let before = world.sees_its_devices("before").await?;
-    world.ctl("kill", "apiserver")?;
+pub(super) async fn pods_survive_a_minute_without_api_server(cluster: &Cluster) -> Result<()> {
+    cluster.create_template("slice", devices(&[request("gpu", MIG, &profile("1g.10gb"))])).await?;
+    cluster.start_pod("before", Claim::Template("slice")).await?;
+    cluster.wait_ready("before").await?;
+    let before = cluster.verify_visible_devices("before").await?;
+    cluster.ctl("kill", "apiserver")?;
     tokio::time::sleep(Duration::from_secs(60)).await;
-    world.ctl("start", "apiserver")?;
-    eventually("the API server", || async { world.pods.get("before").await.map(|_| ()).map_err(Into::into) })
-        .await?;
+    cluster.ctl("start", "apiserver")?;
+    eventually("the API server", || async {
+        cluster.pods.get("before").await.map(|_| ()).map_err(Into::into)
+    })
+    .await?;
     for node in NODES {
-        world.node_ready(node).await?;
+        cluster.wait_node_ready(node).await?;
     }
-    world.pod("after", Claim::Template("slice")).await?;
-    world.ready("after").await?;
-    world.sees_its_devices("after").await?;
-    ensure!(world.restarts("before").await? == 0, "a running pod was restarted");
-    ensure!(world.sees_its_devices("before").await? == before, "a running pod has another device");
+    cluster.start_pod("after", Claim::Template("slice")).await?;
+    cluster.wait_ready("after").await?;
+    cluster.verify_visible_devices("after").await?;
+    ensure!(cluster.restarts("before").await? == 0, "a running pod was restarted");
+    ensure!(cluster.verify_visible_devices("before").await? == before, "a running pod has another device");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The scenarios, by what they are about.
+//! The scenarios, grouped by subject.
 
 mod admission;
 mod compute;
@@ -12,75 +12,74 @@ mod shares;
 mod sharing;
 mod upgrade;
 
-use crate::world::World;
+use crate::cluster::Cluster;
 use anyhow::Result;
 use futures::future::LocalBoxFuture;
 
-/// A promise, in the words of its name.
+/// A scenario; its name states the expected behaviour.
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
-    pub(crate) run: for<'a> fn(&'a World) -> LocalBoxFuture<'a, Result<()>>,
+    pub(crate) run: for<'a> fn(&'a Cluster) -> LocalBoxFuture<'a, Result<()>>,
 }
 
 macro_rules! scenarios {
     ($($module:ident::$name:ident),* $(,)?) => {
-        &[$(Scenario { name: stringify!($name), run: |world| Box::pin($module::$name(world)) }),*]
+        &[$(Scenario { name: stringify!($name), run: |cluster| Box::pin($module::$name(cluster)) }),*]
     };
 }
 
 pub(crate) const ALL: &[Scenario] = scenarios![
-    sharing::a_template_gives_each_pod_its_own_mig_instance,
-    sharing::pods_share_a_whole_gpu_by_one_claim,
-    sharing::memory_selects_the_gpu,
-    sharing::two_gpus_are_neighbours_by_nvlink,
-    sharing::the_first_available_choice_is_taken,
-    sharing::seven_slices_are_seven_pods_and_the_eighth_waits,
-    sharing::a_gpu_goes_from_mig_to_whole_and_back,
-    sharing::admin_access_looks_on_and_takes_nothing,
-    modes::all_modes_run_on_one_node_at_once,
-    modes::one_gpu_goes_through_every_mode,
-    modes::slots_add_up_and_keep_every_other_mode_away,
-    modes::one_claim_may_mix_modes_of_different_gpus,
-    modes::a_list_of_choices_may_mix_modes,
-    mps::two_users_are_clients_of_one_gpu_at_once,
-    mps::pods_share_one_claims_gpu_by_mps,
-    mps::clients_outlive_the_node_daemon,
-    mps::a_deleted_keeper_comes_back_with_its_daemons,
-    shares::two_shares_of_a_gpu_see_and_keep_their_own,
-    shares::two_shares_of_an_instance_see_and_keep_their_own,
-    compute::two_shares_of_a_gpu_get_their_parts_of_its_time,
-    compute::a_changed_class_takes_effect_without_restarting_pods,
-    compute::a_pod_of_high_priority_goes_first,
+    sharing::template_gives_each_pod_its_own_mig_instance,
+    sharing::pods_share_a_whole_gpu_through_one_claim,
+    sharing::cel_selector_on_memory_selects_the_gpu,
+    sharing::nvlink_constraint_selects_connected_gpus,
+    sharing::first_available_request_takes_first_match,
+    sharing::eighth_pod_waits_for_a_free_mig_slice,
+    sharing::gpu_switches_between_mig_and_whole,
+    sharing::admin_access_does_not_consume_the_gpu,
+    modes::all_modes_run_on_one_node,
+    modes::one_gpu_switches_through_every_mode,
+    modes::timeslice_slots_exclude_other_modes,
+    modes::one_claim_may_mix_modes,
+    modes::first_available_list_may_mix_modes,
+    mps::mps_serves_clients_of_two_users,
+    mps::pods_share_a_claim_with_mps,
+    mps::mps_clients_survive_a_node_daemon_kill,
+    mps::mps_supervisor_restarts_its_daemons,
+    shares::two_shares_of_a_gpu_keep_their_limits,
+    shares::two_shares_of_a_mig_instance_keep_their_limits,
+    compute::two_shares_get_their_compute_time,
+    compute::class_change_applies_to_running_pods,
+    compute::high_priority_pod_goes_first,
     shares::shares_run_beside_other_modes,
-    shares::who_goes_round_the_library_is_ended,
-    shares::claims_of_every_mode_come_and_go,
-    admission::pods_of_the_device_plugin_run_unchanged,
-    admission::each_profile_has_its_class,
-    admission::what_prepare_would_refuse_is_not_accepted,
-    admission::a_nodes_driver_writes_its_own_slices_only,
-    admission::a_claims_status_tells_its_devices,
-    admission::beside_a_device_plugin_our_gpus_wait,
+    shares::process_that_bypasses_the_library_is_killed,
+    shares::random_claims_of_every_mode,
+    admission::device_plugin_pods_run_unchanged,
+    admission::each_mig_profile_has_a_device_class,
+    admission::admission_rejects_claims_that_prepare_would_refuse,
+    admission::node_daemon_writes_only_its_own_slices,
+    admission::claim_status_lists_its_devices,
+    admission::gpus_are_tainted_while_a_device_plugin_runs,
     examples::every_example_runs,
-    install::a_node_configuration_takes_effect_without_a_restart,
-    failures::a_killed_driver_disturbs_no_pod_and_catches_up,
-    failures::a_restarted_kubelet_finds_the_slices_again,
-    failures::a_force_deleted_pod_gives_its_gpu_back,
-    failures::a_reboot_with_a_lost_gpu_keeps_numbers_and_claims,
-    failures::a_minute_without_the_api_server_costs_nothing,
-    install::an_upgrade_disturbs_no_pod,
-    upgrade::turning_shares_on_keeps_and_releases_what_runs,
-    install::uninstall_is_refused_while_claims_live_and_leaves_nothing,
+    install::node_configuration_applies_without_restart,
+    failures::node_daemon_recovers_after_a_kill,
+    failures::slices_reappear_after_a_kubelet_restart,
+    failures::force_deleted_pod_releases_its_gpu,
+    failures::reboot_with_a_lost_gpu_keeps_claims,
+    failures::pods_survive_a_minute_without_api_server,
+    install::upgrade_does_not_disturb_pods,
+    upgrade::enabling_shares_keeps_running_pods,
+    install::uninstall_is_refused_while_claims_exist,
 ];
 
-/// For a server that keeps neither counters nor capacity.
+/// For an API server without partitionable devices and consumable capacity.
 pub(crate) const GATES_OFF: &[Scenario] = scenarios![
-    degraded::whole_gpus_are_all_there_is,
-    degraded::instances_that_exist_are_used_as_they_are,
-    degraded::what_is_missing_is_said,
-    sharing::pods_share_a_whole_gpu_by_one_claim,
-    sharing::two_gpus_are_neighbours_by_nvlink,
+    degraded::only_whole_gpus_are_published,
+    degraded::existing_mig_instances_are_used,
+    degraded::missing_features_are_reported,
+    sharing::pods_share_a_whole_gpu_through_one_claim,
+    sharing::nvlink_constraint_selects_connected_gpus,
 ];
 
-/// For an upgrade from a version before shares, which is installed.
-pub(crate) const FROM: &[Scenario] =
-    scenarios![upgrade::what_runs_since_before_shares_is_kept_counted_and_released];
+/// For an upgrade from an installed older version.
+pub(crate) const FROM: &[Scenario] = scenarios![upgrade::upgrade_keeps_running_pods];

@@ -1,9 +1,9 @@
-//! What the table holds: two words, the key (an address or a handle) and a packed value, so that a hundred thousand
-//! of them still lie in a core's own cache or beside it.
+//! The entries of the table.
+//!
+//! An entry has two words: the key (an address or a handle) and a packed value. So 100,000 entries
+//! fit into a core's own caches or nearly so.
 
-use super::Then;
-
-/// What a key is; the same number may be a key in several classes.
+/// The kind of key. The same number may be a key in several classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Class {
@@ -19,24 +19,25 @@ pub enum Class {
     Module = 5,
     /// A `CUmemoryPool`.
     Pool = 6,
-    /// The graph memory of a device, by its index.
+    /// The graph memory of a device, by the device's index.
     Graph = 7,
-    /// A handle of `cuMemCreate`. Bytes: the number of its object. Extra: references the program holds.
+    /// A handle of `cuMemCreate`. Bytes: the number of its object. Extra: the program's references.
     Handle = 8,
-    /// Physical memory by its number. Extra: handles' references and mappings together.
+    /// Physical memory by its number. Extra: references by handles and mappings together.
     Object = 9,
     /// A mapped address. Bytes: the number of its object.
     Mapping = 10,
-    /// The same address. Bytes: how long the mapping is.
+    /// A mapped address. Bytes: the length of the mapping.
     Length = 11,
-    /// A device pointer of managed memory that stands in for other memory: its entry is a [`Class::Pointer`] too.
-    /// Extra: the number of its context.
-    StandIn = 12,
-    /// A `CUmemoryPool`, for which nothing is charged by this entry. Extra: one more than the ordinal of the device whose
-    /// memory it has, 0 for the host's.
-    Owner = 13,
-    /// An executable graph on a device, for which nothing is charged by this entry. Bytes: what its memory nodes need there.
-    Need = 14,
+    /// A device pointer of managed memory that replaces device memory. A [`Class::Pointer`] entry
+    /// exists too. Extra: the number of its context.
+    Substitute = 12,
+    /// A `CUmemoryPool`, without a charge. Extra: the ordinal of the device that owns its memory
+    /// plus 1; 0 for host memory.
+    PoolOwner = 13,
+    /// An executable graph on a device, without a charge. Bytes: the size of its memory nodes
+    /// there.
+    GraphNeed = 14,
 }
 
 impl Class {
@@ -52,13 +53,13 @@ impl Class {
         Self::Object,
         Self::Mapping,
         Self::Length,
-        Self::StandIn,
-        Self::Owner,
-        Self::Need,
+        Self::Substitute,
+        Self::PoolOwner,
+        Self::GraphNeed,
     ];
 }
 
-/// One entry. A value of zero is no entry.
+/// One entry. A value of 0 is an empty entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub key: u64,
@@ -66,19 +67,26 @@ pub struct Entry {
     pub(super) value: u64,
 }
 
+/// The action on an entry after a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EntryAction {
+    Keep,
+    Remove,
+}
+
 const BYTES: u64 = (1 << 44) - 1;
 const MANAGED: u64 = 1 << 53;
-/// The largest extra. As a count it stands for "more than can be counted" and stays: such memory is
-/// charged until the process ends, never too little.
-pub(crate) const MANY: u64 = (1 << 10) - 1;
+/// The largest extra. A count that reaches it stays there: such memory is charged until the process
+/// exits, so the charge is never too low.
+pub(crate) const EXTRA_MAX: u64 = (1 << 10) - 1;
 
 impl Entry {
     pub fn new(class: Class, key: u64, device: u32, bytes: u64, extra: u64) -> Self {
         let value = bytes.min(BYTES) | (class as u64) << 44 | u64::from(device & 31) << 48;
-        Self { key, value: value | extra.min(MANY) << 54 }
+        Self { key, value: value | extra.min(EXTRA_MAX) << 54 }
     }
 
-    /// The same, of managed memory.
+    /// The same entry with the managed flag.
     #[must_use]
     pub fn managed(self, managed: bool) -> Self {
         Self { value: if managed { self.value | MANAGED } else { self.value & !MANAGED }, ..self }
@@ -97,7 +105,7 @@ impl Entry {
     }
 
     #[inline]
-    pub(super) fn is(&self, class: Class, key: u64) -> bool {
+    pub(super) fn matches(&self, class: Class, key: u64) -> bool {
         (self.key == key) & (self.number() == class as u64)
     }
 
@@ -114,7 +122,7 @@ impl Entry {
         self.value & BYTES
     }
 
-    /// The same with other bytes.
+    /// The same entry with other bytes.
     #[must_use]
     pub fn with_bytes(self, bytes: u64) -> Self {
         Self { value: self.value & !BYTES | bytes.min(BYTES), ..self }
@@ -125,19 +133,19 @@ impl Entry {
     }
 
     fn with_extra(self, extra: u64) -> Self {
-        Self { value: self.value & !(MANY << 54) | extra.min(MANY) << 54, ..self }
+        Self { value: self.value & !(EXTRA_MAX << 54) | extra.min(EXTRA_MAX) << 54, ..self }
     }
 
-    /// Counts one more in the extra.
-    pub(crate) fn hold(&mut self) {
+    /// Increments the count in the extra.
+    pub(crate) fn increment(&mut self) {
         *self = self.with_extra(self.extra() + 1);
     }
 
-    /// Counts so many less in the extra; what is to become of the entry.
-    pub(crate) fn let_go(&mut self, count: u64) -> Then {
-        if self.extra() < MANY {
+    /// Decrements the count in the extra. At 0, the action is to remove the entry.
+    pub(crate) fn decrement(&mut self, count: u64) -> EntryAction {
+        if self.extra() < EXTRA_MAX {
             *self = self.with_extra(self.extra().saturating_sub(count));
         }
-        if self.extra() == 0 { Then::Remove } else { Then::Keep }
+        if self.extra() == 0 { EntryAction::Remove } else { EntryAction::Keep }
     }
 }

@@ -1,14 +1,14 @@
-//! Gates that the node closes, for a while or for good.
+//! Gates that the node closes, with and without a deadline.
 
-use super::pace::{CALL, Gpu, MS, SECOND, US, about, launch, share};
-use super::world::device;
+use super::fixture::device;
+use super::throttle::{CALL, Gpu, MS, SECOND, US, compute_share, launch, vary};
 use crate::System;
 
 #[test]
-fn a_closed_gate_holds_launches_and_starves_nobody() {
-    let world = share(0);
-    let (policy, _) = world.pages();
-    let process = world.process(1);
+fn closed_gate_lets_one_launch_per_second_through() {
+    let container = compute_share(0);
+    let (policy, _) = container.pages();
+    let process = container.process(1);
     let gpu = Gpu::new(process.system());
     let at = |function| {
         launch(device(&process), &gpu, 0, function, US, true);
@@ -23,13 +23,13 @@ fn a_closed_gate_holds_launches_and_starves_nobody() {
 }
 
 #[test]
-fn a_gate_that_is_closed_for_a_while_opens_by_itself() {
-    let world = share(0);
-    let (policy, _) = world.pages();
-    let process = world.process(1);
+fn gate_with_a_deadline_opens_by_itself() {
+    let container = compute_share(0);
+    let (policy, _) = container.pages();
+    let process = container.process(1);
     let gpu = Gpu::new(process.system());
     let begin = process.system().now();
-    policy.close(begin + 200 * MS);
+    policy.close_gate_until(begin + 200 * MS);
     launch(device(&process), &gpu, 0, 1, US, true);
     assert_eq!(process.system().now(), begin + 200 * MS + CALL);
     (0..1000).for_each(|_| launch(device(&process), &gpu, 0, 1, US, true));
@@ -37,20 +37,20 @@ fn a_gate_that_is_closed_for_a_while_opens_by_itself() {
 }
 
 #[test]
-fn a_gate_is_closed_to_who_waits_for_time_or_for_the_device() {
+fn waiting_launch_respects_a_gate_closed_meanwhile() {
     for (name, cores, length) in [("time", 10, 100 * US), ("the device", 0, 5 * MS)] {
-        let world = share(cores);
-        let (policy, _) = world.pages();
-        policy.divide(true);
-        let process = world.process(1);
+        let container = compute_share(cores);
+        let (policy, _) = container.pages();
+        policy.set_agent_limited(true);
+        let process = container.process(1);
         let gpu = Gpu::new(process.system());
-        (0..500).for_each(|number| launch(device(&process), &gpu, 0, 1, about(length, number), true));
+        (0..500).for_each(|number| launch(device(&process), &gpu, 0, 1, vary(length, number), true));
         let until = process.system().now() + 300 * MS;
         process.system().close_at_wait(policy, until);
         for number in 0.. {
             let begun = process.system().now();
-            launch(device(&process), &gpu, 0, 1, about(length, number), true);
-            if policy.closed_until() > 0 {
+            launch(device(&process), &gpu, 0, 1, vary(length, number), true);
+            if policy.gate_closed_until() > 0 {
                 break;
             }
             assert!(begun < until, "{name}: it never waits");
@@ -60,18 +60,18 @@ fn a_gate_is_closed_to_who_waits_for_time_or_for_the_device() {
 }
 
 #[test]
-fn who_waits_while_a_gate_is_closed_whose_time_is_over_sleeps() {
+fn waiter_sleeps_under_a_gate_with_a_past_deadline() {
     for (name, cores, length) in [("time", 10, 100 * US), ("the device", 0, 5 * MS)] {
-        let world = share(cores);
-        let (policy, _) = world.pages();
-        policy.divide(true);
-        let process = world.process(1);
+        let container = compute_share(cores);
+        let (policy, _) = container.pages();
+        policy.set_agent_limited(true);
+        let process = container.process(1);
         let gpu = Gpu::new(process.system());
-        // The node closed it and is gone.
-        policy.close(1);
-        let vain = process.system().vain_waits();
-        (0..500).for_each(|number| launch(device(&process), &gpu, 0, 1, about(length, number), true));
+        // The node daemon closed the gate and has died.
+        policy.close_gate_until(1);
+        let immediate_returns = process.system().immediate_returns();
+        (0..500).for_each(|number| launch(device(&process), &gpu, 0, 1, vary(length, number), true));
         assert!(process.system().now() > 100 * MS, "{name}: it never waits");
-        assert_eq!(process.system().vain_waits() - vain, 0, "{name}");
+        assert_eq!(process.system().immediate_returns() - immediate_returns, 0, "{name}");
     }
 }

@@ -1,9 +1,9 @@
-//! Random events of several processes, forks and kills among them, against a model that only adds.
+//! Random events of several processes, including forks and kills, against a simple model.
 
 use super::MIB;
-use super::world::{CONTEXT, Pages, Process, World, device};
+use super::fixture::{CONTEXT, PagesSpec, Process, TestContainer, device};
 use crate::table::Class;
-use crate::{Grown, Kind};
+use crate::{AllocationKind, PoolKind};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -41,9 +41,9 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// What one process has, as its driver knows it.
+/// The allocations of one process, as its driver knows them.
 #[derive(Clone, Default)]
-struct Holds {
+struct Holdings {
     /// Bytes and context.
     pointers: BTreeMap<u64, (u64, u64)>,
     contexts: BTreeMap<u64, u64>,
@@ -54,7 +54,7 @@ struct Holds {
     pools: BTreeMap<u64, u64>,
 }
 
-impl Holds {
+impl Holdings {
     fn sum(&self) -> u64 {
         let objects = self.objects.iter().filter(|(_, references)| *references > 0).map(|(bytes, _)| bytes);
         self.pointers.values().map(|(bytes, _)| bytes).sum::<u64>()
@@ -64,86 +64,86 @@ impl Holds {
     }
 }
 
-struct Tenant {
+struct TestProcess {
     pid: u32,
     process: Process,
-    holds: Holds,
+    holdings: Holdings,
 }
 
-/// Applies the event in the process and in the model; `free` is what the share has left.
-fn apply(tenant: &mut Tenant, event: Event, free: u64) {
-    let (process, holds) = (&tenant.process, &mut tenant.holds);
+/// Applies the event to the process and to the model; `free` is the remaining limit.
+fn apply(test_process: &mut TestProcess, event: Event, free: u64) {
+    let (process, holdings) = (&test_process.process, &mut test_process.holdings);
     let device = device(process);
     let context = |number: u64| 0xc000 + number;
     match event {
-        Event::Alloc { pointer, bytes } if !holds.pointers.contains_key(&pointer) => {
+        Event::Alloc { pointer, bytes } if !holdings.pointers.contains_key(&pointer) => {
             let reserved = device.reserve(bytes);
             assert_eq!(reserved.is_ok(), bytes <= free);
             let Ok(reserved) = reserved else { return };
-            // Every other pointer is of the second context.
+            // Every other pointer belongs to the second context.
             let context = context(pointer % 2);
-            reserved.keep_all(Kind::Linear { pointer, context }).expect("it is kept");
-            holds.pointers.insert(pointer, (bytes, context));
+            reserved.commit_all(AllocationKind::Linear { pointer, context }).expect("it is recorded");
+            holdings.pointers.insert(pointer, (bytes, context));
         }
         Event::Free { pointer } => {
-            process.freeing(Class::Pointer, pointer).expect("nobody else frees it").freed();
-            holds.pointers.remove(&pointer);
+            process.begin_free(Class::Pointer, pointer).expect("no other free is pending").commit();
+            holdings.pointers.remove(&pointer);
         }
         Event::Context { handle } => {
-            let known = holds.contexts.contains_key(&context(handle));
+            let known = holdings.contexts.contains_key(&context(handle));
             let reserved = device.reserve_context();
             assert_eq!(reserved.is_ok(), CONTEXT <= free);
             let Ok(reserved) = reserved else { return };
-            reserved.keep_context(context(handle)).expect("it is kept");
+            reserved.commit_context(context(handle)).expect("it is recorded");
             if !known {
-                holds.contexts.insert(context(handle), CONTEXT);
+                holdings.contexts.insert(context(handle), CONTEXT);
             }
         }
         Event::ContextGone { handle } => {
-            process.context_leaves(context(handle)).into_iter().for_each(crate::Leaving::gone);
-            holds.contexts.remove(&context(handle));
-            holds.pointers.retain(|_, (_, of)| *of != context(handle));
+            process.begin_teardown(context(handle)).into_iter().for_each(crate::PendingTeardown::commit);
+            holdings.contexts.remove(&context(handle));
+            holdings.pointers.retain(|_, (_, of)| *of != context(handle));
         }
-        Event::Create { handle, bytes } if !holds.handles.contains_key(&handle) => {
+        Event::Create { handle, bytes } if !holdings.handles.contains_key(&handle) => {
             let reserved = device.reserve(bytes);
             assert_eq!(reserved.is_ok(), bytes <= free);
             let Ok(reserved) = reserved else { return };
-            reserved.keep_handle(handle).expect("it is kept");
-            holds.handles.insert(handle, (holds.objects.len(), 1));
-            holds.objects.push((bytes, 1));
+            reserved.commit_handle(handle).expect("it is recorded");
+            holdings.handles.insert(handle, (holdings.objects.len(), 1));
+            holdings.objects.push((bytes, 1));
         }
         Event::Release { handle } => {
-            let released = process.release(handle);
-            assert_eq!(released.is_some(), holds.handles.contains_key(&handle));
-            released.into_iter().for_each(crate::vmm::Release::released);
-            if let Some((object, references)) = holds.handles.get_mut(&handle) {
-                holds.objects[*object].1 -= 1;
+            let released = process.begin_release(handle);
+            assert_eq!(released.is_some(), holdings.handles.contains_key(&handle));
+            released.into_iter().for_each(crate::vmm::PendingRelease::commit);
+            if let Some((object, references)) = holdings.handles.get_mut(&handle) {
+                holdings.objects[*object].1 -= 1;
                 *references -= 1;
                 if *references == 0 {
-                    holds.handles.remove(&handle);
+                    holdings.handles.remove(&handle);
                 }
             }
         }
-        Event::Map { place, handle } if !holds.mappings.contains_key(&place) => {
-            process.hold(handle).into_iter().for_each(|held| held.mapped(place * MIB, MIB));
-            if let Some((object, _)) = holds.handles.get(&handle) {
-                holds.objects[*object].1 += 1;
-                holds.mappings.insert(place, *object);
+        Event::Map { place, handle } if !holdings.mappings.contains_key(&place) => {
+            process.add_reference(handle).into_iter().for_each(|held| held.mapped(place * MIB, MIB));
+            if let Some((object, _)) = holdings.handles.get(&handle) {
+                holdings.objects[*object].1 += 1;
+                holdings.mappings.insert(place, *object);
             }
         }
         Event::Unmap { place } => {
-            process.unmapped(place * MIB, MIB);
-            if let Some(object) = holds.mappings.remove(&place) {
-                holds.objects[object].1 -= 1;
+            process.remove_mappings(place * MIB, MIB);
+            if let Some(object) = holdings.mappings.remove(&place) {
+                holdings.objects[object].1 -= 1;
             }
         }
         Event::Pool { pool, reserved } => {
-            let before = holds.pools.get(&pool).copied().unwrap_or_default();
+            let before = holdings.pools.get(&pool).copied().unwrap_or_default();
             let growth = reserved.saturating_sub(before);
-            let settled = device.grow(Grown::Pool(pool)).settle(reserved);
+            let settled = device.open_pool(PoolKind::Pool(pool)).settle(reserved);
             assert_eq!(settled.is_ok(), growth <= free);
             if settled.is_ok() {
-                holds.pools.insert(pool, reserved);
+                holdings.pools.insert(pool, reserved);
             }
         }
         _ => {}
@@ -153,46 +153,49 @@ fn apply(tenant: &mut Tenant, event: Event, free: u64) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// One page, or the same limit in two: what is charged is what the living hold, always.
+    /// With one page, or the same limit in two: the charge always equals what living processes
+    /// hold.
     #[test]
-    fn what_is_charged_is_what_the_living_hold(
+    fn charge_equals_memory_of_living_processes(
         split in 0..LIMIT,
         events in proptest::collection::vec((0..3_usize, event()), 1..120),
     ) {
-        let world = World::new(&[Pages::share(split), Pages::share(LIMIT - split)]);
+        let container = TestContainer::new(&[PagesSpec::share(split), PagesSpec::share(LIMIT - split)]);
         let mut pids = 1..;
-        let mut born = |holds| {
+        let mut start = |holdings| {
             let pid = pids.next().expect("endless");
-            Tenant { pid, process: world.process(pid), holds }
+            TestProcess { pid, process: container.process(pid), holdings }
         };
-        let mut tenants = [born(Holds::default()), born(Holds::default()), born(Holds::default())];
+        let mut processes = [(); 3].map(|()| start(Holdings::default()));
         for (index, event) in events {
-            let used: u64 = tenants.iter().map(|tenant| tenant.holds.sum()).sum();
+            let used: u64 = processes.iter().map(|test_process| test_process.holdings.sum()).sum();
             match event {
                 Event::Kill => {
-                    world.kill(tenants[index].pid);
-                    tenants[index] = born(Holds::default());
+                    container.kill(processes[index].pid);
+                    processes[index] = start(Holdings::default());
                 }
                 Event::Fork => {
-                    // The tenant goes on as its own child, and the parent ends.
-                    let before = tenants[index].pid;
-                    let child = born(Holds::default());
-                    let _ = device(&tenants[index].process);
-                    tenants[index].process.system().fork(child.pid);
-                    (tenants[index].pid, tenants[index].holds) = (child.pid, Holds::default());
-                    world.kill(before);
+                    // The tenant continues as its own child, and the parent exits.
+                    let before = processes[index].pid;
+                    let child = start(Holdings::default());
+                    let _ = device(&processes[index].process);
+                    processes[index].process.system().fork(child.pid);
+                    (processes[index].pid, processes[index].holdings) = (child.pid, Holdings::default());
+                    container.kill(before);
                 }
-                event => apply(&mut tenants[index], event, LIMIT - used),
+                event => apply(&mut processes[index], event, LIMIT - used),
             }
         }
-        let expected: u64 = tenants.iter().map(|tenant| tenant.holds.sum()).sum();
-        // Whoever comes now settles the accounts of the dead.
-        let last = world.process(1000);
+        let expected: u64 = processes.iter().map(|test_process| test_process.holdings.sum()).sum();
+        // A new process refunds what dead processes held.
+        let last = container.process(1000);
         let _ = device(&last);
-        prop_assert_eq!(world.used().iter().sum::<u64>(), expected);
-        for tenant in &tenants {
-            let held: u64 = world.held().iter().filter(|(pid, _)| *pid == tenant.pid).map(|(_, bytes)| bytes).sum();
-            prop_assert_eq!(held, tenant.holds.sum());
+        prop_assert_eq!(container.used().iter().sum::<u64>(), expected);
+        for test_process in &processes {
+            let held = container.held_bytes();
+            let held = held.iter().filter(|(pid, _)| *pid == test_process.pid).map(|(_, bytes)| bytes);
+            let held: u64 = held.sum();
+            prop_assert_eq!(held, test_process.holdings.sum());
         }
     }
 }

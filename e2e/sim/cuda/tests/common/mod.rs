@@ -1,4 +1,4 @@
-//! A simulated node, and programs on it: this process with the library loaded, and children of it.
+//! A simulated node, and programs on it: this process with the library loaded, and child processes.
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(unsafe_code, reason = "the library is called through C")]
 
@@ -28,7 +28,7 @@ pub(crate) const NOT_PERMITTED: u32 = 800;
 pub(crate) const NOT_SUPPORTED: u32 = 801;
 
 pub(crate) const MIB: u64 = 1 << 20;
-/// What a context takes.
+/// Device memory of a context, in bytes.
 pub(crate) const CONTEXT: u64 = 300 * MIB;
 
 /// A directory with simulated GPUs.
@@ -45,12 +45,12 @@ impl Node {
     pub(crate) fn with(gpus: &str, adjust: impl FnOnce(&mut Options)) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let program = std::env::current_exe().expect("this test");
-        // Only its place counts here: libcuda is taken from beside it.
+        // Only its directory matters here: libcuda is found beside it.
         let nvml = program.with_file_name("libdivvy_sim_nvml.so");
         let cuda = program.with_file_name("libdivvy_sim_cuda.so");
         let mut options = Options::new(if nvml.exists() { nvml } else { cuda }, program);
         adjust(&mut options);
-        let sim = divvy_sim::up(dir.path(), gpus, &options).expect("simulated GPUs");
+        let sim = divvy_sim::create(dir.path(), gpus, &options).expect("simulated GPUs");
         Self { dir, sim }
     }
 
@@ -58,7 +58,7 @@ impl Node {
         self.sim.library("libcuda.so.1")
     }
 
-    /// The library, loaded and initialised, with the primary context of the first GPU current.
+    /// Loads and initialises the library, and makes the primary context of the first GPU current.
     pub(crate) fn cuda(&self) -> Cuda {
         let cuda = self.loaded();
         assert_eq!(cuda.init(), SUCCESS);
@@ -66,18 +66,18 @@ impl Node {
         cuda
     }
 
-    /// The library, only loaded.
+    /// Loads the library only.
     pub(crate) fn loaded(&self) -> Cuda {
         Cuda::load(&self.library())
     }
 
-    /// MiB that the state shows as used by processes, per process of a slot, with their ids.
+    /// MiB per process that the state reports for a slot, with the process ids.
     pub(crate) fn processes(&self, slot: usize) -> Vec<(u32, u64)> {
         let state = self.sim.read().expect("a state");
         state.gpus[slot].processes.iter().map(|process| (process.pid, process.memory_mib)).collect()
     }
 
-    /// Another process, which does what the file's [`scenario`] can.
+    /// Starts a child process, which executes the commands of the file's [`scenario`].
     pub(crate) fn program(&self) -> Program {
         self.program_with(&[])
     }
@@ -89,7 +89,8 @@ impl Node {
     }
 }
 
-/// The test that is a program too: as a program it does what it is told on the driver, as a test it starts and asks one.
+/// The test that is also a program. As a program it executes commands on the driver; as a test it
+/// starts itself and sends one.
 pub(crate) fn scenario(run: impl Fn(&Cuda, &[&str]) -> String) {
     let Some(driver) = program::driver() else {
         assert_eq!(Node::up("L4").program().ask("init"), SUCCESS.to_string());
@@ -112,7 +113,7 @@ pub(crate) struct Cuda {
     lib: Library,
 }
 
-/// Calls a function: `call!(cuda.cuMemFree_v2(address: u64))`.
+/// Calls a function: `call!(cuda.cuMemFree_v2(address => u64))`.
 #[macro_export]
 macro_rules! call {
     ($cuda:ident.$name:ident($($argument:expr => $kind:ty),* $(,)?)) => {{
@@ -124,7 +125,7 @@ macro_rules! call {
     }};
 }
 
-/// The answer of a call, or its code.
+/// The value, or the code of the call.
 pub(crate) fn answer<T>(code: u32, value: T) -> Result<T, u32> {
     if code == SUCCESS { Ok(value) } else { Err(code) }
 }
@@ -158,7 +159,7 @@ impl Cuda {
         answer(call!(self.cuDeviceGetCount(&mut count => &mut i32)), count)
     }
 
-    /// Retains the primary context and makes it the thread's.
+    /// Retains the primary context and makes it the thread's current one.
     pub(crate) fn make_current(&self, device: i32) {
         let context = self.retain(device).expect("a context");
         assert_eq!(self.set_current(context), SUCCESS);
@@ -186,7 +187,7 @@ impl Cuda {
         call!(self.cuMemFree_v2(address => u64))
     }
 
-    /// Free and total.
+    /// Free and total bytes.
     pub(crate) fn info(&self) -> Result<(u64, u64), u32> {
         let (mut free, mut total) = (0, 0);
         answer(call!(self.cuMemGetInfo_v2(&mut free => &mut u64, &mut total => &mut u64)), (free, total))
@@ -228,17 +229,17 @@ pub(crate) struct Location {
 
 pub(crate) const DEVICE: Location = Location { kind: 1, id: 0 };
 
-/// What this process uses of the device.
+/// Bytes of device memory that this process uses.
 pub(crate) fn used(cuda: &Cuda) -> u64 {
     let (free, total) = cuda.info().expect("information");
     total - free
 }
 
-/// A program with a context, whose use is counted from there.
+/// A program with a context; its usage counts from there.
 pub(crate) struct Started {
     pub(crate) cuda: Cuda,
     before: u64,
-    // Last: the library's file lies in it.
+    // Declared last: the library's file is in its directory.
     pub(crate) node: Node,
 }
 

@@ -1,20 +1,20 @@
-//! A test that is also a program: it starts itself again, tells the child what to do, line by line, and reads an answer
-//! to each.
+//! A test that is also a program: it starts itself again as a child, sends it commands line by
+//! line, and reads an answer to each.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// The test of each file that is its program, if this is set to the driver's library that it is to load.
-const TEST: &str = "it_is_a_program_too";
+/// The name of the test that runs as a program, if `DRIVER` is set to the driver library that it loads.
+const TEST: &str = "scenario_program";
 const DRIVER: &str = "DIVVY_TEST_DRIVER";
 
-/// In a child, the driver's library; none in a test.
+/// In a child, the driver's library; `None` in a test.
 pub(crate) fn driver() -> Option<PathBuf> {
     std::env::var_os(DRIVER).map(PathBuf::from)
 }
 
-/// In a child: says what comes of each line that it is told.
+/// In a child: executes each command line and prints the answer.
 pub(crate) fn answer_each(mut run: impl FnMut(&[&str]) -> String) {
     for line in std::io::stdin().lines() {
         let line = line.expect("a line");
@@ -23,7 +23,7 @@ pub(crate) fn answer_each(mut run: impl FnMut(&[&str]) -> String) {
     }
 }
 
-/// A child that is told what to do, line by line, and answers each.
+/// A child process that executes commands line by line.
 pub(crate) struct Program {
     pub(crate) child: Child,
     stdin: ChildStdin,
@@ -31,7 +31,7 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// The program of this test's file, by a command that runs this test's executable.
+    /// Starts the program of this test file, by a command that runs this test's executable.
     pub(crate) fn start(mut command: Command, driver: &Path) -> Self {
         command
             .args([TEST, "--exact", "--nocapture", "--quiet"])
@@ -44,7 +44,7 @@ impl Program {
         Self { child, stdin, stdout }
     }
 
-    /// Sends a line; the answer.
+    /// Sends a command and returns its answer.
     pub(crate) fn ask(&mut self, line: &str) -> String {
         self.tell(line);
         self.answer()
@@ -59,7 +59,7 @@ impl Program {
             let mut line = String::new();
             let read = self.stdout.read_line(&mut line).expect("the program writes");
             assert_ne!(read, 0, "the program has ended");
-            // The test runner writes lines of its own.
+            // The test runner prints lines too.
             if let Some((_, answer)) = line.trim_end().split_once("> ") {
                 return answer.to_owned();
             }
@@ -70,10 +70,10 @@ impl Program {
         self.child.id()
     }
 
-    /// As `kill -9`.
+    /// Kills it, like `kill -9`.
     pub(crate) fn kill(&mut self) {
-        self.child.kill().expect("it runs");
-        self.child.wait().expect("it has ended");
+        self.child.kill().expect("the program runs");
+        self.child.wait().expect("the program exits");
     }
 }
 

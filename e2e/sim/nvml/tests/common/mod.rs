@@ -1,4 +1,4 @@
-//! A simulated node, and a client of its library: the calls of nvml-wrapper-sys with plain values in and out.
+//! A simulated node, and a client of its library: the calls of nvml-wrapper-sys with plain values.
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use std::ffi::{CStr, CString, c_char};
@@ -42,7 +42,7 @@ impl Node {
         let program = std::env::current_exe().expect("this test");
         let mut options = Options::new(divvy_sim::library().expect("cargo built the library"), program);
         adjust(&mut options);
-        let sim = divvy_sim::up(dir.path(), gpus, &options).expect("simulated GPUs");
+        let sim = divvy_sim::create(dir.path(), gpus, &options).expect("simulated GPUs");
         Self { dir, sim }
     }
 
@@ -50,16 +50,16 @@ impl Node {
         self.sim.library("libnvidia-ml.so.1")
     }
 
-    /// The library, loaded and initialised.
+    /// Loads and initialises the library.
     pub(crate) fn client(&self) -> Client {
         let client = self.loaded();
         assert_eq!(client.init(), SUCCESS);
         client
     }
 
-    /// The library, only loaded.
+    /// Loads the library.
     pub(crate) fn loaded(&self) -> Client {
-        // SAFETY: the library runs no code of its own when it is loaded.
+        // SAFETY: loading the library runs no initialisation code.
         Client { lib: unsafe { NvmlLib::new(self.library()) }.expect("a library") }
     }
 }
@@ -78,12 +78,13 @@ pub(crate) struct Gi(pub(crate) nvmlGpuInstance_t);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Ci(pub(crate) nvmlComputeInstance_t);
 
-/// Calls a function of the library with an output at the end; the output, or the code.
+/// Calls a function whose last argument is an output. Returns the output or the code.
 macro_rules! get {
     ($self:ident.$name:ident($($argument:expr),*) -> $kind:ty) => {{
-        // SAFETY: all outputs are plain C structures, numbers or pointers: zero bytes are a value.
+        // SAFETY: all outputs are plain C structures, numbers or pointers, for which zero bytes are
+        // valid.
         let mut output: $kind = unsafe { std::mem::zeroed() };
-        // SAFETY: the signature is the header's; the output is a place of its type.
+        // SAFETY: the signature is the header's, and the output has its type.
         let code = unsafe { $self.lib.$name($($argument,)* &mut output) };
         if code == SUCCESS { Ok(output) } else { Err(code) }
     }};
@@ -92,7 +93,7 @@ macro_rules! get {
 /// Calls a function without an output.
 macro_rules! run {
     ($self:ident.$name:ident($($argument:expr),*)) => {{
-        // SAFETY: the signature is the header's; pointers given are good for the call or NULL.
+        // SAFETY: the signature is the header's. All pointers are valid for the call or NULL.
         unsafe { $self.lib.$name($($argument),*) }
     }};
 }
@@ -142,7 +143,7 @@ impl Client {
         if code == SUCCESS { Ok((current, pending)) } else { Err(code) }
     }
 
-    /// The activation status.
+    /// Returns the activation status.
     pub(crate) fn set_mig_mode(&self, device: Device, mode: u32) -> Result<Code, Code> {
         get!(self.nvmlDeviceSetMigMode(device.0, mode) -> u32)
     }
@@ -171,13 +172,13 @@ impl Client {
         get!(self.nvmlDeviceGetGpuInstanceProfileInfo(device.0, index) -> nvmlGpuInstanceProfileInfo_t)
     }
 
-    /// The code for a version word.
+    /// Returns the code for a version word.
     pub(crate) fn profile_version(&self, device: Device, index: u32, version: u32) -> Code {
         let mut info = nvmlGpuInstanceProfileInfo_v2_t { version, ..zeroed() };
         run!(self.nvmlDeviceGetGpuInstanceProfileInfoV(device.0, index, &mut info))
     }
 
-    /// Start and size.
+    /// Start and size of each placement.
     pub(crate) fn placements(
         &self,
         device: Device,
@@ -212,7 +213,8 @@ impl Client {
             None => get!(self.nvmlDeviceCreateGpuInstance(device.0, profile) -> nvmlGpuInstance_t),
             Some((start, size)) => {
                 let place = nvmlGpuInstancePlacement_t { start, size };
-                get!(self.nvmlDeviceCreateGpuInstanceWithPlacement(device.0, profile, &place) -> nvmlGpuInstance_t)
+                get!(self.nvmlDeviceCreateGpuInstanceWithPlacement(device.0, profile, &place)
+                    -> nvmlGpuInstance_t)
             }
         };
         created.map(Gi)
@@ -260,8 +262,9 @@ impl Client {
 
     pub(crate) fn create_ci_at(&self, gi: Gi, profile: u32, (start, size): (u32, u32)) -> Result<Ci, Code> {
         let place = nvmlComputeInstancePlacement_t { start, size };
-        get!(self.nvmlGpuInstanceCreateComputeInstanceWithPlacement(gi.0, profile, &place) -> nvmlComputeInstance_t)
-            .map(Ci)
+        get!(self.nvmlGpuInstanceCreateComputeInstanceWithPlacement(gi.0, profile, &place)
+            -> nvmlComputeInstance_t)
+        .map(Ci)
     }
 
     pub(crate) fn ci(&self, gi: Gi, id: u32) -> Result<Ci, Code> {
@@ -276,7 +279,7 @@ impl Client {
         run!(self.nvmlComputeInstanceDestroy(ci.0))
     }
 
-    /// A GPU instance with a compute instance of all its slices.
+    /// Creates a GPU instance with a compute instance that has all its slices.
     pub(crate) fn instance(
         &self,
         device: Device,
@@ -304,9 +307,9 @@ impl Client {
     }
 }
 
-/// All-zero bytes, as C programs clear structures.
+/// All-zero bytes, as C programs initialise structures.
 pub(crate) fn zeroed<T: Copy>() -> T {
-    // SAFETY: used with the plain C structures of the bindings only.
+    // SAFETY: only used with plain C structures of the bindings.
     unsafe { std::mem::zeroed() }
 }
 
@@ -316,6 +319,6 @@ fn text(call: impl FnOnce(*mut c_char, u32) -> Code) -> Result<String, Code> {
     if code != SUCCESS {
         return Err(code);
     }
-    // SAFETY: the call succeeded, so the buffer holds a string that ends in NUL.
+    // SAFETY: the call succeeded, so the buffer has a string that ends in NUL.
     Ok(unsafe { CStr::from_ptr(buffer.as_ptr()) }.to_str().expect("UTF-8").to_owned())
 }

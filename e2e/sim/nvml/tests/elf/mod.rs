@@ -1,5 +1,5 @@
-//! The dynamic section of a shared library, as far as the tests of the simulator's libraries look: soname, symbols, and
-//! which of these the dynamic linker looks up.
+//! Dynamic section of a shared library, as far as the tests need it: soname, symbols, and the
+//! symbols that the dynamic linker looks up.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -14,7 +14,7 @@ pub(crate) struct Dynamic {
     pub(crate) exported: BTreeSet<String>,
     #[allow(dead_code, reason = "not every library needs none of its own names")]
     pub(crate) undefined: BTreeSet<String>,
-    /// Symbols that a relocation names: the loader writes the address of whoever defines them first in the process.
+    /// Symbols in relocations: the loader uses the first definition in the process.
     #[allow(dead_code, reason = "not every library needs none of its own names")]
     pub(crate) relocated: BTreeSet<String>,
 }
@@ -37,7 +37,7 @@ fn text(bytes: &[u8], at: usize) -> String {
 }
 
 impl Dynamic {
-    /// Reads a little-endian ELF file of 64 bits.
+    /// Reads a little-endian 64-bit ELF file.
     pub(crate) fn read(path: &Path) -> Self {
         let bytes = std::fs::read(path).expect("a file");
         assert_eq!(&bytes[..6], b"\x7fELF\x02\x01", "{}", path.display());
@@ -64,13 +64,14 @@ impl Dynamic {
         let symbols = of_kind(DYNSYM);
         let strings = sections[symbols.link].offset;
         let name = |at: usize| text(&bytes, strings + number(&bytes, at, 4) as usize);
-        // The first symbol is none.
+        // Symbol 0 is the null symbol.
         let all: Vec<usize> = entries(symbols).skip(1).collect();
-        // Defined ones: their section is not 0.
+        // A symbol with section 0 is undefined.
         let (defined, undefined): (Vec<_>, Vec<_>) =
             all.into_iter().partition(|at| number(&bytes, *at + 6, 2) != 0);
         let relocations = sections.iter().filter(|section| section.kind == RELA).flat_map(entries);
-        // The upper half of the second word is the symbol, or 0 where only the library's own place counts.
+        // The upper half of the second word is the symbol; 0 for a relocation relative to the
+        // library.
         let used = relocations.map(|at| number(&bytes, at + 12, 4) as usize).filter(|symbol| *symbol != 0);
         Self {
             soname: text(&bytes, names + number(&bytes, soname + 8, 8) as usize),

@@ -1,0 +1,146 @@
+//! Findings, classes and the view of other objects, for all checks.
+
+use crate::config::{ConfigError, DeviceConfig};
+use crate::names::DRIVER;
+use crate::sharing::Mode;
+use k8s_openapi::api::resource::v1::{DeviceClaim, DeviceClass, DeviceSelector, OpaqueDeviceConfiguration};
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+/// The reason why a request for MPS must have one device.
+pub const ONE_DAEMON_PER_CONTAINER: &str = "each of its devices has its own MPS control daemon, \
+     but a container can use only one; request one device";
+
+/// The DeviceClass of shares. Without it, a claim that forgets its share size would get a whole
+/// GPU.
+const SHARE_CLASS: &str = "share.divvy.dev";
+
+/// The severity of a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// The object is rejected.
+    Error,
+    /// The object is accepted, but is probably a mistake.
+    Warning,
+}
+
+/// A problem of an object.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Finding {
+    pub severity: Severity,
+    /// The path of the field from the root of the object:
+    /// `spec.devices.config[0].opaque.parameters`.
+    pub path: String,
+    /// The cause and, after a semicolon, the remedy.
+    pub message: String,
+}
+
+/// The relevant properties of a DeviceClass.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Class {
+    /// The modes of its devices; empty if none of them is ours.
+    pub modes: BTreeSet<Mode>,
+    /// Whether its claims must request a share size.
+    pub needs_share: bool,
+    /// Its configuration for our driver, in order.
+    pub configs: Vec<Result<DeviceConfig, ConfigError>>,
+}
+
+/// Access to other objects. `None` means "unknown", never "does not exist".
+pub trait ClusterView {
+    /// The class with that name.
+    fn class(&self, name: &str) -> Option<Class> {
+        Class::well_known(name)
+    }
+    /// The modes of a class that the selectors of a request leave. Selectors are CEL, which this
+    /// crate does not evaluate; by default all modes remain.
+    fn filter_modes(&self, modes: BTreeSet<Mode>, _selectors: &[DeviceSelector]) -> BTreeSet<Mode> {
+        modes
+    }
+    /// The devices that a ResourceClaim requests.
+    fn claim(&self, _namespace: &str, _name: &str) -> Option<DeviceClaim> {
+        None
+    }
+    /// The devices that claims from a ResourceClaimTemplate request.
+    fn template(&self, _namespace: &str, _name: &str) -> Option<DeviceClaim> {
+        None
+    }
+}
+
+/// A set of objects by name; claims and templates by namespace and name.
+#[derive(Clone, Debug, Default)]
+pub struct Objects {
+    pub classes: BTreeMap<String, Class>,
+    pub claims: BTreeMap<(String, String), DeviceClaim>,
+    pub templates: BTreeMap<(String, String), DeviceClaim>,
+}
+
+impl ClusterView for Objects {
+    fn class(&self, name: &str) -> Option<Class> {
+        self.classes.get(name).cloned().or_else(|| Class::well_known(name))
+    }
+    fn claim(&self, namespace: &str, name: &str) -> Option<DeviceClaim> {
+        self.claims.get(&(namespace.to_owned(), name.to_owned())).cloned()
+    }
+    fn template(&self, namespace: &str, name: &str) -> Option<DeviceClaim> {
+        self.templates.get(&(namespace.to_owned(), name.to_owned())).cloned()
+    }
+}
+
+impl Class {
+    /// Divvy's own classes; those of single MIG profiles match a name pattern.
+    pub fn well_known(name: &str) -> Option<Self> {
+        let mode = match name {
+            "gpu.divvy.dev" | SHARE_CLASS => Mode::Whole,
+            "timeslice.divvy.dev" => Mode::Timeslice,
+            "mps.divvy.dev" => Mode::Mps,
+            "mig.divvy.dev" => Mode::Mig,
+            name if name.starts_with("mig-") && name.ends_with(".divvy.dev") => Mode::Mig,
+            _ => return None,
+        };
+        Some(Self { modes: [mode].into(), needs_share: name == SHARE_CLASS, configs: Vec::new() })
+    }
+
+    /// A class from its object. `modes` are the modes that its selectors match; for Divvy's own
+    /// classes the name tells.
+    pub fn of(class: &DeviceClass, modes: Option<BTreeSet<Mode>>) -> Self {
+        let known = class.metadata.name.as_deref().and_then(Self::well_known).unwrap_or_default();
+        let modes = modes.unwrap_or(known.modes);
+        let configs = class.spec.iter().flat_map(|spec| spec.config.iter().flatten());
+        let ours = configs.filter_map(|config| ours(config.opaque.as_ref()));
+        let configs = ours.map(|opaque| DeviceConfig::from_value(&opaque.parameters.0)).collect();
+        Self { modes, needs_share: known.needs_share, configs }
+    }
+}
+
+/// The configuration, if it is for our driver.
+pub(super) fn ours(opaque: Option<&OpaqueDeviceConfiguration>) -> Option<&OpaqueDeviceConfiguration> {
+    opaque.filter(|opaque| opaque.driver == DRIVER)
+}
+
+impl Finding {
+    pub(super) fn error(path: impl Into<String>, message: impl fmt::Display) -> Self {
+        Self { severity: Severity::Error, path: path.into(), message: message.to_string() }
+    }
+
+    pub(super) fn warning(path: impl Into<String>, message: impl fmt::Display) -> Self {
+        Self { severity: Severity::Warning, path: path.into(), message: message.to_string() }
+    }
+}
+
+impl fmt::Display for Severity {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Error => "error",
+            Self::Warning => "warning",
+        })
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}: {}: {}", self.severity, self.path, self.message)
+    }
+}

@@ -1,0 +1,73 @@
+//! The devices and capacities that allocated claims hold.
+
+use crate::error::AllocationError;
+use divvy_api::Quantity;
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Identifies a device of the cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct DeviceKey<'a> {
+    pub(crate) driver: &'a str,
+    pub(crate) pool: &'a str,
+    pub(crate) device: &'a str,
+}
+
+/// Amounts by capacity name.
+pub(crate) type Amounts<'a> = BTreeMap<&'a str, Quantity>;
+
+/// The holdings of all allocated claims. Allocations with adminAccess hold nothing.
+#[derive(Debug, Default)]
+pub(crate) struct Allocations<'a> {
+    dedicated: BTreeSet<DeviceKey<'a>>,
+    shared: BTreeMap<DeviceKey<'a>, Amounts<'a>>,
+}
+
+impl<'a> Allocations<'a> {
+    pub(crate) fn read(claims: &'a [ResourceClaim]) -> Result<Self, AllocationError> {
+        let mut allocations = Self::default();
+        for claim in claims {
+            let allocation = claim.status.as_ref().and_then(|status| status.allocation.as_ref());
+            let devices = allocation.and_then(|allocation| allocation.devices.as_ref());
+            for result in devices.and_then(|devices| devices.results.as_ref()).into_iter().flatten() {
+                if result.admin_access == Some(true) {
+                    continue;
+                }
+                let key = DeviceKey { driver: &result.driver, pool: &result.pool, device: &result.device };
+                if result.share_id.is_none() {
+                    allocations.dedicated.insert(key);
+                    continue;
+                }
+                let amounts = allocations.shared.entry(key).or_default();
+                for (name, wire) in result.consumed_capacity.iter().flatten() {
+                    let amount = Quantity::try_from(wire).map_err(|cause| AllocationError::Claim {
+                        claim: crate::error::claim_name(claim),
+                        cause: cause.to_string(),
+                    })?;
+                    add(amounts, name, amount);
+                }
+            }
+        }
+        Ok(allocations)
+    }
+
+    /// Whether one claim holds the device exclusively.
+    pub(crate) fn is_dedicated(&self, key: &DeviceKey<'a>) -> bool {
+        self.dedicated.contains(key)
+    }
+
+    /// The amounts that shares of the device hold, or `None` without shares.
+    pub(crate) fn shared(&self, key: &DeviceKey<'a>) -> Option<&Amounts<'a>> {
+        self.shared.get(key)
+    }
+
+    pub(crate) fn is_allocated(&self, key: &DeviceKey<'a>) -> bool {
+        self.is_dedicated(key) || self.shared.contains_key(key)
+    }
+}
+
+/// Adds to an amount. A sum that overflows becomes the maximum, which exceeds any capacity.
+pub(crate) fn add<'a>(amounts: &mut Amounts<'a>, name: &'a str, amount: Quantity) {
+    let sum = amounts.entry(name).or_insert(Quantity::ZERO);
+    *sum = sum.checked_add(amount).unwrap_or(Quantity::from_nano(i128::MAX, amount.format()));
+}

@@ -1,0 +1,452 @@
+//! The publisher against the in-process fake API server, without sockets. Tests with a paused
+//! clock simulate hours in no real time.
+#![allow(clippy::unwrap_used, reason = "test helpers")]
+
+mod common;
+
+use common::{inventory_of, node, with_instance};
+use divvy_fakes::apiserver::{FakeApi, FakeApiOptions, Gates};
+use divvy_model::Inventory;
+use divvy_model::inventory::{Origin, Presence};
+use divvy_slices::{PublishOptions, Published, run};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
+use serde_json::json;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+
+const H100: &str = "H100-SXM5-80GB";
+
+/// A running publisher with its server, inventory and state.
+struct PublisherFixture {
+    api: FakeApi,
+    inventory: watch::Sender<Arc<Inventory>>,
+    published: watch::Receiver<Published>,
+    stop: CancellationToken,
+}
+
+async fn api() -> FakeApi {
+    let api = FakeApi::start(FakeApiOptions::default()).await.unwrap();
+    put_node(&api);
+    api
+}
+
+fn put_node(api: &FakeApi) {
+    api.put(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "worker"}}));
+}
+
+impl PublisherFixture {
+    /// Starts the publisher without waiting.
+    fn start(api: FakeApi, inventory: Inventory) -> Self {
+        let (inventory, receiver) = watch::channel(Arc::new(inventory));
+        let (sender, published) = watch::channel(Published::default());
+        let stop = CancellationToken::new();
+        let (client, stopped) = (api.client_in_process(), stop.clone().cancelled_owned());
+        tokio::spawn(run(client, PublishOptions::new("worker"), receiver, sender, stopped));
+        Self { api, inventory, published, stop }
+    }
+
+    /// Starts the publisher and waits for the first pool.
+    async fn published(inventory: Inventory) -> Self {
+        let mut fixture = Self::start(api().await, inventory);
+        fixture.until(|published| published.in_sync).await;
+        fixture
+    }
+
+    async fn until(&mut self, holds: impl FnMut(&Published) -> bool) -> Published {
+        let day = Duration::from_secs(86_400);
+        timeout(day, self.published.wait_for(holds))
+            .await
+            .expect("condition not met in time")
+            .unwrap()
+            .clone()
+    }
+
+    fn slices(&self) -> Vec<ResourceSlice> {
+        self.api.list()
+    }
+
+    fn devices(&self) -> Vec<Device> {
+        self.slices().into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default()).collect()
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.devices().into_iter().map(|device| device.name).collect()
+    }
+
+    /// Waits until the slices satisfy a condition and returns the elapsed time.
+    async fn until_there(&self, mut holds: impl FnMut(&[ResourceSlice]) -> bool) -> Duration {
+        let start = Instant::now();
+        while !holds(&self.slices()) {
+            assert!(start.elapsed() < Duration::from_secs(86_400), "condition not met in time");
+            sleep(Duration::from_millis(200)).await;
+        }
+        start.elapsed()
+    }
+}
+
+/// Whether the slices form one complete generation, which a scheduler requires.
+fn complete(slices: &[ResourceSlice]) -> bool {
+    let Some(first) = slices.first() else { return false };
+    let pool = &first.spec.pool;
+    slices.iter().all(|slice| slice.spec.pool == *pool) && pool.resource_slice_count == slices.len() as i64
+}
+
+#[tokio::test]
+async fn pool_is_published_over_tls_and_owned_by_the_node() {
+    let api = api().await;
+    let (_inventory, receiver) = watch::channel(Arc::new(inventory_of(H100, 2)));
+    let (sender, mut published) = watch::channel(Published::default());
+    let publisher =
+        run(api.client().unwrap(), PublishOptions::new("worker"), receiver, sender, std::future::pending());
+    let seen = async { published.wait_for(|published| published.in_sync).await.unwrap().clone() };
+    let seen = tokio::select! {
+        () = publisher => unreachable!("it never stops"),
+        seen = seen => seen,
+    };
+    let slices: Vec<ResourceSlice> = api.list();
+    assert!(complete(&slices));
+    assert_eq!((seen.generation, seen.slices, seen.devices), (1, slices.len(), 56));
+    let uid = api.get::<Node>("", "worker").unwrap().metadata.uid;
+    assert!(
+        slices
+            .iter()
+            .all(|slice| Some(&slice.metadata.owner_references.as_ref().unwrap()[0].uid) == uid.as_ref())
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn empty_node_publishes_an_empty_pool() {
+    let fixture = PublisherFixture::published(Inventory::default()).await;
+    assert_eq!(fixture.slices().len(), 1);
+    assert_eq!(fixture.devices(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn unchanged_slices_are_not_rewritten() {
+    let mut fixture = PublisherFixture::published(inventory_of(H100, 2)).await;
+    let before = fixture.slices();
+    fixture.inventory.send(Arc::new(inventory_of(H100, 2))).unwrap();
+    sleep(Duration::from_secs(3600)).await;
+    assert_eq!(fixture.slices(), before);
+    // A second publisher, as in a rolling update, finds nothing to write either.
+    fixture.stop.cancel();
+    let mut second = PublisherFixture::start(fixture.api, inventory_of(H100, 2));
+    assert_eq!(second.until(|published| published.in_sync).await.writes, 0);
+    assert_eq!(second.slices(), before);
+    fixture.published.wait_for(|_| false).await.unwrap_err();
+}
+
+#[tokio::test(start_paused = true)]
+async fn deleted_slices_are_recreated_within_a_second() {
+    let fixture = PublisherFixture::published(inventory_of(H100, 2)).await;
+    let before = fixture.names();
+    for _ in 0..3 {
+        fixture.api.delete_all::<ResourceSlice>();
+        let took = fixture.until_there(complete).await;
+        assert!(took < Duration::from_secs(1), "{took:?}");
+        assert_eq!(fixture.names(), before);
+    }
+    assert_eq!(fixture.slices()[0].spec.pool.generation, 4, "a generation was reused");
+}
+
+#[tokio::test(start_paused = true)]
+async fn foreign_edits_are_repaired_with_growing_delays() {
+    let fixture = PublisherFixture::published(inventory_of(H100, 1)).await;
+    let good = fixture.names();
+    let edit = || {
+        let mut slice = fixture.slices().into_iter().find(|slice| slice.spec.devices.is_some()).unwrap();
+        slice.spec.devices.as_mut().unwrap().truncate(1);
+        let mut slice = serde_json::to_value(slice).unwrap();
+        slice["apiVersion"] = json!("resource.k8s.io/v1");
+        slice["kind"] = json!("ResourceSlice");
+        fixture.api.put(slice);
+    };
+    let mut waits = Vec::new();
+    for _ in 0..7 {
+        edit();
+        waits.push(fixture.until_there(|_| fixture.names() == good).await.as_secs());
+    }
+    assert_eq!(waits, [1, 2, 4, 8, 16, 30, 30]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn new_inventory_is_published_immediately() {
+    let mut fixture = PublisherFixture::published(inventory_of(H100, 2)).await;
+    let start = Instant::now();
+    let mut inventory = inventory_of(H100, 2);
+    inventory.gpus[1].presence = Presence::Missing;
+    fixture.inventory.send(Arc::new(inventory)).unwrap();
+    fixture.until(|published| published.generation == 2).await;
+    assert!(start.elapsed() < Duration::from_millis(100));
+    assert_eq!(fixture.devices().iter().filter(|device| device.taints.is_some()).count(), 28);
+}
+
+#[tokio::test(start_paused = true)]
+async fn persisting_taint_keeps_its_time() {
+    let mut inventory = inventory_of(H100, 2);
+    inventory.gpus[1].presence = Presence::Missing;
+    let mut fixture = PublisherFixture::published(inventory.clone()).await;
+    let times = |fixture: &PublisherFixture| -> Vec<_> {
+        let taints = fixture.devices().into_iter().flat_map(|device| device.taints.unwrap_or_default());
+        taints
+            .map(|taint| (taint.key, taint.time_added))
+            .filter(|(key, _)| key.ends_with("missing"))
+            .collect()
+    };
+    // The server sets its own time on a taint that is written without one.
+    let mut slices = fixture.slices();
+    for slice in &mut slices {
+        for taint in
+            slice.spec.devices.iter_mut().flatten().flat_map(|device| device.taints.iter_mut().flatten())
+        {
+            taint.time_added = serde_json::from_str("\"2026-01-01T00:00:00Z\"").unwrap();
+        }
+        let mut slice = serde_json::to_value(&slice).unwrap();
+        slice["apiVersion"] = json!("resource.k8s.io/v1");
+        slice["kind"] = json!("ResourceSlice");
+        fixture.api.put(slice);
+    }
+    let before = times(&fixture);
+    sleep(Duration::from_secs(60)).await;
+    inventory.gpus[0].presence = Presence::Missing;
+    fixture.inventory.send(Arc::new(inventory)).unwrap();
+    fixture.until(|published| published.generation == 2).await;
+    let kept = times(&fixture).into_iter().filter(|taint| before.contains(taint)).count();
+    assert_eq!(kept, before.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn publisher_survives_an_hour_without_the_api_server() {
+    let mut fixture = PublisherFixture::published(inventory_of(H100, 1)).await;
+    fixture.api.set_unavailable(true);
+    fixture.until(|published| published.error.is_some()).await;
+    sleep(Duration::from_secs(3600)).await;
+    fixture.inventory.send(Arc::new(inventory_of(H100, 2))).unwrap();
+    fixture.api.set_unavailable(false);
+    let back = Instant::now();
+    fixture.until(|published| published.in_sync && published.devices == 56).await;
+    assert!(back.elapsed() <= Duration::from_secs(6), "{:?}", back.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn slow_or_failing_api_server_is_retried() {
+    let api = api().await;
+    api.set_outage(Some(divvy_fakes::apiserver::Outage::Answer503));
+    let mut fixture = PublisherFixture::start(api, inventory_of(H100, 1));
+    fixture.until(|published| published.error.is_some()).await;
+    fixture.api.set_outage(None);
+    fixture.until(|published| published.in_sync).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn expired_watch_starts_a_new_session() {
+    let fixture = PublisherFixture::published(inventory_of(H100, 1)).await;
+    fixture.api.forget_history();
+    sleep(Duration::from_secs(10)).await;
+    fixture.api.delete_all::<ResourceSlice>();
+    fixture.until_there(complete).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn conflicting_update_is_retried_after_a_new_read() {
+    let mut fixture = PublisherFixture::published(inventory_of(H100, 2)).await;
+    fixture.api.fail_next("update", "resourceslices", 2, 409);
+    let mut inventory = inventory_of(H100, 2);
+    inventory.gpus[0].presence = Presence::Missing;
+    fixture.inventory.send(Arc::new(inventory)).unwrap();
+    fixture.until(|published| published.in_sync && published.generation == 2).await;
+    assert!(complete(&fixture.slices()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn interrupted_write_is_completed() {
+    let api = api().await;
+    for code in [500, 429, 403] {
+        api.fail_next("create", "resourceslices", 1, code);
+    }
+    let mut fixture = PublisherFixture::start(api, inventory_of(H100, 4));
+    fixture.until(|published| published.in_sync).await;
+    assert!(complete(&fixture.slices()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn rejected_pool_is_retried_slowly() {
+    let mut fixture = PublisherFixture::published(inventory_of(H100, 1)).await;
+    fixture.api.fail_next("update", "resourceslices", 1000, 422);
+    let mut inventory = inventory_of(H100, 1);
+    inventory.gpus[0].presence = Presence::Missing;
+    fixture.inventory.send(Arc::new(inventory)).unwrap();
+    let error = fixture.until(|published| published.error.is_some()).await.error.unwrap();
+    assert!(error.contains("rejected slice 0000"), "{error}");
+    sleep(Duration::from_secs(3600)).await;
+    let tries = fixture.api.count("update", "resourceslices");
+    assert!((2..=15).contains(&tries), "{tries} in an hour");
+    // A new inventory is tried at once.
+    fixture.inventory.send(Arc::new(inventory_of(H100, 1))).unwrap();
+    fixture.until(|published| published.in_sync).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn invalid_pool_is_not_sent() {
+    let mut fixture = PublisherFixture::published(inventory_of(H100, 1)).await;
+    fixture.api.clear_requests();
+    let mut inventory = inventory_of(H100, 2);
+    inventory.gpus[1].number = inventory.gpus[0].number;
+    fixture.inventory.send(Arc::new(inventory)).unwrap();
+    let error = fixture.until(|published| published.error.is_some()).await.error.unwrap();
+    assert!(error.contains("is duplicated"), "{error}");
+    assert!(
+        fixture.api.requests().iter().all(|request| !matches!(request.verb, "create" | "update" | "delete"))
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn slices_return_after_their_node_is_recreated() {
+    let fixture = PublisherFixture::published(inventory_of(H100, 1)).await;
+    // The garbage collector deletes the slices of the deleted node.
+    fixture.api.delete::<Node>("", "worker");
+    fixture.api.delete_all::<ResourceSlice>();
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(fixture.slices(), []);
+    put_node(&fixture.api);
+    let uid = fixture.api.get::<Node>("", "worker").unwrap().metadata.uid.unwrap();
+    fixture.until_there(complete).await;
+    assert!(
+        fixture.slices().iter().all(|slice| slice.metadata.owner_references.as_ref().unwrap()[0].uid == uid)
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn slices_are_adopted_by_a_replaced_node() {
+    let fixture = PublisherFixture::published(inventory_of(H100, 1)).await;
+    put_node(&fixture.api);
+    let uid = fixture.api.get::<Node>("", "worker").unwrap().metadata.uid.unwrap();
+    fixture
+        .until_there(|slices| {
+            slices.iter().all(|slice| slice.metadata.owner_references.as_ref().unwrap()[0].uid == uid)
+        })
+        .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_counters_no_exclusive_devices_are_published() {
+    let api = api().await;
+    api.set_gates(Gates { partitionable_devices: false, ..Gates::default() });
+    let h100 = divvy_sim::catalogue::find(H100).unwrap().row();
+    let cut = with_instance(common::gpu(h100, 1), 9, 4, Origin::Ours);
+    let mut fixture = PublisherFixture::start(api, node(vec![common::gpu(h100, 0), cut]));
+    let seen = fixture.until(|published| published.in_sync).await;
+    assert!(seen.degraded.unwrap().contains("does not support shared counters"));
+    assert_eq!(fixture.names(), ["gpu-1-mig-3g40gb-9-4", "gpu-0"]);
+    // The feature gate is enabled and the server restarts.
+    fixture.api.set_gates(Gates::default());
+    fixture.api.set_version("v1.37.1");
+    fixture.until(|published| published.degraded.is_none() && published.devices == 56).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_consumable_capacity_no_shared_devices_exist() {
+    let api = api().await;
+    api.set_gates(Gates { consumable_capacity: false, ..Gates::default() });
+    let mut fixture = PublisherFixture::start(api, inventory_of(H100, 2));
+    let seen = fixture.until(|published| published.in_sync).await;
+    assert!(
+        seen.degraded
+            .unwrap()
+            .contains("does not support consumable capacity (each GPU or MIG instance goes to one claim")
+    );
+    assert_eq!(seen.devices, 52);
+    assert!(fixture.devices().iter().all(|device| device.consumes_counters.is_some()));
+    assert!(fixture.names().iter().all(|name| !name.ends_with("timeslice") && !name.ends_with("mps")));
+    // The feature gate is enabled and the server restarts.
+    fixture.api.set_gates(Gates::default());
+    fixture.api.set_version("v1.37.1");
+    fixture.until(|published| published.degraded.is_none() && published.devices == 56).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_missing_features_are_reported_together() {
+    let api = api().await;
+    api.set_gates(Gates {
+        partitionable_devices: false,
+        consumable_capacity: false,
+        device_taints: false,
+        ..Gates::default()
+    });
+    let mut fixture = PublisherFixture::start(api, inventory_of(H100, 2));
+    let degraded = fixture.until(|published| published.in_sync).await.degraded.unwrap();
+    for lack in ["shared counters (", ", nor consumable capacity (", ", nor device taints ("] {
+        assert!(degraded.contains(lack), "{degraded}");
+    }
+    assert_eq!(fixture.names(), ["gpu-1", "gpu-0"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_taint_support_tainted_devices_are_omitted() {
+    let api = api().await;
+    api.set_gates(Gates { device_taints: false, ..Gates::default() });
+    let mut inventory = inventory_of(H100, 2);
+    inventory.gpus[0].presence = Presence::Missing;
+    let mut fixture = PublisherFixture::start(api, inventory);
+    let seen = fixture.until(|published| published.in_sync).await;
+    assert!(seen.degraded.unwrap().contains("device taints"));
+    assert!(fixture.names().iter().all(|name| name.starts_with("gpu-1")));
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_counters_are_detected_after_the_probe() {
+    let fixture = PublisherFixture::published(Inventory::default()).await;
+    // Same connection and version: only the answers to writes reveal it.
+    fixture.api.set_gates(Gates { partitionable_devices: false, ..Gates::default() });
+    let mut published = fixture.published.clone();
+    fixture.inventory.send(Arc::new(inventory_of(H100, 1))).unwrap();
+    published.wait_for(|published| published.in_sync && published.degraded.is_some()).await.unwrap();
+    assert_eq!(fixture.names(), ["gpu-0"]);
+    let devices = fixture
+        .api
+        .requests()
+        .into_iter()
+        .filter(|request| request.verb == "create" && !request.dry_run)
+        .count();
+    assert!(devices <= 3, "the instances were sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_shares_are_detected_after_the_probe() {
+    let fixture = PublisherFixture::published(Inventory::default()).await;
+    fixture.api.set_gates(Gates { consumable_capacity: false, ..Gates::default() });
+    let mut published = fixture.published.clone();
+    fixture.inventory.send(Arc::new(inventory_of("L4", 1))).unwrap();
+    published.wait_for(|published| published.in_sync && published.degraded.is_some()).await.unwrap();
+    assert_eq!(fixture.names(), ["gpu-0"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn devices_are_tainted_while_the_gpu_driver_is_absent() {
+    let fixture = PublisherFixture::published(inventory_of(H100, 1)).await;
+    let before = fixture.names();
+    fixture.stop.cancel();
+    let mut second = PublisherFixture::start(fixture.api, Inventory::default());
+    second.until(|published| published.in_sync).await;
+    assert_eq!(second.names(), before);
+    let tainted =
+        |device: &Device| device.taints.as_ref().is_some_and(|t| t[0].key == "gpu.divvy.dev/no-gpu-driver");
+    assert!(second.devices().iter().all(tainted));
+    second.inventory.send(Arc::new(inventory_of(H100, 1))).unwrap();
+    second.until_there(|_| second.devices().iter().all(|device| device.taints.is_none())).await;
+    assert_eq!(second.names(), before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn slices_stay_after_the_publisher_stops() {
+    let mut fixture = PublisherFixture::published(inventory_of(H100, 1)).await;
+    let before = fixture.slices();
+    fixture.stop.cancel();
+    fixture.published.wait_for(|_| false).await.unwrap_err();
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(fixture.slices(), before);
+}

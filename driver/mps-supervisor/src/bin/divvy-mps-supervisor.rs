@@ -1,0 +1,3 @@
+fn main() -> std::process::ExitCode {
+    divvy_mps_supervisor::main()
+}

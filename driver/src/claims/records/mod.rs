@@ -1,0 +1,18 @@
+//! Records: the persistent state of claims on this node, one file per claim.
+//!
+//! - `<state>/claims/<uid>.json`: the claim's record (`record`, `wire`)
+//! - `<state>/gpus/<GPU UUID>`: lock, generation and owner of MIG mode (`locks`)
+//! - `<state>/quarantine/`: records that could not be read
+//!
+//! A record is written before the hardware changes and removed after the hardware is restored.
+
+mod index;
+mod locks;
+mod record;
+mod store;
+mod wire;
+
+pub use index::Records;
+pub use locks::{GpuFileError, LockError, Locked, LockedGpu, Locks};
+pub use record::{ClaimRecord, DeviceRecord, HeldState, InstanceIds, PreparedDevice};
+pub use store::{Quarantined, RecordError};

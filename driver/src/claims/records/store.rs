@@ -1,0 +1,182 @@
+//! Record files: read, write, remove, quarantine. Callers hold the GPU locks ([`super::Records`]).
+
+use super::locks::GpuFileError;
+use super::record::ClaimRecord;
+use super::wire::{self, DecodeError};
+use divvy_api::ClaimUid;
+use divvy_api::text::is_file_name;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Longest UID, in bytes. Leaves space for suffixes: file systems allow names of 255 bytes (NAME_MAX).
+pub(super) const MAX_NAME_BYTES: usize = 200;
+
+/// A quarantined record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Quarantined {
+    /// Its path in quarantine.
+    pub path: PathBuf,
+    pub cause: String,
+}
+
+/// Why a record could not be read, written or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordError {
+    #[error("{uid:?} cannot be the UID of a claim")]
+    Uid { uid: ClaimUid },
+    #[error("record {path} cannot be read")]
+    Read {
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error("record {path} cannot be written")]
+    Write {
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error("record {path} cannot be removed")]
+    Remove {
+        path: PathBuf,
+        #[source]
+        cause: io::Error,
+    },
+    #[error(transparent)]
+    Gpu(#[from] GpuFileError),
+}
+
+#[derive(Debug)]
+pub(super) struct Store {
+    claims: PathBuf,
+    quarantine: PathBuf,
+    quarantined: AtomicU64,
+}
+
+impl Store {
+    /// Creates the directories and removes temporary files of interrupted writes.
+    pub(super) fn open(state: &Path) -> io::Result<Self> {
+        let store = Self {
+            claims: state.join("claims"),
+            quarantine: state.join("quarantine"),
+            quarantined: AtomicU64::new(0),
+        };
+        for dir in [&store.claims, &store.quarantine] {
+            private_dir(dir)?;
+        }
+        for entry in fs::read_dir(&store.claims)?.flatten() {
+            if entry.path().extension().is_some_and(|extension| extension == "part") {
+                // If this fails, the next start tries again.
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+        Ok(store)
+    }
+
+    /// The claim's record. A record that cannot be decoded is quarantined and counts as absent.
+    pub(super) fn read(
+        &self,
+        uid: &ClaimUid,
+    ) -> Result<Result<Option<ClaimRecord>, Quarantined>, RecordError> {
+        let path = self.path(uid)?;
+        let bytes = match fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(cause) if cause.kind() == io::ErrorKind::NotFound => return Ok(Ok(None)),
+            Err(cause) => return Err(RecordError::Read { path, cause }),
+        };
+        let cause = match wire::decode(&bytes) {
+            Ok(record) if record.claim.uid == *uid => return Ok(Ok(Some(record))),
+            Ok(record) => format!("it is the record of claim {}", record.claim.uid),
+            Err(cause @ DecodeError::Format { .. }) => cause.to_string(),
+            Err(cause) => format!("damaged: {cause}"),
+        };
+        Ok(Err(self.move_to_quarantine(&path, cause)))
+    }
+
+    /// UIDs of all records, sorted.
+    pub(super) fn list(&self) -> Result<Vec<ClaimUid>, RecordError> {
+        let unreadable = |cause| RecordError::Read { path: self.claims.clone(), cause };
+        let mut uids = Vec::new();
+        for entry in fs::read_dir(&self.claims).map_err(unreadable)? {
+            let name = entry.map_err(unreadable)?.file_name();
+            if let Some(uid) = name.to_str().and_then(|name| name.strip_suffix(".json")) {
+                uids.push(ClaimUid::from(uid));
+            }
+        }
+        uids.sort();
+        Ok(uids)
+    }
+
+    /// Replaces the record atomically: a reader sees the old one or the new one.
+    pub(super) fn write(&self, record: &ClaimRecord) -> Result<(), RecordError> {
+        let path = self.path(&record.claim.uid)?;
+        let written = wire::encode(record).map_err(io::Error::from).and_then(|bytes| {
+            match replace(&path, &bytes) {
+                // Another instance of the driver that just started removed the temporary file.
+                Err(cause) if cause.kind() == io::ErrorKind::NotFound => replace(&path, &bytes),
+                result => result,
+            }
+        });
+        written.map_err(|cause| RecordError::Write { path, cause })
+    }
+
+    /// Removes the record; succeeds if there is none.
+    pub(super) fn remove(&self, uid: &ClaimUid) -> Result<(), RecordError> {
+        let path = self.path(uid)?;
+        match fs::remove_file(&path) {
+            Err(cause) if cause.kind() != io::ErrorKind::NotFound => Err(RecordError::Remove { path, cause }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Number of records that were quarantined since the start.
+    pub(super) fn quarantined(&self) -> u64 {
+        self.quarantined.load(Ordering::Relaxed)
+    }
+
+    fn path(&self, uid: &ClaimUid) -> Result<PathBuf, RecordError> {
+        if !is_file_name(uid.as_str(), MAX_NAME_BYTES) {
+            return Err(RecordError::Uid { uid: uid.clone() });
+        }
+        Ok(self.claims.join(format!("{uid}.json")))
+    }
+
+    fn move_to_quarantine(&self, path: &Path, cause: String) -> Quarantined {
+        let count = self.quarantined.fetch_add(1, Ordering::Relaxed);
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let free = (0u32..).map(|n| self.quarantine.join(format!("{name}.{n}"))).find(|to| !to.exists());
+        let to = free.unwrap_or_else(|| self.quarantine.join(format!("{name}.{count}")));
+        match fs::rename(path, &to) {
+            Ok(()) => tracing::error!(
+                record = %path.display(), moved_to = %to.display(), cause,
+                "record quarantined; GPU instances that only this record names are left alone"
+            ),
+            Err(error) => tracing::error!(
+                record = %path.display(), cause, %error,
+                "record cannot be decoded and cannot be moved to quarantine; treated as absent"
+            ),
+        }
+        Quarantined { path: to, cause }
+    }
+}
+
+/// Creates a directory that only root can access.
+pub(super) fn private_dir(dir: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(dir)
+}
+
+/// Writes to a temporary file, then renames it. The temporary name is always the same, so an
+/// interrupted write leaves at most one file, which the next write overwrites.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let part = path.with_extension("part");
+    let mut file: File = File::options().write(true).create(true).truncate(true).mode(0o600).open(&part)?;
+    let result = file.write_all(bytes).and_then(|()| fs::rename(&part, path));
+    if result.is_err() {
+        // A left-over file would only take space; the first error is the one to report.
+        let _ = fs::remove_file(&part);
+    }
+    result
+}

@@ -1,0 +1,493 @@
+//! The file format of a record: an envelope with format number and checksum, and a body.
+//!
+//! `{"format":1,"crc32":"5f0c7e21","record":{...}}`. The checksum covers the bytes of `record` as
+//! they are in the file, so fields that a later build adds or omits never look like damage.
+//!
+//! The structs here belong to the format: a change of a domain type must not change a record.
+
+use super::record::HeldState;
+use super::record::{ClaimRecord, DeviceRecord, InstanceIds};
+use crate::claims::holding::Access;
+use crate::claims::step::Undo;
+use crate::gpu::part::{InstanceKey, Part};
+use crate::gpu::sharing::{MpsLimits, Setup, ShareLimits};
+use divvy_api::sharing::ShareSettings;
+use divvy_api::{ClaimRef, sharing};
+use divvy_model::Placement;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+/// The newest format that this build writes and reads.
+///
+/// | format | new in it |
+/// |---|---|
+/// | 1 | whole GPUs and MIG instances |
+/// | 2 | the sharing setup of a device (`sharing`, `with`), and its undo steps |
+/// | 3 | the limits of a share (`share`), and the undo of its pages |
+///
+/// Unknown fields are ignored. Information that an older build must not overlook needs a new
+/// format, which makes the older build quarantine the file. A record is written in the lowest
+/// format that can express it. So a downgrade quarantines only claims that the older build would
+/// misread: a time-slice or a share as an exclusive GPU.
+const FORMAT: u32 = 3;
+
+/// Why bytes cannot be decoded as a record.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum DecodeError {
+    #[error("not a record: {0}")]
+    Envelope(#[source] serde_json::Error),
+    #[error("written in format {found}; this build reads up to {FORMAT}")]
+    Format { found: u32 },
+    #[error("checksum is {found}, but the content has {actual}")]
+    Checksum { found: String, actual: String },
+    #[error("not a record of format {format}: {cause}")]
+    Body {
+        format: u32,
+        #[source]
+        cause: serde_json::Error,
+    },
+}
+
+#[derive(Deserialize)]
+struct Envelope<'a> {
+    format: u32,
+    #[serde(default)]
+    crc32: String,
+    #[serde(borrow)]
+    record: &'a RawValue,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Record {
+    claim: Claim,
+    state: State,
+    devices: Vec<Device>,
+    undo: Vec<UndoStep>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Claim {
+    namespace: String,
+    name: String,
+    uid: String,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+enum State {
+    Intent,
+    Prepared,
+    Releasing,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Device {
+    request: String,
+    pool: String,
+    device: String,
+    #[serde(rename = "shareID", default, skip_serializing_if = "Option::is_none")]
+    share_id: Option<String>,
+    #[serde(default)]
+    admin: bool,
+    gpu: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mig: Option<Mig>,
+    /// How the claim's own pods share the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    sharing: Option<Sharing>,
+    /// How the device is shared with other claims.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    with: Option<Sharing>,
+    /// The limits of a share of the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    share: Option<Share>,
+    #[serde(rename = "cdiDeviceIDs", default)]
+    cdi_ids: Vec<String>,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(tag = "mode", rename_all = "camelCase")]
+enum Sharing {
+    Timeslice {
+        interval: Interval,
+    },
+    #[serde(rename_all = "camelCase")]
+    Mps {
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        threads: Option<u32>,
+        #[serde(rename = "memoryMiB", default, skip_serializing_if = "Option::is_none")]
+        memory_mib: Option<u64>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        multi_user: Option<bool>,
+    },
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+enum Interval {
+    Default,
+    Short,
+    Medium,
+    Long,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+struct At {
+    #[serde(rename = "profileID")]
+    profile_id: u32,
+    start: u32,
+    size: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Mig {
+    #[serde(flatten)]
+    at: At,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    instance: Option<Instance>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Instance {
+    gpu_instance: u32,
+    compute_instance: u32,
+    uuid: String,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "camelCase")]
+enum UndoStep {
+    DestroyGpuInstance {
+        gpu: String,
+        #[serde(flatten)]
+        at: At,
+    },
+    DestroyComputeInstances {
+        gpu: String,
+        #[serde(flatten)]
+        at: At,
+    },
+    ResetInterval {
+        gpu: String,
+    },
+    ResetComputeMode {
+        gpu: String,
+    },
+    StopMps {
+        gpu: String,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        mig: Option<At>,
+    },
+    RemovePages,
+    RemoveCdi,
+}
+
+/// Encodes a record as the content of its file.
+pub(super) fn encode(record: &ClaimRecord) -> Result<Vec<u8>, serde_json::Error> {
+    let body = serde_json::to_string(&Record::from(record))?;
+    let checksum = crc32fast::hash(body.as_bytes());
+    let format = record.devices.iter().map(|device| match device.access {
+        Access::Share(_) => 3,
+        access if access.setup().is_some() => 2,
+        _ => 1,
+    });
+    let format = format.max().unwrap_or(1);
+    Ok(format!("{{\"format\":{format},\"crc32\":\"{checksum:08x}\",\"record\":{body}}}\n").into_bytes())
+}
+
+/// Decodes a file that this build or an older one wrote.
+pub(super) fn decode(bytes: &[u8]) -> Result<ClaimRecord, DecodeError> {
+    let envelope: Envelope<'_> = serde_json::from_slice(bytes).map_err(DecodeError::Envelope)?;
+    let format = envelope.format;
+    if !(1..=FORMAT).contains(&format) {
+        return Err(DecodeError::Format { found: format });
+    }
+    let actual = format!("{:08x}", crc32fast::hash(envelope.record.get().as_bytes()));
+    if actual != envelope.crc32 {
+        return Err(DecodeError::Checksum { found: envelope.crc32, actual });
+    }
+    let record: Record =
+        serde_json::from_str(envelope.record.get()).map_err(|cause| DecodeError::Body { format, cause })?;
+    Ok(record.into())
+}
+
+impl At {
+    fn key(self, gpu: String) -> InstanceKey {
+        InstanceKey {
+            gpu: gpu.into(),
+            profile_id: self.profile_id,
+            placement: Placement { start: self.start, size: self.size },
+        }
+    }
+}
+
+impl From<&InstanceKey> for At {
+    fn from(key: &InstanceKey) -> Self {
+        Self { profile_id: key.profile_id, start: key.placement.start, size: key.placement.size }
+    }
+}
+
+impl From<&ClaimRecord> for Record {
+    fn from(record: &ClaimRecord) -> Self {
+        let claim = &record.claim;
+        Self {
+            claim: Claim {
+                namespace: claim.namespace.clone(),
+                name: claim.name.clone(),
+                uid: claim.uid.to_string(),
+            },
+            state: match record.state {
+                HeldState::Intent => State::Intent,
+                HeldState::Prepared => State::Prepared,
+                HeldState::Releasing => State::Releasing,
+            },
+            devices: record.devices.iter().map(Device::from).collect(),
+            undo: record.undo.iter().map(UndoStep::from).collect(),
+        }
+    }
+}
+
+impl From<Record> for ClaimRecord {
+    fn from(record: Record) -> Self {
+        let Claim { namespace, name, uid } = record.claim;
+        Self {
+            claim: ClaimRef { namespace, name, uid: uid.into() },
+            state: match record.state {
+                State::Intent => HeldState::Intent,
+                State::Prepared => HeldState::Prepared,
+                State::Releasing => HeldState::Releasing,
+            },
+            devices: record.devices.into_iter().map(DeviceRecord::from).collect(),
+            undo: record.undo.into_iter().map(Undo::from).collect(),
+        }
+    }
+}
+
+impl From<&DeviceRecord> for Device {
+    fn from(device: &DeviceRecord) -> Self {
+        let instance = device.instance.as_ref().map(|ids| Instance {
+            gpu_instance: ids.gpu_instance,
+            compute_instance: ids.compute_instance,
+            uuid: ids.uuid.clone(),
+        });
+        Self {
+            request: device.request.to_string(),
+            pool: device.pool.to_string(),
+            device: device.device.to_string(),
+            share_id: device.share_id.as_ref().map(ToString::to_string),
+            admin: device.access == Access::Admin,
+            gpu: device.part.gpu().to_string(),
+            mig: match &device.part {
+                Part::Whole { .. } => None,
+                Part::Instance(key) => Some(Mig { at: key.into(), instance }),
+            },
+            sharing: match device.access {
+                Access::Exclusive(setup) => setup.map(Sharing::from),
+                Access::Shared(_) | Access::Share(_) | Access::Admin => None,
+            },
+            with: match device.access {
+                Access::Shared(setup) => Some(setup.into()),
+                Access::Exclusive(_) | Access::Share(_) | Access::Admin => None,
+            },
+            share: device.access.limits().map(Share::from),
+            cdi_ids: device.cdi_ids.clone(),
+        }
+    }
+}
+
+impl From<Device> for DeviceRecord {
+    fn from(device: Device) -> Self {
+        let (part, instance) = match device.mig {
+            None => (Part::Whole { gpu: device.gpu.into() }, None),
+            Some(Mig { at, instance }) => (Part::Instance(at.key(device.gpu)), instance),
+        };
+        Self {
+            request: device.request.into(),
+            pool: device.pool.into(),
+            device: device.device.into(),
+            share_id: device.share_id.map(Into::into),
+            access: match (device.share, device.with) {
+                _ if device.admin => Access::Admin,
+                (Some(share), _) => Access::Share(share.into()),
+                (None, Some(with)) => Access::Shared(with.into()),
+                (None, None) => Access::Exclusive(device.sharing.map(Setup::from)),
+            },
+            part,
+            instance: instance.map(|ids| InstanceIds {
+                gpu_instance: ids.gpu_instance,
+                compute_instance: ids.compute_instance,
+                uuid: ids.uuid,
+            }),
+            cdi_ids: device.cdi_ids,
+        }
+    }
+}
+
+impl From<Setup> for Sharing {
+    fn from(setup: Setup) -> Self {
+        match setup {
+            Setup::Timeslice(interval) => Self::Timeslice {
+                interval: match interval {
+                    sharing::Interval::Default => Interval::Default,
+                    sharing::Interval::Short => Interval::Short,
+                    sharing::Interval::Medium => Interval::Medium,
+                    sharing::Interval::Long => Interval::Long,
+                },
+            },
+            Setup::Mps(MpsLimits { threads, memory_mib, multi_user }) => {
+                Self::Mps { threads, memory_mib, multi_user }
+            }
+        }
+    }
+}
+
+impl From<Sharing> for Setup {
+    fn from(sharing: Sharing) -> Self {
+        match sharing {
+            Sharing::Timeslice { interval } => Self::Timeslice(match interval {
+                Interval::Default => sharing::Interval::Default,
+                Interval::Short => sharing::Interval::Short,
+                Interval::Medium => sharing::Interval::Medium,
+                Interval::Long => sharing::Interval::Long,
+            }),
+            Sharing::Mps { threads, memory_mib, multi_user } => {
+                Self::Mps(MpsLimits { threads, memory_mib, multi_user })
+            }
+        }
+    }
+}
+
+impl From<&Undo> for UndoStep {
+    fn from(undo: &Undo) -> Self {
+        match undo {
+            Undo::DestroyGpuInstance(key) => {
+                Self::DestroyGpuInstance { gpu: key.gpu.to_string(), at: key.into() }
+            }
+            Undo::DestroyComputeInstances(key) => {
+                Self::DestroyComputeInstances { gpu: key.gpu.to_string(), at: key.into() }
+            }
+            Undo::ResetInterval { gpu } => Self::ResetInterval { gpu: gpu.to_string() },
+            Undo::ResetComputeMode { gpu } => Self::ResetComputeMode { gpu: gpu.to_string() },
+            Undo::StopMps { part } => Self::StopMps {
+                gpu: part.gpu().to_string(),
+                mig: match part {
+                    Part::Whole { .. } => None,
+                    Part::Instance(key) => Some(key.into()),
+                },
+            },
+            Undo::RemovePages => Self::RemovePages,
+            Undo::RemoveCdi => Self::RemoveCdi,
+        }
+    }
+}
+
+impl From<UndoStep> for Undo {
+    fn from(undo: UndoStep) -> Self {
+        match undo {
+            UndoStep::DestroyGpuInstance { gpu, at } => Self::DestroyGpuInstance(at.key(gpu)),
+            UndoStep::DestroyComputeInstances { gpu, at } => Self::DestroyComputeInstances(at.key(gpu)),
+            UndoStep::ResetInterval { gpu } => Self::ResetInterval { gpu: gpu.into() },
+            UndoStep::ResetComputeMode { gpu } => Self::ResetComputeMode { gpu: gpu.into() },
+            UndoStep::StopMps { gpu, mig: None } => Self::StopMps { part: Part::Whole { gpu: gpu.into() } },
+            UndoStep::StopMps { gpu, mig: Some(at) } => Self::StopMps { part: Part::Instance(at.key(gpu)) },
+            UndoStep::RemovePages => Self::RemovePages,
+            UndoStep::RemoveCdi => Self::RemoveCdi,
+        }
+    }
+}
+
+/// The limits and settings of a share: everything that is needed to write its policy page again.
+/// Fields that came after format 3 are omitted while they have their default, so that an older build
+/// reads such records unchanged.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Share {
+    /// Memory in bytes.
+    memory: u64,
+    /// Guaranteed compute time, in per cent.
+    cores: u32,
+    injection: Injection,
+    observe_only: bool,
+    priority: Priority,
+    weight: u32,
+    /// Per cent of the GPU's compute time.
+    ceiling: u32,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    burst: bool,
+    /// Per cent of `memory`; absent means 100.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    overcommit: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    encoders: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    decoders: Option<u32>,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+enum Injection {
+    Preload,
+    Shim,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+enum Priority {
+    Low,
+    High,
+}
+
+impl From<ShareLimits> for Share {
+    fn from(limits: ShareLimits) -> Self {
+        let ShareSettings { injection, observe_only, priority, weight, ceiling, burst, .. } = limits.settings;
+        let ShareSettings { overcommit, encoders, decoders, .. } = limits.settings;
+        Self {
+            memory: limits.memory,
+            cores: limits.cores,
+            injection: match injection {
+                sharing::Injection::Preload => Injection::Preload,
+                sharing::Injection::Shim => Injection::Shim,
+            },
+            observe_only,
+            priority: match priority {
+                sharing::Priority::Low => Priority::Low,
+                sharing::Priority::High => Priority::High,
+            },
+            weight,
+            ceiling,
+            burst,
+            overcommit: Some(overcommit).filter(|percent| *percent != 100),
+            encoders,
+            decoders,
+        }
+    }
+}
+
+impl From<Share> for ShareLimits {
+    fn from(share: Share) -> Self {
+        let settings = ShareSettings {
+            injection: match share.injection {
+                Injection::Preload => sharing::Injection::Preload,
+                Injection::Shim => sharing::Injection::Shim,
+            },
+            observe_only: share.observe_only,
+            priority: match share.priority {
+                Priority::Low => sharing::Priority::Low,
+                Priority::High => sharing::Priority::High,
+            },
+            weight: share.weight,
+            ceiling: share.ceiling,
+            burst: share.burst,
+            overcommit: share.overcommit.unwrap_or(100),
+            encoders: share.encoders,
+            decoders: share.decoders,
+        };
+        Self { memory: share.memory, cores: share.cores, settings }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,294 @@
+//! The daemon's command line. Every flag can also be set by an environment variable.
+
+use crate::cdi::HookMode;
+use crate::kubelet::registration::PodUid;
+use crate::paths::HostPaths;
+use crate::shares::agent::KillPolicy;
+use clap::{Args as ClapArgs, Parser};
+use divvy_daemon::args::{Listen, LogArgs, absolute, listen, object_name, time};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Prepares NVIDIA GPUs for the pods of one node.
+///
+/// Registers with the kubelet as the DRA driver gpu.divvy.dev, publishes the node's GPUs as
+/// ResourceSlices, and creates MIG instances and CDI files for claims. Run it as root, once per node.
+/// All state is in files, so it can be killed and replaced at any time. On SIGUSR1 it releases the
+/// GPU driver, so that the driver can be replaced; on SIGUSR2 it uses the driver again.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "divvy-node", version, max_term_width = 100)]
+pub struct Args {
+    #[command(flatten)]
+    pub cluster: ClusterArgs,
+    #[command(flatten)]
+    pub host: HostArgs,
+    #[command(flatten)]
+    pub gpus: GpuArgs,
+    #[command(flatten)]
+    pub timeouts: TimeoutArgs,
+    #[command(flatten)]
+    pub observation: ObservationArgs,
+}
+
+/// The cluster and the node.
+#[derive(Clone, Debug, ClapArgs)]
+#[command(next_help_heading = "Cluster")]
+pub struct ClusterArgs {
+    /// Name of this Node; also the name of its pool of ResourceSlices
+    #[arg(long, env = "DIVVY_NODE_NAME", value_name = "NAME", value_parser = object_name)]
+    pub node_name: String,
+    /// Kubeconfig file [default: the pod's ServiceAccount]
+    #[arg(long, env = "KUBECONFIG", value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+    /// UID of this pod. With it, the daemon uses its own sockets, so that two instances can overlap in
+    /// a rolling update
+    #[arg(long, env = "DIVVY_POD_UID", value_name = "UID", value_parser = pod_uid)]
+    pub pod_uid: Option<PodUid>,
+    /// Remove Divvy from this node before an uninstall: serve until the last claim is released, then
+    /// remove all state of Divvy. /readyz reports ready when that is done
+    #[arg(long, env = "DIVVY_DECOMMISSION")]
+    pub decommission: bool,
+}
+
+/// Paths on the host.
+#[derive(Clone, Debug, ClapArgs)]
+#[command(next_help_heading = "Host paths")]
+pub struct HostArgs {
+    /// The kubelet's --root-dir
+    #[arg(
+        long, env = "DIVVY_KUBELET_ROOT", value_name = "DIR", value_parser = absolute,
+        default_value = "/var/lib/kubelet"
+    )]
+    pub kubelet_root: PathBuf,
+    /// Directory from which the container runtime reads CDI files
+    #[arg(
+        long, env = "DIVVY_CDI_DIR", value_name = "DIR", value_parser = absolute,
+        default_value = "/var/run/cdi"
+    )]
+    pub cdi_dir: PathBuf,
+    /// Root of the GPU driver's libraries and programs: / or /run/nvidia/driver
+    #[arg(long, env = "DIVVY_DRIVER_ROOT", value_name = "DIR", default_value = "/", value_parser = absolute)]
+    pub driver_root: PathBuf,
+    /// Directory that contains dev/ with the GPU driver's device nodes [default: --driver-root if it
+    /// has them, else /]
+    #[arg(long, env = "DIVVY_DEV_ROOT", value_name = "DIR", value_parser = absolute)]
+    pub dev_root: Option<PathBuf>,
+    /// Path of the host's root in this process. In a pod: the directory at which the host's root, or
+    /// the driver root and the dev root, are mounted
+    #[arg(long, env = "DIVVY_HOST_PREFIX", value_name = "DIR", default_value = "/", value_parser = absolute)]
+    pub host_prefix: PathBuf,
+    /// The host's /proc in this process, for files of the GPU driver
+    #[arg(
+        long, env = "DIVVY_PROC_ROOT", value_name = "DIR", value_parser = absolute,
+        default_value = "/proc"
+    )]
+    pub proc_root: PathBuf,
+    /// The host's /proc in this process, for processes. Differs from --proc-root only with a
+    /// simulated GPU driver
+    #[arg(
+        long, env = "DIVVY_PROCESS_ROOT", value_name = "DIR", value_parser = absolute,
+        default_value = "/proc"
+    )]
+    pub process_root: PathBuf,
+    /// The host's /sys in this process
+    #[arg(long, env = "DIVVY_SYS_ROOT", value_name = "DIR", default_value = "/sys", value_parser = absolute)]
+    pub sys_root: PathBuf,
+    /// Directory for records, GPU numbers and locks. Must be on disk [default: state/ in the plugin
+    /// directory]
+    #[arg(long, env = "DIVVY_STATE_DIR", value_name = "DIR", value_parser = absolute)]
+    pub state_dir: Option<PathBuf>,
+    /// Directory for MPS sockets and shared memory, and for pages of shares. Must be in memory
+    #[arg(
+        long, env = "DIVVY_RUN_DIR", value_name = "DIR", value_parser = absolute,
+        default_value = "/run/divvy"
+    )]
+    pub run_dir: PathBuf,
+    /// OCI hook that makes the GPU driver's libraries findable in containers, or "none" [default:
+    /// divvy-hook next to this program]
+    #[arg(long, env = "DIVVY_HOOK", value_name = "FILE|none")]
+    pub hook: Option<PathBuf>,
+    /// Directory of the libraries that enforce the limits of shares. Without them, no shares are
+    /// offered [default: ../lib/divvy relative to this program]
+    #[arg(long, env = "DIVVY_LIBRARY_DIR", value_name = "DIR", value_parser = absolute)]
+    pub library_dir: Option<PathBuf>,
+    /// Configuration files of container runtimes, checked at start to warn if CDI is off
+    #[arg(
+        long, env = "DIVVY_RUNTIME_CONFIG", value_name = "FILE",
+        default_values = crate::cdi::runtime::CONFIGS
+    )]
+    pub runtime_config: Vec<PathBuf>,
+}
+
+/// Use of the GPUs.
+#[derive(Clone, Debug, ClapArgs)]
+#[command(next_help_heading = "GPUs")]
+pub struct GpuArgs {
+    /// How long MIG mode stays on after the last instance of a GPU is destroyed
+    #[arg(long, env = "DIVVY_MIG_HOLD_OFF", value_name = "TIME", default_value = "30s", value_parser = time)]
+    pub mig_hold_off: Duration,
+    /// Node configuration file, which sets the modes of each GPU. Changes apply without a restart;
+    /// "divvy config explain" shows the result [default: every GPU offers every mode]
+    #[arg(long, env = "DIVVY_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Offer shares of GPUs and MIG instances. With "false", each device goes to one claim at a time,
+    /// and existing shares stay. The node configuration overrides this
+    #[arg(
+        long, env = "DIVVY_SHARES", value_name = "true|false", action = clap::ArgAction::Set,
+        default_value_t = true, default_missing_value = "true", num_args = 0..=1, require_equals = true
+    )]
+    pub shares: bool,
+    /// Findings for which processes of a share are killed: "none" or a comma-separated list of the
+    /// following. All findings are reported. unregistered: uses the GPU without the library that
+    /// enforces the limit. over-memory-limit: uses too much memory. over-compute-limit: uses too much
+    /// compute time. pages-masked: another file is mounted over its pages. pages-missing: its pages
+    /// are not mounted. under-reported: reports less memory than it uses
+    #[arg(
+        long, env = "DIVVY_KILL_PROCESSES", value_name = "LIST",
+        default_value_t = KillPolicy::default()
+    )]
+    pub kill_processes: KillPolicy,
+    /// Treat all MIG instances on this node as owned by Divvy, and destroy those without a claim.
+    /// exclusiveOwnership in the node configuration overrides this
+    #[arg(long, env = "DIVVY_EXCLUSIVE_OWNERSHIP")]
+    pub exclusive_ownership: bool,
+}
+
+/// Timeouts.
+#[derive(Clone, Debug, ClapArgs)]
+#[command(next_help_heading = "Timeouts")]
+pub struct TimeoutArgs {
+    /// Time limit for an answer to the kubelet, which waits 45s
+    #[arg(
+        long, env = "DIVVY_ANSWER_TIMEOUT", value_name = "TIME", value_parser = time,
+        default_value = "40s"
+    )]
+    pub answer_timeout: Duration,
+    /// Time limit for reading a claim from the API server
+    #[arg(long, env = "DIVVY_READ_TIMEOUT", value_name = "TIME", default_value = "10s", value_parser = time)]
+    pub read_timeout: Duration,
+    /// Time limit for an NVML query
+    #[arg(
+        long, env = "DIVVY_NVML_QUERY_TIMEOUT", value_name = "TIME", value_parser = time,
+        default_value = "10s"
+    )]
+    pub nvml_query_timeout: Duration,
+    /// Time limit for enabling or disabling MIG mode
+    #[arg(
+        long, env = "DIVVY_NVML_MODE_TIMEOUT", value_name = "TIME", value_parser = time,
+        default_value = "20s"
+    )]
+    pub nvml_mode_timeout: Duration,
+    /// Time limit for creating a MIG instance
+    #[arg(
+        long, env = "DIVVY_NVML_CREATE_TIMEOUT", value_name = "TIME", value_parser = time,
+        default_value = "20s"
+    )]
+    pub nvml_create_timeout: Duration,
+    /// Time limit for destroying a MIG instance
+    #[arg(
+        long, env = "DIVVY_NVML_DESTROY_TIMEOUT", value_name = "TIME", value_parser = time,
+        default_value = "20s"
+    )]
+    pub nvml_destroy_timeout: Duration,
+}
+
+/// Metrics, health checks and logs.
+#[derive(Clone, Debug, ClapArgs)]
+#[command(next_help_heading = "Observation")]
+pub struct ObservationArgs {
+    /// Address of /metrics, /livez and /readyz, or "off"
+    #[arg(
+        long, env = "DIVVY_HTTP_ADDRESS", value_name = "ADDRESS|off", value_parser = listen,
+        default_value = "0.0.0.0:9843"
+    )]
+    pub http_address: Listen,
+    #[command(flatten)]
+    pub log: LogArgs,
+}
+
+impl HostArgs {
+    /// All paths, with the defaults that depend on other paths.
+    pub fn paths(&self) -> HostPaths {
+        let mut paths = HostPaths {
+            kubelet_root: self.kubelet_root.clone(),
+            cdi_dir: self.cdi_dir.clone(),
+            driver_root: self.driver_root.clone(),
+            dev_root: PathBuf::from("/"),
+            // Canonical, because the kernel's names of open files are compared with it.
+            host_prefix: self.host_prefix.canonicalize().unwrap_or_else(|_| self.host_prefix.clone()),
+            proc_root: self.proc_root.clone(),
+            process_root: self.process_root.clone(),
+            sys_root: self.sys_root.clone(),
+            state_dir: PathBuf::new(),
+            run_dir: self.run_dir.clone(),
+        };
+        let own_nodes = paths.local_path(&paths.driver_root.join("dev/nvidiactl")).exists();
+        paths.dev_root = match &self.dev_root {
+            Some(dir) => dir.clone(),
+            None if own_nodes => paths.driver_root.clone(),
+            None => paths.dev_root,
+        };
+        paths.state_dir = self.state_dir.clone().unwrap_or_else(|| paths.plugin_dir().join("state"));
+        paths
+    }
+
+    /// Directory of the libraries for shares.
+    pub fn library_dir(&self) -> std::io::Result<PathBuf> {
+        match &self.library_dir {
+            Some(dir) => Ok(dir.clone()),
+            None => {
+                let beside = std::env::current_exe()?;
+                let prefix = beside.parent().and_then(std::path::Path::parent);
+                Ok(prefix.unwrap_or(std::path::Path::new("/usr")).join("lib/divvy"))
+            }
+        }
+    }
+
+    /// The hook for containers.
+    pub fn hook(&self) -> std::io::Result<HookMode> {
+        match &self.hook {
+            None => HookMode::beside_executable(),
+            Some(none) if none.as_os_str() == "none" => Ok(HookMode::None),
+            Some(file) => Ok(HookMode::Own(file.clone())),
+        }
+    }
+}
+
+fn pod_uid(text: &str) -> Result<PodUid, String> {
+    text.parse().map_err(|err: crate::kubelet::registration::PodUidError| err.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_line_definition_is_valid() {
+        use clap::CommandFactory;
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn only_the_node_name_is_required() {
+        let args = Args::try_parse_from(["divvy-node", "--node-name", "n1", "--kubelet-root", "/k"]).unwrap();
+        assert_eq!(args.host.paths().state_dir, PathBuf::from("/k/plugins/gpu.divvy.dev/state"));
+        assert_eq!(args.timeouts.answer_timeout, Duration::from_secs(40));
+    }
+
+    #[test]
+    fn shares_are_on_by_default() {
+        let shares = |args: &[&str]| {
+            let args = ["divvy-node", "--node-name", "n1"].iter().chain(args);
+            Args::try_parse_from(args).unwrap().gpus.shares
+        };
+        assert!(shares(&[]) && shares(&["--shares"]) && shares(&["--shares=true"]));
+        assert!(!shares(&["--shares=false"]));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_pod_uid_causes_a_panic(text in "\\PC{0,12}") {
+            let _ = pod_uid(&text);
+        }
+    }
+}

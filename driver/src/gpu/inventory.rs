@@ -1,0 +1,291 @@
+//! Computes the [`Inventory`] from the readings of NVML and sysfs and from the records. Pure.
+//!
+//! A GPU never leaves the inventory. One that disappears becomes `Missing` with its last
+//! description. One that cannot be read keeps its description and gets a condition with the cause.
+//!
+//! Readings may be older than the records, so the owner of an instance needs care: see
+//! [`PendingOwnership`].
+
+use crate::gpu::sysfs::PciFacts;
+use divvy_api::GpuUuid;
+use divvy_model::inventory::{
+    Condition, Gpu, GpuInstance, Inventory, Mig, MigMode, MigToggle, Origin, Presence,
+};
+use divvy_model::numbers::GpuNumbers;
+use divvy_nvml::{Description, Links, NvmlError, RawInstance, RawMig, Snapshot, State};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Whether a record has the instance with that profile id and start.
+pub type Ownership = dyn Fn(&GpuUuid, u32, u32) -> bool + Send + Sync;
+
+/// The inventory while NVML is open.
+pub fn inventory(
+    snapshot: &Snapshot,
+    pci: &BTreeMap<String, PciFacts>,
+    numbers: &mut GpuNumbers,
+    mut classifier: OwnerClassifier<'_>,
+    last: &Inventory,
+) -> Inventory {
+    let mut gpus: Vec<Gpu> = Vec::with_capacity(snapshot.gpus.len());
+    for found in &snapshot.gpus {
+        let known = last.gpus.iter().find(|gpu| gpu.uuid == found.uuid);
+        match &found.reading {
+            Ok((description, state)) => {
+                let number = numbers.number(&found.uuid, state.minor);
+                let facts = pci.get(&description.pci_bus_id).cloned().unwrap_or_default();
+                gpus.push(Gpu {
+                    number,
+                    uuid: found.uuid.clone(),
+                    minor: state.minor,
+                    product: description.product.clone(),
+                    brand: description.brand.clone(),
+                    architecture: description.architecture.clone(),
+                    compute_capability: description.compute_capability,
+                    memory_bytes: description.memory_bytes,
+                    addressing_mode: description.addressing_mode.clone(),
+                    pci_bus_id: description.pci_bus_id.clone(),
+                    pcie_root: facts.pcie_root,
+                    numa_node: facts.numa_node,
+                    nvlink_group: None,
+                    nvlink_peers: 0,
+                    mig: mig(&found.uuid, description, state, known, &mut classifier),
+                    presence: Presence::Present,
+                    conditions: Vec::new(),
+                    policy: Default::default(),
+                });
+            }
+            // A GPU that was never read cannot be described; it is added when it answers.
+            Err(error) => gpus.extend(known.map(|gpu| {
+                let conditions = conditions(error, &gpu.conditions);
+                Gpu { presence: Presence::Present, conditions, ..gpu.clone() }
+            })),
+        }
+    }
+    gpus.extend(
+        last.gpus.iter().filter(|gpu| snapshot.gpus.iter().all(|have| have.uuid != gpu.uuid)).map(missing),
+    );
+    gpus.sort_by_key(|gpu| gpu.number);
+    group_by_nvlink(&mut gpus, snapshot, last);
+    Inventory {
+        driver_version: snapshot.driver_version.clone(),
+        cuda_version: snapshot.cuda_version,
+        gpus,
+        ..Inventory::default()
+    }
+}
+
+/// The inventory without a GPU driver: all known GPUs are missing.
+pub fn without_driver(last: &Inventory) -> Inventory {
+    Inventory { gpus: last.gpus.iter().map(missing).collect(), ..Inventory::default() }
+}
+
+/// The last description of a missing GPU, without its instances. A MIG mode that the infoROM does
+/// not store is off when the GPU comes back.
+fn missing(gpu: &Gpu) -> Gpu {
+    let mig = match &gpu.mig {
+        Mig::Unsupported => Mig::Unsupported,
+        Mig::Supported { mode, toggle, profiles, .. } => {
+            let mode = if *toggle == MigToggle::Live { MigMode::Off } else { *mode };
+            Mig::Supported { mode, toggle: *toggle, profiles: profiles.clone(), instances: Vec::new() }
+        }
+    };
+    Gpu { presence: Presence::Missing, conditions: Vec::new(), mig, ..gpu.clone() }
+}
+
+fn mig(
+    uuid: &GpuUuid,
+    description: &Description,
+    state: &State,
+    last: Option<&Gpu>,
+    classifier: &mut OwnerClassifier<'_>,
+) -> Mig {
+    let RawMig::Supported { mode, instances } = &state.mig else { return Mig::Unsupported };
+    let before = match last.map(|gpu| &gpu.mig) {
+        Some(Mig::Supported { instances, .. }) => instances.as_slice(),
+        _ => &[],
+    };
+    let instances = instances.iter().map(|raw| {
+        let same = |was: &&GpuInstance| {
+            (was.id, was.profile_id, was.placement) == (raw.id, raw.profile_id, raw.placement)
+        };
+        GpuInstance {
+            id: raw.id,
+            profile_id: raw.profile_id,
+            placement: raw.placement,
+            compute_instances: raw.compute_instances.clone(),
+            origin: classifier.origin(uuid, raw, before.iter().find(same).map(|was| was.origin)),
+        }
+    });
+    Mig::Supported {
+        mode: *mode,
+        toggle: description.toggle,
+        profiles: description.profiles.clone(),
+        instances: instances.collect(),
+    }
+}
+
+/// The conditions of an unreadable GPU. An error without information about the GPU changes nothing.
+fn conditions(error: &NvmlError, before: &[Condition]) -> Vec<Condition> {
+    match error {
+        NvmlError::Lost { .. } => vec![Condition::Lost],
+        NvmlError::Stuck { call, .. } | NvmlError::Deadline { call, .. } => {
+            vec![Condition::Stuck { call: (*call).to_owned() }]
+        }
+        _ => before.to_vec(),
+    }
+}
+
+/// Groups GPUs that are connected over NVLink. In MIG mode the links are not visible; while any GPU
+/// is in that mode, earlier groups are kept. A group keeps its name; a new one gets the name of its
+/// first GPU.
+fn group_by_nvlink(gpus: &mut [Gpu], snapshot: &Snapshot, last: &Inventory) {
+    let links: BTreeMap<&GpuUuid, &Description> = snapshot
+        .gpus
+        .iter()
+        .filter_map(|found| {
+            found.reading.as_ref().ok().map(|(description, _)| (&found.uuid, description.as_ref()))
+        })
+        .collect();
+    let silenced = links.values().any(|description| description.links.is_none());
+    let before = |uuid: &GpuUuid| {
+        let gpu = last.gpus.iter().find(|gpu| gpu.uuid == *uuid)?;
+        gpu.nvlink_group.clone().map(|group| (group, gpu.nvlink_peers))
+    };
+    let readable: Vec<(usize, &Links, &str)> = gpus
+        .iter()
+        .enumerate()
+        .filter_map(|(at, gpu)| {
+            let description = links.get(&gpu.uuid)?;
+            Some((at, description.links.as_ref()?, description.pci_bus_id.as_str()))
+        })
+        .collect();
+    let joined = |(_, a, a_id): &(usize, &Links, &str), (_, b, b_id): &(usize, &Links, &str)| {
+        a.gpus.iter().any(|far| far == b_id)
+            || b.gpus.iter().any(|far| far == a_id)
+            || (a.switch.is_some() && a.switch == b.switch)
+    };
+    let mut groups: BTreeMap<usize, (String, u32)> = BTreeMap::new();
+    let mut names = BTreeSet::new();
+    for first in &readable {
+        if groups.contains_key(&first.0) {
+            continue;
+        }
+        let mut members = vec![first];
+        let mut next = 0;
+        while next < members.len() {
+            let from = members[next];
+            let reached = |gpu: &&(usize, &Links, &str)| {
+                members.iter().all(|have| have.0 != gpu.0) && joined(from, gpu)
+            };
+            let more: Vec<_> = readable.iter().filter(reached).collect();
+            members.extend(more);
+            next += 1;
+        }
+        if members.len() < 2 {
+            continue;
+        }
+        members.sort_by_key(|member| member.0);
+        let earlier =
+            members.iter().filter_map(|member| before(&gpus[member.0].uuid)).map(|(group, _)| group);
+        let name = earlier.chain([gpus[first.0].uuid.to_string()]).find(|name| !names.contains(name));
+        let Some(name) = name else { continue };
+        names.insert(name.clone());
+        for member in &members {
+            let peers = members.iter().filter(|other| other.0 != member.0 && joined(member, other)).count();
+            groups.insert(member.0, (name.clone(), u32::try_from(peers).unwrap_or(u32::MAX)));
+        }
+    }
+    for (at, gpu) in gpus.iter_mut().enumerate() {
+        let unread = !links.contains_key(&gpu.uuid);
+        let earlier = if silenced || unread { before(&gpu.uuid) } else { None };
+        if let Some((group, peers)) = earlier.or_else(|| groups.remove(&at)) {
+            gpu.nvlink_group = Some(group);
+            gpu.nvlink_peers = peers;
+        } else {
+            gpu.nvlink_group = None;
+            gpu.nvlink_peers = 0;
+        }
+    }
+}
+
+/// An instance: GPU, id, profile id, start.
+type InstanceId = (GpuUuid, u32, u32, u32);
+
+/// Instances that belonged to Divvy but have no record any more, so that the owner is undecided.
+///
+/// A reading may show an instance that was destroyed since, with its record removed. Such an
+/// instance stays Divvy's until a reading that began without a record shows it; then it is foreign.
+/// This is safe because a record is written before its instance is created, and GPU calls run in
+/// the order of their requests.
+#[derive(Debug, Default)]
+pub struct PendingOwnership(BTreeMap<InstanceId, PendingState>);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PendingState {
+    /// No reading began since the record was missed.
+    Unread,
+    /// The last reading of the GPU began when there was no record.
+    ReadingBegun,
+}
+
+/// The GPUs that were read since the last classification.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReadScope<'a> {
+    /// All GPUs, at a time when this process could not change them.
+    All,
+    Gpu(&'a GpuUuid),
+    Nothing,
+}
+
+impl PendingOwnership {
+    /// Notes that a reading of the GPU begins.
+    pub fn reading_begins(&mut self, gpu: &GpuUuid, ownership: &Ownership) {
+        self.0.retain(|(of, _, profile_id, start), _| of != gpu || !ownership(of, *profile_id, *start));
+        for (_, since) in self.0.iter_mut().filter(|((of, ..), _)| of == gpu) {
+            *since = PendingState::ReadingBegun;
+        }
+    }
+
+    /// The GPUs that must be read to decide.
+    pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
+        self.0.keys().map(|(gpu, ..)| gpu)
+    }
+
+    /// Starts a classification; instances that it does not meet are forgotten.
+    pub fn classify<'a>(&'a mut self, ownership: &'a Ownership, scope: ReadScope<'a>) -> OwnerClassifier<'a> {
+        let before = std::mem::take(&mut self.0);
+        OwnerClassifier { ownership, scope, before, now: self }
+    }
+}
+
+/// Classifies the instances of one inventory.
+pub struct OwnerClassifier<'a> {
+    ownership: &'a Ownership,
+    scope: ReadScope<'a>,
+    before: BTreeMap<InstanceId, PendingState>,
+    now: &'a mut PendingOwnership,
+}
+
+impl OwnerClassifier<'_> {
+    /// The owner of the instance; `last` is the earlier answer.
+    fn origin(&mut self, gpu: &GpuUuid, raw: &RawInstance, last: Option<Origin>) -> Origin {
+        if (self.ownership)(gpu, raw.profile_id, raw.placement.start) {
+            return Origin::Ours;
+        }
+        let instance = (gpu.clone(), raw.id, raw.profile_id, raw.placement.start);
+        let since = self.before.get(&instance).copied().unwrap_or(PendingState::Unread);
+        let decided = match self.scope {
+            ReadScope::All => true,
+            ReadScope::Gpu(scope) => scope == gpu && since == PendingState::ReadingBegun,
+            ReadScope::Nothing => false,
+        };
+        if decided || last == Some(Origin::Foreign) {
+            return Origin::Foreign;
+        }
+        self.now.0.insert(instance, since);
+        Origin::Ours
+    }
+}
+
+#[cfg(test)]
+mod tests;

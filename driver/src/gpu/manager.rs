@@ -1,0 +1,693 @@
+//! The GPUs of this node: one NVML session, and the [`Inventory`] that follows it.
+//!
+//! [`Gpus`] is a handle. [`GpuManager`] is the task behind it, which owns the session, the last
+//! reading of each GPU and the file of GPU numbers. Hardware calls go through [`Gpus::queue`] to
+//! the GPU's own thread. The task itself never blocks: readings run on the GPUs' threads and come
+//! back as results, at most one at a time per GPU.
+
+use crate::gpu::inventory;
+use crate::gpu::inventory::{Ownership, PendingOwnership, ReadScope};
+use crate::gpu::library;
+use crate::gpu::library::LibraryFile;
+use crate::gpu::numbers::GpuNumbersFile;
+use crate::gpu::sysfs::{PciFacts, Sysfs};
+use crate::paths::HostPaths;
+use divvy_api::GpuUuid;
+use divvy_api::text::error_chain;
+use divvy_model::GpuPolicy;
+use divvy_model::inventory::{Condition, Gpu, Inventory, Presence};
+use divvy_nvml::{
+    Closing, Description, Event, GpuQueue, LateReturn, NvmlError, Session, Snapshot, State, Timeouts,
+};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{Instant, MissedTickBehavior};
+
+/// Computes the policy of a GPU from the GPU, which carries its last known policy.
+pub type GpuPolicyFn = dyn Fn(&Gpu) -> GpuPolicy + Send + Sync;
+
+/// Options of the GPU manager.
+#[derive(Clone, Debug)]
+pub struct GpusOptions {
+    /// As mounted in this process.
+    pub driver_root: PathBuf,
+    pub sys_root: PathBuf,
+    pub state_dir: PathBuf,
+    pub timeouts: Timeouts,
+    /// Interval at which the GPU driver's library is checked.
+    pub poll: Duration,
+    /// How long [`Gpus::start`] waits for the first reading.
+    pub first_reading: Duration,
+}
+
+impl GpusOptions {
+    /// The defaults for these paths.
+    pub fn new(paths: &HostPaths) -> Self {
+        Self {
+            driver_root: paths.local_path(&paths.driver_root),
+            sys_root: paths.sys_root.clone(),
+            state_dir: paths.state_dir.clone(),
+            timeouts: Timeouts::default(),
+            poll: Duration::from_secs(1),
+            first_reading: Duration::from_secs(30),
+        }
+    }
+}
+
+/// The GPUs of this node. A clone is the same.
+#[derive(Clone)]
+pub struct Gpus(Arc<Shared>);
+
+struct Shared {
+    /// Set and cleared by the manager task.
+    session: Mutex<Option<Session>>,
+    inventory: watch::Sender<Arc<Inventory>>,
+    events: broadcast::Sender<Event>,
+    commands: mpsc::UnboundedSender<Command>,
+    manager: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Why there is no queue for a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unavailable {
+    #[error("the GPU driver is not loaded or is being replaced; {gpu} cannot be used until it is back")]
+    NoDriver { gpu: GpuUuid },
+    #[error("{gpu} is missing; look for it with nvidia-smi -L and in the kernel log")]
+    Missing { gpu: GpuUuid },
+    #[error("{gpu} is not a GPU of this node")]
+    Unknown { gpu: GpuUuid },
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Values are replaced as a whole, so a panic cannot leave them half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Gpus {
+    /// Starts the task and waits for the first reading, since a GPU that was not read yet looks like
+    /// a missing one. Without a GPU driver it does not wait.
+    pub async fn start(options: GpusOptions) -> Self {
+        let (commands, receiver) = mpsc::unbounded_channel();
+        let shared = Arc::new(Shared {
+            session: Mutex::new(None),
+            inventory: watch::Sender::new(Arc::new(Inventory::default())),
+            events: broadcast::Sender::new(64),
+            commands,
+            manager: Mutex::new(None),
+        });
+        let (first, read) = oneshot::channel();
+        let wait = options.first_reading;
+        let manager = GpuManager::new(options, Arc::clone(&shared), first);
+        *lock(&shared.manager) = Some(tokio::spawn(manager.run(receiver)));
+        if tokio::time::timeout(wait, read).await.is_err() {
+            tracing::warn!(waited = ?wait, "GPUs not read yet; continuing without them");
+        }
+        Self(shared)
+    }
+
+    /// The inventory of the node, and its changes.
+    pub fn inventory(&self) -> watch::Receiver<Arc<Inventory>> {
+        self.0.inventory.subscribe()
+    }
+
+    /// Events of the GPUs. [`Event::LateReturn`], the return of a stuck call, is sent after its GPU was
+    /// read again.
+    pub fn events(&self) -> broadcast::Receiver<Event> {
+        self.0.events.subscribe()
+    }
+
+    /// The queue for hardware calls on a GPU.
+    pub fn queue(&self, gpu: &GpuUuid) -> Result<GpuQueue, Unavailable> {
+        use divvy_model::inventory::Presence;
+        let inventory = self.0.inventory.borrow();
+        let known = inventory.gpus.iter().find(|have| have.uuid == *gpu);
+        let session = lock(&self.0.session);
+        match (session.as_ref(), known.map(|known| known.presence)) {
+            (None, _) => Err(Unavailable::NoDriver { gpu: gpu.clone() }),
+            (Some(_), None) => Err(Unavailable::Unknown { gpu: gpu.clone() }),
+            (Some(_), Some(Presence::Missing)) => Err(Unavailable::Missing { gpu: gpu.clone() }),
+            (Some(session), Some(Presence::Present)) => Ok(session.gpu(gpu)),
+        }
+    }
+
+    /// Reads a GPU again. When this returns, the inventory shows the result.
+    pub async fn refresh(&self, gpu: &GpuUuid) {
+        self.0.request(|done| Command::Refresh(gpu.clone(), done)).await;
+    }
+
+    /// Requests a reading without waiting for it; several requests become one reading.
+    pub fn refresh_soon(&self, gpu: &GpuUuid) {
+        self.0.send(Command::RefreshSoon(gpu.clone()));
+    }
+
+    /// Sets the function that tells whether a record has an instance, and classifies instances again.
+    pub fn set_ownership(&self, ownership: Arc<Ownership>) {
+        self.0.send(Command::SetOwnership(ownership));
+    }
+
+    /// Sets the administrator's policy for GPUs. When this returns, the inventory shows it. Before
+    /// the first call the inventory shows the policy of the daemon's last run.
+    pub async fn set_policy(&self, policy: Arc<GpuPolicyFn>) {
+        self.0.request(|done| Command::SetPolicy(policy, done)).await;
+    }
+
+    /// Sets the GPUs with a failed MPS control daemon, and the cause.
+    pub fn set_mps(&self, failed: BTreeMap<GpuUuid, String>) {
+        self.0.send(Command::SetMps(failed));
+    }
+
+    /// Sets the resource under which a device plugin offers the GPUs, if there is one.
+    pub fn set_device_plugin(&self, resource: Option<String>) {
+        self.0.send(Command::SetDevicePlugin(resource));
+    }
+
+    /// Closes NVML and keeps it closed, so that the GPU driver can be unloaded.
+    pub async fn drain(&self) {
+        self.0.request(Command::Drain).await;
+    }
+
+    /// Opens NVML again after [`Gpus::drain`].
+    pub fn resume(&self) {
+        self.0.send(Command::Resume);
+    }
+
+    /// Closes NVML and stops the task. All later calls return [`Unavailable::NoDriver`].
+    pub async fn shutdown(&self) {
+        self.0.request(Command::Stop).await;
+        let manager = lock(&self.0.manager).take();
+        if let Some(manager) = manager
+            && let Err(cause) = manager.await
+        {
+            tracing::error!(%cause, "the GPU manager task panicked");
+        }
+    }
+}
+
+impl Shared {
+    fn send(&self, command: Command) {
+        // After shutdown there is no receiver, and nothing left to do.
+        let _stopped = self.commands.send(command);
+    }
+
+    async fn request(&self, command: impl FnOnce(oneshot::Sender<()>) -> Command) {
+        let (done, answer) = oneshot::channel();
+        self.send(command(done));
+        // If the task has stopped, there is nothing to wait for.
+        let _ended = answer.await;
+    }
+}
+
+/// Debounce of readings: changes come in bursts (an instance, its compute instance, and an NVML event
+/// for each).
+const DEBOUNCE: Duration = Duration::from_millis(100);
+/// Retry interval for GPUs that could not be read, or have instances of undecided ownership.
+const RETRY_INTERVAL: Duration = Duration::from_secs(10);
+
+enum Command {
+    Refresh(GpuUuid, oneshot::Sender<()>),
+    RefreshSoon(GpuUuid),
+    SetOwnership(Arc<Ownership>),
+    SetPolicy(Arc<GpuPolicyFn>, oneshot::Sender<()>),
+    SetMps(BTreeMap<GpuUuid, String>),
+    SetDevicePlugin(Option<String>),
+    Drain(oneshot::Sender<()>),
+    Resume,
+    Stop(oneshot::Sender<()>),
+}
+
+type Reading = Result<(Arc<Description>, State), NvmlError>;
+/// State of the NVML session: closed (the library is looked for at each poll), being opened on a
+/// thread of its own, open, or drained (closed until resumed).
+enum Nvml {
+    Closed,
+    Opening { file: LibraryFile, opened: oneshot::Receiver<Result<(Session, Snapshot), String>> },
+    Open { file: LibraryFile, session: Session, events: mpsc::UnboundedReceiver<Event>, snapshot: Snapshot },
+    Drained,
+}
+
+struct GpuManager {
+    options: GpusOptions,
+    shared: Arc<Shared>,
+    sysfs: Sysfs,
+    pci: BTreeMap<String, PciFacts>,
+    numbers_file: GpuNumbersFile,
+    /// Whether descriptions, minors or policies changed since they were stored.
+    changed: bool,
+    ownership: Arc<Ownership>,
+    policy: Arc<GpuPolicyFn>,
+    /// GPUs with a failed MPS control daemon, and the cause.
+    mps: BTreeMap<GpuUuid, String>,
+    device_plugin: Option<String>,
+    pending: PendingOwnership,
+    nvml: Nvml,
+    /// The last error of the GPU driver, so that each is logged once.
+    driver_error: String,
+    first: Option<oneshot::Sender<()>>,
+    reads: JoinSet<(GpuUuid, Reading)>,
+    reading: BTreeMap<GpuUuid, Waiters>,
+    scheduled: BTreeSet<GpuUuid>,
+    debounce_until: Instant,
+}
+
+enum Step {
+    Command(Option<Command>),
+    Nvml(NvmlMessage),
+    Read(GpuUuid, Reading),
+    DebounceOver,
+    PollLibrary,
+    Retry,
+}
+
+impl GpuManager {
+    fn new(options: GpusOptions, shared: Arc<Shared>, first: oneshot::Sender<()>) -> Self {
+        Self {
+            sysfs: Sysfs::new(&options.sys_root),
+            pci: BTreeMap::new(),
+            numbers_file: GpuNumbersFile::load(&options.state_dir),
+            changed: false,
+            ownership: Arc::new(|_, _, _| false),
+            policy: Arc::new(|gpu| gpu.policy.clone()),
+            mps: BTreeMap::new(),
+            device_plugin: None,
+            pending: PendingOwnership::default(),
+            nvml: Nvml::Closed,
+            driver_error: String::new(),
+            first: Some(first),
+            reads: JoinSet::new(),
+            reading: BTreeMap::new(),
+            scheduled: BTreeSet::new(),
+            debounce_until: Instant::now(),
+            options,
+            shared,
+        }
+    }
+
+    async fn run(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
+        let mut poll = tokio::time::interval(self.options.poll);
+        poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut retry = tokio::time::interval(RETRY_INTERVAL);
+        retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let debounce_until = self.debounce_until;
+            let step = tokio::select! {
+                biased;
+                command = commands.recv() => Step::Command(command),
+                Some(read) = self.reads.join_next() => match read {
+                    Ok((gpu, reading)) => Step::Read(gpu, reading),
+                    // A panicked reading counts as none.
+                    Err(_) => Step::PollLibrary,
+                },
+                message = next_message(&mut self.nvml) => Step::Nvml(message),
+                () = tokio::time::sleep_until(debounce_until), if !self.scheduled.is_empty() => {
+                    Step::DebounceOver
+                }
+                _ = poll.tick() => Step::PollLibrary,
+                _ = retry.tick() => Step::Retry,
+            };
+            match step {
+                Step::Command(Some(Command::Stop(done))) => {
+                    self.close().await;
+                    // The caller may have stopped waiting.
+                    let _no_receiver = done.send(());
+                    return;
+                }
+                Step::Command(None) => return,
+                Step::Command(Some(command)) => self.command(command).await,
+                Step::Nvml(NvmlMessage::Opened(opened)) => self.opened(opened),
+                Step::Nvml(NvmlMessage::Event(event)) => self.event(event),
+                Step::Read(gpu, reading) => self.read(gpu, reading),
+                Step::DebounceOver => {
+                    for gpu in std::mem::take(&mut self.scheduled) {
+                        self.start_reading(gpu, None);
+                    }
+                }
+                Step::PollLibrary => self.check_library().await,
+                Step::Retry => self.retry(),
+            }
+        }
+    }
+
+    async fn command(&mut self, command: Command) {
+        match command {
+            Command::RefreshSoon(gpu) => self.schedule_reading(gpu),
+            Command::Refresh(gpu, done) => self.start_reading(gpu, Some(done)),
+            Command::SetOwnership(ownership) => {
+                self.ownership = ownership;
+                self.publish(ReadScope::Nothing);
+            }
+            Command::SetPolicy(policy, done) => {
+                self.policy = policy;
+                self.publish(ReadScope::Nothing);
+                let _no_receiver = done.send(());
+            }
+            Command::SetDevicePlugin(resource) => {
+                self.device_plugin = resource;
+                self.publish(ReadScope::Nothing);
+            }
+            Command::SetMps(mps) => {
+                self.mps = mps;
+                self.publish(ReadScope::Nothing);
+            }
+            Command::Drain(done) => {
+                self.close().await;
+                self.nvml = Nvml::Drained;
+                self.publish(ReadScope::Nothing);
+                tracing::info!("NVML is closed until it is resumed");
+                let _no_receiver = done.send(());
+            }
+            Command::Resume => {
+                if matches!(self.nvml, Nvml::Drained) {
+                    self.nvml = Nvml::Closed;
+                    self.check_library().await;
+                }
+            }
+            Command::Stop(done) => drop(done),
+        }
+    }
+
+    /// Looks for the library: opens NVML when it appears, and again when it was replaced.
+    async fn check_library(&mut self) {
+        let found = library::find(&self.options.driver_root);
+        match (&self.nvml, found) {
+            (Nvml::Drained | Nvml::Opening { .. }, _) => {}
+            (Nvml::Open { file, .. }, found) if found.as_ref() == Some(file) => {}
+            (Nvml::Closed, None) => {
+                self.report_driver_error(format!(
+                    "no libnvidia-ml.so.1 below {}",
+                    self.options.driver_root.display()
+                ));
+            }
+            (Nvml::Closed, Some(file)) => self.open(file),
+            (Nvml::Open { .. }, found) => {
+                tracing::info!(removed = found.is_none(), "the GPU driver's library was removed or replaced");
+                self.close().await;
+                match found {
+                    Some(file) => self.open(file),
+                    None => self.publish(ReadScope::Nothing),
+                }
+            }
+        }
+    }
+
+    /// Logs a new error of the GPU driver, and shows all known GPUs as missing.
+    fn report_driver_error(&mut self, error: String) {
+        if self.driver_error != error {
+            tracing::warn!(cause = error, "waiting for the GPU driver");
+            self.driver_error = error;
+        }
+        self.publish(ReadScope::Nothing);
+    }
+
+    fn open(&mut self, file: LibraryFile) {
+        let (answer, opened) = oneshot::channel();
+        let (path, timeouts) = (file.path.clone(), self.options.timeouts);
+        let runtime = tokio::runtime::Handle::current();
+        // A separate thread and not the runtime's pool: initialisation may hang, and the exit must
+        // not wait for it.
+        let thread = std::thread::Builder::new().name("nvml-open".to_owned()).spawn(move || {
+            let session = Session::open(&path, timeouts).map_err(|cause| error_chain(&cause));
+            let read = session.and_then(|session| {
+                let snapshot = runtime.block_on(session.snapshot()).map_err(|cause| error_chain(&cause))?;
+                Ok((session, snapshot))
+            });
+            // Without a receiver the session closes when it is dropped.
+            let _no_receiver = answer.send(read);
+        });
+        match thread {
+            Ok(_) => self.nvml = Nvml::Opening { file, opened },
+            Err(cause) => self.report_driver_error(format!("cannot start a thread: {cause}")),
+        }
+    }
+
+    fn opened(&mut self, opened: Result<(Session, Snapshot), String>) {
+        let Nvml::Opening { file, .. } = std::mem::replace(&mut self.nvml, Nvml::Closed) else { return };
+        let (session, snapshot) = match opened {
+            Ok(opened) => opened,
+            Err(error) => return self.report_driver_error(error),
+        };
+        let Some(events) = session.events() else { return };
+        for (index, code) in &snapshot.unreadable {
+            tracing::warn!(index, %code, "GPU has no readable UUID and is not used");
+        }
+        for gpu in &snapshot.gpus {
+            match &gpu.reading {
+                Ok((description, state)) => {
+                    let place = self.sysfs.pci(&description.pci_bus_id);
+                    self.pci.insert(description.pci_bus_id.clone(), place);
+                    tracing::info!(
+                        gpu = %gpu.uuid, product = description.product, minor = state.minor,
+                        "GPU found"
+                    );
+                }
+                Err(cause) => tracing::warn!(gpu = %gpu.uuid, %cause, "cannot read the GPU"),
+            }
+        }
+        tracing::info!(driver = snapshot.driver_version, gpus = snapshot.gpus.len(), "NVML is open");
+        self.driver_error.clear();
+        *lock(&self.shared.session) = Some(session.clone());
+        self.nvml = Nvml::Open { file, session, events, snapshot };
+        self.changed = true;
+        // Until now this process could destroy no instance, so the reading is up to date.
+        self.publish(ReadScope::All);
+    }
+
+    /// Waits for running calls, shuts NVML down and unloads it.
+    async fn close(&mut self) {
+        *lock(&self.shared.session) = None;
+        let session = match std::mem::replace(&mut self.nvml, Nvml::Closed) {
+            Nvml::Open { session, .. } => Some(session),
+            Nvml::Opening { opened, .. } => {
+                // A session that opens after the timeout closes when it is dropped.
+                let opened = tokio::time::timeout(self.options.timeouts.query, opened).await;
+                opened.ok().and_then(Result::ok).and_then(Result::ok).map(|(session, _)| session)
+            }
+            Nvml::Closed | Nvml::Drained => None,
+        };
+        self.reads.abort_all();
+        while self.reads.join_next().await.is_some() {}
+        self.reading.clear();
+        self.scheduled.clear();
+        let Some(session) = session else { return };
+        if let Closing::Held(calls) = session.close().await {
+            for stuck in calls {
+                tracing::warn!(
+                    gpu = %stuck.gpu, call = stuck.call,
+                    "NVML stays loaded until the stuck call returns"
+                );
+            }
+        }
+    }
+
+    fn event(&mut self, event: Event) {
+        match &event {
+            Event::MigConfigChange { gpu } => self.schedule_reading(gpu.clone()),
+            Event::Xid { gpu, xid, gpu_instance, .. } => {
+                tracing::warn!(%gpu, xid, ?gpu_instance, "GPU driver reports an Xid error");
+            }
+            Event::Unavailable { gpu } => {
+                tracing::error!(%gpu, "GPU driver has taken the GPU out of service");
+                self.schedule_reading(gpu.clone());
+            }
+            Event::Lost { gpu, call } => {
+                tracing::error!(%gpu, call, "GPU is lost; reset it or reboot the node");
+                self.set(gpu, Err(NvmlError::Lost { call, gpu: gpu.clone() }));
+            }
+            Event::SomeGpuLost => {
+                for gpu in self.gpus() {
+                    self.schedule_reading(gpu);
+                }
+            }
+            Event::Stuck(stuck) => {
+                let (gpu, call, since) = (stuck.gpu.clone(), stuck.call, stuck.since);
+                tracing::error!(%gpu, call, "GPU is stuck: an NVML call has not returned");
+                self.set(&stuck.gpu, Err(NvmlError::Stuck { call, gpu, since }));
+            }
+            Event::LateReturn(late) => {
+                tracing::warn!(
+                    gpu = %late.gpu, call = late.call, after = ?late.after,
+                    "stuck NVML call returned; GPU works again"
+                );
+                self.start_reading(late.gpu.clone(), None);
+                if let Some(waiting) = self.reading.get_mut(&late.gpu) {
+                    waiting.late.push(late.clone());
+                }
+                return;
+            }
+        }
+        // There may be no subscriber.
+        let _no_receiver = self.shared.events.send(event);
+    }
+
+    fn gpus(&self) -> Vec<GpuUuid> {
+        match &self.nvml {
+            Nvml::Open { snapshot, .. } => snapshot.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn schedule_reading(&mut self, gpu: GpuUuid) {
+        if self.scheduled.is_empty() {
+            self.debounce_until = Instant::now() + DEBOUNCE;
+        }
+        self.scheduled.insert(gpu);
+    }
+
+    fn publish(&mut self, scope: ReadScope<'_>) {
+        let last: Arc<Inventory> = match self.first {
+            Some(_) => Arc::new(self.numbers_file.last.clone()),
+            None => Arc::clone(&self.shared.inventory.borrow()),
+        };
+        let mut inventory = match &self.nvml {
+            Nvml::Open { snapshot, .. } => {
+                let classifier = self.pending.classify(&*self.ownership, scope);
+                inventory::inventory(snapshot, &self.pci, &mut self.numbers_file.numbers, classifier, &last)
+            }
+            // The inventory is computed when it is open.
+            Nvml::Opening { .. } => return,
+            Nvml::Closed | Nvml::Drained => inventory::without_driver(&last),
+        };
+        for gpu in self.pending.gpus().cloned().collect::<BTreeSet<_>>() {
+            self.schedule_reading(gpu);
+        }
+        for gpu in &mut inventory.gpus {
+            let before = last.gpus.iter().find(|before| before.uuid == gpu.uuid);
+            gpu.policy = before.map(|before| before.policy.clone()).unwrap_or_default();
+            let policy = (self.policy)(gpu);
+            self.changed |= policy != gpu.policy;
+            gpu.policy = policy;
+        }
+        if std::mem::take(&mut self.changed)
+            && let Err(cause) = self.numbers_file.store(&inventory)
+        {
+            self.changed = true;
+            tracing::error!(
+                cause = error_chain(&cause),
+                "cannot store GPU numbers; retrying at the next change"
+            );
+        }
+        for gpu in &mut inventory.gpus {
+            gpu.conditions.retain(|condition| !matches!(condition, Condition::Mps { .. }));
+            if let (Presence::Present, Some(cause)) = (gpu.presence, self.mps.get(&gpu.uuid)) {
+                gpu.conditions.push(Condition::Mps { cause: cause.clone() });
+            }
+        }
+        inventory.device_plugin.clone_from(&self.device_plugin);
+        self.shared.inventory.send_if_modified(|published| {
+            let changed = **published != inventory;
+            if changed {
+                *published = Arc::new(inventory);
+            }
+            changed
+        });
+        if let Some(first) = self.first.take() {
+            let _no_receiver = first.send(());
+        }
+    }
+}
+
+/// A message from the NVML session.
+enum NvmlMessage {
+    Opened(Result<(Session, Snapshot), String>),
+    Event(Event),
+}
+
+async fn next_message(nvml: &mut Nvml) -> NvmlMessage {
+    match nvml {
+        Nvml::Opening { opened, .. } => NvmlMessage::Opened(
+            opened.await.unwrap_or_else(|_| Err("the thread that opens NVML panicked".to_owned())),
+        ),
+        Nvml::Open { events, .. } => match events.recv().await {
+            Some(event) => NvmlMessage::Event(event),
+            // The session holds the sender, so this is not reached while it is open.
+            None => std::future::pending().await,
+        },
+        Nvml::Closed | Nvml::Drained => std::future::pending().await,
+    }
+}
+
+/// Callers that wait for readings of one GPU.
+#[derive(Default)]
+struct Waiters {
+    /// Waiting for the reading in progress.
+    now: Vec<oneshot::Sender<()>>,
+    /// Waiting for the reading after it; `None` if there will be none.
+    next: Option<Vec<oneshot::Sender<()>>>,
+    /// Late events to send when the reading in progress is complete.
+    late: Vec<LateReturn>,
+}
+
+impl GpuManager {
+    /// Reads a GPU, or schedules another reading after the one in progress, which may be too early
+    /// for the caller.
+    fn start_reading(&mut self, gpu: GpuUuid, done: Option<oneshot::Sender<()>>) {
+        let Nvml::Open { session, snapshot, .. } = &self.nvml else { return };
+        if snapshot.gpus.iter().all(|known| known.uuid != gpu) {
+            return;
+        }
+        if let Some(waiting) = self.reading.get_mut(&gpu) {
+            waiting.next.get_or_insert_default().extend(done);
+            return;
+        }
+        let waiting = Waiters { now: done.into_iter().collect(), ..Waiters::default() };
+        self.reading.insert(gpu.clone(), waiting);
+        self.pending.reading_begins(&gpu, &*self.ownership);
+        let reading = session.gpu(&gpu).read();
+        self.reads.spawn(async move { (gpu, reading.await) });
+    }
+
+    fn read(&mut self, gpu: GpuUuid, reading: Reading) {
+        let mut waiting = self.reading.remove(&gpu).unwrap_or_default();
+        let succeeded = reading.is_ok();
+        self.set(&gpu, reading);
+        if succeeded && !waiting.now.is_empty() && self.pending.gpus().any(|undecided| *undecided == gpu) {
+            // The callers want the owner of the instances, which is not decided yet.
+            waiting.next.get_or_insert_default().append(&mut waiting.now);
+        }
+        for done in waiting.now {
+            let _no_receiver = done.send(());
+        }
+        for late in waiting.late {
+            let _no_receiver = self.shared.events.send(Event::LateReturn(late));
+        }
+        if let Some(next) = waiting.next {
+            self.start_reading(gpu.clone(), None);
+            if let Some(waiting) = self.reading.get_mut(&gpu) {
+                waiting.now = next;
+            }
+        }
+    }
+
+    /// Stores the result of a reading and publishes the inventory.
+    fn set(&mut self, gpu: &GpuUuid, reading: Reading) {
+        let Nvml::Open { snapshot, .. } = &mut self.nvml else { return };
+        let Some(known) = snapshot.gpus.iter_mut().find(|known| known.uuid == *gpu) else { return };
+        // An answer without information about the GPU does not replace an earlier one.
+        if matches!(reading, Err(NvmlError::Busy { .. } | NvmlError::Closed { .. })) {
+            return;
+        }
+        if let (Err(_), Ok((description, _))) = (&known.reading, &reading) {
+            let place = self.sysfs.pci(&description.pci_bus_id);
+            self.pci.insert(description.pci_bus_id.clone(), place);
+            tracing::info!(%gpu, "GPU is readable again");
+        }
+        let same = match (&known.reading, &reading) {
+            (Ok((was, before)), Ok((is, now))) => Arc::ptr_eq(was, is) && before.minor == now.minor,
+            _ => false,
+        };
+        self.changed |= !same;
+        known.reading = reading;
+        self.publish(ReadScope::Gpu(gpu));
+    }
+
+    fn retry(&mut self) {
+        let Nvml::Open { snapshot, .. } = &self.nvml else { return };
+        let failed = snapshot.gpus.iter().filter(|gpu| gpu.reading.is_err()).map(|gpu| &gpu.uuid);
+        for gpu in failed.chain(self.pending.gpus()).cloned().collect::<BTreeSet<_>>() {
+            self.start_reading(gpu, None);
+        }
+    }
+}

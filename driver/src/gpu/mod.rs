@@ -1,0 +1,13 @@
+//! The GPUs of a node: one NVML session, the inventory, MPS and time-slices.
+
+pub mod inventory;
+mod library;
+mod manager;
+pub mod mps;
+mod numbers;
+pub mod part;
+pub mod sharing;
+pub mod sysfs;
+pub mod timeslice;
+
+pub use manager::*;

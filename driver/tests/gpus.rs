@@ -1,0 +1,333 @@
+//! The GPU manager on a simulated node: detection and loss of GPUs, foreign changes, a missing GPU driver.
+
+use divvy_api::GpuUuid;
+use divvy_driver::gpu::inventory::Ownership;
+use divvy_driver::gpu::{Gpus, GpusOptions, Unavailable};
+use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, Origin, Presence};
+use divvy_nvml::{Event, Timeouts};
+use divvy_sim::control::{Pattern, When};
+use divvy_sim::{Options, Sim, State, create};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+struct TestNode {
+    dir: tempfile::TempDir,
+}
+
+impl TestNode {
+    fn new() -> Self {
+        Self { dir: tempfile::tempdir().expect("temporary directory") }
+    }
+
+    fn root(&self) -> PathBuf {
+        self.dir.path().join("root")
+    }
+
+    /// Installs a GPU driver with these GPUs.
+    fn install(&self, gpus: &str) -> Sim {
+        let library = divvy_sim::library().expect("simulated library");
+        let program = std::env::current_exe().expect("this test");
+        create(&self.root(), gpus, &Options::new(library, program)).expect("simulator")
+    }
+
+    async fn start(&self) -> Gpus {
+        let timeout = Duration::from_millis(1500);
+        let timeouts = Timeouts { query: timeout, mig_mode: timeout, create: timeout, destroy: timeout };
+        let gpus = Gpus::start(GpusOptions {
+            driver_root: self.root(),
+            sys_root: self.root().join("sys"),
+            state_dir: self.dir.path().join("state"),
+            timeouts,
+            poll: Duration::from_millis(20),
+            first_reading: Duration::from_secs(30),
+        });
+        gpus.await
+    }
+}
+
+fn update_sim(sim: &Sim, change: impl FnOnce(&mut State)) {
+    let changed = sim.update(|state| {
+        change(state);
+        Ok(())
+    });
+    changed.expect("changed");
+}
+
+fn uuid(sim: &Sim, slot: usize) -> GpuUuid {
+    GpuUuid::from(sim.read().expect("state").gpus[slot].uuid.as_str())
+}
+
+/// Waits for an inventory with this property, for at most 60 seconds.
+async fn until(gpus: &Gpus, wanted: impl Fn(&Inventory) -> bool) -> Arc<Inventory> {
+    let mut inventory = gpus.inventory();
+    let found = tokio::time::timeout(Duration::from_secs(60), inventory.wait_for(|now| wanted(now))).await;
+    found
+        .unwrap_or_else(|_| panic!("timed out with inventory {:#?}", gpus.inventory().borrow()))
+        .expect("the GPU manager runs")
+        .clone()
+}
+
+fn presences(inventory: &Inventory) -> Vec<(u32, Presence)> {
+    inventory.gpus.iter().map(|gpu| (gpu.number.0, gpu.presence)).collect()
+}
+
+fn all(inventory: &Inventory, presence: Presence) -> bool {
+    !inventory.gpus.is_empty() && inventory.gpus.iter().all(|gpu| gpu.presence == presence)
+}
+
+fn origins(gpu: &Gpu) -> Vec<(u32, Origin)> {
+    match &gpu.mig {
+        Mig::Unsupported => Vec::new(),
+        Mig::Supported { instances, .. } => {
+            instances.iter().map(|one| (one.profile_id, one.origin)).collect()
+        }
+    }
+}
+
+#[tokio::test]
+async fn first_inventory_is_complete() {
+    let node = TestNode::new();
+    let sim = node.install("2xH100-SXM5-80GB,A30-24GB,L4");
+    let gpus = node.start().await;
+    let inventory = gpus.inventory().borrow().clone();
+    let state = sim.read().expect("state");
+    assert_eq!(inventory.driver_version, state.driver);
+    assert_eq!(inventory.gpus.len(), 4);
+    for (gpu, made) in inventory.gpus.iter().zip(&state.gpus) {
+        assert_eq!(
+            (gpu.uuid.as_str(), gpu.number.0, gpu.minor),
+            (made.uuid.as_str(), made.minor, made.minor)
+        );
+        assert_eq!((gpu.pcie_root.as_ref(), gpu.numa_node), (Some(&made.pcie_root), made.numa));
+        assert_eq!((gpu.presence, gpu.conditions.len()), (Presence::Present, 0));
+        assert!(gpus.queue(&gpu.uuid).is_ok());
+    }
+    let links = |gpu: &Gpu| (gpu.nvlink_group.is_some(), gpu.nvlink_group.clone(), gpu.nvlink_peers);
+    assert_eq!(links(&inventory.gpus[0]), links(&inventory.gpus[1]));
+    assert_eq!((links(&inventory.gpus[0]).0, links(&inventory.gpus[2])), (true, (false, None, 0)));
+    let unknown = GpuUuid::from("GPU-0");
+    assert_eq!(gpus.queue(&unknown).err(), Some(Unavailable::Unknown { gpu: unknown }));
+    gpus.shutdown().await;
+    let gone = uuid(&sim, 0);
+    assert_eq!(gpus.queue(&gone).err(), Some(Unavailable::NoDriver { gpu: gone }));
+}
+
+#[tokio::test]
+async fn driver_installed_later_is_found() {
+    let node = TestNode::new();
+    let gpus = node.start().await;
+    assert_eq!(**gpus.inventory().borrow(), Inventory::default());
+    let sim = node.install("L4");
+    let found = until(&gpus, |now| all(now, Presence::Present)).await;
+    assert_eq!(found.gpus[0].uuid, uuid(&sim, 0));
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn replaced_driver_is_reopened() {
+    let node = TestNode::new();
+    let sim = node.install("2xH100-SXM5-80GB");
+    let gpus = node.start().await;
+    let before = gpus.inventory().borrow().clone();
+    divvy_sim::driver_root::replace_driver(&sim, "590.44.01").expect("replaced");
+    let after = until(&gpus, |now| now.driver_version == "590.44.01").await;
+    assert_eq!(presences(&after), presences(&before));
+    assert!(gpus.queue(&after.gpus[0].uuid).expect("queue").mig_mode().await.is_ok());
+
+    std::fs::remove_dir_all(node.root().join("usr")).expect("uninstalled");
+    let without = until(&gpus, |now| all(now, Presence::Missing)).await;
+    assert_eq!(without.gpus.len(), 2, "removed GPUs stay in the inventory");
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn drained_driver_stays_closed_until_resumed() {
+    let node = TestNode::new();
+    let sim = node.install("L4");
+    let gpus = node.start().await;
+    let gpu = uuid(&sim, 0);
+    let before = gpus.queue(&gpu).expect("queue");
+    gpus.drain().await;
+    assert!(all(&gpus.inventory().borrow(), Presence::Missing));
+    assert!(before.state().await.is_err() && gpus.queue(&gpu).is_err());
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+    // The simulator in this process maps files of its own, so only the libraries count.
+    let libraries = node.root().join("usr/lib");
+    assert!(!maps.contains(libraries.to_str().expect("utf-8")), "the library is unloaded");
+    gpus.resume();
+    until(&gpus, |now| all(now, Presence::Present)).await;
+    assert!(gpus.queue(&gpu).expect("queue").state().await.is_ok());
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn gpu_missing_after_a_reboot_keeps_its_number() {
+    let node = TestNode::new();
+    let sim = node.install("4xH100-SXM5-80GB");
+    let gpus = node.start().await;
+    gpus.shutdown().await;
+    let before = gpus.inventory().borrow().clone();
+    update_sim(&sim, |state| {
+        state.lose(1, false).expect("lost");
+        state.reboot();
+    });
+    let gpus = node.start().await;
+    let after = gpus.inventory().borrow().clone();
+    use Presence::{Missing, Present};
+    assert_eq!(presences(&after), [(0, Present), (1, Missing), (2, Present), (3, Present)]);
+    let place = |inventory: &Inventory| -> Vec<_> {
+        let one = |gpu: &Gpu| (gpu.uuid.clone(), gpu.number, gpu.product.clone(), gpu.nvlink_group.clone());
+        inventory.gpus.iter().map(one).collect()
+    };
+    assert_eq!(place(&after), place(&before));
+    assert_eq!(after.gpus.iter().map(|gpu| gpu.minor).collect::<Vec<_>>(), [0, 1, 1, 2]);
+    let gone = uuid(&sim, 1);
+    assert_eq!(gpus.queue(&gone).err(), Some(Unavailable::Missing { gpu: gone }));
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn new_instances_are_detected_and_classified() {
+    let node = TestNode::new();
+    let sim = node.install("2xH100-SXM5-80GB");
+    let gpus = node.start().await;
+    let gpu = uuid(&sim, 0);
+    let ours: Arc<Ownership> = Arc::new({
+        let gpu = gpu.clone();
+        move |of, profile, start| (of, profile, start) == (&gpu, 19, 0)
+    });
+    gpus.set_ownership(ours);
+    let queue = gpus.queue(&gpu).expect("queue");
+    queue.set_mig_mode(MigMode::On).await.expect("MIG on");
+    let place = |start| divvy_model::Placement { start, size: 1 };
+    queue.create_gpu_instance(19, place(0)).await.expect("GPU instance");
+    gpus.refresh(&gpu).await;
+    assert_eq!(
+        origins(&gpus.inventory().borrow().gpus[0]),
+        [(19, Origin::Ours)],
+        "the inventory is current when refresh returns"
+    );
+
+    // A foreign instance, which NVML reports.
+    update_sim(&sim, |state| {
+        state.create_gi(0, 19, Some(divvy_sim::state::Placement { start: 3, size: 1 })).expect("created");
+    });
+    let expected = [(19, Origin::Ours), (19, Origin::Foreign)];
+    let both = until(&gpus, |now| origins(&now.gpus[0]) == expected).await;
+    assert_eq!(origins(&both.gpus[1]), []);
+    gpus.set_ownership(Arc::new(|_, _, _| true));
+    until(&gpus, |now| origins(&now.gpus[0]) == [(19, Origin::Ours), (19, Origin::Ours)]).await;
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn released_instance_is_never_reported_as_foreign() {
+    let node = TestNode::new();
+    let sim = node.install("2xH100-SXM5-80GB");
+    let gpus = node.start().await;
+    let (gpu, other) = (uuid(&sim, 0), uuid(&sim, 1));
+    let recorded = Arc::new(AtomicBool::new(true));
+    let ours: Arc<Ownership> = Arc::new({
+        let recorded = recorded.clone();
+        move |_, _, _| recorded.load(Ordering::SeqCst)
+    });
+    gpus.set_ownership(ours.clone());
+    let queue = gpus.queue(&gpu).expect("queue");
+    queue.set_mig_mode(MigMode::On).await.expect("MIG on");
+    let place = divvy_model::Placement { start: 0, size: 1 };
+    let id = queue.create_gpu_instance(19, place).await.expect("GPU instance");
+    gpus.refresh(&gpu).await;
+
+    // Ownership is evaluated again with the last reading, which still shows the instance.
+    let pattern = Pattern { call: "nvmlDeviceGetMinorNumber".to_owned(), gpu: Some(0) };
+    update_sim(&sim, |state| state.add_hold(pattern, None, When::Before));
+    recorded.store(false, Ordering::SeqCst);
+    gpus.refresh(&other).await;
+    gpus.set_ownership(ours);
+    gpus.refresh(&other).await;
+    assert_eq!(origins(&gpus.inventory().borrow().gpus[0]), [(19, Origin::Ours)]);
+    recorded.store(true, Ordering::SeqCst);
+    update_sim(&sim, |state| state.release(None));
+    gpus.refresh(&gpu).await;
+    assert_eq!(origins(&gpus.inventory().borrow().gpus[0]), [(19, Origin::Ours)]);
+
+    // The instance is destroyed while a reading that has seen it is in progress.
+    let pattern = Pattern { call: "nvmlGpuInstanceGetComputeInstances".to_owned(), gpu: Some(0) };
+    update_sim(&sim, |state| state.add_hold(pattern, Some(1), When::After));
+    let mut seen = gpus.inventory();
+    let release = async {
+        while sim.read().expect("state").control.held.is_empty() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        update_sim(&sim, |state| state.destroy_gi(0, id).expect("destroyed"));
+        recorded.store(false, Ordering::SeqCst);
+        update_sim(&sim, |state| state.release(None));
+    };
+    let watch = async {
+        loop {
+            seen.changed().await.expect("the GPU manager runs");
+            let now = origins(&seen.borrow_and_update().gpus[0]);
+            assert_ne!(now, [(19, Origin::Foreign)]);
+            if now.is_empty() {
+                break;
+            }
+        }
+    };
+    tokio::join!(gpus.refresh(&gpu), release, watch);
+
+    // A foreign instance at the same placement is detected at the next reading.
+    update_sim(&sim, |state| {
+        state.create_gi(0, 19, Some(divvy_sim::state::Placement { start: 0, size: 1 })).expect("created");
+    });
+    gpus.refresh(&gpu).await;
+    assert_eq!(origins(&gpus.inventory().borrow().gpus[0]), [(19, Origin::Foreign)]);
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn stuck_gpu_has_a_condition_until_the_call_returns() {
+    let node = TestNode::new();
+    let sim = node.install("2xH100-SXM5-80GB");
+    let gpus = node.start().await;
+    let mut events = gpus.events();
+    let gpu = uuid(&sim, 0);
+    let call = "nvmlDeviceSetMigMode";
+    let pattern = Pattern { call: call.to_owned(), gpu: Some(0) };
+    update_sim(&sim, |state| state.add_hold(pattern, None, When::Before));
+    let error = gpus.queue(&gpu).expect("queue").set_mig_mode(MigMode::On).await.expect_err("held");
+    assert!(error.may_take_effect(), "{error:?}");
+    let stuck = until(&gpus, |now| !now.gpus[0].conditions.is_empty()).await;
+    assert_eq!(stuck.gpus[0].conditions, [Condition::Stuck { call: call.to_owned() }]);
+    assert_eq!((stuck.gpus[0].presence, stuck.gpus[1].conditions.len()), (Presence::Present, 0));
+
+    update_sim(&sim, |state| state.release(None));
+    let late = loop {
+        if let Event::LateReturn(late) = events.recv().await.expect("event") {
+            break late;
+        }
+    };
+    assert_eq!((late.gpu, late.call), (gpu, call));
+    let now = gpus.inventory().borrow().clone();
+    assert_eq!(now.gpus[0].conditions, [], "the GPU is read again before the event is sent");
+    assert!(matches!(now.gpus[0].mig, Mig::Supported { mode: MigMode::On, .. }), "the late call took effect");
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn failed_call_marks_a_lost_gpu() {
+    let node = TestNode::new();
+    let sim = node.install("2xH100-SXM5-80GB");
+    let gpus = node.start().await;
+    let gpu = uuid(&sim, 1);
+    update_sim(&sim, |state| state.lose(1, true).expect("lost"));
+    assert!(gpus.queue(&gpu).expect("queue").mig_mode().await.is_err());
+    let lost = until(&gpus, |now| !now.gpus[1].conditions.is_empty()).await;
+    assert_eq!(lost.gpus[1].conditions, [Condition::Lost]);
+    assert_eq!(lost.gpus[0].conditions, []);
+    update_sim(&sim, |state| state.find(1).expect("found"));
+    gpus.refresh_soon(&gpu);
+    until(&gpus, |now| now.gpus[1].conditions.is_empty()).await;
+    gpus.shutdown().await;
+}

@@ -1,0 +1,348 @@
+//! Creates a simulator: a driver root and its first state.
+//!
+//! The root holds the files of a GPU driver that a Kubernetes driver looks for. These are the
+//! simulated `libnvidia-ml` and `libcuda`, empty libraries of the same version, the programs
+//! `nvidia-smi`, `nvidia-modprobe` and those of MPS, and the rendered trees.
+
+use crate::catalogue::{self, Model, NoSuchModel};
+use crate::control::Control;
+use crate::elf::shared_object;
+use crate::mig;
+use crate::sim::{LIB_DIR, STATE_DIR, Sim, SimError};
+use crate::state::{Events, FORMAT, Gpu, Health, Host, MigMode, Modules, State};
+use crate::store::StoreError;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+/// Number of GPUs in the driver's table of capabilities.
+const MAX_GPUS: usize = 32;
+
+/// File name of the simulated libnvidia-ml, as cargo builds it.
+const NVML_FILE_NAME: &str = "libdivvy_sim_nvml.so";
+/// File name of the simulated libcuda. It is installed if it exists beside libnvidia-ml.
+const CUDA_FILE_NAME: &str = "libdivvy_sim_cuda.so";
+
+/// Empty libraries: their names, and the numbers in the sonames that have one.
+const EMPTY_LIBRARIES: &[(&str, Option<u32>)] = &[
+    ("libcuda", Some(1)),
+    ("libcudadebugger", Some(1)),
+    ("libnvcuvid", Some(1)),
+    ("libnvidia-allocator", Some(1)),
+    ("libnvidia-cfg", Some(1)),
+    ("libnvidia-encode", Some(1)),
+    ("libnvidia-gpucomp", None),
+    ("libnvidia-nvvm", Some(4)),
+    ("libnvidia-opticalflow", Some(1)),
+    ("libnvidia-ptxjitcompiler", Some(1)),
+];
+
+/// Programs that the multi-call program stands in for.
+const PROGRAMS: &[&str] =
+    &["nvidia-smi", "nvidia-modprobe", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"];
+
+/// How to create a simulator.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The simulated `libnvidia-ml`, see [`library`].
+    pub library: PathBuf,
+    /// A program that calls [`crate::command::main`] or [`crate::command::multicall`].
+    pub multicall: PathBuf,
+    /// Version of the GPU driver, such as `580.95.05`.
+    pub driver: String,
+    pub cuda: (u32, u32),
+    /// Determines the ids of the GPUs. Nodes with different seeds have different GPUs.
+    pub seed: u64,
+    /// Number of NUMA nodes. The GPUs are distributed over them in order.
+    pub numa_nodes: u32,
+    pub host: Host,
+}
+
+impl Options {
+    /// A bare-metal node with two sockets.
+    pub fn new(library: PathBuf, multicall: PathBuf) -> Self {
+        Self {
+            library,
+            multicall,
+            driver: "580.95.05".to_owned(),
+            cuda: (13, 0),
+            seed: 0,
+            numa_nodes: 2,
+            host: Host::default(),
+        }
+    }
+}
+
+/// The reason why a simulator was not created.
+#[derive(Debug, thiserror::Error)]
+pub enum CreateError {
+    #[error("invalid entry {part:?} in the GPU list; the format is 8xH100-SXM5-80GB,2xL4")]
+    List { part: String },
+    #[error("{count} GPUs are too many; the driver supports at most {MAX_GPUS}")]
+    TooMany { count: usize },
+    #[error(transparent)]
+    Model(#[from] NoSuchModel),
+    #[error("{version:?} is not a driver version such as 580.95.05")]
+    Version { version: String },
+    #[error("{dir} already has simulated GPUs; remove it or choose another directory")]
+    Exists { dir: PathBuf },
+    #[error("/ cannot be a simulated driver root; choose a directory")]
+    Root,
+    #[error("cannot create {path}")]
+    Io { path: PathBuf, source: io::Error },
+    #[error(
+        "{NVML_FILE_NAME} is not in {near}; build it with `cargo build -p divvy-sim-nvml`, or pass --library"
+    )]
+    NoLibrary { near: PathBuf },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Refused(#[from] SimError),
+}
+
+/// Creates a simulator in `dir` with GPUs such as `8xH100-SXM5-80GB,2xL4`.
+pub fn create(dir: &Path, gpus: &str, options: &Options) -> Result<Sim, CreateError> {
+    let models = parse_list(gpus)?;
+    check_version(&options.driver)?;
+    std::fs::create_dir_all(dir).map_err(|source| io_error(dir, source))?;
+    let root = dir.canonicalize().map_err(|source| io_error(dir, source))?;
+    if root == Path::new("/") {
+        return Err(CreateError::Root);
+    }
+    if root.join(STATE_DIR).join("state.json").exists() {
+        return Err(CreateError::Exists { dir: root });
+    }
+    let cuda = options.library.with_file_name(CUDA_FILE_NAME);
+    install(&root, &options.library, &cuda, &options.driver)?;
+    let bin = root.join("usr/bin");
+    std::fs::create_dir_all(&bin).map_err(|source| io_error(&bin, source))?;
+    for program in PROGRAMS {
+        link_or_copy(&options.multicall, &bin.join(program))?;
+    }
+    let mut state = State {
+        format: FORMAT,
+        generation: 1,
+        boot: 1,
+        driver: options.driver.clone(),
+        cuda: options.cuda,
+        host: options.host.clone(),
+        modules: Modules::at_boot(options.host.bare),
+        gpus: boards(&models, options),
+        events: Events::default(),
+        control: Control::default(),
+    };
+    state.assign_minors();
+    Ok(Sim::create(root, &state)?)
+}
+
+/// Installs another version of the GPU driver, as an upgrade does: replaces its files and reloads
+/// its modules. Only the boards keep their state.
+pub fn replace_driver(sim: &Sim, version: &str) -> Result<(), CreateError> {
+    check_version(version)?;
+    let old = sim.read()?.driver.clone();
+    let lib = sim.root().join(LIB_DIR);
+    let present = |name: &str| lib.join(format!("{name}.so.{old}"));
+    install(sim.root(), &present("libnvidia-ml"), &present("libcuda"), version)?;
+    sim.update(|state| {
+        state.reboot();
+        state.driver = version.to_owned();
+        Ok(())
+    })?;
+    if old != version {
+        for name in EMPTY_LIBRARIES.iter().map(|(name, _)| *name).chain(["libnvidia-ml"]) {
+            let path = lib.join(format!("{name}.so.{old}"));
+            std::fs::remove_file(&path).map_err(|source| io_error(&path, source))?;
+        }
+    }
+    Ok(())
+}
+
+/// Finds the simulated libnvidia-ml where cargo builds it: beside this program or in `deps`.
+pub fn library() -> Result<PathBuf, CreateError> {
+    let program = std::env::current_exe().map_err(|source| io_error(Path::new("/proc/self/exe"), source))?;
+    let near = program.parent().unwrap_or(Path::new("/")).to_owned();
+    [
+        near.join(NVML_FILE_NAME),
+        near.join("deps").join(NVML_FILE_NAME),
+        near.join("..").join("deps").join(NVML_FILE_NAME),
+    ]
+    .into_iter()
+    .find(|path| path.exists())
+    .ok_or(CreateError::NoLibrary { near })
+}
+
+/// Parses a list such as `8xH100-SXM5-80GB,2xL4` into one model for each GPU.
+fn parse_list(list: &str) -> Result<Vec<Model>, CreateError> {
+    let mut models = Vec::new();
+    for part in list.split(',').map(str::trim) {
+        let bad = || CreateError::List { part: part.to_owned() };
+        // A model name may begin with a digit, but not with digits and an x.
+        let (count, name) = match part.split_once('x') {
+            Some((count, name)) if !count.is_empty() && count.bytes().all(|byte| byte.is_ascii_digit()) => {
+                (count.parse::<usize>().map_err(|_| bad())?, name)
+            }
+            _ => (1, part),
+        };
+        if name.is_empty() || count == 0 {
+            return Err(bad());
+        }
+        let model = catalogue::find(name)?;
+        let total = models.len().saturating_add(count);
+        if total > MAX_GPUS {
+            return Err(CreateError::TooMany { count: total });
+        }
+        models.resize(total, model);
+    }
+    Ok(models)
+}
+
+fn check_version(version: &str) -> Result<(), CreateError> {
+    let number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    let good = version.split('.').count() >= 2 && version.split('.').all(number);
+    if good { Ok(()) } else { Err(CreateError::Version { version: version.to_owned() }) }
+}
+
+/// Pairs of GPUs share a PCIe root, as on boards with a switch for each pair. GPUs with their own
+/// PCI domain do not.
+fn boards(models: &[Model], options: &Options) -> Vec<Gpu> {
+    let count = models.len();
+    let board = |(slot, model): (usize, &Model)| {
+        let row = model.row();
+        let (pair, half) = (slot / 2, slot % 2);
+        let (domain, bus) = if row.own_pci_domain { (0x10 * pair + 8 + half, 0) } else { (0, 7 + 15 * pair) };
+        let hop = |bus: usize, device: usize| format!("{domain:04x}:{bus:02x}:{device:02x}.0");
+        let (bdf, bridges) = if row.own_pci_domain {
+            (hop(1, 0), vec![hop(0, 0)])
+        } else {
+            (hop(bus + 3 + half, 0), vec![hop(bus, 1), hop(bus + 1, 0), hop(bus + 2, half)])
+        };
+        let pdi = mix(options.seed, slot as u64);
+        let numa = match options.numa_nodes {
+            0 => None,
+            nodes => u32::try_from(slot * nodes as usize / count).ok(),
+        };
+        Gpu {
+            model: *model,
+            uuid: mig::gpu_uuid(pdi),
+            serial: format!("165{:010}", pdi % 10_000_000_000),
+            pdi,
+            minor: 0,
+            node: !options.host.bare,
+            bdf,
+            pcie_root: format!("pci{domain:04x}:{bus:02x}"),
+            bridges,
+            numa,
+            module: u32::try_from(slot + 1).unwrap_or(u32::MAX),
+            lost: false,
+            missing: false,
+            dead: false,
+            epoch: 1,
+            mig: MigMode::default(),
+            compute_mode: 0,
+            persistence: false,
+            timeslice: 0,
+            instances: Vec::new(),
+            processes: Vec::new(),
+            holders: Vec::new(),
+            health: Health::default(),
+            limits: Vec::new(),
+        }
+    };
+    let mut boards: Vec<Gpu> = models.iter().enumerate().map(board).collect();
+    // Slots are in PCI order, as in the driver.
+    boards.sort_by(|one, other| one.bdf.cmp(&other.bdf));
+    boards
+}
+
+/// A device id that looks random (SplitMix64).
+fn mix(seed: u64, slot: u64) -> u64 {
+    let mut mixed = seed.wrapping_mul(0x0101).wrapping_add(slot + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+/// Installs the libraries of a version and points the links at them. Without a simulated libcuda it
+/// installs an empty one, which is enough for tests that only mount it.
+fn install(root: &Path, library: &Path, cuda: &Path, version: &str) -> Result<(), CreateError> {
+    let lib = root.join(LIB_DIR);
+    std::fs::create_dir_all(&lib).map_err(|source| io_error(&lib, source))?;
+    for (name, number) in EMPTY_LIBRARIES {
+        let file = format!("{name}.so.{version}");
+        let soname = number.map_or(file.clone(), |number| format!("{name}.so.{number}"));
+        let path = lib.join(&file);
+        if *name == "libcuda" && cuda.exists() {
+            copy(cuda, &path)?;
+        } else {
+            std::fs::write(&path, shared_object(&soname)).map_err(|source| io_error(&path, source))?;
+        }
+        if number.is_some() {
+            link(&file, &lib.join(&soname))?;
+        }
+    }
+    link("libcuda.so.1", &lib.join("libcuda.so"))?;
+    let file = format!("libnvidia-ml.so.{version}");
+    copy(library, &lib.join(&file))?;
+    link(&file, &lib.join("libnvidia-ml.so.1"))
+}
+
+/// Copies a library. Each root needs its own inode: the loader treats files with one inode as one
+/// library, so with hard links a process could load the library of only one simulator.
+fn copy(from: &Path, to: &Path) -> Result<(), CreateError> {
+    let new = to.with_extension("new");
+    std::fs::copy(from, &new).and_then(|_| std::fs::rename(&new, to)).map_err(|source| io_error(to, source))
+}
+
+/// Makes a hard link if the file system allows it, else a copy. Both can be mounted into a
+/// container; a symlink cannot.
+fn link_or_copy(from: &Path, to: &Path) -> Result<(), CreateError> {
+    let from = from.canonicalize().map_err(|source| io_error(from, source))?;
+    if from == *to {
+        return Ok(());
+    }
+    drop(std::fs::remove_file(to));
+    std::fs::hard_link(&from, to)
+        .or_else(|_| std::fs::copy(&from, to).map(drop))
+        .map_err(|source| io_error(to, source))
+}
+
+/// Replaces a symlink atomically.
+fn link(target: &str, path: &Path) -> Result<(), CreateError> {
+    let new = path.with_extension("new");
+    drop(std::fs::remove_file(&new));
+    symlink(target, &new).and_then(|()| std::fs::rename(&new, path)).map_err(|source| io_error(path, source))
+}
+
+fn io_error(path: &Path, source: io::Error) -> CreateError {
+    CreateError::Io { path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(list: &str, expected: Result<&[&str], &str>) {
+        let got = parse_list(list).map_err(|error| error.to_string());
+        match expected {
+            Ok(keys) => assert_eq!(
+                got.map(|models| models.iter().map(|model| model.row().key.clone()).collect::<Vec<_>>()),
+                Ok(keys.iter().map(|&key| key.to_owned()).collect())
+            ),
+            Err(part) => assert!(got.as_ref().is_err_and(|error| error.contains(part)), "{list}: {got:?}"),
+        }
+    }
+
+    #[test]
+    fn gpu_list_has_counts_and_names() {
+        check("2xL4,H200", Ok(&["L4", "L4", "H200-SXM-141GB"]));
+        check("L40S", Ok(&["L40S"]));
+        check("RTX-PRO-6000", Ok(&["RTX-PRO-6000"]));
+        check("", Err("GPU list"));
+        check("0xL4", Err("GPU list"));
+        check("2x", Err("GPU list"));
+        check("33xL4", Err("too many"));
+        check("99999999999999999999xL4", Err("GPU list"));
+        check("H100", Err("no GPU model"));
+        check("nonsense", Err("known models: T4"));
+    }
+}

@@ -1,0 +1,208 @@
+//! Operations on the node's GPUs, shared by the library, the command line and tests.
+//!
+//! Each operation is a method of [`State`] for use inside [`Sim::update`](crate::Sim::update). It
+//! checks the request, changes the state and queues events.
+
+use crate::code::Code;
+use crate::control::{Fault, Hold, Latency, Pattern, When};
+use crate::mig::{self, InstanceSeed};
+use crate::state::{Ci, EventKind, Gi, Gpu, Holder, Modules, Placement, Process, State};
+
+impl State {
+    /// The GPU in a slot; an error if the driver does not list it or has lost it.
+    pub fn gpu(&self, slot: usize) -> Result<&Gpu, Code> {
+        let gpu = self.gpus.get(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
+        if gpu.lost { Err(Code::GpuIsLost) } else { Ok(gpu) }
+    }
+
+    /// As [`State::gpu`], for changes.
+    pub fn gpu_mut(&mut self, slot: usize) -> Result<&mut Gpu, Code> {
+        let gpu = self.gpus.get_mut(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
+        if gpu.lost { Err(Code::GpuIsLost) } else { Ok(gpu) }
+    }
+
+    fn birth(&self) -> InstanceSeed {
+        let generation = self.generation + 1;
+        InstanceSeed { generation, salt: if self.host.fresh_uuids { generation } else { 0 } }
+    }
+
+    /// See [`mig::create_gi`].
+    pub fn create_gi(&mut self, slot: usize, id: u32, place: Option<Placement>) -> Result<Gi, Code> {
+        let birth = self.birth();
+        let gi = mig::create_gi(self.gpu_mut(slot)?, id, place, birth)?;
+        self.push_event(slot, EventKind::MigConfigChange, None);
+        Ok(gi)
+    }
+
+    /// See [`mig::destroy_gi`].
+    pub fn destroy_gi(&mut self, slot: usize, gi: u32) -> Result<(), Code> {
+        mig::destroy_gi(self.gpu_mut(slot)?, gi)?;
+        self.push_event(slot, EventKind::MigConfigChange, None);
+        Ok(())
+    }
+
+    /// See [`mig::create_ci`].
+    pub fn create_ci(&mut self, slot: usize, gi: u32, id: u32, place: Option<Placement>) -> Result<Ci, Code> {
+        let birth = self.birth();
+        let ci = mig::create_ci(self.gpu_mut(slot)?, gi, id, place, birth)?;
+        self.push_event(slot, EventKind::MigConfigChange, None);
+        Ok(ci)
+    }
+
+    /// See [`mig::destroy_ci`].
+    pub fn destroy_ci(&mut self, slot: usize, gi: u32, ci: u32) -> Result<(), Code> {
+        mig::destroy_ci(self.gpu_mut(slot)?, gi, ci)?;
+        self.push_event(slot, EventKind::MigConfigChange, None);
+        Ok(())
+    }
+
+    /// See [`mig::set_mode`]. Returns the activation status.
+    pub fn set_mig_mode(&mut self, slot: usize, on: bool) -> Result<Code, Code> {
+        let host = self.host.clone();
+        let gpu = self.gpu_mut(slot)?;
+        let before = gpu.mig.current;
+        let activation = mig::set_mode(gpu, on, &host)?;
+        if gpu.mig.current != before {
+            self.push_event(slot, EventKind::MigConfigChange, None);
+        }
+        Ok(activation)
+    }
+
+    /// Resets the GPU. Fails with IN_USE while processes or holders use it, unless forced.
+    pub fn reset(&mut self, slot: usize, force: bool) -> Result<(), Code> {
+        let gpu = self.gpus.get_mut(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
+        if gpu.dead && gpu.lost {
+            return Err(Code::GpuIsLost);
+        }
+        if !force && (!gpu.processes.is_empty() || !gpu.holders.is_empty()) {
+            return Err(Code::InUse);
+        }
+        mig::reset(gpu);
+        self.push_event(slot, EventKind::MigConfigChange, None);
+        Ok(())
+    }
+
+    /// Reboots the node: removes instances, processes and driver settings, hides dead GPUs, and
+    /// assigns new minors.
+    pub fn reboot(&mut self) {
+        self.boot += 1;
+        self.modules = Modules::at_boot(self.host.bare);
+        for gpu in &mut self.gpus {
+            mig::boot(gpu);
+            gpu.missing = gpu.dead;
+            gpu.node = !self.host.bare;
+        }
+        self.events.queue.clear();
+        self.assign_minors();
+    }
+
+    /// Makes the GPU fall off the bus. Unless it comes back, the next boot does not find it.
+    pub fn lose(&mut self, slot: usize, comes_back: bool) -> Result<(), Code> {
+        let gpu = self.gpus.get_mut(slot).ok_or(Code::NotFound)?;
+        gpu.lost = !gpu.missing;
+        gpu.dead = !comes_back;
+        self.push_event(slot, EventKind::GpuUnavailable, None);
+        Ok(())
+    }
+
+    /// Restores a lost GPU: at once if it was lost in this boot, else at the next boot.
+    pub fn find(&mut self, slot: usize) -> Result<(), Code> {
+        let gpu = self.gpus.get_mut(slot).ok_or(Code::NotFound)?;
+        gpu.lost = false;
+        gpu.dead = false;
+        Ok(())
+    }
+
+    /// Queues an XID event of the GPU or of one of its instances.
+    pub fn xid(&mut self, slot: usize, xid: u64, instance: Option<(u32, u32)>) -> Result<(), Code> {
+        self.gpus.get(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
+        self.push_event(slot, EventKind::Xid(xid), instance);
+        Ok(())
+    }
+
+    /// Sets the recovery action that NVML reports, and queues its event.
+    pub fn set_recovery_action(&mut self, slot: usize, action: u32) -> Result<(), Code> {
+        self.gpu_mut(slot)?.health.recovery_action = action;
+        self.push_event(slot, EventKind::RecoveryAction(action.into()), None);
+        Ok(())
+    }
+
+    /// Adds a process to the GPU, in an instance if MIG is enabled. Fails with IN_USE if the
+    /// compute mode forbids it.
+    pub fn add_process(&mut self, slot: usize, process: Process) -> Result<(), Code> {
+        let gpu = self.gpu_mut(slot)?;
+        match process.instance {
+            None if gpu.mig.current => return Err(Code::InvalidArgument),
+            Some((gi, ci)) => {
+                gpu.gi(gi).and_then(|gi| gi.ci(ci)).ok_or(Code::NotFound)?;
+            }
+            None => {}
+        }
+        if !mig::allows_process(gpu, &process) {
+            return Err(Code::InUse);
+        }
+        gpu.processes.retain(|other| other.pid != process.pid);
+        gpu.processes.push(process);
+        Ok(())
+    }
+
+    /// Removes a process or holder, from one GPU or from all.
+    pub fn remove_process(&mut self, slot: Option<usize>, pid: u32) -> Result<(), Code> {
+        let mut found = false;
+        for (_, gpu) in self.gpus.iter_mut().enumerate().filter(|(at, _)| slot.is_none_or(|slot| slot == *at))
+        {
+            let before = gpu.processes.len() + gpu.holders.len();
+            gpu.processes.retain(|process| process.pid != pid);
+            gpu.holders.retain(|holder| holder.pid != pid);
+            found |= before != gpu.processes.len() + gpu.holders.len();
+        }
+        if found { Ok(()) } else { Err(Code::NotFound) }
+    }
+
+    /// Adds a client that holds the GPU or a GPU instance without running on it.
+    pub fn add_holder(&mut self, slot: usize, holder: Holder) -> Result<(), Code> {
+        let gpu = self.gpu_mut(slot)?;
+        if holder.gi.is_some_and(|gi| gpu.gi(gi).is_none()) {
+            return Err(Code::NotFound);
+        }
+        gpu.holders.push(holder);
+        Ok(())
+    }
+
+    /// Delays matching calls; 0 ms without the global lock removes the rule.
+    pub fn set_latency(&mut self, latency: Latency) {
+        self.control.latencies.retain(|other| other.pattern != latency.pattern);
+        if latency.ms > 0 || latency.global_lock {
+            self.control.latencies.push(latency);
+        }
+    }
+
+    /// Makes matching calls fail: all of them, or the n-th.
+    pub fn add_fault(&mut self, pattern: Pattern, nth: Option<u64>, when: When, code: Code) {
+        self.control.faults.push(Fault { pattern, nth, when, code, seen: 0 });
+    }
+
+    /// Removes the faults with that call pattern, or all.
+    pub fn clear_faults(&mut self, call: Option<&str>) {
+        self.control.faults.retain(|fault| call.is_some_and(|call| fault.pattern.call != call));
+    }
+
+    /// Blocks matching calls: all of them, or the n-th.
+    pub fn add_hold(&mut self, pattern: Pattern, nth: Option<u64>, when: When) {
+        let id = self.generation + 1 + self.control.holds.len() as u64;
+        self.control.holds.push(Hold { pattern, nth, when, seen: 0, id });
+    }
+
+    /// Releases the holds with that call pattern, or all.
+    pub fn release(&mut self, call: Option<&str>) {
+        self.control.holds.retain(|hold| call.is_some_and(|call| hold.pattern.call != call));
+        self.control.held.retain(crate::control::is_alive);
+    }
+}
+
+impl Modules {
+    /// The modules that are loaded at boot: all, or none if `nvidia-modprobe` has to load them.
+    pub const fn at_boot(bare: bool) -> Self {
+        Self { nvidia: !bare, uvm: !bare, modeset: !bare }
+    }
+}
