@@ -2,7 +2,7 @@
 {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{/* Short enough that the longest name made of it fits into a label. */}}
+{{/* Truncated, so that the longest derived name fits into a label. */}}
 {{- define "divvy.fullname" -}}
 {{- $name := include "divvy.name" . -}}
 {{- if .Values.fullnameOverride -}}
@@ -17,7 +17,7 @@
 {{- define "divvy.namespace" -}}
 {{- $namespace := default .Release.Namespace .Values.namespaceOverride -}}
 {{- if and (eq $namespace "default") (not .Values.allowDefaultNamespace) -}}
-{{ fail "Divvy belongs into a namespace of its own: helm install --namespace divvy --create-namespace, or set allowDefaultNamespace=true" }}
+{{ fail "Divvy must be installed into a namespace of its own: helm install --namespace divvy --create-namespace, or set allowDefaultNamespace=true" }}
 {{- end -}}
 {{ $namespace }}
 {{- end }}
@@ -33,14 +33,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
-{{/* What never changes of them. */}}
+{{/* Labels that never change, for selectors. */}}
 {{- define "divvy.selector" -}}
 app.kubernetes.io/name: {{ include "divvy.name" (index . 0) }}
 app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
-{{/* Labels of a pod: no version, so that a pod changes only when what runs in it does. */}}
+{{/* Labels of a pod: without a version, so that a pod is replaced only when its content changes. */}}
 {{- define "divvy.podLabels" -}}
 {{ include "divvy.selector" . }}
 app.kubernetes.io/part-of: divvy
@@ -54,7 +54,7 @@ labels:
   {{- include "divvy.labels" . | nindent 2 }}
 {{- end }}
 
-{{/* The same for an object of the whole cluster. */}}
+{{/* The same for a cluster-scoped object. */}}
 {{- define "divvy.clusterMeta" -}}
 name: {{ include "divvy.fullname" (index . 0) }}-{{ index . 1 }}
 labels:
@@ -75,15 +75,15 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- end }}
 {{- end }}
 
-{{/* Environment that all programs have. */}}
+{{/* Environment of all programs. */}}
 {{- define "divvy.env" -}}
-- name: LOG_LEVEL
+- name: DIVVY_LOG_LEVEL
   value: {{ include "divvy.logLevel" . | quote }}
-- name: LOG_FORMAT
+- name: DIVVY_LOG_FORMAT
   value: {{ .Values.logFormat }}
 {{- end }}
 
-{{/* Environment of those that talk to the API server. */}}
+{{/* Environment of programs that use the API server. */}}
 {{- define "divvy.apiEnv" -}}
 {{- if .Values.k8sServiceHost }}
 - name: KUBERNETES_SERVICE_HOST
@@ -95,7 +95,7 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- end }}
 {{- end }}
 
-{{/* Where the pods of a node see the host's root: the driver root and the device nodes. */}}
+{{/* Mount point of the host's root in node pods: driver root and device nodes. */}}
 {{- define "divvy.hostPrefix" -}}/host{{- end }}
 
 {{- define "divvy.driverRoot" -}}
@@ -122,11 +122,11 @@ kubernetes.io/arch: amd64
 
 {{/* The GPU driver and the device nodes, for the pods of a node. */}}
 {{- define "divvy.driverMounts" -}}
-# Written to as well: a driver image's own nvidia-modprobe makes device nodes in it.
+# Writable, because the nvidia-modprobe of a driver image creates device nodes in it.
 - name: driver-root
   mountPath: {{ include "divvy.driverRootSeen" . }}
   mountPropagation: HostToContainer
-# Not the runtime's copy: a GPU that appears later has a node here.
+# The host's /dev, because the device node of a GPU that appears later is created there.
 - name: dev
   mountPath: /dev
 {{- if ne (include "divvy.driverRoot" .) "/" }}
@@ -146,7 +146,7 @@ kubernetes.io/arch: amd64
     type: Directory
 {{- end }}
 
-{{/* Pods that talk to nobody's GPU need nothing. */}}
+{{/* Security context of pods that do not use a GPU. */}}
 {{- define "divvy.restricted" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
