@@ -282,7 +282,9 @@ impl BenchNode {
         let (from, to) = (micros(from)?, micros(to)?);
         let text = std::fs::read_to_string(self.sim.trace_path())?;
         let mut calls = Vec::new();
-        for line in text.lines() {
+        // The last line may be incomplete, because the daemon makes calls at any time.
+        let complete = text.rsplit_once('\n').map_or("", |(complete, _)| complete);
+        for line in complete.lines() {
             let line: TraceLine = serde_json::from_str(line)?;
             if line.pid == self.daemon.id() {
                 calls.push((line.t_us.max(from), (line.t_us + line.us).min(to)));
