@@ -3,8 +3,7 @@
 //! One file serves a whole cluster, so rules match by properties of nodes and GPUs. Rules are read
 //! in order. For each field, the last matching rule that sets it applies, so exceptions follow
 //! general rules. Until the labels of the node are known, a rule that needs them disables all modes
-//! on the GPUs it may match: a disabled mode can be enabled later, but an enabled one may already
-//! be in use.
+//! on the GPUs it may match. A disabled mode can be enabled later, but an enabled one may be in use.
 
 use crate::inventory::Gpu;
 use crate::numbers::GpuNumber;
@@ -254,7 +253,7 @@ impl fmt::Display for ValueOrigin {
 /// The document, for the parser and the reference documentation.
 pub static NODE_CONFIG: Object = Object {
     name: "NodeConfig",
-    about: "What the GPUs of each node may be used for: the file of `divvy-node --config`, one for a whole \
+    about: "Policies for the GPUs of each node: the file of `divvy-node --config`, one for a whole \
          cluster. Rules are read in order. For each field, the last rule that sets it and matches the GPU \
          applies.",
     fields: &[

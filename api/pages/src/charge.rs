@@ -509,7 +509,7 @@ impl Slot {
 /// Both limits apply to one total: `limit` to all bytes, `soft` to all but managed memory. The slots
 /// hold the managed bytes. A process updates its slot after the total when they grow, and before it
 /// when they shrink. If the total has the same word before and after the slots are read, their sum is
-/// at most the managed bytes at that time: a free in between would have changed the total. The
+/// at most the managed bytes at that time. A free in between would have changed the total. The
 /// charge then succeeds only from that same total. An allocation in progress counts as device memory
 /// until the slot says otherwise.
 ///

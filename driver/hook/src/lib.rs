@@ -3,8 +3,8 @@
 //! The runtime mounts `libcuda.so.580.95.05`, but programs load `libcuda.so.1`. The hook creates the
 //! links ([`links`]) and rewrites the loader's cache ([`ldcache`]); it executes nothing of the image. For
 //! a share it merges preload lists ([`preload`]) and reports cgroups ([`cgroups`]). It runs as root on
-//! untrusted files: every path is resolved inside the container's root and on its own mount ([`root`]),
-//! no environment variable is read, and input and run time are limited.
+//! untrusted files. Every path is resolved inside the container's root and on its own mount ([`root`]).
+//! No environment variable is read, and input and run time are limited.
 
 pub mod args;
 pub mod cgroups;

@@ -252,7 +252,7 @@ pub(crate) fn set_signals(mask: u64) -> u64 {
     before
 }
 
-/// What a forked child finds in a mapping.
+/// Content of a mapping in a forked child.
 #[derive(Clone, Copy)]
 pub(crate) enum InChild {
     Nothing,

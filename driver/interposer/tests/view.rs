@@ -1,5 +1,5 @@
-//! What NVML shows in a container with a share, and what it denies: with the simulated library, and
-//! with `nvidia-smi` on top of it.
+//! Values that NVML shows or denies in a container with a share, with the simulated library, and with
+//! `nvidia-smi` on top of it.
 //!
 //! This test's program is also `nvidia-smi` in the simulated driver root, so it has its own `main`.
 //! Values that `nvidia-smi` does not query are queried by this program in a container
@@ -194,7 +194,7 @@ fn print_values(library: &str) {
     }
 }
 
-/// What this program prints in a container with these shares.
+/// The output of this program in a container with these shares.
 fn nvml_values(node: &Node, shares: &[Share]) -> Vec<String> {
     let library = node.sim.library("libnvidia-ml.so.1");
     let container = node.container(shares);

@@ -77,7 +77,7 @@ unsafe fn substitute(answer: CuResult, symbol: *const c_char, out: *mut *mut c_v
     answer
 }
 
-/// What the driver returns for the minimum version and the flags of a variant.
+/// Returns the driver's answer for the minimum version and the flags of a variant.
 fn driver_answers(at: usize, symbol: *const c_char) -> usize {
     match ANSWERS[at].load(Ordering::Relaxed) {
         0 => {

@@ -13,16 +13,15 @@ use divvy_pages::policy::{UNBOUNDED, accrued};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// What is kept of unused time at most where the policy does not say, in nanoseconds: as the library has it.
+/// Maximum unused time in a bucket if the policy sets none, in nanoseconds; the library's default.
 const BURST: i64 = 20_000_000;
-/// What is taken and not told yet when the page is read, and what comes of reading it word by word;
+/// Tolerance for time that is taken but not reported yet, and for reading the page word by word, in
 /// nanoseconds.
 const LOOSE: i64 = 100_000_000;
-/// What is granted ends at about this time without a new snapshot.
+/// A grant expires after about this time without a new snapshot.
 const LATE: Duration = Duration::from_secs(3);
 
-/// What a page said at the last snapshot, in nanoseconds: the balance, and for how long nothing had
-/// been added to it.
+/// The page at the last snapshot, in nanoseconds: the balance, and the time since its last refill.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Was {
     balance: i64,
@@ -66,7 +65,7 @@ pub(crate) fn beyond(
         };
         let since = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
         let taken = u128::from(charged) * u128::from(since) / u128::from(NS_PER_SECOND);
-        // Whoever takes next adds what has accrued, by the rate that holds then, and never beyond the burst.
+        // The next launch adds the accrued time, by the rate of that moment, up to the burst.
         let full = was.balance.saturating_add(accrued(highest, was.unfilled)).min(burst);
         let most = full
             .saturating_add(accrued(highest, since))
@@ -117,7 +116,7 @@ mod tests {
         snapshot.shares.iter().map(|share| (share.key(), had)).collect()
     }
 
-    /// Of the first share, a second after a page that was full: by how much its balance is too much.
+    /// The excess of the first share's balance, a second after its page was full.
     fn found(snapshot: &Snapshot, charged: u64, highest: u64) -> Option<i64> {
         let before = snapshot.shares.iter().map(|share| (share.key(), FULL)).collect();
         let metered = vec![

@@ -193,8 +193,8 @@ impl Cost {
     /// the end of all work, `length` how long it ran.
     ///
     /// A launch is too long if it runs far longer than most. The excess is left out if the node
-    /// measures the share and such launches are few, or if the kernel fits a time slice; then at
-    /// least a quarter of the measured time counts. For overlapping kernels the excess is
+    /// measures the share and such launches are few, or if the kernel fits a time slice. At least a
+    /// quarter of the measured time counts in that case. For overlapping kernels the excess is
     /// subtracted only from a launch that moved the end at least that far.
     pub(crate) fn learn(&self, took: u64, length: u64, is_watched: bool) -> u64 {
         let all = self.measured.load(Relaxed).min(MEAN);
