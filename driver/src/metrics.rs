@@ -352,16 +352,20 @@ impl Metrics {
             }
         }
         let inventory = inventory.borrow().clone();
-        for (presence, name) in [(Presence::Present, "present"), (Presence::Missing, "missing")] {
+        let presences =
+            [(Presence::Present, "present"), (Presence::Unread, "unread"), (Presence::Missing, "missing")];
+        for (presence, name) in presences {
             let count = inventory.gpus.iter().filter(|gpu| gpu.presence == presence).count();
             self.shared.gpus.get_or_create(&GpuPresence { presence: name }).set(count as i64);
         }
         self.shared.conditions.clear();
         for gpu in &inventory.gpus {
             let conditions = gpu.conditions.iter().map(|condition| match condition {
-                Condition::Stuck { .. } => "stuck",
-                Condition::Lost => "lost",
+                Condition::Health(finding) => finding.state.as_str(),
                 Condition::Mps { .. } => "mps",
+                Condition::MigUnreadable { .. } => "mig-unreadable",
+                Condition::Debt { .. } => "not-undone",
+                Condition::HandedOver => "handed-over",
             });
             for condition in conditions.chain(inventory.device_plugin.as_ref().map(|_| "device-plugin")) {
                 let label = GpuCondition { gpu: gpu.number.0, uuid: gpu.uuid.to_string(), condition };

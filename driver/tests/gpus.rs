@@ -3,7 +3,8 @@
 use divvy_api::GpuUuid;
 use divvy_driver::gpu::inventory::Ownership;
 use divvy_driver::gpu::{Gpus, GpusOptions, Unavailable};
-use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, Origin, Presence};
+use divvy_model::HealthState;
+use divvy_model::inventory::{Gpu, Inventory, Mig, MigMode, Origin, Presence};
 use divvy_nvml::{Event, Timeouts};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::{Options, Sim, State, create};
@@ -299,7 +300,7 @@ async fn stuck_gpu_has_a_condition_until_the_call_returns() {
     let error = gpus.queue(&gpu).expect("queue").set_mig_mode(MigMode::On).await.expect_err("held");
     assert!(error.may_take_effect(), "{error:?}");
     let stuck = until(&gpus, |now| !now.gpus[0].conditions.is_empty()).await;
-    assert_eq!(stuck.gpus[0].conditions, [Condition::Stuck { call: call.to_owned() }]);
+    assert_eq!(stuck.gpus[0].health(), HealthState::Stuck);
     assert_eq!((stuck.gpus[0].presence, stuck.gpus[1].conditions.len()), (Presence::Present, 0));
 
     update_sim(&sim, |state| state.release(None));
@@ -324,7 +325,7 @@ async fn failed_call_marks_a_lost_gpu() {
     update_sim(&sim, |state| state.lose(1, true).expect("lost"));
     assert!(gpus.queue(&gpu).expect("queue").mig_mode().await.is_err());
     let lost = until(&gpus, |now| !now.gpus[1].conditions.is_empty()).await;
-    assert_eq!(lost.gpus[1].conditions, [Condition::Lost]);
+    assert_eq!(lost.gpus[1].health(), HealthState::Lost);
     assert_eq!(lost.gpus[0].conditions, []);
     update_sim(&sim, |state| state.find(1).expect("found"));
     gpus.refresh_soon(&gpu);

@@ -1,6 +1,7 @@
 //! The inventory of a node as one value. The driver creates it from NVML, sysfs and its records;
 //! the publisher reads it. It is never edited in place.
 
+use crate::health::Finding;
 use crate::numbers::GpuNumber;
 use crate::placement::Placement;
 use crate::policy::GpuPolicy;
@@ -59,19 +60,29 @@ pub struct Gpu {
 /// Whether the GPU is present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Presence {
+    /// NVML lists it.
     Present,
+    /// NVML is closed or not loadable. NVML listed the GPU in this boot, and the kernel driver does
+    /// not contradict that, so the minor number is valid.
+    Unread,
+    /// The GPU is gone, or was not read in this boot yet. Its minor number means nothing.
     Missing,
 }
 
-/// A reason not to hand out a GPU.
+/// A reason not to hand out a GPU or some of its devices.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Condition {
-    /// A hardware call did not return before its deadline.
-    Stuck { call: String },
-    /// NVML returned GPU_IS_LOST.
-    Lost,
+    /// The GPU, or one instance of it, is not healthy.
+    Health(Finding),
     /// The GPU's MPS control daemon is unhealthy. This concerns only the MPS device.
     Mps { cause: String },
+    /// The MIG profiles or instances cannot be read; the GPU shows the last ones that were.
+    MigUnreadable { cause: String },
+    /// State of a released claim is still on the hardware, because it could not be undone.
+    /// `placement` is the MIG instance; `None` concerns the whole GPU.
+    Debt { placement: Option<Placement>, undo: String },
+    /// An operator has taken the GPU, for example to reset it.
+    HandedOver,
 }
 
 /// The MIG support and state of a GPU.
@@ -175,9 +186,27 @@ impl Gpu {
 impl fmt::Display for Condition {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Stuck { call } => write!(out, "{call} has not returned"),
-            Self::Lost => out.write_str("GPU is lost"),
+            Self::Health(finding) => finding.fmt(out),
             Self::Mps { cause } => write!(out, "MPS control daemon is {cause}"),
+            Self::MigUnreadable { cause } => write!(out, "MIG state cannot be read: {cause}"),
+            Self::Debt { undo, .. } => write!(out, "a released claim is not undone yet: {undo}"),
+            Self::HandedOver => out.write_str("GPU is handed over to an operator"),
+        }
+    }
+}
+
+impl Condition {
+    /// Whether it concerns a device of the GPU: a MIG instance at `placement`, or the whole GPU in
+    /// any mode.
+    pub fn concerns(&self, placement: Option<Placement>) -> bool {
+        let own = match self {
+            Self::Health(finding) => finding.instance,
+            Self::Debt { placement, .. } => *placement,
+            Self::Mps { .. } | Self::MigUnreadable { .. } | Self::HandedOver => None,
+        };
+        match (own, placement) {
+            (Some(own), Some(placement)) => own.overlaps(placement),
+            (None, _) | (_, None) => true,
         }
     }
 }

@@ -2,9 +2,10 @@
 //!
 //! [`inventory`] describes the GPUs of a node, [`device`] their device names and [`numbers`] their stable
 //! numbers. [`placement`] tells where a MIG instance fits. [`share`] tells which allocations are shares.
-//! [`policy`] and [`nodeconfig`] define what GPUs may be used for.
+//! [`policy`] and [`nodeconfig`] define what GPUs may be used for. [`health`] defines the states of a GPU.
 
 pub mod device;
+pub mod health;
 pub mod inventory;
 pub mod nodeconfig;
 pub mod numbers;
@@ -13,6 +14,7 @@ pub mod policy;
 pub mod share;
 
 pub use device::DeviceId;
+pub use health::{Finding, HealthEffects, HealthState, TaintEffect};
 pub use inventory::{Gpu, GpuInstance, Inventory, Mig, MigProfile};
 pub use nodeconfig::NodeConfig;
 pub use numbers::GpuNumber;

@@ -3,6 +3,7 @@
 //! published, with a taint: the scheduler counts only published devices, so removing a device in
 //! use would free its counters.
 
+use crate::health::HealthEffects;
 use divvy_api::sharing::{Interval, Mode};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -23,6 +24,9 @@ pub struct GpuPolicy {
     /// All GPU instances on it belong to Divvy: instances without a record are destroyed.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub exclusive_ownership: bool,
+    /// What the taint of each health state does.
+    #[serde(skip_serializing_if = "HealthEffects::is_default")]
+    pub health: HealthEffects,
 }
 
 impl GpuPolicy {
@@ -50,6 +54,7 @@ impl Default for GpuPolicy {
             mps_clients: 4,
             shares: true,
             exclusive_ownership: false,
+            health: HealthEffects::default(),
         }
     }
 }

@@ -235,6 +235,7 @@ impl<'a> GpuPoolBuilder<'a> {
             |name, _| if name == "memory" { amounts[MEMORY] > 0 } else { self.model.totals.grid > 0 },
         );
         let mut taints = self.taints.clone();
+        taints::of_conditions(&mut taints, gpu, None);
         if let Mig::Supported { mode, toggle, instances, .. } = &gpu.mig {
             if (*mode, *toggle) == (MigMode::On, MigToggle::NeedsReset) {
                 taints::add(&mut taints, &Cause::MigMode(*mode));
@@ -290,6 +291,11 @@ impl<'a> GpuPoolBuilder<'a> {
         device.name = DeviceId::mig(self.gpu.number, &profile.name, profile.id, at.start).to_string();
         for consumption in device.consumes_counters.iter_mut().flatten() {
             consumption.counter_set.clone_from(&self.set);
+        }
+        if !self.gpu.conditions.is_empty() {
+            let mut taints = device.taints.take().unwrap_or_default();
+            taints::of_conditions(&mut taints, self.gpu, Some(at));
+            device.taints = non_empty(taints);
         }
         for other in foreign(self.existing()) {
             let same = other.profile_id == profile.id && other.placement == at;

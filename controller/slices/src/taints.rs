@@ -1,10 +1,13 @@
 //! Taints of published devices that must not be allocated.
 //!
 //! Each cause has its own key, so an operator sees it in `kubectl describe` and a claim can
-//! tolerate exactly one cause. The effect is `NoSchedule`: running pods are not evicted.
+//! tolerate exactly one cause. The effect is `NoSchedule`: running pods are not evicted. Only the
+//! effects of health states are chosen by the administrator.
 
 use divvy_api::names::DRIVER;
 use divvy_api::sharing::Mode;
+use divvy_model::Placement;
+use divvy_model::health::{HealthState, TaintEffect};
 use divvy_model::inventory::{Condition, Gpu, GpuInstance, Inventory, MigMode, Presence};
 use k8s_openapi::api::resource::v1::DeviceTaint;
 
@@ -13,9 +16,14 @@ use k8s_openapi::api::resource::v1::DeviceTaint;
 pub(crate) enum Cause<'a> {
     /// The GPU with this number is absent.
     Missing,
-    Lost,
-    /// A hardware call on the GPU does not return.
-    Stuck(&'a str),
+    /// The GPU or the instance is in this state, for this cause.
+    Health(HealthState, &'a str),
+    /// The MIG state of the GPU cannot be read.
+    MigUnreadable(&'a str),
+    /// State of a released claim is left on the hardware.
+    Debt(&'a str),
+    /// An operator has taken the GPU.
+    HandedOver,
     /// The device needs the other MIG mode, and the driver cannot switch it.
     MigMode(MigMode),
     /// An unmanaged MIG instance occupies the resources.
@@ -34,8 +42,14 @@ impl Cause<'_> {
     pub(crate) fn taint(&self) -> DeviceTaint {
         let (name, value) = match self {
             Self::Missing => ("gpu-missing", None),
-            Self::Lost => ("gpu-lost", None),
-            Self::Stuck(call) => ("gpu-stuck", Some(label(call))),
+            Self::Health(HealthState::Healthy, cause) => ("gpu-healthy", Some(label(cause))),
+            Self::Health(HealthState::Degraded, cause) => ("gpu-degraded", Some(label(cause))),
+            Self::Health(HealthState::NeedsReset, cause) => ("gpu-needs-reset", Some(label(cause))),
+            Self::Health(HealthState::Stuck, cause) => ("gpu-stuck", Some(label(cause))),
+            Self::Health(HealthState::Lost, cause) => ("gpu-lost", Some(label(cause))),
+            Self::MigUnreadable(cause) => ("mig-unreadable", Some(label(cause))),
+            Self::Debt(undo) => ("not-undone", Some(label(undo))),
+            Self::HandedOver => ("handed-over", None),
             Self::MigMode(MigMode::On) => ("mig-mode", Some("on".to_owned())),
             Self::MigMode(MigMode::Off) => ("mig-mode", Some("off".to_owned())),
             Self::Foreign(instance) => {
@@ -59,18 +73,35 @@ impl Cause<'_> {
 /// The taints of all devices of a GPU.
 pub(crate) fn of_gpu(node: &Inventory, gpu: &Gpu) -> Vec<DeviceTaint> {
     let plugin = node.device_plugin.as_deref().map(Cause::DevicePlugin);
-    let missing = (gpu.presence == Presence::Missing).then_some(Cause::Missing);
-    let conditions = gpu.conditions.iter().filter_map(|condition| match condition {
-        Condition::Lost => Some(Cause::Lost),
-        Condition::Stuck { call } => Some(Cause::Stuck(call)),
-        // Affects only the MPS device.
-        Condition::Mps { .. } => None,
-    });
+    let absent = match gpu.presence {
+        Presence::Present => None,
+        Presence::Unread => Some(Cause::NoDriver),
+        Presence::Missing => Some(Cause::Missing),
+    };
     let mut taints: Vec<DeviceTaint> = Vec::new();
-    for cause in missing.into_iter().chain(conditions).chain(plugin) {
+    for cause in absent.into_iter().chain(plugin) {
         add(&mut taints, &cause);
     }
     taints
+}
+
+/// Adds the taints of the GPU's conditions that concern a device: a MIG instance at `placement`, or
+/// the whole GPU.
+pub(crate) fn of_conditions(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, placement: Option<Placement>) {
+    for condition in gpu.conditions.iter().filter(|condition| condition.concerns(placement)) {
+        let cause = match condition {
+            Condition::Health(finding) => Cause::Health(finding.state, &finding.cause),
+            Condition::MigUnreadable { cause } => Cause::MigUnreadable(cause),
+            Condition::Debt { undo, .. } => Cause::Debt(undo),
+            Condition::HandedOver => Cause::HandedOver,
+            // Concerns only the MPS device.
+            Condition::Mps { .. } => continue,
+        };
+        let effect = gpu.effect(condition);
+        if effect != TaintEffect::None {
+            push(taints, DeviceTaint { effect: effect.as_str().to_owned(), ..cause.taint() });
+        }
+    }
 }
 
 /// Adds the taints of the devices of one mode.
@@ -87,7 +118,10 @@ pub(crate) fn of_mode(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, mode: Mode) {
 
 /// Adds a taint unless its key is already present.
 pub(crate) fn add(taints: &mut Vec<DeviceTaint>, cause: &Cause<'_>) {
-    let taint = cause.taint();
+    push(taints, cause.taint());
+}
+
+fn push(taints: &mut Vec<DeviceTaint>, taint: DeviceTaint) {
     if taints.iter().all(|have| have.key != taint.key) {
         taints.push(taint);
     }

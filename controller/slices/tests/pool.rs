@@ -5,8 +5,8 @@ mod common;
 
 use common::{gpu, in_mode, inventory_of, node, with_instance};
 use divvy_api::Quantity;
-use divvy_model::DeviceId;
 use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, MigToggle, Origin, Presence};
+use divvy_model::{DeviceId, Finding, HealthState, Placement, TaintEffect};
 use divvy_sim::catalogue::{self, GpuModel, Model};
 use divvy_slices::{Content, Device, Pool, PoolOptions, Support, pool, same_pool, slices, validate};
 use proptest::prelude::*;
@@ -69,7 +69,7 @@ fn only_hardware_and_policy_change_the_pool() {
         check(with_instance(gpu(model, 0), id, start, Origin::Ours), !live);
         check(with_instance(gpu(model, 0), id, start, Origin::Foreign), true);
         check(Gpu { presence: Presence::Missing, ..gpu(model, 0) }, true);
-        check(Gpu { conditions: vec![Condition::Lost], ..gpu(model, 0) }, true);
+        check(Gpu { conditions: vec![finding(HealthState::Lost)], ..gpu(model, 0) }, true);
     }
 }
 
@@ -224,8 +224,65 @@ fn check_withdrawn(edit: impl Fn(&mut Gpu), key: &str) {
 #[test]
 fn failed_gpu_keeps_its_devices_with_taints() {
     check_withdrawn(|gpu| gpu.presence = Presence::Missing, "gpu-missing");
-    check_withdrawn(|gpu| gpu.conditions = vec![Condition::Lost], "gpu-lost");
-    check_withdrawn(|gpu| gpu.conditions = vec![Condition::Stuck { call: "nvmlX (y)".into() }], "gpu-stuck");
+    check_withdrawn(|gpu| gpu.presence = Presence::Unread, "no-gpu-driver");
+    check_withdrawn(|gpu| gpu.conditions = vec![Condition::HandedOver], "handed-over");
+    check_withdrawn(|gpu| gpu.conditions = vec![finding(HealthState::NeedsReset)], "gpu-needs-reset");
+    check_withdrawn(|gpu| gpu.conditions = vec![finding(HealthState::Lost)], "gpu-lost");
+    check_withdrawn(|gpu| gpu.conditions = vec![finding(HealthState::Stuck)], "gpu-stuck");
+}
+
+fn finding(state: HealthState) -> Condition {
+    Condition::Health(Finding::of_gpu(state, "nvmlX (y)"))
+}
+
+/// The taints, as `key:effect`, of the devices of a GPU with a condition.
+fn check_tainted(change: impl Fn(&mut Gpu), expected: &[(&str, &str)]) {
+    let mut inventory = inventory_of(H100, 1);
+    change(&mut inventory.gpus[0]);
+    let pool = pool(&inventory, &PoolOptions::default());
+    for (name, taint) in expected {
+        let device = pool.devices().find(|device| device.name == *name).expect(name);
+        let taints: Vec<String> =
+            device.taints.iter().flatten().map(|it| format!("{}:{}", it.key, it.effect)).collect();
+        let wanted = if taint.is_empty() { vec![] } else { vec![format!("gpu.divvy.dev/{taint}")] };
+        assert_eq!(taints, wanted, "{name}");
+    }
+}
+
+#[test]
+fn condition_of_an_instance_taints_what_overlaps_it() {
+    let at = Placement { start: 0, size: 1 };
+    let debt = Condition::Debt { placement: Some(at), undo: "destroy".to_owned() };
+    let all = [
+        ("gpu-0", "not-undone:NoSchedule"),
+        ("gpu-0-timeslice", "not-undone:NoSchedule"),
+        ("gpu-0-mig-1g10gb-19-0", "not-undone:NoSchedule"),
+        ("gpu-0-mig-1g10gb-19-1", ""),
+    ];
+    check_tainted(|gpu| gpu.conditions = vec![debt.clone()], &all);
+    let of_instance = Finding { instance: Some(at), ..Finding::of_gpu(HealthState::NeedsReset, "XID 95") };
+    let all =
+        all.map(|(name, taint)| (name, if taint.is_empty() { "" } else { "gpu-needs-reset:NoSchedule" }));
+    check_tainted(|gpu| gpu.conditions = vec![Condition::Health(of_instance.clone())], &all);
+}
+
+#[test]
+fn administrator_chooses_the_effect_of_a_state() {
+    check_tainted(|gpu| gpu.conditions = vec![finding(HealthState::Degraded)], &[("gpu-0", "")]);
+    let evict = |gpu: &mut Gpu| {
+        gpu.conditions = vec![finding(HealthState::Degraded), finding(HealthState::Lost)];
+        gpu.policy.health.degraded = TaintEffect::None;
+        gpu.policy.health.lost = TaintEffect::NoExecute;
+    };
+    check_tainted(evict, &[("gpu-0", "gpu-lost:NoExecute"), ("gpu-0-mig-1g10gb-19-0", "gpu-lost:NoExecute")]);
+}
+
+#[test]
+fn gpu_without_readable_mig_is_published_whole() {
+    let unreadable = Condition::MigUnreadable { cause: "unknown error".to_owned() };
+    check_tainted(|gpu| gpu.conditions = vec![unreadable.clone()], &[("gpu-0", "mig-unreadable:NoSchedule")]);
+    let never_read = |gpu: &mut Gpu| (gpu.mig, gpu.conditions) = (Mig::Unsupported, vec![unreadable.clone()]);
+    check_tainted(never_read, &[("gpu-0", "")]);
 }
 
 #[test]

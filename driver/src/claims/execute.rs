@@ -18,7 +18,8 @@ use crate::shares::policy::{Unwritable, policy};
 use crate::shares::{Contexts, PagesError, Shares};
 use divvy_api::sharing::{CUDA_CONTEXT_BYTES, Interval};
 use divvy_api::{ClaimUid, GpuUuid, ShareId};
-use divvy_model::inventory::{Condition, Gpu, MigMode, Presence};
+use divvy_model::HealthState;
+use divvy_model::inventory::{Gpu, MigMode, Presence};
 use divvy_nvml::{ComputeMode, GpuQueue, NvmlError, RawInstance};
 use divvy_pages::Policy;
 use std::collections::{BTreeMap, BTreeSet};
@@ -376,8 +377,7 @@ impl Executor {
     fn is_lost_or_missing(&self, gpu: &GpuUuid) -> bool {
         let inventory = self.gpus.inventory().borrow().clone();
         inventory.gpus.iter().any(|known| {
-            let lost = || known.conditions.contains(&Condition::Lost);
-            known.uuid == *gpu && (known.presence == Presence::Missing || lost())
+            known.uuid == *gpu && (known.presence == Presence::Missing || known.health() == HealthState::Lost)
         })
     }
 }

@@ -58,12 +58,6 @@ pub struct PlannedDevice {
     pub part: Part,
 }
 
-/// The first condition that concerns the hardware of the GPU. A failed MPS daemon is left out: it
-/// concerns only the MPS device.
-pub fn hardware_condition(gpu: &Gpu) -> Option<&Condition> {
-    gpu.conditions.iter().find(|condition| !matches!(condition, Condition::Mps { .. }))
-}
-
 impl Plan {
     /// The undo steps of the whole plan, in the order of its steps.
     pub fn undo(&self) -> Vec<Undo> {
@@ -115,8 +109,10 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
         (Access::Shared(Setup::Timeslice(_)), Some(theirs)) => theirs,
         _ => access,
     };
-    if gpu.presence == Presence::Missing {
-        return Err(Refusal::Missing { gpu: gpu.uuid.clone() });
+    match gpu.presence {
+        Presence::Present => {}
+        Presence::Unread => return Err(Refusal::Unread { gpu: gpu.uuid.clone() }),
+        Presence::Missing => return Err(Refusal::Missing { gpu: gpu.uuid.clone() }),
     }
     if access.holds() {
         check_available(plan, gpu, &part, access, others())?;
@@ -232,11 +228,17 @@ fn check_available<'a>(
     access: Access,
     mut others: impl Iterator<Item = &'a Holding>,
 ) -> Result<(), Refusal> {
-    let condition = match access {
-        Access::Shared(Setup::Mps(_)) => gpu.conditions.first(),
-        _ => hardware_condition(gpu),
+    let placement = match part {
+        Part::Whole { .. } => None,
+        Part::Instance(key) => Some(key.placement),
     };
-    if let Some(condition) = condition {
+    let failed_mps = match access {
+        Access::Shared(Setup::Mps(_)) => {
+            gpu.conditions.iter().find(|condition| matches!(condition, Condition::Mps { .. }))
+        }
+        _ => None,
+    };
+    if let Some(condition) = gpu.obstacle(placement).or(failed_mps) {
         return Err(Refusal::Unusable { gpu: gpu.uuid.clone(), condition: condition.clone() });
     }
     let own = |device: &PlannedDevice| {
@@ -409,6 +411,8 @@ pub enum Refusal {
     HalfDone { gpu: GpuUuid, holder: ClaimRef },
     #[error("is on {gpu}, which is missing")]
     Missing { gpu: GpuUuid },
+    #[error("is on {gpu}, and the GPU driver is not loaded or is being replaced; retry when it is back")]
+    Unread { gpu: GpuUuid },
     #[error("cannot be used now: {condition} on {gpu}")]
     Unusable { gpu: GpuUuid, condition: Condition },
     #[error("overlaps what claim {holder} holds on {gpu}")]

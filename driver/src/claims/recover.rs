@@ -10,7 +10,6 @@ use crate::claims::engine::{ClaimLockError, ReleaseError};
 use crate::claims::engine::{Inner, RecoveryReport};
 use crate::claims::execute::{Executor, StepError, matches_key};
 use crate::claims::holding::Holding;
-use crate::claims::plan::hardware_condition;
 use crate::claims::records::HeldState;
 use crate::claims::records::{ClaimRecord, Locked};
 use crate::claims::step::{Step, Undo};
@@ -20,7 +19,7 @@ use crate::gpu::sharing::Setup;
 use crate::shares::{self, Shares};
 use divvy_api::text::error_chain;
 use divvy_api::{ClaimRef, ClaimUid, GpuUuid};
-use divvy_model::inventory::{Mig, MigMode, MigToggle, Presence};
+use divvy_model::inventory::{Mig, MigMode, MigToggle};
 use divvy_model::{Gpu, Inventory};
 use futures::future::join_all;
 use std::collections::BTreeSet;
@@ -69,7 +68,7 @@ impl Inner {
         }
         self.remove_unmanaged_pages();
         let inventory = self.inventory();
-        let usable = inventory.gpus.iter().filter(|gpu| is_usable(gpu));
+        let usable = inventory.gpus.iter().filter(|gpu| gpu.is_usable());
         let unmanaged = join_all(usable.map(|gpu| self.recover_gpu(gpu))).await;
         report.unmanaged = unmanaged.into_iter().flatten().map(|key| key.to_string()).collect();
         report
@@ -116,9 +115,9 @@ impl Inner {
             }
             let now = inventories.borrow_and_update().clone();
             let driver_changed = now.driver_version != last.driver_version && !now.driver_version.is_empty();
-            for gpu in now.gpus.iter().filter(|gpu| is_usable(gpu)) {
+            for gpu in now.gpus.iter().filter(|gpu| gpu.is_usable()) {
                 let was = last.gpus.iter().find(|was| was.uuid == gpu.uuid);
-                let is_new = was.is_none_or(|was| !is_usable(was));
+                let is_new = was.is_none_or(|was| !was.is_usable());
                 let changed = was.is_none_or(|was| was.mig != gpu.mig);
                 if is_new
                     || driver_changed
@@ -437,11 +436,6 @@ impl Inner {
             record.state == HeldState::Prepared && record.holdings().any(|holding| missing(&holding.part))
         })
     }
-}
-
-/// Whether work on the GPU can be tried.
-fn is_usable(gpu: &Gpu) -> bool {
-    gpu.presence == Presence::Present && hardware_condition(gpu).is_none()
 }
 
 /// Adds the undo steps of `steps` to the record, which is written before the steps run.

@@ -30,7 +30,13 @@ pub enum Reason {
     UnmanagedMigInstances,
     GpuStuck,
     GpuLost,
+    GpuNeedsReset,
+    GpuDegraded,
     GpuMissing,
+    GpuHandedOver,
+    MigUnreadable,
+    /// State of a released claim could not be undone yet.
+    NotUndone,
     MpsUnhealthy,
     MpsRestarted,
     /// A process of a share evades its limit, or was killed for it.
@@ -52,9 +58,16 @@ impl Reason {
             Self::PrepareFailed => "Prepare",
             Self::UnprepareFailed => "Unprepare",
             Self::RecordQuarantined | Self::ClaimNotRecovered | Self::UnmanagedMigInstances => "Recover",
-            Self::GpuStuck | Self::GpuLost | Self::GpuMissing | Self::MpsUnhealthy | Self::MpsRestarted => {
-                "WatchGpus"
-            }
+            Self::GpuStuck
+            | Self::GpuLost
+            | Self::GpuNeedsReset
+            | Self::GpuDegraded
+            | Self::GpuMissing
+            | Self::GpuHandedOver
+            | Self::MigUnreadable
+            | Self::NotUndone
+            | Self::MpsUnhealthy
+            | Self::MpsRestarted => "WatchGpus",
             Self::ShareLimitViolated | Self::ShareUnverified | Self::UnmanagedGpuProcess => "Audit",
             Self::PoolDegraded | Self::StatusRefused | Self::DevicePlugin => "Publish",
             Self::NotReady => "Start",

@@ -15,7 +15,7 @@ use divvy_api::top::ShareUsage;
 use divvy_api::{ClaimRef, ClaimUid, ShareId};
 use divvy_daemon::http;
 use divvy_model::inventory::Presence;
-use divvy_model::{Inventory, inventory};
+use divvy_model::{HealthState, Inventory, inventory};
 use divvy_slices::Published;
 use k8s_openapi::jiff::Timestamp;
 use std::collections::HashSet;
@@ -84,9 +84,16 @@ impl GpuMonitor {
                 }
                 for condition in &gpu.conditions {
                     let reason = match condition {
-                        inventory::Condition::Stuck { .. } => Reason::GpuStuck,
-                        inventory::Condition::Lost => Reason::GpuLost,
+                        inventory::Condition::Health(finding) => match finding.state {
+                            HealthState::Stuck => Reason::GpuStuck,
+                            HealthState::Lost => Reason::GpuLost,
+                            HealthState::NeedsReset => Reason::GpuNeedsReset,
+                            HealthState::Degraded | HealthState::Healthy => Reason::GpuDegraded,
+                        },
                         inventory::Condition::Mps { .. } => Reason::MpsUnhealthy,
+                        inventory::Condition::MigUnreadable { .. } => Reason::MigUnreadable,
+                        inventory::Condition::Debt { .. } => Reason::NotUndone,
+                        inventory::Condition::HandedOver => Reason::GpuHandedOver,
                     };
                     self.events.node(reason, &format!("{name}: {condition}; its devices are tainted"));
                 }

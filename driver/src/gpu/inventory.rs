@@ -12,6 +12,7 @@ use divvy_model::inventory::{
     Condition, Gpu, GpuInstance, Inventory, Mig, MigMode, MigToggle, Origin, Presence,
 };
 use divvy_model::numbers::GpuNumbers;
+use divvy_model::{Finding, HealthState};
 use divvy_nvml::{Description, Links, NvmlError, RawInstance, RawMig, Snapshot, State};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -127,12 +128,16 @@ fn mig(
 /// The conditions of an unreadable GPU. An error without information about the GPU changes nothing.
 fn conditions(error: &NvmlError, before: &[Condition]) -> Vec<Condition> {
     match error {
-        NvmlError::Lost { .. } => vec![Condition::Lost],
+        NvmlError::Lost { call, .. } => vec![finding(HealthState::Lost, format!("{call} found no GPU"))],
         NvmlError::Stuck { call, .. } | NvmlError::Deadline { call, .. } => {
-            vec![Condition::Stuck { call: (*call).to_owned() }]
+            vec![finding(HealthState::Stuck, format!("{call} has not returned"))]
         }
         _ => before.to_vec(),
     }
+}
+
+fn finding(state: HealthState, cause: String) -> Condition {
+    Condition::Health(Finding::of_gpu(state, cause))
 }
 
 /// Groups GPUs that are connected over NVLink. In MIG mode the links are not visible; while any GPU

@@ -129,7 +129,9 @@ impl Gpus {
         match (session.as_ref(), known.map(|known| known.presence)) {
             (None, _) => Err(Unavailable::NoDriver { gpu: gpu.clone() }),
             (Some(_), None) => Err(Unavailable::Unknown { gpu: gpu.clone() }),
-            (Some(_), Some(Presence::Missing)) => Err(Unavailable::Missing { gpu: gpu.clone() }),
+            (Some(_), Some(Presence::Missing | Presence::Unread)) => {
+                Err(Unavailable::Missing { gpu: gpu.clone() })
+            }
             (Some(session), Some(Presence::Present)) => Ok(session.gpu(gpu)),
         }
     }

@@ -169,6 +169,7 @@ mod tests {
     use crate::gpu::part::Part;
     use divvy_model::inventory::{MigMode, MigProfile, MigToggle};
     use divvy_model::numbers::GpuNumber;
+    use divvy_model::{Finding, HealthState};
 
     fn gpu(number: u32, presence: Presence, conditions: Vec<Condition>) -> Gpu {
         let profile = MigProfile {
@@ -234,8 +235,9 @@ mod tests {
             ["gpu-0", "gpu-0-timeslice", "gpu-0-mps", "gpu-0-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-1"];
         check(gpu(0, Presence::Present, vec![]), &names.map(|name| (name, Healthy, "")));
         check(gpu(0, Presence::Missing, vec![]), &names.map(|name| (name, Unhealthy, "GPU is missing")));
-        let lost = gpu(0, Presence::Present, vec![Condition::Lost]);
-        check(lost, &names.map(|name| (name, Unhealthy, "GPU is lost")));
+        let lost =
+            gpu(0, Presence::Present, vec![Condition::Health(Finding::of_gpu(HealthState::Lost, "c"))]);
+        check(lost, &names.map(|name| (name, Unhealthy, "GPU is lost: c")));
     }
 
     #[test]

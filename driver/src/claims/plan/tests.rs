@@ -8,7 +8,7 @@ use super::*;
 use divvy_api::config::{AppliedConfig, DeviceConfig, ShareConfig, Source};
 use divvy_api::sharing::{Injection, Interval, MpsSettings, Sharing};
 use divvy_model::inventory::{ComputeInstance, MigMode, MigProfile, MigToggle, Origin};
-use divvy_model::{GpuInstance, GpuNumber, Mig, Placement};
+use divvy_model::{Finding, GpuInstance, GpuNumber, HealthState, Mig, Placement};
 use fixture::*;
 
 #[test]
@@ -172,7 +172,8 @@ fn unusable_gpus_are_refused() {
     missing.gpu.presence = Presence::Missing;
     check_refused(&missing, "gpu-0", "is missing");
     check_refused(&missing, "admin:gpu-0", "is missing");
-    for condition in [Condition::Lost, Condition::Stuck { call: "nvmlX".into() }] {
+    for state in [HealthState::Lost, HealthState::Stuck, HealthState::NeedsReset] {
+        let condition = Condition::Health(Finding::of_gpu(state, "nvmlX"));
         let mut failed = node(HOPPER, MigMode::Off);
         failed.gpu.conditions.push(condition.clone());
         check_refused(&failed, "gpu-0", &condition.to_string());

@@ -118,11 +118,12 @@ fn unreadable_gpu_keeps_its_description_and_gets_a_condition() {
     let lost = NvmlError::Lost { call: "c", gpu: uuid(0) };
     let stuck = NvmlError::Stuck { call: "c", gpu: uuid(0), since: Instant::now() };
     let busy = NvmlError::Busy { call: "c", gpu: uuid(0), after: std::time::Duration::ZERO };
-    let is_stuck = vec![Condition::Stuck { call: "c".to_owned() }];
+    let is_stuck = vec![finding(HealthState::Stuck, "c has not returned".to_owned())];
+    let is_lost = vec![finding(HealthState::Lost, "c found no GPU".to_owned())];
     let mut node = Node::default();
     let healthy = node.reads(vec![plain(0, 0)]).gpus[0].clone();
     for (error, conditions) in
-        [(busy.clone(), vec![]), (lost, vec![Condition::Lost]), (stuck, is_stuck.clone()), (busy, is_stuck)]
+        [(busy.clone(), vec![]), (lost, is_lost), (stuck, is_stuck.clone()), (busy, is_stuck)]
     {
         let gpu = node.reads(vec![fails(0, error)]).gpus[0].clone();
         assert_eq!(gpu, Gpu { conditions, ..healthy.clone() });
