@@ -2,6 +2,8 @@
 //! on the simulator's NVML library.
 #![allow(clippy::unwrap_used)] // Test helpers may panic, as tests do.
 
+#[path = "engine/debts.rs"]
+mod debts;
 #[path = "engine/faults.rs"]
 mod faults;
 #[path = "engine/lifecycle.rs"]

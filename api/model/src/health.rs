@@ -160,10 +160,11 @@ impl Gpu {
     }
 
     /// The first condition that keeps a device from being handed out: a MIG instance at
-    /// `placement`, or the whole GPU. A failed MPS control daemon is left out.
+    /// `placement`, or the whole GPU. A failed MPS control daemon and debts, which depend on the
+    /// claim, are left out.
     pub fn obstacle(&self, placement: Option<Placement>) -> Option<&Condition> {
         self.conditions.iter().find(|condition| {
-            !matches!(condition, Condition::Mps { .. })
+            !matches!(condition, Condition::Mps { .. } | Condition::Debt { .. })
                 && condition.concerns(placement)
                 && self.effect(condition) != TaintEffect::None
         })

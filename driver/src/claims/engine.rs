@@ -8,13 +8,15 @@
 
 use crate::cdi::Cdi;
 use crate::claims::claim_mutex::ClaimMutexes;
+use crate::claims::debts;
 use crate::claims::execute::{Executor, StepError};
 use crate::claims::holding::{Access, Holding};
 use crate::claims::mps_daemons::MpsDaemons;
 use crate::claims::plan;
 use crate::claims::plan::{Plan, PlanError, View};
 use crate::claims::records::{
-    ClaimRecord, DeviceRecord, HeldState, LockError, Locked, Locks, PreparedDevice, RecordError, Records,
+    ClaimRecord, Debt, DeviceRecord, HeldState, LockError, Locked, LockedGpu, Locks, PreparedDevice,
+    RecordError, Records,
 };
 use crate::claims::step::{Step, Undo};
 use crate::cluster::claim_status::{DeviceData, DeviceFacts};
@@ -215,6 +217,7 @@ impl Engine {
         inner.gpus.set_ownership(Arc::new(ownership));
         let recovered = inner.inventory();
         let report = inner.recover().await;
+        inner.publish_debts();
         inner.tasks.spawn(inner.clone().watch_inventory(recovered));
         inner.tasks.spawn(inner.clone().watch_mps_daemons());
         Ok((Self { inner }, report))
@@ -421,7 +424,7 @@ impl Inner {
         }
 
         let plan = self.plan(claim, &locked).await?;
-        let mut record = ClaimRecord::intent(&plan);
+        let mut record = ClaimRecord::intent(&plan, self.epoch());
         self.records.write(&mut locked, &record).map_err(record_error)?;
         self.cdi.write_metadata(claim, &self.inventory());
         let changes_inventory = plan.steps.iter().any(Step::changes_inventory);
@@ -505,6 +508,9 @@ impl Inner {
     /// Plans from the current inventory. If an instance that Divvy did not create is involved, the
     /// GPUs are read again first.
     async fn plan(&self, claim: &AllocatedClaim, locked: &Locked) -> Result<Plan, PlanError> {
+        for gpu in locked.gpus().iter().map(LockedGpu::uuid) {
+            self.settle_debts(locked, gpu).await;
+        }
         let first = self.plan_now(claim, locked);
         let look = match &first {
             Ok(plan) => plan.involves_foreign,
@@ -523,9 +529,16 @@ impl Inner {
         let held = self.records.holdings(locked);
         let ownership = locked.gpus().iter().filter(|gpu| gpu.mig_is_ours());
         let mig_enabled = ownership.map(|gpu| gpu.uuid().clone()).collect();
-        let inventory = self.inventory();
-        let view =
-            View { pool: &self.options.pool, inventory: &inventory, held: &held, mig_enabled: &mig_enabled };
+        let mut inventory = self.inventory();
+        let debts: Vec<Debt> = locked.gpus().iter().flat_map(|gpu| self.records.debts(gpu.uuid())).collect();
+        debts::disown_instances(&mut inventory, &debts, &claim.claim.uid);
+        let view = View {
+            pool: &self.options.pool,
+            inventory: &inventory,
+            held: &held,
+            debts: &debts,
+            mig_enabled: &mig_enabled,
+        };
         plan::plan(claim, view)
     }
 
@@ -562,7 +575,7 @@ impl Inner {
         let others = self.others(locked, uid);
         let undone = match self.executor().undo(uid, undo, &others).await {
             Ok(()) => self.records.remove(locked, uid).map_err(ReleaseError::from),
-            Err(cause) => Err(cause.into()),
+            Err(not) => Err(not.cause.into()),
         };
         match undone {
             Ok(()) => self.restore_mig_mode(locked).await,
@@ -573,7 +586,8 @@ impl Inner {
         }
     }
 
-    /// Runs all undo steps of the record, then removes the record.
+    /// Runs all undo steps of the record, then removes the record. Steps that the hardware refuses
+    /// are left as debts if no process of the claim is left.
     pub(crate) async fn release(
         self: &Arc<Self>,
         locked: &mut Locked,
@@ -593,8 +607,14 @@ impl Inner {
                 );
             }
         }
+        let mut undo = record.undo.clone();
+        if record.epoch.is_over(&self.epoch()) {
+            undo.retain(|undo| !undo.is_done_by_reset());
+        }
         let others = self.others(locked, &record.claim.uid);
-        self.executor().undo(&record.claim.uid, &record.undo, &others).await?;
+        if let Err(not) = self.executor().undo(&record.claim.uid, &undo, &others).await {
+            self.leave_debts(&record, not).await?;
+        }
         self.records.remove(locked, &record.claim.uid)?;
         self.prepared_or_released.notify_one();
         if record.undo.iter().any(Undo::changes_inventory) {

@@ -18,8 +18,7 @@ use crate::shares::policy::{Unwritable, policy};
 use crate::shares::{Contexts, PagesError, Shares};
 use divvy_api::sharing::{CUDA_CONTEXT_BYTES, Interval};
 use divvy_api::{ClaimUid, GpuUuid, ShareId};
-use divvy_model::HealthState;
-use divvy_model::inventory::{Gpu, MigMode, Presence};
+use divvy_model::inventory::{Gpu, MigMode};
 use divvy_nvml::{ComputeMode, GpuQueue, NvmlError, RawInstance};
 use divvy_pages::Policy;
 use std::collections::{BTreeMap, BTreeSet};
@@ -80,6 +79,15 @@ pub struct RunError {
     pub cause: StepError,
     /// The undo of the steps that were done or may have been done, in the order of the steps.
     pub undo: Vec<Undo>,
+}
+
+/// Undo steps that were not done.
+#[derive(Debug)]
+pub struct NotUndone {
+    /// In the order of the steps, those that were skipped included.
+    pub left: Vec<Undo>,
+    /// Why the first one was not done.
+    pub cause: StepError,
 }
 
 impl StepError {
@@ -277,14 +285,14 @@ impl Executor {
     }
 
     /// Runs undo steps, last first. After a failure the other steps on the same GPU are skipped, and
-    /// those on other GPUs still run; the first error is returned. State that is gone, or on a lost
-    /// GPU, counts as undone. State that one of `others`, the other holdings on these GPUs, depends
-    /// on is left to that claim's undo.
-    pub async fn undo(&self, uid: &ClaimUid, undo: &[Undo], others: &[Holding]) -> Result<(), StepError> {
-        let mut failed: BTreeMap<Option<&GpuUuid>, StepError> = BTreeMap::new();
+    /// those on other GPUs still run. State that is gone counts as undone. State that one of
+    /// `others`, the other holdings on these GPUs, depends on is left to that claim's undo.
+    pub async fn undo(&self, uid: &ClaimUid, undo: &[Undo], others: &[Holding]) -> Result<(), NotUndone> {
+        let mut left = Vec::new();
         let mut first = None;
         for undo in undo.iter().rev().filter(|undo| !others.iter().any(|held| held.depends_on(undo))) {
-            if failed.contains_key(&undo.gpu()) {
+            if left.iter().any(|failed: &Undo| failed.gpu() == undo.gpu()) {
+                left.push(undo.clone());
                 continue;
             }
             if let Err(cause) = self.undo_one(uid, undo).await {
@@ -292,20 +300,21 @@ impl Executor {
                     claim = %uid, %undo, error = &cause as &dyn std::error::Error,
                     "not undone yet"
                 );
-                first.get_or_insert(undo.gpu());
-                failed.insert(undo.gpu(), cause);
+                left.push(undo.clone());
+                first.get_or_insert(cause);
             }
         }
-        match first.and_then(|first| failed.remove(&first)) {
+        left.reverse();
+        match first {
             None => Ok(()),
-            Some(cause) => Err(cause),
+            Some(cause) => Err(NotUndone { left, cause }),
         }
     }
 
     async fn undo_one(&self, uid: &ClaimUid, undo: &Undo) -> Result<(), StepError> {
-        let result = match undo {
-            Undo::RemoveCdi => return Ok(self.cdi.remove_claim(uid)?),
-            Undo::RemovePages => return Ok(Shares::new(self.cdi.paths()).remove(uid)?),
+        match undo {
+            Undo::RemoveCdi => Ok(self.cdi.remove_claim(uid)?),
+            Undo::RemovePages => Ok(Shares::new(self.cdi.paths()).remove(uid)?),
             Undo::DestroyGpuInstance(key) | Undo::DestroyComputeInstances(key) => {
                 self.destroy_instance(key, undo, matches!(undo, Undo::DestroyGpuInstance(_))).await
             }
@@ -313,15 +322,8 @@ impl Executor {
             Undo::ResetComputeMode { gpu } => self.reset_compute_mode(gpu).await,
             Undo::StopMps { part } => {
                 let by = Instant::now() + mps::STOP_TIMEOUT;
-                // This concerns processes and files, so it must succeed even if the GPU is gone.
-                return Ok(self.mps().stop(part, by.into()).await?);
+                Ok(self.mps().stop(part, by.into()).await?)
             }
-        };
-        match result {
-            // The GPU lost its instances and settings, and comes back without them.
-            Err(StepError::Hardware { cause: NvmlError::Lost { .. }, .. }) => Ok(()),
-            Err(_) if undo.gpu().is_some_and(|gpu| self.is_lost_or_missing(gpu)) => Ok(()),
-            result => result,
         }
     }
 
@@ -372,13 +374,6 @@ impl Executor {
         let inventory = self.gpus.inventory().borrow().clone();
         let found = inventory.gpus.iter().find(|known| known.uuid == *gpu).cloned();
         found.ok_or_else(|| StepError::UnknownGpu { gpu: gpu.clone() })
-    }
-
-    fn is_lost_or_missing(&self, gpu: &GpuUuid) -> bool {
-        let inventory = self.gpus.inventory().borrow().clone();
-        inventory.gpus.iter().any(|known| {
-            known.uuid == *gpu && (known.presence == Presence::Missing || known.health() == HealthState::Lost)
-        })
     }
 }
 

@@ -6,7 +6,7 @@
 //! MIG mode offers fewer multiprocessors. A failed prepare restores the earlier mode at once.
 
 use crate::claims::engine::Inner;
-use crate::claims::records::{Locked, LockedGpu};
+use crate::claims::records::{Debt, Locked, LockedGpu};
 use crate::gpu::part::Part;
 use divvy_api::GpuUuid;
 use divvy_model::inventory::Presence;
@@ -126,11 +126,13 @@ impl Inner {
         }
     }
 
-    /// The locked GPUs on which Divvy enabled MIG mode and no claim holds an instance.
+    /// The locked GPUs on which Divvy enabled MIG mode, and no claim holds or left an instance.
     fn idle(&self, locked: &Locked) -> Vec<GpuUuid> {
         let held = self.records.holdings(locked);
         let has_instance = |uuid: &GpuUuid| {
-            held.iter().any(|holding| matches!(&holding.part, Part::Instance(key) if key.gpu == *uuid))
+            let debts = self.records.debts(uuid);
+            let parts = debts.iter().flat_map(Debt::parts).chain(held.iter().map(|held| held.part.clone()));
+            parts.into_iter().any(|part| matches!(part, Part::Instance(key) if key.gpu == *uuid))
         };
         let ours = locked.gpus().iter().filter(|gpu| gpu.mig_is_ours());
         ours.map(|gpu| gpu.uuid()).filter(|uuid| !has_instance(uuid)).cloned().collect()

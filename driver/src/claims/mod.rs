@@ -5,6 +5,7 @@
 
 pub mod claim_mutex;
 pub mod class_updates;
+mod debts;
 pub mod engine;
 pub mod execute;
 pub mod fetch;

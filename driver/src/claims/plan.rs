@@ -7,6 +7,7 @@
 //! disabled is not refused here: the scheduler knows the configuration, and earlier claims stay valid.
 
 use crate::claims::holding::{Access, Holding};
+use crate::claims::records::Debt;
 use crate::claims::step::{Step, Undo};
 use crate::gpu::part::{InstanceKey, Part};
 use crate::gpu::sharing::{MpsLimits, Setup, ShareLimits};
@@ -30,6 +31,8 @@ pub struct View<'a> {
     pub inventory: &'a Inventory,
     /// Holdings of other claims on the GPUs of this claim, unfinished claims included.
     pub held: &'a [Holding],
+    /// Debts of the GPUs of this claim.
+    pub debts: &'a [Debt],
     /// GPUs on which Divvy enabled MIG mode and has not disabled it, even if the inventory does not
     /// show it yet.
     pub mig_enabled: &'a BTreeSet<GpuUuid>,
@@ -115,6 +118,7 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
         Presence::Missing => return Err(Refusal::Missing { gpu: gpu.uuid.clone() }),
     }
     if access.holds() {
+        check_debts(&part, &plan.claim, view.debts)?;
         check_available(plan, gpu, &part, access, others())?;
         if let Some(limits) = access.limits() {
             let taken = sharers().map(|held| held.access);
@@ -217,6 +221,21 @@ fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode, memory: u64) -> Resul
             let uuid = (mode == Mode::Whole).then_some(&gpu.uuid);
             Ok(Access::Exclusive(sharing.map(|sharing| Setup::of_config(&sharing, uuid))))
         }
+    }
+}
+
+/// Checks that no other claim left anything on the part. A claim whose record was quarantined may be
+/// prepared again while its containers run.
+fn check_debts(part: &Part, claim: &ClaimRef, debts: &[Debt]) -> Result<(), Refusal> {
+    let own = |debt: &Debt| debt.claim.uid == claim.uid && !debt.held.is_empty();
+    let overlaps = |debt: &&Debt| debt.parts().iter().any(|left| left.overlaps(part));
+    match debts.iter().filter(|debt| !own(debt)).find(overlaps) {
+        None => Ok(()),
+        Some(debt) => Err(Refusal::NotUndone {
+            gpu: debt.gpu.clone(),
+            claim: debt.claim.clone(),
+            what: debt.to_string(),
+        }),
     }
 }
 
@@ -415,6 +434,8 @@ pub enum Refusal {
     Unread { gpu: GpuUuid },
     #[error("cannot be used now: {condition} on {gpu}")]
     Unusable { gpu: GpuUuid, condition: Condition },
+    #[error("overlaps what released claim {claim} left on {gpu}: {what}; it is retried every 10 s")]
+    NotUndone { gpu: GpuUuid, claim: ClaimRef, what: String },
     #[error("overlaps what claim {holder} holds on {gpu}")]
     Held { gpu: GpuUuid, holder: ClaimRef },
     #[error("needs {gpu} in mode {wanted}, and claim {holder} holds it in mode {held}")]

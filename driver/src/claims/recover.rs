@@ -2,7 +2,7 @@
 //!
 //! The kubelet does not repeat a prepare that succeeded, so everything that a Prepared record
 //! promises and that is missing is restored: instances, share pages, MPS daemons, CDI file. An
-//! unfinished record is undone. Hardware state without a record is reported as unmanaged; an
+//! unfinished record is undone, and debts are settled. Hardware state without a record is reported as unmanaged; an
 //! unmanaged instance is destroyed only on GPUs with exclusive ownership. Time slices and compute
 //! modes without a record stay, because an administrator may have set them.
 
@@ -122,7 +122,7 @@ impl Inner {
                 if is_new
                     || driver_changed
                     || ((changed || is_audit) && self.misses_instance(gpu))
-                    || (is_audit && self.has_unfinished_claim(gpu))
+                    || (is_audit && (self.has_unfinished_claim(gpu) || self.has_debts(gpu)))
                 {
                     let (inner, gpu) = (self.clone(), gpu.clone());
                     self.tasks.spawn(async move { inner.recover_gpu_and_claims(&gpu).await });
@@ -223,10 +223,21 @@ impl Inner {
     ) -> Result<bool, ReleaseError> {
         let before = record.clone();
         let executor = self.executor();
+        let now = self.epoch();
+        let was_reset = record.epoch.is_over(&now);
+        record.epoch = now;
+        let others = self.others(locked, &record.claim.uid);
         let mut steps = Vec::new();
         for device in record.devices.iter_mut().filter(|device| device.access.holds()) {
             let Part::Instance(key) = &device.part else { continue };
             let found = executor.find(key, &format!("find {key}")).await?;
+            // An instance that exists after a reset, and that no other claim created, has another owner.
+            if was_reset
+                && found.is_some()
+                && others.iter().all(|other| other.made.is_empty() || other.part != device.part)
+            {
+                record.undo.retain(|undo| !undo.destroys(&device.part));
+            }
             match found {
                 None => {
                     if self.toggles_live(&key.gpu) {
@@ -255,7 +266,7 @@ impl Inner {
             }
         }
         add_undo(record, &steps);
-        if record.undo != before.undo {
+        if (&record.undo, &record.epoch) != (&before.undo, &before.epoch) {
             self.records.write(locked, record)?;
         }
         executor.run(locked, record, &steps).await.map_err(|failed| failed.cause)?;
@@ -327,6 +338,7 @@ impl Inner {
         let mut locked =
             self.locks.lock(&only, self.options.answer_timeout).await.map_err(ReleaseError::Lock)?;
         self.records.index(&mut locked)?;
+        let debts = self.settle_debts(&locked, &gpu.uuid).await;
         let executor = self.executor();
         let held = self.records.holdings(&locked);
         self.stop_unmanaged_daemons(gpu, &held).await?;
@@ -336,7 +348,9 @@ impl Inner {
             let recorded = held
                 .iter()
                 .any(|holding| matches!(&holding.part, Part::Instance(key) if matches_key(&instance, key)));
-            if recorded {
+            let owed =
+                debts.iter().any(|debt| debt.has_instance(instance.profile_id, instance.placement.start));
+            if recorded || owed {
                 continue;
             }
             let key = InstanceKey {

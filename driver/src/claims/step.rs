@@ -141,6 +141,17 @@ impl Undo {
         }
     }
 
+    /// Whether a reset of the GPU has the same effect. Processes and files outlive a reset.
+    pub fn is_done_by_reset(&self) -> bool {
+        match self {
+            Self::DestroyGpuInstance(_)
+            | Self::DestroyComputeInstances(_)
+            | Self::ResetInterval { .. }
+            | Self::ResetComputeMode { .. } => true,
+            Self::StopMps { .. } | Self::RemovePages | Self::RemoveCdi => false,
+        }
+    }
+
     /// Whether it destroys this part.
     pub fn destroys(&self, part: &Part) -> bool {
         match (self, part) {

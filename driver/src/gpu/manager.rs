@@ -162,6 +162,11 @@ impl Gpus {
         self.0.send(Command::SetMps(failed));
     }
 
+    /// Sets what released claims left on GPUs, as conditions.
+    pub fn set_debts(&self, debts: BTreeMap<GpuUuid, Vec<Condition>>) {
+        self.0.send(Command::SetDebts(debts));
+    }
+
     /// Sets the resource under which a device plugin offers the GPUs, if there is one.
     pub fn set_device_plugin(&self, resource: Option<String>) {
         self.0.send(Command::SetDevicePlugin(resource));
@@ -215,6 +220,7 @@ enum Command {
     SetOwnership(Arc<Ownership>),
     SetPolicy(Arc<GpuPolicyFn>, oneshot::Sender<()>),
     SetMps(BTreeMap<GpuUuid, String>),
+    SetDebts(BTreeMap<GpuUuid, Vec<Condition>>),
     SetDevicePlugin(Option<String>),
     Drain(oneshot::Sender<()>),
     Resume,
@@ -243,6 +249,8 @@ struct GpuManager {
     policy: Arc<GpuPolicyFn>,
     /// GPUs with a failed MPS control daemon, and the cause.
     mps: BTreeMap<GpuUuid, String>,
+    /// What released claims left on GPUs.
+    debts: BTreeMap<GpuUuid, Vec<Condition>>,
     device_plugin: Option<String>,
     pending: PendingOwnership,
     nvml: Nvml,
@@ -274,6 +282,7 @@ impl GpuManager {
             ownership: Arc::new(|_, _, _| false),
             policy: Arc::new(|gpu| gpu.policy.clone()),
             mps: BTreeMap::new(),
+            debts: BTreeMap::new(),
             device_plugin: None,
             pending: PendingOwnership::default(),
             nvml: Nvml::Closed,
@@ -348,6 +357,10 @@ impl GpuManager {
             }
             Command::SetDevicePlugin(resource) => {
                 self.device_plugin = resource;
+                self.publish(ReadScope::Nothing);
+            }
+            Command::SetDebts(debts) => {
+                self.debts = debts;
                 self.publish(ReadScope::Nothing);
             }
             Command::SetMps(mps) => {
@@ -572,7 +585,9 @@ impl GpuManager {
             );
         }
         for gpu in &mut inventory.gpus {
-            gpu.conditions.retain(|condition| !matches!(condition, Condition::Mps { .. }));
+            gpu.conditions
+                .retain(|condition| !matches!(condition, Condition::Mps { .. } | Condition::Debt { .. }));
+            gpu.conditions.extend(self.debts.get(&gpu.uuid).into_iter().flatten().cloned());
             if let (Presence::Present, Some(cause)) = (gpu.presence, self.mps.get(&gpu.uuid)) {
                 gpu.conditions.push(Condition::Mps { cause: cause.clone() });
             }

@@ -1,5 +1,6 @@
 //! The GPUs of a node: one NVML session, the inventory, MPS and time-slices.
 
+pub mod epoch;
 pub mod inventory;
 mod library;
 mod manager;

@@ -27,6 +27,23 @@ pub enum Part {
 }
 
 impl Part {
+    /// Whether both use a common part of one GPU.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        self.gpu() == other.gpu()
+            && match (self, other) {
+                (Self::Instance(one), Self::Instance(two)) => one.placement.overlaps(two.placement),
+                _ => true,
+            }
+    }
+
+    /// The placement of an instance; `None` for the whole GPU.
+    pub fn placement(&self) -> Option<Placement> {
+        match self {
+            Self::Whole { .. } => None,
+            Self::Instance(key) => Some(key.placement),
+        }
+    }
+
     /// The GPU that it is a part of.
     pub fn gpu(&self) -> &GpuUuid {
         match self {

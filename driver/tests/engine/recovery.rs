@@ -17,8 +17,10 @@ async fn write_record(node: &TestNode, claim: &str, device: &str, state: HeldSta
     driver.stop().await;
     let claim = allocated(claim, device);
     let pool = "node".into();
-    let view = View { pool: &pool, inventory: &inventory, held: &[], mig_enabled: &BTreeSet::new() };
-    let record = ClaimRecord { state, ..ClaimRecord::intent(&plan::plan(&claim, view).unwrap()) };
+    let view =
+        View { pool: &pool, inventory: &inventory, held: &[], debts: &[], mig_enabled: &BTreeSet::new() };
+    let record =
+        ClaimRecord { state, ..ClaimRecord::intent(&plan::plan(&claim, view).unwrap(), Default::default()) };
     let locks = Locks::open(&node.paths.state_dir).unwrap();
     let mut locked = locks.lock(&record.gpus(), Duration::from_secs(10)).await.unwrap();
     for gpu in locked.gpus_mut() {

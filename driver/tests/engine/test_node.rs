@@ -136,6 +136,19 @@ impl TestNode {
         self.paths.state_dir.join("claims")
     }
 
+    /// Adds a process to the node that has files of the claim mounted, as a container does. It ends when
+    /// the answer is dropped.
+    pub(crate) fn use_claim(&self, claim: &str) -> tempfile::TempDir {
+        let process =
+            tempfile::Builder::new().prefix("4711").rand_bytes(0).tempdir_in(&self.paths.process_root);
+        let process = process.unwrap();
+        let mounted = format!("{}/metadata/{claim}/resourceclaims", self.paths.state_dir.display());
+        let at = "/var/run/kubernetes.io/dra-device-attributes";
+        let line = format!("36 35 98:0 {mounted} {at} ro - ext4 /dev/sda1 rw\n");
+        std::fs::write(process.path().join("mountinfo"), line).unwrap();
+        process
+    }
+
     /// Checks that no record and no CDI file of any claim is left.
     #[track_caller]
     pub(crate) fn expect_no_claim_files(&self) {

@@ -21,7 +21,7 @@ const MPS_CLIENT: &str = "share:gpu-0-mps";
 
 impl TestNode {
     /// Starts a driver whose node policy sets long time slices.
-    async fn start_driver_long_timeslice(&self) -> Driver {
+    pub(crate) async fn start_driver_long_timeslice(&self) -> Driver {
         let driver = self.start_driver().await;
         let policy = |_: &_| divvy_model::GpuPolicy { interval: Interval::Long, ..Default::default() };
         driver.gpus.set_policy(Arc::new(policy)).await;
@@ -164,19 +164,11 @@ async fn failed_interval_change_is_reported_and_retried() {
     node.expect_idle();
     driver.prepare("a", TIMESLICE).await.unwrap();
     node.fail_call("compute-policy", None);
-    let error = driver.unprepare("a").await.unwrap_err();
-    assert!(error.contains("cannot reset time slice") && error.contains("nvidia-smi failed"), "{error}");
-    // Half released: the next share sets the interval itself and is the last one to use it.
-    node.clear_faults();
-    node.sim
-        .update(|state| {
-            state.gpus[0].timeslice = 1;
-            Ok(())
-        })
-        .unwrap();
-    driver.prepare("b", TIMESLICE).await.unwrap();
-    node.expect_settings(&["3/default"]);
     driver.unprepare("a").await.unwrap();
+    driver.expect_refused("b", TIMESLICE, "cannot reset time slice").await;
+    driver.expect_refused("b", "gpu-0", "nvidia-smi failed").await;
+    node.clear_faults();
+    driver.prepare("b", TIMESLICE).await.unwrap();
     node.expect_settings(&["3/default"]);
     driver.unprepare("b").await.unwrap();
     node.expect_idle();

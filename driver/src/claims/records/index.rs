@@ -5,6 +5,7 @@
 //! [`Records::index`] compared it with the generation in the lock file. Another instance of the
 //! driver, as during an upgrade, bumps the generation when it changes a record.
 
+use super::debts::Debt;
 use super::locks::{Locked, LockedGpu, Locks};
 use super::record::ClaimRecord;
 use super::store::{Quarantined, RecordError, Store};
@@ -94,7 +95,27 @@ impl Records {
         self.lock().by_gpu.get(gpu).map(|records| records.values().cloned().collect()).unwrap_or_default()
     }
 
-    /// Whether a record has this instance. Callable without the lock, for descriptions of the
+    /// The debts of a GPU.
+    pub fn debts(&self, gpu: &GpuUuid) -> Vec<Debt> {
+        self.store.debts.of(gpu)
+    }
+
+    /// The GPUs that have debts.
+    pub fn gpus_with_debts(&self) -> Vec<GpuUuid> {
+        self.store.debts.gpus()
+    }
+
+    /// Writes a debt. Its GPU must be locked.
+    pub fn add_debt(&self, debt: &Debt) -> Result<(), RecordError> {
+        self.store.debts.add(debt)
+    }
+
+    /// Removes the debt of a claim. The GPU must be locked.
+    pub fn remove_debt(&self, gpu: &GpuUuid, claim: &ClaimUid) -> Result<(), RecordError> {
+        self.store.debts.remove(gpu, claim)
+    }
+
+    /// Whether a record or a debt has this instance. Callable without the lock, for descriptions of the
     /// hardware: on a miss the files are read again if another process bumped the generation.
     pub fn has_instance(&self, locks: &Locks, gpu: &GpuUuid, profile_id: u32, start: u32) -> bool {
         let at = (profile_id, start);
@@ -106,6 +127,9 @@ impl Records {
             }) {
                 return true;
             }
+        }
+        if self.debts(gpu).iter().any(|debt| debt.has_instance(profile_id, start)) {
+            return true;
         }
         let Some(now) = locks.peek(gpu) else { return false };
         if let Some((generation, recorded)) = self.lock().unlocked_readings.get(gpu)

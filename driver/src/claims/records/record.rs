@@ -3,6 +3,7 @@
 use crate::claims::holding::{Access, Holding};
 use crate::claims::plan::Plan;
 use crate::claims::step::Undo;
+use crate::gpu::epoch::Epoch;
 use crate::gpu::part::{InstanceKey, Part};
 use crate::gpu::sharing::ShareLimits;
 use divvy_api::{ClaimRef, DeviceName, GpuUuid, PoolName, RequestName, ShareId};
@@ -29,6 +30,8 @@ pub struct ClaimRecord {
     pub devices: Vec<DeviceRecord>,
     /// Undo steps in the order of the steps; they run in reverse.
     pub undo: Vec<Undo>,
+    /// When the hardware was changed. In another epoch, a reset has undone the hardware steps.
+    pub epoch: Epoch,
 }
 
 /// A device of the claim.
@@ -77,7 +80,7 @@ pub struct PreparedDevice {
 
 impl ClaimRecord {
     /// The record that is written before the first step of a plan.
-    pub fn intent(plan: &Plan) -> Self {
+    pub fn intent(plan: &Plan, epoch: Epoch) -> Self {
         let device = |device: &crate::claims::plan::PlannedDevice| DeviceRecord {
             request: device.request.clone(),
             pool: device.pool.clone(),
@@ -93,6 +96,7 @@ impl ClaimRecord {
             state: HeldState::Intent,
             devices: plan.devices.iter().map(device).collect(),
             undo: plan.undo(),
+            epoch,
         }
     }
 

@@ -1,5 +1,6 @@
 //! Record files: read, write, remove, quarantine. Callers hold the GPU locks ([`super::Records`]).
 
+use super::debts::{Debt, DebtFiles};
 use super::locks::GpuFileError;
 use super::record::ClaimRecord;
 use super::wire::{self, DecodeError};
@@ -54,6 +55,7 @@ pub(super) struct Store {
     claims: PathBuf,
     quarantine: PathBuf,
     quarantined: AtomicU64,
+    pub(super) debts: DebtFiles,
 }
 
 impl Store {
@@ -63,6 +65,7 @@ impl Store {
             claims: state.join("claims"),
             quarantine: state.join("quarantine"),
             quarantined: AtomicU64::new(0),
+            debts: DebtFiles::open(state)?,
         };
         for dir in [&store.claims, &store.quarantine] {
             private_dir(dir)?;
@@ -90,10 +93,25 @@ impl Store {
         let cause = match wire::decode(&bytes) {
             Ok(record) if record.claim.uid == *uid => return Ok(Ok(Some(record))),
             Ok(record) => format!("it is the record of claim {}", record.claim.uid),
-            Err(cause @ DecodeError::Format { .. }) => cause.to_string(),
+            Err(cause @ DecodeError::Format { .. }) => {
+                self.keep_debts(&bytes, &cause.to_string());
+                cause.to_string()
+            }
             Err(cause) => format!("damaged: {cause}"),
         };
         Ok(Err(self.move_to_quarantine(&path, cause)))
+    }
+
+    /// Writes what a record of a newer format says about the hardware as debts, before the record is
+    /// quarantined: its claim may be in use.
+    fn keep_debts(&self, bytes: &[u8], cause: &str) {
+        let Some((claim, held, undo, epoch)) = wire::decode_newer(bytes) else { return };
+        for debt in Debt::of_claim(&claim, &[], &held, &undo, &epoch, cause) {
+            if let Err(error) = self.debts.add(&debt) {
+                let error = &error as &dyn std::error::Error;
+                tracing::error!(%claim, gpu = %debt.gpu, error, "cannot write the debt of a quarantined record");
+            }
+        }
     }
 
     /// UIDs of all records, sorted.
@@ -170,7 +188,7 @@ pub(super) fn private_dir(dir: &Path) -> io::Result<()> {
 
 /// Writes to a temporary file, then renames it. The temporary name is always the same, so an
 /// interrupted write leaves at most one file, which the next write overwrites.
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let part = path.with_extension("part");
     let mut file: File = File::options().write(true).create(true).truncate(true).mode(0o600).open(&part)?;
     let result = file.write_all(bytes).and_then(|()| fs::rename(&part, path));

@@ -5,10 +5,12 @@
 //!
 //! The structs here belong to the format: a change of a domain type must not change a record.
 
+use super::debts::Debt;
 use super::record::HeldState;
 use super::record::{ClaimRecord, DeviceRecord, InstanceIds};
 use crate::claims::holding::Access;
 use crate::claims::step::Undo;
+use crate::gpu::epoch::Epoch;
 use crate::gpu::part::{InstanceKey, Part};
 use crate::gpu::sharing::{MpsLimits, Setup, ShareLimits};
 use divvy_api::sharing::ShareSettings;
@@ -64,6 +66,17 @@ struct Record {
     state: State,
     devices: Vec<Device>,
     undo: Vec<UndoStep>,
+    #[serde(default, skip_serializing_if = "EpochFields::is_unknown")]
+    epoch: EpochFields,
+}
+
+#[derive(Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct EpochFields {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    boot: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    module: Option<u64>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -187,31 +200,190 @@ enum UndoStep {
 
 /// Encodes a record as the content of its file.
 pub(super) fn encode(record: &ClaimRecord) -> Result<Vec<u8>, serde_json::Error> {
-    let body = serde_json::to_string(&Record::from(record))?;
-    let checksum = crc32fast::hash(body.as_bytes());
     let format = record.devices.iter().map(|device| match device.access {
         Access::Share(_) => 3,
         access if access.setup().is_some() => 2,
         _ => 1,
     });
-    let format = format.max().unwrap_or(1);
+    enclose(format.max().unwrap_or(1), &Record::from(record))
+}
+
+/// Adds the envelope.
+fn enclose(format: u32, body: &impl Serialize) -> Result<Vec<u8>, serde_json::Error> {
+    let body = serde_json::to_string(body)?;
+    let checksum = crc32fast::hash(body.as_bytes());
     Ok(format!("{{\"format\":{format},\"crc32\":\"{checksum:08x}\",\"record\":{body}}}\n").into_bytes())
+}
+
+/// Removes the envelope.
+fn body(bytes: &[u8], newest: u32) -> Result<(u32, &RawValue), DecodeError> {
+    let envelope: Envelope<'_> = serde_json::from_slice(bytes).map_err(DecodeError::Envelope)?;
+    let actual = format!("{:08x}", crc32fast::hash(envelope.record.get().as_bytes()));
+    match envelope.format {
+        found if found == 0 || found > newest => Err(DecodeError::Format { found }),
+        _ if actual != envelope.crc32 => Err(DecodeError::Checksum { found: envelope.crc32, actual }),
+        format => Ok((format, envelope.record)),
+    }
 }
 
 /// Decodes a file that this build or an older one wrote.
 pub(super) fn decode(bytes: &[u8]) -> Result<ClaimRecord, DecodeError> {
-    let envelope: Envelope<'_> = serde_json::from_slice(bytes).map_err(DecodeError::Envelope)?;
-    let format = envelope.format;
-    if !(1..=FORMAT).contains(&format) {
-        return Err(DecodeError::Format { found: format });
-    }
-    let actual = format!("{:08x}", crc32fast::hash(envelope.record.get().as_bytes()));
-    if actual != envelope.crc32 {
-        return Err(DecodeError::Checksum { found: envelope.crc32, actual });
-    }
+    let (format, body) = body(bytes, FORMAT)?;
     let record: Record =
-        serde_json::from_str(envelope.record.get()).map_err(|cause| DecodeError::Body { format, cause })?;
+        serde_json::from_str(body.get()).map_err(|cause| DecodeError::Body { format, cause })?;
     Ok(record.into())
+}
+
+/// The claim, the held parts and the undo steps of a record in a newer format, as far as this build
+/// understands them. `None` for any other file.
+pub(super) fn decode_newer(bytes: &[u8]) -> Option<(ClaimRef, Vec<Part>, Vec<Undo>, Epoch)> {
+    #[derive(Deserialize)]
+    struct Newer {
+        claim: Claim,
+        #[serde(default)]
+        devices: Vec<serde_json::Value>,
+        #[serde(default)]
+        undo: Vec<serde_json::Value>,
+        #[serde(default)]
+        epoch: EpochFields,
+    }
+    #[derive(Deserialize)]
+    struct HeldDevice {
+        #[serde(default)]
+        admin: bool,
+        gpu: String,
+        #[serde(default)]
+        mig: Option<At>,
+    }
+    let (format, body) = body(bytes, u32::MAX).ok()?;
+    if format <= FORMAT {
+        return None;
+    }
+    let newer: Newer = serde_json::from_str(body.get()).ok()?;
+    let held =
+        newer.devices.into_iter().filter_map(|device| serde_json::from_value::<HeldDevice>(device).ok());
+    let held = held.filter(|device| !device.admin).map(|device| match device.mig {
+        None => Part::Whole { gpu: device.gpu.into() },
+        Some(at) => Part::Instance(at.key(device.gpu)),
+    });
+    let undo = newer.undo.into_iter().filter_map(|step| serde_json::from_value::<UndoStep>(step).ok());
+    Some((newer.claim.into(), held.collect(), undo.map(Undo::from).collect(), newer.epoch.into()))
+}
+
+/// The newest format of a debt that this build writes and reads.
+const DEBT_FORMAT: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct DebtFields {
+    claim: Claim,
+    gpu: String,
+    #[serde(default)]
+    epoch: EpochFields,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    held: Vec<Held>,
+    undo: Vec<UndoStep>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    instances: Vec<Mig>,
+    #[serde(default)]
+    cause: String,
+}
+
+/// A held part: the whole GPU without `mig`.
+#[derive(Serialize, Deserialize)]
+struct Held {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mig: Option<At>,
+}
+
+/// Encodes a debt as the content of its file.
+pub(super) fn encode_debt(debt: &Debt) -> Result<Vec<u8>, serde_json::Error> {
+    let held = |part: &Part| Held {
+        mig: match part {
+            Part::Whole { .. } => None,
+            Part::Instance(key) => Some(key.into()),
+        },
+    };
+    let instances = debt.instances.iter();
+    let fields = DebtFields {
+        claim: Claim::from(&debt.claim),
+        gpu: debt.gpu.to_string(),
+        epoch: EpochFields::from(&debt.epoch),
+        held: debt.held.iter().map(held).collect(),
+        undo: debt.undo.iter().map(UndoStep::from).collect(),
+        instances: instances.map(|(key, ids)| Mig { at: key.into(), instance: Some(ids.into()) }).collect(),
+        cause: debt.cause.clone(),
+    };
+    enclose(DEBT_FORMAT, &fields)
+}
+
+/// Decodes the file of a debt.
+pub(super) fn decode_debt(bytes: &[u8]) -> Result<Debt, DecodeError> {
+    let (format, body) = body(bytes, DEBT_FORMAT)?;
+    let fields: DebtFields =
+        serde_json::from_str(body.get()).map_err(|cause| DecodeError::Body { format, cause })?;
+    let gpu = || fields.gpu.clone();
+    let instances = fields.instances.iter().filter_map(|mig| {
+        let ids = mig.instance.as_ref()?;
+        Some((mig.at.key(gpu()), InstanceIds::from(ids)))
+    });
+    let held = |held: &Held| match held.mig {
+        None => Part::Whole { gpu: gpu().into() },
+        Some(at) => Part::Instance(at.key(gpu())),
+    };
+    Ok(Debt {
+        instances: instances.collect(),
+        held: fields.held.iter().map(held).collect(),
+        gpu: gpu().into(),
+        claim: fields.claim.into(),
+        epoch: fields.epoch.into(),
+        undo: fields.undo.into_iter().map(Undo::from).collect(),
+        cause: fields.cause,
+    })
+}
+
+impl EpochFields {
+    fn is_unknown(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl From<&Epoch> for EpochFields {
+    fn from(epoch: &Epoch) -> Self {
+        Self { boot: epoch.boot.clone(), module: epoch.module }
+    }
+}
+
+impl From<EpochFields> for Epoch {
+    fn from(fields: EpochFields) -> Self {
+        Self { boot: fields.boot, module: fields.module }
+    }
+}
+
+impl From<&ClaimRef> for Claim {
+    fn from(claim: &ClaimRef) -> Self {
+        Self { namespace: claim.namespace.clone(), name: claim.name.clone(), uid: claim.uid.to_string() }
+    }
+}
+
+impl From<Claim> for ClaimRef {
+    fn from(claim: Claim) -> Self {
+        Self { namespace: claim.namespace, name: claim.name, uid: claim.uid.into() }
+    }
+}
+
+impl From<&InstanceIds> for Instance {
+    fn from(ids: &InstanceIds) -> Self {
+        let InstanceIds { gpu_instance, compute_instance, uuid } = ids.clone();
+        Self { gpu_instance, compute_instance, uuid }
+    }
+}
+
+impl From<&Instance> for InstanceIds {
+    fn from(ids: &Instance) -> Self {
+        let (gpu_instance, compute_instance) = (ids.gpu_instance, ids.compute_instance);
+        Self { gpu_instance, compute_instance, uuid: ids.uuid.clone() }
+    }
 }
 
 impl At {
@@ -232,13 +404,8 @@ impl From<&InstanceKey> for At {
 
 impl From<&ClaimRecord> for Record {
     fn from(record: &ClaimRecord) -> Self {
-        let claim = &record.claim;
         Self {
-            claim: Claim {
-                namespace: claim.namespace.clone(),
-                name: claim.name.clone(),
-                uid: claim.uid.to_string(),
-            },
+            claim: Claim::from(&record.claim),
             state: match record.state {
                 HeldState::Intent => State::Intent,
                 HeldState::Prepared => State::Prepared,
@@ -246,15 +413,15 @@ impl From<&ClaimRecord> for Record {
             },
             devices: record.devices.iter().map(Device::from).collect(),
             undo: record.undo.iter().map(UndoStep::from).collect(),
+            epoch: EpochFields::from(&record.epoch),
         }
     }
 }
 
 impl From<Record> for ClaimRecord {
     fn from(record: Record) -> Self {
-        let Claim { namespace, name, uid } = record.claim;
         Self {
-            claim: ClaimRef { namespace, name, uid: uid.into() },
+            claim: record.claim.into(),
             state: match record.state {
                 State::Intent => HeldState::Intent,
                 State::Prepared => HeldState::Prepared,
@@ -262,17 +429,14 @@ impl From<Record> for ClaimRecord {
             },
             devices: record.devices.into_iter().map(DeviceRecord::from).collect(),
             undo: record.undo.into_iter().map(Undo::from).collect(),
+            epoch: record.epoch.into(),
         }
     }
 }
 
 impl From<&DeviceRecord> for Device {
     fn from(device: &DeviceRecord) -> Self {
-        let instance = device.instance.as_ref().map(|ids| Instance {
-            gpu_instance: ids.gpu_instance,
-            compute_instance: ids.compute_instance,
-            uuid: ids.uuid.clone(),
-        });
+        let instance = device.instance.as_ref().map(Instance::from);
         Self {
             request: device.request.to_string(),
             pool: device.pool.to_string(),
@@ -316,11 +480,7 @@ impl From<Device> for DeviceRecord {
                 (None, None) => Access::Exclusive(device.sharing.map(Setup::from)),
             },
             part,
-            instance: instance.map(|ids| InstanceIds {
-                gpu_instance: ids.gpu_instance,
-                compute_instance: ids.compute_instance,
-                uuid: ids.uuid,
-            }),
+            instance: instance.as_ref().map(InstanceIds::from),
             cdi_ids: device.cdi_ids,
         }
     }

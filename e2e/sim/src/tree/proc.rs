@@ -16,6 +16,7 @@ const CAP_FABRIC_IMEX: u32 = 4323;
 pub(super) fn node(state: &State, tree: &mut Tree) {
     file(tree, "proc/devices", devices(state));
     file(tree, "proc/modules", modules(state));
+    file(tree, "proc/sys/kernel/random/boot_id", boot_id(state));
     if !state.modules.nvidia {
         return;
     }
@@ -102,6 +103,13 @@ fn devices(state: &State) -> String {
     }
     text.push_str("\nBlock devices:\n  8 sd\n259 blkext\n");
     text
+}
+
+/// A UUID that differs for each boot and each machine.
+fn boot_id(state: &State) -> String {
+    let machine = state.gpus.first().map_or(0, |gpu| gpu.pdi);
+    let (high, low) = (machine >> 48, machine & 0xffff_ffff_ffff);
+    format!("{:08x}-{high:04x}-4000-8000-{low:012x}\n", state.boot)
 }
 
 fn modules(state: &State) -> String {

@@ -7,6 +7,7 @@ use super::*;
 pub(super) struct NodeFixture {
     pub(super) gpu: Gpu,
     pub(super) held: Vec<Holding>,
+    pub(super) debts: Vec<Debt>,
     pub(super) mig_enabled: BTreeSet<GpuUuid>,
 }
 
@@ -60,7 +61,7 @@ pub(super) fn node(toggle: MigToggle, mode: MigMode) -> NodeFixture {
         conditions: Vec::new(),
         policy: Default::default(),
     };
-    NodeFixture { gpu, held: Vec::new(), mig_enabled: BTreeSet::new() }
+    NodeFixture { gpu, held: Vec::new(), debts: Vec::new(), mig_enabled: BTreeSet::new() }
 }
 
 pub(super) fn key(profile_id: u32, start: u32, size: u32) -> InstanceKey {
@@ -168,7 +169,13 @@ pub(super) fn configured(
     let pool = PoolName::from("node");
     plan(
         &claim,
-        View { pool: &pool, inventory: &inventory, held: &node.held, mig_enabled: &node.mig_enabled },
+        View {
+            pool: &pool,
+            inventory: &inventory,
+            held: &node.held,
+            debts: &node.debts,
+            mig_enabled: &node.mig_enabled,
+        },
     )
 }
 

@@ -1,6 +1,7 @@
 use super::*;
 use crate::claims::holding::Access;
 use crate::gpu::sharing::ShareLimits;
+use divvy_api::GpuUuid;
 use divvy_api::sharing::ShareSettings;
 use proptest::prelude::*;
 
@@ -37,6 +38,7 @@ fn sample() -> ClaimRecord {
             Undo::DestroyComputeInstances(key(4, 4)),
             Undo::RemoveCdi,
         ],
+        epoch: Epoch::default(),
     }
 }
 
@@ -78,6 +80,7 @@ fn shared() -> ClaimRecord {
             Undo::StopMps { part: Part::Instance(key(4, 4)) },
             Undo::RemoveCdi,
         ],
+        epoch: Epoch::default(),
     }
 }
 
@@ -128,6 +131,7 @@ fn in_shares() -> ClaimRecord {
             Undo::RemovePages,
             Undo::RemoveCdi,
         ],
+        epoch: Epoch::default(),
     }
 }
 
@@ -292,10 +296,70 @@ fn any_record() -> impl Strategy<Value = ClaimRecord> {
         Just(Undo::RemoveCdi)
     ];
     let many = proptest::collection::vec(any_device(), 0..4);
-    (".{0,9}", state, many, proptest::collection::vec(undo, 0..4)).prop_map(|(name, state, devices, undo)| {
+    let undo = proptest::collection::vec(undo, 0..4);
+    (".{0,9}", state, many, undo, any_epoch()).prop_map(|(name, state, devices, undo, epoch)| {
         let claim = ClaimRef { namespace: name.clone(), name: name.clone(), uid: name.into() };
-        ClaimRecord { claim, state, devices, undo }
+        ClaimRecord { claim, state, devices, undo, epoch }
     })
+}
+
+fn any_epoch() -> impl Strategy<Value = Epoch> {
+    any::<(Option<String>, Option<u64>)>().prop_map(|(boot, module)| Epoch { boot, module })
+}
+
+/// A record as a later build might write it: a newer format, unknown fields, devices and steps.
+fn newer(record: &ClaimRecord) -> Vec<u8> {
+    let mut body = serde_json::to_value(Record::from(record)).unwrap();
+    body["more"] = 1.into();
+    for (list, unknown) in [("devices", "quantum"), ("undo", "fold")] {
+        body[list].as_array_mut().unwrap().push(serde_json::json!({"do": unknown, "kind": unknown}));
+    }
+    enclose(FORMAT + 1, &body).unwrap()
+}
+
+#[test]
+fn record_of_a_newer_format_still_tells_its_debts() {
+    let record = ClaimRecord { epoch: Epoch { boot: Some("b".into()), module: Some(7) }, ..sample() };
+    assert!(matches!(decode(&newer(&record)), Err(DecodeError::Format { .. })));
+    let (claim, held, undo, epoch) = decode_newer(&newer(&record)).unwrap();
+    assert_eq!((claim, undo, epoch), (record.claim, record.undo, record.epoch));
+    assert_eq!(held, [Part::Whole { gpu: "GPU-b".into() }, Part::Instance(key(4, 4))], "no admin access");
+    assert!(decode_newer(V3).is_none(), "a record that this build reads is no newer one");
+    let damaged = String::from_utf8(newer(&sample())).unwrap().replace("u-1", "u-9");
+    assert!(decode_newer(damaged.as_bytes()).is_none());
+}
+
+fn any_debt() -> impl Strategy<Value = Debt> {
+    let instances = proptest::collection::vec((any_key(), ".{0,5}"), 0..3);
+    (any_record(), instances, ".{0,9}").prop_map(|(record, instances, cause)| {
+        let gpu = GpuUuid::from("GPU-a");
+        let own = |key: InstanceKey| InstanceKey { gpu: gpu.clone(), ..key };
+        let ids = |uuid| InstanceIds { gpu_instance: 1, compute_instance: 0, uuid };
+        let held = [Part::Whole { gpu: gpu.clone() }].into_iter();
+        Debt {
+            claim: record.claim,
+            epoch: record.epoch,
+            held: held.chain(instances.iter().map(|(key, _)| Part::Instance(own(key.clone())))).collect(),
+            undo: record.undo,
+            instances: instances.into_iter().map(|(key, uuid)| (own(key), ids(uuid))).collect(),
+            cause,
+            gpu,
+        }
+    })
+}
+
+proptest! {
+    #[test]
+    fn debts_round_trip(debt in any_debt()) {
+        prop_assert_eq!(decode_debt(&encode_debt(&debt).unwrap()).unwrap(), debt);
+    }
+
+    #[test]
+    fn damaged_debt_is_an_error(debt in any_debt(), at in any::<prop::sample::Index>()) {
+        let mut bytes = encode_debt(&debt).unwrap();
+        bytes.truncate(at.index(bytes.len() - 1));
+        prop_assert!(decode_debt(&bytes).is_err());
+    }
 }
 
 proptest! {

@@ -1,0 +1,198 @@
+//! Debts: undo steps of released claims that could not be done, one file per GPU and claim.
+//!
+//! `<state>/debts/<GPU UUID>/<claim UID>.json`. A debt is written before its record is removed, and
+//! removed after the hardware was restored or reset. Writes happen under the GPU's lock; only a
+//! quarantine writes without it, and its file name is not used by another claim.
+
+use super::record::{DeviceRecord, InstanceIds};
+use super::store::{MAX_NAME_BYTES, RecordError, private_dir, replace};
+use super::wire;
+use crate::claims::step::Undo;
+use crate::gpu::epoch::Epoch;
+use crate::gpu::part::{InstanceKey, Part};
+use divvy_api::text::is_file_name;
+use divvy_api::{ClaimRef, ClaimUid, GpuUuid};
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What a released claim left on one GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Debt {
+    pub claim: ClaimRef,
+    pub gpu: GpuUuid,
+    /// The debt is void in another epoch.
+    pub epoch: Epoch,
+    /// Parts that containers of the claim may still use. Only a quarantined record has them.
+    pub held: Vec<Part>,
+    /// Undo steps in the order of the steps; they run in reverse.
+    pub undo: Vec<Undo>,
+    /// Ids of the instances that `undo` destroys, where they are known. An instance with other ids
+    /// is not the claim's.
+    pub instances: Vec<(InstanceKey, InstanceIds)>,
+    /// Why the steps were not done.
+    pub cause: String,
+}
+
+impl Debt {
+    /// The debts of a claim, one for each GPU that has steps or held parts.
+    pub(crate) fn of_claim(
+        claim: &ClaimRef,
+        devices: &[DeviceRecord],
+        held: &[Part],
+        undo: &[Undo],
+        epoch: &Epoch,
+        cause: &str,
+    ) -> Vec<Self> {
+        let mut debts: Vec<Self> = Vec::new();
+        let mut of_gpu = |gpu: &GpuUuid, add: &dyn Fn(&mut Self)| {
+            let known = debts.iter().position(|debt| debt.gpu == *gpu).unwrap_or_else(|| {
+                debts.push(Self {
+                    claim: claim.clone(),
+                    gpu: gpu.clone(),
+                    epoch: epoch.clone(),
+                    held: Vec::new(),
+                    undo: Vec::new(),
+                    instances: Vec::new(),
+                    cause: cause.to_owned(),
+                });
+                debts.len() - 1
+            });
+            add(&mut debts[known]);
+        };
+        for part in held {
+            of_gpu(part.gpu(), &|debt| debt.held.push(part.clone()));
+        }
+        for step in undo {
+            if let Some(gpu) = step.gpu() {
+                of_gpu(gpu, &|debt| debt.undo.push(step.clone()));
+            }
+        }
+        for debt in &mut debts {
+            let own = devices.iter().filter_map(|device| match (&device.part, &device.instance) {
+                (Part::Instance(key), Some(ids)) if key.gpu == debt.gpu => Some((key.clone(), ids.clone())),
+                _ => None,
+            });
+            debt.instances =
+                own.filter(|(key, _)| debt.parts().contains(&Part::Instance(key.clone()))).collect();
+        }
+        debts
+    }
+
+    /// The parts of the GPU that nothing else may use until the debt is settled.
+    pub fn parts(&self) -> Vec<Part> {
+        let by_undo = self.undo.iter().map(|undo| match undo {
+            Undo::DestroyGpuInstance(key) | Undo::DestroyComputeInstances(key) => Part::Instance(key.clone()),
+            Undo::StopMps { part } => part.clone(),
+            Undo::ResetInterval { .. }
+            | Undo::ResetComputeMode { .. }
+            | Undo::RemovePages
+            | Undo::RemoveCdi => Part::Whole { gpu: self.gpu.clone() },
+        });
+        let mut parts: Vec<Part> = self.held.iter().cloned().chain(by_undo).collect();
+        parts.sort();
+        parts.dedup();
+        parts
+    }
+
+    /// Whether the debt destroys an instance of that profile at that start.
+    pub fn has_instance(&self, profile_id: u32, start: u32) -> bool {
+        self.parts().iter().any(|part| match part {
+            Part::Instance(key) => (key.profile_id, key.placement.start) == (profile_id, start),
+            Part::Whole { .. } => false,
+        })
+    }
+}
+
+impl fmt::Display for Debt {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let steps = self.undo.iter().rev().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        match steps.is_empty() {
+            true => write!(out, "containers may use it ({})", self.cause),
+            false => write!(out, "{steps} ({})", self.cause),
+        }
+    }
+}
+
+/// The files.
+#[derive(Debug)]
+pub(super) struct DebtFiles {
+    dir: PathBuf,
+}
+
+impl DebtFiles {
+    pub(super) fn open(state: &Path) -> io::Result<Self> {
+        let dir = state.join("debts");
+        private_dir(&dir)?;
+        Ok(Self { dir })
+    }
+
+    /// The debts of a GPU, by claim. A file that cannot be decoded is skipped and logged.
+    pub(super) fn of(&self, gpu: &GpuUuid) -> Vec<Debt> {
+        if !is_file_name(gpu.as_str(), MAX_NAME_BYTES) {
+            return Vec::new();
+        }
+        let mut debts = Vec::new();
+        for path in
+            fs::read_dir(self.dir.join(gpu.as_str())).into_iter().flatten().flatten().map(|it| it.path())
+        {
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            match fs::read(&path)
+                .map_err(|cause| cause.to_string())
+                .and_then(|bytes| wire::decode_debt(&bytes).map_err(|cause| cause.to_string()))
+            {
+                Ok(debt) if debt.gpu == *gpu => debts.push(debt),
+                Ok(debt) => {
+                    tracing::error!(path = %path.display(), gpu = %debt.gpu, "debt is of another GPU; ignored")
+                }
+                Err(cause) => tracing::error!(path = %path.display(), cause, "debt cannot be read; ignored"),
+            }
+        }
+        debts.sort_by(|one, other| one.claim.uid.cmp(&other.claim.uid));
+        debts
+    }
+
+    /// The GPUs that have debts.
+    pub(super) fn gpus(&self) -> Vec<GpuUuid> {
+        let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
+        entries.filter_map(|entry| Some(GpuUuid::from(entry.file_name().to_str()?))).collect()
+    }
+
+    /// Adds a debt. The steps of an earlier debt of the claim stay.
+    pub(super) fn add(&self, debt: &Debt) -> Result<(), RecordError> {
+        let (dir, path) = self.path(&debt.gpu, &debt.claim.uid)?;
+        let mut all = debt.clone();
+        if let Some(before) = self.of(&debt.gpu).into_iter().find(|before| before.claim.uid == debt.claim.uid)
+        {
+            let new = all.undo.iter().filter(|undo| !before.undo.contains(undo)).cloned().collect::<Vec<_>>();
+            all = Debt { undo: before.undo.into_iter().chain(new).collect(), ..all };
+        }
+        let written = private_dir(&dir).and_then(|()| replace(&path, &wire::encode_debt(&all)?));
+        written.map_err(|cause| RecordError::Write { path, cause })
+    }
+
+    /// Removes the debt of a claim; succeeds if there is none.
+    pub(super) fn remove(&self, gpu: &GpuUuid, claim: &ClaimUid) -> Result<(), RecordError> {
+        let (dir, path) = self.path(gpu, claim)?;
+        match fs::remove_file(&path) {
+            Err(cause) if cause.kind() != io::ErrorKind::NotFound => Err(RecordError::Remove { path, cause }),
+            _ => {
+                // Fails while other claims have debts on the GPU.
+                let _ = fs::remove_dir(&dir);
+                Ok(())
+            }
+        }
+    }
+
+    fn path(&self, gpu: &GpuUuid, claim: &ClaimUid) -> Result<(PathBuf, PathBuf), RecordError> {
+        if !is_file_name(claim.as_str(), MAX_NAME_BYTES) || !is_file_name(gpu.as_str(), MAX_NAME_BYTES) {
+            return Err(RecordError::Uid { uid: claim.clone() });
+        }
+        let dir = self.dir.join(gpu.as_str());
+        let path = dir.join(format!("{claim}.json"));
+        Ok((dir, path))
+    }
+}
