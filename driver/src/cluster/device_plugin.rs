@@ -6,33 +6,12 @@
 //! `gpu.divvy.dev/device-plugin`. Prepared claims keep their GPUs.
 
 use crate::cluster::events::{EventSender, Reason};
+use crate::cluster::node_object::NodeFields;
 use crate::gpu::Gpus;
 use divvy_api::Quantity;
-use futures::{StreamExt, TryStreamExt};
-use k8s_openapi::api::core::v1::Node;
-use kube::api::{WatchEvent, WatchParams};
-use kube::{Api, Client};
-use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::time::Duration;
-
-/// Server-side timeout of a watch of the Node, in seconds.
-const WATCH_TIMEOUT_SECONDS: u32 = 290;
-const RETRY_INTERVAL: Duration = Duration::from_secs(10);
-
-/// The fields of a Node that are needed here. The whole object, with its list of images, arrives with
-/// each heartbeat of the kubelet.
-#[derive(Clone, Debug, Default, Deserialize)]
-struct NodeFields {
-    #[serde(default)]
-    status: StatusFields,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-struct StatusFields {
-    #[serde(default)]
-    allocatable: BTreeMap<String, String>,
-}
+use std::sync::Arc;
+use tokio::sync::watch;
 
 /// An NVIDIA resource that a device plugin serves, and its count.
 fn served(allocatable: &BTreeMap<String, String>) -> Option<(&str, &str)> {
@@ -46,34 +25,19 @@ fn served(allocatable: &BTreeMap<String, String>) -> Option<(&str, &str)> {
 }
 
 /// Follows the Node for the life of the daemon.
-pub async fn follow(client: Client, node: String, gpus: Gpus, events: EventSender) {
+pub async fn follow(mut node: watch::Receiver<Arc<NodeFields>>, gpus: Gpus, events: EventSender) {
     let mut reported = None;
     loop {
-        let followed = async {
-            let params = WatchParams::default()
-                .fields(&format!("metadata.name={node}"))
-                .timeout(WATCH_TIMEOUT_SECONDS);
-            // A watch from version 0 starts with the current object.
-            let nodes: Api<Node> = Api::all(client.clone());
-            let request = kube::core::Request::new(nodes.resource_url()).watch(&params, "0");
-            let request = request.map_err(kube::Error::BuildRequest)?;
-            let mut events_of_node = client.request_events::<NodeFields>(request).await?.boxed();
-            while let Some(event) = events_of_node.try_next().await? {
-                if let WatchEvent::Added(node) | WatchEvent::Modified(node) = event {
-                    let now = served(&node.status.allocatable);
-                    let resource = now.map(|(resource, _)| resource.to_owned());
-                    if resource != reported {
-                        report(now, &events);
-                        gpus.set_device_plugin(resource.clone());
-                        reported = resource;
-                    }
-                }
-            }
-            Ok::<(), kube::Error>(())
-        };
-        if let Err(cause) = followed.await {
-            tracing::debug!(%cause, "cannot watch the node's allocatable resources");
-            tokio::time::sleep(RETRY_INTERVAL).await;
+        let fields = node.borrow_and_update().clone();
+        let now = served(&fields.status.allocatable);
+        let resource = now.map(|(resource, _)| resource.to_owned());
+        if resource != reported {
+            report(now, &events);
+            gpus.set_device_plugin(resource.clone());
+            reported = resource;
+        }
+        if node.changed().await.is_err() {
+            return std::future::pending().await;
         }
     }
 }

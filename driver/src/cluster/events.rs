@@ -48,6 +48,8 @@ pub enum Reason {
     StatusRefused,
     ConfigRefused,
     DevicePlugin,
+    /// The GPU driver is being replaced; NVML is closed.
+    DriverUpgrade,
     PoolDegraded,
     NotReady,
 }
@@ -67,7 +69,8 @@ impl Reason {
             | Self::MigUnreadable
             | Self::NotUndone
             | Self::MpsUnhealthy
-            | Self::MpsRestarted => "WatchGpus",
+            | Self::MpsRestarted
+            | Self::DriverUpgrade => "WatchGpus",
             Self::ShareLimitViolated | Self::ShareUnverified | Self::UnmanagedGpuProcess => "Audit",
             Self::PoolDegraded | Self::StatusRefused | Self::DevicePlugin => "Publish",
             Self::NotReady => "Start",

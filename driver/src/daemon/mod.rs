@@ -2,5 +2,6 @@
 
 pub mod args;
 pub mod decommission;
+pub mod drain;
 pub mod monitors;
 pub mod run;

@@ -5,6 +5,7 @@ use crate::claims::engine::Engine;
 use crate::claims::mps_daemons::{MpsDaemons, lost_daemons};
 use crate::cluster::claim_status::{ClaimStatusSender, LimitCondition};
 use crate::cluster::events::{EventSender, Reason};
+use crate::daemon::drain::Drained;
 use crate::kubelet::registration::RegistrationState;
 use crate::metrics::Metrics;
 use crate::shares::agent::{Action, Kind, Report};
@@ -64,6 +65,7 @@ pub type Readiness = http::Readiness<Condition>;
 /// Reports the GPU driver and failed GPUs.
 pub struct GpuMonitor {
     pub inventory: watch::Receiver<Arc<Inventory>>,
+    pub drained: watch::Receiver<Drained>,
     pub readiness: Readiness,
     pub events: EventSender,
 }
@@ -73,8 +75,11 @@ impl GpuMonitor {
     pub async fn run(mut self) {
         loop {
             let now = self.inventory.borrow_and_update().clone();
-            let missing = || Err("waiting for the GPU driver".to_owned());
-            let driver = if now.driver_version.is_empty() { missing() } else { Ok(()) };
+            let driver = match self.drained.borrow_and_update().clone() {
+                Some(why) => Err(why),
+                None if now.driver_version.is_empty() => Err("waiting for the GPU driver".to_owned()),
+                None => Ok(()),
+            };
             self.readiness.set(Condition::GpuDriver, driver);
             for gpu in &now.gpus {
                 let name = format!("gpu-{} ({})", gpu.number, gpu.uuid);
@@ -98,7 +103,11 @@ impl GpuMonitor {
                     self.events.node(reason, &format!("{name}: {condition}; its devices are tainted"));
                 }
             }
-            if self.inventory.changed().await.is_err() {
+            let ended = tokio::select! {
+                changed = self.inventory.changed() => changed.is_err(),
+                changed = self.drained.changed() => changed.is_err(),
+            };
+            if ended {
                 return std::future::pending().await;
             }
         }

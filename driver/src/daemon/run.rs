@@ -17,9 +17,11 @@ use crate::cluster::classes;
 use crate::cluster::device_plugin;
 use crate::cluster::events::{EventSender, Reason, event_channel};
 use crate::cluster::node_config::{HoldsTimeslices, Policies, PolicyOptions};
+use crate::cluster::node_object;
 use crate::daemon::args::Args;
 use crate::daemon::decommission;
 use crate::daemon::decommission::Decommission;
+use crate::daemon::drain::{Drain, Signals};
 use crate::daemon::monitors;
 use crate::daemon::monitors::{Condition, Readiness};
 use crate::gpu::{Gpus, GpusOptions};
@@ -204,8 +206,10 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     let library_dir = args.host.library_dir().context("--library-dir")?;
     let cdi = Cdi::new(&paths, args.host.hook().context("--hook")?, &library_dir);
     let has_library = has_library(args, &cdi, &events);
+    let (drained, now_drained) = watch::channel(None);
     let watch = monitors::GpuMonitor {
         inventory: inventory.clone(),
+        drained: now_drained,
         readiness: readiness.clone(),
         events: events.clone(),
     };
@@ -220,7 +224,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
         // Not while decommissioning, since it would write files that decommissioning removes.
         stages.droppable("CDI watch", watch.run());
     }
-    stages.droppable("drain", drain_on_signal(gpus.clone())?);
+    let signals = Signals::install()?;
 
     // Recovery needs the policy.
     let options = PolicyOptions {
@@ -239,6 +243,18 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     let ended = engine.clone();
     stages.then(async move { ended.shutdown().await });
     report_recovery(&report, &events);
+    let (fields, node_fields) = watch::channel(Arc::default());
+    let follow = node_object::follow(client.clone(), args.cluster.node_name.clone(), fields);
+    stages.droppable("Node watch", follow);
+    let drain = Drain {
+        signals,
+        node: node_fields.clone(),
+        gpus: gpus.clone(),
+        engine: engine.clone(),
+        events: events.clone(),
+        state: drained,
+    };
+    stages.droppable("drain", drain.run());
     let watch = monitors::MpsMonitor { daemons: engine.mps_daemons(), events: events.clone() };
     stages.droppable("MPS watch", watch.run());
     let (agent, reports) = Agent::new(gpus.clone(), &paths, args.gpus.kill_processes.clone());
@@ -270,8 +286,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     policies.apply(Some(&holders)).await;
     let follow = policies.follow(holders, client.clone(), events.clone(), metrics.clone());
     stages.droppable("node configuration", follow);
-    let node = args.cluster.node_name.clone();
-    let follow = device_plugin::follow(client.clone(), node, gpus, events.clone());
+    let follow = device_plugin::follow(node_fields, gpus, events.clone());
     stages.droppable("device plugin watch", follow);
 
     let calls = TaskTracker::new();
@@ -361,27 +376,6 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     };
     stages.droppable("reconciliation", reconcile_after_registration(registered, reconciler));
     Ok(decommission)
-}
-
-/// SIGUSR1 closes NVML, so that the GPU driver can be unloaded; SIGUSR2 opens it again. In between,
-/// calls that need a GPU fail because the driver is not loaded.
-fn drain_on_signal(gpus: Gpus) -> anyhow::Result<impl Future<Output = ()>> {
-    let mut drain = signal(SignalKind::user_defined1()).context("signals")?;
-    let mut resume = signal(SignalKind::user_defined2()).context("signals")?;
-    Ok(async move {
-        loop {
-            tokio::select! {
-                _ = drain.recv() => {
-                    gpus.drain().await;
-                    tracing::info!("NVML closed on request; SIGUSR2 opens it again");
-                }
-                _ = resume.recv() => {
-                    gpus.resume();
-                    tracing::info!("NVML opened again on request");
-                }
-            }
-        }
-    })
 }
 
 /// Time that publishing waits for the kubelet, which may be down.
