@@ -4,19 +4,16 @@
 //! simulated `libnvidia-ml` and `libcuda`, empty libraries of the same version, the programs
 //! `nvidia-smi`, `nvidia-modprobe` and those of MPS, and the rendered trees.
 
+use crate::board::{self, MAX_GPUS};
 use crate::catalogue::{self, Model, NoSuchModel};
 use crate::control::Control;
 use crate::elf::shared_object;
-use crate::mig;
 use crate::sim::{LIB_DIR, STATE_DIR, Sim, SimError};
-use crate::state::{Events, FORMAT, Gpu, Health, Host, MigMode, Modules, State};
+use crate::state::{Events, FORMAT, Gpu, Host, Modules, State};
 use crate::store::StoreError;
 use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-
-/// Number of GPUs in the driver's table of capabilities.
-const MAX_GPUS: usize = 32;
 
 /// File name of the simulated libnvidia-ml, as cargo builds it.
 const NVML_FILE_NAME: &str = "libdivvy_sim_nvml.so";
@@ -130,8 +127,14 @@ pub fn create(dir: &Path, gpus: &str, options: &Options) -> Result<Sim, CreateEr
         gpus: boards(&models, options),
         events: Events::default(),
         control: Control::default(),
+        module_loads: 0,
+        unmounted: false,
+        migrates: false,
     };
     state.assign_minors();
+    if state.modules.nvidia {
+        state.start_nodes();
+    }
     Ok(Sim::create(root, &state)?)
 }
 
@@ -202,64 +205,18 @@ fn check_version(version: &str) -> Result<(), CreateError> {
     if good { Ok(()) } else { Err(CreateError::Version { version: version.to_owned() }) }
 }
 
-/// Pairs of GPUs share a PCIe root, as on boards with a switch for each pair. GPUs with their own
-/// PCI domain do not.
+/// The boards of the node, in PCI order, as in the driver.
 fn boards(models: &[Model], options: &Options) -> Vec<Gpu> {
-    let count = models.len();
-    let board = |(slot, model): (usize, &Model)| {
-        let row = model.row();
-        let (pair, half) = (slot / 2, slot % 2);
-        let (domain, bus) = if row.own_pci_domain { (0x10 * pair + 8 + half, 0) } else { (0, 7 + 15 * pair) };
-        let hop = |bus: usize, device: usize| format!("{domain:04x}:{bus:02x}:{device:02x}.0");
-        let (bdf, bridges) = if row.own_pci_domain {
-            (hop(1, 0), vec![hop(0, 0)])
-        } else {
-            (hop(bus + 3 + half, 0), vec![hop(bus, 1), hop(bus + 1, 0), hop(bus + 2, half)])
-        };
-        let pdi = mix(options.seed, slot as u64);
+    let board = |(position, model): (usize, &Model)| {
         let numa = match options.numa_nodes {
             0 => None,
-            nodes => u32::try_from(slot * nodes as usize / count).ok(),
+            nodes => u32::try_from(position * nodes as usize / models.len()).ok(),
         };
-        Gpu {
-            model: *model,
-            uuid: mig::gpu_uuid(pdi),
-            serial: format!("165{:010}", pdi % 10_000_000_000),
-            pdi,
-            minor: 0,
-            node: !options.host.bare,
-            bdf,
-            pcie_root: format!("pci{domain:04x}:{bus:02x}"),
-            bridges,
-            numa,
-            module: u32::try_from(slot + 1).unwrap_or(u32::MAX),
-            lost: false,
-            missing: false,
-            dead: false,
-            epoch: 1,
-            mig: MigMode::default(),
-            compute_mode: 0,
-            persistence: false,
-            timeslice: 0,
-            instances: Vec::new(),
-            processes: Vec::new(),
-            holders: Vec::new(),
-            health: Health::default(),
-            limits: Vec::new(),
-        }
+        board::board(*model, position, board::device_id(options.seed, position as u64), numa)
     };
     let mut boards: Vec<Gpu> = models.iter().enumerate().map(board).collect();
-    // Slots are in PCI order, as in the driver.
     boards.sort_by(|one, other| one.bdf.cmp(&other.bdf));
     boards
-}
-
-/// A device id that looks random (SplitMix64).
-fn mix(seed: u64, slot: u64) -> u64 {
-    let mut mixed = seed.wrapping_mul(0x0101).wrapping_add(slot + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
 }
 
 /// Installs the libraries of a version and points the links at them. Without a simulated libcuda it

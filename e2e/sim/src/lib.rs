@@ -5,6 +5,7 @@
 //! tests share nothing else; all of them open that file through [`Sim`]. Killing any of them leaves
 //! the GPUs as they were.
 
+mod board;
 mod call;
 pub mod catalogue;
 mod cgroup_limits;

@@ -3,22 +3,25 @@
 //! Each operation is a method of [`State`] for use inside [`Sim::update`](crate::Sim::update). It
 //! checks the request, changes the state and queues events.
 
+use crate::board::{self, MAX_GPUS};
+use crate::catalogue::Model;
 use crate::code::Code;
 use crate::control::{Fault, Hold, Latency, Pattern, When};
 use crate::mig::{self, InstanceSeed};
-use crate::state::{Ci, EventKind, Gi, Gpu, Holder, Modules, Placement, Process, State};
+use crate::state::{Ci, EventKind, Gi, Gpu, Holder, Loss, Modules, Placement, Process, State};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 impl State {
     /// The GPU in a slot; an error if the driver does not list it or has lost it.
     pub fn gpu(&self, slot: usize) -> Result<&Gpu, Code> {
         let gpu = self.gpus.get(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
-        if gpu.lost { Err(Code::GpuIsLost) } else { Ok(gpu) }
+        gpu.failure().map_or(Ok(gpu), Err)
     }
 
     /// As [`State::gpu`], for changes.
     pub fn gpu_mut(&mut self, slot: usize) -> Result<&mut Gpu, Code> {
         let gpu = self.gpus.get_mut(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
-        if gpu.lost { Err(Code::GpuIsLost) } else { Ok(gpu) }
+        gpu.failure().map_or(Ok(gpu), Err)
     }
 
     fn birth(&self) -> InstanceSeed {
@@ -71,8 +74,8 @@ impl State {
     /// Resets the GPU. Fails with IN_USE while processes or holders use it, unless forced.
     pub fn reset(&mut self, slot: usize, force: bool) -> Result<(), Code> {
         let gpu = self.gpus.get_mut(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
-        if gpu.dead && gpu.lost {
-            return Err(Code::GpuIsLost);
+        if let Some(code) = gpu.failure().filter(|_| gpu.dead) {
+            return Err(code);
         }
         if !force && (!gpu.processes.is_empty() || !gpu.holders.is_empty()) {
             return Err(Code::InUse);
@@ -86,29 +89,136 @@ impl State {
     /// assigns new minors.
     pub fn reboot(&mut self) {
         self.boot += 1;
-        self.modules = Modules::at_boot(self.host.bare);
+        self.modules = Modules::at_boot(self.host.bare || self.unmounted);
+        let migrates = std::mem::take(&mut self.migrates);
         for gpu in &mut self.gpus {
+            if migrates {
+                board::replace(gpu, board::device_id(gpu.pdi, self.boot));
+            }
             mig::boot(gpu);
             gpu.missing = gpu.dead;
-            gpu.node = !self.host.bare;
         }
         self.events.queue.clear();
         self.assign_minors();
+        self.remove_nodes();
+        if self.modules.nvidia {
+            self.start_nodes();
+        }
     }
 
     /// Makes the GPU fall off the bus. Unless it comes back, the next boot does not find it.
     pub fn lose(&mut self, slot: usize, comes_back: bool) -> Result<(), Code> {
+        self.lose_as(slot, comes_back, Loss::default())
+    }
+
+    /// As [`State::lose`], in a given way. A GPU whose calls return RESET_REQUIRED always comes
+    /// back, and a reset restores it.
+    pub fn lose_as(&mut self, slot: usize, comes_back: bool, loss: Loss) -> Result<(), Code> {
         let gpu = self.gpus.get_mut(slot).ok_or(Code::NotFound)?;
         gpu.lost = !gpu.missing;
-        gpu.dead = !comes_back;
+        gpu.loss = loss;
+        gpu.dead = !comes_back && loss.code != Some(Code::ResetRequired);
+        if !loss.silent {
+            self.push_event(slot, EventKind::GpuUnavailable, None);
+        }
+        Ok(())
+    }
+
+    /// Adds a GPU to the running node, after all others on the bus. Returns its slot.
+    pub fn plug(&mut self, model: Model) -> Result<usize, Code> {
+        let slot = self.gpus.len();
+        if slot >= MAX_GPUS {
+            return Err(Code::InsufficientResources);
+        }
+        let numa = self.gpus.last().and_then(|gpu| gpu.numa);
+        let pdi = board::device_id(self.gpus.first().map_or(0, |gpu| gpu.pdi), self.generation);
+        let mut gpu = board::board(model, slot, pdi, numa);
+        gpu.missing = true;
+        self.gpus.push(gpu);
+        self.attach(slot);
+        Ok(slot)
+    }
+
+    /// Takes the GPU out of the running node, even if processes use it. It is found again when it
+    /// is replaced, or at a boot after [`State::find`].
+    pub fn unplug(&mut self, slot: usize) -> Result<(), Code> {
+        let gpu = self.gpus.get_mut(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
+        mig::boot(gpu);
+        (gpu.missing, gpu.dead, gpu.node, gpu.node_due_ms) = (true, true, false, None);
         self.push_event(slot, EventKind::GpuUnavailable, None);
         Ok(())
+    }
+
+    /// Replaces the board at the GPU's bus address by a new one of the same model.
+    pub fn replace_gpu(&mut self, slot: usize) -> Result<(), Code> {
+        let generation = self.generation;
+        let gpu = self.gpus.get_mut(slot).ok_or(Code::NotFound)?;
+        board::replace(gpu, board::device_id(gpu.pdi, generation));
+        if gpu.missing {
+            self.attach(slot);
+        }
+        Ok(())
+    }
+
+    /// Makes the next boot one on another host, which has other boards of the same models.
+    pub fn migrate(&mut self) {
+        self.migrates = true;
+    }
+
+    /// Lists a GPU that was missing, under the first free minor.
+    fn attach(&mut self, slot: usize) {
+        let minor = (0..).find(|minor| !self.listed().any(|(_, gpu)| gpu.minor == *minor)).unwrap_or(0);
+        let due = unix_ms() + self.host.node_delay_ms;
+        let has_node = self.modules.nvidia && !self.host.bare;
+        if let Some(gpu) = self.gpus.get_mut(slot) {
+            (gpu.missing, gpu.minor) = (false, minor);
+            gpu.node = has_node && self.host.node_delay_ms == 0;
+            gpu.node_due_ms = Some(due).filter(|_| has_node && !gpu.node);
+        }
+    }
+
+    /// Loads the module `nvidia`. Returns false if it was loaded already.
+    pub(crate) fn load_module(&mut self) -> bool {
+        let loads = !self.modules.nvidia;
+        self.module_loads += u64::from(loads);
+        self.modules.nvidia = true;
+        loads
+    }
+
+    /// Removes the device nodes of all GPUs.
+    pub(crate) fn remove_nodes(&mut self) {
+        for gpu in &mut self.gpus {
+            (gpu.node, gpu.node_due_ms) = (false, None);
+        }
+    }
+
+    /// Creates the device nodes of all GPUs after a module load: at once, or in the order of their
+    /// minors with the host's delay before each.
+    pub(crate) fn start_nodes(&mut self) {
+        let (delay, mut due) = (self.host.node_delay_ms, unix_ms());
+        for gpu in &mut self.gpus {
+            gpu.node = delay == 0;
+            gpu.node_due_ms = None;
+            if delay > 0 && !gpu.missing {
+                due += delay;
+                gpu.node_due_ms = Some(due);
+            }
+        }
+    }
+
+    /// Creates the device nodes that are due.
+    pub(crate) fn create_due_nodes(&mut self) {
+        let now = unix_ms();
+        for gpu in self.gpus.iter_mut().filter(|gpu| gpu.node_due_ms.is_some_and(|due| due <= now)) {
+            (gpu.node, gpu.node_due_ms) = (true, None);
+        }
     }
 
     /// Restores a lost GPU: at once if it was lost in this boot, else at the next boot.
     pub fn find(&mut self, slot: usize) -> Result<(), Code> {
         let gpu = self.gpus.get_mut(slot).ok_or(Code::NotFound)?;
         gpu.lost = false;
+        gpu.loss = Loss::default();
         gpu.dead = false;
         Ok(())
     }
@@ -198,6 +308,12 @@ impl State {
         self.control.holds.retain(|hold| call.is_some_and(|call| hold.pattern.call != call));
         self.control.held.retain(crate::control::is_alive);
     }
+}
+
+/// Milliseconds since the Unix epoch.
+pub(crate) fn unix_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 impl Modules {

@@ -3,12 +3,18 @@
 use crate::code::Code;
 use crate::live_process::{self, LiveProcess};
 use crate::mig::memory_mib;
+use crate::modprobe;
+use crate::operations::unix_ms;
 use crate::state::{Privilege, Process, State};
 use crate::store::{Store, StoreError};
 use crate::usage::{self, GpuUsage};
 use crate::visible_devices::VisibleDevices;
+use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Directory of the state below a root. Containers share this path with the host.
 pub(crate) const STATE_DIR: &str = "run/divvy-sim";
@@ -98,11 +104,13 @@ impl Sim {
     /// The current state with the CUDA processes that run now. Cheap while the state does not
     /// change.
     pub fn read(&self) -> Result<Arc<State>, SimError> {
+        self.create_due_nodes();
         Ok(self.store.read()?)
     }
 
     /// The state as stored, without CUDA processes that run now.
     pub fn read_stored(&self) -> Result<Arc<State>, SimError> {
+        self.create_due_nodes();
         Ok(self.store.read_stored()?)
     }
 
@@ -120,7 +128,41 @@ impl Sim {
 
     /// Changes the state and the trees that depend on it. If `change` fails, nothing changes.
     pub fn update<T>(&self, change: impl FnOnce(&mut State) -> Result<T, Code>) -> Result<T, SimError> {
-        self.store.update(|state| change(state).map_err(SimError::Refused))
+        self.store.update(|state| {
+            state.create_due_nodes();
+            change(state).map_err(SimError::Refused)
+        })
+    }
+
+    /// Creates the device nodes that are due, if this process may.
+    fn create_due_nodes(&self) {
+        let is_due = |state: &State| state.next_node_ms().is_some_and(|due| due <= unix_ms());
+        if self.store.read_stored().is_ok_and(|state| is_due(&state)) {
+            drop(self.update(|_| Ok(())));
+        }
+    }
+
+    /// Creates device nodes when they are due, and returns when all exist.
+    pub fn create_late_nodes(&self) -> Result<(), SimError> {
+        while let Some(due) = self.read_stored()?.next_node_ms() {
+            std::thread::sleep(Duration::from_millis(due.saturating_sub(unix_ms())));
+            self.update(|_| Ok(()))?;
+        }
+        Ok(())
+    }
+
+    /// Starts a process that creates device nodes when they are due. Without it, each node appears
+    /// when a process reads the state after the due time.
+    pub fn start_node_helper(&self) -> Result<(), SimError> {
+        if self.read_stored()?.next_node_ms().is_none() {
+            return Ok(());
+        }
+        let program = self.root.join("usr/bin/nvidia-modprobe");
+        let mut command = Command::new(&program);
+        command.arg(modprobe::LATE_NODES).process_group(0);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let started = command.spawn().map(drop);
+        started.map_err(|source: io::Error| StoreError::Io { what: "run", path: program, source }.into())
     }
 
     /// Whether the simulated driver treats this process as root.

@@ -60,7 +60,7 @@ entry! {
     fn nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml, device: Device, parent: Out<Device>) {
         let target = device.target(&nvml.state)?;
         target.mig.ok_or(Code::InvalidArgument)?;
-        parent.set(Device::of_gpu(target.slot));
+        parent.set(Device::of_gpu(target.slot, target.gpu));
         Ok(())
     }
 

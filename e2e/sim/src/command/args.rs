@@ -1,5 +1,6 @@
 //! Arguments of the command line.
 
+use crate::catalogue::{self, Model};
 use crate::code::Code;
 use crate::state::ProcessKind;
 use clap::{Parser, Subcommand, ValueEnum};
@@ -56,9 +57,27 @@ pub(super) enum Command {
         /// The next boot finds it again
         #[arg(long)]
         comes_back: bool,
+        /// Queue no event, and let event waits time out
+        #[arg(long)]
+        silent: bool,
+        /// Return this code from all calls, such as UNKNOWN or IRQ_ISSUE. A GPU with RESET_REQUIRED
+        /// is restored by `reset`, and the next boot finds it
+        #[arg(long, default_value = "GPU_IS_LOST")]
+        code: Code,
     },
     /// Restore a lost GPU. A GPU that was missing at boot is restored at the next boot
     Find { gpu: GpuArg },
+    /// Add a GPU to the running node
+    Plug {
+        #[arg(value_parser = model)]
+        model: Model,
+    },
+    /// Take a GPU out of the running node, even if processes use it
+    Unplug { gpu: GpuArg },
+    /// Replace a GPU by a new board of its model, with another UUID, at the same bus address
+    Replace { gpu: GpuArg },
+    /// Move the virtual machine to another host: at the next reboot, all GPUs have other UUIDs
+    Migrate,
     /// Reset a GPU: removes its instances and makes a pending MIG mode current
     Reset {
         gpu: GpuArg,
@@ -164,6 +183,10 @@ pub(super) struct Up {
     /// create
     #[arg(long)]
     pub(super) no_nodes: bool,
+    /// Create the GPUs' device nodes one after the other, with this time before each, after a boot
+    /// or the load of the kernel module
+    #[arg(long, value_name = "MS", default_value_t = 0)]
+    pub(super) node_delay: u64,
     /// Create real character devices (root only) instead of empty files
     #[arg(long)]
     pub(super) mknod: bool,
@@ -314,6 +337,10 @@ fn cuda_version(text: &str) -> Result<(u32, u32), String> {
         Some((major.parse().ok()?, minor.parse().ok()?))
     };
     parse().ok_or_else(|| "the format is MAJOR.MINOR, such as 13.0".to_owned())
+}
+
+fn model(text: &str) -> Result<Model, String> {
+    catalogue::find(text).map_err(|error| error.to_string())
 }
 
 fn instance(text: &str) -> Result<(u32, u32), String> {

@@ -9,7 +9,7 @@ use crate::catalogue;
 use crate::code::Code;
 use crate::control::{Latency, Pattern, When, is_alive};
 use crate::sim::Sim;
-use crate::state::{Holder, Host, Privilege, Process, State};
+use crate::state::{Holder, Host, Loss, Privilege, Process, State};
 use crate::{driver_root, gpu_map, modprobe, mps, smi};
 use anyhow::{Context, Result, bail};
 use args::{Args, Command, GpuArg, ProcessCommand, Side, Toggle};
@@ -62,10 +62,18 @@ fn run(args: Args) -> Result<()> {
         Command::Recovery { gpu, action } => {
             change(&open()?, Some(&gpu), |state, slot| state.set_recovery_action(slot, action))
         }
-        Command::Lose { gpu, comes_back } => {
-            change(&open()?, Some(&gpu), |state, slot| state.lose(slot, comes_back))
+        Command::Lose { gpu, comes_back, silent, code } => {
+            let loss = Loss { silent, code: Some(code).filter(|code| *code != Code::GpuIsLost) };
+            change(&open()?, Some(&gpu), |state, slot| state.lose_as(slot, comes_back, loss))
         }
         Command::Find { gpu } => change(&open()?, Some(&gpu), State::find),
+        Command::Plug { model } => change(&open()?, None, |state, _| state.plug(model).map(drop)),
+        Command::Unplug { gpu } => change(&open()?, Some(&gpu), State::unplug),
+        Command::Replace { gpu } => change(&open()?, Some(&gpu), State::replace_gpu),
+        Command::Migrate => change(&open()?, None, |state, _| {
+            state.migrate();
+            Ok(())
+        }),
         Command::Reset { gpu, force } => change(&open()?, Some(&gpu), |state, slot| state.reset(slot, force)),
         Command::Reboot => change(&open()?, None, |state, _| {
             state.reboot();
@@ -134,9 +142,11 @@ fn bring_up(wanted: args::Up) -> Result<()> {
         mknod: wanted.mknod,
         fresh_uuids: wanted.fresh_uuids,
         divides_samples: wanted.divides_samples,
+        node_delay_ms: wanted.node_delay,
         privilege: if wanted.unprivileged { Privilege::Nobody } else { Privilege::Owner },
     };
     let sim = driver_root::create(&wanted.dir, &wanted.gpus, &options)?;
+    sim.start_node_helper()?;
     show(&sim, false)
 }
 
@@ -160,7 +170,8 @@ fn change(
         Some(gpu) => slot(&*sim.read()?, gpu)?,
         None => 0,
     };
-    Ok(sim.update(|state| operation(state, slot))?)
+    sim.update(|state| operation(state, slot))?;
+    Ok(sim.start_node_helper()?)
 }
 
 fn slot(state: &State, gpu: &GpuArg) -> Result<usize> {
