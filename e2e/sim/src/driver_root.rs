@@ -8,6 +8,7 @@ use crate::board::{self, MAX_GPUS};
 use crate::catalogue::{self, Model, NoSuchModel};
 use crate::control::Control;
 use crate::elf::shared_object;
+use crate::kernel_log::KernelLog;
 use crate::sim::{LIB_DIR, STATE_DIR, Sim, SimError};
 use crate::state::{Events, FORMAT, Gpu, Host, Modules, State};
 use crate::store::StoreError;
@@ -127,6 +128,7 @@ pub fn create(dir: &Path, gpus: &str, options: &Options) -> Result<Sim, CreateEr
         gpus: boards(&models, options),
         events: Events::default(),
         control: Control::default(),
+        kernel_log: KernelLog::default(),
         module_loads: 0,
         unmounted: false,
         migrates: false,
@@ -134,8 +136,9 @@ pub fn create(dir: &Path, gpus: &str, options: &Options) -> Result<Sim, CreateEr
     state.assign_minors();
     if state.modules.nvidia {
         state.start_nodes();
+        state.log_module_load();
     }
-    Ok(Sim::create(root, &state)?)
+    Ok(Sim::create(root, state)?)
 }
 
 /// Installs another version of the GPU driver, as an upgrade does: replaces its files and reloads

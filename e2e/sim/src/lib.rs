@@ -16,6 +16,7 @@ pub mod driver_root;
 mod elf;
 mod file_lock;
 pub mod gpu_map;
+pub mod kernel_log;
 mod live_process;
 pub mod mig;
 mod modprobe;

@@ -114,6 +114,7 @@ fn wipe(gpu: &mut Gpu) {
         // A pending remap takes effect with the reset.
         rows_remapped_uncorrected: old.rows_remapped_uncorrected + u32::from(old.remap_pending),
         remap_failed: old.remap_failed,
+        sram_threshold_exceeded: old.sram_threshold_exceeded,
         ..Health::default()
     };
 }

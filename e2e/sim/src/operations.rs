@@ -11,6 +11,24 @@ use crate::mig::{self, InstanceSeed};
 use crate::state::{Ci, EventKind, Gi, Gpu, Holder, Loss, Modules, Placement, Process, State};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+const DOUBLE_BIT_XID: u64 = 48;
+const REMAP_XID: u64 = 63;
+const REMAP_FAILURE_XID: u64 = 64;
+
+/// New health values; none leaves a value as it is. ECC errors since the last reset also count on
+/// the totals of the board.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HealthChange {
+    pub ecc_corrected: Option<u64>,
+    pub ecc_uncorrected: Option<u64>,
+    pub rows_corrected: Option<u32>,
+    pub rows_uncorrected: Option<u32>,
+    pub remap_pending: Option<bool>,
+    pub remap_failed: Option<bool>,
+    pub sram_threshold_exceeded: Option<bool>,
+    pub recovery_action: Option<u32>,
+}
+
 impl State {
     /// The GPU in a slot; an error if the driver does not list it or has lost it.
     pub fn gpu(&self, slot: usize) -> Result<&Gpu, Code> {
@@ -99,9 +117,11 @@ impl State {
             gpu.missing = gpu.dead;
         }
         self.events.queue.clear();
+        self.kernel_log.restart();
         self.assign_minors();
         self.remove_nodes();
         if self.modules.nvidia {
+            self.log_module_load();
             self.start_nodes();
         }
     }
@@ -182,6 +202,9 @@ impl State {
         let loads = !self.modules.nvidia;
         self.module_loads += u64::from(loads);
         self.modules.nvidia = true;
+        if loads {
+            self.log_module_load();
+        }
         loads
     }
 
@@ -223,18 +246,66 @@ impl State {
         Ok(())
     }
 
-    /// Queues an XID event of the GPU or of one of its instances.
+    /// Queues an XID event of the GPU or of one of its instances, and logs it in the kernel log.
     pub fn xid(&mut self, slot: usize, xid: u64, instance: Option<(u32, u32)>) -> Result<(), Code> {
         self.gpus.get(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
+        self.log_xid(slot, xid, instance);
         self.push_event(slot, EventKind::Xid(xid), instance);
         Ok(())
     }
 
-    /// Sets the recovery action that NVML reports, and queues its event.
+    /// Sets the recovery action that NVML reports, queues its event, and logs XID 154.
     pub fn set_recovery_action(&mut self, slot: usize, action: u32) -> Result<(), Code> {
-        self.gpu_mut(slot)?.health.recovery_action = action;
+        let before = std::mem::replace(&mut self.gpu_mut(slot)?.health.recovery_action, action);
         self.push_event(slot, EventKind::RecoveryAction(action.into()), None);
+        if before != action {
+            self.log_recovery_action(slot, before, action);
+        }
         Ok(())
+    }
+
+    /// Sets health values, also of a lost GPU. With `events`, it also queues the events of the
+    /// values that got worse.
+    pub fn set_health(&mut self, slot: usize, change: HealthChange, events: bool) -> Result<(), Code> {
+        let gpu = self.gpus.get_mut(slot).filter(|gpu| !gpu.missing).ok_or(Code::NotFound)?;
+        let before = gpu.health;
+        let health = &mut gpu.health;
+        for (now, total, wanted) in [
+            (&mut health.ecc_corrected, &mut health.ecc_corrected_total, change.ecc_corrected),
+            (&mut health.ecc_uncorrected, &mut health.ecc_uncorrected_total, change.ecc_uncorrected),
+        ] {
+            if let Some(wanted) = wanted {
+                *total += wanted.saturating_sub(*now);
+                *now = wanted;
+            }
+        }
+        health.rows_remapped_corrected = change.rows_corrected.unwrap_or(before.rows_remapped_corrected);
+        health.rows_remapped_uncorrected =
+            change.rows_uncorrected.unwrap_or(before.rows_remapped_uncorrected);
+        health.remap_pending = change.remap_pending.unwrap_or(before.remap_pending);
+        health.remap_failed = change.remap_failed.unwrap_or(before.remap_failed);
+        health.sram_threshold_exceeded =
+            change.sram_threshold_exceeded.unwrap_or(before.sram_threshold_exceeded);
+        let after = *health;
+        let action = change.recovery_action.filter(|action| *action != before.recovery_action);
+        if !events {
+            gpu.health.recovery_action = action.unwrap_or(before.recovery_action);
+            return Ok(());
+        }
+        if after.ecc_corrected > before.ecc_corrected {
+            self.push_event(slot, EventKind::SingleBitEcc, None);
+        }
+        if after.ecc_uncorrected > before.ecc_uncorrected {
+            self.push_event(slot, EventKind::DoubleBitEcc, None);
+            self.xid(slot, DOUBLE_BIT_XID, None)?;
+        }
+        if after.remap_pending && !before.remap_pending {
+            self.xid(slot, REMAP_XID, None)?;
+        }
+        if after.remap_failed && !before.remap_failed {
+            self.xid(slot, REMAP_FAILURE_XID, None)?;
+        }
+        action.map_or(Ok(()), |action| self.set_recovery_action(slot, action))
     }
 
     /// Adds a process to the GPU, in an instance if MIG is enabled. Fails with IN_USE if the

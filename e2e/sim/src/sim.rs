@@ -6,7 +6,7 @@ use crate::mig::memory_mib;
 use crate::modprobe;
 use crate::operations::unix_ms;
 use crate::state::{Privilege, Process, State};
-use crate::store::{Store, StoreError};
+use crate::store::{KERNEL_LOG, Store, StoreError};
 use crate::usage::{self, GpuUsage};
 use crate::visible_devices::VisibleDevices;
 use std::io;
@@ -70,7 +70,7 @@ impl Sim {
         Self::open(root.unwrap_or(Path::new("/")))
     }
 
-    pub(crate) fn create(root: PathBuf, state: &State) -> Result<Self, StoreError> {
+    pub(crate) fn create(root: PathBuf, state: State) -> Result<Self, StoreError> {
         let dir = root.join(STATE_DIR);
         let store = Store::create(dir.clone(), root.clone(), state)?;
         Ok(Self { root, dir, store })
@@ -99,6 +99,11 @@ impl Sim {
     /// Path of the trace, which has one JSON line for each call.
     pub fn trace_path(&self) -> PathBuf {
         self.dir.join("trace.jsonl")
+    }
+
+    /// Path of the kernel log, see [`crate::kernel_log`]. `dev/kmsg` below the root links to it.
+    pub fn kernel_log_path(&self) -> PathBuf {
+        self.dir.join(KERNEL_LOG)
     }
 
     /// The current state with the CUDA processes that run now. Cheap while the state does not

@@ -9,6 +9,7 @@ pub use crate::catalogue::Placement;
 use crate::catalogue::{GpuModel, Model};
 use crate::code::Code;
 use crate::control::Control;
+use crate::kernel_log::KernelLog;
 use serde::{Deserialize, Serialize};
 
 /// Version of the file format. Other versions are refused.
@@ -35,6 +36,8 @@ pub struct State {
     pub events: Events,
     #[serde(default)]
     pub control: Control,
+    #[serde(default)]
+    pub kernel_log: KernelLog,
     /// Number of times that the module `nvidia` was loaded after the creation.
     #[serde(default)]
     pub module_loads: u64,
@@ -275,6 +278,8 @@ pub struct Health {
     pub rows_remapped_uncorrected: u32,
     pub remap_pending: bool,
     pub remap_failed: bool,
+    /// SRAM has had more uncorrected errors than its threshold.
+    pub sram_threshold_exceeded: bool,
     /// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`.
     pub recovery_action: u32,
 }

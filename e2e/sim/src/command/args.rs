@@ -40,7 +40,7 @@ pub(super) enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Queue an XID event
+    /// Queue an XID event, and log it in the kernel log, run/divvy-sim/kmsg
     Xid {
         gpu: GpuArg,
         xid: u64,
@@ -48,9 +48,11 @@ pub(super) enum Command {
         #[arg(long, value_name = "GI/CI", value_parser = instance)]
         instance: Option<(u32, u32)>,
     },
-    /// Set the recovery action that NVML reports, and queue its event: 0 none, 1 reset, 2 reboot, 3
-    /// drain, 4 drain and reset
+    /// Set the recovery action that NVML reports, queue its event and log XID 154: 0 none, 1 reset,
+    /// 2 reboot, 3 drain, 4 drain and reset
     Recovery { gpu: GpuArg, action: u32 },
+    /// Set health values that NVML reports. Values that are not given stay as they are
+    Health(Health),
     /// Make a GPU fall off the bus: its calls return GPU_IS_LOST, and after a reboot it is missing
     Lose {
         gpu: GpuArg,
@@ -206,6 +208,39 @@ pub(super) struct Up {
     /// The program to install as nvidia-smi and nvidia-modprobe, if not this one
     #[arg(long, value_name = "FILE")]
     pub(super) program: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Health {
+    pub(super) gpu: GpuArg,
+    /// Corrected ECC errors since the last reset
+    #[arg(long, value_name = "N")]
+    pub(super) ecc_corrected: Option<u64>,
+    /// Uncorrected ECC errors since the last reset
+    #[arg(long, value_name = "N")]
+    pub(super) ecc_uncorrected: Option<u64>,
+    /// Rows that were remapped for corrected errors
+    #[arg(long, value_name = "N")]
+    pub(super) rows_corrected: Option<u32>,
+    /// Rows that were remapped for uncorrected errors
+    #[arg(long, value_name = "N")]
+    pub(super) rows_uncorrected: Option<u32>,
+    /// Whether the next reset remaps a row
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub(super) remap_pending: Option<bool>,
+    /// Whether a row could not be remapped
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub(super) remap_failed: Option<bool>,
+    /// Whether SRAM has had more uncorrected errors than its threshold
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub(super) sram_threshold_exceeded: Option<bool>,
+    /// Recovery action, see `recovery`
+    #[arg(long, value_name = "N")]
+    pub(super) recovery_action: Option<u32>,
+    /// Also queue the events of values that got worse: ECC errors, XIDs 48, 63 and 64, and the
+    /// recovery action
+    #[arg(long)]
+    pub(super) events: bool,
 }
 
 #[derive(Debug, clap::Args)]

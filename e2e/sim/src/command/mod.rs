@@ -8,6 +8,7 @@ mod args;
 use crate::catalogue;
 use crate::code::Code;
 use crate::control::{Latency, Pattern, When, is_alive};
+use crate::operations::HealthChange;
 use crate::sim::Sim;
 use crate::state::{Holder, Host, Loss, Privilege, Process, State};
 use crate::{driver_root, gpu_map, modprobe, mps, smi};
@@ -61,6 +62,20 @@ fn run(args: Args) -> Result<()> {
         }
         Command::Recovery { gpu, action } => {
             change(&open()?, Some(&gpu), |state, slot| state.set_recovery_action(slot, action))
+        }
+        Command::Health(health) => {
+            let wanted = HealthChange {
+                ecc_corrected: health.ecc_corrected,
+                ecc_uncorrected: health.ecc_uncorrected,
+                rows_corrected: health.rows_corrected,
+                rows_uncorrected: health.rows_uncorrected,
+                remap_pending: health.remap_pending,
+                remap_failed: health.remap_failed,
+                sram_threshold_exceeded: health.sram_threshold_exceeded,
+                recovery_action: health.recovery_action,
+            };
+            let events = health.events;
+            change(&open()?, Some(&health.gpu), |state, slot| state.set_health(slot, wanted, events))
         }
         Command::Lose { gpu, comes_back, silent, code } => {
             let loss = Loss { silent, code: Some(code).filter(|code| *code != Code::GpuIsLost) };
