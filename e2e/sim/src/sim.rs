@@ -9,7 +9,10 @@ use crate::state::{Privilege, Process, State};
 use crate::store::{KERNEL_LOG, Store, StoreError};
 use crate::usage::{self, GpuUsage};
 use crate::visible_devices::VisibleDevices;
+use std::ffi::OsString;
 use std::io;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -18,6 +21,9 @@ use std::time::Duration;
 
 /// Directory of the state below a root. Containers share this path with the host.
 pub(crate) const STATE_DIR: &str = "run/divvy-sim";
+
+/// File with the path of the root, in the state's directory.
+const ROOT_FILE: &str = "root";
 
 /// Directory of libraries below a root.
 pub(crate) const LIB_DIR: &str =
@@ -51,13 +57,22 @@ impl From<SimError> for Code {
     }
 }
 
+/// The simulator's directory, if this process can reach it and its state is the one in `dir`.
+fn reachable_root(dir: &Path) -> Option<PathBuf> {
+    let root = PathBuf::from(OsString::from_vec(std::fs::read(dir.join(ROOT_FILE)).ok()?));
+    let inode = |dir: &Path| std::fs::metadata(dir).map(|data| (data.dev(), data.ino())).ok();
+    let same = inode(dir).is_some() && inode(dir) == inode(&root.join(STATE_DIR));
+    (same && root != Path::new("/")).then_some(root)
+}
+
 impl Sim {
-    /// Opens the simulator with that driver root. The root `/` means a container: it has the state
-    /// and its own `/dev`, and the host renders the trees.
+    /// Opens the simulator with that driver root. The root `/` means a container or another mount
+    /// namespace, which has the state and its own `/dev`. The trees are rendered in the directory
+    /// of the simulator if it can be reached from there, else by the next process on the host.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self, StoreError> {
         let root = root.into();
         let dir = root.join(STATE_DIR);
-        let render = (root != Path::new("/")).then(|| root.clone());
+        let render = if root == Path::new("/") { reachable_root(&dir) } else { Some(root.clone()) };
         let store = Store::open(dir.clone(), render)?;
         Ok(Self { root, dir, store })
     }
@@ -73,6 +88,12 @@ impl Sim {
     pub(crate) fn create(root: PathBuf, state: State) -> Result<Self, StoreError> {
         let dir = root.join(STATE_DIR);
         let store = Store::create(dir.clone(), root.clone(), state)?;
+        let path = dir.join(ROOT_FILE);
+        std::fs::write(&path, root.as_os_str().as_bytes()).map_err(|source| StoreError::Io {
+            what: "write",
+            path,
+            source,
+        })?;
         Ok(Self { root, dir, store })
     }
 
