@@ -48,7 +48,7 @@ pub(crate) fn board(model: Model, position: usize, pdi: u64, numa: Option<u32>) 
         holders: Vec::new(),
         health: Health::default(),
         limits: Vec::new(),
-        energy: Energy::default(),
+        energy: Energy::starting_now(),
     }
 }
 

@@ -6,6 +6,7 @@
 
 use crate::board::{self, MAX_GPUS};
 use crate::catalogue::{self, Model, NoSuchModel};
+use crate::code::Code;
 use crate::control::Control;
 use crate::elf::shared_object;
 use crate::kernel_log::KernelLog;
@@ -38,6 +39,9 @@ const EMPTY_LIBRARIES: &[(&str, Option<u32>)] = &[
 /// Programs that the multi-call program stands in for.
 const PROGRAMS: &[&str] =
     &["nvidia-smi", "nvidia-modprobe", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"];
+
+/// The directory that holds all files of the driver, below the root.
+const MOUNTED: &str = "usr";
 
 /// How to create a simulator.
 #[derive(Clone, Debug)]
@@ -84,6 +88,10 @@ pub enum CreateError {
     Version { version: String },
     #[error("{dir} already has simulated GPUs; remove it or choose another directory")]
     Exists { dir: PathBuf },
+    #[error("module nvidia is in use: a process has NVML or CUDA initialised, or a GPU has processes")]
+    InUse,
+    #[error("driver {version} is loaded; unload it first")]
+    Loaded { version: String },
     #[error("/ cannot be a simulated driver root; choose a directory")]
     Root,
     #[error("cannot create {path}")]
@@ -146,17 +154,75 @@ pub fn create(dir: &Path, gpus: &str, options: &Options) -> Result<Sim, CreateEr
 pub fn replace_driver(sim: &Sim, version: &str) -> Result<(), CreateError> {
     check_version(version)?;
     let old = sim.read()?.driver.clone();
-    let lib = sim.root().join(LIB_DIR);
-    let present = |name: &str| lib.join(format!("{name}.so.{old}"));
-    install(sim.root(), &present("libnvidia-ml"), &present("libcuda"), version)?;
+    mount(sim)?;
+    install_upgrade(sim, &old, version)?;
     sim.update(|state| {
+        (state.driver, state.unmounted) = (version.to_owned(), false);
         state.reboot();
-        state.driver = version.to_owned();
         Ok(())
     })?;
+    remove_libraries(sim, &old, version)
+}
+
+/// Unloads the GPU driver as the GPU operator does before an upgrade: removes its modules, and
+/// unmounts its libraries and programs. Instances and settings are lost. Fails while a process has
+/// NVML or CUDA initialised.
+pub fn unload_driver(sim: &Sim) -> Result<(), CreateError> {
+    let in_use =
+        |code: Code| if code == Code::InUse { CreateError::InUse } else { SimError::from(code).into() };
+    let _unused = sim.lock_unused_module().map_err(in_use)?;
+    sim.update(State::unload_driver).map_err(|error| match error {
+        SimError::Refused(code) => in_use(code),
+        other => other.into(),
+    })?;
+    let (from, to) = (sim.root().join(MOUNTED), unmounted(sim));
+    match std::fs::rename(&from, &to) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(io_error(&from, source)),
+        _ => Ok(()),
+    }
+}
+
+/// Loads a version of the GPU driver after [`unload_driver`], as the driver container does.
+pub fn load_driver(sim: &Sim, version: &str) -> Result<(), CreateError> {
+    check_version(version)?;
+    let state = sim.read()?;
+    if state.modules.nvidia {
+        return Err(CreateError::Loaded { version: state.driver.clone() });
+    }
+    mount(sim)?;
+    install_upgrade(sim, &state.driver, version)?;
+    sim.update(|state| {
+        state.load_driver(version);
+        Ok(())
+    })?;
+    remove_libraries(sim, &state.driver, version)
+}
+
+/// Where the driver's files are while they are unmounted.
+fn unmounted(sim: &Sim) -> PathBuf {
+    sim.dir().join("unmounted-usr")
+}
+
+/// Mounts the driver's files if they are unmounted.
+fn mount(sim: &Sim) -> Result<(), CreateError> {
+    let (from, to) = (unmounted(sim), sim.root().join(MOUNTED));
+    if !from.exists() {
+        return Ok(());
+    }
+    std::fs::rename(&from, &to).map_err(|source| io_error(&to, source))
+}
+
+/// Installs the simulated libraries again under another version.
+fn install_upgrade(sim: &Sim, old: &str, version: &str) -> Result<(), CreateError> {
+    let present = |name: &str| sim.library(&format!("{name}.so.{old}"));
+    install(sim.root(), &present("libnvidia-ml"), &present("libcuda"), version)
+}
+
+/// Removes the libraries of the old version after an upgrade.
+fn remove_libraries(sim: &Sim, old: &str, version: &str) -> Result<(), CreateError> {
     if old != version {
         for name in EMPTY_LIBRARIES.iter().map(|(name, _)| *name).chain(["libnvidia-ml"]) {
-            let path = lib.join(format!("{name}.so.{old}"));
+            let path = sim.library(&format!("{name}.so.{old}"));
             std::fs::remove_file(&path).map_err(|source| io_error(&path, source))?;
         }
     }

@@ -208,6 +208,29 @@ impl State {
         loads
     }
 
+    /// Unloads the driver's modules, whose files are then unmounted. Fails with IN_USE if a GPU has
+    /// processes or holders.
+    pub(crate) fn unload_driver(&mut self) -> Result<(), Code> {
+        if self.gpus.iter().any(|gpu| !gpu.processes.is_empty() || !gpu.holders.is_empty()) {
+            return Err(Code::InUse);
+        }
+        self.modules = Modules::at_boot(true);
+        self.unmounted = true;
+        self.gpus.iter_mut().for_each(mig::boot);
+        self.remove_nodes();
+        Ok(())
+    }
+
+    /// Loads the modules of a driver version, and creates the device nodes.
+    pub(crate) fn load_driver(&mut self, version: &str) {
+        self.driver = version.to_owned();
+        self.unmounted = false;
+        self.load_module();
+        self.modules = Modules::at_boot(false);
+        self.assign_minors();
+        self.start_nodes();
+    }
+
     /// Removes the device nodes of all GPUs.
     pub(crate) fn remove_nodes(&mut self) {
         for gpu in &mut self.gpus {

@@ -9,6 +9,7 @@ pub use crate::catalogue::Placement;
 use crate::catalogue::{GpuModel, Model};
 use crate::code::Code;
 use crate::control::Control;
+pub use crate::energy::Energy;
 use crate::kernel_log::KernelLog;
 use serde::{Deserialize, Serialize};
 
@@ -64,6 +65,10 @@ pub struct Host {
     /// and names one of them, as measured on an H100 with driver 580.159 and time-slicing.
     #[serde(default)]
     pub divides_samples: bool,
+    /// If the GPU is in use, SetMigMode returns IN_USE itself. If false, it returns SUCCESS, and the
+    /// activation status is IN_USE.
+    #[serde(default)]
+    pub mig_mode_errors: bool,
     /// Device nodes of GPUs appear one after the other, with this time between two. Without it,
     /// they exist as soon as the driver is loaded.
     #[serde(default)]
@@ -156,18 +161,6 @@ pub struct Gpu {
     pub limits: Vec<CgroupLimit>,
     #[serde(default, skip_serializing_if = "is_default")]
     pub energy: Energy,
-}
-
-/// Energy of a GPU since its last boot or reset, without that of CUDA processes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Energy {
-    /// Millijoules until `until_ns`.
-    pub mj: u64,
-    /// Monotonic time, in ns.
-    pub until_ns: u64,
-    /// GPU time that CUDA processes had used before the boot or reset, in ns.
-    pub busy_before_ns: u64,
 }
 
 /// How a GPU was lost.
@@ -382,6 +375,16 @@ impl Gpu {
     /// The catalogue's properties of the model.
     pub fn model(&self) -> &'static GpuModel {
         self.model.row()
+    }
+
+    /// Version of the video BIOS.
+    pub fn vbios(&self) -> String {
+        format!("{:02X}.00.5E.00.01", 0x80 + self.model().architecture as u32 * 2)
+    }
+
+    /// Interrupt number.
+    pub const fn irq(&self) -> u32 {
+        64 + self.minor
     }
 
     /// The answer of calls on the GPU if it does not respond.

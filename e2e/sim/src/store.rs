@@ -7,6 +7,7 @@
 //! machine.
 
 use crate::code::Code;
+use crate::energy;
 use crate::file_lock::{self, Lock, LockError};
 use crate::live_process;
 use crate::state::{FORMAT, State};
@@ -202,11 +203,17 @@ impl Store {
         if !after.kernel_log.is_written() {
             self.write_kernel_log(&mut after)?;
         }
+        energy::account(before, &mut after, self.usage.as_ref());
         let new = self.write_new(&after)?;
         let edits = tree::changes(before, &after);
         match &self.render {
             _ if edits.is_empty() => {}
-            Some(root) => edits.apply(root).map_err(render_error)?,
+            Some(root) => {
+                if tree::replaces_module(before, &after) {
+                    tree::retire_module(root, &self.dir).map_err(render_error)?;
+                }
+                edits.apply(root).map_err(render_error)?;
+            }
             // A container has no trees; the next process that has them renders them.
             None => self.ask_for_trees()?,
         }

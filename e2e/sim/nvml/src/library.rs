@@ -16,7 +16,7 @@ use divvy_sim::code::Code;
 use divvy_sim::state::{Ci, Gi, Gpu, State};
 use divvy_sim::usage::UsageMonitor;
 use divvy_sim::visible_devices::VisibleDevices;
-use divvy_sim::{Call, Sim};
+use divvy_sim::{Call, ModuleUser, Sim};
 
 use crate::argument::{Outcome, TraceArgs};
 use crate::device_nodes::DeviceNodeCache;
@@ -35,6 +35,7 @@ struct Library {
 /// Data that all calls share.
 pub(crate) struct Shared {
     pub(crate) sim: Sim,
+    _module: ModuleUser,
     nodes: DeviceNodeCache,
     session: ForkLock<Arc<Session>>,
     pub(crate) sets: ForkLock<EventSets>,
@@ -197,6 +198,7 @@ fn open() -> Outcome<Shared> {
     let file = own_file().ok_or(Code::LibraryNotFound)?;
     let sim = Sim::from_library_path(&file)?;
     Ok(Shared {
+        _module: sim.use_module()?,
         sim,
         nodes: DeviceNodeCache::default(),
         session: ForkLock::new(Arc::default()),

@@ -5,6 +5,7 @@ mod common;
 
 use common::*;
 use divvy_sim::operations::HealthChange;
+use divvy_sim::state::{Process, ProcessKind, State};
 use nvml_wrapper_sys::bindings::*;
 
 const RECOVERY_ACTION: u32 = 230;
@@ -80,4 +81,38 @@ fn health_events_are_delivered() {
         assert_eq!((event.eventType, event.eventData), expected);
     }
     assert_eq!(client.wait(set, 0).err(), Some(TIMEOUT));
+}
+
+#[test]
+fn energy_rises_until_a_reset() {
+    let node = Node::up("H100-SXM5-80GB");
+    let client = node.client();
+    let gpu = client.device(0).expect("a GPU");
+    let energy = || {
+        let mut mj = 0;
+        // SAFETY: the signature is the header's, and the pointer is valid.
+        let code = unsafe { client.lib.nvmlDeviceGetTotalEnergyConsumption(gpu.0, &mut mj) };
+        assert_eq!(code, SUCCESS);
+        assert!(field(&client, gpu, 83) >= mj);
+        mj
+    };
+    let name = "train".to_owned();
+    let process = Process { pid: 7, name, kind: ProcessKind::Compute, instance: None, memory_mib: 1 };
+    let changes: [&dyn Fn(&mut State) -> Result<(), divvy_sim::Code>; 3] =
+        [&|state| state.add_process(0, process.clone()), &|state| state.remove_process(None, 7), &|state| {
+            state.xid(0, 13, None)
+        }];
+    let (begin, mut last) = (std::time::Instant::now(), energy());
+    for change in changes {
+        // An idle H100 uses 70 mJ each millisecond.
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        node.sim.update(change).expect("a GPU");
+        let now = energy();
+        assert!(now > last, "{now} mJ after {last} mJ");
+        last = now;
+    }
+    assert!(u128::from(last) <= 500 * (begin.elapsed().as_millis() + 60_000));
+    node.sim.update(|state| state.reset(0, false)).expect("idle");
+    let before = node.sim.read().expect("a state").gpus[0].energy;
+    assert_eq!(before.mj, 0);
 }

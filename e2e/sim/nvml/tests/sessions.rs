@@ -5,6 +5,7 @@ mod common;
 
 use common::*;
 use divvy_sim::code::Code as Answer;
+use divvy_sim::driver_root::{CreateError, load_driver, unload_driver};
 use divvy_sim::state::{Loss, State};
 
 const XID: u64 = 0x8;
@@ -85,4 +86,18 @@ fn reset_restores_a_gpu_that_requires_it() {
     assert_eq!(client.uuid(gpu), Err(RESET_REQUIRED));
     update(&node, |state| state.reset(0, false));
     assert!(client.uuid(gpu).is_ok());
+}
+
+#[test]
+fn initialised_library_keeps_the_module_loaded() {
+    let node = Node::up("L4");
+    let client = node.loaded();
+    assert_eq!((client.init(), client.init()), (SUCCESS, SUCCESS));
+    assert_eq!(client.shutdown(), SUCCESS);
+    assert!(matches!(unload_driver(&node.sim), Err(CreateError::InUse)));
+    assert_eq!(client.shutdown(), SUCCESS);
+    unload_driver(&node.sim).expect("no users");
+    assert_eq!(client.init(), DRIVER_NOT_LOADED);
+    load_driver(&node.sim, "590.44.01").expect("no driver is loaded");
+    assert_eq!((client.init(), client.count()), (SUCCESS, Ok(1)));
 }

@@ -89,8 +89,15 @@ pub(super) enum Command {
     },
     /// Reboot the node: removes instances, processes and settings, and assigns new minors
     Reboot,
-    /// Replace the GPU driver by another version, as an upgrade does
-    Driver { version: String },
+    /// Upgrade the GPU driver at once; or do its steps as the GPU operator does: `driver unload`,
+    /// which fails while a process has NVML or CUDA initialised, and `driver load VERSION`
+    Driver {
+        #[arg(value_name = "VERSION|unload|load")]
+        step: String,
+        /// Version to load
+        #[arg(required_if_eq("step", "load"))]
+        version: Option<String>,
+    },
     /// Add and remove processes, which make GPUs and instances IN_USE
     Process {
         #[command(subcommand)]
@@ -185,6 +192,9 @@ pub(super) struct Up {
     /// create
     #[arg(long)]
     pub(super) no_nodes: bool,
+    /// If a GPU is in use, let SetMigMode return IN_USE itself instead of as activation status
+    #[arg(long)]
+    pub(super) mig_mode_errors: bool,
     /// Create the GPUs' device nodes one after the other, with this time before each, after a boot
     /// or the load of the kernel module
     #[arg(long, value_name = "MS", default_value_t = 0)]

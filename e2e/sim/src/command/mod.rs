@@ -94,7 +94,7 @@ fn run(args: Args) -> Result<()> {
             state.reboot();
             Ok(())
         }),
-        Command::Driver { version } => Ok(driver_root::replace_driver(&open()?, &version)?),
+        Command::Driver { step, version } => driver(&open()?, &step, version.as_deref()),
         Command::Process { command } => process(&open()?, command),
         Command::Latency { call, ms, global_lock, gpu } => {
             let sim = open()?;
@@ -157,6 +157,7 @@ fn bring_up(wanted: args::Up) -> Result<()> {
         mknod: wanted.mknod,
         fresh_uuids: wanted.fresh_uuids,
         divides_samples: wanted.divides_samples,
+        mig_mode_errors: wanted.mig_mode_errors,
         node_delay_ms: wanted.node_delay,
         privilege: if wanted.unprivileged { Privilege::Nobody } else { Privilege::Owner },
     };
@@ -203,6 +204,16 @@ fn pattern(sim: &Sim, call: String, gpu: Option<&GpuArg>) -> Result<Pattern> {
         None => None,
     };
     Ok(Pattern { call, gpu })
+}
+
+fn driver(sim: &Sim, step: &str, version: Option<&str>) -> Result<()> {
+    match (step, version) {
+        ("unload", None) => driver_root::unload_driver(sim)?,
+        ("load", Some(version)) => driver_root::load_driver(sim, version)?,
+        (version, None) => driver_root::replace_driver(sim, version)?,
+        (_, Some(_)) => bail!("only `driver load` takes a version; use `driver {step}`"),
+    }
+    Ok(sim.start_node_helper()?)
 }
 
 fn process(sim: &Sim, command: ProcessCommand) -> Result<()> {
