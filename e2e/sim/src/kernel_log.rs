@@ -123,8 +123,8 @@ fn message(xid: u64) -> &'static str {
     match xid {
         13 => "Graphics SM Warp Exception on (GPC 0, TPC 0, SM 0): Out Of Range Address",
         31 => {
-            "Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_0 faulted @ 0x7f00_00000000. \
-             Fault is of type FAULT_PDE ACCESS_TYPE_VIRT_READ"
+            "Ch 00000008, intr 00000000. MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_0 faulted @ \
+             0x7f00_00000000. Fault is of type FAULT_PDE ACCESS_TYPE_VIRT_READ"
         }
         43 | 45 => "Ch 00000008",
         48 => "An uncorrectable double bit error (DBE) has been detected on GPU in the framebuffer.",

@@ -3,8 +3,8 @@
 //! A handle has a tag, its kind, the GPU's slot, and the ids of GPU and compute instance. It also
 //! has the low bits of the generation in which an instance was created, or of a GPU's device id.
 //! Every process can thus tell a stale handle from one of a new object in the same place, and refuse
-//! numbers that are no handles. The tag is outside any address range, so that garbage collectors do not mistake handles
-//! for pointers.
+//! numbers that are no handles. The tag is outside any address range, so that garbage collectors do
+//! not mistake handles for pointers.
 
 use divvy_sim::code::Code;
 use divvy_sim::state::{Ci, Gi, Gpu, State};

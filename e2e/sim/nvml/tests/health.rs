@@ -10,6 +10,8 @@ use nvml_wrapper_sys::bindings::*;
 
 const RECOVERY_ACTION: u32 = 230;
 
+type Outcome = Result<(), divvy_sim::Code>;
+
 fn field(client: &Client, device: Device, id: u32) -> u64 {
     let mut value = nvmlFieldValue_t { fieldId: id, ..zeroed() };
     // SAFETY: the signature is the header's, and there is one value.
@@ -98,7 +100,7 @@ fn energy_rises_until_a_reset() {
     };
     let name = "train".to_owned();
     let process = Process { pid: 7, name, kind: ProcessKind::Compute, instance: None, memory_mib: 1 };
-    let changes: [&dyn Fn(&mut State) -> Result<(), divvy_sim::Code>; 3] =
+    let changes: [&dyn Fn(&mut State) -> Outcome; 3] =
         [&|state| state.add_process(0, process.clone()), &|state| state.remove_process(None, 7), &|state| {
             state.xid(0, 13, None)
         }];
