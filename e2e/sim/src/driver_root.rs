@@ -4,19 +4,18 @@
 //! simulated `libnvidia-ml` and `libcuda`, empty libraries of the same version, the programs
 //! `nvidia-smi`, `nvidia-modprobe` and those of MPS, and the rendered trees.
 
+use crate::board::{self, MAX_GPUS};
 use crate::catalogue::{self, Model, NoSuchModel};
+use crate::code::Code;
 use crate::control::Control;
 use crate::elf::shared_object;
-use crate::mig;
+use crate::kernel_log::KernelLog;
 use crate::sim::{LIB_DIR, STATE_DIR, Sim, SimError};
-use crate::state::{Events, FORMAT, Gpu, Health, Host, MigMode, Modules, State};
+use crate::state::{Events, FORMAT, Gpu, Host, Modules, State};
 use crate::store::StoreError;
 use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-
-/// Number of GPUs in the driver's table of capabilities.
-const MAX_GPUS: usize = 32;
 
 /// File name of the simulated libnvidia-ml, as cargo builds it.
 const NVML_FILE_NAME: &str = "libdivvy_sim_nvml.so";
@@ -40,6 +39,9 @@ const EMPTY_LIBRARIES: &[(&str, Option<u32>)] = &[
 /// Programs that the multi-call program stands in for.
 const PROGRAMS: &[&str] =
     &["nvidia-smi", "nvidia-modprobe", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"];
+
+/// The directory that holds all files of the driver, below the root.
+const MOUNTED: &str = "usr";
 
 /// How to create a simulator.
 #[derive(Clone, Debug)]
@@ -86,6 +88,10 @@ pub enum CreateError {
     Version { version: String },
     #[error("{dir} already has simulated GPUs; remove it or choose another directory")]
     Exists { dir: PathBuf },
+    #[error("module nvidia is in use: a process has NVML or CUDA initialised, or a GPU has processes")]
+    InUse,
+    #[error("driver {version} is loaded; unload it first")]
+    Loaded { version: String },
     #[error("/ cannot be a simulated driver root; choose a directory")]
     Root,
     #[error("cannot create {path}")]
@@ -130,9 +136,17 @@ pub fn create(dir: &Path, gpus: &str, options: &Options) -> Result<Sim, CreateEr
         gpus: boards(&models, options),
         events: Events::default(),
         control: Control::default(),
+        kernel_log: KernelLog::default(),
+        module_loads: 0,
+        unmounted: false,
+        migrates: false,
     };
     state.assign_minors();
-    Ok(Sim::create(root, &state)?)
+    if state.modules.nvidia {
+        state.start_nodes();
+        state.log_module_load();
+    }
+    Ok(Sim::create(root, state)?)
 }
 
 /// Installs another version of the GPU driver, as an upgrade does: replaces its files and reloads
@@ -140,17 +154,75 @@ pub fn create(dir: &Path, gpus: &str, options: &Options) -> Result<Sim, CreateEr
 pub fn replace_driver(sim: &Sim, version: &str) -> Result<(), CreateError> {
     check_version(version)?;
     let old = sim.read()?.driver.clone();
-    let lib = sim.root().join(LIB_DIR);
-    let present = |name: &str| lib.join(format!("{name}.so.{old}"));
-    install(sim.root(), &present("libnvidia-ml"), &present("libcuda"), version)?;
+    mount(sim)?;
+    install_upgrade(sim, &old, version)?;
     sim.update(|state| {
+        (state.driver, state.unmounted) = (version.to_owned(), false);
         state.reboot();
-        state.driver = version.to_owned();
         Ok(())
     })?;
+    remove_libraries(sim, &old, version)
+}
+
+/// Unloads the GPU driver as the GPU operator does before an upgrade: removes its modules, and
+/// unmounts its libraries and programs. Instances and settings are lost. Fails while a process has
+/// NVML or CUDA initialised.
+pub fn unload_driver(sim: &Sim) -> Result<(), CreateError> {
+    let in_use =
+        |code: Code| if code == Code::InUse { CreateError::InUse } else { SimError::from(code).into() };
+    let _unused = sim.lock_unused_module().map_err(in_use)?;
+    sim.update(State::unload_driver).map_err(|error| match error {
+        SimError::Refused(code) => in_use(code),
+        other => other.into(),
+    })?;
+    let (from, to) = (sim.root().join(MOUNTED), unmounted(sim));
+    match std::fs::rename(&from, &to) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(io_error(&from, source)),
+        _ => Ok(()),
+    }
+}
+
+/// Loads a version of the GPU driver after [`unload_driver`], as the driver container does.
+pub fn load_driver(sim: &Sim, version: &str) -> Result<(), CreateError> {
+    check_version(version)?;
+    let state = sim.read()?;
+    if state.modules.nvidia {
+        return Err(CreateError::Loaded { version: state.driver.clone() });
+    }
+    mount(sim)?;
+    install_upgrade(sim, &state.driver, version)?;
+    sim.update(|state| {
+        state.load_driver(version);
+        Ok(())
+    })?;
+    remove_libraries(sim, &state.driver, version)
+}
+
+/// Where the driver's files are while they are unmounted.
+fn unmounted(sim: &Sim) -> PathBuf {
+    sim.dir().join("unmounted-usr")
+}
+
+/// Mounts the driver's files if they are unmounted.
+fn mount(sim: &Sim) -> Result<(), CreateError> {
+    let (from, to) = (unmounted(sim), sim.root().join(MOUNTED));
+    if !from.exists() {
+        return Ok(());
+    }
+    std::fs::rename(&from, &to).map_err(|source| io_error(&to, source))
+}
+
+/// Installs the simulated libraries again under another version.
+fn install_upgrade(sim: &Sim, old: &str, version: &str) -> Result<(), CreateError> {
+    let present = |name: &str| sim.library(&format!("{name}.so.{old}"));
+    install(sim.root(), &present("libnvidia-ml"), &present("libcuda"), version)
+}
+
+/// Removes the libraries of the old version after an upgrade.
+fn remove_libraries(sim: &Sim, old: &str, version: &str) -> Result<(), CreateError> {
     if old != version {
         for name in EMPTY_LIBRARIES.iter().map(|(name, _)| *name).chain(["libnvidia-ml"]) {
-            let path = lib.join(format!("{name}.so.{old}"));
+            let path = sim.library(&format!("{name}.so.{old}"));
             std::fs::remove_file(&path).map_err(|source| io_error(&path, source))?;
         }
     }
@@ -202,64 +274,18 @@ fn check_version(version: &str) -> Result<(), CreateError> {
     if good { Ok(()) } else { Err(CreateError::Version { version: version.to_owned() }) }
 }
 
-/// Pairs of GPUs share a PCIe root, as on boards with a switch for each pair. GPUs with their own
-/// PCI domain do not.
+/// The boards of the node, in PCI order, as in the driver.
 fn boards(models: &[Model], options: &Options) -> Vec<Gpu> {
-    let count = models.len();
-    let board = |(slot, model): (usize, &Model)| {
-        let row = model.row();
-        let (pair, half) = (slot / 2, slot % 2);
-        let (domain, bus) = if row.own_pci_domain { (0x10 * pair + 8 + half, 0) } else { (0, 7 + 15 * pair) };
-        let hop = |bus: usize, device: usize| format!("{domain:04x}:{bus:02x}:{device:02x}.0");
-        let (bdf, bridges) = if row.own_pci_domain {
-            (hop(1, 0), vec![hop(0, 0)])
-        } else {
-            (hop(bus + 3 + half, 0), vec![hop(bus, 1), hop(bus + 1, 0), hop(bus + 2, half)])
-        };
-        let pdi = mix(options.seed, slot as u64);
+    let board = |(position, model): (usize, &Model)| {
         let numa = match options.numa_nodes {
             0 => None,
-            nodes => u32::try_from(slot * nodes as usize / count).ok(),
+            nodes => u32::try_from(position * nodes as usize / models.len()).ok(),
         };
-        Gpu {
-            model: *model,
-            uuid: mig::gpu_uuid(pdi),
-            serial: format!("165{:010}", pdi % 10_000_000_000),
-            pdi,
-            minor: 0,
-            node: !options.host.bare,
-            bdf,
-            pcie_root: format!("pci{domain:04x}:{bus:02x}"),
-            bridges,
-            numa,
-            module: u32::try_from(slot + 1).unwrap_or(u32::MAX),
-            lost: false,
-            missing: false,
-            dead: false,
-            epoch: 1,
-            mig: MigMode::default(),
-            compute_mode: 0,
-            persistence: false,
-            timeslice: 0,
-            instances: Vec::new(),
-            processes: Vec::new(),
-            holders: Vec::new(),
-            health: Health::default(),
-            limits: Vec::new(),
-        }
+        board::board(*model, position, board::device_id(options.seed, position as u64), numa)
     };
     let mut boards: Vec<Gpu> = models.iter().enumerate().map(board).collect();
-    // Slots are in PCI order, as in the driver.
     boards.sort_by(|one, other| one.bdf.cmp(&other.bdf));
     boards
-}
-
-/// A device id that looks random (SplitMix64).
-fn mix(seed: u64, slot: u64) -> u64 {
-    let mut mixed = seed.wrapping_mul(0x0101).wrapping_add(slot + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
 }
 
 /// Installs the libraries of a version and points the links at them. Without a simulated libcuda it

@@ -5,6 +5,7 @@
 //! tests share nothing else; all of them open that file through [`Sim`]. Killing any of them leaves
 //! the GPUs as they were.
 
+mod board;
 mod call;
 pub mod catalogue;
 mod cgroup_limits;
@@ -13,11 +14,14 @@ pub mod command;
 pub mod control;
 pub mod driver_root;
 mod elf;
+pub mod energy;
 mod file_lock;
 pub mod gpu_map;
+pub mod kernel_log;
 mod live_process;
 pub mod mig;
 mod modprobe;
+mod module_users;
 pub mod mps;
 pub mod operations;
 mod sim;
@@ -33,6 +37,7 @@ pub use control::Call;
 pub use driver_root::{Options, create, library};
 pub use gpu_map::draw_gpus;
 pub use live_process::LiveProcess;
+pub use module_users::ModuleUser;
 pub use sim::{Sim, SimError};
 pub use state::State;
 pub use usage::{GpuProcess, GpuUsage};

@@ -6,7 +6,7 @@
 
 use crate::catalogue::{CiProfile, GiProfile, MigModel, Toggle};
 use crate::code::Code;
-use crate::state::{Ci, Gi, Gpu, Health, Host, MigMode, Placement, Process, ProcessKind};
+use crate::state::{Ci, Gi, Gpu, Health, Host, Loss, MigMode, Placement, Process, ProcessKind};
 use sha1::{Digest, Sha1};
 
 /// Limit of the driver, independent of the profiles.
@@ -25,8 +25,8 @@ pub struct InstanceSeed {
 
 /// The GPU's MIG geometry, independent of the mode.
 pub fn geometry(gpu: &Gpu) -> Result<&'static MigModel, Code> {
-    if gpu.lost {
-        return Err(Code::GpuIsLost);
+    if let Some(code) = gpu.failure() {
+        return Err(code);
     }
     gpu.model().mig.as_ref().ok_or(Code::NotSupported)
 }
@@ -84,7 +84,7 @@ pub fn set_mode(gpu: &mut Gpu, on: bool, host: &Host) -> Result<Code, Code> {
 pub fn reset(gpu: &mut Gpu) {
     wipe(gpu);
     gpu.mig.current = gpu.mig.pending;
-    gpu.lost = false;
+    (gpu.lost, gpu.loss) = (false, Loss::default());
 }
 
 /// The effect of a reboot or a driver reload on the GPU itself.
@@ -97,7 +97,7 @@ pub fn boot(gpu: &mut Gpu) {
     gpu.compute_mode = 0;
     gpu.timeslice = 0;
     gpu.persistence = false;
-    gpu.lost = false;
+    (gpu.lost, gpu.loss) = (false, Loss::default());
 }
 
 fn wipe(gpu: &mut Gpu) {
@@ -114,6 +114,7 @@ fn wipe(gpu: &mut Gpu) {
         // A pending remap takes effect with the reset.
         rows_remapped_uncorrected: old.rows_remapped_uncorrected + u32::from(old.remap_pending),
         remap_failed: old.remap_failed,
+        sram_threshold_exceeded: old.sram_threshold_exceeded,
         ..Health::default()
     };
 }

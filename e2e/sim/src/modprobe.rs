@@ -2,20 +2,28 @@
 //!
 //! It has the options that drivers and container tools use: `-c MINOR` for a GPU's node, `-u` for
 //! unified memory, `-m` for mode setting, `-f FILE` for the node of a capability file. Without
-//! options it loads the driver.
+//! options it loads the driver. With [`LATE_NODES`] it only creates nodes that are on their way.
 
-use crate::code::Code;
 use crate::sim::{Sim, SimError};
+use crate::state::Gpu;
 use crate::tree;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// First minor that is not a GPU's but one of the driver's own nodes.
 const MODESET: u32 = 254;
 
+/// Creates the device nodes of GPUs that the driver has loaded, each when it is due.
+pub(crate) const LATE_NODES: &str = "--late-nodes";
+
+/// How often the program checks whether the node that it waits for exists.
+const NODE_POLL_INTERVAL: Duration = Duration::from_millis(5);
+
 /// The parsed arguments.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Wanted {
+    late_nodes: bool,
     uvm: bool,
     modeset: bool,
     minors: Vec<u32>,
@@ -66,6 +74,7 @@ fn parse(args: &[String]) -> Result<Wanted, ModprobeError> {
             "-c" | "--create-nvidia-device-node" => {
                 wanted.minors.push(value().parse().map_err(|_| ModprobeError::Number(arg.clone()))?);
             }
+            LATE_NODES => wanted.late_nodes = true,
             "-u" | "--unified-memory" => wanted.uvm = true,
             "-m" | "--modeset" => wanted.modeset = true,
             "-f" | "--create-nvidia-cap-device-node" => wanted.capabilities.push(value().into()),
@@ -80,21 +89,39 @@ fn parse(args: &[String]) -> Result<Wanted, ModprobeError> {
 fn run(wanted: &Wanted) -> Result<(), ModprobeError> {
     let program = std::env::current_exe().unwrap_or_default();
     let sim = Sim::from_library_path(&program).map_err(SimError::from)?;
+    if wanted.late_nodes {
+        return Ok(sim.create_late_nodes()?);
+    }
     // The real program is set-uid root, so that any user may run it.
     for minor in &wanted.minors {
-        let known = |gpu: &crate::state::Gpu| !gpu.missing && gpu.minor == *minor;
+        let known = |gpu: &Gpu| !gpu.missing && gpu.minor == *minor;
         if *minor < MODESET && !wanted.uvm && !sim.read()?.gpus.iter().any(known) {
             return Err(ModprobeError::NoGpu(*minor));
         }
     }
-    sim.update(|state| {
-        state.modules.nvidia = true;
+    let slow = sim.read()?.host.node_delay_ms > 0;
+    let loads = sim.update(|state| {
+        let loads = state.load_module();
         state.modules.uvm |= wanted.uvm;
         state.modules.modeset |= wanted.modeset;
+        if loads && slow {
+            state.start_nodes();
+        }
+        Ok(loads)
+    })?;
+    if loads && slow {
+        sim.start_node_helper()?;
+    }
+    // On a slow host this program waits for its turn, as the real one does.
+    let on_its_way = |gpu: &Gpu| gpu.node_due_ms.is_some() && wanted.minors.contains(&gpu.minor);
+    while sim.read()?.gpus.iter().any(on_its_way) {
+        std::thread::sleep(NODE_POLL_INTERVAL);
+    }
+    sim.update(|state| {
         for gpu in &mut state.gpus {
             gpu.node |= wanted.minors.contains(&gpu.minor);
         }
-        Ok::<(), Code>(())
+        Ok(())
     })?;
     let state = sim.read()?;
     let ensure = |node: &str| tree::ensure_node(sim.root(), &state, &format!("dev/{node}"));

@@ -3,15 +3,27 @@
 use crate::code::Code;
 use crate::live_process::{self, LiveProcess};
 use crate::mig::memory_mib;
+use crate::modprobe;
+use crate::operations::unix_ms;
 use crate::state::{Privilege, Process, State};
-use crate::store::{Store, StoreError};
+use crate::store::{KERNEL_LOG, Store, StoreError};
 use crate::usage::{self, GpuUsage};
 use crate::visible_devices::VisibleDevices;
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Directory of the state below a root. Containers share this path with the host.
 pub(crate) const STATE_DIR: &str = "run/divvy-sim";
+
+/// File with the path of the root, in the state's directory.
+const ROOT_FILE: &str = "root";
 
 /// Directory of libraries below a root.
 pub(crate) const LIB_DIR: &str =
@@ -45,13 +57,22 @@ impl From<SimError> for Code {
     }
 }
 
+/// The simulator's directory, if this process can reach it and its state is the one in `dir`.
+fn reachable_root(dir: &Path) -> Option<PathBuf> {
+    let root = PathBuf::from(OsString::from_vec(std::fs::read(dir.join(ROOT_FILE)).ok()?));
+    let inode = |dir: &Path| std::fs::metadata(dir).map(|data| (data.dev(), data.ino())).ok();
+    let same = inode(dir).is_some() && inode(dir) == inode(&root.join(STATE_DIR));
+    (same && root != Path::new("/")).then_some(root)
+}
+
 impl Sim {
-    /// Opens the simulator with that driver root. The root `/` means a container: it has the state
-    /// and its own `/dev`, and the host renders the trees.
+    /// Opens the simulator with that driver root. The root `/` means a container or another mount
+    /// namespace, which has the state and its own `/dev`. The trees are rendered in the directory
+    /// of the simulator if it can be reached from there, else by the next process on the host.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self, StoreError> {
         let root = root.into();
         let dir = root.join(STATE_DIR);
-        let render = (root != Path::new("/")).then(|| root.clone());
+        let render = if root == Path::new("/") { reachable_root(&dir) } else { Some(root.clone()) };
         let store = Store::open(dir.clone(), render)?;
         Ok(Self { root, dir, store })
     }
@@ -64,9 +85,15 @@ impl Sim {
         Self::open(root.unwrap_or(Path::new("/")))
     }
 
-    pub(crate) fn create(root: PathBuf, state: &State) -> Result<Self, StoreError> {
+    pub(crate) fn create(root: PathBuf, state: State) -> Result<Self, StoreError> {
         let dir = root.join(STATE_DIR);
         let store = Store::create(dir.clone(), root.clone(), state)?;
+        let path = dir.join(ROOT_FILE);
+        std::fs::write(&path, root.as_os_str().as_bytes()).map_err(|source| StoreError::Io {
+            what: "write",
+            path,
+            source,
+        })?;
         Ok(Self { root, dir, store })
     }
 
@@ -95,14 +122,21 @@ impl Sim {
         self.dir.join("trace.jsonl")
     }
 
+    /// Path of the kernel log, see [`crate::kernel_log`]. `dev/kmsg` below the root links to it.
+    pub fn kernel_log_path(&self) -> PathBuf {
+        self.dir.join(KERNEL_LOG)
+    }
+
     /// The current state with the CUDA processes that run now. Cheap while the state does not
     /// change.
     pub fn read(&self) -> Result<Arc<State>, SimError> {
+        self.create_due_nodes();
         Ok(self.store.read()?)
     }
 
     /// The state as stored, without CUDA processes that run now.
     pub fn read_stored(&self) -> Result<Arc<State>, SimError> {
+        self.create_due_nodes();
         Ok(self.store.read_stored()?)
     }
 
@@ -120,7 +154,41 @@ impl Sim {
 
     /// Changes the state and the trees that depend on it. If `change` fails, nothing changes.
     pub fn update<T>(&self, change: impl FnOnce(&mut State) -> Result<T, Code>) -> Result<T, SimError> {
-        self.store.update(|state| change(state).map_err(SimError::Refused))
+        self.store.update(|state| {
+            state.create_due_nodes();
+            change(state).map_err(SimError::Refused)
+        })
+    }
+
+    /// Creates the device nodes that are due, if this process may.
+    fn create_due_nodes(&self) {
+        let is_due = |state: &State| state.next_node_ms().is_some_and(|due| due <= unix_ms());
+        if self.store.read_stored().is_ok_and(|state| is_due(&state)) {
+            drop(self.update(|_| Ok(())));
+        }
+    }
+
+    /// Creates device nodes when they are due, and returns when all exist.
+    pub fn create_late_nodes(&self) -> Result<(), SimError> {
+        while let Some(due) = self.read_stored()?.next_node_ms() {
+            std::thread::sleep(Duration::from_millis(due.saturating_sub(unix_ms())));
+            self.update(|_| Ok(()))?;
+        }
+        Ok(())
+    }
+
+    /// Starts a process that creates device nodes when they are due. Without it, each node appears
+    /// when a process reads the state after the due time.
+    pub fn start_node_helper(&self) -> Result<(), SimError> {
+        if self.read_stored()?.next_node_ms().is_none() {
+            return Ok(());
+        }
+        let program = self.root.join("usr/bin/nvidia-modprobe");
+        let mut command = Command::new(&program);
+        command.arg(modprobe::LATE_NODES).process_group(0);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let started = command.spawn().map(drop);
+        started.map_err(|source: io::Error| StoreError::Io { what: "run", path: program, source }.into())
     }
 
     /// Whether the simulated driver treats this process as root.

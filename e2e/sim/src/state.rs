@@ -7,7 +7,10 @@
 
 pub use crate::catalogue::Placement;
 use crate::catalogue::{GpuModel, Model};
+use crate::code::Code;
 use crate::control::Control;
+pub use crate::energy::Energy;
+use crate::kernel_log::KernelLog;
 use serde::{Deserialize, Serialize};
 
 /// Version of the file format. Other versions are refused.
@@ -34,6 +37,17 @@ pub struct State {
     pub events: Events,
     #[serde(default)]
     pub control: Control,
+    #[serde(default)]
+    pub kernel_log: KernelLog,
+    /// Number of times that the module `nvidia` was loaded after the creation.
+    #[serde(default)]
+    pub module_loads: u64,
+    /// The driver's libraries and programs are unmounted, and boots do not load its modules.
+    #[serde(default)]
+    pub unmounted: bool,
+    /// The next boot is on another host, which has other boards.
+    #[serde(default)]
+    pub migrates: bool,
 }
 
 /// Kind of machine; chosen when the simulator is created.
@@ -51,6 +65,14 @@ pub struct Host {
     /// and names one of them, as measured on an H100 with driver 580.159 and time-slicing.
     #[serde(default)]
     pub divides_samples: bool,
+    /// If the GPU is in use, SetMigMode returns IN_USE itself. If false, it returns SUCCESS, and the
+    /// activation status is IN_USE.
+    #[serde(default)]
+    pub mig_mode_errors: bool,
+    /// Device nodes of GPUs appear one after the other, with this time between two. Without it,
+    /// they exist as soon as the driver is loaded.
+    #[serde(default)]
+    pub node_delay_ms: u64,
     pub privilege: Privilege,
 }
 
@@ -96,9 +118,15 @@ pub struct Gpu {
     pub numa: Option<u32>,
     /// NVML's module id, from 1.
     pub module: u32,
-    /// The GPU fell off the bus: every call on it returns GPU_IS_LOST.
+    /// When that device node appears, in ms since the Unix epoch; none if it is not on its way.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub node_due_ms: Option<u64>,
+    /// The GPU does not respond: every call on it fails with [`Gpu::failure`].
     #[serde(default, skip_serializing_if = "is_default")]
     pub lost: bool,
+    /// How it was lost. Has no effect unless `lost`.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub loss: Loss,
     /// The GPU was not found at boot: the driver does not list it.
     #[serde(default, skip_serializing_if = "is_default")]
     pub missing: bool,
@@ -131,6 +159,18 @@ pub struct Gpu {
     /// Memory limits of cgroups. A limit ends with its cgroup.
     #[serde(default, skip_serializing_if = "is_default")]
     pub limits: Vec<CgroupLimit>,
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub energy: Energy,
+}
+
+/// How a GPU was lost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Loss {
+    /// No event reports the loss, and event waits do not fail.
+    pub silent: bool,
+    /// The answer of calls, if not GPU_IS_LOST.
+    pub code: Option<Code>,
 }
 
 /// Memory limit of a cgroup on one GPU.
@@ -231,6 +271,8 @@ pub struct Health {
     pub rows_remapped_uncorrected: u32,
     pub remap_pending: bool,
     pub remap_failed: bool,
+    /// SRAM has had more uncorrected errors than its threshold.
+    pub sram_threshold_exceeded: bool,
     /// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`.
     pub recovery_action: u32,
 }
@@ -315,6 +357,11 @@ impl State {
         self.events.queue.push(Event { seq: self.events.last, slot, kind, instance });
     }
 
+    /// The next time at which a device node appears, in ms since the Unix epoch.
+    pub fn next_node_ms(&self) -> Option<u64> {
+        self.gpus.iter().filter_map(|gpu| gpu.node_due_ms).min()
+    }
+
     /// Assigns minors to the GPUs that are present, as the driver does when it loads.
     pub(crate) fn assign_minors(&mut self) {
         let present = self.gpus.iter_mut().filter(|gpu| !gpu.missing);
@@ -328,6 +375,21 @@ impl Gpu {
     /// The catalogue's properties of the model.
     pub fn model(&self) -> &'static GpuModel {
         self.model.row()
+    }
+
+    /// Version of the video BIOS.
+    pub fn vbios(&self) -> String {
+        format!("{:02X}.00.5E.00.01", 0x80 + self.model().architecture as u32 * 2)
+    }
+
+    /// Interrupt number.
+    pub const fn irq(&self) -> u32 {
+        64 + self.minor
+    }
+
+    /// The answer of calls on the GPU if it does not respond.
+    pub fn failure(&self) -> Option<Code> {
+        self.lost.then(|| self.loss.code.unwrap_or(Code::GpuIsLost))
     }
 
     /// The GPU instance with that id.

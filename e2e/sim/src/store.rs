@@ -7,6 +7,7 @@
 //! machine.
 
 use crate::code::Code;
+use crate::energy;
 use crate::file_lock::{self, Lock, LockError};
 use crate::live_process;
 use crate::state::{FORMAT, State};
@@ -20,8 +21,12 @@ use std::path::PathBuf;
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
+/// Name of the kernel log in the state's directory.
+pub(crate) const KERNEL_LOG: &str = "kmsg";
+
 /// Longest time that a change waits for the lock. A change takes milliseconds.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(20);
+
 /// The state of one simulator on disk.
 ///
 /// A reader parses the file once and keeps it open. An open file's inode number is not reused, so
@@ -112,7 +117,7 @@ impl Store {
     }
 
     /// Writes the first state and renders its trees.
-    pub fn create(dir: PathBuf, render: PathBuf, state: &State) -> Result<Self, StoreError> {
+    pub fn create(dir: PathBuf, render: PathBuf, mut state: State) -> Result<Self, StoreError> {
         let mut store = Self { render: Some(render.clone()), dir, cache: RwLock::new(None), usage: None };
         std::fs::create_dir_all(&store.dir)
             .map_err(|source| store.io("create", store.dir.clone(), source))?;
@@ -120,10 +125,11 @@ impl Store {
         let usage = GpuUsage::create(&store.dir).and_then(|()| GpuUsage::open(&store.dir));
         let usage =
             usage.map_err(|source| store.io("create the usage file in", store.dir.clone(), source))?;
-        usage.publish(state);
+        usage.publish(&state);
         store.usage = Some(Arc::new(usage));
-        tree::render(&render, state).map_err(render_error)?;
-        let new = store.write_new(state)?;
+        tree::render(&render, &state).map_err(render_error)?;
+        store.write_kernel_log(&mut state)?;
+        let new = store.write_new(&state)?;
         store.commit(new)?;
         Ok(store)
     }
@@ -194,11 +200,20 @@ impl Store {
     /// Replaces the state by `after`. The caller holds the lock.
     fn replace(&self, before: &State, mut after: State) -> Result<(), StoreError> {
         after.generation += 1;
+        if !after.kernel_log.is_written() {
+            self.write_kernel_log(&mut after)?;
+        }
+        energy::account(before, &mut after, self.usage.as_ref());
         let new = self.write_new(&after)?;
         let edits = tree::changes(before, &after);
         match &self.render {
             _ if edits.is_empty() => {}
-            Some(root) => edits.apply(root).map_err(render_error)?,
+            Some(root) => {
+                if tree::replaces_module(before, &after) {
+                    tree::retire_module(root, &self.dir).map_err(render_error)?;
+                }
+                edits.apply(root).map_err(render_error)?;
+            }
             // A container has no trees; the next process that has them renders them.
             None => self.ask_for_trees()?,
         }
@@ -207,6 +222,12 @@ impl Store {
             usage.publish(&after);
         }
         Ok(())
+    }
+
+    /// A process that is killed before the commit leaves lines of a change that did not happen.
+    fn write_kernel_log(&self, state: &mut State) -> Result<(), StoreError> {
+        let path = self.dir.join(KERNEL_LOG);
+        state.kernel_log.write(&path).map_err(|source| self.io("write", path, source))
     }
 
     fn current(&self) -> Result<Cached, StoreError> {

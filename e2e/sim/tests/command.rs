@@ -75,6 +75,32 @@ fn commands_change_the_gpus() {
 }
 
 #[test]
+fn commands_set_health_and_change_boards() {
+    let node = Node::create("2xL4");
+    let gpu = |slot: usize| node.sim.read().expect("a state").gpus[slot].clone();
+    run_ok(&node, &["health", "0", "--ecc-uncorrected", "2", "--remap-pending", "--remap-failed=false"]);
+    assert!(gpu(0).health.remap_pending && !gpu(0).health.remap_failed);
+    assert_eq!(gpu(0).health.ecc_uncorrected, 2);
+    run_ok(&node, &["health", "0", "--remap-pending", "false", "--recovery-action", "1", "--events"]);
+    assert!(!gpu(0).health.remap_pending);
+    assert!(node.text("dev/kmsg").contains("to 0x1 (GPU Reset Required)"));
+    run_ok(&node, &["lose", "0", "--silent", "--code", "reset-required"]);
+    assert_eq!(gpu(0).failure(), Some(divvy_sim::Code::ResetRequired));
+    run_ok(&node, &["reset", "0"]);
+    run_ok(&node, &["plug", "L4"]);
+    run_ok(&node, &["unplug", "1"]);
+    run_ok(&node, &["replace", "1"]);
+    let uuid = gpu(2).uuid;
+    run_ok(&node, &["migrate"]);
+    run_ok(&node, &["reboot"]);
+    assert!(gpu(0).failure().is_none() && gpu(1).minor == 1 && gpu(2).uuid != uuid);
+    run_ok(&node, &["driver", "unload"]);
+    assert!(!node.has("dev/nvidiactl"));
+    run_ok(&node, &["driver", "load", "590.44.01"]);
+    assert!(node.has("dev/nvidia2"));
+}
+
+#[test]
 fn commands_set_and_remove_rules() {
     let node = Node::create("L4");
     let control = || node.sim.read().expect("a state").control.clone();
@@ -108,6 +134,10 @@ fn invalid_arguments_are_explained() {
     check(&["fault", "nvmlInit_v2", "IN_USE", "--nth", "0"], "--nth");
     check(&["hold", "nvmlInit_v2"], "--before|--after");
     check(&["driver", "new"], "not a driver version");
+    check(&["driver", "load"], "VERSION");
+    check(&["driver", "load", "590.44.01"], "is loaded; unload it first");
+    check(&["driver", "590.44.01", "590.44.02"], "only `driver load` takes a version");
+    check(&["plug", "H100"], "no GPU model");
     check(&["held", "--wait", "0"], "no call was blocked");
     check(&["--root", "/nonexistent", "show"], "no simulated GPUs in /nonexistent");
 }

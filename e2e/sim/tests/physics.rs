@@ -4,7 +4,7 @@
 use divvy_sim::catalogue::{self, GiProfile};
 use divvy_sim::code::Code;
 use divvy_sim::mig::{self, InstanceSeed};
-use divvy_sim::state::{Gpu, Health, Holder, Host, MigMode, Placement, Process, ProcessKind};
+use divvy_sim::state::{Energy, Gpu, Health, Holder, Host, Loss, MigMode, Placement, Process, ProcessKind};
 use proptest::prelude::*;
 
 const SEED: InstanceSeed = InstanceSeed { generation: 1, salt: 0 };
@@ -17,12 +17,14 @@ fn gpu(model: &str, on: bool) -> Gpu {
         pdi: 42,
         minor: 0,
         node: true,
+        node_due_ms: None,
         bdf: "0000:0a:00.0".to_owned(),
         pcie_root: "pci0000:07".to_owned(),
         bridges: Vec::new(),
         numa: None,
         module: 1,
         lost: false,
+        loss: Loss::default(),
         missing: false,
         dead: false,
         epoch: 1,
@@ -35,6 +37,7 @@ fn gpu(model: &str, on: bool) -> Gpu {
         holders: Vec::new(),
         health: Health::default(),
         limits: Vec::new(),
+        energy: Energy::default(),
     }
 }
 

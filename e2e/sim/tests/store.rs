@@ -53,6 +53,29 @@ fn check_tree(sim: &Sim) {
 }
 
 #[test]
+fn state_of_an_older_build_is_read() {
+    let node = Node::create("L4");
+    let path = node.sim.dir().join("state.json");
+    let text = std::fs::read_to_string(&path).expect("a state");
+    let mut json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let mut remove = |place: &str, name: &str| {
+        let object = json.pointer_mut(place).and_then(|place| place.as_object_mut()).expect("an object");
+        assert!(object.remove(name).is_some(), "{place}/{name}");
+    };
+    for name in ["kernel_log", "module_loads", "unmounted", "migrates"] {
+        remove("", name);
+    }
+    for name in ["node_delay_ms", "mig_mode_errors"] {
+        remove("/host", name);
+    }
+    remove("/gpus/0", "energy");
+    std::fs::write(&path, json.to_string()).expect("writable");
+    let sim = node.reopen();
+    sim.update(|state| state.xid(0, 79, None)).expect("a GPU");
+    assert_eq!(sim.read().expect("a state").module_loads, 0);
+}
+
+#[test]
 fn change_and_its_files_are_visible_to_all_processes() {
     let node = Node::create("H100-SXM5-80GB");
     let other = node.reopen();

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use divvy_sim::Sim;
+use divvy_sim::{ModuleUser, Sim};
 
 use crate::code::{Code, Outcome};
 use crate::objects::{Device, Memory, Process};
@@ -18,6 +18,8 @@ use crate::physical_store::Physical;
 use crate::rules;
 
 static PROCESS: OnceLock<Process> = OnceLock::new();
+/// Keeps the kernel module loaded.
+static MODULE: OnceLock<ModuleUser> = OnceLock::new();
 static INITIALISING: Mutex<()> = Mutex::new(());
 /// One byte: 1 in the process that called `cuInit`, 0 in its children.
 static MARK: AtomicPtr<AtomicU8> = AtomicPtr::new(std::ptr::null_mut());
@@ -48,6 +50,7 @@ pub(crate) fn init() -> Outcome {
     }
     rules::read()?;
     let sim = sim()?;
+    let module = sim.use_module().map_err(|_| Code::NoDevice)?;
     let state = sim.read().map_err(|_| Code::OperatingSystem)?;
     let visible = sim.visible_devices();
     if !state.modules.nvidia || !visible.has_ctl {
@@ -59,7 +62,7 @@ pub(crate) fn init() -> Outcome {
         return Err(Code::NoDevice);
     }
     let process = Process { sim, devices, memory: Memory::default(), physical: Physical::default() };
-    if PROCESS.set(process).is_err() {
+    if PROCESS.set(process).is_err() || MODULE.set(module).is_err() {
         return Err(Code::Unknown);
     }
     mark_this_process()

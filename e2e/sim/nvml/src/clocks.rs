@@ -3,6 +3,7 @@
 
 use divvy_sim::catalogue::Architecture;
 use divvy_sim::code::Code;
+use divvy_sim::energy::cuda_time;
 use divvy_sim::state::Gpu;
 
 use crate::abi::{FbcStats, MarginTemperature, TemperatureV, ViolationTime};
@@ -50,9 +51,10 @@ pub(crate) fn power_mw(gpu: &Gpu) -> u32 {
     gpu.model().power_watts * if busy(gpu) { 700 } else { 100 }
 }
 
-/// Energy in mJ: the current power for one hour.
-pub(crate) fn energy(gpu: &Gpu) -> u64 {
-    u64::from(power_mw(gpu)) * 3600
+/// Energy in mJ since the last boot or reset.
+pub(crate) fn energy(nvml: &Nvml, slot: usize) -> Outcome<u64> {
+    let cuda_ns = nvml.shared.usage_monitor().map_or(0, |monitor| cuda_time(&monitor, slot));
+    Ok(nvml.state.gpu(slot)?.energy_mj(cuda_ns))
 }
 
 fn whole(nvml: &Nvml, device: Device) -> Outcome<&Gpu> {
@@ -79,7 +81,6 @@ answers! {
     nvmlDeviceGetPowerManagementDefaultLimit: u32 = |gpu| gpu.model().power_watts * 1000;
     nvmlDeviceGetEnforcedPowerLimit: u32 = |gpu| gpu.model().power_watts * 1000;
     nvmlDeviceGetPowerManagementMode: u32 = |_gpu| 1;
-    nvmlDeviceGetTotalEnergyConsumption: u64 = |gpu| energy(gpu);
     nvmlDeviceGetPerformanceState: u32 = |_gpu| 0;
     nvmlDeviceGetPowerState: u32 = |_gpu| 0;
     nvmlDeviceGetPowerSource: u32 = |_gpu| 0;
@@ -93,7 +94,7 @@ answers! {
     nvmlDeviceGetPcieSpeed: u32 = |gpu| 2000 << gpu.model().pcie_generation.saturating_sub(1).min(8);
     nvmlDeviceGetPcieLinkMaxSpeed: u32 = |gpu| gpu.model().pcie_generation;
     nvmlDeviceGetPcieReplayCounter: u32 = |_gpu| 0;
-    nvmlDeviceGetIrqNum: u32 = |gpu| 64 + gpu.minor;
+    nvmlDeviceGetIrqNum: u32 = |gpu| gpu.irq();
     /// Bit 0 is the reason "GPU idle".
     nvmlDeviceGetCurrentClocksThrottleReasons: u64 = |gpu| u64::from(!busy(gpu));
     nvmlDeviceGetCurrentClocksEventReasons: u64 = |gpu| u64::from(!busy(gpu));
@@ -109,6 +110,12 @@ answers! {
 }
 
 entry! {
+    fn nvmlDeviceGetTotalEnergyConsumption(nvml, device: Device, mj: Out<u64>) {
+        let (slot, _) = device.whole(&nvml.state)?;
+        mj.set(energy(nvml, slot)?);
+        Ok(())
+    }
+
     fn nvmlDeviceGetPowerManagementLimitConstraints(nvml, device: Device, least: Out<u32>, most: Out<u32>) {
         let watts = whole(nvml, device)?.model().power_watts;
         least.set(watts * 500);

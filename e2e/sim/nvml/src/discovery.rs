@@ -1,6 +1,7 @@
 //! Finds devices by index, UUID, PCI address and serial number.
 //!
-//! Only GPUs with a node in `/dev` are counted, so a container finds only its own. A MIG device is
+//! Only GPUs with a node in `/dev` at the first init are counted. A container thus finds only its
+//! own GPUs, and a node that appears later is found after the next init. A MIG device is
 //! found by its UUID in the current format and in that before R470, `MIG-GPU-<uuid>/<gi>/<ci>`.
 
 use divvy_sim::code::Code;
@@ -21,7 +22,7 @@ fn by_index(nvml: &Nvml, index: u32) -> Outcome<Device> {
 }
 
 fn reachable(slot: usize, gpu: &Gpu) -> Outcome<Device> {
-    if gpu.lost { Err(Code::GpuIsLost) } else { Ok(Device::of_gpu(slot)) }
+    gpu.failure().map_or(Ok(Device::of_gpu(slot, gpu)), Err)
 }
 
 fn by_uuid(nvml: &Nvml, wanted: &str) -> Outcome<Device> {

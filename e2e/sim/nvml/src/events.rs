@@ -44,12 +44,14 @@ impl Argument for SetHandle {
 }
 
 /// Waits for an event of the set. Fails when the timeout ends or all GPUs of the set are lost.
-fn wait(shared: &Shared, set: SetHandle, timeout: Duration) -> Outcome<Event> {
+fn wait(shared: &Shared, set: SetHandle, timeout: Duration) -> Outcome<(Event, Device)> {
     let deadline = Instant::now() + timeout;
     loop {
         let state = shared.sim.read_stored()?;
         if let Some(event) = shared.sets.with(|sets| sets.next_event(set.0, &state))? {
-            return Ok(event);
+            let gpu = state.gpus.get(event.slot).ok_or(Code::Unknown)?;
+            let device = Device::of_gpu(event.slot, gpu);
+            return Ok((event, device));
         }
         if shared.sets.with(|sets| sets.all_gpus_lost(set.0, &state)) {
             return Err(Code::GpuIsLost);
@@ -62,10 +64,10 @@ fn wait(shared: &Shared, set: SetHandle, timeout: Duration) -> Outcome<Event> {
     }
 }
 
-fn data(event: &Event, attributed: bool) -> EventData {
+fn data(event: &Event, device: Device, attributed: bool) -> EventData {
     let (gi, ci) = event.instance.filter(|_| attributed).unwrap_or((NO_INSTANCE, NO_INSTANCE));
     EventData {
-        device: Device::of_gpu(event.slot).raw(),
+        device: device.raw(),
         kind: event.kind.mask(),
         data: event.kind.data(),
         gpu_instance_id: gi,
@@ -74,8 +76,8 @@ fn data(event: &Event, attributed: bool) -> EventData {
 }
 
 fn wait_on(nvml: &Nvml, set: SetHandle, timeout_ms: u32, attributed: bool) -> Outcome<EventData> {
-    let event = wait(&nvml.shared, set, Duration::from_millis(timeout_ms.into()))?;
-    Ok(data(&event, attributed))
+    let (event, device) = wait(&nvml.shared, set, Duration::from_millis(timeout_ms.into()))?;
+    Ok(data(&event, device, attributed))
 }
 
 entry! {

@@ -12,7 +12,7 @@ use crate::abi::FieldValue;
 use crate::argument::{Array, Outcome};
 use crate::clocks;
 use crate::handle::{Device, Target};
-use crate::library::entry;
+use crate::library::{Nvml, entry};
 
 /// A value with its `nvmlValueType_t`.
 enum Value {
@@ -21,7 +21,7 @@ enum Value {
 }
 
 /// Values of the simulated `NVML_FI_DEV_*` fields.
-fn read(target: &Target<'_>, field: u32) -> Outcome<Value> {
+fn read(nvml: &Nvml, target: &Target<'_>, field: u32) -> Outcome<Value> {
     let (gpu, model) = (target.gpu, target.gpu.model());
     let health = &gpu.health;
     let remaps = || if model.architecture >= Architecture::Ampere { Ok(()) } else { Err(Code::NotSupported) };
@@ -39,7 +39,7 @@ fn read(target: &Target<'_>, field: u32) -> Outcome<Value> {
         // Memory temperature.
         82 => Value::Word(clocks::temperature(gpu) + 4),
         // Energy since the driver was loaded, in mJ.
-        83 | 191 => Value::Long(clocks::energy(gpu)),
+        83 | 191 => Value::Long(clocks::energy(nvml, target.slot)?),
         // Number of NVLinks, and their common speed.
         91 => Value::Word(if gpu.mig.current { 0 } else { model.nvlink_links }),
         90 | 164 if model.nvlink_links > 0 => Value::Word(model.nvlink_mib_per_second),
@@ -74,7 +74,7 @@ entry! {
         for at in 0..count {
             let place = values.at(at);
             let asked = place.get();
-            let (result, value_type, value) = match read(&target, asked.field) {
+            let (result, value_type, value) = match read(nvml, &target, asked.field) {
                 Ok(Value::Word(word)) => (Code::Success, 1, u64::from(word)),
                 Ok(Value::Long(long)) => (Code::Success, 3, long),
                 Err(code) => (code, 0, 0),

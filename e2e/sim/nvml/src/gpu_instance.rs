@@ -239,9 +239,9 @@ entry! {
     }
 
     fn nvmlGpuInstanceGetInfo(nvml, instance: GpuInstance, info: Out<GpuInstanceInfo>) {
-        let (slot, _, gi) = instance.target(&nvml.state)?;
+        let (slot, gpu, gi) = instance.target(&nvml.state)?;
         info.set(GpuInstanceInfo {
-            device: Device::of_gpu(slot).raw(),
+            device: Device::of_gpu(slot, gpu).raw(),
             id: gi.id,
             profile_id: gi.profile,
             placement: gi.placement.into(),

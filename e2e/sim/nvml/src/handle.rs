@@ -1,10 +1,10 @@
 //! Handles: numbers that encode the object, not addresses.
 //!
-//! A handle has a tag, its kind, the GPU's slot, the ids of GPU and compute instance, and for
-//! instances the low bits of the generation in which they were created. Every process can thus tell
-//! a stale handle from one of a new instance with the same id, and refuse numbers that are no
-//! handles. The tag is outside any address range, so that garbage collectors do not mistake handles
-//! for pointers.
+//! A handle has a tag, its kind, the GPU's slot, and the ids of GPU and compute instance. It also
+//! has the low bits of the generation in which an instance was created, or of a GPU's device id.
+//! Every process can thus tell a stale handle from one of a new object in the same place, and refuse
+//! numbers that are no handles. The tag is outside any address range, so that garbage collectors do
+//! not mistake handles for pointers.
 
 use divvy_sim::code::Code;
 use divvy_sim::state::{Ci, Gi, Gpu, State};
@@ -89,7 +89,7 @@ macro_rules! handles {
             }
 
             fn check(&self, state: &State) -> Outcome {
-                present(state, unpack(self.0).slot).map(drop)
+                present(state, self.0).map(drop)
             }
         }
     )*};
@@ -111,13 +111,16 @@ pub(crate) struct Target<'s> {
     pub(crate) mig: Option<(&'s Gi, &'s Ci)>,
 }
 
-/// The GPU in a slot, if the driver lists it and can reach it.
-fn present(state: &State, slot: usize) -> Outcome<&Gpu> {
-    match state.gpus.get(slot) {
-        None => Err(Code::InvalidArgument),
-        Some(gpu) if gpu.lost || gpu.missing => Err(Code::GpuIsLost),
-        Some(gpu) => Ok(gpu),
+/// The GPU of a handle, if the driver lists it and can reach it. A GPU that was replaced since is
+/// lost.
+fn present(state: &State, handle: u64) -> Outcome<&Gpu> {
+    let parts = unpack(handle);
+    let gpu = state.gpus.get(parts.slot).ok_or(Code::InvalidArgument)?;
+    let is_replaced = is(handle, Kind::Gpu) && gpu.pdi & BORN_BITS != parts.born;
+    if gpu.missing || is_replaced {
+        return Err(Code::GpuIsLost);
     }
+    gpu.failure().map_or(Ok(gpu), Err)
 }
 
 fn instance(gpu: &Gpu, parts: Parts) -> Outcome<&Gi> {
@@ -125,8 +128,8 @@ fn instance(gpu: &Gpu, parts: Parts) -> Outcome<&Gi> {
 }
 
 impl Device {
-    pub(crate) const fn of_gpu(slot: usize) -> Self {
-        Self(pack(Kind::Gpu, Parts { slot, gi: 0, ci: 0, born: 0 }))
+    pub(crate) const fn of_gpu(slot: usize, gpu: &Gpu) -> Self {
+        Self(pack(Kind::Gpu, Parts { slot, gi: 0, ci: 0, born: gpu.pdi }))
     }
 
     pub(crate) const fn of_mig(slot: usize, gi: u32, ci: &Ci) -> Self {
@@ -141,7 +144,7 @@ impl Device {
     /// The GPU or MIG device; an error if the handle is stale.
     pub(crate) fn target(self, state: &State) -> Outcome<Target<'_>> {
         let parts = unpack(self.0);
-        let gpu = present(state, parts.slot)?;
+        let gpu = present(state, self.0)?;
         if is(self.0, Kind::Gpu) {
             return Ok(Target { slot: parts.slot, gpu, mig: None });
         }
@@ -169,7 +172,7 @@ impl GpuInstance {
 
     pub(crate) fn target(self, state: &State) -> Outcome<(usize, &Gpu, &Gi)> {
         let parts = unpack(self.0);
-        let gpu = present(state, parts.slot)?;
+        let gpu = present(state, self.0)?;
         Ok((parts.slot, gpu, instance(gpu, parts)?))
     }
 }
@@ -181,7 +184,7 @@ impl ComputeInstance {
 
     pub(crate) fn target(self, state: &State) -> Outcome<(usize, &Gpu, &Gi, &Ci)> {
         let parts = unpack(self.0);
-        let gpu = present(state, parts.slot)?;
+        let gpu = present(state, self.0)?;
         let gi = gpu.gi(parts.gi).ok_or(Code::InvalidArgument)?;
         let ci =
             gi.ci(parts.ci).filter(|ci| ci.born & BORN_BITS == parts.born).ok_or(Code::InvalidArgument)?;

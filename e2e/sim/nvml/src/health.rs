@@ -108,8 +108,9 @@ entry! {
 
     fn nvmlDeviceGetSramEccErrorStatus(nvml, device: Device, status: Out<SramEccStatus>) {
         status.expect_version()?;
-        gpu_with_row_remapping(nvml, device)?;
-        status.set(SramEccStatus { version: status.version(), ..crate::abi::Plain::zeroed() });
+        let threshold_exceeded = gpu_with_row_remapping(nvml, device)?.health.sram_threshold_exceeded.into();
+        let zeros = crate::abi::Plain::zeroed();
+        status.set(SramEccStatus { version: status.version(), threshold_exceeded, ..zeros });
         Ok(())
     }
 

@@ -250,7 +250,7 @@ entry! {
 
     fn nvmlDeviceGetVbiosVersion(nvml, device: Device, version: TextOut, length: u32) {
         let (_, gpu) = device.whole(&nvml.state)?;
-        version.set(&format!("{:02X}.00.5E.00.01", 0x80 + gpu.model().architecture as u32 * 2), length)
+        version.set(&gpu.vbios(), length)
     }
 
     fn nvmlDeviceGetInforomImageVersion(nvml, device: Device, version: TextOut, length: u32) {

@@ -16,7 +16,7 @@ use divvy_sim::code::Code;
 use divvy_sim::state::{Ci, Gi, Gpu, State};
 use divvy_sim::usage::UsageMonitor;
 use divvy_sim::visible_devices::VisibleDevices;
-use divvy_sim::{Call, Sim};
+use divvy_sim::{Call, ModuleUser, Sim};
 
 use crate::argument::{Outcome, TraceArgs};
 use crate::device_nodes::DeviceNodeCache;
@@ -35,13 +35,45 @@ struct Library {
 /// Data that all calls share.
 pub(crate) struct Shared {
     pub(crate) sim: Sim,
+    _module: ModuleUser,
     nodes: DeviceNodeCache,
+    session: ForkLock<Arc<Session>>,
     pub(crate) sets: ForkLock<EventSets>,
     pub(crate) samples: ForkLock<GpmSamples>,
     monitor: ForkLock<Option<Arc<UsageMonitor>>>,
 }
 
+/// The GPUs that the first init could open. Calls find no others until the library is shut down and
+/// initialised again.
+#[derive(Default)]
+struct Session {
+    /// Number of the boot and of the module load. No process of a real machine survives either, so
+    /// the set is read again if they change.
+    loaded: (u64, u64),
+    /// Slots and device ids.
+    gpus: Vec<(usize, u64)>,
+}
+
+impl Session {
+    fn new(state: &State, visible: &VisibleDevices) -> Self {
+        let openable = state.listed().filter(|(_, gpu)| visible.has_gpu(gpu));
+        let gpus = openable.map(|(slot, gpu)| (slot, gpu.pdi)).collect();
+        Self { loaded: (state.boot, state.module_loads), gpus }
+    }
+}
+
 impl Shared {
+    fn session(&self, state: &State, visible: &VisibleDevices) -> Arc<Session> {
+        let known = self.session.with(|session| Arc::clone(session));
+        if known.loaded == (state.boot, state.module_loads) {
+            return known;
+        }
+        let made = Arc::new(Session::new(state, visible));
+        // The replaced one is dropped outside the lock.
+        drop(self.session.with(|session| std::mem::replace(session, Arc::clone(&made))));
+        made
+    }
+
     /// Reads the GPU time of CUDA processes. Created on first use; none if the usage file cannot be
     /// used.
     pub(crate) fn usage_monitor(&self) -> Option<Arc<UsageMonitor>> {
@@ -63,6 +95,7 @@ pub(crate) struct Nvml {
     pub(crate) state: Arc<State>,
     running: OnceCell<Arc<State>>,
     visible: OnceCell<Arc<VisibleDevices>>,
+    session: OnceCell<Arc<Session>>,
 }
 
 impl Nvml {
@@ -83,7 +116,10 @@ impl Nvml {
 
     /// The GPUs that this process can see, in index order.
     pub(crate) fn gpus(&self) -> impl Iterator<Item = (usize, &Gpu)> {
-        self.state.listed().filter(|(_, gpu)| self.visible().has_gpu(gpu))
+        let session = self.session.get_or_init(|| self.shared.session(&self.state, self.visible()));
+        self.state
+            .listed()
+            .filter(|(slot, gpu)| self.visible().has_gpu(gpu) && session.gpus.contains(&(*slot, gpu.pdi)))
     }
 
     /// The MIG devices of a GPU that this process can see, in index order.
@@ -132,6 +168,7 @@ pub(crate) fn init(name: &str, needs_gpus: bool) -> Outcome {
         if needs_gpus && state.listed().next().is_none() {
             return Err(Code::GpuNotFound);
         }
+        shared.session(&state, &visible);
         Ok(())
     })?;
     LIBRARY.with(|library| {
@@ -161,8 +198,10 @@ fn open() -> Outcome<Shared> {
     let file = own_file().ok_or(Code::LibraryNotFound)?;
     let sim = Sim::from_library_path(&file)?;
     Ok(Shared {
+        _module: sim.use_module()?,
         sim,
         nodes: DeviceNodeCache::default(),
+        session: ForkLock::new(Arc::default()),
         sets: ForkLock::new(EventSets::default()),
         samples: ForkLock::new(GpmSamples::default()),
         monitor: ForkLock::new(None),
@@ -219,8 +258,8 @@ where
                 return Err(Code::DriverNotLoaded);
             }
             (arguments.check)(&state)?;
-            let (running, visible) = (OnceCell::new(), OnceCell::new());
-            body(&Nvml { shared: Arc::clone(&shared), state, running, visible })
+            let (running, visible, session) = (OnceCell::new(), OnceCell::new(), OnceCell::new());
+            body(&Nvml { shared: Arc::clone(&shared), state, running, visible, session })
         })
     })
 }

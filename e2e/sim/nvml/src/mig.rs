@@ -19,7 +19,8 @@ entry! {
         Ok(())
     }
 
-    /// Succeeds even if the mode could not be activated; the activation status reports that.
+    /// Succeeds even if the mode could not be activated; the activation status reports that. With
+    /// `Host::mig_mode_errors`, a GPU in use is an error. A pending mode is stored in both cases.
     fn nvmlDeviceSetMigMode(nvml, device: Device, mode: u32, activation: Out<u32>) {
         let (slot, gpu) = device.whole(&nvml.state)?;
         if mode > 1 {
@@ -29,8 +30,9 @@ entry! {
             return Err(Code::NotSupported);
         }
         nvml.may_administer()?;
-        activation.set(nvml.change(|state| state.set_mig_mode(slot, mode == 1))?.into());
-        Ok(())
+        let status = nvml.change(|state| state.set_mig_mode(slot, mode == 1))?;
+        activation.set(status.into());
+        if status == Code::InUse && nvml.state.host.mig_mode_errors { Err(status) } else { Ok(()) }
     }
 
     /// 0 while MIG is off or not supported.
@@ -60,7 +62,7 @@ entry! {
     fn nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml, device: Device, parent: Out<Device>) {
         let target = device.target(&nvml.state)?;
         target.mig.ok_or(Code::InvalidArgument)?;
-        parent.set(Device::of_gpu(target.slot));
+        parent.set(Device::of_gpu(target.slot, target.gpu));
         Ok(())
     }
 

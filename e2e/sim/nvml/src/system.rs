@@ -141,7 +141,7 @@ entry! {
         if cpu >= crate::topology::cpus() {
             return Err(Code::InvalidArgument);
         }
-        let items = nvml.gpus().map(|(slot, _)| Device::of_gpu(slot)).collect();
+        let items = nvml.gpus().map(|(slot, gpu)| Device::of_gpu(slot, gpu)).collect();
         count.list_when_asked(&devices, items)
     }
 

@@ -53,10 +53,13 @@ impl EventSets {
         Ok(found)
     }
 
-    /// Whether all GPUs of the set are lost, so that no further event can come.
+    /// Whether the driver knows that all GPUs of the set are lost, so that no further event can
+    /// come.
     pub(crate) fn all_gpus_lost(&self, handle: u64, state: &State) -> bool {
         self.sets.get(&handle).is_some_and(|set| {
-            let gone = |slot: &usize| state.gpus.get(*slot).is_none_or(|gpu| gpu.lost || gpu.missing);
+            let gone = |slot: &usize| {
+                state.gpus.get(*slot).is_none_or(|gpu| gpu.missing || (gpu.lost && !gpu.loss.silent))
+            };
             !set.registered.is_empty() && set.registered.keys().all(gone)
         })
     }

@@ -173,7 +173,7 @@ entry! {
             return Err(Code::InvalidArgument);
         }
         let near = nvml.gpus().filter(|(slot, other)| *slot != own && distance(gpu, other) == level);
-        count.list_when_asked(&array, near.map(|(slot, _)| Device::of_gpu(slot)).collect())
+        count.list_when_asked(&array, near.map(|(slot, gpu)| Device::of_gpu(slot, gpu)).collect())
     }
 
     /// 0 is OK, 5 is not supported. Depends on the capability index: reads, writes, NVLink,

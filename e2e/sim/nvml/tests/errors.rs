@@ -211,6 +211,20 @@ fn ampere_in_use_changes_its_mig_mode_at_reset() {
 }
 
 #[test]
+fn gpu_in_use_refuses_the_mode_by_error_if_configured() {
+    for (model, pending) in [("H100-SXM5-80GB", 0), ("A100-SXM4-40GB", 1)] {
+        let node = Node::with(model, |options| options.host.mig_mode_errors = true);
+        let client = node.client();
+        let gpu = client.device(0).expect("a GPU");
+        node.sim.update(|state| state.add_process(0, process(4242, None))).expect("a process");
+        assert_eq!(client.set_mig_mode(gpu, 1), Err(IN_USE));
+        assert_eq!(client.mig_mode(gpu), Ok((0, pending)));
+        node.sim.update(|state| state.remove_process(None, 4242)).expect("a process");
+        assert_eq!(client.set_mig_mode(gpu, 1), Ok(SUCCESS));
+    }
+}
+
+#[test]
 fn ampere_in_a_vm_requires_a_reset() {
     let node = Node::with("A30-24GB", |options| options.host.vm = true);
     let client = node.client();

@@ -6,7 +6,8 @@
 
 mod common;
 
-use std::process::{Command, ExitCode};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitCode, Stdio};
 
 use common::Node;
 use divvy_sim::code::Code;
@@ -17,7 +18,8 @@ fn main() -> ExitCode {
     if let Some(code) = divvy_sim::command::multicall() {
         return code;
     }
-    let tests: [(&str, fn()); 5] = [
+    let tests: [(&str, fn()); 6] = [
+        ("closed_pipe_ends_the_program", closed_pipe_ends_the_program),
         ("gpus_and_mig_devices_are_listed", gpus_and_mig_devices_are_listed),
         ("instances_are_created_listed_and_destroyed", instances_are_created_listed_and_destroyed),
         ("profile_list_matches_a_real_card", profile_list_matches_a_real_card),
@@ -52,6 +54,20 @@ fn uuids(node: &Node) -> (String, Vec<String>) {
     let state = node.sim.read().expect("a state");
     let gpu = &state.gpus[0];
     (gpu.uuid.clone(), gpu.mig_devices().map(|(_, ci)| ci.uuid.clone()).collect())
+}
+
+fn closed_pipe_ends_the_program() {
+    let node = Node::up("8xH100-SXM5-80GB");
+    let program = node.dir.path().join("usr/bin/nvidia-smi");
+    let mut child = Command::new(program)
+        .arg("-q")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("nvidia-smi runs");
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("nvidia-smi ends");
+    assert_eq!((output.status.signal(), String::from_utf8_lossy(&output.stderr)), (Some(13), "".into()));
 }
 
 fn gpus_and_mig_devices_are_listed() {

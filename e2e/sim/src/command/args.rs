@@ -1,5 +1,6 @@
 //! Arguments of the command line.
 
+use crate::catalogue::{self, Model};
 use crate::code::Code;
 use crate::state::ProcessKind;
 use clap::{Parser, Subcommand, ValueEnum};
@@ -39,7 +40,7 @@ pub(super) enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Queue an XID event
+    /// Queue an XID event, and log it in the kernel log, run/divvy-sim/kmsg
     Xid {
         gpu: GpuArg,
         xid: u64,
@@ -47,18 +48,38 @@ pub(super) enum Command {
         #[arg(long, value_name = "GI/CI", value_parser = instance)]
         instance: Option<(u32, u32)>,
     },
-    /// Set the recovery action that NVML reports, and queue its event: 0 none, 1 reset, 2 reboot, 3
-    /// drain, 4 drain and reset
+    /// Set the recovery action that NVML reports, queue its event and log XID 154: 0 none, 1 reset,
+    /// 2 reboot, 3 drain, 4 drain and reset
     Recovery { gpu: GpuArg, action: u32 },
+    /// Set health values that NVML reports. Values that are not given stay as they are
+    Health(Health),
     /// Make a GPU fall off the bus: its calls return GPU_IS_LOST, and after a reboot it is missing
     Lose {
         gpu: GpuArg,
         /// The next boot finds it again
         #[arg(long)]
         comes_back: bool,
+        /// Queue no event, and let event waits time out
+        #[arg(long)]
+        silent: bool,
+        /// Return this code from all calls, such as UNKNOWN or IRQ_ISSUE. A GPU with RESET_REQUIRED
+        /// is restored by `reset`, and the next boot finds it
+        #[arg(long, default_value = "GPU_IS_LOST")]
+        code: Code,
     },
     /// Restore a lost GPU. A GPU that was missing at boot is restored at the next boot
     Find { gpu: GpuArg },
+    /// Add a GPU to the running node
+    Plug {
+        #[arg(value_parser = model)]
+        model: Model,
+    },
+    /// Take a GPU out of the running node, even if processes use it
+    Unplug { gpu: GpuArg },
+    /// Replace a GPU by a new board of its model, with another UUID, at the same bus address
+    Replace { gpu: GpuArg },
+    /// Move the virtual machine to another host: at the next reboot, all GPUs have other UUIDs
+    Migrate,
     /// Reset a GPU: removes its instances and makes a pending MIG mode current
     Reset {
         gpu: GpuArg,
@@ -68,8 +89,15 @@ pub(super) enum Command {
     },
     /// Reboot the node: removes instances, processes and settings, and assigns new minors
     Reboot,
-    /// Replace the GPU driver by another version, as an upgrade does
-    Driver { version: String },
+    /// Upgrade the GPU driver at once; or do its steps as the GPU operator does: `driver unload`,
+    /// which fails while a process has NVML or CUDA initialised, and `driver load VERSION`
+    Driver {
+        #[arg(value_name = "VERSION|unload|load")]
+        step: String,
+        /// Version to load
+        #[arg(required_if_eq("step", "load"))]
+        version: Option<String>,
+    },
     /// Add and remove processes, which make GPUs and instances IN_USE
     Process {
         #[command(subcommand)]
@@ -164,6 +192,13 @@ pub(super) struct Up {
     /// create
     #[arg(long)]
     pub(super) no_nodes: bool,
+    /// If a GPU is in use, let SetMigMode return IN_USE itself instead of as activation status
+    #[arg(long)]
+    pub(super) mig_mode_errors: bool,
+    /// Create the GPUs' device nodes one after the other, with this time before each, after a boot
+    /// or the load of the kernel module
+    #[arg(long, value_name = "MS", default_value_t = 0)]
+    pub(super) node_delay: u64,
     /// Create real character devices (root only) instead of empty files
     #[arg(long)]
     pub(super) mknod: bool,
@@ -183,6 +218,39 @@ pub(super) struct Up {
     /// The program to install as nvidia-smi and nvidia-modprobe, if not this one
     #[arg(long, value_name = "FILE")]
     pub(super) program: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Health {
+    pub(super) gpu: GpuArg,
+    /// Corrected ECC errors since the last reset
+    #[arg(long, value_name = "N")]
+    pub(super) ecc_corrected: Option<u64>,
+    /// Uncorrected ECC errors since the last reset
+    #[arg(long, value_name = "N")]
+    pub(super) ecc_uncorrected: Option<u64>,
+    /// Rows that were remapped for corrected errors
+    #[arg(long, value_name = "N")]
+    pub(super) rows_corrected: Option<u32>,
+    /// Rows that were remapped for uncorrected errors
+    #[arg(long, value_name = "N")]
+    pub(super) rows_uncorrected: Option<u32>,
+    /// Whether the next reset remaps a row
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub(super) remap_pending: Option<bool>,
+    /// Whether a row could not be remapped
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub(super) remap_failed: Option<bool>,
+    /// Whether SRAM has had more uncorrected errors than its threshold
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub(super) sram_threshold_exceeded: Option<bool>,
+    /// Recovery action, see `recovery`
+    #[arg(long, value_name = "N")]
+    pub(super) recovery_action: Option<u32>,
+    /// Also queue the events of values that got worse: ECC errors, XIDs 48, 63 and 64, and the
+    /// recovery action
+    #[arg(long)]
+    pub(super) events: bool,
 }
 
 #[derive(Debug, clap::Args)]
@@ -314,6 +382,10 @@ fn cuda_version(text: &str) -> Result<(u32, u32), String> {
         Some((major.parse().ok()?, minor.parse().ok()?))
     };
     parse().ok_or_else(|| "the format is MAJOR.MINOR, such as 13.0".to_owned())
+}
+
+fn model(text: &str) -> Result<Model, String> {
+    catalogue::find(text).map_err(|error| error.to_string())
 }
 
 fn instance(text: &str) -> Result<(u32, u32), String> {

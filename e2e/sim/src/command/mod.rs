@@ -8,8 +8,9 @@ mod args;
 use crate::catalogue;
 use crate::code::Code;
 use crate::control::{Latency, Pattern, When, is_alive};
+use crate::operations::HealthChange;
 use crate::sim::Sim;
-use crate::state::{Holder, Host, Privilege, Process, State};
+use crate::state::{Holder, Host, Loss, Privilege, Process, State};
 use crate::{driver_root, gpu_map, modprobe, mps, smi};
 use anyhow::{Context, Result, bail};
 use args::{Args, Command, GpuArg, ProcessCommand, Side, Toggle};
@@ -62,16 +63,38 @@ fn run(args: Args) -> Result<()> {
         Command::Recovery { gpu, action } => {
             change(&open()?, Some(&gpu), |state, slot| state.set_recovery_action(slot, action))
         }
-        Command::Lose { gpu, comes_back } => {
-            change(&open()?, Some(&gpu), |state, slot| state.lose(slot, comes_back))
+        Command::Health(health) => {
+            let wanted = HealthChange {
+                ecc_corrected: health.ecc_corrected,
+                ecc_uncorrected: health.ecc_uncorrected,
+                rows_corrected: health.rows_corrected,
+                rows_uncorrected: health.rows_uncorrected,
+                remap_pending: health.remap_pending,
+                remap_failed: health.remap_failed,
+                sram_threshold_exceeded: health.sram_threshold_exceeded,
+                recovery_action: health.recovery_action,
+            };
+            let events = health.events;
+            change(&open()?, Some(&health.gpu), |state, slot| state.set_health(slot, wanted, events))
+        }
+        Command::Lose { gpu, comes_back, silent, code } => {
+            let loss = Loss { silent, code: Some(code).filter(|code| *code != Code::GpuIsLost) };
+            change(&open()?, Some(&gpu), |state, slot| state.lose_as(slot, comes_back, loss))
         }
         Command::Find { gpu } => change(&open()?, Some(&gpu), State::find),
+        Command::Plug { model } => change(&open()?, None, |state, _| state.plug(model).map(drop)),
+        Command::Unplug { gpu } => change(&open()?, Some(&gpu), State::unplug),
+        Command::Replace { gpu } => change(&open()?, Some(&gpu), State::replace_gpu),
+        Command::Migrate => change(&open()?, None, |state, _| {
+            state.migrate();
+            Ok(())
+        }),
         Command::Reset { gpu, force } => change(&open()?, Some(&gpu), |state, slot| state.reset(slot, force)),
         Command::Reboot => change(&open()?, None, |state, _| {
             state.reboot();
             Ok(())
         }),
-        Command::Driver { version } => Ok(driver_root::replace_driver(&open()?, &version)?),
+        Command::Driver { step, version } => driver(&open()?, &step, version.as_deref()),
         Command::Process { command } => process(&open()?, command),
         Command::Latency { call, ms, global_lock, gpu } => {
             let sim = open()?;
@@ -134,9 +157,12 @@ fn bring_up(wanted: args::Up) -> Result<()> {
         mknod: wanted.mknod,
         fresh_uuids: wanted.fresh_uuids,
         divides_samples: wanted.divides_samples,
+        mig_mode_errors: wanted.mig_mode_errors,
+        node_delay_ms: wanted.node_delay,
         privilege: if wanted.unprivileged { Privilege::Nobody } else { Privilege::Owner },
     };
     let sim = driver_root::create(&wanted.dir, &wanted.gpus, &options)?;
+    sim.start_node_helper()?;
     show(&sim, false)
 }
 
@@ -160,7 +186,8 @@ fn change(
         Some(gpu) => slot(&*sim.read()?, gpu)?,
         None => 0,
     };
-    Ok(sim.update(|state| operation(state, slot))?)
+    sim.update(|state| operation(state, slot))?;
+    Ok(sim.start_node_helper()?)
 }
 
 fn slot(state: &State, gpu: &GpuArg) -> Result<usize> {
@@ -177,6 +204,16 @@ fn pattern(sim: &Sim, call: String, gpu: Option<&GpuArg>) -> Result<Pattern> {
         None => None,
     };
     Ok(Pattern { call, gpu })
+}
+
+fn driver(sim: &Sim, step: &str, version: Option<&str>) -> Result<()> {
+    match (step, version) {
+        ("unload", None) => driver_root::unload_driver(sim)?,
+        ("load", Some(version)) => driver_root::load_driver(sim, version)?,
+        (version, None) => driver_root::replace_driver(sim, version)?,
+        (_, Some(_)) => bail!("only `driver load` takes a version; use `driver {step}`"),
+    }
+    Ok(sim.start_node_helper()?)
 }
 
 fn process(sim: &Sim, command: ProcessCommand) -> Result<()> {

@@ -55,6 +55,7 @@ enum Command {
 
 /// Main of `nvidia-smi`.
 pub fn main() -> ExitCode {
+    nvml::die_of_closed_pipes();
     let arguments: Vec<String> = std::env::args().collect();
     let (name, rest) =
         arguments.split_first().map_or(("nvidia-smi", [].as_slice()), |(name, rest)| (name, rest));

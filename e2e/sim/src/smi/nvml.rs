@@ -195,6 +195,13 @@ impl SmiError {
     }
 }
 
+/// Makes a write to a closed pipe end the program, as for a C program. Rust programs get an error
+/// instead, on which `println!` panics.
+pub(super) fn die_of_closed_pipes() {
+    // SAFETY: the default action for a signal is valid, and no other thread runs yet.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+}
+
 pub(super) type Smi<T> = Result<T, SmiError>;
 
 /// The real program's texts for return codes.

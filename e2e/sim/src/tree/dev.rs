@@ -1,7 +1,9 @@
 //! `/dev/nvidia*`.
 
 use super::entry::{Entry, Tree, major};
+use crate::sim::STATE_DIR;
 use crate::state::{Gpu, State};
+use crate::store::KERNEL_LOG;
 use crate::visible_devices::{CAP_CONFIG, CAP_MONITOR, cap_ci, cap_gi};
 
 /// Minors of the driver's control and mode-setting nodes.
@@ -11,6 +13,7 @@ const MODESET: u32 = 254;
 /// The driver's nodes and those of the GPUs.
 pub(super) fn node(state: &State, tree: &mut Tree) {
     tree.insert("dev".to_owned(), Entry::Dir);
+    tree.insert("dev/kmsg".to_owned(), Entry::Link(format!("../{STATE_DIR}/{KERNEL_LOG}")));
     let mut add = |path: &str, major: u32, minor: u32, mode: u32| {
         let entry = Entry::Node { major, minor, mode, real: state.host.mknod };
         tree.insert(format!("dev/{path}"), entry);

@@ -88,6 +88,23 @@ pub fn changes(before: &State, after: &State) -> Edits {
     difference(&old_tree, &new_tree)
 }
 
+/// Whether the module `nvidia` of one state is not that of the next.
+pub(crate) fn replaces_module(before: &State, after: &State) -> bool {
+    let module = |state: &State| (state.boot, state.module_loads, state.modules.nvidia);
+    before.modules.nvidia && module(before) != module(after)
+}
+
+/// Moves the module's directory away, so that the next module has a new one. The old one is kept,
+/// because file systems use the inode numbers of removed directories again.
+pub(crate) fn retire_module(root: &Path, dir: &Path) -> Result<(), RenderError> {
+    let (path, old) = (root.join("sys/module/nvidia"), dir.join("old-module"));
+    drop(std::fs::remove_dir_all(&old));
+    match std::fs::rename(&path, old) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(RenderError { path, source }),
+        _ => Ok(()),
+    }
+}
+
 fn difference(before: &Tree, after: &Tree) -> Edits {
     let write = after.iter().filter(|(path, entry)| before.get(*path) != Some(entry));
     let remove = before.iter().rev().filter(|(path, _)| !after.contains_key(*path));

@@ -43,14 +43,14 @@ pub(super) fn node(state: &State, tree: &mut Tree) {
 
 /// Entries of a GPU that is present.
 pub(super) fn gpu(state: &State, gpu: &Gpu, tree: &mut Tree) {
-    let bus = gpu.bdf.split(':').nth(1).and_then(|bus| u32::from_str_radix(bus, 16).ok()).unwrap_or(0);
     let text = format!(
-        "Model: \t\t {}\nIRQ:   \t\t {}\nGPU UUID: \t {}\nVideo BIOS: \t 96.00.74.00.01\nBus Type: \t PCIe\n\
+        "Model: \t\t {}\nIRQ:   \t\t {}\nGPU UUID: \t {}\nVideo BIOS: \t {}\nBus Type: \t PCIe\n\
          DMA Size: \t 52 bits\nDMA Mask: \t 0xfffffffffffff\nBus Location: \t {}\nDevice Minor: \t {}\n\
          GPU Firmware: \t {}\nGPU Excluded:\t No\n",
         gpu.model().product,
-        100 + bus,
+        gpu.irq(),
         gpu.uuid,
+        gpu.vbios(),
         gpu.bdf,
         gpu.minor,
         state.driver,

@@ -56,7 +56,8 @@ pub(super) fn gpu(slot: usize, gpu: &Gpu, bound: bool, tree: &mut Tree) {
     set("vendor", "0x10de");
     set("device", &format!("{:#06x}", model.device_id));
     set("subsystem_vendor", "0x10de");
-    set("subsystem_device", "0x0000");
+    set("subsystem_device", &format!("{:#06x}", model.device_id));
+    set("irq", &gpu.irq().to_string());
     set("revision", "0xa1");
     set("class", &format!("{class:#08x}"));
     set("numa_node", &numa(gpu.numa));
@@ -120,6 +121,8 @@ fn config(device: u16, class: u32) -> Vec<u8> {
     bytes[0..2].copy_from_slice(&0x10de_u16.to_le_bytes());
     bytes[2..4].copy_from_slice(&device.to_le_bytes());
     bytes[8] = 0xa1;
+    bytes[0x2c..0x2e].copy_from_slice(&0x10de_u16.to_le_bytes());
+    bytes[0x2e..0x30].copy_from_slice(&device.to_le_bytes());
     bytes[9..12].copy_from_slice(&class.to_le_bytes()[0..3]);
     bytes
 }
