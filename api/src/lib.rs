@@ -6,6 +6,7 @@
 pub mod check;
 pub mod claim;
 pub mod config;
+pub mod control;
 pub mod mps;
 pub mod names;
 pub mod quantity;

@@ -16,6 +16,8 @@ mod bad_input;
 mod decommission;
 #[path = "node/device_classes.rs"]
 mod device_classes;
+#[path = "node/driver_upgrade.rs"]
+mod driver_upgrade;
 #[path = "node/health.rs"]
 mod health;
 #[path = "node/mps.rs"]

@@ -11,6 +11,7 @@ mod demo;
 mod documents;
 mod explain;
 mod import;
+mod node;
 mod top;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -43,6 +44,9 @@ enum Command {
     /// Convert the configuration of other tools to Divvy's
     #[command(subcommand)]
     Import(import::ImportCommand),
+    /// Show the health of a node's GPUs, and release or forget one
+    #[command(subcommand)]
+    Node(node::NodeCommand),
     /// Show requests, limits, usage and throttling of the shares of a node
     Top(top::TopArguments),
 }
@@ -59,7 +63,7 @@ const GROUPS: &[(&str, &[&str])] = &[
     ("Try it without a GPU", &["demo"]),
     ("Before you apply a manifest", &["check", "allocate"]),
     ("Set up a cluster", &["config", "import"]),
-    ("Inspect a node", &["top"]),
+    ("Inspect a node", &["top", "node"]),
 ];
 
 /// The command line with a grouped help text: clap groups only options.
@@ -95,6 +99,7 @@ fn main() -> ExitCode {
         Command::Check(arguments) => check::run(&arguments),
         Command::Config(ConfigCommand::Explain(arguments)) => explain::run(&arguments),
         Command::Import(command) => import::run(&command),
+        Command::Node(command) => node::run(&command),
         Command::Top(arguments) => top::run(&arguments),
     };
     match outcome {

@@ -6,7 +6,7 @@
 //! another node, kubectl runs it there.
 
 mod live_view;
-mod remote;
+pub(crate) mod remote;
 mod snapshot;
 mod table;
 mod terminal;

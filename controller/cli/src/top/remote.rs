@@ -1,5 +1,5 @@
-//! `divvy top --node`: kubectl runs `divvy top` in the pod of that node's daemon, whose image
-//! contains this program.
+//! Commands with `--node`: kubectl runs `divvy` in the pod of that node's daemon, whose image contains
+//! this program.
 
 use super::TopArguments;
 use anyhow::{Context, Result, bail, ensure};
@@ -10,7 +10,16 @@ use std::process::{Command, ExitCode, Stdio};
 const POD_SELECTOR: &str = "app.kubernetes.io/part-of=divvy,app.kubernetes.io/component=node";
 const NO_KUBECTL: &str = "cannot start kubectl; --node needs it on the PATH";
 
+/// Runs `divvy top` on the node.
 pub(super) fn run(node: &str, arguments: &TopArguments) -> Result<ExitCode> {
+    let mut words = vec!["top".to_owned(), "--run-dir".to_owned(), arguments.run_dir.display().to_string()];
+    words.extend(arguments.once.then(|| "--once".to_owned()));
+    words.extend(arguments.json.then(|| "--json".to_owned()));
+    divvy(node, &words)
+}
+
+/// Runs `divvy` with these arguments on the node.
+pub(crate) fn divvy(node: &str, words: &[String]) -> Result<ExitCode> {
     let pod = Command::new("kubectl")
         .args(["get", "pods", "--all-namespaces", "--selector", POD_SELECTOR])
         .args(["--field-selector", &format!("spec.nodeName={node},status.phase=Running")])
@@ -32,8 +41,7 @@ pub(super) fn run(node: &str, arguments: &TopArguments) -> Result<ExitCode> {
     if io::stdin().is_terminal() && io::stdout().is_terminal() {
         exec.args(["--stdin", "--tty"]);
     }
-    exec.args(["--", "divvy", "top", "--run-dir"]).arg(&arguments.run_dir);
-    exec.args(arguments.once.then_some("--once")).args(arguments.json.then_some("--json"));
+    exec.args(["--", "divvy"]).args(words);
     let status = exec.status().context(NO_KUBECTL)?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
