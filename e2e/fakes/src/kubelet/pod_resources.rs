@@ -1,8 +1,8 @@
 //! The kubelet's pod-resources API, `<root>/pod-resources/kubelet.sock`.
 //!
 //! It lists one pod for each claim that was prepared and not unprepared since. As on a real kubelet,
-//! the claims survive a restart, and a pod that is deleted by force leaves the list at once, while
-//! its claim is still prepared and its containers may still run.
+//! the claims survive a restart. A pod that is deleted by force leaves the list at once, although its
+//! claim is still prepared and its containers may still run.
 
 use divvy_kubelet::dra::v1::{Claim, Device};
 use divvy_kubelet::pod_resources::pod_resources_lister_server::{
