@@ -46,6 +46,11 @@ impl HostPaths {
         self.kubelet_root.join("plugins_registry")
     }
 
+    /// `<kubelet root>/pod-resources`: where the kubelet serves its list of containers.
+    pub fn pod_resources_dir(&self) -> PathBuf {
+        self.kubelet_root.join("pod-resources")
+    }
+
     /// The host's path of a device node.
     pub fn dev(&self, node: &str) -> PathBuf {
         self.dev_root.join(Path::new(node).strip_prefix("/").unwrap_or(Path::new(node)))

@@ -1,5 +1,5 @@
 //! The gRPC interfaces between the kubelet and a DRA driver: registration, prepare and unprepare,
-//! and device health.
+//! device health, and the kubelet's list of pods with their claims.
 //!
 //! `proto/` holds the vendored interfaces, `generated/` their bindings. The bindings are committed,
 //! so a build needs no code generator; a test regenerates and compares them. Packages keep their
@@ -31,6 +31,11 @@ pub mod health {
     pub mod v1alpha1 {
         include!("generated/dra_health_v1alpha1.rs");
     }
+}
+
+/// The pods of the node and the claims of their containers, served by the kubelet.
+pub mod pod_resources {
+    include!("generated/podresources_v1.rs");
 }
 
 /// The `type` of a DRA driver's `PluginInfo`.

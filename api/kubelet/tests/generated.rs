@@ -6,12 +6,13 @@
 use std::path::{Path, PathBuf};
 
 /// The vendored interface and the file of its bindings.
-const INTERFACES: [(&str, &str); 5] = [
+const INTERFACES: [(&str, &str); 6] = [
     ("pluginregistration/v1", "pluginregistration_v1.rs"),
     ("dra/v1", "dra_v1.rs"),
     ("dra/v1beta1", "dra_v1beta1.rs"),
     ("dra-health/v1", "dra_health_v1.rs"),
     ("dra-health/v1alpha1", "dra_health_v1alpha1.rs"),
+    ("podresources/v1", "podresources_v1.rs"),
 ];
 
 fn root() -> PathBuf {
@@ -46,13 +47,14 @@ fn committed_bindings_match_the_interfaces() {
 /// The kubelet calls these services, whatever the files are called.
 #[test]
 fn service_names_are_those_of_the_kubelet() {
-    use divvy_kubelet::{dra, health, registration};
+    use divvy_kubelet::{dra, health, pod_resources, registration};
     for (name, expected) in [
         (registration::registration_server::SERVICE_NAME, "pluginregistration.Registration"),
         (dra::v1::dra_plugin_server::SERVICE_NAME, "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"),
         (dra::v1beta1::dra_plugin_server::SERVICE_NAME, "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin"),
         (health::v1::dra_resource_health_server::SERVICE_NAME, "v1.DRAResourceHealth"),
         (health::v1alpha1::dra_resource_health_server::SERVICE_NAME, "v1alpha1.DRAResourceHealth"),
+        (pod_resources::pod_resources_lister_server::SERVICE_NAME, "v1.PodResourcesLister"),
     ] {
         assert_eq!(name, expected);
     }

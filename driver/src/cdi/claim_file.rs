@@ -22,7 +22,7 @@ use crate::shares;
 use crate::shares::Shares;
 use divvy_api::mps::CONTAINER_PIPE;
 use divvy_api::sharing::Injection;
-use divvy_api::{AllocatedClaim, ClaimUid, DeviceName, RequestName, ShareId};
+use divvy_api::{AllocatedClaim, ClaimRef, ClaimUid, DeviceName, RequestName, ShareId};
 use divvy_model::Inventory;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -222,7 +222,40 @@ impl Cdi {
     }
 
     fn metadata_dir(&self) -> PathBuf {
-        self.shared.paths.state_dir.join("metadata")
+        self.shared.paths.state_dir.join(metadata::DIRECTORY)
+    }
+
+    /// The claim's files in the CDI directory, finished or not, of all claims.
+    pub fn claim_files(&self) -> Vec<(ClaimUid, PathBuf)> {
+        let claim = |(name, path): (String, PathBuf)| Some((claim_of_file(&name)?, path));
+        entries(&self.shared.paths.cdi_dir).filter_map(claim).collect()
+    }
+
+    /// The directories of device metadata, of all claims.
+    pub fn claim_metadata(&self) -> Vec<(ClaimUid, PathBuf)> {
+        entries(&self.metadata_dir()).map(|(name, path)| (ClaimUid::from(name), path)).collect()
+    }
+
+    /// The claim that has metadata under this UID.
+    pub fn described_claim(&self, claim: &ClaimUid) -> Option<ClaimRef> {
+        metadata::claim_ref(&self.metadata_dir(), claim)
+    }
+
+    /// Versions of the library that are not current and that no claim's file names, with their
+    /// directories. Empty if the current version is not known.
+    pub fn unused_libraries(&self) -> Vec<(String, PathBuf)> {
+        let Ok(library) = self.library() else { return Vec::new() };
+        let mut versions = library.other_versions(&self.shared.paths.plugin_dir());
+        for (_, path) in self.claim_files() {
+            match std::fs::read_to_string(&path) {
+                Ok(json) => {
+                    versions.retain(|(hash, _)| !json.contains(&format!("/{}/{hash}/", library::DIRECTORY)))
+                }
+                // It may name any of them.
+                Err(_) => return Vec::new(),
+            }
+        }
+        versions
     }
 
     /// Removes the claim's file and the temporary file of an interrupted write; succeeds if there is
@@ -263,8 +296,26 @@ impl Cdi {
 
     /// `<CDI directory>/gpu.divvy.dev-claim_<uid>.json`.
     fn file(&self, claim: &ClaimUid) -> PathBuf {
-        self.shared.paths.cdi_dir.join(format!("{}-claim_{claim}.json", divvy_api::names::DRIVER))
+        self.shared.paths.cdi_dir.join(claim_file_name(claim))
     }
+}
+
+/// The name of a claim's file in the CDI directory.
+pub fn claim_file_name(claim: &ClaimUid) -> String {
+    format!("{}-claim_{claim}.json", divvy_api::names::DRIVER)
+}
+
+/// The claim to which a file of that name in the CDI directory belongs; `None` for other files.
+pub fn claim_of_file(name: &str) -> Option<ClaimUid> {
+    let claim = name.strip_prefix(divvy_api::names::DRIVER)?.strip_prefix("-claim_")?;
+    let claim = claim.strip_suffix(".json").or_else(|| claim.strip_suffix(".part"))?;
+    Some(claim.into())
+}
+
+/// Names and paths in a directory; empty if it cannot be read.
+fn entries(dir: &Path) -> impl Iterator<Item = (String, PathBuf)> + use<> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path())))
 }
 
 /// Path of the temporary file for `path`. The runtime reads every .json and .yaml file, so it has
@@ -284,6 +335,8 @@ pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     result
 }
 
+/// Directory in containers with the CDI files of their claims.
+const CLAIMS_IN_CONTAINER: &str = "/run/divvy/claims";
 const MOUNT_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
 /// Options for files that are only read.
 const DATA_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "noexec", "bind", "rprivate"];
@@ -435,11 +488,23 @@ impl Cdi {
                 }
             }
         }
-        serde_json::to_vec(&Document::new(&rendered, &parts.common)).map_err(|cause| CdiError::Write {
+        let own = self.own_mount(claim);
+        serde_json::to_vec(&Document::new(&rendered, &parts.common, &own)).map_err(|cause| CdiError::Write {
             claim: claim.clone(),
             path: self.file(claim),
             cause: cause.into(),
         })
+    }
+
+    /// The mount of the claim's file itself in each of its containers. While a process has it, the
+    /// claim is in use. No other mount exists in every mode and for certain: a container cannot
+    /// start with a device of the claim without this file.
+    fn own_mount(&self, claim: &ClaimUid) -> Mount {
+        Mount {
+            host_path: text(&self.file(claim)),
+            container_path: format!("{CLAIMS_IN_CONTAINER}/{claim}.json"),
+            options: DATA_OPTIONS,
+        }
     }
 }
 

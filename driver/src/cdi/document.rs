@@ -12,7 +12,20 @@ pub struct Document<'a> {
     cdi_version: &'static str,
     kind: &'static str,
     devices: &'a [Device],
-    container_edits: &'a Edits,
+    container_edits: DocumentEdits<'a>,
+}
+
+/// The edits for every container with a device of the document.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct DocumentEdits<'a> {
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    env: &'a [String],
+    #[serde(skip_serializing_if = "<[DeviceNode]>::is_empty")]
+    device_nodes: &'a [DeviceNode],
+    mounts: Vec<&'a Mount>,
+    #[serde(skip_serializing_if = "<[Hook]>::is_empty")]
+    hooks: &'a [Hook],
 }
 
 /// A device of a document; its id is `<kind>=<name>`.
@@ -53,7 +66,7 @@ pub struct DeviceNode {
 }
 
 /// A bind mount.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Mount {
     pub host_path: String,
@@ -73,8 +86,15 @@ pub struct Hook {
 }
 
 impl<'a> Document<'a> {
-    /// A document of the kind that all claims have.
-    pub fn new(devices: &'a [Device], container_edits: &'a Edits) -> Self {
+    /// A document of the kind that all claims have: its devices, the edits that all claims have in
+    /// common, and one mount of its own.
+    pub fn new(devices: &'a [Device], common: &'a Edits, own: &'a Mount) -> Self {
+        let container_edits = DocumentEdits {
+            env: &common.env,
+            device_nodes: &common.device_nodes,
+            mounts: common.mounts.iter().chain([own]).collect(),
+            hooks: &common.hooks,
+        };
         Self { cdi_version: version(devices), kind: divvy_api::names::CDI_KIND, devices, container_edits }
     }
 }
@@ -99,10 +119,11 @@ mod tests {
 
     fn check(name: &str, expect: &str) {
         let devices = [Device { name: name.to_owned(), container_edits: Edits::default() }];
-        let edits = Edits::default();
-        let json = serde_json::to_value(Document::new(&devices, &edits)).unwrap();
+        let (edits, mount) = (Edits::default(), Mount::default());
+        let json = serde_json::to_value(Document::new(&devices, &edits, &mount)).unwrap();
         assert_eq!(json["cdiVersion"], expect, "{name}");
-        assert_eq!(json["containerEdits"], serde_json::json!({}), "empty fields are omitted");
+        let fields: Vec<_> = json["containerEdits"].as_object().unwrap().keys().collect();
+        assert_eq!(fields, ["mounts"], "empty fields are omitted");
     }
 
     #[test]

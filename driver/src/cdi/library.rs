@@ -16,6 +16,8 @@ pub const IN_CONTAINER: &str = "/run/divvy/lib/libdivvy.so";
 pub const REAL: &str = "/run/divvy/lib/real";
 /// The sonames of the GPU driver that programs load. There is a shim for each of them.
 pub const SHIMMED_LIBRARIES: [&str; 2] = ["libcuda.so.1", "libnvidia-ml.so.1"];
+/// Below the plugin directory: one directory for each version of a file, named by its hash.
+pub const DIRECTORY: &str = "lib";
 const LIBRARY: &str = "libdivvy.so";
 const LIST: &str = "ld.so.preload";
 /// Subdirectory of the source directory with the shims.
@@ -57,7 +59,7 @@ pub struct Library {
 impl Library {
     /// Installs the files from the directory `from`.
     pub fn install(from: &Path, plugin_dir: &Path) -> Result<Self, LibraryError> {
-        let to = plugin_dir.join("lib");
+        let to = plugin_dir.join(DIRECTORY);
         let file = |dir: &str, name: &str| {
             let path = from.join(dir).join(name);
             let bytes = std::fs::read(&path).map_err(|cause| LibraryError::Read { path, cause })?;
@@ -73,7 +75,23 @@ impl Library {
 
     /// Whether all files still exist.
     pub fn exists(&self) -> bool {
-        [&self.preloaded, &self.list].into_iter().chain(&self.shims).all(|path| path.exists())
+        self.files().all(|path| path.exists())
+    }
+
+    fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.preloaded, &self.list].into_iter().chain(&self.shims)
+    }
+
+    /// The directories of other versions, with their hashes.
+    pub(super) fn other_versions(&self, plugin_dir: &Path) -> Vec<(String, PathBuf)> {
+        let entries = std::fs::read_dir(plugin_dir.join(DIRECTORY)).into_iter().flatten().flatten();
+        let is_current = |dir: &Path| self.files().any(|file| file.parent() == Some(dir));
+        let version = |entry: std::fs::DirEntry| {
+            let name = entry.file_name().into_string().ok()?;
+            let is_hash = name.len() == HASH_DIGITS && name.bytes().all(|byte| byte.is_ascii_hexdigit());
+            (is_hash && !is_current(&entry.path())).then(|| (name, entry.path()))
+        };
+        entries.filter_map(version).collect()
     }
 }
 
@@ -84,9 +102,11 @@ fn place(to: &Path, name: &str, bytes: &[u8]) -> Result<PathBuf, LibraryError> {
     Ok(path)
 }
 
+const HASH_DIGITS: usize = 16;
+
 /// The hash that identifies contents: 16 hexadecimal digits.
 pub(super) fn hash(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    Sha256::digest(bytes).iter().take(HASH_DIGITS / 2).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Writes a file atomically and creates its directory. A file with the same bytes is left alone.

@@ -7,10 +7,10 @@
 
 use super::document::Mount;
 use divvy_api::names::DRIVER;
-use divvy_api::{AllocatedClaim, AllocatedDevice, ClaimUid, Quantity, RequestName};
+use divvy_api::{AllocatedClaim, AllocatedDevice, ClaimRef, ClaimUid, Quantity, RequestName};
 use divvy_model::{DeviceId, Inventory, share};
 use k8s_openapi::api::resource::v1::DeviceAttribute;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 const CONTAINER: &str = "/var/run/kubernetes.io/dra-device-attributes";
 /// Versions of the object in a file, newest first, one after the other.
 const VERSIONS: [&str; 2] = ["metadata.resource.k8s.io/v1beta1", "metadata.resource.k8s.io/v1alpha1"];
+/// Below the state directory: one directory for each claim, named by its UID.
+pub const DIRECTORY: &str = "metadata";
 const FILE: &str = "metadata.json";
 const MOUNT_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "noexec", "bind"];
 
@@ -168,6 +170,27 @@ pub(super) fn mounts(dir: &Path, claim: &ClaimUid) -> BTreeMap<String, Mount> {
 fn entries(dir: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries.map(|entry| entry.path())
+}
+
+/// The claim that the files describe; `None` if there is none that can be read.
+pub(super) fn claim_ref(dir: &Path, claim: &ClaimUid) -> Option<ClaimRef> {
+    #[derive(Deserialize)]
+    struct Described {
+        metadata: Owner,
+    }
+    #[derive(Deserialize)]
+    struct Owner {
+        name: String,
+        namespace: String,
+        uid: ClaimUid,
+    }
+    let below = dir.join(claim.as_str());
+    let requests = entries(&below).flat_map(|kind| entries(&kind)).flat_map(|owner| entries(&owner));
+    let bytes = requests.filter_map(|request| std::fs::read(request.join(FILE)).ok()).next()?;
+    // The first object of the stream.
+    let found = serde_json::Deserializer::from_slice(&bytes).into_iter::<Described>().next()?.ok()?;
+    let Owner { name, namespace, uid } = found.metadata;
+    (uid == *claim).then_some(ClaimRef { namespace, name, uid })
 }
 
 /// Removes the files of a claim; succeeds if there are none.

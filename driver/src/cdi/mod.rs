@@ -10,7 +10,10 @@ mod metadata;
 pub mod nodes;
 pub mod runtime;
 
-pub use claim_file::{Cdi, CdiError, CdiId, ClaimDevice, MpsClient, ReadinessError};
+pub use claim_file::{
+    Cdi, CdiError, CdiId, ClaimDevice, MpsClient, ReadinessError, claim_file_name, claim_of_file,
+};
 pub use hook::HookMode;
-pub use library::Library;
+pub use library::{DIRECTORY as LIBRARIES, Library};
+pub use metadata::DIRECTORY as METADATA;
 pub use nodes::DeviceNodes;

@@ -49,7 +49,7 @@ use tokio_util::task::TaskTracker;
 /// with idle MIG mode has a task that disables the mode later (`idle_mig`).
 #[derive(Clone)]
 pub struct Engine {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
 }
 
 /// Configuration of the engine.

@@ -4,7 +4,8 @@
 //! promises and that is missing is restored: instances, share pages, MPS daemons, CDI file. An
 //! unfinished record is undone, and debts are settled. Hardware state without a record is reported as unmanaged; an
 //! unmanaged instance is destroyed only on GPUs with exclusive ownership. Time slices and compute
-//! modes without a record stay, because an administrator may have set them.
+//! modes without a record stay, because an administrator may have set them. Files without a record
+//! are left to [`crate::claims::leftovers`].
 
 use crate::claims::engine::{ClaimLockError, ReleaseError};
 use crate::claims::engine::{Inner, RecoveryReport};
@@ -16,7 +17,6 @@ use crate::claims::step::{Step, Undo};
 use crate::gpu::mps::{self, Mps};
 use crate::gpu::part::{InstanceKey, Part};
 use crate::gpu::sharing::Setup;
-use crate::shares::{self, Shares};
 use divvy_api::text::error_chain;
 use divvy_api::{ClaimRef, ClaimUid, GpuUuid};
 use divvy_model::inventory::{Mig, MigMode, MigToggle};
@@ -66,35 +66,11 @@ impl Inner {
                 );
             }
         }
-        self.remove_unmanaged_pages();
         let inventory = self.inventory();
         let usable = inventory.gpus.iter().filter(|gpu| gpu.is_usable());
         let unmanaged = join_all(usable.map(|gpu| self.recover_gpu(gpu))).await;
         report.unmanaged = unmanaged.into_iter().flatten().map(|key| key.to_string()).collect();
         report
-    }
-
-    /// Removes share pages of claims without a record, unless a container has them mounted. A
-    /// record is written before its pages, so pages that existed before the record was looked up in
-    /// vain are left-overs.
-    fn remove_unmanaged_pages(&self) {
-        let shares = Shares::new(&self.options.paths);
-        for uid in shares.claims() {
-            if !matches!(self.records.read(&uid), Ok(None)) {
-                continue;
-            }
-            if shares::is_mounted(&self.options.paths.process_root, &uid) {
-                tracing::warn!(claim = %uid, "pages of shares without a record are in use; not removed");
-                continue;
-            }
-            match shares.remove(&uid) {
-                Ok(()) => tracing::warn!(claim = %uid, "pages of shares without a record removed"),
-                Err(error) => {
-                    let error = &error as &dyn std::error::Error;
-                    tracing::warn!(claim = %uid, error, "pages of shares without a record cannot be removed");
-                }
-            }
-        }
     }
 
     /// Recovers GPUs that appear, come back, lose instances or get another driver. A loss that the

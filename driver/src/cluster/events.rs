@@ -5,12 +5,13 @@
 //! are dropped and not counted, because a refused claim is retried every few seconds and each count
 //! would be a write to the API server.
 
+use crate::cluster::consumers::{Consumer, consumers};
 use crate::metrics::Metrics;
 use divvy_api::ClaimRef;
 use divvy_api::names::DRIVER;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
-use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceClaimConsumerReference};
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use k8s_openapi::jiff::Timestamp;
 use kube::api::PostParams;
@@ -90,7 +91,7 @@ struct EventRecord {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Regarding {
     Claim(ClaimRef),
-    Pod { namespace: String, name: String, uid: String },
+    Consumer { namespace: String, consumer: Consumer },
     Node,
 }
 
@@ -122,7 +123,7 @@ pub fn event_channel(client: Client, node: &str, metrics: Metrics) -> (EventSend
 }
 
 impl EventSender {
-    /// Sends an event about a claim. If it concerns containers, the claim's pods get it too.
+    /// Sends an event about a claim. If it concerns containers, the claim's consumers get it too.
     pub fn claim(&self, claim: &ClaimRef, reason: Reason, note: &str) {
         self.send(Regarding::Claim(claim.clone()), reason, note);
     }
@@ -152,7 +153,7 @@ impl EventWriter {
             match limiter.admit(&record, Instant::now()) {
                 Verdict::Write => {
                     self.write(&record).await;
-                    for regarding in self.pods(&record).await {
+                    for regarding in self.consumers(&record).await {
                         self.write(&EventRecord { regarding, ..record.clone() }).await;
                     }
                 }
@@ -162,8 +163,8 @@ impl EventWriter {
         }
     }
 
-    /// The pods of the claim, if the event concerns their containers.
-    async fn pods(&self, record: &EventRecord) -> Vec<Regarding> {
+    /// The pods and PodGroups of the claim, if the event concerns their containers.
+    async fn consumers(&self, record: &EventRecord) -> Vec<Regarding> {
         let Regarding::Claim(claim) = &record.regarding else { return Vec::new() };
         if !matches!(
             record.reason,
@@ -173,18 +174,10 @@ impl EventWriter {
         }
         let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
         // Without an answer, only the claim gets the event.
-        let Ok(Ok(found)) = tokio::time::timeout(WRITE_TIMEOUT, api.get(&claim.name)).await else {
-            return Vec::new();
-        };
-        let is_same = found.metadata.uid.as_deref() == Some(claim.uid.as_str());
-        let users = found.status.filter(|_| is_same).and_then(|status| status.reserved_for);
-        let pods = users.into_iter().flatten().filter(|user| user.resource == "pods");
-        let pod = |user: ResourceClaimConsumerReference| Regarding::Pod {
-            namespace: claim.namespace.clone(),
-            name: user.name,
-            uid: user.uid,
-        };
-        pods.map(pod).collect()
+        match tokio::time::timeout(WRITE_TIMEOUT, api.get(&claim.name)).await {
+            Ok(Ok(found)) => recipients(claim, &found),
+            _ => Vec::new(),
+        }
     }
 
     async fn write(&self, record: &EventRecord) {
@@ -202,6 +195,17 @@ impl EventWriter {
     }
 }
 
+/// The consumers of the claim that can get events. A claim of the same name with another UID has
+/// other consumers.
+fn recipients(claim: &ClaimRef, found: &ResourceClaim) -> Vec<Regarding> {
+    if found.metadata.uid.as_deref() != Some(claim.uid.as_str()) {
+        return Vec::new();
+    }
+    let known = consumers(found).into_iter();
+    let known = known.filter(|consumer| consumer.event_object(&claim.namespace).is_some());
+    known.map(|consumer| Regarding::Consumer { namespace: claim.namespace.clone(), consumer }).collect()
+}
+
 impl EventRecord {
     fn event(&self, node: &str, now: Timestamp) -> Event {
         let regarding = match &self.regarding {
@@ -213,14 +217,9 @@ impl EventRecord {
                 uid: Some(claim.uid.to_string()),
                 ..ObjectReference::default()
             },
-            Regarding::Pod { namespace, name, uid } => ObjectReference {
-                api_version: Some("v1".to_owned()),
-                kind: Some("Pod".to_owned()),
-                namespace: Some(namespace.clone()),
-                name: Some(name.clone()),
-                uid: Some(uid.clone()),
-                ..ObjectReference::default()
-            },
+            Regarding::Consumer { namespace, consumer } => {
+                consumer.event_object(namespace).unwrap_or_default()
+            }
             // `kubectl describe node` looks for the node's name in place of a UID.
             Regarding::Node => ObjectReference {
                 api_version: Some("v1".to_owned()),
@@ -296,6 +295,37 @@ mod tests {
 
     fn record(note: &str) -> EventRecord {
         EventRecord { regarding: Regarding::Node, reason: Reason::GpuLost, note: note.to_owned() }
+    }
+
+    fn check_recipients(uid: &str, expected: &[&str]) {
+        let consumer = |group: &str, resource: &str, name: &str| {
+            let uid = name;
+            serde_json::json!({"apiGroup": group, "resource": resource, "name": name, "uid": uid})
+        };
+        let reserved = [
+            consumer("", "pods", "p"),
+            consumer("scheduling.k8s.io", "podgroups", "g"),
+            consumer("example.com", "machines", "m"),
+        ];
+        let found = serde_json::from_value(serde_json::json!({
+            "metadata": {"namespace": "ns", "name": "c", "uid": uid},
+            "spec": {},
+            "status": {"reservedFor": reserved},
+        }))
+        .unwrap();
+        let claim = ClaimRef { namespace: "ns".to_owned(), name: "c".to_owned(), uid: "u".into() };
+        let events = recipients(&claim, &found).into_iter().map(|regarding| {
+            let event = EventRecord { regarding, ..record("note") }.event("node", Timestamp::now());
+            let about = event.regarding.unwrap();
+            format!("{} {}", about.kind.unwrap(), about.name.unwrap())
+        });
+        assert_eq!(events.collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn pods_and_pod_groups_of_a_claim_get_its_events() {
+        check_recipients("u", &["Pod p", "PodGroup g"]);
+        check_recipients("other", &[]);
     }
 
     fn check(limiter: &mut RateLimiter, start: Instant, second: u64, note: &str, expected: Verdict) {

@@ -1,7 +1,9 @@
-//! Access to the API server: events, claim status, DeviceClasses, the Node, and the node configuration.
+//! Access to the API server: events, claims' consumers and status, DeviceClasses, the Node, and the node
+//! configuration.
 
 pub mod claim_status;
 pub mod classes;
+pub mod consumers;
 pub mod device_plugin;
 pub mod driver_upgrade;
 pub mod events;

@@ -26,6 +26,7 @@ use crate::daemon::monitors;
 use crate::daemon::monitors::{Condition, Readiness};
 use crate::gpu::{Gpus, GpusOptions};
 use crate::kubelet::health::Health;
+use crate::kubelet::pod_resources::PodResources;
 use crate::kubelet::registration::{Registrar, RegistrationState, SocketFile, Sockets, remove_dead_sockets};
 use crate::kubelet::service::Service;
 use crate::metrics::Metrics;
@@ -366,13 +367,12 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     let reconciler = Reconciler {
         engine,
         claims,
-        client,
-        node: args.cluster.node_name.clone(),
+        kubelet: Arc::new(PodResources::new(&paths, args.timeouts.read_timeout)),
+        process_root: paths.process_root.clone(),
         pool,
         claim_mutexes,
         events,
         metrics,
-        read_timeout: args.timeouts.read_timeout,
     };
     stages.droppable("reconciliation", reconcile_after_registration(registered, reconciler));
     Ok(decommission)

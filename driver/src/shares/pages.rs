@@ -15,7 +15,7 @@ use rustix::fs::OFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::futex;
 use std::fs::{DirBuilder, File, Permissions};
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -26,8 +26,8 @@ const MAX_NAME_BYTES: usize = 64;
 
 /// Directory in containers with the pages of their shares.
 pub const IN_CONTAINER: &str = "/run/divvy";
-/// Below the run directory.
-const DIRECTORY: &str = "shares";
+/// Below the run directory: one directory for each claim, named by its UID.
+pub(crate) const DIRECTORY: &str = "shares";
 pub const POLICY: &str = "policy";
 pub const ACCOUNT: &str = "account";
 pub const CGROUPS: &str = "cgroups";
@@ -238,23 +238,6 @@ fn fresh_account() -> Vec<u8> {
     let mut page = account::fresh().to_vec();
     page.resize(account::SIZE, 0);
     page
-}
-
-/// Whether a process on the host has pages of the claim mounted.
-pub fn is_mounted(proc_root: &Path, claim: &ClaimUid) -> bool {
-    let part = format!("/{DIRECTORY}/{claim}/");
-    let entries = fs::read_dir(proc_root).into_iter().flatten().flatten();
-    let processes =
-        entries.filter(|entry| entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit));
-    // Read line by line: a container may have 100,000 mounts, with arbitrary bytes in their names.
-    let mut lines = processes
-        .filter_map(|process| File::open(process.path().join("mountinfo")).ok())
-        .flat_map(|mounts| BufReader::new(mounts).split(b'\n').map_while(Result::ok));
-    lines.any(|line| {
-        // The fourth field is the path of the mount's root within its file system.
-        let root = line.split(|byte| *byte == b' ').nth(3).map(String::from_utf8_lossy);
-        root.is_some_and(|root| root.contains(&part))
-    })
 }
 
 /// Whether a page has that policy, apart from fields that the agent sets.
@@ -497,17 +480,5 @@ mod tests {
             [("c1", "0::/a\n"), ("c2", "0::/b\n")].map(|(id, text)| (id.to_owned(), text.to_owned()));
         assert_eq!(fixture.shares.cgroups(&claim(), &"s".into()), expected);
         assert!(fixture.shares.cgroups(&claim(), &"other".into()).is_empty());
-    }
-
-    #[test]
-    fn mount_in_any_process_is_found() {
-        let dir = tempfile::tempdir().unwrap();
-        let mounts = "63 43 0:25 /divvy/shares/c/s/policy /run/divvy/c/s/policy ro - tmpfs tmpfs rw\n";
-        for (pid, text) in [("17", "1 0 0:1 / / rw - ext4 /dev/sda /shares/d/\n"), ("18", mounts)] {
-            fs::create_dir(dir.path().join(pid)).unwrap();
-            fs::write(dir.path().join(pid).join("mountinfo"), text).unwrap();
-        }
-        assert!(is_mounted(dir.path(), &claim()));
-        assert!(!is_mounted(dir.path(), &"d".into()));
     }
 }

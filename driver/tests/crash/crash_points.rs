@@ -244,7 +244,7 @@ impl ScenarioRunner<'_> {
                 self.run_until_done(Step::Release(claim)).await;
             }
             (FollowUp::Forget, Step::Prepare(claim, _) | Step::Release(claim)) => {
-                self.node.api.delete::<ResourceClaim>("ns", claim);
+                self.node.delete_by_force(&crate::harness::claim_ref(claim));
             }
         }
         for step in self.scenario.after {

@@ -3,6 +3,7 @@
 use super::test_node::{Driver, H100, TestNode};
 use divvy_api::ClaimUid;
 use divvy_api::text::error_chain;
+use divvy_driver::claims::uses::{self, Owner, Use, Uses};
 use divvy_pages::policy::{Policy, SIZE};
 use divvy_pages::{GpuUuid, account};
 use std::fs;
@@ -305,10 +306,17 @@ async fn orphaned_pages_are_removed_unless_mounted() {
     let mount = "63 43 0:25 /divvy/shares/used/s/policy /run/divvy/used/s/policy ro - tmpfs tmpfs rw\n";
     fs::write(process.join("mountinfo"), mount).unwrap();
     let driver = node.start_driver().await;
+    let sweep = async || {
+        let leftovers = driver.engine.leftovers();
+        let wanted = leftovers.iter().map(|leftover| leftover.owner.clone()).collect();
+        let mounted = uses::mounted(&node.paths.process_root, &wanted).unwrap();
+        driver.engine.remove_leftovers(&leftovers, &Uses { mounted, ..Uses::default() }).await
+    };
+    let kept = sweep().await;
+    assert_eq!(kept, [(Owner::Claim("used".into()), Use::Mounted { pid: 4242 })]);
     assert_eq!(node.claims_with_pages(), ["used"]);
-    driver.stop().await;
     fs::remove_dir_all(process).unwrap();
-    node.start_driver().await;
+    assert_eq!(sweep().await, []);
     assert!(node.claims_with_pages().is_empty());
 }
 

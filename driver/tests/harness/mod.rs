@@ -11,7 +11,7 @@ use divvy_fakes::kubelet::{CallError, FakeKubelet, KubeletOptions, Outcome, Wipe
 use divvy_kubelet::dra::v1::{Claim, Device};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::{Code, Sim};
-use k8s_openapi::api::resource::v1::ResourceSlice;
+use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::os::unix::process::CommandExt;
@@ -212,6 +212,12 @@ impl TestNode {
     pub(crate) async fn unprepare(&self, claim: &Claim) -> Result<(), String> {
         let outcomes = self.kubelet.unprepare(DRIVER, std::slice::from_ref(claim)).await.unwrap();
         outcomes.into_values().next().unwrap().map(|_| ())
+    }
+
+    /// Deletes the claim and its pod by force. The kubelet does not unprepare the claim.
+    pub(crate) fn delete_by_force(&self, claim: &Claim) {
+        self.kubelet.delete_pod_by_force(claim);
+        self.api.delete::<ResourceClaim>("ns", &claim.name);
     }
 
     /// Retries the prepare until it succeeds, at most for [`WAIT_TIMEOUT`].

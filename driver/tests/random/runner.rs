@@ -316,7 +316,7 @@ impl Runner {
     fn forget(&mut self, slot: usize) {
         let Some(model) = &mut self.claims[slot] else { return };
         model.stage = Stage::Forgotten;
-        self.node.api.delete::<ResourceClaim>("ns", &model.claim.name);
+        self.node.delete_by_force(&model.claim);
         self.restart(|_| ());
     }
 

@@ -435,7 +435,7 @@ impl Runner {
                 model.stage = Stage::Releasing;
             }
             model.deleted = true;
-            self.node.api.delete::<ResourceClaim>("ns", &model.claim.name);
+            self.node.delete_by_force(&model.claim);
         }
     }
 

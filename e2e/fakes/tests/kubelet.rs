@@ -1,9 +1,13 @@
 //! The fake kubelet with a test plugin: it must reject what the real kubelet rejects.
 #![allow(clippy::unwrap_used)]
 
-use divvy_fakes::kubelet::{CallError, FakeKubelet, KubeletOptions, Versions, encode_authority, get_info};
+use divvy_fakes::kubelet::{
+    CallError, FakeKubelet, KubeletOptions, PodResourcesMode, Versions, encode_authority, get_info,
+};
 use divvy_kubelet::dra::v1;
 use divvy_kubelet::dra::v1::dra_plugin_server::{DraPlugin, DraPluginServer};
+use divvy_kubelet::pod_resources::ListPodResourcesRequest;
+use divvy_kubelet::pod_resources::pod_resources_lister_client::PodResourcesListerClient;
 use divvy_kubelet::registration::registration_server::{Registration, RegistrationServer};
 use divvy_kubelet::registration::{InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse};
 use std::path::{Path, PathBuf};
@@ -142,4 +146,43 @@ async fn plugin_without_a_supported_version_is_rejected() {
     }
     assert_eq!(kubelet.registration_errors()[0], r#"none of ["v1.DRAPlugin"] is supported"#);
     assert!(kubelet.plugins(DRIVER).is_empty());
+}
+
+/// The claims that the pod-resources API lists; an error if it does not answer in time.
+async fn listed(root: &Path) -> Result<Vec<String>, String> {
+    let socket = format!("unix://{}/pod-resources/kubelet.sock", root.display());
+    let list = async {
+        let mut client =
+            PodResourcesListerClient::connect(socket).await.map_err(|error| error.to_string())?;
+        client.list(ListPodResourcesRequest {}).await.map_err(|status| status.to_string())
+    };
+    let answer =
+        tokio::time::timeout(Duration::from_millis(300), list).await.map_err(|late| late.to_string())?;
+    let containers = answer?.into_inner().pod_resources.into_iter().flat_map(|pod| pod.containers);
+    Ok(containers.flat_map(|container| container.dynamic_resources).map(|claim| claim.claim_name).collect())
+}
+
+#[tokio::test]
+async fn prepared_claims_are_listed_until_unprepared() {
+    let root = tempfile::tempdir().unwrap();
+    start_plugin(root.path(), "toy@reg.sock", &["v1.DRAPlugin"], &["a"]);
+    let mut kubelet = FakeKubelet::start(root.path(), KubeletOptions::default()).unwrap();
+    kubelet.wait_registered(DRIVER, 1, TIMEOUT).await.unwrap();
+    assert_eq!(listed(root.path()).await, Ok(vec![]));
+    kubelet.prepare(DRIVER, &[claim("a")]).await.unwrap();
+    assert_eq!(listed(root.path()).await, Ok(vec!["a".to_owned()]));
+    kubelet.restart();
+    for mode in [PodResourcesMode::Hang, PodResourcesMode::Absent] {
+        kubelet.set_pod_resources(mode);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(listed(root.path()).await.is_err(), "{mode:?}");
+    }
+    kubelet.set_pod_resources(PodResourcesMode::NoClaims);
+    while listed(root.path()).await != Ok(vec![]) {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    kubelet.set_pod_resources(PodResourcesMode::Claims);
+    assert_eq!(listed(root.path()).await, Ok(vec!["a".to_owned()]));
+    kubelet.delete_pod_by_force(&claim("a"));
+    assert_eq!(listed(root.path()).await, Ok(vec![]));
 }

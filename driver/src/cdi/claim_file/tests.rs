@@ -201,10 +201,62 @@ fn claim_file_has_its_devices_and_the_common_edits() {
                     mount("usr/lib64/libcuda.so.580.1", "/usr/lib64/libcuda.so.1"),
                     mount("usr/lib64/libnvidia-ml.so.580.1", "/usr/lib64/libnvidia-ml.so.1"),
                     mount("usr/lib64/libcuda.so.580.1", "/usr/lib64/libcuda.so"),
+                    {
+                        "hostPath": fixture.path("cdi/gpu.divvy.dev-claim_1-2.json"),
+                        "containerPath": "/run/divvy/claims/1-2.json",
+                        "options": ["ro", "nosuid", "nodev", "noexec", "bind", "rprivate"],
+                    },
                 ],
             },
         })
     );
+}
+
+#[test]
+fn claim_file_is_mounted_in_every_mode() {
+    let fixture = CdiFixture::new();
+    let client = MpsClient { dir: "/run/divvy/mps/GPU-a".into(), limits: MpsLimits::default() };
+    let mps = ClaimDevice { share: Some("s".into()), mps: Some(client), ..gpu(0) };
+    let timeslice = ClaimDevice { share: Some("s".into()), ..gpu(0) };
+    let shares = [Injection::Preload, Injection::Shim].map(|injection| share("s", injection));
+    for device in [gpu(0), mig(), mps, timeslice].into_iter().chain(shares) {
+        fixture.cdi.write_claim(&uid(), std::slice::from_ref(&device)).unwrap();
+        let written = fixture.written();
+        let mounts = written["containerEdits"]["mounts"].as_array().unwrap();
+        let file = fixture.path("cdi/gpu.divvy.dev-claim_1-2.json");
+        assert!(mounts.iter().any(|mount| mount["hostPath"] == json!(file)), "{device:?}");
+    }
+}
+
+#[test]
+fn only_own_claim_files_are_listed() {
+    let fixture = CdiFixture::new();
+    fixture.cdi.write_claim(&uid(), &[gpu(0)]).unwrap();
+    for name in
+        ["gpu.divvy.dev-claim_b.part", "gpu.divvy.dev-other_c.json", "k8s.gpu.nvidia.com-claim_d.json"]
+    {
+        fixture.file(&format!("cdi/{name}"), b"{}");
+    }
+    let mut claims: Vec<_> = fixture.cdi.claim_files().into_iter().map(|(claim, _)| claim).collect();
+    claims.sort();
+    assert_eq!(claims, [uid(), "b".into()]);
+}
+
+#[test]
+fn library_named_by_a_claim_file_is_not_unused() {
+    let fixture = CdiFixture::new();
+    fixture.cdi.write_claim(&uid(), &[share("s", Injection::Preload)]).unwrap();
+    let hashes = || fixture.cdi.unused_libraries().into_iter().map(|(hash, _)| hash).collect::<Vec<_>>();
+    assert_eq!(hashes(), [""; 0]);
+    let old = fixture.cdi.library().unwrap().preloaded;
+    let old = old.parent().unwrap().file_name().unwrap().to_str().unwrap().to_owned();
+    // An upgrade of the library.
+    fs::write(fixture.path("library/libdivvy.so"), "new").unwrap();
+    let cdi = Cdi::new(fixture.cdi.paths(), HookMode::None, &fixture.path("library"));
+    assert_eq!(cdi.unused_libraries(), []);
+    cdi.remove_claim(&uid()).unwrap();
+    let unused: Vec<_> = cdi.unused_libraries().into_iter().map(|(hash, _)| hash).collect();
+    assert_eq!(unused, [old]);
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! A fake kubelet, from the view of a DRA driver: it finds registration sockets, registers the
-//! plugins, sends claims to the service socket and follows the health stream.
+//! plugins, sends claims to the service socket, follows the health stream and lists its pods.
 
 // It copies these properties of the real kubelet, because drivers can fail on them.
 //
@@ -19,12 +19,15 @@
 
 mod authority;
 mod plugin;
+mod pod_resources;
 mod registry;
 
 pub use authority::{encode_authority, get_info};
 pub use plugin::{CallError, DeviceHealth, HealthKey, HealthService, Outcome, Outcomes, Plugin, Service};
+pub use pod_resources::PodResourcesMode;
 
 use divvy_kubelet::dra::v1::Claim;
+use pod_resources::KnownClaims;
 use registry::Registry;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -66,6 +69,7 @@ pub struct FakeKubelet {
     root: PathBuf,
     options: KubeletOptions,
     registry: Arc<Registry>,
+    known: KnownClaims,
     stop: CancellationToken,
 }
 
@@ -74,17 +78,23 @@ impl FakeKubelet {
     /// runtime.
     pub fn start(root: &Path, options: KubeletOptions) -> std::io::Result<Self> {
         std::fs::create_dir_all(root.join("plugins_registry"))?;
-        let (registry, stop) = Self::boot(root, &options);
-        Ok(Self { root: root.to_owned(), options, registry, stop })
+        let known = KnownClaims::new();
+        let (registry, stop) = Self::boot(root, &options, &known);
+        Ok(Self { root: root.to_owned(), options, registry, known, stop })
     }
 
-    fn boot(root: &Path, options: &KubeletOptions) -> (Arc<Registry>, CancellationToken) {
+    fn boot(
+        root: &Path,
+        options: &KubeletOptions,
+        known: &KnownClaims,
+    ) -> (Arc<Registry>, CancellationToken) {
         if let Some(wipe) = &options.wipe {
             wipe();
         }
         let stop = CancellationToken::new();
         let registry = Arc::new(Registry::new(options.clone(), stop.clone()));
         tokio::spawn(Arc::clone(&registry).watch(root.join("plugins_registry")));
+        tokio::spawn(known.clone().serve(root.to_owned(), stop.clone()));
         (registry, stop)
     }
 
@@ -97,7 +107,17 @@ impl FakeKubelet {
     /// Restarts: slices are deleted, and plugins are registered again.
     pub fn restart(&mut self) {
         self.stop();
-        (self.registry, self.stop) = Self::boot(&self.root, &self.options);
+        (self.registry, self.stop) = Self::boot(&self.root, &self.options, &self.known);
+    }
+
+    /// Changes how the pod-resources API answers.
+    pub fn set_pod_resources(&self, mode: PodResourcesMode) {
+        self.known.set_mode(mode);
+    }
+
+    /// Removes the claim's pod from the list, as a deletion by force does. The driver is not called.
+    pub fn delete_pod_by_force(&self, claim: &Claim) {
+        self.known.remove(claim);
     }
 
     /// The registered plugins of a driver, in order of registration.
@@ -132,12 +152,22 @@ impl FakeKubelet {
 
     /// Calls NodePrepareResources on the driver's most recently registered plugin.
     pub async fn prepare(&self, driver: &str, claims: &[Claim]) -> Result<Outcomes, CallError> {
-        self.latest(driver)?.prepare(claims, self.options.call_timeout).await
+        let outcomes = self.latest(driver)?.prepare(claims, self.options.call_timeout).await?;
+        for claim in claims {
+            if let Some(Ok(devices)) = outcomes.get(&claim.uid) {
+                self.known.prepared(driver, claim, devices);
+            }
+        }
+        Ok(outcomes)
     }
 
     /// Calls NodeUnprepareResources on the driver's most recently registered plugin.
     pub async fn unprepare(&self, driver: &str, claims: &[Claim]) -> Result<Outcomes, CallError> {
-        self.latest(driver)?.unprepare(claims, self.options.call_timeout).await
+        let outcomes = self.latest(driver)?.unprepare(claims, self.options.call_timeout).await?;
+        for claim in claims.iter().filter(|claim| matches!(outcomes.get(&claim.uid), Some(Ok(_)))) {
+            self.known.remove(claim);
+        }
+        Ok(outcomes)
     }
 
     /// Repeats prepare, as for a waiting pod, until every claim is prepared or `within` has passed.
