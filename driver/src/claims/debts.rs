@@ -9,13 +9,15 @@ use crate::claims::engine::{Inner, ReleaseError};
 use crate::claims::execute::NotUndone;
 use crate::claims::records::{ClaimRecord, Debt, Locked};
 use crate::claims::step::Undo;
+use crate::claims::uses::{self, Owner};
 use crate::gpu::epoch::Epoch;
 use crate::gpu::part::Part;
 use divvy_api::text::error_chain;
 use divvy_api::{ClaimUid, GpuUuid};
 use divvy_model::inventory::{Condition, Mig, Origin};
 use divvy_model::{Gpu, Inventory};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Not;
 use std::sync::Arc;
 
 impl Inner {
@@ -134,8 +136,10 @@ impl Inner {
 
     /// Whether a process on the node uses the claim. If the processes cannot be read, one may.
     async fn is_in_use(&self, uid: &ClaimUid) -> bool {
-        let (root, uid) = (self.options.paths.process_root.clone(), uid.clone());
-        tokio::task::spawn_blocking(move || crate::shares::is_mounted(&root, &uid)).await.unwrap_or(true)
+        let root = self.options.paths.process_root.clone();
+        let wanted = BTreeSet::from([Owner::Claim(uid.clone())]);
+        let scan = tokio::task::spawn_blocking(move || uses::mounted(&root, &wanted));
+        scan.await.is_ok_and(|mounted| mounted.is_ok_and(|mounted| mounted.is_empty())).not()
     }
 }
 

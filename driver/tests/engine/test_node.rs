@@ -142,9 +142,8 @@ impl TestNode {
         let process =
             tempfile::Builder::new().prefix("4711").rand_bytes(0).tempdir_in(&self.paths.process_root);
         let process = process.unwrap();
-        let mounted = format!("{}/metadata/{claim}/resourceclaims", self.paths.state_dir.display());
-        let at = "/var/run/kubernetes.io/dra-device-attributes";
-        let line = format!("36 35 98:0 {mounted} {at} ro - ext4 /dev/sda1 rw\n");
+        let mounted = format!("/cdi/gpu.divvy.dev-claim_{claim}.json");
+        let line = format!("36 35 0:98 {mounted} /run/divvy/claims/{claim}.json ro - tmpfs tmpfs rw\n");
         std::fs::write(process.path().join("mountinfo"), line).unwrap();
         process
     }
