@@ -1,5 +1,6 @@
-//! The GPUs of a node: one NVML session, the inventory, MPS and time-slices.
+//! The GPUs of a node: one NVML session, the inventory, health, MPS and time-slices.
 
+mod health;
 pub mod inventory;
 mod library;
 mod manager;
