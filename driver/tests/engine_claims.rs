@@ -4,6 +4,8 @@
 
 #[path = "engine/faults.rs"]
 mod faults;
+#[path = "engine/health.rs"]
+mod health;
 #[path = "engine/lifecycle.rs"]
 mod lifecycle;
 #[path = "engine/mps_end_to_end.rs"]

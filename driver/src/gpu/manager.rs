@@ -340,7 +340,12 @@ impl GpuManager {
                 Step::Nvml(NvmlMessage::Opened(opened)) => self.opened(opened),
                 Step::Nvml(NvmlMessage::Event(event)) => self.event(event),
                 Step::Read(gpu, reading) => self.read(gpu, reading),
-                Step::HealthRead(reading) => self.health(|health, session| health.finish(session, reading)),
+                Step::HealthRead(reading) => {
+                    if reading.1.is_ok() && self.is_unreadable(&reading.0) {
+                        self.schedule_reading(reading.0.clone());
+                    }
+                    self.health(|health, session| health.finish(session, reading));
+                }
                 Step::HealthPoll => self.health(|health, session| {
                     health.start_all(session);
                     health.observe_boot()
@@ -573,6 +578,12 @@ impl GpuManager {
         if note(&mut self.health, session) {
             self.publish(ReadScope::Nothing);
         }
+    }
+
+    /// Whether the last reading of the GPU's state failed.
+    fn is_unreadable(&self, gpu: &GpuUuid) -> bool {
+        let Nvml::Open { snapshot, .. } = &self.nvml else { return false };
+        snapshot.gpus.iter().any(|known| known.uuid == *gpu && known.reading.is_err())
     }
 
     fn gpus(&self) -> Vec<GpuUuid> {
