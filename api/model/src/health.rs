@@ -38,6 +38,17 @@ impl HealthState {
             Self::Lost => "lost",
         }
     }
+
+    /// What an operator does about it; empty for a healthy GPU.
+    pub const fn remedy(self) -> &'static str {
+        match self {
+            Self::Healthy => "",
+            Self::Degraded => "reset the GPU when it is convenient",
+            Self::NeedsReset => "stop its processes and reset the GPU",
+            Self::Stuck => "check the kernel log, then reset the GPU or reboot the node",
+            Self::Lost => "reboot the node, or replace the GPU if it does not come back",
+        }
+    }
 }
 
 impl fmt::Display for HealthState {
