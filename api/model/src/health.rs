@@ -39,7 +39,7 @@ impl HealthState {
         }
     }
 
-    /// What an operator does about it; empty for a healthy GPU.
+    /// The action for an operator; empty for a healthy GPU.
     pub const fn remedy(self) -> &'static str {
         match self {
             Self::Healthy => "",
@@ -57,7 +57,7 @@ impl fmt::Display for HealthState {
     }
 }
 
-/// What NVIDIA's GPU driver asks for: `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, since driver R565.
+/// The action that NVIDIA's GPU driver asks for: `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, since driver R565.
 /// Source: NVIDIA, "GPU Memory Error Management", chapter "Error Recovery and Response Flags", and
 /// nvml.h 13.3.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -157,7 +157,7 @@ pub struct HealthReading {
 }
 
 impl HealthReading {
-    /// What the reading says about the GPU, from the most reliable property on.
+    /// The findings of the reading, from the most reliable property on.
     pub fn findings(&self) -> Vec<Finding> {
         let mut findings = Vec::new();
         let mut add = |state: HealthState, cause: String| {

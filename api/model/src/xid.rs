@@ -2,12 +2,12 @@
 //!
 //! Source: NVIDIA, "Analyzing Xid Errors with the Xid Catalog", Ampere and newer, read in 2026:
 //! <https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>. The class follows the
-//! column "Immediate Action", with one rule above it: a number that a program can provoke is of
-//! class [`XidClass::Application`], so that no tenant can take a GPU out of service.
+//! column "Immediate Action". One rule precedes it: a number that a program can provoke is of class
+//! [`XidClass::Application`]. So no tenant can take a GPU out of service.
 
 use crate::health::HealthState;
 
-/// What an XID says about the GPU.
+/// Classes of XIDs by their consequence for the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum XidClass {
     /// A program can cause it. It never changes a state.
@@ -191,7 +191,7 @@ pub static XIDS: &[Xid] = &[
     info(148, "NVLINK: NVLPW_CTRL Error"),
     info(149, "NVLINK: NETIR Error"),
     info(150, "NVLINK: MSE Error"),
-    // Of a channel that its program does not stop in time for the key rotation.
+    // A program causes it if it does not stop its channel in time for the key rotation.
     application(151, "Key rotation Error"),
     application(152, "DLA SMMU Error"),
     application(153, "DLA timeout Error"),
@@ -238,9 +238,9 @@ mod tests {
 
     #[test]
     fn xids_that_a_program_can_cause_change_no_state() {
-        // What NVIDIA's device plugin and DRA driver ignore, and all with the action RESTART_APP
-        // except 94, which the hardware causes.
+        // NVIDIA's device plugin and DRA driver ignore these.
         check(&[13, 31, 43, 45, 68, 109], None);
+        // The action is RESTART_APP. XID 94 has it too, but the hardware causes that one.
         check(&[8, 11, 25, 32, 39, 40, 41, 60, 69, 70, 71, 72, 75, 76, 77, 80, 82, 83], None);
         check(&[84, 85, 86, 88, 89, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 126, 135, 139], None);
     }

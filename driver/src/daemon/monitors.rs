@@ -236,7 +236,7 @@ impl ClaimHealthMonitor {
         }
     }
 
-    /// What an earlier daemon reported, from the status of the held claims.
+    /// The findings that an earlier daemon reported, from the status of the held claims.
     async fn reported(&self) -> BTreeMap<DeviceKey, DeviceHealth> {
         let mut reported = BTreeMap::new();
         let claims: BTreeMap<ClaimUid, ClaimRef> =

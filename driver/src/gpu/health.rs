@@ -47,7 +47,7 @@ struct MarkedInstance {
     uuids: Vec<String>,
 }
 
-/// What is known about the health of one GPU.
+/// Marks, last reading and last failure of one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct GpuRecord {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

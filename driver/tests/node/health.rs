@@ -65,7 +65,7 @@ fn taints(node: &TestNode, device: &str) -> Vec<String> {
     taints.into_iter().map(|taint| format!("{}:{}", taint.key, taint.effect)).collect()
 }
 
-/// What each event about the object says.
+/// Type, reason and note of each event about the object.
 fn events(node: &TestNode, kind: &str, name: &str) -> Vec<String> {
     let regards = |event: &Event| {
         event

@@ -273,7 +273,8 @@ fn damaged_file_is_renamed_and_unknown_fields_are_ignored() {
     std::fs::write(&path, "").expect("file");
     assert_eq!(reload(dir.path()).1, Tracker::default());
     let newer = r#"{"version":1,"more":1,"boot":{"id":"a","epoch":2},"gpus":{"GPU-0":{"cause":"x",
-        "marks":[{"xid":48,"since":1,"pid":7},{"xid":9999,"since":1}],"reading":{"recoveryAction":0,"heat":1}}}}"#;
+        "marks":[{"xid":48,"since":1,"pid":7},{"xid":9999,"since":1}],
+        "reading":{"recoveryAction":0,"heat":1}}}}"#;
     std::fs::write(&path, newer).expect("file");
     check(&reload(dir.path()).1, &[DOUBLE_BIT]);
 }
