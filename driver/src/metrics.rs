@@ -1,9 +1,11 @@
 //! Metrics of the daemon. Counters and histograms are updated as things happen; gauges are read from
 //! the daemon's state at each scrape, so they cannot be out of date.
 
+use divvy_api::GpuUuid;
 use divvy_daemon::process::Process;
 use divvy_model::Inventory;
 use divvy_model::inventory::{Condition, Presence};
+use divvy_model::xid;
 use divvy_slices::Published;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -46,6 +48,20 @@ struct GpuCondition {
     gpu: u32,
     uuid: String,
     condition: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct GpuHealth {
+    gpu: u32,
+    uuid: String,
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct XidLabels {
+    uuid: String,
+    xid: u64,
+    class: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -114,6 +130,8 @@ struct Shared {
     share_uses: Family<ShareLabels, Gauge>,
     gpus: Family<GpuPresence, Gauge>,
     conditions: Family<GpuCondition, Gauge>,
+    health: Family<GpuHealth, Gauge>,
+    xids: Family<XidLabels, Counter>,
     process: Process,
 }
 
@@ -148,6 +166,8 @@ impl Default for Metrics {
             share_uses: Family::default(),
             gpus: Family::default(),
             conditions: Family::default(),
+            health: Family::default(),
+            xids: Family::default(),
             process: Process::default(),
         };
         let mut registry = Registry::default();
@@ -189,8 +209,18 @@ impl Shared {
         registry.register("divvy_gpus", "GPUs of this node, by presence", self.gpus.clone());
         registry.register(
             "divvy_gpu_condition",
-            "1 while this condition keeps the GPU from being allocated",
+            "1 while the GPU has this condition",
             self.conditions.clone(),
+        );
+        registry.register(
+            "divvy_gpu_health",
+            "1 for the worst health state of the GPU and its MIG instances",
+            self.health.clone(),
+        );
+        registry.register(
+            "divvy_gpu_xids",
+            "XID errors of the GPU driver, by number and class",
+            self.xids.clone(),
         );
         registry.register(
             "divvy_records_quarantined",
@@ -288,6 +318,12 @@ impl Metrics {
         self.shared.reconciled.get_or_create(&result_label(ok)).inc();
     }
 
+    /// Counts an XID of a GPU.
+    pub fn xid(&self, gpu: &GpuUuid, number: u64) {
+        let labels = XidLabels { uuid: gpu.to_string(), xid: number, class: xid::class_name(number) };
+        self.shared.xids.get_or_create(&labels).inc();
+    }
+
     /// Counts an event that was not sent.
     pub fn event_dropped(&self) {
         self.shared.events_dropped.inc();
@@ -359,7 +395,13 @@ impl Metrics {
             self.shared.gpus.get_or_create(&GpuPresence { presence: name }).set(count as i64);
         }
         self.shared.conditions.clear();
+        self.shared.health.clear();
         for gpu in &inventory.gpus {
+            let (uuid, state) = (gpu.uuid.to_string(), gpu.health().as_str());
+            if gpu.presence == Presence::Present {
+                let label = GpuHealth { gpu: gpu.number.0, uuid, state };
+                self.shared.health.get_or_create(&label).set(1);
+            }
             let conditions = gpu.conditions.iter().map(|condition| match condition {
                 Condition::Health(finding) => finding.state.as_str(),
                 Condition::Mps { .. } => "mps",
@@ -392,11 +434,15 @@ mod tests {
         let metrics = Metrics::default();
         metrics.prepared(true, Duration::from_millis(3));
         metrics.unprepared(false, Duration::from_secs(1));
+        metrics.xid(&"GPU-0".into(), 31);
+        metrics.xid(&"GPU-0".into(), 4711);
         let text = metrics.render(true).unwrap();
         check(&text, "divvy_build_info{version=\"");
         check(&text, "divvy_prepare_seconds_count{result=\"ok\"} 1");
         check(&text, "divvy_unprepare_seconds_count{result=\"error\"} 1");
         check(&text, "divvy_records_quarantined_total 0");
+        check(&text, "divvy_gpu_xids_total{uuid=\"GPU-0\",xid=\"31\",class=\"application\"} 1");
+        check(&text, "divvy_gpu_xids_total{uuid=\"GPU-0\",xid=\"4711\",class=\"unknown\"} 1");
         check(&text, "divvy_unmanaged_mig_instances 0");
         check(&text, "process_resident_memory_bytes ");
         check(&text, "process_start_time_seconds ");

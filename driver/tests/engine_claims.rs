@@ -6,6 +6,8 @@
 mod debts;
 #[path = "engine/faults.rs"]
 mod faults;
+#[path = "engine/health.rs"]
+mod health;
 #[path = "engine/lifecycle.rs"]
 mod lifecycle;
 #[path = "engine/mps_end_to_end.rs"]

@@ -39,9 +39,11 @@ impl TestNode {
         let gpus = Gpus::start(GpusOptions {
             driver_root: self.root(),
             sys_root: self.root().join("sys"),
+            proc_root: self.root().join("proc"),
             state_dir: self.dir.path().join("state"),
             timeouts,
             poll: Duration::from_millis(20),
+            health_poll: Duration::from_millis(200),
             first_reading: Duration::from_secs(30),
         });
         gpus.await

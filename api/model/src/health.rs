@@ -38,11 +38,162 @@ impl HealthState {
             Self::Lost => "lost",
         }
     }
+
+    /// The action for an operator; empty for a healthy GPU.
+    pub const fn remedy(self) -> &'static str {
+        match self {
+            Self::Healthy => "",
+            Self::Degraded => "reset the GPU when it is convenient",
+            Self::NeedsReset => "stop its processes and reset the GPU",
+            Self::Stuck => "check the kernel log, then reset the GPU or reboot the node",
+            Self::Lost => "reboot the node, or replace the GPU if it does not come back",
+        }
+    }
 }
 
 impl fmt::Display for HealthState {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(self.as_str())
+    }
+}
+
+/// The action that NVIDIA's GPU driver asks for: `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, since driver R565.
+/// Source: NVIDIA, "GPU Memory Error Management", chapter "Error Recovery and Response Flags", and
+/// nvml.h 13.3.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(from = "u32", into = "u32")]
+pub enum RecoveryAction {
+    /// "The GPU can be immediately used again by starting a new GPU process."
+    None,
+    GpuReset,
+    NodeReboot,
+    /// All peer-to-peer traffic must stop. Then the GPU driver reports one of the other actions.
+    DrainP2p,
+    DrainAndReset,
+    RecoverImexDomain,
+    BusReset,
+    SystemReboot,
+    /// An action that is newer than this list.
+    Other(u32),
+}
+
+impl From<u32> for RecoveryAction {
+    fn from(number: u32) -> Self {
+        match number {
+            0 => Self::None,
+            1 => Self::GpuReset,
+            2 => Self::NodeReboot,
+            3 => Self::DrainP2p,
+            4 => Self::DrainAndReset,
+            5 => Self::RecoverImexDomain,
+            6 => Self::BusReset,
+            7 => Self::SystemReboot,
+            other => Self::Other(other),
+        }
+    }
+}
+
+impl From<RecoveryAction> for u32 {
+    fn from(action: RecoveryAction) -> Self {
+        match action {
+            RecoveryAction::None => 0,
+            RecoveryAction::GpuReset => 1,
+            RecoveryAction::NodeReboot => 2,
+            RecoveryAction::DrainP2p => 3,
+            RecoveryAction::DrainAndReset => 4,
+            RecoveryAction::RecoverImexDomain => 5,
+            RecoveryAction::BusReset => 6,
+            RecoveryAction::SystemReboot => 7,
+            RecoveryAction::Other(other) => other,
+        }
+    }
+}
+
+impl RecoveryAction {
+    /// The state of a GPU with this action. An action that this list does not know needs attention.
+    pub const fn state(self) -> HealthState {
+        match self {
+            Self::None => HealthState::Healthy,
+            // Only memory that is shared with other nodes is affected.
+            Self::RecoverImexDomain => HealthState::Degraded,
+            Self::GpuReset | Self::DrainP2p | Self::DrainAndReset | Self::BusReset | Self::Other(_) => {
+                HealthState::NeedsReset
+            }
+            Self::NodeReboot | Self::SystemReboot => HealthState::Lost,
+        }
+    }
+}
+
+impl fmt::Display for RecoveryAction {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self {
+            Self::None => "none",
+            Self::GpuReset => "GPU reset",
+            Self::NodeReboot => "node reboot",
+            Self::DrainP2p => "drain peer-to-peer",
+            Self::DrainAndReset => "drain and reset",
+            Self::RecoverImexDomain => "recover IMEX domain",
+            Self::BusReset => "bus reset",
+            Self::SystemReboot => "system reboot",
+            Self::Other(other) => return write!(out, "action {other}"),
+        };
+        out.write_str(name)
+    }
+}
+
+/// The health of a GPU as NVML reports it. A property that the GPU or its driver lacks is `None`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct HealthReading {
+    pub recovery_action: Option<RecoveryAction>,
+    /// A memory row is remapped at the next reset.
+    pub remap_pending: Option<bool>,
+    /// A memory row could not be remapped. NVIDIA's RMA criterion; it outlives resets.
+    pub remap_failed: Option<bool>,
+    /// Uncorrected ECC errors since the last reset.
+    pub uncorrected_ecc: Option<u64>,
+    /// Energy since the last reset or load of the GPU driver, in mJ.
+    pub energy_mj: Option<u64>,
+}
+
+impl HealthReading {
+    /// The findings of the reading, from the most reliable property on.
+    pub fn findings(&self) -> Vec<Finding> {
+        let mut findings = Vec::new();
+        let mut add = |state: HealthState, cause: String| {
+            if state != HealthState::Healthy {
+                findings.push(Finding::of_gpu(state, cause));
+            }
+        };
+        if let Some(action) = self.recovery_action {
+            add(action.state(), format!("recovery action is {action}"));
+        }
+        if self.remap_failed == Some(true) {
+            add(HealthState::Degraded, "a memory row could not be remapped".to_owned());
+        }
+        if self.remap_pending == Some(true) {
+            add(HealthState::Degraded, "a memory row is remapped at the next reset".to_owned());
+        }
+        if self.uncorrected_ecc.is_some_and(|errors| errors > 0) {
+            // A GPU that remaps rows also contains the error (NVIDIA, "GPU Memory Error Management").
+            // On older ones "a GPU reset or node reboot is needed to clear this error" (XID 48).
+            let is_contained = self.recovery_action.is_some() || self.remap_pending.is_some();
+            let state = if is_contained { HealthState::Degraded } else { HealthState::NeedsReset };
+            add(state, "uncorrected ECC errors since the last reset".to_owned());
+        }
+        findings
+    }
+
+    /// Whether the GPU was reset between the earlier reading and this one: a counter that only a
+    /// reset sets back is lower, or what only a reset ends has ended.
+    pub fn is_after_reset(&self, earlier: &Self) -> bool {
+        let fell = |before: Option<u64>, now: Option<u64>| before.zip(now).is_some_and(|(b, n)| n < b);
+        let cleared = matches!(earlier.recovery_action, Some(action) if action != RecoveryAction::None)
+            && self.recovery_action == Some(RecoveryAction::None);
+        cleared
+            || fell(earlier.energy_mj, self.energy_mj)
+            || fell(earlier.uncorrected_ecc, self.uncorrected_ecc)
+            || (earlier.remap_pending, self.remap_pending) == (Some(true), Some(false))
     }
 }
 
@@ -186,5 +337,68 @@ impl Gpu {
             Condition::Health(finding) => Some(finding),
             _ => None,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recovery_actions_round_trip_through_numbers() {
+        for number in (0..=9).chain([u32::MAX]) {
+            assert_eq!(u32::from(RecoveryAction::from(number)), number);
+            let healthy = RecoveryAction::from(number).state() == HealthState::Healthy;
+            assert_eq!(healthy, number == 0, "{number}");
+        }
+    }
+
+    #[test]
+    fn reading_yields_a_finding_per_property() {
+        let check = |reading: HealthReading, expected: &[&str]| {
+            let found: Vec<_> = reading.findings().iter().map(Finding::to_string).collect();
+            assert_eq!(found, expected, "{reading:?}");
+        };
+        let none = HealthReading::default();
+        check(none, &[]);
+        let action = |number: u32| HealthReading { recovery_action: Some(number.into()), ..none };
+        check(action(0), &[]);
+        check(action(1), &["GPU is needs-reset: recovery action is GPU reset"]);
+        check(action(2), &["GPU is lost: recovery action is node reboot"]);
+        check(action(8), &["GPU is needs-reset: recovery action is action 8"]);
+        let remapped = HealthReading { remap_pending: Some(true), remap_failed: Some(true), ..none };
+        check(
+            remapped,
+            &[
+                "GPU is degraded: a memory row could not be remapped",
+                "GPU is degraded: a memory row is remapped at the next reset",
+            ],
+        );
+        let errors = HealthReading { uncorrected_ecc: Some(2), ..none };
+        check(errors, &["GPU is needs-reset: uncorrected ECC errors since the last reset"]);
+        let contained = HealthReading { remap_pending: Some(false), ..errors };
+        check(contained, &["GPU is degraded: uncorrected ECC errors since the last reset"]);
+    }
+
+    #[test]
+    fn reset_is_seen_by_what_it_sets_back() {
+        let before = HealthReading {
+            recovery_action: Some(RecoveryAction::GpuReset),
+            remap_pending: Some(true),
+            remap_failed: Some(false),
+            uncorrected_ecc: Some(3),
+            energy_mj: Some(1_000),
+        };
+        let check = |after: HealthReading, expected: bool| {
+            assert_eq!(after.is_after_reset(&before), expected, "{after:?}");
+        };
+        check(before, false);
+        check(HealthReading::default(), false);
+        check(HealthReading { energy_mj: Some(2_000), uncorrected_ecc: Some(4), ..before }, false);
+        check(HealthReading { recovery_action: Some(RecoveryAction::DrainP2p), ..before }, false);
+        check(HealthReading { recovery_action: Some(RecoveryAction::None), ..before }, true);
+        check(HealthReading { energy_mj: Some(1), ..before }, true);
+        check(HealthReading { uncorrected_ecc: Some(0), ..before }, true);
+        check(HealthReading { remap_pending: Some(false), ..before }, true);
     }
 }

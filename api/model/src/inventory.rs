@@ -171,6 +171,14 @@ impl Inventory {
     pub fn gpu(&self, number: GpuNumber) -> Option<&Gpu> {
         self.gpus.iter().find(|gpu| gpu.number == number)
     }
+
+    /// The GPU instance with that id on a GPU.
+    pub fn instance(&self, gpu: &GpuUuid, id: u32) -> Option<&GpuInstance> {
+        match &self.gpus.iter().find(|known| known.uuid == *gpu)?.mig {
+            Mig::Unsupported => None,
+            Mig::Supported { instances, .. } => instances.iter().find(|instance| instance.id == id),
+        }
+    }
 }
 
 impl Gpu {

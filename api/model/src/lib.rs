@@ -2,7 +2,8 @@
 //!
 //! [`inventory`] describes the GPUs of a node, [`device`] their device names and [`numbers`] their stable
 //! numbers. [`placement`] tells where a MIG instance fits. [`share`] tells which allocations are shares.
-//! [`policy`] and [`nodeconfig`] define what GPUs may be used for. [`health`] defines the states of a GPU.
+//! [`policy`] and [`nodeconfig`] define what GPUs may be used for. [`health`] defines the states of a
+//! GPU, and [`xid`] what the errors of the GPU driver say about it.
 
 pub mod device;
 pub mod health;
@@ -12,9 +13,10 @@ pub mod numbers;
 pub mod placement;
 pub mod policy;
 pub mod share;
+pub mod xid;
 
 pub use device::DeviceId;
-pub use health::{Finding, HealthEffects, HealthState, TaintEffect};
+pub use health::{Finding, HealthEffects, HealthReading, HealthState, RecoveryAction, TaintEffect};
 pub use inventory::{Gpu, GpuInstance, Inventory, Mig, MigProfile};
 pub use nodeconfig::NodeConfig;
 pub use numbers::GpuNumber;

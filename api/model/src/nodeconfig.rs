@@ -5,6 +5,7 @@
 //! general rules. Until the labels of the node are known, a rule that needs them disables all modes
 //! on the GPUs it may match. A disabled mode can be enabled later, but an enabled one may be in use.
 
+use crate::health::TaintEffect;
 use crate::inventory::Gpu;
 use crate::numbers::GpuNumber;
 use crate::policy::GpuPolicy;
@@ -32,6 +33,16 @@ pub struct Rule {
     pub shares: Option<bool>,
     pub dedicated: Option<bool>,
     pub exclusive_ownership: Option<bool>,
+    pub health: HealthRule,
+}
+
+/// The taints of health states. An absent field is left to other rules.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HealthRule {
+    pub degraded: Option<TaintEffect>,
+    pub needs_reset: Option<TaintEffect>,
+    pub stuck: Option<TaintEffect>,
+    pub lost: Option<TaintEffect>,
 }
 
 /// Conditions of a rule. A GPU must satisfy all of them; an empty one is always satisfied.
@@ -91,6 +102,23 @@ pub struct Explained {
     pub mps_clients: ValueOrigin,
     pub shares: ValueOrigin,
     pub exclusive_ownership: ValueOrigin,
+    pub health: HealthOrigins,
+}
+
+/// The rule of each effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HealthOrigins {
+    pub degraded: ValueOrigin,
+    pub needs_reset: ValueOrigin,
+    pub stuck: ValueOrigin,
+    pub lost: ValueOrigin,
+}
+
+impl Default for HealthOrigins {
+    fn default() -> Self {
+        let default = ValueOrigin::Default;
+        Self { degraded: default, needs_reset: default, stuck: default, lost: default }
+    }
 }
 
 impl NodeConfig {
@@ -113,6 +141,7 @@ impl NodeConfig {
             (ValueOrigin::Default, ValueOrigin::Default, ValueOrigin::Default);
         let (mut mps_clients, mut shares, mut exclusive_ownership) =
             (ValueOrigin::Default, ValueOrigin::Default, ValueOrigin::Default);
+        let mut health = HealthOrigins::default();
         let (mut dedicated, mut unknown) = (None, None);
         for (index, rule) in self.rules.iter().enumerate() {
             match rule.matches.of(labels, gpu) {
@@ -130,6 +159,11 @@ impl NodeConfig {
             set(&mut policy.mps_clients, &mut mps_clients, rule.mps_clients, origin);
             set(&mut policy.shares, &mut shares, rule.shares, origin);
             set(&mut policy.exclusive_ownership, &mut exclusive_ownership, rule.exclusive_ownership, origin);
+            let effects = &mut policy.health;
+            set(&mut effects.degraded, &mut health.degraded, rule.health.degraded, origin);
+            set(&mut effects.needs_reset, &mut health.needs_reset, rule.health.needs_reset, origin);
+            set(&mut effects.stuck, &mut health.stuck, rule.health.stuck, origin);
+            set(&mut effects.lost, &mut health.lost, rule.health.lost, origin);
             dedicated = rule.dedicated.map(|yes| (yes, index)).or(dedicated);
         }
         if let Some((true, index)) = dedicated {
@@ -139,7 +173,7 @@ impl NodeConfig {
         if let Some(index) = unknown {
             (policy.modes, modes) = (BTreeSet::new(), ValueOrigin::Unknown(index));
         }
-        Explained { policy, modes, slots, interval, mps_clients, shares, exclusive_ownership }
+        Explained { policy, modes, slots, interval, mps_clients, shares, exclusive_ownership, health }
     }
 
     /// Whether a rule matches by the node's labels.
@@ -221,6 +255,7 @@ fn rule(value: &Value) -> Rule {
     let labels = matches["nodeLabels"].as_object().into_iter().flatten();
     let labels = labels.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())));
     let modes = value["modes"].as_array();
+    let effect = |state: &str| value["health"][state].as_str().and_then(TaintEffect::from_name);
     let mode = |name: &Value| Mode::ALL.into_iter().find(|mode| name.as_str() == Some(mode.as_str()));
     Rule {
         matches: Match {
@@ -237,6 +272,12 @@ fn rule(value: &Value) -> Rule {
         shares: value["shares"].as_bool(),
         dedicated: value["dedicated"].as_bool(),
         exclusive_ownership: value["exclusiveOwnership"].as_bool(),
+        health: HealthRule {
+            degraded: effect("degraded"),
+            needs_reset: effect("needsReset"),
+            stuck: effect("stuck"),
+            lost: effect("lost"),
+        },
     }
 }
 
@@ -339,6 +380,49 @@ static RULE: Object = Object {
             required: false,
             absent: "the flag `--exclusive-ownership`, which is off by default",
             about: "All GPU instances on the GPU belong to Divvy: instances without a claim are destroyed.",
+        },
+        Field {
+            name: "health",
+            shape: Shape::Object(&HEALTH),
+            required: false,
+            absent: "the defaults of each state",
+            about: "What the taint of a GPU or MIG instance does in each health state.",
+        },
+    ],
+};
+
+static HEALTH: Object = Object {
+    name: "Health",
+    about: "The effect of the taint of each health state. `None` sets no taint, and claims are prepared. \
+         `NoSchedule` keeps new claims away. `NoExecute` also evicts the pods that use the device.",
+    fields: &[
+        Field {
+            name: "degraded",
+            shape: Shape::OneOf(TaintEffect::NAMES),
+            required: false,
+            absent: "None",
+            about: "The GPU works, with less redundancy or speed.",
+        },
+        Field {
+            name: "needsReset",
+            shape: Shape::OneOf(TaintEffect::NAMES),
+            required: false,
+            absent: "NoSchedule",
+            about: "The GPU must be reset before it works again.",
+        },
+        Field {
+            name: "stuck",
+            shape: Shape::OneOf(TaintEffect::NAMES),
+            required: false,
+            absent: "NoSchedule",
+            about: "A hardware call on the GPU does not return.",
+        },
+        Field {
+            name: "lost",
+            shape: Shape::OneOf(TaintEffect::NAMES),
+            required: false,
+            absent: "NoSchedule",
+            about: "The GPU is unreachable or needs a reboot of the node.",
         },
     ],
 };

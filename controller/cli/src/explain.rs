@@ -178,6 +178,11 @@ fn explain_node(config: &NodeConfig, defaults: &GpuPolicy, node: &NodeGpus) -> S
         row("mpsClients", policy.mps_clients.to_string(), explained.mps_clients);
         row("shares", policy.shares.to_string(), explained.shares);
         row("exclusiveOwnership", policy.exclusive_ownership.to_string(), explained.exclusive_ownership);
+        let (effects, said) = (&policy.health, &explained.health);
+        row("health.degraded", effects.degraded.as_str().to_owned(), said.degraded);
+        row("health.needsReset", effects.needs_reset.as_str().to_owned(), said.needs_reset);
+        row("health.stuck", effects.stuck.as_str().to_owned(), said.stuck);
+        row("health.lost", effects.lost.as_str().to_owned(), said.lost);
     }
     text
 }
@@ -196,6 +201,7 @@ rules:
   slots: 8
 - match: {indices: [1]}
   dedicated: true
+  health: {lost: NoExecute}
 ";
         let config = NodeConfig::parse(config).expect("a configuration");
         let node = NodeGpus {
@@ -213,6 +219,10 @@ gpu-0 gpu-2 (NVIDIA L4)
   mpsClients          4                         default
   shares              true                      default
   exclusiveOwnership  false                     default
+  health.degraded     None                      default
+  health.needsReset   NoSchedule                default
+  health.stuck        NoSchedule                default
+  health.lost         NoSchedule                default
 gpu-1 (NVIDIA L4)
   modes               whole                     rules[1]
   slots               8                         rules[0]
@@ -220,6 +230,10 @@ gpu-1 (NVIDIA L4)
   mpsClients          4                         default
   shares              false                     rules[1]
   exclusiveOwnership  false                     default
+  health.degraded     None                      default
+  health.needsReset   NoSchedule                default
+  health.stuck        NoSchedule                default
+  health.lost         NoExecute                 rules[1]
 "
         );
     }

@@ -18,6 +18,11 @@ pub enum Event {
     Xid { gpu: GpuUuid, xid: u64, gpu_instance: Option<u32>, compute_instance: Option<u32> },
     /// The MIG mode or the instances changed, by this driver or by another tool.
     MigConfigChange { gpu: GpuUuid },
+    /// Something changed that [`GpuQueue::health`](crate::GpuQueue::health) reads: the recovery
+    /// action, ECC errors or retired memory.
+    HealthChange { gpu: GpuUuid },
+    /// This driver destroyed a GPU instance. Its id may be used again.
+    InstanceDestroyed { gpu: GpuUuid, gpu_instance: u32 },
     /// The GPU driver took the GPU out of service.
     Unavailable { gpu: GpuUuid },
     /// A call reported that the GPU is lost. Sent once, until a call succeeds again.
@@ -54,6 +59,13 @@ const WAIT_TIMEOUT: Duration = Duration::from_millis(250);
 const XID: u64 = sys::nvmlEventTypeXidCriticalError as u64;
 const MIG_CONFIG_CHANGE: u64 = 0x100;
 const UNAVAILABLE: u64 = sys::nvmlEventTypeGpuUnavailableError as u64;
+/// Events after which the health of a GPU is read.
+const HEALTH: u64 = (sys::nvmlEventTypeDoubleBitEccError
+    | sys::nvmlEventTypeDramRetirementEvent
+    | sys::nvmlEventTypeDramRetirementFailure
+    | sys::nvmlEventTypeNonFatalPoisonError
+    | sys::nvmlEventTypeFatalPoisonError
+    | sys::nvmlEventTypeGpuRecoveryAction) as u64;
 
 /// Runs until `closing` is set. Returns at once if no GPU supports events.
 pub(crate) fn listen(
@@ -71,7 +83,7 @@ pub(crate) fn listen(
     };
     let mut registered = false;
     for (gpu, device) in gpus {
-        let requested = XID | MIG_CONFIG_CHANGE | UNAVAILABLE;
+        let requested = XID | MIG_CONFIG_CHANGE | UNAVAILABLE | HEALTH;
         let kinds = library.supported_events(*device).map_or(XID, |supported| supported & requested);
         // A GPU without events does not affect the others.
         match library.register_events(*device, kinds, &set) {
@@ -121,6 +133,7 @@ fn name(library: &Library, gpus: &[(GpuUuid, Device)], received: EventData) -> O
         }),
         MIG_CONFIG_CHANGE => Some(Event::MigConfigChange { gpu }),
         UNAVAILABLE => Some(Event::Unavailable { gpu }),
+        kind if kind & HEALTH != 0 => Some(Event::HealthChange { gpu }),
         _ => None,
     }
 }

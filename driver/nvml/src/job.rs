@@ -306,6 +306,11 @@ impl Worker {
         self.shared.gpu.clone()
     }
 
+    /// Sends an event of the GPU.
+    pub(crate) fn send_event(&self, event: Event) {
+        self.shared.send_event(event);
+    }
+
     /// Makes one C call of the current job, unless the job was abandoned.
     pub(crate) fn call<T>(
         &self,

@@ -3,6 +3,7 @@
 
 use crate::code::Code;
 use crate::error::NvmlError;
+use crate::events::Event;
 use crate::job::Worker;
 use crate::raw::{CiProfile, Gi, GiInfo};
 use crate::types::RawInstance;
@@ -205,6 +206,9 @@ impl Worker {
         let Some(gi) = absent_is_none(found)? else { return Ok(()) };
         self.forget_sample(Some(id));
         let gone = absent_is_none(self.call("nvmlGpuInstanceDestroy", |nvml| nvml.destroy_gi(gi)));
+        if gone.is_ok() {
+            self.send_event(Event::InstanceDestroyed { gpu: self.gpu(), gpu_instance: id });
+        }
         gone.map(drop).map_err(|error| self.with_holders("nvmlGpuInstanceDestroy", Some(id), error))
     }
 }

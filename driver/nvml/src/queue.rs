@@ -10,6 +10,7 @@ use crate::raw::CgroupMemory;
 use crate::types::{Description, RawInstance, State};
 use crate::usage::{ProcessUse, ProcessUtilization};
 use divvy_api::GpuUuid;
+use divvy_model::HealthReading;
 use divvy_model::inventory::{ComputeInstance, GpuInstance, MigMode};
 use divvy_model::placement::Placement;
 use std::future::Future;
@@ -154,6 +155,11 @@ impl GpuQueue {
         self.submit("nvmlDeviceGetName", self.timeouts.query, |worker| {
             Ok((worker.description()?, worker.state()?))
         })
+    }
+
+    /// The health of the GPU. The job is queued at once; the future waits for the result.
+    pub fn health(&self) -> impl Future<Output = Result<HealthReading, NvmlError>> + use<> {
+        self.submit("nvmlDeviceGetMemoryInfo_v2", self.timeouts.query, Worker::health)
     }
 
     /// Creates a GPU instance at that placement and returns its id.

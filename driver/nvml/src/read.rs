@@ -8,6 +8,7 @@ use crate::names;
 use crate::raw::{Device, Remote};
 use crate::types::{Description, Fabric, Links, RawMig, State};
 use divvy_model::inventory::{MigMode, MigProfile, MigToggle};
+use divvy_model::{HealthReading, RecoveryAction};
 use std::sync::Arc;
 
 /// Turns an NVML error into `None`, for properties that not every GPU has.
@@ -16,6 +17,18 @@ fn none_if_unsupported<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, Nvm
         Ok(answer) => Ok(Some(answer)),
         Err(NvmlError::Call { .. }) => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+/// Turns an error of a property that the GPU or its driver lacks into `None`. Errors that say that the
+/// GPU has failed stay errors.
+fn none_if_absent<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+    use Code::{GpuNotFound, IrqIssue, NotFound, ResetRequired, Unknown};
+    match &answer {
+        Err(NvmlError::Call {
+            code: ResetRequired | GpuNotFound | NotFound | IrqIssue | Unknown, ..
+        }) => answer.map(Some),
+        _ => none_if_unsupported(answer),
     }
 }
 
@@ -124,6 +137,27 @@ impl Worker {
         }
         profiles.sort_by_key(|profile| profile.id);
         Ok(profiles)
+    }
+
+    /// The health of the GPU. The first call reaches the kernel driver on every GPU, so it fails on a
+    /// GPU that is gone.
+    pub(crate) fn health(&mut self) -> Result<HealthReading, NvmlError> {
+        let device = self.device()?;
+        none_if_absent(self.call("nvmlDeviceGetMemoryInfo_v2", |nvml| nvml.memory_total(device)))?;
+        let action = self.call("nvmlDeviceGetFieldValues", |nvml| nvml.recovery_action(device));
+        let action = none_if_absent(action)?;
+        let rows = self.call("nvmlDeviceGetRemappedRows", |nvml| nvml.remapped_rows(device));
+        let rows = none_if_absent(rows)?;
+        let uncorrected = self.call("nvmlDeviceGetTotalEccErrors", |nvml| nvml.uncorrected_ecc(device));
+        let uncorrected = none_if_absent(uncorrected)?;
+        let energy = self.call("nvmlDeviceGetTotalEnergyConsumption", |nvml| nvml.energy_mj(device));
+        Ok(HealthReading {
+            recovery_action: action.map(RecoveryAction::from),
+            remap_pending: rows.map(|(pending, _)| pending),
+            remap_failed: rows.map(|(_, failed)| failed),
+            uncorrected_ecc: uncorrected,
+            energy_mj: none_if_absent(energy)?,
+        })
     }
 
     fn links(&mut self) -> Result<Links, NvmlError> {

@@ -294,6 +294,22 @@ impl Engine {
         records.into_iter().map(held).collect()
     }
 
+    /// The devices of every prepared claim and their parts of GPUs.
+    pub fn held_parts(&self) -> Vec<HeldPart> {
+        let (records, _) = self.inner.records.all().unwrap_or_default();
+        let prepared = records.into_iter().filter(|record| record.state == HeldState::Prepared);
+        let parts = prepared.flat_map(|record| {
+            let claim = record.claim;
+            record.devices.into_iter().map(move |device| HeldPart {
+                claim: claim.clone(),
+                device: device.device,
+                share_id: device.share_id,
+                part: device.part,
+            })
+        });
+        parts.collect()
+    }
+
     /// The devices of a claim that is prepared and has its pages and CDI file in place. `None`
     /// means that [`Self::prepare`] has work to do or needs to query the hardware.
     pub fn prepared(&self, uid: &ClaimUid) -> Option<Vec<PreparedDevice>> {
@@ -690,6 +706,15 @@ fn facts(device: &DeviceRecord, inventory: &Inventory) -> Option<DeviceFacts> {
             },
         },
     })
+}
+
+/// A device of a prepared claim, and the part of a GPU that it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeldPart {
+    pub claim: ClaimRef,
+    pub device: DeviceName,
+    pub share_id: Option<ShareId>,
+    pub part: Part,
 }
 
 /// A share of a prepared claim, for accounting and for changes of its settings.

@@ -32,16 +32,32 @@ pub struct DeviceFacts {
     pub data: DeviceData,
 }
 
-/// The conditions that the agent reported, by claim and share. They are part of every later write of
-/// the claim's status.
-type LimitConditions = BTreeMap<(ClaimUid, ShareId), LimitCondition>;
+/// A device of a claim.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DeviceKey {
+    pub claim: ClaimUid,
+    pub device: DeviceName,
+    pub share_id: Option<ShareId>,
+}
 
-/// The condition `LimitEnforced` of a share: whether its processes stay within its limits.
+/// The reported conditions. They are part of every later write of the claim's status.
+#[derive(Debug, Default)]
+struct Conditions {
+    /// `LimitEnforced` by claim and share: whether its processes stay within its limits.
+    limits: BTreeMap<(ClaimUid, ShareId), DeviceCondition>,
+    /// `DeviceHealthy` by device.
+    health: BTreeMap<DeviceKey, DeviceCondition>,
+}
+
+/// The type of the condition that tells whether a device is healthy.
+pub const DEVICE_HEALTHY: &str = "DeviceHealthy";
+
+/// A condition of a device in the status of a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LimitCondition {
-    pub enforced: bool,
+pub struct DeviceCondition {
+    pub is_true: bool,
     /// One word, for programs.
-    pub reason: &'static str,
+    pub reason: String,
     /// An explanation, for people.
     pub message: String,
     pub since: Timestamp,
@@ -72,13 +88,13 @@ fn format_quantity<S: serde::Serializer>(memory: &Option<Quantity>, out: S) -> R
 #[derive(Clone)]
 pub struct ClaimStatusSender {
     queue: mpsc::Sender<(ClaimRef, Vec<DeviceFacts>)>,
-    conditions: Arc<Mutex<LimitConditions>>,
+    conditions: Arc<Mutex<Conditions>>,
 }
 
 /// Writes the queued statuses; run by the daemon.
 pub struct ClaimStatusWriter {
     queue: mpsc::Receiver<(ClaimRef, Vec<DeviceFacts>)>,
-    conditions: Arc<Mutex<LimitConditions>>,
+    conditions: Arc<Mutex<Conditions>>,
     client: Client,
     events: EventSender,
     metrics: Metrics,
@@ -97,7 +113,7 @@ pub fn claim_status_channel(
     metrics: Metrics,
 ) -> (ClaimStatusSender, ClaimStatusWriter) {
     let (sender, queue) = mpsc::channel(QUEUE_LENGTH);
-    let conditions = Arc::<Mutex<LimitConditions>>::default();
+    let conditions = Arc::<Mutex<Conditions>>::default();
     let statuses = ClaimStatusSender { queue: sender, conditions: Arc::clone(&conditions) };
     (statuses, ClaimStatusWriter { queue, conditions, client, events, metrics })
 }
@@ -116,12 +132,28 @@ impl ClaimStatusSender {
         &self,
         claim: &ClaimUid,
         share: &ShareId,
-        limit: LimitCondition,
+        limit: DeviceCondition,
         held: impl Fn(&ClaimUid) -> bool,
     ) {
-        let mut conditions = self.conditions.lock().unwrap_or_else(PoisonError::into_inner);
-        conditions.retain(|(claim, _), _| held(claim));
-        conditions.insert((claim.clone(), share.clone()), limit);
+        let limits = &mut self.conditions.lock().unwrap_or_else(PoisonError::into_inner).limits;
+        limits.retain(|(claim, _), _| held(claim));
+        limits.insert((claim.clone(), share.clone()), limit);
+    }
+
+    /// Sets the health of a device, for the next write of the claim's status ([`Self::prepared`]).
+    /// Conditions of claims that are not `held` any more are dropped.
+    pub fn set_health_condition(
+        &self,
+        device: DeviceKey,
+        mut now: DeviceCondition,
+        held: impl Fn(&ClaimUid) -> bool,
+    ) {
+        let health = &mut self.conditions.lock().unwrap_or_else(PoisonError::into_inner).health;
+        health.retain(|device, _| held(&device.claim));
+        if let Some(before) = health.get(&device).filter(|before| before.is_true == now.is_true) {
+            now.since = before.since;
+        }
+        health.insert(device, now);
     }
 }
 
@@ -165,7 +197,7 @@ impl ClaimStatusWriter {
     }
 }
 
-fn patch(claim: &ClaimRef, devices: &[DeviceFacts], conditions: &LimitConditions) -> Value {
+fn patch(claim: &ClaimRef, devices: &[DeviceFacts], conditions: &Conditions) -> Value {
     let entry = |facts: &DeviceFacts| {
         let mut entry = json!({
             "driver": DRIVER, "pool": facts.pool, "device": facts.device, "data": facts.data,
@@ -174,16 +206,17 @@ fn patch(claim: &ClaimRef, devices: &[DeviceFacts], conditions: &LimitConditions
             entry["shareID"] = json!(share);
         }
         let share = facts.share_id.as_ref().map(|share| (claim.uid.clone(), share.clone()));
-        if let Some(LimitCondition { enforced, reason, message, since }) =
-            share.and_then(|share| conditions.get(&share))
-        {
-            let status = if *enforced { "True" } else { "False" };
-            // Times in the Kubernetes API have whole seconds.
-            let since = Timestamp::from_second(since.as_second()).unwrap_or(*since).to_string();
-            entry["conditions"] = json!([{
-                "type": "LimitEnforced", "status": status, "reason": reason, "message": message,
-                "lastTransitionTime": since,
-            }]);
+        let limit = share.and_then(|share| conditions.limits.get(&share));
+        let key = DeviceKey {
+            claim: claim.uid.clone(),
+            device: facts.device.clone(),
+            share_id: facts.share_id.clone(),
+        };
+        let limit = limit.map(|limit| condition("LimitEnforced", limit));
+        let health = conditions.health.get(&key).map(|health| condition(DEVICE_HEALTHY, health));
+        let all: Vec<Value> = limit.into_iter().chain(health).collect();
+        if !all.is_empty() {
+            entry["conditions"] = json!(all);
         }
         entry
     };
@@ -195,9 +228,36 @@ fn patch(claim: &ClaimRef, devices: &[DeviceFacts], conditions: &LimitConditions
     })
 }
 
+fn condition(kind: &str, condition: &DeviceCondition) -> Value {
+    let DeviceCondition { is_true, reason, message, since } = condition;
+    // Times in the Kubernetes API have whole seconds.
+    let since = Timestamp::from_second(since.as_second()).unwrap_or(*since).to_string();
+    json!({
+        "type": kind, "status": if *is_true { "True" } else { "False" }, "reason": reason,
+        "message": message, "lastTransitionTime": since,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn transition_time_changes_only_with_the_status() {
+        let (queue, _receiver) = mpsc::channel(1);
+        let statuses = ClaimStatusSender { queue, conditions: Arc::default() };
+        let key = DeviceKey { claim: "u".into(), device: "gpu-0".into(), share_id: None };
+        let set = |is_true, reason: &str, second| {
+            let since = Timestamp::from_second(second).unwrap();
+            let now = DeviceCondition { is_true, reason: reason.into(), message: String::new(), since };
+            statuses.set_health_condition(key.clone(), now, |uid| uid.as_str() == "u");
+            let conditions = statuses.conditions.lock().unwrap();
+            conditions.health[&key].since.as_second()
+        };
+        assert_eq!(set(false, "GpuNeedsReset", 1), 1);
+        assert_eq!(set(false, "GpuLost", 2), 1);
+        assert_eq!(set(true, "GpuHealthy", 3), 3);
+    }
 
     #[test]
     fn status_has_own_devices_and_the_uid_of_the_claim() {
@@ -236,24 +296,34 @@ mod tests {
             "metadata": { "name": "a", "namespace": "team", "uid": "u" },
             "status": { "devices": [
                 { "driver": "gpu.divvy.dev", "pool": "n1", "device": "gpu-0-mig-1g10gb-19-0",
-                  "data": { "uuid": "GPU-0", "migUUID": "MIG-0", "mode": "mig", "memory": "9728Mi" } },
+                  "data": { "uuid": "GPU-0", "migUUID": "MIG-0", "mode": "mig", "memory": "9728Mi" },
+                  "conditions": [{ "type": "DeviceHealthy", "status": "False", "reason": "GpuLost",
+                    "message": "GPU is lost: x", "lastTransitionTime": "1970-01-01T00:00:01Z" }] },
                 { "driver": "gpu.divvy.dev", "pool": "n1", "device": "gpu-1-timeslice", "shareID": "s",
                   "data": { "uuid": "GPU-1", "mode": "timeslice", "interval": "Short" },
                   "conditions": [{ "type": "LimitEnforced", "status": "False", "reason": "Hidden",
                     "message": "process 7", "lastTransitionTime": "1970-01-01T00:00:01Z" }] },
             ] },
         });
-        let limit = LimitCondition {
-            enforced: false,
-            reason: "Hidden",
-            message: "process 7".to_owned(),
+        let false_since = |reason: &str, message: &str| DeviceCondition {
+            is_true: false,
+            reason: reason.to_owned(),
+            message: message.to_owned(),
             since: Timestamp::from_millisecond(1500).unwrap(),
         };
-        // Conditions of another share and another claim must not appear.
-        let conditions = [("u", "s"), ("u", "t"), ("v", "s")].map(|(claim, share)| {
-            let message = if (claim, share) == ("u", "s") { limit.message.clone() } else { String::new() };
-            ((claim.into(), share.into()), LimitCondition { message, ..limit.clone() })
-        });
-        assert_eq!(patch(&claim, &devices, &conditions.into()), expected);
+        let mut conditions = Conditions::default();
+        // Conditions of another share, another device and another claim must not appear.
+        for (uid, share) in [("u", "s"), ("u", "t"), ("v", "s")] {
+            let message = if (uid, share) == ("u", "s") { "process 7" } else { "" };
+            conditions.limits.insert((uid.into(), share.into()), false_since("Hidden", message));
+        }
+        let key =
+            |uid: &str, device: &str| DeviceKey { claim: uid.into(), device: device.into(), share_id: None };
+        let own = key("u", "gpu-0-mig-1g10gb-19-0");
+        conditions.health.insert(own, false_since("GpuLost", "GPU is lost: x"));
+        for other in [key("v", "gpu-0-mig-1g10gb-19-0"), key("u", "gpu-1-timeslice")] {
+            conditions.health.insert(other, false_since("GpuLost", ""));
+        }
+        assert_eq!(patch(&claim, &devices, &conditions), expected);
     }
 }

@@ -9,6 +9,7 @@ use crate::cluster::consumers::{Consumer, consumers};
 use crate::metrics::Metrics;
 use divvy_api::ClaimRef;
 use divvy_api::names::DRIVER;
+use divvy_model::HealthState;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -33,6 +34,8 @@ pub enum Reason {
     GpuLost,
     GpuNeedsReset,
     GpuDegraded,
+    /// The findings about a GPU have ended.
+    GpuHealthy,
     GpuMissing,
     GpuHandedOver,
     MigUnreadable,
@@ -65,6 +68,7 @@ impl Reason {
             | Self::GpuLost
             | Self::GpuNeedsReset
             | Self::GpuDegraded
+            | Self::GpuHealthy
             | Self::GpuMissing
             | Self::GpuHandedOver
             | Self::MigUnreadable
@@ -77,6 +81,33 @@ impl Reason {
             Self::NotReady => "Start",
             Self::ConfigRefused => "Configure",
         }
+    }
+
+    /// The reason for a health state.
+    pub fn of_health(state: HealthState) -> Self {
+        match state {
+            HealthState::Healthy => Self::GpuHealthy,
+            HealthState::Degraded => Self::GpuDegraded,
+            HealthState::NeedsReset => Self::GpuNeedsReset,
+            HealthState::Stuck => Self::GpuStuck,
+            HealthState::Lost => Self::GpuLost,
+        }
+    }
+
+    /// Whether the pods of a claim get its event too.
+    fn concerns_pods(self) -> bool {
+        matches!(
+            self,
+            Self::MpsRestarted
+                | Self::ShareLimitViolated
+                | Self::ShareUnverified
+                | Self::GpuStuck
+                | Self::GpuLost
+                | Self::GpuNeedsReset
+                | Self::GpuDegraded
+                | Self::GpuHealthy
+                | Self::GpuMissing
+        )
     }
 }
 
@@ -166,10 +197,7 @@ impl EventWriter {
     /// The pods and PodGroups of the claim, if the event concerns their containers.
     async fn consumers(&self, record: &EventRecord) -> Vec<Regarding> {
         let Regarding::Claim(claim) = &record.regarding else { return Vec::new() };
-        if !matches!(
-            record.reason,
-            Reason::MpsRestarted | Reason::ShareLimitViolated | Reason::ShareUnverified
-        ) {
+        if !record.reason.concerns_pods() {
             return Vec::new();
         }
         let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
@@ -241,7 +269,7 @@ impl EventRecord {
             reporting_instance: Some(node.to_owned()),
             action: Some(self.reason.action().to_owned()),
             reason: Some(format!("{:?}", self.reason)),
-            type_: Some("Warning".to_owned()),
+            type_: Some(if self.reason == Reason::GpuHealthy { "Normal" } else { "Warning" }.to_owned()),
             note: Some(self.note.clone()),
             regarding: Some(regarding),
             ..Event::default()

@@ -1,29 +1,34 @@
 //! Monitors turn the state of the daemon's parts into readiness, events and metrics, so that the parts
 //! need not know about them.
 
-use crate::claims::engine::Engine;
+use crate::claims::engine::{Engine, HeldPart};
 use crate::claims::mps_daemons::{MpsDaemons, lost_daemons};
-use crate::cluster::claim_status::{ClaimStatusSender, LimitCondition};
+use crate::cluster::claim_status::{ClaimStatusSender, DEVICE_HEALTHY, DeviceCondition, DeviceKey};
 use crate::cluster::events::{EventSender, Reason};
 use crate::daemon::drain::Drained;
+use crate::gpu::part::Part;
 use crate::kubelet::registration::RegistrationState;
 use crate::metrics::Metrics;
 use crate::shares::agent::{Action, Kind, Report};
 use crate::shares::report::Top;
 use crate::{cdi, shares};
+use divvy_api::names::DRIVER;
 use divvy_api::text::error_chain;
 use divvy_api::top::ShareUsage;
 use divvy_api::{ClaimRef, ClaimUid, ShareId};
 use divvy_daemon::http;
 use divvy_model::inventory::Presence;
-use divvy_model::{HealthState, Inventory, inventory};
+use divvy_model::{Finding, Gpu, HealthState, Inventory, Placement, TaintEffect, inventory};
 use divvy_slices::Published;
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::jiff::Timestamp;
+use kube::{Api, Client};
+use std::collections::BTreeMap;
 use std::collections::HashSet;
 use std::collections::hash_map::{Entry, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{broadcast, mpsc, watch};
 
 /// Readiness conditions of the node daemon. If all are met, a claim that is scheduled here can be
 /// prepared.
@@ -62,7 +67,7 @@ impl http::Condition for Condition {
 /// The readiness of the node daemon.
 pub type Readiness = http::Readiness<Condition>;
 
-/// Reports the GPU driver and failed GPUs.
+/// Reports the GPU driver and failed GPUs. Each change of a GPU is one event of the node.
 pub struct GpuMonitor {
     pub inventory: watch::Receiver<Arc<Inventory>>,
     pub drained: watch::Receiver<Drained>,
@@ -73,6 +78,7 @@ pub struct GpuMonitor {
 impl GpuMonitor {
     /// Runs until the inventory ends.
     pub async fn run(mut self) {
+        let mut last = Arc::new(Inventory::default());
         loop {
             let now = self.inventory.borrow_and_update().clone();
             let driver = match self.drained.borrow_and_update().clone() {
@@ -82,27 +88,12 @@ impl GpuMonitor {
             };
             self.readiness.set(Condition::GpuDriver, driver);
             for gpu in &now.gpus {
-                let name = format!("gpu-{} ({})", gpu.number, gpu.uuid);
-                if gpu.presence == Presence::Missing && !now.driver_version.is_empty() {
-                    self.events
-                        .node(Reason::GpuMissing, &format!("{name} is missing; its devices are tainted"));
-                }
-                for condition in &gpu.conditions {
-                    let reason = match condition {
-                        inventory::Condition::Health(finding) => match finding.state {
-                            HealthState::Stuck => Reason::GpuStuck,
-                            HealthState::Lost => Reason::GpuLost,
-                            HealthState::NeedsReset => Reason::GpuNeedsReset,
-                            HealthState::Degraded | HealthState::Healthy => Reason::GpuDegraded,
-                        },
-                        inventory::Condition::Mps { .. } => Reason::MpsUnhealthy,
-                        inventory::Condition::MigUnreadable { .. } => Reason::MigUnreadable,
-                        inventory::Condition::Debt { .. } => Reason::NotUndone,
-                        inventory::Condition::HandedOver => Reason::GpuHandedOver,
-                    };
-                    self.events.node(reason, &format!("{name}: {condition}; its devices are tainted"));
+                let before = last.gpus.iter().find(|before| before.uuid == gpu.uuid);
+                for (reason, note) in gpu_changes(before, gpu, !now.driver_version.is_empty()) {
+                    self.events.node(reason, &note);
                 }
             }
+            last = now;
             let ended = tokio::select! {
                 changed = self.inventory.changed() => changed.is_err(),
                 changed = self.drained.changed() => changed.is_err(),
@@ -112,6 +103,207 @@ impl GpuMonitor {
             }
         }
     }
+}
+
+/// The events of a change of a GPU: the conditions that are new, or that the GPU is healthy again.
+fn gpu_changes(before: Option<&Gpu>, gpu: &Gpu, has_driver: bool) -> Vec<(Reason, String)> {
+    let name = format!("gpu-{} ({})", gpu.number, gpu.uuid);
+    let mut changes = Vec::new();
+    let was_missing = before.is_some_and(|before| before.presence == Presence::Missing);
+    if gpu.presence == Presence::Missing && has_driver && !was_missing {
+        changes.push((Reason::GpuMissing, format!("{name} is missing; its devices are tainted")));
+    }
+    for condition in &gpu.conditions {
+        if before.is_some_and(|before| before.conditions.contains(condition)) {
+            continue;
+        }
+        let (reason, remedy) = match condition {
+            inventory::Condition::Health(Finding { state, .. }) => {
+                (Reason::of_health(*state), format!("; to recover, {}", state.remedy()))
+            }
+            inventory::Condition::Mps { .. } => (Reason::MpsUnhealthy, String::new()),
+            inventory::Condition::MigUnreadable { .. } => (Reason::MigUnreadable, String::new()),
+            inventory::Condition::Debt { .. } => (Reason::NotUndone, String::new()),
+            inventory::Condition::HandedOver => (Reason::GpuHandedOver, String::new()),
+        };
+        let taint = match gpu.effect(condition) {
+            TaintEffect::None => "",
+            TaintEffect::NoSchedule | TaintEffect::NoExecute => "; its devices are tainted",
+        };
+        changes.push((reason, format!("{name}: {condition}{taint}{remedy}")));
+    }
+    let was_unhealthy = before.is_some_and(|before| before.findings().next().is_some());
+    if was_unhealthy && gpu.presence == Presence::Present && gpu.findings().next().is_none() {
+        changes.push((Reason::GpuHealthy, format!("{name} is healthy again")));
+    }
+    changes
+}
+
+/// Counts the XIDs of the GPU driver.
+pub struct XidMonitor {
+    pub events: broadcast::Receiver<divvy_nvml::Event>,
+    pub metrics: Metrics,
+}
+
+impl XidMonitor {
+    /// Runs until the GPU manager ends.
+    pub async fn run(mut self) {
+        loop {
+            match self.events.recv().await {
+                Ok(divvy_nvml::Event::Xid { gpu, xid, .. }) => self.metrics.xid(&gpu, xid),
+                // In a flood some are not counted.
+                Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => {}
+                Err(broadcast::error::RecvError::Closed) => return std::future::pending().await,
+            }
+        }
+    }
+}
+
+/// Reports the health of the devices of held claims: an event of the claim and its pods, and the
+/// condition `DeviceHealthy` of the device, once per change.
+pub struct ClaimHealthMonitor {
+    pub inventory: watch::Receiver<Arc<Inventory>>,
+    pub engine: Engine,
+    pub statuses: ClaimStatusSender,
+    pub events: EventSender,
+    pub client: Client,
+}
+
+/// Interval of checks while a GPU is unhealthy, for claims that are prepared in the meantime.
+const CLAIM_HEALTH_INTERVAL: Duration = Duration::from_secs(30);
+/// Timeout of reading one claim at the start.
+const CLAIM_READ_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The health of a device of a claim: the reason of its event, and the finding.
+type DeviceHealth = (Reason, String);
+
+impl ClaimHealthMonitor {
+    /// Runs until the inventory ends.
+    pub async fn run(mut self) {
+        let mut reported = self.reported().await;
+        loop {
+            let now = self.inventory.borrow_and_update().clone();
+            let is_healthy = now.gpus.iter().all(|gpu| health_of(gpu, None).is_none());
+            if !is_healthy || !reported.is_empty() {
+                self.update(&now, &mut reported).await;
+            }
+            tokio::select! {
+                changed = self.inventory.changed() => if changed.is_err() {
+                    return std::future::pending().await;
+                },
+                () = tokio::time::sleep(CLAIM_HEALTH_INTERVAL), if !is_healthy => {}
+            }
+        }
+    }
+
+    /// Reports what changed since the last call.
+    async fn update(&self, now: &Inventory, reported: &mut BTreeMap<DeviceKey, DeviceHealth>) {
+        // Without a GPU driver nothing is known.
+        if now.driver_version.is_empty() {
+            return;
+        }
+        let held = self.held().await;
+        let is_held = |uid: &ClaimUid| held.iter().any(|part| part.claim.uid == *uid);
+        reported.retain(|device, _| is_held(&device.claim));
+        let mut changed = BTreeMap::new();
+        for part in &held {
+            let placement = match &part.part {
+                Part::Whole { .. } => None,
+                Part::Instance(key) => Some(key.placement),
+            };
+            let Some(gpu) = now.gpus.iter().find(|gpu| gpu.uuid == *part.part.gpu()) else { continue };
+            let key = DeviceKey {
+                claim: part.claim.uid.clone(),
+                device: part.device.clone(),
+                share_id: part.share_id.clone(),
+            };
+            let health = health_of(gpu, placement);
+            if reported.get(&key) == health.as_ref() {
+                continue;
+            }
+            let (reason, text) =
+                health.clone().unwrap_or((Reason::GpuHealthy, "the device is healthy again".to_owned()));
+            let note = format!("claim {}, device {}: {text}", part.claim, part.device);
+            self.events.claim(&part.claim, reason, &note);
+            let condition = DeviceCondition {
+                is_true: matches!(reason, Reason::GpuHealthy | Reason::GpuDegraded),
+                reason: format!("{reason:?}"),
+                message: text,
+                since: Timestamp::now(),
+            };
+            self.statuses.set_health_condition(key.clone(), condition, is_held);
+            changed.insert(part.claim.uid.clone(), part.claim.clone());
+            match health {
+                Some(health) => reported.insert(key, health),
+                None => reported.remove(&key),
+            };
+        }
+        for claim in changed.into_values() {
+            let (engine, uid) = (self.engine.clone(), claim.uid.clone());
+            let facts = tokio::task::spawn_blocking(move || engine.facts(&uid)).await.unwrap_or_default();
+            self.statuses.prepared(&claim, facts);
+        }
+    }
+
+    /// The findings that an earlier daemon reported, from the status of the held claims.
+    async fn reported(&self) -> BTreeMap<DeviceKey, DeviceHealth> {
+        let mut reported = BTreeMap::new();
+        let claims: BTreeMap<ClaimUid, ClaimRef> =
+            self.held().await.into_iter().map(|part| (part.claim.uid.clone(), part.claim)).collect();
+        for claim in claims.values() {
+            let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
+            let found = match tokio::time::timeout(CLAIM_READ_TIMEOUT, api.get(&claim.name)).await {
+                Ok(Ok(found)) => found,
+                Ok(Err(_)) => continue,
+                // Without the API server, conditions stay until the next change of their device.
+                Err(_) => break,
+            };
+            let devices = found.status.and_then(|status| status.devices).unwrap_or_default();
+            for device in devices.into_iter().filter(|device| device.driver == DRIVER) {
+                let conditions = device.conditions.unwrap_or_default();
+                let Some(condition) = conditions.into_iter().find(|one| one.type_ == DEVICE_HEALTHY) else {
+                    continue;
+                };
+                let reason = HealthState::ALL.into_iter().map(Reason::of_health).chain([Reason::GpuMissing]);
+                let reason = { reason }.find(|reason| format!("{reason:?}") == condition.reason);
+                let Some(reason) = reason.filter(|reason| *reason != Reason::GpuHealthy) else { continue };
+                let key = DeviceKey {
+                    claim: claim.uid.clone(),
+                    device: device.device.as_str().into(),
+                    share_id: device.share_id.map(|share| share.as_str().into()),
+                };
+                let known = DeviceCondition {
+                    is_true: condition.status == "True",
+                    reason: condition.reason,
+                    message: condition.message.clone(),
+                    since: condition.last_transition_time.0,
+                };
+                self.statuses.set_health_condition(key.clone(), known, |uid| claims.contains_key(uid));
+                reported.insert(key, (reason, condition.message));
+            }
+        }
+        reported
+    }
+
+    /// The devices of the held claims. Their records are files, so another thread reads them.
+    async fn held(&self) -> Vec<HeldPart> {
+        let engine = self.engine.clone();
+        tokio::task::spawn_blocking(move || engine.held_parts()).await.unwrap_or_default()
+    }
+}
+
+/// The worst finding about a device of a GPU: a MIG instance at `placement`, or the whole GPU. `None` if it
+/// is healthy.
+fn health_of(gpu: &Gpu, placement: Option<Placement>) -> Option<DeviceHealth> {
+    if gpu.presence == Presence::Missing {
+        return Some((Reason::GpuMissing, "GPU is missing".to_owned()));
+    }
+    let findings = gpu.conditions.iter().filter_map(|condition| match condition {
+        inventory::Condition::Health(finding) if condition.concerns(placement) => Some(finding),
+        _ => None,
+    });
+    let worst = findings.min_by_key(|finding| std::cmp::Reverse(finding.state))?;
+    Some((Reason::of_health(worst.state), format!("{worst}; to recover, {}", worst.state.remedy())))
 }
 
 /// Reports whether the node configuration file is refused.
@@ -310,7 +502,12 @@ impl ShareMonitor {
                 "cannot store the condition; a restarted daemon does not clear it"
             );
         }
-        let limit = LimitCondition { enforced, reason, message: message.to_owned(), since: Timestamp::now() };
+        let limit = DeviceCondition {
+            is_true: enforced,
+            reason: reason.to_owned(),
+            message: message.to_owned(),
+            since: Timestamp::now(),
+        };
         self.statuses
             .set_limit_condition(uid, share, limit, |uid| held.iter().any(|claim| claim.uid == *uid));
         self.statuses.prepared(claim, self.engine.facts(uid));

@@ -215,6 +215,8 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
         events: events.clone(),
     };
     stages.droppable("GPU watch", watch.run());
+    let watch = monitors::XidMonitor { events: gpus.events(), metrics: metrics.clone() };
+    stages.droppable("XID watch", watch.run());
     let watch = monitors::CdiMonitor {
         cdi: cdi.clone(),
         inventory: inventory.clone(),
@@ -258,6 +260,14 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     stages.droppable("drain", drain.run());
     let watch = monitors::MpsMonitor { daemons: engine.mps_daemons(), events: events.clone() };
     stages.droppable("MPS watch", watch.run());
+    let watch = monitors::ClaimHealthMonitor {
+        inventory: inventory.clone(),
+        engine: engine.clone(),
+        statuses: statuses.clone(),
+        events: events.clone(),
+        client: client.clone(),
+    };
+    stages.droppable("claim health watch", watch.run());
     let (agent, reports) = Agent::new(gpus.clone(), &paths, args.gpus.kill_processes.clone());
     let watch = monitors::ShareMonitor {
         reports,

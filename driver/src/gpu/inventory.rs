@@ -126,13 +126,20 @@ fn mig(
 }
 
 /// The conditions of an unreadable GPU. An error without information about the GPU changes nothing.
+/// Findings other than [`HealthState::Stuck`] are added by `gpu/health`.
 fn conditions(error: &NvmlError, before: &[Condition]) -> Vec<Condition> {
     match error {
         NvmlError::Lost { call, .. } => vec![finding(HealthState::Lost, format!("{call} found no GPU"))],
         NvmlError::Stuck { call, .. } | NvmlError::Deadline { call, .. } => {
             vec![finding(HealthState::Stuck, format!("{call} has not returned"))]
         }
-        _ => before.to_vec(),
+        _ => {
+            let is_other = |condition: &&Condition| match condition {
+                Condition::Health(finding) => finding.state != HealthState::Stuck,
+                _ => false,
+            };
+            before.iter().filter(|condition| !is_other(condition)).cloned().collect()
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //! the GPU's own thread. The task itself never blocks: readings run on the GPUs' threads and come
 //! back as results, at most one at a time per GPU.
 
+use crate::gpu::health::{self, HealthMonitor};
 use crate::gpu::inventory;
 use crate::gpu::inventory::{Ownership, PendingOwnership, ReadScope};
 use crate::gpu::library;
@@ -17,7 +18,7 @@ use divvy_api::text::error_chain;
 use divvy_model::GpuPolicy;
 use divvy_model::inventory::{Condition, Gpu, Inventory, Presence};
 use divvy_nvml::{
-    Closing, Description, Event, GpuQueue, LateReturn, NvmlError, Session, Snapshot, State, Timeouts,
+    Closing, Description, Event, GpuQueue, LateReturn, NvmlError, RawMig, Session, Snapshot, State, Timeouts,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -36,10 +37,13 @@ pub struct GpusOptions {
     /// As mounted in this process.
     pub driver_root: PathBuf,
     pub sys_root: PathBuf,
+    pub proc_root: PathBuf,
     pub state_dir: PathBuf,
     pub timeouts: Timeouts,
     /// Interval at which the GPU driver's library is checked.
     pub poll: Duration,
+    /// Interval at which the health of every GPU is read.
+    pub health_poll: Duration,
     /// How long [`Gpus::start`] waits for the first reading.
     pub first_reading: Duration,
 }
@@ -50,13 +54,19 @@ impl GpusOptions {
         Self {
             driver_root: paths.local_path(&paths.driver_root),
             sys_root: paths.sys_root.clone(),
+            proc_root: paths.proc_root.clone(),
             state_dir: paths.state_dir.clone(),
             timeouts: Timeouts::default(),
             poll: Duration::from_secs(1),
+            health_poll: HEALTH_POLL_INTERVAL,
             first_reading: Duration::from_secs(30),
         }
     }
 }
+
+/// Default interval of health readings. A GPU that dies without an event has its taint within 30 s,
+/// even if a call first waits for its deadline (10 s) and an unknown error must repeat.
+pub const HEALTH_POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The GPUs of this node. A clone is the same.
 #[derive(Clone)]
@@ -254,6 +264,7 @@ struct GpuManager {
     device_plugin: Option<String>,
     pending: PendingOwnership,
     nvml: Nvml,
+    health: HealthMonitor,
     /// The last error of the GPU driver, so that each is logged once.
     driver_error: String,
     first: Option<oneshot::Sender<()>>,
@@ -267,6 +278,8 @@ enum Step {
     Command(Option<Command>),
     Nvml(NvmlMessage),
     Read(GpuUuid, Reading),
+    HealthRead(health::Reading),
+    HealthPoll,
     DebounceOver,
     PollLibrary,
     Retry,
@@ -286,6 +299,7 @@ impl GpuManager {
             device_plugin: None,
             pending: PendingOwnership::default(),
             nvml: Nvml::Closed,
+            health: HealthMonitor::new(&options),
             driver_error: String::new(),
             first: Some(first),
             reads: JoinSet::new(),
@@ -302,6 +316,8 @@ impl GpuManager {
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut retry = tokio::time::interval(RETRY_INTERVAL);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut health_poll = tokio::time::interval(self.options.health_poll);
+        health_poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let debounce_until = self.debounce_until;
             let step = tokio::select! {
@@ -313,6 +329,8 @@ impl GpuManager {
                     Err(_) => Step::PollLibrary,
                 },
                 message = next_message(&mut self.nvml) => Step::Nvml(message),
+                reading = self.health.next() => Step::HealthRead(reading),
+                _ = health_poll.tick() => Step::HealthPoll,
                 () = tokio::time::sleep_until(debounce_until), if !self.scheduled.is_empty() => {
                     Step::DebounceOver
                 }
@@ -331,6 +349,16 @@ impl GpuManager {
                 Step::Nvml(NvmlMessage::Opened(opened)) => self.opened(opened),
                 Step::Nvml(NvmlMessage::Event(event)) => self.event(event),
                 Step::Read(gpu, reading) => self.read(gpu, reading),
+                Step::HealthRead(reading) => {
+                    if reading.1.is_ok() && self.is_unreadable(&reading.0) {
+                        self.schedule_reading(reading.0.clone());
+                    }
+                    self.health(|health, session| health.finish(session, reading));
+                }
+                Step::HealthPoll => self.health(|health, session| {
+                    health.start_all(session);
+                    health.observe_boot()
+                }),
                 Step::DebounceOver => {
                     for gpu in std::mem::take(&mut self.scheduled) {
                         self.start_reading(gpu, None);
@@ -463,6 +491,8 @@ impl GpuManager {
         }
         tracing::info!(driver = snapshot.driver_version, gpus = snapshot.gpus.len(), "NVML is open");
         self.driver_error.clear();
+        self.health.observe_boot();
+        self.health.start_all(&session);
         *lock(&self.shared.session) = Some(session.clone());
         self.nvml = Nvml::Open { file, session, events, snapshot };
         self.changed = true;
@@ -482,6 +512,7 @@ impl GpuManager {
             }
             Nvml::Closed | Nvml::Drained => None,
         };
+        self.health.stop().await;
         self.reads.abort_all();
         while self.reads.join_next().await.is_some() {}
         self.reading.clear();
@@ -501,11 +532,24 @@ impl GpuManager {
         match &event {
             Event::MigConfigChange { gpu } => self.schedule_reading(gpu.clone()),
             Event::Xid { gpu, xid, gpu_instance, .. } => {
-                tracing::warn!(%gpu, xid, ?gpu_instance, "GPU driver reports an Xid error");
+                let inventory = Arc::clone(&self.shared.inventory.borrow());
+                let instance = gpu_instance.and_then(|id| inventory.instance(gpu, id));
+                self.health(|health, session| health.observe_xid(session, gpu, *xid, instance));
+            }
+            Event::HealthChange { gpu } => self.health(|health, session| {
+                health.start(session, gpu);
+                false
+            }),
+            Event::InstanceDestroyed { gpu, gpu_instance } => {
+                self.health(|health, _| health.observe_destruction(gpu, *gpu_instance));
             }
             Event::Unavailable { gpu } => {
                 tracing::error!(%gpu, "GPU driver has taken the GPU out of service");
                 self.schedule_reading(gpu.clone());
+                self.health(|health, session| {
+                    health.start(session, gpu);
+                    false
+                });
             }
             Event::Lost { gpu, call } => {
                 tracing::error!(%gpu, call, "GPU is lost; reset it or reboot the node");
@@ -515,6 +559,10 @@ impl GpuManager {
                 for gpu in self.gpus() {
                     self.schedule_reading(gpu);
                 }
+                self.health(|health, session| {
+                    health.start_all(session);
+                    false
+                });
             }
             Event::Stuck(stuck) => {
                 let (gpu, call, since) = (stuck.gpu.clone(), stuck.call, stuck.since);
@@ -535,6 +583,20 @@ impl GpuManager {
         }
         // There may be no subscriber.
         let _no_receiver = self.shared.events.send(event);
+    }
+
+    /// Notes something about the health of GPUs, and publishes the inventory if that changed findings.
+    fn health(&mut self, note: impl FnOnce(&mut HealthMonitor, &Session) -> bool) {
+        let Nvml::Open { session, .. } = &self.nvml else { return };
+        if note(&mut self.health, session) {
+            self.publish(ReadScope::Nothing);
+        }
+    }
+
+    /// Whether the last reading of the GPU's state failed.
+    fn is_unreadable(&self, gpu: &GpuUuid) -> bool {
+        let Nvml::Open { snapshot, .. } = &self.nvml else { return false };
+        snapshot.gpus.iter().any(|known| known.uuid == *gpu && known.reading.is_err())
     }
 
     fn gpus(&self) -> Vec<GpuUuid> {
@@ -592,6 +654,7 @@ impl GpuManager {
                 gpu.conditions.push(Condition::Mps { cause: cause.clone() });
             }
         }
+        self.health.add_conditions(&mut inventory);
         inventory.device_plugin.clone_from(&self.device_plugin);
         self.shared.inventory.send_if_modified(|published| {
             let changed = **published != inventory;
@@ -680,12 +743,17 @@ impl GpuManager {
 
     /// Stores the result of a reading and publishes the inventory.
     fn set(&mut self, gpu: &GpuUuid, reading: Reading) {
-        let Nvml::Open { snapshot, .. } = &mut self.nvml else { return };
+        let Nvml::Open { session, snapshot, .. } = &mut self.nvml else { return };
         let Some(known) = snapshot.gpus.iter_mut().find(|known| known.uuid == *gpu) else { return };
         // An answer without information about the GPU does not replace an earlier one.
         if matches!(reading, Err(NvmlError::Busy { .. } | NvmlError::Closed { .. })) {
             return;
         }
+        let state = reading.as_ref().map(|(_, state)| match &state.mig {
+            RawMig::Supported { instances, .. } => instances.as_slice(),
+            RawMig::Unsupported => &[],
+        });
+        self.health.observe_state(session, gpu, state);
         if let (Err(_), Ok((description, _))) = (&known.reading, &reading) {
             let place = self.sysfs.pci(&description.pci_bus_id);
             self.pci.insert(description.pci_bus_id.clone(), place);

@@ -1,6 +1,7 @@
-//! The GPUs of a node: one NVML session, the inventory, MPS and time-slices.
+//! The GPUs of a node: one NVML session, the inventory, health, MPS and time-slices.
 
 pub mod epoch;
+mod health;
 pub mod inventory;
 mod library;
 mod manager;

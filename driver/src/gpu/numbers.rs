@@ -44,7 +44,7 @@ impl GpuNumbersFile {
     /// Reads the file. A missing or damaged file counts as empty.
     pub(super) fn load(state_dir: &Path) -> Self {
         let path = state_dir.join(FILE);
-        remove_temporary_files(state_dir);
+        remove_temporary_files(state_dir, FILE);
         let written = match std::fs::read(&path) {
             Ok(bytes) => bytes,
             Err(cause) => {
@@ -123,18 +123,19 @@ fn description(gpu: &Gpu) -> Gpu {
     gpu
 }
 
-/// Removes temporary files of interrupted writes, of this process or another.
-fn remove_temporary_files(state_dir: &Path) {
+/// Removes temporary files of interrupted writes of a file, of this process or another.
+pub(super) fn remove_temporary_files(state_dir: &Path, file: &str) {
     for path in std::fs::read_dir(state_dir).into_iter().flatten().flatten().map(|entry| entry.path()) {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with(FILE) && name.ends_with(".part") {
+        if name.starts_with(file) && name.ends_with(".part") {
             // If this fails, the next start tries again.
             let _ = std::fs::remove_file(&path);
         }
     }
 }
 
-fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+/// Replaces a file as a whole, with fsync.
+pub(super) fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     match write_once(path, bytes) {
         // Another instance of the driver that just started removed the temporary file.
         Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => write_once(path, bytes),

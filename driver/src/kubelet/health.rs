@@ -8,7 +8,7 @@ use crate::claims::mps_daemons::MpsDaemons;
 use divvy_api::{DeviceName, PoolName};
 use divvy_kubelet::health::{v1, v1alpha1};
 use divvy_model::inventory::{Condition, Gpu, Mig, Presence};
-use divvy_model::{DeviceId, Inventory, Placement};
+use divvy_model::{DeviceId, HealthState, Inventory, Placement, TaintEffect};
 use k8s_openapi::jiff::Timestamp;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -38,12 +38,20 @@ const TIMEOUT_SECONDS: i64 = 30;
 /// The kubelet truncates longer messages.
 const MESSAGE_MAX_BYTES: usize = 1024;
 
-/// Failures of a GPU, which concern all its devices.
-fn gpu_failures(gpu: &Gpu) -> Vec<String> {
-    let missing = (gpu.presence == Presence::Missing).then(|| "GPU is missing".to_owned());
-    // A failed MPS daemon concerns only the devices of its clients.
-    let hardware = gpu.conditions.iter().filter(|condition| !matches!(condition, Condition::Mps { .. }));
-    missing.into_iter().chain(hardware.map(ToString::to_string)).collect()
+/// The findings about a device of a GPU: a MIG instance at `placement`, or the whole GPU. The flag tells
+/// whether the device is unhealthy; a degraded one works, so it is healthy with a message.
+fn findings(gpu: &Gpu, placement: Option<Placement>) -> Vec<(bool, String)> {
+    let missing = (gpu.presence == Presence::Missing).then(|| (true, "GPU is missing".to_owned()));
+    let of_device = gpu.conditions.iter().filter(|condition| condition.concerns(placement));
+    let found = of_device.filter_map(|condition| match condition {
+        Condition::Health(finding) => Some((finding.state > HealthState::Degraded, condition.to_string())),
+        // A failed MPS daemon concerns only the devices of its clients.
+        Condition::Mps { .. } => None,
+        Condition::MigUnreadable { .. } | Condition::Debt { .. } | Condition::HandedOver => {
+            Some((gpu.effect(condition) != TaintEffect::None, condition.to_string()))
+        }
+    });
+    missing.into_iter().chain(found).collect()
 }
 
 /// The failure of the MPS control daemon that serves the device, if there is one.
@@ -52,14 +60,16 @@ fn daemon_failure(device: &DeviceName, daemons: &MpsDaemons) -> Option<String> {
     daemon.failure.as_ref().map(|cause| Condition::Mps { cause: cause.clone() }.to_string())
 }
 
-/// Every device of the GPU that is published or could be.
-fn devices(gpu: &Gpu) -> Vec<DeviceId> {
+/// Every device of the GPU that is published or could be, and the placement of a MIG instance.
+fn devices(gpu: &Gpu) -> Vec<(DeviceId, Option<Placement>)> {
     let number = gpu.number;
-    let mut devices = vec![DeviceId::Gpu(number), DeviceId::Timeslice(number), DeviceId::Mps(number)];
+    let whole = [DeviceId::Gpu(number), DeviceId::Timeslice(number), DeviceId::Mps(number)];
+    let mut devices: Vec<_> = whole.into_iter().map(|device| (device, None)).collect();
     if let Mig::Supported { profiles, .. } = &gpu.mig {
         for profile in profiles {
-            let instance =
-                |placement: &Placement| DeviceId::mig(gpu.number, &profile.name, profile.id, placement.start);
+            let instance = |placement: &Placement| {
+                (DeviceId::mig(gpu.number, &profile.name, profile.id, placement.start), Some(*placement))
+            };
             devices.extend(profile.placements.iter().map(instance));
         }
     }
@@ -74,14 +84,15 @@ fn list(
 ) -> v1::NodeWatchResourcesResponse {
     let mut list = Vec::new();
     for gpu in &inventory.gpus {
-        let of_gpu = gpu_failures(gpu);
-        list.extend(devices(gpu).into_iter().map(|device| {
+        list.extend(devices(gpu).into_iter().map(|(device, placement)| {
             let name = device.name();
-            let all = of_gpu.iter().cloned().chain(daemon_failure(&name, daemons));
-            let mut message = all.collect::<Vec<_>>().join("; ");
+            let of_daemon = daemon_failure(&name, daemons).map(|failure| (true, failure));
+            let found: Vec<_> = findings(gpu, placement).into_iter().chain(of_daemon).collect();
+            let is_unhealthy = found.iter().any(|(is_unhealthy, _)| *is_unhealthy);
+            let texts: Vec<String> = found.into_iter().map(|(_, text)| text).collect();
+            let mut message = texts.join("; ");
             message.truncate(message.floor_char_boundary(MESSAGE_MAX_BYTES));
-            let healthy = message.is_empty();
-            let health = if healthy { v1::HealthStatus::Healthy } else { v1::HealthStatus::Unhealthy };
+            let health = if is_unhealthy { v1::HealthStatus::Unhealthy } else { v1::HealthStatus::Healthy };
             v1::DeviceHealth {
                 device: Some(v1::DeviceIdentifier {
                     pool_name: pool.to_string(),
@@ -167,9 +178,9 @@ mod tests {
     use super::*;
     use crate::claims::mps_daemons::MpsDaemon;
     use crate::gpu::part::Part;
+    use divvy_model::Finding;
     use divvy_model::inventory::{MigMode, MigProfile, MigToggle};
     use divvy_model::numbers::GpuNumber;
-    use divvy_model::{Finding, HealthState};
 
     fn gpu(number: u32, presence: Presence, conditions: Vec<Condition>) -> Gpu {
         let profile = MigProfile {
@@ -238,6 +249,37 @@ mod tests {
         let lost =
             gpu(0, Presence::Present, vec![Condition::Health(Finding::of_gpu(HealthState::Lost, "c"))]);
         check(lost, &names.map(|name| (name, Unhealthy, "GPU is lost: c")));
+    }
+
+    #[test]
+    fn instance_finding_concerns_only_overlapping_devices() {
+        use v1::HealthStatus::{Healthy, Unhealthy};
+        let instance = Some(Placement { start: 1, size: 1 });
+        let finding = Finding { instance, ..Finding::of_gpu(HealthState::NeedsReset, "c") };
+        let text = "GPU instance at 1 is needs-reset: c";
+        check(
+            gpu(0, Presence::Present, vec![Condition::Health(finding)]),
+            &[
+                ("gpu-0", Unhealthy, text),
+                ("gpu-0-timeslice", Unhealthy, text),
+                ("gpu-0-mps", Unhealthy, text),
+                ("gpu-0-mig-1g10gb-19-0", Healthy, ""),
+                ("gpu-0-mig-1g10gb-19-1", Unhealthy, text),
+            ],
+        );
+    }
+
+    #[test]
+    fn degraded_gpu_is_healthy_with_a_message() {
+        let degraded = Condition::Health(Finding::of_gpu(HealthState::Degraded, "c"));
+        let inventory =
+            Inventory { gpus: vec![gpu(0, Presence::Present, vec![degraded])], ..Inventory::default() };
+        for device in list(&"node".into(), &inventory, &MpsDaemons::new(), Timestamp::UNIX_EPOCH).devices {
+            assert_eq!(
+                (device.health(), device.message.as_str()),
+                (v1::HealthStatus::Healthy, "GPU is degraded: c")
+            );
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use divvy_api::{AllocatedClaim, AllocatedDevice, ClaimRef, ClaimUid, Hold};
 use divvy_driver::cdi::{Cdi, HookMode};
 use divvy_driver::claims::engine::{Engine, EngineOptions, PrepareError, RecoveryReport};
 use divvy_driver::claims::records::PreparedDevice;
-use divvy_driver::gpu::{Gpus, GpusOptions};
+use divvy_driver::gpu::{Gpus, GpusOptions, HEALTH_POLL_INTERVAL};
 use divvy_driver::paths::HostPaths;
 use divvy_model::GpuPolicy;
 use divvy_nvml::Timeouts;
@@ -23,6 +23,7 @@ pub(crate) struct TestNode {
     pub(crate) sim: Sim,
     pub(crate) paths: HostPaths,
     pub(crate) timeouts: Timeouts,
+    pub(crate) health_poll: Duration,
     pub(crate) hold_off: Duration,
     pub(crate) exclusive: bool,
     dir: tempfile::TempDir,
@@ -56,7 +57,15 @@ impl TestNode {
         };
         std::fs::create_dir(&paths.cdi_dir).unwrap();
         let hold_off = Duration::from_secs(3600);
-        Self { sim, paths, timeouts: Timeouts::default(), hold_off, exclusive: false, dir }
+        Self {
+            sim,
+            paths,
+            timeouts: Timeouts::default(),
+            health_poll: HEALTH_POLL_INTERVAL,
+            hold_off,
+            exclusive: false,
+            dir,
+        }
     }
 
     /// A directory with placeholders for the files that are mounted into containers with a share. No test
@@ -77,8 +86,9 @@ impl TestNode {
 
     /// Starts a driver with this limit for the answer to one call.
     pub(crate) async fn start_driver_with_timeout(&self, answer_timeout: Duration) -> Driver {
-        let gpus =
-            Gpus::start(GpusOptions { timeouts: self.timeouts, ..GpusOptions::new(&self.paths) }).await;
+        let (timeouts, health_poll) = (self.timeouts, self.health_poll);
+        let options = GpusOptions { timeouts, health_poll, ..GpusOptions::new(&self.paths) };
+        let gpus = Gpus::start(options).await;
         let policy = GpuPolicy { exclusive_ownership: self.exclusive, ..GpuPolicy::default() };
         gpus.set_policy(Arc::new(move |_| policy.clone())).await;
         let options = EngineOptions {

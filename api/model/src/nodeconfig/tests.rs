@@ -1,4 +1,5 @@
 use super::*;
+use crate::health::HealthEffects;
 use proptest::prelude::*;
 
 const H100: Subject<'static> = Subject { number: GpuNumber(1), product: "NVIDIA H100 80GB HBM3" };
@@ -177,4 +178,30 @@ proptest! {
         let _ = NodeConfig::parse(&text);
         let _ = NodeConfig::parse(&format!("{HEAD}{yaml}"));
     }
+}
+
+#[test]
+fn effects_of_health_states_are_separate_fields() {
+    let found = config(
+        "  - health: {degraded: NoSchedule, lost: NoExecute}\n  - health: {lost: None}\n  \
+         - {match: {indices: [7]}, health: {stuck: None}}\n",
+    )
+    .explain(&GpuPolicy::default(), None, H100);
+    let effects =
+        HealthEffects { degraded: TaintEffect::NoSchedule, lost: TaintEffect::None, ..Default::default() };
+    assert_eq!(found.policy.health, effects);
+    let origins = HealthOrigins {
+        degraded: ValueOrigin::Rule(0),
+        lost: ValueOrigin::Rule(1),
+        ..HealthOrigins::default()
+    };
+    assert_eq!(found.health, origins);
+    check_refused(
+        &format!("{HEAD}rules:\n  - health: {{lost: NoSchedul}}\n"),
+        r#"line 4: field rules[0].health.lost is "NoSchedul", expected None, NoSchedule or NoExecute"#,
+    );
+    check_refused(
+        &format!("{HEAD}rules:\n  - health: {{needs-reset: None}}\n"),
+        "line 4: field rules[0].health.needs-reset is unknown to Health; did you mean needsReset?",
+    );
 }

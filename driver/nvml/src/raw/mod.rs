@@ -87,6 +87,7 @@ const _: () = assert!(size_of::<sys::nvmlMemory_v2_t>() == 40);
 const _: () = assert!(size_of::<sys::nvmlPciInfo_t>() == 68);
 const _: () = assert!(size_of::<sys::nvmlProcessUtilizationSample_t>() == 32);
 const _: () = assert!(size_of::<sys::nvmlGpmMetric_t>() == 40);
+const _: () = assert!(size_of::<sys::nvmlFieldValue_t>() == 40);
 
 /// The version field of a versioned struct.
 const fn version<T>(number: u32) -> c_uint {
@@ -115,7 +116,7 @@ plain! {
     nvmlGpuInstanceProfileInfo_t nvmlGpuInstanceProfileInfo_v2_t nvmlComputeInstanceProfileInfo_t
     nvmlGpuInstanceInfo_t nvmlComputeInstanceInfo_t nvmlGpuInstancePlacement_t nvmlEventData_t
     nvmlProcessInfo_t nvmlMemory_t nvmlMemory_v2_t nvmlPciInfo_t nvmlDeviceAddressingMode_t
-    nvmlGpuFabricInfo_t nvmlProcessUtilizationSample_t nvmlGpmMetricsGet_t
+    nvmlGpuFabricInfo_t nvmlProcessUtilizationSample_t nvmlGpmMetricsGet_t nvmlFieldValue_t
 }
 
 fn check(code: sys::nvmlReturn_t) -> Answer<()> {
@@ -139,6 +140,7 @@ mod mig;
 pub(crate) use mig::{Ci, CiProfile, Gi, GiInfo};
 mod gpm;
 pub(crate) use gpm::TimedSample;
+mod health;
 mod limits;
 pub use limits::CgroupMemory;
 

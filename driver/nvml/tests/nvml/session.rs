@@ -3,6 +3,7 @@
 use crate::test_node::{TestNode, next, short_timeouts};
 use divvy_model::inventory::MigMode;
 use divvy_model::placement::Placement;
+use divvy_model::{HealthReading, RecoveryAction};
 use divvy_nvml::{Closing, Code, ComputeMode, Event, NvmlError, OpenError, RawMig, Session, Timeouts};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::state::{Process, ProcessKind};
@@ -248,6 +249,14 @@ async fn events_name_the_gpu_and_the_instance() {
     );
     node.queue(&session, 1).set_mig_mode(MigMode::On).await.expect("MIG on");
     next(&mut events, |event| (event == Event::MigConfigChange { gpu: gpu.clone() }).then_some(())).await;
+    node.change(|state| state.set_recovery_action(1, 1).expect("a GPU"));
+    next(&mut events, |event| (event == Event::HealthChange { gpu: gpu.clone() }).then_some(())).await;
+    let queue = node.queue(&session, 1);
+    let at = Placement { start: 0, size: 1 };
+    let id = queue.create_gpu_instance(19, at).await.expect("GPU instance");
+    queue.destroy_gpu_instance(id).await.expect("destroyed");
+    let destroyed = Event::InstanceDestroyed { gpu: gpu.clone(), gpu_instance: id };
+    next(&mut events, |event| (event == destroyed).then_some(())).await;
     assert_eq!(session.close().await, Closing::Unloaded);
 }
 
@@ -279,4 +288,57 @@ async fn closed_session_rejects_calls_and_can_be_reopened() {
     assert!(matches!(Session::open(&path, short_timeouts()), Err(OpenError::Library { .. })));
     std::fs::write(&path, "no library").expect("written");
     assert!(matches!(Session::open(&path, short_timeouts()), Err(OpenError::Initialise { .. })));
+}
+
+#[tokio::test]
+async fn health_is_read_where_the_gpu_has_it() {
+    let node = TestNode::new("H100-SXM5-80GB,T4");
+    let session = node.open(Timeouts::default());
+    let healthy = node.queue(&session, 0).health().await.expect("health");
+    let known = HealthReading { energy_mj: healthy.energy_mj, ..healthy };
+    assert_eq!((known.recovery_action, known.remap_pending), (Some(RecoveryAction::None), Some(false)));
+    assert_eq!((known.remap_failed, known.uncorrected_ecc), (Some(false), Some(0)));
+    assert!(known.energy_mj.is_some());
+    let retires_pages = node.queue(&session, 1).health().await.expect("health");
+    assert_eq!((retires_pages.remap_pending, retires_pages.remap_failed), (None, None));
+    node.change(|state| {
+        state.set_recovery_action(0, 2).expect("a GPU");
+        let health = &mut state.gpus[0].health;
+        (health.remap_pending, health.remap_failed, health.ecc_uncorrected) = (true, true, 5);
+    });
+    let failed = node.queue(&session, 0).health().await.expect("health");
+    let expected = HealthReading {
+        recovery_action: Some(RecoveryAction::NodeReboot),
+        remap_pending: Some(true),
+        remap_failed: Some(true),
+        uncorrected_ecc: Some(5),
+        energy_mj: failed.energy_mj,
+    };
+    assert_eq!(failed, expected);
+    assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+#[tokio::test]
+async fn older_driver_has_less_health_and_failures_stay_errors() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let fail = |call: &str, code| {
+        let pattern = Pattern { call: call.to_owned(), gpu: Some(0) };
+        node.change(|state| state.add_fault(pattern, None, When::Before, code));
+    };
+    let calls = ["nvmlDeviceGetFieldValues", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetTotalEccErrors"];
+    for call in calls.into_iter().chain(["nvmlDeviceGetTotalEnergyConsumption"]) {
+        fail(call, divvy_sim::Code::NotSupported);
+    }
+    let queue = node.queue(&session, 0);
+    assert_eq!(queue.health().await, Ok(HealthReading::default()));
+    for code in [divvy_sim::Code::ResetRequired, divvy_sim::Code::Unknown, divvy_sim::Code::IrqIssue] {
+        node.change(|state| state.clear_faults(None));
+        fail(calls[1], code);
+        let error = queue.health().await.expect_err("failed");
+        assert_eq!(error.code().map(|code| code.number()), Some(code.into()), "{error}");
+    }
+    node.change(|state| state.lose(0, true).expect("lost"));
+    assert!(matches!(queue.health().await, Err(NvmlError::Lost { .. })));
+    assert_eq!(session.close().await, Closing::Unloaded);
 }
