@@ -7,6 +7,7 @@ use divvy_nvml::{Closing, Code, ComputeMode, Event, NvmlError, OpenError, RawMig
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::state::{Process, ProcessKind};
 use std::time::Duration;
+use tokio::sync::mpsc::UnboundedReceiver;
 
 const CATALOGUE: &str = "T4,L4,L40S,A10,A30-24GB,A100-SXM4-40GB,A100-SXM4-80GB,H100-SXM5-80GB,H100-PCIe-80GB,\
     H100-NVL-94GB,GH200-96GB,H200-SXM-141GB,B200-180GB,GB200-186GB,B300-269GB,RTX-PRO-6000";
@@ -248,6 +249,69 @@ async fn events_name_the_gpu_and_the_instance() {
     );
     node.queue(&session, 1).set_mig_mode(MigMode::On).await.expect("MIG on");
     next(&mut events, |event| (event == Event::MigConfigChange { gpu: gpu.clone() }).then_some(())).await;
+    assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+/// Waits until an Xid event of the GPU arrives, and counts events of lost GPUs until then.
+async fn receive_xid(node: &TestNode, events: &mut UnboundedReceiver<Event>, slot: usize) -> usize {
+    let gpu = node.uuid(slot);
+    let mut lost = 0;
+    loop {
+        node.change(|state| state.xid(slot, 31, None).expect("xid"));
+        let wait = tokio::time::timeout(Duration::from_millis(50), events.recv()).await;
+        match wait {
+            Ok(Some(Event::Xid { gpu: from, .. })) if from == gpu => return lost,
+            Ok(Some(Event::SomeGpuLost)) => lost += 1,
+            Ok(None) => panic!("the session is open"),
+            Ok(Some(_)) | Err(_) => {}
+        }
+    }
+}
+
+#[tokio::test]
+async fn h11_failed_wait_rebuilds_the_event_set() {
+    let node = TestNode::new("2xH100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let mut events = session.events().expect("events");
+    receive_xid(&node, &mut events, 0).await;
+    let lost = divvy_sim::Code::GpuIsLost;
+    let pattern = Pattern::new("nvmlEventSetWait_v2");
+    node.change(|state| state.add_fault(pattern, Some(1), When::Before, lost));
+    next(&mut events, |event| (event == Event::SomeGpuLost).then_some(())).await;
+    assert_eq!(receive_xid(&node, &mut events, 1).await, 0, "one failure is reported once");
+    receive_xid(&node, &mut events, 0).await;
+    assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+#[tokio::test]
+async fn h11_gpu_that_spoils_the_set_is_left_out() {
+    let node = TestNode::new("2xH100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let mut events = session.events().expect("events");
+    receive_xid(&node, &mut events, 0).await;
+    // NVML ends the wait for both GPUs; afterwards GPU 0 cannot be registered.
+    node.change(|state| {
+        state.gpus[0].lost = true;
+        let lost = divvy_sim::Code::GpuIsLost;
+        state.add_fault(Pattern::new("nvmlEventSetWait_v2"), Some(1), When::Before, lost);
+    });
+    next(&mut events, |event| (event == Event::SomeGpuLost).then_some(())).await;
+    assert_eq!(receive_xid(&node, &mut events, 1).await, 0);
+    // The GPU comes back after a reset and is registered again.
+    node.change(|state| state.find(0).expect("found"));
+    assert_eq!(receive_xid(&node, &mut events, 0).await, 0);
+    assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+#[tokio::test]
+async fn h11_events_arrive_when_all_gpus_come_back() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    node.change(|state| state.gpus[0].lost = true);
+    let mut events = session.events().expect("events");
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    node.change(|state| state.find(0).expect("found"));
+    receive_xid(&node, &mut events, 0).await;
     assert_eq!(session.close().await, Closing::Unloaded);
 }
 
