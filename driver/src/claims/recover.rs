@@ -17,6 +17,7 @@ use crate::gpu::mps::{self, Mps};
 use crate::gpu::part::{InstanceKey, Part};
 use crate::gpu::sharing::Setup;
 use crate::shares::{self, Shares};
+use divvy_api::sharing::Interval;
 use divvy_api::text::error_chain;
 use divvy_api::{ClaimRef, ClaimUid, GpuUuid};
 use divvy_model::inventory::{Mig, MigMode, MigToggle};
@@ -286,13 +287,13 @@ impl Inner {
         for device in record.devices.clone() {
             let (part, gpu) = (&device.part, device.part.gpu());
             match device.access.setup() {
-                None => {}
+                None | Some(Setup::Timeslice(Interval::Default)) => {}
                 Some(Setup::Timeslice(interval)) => {
                     let is_first = others.iter().all(|other| {
                         !other.ready || other.part != *part || other.claim.uid > record.claim.uid
                     });
                     let step = Step::SetInterval { gpu: gpu.clone(), interval };
-                    if is_first && step.undo().is_some() {
+                    if is_first {
                         self.executor().run(locked, record, &[step]).await.map_err(|failed| failed.cause)?;
                     }
                 }
