@@ -2,9 +2,9 @@
 
 use divvy_api::GpuUuid;
 use divvy_driver::gpu::inventory::Ownership;
-use divvy_driver::gpu::{Gpus, GpusOptions, Unavailable};
+use divvy_driver::gpu::{GpuUsage, Gpus, GpusOptions, Unavailable};
 use divvy_model::HealthState;
-use divvy_model::inventory::{Gpu, Inventory, Mig, MigMode, Origin, Presence};
+use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, Origin, Presence};
 use divvy_nvml::{Event, Timeouts};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::{Options, Sim, State, create};
@@ -313,6 +313,35 @@ async fn stuck_gpu_has_a_condition_until_the_call_returns() {
     let now = gpus.inventory().borrow().clone();
     assert_eq!(now.gpus[0].conditions, [], "the GPU is read again before the event is sent");
     assert!(matches!(now.gpus[0].mig, Mig::Supported { mode: MigMode::On, .. }), "the late call took effect");
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn h8_gpu_is_published_while_its_mig_facts_are_unreadable() {
+    let node = TestNode::new();
+    let sim = node.install("H100-SXM5-80GB");
+    let fail = |call: &str| {
+        let pattern = Pattern::new(call);
+        update_sim(&sim, |state| state.add_fault(pattern, None, When::Before, divvy_sim::Code::Unknown));
+    };
+    fail("nvmlDeviceGetGpuInstanceProfileInfo*");
+    let gpus = node.start().await;
+    let gpu = gpus.inventory().borrow().gpus[0].clone();
+    assert!(matches!(gpu.conditions[..], [Condition::MigUnreadable { .. }]), "{:?}", gpu.conditions);
+    assert_eq!((gpu.presence, &gpu.mig, gpu.obstacle(None)), (Presence::Present, &Mig::Unsupported, None));
+    // A record that names an instance of it proves that instances were published.
+    gpus.set_usage(Arc::new(|_| GpuUsage { named: true, instances: true }));
+    until(&gpus, |now| now.gpus[0].obstacle(None).is_some()).await;
+    gpus.set_usage(Arc::new(|_| GpuUsage::default()));
+    until(&gpus, |now| now.gpus[0].obstacle(None).is_none()).await;
+
+    update_sim(&sim, |state| state.clear_faults(None));
+    let read = until(&gpus, |now| now.gpus[0].conditions.is_empty()).await;
+    assert!(matches!(&read.gpus[0].mig, Mig::Supported { profiles, .. } if !profiles.is_empty()));
+    fail("nvmlDeviceGetMigMode");
+    gpus.refresh_soon(&gpu.uuid);
+    let tainted = until(&gpus, |now| now.gpus[0].obstacle(None).is_some()).await;
+    assert_eq!(tainted.gpus[0].mig, read.gpus[0].mig, "the last facts stay");
     gpus.shutdown().await;
 }
 

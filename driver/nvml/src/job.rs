@@ -70,7 +70,8 @@ struct Progress {
 pub(crate) struct Worker {
     library: Arc<Library>,
     shared: Arc<Shared>,
-    device: Option<Device>,
+    /// `None` until the GPU is looked up, and after an error that may mean a stale handle.
+    pub(crate) device: Option<Device>,
     progress: Arc<Mutex<Progress>>,
     /// Constant while the library is open.
     pub(crate) description: Option<Arc<Description>>,
@@ -319,12 +320,7 @@ impl Worker {
                     self.shared.send_event(Event::Lost { gpu: gpu.clone(), call });
                 }
             }
-            Err(NvmlError::Call {
-                code: Code::InvalidArgument | Code::Uninitialized | Code::GpuNotFound,
-                ..
-            }) => {
-                self.device = None;
-            }
+            Err(NvmlError::Call { code, .. }) if code.is_stale_handle() => self.device = None,
             Err(_) => {}
         }
     }

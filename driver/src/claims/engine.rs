@@ -213,6 +213,10 @@ impl Engine {
                 .is_some_and(|inner| inner.records.has_instance(&inner.locks, gpu, profile_id, start))
         };
         inner.gpus.set_ownership(Arc::new(ownership));
+        let weak = Arc::downgrade(&inner);
+        let usage =
+            move |gpu: &GpuUuid| weak.upgrade().map(|inner| inner.records.usage(gpu)).unwrap_or_default();
+        inner.gpus.set_usage(Arc::new(usage));
         let recovered = inner.inventory();
         let report = inner.recover().await;
         inner.tasks.spawn(inner.clone().watch_inventory(recovered));

@@ -17,7 +17,7 @@ use divvy_api::text::error_chain;
 use divvy_model::GpuPolicy;
 use divvy_model::inventory::{Condition, Gpu, Inventory, Presence};
 use divvy_nvml::{
-    Closing, Description, Event, GpuQueue, LateReturn, NvmlError, Session, Snapshot, State, Timeouts,
+    Closing, Description, Event, GpuQueue, LateReturn, NvmlError, RawMig, Session, Snapshot, State, Timeouts,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -29,6 +29,18 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 /// Computes the policy of a GPU from the GPU, which carries its last known policy.
 pub type GpuPolicyFn = dyn Fn(&Gpu) -> GpuPolicy + Send + Sync;
+
+/// How claim records use a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GpuUsage {
+    /// A record names the GPU.
+    pub named: bool,
+    /// A record names an instance of the GPU.
+    pub instances: bool,
+}
+
+/// Looks up how claim records use a GPU.
+pub type GpuUsageFn = dyn Fn(&GpuUuid) -> GpuUsage + Send + Sync;
 
 /// Options of the GPU manager.
 #[derive(Clone, Debug)]
@@ -151,6 +163,11 @@ impl Gpus {
         self.0.send(Command::SetOwnership(ownership));
     }
 
+    /// Sets the function that tells how records use a GPU. Before the first call, no GPU is in use.
+    pub fn set_usage(&self, usage: Arc<GpuUsageFn>) {
+        self.0.send(Command::SetUsage(usage));
+    }
+
     /// Sets the administrator's policy for GPUs. When this returns, the inventory shows it. Before
     /// the first call the inventory shows the policy of the daemon's last run.
     pub async fn set_policy(&self, policy: Arc<GpuPolicyFn>) {
@@ -213,6 +230,7 @@ enum Command {
     Refresh(GpuUuid, oneshot::Sender<()>),
     RefreshSoon(GpuUuid),
     SetOwnership(Arc<Ownership>),
+    SetUsage(Arc<GpuUsageFn>),
     SetPolicy(Arc<GpuPolicyFn>, oneshot::Sender<()>),
     SetMps(BTreeMap<GpuUuid, String>),
     SetDevicePlugin(Option<String>),
@@ -222,6 +240,15 @@ enum Command {
 }
 
 type Reading = Result<(Arc<Description>, State), NvmlError>;
+
+/// Why the MIG facts of a GPU that was read are missing.
+fn mig_error(reading: &Reading) -> Option<&NvmlError> {
+    match reading {
+        Ok((_, State { mig: RawMig::Unreadable { cause, .. }, .. })) => Some(cause),
+        _ => None,
+    }
+}
+
 /// State of the NVML session: closed (the library is looked for at each poll), being opened on a
 /// thread of its own, open, or drained (closed until resumed).
 enum Nvml {
@@ -240,6 +267,7 @@ struct GpuManager {
     /// Whether descriptions, minors or policies changed since they were stored.
     changed: bool,
     ownership: Arc<Ownership>,
+    usage: Arc<GpuUsageFn>,
     policy: Arc<GpuPolicyFn>,
     /// GPUs with a failed MPS control daemon, and the cause.
     mps: BTreeMap<GpuUuid, String>,
@@ -272,6 +300,7 @@ impl GpuManager {
             numbers_file: GpuNumbersFile::load(&options.state_dir),
             changed: false,
             ownership: Arc::new(|_, _, _| false),
+            usage: Arc::new(|_| GpuUsage::default()),
             policy: Arc::new(|gpu| gpu.policy.clone()),
             mps: BTreeMap::new(),
             device_plugin: None,
@@ -339,6 +368,10 @@ impl GpuManager {
             Command::Refresh(gpu, done) => self.start_reading(gpu, Some(done)),
             Command::SetOwnership(ownership) => {
                 self.ownership = ownership;
+                self.publish(ReadScope::Nothing);
+            }
+            Command::SetUsage(usage) => {
+                self.usage = usage;
                 self.publish(ReadScope::Nothing);
             }
             Command::SetPolicy(policy, done) => {
@@ -546,7 +579,15 @@ impl GpuManager {
         let mut inventory = match &self.nvml {
             Nvml::Open { snapshot, .. } => {
                 let classifier = self.pending.classify(&*self.ownership, scope);
-                inventory::inventory(snapshot, &self.pci, &mut self.numbers_file.numbers, classifier, &last)
+                let names_instance = |gpu: &GpuUuid| (self.usage)(gpu).instances;
+                inventory::inventory(
+                    snapshot,
+                    &self.pci,
+                    &mut self.numbers_file.numbers,
+                    classifier,
+                    &names_instance,
+                    &last,
+                )
             }
             // The inventory is computed when it is open.
             Nvml::Opening { .. } => return,
@@ -681,13 +722,19 @@ impl GpuManager {
             _ => false,
         };
         self.changed |= !same;
+        if let Some(cause) = mig_error(&reading)
+            && mig_error(&known.reading) != Some(cause)
+        {
+            tracing::warn!(%gpu, %cause, "cannot read the MIG state of the GPU");
+        }
         known.reading = reading;
         self.publish(ReadScope::Gpu(gpu));
     }
 
     fn retry(&mut self) {
         let Nvml::Open { snapshot, .. } = &self.nvml else { return };
-        let failed = snapshot.gpus.iter().filter(|gpu| gpu.reading.is_err()).map(|gpu| &gpu.uuid);
+        let is_incomplete = |reading: &Reading| reading.is_err() || mig_error(reading).is_some();
+        let failed = snapshot.gpus.iter().filter(|gpu| is_incomplete(&gpu.reading)).map(|gpu| &gpu.uuid);
         for gpu in failed.chain(self.pending.gpus()).cloned().collect::<BTreeSet<_>>() {
             self.start_reading(gpu, None);
         }
