@@ -5,6 +5,7 @@ use crate::claims::engine::Engine;
 use crate::claims::mps_daemons::{MpsDaemons, lost_daemons};
 use crate::cluster::claim_status::{ClaimStatusSender, LimitCondition};
 use crate::cluster::events::{EventSender, Reason};
+use crate::gpu::GpuCounts;
 use crate::kubelet::registration::RegistrationState;
 use crate::metrics::Metrics;
 use crate::shares::agent::{Action, Kind, Report};
@@ -30,7 +31,7 @@ use tokio::sync::{mpsc, watch};
 pub enum Condition {
     /// Recovery from the local records is done.
     Recovered,
-    /// The GPU driver is loaded.
+    /// The GPU driver is loaded, and NVML lists all GPUs that the kernel driver shows.
     GpuDriver,
     /// The node configuration file is valid, or none is configured.
     NodeConfig,
@@ -64,6 +65,8 @@ pub type Readiness = http::Readiness<Condition>;
 /// Reports the GPU driver and failed GPUs.
 pub struct GpuMonitor {
     pub inventory: watch::Receiver<Arc<Inventory>>,
+    /// See [`crate::gpu::Gpus::shortage`].
+    pub shortage: watch::Receiver<Option<GpuCounts>>,
     pub readiness: Readiness,
     pub events: EventSender,
 }
@@ -73,8 +76,12 @@ impl GpuMonitor {
     pub async fn run(mut self) {
         loop {
             let now = self.inventory.borrow_and_update().clone();
-            let missing = || Err("waiting for the GPU driver".to_owned());
-            let driver = if now.driver_version.is_empty() { missing() } else { Ok(()) };
+            let shortage = *self.shortage.borrow_and_update();
+            let driver = match shortage {
+                _ if now.driver_version.is_empty() => Err("waiting for the GPU driver".to_owned()),
+                Some(counts) => Err(counts.to_string()),
+                None => Ok(()),
+            };
             self.readiness.set(Condition::GpuDriver, driver);
             for gpu in &now.gpus {
                 let name = format!("gpu-{} ({})", gpu.number, gpu.uuid);
@@ -98,7 +105,11 @@ impl GpuMonitor {
                     self.events.node(reason, &format!("{name}: {condition}; its devices are tainted"));
                 }
             }
-            if self.inventory.changed().await.is_err() {
+            let changed = tokio::select! {
+                changed = self.inventory.changed() => changed,
+                changed = self.shortage.changed() => changed,
+            };
+            if changed.is_err() {
                 return std::future::pending().await;
             }
         }

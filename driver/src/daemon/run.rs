@@ -197,7 +197,12 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
         std::future::pending().await
     });
 
-    let gpus = Gpus::start(GpusOptions { timeouts: nvml_timeouts(args), ..GpusOptions::new(&paths) }).await;
+    let gpus = Gpus::start(GpusOptions {
+        timeouts: nvml_timeouts(args),
+        forget_after: args.gpus.forget_gpu_after,
+        ..GpusOptions::new(&paths)
+    })
+    .await;
     let ended = gpus.clone();
     stages.then(async move { ended.shutdown().await });
     let inventory = gpus.inventory();
@@ -206,6 +211,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     let has_library = has_library(args, &cdi, &events);
     let watch = monitors::GpuMonitor {
         inventory: inventory.clone(),
+        shortage: gpus.shortage(),
         readiness: readiness.clone(),
         events: events.clone(),
     };

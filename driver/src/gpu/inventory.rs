@@ -1,7 +1,8 @@
 //! Computes the [`Inventory`] from the readings of NVML and sysfs and from the records. Pure.
 //!
-//! A GPU never leaves the inventory. One that disappears becomes `Missing` with its last
-//! description. One that cannot be read keeps its description and gets a condition with the cause.
+//! A GPU that disappears becomes `Missing` with its last description. One that cannot be read keeps
+//! its description and gets a condition with the cause. A description is *current* if NVML gave it
+//! in this boot and the kernel does not contradict it; only then its minor is used.
 //!
 //! Readings may be older than the records, so the owner of an instance needs care: see
 //! [`PendingOwnership`].
@@ -26,6 +27,7 @@ pub fn inventory(
     numbers: &mut GpuNumbers,
     mut classifier: OwnerClassifier<'_>,
     names_instance: &dyn Fn(&GpuUuid) -> bool,
+    current: &BTreeSet<GpuUuid>,
     last: &Inventory,
 ) -> Inventory {
     let mut gpus: Vec<Gpu> = Vec::with_capacity(snapshot.gpus.len());
@@ -61,13 +63,15 @@ pub fn inventory(
             // A GPU that was never read cannot be described; it is added when it answers.
             Err(error) => gpus.extend(known.map(|gpu| {
                 let conditions = conditions(error, &gpu.conditions);
-                Gpu { presence: Presence::Present, conditions, ..gpu.clone() }
+                match current.contains(&gpu.uuid) {
+                    true => Gpu { presence: Presence::Present, conditions, ..gpu.clone() },
+                    false => Gpu { conditions, ..missing(gpu) },
+                }
             })),
         }
     }
-    gpus.extend(
-        last.gpus.iter().filter(|gpu| snapshot.gpus.iter().all(|have| have.uuid != gpu.uuid)).map(missing),
-    );
+    let unlisted = last.gpus.iter().filter(|gpu| snapshot.gpus.iter().all(|have| have.uuid != gpu.uuid));
+    gpus.extend(unlisted.map(|gpu| without_reading(gpu, current)));
     gpus.sort_by_key(|gpu| gpu.number);
     group_by_nvlink(&mut gpus, snapshot, last);
     Inventory {
@@ -78,9 +82,19 @@ pub fn inventory(
     }
 }
 
-/// The inventory without a GPU driver: all known GPUs are missing.
-pub fn without_driver(last: &Inventory) -> Inventory {
-    Inventory { gpus: last.gpus.iter().map(missing).collect(), ..Inventory::default() }
+/// The inventory while NVML is closed. GPUs with a current description keep it, with their
+/// instances; all others are missing.
+pub fn without_driver(last: &Inventory, current: &BTreeSet<GpuUuid>) -> Inventory {
+    let gpus = last.gpus.iter().map(|gpu| without_reading(gpu, current));
+    Inventory { gpus: gpus.collect(), ..Inventory::default() }
+}
+
+/// A GPU that NVML does not list now.
+fn without_reading(gpu: &Gpu, current: &BTreeSet<GpuUuid>) -> Gpu {
+    match current.contains(&gpu.uuid) {
+        true => Gpu { presence: Presence::Unread, ..gpu.clone() },
+        false => missing(gpu),
+    }
 }
 
 /// The last description of a missing GPU, without its instances. A MIG mode that the infoROM does

@@ -1,6 +1,7 @@
 //! The GPUs of a node: one NVML session, the inventory, MPS and time-slices.
 
 pub mod inventory;
+mod kernel;
 mod library;
 mod manager;
 pub mod mps;
@@ -10,4 +11,5 @@ pub mod sharing;
 pub mod sysfs;
 pub mod timeslice;
 
+pub use kernel::GpuCounts;
 pub use manager::*;

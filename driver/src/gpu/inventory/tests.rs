@@ -68,6 +68,7 @@ impl Node {
     ) -> &Inventory {
         let driver_version = "580.95.05".to_owned();
         let snapshot = Snapshot { driver_version, cuda_version: (13, 0), gpus, unreadable: Vec::new() };
+        let listed = snapshot.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let pci = [(bus(0), PciFacts { pcie_root: Some("pci0000:00".to_owned()), numa_node: Some(1) })];
         self.last = inventory(
             &snapshot,
@@ -75,6 +76,7 @@ impl Node {
             &mut self.numbers,
             self.pending.classify(ownership, scope),
             &|gpu| self.named.contains(gpu),
+            &listed,
             &self.last,
         );
         &self.last
@@ -109,7 +111,7 @@ fn gpu_keeps_its_number_while_gpus_come_and_go() {
         node.rows(),
         [row(0, 0, 0, Present), row(1, 1, 1, Missing), row(2, 2, 2, Present), row(3, 9, 1, Present)]
     );
-    node.last = without_driver(&node.last);
+    node.last = without_driver(&node.last, &BTreeSet::new());
     assert_eq!(node.last.driver_version, "");
     assert!(node.rows().iter().all(|row| row.3 == Missing));
     node.reads(vec![plain(0, 0), plain(1, 1), plain(2, 2), plain(9, 3)]);
@@ -224,11 +226,40 @@ fn instance_with_a_record_is_ours() {
     assert_eq!((gpu.pcie_root.as_deref(), gpu.numa_node), (Some("pci0000:00"), Some(1)));
 
     // A missing GPU has no instances, and on Hopper no MIG mode.
-    let missing = without_driver(&node.last);
+    let missing = without_driver(&node.last, &BTreeSet::new());
     let Mig::Supported { mode: MigMode::Off, instances, .. } = &missing.gpus[0].mig else {
         panic!("{missing:?}")
     };
     assert!(instances.is_empty());
+    // While NVML is closed for an upgrade, a GPU that was read in this boot keeps its facts.
+    let unread = without_driver(&node.last, &[uuid(0)].into());
+    let expected = Gpu { presence: Presence::Unread, ..node.last.gpus[0].clone() };
+    assert_eq!(unread.gpus, [expected]);
+}
+
+#[test]
+fn h1_unreadable_gpu_of_another_boot_is_missing() {
+    let mut node = Node::default();
+    node.reads(vec![plain(0, 0), plain(1, 1)]);
+    let stuck = NvmlError::Stuck { call: "c", gpu: uuid(0), since: Instant::now() };
+    let snapshot = Snapshot {
+        driver_version: "580.95.05".to_owned(),
+        cuda_version: (13, 0),
+        gpus: vec![fails(0, stuck), plain(1, 0)],
+        unreadable: Vec::new(),
+    };
+    let none: &Ownership = &|_, _, _| false;
+    node.last = inventory(
+        &snapshot,
+        &BTreeMap::new(),
+        &mut node.numbers,
+        node.pending.classify(none, ReadScope::All),
+        &|_| false,
+        &[uuid(1)].into(),
+        &node.last,
+    );
+    assert_eq!(node.rows(), [row(0, 0, 0, Presence::Missing), row(1, 1, 0, Presence::Present)]);
+    assert_eq!(node.last.gpus[0].health(), HealthState::Stuck);
 }
 
 /// An event for one instance and its record on GPU 0.

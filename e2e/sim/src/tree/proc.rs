@@ -16,6 +16,7 @@ const CAP_FABRIC_IMEX: u32 = 4323;
 pub(super) fn node(state: &State, tree: &mut Tree) {
     file(tree, "proc/devices", devices(state));
     file(tree, "proc/modules", modules(state));
+    file(tree, "proc/sys/kernel/random/boot_id", boot_id(state));
     if !state.modules.nvidia {
         return;
     }
@@ -58,6 +59,12 @@ pub(super) fn gpu(state: &State, gpu: &Gpu, tree: &mut Tree) {
     if gpu.model().mig.is_some() {
         tree.insert(format!("proc/driver/nvidia/capabilities/gpu{}/mig", gpu.minor), Entry::Dir);
     }
+}
+
+/// An id that differs between boots, and between simulators with different GPUs.
+fn boot_id(state: &State) -> String {
+    let node = state.gpus.first().map_or(0, |gpu| gpu.pdi) & 0xffff_ffff_ffff;
+    format!("{:08x}-0000-4000-8000-{node:012x}\n", state.boot)
 }
 
 /// The capability files of a GPU's instances.
