@@ -4,6 +4,7 @@
 //! contents of the document.
 
 use serde::Serialize;
+use std::collections::BTreeSet;
 
 /// A CDI file. It borrows the edits that all claims have in common.
 #[derive(Debug, Serialize)]
@@ -91,6 +92,17 @@ impl DeviceNode {
     pub fn new(path: impl Into<String>, major: u32, minor: u32) -> Self {
         Self { path: path.into(), kind: "c", major, minor, file_mode: None, permissions: "rw" }
     }
+}
+
+/// The minors of the GPUs whose device nodes are in a file; `None` if it is no CDI document.
+pub(super) fn gpu_minors(json: &[u8]) -> Option<BTreeSet<u32>> {
+    let document: serde_json::Value = serde_json::from_slice(json).ok()?;
+    let nodes = document["devices"].as_array()?.iter().flat_map(|device| {
+        device["containerEdits"]["deviceNodes"].as_array().map(Vec::as_slice).unwrap_or_default()
+    });
+    // `/dev/nvidiactl` and the others have no number.
+    let minor = |node: &serde_json::Value| node["path"].as_str()?.strip_prefix("/dev/nvidia")?.parse().ok();
+    Some(nodes.filter_map(minor).collect())
 }
 
 #[cfg(test)]

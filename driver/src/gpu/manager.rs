@@ -279,6 +279,9 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 /// Default of [`GpusOptions::compare_interval`]: a GPU must not stay invisible for longer when no
 /// name in `/proc`, `/sys` or `/dev` changed.
 const COMPARE_INTERVAL: Duration = Duration::from_secs(30);
+/// Maximum interval while NVML is closed: the kernel's list is then the only check of minors, and a
+/// reload of the GPU driver may change them without a change of names.
+const CLOSED_COMPARE_INTERVAL: Duration = Duration::from_secs(2);
 /// Default of [`GpusOptions::forget_after`]: longer than a reboot or the exchange of a GPU takes.
 const FORGET_AFTER: Duration = Duration::from_secs(3600);
 /// Time that the start waits for the kernel's list. It may hang with a GPU, and then contradicts
@@ -515,6 +518,7 @@ impl GpuManager {
             Command::Drain(done) => {
                 self.close().await;
                 self.nvml = Nvml::Drained;
+                self.next_kernel_read = Instant::now();
                 self.publish(ReadScope::Nothing);
                 tracing::info!("NVML is closed until it is resumed");
                 let _no_receiver = done.send(());
@@ -834,7 +838,11 @@ impl GpuManager {
 
     fn start_kernel_read(&mut self) {
         self.listing = self.kernel.listing();
-        self.next_kernel_read = Instant::now() + self.options.compare_interval;
+        let interval = match &self.nvml {
+            Nvml::Open { .. } => self.options.compare_interval,
+            _ => self.options.compare_interval.min(CLOSED_COMPARE_INTERVAL),
+        };
+        self.next_kernel_read = Instant::now() + interval;
         let kernel = self.kernel.clone();
         self.kernel_reads.spawn_blocking(move || kernel.read());
     }
