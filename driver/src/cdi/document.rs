@@ -122,4 +122,22 @@ mod tests {
         check("a1b2-gpu-0", "0.3.0");
         check("1a2b-gpu-0", "0.5.0");
     }
+
+    #[test]
+    fn h1_minors_of_gpus_are_read_back() {
+        let nodes = |paths: &[&str]| Device {
+            name: "d".to_owned(),
+            container_edits: Edits {
+                device_nodes: paths.iter().map(|path| DeviceNode::new(*path, 195, 0)).collect(),
+                ..Edits::default()
+            },
+        };
+        let devices = [nodes(&["/dev/nvidia3", "/dev/nvidia-caps/nvidia-cap7"]), nodes(&["/dev/nvidia11"])];
+        let common = nodes(&["/dev/nvidiactl", "/dev/nvidia-uvm"]).container_edits;
+        let json = serde_json::to_vec(&Document::new(&devices, &common)).unwrap();
+        assert_eq!(gpu_minors(&json), Some([3, 11].into()));
+        for other in ["", "{}", "[]", r#"{"devices":{}}"#] {
+            assert_eq!(gpu_minors(other.as_bytes()), None, "{other}");
+        }
+    }
 }

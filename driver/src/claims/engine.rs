@@ -550,7 +550,7 @@ impl Inner {
                 Ok(false) => {}
                 Err(error) => {
                     let error = &error as &dyn std::error::Error;
-                    tracing::error!(claim = %record.claim, error, "CDI file of a missing GPU cannot be removed");
+                    tracing::error!(claim = %record.claim, error, "CDI file cannot be withheld");
                 }
             }
         })

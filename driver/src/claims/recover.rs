@@ -1,10 +1,10 @@
 //! Recovery: compares records with the hardware, at the start and after each change of a GPU.
 //!
-//! The kubelet does not repeat a prepare that succeeded, so everything that a Prepared record
-//! promises and that is missing is restored: instances, share pages, MPS daemons, CDI file. While a
-//! GPU is missing, the CDI files of its claims are withheld. An unfinished record is undone. Hardware state without a record is reported as unmanaged; an
-//! unmanaged instance is destroyed only on GPUs with exclusive ownership. Time slices and compute
-//! modes without a record stay, because an administrator may have set them.
+//! The kubelet does not repeat a prepare that succeeded, so missing parts of a Prepared claim are
+//! restored: instances, share pages, MPS daemons, CDI file. The file is withheld while a GPU of the
+//! claim is missing. An unfinished record is undone. Hardware state without a record is reported as
+//! unmanaged; an unmanaged instance is destroyed only on GPUs with exclusive ownership. Time slices
+//! and compute modes without a record stay, because an administrator may have set them.
 
 use crate::claims::engine::{ClaimLockError, ReleaseError};
 use crate::claims::engine::{Inner, RecoveryReport};

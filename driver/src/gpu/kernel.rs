@@ -9,6 +9,8 @@ use divvy_model::inventory::Gpu;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::Duration;
 
 /// The files of the kernel that are read.
 #[derive(Clone, Debug)]
@@ -56,7 +58,7 @@ pub struct GpuCounts {
     pub nvml: usize,
 }
 
-/// What differs between the kernel and NVML.
+/// Difference between the kernel and NVML.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Difference {
     pub(super) counts: GpuCounts,
@@ -98,6 +100,15 @@ impl Kernel {
         Listing(nodes.chain(gpus).collect())
     }
 
+    /// Reads all GPUs on another thread; `None` if that takes longer than `timeout`.
+    pub(super) fn read_within(&self, timeout: Duration) -> Option<KernelView> {
+        let (answer, view) = mpsc::channel();
+        let kernel = self.clone();
+        let reader = std::thread::Builder::new().name("kernel-gpus".to_owned());
+        reader.spawn(move || answer.send(kernel.read())).ok()?;
+        view.recv_timeout(timeout).ok()
+    }
+
     /// Reads all GPUs. May wait for the GPU driver's lock, so it runs on a thread of its own.
     pub(super) fn read(&self) -> KernelView {
         let Some(listed) = names(&self.gpus) else { return KernelView::default() };
@@ -126,8 +137,12 @@ fn names(dir: &Path) -> Option<Vec<String>> {
     Some(entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect())
 }
 
-/// Whether the PCI class is a display controller: VGA (0x0300) or 3D (0x0302).
+/// Whether the PCI class is a display controller: VGA (0x0300) or 3D (0x0302). A virtual function of
+/// a GPU that is shared by virtual machines is none: NVML lists only its physical function.
 fn is_gpu(device: &Path) -> bool {
+    if device.join("physfn").exists() {
+        return false;
+    }
     let class = std::fs::read_to_string(device.join("class")).unwrap_or_default();
     class.starts_with("0x0300") || class.starts_with("0x0302")
 }
@@ -280,6 +295,39 @@ mod tests {
         check(&[(4, None, 1)], true);
         check(&[], true);
         assert!(!KernelView::default().contradicts(&gpu(1)) && !KernelView::default().shows(&gpu(1)));
+    }
+
+    #[test]
+    fn gpus_are_read_from_proc_and_the_pci_driver() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = dir.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        let kernel = Kernel::new(&dir.path().join("proc"), &dir.path().join("sys"), dir.path().join("dev"));
+        assert_eq!((kernel.read(), kernel.boot_id()), (KernelView::default(), None));
+        write("proc/sys/kernel/random/boot_id", "b-1\n");
+        let before = kernel.listing();
+        write("proc/driver/nvidia/gpus/0000:00:00.0/information", "GPU UUID: \t GPU-0\nDevice Minor: 0\n");
+        write("proc/driver/nvidia/gpus/0000:03:00.0/information", "GPU Excluded: Yes\n");
+        for (at, class) in
+            [(0, "0x030200"), (1, "0x030000"), (2, "0x020000"), (3, "0x030200"), (4, "0x030200")]
+        {
+            write(&format!("sys/bus/pci/drivers/nvidia/{}/class", bus(at)), class);
+        }
+        write(&format!("sys/bus/pci/drivers/nvidia/{}/physfn", bus(4)), "");
+        write("sys/bus/pci/drivers/nvidia/module", "");
+        let mut expected = view(&[(0, Some(0), 0)]);
+        expected.gpus.as_mut().unwrap().insert(bus(1), KernelGpu::default());
+        assert_eq!(kernel.read_within(Duration::from_secs(20)), Some(expected));
+        assert_eq!(kernel.boot_id().as_deref(), Some("b-1"));
+        let without_nodes = kernel.listing();
+        assert_ne!(without_nodes, before);
+        write("dev/nvidiactl", "");
+        assert_eq!(kernel.listing(), without_nodes);
+        write("dev/nvidia0", "");
+        assert_ne!(kernel.listing(), without_nodes);
     }
 
     #[test]

@@ -284,8 +284,8 @@ const COMPARE_INTERVAL: Duration = Duration::from_secs(30);
 const CLOSED_COMPARE_INTERVAL: Duration = Duration::from_secs(2);
 /// Default of [`GpusOptions::forget_after`]: longer than a reboot or the exchange of a GPU takes.
 const FORGET_AFTER: Duration = Duration::from_secs(3600);
-/// Time that the start waits for the kernel's list. It may hang with a GPU, and then contradicts
-/// nothing.
+/// Time that the start and each opening of NVML wait for the kernel's list, which may hang with a
+/// GPU. Without an answer the last list stays; the first one contradicts nothing.
 const KERNEL_READ_TIMEOUT: Duration = Duration::from_secs(5);
 /// Minimum time between two openings of NVML because of a difference; doubled after each opening
 /// that changed nothing.
@@ -321,8 +321,8 @@ fn mig_error(reading: &Reading) -> Option<&NvmlError> {
     }
 }
 
-/// The session, its first reading, and the kernel's list after it.
-type Opened = Result<(Session, Snapshot, KernelView), String>;
+/// The session, its first reading, and the kernel's list after it if that was read in time.
+type Opened = Result<(Session, Snapshot, Option<KernelView>), String>;
 
 /// State of the NVML session: closed (the library is looked for at each poll), being opened on a
 /// thread of its own, open, or drained (closed until resumed).
@@ -576,7 +576,7 @@ impl GpuManager {
             let session = Session::open(&path, timeouts).map_err(|cause| error_chain(&cause));
             let read = session.and_then(|session| {
                 let snapshot = runtime.block_on(session.snapshot()).map_err(|cause| error_chain(&cause))?;
-                Ok((session, snapshot, kernel.read()))
+                Ok((session, snapshot, kernel.read_within(KERNEL_READ_TIMEOUT)))
             });
             // Without a receiver the session closes when it is dropped.
             let _no_receiver = answer.send(read);
@@ -593,7 +593,7 @@ impl GpuManager {
             Ok(opened) => opened,
             Err(error) => return self.report_driver_error(error),
         };
-        self.kernel_view = kernel_view;
+        self.kernel_view = kernel_view.unwrap_or_else(|| self.kernel_view.clone());
         self.reopening.last = Instant::now();
         let Some(events) = session.events() else { return };
         for (index, code) in &snapshot.unreadable {
