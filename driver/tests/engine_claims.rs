@@ -24,3 +24,5 @@ mod supervisor;
 mod test_node;
 #[path = "engine/timeslice_mps.rs"]
 mod timeslice_mps;
+#[path = "engine/withheld.rs"]
+mod withheld;

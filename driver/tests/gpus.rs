@@ -2,9 +2,10 @@
 
 use divvy_api::GpuUuid;
 use divvy_driver::gpu::inventory::Ownership;
-use divvy_driver::gpu::{Gpus, GpusOptions, Unavailable};
+use divvy_driver::gpu::{ForgetError, GpuUsage, Gpus, GpusOptions, Unavailable};
 use divvy_model::HealthState;
-use divvy_model::inventory::{Gpu, Inventory, Mig, MigMode, Origin, Presence};
+use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, Origin, Presence};
+use divvy_model::numbers::GpuNumber;
 use divvy_nvml::{Event, Timeouts};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::{Options, Sim, State, create};
@@ -34,16 +35,24 @@ impl TestNode {
     }
 
     async fn start(&self) -> Gpus {
+        self.start_with(Duration::from_secs(3600)).await
+    }
+
+    /// Starts the GPU manager, which forgets missing GPUs after this time.
+    async fn start_with(&self, forget_after: Duration) -> Gpus {
         let timeout = Duration::from_millis(1500);
         let timeouts = Timeouts { query: timeout, mig_mode: timeout, create: timeout, destroy: timeout };
         let gpus = Gpus::start(GpusOptions {
             driver_root: self.root(),
             sys_root: self.root().join("sys"),
             proc_root: self.root().join("proc"),
+            dev_dir: self.root().join("dev"),
             state_dir: self.dir.path().join("state"),
             timeouts,
             poll: Duration::from_millis(20),
             health_poll: Duration::from_millis(200),
+            compare_interval: Duration::from_millis(100),
+            forget_after,
             first_reading: Duration::from_secs(30),
         });
         gpus.await
@@ -140,8 +149,8 @@ async fn replaced_driver_is_reopened() {
     assert!(gpus.queue(&after.gpus[0].uuid).expect("queue").mig_mode().await.is_ok());
 
     std::fs::remove_dir_all(node.root().join("usr")).expect("uninstalled");
-    let without = until(&gpus, |now| all(now, Presence::Missing)).await;
-    assert_eq!(without.gpus.len(), 2, "removed GPUs stay in the inventory");
+    let without = until(&gpus, |now| all(now, Presence::Unread)).await;
+    assert_eq!(without.gpus.len(), 2, "GPUs without a library stay in the inventory");
     gpus.shutdown().await;
 }
 
@@ -153,7 +162,7 @@ async fn drained_driver_stays_closed_until_resumed() {
     let gpu = uuid(&sim, 0);
     let before = gpus.queue(&gpu).expect("queue");
     gpus.drain().await;
-    assert!(all(&gpus.inventory().borrow(), Presence::Missing));
+    assert!(all(&gpus.inventory().borrow(), Presence::Unread));
     assert!(before.state().await.is_err() && gpus.queue(&gpu).is_err());
     let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
     // The simulator in this process maps files of its own, so only the libraries count.
@@ -188,6 +197,208 @@ async fn gpu_missing_after_a_reboot_keeps_its_number() {
     assert_eq!(after.gpus.iter().map(|gpu| gpu.minor).collect::<Vec<_>>(), [0, 1, 1, 2]);
     let gone = uuid(&sim, 1);
     assert_eq!(gpus.queue(&gone).err(), Some(Unavailable::Missing { gpu: gone }));
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn h1_minors_of_another_boot_are_not_used() {
+    use Presence::{Missing, Present, Unread};
+    let node = TestNode::new();
+    let sim = node.install("2xL4");
+    node.start().await.shutdown().await;
+    let library = node.root().join("usr/lib");
+    let aside = node.dir.path().join("lib-aside");
+    // NVML cannot be loaded yet. In the same boot the GPUs are as before.
+    std::fs::rename(&library, &aside).expect("library aside");
+    let gpus = node.start().await;
+    assert_eq!(presences(&gpus.inventory().borrow()), [(0, Unread), (1, Unread)]);
+    gpus.shutdown().await;
+    // The kernel shows that GPU 0 is gone.
+    update_sim(&sim, |state| state.gpus[0].missing = true);
+    let gpus = node.start().await;
+    assert_eq!(presences(&gpus.inventory().borrow()), [(0, Missing), (1, Unread)]);
+    // It comes back, which the kernel shows before NVML can be loaded.
+    update_sim(&sim, |state| state.gpus[0].missing = false);
+    until(&gpus, |now| all(now, Unread)).await;
+    // The minor of GPU 1 changes.
+    update_sim(&sim, |state| state.gpus[1].minor = 7);
+    until(&gpus, |now| presences(now) == [(0, Unread), (1, Missing)]).await;
+    update_sim(&sim, |state| state.gpus[1].minor = 1);
+    until(&gpus, |now| all(now, Unread)).await;
+    gpus.shutdown().await;
+
+    // After a reboot each GPU is missing until NVML has read it.
+    update_sim(&sim, |state| state.reboot());
+    let gpus = node.start().await;
+    assert_eq!(presences(&gpus.inventory().borrow()), [(0, Missing), (1, Missing)]);
+    std::fs::rename(&aside, &library).expect("library back");
+    until(&gpus, |now| all(now, Present)).await;
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn h1_gpu_that_fails_its_first_reading_is_missing() {
+    let node = TestNode::new();
+    let sim = node.install("2xL4");
+    node.start().await.shutdown().await;
+    let pattern = Pattern { call: "nvmlDeviceGetMinorNumber".to_owned(), gpu: Some(0) };
+    update_sim(&sim, |state| {
+        state.reboot();
+        state.add_fault(pattern, None, When::Before, divvy_sim::Code::Unknown);
+    });
+    let gpus = node.start().await;
+    use Presence::{Missing, Present};
+    assert_eq!(presences(&gpus.inventory().borrow()), [(0, Missing), (1, Present)]);
+    update_sim(&sim, |state| state.clear_faults(None));
+    until(&gpus, |now| all(now, Present)).await;
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn h2_gpus_with_late_device_nodes_appear() {
+    let node = TestNode::new();
+    let sim = node.install("8xH100-SXM5-80GB");
+    let show = |nodes: usize| {
+        update_sim(&sim, |state| {
+            for (at, gpu) in state.gpus.iter_mut().enumerate() {
+                gpu.node = at < nodes;
+            }
+        });
+    };
+    show(0);
+    let gpus = node.start().await;
+    assert_eq!(gpus.inventory().borrow().gpus.len(), 0);
+    let shortage = gpus.shortage();
+    let counts = shortage.borrow().expect("the kernel shows more");
+    assert_eq!(counts.to_string(), "the kernel driver shows 8 GPUs, NVML 0");
+    show(3);
+    until(&gpus, |now| now.gpus.len() == 3).await;
+    assert_eq!(shortage.borrow().map(|counts| counts.nvml), Some(3));
+    show(8);
+    let whole = until(&gpus, |now| now.gpus.len() == 8).await;
+    assert!(all(&whole, Presence::Present));
+    assert_eq!(*shortage.borrow(), None);
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn h2_plugged_replaced_and_returning_gpus_appear() {
+    use Presence::{Missing, Present};
+    let node = TestNode::new();
+    let sim = node.install("3xL4");
+    update_sim(&sim, |state| state.gpus[2].missing = true);
+    let gpus = node.start().await;
+    assert_eq!(presences(&gpus.inventory().borrow()), [(0, Present), (1, Present)]);
+    update_sim(&sim, |state| state.gpus[2].missing = false);
+    until(&gpus, |now| now.gpus.len() == 3 && all(now, Present)).await;
+    update_sim(&sim, |state| state.gpus[1].missing = true);
+    until(&gpus, |now| presences(now) == [(0, Present), (1, Missing), (2, Present)]).await;
+    update_sim(&sim, |state| state.gpus[1].missing = false);
+    until(&gpus, |now| all(now, Present)).await;
+    // Another board at the same bus id: the names do not change, but the UUID does.
+    let first = uuid(&sim, 1);
+    update_sim(&sim, |state| state.gpus[1].uuid = "GPU-11111111-2222-3333-4444-555555555555".to_owned());
+    let replaced = until(&gpus, |now| now.gpus.len() == 4).await;
+    assert_eq!(presences(&replaced), [(0, Present), (1, Missing), (2, Present), (3, Present)]);
+    assert_eq!(replaced.gpus[1].uuid, first);
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn h2_stuck_gpu_delays_the_opening_of_nvml() {
+    let node = TestNode::new();
+    let sim = node.install("3xH100-SXM5-80GB");
+    update_sim(&sim, |state| state.gpus[2].missing = true);
+    let gpus = node.start().await;
+    let pattern = Pattern { call: "nvmlDeviceSetMigMode".to_owned(), gpu: Some(0) };
+    update_sim(&sim, |state| state.add_hold(pattern, None, When::Before));
+    let gpu = uuid(&sim, 0);
+    gpus.queue(&gpu).expect("queue").set_mig_mode(MigMode::On).await.expect_err("held");
+    update_sim(&sim, |state| state.gpus[2].missing = false);
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    assert_eq!(gpus.inventory().borrow().gpus.len(), 2);
+    assert!(gpus.shortage().borrow().is_some());
+    update_sim(&sim, |state| state.release(None));
+    until(&gpus, |now| now.gpus.len() == 3).await;
+    gpus.shutdown().await;
+}
+
+/// Moves the node to another host: other boards, and another boot.
+fn migrate(sim: &Sim, host: u32) {
+    update_sim(sim, |state| {
+        for (slot, gpu) in state.gpus.iter_mut().enumerate() {
+            gpu.uuid = format!("GPU-{host:08x}-0000-0000-0000-{slot:012x}");
+        }
+        state.reboot();
+    });
+}
+
+#[tokio::test]
+async fn h5_gpus_of_earlier_hosts_are_forgotten() {
+    let node = TestNode::new();
+    let sim = node.install("8xL4");
+    for host in 1..=4 {
+        let gpus = node.start().await;
+        gpus.set_usage(Arc::new(|_| GpuUsage::default()));
+        assert_eq!(gpus.inventory().borrow().gpus.len(), 8 * host);
+        gpus.shutdown().await;
+        migrate(&sim, host as u32);
+    }
+    let gpus = node.start_with(Duration::ZERO).await;
+    // Without the records no GPU is forgotten.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(gpus.inventory().borrow().gpus.len(), 40);
+    // A claim names a GPU of the first host, and a rule of the node configuration names another.
+    let claimed = gpus.inventory().borrow().gpus[0].uuid.clone();
+    gpus.set_configured(Some([GpuNumber(1)].into()));
+    gpus.set_usage(Arc::new(move |gpu| GpuUsage { named: *gpu == claimed, instances: false }));
+    let kept = until(&gpus, |now| now.gpus.len() == 10).await;
+    let missing = kept.gpus.iter().filter(|gpu| gpu.presence == Presence::Missing);
+    assert_eq!(missing.map(|gpu| gpu.number.0).collect::<Vec<_>>(), [0, 1]);
+    gpus.set_usage(Arc::new(|_| GpuUsage::default()));
+    gpus.set_configured(Some([].into()));
+    until(&gpus, |now| now.gpus.len() == 8 && all(now, Presence::Present)).await;
+    gpus.shutdown().await;
+    let gpus = node.start().await;
+    assert_eq!(gpus.inventory().borrow().gpus.len(), 8, "they stay forgotten");
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn h5_missing_gpu_is_kept_until_the_time_has_passed() {
+    let node = TestNode::new();
+    let sim = node.install("2xL4");
+    let gpus = node.start_with(Duration::from_secs(3)).await;
+    gpus.set_usage(Arc::new(|_| GpuUsage::default()));
+    update_sim(&sim, |state| state.gpus[1].missing = true);
+    until(&gpus, |now| now.gpus[1].presence == Presence::Missing).await;
+    gpus.shutdown().await;
+    let gpus = node.start_with(Duration::from_secs(3)).await;
+    gpus.set_usage(Arc::new(|_| GpuUsage::default()));
+    assert_eq!(gpus.inventory().borrow().gpus.len(), 2, "a restart does not shorten the time");
+    until(&gpus, |now| now.gpus.len() == 1).await;
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn h5_operator_forgets_a_missing_gpu_at_once() {
+    let node = TestNode::new();
+    let sim = node.install("2xL4");
+    let gpus = node.start().await;
+    let (present, gone) = (uuid(&sim, 0), uuid(&sim, 1));
+    update_sim(&sim, |state| state.gpus[1].missing = true);
+    until(&gpus, |now| now.gpus[1].presence == Presence::Missing).await;
+    assert_eq!(gpus.forget("gpu-7").await, Err(ForgetError::Unknown { gpu: "gpu-7".to_owned() }));
+    assert_eq!(gpus.forget("0").await, Err(ForgetError::NotMissing { gpu: present }));
+    gpus.set_usage(Arc::new(|_| GpuUsage { named: true, instances: false }));
+    assert_eq!(gpus.forget(gone.as_str()).await, Err(ForgetError::InUse { gpu: gone }));
+    gpus.set_usage(Arc::new(|_| GpuUsage::default()));
+    assert_eq!(gpus.forget("gpu-1").await, Ok(()));
+    assert_eq!(gpus.inventory().borrow().gpus.len(), 1);
+    gpus.shutdown().await;
+    assert_eq!(gpus.forget("gpu-1").await, Err(ForgetError::Stopped));
+    let gpus = node.start().await;
+    assert_eq!(gpus.inventory().borrow().gpus.len(), 1);
     gpus.shutdown().await;
 }
 
@@ -315,6 +526,35 @@ async fn stuck_gpu_has_a_condition_until_the_call_returns() {
     let now = gpus.inventory().borrow().clone();
     assert_eq!(now.gpus[0].conditions, [], "the GPU is read again before the event is sent");
     assert!(matches!(now.gpus[0].mig, Mig::Supported { mode: MigMode::On, .. }), "the late call took effect");
+    gpus.shutdown().await;
+}
+
+#[tokio::test]
+async fn h8_gpu_is_published_while_its_mig_facts_are_unreadable() {
+    let node = TestNode::new();
+    let sim = node.install("H100-SXM5-80GB");
+    let fail = |call: &str| {
+        let pattern = Pattern::new(call);
+        update_sim(&sim, |state| state.add_fault(pattern, None, When::Before, divvy_sim::Code::Unknown));
+    };
+    fail("nvmlDeviceGetGpuInstanceProfileInfo*");
+    let gpus = node.start().await;
+    let gpu = gpus.inventory().borrow().gpus[0].clone();
+    assert!(matches!(gpu.conditions[..], [Condition::MigUnreadable { .. }]), "{:?}", gpu.conditions);
+    assert_eq!((gpu.presence, &gpu.mig, gpu.obstacle(None)), (Presence::Present, &Mig::Unsupported, None));
+    // A record that names an instance of it proves that instances were published.
+    gpus.set_usage(Arc::new(|_| GpuUsage { named: true, instances: true }));
+    until(&gpus, |now| now.gpus[0].obstacle(None).is_some()).await;
+    gpus.set_usage(Arc::new(|_| GpuUsage::default()));
+    until(&gpus, |now| now.gpus[0].obstacle(None).is_none()).await;
+
+    update_sim(&sim, |state| state.clear_faults(None));
+    let read = until(&gpus, |now| now.gpus[0].conditions.is_empty()).await;
+    assert!(matches!(&read.gpus[0].mig, Mig::Supported { profiles, .. } if !profiles.is_empty()));
+    fail("nvmlDeviceGetMigMode");
+    gpus.refresh_soon(&gpu.uuid);
+    let tainted = until(&gpus, |now| now.gpus[0].obstacle(None).is_some()).await;
+    assert_eq!(tainted.gpus[0].mig, read.gpus[0].mig, "the last facts stay");
     gpus.shutdown().await;
 }
 

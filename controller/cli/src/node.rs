@@ -102,9 +102,8 @@ pub(crate) fn run(command: &NodeCommand) -> Result<ExitCode> {
 
 fn ask(run_dir: &Path, request: &Request) -> Result<Answer> {
     let path = run_dir.join(SOCKET);
-    let failed = || {
-        format!("divvy-node does not answer on {}; is it running here, and are you root?", path.display())
-    };
+    let failed =
+        || format!("divvy-node does not answer on {}; is it running here, and are you root?", path.display());
     let mut stream = UnixStream::connect(&path).with_context(failed)?;
     stream.set_read_timeout(Some(ANSWER_TIMEOUT)).with_context(failed)?;
     let mut line = serde_json::to_string(request)?;

@@ -76,6 +76,11 @@ codes! {
 }
 
 impl Code {
+    /// Whether the handle of the GPU may be stale, so that it must be looked up again.
+    pub(crate) fn is_stale_handle(self) -> bool {
+        matches!(self, Self::InvalidArgument | Self::Uninitialized | Self::GpuNotFound)
+    }
+
     /// Whether a call with this code was rejected before it changed anything. After a timeout or an
     /// unknown error, the call may have had an effect.
     pub fn is_refusal(self) -> bool {

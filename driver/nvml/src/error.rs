@@ -45,6 +45,9 @@ pub enum NvmlError {
         "NVML is closed for {gpu}: the GPU driver is missing or being upgraded; retry when it is installed"
     )]
     Closed { gpu: GpuUuid },
+    /// The code around the call panicked. The call may have been made.
+    #[error("{call} on {gpu}: Divvy panicked in this call; report the log as a bug of Divvy, and retry")]
+    Panicked { call: &'static str, gpu: GpuUuid },
     #[error("cannot start a thread for {gpu}: {cause}")]
     Thread { gpu: GpuUuid, cause: std::io::ErrorKind },
 }
@@ -73,7 +76,7 @@ impl NvmlError {
     /// Whether the failed call may have changed the hardware, or may still change it.
     pub fn may_take_effect(&self) -> bool {
         match self {
-            Self::Deadline { .. } | Self::Lost { .. } | Self::Closed { .. } => true,
+            Self::Deadline { .. } | Self::Lost { .. } | Self::Closed { .. } | Self::Panicked { .. } => true,
             Self::Call { code, .. } => !code.is_refusal(),
             _ => false,
         }

@@ -1,9 +1,10 @@
 //! Events: those of NVML, and those that the queues detect. One thread owns the event set; it exits
-//! when the session closes.
+//! only when the session closes. When a wait fails, the thread builds a new set without the GPUs
+//! that cannot be registered, and tries those again later.
 
 use crate::code::Code;
 use crate::error::NvmlError;
-use crate::raw::{Device, EventData, Library};
+use crate::raw::{Device, EventData, EventSet, Library};
 use divvy_api::GpuUuid;
 use nvml_wrapper_sys::bindings as sys;
 use std::sync::Arc;
@@ -67,49 +68,45 @@ const HEALTH: u64 = (sys::nvmlEventTypeDoubleBitEccError
     | sys::nvmlEventTypeFatalPoisonError
     | sys::nvmlEventTypeGpuRecoveryAction) as u64;
 
-/// Runs until `closing` is set. Returns at once if no GPU supports events.
+/// Interval at which GPUs without registration are tried again. A lost GPU may come back after a
+/// reset, and one attempt costs four short calls.
+const REGISTER_INTERVAL: Duration = Duration::from_secs(5);
+/// Timeout of the wait that checks whether NVML can wait for events of a GPU, in milliseconds.
+const PROBE_TIMEOUT_MS: u32 = 1;
+
+/// Runs until `closing` is set. A GPU that cannot be registered does not affect the others.
 pub(crate) fn listen(
     library: &Library,
     gpus: &[(GpuUuid, Device)],
     closing: &Arc<AtomicBool>,
     events: &UnboundedSender<Event>,
 ) {
-    let set = match library.create_event_set() {
-        Ok(set) => set,
-        Err(code) => {
-            tracing::warn!(%code, "NVML events are not received: cannot create an event set");
-            return;
-        }
-    };
-    let mut registered = false;
-    for (gpu, device) in gpus {
-        let requested = XID | MIG_CONFIG_CHANGE | UNAVAILABLE | HEALTH;
-        let kinds = library.supported_events(*device).map_or(XID, |supported| supported & requested);
-        // A GPU without events does not affect the others.
-        match library.register_events(*device, kinds, &set) {
-            Ok(()) => registered = true,
-            Err(code) => {
-                tracing::warn!(%gpu, %code, "cannot register for events of this GPU; they are not received")
-            }
-        }
-    }
+    let mut listener =
+        Listener { library, gpus, events, set: None, registered: vec![Registration::Pending; gpus.len()] };
+    let mut next_attempt = Instant::now();
     let mut failing = false;
-    while registered && !closing.load(Ordering::Relaxed) {
+    while !closing.load(Ordering::Relaxed) {
         let begun = Instant::now();
-        match library.wait(&set, WAIT_TIMEOUT.as_millis() as u32) {
-            Ok(received) => {
+        if begun >= next_attempt {
+            listener.register();
+            next_attempt = begun + REGISTER_INTERVAL;
+        }
+        match listener.set.as_ref().map(|set| library.wait(set, WAIT_TIMEOUT.as_millis() as u32)) {
+            None => {}
+            Some(Ok(received)) => {
                 failing = false;
-                if let Some(event) = name(library, gpus, received) {
-                    // After close there is no receiver.
-                    let _no_receiver = events.send(event);
-                }
+                listener.send(received);
                 continue;
             }
-            Err(Code::Timeout) => failing = false,
-            Err(code) => {
+            Some(Err(Code::Timeout)) => failing = false,
+            Some(Err(code)) => {
+                // A lost GPU spoils its set for ever, so the other GPUs need a new one.
+                listener.free_set();
                 if !failing {
                     tracing::warn!(%code, "waiting for NVML events failed; a GPU may be lost");
+                    // After close there is no receiver.
                     let _no_receiver = events.send(Event::SomeGpuLost);
+                    next_attempt = begun;
                 }
                 failing = true;
             }
@@ -117,7 +114,112 @@ pub(crate) fn listen(
         // A wait that returns early must not make this loop spin.
         std::thread::sleep(WAIT_TIMEOUT.saturating_sub(begun.elapsed()));
     }
-    library.free_event_set(set);
+    listener.free_set();
+}
+
+/// Registration of a GPU for events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Registration {
+    /// Not attempted since the set was created.
+    Pending,
+    Done,
+    Failed(Code),
+}
+
+/// The event set and the GPUs that are registered in it.
+struct Listener<'a> {
+    library: &'a Library,
+    gpus: &'a [(GpuUuid, Device)],
+    events: &'a UnboundedSender<Event>,
+    /// Without a registered GPU there is no set.
+    set: Option<EventSet>,
+    /// In the order of the GPUs.
+    registered: Vec<Registration>,
+}
+
+impl Listener<'_> {
+    /// Registers all GPUs that are not registered yet and that can be. Logs each new failure once.
+    fn register(&mut self) {
+        for (at, (gpu, device)) in self.gpus.iter().enumerate() {
+            if self.registered[at] == Registration::Done {
+                continue;
+            }
+            let result = self.probe(*device).and_then(|()| self.add(*device));
+            let now = result.map_or_else(Registration::Failed, |()| Registration::Done);
+            match now {
+                Registration::Failed(code) if now != self.registered[at] => {
+                    tracing::warn!(
+                        %gpu, %code,
+                        "cannot register for events of this GPU; they are not received"
+                    );
+                }
+                _ => {}
+            }
+            self.registered[at] = now;
+        }
+    }
+
+    /// Checks with a set of its own whether NVML can wait for events of the GPU. A GPU that cannot
+    /// would spoil the common set.
+    fn probe(&self, device: Device) -> Result<(), Code> {
+        let set = self.library.create_event_set()?;
+        let waited = self.register_in(&set, device).and_then(|()| self.library.wait(&set, PROBE_TIMEOUT_MS));
+        self.library.free_event_set(set);
+        match waited {
+            Ok(received) => {
+                self.send(received);
+                Ok(())
+            }
+            Err(Code::Timeout) => Ok(()),
+            Err(code) => Err(code),
+        }
+    }
+
+    /// Adds the GPU to the common set, which is created for the first one.
+    fn add(&mut self, device: Device) -> Result<(), Code> {
+        if let Some(set) = &self.set {
+            return self.register_in(set, device);
+        }
+        let set = self.library.create_event_set()?;
+        match self.register_in(&set, device) {
+            Ok(()) => {
+                self.set = Some(set);
+                Ok(())
+            }
+            Err(code) => {
+                self.library.free_event_set(set);
+                Err(code)
+            }
+        }
+    }
+
+    fn register_in(&self, set: &EventSet, device: Device) -> Result<(), Code> {
+        let requested = XID | MIG_CONFIG_CHANGE | UNAVAILABLE | HEALTH;
+        let kinds = match self.library.supported_events(device) {
+            Ok(supported) => supported & requested,
+            Err(Code::GpuIsLost) => return Err(Code::GpuIsLost),
+            Err(_) => XID,
+        };
+        self.library.register_events(device, kinds, set)
+    }
+
+    fn free_set(&mut self) {
+        if let Some(set) = self.set.take() {
+            self.library.free_event_set(set);
+        }
+        for registered in &mut self.registered {
+            if *registered == Registration::Done {
+                *registered = Registration::Pending;
+            }
+        }
+    }
+
+    fn send(&self, received: EventData) {
+        if let Some(event) = name(self.library, self.gpus, received) {
+            // After close there is no receiver.
+            let _no_receiver = self.events.send(event);
+        }
+    }
 }
 
 fn name(library: &Library, gpus: &[(GpuUuid, Device)], received: EventData) -> Option<Event> {

@@ -13,6 +13,7 @@ use crate::types::Description;
 use divvy_api::GpuUuid;
 use std::collections::BTreeMap;
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Instant;
@@ -34,11 +35,13 @@ pub(crate) struct Shared {
 enum Thread {
     /// No call was made yet, so there is no thread.
     Idle(Box<Seed>),
-    Running(mpsc::Sender<Job>),
+    /// The seed starts another thread if this one ends.
+    Running(mpsc::Sender<Job>, Box<Seed>),
     Closed,
 }
 
 /// Data to start the thread. `alive` is dropped after the library.
+#[derive(Clone)]
 pub(crate) struct Seed {
     pub(crate) library: Arc<Library>,
     /// The handle from the enumeration, if the GPU was found.
@@ -67,7 +70,8 @@ struct Progress {
 pub(crate) struct Worker {
     library: Arc<Library>,
     shared: Arc<Shared>,
-    device: Option<Device>,
+    /// `None` until the GPU is looked up, and after an error that may mean a stale handle.
+    pub(crate) device: Option<Device>,
     progress: Arc<Mutex<Progress>>,
     /// Constant while the library is open.
     pub(crate) description: Option<Arc<Description>>,
@@ -108,16 +112,21 @@ impl Shared {
     fn send(self: &Arc<Self>, job: Job) -> Result<(), NvmlError> {
         let closed = || NvmlError::Closed { gpu: self.gpu.clone() };
         let mut state = lock(&self.state);
-        if let Thread::Idle(_) = &*state {
-            let Thread::Idle(seed) = std::mem::replace(&mut *state, Thread::Closed) else {
-                return Err(closed());
-            };
-            *state = Thread::Running(self.start(*seed)?);
-        }
-        match &*state {
-            Thread::Running(jobs) => jobs.send(job).map_err(|_| closed()),
-            Thread::Idle(_) | Thread::Closed => Err(closed()),
-        }
+        let (job, seed) = match &*state {
+            Thread::Closed => return Err(closed()),
+            Thread::Idle(seed) => (job, seed.clone()),
+            Thread::Running(jobs, seed) => match jobs.send(job) {
+                Ok(()) => return Ok(()),
+                Err(mpsc::SendError(job)) => {
+                    tracing::error!(gpu = %self.gpu, "the thread of the GPU has ended; starting another");
+                    (job, seed.clone())
+                }
+            },
+        };
+        let jobs = self.start((*seed).clone())?;
+        let sent = jobs.send(job).map_err(|_| closed());
+        *state = Thread::Running(jobs, seed);
+        sent
     }
 
     fn start(self: &Arc<Self>, seed: Seed) -> Result<mpsc::Sender<Job>, NvmlError> {
@@ -202,7 +211,8 @@ impl Waiting {
         tokio::pin!(timer);
         let stuck_call = tokio::select! {
             biased;
-            answer = &mut result => return answer.unwrap_or(Err(NvmlError::Closed { gpu })),
+            // Without an answer the thread has ended, which only a panic explains.
+            answer = &mut result => return answer.unwrap_or(Err(NvmlError::Panicked { call, gpu })),
             () = &mut timer => None,
             seen = stuck.wait_for(Option::is_some) => seen.ok().and_then(|seen| seen.clone()),
         };
@@ -215,7 +225,7 @@ impl Waiting {
                 let call = lock(&self.progress).call;
                 Err(NvmlError::Deadline { call, gpu, after })
             }
-            (Phase::Done, _) => result.await.unwrap_or(Err(NvmlError::Closed { gpu })),
+            (Phase::Done, _) => result.await.unwrap_or(Err(NvmlError::Panicked { call, gpu })),
         }
     }
 
@@ -244,6 +254,13 @@ impl Drop for Waiting {
     }
 }
 
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // A thread that ends in a stuck call must not leave the GPU stuck.
+        self.shared.stuck.send_replace(None);
+    }
+}
+
 impl Worker {
     fn run<T>(
         &mut self,
@@ -260,7 +277,8 @@ impl Worker {
             progress.begun = Instant::now();
         }
         self.progress = Arc::clone(&progress);
-        let result = work(self);
+        // The worker's fields are caches, and a panic clears them.
+        let result = catch_unwind(AssertUnwindSafe(|| work(self))).unwrap_or_else(|_| Err(self.panicked()));
         self.handle_result(&result);
 
         let mut progress = lock(&progress);
@@ -281,6 +299,17 @@ impl Worker {
         }
     }
 
+    /// Clears the caches after a panic, which may have left any of them half changed.
+    fn panicked(&mut self) -> NvmlError {
+        self.device = None;
+        self.description = None;
+        self.ci_profiles.clear();
+        self.gpm_samples.clear();
+        let (call, gpu) = (lock(&self.progress).call, self.gpu());
+        tracing::error!(%gpu, call, "the code around an NVML call panicked; the GPU's thread goes on");
+        NvmlError::Panicked { call, gpu }
+    }
+
     /// Reports a lost GPU once. After an error that may mean a stale handle, drops the handle so
     /// that it is looked up again.
     fn handle_result<T>(&mut self, result: &Result<T, NvmlError>) {
@@ -291,12 +320,7 @@ impl Worker {
                     self.shared.send_event(Event::Lost { gpu: gpu.clone(), call });
                 }
             }
-            Err(NvmlError::Call {
-                code: Code::InvalidArgument | Code::Uninitialized | Code::GpuNotFound,
-                ..
-            }) => {
-                self.device = None;
-            }
+            Err(NvmlError::Call { code, .. }) if code.is_stale_handle() => self.device = None,
             Err(_) => {}
         }
     }
@@ -340,5 +364,75 @@ impl Worker {
             self.call("nvmlDeviceGetHandleByUUID", |nvml| nvml.device_by_uuid(self.shared.gpu.as_str()))?;
         self.device = Some(device);
         Ok(device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use divvy_sim::{Options, create};
+    use std::time::Duration;
+
+    /// The GPU of a simulated node with one GPU.
+    fn gpu(dir: &std::path::Path) -> (Arc<Shared>, tokio::sync::mpsc::UnboundedReceiver<Event>) {
+        let library = divvy_sim::library().expect("simulated library");
+        let program = std::env::current_exe().expect("this test");
+        let sim = create(dir, "L4", &Options::new(library, program)).expect("simulator");
+        let library = sim.library("libnvidia-ml.so.1").canonicalize().expect("library");
+        let library = Arc::new(Library::open(&library).expect("open"));
+        let uuid = GpuUuid::from(sim.read().expect("state").gpus[0].uuid.as_str());
+        let (events, received) = tokio::sync::mpsc::unbounded_channel();
+        let (alive, _) = tokio::sync::mpsc::channel(1);
+        (Arc::new(Shared::new(uuid, Some(Seed { library, device: None, alive }), events)), received)
+    }
+
+    async fn run<T: Send + 'static>(
+        shared: &Arc<Shared>,
+        limit: Duration,
+        work: impl FnOnce(&mut Worker) -> Result<T, NvmlError> + Send + 'static,
+    ) -> Result<T, NvmlError> {
+        submit(shared, "test", Instant::now() + limit, work).await
+    }
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    #[tokio::test]
+    async fn h12_panic_fails_its_job_and_the_thread_goes_on() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        let (shared, mut events) = gpu(dir.path());
+        let first = run(&shared, LONG, |_| Ok(std::thread::current().id())).await;
+        let error = run(&shared, LONG, |_| -> Result<(), _> { panic!("a bug") }).await.expect_err("panic");
+        assert_eq!(error, NvmlError::Panicked { call: "test", gpu: shared.gpu().clone() });
+        assert!(error.may_take_effect() && error.code().is_none());
+        assert_eq!(run(&shared, LONG, |_| Ok(std::thread::current().id())).await, first);
+        assert!(run(&shared, LONG, Worker::state).await.is_ok());
+
+        // A panic of an abandoned job ends the stuck state.
+        let late = |_: &mut Worker| -> Result<(), NvmlError> {
+            std::thread::sleep(Duration::from_millis(300));
+            panic!("a bug")
+        };
+        assert!(run(&shared, Duration::from_millis(50), late).await.is_err());
+        assert!(matches!(events.recv().await, Some(Event::Stuck(_))));
+        let returned = events.recv().await;
+        let is_panic = |late: &LateReturn| matches!(late.result, Err(NvmlError::Panicked { .. }));
+        assert!(matches!(&returned, Some(Event::LateReturn(late)) if is_panic(late)), "{returned:?}");
+        assert!(run(&shared, LONG, Worker::state).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn h12_ended_thread_is_started_again() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        let (shared, _events) = gpu(dir.path());
+        assert!(run(&shared, LONG, Worker::state).await.is_ok());
+        // Stands for a panic outside the jobs.
+        match &mut *lock(&shared.state) {
+            Thread::Running(jobs, _) => *jobs = mpsc::channel().0,
+            _ => panic!("no thread"),
+        }
+        assert!(run(&shared, LONG, Worker::state).await.is_ok());
+        shared.close();
+        let closed = NvmlError::Closed { gpu: shared.gpu().clone() };
+        assert_eq!(run(&shared, LONG, Worker::state).await, Err(closed));
     }
 }

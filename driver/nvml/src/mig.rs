@@ -89,8 +89,9 @@ impl Worker {
         }
         let mut all = Vec::new();
         let description = self.description()?;
-        let requested =
-            description.profiles.iter().filter(|profile| only.is_none_or(|only| only == profile.id));
+        // Without profiles nothing can be listed, which must not look like no instances.
+        let profiles = description.profiles.as_ref().map_err(Clone::clone)?;
+        let requested = profiles.iter().filter(|profile| only.is_none_or(|only| only == profile.id));
         for profile in requested {
             let found = self.call("nvmlDeviceGetGpuInstances", |nvml| {
                 nvml.gpu_instances(device, profile.id, profile.max_instances)

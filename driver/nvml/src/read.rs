@@ -32,35 +32,67 @@ fn none_if_absent<T>(answer: Result<T, NvmlError>) -> Result<Option<T>, NvmlErro
     }
 }
 
+/// Whether the GPU or its driver has no MIG.
+fn is_unsupported(error: &NvmlError) -> bool {
+    matches!(error, NvmlError::Call { code: Code::NotSupported | Code::FunctionNotFound, .. })
+}
+
 impl Worker {
     pub(crate) fn state(&mut self) -> Result<State, NvmlError> {
         let device = self.device()?;
         let minor = self.call("nvmlDeviceGetMinorNumber", |nvml| nvml.minor(device))?;
-        let mig = match self.mig_mode() {
-            Ok(_) if self.description()?.profiles.is_empty() => RawMig::Unsupported,
-            Ok(MigMode::Off) => RawMig::Supported { mode: MigMode::Off, instances: Vec::new() },
-            Ok(MigMode::On) => RawMig::Supported { mode: MigMode::On, instances: self.instances_of(None)? },
-            Err(NvmlError::Call { code: Code::NotSupported | Code::FunctionNotFound, .. }) => {
-                RawMig::Unsupported
-            }
-            Err(error) => return Err(error),
-        };
-        Ok(State { minor, mig })
+        Ok(State { minor, mig: self.mig()? })
     }
 
-    /// Reads the description once. The links are read again until MIG is off and they can be read.
+    /// The MIG state. A refused query of it is no error of the GPU, which can be used as a whole.
+    fn mig(&mut self) -> Result<RawMig, NvmlError> {
+        let mode = match self.mig_mode() {
+            Ok(mode) => mode,
+            Err(error) if is_unsupported(&error) => return Ok(RawMig::Unsupported),
+            Err(error) => return self.unreadable(None, error),
+        };
+        match self.description()?.profiles.as_ref().map(Vec::is_empty) {
+            Ok(true) => return Ok(RawMig::Unsupported),
+            Ok(false) => {}
+            Err(error) => return self.unreadable(Some(mode), error.clone()),
+        }
+        if mode == MigMode::Off {
+            return Ok(RawMig::Supported { mode, instances: Vec::new() });
+        }
+        match self.instances_of(None) {
+            Ok(instances) => Ok(RawMig::Supported { mode, instances }),
+            Err(error) => self.unreadable(Some(mode), error),
+        }
+    }
+
+    /// Only an error that NVML returned about this query. A lost or stuck GPU stays an error.
+    fn unreadable(&mut self, mode: Option<MigMode>, cause: NvmlError) -> Result<RawMig, NvmlError> {
+        let NvmlError::Call { code, .. } = &cause else { return Err(cause) };
+        if code.is_stale_handle() {
+            self.device = None;
+        }
+        Ok(RawMig::Unreadable { mode, cause })
+    }
+
+    /// Reads the description once. The links are read again until MIG is off and they can be read,
+    /// and the profiles until they can be read.
     pub(crate) fn description(&mut self) -> Result<Arc<Description>, NvmlError> {
         let known = match &self.description {
-            Some(known) if known.links.is_some() => return Ok(Arc::clone(known)),
+            Some(known) if known.links.is_some() && known.profiles.is_ok() => return Ok(Arc::clone(known)),
             Some(known) => Arc::clone(known),
             None => Arc::new(self.describe()?),
         };
-        let links = match self.mig_mode() {
-            Ok(MigMode::On) => None,
-            _ => Some(self.links()?),
+        let profiles = match &known.profiles {
+            Ok(profiles) => Ok(profiles.clone()),
+            Err(_) => self.mig_profiles(known.memory_bytes)?,
         };
-        let known =
-            if links == known.links { known } else { Arc::new(Description { links, ..(*known).clone() }) };
+        let links = match (self.mig_mode(), &known.links) {
+            (Ok(MigMode::On), _) => None,
+            (_, Some(links)) => Some(links.clone()),
+            (_, None) => Some(self.links()?),
+        };
+        let same = links == known.links && profiles == known.profiles;
+        let known = if same { known } else { Arc::new(Description { links, profiles, ..(*known).clone() }) };
         self.description = Some(Arc::clone(&known));
         Ok(known)
     }
@@ -80,11 +112,7 @@ impl Worker {
             self.call("nvmlDeviceGetAddressingMode", |nvml| nvml.addressing_mode(device)),
         )?;
         let memory_bytes = memory.unwrap_or(0);
-        let profiles = match self.mig_mode() {
-            Err(NvmlError::Call { .. }) => Vec::new(),
-            Err(error) => return Err(error),
-            Ok(_) => self.profiles(device, memory_bytes)?,
-        };
+        let profiles = self.mig_profiles(memory_bytes)?;
         let architecture = architecture.unwrap_or(u32::MAX);
         Ok(Description {
             product,
@@ -104,6 +132,17 @@ impl Worker {
         })
     }
 
+    /// The profiles, or the error that NVML returned for them. Other errors concern the whole GPU.
+    fn mig_profiles(&mut self, memory_bytes: u64) -> Result<Result<Vec<MigProfile>, NvmlError>, NvmlError> {
+        let device = self.device()?;
+        match self.mig_mode().and_then(|_| self.profiles(device, memory_bytes)) {
+            Ok(profiles) => Ok(Ok(profiles)),
+            Err(error) if is_unsupported(&error) => Ok(Ok(Vec::new())),
+            Err(error @ NvmlError::Call { .. }) => Ok(Err(error)),
+            Err(error) => Err(error),
+        }
+    }
+
     fn profiles(&mut self, device: Device, memory_bytes: u64) -> Result<Vec<MigProfile>, NvmlError> {
         let mut profiles = Vec::new();
         for index in 0..MAX_PROFILES {
@@ -118,7 +157,10 @@ impl Worker {
             };
             let placements = self
                 .call("nvmlDeviceGetGpuInstancePossiblePlacements", |nvml| nvml.placements(device, info.id));
-            let mut placements = none_if_unsupported(placements)?.unwrap_or_default();
+            let mut placements = match placements {
+                Err(error) if is_unsupported(&error) => Vec::new(),
+                placements => placements?,
+            };
             placements.sort_unstable();
             profiles.push(MigProfile {
                 id: info.id,

@@ -11,7 +11,7 @@ use crate::queue::{GpuQueue, Timeouts};
 use crate::raw::{Device, Library};
 use crate::types::{GpuReading, Snapshot};
 use divvy_api::GpuUuid;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -59,9 +59,21 @@ impl Session {
     /// # Errors
     /// The file cannot be loaded, or NVML cannot be initialised or queried.
     pub fn open(library: &Path, timeouts: Timeouts) -> Result<Self, OpenError> {
+        Self::open_without(library, timeouts, &BTreeSet::new())
+    }
+
+    /// As [`Session::open`], but leaves out some GPUs. NVML is asked not to attach to all GPUs then.
+    ///
+    /// # Errors
+    /// As [`Session::open`].
+    pub fn open_without(
+        library: &Path,
+        timeouts: Timeouts,
+        without: &BTreeSet<GpuUuid>,
+    ) -> Result<Self, OpenError> {
         let path =
             library.canonicalize().map_err(|cause| OpenError::Library { path: library.to_owned(), cause })?;
-        let nvml = Library::open(&path)?;
+        let nvml = Library::open(&path, without.is_empty())?;
         let call = |call: &'static str| {
             let path = path.clone();
             move |code| OpenError::Call { path, call, code }
@@ -73,6 +85,7 @@ impl Session {
         for index in 0..count {
             let found = nvml.device_by_index(index).and_then(|device| Ok((nvml.uuid(device)?, device)));
             match found {
+                Ok((uuid, _)) if without.contains(&GpuUuid::from(uuid.as_str())) => {}
                 Ok((uuid, device)) => gpus.push((GpuUuid::from(uuid), device)),
                 Err(code) => unreadable.push((index, code)),
             }

@@ -39,8 +39,9 @@ pub struct Description {
     /// In the form of sysfs, `0000:1a:00.0`.
     pub pci_bus_id: String,
     pub toggle: MigToggle,
-    /// Sorted by profile id; empty if the GPU does not support MIG.
-    pub profiles: Vec<MigProfile>,
+    /// Sorted by profile id; empty if the GPU does not support MIG. An error is queried again at
+    /// each reading.
+    pub profiles: Result<Vec<MigProfile>, NvmlError>,
     /// `None` while MIG is on, because NVLinks are inactive then.
     pub links: Option<Links>,
 }
@@ -73,7 +74,16 @@ pub struct State {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RawMig {
     Unsupported,
-    Supported { mode: MigMode, instances: Vec<RawInstance> },
+    Supported {
+        mode: MigMode,
+        instances: Vec<RawInstance>,
+    },
+    /// A query of the mode, the profiles or the instances failed. `mode` is known unless its query
+    /// failed.
+    Unreadable {
+        mode: Option<MigMode>,
+        cause: NvmlError,
+    },
 }
 
 /// An existing GPU instance, created by any tool.

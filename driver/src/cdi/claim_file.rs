@@ -6,7 +6,7 @@
 //! driver root. The contents depend only on the claim, the hardware and the GPU driver, so writing
 //! a file again gives the same bytes and ids.
 
-use crate::cdi::document::{Device, DeviceNode, Document, Edits, Hook, Mount};
+use crate::cdi::document::{self, Device, DeviceNode, Document, Edits, Hook, Mount};
 use crate::cdi::files::{self, MountedFile};
 use crate::cdi::files::{DriverFiles, Fingerprint};
 use crate::cdi::hook;
@@ -24,6 +24,7 @@ use divvy_api::mps::CONTAINER_PIPE;
 use divvy_api::sharing::Injection;
 use divvy_api::{AllocatedClaim, ClaimRef, ClaimUid, DeviceName, RequestName, ShareId};
 use divvy_model::Inventory;
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -258,9 +259,31 @@ impl Cdi {
         versions
     }
 
+    /// Removes the claim's file and keeps everything that it is made from, so that it can be written
+    /// again. Returns whether there was a file.
+    pub fn withhold_claim(&self, claim: &ClaimUid) -> Result<bool, CdiError> {
+        let path = self.file(claim);
+        let existed = path.exists();
+        self.remove_file(claim)?;
+        Ok(existed)
+    }
+
+    /// Whether the claim's file exists and names exactly these GPUs, by minor.
+    pub fn claim_names_gpus(&self, claim: &ClaimUid, minors: &BTreeSet<u32>) -> bool {
+        let read = std::fs::read(self.file(claim)).ok();
+        read.and_then(|json| document::gpu_minors(&json)).is_some_and(|named| named == *minors)
+    }
+
     /// Removes the claim's file and the temporary file of an interrupted write; succeeds if there is
     /// none.
     pub fn remove_claim(&self, claim: &ClaimUid) -> Result<(), CdiError> {
+        self.remove_file(claim)?;
+        // After the file that mounts it.
+        let path = self.metadata_dir();
+        metadata::remove(&path, claim).map_err(|cause| CdiError::Remove { claim: claim.clone(), path, cause })
+    }
+
+    fn remove_file(&self, claim: &ClaimUid) -> Result<(), CdiError> {
         let file = self.file(claim);
         for path in [unfinished(&file), file] {
             match std::fs::remove_file(&path) {
@@ -273,9 +296,7 @@ impl Cdi {
                 _ => {}
             }
         }
-        // After the file that mounts it.
-        let path = self.metadata_dir();
-        metadata::remove(&path, claim).map_err(|cause| CdiError::Remove { claim: claim.clone(), path, cause })
+        Ok(())
     }
 
     /// Whether the claim's file has exactly the contents that [`Self::write_claim`] would write. May

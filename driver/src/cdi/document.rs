@@ -4,6 +4,7 @@
 //! contents of the document.
 
 use serde::Serialize;
+use std::collections::BTreeSet;
 
 /// A CDI file. It borrows the edits that all claims have in common.
 #[derive(Debug, Serialize)]
@@ -113,6 +114,17 @@ impl DeviceNode {
     }
 }
 
+/// The minors of the GPUs whose device nodes are in a file; `None` if it is no CDI document.
+pub(super) fn gpu_minors(json: &[u8]) -> Option<BTreeSet<u32>> {
+    let document: serde_json::Value = serde_json::from_slice(json).ok()?;
+    let nodes = document["devices"].as_array()?.iter().flat_map(|device| {
+        device["containerEdits"]["deviceNodes"].as_array().map(Vec::as_slice).unwrap_or_default()
+    });
+    // `/dev/nvidiactl` and the others have no number.
+    let minor = |node: &serde_json::Value| node["path"].as_str()?.strip_prefix("/dev/nvidia")?.parse().ok();
+    Some(nodes.filter_map(minor).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,5 +142,23 @@ mod tests {
     fn version_is_the_lowest_that_fits_the_device_name() {
         check("a1b2-gpu-0", "0.3.0");
         check("1a2b-gpu-0", "0.5.0");
+    }
+
+    #[test]
+    fn h1_minors_of_gpus_are_read_back() {
+        let nodes = |paths: &[&str]| Device {
+            name: "d".to_owned(),
+            container_edits: Edits {
+                device_nodes: paths.iter().map(|path| DeviceNode::new(*path, 195, 0)).collect(),
+                ..Edits::default()
+            },
+        };
+        let devices = [nodes(&["/dev/nvidia3", "/dev/nvidia-caps/nvidia-cap7"]), nodes(&["/dev/nvidia11"])];
+        let common = nodes(&["/dev/nvidiactl", "/dev/nvidia-uvm"]).container_edits;
+        let json = serde_json::to_vec(&Document::new(&devices, &common, &Mount::default())).unwrap();
+        assert_eq!(gpu_minors(&json), Some([3, 11].into()));
+        for other in ["", "{}", "[]", r#"{"devices":{}}"#] {
+            assert_eq!(gpu_minors(other.as_bytes()), None, "{other}");
+        }
     }
 }

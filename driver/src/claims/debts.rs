@@ -2,8 +2,8 @@
 //! or a tool is missing.
 //!
 //! A claim is released although steps are left, once no process of it is left. Until the debt is
-//! settled, everything that overlaps it is tainted and refused. A debt is void after a reboot or a
-//! reload of the GPU driver, and for an instance with other ids: then another owner created it.
+//! settled, everything that overlaps it is tainted and refused. A debt is void after a reboot, a reload
+//! of the GPU driver or a reset, and for an instance with other ids: then another owner created it.
 
 use crate::claims::engine::{Inner, ReleaseError};
 use crate::claims::execute::NotUndone;
@@ -23,7 +23,7 @@ use std::sync::Arc;
 impl Inner {
     /// The current epoch.
     pub(crate) fn epoch(&self) -> Epoch {
-        Epoch::now(&self.options.paths)
+        Epoch::now(&self.options.paths.proc_root, &self.options.paths.sys_root)
     }
 
     /// Writes the steps that are left as debts of their GPUs.
@@ -37,7 +37,8 @@ impl Inner {
             return Err(cause.into());
         }
         let why = error_chain(&cause);
-        for debt in Debt::of_claim(&record.claim, &record.devices, &[], &left, &self.epoch(), &why) {
+        for mut debt in Debt::of_claim(&record.claim, &record.devices, &[], &left, &self.epoch(), &why) {
+            debt.reading = self.gpus.last_health(&debt.gpu);
             tracing::warn!(
                 claim = %record.claim, %uid, gpu = %debt.gpu, left = %debt,
                 "claim released with a debt; the rest is undone when the hardware allows"
@@ -82,7 +83,7 @@ impl Inner {
         if self.is_in_use(uid).await {
             return Err("containers use the claim".to_owned());
         }
-        let is_void = debt.epoch.is_over(&self.epoch());
+        let is_void = debt.epoch.is_over(&self.epoch()) || self.was_reset(debt).await;
         let mut undo = debt.undo.clone();
         undo.retain(|undo| !(is_void && undo.is_done_by_reset()));
         let mut foreign = false;
@@ -109,6 +110,12 @@ impl Inner {
             (false, true) => "another owner created the instance again",
             (false, false) => "undone",
         })
+    }
+
+    /// Whether the GPU was reset since the debt was written.
+    async fn was_reset(&self, debt: &Debt) -> bool {
+        let (Some(before), Ok(queue)) = (debt.reading, self.gpus.queue(&debt.gpu)) else { return false };
+        queue.health().await.is_ok_and(|now| now.is_after_reset(&before))
     }
 
     /// Whether the GPU has debts. It is cheap enough for every audit.

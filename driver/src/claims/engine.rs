@@ -215,6 +215,10 @@ impl Engine {
                 .is_some_and(|inner| inner.records.has_instance(&inner.locks, gpu, profile_id, start))
         };
         inner.gpus.set_ownership(Arc::new(ownership));
+        let weak = Arc::downgrade(&inner);
+        let usage =
+            move |gpu: &GpuUuid| weak.upgrade().map(|inner| inner.records.usage(gpu)).unwrap_or_default();
+        inner.gpus.set_usage(Arc::new(usage));
         let recovered = inner.inventory();
         let report = inner.recover().await;
         inner.publish_debts();
@@ -310,8 +314,8 @@ impl Engine {
         parts.collect()
     }
 
-    /// The devices of a claim that is prepared and has its pages and CDI file in place. `None`
-    /// means that [`Self::prepare`] has work to do or needs to query the hardware.
+    /// The devices of a claim that is prepared, has its pages and CDI file in place, and whose GPUs
+    /// are not missing. `None` means that [`Self::prepare`] has work to do or needs to query the hardware.
     pub fn prepared(&self, uid: &ClaimUid) -> Option<Vec<PreparedDevice>> {
         let record = self.inner.records.read(uid).ok()??;
         if record.state != HeldState::Prepared {
@@ -565,8 +569,31 @@ impl Inner {
         Ok(record.answer())
     }
 
-    /// Writes the claim's CDI file if it is missing or differs; returns whether it did.
+    /// Removes the claim's CDI file if one of its GPUs is missing: its nodes may be another GPU's by
+    /// now. Returns the minors of the GPUs. [`Self::ensure_cdi`] writes the file again.
+    pub(crate) fn withhold_or_minors(&self, record: &ClaimRecord) -> Result<BTreeSet<u32>, StepError> {
+        self.executor().minors(record).inspect_err(|cause| {
+            let cause = cause as &dyn std::error::Error;
+            match self.cdi.withhold_claim(&record.claim.uid) {
+                Ok(true) => tracing::warn!(claim = %record.claim, cause, "CDI file withheld"),
+                Ok(false) => {}
+                Err(error) => {
+                    let error = &error as &dyn std::error::Error;
+                    tracing::error!(claim = %record.claim, error, "CDI file cannot be withheld");
+                }
+            }
+        })
+    }
+
+    /// Writes the claim's CDI file if it is missing or differs; returns whether it did. Fails and
+    /// removes the file if a GPU is missing.
     pub(crate) async fn ensure_cdi(&self, record: &mut ClaimRecord) -> Result<bool, StepError> {
+        let minors = self.withhold_or_minors(record)?;
+        // Without the GPU driver the file cannot be made again, but it is still right.
+        let is_unread = record.devices.iter().any(|device| self.executor().is_unread(device.part.gpu()));
+        if is_unread && self.cdi.claim_names_gpus(&record.claim.uid, &minors) {
+            return Ok(false);
+        }
         let devices = self.executor().cdi_devices(record).await?;
         let written = match self.cdi.claim_is_written_nonblocking(&record.claim.uid, &devices) {
             Some(written) => written,

@@ -18,7 +18,7 @@ use crate::shares::policy::{Unwritable, policy};
 use crate::shares::{Contexts, PagesError, Shares};
 use divvy_api::sharing::{CUDA_CONTEXT_BYTES, Interval};
 use divvy_api::{ClaimUid, GpuUuid, ShareId};
-use divvy_model::inventory::{Gpu, MigMode};
+use divvy_model::inventory::{Gpu, MigMode, Presence};
 use divvy_nvml::{ComputeMode, GpuQueue, NvmlError, RawInstance};
 use divvy_pages::Policy;
 use std::collections::{BTreeMap, BTreeSet};
@@ -53,6 +53,11 @@ pub enum StepError {
     NoComputeInstance { key: InstanceKey },
     #[error("{gpu} is not in the inventory")]
     UnknownGpu { gpu: GpuUuid },
+    #[error(
+        "{gpu} is missing, or was not read since the node started, so its device nodes are unknown; the \
+         claim's containers can start when it is back"
+    )]
+    NotRead { gpu: GpuUuid },
     #[error("cannot {step}")]
     Timeslice {
         step: String,
@@ -366,8 +371,23 @@ impl Executor {
         })
     }
 
+    /// The minor of a GPU that was read in this boot. Any other minor may be another GPU's.
     fn minor(&self, gpu: &GpuUuid) -> Result<u32, StepError> {
-        self.gpu(gpu).map(|gpu| gpu.minor)
+        let gpu = self.gpu(gpu)?;
+        match gpu.presence {
+            Presence::Present | Presence::Unread => Ok(gpu.minor),
+            Presence::Missing => Err(StepError::NotRead { gpu: gpu.uuid }),
+        }
+    }
+
+    /// The minors of all GPUs of the record.
+    pub fn minors(&self, record: &ClaimRecord) -> Result<BTreeSet<u32>, StepError> {
+        record.devices.iter().map(|device| self.minor(device.part.gpu())).collect()
+    }
+
+    /// Whether NVML does not show the GPU now, although its last description is valid.
+    pub fn is_unread(&self, gpu: &GpuUuid) -> bool {
+        self.gpu(gpu).is_ok_and(|gpu| gpu.presence == Presence::Unread)
     }
 
     fn gpu(&self, gpu: &GpuUuid) -> Result<Gpu, StepError> {

@@ -13,7 +13,7 @@ use crate::gpu::part::{InstanceKey, Part};
 use crate::gpu::sharing::{MpsLimits, Setup, ShareLimits};
 use divvy_api::check::ONE_DAEMON_PER_CONTAINER;
 use divvy_api::config::ConfigMismatch;
-use divvy_api::sharing::Mode;
+use divvy_api::sharing::{Interval, Mode};
 use divvy_api::{
     AllocatedClaim, AllocatedDevice, ClaimRef, DeviceName, GpuUuid, Hold, PoolName, Quantity, RequestName,
     ShareId,
@@ -387,10 +387,8 @@ fn setup_steps(gpu: &Gpu, part: &Part, setup: Setup, joined: bool) -> Vec<Step> 
     let by_first = |step| if joined { Step::Join(Box::new(step)) } else { step };
     let uuid = || gpu.uuid.clone();
     match setup {
-        // GPUs before Volta support no time slice but the default.
-        Setup::Timeslice(interval) if interval == Default::default() && gpu.compute_capability < (7, 0) => {
-            Vec::new()
-        }
+        // The GPU driver's default needs no step and no tool.
+        Setup::Timeslice(Interval::Default) => Vec::new(),
         Setup::Timeslice(interval) => vec![by_first(Step::SetInterval { gpu: uuid(), interval })],
         Setup::Mps(limits) => {
             // MIG devices have no compute mode.

@@ -1,11 +1,10 @@
 //! Recovery: compares records with the hardware, at the start and after each change of a GPU.
 //!
-//! The kubelet does not repeat a prepare that succeeded, so everything that a Prepared record
-//! promises and that is missing is restored: instances, share pages, MPS daemons, CDI file. An
-//! unfinished record is undone, and debts are settled. Hardware state without a record is reported as unmanaged; an
-//! unmanaged instance is destroyed only on GPUs with exclusive ownership. Time slices and compute
-//! modes without a record stay, because an administrator may have set them. Files without a record
-//! are left to [`crate::claims::leftovers`].
+//! The kubelet does not repeat a prepare that succeeded, so missing parts of a Prepared claim are
+//! restored: instances, share pages, MPS daemons, CDI file. The file is withheld while a GPU of the
+//! claim is missing. An unfinished record is undone, and debts are settled. An unmanaged instance is
+//! reported, and destroyed only on GPUs with exclusive ownership. Time slices and compute modes without
+//! a record stay. Files without a record are left to [`crate::claims::leftovers`].
 
 use crate::claims::engine::{ClaimLockError, ReleaseError};
 use crate::claims::engine::{Inner, RecoveryReport};
@@ -17,9 +16,10 @@ use crate::claims::step::{Step, Undo};
 use crate::gpu::mps::{self, Mps};
 use crate::gpu::part::{InstanceKey, Part};
 use crate::gpu::sharing::Setup;
+use divvy_api::sharing::Interval;
 use divvy_api::text::error_chain;
 use divvy_api::{ClaimRef, ClaimUid, GpuUuid};
-use divvy_model::inventory::{Mig, MigMode, MigToggle};
+use divvy_model::inventory::{Mig, MigMode, MigToggle, Presence};
 use divvy_model::{Gpu, Inventory};
 use futures::future::join_all;
 use std::collections::BTreeSet;
@@ -50,6 +50,10 @@ impl Inner {
         match self.records.all() {
             Ok((records, quarantined)) => {
                 report.quarantined = quarantined.into_iter().map(|aside| (aside.path, aside.cause)).collect();
+                // First and without a lock, so that no file outlives a failing recovery.
+                for record in records.iter().filter(|record| record.state == HeldState::Prepared) {
+                    let _logged = self.withhold_or_minors(record);
+                }
                 let by = Instant::now() + ALL_DAEMONS_TIMEOUT;
                 let settle = async |record: ClaimRecord| {
                     let outcome = self.recover_claim(&record.claim.uid, by).await;
@@ -73,7 +77,8 @@ impl Inner {
         report
     }
 
-    /// Recovers GPUs that appear, come back, lose instances or get another driver. A loss that the
+    /// Recovers GPUs that appear, come back, lose instances, or get another minor or driver, and
+    /// withholds the CDI files of GPUs that disappear. A loss that the
     /// inventory shows is handled at once; the audit handles losses between two readings and
     /// retries what failed.
     pub(crate) async fn watch_inventory(self: Arc<Self>, outcome: Arc<Inventory>) {
@@ -91,15 +96,19 @@ impl Inner {
             }
             let now = inventories.borrow_and_update().clone();
             let driver_changed = now.driver_version != last.driver_version && !now.driver_version.is_empty();
-            for gpu in now.gpus.iter().filter(|gpu| gpu.is_usable()) {
+            for gpu in &now.gpus {
                 let was = last.gpus.iter().find(|was| was.uuid == gpu.uuid);
                 let is_new = was.is_none_or(|was| !was.is_usable());
                 let changed = was.is_none_or(|was| was.mig != gpu.mig);
-                if is_new
-                    || driver_changed
-                    || ((changed || is_audit) && self.misses_instance(gpu))
-                    || (is_audit && (self.has_unfinished_claim(gpu) || self.has_debts(gpu)))
-                {
+                let files_change = was
+                    .is_none_or(|was| (was.presence, was.minor) != (gpu.presence, gpu.minor))
+                    || (is_audit && self.has_unfinished_claim(gpu) && gpu.presence == Presence::Unread);
+                let hardware_changed = gpu.is_usable()
+                    && (is_new
+                        || driver_changed
+                        || ((changed || is_audit) && self.misses_instance(gpu))
+                        || (is_audit && (self.has_unfinished_claim(gpu) || self.has_debts(gpu))));
+                if files_change || hardware_changed {
                     let (inner, gpu) = (self.clone(), gpu.clone());
                     self.tasks.spawn(async move { inner.recover_gpu_and_claims(&gpu).await });
                 }
@@ -132,7 +141,9 @@ impl Inner {
             let outcome = self.recover_claim(&record.claim.uid, by).await;
             add_to_report(&mut report, record.claim.clone(), outcome);
         }
-        self.recover_gpu(gpu).await;
+        if gpu.is_usable() {
+            self.recover_gpu(gpu).await;
+        }
     }
 
     /// Recovers one claim. `by` is the deadline for its MPS control daemons.
@@ -197,6 +208,7 @@ impl Inner {
         record: &mut ClaimRecord,
         by: Instant,
     ) -> Result<bool, ReleaseError> {
+        self.withhold_or_minors(record)?;
         let before = record.clone();
         let executor = self.executor();
         let now = self.epoch();
@@ -206,6 +218,10 @@ impl Inner {
         let mut steps = Vec::new();
         for device in record.devices.iter_mut().filter(|device| device.access.holds()) {
             let Part::Instance(key) = &device.part else { continue };
+            // The instance is checked when NVML is open again.
+            if device.instance.is_some() && executor.is_unread(&key.gpu) {
+                continue;
+            }
             let found = executor.find(key, &format!("find {key}")).await?;
             // An instance that exists after a reset, and that no other claim created, has another owner.
             if was_reset
@@ -272,14 +288,18 @@ impl Inner {
         let mut missing = false;
         for device in record.devices.clone() {
             let (part, gpu) = (&device.part, device.part.gpu());
+            // Set up when NVML is open again.
+            if executor.is_unread(gpu) {
+                continue;
+            }
             match device.access.setup() {
-                None => {}
+                None | Some(Setup::Timeslice(Interval::Default)) => {}
                 Some(Setup::Timeslice(interval)) => {
                     let is_first = others.iter().all(|other| {
                         !other.ready || other.part != *part || other.claim.uid > record.claim.uid
                     });
                     let step = Step::SetInterval { gpu: gpu.clone(), interval };
-                    if is_first && step.undo().is_some() {
+                    if is_first {
                         self.executor().run(locked, record, &[step]).await.map_err(|failed| failed.cause)?;
                     }
                 }

@@ -19,7 +19,7 @@ use std::fmt;
 /// | `DisableMig` | MIG mode is off | none: off is the normal mode of an idle GPU |
 /// | `CreateGpuInstance` | a GPU instance of that profile at that start | `DestroyGpuInstance` |
 /// | `CreateComputeInstance` | a compute instance inside it | `DestroyComputeInstances` |
-/// | `SetInterval` | cannot be read back | `ResetInterval`, by the last claim; none for the default |
+/// | `SetInterval` | cannot be read back | `ResetInterval`, by the last claim |
 /// | `SetComputeMode` | compute mode EXCLUSIVE_PROCESS | `ResetComputeMode`, by the last claim |
 /// | `StartMps` | `actual.json` is Ready with these limits or larger | `StopMps`, by the last claim |
 /// | `Join` | a Prepared record of another claim | that of the joined step |
@@ -35,7 +35,7 @@ pub enum Step {
     },
     CreateGpuInstance(InstanceKey),
     CreateComputeInstance(InstanceKey),
-    /// Sets the time slice: how long a process runs before the next one.
+    /// Sets the time slice: how long a process runs before the next one. The default needs no step.
     SetInterval {
         gpu: GpuUuid,
         interval: Interval,
@@ -86,7 +86,6 @@ impl Step {
             Self::EnableMig { .. } | Self::DisableMig { .. } => None,
             Self::CreateGpuInstance(key) => Some(Undo::DestroyGpuInstance(key.clone())),
             Self::CreateComputeInstance(key) => Some(Undo::DestroyComputeInstances(key.clone())),
-            Self::SetInterval { interval: Interval::Default, .. } => None,
             Self::SetInterval { gpu, .. } => Some(Undo::ResetInterval { gpu: gpu.clone() }),
             Self::SetComputeMode { gpu } => Some(Undo::ResetComputeMode { gpu: gpu.clone() }),
             Self::StartMps { part, .. } => Some(Undo::StopMps { part: part.clone() }),

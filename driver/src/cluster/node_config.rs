@@ -12,6 +12,7 @@ use crate::inotify::DirWatcher;
 use crate::metrics::Metrics;
 use divvy_model::inventory::Gpu;
 use divvy_model::nodeconfig::Labels;
+use divvy_model::numbers::GpuNumber;
 use divvy_model::{GpuPolicy, NodeConfig};
 use futures::{StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::Node;
@@ -150,6 +151,15 @@ impl Policies {
             pending.store(true, Ordering::Relaxed);
             beside
         };
+        let configured = self.config.as_ref().map(|config| {
+            config
+                .rules
+                .iter()
+                .flat_map(|rule| &rule.matches.indices)
+                .map(|index| GpuNumber(*index))
+                .collect()
+        });
+        self.gpus.set_configured(configured);
         self.gpus.set_policy(Arc::new(policy)).await;
     }
 

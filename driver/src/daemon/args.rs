@@ -126,6 +126,13 @@ pub struct GpuArgs {
     /// How long MIG mode stays on after the last instance of a GPU is destroyed
     #[arg(long, env = "DIVVY_MIG_HOLD_OFF", value_name = "TIME", default_value = "30s", value_parser = time)]
     pub mig_hold_off: Duration,
+    /// How long a GPU may be missing before its number and its devices are forgotten. A GPU that a
+    /// claim or a rule of the node configuration names is kept
+    #[arg(
+        long, env = "DIVVY_FORGET_GPU_AFTER", value_name = "TIME", default_value = "1h",
+        value_parser = hours
+    )]
+    pub forget_gpu_after: Duration,
     /// Node configuration file, which sets the modes of each GPU. Changes apply without a restart;
     /// "divvy config explain" shows the result [default: every GPU offers every mode]
     #[arg(long, env = "DIVVY_CONFIG", value_name = "FILE")]
@@ -254,6 +261,17 @@ impl HostArgs {
     }
 }
 
+/// Parses a time that may be longer than [`time`] allows: hours, or a shorter time.
+fn hours(text: &str) -> Result<Duration, String> {
+    /// A year. More would be a typing error.
+    const MAX_HOURS: u64 = 8_760;
+    let Some(count) = text.strip_suffix('h') else { return time(text) };
+    match count.parse() {
+        Ok(count @ 0..=MAX_HOURS) => Ok(Duration::from_secs(count * 3_600)),
+        _ => Err(format!("must be a time of at most {MAX_HOURS}h, such as 30m, 1h or 48h")),
+    }
+}
+
 fn pod_uid(text: &str) -> Result<PodUid, String> {
     text.parse().map_err(|err: crate::kubelet::registration::PodUidError| err.to_string())
 }
@@ -273,6 +291,7 @@ mod tests {
         let args = Args::try_parse_from(["divvy-node", "--node-name", "n1", "--kubelet-root", "/k"]).unwrap();
         assert_eq!(args.host.paths().state_dir, PathBuf::from("/k/plugins/gpu.divvy.dev/state"));
         assert_eq!(args.timeouts.answer_timeout, Duration::from_secs(40));
+        assert_eq!(args.gpus.forget_gpu_after, Duration::from_secs(3_600));
     }
 
     #[test]
@@ -283,6 +302,15 @@ mod tests {
         };
         assert!(shares(&[]) && shares(&["--shares"]) && shares(&["--shares=true"]));
         assert!(!shares(&["--shares=false"]));
+    }
+
+    #[test]
+    fn long_times_may_have_hours() {
+        assert_eq!(hours("48h"), Ok(Duration::from_secs(172_800)));
+        assert_eq!(hours("0s"), Ok(Duration::ZERO));
+        for text in ["h", "-1h", "8761h", "1.5h", "99999999999999999999h", "1d"] {
+            assert!(hours(text).is_err(), "{text}");
+        }
     }
 
     proptest::proptest! {

@@ -68,7 +68,10 @@ impl Control {
             Request::Health => Answer::Health(self.health()),
             Request::Release { gpu } => {
                 let released = self.gpus.hand_over(&gpu).await.map_err(|error| error_chain(&error));
-                done(released, format!("{gpu} is released: reset it, then run divvy node release {gpu} --take-back"))
+                done(
+                    released,
+                    format!("{gpu} is released: reset it, then run divvy node release {gpu} --take-back"),
+                )
             }
             Request::TakeBack { gpu } => {
                 let taken = self.gpus.take_back(&gpu).await.map_err(|error| error_chain(&error));
@@ -101,7 +104,9 @@ impl Control {
                 .to_owned(),
                 state: gpu.health().to_string(),
                 conditions: gpu.conditions.iter().map(ToString::to_string).collect(),
-                claims: holders.map(|claim| format!("{}/{}", claim.claim.namespace, claim.claim.name)).collect(),
+                claims: holders
+                    .map(|claim| format!("{}/{}", claim.claim.namespace, claim.claim.name))
+                    .collect(),
             }
         };
         inventory.gpus.iter().map(health).collect()

@@ -6,6 +6,7 @@ use crate::claims::mps_daemons::{MpsDaemons, lost_daemons};
 use crate::cluster::claim_status::{ClaimStatusSender, DEVICE_HEALTHY, DeviceCondition, DeviceKey};
 use crate::cluster::events::{EventSender, Reason};
 use crate::daemon::drain::Drained;
+use crate::gpu::GpuCounts;
 use crate::gpu::part::Part;
 use crate::kubelet::registration::RegistrationState;
 use crate::metrics::Metrics;
@@ -36,7 +37,7 @@ use tokio::sync::{broadcast, mpsc, watch};
 pub enum Condition {
     /// Recovery from the local records is done.
     Recovered,
-    /// The GPU driver is loaded.
+    /// The GPU driver is loaded, and NVML lists all GPUs that the kernel driver shows.
     GpuDriver,
     /// The node configuration file is valid, or none is configured.
     NodeConfig,
@@ -71,6 +72,8 @@ pub type Readiness = http::Readiness<Condition>;
 pub struct GpuMonitor {
     pub inventory: watch::Receiver<Arc<Inventory>>,
     pub drained: watch::Receiver<Drained>,
+    /// See [`crate::gpu::Gpus::shortage`].
+    pub shortage: watch::Receiver<Option<GpuCounts>>,
     pub readiness: Readiness,
     pub events: EventSender,
 }
@@ -81,10 +84,12 @@ impl GpuMonitor {
         let mut last = Arc::new(Inventory::default());
         loop {
             let now = self.inventory.borrow_and_update().clone();
-            let driver = match self.drained.borrow_and_update().clone() {
-                Some(why) => Err(why),
-                None if now.driver_version.is_empty() => Err("waiting for the GPU driver".to_owned()),
-                None => Ok(()),
+            let driver = match (self.drained.borrow_and_update().clone(), *self.shortage.borrow_and_update())
+            {
+                (Some(why), _) => Err(why),
+                _ if now.driver_version.is_empty() => Err("waiting for the GPU driver".to_owned()),
+                (None, Some(counts)) => Err(counts.to_string()),
+                (None, None) => Ok(()),
             };
             self.readiness.set(Condition::GpuDriver, driver);
             for gpu in &now.gpus {
@@ -97,6 +102,7 @@ impl GpuMonitor {
             let ended = tokio::select! {
                 changed = self.inventory.changed() => changed.is_err(),
                 changed = self.drained.changed() => changed.is_err(),
+                changed = self.shortage.changed() => changed.is_err(),
             };
             if ended {
                 return std::future::pending().await;

@@ -19,6 +19,7 @@ use crate::cluster::events::{EventSender, Reason, event_channel};
 use crate::cluster::node_config::{HoldsTimeslices, Policies, PolicyOptions};
 use crate::cluster::node_object;
 use crate::daemon::args::Args;
+use crate::daemon::control::Control;
 use crate::daemon::decommission;
 use crate::daemon::decommission::Decommission;
 use crate::daemon::drain::{Drain, Signals};
@@ -200,7 +201,12 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
         std::future::pending().await
     });
 
-    let gpus = Gpus::start(GpusOptions { timeouts: nvml_timeouts(args), ..GpusOptions::new(&paths) }).await;
+    let gpus = Gpus::start(GpusOptions {
+        timeouts: nvml_timeouts(args),
+        forget_after: args.gpus.forget_gpu_after,
+        ..GpusOptions::new(&paths)
+    })
+    .await;
     let ended = gpus.clone();
     stages.then(async move { ended.shutdown().await });
     let inventory = gpus.inventory();
@@ -211,6 +217,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     let watch = monitors::GpuMonitor {
         inventory: inventory.clone(),
         drained: now_drained,
+        shortage: gpus.shortage(),
         readiness: readiness.clone(),
         events: events.clone(),
     };
@@ -246,6 +253,9 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     let ended = engine.clone();
     stages.then(async move { ended.shutdown().await });
     report_recovery(&report, &events);
+    let control = Control { gpus: gpus.clone(), engine: engine.clone() };
+    let run_dir = paths.run_dir.clone();
+    stages.task("control socket", move |stop| Box::pin(async move { control.run(&run_dir, stop).await }));
     let (fields, node_fields) = watch::channel(Arc::default());
     let follow = node_object::follow(client.clone(), args.cluster.node_name.clone(), fields);
     stages.droppable("Node watch", follow);

@@ -1,9 +1,9 @@
 //! The time between two resets of all GPUs: a reboot, or a reload of the GPU driver's kernel module.
 //! State of an earlier epoch, such as a MIG instance, is gone from the hardware.
 
-use crate::paths::HostPaths;
 use serde::{Deserialize, Serialize};
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 /// An epoch; `None` where the kernel does not tell.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,10 +18,10 @@ pub struct Epoch {
 }
 
 impl Epoch {
-    /// The current epoch.
-    pub fn now(paths: &HostPaths) -> Self {
-        let boot = std::fs::read_to_string(paths.proc_root.join("sys/kernel/random/boot_id"));
-        let module = std::fs::metadata(paths.sys_root.join("module/nvidia"));
+    /// The current epoch, from these `/proc` and `/sys`.
+    pub fn now(proc_root: &Path, sys_root: &Path) -> Self {
+        let boot = std::fs::read_to_string(proc_root.join("sys/kernel/random/boot_id"));
+        let module = std::fs::metadata(sys_root.join("module/nvidia"));
         Self {
             boot: boot.ok().map(|id| id.trim().to_owned()).filter(|id| !id.is_empty()),
             module: module.ok().map(|directory| directory.ino()),

@@ -6,6 +6,7 @@
 //! the GPUs and stores the tracker in `health.json`, because a daemon may restart between XID and reset.
 
 use crate::gpu::GpusOptions;
+use crate::gpu::epoch::Epoch;
 use crate::gpu::numbers::{remove_temporary_files, write};
 use divvy_api::GpuUuid;
 use divvy_model::inventory::{Condition, GpuInstance, Inventory, Presence};
@@ -14,7 +15,6 @@ use divvy_model::{Finding, HealthReading, HealthState, Placement, xid};
 use divvy_nvml::{Code, NvmlError, RawInstance, Session};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::task::JoinSet;
@@ -68,39 +68,21 @@ struct GpuRecord {
 #[serde(rename_all = "camelCase")]
 pub(super) struct Tracker {
     version: u32,
-    boot: Boot,
+    epoch: Epoch,
     gpus: BTreeMap<GpuUuid, GpuRecord>,
-}
-
-/// The boot of the node and the load of the kernel module; `None` where the kernel does not tell.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub(super) struct Boot {
-    /// `/proc/sys/kernel/random/boot_id`.
-    pub(super) id: Option<String>,
-    /// Inode of `/sys/module/nvidia`. Another one means that the module was loaded again.
-    pub(super) module: Option<u64>,
-}
-
-impl Boot {
-    /// Whether all GPUs were reset since the other boot.
-    fn differs(&self, other: &Self) -> bool {
-        let id = self.id.as_ref().zip(other.id.as_ref()).is_some_and(|(one, two)| one != two);
-        id || self.module.zip(other.module).is_some_and(|(one, two)| one != two)
-    }
 }
 
 impl Tracker {
     /// Forgets everything if the node was booted or the kernel module loaded again. Returns whether it
     /// was.
-    pub(super) fn observe_boot(&mut self, boot: Boot) -> bool {
-        let differs = boot.differs(&self.boot);
-        if differs {
+    pub(super) fn observe_epoch(&mut self, now: Epoch) -> bool {
+        let is_over = self.epoch.is_over(&now);
+        if is_over {
             self.gpus.clear();
         }
-        let Boot { id, module } = boot;
-        self.boot = Boot { id: id.or(self.boot.id.take()), module: module.or(self.boot.module) };
-        differs
+        let Epoch { boot, module } = now;
+        self.epoch = Epoch { boot: boot.or(self.epoch.boot.take()), module: module.or(self.epoch.module) };
+        is_over
     }
 
     /// Notes an XID. `instance` is the one that NVML names. Returns whether the findings changed.
@@ -310,8 +292,8 @@ pub(super) type Reading = (GpuUuid, Result<HealthReading, NvmlError>);
 pub(super) struct HealthMonitor {
     tracker: Tracker,
     file: HealthFile,
-    boot_id: PathBuf,
-    module: PathBuf,
+    /// `/proc` and `/sys`.
+    roots: (PathBuf, PathBuf),
     readings: JoinSet<Reading>,
     /// GPUs with a reading in progress, and whether another one must follow.
     in_progress: BTreeMap<GpuUuid, bool>,
@@ -323,20 +305,17 @@ impl HealthMonitor {
         let mut monitor = Self {
             tracker,
             file,
-            boot_id: options.proc_root.join("sys/kernel/random/boot_id"),
-            module: options.sys_root.join("module/nvidia"),
+            roots: (options.proc_root.clone(), options.sys_root.clone()),
             readings: JoinSet::new(),
             in_progress: BTreeMap::new(),
         };
-        monitor.observe_boot();
+        monitor.observe_epoch();
         monitor
     }
 
     /// Checks whether the kernel module was loaded again. Returns whether the findings may have changed.
-    pub(super) fn observe_boot(&mut self) -> bool {
-        let id = std::fs::read_to_string(&self.boot_id).ok().map(|id| id.trim().to_owned());
-        let module = std::fs::metadata(&self.module).ok().map(|module| module.ino());
-        let changed = self.tracker.observe_boot(Boot { id, module });
+    pub(super) fn observe_epoch(&mut self) -> bool {
+        let changed = self.tracker.observe_epoch(Epoch::now(&self.roots.0, &self.roots.1));
         if changed {
             tracing::info!("the node was booted or the GPU driver was loaded again; all GPUs count as reset");
         }
@@ -376,6 +355,11 @@ impl HealthMonitor {
                 None => std::future::pending().await,
             }
         }
+    }
+
+    /// The last reading of a GPU.
+    pub(super) fn reading(&self, gpu: &GpuUuid) -> Option<HealthReading> {
+        self.tracker.gpus.get(gpu)?.reading
     }
 
     /// Notes a finished reading. Returns whether the findings changed.
@@ -422,13 +406,13 @@ impl HealthMonitor {
         changed
     }
 
-    /// Notes the result of another reading of the GPU: its instances, or an error. Returns whether the
-    /// findings changed.
+    /// Notes the result of another reading of the GPU: its instances, if they are readable, or an error.
+    /// Returns whether the findings changed.
     pub(super) fn observe_state(
         &mut self,
         session: &Session,
         gpu: &GpuUuid,
-        state: Result<&[RawInstance], &NvmlError>,
+        state: Result<Option<&[RawInstance]>, &NvmlError>,
     ) -> bool {
         let changed = match state {
             Err(error) => self.tracker.observe_error(gpu, error, false),
@@ -436,7 +420,7 @@ impl HealthMonitor {
                 if self.tracker.has_failure(gpu) {
                     self.start(session, gpu);
                 }
-                self.tracker.observe_instances(gpu, instances)
+                instances.is_some_and(|instances| self.tracker.observe_instances(gpu, instances))
             }
         };
         self.report(gpu, changed);

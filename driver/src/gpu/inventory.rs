@@ -1,7 +1,8 @@
 //! Computes the [`Inventory`] from the readings of NVML and sysfs and from the records. Pure.
 //!
-//! A GPU never leaves the inventory. One that disappears becomes `Missing` with its last
-//! description. One that cannot be read keeps its description and gets a condition with the cause.
+//! A GPU that disappears becomes `Missing` with its last description. One that cannot be read keeps
+//! its description and gets a condition with the cause. A description is *current* if NVML gave it
+//! in this boot and the kernel does not contradict it; only then its minor is used.
 //!
 //! Readings may be older than the records, so the owner of an instance needs care: see
 //! [`PendingOwnership`].
@@ -25,6 +26,8 @@ pub fn inventory(
     pci: &BTreeMap<String, PciFacts>,
     numbers: &mut GpuNumbers,
     mut classifier: OwnerClassifier<'_>,
+    names_instance: &dyn Fn(&GpuUuid) -> bool,
+    current: &BTreeSet<GpuUuid>,
     last: &Inventory,
 ) -> Inventory {
     let mut gpus: Vec<Gpu> = Vec::with_capacity(snapshot.gpus.len());
@@ -34,6 +37,8 @@ pub fn inventory(
             Ok((description, state)) => {
                 let number = numbers.number(&found.uuid, state.minor);
                 let facts = pci.get(&description.pci_bus_id).cloned().unwrap_or_default();
+                let (mig, unreadable) =
+                    mig(&found.uuid, description, state, known, &mut classifier, names_instance);
                 gpus.push(Gpu {
                     number,
                     uuid: found.uuid.clone(),
@@ -49,22 +54,24 @@ pub fn inventory(
                     numa_node: facts.numa_node,
                     nvlink_group: None,
                     nvlink_peers: 0,
-                    mig: mig(&found.uuid, description, state, known, &mut classifier),
+                    mig,
                     presence: Presence::Present,
-                    conditions: Vec::new(),
+                    conditions: unreadable.into_iter().collect(),
                     policy: Default::default(),
                 });
             }
             // A GPU that was never read cannot be described; it is added when it answers.
             Err(error) => gpus.extend(known.map(|gpu| {
                 let conditions = conditions(error, &gpu.conditions);
-                Gpu { presence: Presence::Present, conditions, ..gpu.clone() }
+                match current.contains(&gpu.uuid) {
+                    true => Gpu { presence: Presence::Present, conditions, ..gpu.clone() },
+                    false => Gpu { conditions, ..missing(gpu) },
+                }
             })),
         }
     }
-    gpus.extend(
-        last.gpus.iter().filter(|gpu| snapshot.gpus.iter().all(|have| have.uuid != gpu.uuid)).map(missing),
-    );
+    let unlisted = last.gpus.iter().filter(|gpu| snapshot.gpus.iter().all(|have| have.uuid != gpu.uuid));
+    gpus.extend(unlisted.map(|gpu| without_reading(gpu, current)));
     gpus.sort_by_key(|gpu| gpu.number);
     group_by_nvlink(&mut gpus, snapshot, last);
     Inventory {
@@ -75,9 +82,19 @@ pub fn inventory(
     }
 }
 
-/// The inventory without a GPU driver: all known GPUs are missing.
-pub fn without_driver(last: &Inventory) -> Inventory {
-    Inventory { gpus: last.gpus.iter().map(missing).collect(), ..Inventory::default() }
+/// The inventory while NVML is closed. GPUs with a current description keep it, with their
+/// instances; all others are missing.
+pub fn without_driver(last: &Inventory, current: &BTreeSet<GpuUuid>) -> Inventory {
+    let gpus = last.gpus.iter().map(|gpu| without_reading(gpu, current));
+    Inventory { gpus: gpus.collect(), ..Inventory::default() }
+}
+
+/// A GPU that NVML does not list now.
+fn without_reading(gpu: &Gpu, current: &BTreeSet<GpuUuid>) -> Gpu {
+    match current.contains(&gpu.uuid) {
+        true => Gpu { presence: Presence::Unread, ..gpu.clone() },
+        false => missing(gpu),
+    }
 }
 
 /// The last description of a missing GPU, without its instances. A MIG mode that the infoROM does
@@ -93,14 +110,27 @@ fn missing(gpu: &Gpu) -> Gpu {
     Gpu { presence: Presence::Missing, conditions: Vec::new(), mig, ..gpu.clone() }
 }
 
+/// The MIG facts, and the condition if they cannot be read now.
 fn mig(
     uuid: &GpuUuid,
     description: &Description,
     state: &State,
     last: Option<&Gpu>,
     classifier: &mut OwnerClassifier<'_>,
-) -> Mig {
-    let RawMig::Supported { mode, instances } = &state.mig else { return Mig::Unsupported };
+    names_instance: &dyn Fn(&GpuUuid) -> bool,
+) -> (Mig, Option<Condition>) {
+    let unreadable = |cause: &NvmlError| Some(Condition::MigUnreadable { cause: cause.to_string() });
+    let (mode, instances, profiles) = match (&state.mig, &description.profiles) {
+        (RawMig::Unsupported, _) => return (Mig::Unsupported, None),
+        (RawMig::Supported { mode, instances }, Ok(profiles)) => (mode, instances, profiles),
+        (RawMig::Supported { mode, .. }, Err(cause)) => {
+            let mig = last_mig(uuid, description, Some(*mode), last, names_instance);
+            return (mig, unreadable(cause));
+        }
+        (RawMig::Unreadable { mode, cause }, _) => {
+            return (last_mig(uuid, description, *mode, last, names_instance), unreadable(cause));
+        }
+    };
     let before = match last.map(|gpu| &gpu.mig) {
         Some(Mig::Supported { instances, .. }) => instances.as_slice(),
         _ => &[],
@@ -117,11 +147,35 @@ fn mig(
             origin: classifier.origin(uuid, raw, before.iter().find(same).map(|was| was.origin)),
         }
     });
-    Mig::Supported {
+    let mig = Mig::Supported {
         mode: *mode,
         toggle: description.toggle,
-        profiles: description.profiles.clone(),
+        profiles: profiles.clone(),
         instances: instances.collect(),
+    };
+    (mig, None)
+}
+
+/// MIG facts of a GPU whose facts cannot be read. The GPU may have been published with instances,
+/// so it keeps its last facts. Without them, only a GPU with MIG mode off and no instance in a
+/// record is safe to use as a whole. Any other GPU gets facts without instances: it stays visible,
+/// and its condition taints it ([`Gpu::effect`]).
+fn last_mig(
+    uuid: &GpuUuid,
+    description: &Description,
+    mode: Option<MigMode>,
+    last: Option<&Gpu>,
+    names_instance: &dyn Fn(&GpuUuid) -> bool,
+) -> Mig {
+    match last.map(|gpu| &gpu.mig) {
+        Some(known @ Mig::Supported { profiles, .. }) if !profiles.is_empty() => known.clone(),
+        _ if mode == Some(MigMode::Off) && !names_instance(uuid) => Mig::Unsupported,
+        _ => Mig::Supported {
+            mode: mode.unwrap_or(MigMode::On),
+            toggle: description.toggle,
+            profiles: description.profiles.clone().unwrap_or_default(),
+            instances: Vec::new(),
+        },
     }
 }
 

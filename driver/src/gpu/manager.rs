@@ -3,33 +3,49 @@
 //! [`Gpus`] is a handle. [`GpuManager`] is the task behind it, which owns the session, the last
 //! reading of each GPU and the file of GPU numbers. Hardware calls go through [`Gpus::queue`] to
 //! the GPU's own thread. The task itself never blocks: readings run on the GPUs' threads and come
-//! back as results, at most one at a time per GPU.
+//! back as results, at most one at a time per GPU. NVML's list is compared with the kernel's, and a
+//! difference reopens NVML.
 
+use crate::gpu::epoch::Epoch;
 use crate::gpu::health::{self, HealthMonitor};
 use crate::gpu::inventory;
 use crate::gpu::inventory::{Ownership, PendingOwnership, ReadScope};
+use crate::gpu::kernel::{Difference, GpuCounts, Kernel, KernelView, Listing, NvmlGpu};
 use crate::gpu::library;
 use crate::gpu::library::LibraryFile;
-use crate::gpu::numbers::GpuNumbersFile;
+use crate::gpu::numbers::{Boot, GpuNumbersFile};
 use crate::gpu::sysfs::{PciFacts, Sysfs};
 use crate::paths::HostPaths;
 use divvy_api::GpuUuid;
 use divvy_api::text::error_chain;
-use divvy_model::GpuPolicy;
 use divvy_model::inventory::{Condition, Gpu, Inventory, Presence};
+use divvy_model::numbers::GpuNumber;
+use divvy_model::{GpuPolicy, HealthReading};
 use divvy_nvml::{
     Closing, Description, Event, GpuQueue, LateReturn, NvmlError, RawMig, Session, Snapshot, State, Timeouts,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior};
 
 /// Computes the policy of a GPU from the GPU, which carries its last known policy.
 pub type GpuPolicyFn = dyn Fn(&Gpu) -> GpuPolicy + Send + Sync;
+
+/// How claim records use a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GpuUsage {
+    /// A record names the GPU.
+    pub named: bool,
+    /// A record names an instance of the GPU.
+    pub instances: bool,
+}
+
+/// Looks up how claim records use a GPU.
+pub type GpuUsageFn = dyn Fn(&GpuUuid) -> GpuUsage + Send + Sync;
 
 /// Options of the GPU manager.
 #[derive(Clone, Debug)]
@@ -38,12 +54,18 @@ pub struct GpusOptions {
     pub driver_root: PathBuf,
     pub sys_root: PathBuf,
     pub proc_root: PathBuf,
+    /// Directory of the device nodes, as mounted in this process.
+    pub dev_dir: PathBuf,
     pub state_dir: PathBuf,
     pub timeouts: Timeouts,
-    /// Interval at which the GPU driver's library is checked.
+    /// Interval at which the GPU driver's library and the kernel's list of names are checked.
     pub poll: Duration,
     /// Interval at which the health of every GPU is read.
     pub health_poll: Duration,
+    /// Interval at which NVML's list of GPUs is compared with the kernel's if no name changed.
+    pub compare_interval: Duration,
+    /// How long a GPU that nothing names may be missing before it is forgotten.
+    pub forget_after: Duration,
     /// How long [`Gpus::start`] waits for the first reading.
     pub first_reading: Duration,
 }
@@ -55,10 +77,13 @@ impl GpusOptions {
             driver_root: paths.local_path(&paths.driver_root),
             sys_root: paths.sys_root.clone(),
             proc_root: paths.proc_root.clone(),
+            dev_dir: paths.local_path(&paths.dev("/dev")),
             state_dir: paths.state_dir.clone(),
             timeouts: Timeouts::default(),
             poll: Duration::from_secs(1),
             health_poll: HEALTH_POLL_INTERVAL,
+            compare_interval: COMPARE_INTERVAL,
+            forget_after: FORGET_AFTER,
             first_reading: Duration::from_secs(30),
         }
     }
@@ -76,9 +101,12 @@ struct Shared {
     /// Set and cleared by the manager task.
     session: Mutex<Option<Session>>,
     inventory: watch::Sender<Arc<Inventory>>,
+    shortage: watch::Sender<Option<GpuCounts>>,
     events: broadcast::Sender<Event>,
     commands: mpsc::UnboundedSender<Command>,
     manager: Mutex<Option<JoinHandle<()>>>,
+    /// The last reading of each GPU's health.
+    health: Mutex<BTreeMap<GpuUuid, HealthReading>>,
 }
 
 /// Why there is no queue for a GPU.
@@ -88,8 +116,36 @@ pub enum Unavailable {
     NoDriver { gpu: GpuUuid },
     #[error("{gpu} is missing; look for it with nvidia-smi -L and in the kernel log")]
     Missing { gpu: GpuUuid },
+    #[error("{gpu} is shown by the kernel driver and not by NVML yet; retry")]
+    Unread { gpu: GpuUuid },
     #[error("{gpu} is not a GPU of this node")]
     Unknown { gpu: GpuUuid },
+}
+
+/// Why a GPU was neither handed over nor taken back.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HandOverError {
+    #[error("{gpu} is not a GPU of this node; name it by UUID or number")]
+    Unknown { gpu: String },
+    #[error("{gpu} is not released")]
+    NotHandedOver { gpu: GpuUuid },
+    #[error("NVML does not let go of {gpu} alone, so it is closed for all GPUs until {gpu} is taken back")]
+    AllClosed { gpu: GpuUuid },
+    #[error("the GPU manager has stopped")]
+    Stopped,
+}
+
+/// Why a GPU was not forgotten.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ForgetError {
+    #[error("{gpu} is not a GPU of this node; name it by UUID or number")]
+    Unknown { gpu: String },
+    #[error("{gpu} is not missing; remove it from the node first")]
+    NotMissing { gpu: GpuUuid },
+    #[error("{gpu} is named by claims; delete their pods and claims first")]
+    InUse { gpu: GpuUuid },
+    #[error("the GPU manager has stopped")]
+    Stopped,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -105,9 +161,11 @@ impl Gpus {
         let shared = Arc::new(Shared {
             session: Mutex::new(None),
             inventory: watch::Sender::new(Arc::new(Inventory::default())),
+            shortage: watch::Sender::new(None),
             events: broadcast::Sender::new(64),
             commands,
             manager: Mutex::new(None),
+            health: Mutex::default(),
         });
         let (first, read) = oneshot::channel();
         let wait = options.first_reading;
@@ -122,6 +180,45 @@ impl Gpus {
     /// The inventory of the node, and its changes.
     pub fn inventory(&self) -> watch::Receiver<Arc<Inventory>> {
         self.0.inventory.subscribe()
+    }
+
+    /// The numbers of GPUs while the kernel shows more than NVML lists, and their changes.
+    pub fn shortage(&self) -> watch::Receiver<Option<GpuCounts>> {
+        self.0.shortage.subscribe()
+    }
+
+    /// Forgets a missing GPU at once: its number and its last description. `gpu` is the UUID or the
+    /// number, with or without `gpu-`.
+    pub async fn forget(&self, gpu: &str) -> Result<(), ForgetError> {
+        let (done, answer) = oneshot::channel();
+        self.0.send(Command::Forget(gpu.to_owned(), done));
+        answer.await.unwrap_or(Err(ForgetError::Stopped))
+    }
+
+    /// Lets go of a GPU, so that an operator can reset it. The other GPUs stay in use. Returns when the
+    /// GPU's handles are closed. `gpu` is the UUID or the number, with or without `gpu-`.
+    pub async fn hand_over(&self, gpu: &str) -> Result<(), HandOverError> {
+        let (done, answer) = oneshot::channel();
+        self.0.send(Command::HandOver(gpu.to_owned(), done));
+        answer.await.unwrap_or(Err(HandOverError::Stopped))
+    }
+
+    /// Uses a GPU again that was handed over.
+    pub async fn take_back(&self, gpu: &str) -> Result<(), HandOverError> {
+        let (done, answer) = oneshot::channel();
+        self.0.send(Command::TakeBack(gpu.to_owned(), done));
+        answer.await.unwrap_or(Err(HandOverError::Stopped))
+    }
+
+    /// The last reading of the GPU's health, also while NVML is closed.
+    pub fn last_health(&self, gpu: &GpuUuid) -> Option<HealthReading> {
+        lock(&self.0.health).get(gpu).copied()
+    }
+
+    /// Sets the GPU numbers that the node configuration names; these GPUs are not forgotten by
+    /// themselves. `None` means that the configuration is unknown, and no GPU is.
+    pub fn set_configured(&self, numbers: Option<BTreeSet<GpuNumber>>) {
+        self.0.send(Command::SetConfigured(numbers));
     }
 
     /// Events of the GPUs. [`Event::LateReturn`], the return of a stuck call, is sent after its GPU was
@@ -139,9 +236,8 @@ impl Gpus {
         match (session.as_ref(), known.map(|known| known.presence)) {
             (None, _) => Err(Unavailable::NoDriver { gpu: gpu.clone() }),
             (Some(_), None) => Err(Unavailable::Unknown { gpu: gpu.clone() }),
-            (Some(_), Some(Presence::Missing | Presence::Unread)) => {
-                Err(Unavailable::Missing { gpu: gpu.clone() })
-            }
+            (Some(_), Some(Presence::Missing)) => Err(Unavailable::Missing { gpu: gpu.clone() }),
+            (Some(_), Some(Presence::Unread)) => Err(Unavailable::Unread { gpu: gpu.clone() }),
             (Some(session), Some(Presence::Present)) => Ok(session.gpu(gpu)),
         }
     }
@@ -159,6 +255,12 @@ impl Gpus {
     /// Sets the function that tells whether a record has an instance, and classifies instances again.
     pub fn set_ownership(&self, ownership: Arc<Ownership>) {
         self.0.send(Command::SetOwnership(ownership));
+    }
+
+    /// Sets the function that tells how records use a GPU. Before the first call, no GPU is
+    /// forgotten.
+    pub fn set_usage(&self, usage: Arc<GpuUsageFn>) {
+        self.0.send(Command::SetUsage(usage));
     }
 
     /// Sets the administrator's policy for GPUs. When this returns, the inventory shows it. Before
@@ -224,13 +326,38 @@ const DEBOUNCE: Duration = Duration::from_millis(100);
 /// Retry interval for GPUs that could not be read, or have instances of undecided ownership.
 const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
+/// Default of [`GpusOptions::compare_interval`]: a GPU must not stay invisible for longer when no
+/// name in `/proc`, `/sys` or `/dev` changed.
+const COMPARE_INTERVAL: Duration = Duration::from_secs(30);
+/// Maximum interval while NVML is closed: the kernel's list is then the only check of minors, and a
+/// reload of the GPU driver may change them without a change of names.
+const CLOSED_COMPARE_INTERVAL: Duration = Duration::from_secs(2);
+/// Default of [`GpusOptions::forget_after`]: longer than a reboot or the exchange of a GPU takes.
+const FORGET_AFTER: Duration = Duration::from_secs(3600);
+/// Time that the start and each opening of NVML wait for the kernel's list, which may hang with a
+/// GPU. Without an answer the last list stays; the first one contradicts nothing.
+const KERNEL_READ_TIMEOUT: Duration = Duration::from_secs(5);
+/// Minimum time between two openings of NVML because of a difference; doubled after each opening
+/// that changed nothing.
+const REOPEN_DELAY: Duration = Duration::from_secs(1);
+/// Maximum of that time while NVML lists no GPU.
+const REOPEN_MAX_DELAY: Duration = Duration::from_secs(30);
+/// Maximum of that time while NVML lists other GPUs: each opening interrupts calls on them for about
+/// a second. A change of a device node or bus id ends the delay.
+const REOPEN_MAX_DELAY_IN_USE: Duration = Duration::from_secs(300);
+
 enum Command {
+    Forget(String, oneshot::Sender<Result<(), ForgetError>>),
+    SetConfigured(Option<BTreeSet<GpuNumber>>),
     Refresh(GpuUuid, oneshot::Sender<()>),
     RefreshSoon(GpuUuid),
     SetOwnership(Arc<Ownership>),
+    SetUsage(Arc<GpuUsageFn>),
     SetPolicy(Arc<GpuPolicyFn>, oneshot::Sender<()>),
     SetMps(BTreeMap<GpuUuid, String>),
     SetDebts(BTreeMap<GpuUuid, Vec<Condition>>),
+    HandOver(String, oneshot::Sender<Result<(), HandOverError>>),
+    TakeBack(String, oneshot::Sender<Result<(), HandOverError>>),
     SetDevicePlugin(Option<String>),
     Drain(oneshot::Sender<()>),
     Resume,
@@ -238,11 +365,23 @@ enum Command {
 }
 
 type Reading = Result<(Arc<Description>, State), NvmlError>;
+
+/// Why the MIG facts of a GPU that was read are missing.
+fn mig_error(reading: &Reading) -> Option<&NvmlError> {
+    match reading {
+        Ok((_, State { mig: RawMig::Unreadable { cause, .. }, .. })) => Some(cause),
+        _ => None,
+    }
+}
+
+/// The session, its first reading, and the kernel's list after it if that was read in time.
+type Opened = Result<(Session, Snapshot, Option<KernelView>), String>;
+
 /// State of the NVML session: closed (the library is looked for at each poll), being opened on a
 /// thread of its own, open, or drained (closed until resumed).
 enum Nvml {
     Closed,
-    Opening { file: LibraryFile, opened: oneshot::Receiver<Result<(Session, Snapshot), String>> },
+    Opening { file: LibraryFile, opened: oneshot::Receiver<Opened> },
     Open { file: LibraryFile, session: Session, events: mpsc::UnboundedReceiver<Event>, snapshot: Snapshot },
     Drained,
 }
@@ -253,14 +392,26 @@ struct GpuManager {
     sysfs: Sysfs,
     pci: BTreeMap<String, PciFacts>,
     numbers_file: GpuNumbersFile,
-    /// Whether descriptions, minors or policies changed since they were stored.
+    /// Whether the contents of that file changed since they were stored.
     changed: bool,
+    kernel: Kernel,
+    kernel_view: KernelView,
+    kernel_reads: JoinSet<KernelView>,
+    next_kernel_read: Instant,
+    listing: Listing,
+    reopening: Reopening,
+    /// GPUs to leave out of the next inventory.
+    forgotten: BTreeSet<GpuUuid>,
+    configured: Option<BTreeSet<GpuNumber>>,
     ownership: Arc<Ownership>,
+    usage: Option<Arc<GpuUsageFn>>,
     policy: Arc<GpuPolicyFn>,
     /// GPUs with a failed MPS control daemon, and the cause.
     mps: BTreeMap<GpuUuid, String>,
     /// What released claims left on GPUs.
     debts: BTreeMap<GpuUuid, Vec<Condition>>,
+    /// Callers that wait until NVML is open without a GPU.
+    handing_over: Vec<(GpuUuid, oneshot::Sender<Result<(), HandOverError>>)>,
     device_plugin: Option<String>,
     pending: PendingOwnership,
     nvml: Nvml,
@@ -274,7 +425,16 @@ struct GpuManager {
     debounce_until: Instant,
 }
 
+/// Delays between openings of NVML that do not end a difference.
+struct Reopening {
+    difference: Option<Difference>,
+    delay: Duration,
+    /// When NVML was opened for the last time.
+    last: Instant,
+}
+
 enum Step {
+    Kernel(KernelView),
     Command(Option<Command>),
     Nvml(NvmlMessage),
     Read(GpuUuid, Reading),
@@ -287,15 +447,37 @@ enum Step {
 
 impl GpuManager {
     fn new(options: GpusOptions, shared: Arc<Shared>, first: oneshot::Sender<()>) -> Self {
+        let kernel = Kernel::new(&options.proc_root, &options.sys_root, options.dev_dir.clone());
+        let mut numbers_file = GpuNumbersFile::load(&options.state_dir);
+        // Without a boot id no earlier reading is valid, as after a reboot.
+        let boot_id = Epoch::now(&options.proc_root, &options.sys_root).boot;
+        let same_boot = numbers_file.boot.as_ref().is_some_and(|boot| Some(&boot.id) == boot_id.as_ref());
+        if !same_boot {
+            numbers_file.boot = Some(Boot {
+                id: boot_id.unwrap_or_default(),
+                read: BTreeSet::new(),
+                handed_over: BTreeSet::new(),
+            });
+        }
         Self {
             sysfs: Sysfs::new(&options.sys_root),
             pci: BTreeMap::new(),
-            numbers_file: GpuNumbersFile::load(&options.state_dir),
+            numbers_file,
             changed: false,
+            kernel,
+            kernel_view: KernelView::default(),
+            kernel_reads: JoinSet::new(),
+            next_kernel_read: Instant::now(),
+            listing: Listing::default(),
+            reopening: Reopening { difference: None, delay: REOPEN_DELAY, last: Instant::now() },
+            forgotten: BTreeSet::new(),
+            configured: Some(BTreeSet::new()),
             ownership: Arc::new(|_, _, _| false),
+            usage: None,
             policy: Arc::new(|gpu| gpu.policy.clone()),
             mps: BTreeMap::new(),
             debts: BTreeMap::new(),
+            handing_over: Vec::new(),
             device_plugin: None,
             pending: PendingOwnership::default(),
             nvml: Nvml::Closed,
@@ -318,6 +500,12 @@ impl GpuManager {
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut health_poll = tokio::time::interval(self.options.health_poll);
         health_poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        self.start_kernel_read();
+        // The first inventory must not show a GPU that is gone.
+        match tokio::time::timeout(KERNEL_READ_TIMEOUT, self.kernel_reads.join_next()).await {
+            Ok(view) => self.kernel_view = view.and_then(Result::ok).unwrap_or_default(),
+            Err(_) => tracing::warn!("reading the GPUs of the kernel driver takes long; not waiting for it"),
+        }
         loop {
             let debounce_until = self.debounce_until;
             let step = tokio::select! {
@@ -331,6 +519,11 @@ impl GpuManager {
                 message = next_message(&mut self.nvml) => Step::Nvml(message),
                 reading = self.health.next() => Step::HealthRead(reading),
                 _ = health_poll.tick() => Step::HealthPoll,
+                Some(view) = self.kernel_reads.join_next() => match view {
+                    Ok(view) => Step::Kernel(view),
+                    // A panicked reading counts as none.
+                    Err(_) => continue,
+                },
                 () = tokio::time::sleep_until(debounce_until), if !self.scheduled.is_empty() => {
                     Step::DebounceOver
                 }
@@ -353,18 +546,25 @@ impl GpuManager {
                     if reading.1.is_ok() && self.is_unreadable(&reading.0) {
                         self.schedule_reading(reading.0.clone());
                     }
+                    let gpu = reading.0.clone();
                     self.health(|health, session| health.finish(session, reading));
+                    let last = self.health.reading(&gpu).map(|reading| (gpu, reading));
+                    lock(&self.shared.health).extend(last);
                 }
                 Step::HealthPoll => self.health(|health, session| {
                     health.start_all(session);
-                    health.observe_boot()
+                    health.observe_epoch()
                 }),
                 Step::DebounceOver => {
                     for gpu in std::mem::take(&mut self.scheduled) {
                         self.start_reading(gpu, None);
                     }
                 }
-                Step::PollLibrary => self.check_library().await,
+                Step::Kernel(view) => self.kernel_read(view).await,
+                Step::PollLibrary => {
+                    self.check_library().await;
+                    self.check_kernel().await;
+                }
                 Step::Retry => self.retry(),
             }
         }
@@ -378,6 +578,14 @@ impl GpuManager {
                 self.ownership = ownership;
                 self.publish(ReadScope::Nothing);
             }
+            Command::Forget(gpu, done) => {
+                let _no_receiver = done.send(self.forget_now(&gpu));
+            }
+            Command::SetConfigured(numbers) => self.configured = numbers,
+            Command::SetUsage(usage) => {
+                self.usage = Some(usage);
+                self.publish(ReadScope::Nothing);
+            }
             Command::SetPolicy(policy, done) => {
                 self.policy = policy;
                 self.publish(ReadScope::Nothing);
@@ -386,6 +594,10 @@ impl GpuManager {
             Command::SetDevicePlugin(resource) => {
                 self.device_plugin = resource;
                 self.publish(ReadScope::Nothing);
+            }
+            Command::HandOver(gpu, done) => self.hand_over(&gpu, done).await,
+            Command::TakeBack(gpu, done) => {
+                let _no_receiver = done.send(self.take_back(&gpu).await);
             }
             Command::SetDebts(debts) => {
                 self.debts = debts;
@@ -398,6 +610,7 @@ impl GpuManager {
             Command::Drain(done) => {
                 self.close().await;
                 self.nvml = Nvml::Drained;
+                self.next_kernel_read = Instant::now();
                 self.publish(ReadScope::Nothing);
                 tracing::info!("NVML is closed until it is resumed");
                 let _no_receiver = done.send(());
@@ -436,26 +649,92 @@ impl GpuManager {
         }
     }
 
-    /// Logs a new error of the GPU driver, and shows all known GPUs as missing.
+    /// Logs a new error of the GPU driver, and shows all known GPUs without it.
     fn report_driver_error(&mut self, error: String) {
         if self.driver_error != error {
             tracing::warn!(cause = error, "waiting for the GPU driver");
             self.driver_error = error;
         }
+        // A closed NVML holds no GPU.
+        self.answer_hand_over(|_| Ok(()));
         self.publish(ReadScope::Nothing);
+    }
+
+    /// The GPUs that operators have.
+    fn handed_over(&self) -> &BTreeSet<GpuUuid> {
+        static NONE: BTreeSet<GpuUuid> = BTreeSet::new();
+        self.numbers_file.boot.as_ref().map_or(&NONE, |boot| &boot.handed_over)
+    }
+
+    fn answer_hand_over(&mut self, answer: impl Fn(GpuUuid) -> Result<(), HandOverError>) {
+        for (gpu, done) in self.handing_over.drain(..) {
+            let _no_receiver = done.send(answer(gpu));
+        }
+    }
+
+    /// A handed-over GPU whose device node this process has open.
+    fn still_open(&self) -> Option<GpuUuid> {
+        let inventory = self.shared.inventory.borrow();
+        let mut handed_over = inventory.gpus.iter().filter(|gpu| self.handed_over().contains(&gpu.uuid));
+        let open: BTreeSet<PathBuf> = std::fs::read_dir("/proc/self/fd")
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter_map(|fd| std::fs::read_link(fd.path()).ok())
+            .collect();
+        let is_open = |gpu: &&Gpu| {
+            let node = format!("nvidia{}", gpu.minor);
+            open.iter().any(|path| path.file_name().is_some_and(|name| *name == *node))
+        };
+        handed_over.find(is_open).map(|gpu| gpu.uuid.clone())
+    }
+
+    async fn hand_over(&mut self, name: &str, done: oneshot::Sender<Result<(), HandOverError>>) {
+        let Some(gpu) = self.named(name) else {
+            let _no_receiver = done.send(Err(HandOverError::Unknown { gpu: name.to_owned() }));
+            return;
+        };
+        if let Some(boot) = &mut self.numbers_file.boot {
+            boot.handed_over.insert(gpu.clone());
+        }
+        self.changed = true;
+        self.handing_over.push((gpu, done));
+        self.reopen().await;
+    }
+
+    async fn take_back(&mut self, name: &str) -> Result<(), HandOverError> {
+        let gpu = self.named(name).ok_or_else(|| HandOverError::Unknown { gpu: name.to_owned() })?;
+        let known = self.numbers_file.boot.as_mut().is_some_and(|boot| boot.handed_over.remove(&gpu));
+        if !known {
+            return Err(HandOverError::NotHandedOver { gpu });
+        }
+        self.changed = true;
+        self.reopen().await;
+        Ok(())
+    }
+
+    /// Closes NVML and opens it without the GPUs that operators have.
+    async fn reopen(&mut self) {
+        self.close().await;
+        match library::find(&self.options.driver_root) {
+            Some(file) => self.open(file),
+            None => self.report_driver_error("the library of the GPU driver is gone".to_owned()),
+        }
     }
 
     fn open(&mut self, file: LibraryFile) {
         let (answer, opened) = oneshot::channel();
         let (path, timeouts) = (file.path.clone(), self.options.timeouts);
-        let runtime = tokio::runtime::Handle::current();
+        let without = self.handed_over().clone();
+        let (runtime, kernel) = (tokio::runtime::Handle::current(), self.kernel.clone());
         // A separate thread and not the runtime's pool: initialisation may hang, and the exit must
         // not wait for it.
         let thread = std::thread::Builder::new().name("nvml-open".to_owned()).spawn(move || {
-            let session = Session::open(&path, timeouts).map_err(|cause| error_chain(&cause));
+            let session =
+                Session::open_without(&path, timeouts, &without).map_err(|cause| error_chain(&cause));
             let read = session.and_then(|session| {
                 let snapshot = runtime.block_on(session.snapshot()).map_err(|cause| error_chain(&cause))?;
-                Ok((session, snapshot))
+                Ok((session, snapshot, kernel.read_within(KERNEL_READ_TIMEOUT)))
             });
             // Without a receiver the session closes when it is dropped.
             let _no_receiver = answer.send(read);
@@ -466,12 +745,22 @@ impl GpuManager {
         }
     }
 
-    fn opened(&mut self, opened: Result<(Session, Snapshot), String>) {
+    fn opened(&mut self, opened: Opened) {
         let Nvml::Opening { file, .. } = std::mem::replace(&mut self.nvml, Nvml::Closed) else { return };
-        let (session, snapshot) = match opened {
+        let (session, snapshot, kernel_view) = match opened {
             Ok(opened) => opened,
             Err(error) => return self.report_driver_error(error),
         };
+        if let Some(gpu) = self.still_open() {
+            tracing::warn!(%gpu, "NVML opens a released GPU; it stays closed until the GPU is taken back");
+            drop(session);
+            self.nvml = Nvml::Drained;
+            self.answer_hand_over(|gpu| Err(HandOverError::AllClosed { gpu }));
+            return self.publish(ReadScope::Nothing);
+        }
+        self.answer_hand_over(|_| Ok(()));
+        self.kernel_view = kernel_view.unwrap_or_else(|| self.kernel_view.clone());
+        self.reopening.last = Instant::now();
         let Some(events) = session.events() else { return };
         for (index, code) in &snapshot.unreadable {
             tracing::warn!(index, %code, "GPU has no readable UUID and is not used");
@@ -491,11 +780,12 @@ impl GpuManager {
         }
         tracing::info!(driver = snapshot.driver_version, gpus = snapshot.gpus.len(), "NVML is open");
         self.driver_error.clear();
-        self.health.observe_boot();
+        self.health.observe_epoch();
         self.health.start_all(&session);
         *lock(&self.shared.session) = Some(session.clone());
         self.nvml = Nvml::Open { file, session, events, snapshot };
         self.changed = true;
+        self.show_shortage();
         // Until now this process could destroy no instance, so the reading is up to date.
         self.publish(ReadScope::All);
     }
@@ -508,7 +798,7 @@ impl GpuManager {
             Nvml::Opening { opened, .. } => {
                 // A session that opens after the timeout closes when it is dropped.
                 let opened = tokio::time::timeout(self.options.timeouts.query, opened).await;
-                opened.ok().and_then(Result::ok).and_then(Result::ok).map(|(session, _)| session)
+                opened.ok().and_then(Result::ok).and_then(Result::ok).map(|(session, ..)| session)
             }
             Nvml::Closed | Nvml::Drained => None,
         };
@@ -529,6 +819,9 @@ impl GpuManager {
     }
 
     fn event(&mut self, event: Event) {
+        if matches!(event, Event::Unavailable { .. } | Event::Lost { .. } | Event::SomeGpuLost) {
+            self.next_kernel_read = Instant::now();
+        }
         match &event {
             Event::MigConfigChange { gpu } => self.schedule_reading(gpu.clone()),
             Event::Xid { gpu, xid, gpu_instance, .. } => {
@@ -614,19 +907,36 @@ impl GpuManager {
     }
 
     fn publish(&mut self, scope: ReadScope<'_>) {
-        let last: Arc<Inventory> = match self.first {
-            Some(_) => Arc::new(self.numbers_file.last.clone()),
-            None => Arc::clone(&self.shared.inventory.borrow()),
+        // The inventory is computed when it is open.
+        if let Nvml::Opening { .. } = self.nvml {
+            return;
+        }
+        let mut last: Inventory = match self.first {
+            Some(_) => self.numbers_file.last.clone(),
+            None => Inventory::clone(&self.shared.inventory.borrow()),
         };
+        let forgotten = std::mem::take(&mut self.forgotten);
+        last.gpus.retain(|gpu| !forgotten.contains(&gpu.uuid));
+        self.update_read_in_boot(&last);
+        let current = self.current(&last);
         let mut inventory = match &self.nvml {
             Nvml::Open { snapshot, .. } => {
                 let classifier = self.pending.classify(&*self.ownership, scope);
-                inventory::inventory(snapshot, &self.pci, &mut self.numbers_file.numbers, classifier, &last)
+                let names_instance =
+                    |gpu: &GpuUuid| self.usage.as_ref().is_some_and(|usage| usage(gpu).instances);
+                inventory::inventory(
+                    snapshot,
+                    &self.pci,
+                    &mut self.numbers_file.numbers,
+                    classifier,
+                    &names_instance,
+                    &current,
+                    &last,
+                )
             }
-            // The inventory is computed when it is open.
-            Nvml::Opening { .. } => return,
-            Nvml::Closed | Nvml::Drained => inventory::without_driver(&last),
+            Nvml::Opening { .. } | Nvml::Closed | Nvml::Drained => inventory::without_driver(&last, &current),
         };
+        self.track_missing(&inventory);
         for gpu in self.pending.gpus().cloned().collect::<BTreeSet<_>>() {
             self.schedule_reading(gpu);
         }
@@ -646,9 +956,14 @@ impl GpuManager {
                 "cannot store GPU numbers; retrying at the next change"
             );
         }
+        let handed_over = self.handed_over().clone();
         for gpu in &mut inventory.gpus {
-            gpu.conditions
-                .retain(|condition| !matches!(condition, Condition::Mps { .. } | Condition::Debt { .. }));
+            gpu.conditions.retain(|condition| {
+                !matches!(condition, Condition::Mps { .. } | Condition::Debt { .. } | Condition::HandedOver)
+            });
+            if handed_over.contains(&gpu.uuid) {
+                gpu.conditions.push(Condition::HandedOver);
+            }
             gpu.conditions.extend(self.debts.get(&gpu.uuid).into_iter().flatten().cloned());
             if let (Presence::Present, Some(cause)) = (gpu.presence, self.mps.get(&gpu.uuid)) {
                 gpu.conditions.push(Condition::Mps { cause: cause.clone() });
@@ -671,7 +986,7 @@ impl GpuManager {
 
 /// A message from the NVML session.
 enum NvmlMessage {
-    Opened(Result<(Session, Snapshot), String>),
+    Opened(Opened),
     Event(Event),
 }
 
@@ -687,6 +1002,220 @@ async fn next_message(nvml: &mut Nvml) -> NvmlMessage {
         },
         Nvml::Closed | Nvml::Drained => std::future::pending().await,
     }
+}
+
+impl GpuManager {
+    /// Notes the GPUs that NVML read in this boot, and drops those that it does not list any more.
+    fn update_read_in_boot(&mut self, last: &Inventory) {
+        let (Nvml::Open { snapshot, .. }, Some(boot)) = (&self.nvml, &mut self.numbers_file.boot) else {
+            return;
+        };
+        let before = boot.read.clone();
+        for gpu in &snapshot.gpus {
+            if gpu.reading.is_ok() {
+                boot.read.insert(gpu.uuid.clone());
+            } else if last.gpus.iter().any(|last| last.uuid == gpu.uuid && self.kernel_view.contradicts(last))
+            {
+                // Its minor changed while NVML was closed, and the new one is unknown.
+                boot.read.remove(&gpu.uuid);
+            }
+        }
+        let is_shown =
+            |read: &GpuUuid| last.gpus.iter().any(|last| last.uuid == *read && self.kernel_view.shows(last));
+        boot.read.retain(|read| snapshot.gpus.iter().any(|gpu| gpu.uuid == *read) || is_shown(read));
+        self.changed |= boot.read != before;
+    }
+
+    /// The GPUs whose last description is valid in this boot. The kernel must show a GPU that an
+    /// open NVML does not list.
+    fn current(&self, last: &Inventory) -> BTreeSet<GpuUuid> {
+        let Some(boot) = &self.numbers_file.boot else { return BTreeSet::new() };
+        let is_valid = |gpu: &&Gpu| {
+            let is_unlisted = match &self.nvml {
+                Nvml::Open { snapshot, .. } => snapshot.gpus.iter().all(|listed| listed.uuid != gpu.uuid),
+                _ => false,
+            };
+            let is_valid = match is_unlisted {
+                true => self.kernel_view.shows(gpu),
+                false => !self.kernel_view.contradicts(gpu),
+            };
+            is_valid && boot.read.contains(&gpu.uuid)
+        };
+        last.gpus.iter().filter(is_valid).map(|gpu| gpu.uuid.clone()).collect()
+    }
+
+    fn start_kernel_read(&mut self) {
+        self.listing = self.kernel.listing();
+        let interval = match &self.nvml {
+            Nvml::Open { .. } => self.options.compare_interval,
+            _ => self.options.compare_interval.min(CLOSED_COMPARE_INTERVAL),
+        };
+        self.next_kernel_read = Instant::now() + interval;
+        let kernel = self.kernel.clone();
+        self.kernel_reads.spawn_blocking(move || kernel.read());
+    }
+
+    /// Reads the kernel's list if a name changed or the interval is over, and compares NVML with it.
+    async fn check_kernel(&mut self) {
+        let now = Instant::now();
+        if self.kernel.listing() != self.listing {
+            self.next_kernel_read = now;
+            self.reopening.delay = REOPEN_DELAY;
+        }
+        if now >= self.next_kernel_read && self.kernel_reads.is_empty() {
+            self.start_kernel_read();
+        }
+        self.compare().await;
+    }
+
+    async fn kernel_read(&mut self, view: KernelView) {
+        let changed = std::mem::replace(&mut self.kernel_view, view) != self.kernel_view;
+        // The first inventory waits for NVML.
+        if changed && self.first.is_none() {
+            self.publish(ReadScope::Nothing);
+        }
+        self.compare().await;
+        self.forget_missing();
+    }
+
+    fn difference(&self) -> Option<Difference> {
+        let Nvml::Open { snapshot, .. } = &self.nvml else { return None };
+        let listed = snapshot.gpus.iter().map(|gpu| NvmlGpu {
+            bus_id: gpu.reading.as_ref().ok().map(|(description, _)| description.pci_bus_id.clone()),
+            uuid: Some(gpu.uuid.clone()),
+        });
+        let unreadable = snapshot.unreadable.iter().map(|_| NvmlGpu { bus_id: None, uuid: None });
+        // NVML was opened without these on purpose, and they may vanish while they are reset.
+        let inventory = self.shared.inventory.borrow();
+        let handed_over = inventory.gpus.iter().filter(|gpu| self.handed_over().contains(&gpu.uuid));
+        let view = self.kernel_view.without(&handed_over.map(|gpu| gpu.pci_bus_id.clone()).collect());
+        view.differs(&listed.chain(unreadable).collect::<Vec<_>>())
+    }
+
+    /// Shows whether NVML lists fewer GPUs than the kernel. While NVML is closed or being opened, the
+    /// last answer stays.
+    fn show_shortage(&self) {
+        let Nvml::Open { .. } = self.nvml else { return };
+        let counts = self.difference().map(|difference| difference.counts);
+        let shortage = counts.filter(|counts| counts.kernel > counts.nvml);
+        self.shared.shortage.send_if_modified(|shown| std::mem::replace(shown, shortage) != shortage);
+    }
+
+    /// Opens NVML again if its list differs from the kernel's. A stuck call keeps the library loaded,
+    /// and a library that stays loaded shows no other GPUs.
+    async fn compare(&mut self) {
+        self.show_shortage();
+        let Nvml::Open { session, .. } = &self.nvml else { return };
+        let Some(difference) = self.difference() else {
+            self.reopening.difference = None;
+            return;
+        };
+        let is_stuck = session.gpus().any(|gpu| session.gpu(gpu).stuck().is_some());
+        if is_stuck || !self.reopening.is_due(&difference, Instant::now()) {
+            return;
+        }
+        let Some(file) = library::find(&self.options.driver_root) else { return };
+        tracing::warn!(
+            counts = %difference.counts, unlisted = ?difference.unlisted, vanished = ?difference.vanished,
+            "NVML's list of GPUs differs from the kernel's; opening NVML again"
+        );
+        self.reopening.begin(difference);
+        self.close().await;
+        self.open(file);
+    }
+
+    /// Notes since when each missing GPU is missing. Without NVML that is not known.
+    fn track_missing(&mut self, inventory: &Inventory) {
+        let Nvml::Open { .. } = self.nvml else { return };
+        let (now, since) = (unix_seconds(), &mut self.numbers_file.missing_since);
+        let before = since.clone();
+        let is_missing = |uuid: &GpuUuid| {
+            inventory.gpus.iter().any(|gpu| gpu.uuid == *uuid && gpu.presence == Presence::Missing)
+        };
+        since.retain(|uuid, _| is_missing(uuid));
+        for gpu in inventory.gpus.iter().filter(|gpu| gpu.presence == Presence::Missing) {
+            let since = since.entry(gpu.uuid.clone()).or_insert(now);
+            // The clock was set back.
+            *since = (*since).min(now);
+        }
+        self.changed |= self.numbers_file.missing_since != before;
+    }
+
+    /// Forgets GPUs that were missing for long enough and that nothing names.
+    fn forget_missing(&mut self) {
+        let (Nvml::Open { .. }, Some(usage), Some(configured)) = (&self.nvml, &self.usage, &self.configured)
+        else {
+            return;
+        };
+        let now = unix_seconds();
+        let inventory = Arc::clone(&self.shared.inventory.borrow());
+        let is_due = |gpu: &&Gpu| {
+            let since = self.numbers_file.missing_since.get(&gpu.uuid);
+            gpu.presence == Presence::Missing
+                && since
+                    .is_some_and(|since| now.saturating_sub(*since) >= self.options.forget_after.as_secs())
+                && !self.kernel_view.may_show(&gpu.uuid)
+                && !configured.contains(&gpu.number)
+                && !usage(&gpu.uuid).named
+        };
+        let due: Vec<GpuUuid> = inventory.gpus.iter().filter(is_due).map(|gpu| gpu.uuid.clone()).collect();
+        if !due.is_empty() {
+            self.forget(due);
+        }
+    }
+
+    /// The GPU with that UUID or number.
+    fn named(&self, name: &str) -> Option<GpuUuid> {
+        let number = name.strip_prefix("gpu-").unwrap_or(name).parse().map(GpuNumber);
+        let is_named = |gpu: &&Gpu| gpu.uuid.as_str() == name || number == Ok(gpu.number);
+        self.shared.inventory.borrow().gpus.iter().find(is_named).map(|gpu| gpu.uuid.clone())
+    }
+
+    /// Forgets a missing GPU on request of an operator.
+    fn forget_now(&mut self, name: &str) -> Result<(), ForgetError> {
+        let uuid = self.named(name).ok_or_else(|| ForgetError::Unknown { gpu: name.to_owned() })?;
+        let is_missing = |gpu: &Gpu| gpu.uuid == uuid && gpu.presence == Presence::Missing;
+        if !self.shared.inventory.borrow().gpus.iter().any(is_missing) {
+            return Err(ForgetError::NotMissing { gpu: uuid });
+        }
+        if self.usage.as_ref().is_some_and(|usage| usage(&uuid).named) {
+            return Err(ForgetError::InUse { gpu: uuid });
+        }
+        self.forget(vec![uuid]);
+        Ok(())
+    }
+
+    fn forget(&mut self, gpus: Vec<GpuUuid>) {
+        let file = &mut self.numbers_file;
+        for gpu in gpus {
+            let number = file.numbers.forget(&gpu).map(|number| number.0);
+            tracing::warn!(%gpu, number, "missing GPU forgotten");
+            file.last.gpus.retain(|last| last.uuid != gpu);
+            file.missing_since.remove(&gpu);
+            self.forgotten.insert(gpu);
+        }
+        self.changed = true;
+        self.publish(ReadScope::Nothing);
+    }
+}
+
+impl Reopening {
+    /// Whether NVML may be opened again for this difference.
+    fn is_due(&self, difference: &Difference, now: Instant) -> bool {
+        let is_same = self.difference.as_ref() == Some(difference);
+        now >= self.last + if is_same { self.delay } else { REOPEN_DELAY }
+    }
+
+    fn begin(&mut self, difference: Difference) {
+        let max = if difference.counts.nvml == 0 { REOPEN_MAX_DELAY } else { REOPEN_MAX_DELAY_IN_USE };
+        let is_same = self.difference.as_ref() == Some(&difference);
+        self.delay = if is_same { (self.delay * 2).min(max) } else { REOPEN_DELAY };
+        self.difference = Some(difference);
+    }
+}
+
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 /// Callers that wait for readings of one GPU.
@@ -750,8 +1279,9 @@ impl GpuManager {
             return;
         }
         let state = reading.as_ref().map(|(_, state)| match &state.mig {
-            RawMig::Supported { instances, .. } => instances.as_slice(),
-            RawMig::Unsupported => &[],
+            RawMig::Supported { instances, .. } => Some(instances.as_slice()),
+            RawMig::Unsupported => Some(&[][..]),
+            RawMig::Unreadable { .. } => None,
         });
         self.health.observe_state(session, gpu, state);
         if let (Err(_), Ok((description, _))) = (&known.reading, &reading) {
@@ -764,13 +1294,19 @@ impl GpuManager {
             _ => false,
         };
         self.changed |= !same;
+        if let Some(cause) = mig_error(&reading)
+            && mig_error(&known.reading) != Some(cause)
+        {
+            tracing::warn!(%gpu, %cause, "cannot read the MIG state of the GPU");
+        }
         known.reading = reading;
         self.publish(ReadScope::Gpu(gpu));
     }
 
     fn retry(&mut self) {
         let Nvml::Open { snapshot, .. } = &self.nvml else { return };
-        let failed = snapshot.gpus.iter().filter(|gpu| gpu.reading.is_err()).map(|gpu| &gpu.uuid);
+        let is_incomplete = |reading: &Reading| reading.is_err() || mig_error(reading).is_some();
+        let failed = snapshot.gpus.iter().filter(|gpu| is_incomplete(&gpu.reading)).map(|gpu| &gpu.uuid);
         for gpu in failed.chain(self.pending.gpus()).cloned().collect::<BTreeSet<_>>() {
             self.start_reading(gpu, None);
         }

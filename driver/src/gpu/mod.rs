@@ -3,6 +3,7 @@
 pub mod epoch;
 mod health;
 pub mod inventory;
+mod kernel;
 mod library;
 mod manager;
 pub mod mps;
@@ -12,4 +13,5 @@ pub mod sharing;
 pub mod sysfs;
 pub mod timeslice;
 
+pub use kernel::GpuCounts;
 pub use manager::*;

@@ -1,14 +1,17 @@
-//! The file `gpu-numbers.json` in the state directory: the numbers of all GPUs that this node ever
-//! had, and their last descriptions, so that a missing GPU stays published after a restart.
+//! The file `gpu-numbers.json` in the state directory: the numbers of the GPUs that this node has or
+//! misses, and their last descriptions, so that a missing GPU stays published after a restart. It
+//! also names the GPUs that were read in a boot, because minors are valid only within one boot.
 //!
 //! A number must survive a power failure, and the file changes only when the hardware does, so it is
 //! replaced as a whole, with fsync. A damaged file is renamed and ignored. A single description in
 //! an unknown form is dropped; its number stays.
 
+use divvy_api::GpuUuid;
 use divvy_model::inventory::{Gpu, Inventory, Mig, MigMode, MigToggle};
 use divvy_model::numbers::GpuNumbers;
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -21,7 +24,22 @@ pub(super) struct GpuNumbersFile {
     pub(super) numbers: GpuNumbers,
     /// Descriptions from the last reading, for GPUs that cannot be read now.
     pub(super) last: Inventory,
+    /// The boot of the last change, and the GPUs that were read in it.
+    pub(super) boot: Option<Boot>,
+    /// Since when a GPU is missing, in seconds since the Unix epoch.
+    pub(super) missing_since: BTreeMap<GpuUuid, u64>,
     written: Vec<u8>,
+}
+
+/// The GPUs whose minors are known in one boot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Boot {
+    /// The kernel's boot id.
+    pub(super) id: String,
+    pub(super) read: BTreeSet<GpuUuid>,
+    /// GPUs that operators have, for example to reset them.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub(super) handed_over: BTreeSet<GpuUuid>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -29,6 +47,24 @@ struct Document {
     version: u32,
     numbers: GpuNumbers,
     gpus: Vec<Box<RawValue>>,
+    // Builds before this field ignore it and drop it when they write the file. Then the boot is
+    // unknown, which is safe.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    boot: Option<Boot>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    missing_since: BTreeMap<GpuUuid, u64>,
+}
+
+impl Document {
+    fn empty() -> Self {
+        Self {
+            version: VERSION,
+            numbers: GpuNumbers::default(),
+            gpus: Vec::new(),
+            boot: None,
+            missing_since: BTreeMap::new(),
+        }
+    }
 }
 
 /// Why the file could not be written.
@@ -57,9 +93,8 @@ impl GpuNumbersFile {
                 Vec::new()
             }
         };
-        let empty = Document { version: VERSION, numbers: GpuNumbers::default(), gpus: Vec::new() };
         let document = match parse(&written) {
-            Ok(document) => document.unwrap_or(empty),
+            Ok(document) => document.unwrap_or_else(Document::empty),
             Err(cause) => {
                 let damaged = path.with_extension("json.damaged");
                 let moved = std::fs::rename(&path, &damaged).is_ok();
@@ -67,7 +102,7 @@ impl GpuNumbersFile {
                     path = %path.display(), renamed_to = %damaged.display(), moved, cause,
                     "GPU numbers are damaged; GPUs are numbered again"
                 );
-                empty
+                Document::empty()
             }
         };
         let mut gpus: Vec<Gpu> =
@@ -77,7 +112,8 @@ impl GpuNumbersFile {
             document.numbers.iter().any(|(uuid, number)| (uuid, number) == (&gpu.uuid, gpu.number))
         });
         let last = Inventory { gpus, ..Inventory::default() };
-        Self { path, numbers: document.numbers, last, written }
+        let Document { numbers, boot, missing_since, .. } = document;
+        Self { path, numbers, last, boot, missing_since, written }
     }
 
     /// Stores the inventory's numbers and descriptions, if they changed.
@@ -85,7 +121,13 @@ impl GpuNumbersFile {
         let gpus =
             inventory.gpus.iter().map(description).map(|gpu| to_raw_value(&gpu)).collect::<Result<_, _>>();
         let bytes = gpus.and_then(|gpus| {
-            serde_json::to_vec(&Document { version: VERSION, numbers: self.numbers.clone(), gpus })
+            serde_json::to_vec(&Document {
+                version: VERSION,
+                numbers: self.numbers.clone(),
+                gpus,
+                boot: self.boot.clone(),
+                missing_since: self.missing_since.clone(),
+            })
         });
         let failed = |cause| StoreError { path: self.path.clone(), cause };
         let bytes = bytes.map_err(|cause| failed(cause.into()))?;
@@ -216,6 +258,12 @@ mod tests {
         for gpu in &gpus {
             file.numbers.number(&gpu.uuid, gpu.minor);
         }
+        file.boot = Some(Boot {
+            id: "b-1".to_owned(),
+            read: [gpus[0].uuid.clone()].into(),
+            handed_over: BTreeSet::new(),
+        });
+        file.missing_since = [(gpus[1].uuid.clone(), 1_700_000_000)].into();
         file.store(&Inventory { gpus, ..Inventory::default() }).expect("stored");
         std::fs::read(dir.join(FILE)).expect("file")
     }
@@ -236,6 +284,17 @@ mod tests {
         let missing = |gpu: Gpu| Gpu { presence: Presence::Missing, ..gpu };
         assert_eq!(file.last.gpus, [missing(gpu(0)), missing(mig_gpu(2))]);
         assert_eq!(file.numbers.iter().count(), 2);
+        assert_eq!(file.boot.map(|boot| (boot.id, boot.read.len())), Some(("b-1".to_owned(), 1)));
+        assert_eq!(file.missing_since.len(), 1);
+    }
+
+    #[test]
+    fn file_of_an_earlier_build_has_no_boot() {
+        let dir = tempfile::tempdir().expect("temporary directory");
+        let (earlier, _) = GOLDEN.split_once(",\"boot\"").expect("new fields at the end");
+        std::fs::write(dir.path().join(FILE), format!("{earlier}}}")).expect("file");
+        let file = GpuNumbersFile::load(dir.path());
+        assert_eq!((file.last.gpus.len(), file.boot, file.missing_since.len()), (2, None, 0));
     }
 
     #[test]

@@ -94,6 +94,11 @@ async fn debt_is_void_after_a_reboot() {
 }
 
 #[tokio::test]
+async fn debt_is_void_after_a_reset() {
+    check_void(|state| state.reset(0, true).unwrap()).await;
+}
+
+#[tokio::test]
 async fn record_of_another_boot_destroys_no_later_instance() {
     let node = TestNode::new(H100);
     let driver = node.start_driver().await;

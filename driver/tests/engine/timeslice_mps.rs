@@ -144,6 +144,22 @@ async fn first_timeslice_sets_the_interval_and_last_resets_it() {
 }
 
 #[tokio::test]
+async fn h9_default_interval_needs_no_nvidia_smi() {
+    let node = TestNode::new(H100);
+    std::fs::remove_file(node.sim.root().join("usr/bin/nvidia-smi")).unwrap();
+    let driver = node.start_driver().await;
+    driver.prepare("a", TIMESLICE).await.unwrap();
+    driver.prepare("b", TIMESLICE).await.unwrap();
+    driver.stop().await;
+    let driver = node.start_driver().await;
+    assert!(driver.report.failed.is_empty(), "{:?}", driver.report);
+    for claim in ["a", "b"] {
+        driver.unprepare(claim).await.unwrap();
+    }
+    node.expect_idle();
+}
+
+#[tokio::test]
 async fn timeslice_claim_disables_mig_mode() {
     let node = TestNode::new(H100);
     let driver = node.start_driver_long_timeslice().await;

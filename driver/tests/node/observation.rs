@@ -63,6 +63,28 @@ async fn probes_and_metrics_report_node_state() {
 }
 
 #[tokio::test]
+async fn h2_node_is_not_ready_while_nvml_lacks_gpus() {
+    let node = TestNode::new("2xL4").await;
+    // Without the helper nothing creates the device nodes.
+    std::fs::remove_file(node.sim.root().join("usr/bin/nvidia-modprobe")).unwrap();
+    let show = |exists: bool| {
+        let change = |state: &mut divvy_sim::State| {
+            state.gpus.iter_mut().for_each(|gpu| gpu.node = exists);
+            Ok(())
+        };
+        node.sim.update(change).unwrap();
+    };
+    show(false);
+    let address = address();
+    let _daemon = node.start_daemon(&["--http-address", &address]).await;
+    let unready = wait_for(&address, "/readyz", "the kernel driver shows 2 GPUs, NVML 0").await;
+    assert!(unready.contains("[-]gpu-driver failed"), "{unready}");
+    show(true);
+    wait_for(&address, "/readyz", "200 OK").await;
+    node.prepare(&node.claim("a", &["gpu-0"])).await.unwrap();
+}
+
+#[tokio::test]
 async fn refused_claim_has_one_event_for_many_attempts() {
     let node = TestNode::new(H100).await;
     let _daemon = node.start_daemon(&[]).await;

@@ -157,10 +157,12 @@ fn c_path(path: &Path) -> Answer<CString> {
 
 impl Library {
     /// Loads the library and initialises NVML. A node without GPUs is no error.
-    pub(crate) fn open(path: &Path) -> Result<Self, OpenError> {
+    /// `attach`: NVML attaches to all GPUs at once, and not only to those that are used.
+    pub(crate) fn open(path: &Path, attach: bool) -> Result<Self, OpenError> {
+        let flags = if attach { InitFlags::NO_GPUS } else { InitFlags::NO_GPUS | InitFlags::NO_ATTACH };
         Nvml::builder()
             .lib_path(path.as_os_str())
-            .flags(InitFlags::NO_GPUS)
+            .flags(flags)
             .init()
             .map(Self)
             .map_err(|cause| OpenError::Initialise { path: path.to_owned(), cause })

@@ -8,6 +8,7 @@ use divvy_nvml::{Closing, Code, ComputeMode, Event, NvmlError, OpenError, RawMig
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::state::{Process, ProcessKind};
 use std::time::Duration;
+use tokio::sync::mpsc::UnboundedReceiver;
 
 const CATALOGUE: &str = "T4,L4,L40S,A10,A30-24GB,A100-SXM4-40GB,A100-SXM4-80GB,H100-SXM5-80GB,H100-PCIe-80GB,\
     H100-NVL-94GB,GH200-96GB,H200-SXM-141GB,B200-180GB,GB200-186GB,B300-269GB,RTX-PRO-6000";
@@ -33,14 +34,15 @@ async fn snapshot_matches_the_catalogue() {
         assert_eq!(is.compute_capability, row.compute_capability);
         assert_eq!(is.pci_bus_id, gpu.bdf);
         assert_eq!(now.minor, gpu.minor);
+        let read = is.profiles.as_ref().expect("profiles");
         let Some(mig) = &row.mig else {
-            assert_eq!((is.profiles.len(), &now.mig), (0, &RawMig::Unsupported), "{}", row.key);
+            assert_eq!((read.len(), &now.mig), (0, &RawMig::Unsupported), "{}", row.key);
             continue;
         };
         assert_eq!(now.mig, RawMig::Supported { mode: MigMode::Off, instances: Vec::new() });
-        assert_eq!(is.profiles.len(), mig.profiles.len(), "{}", row.key);
+        assert_eq!(read.len(), mig.profiles.len(), "{}", row.key);
         for profile in &mig.profiles {
-            let read = is.profiles.iter().find(|read| read.id == profile.id).expect("profile");
+            let read = read.iter().find(|read| read.id == profile.id).expect("profile");
             assert_eq!(
                 (read.index, &read.name, read.memory_mib, read.multiprocessors, read.max_instances),
                 (profile.index, &profile.name, profile.memory_mib, profile.sm, profile.instances),
@@ -82,7 +84,7 @@ async fn every_instance_is_created_found_and_destroyed() {
         queue.set_mig_mode(MigMode::On).await.expect("MIG on");
         assert_eq!(queue.mig_mode().await, Ok(MigMode::On));
         let (is, _) = gpu.reading.expect("readable");
-        for profile in &is.profiles {
+        for profile in is.profiles.as_ref().expect("profiles") {
             for at in &profile.placements {
                 let id = queue.create_gpu_instance(profile.id, *at).await.expect("GPU instance");
                 let hollow = queue.instance(profile.id, at.start).await.expect("found").expect("there");
@@ -117,7 +119,7 @@ async fn compute_instance_fills_its_gpu_instance() {
     let queue = node.queue(&session, 0);
     queue.set_mig_mode(MigMode::On).await.expect("MIG on");
     let (is, _) = queue.read().await.expect("description");
-    let three = is.profiles.iter().find(|profile| profile.name == "3g.40gb").expect("profile");
+    let three = is.profiles.iter().flatten().find(|profile| profile.name == "3g.40gb").expect("profile");
     let id = queue.create_gpu_instance(three.id, three.placements[0]).await.expect("GPU instance");
     let first = queue.create_compute_instance(id).await.expect("compute instance");
     let second = queue.create_compute_instance(id).await.expect_err("no room for another");
@@ -163,7 +165,7 @@ async fn refused_call_returns_its_code_and_changes_nothing() {
     let queue = node.queue(&session, 0);
     queue.set_mig_mode(MigMode::On).await.expect("MIG on");
     let (is, _) = queue.read().await.expect("description");
-    let profile = is.profiles.iter().find(|profile| profile.name == "1g.10gb").expect("profile");
+    let profile = is.profiles.iter().flatten().find(|profile| profile.name == "1g.10gb").expect("profile");
     for code in codes() {
         for call in ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceGetInfo"] {
             node.change(|state| state.add_fault(Pattern::new(call), Some(1), When::Before, code));
@@ -181,6 +183,39 @@ async fn refused_call_returns_its_code_and_changes_nothing() {
 /// All codes that a call can return, except those of lost GPUs and stale handles.
 fn codes() -> Vec<divvy_sim::Code> {
     (1..=30u32).chain([999]).filter_map(|number| divvy_sim::Code::try_from(number).ok()).collect()
+}
+
+#[tokio::test]
+async fn h8_failed_mig_query_fails_only_the_mig_facts() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let fail = |call: &str| {
+        let pattern = Pattern::new(call);
+        node.change(|state| state.add_fault(pattern, None, When::Before, divvy_sim::Code::Unknown));
+    };
+    let session = node.open(Timeouts::default());
+    let gpu = node.queue(&session, 0);
+    for (call, mode) in [
+        ("nvmlDeviceGetGpuInstanceProfileInfo*", Some(MigMode::Off)),
+        ("nvmlDeviceGetMigMode", None),
+        ("nvmlDeviceGetGpuInstances", Some(MigMode::On)),
+    ] {
+        fail(call);
+        let (_, state) = gpu.read().await.expect(call);
+        let RawMig::Unreadable { mode: read, cause } = state.mig else { panic!("{call}: {:?}", state.mig) };
+        assert_eq!((read, cause.code()), (mode, Some(Code::Unknown)), "{call}");
+        node.change(|state| state.clear_faults(None));
+        let (description, state) = gpu.read().await.expect("read again");
+        assert!(matches!(state.mig, RawMig::Supported { .. }), "{call}");
+        assert!(description.profiles.as_ref().is_ok_and(|profiles| !profiles.is_empty()), "{call}");
+        gpu.set_mig_mode(MigMode::On).await.expect("MIG on");
+    }
+    // Unreadable profiles must not look like a GPU without instances.
+    let session = node.open(Timeouts::default());
+    fail("nvmlDeviceGetGpuInstanceProfileInfo*");
+    assert!(node.queue(&session, 0).instances().await.is_err());
+    // A lost GPU is an error of the whole reading.
+    node.change(|state| state.lose(0, true).expect("lost"));
+    assert!(matches!(node.queue(&session, 0).read().await, Err(NvmlError::Lost { .. })));
 }
 
 #[tokio::test]
@@ -257,6 +292,69 @@ async fn events_name_the_gpu_and_the_instance() {
     queue.destroy_gpu_instance(id).await.expect("destroyed");
     let destroyed = Event::InstanceDestroyed { gpu: gpu.clone(), gpu_instance: id };
     next(&mut events, |event| (event == destroyed).then_some(())).await;
+    assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+/// Waits until an Xid event of the GPU arrives, and counts events of lost GPUs until then.
+async fn receive_xid(node: &TestNode, events: &mut UnboundedReceiver<Event>, slot: usize) -> usize {
+    let gpu = node.uuid(slot);
+    let mut lost = 0;
+    loop {
+        node.change(|state| state.xid(slot, 31, None).expect("xid"));
+        let wait = tokio::time::timeout(Duration::from_millis(50), events.recv()).await;
+        match wait {
+            Ok(Some(Event::Xid { gpu: from, .. })) if from == gpu => return lost,
+            Ok(Some(Event::SomeGpuLost)) => lost += 1,
+            Ok(None) => panic!("the session is open"),
+            Ok(Some(_)) | Err(_) => {}
+        }
+    }
+}
+
+#[tokio::test]
+async fn h11_failed_wait_rebuilds_the_event_set() {
+    let node = TestNode::new("2xH100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let mut events = session.events().expect("events");
+    receive_xid(&node, &mut events, 0).await;
+    let lost = divvy_sim::Code::GpuIsLost;
+    let pattern = Pattern::new("nvmlEventSetWait_v2");
+    node.change(|state| state.add_fault(pattern, Some(1), When::Before, lost));
+    next(&mut events, |event| (event == Event::SomeGpuLost).then_some(())).await;
+    assert_eq!(receive_xid(&node, &mut events, 1).await, 0, "one failure is reported once");
+    receive_xid(&node, &mut events, 0).await;
+    assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+#[tokio::test]
+async fn h11_gpu_that_spoils_the_set_is_left_out() {
+    let node = TestNode::new("2xH100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    let mut events = session.events().expect("events");
+    receive_xid(&node, &mut events, 0).await;
+    // NVML ends the wait for both GPUs; afterwards GPU 0 cannot be registered.
+    node.change(|state| {
+        state.gpus[0].lost = true;
+        let lost = divvy_sim::Code::GpuIsLost;
+        state.add_fault(Pattern::new("nvmlEventSetWait_v2"), Some(1), When::Before, lost);
+    });
+    next(&mut events, |event| (event == Event::SomeGpuLost).then_some(())).await;
+    assert_eq!(receive_xid(&node, &mut events, 1).await, 0);
+    // The GPU comes back after a reset and is registered again.
+    node.change(|state| state.find(0).expect("found"));
+    assert_eq!(receive_xid(&node, &mut events, 0).await, 0);
+    assert_eq!(session.close().await, Closing::Unloaded);
+}
+
+#[tokio::test]
+async fn h11_events_arrive_when_all_gpus_come_back() {
+    let node = TestNode::new("H100-SXM5-80GB");
+    let session = node.open(Timeouts::default());
+    node.change(|state| state.gpus[0].lost = true);
+    let mut events = session.events().expect("events");
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    node.change(|state| state.find(0).expect("found"));
+    receive_xid(&node, &mut events, 0).await;
     assert_eq!(session.close().await, Closing::Unloaded);
 }
 

@@ -12,6 +12,7 @@ use crate::gpu::epoch::Epoch;
 use crate::gpu::part::{InstanceKey, Part};
 use divvy_api::text::is_file_name;
 use divvy_api::{ClaimRef, ClaimUid, GpuUuid};
+use divvy_model::HealthReading;
 use std::fmt;
 use std::fs;
 use std::io;
@@ -31,6 +32,8 @@ pub struct Debt {
     /// Ids of the instances that `undo` destroys, where they are known. An instance with other ids
     /// is not the claim's.
     pub instances: Vec<(InstanceKey, InstanceIds)>,
+    /// The last reading of the GPU's health. A later one may show that the GPU was reset.
+    pub reading: Option<HealthReading>,
     /// Why the steps were not done.
     pub cause: String,
 }
@@ -55,6 +58,7 @@ impl Debt {
                     held: Vec::new(),
                     undo: Vec::new(),
                     instances: Vec::new(),
+                    reading: None,
                     cause: cause.to_owned(),
                 });
                 debts.len() - 1

@@ -11,6 +11,7 @@ use super::record::ClaimRecord;
 use super::store::{Quarantined, RecordError, Store};
 use crate::claims::holding::Holding;
 use crate::claims::step::Undo;
+use crate::gpu::GpuUsage;
 use divvy_api::{ClaimUid, GpuUuid};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
@@ -142,6 +143,20 @@ impl Records {
         let found = recorded.contains(&at);
         self.lock().unlocked_readings.insert(gpu.clone(), (now, recorded));
         found
+    }
+
+    /// How records use the GPU. Callable without the lock: on a miss the files are read.
+    pub fn usage(&self, gpu: &GpuUuid) -> GpuUsage {
+        let indexed = self.on(gpu);
+        let records: Vec<Arc<ClaimRecord>> = if indexed.is_empty() {
+            // An unreadable directory must not look like no records.
+            let Ok((records, _)) = self.all() else { return GpuUsage { named: true, instances: true } };
+            records.into_iter().filter(|record| record.gpus().contains(gpu)).map(Arc::new).collect()
+        } else {
+            indexed
+        };
+        let has_instance = |record: &Arc<ClaimRecord>| instances(record, gpu).next().is_some();
+        GpuUsage { named: !records.is_empty(), instances: records.iter().any(has_instance) }
     }
 
     /// Writes the record. The GPUs that it concerns must be locked.

@@ -285,6 +285,8 @@ struct DebtFields {
     undo: Vec<UndoStep>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     instances: Vec<Mig>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    reading: Option<divvy_model::HealthReading>,
     #[serde(default)]
     cause: String,
 }
@@ -312,6 +314,7 @@ pub(super) fn encode_debt(debt: &Debt) -> Result<Vec<u8>, serde_json::Error> {
         held: debt.held.iter().map(held).collect(),
         undo: debt.undo.iter().map(UndoStep::from).collect(),
         instances: instances.map(|(key, ids)| Mig { at: key.into(), instance: Some(ids.into()) }).collect(),
+        reading: debt.reading,
         cause: debt.cause.clone(),
     };
     enclose(DEBT_FORMAT, &fields)
@@ -338,6 +341,7 @@ pub(super) fn decode_debt(bytes: &[u8]) -> Result<Debt, DecodeError> {
         claim: fields.claim.into(),
         epoch: fields.epoch.into(),
         undo: fields.undo.into_iter().map(Undo::from).collect(),
+        reading: fields.reading,
         cause: fields.cause,
     })
 }

@@ -10,13 +10,13 @@ fn gpu() -> GpuUuid {
     GpuUuid::from("GPU-0")
 }
 
-fn boot(id: &str, module: u64) -> Boot {
-    Boot { id: Some(id.to_owned()), module: Some(module) }
+fn boot(id: &str, module: u64) -> Epoch {
+    Epoch { boot: Some(id.to_owned()), module: Some(module) }
 }
 
 fn tracker() -> Tracker {
     let mut tracker = Tracker::default();
-    tracker.observe_boot(boot("a", 1));
+    tracker.observe_epoch(boot("a", 1));
     tracker
 }
 
@@ -91,14 +91,14 @@ fn marks_end_with_a_reset_that_a_counter_shows() {
 
 #[test]
 fn marks_end_with_another_boot_or_module_load() {
-    for other in [boot("b", 1), boot("a", 2), Boot { id: None, module: Some(2) }] {
+    for other in [boot("b", 1), boot("a", 2), Epoch { boot: None, module: Some(2) }] {
         let mut tracker = marked();
-        assert!(tracker.observe_boot(other));
+        assert!(tracker.observe_epoch(other));
         check(&tracker, &[]);
     }
-    for same in [boot("a", 1), Boot { id: None, module: None }, Boot { id: None, module: Some(1) }] {
+    for same in [boot("a", 1), Epoch { boot: None, module: None }, Epoch { boot: None, module: Some(1) }] {
         let mut tracker = marked();
-        assert!(!tracker.observe_boot(same));
+        assert!(!tracker.observe_epoch(same));
         check(&tracker, &[FALLEN, DOUBLE_BIT]);
     }
 }
@@ -232,13 +232,13 @@ fn marks_survive_a_restart_but_not_a_reboot() {
     let contained = "GPU instance at 0 is degraded: XID 94: Contained memory error";
     reload(dir.path()).0.store(&stored);
     let (_, mut same) = reload(dir.path());
-    assert!(!same.observe_boot(boot("a", 1)));
+    assert!(!same.observe_epoch(boot("a", 1)));
     check(&same, &[FALLEN, DOUBLE_BIT, contained]);
     // The energy is stored too, so that a reset while the daemon is down is noticed.
     assert!(same.observe_reading(&gpu(), HealthReading { energy_mj: Some(1), ..fine() }));
     check(&same, &[]);
     let (_, mut other) = reload(dir.path());
-    assert!(other.observe_boot(boot("b", 1)));
+    assert!(other.observe_epoch(boot("b", 1)));
     check(&other, &[]);
 }
 
@@ -265,14 +265,14 @@ fn file_is_written_only_when_more_than_the_energy_changes() {
 fn damaged_file_is_renamed_and_unknown_fields_are_ignored() {
     let dir = tempfile::tempdir().expect("temporary directory");
     let path = dir.path().join(FILE);
-    for damaged in ["{", "[]", r#"{"version":2,"boot":{},"gpus":{}}"#] {
+    for damaged in ["{", "[]", r#"{"version":2,"epoch":{},"gpus":{}}"#] {
         std::fs::write(&path, damaged).expect("file");
         assert_eq!(reload(dir.path()).1, Tracker::default(), "{damaged}");
         assert!(dir.path().join("health.json.damaged").exists() && !path.exists(), "{damaged}");
     }
     std::fs::write(&path, "").expect("file");
     assert_eq!(reload(dir.path()).1, Tracker::default());
-    let newer = r#"{"version":1,"more":1,"boot":{"id":"a","epoch":2},"gpus":{"GPU-0":{"cause":"x",
+    let newer = r#"{"version":1,"more":1,"epoch":{"boot":"a","load":2},"gpus":{"GPU-0":{"cause":"x",
         "marks":[{"xid":48,"since":1,"pid":7},{"xid":9999,"since":1}],
         "reading":{"recoveryAction":0,"heat":1}}}}"#;
     std::fs::write(&path, newer).expect("file");

@@ -26,7 +26,7 @@ fn reads(gpu: u32, minor: u32, links: Option<&[u32]>, mig: RawMig) -> GpuReading
         addressing_mode: None,
         pci_bus_id: bus(gpu),
         toggle: MigToggle::Live,
-        profiles: Vec::new(),
+        profiles: Ok(Vec::new()),
         links: links.map(|far| Links { gpus: far.iter().map(|far| bus(*far)).collect(), switch: None }),
     };
     GpuReading { uuid: uuid(gpu), reading: Ok((Arc::new(description), State { minor, mig })) }
@@ -46,6 +46,8 @@ struct Node {
     numbers: GpuNumbers,
     pending: PendingOwnership,
     last: Inventory,
+    /// GPUs with an instance in a record.
+    named: BTreeSet<GpuUuid>,
 }
 
 impl Node {
@@ -66,12 +68,15 @@ impl Node {
     ) -> &Inventory {
         let driver_version = "580.95.05".to_owned();
         let snapshot = Snapshot { driver_version, cuda_version: (13, 0), gpus, unreadable: Vec::new() };
+        let listed = snapshot.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let pci = [(bus(0), PciFacts { pcie_root: Some("pci0000:00".to_owned()), numa_node: Some(1) })];
         self.last = inventory(
             &snapshot,
             &pci.into(),
             &mut self.numbers,
             self.pending.classify(ownership, scope),
+            &|gpu| self.named.contains(gpu),
+            &listed,
             &self.last,
         );
         &self.last
@@ -106,7 +111,7 @@ fn gpu_keeps_its_number_while_gpus_come_and_go() {
         node.rows(),
         [row(0, 0, 0, Present), row(1, 1, 1, Missing), row(2, 2, 2, Present), row(3, 9, 1, Present)]
     );
-    node.last = without_driver(&node.last);
+    node.last = without_driver(&node.last, &BTreeSet::new());
     assert_eq!(node.last.driver_version, "");
     assert!(node.rows().iter().all(|row| row.3 == Missing));
     node.reads(vec![plain(0, 0), plain(1, 1), plain(2, 2), plain(9, 3)]);
@@ -133,6 +138,76 @@ fn unreadable_gpu_keeps_its_description_and_gets_a_condition() {
     assert_eq!(node.reads(vec![plain(0, 0), fails(7, unread)]).gpus.len(), 1, "never described");
 }
 
+/// A GPU whose MIG facts cannot be read.
+fn mig_unreadable(mode: Option<MigMode>) -> GpuReading {
+    let cause = NvmlError::Call { call: "c", gpu: uuid(0), code: divvy_nvml::Code::Unknown };
+    reads(0, 0, Some(&[]), RawMig::Unreadable { mode, cause })
+}
+
+#[test]
+fn h8_gpu_with_unreadable_mig_facts_is_published_whole() {
+    use divvy_model::health::TaintEffect;
+    let effect = |gpu: &Gpu| {
+        assert!(matches!(gpu.conditions[..], [Condition::MigUnreadable { .. }]), "{:?}", gpu.conditions);
+        (gpu.effect(&gpu.conditions[0]), gpu.presence)
+    };
+    let free = (TaintEffect::None, Presence::Present);
+    let tainted = (TaintEffect::NoSchedule, Presence::Present);
+    for (mode, named, expected) in [
+        (Some(MigMode::Off), false, free),
+        (Some(MigMode::Off), true, tainted),
+        (Some(MigMode::On), false, tainted),
+        (None, false, tainted),
+    ] {
+        let mut node = Node::default();
+        node.named.extend(named.then(|| uuid(0)));
+        assert_eq!(effect(&node.reads(vec![mig_unreadable(mode)]).gpus[0]), expected, "{mode:?}");
+        // The GPU becomes free as soon as the mode reads off and no record names an instance.
+        node.named.clear();
+        assert_eq!(effect(&node.reads(vec![mig_unreadable(Some(MigMode::Off))]).gpus[0]), free);
+        assert_eq!(node.reads(vec![plain(0, 0)]).gpus[0].conditions, []);
+    }
+}
+
+#[test]
+fn h8_gpu_with_instances_keeps_its_last_mig_facts() {
+    let instance = RawInstance {
+        id: 7,
+        profile_id: 19,
+        placement: Placement { start: 0, size: 1 },
+        compute_instances: Vec::new(),
+    };
+    let mig = RawMig::Supported { mode: MigMode::On, instances: vec![instance] };
+    let mut reading = reads(0, 0, None, mig);
+    if let Ok((description, _)) = &mut reading.reading {
+        let profile = divvy_model::inventory::MigProfile {
+            id: 19,
+            index: 0,
+            name: "1g.10gb".to_owned(),
+            memory_mib: 9_984,
+            multiprocessors: 16,
+            copy_engines: 1,
+            decoders: 1,
+            encoders: 0,
+            jpeg_engines: 1,
+            ofa_engines: 0,
+            max_instances: 7,
+            placements: vec![Placement { start: 0, size: 1 }],
+        };
+        *description = Arc::new(Description { profiles: Ok(vec![profile]), ..(**description).clone() });
+    }
+    let mut node = Node::default();
+    let before = node.reads_with(vec![reading.clone()], &|_, _, _| true).gpus[0].clone();
+    for mode in [Some(MigMode::On), Some(MigMode::Off), None] {
+        let gpu = &node.reads(vec![mig_unreadable(mode)]).gpus[0];
+        assert_eq!(gpu.mig, before.mig);
+        assert!(
+            gpu.obstacle(None).is_some() && gpu.obstacle(Some(Placement { start: 0, size: 1 })).is_some()
+        );
+    }
+    assert_eq!(node.reads_with(vec![reading], &|_, _, _| true).gpus[0], before);
+}
+
 #[test]
 fn instance_with_a_record_is_ours() {
     let instance = |id, start| RawInstance {
@@ -151,11 +226,40 @@ fn instance_with_a_record_is_ours() {
     assert_eq!((gpu.pcie_root.as_deref(), gpu.numa_node), (Some("pci0000:00"), Some(1)));
 
     // A missing GPU has no instances, and on Hopper no MIG mode.
-    let missing = without_driver(&node.last);
+    let missing = without_driver(&node.last, &BTreeSet::new());
     let Mig::Supported { mode: MigMode::Off, instances, .. } = &missing.gpus[0].mig else {
         panic!("{missing:?}")
     };
     assert!(instances.is_empty());
+    // While NVML is closed for an upgrade, a GPU that was read in this boot keeps its facts.
+    let unread = without_driver(&node.last, &[uuid(0)].into());
+    let expected = Gpu { presence: Presence::Unread, ..node.last.gpus[0].clone() };
+    assert_eq!(unread.gpus, [expected]);
+}
+
+#[test]
+fn h1_unreadable_gpu_of_another_boot_is_missing() {
+    let mut node = Node::default();
+    node.reads(vec![plain(0, 0), plain(1, 1)]);
+    let stuck = NvmlError::Stuck { call: "c", gpu: uuid(0), since: Instant::now() };
+    let snapshot = Snapshot {
+        driver_version: "580.95.05".to_owned(),
+        cuda_version: (13, 0),
+        gpus: vec![fails(0, stuck), plain(1, 0)],
+        unreadable: Vec::new(),
+    };
+    let none: &Ownership = &|_, _, _| false;
+    node.last = inventory(
+        &snapshot,
+        &BTreeMap::new(),
+        &mut node.numbers,
+        node.pending.classify(none, ReadScope::All),
+        &|_| false,
+        &[uuid(1)].into(),
+        &node.last,
+    );
+    assert_eq!(node.rows(), [row(0, 0, 0, Presence::Missing), row(1, 1, 0, Presence::Present)]);
+    assert_eq!(node.last.gpus[0].health(), HealthState::Stuck);
 }
 
 /// An event for one instance and its record on GPU 0.

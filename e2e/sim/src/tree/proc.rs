@@ -61,6 +61,12 @@ pub(super) fn gpu(state: &State, gpu: &Gpu, tree: &mut Tree) {
     }
 }
 
+/// An id that differs between boots, and between simulators with different GPUs.
+fn boot_id(state: &State) -> String {
+    let node = state.gpus.first().map_or(0, |gpu| gpu.pdi) & 0xffff_ffff_ffff;
+    format!("{:08x}-0000-4000-8000-{node:012x}\n", state.boot)
+}
+
 /// The capability files of a GPU's instances.
 pub(super) fn instances(gpu: &Gpu, tree: &mut Tree) {
     for gi in &gpu.instances {
@@ -103,13 +109,6 @@ fn devices(state: &State) -> String {
     }
     text.push_str("\nBlock devices:\n  8 sd\n259 blkext\n");
     text
-}
-
-/// A UUID that differs for each boot and each machine.
-fn boot_id(state: &State) -> String {
-    let machine = state.gpus.first().map_or(0, |gpu| gpu.pdi);
-    let (high, low) = (machine >> 48, machine & 0xffff_ffff_ffff);
-    format!("{:08x}-{high:04x}-4000-8000-{low:012x}\n", state.boot)
 }
 
 fn modules(state: &State) -> String {

@@ -22,13 +22,14 @@ fn first_time_slice_sets_interval_and_last_resets_it() {
     check(&long(), "share:gpu-0-timeslice", &steps, &["remove CDI file", "reset time slice"]);
     // Without consumable capacity the API server allocates the device to one claim at a time.
     check(&long(), "gpu-0-timeslice", &steps, &["remove CDI file", "reset time slice"]);
-    // The default interval needs no reset.
+}
+
+#[test]
+fn h9_default_interval_needs_no_step() {
     let on = node(HOPPER, MigMode::On);
-    let steps = ["disable MIG", "set time slice Default", "write CDI file"];
-    check(&on, "share:gpu-0-timeslice", &steps, &["remove CDI file"]);
-    let mut old = node(HOPPER, MigMode::Off);
-    old.gpu.compute_capability = (6, 1);
-    check(&old, "share:gpu-0-timeslice", &["write CDI file"], &["remove CDI file"]);
+    check(&on, "share:gpu-0-timeslice", &["disable MIG", "write CDI file"], &["remove CDI file"]);
+    let joined = node(HOPPER, MigMode::Off).shared(DEFAULT);
+    check(&joined, "share:gpu-0-timeslice", &["write CDI file"], &["remove CDI file"]);
 }
 
 #[test]

@@ -342,6 +342,7 @@ fn any_debt() -> impl Strategy<Value = Debt> {
             held: held.chain(instances.iter().map(|(key, _)| Part::Instance(own(key.clone())))).collect(),
             undo: record.undo,
             instances: instances.into_iter().map(|(key, uuid)| (own(key), ids(uuid))).collect(),
+            reading: Some(divvy_model::HealthReading { energy_mj: Some(7), ..Default::default() }),
             cause,
             gpu,
         }
