@@ -72,13 +72,17 @@ fn read_files(dir: &Path, name: &str, files: &mut BTreeMap<String, String>) {
 /// Size in bytes from which a file is a page in binary format. All text files are smaller.
 const POLICY_PAGE_MIN_BYTES: usize = 4096;
 
-/// The content of a text file, without the generation in a GPU's file, which counts changes. The length and
-/// checksum of a page.
+/// The content of a text file, without the generation in a GPU's file, which counts changes, and without the
+/// boot id in the file of GPU numbers. The length and checksum of a page.
 fn normalise(bytes: &[u8]) -> String {
     if bytes.len() >= POLICY_PAGE_MIN_BYTES && bytes.starts_with(b"divvy") {
         return format!("{} bytes, {:08x}", bytes.len(), crc32fast::hash(bytes));
     }
+    const BOOT: &str = r#""boot":{"id":""#;
     let text = String::from_utf8_lossy(bytes);
+    if let Some((before, rest)) = text.split_once(BOOT) {
+        return format!("{before}{BOOT}{}", rest.split_once('"').map_or(rest, |(_, after)| after));
+    }
     match text.split(' ').collect::<Vec<_>>().as_slice() {
         ["divvy", format, _, mig] => format!("divvy {format} {mig}"),
         _ => text.into_owned(),
