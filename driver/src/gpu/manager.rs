@@ -42,6 +42,8 @@ pub struct GpuUsage {
     pub named: bool,
     /// A record names an instance of the GPU.
     pub instances: bool,
+    /// A released claim left a debt on the GPU.
+    pub debts: bool,
 }
 
 /// Looks up how claim records use a GPU.
@@ -1156,7 +1158,7 @@ impl GpuManager {
                     .is_some_and(|since| now.saturating_sub(*since) >= self.options.forget_after.as_secs())
                 && !self.kernel_view.may_show(&gpu.uuid)
                 && !configured.contains(&gpu.number)
-                && !usage(&gpu.uuid).named
+                && matches!(usage(&gpu.uuid), GpuUsage { named: false, debts: false, .. })
         };
         let due: Vec<GpuUuid> = inventory.gpus.iter().filter(is_due).map(|gpu| gpu.uuid.clone()).collect();
         if !due.is_empty() {

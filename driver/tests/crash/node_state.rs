@@ -73,14 +73,17 @@ fn read_files(dir: &Path, name: &str, files: &mut BTreeMap<String, String>) {
 const POLICY_PAGE_MIN_BYTES: usize = 4096;
 
 /// The content of a text file, without the generation in a GPU's file, which counts changes, and without
-/// the boot in a record, which a reboot changes. The length and checksum of a page.
+/// what names the boot, which a reboot changes. The length and checksum of a page.
 fn normalise(bytes: &[u8]) -> String {
     if bytes.len() >= POLICY_PAGE_MIN_BYTES && bytes.starts_with(b"divvy") {
         return format!("{} bytes, {:08x}", bytes.len(), crc32fast::hash(bytes));
     }
     if let Ok(mut record) = serde_json::from_slice::<serde_json::Map<_, _>>(bytes) {
         record.remove("crc32");
-        record.remove("bootId");
+        record.remove("epoch");
+        if let Some(boot) = record.get_mut("boot").and_then(|boot| boot.as_object_mut()) {
+            boot.remove("id");
+        }
         if let Some(body) = record.get_mut("record").and_then(|body| body.as_object_mut()) {
             body.remove("epoch");
         }

@@ -150,13 +150,16 @@ impl Records {
         let indexed = self.on(gpu);
         let records: Vec<Arc<ClaimRecord>> = if indexed.is_empty() {
             // An unreadable directory must not look like no records.
-            let Ok((records, _)) = self.all() else { return GpuUsage { named: true, instances: true } };
+            let Ok((records, _)) = self.all() else {
+                return GpuUsage { named: true, instances: true, debts: true };
+            };
             records.into_iter().filter(|record| record.gpus().contains(gpu)).map(Arc::new).collect()
         } else {
             indexed
         };
         let has_instance = |record: &Arc<ClaimRecord>| instances(record, gpu).next().is_some();
-        GpuUsage { named: !records.is_empty(), instances: records.iter().any(has_instance) }
+        let instances = records.iter().any(has_instance);
+        GpuUsage { named: !records.is_empty(), instances, debts: !self.debts(gpu).is_empty() }
     }
 
     /// Writes the record. The GPUs that it concerns must be locked.
