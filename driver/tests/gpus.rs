@@ -351,7 +351,7 @@ async fn h5_gpus_of_earlier_hosts_are_forgotten() {
     // A claim names a GPU of the first host, and a rule of the node configuration names another.
     let claimed = gpus.inventory().borrow().gpus[0].uuid.clone();
     gpus.set_configured(Some([GpuNumber(1)].into()));
-    gpus.set_usage(Arc::new(move |gpu| GpuUsage { named: *gpu == claimed, instances: false }));
+    gpus.set_usage(Arc::new(move |gpu| GpuUsage { named: *gpu == claimed, instances: false, debts: false }));
     let kept = until(&gpus, |now| now.gpus.len() == 10).await;
     let missing = kept.gpus.iter().filter(|gpu| gpu.presence == Presence::Missing);
     assert_eq!(missing.map(|gpu| gpu.number.0).collect::<Vec<_>>(), [0, 1]);
@@ -390,7 +390,7 @@ async fn h5_operator_forgets_a_missing_gpu_at_once() {
     until(&gpus, |now| now.gpus[1].presence == Presence::Missing).await;
     assert_eq!(gpus.forget("gpu-7").await, Err(ForgetError::Unknown { gpu: "gpu-7".to_owned() }));
     assert_eq!(gpus.forget("0").await, Err(ForgetError::NotMissing { gpu: present }));
-    gpus.set_usage(Arc::new(|_| GpuUsage { named: true, instances: false }));
+    gpus.set_usage(Arc::new(|_| GpuUsage { named: true, instances: false, debts: false }));
     assert_eq!(gpus.forget(gone.as_str()).await, Err(ForgetError::InUse { gpu: gone }));
     gpus.set_usage(Arc::new(|_| GpuUsage::default()));
     assert_eq!(gpus.forget("gpu-1").await, Ok(()));
@@ -543,7 +543,7 @@ async fn h8_gpu_is_published_while_its_mig_facts_are_unreadable() {
     assert!(matches!(gpu.conditions[..], [Condition::MigUnreadable { .. }]), "{:?}", gpu.conditions);
     assert_eq!((gpu.presence, &gpu.mig, gpu.obstacle(None)), (Presence::Present, &Mig::Unsupported, None));
     // A record that names an instance of it proves that instances were published.
-    gpus.set_usage(Arc::new(|_| GpuUsage { named: true, instances: true }));
+    gpus.set_usage(Arc::new(|_| GpuUsage { named: true, instances: true, debts: false }));
     until(&gpus, |now| now.gpus[0].obstacle(None).is_some()).await;
     gpus.set_usage(Arc::new(|_| GpuUsage::default()));
     until(&gpus, |now| now.gpus[0].obstacle(None).is_none()).await;
