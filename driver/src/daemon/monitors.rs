@@ -365,6 +365,7 @@ impl MpsMonitor {
 pub struct CdiMonitor {
     pub cdi: cdi::Cdi,
     pub inventory: watch::Receiver<Arc<Inventory>>,
+    pub drained: watch::Receiver<Drained>,
     pub readiness: Readiness,
     pub events: EventSender,
 }
@@ -373,21 +374,30 @@ pub struct CdiMonitor {
 const CDI_CHECK_INTERVAL: Duration = Duration::from_secs(15);
 
 impl CdiMonitor {
-    /// Checks after each change of the inventory and at each interval.
+    /// Checks after each change of the inventory and at each interval, but not while NVML is drained.
     pub async fn run(mut self) {
         loop {
-            let driver = !self.inventory.borrow_and_update().driver_version.is_empty();
-            let cdi = self.cdi.clone();
-            let checked =
-                tokio::task::spawn_blocking(move || cdi.check().map_err(|error| error_chain(&error))).await;
-            let checked = checked.unwrap_or_else(|_| Err("the check panicked; see the log".to_owned()));
-            if let (true, Err(why)) = (driver, &checked) {
-                self.events.node(Reason::NotReady, why);
+            let has_driver = !self.inventory.borrow_and_update().driver_version.is_empty();
+            // The check may load kernel modules, which an upgrade of the driver has just unloaded.
+            let is_drained = self.drained.borrow_and_update().is_some();
+            if !is_drained {
+                let cdi = self.cdi.clone();
+                let check = move || cdi.check().map_err(|error| error_chain(&error));
+                let checked = tokio::task::spawn_blocking(check).await;
+                let checked = checked.unwrap_or_else(|_| Err("the check panicked; see the log".to_owned()));
+                if let (true, Err(why)) = (has_driver, &checked) {
+                    self.events.node(Reason::NotReady, why);
+                }
+                self.readiness.set(Condition::Cdi, checked);
             }
-            self.readiness.set(Condition::Cdi, checked);
             tokio::select! {
                 () = tokio::time::sleep(CDI_CHECK_INTERVAL) => {}
                 changed = self.inventory.changed() => {
+                    if changed.is_err() {
+                        return std::future::pending().await;
+                    }
+                }
+                changed = self.drained.changed() => {
                     if changed.is_err() {
                         return std::future::pending().await;
                     }

@@ -216,7 +216,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     let (drained, now_drained) = watch::channel(None);
     let watch = monitors::GpuMonitor {
         inventory: inventory.clone(),
-        drained: now_drained,
+        drained: now_drained.clone(),
         shortage: gpus.shortage(),
         readiness: readiness.clone(),
         events: events.clone(),
@@ -227,6 +227,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     let watch = monitors::CdiMonitor {
         cdi: cdi.clone(),
         inventory: inventory.clone(),
+        drained: now_drained,
         readiness: readiness.clone(),
         events: events.clone(),
     };

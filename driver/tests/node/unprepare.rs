@@ -31,17 +31,19 @@ async fn unprepare_needs_neither_claim_object_nor_api_server() {
 }
 
 #[tokio::test]
-async fn failed_unprepare_succeeds_once_the_cause_is_gone() {
+async fn unprepare_succeeds_and_leaves_a_debt_to_the_gpu() {
     let node = TestNode::new(H100).await;
     let _daemon = node.start_daemon(&[]).await;
     let claim = node.claim("a", &[SLICE]);
     node.prepare(&claim).await.unwrap();
     node.fail_call("nvmlGpuInstanceDestroy", None);
-    let error = node.unprepare(&claim).await.unwrap_err();
-    assert!(error.contains("claim ns/a"), "{error}");
-    node.clear_faults();
     node.unprepare(&claim).await.unwrap();
     assert_eq!(node.claim_files(), [""; 0]);
+    let whole = node.claim("b", &["gpu-0"]);
+    let error = node.prepare(&whole).await.unwrap_err();
+    assert!(error.contains("released claim ns/a"), "{error}");
+    node.clear_faults();
+    node.prepare(&whole).await.unwrap();
 }
 
 #[tokio::test]
