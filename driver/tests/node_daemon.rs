@@ -12,6 +12,8 @@ mod account;
 mod audit;
 #[path = "node/bad_input.rs"]
 mod bad_input;
+#[path = "node/control.rs"]
+mod control;
 #[path = "node/decommission.rs"]
 mod decommission;
 #[path = "node/device_classes.rs"]
