@@ -379,7 +379,7 @@ mod tests {
         let program = std::env::current_exe().expect("this test");
         let sim = create(dir, "L4", &Options::new(library, program)).expect("simulator");
         let library = sim.library("libnvidia-ml.so.1").canonicalize().expect("library");
-        let library = Arc::new(Library::open(&library).expect("open"));
+        let library = Arc::new(Library::open(&library, true).expect("open"));
         let uuid = GpuUuid::from(sim.read().expect("state").gpus[0].uuid.as_str());
         let (events, received) = tokio::sync::mpsc::unbounded_channel();
         let (alive, _) = tokio::sync::mpsc::channel(1);

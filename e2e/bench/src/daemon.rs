@@ -551,6 +551,8 @@ pub(crate) async fn pool(plan: &Plan) -> Result<()> {
         &pci,
         &mut GpuNumbers::default(),
         PendingOwnership::default().classify(&|_, _, _| false, ReadScope::All),
+        &|_| false,
+        &Default::default(),
         &Inventory::default(),
     );
     session.close().await;
