@@ -197,7 +197,7 @@ impl HealthReading {
     }
 }
 
-/// What a taint does, or that there is none.
+/// The effect of a taint; `None` means that there is no taint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum TaintEffect {
     None,
@@ -296,7 +296,7 @@ impl Gpu {
         self.findings().map(|finding| finding.state).max().unwrap_or_default()
     }
 
-    /// What the taint of a condition does. A device with any other effect than `None` is not
+    /// The effect of a condition's taint. A device with any other effect than `None` is not
     /// handed out.
     pub fn effect(&self, condition: &Condition) -> TaintEffect {
         match condition {

@@ -24,7 +24,7 @@ pub struct GpuPolicy {
     /// All GPU instances on it belong to Divvy: instances without a record are destroyed.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub exclusive_ownership: bool,
-    /// What the taint of each health state does.
+    /// The effect of the taint of each health state.
     #[serde(skip_serializing_if = "HealthEffects::is_default")]
     pub health: HealthEffects,
 }

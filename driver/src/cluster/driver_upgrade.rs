@@ -32,7 +32,7 @@ mod tests {
     }
 
     #[test]
-    fn paused_operands_and_restart_of_the_driver_announce_an_upgrade() {
+    fn labels_of_the_gpu_operator_announce_an_upgrade() {
         check(&[], None);
         check(&[("nvidia.com/gpu.deploy.driver", "true"), (UPGRADE_STATE, "upgrade-done")], None);
         for state in ["upgrade-required", "cordon-required", "drain-required", "validation-required"] {

@@ -276,7 +276,7 @@ impl Gpus {
         self.0.send(Command::SetMps(failed));
     }
 
-    /// Sets what released claims left on GPUs, as conditions.
+    /// Sets the debts of released claims, as conditions of their GPUs.
     pub fn set_debts(&self, debts: BTreeMap<GpuUuid, Vec<Condition>>) {
         self.0.send(Command::SetDebts(debts));
     }
@@ -410,7 +410,7 @@ struct GpuManager {
     policy: Arc<GpuPolicyFn>,
     /// GPUs with a failed MPS control daemon, and the cause.
     mps: BTreeMap<GpuUuid, String>,
-    /// What released claims left on GPUs.
+    /// Debts of released claims on GPUs.
     debts: BTreeMap<GpuUuid, Vec<Condition>>,
     /// Callers that wait until NVML is open without a GPU.
     handing_over: Vec<(GpuUuid, oneshot::Sender<Result<(), HandOverError>>)>,

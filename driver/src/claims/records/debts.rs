@@ -18,7 +18,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What a released claim left on one GPU.
+/// The remaining state of a released claim on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Debt {
     pub claim: ClaimRef,
@@ -150,7 +150,7 @@ impl DebtFiles {
             {
                 Ok(debt) if debt.gpu == *gpu => debts.push(debt),
                 Ok(debt) => {
-                    tracing::error!(path = %path.display(), gpu = %debt.gpu, "debt is of another GPU; ignored")
+                    tracing::error!(path = %path.display(), gpu = %debt.gpu, "debt of another GPU ignored");
                 }
                 Err(cause) => tracing::error!(path = %path.display(), cause, "debt cannot be read; ignored"),
             }

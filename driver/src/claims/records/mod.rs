@@ -2,7 +2,7 @@
 //!
 //! - `<state>/claims/<uid>.json`: the claim's record (`record`, `wire`)
 //! - `<state>/gpus/<GPU UUID>`: lock, generation and owner of MIG mode (`locks`)
-//! - `<state>/debts/`: what released claims left on GPUs (`debts`)
+//! - `<state>/debts/`: debts of released claims (`debts`)
 //! - `<state>/quarantine/`: records that could not be read
 //!
 //! A record is written before the hardware changes. It is removed after the hardware is restored or the

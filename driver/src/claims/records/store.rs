@@ -109,7 +109,8 @@ impl Store {
         for debt in Debt::of_claim(&claim, &[], &held, &undo, &epoch, cause) {
             if let Err(error) = self.debts.add(&debt) {
                 let error = &error as &dyn std::error::Error;
-                tracing::error!(%claim, gpu = %debt.gpu, error, "cannot write the debt of a quarantined record");
+                let gpu = &debt.gpu;
+                tracing::error!(%claim, %gpu, error, "cannot write the debt of a quarantined record");
             }
         }
     }
