@@ -5,7 +5,7 @@
 //! measured in the same rounds.
 
 use crate::node::{BenchNode, Dirs};
-use crate::stats::{figure, line, median, micros};
+use crate::stats::{figure, figure_at_most, line, median, micros};
 use crate::{artifacts, program};
 use anyhow::{Context, Result};
 use divvy_driver::gpu::inventory::{self, PendingOwnership, ReadScope};
@@ -292,6 +292,69 @@ pub(crate) async fn mig(plan: &Plan) -> Result<()> {
     }
     figure("mode_toggle_ms", &toggles, "ms");
     Ok(())
+}
+
+/// Bound of an unprepare in units of the prepare of the same claim, both on a disk.
+const RELEASE_RATIO_MAX: f64 = 1.3;
+
+/// Unprepare compared with prepare, with files on a disk: alone, and beside a process that syncs a file
+/// all the time, as another driver does.
+pub(crate) async fn release(plan: &Plan) -> Result<()> {
+    let node = BenchNode::start(&plan.node, EIGHT_GPUS, &plan.dirs(&plan.disk)).await?;
+    let neighbour = node.claim("neighbour", "gpu-1-mig-1g10gb-19-6").await?;
+    node.prepare(std::slice::from_ref(&neighbour)).await?;
+    for (kind, device) in [("gpu", "gpu-0"), ("mig", "gpu-1-mig-1g10gb-19-0")] {
+        let claim = node.claim(kind, device).await?;
+        cycles(&node, &claim, 20).await?;
+        for beside in ["alone", "fsync"] {
+            let _syncing = if beside == "fsync" { Some(Syncing::start(&plan.disk)?) } else { None };
+            let (mut prepares, mut unprepares, mut ratios) = (vec![], vec![], vec![]);
+            for _ in 0..plan.rounds {
+                let (prepare, unprepare) = cycles(&node, &claim, plan.samples).await?;
+                ratios.push(median(&unprepare) / median(&prepare));
+                prepares.push(median(&prepare));
+                unprepares.push(median(&unprepare));
+            }
+            figure(&format!("release_{kind}_{beside}_prepare_us"), &prepares, "us");
+            figure(&format!("release_{kind}_{beside}_unprepare_us"), &unprepares, "us");
+            figure_at_most(&format!("release_{kind}_{beside}_ratio"), &ratios, RELEASE_RATIO_MAX, "ratio");
+        }
+    }
+    Ok(())
+}
+
+/// A thread that writes and syncs a file until it is dropped.
+struct Syncing {
+    stop: std::sync::Arc<std::sync::atomic::AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Syncing {
+    fn start(dir: &Path) -> Result<Self> {
+        let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let mut file = tempfile::tempfile_in(dir)?;
+        let until = stop.clone();
+        let thread = std::thread::spawn(move || {
+            while !until.load(std::sync::atomic::Ordering::Relaxed) {
+                // An error would only end the load, and then the figure is that of the quiet disk.
+                let written = std::io::Write::write_all(&mut file, &[0; 4096]);
+                if written.and_then(|()| file.sync_all()).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Syncing {
+    fn drop(&mut self) {
+        self.stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            // A panicked thread has stopped too.
+            let _ = thread.join();
+        }
+    }
 }
 
 /// Eight prepares on eight GPUs, on which creating an instance takes 100 ms, compared with one prepare.

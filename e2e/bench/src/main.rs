@@ -59,7 +59,7 @@ struct Arguments {
         long,
         value_delimiter = ',',
         value_parser = [
-            "gpu", "mig", "shared", "parallel", "held", "burst",
+            "gpu", "mig", "release", "shared", "parallel", "held", "burst",
             "memory", "start", "pool", "controller", "webhook",
         ]
     )]
@@ -124,6 +124,9 @@ async fn run(plan: &Plan) -> Result<()> {
     }
     if selected("mig") {
         daemon::mig(plan).await.context("mig")?;
+    }
+    if selected("release") {
+        daemon::release(plan).await.context("release")?;
     }
     if selected("shared") {
         daemon::shared(plan).await.context("shared")?;
