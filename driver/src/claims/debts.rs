@@ -23,7 +23,7 @@ use std::sync::Arc;
 impl Inner {
     /// The current epoch.
     pub(crate) fn epoch(&self) -> Epoch {
-        Epoch::now(&self.options.paths.proc_root, &self.options.paths.sys_root)
+        self.started.with_module(&self.options.paths.sys_root)
     }
 
     /// Writes the steps that are left as debts of their GPUs.

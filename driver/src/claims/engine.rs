@@ -21,6 +21,7 @@ use crate::claims::records::{
 use crate::claims::step::{Step, Undo};
 use crate::cluster::claim_status::{DeviceData, DeviceFacts};
 use crate::gpu::Gpus;
+use crate::gpu::epoch::Epoch;
 use crate::gpu::part::{InstanceKey, Part};
 use crate::gpu::sharing::{Setup, ShareLimits};
 use crate::metrics::{ClaimGauges, ShareGauges};
@@ -167,6 +168,8 @@ pub enum UnprepareError {
 /// State that the engine's tasks share.
 pub(crate) struct Inner {
     pub(crate) options: EngineOptions,
+    /// The epoch in which this process started.
+    pub(crate) started: Epoch,
     pub(crate) gpus: Gpus,
     pub(crate) cdi: Cdi,
     pub(crate) records: Records,
@@ -196,8 +199,10 @@ impl Engine {
         let unusable = |cause| StartError::StateDir { path: state.clone(), cause };
         let records = Records::open(state).map_err(unusable)?;
         let locks = Locks::open(state).map_err(unusable)?;
+        let started = Epoch::now(&options.paths.proc_root, &options.paths.sys_root);
         let inner = Arc::new(Inner {
             options,
+            started,
             gpus,
             cdi,
             records,

@@ -21,11 +21,15 @@ impl Epoch {
     /// The current epoch, from these `/proc` and `/sys`.
     pub fn now(proc_root: &Path, sys_root: &Path) -> Self {
         let boot = std::fs::read_to_string(proc_root.join("sys/kernel/random/boot_id"));
+        let boot = boot.ok().map(|id| id.trim().to_owned()).filter(|id| !id.is_empty());
+        Self { boot, module: None }.with_module(sys_root)
+    }
+
+    /// The current epoch in the same boot. A process does not outlive its boot.
+    #[must_use]
+    pub fn with_module(&self, sys_root: &Path) -> Self {
         let module = std::fs::metadata(sys_root.join("module/nvidia"));
-        Self {
-            boot: boot.ok().map(|id| id.trim().to_owned()).filter(|id| !id.is_empty()),
-            module: module.ok().map(|directory| directory.ino()),
-        }
+        Self { module: module.ok().map(|directory| directory.ino()), ..self.clone() }
     }
 
     /// Whether the GPUs were certainly reset between this epoch and a later one.
