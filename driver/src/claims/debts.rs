@@ -19,6 +19,11 @@ use divvy_model::{Gpu, Inventory};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Not;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// Time before the undo steps of a debt are tried again. Processes that end and short failures of a tool
+/// take less.
+const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 impl Inner {
     /// The current epoch.
@@ -30,7 +35,11 @@ impl Inner {
     ///
     /// # Errors
     /// The cause of the failed undo, if files of the claim are left or a process uses the claim.
-    pub(crate) async fn leave_debts(&self, record: &ClaimRecord, not: NotUndone) -> Result<(), ReleaseError> {
+    pub(crate) async fn leave_debts(
+        self: &Arc<Self>,
+        record: &ClaimRecord,
+        not: NotUndone,
+    ) -> Result<(), ReleaseError> {
         let NotUndone { left, cause } = not;
         let uid = &record.claim.uid;
         if left.iter().any(|undo| undo.gpu().is_none()) || self.is_in_use(uid).await {
@@ -44,9 +53,23 @@ impl Inner {
                 "claim released with a debt; the rest is undone when the hardware allows"
             );
             self.records.add_debt(&debt)?;
+            self.tasks.spawn(self.clone().settle_soon(debt.gpu));
         }
         self.publish_debts();
         Ok(())
+    }
+
+    /// Settles the debts of a GPU after a moment: many causes, such as a busy GPU, are short. The audit
+    /// does the rest.
+    async fn settle_soon(self: Arc<Self>, gpu: GpuUuid) {
+        tokio::select! {
+            () = self.stop.cancelled() => return,
+            () = tokio::time::sleep(FIRST_RETRY_DELAY) => {}
+        }
+        let inventory = self.inventory();
+        if let Some(gpu) = inventory.gpus.iter().find(|known| known.uuid == gpu && known.is_usable()) {
+            self.recover_gpu(gpu).await;
+        }
     }
 
     /// Settles the debts of a locked GPU, as far as the hardware allows, and returns the others.

@@ -318,7 +318,7 @@ impl Inner {
 
     /// Handles MIG mode, instances and MPS control daemons of the GPU that have no record. Returns
     /// the unmanaged instances that remain.
-    async fn recover_gpu(self: &Arc<Self>, gpu: &Gpu) -> Vec<InstanceKey> {
+    pub(crate) async fn recover_gpu(self: &Arc<Self>, gpu: &Gpu) -> Vec<InstanceKey> {
         match self.try_recover_gpu(gpu).await {
             Ok(unmanaged) => unmanaged,
             Err(error) => {

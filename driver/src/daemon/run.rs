@@ -154,6 +154,7 @@ async fn decommission_node(plan: DecommissionStages, stages: &mut Stages) -> any
 
 /// Starts all tasks. With `--decommission` it returns the decommissioning.
 async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<DecommissionStages>> {
+    let signals = Signals::install()?;
     let paths = args.host.paths();
     let pool = PoolName::from(args.cluster.node_name.as_str());
     tracing::info!(version = env!("CARGO_PKG_VERSION"), node = %pool, ?paths, "divvy-node starts");
@@ -235,8 +236,6 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
         // Not while decommissioning, since it would write files that decommissioning removes.
         stages.droppable("CDI watch", watch.run());
     }
-    let signals = Signals::install()?;
-
     // Recovery needs the policy.
     let options = PolicyOptions {
         file: args.gpus.config.clone(),

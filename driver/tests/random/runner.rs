@@ -1,7 +1,7 @@
 //! Runs operations on a node and checks the answers against the model.
 
 use crate::harness::{Daemon, KubeletCall, POLL_INTERVAL, TestNode};
-use crate::invariants::{differences, forbidden_state};
+use crate::invariants::{differences, forbidden_state, wrong_device_nodes};
 use crate::model::{ModelClaim, ModelDevice, Stage};
 use crate::operations::{CLAIM_SLOTS, GPUS, HangUntil, Operation};
 use crate::sequence::Failure;
@@ -12,6 +12,10 @@ use divvy_sim::control::{Pattern, When};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use std::time::{Duration, Instant};
 
+/// Time for the daemon to close or open NVML. A call that hangs keeps the library loaded.
+const SIGNAL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time between two device nodes after a late boot.
+const LATE_NODES_MS: u64 = 300;
 /// Flags of the daemon, besides the node configuration.
 const FLAGS: [&str; 8] = [
     "--mig-hold-off",
@@ -46,6 +50,10 @@ pub(crate) struct Runner {
     outage: bool,
     /// Indices of GPUs that are lost or missing.
     absent_gpus: Vec<usize>,
+    /// Whether a GPU had a fatal XID since the last reboot.
+    marked: bool,
+    /// Whether NVML is closed by a signal.
+    drained: bool,
 }
 
 fn flags(node: &TestNode) -> Vec<String> {
@@ -75,6 +83,8 @@ impl Runner {
             recovering: false,
             outage: false,
             absent_gpus: Vec::new(),
+            marked: false,
+            drained: false,
         }
     }
 
@@ -108,7 +118,17 @@ impl Runner {
             }
             Operation::Kill => self.restart(|_| ()),
             Operation::Forget { claim } => self.forget(*claim),
-            Operation::Reboot { without } => self.reboot(*without),
+            Operation::Reboot { without, late } => self.reboot(*without, *late),
+            Operation::Xid { gpu, xid } => {
+                let is_fatal = divvy_model::xid::find(*xid).is_some_and(|xid| xid.class.state().is_some());
+                if !self.absent_gpus.contains(gpu) {
+                    self.degraded |= is_fatal;
+                    self.marked |= is_fatal;
+                    self.node.update_sim(|state| state.xid(*gpu, *xid, None).unwrap());
+                }
+            }
+            Operation::Drain { over } => self.drain(!over).await,
+            Operation::Tool { back } => self.remove_tool(!back),
             Operation::Reset { gpu } => {
                 self.degraded = true;
                 // An absent GPU cannot be reset.
@@ -134,7 +154,11 @@ impl Runner {
             }
         }
         let claims: Vec<&ModelClaim> = self.claims.iter().flatten().collect();
-        forbidden_state(&self.node, &claims).map_or(Ok(()), Err)
+        let found = forbidden_state(&self.node, &claims);
+        // A daemon that has just started has not withheld files yet. No container can start before.
+        let found =
+            found.or_else(|| if self.recovering { None } else { wrong_device_nodes(&self.node, &claims) });
+        found.map_or(Ok(()), Err)
     }
 
     /// The next call for the claim. A claim that could not be prepared is first replaced by a new one.
@@ -310,7 +334,7 @@ impl Runner {
         let flags = flags(&self.node);
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         self.daemon = Some(self.node.spawn_daemon(&flags));
-        self.recovering = true;
+        (self.recovering, self.drained) = (true, false);
     }
 
     fn forget(&mut self, slot: usize) {
@@ -320,9 +344,42 @@ impl Runner {
         self.restart(|_| ());
     }
 
-    fn reboot(&mut self, without: Option<usize>) {
+    /// Closes NVML, as before a replacement of the GPU driver, or opens it again.
+    async fn drain(&mut self, begins: bool) {
+        // A daemon that has just started has not installed its signal handlers.
+        if let Some(daemon) = &self.daemon
+            && begins != self.drained
+            && !self.recovering
+        {
+            (self.drained, self.degraded) = (begins, true);
+            let signal = if begins { "-USR1" } else { "-USR2" };
+            let sent = std::process::Command::new("kill").args([signal, &daemon.pid().to_string()]).status();
+            assert!(sent.unwrap().success());
+            // Two signals that are pending at once have no order.
+            let maps = format!("/proc/{}/maps", daemon.pid());
+            let begun = Instant::now();
+            while std::fs::read_to_string(&maps).unwrap().contains("libnvidia-ml") == begins
+                && begun.elapsed() < SIGNAL_TIMEOUT
+            {
+                tokio::time::sleep(POLL_INTERVAL).await;
+            }
+        }
+    }
+
+    fn remove_tool(&mut self, is_removed: bool) {
+        let tool = self.node.sim.root().join("usr/bin/nvidia-smi");
+        let aside = tool.with_extension("aside");
+        let (from, to) = if is_removed { (&tool, &aside) } else { (&aside, &tool) };
+        if from.exists() {
+            self.degraded = true;
+            std::fs::rename(from, to).unwrap();
+        }
+    }
+
+    fn reboot(&mut self, without: Option<usize>, late: bool) {
         let absent_gpus: Vec<usize> = without.into_iter().collect();
-        self.degraded |= !absent_gpus.is_empty();
+        self.degraded |= !absent_gpus.is_empty() || late;
+        self.marked = false;
         let back = std::mem::replace(&mut self.absent_gpus, absent_gpus);
         self.restart(|node| {
             node.update_sim(|state| {
@@ -332,8 +389,12 @@ impl Runner {
                 if let Some(gpu) = without {
                     state.lose(gpu, false).unwrap();
                 }
+                state.host.node_delay_ms = if late { LATE_NODES_MS } else { 0 };
                 state.reboot();
             });
+            if late {
+                node.sim.start_node_helper().unwrap();
+            }
             node.clear_run_dir();
         });
     }
@@ -350,8 +411,10 @@ impl Runner {
         if self.outage {
             self.outage(false);
         }
-        if !self.absent_gpus.is_empty() {
-            self.reboot(None);
+        self.drain(false).await;
+        self.remove_tool(false);
+        if !self.absent_gpus.is_empty() || self.marked {
+            self.reboot(None, false);
         }
         for slot in 0..CLAIM_SLOTS {
             self.finish_claim(slot).await?;
