@@ -356,8 +356,9 @@ pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     result
 }
 
-/// Directory in containers with the CDI files of their claims.
-const CLAIMS_IN_CONTAINER: &str = "/run/divvy/claims";
+/// Directory in containers with the CDI files of their claims. It is not below `/run/divvy`, where the
+/// share audit accepts only pages and the library.
+const CLAIMS_IN_CONTAINER: &str = "/run/divvy-claims";
 const MOUNT_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "rbind", "rprivate"];
 /// Options for files that are only read.
 const DATA_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "noexec", "bind", "rprivate"];

@@ -153,7 +153,7 @@ impl TestNode {
             tempfile::Builder::new().prefix("4711").rand_bytes(0).tempdir_in(&self.paths.process_root);
         let process = process.unwrap();
         let mounted = format!("/cdi/gpu.divvy.dev-claim_{claim}.json");
-        let line = format!("36 35 0:98 {mounted} /run/divvy/claims/{claim}.json ro - tmpfs tmpfs rw\n");
+        let line = format!("36 35 0:98 {mounted} /run/divvy-claims/{claim}.json ro - tmpfs tmpfs rw\n");
         std::fs::write(process.path().join("mountinfo"), line).unwrap();
         process
     }

@@ -33,7 +33,7 @@ impl Container {
         let process = node.sim.root().join(format!("proc/{PID}"));
         fs::create_dir_all(&process).unwrap();
         let file = format!("gpu.divvy.dev-claim_{claim}.json");
-        let mount = format!("63 43 0:25 /cdi/{file} /run/divvy/claims/{claim}.json ro - tmpfs tmpfs rw\n");
+        let mount = format!("63 43 0:25 /cdi/{file} /run/divvy-claims/{claim}.json ro - tmpfs tmpfs rw\n");
         fs::write(process.join("mountinfo"), format!("1 0 0:50 / / rw - overlay overlay rw\n{mount}"))
             .unwrap();
         Self { process }

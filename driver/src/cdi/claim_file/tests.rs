@@ -203,7 +203,7 @@ fn claim_file_has_its_devices_and_the_common_edits() {
                     mount("usr/lib64/libcuda.so.580.1", "/usr/lib64/libcuda.so"),
                     {
                         "hostPath": fixture.path("cdi/gpu.divvy.dev-claim_1-2.json"),
-                        "containerPath": "/run/divvy/claims/1-2.json",
+                        "containerPath": "/run/divvy-claims/1-2.json",
                         "options": ["ro", "nosuid", "nodev", "noexec", "bind", "rprivate"],
                     },
                 ],
