@@ -1,6 +1,7 @@
 //! Comparison of the node with the model: a state that is never allowed, and the exact state after the
 //! node has settled.
 
+use crate::device_nodes::find_debts;
 use crate::harness::TestNode;
 use crate::harness::{compare_dir, read_or_error};
 use crate::model::{ModelClaim, ModelDevice, Sharing, Stage};
@@ -45,6 +46,7 @@ pub(crate) fn differences(node: &TestNode, claims: &[&ModelClaim]) -> Vec<String
     let in_shares = claims.iter().filter(|claim| claim.devices.iter().any(|device| device.memory.is_some()));
     let in_shares = in_shares.map(|claim| claim.claim.uid.clone()).collect();
     compare_dir(&node.run_dir().join("shares"), &in_shares, &mut found);
+    find_debts(node, &mut found);
     for claim in claims {
         let uid = &claim.claim.uid;
         for (at, memory) in

@@ -30,10 +30,20 @@ pub(crate) enum Operation {
     Forget { claim: usize },
     /// Reboots the node, perhaps without one of its GPUs.
     Reboot { without: Option<usize> },
+    /// Reboots the node; the device nodes of its GPUs appear late.
+    RebootWithLateNodes,
+    /// Moves the virtual machine to another host with other boards, and back.
+    Move,
     /// Resets a GPU, which loses its state.
     Reset { gpu: usize },
-    /// Makes a GPU fall off the bus.
-    Lose { gpu: usize },
+    /// Makes a GPU fall off the bus. No event reports a silent loss.
+    Lose { gpu: usize, silent: bool },
+    /// Reports an XID of a GPU.
+    Xid { gpu: usize, xid: u64 },
+    /// Closes NVML with SIGUSR1, or opens it again with SIGUSR2.
+    Drain { over: bool },
+    /// Removes `nvidia-smi`, or restores it.
+    RemoveTool { over: bool },
     /// Starts or ends an outage of the API server.
     Outage { over: bool },
     /// Ends all failures, retries pending calls, and compares the node with the model.
@@ -81,6 +91,10 @@ const ERROR_CODES: [Code; 6] = [
     Code::InsufficientResources,
     Code::NoPermission,
 ];
+/// XIDs of programs, which change no state.
+const APPLICATION_XIDS: [u64; 4] = [13, 31, 43, 45];
+/// XIDs after which a GPU is not usable until it is reset.
+pub(crate) const FATAL_XIDS: [u64; 4] = [48, 79, 95, 154];
 /// Profiles of an H100, with their possible first slices. The smallest one is drawn more often.
 const PROFILES: [(&str, &[u32]); 5] = [
     ("1g10gb-19", &[0, 1, 2, 3, 4, 5, 6]),
@@ -101,8 +115,13 @@ impl Operation {
             Self::Kill => "kill",
             Self::Forget { .. } => "forget",
             Self::Reboot { .. } => "reboot",
+            Self::RebootWithLateNodes => "late nodes",
+            Self::Move => "move",
             Self::Reset { .. } => "reset",
             Self::Lose { .. } => "lose",
+            Self::Xid { .. } => "xid",
+            Self::Drain { .. } => "drain",
+            Self::RemoveTool { .. } => "remove tool",
             Self::Outage { .. } => "outage",
             Self::Settle => "settle",
             Self::ReleaseAll => "release all",
@@ -136,9 +155,15 @@ impl Operation {
             890..896 => Self::Reboot { without: None },
             896..900 => Self::Reboot { without: Some(gpu) },
             900..910 => Self::Reset { gpu },
-            910..914 => Self::Lose { gpu },
-            914..926 => Self::Outage { over: rng.below(3) == 0 },
-            926..996 => Self::Settle,
+            910..914 => Self::Lose { gpu, silent: rng.once_in(3) },
+            914..924 => Self::Outage { over: rng.below(3) == 0 },
+            924..925 => Self::RebootWithLateNodes,
+            925..927 => Self::Move,
+            927..935 => Self::Xid { gpu: rng.below(GPU_COUNT), xid: *rng.choose(&APPLICATION_XIDS) },
+            935..938 => Self::Xid { gpu: rng.below(GPU_COUNT), xid: *rng.choose(&FATAL_XIDS) },
+            938..942 => Self::Drain { over: rng.once_in(3) },
+            942..945 => Self::RemoveTool { over: rng.once_in(3) },
+            945..996 => Self::Settle,
             _ => Self::ReleaseAll,
         }
     }
