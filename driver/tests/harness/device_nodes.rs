@@ -19,7 +19,7 @@ struct CdiDevice {
     capabilities: BTreeSet<String>,
 }
 
-/// What a device's name says about other claims on its nodes.
+/// The mode of a device, parsed from its name. It decides which claims may have the same nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     Whole,
@@ -102,12 +102,15 @@ pub(crate) fn wrong_device_node(node: &TestNode, is_admin: impl Fn(&str) -> bool
             let gpu = device.gpu;
             return Some(format!("CDI file has {device:?}, but the minor of gpu-{gpu} is {minor:?}"));
         }
+    }
+    // With admin access, a claim has the nodes of all instances of its GPU.
+    devices.retain(|device| !is_admin(&device.claim));
+    for device in &devices {
         let has_capabilities = !device.capabilities.is_empty();
         if device.mode.is_instance() != has_capabilities {
             return Some(format!("CDI file has wrong capabilities: {device:?}"));
         }
     }
-    devices.retain(|device| !is_admin(&device.claim));
     for (at, one) in devices.iter().enumerate() {
         for two in devices[at + 1..].iter().filter(|two| two.claim != one.claim) {
             if let Some(path) = one.conflicting_node(two) {
