@@ -1,8 +1,9 @@
 //! Random operations on a node, checked against a model.
 //!
-//! Operations are drawn from a seed: prepare, unprepare, kills, reboots, GPU resets and losses, NVML faults
-//! and hangs, API server outages. After each one, the answers and the GPUs must agree with the model. At
-//! each `Settle` the node must equal the model exactly. A failing sequence is reduced to a short one.
+//! Operations are drawn from a seed: prepare, unprepare, kills, reboots, VM moves, drains, GPU resets, losses
+//! and XIDs, faults and hangs of NVML and `nvidia-smi`, API server outages. After each one, the answers, the
+//! GPUs and the device nodes in the CDI files must agree with the model. At each `Settle` the node must
+//! equal the model exactly. A failing sequence is reduced to a short one.
 //! `DIVVY_RANDOM_OPERATIONS` sets their number (default 1000), `DIVVY_RANDOM_SEED` the seed (default: from
 //! the clock, printed).
 #![allow(clippy::unwrap_used)]
@@ -16,6 +17,8 @@ mod operations;
 #[path = "random/runner.rs"]
 mod runner;
 
+#[path = "harness/device_nodes.rs"]
+mod device_nodes;
 mod harness;
 #[path = "harness/programs.rs"]
 mod programs;

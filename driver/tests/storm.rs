@@ -9,6 +9,8 @@
 
 #[path = "storm/claim_spec.rs"]
 mod claim_spec;
+#[path = "harness/device_nodes.rs"]
+mod device_nodes;
 mod harness;
 #[path = "storm/invariants.rs"]
 mod invariants;
@@ -54,6 +56,9 @@ struct Counts {
 /// After each operation, these invariants hold.
 ///
 /// - A GPU shows at most one mode, which is the mode of the claims that are prepared on it.
+///
+/// - A CDI file has the device nodes of its claim's GPUs only, and no node is in the files of two claims that
+///   exclude each other.
 ///
 /// - The scheduler allocates no device or share twice.
 ///

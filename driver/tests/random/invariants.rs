@@ -1,11 +1,12 @@
 //! Comparison of the node with the model: a state that is never allowed, and the exact state after the
 //! node has settled.
 
+use crate::device_nodes::find_debts;
 use crate::harness::TestNode;
 use crate::harness::{compare_dir, read_or_error};
 use crate::model::{ModelClaim, ModelDevice, Sharing, Stage};
 use divvy_pages::Policy;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// The differences between the node and the state that these claims need. Empty if there are none.
 pub(crate) fn differences(node: &TestNode, claims: &[&ModelClaim]) -> Vec<String> {
@@ -42,10 +43,10 @@ pub(crate) fn differences(node: &TestNode, claims: &[&ModelClaim]) -> Vec<String
     compare_dir(&node.state_dir().join("claims"), &names(""), &mut found);
     compare_dir(&node.cdi_dir(), &names("gpu.divvy.dev-claim_"), &mut found);
     compare_dir(&node.state_dir().join("quarantine"), &BTreeSet::new(), &mut found);
-    compare_dir(&node.state_dir().join("debts"), &BTreeSet::new(), &mut found);
     let in_shares = claims.iter().filter(|claim| claim.devices.iter().any(|device| device.memory.is_some()));
     let in_shares = in_shares.map(|claim| claim.claim.uid.clone()).collect();
     compare_dir(&node.run_dir().join("shares"), &in_shares, &mut found);
+    find_debts(node, &mut found);
     for claim in claims {
         let uid = &claim.claim.uid;
         for (at, memory) in
@@ -93,49 +94,6 @@ pub(crate) fn forbidden_state(node: &TestNode, claims: &[&ModelClaim]) -> Option
         }
     }
     None
-}
-
-/// Device nodes that a container must not get: a node in the CDI files of two claims that hold their
-/// devices alone, or a GPU's node in the file of a claim that has no device on this GPU.
-pub(crate) fn wrong_device_nodes(node: &TestNode, claims: &[&ModelClaim]) -> Option<String> {
-    let state = node.sim.read().unwrap();
-    let mut holders: BTreeMap<String, &str> = BTreeMap::new();
-    for claim in claims {
-        let uid = claim.claim.uid.as_str();
-        let file = node.cdi_dir().join(format!("gpu.divvy.dev-claim_{uid}.json"));
-        let Ok(text) = std::fs::read_to_string(&file) else { continue };
-        let nodes = device_nodes(&text);
-        let gpus = || claim.devices.iter().map(|device| &state.gpus[device.gpu]);
-        for minor in nodes.iter().filter_map(|path| path.strip_prefix("/dev/nvidia")?.parse::<u32>().ok()) {
-            if !gpus().any(|gpu| gpu.minor == minor && !gpu.missing) {
-                return Some(format!("CDI file of {uid} has /dev/nvidia{minor}, which is not its GPU"));
-            }
-        }
-        let is_alone = |device: &ModelDevice| device.sharing.is_none() && device.memory.is_none();
-        if !claim.devices.iter().all(is_alone) {
-            continue;
-        }
-        let has_instances = claim.devices.iter().any(|device| device.instance.is_some());
-        // Claims of instances share the GPU's node; their own nodes are those of the instances.
-        for path in nodes.into_iter().filter(|path| !has_instances || path.contains("nvidia-cap")) {
-            if let Some(other) = holders.insert(path.clone(), uid) {
-                return Some(format!("{path} is in the CDI files of {other} and {uid}"));
-            }
-        }
-    }
-    None
-}
-
-/// The device nodes of GPUs and instances in a CDI file, without the nodes that all containers get.
-fn device_nodes(text: &str) -> Vec<String> {
-    let file: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
-    let devices = file["devices"].as_array().into_iter().flatten();
-    let nodes =
-        devices.flat_map(|device| device["containerEdits"]["deviceNodes"].as_array().into_iter().flatten());
-    let mut paths: Vec<String> = nodes.filter_map(|node| Some(node["path"].as_str()?.to_owned())).collect();
-    paths.sort();
-    paths.dedup();
-    paths
 }
 
 /// Profile ID and first slice of a MIG device.

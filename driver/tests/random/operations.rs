@@ -28,18 +28,22 @@ pub(crate) enum Operation {
     Kill,
     /// Deletes the claim without an unprepare and kills the daemon.
     Forget { claim: usize },
-    /// Reboots the node, perhaps without one of its GPUs. With `late`, device nodes appear after a while.
-    Reboot { without: Option<usize>, late: bool },
+    /// Reboots the node, perhaps without one of its GPUs.
+    Reboot { without: Option<usize> },
+    /// Reboots the node; the device nodes of its GPUs appear late.
+    RebootWithLateNodes,
+    /// Moves the virtual machine to another host with other boards, and back.
+    Move,
     /// Resets a GPU, which loses its state.
     Reset { gpu: usize },
-    /// Makes a GPU fall off the bus.
-    Lose { gpu: usize },
+    /// Makes a GPU fall off the bus. No event reports a silent loss.
+    Lose { gpu: usize, silent: bool },
     /// Reports an XID of a GPU.
     Xid { gpu: usize, xid: u64 },
-    /// Closes NVML by a signal, or opens it again.
+    /// Closes NVML with SIGUSR1, or opens it again with SIGUSR2.
     Drain { over: bool },
-    /// Removes `nvidia-smi`, or puts it back.
-    Tool { back: bool },
+    /// Removes `nvidia-smi`, or restores it.
+    RemoveTool { over: bool },
     /// Starts or ends an outage of the API server.
     Outage { over: bool },
     /// Ends all failures, retries pending calls, and compares the node with the model.
@@ -87,11 +91,10 @@ const ERROR_CODES: [Code; 6] = [
     Code::InsufficientResources,
     Code::NoPermission,
 ];
-/// XIDs after which the GPU takes no claims: a double-bit error, a lost GPU, an uncontained memory error,
-/// and the request for a reset or a reboot.
-const FATAL_XIDS: [u64; 4] = [48, 79, 95, 154];
-/// XIDs that a program can cause. They change nothing.
+/// XIDs of programs, which change no state.
 const APPLICATION_XIDS: [u64; 4] = [13, 31, 43, 45];
+/// XIDs after which a GPU is not usable until it is reset.
+pub(crate) const FATAL_XIDS: [u64; 4] = [48, 79, 95, 154];
 /// Profiles of an H100, with their possible first slices. The smallest one is drawn more often.
 const PROFILES: [(&str, &[u32]); 5] = [
     ("1g10gb-19", &[0, 1, 2, 3, 4, 5, 6]),
@@ -112,11 +115,13 @@ impl Operation {
             Self::Kill => "kill",
             Self::Forget { .. } => "forget",
             Self::Reboot { .. } => "reboot",
+            Self::RebootWithLateNodes => "late nodes",
+            Self::Move => "move",
             Self::Reset { .. } => "reset",
             Self::Lose { .. } => "lose",
             Self::Xid { .. } => "xid",
             Self::Drain { .. } => "drain",
-            Self::Tool { .. } => "tool",
+            Self::RemoveTool { .. } => "remove tool",
             Self::Outage { .. } => "outage",
             Self::Settle => "settle",
             Self::ReleaseAll => "release all",
@@ -129,11 +134,7 @@ impl Operation {
         let gpu = rng.below(MIG_GPU_COUNT);
         match rng.below(1000) {
             0..410 => Self::Prepare { claim, devices: random_devices(rng) },
-            410..720 => Self::Unprepare { claim },
-            720..725 => Self::Xid { gpu, xid: *rng.choose(&FATAL_XIDS) },
-            725..730 => Self::Xid { gpu, xid: *rng.choose(&APPLICATION_XIDS) },
-            730..736 => Self::Drain { over: rng.below(3) == 0 },
-            736..740 => Self::Tool { back: rng.below(3) == 0 },
+            410..740 => Self::Unprepare { claim },
             740..840 => {
                 let (call, when) = (rng.below(PREPARE_CALLS.len()), before_or_after(rng));
                 let codes = if when == When::Before { &ERROR_CODES[..] } else { &ERROR_CODES[..3] };
@@ -151,12 +152,18 @@ impl Operation {
             }
             870..885 => Self::Kill,
             885..890 => Self::Forget { claim },
-            890..896 => Self::Reboot { without: None, late: rng.once_in(3) },
-            896..900 => Self::Reboot { without: Some(gpu), late: false },
+            890..896 => Self::Reboot { without: None },
+            896..900 => Self::Reboot { without: Some(gpu) },
             900..910 => Self::Reset { gpu },
-            910..914 => Self::Lose { gpu },
-            914..926 => Self::Outage { over: rng.below(3) == 0 },
-            926..996 => Self::Settle,
+            910..914 => Self::Lose { gpu, silent: rng.once_in(3) },
+            914..924 => Self::Outage { over: rng.below(3) == 0 },
+            924..925 => Self::RebootWithLateNodes,
+            925..927 => Self::Move,
+            927..935 => Self::Xid { gpu: rng.below(GPU_COUNT), xid: *rng.choose(&APPLICATION_XIDS) },
+            935..938 => Self::Xid { gpu: rng.below(GPU_COUNT), xid: *rng.choose(&FATAL_XIDS) },
+            938..942 => Self::Drain { over: rng.once_in(3) },
+            942..945 => Self::RemoveTool { over: rng.once_in(3) },
+            945..996 => Self::Settle,
             _ => Self::ReleaseAll,
         }
     }

@@ -1,21 +1,21 @@
 //! Runs operations on a node and checks the answers against the model.
 
-use crate::harness::{Daemon, KubeletCall, POLL_INTERVAL, TestNode};
-use crate::invariants::{differences, forbidden_state, wrong_device_nodes};
+use crate::device_nodes::wrong_device_node;
+use crate::harness::{Daemon, KubeletCall, POLL_INTERVAL, TestNode, compare_dir, until};
+use crate::invariants::{differences, forbidden_state};
 use crate::model::{ModelClaim, ModelDevice, Stage};
-use crate::operations::{CLAIM_SLOTS, GPUS, HangUntil, Operation};
+use crate::operations::{CLAIM_SLOTS, FATAL_XIDS, GPUS, HangUntil, Operation};
 use crate::sequence::Failure;
 use crate::supervisor::FakeSupervisor;
 use divvy_fakes::apiserver::Outage;
 use divvy_fakes::kubelet::Outcome;
 use divvy_sim::control::{Pattern, When};
+use divvy_sim::state::Loss;
 use k8s_openapi::api::resource::v1::ResourceClaim;
+use rustix::process::{Pid, Signal, kill_process};
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// Time for the daemon to close or open NVML. A call that hangs keeps the library loaded.
-const SIGNAL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time between two device nodes after a late boot.
-const LATE_NODES_MS: u64 = 300;
 /// Flags of the daemon, besides the node configuration.
 const FLAGS: [&str; 8] = [
     "--mig-hold-off",
@@ -28,6 +28,9 @@ const FLAGS: [&str; 8] = [
     "--nvml-destroy-timeout",
     "2s",
 ];
+
+/// Time between two device nodes that appear late, in ms.
+const NODE_DELAY_MS: u64 = 50;
 
 /// A node under random operations, and its model.
 pub(crate) struct Runner {
@@ -50,10 +53,12 @@ pub(crate) struct Runner {
     outage: bool,
     /// Indices of GPUs that are lost or missing.
     absent_gpus: Vec<usize>,
-    /// Whether a GPU had a fatal XID since the last reboot.
+    /// A GPU had a fatal XID in this boot.
     marked: bool,
-    /// Whether NVML is closed by a signal.
+    /// NVML is closed by SIGUSR1.
     drained: bool,
+    /// `nvidia-smi` is missing.
+    without_tool: bool,
 }
 
 fn flags(node: &TestNode) -> Vec<String> {
@@ -85,6 +90,7 @@ impl Runner {
             absent_gpus: Vec::new(),
             marked: false,
             drained: false,
+            without_tool: false,
         }
     }
 
@@ -118,17 +124,12 @@ impl Runner {
             }
             Operation::Kill => self.restart(|_| ()),
             Operation::Forget { claim } => self.forget(*claim),
-            Operation::Reboot { without, late } => self.reboot(*without, *late),
-            Operation::Xid { gpu, xid } => {
-                let is_fatal = divvy_model::xid::find(*xid).is_some_and(|xid| xid.class.state().is_some());
-                if !self.absent_gpus.contains(gpu) {
-                    self.degraded |= is_fatal;
-                    self.marked |= is_fatal;
-                    self.node.update_sim(|state| state.xid(*gpu, *xid, None).unwrap());
-                }
+            Operation::Reboot { without } => self.reboot(*without, 0),
+            Operation::RebootWithLateNodes => {
+                self.degraded = true;
+                self.reboot(None, NODE_DELAY_MS);
             }
-            Operation::Drain { over } => self.drain(!over).await,
-            Operation::Tool { back } => self.remove_tool(!back),
+            Operation::Move => self.move_away_and_back().await?,
             Operation::Reset { gpu } => {
                 self.degraded = true;
                 // An absent GPU cannot be reset.
@@ -136,13 +137,24 @@ impl Runner {
                     self.node.update_sim(|state| state.reset(*gpu, true).unwrap());
                 }
             }
-            Operation::Lose { gpu } => {
+            Operation::Lose { gpu, silent } => {
                 if !self.absent_gpus.contains(gpu) {
                     self.degraded = true;
                     self.absent_gpus.push(*gpu);
-                    self.node.update_sim(|state| state.lose(*gpu, true).unwrap());
+                    let loss = Loss { silent: *silent, code: None };
+                    self.node.update_sim(|state| state.lose_as(*gpu, true, loss).unwrap());
                 }
             }
+            Operation::Xid { gpu, xid } => {
+                if !self.absent_gpus.contains(gpu) {
+                    let is_fatal = FATAL_XIDS.contains(xid);
+                    self.degraded |= is_fatal;
+                    self.marked |= is_fatal;
+                    self.node.update_sim(|state| state.xid(*gpu, *xid, None).unwrap());
+                }
+            }
+            Operation::Drain { over } => self.drain(*over).await,
+            Operation::RemoveTool { over } => self.remove_tool(*over),
             Operation::Outage { over } => self.outage(!over),
             Operation::Settle => self.settle().await?,
             Operation::ReleaseAll => {
@@ -154,11 +166,8 @@ impl Runner {
             }
         }
         let claims: Vec<&ModelClaim> = self.claims.iter().flatten().collect();
-        let found = forbidden_state(&self.node, &claims);
-        // A daemon that has just started has not withheld files yet. No container can start before.
-        let found =
-            found.or_else(|| if self.recovering { None } else { wrong_device_nodes(&self.node, &claims) });
-        found.map_or(Ok(()), Err)
+        let device_node = || (!self.recovering).then(|| wrong_device_node(&self.node, |_| false)).flatten();
+        forbidden_state(&self.node, &claims).or_else(device_node).map_or(Ok(()), Err)
     }
 
     /// The next call for the claim. A claim that could not be prepared is first replaced by a new one.
@@ -334,7 +343,8 @@ impl Runner {
         let flags = flags(&self.node);
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         self.daemon = Some(self.node.spawn_daemon(&flags));
-        (self.recovering, self.drained) = (true, false);
+        self.recovering = true;
+        self.drained = false;
     }
 
     fn forget(&mut self, slot: usize) {
@@ -344,43 +354,13 @@ impl Runner {
         self.restart(|_| ());
     }
 
-    /// Closes NVML, as before a replacement of the GPU driver, or opens it again.
-    async fn drain(&mut self, begins: bool) {
-        // A daemon that has just started has not installed its signal handlers.
-        if let Some(daemon) = &self.daemon
-            && begins != self.drained
-            && !self.recovering
-        {
-            (self.drained, self.degraded) = (begins, true);
-            let signal = if begins { "-USR1" } else { "-USR2" };
-            let sent = std::process::Command::new("kill").args([signal, &daemon.pid().to_string()]).status();
-            assert!(sent.unwrap().success());
-            // Two signals that are pending at once have no order.
-            let maps = format!("/proc/{}/maps", daemon.pid());
-            let begun = Instant::now();
-            while std::fs::read_to_string(&maps).unwrap().contains("libnvidia-ml") == begins
-                && begun.elapsed() < SIGNAL_TIMEOUT
-            {
-                tokio::time::sleep(POLL_INTERVAL).await;
-            }
-        }
-    }
-
-    fn remove_tool(&mut self, is_removed: bool) {
-        let tool = self.node.sim.root().join("usr/bin/nvidia-smi");
-        let aside = tool.with_extension("aside");
-        let (from, to) = if is_removed { (&tool, &aside) } else { (&aside, &tool) };
-        if from.exists() {
-            self.degraded = true;
-            std::fs::rename(from, to).unwrap();
-        }
-    }
-
-    fn reboot(&mut self, without: Option<usize>, late: bool) {
+    /// Reboots the node with the GPUs that were lost, perhaps without one. The device nodes appear with
+    /// this delay between two of them.
+    fn reboot(&mut self, without: Option<usize>, node_delay_ms: u64) {
         let absent_gpus: Vec<usize> = without.into_iter().collect();
-        self.degraded |= !absent_gpus.is_empty() || late;
-        self.marked = false;
+        self.degraded |= !absent_gpus.is_empty();
         let back = std::mem::replace(&mut self.absent_gpus, absent_gpus);
+        self.marked = false;
         self.restart(|node| {
             node.update_sim(|state| {
                 for gpu in back {
@@ -389,14 +369,70 @@ impl Runner {
                 if let Some(gpu) = without {
                     state.lose(gpu, false).unwrap();
                 }
-                state.host.node_delay_ms = if late { LATE_NODES_MS } else { 0 };
+                state.host.node_delay_ms = node_delay_ms;
                 state.reboot();
+                state.host.node_delay_ms = 0;
             });
-            if late {
-                node.sim.start_node_helper().unwrap();
-            }
             node.clear_run_dir();
         });
+    }
+
+    /// Boots on another host, where no claim can be used, and then on the first host again.
+    async fn move_away_and_back(&mut self) -> Result<(), String> {
+        let boards = self.node.sim.read().unwrap().gpus.clone();
+        self.node.update_sim(divvy_sim::State::migrate);
+        self.degraded = true;
+        self.reboot(None, 0);
+        let prepared = self.claims.iter().flatten().find(|claim| claim.is_prepared()).cloned();
+        if let Some(model) = prepared {
+            let outcome = KubeletCall::Prepare.send_with_retry(&self.node, &model.claim).await?;
+            if let Ok(answer) = outcome {
+                return Err(format!("{model:?} was prepared on another host: {answer:?}"));
+            }
+            let mut found = Vec::new();
+            compare_dir(&self.node.cdi_dir(), &BTreeSet::new(), &mut found);
+            if let Some(found) = found.pop() {
+                return Err(format!("on another host, {found}"));
+            }
+        }
+        self.node.update_sim(|state| {
+            for (gpu, board) in state.gpus.iter_mut().zip(boards) {
+                (gpu.uuid, gpu.serial, gpu.pdi) = (board.uuid, board.serial, board.pdi);
+            }
+        });
+        self.reboot(None, 0);
+        Ok(())
+    }
+
+    /// Sends SIGUSR1 or SIGUSR2 and waits until the daemon has closed or opened NVML, because two pending
+    /// signals have no order. A daemon that has not answered yet may not handle the signals.
+    async fn drain(&mut self, over: bool) {
+        if self.recovering || self.drained != over {
+            return;
+        }
+        let Some(daemon) = &self.daemon else { return };
+        self.degraded = true;
+        self.drained = !over;
+        let (signal, text) = match over {
+            false => (Signal::USR1, "NVML is closed on request"),
+            true => (Signal::USR2, "NVML is opened again"),
+        };
+        let count = || daemon.log().matches(text).count();
+        let before = count();
+        kill_process(Pid::from_raw(daemon.pid() as i32).unwrap(), signal).unwrap();
+        until(text, || count() > before).await;
+    }
+
+    fn remove_tool(&mut self, over: bool) {
+        if self.without_tool != over {
+            return;
+        }
+        self.without_tool = !over;
+        self.degraded = true;
+        let tool = self.node.sim.root().join("usr/bin/nvidia-smi");
+        let aside = tool.with_extension("aside");
+        let (from, to) = if over { (aside, tool) } else { (tool, aside) };
+        std::fs::rename(from, to).unwrap();
     }
 
     fn outage(&mut self, begins: bool) {
@@ -411,10 +447,14 @@ impl Runner {
         if self.outage {
             self.outage(false);
         }
-        self.drain(false).await;
-        self.remove_tool(false);
+        self.drain(true).await;
+        let debts_may_be_left = self.without_tool;
+        self.remove_tool(true);
         if !self.absent_gpus.is_empty() || self.marked {
-            self.reboot(None, false);
+            self.reboot(None, 0);
+        } else if debts_may_be_left {
+            // A start settles debts at once; a running daemon waits for its next audit.
+            self.restart(|_| ());
         }
         for slot in 0..CLAIM_SLOTS {
             self.finish_claim(slot).await?;

@@ -1,6 +1,7 @@
 //! Comparison of the node with the model: states that are never allowed, such as two modes on one GPU, and
 //! the exact state after the node has settled.
 
+use crate::device_nodes::find_debts;
 use crate::harness::{TestNode, compare_dir, read_or_error};
 use crate::model::{ModelClaim, ModelDevice, Sharing};
 use crate::operations::MIG_ON_GPU;
@@ -103,6 +104,7 @@ pub(crate) fn differences(node: &TestNode, claims: &[&ModelClaim]) -> Vec<String
     let in_shares = in_shares.map(|claim| claim.claim.uid.clone()).collect();
     compare_dir(&node.run_dir().join("shares"), &in_shares, &mut found);
     compare_dir(&node.state_dir().join("quarantine"), &BTreeSet::new(), &mut found);
+    find_debts(node, &mut found);
     for claim in claims {
         let uid = &claim.claim.uid;
         let record = read_or_error(&node.state_dir().join(format!("claims/{uid}.json")));

@@ -49,6 +49,15 @@ pub(crate) enum Operation {
     Reboot,
     /// Resets a GPU, which loses its state.
     Reset { gpu: usize },
+    /// Makes a GPU fall off the bus until the next reboot. No event reports it. A reboot may not find it,
+    /// so that the minors of the GPUs after it shift.
+    Lose { gpu: usize, reboots: bool },
+    /// Reports an XID of a GPU.
+    Xid { gpu: usize, xid: u64 },
+    /// Closes NVML with SIGUSR1, or opens it again with SIGUSR2.
+    Drain { over: bool },
+    /// Removes `nvidia-smi`, or restores it.
+    RemoveTool { over: bool },
     /// Starts or ends an outage of the API server.
     Outage { over: bool },
     /// Ends all failures, retries pending calls, and compares the node with the model.
@@ -86,6 +95,11 @@ impl Victim {
 const ERROR_CODES: [Code; 5] =
     [Code::Unknown, Code::Timeout, Code::InUse, Code::InsufficientResources, Code::NoPermission];
 
+/// XIDs of programs, which change no state.
+const APPLICATION_XIDS: [u64; 4] = [13, 31, 43, 45];
+/// XIDs after which a GPU is not usable until it is reset.
+pub(crate) const FATAL_XIDS: [u64; 4] = [48, 79, 95, 154];
+
 impl Operation {
     /// The name in the summary.
     pub(crate) fn name(&self) -> &'static str {
@@ -104,6 +118,10 @@ impl Operation {
             Self::Kubelet => "kubelet",
             Self::Reboot => "reboot",
             Self::Reset { .. } => "reset",
+            Self::Lose { .. } => "lose",
+            Self::Xid { .. } => "xid",
+            Self::Drain { .. } => "drain",
+            Self::RemoveTool { .. } => "remove tool",
             Self::Outage { .. } => "outage",
             Self::Settle => "settle",
             Self::ReleaseAll => "release all",
@@ -147,7 +165,12 @@ impl Operation {
             932..938 => Self::Reset { gpu: rng.below(GPU_COUNT) },
             938..946 => Self::Outage { over: rng.once_in(3) },
             946..952 => Self::Kubelet,
-            952..997 => Self::Settle,
+            952..955 => Self::Lose { gpu: rng.below(GPU_COUNT), reboots: rng.once_in(2) },
+            955..961 => Self::Xid { gpu: rng.below(GPU_COUNT), xid: *rng.choose(&APPLICATION_XIDS) },
+            961..964 => Self::Xid { gpu: rng.below(GPU_COUNT), xid: *rng.choose(&FATAL_XIDS) },
+            964..967 => Self::Drain { over: rng.once_in(3) },
+            967..970 => Self::RemoveTool { over: rng.once_in(3) },
+            970..997 => Self::Settle,
             _ => Self::ReleaseAll,
         }
     }

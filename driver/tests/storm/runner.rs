@@ -1,10 +1,13 @@
 //! Runs operations on a node and checks the results against the model.
 
 use crate::claim_spec::ClaimSpec;
-use crate::harness::{DRIVER, Daemon, KubeletCall, NODE, POLL_INTERVAL, TestNode};
+use crate::device_nodes::wrong_device_node;
+use crate::harness::{DRIVER, Daemon, KubeletCall, NODE, POLL_INTERVAL, TestNode, until};
 use crate::invariants::{differences, forbidden_state};
 use crate::model::{ModelClaim, ModelDevice, Sharing, Stage};
-use crate::operations::{CLAIM_SLOTS, GPU_COUNT, GPUS, MIG_ON_GPU, MisallocatedDevice, Operation, Victim};
+use crate::operations::{
+    CLAIM_SLOTS, FATAL_XIDS, GPU_COUNT, GPUS, MIG_ON_GPU, MisallocatedDevice, Operation, Victim,
+};
 use crate::processes::{Client, DeviceAccess, Supervisor, mps_processes};
 use crate::scheduler::{Decision, Scheduler, claim};
 use crate::sequence::Failure;
@@ -13,7 +16,9 @@ use divvy_fakes::apiserver::Outage;
 use divvy_fakes::kubelet::Outcome;
 use divvy_kubelet::dra::v1::Claim;
 use divvy_sim::control::{Pattern, When};
+use divvy_sim::state::Loss;
 use k8s_openapi::api::resource::v1::{AllocationResult, ResourceClaim};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -37,6 +42,16 @@ pub(crate) struct Runner {
     /// GPUs with a failure since the node last settled. The daemon may refuse calls for them.
     pub(crate) degraded: BTreeSet<usize>,
     outage: bool,
+    /// The daemon has answered a call since it started, so it has recovered.
+    answered: bool,
+    /// GPUs that are lost or missing.
+    absent_gpus: BTreeSet<usize>,
+    /// A GPU had a fatal XID in this boot.
+    marked: bool,
+    /// NVML is closed by SIGUSR1.
+    drained: bool,
+    /// `nvidia-smi` is missing.
+    without_tool: bool,
     /// The daemon has not yet reconciled its records with the API server since its start, so it may
     /// still release deleted claims by itself. It retries a failed reconciliation later.
     pub(crate) reconciling: bool,
@@ -62,6 +77,11 @@ impl Runner {
             claims_created: 0,
             degraded: BTreeSet::new(),
             outage: false,
+            answered: false,
+            absent_gpus: BTreeSet::new(),
+            marked: false,
+            drained: false,
+            without_tool: false,
             reconciling: true,
             tally: BTreeMap::new(),
         };
@@ -163,8 +183,29 @@ impl Runner {
                 self.configure(&rules);
             }
             Operation::Kubelet => self.node.kubelet.restart(),
-            Operation::Reboot => self.reboot().await,
+            Operation::Reboot => self.reboot(None).await,
+            // An absent GPU cannot be reset.
+            Operation::Reset { gpu } if self.absent_gpus.contains(gpu) => {}
             Operation::Reset { gpu } => self.reset(*gpu).await,
+            Operation::Lose { gpu, reboots: true } => self.reboot(Some(*gpu)).await,
+            Operation::Lose { gpu, reboots: false } => {
+                if self.absent_gpus.insert(*gpu) {
+                    self.degraded.insert(*gpu);
+                    let loss = Loss { silent: true, code: None };
+                    self.node.update_sim(|state| state.lose_as(*gpu, true, loss).unwrap());
+                }
+            }
+            Operation::Xid { gpu, xid } => {
+                if !self.absent_gpus.contains(gpu) {
+                    if FATAL_XIDS.contains(xid) {
+                        self.marked = true;
+                        self.degraded.insert(*gpu);
+                    }
+                    self.node.update_sim(|state| state.xid(*gpu, *xid, None).unwrap());
+                }
+            }
+            Operation::Drain { over } => self.drain(*over).await,
+            Operation::RemoveTool { over } => self.remove_tool(*over),
             Operation::Outage { over } => self.set_outage(!over),
             Operation::Settle => self.settle().await?,
             Operation::ReleaseAll => {
@@ -177,7 +218,12 @@ impl Runner {
             }
         }
         let claims: Vec<&ModelClaim> = self.claims.iter().flatten().collect();
-        forbidden_state(&self.node, &claims).map_or(Ok(()), Err)
+        let is_admin = |uid: &str| {
+            let claim = claims.iter().find(|claim| claim.claim.uid == uid);
+            claim.is_some_and(|claim| claim.devices().any(|device| device.admin))
+        };
+        let device_node = || self.answered.then(|| wrong_device_node(&self.node, is_admin)).flatten();
+        forbidden_state(&self.node, &claims).or_else(device_node).map_or(Ok(()), Err)
     }
 
     /// The slot of the next claim that matches, from `slot` on; `slot` itself if there is none.
@@ -334,6 +380,7 @@ impl Runner {
 
     /// Checks the answer of a prepare against the model.
     fn prepared(&mut self, slot: usize, outcome: Outcome) -> Result<(), String> {
+        self.answered = true;
         let Some(model) = self.claims[slot].clone() else { return Ok(()) };
         let uid = &model.claim.uid;
         let degraded = self.is_degraded(&model);
@@ -400,6 +447,7 @@ impl Runner {
 
     /// Checks the answer of an unprepare against the model.
     fn unprepared(&mut self, slot: usize, outcome: Outcome) -> Result<(), String> {
+        self.answered = true;
         let Some(model) = self.claims[slot].take() else { return Ok(()) };
         match outcome {
             Ok(_) => {
@@ -536,6 +584,7 @@ impl Runner {
         }
         if victim.includes_node() {
             self.start_daemon();
+            (self.answered, self.drained) = (false, false);
             // At start, the daemon releases deleted claims.
             for (slot, claim) in self.claims.iter_mut().enumerate() {
                 let Some(claim) = claim.as_mut().filter(|claim| claim.deleted) else { continue };
@@ -608,7 +657,8 @@ impl Runner {
         self.degraded.extend(self.gpu_of_target(&process.target));
     }
 
-    pub(crate) async fn reboot(&mut self) {
+    /// Reboots the node with the GPUs that were lost, perhaps without one.
+    pub(crate) async fn reboot(&mut self, without: Option<usize>) {
         for slot in 0..self.claims.len() {
             self.end_clients(slot).await;
         }
@@ -616,8 +666,16 @@ impl Runner {
             daemon.kill();
         }
         self.supervisor.kill_all();
+        let back = std::mem::replace(&mut self.absent_gpus, without.into_iter().collect());
+        self.marked = false;
         self.kill(Victim::Both, |node| {
-            node.update_sim(divvy_sim::State::reboot);
+            node.update_sim(|state| {
+                back.iter().for_each(|gpu| state.find(*gpu).unwrap());
+                if let Some(gpu) = without {
+                    state.lose(gpu, false).unwrap();
+                }
+                state.reboot();
+            });
             node.clear_run_dir();
         });
         // The daemon restores prepared claims after a moment.
@@ -638,6 +696,37 @@ impl Runner {
         self.node.update_sim(|state| state.reset(gpu, true).unwrap());
     }
 
+    /// Sends SIGUSR1 or SIGUSR2 and waits until the daemon has closed or opened NVML, because two pending
+    /// signals have no order. A daemon that has not answered yet may not handle the signals.
+    async fn drain(&mut self, over: bool) {
+        if !self.answered || self.drained != over {
+            return;
+        }
+        let Some(daemon) = &self.daemon else { return };
+        self.degraded.extend(0..GPU_COUNT);
+        self.drained = !over;
+        let (signal, text) = match over {
+            false => (Signal::USR1, "NVML is closed on request"),
+            true => (Signal::USR2, "NVML is opened again"),
+        };
+        let count = || daemon.log().matches(text).count();
+        let before = count();
+        kill_process(Pid::from_raw(daemon.pid() as i32).unwrap(), signal).unwrap();
+        until(text, || count() > before).await;
+    }
+
+    fn remove_tool(&mut self, over: bool) {
+        if self.without_tool != over {
+            return;
+        }
+        self.without_tool = !over;
+        self.degraded.extend(0..GPU_COUNT);
+        let tool = self.node.sim.root().join("usr/bin/nvidia-smi");
+        let aside = tool.with_extension("aside");
+        let (from, to) = if over { (aside, tool) } else { (tool, aside) };
+        std::fs::rename(from, to).unwrap();
+    }
+
     /// The GPU of an MPS directory.
     fn gpu_of_target(&self, name: &str) -> Option<usize> {
         let state = self.node.sim.read().unwrap();
@@ -650,6 +739,15 @@ impl Runner {
     pub(crate) async fn settle(&mut self) -> Result<(), String> {
         self.node.clear_faults();
         self.set_outage(false);
+        self.drain(true).await;
+        let debts_may_be_left = self.without_tool;
+        self.remove_tool(true);
+        if !self.absent_gpus.is_empty() || self.marked {
+            self.reboot(None).await;
+        } else if debts_may_be_left {
+            // A start settles debts at once; a running daemon waits for its next audit.
+            self.kill(Victim::Node, |_| ());
+        }
         for slot in 0..CLAIM_SLOTS {
             self.finish_claim(slot).await?;
         }
