@@ -190,7 +190,8 @@ impl Runner {
             Operation::Lose { gpu, reboots: true } => self.reboot(Some(*gpu)).await,
             Operation::Lose { gpu, reboots: false } => {
                 if self.absent_gpus.insert(*gpu) {
-                    self.degraded.insert(*gpu);
+                    // nvidia-smi fails on all GPUs while one is lost.
+                    self.degraded.extend(0..GPU_COUNT);
                     let loss = Loss { silent: true, code: None };
                     self.node.update_sim(|state| state.lose_as(*gpu, true, loss).unwrap());
                 }
