@@ -126,11 +126,16 @@ async fn use_plugged_gpu(cluster: &Cluster, new: &str, begun: Instant) -> Result
 
 /// The label that the GPU operator's driver manager sets on the Node.
 const OPERAND_LABEL: &str = "nvidia.com/gpu.deploy.client";
+/// Programs that use the GPU for a few seconds; a longer use would block the unload of the driver. The
+/// first may be refused memory, until the agent has found that the container's last program is dead.
+const BRIEF_PROGRAMS: &str =
+    "(nvidia-smi; for n in 1 2 3; do timeout 3 cuda-client 2048; done; exec sleep 2147483647)";
+const BRIEF_MPS_CLIENT: &str = "(divvy-sim client --for 3; exec sleep 2147483647)";
 /// Another version than the simulator's default.
 const NEW_DRIVER: &str = "590.44.01";
 
-/// A driver upgrade as the GPU operator does it: containers of every mode restart while NVML is closed,
-/// and with the new driver.
+/// A driver upgrade as the GPU operator does it. Containers of every mode restart while NVML is closed,
+/// and with the new driver. Only pods with MPS must be deleted before.
 pub(super) async fn containers_restart_during_a_driver_upgrade(cluster: &Cluster) -> Result<()> {
     let old = cluster.driver_version("n1")?;
     let result = upgrade_driver(cluster, &old).await;
@@ -138,6 +143,7 @@ pub(super) async fn containers_restart_during_a_driver_upgrade(cluster: &Cluster
     cluster.set_node_label("n1", OPERAND_LABEL, None).await?;
     if cluster.driver_version("n1")? != old {
         cluster.clean_up().await?;
+        pause_operands(cluster).await?;
         let restored = replace_driver(cluster, &old).await;
         cluster.set_node_label("n1", OPERAND_LABEL, None).await?;
         restored?;
@@ -164,31 +170,48 @@ async fn upgrade_driver(cluster: &Cluster, old: &str) -> Result<()> {
     let mut pods = Pods::new();
     for (pod, spec) in &wanted {
         cluster.create_template(pod, spec.clone()).await?;
-        cluster.start_worker(&Worker::new(pod).claim(Claim::Template(pod))).await?;
-        cluster.wait_ready(pod).await?;
-        pods.insert(pod, cluster.verify_visible_devices(pod).await?);
+        pods.insert(pod, start_program(cluster, pod).await?);
     }
 
-    cluster.set_node_label("n1", OPERAND_LABEL, Some("paused-for-driver-upgrade")).await?;
-    wait_serving(cluster, false).await?;
+    pause_operands(cluster).await?;
     restart_containers(cluster, &pods).await?;
     println!("    containers of {} modes restarted while NVML was closed", pods.len());
 
+    // An MPS server keeps the driver in use as long as its claim is prepared.
+    cluster.delete_pod("mps").await?;
+    pods.remove("mps");
     replace_driver(cluster, NEW_DRIVER).await?;
     cluster.set_node_label("n1", OPERAND_LABEL, None).await?;
     wait_serving(cluster, true).await?;
     restart_containers(cluster, &pods).await?;
     println!("    containers of {} modes restarted with driver {NEW_DRIVER} after {old}", pods.len());
+    let mps = Pods::from([("mps", start_program(cluster, "mps").await?)]);
+    restart_containers(cluster, &mps).await?;
+    pods.extend(mps);
     for pod in pods.keys() {
         cluster.delete_pod(pod).await?;
     }
     Ok(())
 }
 
-/// Replaces the driver. Retries while containers that list their GPUs use it.
-async fn replace_driver(cluster: &Cluster, version: &str) -> Result<()> {
+/// Starts the pod of a mode. Returns its visible UUIDs.
+async fn start_program(cluster: &Cluster, pod: &str) -> Result<BTreeSet<String>> {
+    let work = if pod == "mps" { BRIEF_MPS_CLIENT } else { BRIEF_PROGRAMS };
+    cluster.start_worker(&Worker::new(pod).claim(Claim::Template(pod)).work(work)).await?;
+    cluster.wait_ready(pod).await?;
+    let seen = cluster.verify_visible_devices(pod).await?;
+    verify_program(cluster, pod).await?;
+    Ok(seen)
+}
+
+/// Asks the clients of the driver to let go of it, and waits until the node daemon has.
+async fn pause_operands(cluster: &Cluster) -> Result<()> {
     cluster.set_node_label("n1", OPERAND_LABEL, Some("paused-for-driver-upgrade")).await?;
-    wait_serving(cluster, false).await?;
+    wait_serving(cluster, false).await
+}
+
+/// Replaces the driver. Retries while programs of containers use it.
+async fn replace_driver(cluster: &Cluster, version: &str) -> Result<()> {
     eventually("the old driver unloaded", || async { cluster.sim("n1", &["driver", "unload"]).map(|_| ()) })
         .await?;
     cluster.sim("n1", &["driver", "load", version])?;
@@ -220,6 +243,29 @@ async fn restart_containers(cluster: &Cluster, pods: &Pods) -> Result<()> {
         .await?;
         cluster.wait_ready(pod).await?;
         ensure!(cluster.verify_visible_devices(pod).await? == pods[pod], "pod {pod} sees another device");
+        verify_program(cluster, pod).await?;
     }
+    Ok(())
+}
+
+/// Verifies that the program of the pod's container could use its device.
+async fn verify_program(cluster: &Cluster, pod: &str) -> Result<()> {
+    if pod == "mps" {
+        let client = cluster.mps_client(pod).await?;
+        ensure!(client.mps, "the program does not use MPS: {client:?}");
+        return Ok(());
+    }
+    let memory = eventually(&format!("memory of pod {pod}"), || async {
+        let memory = cluster.program_memory(pod).await?;
+        ensure!((memory.held, memory.error) == (2048, 0), "{memory:?}");
+        Ok(memory)
+    })
+    .await?;
+    let limit = match pod {
+        "share" => Some(10 << 10),
+        "mig-share" => Some(4 << 10),
+        _ => None,
+    };
+    ensure!(limit.is_none_or(|limit| memory.total == limit), "{pod} has another limit: {memory:?}");
     Ok(())
 }
