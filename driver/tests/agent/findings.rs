@@ -1,7 +1,7 @@
 //! Findings of the agent, its actions, and what it writes to the pages.
 
 use super::account::Page;
-use super::test_node::{CONTEXT, MIB, TestNode};
+use super::test_node::{CONTEXT, MIB, RunningAgent, TestNode};
 use divvy_driver::shares::agent::{Action, Kind};
 use divvy_pages::Compute;
 use divvy_pages::account::HEADER;
@@ -211,6 +211,15 @@ async fn removed_pages_are_closed() {
 
 #[tokio::test]
 async fn memory_of_a_dead_process_is_released() {
+    check_memory_of_a_dead_process(async |_| {}).await;
+}
+
+#[tokio::test]
+async fn memory_of_a_dead_process_is_released_while_nvml_is_closed() {
+    check_memory_of_a_dead_process(async |agent| agent.drain().await).await;
+}
+
+async fn check_memory_of_a_dead_process(before_death: impl AsyncFnOnce(&RunningAgent)) {
     let node = TestNode::new(DRIVER_WITHOUT_LIMITS);
     let page = node.share("a", 2000);
     let (mut dying, living) = (node.tenant("a", 1500), node.tenant("a", CONTEXT));
@@ -219,6 +228,7 @@ async fn memory_of_a_dead_process_is_released() {
     let mut agent = node.agent(DEFAULT_KINDS).await;
     agent.audits_without_findings(2).await;
     assert!(!page.charge(second, 1700 * MIB));
+    before_death(&agent).await;
     dying.kill();
     // The other process cannot tell: the dead one might be in another pid namespace.
     until("the slot is dead", || page.report(first).is_none_or(|slot| slot.node_line.dead)).await;

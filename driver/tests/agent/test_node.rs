@@ -174,6 +174,11 @@ impl RunningAgent {
         tokio::time::timeout(TIMEOUT, well).await.unwrap();
     }
 
+    /// Closes NVML.
+    pub(crate) async fn drain(&self) {
+        self.gpus.drain().await;
+    }
+
     /// Stops the agent as if the daemon was killed, without any cleanup.
     pub(crate) async fn kill(self) {
         self.task.abort();

@@ -41,6 +41,13 @@ pub(crate) struct Cluster {
     sim: PathBuf,
 }
 
+/// The state of a node's simulator.
+#[derive(Deserialize)]
+struct SimState {
+    driver: String,
+    gpus: Vec<Gpu>,
+}
+
 /// The state of a GPU in the simulator.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
 pub(crate) struct Gpu {
@@ -252,6 +259,13 @@ impl Cluster {
         Ok(())
     }
 
+    /// Sets a label of a node, or removes it.
+    pub(crate) async fn set_node_label(&self, node: &str, key: &str, value: Option<&str>) -> Result<()> {
+        let patch = Patch::Merge(json!({"metadata": {"labels": {key: value}}}));
+        self.nodes.patch(node, &PatchParams::default(), &patch).await?;
+        Ok(())
+    }
+
     /// The claims of a pod.
     pub(crate) async fn claims_of(&self, pod: &str) -> Result<Vec<ResourceClaim>> {
         let pod = self.pods.get(pod).await?;
@@ -301,12 +315,17 @@ impl Cluster {
     // State of the GPUs.
 
     pub(crate) fn gpus(&self, node: &str) -> Result<Vec<Gpu>> {
-        #[derive(Deserialize)]
-        struct State {
-            gpus: Vec<Gpu>,
-        }
+        Ok(self.sim_state(node)?.gpus)
+    }
+
+    /// The version of the node's GPU driver.
+    pub(crate) fn driver_version(&self, node: &str) -> Result<String> {
+        Ok(self.sim_state(node)?.driver)
+    }
+
+    fn sim_state(&self, node: &str) -> Result<SimState> {
         let json = self.sim(node, &["show", "--json"])?;
-        Ok(serde_json::from_str::<State>(&json)?.gpus)
+        Ok(serde_json::from_str(&json)?)
     }
 
     /// The UUIDs that `nvidia-smi -L` must list for a device: the GPU's and, for a MIG instance,

@@ -244,19 +244,25 @@ impl Agent {
         by_gpu.iter().filter(has_new).map(|(gpu, _)| *gpu)
     }
 
-    /// Audits one GPU. A GPU that is unavailable has no processes, so its state stays as it is.
+    /// Audits one GPU. Without a report of NVML, for example while NVML is closed, only the slots of dead
+    /// processes are marked: a container that starts again needs their memory.
     async fn audit(&self, gpu: GpuUuid, found: Vec<FoundShare>, state: GpuState) -> GpuState {
         let started = Instant::now();
-        let Some(queue) = self.queue(gpu) else { return state };
-        let report =
-            match self.query(gpu, &queue, &found, &state.usage, state.attribution.is_per_process).await {
-                Ok(report) => report,
-                Err(error) => {
-                    // The GPU manager reports faults of the GPU itself.
-                    tracing::debug!(%gpu, %error, "GPU not audited");
-                    return state;
-                }
-            };
+        let report = match self.queue(gpu) {
+            Some(queue) => {
+                let is_per_process = state.attribution.is_per_process;
+                let report = self.query(gpu, &queue, &found, &state.usage, is_per_process).await;
+                // The GPU manager reports faults of the GPU itself.
+                report.inspect_err(|error| tracing::debug!(%gpu, %error, "GPU not audited")).ok()
+            }
+            None => None,
+        };
+        let Some(report) = report else {
+            let inner = self.inner.clone();
+            let marked = tokio::task::spawn_blocking(move || inner.mark_dead_slots(found, state));
+            // After a panic, which is logged, the state starts empty.
+            return marked.await.unwrap_or_default();
+        };
         let inner = self.inner.clone();
         let audited = tokio::task::spawn_blocking(move || inner.audit(gpu, found, report, state));
         let Ok((state, mut reports, shares)) = audited.await else {
@@ -365,6 +371,16 @@ impl Inner {
             state.processes = state.processes.next(snapshot.processes);
         }
         (state, reports, usage_report)
+    }
+
+    /// Marks the slots of dead processes. Corrections of the others stay as they were measured last.
+    fn mark_dead_slots(&self, found: Vec<FoundShare>, mut state: GpuState) -> GpuState {
+        let cache = &mut state.processes;
+        let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
+        let snapshot =
+            collect::take_snapshot(found, &self.files, Vec::new(), cache, false, process_root, cgroup_root);
+        slot_corrections::apply(&snapshot, &self.shares, &self.files, process_root);
+        state
     }
 
     /// Measures the GPU time of each share, checks it against the ceiling, and sets the rates that

@@ -5,6 +5,7 @@ mod compute;
 mod degraded;
 mod examples;
 mod failures;
+mod hardware;
 mod install;
 mod modes;
 mod mps;
@@ -65,6 +66,9 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     failures::node_daemon_recovers_after_a_kill,
     failures::slices_reappear_after_a_kubelet_restart,
     failures::force_deleted_pod_releases_its_gpu,
+    hardware::fatal_xid_taints_the_gpu,
+    hardware::plugged_gpu_is_published,
+    hardware::containers_restart_during_a_driver_upgrade,
     failures::reboot_with_a_lost_gpu_keeps_claims,
     failures::pods_survive_a_minute_without_api_server,
     install::upgrade_does_not_disturb_pods,

@@ -81,7 +81,7 @@ struct OldPods {
 }
 
 /// A command that ends its container after it has returned.
-const KILL_CONTAINER: &str = "(sleep 1; kill 1) > /dev/null 2>&1 &";
+pub(super) const KILL_CONTAINER: &str = "(sleep 1; kill 1) > /dev/null 2>&1 &";
 
 /// The pods that run before the upgrade.
 const RUNNING_PODS: [&str; 3] = ["whole", "mig", "timeslice"];
