@@ -1,7 +1,7 @@
 //! The inventory of a node as one value. The driver creates it from NVML, sysfs and its records;
 //! the publisher reads it. It is never edited in place.
 
-use crate::health::Finding;
+use crate::health::{Finding, HealthState, TaintEffect};
 use crate::numbers::GpuNumber;
 use crate::placement::Placement;
 use crate::policy::GpuPolicy;
@@ -188,6 +188,56 @@ impl Gpu {
             Mig::Unsupported => None,
             Mig::Supported { profiles, .. } => profiles.iter().find(|profile| profile.id == id),
         }
+    }
+}
+
+impl Gpu {
+    /// The worst health state of the GPU and its instances.
+    pub fn health(&self) -> HealthState {
+        self.findings().map(|finding| finding.state).max().unwrap_or_default()
+    }
+
+    /// The effect of a condition's taint. A device with any other effect than `None` is not
+    /// handed out.
+    pub fn effect(&self, condition: &Condition) -> TaintEffect {
+        match condition {
+            Condition::Health(finding) => self.policy.health.of(finding.state),
+            // No instance was ever published, so the whole GPU is safe to use.
+            Condition::MigUnreadable { .. } if self.mig == Mig::Unsupported => TaintEffect::None,
+            Condition::Mps { .. }
+            | Condition::MigUnreadable { .. }
+            | Condition::Debt { .. }
+            | Condition::HandedOver => TaintEffect::NoSchedule,
+        }
+    }
+
+    /// The first condition that keeps a device from being handed out: a MIG instance at
+    /// `placement`, or the whole GPU. A failed MPS control daemon and debts, which depend on the
+    /// claim, are left out.
+    pub fn obstacle(&self, placement: Option<Placement>) -> Option<&Condition> {
+        self.conditions.iter().find(|condition| {
+            !matches!(condition, Condition::Mps { .. } | Condition::Debt { .. })
+                && condition.concerns(placement)
+                && self.effect(condition) != TaintEffect::None
+        })
+    }
+
+    /// Whether calls on the GPU can be tried: it is present, and no finding about the whole GPU says
+    /// otherwise.
+    pub fn is_usable(&self) -> bool {
+        self.presence == Presence::Present
+            && !self.conditions.contains(&Condition::HandedOver)
+            && self
+                .findings()
+                .all(|finding| finding.instance.is_some() || finding.state < HealthState::NeedsReset)
+    }
+
+    /// Why it is not healthy.
+    pub fn findings(&self) -> impl Iterator<Item = &Finding> {
+        self.conditions.iter().filter_map(|condition| match condition {
+            Condition::Health(finding) => Some(finding),
+            _ => None,
+        })
     }
 }
 

@@ -173,20 +173,22 @@ impl Inner {
     }
 }
 
-/// Marks the instances that a quarantined record of the claim holds as foreign: the claim uses them as
-/// they are, and its debt destroys them.
-pub(crate) fn disown_instances(inventory: &mut Arc<Inventory>, debts: &[Debt], claim: &ClaimUid) {
-    let own: Vec<&Debt> =
-        debts.iter().filter(|debt| debt.claim.uid == *claim && !debt.held.is_empty()).collect();
-    if own.is_empty() {
-        return;
-    }
-    for gpu in &mut Arc::make_mut(inventory).gpus {
-        let Mig::Supported { instances, .. } = &mut gpu.mig else { continue };
-        for instance in instances {
-            let (profile, start) = (instance.profile_id, instance.placement.start);
-            if own.iter().any(|debt| debt.gpu == gpu.uuid && debt.has_instance(profile, start)) {
-                instance.origin = Origin::Foreign;
+impl Inner {
+    /// Marks the instances that a quarantined record of the claim holds as foreign: the claim uses them as
+    /// they are, and its debt destroys them.
+    pub(crate) fn disown_instances(&self, inventory: &mut Arc<Inventory>, debts: &[Debt], claim: &ClaimUid) {
+        let own: Vec<&Debt> =
+            debts.iter().filter(|debt| debt.claim.uid == *claim && !debt.held.is_empty()).collect();
+        if own.is_empty() {
+            return;
+        }
+        for gpu in &mut Arc::make_mut(inventory).gpus {
+            let Mig::Supported { instances, .. } = &mut gpu.mig else { continue };
+            for instance in instances {
+                let (profile, start) = (instance.profile_id, instance.placement.start);
+                if own.iter().any(|debt| debt.gpu == gpu.uuid && debt.has_instance(profile, start)) {
+                    instance.origin = Origin::Foreign;
+                }
             }
         }
     }

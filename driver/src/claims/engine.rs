@@ -8,7 +8,6 @@
 
 use crate::cdi::Cdi;
 use crate::claims::claim_mutex::ClaimMutexes;
-use crate::claims::debts;
 use crate::claims::execute::{Executor, StepError};
 use crate::claims::holding::{Access, Holding};
 use crate::claims::mps_daemons::MpsDaemons;
@@ -556,7 +555,7 @@ impl Inner {
         let mig_enabled = ownership.map(|gpu| gpu.uuid().clone()).collect();
         let mut inventory = self.inventory();
         let debts: Vec<Debt> = locked.gpus().iter().flat_map(|gpu| self.records.debts(gpu.uuid())).collect();
-        debts::disown_instances(&mut inventory, &debts, &claim.claim.uid);
+        self.disown_instances(&mut inventory, &debts, &claim.claim.uid);
         let view = View {
             pool: &self.options.pool,
             inventory: &inventory,

@@ -4,9 +4,8 @@
 //! hand or while CUDA processes work. The state file has the energy up to the last change of such
 //! processes, so that the sum never falls.
 
-use crate::state::{Gpu, State};
+use crate::state::{Energy, Gpu, State};
 use crate::usage::{GpuUsage, Place, UsageMonitor, now};
-use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// Parts of the power limit, in tenths.
@@ -14,17 +13,6 @@ const IDLE_TENTHS: u128 = 1;
 const BUSY_TENTHS: u128 = 7;
 /// Largest number of GPU instances of a GPU.
 const MAX_INSTANCES: u32 = 15;
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Energy {
-    /// Millijoules until `until_ns`, without those of CUDA processes.
-    pub mj: u64,
-    /// Monotonic time, in ns.
-    pub until_ns: u64,
-    /// GPU time that CUDA processes had used before the boot or reset, in ns.
-    pub cuda_before_ns: u64,
-}
 
 impl Energy {
     pub(crate) fn starting_now() -> Self {

@@ -3,10 +3,9 @@
 //! Operations add lines to the state, and the store appends them to the file when it writes the
 //! state. A boot starts a new file. Unlike the device, the file ends where the device would block.
 
-use crate::state::{Gpu, State};
+use crate::state::{Gpu, KernelLog, State};
 use rustix::fs::{Mode, OFlags};
 use rustix::time::ClockId;
-use serde::{Deserialize, Serialize};
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -14,18 +13,6 @@ use std::path::Path;
 const PRIORITY: u32 = 4;
 /// XID that reports another recovery action.
 pub(crate) const RECOVERY_ACTION_XID: u64 = 154;
-
-/// Position in the kernel log, and the lines that are not in the file yet.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct KernelLog {
-    /// Sequence number of the next record.
-    pub next: u64,
-    #[serde(skip)]
-    lines: Vec<String>,
-    #[serde(skip)]
-    restarts: bool,
-}
 
 impl KernelLog {
     /// Adds a line.

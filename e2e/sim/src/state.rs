@@ -9,8 +9,6 @@ pub use crate::catalogue::Placement;
 use crate::catalogue::{GpuModel, Model};
 use crate::code::Code;
 use crate::control::Control;
-pub use crate::energy::Energy;
-use crate::kernel_log::KernelLog;
 use serde::{Deserialize, Serialize};
 
 /// Version of the file format. Other versions are refused.
@@ -171,6 +169,30 @@ pub struct Loss {
     pub silent: bool,
     /// The answer of calls, if not GPU_IS_LOST.
     pub code: Option<Code>,
+}
+
+/// Energy that a GPU has used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Energy {
+    /// Millijoules until `until_ns`, without those of CUDA processes.
+    pub mj: u64,
+    /// Monotonic time, in ns.
+    pub until_ns: u64,
+    /// GPU time that CUDA processes had used before the boot or reset, in ns.
+    pub cuda_before_ns: u64,
+}
+
+/// Position in the kernel log, and the lines that are not in the file yet.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct KernelLog {
+    /// Sequence number of the next record.
+    pub next: u64,
+    #[serde(skip)]
+    pub(crate) lines: Vec<String>,
+    #[serde(skip)]
+    pub(crate) restarts: bool,
 }
 
 /// Memory limit of a cgroup on one GPU.

@@ -1,11 +1,11 @@
 //! Record files: read, write, remove, quarantine. Callers hold the GPU locks ([`super::Records`]).
 
-use super::debts::{Debt, DebtFiles};
+use super::debts::Debt;
 use super::locks::GpuFileError;
 use super::record::ClaimRecord;
 use super::wire::{self, DecodeError};
-use divvy_api::ClaimUid;
 use divvy_api::text::is_file_name;
+use divvy_api::{ClaimUid, GpuUuid};
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -198,4 +198,86 @@ pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
         let _ = fs::remove_file(&part);
     }
     result
+}
+
+/// The files of debts.
+#[derive(Debug)]
+pub(super) struct DebtFiles {
+    dir: PathBuf,
+}
+
+impl DebtFiles {
+    pub(super) fn open(state: &Path) -> io::Result<Self> {
+        let dir = state.join("debts");
+        private_dir(&dir)?;
+        Ok(Self { dir })
+    }
+
+    /// The debts of a GPU, by claim. A file that cannot be decoded is skipped and logged.
+    pub(super) fn of(&self, gpu: &GpuUuid) -> Vec<Debt> {
+        if !is_file_name(gpu.as_str(), MAX_NAME_BYTES) {
+            return Vec::new();
+        }
+        let mut debts = Vec::new();
+        for path in
+            fs::read_dir(self.dir.join(gpu.as_str())).into_iter().flatten().flatten().map(|it| it.path())
+        {
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            match fs::read(&path)
+                .map_err(|cause| cause.to_string())
+                .and_then(|bytes| wire::decode_debt(&bytes).map_err(|cause| cause.to_string()))
+            {
+                Ok(debt) if debt.gpu == *gpu => debts.push(debt),
+                Ok(debt) => {
+                    tracing::error!(path = %path.display(), gpu = %debt.gpu, "debt of another GPU ignored");
+                }
+                Err(cause) => tracing::error!(path = %path.display(), cause, "debt cannot be read; ignored"),
+            }
+        }
+        debts.sort_by(|one, other| one.claim.uid.cmp(&other.claim.uid));
+        debts
+    }
+
+    /// The GPUs that have debts.
+    pub(super) fn gpus(&self) -> Vec<GpuUuid> {
+        let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
+        entries.filter_map(|entry| Some(GpuUuid::from(entry.file_name().to_str()?))).collect()
+    }
+
+    /// Adds a debt. The steps of an earlier debt of the claim stay.
+    pub(super) fn add(&self, debt: &Debt) -> Result<(), RecordError> {
+        let (dir, path) = self.path(&debt.gpu, &debt.claim.uid)?;
+        let mut all = debt.clone();
+        if let Some(before) = self.of(&debt.gpu).into_iter().find(|before| before.claim.uid == debt.claim.uid)
+        {
+            let new = all.undo.iter().filter(|undo| !before.undo.contains(undo)).cloned().collect::<Vec<_>>();
+            all = Debt { undo: before.undo.into_iter().chain(new).collect(), ..all };
+        }
+        let written = private_dir(&dir).and_then(|()| replace(&path, &wire::encode_debt(&all)?));
+        written.map_err(|cause| RecordError::Write { path, cause })
+    }
+
+    /// Removes the debt of a claim; succeeds if there is none.
+    pub(super) fn remove(&self, gpu: &GpuUuid, claim: &ClaimUid) -> Result<(), RecordError> {
+        let (dir, path) = self.path(gpu, claim)?;
+        match fs::remove_file(&path) {
+            Err(cause) if cause.kind() != io::ErrorKind::NotFound => Err(RecordError::Remove { path, cause }),
+            _ => {
+                // Fails while other claims have debts on the GPU.
+                let _ = fs::remove_dir(&dir);
+                Ok(())
+            }
+        }
+    }
+
+    fn path(&self, gpu: &GpuUuid, claim: &ClaimUid) -> Result<(PathBuf, PathBuf), RecordError> {
+        if !is_file_name(claim.as_str(), MAX_NAME_BYTES) || !is_file_name(gpu.as_str(), MAX_NAME_BYTES) {
+            return Err(RecordError::Uid { uid: claim.clone() });
+        }
+        let dir = self.dir.join(gpu.as_str());
+        let path = dir.join(format!("{claim}.json"));
+        Ok((dir, path))
+    }
 }
