@@ -213,7 +213,10 @@ impl Inner {
         let executor = self.executor();
         let now = self.epoch();
         let was_reset = record.epoch.is_over(&now);
-        record.epoch = now;
+        // Until NVML is open, instances are not checked, and whether they are of this epoch stays open.
+        if !record.gpus().iter().any(|gpu| executor.is_unread(gpu)) {
+            record.epoch = now;
+        }
         let others = self.others(locked, &record.claim.uid);
         let mut steps = Vec::new();
         for device in record.devices.iter_mut().filter(|device| device.access.holds()) {

@@ -12,48 +12,29 @@ use divvy_api::sharing::Interval;
 use std::fmt;
 
 /// One change, which only [`crate::claims::execute`] makes.
-///
-/// | step | state on the hardware | undo |
-/// |---|---|---|
-/// | `EnableMig` | MIG mode is on | none in the record, see `idle_mig` |
-/// | `DisableMig` | MIG mode is off | none: off is the normal mode of an idle GPU |
-/// | `CreateGpuInstance` | a GPU instance of that profile at that start | `DestroyGpuInstance` |
-/// | `CreateComputeInstance` | a compute instance inside it | `DestroyComputeInstances` |
-/// | `SetInterval` | cannot be read back | `ResetInterval`, by the last claim |
-/// | `SetComputeMode` | compute mode EXCLUSIVE_PROCESS | `ResetComputeMode`, by the last claim |
-/// | `StartMps` | `actual.json` is Ready with these limits or larger | `StopMps`, by the last claim |
-/// | `Join` | a Prepared record of another claim | that of the joined step |
-/// | `WritePages` | the policy and account page of each share of the claim | `RemovePages` |
-/// | `WriteCdi` | the claim's CDI file | `RemoveCdi` |
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    EnableMig {
-        gpu: GpuUuid,
-    },
-    DisableMig {
-        gpu: GpuUuid,
-    },
+    /// Turns MIG mode on. It has no undo in the record, see `idle_mig`.
+    EnableMig { gpu: GpuUuid },
+    /// Turns MIG mode off, the normal mode of an idle GPU. It has no undo.
+    DisableMig { gpu: GpuUuid },
+    /// Creates a GPU instance of that profile at that start.
     CreateGpuInstance(InstanceKey),
+    /// Creates a compute instance inside it.
     CreateComputeInstance(InstanceKey),
-    /// Sets the time slice: how long a process runs before the next one. The default needs no step.
-    SetInterval {
-        gpu: GpuUuid,
-        interval: Interval,
-    },
+    /// Sets the time slice: how long a process runs before the next one. It cannot be read
+    /// back. The default needs no step.
+    SetInterval { gpu: GpuUuid, interval: Interval },
     /// Sets EXCLUSIVE_PROCESS: the MPS server becomes the GPU's only process, and processes that
     /// bypass it cannot use the GPU.
-    SetComputeMode {
-        gpu: GpuUuid,
-    },
+    SetComputeMode { gpu: GpuUuid },
     /// Starts the MPS control daemon of the part, with these default limits or larger ones.
-    StartMps {
-        part: Part,
-        limits: MpsLimits,
-    },
+    StartMps { part: Part, limits: MpsLimits },
     /// The step was done for another claim that is Prepared; this claim shares its undo.
     Join(Box<Step>),
     /// Writes the policy and account pages of the claim's shares.
     WritePages,
+    /// Writes the claim's CDI file.
     WriteCdi,
 }
 

@@ -16,6 +16,9 @@ use tokio_util::sync::CancellationToken;
 /// Time for one request: closing NVML waits for running calls, at most 20 s.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Pause after a failed accept, so that the loop does not spin.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_secs(1);
+
 /// The server of the socket.
 pub struct Control {
     pub gpus: Gpus,
@@ -33,7 +36,15 @@ impl Control {
         loop {
             let stream = tokio::select! {
                 () = stop.cancelled() => return Ok(()),
-                accepted = listener.accept() => accepted?.0,
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, _)) => stream,
+                    // For example, too many open files. The daemon must not exit for it.
+                    Err(cause) => {
+                        tracing::warn!(%cause, "cannot accept a control connection");
+                        tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
+                        continue;
+                    }
+                },
             };
             match tokio::time::timeout(REQUEST_TIMEOUT, self.serve(stream)).await {
                 Ok(Ok(())) => {}

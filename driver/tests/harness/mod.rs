@@ -12,6 +12,7 @@ use divvy_kubelet::dra::v1::{Claim, Device};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::{Code, Sim};
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::os::unix::process::CommandExt;
@@ -324,6 +325,19 @@ impl Daemon {
         Self { child, log: log.to_owned(), log_offset }
     }
 
+    /// Makes the daemon close NVML, or with `over` open it again, and waits for that: two pending signals
+    /// have no order.
+    pub(crate) async fn drain(&self, over: bool) {
+        let (signal, text) = match over {
+            false => (Signal::USR1, "NVML is closed on request"),
+            true => (Signal::USR2, "NVML is opened again"),
+        };
+        let count = || self.log().matches(text).count();
+        let before = count();
+        kill_process(Pid::from_raw(self.pid() as i32).unwrap(), signal).unwrap();
+        until(text, || count() > before).await;
+    }
+
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -355,15 +369,15 @@ impl Daemon {
     }
 
     fn kill_all(&self) {
-        let group = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
+        let group = Pid::from_raw(self.pid() as i32).unwrap();
         // The process may have exited already.
-        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        let _ = rustix::process::kill_process_group(group, Signal::KILL);
     }
 
     /// Sends SIGTERM and returns the exit code.
     pub(crate) async fn stop(mut self) -> Option<i32> {
-        let pid = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let pid = Pid::from_raw(self.pid() as i32).unwrap();
+        kill_process(pid, Signal::TERM).unwrap();
         self.wait_exit().await
     }
 

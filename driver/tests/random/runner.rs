@@ -1,7 +1,7 @@
 //! Runs operations on a node and checks the answers against the model.
 
 use crate::device_nodes::wrong_device_node;
-use crate::harness::{Daemon, KubeletCall, POLL_INTERVAL, TestNode, compare_dir, until};
+use crate::harness::{Daemon, KubeletCall, POLL_INTERVAL, TestNode, compare_dir};
 use crate::invariants::{differences, forbidden_state};
 use crate::model::{ModelClaim, ModelDevice, Stage};
 use crate::operations::{CLAIM_SLOTS, FATAL_XIDS, GPUS, HangUntil, Operation};
@@ -12,7 +12,6 @@ use divvy_fakes::kubelet::Outcome;
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::state::Loss;
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -404,8 +403,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Sends SIGUSR1 or SIGUSR2 and waits until the daemon has closed or opened NVML, because two pending
-    /// signals have no order. A daemon that has not answered yet may not handle the signals.
+    /// Drains the daemon, or ends that. A daemon that has not answered yet may not handle the signals.
     async fn drain(&mut self, over: bool) {
         if self.recovering || self.drained != over {
             return;
@@ -413,14 +411,7 @@ impl Runner {
         let Some(daemon) = &self.daemon else { return };
         self.degraded = true;
         self.drained = !over;
-        let (signal, text) = match over {
-            false => (Signal::USR1, "NVML is closed on request"),
-            true => (Signal::USR2, "NVML is opened again"),
-        };
-        let count = || daemon.log().matches(text).count();
-        let before = count();
-        kill_process(Pid::from_raw(daemon.pid() as i32).unwrap(), signal).unwrap();
-        until(text, || count() > before).await;
+        daemon.drain(over).await;
     }
 
     fn remove_tool(&mut self, over: bool) {

@@ -18,7 +18,6 @@ use divvy_kubelet::dra::v1::Claim;
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::state::Loss;
 use k8s_openapi::api::resource::v1::{AllocationResult, ResourceClaim};
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -697,8 +696,7 @@ impl Runner {
         self.node.update_sim(|state| state.reset(gpu, true).unwrap());
     }
 
-    /// Sends SIGUSR1 or SIGUSR2 and waits until the daemon has closed or opened NVML, because two pending
-    /// signals have no order. A daemon that has not answered yet may not handle the signals.
+    /// Drains the daemon, or ends that. A daemon that has not answered yet may not handle the signals.
     async fn drain(&mut self, over: bool) {
         if !self.answered || self.drained != over {
             return;
@@ -706,14 +704,7 @@ impl Runner {
         let Some(daemon) = &self.daemon else { return };
         self.degraded.extend(0..GPU_COUNT);
         self.drained = !over;
-        let (signal, text) = match over {
-            false => (Signal::USR1, "NVML is closed on request"),
-            true => (Signal::USR2, "NVML is opened again"),
-        };
-        let count = || daemon.log().matches(text).count();
-        let before = count();
-        kill_process(Pid::from_raw(daemon.pid() as i32).unwrap(), signal).unwrap();
-        until(text, || count() > before).await;
+        daemon.drain(over).await;
     }
 
     fn remove_tool(&mut self, over: bool) {
