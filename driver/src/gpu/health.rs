@@ -123,6 +123,13 @@ impl Tracker {
         self.findings(gpu) != before
     }
 
+    /// Ends the marks of a GPU that an operator took back. Readings and errors still count.
+    pub(super) fn observe_take_back(&mut self, gpu: &GpuUuid) {
+        if let Some(record) = self.gpus.get_mut(gpu) {
+            record.marks.clear();
+        }
+    }
+
     /// Notes a failed call. `is_reading` tells that it was a reading of the GPU's health. Errors that
     /// say nothing about the GPU are ignored. Returns whether the findings changed.
     pub(super) fn observe_error(&mut self, gpu: &GpuUuid, error: &NvmlError, is_reading: bool) -> bool {
@@ -360,6 +367,13 @@ impl HealthMonitor {
     /// The last reading of a GPU.
     pub(super) fn reading(&self, gpu: &GpuUuid) -> Option<HealthReading> {
         self.tracker.gpus.get(gpu)?.reading
+    }
+
+    /// Notes that an operator took a GPU back: the marks of its XIDs end. A counter may not show the reset,
+    /// because it soon exceeds that of a short time before.
+    pub(super) fn observe_take_back(&mut self, gpu: &GpuUuid) {
+        self.tracker.observe_take_back(gpu);
+        self.report(gpu, true);
     }
 
     /// Notes a finished reading. Returns whether the findings changed.

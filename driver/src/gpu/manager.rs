@@ -710,6 +710,7 @@ impl GpuManager {
         if !known {
             return Err(HandOverError::NotHandedOver { gpu });
         }
+        self.health.observe_take_back(&gpu);
         self.changed = true;
         self.reopen().await;
         Ok(())

@@ -2,7 +2,7 @@
 
 use crate::claim_spec::ClaimSpec;
 use crate::device_nodes::wrong_device_node;
-use crate::harness::{DRIVER, Daemon, KubeletCall, NODE, POLL_INTERVAL, TestNode, until};
+use crate::harness::{DRIVER, Daemon, KubeletCall, NODE, POLL_INTERVAL, TestNode};
 use crate::invariants::{differences, forbidden_state};
 use crate::model::{ModelClaim, ModelDevice, Sharing, Stage};
 use crate::operations::{

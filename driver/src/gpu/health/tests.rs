@@ -224,6 +224,18 @@ fn reload(dir: &Path) -> (HealthFile, Tracker) {
 }
 
 #[test]
+fn marks_end_when_an_operator_takes_the_gpu_back() {
+    let mut tracker = marked();
+    tracker.observe_take_back(&gpu());
+    check(&tracker, &[]);
+    let mut tracker = marked();
+    let action = Some(RecoveryAction::GpuReset);
+    tracker.observe_reading(&gpu(), HealthReading { recovery_action: action, ..fine() });
+    tracker.observe_take_back(&gpu());
+    check(&tracker, &["GPU is needs-reset: recovery action is GPU reset"]);
+}
+
+#[test]
 fn marks_survive_a_restart_but_not_a_reboot() {
     let dir = tempfile::tempdir().expect("temporary directory");
     let mut stored = marked();
