@@ -175,12 +175,10 @@ pub struct Loss {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Energy {
-    /// Millijoules until `until_ns`, without those of CUDA processes.
+    /// Millijoules until `until_ns`.
     pub mj: u64,
     /// Monotonic time, in ns.
     pub until_ns: u64,
-    /// GPU time that CUDA processes had used before the boot or reset, in ns.
-    pub cuda_before_ns: u64,
 }
 
 /// Position in the kernel log, and the lines that are not in the file yet.

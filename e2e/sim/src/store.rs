@@ -203,7 +203,7 @@ impl Store {
         if !after.kernel_log.is_written() {
             self.write_kernel_log(&mut after)?;
         }
-        energy::account(before, &mut after, self.usage.as_ref());
+        energy::account(before, &mut after);
         let new = self.write_new(&after)?;
         let edits = tree::changes(before, &after);
         match &self.render {

@@ -3,7 +3,6 @@
 
 use divvy_sim::catalogue::Architecture;
 use divvy_sim::code::Code;
-use divvy_sim::energy::cuda_time;
 use divvy_sim::state::Gpu;
 
 use crate::abi::{FbcStats, MarginTemperature, TemperatureV, ViolationTime};
@@ -53,8 +52,7 @@ pub(crate) fn power_mw(gpu: &Gpu) -> u32 {
 
 /// Energy in mJ since the last boot or reset.
 pub(crate) fn energy(nvml: &Nvml, slot: usize) -> Outcome<u64> {
-    let cuda_ns = nvml.shared.usage_monitor().map_or(0, |monitor| cuda_time(&monitor, slot));
-    Ok(nvml.state.gpu(slot)?.energy_mj(cuda_ns))
+    Ok(nvml.state.gpu(slot)?.energy_mj())
 }
 
 fn whole(nvml: &Nvml, device: Device) -> Outcome<&Gpu> {
