@@ -120,7 +120,11 @@ impl Executor {
         let mut made = BTreeMap::new();
         for step in steps {
             let begun = Instant::now();
-            if let Err(cause) = self.step(locked, record, &mut made, step).await {
+            let result = self.step(locked, record, &mut made, step).await;
+            if let Some(gpu) = step.undo().as_ref().and_then(Undo::gpu) {
+                self.gpus.note_change(gpu);
+            }
+            if let Err(cause) = result {
                 let partly =
                     matches!(step, Step::WritePages | Step::WriteCdi) || cause.may_have_taken_effect();
                 done.extend(step.undo().filter(|_| partly));

@@ -18,6 +18,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 const FILE: &str = "health.json";
 const VERSION: u32 = 1;
@@ -293,7 +294,12 @@ fn parse(bytes: &[u8]) -> Result<Tracker, String> {
     }
 }
 
-pub(super) type Reading = (GpuUuid, Result<HealthReading, NvmlError>);
+/// A finished reading.
+pub(super) struct Reading {
+    pub gpu: GpuUuid,
+    pub started: Instant,
+    pub result: Result<HealthReading, NvmlError>,
+}
 
 /// Reads the health of the GPUs, at most once at a time per GPU, and keeps the tracker and its file.
 pub(super) struct HealthMonitor {
@@ -336,8 +342,9 @@ impl HealthMonitor {
             return;
         }
         self.in_progress.insert(gpu.clone(), false);
-        let (gpu, reading) = (gpu.clone(), session.gpu(gpu).health());
-        self.readings.spawn(async move { (gpu, reading.await) });
+        let (gpu, started) = (gpu.clone(), Instant::now());
+        let reading = session.gpu(&gpu).health();
+        self.readings.spawn(async move { Reading { gpu, started, result: reading.await } });
     }
 
     /// Starts readings of all GPUs, for the poll. A GPU whose reading is still in progress is left out.
@@ -347,6 +354,11 @@ impl HealthMonitor {
                 self.start(session, gpu);
             }
         }
+    }
+
+    /// Whether a reading is in progress.
+    pub(super) fn is_reading(&self) -> bool {
+        !self.readings.is_empty()
     }
 
     /// The next finished reading. Waits for ever while none is in progress.
@@ -364,10 +376,6 @@ impl HealthMonitor {
         }
     }
 
-    /// The last reading of a GPU.
-    pub(super) fn reading(&self, gpu: &GpuUuid) -> Option<HealthReading> {
-        self.tracker.gpus.get(gpu)?.reading
-    }
 
     /// Notes that an operator took a GPU back: the marks of its XIDs end. A counter may not show the reset,
     /// because it soon exceeds that of a short time before.
@@ -377,8 +385,9 @@ impl HealthMonitor {
     }
 
     /// Notes a finished reading. Returns whether the findings changed.
-    pub(super) fn finish(&mut self, session: &Session, (gpu, reading): Reading) -> bool {
-        let changed = match reading {
+    pub(super) fn finish(&mut self, session: &Session, finished: Reading) -> bool {
+        let Reading { gpu, result, .. } = finished;
+        let changed = match result {
             Ok(reading) => self.tracker.observe_reading(&gpu, reading),
             Err(error) => self.tracker.observe_error(&gpu, &error, true),
         };

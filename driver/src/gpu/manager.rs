@@ -107,8 +107,15 @@ struct Shared {
     events: broadcast::Sender<Event>,
     commands: mpsc::UnboundedSender<Command>,
     manager: Mutex<Option<JoinHandle<()>>>,
-    /// The last reading of each GPU's health.
-    health: Mutex<BTreeMap<GpuUuid, HealthReading>>,
+    health: Mutex<BTreeMap<GpuUuid, LastHealth>>,
+}
+
+/// The last reading of a GPU's health that saw the hardware as Divvy left it.
+#[derive(Clone, Copy, Default)]
+struct LastHealth {
+    /// When Divvy last changed the hardware. An earlier reading tells nothing about that change.
+    changed: Option<Instant>,
+    reading: Option<HealthReading>,
 }
 
 /// Why there is no queue for a GPU.
@@ -212,9 +219,16 @@ impl Gpus {
         answer.await.unwrap_or(Err(HandOverError::Stopped))
     }
 
-    /// The last reading of the GPU's health, also while NVML is closed.
+    /// The last reading of the GPU's health since Divvy changed its hardware, also while NVML is closed.
+    /// If a later reading shows a reset, that change is gone from the hardware.
     pub fn last_health(&self, gpu: &GpuUuid) -> Option<HealthReading> {
-        lock(&self.0.health).get(gpu).copied()
+        lock(&self.0.health).get(gpu)?.reading
+    }
+
+    /// Notes that a step has changed the hardware of a GPU, or may have.
+    pub fn note_change(&self, gpu: &GpuUuid) {
+        let changed = LastHealth { changed: Some(Instant::now()), reading: None };
+        lock(&self.0.health).insert(gpu.clone(), changed);
     }
 
     /// Sets the GPU numbers that the node configuration names; these GPUs are not forgotten by
@@ -339,6 +353,8 @@ const FORGET_AFTER: Duration = Duration::from_secs(3600);
 /// Time that the start and each opening of NVML wait for the kernel's list, which may hang with a
 /// GPU. Without an answer the last list stays; the first one contradicts nothing.
 const KERNEL_READ_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time that a drain waits for the last readings of the GPUs' health: it must not wait for a sick GPU.
+const LAST_READING_TIMEOUT: Duration = Duration::from_secs(1);
 /// Minimum time between two openings of NVML because of a difference; doubled after each opening
 /// that changed nothing.
 const REOPEN_DELAY: Duration = Duration::from_secs(1);
@@ -545,13 +561,10 @@ impl GpuManager {
                 Step::Nvml(NvmlMessage::Event(event)) => self.event(event),
                 Step::Read(gpu, reading) => self.read(gpu, reading),
                 Step::HealthRead(reading) => {
-                    if reading.1.is_ok() && self.is_unreadable(&reading.0) {
-                        self.schedule_reading(reading.0.clone());
+                    if reading.result.is_ok() && self.is_unreadable(&reading.gpu) {
+                        self.schedule_reading(reading.gpu.clone());
                     }
-                    let gpu = reading.0.clone();
-                    self.health(|health, session| health.finish(session, reading));
-                    let last = self.health.reading(&gpu).map(|reading| (gpu, reading));
-                    lock(&self.shared.health).extend(last);
+                    self.health_read(reading);
                 }
                 Step::HealthPoll => self.health(|health, session| {
                     health.start_all(session);
@@ -610,6 +623,7 @@ impl GpuManager {
                 self.publish(ReadScope::Nothing);
             }
             Command::Drain(done) => {
+                self.read_health_once().await;
                 self.close().await;
                 self.nvml = Nvml::Drained;
                 self.next_kernel_read = Instant::now();
@@ -701,6 +715,7 @@ impl GpuManager {
         }
         self.changed = true;
         self.handing_over.push((gpu, done));
+        self.read_health_once().await;
         self.reopen().await;
     }
 
@@ -886,6 +901,32 @@ impl GpuManager {
         let Nvml::Open { session, .. } = &self.nvml else { return };
         if note(&mut self.health, session) {
             self.publish(ReadScope::Nothing);
+        }
+    }
+
+    fn health_read(&mut self, reading: health::Reading) {
+        if let Ok(found) = reading.result {
+            let mut all = lock(&self.shared.health);
+            let last = all.entry(reading.gpu.clone()).or_default();
+            if last.changed.is_none_or(|changed| changed < reading.started) {
+                last.reading = Some(found);
+            }
+        }
+        self.health(|health, session| health.finish(session, reading));
+    }
+
+    /// Reads the health of all GPUs before an orderly close: later readings are compared with it to find
+    /// resets.
+    async fn read_health_once(&mut self) {
+        let by = Instant::now() + LAST_READING_TIMEOUT;
+        self.health(|health, session| {
+            health.start_all(session);
+            false
+        });
+        while self.health.is_reading()
+            && let Ok(reading) = tokio::time::timeout_at(by, self.health.next()).await
+        {
+            self.health_read(reading);
         }
     }
 

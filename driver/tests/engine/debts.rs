@@ -1,6 +1,7 @@
 //! Release never depends on sick hardware: what cannot be undone stays as a debt.
 
 use super::test_node::{Driver, H100, TestNode, until};
+use divvy_api::GpuUuid;
 use divvy_model::inventory::Condition;
 use divvy_sim::Code;
 use divvy_sim::control::{Pattern, When};
@@ -21,6 +22,10 @@ fn change(node: &TestNode, change: impl FnOnce(&mut State)) {
 
 fn fail_all(node: &TestNode, call: &str, code: Code) {
     change(node, |state| state.add_fault(Pattern::new(call), None, When::Before, code));
+}
+
+fn gpu(driver: &Driver) -> GpuUuid {
+    driver.gpus.inventory().borrow().gpus[0].uuid.clone()
 }
 
 /// Checks that GPU 0 has this number of debts as conditions.
@@ -99,6 +104,22 @@ async fn debt_is_void_after_a_reset() {
 }
 
 #[tokio::test]
+async fn reset_before_the_prepare_voids_no_debt() {
+    let node = TestNode::new(H100);
+    change(&node, |state| state.gpus[0].energy.mj = 1_000_000_000);
+    let driver = node.start_driver_long_timeslice().await;
+    until("the health was read", || driver.gpus.last_health(&gpu(&driver)).is_some()).await;
+    change(&node, |state| state.reset(0, true).unwrap());
+    driver.prepare("a", "share:gpu-0-timeslice").await.unwrap();
+    let restore = hide_nvidia_smi(&node);
+    driver.unprepare("a").await.unwrap();
+    expect_debts(&driver, 1).await;
+    restore();
+    expect_debts(&driver, 0).await;
+    assert_eq!(node.sim.read().unwrap().gpus[0].timeslice, 0);
+}
+
+#[tokio::test]
 async fn record_of_another_boot_destroys_no_later_instance() {
     let node = TestNode::new(H100);
     let driver = node.start_driver().await;
@@ -116,20 +137,26 @@ async fn record_of_another_boot_destroys_no_later_instance() {
     node.expect_no_claim_files();
 }
 
+/// Takes `nvidia-smi` away until the returned function is called.
+fn hide_nvidia_smi(node: &TestNode) -> impl FnOnce() + use<> {
+    let program = node.paths.driver_root.join("usr/bin/nvidia-smi");
+    let aside = program.with_extension("aside");
+    std::fs::rename(&program, &aside).unwrap();
+    move || std::fs::rename(&aside, &program).unwrap()
+}
+
 /// The interval is reset when `nvidia-smi` is back (H6).
 #[tokio::test]
 async fn h6_release_without_nvidia_smi_leaves_a_debt() {
     let node = TestNode::new(H100);
     let driver = node.start_driver_long_timeslice().await;
     driver.prepare("a", "share:gpu-0-timeslice").await.unwrap();
-    let program = node.paths.driver_root.join("usr/bin/nvidia-smi");
-    let aside = program.with_extension("aside");
-    std::fs::rename(&program, &aside).unwrap();
+    let restore = hide_nvidia_smi(&node);
     driver.unprepare("a").await.unwrap();
     node.expect_no_claim_files();
     expect_debts(&driver, 1).await;
     driver.expect_refused("b", "gpu-0", "reset time slice").await;
-    std::fs::rename(&aside, &program).unwrap();
+    restore();
     driver.prepare("b", "gpu-0").await.unwrap();
     assert_eq!(node.sim.read().unwrap().gpus[0].timeslice, 0);
     expect_debts(&driver, 0).await;
