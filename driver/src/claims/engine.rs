@@ -529,8 +529,8 @@ impl Inner {
         }
     }
 
-    /// Plans from the current inventory. If an instance that Divvy did not create is involved, the
-    /// GPUs are read again first.
+    /// Plans from the current inventory. If an instance that Divvy did not create or a failed reading is
+    /// involved, the GPUs are read again first.
     async fn plan(&self, claim: &AllocatedClaim, locked: &Locked) -> Result<Plan, PlanError> {
         for gpu in locked.gpus().iter().map(LockedGpu::uuid) {
             self.settle_debts(locked, gpu).await;
@@ -538,7 +538,7 @@ impl Inner {
         let first = self.plan_now(claim, locked);
         let look = match &first {
             Ok(plan) => plan.involves_foreign,
-            Err(error) => error.involves_foreign(),
+            Err(error) => error.may_be_outdated(),
         };
         if !look {
             return first;

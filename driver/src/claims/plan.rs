@@ -453,9 +453,13 @@ pub enum Refusal {
 }
 
 impl PlanError {
-    /// Whether the cause is an instance of another owner, which the inventory may show out of date.
-    pub fn involves_foreign(&self) -> bool {
-        matches!(*self.cause, Refusal::Foreign { .. })
+    /// Whether a new reading of the GPUs may end the cause: an instance of another owner may be gone, and
+    /// a failed reading may succeed.
+    pub fn may_be_outdated(&self) -> bool {
+        matches!(
+            *self.cause,
+            Refusal::Foreign { .. } | Refusal::Unusable { condition: Condition::MigUnreadable { .. }, .. }
+        )
     }
 }
 

@@ -376,7 +376,6 @@ impl HealthMonitor {
         }
     }
 
-
     /// Notes that an operator took a GPU back: the marks of its XIDs end. A counter may not show the reset,
     /// because it soon exceeds that of a short time before.
     pub(super) fn observe_take_back(&mut self, gpu: &GpuUuid) {

@@ -205,3 +205,23 @@ async fn mark_survives_a_restart_and_ends_with_a_reboot() {
     let driver = node.start_driver().await;
     driver.prepare("a", "gpu-0").await.unwrap();
 }
+
+#[tokio::test]
+async fn prepare_reads_a_gpu_again_after_a_failed_reading() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    driver.prepare("a", "gpu-0-mig-1g10gb-19-2").await.unwrap();
+    let gpu = driver.gpus.inventory().borrow().gpus[0].uuid.clone();
+    change(&node, |state| {
+        state.add_fault(
+            Pattern::new("nvmlDeviceGetGpuInstances"),
+            None,
+            When::Before,
+            divvy_sim::Code::Unknown,
+        );
+    });
+    driver.gpus.refresh(&gpu).await;
+    driver.expect_refused("b", "gpu-0-mig-1g10gb-19-4", "MIG state cannot be read").await;
+    change(&node, |state| state.clear_faults(None));
+    driver.prepare("b", "gpu-0-mig-1g10gb-19-4").await.unwrap();
+}
