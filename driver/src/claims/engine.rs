@@ -27,6 +27,7 @@ use crate::metrics::{ClaimGauges, ShareGauges};
 use crate::paths::HostPaths;
 use crate::shares::Shares;
 use divvy_api::sharing::ShareSettings;
+use divvy_api::text::error_chain;
 use divvy_api::{
     AllocatedClaim, AllocatedDevice, ClaimRef, ClaimUid, DeviceName, GpuUuid, Hold, PoolName, Quantity,
     ShareId,
@@ -573,20 +574,27 @@ impl Inner {
         Ok(record.answer())
     }
 
-    /// Removes the claim's CDI file if one of its GPUs is missing: its nodes may be another GPU's by
-    /// now. Returns the minors of the GPUs. [`Self::ensure_cdi`] writes the file again.
+    /// Removes the claim's CDI file if one of its GPUs is missing or has another minor: its nodes may be
+    /// another GPU's by now. Returns the minors of the GPUs. [`Self::ensure_cdi`] writes the file again.
     pub(crate) fn withhold_or_minors(&self, record: &ClaimRecord) -> Result<BTreeSet<u32>, StepError> {
-        self.executor().minors(record).inspect_err(|cause| {
-            let cause = cause as &dyn std::error::Error;
-            match self.cdi.withhold_claim(&record.claim.uid) {
-                Ok(true) => tracing::warn!(claim = %record.claim, cause, "CDI file withheld"),
-                Ok(false) => {}
-                Err(error) => {
-                    let error = &error as &dyn std::error::Error;
-                    tracing::error!(claim = %record.claim, error, "CDI file cannot be withheld");
-                }
+        let minors =
+            self.executor().minors(record).inspect_err(|cause| self.withhold(record, &error_chain(cause)))?;
+        if !self.cdi.claim_names_gpus(&record.claim.uid, &minors) {
+            self.withhold(record, "a GPU of it has another minor");
+        }
+        Ok(minors)
+    }
+
+    /// Removes the claim's CDI file, so that no container starts with devices that may be another's.
+    pub(crate) fn withhold(&self, record: &ClaimRecord, cause: &str) {
+        match self.cdi.withhold_claim(&record.claim.uid) {
+            Ok(true) => tracing::warn!(claim = %record.claim, cause, "CDI file withheld"),
+            Ok(false) => {}
+            Err(error) => {
+                let error = &error as &dyn std::error::Error;
+                tracing::error!(claim = %record.claim, error, "CDI file cannot be withheld");
             }
-        })
+        }
     }
 
     /// Writes the claim's CDI file if it is missing or differs; returns whether it did. Fails and

@@ -11,7 +11,7 @@ use crate::claims::engine::{Inner, RecoveryReport};
 use crate::claims::execute::{Executor, StepError, matches_key};
 use crate::claims::holding::Holding;
 use crate::claims::records::HeldState;
-use crate::claims::records::{ClaimRecord, Locked};
+use crate::claims::records::{ClaimRecord, DeviceRecord, Locked};
 use crate::claims::step::{Step, Undo};
 use crate::gpu::mps::{self, Mps};
 use crate::gpu::part::{InstanceKey, Part};
@@ -259,6 +259,13 @@ impl Inner {
                     }
                 }
             }
+        }
+        let is_other = |device: &DeviceRecord| {
+            device.access.holds() && device.instance.is_none() && matches!(device.part, Part::Instance(_))
+        };
+        if record.devices.iter().any(is_other) {
+            // Its ids may be another instance's by now.
+            self.withhold(record, "an instance of it is not the one that it names");
         }
         add_undo(record, &steps);
         if (&record.undo, &record.epoch) != (&before.undo, &before.epoch) {

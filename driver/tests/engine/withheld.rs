@@ -2,7 +2,8 @@
 
 use super::test_node::{Driver, H100, TestNode, until};
 use divvy_model::inventory::Presence;
-use divvy_sim::State;
+use divvy_sim::control::{Pattern, When};
+use divvy_sim::{Code, State};
 use serde_json::Value;
 
 const L4S: &str = "2xL4";
@@ -168,4 +169,38 @@ async fn h1_changed_minors_are_written_at_once() {
     expect_withheld(&driver, "a", "gpu-0").await;
     driver.gpus.resume();
     node.until_nodes(Some("/dev/nvidia1"), Some("/dev/nvidia0")).await;
+}
+
+/// Checks that the file of a MIG claim is withheld while its restoration fails.
+async fn check_unrestored(change: impl FnOnce(&mut State)) {
+    let node = TestNode::new(&format!("2x{H100}"));
+    let driver = node.start_driver().await;
+    driver.prepare("a", "gpu-1-mig-1g10gb-19-2").await.unwrap();
+    driver.stop().await;
+    node.change(|state| {
+        change(state);
+        for call in ["nvmlDeviceSetMigMode", "nvmlDeviceCreateGpuInstanceWithPlacement"] {
+            state.add_fault(Pattern::new(call), None, When::Before, Code::Unknown);
+        }
+    });
+    let driver = node.start_driver().await;
+    node.expect_nodes(None, None);
+    node.change(|state| state.clear_faults(None));
+    driver.prepare("a", "gpu-1-mig-1g10gb-19-2").await.unwrap();
+    let minor = node.sim.read().unwrap().gpus[1].minor;
+    node.expect_nodes(Some(&format!("/dev/nvidia{minor}")), None);
+}
+
+#[tokio::test]
+async fn h1_file_is_withheld_while_a_reboot_is_not_restored() {
+    check_unrestored(|state| {
+        state.lose(0, false).unwrap();
+        state.reboot();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn h1_file_is_withheld_while_its_instance_is_gone() {
+    check_unrestored(|state| state.reset(1, true).unwrap()).await;
 }
