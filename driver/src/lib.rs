@@ -1,12 +1,13 @@
 //! The node plugin: prepares and releases claims on one node.
 //!
 //! Layers, from the bottom: [`gpu`], [`shares`], [`cdi`], [`cluster`], [`claims`], [`kubelet`],
-//! [`daemon`]. A module imports only from lower layers; [`paths`], `inotify` and [`metrics`]
-//! are below all of them.
+//! [`daemon`]. A module imports only from lower layers; [`paths`], `containers`, `inotify` and
+//! [`metrics`] are below all of them.
 
 pub mod cdi;
 pub mod claims;
 pub mod cluster;
+mod containers;
 pub mod daemon;
 pub mod gpu;
 mod inotify;

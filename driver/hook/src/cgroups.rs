@@ -1,15 +1,15 @@
-//! Reports the cgroups of a container with a share to the node daemon, in `DIR/<container id>`.
+//! Reports the cgroups of a container to the node daemon, in `DIR/<container id>`.
 //!
-//! The file holds /proc/<pid>/cgroup of the container's first process. Limits of the GPU driver are
-//! set per cgroup, but the cgroup is created after the claim is prepared. So this runs at
-//! `createRuntime`: by then the cgroup exists, and no process of the image runs. The hook is still in
-//! the host's namespaces. (At `createContainer`, a cgroup namespace would hide the path.) At
-//! `poststop` the file is removed.
+//! The file holds /proc/<pid>/cgroup of the container's first process. A claim with processes is not
+//! released, and limits of shares are set per cgroup. But the cgroup is created after the claim is
+//! prepared. So this runs at `createRuntime`: by then the cgroup exists, and no process of the image
+//! runs. The hook is still in the host's namespaces. (At `createContainer`, a cgroup namespace would
+//! hide the path.) At `poststop` the file is removed.
 
 use crate::state::State;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Bytes read of /proc/<pid>/cgroup. It has one line per hierarchy, at most a dozen.
@@ -57,6 +57,7 @@ pub fn report(dir: &Path, state: &State) -> Result<(), CgroupsError> {
     // Write to a hidden name first, so that readers see only complete files.
     let part = dir.join(format!(".{}.{}", state.id.as_str(), std::process::id()));
     let write = || -> io::Result<()> {
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         let mut file = fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(&part)?;
         file.write_all(&text)?;
         fs::rename(&part, &path)

@@ -16,6 +16,7 @@ use crate::cdi::library::{IN_CONTAINER, Library, REAL, SHIMMED_LIBRARIES};
 use crate::cdi::metadata;
 use crate::cdi::nodes;
 use crate::cdi::nodes::{CommonNodes, DeviceNodes, Majors};
+use crate::containers::Containers;
 use crate::gpu::sharing::MpsLimits;
 use crate::paths::HostPaths;
 use crate::shares;
@@ -278,6 +279,10 @@ impl Cdi {
     /// none.
     pub fn remove_claim(&self, claim: &ClaimUid) -> Result<(), CdiError> {
         self.remove_file(claim)?;
+        if let Err(cause) = Containers::new(&self.shared.paths).forget(claim) {
+            // The next start removes them.
+            tracing::warn!(%claim, %cause, "registered containers of the claim not forgotten");
+        }
         // After the file that mounts it.
         let path = self.metadata_dir();
         metadata::remove(&path, claim).map_err(|cause| CdiError::Remove { claim: claim.clone(), path, cause })
@@ -397,6 +402,20 @@ struct Parts {
     shimmed: Arc<[ShimmedLibrary]>,
 }
 
+impl Parts {
+    /// A call of the hook with an option and its directory.
+    fn hook_with(&self, stage: &'static str, option: &str, dir: &Path) -> Option<Hook> {
+        let path = text(self.hook.as_deref()?);
+        let args = ["divvy-hook", option, &text(dir)].map(str::to_owned).to_vec();
+        Some(Hook { hook_name: stage, path, args, timeout: HOOK_TIMEOUT_SECONDS })
+    }
+
+    /// The hooks that register a container in the directory, and end that.
+    fn registration(&self, dir: &Path) -> impl Iterator<Item = Hook> {
+        ["createRuntime", "poststop"].into_iter().filter_map(|stage| self.hook_with(stage, "--cgroups", dir))
+    }
+}
+
 impl Common {
     /// Whether the state is unchanged.
     fn is_current(&self, proc_root: &Path, nodes: &CommonNodes) -> bool {
@@ -510,7 +529,7 @@ impl Cdi {
                 }
             }
         }
-        let own = self.own_mount(claim);
+        let own = self.own_edits(claim, parts);
         serde_json::to_vec(&Document::new(&rendered, &parts.common, &own)).map_err(|cause| CdiError::Write {
             claim: claim.clone(),
             path: self.file(claim),
@@ -518,15 +537,18 @@ impl Cdi {
         })
     }
 
-    /// The mount of the claim's file itself in each of its containers. While a process has it, the
-    /// claim is in use. No other mount exists in every mode and for certain: a container cannot
+    /// What shows that a container uses the claim: the registration of the container, and a mount of
+    /// the claim's file itself. No other mount exists in every mode and for certain: a container cannot
     /// start with a device of the claim without this file.
-    fn own_mount(&self, claim: &ClaimUid) -> Mount {
-        Mount {
+    fn own_edits(&self, claim: &ClaimUid, parts: &Parts) -> Edits {
+        let mount = Mount {
             host_path: text(&self.file(claim)),
             container_path: format!("{CLAIMS_IN_CONTAINER}/{claim}.json"),
             options: DATA_OPTIONS,
-        }
+        };
+        let registered = Containers::new(&self.shared.paths).of(claim);
+        let hooks = parts.registration(&registered).collect();
+        Edits { mounts: vec![mount], hooks, ..Edits::default() }
     }
 }
 
@@ -564,16 +586,9 @@ impl Cdi {
                 }
             }
         }
-        let hook = |stage, option: &str, dir: &Path| {
-            let path = text(parts.hook.as_deref()?);
-            let args = ["divvy-hook", option, &text(dir)].map(str::to_owned).to_vec();
-            Some(Hook { hook_name: stage, path, args, timeout: HOOK_TIMEOUT_SECONDS })
-        };
-        let cgroups = dir.join(shares::CGROUPS);
         let list = (injection == Injection::Preload)
-            .then(|| hook("createContainer", "--preload", &dir.join(shares::PRELOAD)));
-        let hooks = [hook("createRuntime", "--cgroups", &cgroups), hook("poststop", "--cgroups", &cgroups)];
-        let hooks = hooks.into_iter().chain(list).flatten().collect();
+            .then(|| parts.hook_with("createContainer", "--preload", &dir.join(shares::PRELOAD)));
+        let hooks = parts.registration(&dir.join(shares::CGROUPS)).chain(list.flatten()).collect();
         Edits { mounts, hooks, ..Edits::default() }
     }
 }

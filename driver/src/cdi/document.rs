@@ -25,8 +25,8 @@ struct DocumentEdits<'a> {
     #[serde(skip_serializing_if = "<[DeviceNode]>::is_empty")]
     device_nodes: &'a [DeviceNode],
     mounts: Vec<&'a Mount>,
-    #[serde(skip_serializing_if = "<[Hook]>::is_empty")]
-    hooks: &'a [Hook],
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    hooks: Vec<&'a Hook>,
 }
 
 /// A device of a document; its id is `<kind>=<name>`.
@@ -88,13 +88,13 @@ pub struct Hook {
 
 impl<'a> Document<'a> {
     /// A document of the kind that all claims have: its devices, the edits that all claims have in
-    /// common, and one mount of its own.
-    pub fn new(devices: &'a [Device], common: &'a Edits, own: &'a Mount) -> Self {
+    /// common, and mounts and hooks of its own.
+    pub fn new(devices: &'a [Device], common: &'a Edits, own: &'a Edits) -> Self {
         let container_edits = DocumentEdits {
             env: &common.env,
             device_nodes: &common.device_nodes,
-            mounts: common.mounts.iter().chain([own]).collect(),
-            hooks: &common.hooks,
+            mounts: common.mounts.iter().chain(&own.mounts).collect(),
+            hooks: common.hooks.iter().chain(&own.hooks).collect(),
         };
         Self { cdi_version: version(devices), kind: divvy_api::names::CDI_KIND, devices, container_edits }
     }
@@ -131,8 +131,8 @@ mod tests {
 
     fn check(name: &str, expect: &str) {
         let devices = [Device { name: name.to_owned(), container_edits: Edits::default() }];
-        let (edits, mount) = (Edits::default(), Mount::default());
-        let json = serde_json::to_value(Document::new(&devices, &edits, &mount)).unwrap();
+        let own = Edits { mounts: vec![Mount::default()], ..Edits::default() };
+        let json = serde_json::to_value(Document::new(&devices, &Edits::default(), &own)).unwrap();
         assert_eq!(json["cdiVersion"], expect, "{name}");
         let fields: Vec<_> = json["containerEdits"].as_object().unwrap().keys().collect();
         assert_eq!(fields, ["mounts"], "empty fields are omitted");
@@ -155,7 +155,7 @@ mod tests {
         };
         let devices = [nodes(&["/dev/nvidia3", "/dev/nvidia-caps/nvidia-cap7"]), nodes(&["/dev/nvidia11"])];
         let common = nodes(&["/dev/nvidiactl", "/dev/nvidia-uvm"]).container_edits;
-        let json = serde_json::to_vec(&Document::new(&devices, &common, &Mount::default())).unwrap();
+        let json = serde_json::to_vec(&Document::new(&devices, &common, &Edits::default())).unwrap();
         assert_eq!(gpu_minors(&json), Some([3, 11].into()));
         for other in ["", "{}", "[]", r#"{"devices":{}}"#] {
             assert_eq!(gpu_minors(other.as_bytes()), None, "{other}");

@@ -19,6 +19,7 @@ use crate::claims::records::{
 };
 use crate::claims::step::{Step, Undo};
 use crate::cluster::claim_status::{DeviceData, DeviceFacts};
+use crate::containers::Containers;
 use crate::gpu::Gpus;
 use crate::gpu::epoch::Epoch;
 use crate::gpu::part::{InstanceKey, Part};
@@ -36,7 +37,7 @@ use divvy_model::inventory::Origin;
 use divvy_model::{DeviceId, Gpu, Inventory, Mig};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, watch};
 use tokio::time::timeout;
@@ -159,6 +160,8 @@ pub enum UnprepareError {
         #[source]
         cause: StepError,
     },
+    #[error("claim {uid}: nothing was changed, because processes of container {container} still use it")]
+    InUse { uid: ClaimUid, container: String },
     #[error("claim {uid}: no answer within {within:?}; work on it continues, retry")]
     Timeout { uid: ClaimUid, within: Duration },
     #[error("claim {uid}: release panicked; see the log")]
@@ -241,6 +244,19 @@ impl Engine {
             Ok(Ok(result)) => result,
             Ok(Err(_)) => Err(PrepareError::Panicked { claim: claim.claim.clone() }),
             Err(_) => Err(PrepareError::Timeout { claim: claim.claim.clone(), within }),
+        }
+    }
+
+    /// Like [`Self::unprepare`], but refuses while processes of a container of the claim are left. The
+    /// kubelet calls unprepare every minute for a pod that was deleted by force, even if its container
+    /// still runs (Kubernetes 1.37, `reconcileLoop` of the DRA manager), and repeats a refused call.
+    ///
+    /// # Errors
+    /// A container uses the claim, or those of [`Self::unprepare`].
+    pub async fn unprepare_unused(&self, uid: &ClaimUid) -> Result<(), UnprepareError> {
+        match Containers::new(&self.inner.options.paths).running(uid) {
+            Some(container) => Err(UnprepareError::InUse { uid: uid.clone(), container }),
+            None => self.unprepare(uid).await,
         }
     }
 
@@ -441,7 +457,12 @@ impl Inner {
                     ReleaseError::Step(cause) => step(cause),
                     not => release_error(not),
                 })?;
-                return self.answer(record).await.map_err(step);
+                let answer = self.answer(record).await.map_err(step);
+                if answer.is_err() {
+                    // The hardware may have lost what the record names; recovery follows from a reading.
+                    self.refresh_gpus(&locked);
+                }
+                return answer;
             }
             // Unfinished, or of an earlier allocation of the same claim.
             Some(record) => self.release(&mut locked, record).await.map_err(release_error)?,
@@ -671,12 +692,23 @@ impl Inner {
             self.leave_debts(&record, not).await?;
         }
         self.records.remove(locked, &record.claim.uid)?;
+        self.pass_recovery_on(&record, &others);
         self.prepared_or_released.notify_one();
         if record.undo.iter().any(Undo::changes_inventory) {
             self.disable_mig_when_idle(locked);
             self.refresh_gpus(locked);
         }
         Ok(())
+    }
+
+    /// Marks the claims that share a part with a released claim as unrecovered if that one was: only one
+    /// claim sets up a part for all.
+    fn pass_recovery_on(&self, released: &ClaimRecord, others: &[Holding]) {
+        let mut unrecovered = self.unrecovered.lock().unwrap_or_else(PoisonError::into_inner);
+        if unrecovered.remove(&released.claim.uid) {
+            let shares = |other: &&Holding| released.devices.iter().any(|device| device.part == other.part);
+            unrecovered.extend(others.iter().filter(shares).map(|other| other.claim.uid.clone()));
+        }
     }
 
     /// The holdings of other claims on the locked GPUs.

@@ -6,6 +6,7 @@
 
 use crate::claims::engine::{Engine, Inner};
 use crate::claims::uses::{Owner, Use, Uses};
+use crate::containers::Containers;
 use crate::shares::Shares;
 use divvy_api::{ClaimRef, ClaimUid};
 use std::collections::BTreeSet;
@@ -18,6 +19,7 @@ pub enum Kind {
     CdiFile,
     Metadata,
     Pages,
+    Containers,
     Library,
 }
 
@@ -81,6 +83,8 @@ impl Inner {
             self.cdi.claim_files().into_iter().map(of_claim(Kind::CdiFile)).collect();
         found.extend(self.cdi.claim_metadata().into_iter().map(of_claim(Kind::Metadata)));
         found.extend(pages.map(of_claim(Kind::Pages)));
+        let containers = Containers::new(&self.options.paths).claims();
+        found.extend(containers.into_iter().map(of_claim(Kind::Containers)));
         let mut recorded = BTreeSet::new();
         found.retain(|leftover| match &leftover.owner {
             Owner::Claim(claim) if recorded.contains(claim) => false,
@@ -116,7 +120,7 @@ impl Inner {
         };
         let removed = match kind {
             Kind::CdiFile => std::fs::remove_file(path),
-            Kind::Metadata | Kind::Pages | Kind::Library => std::fs::remove_dir_all(path),
+            Kind::Metadata | Kind::Pages | Kind::Containers | Kind::Library => std::fs::remove_dir_all(path),
         };
         match removed {
             Ok(()) => tracing::warn!(%owner, ?kind, path = %path.display(), "unused leftover removed"),

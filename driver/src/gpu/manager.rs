@@ -905,12 +905,18 @@ impl GpuManager {
     }
 
     fn health_read(&mut self, reading: health::Reading) {
+        let mut was_reset = false;
         if let Ok(found) = reading.result {
             let mut all = lock(&self.shared.health);
             let last = all.entry(reading.gpu.clone()).or_default();
             if last.changed.is_none_or(|changed| changed < reading.started) {
-                last.reading = Some(found);
+                let before = last.reading.replace(found);
+                was_reset = before.is_some_and(|before| found.is_after_reset(&before));
             }
+        }
+        if was_reset {
+            // The event of the reset may have been lost.
+            self.schedule_reading(reading.gpu.clone());
         }
         self.health(|health, session| health.finish(session, reading));
     }

@@ -106,7 +106,9 @@ impl Service {
             let _claim = service.claim_mutexes.lock(&owned.uid).await;
             match call {
                 Call::Prepare => service.prepare(&owned).await,
-                Call::Unprepare => Ok(service.engine.unprepare(&owned.uid).await.map(|()| Vec::new())?),
+                Call::Unprepare => {
+                    Ok(service.engine.unprepare_unused(&owned.uid).await.map(|()| Vec::new())?)
+                }
             }
         });
         match timeout(self.answer_timeout, task).await {

@@ -6,6 +6,7 @@
 //! outlive the daemon, and a container would not see a replaced file. So an existing account file is
 //! kept, and a policy is changed in place (see [`divvy_pages::policy`]).
 
+use crate::containers::registered;
 use crate::paths::HostPaths;
 use divvy_api::text::is_file_name;
 use divvy_api::{ClaimUid, ShareId};
@@ -33,8 +34,6 @@ pub const ACCOUNT: &str = "account";
 pub const CGROUPS: &str = "cgroups";
 pub const PRELOAD: &str = "preload";
 const VIOLATION_MARKER: &str = "told";
-/// Size limit for the hook's files, which have a few lines. Only root can write them.
-const HOOK_FILE_MAX_BYTES: u64 = 64 << 10;
 
 /// Why pages could not be written or removed.
 #[derive(Debug, thiserror::Error)]
@@ -209,15 +208,7 @@ impl Shares {
     /// The containers of a share that the hook registered: id, and the contents of
     /// `/proc/<pid>/cgroup` of the first process.
     pub fn cgroups(&self, claim: &ClaimUid, share: &ShareId) -> Vec<(String, String)> {
-        let entries = fs::read_dir(self.of(claim, share).join(CGROUPS)).into_iter().flatten().flatten();
-        let registered = |entry: fs::DirEntry| {
-            let id = entry.file_name().into_string().ok().filter(|id| is_file_name(id, MAX_NAME_BYTES))?;
-            let small = entry.metadata().ok()?.len() <= HOOK_FILE_MAX_BYTES;
-            small.then(|| Some((id, fs::read_to_string(entry.path()).ok()?)))?
-        };
-        let mut containers: Vec<_> = entries.filter_map(registered).collect();
-        containers.sort();
-        containers
+        registered(&self.of(claim, share).join(CGROUPS))
     }
 }
 

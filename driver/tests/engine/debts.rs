@@ -111,7 +111,7 @@ async fn reset_before_the_prepare_voids_no_debt() {
     until("the health was read", || driver.gpus.last_health(&gpu(&driver)).is_some()).await;
     change(&node, |state| state.reset(0, true).unwrap());
     driver.prepare("a", "share:gpu-0-timeslice").await.unwrap();
-    let restore = hide_nvidia_smi(&node);
+    let restore = node.hide_nvidia_smi();
     driver.unprepare("a").await.unwrap();
     expect_debts(&driver, 1).await;
     restore();
@@ -137,21 +137,13 @@ async fn record_of_another_boot_destroys_no_later_instance() {
     node.expect_no_claim_files();
 }
 
-/// Takes `nvidia-smi` away until the returned function is called.
-fn hide_nvidia_smi(node: &TestNode) -> impl FnOnce() + use<> {
-    let program = node.paths.driver_root.join("usr/bin/nvidia-smi");
-    let aside = program.with_extension("aside");
-    std::fs::rename(&program, &aside).unwrap();
-    move || std::fs::rename(&aside, &program).unwrap()
-}
-
 /// The interval is reset when `nvidia-smi` is back (H6).
 #[tokio::test]
 async fn h6_release_without_nvidia_smi_leaves_a_debt() {
     let node = TestNode::new(H100);
     let driver = node.start_driver_long_timeslice().await;
     driver.prepare("a", "share:gpu-0-timeslice").await.unwrap();
-    let restore = hide_nvidia_smi(&node);
+    let restore = node.hide_nvidia_smi();
     driver.unprepare("a").await.unwrap();
     node.expect_no_claim_files();
     expect_debts(&driver, 1).await;

@@ -1,6 +1,6 @@
 //! Start of a driver after a kill, and after hardware lost its state.
 
-use super::test_node::{H100, TestNode, allocated, until};
+use super::test_node::{Driver, H100, TestNode, allocated, until};
 use divvy_driver::claims::plan::{self, View};
 use divvy_driver::claims::records::HeldState;
 use divvy_driver::claims::records::{ClaimRecord, Locks, Records};
@@ -202,4 +202,66 @@ async fn claim_of_a_missing_gpu_can_be_released() {
         driver.unprepare("a").await.unwrap();
         node.expect_no_claim_files();
     }
+}
+
+#[tokio::test]
+async fn claim_sets_up_what_a_released_one_could_not_recover() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver_long_timeslice().await;
+    for claim in ["a", "b"] {
+        driver.prepare(claim, "share:gpu-0-timeslice").await.unwrap();
+    }
+    driver.stop().await;
+    node.reboot_gpus();
+    let restore = node.hide_nvidia_smi();
+    let driver = node.start_driver_long_timeslice().await;
+    driver.unprepare("a").await.unwrap();
+    driver.prepare("c", "share:gpu-0-timeslice").await.unwrap();
+    let interval = || node.sim.read().unwrap().gpus[0].timeslice;
+    assert_eq!(interval(), 0);
+    restore();
+    until("the interval is set again", || interval() == 3).await;
+}
+
+/// Checks that an instance is created again after a reset without an event, as in the moment before
+/// events arrive.
+async fn check_silent_reset(node: TestNode, then: impl AsyncFnOnce(&Driver)) {
+    node.sim
+        .update(|state| {
+            state.gpus[0].energy.mj = 1_000_000_000;
+            Ok(())
+        })
+        .unwrap();
+    let driver = node.start_driver().await;
+    driver.prepare("a", "gpu-0-mig-7g80gb-0-0").await.unwrap();
+    let gpu = driver.gpus.inventory().borrow().gpus[0].uuid.clone();
+    // The second reading may have been scheduled before the first.
+    for _ in 0..2 {
+        driver.gpus.refresh(&gpu).await;
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    node.sim
+        .update(|state| {
+            state.reset(0, true)?;
+            state.events.queue.clear();
+            Ok(())
+        })
+        .unwrap();
+    then(&driver).await;
+    until("the instance is there", || node.hardware() == ["mig 0@0+"]).await;
+}
+
+#[tokio::test]
+async fn silent_reset_is_found_by_prepare() {
+    check_silent_reset(TestNode::new(H100), async |driver| {
+        driver.prepare("a", "gpu-0-mig-7g80gb-0-0").await.unwrap_err();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn silent_reset_is_found_by_the_health_poll() {
+    let mut node = TestNode::new(H100);
+    node.health_poll = Duration::from_millis(50);
+    check_silent_reset(node, async |_| ()).await;
 }

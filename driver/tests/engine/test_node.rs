@@ -158,6 +158,14 @@ impl TestNode {
         process
     }
 
+    /// Takes `nvidia-smi` away until the returned function is called.
+    pub(crate) fn hide_nvidia_smi(&self) -> impl FnOnce() + use<> {
+        let program = self.paths.driver_root.join("usr/bin/nvidia-smi");
+        let aside = program.with_extension("aside");
+        std::fs::rename(&program, &aside).unwrap();
+        move || std::fs::rename(&aside, &program).unwrap()
+    }
+
     /// Checks that no record and no CDI file of any claim is left.
     #[track_caller]
     pub(crate) fn expect_no_claim_files(&self) {

@@ -88,6 +88,30 @@ async fn record_is_kept_while_a_process_has_its_mounts() {
     node.prepare(&second).await.unwrap();
 }
 
+/// The kubelet unprepares claims of pods that were deleted by force every minute.
+#[tokio::test]
+async fn unprepare_is_refused_while_a_container_runs() {
+    let node = TestNode::new(H100).await;
+    let _daemon = node.start_daemon(&[]).await;
+    let claim = node.claim("a", &["gpu-0"]);
+    node.prepare(&claim).await.unwrap();
+    // As the hook and the kernel write them.
+    let registered = node.run_dir().join("containers/a");
+    let cgroup = node.sim.root().join("sys/fs/cgroup/kubepods/c1");
+    for dir in [&registered, &cgroup] {
+        fs::create_dir_all(dir).unwrap();
+    }
+    fs::write(registered.join("c1"), "0::/kubepods/c1\n").unwrap();
+    fs::write(cgroup.join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
+    let refused = node.unprepare(&claim).await.unwrap_err();
+    assert!(refused.contains("processes of container c1 still use it"), "{refused}");
+    node.prepare(&node.claim("b", &["gpu-0"])).await.unwrap_err();
+    fs::write(cgroup.join("cgroup.events"), "populated 0\nfrozen 0\n").unwrap();
+    node.unprepare(&claim).await.unwrap();
+    assert!(!registered.exists());
+    node.prepare(&node.claim("b", &["gpu-0"])).await.unwrap();
+}
+
 #[tokio::test]
 async fn unreachable_api_server_releases_nothing() {
     let node = TestNode::new(H100).await;

@@ -3,8 +3,9 @@
 use crate::cluster::{AllocatedDevice, Cluster, Gpu, NODES, eventually};
 use crate::objects::{Claim, GPU, MIG, devices, profile, profile_on, request, uuid};
 use anyhow::{Context, Result, ensure};
+use kube::ResourceExt;
 use kube::api::{DeleteParams, ListParams};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub(super) async fn node_daemon_recovers_after_a_kill(cluster: &Cluster) -> Result<()> {
     cluster.create_template("slice", devices(&[request("gpu", MIG, &profile("1g.10gb"))])).await?;
@@ -73,6 +74,58 @@ pub(super) async fn force_deleted_pod_releases_its_gpu(cluster: &Cluster) -> Res
     cluster.start_pod("next", Claim::Template("whole")).await?;
     cluster.wait_ready("next").await?;
     cluster.verify_visible_devices("next").await?;
+    Ok(())
+}
+
+/// The API server and the scheduler forget a pod and its claim, and the kubelet unprepares the claim, but
+/// the container cannot be killed. Its GPU must go to no other pod, even after a restart of the daemon.
+pub(super) async fn force_deleted_pod_keeps_its_gpu_while_it_runs(cluster: &Cluster) -> Result<()> {
+    let gpu = cluster.gpus("n1")?.remove(3).uuid;
+    cluster.create_template("slice", devices(&[request("gpu", MIG, &profile_on("7g.80gb", &gpu))])).await?;
+    cluster.create_template("whole", devices(&[request("gpu", GPU, &uuid(&gpu))])).await?;
+    cluster.start_pod("stuck", Claim::Template("slice")).await?;
+    cluster.wait_ready("stuck").await?;
+    let pod = cluster.pods.get("stuck").await?.uid().context("the pod has no UID")?;
+    if cluster.output(&["freeze", "stuck"])?.trim() == "unsupported" {
+        println!("    skipped: needs the freezer of cgroup v1");
+        return Ok(());
+    }
+    let result = delete_frozen_pod(cluster, &gpu).await;
+    cluster.output(&["thaw", &pod])?;
+    result?;
+    let begun = Instant::now();
+    cluster.wait_ready("next").await?;
+    println!("    GPU used again {:.1} s after the end of its container", begun.elapsed().as_secs_f64());
+    cluster.verify_visible_devices("next").await?;
+    Ok(())
+}
+
+/// Longer than the interval at which the kubelet unprepares claims of pods that it does not know.
+const UNPREPARED_BY_KUBELET: Duration = Duration::from_secs(75);
+
+async fn delete_frozen_pod(cluster: &Cluster, gpu: &str) -> Result<()> {
+    cluster.pods.delete("stuck", &DeleteParams::default().grace_period(0)).await?;
+    cluster.wait_gone("stuck").await?;
+    eventually("claim of the pod gone", || async {
+        ensure!(cluster.claims.list(&ListParams::default()).await?.items.is_empty(), "it still exists");
+        Ok(())
+    })
+    .await?;
+    cluster.ctl("kill", "n1-driver")?;
+    cluster.ctl("start", "n1-driver")?;
+    cluster.start_pod("next", Claim::Template("whole")).await?;
+    tokio::time::sleep(UNPREPARED_BY_KUBELET).await;
+    eventually("refusal of the new pod's claim", || async {
+        let claims = cluster.claims_of("next").await?;
+        let claim = claims.first().context("the pod has no claim")?;
+        let refused = cluster.pod_events(&claim.name_any(), "PrepareFailed").await?;
+        let names_holder = |message: &String| message.contains("default/stuck-");
+        ensure!(refused.iter().filter_map(|event| event.message.as_ref()).any(names_holder), "{refused:?}");
+        Ok(())
+    })
+    .await?;
+    let state = cluster.gpus("n1")?.into_iter().find(|state| state.uuid == gpu).context("no such GPU")?;
+    ensure!(!state.instances.is_empty(), "the instance of a running container was destroyed");
     Ok(())
 }
 

@@ -66,6 +66,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     failures::node_daemon_recovers_after_a_kill,
     failures::slices_reappear_after_a_kubelet_restart,
     failures::force_deleted_pod_releases_its_gpu,
+    failures::force_deleted_pod_keeps_its_gpu_while_it_runs,
     hardware::fatal_xid_taints_the_gpu,
     hardware::plugged_gpu_is_published,
     hardware::containers_restart_during_a_driver_upgrade,

@@ -16,6 +16,12 @@ fn mount(host: impl AsRef<Path>, container: &str, options: &[&str]) -> Value {
     json!({"hostPath": host.as_ref(), "containerPath": container, "options": options})
 }
 
+/// Stages and arguments of hooks.
+fn hooks(edits: &Value) -> Vec<(Value, Value)> {
+    let hooks = edits["hooks"].as_array().unwrap().iter();
+    hooks.map(|hook| (hook["hookName"].clone(), hook["args"].clone())).collect()
+}
+
 #[test]
 fn share_adds_its_pages_and_the_preloaded_library() {
     let fixture = with_hook();
@@ -37,19 +43,20 @@ fn share_adds_its_pages_and_the_preloaded_library() {
             mount(&library.list, "/etc/ld.so.preload", &DATA),
         ])
     );
-    let hooks = edits["hooks"].as_array().unwrap();
-    let hooks: Vec<_> = hooks.iter().map(|hook| (hook["hookName"].clone(), hook["args"].clone())).collect();
     let args = |option: &str, sub: &str| json!(["divvy-hook", option, dir.join(sub)]);
     assert_eq!(
-        hooks,
+        hooks(&edits),
         [
             (json!("createRuntime"), args("--cgroups", "cgroups")),
             (json!("poststop"), args("--cgroups", "cgroups")),
             (json!("createContainer"), args("--preload", "preload")),
         ]
     );
-    let common = fixture.written()["containerEdits"].take();
-    assert_eq!(common["hooks"].as_array().unwrap().len(), 1, "the common edits are unchanged");
+    let common = hooks(&fixture.written()["containerEdits"]);
+    let stages: Vec<_> = common.iter().map(|(stage, _)| stage.clone()).collect();
+    assert_eq!(stages, ["createContainer", "createRuntime", "poststop"]);
+    let registered = json!(["divvy-hook", "--cgroups", fixture.path("run/containers/1-2")]);
+    assert!(common[1..].iter().all(|(_, args)| *args == registered), "{common:?}");
 }
 
 #[test]
