@@ -685,7 +685,7 @@ impl Inner {
         }
         let mut undo = record.undo.clone();
         if record.epoch.is_over(&self.epoch()) {
-            undo.retain(|undo| !undo.is_done_by_reset());
+            undo.retain(|undo| !undo.is_done_by_epoch());
         }
         let others = self.others(locked, &record.claim.uid);
         if let Err(not) = self.executor().undo(&record.claim.uid, &undo, &others).await {
