@@ -139,3 +139,24 @@ impl Objects {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn claims_are_grouped_by_their_pod() {
+        let claim = |name: &str, kind: &str, uid: &str| {
+            let owner = json!({"apiVersion": "v1", "kind": kind, "name": "x", "uid": uid});
+            let metadata = json!({"name": name, "ownerReferences": [owner]});
+            serde_json::from_value::<ResourceClaim>(json!({"metadata": metadata, "spec": {}})).unwrap()
+        };
+        let claims =
+            [("a", "Pod", "1"), ("b", "Job", "1"), ("c", "Pod", "2"), ("d", "Pod", "1"), ("e", "Job", "1")];
+        let claims = claims.map(|(name, kind, uid)| claim(name, kind, uid)).into();
+        let groups = by_pod(claims);
+        let names: Vec<Vec<&str>> = groups.iter().map(|group| group.iter().map(name).collect()).collect();
+        assert_eq!(names, [vec!["a", "d"], vec!["b"], vec!["c"], vec!["e"]]);
+    }
+}
