@@ -453,7 +453,12 @@ impl Runner {
         let begun = Instant::now();
         loop {
             let claims: Vec<&ModelClaim> = self.claims.iter().flatten().filter(|c| c.is_prepared()).collect();
-            let found = differences(&self.node, &claims);
+            let mut found = differences(&self.node, &claims);
+            // Until then, the slices are those of an earlier daemon.
+            let published = |daemon: &Daemon| daemon.has_logged(r#"ready condition="published""#);
+            if !self.daemon.as_ref().is_some_and(published) {
+                found.push("the daemon has not published its devices".to_owned());
+            }
             if found.is_empty() {
                 break;
             }
