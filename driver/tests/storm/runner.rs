@@ -177,7 +177,7 @@ impl Runner {
             Operation::KillMps { which, server } => self.kill_mps(*which, *server),
             Operation::Configure { interval, gpu, modes } => {
                 let rules = format!(
-                    "rules: [{{interval: {interval}}}, {{match: {{indices: [{gpu}]}}, modes: {modes}}}]"
+                    "rules: [{{interval: {interval}, migShares: true}}, {{match: {{indices: [{gpu}]}}, modes: {modes}}}]"
                 );
                 self.configure(&rules);
             }
@@ -798,7 +798,7 @@ impl Runner {
 
     /// Checks that every GPU can be allocated whole, as on a new node.
     pub(crate) async fn expect_all_gpus_whole(&mut self) -> Result<(), String> {
-        self.configure("rules: [{interval: Long}]");
+        self.configure("rules: [{interval: Long, migShares: true}]");
         let request = json!({"deviceClassName": "gpu.divvy.dev", "count": GPU_COUNT - 1});
         let devices = ClaimSpec(json!({"requests": [{"name": "all", "exactly": request}]}));
         let begun = Instant::now();
