@@ -1,8 +1,8 @@
-//! Containers with devices of claims, as the hook registers them, and their cgroups.
+//! Containers with devices of claims, as the hook registers them.
 //!
-//! The hook writes one file for each container, `<run>/containers/<claim UID>/<container id>`, with the
-//! cgroups of its first process, and removes it when the container has stopped. While processes are left
-//! in those cgroups, the claim is in use, whatever the kubelet says.
+//! The hook writes one file for each container, `<run>/containers/<claim UID>/<container id>`, with pid
+//! and start time of its first process, and removes it when the container has stopped. While that process
+//! exists, the claim is in use, whatever the kubelet says.
 
 use crate::paths::HostPaths;
 use divvy_api::ClaimUid;
@@ -21,12 +21,12 @@ const FILE_MAX_BYTES: u64 = 64 << 10;
 #[derive(Clone, Debug)]
 pub(crate) struct Containers {
     dir: PathBuf,
-    cgroup_root: PathBuf,
+    process_root: PathBuf,
 }
 
 impl Containers {
     pub(crate) fn new(paths: &HostPaths) -> Self {
-        Self { dir: paths.run_dir.join(DIRECTORY), cgroup_root: paths.cgroup_root() }
+        Self { dir: paths.run_dir.join(DIRECTORY), process_root: paths.process_root.clone() }
     }
 
     /// The directory of a claim. The hook creates it with the first container.
@@ -34,13 +34,19 @@ impl Containers {
         self.dir.join(claim.as_str())
     }
 
-    /// A container of the claim in which processes are left.
+    /// A container of the claim whose first process exists.
     pub(crate) fn running(&self, claim: &ClaimUid) -> Option<String> {
         if !is_file_name(claim.as_str(), MAX_NAME_BYTES) {
             return None;
         }
-        let is_running = |(_, text): &(String, String)| Cgroups::parse(text).has_processes(&self.cgroup_root);
-        registered(&self.of(claim)).into_iter().find(is_running).map(|(id, _)| id)
+        registered(&self.of(claim)).into_iter().find(|(_, process)| self.exists(process)).map(|(id, _)| id)
+    }
+
+    /// Whether the process exists, given as `<pid> <start time>`.
+    fn exists(&self, process: &str) -> bool {
+        let Some((pid, start)) = process.trim_end().split_once(' ') else { return false };
+        let stat = fs::read_to_string(self.process_root.join(pid).join("stat"));
+        stat.is_ok_and(|stat| start_time(&stat) == Some(start))
     }
 
     /// Forgets the containers of a claim.
@@ -58,8 +64,8 @@ impl Containers {
     }
 }
 
-/// The containers that the hook registered in a directory: id, and the contents of
-/// `/proc/<pid>/cgroup` of the first process. Sorted by id.
+/// The containers that the hook reported in a directory: id, and the contents of the file. Sorted by
+/// id.
 pub(crate) fn registered(dir: &Path) -> Vec<(String, String)> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let read = |entry: fs::DirEntry| {
@@ -72,122 +78,37 @@ pub(crate) fn registered(dir: &Path) -> Vec<(String, String)> {
     containers
 }
 
-/// The cgroups of a process, by hierarchy: the lines of `/proc/<pid>/cgroup`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Cgroups(Vec<(String, String)>);
-
-impl Cgroups {
-    /// Skips lines that do not have the format of that file.
-    pub(crate) fn parse(text: &str) -> Self {
-        let line = |line: &str| {
-            let (hierarchy, path) = line.split_once(":/")?;
-            Some((hierarchy.to_owned(), format!("/{path}")))
-        };
-        Self(text.lines().filter_map(line).collect())
-    }
-
-    /// Whether these are the container's cgroups or below them. A hierarchy in which the container
-    /// has no cgroup of its own is ignored.
-    pub(crate) fn are_within(&self, container: &Self) -> bool {
-        let mut own = container.0.iter().filter(|(_, path)| path != "/").peekable();
-        own.peek().is_some()
-            && own.all(|(hierarchy, of)| {
-                let mine = self.0.iter().find(|(name, _)| name == hierarchy);
-                mine.is_some_and(|(_, path)| {
-                    path.strip_prefix(of.as_str())
-                        .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
-                })
-            })
-    }
-
-    /// The directories of the container's own cgroups, one for each hierarchy.
-    pub(crate) fn directories(&self, cgroup_root: &Path) -> impl Iterator<Item = PathBuf> {
-        self.0.iter().filter_map(move |(hierarchy, path)| {
-            let (_, controllers) = hierarchy.split_once(':')?;
-            let controllers = controllers.strip_prefix("name=").unwrap_or(controllers);
-            let below = path.strip_prefix('/').filter(|below| !below.is_empty() && is_plain(below))?;
-            Some(cgroup_root.join(controllers).join(below))
-        })
-    }
-
-    /// Whether processes are left in the container's own cgroups, or below them.
-    fn has_processes(&self, cgroup_root: &Path) -> bool {
-        self.directories(cgroup_root).any(|dir| {
-            // Only the unified hierarchy has this file.
-            match fs::read_to_string(dir.join("cgroup.events")) {
-                Ok(events) => events.lines().any(|line| line == "populated 1"),
-                Err(_) => fs::read(dir.join("cgroup.procs")).is_ok_and(|processes| !processes.is_empty()),
-            }
-        })
-    }
-
-    /// The path in the unified hierarchy; `None` if the container has no cgroup of its own there.
-    pub(crate) fn unified(&self) -> Option<&str> {
-        let (_, path) = self.0.iter().find(|(hierarchy, path)| hierarchy == "0:" && path != "/")?;
-        is_plain(path).then_some(path)
-    }
-}
-
-/// Whether a path only leads down. The path of a cgroup in another cgroup namespace starts with `..`.
-fn is_plain(path: &str) -> bool {
-    path.split('/').all(|part| part != "..")
+/// Field 22 of `/proc/<pid>/stat`, in clock ticks. The command name before it may contain anything.
+fn start_time(stat: &str) -> Option<&str> {
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn process_belongs_to_the_container_of_its_cgroups() {
-        let check = |process: &str, container: &str, expected: bool| {
-            let within = Cgroups::parse(process).are_within(&Cgroups::parse(container));
-            assert_eq!(within, expected, "{process:?} {container:?}");
-        };
-        check("0::/kubepods/pod1/c1\n", "0::/kubepods/pod1/c1\n", true);
-        check("0::/kubepods/pod1/c1/own\n", "0::/kubepods/pod1/c1\n", true);
-        check("0::/kubepods/pod1/c10\n", "0::/kubepods/pod1/c1\n", false);
-        check("0::/kubepods/pod1\n", "0::/kubepods/pod1/c1\n", false);
-        check("0::/other/kubepods/pod1/c1\n", "0::/kubepods/pod1/c1\n", false);
-        check("4:memory:/p/c1\n1:cpu:/\n", "4:memory:/p/c1\n1:cpu:/\n", true);
-        check("4:memory:/p/c1\n3:pids:/p/c2\n", "4:memory:/p/c1\n3:pids:/p/c1\n", false);
-        // A container without a cgroup of its own cannot be told apart from the host.
-        check("0::/\n", "0::/\n", false);
-        check("0::/c\n", "", false);
-    }
-
-    #[test]
-    fn unified_path_stays_below_the_root() {
-        let check = |text: &str, expected: Option<&str>| assert_eq!(Cgroups::parse(text).unified(), expected);
-        check("4:memory:/m\n0::/kubepods/c1\n", Some("/kubepods/c1"));
-        check("0::/\n", None);
-        check("0::/../c1\n", None);
-        check("4:memory:/m\n", None);
-    }
-
-    fn check_use(file: &str, contents: &str, expected: Option<&str>) {
+    fn check(pid: u32, start: u32, expected: Option<&str>) {
         let root = tempfile::tempdir().unwrap();
         let containers = Containers::new(&HostPaths::below(root.path()));
+        let process = containers.process_root.join("17");
+        fs::create_dir_all(&process).unwrap();
+        fs::write(process.join("stat"), format!("17 (a) 1 (b) S {}7788 0\n", "0 ".repeat(18))).unwrap();
         let claim = "c".into();
         assert_eq!(containers.running(&claim), None, "nothing is registered");
         fs::create_dir_all(containers.of(&claim)).unwrap();
-        fs::write(containers.of(&claim).join("one"), "0::/gone\n").unwrap();
-        fs::write(containers.of(&claim).join("two"), "4:memory:/pod/two\n0::/pod/two\n").unwrap();
-        let cgroup = containers.cgroup_root.join(file);
-        fs::create_dir_all(cgroup.parent().unwrap()).unwrap();
-        fs::write(cgroup, contents).unwrap();
-        assert_eq!(containers.running(&claim).as_deref(), expected, "{file} {contents:?}");
+        fs::write(containers.of(&claim).join("damaged"), "").unwrap();
+        fs::write(containers.of(&claim).join("one"), format!("{pid} {start}\n")).unwrap();
+        assert_eq!(containers.running(&claim).as_deref(), expected, "{pid} {start}");
         containers.forget(&claim).unwrap();
         containers.forget(&claim).unwrap();
         assert_eq!(containers.running(&claim), None);
     }
 
     #[test]
-    fn container_with_processes_uses_its_claim() {
-        check_use("pod/two/cgroup.events", "populated 1\nfrozen 0\n", Some("two"));
-        check_use("pod/two/cgroup.events", "populated 0\nfrozen 0\n", None);
-        check_use("pod/other/cgroup.events", "populated 1\nfrozen 0\n", None);
-        check_use("memory/pod/two/cgroup.procs", "17\n", Some("two"));
-        check_use("memory/pod/two/cgroup.procs", "", None);
+    fn container_uses_its_claim_while_its_process_exists() {
+        check(17, 7788, Some("one"));
+        check(17, 7789, None);
+        check(18, 7788, None);
     }
 
     #[test]

@@ -51,11 +51,6 @@ impl HostPaths {
         self.kubelet_root.join("pod-resources")
     }
 
-    /// Where the cgroup hierarchies are mounted.
-    pub fn cgroup_root(&self) -> PathBuf {
-        self.sys_root.join("fs/cgroup")
-    }
-
     /// The host's path of a device node.
     pub fn dev(&self, node: &str) -> PathBuf {
         self.dev_root.join(Path::new(node).strip_prefix("/").unwrap_or(Path::new(node)))

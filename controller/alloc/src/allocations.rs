@@ -1,6 +1,8 @@
 //! The devices and capacities that allocated claims hold.
 
-use crate::error::AllocationError;
+use crate::error::{AllocationError, claim_name};
+use crate::names::canonical;
+use crate::release::Release;
 use divvy_api::Quantity;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,11 +22,12 @@ pub(crate) type Amounts<'a> = BTreeMap<&'a str, Quantity>;
 #[derive(Debug, Default)]
 pub(crate) struct Allocations<'a> {
     dedicated: BTreeSet<DeviceKey<'a>>,
-    shared: BTreeMap<DeviceKey<'a>, Amounts<'a>>,
+    /// In nano-units, by canonical name.
+    shared: BTreeMap<DeviceKey<'a>, BTreeMap<&'a str, i128>>,
 }
 
 impl<'a> Allocations<'a> {
-    pub(crate) fn read(claims: &'a [ResourceClaim]) -> Result<Self, AllocationError> {
+    pub(crate) fn read(claims: &'a [ResourceClaim], release: Release) -> Result<Self, AllocationError> {
         let mut allocations = Self::default();
         for claim in claims {
             let allocation = claim.status.as_ref().and_then(|status| status.allocation.as_ref());
@@ -41,10 +44,11 @@ impl<'a> Allocations<'a> {
                 let amounts = allocations.shared.entry(key).or_default();
                 for (name, wire) in result.consumed_capacity.iter().flatten() {
                     let amount = Quantity::try_from(wire).map_err(|cause| AllocationError::Claim {
-                        claim: crate::error::claim_name(claim),
+                        claim: claim_name(claim),
                         cause: cause.to_string(),
                     })?;
-                    add(amounts, name, amount);
+                    let sum = amounts.entry(canonical(release, &result.driver, name)).or_insert(0);
+                    *sum = sum.saturating_add(amount.as_nano());
                 }
             }
         }
@@ -57,17 +61,11 @@ impl<'a> Allocations<'a> {
     }
 
     /// The amounts that shares of the device hold, or `None` without shares.
-    pub(crate) fn shared(&self, key: &DeviceKey<'a>) -> Option<&Amounts<'a>> {
+    pub(crate) fn shared(&self, key: &DeviceKey<'a>) -> Option<&BTreeMap<&'a str, i128>> {
         self.shared.get(key)
     }
 
     pub(crate) fn is_allocated(&self, key: &DeviceKey<'a>) -> bool {
         self.is_dedicated(key) || self.shared.contains_key(key)
     }
-}
-
-/// Adds to an amount. A sum that overflows becomes the maximum, which exceeds any capacity.
-pub(crate) fn add<'a>(amounts: &mut Amounts<'a>, name: &'a str, amount: Quantity) {
-    let sum = amounts.entry(name).or_insert(Quantity::ZERO);
-    *sum = sum.checked_add(amount).unwrap_or(Quantity::from_nano(i128::MAX, amount.format()));
 }

@@ -1,11 +1,8 @@
 //! Which devices a DeviceClass selects, without an allocation.
 
-use crate::allocations::DeviceKey;
 use crate::cel::Selector;
-use crate::pool::Candidate;
 use crate::stack::on_large_stack;
-use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceSlice};
-use std::collections::BTreeMap;
+use k8s_openapi::api::resource::v1::{Device, DeviceClass};
 
 /// For each device of the driver, whether the class selects it. A selector that fails on a device
 /// does not select it.
@@ -21,19 +18,7 @@ fn select(class: &DeviceClass, driver: &str, devices: &[Device]) -> Result<Vec<b
     let wire = class.spec.iter().flat_map(|spec| spec.selectors.iter().flatten());
     let texts = wire.filter_map(|selector| selector.cel.as_ref()).map(|cel| cel.expression.as_str());
     let selectors = texts.map(Selector::compile).collect::<Result<Vec<_>, _>>()?;
-    let slice = ResourceSlice::default();
-    let matches = |wire| {
-        let device = Candidate {
-            pool: 0,
-            key: DeviceKey { driver, pool: "", device: "" },
-            wire,
-            slice: &slice,
-            multiple: false,
-            capacity: BTreeMap::new(),
-            counters: BTreeMap::new(),
-        };
-        selectors.iter().all(|selector| selector.matches(&device) == Ok(true))
-    };
+    let matches = |device| selectors.iter().all(|selector| selector.matches(driver, device) == Ok(true));
     Ok(devices.iter().map(matches).collect())
 }
 

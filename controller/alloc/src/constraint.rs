@@ -1,10 +1,10 @@
 //! Constraints between the devices of a claim: attributes that must match or differ. A constraint
-//! has no state: it evaluates the whole list of picked devices, so backtracking restores nothing.
+//! has no state: it compares a device with the picks of its claim, so backtracking restores nothing.
 
 use crate::error::AllocationError;
 use crate::pool::Candidate;
+use crate::release::Release;
 use k8s_openapi::api::resource::v1::{DeviceAttribute, DeviceConstraint};
-use std::collections::BTreeSet;
 
 /// The full name of a request (`gpu/sub`), and the name of its parent (`gpu`).
 pub(crate) type RequestNames<'a> = (&'a str, &'a str);
@@ -20,19 +20,30 @@ pub(crate) struct Constraint<'a> {
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
-    /// All devices must have a value in common.
+    /// All devices must have the same value.
     Match,
-    /// No two devices may have a value in common.
+    /// No two devices may have the same value.
     Distinct,
 }
 
-/// A scalar value, or one item of a list value.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Item<'a> {
+/// The value of an attribute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scalar<'a> {
+    Missing,
+    /// A list, which constraints support only with a feature that is off by default.
+    List,
     Bool(bool),
     Int(i64),
     Text(&'a str),
     Version(&'a str),
+}
+
+/// The decision of a constraint about a device.
+pub(crate) enum Verdict {
+    Allowed,
+    Excluded,
+    /// The scheduler stops.
+    Unsupported,
 }
 
 impl<'a> Constraint<'a> {
@@ -48,50 +59,52 @@ impl<'a> Constraint<'a> {
         Ok(Self { requests: wire.requests.as_deref().unwrap_or_default(), attribute, kind })
     }
 
-    /// Whether the picked devices satisfy the constraint. Each comes with its request's full name
-    /// and the name of the parent request.
-    pub(crate) fn allows<'b>(
+    /// Compares the value of a device with those of the covered devices that were picked before.
+    /// The scheduler compares a match only with the first device.
+    pub(crate) fn verdict<'b>(
         &self,
-        picked: impl Iterator<Item = (RequestNames<'b>, &'b Candidate<'b>)>,
-    ) -> bool {
-        let mut common: Option<BTreeSet<Item<'b>>> = None;
-        for (_, device) in picked.filter(|(names, _)| self.covers(*names)) {
-            let items = lookup(device, self.attribute).map(items).unwrap_or_default();
-            if items.is_empty() {
-                return false;
-            }
-            common = match (common, self.kind) {
-                (None, _) => Some(items),
-                (Some(common), Kind::Match) => Some(common.intersection(&items).cloned().collect()),
-                (Some(common), Kind::Distinct) if common.is_disjoint(&items) => Some(&common | &items),
-                (Some(_), Kind::Distinct) => return false,
-            };
-            if common.as_ref().is_some_and(BTreeSet::is_empty) {
-                return false;
-            }
-        }
-        true
+        release: Release,
+        value: Scalar<'b>,
+        mut picked: impl Iterator<Item = Scalar<'b>>,
+    ) -> Verdict {
+        let same = |other: Scalar<'b>| value != Scalar::List && value == other;
+        let allowed = match (value, self.kind) {
+            (Scalar::Missing, _) => false,
+            (Scalar::List, _) if release.refuses_list_constraints() => return Verdict::Unsupported,
+            (Scalar::List, _) => picked.next().is_none(),
+            (_, Kind::Match) => picked.next().is_none_or(same),
+            (_, Kind::Distinct) => !picked.any(same),
+        };
+        if allowed { Verdict::Allowed } else { Verdict::Excluded }
     }
 
-    fn covers(&self, (full, parent): RequestNames<'_>) -> bool {
+    pub(crate) fn covers(&self, (full, parent): RequestNames<'_>) -> bool {
         let named = |name: &String| name == full || name == parent;
         self.requests.is_empty() || self.requests.iter().any(named)
     }
+
+    /// The value of the device's attribute, by its qualified name, or by its bare name in the
+    /// driver's own domain.
+    pub(crate) fn value<'b>(&self, release: Release, device: &Candidate<'b>) -> Scalar<'b> {
+        let Some(attributes) = device.wire.attributes.as_ref() else {
+            return Scalar::Missing;
+        };
+        let bare = || self.attribute.strip_prefix(device.key.driver)?.strip_prefix('/');
+        let found = attributes.get(self.attribute).or_else(|| attributes.get(bare()?));
+        found.map_or(Scalar::Missing, |attribute| scalar(release, attribute))
+    }
 }
 
-/// An attribute by its qualified name, or by its bare name in the driver's own domain.
-fn lookup<'b>(device: &Candidate<'b>, name: &str) -> Option<&'b DeviceAttribute> {
-    let attributes = device.wire.attributes.as_ref()?;
-    let bare = || name.strip_prefix(device.key.driver)?.strip_prefix('/');
-    attributes.get(name).or_else(|| attributes.get(bare()?))
-}
-
-fn items(attribute: &DeviceAttribute) -> BTreeSet<Item<'_>> {
-    let bools = attribute.bool.iter().chain(attribute.bools.iter().flatten()).map(|value| Item::Bool(*value));
-    let ints = attribute.int.iter().chain(attribute.ints.iter().flatten()).map(|value| Item::Int(*value));
-    let texts =
-        attribute.string.iter().chain(attribute.strings.iter().flatten()).map(|value| Item::Text(value));
-    let versions =
-        attribute.version.iter().chain(attribute.versions.iter().flatten()).map(|value| Item::Version(value));
-    bools.chain(ints).chain(texts).chain(versions).collect()
+fn scalar(release: Release, attribute: &DeviceAttribute) -> Scalar<'_> {
+    let release_part = |version| match release.ignores_build_metadata() {
+        true => str::split(version, '+').next().unwrap_or(version),
+        false => version,
+    };
+    match attribute {
+        DeviceAttribute { bool: Some(value), .. } => Scalar::Bool(*value),
+        DeviceAttribute { int: Some(value), .. } => Scalar::Int(*value),
+        DeviceAttribute { string: Some(value), .. } => Scalar::Text(value),
+        DeviceAttribute { version: Some(value), .. } => Scalar::Version(release_part(value)),
+        _ => Scalar::List,
+    }
 }

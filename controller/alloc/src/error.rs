@@ -22,8 +22,8 @@ pub enum AllocationError {
         "claim {claim}, request {request} requests all devices, but pool {pool} is incomplete or invalid"
     )]
     AllOfPool { claim: String, request: String, pool: String },
-    #[error("claim {claim}: the search stopped after {tries} attempts without a result")]
-    GaveUp { claim: String, tries: usize },
+    #[error("claim {claim}: the search stopped after {steps} steps without a result")]
+    GaveUp { claim: String, steps: usize },
     #[error("claim {claim} does not fit on node {node}: {}", listed(requests, pools))]
     NoFit {
         claim: String,

@@ -1,26 +1,24 @@
 //! Pools as the scheduler gathers them for one node.
 //!
-//! Only the highest generation of a pool counts, and only if it is complete and consistent. The
-//! order is the preference: pools by driver and name, those with binding conditions last; then
-//! slices by name; then devices as published.
+//! A pool consists of its slices for this node with the highest generation, and is usable if it is
+//! complete and consistent. The order is the preference: pools by driver and name, those with
+//! binding conditions last; then slices by name; then devices as published.
 
 use crate::allocations::{Allocations, DeviceKey};
-use crate::capacity::Capacity;
+use crate::capacity::{self, Capacities};
 use crate::node::targets;
+use crate::release::Release;
 use crate::view::ClusterView;
 use divvy_api::Quantity;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Names of a counter set and of a counter in it.
-pub(crate) type CounterKey<'a> = (&'a str, &'a str);
-
 /// All pools and devices that the node can use.
 #[derive(Debug)]
 pub(crate) struct Pools<'a> {
     pub(crate) pools: Vec<Pool<'a>>,
-    /// Devices of usable pools that are available to this node, in order of preference.
+    /// Devices of slices for this node in usable pools, in order of preference.
     pub(crate) devices: Vec<Candidate<'a>>,
 }
 
@@ -30,7 +28,7 @@ pub(crate) struct Pool<'a> {
     pub(crate) name: &'a str,
     pub(crate) state: State,
     /// The remainder of each counter, in nano-units. Negative if more is allocated than exists.
-    pub(crate) available: BTreeMap<CounterKey<'a>, i128>,
+    pub(crate) available: Vec<i128>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,10 +51,15 @@ pub(crate) struct Candidate<'a> {
     pub(crate) key: DeviceKey<'a>,
     pub(crate) wire: &'a Device,
     pub(crate) slice: &'a ResourceSlice,
+    /// Whether the device is available to this node, where its slice leaves that to each device.
+    pub(crate) here: bool,
     /// `allowMultipleAllocations`.
     pub(crate) multiple: bool,
-    pub(crate) capacity: BTreeMap<&'a str, Capacity>,
-    pub(crate) counters: BTreeMap<CounterKey<'a>, i128>,
+    pub(crate) capacity: Capacities<'a>,
+    /// The amount of each capacity that shares of other claims hold, in nano-units.
+    pub(crate) held: Vec<i128>,
+    /// Index of a counter in its pool, and the amount in nano-units.
+    pub(crate) counters: Vec<(usize, i128)>,
 }
 
 impl<'a> Pools<'a> {
@@ -67,9 +70,7 @@ impl<'a> Pools<'a> {
         }
         let mut gathered: Vec<_> = by_id
             .into_iter()
-            .filter_map(|((driver, name), slices)| {
-                gather_pool(cluster.node, allocations, driver, name, slices)
-            })
+            .filter_map(|((driver, name), slices)| gather_pool(cluster, allocations, driver, name, slices))
             .collect();
         // The sort is stable, so driver and name order pools within each group.
         gathered.sort_by_key(|(_, devices)| {
@@ -84,28 +85,38 @@ impl<'a> Pools<'a> {
     }
 }
 
+/// A pool and its devices, or `None` if the pool has no slice for this node or is being replaced.
 fn gather_pool<'a>(
-    node: &Node,
+    cluster: &ClusterView<'_>,
     allocations: &Allocations<'a>,
     driver: &'a str,
     name: &'a str,
     mut slices: Vec<&'a ResourceSlice>,
 ) -> Option<(Pool<'a>, Vec<Candidate<'a>>)> {
-    let newest = slices.iter().map(|slice| slice.spec.pool.generation).max()?;
-    // A pool whose newest generation does not include this node is being replaced.
-    slices.retain(|slice| slice.spec.pool.generation == newest);
-    slices.sort_by_key(|slice| slice.metadata.name.as_deref());
-    let relevant: Vec<_> = slices.iter().copied().filter(|slice| is_relevant(node, slice)).collect();
-    let want = relevant.first()?.spec.pool.resource_slice_count;
-    if relevant.len() as i64 == want {
-        slices = relevant;
+    let (node, release) = (cluster.node, cluster.release);
+    let latest = slices.iter().map(|slice| slice.spec.pool.generation).max()?;
+    // A skipped slice still counts as a newer generation, but not as a part of its pool.
+    if release.skips_compatibility_groups() {
+        slices.retain(|slice| !has_compatibility_groups(slice));
     }
-    let mut pool = Pool { driver, name, state: State::Usable, available: BTreeMap::new() };
+    let mut relevant: Vec<_> = slices.iter().copied().filter(|slice| is_relevant(node, slice)).collect();
+    let generation = relevant.iter().map(|slice| slice.spec.pool.generation).max()?;
+    relevant.retain(|slice| slice.spec.pool.generation == generation);
+    let want = relevant.first()?.spec.pool.resource_slice_count;
+    slices.retain(|slice| slice.spec.pool.generation == generation);
+    if relevant.len() as i64 == want {
+        // The scheduler does not look for slices of other nodes then, even newer ones.
+        slices.clone_from(&relevant);
+    } else if latest > generation {
+        return None;
+    }
+    let mut pool = Pool { driver, name, state: State::Usable, available: Vec::new() };
     if slices.len() as i64 != want {
         pool.state = State::Incomplete { have: slices.len(), want };
         return Some((pool, Vec::new()));
     }
-    match read_pool(node, allocations, driver, name, &slices) {
+    slices.sort_by_key(|slice| slice.metadata.name.as_deref());
+    match read_pool(cluster, allocations, driver, name, &slices) {
         Ok((available, devices)) => Some((Pool { available, ..pool }, devices)),
         Err(reason) => {
             pool.state = State::Invalid { reason };
@@ -114,93 +125,128 @@ fn gather_pool<'a>(
     }
 }
 
+fn has_compatibility_groups(slice: &ResourceSlice) -> bool {
+    let devices = slice.spec.devices.iter().flatten();
+    let mut consumed = devices.flat_map(|device| device.consumes_counters.iter().flatten());
+    consumed.any(|counters| counters.compatibility_groups.as_ref().is_some_and(|groups| !groups.is_empty()))
+}
+
 fn is_relevant(node: &Node, slice: &ResourceSlice) -> bool {
     let spec = &slice.spec;
-    if spec.per_device_node_selection == Some(true) {
-        return spec.devices.iter().flatten().any(|device| is_for(node, slice, device));
+    let by_slice = spec.node_name.is_some() || spec.all_nodes == Some(true) || spec.node_selector.is_some();
+    if !by_slice && spec.per_device_node_selection == Some(true) {
+        return spec.devices.iter().flatten().any(|device| is_for(node, device));
     }
     targets(node, spec.node_name.as_deref(), spec.all_nodes, spec.node_selector.as_ref())
 }
 
-fn is_for(node: &Node, slice: &ResourceSlice, device: &Device) -> bool {
-    match slice.spec.per_device_node_selection {
-        Some(true) => {
-            targets(node, device.node_name.as_deref(), device.all_nodes, device.node_selector.as_ref())
-        }
-        _ => is_relevant(node, slice),
-    }
+fn is_for(node: &Node, device: &Device) -> bool {
+    targets(node, device.node_name.as_deref(), device.all_nodes, device.node_selector.as_ref())
 }
 
-type Read<'a> = (BTreeMap<CounterKey<'a>, i128>, Vec<Candidate<'a>>);
+/// The counters of a pool, by the names of their set and their own.
+struct Counters<'a> {
+    sets: BTreeMap<&'a str, BTreeMap<&'a str, usize>>,
+    available: Vec<i128>,
+}
 
 fn read_pool<'a>(
-    node: &Node,
+    cluster: &ClusterView<'_>,
     allocations: &Allocations<'a>,
     driver: &'a str,
     name: &'a str,
     slices: &[&'a ResourceSlice],
-) -> Result<Read<'a>, String> {
-    let mut available = read_counters(slices)?;
+) -> Result<(Vec<i128>, Vec<Candidate<'a>>), String> {
+    let mut counters = read_counters(slices)?;
     let mut devices = Vec::new();
     let mut names = BTreeSet::new();
-    for slice in slices {
+    // The scheduler ignores devices beside counter sets. The API forbids them.
+    let with_devices =
+        slices.iter().filter(|slice| slice.spec.shared_counters.as_ref().is_none_or(Vec::is_empty));
+    for slice in with_devices {
+        let relevant = is_relevant(cluster.node, slice);
         for wire in slice.spec.devices.iter().flatten() {
-            let device = read_device(DeviceKey { driver, pool: name, device: &wire.name }, slice, wire)?;
-            for (counter, amount) in &device.counters {
-                let (set, key) = counter;
-                let left = available.get_mut(counter).ok_or_else(|| {
-                    format!("device {} consumes counter {key} of unknown set {set}", wire.name)
-                })?;
-                if allocations.is_allocated(&device.key) {
+            let key = DeviceKey { driver, pool: name, device: &wire.name };
+            let consumed = read_consumed(&counters, wire)?;
+            if allocations.is_allocated(&key) {
+                for (counter, amount) in &consumed {
+                    let left = &mut counters.available[*counter];
                     *left = left.saturating_sub(*amount);
                 }
             }
-            if is_relevant(node, slice) && !names.insert(wire.name.as_str()) {
+            if !relevant {
+                continue;
+            }
+            if !names.insert(wire.name.as_str()) {
                 return Err(format!("device {} is there twice", wire.name));
             }
-            if is_for(node, slice, wire) {
-                devices.push(device);
-            }
+            let here = slice.spec.per_device_node_selection != Some(true) || is_for(cluster.node, wire);
+            let device = read_device(cluster.release, key, slice, wire)?;
+            let held = allocations.shared(&key);
+            let amount = |name| held.and_then(|held| held.get(name)).copied().unwrap_or(0);
+            let held = device.capacity.keys().map(|name| amount(*name)).collect();
+            devices.push(Candidate { here, held, counters: consumed, ..device });
         }
     }
-    Ok((available, devices))
+    Ok((counters.available, devices))
 }
 
-fn read_counters<'a>(slices: &[&'a ResourceSlice]) -> Result<BTreeMap<CounterKey<'a>, i128>, String> {
-    let mut counters = BTreeMap::new();
-    let mut sets = BTreeSet::new();
+fn read_counters<'a>(slices: &[&'a ResourceSlice]) -> Result<Counters<'a>, String> {
+    let mut found = Counters { sets: BTreeMap::new(), available: Vec::new() };
     for set in slices.iter().flat_map(|slice| slice.spec.shared_counters.iter().flatten()) {
-        if !sets.insert(set.name.as_str()) {
+        let mut names = BTreeMap::new();
+        for (name, counter) in &set.counters {
+            names.insert(name.as_str(), found.available.len());
+            found.available.push(nano(&counter.value)?);
+        }
+        if found.sets.insert(&set.name, names).is_some() {
             return Err(format!("counter set {} is there twice", set.name));
         }
-        for (name, counter) in &set.counters {
-            counters.insert((set.name.as_str(), name.as_str()), nano(&counter.value)?);
+    }
+    Ok(found)
+}
+
+/// Index and amount of each counter that a device consumes.
+fn read_consumed(counters: &Counters<'_>, wire: &Device) -> Result<Vec<(usize, i128)>, String> {
+    let mut consumed = Vec::new();
+    for consumption in wire.consumes_counters.iter().flatten() {
+        let set = consumption.counter_set.as_str();
+        let names = counters
+            .sets
+            .get(set)
+            .ok_or_else(|| format!("device {} consumes counters of unknown set {set}", wire.name))?;
+        for (name, counter) in &consumption.counters {
+            let index = names.get(name.as_str()).ok_or_else(|| {
+                format!("device {} consumes unknown counter {name} of set {set}", wire.name)
+            })?;
+            consumed.push((*index, nano(&counter.value)?));
         }
     }
-    Ok(counters)
+    Ok(consumed)
 }
 
 fn read_device<'a>(
+    release: Release,
     key: DeviceKey<'a>,
     slice: &'a ResourceSlice,
     wire: &'a Device,
 ) -> Result<Candidate<'a>, String> {
-    let mut capacity = BTreeMap::new();
-    for (name, value) in wire.capacity.iter().flatten() {
-        let value = Capacity::read(value)
-            .map_err(|cause| format!("device {}, capacity {name}: {cause}", wire.name))?;
-        capacity.insert(name.as_str(), value);
-    }
-    let mut counters = BTreeMap::new();
-    for consumption in wire.consumes_counters.iter().flatten() {
-        for (name, counter) in &consumption.counters {
-            let sum: &mut i128 =
-                counters.entry((consumption.counter_set.as_str(), name.as_str())).or_insert(0);
-            *sum = sum.saturating_add(nano(&counter.value)?);
-        }
-    }
-    let multiple = wire.allow_multiple_allocations == Some(true);
-    Ok(Candidate { pool: 0, key, wire, slice, multiple, capacity, counters })
+    let capacity = match &wire.capacity {
+        Some(capacity) => capacity::read(release, key.driver, capacity)
+            .map_err(|cause| format!("device {}, {cause}", wire.name))?,
+        None => Capacities::new(),
+    };
+    Ok(Candidate {
+        pool: 0,
+        key,
+        wire,
+        slice,
+        here: true,
+        multiple: wire.allow_multiple_allocations == Some(true),
+        capacity,
+        held: Vec::new(),
+        counters: Vec::new(),
+    })
 }
 
 fn nano(wire: &k8s_openapi::apimachinery::pkg::api::resource::Quantity) -> Result<i128, String> {

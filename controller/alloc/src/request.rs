@@ -1,9 +1,9 @@
 //! Parses a claim: requests in order, each with one or more alternatives.
 
 use crate::allocations::Amounts;
-use crate::cel::Selector;
 use crate::constraint::{Constraint, RequestNames};
 use crate::error::{AllocationError, claim_name};
+use crate::selectors::Selectors;
 use divvy_api::Quantity;
 use k8s_openapi::api::resource::v1::{
     CapacityRequirements, DeviceClass, DeviceDerivedAttribute, DeviceRequest, DeviceSelector,
@@ -33,8 +33,9 @@ pub(crate) struct Alternative<'a> {
     /// Name of the parent request: `gpu`.
     pub(crate) base: &'a str,
     pub(crate) class: &'a DeviceClass,
-    pub(crate) class_selectors: Vec<Selector<'a>>,
-    pub(crate) selectors: Vec<Selector<'a>>,
+    /// Indices in [`Selectors`].
+    pub(crate) class_selectors: Vec<usize>,
+    pub(crate) selectors: Vec<usize>,
     pub(crate) count: Count,
     pub(crate) admin: bool,
     pub(crate) tolerations: &'a [DeviceToleration],
@@ -59,6 +60,7 @@ impl<'a> ParsedClaim<'a> {
     pub(crate) fn read(
         claim: &'a ResourceClaim,
         classes: &'a [DeviceClass],
+        selectors: &mut Selectors<'a>,
     ) -> Result<Self, AllocationError> {
         let name = claim_name(claim);
         if claim.status.as_ref().is_some_and(|status| status.allocation.is_some()) {
@@ -69,8 +71,8 @@ impl<'a> ParsedClaim<'a> {
         let constraints =
             constraints.iter().map(|wire| Constraint::read(&name, wire)).collect::<Result<_, _>>()?;
         let requests = devices.and_then(|devices| devices.requests.as_deref()).unwrap_or_default();
-        let requests =
-            requests.iter().map(|wire| read_request(&name, wire, classes)).collect::<Result<_, _>>()?;
+        let mut read = |wire| read_request(&name, wire, classes, selectors);
+        let requests = requests.iter().map(&mut read).collect::<Result<_, _>>()?;
         Ok(Self { claim: name, requests, constraints })
     }
 }
@@ -92,6 +94,7 @@ fn read_request<'a>(
     claim: &str,
     wire: &'a DeviceRequest,
     classes: &'a [DeviceClass],
+    compiled: &mut Selectors<'a>,
 ) -> Result<Request<'a>, AllocationError> {
     let exactly = wire.exactly.iter().map(|one| Wire {
         sub: None,
@@ -117,7 +120,7 @@ fn read_request<'a>(
     });
     let alternatives: Vec<_> = exactly
         .chain(first)
-        .map(|alternative| read_alternative(claim, &wire.name, alternative, classes))
+        .map(|alternative| read_alternative(claim, &wire.name, alternative, classes, compiled))
         .collect::<Result<_, _>>()?;
     match alternatives.is_empty() {
         true => Err(AllocationError::Request {
@@ -134,6 +137,7 @@ fn read_alternative<'a>(
     base: &'a str,
     wire: Wire<'a>,
     classes: &'a [DeviceClass],
+    compiled: &mut Selectors<'a>,
 ) -> Result<Alternative<'a>, AllocationError> {
     let name = wire.sub.map_or(base.to_owned(), |sub| format!("{base}/{sub}"));
     let refuse =
@@ -153,9 +157,9 @@ fn read_alternative<'a>(
         ("All", _) => Count::All,
         (mode, _) => return Err(refuse(format!("unknown allocationMode {mode:?}"))),
     };
-    let selectors = |wire: Option<&'a Vec<DeviceSelector>>| {
+    let mut selectors = |wire: Option<&'a Vec<DeviceSelector>>| {
         let read = |selector: &'a DeviceSelector| match &selector.cel {
-            Some(cel) => Selector::compile(&cel.expression).map_err(refuse),
+            Some(cel) => Ok(compiled.add(&cel.expression)),
             None => Err(refuse("a selector has no CEL expression".to_owned())),
         };
         wire.into_iter().flatten().map(read).collect::<Result<Vec<_>, _>>()

@@ -17,10 +17,11 @@ pub(crate) fn write<'a>(
     claim: &ResourceClaim,
     parsed: &ParsedClaim<'a>,
     pools: &Pools<'a>,
-    picks: &[Pick<'a>],
+    picks: &[Pick],
 ) -> AllocationResult {
-    let of = |pick: &Pick<'_>| {
-        (&parsed.requests[pick.request].alternatives[pick.alternative], &pools.devices[pick.device])
+    let of = |pick: &Pick| {
+        let slot = pick.slot;
+        (&parsed.requests[slot.request].alternatives[slot.alternative], &pools.devices[pick.device])
     };
     let results = picks
         .iter()
@@ -31,7 +32,7 @@ pub(crate) fn write<'a>(
         .collect();
     let mut chosen: BTreeMap<usize, &Alternative<'a>> = BTreeMap::new();
     for pick in picks {
-        chosen.insert(pick.request, of(pick).0);
+        chosen.insert(pick.slot.request, of(pick).0);
     }
     let chosen: Vec<_> = chosen.into_values().collect();
     let config = configs(claim, &chosen);
@@ -45,14 +46,10 @@ pub(crate) fn write<'a>(
     }
 }
 
-fn result(
-    request: &Alternative<'_>,
-    device: &Candidate<'_>,
-    pick: &Pick<'_>,
-) -> DeviceRequestAllocationResult {
+fn result(request: &Alternative<'_>, device: &Candidate<'_>, pick: &Pick) -> DeviceRequestAllocationResult {
+    let names = || device.capacity.values().map(|capacity| capacity.name.to_owned());
     let consumed = pick.share.as_ref().filter(|share| !share.is_empty());
-    let consumed =
-        consumed.map(|share| share.iter().map(|(name, sum)| ((*name).to_owned(), (*sum).into())).collect());
+    let consumed = consumed.map(|share| names().zip(share.iter().map(|sum| (*sum).into())).collect());
     DeviceRequestAllocationResult {
         request: request.name.clone(),
         driver: device.key.driver.to_owned(),

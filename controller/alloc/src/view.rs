@@ -1,5 +1,6 @@
 //! The input of an allocation.
 
+use crate::release::Release;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 
@@ -12,4 +13,6 @@ pub struct ClusterView<'a> {
     /// All claims. Those with an allocation hold devices.
     pub claims: &'a [ResourceClaim],
     pub node: &'a Node,
+    /// The scheduler's release.
+    pub release: Release,
 }

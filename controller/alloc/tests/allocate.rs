@@ -3,6 +3,7 @@
 mod common;
 
 use common::*;
+use divvy_alloc::Release;
 use serde_json::{Value, json};
 
 fn two_gpus() -> Cluster {
@@ -146,7 +147,7 @@ fn allocation_mode_all_takes_every_device_or_none() {
     let names: Vec<_> = (0..33).map(|n| format!("gpu-{n}")).collect();
     let names: Vec<_> = names.iter().map(String::as_str).collect();
     let many = Cluster::new(&[slice("s", "p", json!({"devices": devices(&names)}))], &[]);
-    check_not(&many, &all, "request r wants 33 of 33 devices, 33 fit");
+    check_not(&many, &all, "claim ns/c requests 33 devices; a claim can have at most 32");
 }
 
 #[test]
@@ -207,18 +208,71 @@ fn constraints_apply_to_the_covered_devices() {
 }
 
 #[test]
-fn list_attributes_match_by_common_items() {
+fn constraint_on_a_list_excludes_a_second_device() {
     let links = |name: &str, to: &[&str]| json!({"name": name, "attributes": {"links": {"strings": to}}});
-    let devices = json!([links("a", &["1", "2"]), links("b", &["3"]), links("c", &["2", "3"])]);
-    let cluster = Cluster::new(&[slice("s", "p", json!({"devices": devices}))], &[]);
-    let pair = |constraint: &str, count: i64| {
-        let constraint = json!({constraint: "gpu.divvy.dev/links"});
-        claim(json!({"requests": [one("r", json!({"count": count}))], "constraints": [constraint]}))
+    let cluster =
+        Cluster::new(&[slice("s", "p", json!({"devices": [links("a", &["1"]), links("b", &["1"])]}))], &[]);
+    for constraint in ["matchAttribute", "distinctAttribute"] {
+        let of = |count: i64| {
+            let constraint = json!({constraint: "gpu.divvy.dev/links"});
+            claim(json!({"requests": [one("r", json!({"count": count}))], "constraints": [constraint]}))
+        };
+        check(&cluster, &of(1), &["r=a"]);
+        check_not(&cluster, &of(2), "does not fit");
+        let newer = Cluster { release: Release::V1_38, ..cluster.clone() };
+        check_not(&newer, &of(1), "a constraint does not support the list attribute of device a");
+    }
+}
+
+#[test]
+fn all_devices_must_satisfy_a_constraint() {
+    let on = |name: &str, size: i64| json!({"name": name, "attributes": {"size": {"int": size}}});
+    let cluster = Cluster::new(&[slice("s", "p", json!({"devices": [on("a", 1), on("b", 2)]}))], &[]);
+    let all = one("r", json!({"allocationMode": "All"}));
+    let same = json!({"matchAttribute": "gpu.divvy.dev/size"});
+    check_not(
+        &cluster,
+        &claim(json!({"requests": [all], "constraints": [same]})),
+        "request r: it requests all devices, but a constraint excludes device b",
+    );
+}
+
+#[test]
+fn alternatives_leave_room_for_later_requests() {
+    let names: Vec<_> = (0..40).map(|n| format!("gpu-{n}")).collect();
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    let cluster = Cluster::new(&[slice("s", "p", json!({"devices": devices(&names)}))], &[]);
+    let sub = |name: &str, count: i64| json!({"name": name, "deviceClassName": "any", "count": count});
+    let either = |name: &str, most: i64, least: i64| {
+        let subs = [sub("most", most), sub("least", least)];
+        json!({"name": name, "firstAvailable": subs})
     };
-    check(&cluster, &pair("matchAttribute", 2), &["r=a", "r=c"]);
-    check_not(&cluster, &pair("matchAttribute", 3), "does not fit");
-    check(&cluster, &pair("distinctAttribute", 2), &["r=a", "r=b"]);
-    check_not(&cluster, &pair("distinctAttribute", 3), "does not fit");
+    let picked = cluster.allocate(&requests(&[either("a", 32, 16), either("b", 32, 16)])).map(|r| picked(&r));
+    let picked = picked.expect("allocated");
+    assert_eq!(
+        (picked.len(), picked[0].as_str(), picked[31].as_str()),
+        (32, "a/least=gpu-0", "b/least=gpu-31")
+    );
+    check_not(
+        &cluster,
+        &requests(&[either("a", 32, 16), one("b", json!({"count": 17}))]),
+        "claim ns/c requests 33 devices; a claim can have at most 32",
+    );
+}
+
+#[test]
+fn claims_of_a_pod_are_allocated_together() {
+    let sized = |name: &str, size: i64| json!({"name": name, "attributes": {"size": {"int": size}}});
+    let cluster =
+        Cluster::new(&[slice("s", "p", json!({"devices": [sized("big", 2), sized("small", 1)]}))], &[]);
+    let any = requests(&[one("any", json!({}))]);
+    let big = requests(&[one("big", select("device.attributes['gpu.divvy.dev'].size == 2"))]);
+    check(&cluster, &any, &["any=big"]);
+    let both = cluster.allocate_pod(&[&any, &big]).expect("allocated");
+    assert_eq!(both.iter().map(picked).collect::<Vec<_>>(), [["any=small"], ["big=big"]]);
+    let why = cluster.allocate_pod(&[&big, &big]).expect_err("one device is big").to_string();
+    assert!(why.contains("claim ns/c, ns/c does not fit on node node-a"), "{why}");
+    assert!(why.contains("request big of ns/c wants 1 of 2 devices, 1 fit, 1 not selected"), "{why}");
 }
 
 #[test]

@@ -89,7 +89,7 @@ fn undeclared_counter_makes_the_pool_invalid() {
     check_not(
         &cluster,
         &requests(&[one("r", json!({}))]),
-        "is invalid: device x consumes counter memory of unknown set no",
+        "is invalid: device x consumes counters of unknown set no",
     );
 }
 

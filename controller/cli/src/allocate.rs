@@ -1,11 +1,12 @@
 //! `divvy allocate`: the scheduler's decision, without a cluster.
 //!
 //! It reads the output of `kubectl get resourceslices,deviceclasses,resourceclaims -o yaml`.
-//! Devices of claims with an allocation are in use; the other claims are allocated in sequence.
+//! Devices of claims with an allocation are in use; the other claims are allocated in sequence, and
+//! those of one pod together.
 
 use crate::documents;
 use anyhow::{Context, Result, anyhow, bail};
-use divvy_alloc::{ClusterView, allocate};
+use divvy_alloc::{ClusterView, Release, allocate_pod};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{
     DeviceClass, DeviceRequestAllocationResult, ResourceClaim, ResourceSlice,
@@ -23,6 +24,13 @@ pub(crate) struct AllocateArguments {
     /// The node to allocate on
     #[arg(long)]
     node: String,
+    /// The scheduler's Kubernetes version
+    #[arg(long, default_value = "1.37", value_name = "VERSION", value_parser = release)]
+    kubernetes: Release,
+}
+
+fn release(version: &str) -> Result<Release, String> {
+    Release::of_version(version).ok_or_else(|| format!("{version:?} is not a version such as 1.37"))
 }
 
 #[derive(Default)]
@@ -47,37 +55,63 @@ pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
     node.metadata.name = Some(arguments.node.clone());
     let mut refused = 0;
     let (mut held, unallocated): (Vec<_>, Vec<_>) = objects.claims.into_iter().partition(is_allocated);
-    for mut claim in unallocated {
-        let name = claim.metadata.name.clone().unwrap_or_default();
-        let view =
-            ClusterView { slices: &objects.slices, classes: &objects.classes, claims: &held, node: &node };
+    for mut claims in by_pod(unallocated) {
+        let view = ClusterView {
+            slices: &objects.slices,
+            classes: &objects.classes,
+            claims: &held,
+            node: &node,
+            release: arguments.kubernetes,
+        };
         let mut shares = 0_u32;
         let mut share_id = || {
             shares += 1;
             format!("share-{shares}")
         };
-        match allocate(&view, &claim, &mut share_id) {
-            Ok(allocation) => {
-                for result in allocation.devices.iter().flat_map(|devices| devices.results.iter().flatten()) {
-                    println!(
-                        "{name}\t{}\t{}/{}/{}{}",
-                        result.request,
-                        result.driver,
-                        result.pool,
-                        result.device,
-                        consumed(result)
-                    );
+        let found = allocate_pod(&view, &claims.iter().collect::<Vec<_>>(), &mut share_id);
+        match found {
+            Ok(allocations) => {
+                for (claim, allocation) in claims.iter_mut().zip(allocations) {
+                    let devices =
+                        allocation.devices.iter().flat_map(|devices| devices.results.iter().flatten());
+                    devices.for_each(|result| println!("{}\t{}", name(claim), line(result)));
+                    claim.status.get_or_insert_default().allocation = Some(allocation);
                 }
-                claim.status.get_or_insert_default().allocation = Some(allocation);
-                held.push(claim);
+                held.append(&mut claims);
             }
             Err(why) => {
                 refused += 1;
-                println!("{name}\trefused\t{why}");
+                claims.iter().for_each(|claim| println!("{}\trefused\t{why}", name(claim)));
             }
         }
     }
     Ok(if refused == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn name(claim: &ResourceClaim) -> &str {
+    claim.metadata.name.as_deref().unwrap_or_default()
+}
+
+fn line(result: &DeviceRequestAllocationResult) -> String {
+    let DeviceRequestAllocationResult { request, driver, pool, device, .. } = result;
+    format!("{request}\t{driver}/{pool}/{device}{}", consumed(result))
+}
+
+/// Groups the claims that were generated for the same pod, in the order of their first claims.
+fn by_pod(claims: Vec<ResourceClaim>) -> Vec<Vec<ResourceClaim>> {
+    let pod = |claim: &ResourceClaim| {
+        let owners = claim.metadata.owner_references.iter().flatten();
+        owners.filter(|owner| owner.kind == "Pod").map(|owner| owner.uid.clone()).next()
+    };
+    let mut groups: Vec<(Option<String>, Vec<ResourceClaim>)> = Vec::new();
+    for claim in claims {
+        let owner = pod(&claim);
+        match groups.iter_mut().find(|(other, _)| owner.is_some() && *other == owner) {
+            Some((_, group)) => group.push(claim),
+            None => groups.push((owner, vec![claim])),
+        }
+    }
+    groups.into_iter().map(|(_, group)| group).collect()
 }
 
 /// The consumed capacities that are not zero.
@@ -103,5 +137,26 @@ impl Objects {
             None => bail!("a document has no kind"),
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn claims_are_grouped_by_their_pod() {
+        let claim = |name: &str, kind: &str, uid: &str| {
+            let owner = json!({"apiVersion": "v1", "kind": kind, "name": "x", "uid": uid});
+            let metadata = json!({"name": name, "ownerReferences": [owner]});
+            serde_json::from_value::<ResourceClaim>(json!({"metadata": metadata, "spec": {}})).unwrap()
+        };
+        let claims =
+            [("a", "Pod", "1"), ("b", "Job", "1"), ("c", "Pod", "2"), ("d", "Pod", "1"), ("e", "Job", "1")];
+        let claims = claims.map(|(name, kind, uid)| claim(name, kind, uid)).into();
+        let groups = by_pod(claims);
+        let names: Vec<Vec<&str>> = groups.iter().map(|group| group.iter().map(name).collect()).collect();
+        assert_eq!(names, [vec!["a", "d"], vec!["b"], vec!["c"], vec!["e"]]);
     }
 }

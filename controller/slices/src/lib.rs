@@ -23,9 +23,11 @@ pub mod validate;
 pub mod sync;
 
 pub mod publisher;
+pub mod scheduler_bugs;
 
-pub use pool::{Pool, PoolOptions, Support, attributes, pool, same_pool};
-pub use publisher::{PublishOptions, PublishTiming, Published, run};
+pub use pool::{Pool, PoolOptions, Support, attributes, pool, pool_without_counters, same_pool};
+pub use publisher::{HeldDevices, PublishOptions, PublishTiming, Published, run};
+pub use scheduler_bugs::{KubernetesVersion, SchedulerOptions, is_known_bug};
 pub use slices::slices;
 pub use validate::{Invalid, validate};
 pub use wire::{Consumption, Content, Device, Slice};

@@ -16,7 +16,7 @@ use divvy_api::sharing::Mode;
 use divvy_model::inventory::{Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin};
 use divvy_model::{DeviceId, GpuNumber, Placement, share};
 use k8s_openapi::api::resource::v1::{Counter, CounterSet, DeviceAttribute, DeviceTaint};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// All devices of a node.
@@ -96,6 +96,31 @@ pub fn pool(inventory: &Inventory, options: &PoolOptions) -> Pool {
     let mut gpus = gpu_pools(inventory, options.support);
     gpus.sort_by_key(|gpu| gpu.number);
     Pool { gpus }
+}
+
+/// Builds the pool of a node without counters. Devices in `held` stay as they are on a server with
+/// counters. Beside them only existing MIG instances of their GPU are published, because nothing
+/// excludes other devices.
+pub fn pool_without_counters(inventory: &Inventory, support: Support, held: &BTreeSet<String>) -> Pool {
+    let mut reduced = pool(inventory, &PoolOptions { support: Support { counters: false, ..support } });
+    if held.is_empty() {
+        return reduced;
+    }
+    let full = pool(inventory, &PoolOptions { support: Support { counters: true, ..support } });
+    for (gpu, all) in reduced.gpus.iter_mut().zip(full.gpus) {
+        let kept = |devices: Vec<Device>| -> Vec<Device> {
+            let devices = devices.into_iter().filter(|device| held.contains(&device.name));
+            devices.map(|device| Device { consumes_counters: None, ..device }).collect()
+        };
+        let (whole, shared, instances) = (kept(all.whole), kept(all.shared), kept(all.instances));
+        if whole.is_empty() && shared.is_empty() && instances.is_empty() {
+            continue;
+        }
+        gpu.instances.retain(|device| !held.contains(&device.name));
+        gpu.instances.extend(instances);
+        (gpu.whole, gpu.shared) = (whole, shared);
+    }
+    reduced
 }
 
 /// Whether two inventories result in the same pool on a server with counters. They do if they

@@ -7,7 +7,8 @@
 //! and a rejected pool (422) is retried after minutes. When it stops, the slices stay.
 
 use crate::compare;
-use crate::pool::{PoolOptions, Support, pool, same_pool};
+use crate::pool::{PoolOptions, Support, pool, pool_without_counters, same_pool};
+use crate::scheduler_bugs::{SchedulerOptions, unsafe_counters};
 use crate::slices::{slices, without_driver};
 use crate::sync::{self, Action, Desired, Owner};
 use crate::validate::{Invalid, validate};
@@ -25,13 +26,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{Api, DeleteParams, ListParams, ObjectList, PostParams, Preconditions, WatchParams};
 use kube::core::{Request, WatchEvent};
 use kube::{Client, ResourceExt};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::fmt;
 use std::future::Future;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tracing::{debug, error, info, warn};
 
 /// The owner of the slices, and the timing of the publisher.
@@ -41,6 +43,29 @@ pub struct PublishOptions {
     /// Name of the Node object and of the pool.
     pub node: String,
     pub timing: PublishTiming,
+    /// The scheduler, whose bugs can forbid devices with counters.
+    pub scheduler: SchedulerOptions,
+    pub held: HeldDevices,
+}
+
+/// Returns the names of the devices that claims hold.
+#[derive(Clone)]
+pub struct HeldDevices(Arc<dyn Fn() -> BTreeSet<String> + Send + Sync>);
+
+impl HeldDevices {
+    pub fn new(read: impl Fn() -> BTreeSet<String> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(read))
+    }
+
+    fn read(&self) -> BTreeSet<String> {
+        (self.0)()
+    }
+}
+
+impl fmt::Debug for HeldDevices {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("HeldDevices")
+    }
 }
 
 /// Time limits and delays of the publisher.
@@ -59,6 +84,8 @@ pub struct PublishTiming {
     pub repair: (Duration, Duration),
     /// Duration of one watch. Afterwards the Node and the server version are read again.
     pub watch: Duration,
+    /// Interval between reads of the held devices, while they decide what is published.
+    pub held: Duration,
 }
 
 impl Default for PublishTiming {
@@ -70,6 +97,8 @@ impl Default for PublishTiming {
             settle: Duration::from_millis(100),
             repair: (Duration::from_secs(1), Duration::from_secs(30)),
             watch: Duration::from_secs(240),
+            // The time after a release until the GPU is published whole again.
+            held: Duration::from_secs(10),
         }
     }
 }
@@ -81,6 +110,8 @@ impl PublishOptions {
             driver: divvy_api::names::DRIVER.to_owned(),
             node: node.into(),
             timing: PublishTiming::default(),
+            scheduler: SchedulerOptions::default(),
+            held: HeldDevices::new(BTreeSet::new),
         }
     }
 }
@@ -139,6 +170,12 @@ struct Publisher {
     /// Inventory that the last pool was built from.
     last: Arc<Inventory>,
     cache: SliceCache,
+    /// Held devices that the last pool was built with; empty on a server with counters.
+    held: BTreeSet<String>,
+    /// Features of the server.
+    server: Support,
+    /// Features that are used: those of the server, without counters if the scheduler's bugs forbid
+    /// them.
     support: Support,
     /// `gitVersion` of the server that was probed.
     version: String,
@@ -163,6 +200,8 @@ impl Publisher {
             published,
             last: Arc::default(),
             cache: SliceCache::default(),
+            held: BTreeSet::new(),
+            server: Support::default(),
             support: Support::default(),
             version: String::new(),
             rewritten: Vec::new(),
@@ -222,6 +261,8 @@ impl Publisher {
         // A broken connection may never report the end of the watch.
         let end = Instant::now() + self.options.timing.watch + self.options.timing.call;
         let mut asking = true;
+        let mut held = interval(self.options.timing.held);
+        held.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 biased;
@@ -260,6 +301,11 @@ impl Publisher {
                         self.published.send_if_modified(|state| std::mem::take(&mut state.in_sync));
                     }
                 },
+                _ = held.tick(), if !self.support.counters => {
+                    if self.options.held.read() != self.held {
+                        self.schedule.sync_now();
+                    }
+                }
                 () = sleep_until(end) => return Ok(()),
             }
         }
@@ -335,10 +381,14 @@ impl Publisher {
     fn desired(&mut self, there: &[ResourceSlice]) -> Vec<Content> {
         let inventory = self.inventory.borrow_and_update().clone();
         self.last = inventory.clone();
+        self.held = if self.support.counters { BTreeSet::new() } else { self.options.held.read() };
         if inventory.gpus.is_empty() {
             return without_driver(there, self.support);
         }
-        slices(pool(&inventory, &PoolOptions { support: self.support }))
+        slices(match self.support.counters {
+            true => pool(&inventory, &PoolOptions { support: self.support }),
+            false => pool_without_counters(&inventory, self.support, &self.held),
+        })
     }
 
     /// Sets the version and the features of the server.
@@ -353,11 +403,11 @@ impl Publisher {
     /// Handles a server that stored less than was sent.
     fn record_dropped(&mut self, difference: compare::Difference, sent: Content, kept: Content) {
         let support = Support {
-            counters: self.support.counters && !difference.counters,
-            shares: self.support.shares && !difference.shares,
-            taints: self.support.taints && !difference.taints,
+            counters: self.server.counters && !difference.counters,
+            shares: self.server.shares && !difference.shares,
+            taints: self.server.taints && !difference.taints,
         };
-        if support != self.support {
+        if support != self.server {
             self.set_support(support);
         } else {
             // Accept the stored content; otherwise it would be written again for ever.
@@ -369,15 +419,18 @@ impl Publisher {
         }
     }
 
-    fn set_support(&mut self, support: Support) {
-        if self.support != support {
-            match unsupported_features(support, &self.version) {
+    fn set_support(&mut self, server: Support) {
+        let bugs = unsafe_counters(&self.options.scheduler, &self.version, server);
+        let support = Support { counters: server.counters && bugs.is_none(), ..server };
+        let missing = unsupported_features(server, &self.version);
+        let why = [missing, bugs].into_iter().flatten().reduce(|one, other| format!("{one}; {other}"));
+        if (self.server, self.support) != (server, support) {
+            match &why {
                 Some(why) => warn!("{why}"),
                 None => info!(version = %self.version, "the API server supports all published fields"),
             }
         }
-        self.support = support;
-        let why = unsupported_features(support, &self.version);
+        (self.server, self.support) = (server, support);
         self.published
             .send_if_modified(|published| std::mem::replace(&mut published.degraded, why.clone()) != why);
     }

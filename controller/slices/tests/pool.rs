@@ -8,7 +8,9 @@ use divvy_api::Quantity;
 use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, MigToggle, Origin, Presence};
 use divvy_model::{DeviceId, Finding, HealthState, Placement, TaintEffect};
 use divvy_sim::catalogue::{self, GpuModel, Model};
-use divvy_slices::{Content, Device, Pool, PoolOptions, Support, pool, same_pool, slices, validate};
+use divvy_slices::{
+    Content, Device, Pool, PoolOptions, Support, pool, pool_without_counters, same_pool, slices, validate,
+};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -315,6 +317,31 @@ fn without_counters_only_existing_devices_are_published() {
     assert_eq!(names, ["gpu-0", "gpu-1-mig-1g10gb-19-0", "gpu-1-mig-3g40gb-9-4"]);
     assert!(pool.devices().all(|device| device.consumes_counters.is_none()));
     assert_eq!(validate(&slices(pool)), Ok(()));
+}
+
+#[test]
+fn held_devices_stay_without_counters() {
+    let cut = with_instance(with_instance(gpu(row(H100), 2), 9, 4, Origin::Ours), 19, 0, Origin::Ours);
+    let inventory = node(vec![gpu(row(H100), 0), gpu(row(H100), 1), cut]);
+    let check = |held: &[&str], published: &[&str], shared: &[&str]| {
+        let held = held.iter().map(|name| (*name).to_owned()).collect();
+        let pool = pool_without_counters(&inventory, Support::default(), &held);
+        let names: Vec<&str> = pool.devices().map(|device| device.name.as_str()).collect();
+        assert_eq!(names, published, "{held:?}");
+        let several = pool.devices().filter(|device| device.allow_multiple_allocations == Some(true));
+        assert_eq!(several.map(|device| device.name.as_str()).collect::<Vec<_>>(), shared, "{held:?}");
+        assert!(pool.devices().all(|device| device.consumes_counters.is_none()), "{held:?}");
+        assert_eq!(pool.counter_sets().count(), 0, "{held:?}");
+        assert_eq!(validate(&slices(pool)), Ok(()), "{held:?}");
+    };
+    let (one, three) = ("gpu-2-mig-1g10gb-19-0", "gpu-2-mig-3g40gb-9-4");
+    check(&[], &["gpu-0", "gpu-1", one, three], &[]);
+    check(&["gpu-0-mps"], &["gpu-0-mps", "gpu-1", one, three], &["gpu-0-mps"]);
+    check(&["gpu-0"], &["gpu-0", "gpu-1", one, three], &["gpu-0"]);
+    // An instance with shares keeps them, and one that is not created yet stays.
+    let new = "gpu-1-mig-1g10gb-19-3";
+    check(&[three, new], &["gpu-0", new, one, three], &[new, three]);
+    check(&["gpu-7"], &["gpu-0", "gpu-1", one, three], &[]);
 }
 
 #[test]

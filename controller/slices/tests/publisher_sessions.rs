@@ -8,11 +8,12 @@ use common::{inventory_of, node, with_instance};
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions, Gates};
 use divvy_model::Inventory;
 use divvy_model::inventory::{Origin, Presence};
-use divvy_slices::{PublishOptions, Published, run};
+use divvy_slices::{HeldDevices, PublishOptions, Published, SchedulerOptions, run};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use serde_json::json;
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
@@ -41,11 +42,15 @@ fn put_node(api: &FakeApi) {
 impl PublisherFixture {
     /// Starts the publisher without waiting.
     fn start(api: FakeApi, inventory: Inventory) -> Self {
+        Self::start_with(api, inventory, PublishOptions::new("worker"))
+    }
+
+    fn start_with(api: FakeApi, inventory: Inventory, options: PublishOptions) -> Self {
         let (inventory, receiver) = watch::channel(Arc::new(inventory));
         let (sender, published) = watch::channel(Published::default());
         let stop = CancellationToken::new();
         let (client, stopped) = (api.client_in_process(), stop.clone().cancelled_owned());
-        tokio::spawn(run(client, PublishOptions::new("worker"), receiver, sender, stopped));
+        tokio::spawn(run(client, options, receiver, sender, stopped));
         Self { api, inventory, published, stop }
     }
 
@@ -346,6 +351,50 @@ async fn without_counters_no_exclusive_devices_are_published() {
     fixture.api.set_gates(Gates::default());
     fixture.api.set_version("v1.37.1");
     fixture.until(|published| published.degraded.is_none() && published.devices == 56).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn scheduler_with_bugs_gets_no_counters() {
+    let api = api().await;
+    api.set_version("v1.36.1");
+    let held = Arc::new(Mutex::new(BTreeSet::from(["gpu-0-timeslice".to_owned()])));
+    let read = held.clone();
+    let options = PublishOptions {
+        held: HeldDevices::new(move || read.lock().unwrap().clone()),
+        ..PublishOptions::new("worker")
+    };
+    let mut fixture = PublisherFixture::start_with(api, inventory_of(H100, 2), options);
+    let degraded = fixture.until(|published| published.in_sync).await.degraded.unwrap();
+    assert!(degraded.starts_with("the scheduler 1.36.1 has kubernetes#139034"), "{degraded}");
+    assert_eq!(fixture.names(), ["gpu-1", "gpu-0-timeslice"]);
+    assert!(fixture.devices().iter().all(|device| device.consumes_counters.is_none()));
+    // The claim is released.
+    held.lock().unwrap().clear();
+    fixture.until_there(|_| fixture.names() == ["gpu-1", "gpu-0"]).await;
+    // The control plane is upgraded.
+    fixture.api.set_version("v1.36.2");
+    fixture.until(|published| published.degraded.is_none() && published.devices == 56).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn settings_select_the_bugs_of_the_scheduler() {
+    let scheduler = |version: Option<&str>, ignored: &[u32]| SchedulerOptions {
+        version: version.map(|version| version.parse().unwrap()),
+        ignored_bugs: ignored.iter().copied().collect(),
+    };
+    for (server, scheduler, degraded) in [
+        ("v1.37.0", scheduler(Some("1.36.1"), &[]), true),
+        ("v1.36.1", scheduler(Some("1.36.2"), &[]), false),
+        ("v1.36.1", scheduler(None, &[139_034, 138_882]), false),
+    ] {
+        let api = api().await;
+        api.set_version(server);
+        let options = PublishOptions { scheduler: scheduler.clone(), ..PublishOptions::new("worker") };
+        let mut fixture = PublisherFixture::start_with(api, inventory_of(H100, 2), options);
+        let seen = fixture.until(|published| published.in_sync).await;
+        assert_eq!(seen.degraded.is_some(), degraded, "{server}, {scheduler:?}");
+        assert_eq!(seen.devices, if degraded { 2 } else { 56 }, "{server}, {scheduler:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -12,8 +12,10 @@ pub struct HookArgs {
     pub entries: Vec<Entry>,
     /// Host directory of preload lists, one file per container; see [`crate::preload`].
     pub preload: Option<PathBuf>,
-    /// Host directory of cgroup files, one per container; see [`crate::cgroups`].
+    /// Host directory of cgroup files, one per container; see [`crate::report`].
     pub cgroups: Option<PathBuf>,
+    /// Host directory with the first process of each container; see [`crate::report`].
+    pub process: Option<PathBuf>,
 }
 
 /// A symbolic link and its target in the same directory.
@@ -35,7 +37,8 @@ pub struct Entry {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
     #[error(
-        "unknown option {0:?}; use --library PATH=SONAME, --link PATH=TARGET, --preload DIR or --cgroups DIR"
+        "unknown option {0:?}; use --library PATH=SONAME, --link PATH=TARGET, --preload DIR, --cgroups DIR or \
+         --process DIR"
     )]
     Unknown(String),
     #[error("{0} needs an absolute path, not {1:?}")]
@@ -60,6 +63,10 @@ impl HookArgs {
                 }
                 "--cgroups" => {
                     parsed.cgroups = Some(absolute(&option, value)?);
+                    continue;
+                }
+                "--process" => {
+                    parsed.process = Some(absolute(&option, value)?);
                     continue;
                 }
                 _ => return Err(ArgsError::Unknown(option)),
@@ -139,7 +146,8 @@ mod tests {
 
     #[test]
     fn share_options_take_host_directories() {
-        let args = parse(&["--preload", "/run/p", "--cgroups", "/run/c"]).unwrap();
+        let args = parse(&["--preload", "/run/p", "--cgroups", "/run/c", "--process", "/run/r"]).unwrap();
+        assert_eq!(args.process, Some("/run/r".into()));
         assert_eq!((args.preload, args.cgroups), (Some("/run/p".into()), Some("/run/c".into())));
         assert!(args.entries.is_empty());
     }

@@ -2,15 +2,15 @@
 //!
 //! The runtime mounts `libcuda.so.580.95.05`, but programs load `libcuda.so.1`. The hook creates the
 //! links ([`links`]) and rewrites the loader's cache ([`ldcache`]); it executes nothing of the image. For
-//! a share it merges preload lists ([`preload`]) and reports cgroups ([`cgroups`]). It runs as root on
+//! a share it merges preload lists ([`preload`]). It reports containers ([`report`]). It runs as root on
 //! untrusted files. Every path is resolved inside the container's root and on its own mount ([`root`]).
 //! No environment variable is read, and input and run time are limited.
 
 pub mod args;
-pub mod cgroups;
 pub mod ldcache;
 pub mod links;
 pub mod preload;
+pub mod report;
 pub mod root;
 pub mod state;
 
@@ -36,7 +36,7 @@ pub enum HookError {
     #[error(transparent)]
     Preload(#[from] preload::PreloadError),
     #[error(transparent)]
-    Cgroups(#[from] cgroups::CgroupsError),
+    Report(#[from] report::ReportError),
 }
 
 /// Entry point of the hook. The arguments say what to do; the OCI state on stdin identifies the
@@ -68,7 +68,10 @@ fn run() -> Result<(), HookError> {
     let args = HookArgs::parse(std::env::args_os().skip(1))?;
     let state = State::read(std::io::stdin().lock())?;
     if let Some(dir) = &args.cgroups {
-        cgroups::report(dir, &state)?;
+        report::cgroups(dir, &state)?;
+    }
+    if let Some(dir) = &args.process {
+        report::process(dir, &state)?;
     }
     if args.entries.is_empty() && args.preload.is_none() {
         // After the container has stopped, its root no longer exists.

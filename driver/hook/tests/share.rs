@@ -70,9 +70,13 @@ impl TestBundle {
     }
 
     fn cgroups(&self, state: serde_json::Value) -> Result<(), String> {
+        self.report("--cgroups", "cgroups", state)
+    }
+
+    fn report(&self, option: &str, dir: &str, state: serde_json::Value) -> Result<(), String> {
         let mut child = Command::new(hook())
-            .arg("--cgroups")
-            .arg(self.path("cgroups"))
+            .arg(option)
+            .arg(self.path(dir))
             .stdin(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -187,11 +191,23 @@ fn cgroups_are_reported_until_the_container_stops() {
 }
 
 #[test]
+fn process_is_reported_in_a_directory_that_is_created() {
+    let bundle = TestBundle::new();
+    let pid = std::process::id();
+    let state = serde_json::json!({"id": "c1", "bundle": "/b", "status": "creating", "pid": pid});
+    bundle.report("--process", "containers/claim", state).unwrap();
+    let stat = fs::read_to_string("/proc/self/stat").unwrap();
+    let start = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap();
+    let reported = fs::read_to_string(bundle.path("containers/claim/c1")).unwrap();
+    assert_eq!(reported, format!("{pid} {start}\n"));
+}
+
+#[test]
 fn missing_process_and_bad_ids_are_errors() {
     let bundle = TestBundle::new();
     let state = |pid: u32| serde_json::json!({"id": "c1", "bundle": "/b", "status": "creating", "pid": pid});
     assert!(bundle.cgroups(state(0)).unwrap_err().contains("of container c1 has no process id"));
-    assert!(bundle.cgroups(state(u32::MAX)).unwrap_err().contains("cgroups of process 4294967295"));
+    assert!(bundle.cgroups(state(u32::MAX)).unwrap_err().contains("/proc/4294967295/cgroup"));
     assert_eq!(bundle.files("cgroups"), [""; 0]);
     let malicious = serde_json::json!({"id": "../c1", "bundle": "/b", "pid": 1});
     assert!(bundle.cgroups(malicious).unwrap_err().contains("cannot be a file name"));

@@ -410,9 +410,9 @@ impl Parts {
         Some(Hook { hook_name: stage, path, args, timeout: HOOK_TIMEOUT_SECONDS })
     }
 
-    /// The hooks that register a container in the directory, and end that.
-    fn registration(&self, dir: &Path) -> impl Iterator<Item = Hook> {
-        ["createRuntime", "poststop"].into_iter().filter_map(|stage| self.hook_with(stage, "--cgroups", dir))
+    /// The hooks that report a container in the directory, and that remove the report.
+    fn report(&self, option: &str, dir: &Path) -> impl Iterator<Item = Hook> {
+        ["createRuntime", "poststop"].into_iter().filter_map(move |stage| self.hook_with(stage, option, dir))
     }
 }
 
@@ -547,7 +547,7 @@ impl Cdi {
             options: DATA_OPTIONS,
         };
         let registered = Containers::new(&self.shared.paths).of(claim);
-        let hooks = parts.registration(&registered).collect();
+        let hooks = parts.report("--process", &registered).collect();
         Edits { mounts: vec![mount], hooks, ..Edits::default() }
     }
 }
@@ -588,7 +588,7 @@ impl Cdi {
         }
         let list = (injection == Injection::Preload)
             .then(|| parts.hook_with("createContainer", "--preload", &dir.join(shares::PRELOAD)));
-        let hooks = parts.registration(&dir.join(shares::CGROUPS)).chain(list.flatten()).collect();
+        let hooks = parts.report("--cgroups", &dir.join(shares::CGROUPS)).chain(list.flatten()).collect();
         Edits { mounts, hooks, ..Edits::default() }
     }
 }

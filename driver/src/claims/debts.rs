@@ -106,9 +106,10 @@ impl Inner {
         if self.is_in_use(uid).await {
             return Err("containers use the claim".to_owned());
         }
-        let is_void = debt.epoch.is_over(&self.epoch()) || self.was_reset(debt).await;
+        let is_over = debt.epoch.is_over(&self.epoch());
+        let was_reset = is_over || self.was_reset(debt).await;
         let mut undo = debt.undo.clone();
-        undo.retain(|undo| !(is_void && undo.is_done_by_reset()));
+        undo.retain(|undo| !(is_over && undo.is_done_by_epoch() || was_reset && undo.is_done_by_reset()));
         let mut foreign = false;
         for (key, ids) in &debt.instances {
             let destroys = |undo: &Undo| undo.destroys(&Part::Instance(key.clone()));
@@ -128,7 +129,7 @@ impl Inner {
         let others = self.others(locked, uid);
         self.executor().undo(uid, &undo, &others).await.map_err(|not| error_chain(&not.cause))?;
         self.records.remove_debt(&debt.gpu, uid).map_err(|error| error_chain(&error))?;
-        Ok(match (is_void, foreign) {
+        Ok(match (was_reset, foreign) {
             (true, _) => "the GPUs were reset since",
             (false, true) => "another owner created the instance again",
             (false, false) => "undone",

@@ -160,7 +160,7 @@ pub enum UnprepareError {
         #[source]
         cause: StepError,
     },
-    #[error("claim {uid}: nothing was changed, because processes of container {container} still use it")]
+    #[error("claim {uid}: nothing was changed, because container {container} still uses it")]
     InUse { uid: ClaimUid, container: String },
     #[error("claim {uid}: no answer within {within:?}; work on it continues, retry")]
     Timeout { uid: ClaimUid, within: Duration },
@@ -247,7 +247,7 @@ impl Engine {
         }
     }
 
-    /// Like [`Self::unprepare`], but refuses while processes of a container of the claim are left. The
+    /// Like [`Self::unprepare`], but refuses while a container of the claim runs. The
     /// kubelet calls unprepare every minute for a pod that was deleted by force, even if its container
     /// still runs (Kubernetes 1.37, `reconcileLoop` of the DRA manager), and repeats a refused call.
     ///
@@ -685,7 +685,7 @@ impl Inner {
         }
         let mut undo = record.undo.clone();
         if record.epoch.is_over(&self.epoch()) {
-            undo.retain(|undo| !undo.is_done_by_reset());
+            undo.retain(|undo| !undo.is_done_by_epoch());
         }
         let others = self.others(locked, &record.claim.uid);
         if let Err(not) = self.executor().undo(&record.claim.uid, &undo, &others).await {

@@ -121,15 +121,15 @@ impl Undo {
         }
     }
 
-    /// Whether a reset of the GPU has the same effect. Processes and files outlive a reset.
+    /// Whether a reset of the GPU certainly has the same effect. NVIDIA does not document that it resets
+    /// interval and compute mode.
     pub fn is_done_by_reset(&self) -> bool {
-        match self {
-            Self::DestroyGpuInstance(_)
-            | Self::DestroyComputeInstances(_)
-            | Self::ResetInterval { .. }
-            | Self::ResetComputeMode { .. } => true,
-            Self::StopMps { .. } | Self::RemovePages | Self::RemoveCdi => false,
-        }
+        matches!(self, Self::DestroyGpuInstance(_) | Self::DestroyComputeInstances(_))
+    }
+
+    /// Whether a new epoch has the same effect. Files outlive it.
+    pub fn is_done_by_epoch(&self) -> bool {
+        self.is_done_by_reset() || matches!(self, Self::ResetInterval { .. } | Self::ResetComputeMode { .. })
     }
 
     /// Whether it destroys this part.

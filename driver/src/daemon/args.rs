@@ -6,6 +6,7 @@ use crate::paths::HostPaths;
 use crate::shares::agent::KillPolicy;
 use clap::{Args as ClapArgs, Parser};
 use divvy_daemon::args::{Listen, LogArgs, absolute, listen, object_name, time};
+use divvy_slices::KubernetesVersion;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -48,6 +49,17 @@ pub struct ClusterArgs {
     /// remove all state of Divvy. /readyz reports ready when that is done
     #[arg(long, env = "DIVVY_DECOMMISSION")]
     pub decommission: bool,
+    /// Kubernetes version of the scheduler. A scheduler with known bugs gets no devices with counters
+    /// [default: the version of the API server]
+    #[arg(long, env = "DIVVY_SCHEDULER_VERSION", value_name = "VERSION")]
+    pub scheduler_version: Option<KubernetesVersion>,
+    /// Issue number of a known scheduler bug that the vendor has fixed in an affected version: 139034
+    /// or 138882
+    #[arg(
+        long, env = "DIVVY_IGNORE_SCHEDULER_BUG", value_name = "ISSUE", value_delimiter = ',',
+        value_parser = scheduler_bug
+    )]
+    pub ignore_scheduler_bug: Vec<u32>,
 }
 
 /// Paths on the host.
@@ -276,6 +288,11 @@ fn pod_uid(text: &str) -> Result<PodUid, String> {
     text.parse().map_err(|err: crate::kubelet::registration::PodUidError| err.to_string())
 }
 
+fn scheduler_bug(text: &str) -> Result<u32, String> {
+    let issue = text.parse().ok().filter(|issue| divvy_slices::is_known_bug(*issue));
+    issue.ok_or_else(|| "it is not 139034 or 138882".to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -302,6 +319,19 @@ mod tests {
         };
         assert!(shares(&[]) && shares(&["--shares"]) && shares(&["--shares=true"]));
         assert!(!shares(&["--shares=false"]));
+    }
+
+    #[test]
+    fn scheduler_flags_name_versions_and_known_bugs() {
+        let cluster = |args: &[&str]| {
+            let args = ["divvy-node", "--node-name", "n1"].iter().chain(args);
+            Args::try_parse_from(args).map(|args| args.cluster)
+        };
+        let some = cluster(&["--scheduler-version=v1.36.1", "--ignore-scheduler-bug=139034,138882"]).unwrap();
+        assert_eq!(some.scheduler_version, "1.36.1".parse().ok());
+        assert_eq!(some.ignore_scheduler_bug, [139_034, 138_882]);
+        assert!(cluster(&["--scheduler-version=new"]).is_err());
+        assert!(cluster(&["--ignore-scheduler-bug=1"]).is_err());
     }
 
     #[test]

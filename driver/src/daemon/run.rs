@@ -12,6 +12,7 @@ use crate::claims::class_updates::ClassUpdater;
 use crate::claims::engine::{Engine, EngineOptions, RecoveryReport};
 use crate::claims::fetch::Claims;
 use crate::claims::reconcile::Reconciler;
+use crate::claims::records::HeldState;
 use crate::cluster::claim_status::claim_status_channel;
 use crate::cluster::classes;
 use crate::cluster::device_plugin;
@@ -42,7 +43,8 @@ use divvy_daemon::args::Listen;
 use divvy_daemon::{Stages, client, http, logging, malloc};
 use divvy_kubelet::{dra, health, registration};
 use divvy_nvml::Timeouts;
-use divvy_slices::{PublishOptions, Published};
+use divvy_slices::{HeldDevices, PublishOptions, Published, SchedulerOptions};
+use std::collections::BTreeSet;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::process::ExitCode;
@@ -371,7 +373,15 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     stages.droppable("publisher watch", watch.run());
     // Building a pool and parsing the server's answers take megabytes.
     stages.droppable("memory", malloc::trim_after_changes(state.subscribe()));
-    let options = PublishOptions::new(args.cluster.node_name.as_str());
+    let holder = engine.clone();
+    let options = PublishOptions {
+        scheduler: SchedulerOptions {
+            version: args.cluster.scheduler_version,
+            ignored_bugs: args.cluster.ignore_scheduler_bug.iter().copied().collect(),
+        },
+        held: HeldDevices::new(move || shared_devices(&holder)),
+        ..PublishOptions::new(args.cluster.node_name.as_str())
+    };
     let (publisher, registration) = (client.clone(), wait_for_registration(registered.clone()));
     stages.task("publisher", |stop| {
         Box::pin(async move {
@@ -458,6 +468,15 @@ fn engine_options(args: &Args, paths: &HostPaths, pool: &PoolName) -> EngineOpti
         mig_hold_off: args.gpus.mig_hold_off,
         answer_timeout: args.timeouts.answer_timeout,
     }
+}
+
+/// The devices with shares of claims, and those of claims that are being prepared or released. The
+/// other held devices exist, so they are published anyway.
+fn shared_devices(engine: &Engine) -> BTreeSet<String> {
+    let shares = engine.held_parts().into_iter().filter(|held| held.share_id.is_some());
+    let moving = engine.held().into_iter().filter(|held| held.state != HeldState::Prepared);
+    let devices = shares.map(|held| held.device).chain(moving.flat_map(|held| held.devices));
+    devices.map(|device| device.to_string()).collect()
 }
 
 /// Whether the library for shares is installed. Without it no shares are offered to the scheduler,

@@ -11,7 +11,7 @@ use divvy_fakes::kubelet::{CallError, FakeKubelet, KubeletOptions, Outcome, Wipe
 use divvy_kubelet::dra::v1::{Claim, Device};
 use divvy_sim::control::{Pattern, When};
 use divvy_sim::{Code, Sim};
-use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
+use k8s_openapi::api::resource::v1::{self as resource, ResourceClaim, ResourceSlice};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -294,11 +294,24 @@ impl TestNode {
 
     /// The names of the devices in the published slices, sorted.
     pub(crate) fn published(&self) -> Vec<String> {
-        let slices = self.api.list::<ResourceSlice>();
-        let devices = slices.into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default());
-        let mut names: Vec<String> = devices.map(|device| device.name).collect();
+        let mut names: Vec<String> = self.published_devices().map(|device| device.name).collect();
         names.sort();
         names
+    }
+
+    /// Whether the GPU with this number is published as present.
+    pub(crate) fn publishes_gpu(&self, number: usize) -> bool {
+        let is_missing = |device: &resource::Device| {
+            let mut taints = device.taints.iter().flatten();
+            taints.any(|taint| taint.key == "gpu.divvy.dev/gpu-missing")
+        };
+        let name = format!("gpu-{number}");
+        self.published_devices().any(|device| device.name == name && !is_missing(&device))
+    }
+
+    fn published_devices(&self) -> impl Iterator<Item = resource::Device> {
+        let slices = self.api.list::<ResourceSlice>();
+        slices.into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default())
     }
 }
 

@@ -97,16 +97,16 @@ async fn unprepare_is_refused_while_a_container_runs() {
     node.prepare(&claim).await.unwrap();
     // As the hook and the kernel write them.
     let registered = node.run_dir().join("containers/a");
-    let cgroup = node.sim.root().join("sys/fs/cgroup/kubepods/c1");
-    for dir in [&registered, &cgroup] {
+    let process = node.sim.root().join(format!("proc/{PID}"));
+    for dir in [&registered, &process] {
         fs::create_dir_all(dir).unwrap();
     }
-    fs::write(registered.join("c1"), "0::/kubepods/c1\n").unwrap();
-    fs::write(cgroup.join("cgroup.events"), "populated 1\nfrozen 0\n").unwrap();
+    fs::write(registered.join("c1"), format!("{PID} 7788\n")).unwrap();
+    fs::write(process.join("stat"), format!("{PID} (train) S {}7788 0\n", "0 ".repeat(18))).unwrap();
     let refused = node.unprepare(&claim).await.unwrap_err();
-    assert!(refused.contains("processes of container c1 still use it"), "{refused}");
+    assert!(refused.contains("container c1 still uses it"), "{refused}");
     node.prepare(&node.claim("b", &["gpu-0"])).await.unwrap_err();
-    fs::write(cgroup.join("cgroup.events"), "populated 0\nfrozen 0\n").unwrap();
+    fs::remove_dir_all(process).unwrap();
     node.unprepare(&claim).await.unwrap();
     assert!(!registered.exists());
     node.prepare(&node.claim("b", &["gpu-0"])).await.unwrap();

@@ -14,6 +14,9 @@ pub(crate) fn differences(node: &TestNode, claims: &[&ModelClaim]) -> Vec<String
     let state = node.sim.read().unwrap();
     let devices = || claims.iter().flat_map(|claim| &claim.devices);
     for (at, gpu) in state.gpus.iter().enumerate() {
+        if !gpu.missing && !node.publishes_gpu(at) {
+            found.push(format!("gpu-{at} is not published as present"));
+        }
         let wanted: BTreeSet<(u32, u32)> =
             devices().filter(|device| device.gpu == at).filter_map(mig_placement).collect();
         let there: BTreeSet<(u32, u32)> =

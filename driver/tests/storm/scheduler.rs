@@ -65,6 +65,7 @@ impl Scheduler {
             classes: &self.classes,
             claims: &claims,
             node: &self.node,
+            release: divvy_alloc::Release::default(),
         };
         let object: ResourceClaim = serde_json::from_value(object).unwrap();
         let mut share = || {

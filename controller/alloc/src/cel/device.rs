@@ -2,7 +2,6 @@
 
 use super::quantity::QuantityVal;
 use super::semver::SemverVal;
-use crate::pool::Candidate;
 use ::cel::ExecutionError;
 use ::cel::common::traits::{Container, Indexer};
 use ::cel::common::types::{CelBool, CelInt, CelList, CelMap, CelMapKey, CelString, MAP_TYPE, Type};
@@ -21,8 +20,8 @@ pub(super) struct DeviceVal<'w> {
 }
 
 impl<'w> DeviceVal<'w> {
-    pub(super) fn new(device: &Candidate<'w>) -> Self {
-        Self { driver: device.key.driver, wire: device.wire }
+    pub(super) fn new(driver: &'w str, wire: &'w Device) -> Self {
+        Self { driver, wire }
     }
 
     fn field(&self, name: &str) -> Result<Box<dyn Val + 'w>, ExecutionError> {

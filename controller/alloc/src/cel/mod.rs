@@ -9,10 +9,10 @@ mod device;
 mod quantity;
 mod semver;
 
-use crate::pool::Candidate;
 use ::cel::common::ast::{ComprehensionExpr, Expr, IdedExpr, ListExpr, LiteralValue};
 use ::cel::parser::{Macro, MacroExprHelper, ParseError};
 use ::cel::{Context, DeclarationError, Env, Program, Value, extensions};
+use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
 use std::fmt;
 use std::sync::{Arc, LazyLock};
 
@@ -82,10 +82,16 @@ impl<'a> Selector<'a> {
         Ok(Self { text, program })
     }
 
-    /// Whether the device is selected.
-    pub(crate) fn matches(&self, device: &Candidate<'_>) -> Result<bool, String> {
+    /// Whether the driver's device is selected. As in the scheduler, an attribute of an unknown type
+    /// is an error even if the expression does not name it.
+    pub(crate) fn matches(&self, driver: &str, device: &Device) -> Result<bool, String> {
+        let unknown =
+            |(_, attribute): &(&String, &DeviceAttribute)| **attribute == DeviceAttribute::default();
+        if let Some((name, _)) = device.attributes.iter().flatten().find(unknown) {
+            return Err(format!("attribute {name} has a value of unknown type"));
+        }
         let mut context = Context::with_env(Arc::clone(&ENV));
-        context.add_variable_as_val("device", Box::new(device::DeviceVal::new(device)));
+        context.add_variable_as_val("device", Box::new(device::DeviceVal::new(driver, device)));
         match self.program.execute(&context) {
             Ok(Value::Bool(matches)) => Ok(matches),
             Ok(other) => Err(format!("{:?} returns a {}, not true or false", self.text, other.type_of())),

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test uses only a part")]
 
-use divvy_alloc::{AllocationError, ClusterView, allocate};
+use divvy_alloc::{AllocationError, ClusterView, Release, allocate_pod};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{AllocationResult, DeviceClass, ResourceClaim, ResourceSlice};
 use serde_json::{Value, from_value, json};
@@ -15,6 +15,7 @@ pub(crate) struct Cluster {
     pub(crate) slices: Vec<ResourceSlice>,
     pub(crate) classes: Vec<DeviceClass>,
     pub(crate) claims: Vec<ResourceClaim>,
+    pub(crate) release: Release,
 }
 
 /// Adds the fields of `more` to `value`.
@@ -107,12 +108,23 @@ impl Cluster {
     }
 
     pub(crate) fn allocate(&self, claim: &Value) -> Result<AllocationResult, AllocationError> {
+        self.allocate_pod(&[claim]).map(|mut results| results.pop().expect("a result per claim"))
+    }
+
+    /// Allocates the claims of one pod.
+    pub(crate) fn allocate_pod(&self, claims: &[&Value]) -> Result<Vec<AllocationResult>, AllocationError> {
         let node = node(NODE);
-        let world =
-            ClusterView { slices: &self.slices, classes: &self.classes, claims: &self.claims, node: &node };
-        let claim: ResourceClaim = from_value(claim.clone()).expect("a claim");
+        let view = ClusterView {
+            slices: &self.slices,
+            classes: &self.classes,
+            claims: &self.claims,
+            node: &node,
+            release: self.release,
+        };
+        let read = |claim: &&Value| from_value((*claim).clone()).expect("a claim");
+        let claims: Vec<ResourceClaim> = claims.iter().map(read).collect();
         let mut shares = 0;
-        allocate(&world, &claim, &mut || {
+        allocate_pod(&view, &claims.iter().collect::<Vec<_>>(), &mut || {
             shares += 1;
             format!("share-{shares}")
         })

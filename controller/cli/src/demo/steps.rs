@@ -188,7 +188,8 @@ impl Session<'_> {
 
         let began = Instant::now();
         let mut share_id = || uuid::Uuid::new_v4().to_string();
-        let view = divvy_alloc::ClusterView { slices, classes, claims: held, node: &node.node };
+        let release = divvy_alloc::Release::default();
+        let view = divvy_alloc::ClusterView { slices, classes, claims: held, node: &node.node, release };
         let allocation = divvy_alloc::allocate(&view, &claim, &mut share_id)
             .map_err(|why| NotServed { no_device: true, ..not_served(format!("no device: {why}"), None) })?;
         let devices: Vec<String> = allocation

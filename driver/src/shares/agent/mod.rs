@@ -115,7 +115,7 @@ impl Agent {
             contexts: Contexts::new(paths),
             files: PageFiles::default(),
             process_root: paths.process_root.clone(),
-            cgroup_root: paths.cgroup_root(),
+            cgroup_root: paths.sys_root.join("fs/cgroup"),
             locks: GpuLocks::new(&paths.run_dir),
             kill_policy,
             wakeup: WakeupThread::default(),

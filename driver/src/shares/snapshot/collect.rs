@@ -5,9 +5,8 @@
 
 use super::mounts::Page;
 use super::page_files::PageFiles;
-use super::process::{Process, ProcessCache};
+use super::process::{Cgroups, Process, ProcessCache};
 use super::{Account, AccountError, ProcessMemory, Share, ShareKey, Slot, Snapshot};
-use crate::containers::Cgroups;
 use crate::shares::{ACCOUNT, POLICY, Shares};
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::account::{self, HEADER};

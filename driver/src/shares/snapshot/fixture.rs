@@ -1,9 +1,8 @@
 //! Builds snapshots for tests.
 
 use super::mounts::{self, Page};
-use super::process::Process;
+use super::process::{Cgroups, Process};
 use super::{Account, Device, ProcessMemory, Share, Slot, Snapshot};
-use crate::containers::Cgroups;
 use divvy_pages::account::{NodeLine, SlotReport};
 use divvy_pages::{Compute, Flags, GpuUuid, Identity, Memory, Owner, Policy, Text};
 

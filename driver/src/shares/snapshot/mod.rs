@@ -16,12 +16,11 @@ pub(crate) mod page_files;
 pub(crate) mod process;
 pub(crate) mod usage;
 
-use crate::containers::Cgroups;
 use divvy_api::{ClaimUid, ShareId};
 use divvy_pages::account::SlotReport;
 use divvy_pages::{Flags, GpuUuid, Identity, PageError, Policy, SlotState};
 use mounts::Page;
-use process::Process;
+use process::{Cgroups, Process};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;

@@ -5,7 +5,6 @@
 //! choose: which cgroup the container is in, and where its mounts come from.
 
 use super::mounts::{self, Mounts};
-use crate::containers::Cgroups;
 use divvy_pages::Identity;
 use rustix::fs::{CWD, Mode, OFlags, openat, readlinkat};
 use rustix::io::pread;
@@ -14,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A process as the host sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,6 +62,56 @@ impl Stat {
     fn of(process: &ProcDir) -> Option<Self> {
         Self::parse(&process.stat().ok()?)
     }
+}
+
+/// The cgroups of a process, by hierarchy: the lines of `/proc/<pid>/cgroup`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Cgroups(Vec<(String, String)>);
+
+impl Cgroups {
+    /// Skips lines that do not have the format of that file.
+    pub(crate) fn parse(text: &str) -> Self {
+        let line = |line: &str| {
+            let (hierarchy, path) = line.split_once(":/")?;
+            Some((hierarchy.to_owned(), format!("/{path}")))
+        };
+        Self(text.lines().filter_map(line).collect())
+    }
+
+    /// Whether these are the container's cgroups or below them. A hierarchy in which the container
+    /// has no cgroup of its own is ignored.
+    pub(crate) fn are_within(&self, container: &Self) -> bool {
+        let mut own = container.0.iter().filter(|(_, path)| path != "/").peekable();
+        own.peek().is_some()
+            && own.all(|(hierarchy, of)| {
+                let mine = self.0.iter().find(|(name, _)| name == hierarchy);
+                mine.is_some_and(|(_, path)| {
+                    path.strip_prefix(of.as_str())
+                        .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+                })
+            })
+    }
+
+    /// The directories of the container's own cgroups, one for each hierarchy.
+    pub(crate) fn directories(&self, cgroup_root: &Path) -> impl Iterator<Item = PathBuf> {
+        self.0.iter().filter_map(move |(hierarchy, path)| {
+            let (_, controllers) = hierarchy.split_once(':')?;
+            let controllers = controllers.strip_prefix("name=").unwrap_or(controllers);
+            let below = path.strip_prefix('/').filter(|below| !below.is_empty() && is_plain(below))?;
+            Some(cgroup_root.join(controllers).join(below))
+        })
+    }
+
+    /// The path in the unified hierarchy; `None` if the container has no cgroup of its own there.
+    pub(crate) fn unified(&self) -> Option<&str> {
+        let (_, path) = self.0.iter().find(|(hierarchy, path)| hierarchy == "0:" && path != "/")?;
+        is_plain(path).then_some(path)
+    }
+}
+
+/// Whether a path only leads down. The path of a cgroup in another cgroup namespace starts with `..`.
+fn is_plain(path: &str) -> bool {
+    path.split('/').all(|part| part != "..")
 }
 
 /// An open directory `/proc/<pid>`. Reads fail once the process is gone, even if its pid was reused. Source:
@@ -290,6 +339,33 @@ mod tests {
         check("python3", "Z", 1, true);
         check("python3", "Z", 2, false);
         assert_eq!(Stat::parse("41 (x) S 1"), None);
+    }
+
+    #[test]
+    fn process_belongs_to_the_container_of_its_cgroups() {
+        let check = |process: &str, container: &str, expected: bool| {
+            let within = Cgroups::parse(process).are_within(&Cgroups::parse(container));
+            assert_eq!(within, expected, "{process:?} {container:?}");
+        };
+        check("0::/kubepods/pod1/c1\n", "0::/kubepods/pod1/c1\n", true);
+        check("0::/kubepods/pod1/c1/own\n", "0::/kubepods/pod1/c1\n", true);
+        check("0::/kubepods/pod1/c10\n", "0::/kubepods/pod1/c1\n", false);
+        check("0::/kubepods/pod1\n", "0::/kubepods/pod1/c1\n", false);
+        check("0::/other/kubepods/pod1/c1\n", "0::/kubepods/pod1/c1\n", false);
+        check("4:memory:/p/c1\n1:cpu:/\n", "4:memory:/p/c1\n1:cpu:/\n", true);
+        check("4:memory:/p/c1\n3:pids:/p/c2\n", "4:memory:/p/c1\n3:pids:/p/c1\n", false);
+        // A container without a cgroup of its own cannot be told apart from the host.
+        check("0::/\n", "0::/\n", false);
+        check("0::/c\n", "", false);
+    }
+
+    #[test]
+    fn unified_path_stays_below_the_root() {
+        let check = |text: &str, expected: Option<&str>| assert_eq!(Cgroups::parse(text).unified(), expected);
+        check("4:memory:/m\n0::/kubepods/c1\n", Some("/kubepods/c1"));
+        check("0::/\n", None);
+        check("0::/../c1\n", None);
+        check("4:memory:/m\n", None);
     }
 
     #[test]

@@ -55,7 +55,7 @@ fn share_adds_its_pages_and_the_preloaded_library() {
     let common = hooks(&fixture.written()["containerEdits"]);
     let stages: Vec<_> = common.iter().map(|(stage, _)| stage.clone()).collect();
     assert_eq!(stages, ["createContainer", "createRuntime", "poststop"]);
-    let registered = json!(["divvy-hook", "--cgroups", fixture.path("run/containers/1-2")]);
+    let registered = json!(["divvy-hook", "--process", fixture.path("run/containers/1-2")]);
     assert!(common[1..].iter().all(|(_, args)| *args == registered), "{common:?}");
 }
 

@@ -1,9 +1,9 @@
 //! Checks as tables: a snapshot, and the findings in it.
 
 use super::*;
-use crate::containers::Cgroups;
 use crate::shares::snapshot::AccountError;
 use crate::shares::snapshot::fixture::{CONTEXT, Fixture, identity, live, mounted};
+use crate::shares::snapshot::process::Cgroups;
 use divvy_pages::{Flags, GpuUuid, Identity, Owner};
 use proptest::prelude::*;
 
