@@ -219,6 +219,7 @@ gpu-0 gpu-2 (NVIDIA L4)
   interval            Default                   default
   mpsClients          4                         default
   shares              true                      default
+  migShares           false                     default
   exclusiveOwnership  false                     default
   health.degraded     None                      default
   health.needsReset   NoSchedule                default
@@ -230,6 +231,7 @@ gpu-1 (NVIDIA L4)
   interval            Default                   default
   mpsClients          4                         default
   shares              false                     rules[1]
+  migShares           false                     default
   exclusiveOwnership  false                     default
   health.degraded     None                      default
   health.needsReset   NoSchedule                default

@@ -97,6 +97,22 @@ pub(crate) fn exclusive(mut device: Device) -> Device {
     device
 }
 
+/// Publishes a held device without counters. With counters, an exclusive device that has shares of version
+/// 0.1 has no counters left. Here its memory takes their place, because every new claim takes all of it.
+pub(crate) fn guarded(mut device: Device) -> Device {
+    let Some(mebibytes) = mebibytes(&device).filter(|_| device.allow_multiple_allocations.is_none()) else {
+        return device;
+    };
+    facts_to_attributes(&mut device);
+    let all = || WireQuantity::from(Quantity::bytes(mebibytes << 20));
+    let policy =
+        CapacityRequestPolicy { default: Some(all()), valid_values: Some(vec![all()]), valid_range: None };
+    let memory = DeviceCapacity { value: all(), request_policy: Some(policy) };
+    device.capacity = Some(Arc::new([("memory".to_owned(), memory)].into()));
+    device.allow_multiple_allocations = Some(true);
+    device
+}
+
 /// The whole GPU with time-slicing, derived from the device of the whole GPU.
 pub(crate) fn timeslice(whole: Device, gpu: &Gpu) -> Device {
     let mut device = shared(whole, DeviceId::Timeslice(gpu.number));

@@ -107,18 +107,18 @@ pub fn pool_without_counters(inventory: &Inventory, support: Support, held: &BTr
         return reduced;
     }
     let full = pool(inventory, &PoolOptions { support: Support { counters: true, ..support } });
-    for (gpu, all) in reduced.gpus.iter_mut().zip(full.gpus) {
-        let kept = |devices: Vec<Device>| -> Vec<Device> {
-            let devices = devices.into_iter().filter(|device| held.contains(&device.name));
-            devices.map(|device| Device { consumes_counters: None, ..device }).collect()
-        };
-        let (whole, shared, instances) = (kept(all.whole), kept(all.shared), kept(all.instances));
-        if whole.is_empty() && shared.is_empty() && instances.is_empty() {
+    for (gpu, mut all) in reduced.gpus.iter_mut().zip(full.gpus) {
+        for devices in all.lists_mut() {
+            devices.retain(|device| held.contains(&device.name));
+            let unguarded = devices.drain(..).map(|device| Device { consumes_counters: None, ..device });
+            *devices = if support.shares { unguarded.map(modes::guarded).collect() } else { unguarded.collect() };
+        }
+        if all.lists().iter().all(|devices| devices.is_empty()) {
             continue;
         }
         gpu.instances.retain(|device| !held.contains(&device.name));
-        gpu.instances.extend(instances);
-        (gpu.whole, gpu.shared) = (whole, shared);
+        gpu.instances.append(&mut all.instances);
+        *gpu = GpuPool { counters: gpu.counters.take(), instances: std::mem::take(&mut gpu.instances), ..all };
     }
     reduced
 }

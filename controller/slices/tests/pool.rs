@@ -338,10 +338,20 @@ fn held_devices_stay_without_counters() {
     check(&[], &["gpu-0", "gpu-1", one, three], &[]);
     check(&["gpu-0-mps"], &["gpu-0-mps", "gpu-1", one, three], &["gpu-0-mps"]);
     check(&["gpu-0"], &["gpu-0", "gpu-1", one, three], &["gpu-0"]);
-    // An instance with shares keeps them, and one that is not created yet stays.
+    // An instance that is not created yet stays.
     let new = "gpu-1-mig-1g10gb-19-3";
     check(&[three, new], &["gpu-0", new, one, three], &[new, three]);
     check(&["gpu-7"], &["gpu-0", "gpu-1", one, three], &[]);
+
+    // Shares of version 0.1 keep other claims off these devices, because every claim takes all memory.
+    let held = names(&["gpu-0", new]);
+    let pool = pool_without_counters(&inventory, Support::default(), &held);
+    for name in held {
+        let memory = &device(&pool, &name).capacity.as_ref().unwrap()["memory"];
+        let policy = memory.request_policy.as_ref().unwrap();
+        assert_eq!(policy.default, Some(memory.value.clone()));
+        assert_eq!(policy.valid_values, Some(vec![memory.value.clone()]));
+    }
 }
 
 #[test]

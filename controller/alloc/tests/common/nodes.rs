@@ -26,7 +26,7 @@ pub(crate) fn published(node: &Inventory) -> Cluster {
         .collect();
     let types = [
         ("gpu.divvy.dev", "gpu"),
-        (SHARE, "gpu"),
+        (SHARE, "share"),
         ("mig.divvy.dev", "mig"),
         (TIMESLICE, "timeslice"),
         (MPS, "mps"),

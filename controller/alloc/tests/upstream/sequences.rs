@@ -15,7 +15,7 @@ use divvy_sim::catalogue::{self, GpuModel, Model};
 use modes::modes;
 use random::random;
 use serde_json::{Value, json};
-use shares::{shares, turned_off, upgraded};
+use shares::{mig_shares, shares, turned_off, upgraded};
 
 pub(crate) struct Scenario {
     pub(crate) name: String,
@@ -156,6 +156,13 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         let steps = turned_off(model);
         let sequences = vec![Sequence { name: "shares after they are turned off".to_owned(), steps }];
         scenarios.push(Scenario { name: format!("1x{} without shares", model.key), node, sequences });
+        let mut node = inventory_of(&model.key, 1);
+        node.gpus[0].policy.mig_shares = true;
+        let steps = mig_shares(model);
+        if !steps.is_empty() {
+            let sequences = vec![Sequence { name: "shares of an instance".to_owned(), steps }];
+            scenarios.push(Scenario { name: format!("1x{} with MIG shares", model.key), node, sequences });
+        }
     }
     for (key, count, sequences) in [
         ("H100-SXM5-80GB", 2, 60),
@@ -188,6 +195,7 @@ fn odd() -> Inventory {
     gpus[0].policy.modes = [Mode::Timeslice, Mode::Mig].into();
     (gpus[0].policy.slots, gpus[2].policy.slots) = (1, 7);
     (gpus[1].policy.mps_clients, gpus[2].policy.mps_clients) = (1, 3);
+    gpus[2].policy.mig_shares = true;
     gpus[2].conditions = vec![Condition::Mps { cause: "dead".to_owned() }];
     gpus[3].presence = Presence::Missing;
     gpus.push(in_mode(gpu(row("A100-SXM4-80GB"), 4), MigMode::On));
