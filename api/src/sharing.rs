@@ -40,8 +40,8 @@ impl Mode {
         matches!(self, Self::Share | Self::Mig)
     }
 
-    /// Whether an allocation of its devices may be a share. Version 0.1 allocated shares on the device of
-    /// the whole GPU.
+    /// Whether an allocation of its devices may be a share. Earlier versions allocated shares on the device
+    /// of the whole GPU.
     pub fn may_hold_shares(self) -> bool {
         self == Self::Whole || self.has_shares()
     }

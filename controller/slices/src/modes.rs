@@ -97,8 +97,8 @@ pub(crate) fn exclusive(mut device: Device) -> Device {
     device
 }
 
-/// Publishes a held device without counters. With counters, an exclusive device that has shares of version
-/// 0.1 has no counters left. Here its memory takes their place, because every new claim takes all of it.
+/// Publishes a held device without counters. With counters, an exclusive device that has shares from before
+/// has no counters left. Here its memory takes their place, because every new claim takes all of it.
 pub(crate) fn guarded(mut device: Device) -> Device {
     let Some(mebibytes) = mebibytes(&device).filter(|_| device.allow_multiple_allocations.is_none()) else {
         return device;

@@ -343,7 +343,7 @@ fn held_devices_stay_without_counters() {
     check(&[three, new], &["gpu-0", new, one, three], &[new, three]);
     check(&["gpu-7"], &["gpu-0", "gpu-1", one, three], &[]);
 
-    // Shares of version 0.1 keep other claims off these devices, because every claim takes all memory.
+    // Shares of earlier versions keep other claims off these devices, because every claim takes all memory.
     let held = names(&["gpu-0", new]);
     let pool = pool_without_counters(&inventory, Support::default(), &held);
     for name in held {

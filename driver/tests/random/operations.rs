@@ -185,7 +185,7 @@ fn random_devices(rng: &mut Rng) -> Vec<String> {
         1..4 => format!("gpu-{}-timeslice", rng.below(GPU_COUNT)),
         4..7 => format!("gpu-{}-mps", rng.below(GPU_COUNT)),
         7..10 => {
-            // Version 0.1 allocated shares on the device of the whole GPU.
+            // Earlier versions allocated shares on the device of the whole GPU.
             let device = rng.choose(&["", "-share", "-share"]);
             format!("gpu-{}{device}={}Gi", rng.below(GPU_COUNT), rng.choose(&[3, 9, 12, 20]))
         }

@@ -185,8 +185,8 @@ fn fill(script: &mut Script, profile: &GiProfile, request: &Value) {
     script.release(&names.iter().map(String::as_str).collect::<Vec<_>>());
 }
 
-/// Claims of version 0.1 on `gpu-0` and on an instance: exclusive ones without a share ID, and shares. They
-/// exclude all other claims, also new shares, until the last one is released.
+/// Claims of earlier versions on `gpu-0` and on an instance: exclusive ones without a share ID, and shares.
+/// They exclude all other claims, also new shares, until the last one is released.
 pub(crate) fn upgraded(model: &GpuModel) -> Vec<Step> {
     let mut script = Script::default();
     let (whole, share) = (gpus_wanted(1), memory("1Mi"));
