@@ -111,14 +111,16 @@ pub fn pool_without_counters(inventory: &Inventory, support: Support, held: &BTr
         for devices in all.lists_mut() {
             devices.retain(|device| held.contains(&device.name));
             let unguarded = devices.drain(..).map(|device| Device { consumes_counters: None, ..device });
-            *devices = if support.shares { unguarded.map(modes::guarded).collect() } else { unguarded.collect() };
+            *devices =
+                if support.shares { unguarded.map(modes::guarded).collect() } else { unguarded.collect() };
         }
         if all.lists().iter().all(|devices| devices.is_empty()) {
             continue;
         }
         gpu.instances.retain(|device| !held.contains(&device.name));
         gpu.instances.append(&mut all.instances);
-        *gpu = GpuPool { counters: gpu.counters.take(), instances: std::mem::take(&mut gpu.instances), ..all };
+        *gpu =
+            GpuPool { counters: gpu.counters.take(), instances: std::mem::take(&mut gpu.instances), ..all };
     }
     reduced
 }

@@ -243,8 +243,14 @@ mod tests {
     #[test]
     fn every_device_of_a_gpu_shares_its_health() {
         use v1::HealthStatus::{Healthy, Unhealthy};
-        let names =
-            ["gpu-0", "gpu-0-timeslice", "gpu-0-mps", "gpu-0-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-1"];
+        let names = [
+            "gpu-0",
+            "gpu-0-share",
+            "gpu-0-timeslice",
+            "gpu-0-mps",
+            "gpu-0-mig-1g10gb-19-0",
+            "gpu-0-mig-1g10gb-19-1",
+        ];
         check(gpu(0, Presence::Present, vec![]), &names.map(|name| (name, Healthy, "")));
         check(gpu(0, Presence::Missing, vec![]), &names.map(|name| (name, Unhealthy, "GPU is missing")));
         let lost =
@@ -262,6 +268,7 @@ mod tests {
             gpu(0, Presence::Present, vec![Condition::Health(finding)]),
             &[
                 ("gpu-0", Unhealthy, text),
+                ("gpu-0-share", Unhealthy, text),
                 ("gpu-0-timeslice", Unhealthy, text),
                 ("gpu-0-mps", Unhealthy, text),
                 ("gpu-0-mig-1g10gb-19-0", Healthy, ""),
@@ -297,6 +304,7 @@ mod tests {
             &daemons,
             &[
                 ("gpu-0", v1::HealthStatus::Healthy, ""),
+                ("gpu-0-share", v1::HealthStatus::Healthy, ""),
                 ("gpu-0-timeslice", v1::HealthStatus::Healthy, ""),
                 ("gpu-0-mps", v1::HealthStatus::Healthy, ""),
                 ("gpu-0-mig-1g10gb-19-0", v1::HealthStatus::Healthy, ""),
@@ -321,9 +329,9 @@ mod tests {
         let gpus = vec![gpu(0, Presence::Present, vec![])];
         sender.send_replace(Arc::new(Inventory { gpus, ..Inventory::default() }));
         let begun = tokio::time::Instant::now();
-        assert_eq!(messages.next().await.unwrap().devices.len(), 5);
+        assert_eq!(messages.next().await.unwrap().devices.len(), 6);
         assert_eq!(begun.elapsed(), Duration::ZERO);
-        assert_eq!(messages.next().await.unwrap().devices.len(), 5);
+        assert_eq!(messages.next().await.unwrap().devices.len(), 6);
         assert_eq!(begun.elapsed(), REPEAT_INTERVAL);
         stop.cancel();
         assert!(messages.next().await.is_none());

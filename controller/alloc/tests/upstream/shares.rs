@@ -90,7 +90,8 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
         script.release(&["whole"]);
         script.refuse(&[&of(whole.clone(), &[("multiprocessors", "1000")])]);
         script.refuse(&[&share_wanted(SHARE, &[("memory", "1Mi"), ("multiprocessors", "1")])]);
-        let selected = json!([{"cel": {"expression": "device.attributes['gpu.divvy.dev'].multiprocessors > 1"}}]);
+        let selected =
+            json!([{"cel": {"expression": "device.attributes['gpu.divvy.dev'].multiprocessors > 1"}}]);
         script.take("selected", &with_field(mebibytes(1), json!({"selectors": selected})), true);
         script.release(&["selected"]);
     }
@@ -229,7 +230,8 @@ pub(crate) fn upgraded(model: &GpuModel) -> Vec<Step> {
 pub(crate) fn turned_off(model: &GpuModel) -> Vec<Step> {
     let mut script = Script::default();
     let all = format!("{}Mi", model.memory_total_mib);
-    let others: Vec<Value> = but_shares(model).into_iter().filter(|request| *request != memory(&all)).collect();
+    let others: Vec<Value> =
+        but_shares(model).into_iter().filter(|request| *request != memory(&all)).collect();
     let refuse_all = |script: &mut Script| {
         script.refuse(&others.iter().collect::<Vec<_>>());
         script.refuse(&[&memory("1Mi"), &memory(&all)]);
