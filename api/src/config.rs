@@ -122,7 +122,10 @@ pub enum ConfigError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigMismatch {
     /// It names a request whose device is of another kind.
-    #[error("{kind} is for {}, but the device is {}; {}", for_kind(kind), of_mode(*mode), remedy(kind, *mode))]
+    #[error(
+        "{kind} is for {}, but the device is {}; {}",
+        for_kind(kind), of_mode(*mode), remedy(kind, *mode)
+    )]
     Kind {
         kind: &'static str,
         /// The mode of the device.

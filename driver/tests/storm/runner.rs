@@ -177,7 +177,8 @@ impl Runner {
             Operation::KillMps { which, server } => self.kill_mps(*which, *server),
             Operation::Configure { interval, gpu, modes } => {
                 let rules = format!(
-                    "rules: [{{interval: {interval}, migShares: true}}, {{match: {{indices: [{gpu}]}}, modes: {modes}}}]"
+                    "rules: [{{interval: {interval}, migShares: true}}, \
+                     {{match: {{indices: [{gpu}]}}, modes: {modes}}}]"
                 );
                 self.configure(&rules);
             }
