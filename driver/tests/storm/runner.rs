@@ -405,7 +405,8 @@ impl Runner {
                     for device in model.devices() {
                         let how = device.sharing.filter(|_| matches!(device.mode, Mode::Whole | Mode::Mig));
                         let how = how.map_or(String::new(), |how| format!(" with {how:?}"));
-                        let how = if device.memory.is_some() { " share".to_owned() } else { how };
+                        let part = device.memory.is_some() && device.mode != Mode::Share;
+                        let how = if part { " share".to_owned() } else { how };
                         let misallocated = if model.misallocated { " misallocated" } else { "" };
                         let admin = if device.admin { " with admin access" } else { "" };
                         self.count(format!("prepared: {}{how}{admin}{misallocated}", device.mode));
