@@ -37,8 +37,8 @@ pub struct Entry {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
     #[error(
-        "unknown option {0:?}; use --library PATH=SONAME, --link PATH=TARGET, --preload DIR, --cgroups DIR or \
-         --process DIR"
+        "unknown option {0:?}; use --library PATH=SONAME, --link PATH=TARGET, --preload DIR, --cgroups DIR \
+         or --process DIR"
     )]
     Unknown(String),
     #[error("{0} needs an absolute path, not {1:?}")]

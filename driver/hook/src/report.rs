@@ -1,9 +1,9 @@
 //! Reports a container to the node daemon, in `DIR/<container id>`, until it has stopped.
 //!
-//! A claim whose container runs is not released: that file holds pid and start time of the container's
-//! first process. Limits of shares are set per cgroup: that file holds `/proc/<pid>/cgroup`. Both exist
-//! only after the claim was prepared, so this runs at `createRuntime`: no process of the image runs yet,
-//! and the hook is still in the host's namespaces. (At `createContainer`, a cgroup namespace would hide
+//! A claim whose container runs is not released: one file holds pid and start time of the container's
+//! first process. Limits of shares are set per cgroup: another file holds `/proc/<pid>/cgroup`. Both are
+//! known only after the claim was prepared, so this runs at `createRuntime`. No process of the image runs
+//! then, and the hook is in the host's namespaces. (At `createContainer`, a cgroup namespace would hide
 //! the path.) At `poststop` the file is removed.
 
 use crate::state::State;

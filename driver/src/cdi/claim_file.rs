@@ -537,8 +537,8 @@ impl Cdi {
         })
     }
 
-    /// What shows that a container uses the claim: the registration of the container, and a mount of
-    /// the claim's file itself. No other mount exists in every mode and for certain: a container cannot
+    /// Two signs that a container uses the claim: the container is registered, and it mounts the claim's
+    /// file itself. No other mount exists in every mode and for certain: a container cannot
     /// start with a device of the claim without this file.
     fn own_edits(&self, claim: &ClaimUid, parts: &Parts) -> Edits {
         let mount = Mount {
