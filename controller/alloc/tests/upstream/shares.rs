@@ -8,6 +8,7 @@ use crate::nodes::{MPS, SHARE, TIMESLICE, gpus_wanted, mig_wanted, named, of, sh
 use divvy_model::{DeviceId, GpuNumber};
 use divvy_sim::catalogue::{GiProfile, GpuModel, Toggle};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 
 /// The smallest MIG profile, if MIG mode can be switched without a reset.
 fn smallest(model: &GpuModel) -> Option<&GiProfile> {
@@ -163,7 +164,7 @@ pub(crate) fn mig_shares(model: &GpuModel) -> Vec<Step> {
         script.release(&["first", "second"]);
     }
     // A claim from before shares were turned on has no share ID.
-    script.held("old", &instance_name(profile), &[]);
+    script.held("old", &instance_name(profile, 0), &[]);
     script.refuse(&[&whole, &share]);
     fill(&mut script, profile, &part(within));
     script.release(&["old"]);
@@ -171,9 +172,9 @@ pub(crate) fn mig_shares(model: &GpuModel) -> Vec<Step> {
     script.steps
 }
 
-/// The first instance of a profile.
-fn instance_name(profile: &GiProfile) -> String {
-    DeviceId::mig(GpuNumber(0), &profile.name, profile.id, profile.starts[0]).to_string()
+/// The first instance of a profile on a GPU.
+fn instance_name(profile: &GiProfile, gpu: u32) -> String {
+    DeviceId::mig(GpuNumber(gpu), &profile.name, profile.id, profile.starts[0]).to_string()
 }
 
 /// Allocates all instances of a profile but one, which is held, and releases them.
@@ -215,7 +216,7 @@ pub(crate) fn upgraded(model: &GpuModel) -> Vec<Step> {
     if let Some(profile) = smallest(model) {
         let instance = mig_wanted(&profile.name);
         for shares in [&[][..], &["1Mi"], &["1Mi", "2Mi"]] {
-            script.held("old", &instance_name(profile), shares);
+            script.held("old", &instance_name(profile, 0), shares);
             script.refuse(&[&whole, &share, &share_wanted(TIMESLICE, &[])]);
             fill(&mut script, profile, &instance);
             script.release(&["old"]);
@@ -251,4 +252,29 @@ pub(crate) fn turned_off(model: &GpuModel) -> Vec<Step> {
         script.release(&["first"]);
     }
     script.steps
+}
+
+/// Shares and exclusive claims on a server without counters, on devices that are exclusive now. The
+/// devices that the slices must treat as held come first.
+pub(crate) fn without_counters(model: &GpuModel) -> (BTreeSet<String>, Vec<Step>) {
+    let mut script = Script::default();
+    let whole = gpus_wanted(1);
+    let profile = smallest(model).expect("a model with MIG");
+    let (instance, name) = (mig_wanted(&profile.name), instance_name(profile, 1));
+    let refuse_all = |script: &mut Script| {
+        let part = of(instance.clone(), &[("memory", "1Mi")]);
+        let whole_part = of(whole.clone(), &[("memory", "1Mi")]);
+        script.refuse(&[&whole, &whole_part, &memory("1Mi"), &instance, &part]);
+    };
+    for shares in [&[][..], &["1Gi"], &["1Gi", "2Gi"]] {
+        script.held("gpu", "gpu-0", shares);
+        script.held("instance", &name, shares);
+        refuse_all(&mut script);
+        script.release(&["gpu"]);
+        // The slices still treat the device as held, and a new claim takes all of it.
+        script.take("new", &of(whole.clone(), &[("memory", "1Mi")]), true);
+        refuse_all(&mut script);
+        script.release(&["new", "instance"]);
+    }
+    (["gpu-0".to_owned(), name].into(), script.steps)
 }
