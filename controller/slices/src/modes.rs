@@ -68,7 +68,7 @@ fn facts_to_attributes(device: &mut Device) {
     let attributes = device.attributes_mut();
     for (name, fact) in facts.iter() {
         let amount = Quantity::try_from(&fact.value).ok().and_then(|amount| amount.value());
-        let Some(amount) = amount.and_then(|amount| i64::try_from(amount).ok()) else { continue };
+        let Some(amount) = amount else { continue };
         match name.as_str() {
             "memory" => attributes.insert("memoryMiB".to_owned(), int(amount >> 20)),
             name => attributes.insert(name.to_owned(), int(amount)),
