@@ -100,8 +100,8 @@ pub(super) async fn force_deleted_pod_keeps_its_gpu_while_it_runs(cluster: &Clus
     Ok(())
 }
 
-/// Longer than the interval at which the kubelet unprepares claims of pods that it does not know.
-const UNPREPARED_BY_KUBELET: Duration = Duration::from_secs(75);
+/// The metric of refused calls. It has no line before the first one.
+const UNPREPARE_ERRORS: &str = "divvy_unprepare_seconds_count{result=\"error\"}";
 
 async fn delete_frozen_pod(cluster: &Cluster, gpu: &str) -> Result<()> {
     cluster.pods.delete("stuck", &DeleteParams::default().grace_period(0)).await?;
@@ -114,7 +114,14 @@ async fn delete_frozen_pod(cluster: &Cluster, gpu: &str) -> Result<()> {
     cluster.ctl("kill", "n1-driver")?;
     cluster.ctl("start", "n1-driver")?;
     cluster.start_pod("next", Claim::Template("whole")).await?;
-    tokio::time::sleep(UNPREPARED_BY_KUBELET).await;
+    // The kubelet unprepares claims of pods that it does not know once a minute.
+    eventually("refusal of the kubelet's unprepare", || async {
+        let metrics = cluster.output(&["metrics", "n1"])?;
+        let refused = metrics.lines().any(|line| line.starts_with(UNPREPARE_ERRORS));
+        ensure!(refused, "no unprepare was refused");
+        Ok(())
+    })
+    .await?;
     eventually("refusal of the new pod's claim", || async {
         let claims = cluster.claims_of("next").await?;
         let claim = claims.first().context("the pod has no claim")?;
