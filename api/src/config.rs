@@ -122,7 +122,10 @@ pub enum ConfigError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigMismatch {
     /// It names a request whose device is of another kind.
-    #[error("{kind} is for {}, but the device is {}; {}", for_kind(kind), of_mode(*mode), remedy(*mode))]
+    #[error(
+        "{kind} is for {}, but the device is {}; {}",
+        for_kind(kind), of_mode(*mode), remedy(kind, *mode)
+    )]
     Kind {
         kind: &'static str,
         /// The mode of the device.
@@ -154,15 +157,18 @@ fn for_kind(kind: &str) -> &'static str {
 fn of_mode(mode: Mode) -> &'static str {
     match mode {
         Mode::Whole => "a whole GPU",
+        Mode::Share => "a share",
         Mode::Mig => "a MIG instance",
         Mode::Timeslice => "a time-slice",
         Mode::Mps => "an MPS share",
     }
 }
 
-fn remedy(mode: Mode) -> &'static str {
+fn remedy(kind: &str, mode: Mode) -> &'static str {
     match mode {
+        Mode::Whole if kind == SHARE_CONFIG.name => "request part of a GPU with share.divvy.dev",
         Mode::Whole => "use GpuConfig",
+        Mode::Share => "use ShareConfig",
         Mode::Mig => "use MigDeviceConfig",
         Mode::Timeslice => "its interval is set by the node configuration, so remove the configuration",
         Mode::Mps => "its limits are the claim's capacities, so remove the configuration",

@@ -17,6 +17,8 @@ pub const CUDA_CONTEXT_BYTES: u64 = 300 << 20;
 pub enum Mode {
     /// The whole GPU for one claim: device `gpu-N`.
     Whole,
+    /// Shares of the whole GPU, by memory and compute time: device `gpu-N-share`.
+    Share,
     /// MIG instances: devices `gpu-N-mig-...`.
     Mig,
     /// Time-slicing: device `gpu-N-timeslice`.
@@ -27,17 +29,28 @@ pub enum Mode {
 
 impl Mode {
     /// All modes, in the order of output.
-    pub const ALL: [Self; 4] = [Self::Whole, Self::Mig, Self::Timeslice, Self::Mps];
+    pub const ALL: [Self; 5] = [Self::Whole, Self::Share, Self::Mig, Self::Timeslice, Self::Mps];
 
-    /// Whether claims can hold shares of its devices, by memory and compute time.
+    /// The modes that the node configuration lists. Shares have settings of their own.
+    pub const LISTED: [Self; 4] = [Self::Whole, Self::Mig, Self::Timeslice, Self::Mps];
+
+    /// Whether claims can hold shares of its devices, by memory and compute time. MIG instances have
+    /// shares only where the node configuration turns them on.
     pub fn has_shares(self) -> bool {
-        matches!(self, Self::Whole | Self::Mig)
+        matches!(self, Self::Share | Self::Mig)
+    }
+
+    /// Whether an allocation of its devices may be a share. Earlier versions allocated shares on the device
+    /// of the whole GPU.
+    pub fn may_hold_shares(self) -> bool {
+        self == Self::Whole || self.has_shares()
     }
 
     /// The name in all output.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Whole => "whole",
+            Self::Share => "share",
             Self::Mig => "mig",
             Self::Timeslice => "timeslice",
             Self::Mps => "mps",

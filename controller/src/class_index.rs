@@ -86,6 +86,7 @@ impl ClassIndex {
 fn mode(device: &Device) -> Option<Mode> {
     match device.attributes.as_ref()?.get("type")?.string.as_deref()? {
         "gpu" => Some(Mode::Whole),
+        "share" => Some(Mode::Share),
         "mig" => Some(Mode::Mig),
         "timeslice" => Some(Mode::Timeslice),
         "mps" => Some(Mode::Mps),
@@ -94,7 +95,7 @@ fn mode(device: &Device) -> Option<Mode> {
 }
 
 /// Built-in samples, one device per mode.
-fn built_in_samples() -> [(Mode, Device); 4] {
+fn built_in_samples() -> [(Mode, Device); 5] {
     let device = |mode, type_: &str| {
         let text = DeviceAttribute { string: Some(type_.to_owned()), ..DeviceAttribute::default() };
         let attributes = Some([("type".to_owned(), text)].into());
@@ -102,6 +103,7 @@ fn built_in_samples() -> [(Mode, Device); 4] {
     };
     [
         device(Mode::Whole, "gpu"),
+        device(Mode::Share, "share"),
         device(Mode::Mig, "mig"),
         device(Mode::Timeslice, "timeslice"),
         device(Mode::Mps, "mps"),

@@ -34,7 +34,9 @@ const TIMESLICE_AND_MPS: Step = Step::Prepare("shared", &["gpu-0-timeslice", "gp
 const SECOND_TIMESLICE_AND_MPS: Step = Step::Prepare("second", &["gpu-0-timeslice", "gpu-1-mps"]);
 
 /// Two memory shares of a GPU and one of an instance of another.
-const MEMORY_SHARES: Step = Step::Prepare("parts", &["gpu-1=10Gi", "gpu-0-mig-1g10gb-19-2=4Gi", "gpu-1=5Gi"]);
+const MEMORY_SHARES: Step =
+    Step::Prepare("parts", &["gpu-1-share=10Gi", "gpu-0-mig-1g10gb-19-2=4Gi", "gpu-1-share=5Gi"]);
+// Earlier versions allocated shares on the device of the whole GPU.
 const NEIGHBOUR: Step = Step::Prepare("neighbour", &["gpu-0-mig-1g10gb-19-2=3Gi", "gpu-1=20Gi"]);
 
 async fn check(gpus: &str, before: &'static [Step], step: Step, after: &'static [Step]) {

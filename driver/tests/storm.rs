@@ -96,7 +96,7 @@ async fn no_gpu_is_ever_in_two_modes() {
         println!("{count:6} {event}");
     }
     if total >= DEFAULT_OPERATIONS {
-        for mode in ["whole", "mig", "timeslice", "mps"] {
+        for mode in ["whole", "share", "mig", "mig share", "timeslice", "mps"] {
             assert!(
                 counts.tally.contains_key(&format!("prepared: {mode}")),
                 "no claim of mode {mode} was prepared"

@@ -24,8 +24,8 @@ prepare_chart() {
     [ ! -e "$cluster/from" ] || enter "$node" ctr -n k8s.io images import "$cluster/from/divvy.tar" >> "$cluster/$node/import.log" 2>&1
     kubectl label "node/$node" nvidia.com/gpu.present=true > /dev/null
   done
-  # Differences from an ordinary cluster: simulated GPUs in a directory, no kube-proxy, and a shorter delay before MIG
-  # mode is disabled.
+  # Differences from an ordinary cluster: simulated GPUs in a directory, no kube-proxy, a shorter delay before MIG
+  # mode is disabled, and shares of MIG instances.
   cat > "$cluster/values.yaml" <<END
 image: {repository: localhost/divvy, tag: "0"}
 nvidiaDriverRoot: $driver_root
@@ -35,6 +35,7 @@ kubeletPlugin:
   procRoot: $driver_root/proc
   sysRoot: $driver_root/sys
   migHoldOff: 2s
+nodeConfig: {rules: [{migShares: true}]}
 END
 }
 
@@ -48,10 +49,10 @@ validate_manifests() {
   done
 }
 
-# Installs the version to upgrade from, if there is one.
+# Installs the version to upgrade from, if there is one. Its node configuration may lack migShares.
 install_chart() {
   local chart=("{chart}")
-  [ ! -e "$cluster/from" ] || chart=("{from}" --set image.tag=from)
+  [ ! -e "$cluster/from" ] || chart=("{from}" --set image.tag=from --set-json "nodeConfig={}")
   helm_ install divvy "${chart[@]}" --values "{values}" --create-namespace --wait --timeout 3m > /dev/null
 }
 

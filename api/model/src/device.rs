@@ -13,6 +13,8 @@ use std::fmt;
 pub enum DeviceId {
     /// `gpu-N`.
     Gpu(GpuNumber),
+    /// `gpu-N-share`: the whole GPU for shares of its memory and compute time.
+    Share(GpuNumber),
     /// `gpu-N-mig-<profile>-<profile id>-<start>`; `slug` is the profile's name in lower case
     /// without dots, with `+` and `,` as `-`.
     Mig { gpu: GpuNumber, slug: String, profile_id: u32, start: u32 },
@@ -50,7 +52,11 @@ impl DeviceId {
     /// The number of its GPU.
     pub fn gpu(&self) -> GpuNumber {
         match self {
-            Self::Gpu(gpu) | Self::Mig { gpu, .. } | Self::Timeslice(gpu) | Self::Mps(gpu) => *gpu,
+            Self::Gpu(gpu)
+            | Self::Share(gpu)
+            | Self::Mig { gpu, .. }
+            | Self::Timeslice(gpu)
+            | Self::Mps(gpu) => *gpu,
         }
     }
 
@@ -58,6 +64,7 @@ impl DeviceId {
     pub fn mode(&self) -> Mode {
         match self {
             Self::Gpu(_) => Mode::Whole,
+            Self::Share(_) => Mode::Share,
             Self::Mig { .. } => Mode::Mig,
             Self::Timeslice(_) => Mode::Timeslice,
             Self::Mps(_) => Mode::Mps,
@@ -104,6 +111,7 @@ impl fmt::Display for DeviceId {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Gpu(gpu) => write!(out, "gpu-{gpu}"),
+            Self::Share(gpu) => write!(out, "gpu-{gpu}-share"),
             Self::Mig { gpu, slug, profile_id, start } => {
                 write!(out, "gpu-{gpu}-mig-{slug}-{profile_id}-{start}")
             }
@@ -126,6 +134,9 @@ fn parse(name: &str) -> Option<DeviceId> {
         return None;
     }
     let rest = name.strip_prefix("gpu-")?;
+    if let Some(gpu) = rest.strip_suffix("-share") {
+        return Some(DeviceId::Share(GpuNumber(number(gpu)?)));
+    }
     if let Some(gpu) = rest.strip_suffix("-timeslice") {
         return Some(DeviceId::Timeslice(GpuNumber(number(gpu)?)));
     }
@@ -168,6 +179,7 @@ mod tests {
         let slug = "[1-9][0-9]?g[1-9][0-9]{0,2}gb(-(me|gfx|me-all|[0-9]{1,2}))?";
         prop_oneof![
             any::<u32>().prop_map(|gpu| DeviceId::Gpu(GpuNumber(gpu))),
+            any::<u32>().prop_map(|gpu| DeviceId::Share(GpuNumber(gpu))),
             any::<u32>().prop_map(|gpu| DeviceId::Timeslice(GpuNumber(gpu))),
             any::<u32>().prop_map(|gpu| DeviceId::Mps(GpuNumber(gpu))),
             (any::<u32>(), slug, any::<u32>(), any::<u32>()).prop_map(|(gpu, slug, profile_id, start)| {
@@ -185,7 +197,7 @@ mod tests {
 
         #[test]
         fn device_has_one_name(
-            text in "gpu-[0-9]{1,3}(-mig-[-0-9a-zG+]{0,12}-[0-9]{1,3}-[0-9]{1,2}|-timeslice|-mps)?|.*",
+            text in "gpu-[0-9]{1,3}(-mig-[-0-9a-zG+]{0,12}-[0-9]{1,3}-[0-9]{1,2}|-share|-timeslice|-mps)?|.*",
         ) {
             let name = DeviceName::from(text);
             if let Ok(id) = DeviceId::try_from(&name) {
@@ -217,6 +229,7 @@ mod tests {
             "gpu-0-mig-1g10gb--19-0",
             "gpu-0-mig-1g10gb-019-0",
             "gpu-0-mig-1g10gb-19-00",
+            "gpu-0-shares",
             "gpu-0-timeslices",
             "gpu-00-timeslice",
             "gpu--mps",

@@ -31,6 +31,7 @@ pub struct Rule {
     pub interval: Option<Interval>,
     pub mps_clients: Option<u32>,
     pub shares: Option<bool>,
+    pub mig_shares: Option<bool>,
     pub dedicated: Option<bool>,
     pub exclusive_ownership: Option<bool>,
     pub health: HealthRule,
@@ -101,6 +102,7 @@ pub struct Explained {
     pub interval: ValueOrigin,
     pub mps_clients: ValueOrigin,
     pub shares: ValueOrigin,
+    pub mig_shares: ValueOrigin,
     pub exclusive_ownership: ValueOrigin,
     pub health: HealthOrigins,
 }
@@ -139,8 +141,8 @@ impl NodeConfig {
         let mut policy = otherwise.clone();
         let (mut modes, mut slots, mut interval) =
             (ValueOrigin::Default, ValueOrigin::Default, ValueOrigin::Default);
-        let (mut mps_clients, mut shares, mut exclusive_ownership) =
-            (ValueOrigin::Default, ValueOrigin::Default, ValueOrigin::Default);
+        let (mut mps_clients, mut shares, mut mig_shares, mut exclusive_ownership) =
+            (ValueOrigin::Default, ValueOrigin::Default, ValueOrigin::Default, ValueOrigin::Default);
         let mut health = HealthOrigins::default();
         let (mut dedicated, mut unknown) = (None, None);
         for (index, rule) in self.rules.iter().enumerate() {
@@ -158,6 +160,7 @@ impl NodeConfig {
             set(&mut policy.interval, &mut interval, rule.interval, origin);
             set(&mut policy.mps_clients, &mut mps_clients, rule.mps_clients, origin);
             set(&mut policy.shares, &mut shares, rule.shares, origin);
+            set(&mut policy.mig_shares, &mut mig_shares, rule.mig_shares, origin);
             set(&mut policy.exclusive_ownership, &mut exclusive_ownership, rule.exclusive_ownership, origin);
             let effects = &mut policy.health;
             set(&mut effects.degraded, &mut health.degraded, rule.health.degraded, origin);
@@ -173,7 +176,17 @@ impl NodeConfig {
         if let Some(index) = unknown {
             (policy.modes, modes) = (BTreeSet::new(), ValueOrigin::Unknown(index));
         }
-        Explained { policy, modes, slots, interval, mps_clients, shares, exclusive_ownership, health }
+        Explained {
+            policy,
+            modes,
+            slots,
+            interval,
+            mps_clients,
+            shares,
+            mig_shares,
+            exclusive_ownership,
+            health,
+        }
     }
 
     /// Whether a rule matches by the node's labels.
@@ -256,7 +269,7 @@ fn rule(value: &Value) -> Rule {
     let labels = labels.filter_map(|(key, value)| Some((key.clone(), value.as_str()?.to_owned())));
     let modes = value["modes"].as_array();
     let effect = |state: &str| value["health"][state].as_str().and_then(TaintEffect::from_name);
-    let mode = |name: &Value| Mode::ALL.into_iter().find(|mode| name.as_str() == Some(mode.as_str()));
+    let mode = |name: &Value| Mode::LISTED.into_iter().find(|mode| name.as_str() == Some(mode.as_str()));
     Rule {
         matches: Match {
             node_labels: labels.collect(),
@@ -270,6 +283,7 @@ fn rule(value: &Value) -> Rule {
         interval: value["interval"].as_str().and_then(Interval::from_name),
         mps_clients: count(&value["mpsClients"]),
         shares: value["shares"].as_bool(),
+        mig_shares: value["migShares"].as_bool(),
         dedicated: value["dedicated"].as_bool(),
         exclusive_ownership: value["exclusiveOwnership"].as_bool(),
         health: HealthRule {
@@ -363,8 +377,16 @@ static RULE: Object = Object {
             shape: Shape::Flag,
             required: false,
             absent: "the flag `--shares`, which is on by default",
-            about: "The whole GPU and its MIG instances are also offered in shares. If false, each goes to \
-                 one claim at a time; existing shares stay.",
+            about: "The GPU is also offered in shares, if mode `whole` is. Existing shares stay if it is \
+                 turned off.",
+        },
+        Field {
+            name: "migShares",
+            shape: Shape::Flag,
+            required: false,
+            absent: "false",
+            about: "MIG instances are offered in shares, if `shares` is set too. A claim that requests no \
+                 memory still gets the whole instance. Existing claims keep their instances.",
         },
         Field {
             name: "dedicated",

@@ -19,8 +19,11 @@ pub struct GpuPolicy {
     pub interval: Interval,
     /// An MPS claim without memory or threads gets one of this many equal parts, at least 1.
     pub mps_clients: u32,
-    /// The whole GPU and its MIG instances are also offered in shares, not only exclusively.
+    /// The whole GPU is also offered in shares.
     pub shares: bool,
+    /// MIG instances are offered in shares instead of exclusively, if `shares` is set too.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub mig_shares: bool,
     /// All GPU instances on it belong to Divvy: instances without a record are destroyed.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub exclusive_ownership: bool,
@@ -33,6 +36,14 @@ impl GpuPolicy {
     /// Whether it is the default policy.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// Whether devices of the mode are offered.
+    pub fn offers(&self, mode: Mode) -> bool {
+        match mode {
+            Mode::Share => self.shares && self.modes.contains(&Mode::Whole),
+            mode => self.modes.contains(&mode),
+        }
     }
 
     /// This policy for a GPU on which claims hold time-slices under the policy `before`. Their
@@ -48,11 +59,12 @@ impl GpuPolicy {
 impl Default for GpuPolicy {
     fn default() -> Self {
         Self {
-            modes: Mode::ALL.into_iter().collect(),
+            modes: Mode::LISTED.into_iter().collect(),
             slots: 4,
             interval: Interval::Default,
             mps_clients: 4,
             shares: true,
+            mig_shares: false,
             exclusive_ownership: false,
             health: HealthEffects::default(),
         }

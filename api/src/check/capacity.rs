@@ -30,16 +30,9 @@ struct ConsumableCapacity {
 const ONE: i128 = 1_000_000_000;
 
 /// The maximum of `clients` is that of the newest MPS servers.
-const CONSUMABLE_CAPACITIES: [ConsumableCapacity; 6] = [
+const CONSUMABLE_CAPACITIES: [ConsumableCapacity; 5] = [
     ConsumableCapacity {
-        mode: Mode::Whole,
-        name: MEMORY,
-        unit: ONE << 20,
-        max: u64::MAX,
-        expected: "at least 1Mi",
-    },
-    ConsumableCapacity {
-        mode: Mode::Mig,
+        mode: Mode::Share,
         name: MEMORY,
         unit: ONE << 20,
         max: u64::MAX,
@@ -75,7 +68,7 @@ const CONSUMABLE_CAPACITIES: [ConsumableCapacity; 6] = [
     },
 ];
 
-/// Whether the amounts request part of a GPU or MIG instance, so that the device is a share.
+/// Whether the amounts request part of a GPU or MIG instance, where these are offered in shares.
 pub(super) fn requests_share(amounts: &BTreeMap<String, WireQuantity>) -> bool {
     let positive = |amount| Quantity::try_from(amount).is_ok_and(|amount| amount > Quantity::ZERO);
     amounts.iter().any(|(name, amount)| [MEMORY, CORES].contains(&name.as_str()) && positive(amount))
@@ -88,7 +81,7 @@ pub(super) fn check(
     path: &str,
 ) -> Vec<Finding> {
     let mut findings = Vec::new();
-    let share = modes.iter().any(|mode| mode.has_shares()) && requests_share(amounts);
+    let share = modes.contains(&Mode::Share);
     for (name, amount) in amounts {
         let path = format!("{path}.capacity.requests[{name}]");
         let amount = match Quantity::try_from(amount) {
@@ -102,15 +95,9 @@ pub(super) fn check(
         // One kind of device that fits is enough.
         if let (true, Some(refusal)) = (refusals.len() == modes.len(), refusals.into_iter().next()) {
             findings.push(Finding::error(path, refusal));
-        } else if share
-            && PUBLISHED_CAPACITIES.contains(&name.as_str())
-            && name != MEMORY
-            && amount > Quantity::ZERO
-        {
-            let message = format!(
-                "a share does not guarantee {name}; the amount only keeps other shares off the device; use \
-                 a selector instead"
-            );
+        } else if name == CORES && *modes == [Mode::Mig].into() {
+            let message = "only nodes whose configuration sets migShares offer shares of MIG instances; \
+                 remove cores, or set migShares";
             findings.push(Finding::warning(path, message));
         } else if share && name == MEMORY && amount.as_nano() < i128::from(CUDA_CONTEXT_BYTES) * ONE {
             let message = format!(
@@ -146,19 +133,23 @@ fn refusal(name: &str, amount: Quantity, mode: Mode) -> Result<(), String> {
     }
     let device = match mode {
         Mode::Whole => "a whole GPU",
+        Mode::Share => "a share",
         Mode::Mig => "a MIG instance",
         Mode::Timeslice => "a time-slice",
         Mode::Mps => "an MPS share",
     };
     match (PUBLISHED_CAPACITIES.contains(&name), mode) {
         (true, Mode::Whole | Mode::Mig) => Ok(()),
-        (true, _) if amount <= Quantity::ZERO => Ok(()),
         (true, _) => Err(format!(
             "{device} does not guarantee {name}; use a selector instead, or request a MIG instance"
         )),
+        (false, Mode::Whole) if name == CORES => {
+            Err("a whole GPU has no capacity cores; use share.divvy.dev for part of a GPU".to_owned())
+        }
         (false, _) => {
             let has: Vec<_> = match mode {
                 Mode::Whole | Mode::Mig => PUBLISHED_CAPACITIES.to_vec(),
+                Mode::Share => vec![MEMORY, CORES],
                 _ => rule().map(|rule| rule.name).collect(),
             };
             Err(format!("{device} has no capacity {name}; use one of {}", has.join(", ")))

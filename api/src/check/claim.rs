@@ -27,8 +27,9 @@ pub(super) struct DeviceRequest<'a> {
 }
 
 impl DeviceRequest<'_> {
-    /// Whether its device of that mode is a share, because it requests memory or cores. It does not
-    /// matter that the amount may equal the whole device: a claim for a whole device sets neither.
+    /// Whether its device of that mode is a share, or may be one, because it requests memory or cores. It
+    /// does not matter that the amount may equal the whole device: a claim for a whole device sets
+    /// neither.
     pub(super) fn is_share(&self, mode: Mode) -> bool {
         mode.has_shares() && self.amounts.is_some_and(capacity::requests_share)
     }
@@ -138,9 +139,12 @@ fn settings_for(
     configs: &[AppliedConfig],
     mode: Mode,
 ) -> Result<Option<Sharing>, ConfigMismatch> {
-    match request.is_share(mode) {
-        true => share_settings(configs).map(|_| None),
-        false => effective(configs, mode),
+    let of_share = || share_settings(configs).map(|_| None);
+    match (mode, request.is_share(mode)) {
+        // The node configuration decides whether it is a share of an instance or an instance.
+        (Mode::Mig, true) => effective(configs, mode).or_else(|_| of_share()),
+        (_, true) => of_share(),
+        (_, false) => effective(configs, mode),
     }
 }
 
@@ -250,8 +254,8 @@ fn configs(
 /// Whether a configuration is for devices of the mode, or for shares of them.
 fn is_for(config: &DeviceConfig, mode: Mode, share: bool) -> bool {
     match config {
-        DeviceConfig::GpuConfig { .. } => mode == Mode::Whole && !share,
-        DeviceConfig::MigDeviceConfig { .. } => mode == Mode::Mig && !share,
+        DeviceConfig::GpuConfig { .. } => mode == Mode::Whole,
+        DeviceConfig::MigDeviceConfig { .. } => mode == Mode::Mig,
         DeviceConfig::ShareConfig(_) => share,
     }
 }

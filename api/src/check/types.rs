@@ -12,8 +12,7 @@ use std::fmt;
 pub const ONE_DAEMON_PER_CONTAINER: &str = "each of its devices has its own MPS control daemon, \
      but a container can use only one; request one device";
 
-/// The DeviceClass of shares. Without it, a claim that forgets its share size would get a whole
-/// GPU.
+/// The DeviceClass of shares.
 const SHARE_CLASS: &str = "share.divvy.dev";
 
 /// The severity of a finding.
@@ -93,7 +92,8 @@ impl Class {
     /// Divvy's own classes; those of single MIG profiles match a name pattern.
     pub fn well_known(name: &str) -> Option<Self> {
         let mode = match name {
-            "gpu.divvy.dev" | SHARE_CLASS => Mode::Whole,
+            "gpu.divvy.dev" => Mode::Whole,
+            SHARE_CLASS => Mode::Share,
             "timeslice.divvy.dev" => Mode::Timeslice,
             "mps.divvy.dev" => Mode::Mps,
             "mig.divvy.dev" => Mode::Mig,

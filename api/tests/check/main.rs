@@ -66,7 +66,7 @@ fn check(object: &Value, expected: &[&str]) {
 #[test]
 fn valid_objects_have_no_findings() {
     check(&claim(json!({"requests": [request("gpu", "gpu.divvy.dev")]})), &[]);
-    let slots = json!({"capacity": {"requests": {"slots": "2", "memory": "0"}}});
+    let slots = json!({"capacity": {"requests": {"slots": "2"}}});
     check(&claim(json!({"requests": [asking("ts", "timeslice.divvy.dev", slots)]})), &[]);
     let part = json!({"capacity": {"requests": {"threads": "30", "memory": "10Gi", "clients": 2}}});
     check(&claim(json!({"requests": [asking("mps", "mps.divvy.dev", part)]})), &[]);
@@ -250,21 +250,32 @@ fn impossible_amounts_are_rejected() {
         "1",
         Some("an MPS share has no capacity net.example.com/bandwidth; use one of threads, clients, memory"),
     );
-    for (class, amount) in [("gpu.divvy.dev", "0"), ("mig.divvy.dev", "1M"), ("share.divvy.dev", "1000Ki")] {
-        check(class, "memory", amount, Some(&format!("memory is {amount}, expected at least 1Mi")));
+    for amount in ["1M", "1000Ki"] {
+        check(
+            "share.divvy.dev",
+            "memory",
+            amount,
+            Some(&format!("memory is {amount}, expected at least 1Mi")),
+        );
     }
-    for class in ["gpu.divvy.dev", "mig.divvy.dev", "share.divvy.dev"] {
+    for class in ["mig.divvy.dev", "share.divvy.dev"] {
         for amount in ["101", "500m", "30500m"] {
             let expected = "per cent of the compute time, a whole number from 0 to 100";
             check(class, "cores", amount, Some(&format!("cores is {amount}, expected {expected}")));
         }
     }
     for amount in ["1", "30", "100"] {
-        check("gpu.divvy.dev", "cores", amount, None);
         check("share.divvy.dev", "cores", amount, None);
+        check(
+            "gpu.divvy.dev",
+            "cores",
+            amount,
+            Some("a whole GPU has no capacity cores; use share.divvy.dev for part of a GPU"),
+        );
     }
-    check("gpu.divvy.dev", "cores", "0", None);
+    check("gpu.divvy.dev", "memory", "40Gi", None);
     check("gpu.divvy.dev", "multiprocessors", "132", None);
+    check("mig.divvy.dev", "multiprocessors", "16", None);
     check("unknown.example.com", "slots", "0", None);
 }
 
@@ -288,23 +299,21 @@ fn share_class_requires_a_share_size() {
     check(share("share.divvy.dev", "10Gi"), &[]);
     let path = "error: spec.devices.requests[0].exactly";
     check(request("r", "share.divvy.dev"), &[&format!("{path}: {expected}")]);
-    for other in [json!({"multiprocessors": "16"}), json!({"cores": "0"})] {
-        let asked = asking("r", "share.divvy.dev", json!({"capacity": {"requests": other}}));
-        check(asked, &[&format!("{path}: {expected}")]);
-    }
+    let facts =
+        asking("r", "share.divvy.dev", json!({"capacity": {"requests": {"memory": "1Gi", "decoders": "1"}}}));
+    check(
+        facts,
+        &["error: spec.devices.requests[0].exactly.capacity.requests[decoders]: a share does not guarantee \
+             decoders; use a selector instead, or request a MIG instance"],
+    );
+    let asked = asking("r", "share.divvy.dev", json!({"capacity": {"requests": {"cores": "0"}}}));
+    check(asked, &[&format!("{path}: {expected}")]);
     let list = json!({"name": "r", "firstAvailable": [
         {"name": "a", "deviceClassName": "gpu.divvy.dev"},
         {"name": "b", "deviceClassName": "share.divvy.dev"},
     ]});
     let path = "error: spec.devices.requests[0].firstAvailable[1]";
     check(list, &[&format!("{path}: {}", expected.replace("request r:", "request r/b:"))]);
-    let facts =
-        asking("r", "share.divvy.dev", json!({"capacity": {"requests": {"memory": "1Gi", "decoders": "1"}}}));
-    check(
-        facts,
-        &["warning: spec.devices.requests[0].exactly.capacity.requests[decoders]: a share does not \
-             guarantee decoders; the amount only keeps other shares off the device; use a selector instead"],
-    );
 }
 
 #[test]
@@ -315,12 +324,12 @@ fn share_smaller_than_a_context_is_warned_of() {
     let path = "warning: spec.devices.requests[0].exactly.capacity.requests[memory]";
     let why =
         "a CUDA context takes about 300Mi per process, so no process can start with 200Mi; request more";
-    for class in ["share.divvy.dev", "gpu.divvy.dev", "mig.divvy.dev"] {
-        check(class, "200Mi", &[&format!("{path}: {why}")]);
-        check(class, "300Mi", &[]);
+    check("share.divvy.dev", "200Mi", &[&format!("{path}: {why}")]);
+    check("share.divvy.dev", "300Mi", &[]);
+    // Whole devices have no limit, and MPS clients do not load the library that charges contexts.
+    for class in ["gpu.divvy.dev", "mig.divvy.dev", "mps.divvy.dev"] {
+        check(class, "200Mi", &[]);
     }
-    // MPS clients do not load the library that charges contexts.
-    check("mps.divvy.dev", "200Mi", &[]);
 }
 
 #[test]
@@ -329,7 +338,7 @@ fn share_accepts_only_share_config() {
         check(&claim(json!({"requests": [request], "config": [config]})), expected);
     };
     let whole = || request("r", "gpu.divvy.dev");
-    let part = || share("gpu.divvy.dev", "10Gi");
+    let part = || share("share.divvy.dev", "10Gi");
     check(part(), config(share_config(json!({})), &["r"]), &[]);
     check(share("mig.divvy.dev", "1Gi"), config(share_config(json!({})), &[]), &[]);
     check(
@@ -347,7 +356,7 @@ fn share_accepts_only_share_config() {
         whole(),
         config(share_config(json!({})), &["r"]),
         &["error: spec.devices.config[0]: request r: ShareConfig is for shares, but the device is a whole \
-             GPU; use GpuConfig"],
+             GPU; request part of a GPU with share.divvy.dev"],
     );
     check(
         part(),

@@ -117,8 +117,8 @@ fn assert_memory(node: &Inventory, cluster: &Cluster) {
     let allocations = cluster.claims.iter().filter_map(|claim| claim.status.as_ref()?.allocation.as_ref());
     for result in allocations.flat_map(|one| one.devices.iter().flat_map(|d| d.results.iter().flatten())) {
         let id = DeviceId::try_from(&DeviceName::from(result.device.as_str())).expect("a device");
-        if matches!(id.mode(), Mode::Whole | Mode::Mig) {
-            let memory = &result.consumed_capacity.as_ref().expect("a share")["memory"];
+        if let (true, Some(consumed)) = (id.mode().has_shares(), &result.consumed_capacity) {
+            let memory = &consumed["memory"];
             let memory = Quantity::try_from(memory).expect("a quantity").as_bytes().expect("bytes");
             *taken.entry(id).or_default() += memory;
         }
@@ -147,7 +147,8 @@ proptest! {
         model in prop::sample::select(vec!["B200-180GB", "H100-SXM5-80GB", "RTX-PRO-6000"]),
         steps in prop::collection::vec(step(), 1..20),
     ) {
-        let node = inventory_of(model, 2);
+        let mut node = inventory_of(model, 2);
+        node.gpus[0].policy.mig_shares = true;
         let mut cluster = published(&node);
         let profiles: Vec<_> = gpus::profiles(divvy_sim::catalogue::find(model).expect(model).row());
         let mut held: Vec<(String, Vec<String>)> = Vec::new();

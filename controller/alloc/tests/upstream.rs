@@ -68,7 +68,7 @@ fn upstream_answers(module: &str, scenarios: &[Scenario]) -> Vec<Vec<Vec<String>
     let wire: Vec<Value> = scenarios
         .iter()
         .map(|scenario| {
-            let cluster = nodes::published(&scenario.node);
+            let cluster = scenario.published();
             let sequences: Vec<Vec<Value>> = scenario
                 .sequences
                 .iter()
@@ -132,7 +132,7 @@ fn allocations_equal_those_of_the_scheduler() {
     let (scenarios, committed) = &*COMMITTED;
     let mut compared = 0;
     for scenario in scenarios {
-        let published = nodes::published(&scenario.node);
+        let published = scenario.published();
         for sequence in &scenario.sequences {
             let name = name(scenario, sequence);
             let rows = committed.get(&name).unwrap_or_else(|| panic!("{name}: regenerate the answers"));

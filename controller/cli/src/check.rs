@@ -144,8 +144,13 @@ fn add_object(objects: &mut Objects, object: &Value) {
 ///
 /// `None` if the selectors depend on more than the type.
 fn read_class(class: &DeviceClass) -> Option<Class> {
-    let types =
-        [(Mode::Whole, "gpu"), (Mode::Mig, "mig"), (Mode::Timeslice, "timeslice"), (Mode::Mps, "mps")];
+    let types = [
+        (Mode::Whole, "gpu"),
+        (Mode::Share, "share"),
+        (Mode::Mig, "mig"),
+        (Mode::Timeslice, "timeslice"),
+        (Mode::Mps, "mps"),
+    ];
     let device = |(_, type_): &(Mode, &str)| {
         let text = DeviceAttribute { string: Some((*type_).to_owned()), ..DeviceAttribute::default() };
         let attributes = Some([("type".to_owned(), text)].into());

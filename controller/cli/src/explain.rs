@@ -177,6 +177,7 @@ fn explain_node(config: &NodeConfig, defaults: &GpuPolicy, node: &NodeGpus) -> S
         row("interval", policy.interval.to_string(), explained.interval);
         row("mpsClients", policy.mps_clients.to_string(), explained.mps_clients);
         row("shares", policy.shares.to_string(), explained.shares);
+        row("migShares", policy.mig_shares.to_string(), explained.mig_shares);
         row("exclusiveOwnership", policy.exclusive_ownership.to_string(), explained.exclusive_ownership);
         let (effects, said) = (&policy.health, &explained.health);
         row("health.degraded", effects.degraded.as_str().to_owned(), said.degraded);
@@ -218,6 +219,7 @@ gpu-0 gpu-2 (NVIDIA L4)
   interval            Default                   default
   mpsClients          4                         default
   shares              true                      default
+  migShares           false                     default
   exclusiveOwnership  false                     default
   health.degraded     None                      default
   health.needsReset   NoSchedule                default
@@ -229,6 +231,7 @@ gpu-1 (NVIDIA L4)
   interval            Default                   default
   mpsClients          4                         default
   shares              false                     rules[1]
+  migShares           false                     default
   exclusiveOwnership  false                     default
   health.degraded     None                      default
   health.needsReset   NoSchedule                default

@@ -9,22 +9,19 @@ use crate::wire::{Consumption, Device};
 use divvy_api::Quantity;
 use divvy_model::Placement;
 use divvy_model::inventory::{Gpu, Mig, MigProfile};
-use k8s_openapi::api::resource::v1::{Counter, DeviceAttribute, DeviceCapacity};
+use k8s_openapi::api::resource::v1::{Counter, DeviceAttribute};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Prefix of the capacities that name the memory slices of an instance.
-pub(crate) const MEMORY_SLICE: &str = "memorySlice";
-
 /// The data that GPUs with equal MIG profiles and policy have in common.
 pub(crate) struct Model<'a> {
     profiles: &'a [MigProfile],
-    /// Whether whole GPUs and instances are published as shareable.
-    pub(crate) shares: bool,
+    /// Whether instances are published in shares.
+    shares: bool,
     pub(crate) totals: Totals,
-    /// Names of each memory slice as a counter and as a capacity.
-    slices: Vec<(String, String)>,
+    /// The counter of each memory slice.
+    slices: Vec<String>,
     /// The quantity 1, formatted once.
     one: WireQuantity,
 }
@@ -37,6 +34,10 @@ pub(crate) struct Siblings<'a> {
     /// The instances in allocation order. Names, attributes and the counter set's name are added
     /// later, per GPU.
     pub(crate) devices: Vec<(Placement, Device)>,
+}
+
+fn has_shares(gpu: &Gpu) -> bool {
+    gpu.policy.shares && gpu.policy.mig_shares
 }
 
 fn profiles(gpu: &Gpu) -> &[MigProfile] {
@@ -53,10 +54,8 @@ impl<'a> Model<'a> {
         let totals = Totals::of(profiles);
         Self {
             profiles,
-            shares: several && gpu.policy.shares,
-            slices: (0..totals.grid)
-                .map(|n| (format!("memory-slice-{n}"), format!("{MEMORY_SLICE}{n}")))
-                .collect(),
+            shares: several && has_shares(gpu),
+            slices: (0..totals.grid).map(|n| format!("memory-slice-{n}")).collect(),
             one: Quantity::count(1).into(),
             totals,
         }
@@ -64,7 +63,7 @@ impl<'a> Model<'a> {
 
     /// Whether this is also the model of another GPU.
     pub(crate) fn matches(&self, gpu: &Gpu, several: bool) -> bool {
-        self.shares == (several && gpu.policy.shares) && self.profiles == profiles(gpu)
+        self.shares == (several && has_shares(gpu)) && self.profiles == profiles(gpu)
     }
 
     /// All possible instances by profile, in allocation order.
@@ -103,18 +102,15 @@ impl<'a> Model<'a> {
             consumes_counters: Some(vec![Consumption { counters: Arc::new(counters), ..Default::default() }]),
             ..Device::default()
         };
-        modes::whole(device, self.shares)
+        modes::instance(device, self.shares)
     }
 
     /// Adds the memory slices of a placement.
     fn placed(&self, mut device: Device, at: Placement) -> Device {
-        for (counter, capacity) in &self.slices[at.start as usize..at.slices().end as usize] {
-            let value = || self.one.clone();
-            let request_policy = modes::descriptive_policy(self.shares);
-            let one = DeviceCapacity { value: value(), request_policy };
-            device.capacities_mut().insert(capacity.clone(), one);
+        for counter in &self.slices[at.start as usize..at.slices().end as usize] {
             for consumption in device.consumes_counters.iter_mut().flatten() {
-                Arc::make_mut(&mut consumption.counters).insert(counter.clone(), Counter { value: value() });
+                let one = Counter { value: self.one.clone() };
+                Arc::make_mut(&mut consumption.counters).insert(counter.clone(), one);
             }
         }
         device
@@ -129,7 +125,7 @@ impl<'a> Model<'a> {
             return BTreeMap::from([("memory".to_owned(), Counter { value })]);
         }
         let quantities = quantities(&self.totals.amounts);
-        let slices = self.slices.iter().map(|(name, _)| (name.clone(), Counter { value: self.one.clone() }));
+        let slices = self.slices.iter().map(|name| (name.clone(), Counter { value: self.one.clone() }));
         let counted = self.totals.counted.iter().map(|(id, most)| {
             let value = Quantity::count(*most).into();
             (profile_counter(*id), Counter { value })

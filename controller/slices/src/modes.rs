@@ -1,58 +1,79 @@
 //! The sharing modes of a GPU, and which claims may hold a device together.
 //!
-//! - `gpu-N` or a MIG instance: one claim, or shares of its memory. Takes the device's counters.
+//! - `gpu-N`: one claim. Takes all counters of the GPU.
+//! - `gpu-N-share`: shares of memory and compute time. Takes all counters.
+//! - a MIG instance: one claim, or shares where they are turned on. Takes the instance's counters.
 //! - `gpu-N-timeslice`: one claim per slot. Takes all counters of the GPU.
 //! - `gpu-N-mps`: as many claims as memory, threads and clients permit. Takes all counters too.
 //!
 //! The first claim decides the mode of a GPU and the last release resets it; see [`shared`].
 
-use crate::attributes::string;
+use crate::attributes::{int, string};
 use crate::wire::Device;
 use divvy_api::Quantity;
+use divvy_api::sharing::Mode;
 use divvy_model::DeviceId;
 use divvy_model::inventory::Gpu;
 use k8s_openapi::api::resource::v1::{CapacityRequestPolicy, CapacityRequestPolicyRange, DeviceCapacity};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
+use std::sync::Arc;
 
 /// Enforcement of share limits by a library in the container, which a malicious process can
 /// bypass. Conditions and documentation use the same word.
 const ENFORCED_BY_HOOKS: &str = "hooks";
 
-/// Publishes a GPU or an instance for one claim, or for shares of its memory if `shares` is set.
+/// Publishes an instance for one claim, or for shares of its memory if `shares` is set.
 ///
 /// A claim without a memory request takes all memory, so a single device serves both exclusive
 /// claims and shares. Memory is the excluding resource: if it is unknown, or if the server or the
 /// policy has no shares, the device is exclusive, with the same name and counters. Allocations
 /// from before such a change stay valid. A device held without a share ID refuses shares, and a
 /// device held by shares has no counters left for an exclusive claim (checked by `e2e/oracle`).
-pub(crate) fn whole(device: Device, shares: bool) -> Device {
-    let memory = device.capacity.as_ref().and_then(|capacity| capacity.get("memory"));
-    let bytes = memory.and_then(|memory| Quantity::try_from(&memory.value).ok()?.as_bytes());
-    match bytes {
-        Some(bytes @ 1..) if shares => shareable(device, bytes >> 20),
+pub(crate) fn instance(device: Device, shares: bool) -> Device {
+    match mebibytes(&device) {
+        Some(mebibytes) if shares => divided(device, mebibytes),
         _ => exclusive(device),
     }
 }
 
-fn shareable(mut device: Device, mebibytes: u64) -> Device {
+/// The whole GPU for shares, derived from the device of the whole GPU. `None` if its memory is unknown.
+pub(crate) fn share(whole: Device, gpu: &Gpu) -> Option<Device> {
+    let mebibytes = mebibytes(&whole)?;
+    Some(divided(shared(whole, DeviceId::Share(gpu.number)), mebibytes))
+}
+
+/// The memory capacity in MiB, if it is known.
+fn mebibytes(device: &Device) -> Option<u64> {
+    let memory = device.capacity.as_ref()?.get("memory")?;
+    let bytes = Quantity::try_from(&memory.value).ok()?.as_bytes()?;
+    Some(bytes >> 20).filter(|mebibytes| *mebibytes > 0)
+}
+
+/// Divides a device into shares of memory and compute time.
+fn divided(mut device: Device, mebibytes: u64) -> Device {
     device.allow_multiple_allocations = Some(true);
+    facts_to_attributes(&mut device);
     let attributes = device.attributes_mut();
-    attributes.insert("mode".to_owned(), string("share"));
+    attributes.insert("mode".to_owned(), string(Mode::Share.as_str()));
     attributes.insert("enforcement".to_owned(), string(ENFORCED_BY_HOOKS));
-    let capacities = device.capacities_mut();
-    for capacity in capacities.values_mut() {
-        capacity.request_policy = descriptive_policy(true);
-    }
     let memory = divisible(mebibytes, mebibytes, |mebibytes| Quantity::bytes(mebibytes << 20));
-    capacities.insert("memory".to_owned(), memory);
-    capacities.insert("cores".to_owned(), cores());
+    device.capacity = Some(Arc::new([("memory".to_owned(), memory), ("cores".to_owned(), cores())].into()));
     device
 }
 
-/// The request policy of a capacity that only describes a device: a claim takes none by default.
-/// Selectors and requests can still use it. Exclusive devices must not have a policy.
-pub(crate) fn descriptive_policy(shares: bool) -> Option<CapacityRequestPolicy> {
-    shares.then(|| CapacityRequestPolicy { default: Some(zero()), ..Default::default() })
+/// Turns the capacities of a device into attributes. Every allocation of a device with several
+/// allocations copies its capacities, so only those that are divided stay capacities.
+fn facts_to_attributes(device: &mut Device) {
+    let facts = device.capacity.take().unwrap_or_default();
+    let attributes = device.attributes_mut();
+    for (name, fact) in facts.iter() {
+        let amount = Quantity::try_from(&fact.value).ok().and_then(|amount| amount.value());
+        let Some(amount) = amount else { continue };
+        match name.as_str() {
+            "memory" => attributes.insert("memoryMiB".to_owned(), int(amount >> 20)),
+            name => attributes.insert(name.to_owned(), int(amount)),
+        };
+    }
 }
 
 /// Compute time in per cent. A claim without a request reserves none.
@@ -64,20 +85,31 @@ fn cores() -> DeviceCapacity {
     DeviceCapacity { value: count(100), request_policy: Some(policy) }
 }
 
-/// The request policy of a descriptive capacity that claims cannot request.
-fn unrequestable_policy() -> CapacityRequestPolicy {
-    CapacityRequestPolicy { default: Some(zero()), valid_values: Some(vec![zero()]), valid_range: None }
-}
-
 fn zero() -> WireQuantity {
     WireQuantity("0".to_owned())
 }
 
 /// Publishes a device for one claim at a time. The API forbids request policies on the capacities
 /// of such a device.
-fn exclusive(mut device: Device) -> Device {
+pub(crate) fn exclusive(mut device: Device) -> Device {
     device.allow_multiple_allocations = None;
     device.attributes_mut().insert("mode".to_owned(), string("exclusive"));
+    device
+}
+
+/// Publishes a held device without counters. With counters, an exclusive device that has shares from before
+/// has no counters left. Here its memory takes their place, because every new claim takes all of it.
+pub(crate) fn guarded(mut device: Device) -> Device {
+    let Some(mebibytes) = mebibytes(&device).filter(|_| device.allow_multiple_allocations.is_none()) else {
+        return device;
+    };
+    facts_to_attributes(&mut device);
+    let all = || WireQuantity::from(Quantity::bytes(mebibytes << 20));
+    let policy =
+        CapacityRequestPolicy { default: Some(all()), valid_values: Some(vec![all()]), valid_range: None };
+    let memory = DeviceCapacity { value: all(), request_policy: Some(policy) };
+    device.capacity = Some(Arc::new([("memory".to_owned(), memory)].into()));
+    device.allow_multiple_allocations = Some(true);
     device
 }
 
@@ -99,14 +131,16 @@ pub(crate) fn mps(whole: Device, gpu: &Gpu, cuda: (u32, u32)) -> Option<Device> 
     if gpu.compute_capability < (7, 0) {
         return None;
     }
+    let is_memory_known = mebibytes(&whole).is_some();
     let mut device = shared(whole, DeviceId::Mps(gpu.number));
     // The CUDA library of the client enforces its limits.
     device.attributes_mut().insert("enforcement".to_owned(), string("cooperative"));
     let parts = u64::from(gpu.policy.mps_clients.max(1));
     let capacity = device.capacities_mut();
-    if let Some(memory) = capacity.get_mut("memory") {
+    if is_memory_known {
         let mebibytes = gpu.memory_bytes >> 20;
-        *memory = divisible(mebibytes, mebibytes / parts, |mebibytes| Quantity::bytes(mebibytes << 20));
+        let memory = divisible(mebibytes, mebibytes / parts, |mebibytes| Quantity::bytes(mebibytes << 20));
+        capacity.insert("memory".to_owned(), memory);
     }
     capacity.insert("threads".to_owned(), divisible(100, 100 / parts, Quantity::count));
     capacity.insert("clients".to_owned(), divisible(mps_clients(cuda), 1, Quantity::count));
@@ -136,9 +170,7 @@ fn shared(mut device: Device, id: DeviceId) -> Device {
     for name in ["type", "mode"] {
         attributes.insert(name.to_owned(), string(id.mode().as_str()));
     }
-    for capacity in device.capacities_mut().values_mut() {
-        capacity.request_policy = Some(unrequestable_policy());
-    }
+    facts_to_attributes(&mut device);
     device
 }
 

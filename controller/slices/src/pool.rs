@@ -7,7 +7,7 @@
 
 use crate::amounts::MEMORY;
 use crate::attributes::{capacities, common, int, non_empty, quantities, string};
-use crate::mig::{MEMORY_SLICE, Model, Siblings};
+use crate::mig::{Model, Siblings};
 use crate::modes;
 use crate::taints::{self, Cause};
 use crate::wire::{Consumption, Device};
@@ -32,12 +32,16 @@ pub struct GpuPool {
     pub number: GpuNumber,
     /// `None` only if the server does not support counters.
     pub counters: Option<CounterSet>,
-    /// The whole GPU, for one claim or for shares of its memory.
+    /// The whole GPU for one claim.
     pub whole: Vec<Device>,
-    /// The whole GPU in modes that several claims share.
-    pub shared: Vec<Device>,
+    /// The whole GPU for shares.
+    pub share: Vec<Device>,
     /// MIG instances in allocation order.
     pub instances: Vec<Device>,
+    /// The whole GPU for time-slices.
+    pub timeslice: Vec<Device>,
+    /// The whole GPU for MPS clients.
+    pub mps: Vec<Device>,
 }
 
 /// Inputs of a pool in addition to the inventory.
@@ -73,7 +77,17 @@ impl Pool {
 
     /// All devices.
     pub fn devices(&self) -> impl Iterator<Item = &Device> {
-        self.gpus.iter().flat_map(|gpu| gpu.instances.iter().chain(&gpu.whole).chain(&gpu.shared))
+        self.gpus.iter().flat_map(|gpu| gpu.lists().into_iter().flatten())
+    }
+}
+
+impl GpuPool {
+    fn lists(&self) -> [&Vec<Device>; 5] {
+        [&self.whole, &self.share, &self.instances, &self.timeslice, &self.mps]
+    }
+
+    fn lists_mut(&mut self) -> [&mut Vec<Device>; 5] {
+        [&mut self.whole, &mut self.share, &mut self.instances, &mut self.timeslice, &mut self.mps]
     }
 }
 
@@ -93,18 +107,20 @@ pub fn pool_without_counters(inventory: &Inventory, support: Support, held: &BTr
         return reduced;
     }
     let full = pool(inventory, &PoolOptions { support: Support { counters: true, ..support } });
-    for (gpu, all) in reduced.gpus.iter_mut().zip(full.gpus) {
-        let kept = |devices: Vec<Device>| -> Vec<Device> {
-            let devices = devices.into_iter().filter(|device| held.contains(&device.name));
-            devices.map(|device| Device { consumes_counters: None, ..device }).collect()
-        };
-        let (whole, shared, instances) = (kept(all.whole), kept(all.shared), kept(all.instances));
-        if whole.is_empty() && shared.is_empty() && instances.is_empty() {
+    for (gpu, mut all) in reduced.gpus.iter_mut().zip(full.gpus) {
+        for devices in all.lists_mut() {
+            devices.retain(|device| held.contains(&device.name));
+            let unguarded = devices.drain(..).map(|device| Device { consumes_counters: None, ..device });
+            *devices =
+                if support.shares { unguarded.map(modes::guarded).collect() } else { unguarded.collect() };
+        }
+        if all.lists().iter().all(|devices| devices.is_empty()) {
             continue;
         }
         gpu.instances.retain(|device| !held.contains(&device.name));
-        gpu.instances.extend(instances);
-        (gpu.whole, gpu.shared) = (whole, shared);
+        gpu.instances.append(&mut all.instances);
+        *gpu =
+            GpuPool { counters: gpu.counters.take(), instances: std::mem::take(&mut gpu.instances), ..all };
     }
     reduced
 }
@@ -168,7 +184,8 @@ pub fn attributes(node: &Inventory, name: &DeviceName) -> Option<BTreeMap<String
             builder.instances(&model.siblings(profile, vec![at]), |_| true).pop()?
         }
         (Mode::Mig, None) => return None,
-        (Mode::Whole, _) => modes::whole(whole(), model.shares),
+        (Mode::Whole, _) => modes::exclusive(whole()),
+        (Mode::Share, _) => modes::share(whole(), gpu)?,
         (Mode::Timeslice, _) => modes::timeslice(whole(), gpu),
         (Mode::Mps, _) => modes::mps(whole(), gpu, node.cuda_version)?,
     };
@@ -193,20 +210,21 @@ impl<'a> GpuPoolBuilder<'a> {
             number: self.gpu.number,
             counters: None,
             whole: Vec::new(),
-            shared: Vec::new(),
+            share: Vec::new(),
             instances: Vec::new(),
+            timeslice: Vec::new(),
+            mps: Vec::new(),
         };
         let whole = self.whole(all.clone());
         if support.counters && support.shares {
-            let modes = [
-                (Mode::Timeslice, Some(modes::timeslice(whole.clone(), self.gpu))),
-                (Mode::Mps, modes::mps(whole.clone(), self.gpu, cuda)),
-            ];
-            for (mode, device) in modes {
-                made.shared.extend(device.map(|device| self.in_mode(device, mode)));
-            }
+            let in_mode = |device: Device, mode| self.in_mode(device, mode);
+            made.share
+                .extend(modes::share(whole.clone(), self.gpu).map(|device| in_mode(device, Mode::Share)));
+            made.timeslice.push(in_mode(modes::timeslice(whole.clone(), self.gpu), Mode::Timeslice));
+            let mps = modes::mps(whole.clone(), self.gpu, cuda);
+            made.mps.extend(mps.map(|device| in_mode(device, Mode::Mps)));
         }
-        made.whole.push(self.in_mode(modes::whole(whole, self.model.shares), Mode::Whole));
+        made.whole.push(self.in_mode(modes::exclusive(whole), Mode::Whole));
         made.counters =
             support.counters.then(|| CounterSet { name: self.set.clone(), counters: BTreeMap::clone(&all) });
         let existing = self.existing();
@@ -218,7 +236,7 @@ impl<'a> GpuPoolBuilder<'a> {
                 |at| existing.iter().any(|i| (i.profile_id, i.placement) == (siblings.profile.id, at));
             made.instances.extend(self.instances(siblings, |at| support.counters || exists(at)));
         }
-        for devices in [&mut made.whole, &mut made.shared, &mut made.instances] {
+        for devices in made.lists_mut() {
             for device in devices.iter_mut() {
                 fit_key_limit(device);
                 if !support.counters {
@@ -344,16 +362,12 @@ impl<'a> GpuPoolBuilder<'a> {
 /// Limit of a device's attributes and capacities together.
 const KEYS_MAX: usize = crate::validate::ATTRIBUTES_AND_CAPACITIES_MAX;
 
-/// Drops the least important entries until the device fits: first the memory slices, which the
-/// counters also contain, then the brand and the addressing mode.
+/// Drops the least important entries until the device fits: the brand, then the addressing mode.
 fn fit_key_limit(device: &mut Device) {
     let used = |device: &Device| {
         device.attributes.as_ref().map_or(0, |map| map.len())
             + device.capacity.as_ref().map_or(0, |map| map.len())
     };
-    if used(device) > KEYS_MAX {
-        device.capacities_mut().retain(|name, _| !name.starts_with(MEMORY_SLICE));
-    }
     for attribute in ["brand", "addressingMode"] {
         if used(device) > KEYS_MAX {
             device.attributes_mut().remove(attribute);

@@ -10,30 +10,34 @@ use std::collections::{BTreeMap, HashSet};
 
 /// The contents of the slices of a pool, in the order of their names.
 ///
-/// Counter sets and devices cannot share a slice. Counter sets come first, eight to a slice. Then
-/// each GPU has a slice with its instances, so that most changes of a GPU change one slice. Whole
-/// GPUs follow and then GPUs in shared modes, both from the last GPU to the first. An empty pool
-/// is one empty slice.
+/// Counter sets and devices cannot share a slice. Counter sets come first, eight to a slice. Whole
+/// GPUs and GPUs for shares follow. Then each GPU has a slice with its instances, so that most changes
+/// of a GPU change one slice. GPUs for time-slices and for MPS are last. An empty pool is one empty
+/// slice.
 ///
-/// The scheduler takes devices in this order. Instances fill the node from the first GPU and whole
-/// GPUs from the last, so they meet as late as possible. A claim for any type gets a GPU of its own
-/// first, and shares of one type fill a GPU before the next. The cost: a taint on a GPU changes two
-/// slices, and thus the generation of the pool.
+/// The scheduler takes the first device that fits, and evaluates the selectors of a claim on every
+/// device before it. So the kinds that are few and wanted often come first. Whole GPUs are taken from
+/// the last one on and divided GPUs from the first one on, so they meet as late as possible. The cost:
+/// a taint on a GPU changes up to three slices, and thus the generation of the pool.
 pub fn slices(pool: Pool) -> Vec<Content> {
     let (mut counters, mut instances) = (Vec::new(), Vec::new());
-    let (mut whole, mut shared) = (Vec::new(), Vec::new());
+    let [mut whole, mut share, mut timeslice, mut mps] = [const { Vec::new() }; 4];
     for gpu in pool.gpus {
         counters.extend(gpu.counters);
         instances.extend(chunks(gpu.instances, DEVICES_WITH_COUNTERS_MAX));
-        whole.push(gpu.whole);
-        shared.push(gpu.shared);
+        whole.splice(0..0, gpu.whole);
+        share.extend(gpu.share);
+        timeslice.extend(gpu.timeslice);
+        mps.extend(gpu.mps);
     }
-    let of_whole_gpus = [whole, shared].into_iter().flat_map(|devices| devices.into_iter().rev()).flatten();
-    let whole = chunks(of_whole_gpus.collect(), DEVICES_WITH_COUNTERS_MAX);
+    let joined = |first: Vec<_>, then: Vec<_>| {
+        chunks(first.into_iter().chain(then).collect(), DEVICES_WITH_COUNTERS_MAX)
+    };
+    let (first, last) = (joined(whole, share), joined(timeslice, mps));
     let counters = chunks(counters, COUNTER_SETS_MAX);
     let mut contents: Vec<Content> =
         counters.into_iter().map(|counters| Content { counters, ..Content::default() }).collect();
-    let devices = instances.into_iter().chain(whole);
+    let devices = first.into_iter().chain(instances).chain(last);
     contents.extend(devices.map(|devices| Content { devices, ..Content::default() }));
     if contents.is_empty() {
         contents.push(Content::default());

@@ -106,7 +106,7 @@ pub(crate) fn of_conditions(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, placement:
 
 /// Adds the taints of the devices of one mode.
 pub(crate) fn of_mode(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, mode: Mode) {
-    if !gpu.policy.modes.contains(&mode) {
+    if !gpu.policy.offers(mode) {
         add(taints, &Cause::ModeOff(mode));
     }
     for condition in &gpu.conditions {

@@ -59,7 +59,10 @@ fn range(default: &str, min: &str) -> Value {
 #[test]
 fn h100_shared_devices_match_their_snapshot() {
     let devices = devices(&inventory_of(H100, 1));
-    insta::assert_json_snapshot!("shared", ["gpu-0-timeslice", "gpu-0-mps"].map(|name| &devices[name]));
+    insta::assert_json_snapshot!(
+        "shared",
+        ["gpu-0-share", "gpu-0-timeslice", "gpu-0-mps"].map(|name| &devices[name])
+    );
 }
 
 #[test]
@@ -69,19 +72,24 @@ fn every_model_offers_every_mode() {
         let whole = &all["gpu-0"];
         for device in all.values() {
             let mode = DeviceId::try_from(&device.name.as_str().into()).unwrap().mode();
-            assert_eq!(device.allow_multiple_allocations, Some(true), "{}", device.name);
+            let many = !matches!(mode, Mode::Whole | Mode::Mig);
+            assert_eq!(device.allow_multiple_allocations, many.then_some(true), "{}", device.name);
             let attribute = |name: &str| device.attributes.as_ref().unwrap()[name].string.clone().unwrap();
             let (kind, said) = match mode {
-                Mode::Whole => ("gpu", "share"),
-                Mode::Mig => ("mig", "share"),
-                Mode::Timeslice | Mode::Mps => (mode.as_str(), mode.as_str()),
+                Mode::Whole => ("gpu", "exclusive"),
+                Mode::Mig => ("mig", "exclusive"),
+                Mode::Share | Mode::Timeslice | Mode::Mps => (mode.as_str(), mode.as_str()),
             };
             assert_eq!((attribute("type"), attribute("mode")), (kind.to_owned(), said.to_owned()));
             if mode != Mode::Mig {
                 assert_eq!(device.consumes_counters, whole.consumes_counters, "{}", device.name);
             }
         }
-        assert!(all.contains_key("gpu-0-timeslice") && all.contains_key("gpu-0-mps"), "{}", model.key);
+        assert!(
+            ["gpu-0-share", "gpu-0-timeslice", "gpu-0-mps"].iter().all(|name| all.contains_key(*name)),
+            "{}",
+            model.key
+        );
         let has_mig = all.values().any(|device| device.name.contains("-mig-"));
         assert_eq!(has_mig, model.mig.is_some(), "{}", model.key);
     }
@@ -93,7 +101,7 @@ fn shared_device_has_the_attributes_of_the_whole_gpu() {
         let all = devices(&inventory_of(&model.key, 1));
         let whole = all["gpu-0"].attributes.as_ref().unwrap();
         let own = ["type", "mode", "enforcement"];
-        for name in ["gpu-0-timeslice", "gpu-0-mps"] {
+        for name in ["gpu-0-share", "gpu-0-timeslice", "gpu-0-mps"] {
             let shared = all[name].attributes.as_ref().unwrap();
             for (key, value) in whole.iter().filter(|(key, _)| !own.contains(&key.as_str())) {
                 assert_eq!(shared.get(key), Some(value), "{key} of {name} on {}", model.key);
@@ -112,14 +120,15 @@ fn silent(capacity: &DeviceCapacity) -> i64 {
 fn default_requests_take_only_enforced_capacities() {
     for model in models() {
         let all = devices(&inventory_of(&model.key, 1));
-        for (name, given) in
-            [("gpu-0-timeslice", &["slots"][..]), ("gpu-0-mps", &["memory", "threads", "clients"])]
-        {
-            for (key, capacity) in all[name].capacity.as_ref().unwrap().iter() {
-                assert_eq!(silent(capacity) > 0, given.contains(&key.as_str()), "{key} of {name}");
-                let nothing_else = capacity.request_policy.as_ref().unwrap().valid_values.clone();
-                let zero = nothing_else.is_some_and(|values| values.len() == 1 && values[0].0 == "0");
-                assert_eq!(zero, !given.contains(&key.as_str()), "{key} of {name}");
+        for (name, divided, free) in [
+            ("gpu-0-share", &["cores", "memory"][..], "cores"),
+            ("gpu-0-timeslice", &["slots"], ""),
+            ("gpu-0-mps", &["clients", "memory", "threads"], ""),
+        ] {
+            let capacity = all[name].capacity.as_ref().unwrap();
+            assert_eq!(capacity.keys().collect::<Vec<_>>(), divided, "{name}");
+            for (key, capacity) in capacity.iter() {
+                assert_eq!(silent(capacity) > 0, key != free, "{key} of {name}");
             }
         }
     }
@@ -144,22 +153,35 @@ fn claim_without_request_takes_all_memory() {
 
 #[test]
 fn memory_is_shared_by_mebibyte_and_compute_by_percent() {
-    let inventory = inventory_of(H100, 1);
-    check_capacity(&inventory, "gpu-0", "memory", "81559Mi", range("81559Mi", "1Mi"));
+    let inventory = h100(|gpu| gpu.policy.mig_shares = true);
+    check_capacity(&inventory, "gpu-0-share", "memory", "81559Mi", range("81559Mi", "1Mi"));
     check_capacity(&inventory, "gpu-0-mig-1g10gb-19-0", "memory", "9984Mi", range("9984Mi", "1Mi"));
-    for device in ["gpu-0", "gpu-0-mig-1g10gb-19-0"] {
+    for device in ["gpu-0-share", "gpu-0-mig-1g10gb-19-0"] {
         let percent = json!({"default": "0", "validRange": {"min": "0", "step": "1"}});
         check_capacity(&inventory, device, "cores", "100", percent);
     }
-    // A request for a descriptive capacity selects a device that has it.
-    check_capacity(&inventory, "gpu-0", "multiprocessors", "132", json!({"default": "0"}));
+}
+
+#[test]
+fn facts_of_divided_devices_are_attributes() {
+    let all = devices(&h100(|gpu| gpu.policy.mig_shares = true));
+    for (name, multiprocessors, memory) in [
+        ("gpu-0-share", 132, 81559),
+        ("gpu-0-timeslice", 132, 81559),
+        ("gpu-0-mps", 132, 81559),
+        ("gpu-0-mig-1g10gb-19-0", 16, 9984),
+    ] {
+        let attribute = |key: &str| all[name].attributes.as_ref().unwrap()[key].int;
+        let found = (attribute("multiprocessors"), attribute("memoryMiB"));
+        assert_eq!(found, (Some(multiprocessors), Some(memory)), "{name}");
+    }
 }
 
 #[test]
 fn full_share_takes_all_of_an_odd_memory_size() {
     for (bytes, memory) in [((10 << 30) + 4096, "10Gi"), ((1 << 30) - 1, "1023Mi")] {
         let all = devices(&h100(|gpu| gpu.memory_bytes = bytes));
-        let found = &all["gpu-0"].capacity.as_ref().unwrap()["memory"];
+        let found = &all["gpu-0-share"].capacity.as_ref().unwrap()["memory"];
         assert_eq!(found.value.0, memory);
         let taken = u64::try_from(silent(found)).unwrap();
         let hold =
@@ -170,18 +192,22 @@ fn full_share_takes_all_of_an_odd_memory_size() {
 }
 
 #[test]
-fn without_shares_devices_are_exclusive_at_the_same_cost() {
+fn shares_of_instances_cost_what_instances_cost() {
     let with = devices(&inventory_of(H100, 1));
-    for off in [h100(|gpu| gpu.policy.shares = false), h100(|gpu| gpu.memory_bytes = 0)] {
-        let gpu = &devices(&off)["gpu-0"];
-        assert_eq!(gpu.allow_multiple_allocations, None);
-        assert_eq!(gpu.attributes.as_ref().unwrap()["mode"].string.as_deref(), Some("exclusive"));
-    }
-    for (name, device) in devices(&h100(|gpu| gpu.policy.shares = false)) {
+    assert!(!devices(&h100(|gpu| gpu.memory_bytes = 0)).contains_key("gpu-0-share"));
+    for (name, device) in devices(&h100(|gpu| gpu.policy.mig_shares = true)) {
         assert_eq!(device.consumes_counters, with[&name].consumes_counters, "{name}");
-        let has = |capacity: &str| device.capacity.as_ref().unwrap().contains_key(capacity);
-        let own_mode = name.ends_with("timeslice") || name.ends_with("mps");
-        assert!(own_mode || (device.allow_multiple_allocations.is_none() && !has("cores")), "{name}");
+        let attribute = |name: &str| device.attributes.as_ref().unwrap()[name].string.clone().unwrap();
+        if name.contains("-mig-") {
+            assert_eq!(
+                (device.allow_multiple_allocations, attribute("mode")),
+                (Some(true), "share".to_owned())
+            );
+        }
+    }
+    let off = devices(&h100(|gpu| (gpu.policy.shares, gpu.policy.mig_shares) = (false, true)));
+    for (name, device) in off.iter().filter(|(name, _)| name.contains("-mig-")) {
+        assert_eq!(device, &with[name], "MIG shares need shares");
     }
 }
 
@@ -244,14 +270,15 @@ fn unknown_memory_leaves_threads_and_clients_to_mps() {
 
 #[test]
 fn disabled_mode_is_published_with_a_taint() {
-    let instances = devices(&inventory_of(H100, 1)).len() - 3;
+    let instances = devices(&inventory_of(H100, 1)).len() - 4;
     for (mode, devices) in [
-        (Mode::Whole, vec!["gpu-0: mode-off=whole".to_owned()]),
+        (Mode::Whole, vec!["gpu-0: mode-off=whole".to_owned(), "gpu-0-share: mode-off=share".to_owned()]),
         (Mode::Timeslice, vec!["gpu-0-timeslice: mode-off=timeslice".to_owned()]),
         (Mode::Mps, vec!["gpu-0-mps: mode-off=mps".to_owned()]),
     ] {
         assert_eq!(taints(&h100(|gpu| _ = gpu.policy.modes.remove(&mode))), devices);
     }
+    assert_eq!(taints(&h100(|gpu| gpu.policy.shares = false)), ["gpu-0-share: mode-off=share"]);
     let no_mig = taints(&h100(|gpu| _ = gpu.policy.modes.remove(&Mode::Mig)));
     assert_eq!(no_mig.len(), instances);
     assert!(no_mig.iter().all(|taint| taint.contains("-mig-") && taint.ends_with(": mode-off=mig")));
@@ -297,16 +324,8 @@ fn bytes(inventory: &Inventory, support: Support) -> usize {
 fn slice_size_of_eight_gpus_is_bounded() {
     let inventory = inventory_of(H100, 8);
     let exclusive = bytes(&inventory, Support { shares: false, ..Support::default() });
-    let mut without = inventory.clone();
-    without.gpus.iter_mut().for_each(|gpu| gpu.policy.shares = false);
-    let modes = bytes(&without, Support::default());
     let all = bytes(&inventory, Support::default());
-    println!(
-        "slice_kib_per_node\t{}\t(without shares: {}, exclusive devices alone: {})",
-        all >> 10,
-        modes >> 10,
-        exclusive >> 10
-    );
-    assert!(all < 376 << 10, "{all}");
-    assert!((modes - exclusive) * 7 < exclusive, "the shared devices are {} of {modes}", modes - exclusive);
+    println!("slice_kib_per_node\t{}\t(exclusive devices alone: {})", all >> 10, exclusive >> 10);
+    assert!(all < 275 << 10, "{all}");
+    assert!((all - exclusive) * 6 < exclusive, "the shared devices are {} of {all}", all - exclusive);
 }

@@ -44,7 +44,7 @@ fn free(pool: &Pool) -> BTreeSet<String> {
 }
 
 /// The devices that take the whole first GPU.
-const WHOLE: &[&str] = &["gpu-0", "gpu-0-timeslice", "gpu-0-mps"];
+const WHOLE: &[&str] = &["gpu-0", "gpu-0-share", "gpu-0-timeslice", "gpu-0-mps"];
 
 fn names(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
@@ -105,18 +105,6 @@ fn devices_stay_below_the_attribute_limit() {
             assert!(used <= 32, "{} {}: {used}", model.key, device.name);
         }
     }
-}
-
-#[test]
-fn memory_slices_are_dropped_when_a_device_exceeds_the_limit() {
-    let pool = whole(&inventory_of("RTX-PRO-6000", 1));
-    let has = |name: &str, prefix: &str| {
-        let device = device(&pool, name);
-        device.capacity.as_ref().unwrap().keys().any(|key| key.starts_with(prefix))
-    };
-    assert!(has("gpu-0-mig-1g24gb-14-0", "memorySlice"));
-    assert!(!has("gpu-0-mig-4g96gb-0-0", "memorySlice"));
-    assert!(device(&pool, "gpu-0-mig-4g96gb-0-0").attributes.as_ref().unwrap().contains_key("brand"));
 }
 
 #[test]
@@ -293,7 +281,7 @@ fn empty_node_has_one_empty_slice() {
 }
 
 #[test]
-fn instances_and_whole_gpus_fill_from_opposite_ends() {
+fn divided_and_whole_gpus_fill_from_opposite_ends() {
     let contents = published(&inventory_of(H100, 3));
     let of_type = |wanted: &str| -> Vec<String> {
         let devices = contents.iter().flat_map(|content| &content.devices);
@@ -301,9 +289,13 @@ fn instances_and_whole_gpus_fill_from_opposite_ends() {
         devices.filter(is).map(|d| d.name.clone()).collect()
     };
     assert_eq!(of_type("gpu"), ["gpu-2", "gpu-1", "gpu-0"]);
-    assert_eq!(of_type("mps"), ["gpu-2-mps", "gpu-1-mps", "gpu-0-mps"]);
-    let last = contents.last().unwrap().devices.iter().map(|device| device.name.as_str());
-    assert_eq!(last.take(4).collect::<Vec<_>>(), ["gpu-2", "gpu-1", "gpu-0", "gpu-2-timeslice"]);
+    assert_eq!(of_type("share"), ["gpu-0-share", "gpu-1-share", "gpu-2-share"]);
+    assert_eq!(of_type("timeslice"), ["gpu-0-timeslice", "gpu-1-timeslice", "gpu-2-timeslice"]);
+    let kinds = contents.iter().flat_map(|content| &content.devices);
+    let mut kinds: Vec<String> =
+        kinds.map(|d| d.attributes.as_ref().unwrap()["type"].string.clone().unwrap()).collect();
+    kinds.dedup();
+    assert_eq!(kinds, ["gpu", "share", "mig", "timeslice", "mps"]);
     let small: Vec<String> = of_type("mig")
         .into_iter()
         .filter(|n| n.contains("1g10gb-19"))
@@ -346,10 +338,20 @@ fn held_devices_stay_without_counters() {
     check(&[], &["gpu-0", "gpu-1", one, three], &[]);
     check(&["gpu-0-mps"], &["gpu-0-mps", "gpu-1", one, three], &["gpu-0-mps"]);
     check(&["gpu-0"], &["gpu-0", "gpu-1", one, three], &["gpu-0"]);
-    // An instance with shares keeps them, and one that is not created yet stays.
+    // An instance that is not created yet stays.
     let new = "gpu-1-mig-1g10gb-19-3";
     check(&[three, new], &["gpu-0", new, one, three], &[new, three]);
     check(&["gpu-7"], &["gpu-0", "gpu-1", one, three], &[]);
+
+    // Shares of earlier versions keep other claims off these devices, because every claim takes all memory.
+    let held = names(&["gpu-0", new]);
+    let pool = pool_without_counters(&inventory, Support::default(), &held);
+    for name in held {
+        let memory = &device(&pool, &name).capacity.as_ref().unwrap()["memory"];
+        let policy = memory.request_policy.as_ref().unwrap();
+        assert_eq!(policy.default, Some(memory.value.clone()));
+        assert_eq!(policy.valid_values, Some(vec![memory.value.clone()]));
+    }
 }
 
 #[test]
@@ -407,7 +409,7 @@ proptest! {
         let mut places = Vec::new();
         for id in &taken {
             match id {
-                DeviceId::Gpu(_) | DeviceId::Timeslice(_) | DeviceId::Mps(_) => {
+                DeviceId::Gpu(_) | DeviceId::Share(_) | DeviceId::Timeslice(_) | DeviceId::Mps(_) => {
                     prop_assert_eq!(taken.len(), 1)
                 }
                 DeviceId::Mig { profile_id, start, .. } => {

@@ -217,7 +217,7 @@ async fn missing_gpu_is_tainted_until_it_returns() {
     let mut inventory = inventory_of(H100, 2);
     inventory.gpus[1].presence = Presence::Missing;
     publisher.inventory.send(Arc::new(inventory.clone())).unwrap();
-    let first = node.until_there("taints", |there| complete(there) && tainted(there) == 28).await;
+    let first = node.until_there("taints", |there| complete(there) && tainted(there) == 29).await;
     // Another change: the persisting taints must keep their times.
     sleep(Duration::from_millis(1100)).await;
     inventory.gpus[0].product.push_str(" (renamed)");

@@ -114,7 +114,7 @@ async fn pool_is_published_over_tls_and_owned_by_the_node() {
     };
     let slices: Vec<ResourceSlice> = api.list();
     assert!(complete(&slices));
-    assert_eq!((seen.generation, seen.slices, seen.devices), (1, slices.len(), 56));
+    assert_eq!((seen.generation, seen.slices, seen.devices), (1, slices.len(), 58));
     let uid = api.get::<Node>("", "worker").unwrap().metadata.uid;
     assert!(
         slices
@@ -187,7 +187,7 @@ async fn new_inventory_is_published_immediately() {
     fixture.inventory.send(Arc::new(inventory)).unwrap();
     fixture.until(|published| published.generation == 2).await;
     assert!(start.elapsed() < Duration::from_millis(100));
-    assert_eq!(fixture.devices().iter().filter(|device| device.taints.is_some()).count(), 28);
+    assert_eq!(fixture.devices().iter().filter(|device| device.taints.is_some()).count(), 29);
 }
 
 #[tokio::test(start_paused = true)]
@@ -233,7 +233,7 @@ async fn publisher_survives_an_hour_without_the_api_server() {
     fixture.inventory.send(Arc::new(inventory_of(H100, 2))).unwrap();
     fixture.api.set_unavailable(false);
     let back = Instant::now();
-    fixture.until(|published| published.in_sync && published.devices == 56).await;
+    fixture.until(|published| published.in_sync && published.devices == 58).await;
     assert!(back.elapsed() <= Duration::from_secs(6), "{:?}", back.elapsed());
 }
 
@@ -346,11 +346,11 @@ async fn without_counters_no_exclusive_devices_are_published() {
     let mut fixture = PublisherFixture::start(api, node(vec![common::gpu(h100, 0), cut]));
     let seen = fixture.until(|published| published.in_sync).await;
     assert!(seen.degraded.unwrap().contains("does not support shared counters"));
-    assert_eq!(fixture.names(), ["gpu-1-mig-3g40gb-9-4", "gpu-0"]);
+    assert_eq!(fixture.names(), ["gpu-0", "gpu-1-mig-3g40gb-9-4"]);
     // The feature gate is enabled and the server restarts.
     fixture.api.set_gates(Gates::default());
     fixture.api.set_version("v1.37.1");
-    fixture.until(|published| published.degraded.is_none() && published.devices == 56).await;
+    fixture.until(|published| published.degraded.is_none() && published.devices == 58).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -373,7 +373,7 @@ async fn scheduler_with_bugs_gets_no_counters() {
     fixture.until_there(|_| fixture.names() == ["gpu-1", "gpu-0"]).await;
     // The control plane is upgraded.
     fixture.api.set_version("v1.36.2");
-    fixture.until(|published| published.degraded.is_none() && published.devices == 56).await;
+    fixture.until(|published| published.degraded.is_none() && published.devices == 58).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -393,7 +393,7 @@ async fn settings_select_the_bugs_of_the_scheduler() {
         let mut fixture = PublisherFixture::start_with(api, inventory_of(H100, 2), options);
         let seen = fixture.until(|published| published.in_sync).await;
         assert_eq!(seen.degraded.is_some(), degraded, "{server}, {scheduler:?}");
-        assert_eq!(seen.devices, if degraded { 2 } else { 56 }, "{server}, {scheduler:?}");
+        assert_eq!(seen.devices, if degraded { 2 } else { 58 }, "{server}, {scheduler:?}");
     }
 }
 
@@ -414,7 +414,7 @@ async fn without_consumable_capacity_no_shared_devices_exist() {
     // The feature gate is enabled and the server restarts.
     fixture.api.set_gates(Gates::default());
     fixture.api.set_version("v1.37.1");
-    fixture.until(|published| published.degraded.is_none() && published.devices == 56).await;
+    fixture.until(|published| published.degraded.is_none() && published.devices == 58).await;
 }
 
 #[tokio::test(start_paused = true)]

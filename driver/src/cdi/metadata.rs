@@ -130,7 +130,7 @@ fn content(claim: &AllocatedClaim, request: &RequestName, inventory: &Inventory)
 /// The additional attributes of a share; empty for other devices.
 fn share_attributes(device: &AllocatedDevice, inventory: &Inventory) -> Vec<(String, DeviceAttribute)> {
     let share = || {
-        let id = DeviceId::try_from(&device.device).ok().filter(|id| id.mode().has_shares())?;
+        let id = DeviceId::try_from(&device.device).ok().filter(|id| id.mode().may_hold_shares())?;
         let (gpu, instance) = id.resolve(inventory).ok()?;
         share::share(&device.hold, share::memory(gpu, instance)).ok()?
     };

@@ -27,7 +27,7 @@ use crate::gpu::sharing::{Setup, ShareLimits};
 use crate::metrics::{ClaimGauges, ShareGauges};
 use crate::paths::HostPaths;
 use crate::shares::Shares;
-use divvy_api::sharing::ShareSettings;
+use divvy_api::sharing::{Mode, ShareSettings};
 use divvy_api::text::error_chain;
 use divvy_api::{
     AllocatedClaim, AllocatedDevice, ClaimRef, ClaimUid, DeviceName, GpuUuid, Hold, PoolName, Quantity,
@@ -755,7 +755,11 @@ impl Engine {
 }
 
 fn facts(device: &DeviceRecord, inventory: &Inventory) -> Option<DeviceFacts> {
-    let mode = DeviceId::try_from(&device.device).ok()?.mode();
+    let mode = match (DeviceId::try_from(&device.device).ok()?.mode(), device.access) {
+        // Earlier versions allocated shares on the device of the whole GPU.
+        (Mode::Whole, Access::Share(_)) => Mode::Share,
+        (mode, _) => mode,
+    };
     let gpu = inventory.gpus.iter().find(|gpu| gpu.uuid == *device.part.gpu())?;
     let memory = match (device.access.limits(), &device.part) {
         (Some(limits), _) => limits.memory,

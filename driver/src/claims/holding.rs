@@ -47,6 +47,7 @@ impl Part {
     pub(crate) fn mode(&self, access: Access) -> Mode {
         match (self, access) {
             (Self::Whole { .. }, Access::Shared(setup)) => setup.mode(),
+            (Self::Whole { .. }, Access::Share(_)) => Mode::Share,
             (Self::Whole { .. }, _) => Mode::Whole,
             (Self::Instance(_), _) => Mode::Mig,
         }

@@ -198,7 +198,7 @@ fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<Found<'a>> {
 /// How the claim holds the device. On an API server without consumable capacity, a shared device is
 /// allocated to one claim at a time; that claim is its only user.
 fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode, memory: u64) -> Result<Access, Refusal> {
-    if mode.has_shares()
+    if mode.may_hold_shares()
         && let Some(share) = share::share(&device.hold, memory)?
     {
         let settings = device.share_settings()?;
@@ -217,8 +217,9 @@ fn access(device: &AllocatedDevice, gpu: &Gpu, mode: Mode, memory: u64) -> Resul
             let limits = MpsLimits::of_share(consumed, gpu.memory_bytes, &gpu.policy);
             Ok(Access::Shared(Setup::Mps(limits)))
         }
-        Mode::Whole | Mode::Mig => {
-            let uuid = (mode == Mode::Whole).then_some(&gpu.uuid);
+        // A share of everything is the whole device.
+        Mode::Whole | Mode::Share | Mode::Mig => {
+            let uuid = (mode != Mode::Mig).then_some(&gpu.uuid);
             Ok(Access::Exclusive(sharing.map(|sharing| Setup::of_config(&sharing, uuid))))
         }
     }

@@ -63,8 +63,9 @@ fn daemon_failure(device: &DeviceName, daemons: &MpsDaemons) -> Option<String> {
 /// Every device of the GPU that is published or could be, and the placement of a MIG instance.
 fn devices(gpu: &Gpu) -> Vec<(DeviceId, Option<Placement>)> {
     let number = gpu.number;
-    let whole = [DeviceId::Gpu(number), DeviceId::Timeslice(number), DeviceId::Mps(number)];
-    let mut devices: Vec<_> = whole.into_iter().map(|device| (device, None)).collect();
+    let whole = [DeviceId::Gpu, DeviceId::Share, DeviceId::Timeslice, DeviceId::Mps];
+    let mut devices: Vec<_> =
+        whole.into_iter().map(|device| device(number)).map(|device| (device, None)).collect();
     if let Mig::Supported { profiles, .. } = &gpu.mig {
         for profile in profiles {
             let instance = |placement: &Placement| {
@@ -242,8 +243,14 @@ mod tests {
     #[test]
     fn every_device_of_a_gpu_shares_its_health() {
         use v1::HealthStatus::{Healthy, Unhealthy};
-        let names =
-            ["gpu-0", "gpu-0-timeslice", "gpu-0-mps", "gpu-0-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-1"];
+        let names = [
+            "gpu-0",
+            "gpu-0-share",
+            "gpu-0-timeslice",
+            "gpu-0-mps",
+            "gpu-0-mig-1g10gb-19-0",
+            "gpu-0-mig-1g10gb-19-1",
+        ];
         check(gpu(0, Presence::Present, vec![]), &names.map(|name| (name, Healthy, "")));
         check(gpu(0, Presence::Missing, vec![]), &names.map(|name| (name, Unhealthy, "GPU is missing")));
         let lost =
@@ -261,6 +268,7 @@ mod tests {
             gpu(0, Presence::Present, vec![Condition::Health(finding)]),
             &[
                 ("gpu-0", Unhealthy, text),
+                ("gpu-0-share", Unhealthy, text),
                 ("gpu-0-timeslice", Unhealthy, text),
                 ("gpu-0-mps", Unhealthy, text),
                 ("gpu-0-mig-1g10gb-19-0", Healthy, ""),
@@ -296,6 +304,7 @@ mod tests {
             &daemons,
             &[
                 ("gpu-0", v1::HealthStatus::Healthy, ""),
+                ("gpu-0-share", v1::HealthStatus::Healthy, ""),
                 ("gpu-0-timeslice", v1::HealthStatus::Healthy, ""),
                 ("gpu-0-mps", v1::HealthStatus::Healthy, ""),
                 ("gpu-0-mig-1g10gb-19-0", v1::HealthStatus::Healthy, ""),
@@ -320,9 +329,9 @@ mod tests {
         let gpus = vec![gpu(0, Presence::Present, vec![])];
         sender.send_replace(Arc::new(Inventory { gpus, ..Inventory::default() }));
         let begun = tokio::time::Instant::now();
-        assert_eq!(messages.next().await.unwrap().devices.len(), 5);
+        assert_eq!(messages.next().await.unwrap().devices.len(), 6);
         assert_eq!(begun.elapsed(), Duration::ZERO);
-        assert_eq!(messages.next().await.unwrap().devices.len(), 5);
+        assert_eq!(messages.next().await.unwrap().devices.len(), 6);
         assert_eq!(begun.elapsed(), REPEAT_INTERVAL);
         stop.cancel();
         assert!(messages.next().await.is_none());

@@ -10,9 +10,9 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
-const TEN_GIB: &str = "share:gpu-0=10Gi";
+const TEN_GIB: &str = "share:gpu-0-share=10Gi";
 /// A memory share of all of an H100's memory.
-const ALL_MEMORY: &str = "share:gpu-0=81559Mi";
+const ALL_MEMORY: &str = "share:gpu-0-share=81559Mi";
 const SLICE: &str = "share:gpu-0-mig-1g10gb-19-2=4Gi";
 
 impl TestNode {
@@ -68,7 +68,7 @@ async fn share_pages_hold_its_limits() {
     let node = TestNode::new(H100);
     let driver = node.start_driver().await;
     let devices = driver.prepare("a", TEN_GIB).await.unwrap();
-    assert_eq!(devices[0].cdi_ids, ["gpu.divvy.dev/claim=a-gpu-0-a-0"]);
+    assert_eq!(devices[0].cdi_ids, ["gpu.divvy.dev/claim=a-gpu-0-share-a-0"]);
     assert_eq!(devices[0].share_id, Some("a-0".into()));
     let policy = node.policy("a", 0);
     let uuid = node.sim.read().unwrap().gpus[0].uuid.clone();
@@ -119,7 +119,7 @@ async fn share_of_the_whole_gpu_injects_nothing() {
     let node = TestNode::new(H100);
     let driver = node.start_driver().await;
     driver.expect_prepared("a", ALL_MEMORY).await;
-    let shared = fs::read_to_string(node.cdi_file("a")).unwrap().replace("gpu-0-a-0", "gpu-0");
+    let shared = fs::read_to_string(node.cdi_file("a")).unwrap().replace("gpu-0-share-a-0", "gpu-0");
     driver.expect_released("a").await;
     driver.expect_prepared("a", "gpu-0").await;
     assert_eq!(shared, fs::read_to_string(node.cdi_file("a")).unwrap());
@@ -132,7 +132,7 @@ async fn shares_add_up_and_exclude_a_whole_gpu_claim() {
     let node = TestNode::new(H100);
     let driver = node.start_driver().await;
     driver.expect_prepared("a", TEN_GIB).await;
-    driver.expect_prepared("b", "share:gpu-0=60Gi").await;
+    driver.expect_prepared("b", "share:gpu-0-share=60Gi").await;
     driver.expect_refused("c", TEN_GIB, "has 9879Mi of memory left beside other shares").await;
     for other in ["gpu-0", ALL_MEMORY, "gpu-0-mig-1g10gb-19-2", SLICE] {
         driver.expect_refused("c", other, "claim ns/a").await;
@@ -140,11 +140,42 @@ async fn shares_add_up_and_exclude_a_whole_gpu_claim() {
     driver.expect_released("b").await;
     driver.expect_prepared("c", TEN_GIB).await;
     for claim in ["a", "c"] {
-        driver.expect_refused("d", ALL_MEMORY, "overlaps what claim ns").await;
+        driver.expect_refused("d", ALL_MEMORY, "and claim ns").await;
         driver.expect_released(claim).await;
     }
     driver.expect_prepared("d", ALL_MEMORY).await;
-    driver.expect_refused("a", TEN_GIB, "overlaps what claim ns/d").await;
+    driver.expect_refused("a", TEN_GIB, "and claim ns/d holds it").await;
+}
+
+/// Earlier versions allocated shares on the device of the whole GPU.
+#[tokio::test]
+async fn shares_of_earlier_versions_stay_beside_new_ones() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    driver.expect_prepared("old", "share:gpu-0=10Gi").await;
+    driver.expect_prepared("new", "share:gpu-0-share=60Gi").await;
+    for another in ["share:gpu-0=10Gi", TEN_GIB] {
+        driver.expect_refused("third", another, "has 9879Mi of memory left beside other shares").await;
+    }
+    driver.expect_refused("third", "gpu-0", "claim ns/").await;
+    driver.stop().await;
+    let driver = node.start_driver().await;
+    assert!(driver.report.restored.is_empty(), "{:?}", driver.report);
+    driver.stop().await;
+    node.reboot();
+    let driver = node.start_driver().await;
+    let mut restored = driver.report.restored.clone();
+    restored.sort();
+    assert_eq!(restored.len(), 2, "{:?}", driver.report);
+    assert_eq!(["old", "new"].map(|claim| node.policy(claim, 0).memory.limit >> 30), [10, 60]);
+    driver.expect_released("old").await;
+    driver.expect_refused("third", "gpu-0", "claim ns/new").await;
+    driver.expect_prepared("third", TEN_GIB).await;
+    for claim in ["new", "third"] {
+        driver.expect_released(claim).await;
+    }
+    driver.expect_prepared("whole", "gpu-0").await;
+    assert!(node.claims_with_pages().is_empty());
 }
 
 #[tokio::test]
@@ -191,7 +222,8 @@ async fn failed_second_share_keeps_the_instance_for_the_first() {
 async fn each_share_of_a_claim_has_its_own_pages() {
     let node = TestNode::new(&format!("2x{H100}"));
     let driver = node.start_driver().await;
-    let devices = driver.prepare("a", &format!("{TEN_GIB} share:gpu-0=5Gi share:gpu-1=3Gi")).await.unwrap();
+    let devices =
+        driver.prepare("a", &format!("{TEN_GIB} share:gpu-0-share=5Gi share:gpu-1-share=3Gi")).await.unwrap();
     let limits = [0, 1, 2].map(|at| node.policy("a", at).memory.limit >> 30);
     assert_eq!(limits, [10, 5, 3]);
     assert_eq!(node.policy("a", 0).gpu, node.policy("a", 1).gpu);
@@ -200,7 +232,7 @@ async fn each_share_of_a_claim_has_its_own_pages() {
     ids.sort();
     ids.dedup();
     assert_eq!(ids.len(), 3);
-    driver.expect_refused("b", "share:gpu-0=70Gi", "of memory left").await;
+    driver.expect_refused("b", "share:gpu-0-share=70Gi", "of memory left").await;
     driver.expect_released("a").await;
     assert!(node.claims_with_pages().is_empty());
 }
@@ -210,10 +242,14 @@ async fn each_share_of_a_claim_has_its_own_pages() {
 async fn shares_on_several_gpus_are_counted_per_gpu() {
     let node = TestNode::new(&format!("2x{H100}"));
     let driver = node.start_driver().await;
-    driver.expect_prepared("a", "share:gpu-0=40Gi share:gpu-1=60Gi").await;
-    driver.expect_prepared("b", "share:gpu-0=39Gi share:gpu-1=19Gi").await;
+    driver.expect_prepared("a", "share:gpu-0-share=40Gi share:gpu-1-share=60Gi").await;
+    driver.expect_prepared("b", "share:gpu-0-share=39Gi share:gpu-1-share=19Gi").await;
     driver
-        .expect_refused("c", "share:gpu-0=1Gi share:gpu-1=1Gi", "device gpu-0 has 663Mi of memory left")
+        .expect_refused(
+            "c",
+            "share:gpu-0-share=1Gi share:gpu-1-share=1Gi",
+            "device gpu-0-share has 663Mi of memory left",
+        )
         .await;
 }
 
@@ -240,7 +276,7 @@ async fn restart_does_not_touch_pages_in_use() {
 async fn shares_are_restored_after_a_reboot() {
     let node = TestNode::new(&format!("2x{H100}"));
     let driver = node.start_driver().await;
-    driver.expect_prepared("a", &format!("{SLICE} share:gpu-1=10Gi")).await;
+    driver.expect_prepared("a", &format!("{SLICE} share:gpu-1-share=10Gi")).await;
     driver.expect_prepared("b", SLICE).await;
     let before = [node.policy("a", 0), node.policy("a", 1), node.policy("b", 0)];
     driver.stop().await;

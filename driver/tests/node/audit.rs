@@ -31,7 +31,7 @@ struct Container {
 impl Container {
     /// Starts a process that holds `mib` MiB of GPU memory and reports 512 MiB.
     async fn start(node: &TestNode, claim: &'static str, mib: u64) -> Self {
-        Self::start_with(node, claim, "gpu-0=5Gi", mib).await
+        Self::start_with(node, claim, "gpu-0-share=5Gi", mib).await
     }
 
     async fn start_with(node: &TestNode, claim: &'static str, device: &str, mib: u64) -> Self {
@@ -65,7 +65,7 @@ impl Container {
 /// Prepares a claim and starts a process in its container. Returns the shareID, the directory of the pages,
 /// the `/proc` directory and the process.
 async fn start_process(node: &TestNode, claim: &str, mib: u64) -> (String, PathBuf, PathBuf, Tenant) {
-    start_process_with(node, claim, "gpu-0=5Gi", mib).await
+    start_process_with(node, claim, "gpu-0-share=5Gi", mib).await
 }
 
 async fn start_process_with(
@@ -142,7 +142,7 @@ async fn share_violations_are_reported_or_killed_never_the_neighbour() {
     ];
     let node = TestNode::new(H100).await;
     let _daemon = node.start_daemon(&[]).await;
-    let mut neighbour = Container::start_with(&node, "neighbour", "gpu-0=5Gi/80", 512).await;
+    let mut neighbour = Container::start_with(&node, "neighbour", "gpu-0-share=5Gi/80", 512).await;
     for (claim, mib, violate, text, killed) in violations {
         let mut container = Container::start(&node, claim, mib).await;
         let begun = Instant::now();

@@ -157,6 +157,22 @@ async fn claim_status_describes_its_devices() {
 }
 
 #[tokio::test]
+async fn claim_status_tells_shares_from_whole_gpus() {
+    use k8s_openapi::api::resource::v1::ResourceClaim;
+    let node = TestNode::new(&format!("2x{H100}")).await;
+    let _daemon = node.start_daemon(&[]).await;
+    // Earlier versions allocated shares on the device of the whole GPU.
+    for (name, device, mode) in
+        [("new", "gpu-0-share=5Gi", "share"), ("old", "gpu-0=5Gi", "share"), ("whole", "gpu-1", "whole")]
+    {
+        node.prepare(&node.claim(name, &[device])).await.unwrap();
+        let devices = || node.api.get::<ResourceClaim>("ns", name).and_then(|claim| claim.status?.devices);
+        until("the claim has device status", || devices().is_some()).await;
+        assert_eq!(devices().unwrap()[0].data.as_ref().unwrap().0["mode"], mode, "{device}");
+    }
+}
+
+#[tokio::test]
 async fn refused_status_write_is_logged_once_and_fails_no_prepare() {
     let node = TestNode::new(H100).await;
     let daemon = node.start_daemon(&[]).await;

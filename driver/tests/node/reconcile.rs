@@ -205,7 +205,8 @@ async fn claim_that_no_container_uses_is_not_prepared_again() {
 async fn files_without_record_are_removed_after_their_use() {
     let node = TestNode::new(H100).await;
     let daemon = node.start_daemon(&[]).await;
-    let (used, unused) = (node.claim("used", &["gpu-0=5Gi"]), node.claim("unused", &["gpu-0=5Gi"]));
+    let (used, unused) =
+        (node.claim("used", &["gpu-0-share=5Gi"]), node.claim("unused", &["gpu-0-share=5Gi"]));
     for claim in [&used, &unused] {
         node.prepare(claim).await.unwrap();
     }

@@ -6,13 +6,14 @@ use k8s_openapi::api::resource::v1::ResourceSlice;
 use std::time::Duration;
 
 /// The devices of a GPU without MIG.
-const L4_DEVICES: [&str; 3] = ["gpu-0", "gpu-0-mps", "gpu-0-timeslice"];
+const L4_DEVICES: [&str; 4] = ["gpu-0", "gpu-0-mps", "gpu-0-share", "gpu-0-timeslice"];
 
 #[tokio::test]
 async fn pool_is_republished_after_a_kubelet_restart() {
     let mut node = TestNode::new(H100).await;
     let _daemon = node.start_daemon(&[]).await;
-    until("gpu-0 is published", || node.published().contains(&"gpu-0".to_owned())).await;
+    // The last slice.
+    until("all devices are published", || node.published().contains(&"gpu-0-mps".to_owned())).await;
     let all = node.published();
     assert!(all.contains(&"gpu-0-mig-1g10gb-19-2".to_owned()), "{all:?}");
     node.kubelet.restart();
@@ -117,7 +118,7 @@ async fn drain_unloads_the_gpu_driver_until_resumed() {
 async fn claims_do_not_change_the_pool() {
     let node = TestNode::new("2xH100-SXM5-80GB").await;
     let _daemon = node.start_daemon(&["--mig-hold-off", "0ms"]).await;
-    until("gpu-0 is published", || node.published().contains(&"gpu-0".to_owned())).await;
+    until("all devices are published", || node.published().contains(&"gpu-1-mps".to_owned())).await;
     let versions = || {
         let slices = node.api.list::<ResourceSlice>();
         let version = |slice: ResourceSlice| {

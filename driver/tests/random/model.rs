@@ -44,7 +44,7 @@ pub(crate) enum Sharing {
 }
 
 impl ModelDevice {
-    /// Parses a name like `gpu-0`, `gpu-0-mig-1g10gb-19-2`, `gpu-0-timeslice` or `gpu-0=3Gi`.
+    /// Parses a name like `gpu-0`, `gpu-0-mig-1g10gb-19-2`, `gpu-0-timeslice` or `gpu-0-share=3Gi`.
     pub(crate) fn parse(name: &str) -> Self {
         let (name, memory) = name.split_once('=').map_or((name, None), |(name, memory)| {
             (name, Some(memory.trim_end_matches("Gi").parse().unwrap()))
@@ -92,7 +92,9 @@ impl ModelDevice {
 
     /// Whether both are memory shares of one device.
     fn shares_device_with(&self, other: &Self) -> bool {
-        self.name == other.name && self.memory.is_some() && other.memory.is_some()
+        (self.gpu, &self.instance) == (other.gpu, &other.instance)
+            && self.memory.is_some()
+            && other.memory.is_some()
     }
 }
 

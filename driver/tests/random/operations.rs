@@ -184,7 +184,11 @@ fn random_devices(rng: &mut Rng) -> Vec<String> {
         0 => format!("gpu-{}", rng.below(GPU_COUNT)),
         1..4 => format!("gpu-{}-timeslice", rng.below(GPU_COUNT)),
         4..7 => format!("gpu-{}-mps", rng.below(GPU_COUNT)),
-        7..10 => format!("gpu-{}={}Gi", rng.below(GPU_COUNT), rng.choose(&[3, 9, 12, 20])),
+        7..10 => {
+            // Earlier versions allocated shares on the device of the whole GPU.
+            let device = rng.choose(&["", "-share", "-share"]);
+            format!("gpu-{}{device}={}Gi", rng.below(GPU_COUNT), rng.choose(&[3, 9, 12, 20]))
+        }
         // Few placements, so that shares often use the same instance.
         10..12 => {
             format!(

@@ -109,7 +109,7 @@ fn device_request(rng: &mut Rng, kind: Kind) -> Value {
     let (class, capacity) = match kind {
         Kind::Whole => ("gpu.divvy.dev", json!({})),
         Kind::Mig => ("mig.divvy.dev", json!({})),
-        Kind::Share => ("gpu.divvy.dev", json!({"memory": rng.choose(&["3Gi", "6Gi", "11Gi"])})),
+        Kind::Share => ("share.divvy.dev", json!({"memory": rng.choose(&["3Gi", "6Gi", "11Gi"])})),
         Kind::ShareOfMig => ("mig.divvy.dev", json!({"memory": rng.choose(&["2Gi", "4Gi"])})),
         Kind::Timeslice => ("timeslice.divvy.dev", rng.choose(&[json!({}), json!({"slots": "2"})]).clone()),
         Kind::Mps => {

@@ -86,7 +86,7 @@ impl ModelDevice {
         };
         let consumed = result.consumed_capacity.iter().flatten().find(|(name, _)| name.ends_with("memory"));
         let taken = consumed.and_then(|(_, amount)| amount.0.parse::<Quantity>().ok()?.as_bytes());
-        let taken = taken.filter(|_| id.mode().has_shares()).map(|bytes| bytes >> 20);
+        let taken = taken.filter(|_| id.mode().may_hold_shares()).map(|bytes| bytes >> 20);
         let memory = taken.filter(|taken| *taken < total).map(|taken| (taken, total));
         let admin = result.admin_access == Some(true);
         let mode = id.mode();
@@ -94,7 +94,7 @@ impl ModelDevice {
             _ if admin => None,
             Mode::Timeslice => Some(Sharing::TimeSlicing),
             Mode::Mps => Some(Sharing::Mps),
-            Mode::Whole | Mode::Mig => {
+            Mode::Whole | Mode::Share | Mode::Mig => {
                 configs.iter().find_map(|config| configured_sharing(config, &result.request))
             }
         };
@@ -107,7 +107,7 @@ impl ModelDevice {
         let overlap = match (&self.placement, &other.placement) {
             _ if self.shares_device_with(other) => false,
             (Some((_, one)), Some((_, two))) => one.start < two.end && two.start < one.end,
-            (None, None) => self.mode != other.mode || self.mode == Mode::Whole,
+            (None, None) => self.mode != other.mode || matches!(self.mode, Mode::Whole | Mode::Share),
             _ => true,
         };
         !self.admin && !other.admin && self.gpu == other.gpu && overlap
@@ -115,7 +115,9 @@ impl ModelDevice {
 
     /// Whether both are memory shares of one device.
     fn shares_device_with(&self, other: &Self) -> bool {
-        self.name == other.name && self.memory.is_some() && other.memory.is_some()
+        (self.gpu, &self.placement) == (other.gpu, &other.placement)
+            && self.memory.is_some()
+            && other.memory.is_some()
     }
 
     /// Whether the GPU's MIG mode, which only a reset can change, excludes the device.

@@ -177,7 +177,8 @@ impl Runner {
             Operation::KillMps { which, server } => self.kill_mps(*which, *server),
             Operation::Configure { interval, gpu, modes } => {
                 let rules = format!(
-                    "rules: [{{interval: {interval}}}, {{match: {{indices: [{gpu}]}}, modes: {modes}}}]"
+                    "rules: [{{interval: {interval}, migShares: true}}, \
+                     {{match: {{indices: [{gpu}]}}, modes: {modes}}}]"
                 );
                 self.configure(&rules);
             }
@@ -404,7 +405,8 @@ impl Runner {
                     for device in model.devices() {
                         let how = device.sharing.filter(|_| matches!(device.mode, Mode::Whole | Mode::Mig));
                         let how = how.map_or(String::new(), |how| format!(" with {how:?}"));
-                        let how = if device.memory.is_some() { " share".to_owned() } else { how };
+                        let part = device.memory.is_some() && device.mode != Mode::Share;
+                        let how = if part { " share".to_owned() } else { how };
                         let misallocated = if model.misallocated { " misallocated" } else { "" };
                         let admin = if device.admin { " with admin access" } else { "" };
                         self.count(format!("prepared: {}{how}{admin}{misallocated}", device.mode));
@@ -798,7 +800,7 @@ impl Runner {
 
     /// Checks that every GPU can be allocated whole, as on a new node.
     pub(crate) async fn expect_all_gpus_whole(&mut self) -> Result<(), String> {
-        self.configure("rules: [{interval: Long}]");
+        self.configure("rules: [{interval: Long, migShares: true}]");
         let request = json!({"deviceClassName": "gpu.divvy.dev", "count": GPU_COUNT - 1});
         let devices = ClaimSpec(json!({"requests": [{"name": "all", "exactly": request}]}));
         let begun = Instant::now();

@@ -39,7 +39,7 @@ impl Scheduler {
         let node = json!({"metadata": {"name": NODE}});
         Self {
             node: serde_json::from_value(node).unwrap(),
-            classes: ["gpu", "mig", "timeslice", "mps"].map(class).into(),
+            classes: ["gpu", "share", "mig", "timeslice", "mps"].map(class).into(),
             shares: 0,
         }
     }

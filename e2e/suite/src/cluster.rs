@@ -338,7 +338,7 @@ impl Cluster {
             value.and_then(|value| value.string.clone()).with_context(|| format!("{held:?} has no {name}"))
         };
         match DeviceId::try_from(&DeviceName::from(held.device.as_str()))? {
-            DeviceId::Gpu(_) | DeviceId::Timeslice(_) | DeviceId::Mps(_) => {
+            DeviceId::Gpu(_) | DeviceId::Share(_) | DeviceId::Timeslice(_) | DeviceId::Mps(_) => {
                 Ok(BTreeSet::from([attribute("uuid")?]))
             }
             DeviceId::Mig { profile_id, start, .. } => {

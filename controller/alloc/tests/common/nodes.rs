@@ -4,12 +4,22 @@
 
 use crate::common::{Cluster, NODE, claim, class, pool_of, select, slice, with};
 use divvy_model::Inventory;
-use divvy_slices::{PoolOptions, pool, slices};
+use divvy_slices::{Pool, PoolOptions, Support, pool, pool_without_counters, slices};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 
 /// The slices of the node, and a class for each type of device.
 pub(crate) fn published(node: &Inventory) -> Cluster {
-    let contents = slices(pool(node, &PoolOptions::default()));
+    cluster(pool(node, &PoolOptions::default()))
+}
+
+/// The same without counters, while these devices are held.
+pub(crate) fn published_without_counters(node: &Inventory, held: &BTreeSet<String>) -> Cluster {
+    cluster(pool_without_counters(node, Support::default(), held))
+}
+
+fn cluster(pool: Pool) -> Cluster {
+    let contents = slices(pool);
     let count = contents.len() as i64;
     let wire: Vec<_> = contents
         .into_iter()
@@ -26,7 +36,7 @@ pub(crate) fn published(node: &Inventory) -> Cluster {
         .collect();
     let types = [
         ("gpu.divvy.dev", "gpu"),
-        (SHARE, "gpu"),
+        (SHARE, "share"),
         ("mig.divvy.dev", "mig"),
         (TIMESLICE, "timeslice"),
         (MPS, "mps"),

@@ -3,7 +3,7 @@
 use super::{Sequence, Step};
 use crate::common::{one, select, with};
 use crate::gpus;
-use crate::nodes::{MPS, TIMESLICE, gpus_wanted, mig_wanted, named, of, share_wanted};
+use crate::nodes::{MPS, SHARE, TIMESLICE, gpus_wanted, mig_wanted, named, of, share_wanted};
 use divvy_sim::catalogue::GpuModel;
 use serde_json::{Value, json};
 
@@ -92,9 +92,10 @@ fn request(dice: &mut Dice, profiles: &[String]) -> Value {
     match dice.roll(8) {
         0 => gpus_wanted(1),
         1 | 2 => {
-            let mut asked = match dice.roll(2) {
+            let mut asked = match dice.roll(4) {
                 0 if !profiles.is_empty() => mig_wanted(&dice.pick(profiles)),
-                _ => gpus_wanted(1),
+                1 => gpus_wanted(1),
+                _ => share_wanted(SHARE, &[]),
             };
             let amounts = ["1500m", "0", "4Gi", "5000000001", "15e9", "40.5Gi", "100Gi"];
             let mut named = vec![("memory", dice.pick(&amounts))];

@@ -6,8 +6,9 @@ mod random;
 mod script;
 mod shares;
 
-use crate::common::{DRIVER, NODE, with};
+use crate::common::{Cluster, DRIVER, NODE, with};
 use crate::gpus::{self, gpu, in_mode, inventory_of, node};
+use crate::nodes;
 use divvy_api::sharing::Mode;
 use divvy_model::Inventory;
 use divvy_model::inventory::{Condition, MigMode, Origin, Presence};
@@ -15,12 +16,28 @@ use divvy_sim::catalogue::{self, GpuModel, Model};
 use modes::modes;
 use random::random;
 use serde_json::{Value, json};
-use shares::{shares, turned_off, upgraded};
+use shares::{mig_shares, shares, turned_off, upgraded, without_counters};
+use std::collections::BTreeSet;
 
 pub(crate) struct Scenario {
     pub(crate) name: String,
     pub(crate) node: Inventory,
+    /// If set, the slices have no counters, and these devices are held.
+    without_counters: Option<BTreeSet<String>>,
     pub(crate) sequences: Vec<Sequence>,
+}
+
+impl Scenario {
+    fn new(name: String, node: Inventory, sequences: Vec<Sequence>) -> Self {
+        Self { name, node, without_counters: None, sequences }
+    }
+
+    pub(crate) fn published(&self) -> Cluster {
+        match &self.without_counters {
+            None => nodes::published(&self.node),
+            Some(held) => nodes::published_without_counters(&self.node, held),
+        }
+    }
 }
 
 /// Steps on a node without allocated claims.
@@ -147,7 +164,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
                 named("shares after an upgrade", upgraded(model)),
             ];
             sequences.extend(random(model, 6, &model.key));
-            Scenario { name: format!("1x{}", model.key), node: inventory_of(&model.key, 1), sequences }
+            Scenario::new(format!("1x{}", model.key), inventory_of(&model.key, 1), sequences)
         })
         .collect();
     for model in catalogue::all().map(Model::row) {
@@ -155,7 +172,14 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         node.gpus[0].policy.shares = false;
         let steps = turned_off(model);
         let sequences = vec![Sequence { name: "shares after they are turned off".to_owned(), steps }];
-        scenarios.push(Scenario { name: format!("1x{} without shares", model.key), node, sequences });
+        scenarios.push(Scenario::new(format!("1x{} without shares", model.key), node, sequences));
+        let mut node = inventory_of(&model.key, 1);
+        node.gpus[0].policy.mig_shares = true;
+        let steps = mig_shares(model);
+        if !steps.is_empty() {
+            let sequences = vec![Sequence { name: "shares of an instance".to_owned(), steps }];
+            scenarios.push(Scenario::new(format!("1x{} with MIG shares", model.key), node, sequences));
+        }
     }
     for (key, count, sequences) in [
         ("H100-SXM5-80GB", 2, 60),
@@ -167,13 +191,17 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
     ] {
         let (model, name) = (row(key), format!("{count}x{key}"));
         let node = inventory_of(key, count);
-        scenarios.push(Scenario { sequences: random(model, sequences, &name), node, name });
+        let sequences = random(model, sequences, &name);
+        scenarios.push(Scenario::new(name, node, sequences));
     }
-    scenarios.push(Scenario {
-        name: "odd H100s".to_owned(),
-        node: odd(),
-        sequences: random(row("H100-SXM5-80GB"), 40, "odd"),
-    });
+    let h100 = row("H100-SXM5-80GB");
+    scenarios.push(Scenario::new("odd H100s".to_owned(), odd(), random(h100, 40, "odd")));
+    let (held, steps) = without_counters(h100);
+    let sequences = vec![Sequence { name: "shares from before".to_owned(), steps }];
+    let mut scenario =
+        Scenario::new("2xH100 without counters".to_owned(), inventory_of(&h100.key, 2), sequences);
+    scenario.without_counters = Some(held);
+    scenarios.push(scenario);
     scenarios
 }
 
@@ -188,6 +216,7 @@ fn odd() -> Inventory {
     gpus[0].policy.modes = [Mode::Timeslice, Mode::Mig].into();
     (gpus[0].policy.slots, gpus[2].policy.slots) = (1, 7);
     (gpus[1].policy.mps_clients, gpus[2].policy.mps_clients) = (1, 3);
+    gpus[2].policy.mig_shares = true;
     gpus[2].conditions = vec![Condition::Mps { cause: "dead".to_owned() }];
     gpus[3].presence = Presence::Missing;
     gpus.push(in_mode(gpu(row("A100-SXM4-80GB"), 4), MigMode::On));

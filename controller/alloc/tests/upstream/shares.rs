@@ -8,6 +8,7 @@ use crate::nodes::{MPS, SHARE, TIMESLICE, gpus_wanted, mig_wanted, named, of, sh
 use divvy_model::{DeviceId, GpuNumber};
 use divvy_sim::catalogue::{GiProfile, GpuModel, Toggle};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 
 /// The smallest MIG profile, if MIG mode can be switched without a reset.
 fn smallest(model: &GpuModel) -> Option<&GiProfile> {
@@ -46,13 +47,15 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     script.release(&["a", "b"]);
 
     // A whole GPU excludes shares, with and without a memory request.
-    let of_gpu = of(whole.clone(), &[("memory", "1Mi"), ("cores", "0")]);
-    for (request, room) in [(&whole, false), (&mebibytes(all), false), (&of_gpu, true)] {
+    let large = of(whole.clone(), &[("memory", &format!("{all}Mi"))]);
+    for request in [&whole, &large, &mebibytes(all)] {
         script.take("first", request, true);
         refuse_others(&mut script);
-        script.take("second", &mebibytes(all - 1), room);
-        script.release(&["first", "second"]);
+        script.refuse(&[&mebibytes(1)]);
+        script.release(&["first"]);
     }
+    let too_large = of(whole.clone(), &[("memory", &format!("{}Mi", all + 1))]);
+    script.refuse(&[&too_large, &of(whole.clone(), &[("cores", "0")])]);
     for request in &others {
         script.take("first", request, true);
         script.refuse(&[&mebibytes(1)]);
@@ -79,7 +82,7 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     script.take("none", &cores("0"), true);
     script.release(&["none"]);
 
-    // A request for a descriptive capacity selects a device that has it and takes nothing.
+    // The facts of a whole GPU are capacities, those of a share are attributes.
     if model.mig.is_some() {
         let asked = of(whole.clone(), &[("multiprocessors", "1")]);
         script.take("whole", &asked, true);
@@ -87,6 +90,11 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
         script.refuse(&[&mebibytes(1)]);
         script.release(&["whole"]);
         script.refuse(&[&of(whole.clone(), &[("multiprocessors", "1000")])]);
+        script.refuse(&[&share_wanted(SHARE, &[("memory", "1Mi"), ("multiprocessors", "1")])]);
+        let selected =
+            json!([{"cel": {"expression": "device.attributes['gpu.divvy.dev'].multiprocessors > 1"}}]);
+        script.take("selected", &with_field(mebibytes(1), json!({"selectors": selected})), true);
+        script.release(&["selected"]);
     }
 
     // Several requests in a claim, and the remainder for another claim.
@@ -127,100 +135,146 @@ pub(crate) fn shares(model: &GpuModel) -> Vec<Step> {
     script.refuse(&[&admin(&whole), &admin(&share_wanted(TIMESLICE, &[]))]);
     script.release(&["admin", "share"]);
 
-    if let Some(profile) = smallest(model) {
-        let instance = mig_wanted(&profile.name);
-        let part = |count: u64| of(instance.clone(), &[("memory", &format!("{count}Mi"))]);
-        let within = profile.memory_mib;
-        script.take("a", &part(within / 2), true);
-        script.take("b", &part(within - within / 2), true);
-        script.take("beside", &instance, profile.instances > 1);
-        script.refuse(&[&whole, &mebibytes(1), &share_wanted(TIMESLICE, &[]), &part(within + 1)]);
-        script.refuse(&[&of(instance.clone(), &[("memory", "1Mi"), ("cores", "101")])]);
-        script.release(&["a", "beside"]);
-        script.refuse(&[&whole, &mebibytes(1)]);
-        script.take("a", &part(within / 2), true);
-        script.release(&["a", "b"]);
-        for first in [&instance, &part(within)] {
-            script.take("first", first, true);
-            script.refuse(&[&whole, &mebibytes(1)]);
-            script.take("second", &part(1), profile.instances > 1);
-            script.release(&["first", "second"]);
-        }
-    }
     script.take("last", &whole, true);
     script.release(&["last"]);
     script.steps
 }
 
-/// Claims from before shares existed have no share ID. They exclude all other claims until they
-/// are released.
+/// Interactions of shares of an instance, where the node configuration turns them on.
+pub(crate) fn mig_shares(model: &GpuModel) -> Vec<Step> {
+    let mut script = Script::default();
+    let Some(profile) = smallest(model) else { return script.steps };
+    let (whole, share) = (gpus_wanted(1), memory("1Mi"));
+    let instance = mig_wanted(&profile.name);
+    let part = |count: u64| of(instance.clone(), &[("memory", &format!("{count}Mi"))]);
+    let within = profile.memory_mib;
+    script.take("a", &part(within / 2), true);
+    script.take("b", &part(within - within / 2), true);
+    script.take("beside", &instance, profile.instances > 1);
+    script.refuse(&[&whole, &share, &share_wanted(TIMESLICE, &[]), &part(within + 1)]);
+    script.refuse(&[&of(instance.clone(), &[("memory", "1Mi"), ("cores", "101")])]);
+    script.release(&["a", "beside"]);
+    script.refuse(&[&whole, &share]);
+    script.take("a", &part(within / 2), true);
+    script.release(&["a", "b"]);
+    for first in [&instance, &part(within)] {
+        script.take("first", first, true);
+        script.refuse(&[&whole, &share]);
+        script.take("second", &part(1), profile.instances > 1);
+        script.release(&["first", "second"]);
+    }
+    // A claim from before shares were turned on has no share ID.
+    script.held("old", &instance_name(profile, 0), &[]);
+    script.refuse(&[&whole, &share]);
+    fill(&mut script, profile, &part(within));
+    script.release(&["old"]);
+    script.take("last", &whole, true);
+    script.steps
+}
+
+/// The first instance of a profile on a GPU.
+fn instance_name(profile: &GiProfile, gpu: u32) -> String {
+    DeviceId::mig(GpuNumber(gpu), &profile.name, profile.id, profile.starts[0]).to_string()
+}
+
+/// Allocates all instances of a profile but one, which is held, and releases them.
+fn fill(script: &mut Script, profile: &GiProfile, request: &Value) {
+    let names: Vec<String> = (1..profile.instances).map(|number| format!("fill {number}")).collect();
+    for name in &names {
+        script.take(name, request, true);
+    }
+    script.refuse(&[request]);
+    script.release(&names.iter().map(String::as_str).collect::<Vec<_>>());
+}
+
+/// Claims of earlier versions on `gpu-0` and on an instance: exclusive ones without a share ID, and shares.
+/// They exclude all other claims, also new shares, until the last one is released.
 pub(crate) fn upgraded(model: &GpuModel) -> Vec<Step> {
     let mut script = Script::default();
     let (whole, share) = (gpus_wanted(1), memory("1Mi"));
     let others = but_shares(model);
+    let all = format!("{}Mi", model.memory_total_mib);
     let refuse_all = |script: &mut Script| {
         script.refuse(&others.iter().collect::<Vec<_>>());
-        script.refuse(&[&share, &all_of(share.clone())]);
+        script.refuse(&[&share, &all_of(share.clone()), &of(whole.clone(), &[("memory", "1Mi")])]);
         script.refuse(&[&with_field(share.clone(), json!({"adminAccess": true}))]);
     };
-    script.held("old", "gpu-0", &[]);
-    refuse_all(&mut script);
-    script.release(&["old"]);
-    script.take("new", &share, true);
-    script.release(&["new"]);
-    if let Some(profile) = smallest(model) {
-        let start = profile.starts[0];
-        let name = DeviceId::mig(GpuNumber(0), &profile.name, profile.id, start).to_string();
-        let here = |request: Value| {
-            let place = format!("'memorySlice{start}' in device.capacity['gpu.divvy.dev']");
-            let profile = request["exactly"]["selectors"][0].clone();
-            with_field(request, json!({"selectors": [profile, {"cel": {"expression": place}}]}))
-        };
-        let part = of(mig_wanted(&profile.name), &[("memory", "1Mi")]);
-        script.held("old", &name, &[]);
-        script.refuse(&[&whole, &share, &here(part.clone()), &here(mig_wanted(&profile.name))]);
-        script.take("beside", &part, profile.instances > 1);
-        script.release(&["beside", "old"]);
-        script.take("new", &here(part), true);
-        script.refuse(&[&whole, &share]);
+    let one_after_another: [&[(&str, &[&str])]; 3] =
+        [&[("old", &[])], &[("old", &[&all])], &[("one", &["1Gi"]), ("two", &["1Gi", "2Gi"])]];
+    for claims in one_after_another {
+        for (name, shares) in claims {
+            script.held(name, "gpu-0", shares);
+        }
+        for (name, _) in claims {
+            refuse_all(&mut script);
+            script.release(&[*name]);
+        }
+        script.take("new", &share, true);
+        script.refuse(&[&whole]);
         script.release(&["new"]);
+    }
+    if let Some(profile) = smallest(model) {
+        let instance = mig_wanted(&profile.name);
+        for shares in [&[][..], &["1Mi"], &["1Mi", "2Mi"]] {
+            script.held("old", &instance_name(profile, 0), shares);
+            script.refuse(&[&whole, &share, &share_wanted(TIMESLICE, &[])]);
+            fill(&mut script, profile, &instance);
+            script.release(&["old"]);
+        }
     }
     script.take("last", &whole, true);
     script.steps
 }
 
-/// Claims from the time with shares have share IDs. On devices that became exclusive they exclude
-/// all other claims until the last one is released.
+/// Shares that were allocated on `gpu-0-share` exclude all other claims after the node configuration turned
+/// shares off.
 pub(crate) fn turned_off(model: &GpuModel) -> Vec<Step> {
     let mut script = Script::default();
-    let whole = gpus_wanted(1);
-    let others = but_shares(model);
-    let refuse_others = |script: &mut Script| script.refuse(&others.iter().collect::<Vec<_>>());
     let all = format!("{}Mi", model.memory_total_mib);
-    script.held("one", "gpu-0", &["1Gi"]);
-    script.held("two", "gpu-0", &["1Gi", "2Gi"]);
-    refuse_others(&mut script);
+    let others: Vec<Value> =
+        but_shares(model).into_iter().filter(|request| *request != memory(&all)).collect();
+    let refuse_all = |script: &mut Script| {
+        script.refuse(&others.iter().collect::<Vec<_>>());
+        script.refuse(&[&memory("1Mi"), &memory(&all)]);
+    };
+    script.held("one", "gpu-0-share", &["1Gi"]);
+    script.held("two", "gpu-0-share", &["1Gi", "2Gi"]);
+    refuse_all(&mut script);
     script.release(&["one"]);
-    refuse_others(&mut script);
+    refuse_all(&mut script);
     script.release(&["two"]);
-    script.held("whole", "gpu-0", &[&all]);
-    refuse_others(&mut script);
+    script.held("whole", "gpu-0-share", &[&all]);
+    refuse_all(&mut script);
     script.release(&["whole"]);
-    if let Some(profile) = smallest(model) {
-        let name = DeviceId::mig(GpuNumber(0), &profile.name, profile.id, profile.starts[0]).to_string();
-        script.held("part", &name, &["1Mi"]);
-        script.refuse(&[&whole, &share_wanted(TIMESLICE, &[])]);
-        let fill: Vec<String> = (1..profile.instances).map(|number| format!("fill {number}")).collect();
-        for name in &fill {
-            script.take(name, &mig_wanted(&profile.name), true);
-        }
-        script.refuse(&[&mig_wanted(&profile.name)]);
-        script.release(&fill.iter().map(String::as_str).collect::<Vec<_>>());
-        script.release(&["part"]);
-    }
     for request in &others {
         script.take("first", request, true);
+        script.refuse(&[&memory("1Mi")]);
         script.release(&["first"]);
     }
     script.steps
+}
+
+/// Shares and exclusive claims on a server without counters, on devices that are exclusive now. The
+/// devices that the slices must treat as held come first.
+pub(crate) fn without_counters(model: &GpuModel) -> (BTreeSet<String>, Vec<Step>) {
+    let mut script = Script::default();
+    let whole = gpus_wanted(1);
+    let profile = smallest(model).expect("a model with MIG");
+    let (instance, name) = (mig_wanted(&profile.name), instance_name(profile, 1));
+    let refuse_all = |script: &mut Script| {
+        let part = of(instance.clone(), &[("memory", "1Mi")]);
+        let whole_part = of(whole.clone(), &[("memory", "1Mi")]);
+        script.refuse(&[&whole, &whole_part, &memory("1Mi"), &instance, &part]);
+    };
+    for shares in [&[][..], &["1Gi"], &["1Gi", "2Gi"]] {
+        script.held("gpu", "gpu-0", shares);
+        script.held("instance", &name, shares);
+        refuse_all(&mut script);
+        script.release(&["gpu"]);
+        // The slices still treat the device as held, and a new claim takes all of it.
+        script.take("new", &of(whole.clone(), &[("memory", "1Mi")]), true);
+        refuse_all(&mut script);
+        script.release(&["new", "instance"]);
+    }
+    (["gpu-0".to_owned(), name].into(), script.steps)
 }

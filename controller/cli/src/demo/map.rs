@@ -91,9 +91,11 @@ pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec
                 DeviceId::Mig { start, .. } if share => {
                     (Some(*start), "MIG", format!("{name} {}", part("memory")))
                 }
-                DeviceId::Gpu(_) if share => (None, "share", format!("{name} {}", part("memory"))),
+                DeviceId::Gpu(_) | DeviceId::Share(_) if share => {
+                    (None, "share", format!("{name} {}", part("memory")))
+                }
                 DeviceId::Mig { start, .. } => (Some(*start), "MIG", name),
-                DeviceId::Gpu(_) => (None, "whole", name),
+                DeviceId::Gpu(_) | DeviceId::Share(_) => (None, "whole", name),
                 DeviceId::Timeslice(_) => (None, "time-slice", format!("{name} {}", part("slots"))),
                 DeviceId::Mps(_) => (None, "MPS", format!("{name} {} % {}", part("threads"), part("memory"))),
             };

@@ -93,7 +93,7 @@ async fn create_class(cluster: &Cluster, name: &str, config: &Value) -> Result<(
         "metadata": {"name": name},
         "spec": {
             "selectors": [{"cel": {"expression":
-                "device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type == 'gpu'"}}],
+                "device.driver == 'gpu.divvy.dev' && device.attributes['gpu.divvy.dev'].type == 'share'"}}],
             "config": class_config(config),
         },
     }))?;

@@ -17,11 +17,12 @@ use kube::api::{Api, DeleteParams, PostParams};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Whether whole GPUs are published as shareable.
+/// Whether GPUs are offered in shares: by `gpu-0-share`, or by `gpu-0` in earlier versions.
 async fn gpus_are_shareable(cluster: &Cluster) -> Result<bool> {
     let devices = cluster.devices("n1").await?;
     let gpu = devices.get("gpu-0").context("gpu-0 is not published")?;
-    Ok(gpu.allow_multiple_allocations.unwrap_or(false))
+    let share = devices.get("gpu-0-share").is_some_and(|device| device.taints.is_none());
+    Ok(share || gpu.allow_multiple_allocations.unwrap_or(false))
 }
 
 async fn wait_shareable(cluster: &Cluster, expected: bool) -> Result<()> {
@@ -130,7 +131,12 @@ async fn upgrade_and_roll_back(cluster: &Cluster) -> Result<()> {
         ("over-share", on(GPU, &of(3))),
         ("over-mig-share", on(GPU, &of(4))),
     ];
-    let others = [("new", on(MIG, &mig("1g.10gb", 6))), ("later", share_request(SHARE, &of(3), "10Gi"))];
+    let either = format!("{} || {}", of(3), of(5));
+    let others = [
+        ("new", on(MIG, &mig("1g.10gb", 6))),
+        ("later", share_request(SHARE, &either, "10Gi")),
+        ("beside-share", share_request(SHARE, &of(3), "10Gi")),
+    ];
     for (name, spec) in running.iter().chain(&again).chain(&others) {
         cluster.create_template(name, spec.clone()).await?;
     }
@@ -141,8 +147,18 @@ async fn upgrade_and_roll_back(cluster: &Cluster) -> Result<()> {
         pods.insert(pod, (0, cluster.verify_visible_devices(pod).await?));
     }
 
-    upgrade_with_overlap(cluster, &[], ":0", Claim::Template("new")).await?;
+    let of_earlier_version = cluster.single_device("share").await?.device == "gpu-3";
+
+    // Without migShares the instance of mig-share becomes exclusive while shares hold it.
+    let exclusive_instances = ["--set-json", "nodeConfig={}"];
+    upgrade_with_overlap(cluster, &exclusive_instances, ":0", Claim::Template("new")).await?;
+    eventually("shares on their own devices", || async {
+        ensure!(cluster.devices("n1").await?.contains_key("gpu-3-share"), "not yet");
+        Ok(())
+    })
+    .await?;
     verify_undisturbed(cluster, &pods).await?;
+    verify_held_once(cluster, &again).await?;
     for pod in ["whole", "share"] {
         cluster.exec(pod, &["sh", "-c", KILL_CONTAINER])?;
         eventually(&format!("pod {pod} started again"), || async {
@@ -155,11 +171,30 @@ async fn upgrade_and_roll_back(cluster: &Cluster) -> Result<()> {
             *restarts = cluster.restarts(pod).await?;
         }
     }
-    // Prepared by the new version, released by the old one.
-    cluster.start_worker(&Worker::new("later").claim(Claim::Template("later")).work(ALLOCATE_2_GIB)).await?;
+    // While a share of an earlier version exists, new shares use other GPUs.
+    for pod in ["later", "beside-share"] {
+        cluster.start_worker(&Worker::new(pod).claim(Claim::Template(pod)).work(ALLOCATE_2_GIB)).await?;
+    }
     cluster.wait_ready("later").await?;
     pods.insert("later", (0, cluster.verify_visible_devices("later").await?));
+    let expected = if of_earlier_version { "gpu-5-share" } else { "gpu-3-share" };
+    let held = cluster.single_device("later").await?.device;
+    ensure!(held == expected, "the new share is on {held}, not on {expected}");
     verify_undisturbed(cluster, &pods).await?;
+    if of_earlier_version {
+        cluster.wait_unschedulable("beside-share").await?;
+        cluster.delete_pod("share").await?;
+        pods.remove("share");
+        // The first new share on that GPU.
+        cluster.wait_ready("beside-share").await?;
+        cluster.verify_visible_devices("beside-share").await?;
+        // The earlier version does not publish the devices of these shares.
+        cluster.delete_pod("later").await?;
+        pods.remove("later");
+    } else {
+        cluster.wait_ready("beside-share").await?;
+    }
+    cluster.delete_pod("beside-share").await?;
 
     cluster.helm(&HELM_ROLLBACK)?;
     eventually("the older daemon", || async {
@@ -170,6 +205,13 @@ async fn upgrade_and_roll_back(cluster: &Cluster) -> Result<()> {
     })
     .await?;
     verify_undisturbed(cluster, &pods).await?;
+    if of_earlier_version {
+        cluster
+            .start_worker(&Worker::new("share").claim(Claim::Template("share")).work(ALLOCATE_2_GIB))
+            .await?;
+        cluster.wait_ready("share").await?;
+        pods.insert("share", (0, cluster.verify_visible_devices("share").await?));
+    }
     for (pod, _) in &again {
         cluster.start_pod(pod, Claim::Template(pod)).await?;
     }
@@ -182,6 +224,20 @@ async fn upgrade_and_roll_back(cluster: &Cluster) -> Result<()> {
     for (pod, _) in &again {
         cluster.wait_ready(pod).await?;
         cluster.verify_visible_devices(pod).await?;
+    }
+    Ok(())
+}
+
+/// Verifies that no device of a running pod is allocated again.
+async fn verify_held_once(cluster: &Cluster, again: &[(&str, Value)]) -> Result<()> {
+    for (pod, _) in again {
+        cluster.start_pod(pod, Claim::Template(pod)).await?;
+    }
+    for (pod, _) in again {
+        cluster.wait_unschedulable(pod).await?;
+    }
+    for (pod, _) in again {
+        cluster.delete_pod(pod).await?;
     }
     Ok(())
 }
@@ -326,7 +382,10 @@ async fn verify_counted(cluster: &Cluster, old: &OldPods) -> Result<()> {
         cluster.wait_ready(pod).await?;
         cluster.verify_visible_devices(pod).await?;
     }
-    ensure!(cluster.single_device("elsewhere").await?.device == "gpu-4", "the share is on an occupied GPU");
+    ensure!(
+        cluster.single_device("elsewhere").await?.device == "gpu-4-share",
+        "the share is on an occupied GPU"
+    );
     ensure!(cluster.program_memory("elsewhere").await?.total == 10 << 10, "the share does not have its size");
     // The first two stay, to get the released devices later.
     for (pod, _) in &refused[2..] {

@@ -2,8 +2,8 @@
 
 use super::*;
 
-const WHOLE: &str = "share:gpu-0=80Gi,0";
-const TEN: &str = "share:gpu-0=10Gi,0";
+const WHOLE: &str = "share:gpu-0-share=80Gi,0";
+const TEN: &str = "share:gpu-0-share=10Gi,0";
 const SLICE: &str = "share:gpu-0-mig-1g10gb-19-0=4Gi,0";
 
 fn gpu() -> Part {
@@ -19,7 +19,7 @@ fn share_writes_pages_and_full_share_counts_as_whole_gpu() {
     let (steps, undo) =
         (["write pages of shares", "write CDI file"], ["remove CDI file", "remove pages of shares"]);
     check(&node(HOPPER, MigMode::Off), TEN, &steps, &undo);
-    for whole in [WHOLE, "share:gpu-0", "share:gpu-0=81Gi"] {
+    for whole in [WHOLE, "share:gpu-0-share", "share:gpu-0-share=81Gi"] {
         check(&node(HOPPER, MigMode::Off), whole, &["write CDI file"], &["remove CDI file"]);
         let plan = planned(&node(HOPPER, MigMode::Off), whole).unwrap();
         assert_eq!(plan.devices[0].access, Access::Exclusive(None), "{whole}");
@@ -64,6 +64,19 @@ fn first_share_creates_instance_and_last_destroys_it() {
     assert_eq!(left(&node(HOPPER, MigMode::On).share(Part::Instance(key(19, 1, 1)), 4, true)), 4);
 }
 
+/// Earlier versions allocated shares on the device of the whole GPU.
+#[test]
+fn share_of_an_earlier_version_is_planned_like_a_new_one() {
+    let free = node(HOPPER, MigMode::Off);
+    for sharers in [free.clone(), free.clone().share(gpu(), 50, true)] {
+        let [old, new] = ["share:gpu-0=10Gi,0", TEN].map(|devices| planned(&sharers, devices).unwrap());
+        assert_eq!(old.devices[0].access, new.devices[0].access);
+        assert_eq!(old.devices[0].part, new.devices[0].part);
+    }
+    let full = "has 10Gi of memory left";
+    check_refused(&free.share(gpu(), 70, true), "share:gpu-0=11Gi,0", full);
+}
+
 /// In an instance of another owner, the first share creates only what is missing, and the last share
 /// destroys no more than that, even if the inventory changed meanwhile.
 #[test]
@@ -93,9 +106,9 @@ fn shares_never_exceed_the_memory_of_a_part() {
     let sharers = free.clone().share(gpu(), 50, true).share(gpu(), 20, false);
     check(&sharers, TEN, Ok(()));
     let full = "has 10Gi of memory left beside other shares on GPU-a, and the claim requests 10241Mi";
-    check(&sharers, "share:gpu-0=10241Mi,0", Err(full));
-    check(&sharers, "share:gpu-0=5Gi,0 share:gpu-0=5Gi,0", Ok(()));
-    check(&sharers, "share:gpu-0=5Gi,0 share:gpu-0=6Gi,0", Err("has 5Gi of memory left"));
+    check(&sharers, "share:gpu-0-share=10241Mi,0", Err(full));
+    check(&sharers, "share:gpu-0-share=5Gi,0 share:gpu-0-share=5Gi,0", Ok(()));
+    check(&sharers, "share:gpu-0-share=5Gi,0 share:gpu-0-share=6Gi,0", Err("has 5Gi of memory left"));
     check(&free.clone().share(slice(), 9, true), SLICE, Err("has 640Mi of memory left"));
     check(&free.share(Part::Instance(key(19, 1, 1)), 9, true), SLICE, Ok(()));
 }
@@ -112,13 +125,21 @@ fn shares_never_exceed_the_compute_time_of_a_part() {
         let all: Vec<u32> = plan.devices.iter().map(|device| device.access.limits().unwrap().cores).collect();
         all
     };
-    assert_eq!(cores(&free, "share:gpu-0=10Gi,30"), [30]);
-    assert_eq!(cores(&free, "share:gpu-0=80Gi,100"), [100], "all memory with a compute limit is a share");
-    assert_eq!(cores(&taken(70), "share:gpu-0=10Gi,30"), [30]);
+    assert_eq!(cores(&free, "share:gpu-0-share=10Gi,30"), [30]);
+    assert_eq!(
+        cores(&free, "share:gpu-0-share=80Gi,100"),
+        [100],
+        "all memory with a compute limit is a share"
+    );
+    assert_eq!(cores(&taken(70), "share:gpu-0-share=10Gi,30"), [30]);
     assert_eq!(cores(&taken(100), TEN), [0]);
     let busy = "has 29 percent of the cores left beside other shares on GPU-a, and the claim requests 30";
-    check_refused(&taken(71), "share:gpu-0=10Gi,30", busy);
-    check_refused(&free, "share:gpu-0=1Gi,60 share:gpu-0=1Gi,50", "has 40 percent of the cores left");
+    check_refused(&taken(71), "share:gpu-0-share=10Gi,30", busy);
+    check_refused(
+        &free,
+        "share:gpu-0-share=1Gi,60 share:gpu-0-share=1Gi,50",
+        "has 40 percent of the cores left",
+    );
 }
 
 #[test]
@@ -134,7 +155,8 @@ fn shares_and_whole_devices_exclude_each_other() {
             }
         }
     }
-    check_refused(&free.clone().held("other", gpu()), TEN, "overlaps what claim ns/other holds");
+    let otherwise = "in mode share, and claim ns/other holds it in mode whole";
+    check_refused(&free.clone().held("other", gpu()), TEN, otherwise);
     check_refused(&free.clone().held("other", slice()), SLICE, "overlaps what claim ns/other holds");
     let overlapping = "share:gpu-0-mig-3g40gb-9-0=4Gi,0";
     check_refused(&free.clone().share(slice(), 1, true), overlapping, "overlaps what claim ns/other holds");
@@ -172,8 +194,8 @@ fn share_settings_come_from_the_class() {
 #[test]
 fn capacities_outside_the_published_range_are_refused() {
     let free = node(HOPPER, MigMode::Off);
-    check_refused(&free, "share:gpu-0=10Gi,101", "consumes 101 percent of the cores");
-    check_refused(&free, "share:gpu-0=1Ki,0", "consumes 1Ki of memory, expected at least 1Mi");
+    check_refused(&free, "share:gpu-0-share=10Gi,101", "consumes 101 percent of the cores");
+    check_refused(&free, "share:gpu-0-share=1Ki,0", "consumes 1Ki of memory, expected at least 1Mi");
 }
 
 #[test]
