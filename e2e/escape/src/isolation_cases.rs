@@ -186,9 +186,9 @@ const ACCOUNT: &str = "account";
 const TIME_SLICES: &str = "the GPU driver's time slices, half of the GPU beside one other busy process";
 
 /// The bound of a share that ignores its grants beside busy neighbours on the same GPU or MIG instance.
-/// The neighbours' kernels look longer then, and the neighbours get less than half.
-const TIME_SLICES_REPORTED: &str = "the GPU driver's time slices, two thirds of the device beside one other \
-                                    busy process; all shares of the device are reported as \
+/// The neighbours' kernels look up to twice as long then, and a neighbour gets down to half of its ceiling.
+const TIME_SLICES_REPORTED: &str = "the GPU driver's time slices, which leave a busy neighbour at least half \
+                                    of its ceiling; all shares of the device are reported as \
                                     `over-compute-limit`";
 
 /// All cases, in the order of the table.

@@ -12,15 +12,19 @@ use std::time::{Duration, Instant};
 
 /// The share's ceiling, in per cent of the GPU.
 const CEILING_PERCENT: u32 = 30;
-/// A part of the GPU above this is a gain: the ceiling plus the tolerance of the node's agent,
-/// which is five points or a fifth. It is also more than the share is granted in the setups without
-/// a ceiling.
-pub(crate) const GAIN_THRESHOLD: f64 = 0.36;
-/// The part that each of two busy processes gets by the GPU driver's time slices, plus the same tolerance.
-const TIME_SLICE_BOUND: f64 = 0.5 + 0.06;
-/// The bound beside a busy neighbour: the neighbour's kernels look half as long again there, and
-/// the agent cannot see the time that the neighbour loses.
-const BUSY_NEIGHBOUR_BOUND: f64 = 0.667;
+/// The ceiling of a busy neighbour, in per cent of the GPU.
+const NEIGHBOUR_CEILING_PERCENT: u32 = 2 * CEILING_PERCENT;
+/// The tolerance of the node's agent, as a part of the GPU: five points, or a fifth of the ceiling.
+const TOLERANCE: f64 = 0.06;
+/// A part of the GPU above this is a gain. It is also more than the share is granted in the setups
+/// without a ceiling.
+pub(crate) const GAIN_THRESHOLD: f64 = CEILING_PERCENT as f64 / 100.0 + TOLERANCE;
+/// The part that each of two busy processes gets by the GPU driver's time slices.
+const TIME_SLICE_BOUND: f64 = 0.5 + TOLERANCE;
+/// The bound beside a busy neighbour that has a ceiling. Its kernels look up to twice as long as they are,
+/// because the GPU's time slices alternate, and the agent cannot see the time that it loses. So it gets at
+/// least half of its ceiling.
+const BUSY_NEIGHBOUR_BOUND: f64 = 1.0 - NEIGHBOUR_CEILING_PERCENT as f64 / 200.0 + TOLERANCE;
 /// The agent reads the usage once a second, and corrects a share's shortfall within this time.
 const CORRECTION_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long the programs run before the measurement starts.
@@ -44,7 +48,7 @@ pub(crate) fn compute(case: &IsolationCase) -> [Compute; 2] {
         }
         ComputeSetup::Weight => [Compute { weight: 1, ..unlimited }, Compute { weight: 3, ..unlimited }],
         ComputeSetup::LowPriority => [unlimited, Compute { priority: 1, ..unlimited }],
-        ComputeSetup::BusyNeighbour => [CEILING_PERCENT, 2 * CEILING_PERCENT].map(|part| Compute {
+        ComputeSetup::BusyNeighbour => [CEILING_PERCENT, NEIGHBOUR_CEILING_PERCENT].map(|part| Compute {
             cores: part,
             ceiling: part,
             ..unlimited
@@ -84,12 +88,15 @@ impl CaseRun {
     pub(crate) fn converges_to_bound(&self, case: &IsolationCase) -> Result<bool> {
         let bound =
             if case.setup == ComputeSetup::BusyNeighbour { BUSY_NEIGHBOUR_BOUND } else { TIME_SLICE_BOUND };
-        let begun = Instant::now();
+        let (begun, mut parts) = (Instant::now(), Vec::new());
         while begun.elapsed() < CORRECTION_TIMEOUT {
-            if self.measure_part(MEASUREMENT)? <= bound {
+            let part = self.measure_part(MEASUREMENT)?;
+            if part <= bound {
                 return Ok(true);
             }
+            parts.push(part);
         }
+        eprintln!("{}: the bound is {bound:.3}, the measured parts are {parts:.3?}", case.name);
         Ok(false)
     }
 }
