@@ -1,31 +1,21 @@
 //! Every claim is answered within a bounded number of steps, on nodes of eight GPUs.
 
 mod common;
+#[path = "common/dice.rs"]
+mod dice;
 #[path = "../../slices/tests/common/mod.rs"]
 mod gpus;
 #[path = "common/nodes.rs"]
 mod nodes;
 
 use common::{Cluster, claim, select, with};
+use dice::Dice;
 use divvy_alloc::AllocationError;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 /// In a release build. A debug build is about ten times slower and is not timed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// SplitMix64, so that the claims are the same on every machine.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % sides as u64) as usize
-    }
-}
 
 /// A claim with up to 32 requests of up to 8 alternatives, and up to 8 constraints.
 fn random_claim(dice: &mut Dice) -> Value {

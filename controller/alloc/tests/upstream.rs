@@ -6,6 +6,8 @@
 #![allow(clippy::unwrap_used, reason = "test helpers")]
 
 mod common;
+#[path = "common/dice.rs"]
+mod dice;
 #[path = "../../slices/tests/common/mod.rs"]
 mod gpus;
 #[path = "common/nodes.rs"]

@@ -2,8 +2,9 @@
 //! or a tool is missing.
 //!
 //! A claim is released although steps are left, once no process of it is left. Until the debt is
-//! settled, everything that overlaps it is tainted and refused. A debt is void after a reboot, a reload
-//! of the GPU driver or a reset, and for an instance with other ids: then another owner created it.
+//! settled, everything that overlaps it is tainted and refused. A debt is void after a reboot or a reload
+//! of the GPU driver. Its instances are void after a reset too, and if the instance at that place has
+//! other ids: then another owner created it.
 
 use crate::claims::engine::{Inner, ReleaseError};
 use crate::claims::execute::NotUndone;

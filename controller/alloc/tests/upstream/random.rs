@@ -2,27 +2,11 @@
 
 use super::{Sequence, Step};
 use crate::common::{one, select, with};
+use crate::dice::Dice;
 use crate::gpus;
 use crate::nodes::{MPS, SHARE, TIMESLICE, gpus_wanted, mig_wanted, named, of, share_wanted};
 use divvy_sim::catalogue::GpuModel;
 use serde_json::{Value, json};
-
-/// SplitMix64, so that the sequences are the same on every machine.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % sides as u64) as usize
-    }
-
-    fn pick<T: Clone>(&mut self, list: &[T]) -> T {
-        list[self.roll(list.len())].clone()
-    }
-}
 
 /// Random sequences of claims and releases.
 pub(crate) fn random(model: &GpuModel, count: usize, seed: &str) -> Vec<Sequence> {

@@ -7,7 +7,7 @@
 mod common;
 
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode};
 
 use common::Node;
 use divvy_sim::code::Code;
@@ -59,14 +59,9 @@ fn uuids(node: &Node) -> (String, Vec<String>) {
 fn closed_pipe_ends_the_program() {
     let node = Node::up("8xH100-SXM5-80GB");
     let program = node.dir.path().join("usr/bin/nvidia-smi");
-    let mut child = Command::new(program)
-        .arg("-q")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("nvidia-smi runs");
-    drop(child.stdout.take());
-    let output = child.wait_with_output().expect("nvidia-smi ends");
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let output = Command::new(program).arg("-q").stdout(writer).output().expect("nvidia-smi runs");
     assert_eq!((output.status.signal(), String::from_utf8_lossy(&output.stderr)), (Some(13), "".into()));
 }
 
