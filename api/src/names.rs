@@ -9,6 +9,10 @@ use std::fmt;
 pub const DRIVER: &str = "gpu.divvy.dev";
 /// The CDI kind of claim devices. A `.` in the class part would require CDI 0.6.0.
 pub const CDI_KIND: &str = "gpu.divvy.dev/claim";
+/// The DeviceClass of devices for adminAccess.
+pub const OBSERVER_CLASS: &str = "observer.divvy.dev";
+/// Key of the taint of devices for adminAccess.
+pub const OBSERVER_TAINT: &str = "gpu.divvy.dev/observer";
 /// API group and version of opaque configuration.
 pub const CONFIG_API_VERSION: &str = "resource.divvy.dev/v1alpha1";
 

@@ -22,6 +22,8 @@ pub enum DeviceId {
     Timeslice(GpuNumber),
     /// `gpu-N-mps`: the whole GPU for clients of one MPS control daemon.
     Mps(GpuNumber),
+    /// `gpu-N-observer`: the whole GPU for claims with adminAccess, which hold nothing.
+    Observer(GpuNumber),
 }
 
 /// The name is not one of this driver.
@@ -56,14 +58,15 @@ impl DeviceId {
             | Self::Share(gpu)
             | Self::Mig { gpu, .. }
             | Self::Timeslice(gpu)
-            | Self::Mps(gpu) => *gpu,
+            | Self::Mps(gpu)
+            | Self::Observer(gpu) => *gpu,
         }
     }
 
-    /// The mode that a claim for it gives to the GPU.
+    /// The mode that a claim for it gives to the GPU. An observer changes no mode, and sees the whole GPU.
     pub fn mode(&self) -> Mode {
         match self {
-            Self::Gpu(_) => Mode::Whole,
+            Self::Gpu(_) | Self::Observer(_) => Mode::Whole,
             Self::Share(_) => Mode::Share,
             Self::Mig { .. } => Mode::Mig,
             Self::Timeslice(_) => Mode::Timeslice,
@@ -117,6 +120,7 @@ impl fmt::Display for DeviceId {
             }
             Self::Timeslice(gpu) => write!(out, "gpu-{gpu}-timeslice"),
             Self::Mps(gpu) => write!(out, "gpu-{gpu}-mps"),
+            Self::Observer(gpu) => write!(out, "gpu-{gpu}-observer"),
         }
     }
 }
@@ -142,6 +146,9 @@ fn parse(name: &str) -> Option<DeviceId> {
     }
     if let Some(gpu) = rest.strip_suffix("-mps") {
         return Some(DeviceId::Mps(GpuNumber(number(gpu)?)));
+    }
+    if let Some(gpu) = rest.strip_suffix("-observer") {
+        return Some(DeviceId::Observer(GpuNumber(number(gpu)?)));
     }
     let Some((gpu, rest)) = rest.split_once("-mig-") else {
         return Some(DeviceId::Gpu(GpuNumber(number(rest)?)));
@@ -182,6 +189,7 @@ mod tests {
             any::<u32>().prop_map(|gpu| DeviceId::Share(GpuNumber(gpu))),
             any::<u32>().prop_map(|gpu| DeviceId::Timeslice(GpuNumber(gpu))),
             any::<u32>().prop_map(|gpu| DeviceId::Mps(GpuNumber(gpu))),
+            any::<u32>().prop_map(|gpu| DeviceId::Observer(GpuNumber(gpu))),
             (any::<u32>(), slug, any::<u32>(), any::<u32>()).prop_map(|(gpu, slug, profile_id, start)| {
                 DeviceId::Mig { gpu: GpuNumber(gpu), slug, profile_id, start }
             }),
@@ -197,7 +205,7 @@ mod tests {
 
         #[test]
         fn device_has_one_name(
-            text in "gpu-[0-9]{1,3}(-mig-[-0-9a-zG+]{0,12}-[0-9]{1,3}-[0-9]{1,2}|-share|-timeslice|-mps)?|.*",
+            text in "gpu-[0-9]{1,3}(-mig-[-0-9a-zG+]{0,12}-[0-9]{1,3}-[0-9]{1,2}|-[a-z]{3,9})?|.*",
         ) {
             let name = DeviceName::from(text);
             if let Ok(id) = DeviceId::try_from(&name) {

@@ -5,8 +5,11 @@ use super::types::{Class, ClusterView, Finding, ONE_DAEMON_PER_CONTAINER, ours};
 use crate::config::{
     AppliedConfig, ConfigError, ConfigMismatch, DeviceConfig, Source, effective, share_settings,
 };
+use crate::names::{OBSERVER_CLASS, OBSERVER_TAINT};
 use crate::sharing::{Mode, Sharing};
-use k8s_openapi::api::resource::v1::{DeviceClaim, DeviceClass, DeviceSelector, OpaqueDeviceConfiguration};
+use k8s_openapi::api::resource::v1::{
+    DeviceClaim, DeviceClass, DeviceSelector, DeviceToleration, OpaqueDeviceConfiguration,
+};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -190,6 +193,7 @@ pub(super) fn check(
     let requested = requested(claim, path, view);
     let claim_configs = claim_configs(claim, path, texts);
     let mut findings = configs(claim, &requested, &claim_configs, view);
+    findings.extend(observers(claim, path));
     for request in &requested {
         findings.extend(
             request
@@ -260,6 +264,53 @@ fn is_for(config: &DeviceConfig, mode: Mode, share: bool) -> bool {
     }
 }
 
+/// Problems of requests for devices that only observe. Their class has no mode, so [`requested`] leaves
+/// them out.
+fn observers(claim: &DeviceClaim, path: &str) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for (index, request) in claim.requests.iter().flatten().enumerate() {
+        let path = format!("{path}.requests[{index}]");
+        for (index, one) in request.first_available.iter().flatten().enumerate() {
+            if one.device_class_name == OBSERVER_CLASS {
+                let message = format!(
+                    "an alternative cannot have adminAccess, which class {OBSERVER_CLASS} requires; use \
+                     exactly"
+                );
+                let path = format!("{path}.firstAvailable[{index}].deviceClassName");
+                findings.push(Finding::error(path, message));
+            }
+        }
+        let Some(one) = request.exactly.as_ref().filter(|one| one.device_class_name == OBSERVER_CLASS) else {
+            continue;
+        };
+        if one.admin_access != Some(true) {
+            let message = format!(
+                "class {OBSERVER_CLASS} is for monitoring; set adminAccess: true, in a namespace with the \
+                 label resource.kubernetes.io/admin-access: \"true\""
+            );
+            findings.push(Finding::error(format!("{path}.exactly.adminAccess"), message));
+        }
+        if !one.tolerations.iter().flatten().any(tolerates_observer_taint) {
+            let message = format!(
+                "the scheduler gives a device of class {OBSERVER_CLASS} only to a request with the \
+                 toleration {{key: {OBSERVER_TAINT}, operator: Exists}}; add it"
+            );
+            findings.push(Finding::error(format!("{path}.exactly.tolerations"), message));
+        }
+    }
+    findings
+}
+
+/// Whether the toleration covers the taint of devices that only observe, which has no value and the
+/// effect NoSchedule.
+fn tolerates_observer_taint(toleration: &DeviceToleration) -> bool {
+    let key = toleration.key.as_deref().unwrap_or_default();
+    let exists = toleration.operator.as_deref() == Some("Exists");
+    let no_value = toleration.value.as_deref().unwrap_or_default().is_empty();
+    (key == OBSERVER_TAINT && (exists || no_value) || key.is_empty() && exists)
+        && matches!(toleration.effect.as_deref(), None | Some("" | "NoSchedule"))
+}
+
 /// Problems of the configuration of a request's devices.
 fn sharing(
     claim: &DeviceClaim,
@@ -272,8 +323,11 @@ fn sharing(
         findings.push(Finding::error(format!("{}.deviceClassName", request.path), message));
     }
     if request.admin {
-        let message = "adminAccess only observes: no device is created or configured for it, and the \
-             scheduler finds no device on a GPU that a claim holds";
+        let message = format!(
+            "adminAccess only observes: no device is created or configured for it, and the scheduler finds \
+             no such device on a GPU that a claim holds; use class {OBSERVER_CLASS}, whose devices are \
+             always free"
+        );
         findings.push(Finding::warning(format!("{}.adminAccess", request.path), message));
         return findings;
     }

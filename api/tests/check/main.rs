@@ -153,7 +153,37 @@ fn configuration_errors_match_prepare() {
         &[asking("r", "gpu.divvy.dev", json!({"adminAccess": true}))],
         &[],
         &["warning: spec.devices.requests[0].exactly.adminAccess: adminAccess only observes: no device is \
-             created or configured for it, and the scheduler finds no device on a GPU that a claim holds"],
+             created or configured for it, and the scheduler finds no such device on a GPU that a claim \
+             holds; use class observer.divvy.dev, whose devices are always free"],
+    );
+}
+
+#[test]
+fn observer_needs_admin_access_and_a_toleration() {
+    let check = |request: Value, expected: &[&str]| check(&claim(json!({"requests": [request]})), expected);
+    let toleration = json!({"key": "gpu.divvy.dev/observer", "operator": "Exists"});
+    let observer = |more: Value| asking("r", "observer.divvy.dev", more);
+    check(observer(json!({"adminAccess": true, "tolerations": [toleration]})), &[]);
+    check(observer(json!({"adminAccess": true, "tolerations": [{"operator": "Exists"}]})), &[]);
+    let no_access = "error: spec.devices.requests[0].exactly.adminAccess: class observer.divvy.dev is for \
+         monitoring; set adminAccess: true, in a namespace with the label \
+         resource.kubernetes.io/admin-access: \"true\"";
+    let no_toleration = "error: spec.devices.requests[0].exactly.tolerations: the scheduler gives a device \
+         of class observer.divvy.dev only to a request with the toleration {key: gpu.divvy.dev/observer, \
+         operator: Exists}; add it";
+    check(observer(json!({"tolerations": [toleration]})), &[no_access]);
+    check(observer(json!({})), &[no_access, no_toleration]);
+    for other in [
+        json!({"key": "gpu.divvy.dev/mode-off", "operator": "Exists"}),
+        json!({"key": "gpu.divvy.dev/observer", "operator": "Equal", "value": "x"}),
+        json!({"key": "gpu.divvy.dev/observer", "operator": "Exists", "effect": "NoExecute"}),
+    ] {
+        check(observer(json!({"adminAccess": true, "tolerations": [other]})), &[no_toleration]);
+    }
+    check(
+        json!({"name": "r", "firstAvailable": [{"name": "a", "deviceClassName": "observer.divvy.dev"}]}),
+        &["error: spec.devices.requests[0].firstAvailable[0].deviceClassName: an alternative cannot have \
+             adminAccess, which class observer.divvy.dev requires; use exactly"],
     );
 }
 

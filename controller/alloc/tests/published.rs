@@ -45,6 +45,29 @@ fn profiles_fit_up_to_the_hardware_limit() {
     }
 }
 
+/// Claims with adminAccess get every GPU, whatever other claims hold, and ordinary claims get no observer.
+#[test]
+fn observer_devices_are_always_free_for_admin_access() {
+    let observer = |more: Value| {
+        let mut request = json!({"name": "r", "exactly": {"deviceClassName": "observer.divvy.dev",
+            "allocationMode": "All"}});
+        request["exactly"].as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        wanting(request)
+    };
+    let tolerations = json!([{"key": "gpu.divvy.dev/observer", "operator": "Exists"}]);
+    let admin = observer(json!({"adminAccess": true, "tolerations": tolerations}));
+    let mut cluster = published(&inventory_of("H100-SXM5-80GB", 3));
+    cluster.take("part", &wanting(mig_wanted("3g.40gb"))).expect("fits");
+    cluster.take("whole", &wanting(gpus_wanted(2))).expect("fits");
+    for agent in ["first", "second"] {
+        let taken = cluster.take(agent, &admin).expect("observers take nothing");
+        assert_eq!(picked(&taken), ["r=gpu-0-observer", "r=gpu-1-observer", "r=gpu-2-observer"]);
+    }
+    cluster.take("other part", &wanting(mig_wanted("3g.40gb"))).expect("the GPU has half of its memory left");
+    assert!(cluster.allocate(&observer(json!({"adminAccess": true}))).is_err(), "the taint is not tolerated");
+    assert!(cluster.allocate(&observer(json!({}))).is_err(), "the taint is not tolerated");
+}
+
 #[test]
 fn partitioned_gpu_is_unavailable_as_a_whole() {
     let mut cluster = published(&inventory_of("H100-SXM5-80GB", 2));

@@ -13,7 +13,9 @@ use crate::taints::{self, Cause};
 use crate::wire::{Consumption, Device};
 use divvy_api::DeviceName;
 use divvy_api::sharing::Mode;
-use divvy_model::inventory::{Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin};
+use divvy_model::inventory::{
+    Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin, Presence,
+};
 use divvy_model::{DeviceId, GpuNumber, Placement, share};
 use k8s_openapi::api::resource::v1::{Counter, CounterSet, DeviceAttribute, DeviceTaint};
 use std::collections::{BTreeMap, BTreeSet};
@@ -42,6 +44,8 @@ pub struct GpuPool {
     pub timeslice: Vec<Device>,
     /// The whole GPU for MPS clients.
     pub mps: Vec<Device>,
+    /// The whole GPU for claims with adminAccess.
+    pub observer: Vec<Device>,
 }
 
 /// Inputs of a pool in addition to the inventory.
@@ -82,12 +86,19 @@ impl Pool {
 }
 
 impl GpuPool {
-    fn lists(&self) -> [&Vec<Device>; 5] {
-        [&self.whole, &self.share, &self.instances, &self.timeslice, &self.mps]
+    fn lists(&self) -> [&Vec<Device>; 6] {
+        [&self.whole, &self.share, &self.instances, &self.timeslice, &self.mps, &self.observer]
     }
 
-    fn lists_mut(&mut self) -> [&mut Vec<Device>; 5] {
-        [&mut self.whole, &mut self.share, &mut self.instances, &mut self.timeslice, &mut self.mps]
+    fn lists_mut(&mut self) -> [&mut Vec<Device>; 6] {
+        [
+            &mut self.whole,
+            &mut self.share,
+            &mut self.instances,
+            &mut self.timeslice,
+            &mut self.mps,
+            &mut self.observer,
+        ]
     }
 }
 
@@ -119,8 +130,12 @@ pub fn pool_without_counters(inventory: &Inventory, support: Support, held: &BTr
         }
         gpu.instances.retain(|device| !held.contains(&device.name));
         gpu.instances.append(&mut all.instances);
-        *gpu =
-            GpuPool { counters: gpu.counters.take(), instances: std::mem::take(&mut gpu.instances), ..all };
+        *gpu = GpuPool {
+            counters: gpu.counters.take(),
+            instances: std::mem::take(&mut gpu.instances),
+            observer: std::mem::take(&mut gpu.observer),
+            ..all
+        };
     }
     reduced
 }
@@ -180,6 +195,7 @@ pub fn attributes(node: &Inventory, name: &DeviceName) -> Option<BTreeMap<String
     let builder = GpuPoolBuilder::new(node, gpu, &model);
     let whole = || builder.whole(Arc::default());
     let mut device = match (id.mode(), part) {
+        _ if matches!(id, DeviceId::Observer(_)) => builder.observer()?,
         (Mode::Mig, Some((profile, at))) => {
             builder.instances(&model.siblings(profile, vec![at]), |_| true).pop()?
         }
@@ -214,6 +230,7 @@ impl<'a> GpuPoolBuilder<'a> {
             instances: Vec::new(),
             timeslice: Vec::new(),
             mps: Vec::new(),
+            observer: self.observer().into_iter().collect(),
         };
         let whole = self.whole(all.clone());
         if support.counters && support.shares {
@@ -299,6 +316,32 @@ impl<'a> GpuPoolBuilder<'a> {
             taints: non_empty(taints),
             ..Device::default()
         }
+    }
+
+    /// The GPU for claims with adminAccess, if it is present. The scheduler charges counters for
+    /// adminAccess too, so a device without counters is the only one that is available whatever other
+    /// claims hold. Its taint keeps ordinary claims away, which would hold nothing. A sick GPU is the one
+    /// that monitoring must see, so taints of its health are left out.
+    fn observer(&self) -> Option<Device> {
+        let gpu = self.gpu;
+        if gpu.presence == Presence::Missing {
+            return None;
+        }
+        let mut attributes = self.common.clone();
+        for name in ["type", "mode"] {
+            attributes.insert(name.to_owned(), string("observer"));
+        }
+        attributes.insert("uuid".to_owned(), string(gpu.uuid.as_str()));
+        let mut taints = vec![Cause::Observer.taint()];
+        if gpu.presence == Presence::Unread {
+            taints::add(&mut taints, &Cause::NoDriver);
+        }
+        Some(Device {
+            name: DeviceId::Observer(gpu.number).to_string(),
+            attributes: Some(Arc::new(attributes)),
+            taints: Some(taints),
+            ..Device::default()
+        })
     }
 
     /// The existing MIG instances, from any creator.

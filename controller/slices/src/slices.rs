@@ -12,8 +12,8 @@ use std::collections::{BTreeMap, HashSet};
 ///
 /// Counter sets and devices cannot share a slice. Counter sets come first, eight to a slice. Whole
 /// GPUs and GPUs for shares follow. Then each GPU has a slice with its instances, so that most changes
-/// of a GPU change one slice. GPUs for time-slices and for MPS are last. An empty pool is one empty
-/// slice.
+/// of a GPU change one slice. GPUs for time-slices, for MPS and for observers are last. An empty pool is
+/// one empty slice.
 ///
 /// The scheduler takes the first device that fits, and evaluates the selectors of a claim on every
 /// device before it. So the kinds that are few and wanted often come first. Whole GPUs are taken from
@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, HashSet};
 /// a taint on a GPU changes up to three slices, and thus the generation of the pool.
 pub fn slices(pool: Pool) -> Vec<Content> {
     let (mut counters, mut instances) = (Vec::new(), Vec::new());
-    let [mut whole, mut share, mut timeslice, mut mps] = [const { Vec::new() }; 4];
+    let [mut whole, mut share, mut timeslice, mut mps, mut observer] = [const { Vec::new() }; 5];
     for gpu in pool.gpus {
         counters.extend(gpu.counters);
         instances.extend(chunks(gpu.instances, DEVICES_WITH_COUNTERS_MAX));
@@ -29,11 +29,12 @@ pub fn slices(pool: Pool) -> Vec<Content> {
         share.extend(gpu.share);
         timeslice.extend(gpu.timeslice);
         mps.extend(gpu.mps);
+        observer.extend(gpu.observer);
     }
-    let joined = |first: Vec<_>, then: Vec<_>| {
-        chunks(first.into_iter().chain(then).collect(), DEVICES_WITH_COUNTERS_MAX)
+    let joined = |kinds: &mut [Vec<_>]| {
+        chunks(kinds.iter_mut().flat_map(std::mem::take).collect(), DEVICES_WITH_COUNTERS_MAX)
     };
-    let (first, last) = (joined(whole, share), joined(timeslice, mps));
+    let (first, last) = (joined(&mut [whole, share]), joined(&mut [timeslice, mps, observer]));
     let counters = chunks(counters, COUNTER_SETS_MAX);
     let mut contents: Vec<Content> =
         counters.into_iter().map(|counters| Content { counters, ..Content::default() }).collect();

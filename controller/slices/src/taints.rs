@@ -36,6 +36,8 @@ pub(crate) enum Cause<'a> {
     DevicePlugin(&'a str),
     /// The GPU driver is absent; the devices are those that were published before.
     NoDriver,
+    /// The device is only for claims with adminAccess.
+    Observer,
 }
 
 impl Cause<'_> {
@@ -59,6 +61,7 @@ impl Cause<'_> {
             Self::MpsUnhealthy(cause) => ("mps-unhealthy", Some(label(cause))),
             Self::DevicePlugin(resource) => ("device-plugin", Some(label(resource))),
             Self::NoDriver => ("no-gpu-driver", None),
+            Self::Observer => ("observer", None),
         };
         DeviceTaint {
             key: format!("{DRIVER}/{name}"),

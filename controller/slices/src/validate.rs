@@ -7,6 +7,7 @@
 
 use crate::wire::{Consumption, Content, Device};
 use divvy_api::Quantity;
+use divvy_api::names::OBSERVER_TAINT;
 use k8s_openapi::api::resource::v1::{
     CapacityRequestPolicy, Counter, CounterSet, DeviceAttribute, DeviceCapacity, DeviceTaint,
 };
@@ -193,7 +194,11 @@ fn check_device<'a>(
         capacity(name, value, shared)?;
     }
     let before = before.and_then(|before| before.consumes_counters.as_deref());
-    consumptions(device.consumes_counters.as_deref().unwrap_or_default(), before.unwrap_or_default(), sets)?;
+    let taken = device.consumes_counters.as_deref().unwrap_or_default();
+    if taken.is_empty() && !sets.is_empty() && !is_observer(device) {
+        return Err(Violation::Unguarded);
+    }
+    consumptions(taken, before.unwrap_or_default(), sets)?;
     taints(device.taints.as_deref().unwrap_or_default())?;
     binding_conditions(device)?;
     if device.node_name.is_some() || device.node_selector.is_some() || device.all_nodes.is_some() {
@@ -298,15 +303,17 @@ fn request_policy(name: &str, policy: &CapacityRequestPolicy, value: i64) -> Res
     }
 }
 
+/// Whether its taint keeps claims away that would hold it.
+fn is_observer(device: &Device) -> bool {
+    device.taints.iter().flatten().any(|taint| taint.key == OBSERVER_TAINT)
+}
+
 fn consumptions(
     consumptions: &[Consumption],
     before: &[Consumption],
     sets: &Sets<'_>,
 ) -> Result<(), Violation> {
     at_most("consumed counter sets", consumptions.len(), CONSUMED_SETS_MAX)?;
-    if consumptions.is_empty() && !sets.is_empty() {
-        return Err(Violation::Unguarded);
-    }
     for (index, consumption) in consumptions.iter().enumerate() {
         let set = &consumption.counter_set;
         if consumptions[..index].iter().any(|before| before.counter_set == *set) {

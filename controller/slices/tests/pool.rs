@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{gpu, in_mode, inventory_of, node, with_instance};
+use common::{gpu, in_mode, inventory_of, is_observer, node, with_instance};
 use divvy_api::Quantity;
 use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, MigToggle, Origin, Presence};
 use divvy_model::{DeviceId, Finding, HealthState, Placement, TaintEffect};
@@ -25,7 +25,7 @@ fn row(model: &str) -> &'static GpuModel {
 }
 
 fn published(inventory: &Inventory) -> Vec<Content> {
-    slices(pool(inventory, &PoolOptions::default()))
+    slices(whole(inventory))
 }
 
 fn device<'a>(pool: &'a Pool, name: &str) -> &'a Device {
@@ -51,7 +51,35 @@ fn names(names: &[&str]) -> BTreeSet<String> {
 }
 
 fn whole(inventory: &Inventory) -> Pool {
-    pool(inventory, &PoolOptions::default())
+    ordinary(pool(inventory, &PoolOptions::default()))
+}
+
+/// The pool without observers.
+fn ordinary(mut pool: Pool) -> Pool {
+    pool.gpus.iter_mut().for_each(|gpu| gpu.observer.clear());
+    pool
+}
+
+#[test]
+fn each_present_gpu_has_a_free_observer() {
+    let check = |edit: fn(&mut Gpu), support: Support, expected: &[&[&str]]| {
+        let mut inventory = inventory_of(H100, 2);
+        edit(&mut inventory.gpus[1]);
+        let pool = pool(&inventory, &PoolOptions { support });
+        assert_eq!(validate(&slices(pool.clone())), Ok(()));
+        let observers: Vec<&Device> = pool.devices().filter(|device| is_observer(&device.name)).collect();
+        assert!(observers.iter().all(|device| device.consumes_counters.is_none()), "it is free");
+        let keys: Vec<_> = observers.iter().map(|device| taints(&pool, &device.name)).collect();
+        assert_eq!(keys, expected);
+    };
+    let all = Support::default();
+    check(|_| {}, all, &[&["observer"], &["observer"]]);
+    check(|gpu| gpu.conditions = vec![finding(HealthState::Lost)], all, &[&["observer"], &["observer"]]);
+    check(|gpu| gpu.presence = Presence::Unread, all, &[&["observer"], &["observer", "no-gpu-driver"]]);
+    check(|gpu| gpu.presence = Presence::Missing, all, &[&["observer"]]);
+    check(|_| {}, Support { counters: false, ..all }, &[&["observer"], &["observer"]]);
+    // Without its taint, an ordinary claim could get it.
+    check(|_| {}, Support { taints: false, ..all }, &[]);
 }
 
 #[test]
@@ -312,7 +340,7 @@ fn divided_and_whole_gpus_fill_from_opposite_ends() {
 fn without_counters_only_existing_devices_are_published() {
     let support = Support { counters: false, ..Support::default() };
     let cut = with_instance(with_instance(gpu(row(H100), 1), 9, 4, Origin::Ours), 19, 0, Origin::Foreign);
-    let pool = pool(&node(vec![gpu(row(H100), 0), cut]), &PoolOptions { support });
+    let pool = ordinary(pool(&node(vec![gpu(row(H100), 0), cut]), &PoolOptions { support }));
     let names: Vec<&str> = pool.devices().map(|device| device.name.as_str()).collect();
     assert_eq!(names, ["gpu-0", "gpu-1-mig-1g10gb-19-0", "gpu-1-mig-3g40gb-9-4"]);
     assert!(pool.devices().all(|device| device.consumes_counters.is_none()));
@@ -325,7 +353,7 @@ fn held_devices_stay_without_counters() {
     let inventory = node(vec![gpu(row(H100), 0), gpu(row(H100), 1), cut]);
     let check = |held: &[&str], published: &[&str], shared: &[&str]| {
         let held = held.iter().map(|name| (*name).to_owned()).collect();
-        let pool = pool_without_counters(&inventory, Support::default(), &held);
+        let pool = ordinary(pool_without_counters(&inventory, Support::default(), &held));
         let names: Vec<&str> = pool.devices().map(|device| device.name.as_str()).collect();
         assert_eq!(names, published, "{held:?}");
         let several = pool.devices().filter(|device| device.allow_multiple_allocations == Some(true));
@@ -345,7 +373,7 @@ fn held_devices_stay_without_counters() {
 
     // Shares of earlier versions keep other claims off these devices, because every claim takes all memory.
     let held = names(&["gpu-0", new]);
-    let pool = pool_without_counters(&inventory, Support::default(), &held);
+    let pool = ordinary(pool_without_counters(&inventory, Support::default(), &held));
     for name in held {
         let memory = &device(&pool, &name).capacity.as_ref().unwrap()["memory"];
         let policy = memory.request_policy.as_ref().unwrap();
@@ -412,6 +440,7 @@ proptest! {
                 DeviceId::Gpu(_) | DeviceId::Share(_) | DeviceId::Timeslice(_) | DeviceId::Mps(_) => {
                     prop_assert_eq!(taken.len(), 1)
                 }
+                DeviceId::Observer(_) => unreachable!("left out"),
                 DeviceId::Mig { profile_id, start, .. } => {
                     let profile = gpu.profile(*profile_id).unwrap();
                     let at = *profile.placements.iter().find(|at| at.start == *start).unwrap();

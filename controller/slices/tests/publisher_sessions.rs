@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{inventory_of, node, with_instance};
+use common::{inventory_of, is_observer, node, with_instance};
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions, Gates};
 use divvy_model::Inventory;
 use divvy_model::inventory::{Origin, Presence};
@@ -75,7 +75,8 @@ impl PublisherFixture {
     }
 
     fn devices(&self) -> Vec<Device> {
-        self.slices().into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default()).collect()
+        let devices = self.slices().into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default());
+        devices.filter(|device| !is_observer(&device.name)).collect()
     }
 
     fn names(&self) -> Vec<String> {
@@ -114,7 +115,7 @@ async fn pool_is_published_over_tls_and_owned_by_the_node() {
     };
     let slices: Vec<ResourceSlice> = api.list();
     assert!(complete(&slices));
-    assert_eq!((seen.generation, seen.slices, seen.devices), (1, slices.len(), 58));
+    assert_eq!((seen.generation, seen.slices, seen.devices), (1, slices.len(), 60));
     let uid = api.get::<Node>("", "worker").unwrap().metadata.uid;
     assert!(
         slices
@@ -233,7 +234,7 @@ async fn publisher_survives_an_hour_without_the_api_server() {
     fixture.inventory.send(Arc::new(inventory_of(H100, 2))).unwrap();
     fixture.api.set_unavailable(false);
     let back = Instant::now();
-    fixture.until(|published| published.in_sync && published.devices == 58).await;
+    fixture.until(|published| published.in_sync && published.devices == 60).await;
     assert!(back.elapsed() <= Duration::from_secs(6), "{:?}", back.elapsed());
 }
 
@@ -350,7 +351,7 @@ async fn without_counters_no_exclusive_devices_are_published() {
     // The feature gate is enabled and the server restarts.
     fixture.api.set_gates(Gates::default());
     fixture.api.set_version("v1.37.1");
-    fixture.until(|published| published.degraded.is_none() && published.devices == 58).await;
+    fixture.until(|published| published.degraded.is_none() && published.devices == 60).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -373,7 +374,7 @@ async fn scheduler_with_bugs_gets_no_counters() {
     fixture.until_there(|_| fixture.names() == ["gpu-1", "gpu-0"]).await;
     // The control plane is upgraded.
     fixture.api.set_version("v1.36.2");
-    fixture.until(|published| published.degraded.is_none() && published.devices == 58).await;
+    fixture.until(|published| published.degraded.is_none() && published.devices == 60).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -393,7 +394,7 @@ async fn settings_select_the_bugs_of_the_scheduler() {
         let mut fixture = PublisherFixture::start_with(api, inventory_of(H100, 2), options);
         let seen = fixture.until(|published| published.in_sync).await;
         assert_eq!(seen.degraded.is_some(), degraded, "{server}, {scheduler:?}");
-        assert_eq!(seen.devices, if degraded { 2 } else { 58 }, "{server}, {scheduler:?}");
+        assert_eq!(seen.devices, if degraded { 4 } else { 60 }, "{server}, {scheduler:?}");
     }
 }
 
@@ -408,13 +409,13 @@ async fn without_consumable_capacity_no_shared_devices_exist() {
             .unwrap()
             .contains("does not support consumable capacity (each GPU or MIG instance goes to one claim")
     );
-    assert_eq!(seen.devices, 52);
+    assert_eq!(seen.devices, 54);
     assert!(fixture.devices().iter().all(|device| device.consumes_counters.is_some()));
     assert!(fixture.names().iter().all(|name| !name.ends_with("timeslice") && !name.ends_with("mps")));
     // The feature gate is enabled and the server restarts.
     fixture.api.set_gates(Gates::default());
     fixture.api.set_version("v1.37.1");
-    fixture.until(|published| published.degraded.is_none() && published.devices == 58).await;
+    fixture.until(|published| published.degraded.is_none() && published.devices == 60).await;
 }
 
 #[tokio::test(start_paused = true)]

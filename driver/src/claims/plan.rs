@@ -101,10 +101,13 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
     if device.pool != *view.pool {
         return Err(Refusal::OtherPool { pool: device.pool.clone(), ours: view.pool.clone() });
     }
-    let Found { gpu, part, mode, memory } =
+    let Found { gpu, part, mode, memory, observer } =
         find(&device.device, view.inventory).ok_or(Refusal::UnknownDevice)?;
     // Among the claims that share the GPU, the first one that is Prepared defines the setup.
     let others = || view.held.iter().filter(|held| held.claim.uid != plan.claim.uid);
+    if observer && !matches!(device.hold, Hold::Admin { .. }) {
+        return Err(Refusal::OnlyObserves);
+    }
     let access = access(device, gpu, mode, memory)?;
     let sharers = || others().filter(|held| held.part == part && held.access.can_share_with(access));
     let joined = sharers().find(|held| held.ready);
@@ -180,6 +183,8 @@ struct Found<'a> {
     mode: Mode,
     /// Memory in bytes, as published.
     memory: u64,
+    /// Whether the device is for adminAccess only.
+    observer: bool,
 }
 
 fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<Found<'a>> {
@@ -192,7 +197,7 @@ fn find<'a>(name: &DeviceName, inventory: &'a Inventory) -> Option<Found<'a>> {
             Part::Instance(InstanceKey { gpu: gpu.uuid.clone(), profile_id: profile.id, placement })
         }
     };
-    Some(Found { gpu, part, mode: id.mode(), memory })
+    Some(Found { gpu, part, mode: id.mode(), memory, observer: matches!(id, DeviceId::Observer(_)) })
 }
 
 /// How the claim holds the device. On an API server without consumable capacity, a shared device is
@@ -443,6 +448,8 @@ pub enum Refusal {
     Config(#[from] ConfigMismatch),
     #[error("is of request {request}: {ONE_DAEMON_PER_CONTAINER}")]
     TwoDaemons { request: RequestName },
+    #[error("is for monitoring only; request it with adminAccess, or another class of devices")]
+    OnlyObserves,
     #[error("overlaps another device of the same claim")]
     OverlapsItself,
     #[error("overlaps GPU instance {instance} of {gpu}, which Divvy did not create; destroy it or claim it")]

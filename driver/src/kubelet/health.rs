@@ -63,7 +63,7 @@ fn daemon_failure(device: &DeviceName, daemons: &MpsDaemons) -> Option<String> {
 /// Every device of the GPU that is published or could be, and the placement of a MIG instance.
 fn devices(gpu: &Gpu) -> Vec<(DeviceId, Option<Placement>)> {
     let number = gpu.number;
-    let whole = [DeviceId::Gpu, DeviceId::Share, DeviceId::Timeslice, DeviceId::Mps];
+    let whole = [DeviceId::Gpu, DeviceId::Share, DeviceId::Timeslice, DeviceId::Mps, DeviceId::Observer];
     let mut devices: Vec<_> =
         whole.into_iter().map(|device| device(number)).map(|device| (device, None)).collect();
     if let Mig::Supported { profiles, .. } = &gpu.mig {

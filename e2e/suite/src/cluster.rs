@@ -338,9 +338,11 @@ impl Cluster {
             value.and_then(|value| value.string.clone()).with_context(|| format!("{held:?} has no {name}"))
         };
         match DeviceId::try_from(&DeviceName::from(held.device.as_str()))? {
-            DeviceId::Gpu(_) | DeviceId::Share(_) | DeviceId::Timeslice(_) | DeviceId::Mps(_) => {
-                Ok(BTreeSet::from([attribute("uuid")?]))
-            }
+            DeviceId::Gpu(_)
+            | DeviceId::Share(_)
+            | DeviceId::Timeslice(_)
+            | DeviceId::Mps(_)
+            | DeviceId::Observer(_) => Ok(BTreeSet::from([attribute("uuid")?])),
             DeviceId::Mig { profile_id, start, .. } => {
                 let parent = attribute("parentUUID")?;
                 let gpus = self.gpus(&held.node)?;

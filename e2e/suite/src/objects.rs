@@ -116,6 +116,17 @@ pub(crate) fn admin_request(name: &str, class: &str, cel: &str) -> Value {
     json!({"name": name, "exactly": device})
 }
 
+/// A request to observe all GPUs that satisfy a CEL expression.
+pub(crate) fn observer_request(name: &str, cel: &str) -> Value {
+    json!({"name": name, "exactly": {
+        "deviceClassName": "observer.divvy.dev",
+        "allocationMode": "All",
+        "adminAccess": true,
+        "selectors": [{"cel": {"expression": cel}}],
+        "tolerations": [{"key": "gpu.divvy.dev/observer", "operator": "Exists"}],
+    }})
+}
+
 /// A request for the first available of several choices.
 pub(crate) fn first_available(name: &str, choices: &[(&str, &str, &str)]) -> Value {
     let choices: Vec<Value> = choices

@@ -60,7 +60,7 @@ impl Cluster {
     }
 
     /// The UUIDs in the latest output of `nvidia-smi -L` of all containers, once it is complete.
-    async fn visible_uuids(&self, name: &str) -> Result<BTreeSet<String>> {
+    pub(crate) async fn visible_uuids(&self, name: &str) -> Result<BTreeSet<String>> {
         let pod = self.pods.get(name).await?;
         let uuid = |line: &str| Some(line.split_once("UUID: ")?.1.split(')').next()?.to_owned());
         let mut uuids = BTreeSet::new();

@@ -40,6 +40,7 @@ fn cluster(pool: Pool) -> Cluster {
         ("mig.divvy.dev", "mig"),
         (TIMESLICE, "timeslice"),
         (MPS, "mps"),
+        ("observer.divvy.dev", "observer"),
     ];
     types.into_iter().fold(Cluster::new(&wire, &[]), |cluster, (name, kind)| {
         let own = "device.driver == 'gpu.divvy.dev'";

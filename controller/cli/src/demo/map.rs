@@ -98,6 +98,7 @@ pub(crate) fn holders(slices: &[ResourceSlice], claims: &[ResourceClaim]) -> Vec
                 DeviceId::Gpu(_) | DeviceId::Share(_) => (None, "whole", name),
                 DeviceId::Timeslice(_) => (None, "time-slice", format!("{name} {}", part("slots"))),
                 DeviceId::Mps(_) => (None, "MPS", format!("{name} {} % {}", part("threads"), part("memory"))),
+                DeviceId::Observer(_) => continue,
             };
             holders.push(Holder { uuid, start, mode: mode.to_owned(), claim });
         }

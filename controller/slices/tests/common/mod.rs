@@ -98,3 +98,9 @@ pub(crate) fn in_mode(mut gpu: Gpu, wanted: MigMode) -> Gpu {
     }
     gpu
 }
+
+/// Whether it is a device for adminAccess. Most tests leave these out: one of each GPU is published on
+/// every server, whatever the GPU's modes are.
+pub(crate) fn is_observer(device: &str) -> bool {
+    device.ends_with("-observer")
+}

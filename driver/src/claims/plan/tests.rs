@@ -195,6 +195,8 @@ fn admin_access_needs_no_hardware_step() {
     }
     let plan = planned(&busy, "admin:gpu-0").unwrap();
     assert_eq!(plan.devices[0].share_id, Some("s".into()), "admin access is an allocation with a share ID");
+    check(&busy, "admin:gpu-0-observer", &["write CDI file"], &["remove CDI file"]);
+    check_refused(&busy, "gpu-0-observer", "is for monitoring only");
     // One claim may observe the whole GPU and hold a part of it.
     assert!(planned(&node(HOPPER, MigMode::Off), "admin:gpu-0 gpu-0-mig-1g10gb-19-0").is_ok());
 }

@@ -38,6 +38,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     sharing::eighth_pod_waits_for_a_free_mig_slice,
     sharing::gpu_switches_between_mig_and_whole,
     sharing::admin_access_does_not_consume_the_gpu,
+    sharing::monitoring_agent_sees_gpus_in_use,
     modes::all_modes_run_on_one_node,
     modes::one_gpu_switches_through_every_mode,
     modes::timeslice_slots_exclude_other_modes,

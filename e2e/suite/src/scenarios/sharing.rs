@@ -1,8 +1,9 @@
 //! Claims of every form, and the partitioning of GPUs for them.
 
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, eventually};
 use crate::objects::{
-    Claim, GPU, MIG, admin_request, devices, first_available, profile, profile_on, request, uuid,
+    Claim, GPU, MIG, admin_request, devices, first_available, observer_request, profile, profile_on, request,
+    uuid,
 };
 use anyhow::{Result, ensure};
 use serde_json::json;
@@ -145,5 +146,38 @@ pub(super) async fn admin_access_does_not_consume_the_gpu(cluster: &Cluster) -> 
     cluster.delete_pod("observer").await?;
     ensure!(cluster.restarts("owner").await? == 0, "the pod with admin access disturbed the owner");
     cluster.verify_visible_devices("owner").await?;
+    Ok(())
+}
+
+/// An agent with observer devices sees every GPU of the node, whatever claims hold.
+pub(super) async fn monitoring_agent_sees_gpus_in_use(cluster: &Cluster) -> Result<()> {
+    let gpus = cluster.gpus("n1")?;
+    let requests = [
+        ("whole", request("gpu", GPU, &uuid(&gpus[3].uuid))),
+        ("part", request("gpu", MIG, &profile_on("3g.40gb", &gpus[4].uuid))),
+    ];
+    for (name, request) in requests {
+        cluster.create_template(name, devices(&[request])).await?;
+        cluster.start_pod(name, Claim::Template(name)).await?;
+        cluster.wait_ready(name).await?;
+    }
+    let all: BTreeSet<String> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+    let list: Vec<&String> = all.iter().collect();
+    let node = format!("device.attributes['gpu.divvy.dev'].uuid in {list:?}");
+    cluster.create_template("observe", devices(&[observer_request("gpus", &node)])).await?;
+    for agent in ["agent-a", "agent-b"] {
+        cluster.start_pod(agent, Claim::Template("observe")).await?;
+        cluster.wait_ready(agent).await?;
+        eventually(&format!("all GPUs in {agent}"), || async {
+            let seen = cluster.visible_uuids(agent).await?;
+            ensure!(all.is_subset(&seen), "it sees {seen:?} of {all:?}");
+            Ok(())
+        })
+        .await?;
+    }
+    for pod in ["whole", "part"] {
+        ensure!(cluster.restarts(pod).await? == 0, "an agent disturbed pod {pod}");
+        cluster.verify_visible_devices(pod).await?;
+    }
     Ok(())
 }
