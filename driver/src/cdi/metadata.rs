@@ -21,7 +21,8 @@ const CONTAINER: &str = "/var/run/kubernetes.io/dra-device-attributes";
 const VERSIONS: [&str; 2] = ["metadata.resource.k8s.io/v1beta1", "metadata.resource.k8s.io/v1alpha1"];
 /// Below the state directory: one directory for each claim, named by its UID.
 pub const DIRECTORY: &str = "metadata";
-const FILE: &str = "metadata.json";
+/// Ends the names of files; that of a temporary file differs.
+const EXTENSION: &str = ".json";
 const MOUNT_OPTIONS: &[&str] = &["ro", "nosuid", "nodev", "noexec", "bind"];
 
 #[derive(Serialize)]
@@ -58,25 +59,15 @@ struct Device<'a> {
     attributes: Option<BTreeMap<String, DeviceAttribute>>,
 }
 
-/// Writes the files of a claim, one for each request.
-///
-/// ```text
-/// <state>/metadata/<claim UID>/resourceclaims/<claim>/<request>/metadata.json
-/// <state>/metadata/<claim UID>/resourceclaimtemplates/<name in the pod>/<request>/metadata.json
-/// ```
-///
-/// The path below the UID is also the path in the container, so the mounts of a claim can be derived
-/// from its files at any time.
+/// Writes the files of a claim, one for each request: `<state>/metadata/<claim UID>/<request>.json`.
+/// The objects in a file tell where it is in the container, so the mounts of a claim can be derived from
+/// its files at any time.
 pub(super) fn write(dir: &Path, claim: &AllocatedClaim, inventory: &Inventory) -> io::Result<()> {
-    let owner = match &claim.pod_claim {
-        Some(name) => Path::new("resourceclaimtemplates").join(name),
-        None => Path::new("resourceclaims").join(&claim.claim.name),
-    };
-    let owner = dir.join(claim.claim.uid.as_str()).join(owner);
+    let dir = dir.join(claim.claim.uid.as_str());
+    std::fs::create_dir_all(&dir)?;
     for request in requests(claim) {
-        let dir = owner.join(request.as_str());
-        std::fs::create_dir_all(&dir)?;
-        super::claim_file::replace(&dir.join(FILE), &content(claim, request, inventory)?)?;
+        let file = dir.join(format!("{request}{EXTENSION}"));
+        super::claim_file::replace(&file, &content(claim, request, inventory)?)?;
     }
     Ok(())
 }
@@ -143,28 +134,41 @@ fn share_attributes(device: &AllocatedDevice, inventory: &Inventory) -> Vec<(Str
     })
 }
 
-/// The mounts of a claim's files, by request.
+/// The mounts of a claim's files, by request. A file that cannot be read is left out.
 pub(super) fn mounts(dir: &Path, claim: &ClaimUid) -> BTreeMap<String, Mount> {
-    let below = dir.join(claim.as_str());
-    let mut mounts = BTreeMap::new();
-    for owner in entries(&below).flat_map(|kind| entries(&kind)) {
-        for request in entries(&owner) {
-            let file = request.join(FILE);
-            let (Ok(path), Some(name)) = (request.strip_prefix(&below), request.file_name()) else {
-                continue;
-            };
-            if !file.exists() {
-                continue;
-            }
-            let container_path = format!("{CONTAINER}/{}/{DRIVER}-metadata.json", path.display());
-            let host_path = file.display().to_string();
-            mounts.insert(
-                name.to_string_lossy().into_owned(),
-                Mount { host_path, container_path, options: MOUNT_OPTIONS },
-            );
+    let mount = |(request, file): (String, PathBuf)| {
+        let Described { metadata, pod_claim_name } = described(&file)?;
+        let (owner, name) = match pod_claim_name {
+            Some(name) => ("resourceclaimtemplates", name),
+            None => ("resourceclaims", metadata.name),
+        };
+        let container_path = format!("{CONTAINER}/{owner}/{name}/{request}/{DRIVER}-metadata.json");
+        let host_path = file.display().to_string();
+        Some((request, Mount { host_path, container_path, options: MOUNT_OPTIONS }))
+    };
+    files(dir, claim).into_iter().filter_map(mount).collect()
+}
+
+/// The files of a claim, with the request of each.
+fn files(dir: &Path, claim: &ClaimUid) -> Vec<(String, PathBuf)> {
+    let mut files = Vec::new();
+    for entry in entries(&dir.join(claim.as_str())) {
+        let name = entry.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        match name.strip_suffix(EXTENSION) {
+            Some(request) => files.push((request.to_owned(), entry)),
+            None => files.extend(nested_files(&entry)),
         }
     }
-    mounts
+    files
+}
+
+/// The files of a claim that an earlier version prepared: `<owner>/<request>/metadata.json`.
+fn nested_files(kind: &Path) -> impl Iterator<Item = (String, PathBuf)> {
+    let requests = entries(kind).flat_map(|owner| entries(&owner));
+    requests.filter_map(|request| {
+        let file = request.join("metadata.json");
+        Some((request.file_name()?.to_string_lossy().into_owned(), file))
+    })
 }
 
 fn entries(dir: &Path) -> impl Iterator<Item = PathBuf> + use<> {
@@ -172,23 +176,30 @@ fn entries(dir: &Path) -> impl Iterator<Item = PathBuf> + use<> {
     entries.map(|entry| entry.path())
 }
 
+/// The parts of the object in a file that identify its claim.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Described {
+    metadata: Owner,
+    pod_claim_name: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Owner {
+    name: String,
+    namespace: String,
+    uid: ClaimUid,
+}
+
+/// The first object of a file. `None` if it cannot be read.
+fn described(file: &Path) -> Option<Described> {
+    let bytes = std::fs::read(file).ok()?;
+    serde_json::Deserializer::from_slice(&bytes).into_iter().next()?.ok()
+}
+
 /// The claim that the files describe; `None` if there is none that can be read.
 pub(super) fn claim_ref(dir: &Path, claim: &ClaimUid) -> Option<ClaimRef> {
-    #[derive(Deserialize)]
-    struct Described {
-        metadata: Owner,
-    }
-    #[derive(Deserialize)]
-    struct Owner {
-        name: String,
-        namespace: String,
-        uid: ClaimUid,
-    }
-    let below = dir.join(claim.as_str());
-    let requests = entries(&below).flat_map(|kind| entries(&kind)).flat_map(|owner| entries(&owner));
-    let bytes = requests.filter_map(|request| std::fs::read(request.join(FILE)).ok()).next()?;
-    // The first object of the stream.
-    let found = serde_json::Deserializer::from_slice(&bytes).into_iter::<Described>().next()?.ok()?;
+    let found = files(dir, claim).iter().find_map(|(_, file)| described(file))?;
     let Owner { name, namespace, uid } = found.metadata;
     (uid == *claim).then_some(ClaimRef { namespace, name, uid })
 }

@@ -235,6 +235,7 @@ mod tests {
     #[test]
     fn owner_is_recognised_by_the_path_of_its_file() {
         check_owners("/divvy/shares/c/s/policy", &[claim("c")]);
+        check_owners("/x/state/metadata/c/r.json", &[claim("c")]);
         check_owners("/x/state/metadata/c/resourceclaims/n/r/metadata.json", &[claim("c")]);
         check_owners("/cdi/gpu.divvy.dev-claim_c.json", &[claim("c")]);
         check_owners("/cdi/gpu.divvy.dev-claim_c.json//deleted", &[claim("c")]);

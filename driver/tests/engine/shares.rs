@@ -81,7 +81,7 @@ async fn share_pages_hold_its_limits() {
     assert_eq!(facts[0].data.memory.as_ref().unwrap().to_string(), "10Gi");
     let held = driver.engine.shares();
     assert_eq!((held[0].share.as_str(), held[0].limit, held[0].used), ("a-0", 10 << 30, Some(0)));
-    let metadata = node.paths.state_dir.join("metadata/a/resourceclaims/a/r0/metadata.json");
+    let metadata = node.paths.state_dir.join("metadata/a/r0.json");
     let metadata = fs::read_to_string(metadata).unwrap();
     for part in [r#""shareID": {"#, r#""string": "a-0""#, r#""shareMemory": {"#, r#""string": "10Gi""#] {
         assert!(metadata.contains(part), "{metadata}");

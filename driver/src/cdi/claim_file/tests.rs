@@ -438,3 +438,29 @@ fn missing_cdi_directory_fails_readiness_and_prepare() {
     assert!(text.contains("--cdi-dir") && text.contains("No such file"), "{text}");
     refused(&fixture, &[gpu(0)], &["gpu.divvy.dev-claim_1-2.json", "No such file"]);
 }
+
+#[test]
+fn metadata_of_an_earlier_version_is_still_mounted() {
+    let fixture = CdiFixture::new();
+    let object = |owner: &str| {
+        format!(r#"{{"metadata": {{"name": "n", "namespace": "ns", "uid": "1-2"}}, {owner} "requests": []}}"#)
+    };
+    let check = |file: &str, content: &str, expected: &str| {
+        fixture.file(&format!("state/metadata/1-2/{file}"), content.as_bytes());
+        fixture.cdi.write_claim(&uid(), &[gpu(0)]).unwrap();
+        let mounts = &fixture.written()["devices"][0]["containerEdits"]["mounts"];
+        assert_eq!(mounts[0]["hostPath"], json!(fixture.path(&format!("state/metadata/1-2/{file}"))));
+        let path =
+            format!("/var/run/kubernetes.io/dra-device-attributes/{expected}/gpu.divvy.dev-metadata.json");
+        assert_eq!(mounts[0]["containerPath"], json!(path));
+        assert_eq!(fixture.cdi.described_claim(&uid()).unwrap().to_string(), "ns/n");
+        fixture.cdi.remove_claim(&uid()).unwrap();
+        assert!(!fixture.path("state/metadata/1-2").exists());
+    };
+    let request = gpu(0).request;
+    let template = object(r#""podClaimName": "p","#);
+    check(&format!("{request}.json"), &object(""), &format!("resourceclaims/n/{request}"));
+    check(&format!("{request}.json"), &template, &format!("resourceclaimtemplates/p/{request}"));
+    let nested = format!("resourceclaims/n/{request}/metadata.json");
+    check(&nested, &object(""), &format!("resourceclaims/n/{request}"));
+}
