@@ -1,13 +1,15 @@
 //! Pure rules about GPUs, without I/O, clock or async: every function can be tested by its arguments.
 //!
 //! [`inventory`] describes the GPUs of a node, [`device`] their device names and [`numbers`] their stable
-//! numbers. [`placement`] tells where a MIG instance fits. [`share`] tells which allocations are shares.
-//! [`policy`] and [`nodeconfig`] define what GPUs may be used for. [`health`] defines the states of a
-//! GPU, and [`xid`] what the errors of the GPU driver say about it.
+//! numbers. [`names`] spells the numbers of NVML. [`placement`] tells where a MIG instance fits.
+//! [`share`] tells which allocations are shares. [`policy`] and [`nodeconfig`] define what GPUs may be
+//! used for. [`health`] defines the states of a GPU, and [`xid`] what the errors of the GPU driver say
+//! about it.
 
 pub mod device;
 pub mod health;
 pub mod inventory;
+pub mod names;
 pub mod nodeconfig;
 pub mod numbers;
 pub mod placement;

@@ -1,8 +1,8 @@
 //! Device names of every GPU model in the catalogue.
 
 use divvy_api::DeviceName;
+use divvy_catalogue::{GpuModel, all};
 use divvy_model::{DeviceId, GpuNumber};
-use divvy_sim::catalogue::{GpuModel, all};
 use std::collections::BTreeSet;
 
 /// Every device of a GPU of that model.
@@ -38,7 +38,7 @@ fn every_device_of_every_model_has_a_unique_name() {
 fn names_follow_the_pattern_of_nvidias_driver() {
     let names: Vec<_> = ["H100-SXM5-80GB", "RTX-PRO-6000"]
         .iter()
-        .flat_map(|key| devices(GpuNumber(0), divvy_sim::catalogue::find(key).expect(key).row()))
+        .flat_map(|key| devices(GpuNumber(0), divvy_catalogue::find(key).expect(key).row()))
         .map(|device| device.to_string())
         .collect();
     for name in [

@@ -28,7 +28,7 @@ fn fill(cluster: &mut Cluster, claim: &Value, most: usize) -> Vec<String> {
 
 #[test]
 fn profiles_fit_up_to_the_hardware_limit() {
-    for model in divvy_sim::catalogue::all() {
+    for model in divvy_catalogue::all() {
         // On Ampere, instances require that MIG mode is already on.
         let node = gpus::node(vec![gpus::in_mode(gpus::gpu(model.row(), 0), MigMode::On)]);
         for profile in model.row().mig.iter().flat_map(|mig| &mig.profiles) {
@@ -173,7 +173,8 @@ proptest! {
         let mut node = inventory_of(model, 2);
         node.gpus[0].policy.mig_shares = true;
         let mut cluster = published(&node);
-        let profiles: Vec<_> = gpus::profiles(divvy_sim::catalogue::find(model).expect(model).row());
+        let row = divvy_catalogue::find(model).expect(model).row();
+        let profiles: Vec<_> = divvy_catalogue::node::profiles(row);
         let mut held: Vec<(String, Vec<String>)> = Vec::new();
         for (number, step) in steps.into_iter().enumerate() {
             match step {

@@ -47,7 +47,7 @@ struct NodeGpus {
     gpus: Vec<(GpuNumber, String)>,
 }
 
-fn label(text: &str) -> Result<(String, String), String> {
+pub(crate) fn label(text: &str) -> Result<(String, String), String> {
     let (key, value) = text.split_once('=').ok_or("expected KEY=VALUE")?;
     Ok((key.to_owned(), value.to_owned()))
 }
@@ -73,8 +73,8 @@ pub(crate) fn run(arguments: &ExplainArguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Parses a list like `8xNVIDIA H100 80GB HBM3`. With the feature `demo`, also names of the
-/// simulator's catalogue, like `8xH100-SXM5-80GB`.
+/// Parses a list like `8xNVIDIA H100 80GB HBM3`, or with names of the catalogue, like
+/// `8xH100-SXM5-80GB`.
 fn parse_gpus(text: &str) -> Result<Vec<(GpuNumber, String)>> {
     let mut products = Vec::new();
     for part in text.split(',').map(str::trim) {
@@ -93,11 +93,7 @@ fn parse_gpus(text: &str) -> Result<Vec<(GpuNumber, String)>> {
 
 /// NVML's name of a product.
 fn product_name(product: &str) -> String {
-    #[cfg(feature = "demo")]
-    if let Ok(model) = divvy_sim::catalogue::find(product) {
-        return model.row().product.clone();
-    }
-    product.to_owned()
+    divvy_catalogue::find(product).map_or_else(|_| product.to_owned(), |model| model.row().product.clone())
 }
 
 async fn client() -> Result<kube::Client> {
@@ -285,7 +281,6 @@ gpu-1 (NVIDIA L4)
         };
         check("2xA B", &["A B", "A B"]);
         check("Odd One, 1xThat Other", &["Odd One", "That Other"]);
-        #[cfg(feature = "demo")]
         check("1xH100-SXM5-80GB", &["NVIDIA H100 80GB HBM3"]);
         assert!(parse_gpus("0xA").is_err() && parse_gpus("65xA").is_err());
     }

@@ -12,6 +12,7 @@ mod documents;
 mod explain;
 mod import;
 mod node;
+mod template;
 mod top;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -47,6 +48,8 @@ enum Command {
     /// Show the health of a node's GPUs, and release or forget one
     #[command(subcommand)]
     Node(node::NodeCommand),
+    /// Print the ResourceSlices that a node of a type will publish, for autoscalers
+    Template(template::TemplateArguments),
     /// Show requests, limits, usage and throttling of the shares of a node
     Top(top::TopArguments),
 }
@@ -62,7 +65,7 @@ const GROUPS: &[(&str, &[&str])] = &[
     #[cfg(feature = "demo")]
     ("Try it without a GPU", &["demo"]),
     ("Before you apply a manifest", &["check", "allocate"]),
-    ("Set up a cluster", &["config", "import"]),
+    ("Set up a cluster", &["config", "template", "import"]),
     ("Inspect a node", &["top", "node"]),
 ];
 
@@ -100,6 +103,7 @@ fn main() -> ExitCode {
         Command::Config(ConfigCommand::Explain(arguments)) => explain::run(&arguments),
         Command::Import(command) => import::run(&command),
         Command::Node(command) => node::run(&command),
+        Command::Template(arguments) => template::run(&arguments),
         Command::Top(arguments) => top::run(&arguments),
     };
     match outcome {

@@ -29,6 +29,7 @@ pub use pool::{Pool, PoolOptions, Support, attributes, pool, pool_without_counte
 pub use publisher::{HeldDevices, PublishOptions, PublishTiming, Published, run};
 pub use scheduler_bugs::{KubernetesVersion, SchedulerOptions, is_known_bug};
 pub use slices::slices;
+pub use sync::slices_of_new_node;
 pub use validate::{Invalid, validate};
 pub use wire::{Consumption, Content, Device, Slice};
 

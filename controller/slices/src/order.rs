@@ -82,8 +82,8 @@ mod tests {
 
     #[test]
     fn order_keeps_the_most_placements_of_the_largest_size() {
-        for model in divvy_sim::catalogue::all().map(divvy_sim::catalogue::Model::row) {
-            let all = crate::tests::profiles(model);
+        for model in divvy_catalogue::all().map(divvy_catalogue::Model::row) {
+            let all = divvy_catalogue::node::profiles(model);
             for profile in &all {
                 let order = placements(profile, &all);
                 assert_eq!(order.len(), profile.placements.len());
@@ -109,7 +109,7 @@ mod tests {
     }
 
     fn check(model: &str, id: u32, starts: &[u32]) {
-        let all = crate::tests::profiles(divvy_sim::catalogue::find(model).unwrap().row());
+        let all = divvy_catalogue::node::profiles(divvy_catalogue::find(model).unwrap().row());
         let profile = all.iter().find(|profile| profile.id == id).unwrap();
         let order: Vec<u32> = placements(profile, &all).iter().map(|at| at.start).collect();
         assert_eq!(order, starts, "{model} {}", profile.name);

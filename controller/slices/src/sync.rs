@@ -6,7 +6,11 @@
 //! sees a mixture. Deletes come first, then updates, then creates, which complete the pool.
 
 use crate::compare;
+use crate::pool::{PoolOptions, Support, pool};
+use crate::slices::slices;
 use crate::wire::{Content, Slice};
+use divvy_api::names::DRIVER;
+use divvy_model::Inventory;
 use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use std::collections::BTreeMap;
@@ -101,6 +105,29 @@ pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a Resour
         }
     }
     actions.into_iter().chain(updates).chain(creations).collect()
+}
+
+/// The first slices of a node without claims, for programs that simulate nodes. They have names,
+/// and no owner, because there is no Node object.
+pub fn slices_of_new_node(node: &str, inventory: &Inventory, support: Support) -> Vec<Slice> {
+    let contents = slices(pool(inventory, &PoolOptions { support }));
+    let count = contents.len();
+    let pool = ResourcePool {
+        name: node.to_owned(),
+        generation: 1,
+        resource_slice_count: i64::try_from(count).unwrap_or(i64::MAX),
+    };
+    let slice = |(index, content)| Slice {
+        metadata: ObjectMeta {
+            name: Some(format!("{}-{DRIVER}-{node}", encode_index(index, count))),
+            ..ObjectMeta::default()
+        },
+        driver: DRIVER.to_owned(),
+        node: node.to_owned(),
+        pool: pool.clone(),
+        content,
+    };
+    contents.into_iter().enumerate().map(slice).collect()
 }
 
 /// Whether a slice equals the desired content, generation included.

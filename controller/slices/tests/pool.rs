@@ -5,9 +5,10 @@ mod common;
 
 use common::{gpu, in_mode, inventory_of, is_observer, node, with_instance};
 use divvy_api::Quantity;
+use divvy_catalogue as catalogue;
+use divvy_catalogue::{GpuModel, Model};
 use divvy_model::inventory::{Condition, Gpu, Inventory, Mig, MigMode, MigToggle, Origin, Presence};
 use divvy_model::{DeviceId, Finding, HealthState, Placement, TaintEffect};
-use divvy_sim::catalogue::{self, GpuModel, Model};
 use divvy_slices::{
     Content, Device, Pool, PoolOptions, Support, pool, pool_without_counters, same_pool, slices, validate,
 };

@@ -6,10 +6,10 @@
 mod common;
 
 use common::{inventory_of, is_observer};
+use divvy_catalogue as catalogue;
 use divvy_fakes::apiserver::FakeApi;
 use divvy_model::Inventory;
 use divvy_model::inventory::Presence;
-use divvy_sim::catalogue;
 use divvy_slices::{PublishOptions, Published, run};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};

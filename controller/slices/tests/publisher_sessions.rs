@@ -342,7 +342,7 @@ async fn slices_are_adopted_by_a_replaced_node() {
 async fn without_counters_no_exclusive_devices_are_published() {
     let api = api().await;
     api.set_gates(Gates { partitionable_devices: false, ..Gates::default() });
-    let h100 = divvy_sim::catalogue::find(H100).unwrap().row();
+    let h100 = divvy_catalogue::find(H100).unwrap().row();
     let cut = with_instance(common::gpu(h100, 1), 9, 4, Origin::Ours);
     let mut fixture = PublisherFixture::start(api, node(vec![common::gpu(h100, 0), cut]));
     let seen = fixture.until(|published| published.in_sync).await;

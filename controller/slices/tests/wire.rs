@@ -4,9 +4,10 @@
 mod common;
 
 use common::{gpu, inventory_of, node, with_instance};
+use divvy_catalogue as catalogue;
+use divvy_catalogue::Model;
 use divvy_model::Inventory;
 use divvy_model::inventory::{Origin, Presence};
-use divvy_sim::catalogue::{self, Model};
 use divvy_slices::sync::{Action, Desired, Owner, plan};
 use divvy_slices::{Device, PoolOptions, Slice, Support, pool, slices};
 use k8s_openapi::api::resource::v1::{self as api, ResourceSlice};

@@ -1,57 +1,9 @@
-//! Names for NVML's numbers (brand, architecture, addressing mode), bus ids and profile names,
-//! spelled as NVIDIA's Kubernetes components spell them.
+//! Bus ids and profile names, spelled as NVIDIA's Kubernetes components spell them.
 
 use nvml_wrapper_sys::bindings as sys;
 
 /// The first architecture whose MIG mode can be changed without a GPU reset.
 pub(crate) const HOPPER: u32 = sys::NVML_DEVICE_ARCH_HOPPER;
-
-pub(crate) fn brand(number: u32) -> &'static str {
-    match number {
-        1 => "Quadro",
-        2 => "Tesla",
-        3 => "NVS",
-        4 => "Grid",
-        5 => "GeForce",
-        6 => "Titan",
-        7 => "NvidiaVApps",
-        8 => "NvidiaVPC",
-        9 => "NvidiaVCS",
-        10 => "NvidiaVWS",
-        11 => "NvidiaCloudGaming",
-        12 => "QuadroRTX",
-        13 => "NvidiaRTX",
-        14 => "Nvidia",
-        15 => "GeForceRTX",
-        16 => "TitanRTX",
-        _ => "Unknown",
-    }
-}
-
-pub(crate) fn architecture(number: u32) -> &'static str {
-    match number {
-        sys::NVML_DEVICE_ARCH_KEPLER => "Kepler",
-        sys::NVML_DEVICE_ARCH_MAXWELL => "Maxwell",
-        sys::NVML_DEVICE_ARCH_PASCAL => "Pascal",
-        sys::NVML_DEVICE_ARCH_VOLTA => "Volta",
-        sys::NVML_DEVICE_ARCH_TURING => "Turing",
-        sys::NVML_DEVICE_ARCH_AMPERE => "Ampere",
-        sys::NVML_DEVICE_ARCH_ADA => "Ada Lovelace",
-        sys::NVML_DEVICE_ARCH_HOPPER => "Hopper",
-        sys::NVML_DEVICE_ARCH_BLACKWELL => "Blackwell",
-        13 => "Rubin",
-        _ => "Unknown",
-    }
-}
-
-pub(crate) fn addressing_mode(number: u32) -> Option<&'static str> {
-    match number {
-        0 => Some("None"),
-        1 => Some("HMM"),
-        2 => Some("ATS"),
-        _ => None,
-    }
-}
 
 /// Converts a bus id to the form of sysfs: `00000000:1A:00.0` becomes `0000:1a:00.0`. A domain
 /// beyond 16 bits keeps its eight digits.

@@ -8,6 +8,7 @@ use crate::names;
 use crate::raw::{Device, Remote};
 use crate::types::{Description, Fabric, Links, RawMig, State};
 use divvy_model::inventory::{MigMode, MigProfile, MigToggle};
+use divvy_model::names as model_names;
 use divvy_model::{HealthReading, RecoveryAction};
 use std::sync::Arc;
 
@@ -116,11 +117,11 @@ impl Worker {
         let architecture = architecture.unwrap_or(u32::MAX);
         Ok(Description {
             product,
-            brand: names::brand(brand.unwrap_or(0)).to_owned(),
-            architecture: names::architecture(architecture).to_owned(),
+            brand: model_names::brand(brand.unwrap_or(0)).to_owned(),
+            architecture: model_names::architecture(architecture).to_owned(),
             compute_capability,
             memory_bytes,
-            addressing_mode: addressing.and_then(names::addressing_mode).map(str::to_owned),
+            addressing_mode: addressing.and_then(model_names::addressing_mode).map(str::to_owned),
             pci_bus_id: names::bus_id(&bus_id),
             toggle: if architecture == u32::MAX || architecture < names::HOPPER {
                 MigToggle::NeedsReset

@@ -7,9 +7,6 @@ use crate::catalogue::Model;
 use crate::mig;
 use crate::state::{Energy, Gpu, Health, Loss, MigMode};
 
-/// Number of GPUs in the driver's table of capabilities.
-pub(crate) const MAX_GPUS: usize = 32;
-
 /// A new board in the `position`-th place of the bus, without a device node.
 pub(crate) fn board(model: Model, position: usize, pdi: u64, numa: Option<u32>) -> Gpu {
     let row = model.row();

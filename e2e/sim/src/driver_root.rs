@@ -4,8 +4,8 @@
 //! simulated `libnvidia-ml` and `libcuda`, empty libraries of the same version, the programs
 //! `nvidia-smi`, `nvidia-modprobe` and those of MPS, and the rendered trees.
 
-use crate::board::{self, MAX_GPUS};
-use crate::catalogue::{self, Model, NoSuchModel};
+use crate::board;
+use crate::catalogue::{ListError, Model, parse_list};
 use crate::code::Code;
 use crate::control::Control;
 use crate::elf::shared_object;
@@ -78,12 +78,8 @@ impl Options {
 /// The reason why a simulator was not created.
 #[derive(Debug, thiserror::Error)]
 pub enum CreateError {
-    #[error("invalid entry {part:?} in the GPU list; the format is 8xH100-SXM5-80GB,2xL4")]
-    List { part: String },
-    #[error("{count} GPUs are too many; the driver supports at most {MAX_GPUS}")]
-    TooMany { count: usize },
     #[error(transparent)]
-    Model(#[from] NoSuchModel),
+    List(#[from] ListError),
     #[error("{version:?} is not a driver version such as 580.95.05")]
     Version { version: String },
     #[error("{dir} already has simulated GPUs; remove it or choose another directory")]
@@ -241,31 +237,6 @@ pub fn library() -> Result<PathBuf, CreateError> {
     .into_iter()
     .find(|path| path.exists())
     .ok_or(CreateError::NoLibrary { near })
-}
-
-/// Parses a list such as `8xH100-SXM5-80GB,2xL4` into one model for each GPU.
-fn parse_list(list: &str) -> Result<Vec<Model>, CreateError> {
-    let mut models = Vec::new();
-    for part in list.split(',').map(str::trim) {
-        let bad = || CreateError::List { part: part.to_owned() };
-        // A model name may begin with a digit, but not with digits and an x.
-        let (count, name) = match part.split_once('x') {
-            Some((count, name)) if !count.is_empty() && count.bytes().all(|byte| byte.is_ascii_digit()) => {
-                (count.parse::<usize>().map_err(|_| bad())?, name)
-            }
-            _ => (1, part),
-        };
-        if name.is_empty() || count == 0 {
-            return Err(bad());
-        }
-        let model = catalogue::find(name)?;
-        let total = models.len().saturating_add(count);
-        if total > MAX_GPUS {
-            return Err(CreateError::TooMany { count: total });
-        }
-        models.resize(total, model);
-    }
-    Ok(models)
 }
 
 fn check_version(version: &str) -> Result<(), CreateError> {

@@ -7,7 +7,6 @@
 
 mod board;
 mod call;
-pub mod catalogue;
 mod cgroup_limits;
 pub mod code;
 pub mod command;
@@ -31,6 +30,9 @@ pub mod store;
 pub mod tree;
 pub mod usage;
 pub mod visible_devices;
+
+/// The GPU models.
+pub use divvy_catalogue as catalogue;
 
 pub use code::Code;
 pub use control::Call;

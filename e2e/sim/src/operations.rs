@@ -3,8 +3,9 @@
 //! Each operation is a method of [`State`] for use inside [`Sim::update`](crate::Sim::update). It
 //! checks the request, changes the state and queues events.
 
-use crate::board::{self, MAX_GPUS};
+use crate::board;
 use crate::catalogue::Model;
+use crate::catalogue::list::MAX_GPUS;
 use crate::code::Code;
 use crate::control::{Fault, Hold, Latency, Pattern, When};
 use crate::mig::{self, InstanceSeed};

@@ -6,6 +6,7 @@ use divvy_sim::code::Code;
 use divvy_sim::mig::{self, InstanceSeed};
 use divvy_sim::state::{Energy, Gpu, Health, Holder, Host, Loss, MigMode, Placement, Process, ProcessKind};
 use proptest::prelude::*;
+use std::collections::BTreeMap;
 
 const SEED: InstanceSeed = InstanceSeed { generation: 1, salt: 0 };
 
@@ -47,6 +48,19 @@ fn process(instance: Option<(u32, u32)>) -> Process {
 
 fn holder(gi: Option<u32>) -> Holder {
     Holder { pid: 8, name: "nv-hostengine".to_owned(), gi }
+}
+
+#[test]
+fn instances_at_different_placements_have_distinct_ids() {
+    for model in catalogue::all().map(catalogue::Model::row) {
+        let Some(geometry) = &model.mig else { continue };
+        let mut ids: BTreeMap<u32, Placement> = BTreeMap::new();
+        for place in geometry.profiles.iter().flat_map(GiProfile::placements) {
+            let id = mig::gi_id(geometry.grid, place);
+            assert!(id < 15, "{} {place} has id {id}", model.key);
+            assert_eq!(*ids.entry(id).or_insert(place), place, "{}", model.key);
+        }
+    }
 }
 
 /// Creates instances of the profiles without placements. Returns their ids, or the error that ended

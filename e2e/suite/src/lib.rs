@@ -41,6 +41,9 @@ pub struct Args {
     /// Run the upgrade scenario; the cluster has an installed version without shares
     #[arg(long, conflicts_with = "gates_off")]
     pub from: bool,
+    /// Run the scenarios of the example for Kueue, which is installed
+    #[arg(long, conflicts_with_all = ["gates_off", "from"])]
+    pub kueue: bool,
     /// Run only scenarios whose name contains TEXT
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub only: String,
@@ -72,9 +75,10 @@ pub fn main() -> ExitCode {
 
 /// Runs the selected scenarios. Returns the number of failures.
 async fn run(args: Args) -> Result<usize> {
-    let all = match (args.gates_off, args.from) {
-        (true, _) => scenarios::GATES_OFF,
-        (_, true) => scenarios::FROM,
+    let all = match (args.gates_off, args.from, args.kueue) {
+        (true, ..) => scenarios::GATES_OFF,
+        (_, true, _) => scenarios::FROM,
+        (.., true) => scenarios::KUEUE,
         _ => scenarios::ALL,
     };
     let selected: Vec<_> = all.iter().filter(|scenario| scenario.name.contains(&args.only)).collect();

@@ -98,7 +98,7 @@ pub(crate) fn test_container(work: &str) -> Map<String, Value> {
 }
 
 /// The image that e2e/cluster/image builds.
-const IMAGE: &str = "localhost/glibc:1";
+pub(crate) const IMAGE: &str = "localhost/glibc:1";
 /// The line that a container prints after `nvidia-smi -L`.
 pub(crate) const END_OF_LISTING: &str = "-- seen";
 /// A command that does nothing.

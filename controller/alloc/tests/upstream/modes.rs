@@ -3,7 +3,7 @@
 use super::Step;
 use super::script::Script;
 use crate::nodes::{MPS, TIMESLICE, gpus_wanted, mig_wanted, named, share_wanted};
-use divvy_sim::catalogue::{GpuModel, Toggle};
+use divvy_catalogue::{GpuModel, Toggle};
 use serde_json::{Value, json};
 
 /// Tries every mode of a GPU against every other.

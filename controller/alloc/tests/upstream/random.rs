@@ -3,15 +3,15 @@
 use super::{Sequence, Step};
 use crate::common::{one, select, with};
 use crate::dice::Dice;
-use crate::gpus;
 use crate::nodes::{MPS, SHARE, TIMESLICE, gpus_wanted, mig_wanted, named, of, share_wanted};
-use divvy_sim::catalogue::GpuModel;
+use divvy_catalogue::GpuModel;
 use serde_json::{Value, json};
 
 /// Random sequences of claims and releases.
 pub(crate) fn random(model: &GpuModel, count: usize, seed: &str) -> Vec<Sequence> {
     let seed = seed.bytes().fold(0_u64, |seed, byte| seed.wrapping_mul(131).wrapping_add(byte.into()));
-    let profiles: Vec<String> = gpus::profiles(model).into_iter().map(|profile| profile.name).collect();
+    let rows = model.mig.iter().flat_map(|mig| &mig.profiles);
+    let profiles: Vec<String> = rows.map(|row| row.name.clone()).collect();
     let sequence = |number: usize| {
         let mut dice = Dice(seed ^ (number as u64) << 32);
         let mut names: Vec<String> = Vec::new();

@@ -5,8 +5,8 @@ use super::Step;
 use super::script::{Script, all_of, memory, with_field};
 use crate::common::with;
 use crate::nodes::{MPS, SHARE, TIMESLICE, gpus_wanted, mig_wanted, named, of, share_wanted};
+use divvy_catalogue::{GiProfile, GpuModel, Toggle};
 use divvy_model::{DeviceId, GpuNumber};
-use divvy_sim::catalogue::{GiProfile, GpuModel, Toggle};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 

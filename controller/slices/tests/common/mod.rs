@@ -1,15 +1,13 @@
 //! Inventories with GPUs of the catalogue, as the driver would report them.
 #![allow(dead_code, clippy::unwrap_used, reason = "each test uses only a part")]
 
-use divvy_model::inventory::{
-    ComputeInstance, Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin, Presence,
-};
-use divvy_model::{GpuNumber, Placement};
-use divvy_sim::catalogue::{self, GpuModel, Toggle};
+use divvy_catalogue::GpuModel;
+use divvy_model::Placement;
+use divvy_model::inventory::{ComputeInstance, Gpu, GpuInstance, Inventory, Mig, MigMode, Origin};
 
 /// A node with `count` GPUs of one model.
 pub(crate) fn inventory_of(model: &str, count: u32) -> Inventory {
-    node((0..count).map(|number| gpu(catalogue::find(model).unwrap().row(), number)).collect())
+    node((0..count).map(|number| gpu(divvy_catalogue::find(model).unwrap().row(), number)).collect())
 }
 
 /// A node with these GPUs.
@@ -20,58 +18,15 @@ pub(crate) fn node(gpus: Vec<Gpu>) -> Inventory {
 
 /// One GPU without instances.
 pub(crate) fn gpu(model: &GpuModel, number: u32) -> Gpu {
-    let mig = match &model.mig {
-        None => Mig::Unsupported,
-        Some(mig) => Mig::Supported {
-            mode: MigMode::Off,
-            toggle: match mig.toggle {
-                Toggle::Live => MigToggle::Live,
-                Toggle::Reset => MigToggle::NeedsReset,
-            },
-            profiles: profiles(model),
-            instances: Vec::new(),
-        },
-    };
     Gpu {
-        number: GpuNumber(number),
         uuid: format!("GPU-5d5a3bd7-0000-4000-8000-{number:012x}").into(),
-        minor: number,
-        product: model.product.clone(),
-        brand: "Nvidia".to_owned(),
-        architecture: format!("{:?}", model.architecture),
-        compute_capability: model.compute_capability,
-        memory_bytes: model.memory_total_mib << 20,
-        addressing_mode: Some("HMM".to_owned()),
         pci_bus_id: format!("0000:{:02x}:00.0", 0x1a + number),
         pcie_root: Some(format!("pci0000:{:02x}", 0x16 + number)),
         numa_node: Some(number % 2),
         nvlink_group: model.nvswitch.then(|| "f3a1".to_owned()),
         nvlink_peers: if model.nvswitch { 7 } else { 0 },
-        mig,
-        presence: Presence::Present,
-        conditions: Vec::new(),
-        policy: Default::default(),
+        ..divvy_catalogue::node::gpu(model, number)
     }
-}
-
-/// The GPU instance profiles of a model; empty without MIG.
-pub(crate) fn profiles(model: &GpuModel) -> Vec<MigProfile> {
-    let rows = model.mig.iter().flat_map(|mig| &mig.profiles);
-    rows.map(|row| MigProfile {
-        id: row.id,
-        index: row.index,
-        name: row.name.clone(),
-        memory_mib: row.memory_mib,
-        multiprocessors: row.sm,
-        copy_engines: row.ce,
-        decoders: row.dec,
-        encoders: row.enc,
-        jpeg_engines: row.jpg,
-        ofa_engines: row.ofa,
-        max_instances: row.instances,
-        placements: row.starts.iter().map(|&start| Placement { start, size: row.size }).collect(),
-    })
-    .collect()
 }
 
 /// Adds an instance to a GPU and enables MIG mode.

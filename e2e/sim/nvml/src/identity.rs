@@ -195,10 +195,7 @@ entry! {
 
     fn nvmlDeviceGetAddressingMode(nvml, device: Device, mode: Out<AddressingMode>) {
         mode.expect_version()?;
-        let value = match device.target(&nvml.state)?.gpu.model().addressing {
-            Addressing::Hmm => 1,
-            Addressing::Ats => 2,
-        };
+        let value = device.target(&nvml.state)?.gpu.model().addressing as u32;
         mode.set(AddressingMode { version: mode.version(), value });
         Ok(())
     }

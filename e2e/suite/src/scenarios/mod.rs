@@ -7,6 +7,7 @@ mod examples;
 mod failures;
 mod hardware;
 mod install;
+mod kueue;
 mod modes;
 mod mps;
 mod shares;
@@ -89,3 +90,10 @@ pub(crate) const GATES_OFF: &[Scenario] = scenarios![
 
 /// For an upgrade from an installed older version.
 pub(crate) const FROM: &[Scenario] = scenarios![upgrade::upgrade_keeps_running_pods];
+
+/// For a cluster with Kueue.
+pub(crate) const KUEUE: &[Scenario] = scenarios![
+    kueue::job_waits_for_the_quota_of_shares,
+    kueue::job_waits_for_the_quota_of_memory,
+    kueue::share_above_the_limit_of_the_team_is_rejected,
+];

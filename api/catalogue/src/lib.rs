@@ -1,9 +1,15 @@
-//! GPU models: one data file each in `catalogue/`, with the source of every figure.
+//! GPU models: one data file each in `models/`, with the source of every figure.
 //!
 //! The figures are data because formulas are wrong: a `1g.20gb` of an H100 has 26 multiprocessors,
 //! not 32, and profile ids are opaque. Figures with `verified = false` were derived or come from
 //! documents; all others were printed by a real card. A file is parsed when its model is first
-//! used.
+//! used. [`node`] describes nodes with these GPUs as the node daemon does.
+
+pub mod list;
+pub mod node;
+
+pub use divvy_model::Placement;
+pub use list::{ListError, parse_list};
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -13,7 +19,7 @@ macro_rules! files {
     ($($key:literal),* $(,)?) => {
         [$(File {
             key: $key,
-            text: include_str!(concat!("../catalogue/", $key, ".toml")),
+            text: include_str!(concat!("../models/", $key, ".toml")),
             row: OnceLock::new(),
         },)*]
     };
@@ -112,12 +118,12 @@ pub enum Architecture {
     Blackwell = 10,
 }
 
-/// How the GPU reaches pageable memory.
+/// How the GPU reaches pageable memory: `nvmlDeviceAddressingModeType_t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Addressing {
-    Hmm,
-    Ats,
+    Hmm = 1,
+    Ats = 2,
 }
 
 /// MIG geometry of a model.
@@ -131,14 +137,6 @@ pub struct MigModel {
     pub toggle: Toggle,
     #[serde(rename = "profile")]
     pub profiles: Vec<GiProfile>,
-}
-
-/// A range of slices, `start..start + size`: memory slices of the GPU for a GPU instance, compute
-/// slices of the GPU instance for a compute instance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Placement {
-    pub start: u32,
-    pub size: u32,
 }
 
 /// Requirement for a change of the MIG mode.
@@ -233,7 +231,7 @@ impl File {
         // The files are compiled in, and a test parses each of them.
         self.row.get_or_init(|| match toml::from_str(self.text) {
             Ok(row) => row,
-            Err(error) => panic!("catalogue/{}.toml: {error}", self.key),
+            Err(error) => panic!("models/{}.toml: {error}", self.key),
         })
     }
 }
@@ -332,24 +330,6 @@ impl GiProfile {
     /// Number of engines of each kind: copy, decode, encode, JPEG, optical flow.
     pub const fn engines(&self) -> [u32; 5] {
         [self.ce, self.dec, self.enc, self.jpg, self.ofa]
-    }
-}
-
-impl Placement {
-    /// The slices that it covers.
-    pub const fn slices(self) -> std::ops::Range<u32> {
-        self.start..self.start.saturating_add(self.size)
-    }
-
-    /// Whether the two share a slice.
-    pub const fn overlaps(self, other: Self) -> bool {
-        self.start < other.slices().end && other.start < self.slices().end
-    }
-}
-
-impl fmt::Display for Placement {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "{}:{}", self.start, self.size)
     }
 }
 
