@@ -1,7 +1,7 @@
 //! The cluster controller. It maintains one DeviceClass per MIG profile that a node offers,
 //! and its webhook rejects claims and pods that the node plugin could not prepare.
 //!
-//! ResourceSlices feed [`device_index`]; DeviceClasses feed [`classes`] and [`class_index`].
+//! The [`slice_watch`] feeds [`device_index`]; DeviceClasses feed [`classes`] and [`class_index`].
 //! The leader writes classes and the webhook's [`certificate`]. Every replica answers reviews.
 //! [`decommission`] reverts all of it before Divvy is uninstalled.
 
@@ -16,6 +16,7 @@ pub mod metrics;
 pub mod profile;
 pub mod readiness;
 pub mod run;
+pub mod slice_watch;
 pub mod webhook;
 
 use args::{Args, Command};

@@ -7,7 +7,7 @@ use divvy_daemon::http::{Condition, Readiness};
 pub enum ReadyCondition {
     /// DeviceClasses were listed.
     Classes,
-    /// ResourceSlices were listed.
+    /// ResourceSlices were listed, and the kinds of their devices are known.
     Slices,
     /// The webhook has a certificate to serve.
     Certificate,

@@ -4,13 +4,12 @@ use crate::args::RunArgs;
 use crate::certificate::{self, CertificateManager, ServingCertificate};
 use crate::class_index::{self, ClassIndex};
 use crate::classes::{ClassReconciler, Classes};
-use crate::device_index::{DeviceIndex, DeviceSummary, Slice};
 use crate::leader::{self, Election};
 use crate::metrics::Metrics;
 use crate::readiness::{ControllerReadiness, ReadyCondition};
+use crate::slice_watch;
 use crate::webhook::{self, Reviewer};
 use anyhow::Context;
-use divvy_api::names::DRIVER;
 use divvy_daemon::args::Listen;
 use divvy_daemon::http;
 use divvy_daemon::{Stages, client};
@@ -28,8 +27,6 @@ use tokio::sync::watch;
 
 /// Below the 30 s that a pod has to stop by default (`terminationGracePeriodSeconds`).
 const STOP_TIMEOUT: Duration = Duration::from_secs(25);
-/// Slices in one page of a list. A slice of MIG devices takes about 100 KB.
-const SLICE_PAGE_SIZE: u32 = 10;
 
 /// Runs until SIGTERM or SIGINT, or until a task ends by itself, which is an error.
 pub async fn run(args: &RunArgs) -> anyhow::Result<()> {
@@ -76,13 +73,10 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
         follow_classes(watcher(api, watcher::Config::default()), classes_now, follow).await;
     });
     let (devices_now, devices) = watch::channel(None);
-    let (api, follow) = (Api::<Slice>::all(client.clone()), ready.clone());
-    let config =
-        watcher::Config::default().fields(&format!("spec.driver={DRIVER}")).page_size(SLICE_PAGE_SIZE);
-    let counted = metrics.clone();
-    stages.droppable("ResourceSlice watch", async move {
-        follow_slices(watcher(api, config), devices_now, follow, counted).await;
-    });
+    stages.droppable(
+        "ResourceSlice watch",
+        slice_watch::run(client.clone(), devices_now, ready.clone(), metrics.clone()),
+    );
     let (index_now, index) = watch::channel(Arc::new(ClassIndex::default()));
     stages.droppable("class index", class_index::run(devices.clone(), classes.clone(), index_now));
 
@@ -200,46 +194,6 @@ async fn follow_classes(
         }
         if !listing {
             now.send_replace(Some(Arc::new(classes.clone())));
-        }
-    }
-}
-
-async fn follow_slices(
-    events: impl Stream<Item = watcher::Result<Event<Slice>>>,
-    now: watch::Sender<Option<Arc<DeviceSummary>>>,
-    ready: ControllerReadiness,
-    metrics: Metrics,
-) {
-    let mut events = std::pin::pin!(events.default_backoff());
-    let mut index = DeviceIndex::default();
-    let (mut listing, mut revision) = (true, None);
-    while let Some(event) = events.next().await {
-        match event {
-            Ok(Event::Init) => {
-                listing = true;
-                index.relist();
-            }
-            Ok(Event::InitApply(slice) | Event::Apply(slice)) => index.apply(slice),
-            Ok(Event::InitDone) => {
-                listing = false;
-                index.listed();
-                ready.set(ReadyCondition::Slices, Ok(()));
-            }
-            Ok(Event::Delete(slice)) => index.delete(&slice),
-            Err(cause) => {
-                tracing::debug!(%cause, "watch of ResourceSlices failed; it is retried");
-                if now.borrow().is_none() {
-                    ready.set(ReadyCondition::Slices, Err(cause.to_string()));
-                }
-                continue;
-            }
-        }
-        if !listing {
-            metrics.slices(index.slices());
-            if revision != Some(index.revision) {
-                revision = Some(index.revision);
-                now.send_replace(Some(Arc::new(index.summary())));
-            }
         }
     }
 }

@@ -43,6 +43,52 @@ async fn classes_follow_the_offered_profiles() {
     assert_eq!(lease.holder_identity.as_deref(), Some(""), "the lease was not released");
 }
 
+#[tokio::test]
+async fn slices_with_known_kinds_are_not_read() {
+    let cluster = TestCluster::new().await;
+    cluster.class("mig.divvy.dev", None);
+    for node in 0..600 {
+        cluster.annotated_slice(&format!("n{node}"), &["1g.10gb"]);
+    }
+    let _controller = cluster.start(&["--class-hold-off", "0s"]);
+    let has = |class: &str| cluster.api.get::<DeviceClass>("", class).is_some();
+    until("the class exists", || has(CLASS)).await;
+    let reads = || cluster.api.count("get", "resourceslices");
+    assert_eq!(reads(), 1, "600 equal slices");
+
+    cluster.annotated_slice("n600", &["1g.10gb"]);
+    for node in 0..300 {
+        cluster.annotated_slice(&format!("n{node}"), &["3g.40gb"]);
+    }
+    until("the second class exists", || has("mig-3g.40gb.divvy.dev")).await;
+    assert_eq!(reads(), 2, "one new fingerprint");
+    cluster.slice("old", &["7g.80gb"]);
+    until("the class of the slice without annotation exists", || has("mig-7g.80gb.divvy.dev")).await;
+    assert_eq!(reads(), 3);
+    for node in 0..300 {
+        cluster.api.delete::<ResourceSlice>("", &format!("n{node}"));
+    }
+    until("the second class is gone", || !has("mig-3g.40gb.divvy.dev")).await;
+    assert!(has(CLASS));
+    let requests = cluster.api.requests();
+    let follows = requests.iter().filter(|request| request.resource == "resourceslices");
+    assert!(follows.filter(|request| request.verb != "get").all(|request| request.metadata_only));
+}
+
+#[tokio::test]
+async fn classes_wait_until_failed_reads_succeed() {
+    let cluster = TestCluster::new().await;
+    cluster.class("mig.divvy.dev", None);
+    cluster.annotated_slice("n1", &["1g.10gb"]);
+    cluster.annotated_slice("n2", &["3g.40gb"]);
+    cluster.class(CLASS, None);
+    cluster.api.fail_next("get", "resourceslices", 2, 500);
+    let _controller = cluster.start(&["--class-hold-off", "0s"]);
+    let class = "mig-3g.40gb.divvy.dev";
+    until("the class exists", || cluster.api.get::<DeviceClass>("", class).is_some()).await;
+    assert!((3..=4).contains(&cluster.api.count("get", "resourceslices")));
+}
+
 fn config(parameters: Value) -> Value {
     let claim = json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",

@@ -16,6 +16,7 @@ mod order;
 mod taints;
 mod wire;
 
+pub mod kinds;
 pub mod pool;
 pub mod slices;
 pub mod validate;

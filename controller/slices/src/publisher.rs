@@ -7,6 +7,7 @@
 //! and a rejected pool (422) is retried after minutes. When it stops, the slices stay.
 
 use crate::compare;
+use crate::kinds;
 use crate::pool::{PoolOptions, Support, pool, pool_without_counters, same_pool};
 use crate::scheduler_bugs::{SchedulerOptions, unsafe_counters};
 use crate::slices::{slices, without_driver};
@@ -181,6 +182,8 @@ struct Publisher {
     version: String,
     /// Contents that the server stores differently: as sent, and as stored.
     rewritten: Vec<(Content, Content)>,
+    /// Whether slices get the annotation of their kinds. False once the server has dropped it.
+    annotate: bool,
     /// Highest generation that was observed or written.
     generation: i64,
     backoff: Backoff,
@@ -205,6 +208,7 @@ impl Publisher {
             support: Support::default(),
             version: String::new(),
             rewritten: Vec::new(),
+            annotate: true,
             generation: 0,
             backoff: Backoff::new(options.timing.backoff),
             schedule: Schedule::new(&options.timing),
@@ -337,7 +341,7 @@ impl Publisher {
         }
         self.generation = self.cache.generation(&owner.node).max(self.generation);
         let slices = contents.len();
-        let desired = Desired { owner, contents, used_generation: self.generation };
+        let desired = Desired { owner, contents, used_generation: self.generation, annotate: self.annotate };
         let actions = sync::plan(desired, &there);
         drop(there);
         let writes = actions.len() as u64;
@@ -358,6 +362,7 @@ impl Publisher {
                 }
             };
             self.cache.wrote(&kept);
+            self.check_annotation(&sent, &kept);
             let (sent, kept) = (sent.content, compare::content(&kept.spec));
             if let Some(difference) = compare::dropped(&sent, &kept) {
                 // A pool is complete only with its last slice, so schedulers ignore the unfinished one.
@@ -395,9 +400,22 @@ impl Publisher {
     fn set_server(&mut self, version: String, support: Support) {
         if self.version != version {
             self.rewritten.clear();
+            self.annotate = true;
         }
         self.version = version;
         self.set_support(support);
+    }
+
+    /// Stops to annotate on a server that drops annotations; otherwise each pass would write all slices.
+    fn check_annotation(&mut self, sent: &Slice, kept: &ResourceSlice) {
+        let (sent, kept) = (kinds::annotation(&sent.metadata), kinds::annotation(&kept.metadata));
+        if self.annotate && sent != kept {
+            self.annotate = false;
+            warn!(
+                annotation = kinds::ANNOTATION,
+                "the API server drops an annotation of slices; the controller reads more slices"
+            );
+        }
     }
 
     /// Handles a server that stored less than was sent.

@@ -3,9 +3,11 @@
 //! The scheduler uses only the highest generation of a pool, and only if it is complete. Slices
 //! are named by index (`00003-...`); other slices are deleted. A change of one slice keeps the
 //! generation. Any other change rewrites all slices with a new generation, so a scheduler never
-//! sees a mixture. Deletes come first, then updates, then creates, which complete the pool.
+//! sees a mixture. Changes of metadata keep the generation too. Deletes come first, then updates, then
+//! creates, which complete the pool.
 
 use crate::compare;
+use crate::kinds;
 use crate::pool::{PoolOptions, Support, pool};
 use crate::slices::slices;
 use crate::wire::{Content, Slice};
@@ -33,6 +35,8 @@ pub struct Desired<'a> {
     pub contents: Vec<Content>,
     /// The highest generation that was ever used, even if its slices are gone.
     pub used_generation: i64,
+    /// Whether slices get the annotation of their kinds. False on a server that drops it.
+    pub annotate: bool,
 }
 
 /// One write.
@@ -53,7 +57,7 @@ pub enum Action {
 
 /// Plans the writes in the order of execution.
 pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a ResourceSlice>) -> Vec<Action> {
-    let (owner, used_generation) = (desired.owner, desired.used_generation);
+    let (owner, used_generation, annotate) = (desired.owner, desired.used_generation, desired.annotate);
     let mut there: Vec<&ResourceSlice> = there.into_iter().collect();
     there.sort_by(|a, b| a.metadata.name.cmp(&b.metadata.name));
     let ours = |slice: &&&ResourceSlice| slice.spec.pool.name == owner.node;
@@ -88,7 +92,13 @@ pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a Resour
     let (mut updates, mut creations) = (Vec::new(), Vec::new());
     for (index, content) in desired.contents.into_iter().enumerate() {
         let have = kept.get(&index);
-        if in_place && !changed.contains(&index) && have.is_some_and(|have| owned(have, owner)) {
+        let kinds = annotate.then(|| kinds::of_content(&content));
+        let annotated =
+            |have: &ResourceSlice| kinds.is_none() || kinds::annotation(&have.metadata) == kinds.as_deref();
+        if in_place
+            && !changed.contains(&index)
+            && have.is_some_and(|have| owned(have, owner) && annotated(have))
+        {
             continue;
         }
         let generated = || ObjectMeta {
@@ -97,6 +107,11 @@ pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a Resour
         };
         let mut metadata = have.map_or_else(generated, |have| have.metadata.clone());
         metadata.owner_references = Some(vec![owner_reference(owner)]);
+        let annotations = &mut metadata.annotations;
+        match kinds {
+            Some(kinds) => annotations.get_or_insert_default().insert(kinds::ANNOTATION.to_owned(), kinds),
+            None => annotations.as_mut().and_then(|annotations| annotations.remove(kinds::ANNOTATION)),
+        };
         let (driver, node, pool) = (owner.driver.clone(), owner.node.clone(), pool.clone());
         let slice = Box::new(Slice { metadata, driver, node, pool, content });
         match have {

@@ -310,6 +310,58 @@ async fn invalid_pool_is_not_sent() {
     );
 }
 
+/// Removes the annotation of every slice, as if an older publisher had written them.
+fn without_annotations(api: &FakeApi) {
+    for mut slice in api.list::<ResourceSlice>() {
+        slice.metadata.annotations = None;
+        let mut slice = serde_json::to_value(slice).unwrap();
+        slice["apiVersion"] = json!("resource.k8s.io/v1");
+        slice["kind"] = json!("ResourceSlice");
+        api.put(slice);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn slices_of_an_older_publisher_get_annotations_once() {
+    let fixture = PublisherFixture::published(inventory_of(H100, 2)).await;
+    let annotations = |fixture: &PublisherFixture| -> Vec<_> {
+        fixture.slices().into_iter().map(|slice| slice.metadata.annotations).collect()
+    };
+    let before = annotations(&fixture);
+    assert!(before.iter().all(Option::is_some), "{before:?}");
+    fixture.stop.cancel();
+    without_annotations(&fixture.api);
+    fixture.api.clear_requests();
+    let mut second = PublisherFixture::start(fixture.api, inventory_of(H100, 2));
+    let seen = second.until(|published| published.in_sync).await;
+    assert_eq!((seen.generation, seen.writes), (1, before.len() as u64));
+    assert_eq!(annotations(&second), before);
+    sleep(Duration::from_secs(3600)).await;
+    assert_eq!(second.api.count("update", "resourceslices"), before.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_annotations_are_written_once() {
+    let api = api().await;
+    api.set_gates(Gates { annotations: false, ..Gates::default() });
+    let mut fixture = PublisherFixture::start(api, inventory_of(H100, 2));
+    fixture.until(|published| published.in_sync).await;
+    let there = fixture.slices().len();
+    assert_eq!(fixture.api.count("create", "resourceslices"), there);
+    for minute in 0..60_usize {
+        let mut inventory = inventory_of(H100, 2);
+        inventory.gpus[0].presence = if minute % 2 == 0 { Presence::Missing } else { Presence::Present };
+        fixture.inventory.send(Arc::new(inventory)).unwrap();
+        fixture.until(|published| published.in_sync).await;
+        fixture.api.forget_history();
+        sleep(Duration::from_secs(60)).await;
+    }
+    fixture.api.clear_requests();
+    fixture.api.forget_history();
+    sleep(Duration::from_secs(3600)).await;
+    assert_eq!(fixture.api.count("update", "resourceslices"), 0);
+}
+
 #[tokio::test(start_paused = true)]
 async fn slices_return_after_their_node_is_recreated() {
     let fixture = PublisherFixture::published(inventory_of(H100, 1)).await;

@@ -7,6 +7,7 @@
 //! - `detect-*`: invalid pools are rejected earlier, by the validator.
 #![allow(clippy::unwrap_used, reason = "test helpers")]
 
+use divvy_slices::kinds::{ANNOTATION, annotation};
 use divvy_slices::sync::{Action, Desired, Owner, plan};
 use divvy_slices::{Consumption, Content, Device, Slice};
 use k8s_openapi::api::resource::v1::{Counter, CounterSet, DeviceCapacity, DeviceTaint, ResourceSlice};
@@ -75,8 +76,10 @@ fn apply(there: &mut Vec<ResourceSlice>, actions: Vec<Action>) -> String {
 
 fn sync(there: &mut Vec<ResourceSlice>, desired: &[Content]) -> String {
     let owner = owner();
-    let actions =
-        plan(Desired { owner: &owner, contents: desired.to_vec(), used_generation: 0 }, there.iter());
+    let actions = plan(
+        Desired { owner: &owner, contents: desired.to_vec(), used_generation: 0, annotate: true },
+        there.iter(),
+    );
     apply(there, actions)
 }
 
@@ -302,7 +305,10 @@ fn migration_mixed_naming() {
 fn generation_is_not_reused_after_all_slices_are_gone() {
     let (owner, desired) = (owner(), contents(&["gpu-0"]));
     let none: [ResourceSlice; 0] = [];
-    let actions = plan(Desired { owner: &owner, contents: desired.clone(), used_generation: 7 }, none.iter());
+    let actions = plan(
+        Desired { owner: &owner, contents: desired.clone(), used_generation: 7, annotate: true },
+        none.iter(),
+    );
     let Action::Create { slice, .. } = &actions[0] else { panic!("{actions:?}") };
     assert_eq!(slice.pool.generation, 8);
 }
@@ -313,11 +319,49 @@ fn recreated_node_adopts_its_slices_in_place() {
     let mut there = Vec::new();
     sync(&mut there, &desired);
     let owner = Owner { node_uid: "new-uid".into(), ..owner() };
-    let actions =
-        plan(Desired { owner: &owner, contents: desired.clone(), used_generation: 1 }, there.iter());
+    let actions = plan(
+        Desired { owner: &owner, contents: desired.clone(), used_generation: 1, annotate: true },
+        there.iter(),
+    );
     assert_eq!(apply(&mut there, actions), "update 0, update 1");
     assert!(there.iter().all(|slice| slice.spec.pool.generation == 1));
     assert!(there.iter().all(|slice| slice.metadata.owner_references.as_ref().unwrap()[0].uid == "new-uid"));
+}
+
+#[test]
+fn annotation_is_repaired_in_place_and_keeps_others() {
+    let desired = contents(&["gpu-0", "gpu-1", "gpu-2"]);
+    let mut there = Vec::new();
+    sync(&mut there, &desired);
+    // As an older publisher left it, and as another client changed it.
+    there[0].metadata.annotations = None;
+    let others = there[2].metadata.annotations.as_mut().unwrap();
+    let right = others.insert(ANNOTATION.to_owned(), "wrong".to_owned());
+    others.insert("a".to_owned(), "b".to_owned());
+    assert_eq!(sync(&mut there, &desired), "update 0, update 2");
+    assert_published(&there, &desired);
+    assert_eq!(there[0].spec.pool.generation, 1);
+    assert!(there.iter().all(|slice| annotation(&slice.metadata) == right.as_deref()));
+    assert_eq!(there[2].metadata.annotations.as_ref().unwrap()["a"], "b");
+    assert_eq!(sync(&mut there, &desired), "");
+}
+
+#[test]
+fn missing_annotation_is_not_a_change_without_annotate() {
+    let (owner, desired) = (owner(), contents(&["gpu-0", "gpu-1"]));
+    let mut there = Vec::new();
+    sync(&mut there, &desired);
+    there[0].metadata.annotations = None;
+    let bare = |contents: &[Content]| Desired {
+        owner: &owner,
+        contents: contents.to_vec(),
+        used_generation: 1,
+        annotate: false,
+    };
+    assert_eq!(plan(bare(&desired), there.iter()), []);
+    let actions = plan(bare(&contents(&["gpu-0", "gpu-9"])), there.iter());
+    let [Action::Update { index: 1, slice }] = actions.as_slice() else { panic!("{actions:?}") };
+    assert_eq!(annotation(&slice.metadata), None, "the old annotation names other devices");
 }
 
 #[test]
@@ -342,7 +386,8 @@ proptest! {
         let mut last = Vec::new();
         for (pool, cut) in pools.iter().zip(cuts) {
             last = contents(&pool.iter().map(String::as_str).collect::<Vec<_>>());
-            let desired = Desired { owner: &owner, contents: last.clone(), used_generation: 0 };
+            let contents = last.clone();
+            let desired = Desired { owner: &owner, contents, used_generation: 0, annotate: true };
             let mut actions = plan(desired, there.iter());
             actions.truncate(cut);
             apply(&mut there, actions);

@@ -19,7 +19,7 @@ fn written(inventory: &Inventory, support: Support) -> Vec<Slice> {
     let owner = Owner { driver: "gpu.divvy.dev".into(), node: "worker".into(), node_uid: "uid".into() };
     let contents = slices(pool(inventory, &PoolOptions { support }));
     let none: [ResourceSlice; 0] = [];
-    let actions = plan(Desired { owner: &owner, contents, used_generation: 0 }, none.iter());
+    let actions = plan(Desired { owner: &owner, contents, used_generation: 0, annotate: true }, none.iter());
     let slice = |action| match action {
         Action::Create { slice, .. } => *slice,
         other => panic!("{other:?}"),

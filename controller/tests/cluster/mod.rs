@@ -2,7 +2,9 @@
 //! and a TLS client that calls the webhook as the API server does.
 
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
+use divvy_slices::kinds::{ANNOTATION, Facts, fingerprint};
 use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
+use k8s_openapi::api::resource::v1::Device;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use serde_json::{Value, json};
@@ -40,21 +42,25 @@ impl TestCluster {
         Self { api, kubeconfig, dir }
     }
 
-    /// A slice of our driver with one MIG instance per profile.
+    /// A slice of our driver with one MIG instance per profile, as an older node daemon writes it.
     pub(crate) fn slice(&self, name: &str, profiles: &[&str]) {
-        let device = |(at, profile): (usize, &&str)| {
-            json!({"name": format!("gpu-0-mig-{at}"), "attributes": {
-                "type": {"string": "mig"}, "profile": {"string": profile},
-                "productName": {"string": "H100"}}})
-        };
-        let devices: Vec<Value> = profiles.iter().enumerate().map(device).collect();
+        self.put_slice(name, profiles, None);
+    }
+
+    /// The same with the annotation that names the kinds of its devices.
+    pub(crate) fn annotated_slice(&self, name: &str, profiles: &[&str]) {
+        self.put_slice(name, profiles, Some(kinds(profiles)));
+    }
+
+    fn put_slice(&self, name: &str, profiles: &[&str], kinds: Option<String>) {
+        let annotations = kinds.map(|kinds| json!({ANNOTATION: kinds}));
         self.api.put(json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": name},
-            "spec": {"driver": "gpu.divvy.dev", "nodeName": "n1", "devices": devices,
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice",
+            "metadata": {"name": name, "annotations": annotations},
+            "spec": {"driver": "gpu.divvy.dev", "nodeName": "n1", "devices": instances(profiles),
                 "pool": {"name": "n1", "generation": 1, "resourceSliceCount": 1}},
         }));
     }
-
     /// A class of another owner.
     pub(crate) fn class(&self, name: &str, resource: Option<&str>) -> Value {
         self.api.put(json!({
@@ -128,6 +134,22 @@ impl TestCluster {
         until_async("the webhook answers", async || webhook.try_send(b"").await.is_ok()).await;
         webhook
     }
+}
+
+/// One MIG instance per profile.
+fn instances(profiles: &[&str]) -> Vec<Value> {
+    let device = |(at, profile): (usize, &&str)| {
+        json!({"name": format!("gpu-0-mig-{at}"), "attributes": {
+            "type": {"string": "mig"}, "profile": {"string": profile},
+            "productName": {"string": "H100"}}})
+    };
+    profiles.iter().enumerate().map(device).collect()
+}
+
+/// The fingerprint of the kinds of these instances.
+fn kinds(profiles: &[&str]) -> String {
+    let devices: Vec<Device> = serde_json::from_value(Value::Array(instances(profiles))).unwrap();
+    fingerprint(devices.iter().filter_map(Facts::of))
 }
 
 /// An AdmissionReview of a creation.

@@ -1,4 +1,5 @@
-//! Costs of the controller: its memory in a large cluster, and the duration of an admission review.
+//! Costs of the controller: its start and memory in a large cluster, and the duration of an admission
+//! review.
 
 use crate::api_server::ApiServer;
 use crate::daemon::{EIGHT_GPUS, Plan};
@@ -6,7 +7,7 @@ use crate::large_cluster::LargeCluster;
 use crate::node::{BenchNode, Dirs};
 use crate::program;
 use crate::stats::{figure, line, micros, percentile};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, ListParams, PostParams};
@@ -15,6 +16,8 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 /// Nodes of the cluster, with eight H100 each.
 const NODES: usize = 1000;
@@ -26,15 +29,24 @@ const REVIEWS_PER_ROUND: usize = 500;
 /// A running controller; killed when dropped.
 struct Controller {
     child: Child,
+    /// Address of the webhook.
     address: SocketAddr,
+    /// Address of `/readyz`.
+    probes: SocketAddr,
+}
+
+/// A free port. Its listener is dropped, and the controller takes the port at once.
+fn free_address() -> Result<SocketAddr> {
+    Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?)
 }
 
 impl Controller {
-    fn start(program: &Path, kubeconfig: &Path, log: &Path) -> Result<Self> {
-        // A free port: the listener is dropped, and the controller takes the port at once.
-        let address = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    fn start(program: &Path, kubeconfig: &Path, log: &Path, certificate: Option<&Path>) -> Result<Self> {
+        let (address, probes) = (free_address()?, free_address()?);
+        let certificate = certificate.into_iter().flat_map(|dir| [Path::new("--certificate-dir"), dir]);
         let child = Command::new(program)
-            .args(["run", "--http-address", "off", "--webhook-address", &address.to_string()])
+            .args(["run", "--http-address", &probes.to_string(), "--webhook-address", &address.to_string()])
+            .args(certificate)
             .arg("--kubeconfig")
             .arg(kubeconfig)
             .stdin(Stdio::null())
@@ -42,7 +54,19 @@ impl Controller {
             .stderr(std::fs::File::create(log)?)
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
-        Ok(Self { child, address })
+        Ok(Self { child, address, probes })
+    }
+
+    /// Whether `/readyz` answers 200.
+    async fn is_ready(&self) -> bool {
+        let answer = async {
+            let mut stream = TcpStream::connect(self.probes).await?;
+            stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: probe\r\nConnection: close\r\n\r\n").await?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).await?;
+            std::io::Result::Ok(answer)
+        };
+        answer.await.is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
     }
 
     /// A value of `/proc/<pid>/status`, in MiB.
@@ -76,29 +100,48 @@ async fn wait_until<T>(what: &str, log: &Path, mut done: impl AsyncFnMut() -> Op
     }
 }
 
-/// The controller's memory after it has read the slices of [`NODES`] nodes.
+/// The slices of a node with eight GPUs and all modes, as the image publishes them.
+async fn node_slices(plan: &Plan) -> Result<Vec<ResourceSlice>> {
+    // The daemon installs the libraries of shares and does not run them, so their content is not needed.
+    let library = tempfile::tempdir()?;
+    std::fs::create_dir(library.path().join("shim"))?;
+    for file in ["libdivvy.so", "shim/libcuda.so.1", "shim/libnvidia-ml.so.1"] {
+        std::fs::write(library.path().join(file), file)?;
+    }
+    let dirs = Dirs { memory: &plan.tmpfs, files: &plan.tmpfs, library: Some(library.path()) };
+    let node = BenchNode::start(&plan.node, EIGHT_GPUS, &dirs).await?;
+    let slices = Api::<ResourceSlice>::all(node.client.clone()).list(&ListParams::default()).await?.items;
+    for mode in ["gpu-0", "gpu-0-share", "gpu-0-timeslice", "gpu-0-mps"] {
+        let mut devices = slices.iter().flat_map(|slice| slice.spec.devices.iter().flatten());
+        ensure!(devices.any(|device| device.name == mode), "the node publishes no {mode}\n{}", node.log());
+    }
+    Ok(slices)
+}
+
+/// The controller's start and memory in a cluster of [`NODES`] nodes.
 pub(crate) async fn memory(plan: &Plan) -> Result<()> {
     let controller = plan.controller()?;
-    let slices: Vec<String> = {
-        let dirs = Dirs { memory: &plan.tmpfs, files: &plan.tmpfs };
-        let node = BenchNode::start(&plan.node, EIGHT_GPUS, &dirs).await?;
-        let slices: Api<ResourceSlice> = Api::all(node.client.clone());
-        let slices = slices.list(&ListParams::default()).await?.items;
-        slices.iter().map(serde_json::to_string).collect::<Result<_, _>>()?
-    };
-    let (mut resident, mut peak) = (vec![], vec![]);
-    // Each round reads 250 MB, and memory hardly differs between rounds: three are enough.
+    let slices = node_slices(plan).await?;
+    let (mut ready, mut resident, mut peak) = (vec![], vec![], vec![]);
+    // Figures hardly differ between rounds: three are enough.
     for _ in 0..plan.rounds.min(3) {
         let dir = tempfile::tempdir()?;
-        let cluster = LargeCluster::start(dir.path(), slices.clone(), NODES).await?;
+        let cluster = LargeCluster::start(dir.path(), &slices, NODES).await?;
+        let certificate = rcgen::generate_simple_self_signed(["divvy-webhook.divvy.svc".to_owned()])?;
+        std::fs::write(dir.path().join("tls.crt"), certificate.cert.pem())?;
+        std::fs::write(dir.path().join("tls.key"), certificate.signing_key.serialize_pem())?;
         let log = dir.path().join("log");
-        let controller = Controller::start(&controller, &cluster.kubeconfig, &log)?;
-        let bytes = wait_until("watch of slices", &log, async || cluster.listed()).await?;
+        let began = Instant::now();
+        let controller = Controller::start(&controller, &cluster.kubeconfig, &log, Some(dir.path()))?;
+        wait_until("ready controller", &log, async || controller.is_ready().await.then_some(())).await?;
+        ready.push(began.elapsed().as_secs_f64() * 1000.0);
         tokio::time::sleep(Duration::from_secs(2)).await;
         resident.push(controller.memory_mib("VmRSS")?);
         peak.push(controller.memory_mib("VmHWM")?);
-        line("controller_slices_mib", bytes as f64 / f64::from(1 << 20), "MiB");
+        line("controller_read_mib", cluster.sent_bytes() as f64 / f64::from(1 << 20), "MiB");
+        line("controller_slice_reads", cluster.reads() as f64, "reads");
     }
+    figure("controller_ready_ms", &ready, "ms");
     figure("rss_controller_mib", &resident, "MiB");
     figure("rss_controller_peak_mib", &peak, "MiB");
     Ok(())
@@ -121,7 +164,7 @@ pub(crate) async fn webhook(plan: &Plan) -> Result<()> {
     }))?;
     api.create(&PostParams::default(), &configuration).await?;
     let log = dir.path().join("log");
-    let controller = Controller::start(&program, &server.kubeconfig, &log)?;
+    let controller = Controller::start(&program, &server.kubeconfig, &log, None)?;
     let trusted = wait_until("certificate", &log, async || {
         api.get("divvy").await.ok()?.webhooks?.first()?.client_config.ca_bundle.clone()
     });

@@ -56,7 +56,7 @@ impl Plan {
 
     /// Directories of a node whose records and CDI files are below `files`.
     fn dirs<'a>(&'a self, files: &'a Path) -> Dirs<'a> {
-        Dirs { memory: &self.tmpfs, files }
+        Dirs { memory: &self.tmpfs, files, library: None }
     }
 
     /// Starts a node with all its files in memory.
@@ -492,7 +492,7 @@ impl Drop for Supervisor {
 pub(crate) async fn shared(plan: &Plan) -> Result<()> {
     // An MPS daemon has a /dev/shm of its own, without the simulator's state, so the state is on
     // disk. A slow simulator does not matter: these prepares make no NVML call.
-    let dirs = Dirs { memory: &plan.disk, files: &plan.tmpfs };
+    let dirs = Dirs { memory: &plan.disk, files: &plan.tmpfs, library: None };
     let node = BenchNode::start(&plan.node, EIGHT_GPUS, &dirs).await?;
     prepare_shared(plan, &node, "timeslice").await?;
     let supervisor = Supervisor::start(&plan.supervisor()?, &node)?;

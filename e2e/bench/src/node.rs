@@ -38,6 +38,8 @@ pub(crate) struct Dirs<'a> {
     pub(crate) memory: &'a Path,
     /// The daemon's records and CDI files.
     pub(crate) files: &'a Path,
+    /// The libraries for shares. Without them the node publishes no shares.
+    pub(crate) library: Option<&'a Path>,
 }
 
 /// A running node. The daemon is killed when it is dropped.
@@ -101,6 +103,7 @@ impl BenchNode {
         let started = (Instant::now(), SystemTime::now());
         let path = root.join("node.log");
         let log = std::fs::File::create(&path)?;
+        let library = dirs.library.into_iter().flat_map(|dir| [Path::new("--library-dir"), dir]);
         let daemon = Command::new(node)
             .args(["--node-name", NODE, "--http-address", "off", "--mig-hold-off", "0s"])
             .arg("--kubeconfig")
@@ -121,6 +124,7 @@ impl BenchNode {
             .arg(gpu.join("proc"))
             .arg("--sys-root")
             .arg(gpu.join("sys"))
+            .args(library)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)

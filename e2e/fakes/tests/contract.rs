@@ -6,7 +6,8 @@ use divvy_fakes::apiserver::FakeApi;
 use futures::StreamExt;
 use k8s_openapi::api::resource::v1::{ResourceClaim, ResourceSlice};
 use kube::api::{
-    Api, DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions, WatchEvent, WatchParams,
+    Api, DeleteParams, ListParams, PartialObjectMeta, Patch, PatchParams, PostParams, Preconditions,
+    WatchEvent, WatchParams,
 };
 use serde_json::{Value, json};
 
@@ -266,4 +267,59 @@ async fn claim_separates_status_and_waits_for_finalizers() {
     let release = json!({"metadata": {"finalizers": null}});
     claims.patch("contract", &merge, &Patch::Merge(&release)).await.unwrap();
     assert_eq!(claims.get_opt("contract").await.unwrap(), None);
+}
+
+/// A read of the slices of the test with an `Accept` header. Returns the status code and the answer.
+async fn read_as(server: &TestServer, path: &str, accept: &str) -> (u16, Value) {
+    let request = axum::http::Request::get(format!("/apis/resource.k8s.io/v1/resourceslices{path}"));
+    let request = request.header("Accept", accept).body(Vec::new()).unwrap();
+    match server.client.request::<Value>(request).await {
+        Ok(answer) => (200, answer),
+        Err(kube::Error::Api(status)) => (status.code, Value::Null),
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn metadata_is_served_without_the_spec() {
+    let server = TestServer::new("metadata").await;
+    let created = server.create(|slice| slice["metadata"]["annotations"] = json!({"a": "b"})).await.unwrap();
+    let name = created.metadata.name.clone().unwrap();
+    const ONE: &str = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1";
+    const LIST: &str = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1";
+    let selected = format!("?fieldSelector=spec.nodeName={}", server.node);
+    let (_, one) = read_as(&server, &format!("/{name}"), ONE).await;
+    let (_, list) = read_as(&server, &selected, LIST).await;
+    assert_eq!(
+        (&list["kind"], &list["apiVersion"]),
+        (&json!("PartialObjectMetadataList"), &json!("meta.k8s.io/v1"))
+    );
+    assert!(list["metadata"]["resourceVersion"].is_string());
+    for object in [&one, &list["items"][0]] {
+        assert_eq!(object["metadata"]["annotations"]["a"], "b");
+        assert_eq!(object["metadata"]["name"], json!(name));
+        assert_eq!(object["spec"], Value::Null);
+    }
+    assert_eq!(
+        (&one["kind"], &one["apiVersion"]),
+        (&json!("PartialObjectMetadata"), &json!("meta.k8s.io/v1"))
+    );
+    assert_eq!(read_as(&server, &selected, ONE).await.0, 406, "the kind of one object for a list");
+
+    let slices: Api<PartialObjectMeta<ResourceSlice>> = Api::all(server.client.clone());
+    let from = list["metadata"]["resourceVersion"].as_str().unwrap();
+    let params = WatchParams::default().fields(&format!("spec.nodeName={}", server.node));
+    let mut events = slices.watch(&params, from).await.unwrap().boxed();
+    server.wipe().await;
+    loop {
+        match events.next().await.unwrap().unwrap() {
+            WatchEvent::Deleted(last) => {
+                assert_eq!(last.metadata.name, Some(name));
+                assert_eq!(last.types.unwrap().kind, "PartialObjectMetadata");
+                return;
+            }
+            WatchEvent::Bookmark(_) => {}
+            other => panic!("{other:?}"),
+        }
+    }
 }

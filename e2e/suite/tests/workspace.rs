@@ -23,7 +23,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("divvy-interposer-core", &["divvy-pages"]),
     ("divvy-interposer", &["divvy-pages", "divvy-interposer-core"]),
     ("divvy-daemon", &[]),
-    ("divvy-controller", &["divvy-api", "divvy-model", "divvy-alloc", "divvy-daemon"]),
+    ("divvy-controller", &["divvy-api", "divvy-model", "divvy-alloc", "divvy-slices", "divvy-daemon"]),
     (
         "divvy-driver",
         &[

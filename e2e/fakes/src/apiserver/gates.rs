@@ -1,5 +1,5 @@
 //! Feature gates: a server with a disabled gate silently drops its fields, unless the stored object
-//! already has them.
+//! already has them. A policy of the cluster can remove annotations.
 
 use super::rules::devices_mut;
 use serde_json::Value;
@@ -15,6 +15,8 @@ pub struct Gates {
     pub device_taints: bool,
     /// `bindsToNode`, `bindingConditions`, `bindingFailureConditions`.
     pub binding_conditions: bool,
+    /// `metadata.annotations`, which a mutating policy can remove.
+    pub annotations: bool,
 }
 
 impl Default for Gates {
@@ -24,6 +26,7 @@ impl Default for Gates {
             consumable_capacity: true,
             device_taints: true,
             binding_conditions: true,
+            annotations: true,
         }
     }
 }
@@ -53,6 +56,9 @@ impl Gates {
         drop(self.consumable_capacity, &[], &["allowMultipleAllocations"]);
         drop(self.device_taints, &[], &["taints"]);
         drop(self.binding_conditions, &[], &["bindsToNode", "bindingConditions", "bindingFailureConditions"]);
+        if !self.annotations {
+            remove(&mut slice["metadata"], "annotations");
+        }
         if !self.consumable_capacity && !used(&["allowMultipleAllocations"]) {
             for device in devices_mut(slice) {
                 for (_, capacity) in

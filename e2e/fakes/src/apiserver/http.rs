@@ -2,10 +2,11 @@
 
 use super::kinds::Kind;
 use super::objects::{self, Preconditions, Target};
+use super::representation::Representation;
 use super::selectors::Selection;
 use super::status::Failure;
 use super::watch::{self, WatchOptions};
-use super::{Outage, Request, Server, discovery, table};
+use super::{Outage, Request, Server, discovery};
 use axum::body::{Body, to_bytes};
 use axum::extract::State;
 use axum::http::{Method, header};
@@ -64,12 +65,15 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
     let flag =
         |name: &str| query.get(name).is_some_and(|value| matches!(value.as_str(), "true" | "1" | "All"));
     let verb = verb(&parts.method, route.name.is_some(), flag("watch"));
+    let accept = parts.headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let representation = Representation::requested(accept, matches!(verb, "list" | "deletecollection"))?;
     server.record(Request {
         verb,
         resource: route.kind.plural,
         namespace: route.namespace.clone(),
         name: route.name.clone(),
         dry_run: flag("dryRun"),
+        metadata_only: representation == Representation::Metadata,
     })?;
     let body = to_bytes(body, BODY_LIMIT_BYTES).await.map_err(|_| {
         Failure::new(413, "RequestEntityTooLarge", "Request entity too large: limit is 3145728")
@@ -92,19 +96,14 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
     let selection = || {
         Selection::parse(route.kind, route.namespace.clone(), text("fieldSelector"), text("labelSelector"))
     };
-    let accept = parts.headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let as_table = accept.contains("as=Table");
+    let one = |code, object: &Arc<Value>| json_response(code, &representation.one(target.kind, object));
     match verb {
         "get" => {
             let store = server.store();
             let key = super::store::key(target.kind, &target.namespace, &target.name);
             let found =
                 store.get(&key).ok_or_else(|| Failure::not_found(target.kind.plural, &target.name))?;
-            Ok(if as_table {
-                axum::Json(table::table(target.kind, std::slice::from_ref(found), "")).into_response()
-            } else {
-                one(200, found)
-            })
+            Ok(one(200, found))
         }
         "list" => {
             let selection = selection()?;
@@ -113,11 +112,7 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
                 store.list(route.kind).filter(|object| selection.matches(object)).cloned().collect();
             let version = store.version().to_string();
             let page = page(found, text("limit"), text("continue"), &version)?;
-            Ok(if as_table {
-                axum::Json(table::table(route.kind, &page.items, &version)).into_response()
-            } else {
-                list(route.kind, &page)
-            })
+            Ok(list(route.kind, &page, representation))
         }
         "watch" => {
             let from = match text("resourceVersion") {
@@ -131,6 +126,7 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
                 initial_events: flag("sendInitialEvents"),
                 bookmarks: flag("allowWatchBookmarks"),
                 timeout: Duration::from_secs(text("timeoutSeconds").parse().unwrap_or(1800)),
+                representation,
             };
             let body = watch::body(server.clone(), route.kind, selection()?, options);
             Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
@@ -165,7 +161,7 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
             let field = |name: &str| wanted[name].as_str().map(str::to_owned);
             let only = Preconditions { uid: field("uid"), version: field("resourceVersion") };
             let gone = server.write(|store, _| objects::delete(store, &target, &only))?;
-            Ok(deleted(&target, &gone))
+            Ok(deleted(&target, &gone, representation))
         }
         "deletecollection" => {
             let selection = selection()?;
@@ -178,7 +174,7 @@ async fn handle(server: &Arc<Server>, request: HttpRequest) -> Result<Response, 
                 let _ = server.write(|store, _| objects::delete(store, &target, &Preconditions::default()));
             }
             let version = server.store().version().to_string();
-            Ok(list(route.kind, &Page { items: doomed, version, rest: None }))
+            Ok(list(route.kind, &Page { items: doomed, version, rest: None }, representation))
         }
         _ => Err(Failure::new(405, "MethodNotAllowed", "the server does not allow this method")),
     }
@@ -224,7 +220,7 @@ fn route(path: &str) -> Option<Route> {
     Some(Route { kind, namespace, name, status: sub.is_some() })
 }
 
-fn one(code: u16, object: &Value) -> Response {
+fn json_response(code: u16, object: &Value) -> Response {
     let code = axum::http::StatusCode::from_u16(code).unwrap_or_default();
     (code, [(header::CONTENT_TYPE, "application/json")], object.to_string()).into_response()
 }
@@ -265,30 +261,25 @@ fn page(found: Vec<Arc<Value>>, limit: &str, token: &str, now: &str) -> Result<P
     Ok(Page { version: version.to_owned(), items, rest })
 }
 
-fn list(kind: &Kind, page: &Page) -> Response {
-    let items: Vec<&Value> = page.items.iter().map(AsRef::as_ref).collect();
+fn list(kind: &Kind, page: &Page, representation: Representation) -> Response {
     let mut metadata = json!({"resourceVersion": page.version});
     if let Some((left, token)) = &page.rest {
         metadata["remainingItemCount"] = json!(left);
         metadata["continue"] = json!(token);
     }
-    let list = json!({
-        "kind": format!("{}List", kind.kind), "apiVersion": kind.api_version(),
-        "metadata": metadata, "items": items,
-    });
-    one(200, &list)
+    json_response(200, &representation.list(kind, &page.items, metadata))
 }
 
 /// The object while finalizers block its deletion, otherwise a Status.
-fn deleted(target: &Target, object: &Value) -> Response {
+fn deleted(target: &Target, object: &Arc<Value>, representation: Representation) -> Response {
     if !object["metadata"]["deletionTimestamp"].is_null() {
-        return one(200, object);
+        return json_response(200, &representation.one(target.kind, object));
     }
     let details = json!({
         "name": target.name, "group": target.kind.group, "kind": target.kind.plural,
         "uid": object["metadata"]["uid"],
     });
-    one(
+    json_response(
         200,
         &json!({
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details,

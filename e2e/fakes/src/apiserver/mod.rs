@@ -11,6 +11,7 @@ mod gates;
 mod http;
 mod kinds;
 mod objects;
+mod representation;
 mod rules;
 mod selectors;
 mod status;
@@ -66,6 +67,8 @@ pub struct Request {
     pub namespace: Option<String>,
     pub name: Option<String>,
     pub dry_run: bool,
+    /// The client asked for the metadata of objects only.
+    pub metadata_only: bool,
 }
 
 /// A request that must fail.

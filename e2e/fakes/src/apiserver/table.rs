@@ -1,6 +1,7 @@
 //! The tables that `kubectl get` requests.
 
 use super::kinds::Kind;
+use super::representation;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -42,10 +43,7 @@ fn row(kind: &Kind, object: &Value) -> Value {
         });
     }
     cells.push(json!(age(object)));
-    let partial = json!({
-        "kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": object["metadata"],
-    });
-    json!({"cells": cells, "object": partial})
+    json!({"cells": cells, "object": representation::metadata(object)})
 }
 
 fn claim_state(claim: &Value) -> String {

@@ -2,6 +2,7 @@
 
 use super::Server;
 use super::kinds::Kind;
+use super::representation::Representation;
 use super::selectors::Selection;
 use super::status::Failure;
 use axum::body::Body;
@@ -23,6 +24,7 @@ pub(crate) struct WatchOptions {
     pub(crate) initial_events: bool,
     pub(crate) bookmarks: bool,
     pub(crate) timeout: Duration,
+    pub(crate) representation: Representation,
 }
 
 struct Watch {
@@ -50,10 +52,10 @@ pub(crate) fn body(
         let store = server.store();
         if options.from.is_none() || options.initial_events {
             for object in store.list(kind).filter(|object| selection.matches(object)) {
-                lines.push_back(line("ADDED", object));
+                lines.push_back(line("ADDED", &options.representation.one(kind, object)));
             }
             if options.initial_events {
-                lines.push_back(bookmark(kind, store.version(), true));
+                lines.push_back(bookmark(kind, options.representation, store.version(), true));
             }
             store.version()
         } else {
@@ -103,15 +105,20 @@ impl Watch {
                 () = sleep_until(self.deadline) => {
                     self.ended = true;
                     if self.options.bookmarks {
-                        self.lines.push_back(bookmark(self.kind, self.cursor, false));
+                        self.push_bookmark();
                     }
                 }
                 () = sleep_until(next_bookmark) => {
                     self.next_bookmark += BOOKMARK_INTERVAL;
-                    self.lines.push_back(bookmark(self.kind, self.cursor, false));
+                    self.push_bookmark();
                 }
             }
         }
+    }
+
+    fn push_bookmark(&mut self) {
+        let line = bookmark(self.kind, self.options.representation, self.cursor, false);
+        self.lines.push_back(line);
     }
 
     /// Collects the changes since the cursor. For this watch, an object that enters the selection
@@ -131,17 +138,17 @@ impl Watch {
             let seen = |object: &Option<Arc<Value>>| {
                 object.as_ref().filter(|object| self.selection.matches(object)).cloned()
             };
-            let text = match (seen(&change.before), seen(&change.after)) {
+            let (event, object) = match (seen(&change.before), seen(&change.after)) {
                 (None, None) => continue,
-                (None, Some(after)) => line("ADDED", &after),
-                (Some(_), Some(after)) => line("MODIFIED", &after),
+                (None, Some(after)) => ("ADDED", after),
+                (Some(_), Some(after)) => ("MODIFIED", after),
                 (Some(before), None) => {
                     let mut last = (*before).clone();
                     last["metadata"]["resourceVersion"] = Value::String(change.version.to_string());
-                    line("DELETED", &last)
+                    ("DELETED", Arc::new(last))
                 }
             };
-            self.lines.push_back(text);
+            self.lines.push_back(line(event, &self.options.representation.one(self.kind, &object)));
         }
         self.cursor = store.version();
     }
@@ -151,7 +158,7 @@ fn line(event: &str, object: &Value) -> String {
     format!("{{\"type\":\"{event}\",\"object\":{object}}}\n")
 }
 
-fn bookmark(kind: &Kind, version: u64, initial_end: bool) -> String {
+fn bookmark(kind: &Kind, representation: Representation, version: u64, initial_end: bool) -> String {
     let mut object = json!({
         "kind": kind.kind, "apiVersion": kind.api_version(),
         "metadata": {"resourceVersion": version.to_string(), "creationTimestamp": null},
@@ -166,5 +173,5 @@ fn bookmark(kind: &Kind, version: u64, initial_end: bool) -> String {
     if initial_end {
         object["metadata"]["annotations"] = json!({"k8s.io/initial-events-end": "true"});
     }
-    line("BOOKMARK", &object)
+    line("BOOKMARK", &representation.one(kind, &Arc::new(object)))
 }
