@@ -292,7 +292,7 @@ impl TestNode {
             .unwrap();
     }
 
-    /// The names of the devices in the published slices, sorted.
+    /// The names of the devices in the published slices that claims can hold, sorted.
     pub(crate) fn published(&self) -> Vec<String> {
         let mut names: Vec<String> = self.published_devices().map(|device| device.name).collect();
         names.sort();
@@ -309,9 +309,11 @@ impl TestNode {
         self.published_devices().any(|device| device.name == name && !is_missing(&device))
     }
 
-    fn published_devices(&self) -> impl Iterator<Item = resource::Device> {
+    /// The published devices that claims can hold.
+    pub(crate) fn published_devices(&self) -> impl Iterator<Item = resource::Device> {
         let slices = self.api.list::<ResourceSlice>();
-        slices.into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default())
+        let devices = slices.into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default());
+        devices.filter(|device| !device.name.ends_with("-observer"))
     }
 }
 

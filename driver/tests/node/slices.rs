@@ -162,9 +162,7 @@ async fn device_plugin_taints_all_devices_and_spares_prepared_claims() {
     put("8");
     let daemon = node.start_daemon(&[]).await;
     let tainted = || {
-        let slices = node.api.list::<ResourceSlice>();
-        let devices: Vec<_> =
-            slices.into_iter().flat_map(|slice| slice.spec.devices.unwrap_or_default()).collect();
+        let devices: Vec<_> = node.published_devices().collect();
         let has = |device: &&k8s_openapi::api::resource::v1::Device| {
             device.taints.iter().flatten().any(|taint| taint.key == "gpu.divvy.dev/device-plugin")
         };

@@ -304,12 +304,14 @@ impl Cluster {
         held.pop_first().context("no device is allocated")
     }
 
-    /// All published devices of a node, by name.
+    /// The published devices of a node that claims can hold, by name.
     pub(crate) async fn devices(&self, node: &str) -> Result<BTreeMap<String, Device>> {
         let slices = self.slices.list(&ListParams::default()).await?;
         let ours = slices.into_iter().filter(|slice| slice.spec.node_name.as_deref() == Some(node));
         let devices = ours.flat_map(|slice| slice.spec.devices.unwrap_or_default());
-        Ok(devices.map(|device| (device.name.clone(), device)).collect())
+        // No claim holds an observer, so neither modes nor a device plugin concern it.
+        let held = devices.filter(|device| !device.name.ends_with("-observer"));
+        Ok(held.map(|device| (device.name.clone(), device)).collect())
     }
 
     // State of the GPUs.
