@@ -116,7 +116,8 @@ impl<'a> Model<'a> {
         device
     }
 
-    /// The counter set of a GPU of this model.
+    /// The counter set of a GPU of this model. An amount of zero, such as the encoders of a GPU without
+    /// any, restricts no device and is left out: each counter costs memory in the scheduler, once per device.
     pub(crate) fn counters(&self, gpu: &Gpu) -> BTreeMap<String, Counter> {
         if self.totals.grid == 0 {
             // A single counter excludes other devices. It is at least 1 if the memory is unknown.
@@ -130,6 +131,8 @@ impl<'a> Model<'a> {
             let value = Quantity::count(*most).into();
             (profile_counter(*id), Counter { value })
         });
-        counters(&quantities).chain(slices).chain(counted).collect()
+        let amounts = counters(&quantities).zip(self.totals.amounts);
+        let amounts = amounts.filter(|(_, amount)| *amount > 0).map(|(counter, _)| counter);
+        amounts.chain(slices).chain(counted).collect()
     }
 }

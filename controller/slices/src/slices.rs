@@ -11,14 +11,15 @@ use std::collections::{BTreeMap, HashSet};
 /// The contents of the slices of a pool, in the order of their names.
 ///
 /// Counter sets and devices cannot share a slice. Counter sets come first, eight to a slice. Whole
-/// GPUs and GPUs for shares follow. Then each GPU has a slice with its instances, so that most changes
-/// of a GPU change one slice. GPUs for time-slices, for MPS and for observers are last. An empty pool is
-/// one empty slice.
+/// GPUs and GPUs for shares follow, alternately. Then each GPU has a slice with its instances, so that
+/// most changes of a GPU change one slice. GPUs for time-slices, for MPS and for observers are last. An
+/// empty pool is one empty slice.
 ///
 /// The scheduler takes the first device that fits, and evaluates the selectors of a claim on every
-/// device before it. So the kinds that are few and wanted often come first. Whole GPUs are taken from
-/// the last one on and divided GPUs from the first one on, so they meet as late as possible. The cost:
-/// a taint on a GPU changes up to three slices, and thus the generation of the pool.
+/// device before it that is free. So the kinds that are few and wanted often come first, and on a free
+/// node a share needs two evaluations (with all whole GPUs before it, nine; `e2e/oracle/cost`). Whole
+/// GPUs are taken from the last one on and divided GPUs from the first one on, so they meet as late as
+/// possible. The cost: a taint on a GPU changes up to three slices, and thus the generation of the pool.
 pub fn slices(pool: Pool) -> Vec<Content> {
     let (mut counters, mut instances) = (Vec::new(), Vec::new());
     let [mut whole, mut share, mut timeslice, mut mps, mut observer] = [const { Vec::new() }; 5];
@@ -31,10 +32,10 @@ pub fn slices(pool: Pool) -> Vec<Content> {
         mps.extend(gpu.mps);
         observer.extend(gpu.observer);
     }
-    let joined = |kinds: &mut [Vec<_>]| {
-        chunks(kinds.iter_mut().flat_map(std::mem::take).collect(), DEVICES_WITH_COUNTERS_MAX)
-    };
-    let (first, last) = (joined(&mut [whole, share]), joined(&mut [timeslice, mps, observer]));
+    timeslice.append(&mut mps);
+    timeslice.append(&mut observer);
+    let [first, last] =
+        [alternate(whole, share), timeslice].map(|devices| chunks(devices, DEVICES_WITH_COUNTERS_MAX));
     let counters = chunks(counters, COUNTER_SETS_MAX);
     let mut contents: Vec<Content> =
         counters.into_iter().map(|counters| Content { counters, ..Content::default() }).collect();
@@ -74,6 +75,20 @@ pub fn without_driver<'a>(
         contents.push(Content::default());
     }
     contents
+}
+
+/// One of each list in turn, then what remains of the longer list.
+fn alternate<T>(one: Vec<T>, other: Vec<T>) -> Vec<T> {
+    let mut all = Vec::with_capacity(one.len() + other.len());
+    let (mut one, mut other) = (one.into_iter(), other.into_iter());
+    loop {
+        let before = all.len();
+        all.extend(one.next());
+        all.extend(other.next());
+        if all.len() == before {
+            return all;
+        }
+    }
 }
 
 fn chunks<T>(mut items: Vec<T>, most: usize) -> Vec<Vec<T>> {
