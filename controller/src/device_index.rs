@@ -285,8 +285,13 @@ impl DeviceIndex {
     /// Adds what was read. `None` if the slice is gone; its deletion follows as an event.
     pub fn read(&mut self, read: &Read, found: Option<Slice>) {
         self.retry(read);
-        let Some(slice) = found else { return self.satisfy(&read.slice) };
         let Some(indexed) = self.slices.get_mut(&read.slice) else { return };
+        let Some(slice) = found else {
+            if indexed.need.as_ref() == Some(&read.need) {
+                self.satisfy(&read.slice);
+            }
+            return;
+        };
         let found: Arc<str> = fingerprint(slice.spec.devices.values().filter_map(Facts::of)).into();
         // An event that came during the read can be newer.
         let is_newest = indexed.version <= version(&slice.metadata);

@@ -10,7 +10,7 @@ use crate::compare;
 use crate::kinds;
 use crate::pool::{PoolOptions, Support, pool, pool_without_counters, same_pool};
 use crate::scheduler_bugs::{SchedulerOptions, unsafe_counters};
-use crate::slices::{slices, without_driver};
+use crate::slices::{as_published, slices, without_driver};
 use crate::sync::{self, Action, Desired, Owner};
 use crate::validate::{Invalid, validate};
 use crate::wire::{Content, Slice};
@@ -49,16 +49,16 @@ pub struct PublishOptions {
     pub held: HeldDevices,
 }
 
-/// Returns the names of the devices that claims hold.
+/// Returns the names of the devices that claims hold, or `None` while they are not known.
 #[derive(Clone)]
-pub struct HeldDevices(Arc<dyn Fn() -> BTreeSet<String> + Send + Sync>);
+pub struct HeldDevices(Arc<dyn Fn() -> Option<BTreeSet<String>> + Send + Sync>);
 
 impl HeldDevices {
-    pub fn new(read: impl Fn() -> BTreeSet<String> + Send + Sync + 'static) -> Self {
+    pub fn new(read: impl Fn() -> Option<BTreeSet<String>> + Send + Sync + 'static) -> Self {
         Self(Arc::new(read))
     }
 
-    fn read(&self) -> BTreeSet<String> {
+    fn read(&self) -> Option<BTreeSet<String>> {
         (self.0)()
     }
 }
@@ -112,7 +112,7 @@ impl PublishOptions {
             node: node.into(),
             timing: PublishTiming::default(),
             scheduler: SchedulerOptions::default(),
-            held: HeldDevices::new(BTreeSet::new),
+            held: HeldDevices::new(|| Some(BTreeSet::new())),
         }
     }
 }
@@ -171,8 +171,8 @@ struct Publisher {
     /// Inventory that the last pool was built from.
     last: Arc<Inventory>,
     cache: SliceCache,
-    /// Held devices that the last pool was built with; empty on a server with counters.
-    held: BTreeSet<String>,
+    /// Held devices as last known. `None` before that, and on a server with counters.
+    held: Option<BTreeSet<String>>,
     /// Features of the server.
     server: Support,
     /// Features that are used: those of the server, without counters if the scheduler's bugs forbid
@@ -203,7 +203,7 @@ impl Publisher {
             published,
             last: Arc::default(),
             cache: SliceCache::default(),
-            held: BTreeSet::new(),
+            held: None,
             server: Support::default(),
             support: Support::default(),
             version: String::new(),
@@ -306,7 +306,7 @@ impl Publisher {
                     }
                 },
                 _ = held.tick(), if !self.support.counters => {
-                    if self.options.held.read() != self.held {
+                    if self.options.held.read().is_some_and(|held| Some(held) != self.held) {
                         self.schedule.sync_now();
                     }
                 }
@@ -386,13 +386,18 @@ impl Publisher {
     fn desired(&mut self, there: &[ResourceSlice]) -> Vec<Content> {
         let inventory = self.inventory.borrow_and_update().clone();
         self.last = inventory.clone();
-        self.held = if self.support.counters { BTreeSet::new() } else { self.options.held.read() };
+        self.held = match self.support.counters {
+            true => None,
+            false => self.options.held.read().or(self.held.take()),
+        };
         if inventory.gpus.is_empty() {
             return without_driver(there, self.support);
         }
-        slices(match self.support.counters {
-            true => pool(&inventory, &PoolOptions { support: self.support }),
-            false => pool_without_counters(&inventory, self.support, &self.held),
+        slices(match (self.support.counters, &self.held) {
+            (true, _) => pool(&inventory, &PoolOptions { support: self.support }),
+            (false, Some(held)) => pool_without_counters(&inventory, self.support, held),
+            // Any published device may be held.
+            (false, None) => return as_published(there),
         })
     }
 

@@ -54,6 +54,15 @@ pub fn without_driver<'a>(
     published: impl IntoIterator<Item = &'a ResourceSlice>,
     support: Support,
 ) -> Vec<Content> {
+    let mut contents = as_published(published);
+    for device in contents.iter_mut().flat_map(|content| &mut content.devices).filter(|_| support.taints) {
+        taints::add(device.taints.get_or_insert_default(), &Cause::NoDriver);
+    }
+    contents
+}
+
+/// The published contents as they are.
+pub(crate) fn as_published<'a>(published: impl IntoIterator<Item = &'a ResourceSlice>) -> Vec<Content> {
     // The pool may be between two generations; the newer definition of a name wins.
     let mut newest_first: Vec<&ResourceSlice> = published.into_iter().collect();
     newest_first.sort_by_key(|slice| std::cmp::Reverse(slice.spec.pool.generation));
@@ -68,9 +77,6 @@ pub fn without_driver<'a>(
         }
     }
     let mut contents: Vec<Content> = by_name.into_values().collect();
-    for device in contents.iter_mut().flat_map(|content| &mut content.devices).filter(|_| support.taints) {
-        taints::add(device.taints.get_or_insert_default(), &Cause::NoDriver);
-    }
     if contents.is_empty() {
         contents.push(Content::default());
     }

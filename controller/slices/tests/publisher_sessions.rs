@@ -410,7 +410,7 @@ async fn without_counters_no_exclusive_devices_are_published() {
 async fn scheduler_with_bugs_gets_no_counters() {
     let api = api().await;
     api.set_version("v1.36.1");
-    let held = Arc::new(Mutex::new(BTreeSet::from(["gpu-0-timeslice".to_owned()])));
+    let held = Arc::new(Mutex::new(Some(BTreeSet::from(["gpu-0-timeslice".to_owned()]))));
     let read = held.clone();
     let options = PublishOptions {
         held: HeldDevices::new(move || read.lock().unwrap().clone()),
@@ -422,11 +422,40 @@ async fn scheduler_with_bugs_gets_no_counters() {
     assert_eq!(fixture.names(), ["gpu-1", "gpu-0-timeslice"]);
     assert!(fixture.devices().iter().all(|device| device.consumes_counters.is_none()));
     // The claim is released.
-    held.lock().unwrap().clear();
+    *held.lock().unwrap() = Some(BTreeSet::new());
     fixture.until_there(|_| fixture.names() == ["gpu-1", "gpu-0"]).await;
     // The control plane is upgraded.
     fixture.api.set_version("v1.36.2");
     fixture.until(|published| published.degraded.is_none() && published.devices == 60).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn held_devices_stay_while_claims_are_not_known() {
+    let api = api().await;
+    api.set_version("v1.36.1");
+    let held = Arc::new(Mutex::new(Some(BTreeSet::from(["gpu-0-timeslice".to_owned()]))));
+    let options = || PublishOptions {
+        held: HeldDevices::new({
+            let read = held.clone();
+            move || read.lock().unwrap().clone()
+        }),
+        ..PublishOptions::new("worker")
+    };
+    let mut fixture = PublisherFixture::start_with(api, inventory_of(H100, 2), options());
+    fixture.until(|published| published.in_sync).await;
+    *held.lock().unwrap() = None;
+    fixture.api.delete_all::<ResourceSlice>();
+    fixture.until_there(complete).await;
+    assert_eq!(fixture.names(), ["gpu-1", "gpu-0-timeslice"]);
+    // A publisher that starts knows only what is published.
+    fixture.stop.cancel();
+    let before = fixture.slices();
+    let mut second = PublisherFixture::start_with(fixture.api, inventory_of(H100, 2), options());
+    assert_eq!(second.until(|published| published.in_sync).await.writes, 0);
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(second.slices(), before);
+    *held.lock().unwrap() = Some(BTreeSet::new());
+    second.until_there(|_| second.names() == ["gpu-1", "gpu-0"]).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -274,8 +274,14 @@ impl Engine {
 
     /// The gauges of claims and shares for `/metrics`.
     pub fn gauges(&self) -> ClaimGauges {
-        let held = self.held();
-        let count = |state| held.iter().filter(|claim| claim.state == state).count();
+        let count = |held: Vec<HeldClaim>| {
+            let count = |state| held.iter().filter(|claim| claim.state == state).count();
+            vec![
+                ("intent", count(HeldState::Intent)),
+                ("prepared", count(HeldState::Prepared)),
+                ("releasing", count(HeldState::Releasing)),
+            ]
+        };
         let shares = self.shares().into_iter().map(|held| ShareGauges {
             namespace: held.claim.namespace,
             claim: held.claim.name,
@@ -287,42 +293,41 @@ impl Engine {
         ClaimGauges {
             quarantined: self.quarantined(),
             unmanaged_instances: self.unmanaged().len(),
-            claims: vec![
-                ("intent", count(HeldState::Intent)),
-                ("prepared", count(HeldState::Prepared)),
-                ("releasing", count(HeldState::Releasing)),
-            ],
+            // Gauges keep their values while the records cannot be read.
+            claims: self.held().map(count).unwrap_or_default(),
             shares: shares.collect(),
         }
     }
 
-    /// Whether a claim holds a time-slice of the GPU.
+    /// Whether a claim holds a time-slice of the GPU. True while the records cannot be read.
     pub fn holds_timeslice(&self, gpu: &Gpu) -> bool {
         let device = DeviceId::Timeslice(gpu.number).name();
-        self.held().iter().any(|claim| claim.devices.contains(&device))
+        match self.held() {
+            Ok(held) => held.iter().any(|claim| claim.devices.contains(&device)),
+            Err(_) => true,
+        }
     }
 
     /// Every claim with a record, for comparison with the API server.
-    pub fn held(&self) -> Vec<HeldClaim> {
-        let records = match self.inner.records.all() {
-            Ok((records, _)) => records,
-            Err(error) => {
-                tracing::warn!(error = &error as &dyn std::error::Error, "records cannot be listed");
-                return Vec::new();
-            }
-        };
+    ///
+    /// # Errors
+    /// A record cannot be read, so its claim is not known.
+    pub fn held(&self) -> Result<Vec<HeldClaim>, RecordError> {
         let held = |record: crate::claims::records::ClaimRecord| HeldClaim {
             devices: record.devices.into_iter().map(|device| device.device).collect(),
             claim: record.claim,
             state: record.state,
         };
-        records.into_iter().map(held).collect()
+        Ok(self.inner.records.complete()?.into_iter().map(held).collect())
     }
 
     /// The devices of every prepared claim and their parts of GPUs.
-    pub fn held_parts(&self) -> Vec<HeldPart> {
-        let (records, _) = self.inner.records.all().unwrap_or_default();
-        let prepared = records.into_iter().filter(|record| record.state == HeldState::Prepared);
+    ///
+    /// # Errors
+    /// A record cannot be read, so its claim is not known.
+    pub fn held_parts(&self) -> Result<Vec<HeldPart>, RecordError> {
+        let prepared =
+            self.inner.records.complete()?.into_iter().filter(|record| record.state == HeldState::Prepared);
         let parts = prepared.flat_map(|record| {
             let claim = record.claim;
             record.devices.into_iter().map(move |device| HeldPart {
@@ -332,7 +337,7 @@ impl Engine {
                 part: device.part,
             })
         });
-        parts.collect()
+        Ok(parts.collect())
     }
 
     /// The devices of a claim that is prepared, has its pages and CDI file in place, and whose GPUs

@@ -10,6 +10,7 @@ use crate::claims::claim_mutex::ClaimMutexes;
 use crate::claims::engine::{Engine, HeldClaim, PrepareError, UnprepareError};
 use crate::claims::fetch::{Claims, ReadError};
 use crate::claims::leftovers::Leftover;
+use crate::claims::records::RecordError;
 use crate::claims::uses::{self, KubeletView, Listed, Owner, ScanError, Uses, ViewError};
 use crate::cluster::consumers::{ConsumerKind, consumers};
 use crate::cluster::events::{EventSender, Reason};
@@ -59,6 +60,8 @@ enum RoundError {
     Mounts(#[from] ScanError),
     #[error("nothing is released: reading the mounts of processes panicked")]
     Panicked,
+    #[error("nothing is released, because the held claims are not known")]
+    Records(#[from] RecordError),
     #[error("claim {claim}: another call still works on it")]
     Busy { claim: ClaimRef },
     #[error(transparent)]
@@ -167,7 +170,7 @@ impl Reconciler {
 
     /// One round. A failed claim does not stop the others; the first error is returned.
     async fn round(&self) -> Result<Kept, RoundError> {
-        let (found, mut first) = self.find_candidates().await;
+        let (found, mut first) = self.find_candidates().await?;
         let leftovers = self.engine.leftovers();
         // Read after the mutexes were locked: later no container of a candidate can start.
         let uses = self.read_uses(&found.candidates, &leftovers).await?;
@@ -188,7 +191,7 @@ impl Reconciler {
                 None => first = first.and(self.release(candidate).await),
             }
         }
-        let held: BTreeSet<ClaimUid> = self.engine.held().into_iter().map(|held| held.claim.uid).collect();
+        let held: BTreeSet<ClaimUid> = self.engine.held()?.into_iter().map(|held| held.claim.uid).collect();
         for claim in self.used_without_record(&uses, &leftovers, &held) {
             first = first.and(self.prepare_missing(&claim, &held).await);
         }
@@ -200,9 +203,9 @@ impl Reconciler {
 
     /// The records whose claim is gone from this node, each with its claim's mutex locked. All
     /// mutexes are held at once, so that one reading of the node's uses decides for all of them.
-    async fn find_candidates(&self) -> (Found, Result<(), RoundError>) {
+    async fn find_candidates(&self) -> Result<(Found, Result<(), RoundError>), RoundError> {
         let (mut found, mut first) = (Found::default(), Ok(()));
-        for held in self.engine.held() {
+        for held in self.engine.held()? {
             match self.find_orphan(&held, &mut found.current).await {
                 Ok(None) => continue,
                 Ok(Some(_)) => {}
@@ -223,7 +226,7 @@ impl Reconciler {
                 Err(error) => first = first.and(Err(error)),
             }
         }
-        (found, first)
+        Ok((found, first))
     }
 
     async fn find_orphan(

@@ -1,6 +1,7 @@
 //! Serves the control socket for `divvy node` ([`divvy_api::control`]).
 
 use crate::claims::engine::Engine;
+use crate::claims::records::RecordError;
 use crate::gpu::Gpus;
 use crate::kubelet::registration::SocketFile;
 use divvy_api::control::{Answer, GpuHealth, LINE_MAX_BYTES, Request, SOCKET};
@@ -76,7 +77,10 @@ impl Control {
             Err(error) => Answer::Refused(error),
         };
         match request {
-            Request::Health => Answer::Health(self.health()),
+            Request::Health => match self.health() {
+                Ok(health) => Answer::Health(health),
+                Err(error) => Answer::Refused(error_chain(&error)),
+            },
             Request::Release { gpu } => {
                 let released = self.gpus.hand_over(&gpu).await.map_err(|error| error_chain(&error));
                 done(
@@ -95,9 +99,9 @@ impl Control {
         }
     }
 
-    fn health(&self) -> Vec<GpuHealth> {
+    fn health(&self) -> Result<Vec<GpuHealth>, RecordError> {
         let inventory = self.gpus.inventory().borrow().clone();
-        let held = self.engine.held();
+        let held = self.engine.held()?;
         let health = |gpu: &Gpu| {
             let on_gpu = |device: &divvy_api::DeviceName| {
                 DeviceId::try_from(device).is_ok_and(|device| device.gpu() == gpu.number)
@@ -120,6 +124,6 @@ impl Control {
                     .collect(),
             }
         };
-        inventory.gpus.iter().map(health).collect()
+        Ok(inventory.gpus.iter().map(health).collect())
     }
 }

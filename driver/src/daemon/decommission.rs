@@ -8,6 +8,7 @@
 use crate::claims::engine::Engine;
 use crate::paths::HostPaths;
 use divvy_api::names::DRIVER;
+use divvy_api::text::error_chain;
 use divvy_daemon::http;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, ListParams};
@@ -95,9 +96,15 @@ impl Decommission {
         }
     }
 
-    /// A message about the claims that are held on this node; `None` if there are none.
+    /// A message about the claims that are held on this node, or that they are not known; `None` if there
+    /// are none.
     pub fn held(&self) -> Option<String> {
-        let held = self.engine.held();
+        let held = match self.engine.held() {
+            Ok(held) => held,
+            Err(error) => {
+                return Some(format!("the claims on this node are not known: {}", error_chain(&error)));
+            }
+        };
         let mut text = String::from("waiting for the release of claims on this node:");
         for (at, held) in held.iter().take(NAMED_CLAIMS_MAX).enumerate() {
             // Writing to a string cannot fail.
@@ -125,7 +132,7 @@ impl Decommission {
     /// could create them again must have stopped.
     pub async fn remove_state(&mut self) {
         while let Err(error) = self.remove().await {
-            self.wait(divvy_api::text::error_chain(&error)).await;
+            self.wait(error_chain(&error)).await;
         }
         tracing::info!(node = self.node, "node decommissioned: nothing of Divvy is left");
         self.readiness.set(Condition::Decommissioned, Ok(()));

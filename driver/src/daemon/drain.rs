@@ -7,6 +7,7 @@ use crate::cluster::events::{EventSender, Reason};
 use crate::cluster::node_object::NodeFields;
 use crate::gpu::Gpus;
 use anyhow::Context;
+use divvy_api::text::error_chain;
 use std::sync::Arc;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -84,8 +85,11 @@ impl Drain {
 
     /// The reason, with the claims whose containers may keep the kernel module in use.
     fn reason(&self, label: &str) -> String {
-        let held: Vec<String> = self.engine.held().iter().map(|held| held.claim.to_string()).collect();
         let closed = format!("NVML is closed, because the GPU operator upgrades the driver ({label})");
+        let held: Vec<String> = match self.engine.held() {
+            Ok(held) => held.iter().map(|held| held.claim.to_string()).collect(),
+            Err(error) => return format!("{closed}; the held claims are not known: {}", error_chain(&error)),
+        };
         match held.is_empty() {
             true => closed,
             false => format!(

@@ -3,6 +3,7 @@
 
 use crate::claims::engine::{Engine, HeldPart};
 use crate::claims::mps_daemons::{MpsDaemons, lost_daemons};
+use crate::claims::records::RecordError;
 use crate::cluster::claim_status::{ClaimStatusSender, DEVICE_HEALTHY, DeviceCondition, DeviceKey};
 use crate::cluster::events::{EventSender, Reason};
 use crate::daemon::drain::Drained;
@@ -208,7 +209,8 @@ impl ClaimHealthMonitor {
         if now.driver_version.is_empty() {
             return;
         }
-        let held = self.held().await;
+        // Until the records can be read again, the reported findings stay.
+        let Some(held) = self.held().await else { return };
         let is_held = |uid: &ClaimUid| held.iter().any(|part| part.claim.uid == *uid);
         reported.retain(|device, _| is_held(&device.claim));
         let mut changed = BTreeMap::new();
@@ -254,8 +256,9 @@ impl ClaimHealthMonitor {
     /// The findings that an earlier daemon reported, from the status of the held claims.
     async fn reported(&self) -> BTreeMap<DeviceKey, DeviceHealth> {
         let mut reported = BTreeMap::new();
+        let held = self.held().await.unwrap_or_default();
         let claims: BTreeMap<ClaimUid, ClaimRef> =
-            self.held().await.into_iter().map(|part| (part.claim.uid.clone(), part.claim)).collect();
+            held.into_iter().map(|part| (part.claim.uid.clone(), part.claim)).collect();
         for claim in claims.values() {
             let api: Api<ResourceClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
             let found = match tokio::time::timeout(CLAIM_READ_TIMEOUT, api.get(&claim.name)).await {
@@ -291,10 +294,10 @@ impl ClaimHealthMonitor {
         reported
     }
 
-    /// The devices of the held claims. Their records are files, so another thread reads them.
-    async fn held(&self) -> Vec<HeldPart> {
+    /// The devices of the held claims. `None` if they are not known.
+    async fn held(&self) -> Option<Vec<HeldPart>> {
         let engine = self.engine.clone();
-        tokio::task::spawn_blocking(move || engine.held_parts()).await.unwrap_or_default()
+        read_records(move || engine.held_parts()).await
     }
 }
 
@@ -484,8 +487,10 @@ impl ShareMonitor {
     /// Writes the usage for `divvy top`.
     async fn update_top(&mut self, gpu: String, shares: Vec<ShareUsage>) {
         if self.top.has_unknown(&shares) {
-            let held = self.held().await;
-            self.top.set_names(held);
+            // Without the records, names stay as they are.
+            if let Some(held) = self.held().await {
+                self.top.set_names(held);
+            }
         }
         // The file is in memory, so no other thread is needed.
         if let Err(cause) = self.top.write(gpu, shares) {
@@ -498,7 +503,8 @@ impl ShareMonitor {
         let Some((uid, share)) = share else {
             return self.events.node(Reason::UnmanagedGpuProcess, message);
         };
-        if let Some(claim) = self.held().await.into_iter().find(|claim| claim.uid == *uid) {
+        let mut held = self.held().await.into_iter().flatten();
+        if let Some(claim) = held.find(|claim| claim.uid == *uid) {
             let reason = match kind.violates_limit() {
                 true => Reason::ShareLimitViolated,
                 false => Reason::ShareUnverified,
@@ -510,7 +516,7 @@ impl ShareMonitor {
     /// Sets the condition of a share's device, and stores for the next daemon whether it is false.
     async fn set_condition(&self, of: &ShareKey, enforced: bool, reason: &'static str, message: &str) {
         let (uid, share) = of;
-        let held = self.held().await;
+        let held = self.held().await.unwrap_or_default();
         let Some(claim) = held.iter().find(|claim| claim.uid == *uid) else { return };
         if let Err(cause) = self.pages.set_violation_reported(uid, share, reason != "Enforced") {
             tracing::debug!(
@@ -529,11 +535,26 @@ impl ShareMonitor {
         self.statuses.prepared(claim, self.engine.facts(uid));
     }
 
-    /// The held claims. Their records are files, so another thread reads them.
-    async fn held(&self) -> Vec<ClaimRef> {
+    /// The held claims. `None` if they are not known.
+    async fn held(&self) -> Option<Vec<ClaimRef>> {
         let engine = self.engine.clone();
-        let held = tokio::task::spawn_blocking(move || engine.held()).await.unwrap_or_default();
-        held.into_iter().map(|held| held.claim).collect()
+        let held = read_records(move || engine.held()).await?;
+        Some(held.into_iter().map(|held| held.claim).collect())
+    }
+}
+
+/// Reads records on another thread, because they are files. `None` if one of them cannot be read.
+async fn read_records<T: Send + 'static>(
+    read: impl FnOnce() -> Result<T, RecordError> + Send + 'static,
+) -> Option<T> {
+    match tokio::task::spawn_blocking(read).await {
+        Ok(Ok(read)) => Some(read),
+        Ok(Err(error)) => {
+            tracing::warn!(error = &error as &dyn std::error::Error, "the held claims are not known");
+            None
+        }
+        // The daemon is stopping.
+        Err(_) => None,
     }
 }
 

@@ -12,7 +12,7 @@ use crate::claims::class_updates::ClassUpdater;
 use crate::claims::engine::{Engine, EngineOptions, RecoveryReport};
 use crate::claims::fetch::Claims;
 use crate::claims::reconcile::Reconciler;
-use crate::claims::records::HeldState;
+use crate::claims::records::{HeldState, RecordError};
 use crate::cluster::claim_status::claim_status_channel;
 use crate::cluster::classes;
 use crate::cluster::device_plugin;
@@ -471,12 +471,19 @@ fn engine_options(args: &Args, paths: &HostPaths, pool: &PoolName) -> EngineOpti
 }
 
 /// The devices with shares of claims, and those of claims that are being prepared or released. The
-/// other held devices exist, so they are published anyway.
-fn shared_devices(engine: &Engine) -> BTreeSet<String> {
-    let shares = engine.held_parts().into_iter().filter(|held| held.share_id.is_some());
-    let moving = engine.held().into_iter().filter(|held| held.state != HeldState::Prepared);
-    let devices = shares.map(|held| held.device).chain(moving.flat_map(|held| held.devices));
-    devices.map(|device| device.to_string()).collect()
+/// other held devices exist, so they are published anyway. `None` if they are not known.
+fn shared_devices(engine: &Engine) -> Option<BTreeSet<String>> {
+    let devices = || {
+        let shares = engine.held_parts()?.into_iter().filter(|held| held.share_id.is_some());
+        let moving = engine.held()?.into_iter().filter(|held| held.state != HeldState::Prepared);
+        let devices = shares.map(|held| held.device).chain(moving.flat_map(|held| held.devices));
+        Ok(devices.map(|device| device.to_string()).collect())
+    };
+    let warn = |error: &RecordError| {
+        let error = error as &dyn std::error::Error;
+        tracing::warn!(error, "the held devices are not known; the published devices stay");
+    };
+    devices().inspect_err(warn).ok()
 }
 
 /// Whether the library for shares is installed. Without it no shares are offered to the scheduler,

@@ -152,7 +152,7 @@ async fn failed_undo_is_retried_in_the_background() {
     fail_call(&node, "nvmlGpuInstanceCreateComputeInstance*", Some(1), When::Before);
     fail_call(&node, "nvmlGpuInstanceDestroy", Some(1), When::Before);
     driver.expect_refused("a", SLICE, "not prepared").await;
-    until("the claim is undone", || driver.engine.held().is_empty()).await;
+    until("the claim is undone", || driver.engine.held().unwrap().is_empty()).await;
     node.expect_hardware(&["mig"]);
     node.expect_no_claim_files();
 }
@@ -184,7 +184,7 @@ async fn hung_create_is_answered_and_undone_on_return() {
         driver.expect_refused("b", "gpu-0", "has not returned").await;
         driver.prepare("c", "gpu-1").await.unwrap();
         clear_faults(&node);
-        until("the late call is undone", || driver.engine.held().len() == 1).await;
+        until("the late call is undone", || driver.engine.held().unwrap().len() == 1).await;
         until("the condition is gone", || {
             driver.gpus.inventory().borrow().gpus.iter().all(|gpu| gpu.conditions.is_empty())
         })

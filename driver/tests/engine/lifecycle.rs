@@ -148,13 +148,32 @@ async fn concurrent_claims_on_one_gpu_get_distinct_instances() {
 }
 
 #[tokio::test]
+async fn unreadable_record_is_not_an_absent_claim() {
+    let node = TestNode::new(H100);
+    let driver = node.start_driver().await;
+    driver.prepare("a", "gpu-0-timeslice").await.unwrap();
+    let record = node.records_dir().join("b.json");
+    // A read fails with ELOOP.
+    std::os::unix::fs::symlink(&record, &record).unwrap();
+    let error = driver.engine.held().unwrap_err().to_string();
+    assert!(error.contains("b.json cannot be read"), "{error}");
+    assert!(driver.engine.held_parts().is_err());
+    assert_eq!(driver.engine.gauges().claims, []);
+    std::fs::remove_file(&record).unwrap();
+    // Not a record.
+    std::fs::create_dir(&record).unwrap();
+    assert_eq!(driver.engine.held().unwrap().len(), 1);
+    assert_eq!(driver.engine.held_parts().unwrap().len(), 1);
+}
+
+#[tokio::test]
 async fn exactly_one_of_two_conflicting_claims_succeeds() {
     let node = TestNode::new(H100);
     let driver = node.start_driver().await;
     let (one, two) = tokio::join!(driver.prepare("a", "gpu-0"), driver.prepare("b", SLICE));
     assert_ne!(one.is_ok(), two.is_ok());
-    assert_eq!(driver.engine.held().len(), 1);
-    assert_eq!(driver.engine.held()[0].state, HeldState::Prepared);
+    assert_eq!(driver.engine.held().unwrap().len(), 1);
+    assert_eq!(driver.engine.held().unwrap()[0].state, HeldState::Prepared);
 }
 
 #[tokio::test]

@@ -382,6 +382,6 @@ async fn share_id_that_is_no_file_name_is_refused() {
     }
     let error = error_chain(&driver.engine.prepare(&claim).await.unwrap_err());
     assert!(error.contains("ns/a") && error.contains("cannot name a directory"), "{error}");
-    assert_eq!(driver.engine.held().len(), 0);
+    assert_eq!(driver.engine.held().unwrap().len(), 0);
     driver.engine.unprepare(&ClaimUid::from("a")).await.unwrap();
 }

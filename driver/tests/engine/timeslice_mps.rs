@@ -246,7 +246,7 @@ async fn mps_daemon_that_never_starts_fails_the_claim() {
     for part in ["ns/a", "gpu-0-mps", "down: no such program", "check that divvy-mps-supervisor runs"] {
         assert!(error.contains(part), "{part:?} is not in {error}");
     }
-    until("the claim is undone", || driver.engine.held().is_empty()).await;
+    until("the claim is undone", || driver.engine.held().unwrap().is_empty()).await;
     node.expect_idle();
     driver.stop().await;
     driver = node.start_driver().await;
@@ -259,7 +259,7 @@ async fn missing_supervisor_fails_only_mps_claims() {
     let node = TestNode::new(H100);
     let driver = node.start_driver_with_timeout(Duration::from_secs(8)).await;
     driver.expect_refused("a", MPS_CLIENT, "no state reported").await;
-    until("the claim is undone", || driver.engine.held().is_empty()).await;
+    until("the claim is undone", || driver.engine.held().unwrap().is_empty()).await;
     node.expect_idle();
     driver.prepare("b", TIMESLICE).await.unwrap();
 }
@@ -400,7 +400,7 @@ async fn concurrent_claims_share_one_gpu() {
         for prepared in all(true).collect::<Vec<_>>() {
             prepared.await.unwrap();
         }
-        assert_eq!(driver.engine.held().len(), 8);
+        assert_eq!(driver.engine.held().unwrap().len(), 8);
         for released in all(false).collect::<Vec<_>>() {
             released.await.unwrap();
         }

@@ -55,6 +55,20 @@ impl Records {
         Ok((records, quarantined))
     }
 
+    /// Every record. Unlike [`Self::all`] it fails if a record exists that cannot be read, so that an
+    /// empty list means that no claim is held.
+    pub fn complete(&self) -> Result<Vec<ClaimRecord>, RecordError> {
+        let mut records = Vec::new();
+        for uid in self.store.list()? {
+            match self.store.read(&uid) {
+                Ok(record) => records.extend(record.unwrap_or_default()),
+                Err(error) if error.is_no_record() => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(records)
+    }
+
     /// The claim's record. A record that cannot be decoded is quarantined and counts as absent.
     pub fn read(&self, uid: &ClaimUid) -> Result<Option<ClaimRecord>, RecordError> {
         Ok(self.store.read(uid)?.unwrap_or_default())

@@ -50,6 +50,17 @@ pub enum RecordError {
     Gpu(#[from] GpuFileError),
 }
 
+impl RecordError {
+    /// Whether the file is certainly no record.
+    pub(super) fn is_no_record(&self) -> bool {
+        match self {
+            Self::Uid { .. } => true,
+            Self::Read { cause, .. } => cause.kind() == io::ErrorKind::IsADirectory,
+            _ => false,
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Store {
     claims: PathBuf,
