@@ -109,6 +109,17 @@ pub struct RunArgs {
         help_heading = "DeviceClasses"
     )]
     pub extended_resources: bool,
+    /// How long devices of a mode that is off stay published without an allocation. The time must
+    /// exceed the lag of the scheduler's caches, so shorten it only in tests
+    #[arg(
+        long,
+        env = "DIVVY_REMOVAL_DELAY",
+        value_name = "TIME",
+        default_value = "10m",
+        value_parser = time,
+        help_heading = "Modes that are off"
+    )]
+    pub removal_delay: Duration,
     #[command(flatten)]
     pub webhook: WebhookArgs,
     /// Address of /metrics, /livez and /readyz, or "off"
@@ -233,6 +244,7 @@ mod tests {
         let args = Args::try_parse_from(["divvy-controller", "run"]).unwrap();
         let Command::Run(args) = args.command else { panic!("{args:?}") };
         assert_eq!(args.cluster.namespace, "divvy");
+        assert_eq!(args.removal_delay, divvy_model::closing::REMOVAL_DELAY);
         assert!(Args::try_parse_from(["divvy-controller", "decommission", "--wait", "5m"]).is_ok());
         assert!(Args::try_parse_from(["divvy-controller", "run", "--lease-duration", "10ms"]).is_err());
     }

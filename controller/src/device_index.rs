@@ -9,7 +9,7 @@
 use crate::profile::Profile;
 use divvy_slices::kinds::{Facts, Kind, annotation, fingerprint};
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, DeviceCapacity};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::borrow::Cow;
@@ -33,7 +33,7 @@ pub struct DeviceSummary {
 #[derive(Clone, Debug, Deserialize)]
 pub struct SliceMetadata {
     #[serde(deserialize_with = "short")]
-    metadata: ObjectMeta,
+    pub(crate) metadata: ObjectMeta,
 }
 
 /// A ResourceSlice, reduced while it is parsed.
@@ -59,9 +59,10 @@ fn short<'de, D: Deserializer<'de>>(json: D) -> Result<ObjectMeta, D::Error> {
         name: Option<String>,
         resource_version: Option<String>,
         annotations: Option<BTreeMap<String, String>>,
+        owner_references: Option<Vec<OwnerReference>>,
     }
-    let Short { name, resource_version, annotations } = Short::deserialize(json)?;
-    Ok(ObjectMeta { name, resource_version, annotations, ..ObjectMeta::default() })
+    let Short { name, resource_version, annotations, owner_references } = Short::deserialize(json)?;
+    Ok(ObjectMeta { name, resource_version, annotations, owner_references, ..ObjectMeta::default() })
 }
 
 /// The resource version as a number, which grows with each change. 0 if it is not a number.

@@ -2,7 +2,8 @@
 //! and its webhook rejects claims and pods that the node plugin could not prepare.
 //!
 //! The [`slice_watch`] feeds [`device_index`]; DeviceClasses feed [`classes`] and [`class_index`].
-//! The leader writes classes and the webhook's [`certificate`]. Every replica answers reviews.
+//! The leader writes classes and the webhook's [`certificate`], and decides the [`removal`] of devices
+//! whose mode is off. Every replica answers reviews.
 //! [`decommission`] reverts all of it before Divvy is uninstalled.
 
 pub mod args;
@@ -15,6 +16,7 @@ pub mod leader;
 pub mod metrics;
 pub mod profile;
 pub mod readiness;
+pub mod removal;
 pub mod run;
 pub mod slice_watch;
 pub mod webhook;

@@ -18,6 +18,14 @@ struct ReviewLabels {
     result: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ClosingLabels {
+    state: &'static str,
+}
+
+/// The states of a closing, in the order of [`Metrics::closings`].
+const CLOSING_STATES: [&str; 3] = ["waiting", "allocated", "approved"];
+
 /// All metrics of the controller. Clones share their values.
 #[derive(Clone)]
 pub struct Metrics {
@@ -28,6 +36,8 @@ struct Shared {
     registry: Mutex<Registry>,
     reviews: Family<ReviewLabels, Counter>,
     review: Histogram,
+    closings: Family<ClosingLabels, Gauge>,
+    removed: Gauge,
     leader: Gauge,
     slices: Gauge,
     profiles: Gauge,
@@ -47,6 +57,8 @@ impl Default for Metrics {
             review: Histogram::new([
                 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
             ]),
+            closings: Family::default(),
+            removed: Gauge::default(),
             leader: Gauge::default(),
             slices: Gauge::default(),
             profiles: Gauge::default(),
@@ -77,7 +89,17 @@ impl Shared {
             Unit::Seconds,
             self.review.clone(),
         );
+        registry.register(
+            "divvy_closings",
+            "Modes of GPUs that are off and still published, by what they wait for",
+            self.closings.clone(),
+        );
         let gauges = [
+            (
+                "divvy_allocated_after_removal",
+                "Claims that are allocated on devices that were removed",
+                &self.removed,
+            ),
             ("divvy_leader", "1 while this replica holds the lease and writes", &self.leader),
             ("divvy_slices_seen", "ResourceSlices of Divvy that the controller has indexed", &self.slices),
             ("divvy_mig_profiles", "MIG profiles that some node offers", &self.profiles),
@@ -112,6 +134,14 @@ impl Metrics {
     pub fn reviewed(&self, kind: &'static str, result: &'static str, took: Duration) {
         self.shared.reviews.get_or_create(&ReviewLabels { kind, result }).inc();
         self.shared.review.observe(took.as_secs_f64());
+    }
+
+    /// Sets the number of closings in each state, and of claims on removed devices.
+    pub fn closings(&self, counts: [usize; 3], removed: usize) {
+        for (state, count) in CLOSING_STATES.into_iter().zip(counts) {
+            self.shared.closings.get_or_create(&ClosingLabels { state }).set(count as i64);
+        }
+        self.shared.removed.set(removed as i64);
     }
 
     /// Sets whether this replica is the leader.

@@ -7,6 +7,7 @@ use crate::classes::{ClassReconciler, Classes};
 use crate::leader::{self, Election};
 use crate::metrics::Metrics;
 use crate::readiness::{ControllerReadiness, ReadyCondition};
+use crate::removal::RemovalReconciler;
 use crate::slice_watch;
 use crate::webhook::{self, Reviewer};
 use anyhow::Context;
@@ -73,9 +74,11 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
         follow_classes(watcher(api, watcher::Config::default()), classes_now, follow).await;
     });
     let (devices_now, devices) = watch::channel(None);
+    let (off_now, off) = watch::channel(None);
+    let summaries = slice_watch::Summaries { devices: devices_now, off: off_now };
     stages.droppable(
         "ResourceSlice watch",
-        slice_watch::run(client.clone(), devices_now, ready.clone(), metrics.clone()),
+        slice_watch::run(client.clone(), summaries, ready.clone(), metrics.clone()),
     );
     let (index_now, index) = watch::channel(Arc::new(ClassIndex::default()));
     stages.droppable("class index", class_index::run(devices.clone(), classes.clone(), index_now));
@@ -106,9 +109,19 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
     });
     let reporter =
         Reporter { controller: "divvy-controller".to_owned(), instance: Some(args.identity.clone()) };
+    let recorder = Recorder::new(client.clone(), reporter);
+    let task = RemovalReconciler {
+        client: client.clone(),
+        recorder: recorder.clone(),
+        metrics: metrics.clone(),
+        off,
+        leader: leader.clone(),
+        delay: args.removal_delay,
+    };
+    stages.droppable("removal of devices", task.run());
     let task = ClassReconciler {
         client: client.clone(),
-        recorder: Recorder::new(client.clone(), reporter),
+        recorder,
         metrics: metrics.clone(),
         devices,
         classes,

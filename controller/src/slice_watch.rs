@@ -4,6 +4,7 @@
 use crate::device_index::{DeviceIndex, DeviceSummary, Read, Slice, SliceMetadata};
 use crate::metrics::Metrics;
 use crate::readiness::{ControllerReadiness, ReadyCondition};
+use crate::removal::{OffIndex, OffModes};
 use divvy_api::names::DRIVER;
 use divvy_api::text::error_chain;
 use futures::StreamExt;
@@ -37,10 +38,17 @@ enum ReadError {
     Timeout { slice: String },
 }
 
+/// What the slices say. Each is `None` until it is known.
+#[derive(Debug)]
+pub struct Summaries {
+    pub devices: watch::Sender<Option<Arc<DeviceSummary>>>,
+    pub off: watch::Sender<Option<Arc<OffModes>>>,
+}
+
 /// Runs until the stream of events ends, which it never does.
 pub async fn run(
     client: Client,
-    now: watch::Sender<Option<Arc<DeviceSummary>>>,
+    Summaries { devices: now, off: off_now }: Summaries,
     ready: ControllerReadiness,
     metrics: Metrics,
 ) {
@@ -48,7 +56,7 @@ pub async fn run(
     let config = watcher::Config::default().fields(&format!("spec.driver={DRIVER}"));
     let mut events = std::pin::pin!(watcher(api, config).default_backoff());
     let mut reads = FuturesUnordered::new();
-    let mut index = DeviceIndex::default();
+    let (mut index, mut off) = (DeviceIndex::default(), OffIndex::default());
     let (mut listing, mut revision) = (true, 0);
     let (mut next_read, mut failures) = (Instant::now(), 0_u32);
     let failed = |why: String| {
@@ -63,13 +71,21 @@ pub async fn run(
                 Some(Ok(Event::Init)) => {
                     listing = true;
                     index.relist();
+                    off.relist();
                 }
-                Some(Ok(Event::InitApply(slice) | Event::Apply(slice))) => index.apply(&slice),
+                Some(Ok(Event::InitApply(slice) | Event::Apply(slice))) => {
+                    off.apply(&slice.metadata);
+                    index.apply(&slice);
+                }
                 Some(Ok(Event::InitDone)) => {
                     listing = false;
                     index.listed();
+                    off.listed();
                 }
-                Some(Ok(Event::Delete(slice))) => index.delete(&slice),
+                Some(Ok(Event::Delete(slice))) => {
+                    off.delete(&slice.metadata);
+                    index.delete(&slice);
+                }
                 Some(Err(cause)) => {
                     tracing::debug!(%cause, "watch of ResourceSlices failed; it is retried");
                     failed(cause.to_string());
@@ -98,6 +114,9 @@ pub async fn run(
             continue;
         }
         metrics.slices(index.slices());
+        if let Some(modes) = off.take_changes() {
+            off_now.send_replace(Some(Arc::new(modes)));
+        }
         let is_first = now.borrow().is_none();
         if if is_first { index.is_complete() } else { revision != index.revision } {
             revision = index.revision;

@@ -7,8 +7,9 @@ use cluster::{NAMESPACE, TestCluster, until};
 use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
 use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::Secret;
-use k8s_openapi::api::resource::v1::{DeviceClass, DeviceTaintRule, ResourceSlice};
+use k8s_openapi::api::core::v1::{Node, Secret};
+use k8s_openapi::api::events::v1::Event;
+use k8s_openapi::api::resource::v1::{DeviceClass, DeviceTaintRule, ResourceClaim, ResourceSlice};
 use serde_json::{Value, json};
 
 const CLASS: &str = "mig-1g.10gb.divvy.dev";
@@ -296,4 +297,73 @@ async fn failed_decommission_restores_the_daemonset() {
     let after = serde_json::to_value(cluster.api.get::<DaemonSet>(NAMESPACE, "divvy-node").unwrap()).unwrap();
     assert_eq!(after["spec"], before["spec"]);
     assert!(cluster.api.list::<DeviceTaintRule>().is_empty());
+}
+
+/// The controller's annotations of the Node.
+fn removals(cluster: &TestCluster) -> (Option<String>, Option<String>) {
+    let annotations = cluster.api.get::<Node>("", "n1").unwrap().metadata.annotations.unwrap_or_default();
+    let text = |key: &str| annotations.get(key).cloned();
+    (text("gpu.divvy.dev/removable"), text("gpu.divvy.dev/allocated"))
+}
+
+/// The first slice of the node, with the modes that are off.
+fn modes_off(cluster: &TestCluster, modes: &str) {
+    let owner = json!({"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "u", "controller": true});
+    cluster.api.put(json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice",
+        "metadata": {"name": "00000-n1", "ownerReferences": [owner],
+            "annotations": {"gpu.divvy.dev/modes-off": modes}},
+        "spec": {"driver": "gpu.divvy.dev", "nodeName": "n1",
+            "pool": {"name": "n1", "generation": 1, "resourceSliceCount": 1}},
+    }));
+}
+
+fn allocate(cluster: &TestCluster, name: &str, device: &str) {
+    let result = json!({"request": "r", "driver": "gpu.divvy.dev", "pool": "n1", "device": device});
+    cluster.api.put(json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": {"namespace": "ns", "name": name, "uid": name},
+        "spec": {}, "status": {"allocation": {"devices": {"results": [result]}}},
+    }));
+}
+
+fn has_event(cluster: &TestCluster, reason: &str, part: &str) -> bool {
+    let matches = |event: Event| {
+        event.reason.as_deref() == Some(reason) && event.note.is_some_and(|note| note.contains(part))
+    };
+    cluster.api.list::<Event>().into_iter().any(matches)
+}
+
+#[tokio::test]
+async fn removal_is_approved_when_the_last_claim_has_ended() {
+    let cluster = TestCluster::new().await;
+    cluster
+        .api
+        .put(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "labels": {"a": "b"}}}));
+    allocate(&cluster, "a", "gpu-0-mps");
+    modes_off(&cluster, "timeslice@7:0 mps@7:0 mig:0");
+    let flags = ["--removal-delay", "1s", "--lease-duration", "5s"];
+    let controller = cluster.start(&flags);
+    until("the unused mode is removable", || removals(&cluster).0.as_deref() == Some("timeslice@7:0")).await;
+    until("an event names the claim", || has_event(&cluster, "ModeInUse", "claim ns/a")).await;
+    cluster.api.delete::<ResourceClaim>("ns", "a");
+    until("both are removable", || removals(&cluster).0.as_deref() == Some("timeslice@7:0 mps@7:0")).await;
+    modes_off(&cluster, "timeslice@8:0 mps:0 mig:0");
+    until("the new closing is removable", || removals(&cluster).0.as_deref() == Some("timeslice@8:0")).await;
+    // A claim that was allocated too late.
+    allocate(&cluster, "late", "gpu-0-mps");
+    until("the claim is named", || removals(&cluster).1.is_some_and(|text| text.contains("\"late\""))).await;
+    until("an event names it", || has_event(&cluster, "AllocatedAfterRemoval", "claim ns/late")).await;
+    allocate(&cluster, "later", "gpu-0-timeslice");
+    until("the approval is withdrawn", || removals(&cluster).0.is_none()).await;
+    modes_off(&cluster, "timeslice@8:0 mps@9:0 mig:0");
+    // The next leader keeps the name of a claim whose device was published again.
+    controller.kill();
+    let _controller = cluster.start(&flags);
+    cluster.api.delete::<ResourceClaim>("ns", "later");
+    until("the next leader approves", || removals(&cluster).0.as_deref() == Some("timeslice@8:0")).await;
+    assert!(removals(&cluster).1.is_some_and(|text| text.contains("\"late\"")));
+    cluster.api.delete::<ResourceClaim>("ns", "late");
+    until("no claim is named", || removals(&cluster).1.is_none()).await;
+    assert_eq!(cluster.api.get::<Node>("", "n1").unwrap().metadata.labels.unwrap()["a"], "b");
 }

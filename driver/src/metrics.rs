@@ -121,6 +121,7 @@ struct Shared {
     config_refused: Gauge,
     in_sync: Gauge,
     degraded: Gauge,
+    closing_modes: Gauge,
     slices: Gauge,
     devices: Gauge,
     slice_writes: Counter,
@@ -157,6 +158,7 @@ impl Default for Metrics {
             config_refused: Gauge::default(),
             in_sync: Gauge::default(),
             degraded: Gauge::default(),
+            closing_modes: Gauge::default(),
             slices: Gauge::default(),
             devices: Gauge::default(),
             slice_writes: Counter::default(),
@@ -269,6 +271,11 @@ impl Shared {
             self.in_sync.clone(),
         );
         registry.register(
+            "divvy_closing_modes",
+            "Modes of GPUs that the node configuration turns off and whose devices are still published",
+            self.closing_modes.clone(),
+        );
+        registry.register(
             "divvy_slices",
             "ResourceSlices of this node on the API server",
             self.slices.clone(),
@@ -353,6 +360,7 @@ impl Metrics {
     pub fn published(&self, pool: &Published) {
         self.shared.in_sync.set(pool.in_sync.into());
         self.shared.degraded.set(pool.degraded.is_some().into());
+        self.shared.closing_modes.set(pool.modes_off.closings().len() as i64);
         self.shared.slices.set(pool.slices as i64);
         self.shared.devices.set(pool.devices as i64);
         self.shared.slice_writes.inner().store(pool.writes, Ordering::Relaxed);

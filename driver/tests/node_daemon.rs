@@ -36,6 +36,8 @@ mod programs;
 mod reconcile;
 #[path = "node/registration.rs"]
 mod registration;
+#[path = "node/removal.rs"]
+mod removal;
 #[path = "node/rolling_update.rs"]
 mod rolling_update;
 #[path = "node/slices.rs"]

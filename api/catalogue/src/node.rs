@@ -36,6 +36,7 @@ pub fn inventory(models: &[Model], stored: MigMode) -> Inventory {
         }
     }
     Inventory {
+        removals: Default::default(),
         driver_version: DRIVER_VERSION.to_owned(),
         cuda_version: CUDA_VERSION,
         gpus,

@@ -1,6 +1,7 @@
 //! The inventory of a node as one value. The driver creates it from NVML, sysfs and its records;
 //! the publisher reads it. It is never edited in place.
 
+use crate::closing::Removals;
 use crate::health::{Finding, HealthState, TaintEffect};
 use crate::numbers::GpuNumber;
 use crate::placement::Placement;
@@ -21,6 +22,9 @@ pub struct Inventory {
     /// no other driver may hand them out.
     #[serde(default)]
     pub device_plugin: Option<String>,
+    /// The controller's decisions about modes that are off.
+    #[serde(default, skip_serializing_if = "Removals::is_empty")]
+    pub removals: Removals,
 }
 
 /// One physical GPU. A missing GPU stays in the inventory with `presence: Missing` and its last

@@ -4,8 +4,9 @@
 //! numbers. [`names`] spells the numbers of NVML. [`placement`] tells where a MIG instance fits.
 //! [`share`] tells which allocations are shares. [`policy`] and [`nodeconfig`] define what GPUs may be
 //! used for. [`health`] defines the states of a GPU, and [`xid`] what the errors of the GPU driver say
-//! about it.
+//! about it. [`closing`] decides when devices of a mode that is off are removed.
 
+pub mod closing;
 pub mod device;
 pub mod health;
 pub mod inventory;
@@ -17,6 +18,7 @@ pub mod policy;
 pub mod share;
 pub mod xid;
 
+pub use closing::{ClosingId, Closings, ModeSet, Removals};
 pub use device::DeviceId;
 pub use health::{Finding, HealthEffects, HealthReading, HealthState, RecoveryAction, TaintEffect};
 pub use inventory::{Gpu, GpuInstance, Inventory, Mig, MigProfile};

@@ -346,8 +346,9 @@ static RULE: Object = Object {
             shape: Shape::List(&Shape::OneOf(&["whole", "mig", "timeslice", "mps"])),
             required: false,
             absent: "all four",
-            about: "The modes that the GPU offers. A disabled mode stays published with a taint: existing \
-                 claims keep it, and new ones are not scheduled to it. An empty list disables all modes.",
+            about: "The modes that the GPU offers. The devices of a disabled mode get a taint: existing \
+                 claims keep them, and new ones are not scheduled to them. The controller lets them be \
+                 removed after 10 minutes without a claim. An empty list disables all modes.",
         },
         Field {
             name: "slots",

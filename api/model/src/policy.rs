@@ -1,7 +1,6 @@
 //! The policy of a GPU: what an administrator allows it to be used for. The driver creates it from
-//! the node configuration; it is part of the [`crate::Inventory`]. A disabled mode is still
-//! published, with a taint: the scheduler counts only published devices, so removing a device in
-//! use would free its counters.
+//! the node configuration; it is part of the [`crate::Inventory`]. The devices of a disabled mode are
+//! removed as [`crate::closing`] describes.
 
 use crate::health::HealthEffects;
 use divvy_api::sharing::{Interval, Mode};

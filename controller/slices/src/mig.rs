@@ -47,6 +47,14 @@ fn profiles(gpu: &Gpu) -> &[MigProfile] {
     }
 }
 
+/// The counter set of a GPU without MIG instances: all devices take all of one counter. It is at least 1
+/// if the memory is unknown. When instances are published or removed, the other devices still take
+/// all of the GPU, so claims that hold them stay charged.
+pub(crate) fn counter_of_whole(gpu: &Gpu) -> BTreeMap<String, Counter> {
+    let memory = (gpu.memory_bytes >> 20 << 20).max(1);
+    BTreeMap::from([("memory".to_owned(), Counter { value: Quantity::bytes(memory).into() })])
+}
+
 impl<'a> Model<'a> {
     /// The model of a GPU. `several` is whether the server supports multiple allocations.
     pub(crate) fn of(gpu: &'a Gpu, several: bool) -> Self {
@@ -120,10 +128,7 @@ impl<'a> Model<'a> {
     /// any, restricts no device and is left out: each counter costs memory in the scheduler, once per device.
     pub(crate) fn counters(&self, gpu: &Gpu) -> BTreeMap<String, Counter> {
         if self.totals.grid == 0 {
-            // A single counter excludes other devices. It is at least 1 if the memory is unknown.
-            let memory = (gpu.memory_bytes >> 20 << 20).max(1);
-            let value = Quantity::bytes(memory).into();
-            return BTreeMap::from([("memory".to_owned(), Counter { value })]);
+            return counter_of_whole(gpu);
         }
         let quantities = quantities(&self.totals.amounts);
         let slices = self.slices.iter().map(|name| (name.clone(), Counter { value: self.one.clone() }));

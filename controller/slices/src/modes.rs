@@ -123,12 +123,15 @@ pub(crate) fn timeslice(whole: Device, gpu: &Gpu) -> Device {
     device
 }
 
+/// Volta. Earlier GPUs share an address space among MPS clients and enforce no limits.
+pub(crate) const MPS_COMPUTE_CAPABILITY_MIN: (u32, u32) = (7, 0);
+
 /// The whole GPU for clients of one MPS control daemon, derived from the device of the whole GPU.
 /// `None` before Volta, where clients share an address space and limits are not enforced.
 ///
 /// If the GPU's memory is unknown, only threads and clients are divided.
 pub(crate) fn mps(whole: Device, gpu: &Gpu, cuda: (u32, u32)) -> Option<Device> {
-    if gpu.compute_capability < (7, 0) {
+    if gpu.compute_capability < MPS_COMPUTE_CAPABILITY_MIN {
         return None;
     }
     let is_memory_known = mebibytes(&whole).is_some();

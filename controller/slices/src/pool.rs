@@ -3,11 +3,11 @@
 //!
 //! A pool depends on the hardware and not on claims, so preparing and releasing a claim does not
 //! change it. Failing, added or removed GPUs and unmanaged MIG instances do. A mode that the
-//! administrator disabled stays published with a taint.
+//! administrator disabled is published with a taint while it closes, and not at all afterwards.
 
 use crate::amounts::MEMORY;
 use crate::attributes::{capacities, common, int, non_empty, quantities, string};
-use crate::mig::{Model, Siblings};
+use crate::mig::{self, Model, Siblings};
 use crate::modes;
 use crate::taints::{self, Cause};
 use crate::wire::{Consumption, Device};
@@ -16,7 +16,7 @@ use divvy_api::sharing::Mode;
 use divvy_model::inventory::{
     Gpu, GpuInstance, Inventory, Mig, MigMode, MigProfile, MigToggle, Origin, Presence,
 };
-use divvy_model::{DeviceId, GpuNumber, Placement, share};
+use divvy_model::{ClosingId, Closings, DeviceId, GpuNumber, Placement, share};
 use k8s_openapi::api::resource::v1::{Counter, CounterSet, DeviceAttribute, DeviceTaint};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -49,9 +49,11 @@ pub struct GpuPool {
 }
 
 /// Inputs of a pool in addition to the inventory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolOptions {
     pub support: Support,
+    /// Modes that are off and still published.
+    pub closings: Closings,
 }
 
 /// ResourceSlice features that the API server supports.
@@ -104,7 +106,7 @@ impl GpuPool {
 
 /// Builds the pool of a node.
 pub fn pool(inventory: &Inventory, options: &PoolOptions) -> Pool {
-    let mut gpus = gpu_pools(inventory, options.support);
+    let mut gpus = gpu_pools(inventory, options);
     gpus.sort_by_key(|gpu| gpu.number);
     Pool { gpus }
 }
@@ -112,12 +114,17 @@ pub fn pool(inventory: &Inventory, options: &PoolOptions) -> Pool {
 /// Builds the pool of a node without counters. Devices in `held` stay as they are on a server with
 /// counters. Beside them only existing MIG instances of their GPU are published, because nothing
 /// excludes other devices.
-pub fn pool_without_counters(inventory: &Inventory, support: Support, held: &BTreeSet<String>) -> Pool {
-    let mut reduced = pool(inventory, &PoolOptions { support: Support { counters: false, ..support } });
+pub fn pool_without_counters(inventory: &Inventory, options: &PoolOptions, held: &BTreeSet<String>) -> Pool {
+    let support = options.support;
+    let with_counters = |counters| {
+        let support = Support { counters, ..support };
+        pool(inventory, &PoolOptions { support, closings: options.closings.clone() })
+    };
+    let mut reduced = with_counters(false);
     if held.is_empty() {
         return reduced;
     }
-    let full = pool(inventory, &PoolOptions { support: Support { counters: true, ..support } });
+    let full = with_counters(true);
     for (gpu, mut all) in reduced.gpus.iter_mut().zip(full.gpus) {
         for devices in all.lists_mut() {
             devices.retain(|device| held.contains(&device.name));
@@ -159,8 +166,8 @@ pub fn same_pool(one: &Inventory, other: &Inventory) -> bool {
 }
 
 /// The pools of all GPUs, for a server with these features.
-pub(crate) fn gpu_pools(node: &Inventory, support: Support) -> Vec<GpuPool> {
-    let several = support.counters && support.shares;
+pub(crate) fn gpu_pools(node: &Inventory, options: &PoolOptions) -> Vec<GpuPool> {
+    let several = options.support.counters && options.support.shares;
     let mut models: Vec<(Model<'_>, Vec<Siblings<'_>>)> = Vec::new();
     let pools = node.gpus.iter().map(|gpu| {
         let known = models.iter().position(|(model, _)| model.matches(gpu, several)).unwrap_or_else(|| {
@@ -170,7 +177,7 @@ pub(crate) fn gpu_pools(node: &Inventory, support: Support) -> Vec<GpuPool> {
             models.len() - 1
         });
         let (model, instances) = &models[known];
-        GpuPoolBuilder::new(node, gpu, model).gpu_pool(instances, node.cuda_version, support)
+        GpuPoolBuilder::new(node, gpu, model).gpu_pool(instances, node.cuda_version, options)
     });
     pools.collect()
 }
@@ -197,7 +204,7 @@ pub fn attributes(node: &Inventory, name: &DeviceName) -> Option<BTreeMap<String
     let mut device = match (id.mode(), part) {
         _ if matches!(id, DeviceId::Observer(_)) => builder.observer()?,
         (Mode::Mig, Some((profile, at))) => {
-            builder.instances(&model.siblings(profile, vec![at]), |_| true).pop()?
+            builder.instances(&model.siblings(profile, vec![at]), None, |_| true).pop()?
         }
         (Mode::Mig, None) => return None,
         (Mode::Whole, _) => modes::exclusive(whole()),
@@ -220,8 +227,21 @@ impl<'a> GpuPoolBuilder<'a> {
         }
     }
 
-    fn gpu_pool(&self, instances: &[Siblings<'_>], cuda: (u32, u32), support: Support) -> GpuPool {
-        let all = Arc::new(self.model.counters(self.gpu));
+    fn gpu_pool(
+        &self,
+        instances: &[Siblings<'_>],
+        cuda: (u32, u32),
+        PoolOptions { support, closings }: &PoolOptions,
+    ) -> GpuPool {
+        let closing = |mode| match self.gpu.policy.offers(mode) {
+            true => None,
+            false => closings.get(&(self.gpu.number, mode)).copied(),
+        };
+        let is_published = |mode| self.gpu.policy.offers(mode) || closing(mode).is_some();
+        let all = Arc::new(match is_published(Mode::Mig) {
+            true => self.model.counters(self.gpu),
+            false => mig::counter_of_whole(self.gpu),
+        });
         let mut made = GpuPool {
             number: self.gpu.number,
             counters: None,
@@ -233,26 +253,37 @@ impl<'a> GpuPoolBuilder<'a> {
             observer: self.observer().into_iter().collect(),
         };
         let whole = self.whole(all.clone());
+        let in_mode = |device: Device, mode| self.in_mode(device, mode, closing(mode));
         if support.counters && support.shares {
-            let in_mode = |device: Device, mode| self.in_mode(device, mode);
-            made.share
-                .extend(modes::share(whole.clone(), self.gpu).map(|device| in_mode(device, Mode::Share)));
-            made.timeslice.push(in_mode(modes::timeslice(whole.clone(), self.gpu), Mode::Timeslice));
-            let mps = modes::mps(whole.clone(), self.gpu, cuda);
-            made.mps.extend(mps.map(|device| in_mode(device, Mode::Mps)));
+            if is_published(Mode::Share) {
+                let share = modes::share(whole.clone(), self.gpu);
+                made.share.extend(share.map(|device| in_mode(device, Mode::Share)));
+            }
+            if is_published(Mode::Timeslice) {
+                made.timeslice.push(in_mode(modes::timeslice(whole.clone(), self.gpu), Mode::Timeslice));
+            }
+            if is_published(Mode::Mps) {
+                let mps = modes::mps(whole.clone(), self.gpu, cuda);
+                made.mps.extend(mps.map(|device| in_mode(device, Mode::Mps)));
+            }
         }
-        made.whole.push(self.in_mode(modes::exclusive(whole), Mode::Whole));
-        made.counters =
-            support.counters.then(|| CounterSet { name: self.set.clone(), counters: BTreeMap::clone(&all) });
+        if is_published(Mode::Whole) {
+            made.whole.push(in_mode(modes::exclusive(whole), Mode::Whole));
+        }
         let existing = self.existing();
         if !support.counters && !existing.is_empty() {
             made.whole.clear();
         }
-        for siblings in instances {
+        for siblings in instances.iter().filter(|_| is_published(Mode::Mig)) {
             let exists =
                 |at| existing.iter().any(|i| (i.profile_id, i.placement) == (siblings.profile.id, at));
-            made.instances.extend(self.instances(siblings, |at| support.counters || exists(at)));
+            let wanted = |at| support.counters || exists(at);
+            made.instances.extend(self.instances(siblings, closing(Mode::Mig), wanted));
         }
+        let takes_none = |device: &Device| device.consumes_counters.is_none();
+        let is_empty = made.lists().into_iter().flatten().all(takes_none);
+        made.counters = (support.counters && !is_empty)
+            .then(|| CounterSet { name: self.set.clone(), counters: BTreeMap::clone(&all) });
         for devices in made.lists_mut() {
             for device in devices.iter_mut() {
                 fit_key_limit(device);
@@ -268,9 +299,9 @@ impl<'a> GpuPoolBuilder<'a> {
     }
 
     /// Adds the taints that are specific to a mode.
-    fn in_mode(&self, mut device: Device, mode: Mode) -> Device {
+    fn in_mode(&self, mut device: Device, mode: Mode, closing: Option<ClosingId>) -> Device {
         let mut taints = device.taints.take().unwrap_or_default();
-        taints::of_mode(&mut taints, self.gpu, mode);
+        taints::of_mode(&mut taints, self.gpu, mode, closing);
         device.taints = non_empty(taints);
         device
     }
@@ -353,13 +384,18 @@ impl<'a> GpuPoolBuilder<'a> {
     }
 
     /// The instances of a profile at the accepted placements.
-    fn instances(&self, siblings: &Siblings<'_>, wanted: impl Fn(Placement) -> bool) -> Vec<Device> {
+    fn instances(
+        &self,
+        siblings: &Siblings<'_>,
+        closing: Option<ClosingId>,
+        wanted: impl Fn(Placement) -> bool,
+    ) -> Vec<Device> {
         let mut attributes = self.common.clone();
         attributes.extend(BTreeMap::clone(&siblings.attributes));
         attributes.insert("parentUUID".to_owned(), string(self.gpu.uuid.as_str()));
         let attributes = Arc::new(attributes);
         let mut taints = self.taints.clone();
-        taints::of_mode(&mut taints, self.gpu, Mode::Mig);
+        taints::of_mode(&mut taints, self.gpu, Mode::Mig, closing);
         if let Mig::Supported { mode: MigMode::Off, toggle: MigToggle::NeedsReset, .. } = self.gpu.mig {
             taints::add(&mut taints, &Cause::MigMode(MigMode::Off));
         }

@@ -8,14 +8,16 @@
 
 use crate::compare;
 use crate::kinds;
+use crate::mode_states::{ModeFile, ModeStates, StoreError};
 use crate::pool::{PoolOptions, Support, pool, pool_without_counters, same_pool};
 use crate::scheduler_bugs::{SchedulerOptions, unsafe_counters};
 use crate::slices::{as_published, slices, without_driver};
 use crate::sync::{self, Action, Desired, Owner};
 use crate::validate::{Invalid, validate};
 use crate::wire::{Content, Slice};
+use divvy_api::sharing::Mode;
 use divvy_api::text::error_chain;
-use divvy_model::Inventory;
+use divvy_model::{Inventory, ModeSet};
 use futures::{Stream, StreamExt};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{
@@ -31,8 +33,9 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
 use std::future::Future;
 use std::hash::{BuildHasher, RandomState};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tracing::{debug, error, info, warn};
@@ -47,18 +50,28 @@ pub struct PublishOptions {
     /// The scheduler, whose bugs can forbid devices with counters.
     pub scheduler: SchedulerOptions,
     pub held: HeldDevices,
+    /// File for the states of modes that are off; `None` keeps them in memory.
+    pub mode_file: Option<PathBuf>,
 }
 
-/// Returns the names of the devices that claims hold, or `None` while they are not known.
+/// Names of devices that claims hold.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    pub all: BTreeSet<String>,
+    /// Those that stay published on a server without counters.
+    pub unguarded: BTreeSet<String>,
+}
+
+/// Returns the devices that claims hold, or `None` while they are not known.
 #[derive(Clone)]
-pub struct HeldDevices(Arc<dyn Fn() -> Option<BTreeSet<String>> + Send + Sync>);
+pub struct HeldDevices(Arc<dyn Fn() -> Option<Held> + Send + Sync>);
 
 impl HeldDevices {
-    pub fn new(read: impl Fn() -> Option<BTreeSet<String>> + Send + Sync + 'static) -> Self {
+    pub fn new(read: impl Fn() -> Option<Held> + Send + Sync + 'static) -> Self {
         Self(Arc::new(read))
     }
 
-    fn read(&self) -> Option<BTreeSet<String>> {
+    fn read(&self) -> Option<Held> {
         (self.0)()
     }
 }
@@ -112,7 +125,8 @@ impl PublishOptions {
             node: node.into(),
             timing: PublishTiming::default(),
             scheduler: SchedulerOptions::default(),
-            held: HeldDevices::new(|| Some(BTreeSet::new())),
+            held: HeldDevices::new(|| Some(Held::default())),
+            mode_file: None,
         }
     }
 }
@@ -132,6 +146,8 @@ pub struct Published {
     pub error: Option<String>,
     /// Number of slices created, updated and deleted so far.
     pub writes: u64,
+    /// Modes that the node configuration turns off. Those with a closing are still published.
+    pub modes_off: ModeSet,
 }
 
 /// Publishes until `stop` resolves. The slices stay on the server.
@@ -171,8 +187,10 @@ struct Publisher {
     /// Inventory that the last pool was built from.
     last: Arc<Inventory>,
     cache: SliceCache,
-    /// Held devices as last known. `None` before that, and on a server with counters.
-    held: Option<BTreeSet<String>>,
+    /// Held devices as last known. `None` before that, and where they make no difference.
+    held: Option<Held>,
+    modes: ModeStates,
+    mode_file: ModeFile,
     /// Features of the server.
     server: Support,
     /// Features that are used: those of the server, without counters if the scheduler's bugs forbid
@@ -197,6 +215,7 @@ impl Publisher {
         inventory: watch::Receiver<Arc<Inventory>>,
         published: watch::Sender<Published>,
     ) -> Self {
+        let (mode_file, modes) = ModeFile::load(options.mode_file.clone());
         Self {
             api: SliceApi::new(client, &options),
             inventory,
@@ -204,6 +223,8 @@ impl Publisher {
             last: Arc::default(),
             cache: SliceCache::default(),
             held: None,
+            modes,
+            mode_file,
             server: Support::default(),
             support: Support::default(),
             version: String::new(),
@@ -305,8 +326,8 @@ impl Publisher {
                         self.published.send_if_modified(|state| std::mem::take(&mut state.in_sync));
                     }
                 },
-                _ = held.tick(), if !self.support.counters => {
-                    if self.options.held.read().is_some_and(|held| Some(held) != self.held) {
+                _ = held.tick(), if self.depends_on_held() => {
+                    if self.held_changed() {
                         self.schedule.sync_now();
                     }
                 }
@@ -330,7 +351,7 @@ impl Publisher {
     /// Makes one pass. Returns false if the server dropped fields, so the contents must be rebuilt.
     async fn pass(&mut self, owner: &Owner) -> Result<bool, PublishError> {
         let there = self.cache.slices();
-        let mut contents = self.desired(&there);
+        let Wanted { mut contents, modes_off } = self.desired(&there)?;
         validate(&contents)?;
         let devices = contents.iter().map(|content| content.devices.len()).sum();
         compare::keep_times(&mut contents, there.iter().map(|slice| &slice.spec));
@@ -341,7 +362,8 @@ impl Publisher {
         }
         self.generation = self.cache.generation(&owner.node).max(self.generation);
         let slices = contents.len();
-        let desired = Desired { owner, contents, used_generation: self.generation, annotate: self.annotate };
+        let desired =
+            Desired { owner, contents, modes_off, used_generation: self.generation, annotate: self.annotate };
         let actions = sync::plan(desired, &there);
         drop(there);
         let writes = actions.len() as u64;
@@ -383,22 +405,53 @@ impl Publisher {
     }
 
     /// The contents that the inventory requires.
-    fn desired(&mut self, there: &[ResourceSlice]) -> Vec<Content> {
+    fn desired(&mut self, there: &[ResourceSlice]) -> Result<Wanted, PublishError> {
         let inventory = self.inventory.borrow_and_update().clone();
         self.last = inventory.clone();
-        self.held = match self.support.counters {
-            true => None,
-            false => self.options.held.read().or(self.held.take()),
-        };
+        let support = self.support;
+        let published_modes_off =
+            || there.iter().find_map(|slice| sync::modes_off(&slice.metadata)).map(str::to_owned);
         if inventory.gpus.is_empty() {
-            return without_driver(there, self.support);
+            // Nothing is known about the GPUs, so what was said about their modes stays.
+            let contents = without_driver(there, support);
+            return Ok(Wanted { contents, modes_off: published_modes_off() });
         }
-        slices(match (self.support.counters, &self.held) {
-            (true, _) => pool(&inventory, &PoolOptions { support: self.support }),
-            (false, Some(held)) => pool_without_counters(&inventory, self.support, held),
+        self.held = match self.depends_on_held() {
+            true => self.options.held.read().or(self.held.take()),
+            false => None,
+        };
+        let none = Held::default();
+        let held = match &self.held {
+            Some(held) => held,
+            None if !self.depends_on_held() => &none,
             // Any published device may be held.
-            (false, None) => return as_published(there),
-        })
+            None => {
+                return Ok(Wanted { contents: as_published(there), modes_off: published_modes_off() });
+            }
+        };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let (pool_name, has_off) = (&self.options.node, has_mode_off(&inventory));
+        let there = there.iter().filter(|slice| has_off && slice.spec.pool.name == *pool_name);
+        let closings = self.modes.decide(&inventory, &held.all, there, now);
+        self.mode_file.store(&self.modes)?;
+        let options = PoolOptions { support, closings };
+        let contents = slices(match support.counters {
+            true => pool(&inventory, &options),
+            false => pool_without_counters(&inventory, &options, &held.unguarded),
+        });
+        let modes_off = Some(self.modes.off().to_string()).filter(|text| !text.is_empty());
+        Ok(Wanted { contents, modes_off })
+    }
+
+    /// Whether the held devices decide what is published.
+    fn depends_on_held(&self) -> bool {
+        !self.support.counters || has_mode_off(&self.last)
+    }
+
+    fn held_changed(&self) -> bool {
+        let Some(held) = self.options.held.read() else { return false };
+        let is_new = |before: &Held| !self.support.counters && held.unguarded != before.unguarded;
+        self.held.as_ref().is_none_or(is_new) || self.modes.would_change(&self.last, &held.all)
     }
 
     /// Sets the version and the features of the server.
@@ -472,6 +525,7 @@ impl Publisher {
                 degraded: published.degraded.take(),
                 error: None,
                 writes: published.writes + writes,
+                modes_off: self.modes.off().clone(),
             };
         });
     }
@@ -513,6 +567,20 @@ enum PublishError {
     Unsettled { passes: usize },
     #[error("the pool is invalid and was not sent")]
     Invalid(#[from] Invalid),
+    #[error(transparent)]
+    ModeStates(#[from] StoreError),
+}
+
+/// Whether the node configuration turns a mode of a GPU off.
+fn has_mode_off(inventory: &Inventory) -> bool {
+    inventory.gpus.iter().any(|gpu| Mode::ALL.iter().any(|mode| !gpu.policy.offers(*mode)))
+}
+
+/// The required state of the server.
+struct Wanted {
+    contents: Vec<Content>,
+    /// Value of the annotation about modes that are off.
+    modes_off: Option<String>,
 }
 
 impl PublishError {

@@ -13,6 +13,7 @@ use crate::slices::slices;
 use crate::wire::{Content, Slice};
 use divvy_api::names::DRIVER;
 use divvy_model::Inventory;
+use divvy_model::closing::MODES_OFF;
 use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use std::collections::BTreeMap;
@@ -33,6 +34,8 @@ pub struct Desired<'a> {
     pub owner: &'a Owner,
     /// Contents in the order of the slice names. Owned, so the writes need no copies.
     pub contents: Vec<Content>,
+    /// Value of the annotation [`MODES_OFF`] of the first slice.
+    pub modes_off: Option<String>,
     /// The highest generation that was ever used, even if its slices are gone.
     pub used_generation: i64,
     /// Whether slices get the annotation of their kinds. False on a server that drops it.
@@ -80,8 +83,10 @@ pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a Resour
         generation: newest,
         resource_slice_count: i64::try_from(count).unwrap_or(i64::MAX),
     };
+    let annotation = |index: usize| desired.modes_off.as_deref().filter(|_| index == 0);
     let differs = |(index, have): &(&usize, &&ResourceSlice)| {
         !same_spec(&have.spec, owner, &pool, &desired.contents[**index])
+            || modes_off(&have.metadata) != annotation(**index)
     };
     let changed: Vec<usize> = kept.iter().filter(differs).map(|(index, _)| *index).collect();
     let in_place = kept.len() == count && changed.len() <= 1;
@@ -107,11 +112,10 @@ pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a Resour
         };
         let mut metadata = have.map_or_else(generated, |have| have.metadata.clone());
         metadata.owner_references = Some(vec![owner_reference(owner)]);
-        let annotations = &mut metadata.annotations;
-        match kinds {
-            Some(kinds) => annotations.get_or_insert_default().insert(kinds::ANNOTATION.to_owned(), kinds),
-            None => annotations.as_mut().and_then(|annotations| annotations.remove(kinds::ANNOTATION)),
-        };
+        let annotations = metadata.annotations.get_or_insert_default();
+        annotate_with(annotations, kinds::ANNOTATION, kinds);
+        annotate_with(annotations, MODES_OFF, desired.modes_off.clone().filter(|_| index == 0));
+        metadata.annotations = metadata.annotations.take().filter(|annotations| !annotations.is_empty());
         let (driver, node, pool) = (owner.driver.clone(), owner.node.clone(), pool.clone());
         let slice = Box::new(Slice { metadata, driver, node, pool, content });
         match have {
@@ -125,7 +129,7 @@ pub fn plan<'a>(desired: Desired<'_>, there: impl IntoIterator<Item = &'a Resour
 /// The first slices of a node without claims, for programs that simulate nodes. They have names,
 /// and no owner, because there is no Node object.
 pub fn slices_of_new_node(node: &str, inventory: &Inventory, support: Support) -> Vec<Slice> {
-    let contents = slices(pool(inventory, &PoolOptions { support }));
+    let contents = slices(pool(inventory, &PoolOptions { support, ..PoolOptions::default() }));
     let count = contents.len();
     let pool = ResourcePool {
         name: node.to_owned(),
@@ -155,6 +159,19 @@ fn same_spec(have: &ResourceSliceSpec, owner: &Owner, pool: &ResourcePool, want:
         && have.partition_type_attribute.is_none()
         && have.skip_node_operations.is_none()
         && compare::same(&compare::content(have), want)
+}
+
+/// Sets an annotation, or removes it.
+fn annotate_with(annotations: &mut BTreeMap<String, String>, name: &str, value: Option<String>) {
+    match value {
+        Some(value) => drop(annotations.insert(name.to_owned(), value)),
+        None => drop(annotations.remove(name)),
+    }
+}
+
+/// The value of the annotation [`MODES_OFF`].
+pub(crate) fn modes_off(metadata: &ObjectMeta) -> Option<&str> {
+    metadata.annotations.as_ref()?.get(MODES_OFF).map(String::as_str)
 }
 
 fn owned(slice: &ResourceSlice, owner: &Owner) -> bool {

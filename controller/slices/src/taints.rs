@@ -6,10 +6,13 @@
 
 use divvy_api::names::DRIVER;
 use divvy_api::sharing::Mode;
-use divvy_model::Placement;
+use divvy_model::closing::MODE_OFF_TAINT;
 use divvy_model::health::{HealthState, TaintEffect};
 use divvy_model::inventory::{Condition, Gpu, GpuInstance, Inventory, MigMode, Presence};
-use k8s_openapi::api::resource::v1::DeviceTaint;
+use divvy_model::{ClosingId, Placement};
+use k8s_openapi::api::resource::v1::{self as api, DeviceTaint};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
 
 /// The cause of a taint. Its key is `gpu.divvy.dev/<name>`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,7 +32,7 @@ pub(crate) enum Cause<'a> {
     /// An unmanaged MIG instance occupies the resources.
     Foreign(&'a GpuInstance),
     /// The administrator disabled this mode.
-    ModeOff(Mode),
+    ModeOff(Mode, ClosingId),
     /// The MPS control daemon of the GPU is unhealthy.
     MpsUnhealthy(&'a str),
     /// A device plugin allocates the node's GPUs as this resource.
@@ -57,7 +60,7 @@ impl Cause<'_> {
             Self::Foreign(instance) => {
                 ("foreign-instance", Some(format!("{}-{}", instance.profile_id, instance.placement.start)))
             }
-            Self::ModeOff(mode) => ("mode-off", Some(mode.to_string())),
+            Self::ModeOff(mode, _) => ("mode-off", Some(mode.to_string())),
             Self::MpsUnhealthy(cause) => ("mps-unhealthy", Some(label(cause))),
             Self::DevicePlugin(resource) => ("device-plugin", Some(label(resource))),
             Self::NoDriver => ("no-gpu-driver", None),
@@ -67,8 +70,12 @@ impl Cause<'_> {
             key: format!("{DRIVER}/{name}"),
             value,
             effect: "NoSchedule".to_owned(),
-            // The API server sets the time. Later writes preserve it.
-            time_added: None,
+            time_added: match self {
+                // The time is the ID of the closing, which identifies it after a restart.
+                Self::ModeOff(_, id) => closing_time(*id),
+                // The API server sets the time. Later writes preserve it.
+                _ => None,
+            },
         }
     }
 }
@@ -107,10 +114,21 @@ pub(crate) fn of_conditions(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, placement:
     }
 }
 
-/// Adds the taints of the devices of one mode.
-pub(crate) fn of_mode(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, mode: Mode) {
-    if !gpu.policy.offers(mode) {
-        add(taints, &Cause::ModeOff(mode));
+fn closing_time(id: ClosingId) -> Option<Time> {
+    i64::try_from(id.0).ok().and_then(|seconds| Timestamp::from_second(seconds).ok()).map(Time)
+}
+
+/// The closing that a published device shows by its taint.
+pub(crate) fn closing_of(device: &api::Device) -> Option<ClosingId> {
+    let taint = device.taints.iter().flatten().find(|taint| taint.key == MODE_OFF_TAINT)?;
+    let seconds = taint.time_added.as_ref()?.0.as_second();
+    u64::try_from(seconds).ok().map(ClosingId)
+}
+
+/// Adds the taints of the devices of one mode, which may be closing.
+pub(crate) fn of_mode(taints: &mut Vec<DeviceTaint>, gpu: &Gpu, mode: Mode, closing: Option<ClosingId>) {
+    if let Some(id) = closing {
+        add(taints, &Cause::ModeOff(mode, id));
     }
     for condition in &gpu.conditions {
         if let (Condition::Mps { cause }, Mode::Mps) = (condition, mode) {

@@ -8,7 +8,7 @@ use common::{in_mode, inventory_of, with_instance};
 use divvy_model::Inventory;
 use divvy_model::inventory::{MigMode, Origin, Presence};
 use divvy_slices::kinds::{Facts, fingerprint};
-use divvy_slices::{Content, PoolOptions, Support, pool, slices};
+use divvy_slices::{Content, PoolOptions, pool, slices};
 use k8s_openapi::api::resource::v1::Device;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use std::collections::BTreeSet;
@@ -26,7 +26,7 @@ fn fingerprint_of(devices: &[Device]) -> String {
 
 /// The different fingerprints of the slices of a node.
 fn fingerprints(node: &Inventory) -> BTreeSet<String> {
-    let contents = slices(pool(node, &PoolOptions { support: Support::default() }));
+    let contents = slices(pool(node, &PoolOptions::default()));
     contents.iter().map(|content| fingerprint_of(&stored(content))).collect()
 }
 
@@ -81,7 +81,7 @@ fn fingerprint_follows_what_selectors_can_see() {
 
 #[test]
 fn fingerprint_compares_capacities_by_value() {
-    let contents = slices(pool(&inventory_of(H100, 1), &PoolOptions { support: Support::default() }));
+    let contents = slices(pool(&inventory_of(H100, 1), &PoolOptions::default()));
     let devices = stored(contents.iter().find(|content| !content.devices.is_empty()).unwrap());
     let with = |memory: &str| {
         let mut devices = devices.clone();

@@ -9,7 +9,7 @@ use divvy_api::{Hold, Quantity};
 use divvy_catalogue as catalogue;
 use divvy_catalogue::{GpuModel, Model};
 use divvy_model::inventory::{Condition, Gpu, Inventory};
-use divvy_model::{DeviceId, share};
+use divvy_model::{ClosingId, DeviceId, GpuNumber, share};
 use divvy_slices::{Device, PoolOptions, Support, pool, slices, validate};
 use k8s_openapi::api::resource::v1::DeviceCapacity;
 use serde_json::{Value, json};
@@ -29,7 +29,11 @@ fn h100(edit: impl FnOnce(&mut Gpu)) -> Inventory {
 
 /// The devices of a node by name, without observers. Also checks that the pool is valid.
 fn devices(inventory: &Inventory) -> BTreeMap<String, Device> {
-    let contents = slices(pool(inventory, &PoolOptions::default()));
+    devices_with(inventory, &PoolOptions::default())
+}
+
+fn devices_with(inventory: &Inventory, options: &PoolOptions) -> BTreeMap<String, Device> {
+    let contents = slices(pool(inventory, options));
     assert_eq!(validate(&contents), Ok(()));
     let devices = contents.into_iter().flat_map(|content| content.devices);
     devices.filter(|d| !is_observer(&d.name)).map(|d| (d.name.clone(), d)).collect()
@@ -37,6 +41,10 @@ fn devices(inventory: &Inventory) -> BTreeMap<String, Device> {
 
 /// Taints of all devices, as `device: key=value`.
 fn taints(inventory: &Inventory) -> Vec<String> {
+    taints_with(inventory, &PoolOptions::default())
+}
+
+fn taints_with(inventory: &Inventory, options: &PoolOptions) -> Vec<String> {
     let of = |device: Device| {
         let name = device.name;
         device.taints.into_iter().flatten().map(move |taint| {
@@ -44,7 +52,7 @@ fn taints(inventory: &Inventory) -> Vec<String> {
             format!("{name}: {key}={}", taint.value.unwrap_or_default())
         })
     };
-    devices(inventory).into_values().flat_map(of).collect()
+    devices_with(inventory, options).into_values().flat_map(of).collect()
 }
 
 /// Checks the value and the request policy of a capacity.
@@ -271,29 +279,49 @@ fn unknown_memory_leaves_threads_and_clients_to_mps() {
 }
 
 #[test]
-fn disabled_mode_is_published_with_a_taint() {
-    let instances = devices(&inventory_of(H100, 1)).len() - 4;
-    for (mode, devices) in [
-        (Mode::Whole, vec!["gpu-0: mode-off=whole".to_owned(), "gpu-0-share: mode-off=share".to_owned()]),
-        (Mode::Timeslice, vec!["gpu-0-timeslice: mode-off=timeslice".to_owned()]),
-        (Mode::Mps, vec!["gpu-0-mps: mode-off=mps".to_owned()]),
-    ] {
-        assert_eq!(taints(&h100(|gpu| _ = gpu.policy.modes.remove(&mode))), devices);
+fn closing_mode_is_published_with_the_time_in_its_taint() {
+    let all = devices(&inventory_of(H100, 1));
+    let close = |mode| PoolOptions {
+        closings: [((GpuNumber(0), mode), ClosingId(1_764_327_342))].into(),
+        ..PoolOptions::default()
+    };
+    for (mode, device) in
+        [(Mode::Share, "gpu-0-share"), (Mode::Timeslice, "gpu-0-timeslice"), (Mode::Mps, "gpu-0-mps")]
+    {
+        let off = h100(|gpu| match mode {
+            Mode::Share => gpu.policy.shares = false,
+            mode => _ = gpu.policy.modes.remove(&mode),
+        });
+        assert_eq!(taints_with(&off, &close(mode)), [format!("{device}: mode-off={mode}")]);
+        let mut closing = devices_with(&off, &close(mode));
+        let taint = closing.get_mut(device).unwrap().taints.take().unwrap().remove(0);
+        assert_eq!(json!(taint)["timeAdded"], "2025-11-28T10:55:42Z");
+        assert_eq!(closing, all, "names and costs stay");
+        assert!(!devices(&off).contains_key(device));
     }
-    assert_eq!(taints(&h100(|gpu| gpu.policy.shares = false)), ["gpu-0-share: mode-off=share"]);
-    let no_mig = taints(&h100(|gpu| _ = gpu.policy.modes.remove(&Mode::Mig)));
-    assert_eq!(no_mig.len(), instances);
-    assert!(no_mig.iter().all(|taint| taint.contains("-mig-") && taint.ends_with(": mode-off=mig")));
-    let dedicated = h100(|gpu| gpu.policy.modes = [Mode::Whole].into());
-    assert_eq!(taints(&dedicated).len(), instances + 2);
+    let no_mig = h100(|gpu| _ = gpu.policy.modes.remove(&Mode::Mig));
+    let tainted = taints_with(&no_mig, &close(Mode::Mig));
+    assert_eq!(tainted.len(), all.len() - 4);
+    assert!(tainted.iter().all(|taint| taint.contains("-mig-") && taint.ends_with(": mode-off=mig")));
+    // A closing of a mode that is offered again has no effect.
+    assert_eq!(devices_with(&inventory_of(H100, 1), &close(Mode::Mig)), all);
 }
 
 #[test]
-fn without_taints_a_disabled_mode_is_not_published() {
-    let support = Support { taints: false, ..Support::default() };
-    let inventory = h100(|gpu| gpu.policy.modes = [Mode::Timeslice].into());
-    let pool = pool(&inventory, &PoolOptions { support });
-    assert_eq!(pool.devices().map(|device| device.name.as_str()).collect::<Vec<_>>(), ["gpu-0-timeslice"]);
+fn mode_that_is_off_and_not_closing_is_absent() {
+    let names = |modes: &[Mode], shares| {
+        let inventory = h100(|gpu| {
+            gpu.policy.modes = modes.iter().copied().collect();
+            gpu.policy.shares = shares;
+        });
+        devices(&inventory).into_keys().collect::<Vec<_>>()
+    };
+    assert_eq!(names(&[Mode::Whole], false), ["gpu-0"]);
+    assert_eq!(names(&[Mode::Whole, Mode::Mps], true), ["gpu-0", "gpu-0-mps", "gpu-0-share"]);
+    assert_eq!(names(&[Mode::Mig], true).len(), devices(&inventory_of(H100, 1)).len() - 4);
+    assert_eq!(names(&[], true), [""; 0]);
+    let nothing = pool(&h100(|gpu| gpu.policy.modes.clear()), &PoolOptions::default());
+    assert_eq!(nothing.counter_sets().count(), 0, "counters without a device");
 }
 
 #[test]
@@ -307,7 +335,7 @@ fn without_counters_or_shares_no_shared_device_exists() {
     for support in
         [Support { counters: false, ..Support::default() }, Support { shares: false, ..Support::default() }]
     {
-        let pool = pool(&inventory_of(H100, 2), &PoolOptions { support });
+        let pool = pool(&inventory_of(H100, 2), &PoolOptions { support, ..PoolOptions::default() });
         assert!(pool.devices().all(|device| device.allow_multiple_allocations.is_none()), "{support:?}");
         let capacities =
             pool.devices().flat_map(|device| device.capacity.iter().flat_map(|all| all.values()));
@@ -318,7 +346,7 @@ fn without_counters_or_shares_no_shared_device_exists() {
 
 /// Serialized size of a node's slice contents, in bytes.
 fn bytes(inventory: &Inventory, support: Support) -> usize {
-    let contents = slices(pool(inventory, &PoolOptions { support }));
+    let contents = slices(pool(inventory, &PoolOptions { support, ..PoolOptions::default() }));
     contents.iter().map(|c| json!([c.counters, c.devices]).to_string().len()).sum()
 }
 

@@ -66,7 +66,7 @@ fn each_present_gpu_has_a_free_observer() {
     let check = |edit: fn(&mut Gpu), support: Support, expected: &[&[&str]]| {
         let mut inventory = inventory_of(H100, 2);
         edit(&mut inventory.gpus[1]);
-        let pool = pool(&inventory, &PoolOptions { support });
+        let pool = pool(&inventory, &PoolOptions { support, ..PoolOptions::default() });
         assert_eq!(validate(&slices(pool.clone())), Ok(()));
         let observers: Vec<&Device> = pool.devices().filter(|device| is_observer(&device.name)).collect();
         assert!(observers.iter().all(|device| device.consumes_counters.is_none()), "it is free");
@@ -342,7 +342,8 @@ fn divided_and_whole_gpus_fill_from_opposite_ends() {
 fn without_counters_only_existing_devices_are_published() {
     let support = Support { counters: false, ..Support::default() };
     let cut = with_instance(with_instance(gpu(row(H100), 1), 9, 4, Origin::Ours), 19, 0, Origin::Foreign);
-    let pool = ordinary(pool(&node(vec![gpu(row(H100), 0), cut]), &PoolOptions { support }));
+    let options = PoolOptions { support, ..PoolOptions::default() };
+    let pool = ordinary(pool(&node(vec![gpu(row(H100), 0), cut]), &options));
     let names: Vec<&str> = pool.devices().map(|device| device.name.as_str()).collect();
     assert_eq!(names, ["gpu-0", "gpu-1-mig-1g10gb-19-0", "gpu-1-mig-3g40gb-9-4"]);
     assert!(pool.devices().all(|device| device.consumes_counters.is_none()));
@@ -355,7 +356,7 @@ fn held_devices_stay_without_counters() {
     let inventory = node(vec![gpu(row(H100), 0), gpu(row(H100), 1), cut]);
     let check = |held: &[&str], published: &[&str], shared: &[&str]| {
         let held = held.iter().map(|name| (*name).to_owned()).collect();
-        let pool = ordinary(pool_without_counters(&inventory, Support::default(), &held));
+        let pool = ordinary(pool_without_counters(&inventory, &PoolOptions::default(), &held));
         let names: Vec<&str> = pool.devices().map(|device| device.name.as_str()).collect();
         assert_eq!(names, published, "{held:?}");
         let several = pool.devices().filter(|device| device.allow_multiple_allocations == Some(true));
@@ -375,7 +376,7 @@ fn held_devices_stay_without_counters() {
 
     // Shares of earlier versions keep other claims off these devices, because every claim takes all memory.
     let held = names(&["gpu-0", new]);
-    let pool = ordinary(pool_without_counters(&inventory, Support::default(), &held));
+    let pool = ordinary(pool_without_counters(&inventory, &PoolOptions::default(), &held));
     for name in held {
         let memory = &device(&pool, &name).capacity.as_ref().unwrap()["memory"];
         let policy = memory.request_policy.as_ref().unwrap();
@@ -389,7 +390,7 @@ fn without_taints_unavailable_devices_are_omitted() {
     let support = Support { taints: false, ..Support::default() };
     let mut inventory = inventory_of(H100, 2);
     inventory.gpus[0].presence = Presence::Missing;
-    let pool = pool(&inventory, &PoolOptions { support });
+    let pool = pool(&inventory, &PoolOptions { support, ..PoolOptions::default() });
     assert!(pool.devices().all(|device| device.name.starts_with("gpu-1")));
 }
 

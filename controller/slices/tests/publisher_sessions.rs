@@ -5,10 +5,11 @@
 mod common;
 
 use common::{inventory_of, is_observer, node, with_instance};
+use divvy_api::sharing::Mode;
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions, Gates};
-use divvy_model::Inventory;
 use divvy_model::inventory::{Origin, Presence};
-use divvy_slices::{HeldDevices, PublishOptions, Published, SchedulerOptions, run};
+use divvy_model::{Inventory, ModeSet, Removals};
+use divvy_slices::{Held, HeldDevices, PublishOptions, Published, SchedulerOptions, run};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use serde_json::json;
@@ -413,7 +414,9 @@ async fn scheduler_with_bugs_gets_no_counters() {
     let held = Arc::new(Mutex::new(Some(BTreeSet::from(["gpu-0-timeslice".to_owned()]))));
     let read = held.clone();
     let options = PublishOptions {
-        held: HeldDevices::new(move || read.lock().unwrap().clone()),
+        held: HeldDevices::new(move || {
+            Some(Held { unguarded: read.lock().unwrap().clone()?, ..Held::default() })
+        }),
         ..PublishOptions::new("worker")
     };
     let mut fixture = PublisherFixture::start_with(api, inventory_of(H100, 2), options);
@@ -437,7 +440,7 @@ async fn held_devices_stay_while_claims_are_not_known() {
     let options = || PublishOptions {
         held: HeldDevices::new({
             let read = held.clone();
-            move || read.lock().unwrap().clone()
+            move || Some(Held { unguarded: read.lock().unwrap().clone()?, ..Held::default() })
         }),
         ..PublishOptions::new("worker")
     };
@@ -580,4 +583,141 @@ async fn slices_stay_after_the_publisher_stops() {
     fixture.published.wait_for(|_| false).await.unwrap_err();
     sleep(Duration::from_secs(60)).await;
     assert_eq!(fixture.slices(), before);
+}
+
+/// A node with one GPU, with these modes and this text of approvals.
+fn with_modes(modes: &[Mode], removable: &str) -> Inventory {
+    let mut inventory = inventory_of("L4", 1);
+    inventory.gpus[0].policy.modes = modes.iter().copied().collect();
+    inventory.gpus[0].policy.shares = false;
+    inventory.removals = Removals::parse(Some(removable), None);
+    inventory
+}
+
+impl PublisherFixture {
+    /// Publishes an inventory and waits until the device is published with the taint, or is absent.
+    async fn shows(&mut self, inventory: Inventory, device: &str, expected: Option<bool>) {
+        self.inventory.send(Arc::new(inventory)).unwrap();
+        self.until_there(|slices| {
+            let all = || slices.iter().flat_map(|slice| slice.spec.devices.iter().flatten());
+            let found = all().find(|found| found.name == device);
+            complete(slices) && found.map(|found| found.taints.is_some()) == expected
+        })
+        .await;
+    }
+
+    /// The annotation about modes that are off.
+    fn modes_off(&self) -> String {
+        let mut slices = self.slices();
+        slices.sort_by(|a, b| a.metadata.name.cmp(&b.metadata.name));
+        let annotations = slices.swap_remove(0).metadata.annotations.unwrap_or_default();
+        annotations.get("gpu.divvy.dev/modes-off").cloned().unwrap_or_default()
+    }
+
+    /// The closing of the mode MPS.
+    fn closing(&self) -> u64 {
+        let all = ModeSet::parse(&self.modes_off());
+        all.0.iter().find_map(|((_, mode), id)| (*mode == Mode::Mps).then_some(*id)).unwrap().unwrap().0
+    }
+}
+
+const OPEN: [Mode; 2] = [Mode::Whole, Mode::Mps];
+
+#[tokio::test(start_paused = true)]
+async fn mode_is_removed_only_with_the_approval_of_its_closing() {
+    let mut fixture = PublisherFixture::published(with_modes(&OPEN, "")).await;
+    assert_eq!(fixture.names(), ["gpu-0", "gpu-0-mps"], "modes that were never on are absent");
+    assert_eq!(fixture.modes_off(), "share:0 timeslice:0");
+    fixture.shows(with_modes(&[Mode::Whole], ""), "gpu-0-mps", Some(true)).await;
+    let first = fixture.closing();
+    fixture.shows(with_modes(&OPEN, ""), "gpu-0-mps", Some(false)).await;
+    fixture.shows(with_modes(&[Mode::Whole], ""), "gpu-0-mps", Some(true)).await;
+    let second = fixture.closing();
+    assert!(second > first, "{second} {first}");
+    let stale = with_modes(&[Mode::Whole], &format!("mps@{first}:0"));
+    fixture.inventory.send(Arc::new(stale)).unwrap();
+    sleep(Duration::from_secs(3600)).await;
+    assert_eq!(fixture.names(), ["gpu-0", "gpu-0-mps"], "the approval was of an earlier closing");
+    fixture.shows(with_modes(&[Mode::Whole], &format!("mps@{second}:0")), "gpu-0-mps", None).await;
+    assert_eq!(fixture.modes_off(), "share:0 timeslice:0 mps:0");
+    // The controller may remove the approval then.
+    fixture.inventory.send(Arc::new(with_modes(&[Mode::Whole], ""))).unwrap();
+    sleep(Duration::from_secs(3600)).await;
+    assert_eq!(fixture.names(), ["gpu-0"]);
+    fixture.shows(with_modes(&OPEN, ""), "gpu-0-mps", Some(false)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn claim_on_a_removed_device_publishes_it_again() {
+    let mut fixture = PublisherFixture::published(with_modes(&[Mode::Whole], "")).await;
+    let allocated = |device: &str| {
+        let mut inventory = with_modes(&[Mode::Whole], "");
+        let entry = json!([{"device": device, "claim": {"namespace": "n", "name": "c", "uid": "u"}}]);
+        inventory.removals = Removals::parse(None, Some(&entry.to_string()));
+        inventory
+    };
+    fixture.shows(allocated("gpu-0-mps"), "gpu-0-mps", Some(true)).await;
+    assert_eq!(fixture.names(), ["gpu-0", "gpu-0-mps"]);
+    fixture.shows(allocated("gpu-0-timeslice"), "gpu-0-timeslice", Some(true)).await;
+    assert_eq!(fixture.names(), ["gpu-0", "gpu-0-timeslice", "gpu-0-mps"], "it closes again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn held_device_stays_published_until_its_release() {
+    let held = Arc::new(Mutex::new(Held::default()));
+    let read = Arc::clone(&held);
+    let options = PublishOptions {
+        held: HeldDevices::new(move || Some(read.lock().unwrap().clone())),
+        ..PublishOptions::new("worker")
+    };
+    let mut fixture = PublisherFixture::start_with(api().await, with_modes(&OPEN, ""), options);
+    fixture.until(|published| published.in_sync).await;
+    held.lock().unwrap().all.insert("gpu-0-mps".to_owned());
+    fixture.shows(with_modes(&[Mode::Whole], ""), "gpu-0-mps", Some(true)).await;
+    let approved = with_modes(&[Mode::Whole], &format!("mps@{}:0", fixture.closing()));
+    fixture.inventory.send(Arc::new(approved.clone())).unwrap();
+    sleep(Duration::from_secs(3600)).await;
+    assert_eq!(fixture.names(), ["gpu-0", "gpu-0-mps"]);
+    held.lock().unwrap().all.clear();
+    fixture
+        .until_there(|slices| slices.iter().all(|slice| !json!(slice).to_string().contains("mps\"")))
+        .await;
+    held.lock().unwrap().all.insert("gpu-0-mps".to_owned());
+    fixture.shows(approved, "gpu-0-mps", Some(true)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn closing_survives_a_restart_and_ends_with_deleted_slices() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = || PublishOptions {
+        mode_file: Some(dir.path().join("state/modes.json")),
+        ..PublishOptions::new("worker")
+    };
+    let mut fixture = PublisherFixture::start_with(api().await, with_modes(&OPEN, ""), options());
+    fixture.until(|published| published.in_sync).await;
+    fixture.shows(with_modes(&[Mode::Whole], ""), "gpu-0-mps", Some(true)).await;
+    let first = fixture.closing();
+    let restart = |fixture: PublisherFixture, modes: &[Mode]| {
+        fixture.stop.cancel();
+        PublisherFixture::start_with(fixture.api, with_modes(modes, ""), options())
+    };
+    let mut fixture = restart(fixture, &[Mode::Whole]);
+    fixture.until(|published| published.in_sync).await;
+    assert_eq!(fixture.closing(), first);
+    fixture.stop.cancel();
+    sleep(Duration::from_secs(1)).await;
+    fixture.api.delete_all::<ResourceSlice>();
+    let mut fixture = restart(fixture, &[Mode::Whole]);
+    fixture.until(|published| published.in_sync).await;
+    assert_eq!(fixture.names(), ["gpu-0", "gpu-0-mps"], "a claim may still be allocated");
+    assert!(fixture.closing() > first);
+    // The mode is turned off while the daemon is down and its slices are deleted.
+    let mut fixture = restart(fixture, &OPEN);
+    fixture.until(|published| published.in_sync).await;
+    fixture.stop.cancel();
+    sleep(Duration::from_secs(1)).await;
+    fixture.api.delete_all::<ResourceSlice>();
+    let mut fixture = restart(fixture, &[Mode::Whole]);
+    fixture.until(|published| published.in_sync).await;
+    assert_eq!(fixture.names(), ["gpu-0", "gpu-0-mps"]);
 }

@@ -77,7 +77,13 @@ fn apply(there: &mut Vec<ResourceSlice>, actions: Vec<Action>) -> String {
 fn sync(there: &mut Vec<ResourceSlice>, desired: &[Content]) -> String {
     let owner = owner();
     let actions = plan(
-        Desired { owner: &owner, contents: desired.to_vec(), used_generation: 0, annotate: true },
+        Desired {
+            owner: &owner,
+            contents: desired.to_vec(),
+            modes_off: None,
+            used_generation: 0,
+            annotate: true,
+        },
         there.iter(),
     );
     apply(there, actions)
@@ -306,7 +312,13 @@ fn generation_is_not_reused_after_all_slices_are_gone() {
     let (owner, desired) = (owner(), contents(&["gpu-0"]));
     let none: [ResourceSlice; 0] = [];
     let actions = plan(
-        Desired { owner: &owner, contents: desired.clone(), used_generation: 7, annotate: true },
+        Desired {
+            owner: &owner,
+            contents: desired.clone(),
+            modes_off: None,
+            used_generation: 7,
+            annotate: true,
+        },
         none.iter(),
     );
     let Action::Create { slice, .. } = &actions[0] else { panic!("{actions:?}") };
@@ -320,7 +332,13 @@ fn recreated_node_adopts_its_slices_in_place() {
     sync(&mut there, &desired);
     let owner = Owner { node_uid: "new-uid".into(), ..owner() };
     let actions = plan(
-        Desired { owner: &owner, contents: desired.clone(), used_generation: 1, annotate: true },
+        Desired {
+            owner: &owner,
+            contents: desired.clone(),
+            modes_off: None,
+            used_generation: 1,
+            annotate: true,
+        },
         there.iter(),
     );
     assert_eq!(apply(&mut there, actions), "update 0, update 1");
@@ -355,6 +373,7 @@ fn missing_annotation_is_not_a_change_without_annotate() {
     let bare = |contents: &[Content]| Desired {
         owner: &owner,
         contents: contents.to_vec(),
+        modes_off: None,
         used_generation: 1,
         annotate: false,
     };
@@ -387,7 +406,8 @@ proptest! {
         for (pool, cut) in pools.iter().zip(cuts) {
             last = contents(&pool.iter().map(String::as_str).collect::<Vec<_>>());
             let contents = last.clone();
-            let desired = Desired { owner: &owner, contents, used_generation: 0, annotate: true };
+            let annotate = true;
+            let desired = Desired { owner: &owner, contents, modes_off: None, used_generation: 0, annotate };
             let mut actions = plan(desired, there.iter());
             actions.truncate(cut);
             apply(&mut there, actions);
@@ -401,4 +421,33 @@ proptest! {
         assert_published(&there, &last);
         prop_assert_eq!(sync(&mut there, &last), "");
     }
+}
+
+#[test]
+fn modes_that_are_off_are_named_by_the_first_slice() {
+    let (owner, mut there) = (owner(), Vec::new());
+    let mut publish = |desired: &[Content], modes_off: Option<&str>| {
+        let modes_off = modes_off.map(str::to_owned);
+        let desired = Desired {
+            owner: &owner,
+            contents: desired.to_vec(),
+            modes_off,
+            used_generation: 0,
+            annotate: true,
+        };
+        let actions = plan(desired, there.iter());
+        let log = apply(&mut there, actions);
+        let shown = there.iter().map(|slice| slice.metadata.annotations.clone().unwrap_or_default());
+        let shown: Vec<_> = shown.map(|mut all| all.remove("gpu.divvy.dev/modes-off")).collect();
+        (log, shown[0].clone(), shown[1].clone())
+    };
+    let (plain, tainted) = (contents(&["a", "b"]), contents(&["a", "b!x"]));
+    let text = |text: &str| Some(text.to_owned());
+    assert_eq!(publish(&plain, None), ("create 0, create 1".to_owned(), None, None));
+    // The taint and the name of the closing arrive in one generation.
+    let closing = publish(&tainted, Some("mps@7:0"));
+    assert_eq!(closing, ("update 0, update 1".to_owned(), text("mps@7:0"), None));
+    assert_eq!(publish(&tainted, Some("mps@7:0")), (String::new(), text("mps@7:0"), None));
+    assert_eq!(publish(&tainted, Some("mps@8:0")), ("update 0".to_owned(), text("mps@8:0"), None));
+    assert_eq!(publish(&plain, None), ("update 0, update 1".to_owned(), None, None));
 }

@@ -17,9 +17,12 @@ use std::ptr;
 /// The slices of a node as they are first created.
 fn written(inventory: &Inventory, support: Support) -> Vec<Slice> {
     let owner = Owner { driver: "gpu.divvy.dev".into(), node: "worker".into(), node_uid: "uid".into() };
-    let contents = slices(pool(inventory, &PoolOptions { support }));
+    let contents = slices(pool(inventory, &PoolOptions { support, ..PoolOptions::default() }));
     let none: [ResourceSlice; 0] = [];
-    let actions = plan(Desired { owner: &owner, contents, used_generation: 0, annotate: true }, none.iter());
+    let actions = plan(
+        Desired { owner: &owner, contents, modes_off: None, used_generation: 0, annotate: true },
+        none.iter(),
+    );
     let slice = |action| match action {
         Action::Create { slice, .. } => *slice,
         other => panic!("{other:?}"),

@@ -3,8 +3,8 @@
 //! The scheduler has already decided; planning is the last check. It refuses to give one part of a
 //! GPU to two claims, or two modes to one GPU, and names the claim that is in the way. The first
 //! claim that shares a GPU or instance sets it up, and later ones join it ([`Step::Join`]). Claims
-//! with adminAccess get only what exists and hold nothing. A mode that the node configuration
-//! disabled is not refused here: the scheduler knows the configuration, and earlier claims stay valid.
+//! with adminAccess get only what exists and hold nothing. A disabled mode is not refused here, because
+//! earlier claims stay valid. Refused is what overlaps a claim on a device that was removed too early.
 
 use crate::claims::holding::{Access, Holding};
 use crate::claims::records::Debt;
@@ -18,6 +18,7 @@ use divvy_api::{
     AllocatedClaim, AllocatedDevice, ClaimRef, DeviceName, GpuUuid, Hold, PoolName, Quantity, RequestName,
     ShareId,
 };
+use divvy_model::closing::Allocated;
 use divvy_model::inventory::{Condition, MigMode, MigToggle, Origin, Presence};
 use divvy_model::share::ShareError;
 use divvy_model::{DeviceId, Gpu, GpuInstance, Inventory, Mig, share};
@@ -122,6 +123,7 @@ fn add(plan: &mut Plan, device: &AllocatedDevice, view: View<'_>) -> Result<(), 
     }
     if access.holds() {
         check_debts(&part, &plan.claim, view.debts)?;
+        check_removed(device, gpu, &plan.claim, view.inventory)?;
         check_available(plan, gpu, &part, access, others())?;
         if let Some(limits) = access.limits() {
             let taken = sharers().map(|held| held.access);
@@ -242,6 +244,22 @@ fn check_debts(part: &Part, claim: &ClaimRef, debts: &[Debt]) -> Result<(), Refu
             claim: debt.claim.clone(),
             what: debt.to_string(),
         }),
+    }
+}
+
+/// Checks that no other claim is allocated on an overlapping device that was removed from the pool.
+/// The scheduler did not charge that device, so it may have allocated the GPU twice.
+fn check_removed(
+    device: &AllocatedDevice,
+    gpu: &Gpu,
+    claim: &ClaimRef,
+    inventory: &Inventory,
+) -> Result<(), Refusal> {
+    match inventory.removals.overlap(inventory, &claim.uid, &device.device) {
+        None => Ok(()),
+        Some(Allocated { device, claim }) => {
+            Err(Refusal::Removed { gpu: gpu.uuid.clone(), device: device.clone(), holder: claim.clone() })
+        }
     }
 }
 
@@ -440,6 +458,11 @@ pub enum Refusal {
     Unusable { gpu: GpuUuid, condition: Condition },
     #[error("overlaps what released claim {claim} left on {gpu}: {what}; it is retried every 10 s")]
     NotUndone { gpu: GpuUuid, claim: ClaimRef, what: String },
+    #[error(
+        "overlaps device {device} on {gpu}, which is not published and which claim {holder} is allocated; \
+         delete the pods of one of the two claims"
+    )]
+    Removed { gpu: GpuUuid, device: DeviceName, holder: ClaimRef },
     #[error("overlaps what claim {holder} holds on {gpu}")]
     Held { gpu: GpuUuid, holder: ClaimRef },
     #[error("needs {gpu} in mode {wanted}, and claim {holder} holds it in mode {held}")]

@@ -9,3 +9,4 @@ pub mod driver_upgrade;
 pub mod events;
 pub mod node_config;
 pub mod node_object;
+pub mod removals;

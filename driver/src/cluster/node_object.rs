@@ -29,6 +29,17 @@ pub struct NodeFields {
 pub struct MetadataFields {
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
+    #[serde(default)]
+    pub annotations: AnnotationFields,
+}
+
+/// The annotations that the controller writes; see [`divvy_model::closing`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+pub struct AnnotationFields {
+    #[serde(rename = "gpu.divvy.dev/removable")]
+    pub removable: Option<String>,
+    #[serde(rename = "gpu.divvy.dev/allocated")]
+    pub allocated: Option<String>,
 }
 
 /// Fields of a Node's status.
@@ -67,5 +78,21 @@ pub async fn follow(client: Client, node: String, fields: watch::Sender<Arc<Node
             tracing::debug!(%cause, "cannot watch the Node object");
             tokio::time::sleep(RETRY_INTERVAL).await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use divvy_model::closing::{ALLOCATED, REMOVABLE};
+    use serde_json::json;
+
+    #[test]
+    fn annotations_of_the_controller_are_read() {
+        let annotations = json!({REMOVABLE: "mps@7:0", ALLOCATED: "[]", "other": "x"});
+        let node = json!({"metadata": {"annotations": annotations}});
+        let fields: NodeFields = serde_json::from_value(node).expect("a node");
+        let AnnotationFields { removable, allocated } = fields.metadata.annotations;
+        assert_eq!((removable.as_deref(), allocated.as_deref()), (Some("mps@7:0"), Some("[]")));
     }
 }

@@ -19,6 +19,7 @@ use crate::cluster::device_plugin;
 use crate::cluster::events::{EventSender, Reason, event_channel};
 use crate::cluster::node_config::{HoldsTimeslices, Policies, PolicyOptions};
 use crate::cluster::node_object;
+use crate::cluster::removals;
 use crate::daemon::args::Args;
 use crate::daemon::control::Control;
 use crate::daemon::decommission;
@@ -43,8 +44,7 @@ use divvy_daemon::args::Listen;
 use divvy_daemon::{Stages, client, http, logging, malloc};
 use divvy_kubelet::{dra, health, registration};
 use divvy_nvml::Timeouts;
-use divvy_slices::{HeldDevices, PublishOptions, Published, SchedulerOptions};
-use std::collections::BTreeSet;
+use divvy_slices::{Held, HeldDevices, PublishOptions, Published, SchedulerOptions};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::process::ExitCode;
@@ -309,6 +309,8 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     policies.apply(Some(&holders)).await;
     let follow = policies.follow(holders, client.clone(), events.clone(), metrics.clone());
     stages.droppable("node configuration", follow);
+    let follow = removals::follow(node_fields.clone(), gpus.clone());
+    stages.droppable("removals watch", follow);
     let follow = device_plugin::follow(node_fields, gpus, events.clone());
     stages.droppable("device plugin watch", follow);
 
@@ -379,7 +381,8 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
             version: args.cluster.scheduler_version,
             ignored_bugs: args.cluster.ignore_scheduler_bug.iter().copied().collect(),
         },
-        held: HeldDevices::new(move || shared_devices(&holder)),
+        held: HeldDevices::new(move || held_devices(&holder)),
+        mode_file: Some(paths.state_dir.join(MODE_FILE)),
         ..PublishOptions::new(args.cluster.node_name.as_str())
     };
     let (publisher, registration) = (client.clone(), wait_for_registration(registered.clone()));
@@ -408,6 +411,8 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     Ok(decommission)
 }
 
+/// File of the state directory with the states of modes that are off.
+const MODE_FILE: &str = "modes.json";
 /// Time that publishing waits for the kubelet, which may be down.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -470,14 +475,19 @@ fn engine_options(args: &Args, paths: &HostPaths, pool: &PoolName) -> EngineOpti
     }
 }
 
-/// The devices with shares of claims, and those of claims that are being prepared or released. The
-/// other held devices exist, so they are published anyway. `None` if they are not known.
-fn shared_devices(engine: &Engine) -> Option<BTreeSet<String>> {
+/// The devices of all claims of this node. Without counters, those with shares and those of claims that
+/// are being prepared or released stay published; the other held devices exist, so they are published
+/// anyway. `None` if they are not known.
+fn held_devices(engine: &Engine) -> Option<Held> {
     let devices = || {
+        let held = engine.held()?;
+        let moving = held.iter().filter(|held| held.state != HeldState::Prepared);
+        let moving = moving.flat_map(|held| held.devices.clone());
         let shares = engine.held_parts()?.into_iter().filter(|held| held.share_id.is_some());
-        let moving = engine.held()?.into_iter().filter(|held| held.state != HeldState::Prepared);
-        let devices = shares.map(|held| held.device).chain(moving.flat_map(|held| held.devices));
-        Ok(devices.map(|device| device.to_string()).collect())
+        let unguarded = shares.map(|held| held.device).chain(moving).map(|device| device.to_string());
+        let unguarded = unguarded.collect();
+        let all = held.iter().flat_map(|held| &held.devices).map(|device| device.to_string()).collect();
+        Ok(Held { all, unguarded })
     };
     let warn = |error: &RecordError| {
         let error = error as &dyn std::error::Error;

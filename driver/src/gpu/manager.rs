@@ -20,7 +20,7 @@ use divvy_api::GpuUuid;
 use divvy_api::text::error_chain;
 use divvy_model::inventory::{Condition, Gpu, Inventory, Presence};
 use divvy_model::numbers::GpuNumber;
-use divvy_model::{GpuPolicy, HealthReading};
+use divvy_model::{GpuPolicy, HealthReading, Removals};
 use divvy_nvml::{
     Closing, Description, Event, GpuQueue, LateReturn, NvmlError, RawMig, Session, Snapshot, State, Timeouts,
 };
@@ -300,6 +300,11 @@ impl Gpus {
         self.0.send(Command::SetDevicePlugin(resource));
     }
 
+    /// Sets what the controller says about modes that are off.
+    pub fn set_removals(&self, removals: Removals) {
+        self.0.send(Command::SetRemovals(removals));
+    }
+
     /// Closes NVML and keeps it closed, so that the GPU driver can be unloaded.
     pub async fn drain(&self) {
         self.0.request(Command::Drain).await;
@@ -377,6 +382,7 @@ enum Command {
     HandOver(String, oneshot::Sender<Result<(), HandOverError>>),
     TakeBack(String, oneshot::Sender<Result<(), HandOverError>>),
     SetDevicePlugin(Option<String>),
+    SetRemovals(Removals),
     Drain(oneshot::Sender<()>),
     Resume,
     Stop(oneshot::Sender<()>),
@@ -431,6 +437,7 @@ struct GpuManager {
     /// Callers that wait until NVML is open without a GPU.
     handing_over: Vec<(GpuUuid, oneshot::Sender<Result<(), HandOverError>>)>,
     device_plugin: Option<String>,
+    removals: Removals,
     pending: PendingOwnership,
     nvml: Nvml,
     health: HealthMonitor,
@@ -497,6 +504,7 @@ impl GpuManager {
             debts: BTreeMap::new(),
             handing_over: Vec::new(),
             device_plugin: None,
+            removals: Removals::default(),
             pending: PendingOwnership::default(),
             nvml: Nvml::Closed,
             health: HealthMonitor::new(&options),
@@ -608,6 +616,10 @@ impl GpuManager {
             }
             Command::SetDevicePlugin(resource) => {
                 self.device_plugin = resource;
+                self.publish(ReadScope::Nothing);
+            }
+            Command::SetRemovals(removals) => {
+                self.removals = removals;
                 self.publish(ReadScope::Nothing);
             }
             Command::HandOver(gpu, done) => self.hand_over(&gpu, done).await,
@@ -1021,6 +1033,7 @@ impl GpuManager {
         }
         self.health.add_conditions(&mut inventory);
         inventory.device_plugin.clone_from(&self.device_plugin);
+        inventory.removals.clone_from(&self.removals);
         self.shared.inventory.send_if_modified(|published| {
             let changed = **published != inventory;
             if changed {

@@ -8,17 +8,17 @@ use serde_json::json;
 use std::path::PathBuf;
 
 /// A directory like a mounted ConfigMap: one directory for each version, and a link that is replaced.
-struct Mount<'a> {
-    node: &'a TestNode,
+pub(crate) struct Mount<'a> {
+    pub(crate) node: &'a TestNode,
 }
 
 impl Mount<'_> {
-    fn file(&self) -> PathBuf {
+    pub(crate) fn file(&self) -> PathBuf {
         self.node.path("config/config.yaml")
     }
 
     /// Writes the next version of the file.
-    fn set(&self, rules: &str) {
+    pub(crate) fn set(&self, rules: &str) {
         let dir = self.node.path("config");
         std::fs::create_dir_all(&dir).unwrap();
         let version = format!("..{}", std::fs::read_dir(&dir).unwrap().count());
@@ -57,8 +57,6 @@ fn offered(node: &TestNode) -> String {
 async fn offers(node: &TestNode, expected: &str) {
     until(expected, || offered(node) == expected).await;
 }
-
-const ALL_DEVICES: &str = "gpu-0 gpu-0-mig-1g10gb-19-0 gpu-0-mps gpu-0-timeslice";
 
 #[tokio::test]
 async fn config_of_a_gpu_in_use_changes_with_its_last_claim() {
@@ -117,9 +115,10 @@ async fn no_gpu_is_offered_until_a_valid_config_exists() {
     mount.set("7");
     let daemon = node.start_daemon(&["--config", mount.file().to_str().unwrap()]).await;
     daemon.wait_log("no GPU is offered until it is valid").await;
-    offers(&node, &format!("4 Default off: {ALL_DEVICES}")).await;
+    until("an empty pool is published", || node.api.list::<ResourceSlice>().len() == 1).await;
+    assert_eq!(node.published(), [""; 0]);
     mount.set("[{dedicated: true}]");
-    offers(&node, "4 Default off: gpu-0-mig-1g10gb-19-0 gpu-0-mps gpu-0-timeslice").await;
+    until("only the whole GPU is published", || node.published() == ["gpu-0"]).await;
 }
 
 #[tokio::test]

@@ -647,8 +647,10 @@ pub(crate) async fn pool(plan: &Plan) -> Result<()> {
     eight_gpus.gpus.truncate(8);
     for (name, shares) in [("slice_kib_per_node", true), ("slice_kib_per_node_exclusive", false)] {
         let support = divvy_slices::Support { shares, ..divvy_slices::Support::default() };
-        let slices =
-            divvy_slices::slices(divvy_slices::pool(&eight_gpus, &divvy_slices::PoolOptions { support }));
+        let slices = divvy_slices::slices(divvy_slices::pool(
+            &eight_gpus,
+            &divvy_slices::PoolOptions { support, ..Default::default() },
+        ));
         let json = slices.iter().map(|slice| serde_json::to_vec(&(&slice.counters, &slice.devices)));
         let bytes = json.map(|json| json.map_or(0, |json| json.len())).sum::<usize>();
         line(name, bytes as f64 / 1024.0, "KiB");

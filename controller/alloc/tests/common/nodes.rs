@@ -3,19 +3,25 @@
 #![allow(dead_code, reason = "each test uses only a part")]
 
 use crate::common::{Cluster, NODE, claim, class, pool_of, select, slice, with};
-use divvy_model::Inventory;
-use divvy_slices::{Pool, PoolOptions, Support, pool, pool_without_counters, slices};
+use divvy_api::sharing::Mode;
+use divvy_model::{ClosingId, Inventory};
+use divvy_slices::{Pool, PoolOptions, pool, pool_without_counters, slices};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// The slices of the node, and a class for each type of device.
+/// The slices of the node, and a class for each type of device. Modes that are off are closing.
 pub(crate) fn published(node: &Inventory) -> Cluster {
-    cluster(pool(node, &PoolOptions::default()))
+    cluster(pool(node, &closing(node)))
+}
+
+fn closing(node: &Inventory) -> PoolOptions {
+    let all = node.gpus.iter().flat_map(|gpu| Mode::ALL.map(|mode| ((gpu.number, mode), ClosingId(1))));
+    PoolOptions { closings: all.collect(), ..PoolOptions::default() }
 }
 
 /// The same without counters, while these devices are held.
 pub(crate) fn published_without_counters(node: &Inventory, held: &BTreeSet<String>) -> Cluster {
-    cluster(pool_without_counters(node, Support::default(), held))
+    cluster(pool_without_counters(node, &closing(node), held))
 }
 
 fn cluster(pool: Pool) -> Cluster {

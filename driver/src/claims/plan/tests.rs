@@ -8,7 +8,7 @@ use super::*;
 use divvy_api::config::{AppliedConfig, DeviceConfig, ShareConfig, Source};
 use divvy_api::sharing::{Injection, Interval, MpsSettings, Sharing};
 use divvy_model::inventory::{ComputeInstance, MigMode, MigProfile, MigToggle, Origin};
-use divvy_model::{Finding, GpuInstance, GpuNumber, HealthState, Mig, Placement};
+use divvy_model::{Finding, GpuInstance, GpuNumber, HealthState, Mig, Placement, Removals};
 use fixture::*;
 
 #[test]
@@ -253,4 +253,27 @@ proptest::proptest! {
             proptest::prop_assert!(slices.iter().all(|holders| *holders <= 1), "{:?}", now.held);
         }
     }
+}
+
+#[test]
+fn claim_on_a_removed_device_keeps_others_off_the_gpu() {
+    let mut node = node(HOPPER, MigMode::Off);
+    node.gpu.policy.modes = [Mode::Whole, Mode::Mig].into();
+    let entry = |claim: &str| {
+        let claim = ClaimRef { namespace: "ns".into(), name: claim.into(), uid: claim.into() };
+        Removals { allocated: vec![Allocated { device: "gpu-0-mps".into(), claim }], ..Removals::default() }
+    };
+    node.removals = entry("other");
+    let why = "claim ns/me: device gpu-0 overlaps device gpu-0-mps on GPU-a, which is not published and \
+               which claim ns/other is allocated; delete the pods of one of the two claims";
+    check_refused(&node, "gpu-0", why);
+    check_refused(&node, "gpu-0-mig-1g10gb-19-0", "overlaps device gpu-0-mps on GPU-a");
+    // Admin access reserves nothing.
+    assert!(planned(&node, "admin:gpu-0").is_ok());
+    // The claim itself is prepared, and a mode that is on again is charged by the scheduler.
+    node.removals = entry("me");
+    assert!(planned(&node, "gpu-0").is_ok());
+    node.removals = entry("other");
+    node.gpu.policy.modes.insert(Mode::Mps);
+    assert!(planned(&node, "gpu-0").is_ok());
 }

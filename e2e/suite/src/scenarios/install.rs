@@ -108,6 +108,55 @@ async fn with_node_configuration(cluster: &Cluster) -> Result<()> {
     .await
 }
 
+/// The devices of a mode that is turned off go once no claim is allocated on them, and return at once.
+pub(super) async fn devices_of_a_mode_that_is_off_are_removed(cluster: &Cluster) -> Result<()> {
+    let result = with_removed_modes(cluster).await;
+    cluster.clean_up().await?;
+    cluster.helm(&HELM_UPGRADE)?;
+    eventually("every mode on every GPU", || async {
+        let devices = cluster.devices("n1").await?;
+        ensure!(devices.contains_key("gpu-5-mps"), "gpu-5-mps is not published");
+        ensure!(devices.values().all(|device| device.taints.is_none()), "some device is tainted");
+        Ok(())
+    })
+    .await?;
+    result
+}
+
+async fn with_removed_modes(cluster: &Cluster) -> Result<()> {
+    let published = cluster.devices("n1").await?;
+    let own = |name: &str| published.get(name).and_then(|device| text(device, "uuid").map(str::to_owned));
+    let fifth = own("gpu-5").context("gpu-5 has no UUID")?;
+    cluster.create_template("timeslice", devices(&[request("gpu", TIMESLICE, &uuid(&fifth))])).await?;
+    cluster.create_template("whole", devices(&[request("gpu", GPU, &uuid(&fifth))])).await?;
+    cluster.start_pod("a", Claim::Template("timeslice")).await?;
+    cluster.wait_ready("a").await?;
+    let rules = r#"nodeConfig={"rules": [{"match": {"indices": [5]}, "dedicated": true}]}"#;
+    let delay = r#"controller.env=[{"name": "DIVVY_REMOVAL_DELAY", "value": "5s"}]"#;
+    cluster.helm(&[&HELM_UPGRADE[..], &["--set-json", rules, "--set-json", delay]].concat())?;
+    let of_fifth = async || {
+        let names = cluster.devices("n1").await?.into_keys();
+        anyhow::Ok(names.filter(|name| *name == "gpu-5" || name.starts_with("gpu-5-")).collect::<Vec<_>>())
+    };
+    eventually("only the mode in use beside the whole GPU", || async {
+        let names = of_fifth().await?;
+        ensure!(names == ["gpu-5", "gpu-5-timeslice"], "{names:?} are published");
+        Ok(())
+    })
+    .await?;
+    ensure!(!cluster.node_events("ModeInUse").await?.is_empty(), "no event names the claim of pod a");
+    cluster.start_pod("b", Claim::Template("whole")).await?;
+    cluster.wait_unschedulable("b").await?;
+    cluster.delete_pod("a").await?;
+    cluster.wait_ready("b").await?;
+    eventually("only the whole GPU", || async {
+        let names = of_fifth().await?;
+        ensure!(names == ["gpu-5"], "{names:?} are published");
+        Ok(())
+    })
+    .await
+}
+
 /// An upgrade while every mode is in use: two daemons overlap, and one of them is always ready.
 pub(super) async fn upgrade_does_not_disturb_pods(cluster: &Cluster) -> Result<()> {
     let result = upgrade_with_all_modes(cluster).await;

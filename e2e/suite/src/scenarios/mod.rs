@@ -65,6 +65,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     admission::gpus_are_tainted_while_a_device_plugin_runs,
     examples::every_example_runs,
     install::node_configuration_applies_without_restart,
+    install::devices_of_a_mode_that_is_off_are_removed,
     failures::node_daemon_recovers_after_a_kill,
     failures::slices_reappear_after_a_kubelet_restart,
     failures::force_deleted_pod_releases_its_gpu,

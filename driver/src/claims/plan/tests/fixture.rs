@@ -9,6 +9,7 @@ pub(super) struct NodeFixture {
     pub(super) held: Vec<Holding>,
     pub(super) debts: Vec<Debt>,
     pub(super) mig_enabled: BTreeSet<GpuUuid>,
+    pub(super) removals: Removals,
 }
 
 pub(super) const HOPPER: MigToggle = MigToggle::Live;
@@ -61,7 +62,8 @@ pub(super) fn node(toggle: MigToggle, mode: MigMode) -> NodeFixture {
         conditions: Vec::new(),
         policy: Default::default(),
     };
-    NodeFixture { gpu, held: Vec::new(), debts: Vec::new(), mig_enabled: BTreeSet::new() }
+    let removals = Removals::default();
+    NodeFixture { gpu, held: Vec::new(), debts: Vec::new(), mig_enabled: BTreeSet::new(), removals }
 }
 
 pub(super) fn key(profile_id: u32, start: u32, size: u32) -> InstanceKey {
@@ -165,7 +167,8 @@ pub(super) fn configured(
         pod_claim: None,
         devices: devices.split_whitespace().map(device).collect(),
     };
-    let inventory = Inventory { gpus: vec![node.gpu.clone()], ..Inventory::default() };
+    let inventory =
+        Inventory { gpus: vec![node.gpu.clone()], removals: node.removals.clone(), ..Inventory::default() };
     let pool = PoolName::from("node");
     plan(
         &claim,
