@@ -140,9 +140,10 @@ fn is_allocated(allocated: &BTreeSet<Allocated>, of: GpuMode) -> bool {
     allocated.iter().any(|one| one.gpu_mode() == Some(of))
 }
 
-/// The annotations of a Node after its claims or modes changed; `before` are the current ones. A claim that was
-/// allocated while its device was removed is named until it ends or its mode is on again, because
-/// another claim may have got an overlapping device meanwhile.
+/// The annotations of a Node after its claims or modes changed; `before` are the current ones.
+///
+/// A claim that was allocated while its device was removed is named until it ends or its mode is on
+/// again, because another claim may have got an overlapping device meanwhile.
 pub fn removals(
     removable: ModeSet,
     off: &ModeSet,

@@ -243,7 +243,7 @@ impl<'a> Session<'a> {
             {
                 let note = format!(
                     "claim {claim} is allocated on {device}, whose mode is off and which was not published; \
-                     it is published again, and claims that overlap it are refused until one of them is deleted"
+                     it is published again, and overlapping claims are refused until one of them is deleted"
                 );
                 self.report(node, "AllocatedAfterRemoval", EventType::Warning, note).await;
             }
@@ -285,8 +285,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Reads the annotations of the Nodes. Nodes whose modes are all on are cleaned here and not at once: their
-    /// slices may be missing for a moment, because a starting kubelet deletes them.
+    /// Reads the annotations of the Nodes. A Node whose modes are all on is cleaned here and not at
+    /// once: its slices may be missing for a moment, because a starting kubelet deletes them.
     async fn read_nodes(&mut self) -> anyhow::Result<()> {
         let nodes: Api<Node> = Api::all(self.of.client.clone());
         let mut params = ListParams::default().limit(PAGE_SIZE);
