@@ -200,9 +200,15 @@ mod tests {
 
     #[test]
     fn scheduler_with_known_bugs_gets_whole_gpus_only() {
-        assert_eq!(devices(&["--gpus", "2xH200", "--scheduler-version", "1.36.1"]), ["gpu-1", "gpu-0"]);
+        assert_eq!(
+            devices(&["--gpus", "2xH200", "--scheduler-version", "1.36.1"]),
+            ["gpu-1", "gpu-0", "gpu-0-observer", "gpu-1-observer"]
+        );
         assert!(devices(&["--gpus", "H200", "--scheduler-version", "1.37.0"]).len() > 20);
-        assert_eq!(devices(&["--gpus", "T4"]), ["gpu-0", "gpu-0-share", "gpu-0-timeslice", "gpu-0-mps"]);
+        assert_eq!(
+            devices(&["--gpus", "T4"]),
+            ["gpu-0", "gpu-0-share", "gpu-0-timeslice", "gpu-0-mps", "gpu-0-observer"]
+        );
     }
 
     #[test]
