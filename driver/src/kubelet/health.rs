@@ -248,6 +248,7 @@ mod tests {
             "gpu-0-share",
             "gpu-0-timeslice",
             "gpu-0-mps",
+            "gpu-0-observer",
             "gpu-0-mig-1g10gb-19-0",
             "gpu-0-mig-1g10gb-19-1",
         ];
@@ -271,6 +272,7 @@ mod tests {
                 ("gpu-0-share", Unhealthy, text),
                 ("gpu-0-timeslice", Unhealthy, text),
                 ("gpu-0-mps", Unhealthy, text),
+                ("gpu-0-observer", Unhealthy, text),
                 ("gpu-0-mig-1g10gb-19-0", Healthy, ""),
                 ("gpu-0-mig-1g10gb-19-1", Unhealthy, text),
             ],
@@ -307,6 +309,7 @@ mod tests {
                 ("gpu-0-share", v1::HealthStatus::Healthy, ""),
                 ("gpu-0-timeslice", v1::HealthStatus::Healthy, ""),
                 ("gpu-0-mps", v1::HealthStatus::Healthy, ""),
+                ("gpu-0-observer", v1::HealthStatus::Healthy, ""),
                 ("gpu-0-mig-1g10gb-19-0", v1::HealthStatus::Healthy, ""),
                 (
                     "gpu-0-mig-1g10gb-19-1",
@@ -329,9 +332,9 @@ mod tests {
         let gpus = vec![gpu(0, Presence::Present, vec![])];
         sender.send_replace(Arc::new(Inventory { gpus, ..Inventory::default() }));
         let begun = tokio::time::Instant::now();
-        assert_eq!(messages.next().await.unwrap().devices.len(), 6);
+        assert_eq!(messages.next().await.unwrap().devices.len(), 7);
         assert_eq!(begun.elapsed(), Duration::ZERO);
-        assert_eq!(messages.next().await.unwrap().devices.len(), 6);
+        assert_eq!(messages.next().await.unwrap().devices.len(), 7);
         assert_eq!(begun.elapsed(), REPEAT_INTERVAL);
         stop.cancel();
         assert!(messages.next().await.is_none());
