@@ -14,7 +14,6 @@ use divvy_model::{GpuNumber, share};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use tracing::{info, warn};
 
@@ -149,7 +148,9 @@ impl ModeFile {
     /// Reads the file.
     pub(crate) fn load(path: Option<PathBuf>) -> (Self, ModeStates) {
         let states = path.as_deref().map(read).unwrap_or_default();
-        (Self { path, written: Vec::new() }, states)
+        // What a start would write is in the file already.
+        let written = path.as_deref().and_then(|path| std::fs::read(path).ok()).unwrap_or_default();
+        (Self { path, written }, states)
     }
 
     /// Stores the states if they changed.
@@ -249,19 +250,13 @@ fn read(path: &Path) -> ModeStates {
     })
 }
 
-/// Replaces the file, with fsync: it changes only with the configuration, and a lost write would make
-/// a published mode look new.
+/// Replaces the file, without fsync, as records of claims: a killed process keeps what it wrote. After a
+/// crash of the node a lost file means that modes look new, and what the server still shows decides.
 fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir)?;
     }
     let temporary = path.with_extension("json.part");
-    let mut file = std::fs::File::create(&temporary)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    std::fs::rename(&temporary, path)?;
-    if let Some(dir) = path.parent() {
-        std::fs::File::open(dir)?.sync_all()?;
-    }
-    Ok(())
+    std::fs::write(&temporary, bytes)?;
+    std::fs::rename(&temporary, path)
 }
