@@ -4,7 +4,8 @@
 //! numbers. [`names`] spells the numbers of NVML. [`placement`] tells where a MIG instance fits.
 //! [`share`] tells which allocations are shares. [`policy`] and [`nodeconfig`] define what GPUs may be
 //! used for. [`health`] defines the states of a GPU, and [`xid`] what the errors of the GPU driver say
-//! about it. [`closing`] decides when devices of a mode that is off are removed.
+//! about it. [`closing`] decides when devices of a mode that is off are removed, and [`removed`] which
+//! claims overlap them.
 
 pub mod closing;
 pub mod device;
@@ -15,6 +16,7 @@ pub mod nodeconfig;
 pub mod numbers;
 pub mod placement;
 pub mod policy;
+pub mod removed;
 pub mod share;
 pub mod xid;
 

@@ -7,9 +7,10 @@
 use crate::taints;
 use divvy_api::sharing::Mode;
 use divvy_model::closing::{
-    ClosingId, Closings, GpuMode, ModeFacts, ModeSet, ModeState, OnServer, gpu_mode, next_state,
+    ClosingId, Closings, GpuMode, ModeFacts, ModeSet, ModeState, OnServer, next_state,
 };
 use divvy_model::inventory::{Gpu, Inventory, Mig};
+use divvy_model::removed::gpu_mode;
 use divvy_model::{GpuNumber, share};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use serde::{Deserialize, Serialize};

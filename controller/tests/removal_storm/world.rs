@@ -534,7 +534,7 @@ fn at<T: Clone>(versions: &[(u64, T)], time: u64) -> T {
 }
 
 fn gpu_mode(device: &DeviceName) -> GpuMode {
-    divvy_model::closing::gpu_mode(device).unwrap()
+    divvy_model::removed::gpu_mode(device).unwrap()
 }
 
 /// The slices as the server has them.

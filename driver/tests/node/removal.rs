@@ -3,7 +3,7 @@
 use crate::harness::{NODE, TestNode, until};
 use crate::node_config::Mount;
 use divvy_model::ModeSet;
-use divvy_model::closing::{ALLOCATED, MODES_OFF, REMOVABLE};
+use divvy_model::closing::{ALLOCATED, MODE_OFF_TAINT, MODES_OFF, REMOVABLE};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use serde_json::{Value, json};
 
@@ -17,8 +17,16 @@ fn annotate(node: &TestNode, annotations: Value) {
     node.api.put(json!({"apiVersion": "v1", "kind": "Node", "metadata": metadata}));
 }
 
-/// The closing of the time-slices; `None` if they are not closing.
+/// The closing of the time-slices; `None` unless a slice names it and their device has the taint. A
+/// restarted daemon continues only a closing that the server shows.
 fn closing(node: &TestNode) -> Option<u64> {
+    let is_tainted = node.published_devices().any(|device| {
+        let mut taints = device.taints.iter().flatten();
+        device.name == TIMESLICE && taints.any(|taint| taint.key == MODE_OFF_TAINT)
+    });
+    if !is_tainted {
+        return None;
+    }
     let slices = node.api.list::<ResourceSlice>().into_iter();
     let texts = slices.filter_map(|slice| slice.metadata.annotations?.remove(MODES_OFF));
     let closings = ModeSet::parse(&texts.collect::<String>()).closings();
