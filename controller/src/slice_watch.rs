@@ -38,7 +38,7 @@ enum ReadError {
     Timeout { slice: String },
 }
 
-/// What the slices say. Each is `None` until it is known.
+/// Where the summaries of all slices are sent. Each is `None` until it is known.
 #[derive(Debug)]
 pub struct Summaries {
     pub devices: watch::Sender<Option<Arc<DeviceSummary>>>,

@@ -6,16 +6,19 @@ use crate::inventory::Inventory;
 use divvy_api::{ClaimUid, DeviceName};
 
 impl Allocated {
-    /// The mode and GPU of the device; `None` if the name is not one of this driver.
+    /// The GPU and the mode of the device, see [`gpu_mode`].
     pub fn gpu_mode(&self) -> Option<GpuMode> {
         gpu_mode(&self.device)
     }
 }
 
-/// The GPU and the mode of a device; `None` if the name is not one of this driver.
+/// The GPU and the mode of a device; `None` if the name is not one of this driver. An observer takes part
+/// in no mode.
 pub fn gpu_mode(device: &DeviceName) -> Option<GpuMode> {
-    let id = DeviceId::try_from(device).ok()?;
-    Some((id.gpu(), id.mode()))
+    match DeviceId::try_from(device).ok()? {
+        DeviceId::Observer(_) => None,
+        id => Some((id.gpu(), id.mode())),
+    }
 }
 
 impl Removals {

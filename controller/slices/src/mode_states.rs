@@ -142,15 +142,14 @@ impl ModeStates {
 pub(crate) struct ModeFile {
     /// `None` stores nothing.
     path: Option<PathBuf>,
+    /// The content of the file, so that it is written only after a change.
     written: Vec<u8>,
 }
 
 impl ModeFile {
     /// Reads the file.
     pub(crate) fn load(path: Option<PathBuf>) -> (Self, ModeStates) {
-        let states = path.as_deref().map(read).unwrap_or_default();
-        // What a start would write is in the file already.
-        let written = path.as_deref().and_then(|path| std::fs::read(path).ok()).unwrap_or_default();
+        let (written, states) = path.as_deref().map(read).unwrap_or_default();
         (Self { path, written }, states)
     }
 
@@ -239,16 +238,20 @@ fn report((gpu, mode): GpuMode, before: Option<ModeState>, next: Option<ModeStat
     }
 }
 
-fn read(path: &Path) -> ModeStates {
-    let states = match std::fs::read(path) {
-        Ok(bytes) => ModeStates::from_bytes(&bytes),
-        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return ModeStates::default(),
-        Err(cause) => Err(cause.to_string()),
+/// The content of the file and its states. Both are empty if there is no file.
+fn read(path: &Path) -> (Vec<u8>, ModeStates) {
+    let bytes = match std::fs::read(path) {
+        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return Default::default(),
+        read => read.map_err(|cause| cause.to_string()),
     };
-    states.unwrap_or_else(|cause| {
-        warn!(path = %path.display(), cause, "state of closing modes cannot be read; ignored");
-        ModeStates::default()
-    })
+    let states = bytes.and_then(|bytes| Ok((ModeStates::from_bytes(&bytes)?, bytes)));
+    match states {
+        Ok((states, bytes)) => (bytes, states),
+        Err(cause) => {
+            warn!(path = %path.display(), cause, "state of closing modes cannot be read; ignored");
+            Default::default()
+        }
+    }
 }
 
 /// Replaces the file, without fsync, as records of claims: a killed process keeps what it wrote. After a

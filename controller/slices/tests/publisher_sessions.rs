@@ -647,6 +647,20 @@ async fn mode_is_removed_only_with_the_approval_of_its_closing() {
     fixture.shows(with_modes(&OPEN, ""), "gpu-0-mps", Some(false)).await;
 }
 
+/// An observer takes part in no mode. If it counted as a whole GPU, a mode that was never on would close.
+#[tokio::test(start_paused = true)]
+async fn observer_does_not_keep_whole_gpus_published() {
+    let mut fixture = PublisherFixture::published(with_modes(&[Mode::Timeslice], "")).await;
+    assert_eq!(fixture.names(), ["gpu-0-timeslice"]);
+    let more = [Mode::Timeslice, Mode::Mps];
+    fixture.shows(with_modes(&more, ""), "gpu-0-mps", Some(false)).await;
+    assert_eq!(fixture.names(), ["gpu-0-timeslice", "gpu-0-mps"]);
+    fixture.stop.cancel();
+    let mut second = PublisherFixture::start(fixture.api, with_modes(&more, ""));
+    second.until(|published| published.in_sync).await;
+    assert_eq!(second.names(), ["gpu-0-timeslice", "gpu-0-mps"]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn claim_on_a_removed_device_publishes_it_again() {
     let mut fixture = PublisherFixture::published(with_modes(&[Mode::Whole], "")).await;
