@@ -212,7 +212,7 @@ func shortest(calls int, call func()) time.Duration {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	best := time.Duration(1 << 62)
-	for range 9 {
+	for range 25 {
 		runtime.GC()
 		begun := threadTime()
 		for range calls {
@@ -322,7 +322,7 @@ func (n *node) trial(kind string, state held, fits bool) (float64, error) {
 		return 0, err
 	}
 	var failed error
-	took := shortest(50, func() {
+	took := shortest(20, func() {
 		if result, err := n.allocate(allocator, kind); err != nil {
 			failed = err
 		} else if (result != nil) != fits {
