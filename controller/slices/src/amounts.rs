@@ -4,6 +4,7 @@
 //! bare GPU (132 multiprocessors, 81559 MiB) would include the part that MIG reserves. Memory
 //! slices are counted one by one, so placements exclude each other as on the hardware.
 
+use crate::needed::{Limit, Unit};
 use divvy_model::inventory::{Gpu, GpuInstance, MigProfile};
 use divvy_model::placement::{self, Placement};
 use divvy_model::share;
@@ -65,6 +66,27 @@ impl Totals {
             .map(|profile| (profile.id, u64::from(profile.max_instances)))
             .collect();
         totals
+    }
+
+    /// The counters that a GPU could publish beside those of its memory slices. The first ones are those
+    /// of which few profiles take any.
+    pub(crate) fn limits(&self, profiles: &[MigProfile]) -> Vec<Limit> {
+        let amounts = (0..DIMENSIONS.len()).rev().map(|dimension| {
+            let takes = profiles.iter().map(|profile| of(profile)[dimension]);
+            let takes: Vec<u64> = takes.collect();
+            let unit = if dimension == MEMORY { Unit::Bytes } else { Unit::Count };
+            Limit { name: DIMENSIONS[dimension].1.to_owned(), total: self.amounts[dimension], takes, unit }
+        });
+        let mut limits: Vec<Limit> = amounts.collect();
+        // All profiles take memory.
+        limits.rotate_left(1);
+        limits.extend(self.counted.iter().map(|(id, most)| Limit {
+            name: format!("instances-of-profile-{id}"),
+            total: *most,
+            takes: profiles.iter().map(|profile| u64::from(profile.id == *id)).collect(),
+            unit: Unit::Count,
+        }));
+        limits
     }
 
     /// Number of instances of a profile that engines, memory and placements permit.

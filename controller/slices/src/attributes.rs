@@ -7,7 +7,7 @@
 use crate::amounts::{Amounts, DIMENSIONS, MEMORY};
 use divvy_api::Quantity;
 use divvy_model::inventory::{Gpu, Inventory};
-use k8s_openapi::api::resource::v1::{Counter, DeviceAttribute, DeviceCapacity};
+use k8s_openapi::api::resource::v1::{DeviceAttribute, DeviceCapacity};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
 use std::collections::BTreeMap;
 
@@ -58,17 +58,6 @@ pub(crate) fn capacities(quantities: &[WireQuantity; DIMENSIONS.len()]) -> BTree
         .zip(quantities)
         .map(|((name, _), value)| ((*name).to_owned(), capacity(value)))
         .collect()
-}
-
-pub(crate) fn counters(
-    quantities: &[WireQuantity; DIMENSIONS.len()],
-) -> impl Iterator<Item = (String, Counter)> + '_ {
-    let counter = |value: &WireQuantity| Counter { value: value.clone() };
-    DIMENSIONS.iter().zip(quantities).map(move |((_, name), value)| ((*name).to_owned(), counter(value)))
-}
-
-pub(crate) fn profile_counter(id: u32) -> String {
-    format!("instances-of-profile-{id}")
 }
 
 /// A string attribute, or `None` for an empty text. The API limits it to 64 bytes.

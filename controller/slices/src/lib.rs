@@ -14,6 +14,7 @@ mod compare;
 mod mig;
 mod mode_states;
 mod modes;
+mod needed;
 mod order;
 mod taints;
 mod wire;

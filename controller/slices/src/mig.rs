@@ -2,8 +2,9 @@
 //! GPUs of the same model share them, so they are built once per node.
 
 use crate::amounts::{self, Totals};
-use crate::attributes::{capacities, counters, profile_counter, quantities, string};
+use crate::attributes::{capacities, quantities, string};
 use crate::modes;
+use crate::needed::{Limit, needed};
 use crate::order;
 use crate::wire::{Consumption, Device};
 use divvy_api::Quantity;
@@ -22,6 +23,8 @@ pub(crate) struct Model<'a> {
     pub(crate) totals: Totals,
     /// The counter of each memory slice.
     slices: Vec<String>,
+    /// The counters beside those of memory slices.
+    limits: Vec<Limit>,
     /// The quantity 1, formatted once.
     one: WireQuantity,
 }
@@ -64,6 +67,7 @@ impl<'a> Model<'a> {
             profiles,
             shares: several && has_shares(gpu),
             slices: (0..totals.grid).map(|n| format!("memory-slice-{n}")).collect(),
+            limits: needed(profiles, totals.limits(profiles)),
             one: Quantity::count(1).into(),
             totals,
         }
@@ -91,22 +95,16 @@ impl<'a> Model<'a> {
     /// An instance of a profile, without the parts that depend on its placement.
     fn unplaced(&self, profile: &MigProfile) -> Device {
         let attributes = [("type", "mig"), ("profile", &profile.name)];
-        let amounts = amounts::of(profile);
-        let quantities = quantities(&amounts);
+        let index = self.profiles.iter().position(|one| one.id == profile.id);
+        let amount = |limit: &Limit| index.and_then(|index| limit.takes.get(index)).copied().unwrap_or(0);
         // Counters of which it takes nothing are left out.
-        let mut counters: BTreeMap<String, Counter> = counters(&quantities)
-            .enumerate()
-            .filter(|(dimension, _)| amounts[*dimension] > 0)
-            .map(|(_, counter)| counter)
-            .collect();
-        if self.totals.counted.iter().any(|(id, _)| *id == profile.id) {
-            counters.insert(profile_counter(profile.id), Counter { value: self.one.clone() });
-        }
+        let taken = self.limits.iter().filter(|limit| amount(limit) > 0);
+        let counters = taken.map(|limit| limit.counter(amount(limit))).collect();
         let device = Device {
             attributes: Some(Arc::new(
                 attributes.map(|(name, value)| (name.to_owned(), string(value))).into(),
             )),
-            capacity: Some(Arc::new(capacities(&quantities))),
+            capacity: Some(Arc::new(capacities(&quantities(&amounts::of(profile))))),
             consumes_counters: Some(vec![Consumption { counters: Arc::new(counters), ..Default::default() }]),
             ..Device::default()
         };
@@ -124,20 +122,12 @@ impl<'a> Model<'a> {
         device
     }
 
-    /// The counter set of a GPU of this model. An amount of zero, such as the encoders of a GPU without
-    /// any, restricts no device and is left out: each counter costs memory in the scheduler, once per device.
+    /// The counter set of a GPU of this model.
     pub(crate) fn counters(&self, gpu: &Gpu) -> BTreeMap<String, Counter> {
         if self.totals.grid == 0 {
             return counter_of_whole(gpu);
         }
-        let quantities = quantities(&self.totals.amounts);
         let slices = self.slices.iter().map(|name| (name.clone(), Counter { value: self.one.clone() }));
-        let counted = self.totals.counted.iter().map(|(id, most)| {
-            let value = Quantity::count(*most).into();
-            (profile_counter(*id), Counter { value })
-        });
-        let amounts = counters(&quantities).zip(self.totals.amounts);
-        let amounts = amounts.filter(|(_, amount)| *amount > 0).map(|(counter, _)| counter);
-        amounts.chain(slices).chain(counted).collect()
+        self.limits.iter().map(|limit| limit.counter(limit.total)).chain(slices).collect()
     }
 }
