@@ -26,12 +26,16 @@ def base: {name, attributes: (.attributes | del(.mode, .nvlinkGroup, .nvlinkPeer
 
 def whole: base + {capacity: {memory: .capacity.memory}};
 
-# The totals of a GPU, from its counter set.
-def totals: .counters as $counters | dimensions | map_values({value: ($counters[.].value // "0")});
+# The totals of a GPU: the capacities of its largest instance. Divvy publishes only the counters that restrict
+# instances.
+def totals($set; $devices):
+  ([$devices[] | select(is("mig") and .consumesCounters[0].counterSet == $set.name) | .capacity]
+    | max_by(.multiprocessors.value | tonumber)) as $largest
+  | dimensions | with_entries(.value = {value: $largest[.key].value});
 
 # With DynamicMIG a whole GPU has these totals as capacities, and consumes all counters.
-def divisible_whole($set): base + {
-  capacity: ($set | totals), consumesCounters: [{counterSet: $set.name, counters: counters($set | totals; $set.counters)}]
+def divisible_whole($set; $totals): base + {
+  capacity: $totals, consumesCounters: [{counterSet: $set.name, counters: counters($totals; $set.counters)}]
 };
 
 def instance: .consumesCounters[0] as $divvy | base + {
@@ -40,11 +44,11 @@ def instance: .consumesCounters[0] as $divvy | base + {
 
 . as $slices
 | [.[].spec.devices // [] | .[]] as $devices
-| [.[].spec.sharedCounters // [] | .[] | {name, counters: counters(totals; .counters)}] as $sets
+| [.[].spec.sharedCounters // [] | .[] | . as $set | {name, counters: counters(totals($set; $devices); .counters)}] as $sets
 | (if $mig then
     [{sharedCounters: $sets}] + [$sets[] | . as $set | {devices: ([$devices[]
       | select(.consumesCounters[0].counterSet == $set.name)
-      | if is("gpu") then divisible_whole($set) elif is("mig") then instance else empty end] | sort_by(.name))}]
+      | if is("gpu") then divisible_whole($set; totals($set; $devices)) elif is("mig") then instance else empty end] | sort_by(.name))}]
   else
     [{devices: [$devices[] | select(is("gpu")) | whole] | sort_by(.name)}]
   end) as $contents
