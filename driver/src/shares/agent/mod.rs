@@ -10,6 +10,7 @@ mod container_watch;
 mod locks;
 
 pub use crate::shares::enforcement::remediation::{Action, Report};
+pub use crate::shares::scheduler::TimeLaw;
 pub use crate::shares::snapshot::AUDIT_INTERVAL;
 pub use crate::shares::snapshot::finding::{Finding, KillPolicy, Kind, Suspect};
 
@@ -108,7 +109,12 @@ impl GpuState {
 
 impl Agent {
     /// Returns an agent and the receiver of its reports.
-    pub fn new(gpus: Gpus, paths: &HostPaths, kill_policy: KillPolicy) -> (Self, mpsc::Receiver<Report>) {
+    pub fn new(
+        gpus: Gpus,
+        paths: &HostPaths,
+        kill_policy: KillPolicy,
+        law: TimeLaw,
+    ) -> (Self, mpsc::Receiver<Report>) {
         let (reports, receiver) = mpsc::channel(REPORT_QUEUE_CAPACITY);
         let inner = Inner {
             shares: Shares::new(paths),
@@ -118,7 +124,7 @@ impl Agent {
             cgroup_root: paths.sys_root.join("fs/cgroup"),
             locks: GpuLocks::new(&paths.run_dir),
             kill_policy,
-            wakeup: WakeupThread::default(),
+            wakeup: WakeupThread::new(law),
         };
         (Self { inventory: gpus.inventory(), gpus, inner: Arc::new(inner), reports }, receiver)
     }
@@ -462,6 +468,7 @@ impl Inner {
                 mig: share.policy.mig,
                 policy: dir.join(POLICY),
                 account,
+                compute: share.policy.compute,
                 standing: status,
             })
         });

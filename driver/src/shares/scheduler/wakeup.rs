@@ -6,9 +6,11 @@
 //! is due are not touched, to save cache misses. Everything that is written expires, a closed gate
 //! first, so a node without an agent blocks no share. A regular exit opens all gates.
 
+use super::TimeLaw;
 use super::doorbell::{self, WakeReason};
 use super::fast_sampling::ActivityChange;
 use super::grant_table::{GrantSummary, GrantTable, PlannedShare};
+use super::quantum_table::QuantumTable;
 use crate::shares::snapshot::{ShareKey, monotonic_ns};
 use divvy_pages::GpuUuid;
 use rustix::process::setpriority_process;
@@ -38,7 +40,9 @@ pub(crate) struct WakeupThread {
 
 #[derive(Debug, Default)]
 struct Common {
+    law: TimeLaw,
     desk: Mutex<GrantTable>,
+    quanta: Mutex<QuantumTable>,
     /// Changes when the thread has to look at the desk.
     poked: AtomicU32,
     /// More or fewer work on some GPU.
@@ -47,6 +51,10 @@ struct Common {
 }
 
 impl WakeupThread {
+    pub(crate) fn new(law: TimeLaw) -> Self {
+        Self { common: Arc::new(Common { law, ..Common::default() }), thread: Mutex::default() }
+    }
+
     /// What the shares of a GPU were granted since this was last asked, up to so long ago.
     pub(crate) fn since(&self, gpu: GpuUuid, ago: Duration) -> BTreeMap<ShareKey, GrantSummary> {
         self.common.desk().since(gpu, monotonic_ns().saturating_sub(ago.as_nanos() as u64))
@@ -66,11 +74,21 @@ impl WakeupThread {
 
     /// Whether a share of that GPU has been planned.
     pub(crate) fn has(&self, gpu: GpuUuid, share: &ShareKey) -> bool {
-        self.common.desk().has(gpu, share)
+        match self.common.law {
+            TimeLaw::Rates => self.common.desk().has(gpu, share),
+            TimeLaw::Quanta => self.common.quanta().has(gpu, share),
+        }
     }
 
     /// From now on the shares of that GPU are these, as an audit found them.
     pub(crate) fn plan(&self, gpu: GpuUuid, shares: Vec<PlannedShare>) {
+        if self.common.law == TimeLaw::Quanta {
+            if self.common.quanta().plan(gpu, shares, monotonic_ns()) {
+                self.start();
+                self.common.poke();
+            }
+            return;
+        }
         let is_other = {
             let mut desk = self.common.desk();
             let is_other = desk.plan(gpu, shares, monotonic_ns());
@@ -85,7 +103,10 @@ impl WakeupThread {
 
     /// The GPUs that have shares.
     pub(crate) fn retain_gpus(&self, are_there: impl Fn(&GpuUuid) -> bool) {
-        self.common.desk().keep(are_there);
+        match self.common.law {
+            TimeLaw::Rates => self.common.desk().keep(are_there),
+            TimeLaw::Quanta => self.common.quanta().keep(are_there),
+        }
     }
 
     /// Has these shares of a GPU take turns of so many nanoseconds, or, where there are none, work
@@ -119,12 +140,17 @@ impl Drop for WakeupThread {
         // It has panicked if this fails, and the log has that.
         let _ = thread.map(JoinHandle::join);
         self.common.desk().leave();
+        self.common.quanta().leave();
     }
 }
 
 impl Common {
     fn desk(&self) -> MutexGuard<'_, GrantTable> {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn quanta(&self) -> MutexGuard<'_, QuantumTable> {
+        self.quanta.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn tell(&self, desk: &GrantTable) {
@@ -147,13 +173,17 @@ impl Common {
         while !self.stops.load(SeqCst) {
             // Before the desk is looked at: what changes after that ends the wait.
             let poked = self.poked.load(SeqCst);
-            let (doors, until) = {
+            let (doors, until) = if self.law == TimeLaw::Quanta {
+                let mut quanta = self.quanta();
+                quanta.tick(monotonic_ns(), &rang);
+                quanta.doors()
+            } else {
                 let (mut desk, now) = (self.desk(), monotonic_ns());
                 desk.tick(now, &rang);
                 self.tell(&desk);
-                let (doors, until) = desk.doors(now);
-                (doors, until.min(now.saturating_add(LONGEST)))
+                desk.doors(now)
             };
+            let until = until.min(monotonic_ns().saturating_add(LONGEST));
             rang = doorbell::wait(&self.poked, poked, &doors, until);
         }
     }

@@ -67,7 +67,7 @@ impl Share {
             memory: controller::ControllerState::default(),
         };
         let (policy, account) = (self.policy.clone(), Arc::clone(&self.account));
-        PlannedShare { key: self.key.clone(), mig: None, policy, account, standing }
+        PlannedShare { key: self.key.clone(), mig: None, policy, account, compute: self.compute, standing }
     }
 
     pub(crate) fn page(&self) -> &PolicyPage {

@@ -1,0 +1,510 @@
+//! Grants quanta on the policy pages of shares, and reads from their accounts who waits, works or has
+//! completed its work.
+//!
+//! Shares of a MIG instance are divided among themselves, like those of a whole GPU. A holder ends
+//! its quantum by itself, at the time on its page, and rings when its work has completed. So a
+//! hand-over costs this thread one wake. A holder that does not complete in time loses exclusivity:
+//! the next share launches beside it. What is written expires, so a node without an agent blocks no
+//! share.
+
+use super::doorbell::{Door, WakeReason};
+use super::grant_table::{Doors, PlannedShare};
+use super::quanta::{Law, Ledger, Next, QUANTUM_MIN_NS, divides};
+use crate::shares::MappedPolicy;
+use crate::shares::snapshot::{Device, ShareKey};
+use divvy_pages::account::{HEADER, QuantumState, Snapshot};
+use divvy_pages::policy::UNBOUNDED;
+use divvy_pages::{Compute, GpuUuid, PolicyPage, SlotState};
+use rustix::thread::futex::{self, Flags};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+
+/// A holder that has not completed its work this long after the end of its quantum loses
+/// exclusivity, in nanoseconds.
+const LATE_NS: u64 = 20_000_000;
+/// A holder without work in flight for this long gives its quantum up to a share that waits, in
+/// nanoseconds: about the cost of a hand-over.
+const PAUSE_NS: u64 = 300_000;
+/// Quanta count for this long after they were written last, in nanoseconds.
+const EXPIRE_NS: u64 = 500_000_000;
+/// They are written again after this time.
+const RENEW_NS: u64 = EXPIRE_NS / 3;
+
+/// Counters of a share since it was planned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct QuantumUsage {
+    /// GPU time that it was charged, in nanoseconds.
+    pub(crate) used_ns: u64,
+    /// Time for which it had the device, in nanoseconds.
+    pub(crate) granted_ns: u64,
+    pub(crate) hand_overs: u64,
+    pub(crate) late_hand_overs: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct QuantumTable {
+    devices: BTreeMap<Device, DeviceQuanta>,
+    doors: Arc<Doors>,
+    are_others: bool,
+}
+
+#[derive(Debug, Default)]
+struct DeviceQuanta {
+    seats: Vec<Seat>,
+    law: Law,
+    /// Quanta are in force.
+    is_gated: bool,
+    holder: Option<Holder>,
+    /// The number of the last quantum.
+    number: u32,
+    /// When something is to be done though nobody rings.
+    next: u64,
+    renewed: u64,
+}
+
+/// The share that has the device.
+#[derive(Clone, Copy, Debug)]
+struct Holder {
+    index: usize,
+    number: u32,
+    began: u64,
+    /// 0 while no other share waits.
+    ends: u64,
+    /// Since when it has no work in flight.
+    paused: Option<u64>,
+}
+
+#[derive(Debug)]
+struct Seat {
+    key: ShareKey,
+    file: (u64, u64),
+    page: MappedPolicy,
+    account: Arc<File>,
+    door: Arc<Door>,
+    doorbell: u32,
+    compute: Compute,
+    /// What its account said last.
+    seen: Seen,
+    /// The quantum in which it still works although another share has the device.
+    late: Option<u32>,
+    usage: QuantumUsage,
+}
+
+/// What an account says. Tenants write it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Seen {
+    /// A launch waits.
+    waits: bool,
+    /// The newest quantum in which a process works, or has ended its work.
+    works: Option<u32>,
+    ended: Option<u32>,
+    /// GPU time charged so far, in nanoseconds.
+    charged: u64,
+    /// The file was cut short, so nothing is known.
+    is_cut: bool,
+}
+
+impl QuantumTable {
+    /// From now on the shares of a GPU and its instances are these.
+    /// Returns whether the thread has to look at once.
+    pub(crate) fn plan(&mut self, gpu: GpuUuid, shares: Vec<PlannedShare>, now: u64) -> bool {
+        let known = self.devices.keys().filter(|device| device.gpu == gpu);
+        let mut by_device: BTreeMap<Device, Vec<PlannedShare>> =
+            known.map(|device| (*device, Vec::new())).collect();
+        for planned in shares {
+            by_device.entry(Device { gpu, mig: planned.mig }).or_default().push(planned);
+        }
+        for (device, shares) in by_device {
+            let of = self.devices.entry(device).or_default();
+            self.are_others |= of.plan(shares, now);
+        }
+        self.devices.retain(|_, of| !of.seats.is_empty());
+        self.are_others
+    }
+
+    pub(crate) fn has(&self, gpu: GpuUuid, share: &ShareKey) -> bool {
+        let mut devices = self.devices.iter().filter(|(device, _)| device.gpu == gpu);
+        devices.any(|(_, of)| of.seats.iter().any(|seat| seat.key == *share))
+    }
+
+    pub(crate) fn keep(&mut self, are_there: impl Fn(&GpuUuid) -> bool) {
+        for (device, of) in &mut self.devices {
+            if !are_there(&device.gpu) {
+                of.seats.iter().for_each(Seat::release);
+            }
+        }
+        self.devices.retain(|device, _| are_there(&device.gpu));
+    }
+
+    /// Ends the quanta: shares go by their own buckets until the next agent.
+    pub(crate) fn leave(&mut self) {
+        self.devices.values_mut().flat_map(|of| &of.seats).for_each(|seat| {
+            if let Some(page) = seat.page.page() {
+                page.set_quanta_expire(0);
+                wake(page);
+            }
+        });
+    }
+
+    /// The counters of the shares of a GPU.
+    pub(crate) fn usage(&self, gpu: GpuUuid) -> BTreeMap<ShareKey, QuantumUsage> {
+        let devices = self.devices.iter().filter(|(device, _)| device.gpu == gpu);
+        devices.flat_map(|(_, of)| &of.seats).map(|seat| (seat.key.clone(), seat.usage)).collect()
+    }
+
+    /// Does what is due, and what follows from rings.
+    pub(crate) fn tick(&mut self, now: u64, rang: &WakeReason) {
+        for of in self.devices.values_mut().filter(|of| of.is_gated) {
+            let has_rung = |seat: &Seat| rang.may_be(&seat.door);
+            if of.next <= now || of.seats.iter().any(has_rung) {
+                of.advance(now, has_rung);
+                self.are_others = true;
+            }
+        }
+    }
+
+    /// The doors to wait at, and until when.
+    pub(crate) fn doors(&mut self) -> (Arc<Doors>, u64) {
+        if std::mem::take(&mut self.are_others) {
+            let gated = self.devices.values().filter(|of| of.is_gated);
+            let heard =
+                gated.flat_map(|of| of.seats.iter().enumerate().filter(|(at, seat)| of.hears(*at, seat)));
+            let doors = heard.map(|(_, seat)| (Arc::clone(&seat.door), seat.doorbell));
+            self.doors = Arc::new(doors.take(super::doorbell::MOST).collect());
+        }
+        let gated = self.devices.values().filter(|of| of.is_gated);
+        let until = gated.map(|of| of.next).min().unwrap_or(u64::MAX);
+        (Arc::clone(&self.doors), until)
+    }
+}
+
+impl DeviceQuanta {
+    fn plan(&mut self, shares: Vec<PlannedShare>, now: u64) -> bool {
+        let holder = self.holder.and_then(|holder| Some((self.seats.get(holder.index)?.key.clone(), holder)));
+        let mut before: Vec<(Seat, Ledger)> =
+            std::mem::take(&mut self.seats).into_iter().zip(self.law.ledgers.drain(..)).collect();
+        let mut has_changed = false;
+        for planned in shares {
+            let known = before.iter().position(|(seat, _)| seat.is_of(&planned));
+            let (seat, ledger) = match known.map(|at| before.swap_remove(at)) {
+                Some((mut seat, ledger)) => {
+                    seat.compute = planned.compute;
+                    (Ok(seat), ledger.with_policy(planned.compute))
+                }
+                None => {
+                    has_changed = true;
+                    (Seat::new(&planned), Ledger::new(planned.compute, now))
+                }
+            };
+            match seat {
+                Ok(seat) => {
+                    self.seats.push(seat);
+                    self.law.ledgers.push(ledger);
+                }
+                // Just being made or removed, or somebody has a lease on it.
+                Err(cause) => tracing::debug!(share = ?planned.key, %cause, "share not scheduled"),
+            }
+        }
+        has_changed |= !before.is_empty();
+        before.iter().for_each(|(seat, _)| seat.release());
+        let at = |key: &ShareKey| self.seats.iter().position(|seat| seat.key == *key);
+        self.holder = holder.and_then(|(key, holder)| Some(Holder { index: at(&key)?, ..holder }));
+        let is_gated = divides(self.seats.iter().map(|seat| seat.compute));
+        if is_gated != std::mem::replace(&mut self.is_gated, is_gated) || has_changed {
+            self.seats.iter().for_each(|seat| if is_gated { seat.gate() } else { seat.release() });
+            (self.renewed, self.next) = (0, now);
+            if is_gated {
+                self.renew(now);
+                return true;
+            }
+        }
+        has_changed
+    }
+
+    /// Whether a ring of the share is waited for. One that waits has rung.
+    fn hears(&self, index: usize, seat: &Seat) -> bool {
+        let holds = self.holder.is_some_and(|holder| holder.index == index);
+        !seat.seen.is_cut && (holds || !seat.seen.waits || seat.late.is_some())
+    }
+
+    /// Looks at the shares that rang and at the holder, and does what follows.
+    fn advance(&mut self, now: u64, has_rung: impl Fn(&Seat) -> bool) {
+        self.renew(now);
+        for index in 0..self.seats.len() {
+            let holds = self.holder.is_some_and(|holder| holder.index == index);
+            let seat = &mut self.seats[index];
+            if holds || has_rung(seat) || seat.late.is_some() || seat.seen.is_cut {
+                let used = seat.look();
+                self.law.charge(index, used, now);
+            }
+            let seat = &mut self.seats[index];
+            if seat.late.is_some_and(|late| seat.seen.works != Some(late)) {
+                seat.late = None;
+            }
+        }
+        for index in 0..self.seats.len() {
+            let holds = self.holder.is_some_and(|holder| holder.index == index);
+            let seat = &mut self.seats[index];
+            if seat.seen.waits || seat.seen.works.is_some() {
+                let waits = seat.seen.waits && !holds;
+                let is_new = self.law.is_active(index, waits, now);
+                if is_new && waits {
+                    self.shorten(now);
+                }
+            }
+        }
+        self.next = now + RENEW_NS;
+        self.check_holder(now);
+        if self.holder.is_none() {
+            self.choose(now);
+        }
+    }
+
+    /// A share that used less than its part has begun to wait: the current quantum is a short one.
+    fn shorten(&mut self, now: u64) {
+        if let Some(holder) = self.holder.as_mut().filter(|holder| holder.ends > 0) {
+            let ends = holder.ends.min(now.max(holder.began + QUANTUM_MIN_NS));
+            if ends < holder.ends {
+                holder.ends = ends;
+                self.seats[holder.index].end_at(ends);
+            }
+        }
+    }
+
+    fn waits_beside(&self, holder: usize) -> impl Iterator<Item = usize> {
+        let waits = move |(index, seat): &(usize, &Seat)| *index != holder && seat.seen.waits;
+        self.seats.iter().enumerate().filter(waits).map(|(index, _)| index)
+    }
+
+    /// Takes the device from the holder if its quantum has ended.
+    fn check_holder(&mut self, now: u64) {
+        let Some(mut holder) = self.holder else { return };
+        let is_contended = self.waits_beside(holder.index).next().is_some();
+        let outranked =
+            self.waits_beside(holder.index).any(|index| self.law.outranks(index, holder.index, now));
+        let seat = &mut self.seats[holder.index];
+        let works = seat.seen.works == Some(holder.number);
+        let has_ended = seat.seen.ended == Some(holder.number);
+        if !is_contended {
+            if has_ended && !works {
+                self.release(now);
+            } else {
+                self.holder = Some(Holder { paused: None, ..holder });
+            }
+            return;
+        }
+        if holder.ends == 0 || outranked && holder.ends > now {
+            holder.ends = now.max(1);
+            seat.end_at(holder.ends);
+        }
+        if !works {
+            let since = *holder.paused.get_or_insert(now);
+            // A share that was just woken has its whole quantum to begin.
+            let patience = if seat.seen.works.is_none()
+                && seat.seen.ended.is_none_or(|number| number != holder.number)
+                && seat.seen.waits
+            {
+                holder.ends
+            } else {
+                since + PAUSE_NS
+            };
+            self.holder = Some(holder);
+            if has_ended || now >= patience || now >= holder.ends {
+                self.release(now);
+            } else {
+                self.next = self.next.min(patience.min(holder.ends));
+            }
+            return;
+        }
+        holder.paused = None;
+        self.holder = Some(holder);
+        let late = holder.ends + LATE_NS;
+        if now < late {
+            self.next = self.next.min(late);
+            return;
+        }
+        let seat = &mut self.seats[holder.index];
+        seat.late = Some(holder.number);
+        seat.usage.late_hand_overs += 1;
+        self.release(now);
+    }
+
+    fn release(&mut self, now: u64) {
+        if let Some(holder) = self.holder.take() {
+            let seat = &mut self.seats[holder.index];
+            seat.usage.granted_ns += now.saturating_sub(holder.began);
+            seat.grant(0, 1);
+            // It may have begun to work at this moment.
+            let used = seat.look();
+            if seat.seen.works == Some(holder.number) && seat.late.is_none() {
+                seat.late = Some(holder.number);
+            }
+            self.law.charge(holder.index, used, now);
+        }
+    }
+
+    /// Gives the device to the next share.
+    fn choose(&mut self, now: u64) {
+        let seats = &self.seats;
+        match self.law.next(|index| seats[index].seen.waits, now) {
+            Next::Nobody => {}
+            Next::Tokens { at } => self.next = self.next.min(at),
+            Next::Grant { index, length } => {
+                let is_contended = self.waits_beside(index).next().is_some();
+                self.number = self.number.wrapping_add(1).max((now / 1_000_000) as u32).max(1);
+                let ends = if is_contended { now + length } else { 0 };
+                let seat = &mut self.seats[index];
+                seat.usage.hand_overs += 1;
+                seat.grant(self.number, ends);
+                self.holder = Some(Holder { index, number: self.number, began: now, ends, paused: None });
+                if ends > 0 {
+                    self.next = self.next.min(ends + PAUSE_NS);
+                }
+            }
+        }
+    }
+
+    /// Extends what is written before it expires.
+    fn renew(&mut self, now: u64) {
+        if now < self.renewed + RENEW_NS {
+            return;
+        }
+        self.renewed = now;
+        for (seat, ledger) in self.seats.iter().zip(&self.law.ledgers) {
+            let Some(page) = seat.page.page() else { continue };
+            let ceiling = ledger.ceiling();
+            let rate = if ceiling < crate::shares::snapshot::entitlement::NS_PER_SECOND {
+                ceiling
+            } else {
+                UNBOUNDED
+            };
+            page.grant(rate, now + EXPIRE_NS);
+            page.set_quanta_expire(now + EXPIRE_NS);
+        }
+    }
+}
+
+impl Seat {
+    fn new(planned: &PlannedShare) -> io::Result<Self> {
+        let file = identity(&planned.policy)?;
+        let page = MappedPolicy::open(&planned.policy)?;
+        page.page().ok_or(io::ErrorKind::InvalidData)?;
+        let mut seat = Self {
+            key: planned.key.clone(),
+            file,
+            page,
+            account: Arc::clone(&planned.account),
+            door: Arc::new(Door::of(&planned.account)?),
+            doorbell: 0,
+            compute: planned.compute,
+            seen: Seen::default(),
+            late: None,
+            usage: QuantumUsage::default(),
+        };
+        seat.look();
+        Ok(seat)
+    }
+
+    fn is_of(&self, planned: &PlannedShare) -> bool {
+        self.key == planned.key
+            && Arc::ptr_eq(&self.account, &planned.account)
+            && identity(&planned.policy).is_ok_and(|file| file == self.file)
+    }
+
+    /// Has launches need a quantum, which there is none of yet.
+    fn gate(&self) {
+        if let Some(page) = self.page.page() {
+            page.set_exclusive(true);
+            page.set_agent_limited(true);
+        }
+    }
+
+    /// The share is not scheduled any more.
+    fn release(&self) {
+        if let Some(page) = self.page.page() {
+            page.set_exclusive(false);
+            page.set_agent_limited(false);
+            page.grant_quantum(0, 0);
+            page.set_quanta_expire(0);
+            wake(page);
+        }
+    }
+
+    fn grant(&self, number: u32, ends: u64) {
+        if let Some(page) = self.page.page() {
+            page.grant_quantum(number, ends);
+            if number > 0 {
+                wake(page);
+            }
+        }
+    }
+
+    fn end_at(&self, ends: u64) {
+        if let Some(page) = self.page.page() {
+            page.end_quantum_at(ends);
+            wake(page);
+        }
+    }
+
+    /// Reads its account. Returns the GPU time that was charged since the last time.
+    fn look(&mut self) -> u64 {
+        let before = self.seen;
+        // The doorbell is read before the slots, so a change after that rings again.
+        let Some((doorbell, seen)) = read(&self.account) else {
+            self.seen = Seen { is_cut: true, ..before };
+            return 0;
+        };
+        (self.doorbell, self.seen) = (doorbell, seen);
+        let used = if before.is_cut { 0 } else { seen.charged.saturating_sub(before.charged) };
+        self.usage.used_ns += used;
+        used
+    }
+}
+
+/// The doorbell of an account, and what its slots say.
+fn read(account: &File) -> Option<(u32, Seen)> {
+    let mut page = vec![0; HEADER + 4 * divvy_pages::account::SLOT];
+    let length = read_at(account, &mut page)?;
+    page.truncate(length);
+    let needed = Snapshot::length(&page);
+    if needed > page.len() {
+        page.resize(needed, 0);
+        let length = read_at(account, &mut page)?;
+        page.truncate(length);
+    }
+    let snapshot = Snapshot::new(&page).ok()?;
+    let mut seen = Seen { charged: snapshot.charged_ns(), ..Seen::default() };
+    for slot in snapshot.slots() {
+        let Some((state, number)) = slot.quantum.filter(|_| slot.owner.state() == SlotState::Live) else {
+            continue;
+        };
+        match state {
+            QuantumState::Working => seen.works = seen.works.max(Some(number)),
+            QuantumState::Waiting => {
+                seen.waits = true;
+                seen.ended = seen.ended.max(Some(number));
+            }
+            QuantumState::Drained => {}
+        }
+    }
+    Some((snapshot.doorbell(), seen))
+}
+
+fn read_at(account: &File, page: &mut [u8]) -> Option<usize> {
+    let length = account.read_at(page, 0).ok()?;
+    (length >= HEADER).then_some(length)
+}
+
+fn wake(page: &PolicyPage) {
+    // It fails for no word of ours.
+    let _ = futex::wake(page.quantum(), Flags::empty(), i32::MAX as u32);
+}
+
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    path.metadata().map(|meta| (meta.dev(), meta.ino()))
+}
