@@ -21,7 +21,7 @@ use clap::ValueEnum;
 use divvy_escape::watch::Watch;
 use std::path::PathBuf;
 use std::time::Duration;
-use tenants::{ComputeNode, Device, Times};
+use tenants::{ComputeNode, Device, Setup, Times};
 
 /// Largest error of a share, in percentage points.
 const SHARE_ERROR_MAX_POINTS: f64 = 2.0;
@@ -77,6 +77,10 @@ pub(crate) struct Arguments {
     /// Device that the tenants share
     #[arg(long, value_enum, default_value_t = Device::Gpu)]
     device: Device,
+    /// Time that a change between processes takes on the GPU, such as 0, 170us or 0.5ms; by default
+    /// that of the GPU model
+    #[arg(long, value_name = "TIME", value_parser = parse_microseconds)]
+    switch_cost: Option<u32>,
     /// Run without the node's agent, which corrects the library's estimates
     #[arg(long)]
     no_agent: bool,
@@ -111,6 +115,19 @@ enum CaseSet {
     All,
 }
 
+/// Parses a time such as `0`, `170us` or `0.5ms`, to microseconds.
+fn parse_microseconds(text: &str) -> Result<u32, String> {
+    let (number, factor) = match text.strip_suffix("us") {
+        Some(number) => (number, 1.0),
+        None => text.strip_suffix("ms").map_or((text, 0.0), |number| (number, 1000.0)),
+    };
+    let time = number.parse::<f64>().ok().filter(|time| (0.0..1e6).contains(time));
+    // A number without a unit can only be 0.
+    let time = time.filter(|time| factor > 0.0 || *time == 0.0);
+    time.map(|time| (time * factor).round() as u32)
+        .ok_or_else(|| "expected a time like 0, 170us or 0.5ms".to_owned())
+}
+
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     if let [root, directory] = arguments.agent_of.as_slice() {
         return Watch::serve(root, directory, false);
@@ -125,7 +142,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         return charts::draw_all(&library, dir);
     }
     let times = Times { warm_up, window, burst };
-    let start_node = || ComputeNode::start(arguments.device, library.clone(), times, !arguments.no_agent);
+    let setup = Setup { device: arguments.device, library, times, switch_us: arguments.switch_cost };
+    let start_node = || ComputeNode::start(&setup, !arguments.no_agent);
     if selected("cases") {
         matrix::run(arguments, start_node, burst)?;
     }
@@ -163,7 +181,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     // The remaining parts start and kill agents themselves.
     drop(node);
     if selected("agent-restart") || selected("host-upgrade") {
-        let node = ComputeNode::start(arguments.device, library, times, false)?;
+        let node = ComputeNode::start(&setup, false)?;
         if selected("agent-restart") {
             outage::agent_restart(&node, SHARE_ERROR_MAX_POINTS, burst)?;
         }
@@ -194,4 +212,18 @@ fn aggregate(node: &ComputeNode, rounds: u32) -> Result<()> {
         figure_at_most(&lost_time, &time, AGGREGATE_LOSS_MAX_PERCENT, "%");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_a_unit_unless_they_are_zero() {
+        let times = ["0", "170us", "0.5ms", "0us"].map(parse_microseconds);
+        assert_eq!(times, [Ok(0), Ok(170), Ok(500), Ok(0)]);
+        for wrong in ["", "5", "us", "-1us", "1s", "nanus"] {
+            assert!(parse_microseconds(wrong).is_err(), "{wrong}");
+        }
+    }
 }

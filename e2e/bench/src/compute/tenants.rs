@@ -51,6 +51,17 @@ pub(crate) enum Device {
     AmpereMig,
 }
 
+/// How to start a node.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    pub(crate) device: Device,
+    /// The library of the tenants.
+    pub(crate) library: PathBuf,
+    pub(crate) times: Times,
+    /// Time that a change between processes takes, in microseconds; `None` for that of the GPU model.
+    pub(crate) switch_us: Option<u32>,
+}
+
 /// The times of a run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
@@ -122,13 +133,16 @@ impl Drop for Pages {
 pub(crate) type Sample = (u64, u64);
 
 impl ComputeNode {
-    pub(crate) fn start(device: Device, library: PathBuf, times: Times, agent: bool) -> Result<Self> {
-        let parent = Path::new(MEMORY_DIR);
+    pub(crate) fn start(setup: &Setup, agent: bool) -> Result<Self> {
+        let Setup { device, library, times, switch_us } = setup.clone();
+        let model = if let Device::AmpereMig = device { AMPERE_MODEL } else { GPU_MODEL };
+        let node = Node::up_with(model, Path::new(MEMORY_DIR), |options| {
+            options.host.divides_samples = matches!(device, Device::PerProcessGpu);
+            options.host.switch_us = switch_us;
+        })?;
         let node = Rc::new(match device {
-            Device::Gpu => Node::up_in(GPU_MODEL, parent)?,
-            Device::PerProcessGpu => Node::with_per_process_samples(GPU_MODEL, parent)?,
-            Device::Mig => Node::with_half_instance(GPU_MODEL, parent)?,
-            Device::AmpereMig => Node::with_half_instance(AMPERE_MODEL, parent)?,
+            Device::Mig | Device::AmpereMig => node.with_half_instance()?,
+            Device::Gpu | Device::PerProcessGpu => node,
         });
         let watcher = Rc::new(node.watcher()?);
         // Each tenant has a copy of the program, so that the simulator's accounting has a name for each.

@@ -6,6 +6,8 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::catalogue::TimeSlicing;
+
 /// Unit in which memory is counted: CUDA's smallest allocation.
 pub const GRANULE_BYTES: u64 = 512;
 
@@ -22,7 +24,7 @@ pub struct ProcessUsage {
 /// Unit in which managed memory migrates.
 pub const MANAGED_PAGE_BYTES: u64 = 2 << 20;
 /// Must change with the layout.
-pub(super) const MAGIC: u64 = 0x6469_7676_7963_7506;
+pub(super) const MAGIC: u64 = 0x6469_7676_7963_7507;
 /// Maximum number of attached processes. [`Word`] has twelve bits for the row.
 pub(super) const ROWS: usize = 4096;
 /// The whole GPU, and the GPU instances 0 to 14.
@@ -200,16 +202,17 @@ impl Samples {
     }
 }
 
-/// Time slice of a GPU whose compute policy was not changed.
-const DEFAULT_TIME_SLICE: Duration = Duration::from_millis(2);
 /// Time slice by the level of `nvidia-smi compute-policy --set-timeslice`.
-pub(super) const fn time_slice(level: u32) -> Duration {
+pub(super) const fn time_slice(level: u32, of_model: &TimeSlicing) -> Duration {
     match level {
         2 => Duration::from_millis(10),
         3 => Duration::from_millis(30),
-        _ => DEFAULT_TIME_SLICE,
+        _ => Duration::from_micros(of_model.slice_us as u64),
     }
 }
+
+/// [`Engine::last_row`] after the process in that row has exited.
+pub(super) const EXITED: u64 = u64::MAX;
 
 /// The schedule of a partition.
 #[repr(C)]
@@ -224,12 +227,20 @@ pub(super) struct Engine {
     pub(super) slice_left: AtomicU64,
     /// Length of a time slice, in ns.
     pub(super) time_slice: AtomicU64,
+    /// Time that a change to another process takes, in ns.
+    pub(super) switch_cost: AtomicU64,
+    /// Remaining time of the change to the row that has the turn, in ns.
+    pub(super) switch_left: AtomicU64,
+    /// Row that had the last turn, from 1; 0 before the first turn; [`EXITED`].
+    pub(super) last_row: AtomicU64,
     /// In-order work: the monotonic time at which it ends, and its total since the partition exists
     /// (ns).
     pub(super) in_order_end: AtomicU64,
     pub(super) in_order_ns: AtomicU64,
     /// Total time that round-robin turns have run, in ns.
     pub(super) run_ns: AtomicU64,
+    /// Total time of the changes between processes, in ns.
+    pub(super) switch_ns: AtomicU64,
     /// Number of the last sample (monotonic time in sample periods), and the busy times at the last
     /// samples.
     pub(super) last_sample: AtomicU64,

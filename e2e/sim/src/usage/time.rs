@@ -2,17 +2,18 @@
 //!
 //! By default processes share a partition by round robin with a time slice, as on a real GPU. A
 //! process's work is a length on its own timeline: `submitted` is its end, `served` the progress.
-//! Overlapping kernels of one process count once. Clients of MPS run *in order* of submission
-//! across processes instead, and their timeline is the monotonic clock. No thread runs in the
-//! background: each caller first advances the schedule to the present under the partition's lock,
-//! which also takes the samples that are due.
+//! Overlapping kernels of one process count once. A change to another process takes time in which
+//! the partition is busy and no process runs. Clients of MPS run *in order* of submission across
+//! processes instead, without such changes, and their timeline is the monotonic clock. No thread
+//! runs in the background: each caller first advances the schedule to the present under the
+//! partition's lock, which also takes the samples that are due.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::gpu_process::GpuProcess;
 use super::gpu_usage::GpuUsage;
-use super::layout::{Engine, ROWS, SAMPLE_PERIOD_NS, SAMPLES_KEPT, Work};
+use super::layout::{EXITED, Engine, ROWS, SAMPLE_PERIOD_NS, SAMPLES_KEPT, Work};
 use super::locks::Locks;
 
 /// Spins on a lock before checking whether its holder is alive.
@@ -90,26 +91,19 @@ impl GpuUsage {
         let mut time = engine.clock.load(Ordering::Relaxed).min(now);
         let next_sample = || (engine.last_sample.load(Ordering::Relaxed) + 1) * SAMPLE_PERIOD_NS;
         let mut until = now.min(next_sample());
-        let slice = engine.time_slice.load(Ordering::Relaxed).max(1);
         while time < now {
             let Some(row) = engine.turn.load(Ordering::Relaxed).checked_sub(1).map(|row| row as usize % ROWS)
             else {
                 break;
             };
-            let work = self.work(row);
-            let served = work.served.load(Ordering::Relaxed);
-            let rest = work.submitted.load(Ordering::Relaxed).saturating_sub(served);
-            let left = engine.slice_left.load(Ordering::Relaxed);
-            let run = rest.min(left).min(until.saturating_sub(time));
-            time += run;
-            engine.run_ns.store(engine.run_ns.load(Ordering::Relaxed) + run, Ordering::Relaxed);
-            work.served.store(served + run, Ordering::Release);
-            engine.slice_left.store(left - run, Ordering::Relaxed);
-            if run == rest {
-                engine.active[row / 64].fetch_and(!(1 << (row % 64)), Ordering::Relaxed);
-                self.start_next_turn(partition, row, time, slice);
-            } else if run == left {
-                self.start_next_turn(partition, row, time, slice);
+            let switching = engine.switch_left.load(Ordering::Relaxed);
+            if switching > 0 {
+                let passed = switching.min(until.saturating_sub(time));
+                time += passed;
+                engine.switch_left.store(switching - passed, Ordering::Relaxed);
+                add(&engine.switch_ns, passed);
+            } else {
+                self.run_turn(partition, row, &mut time, until);
             }
             if time >= until {
                 self.take_samples(partition, time);
@@ -120,21 +114,47 @@ impl GpuUsage {
         engine.clock.store(now, Ordering::Relaxed);
     }
 
-    /// Starts the turn of the next row with work after `last`, in cyclic order.
-    fn start_next_turn(&self, partition: usize, last: usize, time: u64, slice: u64) {
-        let engine = self.engine(partition);
-        engine.slice_left.store(slice, Ordering::Relaxed);
-        let high = self.high_water().max(1);
-        let next = next_active(&engine.active, last, high);
-        engine.turn.store(next.map_or(0, |row| row as u64 + 1), Ordering::Relaxed);
-        if let Some(row) = next.filter(|row| *row != last) {
-            self.begin(row, time);
+    /// Runs the work of the row that has the turn, until `until` at most. Advances `time`.
+    fn run_turn(&self, partition: usize, row: usize, time: &mut u64, until: u64) {
+        let (engine, work) = (self.engine(partition), self.work(row));
+        let served = work.served.load(Ordering::Relaxed);
+        let rest = work.submitted.load(Ordering::Relaxed).saturating_sub(served);
+        let left = engine.slice_left.load(Ordering::Relaxed);
+        let run = rest.min(left).min(until.saturating_sub(*time));
+        *time += run;
+        add(&engine.run_ns, run);
+        work.served.store(served + run, Ordering::Release);
+        engine.slice_left.store(left - run, Ordering::Relaxed);
+        if run == rest {
+            engine.active[row / 64].fetch_and(!(1 << (row % 64)), Ordering::Relaxed);
+        }
+        if run == rest || run == left {
+            self.start_next_turn(partition, row, *time);
         }
     }
 
-    fn begin(&self, row: usize, time: u64) {
-        let work = self.work(row);
-        work.begin(time, work.served.load(Ordering::Relaxed));
+    /// Starts the turn of the next row with work after `last`, in cyclic order.
+    fn start_next_turn(&self, partition: usize, last: usize, time: u64) {
+        let engine = self.engine(partition);
+        let high = self.high_water().max(1);
+        match next_active(&engine.active, last, high) {
+            // The same process continues in its next time slice.
+            Some(row) if row == last => engine.slice_left.store(engine.slice(), Ordering::Relaxed),
+            Some(row) => self.start_turn(partition, row, time),
+            None => engine.turn.store(0, Ordering::Relaxed),
+        }
+    }
+
+    /// Starts the turn of a row, whose work begins after the change to its process.
+    fn start_turn(&self, partition: usize, row: usize, time: u64) {
+        let (engine, work, me) = (self.engine(partition), self.work(row), row as u64 + 1);
+        let last = engine.last_row.swap(me, Ordering::Relaxed);
+        let is_same = last == me || last == 0;
+        let switch = if is_same { 0 } else { engine.switch_cost.load(Ordering::Relaxed) };
+        engine.turn.store(me, Ordering::Relaxed);
+        engine.slice_left.store(engine.slice(), Ordering::Relaxed);
+        engine.switch_left.store(switch, Ordering::Relaxed);
+        work.begin(time + switch, work.served.load(Ordering::Relaxed));
     }
 
     /// Drops the unfinished work and the managed memory of a row.
@@ -144,6 +164,13 @@ impl GpuUsage {
         let (work, time) = (self.work(row), now());
         self.advance(partition, time);
         work.submitted.store(work.served.load(Ordering::Relaxed), Ordering::Relaxed);
+        // The next process in this row is another one. Fails if other work ran since.
+        let _ = self.engine(partition).last_row.compare_exchange(
+            row as u64 + 1,
+            EXITED,
+            Ordering::Relaxed,
+            Ordering::Relaxed,
+        );
         self.forget_managed(partition, row);
     }
 
@@ -159,6 +186,18 @@ impl GpuUsage {
         // Earlier than the turns that are kept: the start of the oldest is the best known time.
         oldest
     }
+}
+
+impl Engine {
+    /// Length of a time slice, in ns.
+    fn slice(&self) -> u64 {
+        self.time_slice.load(Ordering::Relaxed).max(1)
+    }
+}
+
+/// Adds to a sum that only the holder of the partition's lock changes.
+fn add(sum: &AtomicU64, ns: u64) {
+    sum.store(sum.load(Ordering::Relaxed) + ns, Ordering::Relaxed);
 }
 
 /// The next set bit after `last` in cyclic order, below `high`.
@@ -192,9 +231,14 @@ impl GpuProcess {
 
     /// Submits work. Returns the points of the timeline where it begins and ends.
     pub fn submit(&self, kernel: Kernel) -> (Mark, Mark) {
+        let _held = self.usage().lock_partition(self.locks(), self.partition_index(), self.row());
+        self.submit_at(kernel, now())
+    }
+
+    /// The same at a monotonic time in ns. The caller holds the partition's lock.
+    fn submit_at(&self, kernel: Kernel, time: u64) -> (Mark, Mark) {
         let (usage, partition, row) = (self.usage(), self.partition_index(), self.row());
-        let _held = usage.lock_partition(self.locks(), partition, row);
-        let (engine, time) = (usage.engine(partition), now());
+        let engine = usage.engine(partition);
         usage.advance(partition, time);
         let kernel = match self.own().managed_total.load(Ordering::Relaxed) {
             1.. if kernel.touches => {
@@ -222,9 +266,7 @@ impl GpuProcess {
             work.submitted.store(end, Ordering::Relaxed);
             engine.active[row / 64].fetch_or(1 << (row % 64), Ordering::Relaxed);
             if engine.turn.load(Ordering::Relaxed) == 0 {
-                engine.turn.store(row as u64 + 1, Ordering::Relaxed);
-                engine.slice_left.store(engine.time_slice.load(Ordering::Relaxed).max(1), Ordering::Relaxed);
-                usage.begin(row, time);
+                usage.start_turn(partition, row, time);
             }
         }
         (begin, end)
@@ -292,13 +334,14 @@ impl GpuUsage {
         (0..self.high_water()).filter(of_it)
     }
 
-    /// Total busy time of the partition at `time`, in ns. The conditions of
+    /// Total busy time of the partition at `time`, in ns. A change between processes is busy time, as
+    /// in the graphics utilization of an H100 (`driver/nvml/src/gpm.rs`). The conditions of
     /// [`Work::served_at`](super::layout::Work::served_at) apply.
     pub(super) fn busy_at(&self, partition: usize, time: u64) -> u64 {
         let engine = self.engine(partition);
         let ahead = engine.in_order_end.load(Ordering::Relaxed).saturating_sub(time);
         let ordered = engine.in_order_ns.load(Ordering::Relaxed).saturating_sub(ahead);
-        engine.run_ns.load(Ordering::Relaxed) + ordered
+        engine.run_ns.load(Ordering::Relaxed) + engine.switch_ns.load(Ordering::Relaxed) + ordered
     }
 
     /// GPU time that the row's process has received since it attached, in ns. The caller holds the
@@ -348,12 +391,17 @@ impl GpuProcess {
         let own = rest_of(row, mark);
         let engine = usage.engine(partition);
         let turn = engine.turn.load(Ordering::Relaxed).checked_sub(1).map(|row| row as usize % ROWS);
-        match turn.filter(|other| own > 0 && *other != row) {
+        if own == 0 {
+            return 0;
+        }
+        let switching = engine.switch_left.load(Ordering::Relaxed);
+        match turn.filter(|other| *other != row) {
             Some(other) => {
                 let end = usage.work(other).submitted.load(Ordering::Relaxed);
-                own + rest_of(other, end).min(engine.slice_left.load(Ordering::Relaxed))
+                let turn = rest_of(other, end).min(engine.slice_left.load(Ordering::Relaxed));
+                own + switching + turn + engine.switch_cost.load(Ordering::Relaxed)
             }
-            None => own,
+            None => own + switching,
         }
     }
 }
@@ -361,9 +409,119 @@ impl GpuProcess {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::usage::Place;
+    use crate::usage::layout::PARTITIONS_PER_GPU;
     use proptest::prelude::*;
+    use std::sync::Arc;
+
+    const MS: u64 = 1_000_000;
+    const SLICE: u64 = 2 * MS;
+    const COST: u64 = MS / 10;
+    /// A time after which the tests submit their work.
+    const START: u64 = 1000 * MS;
+
+    /// A GPU with processes on it, whose times are chosen by the test.
+    struct Schedule {
+        processes: Vec<GpuProcess>,
+        usage: Arc<GpuUsage>,
+        _dir: tempfile::TempDir,
+    }
+
+    impl Schedule {
+        fn new(processes: usize, cost: u64) -> Self {
+            let dir = tempfile::tempdir().expect("a directory");
+            GpuUsage::create(dir.path()).expect("a file");
+            let usage = Arc::new(GpuUsage::open(dir.path()).expect("the file"));
+            for (gpu, partition) in
+                usage.get().partitions.iter().step_by(PARTITIONS_PER_GPU).take(2).enumerate()
+            {
+                partition.flags.store(GpuUsage::PRESENT, Ordering::Relaxed);
+                partition.engine.time_slice.store(SLICE, Ordering::Relaxed);
+                partition.engine.switch_cost.store(cost, Ordering::Relaxed);
+                usage.advance(gpu * PARTITIONS_PER_GPU, START);
+            }
+            let mut all = Self { processes: Vec::new(), usage, _dir: dir };
+            (0..processes).for_each(|_| all.attach(0));
+            all
+        }
+
+        fn attach(&mut self, slot: usize) {
+            let place = Place { slot, instance: None };
+            self.processes.push(GpuProcess::attach(&self.usage, place).expect("a GPU"));
+        }
+
+        fn submit(&self, process: usize, length: u64, at: u64) -> Mark {
+            let kernel = Kernel { after: 0, length, touches: false };
+            self.processes[process].submit_at(kernel, START + at).1
+        }
+
+        /// GPU time of each process at a time after the start.
+        fn served_at(&self, at: u64) -> Vec<u64> {
+            self.usage.advance(0, START + at);
+            self.processes.iter().map(GpuProcess::served).collect()
+        }
+
+        fn busy_at(&self, at: u64) -> u64 {
+            self.usage.advance(0, START + at);
+            self.usage.busy_at(0, START + at)
+        }
+    }
+
+    #[test]
+    fn change_to_another_process_takes_time() {
+        let schedule = Schedule::new(2, COST);
+        let ends = [schedule.submit(0, 4 * MS, 0), schedule.submit(1, 3 * MS, 0)];
+        assert_eq!(schedule.served_at(SLICE + COST / 2), [SLICE, 0]);
+        assert_eq!(schedule.served_at(2 * SLICE + COST), [SLICE, SLICE]);
+        assert_eq!(schedule.served_at(7 * MS + 3 * COST - 1), [2 * SLICE, 3 * MS - 1]);
+        // The changes are busy time.
+        assert_eq!(schedule.busy_at(20 * MS), 7 * MS + 3 * COST);
+        let ended = |process: usize| schedule.processes[process].time_of(ends[process]) - START;
+        assert_eq!([ended(0), ended(1)], [3 * SLICE + 2 * COST, 7 * MS + 3 * COST]);
+    }
+
+    #[test]
+    fn process_that_continues_pays_no_change() {
+        let schedule = Schedule::new(2, COST);
+        schedule.submit(0, 3 * SLICE, 0);
+        assert_eq!(schedule.served_at(3 * SLICE), [3 * SLICE, 0]);
+        schedule.submit(0, MS, 10 * MS);
+        assert_eq!(schedule.served_at(11 * MS), [3 * SLICE + MS, 0]);
+        // An idle GPU keeps the context of the last process.
+        schedule.submit(1, MS, 20 * MS);
+        assert_eq!(schedule.served_at(21 * MS), [3 * SLICE + MS, MS - COST]);
+    }
+
+    #[test]
+    fn process_in_the_row_of_an_exited_one_is_another() {
+        let mut schedule = Schedule::new(1, COST);
+        schedule.submit(0, MS, 0);
+        let before = schedule.served_at(MS)[0];
+        schedule.processes.clear();
+        schedule.attach(0);
+        // Detaching has advanced the schedule to the present.
+        let present = now() - START;
+        schedule.submit(0, MS, present);
+        assert_eq!(schedule.served_at(present + MS), [before + MS - COST]);
+    }
 
     proptest! {
+        /// All work is served, and the GPU is busy with it and with changes of equal length.
+        #[test]
+        fn switching_delays_work_and_loses_none(
+            lengths in proptest::collection::vec(1..8 * MS, 2..6), cost in 0..MS,
+        ) {
+            let schedule = Schedule::new(lengths.len(), cost);
+            for (process, length) in lengths.iter().enumerate() {
+                schedule.submit(process, *length, 0);
+            }
+            let end = 1000 * MS;
+            prop_assert_eq!(schedule.served_at(end), lengths.clone());
+            let switched = schedule.busy_at(end) - lengths.iter().sum::<u64>();
+            prop_assert_eq!(switched.checked_rem(cost).unwrap_or(0), 0);
+            prop_assert!(switched >= (lengths.len() as u64 - 1) * cost);
+        }
+
         #[test]
         fn next_active_row_is_the_first_after_the_last(
             bits in proptest::collection::btree_set(0..300_usize, 0..20), last in 0..300_usize,
