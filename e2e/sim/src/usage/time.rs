@@ -2,7 +2,8 @@
 //!
 //! By default processes share a partition by round robin with a time slice, as on a real GPU. A
 //! process's work is a length on its own timeline: `submitted` is its end, `served` the progress.
-//! Overlapping kernels of one process count once. A change to another process takes time in which
+//! Overlapping kernels of one process count once. A kernel that waits for another one uses GPU time
+//! without progress on the timeline. A change to another process takes time in which
 //! the partition is busy and no process runs. Clients of MPS run *in order* of submission across
 //! processes instead, without such changes, and their timeline is the monotonic clock. No thread
 //! runs in the background: each caller first advances the schedule to the present under the
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use super::gpu_process::GpuProcess;
 use super::gpu_usage::GpuUsage;
-use super::layout::{EXITED, Engine, ROWS, SAMPLE_PERIOD_NS, SAMPLES_KEPT, Work};
+use super::layout::{Appointment, EXITED, Engine, Meeting, ROWS, SAMPLE_PERIOD_NS, SAMPLES_KEPT, Work};
 use super::locks::Locks;
 
 /// Spins on a lock before checking whether its holder is alive.
@@ -31,6 +32,8 @@ pub struct Kernel {
     pub length: u64,
     /// Whether it touches the managed memory of its process.
     pub touches: bool,
+    /// The kernel first waits for another one. Clients of MPS do not wait.
+    pub meeting: Option<Meeting>,
 }
 
 /// The monotonic clock, in ns.
@@ -120,17 +123,51 @@ impl GpuUsage {
         let served = work.served.load(Ordering::Relaxed);
         let rest = work.submitted.load(Ordering::Relaxed).saturating_sub(served);
         let left = engine.slice_left.load(Ordering::Relaxed);
-        let run = rest.min(left).min(until.saturating_sub(*time));
+        let next = work.meetings.next().filter(|_| rest > 0);
+        let room = left.min(until.saturating_sub(*time));
+        let run = match next.map(|next| (next, next.mark.saturating_sub(served))) {
+            Some((Appointment { meeting, .. }, 0)) => {
+                work.meetings.announce(meeting.own, meeting.round, *time);
+                let wait = self.peer_announced_at(row, meeting).map(|at| at.saturating_sub(*time));
+                if wait == Some(0) {
+                    work.meetings.keep();
+                    work.begin(*time, served);
+                    return;
+                }
+                let run = room.min(wait.unwrap_or(u64::MAX));
+                add(&work.waited, run);
+                run
+            }
+            next => {
+                let run = room.min(rest).min(next.map_or(u64::MAX, |(_, before)| before));
+                work.served.store(served + run, Ordering::Release);
+                run
+            }
+        };
+        let rest = rest - (work.served.load(Ordering::Relaxed) - served);
         *time += run;
         add(&engine.run_ns, run);
-        work.served.store(served + run, Ordering::Release);
         engine.slice_left.store(left - run, Ordering::Relaxed);
-        if run == rest {
+        if rest == 0 {
             engine.active[row / 64].fetch_and(!(1 << (row % 64)), Ordering::Relaxed);
         }
-        if run == rest || run == left {
+        if rest == 0 || run == left {
             self.start_next_turn(partition, row, *time);
         }
+    }
+
+    /// The time at which another row of the same process announced the peer of a meeting.
+    fn peer_announced_at(&self, row: usize, meeting: Meeting) -> Option<u64> {
+        self.rows_of_same_process(row)
+            .find_map(|other| self.work(other).meetings.announced_at(meeting.peer, meeting.round))
+    }
+
+    /// The other rows of a row's process.
+    fn rows_of_same_process(&self, row: usize) -> impl Iterator<Item = usize> {
+        let owners = &self.get().owners;
+        let owner = owners[row].load(Ordering::Acquire);
+        (0..self.high_water())
+            .filter(move |other| *other != row && owners[*other].load(Ordering::Acquire) == owner)
     }
 
     /// Starts the turn of the next row with work after `last`, in cyclic order.
@@ -164,6 +201,7 @@ impl GpuUsage {
         let (work, time) = (self.work(row), now());
         self.advance(partition, time);
         work.submitted.store(work.served.load(Ordering::Relaxed), Ordering::Relaxed);
+        work.meetings.clear();
         // The next process in this row is another one. Fails if other work ran since.
         let _ = self.engine(partition).last_row.compare_exchange(
             row as u64 + 1,
@@ -230,7 +268,12 @@ impl GpuProcess {
     }
 
     /// Submits work. Returns the points of the timeline where it begins and ends.
+    ///
+    /// Waits while too many of its kernels wait for other kernels.
     pub fn submit(&self, kernel: Kernel) -> (Mark, Mark) {
+        while kernel.meeting.is_some() && self.work().meetings.is_full() {
+            self.wait_for(self.work().meetings.next().map_or(0, |next| next.mark + 1), Duration::ZERO);
+        }
         let _held = self.usage().lock_partition(self.locks(), self.partition_index(), self.row());
         self.submit_at(kernel, now())
     }
@@ -260,8 +303,14 @@ impl GpuProcess {
             return (begin, begin + kernel.length);
         }
         let work = usage.work(row);
-        let begin = work.served.load(Ordering::Relaxed).max(kernel.after);
-        let end = begin + kernel.length;
+        let mut begin = work.served.load(Ordering::Relaxed).max(kernel.after);
+        if let Some(meeting) = kernel.meeting {
+            // After all work before it: while it waits, the timeline stands still.
+            begin = begin.max(work.submitted.load(Ordering::Relaxed));
+            work.meetings.add(Appointment { mark: begin, meeting });
+        }
+        // A kernel that waits is part of the work even if it is over at once after that.
+        let end = begin + kernel.length.max(u64::from(kernel.meeting.is_some()));
         if end > work.submitted.load(Ordering::Relaxed) {
             work.submitted.store(end, Ordering::Relaxed);
             engine.active[row / 64].fetch_or(1 << (row % 64), Ordering::Relaxed);
@@ -277,6 +326,7 @@ impl GpuProcess {
         if self.in_order() {
             return now();
         }
+        self.advance_peers();
         let (usage, partition, row) = (self.usage(), self.partition_index(), self.row());
         let _held = usage.lock_partition(self.locks(), partition, row);
         usage.advance(partition, now());
@@ -354,6 +404,8 @@ impl GpuUsage {
 
 /// Longest sleep before a waiting process checks its progress again.
 const MAX_SLEEP: Duration = Duration::from_millis(20);
+/// Sleep of a process whose kernel waits for another kernel: short compared to a kernel of 1 ms.
+const MEETING_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 impl GpuProcess {
     /// Waits until the timeline reaches a point. Sleeps at first and spins for the last `spins`,
@@ -362,14 +414,16 @@ impl GpuProcess {
     /// Other processes' work can delay the point, so the remaining time is checked repeatedly.
     pub fn wait_for(&self, mark: Mark, spins: Duration) {
         loop {
-            let rest = self.remaining_ns(mark);
-            if rest == 0 {
-                return;
-            }
-            match Duration::from_nanos(rest).min(MAX_SLEEP).checked_sub(spins) {
+            self.advance_peers();
+            let (rest, spins) = match self.remaining(mark) {
+                Remaining::Time(0) => return,
+                Remaining::Time(rest) => (Duration::from_nanos(rest), spins),
+                Remaining::Meeting => (MEETING_POLL_INTERVAL, Duration::ZERO),
+            };
+            match rest.min(MAX_SLEEP).checked_sub(spins) {
                 Some(pause) => std::thread::sleep(pause),
                 None => {
-                    let until = now() + rest;
+                    let until = now() + rest.as_nanos() as u64;
                     while now() < until {
                         std::hint::spin_loop();
                     }
@@ -378,32 +432,60 @@ impl GpuProcess {
         }
     }
 
-    /// Nanoseconds until a point is reached, if the process that runs now does not die.
-    fn remaining_ns(&self, mark: Mark) -> u64 {
+    /// How long until a point is reached, if the process that runs now does not die.
+    fn remaining(&self, mark: Mark) -> Remaining {
         if self.in_order() {
-            return mark.saturating_sub(now());
+            return Remaining::Time(mark.saturating_sub(now()));
         }
         let (usage, partition, row) = (self.usage(), self.partition_index(), self.row());
         let _held = usage.lock_partition(self.locks(), partition, row);
         usage.advance(partition, now());
         let rest_of =
             |row: usize, mark: Mark| mark.saturating_sub(usage.work(row).served.load(Ordering::Relaxed));
-        let own = rest_of(row, mark);
+        let meeting = self.work().meetings.next().map(|next| next.mark).filter(|begin| *begin < mark);
+        let own = rest_of(row, meeting.unwrap_or(mark));
+        if own == 0 {
+            return if meeting.is_some() { Remaining::Meeting } else { Remaining::Time(0) };
+        }
         let engine = usage.engine(partition);
         let turn = engine.turn.load(Ordering::Relaxed).checked_sub(1).map(|row| row as usize % ROWS);
-        if own == 0 {
-            return 0;
-        }
         let switching = engine.switch_left.load(Ordering::Relaxed);
-        match turn.filter(|other| *other != row) {
+        Remaining::Time(match turn.filter(|other| *other != row) {
             Some(other) => {
                 let end = usage.work(other).submitted.load(Ordering::Relaxed);
                 let turn = rest_of(other, end).min(engine.slice_left.load(Ordering::Relaxed));
                 own + switching + turn + engine.switch_cost.load(Ordering::Relaxed)
             }
             None => own + switching,
+        })
+    }
+
+    /// Advances the schedules on which kernels of this process run that its kernels here wait for.
+    fn advance_peers(&self) {
+        if self.in_order() || self.work().meetings.next().is_none() {
+            return;
+        }
+        let (usage, row) = (self.usage(), self.row());
+        for other in usage.rows_of_same_process(row) {
+            let partition = usage.get().rows[other].partition.load(Ordering::Relaxed) as usize;
+            if partition < usage.get().partitions.len() {
+                let _held = usage.lock_partition(self.locks(), partition, row);
+                usage.advance(partition, now());
+            }
         }
     }
+
+    fn work(&self) -> &Work {
+        self.usage().work(self.row())
+    }
+}
+
+/// The distance to a point of a timeline.
+enum Remaining {
+    /// Nanoseconds.
+    Time(u64),
+    /// A kernel that waits for another one.
+    Meeting,
 }
 
 #[cfg(test)]
@@ -451,7 +533,11 @@ mod tests {
         }
 
         fn submit(&self, process: usize, length: u64, at: u64) -> Mark {
-            let kernel = Kernel { after: 0, length, touches: false };
+            self.submit_meeting(process, length, at, None)
+        }
+
+        fn submit_meeting(&self, process: usize, length: u64, at: u64, meeting: Option<Meeting>) -> Mark {
+            let kernel = Kernel { after: 0, length, touches: false, meeting };
             self.processes[process].submit_at(kernel, START + at).1
         }
 
@@ -503,6 +589,48 @@ mod tests {
         let present = now() - START;
         schedule.submit(0, MS, present);
         assert_eq!(schedule.served_at(present + MS), [before + MS - COST]);
+    }
+
+    /// Processes 0 and 1 on the first GPU, and 2 on the second, whose kernels wait for those of 0.
+    fn with_peer() -> (Schedule, impl Fn(&Schedule, usize, u64) -> Mark) {
+        let mut schedule = Schedule::new(2, 0);
+        schedule.attach(1);
+        let submit = |schedule: &Schedule, process: usize, round: u64| {
+            let (own, peer) = if process == 0 { (16, 32) } else { (32, 16) };
+            schedule.submit_meeting(process, MS, 0, Some(Meeting { own, peer, round }))
+        };
+        (schedule, submit)
+    }
+
+    #[test]
+    fn kernel_waits_until_its_peer_runs() {
+        let (schedule, submit) = with_peer();
+        let ends = [1, 2].map(|round| submit(&schedule, 0, round));
+        // It uses GPU time while it waits, in turns with the other process.
+        schedule.submit(1, 4 * MS, 0);
+        assert_eq!(schedule.served_at(8 * MS), [0, 4 * MS, 0]);
+        assert_eq!(schedule.usage.gpu_ns_since_attach(schedule.processes[0].row(), START), 4 * MS);
+        // The peer was submitted at 0, but its GPU is first advanced now.
+        let peers = [1, 2].map(|round| submit(&schedule, 2, round));
+        schedule.usage.advance(PARTITIONS_PER_GPU, START + 10 * MS);
+        assert_eq!(schedule.served_at(10 * MS), [2 * MS, 4 * MS, MS]);
+        schedule.usage.advance(PARTITIONS_PER_GPU, START + 11 * MS);
+        let reached = |process: usize, mark: Mark| schedule.processes[process].time_of(mark) - START;
+        assert_eq!(ends.map(|mark| reached(0, mark)), [9 * MS, 10 * MS]);
+        // The second meeting was at 9 ms, when the peer's schedule had been advanced to 10 ms.
+        assert_eq!(peers.map(|mark| reached(2, mark)), [MS, 11 * MS]);
+    }
+
+    #[test]
+    fn kernel_without_a_peer_waits_until_its_process_exits() {
+        let (mut schedule, submit) = with_peer();
+        submit(&schedule, 0, 1);
+        assert_eq!(schedule.served_at(500 * MS), [0, 0, 0]);
+        assert_eq!(schedule.busy_at(500 * MS), 500 * MS);
+        drop(schedule.processes.remove(0));
+        let present = now() - START;
+        schedule.submit(0, MS, present);
+        assert_eq!(schedule.served_at(present + MS)[0], MS);
     }
 
     proptest! {
