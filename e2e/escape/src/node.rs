@@ -189,7 +189,7 @@ impl Node {
     }
 
     /// The device that the node's shares are of.
-    fn place(&self) -> Place {
+    pub fn place(&self) -> Place {
         Place { slot: 0, instance: self.mig.map(|(numbers, _)| numbers) }
     }
 

@@ -126,7 +126,8 @@ impl Scenario {
             window: Duration::from_secs(LENGTH_SECONDS),
             burst: Duration::ZERO,
         };
-        let setup = Setup { device: Device::Gpu, library: library.to_owned(), times, switch_us: None };
+        let setup =
+            Setup { device: Device::Gpu, library: library.to_owned(), times, switch_us: None, gpus: 1 };
         let node = ComputeNode::start(&setup, true)?;
         let mut tenants = Vec::new();
         for (at, (_, compute)) in self.tenants.iter().enumerate() {
