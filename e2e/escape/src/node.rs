@@ -55,12 +55,7 @@ impl Node {
 
     /// The same with its files below `parent`.
     pub fn up_in(gpu: &str, parent: &Path) -> Result<Self> {
-        Self::with(gpu, parent, |_| ())
-    }
-
-    /// The same, on a driver whose utilization samples report the time of each process.
-    pub fn with_per_process_samples(gpu: &str, parent: &Path) -> Result<Self> {
-        Self::with(gpu, parent, |options| options.host.divides_samples = true)
+        Self::up_with(gpu, parent, |_| ())
     }
 
     /// A node with one device of that kind.
@@ -69,10 +64,10 @@ impl Node {
         match device {
             Device::Gpu => Self::up("L4"),
             Device::Hopper => Self::up("H100-SXM5-80GB"),
-            Device::MigInstance => Self::with_half_instance("H100-SXM5-80GB", &parent),
+            Device::MigInstance => Self::up("H100-SXM5-80GB")?.with_half_instance(),
             Device::CgroupLimits => {
                 let node =
-                    Self::with("L4", &parent, |options| options.driver = CGROUP_LIMITS_DRIVER.to_owned())?;
+                    Self::up_with("L4", &parent, |options| options.driver = CGROUP_LIMITS_DRIVER.to_owned())?;
                 let sysfs = node.sim.root().join("sys/fs");
                 std::fs::create_dir_all(&sysfs)?;
                 symlink(cgroup::root()?, sysfs.join("cgroup"))?;
@@ -81,21 +76,21 @@ impl Node {
         }
     }
 
-    /// A node with that GPU, half of which is a MIG instance, with its files below `parent`.
-    pub fn with_half_instance(gpu: &str, parent: &Path) -> Result<Self> {
-        let mut node = Self::up_in(gpu, parent)?;
-        let (gi, ci) = node.sim.update(|state| {
+    /// The same node with half of its GPU as a MIG instance, whose shares it then has.
+    pub fn with_half_instance(mut self) -> Result<Self> {
+        let (gi, ci) = self.sim.update(|state| {
             // Before Hopper a change of the MIG mode takes effect only after a reset.
             state.set_mig_mode(0, true)?;
             state.reset(0, false)?;
             let gi = state.create_gi(0, HALF_PROFILE_IDS.0, None)?;
             Ok((gi.id, state.create_ci(0, gi.id, HALF_PROFILE_IDS.1, None)?))
         })?;
-        node.mig = Some(((gi, ci.id), GpuUuid::parse(&ci.uuid).context("the instance has no valid UUID")?));
-        Ok(node)
+        self.mig = Some(((gi, ci.id), GpuUuid::parse(&ci.uuid).context("the instance has no valid UUID")?));
+        Ok(self)
     }
 
-    fn with(gpu: &str, parent: &Path, adjust: impl FnOnce(&mut Options)) -> Result<Self> {
+    /// The same as [`Node::up_in`] with other options of the simulator.
+    pub fn up_with(gpu: &str, parent: &Path, adjust: impl FnOnce(&mut Options)) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("escape-").tempdir_in(parent)?;
         let mut options = Options::new(divvy_sim::library()?, std::env::current_exe()?);
         adjust(&mut options);
@@ -194,7 +189,7 @@ impl Node {
     }
 
     /// The device that the node's shares are of.
-    fn place(&self) -> Place {
+    pub fn place(&self) -> Place {
         Place { slot: 0, instance: self.mig.map(|(numbers, _)| numbers) }
     }
 

@@ -23,6 +23,7 @@ use mounts::Page;
 use process::{Cgroups, Process};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Time between two audits of a GPU. Two audits that confirm a finding stay well within the five
@@ -139,6 +140,8 @@ pub(crate) struct ProcessMemory {
 pub(crate) struct Snapshot {
     /// Sorted by share and claim.
     pub(crate) shares: Vec<Share>,
+    /// The pages of all shares of the node. A container can have shares of several GPUs.
+    pub(crate) node_pages: Arc<[Page]>,
     pub(crate) uses: Vec<ProcessMemory>,
     /// The processes in `uses` and the first process of each container, by pid. Processes that
     /// exited are missing.

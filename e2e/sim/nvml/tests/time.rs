@@ -23,7 +23,7 @@ fn gpu_process(node: &Node, place: Place) -> GpuProcess {
 }
 
 fn submit(gpu_process: &GpuProcess, length: u64) {
-    gpu_process.submit(Kernel { after: 0, length, touches: true });
+    gpu_process.submit(Kernel { after: 0, length, touches: true, meeting: None });
 }
 
 /// Polls until there is a result.

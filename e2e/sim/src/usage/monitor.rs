@@ -109,6 +109,17 @@ impl UsageMonitor {
         Some((at, self.usage.busy_at(partition, at)))
     }
 
+    /// Current monotonic time, and the GPU time of all processes on the partition since the simulator
+    /// was created, also of those that have exited; both in ns.
+    pub fn served_time(&self, place: Place) -> Option<(u64, u64)> {
+        let partition = place.partition()?;
+        let _held = self.usage.lock_partition(self.locks, partition, self.row);
+        let at = now();
+        self.usage.advance(partition, at);
+        let switch_ns = self.usage.engine(partition).switch_ns.load(Ordering::Relaxed);
+        Some((at, self.usage.busy_at(partition, at) - switch_ns))
+    }
+
     /// How busy the partition was in the last sample period.
     pub fn last_utilization(&self, place: Place) -> Option<Utilization> {
         self.utilization(place, now().saturating_sub(SAMPLE_PERIOD_NS))
