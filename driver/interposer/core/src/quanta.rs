@@ -54,9 +54,9 @@ pub(crate) struct Pipeline {
     /// The context of a destroy call in progress, whose events must not be queried; 0 if none.
     aside: AtomicU64,
     last_ring: AtomicU64,
-    /// Whether the slot says that this process works.
+    /// What the slot says: whether this process works, or waits for another quantum than this.
     is_working: AtomicU32,
-    _word: u32,
+    waits_after: AtomicU32,
     marks: [Mark; MARKS],
 }
 
@@ -66,10 +66,11 @@ struct Mark {
     context: AtomicU64,
     begin: AtomicU64,
     end: AtomicU64,
-    /// When `begin` was recorded, by the monotonic clock; 0 if the batch follows the one before.
+    /// When `begin` was recorded, by the monotonic clock.
     began: AtomicU64,
     launches: AtomicU32,
-    _word: u32,
+    /// Nonzero if it was recorded: the batch does not follow the one before.
+    is_first: AtomicU32,
 }
 
 /// Whether a launch may begin a batch now.
@@ -154,7 +155,8 @@ impl Pipeline {
         }
         let follows = self.outstanding() > 0 && before.context.load(Relaxed) == context;
         let is_marked = !follows && timer.record(mark.begin.load(Relaxed));
-        mark.began.store(if is_marked { now } else { 0 }, Relaxed);
+        mark.began.store(now, Relaxed);
+        mark.is_first.store(is_marked.into(), Relaxed);
         if !follows && !is_marked {
             // Charged from now on by the clock.
             self.end.store(now, Relaxed);
@@ -194,11 +196,11 @@ impl Pipeline {
                 return;
             }
             self.head.store(head.wrapping_add(1), Relaxed);
-            let (from, began) = match mark.began.load(Relaxed) {
+            let (from, began) = match mark.is_first.load(Relaxed) {
                 0 => (self.mark(head.wrapping_sub(1)).end.load(Relaxed), self.end.load(Relaxed)),
-                began => (mark.begin.load(Relaxed), began),
+                _ => (mark.begin.load(Relaxed), mark.began.load(Relaxed)),
             };
-            let took = is_done.and_then(|_| timer.elapsed(from, end));
+            let took = is_done.filter(|_| from != 0).and_then(|_| timer.elapsed(from, end));
             // Events of a destroyed context tell nothing.
             let took =
                 took.map_or_else(|| now().saturating_sub(began), |took| took.clamp(0, LONGEST_NS) as u64);
@@ -296,7 +298,7 @@ impl<S: System> Device<'_, S> {
     ) -> bool {
         let system = &self.process.system;
         let is_observing = share.flags().has(Flags::OBSERVE_ONLY);
-        let mut waits = Waiting { since: None, has_rung: false };
+        let mut waits = Waiting { since: None };
         let number = loop {
             self.collect(share, page, pipeline, timer);
             let now = system.now();
@@ -305,7 +307,7 @@ impl<S: System> Device<'_, S> {
                 Permission::Wait { number, until } => {
                     waits.report(self, now);
                     if pipeline.is_empty() {
-                        self.wait_for_quantum(share, page, number, until, &mut waits);
+                        self.wait_for_quantum(share, page, pipeline, number, until);
                     } else {
                         system.sleep(pipeline.poll_ns());
                     }
@@ -377,12 +379,14 @@ impl<S: System> Device<'_, S> {
         &self,
         share: &SharePages,
         page: &PolicyPage,
+        pipeline: &Pipeline,
         number: u32,
         until: u64,
-        waits: &mut Waiting,
     ) {
         let system = &self.process.system;
-        if !core::mem::replace(&mut waits.has_rung, true) {
+        // Nonzero: the number of no quantum is told apart from nothing said.
+        let says = number.wrapping_add(1);
+        if pipeline.waits_after.swap(says, Relaxed) != says {
             self.update_slot(|slot| slot.set_quantum(QuantumState::Waiting, number));
             if let Some(account) = share.account() {
                 ring(system, account);
@@ -421,6 +425,7 @@ impl<S: System> Device<'_, S> {
 
     fn say(&self, pipeline: &Pipeline, state: QuantumState, number: u32) {
         pipeline.is_working.store((state == QuantumState::Working).into(), Relaxed);
+        pipeline.waits_after.store(0, Relaxed);
         self.update_slot(|slot| slot.set_quantum(state, number));
     }
 
@@ -449,7 +454,6 @@ impl<S: System> Device<'_, S> {
 /// A launch that waits.
 struct Waiting {
     since: Option<u64>,
-    has_rung: bool,
 }
 
 impl Waiting {

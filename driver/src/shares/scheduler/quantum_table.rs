@@ -22,7 +22,6 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::SeqCst;
 
 /// A holder that has not completed its work this long after the end of its quantum loses
 /// exclusivity, in nanoseconds.
@@ -90,6 +89,8 @@ struct Seat {
     compute: Compute,
     /// What its account said last.
     seen: Seen,
+    /// It waited before that.
+    waited: bool,
     /// The quantum in which it still works although another share has the device.
     late: Option<u32>,
     usage: QuantumUsage,
@@ -185,7 +186,10 @@ impl QuantumTable {
 
 impl DeviceQuanta {
     fn plan(&mut self, shares: Vec<PlannedShare>, now: u64) -> bool {
-        let holder = self.holder.and_then(|holder| Some((self.seats.get(holder.index)?.key.clone(), holder)));
+        let holder = self.holder.take().and_then(|holder| {
+            let seat = self.seats.get(holder.index)?;
+            Some((Arc::clone(&seat.door), holder))
+        });
         let mut before: Vec<(Seat, Ledger)> =
             std::mem::take(&mut self.seats).into_iter().zip(self.law.ledgers.drain(..)).collect();
         let mut has_changed = false;
@@ -212,8 +216,11 @@ impl DeviceQuanta {
         }
         has_changed |= !before.is_empty();
         before.iter().for_each(|(seat, _)| seat.release());
-        let at = |key: &ShareKey| self.seats.iter().position(|seat| seat.key == *key);
-        self.holder = holder.and_then(|(key, holder)| Some(Holder { index: at(&key)?, ..holder }));
+        // Pages that were written again know nothing of a quantum.
+        self.holder = holder.and_then(|(door, holder)| {
+            let index = self.seats.iter().position(|seat| Arc::ptr_eq(&seat.door, &door))?;
+            Some(Holder { index, ..holder })
+        });
         let is_gated = divides(self.seats.iter().map(|seat| seat.compute));
         if is_gated != std::mem::replace(&mut self.is_gated, is_gated) || has_changed {
             self.seats.iter().for_each(|seat| if is_gated { seat.gate() } else { seat.release() });
@@ -249,13 +256,15 @@ impl DeviceQuanta {
         }
         for index in 0..self.seats.len() {
             let holds = self.holder.is_some_and(|holder| holder.index == index);
-            let seat = &mut self.seats[index];
+            let seat = &self.seats[index];
             if seat.seen.waits || seat.seen.works.is_some() {
-                let waits = seat.seen.waits && !holds;
-                let is_new = self.law.is_active(index, waits, now);
-                if is_new && waits {
-                    self.shorten(now);
-                }
+                self.law.is_active(index, seat.seen.waits && !holds, now);
+            }
+            let seat = &mut self.seats[index];
+            let waits = seat.seen.waits && !holds;
+            let waited = std::mem::replace(&mut seat.waited, waits);
+            if waits && !waited {
+                self.shorten(index, now);
             }
         }
         self.next = now + RENEW_NS;
@@ -265,9 +274,11 @@ impl DeviceQuanta {
         }
     }
 
-    /// A share that used less than its part has begun to wait: the current quantum is a short one.
-    fn shorten(&mut self, now: u64) {
-        if let Some(holder) = self.holder.as_mut().filter(|holder| holder.ends > 0) {
+    /// Makes the current quantum a short one if the share, which has begun to wait, precedes the holder.
+    fn shorten(&mut self, index: usize, now: u64) {
+        if let Some(holder) = self.holder.as_mut().filter(|holder| holder.ends > 0)
+            && self.law.precedes(index, holder.index)
+        {
             let ends = holder.ends.min(now.max(holder.began + QUANTUM_MIN_NS));
             if ends < holder.ends {
                 holder.ends = ends;
@@ -290,11 +301,14 @@ impl DeviceQuanta {
         let seat = &mut self.seats[holder.index];
         let works = seat.seen.works == Some(holder.number);
         let has_ended = seat.seen.ended == Some(holder.number);
+        let is_asleep = seat.seen.waits && !has_ended && !works;
         if !is_contended {
-            if has_ended && !works {
+            self.holder = Some(Holder { paused: None, ..holder });
+            let begins = holder.began + LATE_NS;
+            if has_ended && !works || is_asleep && now >= begins {
                 self.release(now);
-            } else {
-                self.holder = Some(Holder { paused: None, ..holder });
+            } else if is_asleep {
+                self.next = self.next.min(begins);
             }
             return;
         }
@@ -305,14 +319,7 @@ impl DeviceQuanta {
         if !works {
             let since = *holder.paused.get_or_insert(now);
             // A share that was just woken has its whole quantum to begin.
-            let patience = if seat.seen.works.is_none()
-                && seat.seen.ended.is_none_or(|number| number != holder.number)
-                && seat.seen.waits
-            {
-                holder.ends
-            } else {
-                since + PAUSE_NS
-            };
+            let patience = if is_asleep { holder.ends } else { since + PAUSE_NS };
             self.holder = Some(holder);
             if has_ended || now >= patience || now >= holder.ends {
                 self.release(now);
@@ -403,6 +410,7 @@ impl Seat {
             doorbell: 0,
             compute: planned.compute,
             seen: Seen::default(),
+            waited: false,
             late: None,
             usage: QuantumUsage::default(),
         };
