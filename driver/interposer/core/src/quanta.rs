@@ -338,6 +338,9 @@ impl<S: System> Device<'_, S> {
                 continue;
             }
             let _locked = pipeline.lock(|| system.sleep(0));
+            if pipeline.is_empty() {
+                self.update_slot(|slot| slot.set_unmeasured_since(now));
+            }
             self.say(pipeline, QuantumState::Working, number);
             if page.quantum().load(SeqCst) == number || is_observing {
                 pipeline.begin(timer, number, now);
@@ -394,6 +397,8 @@ impl<S: System> Device<'_, S> {
             }
         }
         system.wait(page.quantum(), number, until);
+        // A quantum may have come and gone meanwhile, and the node takes this process for asleep.
+        pipeline.waits_after.store(0, Relaxed);
     }
 
     /// Charges completed batches, and says in the slot when none is left.
@@ -401,6 +406,7 @@ impl<S: System> Device<'_, S> {
         let system = &self.process.system;
         let _locked = pipeline.lock(|| system.sleep(0));
         let Some(account) = share.account() else { return };
+        let head = pipeline.head.load(Relaxed);
         pipeline.harvest(
             timer,
             || system.now(),
@@ -411,7 +417,13 @@ impl<S: System> Device<'_, S> {
                 self.update_slot(|slot| slot.add_gpu_time(charged, 0));
             },
         );
-        if pipeline.is_working.load(Relaxed) != 0 && pipeline.is_empty() {
+        let is_empty = pipeline.is_empty();
+        if pipeline.head.load(Relaxed) != head {
+            let since = if is_empty { 0 } else { pipeline.end.load(Relaxed) };
+            self.update_slot(|slot| slot.set_unmeasured_since(since));
+        }
+        if pipeline.is_working.load(Relaxed) != 0 && is_empty {
+            self.update_slot(|slot| slot.set_unmeasured_since(0));
             self.say(pipeline, QuantumState::Drained, pipeline.number.load(Relaxed));
             let now = system.now();
             // Another share waits, and the program may pause.
