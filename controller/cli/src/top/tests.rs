@@ -112,7 +112,8 @@ fn totals_have_a_table_of_100_columns() {
 }
 
 /// A share as the daemon wrote it before it had totals.
-const WITHOUT_TOTALS: &str = r#"{"sampledAtMs":100000,"namespace":"team-a","claim":"notebook","claimUid":"uid-notebook",
+const WITHOUT_TOTALS: &str = r#"
+{"sampledAtMs":100000,"namespace":"team-a","claim":"notebook","claimUid":"uid-notebook",
 "share":"b7a9d3c2-0a1b-4c2d-8e3f-405162738495","gpu":"GPU-5b3c0b3e-7d52-4a51-9d3c-0a4f3f1f2b11",
 "mig":null,"memoryLimitBytes":8589934592,"memoryUsedBytes":4294967296,
 "memoryUsedNvmlBytes":4299161600,"computeRequestPercent":30,"computeLimitPercent":60,"weight":1,
