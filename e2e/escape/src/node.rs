@@ -198,8 +198,9 @@ impl Node {
         self.usage.processes().iter().map(|found| found.pid).collect()
     }
 
-    /// The current time, and the total busy time of the GPU or its instance without that of the
-    /// `except` processes, which must be alive; in nanoseconds.
+    /// The current time, and the GPU time of all processes on the GPU or its instance except the
+    /// `except` processes, which must be alive; in nanoseconds. Changes between processes are not
+    /// included: they are time of no process.
     pub fn busy(&self, except: &BTreeSet<u32>) -> Result<(u64, u64)> {
         let watcher = self.watcher()?;
         let excepted: u64 = watcher
@@ -208,8 +209,8 @@ impl Node {
             .filter(|one| except.contains(&one.pid))
             .map(|one| one.gpu_ns)
             .sum();
-        let (at, all) = watcher.busy_time(self.place()).context("no GPU")?;
-        Ok((at, all.saturating_sub(excepted)))
+        let times = watcher.times(self.place()).context("no GPU")?;
+        Ok((times.at, times.served_ns.saturating_sub(excepted)))
     }
 
     /// The busy part of the last sampling period (a sixth of a second), without the `except` processes.
@@ -218,7 +219,7 @@ impl Node {
         Ok(sampled.map_or(0.0, |sampled| {
             let excepted: u64 =
                 sampled.processes.iter().filter(|(pid, _)| except.contains(pid)).map(|(_, had)| had).sum();
-            sampled.busy.saturating_sub(excepted) as f64 / sampled.span as f64
+            sampled.busy.saturating_sub(sampled.switching + excepted) as f64 / sampled.span as f64
         }))
     }
 

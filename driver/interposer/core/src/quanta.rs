@@ -309,7 +309,8 @@ impl<S: System> Device<'_, S> {
                     if pipeline.is_empty() {
                         self.wait_for_quantum(share, page, pipeline, number, until);
                     } else {
-                        system.sleep(pipeline.poll_ns());
+                        // The device is idle from when this work completes until that is noticed.
+                        system.sleep(POLL_NS.0);
                     }
                     continue;
                 }

@@ -478,9 +478,18 @@ impl Inner {
                 policy: dir.join(POLICY),
                 account,
                 compute: share.policy.compute,
+                suits_quanta: suits_quanta(share),
                 standing: status,
             })
         });
         self.wakeup.plan(gpu, planned.collect());
     }
+}
+
+/// Whether a share can be granted exclusive quanta. A library of an earlier version knows none. Memory
+/// that is over-committed has its own turns, for which the library measures each kernel.
+fn suits_quanta(share: &Share) -> bool {
+    let slots = share.account.iter().flat_map(|account| &account.slots);
+    let is_known = slots.filter(|slot| slot.is_live()).all(|slot| slot.report.quantum.is_some());
+    is_known && !memory_pressure::may_overcommit(&share.policy)
 }

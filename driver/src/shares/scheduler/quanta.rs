@@ -192,7 +192,7 @@ impl Law {
         let order = |index: &usize| {
             let ledger = &self.ledgers[*index];
             let class = if is_starved(ledger) { u32::MAX } else { ledger.priority };
-            (std::cmp::Reverse(class), ledger.virtual_ns)
+            (std::cmp::Reverse(class), ledger.virtual_ns, ledger.waits_since.unwrap_or(now))
         };
         let Some(index) = waiting.iter().copied().filter(has_tokens).min_by_key(order) else {
             let at = waiting.iter().map(|index| self.ledgers[*index].tokens_at(now)).min();

@@ -15,6 +15,8 @@ use crate::shares::snapshot::{Device, ShareKey};
 use divvy_pages::account::{HEADER, QuantumState, Snapshot};
 use divvy_pages::policy::UNBOUNDED;
 use divvy_pages::{Compute, GpuUuid, PolicyPage, SlotState};
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 use rustix::thread::futex::{self, Flags};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,6 +28,9 @@ use std::sync::Arc;
 /// A holder that has not completed its work this long after the end of its quantum loses
 /// exclusivity, in nanoseconds.
 const LATE_NS: u64 = 20_000_000;
+/// It is checked after this time whether its process has died, in nanoseconds. Most have completed their
+/// work by then.
+const CHECK_NS: u64 = LATE_NS / 4;
 /// A holder without work in flight for this long gives its quantum up to a share that waits, in
 /// nanoseconds: about the cost of a hand-over.
 const PAUSE_NS: u64 = 300_000;
@@ -93,6 +98,8 @@ struct Seat {
     waited: bool,
     /// The quantum in which it still works although another share has the device.
     late: Option<u32>,
+    /// When its quantum ends, if it has one.
+    ends: Option<u64>,
     usage: QuantumUsage,
 }
 
@@ -104,6 +111,8 @@ struct Seen {
     /// The newest quantum in which a process works, or has ended its work.
     works: Option<u32>,
     ended: Option<u32>,
+    /// A process that works is known to live.
+    is_alive: bool,
     /// GPU time charged so far, in nanoseconds.
     charged: u64,
     /// The file was cut short, so nothing is known.
@@ -259,7 +268,9 @@ impl DeviceQuanta {
             let holds = self.holder.is_some_and(|holder| holder.index == index);
             let seat = &mut self.seats[index];
             if holds || has_rung(seat) || seat.late.is_some() || seat.seen.is_cut {
-                let used = seat.look();
+                let used = seat.look(now);
+                // The GPU divides its time between the holder and those that are late.
+                let used = used / (1 + self.late_beside(index));
                 self.law.charge(index, used, now);
             }
             let seat = &mut self.seats[index];
@@ -305,10 +316,22 @@ impl DeviceQuanta {
         self.seats.iter().enumerate().filter(waits).map(|(index, _)| index)
     }
 
+    /// Whether others wait, or work although the share has the device. Alone, it goes by its bucket.
+    fn is_contended(&self, holder: usize) -> bool {
+        self.waits_beside(holder).next().is_some() || self.late_beside(holder) > 0
+    }
+
+    /// Shares that work although another has the device.
+    fn late_beside(&self, holder: usize) -> u64 {
+        let is_late =
+            |(index, seat): &(usize, &Seat)| *index != holder && seat.late.is_some() && seat.seen.is_alive;
+        self.seats.iter().enumerate().filter(is_late).count() as u64
+    }
+
     /// Takes the device from the holder if its quantum has ended.
     fn check_holder(&mut self, now: u64) {
         let Some(mut holder) = self.holder else { return };
-        let is_contended = self.waits_beside(holder.index).next().is_some();
+        let is_contended = self.is_contended(holder.index);
         let outranked =
             self.waits_beside(holder.index).any(|index| self.law.outranks(index, holder.index, now));
         let seat = &mut self.seats[holder.index];
@@ -345,7 +368,9 @@ impl DeviceQuanta {
         self.holder = Some(holder);
         let late = holder.ends + LATE_NS;
         if now < late {
-            self.next = self.next.min(late);
+            // Soon after the end it is checked whether the process lives.
+            let check = holder.ends + CHECK_NS;
+            self.next = self.next.min(if now < check { check } else { late });
             return;
         }
         let seat = &mut self.seats[holder.index];
@@ -360,10 +385,11 @@ impl DeviceQuanta {
             seat.usage.granted_ns += now.saturating_sub(holder.began);
             seat.grant(0, 1);
             // It may have begun to work at this moment.
-            let used = seat.look();
+            let used = seat.look(now);
             if seat.seen.works == Some(holder.number) && seat.late.is_none() {
                 seat.late = Some(holder.number);
             }
+            let used = used / (1 + self.late_beside(holder.index));
             self.law.charge(holder.index, used, now);
         }
     }
@@ -375,16 +401,14 @@ impl DeviceQuanta {
             Next::Nobody => {}
             Next::Tokens { at } => self.next = self.next.min(at),
             Next::Grant { index, length } => {
-                let is_contended = self.waits_beside(index).next().is_some();
+                let is_contended = self.is_contended(index);
                 self.number = self.number.wrapping_add(1).max((now / 1_000_000) as u32).max(1);
                 let ends = if is_contended { now + length } else { 0 };
                 let seat = &mut self.seats[index];
                 seat.usage.hand_overs += 1;
                 seat.grant(self.number, ends);
                 self.holder = Some(Holder { index, number: self.number, began: now, ends, paused: None });
-                if ends > 0 {
-                    self.next = self.next.min(ends + PAUSE_NS);
-                }
+                self.next = self.next.min(if is_contended { ends + PAUSE_NS } else { now + LATE_NS });
             }
         }
     }
@@ -425,9 +449,10 @@ impl Seat {
             seen: Seen::default(),
             waited: false,
             late: None,
+            ends: None,
             usage: QuantumUsage::default(),
         };
-        seat.look();
+        seat.look(0);
         Ok(seat)
     }
 
@@ -456,7 +481,8 @@ impl Seat {
         }
     }
 
-    fn grant(&self, number: u32, ends: u64) {
+    fn grant(&mut self, number: u32, ends: u64) {
+        self.ends = (number > 0).then_some(ends);
         if let Some(page) = self.page.page() {
             page.grant_quantum(number, ends);
             if number > 0 {
@@ -465,7 +491,8 @@ impl Seat {
         }
     }
 
-    fn end_at(&self, ends: u64) {
+    fn end_at(&mut self, ends: u64) {
+        self.ends = Some(ends);
         if let Some(page) = self.page.page() {
             page.end_quantum_at(ends);
             wake(page);
@@ -473,10 +500,12 @@ impl Seat {
     }
 
     /// Reads its account. Returns the GPU time that was charged since the last time.
-    fn look(&mut self) -> u64 {
+    fn look(&mut self, now: u64) -> u64 {
         let before = self.seen;
+        // A process that died in a quantum works for ever, by its slot.
+        let is_late = self.late.is_some() || self.ends.is_some_and(|ends| ends > 0 && now > ends);
         // The doorbell is read before the slots, so a change after that rings again.
-        let Some((doorbell, seen)) = read(&self.account) else {
+        let Some((doorbell, seen)) = read(&self.account, is_late) else {
             self.seen = Seen { is_cut: true, ..before };
             return 0;
         };
@@ -488,7 +517,7 @@ impl Seat {
 }
 
 /// The doorbell of an account, and what its slots say.
-fn read(account: &File) -> Option<(u32, Seen)> {
+fn read(account: &File, is_late: bool) -> Option<(u32, Seen)> {
     let mut page = vec![0; HEADER + 4 * divvy_pages::account::SLOT];
     let length = read_at(account, &mut page)?;
     page.truncate(length);
@@ -505,7 +534,14 @@ fn read(account: &File) -> Option<(u32, Seen)> {
             continue;
         };
         match state {
-            QuantumState::Working => seen.works = seen.works.max(Some(number)),
+            QuantumState::Working => {
+                let lives =
+                    (is_late && slot.node_line.owner == slot.owner).then(|| lives(slot.node_line.host_pid));
+                if lives != Some(Some(false)) {
+                    seen.works = seen.works.max(Some(number));
+                    seen.is_alive |= lives == Some(Some(true));
+                }
+            }
             QuantumState::Waiting => {
                 seen.waits = true;
                 seen.ended = seen.ended.max(Some(number));
@@ -514,6 +550,12 @@ fn read(account: &File) -> Option<(u32, Seen)> {
         }
     }
     Some((snapshot.doorbell(), seen))
+}
+
+/// Whether a process exists; `None` if its PID is unknown.
+fn lives(host_pid: u32) -> Option<bool> {
+    let pid = i32::try_from(host_pid).ok().and_then(Pid::from_raw)?;
+    Some(test_kill_process(pid) != Err(Errno::SRCH))
 }
 
 fn read_at(account: &File, page: &mut [u8]) -> Option<usize> {
@@ -529,3 +571,6 @@ fn wake(page: &PolicyPage) {
 fn identity(path: &Path) -> io::Result<(u64, u64)> {
     path.metadata().map(|meta| (meta.dev(), meta.ino()))
 }
+
+#[cfg(test)]
+mod tests;

@@ -16,7 +16,7 @@ use divvy_pages::GpuUuid;
 use rustix::process::setpriority_process;
 use rustix::thread::futex::{self, Flags};
 use rustix::thread::gettid;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -74,27 +74,18 @@ impl WakeupThread {
 
     /// Whether a share of that GPU has been planned.
     pub(crate) fn has(&self, gpu: GpuUuid, share: &ShareKey) -> bool {
-        match self.common.law {
-            TimeLaw::Rates => self.common.desk().has(gpu, share),
-            TimeLaw::Quanta => self.common.quanta().has(gpu, share),
-        }
+        self.common.desk().has(gpu, share) || self.common.quanta().has(gpu, share)
     }
 
     /// From now on the shares of that GPU are these, as an audit found them.
     pub(crate) fn plan(&self, gpu: GpuUuid, shares: Vec<PlannedShare>) {
-        if self.common.law == TimeLaw::Quanta {
-            if self.common.quanta().plan(gpu, shares, monotonic_ns()) {
-                self.start();
-                self.common.poke();
-            }
-            return;
-        }
-        let is_other = {
+        let (exclusive, paced) = self.by_law(shares);
+        let mut is_other = self.common.quanta().plan(gpu, exclusive, monotonic_ns());
+        {
             let mut desk = self.common.desk();
-            let is_other = desk.plan(gpu, shares, monotonic_ns());
+            is_other |= desk.plan(gpu, paced, monotonic_ns());
             self.common.tell(&desk);
-            is_other
-        };
+        }
         if is_other {
             self.start();
             self.common.poke();
@@ -106,12 +97,18 @@ impl WakeupThread {
         self.common.quanta().usage(gpu, monotonic_ns())
     }
 
+    /// The shares of devices on which all can be granted exclusive quanta, and the others.
+    fn by_law(&self, shares: Vec<PlannedShare>) -> (Vec<PlannedShare>, Vec<PlannedShare>) {
+        let is_paced = |share: &PlannedShare| self.common.law == TimeLaw::Rates || !share.suits_quanta;
+        let paced: BTreeSet<_> =
+            shares.iter().filter(|share| is_paced(share)).map(|share| share.mig).collect();
+        shares.into_iter().partition(|share| !paced.contains(&share.mig))
+    }
+
     /// The GPUs that have shares.
     pub(crate) fn retain_gpus(&self, are_there: impl Fn(&GpuUuid) -> bool) {
-        match self.common.law {
-            TimeLaw::Rates => self.common.desk().keep(are_there),
-            TimeLaw::Quanta => self.common.quanta().keep(are_there),
-        }
+        self.common.desk().keep(&are_there);
+        self.common.quanta().keep(&are_there);
     }
 
     /// Has these shares of a GPU take turns of so many nanoseconds, or, where there are none, work
@@ -178,17 +175,20 @@ impl Common {
         while !self.stops.load(SeqCst) {
             // Before the desk is looked at: what changes after that ends the wait.
             let poked = self.poked.load(SeqCst);
-            let (doors, until) = if self.law == TimeLaw::Quanta {
+            let (exclusive, earlier) = {
                 let mut quanta = self.quanta();
                 quanta.tick(monotonic_ns(), &rang);
                 quanta.doors()
-            } else {
+            };
+            let (paced, until) = {
                 let (mut desk, now) = (self.desk(), monotonic_ns());
                 desk.tick(now, &rang);
                 self.tell(&desk);
                 desk.doors(now)
             };
-            let until = until.min(monotonic_ns().saturating_add(LONGEST));
+            let until = until.min(earlier).min(monotonic_ns().saturating_add(LONGEST));
+            let doors =
+                if paced.is_empty() { exclusive } else { Arc::new([&exclusive[..], &paced].concat()) };
             rang = doorbell::wait(&self.poked, poked, &doors, until);
         }
     }

@@ -280,7 +280,7 @@ impl ComputeNode {
     ) -> Result<Vec<Vec<Sample>>> {
         tenants.iter_mut().try_for_each(Tenant::wait_ready)?;
         // The programs have not used the GPU yet.
-        let (_, served_before) = self.watcher.served_time(self.node.place()).context("no GPU")?;
+        let served_ns_before = self.watcher.times(self.node.place()).context("no GPU")?.served_ns;
         tenants.iter_mut().try_for_each(Tenant::begin)?;
         let begin = divvy_sim::usage::now();
         let end = begin + nanoseconds(self.times.warm_up + self.times.window);
@@ -289,7 +289,7 @@ impl ComputeNode {
             meanwhile(tenants, Duration::from_nanos(divvy_sim::usage::now() - begin))?;
             std::thread::sleep(SAMPLE_INTERVAL);
             let now = self.watcher.process_times();
-            let total = self.watcher.served_time(self.node.place()).context("no GPU")?;
+            let times = self.watcher.times(self.node.place()).context("no GPU")?;
             let mut others = 0;
             let mut transient = None;
             for (at, (tenant, samples)) in tenants.iter_mut().zip(&mut samples).enumerate() {
@@ -304,7 +304,7 @@ impl ComputeNode {
                 samples.push(sample);
             }
             if let Some(samples) = transient.and_then(|at| samples.get_mut(at)) {
-                samples.push((total.0, (total.1 - served_before).saturating_sub(others)));
+                samples.push((times.at, (times.served_ns - served_ns_before).saturating_sub(others)));
             }
         }
         Ok(samples)

@@ -24,7 +24,7 @@ pub struct ProcessUsage {
 /// Unit in which managed memory migrates.
 pub const MANAGED_PAGE_BYTES: u64 = 2 << 20;
 /// Must change with the layout.
-pub(super) const MAGIC: u64 = 0x6469_7676_7963_7507;
+pub(super) const MAGIC: u64 = 0x6469_7676_7963_7508;
 /// Maximum number of attached processes. [`Word`] has twelve bits for the row.
 pub(super) const ROWS: usize = 4096;
 /// The whole GPU, and the GPU instances 0 to 14.
@@ -245,6 +245,8 @@ pub(super) struct Engine {
     /// samples.
     pub(super) last_sample: AtomicU64,
     pub(super) samples: Samples,
+    /// `switch_ns` at the last samples.
+    pub(super) switch_samples: Samples,
     /// One bit for each row that has work.
     pub(super) active: [AtomicU64; ROWS / 64],
 }

@@ -364,6 +364,7 @@ impl GpuUsage {
         let numbers = next.max((last + 1).saturating_sub(SAMPLES_KEPT as u64))..=last;
         for number in numbers.clone() {
             engine.samples.note(number, self.busy_at(partition, number * SAMPLE_PERIOD_NS));
+            engine.switch_samples.note(number, engine.switch_ns.load(Ordering::Relaxed));
         }
         for row in self.rows_of(partition) {
             let work = self.work(row);

@@ -74,6 +74,8 @@ pub(crate) struct PlannedShare {
     pub(crate) policy: PathBuf,
     pub(crate) account: Arc<File>,
     pub(crate) compute: Compute,
+    /// Its processes and its memory suit exclusive quanta.
+    pub(crate) suits_quanta: bool,
     pub(crate) standing: ShareStatus,
 }
 
