@@ -8,6 +8,7 @@
 
 mod container_watch;
 mod locks;
+mod running_totals;
 
 pub use crate::shares::enforcement::remediation::{Action, Report};
 pub use crate::shares::scheduler::TimeLaw;
@@ -38,6 +39,7 @@ use futures::StreamExt;
 use futures::future::join_all;
 use futures::stream::FuturesUnordered;
 use locks::GpuLocks;
+use running_totals::RunningTotals;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -92,6 +94,7 @@ struct GpuState {
     /// When findings were last checked; `None` before the first audit.
     audited_at: Option<Instant>,
     usage: usage::UsageHistory,
+    running_totals: RunningTotals,
     attribution: sample_attribution::AttributionState,
     balances: balance_check::BalanceHistory,
     device_totals: device_totals::DeviceTotals,
@@ -265,7 +268,7 @@ impl Agent {
         };
         let Some(report) = report else {
             let inner = self.inner.clone();
-            let marked = tokio::task::spawn_blocking(move || inner.mark_dead_slots(found, state));
+            let marked = tokio::task::spawn_blocking(move || inner.mark_dead_slots(gpu, found, state));
             // After a panic, which is logged, the state starts empty.
             return marked.await.unwrap_or_default();
         };
@@ -358,6 +361,8 @@ impl Inner {
         let snapshot =
             collect::take_snapshot(found, &self.files, uses, cache, !is_due, process_root, cgroup_root);
         let mut snapshot = Snapshot { driver_limited, ..snapshot };
+        // Before the shares are planned anew, so that it says how they launched until now.
+        state.running_totals.add_counters(&snapshot, &self.wakeup.quantum_usage(gpu), now);
         let (mut state, times, over_limit) = match utilization {
             Some(utilization) => self.schedule(gpu, &mut snapshot, utilization, state, now),
             // The next snapshot covers this time as well.
@@ -373,18 +378,21 @@ impl Inner {
             (state.slots, state.audited_at) = (checks::live_slots(&snapshot), Some(now));
             state.compute_limit.values_mut().for_each(compute_limit::Excess::decay_evidence);
             let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-            usage_report = Some(usage::report(&snapshot, &times, at.as_millis() as u64));
+            let mut shares = usage::report(&snapshot, &times, at.as_millis() as u64);
+            state.running_totals.complete(&mut shares);
+            usage_report = Some(shares);
             state.processes = state.processes.next(snapshot.processes);
         }
         (state, reports, usage_report)
     }
 
     /// Marks the slots of dead processes. Corrections of the others stay as they were measured last.
-    fn mark_dead_slots(&self, found: Vec<FoundShare>, mut state: GpuState) -> GpuState {
+    fn mark_dead_slots(&self, gpu: GpuUuid, found: Vec<FoundShare>, mut state: GpuState) -> GpuState {
         let cache = &mut state.processes;
         let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
         let snapshot =
             collect::take_snapshot(found, &self.files, Vec::new(), cache, false, process_root, cgroup_root);
+        state.running_totals.add_counters(&snapshot, &self.wakeup.quantum_usage(gpu), Instant::now());
         slot_corrections::apply(&snapshot, &self.shares, &self.files, process_root);
         state
     }
@@ -427,6 +435,7 @@ impl Inner {
             let factor = totals.get(&share.device()).map_or(1.0, |total| total.trim(&share.key()));
             time.estimated_ns = time.reported_ns.map(|(charged, _)| (charged as f64 / factor) as u64);
         }
+        state.running_totals.add_measured(snapshot, &times, since, now);
         self.plan(gpu, snapshot, statuses);
         let (forged, balances) =
             balance_check::beyond(snapshot, &times, &granted, &state.balances, since, monotonic_ns());

@@ -180,10 +180,11 @@ impl QuantumTable {
         });
     }
 
-    /// The counters of the shares of a GPU.
-    pub(crate) fn usage(&self, gpu: GpuUuid) -> BTreeMap<ShareKey, QuantumUsage> {
-        let devices = self.devices.iter().filter(|(device, _)| device.gpu == gpu);
-        devices.flat_map(|(_, of)| &of.seats).map(|seat| (seat.key.clone(), seat.usage)).collect()
+    /// The counters of the shares of a GPU that launch under quanta. A holder is granted the time
+    /// since its quantum began, which may last for hours while no other share waits.
+    pub(crate) fn usage(&self, gpu: GpuUuid, now: u64) -> BTreeMap<ShareKey, QuantumUsage> {
+        let devices = self.devices.iter().filter(|(device, of)| device.gpu == gpu && of.is_gated);
+        devices.flat_map(|(_, of)| of.usage(now)).collect()
     }
 
     /// Does what is due, and what follows from rings.
@@ -260,6 +261,9 @@ impl DeviceQuanta {
             Some(Holder { index, ..holder })
         });
         let is_gated = divides(self.seats.iter().map(|seat| seat.compute));
+        if !is_gated && let Some(holder) = self.holder.take() {
+            self.seats[holder.index].usage.granted_ns += now.saturating_sub(holder.began);
+        }
         if is_gated != std::mem::replace(&mut self.is_gated, is_gated) || has_changed {
             self.seats.iter().for_each(|seat| if is_gated { seat.gate() } else { seat.release() });
             (self.renewed, self.next) = (0, now);
@@ -269,6 +273,15 @@ impl DeviceQuanta {
             }
         }
         has_changed
+    }
+
+    fn usage(&self, now: u64) -> impl Iterator<Item = (ShareKey, QuantumUsage)> {
+        self.seats.iter().enumerate().map(move |(index, seat)| {
+            let holder = self.holder.filter(|holder| holder.index == index);
+            let since = holder.map_or(0, |holder| now.saturating_sub(holder.began));
+            let granted_ns = seat.usage.granted_ns.saturating_add(since);
+            (seat.key.clone(), QuantumUsage { granted_ns, ..seat.usage })
+        })
     }
 
     /// Whether a ring of the share is waited for. One that waits has rung.

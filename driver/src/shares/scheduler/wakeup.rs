@@ -10,7 +10,7 @@ use super::TimeLaw;
 use super::doorbell::{self, WakeReason};
 use super::fast_sampling::ActivityChange;
 use super::grant_table::{GrantSummary, GrantTable, PlannedShare};
-use super::quantum_table::QuantumTable;
+use super::quantum_table::{QuantumTable, QuantumUsage};
 use crate::shares::snapshot::{ShareKey, monotonic_ns};
 use divvy_pages::GpuUuid;
 use rustix::process::setpriority_process;
@@ -90,6 +90,11 @@ impl WakeupThread {
             self.start();
             self.common.poke();
         }
+    }
+
+    /// The counters of the shares of that GPU that launch under quanta; empty under rates.
+    pub(crate) fn quantum_usage(&self, gpu: GpuUuid) -> BTreeMap<ShareKey, QuantumUsage> {
+        self.common.quanta().usage(gpu, monotonic_ns())
     }
 
     /// The shares of devices on which all can be granted exclusive quanta, and the others.

@@ -162,6 +162,7 @@ fn account_of(first: &PageCopy, second: &PageCopy) -> Result<Account, AccountErr
         balance: second.balance(),
         refilled: second.refilled_at(),
         attention: second.attention(),
+        charged_ns: second.charged_ns(),
         is_oversized,
         is_stable,
         slots,

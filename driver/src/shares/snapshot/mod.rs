@@ -81,6 +81,8 @@ pub(crate) struct Account {
     /// When the balance was last refilled, in nanoseconds of the monotonic clock.
     pub(crate) refilled: u64,
     pub(crate) attention: u64,
+    /// GPU time charged under quanta, in nanoseconds. Exact also after processes exited.
+    pub(crate) charged_ns: u64,
     /// The file is larger than a page, which takes memory of the node.
     pub(crate) is_oversized: bool,
     /// No slot changed and nothing was in flight while NVML was queried.

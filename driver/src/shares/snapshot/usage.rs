@@ -220,7 +220,8 @@ fn count_since(share: &Share, slots: &mut BTreeMap<usize, SlotCounters>) -> ([u6
     (sums, are_same)
 }
 
-/// The usage that `divvy top` shows. `sampled_at_ms` is in milliseconds of the system clock.
+/// The usage that `divvy top` shows, without running totals. `sampled_at_ms` is in milliseconds of
+/// the system clock.
 pub(crate) fn report(snapshot: &Snapshot, times: &[ShareTime], sampled_at_ms: u64) -> Vec<ShareUsage> {
     let percent =
         |ns: u64| u32::try_from((ns + NS_PER_SECOND / 200) / (NS_PER_SECOND / 100)).unwrap_or(u32::MAX);
@@ -250,6 +251,8 @@ pub(crate) fn report(snapshot: &Snapshot, times: &[ShareTime], sampled_at_ms: u6
             compute_used_percent: reported_ns.map(|(charged, _)| percent(charged)),
             throttled_ms: reported_ns.map(|(_, waited)| waited / 1_000_000),
             processes: u32::try_from(live).unwrap_or(u32::MAX),
+            gpu_time_attribution: None,
+            totals: None,
         }
     };
     snapshot.shares.iter().enumerate().map(usage).collect()

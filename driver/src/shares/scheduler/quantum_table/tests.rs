@@ -100,7 +100,12 @@ impl Fixture {
     }
 
     fn late(&self) -> u64 {
-        self.table.usage(GPU).values().map(|usage| usage.late_hand_overs).sum()
+        self.usage().iter().map(|usage| usage.late_hand_overs).sum()
+    }
+
+    /// The counters of the shares, by name.
+    fn usage(&self) -> Vec<QuantumUsage> {
+        self.table.usage(GPU, self.now).into_values().collect()
     }
 }
 
@@ -122,6 +127,27 @@ fn share_alone_has_the_device_until_another_waits() {
     fixture.waits(0);
     assert_eq!(fixture.holders(), [1]);
     assert!(fixture.ends(1) > fixture.now);
+}
+
+#[test]
+fn granted_time_includes_the_current_quantum() {
+    let mut fixture = Fixture::new(&[of(30, 0), of(0, 0)]);
+    let granted = |fixture: &Fixture| -> Vec<_> {
+        fixture.usage().iter().map(|usage| (usage.granted_ns, usage.hand_overs)).collect()
+    };
+    fixture.waits(0);
+    let began = fixture.now;
+    fixture.works(0);
+    fixture.pass(START + 500 * MS);
+    assert_eq!(granted(&fixture), [(fixture.now - began, 1), (0, 0)]);
+    fixture.waits(1);
+    fixture.waits(0);
+    let handed_over = fixture.now;
+    fixture.pass(handed_over + MS);
+    assert_eq!(granted(&fixture), [(handed_over - began, 1), (MS, 1)]);
+    fixture.shares.remove(0);
+    fixture.plan();
+    assert_eq!(fixture.usage(), [], "the other share has no settings, so it needs no quanta");
 }
 
 #[test]
