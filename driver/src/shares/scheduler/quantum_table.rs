@@ -92,6 +92,8 @@ struct Holder {
     ends: u64,
     /// Since when it has no work in flight.
     paused: Option<u64>,
+    /// What it had been charged before.
+    charged: u64,
 }
 
 #[derive(Debug)]
@@ -371,7 +373,7 @@ impl DeviceQuanta {
         let seat = &mut self.seats[holder.index];
         let works = seat.seen.works == Some(holder.number);
         let has_ended = seat.seen.ended == Some(holder.number);
-        let is_asleep = seat.seen.waits && !has_ended && !works;
+        let is_asleep = seat.is_asleep(&holder);
         if !is_contended {
             self.holder = Some(Holder { paused: None, ..holder });
             let begins = holder.began + LATE_NS;
@@ -420,7 +422,7 @@ impl DeviceQuanta {
             seat.grant(0, 1);
             // It may have begun to work at this moment.
             let used = seat.look(now);
-            if seat.seen.waits && seat.seen.begun != Some(holder.number) {
+            if seat.is_asleep(&holder) {
                 (seat.slept_at, seat.seen.waits) = (Some(seat.doorbell), false);
             }
             if seat.seen.works == Some(holder.number) && seat.late.is_none() {
@@ -459,7 +461,9 @@ impl DeviceQuanta {
                 let seat = &mut self.seats[index];
                 seat.usage.hand_overs += 1;
                 seat.grant(self.number, ends);
-                self.holder = Some(Holder { index, number: self.number, began: now, ends, paused: None });
+                let charged = seat.seen.charged;
+                self.holder =
+                    Some(Holder { index, number: self.number, began: now, ends, paused: None, charged });
                 self.next = self.next.min(if is_contended { ends + PAUSE_NS } else { now + LATE_NS });
             }
         }
@@ -513,6 +517,12 @@ impl Seat {
         self.key == planned.key
             && Arc::ptr_eq(&self.account, &planned.account)
             && identity(&planned.policy).is_ok_and(|file| file == self.file)
+    }
+
+    /// It has a quantum and still waits for it. A process that has worked in it may wait for the next one by
+    /// now, and then the share was charged.
+    fn is_asleep(&self, holder: &Holder) -> bool {
+        self.seen.waits && self.seen.begun != Some(holder.number) && self.seen.charged == holder.charged
     }
 
     /// Has launches need a quantum, which there is none of yet.

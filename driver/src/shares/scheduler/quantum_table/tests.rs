@@ -276,3 +276,23 @@ fn sleeping_share_does_not_keep_others_waiting() {
     fixture.waits(1);
     assert_eq!(fixture.holders(), [1], "it does not get the device again");
 }
+
+#[test]
+fn share_that_worked_and_waits_again_is_not_asleep() {
+    let mut fixture = Fixture::new(&[of(50, 0), of(50, 0)]);
+    fixture.waits(0);
+    fixture.works(0);
+    fixture.waits(1);
+    fixture.is_charged(0, 10 * MS);
+    fixture.waits(0);
+    assert_eq!(fixture.holders(), [1]);
+    // It worked, and waits for the next quantum at the moment in which this one is taken.
+    fixture.is_charged(1, 20 * MS);
+    fixture.now = fixture.ends(1) + PAUSE_NS;
+    fixture.says(1, 3, 0);
+    assert_eq!(fixture.holders(), [0]);
+    fixture.works(0);
+    fixture.is_charged(0, 40 * MS);
+    fixture.waits(0);
+    assert_eq!(fixture.holders(), [1]);
+}
