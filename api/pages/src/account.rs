@@ -519,14 +519,14 @@ impl Slot {
         self.quantum.store(state.with(number), SeqCst);
     }
 
-    /// GPU time to charge to the share if the owner just died, in nanoseconds. `now` is the
-    /// monotonic clock in nanoseconds.
-    pub(crate) fn unpaid_ns(&self, now: u64) -> u64 {
+    /// GPU time to charge to the share if the owner just died: measured but unpaid nanoseconds, and
+    /// the begin and end of unmeasured work. `now` is the monotonic clock in nanoseconds.
+    pub(crate) fn unpaid(&self, now: u64) -> (u64, (u64, u64)) {
         let unmeasured = match self.unmeasured.load(Relaxed) {
-            0 => 0,
-            since => now.saturating_sub(since).min(MAX_UNMEASURED_NS),
+            0 => (now, now),
+            since => (since, now.min(since.saturating_add(MAX_UNMEASURED_NS))),
         };
-        self.owed.load(Relaxed).min(MAX_UNPAID_NS) + unmeasured
+        (self.owed.load(Relaxed).min(MAX_UNPAID_NS), unmeasured)
     }
 
     /// The node reported that the owner is dead.

@@ -26,6 +26,9 @@ const IN_FLIGHT_NS: u64 = 3_000_000;
 const BATCH_LAUNCHES_MAX: u32 = 4096;
 /// Bounds of the pause between two queries of an event, in nanoseconds.
 const POLL_NS: (u64, u64) = (20_000, 250_000);
+/// A launch that work on another device may wait for begins at most this long after the end of the
+/// quantum, in nanoseconds: a part of the deadline of a hand-over.
+const AWAITED_NS: u64 = 5_000_000;
 /// Minimum interval between two rings about a pause of the program, in nanoseconds.
 const RING_INTERVAL_NS: u64 = 1_000_000;
 /// Upper bound of the time between two events, in nanoseconds, against overflow by wrong times.
@@ -49,8 +52,9 @@ pub(crate) struct Pipeline {
     expected_ns: AtomicU64,
     head: AtomicU32,
     tail: AtomicU32,
-    /// When the last completed batch ended, in nanoseconds of the monotonic clock.
+    /// When the last completed batch ended, and the last one began, in nanoseconds of the monotonic clock.
     end: AtomicU64,
+    last_began: AtomicU64,
     /// The context of a destroy call in progress, whose events must not be queried; 0 if none.
     aside: AtomicU64,
     last_ring: AtomicU64,
@@ -156,6 +160,7 @@ impl Pipeline {
         let follows = self.outstanding() > 0 && before.context.load(Relaxed) == context;
         let is_marked = !follows && timer.record(mark.begin.load(Relaxed));
         mark.began.store(now, Relaxed);
+        self.last_began.store(now, Relaxed);
         mark.is_first.store(is_marked.into(), Relaxed);
         if !follows && !is_marked {
             // Charged from now on by the clock.
@@ -316,7 +321,8 @@ impl<S: System> Device<'_, S> {
                 }
                 Permission::Quantum { number, ends } => {
                     // Work in flight would last until the end.
-                    if now.saturating_add(pipeline.in_flight_ns()) >= ends {
+                    let is_over = now.saturating_add(pipeline.in_flight_ns()) >= ends;
+                    if is_over && !self.may_be_awaited(pipeline, ends, now) {
                         pipeline.finished.store(number, Relaxed);
                         continue;
                     }
@@ -338,6 +344,9 @@ impl<S: System> Device<'_, S> {
                 continue;
             }
             let _locked = pipeline.lock(|| system.sleep(0));
+            if pipeline.is_empty() {
+                self.update_slot(|slot| slot.set_unmeasured_since(now));
+            }
             self.say(pipeline, QuantumState::Working, number);
             if page.quantum().load(SeqCst) == number || is_observing {
                 pipeline.begin(timer, number, now);
@@ -350,6 +359,15 @@ impl<S: System> Device<'_, S> {
         };
         waits.report(self, system.now());
         number
+    }
+
+    /// Whether work in flight on another device may wait for this launch, as in collective
+    /// operations: it was launched before the quantum of this device ended.
+    fn may_be_awaited(&self, pipeline: &Pipeline, ends: u64, now: u64) -> bool {
+        let is_other = |other: &&Pipeline| !core::ptr::eq(*other, pipeline) && !other.is_empty();
+        let mut others = self.local.pipelines.iter().zip(self.local.devices()).map(|(other, _)| other);
+        now < ends.saturating_add(AWAITED_NS)
+            && others.any(|other| is_other(&other) && other.last_began.load(Relaxed) < ends)
     }
 
     fn permission(&self, share: &SharePages, page: &PolicyPage, pipeline: &Pipeline, now: u64) -> Permission {
@@ -394,6 +412,8 @@ impl<S: System> Device<'_, S> {
             }
         }
         system.wait(page.quantum(), number, until);
+        // A quantum may have come and gone meanwhile, and the node takes this process for asleep.
+        pipeline.waits_after.store(0, Relaxed);
     }
 
     /// Charges completed batches, and says in the slot when none is left.
@@ -401,6 +421,7 @@ impl<S: System> Device<'_, S> {
         let system = &self.process.system;
         let _locked = pipeline.lock(|| system.sleep(0));
         let Some(account) = share.account() else { return };
+        let head = pipeline.head.load(Relaxed);
         pipeline.harvest(
             timer,
             || system.now(),
@@ -411,7 +432,13 @@ impl<S: System> Device<'_, S> {
                 self.update_slot(|slot| slot.add_gpu_time(charged, 0));
             },
         );
-        if pipeline.is_working.load(Relaxed) != 0 && pipeline.is_empty() {
+        let is_empty = pipeline.is_empty();
+        if pipeline.head.load(Relaxed) != head {
+            let since = if is_empty { 0 } else { pipeline.end.load(Relaxed) };
+            self.update_slot(|slot| slot.set_unmeasured_since(since));
+        }
+        if pipeline.is_working.load(Relaxed) != 0 && is_empty {
+            self.update_slot(|slot| slot.set_unmeasured_since(0));
             self.say(pipeline, QuantumState::Drained, pipeline.number.load(Relaxed));
             let now = system.now();
             // Another share waits, and the program may pause.

@@ -199,8 +199,14 @@ impl Law {
             return at.map_or(Next::Nobody, |at| Next::Tokens { at });
         };
         let highest = waiting.iter().map(|index| self.ledgers[*index].priority).max();
+        // A share that is behind and only lacks tokens gets the device when it has them.
+        let is_behind = |other: &usize| !has_tokens(other) && self.precedes(*other, index);
+        let behind = waiting.iter().filter(|other| is_behind(other));
+        let tokens_at = behind.map(|other| self.ledgers[*other].tokens_at(now) - now).min();
+        let longest = tokens_at.map_or(u64::MAX, |wait| wait.max(QUANTUM_MIN_NS));
         let ledger = &mut self.ledgers[index];
-        let length = if Some(ledger.priority) < highest { QUANTUM_MIN_NS } else { ledger.length() };
+        let length =
+            if Some(ledger.priority) < highest { QUANTUM_MIN_NS } else { ledger.length().min(longest) };
         ledger.waits_since = None;
         Next::Grant { index, length }
     }

@@ -12,6 +12,7 @@ use super::grant_table::{Doors, PlannedShare};
 use super::quanta::{Law, Ledger, Next, QUANTUM_MIN_NS, divides};
 use crate::shares::MappedPolicy;
 use crate::shares::snapshot::{Device, ShareKey};
+use divvy_api::ClaimUid;
 use divvy_pages::account::{HEADER, QuantumState, Snapshot};
 use divvy_pages::policy::UNBOUNDED;
 use divvy_pages::{Compute, GpuUuid, PolicyPage, SlotState};
@@ -55,6 +56,16 @@ pub(crate) struct QuantumTable {
     devices: BTreeMap<Device, DeviceQuanta>,
     doors: Arc<Doors>,
     are_others: bool,
+    /// A claim has shares of several devices.
+    has_gangs: bool,
+}
+
+/// A claim that has a device, and until when; 0 while no other share waits there.
+#[derive(Clone, Debug)]
+struct Held {
+    device: Device,
+    claim: ClaimUid,
+    ends: u64,
 }
 
 #[derive(Debug, Default)]
@@ -96,6 +107,8 @@ struct Seat {
     seen: Seen,
     /// It waited before that.
     waited: bool,
+    /// The doorbell when it had a quantum and did not wake. Until it rings again it does not wait.
+    slept_at: Option<u32>,
     /// The quantum in which it still works although another share has the device.
     late: Option<u32>,
     /// When its quantum ends, if it has one.
@@ -111,6 +124,8 @@ struct Seen {
     /// The newest quantum in which a process works, or has ended its work.
     works: Option<u32>,
     ended: Option<u32>,
+    /// The newest quantum that a process has begun.
+    begun: Option<u32>,
     /// A process that works is known to live.
     is_alive: bool,
     /// GPU time charged so far, in nanoseconds.
@@ -134,6 +149,10 @@ impl QuantumTable {
             self.are_others |= of.plan(shares, now);
         }
         self.devices.retain(|_, of| !of.seats.is_empty());
+        let mut claims: Vec<_> =
+            self.devices.values().flat_map(|of| &of.seats).map(|seat| &seat.key.0).collect();
+        claims.sort_unstable();
+        self.has_gangs = claims.windows(2).any(|pair| pair[0] == pair[1]);
         self.are_others
     }
 
@@ -170,13 +189,23 @@ impl QuantumTable {
 
     /// Does what is due, and what follows from rings.
     pub(crate) fn tick(&mut self, now: u64, rang: &WakeReason) {
-        for of in self.devices.values_mut().filter(|of| of.is_gated) {
+        let held = if self.has_gangs { self.held() } else { Vec::new() };
+        for (device, of) in self.devices.iter_mut().filter(|(_, of)| of.is_gated) {
             let has_rung = |seat: &Seat| rang.may_be(&seat.door);
             if of.next <= now || of.seats.iter().any(has_rung) {
-                of.advance(now, has_rung);
+                of.advance(now, has_rung, held.iter().filter(|held| held.device != *device));
                 self.are_others = true;
             }
         }
+    }
+
+    fn held(&self) -> Vec<Held> {
+        let holder = |(device, of): (&Device, &DeviceQuanta)| {
+            let holder = of.holder?;
+            let claim = of.seats.get(holder.index)?.key.0.clone();
+            Some(Held { device: *device, claim, ends: holder.ends })
+        };
+        self.devices.iter().filter_map(holder).collect()
     }
 
     /// The doors to wait at, and until when.
@@ -262,7 +291,12 @@ impl DeviceQuanta {
     }
 
     /// Looks at the shares that rang and at the holder, and does what follows.
-    fn advance(&mut self, now: u64, has_rung: impl Fn(&Seat) -> bool) {
+    fn advance<'a>(
+        &mut self,
+        now: u64,
+        has_rung: impl Fn(&Seat) -> bool,
+        held: impl Iterator<Item = &'a Held> + Clone,
+    ) {
         self.renew(now);
         for index in 0..self.seats.len() {
             let holds = self.holder.is_some_and(|holder| holder.index == index);
@@ -294,7 +328,7 @@ impl DeviceQuanta {
         self.next = now + RENEW_NS;
         self.check_holder(now);
         if self.holder.is_none() {
-            self.choose(now);
+            self.choose(held, now);
         }
     }
 
@@ -386,6 +420,9 @@ impl DeviceQuanta {
             seat.grant(0, 1);
             // It may have begun to work at this moment.
             let used = seat.look(now);
+            if seat.seen.waits && seat.seen.begun != Some(holder.number) {
+                (seat.slept_at, seat.seen.waits) = (Some(seat.doorbell), false);
+            }
             if seat.seen.works == Some(holder.number) && seat.late.is_none() {
                 seat.late = Some(holder.number);
             }
@@ -394,10 +431,25 @@ impl DeviceQuanta {
         }
     }
 
-    /// Gives the device to the next share.
-    fn choose(&mut self, now: u64) {
+    /// Gives the device to the next share. A claim that has another device comes first, until it
+    /// loses that: its kernels may wait for each other.
+    fn choose<'a>(&mut self, held: impl Iterator<Item = &'a Held> + Clone, now: u64) {
         let seats = &self.seats;
-        match self.law.next(|index| seats[index].seen.waits, now) {
+        let waits = |index: usize| seats[index].seen.waits;
+        let held_until = |index: usize| {
+            let claim = &seats[index].key.0;
+            let mut until = held.clone().filter(|held| held.claim == *claim).map(|held| held.ends);
+            until.find(|ends| *ends == 0 || *ends > now + QUANTUM_MIN_NS)
+        };
+        let together = self.law.next(|index| waits(index) && held_until(index).is_some(), now);
+        let next = match together {
+            Next::Grant { index, length } => {
+                let left = held_until(index).filter(|ends| *ends > 0).map_or(length, |ends| ends - now);
+                Next::Grant { index, length: left }
+            }
+            _ => self.law.next(waits, now),
+        };
+        match next {
             Next::Nobody => {}
             Next::Tokens { at } => self.next = self.next.min(at),
             Next::Grant { index, length } => {
@@ -448,6 +500,7 @@ impl Seat {
             compute: planned.compute,
             seen: Seen::default(),
             waited: false,
+            slept_at: None,
             late: None,
             ends: None,
             usage: QuantumUsage::default(),
@@ -506,10 +559,12 @@ impl Seat {
         let is_late = self.late.is_some() || self.ends.is_some_and(|ends| ends > 0 && now > ends);
         // The doorbell is read before the slots, so a change after that rings again.
         let Some((doorbell, seen)) = read(&self.account, is_late) else {
-            self.seen = Seen { is_cut: true, ..before };
+            self.seen = Seen { is_cut: true, charged: before.charged, ..Seen::default() };
             return 0;
         };
         (self.doorbell, self.seen) = (doorbell, seen);
+        self.slept_at = self.slept_at.filter(|slept_at| *slept_at == doorbell);
+        self.seen.waits &= self.slept_at.is_none();
         let used = if before.is_cut { 0 } else { seen.charged.saturating_sub(before.charged) };
         self.usage.used_ns += used;
         used
@@ -533,6 +588,7 @@ fn read(account: &File, is_late: bool) -> Option<(u32, Seen)> {
         let Some((state, number)) = slot.quantum.filter(|_| slot.owner.state() == SlotState::Live) else {
             continue;
         };
+        seen.begun = seen.begun.max(Some(number));
         match state {
             QuantumState::Working => {
                 let lives =

@@ -17,7 +17,7 @@ const RUNNING_NS: u64 = SECOND;
 const STOPS: u64 = 6;
 /// Longest time between two rounds of kernels that wait for each other, in ms. It covers the deadline
 /// of a hand-over.
-const ROUND_MAX_MS: f64 = 1000.0;
+const ROUND_MAX_MS: f64 = 100.0;
 
 /// Starts the tenant that does not cooperate and one with kernels of 1 ms.
 fn start_two(node: &ComputeNode, shape: &str, transient: bool) -> Result<Vec<Tenant>> {

@@ -222,7 +222,9 @@ fn share_that_never_woke_does_not_keep_the_device() {
     fixture.waits(0);
     let number = fixture.number(0);
     fixture.pass(START + 2 * LATE_NS);
-    assert_ne!(fixture.number(0), number, "it is granted again, so a lost wake does no harm");
+    assert!(fixture.holders().is_empty());
+    fixture.says(0, 3, 0);
+    assert!(fixture.number(0) > number, "it is granted again when it wakes");
 }
 
 #[test]
@@ -253,6 +255,24 @@ fn truncated_account_stops_nobody() {
     fixture.works(0);
     fixture.shares[0].account().set_len(ATTENTION).unwrap();
     fixture.waits(1);
-    fixture.pass(fixture.now + 2 * LATE_NS);
+    fixture.pass(fixture.now + MS);
     assert_eq!(fixture.holders(), [1]);
+}
+
+#[test]
+fn sleeping_share_does_not_keep_others_waiting() {
+    let mut fixture = Fixture::new(&[of(30, 0), of(50, 0)]);
+    fixture.waits(1);
+    fixture.works(1);
+    // It is stopped while it waits, so it never begins.
+    fixture.waits(0);
+    fixture.is_charged(1, 10 * MS);
+    fixture.waits(1);
+    assert_eq!(fixture.holders(), [0]);
+    fixture.pass(fixture.ends(0) + PAUSE_NS);
+    assert_eq!(fixture.holders(), [1]);
+    fixture.works(1);
+    fixture.is_charged(1, 20 * MS);
+    fixture.waits(1);
+    assert_eq!(fixture.holders(), [1], "it does not get the device again");
 }
