@@ -216,7 +216,7 @@ fn process_state(pid: u32) -> char {
 #[tokio::test]
 async fn share_usage_is_written_for_divvy_top() {
     let node = TestNode::new(H100).await;
-    let _daemon = node.start_daemon(&[]).await;
+    let _daemon = node.start_daemon(&["--gpu-time-law", "rates"]).await;
     let container = Container::start(&node, "shown", 512).await;
     let is_measured = |share: &ShareUsage| share.totals.is_some_and(|totals| totals.gpu_time_used_ms > 0);
     until("the usage file lists the share", || usage(&node).as_ref().is_some_and(is_measured)).await;

@@ -6,13 +6,16 @@
 
 use crate::shares::scheduler::quantum_table::QuantumUsage;
 use crate::shares::snapshot::usage::ShareTime;
-use crate::shares::snapshot::{Account, Share, ShareKey, Snapshot};
+use crate::shares::snapshot::{AUDIT_INTERVAL, Account, Share, ShareKey, Snapshot};
 use divvy_api::top::{GpuTimeAttribution, ShareTotals, ShareUsage};
 use divvy_pages::SlotState;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 const NS_PER_MS: u64 = 1_000_000;
+/// After a longer pause between audits, for example while NVML was closed, the newest samples of NVML
+/// say nothing about most of the pause. The reports of the library are complete: they are counters.
+const SAMPLED_TIME_MAX: Duration = AUDIT_INTERVAL.saturating_mul(10);
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct RunningTotals {
@@ -76,11 +79,13 @@ impl RunningTotals {
     ) {
         for (share, time) in snapshot.shares.iter().zip(times) {
             let Some(total) = self.shares.get_mut(&share.key()) else { continue };
-            let Some((ns_per_second, attribution)) = measured(time).filter(|_| !total.is_measured_by_events)
+            let since = since.unwrap_or_default();
+            let Some((ns_per_second, attribution)) =
+                measured(time, since).filter(|_| !total.is_measured_by_events)
             else {
                 continue;
             };
-            let gain = since.map_or(0, |since| (ns_per_second as f64 * since.as_secs_f64()) as u64);
+            let gain = (ns_per_second as f64 * since.as_secs_f64()) as u64;
             total.use_time(gain, attribution, now);
         }
     }
@@ -98,8 +103,8 @@ impl RunningTotals {
 }
 
 /// The GPU time in nanoseconds per second from the best source other than events.
-fn measured(time: &ShareTime) -> Option<(u64, GpuTimeAttribution)> {
-    let by_nvml = time.gpu_ns.map(|ns| (ns, GpuTimeAttribution::Nvml));
+fn measured(time: &ShareTime, since: Duration) -> Option<(u64, GpuTimeAttribution)> {
+    let by_nvml = time.gpu_ns.filter(|_| since <= SAMPLED_TIME_MAX).map(|ns| (ns, GpuTimeAttribution::Nvml));
     let by_samples = || time.estimated_ns.map(|ns| (ns, GpuTimeAttribution::Samples));
     let by_report = || time.reported_ns.map(|(charged, _)| (charged, GpuTimeAttribution::Reported));
     by_nvml.or_else(by_samples).or_else(by_report)
@@ -337,6 +342,19 @@ mod tests {
         assert_eq!(sees(0, false, reported), (600, Some(Reported), false));
         assert_eq!(sees(50, true, by_nvml), (650, Some(Events), true));
         assert_eq!(sees(50, false, by_nvml), (950, Some(Nvml), true));
+    }
+
+    #[test]
+    fn samples_are_not_extrapolated_over_a_pause() {
+        let minute = Duration::from_secs(60);
+        let time =
+            ShareTime { gpu_ns: Some(900 * MS), reported_ns: Some((100 * MS, 0)), ..ShareTime::default() };
+        let mut agent = Agent::start();
+        let snapshot = snapshot(0, &[]);
+        agent.sees(&snapshot, &BTreeMap::new(), ShareTime::default());
+        agent.totals.add_measured(&snapshot, &[time], Some(minute), agent.now + minute);
+        let (totals, attribution) = agent.sees(&snapshot, &BTreeMap::new(), ShareTime::default());
+        assert_eq!((totals.gpu_time_used_ms, attribution), (6000, Some(GpuTimeAttribution::Reported)));
     }
 
     #[test]

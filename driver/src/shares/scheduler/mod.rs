@@ -26,8 +26,8 @@ pub(crate) mod wakeup;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum TimeLaw {
     /// Every share launches at a rate that the agent corrects by measurements.
+    #[default]
     Rates,
     /// One share at a time launches ([`quanta`]).
-    #[default]
     Quanta,
 }

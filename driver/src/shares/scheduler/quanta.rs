@@ -346,16 +346,18 @@ mod tests {
             cost in 0_u64..MS,
         ) {
             let sum: u32 = requests.iter().sum();
-            let requests: Vec<u32> = requests.iter().map(|cores| (cores * 100 / sum.max(100)).max(1)).collect();
-            let tenants: Vec<Tenant> =
-                requests.iter().zip(batches).map(|(cores, batch)| always(of(*cores, 0, 0, 0), batch)).collect();
+            let within = |cores: &u32| (cores * 100 / sum.max(100)).max(1);
+            let requests: Vec<u32> = requests.iter().map(within).collect();
+            let tenant = |(cores, batch): (&u32, u64)| always(of(*cores, 0, 0, 0), batch);
+            let tenants: Vec<Tenant> = requests.iter().zip(batches).map(tenant).collect();
             let had = run(&tenants, cost, [1000 * MS, 21_000 * MS]);
             let delivered: f64 = had.iter().sum::<f64>().min(100.0);
             let entitled: f64 = requests.iter().map(|cores| f64::from(*cores)).sum();
             for (had, cores) in had.iter().zip(&requests) {
                 let cores = f64::from(*cores);
                 prop_assert!(*had < cores + 0.5, "{had:.2} of {cores}: {tenants:?}");
-                prop_assert!(*had > cores * (delivered / entitled).min(1.0) - 1.0, "{had:.2} of {cores}: {tenants:?}");
+                let part = cores * (delivered / entitled).min(1.0);
+                prop_assert!(*had > part - 1.0, "{had:.2} of {cores}: {tenants:?}");
             }
         }
     }

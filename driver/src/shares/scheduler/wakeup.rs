@@ -215,7 +215,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let of = |name| Share::new(dir.path(), name, Compute { cores: 30, ..Compute::default() });
         let (first, other) = (of("a"), of("b"));
-        let bell = WakeupThread::default();
+        let bell = WakeupThread::new(TimeLaw::Rates);
         bell.plan(GPU, vec![first.planned(30), other.planned(30)]);
         assert_eq!(first.page().wakeup_request(), 0);
         soon("it rests, and is asked", || first.page().wakeup_request() > 0);
@@ -226,7 +226,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let of = |name| Share::new(dir.path(), name, Compute { cores: 30, ..Compute::default() });
         let (first, other) = (of("a"), of("b"));
-        let bell = WakeupThread::default();
+        let bell = WakeupThread::new(TimeLaw::Rates);
         let plan = |wants| bell.plan(GPU, vec![first.planned(wants), other.planned(0)]);
         let moved = async || tokio::time::timeout(Duration::from_secs(60), bell.activity_changes()).await;
         plan(0);
@@ -244,7 +244,7 @@ mod tests {
             Share::new(dir.path(), name, Compute { cores, ceiling, ..Compute::default() })
         };
         let (borrower, owner, vandal) = (of("a", 20, 100), of("b", 60, 0), of("c", 5, 0));
-        let bell = WakeupThread::default();
+        let bell = WakeupThread::new(TimeLaw::Rates);
         let plan = || bell.plan(GPU, vec![borrower.planned(100), owner.planned(0), vandal.planned(0)]);
         plan();
         assert_eq!(borrower.rate(monotonic_ns()), Some(100));
