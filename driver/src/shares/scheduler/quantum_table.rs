@@ -384,8 +384,11 @@ impl DeviceQuanta {
             }
             return;
         }
-        if holder.ends == 0 || outranked && holder.ends > now {
-            holder.ends = now.max(1);
+        if outranked && (holder.ends == 0 || holder.ends > now) {
+            holder.ends = now;
+            seat.end_at(holder.ends);
+        } else if holder.ends == 0 {
+            holder.ends = now.max(holder.began + QUANTUM_MIN_NS);
             seat.end_at(holder.ends);
         }
         if !works {
@@ -422,7 +425,8 @@ impl DeviceQuanta {
             seat.grant(0, 1);
             // It may have begun to work at this moment.
             let used = seat.look(now);
-            if seat.is_asleep(&holder) {
+            // One that was just woken is only slow.
+            if seat.is_asleep(&holder) && now >= holder.began + QUANTUM_MIN_NS {
                 (seat.slept_at, seat.seen.waits) = (Some(seat.doorbell), false);
             }
             if seat.seen.works == Some(holder.number) && seat.late.is_none() {

@@ -296,3 +296,12 @@ fn share_that_worked_and_waits_again_is_not_asleep() {
     fixture.waits(0);
     assert_eq!(fixture.holders(), [1]);
 }
+
+#[test]
+fn share_that_was_just_granted_the_device_has_time_to_wake() {
+    let mut fixture = Fixture::new(&[of(50, 0), of(50, 0)]);
+    fixture.waits(0);
+    let granted = fixture.now;
+    fixture.waits(1);
+    assert_eq!((fixture.holders(), fixture.ends(0)), (vec![0], granted + QUANTUM_MIN_NS));
+}
