@@ -60,4 +60,54 @@ pub struct ShareUsage {
     pub throttled_ms: Option<u64>,
     /// Living processes that are registered on the account page.
     pub processes: u32,
+    /// How the GPU time since the last audit is known; missing until it is, and in files of daemons
+    /// before these totals.
+    pub gpu_time_attribution: Option<GpuTimeAttribution>,
+    /// Missing in files of daemons before these totals.
+    pub totals: Option<ShareTotals>,
+}
+
+/// Running totals of a share since the node daemon first saw it. They begin at 0 again when the
+/// daemon restarts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct ShareTotals {
+    /// GPU time used, in milliseconds: the sum of what each audit found, by its attribution.
+    pub gpu_time_used_ms: u64,
+    /// Time for which launches were throttled, in milliseconds, summed over all threads. Lacks what
+    /// a process waited after the last audit if another process takes its slot before the next one.
+    pub throttled_ms: u64,
+    /// Time for which the share had the device, in milliseconds. This and the next two are missing
+    /// as long as the share never needed a quantum to launch.
+    pub granted_ms: Option<u64>,
+    /// Number of times the share got the device.
+    pub hand_overs: Option<u64>,
+    /// Number of times the share had to share the device, because its work did not complete in time.
+    pub late_hand_overs: Option<u64>,
+}
+
+/// How the GPU time of a share is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GpuTimeAttribution {
+    /// The library measures it with events while no other share launches.
+    Events,
+    /// NVML reports it per process, or per MIG instance for its only share.
+    Nvml,
+    /// The library reports it, corrected by the total of NVML's samples.
+    Samples,
+    /// The library reports it, and nothing else is known.
+    Reported,
+}
+
+impl GpuTimeAttribution {
+    /// Its name in JSON and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Events => "events",
+            Self::Nvml => "nvml",
+            Self::Samples => "samples",
+            Self::Reported => "reported",
+        }
+    }
 }

@@ -1,7 +1,8 @@
 //! Metrics of the daemon. Counters and histograms are updated as things happen; gauges are read from
 //! the daemon's state at each scrape, so they cannot be out of date.
 
-use divvy_api::GpuUuid;
+use divvy_api::top::{ShareTotals, ShareUsage};
+use divvy_api::{ClaimUid, GpuUuid, ShareId};
 use divvy_daemon::process::Process;
 use divvy_model::Inventory;
 use divvy_model::inventory::{Condition, Presence};
@@ -15,8 +16,9 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -72,6 +74,13 @@ struct ShareLabels {
     share: String,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct AttributionLabels {
+    #[prometheus(flatten)]
+    share: ShareLabels,
+    attribution: &'static str,
+}
+
 /// Values for the gauges of claims and shares, read at each scrape.
 #[derive(Clone, Debug, Default)]
 pub struct ClaimGauges {
@@ -84,19 +93,24 @@ pub struct ClaimGauges {
     pub shares: Vec<ShareGauges>,
 }
 
-/// Memory of one share, in bytes.
+/// A share and its memory, in bytes.
 #[derive(Clone, Debug)]
 pub struct ShareGauges {
     pub namespace: String,
+    pub claim_uid: ClaimUid,
     pub claim: String,
     pub device: String,
-    pub share: String,
+    pub share: ShareId,
     pub memory_limit: u64,
     /// `None` while the share's account page cannot be read.
     pub memory_used: Option<u64>,
 }
 
 type ClaimSource = Box<dyn Fn() -> ClaimGauges + Send + Sync>;
+
+/// Seconds of GPU time. The families of shares are filled at each scrape.
+type SecondsCounters = Family<ShareLabels, Counter<f64, AtomicU64>>;
+type ShareCounters = Family<ShareLabels, Counter>;
 
 type Histograms = Family<ResultLabel, Histogram, fn() -> Histogram>;
 
@@ -109,6 +123,8 @@ pub struct Metrics {
 struct Shared {
     registry: Mutex<Registry>,
     sources: OnceLock<(ClaimSource, watch::Receiver<Arc<Inventory>>)>,
+    /// The shares of each GPU as last audited.
+    audited: Mutex<BTreeMap<divvy_pages::GpuUuid, Vec<ShareUsage>>>,
     prepare: Histograms,
     unprepare: Histograms,
     quarantined: Counter,
@@ -129,11 +145,86 @@ struct Shared {
     claims: Family<ClaimState, Gauge>,
     share_limits: Family<ShareLabels, Gauge>,
     share_uses: Family<ShareLabels, Gauge>,
+    share_times: ShareTimes,
     gpus: Family<GpuPresence, Gauge>,
     conditions: Family<GpuCondition, Gauge>,
     health: Family<GpuHealth, Gauge>,
     xids: Family<XidLabels, Counter>,
     process: Process,
+}
+
+/// GPU time of shares since the daemon first saw them.
+#[derive(Default)]
+struct ShareTimes {
+    used: SecondsCounters,
+    throttled: SecondsCounters,
+    granted: SecondsCounters,
+    hand_overs: ShareCounters,
+    late_hand_overs: ShareCounters,
+    attribution: Family<AttributionLabels, Gauge>,
+}
+
+impl ShareTimes {
+    fn register(&self, registry: &mut Registry) {
+        let mut seconds = |name: &str, help: &str, counters: &SecondsCounters| {
+            registry.register_with_unit(name, help, Unit::Seconds, counters.clone());
+        };
+        seconds(
+            "divvy_share_gpu",
+            "GPU time used by a share; divvy_share_gpu_time_attribution says how it is known",
+            &self.used,
+        );
+        seconds(
+            "divvy_share_throttled",
+            "Time for which launches of a share were throttled, summed over all threads",
+            &self.throttled,
+        );
+        seconds("divvy_share_granted", "Time for which a share had the device", &self.granted);
+        registry.register(
+            "divvy_share_hand_overs",
+            "Times that a share got the device",
+            self.hand_overs.clone(),
+        );
+        registry.register(
+            "divvy_share_late_hand_overs",
+            "Times that a share had to share the device because its work did not complete in time",
+            self.late_hand_overs.clone(),
+        );
+        registry.register(
+            "divvy_share_gpu_time_attribution",
+            "1 for the source of the GPU time of a share: events, nvml, samples or reported",
+            self.attribution.clone(),
+        );
+    }
+
+    fn clear(&self) {
+        [&self.used, &self.throttled, &self.granted].into_iter().for_each(Family::clear);
+        [&self.hand_overs, &self.late_hand_overs].into_iter().for_each(Family::clear);
+        self.attribution.clear();
+    }
+
+    /// Sets the counters of one share. The families were cleared before.
+    fn set(&self, share: &ShareLabels, usage: &ShareUsage) {
+        if let Some(attribution) = usage.gpu_time_attribution {
+            let labels = AttributionLabels { share: share.clone(), attribution: attribution.name() };
+            self.attribution.get_or_create(&labels).set(1);
+        }
+        let Some(totals) = usage.totals else { return };
+        let ShareTotals { gpu_time_used_ms, throttled_ms, granted_ms, hand_overs, late_hand_overs } = totals;
+        let seconds = |counters: &SecondsCounters, ms: Option<u64>| {
+            if let Some(ms) = ms {
+                counters.get_or_create(share).inc_by(ms as f64 / 1000.0);
+            }
+        };
+        seconds(&self.used, Some(gpu_time_used_ms));
+        seconds(&self.throttled, Some(throttled_ms));
+        seconds(&self.granted, granted_ms);
+        for (counters, count) in [(&self.hand_overs, hand_overs), (&self.late_hand_overs, late_hand_overs)] {
+            if let Some(count) = count {
+                counters.get_or_create(share).inc_by(count);
+            }
+        }
+    }
 }
 
 /// Buckets in seconds, from a prepare of a whole GPU (a millisecond) to the kubelet's deadline.
@@ -146,6 +237,7 @@ impl Default for Metrics {
         let shared = Shared {
             registry: Mutex::default(),
             sources: OnceLock::new(),
+            audited: Mutex::default(),
             prepare: Family::new_with_constructor(histogram as fn() -> Histogram),
             unprepare: Family::new_with_constructor(histogram as fn() -> Histogram),
             quarantined: Counter::default(),
@@ -166,6 +258,7 @@ impl Default for Metrics {
             claims: Family::default(),
             share_limits: Family::default(),
             share_uses: Family::default(),
+            share_times: ShareTimes::default(),
             gpus: Family::default(),
             conditions: Family::default(),
             health: Family::default(),
@@ -208,6 +301,7 @@ impl Shared {
             Unit::Bytes,
             self.share_uses.clone(),
         );
+        self.share_times.register(registry);
         registry.register("divvy_gpus", "GPUs of this node, by presence", self.gpus.clone());
         registry.register(
             "divvy_gpu_condition",
@@ -346,9 +440,11 @@ impl Metrics {
         self.shared.findings.get_or_create(&FindingLabels { finding, action }).inc();
     }
 
-    /// Records the duration of an audit of a GPU's shares.
-    pub fn audited(&self, took: Duration) {
+    /// Records an audit of a GPU's shares: its duration and the usage that it found.
+    pub fn audited(&self, gpu: divvy_pages::GpuUuid, took: Duration, shares: &[ShareUsage]) {
         self.shared.audit.observe(took.as_secs_f64());
+        let mut audited = self.shared.audited.lock().unwrap_or_else(PoisonError::into_inner);
+        audited.insert(gpu, shares.to_vec());
     }
 
     /// Sets whether the node configuration file is refused.
@@ -368,10 +464,11 @@ impl Metrics {
 
     /// Renders all metrics in the OpenMetrics text format.
     pub fn render(&self, ready: bool) -> Result<String, std::fmt::Error> {
+        // One scrape at a time, because it fills the families anew.
+        let registry = self.shared.registry.lock().unwrap_or_else(PoisonError::into_inner);
         self.shared.ready.set(ready.into());
         self.update_gauges();
         self.shared.process.update();
-        let registry = self.shared.registry.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut out = String::new();
         encode(&mut out, &registry)?;
         Ok(out)
@@ -387,12 +484,23 @@ impl Metrics {
         }
         self.shared.share_limits.clear();
         self.shared.share_uses.clear();
-        for ShareGauges { namespace, claim, device, share, memory_limit, memory_used } in now.shares {
-            let label = ShareLabels { namespace, claim, device, share };
+        self.shared.share_times.clear();
+        let audited = self.shared.audited.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let audited: BTreeMap<(&ClaimUid, &ShareId), &ShareUsage> =
+            audited.values().flatten().map(|usage| ((&usage.claim_uid, &usage.share), usage)).collect();
+        for ShareGauges { namespace, claim_uid, claim, device, share, memory_limit, memory_used } in
+            now.shares
+        {
+            let usage = audited.get(&(&claim_uid, &share));
+            let label = ShareLabels { namespace, claim, device, share: share.to_string() };
             let bytes = |amount: u64| i64::try_from(amount).unwrap_or(i64::MAX);
             self.shared.share_limits.get_or_create(&label).set(bytes(memory_limit));
             if let Some(used) = memory_used {
                 self.shared.share_uses.get_or_create(&label).set(bytes(used));
+            }
+            // A share that ended is not held any more, so its counters vanish.
+            if let Some(usage) = usage {
+                self.shared.share_times.set(&label, usage);
             }
         }
         let inventory = inventory.borrow().clone();
@@ -432,6 +540,7 @@ fn result_label(ok: bool) -> ResultLabel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use divvy_api::top::GpuTimeAttribution;
 
     fn check(text: &str, line: &str) {
         assert!(text.lines().any(|found| found.starts_with(line)), "{line} is not in\n{text}");
@@ -456,5 +565,92 @@ mod tests {
         check(&text, "process_start_time_seconds ");
         check(&text, "divvy_ready 1");
         assert!(text.ends_with("# EOF\n"));
+    }
+
+    fn usage(share: &str, attribution: GpuTimeAttribution, totals: ShareTotals) -> ShareUsage {
+        ShareUsage {
+            sampled_at_ms: 0,
+            namespace: None,
+            claim: None,
+            claim_uid: "uid".into(),
+            share: share.into(),
+            gpu: "GPU-0".to_owned(),
+            mig: None,
+            memory_limit_bytes: 0,
+            memory_used_bytes: None,
+            memory_used_nvml_bytes: None,
+            compute_request_percent: 0,
+            compute_limit_percent: 100,
+            weight: 1,
+            priority: 0,
+            compute_used_nvml_percent: None,
+            compute_used_percent: None,
+            throttled_ms: None,
+            processes: 0,
+            gpu_time_attribution: Some(attribution),
+            totals: Some(totals),
+        }
+    }
+
+    #[test]
+    fn share_totals_are_counters_of_held_shares() {
+        let metrics = Metrics::default();
+        let held = Arc::new(Mutex::new(vec!["s0", "s1", "s2"]));
+        let source = held.clone();
+        let shares = move || ClaimGauges {
+            shares: source.lock().unwrap().iter().map(|share| gauges(share)).collect(),
+            ..ClaimGauges::default()
+        };
+        metrics.watch(shares, watch::channel(Arc::default()).1);
+        let by_quanta = ShareTotals {
+            gpu_time_used_ms: 1500,
+            throttled_ms: 2250,
+            granted_ms: Some(1750),
+            hand_overs: Some(90),
+            late_hand_overs: Some(2),
+        };
+        let by_rates = ShareTotals { gpu_time_used_ms: 20, ..ShareTotals::default() };
+        let audited = [
+            usage("s0", GpuTimeAttribution::Events, by_quanta),
+            usage("s1", GpuTimeAttribution::Samples, by_rates),
+            usage("not-held", GpuTimeAttribution::Nvml, by_rates),
+        ];
+        metrics.audited(divvy_pages::GpuUuid([1; 16]), Duration::ZERO, &audited);
+        // A second scrape counts nothing twice.
+        metrics.render(true).unwrap();
+        let text = metrics.render(true).unwrap();
+        let labels =
+            |share: &str| format!(r#"namespace="ns",claim="c",device="gpu-0-share",share="{share}""#);
+        let one = labels("s0");
+        check(&text, "# UNIT divvy_share_gpu_seconds seconds");
+        for line in [
+            format!("divvy_share_gpu_seconds_total{{{one}}} 1.5"),
+            format!("divvy_share_throttled_seconds_total{{{one}}} 2.25"),
+            format!("divvy_share_granted_seconds_total{{{one}}} 1.75"),
+            format!("divvy_share_hand_overs_total{{{one}}} 90"),
+            format!("divvy_share_late_hand_overs_total{{{one}}} 2"),
+            format!("divvy_share_gpu_time_attribution{{{one},attribution=\"events\"}} 1"),
+            format!("divvy_share_gpu_seconds_total{{{}}} 0.02", labels("s1")),
+            format!("divvy_share_gpu_time_attribution{{{},attribution=\"samples\"}} 1", labels("s1")),
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        let of = |share: &str| text.lines().filter(|line| line.contains(&labels(share))).count();
+        assert_eq!([of("s0"), of("s1"), of("s2"), of("not-held")], [7, 4, 1, 0], "{text}");
+        held.lock().unwrap().clear();
+        let text = metrics.render(true).unwrap();
+        assert!(!text.contains("share=\""), "{text}");
+    }
+
+    fn gauges(share: &str) -> ShareGauges {
+        ShareGauges {
+            namespace: "ns".to_owned(),
+            claim_uid: "uid".into(),
+            claim: "c".to_owned(),
+            device: "gpu-0-share".to_owned(),
+            share: share.into(),
+            memory_limit: 1,
+            memory_used: None,
+        }
     }
 }

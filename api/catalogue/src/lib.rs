@@ -104,6 +104,7 @@ pub struct GpuModel {
     /// Whether each GPU has its own PCI domain (Grace).
     #[serde(default)]
     pub own_pci_domain: bool,
+    pub time_slicing: TimeSlicing,
     /// Absent on GPUs without MIG.
     pub mig: Option<MigModel>,
 }
@@ -124,6 +125,18 @@ pub enum Architecture {
 pub enum Addressing {
     Hmm = 1,
     Ats = 2,
+}
+
+/// How processes without MPS share the GPU, or an instance of it.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TimeSlicing {
+    /// Default time slice of a process, in microseconds.
+    pub slice_us: u32,
+    /// Time that a change to another process takes, in microseconds. No process runs meanwhile.
+    pub switch_us: u32,
+    pub source: String,
+    pub verified: bool,
 }
 
 /// MIG geometry of a model.

@@ -33,6 +33,7 @@ fn every_model_has_a_unique_key_and_a_source() {
         assert_eq!(model.row().key, *key);
         assert_eq!(catalogue::find(key), Ok(model));
         assert!(!model.row().source.is_empty(), "{key}");
+        assert!(!model.row().time_slicing.source.is_empty(), "{key}");
         assert!(model.row().memory_reserved_mib < model.row().memory_total_mib, "{key}");
     }
     assert_eq!(keys.iter().collect::<BTreeSet<_>>().len(), keys.len());

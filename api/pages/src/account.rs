@@ -6,7 +6,7 @@
 //! node daemon. The node reads copies ([`Snapshot`]) and writes its own line of a slot
 //! ([`NodeLine`]), with plain writes to the file.
 
-use crate::sync::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
+use crate::sync::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use crate::word::Word;
 use crate::{MAJOR, MINOR};
 use core::fmt;
@@ -211,7 +211,7 @@ pub fn check(page: &[u8]) -> Result<(), PageError> {
 /// |---|---|
 /// | 0 | magic, major and minor version, size, number of slots, size of a slot |
 /// | 64 | total: bytes and a change counter |
-/// | 128 | compute: balance in nanoseconds, time of the last refill |
+/// | 128 | compute: balance, time of the last refill, time up to which work is charged, sum of charges; ns |
 /// | 192 | doorbell, a futex word |
 /// | 256 | how many slots were ever in use |
 /// | 320 | attention counter: the node increments it after it wrote node lines |
@@ -226,7 +226,9 @@ pub struct AccountPage {
     pub(crate) total: Line,
     balance: AtomicI64,
     refilled_at: AtomicU64,
-    _compute: [Word; 6],
+    charged_until: AtomicU64,
+    charged_ns: AtomicU64,
+    _compute: [Word; 4],
     doorbell: AtomicU32,
     _doorbell: [AtomicU32; 15],
     pub(crate) used_slots: Line,
@@ -299,6 +301,22 @@ impl AccountPage {
         &self.refilled_at
     }
 
+    /// Charges work that ran from `begin` to `end`, in nanoseconds of the monotonic clock, and returns
+    /// the nanoseconds that no process of the share was charged for before. So several processes
+    /// are charged the union of their time, because the GPU serves one of them at a time.
+    pub fn charge_interval(&self, begin: u64, end: u64) -> u64 {
+        // A time far ahead is invalid.
+        let is_valid = |until: u64| until < end.saturating_add(MAX_UNPAID_NS);
+        let charged = |until: u64| (until < end || !is_valid(until)).then_some(end);
+        let more = match self.charged_until.fetch_update(Relaxed, Relaxed, charged) {
+            Ok(until) if is_valid(until) => end.saturating_sub(until.max(begin)),
+            Ok(_) => end.saturating_sub(begin),
+            Err(_) => 0,
+        };
+        self.charged_ns.fetch_add(more, Relaxed);
+        more
+    }
+
     /// The doorbell, a futex word. Processes ring it when the share becomes active and when it is
     /// first throttled.
     pub fn doorbell(&self) -> &AtomicU32 {
@@ -324,6 +342,41 @@ impl AccountPage {
 
     pub(crate) fn slot(&self, index: u16) -> Option<&Slot> {
         self.slots.get(usize::from(index))
+    }
+}
+
+/// A process's part in a quantum of its share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuantumState {
+    /// It has work in flight.
+    Working,
+    /// It has none.
+    Drained,
+    /// It has none, and a launch waits for the next quantum.
+    Waiting,
+}
+
+impl QuantumState {
+    /// The word of a slot: the number of the quantum, and the state above it. It is nonzero, so a
+    /// process whose library knows no quanta is told apart.
+    fn with(self, number: u32) -> u64 {
+        let state = match self {
+            Self::Drained => 1,
+            Self::Working => 2,
+            Self::Waiting => 3,
+        };
+        u64::from(number) | state << 32
+    }
+
+    /// `None` for a library without quanta, or an unknown state.
+    fn of(word: u64) -> Option<(Self, u32)> {
+        let state = match word >> 32 {
+            1 => Self::Drained,
+            2 => Self::Working,
+            3 => Self::Waiting,
+            _ => return None,
+        };
+        Some((state, word as u32))
     }
 }
 
@@ -372,7 +425,9 @@ pub struct Slot {
     long: AtomicU64,
     /// Time of shorter kernels that was not charged although it may have been their own.
     spared: AtomicU64,
-    _reserved: [Word; 6],
+    /// The process's part in a quantum; see [`QuantumState`].
+    quantum: AtomicU64,
+    _reserved: [Word; 5],
 }
 
 const _: () = assert!(size_of::<Slot>() == SLOT);
@@ -408,6 +463,7 @@ impl Slot {
         self.idle.store(0, Relaxed);
         self.owed.store(0, Relaxed);
         self.unmeasured.store(0, Relaxed);
+        self.quantum.store(QuantumState::Drained.with(0), Relaxed);
         self.start.store(identity.start);
         self.namespace.store(identity.namespace);
         self.image.store(identity.image);
@@ -457,14 +513,20 @@ impl Slot {
         self.unmeasured.store(since, Relaxed);
     }
 
-    /// GPU time to charge to the share if the owner just died, in nanoseconds. `now` is the
-    /// monotonic clock in nanoseconds.
-    pub(crate) fn unpaid_ns(&self, now: u64) -> u64 {
+    /// Sets the process's part in a quantum. Ordered with reads of the policy page: a process that
+    /// says that it works and then still finds its quantum there is waited for.
+    pub fn set_quantum(&self, state: QuantumState, number: u32) {
+        self.quantum.store(state.with(number), SeqCst);
+    }
+
+    /// GPU time to charge to the share if the owner just died: measured but unpaid nanoseconds, and
+    /// the begin and end of unmeasured work. `now` is the monotonic clock in nanoseconds.
+    pub(crate) fn unpaid(&self, now: u64) -> (u64, (u64, u64)) {
         let unmeasured = match self.unmeasured.load(Relaxed) {
-            0 => 0,
-            since => now.saturating_sub(since).min(MAX_UNMEASURED_NS),
+            0 => (now, now),
+            since => (since, now.min(since.saturating_add(MAX_UNMEASURED_NS))),
         };
-        self.owed.load(Relaxed).min(MAX_UNPAID_NS) + unmeasured
+        (self.owed.load(Relaxed).min(MAX_UNPAID_NS), unmeasured)
     }
 
     /// The node reported that the owner is dead.
@@ -579,6 +641,8 @@ pub struct SlotReport {
     /// Time of shorter kernels that was not charged although it may have been their own, in
     /// nanoseconds.
     pub undercharged_ns: u64,
+    /// The process's part in a quantum, and its number. `None` if its library knows no quanta.
+    pub quantum: Option<(QuantumState, u32)>,
     /// Open sessions of the video engines.
     pub encoders: u32,
     pub decoders: u32,
@@ -628,6 +692,16 @@ impl<'a> Snapshot<'a> {
         word(self.0, BALANCE as usize) as i64
     }
 
+    /// The doorbell.
+    pub fn doorbell(&self) -> u32 {
+        word(self.0, DOORBELL as usize) as u32
+    }
+
+    /// GPU time that the share was charged under exclusive quanta, in nanoseconds.
+    pub fn charged_ns(&self) -> u64 {
+        word(self.0, BALANCE as usize + 24)
+    }
+
     /// Time of the last refill by a process, in nanoseconds of the monotonic clock.
     pub fn refilled_at(&self) -> u64 {
         word(self.0, BALANCE as usize + 8)
@@ -666,6 +740,7 @@ impl<'a> Snapshot<'a> {
                     fastest_ns: word(slot, 88),
                     long_kernel_ns: word(slot, 192),
                     undercharged_ns: word(slot, 200),
+                    quantum: QuantumState::of(word(slot, 208)),
                     encoders: word(slot, 96) as u32,
                     decoders: (word(slot, 96) >> 32) as u32,
                     idle_pool_bytes: word(slot, 104),
@@ -700,8 +775,29 @@ mod tests {
 
     #[test]
     fn new_account_page_matches_the_golden_file() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.3.hex");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/account-1.4.hex");
         crate::golden::check(path, &fresh());
+    }
+
+    #[test]
+    fn processes_are_charged_the_union_of_their_time() {
+        let mut bytes = vec![0_u64; SIZE / 8 + 8];
+        let at = bytes.as_mut_ptr().cast::<u8>();
+        let at = at.wrapping_add(at.align_offset(64));
+        let page = {
+            // SAFETY: `SIZE` bytes from `at` are in the vector.
+            #[allow(unsafe_code)]
+            unsafe {
+                core::ptr::copy_nonoverlapping(fresh().as_ptr(), at, 64);
+                AccountPage::at(at, SIZE)
+            }
+        };
+        let page = page.expect("a page");
+        let charge = |(begin, end)| page.charge_interval(begin, end);
+        let intervals = [(10, 20), (15, 30), (12, 18), (30, 30), (40, 50)];
+        assert_eq!(intervals.map(charge), [10, 10, 0, 0, 10]);
+        page.charged_until.store(u64::MAX, Relaxed);
+        assert_eq!([(45, 60), (50, 70)].map(charge), [15, 10], "an invalid time");
     }
 
     #[test]

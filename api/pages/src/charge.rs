@@ -398,8 +398,9 @@ impl AccountPage {
     /// also added to the slot of the caller, so the node sees it as charged. It is read before the
     /// slot is freed, because a new owner may take the slot at once.
     fn free(&self, slot: &Slot, dead: Owner, by: Option<u16>, peers: &impl Peers) {
-        let unpaid = i64::try_from(slot.unpaid_ns(peers.now_ns())).unwrap_or(i64::MAX);
-        if slot.owner.swap_if(dead.0, dead.next().0) && unpaid > 0 {
+        let (owed, (begin, end)) = slot.unpaid(peers.now_ns());
+        if slot.owner.swap_if(dead.0, dead.next().0) && (owed > 0 || end > begin) {
+            let unpaid = i64::try_from(owed + self.charge_interval(begin, end)).unwrap_or(i64::MAX);
             let less = |balance: i64| Some(balance.saturating_sub(unpaid));
             let _ = self.balance().fetch_update(AcqRel, Acquire, less);
             if let Some(slot) = by.and_then(|by| self.slot(by)) {

@@ -1,8 +1,8 @@
 //! Byte-level golden files of the pages: lines of `offset: hex`, without lines that are all zero.
 //!
 //! There is one per page in the current version, and one of the policy page in version 1.1, the
-//! last with a shorter record. Pages of 1.2 differ from 1.3 only in the version number, so they
-//! have none.
+//! last with a shorter record. Pages of 1.2 to 1.4 differ only in the version number, so those
+//! of 1.2 and 1.3 have none.
 
 use std::fmt::Write as _;
 

@@ -36,4 +36,4 @@ pub use policy::{Codec, Compute, Flags, Memory, Policy, PolicyError, PolicyPage}
 /// The major version of both layouts. A reader rejects any other.
 pub const MAJOR: u16 = 1;
 /// The minor version of both layouts. A higher one adds fields in reserved places that were zero.
-pub const MINOR: u16 = 3;
+pub const MINOR: u16 = 4;

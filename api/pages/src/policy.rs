@@ -348,7 +348,7 @@ mod tests {
         put(&mut page, start + 268, &20_000_u32.to_le_bytes());
         let sum = checksum(&page[start..start + at::END]);
         put(&mut page, start + at::CHECKSUM, &sum.to_le_bytes());
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/policy-1.3.hex");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/policy-1.4.hex");
         crate::golden::check(path, &page);
         assert_eq!(Policy::decode(&page), Ok((1, sample())));
     }

@@ -35,6 +35,8 @@ fn write_usage(run_dir: &Path, claims: &[(&str, u32)]) {
         compute_used_percent: None,
         throttled_ms: Some(0),
         processes: 1,
+        gpu_time_attribution: None,
+        totals: None,
     };
     let shares: Vec<ShareUsage> = claims.iter().map(share).collect();
     for one in &shares {
@@ -175,8 +177,8 @@ fn node_option_runs_in_the_pod_of_the_nodes_daemon() {
     assert_eq!(String::from_utf8_lossy(&out.stdout), format!("exec: {exec}\n"));
     assert!(calls.contains("--field-selector spec.nodeName=n7,status.phase=Running"), "{calls}");
     assert!(calls.ends_with(&format!("\nexec {exec}\n")), "{calls}");
-    let (_, calls) = with_kubectl(found, &["--node", "n7", "--run-dir", "/run/gpus"]);
-    assert!(calls.ends_with("-- divvy top --run-dir /run/gpus\n"), "{calls}");
+    let (_, calls) = with_kubectl(found, &["--node", "n7", "--run-dir", "/run/gpus", "--totals"]);
+    assert!(calls.ends_with("-- divvy top --run-dir /run/gpus --totals\n"), "{calls}");
 }
 
 #[test]

@@ -284,9 +284,10 @@ impl Engine {
         };
         let shares = self.shares().into_iter().map(|held| ShareGauges {
             namespace: held.claim.namespace,
+            claim_uid: held.claim.uid,
             claim: held.claim.name,
             device: held.device.to_string(),
-            share: held.share.to_string(),
+            share: held.share,
             memory_limit: held.limit,
             memory_used: held.used,
         });

@@ -3,7 +3,7 @@
 use crate::cdi::HookMode;
 use crate::kubelet::registration::PodUid;
 use crate::paths::HostPaths;
-use crate::shares::agent::KillPolicy;
+use crate::shares::agent::{KillPolicy, TimeLaw};
 use clap::{Args as ClapArgs, Parser};
 use divvy_daemon::args::{Listen, LogArgs, absolute, listen, object_name, time};
 use divvy_slices::KubernetesVersion;
@@ -166,6 +166,10 @@ pub struct GpuArgs {
         default_value_t = KillPolicy::default()
     )]
     pub kill_processes: KillPolicy,
+    /// How the time of a GPU or instance is divided between its shares. rates: every share launches at
+    /// a rate that the daemon corrects. quanta: one share at a time launches
+    #[arg(long, env = "DIVVY_GPU_TIME_LAW", value_enum, default_value_t)]
+    pub gpu_time_law: TimeLaw,
     /// Treat all MIG instances on this node as owned by Divvy, and destroy those without a claim.
     /// exclusiveOwnership in the node configuration overrides this
     #[arg(long, env = "DIVVY_EXCLUSIVE_OWNERSHIP")]

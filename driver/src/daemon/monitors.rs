@@ -441,7 +441,7 @@ impl ShareMonitor {
         while let Some(report) = self.reports.recv().await {
             match report {
                 Report::Audited { took, gpu, shares } => {
-                    self.metrics.audited(took);
+                    self.metrics.audited(gpu, took, &shares);
                     self.update_top(format!("GPU-{gpu}"), shares).await;
                     let over: Vec<_> =
                         clear_since.extract_if(|_, since| since.elapsed() >= VIOLATION_CLEAR_DELAY).collect();

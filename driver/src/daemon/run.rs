@@ -280,7 +280,8 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
         client: client.clone(),
     };
     stages.droppable("claim health watch", watch.run());
-    let (agent, reports) = Agent::new(gpus.clone(), &paths, args.gpus.kill_processes.clone());
+    let (agent, reports) =
+        Agent::new(gpus.clone(), &paths, args.gpus.kill_processes.clone(), args.gpus.gpu_time_law);
     let watch = monitors::ShareMonitor {
         reports,
         pages: shares::Shares::new(&paths),

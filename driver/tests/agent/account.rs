@@ -1,12 +1,13 @@
 //! An account page, mapped as in the processes of a container.
 #![allow(dead_code)]
 
-use divvy_pages::account::{SIZE, SlotReport, Snapshot};
+use divvy_pages::account::{QuantumState, SIZE, SlotReport, Snapshot};
 use divvy_pages::{AccountPage, Identity, Peers, SlotRef, charge};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::SeqCst;
 
 pub(crate) struct Page {
     path: PathBuf,
@@ -60,6 +61,18 @@ impl Page {
     /// Sets the part of the charge that is for contexts, in bytes.
     pub(crate) fn set_context(&self, slot: u16, context: u64) {
         self.page.slots()[usize::from(slot)].add_memory_use(context.cast_signed(), 0);
+    }
+
+    /// Charges GPU time and throttled time in nanoseconds, as the library does under quanta.
+    pub(crate) fn charge_time(&self, slot: u16, charged: u64, throttled: u64) {
+        self.page.charge_interval(1, 1 + charged);
+        self.page.slots()[usize::from(slot)].add_gpu_time(charged.cast_signed(), throttled);
+    }
+
+    /// Says that a launch waits for a quantum, and rings.
+    pub(crate) fn wait_for_quantum(&self, slot: u16) {
+        self.page.slots()[usize::from(slot)].set_quantum(QuantumState::Waiting, 0);
+        self.page.doorbell().fetch_add(1, SeqCst);
     }
 
     /// Overwrites a word of the page, as any process of the container can.

@@ -6,7 +6,7 @@ use super::tenant::{Tenant, mount_over, mounts};
 use divvy_driver::gpu::{Gpus, GpusOptions};
 use divvy_driver::paths::HostPaths;
 use divvy_driver::shares::Shares;
-use divvy_driver::shares::agent::{Action, Agent, KillPolicy, Kind, Report};
+use divvy_driver::shares::agent::{Action, Agent, KillPolicy, Kind, Report, TimeLaw};
 use divvy_pages::{Compute, Flags, GpuUuid, Memory, Policy, Text};
 use divvy_sim::Sim;
 use std::fs;
@@ -128,7 +128,12 @@ impl TestNode {
 
     pub(crate) async fn agent(&self, response: &str) -> RunningAgent {
         let gpus = Gpus::start(GpusOptions::new(&self.paths)).await;
-        let (agent, reports) = Agent::new(gpus.clone(), &self.paths, response.parse::<KillPolicy>().unwrap());
+        let (agent, reports) = Agent::new(
+            gpus.clone(),
+            &self.paths,
+            response.parse::<KillPolicy>().unwrap(),
+            TimeLaw::default(),
+        );
         RunningAgent { task: tokio::spawn(agent.run()), reports, gpus }
     }
 }

@@ -5,7 +5,7 @@ use crate::account::Page;
 use crate::harness::{H100, TestNode, claim_ref, until};
 use crate::observation::{address, wait_for};
 use crate::tenant::{ROOT, Tenant, mount_over, mounts};
-use divvy_api::top::{GpuUsage, ShareUsage};
+use divvy_api::top::{GpuTimeAttribution, GpuUsage, ShareTotals, ShareUsage};
 use divvy_pages::account::{HEADER, SLOT};
 use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -216,19 +216,64 @@ fn process_state(pid: u32) -> char {
 #[tokio::test]
 async fn share_usage_is_written_for_divvy_top() {
     let node = TestNode::new(H100).await;
-    let _daemon = node.start_daemon(&[]).await;
+    let _daemon = node.start_daemon(&["--gpu-time-law", "rates"]).await;
     let container = Container::start(&node, "shown", 512).await;
-    let usage = || -> Option<ShareUsage> {
-        let gpu = format!("{}.json", node.sim.read().unwrap().gpus[0].uuid);
-        let text = fs::read(node.run_dir().join("top").join(gpu)).ok()?;
-        let now: GpuUsage = serde_json::from_slice(&text).ok()?;
-        now.shares.into_iter().find(|share| share.processes == 1 && share.throttled_ms.is_some())
-    };
-    until("the usage file lists the share", || usage().is_some()).await;
-    let now = usage().unwrap();
+    let is_measured = |share: &ShareUsage| share.totals.is_some_and(|totals| totals.gpu_time_used_ms > 0);
+    until("the usage file lists the share", || usage(&node).as_ref().is_some_and(is_measured)).await;
+    let now = usage(&node).unwrap();
     assert_eq!((now.namespace.as_deref(), now.claim.as_deref()), (Some("ns"), Some("shown")));
     assert_eq!(now.share.as_str(), container.share);
     assert_eq!((now.memory_limit_bytes, now.memory_used_nvml_bytes), (LIMIT_BYTES, Some(512 * MIB)));
     assert_eq!((now.compute_request_percent, now.compute_limit_percent), (0, 100));
     assert!(now.compute_used_nvml_percent.is_some_and(|busy| busy > 0), "{now:?}");
+    assert_eq!(now.gpu_time_attribution, Some(GpuTimeAttribution::Nvml));
+    assert_eq!(now.totals.and_then(|totals| totals.hand_overs), None, "this law has none");
+}
+
+/// The usage file's entry for the only share, once its process is registered and was sampled twice.
+fn usage(node: &TestNode) -> Option<ShareUsage> {
+    let gpu = format!("{}.json", node.sim.read().unwrap().gpus[0].uuid);
+    let text = fs::read(node.run_dir().join("top").join(gpu)).ok()?;
+    let now: GpuUsage = serde_json::from_slice(&text).ok()?;
+    now.shares.into_iter().find(|share| share.processes == 1 && share.throttled_ms.is_some())
+}
+
+#[tokio::test]
+async fn share_totals_are_published_until_the_share_ends() {
+    let node = TestNode::new(H100).await;
+    let address = address();
+    let flags = ["--http-address", &address, "--gpu-time-law", "quanta"];
+    let daemon = node.start_daemon(&flags).await;
+    let mut container = Container::start_with(&node, "shown", "gpu-0-share=5Gi/80", 512).await;
+    let totals = || usage(&node)?.totals;
+    until("the share has totals", || totals().is_some()).await;
+    container.page.charge_time(container.slot, 20_000_000, 400_000_000);
+    container.page.wait_for_quantum(container.slot);
+    // The process never takes its quantum, so it gets another one after each.
+    let is_counted = |totals: ShareTotals| {
+        (totals.gpu_time_used_ms, totals.throttled_ms) == (20, 400) && totals.hand_overs > Some(0)
+    };
+    until("its time and its quantum are counted", || totals().is_some_and(is_counted)).await;
+    let now = usage(&node).unwrap();
+    assert_eq!(now.gpu_time_attribution, Some(GpuTimeAttribution::Events), "{now:?}");
+    let labels = r#"namespace="ns",claim="shown",device="gpu-0-share",share="shown-share-0""#;
+    let metrics = wait_for(&address, "/metrics", &format!("divvy_share_hand_overs_total{{{labels}}} ")).await;
+    for line in [
+        format!("divvy_share_gpu_seconds_total{{{labels}}} 0.02\n"),
+        format!("divvy_share_throttled_seconds_total{{{labels}}} 0.4\n"),
+        format!("divvy_share_late_hand_overs_total{{{labels}}} 0\n"),
+        format!("divvy_share_gpu_time_attribution{{{labels},attribution=\"events\"}} 1\n"),
+    ] {
+        assert!(metrics.contains(&line), "{line:?} is not in {metrics}");
+    }
+
+    daemon.kill();
+    let _daemon = node.start_daemon(&flags).await;
+    let begins_again = |totals: ShareTotals| (totals.gpu_time_used_ms, totals.throttled_ms) == (0, 0);
+    until("the totals begin at 0 again", || totals().is_some_and(begins_again)).await;
+
+    container.tenant.kill();
+    node.unprepare(&claim_ref("shown")).await.unwrap();
+    let metrics = wait_for(&address, "/metrics", "divvy_share_audit_seconds_count").await;
+    assert!(!metrics.contains(labels), "{metrics}");
 }

@@ -1,7 +1,8 @@
 /* compute run SHAPE BEFORE WINDOW [ROUNDS] | compute rounds | compute [turns] launch N
  *
  * A tenant that demands all of a GPU's time: it launches kernels of one shape without a pause and prints
- * the result. `run` prints "ready", begins when its standard input ends or delivers a byte, and measures
+ * the result. SHAPE is a name in `shapes`, or `spin:NS` for kernels of NS nanoseconds. Some shapes demand
+ * less: they pause, never launch, or start processes that exit at once. `run` prints "ready", begins when its standard input ends or delivers a byte, and measures
  * from BEFORE to BEFORE + WINDOW milliseconds later. `launch` measures the launch of an empty kernel.
  * Figures are printed as `name value`, times in nanoseconds. It is not aware of shares, and runs on any
  * GPU.
@@ -14,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -21,7 +23,7 @@
 
 /* Kernels that run for the time in their parameter, or for that amount of work, and an empty one. */
 static const char PTX[] = PTX_HEAD PTX_SPIN("spin") PTX_SPIN("spin_long") PTX_COUNT("spin_count")
-	PTX_COUNT("spin_count_long") ".visible .entry nothing_1ns()\n{\n ret;\n}\n";
+	PTX_COUNT("spin_count_long") PTX_MEET("meet") ".visible .entry nothing_1ns()\n{\n ret;\n}\n";
 
 static handle spin, spin_long, nothing, streams[4], graph;
 static int multiprocessors;
@@ -70,18 +72,88 @@ static void cooperative(uint64_t at)
 	must(cuLaunchCooperativeKernel(spin, multiprocessors, 1, 1, 128, 1, 1, 0, NULL, parameters));
 }
 
-/* About every 50 ms, five kernels of a millisecond; records how long each of these bursts takes. */
+/* Kernels of the length in the name of the shape. */
+static uint64_t spin_length;
+static void spin_of_length(uint64_t at) { (void)at, busy(spin, 1000, spin_length, NULL); }
+
+static void pause_for(uint64_t length)
+{
+	struct timespec pause = { length / (1000 * MS), (long)(length % (1000 * MS)) };
+	nanosleep(&pause, NULL);
+}
+
+/* About every 50 ms, a few kernels of a millisecond; records how long each of these bursts takes. */
 static double latencies[4096];
 static size_t bursts;
-static void burst(uint64_t at)
+static void burst_of(int kernels, uint64_t at)
 {
 	uint64_t begin = now();
-	for (int i = 0; i < 5; i++)
+	for (int i = 0; i < kernels; i++)
 		plain(at);
 	must(cuCtxSynchronize());
 	latencies[bursts++ % 4096] = (double)(now() - begin);
-	struct timespec pause = { 0, (long)(40 * MS + chance(10 * MS)) };
-	nanosleep(&pause, NULL);
+	pause_for(40 * MS + chance(10 * MS));
+}
+static void burst(uint64_t at) { burst_of(5, at); }
+static void single(uint64_t at) { burst_of(1, at); }
+
+static void idle(uint64_t at) { (void)at, pause_for(10 * MS); }
+
+/* One kernel that never ends: it runs for 146 years. */
+static void endless(uint64_t at)
+{
+	if (!at)
+		busy(spin, 1000, 1ull << 62, NULL);
+	pause_for(10 * MS);
+}
+
+/* A process that launches up to six kernels of a millisecond and exits, in half of the cases with work
+ * in flight. Its parent does not use the GPU. */
+static void churn(uint64_t at)
+{
+	pid_t child = fork();
+	if (child < 0)
+		fail("fork", 0);
+	if (child) {
+		waitpid(child, NULL, 0);
+		return;
+	}
+	state += at * 0x9e3779b97f4a7c15ull;
+	start();
+	for (uint64_t kernels = 1 + chance(6); kernels; kernels--)
+		plain(at);
+	if (chance(2))
+		must(cuCtxSynchronize());
+	else
+		pause_for(chance(3 * MS));
+	_exit(0);
+}
+
+/* Kernels on two GPUs that wait for each other and then run for a millisecond. */
+static handle contexts[2], meets[2];
+static uint64_t *rounds_met;
+static void make_pair(void)
+{
+	handle module;
+	void *memory;
+	for (int i = 0; i < 2; i++) {
+		contexts[i] = open_gpu_at(i);
+		must(cuModuleLoadData(&module, PTX));
+		must(cuModuleGetFunction(&meets[i], module, "meet"));
+	}
+	/* CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP */
+	must(cuMemHostAlloc(&memory, 4096, 3));
+	rounds_met = memory;
+}
+static void pair(uint64_t at)
+{
+	for (int i = 0; i < 2; i++) {
+		uint64_t round = at + 1, length = MS;
+		uint64_t *own = rounds_met + 16 * i, *peer = rounds_met + 16 * !i;
+		void *parameters[] = { &own, &peer, &round, &length };
+		must(cuCtxSetCurrent(contexts[i]));
+		must(cuLaunchKernel(meets[i], 1, 1, 1, 128, 1, 1, 0, NULL, parameters, NULL));
+	}
 }
 
 static void make_streams(void)
@@ -109,19 +181,26 @@ static const struct shape {
 	void (*prepare)(void);
 	/* Waits for each kernel. */
 	int waits;
+	/* Does not use the GPU itself. */
+	int forks;
 } shapes[] = {
-	{ "20us", wave, NULL, 0 },
-	{ "100us", short_, NULL, 0 },
-	{ "1ms", plain, NULL, 0 },
-	{ "streams", narrow, make_streams, 0 },
-	{ "5ms", long_, NULL, 0 },
-	{ "mixed", mixed, NULL, 0 },
-	{ "jitter", jitter, NULL, 0 },
-	{ "graph", of_graph, make_graph, 0 },
-	{ "cooperative", cooperative, NULL, 0 },
-	{ "sync", plain, NULL, 1 },
-	{ "bursts", burst, NULL, 0 },
-};
+	{ "20us", wave, NULL, 0, 0 },
+	{ "100us", short_, NULL, 0, 0 },
+	{ "1ms", plain, NULL, 0, 0 },
+	{ "streams", narrow, make_streams, 0, 0 },
+	{ "5ms", long_, NULL, 0, 0 },
+	{ "mixed", mixed, NULL, 0, 0 },
+	{ "jitter", jitter, NULL, 0, 0 },
+	{ "graph", of_graph, make_graph, 0, 0 },
+	{ "cooperative", cooperative, NULL, 0, 0 },
+	{ "sync", plain, NULL, 1, 0 },
+	{ "bursts", burst, NULL, 0, 0 },
+	{ "single", single, NULL, 0, 0 },
+	{ "idle", idle, NULL, 0, 0 },
+	{ "endless", endless, NULL, 0, 0 },
+	{ "churn", churn, NULL, 0, 1 },
+	{ "pair", pair, make_pair, 0, 0 },
+}, shape_of_length = { "spin", spin_of_length, NULL, 0, 0 };
 
 static void run(const char *name, uint64_t before, uint64_t window)
 {
@@ -129,9 +208,14 @@ static void run(const char *name, uint64_t before, uint64_t window)
 	for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
 		if (!strcmp(shapes[i].name, name))
 			shape = &shapes[i];
+	if (!strncmp(name, "spin:", 5)) {
+		spin_length = strtoull(name + 5, NULL, 10);
+		shape = &shape_of_length;
+	}
 	if (!shape)
 		fail(name, 0);
-	start();
+	if (!shape->forks)
+		start();
 	if (shape->prepare)
 		shape->prepare();
 	char byte;

@@ -30,6 +30,7 @@ typedef unsigned long long address;
 	EACH(cuMemAlloc_v2, address *, size_t)                              \
 	EACH(cuMemFree_v2, address)                                         \
 	EACH(cuMemGetInfo_v2, size_t *, size_t *)                           \
+	EACH(cuMemHostAlloc, void **, size_t, unsigned)                     \
 	EACH(cuMemAllocManaged, address *, size_t, unsigned)                \
 	EACH(cuMemPrefetchAsync, address, size_t, int, handle)              \
 	EACH(cuMemcpyDtoDAsync_v2, address, address, size_t, handle)        \
@@ -77,17 +78,24 @@ static inline void find_functions(void)
 	FUNCTIONS(FIND_)
 }
 
-/* Makes the primary context of the first GPU current. Returns the GPU. */
-static inline int open_gpu(void)
+/* Makes the primary context of a GPU current. Returns the context. */
+static inline handle open_gpu_at(int at)
 {
 	int device;
 	handle context;
-	find_functions();
-	must(cuInit(0));
-	must(cuDeviceGet(&device, 0));
+	must(cuDeviceGet(&device, at));
 	must(cuDevicePrimaryCtxRetain(&context, device));
 	must(cuCtxSetCurrent(context));
-	return device;
+	return context;
+}
+
+/* Makes the primary context of the first GPU current. Returns the GPU. */
+static inline int open_gpu(void)
+{
+	find_functions();
+	must(cuInit(0));
+	open_gpu_at(0);
+	return 0;
 }
 
 /* A kernel that runs for the time in its parameter, on any GPU since Maxwell. */
@@ -106,6 +114,18 @@ static inline int open_gpu(void)
 	" .shared .align 8 .b8 sink[8];\n ld.param.u64 %rd1, [length];\n mov.u64 %rd2, 0;\n"          \
 	"again:\n st.volatile.shared.u64 [sink], %rd2;\n add.u64 %rd2, %rd2, 1;\n"                    \
 	" setp.lt.u64 %p1, %rd2, %rd1;\n @%p1 bra again;\n ret;\n}\n"
+
+/* A kernel that waits for a peer on another GPU, as kernels of NCCL do. It sets its own word to the
+ * number of the round, waits until the peer's word has it, and then runs for a time. */
+#define PTX_MEET(name)                                                                                 \
+	".visible .entry " name "(.param .u64 own, .param .u64 peer, .param .u64 round,\n"           \
+	" .param .u64 length)\n{\n .reg .u64 %rd<8>;\n .reg .pred %p<3>;\n"                          \
+	" ld.param.u64 %rd1, [own];\n ld.param.u64 %rd2, [peer];\n ld.param.u64 %rd3, [round];\n"    \
+	" ld.param.u64 %rd4, [length];\n st.volatile.u64 [%rd1], %rd3;\n membar.sys;\n"             \
+	"wait:\n ld.volatile.u64 %rd5, [%rd2];\n setp.lt.u64 %p1, %rd5, %rd3;\n @%p1 bra wait;\n"   \
+	" mov.u64 %rd6, %globaltimer;\n"                                                             \
+	"again:\n mov.u64 %rd7, %globaltimer;\n sub.u64 %rd7, %rd7, %rd6;\n"                        \
+	" setp.lt.u64 %p2, %rd7, %rd4;\n @%p2 bra again;\n ret;\n}\n"
 
 static inline void launch_spin(handle function, unsigned blocks, uint64_t length, handle stream)
 {

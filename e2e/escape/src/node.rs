@@ -55,12 +55,7 @@ impl Node {
 
     /// The same with its files below `parent`.
     pub fn up_in(gpu: &str, parent: &Path) -> Result<Self> {
-        Self::with(gpu, parent, |_| ())
-    }
-
-    /// The same, on a driver whose utilization samples report the time of each process.
-    pub fn with_per_process_samples(gpu: &str, parent: &Path) -> Result<Self> {
-        Self::with(gpu, parent, |options| options.host.divides_samples = true)
+        Self::up_with(gpu, parent, |_| ())
     }
 
     /// A node with one device of that kind.
@@ -69,10 +64,10 @@ impl Node {
         match device {
             Device::Gpu => Self::up("L4"),
             Device::Hopper => Self::up("H100-SXM5-80GB"),
-            Device::MigInstance => Self::with_half_instance("H100-SXM5-80GB", &parent),
+            Device::MigInstance => Self::up("H100-SXM5-80GB")?.with_half_instance(),
             Device::CgroupLimits => {
                 let node =
-                    Self::with("L4", &parent, |options| options.driver = CGROUP_LIMITS_DRIVER.to_owned())?;
+                    Self::up_with("L4", &parent, |options| options.driver = CGROUP_LIMITS_DRIVER.to_owned())?;
                 let sysfs = node.sim.root().join("sys/fs");
                 std::fs::create_dir_all(&sysfs)?;
                 symlink(cgroup::root()?, sysfs.join("cgroup"))?;
@@ -81,21 +76,21 @@ impl Node {
         }
     }
 
-    /// A node with that GPU, half of which is a MIG instance, with its files below `parent`.
-    pub fn with_half_instance(gpu: &str, parent: &Path) -> Result<Self> {
-        let mut node = Self::up_in(gpu, parent)?;
-        let (gi, ci) = node.sim.update(|state| {
+    /// The same node with half of its GPU as a MIG instance, whose shares it then has.
+    pub fn with_half_instance(mut self) -> Result<Self> {
+        let (gi, ci) = self.sim.update(|state| {
             // Before Hopper a change of the MIG mode takes effect only after a reset.
             state.set_mig_mode(0, true)?;
             state.reset(0, false)?;
             let gi = state.create_gi(0, HALF_PROFILE_IDS.0, None)?;
             Ok((gi.id, state.create_ci(0, gi.id, HALF_PROFILE_IDS.1, None)?))
         })?;
-        node.mig = Some(((gi, ci.id), GpuUuid::parse(&ci.uuid).context("the instance has no valid UUID")?));
-        Ok(node)
+        self.mig = Some(((gi, ci.id), GpuUuid::parse(&ci.uuid).context("the instance has no valid UUID")?));
+        Ok(self)
     }
 
-    fn with(gpu: &str, parent: &Path, adjust: impl FnOnce(&mut Options)) -> Result<Self> {
+    /// The same as [`Node::up_in`] with other options of the simulator.
+    pub fn up_with(gpu: &str, parent: &Path, adjust: impl FnOnce(&mut Options)) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("escape-").tempdir_in(parent)?;
         let mut options = Options::new(divvy_sim::library()?, std::env::current_exe()?);
         adjust(&mut options);
@@ -194,7 +189,7 @@ impl Node {
     }
 
     /// The device that the node's shares are of.
-    fn place(&self) -> Place {
+    pub fn place(&self) -> Place {
         Place { slot: 0, instance: self.mig.map(|(numbers, _)| numbers) }
     }
 
@@ -203,8 +198,9 @@ impl Node {
         self.usage.processes().iter().map(|found| found.pid).collect()
     }
 
-    /// The current time, and the total busy time of the GPU or its instance without that of the
-    /// `except` processes, which must be alive; in nanoseconds.
+    /// The current time, and the GPU time of all processes on the GPU or its instance except the
+    /// `except` processes, which must be alive; in nanoseconds. Changes between processes are not
+    /// included: they are time of no process.
     pub fn busy(&self, except: &BTreeSet<u32>) -> Result<(u64, u64)> {
         let watcher = self.watcher()?;
         let excepted: u64 = watcher
@@ -213,8 +209,8 @@ impl Node {
             .filter(|one| except.contains(&one.pid))
             .map(|one| one.gpu_ns)
             .sum();
-        let (at, all) = watcher.busy_time(self.place()).context("no GPU")?;
-        Ok((at, all.saturating_sub(excepted)))
+        let times = watcher.times(self.place()).context("no GPU")?;
+        Ok((times.at, times.served_ns.saturating_sub(excepted)))
     }
 
     /// The busy part of the last sampling period (a sixth of a second), without the `except` processes.
@@ -223,7 +219,7 @@ impl Node {
         Ok(sampled.map_or(0.0, |sampled| {
             let excepted: u64 =
                 sampled.processes.iter().filter(|(pid, _)| except.contains(pid)).map(|(_, had)| had).sum();
-            sampled.busy.saturating_sub(excepted) as f64 / sampled.span as f64
+            sampled.busy.saturating_sub(sampled.switching + excepted) as f64 / sampled.span as f64
         }))
     }
 

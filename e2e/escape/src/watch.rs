@@ -2,12 +2,12 @@
 //! pages, NVML and `/proc`.
 
 use crate::node::{Node, Share};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use divvy_api::top::ShareUsage;
 use divvy_driver::gpu::{Gpus, GpusOptions};
 use divvy_driver::paths::HostPaths;
 use divvy_driver::shares::Shares;
-use divvy_driver::shares::agent::{Action, Agent, KillPolicy, Report};
+use divvy_driver::shares::agent::{Action, Agent, KillPolicy, Report, TimeLaw};
 use divvy_pages::{Compute, Policy};
 use std::io::Write;
 use std::path::Path;
@@ -18,6 +18,9 @@ use tokio::sync::oneshot;
 
 /// How often `serve` checks whether standard input has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
+
+/// The law of GPU time of the agent, as `divvy-node --gpu-time-law` takes it.
+const LAW: &str = "DIVVY_GPU_TIME_LAW";
 
 /// The prefix of the lines that report an audit.
 const AUDITED: &str = "audited";
@@ -53,10 +56,15 @@ impl Watch {
         let (stop, stopped) = oneshot::channel();
         let (ready, up) = mpsc::channel();
         let paths = paths(root, directory);
+        let law = match std::env::var(LAW) {
+            Ok(law) => <TimeLaw as clap::ValueEnum>::from_str(&law, true)
+                .map_err(|cause| anyhow!("{LAW}: {cause}"))?,
+            Err(_) => TimeLaw::default(),
+        };
         let thread = std::thread::spawn(move || {
             runtime.block_on(async {
                 let gpus = Gpus::start(GpusOptions::new(&paths)).await;
-                let (agent, mut reports) = Agent::new(gpus.clone(), &paths, KillPolicy::default());
+                let (agent, mut reports) = Agent::new(gpus.clone(), &paths, KillPolicy::default(), law);
                 // The receiver is gone if the start timed out.
                 let _ = ready.send(());
                 let forward = async {

@@ -71,6 +71,10 @@ pub struct Host {
     /// they exist as soon as the driver is loaded.
     #[serde(default)]
     pub node_delay_ms: u64,
+    /// Time that a change between processes on a GPU takes, in microseconds; `None` for that of the
+    /// GPU model.
+    #[serde(default)]
+    pub switch_us: Option<u32>,
     pub privilege: Privilege,
 }
 

@@ -20,7 +20,7 @@ fn gpu_process(node: &Node) -> GpuProcess {
 }
 
 fn run(gpu_process: &GpuProcess, touches: bool) -> u64 {
-    let (begin, end) = gpu_process.submit(Kernel { after: 0, length: KERNEL_NS, touches });
+    let (begin, end) = gpu_process.submit(Kernel { after: 0, length: KERNEL_NS, touches, meeting: None });
     end - begin
 }
 

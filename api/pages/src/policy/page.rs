@@ -23,7 +23,9 @@ const WAKEUP_SHIFT: u32 = 2;
 /// | 72 | stamp, incremented after each change of the policy |
 /// | 80 | granted rate, end of the grant, time at which the gate opens |
 /// | 104 | trim request (a futex word), whether usage is unattributed |
+/// | 112 | quantum number (a futex word), whether quanta are exclusive |
 /// | 128 | two words of state that the agent keeps for its successor |
+/// | 144 | end of the quantum, time until which quanta count |
 /// | 1024, 2048 | two copies of the record, 1024 bytes each |
 ///
 /// Everything else is zero and reserved.
@@ -39,9 +41,13 @@ pub struct PolicyPage {
     closed_until: Word,
     trim: AtomicU32,
     unattributed: AtomicU32,
-    _line: [AtomicU32; 4],
+    quantum: AtomicU32,
+    exclusive: AtomicU32,
+    _line: [AtomicU32; 2],
     agent_state: [Word; 2],
-    _reserved: [Word; 110],
+    quantum_ends: Word,
+    quanta_expire: Word,
+    _reserved: [Word; 108],
     copies: [[Word; COPY_BYTES / 8]; 2],
     _tail: [Word; 128],
 }
@@ -208,6 +214,49 @@ impl PolicyPage {
         self.until.store(until);
     }
 
+    /// The number of the quantum in which the share may launch, a futex word; 0 if it may not.
+    pub fn quantum(&self) -> &AtomicU32 {
+        &self.quantum
+    }
+
+    /// Whether launches need a quantum.
+    pub fn is_exclusive(&self) -> bool {
+        self.exclusive.load(SeqCst) != 0
+    }
+
+    /// When the quantum ends, in nanoseconds of the monotonic clock; 0 while no other share waits.
+    pub fn quantum_ends(&self) -> u64 {
+        self.quantum_ends.load()
+    }
+
+    /// Until when quanta count, in nanoseconds of the monotonic clock. A node daemon that has exited
+    /// grants none, so after that time the share launches by its own token bucket.
+    pub fn quanta_expire(&self) -> u64 {
+        self.quanta_expire.load()
+    }
+
+    /// For the agent: sets whether launches need a quantum.
+    pub fn set_exclusive(&self, is_exclusive: bool) {
+        self.exclusive.store(is_exclusive.into(), SeqCst);
+    }
+
+    /// For the agent: extends the time until which quanta count.
+    pub fn set_quanta_expire(&self, until: u64) {
+        self.quanta_expire.store(until);
+    }
+
+    /// For the agent: grants a quantum with a new number, or none if `number` is 0. The caller must
+    /// wake the waiters at the futex [`PolicyPage::quantum`].
+    pub fn grant_quantum(&self, number: u32, ends: u64) {
+        self.quantum_ends.store(ends);
+        self.quantum.store(number, SeqCst);
+    }
+
+    /// For the agent: changes when the current quantum ends.
+    pub fn end_quantum_at(&self, ends: u64) {
+        self.quantum_ends.store(ends);
+    }
+
     /// For the agent: stores state for its successor, in its own format. It is zero in a new page,
     /// and containers do not use it.
     pub fn set_agent_state(&self, words: [u64; 2]) {
@@ -245,8 +294,12 @@ mod tests {
             closed_until: Word::new(words(96)),
             trim: AtomicU32::new(0),
             unattributed: AtomicU32::new(0),
+            quantum: AtomicU32::new(0),
+            exclusive: AtomicU32::new(0),
             _line: Default::default(),
             agent_state: Default::default(),
+            quantum_ends: Word::default(),
+            quanta_expire: Word::default(),
             _reserved: core::array::from_fn(|_| Word::default()),
             copies: core::array::from_fn(|c| core::array::from_fn(|i| Word::new(words(COPIES[c] + i * 8)))),
             _tail: core::array::from_fn(|_| Word::default()),
@@ -311,6 +364,18 @@ mod tests {
         assert_eq!((page.gate().load(SeqCst), page.gate_closed_until()), (1, 5));
         page.close_gate_until(0);
         assert_eq!((page.gate().load(SeqCst), page.gate_closed_until()), (0, 0));
+    }
+
+    #[test]
+    fn quantum_is_granted_and_ended() {
+        let page = mapped(sample().encode());
+        assert_eq!((page.is_exclusive(), page.quantum().load(SeqCst), page.quantum_ends()), (false, 0, 0));
+        page.set_exclusive(true);
+        page.grant_quantum(7, 100);
+        page.set_quanta_expire(900);
+        page.end_quantum_at(50);
+        assert_eq!((page.is_exclusive(), page.quantum().load(SeqCst)), (true, 7));
+        assert_eq!((page.quantum_ends(), page.quanta_expire()), (50, 900));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The live view, without the terminal: sort order, scrolling, and the visible lines.
 
 use super::snapshot::Snapshot;
-use super::table::{self, NodeTime, SortKey};
+use super::table::{self, NodeTime, Period, SortKey};
 
 /// Size of a terminal in characters. 0 means unknown: nothing is cut off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,9 +10,10 @@ pub(super) struct Size {
     pub(super) columns: u16,
 }
 
-/// The state that keys change.
+/// The table, and the state that keys change.
 #[derive(Debug, Default)]
 pub(super) struct LiveView {
+    period: Period,
     sort: SortKey,
     /// Index of the first visible line, below the line with node and time.
     offset: usize,
@@ -23,6 +24,10 @@ const DOWN: [&[u8]; 3] = [b"j", b"\x1b[B", b"\x1bOB"];
 const UP: [&[u8]; 3] = [b"k", b"\x1b[A", b"\x1bOA"];
 
 impl LiveView {
+    pub(super) fn new(period: Period) -> Self {
+        Self { period, ..Self::default() }
+    }
+
     /// Handles key presses and returns whether one of them quits the view. Unknown keys are ignored.
     pub(super) fn press(&mut self, mut keys: &[u8]) -> bool {
         while let Some(key) = keys.first() {
@@ -47,7 +52,7 @@ impl LiveView {
 
     /// The visible lines, cut to the size of the terminal. The first line and the help line do not scroll.
     pub(super) fn lines(&mut self, snapshot: &Snapshot, now: &NodeTime, size: Size) -> Vec<String> {
-        let text = table::render(snapshot, now, self.sort);
+        let text = table::render(snapshot, now, self.sort, self.period);
         let mut lines = text.lines();
         let head = lines.next().unwrap_or_default().to_owned();
         let body: Vec<&str> = lines.collect();

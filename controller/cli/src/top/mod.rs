@@ -18,7 +18,7 @@ use std::io::{self, IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
-use table::{NodeTime, SortKey};
+use table::{NodeTime, Period, SortKey};
 use terminal::{Event, Terminal};
 
 /// See the command's help.
@@ -30,6 +30,10 @@ pub(crate) struct TopArguments {
     /// Print one JSON object per line and share
     #[arg(long)]
     json: bool,
+    /// Show running totals of GPU time and hand-overs, since the node daemon first saw each share.
+    /// JSON always has them
+    #[arg(long, conflicts_with = "json")]
+    totals: bool,
     /// Show this node of the cluster instead of this machine: kubectl runs the command in the pod
     /// of its daemon
     #[arg(long, value_name = "NAME")]
@@ -37,6 +41,12 @@ pub(crate) struct TopArguments {
     /// The node daemon's --run-dir
     #[arg(long, value_name = "DIR", default_value = "/run/divvy")]
     run_dir: PathBuf,
+}
+
+impl TopArguments {
+    fn period(&self) -> Period {
+        if self.totals { Period::Total } else { Period::LastSecond }
+    }
 }
 
 /// Time between two updates. The daemon writes its files as often.
@@ -64,14 +74,15 @@ pub(crate) fn run(arguments: &TopArguments) -> Result<ExitCode> {
 /// Prints all shares once. Fails afterwards if a file cannot be read.
 fn once(arguments: &TopArguments) -> Result<ExitCode> {
     let snapshot = read_snapshot(&arguments.run_dir)?;
-    print(&mut io::stdout().lock(), &snapshot, arguments.json)?;
+    print(&mut io::stdout().lock(), &snapshot, arguments.json, arguments.period())?;
     snapshot.unreadable.iter().for_each(|error| eprintln!("divvy: {error}"));
     Ok(if snapshot.unreadable.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn print(out: &mut impl Write, snapshot: &Snapshot, json: bool) -> Result<()> {
+fn print(out: &mut impl Write, snapshot: &Snapshot, json: bool, period: Period) -> Result<()> {
     if !json {
-        return Ok(out.write_all(table::render(snapshot, &NodeTime::now(), SortKey::Claim).as_bytes())?);
+        let text = table::render(snapshot, &NodeTime::now(), SortKey::Claim, period);
+        return Ok(out.write_all(text.as_bytes())?);
     }
     for share in &snapshot.shares {
         writeln!(out, "{}", serde_json::to_string(share)?)?;
@@ -80,7 +91,7 @@ fn print(out: &mut impl Write, snapshot: &Snapshot, json: bool) -> Result<()> {
 }
 
 async fn live(arguments: &TopArguments) -> Result<()> {
-    let mut view = LiveView::default();
+    let mut view = LiveView::new(arguments.period());
     let mut terminal = Terminal::enter()?;
     loop {
         let snapshot = read_snapshot(&arguments.run_dir)?;

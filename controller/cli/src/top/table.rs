@@ -2,7 +2,7 @@
 
 use super::snapshot::Snapshot;
 use divvy_api::sharing::Priority;
-use divvy_api::top::ShareUsage;
+use divvy_api::top::{GpuTimeAttribution, ShareTotals, ShareUsage};
 use std::cmp::Reverse;
 use std::fmt::Write;
 use std::time::SystemTime;
@@ -64,18 +64,31 @@ impl SortKey {
     }
 
     /// The value to sort by; the largest first.
-    fn value(self, share: &ShareUsage) -> Option<u64> {
-        match self {
-            Self::Claim => None,
-            Self::Used => share.compute_used_nvml_percent.or(share.compute_used_percent).map(u64::from),
-            Self::Throttled => share.throttled_ms,
-            Self::Memory => share.memory_used_bytes,
+    fn value(self, share: &ShareUsage, period: Period) -> Option<u64> {
+        match (self, period) {
+            (Self::Claim, _) => None,
+            (Self::Used, Period::LastSecond) => {
+                share.compute_used_nvml_percent.or(share.compute_used_percent).map(u64::from)
+            }
+            (Self::Used, Period::Total) => share.totals.map(|totals| totals.gpu_time_used_ms),
+            (Self::Throttled, Period::LastSecond) => share.throttled_ms,
+            (Self::Throttled, Period::Total) => share.totals.map(|totals| totals.throttled_ms),
+            (Self::Memory, _) => share.memory_used_bytes,
         }
     }
 }
 
+/// The time that a table covers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Period {
+    #[default]
+    LastSecond,
+    /// Since the node daemon first saw each share.
+    Total,
+}
+
 /// A line with node and time, a table for each device, and the shares and files without data.
-pub(super) fn render(snapshot: &Snapshot, now: &NodeTime, sort: SortKey) -> String {
+pub(super) fn render(snapshot: &Snapshot, now: &NodeTime, sort: SortKey, period: Period) -> String {
     let seconds = now.unix_ms / 1000;
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
     let count = snapshot.shares.len() + snapshot.not_sampled.len();
@@ -93,8 +106,11 @@ pub(super) fn render(snapshot: &Snapshot, now: &NodeTime, sort: SortKey) -> Stri
         }
         text.push('\n');
         let mut shares: Vec<&ShareUsage> = of_device.iter().collect();
-        shares.sort_by_key(|share| Reverse(sort.value(share)));
-        text += &table(&shares);
+        shares.sort_by_key(|share| Reverse(sort.value(share, period)));
+        text += &match period {
+            Period::LastSecond => table(COLUMNS, shares.iter().map(|share| row(share))),
+            Period::Total => table(TOTAL_COLUMNS, shares.iter().map(|share| total_row(share))),
+        };
     }
     let without_data = [&snapshot.not_sampled, &snapshot.unreadable];
     if without_data.iter().any(|lines| !lines.is_empty()) {
@@ -120,18 +136,22 @@ const COLUMNS: [&str; 11] = [
     "SHARE",
 ];
 
-fn table(shares: &[&ShareUsage]) -> String {
-    let mut rows = vec![COLUMNS.map(str::to_owned)];
-    rows.extend(shares.iter().map(|share| row(share)));
+/// The columns of running totals. They fit in 100 characters.
+const TOTAL_COLUMNS: [&str; 9] =
+    ["CLAIM", "GPU TIME", "THROTTLED", "GRANTED", "HAND-OVERS", "LATE", "ATTRIBUTION", "USED MIB", "SHARE"];
+
+fn table<const N: usize>(columns: [&str; N], shares: impl Iterator<Item = [String; N]>) -> String {
+    let mut rows = vec![columns.map(str::to_owned)];
+    rows.extend(shares);
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: [usize; COLUMNS.len()] = std::array::from_fn(width);
+    let widths: [usize; N] = std::array::from_fn(width);
     let mut text = String::new();
     for row in rows {
         let mut line = String::new();
         for (column, (cell, width)) in row.iter().zip(widths).enumerate() {
             // Names are left-aligned, numbers right-aligned. Writing to a String cannot fail.
-            let _ = match COLUMNS[column] {
-                "CLAIM" | "SHARE" => write!(line, "{cell:<width$}  "),
+            let _ = match columns[column] {
+                "CLAIM" | "ATTRIBUTION" | "SHARE" => write!(line, "{cell:<width$}  "),
                 _ => write!(line, "{cell:>width$}  "),
             };
         }
@@ -141,13 +161,46 @@ fn table(shares: &[&ShareUsage]) -> String {
     text
 }
 
-fn row(share: &ShareUsage) -> [String; COLUMNS.len()] {
-    let claim = match (&share.namespace, &share.claim) {
+fn claim_name(share: &ShareUsage) -> String {
+    match (&share.namespace, &share.claim) {
         (Some(namespace), Some(claim)) => format!("{namespace}/{claim}"),
         _ => share.claim_uid.to_string(),
+    }
+}
+
+fn mib(bytes: u64) -> String {
+    bytes.div_ceil(MIB).to_string()
+}
+
+fn or_dash(text: Option<String>) -> String {
+    text.unwrap_or_else(|| "-".to_owned())
+}
+
+/// The first characters of the share's id.
+fn short_id(share: &ShareUsage) -> String {
+    share.share.as_str().chars().take(8).collect()
+}
+
+fn total_row(share: &ShareUsage) -> [String; TOTAL_COLUMNS.len()] {
+    let seconds = |ms: u64| format!("{}.{} s", ms / 1000, ms % 1000 / 100);
+    let time = |of: fn(ShareTotals) -> Option<u64>| or_dash(share.totals.and_then(of).map(seconds));
+    let count = |of: fn(ShareTotals) -> Option<u64>| {
+        or_dash(share.totals.and_then(of).map(|count| count.to_string()))
     };
-    let mib = |bytes: u64| bytes.div_ceil(MIB).to_string();
-    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    [
+        claim_name(share),
+        time(|totals| Some(totals.gpu_time_used_ms)),
+        time(|totals| Some(totals.throttled_ms)),
+        time(|totals| totals.granted_ms),
+        count(|totals| totals.hand_overs),
+        count(|totals| totals.late_hand_overs),
+        or_dash(share.gpu_time_attribution.map(GpuTimeAttribution::name).map(str::to_owned)),
+        or_dash(share.memory_used_bytes.map(mib)),
+        short_id(share),
+    ]
+}
+
+fn row(share: &ShareUsage) -> [String; COLUMNS.len()] {
     let percent = |percent: u32| format!("{percent}%");
     // As measured by NVML; if NVML does not report it, `~` and the value that the processes report.
     let used = match (share.compute_used_nvml_percent, share.compute_used_percent) {
@@ -156,7 +209,7 @@ fn row(share: &ShareUsage) -> [String; COLUMNS.len()] {
     };
     let priority = usize::try_from(share.priority).ok().and_then(|number| Priority::NAMES.get(number));
     [
-        claim,
+        claim_name(share),
         match (share.compute_request_percent, share.compute_limit_percent) {
             (request, limit) if request == limit => percent(limit),
             (request, limit) => format!("{request}/{limit}%"),
@@ -169,6 +222,6 @@ fn row(share: &ShareUsage) -> [String; COLUMNS.len()] {
         share.weight.to_string(),
         priority.map_or_else(|| share.priority.to_string(), |name| (*name).to_owned()),
         share.processes.to_string(),
-        share.share.as_str().chars().take(8).collect(),
+        short_id(share),
     ]
 }

@@ -2,7 +2,7 @@
 
 use super::live_view::{LiveView, Size};
 use super::*;
-use divvy_api::top::{DIRECTORY, GpuUsage, ShareUsage, VERSION};
+use divvy_api::top::{DIRECTORY, GpuTimeAttribution, GpuUsage, ShareTotals, ShareUsage, VERSION};
 use std::fs;
 
 const GPU: &str = "GPU-5b3c0b3e-7d52-4a51-9d3c-0a4f3f1f2b11";
@@ -29,6 +29,14 @@ fn share(claim: &str) -> ShareUsage {
         compute_used_percent: Some(31),
         throttled_ms: Some(412),
         processes: 2,
+        gpu_time_attribution: Some(GpuTimeAttribution::Events),
+        totals: Some(ShareTotals {
+            gpu_time_used_ms: 1_234_567,
+            throttled_ms: 89_012,
+            granted_ms: Some(1_300_050),
+            hand_overs: Some(65_002),
+            late_hand_overs: Some(3),
+        }),
     }
 }
 
@@ -51,7 +59,7 @@ fn snapshot(dir: &tempfile::TempDir) -> Snapshot {
 }
 
 fn text(snapshot: &Snapshot, unix_ms: u64) -> String {
-    table::render(snapshot, &n1_at(unix_ms), SortKey::Claim)
+    table::render(snapshot, &n1_at(unix_ms), SortKey::Claim, Period::LastSecond)
 }
 
 fn n1_at(unix_ms: u64) -> NodeTime {
@@ -81,6 +89,60 @@ fn each_device_has_a_table() {
     let outdated = text(&snapshot(&dir), 112_000);
     let outdated = outdated.lines().nth(2).and_then(|line| line.strip_prefix(GPU));
     assert_eq!(outdated, Some(" (outdated: 12 s old; is divvy-node running?)"));
+}
+
+#[test]
+fn totals_have_a_table_of_100_columns() {
+    let by_rates = ShareUsage {
+        gpu_time_attribution: Some(GpuTimeAttribution::Reported),
+        totals: Some(ShareTotals { gpu_time_used_ms: 90, ..ShareTotals::default() }),
+        ..share("notebook")
+    };
+    let of_older_daemon = ShareUsage { gpu_time_attribution: None, totals: None, ..share("old") };
+    let dir = run_dir(&[by_rates, share("train"), of_older_daemon], &["notebook", "train", "old"]);
+    let render = |sort| table::render(&snapshot(&dir), &n1_at(101_000), sort, Period::Total);
+    let text = render(SortKey::Claim);
+    insta::assert_snapshot!("totals", text);
+    assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    for sort in [SortKey::Used, SortKey::Throttled] {
+        let text = render(sort);
+        let claims = text.lines().filter_map(|line| line.strip_prefix("team-a/")?.split(' ').next());
+        assert_eq!(claims.collect::<Vec<_>>(), ["train", "notebook", "old"], "{sort:?}");
+    }
+}
+
+/// A share as the daemon wrote it before it had totals.
+const WITHOUT_TOTALS: &str = r#"
+{"sampledAtMs":100000,"namespace":"team-a","claim":"notebook","claimUid":"uid-notebook",
+"share":"b7a9d3c2-0a1b-4c2d-8e3f-405162738495","gpu":"GPU-5b3c0b3e-7d52-4a51-9d3c-0a4f3f1f2b11",
+"mig":null,"memoryLimitBytes":8589934592,"memoryUsedBytes":4294967296,
+"memoryUsedNvmlBytes":4299161600,"computeRequestPercent":30,"computeLimitPercent":60,"weight":1,
+"priority":0,"computeUsedNvmlPercent":29,"computeUsedPercent":31,"throttledMs":412,"processes":2}"#;
+
+#[test]
+fn files_of_earlier_and_later_daemons_are_read() {
+    let check = |share: serde_json::Value, expected: ShareUsage| {
+        let dir = run_dir(&[], &["notebook"]);
+        let file = serde_json::json!({"version": 1, "gpu": GPU, "shares": [share]});
+        fs::write(dir.path().join(DIRECTORY).join(format!("{GPU}.json")), file.to_string()).expect("a file");
+        assert_eq!(snapshot(&dir).shares, [expected]);
+    };
+    let earlier = serde_json::from_str(WITHOUT_TOTALS).expect("JSON");
+    check(earlier, ShareUsage { gpu_time_attribution: None, totals: None, ..share("notebook") });
+    let mut later = serde_json::to_value(share("notebook")).expect("JSON");
+    later["new"] = 7.into();
+    later["totals"]["new"] = 7.into();
+    check(later, share("notebook"));
+}
+
+#[test]
+fn earlier_readers_find_all_their_fields() {
+    let mut now = serde_json::to_value(share("notebook")).expect("JSON");
+    for field in ["gpuTimeAttribution", "totals"] {
+        assert!(now.as_object_mut().expect("a share").remove(field).is_some(), "{field}");
+    }
+    let earlier: serde_json::Value = serde_json::from_str(WITHOUT_TOTALS).expect("JSON");
+    assert_eq!((now, VERSION), (earlier, 1));
 }
 
 #[test]
@@ -221,7 +283,7 @@ fn lines_fit_the_terminal_and_scroll() {
 fn json_has_one_line_per_share() {
     let dir = run_dir(&[share("train"), share("notebook")], &["train", "notebook"]);
     let mut out = Vec::new();
-    print(&mut out, &snapshot(&dir), true).expect("printed");
+    print(&mut out, &snapshot(&dir), true, Period::LastSecond).expect("printed");
     let text = String::from_utf8(out).expect("text");
     let lines: Vec<ShareUsage> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert_eq!(lines, [share("notebook"), share("train")]);

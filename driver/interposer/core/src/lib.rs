@@ -21,6 +21,7 @@ mod peers;
 mod policies;
 pub mod pools;
 pub mod process_state;
+mod quanta;
 pub mod system;
 pub mod table;
 pub mod teardown;

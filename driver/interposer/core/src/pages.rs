@@ -73,6 +73,12 @@ impl DevicePages {
         self.shares.iter().take(self.count.load(Relaxed) as usize)
     }
 
+    /// The first share whose launches need a quantum, with its page.
+    #[inline]
+    pub(crate) fn exclusive(&self) -> Option<(&SharePages, &PolicyPage)> {
+        self.shares().find_map(|share| Some((share, share.page()?))).filter(|(_, page)| page.is_exclusive())
+    }
+
     /// The limit for memory that cannot migrate, if the total limit is higher. Only if the device
     /// has one share here: managed bytes are reported for all pages together, so with several
     /// shares none could be attributed.

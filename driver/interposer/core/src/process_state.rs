@@ -10,6 +10,7 @@
 use crate::pages::{DevicePages, SharePages, UuidMatch, match_uuids};
 use crate::peers::{LimitedPeers, PEER_WAIT_TIMEOUT_NS, PeerProcesses};
 use crate::policies::PolicyList;
+use crate::quanta::Pipeline;
 use crate::system::System;
 use crate::table::{Class, EXTRA_MAX, Table};
 use crate::throttle::{Costs, FastPathCache, Throttle};
@@ -90,6 +91,8 @@ pub(crate) struct LocalState {
     /// See [`crate::throttle`].
     pub(crate) costs: Costs,
     pub(crate) throttles: [Throttle; MAX_DEVICES],
+    /// See [`crate::quanta`].
+    pub(crate) pipelines: [Pipeline; MAX_DEVICES],
     /// Number of the last physical allocation ([`crate::vmm`]).
     pub(crate) last_object: AtomicU64,
 }

@@ -7,6 +7,7 @@
 
 use crate::free::TakenEntry;
 use crate::process_state::{LocalState, ProcessState};
+use crate::quanta::Pipeline;
 use crate::system::System;
 use crate::table::Class;
 use crate::throttle::Throttle;
@@ -32,7 +33,9 @@ impl<S: System> ProcessState<S> {
         let local = self.local().filter(|_| context != 0)?;
         let taken = self.take(Class::Context, context);
         local.rename_context(context, context | QUARANTINED);
-        local.throttles().for_each(|throttle| throttle.pause_context(context, || self.system.sleep(50_000)));
+        let nap = || self.system.sleep(50_000);
+        local.throttles().for_each(|throttle| throttle.pause_context(context, nap));
+        local.pipelines().for_each(|pipeline| pipeline.pause_context(context, nap));
         Some(PendingTeardown { process: self, local, context, taken })
     }
 }
@@ -43,6 +46,11 @@ impl LocalState {
         self.throttles.iter().zip(self.devices()).map(|(throttle, _)| throttle)
     }
 
+    /// The pipelines of the process's devices.
+    fn pipelines(&self) -> impl Iterator<Item = &Pipeline> {
+        self.pipelines.iter().zip(self.devices()).map(|(pipeline, _)| pipeline)
+    }
+
     fn rename_context(&self, from: u64, to: u64) {
         for entry in &self.contexts {
             let _ = entry.compare_exchange(from, to, AcqRel, Relaxed);
@@ -51,9 +59,16 @@ impl LocalState {
 }
 
 impl<S: System> PendingTeardown<'_, S> {
+    /// Uses events again; those of the context are lost if it is gone.
+    fn resume(&self, is_gone: bool) {
+        let nap = || self.process.system.sleep(50_000);
+        self.local.throttles().for_each(|throttle| throttle.resume_context(is_gone));
+        self.local.pipelines().for_each(|pipeline| pipeline.resume_context(is_gone, nap));
+    }
+
     /// Refunds the context and everything allocated in it, after the driver has destroyed it.
     pub fn commit(mut self) {
-        self.local.throttles().for_each(|throttle| throttle.resume_context(true));
+        self.resume(true);
         if let Some(taken) = self.taken.take() {
             taken.commit();
         }
@@ -82,7 +97,7 @@ impl<S: System> Drop for PendingTeardown<'_, S> {
     fn drop(&mut self) {
         if self.context != 0 {
             self.local.rename_context(self.context | QUARANTINED, self.context);
-            self.local.throttles().for_each(|throttle| throttle.resume_context(false));
+            self.resume(false);
         }
     }
 }

@@ -64,6 +64,20 @@ pub(super) fn throttled(work: Work, stream: Handle, call: Call<'_>) -> CuResult 
     device.launch(work, &Events(stream), only.is_some(), || call.call())
 }
 
+/// Runs a call that waits for the device. Work that was launched is marked before it, so that it is
+/// known after it what completed.
+pub(super) fn waiting(wait: impl FnOnce() -> CuResult) -> CuResult {
+    let is_paced = !LAUNCH_WORD.load(Ordering::Relaxed).is_null() && !is_unthrottled();
+    if !is_paced || CAPTURES.load(Ordering::Relaxed) > 0 {
+        return after_wait(wait());
+    }
+    let ordinal = driver::only_device().or_else(driver::current_device);
+    match ordinal.and_then(|ordinal| PROCESS.known_device(ordinal)) {
+        Some(device) => after_wait(device.wait_exclusive(&Events(ptr::null_mut()), wait)),
+        None => wait(),
+    }
+}
+
 /// Collects measurements after the program has synchronised or polled successfully.
 pub(super) fn after_wait(answer: CuResult) -> CuResult {
     let is_paced = !LAUNCH_WORD.load(Ordering::Relaxed).is_null() && !is_unthrottled();

@@ -5,18 +5,18 @@
 
 use super::call::{hook, twins};
 use super::driver::Handle;
-use super::launch::after_wait;
+use super::launch::{after_wait, waiting};
 
 hook! {
     /// Since CUDA 2.0.
     cuCtxSynchronize() |real| {
-        after_wait(real())
+        waiting(|| real())
     }
 }
 
 twins! {
     wait_for(what: Handle) of 1 |real| {
-        after_wait(real(what))
+        waiting(|| real(what))
     }
 
     /// Since CUDA 13.0, of any context.
@@ -26,18 +26,25 @@ twins! {
     /// On the per-thread default stream.
     cuStreamSynchronize_ptsz;
     /// Since CUDA 2.0.
+    cuEventSynchronize;
+}
+
+twins! {
+    poll(what: Handle) of 1 |real| {
+        after_wait(real(what))
+    }
+
+    /// Since CUDA 2.0.
     cuStreamQuery;
     /// On the per-thread default stream.
     cuStreamQuery_ptsz;
-    /// Since CUDA 2.0.
-    cuEventSynchronize;
     /// Since CUDA 2.0.
     cuEventQuery;
 }
 
 twins! {
     copy(to: u64, from: u64, bytes: usize) of 3 |real| {
-        after_wait(real(to, from, bytes))
+        waiting(|| real(to, from, bytes))
     }
 
     /// Since CUDA 3.2.

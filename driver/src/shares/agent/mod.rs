@@ -8,8 +8,10 @@
 
 mod container_watch;
 mod locks;
+mod running_totals;
 
 pub use crate::shares::enforcement::remediation::{Action, Report};
+pub use crate::shares::scheduler::TimeLaw;
 pub use crate::shares::snapshot::AUDIT_INTERVAL;
 pub use crate::shares::snapshot::finding::{Finding, KillPolicy, Kind, Suspect};
 
@@ -37,6 +39,7 @@ use futures::StreamExt;
 use futures::future::join_all;
 use futures::stream::FuturesUnordered;
 use locks::GpuLocks;
+use running_totals::RunningTotals;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -91,6 +94,7 @@ struct GpuState {
     /// When findings were last checked; `None` before the first audit.
     audited_at: Option<Instant>,
     usage: usage::UsageHistory,
+    running_totals: RunningTotals,
     attribution: sample_attribution::AttributionState,
     balances: balance_check::BalanceHistory,
     device_totals: device_totals::DeviceTotals,
@@ -108,7 +112,12 @@ impl GpuState {
 
 impl Agent {
     /// Returns an agent and the receiver of its reports.
-    pub fn new(gpus: Gpus, paths: &HostPaths, kill_policy: KillPolicy) -> (Self, mpsc::Receiver<Report>) {
+    pub fn new(
+        gpus: Gpus,
+        paths: &HostPaths,
+        kill_policy: KillPolicy,
+        law: TimeLaw,
+    ) -> (Self, mpsc::Receiver<Report>) {
         let (reports, receiver) = mpsc::channel(REPORT_QUEUE_CAPACITY);
         let inner = Inner {
             shares: Shares::new(paths),
@@ -118,7 +127,7 @@ impl Agent {
             cgroup_root: paths.sys_root.join("fs/cgroup"),
             locks: GpuLocks::new(&paths.run_dir),
             kill_policy,
-            wakeup: WakeupThread::default(),
+            wakeup: WakeupThread::new(law),
         };
         (Self { inventory: gpus.inventory(), gpus, inner: Arc::new(inner), reports }, receiver)
     }
@@ -259,7 +268,7 @@ impl Agent {
         };
         let Some(report) = report else {
             let inner = self.inner.clone();
-            let marked = tokio::task::spawn_blocking(move || inner.mark_dead_slots(found, state));
+            let marked = tokio::task::spawn_blocking(move || inner.mark_dead_slots(gpu, found, state));
             // After a panic, which is logged, the state starts empty.
             return marked.await.unwrap_or_default();
         };
@@ -352,6 +361,8 @@ impl Inner {
         let snapshot =
             collect::take_snapshot(found, &self.files, uses, cache, !is_due, process_root, cgroup_root);
         let mut snapshot = Snapshot { driver_limited, ..snapshot };
+        // Before the shares are planned anew, so that it says how they launched until now.
+        state.running_totals.add_counters(&snapshot, &self.wakeup.quantum_usage(gpu), now);
         let (mut state, times, over_limit) = match utilization {
             Some(utilization) => self.schedule(gpu, &mut snapshot, utilization, state, now),
             // The next snapshot covers this time as well.
@@ -367,18 +378,21 @@ impl Inner {
             (state.slots, state.audited_at) = (checks::live_slots(&snapshot), Some(now));
             state.compute_limit.values_mut().for_each(compute_limit::Excess::decay_evidence);
             let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-            usage_report = Some(usage::report(&snapshot, &times, at.as_millis() as u64));
+            let mut shares = usage::report(&snapshot, &times, at.as_millis() as u64);
+            state.running_totals.complete(&mut shares);
+            usage_report = Some(shares);
             state.processes = state.processes.next(snapshot.processes);
         }
         (state, reports, usage_report)
     }
 
     /// Marks the slots of dead processes. Corrections of the others stay as they were measured last.
-    fn mark_dead_slots(&self, found: Vec<FoundShare>, mut state: GpuState) -> GpuState {
+    fn mark_dead_slots(&self, gpu: GpuUuid, found: Vec<FoundShare>, mut state: GpuState) -> GpuState {
         let cache = &mut state.processes;
         let (process_root, cgroup_root) = (&self.process_root, &self.cgroup_root);
         let snapshot =
             collect::take_snapshot(found, &self.files, Vec::new(), cache, false, process_root, cgroup_root);
+        state.running_totals.add_counters(&snapshot, &self.wakeup.quantum_usage(gpu), Instant::now());
         slot_corrections::apply(&snapshot, &self.shares, &self.files, process_root);
         state
     }
@@ -421,6 +435,7 @@ impl Inner {
             let factor = totals.get(&share.device()).map_or(1.0, |total| total.trim(&share.key()));
             time.estimated_ns = time.reported_ns.map(|(charged, _)| (charged as f64 / factor) as u64);
         }
+        state.running_totals.add_measured(snapshot, &times, since, now);
         self.plan(gpu, snapshot, statuses);
         let (forged, balances) =
             balance_check::beyond(snapshot, &times, &granted, &state.balances, since, monotonic_ns());
@@ -462,9 +477,19 @@ impl Inner {
                 mig: share.policy.mig,
                 policy: dir.join(POLICY),
                 account,
+                compute: share.policy.compute,
+                suits_quanta: suits_quanta(share),
                 standing: status,
             })
         });
         self.wakeup.plan(gpu, planned.collect());
     }
+}
+
+/// Whether a share can be granted exclusive quanta. A library of an earlier version knows none. Memory
+/// that is over-committed has its own turns, for which the library measures each kernel.
+fn suits_quanta(share: &Share) -> bool {
+    let slots = share.account.iter().flat_map(|account| &account.slots);
+    let is_known = slots.filter(|slot| slot.is_live()).all(|slot| slot.report.quantum.is_some());
+    is_known && !memory_pressure::may_overcommit(&share.policy)
 }

@@ -236,7 +236,8 @@ fn page_sets(tenants: &[&Tenant<'_>]) -> Vec<BTreeSet<usize>> {
 fn check_pages(snapshot: &Snapshot, process: &Process, is_on_gpu: bool) -> Vec<Finding> {
     let shares = snapshot.shares_of(process);
     let Some(first) = shares.first().and_then(|at| snapshot.shares.get(*at)) else { return Vec::new() };
-    let known: Vec<&Page> = snapshot.shares.iter().map(|share| &share.page).collect();
+    let known: Vec<&Page> =
+        snapshot.shares.iter().map(|share| &share.page).chain(&*snapshot.node_pages).collect();
     let mut all: Vec<(&Share, Fault)> = shares
         .iter()
         .filter_map(|at| snapshot.shares.get(*at))

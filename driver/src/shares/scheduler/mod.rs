@@ -15,7 +15,19 @@ pub(crate) mod grant_table;
 pub(crate) mod grants;
 pub(crate) mod preemption_inflation;
 pub(crate) mod processor_sharing_model;
+pub(crate) mod quanta;
+pub(crate) mod quantum_table;
 pub(crate) mod sample_attribution;
 pub(crate) mod shortfall;
 pub(crate) mod under_charge;
 pub(crate) mod wakeup;
+
+/// How the time of a device is divided.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum TimeLaw {
+    /// Every share launches at a rate that the agent corrects by measurements.
+    #[default]
+    Rates,
+    /// One share at a time launches ([`quanta`]).
+    Quanta,
+}

@@ -6,15 +6,17 @@
 //! is due are not touched, to save cache misses. Everything that is written expires, a closed gate
 //! first, so a node without an agent blocks no share. A regular exit opens all gates.
 
+use super::TimeLaw;
 use super::doorbell::{self, WakeReason};
 use super::fast_sampling::ActivityChange;
 use super::grant_table::{GrantSummary, GrantTable, PlannedShare};
+use super::quantum_table::{QuantumTable, QuantumUsage};
 use crate::shares::snapshot::{ShareKey, monotonic_ns};
 use divvy_pages::GpuUuid;
 use rustix::process::setpriority_process;
 use rustix::thread::futex::{self, Flags};
 use rustix::thread::gettid;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -38,7 +40,9 @@ pub(crate) struct WakeupThread {
 
 #[derive(Debug, Default)]
 struct Common {
+    law: TimeLaw,
     desk: Mutex<GrantTable>,
+    quanta: Mutex<QuantumTable>,
     /// Changes when the thread has to look at the desk.
     poked: AtomicU32,
     /// More or fewer work on some GPU.
@@ -47,6 +51,10 @@ struct Common {
 }
 
 impl WakeupThread {
+    pub(crate) fn new(law: TimeLaw) -> Self {
+        Self { common: Arc::new(Common { law, ..Common::default() }), thread: Mutex::default() }
+    }
+
     /// What the shares of a GPU were granted since this was last asked, up to so long ago.
     pub(crate) fn since(&self, gpu: GpuUuid, ago: Duration) -> BTreeMap<ShareKey, GrantSummary> {
         self.common.desk().since(gpu, monotonic_ns().saturating_sub(ago.as_nanos() as u64))
@@ -66,26 +74,41 @@ impl WakeupThread {
 
     /// Whether a share of that GPU has been planned.
     pub(crate) fn has(&self, gpu: GpuUuid, share: &ShareKey) -> bool {
-        self.common.desk().has(gpu, share)
+        self.common.desk().has(gpu, share) || self.common.quanta().has(gpu, share)
     }
 
     /// From now on the shares of that GPU are these, as an audit found them.
     pub(crate) fn plan(&self, gpu: GpuUuid, shares: Vec<PlannedShare>) {
-        let is_other = {
+        let (exclusive, paced) = self.by_law(shares);
+        let mut is_other = self.common.quanta().plan(gpu, exclusive, monotonic_ns());
+        {
             let mut desk = self.common.desk();
-            let is_other = desk.plan(gpu, shares, monotonic_ns());
+            is_other |= desk.plan(gpu, paced, monotonic_ns());
             self.common.tell(&desk);
-            is_other
-        };
+        }
         if is_other {
             self.start();
             self.common.poke();
         }
     }
 
+    /// The counters of the shares of that GPU that launch under quanta; empty under rates.
+    pub(crate) fn quantum_usage(&self, gpu: GpuUuid) -> BTreeMap<ShareKey, QuantumUsage> {
+        self.common.quanta().usage(gpu, monotonic_ns())
+    }
+
+    /// The shares of devices on which all can be granted exclusive quanta, and the others.
+    fn by_law(&self, shares: Vec<PlannedShare>) -> (Vec<PlannedShare>, Vec<PlannedShare>) {
+        let is_paced = |share: &PlannedShare| self.common.law == TimeLaw::Rates || !share.suits_quanta;
+        let paced: BTreeSet<_> =
+            shares.iter().filter(|share| is_paced(share)).map(|share| share.mig).collect();
+        shares.into_iter().partition(|share| !paced.contains(&share.mig))
+    }
+
     /// The GPUs that have shares.
     pub(crate) fn retain_gpus(&self, are_there: impl Fn(&GpuUuid) -> bool) {
-        self.common.desk().keep(are_there);
+        self.common.desk().keep(&are_there);
+        self.common.quanta().keep(&are_there);
     }
 
     /// Has these shares of a GPU take turns of so many nanoseconds, or, where there are none, work
@@ -119,12 +142,17 @@ impl Drop for WakeupThread {
         // It has panicked if this fails, and the log has that.
         let _ = thread.map(JoinHandle::join);
         self.common.desk().leave();
+        self.common.quanta().leave();
     }
 }
 
 impl Common {
     fn desk(&self) -> MutexGuard<'_, GrantTable> {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn quanta(&self) -> MutexGuard<'_, QuantumTable> {
+        self.quanta.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn tell(&self, desk: &GrantTable) {
@@ -147,13 +175,20 @@ impl Common {
         while !self.stops.load(SeqCst) {
             // Before the desk is looked at: what changes after that ends the wait.
             let poked = self.poked.load(SeqCst);
-            let (doors, until) = {
+            let (exclusive, earlier) = {
+                let mut quanta = self.quanta();
+                quanta.tick(monotonic_ns(), &rang);
+                quanta.doors()
+            };
+            let (paced, until) = {
                 let (mut desk, now) = (self.desk(), monotonic_ns());
                 desk.tick(now, &rang);
                 self.tell(&desk);
-                let (doors, until) = desk.doors(now);
-                (doors, until.min(now.saturating_add(LONGEST)))
+                desk.doors(now)
             };
+            let until = until.min(earlier).min(monotonic_ns().saturating_add(LONGEST));
+            let doors =
+                if paced.is_empty() { exclusive } else { Arc::new([&exclusive[..], &paced].concat()) };
             rang = doorbell::wait(&self.poked, poked, &doors, until);
         }
     }
@@ -180,7 +215,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let of = |name| Share::new(dir.path(), name, Compute { cores: 30, ..Compute::default() });
         let (first, other) = (of("a"), of("b"));
-        let bell = WakeupThread::default();
+        let bell = WakeupThread::new(TimeLaw::Rates);
         bell.plan(GPU, vec![first.planned(30), other.planned(30)]);
         assert_eq!(first.page().wakeup_request(), 0);
         soon("it rests, and is asked", || first.page().wakeup_request() > 0);
@@ -191,7 +226,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let of = |name| Share::new(dir.path(), name, Compute { cores: 30, ..Compute::default() });
         let (first, other) = (of("a"), of("b"));
-        let bell = WakeupThread::default();
+        let bell = WakeupThread::new(TimeLaw::Rates);
         let plan = |wants| bell.plan(GPU, vec![first.planned(wants), other.planned(0)]);
         let moved = async || tokio::time::timeout(Duration::from_secs(60), bell.activity_changes()).await;
         plan(0);
@@ -209,7 +244,7 @@ mod tests {
             Share::new(dir.path(), name, Compute { cores, ceiling, ..Compute::default() })
         };
         let (borrower, owner, vandal) = (of("a", 20, 100), of("b", 60, 0), of("c", 5, 0));
-        let bell = WakeupThread::default();
+        let bell = WakeupThread::new(TimeLaw::Rates);
         let plan = || bell.plan(GPU, vec![borrower.planned(100), owner.planned(0), vandal.planned(0)]);
         plan();
         assert_eq!(borrower.rate(monotonic_ns()), Some(100));

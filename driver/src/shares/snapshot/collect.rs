@@ -17,6 +17,7 @@ use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A share on the host, with the first copy of its account page.
 #[derive(Debug)]
@@ -26,6 +27,8 @@ pub(crate) struct FoundShare {
     dir: PathBuf,
     pub(crate) policy: Policy,
     page: Page,
+    /// The pages of all shares of the node.
+    node_pages: Arc<[Page]>,
     first: Result<PageCopy, AccountError>,
     containers: Vec<(String, Cgroups)>,
 }
@@ -37,7 +40,7 @@ pub(crate) fn find_shares(
     mut is_wanted: impl FnMut(&Policy) -> bool,
 ) -> Vec<FoundShare> {
     files.close_removed();
-    let mut all = Vec::new();
+    let (mut all, mut node_pages) = (Vec::new(), Vec::new());
     for (claim, id) in shares.all() {
         let dir = shares.of(&claim, &id);
         let path = dir.join(POLICY);
@@ -55,16 +58,20 @@ pub(crate) fn find_shares(
             }
             Err(_) => continue,
         };
+        let device = (major(meta.dev()), minor(meta.dev()));
+        let page = Page { device, share: format!("{claim}/{id}") };
+        node_pages.push(page.clone());
         if !is_wanted(&policy) {
             continue;
         }
-        let device = (major(meta.dev()), minor(meta.dev()));
-        let page = Page { device, share: format!("{claim}/{id}") };
         let cgroups = shares.cgroups(&claim, &id).into_iter();
         let containers = cgroups.map(|(id, text)| (id, Cgroups::parse(&text))).collect();
         let Some(first) = copy(files, &dir.join(ACCOUNT)) else { continue };
-        all.push(FoundShare { first, claim, id, dir, policy, page, containers });
+        let node_pages = Arc::default();
+        all.push(FoundShare { first, claim, id, dir, policy, page, node_pages, containers });
     }
+    let node_pages: Arc<[Page]> = node_pages.into();
+    all.iter_mut().for_each(|found| found.node_pages = Arc::clone(&node_pages));
     all.sort_by(|one, other| (&one.id, &one.claim).cmp(&(&other.id, &other.claim)));
     all
 }
@@ -155,6 +162,7 @@ fn account_of(first: &PageCopy, second: &PageCopy) -> Result<Account, AccountErr
         balance: second.balance(),
         refilled: second.refilled_at(),
         attention: second.attention(),
+        charged_ns: second.charged_ns(),
         is_oversized,
         is_stable,
         slots,
@@ -172,6 +180,7 @@ pub(crate) fn take_snapshot(
     proc_root: &Path,
     cgroup_root: &Path,
 ) -> Snapshot {
+    let node_pages = found.first().map(|found| Arc::clone(&found.node_pages)).unwrap_or_default();
     let shares: Vec<Share> = found.into_iter().filter_map(|found| found.complete(files)).collect();
     let mut processes: BTreeMap<u32, Process> = BTreeMap::new();
     let leaders = shares
@@ -192,7 +201,7 @@ pub(crate) fn take_snapshot(
             processes.insert(pid, process);
         }
     }
-    Snapshot { shares, uses, processes, ..Snapshot::default() }
+    Snapshot { shares, node_pages, uses, processes, ..Snapshot::default() }
 }
 
 /// Containers with the directory of their cgroup and their memory limit in bytes: the sum of the
@@ -253,6 +262,7 @@ mod tests {
                 dir: PathBuf::new(),
                 policy: Policy { flags, ..share.policy },
                 page: share.page,
+                node_pages: Arc::default(),
                 first: Err(AccountError::Leased),
                 containers: containers.iter().map(container).collect(),
             }

@@ -138,6 +138,7 @@ impl Fixture {
             fastest_ns: 0,
             long_kernel_ns: 0,
             undercharged_ns: 0,
+            quantum: None,
             encoders: 0,
             decoders: 0,
             idle_pool_bytes: 0,

@@ -23,6 +23,7 @@ use mounts::Page;
 use process::{Cgroups, Process};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Time between two audits of a GPU. Two audits that confirm a finding stay well within the five
@@ -80,6 +81,8 @@ pub(crate) struct Account {
     /// When the balance was last refilled, in nanoseconds of the monotonic clock.
     pub(crate) refilled: u64,
     pub(crate) attention: u64,
+    /// GPU time charged under quanta, in nanoseconds. Exact also after processes exited.
+    pub(crate) charged_ns: u64,
     /// The file is larger than a page, which takes memory of the node.
     pub(crate) is_oversized: bool,
     /// No slot changed and nothing was in flight while NVML was queried.
@@ -139,6 +142,8 @@ pub(crate) struct ProcessMemory {
 pub(crate) struct Snapshot {
     /// Sorted by share and claim.
     pub(crate) shares: Vec<Share>,
+    /// The pages of all shares of the node. A container can have shares of several GPUs.
+    pub(crate) node_pages: Arc<[Page]>,
     pub(crate) uses: Vec<ProcessMemory>,
     /// The processes in `uses` and the first process of each container, by pid. Processes that
     /// exited are missing.

@@ -19,6 +19,8 @@ pub(crate) type PercentByPid = Option<BTreeMap<u32, u32>>;
 pub(crate) struct UsageHistory {
     /// By share and slot index.
     slots: BTreeMap<ShareKey, BTreeMap<usize, SlotCounters>>,
+    /// By share, the time charged under quanta: exact also after processes exited.
+    charged: BTreeMap<ShareKey, u64>,
     at: Option<Instant>,
     until: Option<SampleEnd>,
 }
@@ -131,7 +133,7 @@ pub(crate) fn measure(
         |ns: u64, since: Duration| (u128::from(ns) * u128::from(NS_PER_SECOND) / since.as_nanos()) as u64;
     let measured = percent_by_pid.as_ref().map(|percent| gpu_time(snapshot, percent));
     let mut before = history.slots;
-    let mut slots = BTreeMap::new();
+    let (mut slots, mut exactly_charged) = (BTreeMap::new(), BTreeMap::new());
     let mut times = Vec::new();
     for (at, share) in snapshot.shares.iter().enumerate() {
         let known = before.remove(&share.key());
@@ -139,6 +141,10 @@ pub(crate) fn measure(
         let mut counters = known.unwrap_or_default();
         let ([charged, waited, long, undercharged], has_same_processes) = count_since(share, &mut counters);
         let since = since.filter(|_| is_known);
+        let exact = share.account.as_ref().map_or(0, |account| account.charged_ns);
+        let before = history.charged.get(&share.key()).copied().unwrap_or(exact);
+        let charged = charged.max(exact.saturating_sub(before));
+        exactly_charged.insert(share.key(), exact);
         times.push(ShareTime {
             gpu_ns: match share.policy.mig {
                 None => measured.as_ref().map(|measured| measured.get(&at).copied().unwrap_or(0)),
@@ -155,7 +161,7 @@ pub(crate) fn measure(
         });
         slots.insert(share.key(), counters);
     }
-    (times, since, UsageHistory { slots, at: Some(now), until })
+    (times, since, UsageHistory { slots, charged: exactly_charged, at: Some(now), until })
 }
 
 /// Converts per cent of a GPU's time to nanoseconds per second.
@@ -220,7 +226,8 @@ fn count_since(share: &Share, slots: &mut BTreeMap<usize, SlotCounters>) -> ([u6
     (sums, are_same)
 }
 
-/// The usage that `divvy top` shows. `sampled_at_ms` is in milliseconds of the system clock.
+/// The usage that `divvy top` shows, without running totals. `sampled_at_ms` is in milliseconds of
+/// the system clock.
 pub(crate) fn report(snapshot: &Snapshot, times: &[ShareTime], sampled_at_ms: u64) -> Vec<ShareUsage> {
     let percent =
         |ns: u64| u32::try_from((ns + NS_PER_SECOND / 200) / (NS_PER_SECOND / 100)).unwrap_or(u32::MAX);
@@ -250,6 +257,8 @@ pub(crate) fn report(snapshot: &Snapshot, times: &[ShareTime], sampled_at_ms: u6
             compute_used_percent: reported_ns.map(|(charged, _)| percent(charged)),
             throttled_ms: reported_ns.map(|(_, waited)| waited / 1_000_000),
             processes: u32::try_from(live).unwrap_or(u32::MAX),
+            gpu_time_attribution: None,
+            totals: None,
         }
     };
     snapshot.shares.iter().enumerate().map(usage).collect()

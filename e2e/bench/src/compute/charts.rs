@@ -4,7 +4,7 @@
 //! and periods in which some of them are idle. The charts show the simulator's accounting, like the
 //! figures of the cases.
 
-use super::tenants::{ComputeNode, Device, Sample, Times, share};
+use super::tenants::{ComputeNode, Device, Sample, Setup, Times, share};
 use anyhow::{Result, anyhow};
 use divvy_escape::node::Compute;
 use plotters::prelude::*;
@@ -126,7 +126,9 @@ impl Scenario {
             window: Duration::from_secs(LENGTH_SECONDS),
             burst: Duration::ZERO,
         };
-        let node = ComputeNode::start(Device::Gpu, library.to_owned(), times, true)?;
+        let setup =
+            Setup { device: Device::Gpu, library: library.to_owned(), times, switch_us: None, gpus: 1 };
+        let node = ComputeNode::start(&setup, true)?;
         let mut tenants = Vec::new();
         for (at, (_, compute)) in self.tenants.iter().enumerate() {
             tenants.push(node.start_tenant(at, Some(*compute), KERNELS)?);

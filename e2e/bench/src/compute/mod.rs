@@ -11,6 +11,7 @@ mod charts;
 mod matrix;
 mod outage;
 mod policies;
+mod scenarios;
 mod tenants;
 
 use crate::stats::{figure, figure_at_most, median};
@@ -21,7 +22,7 @@ use clap::ValueEnum;
 use divvy_escape::watch::Watch;
 use std::path::PathBuf;
 use std::time::Duration;
-use tenants::{ComputeNode, Device, Times};
+use tenants::{ComputeNode, Device, Setup, Times};
 
 /// Largest error of a share, in percentage points.
 const SHARE_ERROR_MAX_POINTS: f64 = 2.0;
@@ -37,15 +38,15 @@ pub(crate) struct Arguments {
     /// Measure this library instead of building the one that the image ships
     #[arg(long, value_name = "FILE")]
     library: Option<PathBuf>,
-    /// Which cases to run: ci (25) or all (870)
+    /// Which cases to run
     #[arg(long, value_enum, default_value_t = CaseSet::Ci)]
     cases: CaseSet,
-    /// Only cases with these kernel shapes
-    #[arg(
-        long,
-        value_delimiter = ',',
-        value_parser = clap::builder::PossibleValuesParser::new(cases::names()),
-    )]
+    /// Run these cases instead, by the names in the output, for example 1ms_30+5ms_50 or
+    /// spin:700000_30+1ms*4_50
+    #[arg(long, value_delimiter = ',', value_parser = cases::parse_case)]
+    case: Vec<Case>,
+    /// Only cases all of whose tenants have one of these kernel shapes
+    #[arg(long, value_delimiter = ',', value_parser = parse_shape_name)]
     shapes: Vec<String>,
     /// Run cases with these requests instead, in per cent, with a plus between tenants, for example
     /// 30,50+50; 100 stands for a tenant without a share
@@ -77,6 +78,10 @@ pub(crate) struct Arguments {
     /// Device that the tenants share
     #[arg(long, value_enum, default_value_t = Device::Gpu)]
     device: Device,
+    /// Time that a change between processes takes on the GPU, such as 0, 170us or 0.5ms; by default
+    /// that of the GPU model
+    #[arg(long, value_name = "TIME", value_parser = parse_microseconds)]
+    switch_cost: Option<u32>,
     /// Run without the node's agent, which corrects the library's estimates
     #[arg(long)]
     no_agent: bool,
@@ -86,6 +91,9 @@ pub(crate) struct Arguments {
     /// Only draw charts of the tenants' GPU time under each policy, as SVG files in this directory
     #[arg(long, value_name = "DIR")]
     charts: Option<PathBuf>,
+    /// Do not repeat cases that are off
+    #[arg(long)]
+    no_rerun: bool,
     /// Fail if a share in a case exceeds its request by more than the allowed error, falls short by
     /// more than twice the allowed error in two runs, or is reported by the node's agent
     #[arg(long)]
@@ -98,8 +106,8 @@ pub(crate) struct Arguments {
         long,
         value_delimiter = ',',
         value_parser = [
-            "cases", "aggregate", "fixed", "weights", "lending", "priority",
-            "launch", "agent-restart", "host-upgrade",
+            "cases", "aggregate", "fixed", "weights", "lending", "guarantee", "priority", "lateness",
+            "stopped", "churn", "endless", "pair", "launch", "agent-restart", "host-upgrade",
         ]
     )]
     only: Vec<String>,
@@ -107,8 +115,37 @@ pub(crate) struct Arguments {
 
 #[derive(Clone, Copy, ValueEnum)]
 enum CaseSet {
+    /// 20 pairs and sets of four that the seed selects from listed and drawn
     Ci,
+    /// 78 pairs and sets of four, with equal and with different kernels
+    Listed,
+    /// 60 cases whose kernel lengths, from 5 us to 50 ms, and requests are drawn by the seed
+    Drawn,
+    /// Tenants that are idle or work in bursts, and shares of several processes
+    Kinds,
+    /// 25 cases whose tenants have equal kernels, five of them selected by the seed
+    Equal,
+    /// All 870 sets of one, two and four requests with equal kernels
     All,
+}
+
+/// Checks the name of a kernel shape.
+fn parse_shape_name(text: &str) -> Result<String, String> {
+    let found = cases::Shape::find(text).map(|_| text.to_owned());
+    found.ok_or_else(|| format!("expected one of {} or spin:NANOSECONDS", cases::names().join(", ")))
+}
+
+/// Parses a time such as `0`, `170us` or `0.5ms`, to microseconds.
+fn parse_microseconds(text: &str) -> Result<u32, String> {
+    let (number, factor) = match text.strip_suffix("us") {
+        Some(number) => (number, 1.0),
+        None => text.strip_suffix("ms").map_or((text, 0.0), |number| (number, 1000.0)),
+    };
+    let time = number.parse::<f64>().ok().filter(|time| (0.0..1e6).contains(time));
+    // A number without a unit can only be 0.
+    let time = time.filter(|time| factor > 0.0 || *time == 0.0);
+    time.map(|time| (time * factor).round() as u32)
+        .ok_or_else(|| "expected a time like 0, 170us or 0.5ms".to_owned())
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
@@ -125,7 +162,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         return charts::draw_all(&library, dir);
     }
     let times = Times { warm_up, window, burst };
-    let start_node = || ComputeNode::start(arguments.device, library.clone(), times, !arguments.no_agent);
+    let setup = Setup { device: arguments.device, library, times, switch_us: arguments.switch_cost, gpus: 1 };
+    let start_node = || ComputeNode::start(&setup, !arguments.no_agent);
     if selected("cases") {
         matrix::run(arguments, start_node, burst)?;
     }
@@ -142,8 +180,23 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     if selected("lending") {
         policies::lending(&node, SHARE_ERROR_MAX_POINTS, arguments.rounds)?;
     }
+    if selected("guarantee") {
+        policies::guarantee(&node, SHARE_ERROR_MAX_POINTS)?;
+    }
     if selected("priority") {
         policies::priority(&node, arguments.rounds)?;
+    }
+    if selected("lateness") {
+        policies::lateness(&node, arguments.rounds)?;
+    }
+    if selected("stopped") {
+        scenarios::stopped(&node, SHARE_ERROR_MAX_POINTS)?;
+    }
+    if selected("churn") {
+        scenarios::churn(&node, SHARE_ERROR_MAX_POINTS)?;
+    }
+    if selected("endless") {
+        scenarios::endless(&node, SHARE_ERROR_MAX_POINTS)?;
     }
     if selected("launch") {
         let (mut natives, mut over) = (Vec::new(), Vec::new());
@@ -160,10 +213,22 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         figure("launch_limited_native_ns", &natives, "ns");
         figure_at_most("launch_limited_over_native_ns", &over, LAUNCH_OVERHEAD_MAX_NS, "ns");
     }
-    // The remaining parts start and kill agents themselves.
     drop(node);
+    if selected("pair") {
+        match arguments.device {
+            Device::Gpu | Device::PerProcessGpu => {
+                scenarios::pair(&ComputeNode::start(
+                    &Setup { gpus: 2, ..setup.clone() },
+                    !arguments.no_agent,
+                )?)?;
+            }
+            // A program has one MIG instance.
+            Device::Mig | Device::AmpereMig => {}
+        }
+    }
+    // The remaining parts start and kill agents themselves.
     if selected("agent-restart") || selected("host-upgrade") {
-        let node = ComputeNode::start(arguments.device, library, times, false)?;
+        let node = ComputeNode::start(&setup, false)?;
         if selected("agent-restart") {
             outage::agent_restart(&node, SHARE_ERROR_MAX_POINTS, burst)?;
         }
@@ -180,7 +245,7 @@ fn aggregate(node: &ComputeNode, rounds: u32) -> Result<()> {
         let (mut time, mut launches) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             let sums = |requests: &[u32]| -> Result<(f64, f64)> {
-                let tenants = node.run(&Case { shape, requests: requests.to_vec() })?.tenants;
+                let tenants = node.run(&Case::equal(shape, requests))?.tenants;
                 let share = tenants.iter().map(|tenant| tenant.share).sum();
                 Ok((share, tenants.iter().map(|tenant| tenant.launches_per_second).sum()))
             };
@@ -194,4 +259,18 @@ fn aggregate(node: &ComputeNode, rounds: u32) -> Result<()> {
         figure_at_most(&lost_time, &time, AGGREGATE_LOSS_MAX_PERCENT, "%");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_a_unit_unless_they_are_zero() {
+        let times = ["0", "170us", "0.5ms", "0us"].map(parse_microseconds);
+        assert_eq!(times, [Ok(0), Ok(170), Ok(500), Ok(0)]);
+        for wrong in ["", "5", "us", "-1us", "1s", "nanus"] {
+            assert!(parse_microseconds(wrong).is_err(), "{wrong}");
+        }
+    }
 }

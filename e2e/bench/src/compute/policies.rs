@@ -3,8 +3,8 @@
 //! GPU time comes from the simulator's accounting, as in the cases. A tenant is idle while its
 //! program is stopped. Its return is the first work that the GPU does for it after that.
 
-use super::cases::{Case, SHAPES, Shape};
-use super::tenants::{ComputeNode, Sample, TenantResult, printed_value, share};
+use super::cases::{Case, Shape};
+use super::tenants::{Bursts, ComputeNode, Sample, TenantResult, share};
 use crate::stats::{at_most, figure, figure_at_most, line, median, percentile, upper_bound};
 use anyhow::{Context, Result, bail, ensure};
 use divvy_escape::node::Compute;
@@ -17,8 +17,11 @@ pub(super) const SECOND: u64 = 1000 * MILLISECOND;
 const CONTROL_PERIOD_NS: u64 = 20 * MILLISECOND;
 /// Bound of the delay of a burst with high priority.
 const PRIORITY_DELAY_MAX_MS: f64 = 5.0;
-/// GPU time of a burst of `compute.c`.
-const BURST_MS: f64 = 5.0;
+/// Guarantee of a share that works in bursts of a tenth of the time, in per cent.
+const BURSTING_PERCENT: u32 = 30;
+/// Bounds of the lateness of bursts beside one share with kernels of 1 ms.
+const LATENESS_P50_MAX_MS: f64 = 6.0;
+const LATENESS_P99_MAX_MS: f64 = 15.0;
 /// A policy without guarantee, ceiling, weight and priority.
 pub(super) const NO_POLICY: Compute = Compute { cores: 0, ceiling: 0, weight: 0, priority: 0, burst_us: 0 };
 
@@ -29,8 +32,8 @@ pub(super) fn wait_for_audit() {
 }
 
 /// The kernel shape of that name.
-pub(super) fn shape(name: &str) -> Result<&'static Shape> {
-    SHAPES.iter().find(|shape| shape.name == name).with_context(|| format!("no kernel shape {name}"))
+pub(super) fn shape(name: &str) -> Result<Shape> {
+    Shape::find(name).with_context(|| format!("no kernel shape {name}"))
 }
 
 /// Prints the largest of several errors and its bound, in percentage points.
@@ -40,10 +43,33 @@ fn largest_error(name: &str, errors: &[f64], bound: f64) {
 
 /// Two tenants with a fixed share each.
 pub(super) fn fixed(node: &ComputeNode, max_points: f64) -> Result<()> {
-    let tenants = node.run(&Case { shape: shape("1ms")?, requests: vec![30, 60] })?.tenants;
+    let tenants = node.run(&Case::equal(&shape("1ms")?, &[30, 60]))?.tenants;
     let error = |(request, tenant): (&f64, &TenantResult)| (tenant.share - request).abs();
     let errors: Vec<f64> = [30.0, 60.0].iter().zip(&tenants).map(error).collect();
     largest_error("policy_fixed_30_60", &errors, max_points);
+    Ok(())
+}
+
+/// Two saturating shares with different policies, and the parts of the GPU that they must get.
+pub(super) fn guarantee(node: &ComputeNode, max_points: f64) -> Result<()> {
+    let fixed = |cores| Compute { cores, ..NO_POLICY };
+    let pairs = [
+        ("guarantee_beside_none", [fixed(40), NO_POLICY], [40.0, 60.0]),
+        ("fixed_beside_burst", [fixed(60), Compute { cores: 30, ceiling: 80, ..NO_POLICY }], [60.0, 40.0]),
+    ];
+    for (name, policies, expected) in pairs {
+        let mut tenants = Vec::new();
+        for (at, compute) in policies.into_iter().enumerate() {
+            tenants.push(node.start_tenant(at, Some(compute), "1ms")?);
+        }
+        wait_for_audit();
+        let samples = node.sample(&mut tenants, |_, _| Ok(()))?;
+        tenants.into_iter().try_for_each(|tenant| tenant.finish().map(drop))?;
+        let shares = samples.iter().map(|samples| window_share(node, samples));
+        let errors: Vec<f64> =
+            shares.zip(expected).map(|(share, expected)| (share - expected).abs()).collect();
+        largest_error(&format!("policy_{name}"), &errors, max_points);
+    }
     Ok(())
 }
 
@@ -81,7 +107,7 @@ pub(super) fn weight_errors(shares: &[f64]) -> Vec<f64> {
 }
 
 /// GPU time in per cent of the window.
-fn window_share(node: &ComputeNode, samples: &[Sample]) -> f64 {
+pub(super) fn window_share(node: &ComputeNode, samples: &[Sample]) -> f64 {
     let (start, end) = node.window_of(samples);
     share(samples, start, end)
 }
@@ -187,17 +213,42 @@ pub(super) fn priority(node: &ComputeNode, rounds: u32) -> Result<()> {
     let node = &node.with_window(Duration::from_secs(12) * rounds);
     for (name, priority) in [("without", 0), ("with", 1)] {
         let delay = run_bursts(node, priority, |_| Ok(()))?;
-        let name = |what: &str| format!("policy_priority_{name}_{what}");
-        line(&name("bursts"), delay.bursts, "number");
-        line(&name("delay_p50"), delay.p50_ms, "ms");
-        line(&name("delay_p99"), delay.p99_ms, "ms");
-        if priority > 0 {
-            upper_bound(&name("delay_p99"), delay.p99_ms, PRIORITY_DELAY_MAX_MS, "ms");
-        }
-        line(&name("other_share"), delay.other_share, "%");
+        delay.print(
+            &format!("policy_priority_{name}"),
+            (priority > 0).then_some((None, PRIORITY_DELAY_MAX_MS)),
+        );
+    }
+    let high = Compute { priority: 1, ..NO_POLICY };
+    let delay = run_bursts_of(node, &SINGLE, high, &[(NO_POLICY, "1ms")], |_| Ok(()))?;
+    delay.print("policy_priority_single_kernel", Some((None, PRIORITY_DELAY_MAX_MS)));
+    Ok(())
+}
+
+/// Lateness of a share with a guarantee that works in bursts, beside saturating shares without one.
+pub(super) fn lateness(node: &ComputeNode, rounds: u32) -> Result<()> {
+    let node = &node.with_window(Duration::from_secs(12) * rounds);
+    let bursts = Compute { cores: BURSTING_PERCENT, ..NO_POLICY };
+    let one: [(Compute, &str); 1] = [(NO_POLICY, "1ms")];
+    for (name, others, bounds) in [
+        ("one_1ms", &one[..], Some((Some(LATENESS_P50_MAX_MS), LATENESS_P99_MAX_MS))),
+        ("three_1ms", &[(NO_POLICY, "1ms"); 3], None),
+        ("one_5ms", &[(NO_POLICY, "5ms")], None),
+        ("one_mixed", &[(NO_POLICY, "mixed")], None),
+    ] {
+        let delay = run_bursts_of(node, &FIVE, bursts, others, |_| Ok(()))?;
+        delay.print(&format!("policy_lateness_beside_{name}"), bounds);
     }
     Ok(())
 }
+
+/// Bursts of `compute.c`: the name of the shape and the GPU time of a burst, in ms.
+struct BurstShape {
+    name: &'static str,
+    gpu_ms: f64,
+}
+
+const FIVE: BurstShape = BurstShape { name: "bursts", gpu_ms: 5.0 };
+const SINGLE: BurstShape = BurstShape { name: "single", gpu_ms: 1.0 };
 
 /// Delay of bursts: how much longer a burst takes than its GPU time.
 pub(super) struct BurstDelay {
@@ -205,29 +256,61 @@ pub(super) struct BurstDelay {
     bursts: f64,
     p50_ms: f64,
     pub(super) p99_ms: f64,
-    /// Share of the other tenant, in per cent.
+    /// Share of the other tenants together, in per cent.
     other_share: f64,
+}
+
+impl BurstDelay {
+    /// Prints the figures, with the bounds of p50 and p99 in ms if there are any.
+    fn print(&self, prefix: &str, bounds: Option<(Option<f64>, f64)>) {
+        let name = |what: &str| format!("{prefix}_{what}");
+        line(&name("bursts"), self.bursts, "number");
+        line(&name("delay_p50"), self.p50_ms, "ms");
+        if let Some((Some(bound), _)) = bounds {
+            upper_bound(&name("delay_p50"), self.p50_ms, bound, "ms");
+        }
+        line(&name("delay_p99"), self.p99_ms, "ms");
+        if let Some((_, bound)) = bounds {
+            upper_bound(&name("delay_p99"), self.p99_ms, bound, "ms");
+        }
+        line(&name("other_share"), self.other_share, "%");
+    }
 }
 
 /// Runs a tenant with that priority in bursts, beside a tenant of low priority that uses all of the GPU.
 pub(super) fn run_bursts(
     node: &ComputeNode,
     priority: u32,
+    meanwhile: impl FnMut(Duration) -> Result<()>,
+) -> Result<BurstDelay> {
+    let bursts = Compute { priority, ..NO_POLICY };
+    run_bursts_of(node, &FIVE, bursts, &[(NO_POLICY, "1ms")], meanwhile)
+}
+
+/// Runs a tenant in bursts beside others with these policies and kernels.
+fn run_bursts_of(
+    node: &ComputeNode,
+    shape: &BurstShape,
+    compute: Compute,
+    others: &[(Compute, &str)],
     mut meanwhile: impl FnMut(Duration) -> Result<()>,
 ) -> Result<BurstDelay> {
-    let bursts = node.start_tenant(0, Some(Compute { priority, ..NO_POLICY }), "bursts")?;
-    let mut tenants = vec![bursts, node.start_tenant(1, Some(NO_POLICY), "1ms")?];
+    let mut tenants = vec![node.start_tenant(0, Some(compute), shape.name)?];
+    for (at, (compute, kernels)) in others.iter().enumerate() {
+        tenants.push(node.start_tenant(at + 1, Some(*compute), kernels)?);
+    }
     wait_for_audit();
     let samples = node.sample(&mut tenants, |_, since| meanwhile(since))?;
     let mut printed = Vec::new();
     for tenant in tenants {
-        printed.push(tenant.finish()?);
+        printed.extend(tenant.finish()?);
     }
-    let delay_ms = |what: &str| Ok::<f64, anyhow::Error>(printed_value(&printed[0], what)? / 1e6 - BURST_MS);
+    let bursts = printed.first().and_then(|printed| Bursts::printed(printed)).context("no bursts")?;
+    let delay_ms = |ns: f64| ns / 1e6 - shape.gpu_ms;
     Ok(BurstDelay {
-        bursts: printed_value(&printed[0], "bursts")?,
-        p50_ms: delay_ms("burst_p50")?,
-        p99_ms: delay_ms("burst_p99")?,
-        other_share: window_share(node, &samples[1]),
+        bursts: bursts.count,
+        p50_ms: delay_ms(bursts.p50_ns),
+        p99_ms: delay_ms(bursts.p99_ns),
+        other_share: samples.iter().skip(1).map(|samples| window_share(node, samples)).sum(),
     })
 }

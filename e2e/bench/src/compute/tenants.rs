@@ -1,9 +1,10 @@
 //! Tenants of a simulated GPU: a program in a container each, and the GPU time that the simulator
 //! accounts to it.
 
-use super::cases::{Case, UNLIMITED};
+use super::cases::{Case, CaseTenant, UNLIMITED};
 use crate::interleave;
 use crate::program::{self, read_line};
+use crate::stats::percentile;
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use divvy_escape::container::{Container, Recipe};
@@ -51,6 +52,19 @@ pub(crate) enum Device {
     AmpereMig,
 }
 
+/// How to start a node.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    pub(crate) device: Device,
+    /// The library of the tenants.
+    pub(crate) library: PathBuf,
+    pub(crate) times: Times,
+    /// Time that a change between processes takes, in microseconds; `None` for that of the GPU model.
+    pub(crate) switch_us: Option<u32>,
+    /// Number of GPUs.
+    pub(crate) gpus: u32,
+}
+
 /// The times of a run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
@@ -89,6 +103,24 @@ pub(crate) struct TenantResult {
     pub(crate) launches_per_second: f64,
     /// CPU time, in per cent of a core.
     pub(crate) cpu: f64,
+    /// Durations of the bursts of a program that runs in bursts.
+    pub(crate) bursts: Option<Bursts>,
+}
+
+/// Durations of bursts, from the first launch to the end of the work.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bursts {
+    pub(crate) count: f64,
+    pub(crate) p50_ns: f64,
+    pub(crate) p99_ns: f64,
+}
+
+impl Bursts {
+    /// The bursts that a program has printed, if any.
+    pub(crate) fn printed(printed: &str) -> Option<Self> {
+        let value = |name| printed_value(printed, name).ok();
+        Some(Self { count: value("bursts")?, p50_ns: value("burst_p50")?, p99_ns: value("burst_p99")? })
+    }
 }
 
 /// The results of a case.
@@ -98,14 +130,34 @@ pub(crate) struct CaseResult {
     pub(crate) findings: String,
 }
 
-/// A running program. It is killed with its container.
+/// The running programs of a tenant. They are killed with their container.
 pub(crate) struct Tenant {
-    /// Name of its process in the simulator's accounting.
+    /// Name of its processes in the simulator's accounting.
     name: String,
+    programs: Vec<Program>,
+    gpus: usize,
+    /// Whether its processes start and exit all the time. At most one tenant of a run can do so,
+    /// since its GPU time is that of the GPU without that of the other tenants.
+    transient: bool,
+    _container: Container,
+    pages: Vec<Pages>,
+}
+
+struct Program {
     child: Child,
     stdout: BufReader<ChildStdout>,
-    _container: Container,
-    pages: Option<Pages>,
+}
+
+/// The programs and shares of a tenant.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Start<'a> {
+    pub(crate) compute: Option<Compute>,
+    /// Name of the kernel shape.
+    pub(crate) shape: &'a str,
+    pub(crate) processes: usize,
+    /// Number of GPUs, with a share of each.
+    pub(crate) gpus: usize,
+    pub(crate) transient: bool,
 }
 
 /// A share. Dropping it removes the directory of its claim.
@@ -122,13 +174,16 @@ impl Drop for Pages {
 pub(crate) type Sample = (u64, u64);
 
 impl ComputeNode {
-    pub(crate) fn start(device: Device, library: PathBuf, times: Times, agent: bool) -> Result<Self> {
-        let parent = Path::new(MEMORY_DIR);
+    pub(crate) fn start(setup: &Setup, agent: bool) -> Result<Self> {
+        let Setup { device, library, times, switch_us, gpus } = setup.clone();
+        let model = if let Device::AmpereMig = device { AMPERE_MODEL } else { GPU_MODEL };
+        let node = Node::up_with(&format!("{gpus}x{model}"), Path::new(MEMORY_DIR), |options| {
+            options.host.divides_samples = matches!(device, Device::PerProcessGpu);
+            options.host.switch_us = switch_us;
+        })?;
         let node = Rc::new(match device {
-            Device::Gpu => Node::up_in(GPU_MODEL, parent)?,
-            Device::PerProcessGpu => Node::with_per_process_samples(GPU_MODEL, parent)?,
-            Device::Mig => Node::with_half_instance(GPU_MODEL, parent)?,
-            Device::AmpereMig => Node::with_half_instance(AMPERE_MODEL, parent)?,
+            Device::Mig | Device::AmpereMig => node.with_half_instance()?,
+            Device::Gpu | Device::PerProcessGpu => node,
         });
         let watcher = Rc::new(node.watcher()?);
         // Each tenant has a copy of the program, so that the simulator's accounting has a name for each.
@@ -169,17 +224,18 @@ impl ComputeNode {
     }
 
     /// Starts the container of a tenant, with a share if `compute` is given.
-    fn start_container(&self, compute: Option<Compute>) -> Result<(Container, Option<Pages>)> {
+    fn start_container(&self, compute: Option<Compute>, gpus: usize) -> Result<(Container, Vec<Pages>)> {
         let environment = vec![program::jitter()];
         let Some(compute) = compute else {
             let recipe = Recipe { environment, ..Recipe::default() };
-            return Ok((Container::start(&self.node, &recipe)?, None));
+            return Ok((Container::start(&self.node, &recipe)?, Vec::new()));
         };
         let claim = format!("claim-{}", self.share_count.replace(self.share_count.get() + 1));
-        let share = self.node.share_of(0, &claim, "0", LIMIT_BYTES, compute)?;
-        let (library, shares) = (Some(self.library.clone()), vec![share.clone()]);
+        let share = |slot: usize| self.node.share_of(slot, &claim, &slot.to_string(), LIMIT_BYTES, compute);
+        let shares = (0..gpus).map(share).collect::<Result<Vec<Share>>>()?;
+        let (library, pages) = (Some(self.library.clone()), shares.iter().cloned().map(Pages).collect());
         let recipe = Recipe { environment, library, shares, ..Recipe::default() };
-        Ok((Container::start(&self.node, &recipe)?, Some(Pages(share))))
+        Ok((Container::start(&self.node, &recipe)?, pages))
     }
 
     /// Duration of launching an empty kernel in each turn, in nanoseconds, for two tenants with
@@ -188,7 +244,7 @@ impl ComputeNode {
         let (turns, each) = interleave::split(TIMED_LAUNCHES);
         let mut tenants = Vec::new();
         for request in requests {
-            tenants.push(self.start_container(self.fixed_policy(request)?)?);
+            tenants.push(self.start_container(self.fixed_policy(request)?, 1)?);
         }
         let command = |container: &Container| {
             let mut command = container.command(&self.node.programs().join(file_of(0)));
@@ -202,8 +258,10 @@ impl ComputeNode {
     /// Runs a case.
     pub(crate) fn run(&self, case: &Case) -> Result<CaseResult> {
         let mut tenants = Vec::new();
-        for (at, request) in case.requests.iter().enumerate() {
-            tenants.push(self.start_tenant(at, self.fixed_policy(*request)?, case.shape.name)?);
+        for (at, CaseTenant { shape, request, processes }) in case.tenants.iter().enumerate() {
+            let name = shape.name.to_string();
+            let start = Start::of(self.fixed_policy(*request)?, &name);
+            tenants.push(self.start_programs(at, Start { processes: *processes, ..start })?);
         }
         let samples = self.sample(&mut tenants, |_, _| Ok(())).with_context(|| case.name())?;
         let mut results = Vec::new();
@@ -221,6 +279,8 @@ impl ComputeNode {
         mut meanwhile: impl FnMut(&[Tenant], Duration) -> Result<()>,
     ) -> Result<Vec<Vec<Sample>>> {
         tenants.iter_mut().try_for_each(Tenant::wait_ready)?;
+        // The programs have not used the GPU yet.
+        let served_ns_before = self.watcher.times(self.node.place()).context("no GPU")?.served_ns;
         tenants.iter_mut().try_for_each(Tenant::begin)?;
         let begin = divvy_sim::usage::now();
         let end = begin + nanoseconds(self.times.warm_up + self.times.window);
@@ -229,18 +289,29 @@ impl ComputeNode {
             meanwhile(tenants, Duration::from_nanos(divvy_sim::usage::now() - begin))?;
             std::thread::sleep(SAMPLE_INTERVAL);
             let now = self.watcher.process_times();
-            for (tenant, samples) in tenants.iter_mut().zip(&mut samples) {
-                match sample_of(&now, &tenant.name) {
-                    Some(sample) => samples.push(sample),
-                    None => bail!("{}{}", tenant.failure(), self.findings()),
+            let times = self.watcher.times(self.node.place()).context("no GPU")?;
+            let mut others = 0;
+            let mut transient = None;
+            for (at, (tenant, samples)) in tenants.iter_mut().zip(&mut samples).enumerate() {
+                if tenant.transient {
+                    transient = Some(at);
+                    continue;
                 }
+                let Some(sample) = sample_of(&now, tenant) else {
+                    bail!("{}{}", tenant.failure(), self.findings())
+                };
+                others += sample.1;
+                samples.push(sample);
+            }
+            if let Some(samples) = transient.and_then(|at| samples.get_mut(at)) {
+                samples.push((times.at, (times.served_ns - served_ns_before).saturating_sub(others)));
             }
         }
         Ok(samples)
     }
 
     /// Findings of the agent so far. It may have killed a tenant.
-    fn findings(&self) -> String {
+    pub(crate) fn findings(&self) -> String {
         let findings = self.agent.iter().flat_map(|agent| agent.until(Instant::now(), |_| true));
         findings
             .map(|finding| {
@@ -252,95 +323,132 @@ impl ComputeNode {
 
     /// Starts a tenant, which waits until [`Self::sample`]. Without `compute` it has no share.
     pub(crate) fn start_tenant(&self, at: usize, compute: Option<Compute>, shape: &str) -> Result<Tenant> {
-        let (container, pages) = self.start_container(compute)?;
-        let name = file_of(at);
-        let millis = |time: Duration| time.as_millis().to_string();
-        let mut command = container.command(&self.node.programs().join(&name));
-        command.args(["run", shape, &millis(self.times.warm_up), &millis(self.times.window)]);
-        let mut child = program::spawn_piped(command)?;
-        let stdout = BufReader::new(child.stdout.take().context("no output")?);
-        Ok(Tenant { name, child, stdout, _container: container, pages })
+        self.start_programs(at, Start::of(compute, shape))
     }
 
-    fn result(&self, printed: &str, samples: &[Sample]) -> Result<TenantResult> {
+    /// The same for tenants of other kinds.
+    pub(crate) fn start_programs(&self, at: usize, start: Start<'_>) -> Result<Tenant> {
+        let Start { compute, shape, processes, gpus, transient } = start;
+        let (container, pages) = self.start_container(compute, gpus)?;
+        let name = file_of(at);
+        let millis = |time: Duration| time.as_millis().to_string();
+        let mut programs = Vec::new();
+        for _ in 0..processes {
+            let mut command = container.command(&self.node.programs().join(&name));
+            command.args(["run", shape, &millis(self.times.warm_up), &millis(self.times.window)]);
+            let mut child = program::spawn_piped(command)?;
+            let stdout = BufReader::new(child.stdout.take().context("no output")?);
+            programs.push(Program { child, stdout });
+        }
+        Ok(Tenant { name, programs, gpus, transient, _container: container, pages })
+    }
+
+    fn result(&self, printed: &[String], samples: &[Sample]) -> Result<TenantResult> {
         let begin = samples.first().map_or(0, |(at, _)| *at);
         let (start, end) = self.window_of(samples);
         let seconds = self.times.window.as_secs_f64();
         let short_windows = (start..end).step_by(SHORT_WINDOW_NS as usize);
+        let all = |name: &str| {
+            printed.iter().map(|printed| printed_value(printed, name)).collect::<Result<Vec<f64>>>()
+        };
         let short_share = |at: u64| share(samples, at, (at + SHORT_WINDOW_NS).min(end));
         Ok(TenantResult {
             share: share(samples, start, end),
             shares_100ms: short_windows.map(short_share).collect(),
             warm_up_share: share(samples, begin, start),
-            stall_ns: printed_value(printed, "stall")?,
-            warm_up_stall_ns: printed_value(printed, "early_stall")?,
-            launches_per_second: printed_value(printed, "launches")? / seconds,
-            cpu: printed_value(printed, "cpu")? / 1e9 / seconds * 100.0,
+            stall_ns: percentile(&all("stall")?, 1.0),
+            warm_up_stall_ns: percentile(&all("early_stall")?, 1.0),
+            launches_per_second: all("launches")?.iter().sum::<f64>() / seconds,
+            cpu: all("cpu")?.iter().sum::<f64>() / 1e9 / seconds * 100.0,
+            bursts: printed.first().and_then(|printed| Bursts::printed(printed)),
         })
+    }
+}
+
+impl<'a> Start<'a> {
+    /// One program on one GPU.
+    pub(crate) fn of(compute: Option<Compute>, shape: &'a str) -> Self {
+        Self { compute, shape, processes: 1, gpus: 1, transient: false }
     }
 }
 
 impl Tenant {
     fn wait_ready(&mut self) -> Result<()> {
-        if read_line(&mut self.stdout)? == "ready\n" { Ok(()) } else { bail!("{}", self.failure()) }
+        for at in 0..self.programs.len() {
+            if read_line(&mut self.programs[at].stdout)? != "ready\n" {
+                bail!("{}", self.failure());
+            }
+        }
+        Ok(())
     }
 
     fn begin(&mut self) -> Result<()> {
-        self.child.stdin.take().context("no input")?.write_all(b"\n").context("a tenant exited")
+        let begin = |program: &mut Program| {
+            program.child.stdin.take().context("no input")?.write_all(b"\n").context("a tenant exited")
+        };
+        self.programs.iter_mut().try_for_each(begin)
     }
 
     /// Kills the tenant and returns an error message with its exit status and standard error.
     fn failure(&mut self) -> String {
         let deadline = Instant::now() + CRASH_TIMEOUT;
         let status = loop {
-            match self.child.try_wait() {
-                Ok(Some(status)) => break status.to_string(),
-                Ok(None) if Instant::now() < deadline => std::thread::sleep(SAMPLE_INTERVAL),
-                _ => break "it runs, but not on the GPU;".to_owned(),
+            let exited = self.programs.iter_mut().find_map(|program| program.child.try_wait().ok()?);
+            match exited {
+                Some(status) => break status.to_string(),
+                None if Instant::now() < deadline => std::thread::sleep(SAMPLE_INTERVAL),
+                None => break "it runs, but not on the GPU;".to_owned(),
             }
         };
-        // It may still run, but the case has failed.
-        let _ = self.child.kill();
         let mut message = String::new();
-        if let Some(mut stderr) = self.child.stderr.take() {
-            let _ = stderr.read_to_string(&mut message);
+        for Program { child, .. } in &mut self.programs {
+            // It may still run, but the case has failed.
+            let _ = child.kill();
+            if let Some(mut stderr) = child.stderr.take() {
+                let _ = stderr.read_to_string(&mut message);
+            }
         }
         format!("{} failed: {status} {}", self.name, message.trim())
     }
 
-    /// Pauses its program with SIGSTOP, or continues it. The program's PID comes from the
-    /// simulator's accounting.
+    /// Pauses its programs with SIGSTOP, or continues them. Their PIDs come from the simulator's
+    /// accounting.
     pub(crate) fn set_paused(&self, node: &ComputeNode, paused: bool) -> Result<()> {
         let served = node.watcher.process_times();
-        let found = served.iter().find(|found| found.name == self.name);
-        let pid = found.map(|found| found.pid).with_context(|| format!("{} is not on the GPU", self.name))?;
+        let pids: Vec<u32> =
+            served.iter().filter(|found| found.name == self.name).map(|found| found.pid).collect();
+        ensure!(!pids.is_empty(), "{} is not on the GPU", self.name);
         let send = |pid: u32, signal| -> Result<()> {
             Ok(kill_process(Pid::from_raw(i32::try_from(pid)?).context("no process")?, signal)?)
         };
         if paused {
-            return send(pid, Signal::STOP);
+            return pids.into_iter().try_for_each(|pid| send(pid, Signal::STOP));
         }
         // nsenter stops when its program stops, but does not continue by itself.
-        send(pid, Signal::CONT)?;
-        send(self.child.id(), Signal::CONT)
+        let parents = self.programs.iter().map(|program| program.child.id());
+        pids.into_iter().chain(parents).try_for_each(|pid| send(pid, Signal::CONT))
     }
 
     /// Changes the policy of its share.
     pub(crate) fn change_policy(&self, node: &ComputeNode, compute: Compute) -> Result<()> {
-        let share = &self.pages.as_ref().context("a tenant without a share")?.0;
+        let share = &self.pages.first().context("a tenant without a share")?.0;
         watch::change(&node.node, share, compute)
     }
 
-    /// Waits for its exit and returns its output.
-    pub(crate) fn finish(mut self) -> Result<String> {
+    /// Waits for the exit of its programs and returns the output of each.
+    pub(crate) fn finish(mut self) -> Result<Vec<String>> {
         let deadline = Instant::now() + EXIT_TIMEOUT;
-        while self.child.try_wait()?.is_none() {
-            ensure!(Instant::now() < deadline, "{} does not exit", self.name);
-            std::thread::sleep(SAMPLE_INTERVAL);
+        let mut all = Vec::new();
+        for Program { child, stdout } in &mut self.programs {
+            while child.try_wait()?.is_none() {
+                ensure!(Instant::now() < deadline, "{} does not exit", self.name);
+                std::thread::sleep(SAMPLE_INTERVAL);
+            }
+            let mut printed = String::new();
+            stdout.read_to_string(&mut printed)?;
+            all.push(printed);
         }
-        let mut printed = String::new();
-        self.stdout.read_to_string(&mut printed)?;
-        Ok(printed)
+        Ok(all)
     }
 }
 
@@ -349,8 +457,12 @@ fn file_of(tenant: usize) -> String {
     format!("compute-{tenant}")
 }
 
-fn sample_of(served: &[ProcessTime], name: &str) -> Option<Sample> {
-    served.iter().find(|found| found.name == name).map(|found| (found.at, found.gpu_ns))
+/// The GPU time of a tenant, summed over its processes and GPUs; `None` if one of them is missing.
+fn sample_of(served: &[ProcessTime], tenant: &Tenant) -> Option<Sample> {
+    let its: Vec<&ProcessTime> = served.iter().filter(|found| found.name == tenant.name).collect();
+    let at = its.iter().map(|found| found.at).max()?;
+    let is_complete = its.len() >= tenant.programs.len() * tenant.gpus;
+    is_complete.then(|| (at, its.iter().map(|found| found.gpu_ns).sum()))
 }
 
 /// GPU time between the samples nearest to two times, in per cent of the time between them.

@@ -120,7 +120,7 @@ impl Plan {
         self.allocate(process)?;
         self.frees.iter().for_each(|address| free(process, *address));
         if !stream.capture_work(self.time) {
-            stream.submit(rules().map_or(self.time, |rules| rules.vary(self.time)), true);
+            stream.submit(rules().map_or(self.time, |rules| rules.vary(self.time)), true, None);
         }
         Ok(())
     }

@@ -59,7 +59,8 @@ fn launch(
     let time = function.time(parameters)?;
     let time = rules().map_or(time, |rules| rules.vary(time));
     if !stream.capture_work(time) {
-        stream.submit(time, shape.fills(stream.context.device.multiprocessors));
+        let large = shape.fills(stream.context.device.multiprocessors);
+        stream.submit(time, large, function.meeting(parameters)?);
     }
     Ok(())
 }

@@ -4,12 +4,14 @@
 //! variables take device memory; otherwise functions of any name exist. `work_20us` runs for 20
 //! microseconds (`ns` and `ms` work too). `spin...` runs for the nanoseconds in its first
 //! parameter, a 64-bit number, so that PTX which watches the clock behaves the same on a real GPU.
-//! Other names run for [`DEFAULT_TIME_NS`].
+//! `meet...` waits for a kernel of the same process on another GPU, see [`Meeting`]. Other names run
+//! for [`DEFAULT_TIME_NS`].
 
 use std::ffi::{CStr, CString, c_char};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use divvy_sim::GpuProcess;
+use divvy_sim::usage::Meeting;
 
 use crate::argument::{In, Out, Text};
 use crate::code::{Code, Outcome};
@@ -59,6 +61,9 @@ enum Time {
     /// Nanoseconds.
     Fixed(u64),
     FirstParameter,
+    /// The parameters are the addresses of its own and of the peer's word, the number of the round,
+    /// and the nanoseconds that it runs after the meeting.
+    Meeting,
 }
 
 impl Time {
@@ -66,6 +71,9 @@ impl Time {
     fn of(name: &str) -> Self {
         if name.starts_with("spin") {
             return Self::FirstParameter;
+        }
+        if name.starts_with("meet") {
+            return Self::Meeting;
         }
         let word = name.rsplit('_').next().unwrap_or(name);
         let digits = word.bytes().take_while(u8::is_ascii_digit).count();
@@ -89,7 +97,18 @@ impl Function {
         match self.time {
             Time::Fixed(time) => Ok(time),
             Time::FirstParameter => parameters.get()?.get(),
+            Time::Meeting => parameters.at(3)?.get(),
         }
+    }
+
+    /// The kernel that a launch with these parameters waits for.
+    #[inline]
+    pub(crate) fn meeting(&self, parameters: In<In<u64>>) -> Outcome<Option<Meeting>> {
+        if self.time != Time::Meeting {
+            return Ok(None);
+        }
+        let at = |index| parameters.at(index)?.get();
+        Ok(Some(Meeting { own: at(0)?, peer: at(1)?, round: at(2)? }))
     }
 }
 
@@ -377,6 +396,7 @@ mod tests {
             ("5ms", Time::Fixed(5_000_000)),
             ("spin", Time::FirstParameter),
             ("spin_until", Time::FirstParameter),
+            ("meet", Time::Meeting),
             ("sgemm", Time::Fixed(DEFAULT_TIME_NS)),
             ("work_us", Time::Fixed(DEFAULT_TIME_NS)),
             ("_99999999999999999999ms", Time::Fixed(DEFAULT_TIME_NS)),

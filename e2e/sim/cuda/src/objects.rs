@@ -15,7 +15,7 @@ use std::time::Duration;
 use divvy_sim::catalogue::GpuModel;
 use divvy_sim::mig;
 use divvy_sim::state::{Ci, Gi, Gpu, State};
-use divvy_sim::usage::{AttachError, Kernel, Mark, Place};
+use divvy_sim::usage::{AttachError, Kernel, Mark, Meeting, Place};
 use divvy_sim::visible_devices::VisibleDevices;
 use divvy_sim::{GpuProcess, Sim};
 
@@ -596,22 +596,22 @@ impl Stream {
 
     /// Submits a kernel; waits while too many launches are in flight. Returns the kernel's begin
     /// and end.
-    pub(crate) fn submit(&self, length: u64, large: bool) -> (Mark, Mark) {
-        self.work(length, large, true)
+    pub(crate) fn submit(&self, length: u64, large: bool, meeting: Option<Meeting>) -> (Mark, Mark) {
+        self.work(Kernel { after: 0, length, touches: true, meeting }, large)
     }
 
     /// Submits a transfer of managed memory. Kernels of any stream that touch memory on its way to
     /// the device wait for it. (The simulated GPU has one engine, so a transfer takes time from
     /// kernels.)
     pub(crate) fn copy(&self, length: u64, comes: bool) {
-        let (_, end) = self.work(length, false, false);
+        let (_, end) = self.work(Kernel { after: 0, length, touches: false, meeting: None }, false);
         if comes {
             let mut queue = self.context.queue();
             queue.arrived = queue.arrived.max(end);
         }
     }
 
-    fn work(&self, length: u64, large: bool, touches: bool) -> (Mark, Mark) {
+    fn work(&self, kernel: Kernel, large: bool) -> (Mark, Mark) {
         let mut queue = self.context.queue();
         let oldest = queue.ends[queue.at];
         if oldest != 0 && oldest > self.gpu_process().last_progress() {
@@ -626,10 +626,10 @@ impl Stream {
         if large {
             after = after.max(queue.large);
         }
-        if touches {
+        if kernel.touches {
             after = after.max(queue.arrived);
         }
-        let (begin, end) = self.gpu_process().submit(Kernel { after, length, touches });
+        let (begin, end) = self.gpu_process().submit(Kernel { after, ..kernel });
         self.tail.store(end, Ordering::Relaxed);
         let at = queue.at;
         queue.ends[at] = end;

@@ -127,6 +127,32 @@ fn kernel_time_is_given_by_name_or_parameter() {
 }
 
 #[test]
+fn kernel_waits_for_its_peer_on_another_gpu() {
+    let node = Node::up("2xL4");
+    let cuda = node.cuda();
+    let works = [0, 1].map(|device| {
+        cuda.make_current(device);
+        let work = Work::load(&cuda);
+        (work.function("meet"), work)
+    });
+    let meet = |device: i32| {
+        let (function, work) = &works[device as usize];
+        let words = if device == 0 { [16_u64, 32] } else { [32, 16] };
+        let arguments = [words[0], words[1], 1, 1_000_000];
+        let parameters = arguments.each_ref().map(|word| word as *const u64);
+        cuda.make_current(device);
+        work.launch_with(*function, 1, 0, parameters.as_ptr());
+    };
+    meet(0);
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    assert_eq!(call!(cuda.cuStreamQuery(0 => usize)), NOT_READY);
+    meet(1);
+    works[1].1.synchronize();
+    cuda.make_current(0);
+    works[0].1.synchronize();
+}
+
+#[test]
 fn kernel_waits_for_its_managed_memory() {
     const PAGES: u64 = 50;
     let node = Node::up("L4");
@@ -256,7 +282,8 @@ fn graph_takes_as_long_as_its_longest_chain() {
 
 /// The time of 100 ms of work in one process while another process has work for hours.
 fn beside_another(environment: &[(&str, &str)], kernel: &str) -> (Node, Program, Program, f32) {
-    let node = Node::up("L4");
+    // The expected times are without the cost of changes between processes.
+    let node = Node::with("L4", |options| options.host.switch_us = Some(0));
     let mut busy = node.program_with(environment);
     busy.ask("start");
     busy.ask(&format!("load 500 {kernel}"));

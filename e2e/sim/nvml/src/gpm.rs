@@ -56,17 +56,21 @@ fn take_sample(
     // Compute instances share the time of their GPU instance.
     places.dedup_by_key(|instance| instance.map(|(gi, _)| gi));
     places.push(None);
-    let (mut at, mut busy_ns) = (now(), 0);
+    let (mut at, mut busy_ns, mut switch_ns) = (now(), 0, 0);
     for instance in places.into_iter().filter(|place| here(*place)) {
-        if let Some((then, busy)) =
-            monitor.as_ref().and_then(|monitor| monitor.busy_time(Place { slot, instance }))
-        {
-            (at, busy_ns) = (then, busy_ns + busy);
+        let times = monitor.as_ref().and_then(|monitor| monitor.times(Place { slot, instance }));
+        if let Some(times) = times {
+            (at, busy_ns) = (times.at, busy_ns + times.busy_ns());
+            switch_ns += times.switch_ns;
         }
     }
     let has_manual = manual_processes(nvml, slot)?.iter().any(|process| here(process.instance));
-    let sample =
-        GpmSample { at, busy_ns, manual_percent: if has_manual { MANUAL_PROCESS_PERCENT } else { 0.0 } };
+    let sample = GpmSample {
+        at,
+        busy_ns,
+        switch_ns,
+        manual_percent: if has_manual { MANUAL_PROCESS_PERCENT } else { 0.0 },
+    };
     nvml.shared.samples.with(|samples| {
         *samples.samples.get_mut(&handle.0).ok_or(Code::InvalidArgument)? = Some(sample);
         Ok(())
@@ -76,12 +80,12 @@ fn take_sample(
 /// Short name, long name and unit.
 type MetricText = (&'static CStr, &'static CStr, &'static CStr);
 
-/// The supported metrics: utilisation of graphics and of multiprocessors.
-fn metric(id: u32, busy: f64) -> Outcome<(f64, MetricText)> {
+/// The supported metrics between two samples: utilisation of graphics and of multiprocessors.
+fn metric(id: u32, first: GpmSample, second: GpmSample) -> Outcome<(f64, MetricText)> {
     match id {
-        1 => Ok((busy, (c"gr_util", c"Graphics Utilization", c"%"))),
+        1 => Ok((second.busy_since(first), (c"gr_util", c"Graphics Utilization", c"%"))),
         // The simulator does not track how many multiprocessors a kernel leaves idle.
-        2 => Ok((busy, (c"sm_util", c"SM Utilization", c"%"))),
+        2 => Ok((second.active_since(first), (c"sm_util", c"SM Utilization", c"%"))),
         0 | METRIC_COUNT.. => Err(Code::InvalidArgument),
         _ => Err(Code::NotSupported),
     }
@@ -149,7 +153,7 @@ entry! {
         for at in 0..head.metrics as usize {
             let place = metrics.at(at);
             let asked = place.get();
-            let filled = match metric(asked.metric, second.busy_since(first)) {
+            let filled = match metric(asked.metric, first, second) {
                 Ok((value, (short, long, unit))) => GpmMetric {
                     metric: asked.metric,
                     result: Code::Success.into(),

@@ -78,16 +78,28 @@ pub(crate) struct GpmSample {
     /// Monotonic time, and busy time until then, in ns.
     pub(crate) at: u64,
     pub(crate) busy_ns: u64,
+    /// Time of the changes between processes, which is part of the busy time, in ns.
+    pub(crate) switch_ns: u64,
     /// Fixed utilisation in percent for processes that were added by hand.
     pub(crate) manual_percent: f64,
 }
 
 impl GpmSample {
-    /// Utilisation since `first`, in percent.
+    /// Utilisation of graphics since `first`, in percent.
     pub(crate) fn busy_since(self, first: Self) -> f64 {
+        self.percent_since(first, |sample| sample.busy_ns)
+    }
+
+    /// Utilisation of multiprocessors since `first`, in percent. No multiprocessor works while the
+    /// GPU changes between processes.
+    pub(crate) fn active_since(self, first: Self) -> f64 {
+        self.percent_since(first, |sample| sample.busy_ns.saturating_sub(sample.switch_ns))
+    }
+
+    fn percent_since(self, first: Self, total: impl Fn(Self) -> u64) -> f64 {
         let time = self.at.saturating_sub(first.at);
-        let busy_ns = self.busy_ns.saturating_sub(first.busy_ns);
-        let share = if time == 0 { 0.0 } else { busy_ns as f64 / time as f64 * 100.0 };
+        let gained = total(self).saturating_sub(total(first));
+        let share = if time == 0 { 0.0 } else { gained as f64 / time as f64 * 100.0 };
         share.min(100.0).max(first.manual_percent.midpoint(self.manual_percent))
     }
 }

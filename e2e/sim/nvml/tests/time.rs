@@ -23,7 +23,7 @@ fn gpu_process(node: &Node, place: Place) -> GpuProcess {
 }
 
 fn submit(gpu_process: &GpuProcess, length: u64) {
-    gpu_process.submit(Kernel { after: 0, length, touches: true });
+    gpu_process.submit(Kernel { after: 0, length, touches: true, meeting: None });
 }
 
 /// Polls until there is a result.
@@ -92,8 +92,8 @@ fn in_order_work_runs_in_submission_order() {
         let [first, second] = each[..] else { panic!("{each:?}") };
         assert!(first + second <= at - begin);
         assert!(second == 0 || first == 200 * MS, "{each:?}");
-        let (now, busy) = monitor.busy_time(WHOLE).expect("a part");
-        assert!(busy >= first + second && busy <= now - begin);
+        let times = monitor.times(WHOLE).expect("a part");
+        assert!(times.busy_ns() >= first + second && times.busy_ns() <= times.at - begin);
         (second == 200 * MS).then_some(())
     });
 }
@@ -150,6 +150,23 @@ fn sample_that_names_one_process_has_the_total_time() {
         "the same query has the same answer"
     );
     drop(busy);
+}
+
+#[test]
+fn change_between_processes_is_busy_time_of_no_multiprocessor() {
+    let node = Node::with("H100-SXM5-80GB", |options| options.host.switch_us = Some(2000));
+    let nvml = wrapper(&node);
+    let gpu = nvml.device_by_index(0).expect("a GPU");
+    let both = [gpu_process(&node, WHOLE), gpu_process(&node, WHOLE)];
+    both.iter().for_each(|one| submit(one, 3_600_000 * MS));
+    let first = gpu.gpm_sample().expect("a sample");
+    std::thread::sleep(Duration::from_millis(50));
+    let wanted = [GpmMetricId::GraphicsUtil, GpmMetricId::SmUtil];
+    let metrics = gpm_metrics_get(&nvml, &first, &gpu.gpm_sample().expect("a sample"), &wanted);
+    let metrics: Vec<f64> =
+        metrics.expect("metrics").into_iter().map(|metric| metric.expect("a value").value).collect();
+    assert_eq!(metrics[0], 100.0);
+    assert!(metrics[1] < 90.0, "{metrics:?}");
 }
 
 #[test]

@@ -209,6 +209,10 @@ pub(super) struct Up {
     /// all processes and names one of them, as on an H100
     #[arg(long)]
     pub(super) divides_samples: bool,
+    /// Time that a change between processes on a GPU takes, in microseconds, in place of the
+    /// model's
+    #[arg(long, value_name = "US")]
+    pub(super) switch_cost: Option<u32>,
     /// Return NO_PERMISSION for every change, even by root
     #[arg(long)]
     pub(super) unprivileged: bool,

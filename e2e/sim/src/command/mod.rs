@@ -159,6 +159,7 @@ fn bring_up(wanted: args::Up) -> Result<()> {
         divides_samples: wanted.divides_samples,
         mig_mode_errors: wanted.mig_mode_errors,
         node_delay_ms: wanted.node_delay,
+        switch_us: wanted.switch_cost,
         privilege: if wanted.unprivileged { Privilege::Nobody } else { Privilege::Owner },
     };
     let sim = driver_root::create(&wanted.dir, &wanted.gpus, &options)?;

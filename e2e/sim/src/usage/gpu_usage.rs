@@ -113,8 +113,11 @@ impl GpuUsage {
                 partition.total.store(granules(total), Ordering::Relaxed);
                 partition.limit.store(granules(total.saturating_sub(gpu.used_mib(gi))), Ordering::Relaxed);
                 partition.epoch.store(epoch, Ordering::Relaxed);
-                let slice = time_slice(gpu.timeslice).as_nanos() as u64;
+                let slicing = &gpu.model().time_slicing;
+                let slice = time_slice(gpu.timeslice, slicing).as_nanos() as u64;
                 partition.engine.time_slice.store(slice, Ordering::Relaxed);
+                let switch = state.host.switch_us.unwrap_or(slicing.switch_us);
+                partition.engine.switch_cost.store(u64::from(switch) * 1000, Ordering::Relaxed);
                 let limited = gi.is_none() && here && !gpu.limits.is_empty();
                 partition.limits.store(if limited { state.generation } else { 0 }, Ordering::Release);
                 partition.flags.store(if here { Self::PRESENT } else { 0 }, Ordering::Release);

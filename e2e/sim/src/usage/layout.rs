@@ -6,6 +6,8 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::catalogue::TimeSlicing;
+
 /// Unit in which memory is counted: CUDA's smallest allocation.
 pub const GRANULE_BYTES: u64 = 512;
 
@@ -22,7 +24,7 @@ pub struct ProcessUsage {
 /// Unit in which managed memory migrates.
 pub const MANAGED_PAGE_BYTES: u64 = 2 << 20;
 /// Must change with the layout.
-pub(super) const MAGIC: u64 = 0x6469_7676_7963_7506;
+pub(super) const MAGIC: u64 = 0x6469_7676_7963_7508;
 /// Maximum number of attached processes. [`Word`] has twelve bits for the row.
 pub(super) const ROWS: usize = 4096;
 /// The whole GPU, and the GPU instances 0 to 14.
@@ -200,16 +202,17 @@ impl Samples {
     }
 }
 
-/// Time slice of a GPU whose compute policy was not changed.
-const DEFAULT_TIME_SLICE: Duration = Duration::from_millis(2);
 /// Time slice by the level of `nvidia-smi compute-policy --set-timeslice`.
-pub(super) const fn time_slice(level: u32) -> Duration {
+pub(super) const fn time_slice(level: u32, of_model: &TimeSlicing) -> Duration {
     match level {
         2 => Duration::from_millis(10),
         3 => Duration::from_millis(30),
-        _ => DEFAULT_TIME_SLICE,
+        _ => Duration::from_micros(of_model.slice_us as u64),
     }
 }
+
+/// [`Engine::last_row`] after the process in that row has exited.
+pub(super) const EXITED: u64 = u64::MAX;
 
 /// The schedule of a partition.
 #[repr(C)]
@@ -224,18 +227,122 @@ pub(super) struct Engine {
     pub(super) slice_left: AtomicU64,
     /// Length of a time slice, in ns.
     pub(super) time_slice: AtomicU64,
+    /// Time that a change to another process takes, in ns.
+    pub(super) switch_cost: AtomicU64,
+    /// Remaining time of the change to the row that has the turn, in ns.
+    pub(super) switch_left: AtomicU64,
+    /// Row that had the last turn, from 1; 0 before the first turn; [`EXITED`].
+    pub(super) last_row: AtomicU64,
     /// In-order work: the monotonic time at which it ends, and its total since the partition exists
     /// (ns).
     pub(super) in_order_end: AtomicU64,
     pub(super) in_order_ns: AtomicU64,
     /// Total time that round-robin turns have run, in ns.
     pub(super) run_ns: AtomicU64,
+    /// Total time of the changes between processes, in ns.
+    pub(super) switch_ns: AtomicU64,
     /// Number of the last sample (monotonic time in sample periods), and the busy times at the last
     /// samples.
     pub(super) last_sample: AtomicU64,
     pub(super) samples: Samples,
+    /// `switch_ns` at the last samples.
+    pub(super) switch_samples: Samples,
     /// One bit for each row that has work.
     pub(super) active: [AtomicU64; ROWS / 64],
+}
+
+/// Meetings of a process that have not taken place.
+pub(super) const MEETINGS_KEPT: usize = 64;
+
+/// A point of a timeline from which a kernel waits until another kernel of its process runs on
+/// another partition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Appointment {
+    /// Point of the timeline at which the kernel begins.
+    pub(super) mark: u64,
+    pub(super) meeting: Meeting,
+}
+
+/// Two kernels of one process that wait for each other on two partitions. Each sets its own word to
+/// the number of the round and waits until the peer's word has it. An address identifies a word; its
+/// content is not written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Meeting {
+    pub own: u64,
+    pub peer: u64,
+    /// Number of the round, from 1. Consecutive rounds of a word have consecutive numbers.
+    pub round: u64,
+}
+
+/// The meetings of a row: a ring of appointments, and what the row has announced.
+#[repr(C)]
+pub(super) struct Meetings {
+    added: AtomicU64,
+    kept: AtomicU64,
+    appointments: [[AtomicU64; 4]; MEETINGS_KEPT],
+    /// Address of the word that the row's last meeting kernel has set.
+    word: AtomicU64,
+    /// The last rounds that the word was set to, and the times at which it was set. A peer can be one
+    /// round behind.
+    announced: [[AtomicU64; 2]; 2],
+}
+
+impl Meetings {
+    /// Forgets all appointments and announcements.
+    pub(super) fn clear(&self) {
+        self.kept.store(self.added.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.word.store(0, Ordering::Relaxed);
+        self.announced.iter().flatten().for_each(|word| word.store(0, Ordering::Relaxed));
+    }
+
+    /// The next appointment, if any.
+    pub(super) fn next(&self) -> Option<Appointment> {
+        let kept = self.kept.load(Ordering::Relaxed);
+        (kept < self.added.load(Ordering::Relaxed)).then(|| {
+            let [mark, own, peer, round] = self.appointments[kept as usize % MEETINGS_KEPT]
+                .each_ref()
+                .map(|word| word.load(Ordering::Relaxed));
+            Appointment { mark, meeting: Meeting { own, peer, round } }
+        })
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        let waiting = self.added.load(Ordering::Relaxed) - self.kept.load(Ordering::Relaxed);
+        waiting >= MEETINGS_KEPT as u64
+    }
+
+    /// Adds an appointment. There must be room.
+    pub(super) fn add(&self, appointment: Appointment) {
+        let Appointment { mark, meeting: Meeting { own, peer, round } } = appointment;
+        let added = self.added.load(Ordering::Relaxed);
+        let place = &self.appointments[added as usize % MEETINGS_KEPT];
+        for (word, value) in place.iter().zip([mark, own, peer, round]) {
+            word.store(value, Ordering::Relaxed);
+        }
+        self.added.store(added + 1, Ordering::Relaxed);
+    }
+
+    /// The next appointment has taken place.
+    pub(super) fn keep(&self) {
+        self.kept.store(self.kept.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    /// Sets the row's word to a round at a time, unless it has that round.
+    pub(super) fn announce(&self, word: u64, round: u64, time: u64) {
+        let [known_round, known_time] = &self.announced[round as usize % 2];
+        if self.word.load(Ordering::Relaxed) != word || known_round.load(Ordering::Relaxed) != round {
+            known_time.store(time, Ordering::Relaxed);
+            self.word.store(word, Ordering::Relaxed);
+            known_round.store(round, Ordering::Release);
+        }
+    }
+
+    /// The time at which the row set the word to this round or a later one.
+    pub(super) fn announced_at(&self, word: u64, round: u64) -> Option<u64> {
+        let reached = self.announced.iter().filter(|[known, _]| known.load(Ordering::Acquire) >= round);
+        let times = reached.map(|[_, time]| time.load(Ordering::Relaxed));
+        times.min().filter(|_| self.word.load(Ordering::Relaxed) == word)
+    }
 }
 
 /// The work of a row, in ns on its own timeline.
@@ -249,12 +356,15 @@ pub(super) struct Work {
     pub(super) in_order: AtomicU64,
     /// Position on the timeline when the process attached.
     pub(super) base: AtomicU64,
+    /// GPU time in which its kernels have waited for other kernels, since the process attached.
+    pub(super) waited: AtomicU64,
+    pub(super) meetings: Meetings,
     /// Number of turns that have begun. For the last of them: the time of their start, and `served`
     /// at that time. For in-order work a turn is a stretch without gaps, which may begin in the
     /// future.
     turns: AtomicU64,
     turn_starts: [[AtomicU64; 2]; TURNS_KEPT],
-    /// `served` at the last samples.
+    /// GPU time at the last samples.
     pub(super) samples: Samples,
 }
 
@@ -262,16 +372,18 @@ impl Work {
     /// Resets the row for a new process. The timeline continues.
     pub(super) fn forget(&self) {
         self.in_order.store(0, Ordering::Relaxed);
+        self.waited.store(0, Ordering::Relaxed);
+        self.meetings.clear();
         let served = self.served.load(Ordering::Relaxed);
         self.base.store(served, Ordering::Relaxed);
         self.samples.fill(served);
     }
 
-    /// `served` at a given time. The partition must have been advanced up to that time, and nothing
-    /// may have been submitted before it since.
+    /// GPU time that the row had received at a given time. The partition must have been advanced up
+    /// to that time, and nothing may have been submitted before it since.
     pub(super) fn served_at(&self, time: u64) -> u64 {
         if self.in_order.load(Ordering::Relaxed) == 0 {
-            return self.served.load(Ordering::Relaxed);
+            return self.served.load(Ordering::Relaxed) + self.waited.load(Ordering::Relaxed);
         }
         let mut end = self.submitted.load(Ordering::Relaxed);
         for (_, [start, served]) in self.last_turns() {
@@ -292,9 +404,11 @@ impl Work {
         })
     }
 
-    /// Records the start of a turn: its time, and `served` at that time.
+    /// Records the start of a turn: its time, and `served` at that time. Replaces a turn in which no
+    /// work was done.
     pub(super) fn begin(&self, start: u64, served: u64) {
-        let turns = self.turns.load(Ordering::Relaxed);
+        let is_empty = self.last_turns().next().is_some_and(|(_, [_, at_start])| at_start == served);
+        let turns = self.turns.load(Ordering::Relaxed) - u64::from(is_empty);
         let [kept_start, kept_served] = &self.turn_starts[turns as usize % TURNS_KEPT];
         kept_start.store(start, Ordering::Relaxed);
         kept_served.store(served, Ordering::Relaxed);

@@ -20,8 +20,8 @@ mod time;
 
 pub use gpu_process::{AttachError, GpuProcess};
 pub use gpu_usage::GpuUsage;
-pub use layout::{GRANULE_BYTES, MANAGED_PAGE_BYTES, Place, ProcessUsage};
-pub use monitor::{NamedProcess, ProcessTime, UsageMonitor, Utilization};
+pub use layout::{GRANULE_BYTES, MANAGED_PAGE_BYTES, Meeting, Place, ProcessUsage};
+pub use monitor::{NamedProcess, PartitionTimes, ProcessTime, UsageMonitor, Utilization};
 pub use time::{Kernel, Mark, now};
 
 use crate::state::{Process, ProcessKind, State};

@@ -36,6 +36,24 @@ pub struct ProcessTime {
     pub at: u64,
 }
 
+/// The times of a partition, in ns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PartitionTimes {
+    /// Monotonic time of the measurement.
+    pub at: u64,
+    /// GPU time of all processes, also of those that have exited.
+    pub served_ns: u64,
+    /// Time of the changes between processes.
+    pub switch_ns: u64,
+}
+
+impl PartitionTimes {
+    /// Busy time, as NVML reports it.
+    pub const fn busy_ns(self) -> u64 {
+        self.served_ns + self.switch_ns
+    }
+}
+
 /// How busy a partition was, from its samples.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Utilization {
@@ -45,6 +63,8 @@ pub struct Utilization {
     pub span: u64,
     /// Part of `span` in which the partition was busy, in ns.
     pub busy: u64,
+    /// Part of `busy` in which the partition changed between processes, in ns.
+    pub switching: u64,
     /// Processes with GPU time in `span`: process id as in
     /// [`ProcessUsage::pid`](super::ProcessUsage::pid), and nanoseconds.
     pub processes: Vec<(u32, u64)>,
@@ -99,14 +119,14 @@ impl UsageMonitor {
         all
     }
 
-    /// Current monotonic time, and the partition's busy time since the simulator was created; both
-    /// in ns.
-    pub fn busy_time(&self, place: Place) -> Option<(u64, u64)> {
+    /// The times of a partition since the simulator was created.
+    pub fn times(&self, place: Place) -> Option<PartitionTimes> {
         let partition = place.partition()?;
         let _held = self.usage.lock_partition(self.locks, partition, self.row);
         let at = now();
         self.usage.advance(partition, at);
-        Some((at, self.usage.busy_at(partition, at)))
+        let switch_ns = self.usage.engine(partition).switch_ns.load(Ordering::Relaxed);
+        Some(PartitionTimes { at, served_ns: self.usage.busy_at(partition, at) - switch_ns, switch_ns })
     }
 
     /// How busy the partition was in the last sample period.
@@ -178,8 +198,13 @@ impl UsageMonitor {
                 }
             }
             processes.retain(|(_, had)| *had > 0);
-            let (span, busy) = (periods * SAMPLE_PERIOD_NS, engine.samples.gained(last, periods));
-            Utilization { at: last * SAMPLE_PERIOD_NS, span, busy, processes }
+            Utilization {
+                at: last * SAMPLE_PERIOD_NS,
+                span: periods * SAMPLE_PERIOD_NS,
+                busy: engine.samples.gained(last, periods),
+                switching: engine.switch_samples.gained(last, periods),
+                processes,
+            }
         };
         (periods > 0).then(|| evaluate(last, periods, &of))
     }

@@ -135,7 +135,7 @@ fn unpaid_gpu_time_of_the_dead_is_charged_once() {
         assert_eq!(page.slots().map(|slot| slot.charged_ns).collect::<Vec<_>>(), [charged]);
         // The next owner has no unpaid time.
         assert_eq!(first.page.register(&identity(3), &LivePeers), Ok(first.slot));
-        assert_eq!(first.page.slots()[0].unpaid_ns(9 * SECOND), 0);
+        assert_eq!(first.page.slots()[0].unpaid(9 * SECOND), (0, (9 * SECOND, 9 * SECOND)));
     };
     check(0, 0, 0);
     check(7, 0, 7);

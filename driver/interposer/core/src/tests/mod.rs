@@ -9,6 +9,7 @@ mod handle_metadata;
 mod model;
 mod overcommit;
 mod process_death;
+mod quanta;
 #[cfg(loom)]
 mod threads;
 mod throttle;

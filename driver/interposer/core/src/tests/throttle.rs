@@ -137,7 +137,7 @@ pub(super) fn compute_share(cores: u32) -> TestContainer {
 }
 
 /// A program without pauses: issues the launch with the given number.
-type Program = fn(Device<'_, FakeSystem>, &Gpu<'_>, u64);
+pub(super) type Program = fn(Device<'_, FakeSystem>, &Gpu<'_>, u64);
 
 /// Varies a length by 20 %.
 pub(super) fn vary(length: u64, number: u64) -> u64 {
@@ -145,7 +145,7 @@ pub(super) fn vary(length: u64, number: u64) -> u64 {
     length * (800 + chance % 401) / 1000
 }
 
-const PROGRAMS: [(&str, Program); 8] = [
+pub(super) const PROGRAMS: [(&str, Program); 8] = [
     ("20 us", |device, gpu, n| launch(device, gpu, 0, 1, vary(20 * US, n), true)),
     ("100 us", |device, gpu, n| launch(device, gpu, 0, 1, vary(100 * US, n), true)),
     ("1 ms", |device, gpu, n| launch(device, gpu, 0, 1, vary(MS, n), true)),

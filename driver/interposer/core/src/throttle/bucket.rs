@@ -56,6 +56,17 @@ impl Bucket<'_> {
         let _ = self.page.balance().fetch_update(AcqRel, Acquire, more);
     }
 
+    /// Whether more than `need` nanoseconds are there.
+    ///
+    /// # Errors
+    /// The nanoseconds to wait before the next attempt.
+    pub(crate) fn has_more_than(&self, need: u64, now: u64) -> Result<(), u64> {
+        self.fill(now);
+        let need = i64::try_from(need).unwrap_or(i64::MAX);
+        let balance = self.page.balance().load(Acquire).saturating_sub(need);
+        if balance > 0 { Ok(()) } else { Err(self.pause(balance)) }
+    }
+
     /// Takes at least `need` nanoseconds if the balance is positive. At the rate of the whole
     /// device it always succeeds and only counts the launch, so that the node sees the activity.
     ///
@@ -75,16 +86,18 @@ impl Bucket<'_> {
         let left = |balance: i64| (balance > 0).then(|| balance.saturating_sub(taken(balance)));
         match self.page.balance().fetch_update(AcqRel, Acquire, left) {
             Ok(balance) => Ok(taken(balance)),
-            Err(balance) => {
-                let batch = (self.rate / BATCH_PERIODS_PER_SECOND).min(BATCH_NS) as i64;
-                // The balance is not positive, so neither sum overflows.
-                let enough =
-                    WAKE_QUANTUM_NS.max(balance + batch).min(i64::try_from(self.burst).unwrap_or(i64::MAX));
-                let missing = u128::from(enough.abs_diff(balance));
-                let wait = missing * u128::from(SECOND_NS) / u128::from(self.rate.max(1));
-                Err(u64::try_from(wait).unwrap_or(SECOND_NS).clamp(REFILL_INTERVAL_NS, SECOND_NS))
-            }
+            Err(balance) => Err(self.pause(balance)),
         }
+    }
+
+    /// The time until a balance that is not positive suffices for a batch, in nanoseconds.
+    fn pause(&self, balance: i64) -> u64 {
+        let batch = (self.rate / BATCH_PERIODS_PER_SECOND).min(BATCH_NS) as i64;
+        // The balance is not positive, so neither sum overflows.
+        let enough = WAKE_QUANTUM_NS.max(balance + batch).min(i64::try_from(self.burst).unwrap_or(i64::MAX));
+        let missing = u128::from(enough.abs_diff(balance));
+        let wait = missing * u128::from(SECOND_NS) / u128::from(self.rate.max(1));
+        u64::try_from(wait).unwrap_or(SECOND_NS).clamp(REFILL_INTERVAL_NS, SECOND_NS)
     }
 }
 

@@ -10,8 +10,10 @@
 use super::cost_model::Work;
 use super::state::Throttle;
 use crate::process_state::{Device, ProcessState};
+use crate::quanta::Pipeline;
 use crate::system::System;
 use core::ptr;
+use divvy_pages::PolicyPage;
 use divvy_pages::sync::Ordering::*;
 
 impl<S: System> Device<'_, S> {
@@ -23,8 +25,21 @@ impl<S: System> Device<'_, S> {
         let fast_path = &self.local.fast_path;
         fast_path.page.store(ptr::from_ref(page).cast_mut(), Relaxed);
         fast_path.throttle.store(ptr::from_ref(throttle).cast_mut(), Relaxed);
+        fast_path.pipeline.store(ptr::null_mut(), Relaxed);
         fast_path.stamp.store(stamp, Relaxed);
         fast_path.word.store(word, Release);
+    }
+
+    /// The same for a launch under exclusive quanta.
+    pub(crate) fn fill_fast_path_exclusive(&self, page: &PolicyPage, pipeline: &Pipeline) {
+        let fast_path = &self.local.fast_path;
+        if fast_path.word.load(Relaxed) == page.throttle_word() && !fast_path.pipeline.load(Relaxed).is_null()
+        {
+            return;
+        }
+        fast_path.page.store(ptr::from_ref(page).cast_mut(), Relaxed);
+        fast_path.pipeline.store(ptr::from_ref(pipeline).cast_mut(), Relaxed);
+        fast_path.word.store(page.throttle_word(), Release);
     }
 }
 
@@ -35,12 +50,21 @@ impl<S: System> ProcessState<S> {
         let Some(local) = self.allocated() else { return false };
         let fast_path = &local.fast_path;
         let word = fast_path.word.load(Acquire);
-        // SAFETY: both were stored before the word, of a page and a state that live as long as the
+        // SAFETY: all were stored before the word, of a page and states that live as long as the
         // process.
         #[allow(unsafe_code)]
-        let (page, throttle) =
-            unsafe { (fast_path.page.load(Relaxed).as_ref(), fast_path.throttle.load(Relaxed).as_ref()) };
-        let (Some(page), Some(throttle)) = (page, throttle) else { return false };
+        let (page, throttle, pipeline) = unsafe {
+            (
+                fast_path.page.load(Relaxed).as_ref(),
+                fast_path.throttle.load(Relaxed).as_ref(),
+                fast_path.pipeline.load(Relaxed).as_ref(),
+            )
+        };
+        let Some(page) = page else { return false };
+        if let Some(pipeline) = pipeline {
+            return page.throttle_word() == word && pipeline.join_batch(page);
+        }
+        let Some(throttle) = throttle else { return false };
         let is_same = page.throttle_word() == word && page.stamp() == fast_path.stamp.load(Relaxed);
         if word == 0 || !is_same || page.gate().load(Relaxed) != 0 || throttle.debt.load(Relaxed) > 0 {
             return false;

@@ -34,6 +34,9 @@ impl<S: System> Device<'_, S> {
     /// ([`crate::ProcessState::try_fast_launch`]).
     #[inline]
     pub fn launch(&self, work: Work, timer: &impl Timer, only: bool, call: impl FnOnce() -> i32) -> i32 {
+        if let Some((share, page)) = self.pages.exclusive() {
+            return self.launch_exclusive(share, page, timer, only, call);
+        }
         // The device is throttled only if all its shares are; a share without a limit gives the
         // whole device.
         let (mut is_throttled, mut is_open) = (true, true);
@@ -108,6 +111,9 @@ impl<S: System> Device<'_, S> {
     /// Collects measurements after the program has synchronised or polled the device, because it
     /// may not launch again.
     pub fn collect_measurements(&self, timer: &impl Timer) {
+        if self.pages.exclusive().is_some() {
+            return self.collect_exclusive(timer);
+        }
         if let Some(throttle) = self.throttle().filter(|throttle| throttle.samples.is_any()) {
             self.harvest(throttle, timer);
         }

@@ -16,7 +16,7 @@ mod state;
 #[cfg(all(test, loom))]
 mod threads;
 
-pub(crate) use bucket::{SECOND_NS, burst_ns};
+pub(crate) use bucket::{Bucket, SECOND_NS, burst_ns};
 pub(crate) use cost_model::Costs;
 pub use cost_model::Work;
 pub use samples::Timer;

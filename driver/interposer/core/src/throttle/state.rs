@@ -1,6 +1,7 @@
 //! The throttle state of a process: credit and debt per device, and the cache of the fast path.
 
 use super::samples::Samples;
+use crate::quanta::Pipeline;
 use divvy_pages::PolicyPage;
 use divvy_pages::sync::{AtomicI64, AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed};
 
@@ -98,6 +99,8 @@ fn instalment(owed: i64, cost: i64) -> i64 {
 pub(crate) struct FastPathCache {
     pub(super) page: AtomicPtr<PolicyPage>,
     pub(super) throttle: AtomicPtr<Throttle>,
+    /// Under exclusive quanta, instead of `throttle`.
+    pub(super) pipeline: AtomicPtr<Pipeline>,
     /// The page's stamp when its policy was read.
     pub(super) stamp: AtomicU64,
     /// The page's throttle word; nonzero if data is cached.

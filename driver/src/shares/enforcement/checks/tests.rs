@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::shares::snapshot::AccountError;
-use crate::shares::snapshot::fixture::{CONTEXT, Fixture, identity, live, mounted};
+use crate::shares::snapshot::fixture::{CONTEXT, Fixture, identity, live, mounted, share};
 use crate::shares::snapshot::process::Cgroups;
 use divvy_pages::{Flags, GpuUuid, Identity, Owner};
 use proptest::prelude::*;
@@ -252,6 +252,16 @@ fn mounted_page_identifies_a_process_without_a_hook() {
     fixture.snapshot.shares[0].containers.clear();
     fixture.expect(&[(Kind::Unregistered, Some(7))]);
     fixture.sees("1 0 0:50 / / rw - overlay overlay rw\n").expect(&[(Kind::UnmanagedProcess, Some(7))]);
+}
+
+#[test]
+fn page_of_another_gpu_is_not_forged() {
+    let mut fixture = Fixture::share(10_000);
+    let other = share(1, 1000);
+    let seen = mounted(&[fixture.snapshot.shares[0].clone(), other.clone()]);
+    fixture.process(7).has(10).slot(7, 10).sees(&seen).expect(&[(Kind::PagesMasked, Some(7))]);
+    fixture.snapshot.node_pages = [other.page].into();
+    fixture.expect(&[]);
 }
 
 #[test]

@@ -6,9 +6,9 @@ use crate::shares::scheduler::controller::{self, CoRunners};
 use crate::shares::scheduler::doorbell::{Door, WakeEvent};
 use crate::shares::scheduler::grants::{GrantUpdate, SPARE, ShareStatus};
 use crate::shares::snapshot::ShareKey;
-use divvy_pages::GpuUuid;
 use divvy_pages::PolicyPage;
 use divvy_pages::policy::{UNBOUNDED, accrued};
+use divvy_pages::{Compute, GpuUuid};
 use rustix::thread::futex::{self, Flags};
 use std::fs::File;
 use std::io;
@@ -73,6 +73,9 @@ pub(crate) struct PlannedShare {
     /// Its policy page, and its account.
     pub(crate) policy: PathBuf,
     pub(crate) account: Arc<File>,
+    pub(crate) compute: Compute,
+    /// Its processes and its memory suit exclusive quanta.
+    pub(crate) suits_quanta: bool,
     pub(crate) standing: ShareStatus,
 }
 

@@ -67,7 +67,19 @@ impl Share {
             memory: controller::ControllerState::default(),
         };
         let (policy, account) = (self.policy.clone(), Arc::clone(&self.account));
-        PlannedShare { key: self.key.clone(), mig: None, policy, account, standing }
+        PlannedShare {
+            key: self.key.clone(),
+            mig: None,
+            policy,
+            account,
+            compute: self.compute,
+            suits_quanta: true,
+            standing,
+        }
+    }
+
+    pub(crate) fn account(&self) -> &File {
+        &self.account
     }
 
     pub(crate) fn page(&self) -> &PolicyPage {
