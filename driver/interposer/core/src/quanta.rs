@@ -58,7 +58,7 @@ pub(crate) struct Pipeline {
     /// The context of a destroy call in progress, whose events must not be queried; 0 if none.
     aside: AtomicU64,
     last_ring: AtomicU64,
-    /// What the slot says: whether this process works, or waits for another quantum than this.
+    /// The state in the slot: whether this process works, or waits for another quantum than this.
     is_working: AtomicU32,
     waits_after: AtomicU32,
     marks: [Mark; MARKS],
@@ -458,15 +458,12 @@ impl<S: System> Device<'_, S> {
     }
 
     /// Marks the open batch before the program waits for the device.
-    pub fn wait_exclusive<T>(&self, timer: &impl Timer, wait: impl FnOnce() -> T) -> T {
-        let Some((_, pipeline)) = self.pages.exclusive().zip(self.pipeline()) else {
-            return wait();
-        };
+    pub fn mark_before_wait(&self, timer: &impl Timer) {
+        let Some((_, pipeline)) = self.pages.exclusive().zip(self.pipeline()) else { return };
         if pipeline.is_open.load(Relaxed) != 0 {
             let _locked = pipeline.lock(|| self.process.system.sleep(0));
             pipeline.close(timer);
         }
-        wait()
     }
 
     /// Collects what has completed, after the program has waited or polled: it may not launch again.

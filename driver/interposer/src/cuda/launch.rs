@@ -9,11 +9,12 @@
 
 use super::call::{Call, CuResult, SUCCESS, by, hook, twins};
 use super::driver::{self, Handle};
+use crate::process::Kernel;
 use crate::share::{self, DeviceAccess, PROCESS};
 use core::ffi::{c_int, c_uint, c_void};
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
-use divvy_interposer_core::{Timer, Work};
+use divvy_interposer_core::{Device, Timer, Work};
 
 /// The word that is 0 while launches go straight to the driver. Null if unknown, or if no single
 /// word covers all pages.
@@ -66,32 +67,40 @@ pub(super) fn throttled(work: Work, stream: Handle, call: Call<'_>) -> CuResult 
 
 /// Runs a call that waits for the device. Work that was launched is marked before it, so that it is
 /// known after it what completed.
+#[inline]
 pub(super) fn waiting(wait: impl FnOnce() -> CuResult) -> CuResult {
-    let is_paced = !LAUNCH_WORD.load(Ordering::Relaxed).is_null() && !is_unthrottled();
-    if !is_paced || CAPTURES.load(Ordering::Relaxed) > 0 {
-        return after_wait(wait());
-    }
-    let ordinal = driver::only_device().or_else(driver::current_device);
-    match ordinal.and_then(|ordinal| PROCESS.known_device(ordinal)) {
-        Some(device) => after_wait(device.wait_exclusive(&Events(ptr::null_mut()), wait)),
-        None => wait(),
+    before_wait();
+    after_wait(wait())
+}
+
+#[inline(never)]
+fn before_wait() {
+    if is_measured() {
+        with_device(|device| device.mark_before_wait(&Events(ptr::null_mut())));
     }
 }
 
 /// Collects measurements after the program has synchronised or polled successfully.
+#[inline(never)]
 pub(super) fn after_wait(answer: CuResult) -> CuResult {
-    let is_paced = !LAUNCH_WORD.load(Ordering::Relaxed).is_null() && !is_unthrottled();
-    if answer == SUCCESS && is_paced && CAPTURES.load(Ordering::Relaxed) == 0 {
-        collect();
+    if answer == SUCCESS && is_measured() {
+        with_device(|device| device.collect_measurements(&Events(ptr::null_mut())));
     }
     answer
 }
 
+/// Whether launches are throttled and measured, and no stream is captured.
+fn is_measured() -> bool {
+    let is_throttled = !LAUNCH_WORD.load(Ordering::Relaxed).is_null() && !is_unthrottled();
+    is_throttled && CAPTURES.load(Ordering::Relaxed) == 0
+}
+
+/// Calls `act` with the current device, if it has a share.
 #[cold]
-fn collect() {
+fn with_device(act: impl FnOnce(Device<'static, Kernel>)) {
     let ordinal = driver::only_device().or_else(driver::current_device);
     if let Some(device) = ordinal.and_then(|ordinal| PROCESS.known_device(ordinal)) {
-        device.collect_measurements(&Events(ptr::null_mut()));
+        act(device);
     }
 }
 

@@ -10,7 +10,7 @@ use super::launch::{after_wait, waiting};
 hook! {
     /// Since CUDA 2.0.
     cuCtxSynchronize() |real| {
-        waiting(|| real())
+        waiting(real)
     }
 }
 

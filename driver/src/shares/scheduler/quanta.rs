@@ -40,7 +40,7 @@ pub(crate) struct Ledger {
     waits_since: Option<u64>,
 }
 
-/// What is to happen on a device without a holder.
+/// The next step on a device without a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
     Grant {

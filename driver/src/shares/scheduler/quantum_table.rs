@@ -4,8 +4,8 @@
 //! Shares of a MIG instance are divided among themselves, like those of a whole GPU. A holder ends
 //! its quantum by itself, at the time on its page, and rings when its work has completed. So a
 //! hand-over costs this thread one wake. A holder that does not complete in time loses exclusivity:
-//! the next share launches beside it. What is written expires, so a node without an agent blocks no
-//! share.
+//! the next share launches beside it. Quanta on the pages expire, so a node without an agent blocks
+//! no share.
 
 use super::doorbell::{Door, WakeReason};
 use super::grant_table::{Doors, PlannedShare};
@@ -77,7 +77,7 @@ struct DeviceQuanta {
     holder: Option<Holder>,
     /// The number of the last quantum.
     number: u32,
-    /// When something is to be done though nobody rings.
+    /// The time of the next check, also without a ring.
     next: u64,
     renewed: u64,
 }
@@ -92,7 +92,7 @@ struct Holder {
     ends: u64,
     /// Since when it has no work in flight.
     paused: Option<u64>,
-    /// What it had been charged before.
+    /// GPU time that it had been charged before, in nanoseconds.
     charged: u64,
 }
 
@@ -105,7 +105,7 @@ struct Seat {
     door: Arc<Door>,
     doorbell: u32,
     compute: Compute,
-    /// What its account said last.
+    /// The content of its account when it was last read.
     seen: Seen,
     /// It waited before that.
     waited: bool,
@@ -118,7 +118,7 @@ struct Seat {
     usage: QuantumUsage,
 }
 
-/// What an account says. Tenants write it.
+/// The content of an account. Tenants write it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Seen {
     /// A launch waits.
@@ -251,7 +251,7 @@ impl DeviceQuanta {
                     self.seats.push(seat);
                     self.law.ledgers.push(ledger);
                 }
-                // Just being made or removed, or somebody has a lease on it.
+                // Its pages are being created or removed, or a process holds a lease on them.
                 Err(cause) => tracing::debug!(share = ?planned.key, %cause, "share not scheduled"),
             }
         }

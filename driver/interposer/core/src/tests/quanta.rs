@@ -17,9 +17,10 @@ fn exclusive_share(cores: u32) -> TestContainer {
     container
 }
 
-/// What the program's wait for all of its work does.
+/// The program waits for all of its work.
 fn synchronize(process: &Process, gpu: &Gpu<'_>) {
-    device(process).wait_exclusive(&On(gpu, 0), || gpu.wait_idle());
+    device(process).mark_before_wait(&On(gpu, 0));
+    gpu.wait_idle();
     device(process).collect_measurements(&On(gpu, 0));
 }
 
