@@ -211,7 +211,7 @@ pub fn check(page: &[u8]) -> Result<(), PageError> {
 /// |---|---|
 /// | 0 | magic, major and minor version, size, number of slots, size of a slot |
 /// | 64 | total: bytes and a change counter |
-/// | 128 | compute: balance, time of the last refill, time up to which work is charged, sum of charges; ns |
+/// | 128 | compute: balance, last refill, time up to which work is charged, sum of charges |
 /// | 192 | doorbell, a futex word |
 /// | 256 | how many slots were ever in use |
 /// | 320 | attention counter: the node increments it after it wrote node lines |

@@ -74,8 +74,8 @@ pub(crate) fn needed(profiles: &[MigProfile], limits: Vec<Limit>) -> Vec<Limit> 
 
 /// Whether a set of disjoint instances within the `others` takes more than the total of `limit`.
 fn can_exceed(instances: &BTreeMap<u32, Vec<(usize, Placement)>>, limit: &Limit, others: &[Limit]) -> bool {
-    // By the first free memory slice, and by what is taken of the others: the most that a set takes
-    // of the limit.
+    // The largest amount of the limit that a set takes, for each first free memory slice and each
+    // amount taken of the others.
     let mut sets: BTreeMap<u32, BTreeMap<Vec<u64>, u64>> = BTreeMap::new();
     sets.entry(0).or_default().insert(vec![0; others.len()], 0);
     while let Some((free, states)) = sets.pop_first() {

@@ -58,9 +58,9 @@ pub(crate) struct Pipeline {
     /// The context of a destroy call in progress, whose events must not be queried; 0 if none.
     aside: AtomicU64,
     last_ring: AtomicU64,
-    /// The state in the slot: whether this process works, or waits for another quantum than this.
+    /// Nonzero while the slot says that this process works.
     is_working: AtomicU32,
-    waits_after: AtomicU32,
+    _word: u32,
     marks: [Mark; MARKS],
 }
 
@@ -304,7 +304,7 @@ impl<S: System> Device<'_, S> {
         let system = &self.process.system;
         let is_observing = share.flags().has(Flags::OBSERVE_ONLY);
         let mut waits = Waiting { since: None };
-        let number = loop {
+        let is_single = loop {
             self.collect(share, page, pipeline, timer);
             let now = system.now();
             let number = match self.permission(share, page, pipeline, now) {
@@ -312,7 +312,7 @@ impl<S: System> Device<'_, S> {
                 Permission::Wait { number, until } => {
                     waits.report(self, now);
                     if pipeline.is_empty() {
-                        self.wait_for_quantum(share, page, pipeline, number, until);
+                        self.wait_for_quantum(share, page, number, until);
                     } else {
                         // The device is idle from when this work completes until that is noticed.
                         system.sleep(POLL_NS.0);
@@ -358,7 +358,7 @@ impl<S: System> Device<'_, S> {
             }
         };
         waits.report(self, system.now());
-        number
+        is_single
     }
 
     /// Whether work in flight on another device may wait for this launch, as in collective
@@ -394,26 +394,16 @@ impl<S: System> Device<'_, S> {
     }
 
     /// Says in the slot that a launch waits, rings, and sleeps until the node grants a quantum.
-    fn wait_for_quantum(
-        &self,
-        share: &SharePages,
-        page: &PolicyPage,
-        pipeline: &Pipeline,
-        number: u32,
-        until: u64,
-    ) {
+    ///
+    /// It rings at each call: a quantum may have come and gone while this process slept, and then the
+    /// node waits for the ring.
+    fn wait_for_quantum(&self, share: &SharePages, page: &PolicyPage, number: u32, until: u64) {
         let system = &self.process.system;
-        // Nonzero: the number of no quantum is told apart from nothing said.
-        let says = number.wrapping_add(1);
-        if pipeline.waits_after.swap(says, Relaxed) != says {
-            self.update_slot(|slot| slot.set_quantum(QuantumState::Waiting, number));
-            if let Some(account) = share.account() {
-                ring(system, account);
-            }
+        self.update_slot(|slot| slot.set_quantum(QuantumState::Waiting, number));
+        if let Some(account) = share.account() {
+            ring(system, account);
         }
         system.wait(page.quantum(), number, until);
-        // A quantum may have come and gone meanwhile, and the node takes this process for asleep.
-        pipeline.waits_after.store(0, Relaxed);
     }
 
     /// Charges completed batches, and says in the slot when none is left.
@@ -432,12 +422,11 @@ impl<S: System> Device<'_, S> {
                 self.update_slot(|slot| slot.add_gpu_time(charged, 0));
             },
         );
-        let is_empty = pipeline.is_empty();
-        if pipeline.head.load(Relaxed) != head {
-            let since = if is_empty { 0 } else { pipeline.end.load(Relaxed) };
-            self.update_slot(|slot| slot.set_unmeasured_since(since));
-        }
-        if pipeline.is_working.load(Relaxed) != 0 && is_empty {
+        if !pipeline.is_empty() {
+            if pipeline.head.load(Relaxed) != head {
+                self.update_slot(|slot| slot.set_unmeasured_since(pipeline.end.load(Relaxed)));
+            }
+        } else if pipeline.is_working.load(Relaxed) != 0 {
             self.update_slot(|slot| slot.set_unmeasured_since(0));
             self.say(pipeline, QuantumState::Drained, pipeline.number.load(Relaxed));
             let now = system.now();
@@ -453,7 +442,6 @@ impl<S: System> Device<'_, S> {
 
     fn say(&self, pipeline: &Pipeline, state: QuantumState, number: u32) {
         pipeline.is_working.store((state == QuantumState::Working).into(), Relaxed);
-        pipeline.waits_after.store(0, Relaxed);
         self.update_slot(|slot| slot.set_quantum(state, number));
     }
 

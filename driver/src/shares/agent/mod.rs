@@ -28,7 +28,7 @@ use crate::shares::snapshot::collect::{self, FoundShare};
 use crate::shares::snapshot::nvml_query::{self, NvmlReport, Utilization};
 use crate::shares::snapshot::page_files::PageFiles;
 use crate::shares::snapshot::process::ProcessCache;
-use crate::shares::snapshot::{Share, Snapshot, monotonic_ns, usage};
+use crate::shares::snapshot::{Account, Share, Snapshot, monotonic_ns, usage};
 use crate::shares::{ACCOUNT, Contexts, POLICY, Shares};
 use container_watch::ContainerWatch;
 use divvy_api::top::ShareUsage;
@@ -489,7 +489,6 @@ impl Inner {
 /// Whether a share can be granted exclusive quanta. A library of an earlier version knows none. Memory
 /// that is over-committed has its own turns, for which the library measures each kernel.
 fn suits_quanta(share: &Share) -> bool {
-    let slots = share.account.iter().flat_map(|account| &account.slots);
-    let is_known = slots.filter(|slot| slot.is_live()).all(|slot| slot.report.quantum.is_some());
-    is_known && !memory_pressure::may_overcommit(&share.policy)
+    let knows_quanta = share.account.as_ref().map_or(true, Account::knows_quanta);
+    knows_quanta && !memory_pressure::may_overcommit(&share.policy)
 }

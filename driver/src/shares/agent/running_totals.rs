@@ -114,7 +114,7 @@ impl ShareTotal {
     /// Earlier counters are not known to be of this share's time under this agent.
     fn new(share: &Share, quanta: Option<QuantumUsage>, now: Instant) -> Self {
         let account = share.account.as_ref().ok();
-        let is_measured_by_events = quanta.is_some() && account.is_some_and(knows_quanta);
+        let is_measured_by_events = quanta.is_some() && account.is_some_and(Account::knows_quanta);
         Self {
             first_seen: now,
             used_ns: 0,
@@ -133,7 +133,7 @@ impl ShareTotal {
         }
         // While the page cannot be read nothing is added. The next snapshot adds it.
         let Ok(account) = &share.account else { return };
-        self.is_measured_by_events = quanta.is_some() && knows_quanta(account);
+        self.is_measured_by_events = quanta.is_some() && account.knows_quanta();
         let counters = PageCounters::of(account);
         if let Some(last) = self.last.replace(counters.clone()) {
             self.throttled_ns = self.throttled_ns.saturating_add(counters.waited_since(&last));
@@ -172,11 +172,6 @@ impl ShareTotal {
             late_hand_overs: self.quanta.map(|quanta| quanta.late_hand_overs),
         }
     }
-}
-
-/// Whether the library of all processes knows quanta. An older one charges only its slot.
-fn knows_quanta(account: &Account) -> bool {
-    account.slots.iter().filter(|slot| slot.is_live()).all(|slot| slot.report.quantum.is_some())
 }
 
 impl PageCounters {

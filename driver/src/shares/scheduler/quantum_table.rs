@@ -164,12 +164,24 @@ impl QuantumTable {
     }
 
     pub(crate) fn keep(&mut self, are_there: impl Fn(&GpuUuid) -> bool) {
-        for (device, of) in &mut self.devices {
-            if !are_there(&device.gpu) {
+        self.keep_devices(|device| are_there(&device.gpu));
+    }
+
+    /// Releases the shares of the other instances of a GPU. `None` is the GPU itself.
+    pub(crate) fn retain(&mut self, gpu: GpuUuid, are_there: impl Fn(Option<GpuUuid>) -> bool) {
+        self.keep_devices(|device| device.gpu != gpu || are_there(device.mig));
+    }
+
+    fn keep_devices(&mut self, are_there: impl Fn(&Device) -> bool) {
+        let before = self.devices.len();
+        self.devices.retain(|device, of| {
+            let is_there = are_there(device);
+            if !is_there {
                 of.seats.iter().for_each(Seat::release);
             }
-        }
-        self.devices.retain(|device, _| are_there(&device.gpu));
+            is_there
+        });
+        self.are_others |= self.devices.len() < before;
     }
 
     /// Ends the quanta: shares go by their own buckets until the next agent.

@@ -80,12 +80,15 @@ impl WakeupThread {
     /// From now on the shares of that GPU are these, as an audit found them.
     pub(crate) fn plan(&self, gpu: GpuUuid, shares: Vec<PlannedShare>) {
         let (exclusive, paced) = self.by_law(shares);
-        let mut is_other = self.common.quanta().plan(gpu, exclusive, monotonic_ns());
-        {
+        // A law gives up the pages of a device before the other one writes them.
+        self.common.quanta().retain(gpu, |mig| exclusive.iter().any(|share| share.mig == mig));
+        let mut is_other = {
             let mut desk = self.common.desk();
-            is_other |= desk.plan(gpu, paced, monotonic_ns());
+            let is_other = desk.plan(gpu, paced, monotonic_ns());
             self.common.tell(&desk);
-        }
+            is_other
+        };
+        is_other |= self.common.quanta().plan(gpu, exclusive, monotonic_ns());
         if is_other {
             self.start();
             self.common.poke();
@@ -208,6 +211,21 @@ mod tests {
             assert!(Instant::now() < deadline, "{what}");
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    #[test]
+    fn device_that_changes_its_law_stays_divided() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |name, weight| Share::new(dir.path(), name, Compute { weight, ..Compute::default() });
+        let (first, other) = (of("a", 2), of("b", 1));
+        let bell = WakeupThread::new(TimeLaw::Quanta);
+        let plan = |suits_quanta| {
+            let planned = [&first, &other].map(|share| PlannedShare { suits_quanta, ..share.planned(50) });
+            bell.plan(GPU, planned.into());
+            let page = first.page();
+            (page.is_exclusive(), page.is_agent_limited())
+        };
+        assert_eq!([true, false, true].map(plan), [(true, true), (false, true), (true, true)]);
     }
 
     #[test]

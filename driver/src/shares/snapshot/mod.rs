@@ -167,6 +167,11 @@ impl Account {
         live.fold(0_u64, |sum, slot| sum.saturating_add(least(slot)))
     }
 
+    /// Whether the library of all processes knows quanta. One of an earlier version charges only its slot.
+    pub(crate) fn knows_quanta(&self) -> bool {
+        self.slots.iter().filter(|slot| slot.is_live()).all(|slot| slot.report.quantum.is_some())
+    }
+
     /// Whether the balance is more than the node ever grants.
     pub(crate) fn has_forged_balance(&self) -> bool {
         self.balance > BALANCE_MAX_NS

@@ -203,7 +203,7 @@ fn stall_bound_ms(tenant: &CaseTenant, burst: Duration) -> f64 {
     2.0 * burst.as_secs_f64() * 1e3 + tenant.shape.longest_ms
 }
 
-/// Whether kernels are so long that a shortfall is only printed.
+/// Whether kernels exceed the length up to which a shortfall has a bound.
 fn is_long(shape: &Shape) -> bool {
     shape.longest_ms > 1.2 * BOUNDED_KERNEL_MS
 }
