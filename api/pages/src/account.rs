@@ -207,16 +207,16 @@ pub fn check(page: &[u8]) -> Result<(), PageError> {
 
 /// An account page that all processes of the share have mapped.
 ///
-/// | offset | content |
-/// |---|---|
-/// | 0 | magic, major and minor version, size, number of slots, size of a slot |
-/// | 64 | total: bytes and a change counter |
-/// | 128 | compute: balance, last refill, time up to which work is charged, sum of charges |
-/// | 192 | doorbell, a futex word |
-/// | 256 | how many slots were ever in use |
-/// | 320 | attention counter: the node increments it after it wrote node lines |
-/// | 384 | eight fault counters, each on its own cache line |
-/// | 4096 | 1024 slots of 256 bytes |
+/// ```text
+///    0  magic, major and minor version, size, number of slots, size of a slot
+///   64  total: bytes and a change counter
+///  128  compute: balance, last refill, time up to which work is charged, sum of charges
+///  192  doorbell, a futex word
+///  256  how many slots were ever in use
+///  320  attention counter: the node increments it after it wrote node lines
+///  384  eight fault counters, each on its own cache line
+/// 4096  1024 slots of 256 bytes
+/// ```
 ///
 /// The file is sparse: 16 slots use one page of memory.
 #[derive(Debug)]

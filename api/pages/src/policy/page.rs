@@ -16,17 +16,18 @@ const WAKEUP_SHIFT: u32 = 2;
 
 /// A mapped policy page, which others may write concurrently.
 ///
-/// | offset | content |
-/// |---|---|
-/// | 0 | magic, major and minor version, size |
-/// | 64 | gate (a futex word), throttle word |
-/// | 72 | stamp, incremented after each change of the policy |
-/// | 80 | granted rate, end of the grant, time at which the gate opens |
-/// | 104 | trim request (a futex word), whether usage is unattributed |
-/// | 112 | quantum number (a futex word), whether quanta are exclusive |
-/// | 128 | two words of state that the agent keeps for its successor |
-/// | 144 | end of the quantum, time until which quanta count |
-/// | 1024, 2048 | two copies of the record, 1024 bytes each |
+/// ```text
+///    0  magic, major and minor version, size
+///   64  gate (a futex word), throttle word
+///   72  stamp, incremented after each change of the policy
+///   80  granted rate, end of the grant, time at which the gate opens
+///  104  trim request (a futex word), whether usage is unattributed
+///  112  number of the quantum (a futex word), whether launches need a quantum
+///  128  two words of state that the agent keeps for its successor
+///  144  end of the quantum, time until which quanta count
+/// 1024  first copy of the record, 1024 bytes
+/// 2048  second copy of the record
+/// ```
 ///
 /// Everything else is zero and reserved.
 #[derive(Debug)]
