@@ -54,6 +54,7 @@ pub struct ShareConfig {
     /// Most sessions that may be open at once.
     pub encoders: Option<u32>,
     pub decoders: Option<u32>,
+    pub messages: Option<bool>,
     pub schedule: Vec<ScheduleEntry>,
 }
 
@@ -226,6 +227,7 @@ pub fn share_settings(configs: &[AppliedConfig]) -> Result<ShareSettings, Config
         encoders: class.encoders,
         decoders: class.decoders,
         burst: class.ceiling.is_some(),
+        messages: class.messages.unwrap_or(default.messages),
     })
 }
 
@@ -240,6 +242,7 @@ impl ShareConfig {
             ("overcommit", self.overcommit.is_some()),
             ("encoders", self.encoders.is_some()),
             ("decoders", self.decoders.is_some()),
+            ("messages", self.messages.is_some()),
             ("schedule", !self.schedule.is_empty()),
         ];
         match for_class.iter().find(|(_, said)| *said) {

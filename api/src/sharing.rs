@@ -145,6 +145,8 @@ pub struct ShareSettings {
     /// The class sets a ceiling, so a share with a guarantee may use idle time up to it. Otherwise
     /// its guarantee is its ceiling.
     pub burst: bool,
+    /// The library prints one line on the container's stderr when a limit first takes effect.
+    pub messages: bool,
 }
 
 impl Default for ShareSettings {
@@ -159,6 +161,7 @@ impl Default for ShareSettings {
             encoders: None,
             decoders: None,
             burst: false,
+            messages: true,
         }
     }
 }

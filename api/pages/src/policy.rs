@@ -163,6 +163,8 @@ impl Flags {
     pub const NATIVE_MEMORY: Self = Self(1 << 3);
     /// Memory beyond the soft limit is managed memory.
     pub const UVM: Self = Self(1 << 4);
+    /// The library prints no lines on the container's standard error.
+    pub const NO_MESSAGES: Self = Self(1 << 5);
 
     /// True if all bits of `other` are set.
     pub fn has(self, other: Self) -> bool {

@@ -127,6 +127,15 @@ pub(super) static SHARE_CONFIG: Object = Object {
             about: "The same for the video decoder.",
         },
         Field {
+            name: "messages",
+            shape: Shape::Flag,
+            required: false,
+            absent: "true",
+            about: "Each program prints one line on its standard error when a limit of the share first \
+                 refuses an allocation, and one when it first delays a launch. Only if that is a pipe or a \
+                 terminal.",
+        },
+        Field {
             name: "schedule",
             shape: Shape::List(&Shape::Object(&SCHEDULE_ENTRY)),
             required: false,

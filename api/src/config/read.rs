@@ -109,6 +109,7 @@ fn share_config(config: &Value) -> Result<ShareConfig, ConfigError> {
         overcommit: count(config, "overcommit"),
         encoders: count(config, "encoders"),
         decoders: count(config, "decoders"),
+        messages: config["messages"].as_bool(),
         schedule: schedule.filter(|(_, entry)| !entry.is_null()).map(entry).collect::<Result<_, _>>()?,
     })
 }

@@ -240,6 +240,8 @@ fn share_settings_are_read() {
     check_share("", Ok(ShareConfig::default()));
     check_share(r#","injection":null,"ceiling":null"#, Ok(ShareConfig::default()));
     check_share(r#","injection":"shim","observeOnly":true"#, Ok(share));
+    let silent = ShareConfig { messages: Some(false), ..Default::default() };
+    check_share(r#","messages":false"#, Ok(silent));
     check_share(r#","injection":"none""#, Err(r#"field injection is "none", expected preload or shim"#));
     check_share(r#","ceiling":0"#, Err("field ceiling is 0, expected a whole number from 1 to 100"));
     check_share(r#","memory":"1Gi""#, Err("field memory is unknown to ShareConfig"));

@@ -52,6 +52,10 @@ impl System for Kernel {
         pages::for_each_policy(each);
     }
 
+    fn print(&self, line: &[u8]) {
+        sys::print(line);
+    }
+
     fn account(&self, policy: &Policy) -> Option<&'static AccountPage> {
         pages::account(policy)
     }

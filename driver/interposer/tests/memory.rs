@@ -6,6 +6,8 @@ mod common;
 
 use common::container::{Node, key};
 use common::program::Program;
+use std::io::Read;
+use std::process::Stdio;
 
 /// Entry point of the programs in the containers.
 #[test]
@@ -371,4 +373,43 @@ fn shims_hold_the_limit_without_preloading() {
         assert_eq!((share.used_mib(), program.ask("info")), (1000, "0 1000".to_owned()));
         assert_eq!(program.ask(&format!("free v2 {made}")), "0");
     }
+}
+
+/// Exceeds the limit twice in a program with this stderr. The program goes on afterwards.
+fn exceed(stderr: Stdio, prepare: impl FnOnce(&mut Program)) -> Program {
+    let node = Node::up("L4");
+    let container = node.container(&[node.share("claim", "share", node.policy(0, 1000))]);
+    let mut command = container.command(&std::env::current_exe().expect("this test"));
+    command.stderr(stderr);
+    let mut program = Program::start(command, &container.driver());
+    prepare(&mut program);
+    assert_eq!(program.ask("start 0"), "ok");
+    key(&program.ask("alloc v2 600"));
+    assert_eq!(program.ask("alloc v2 600"), "error 2");
+    assert_eq!(program.ask("alloc async 600"), "error 2");
+    key(&program.ask("alloc v2 400"));
+    program.kill();
+    program
+}
+
+#[test]
+fn first_refusal_prints_one_line_on_stderr() {
+    let mut program = exceed(Stdio::piped(), |_| ());
+    let mut printed = String::new();
+    let mut stderr = program.child.stderr.take().expect("piped");
+    stderr.read_to_string(&mut printed).expect("text");
+    assert_eq!(
+        printed,
+        "divvy: allocation of 600.0 MiB refused: 600.0 MiB of 1000.0 MiB used by 1 process; free memory, or \
+         raise `memory` in the claim\n"
+    );
+}
+
+#[test]
+fn message_is_dropped_for_files_and_closed_pipes() {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    exceed(file.reopen().expect("the file").into(), |_| ());
+    assert_eq!(std::fs::read(file.path()).expect("the file"), b"");
+    // SIGPIPE would end the program.
+    exceed(Stdio::piped(), |program| drop(program.child.stderr.take()));
 }

@@ -31,9 +31,10 @@ pub fn policy(
         Part::Whole { .. } => gpu.memory_bytes,
         Part::Instance(key) => gpu.profile(key.profile_id).map_or(0, share::memory_of_profile),
     };
-    let ShareSettings { observe_only, priority, weight, overcommit, encoders, decoders, .. } =
+    let ShareSettings { observe_only, priority, weight, overcommit, encoders, decoders, messages, .. } =
         limits.settings;
     let observing = if observe_only { Flags::OBSERVE_ONLY } else { Flags::default() };
+    let silent = if messages { Flags::default() } else { Flags::NO_MESSAGES };
     let managed = if overcommit > 100 { Flags::UVM } else { Flags::default() };
     Ok(Policy {
         claim: text("claim UID", claim.as_str())?,
@@ -53,7 +54,7 @@ pub fn policy(
             ..Compute::default()
         },
         codec: Codec { encoders, decoders },
-        flags: Flags::STRICT.with(Flags::NVML_VIEW).with(observing).with(managed),
+        flags: Flags::STRICT.with(Flags::NVML_VIEW).with(observing).with(managed).with(silent),
     })
 }
 

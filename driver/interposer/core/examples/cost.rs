@@ -40,6 +40,8 @@ impl System for Alone {
 
     fn wake(&self, _word: &AtomicU32) {}
 
+    fn print(&self, _line: &[u8]) {}
+
     fn map(&self, bytes: usize, _wiped: bool) -> *mut u8 {
         // SAFETY: not of size zero.
         Layout::from_size_align(bytes, 64)

@@ -15,6 +15,7 @@ pub mod free;
 pub mod handle_devices;
 pub mod handle_metadata;
 pub mod liveness;
+mod messages;
 pub mod nvml;
 mod pages;
 mod peers;

@@ -59,6 +59,8 @@ pub struct ProcessState<S> {
     pub(crate) system: S,
     local: AtomicPtr<LocalState>,
     policies: PolicyList,
+    /// See [`crate::messages`]. A forked child inherits it.
+    pub(crate) printed: AtomicU32,
 }
 
 /// The state that a forked child must not inherit. Fields that are used at start come first, on few
@@ -108,7 +110,12 @@ const READY: u32 = 2;
 
 impl<S: System> ProcessState<S> {
     pub const fn new(system: S) -> Self {
-        Self { system, local: AtomicPtr::new(core::ptr::null_mut()), policies: PolicyList::new() }
+        Self {
+            system,
+            local: AtomicPtr::new(core::ptr::null_mut()),
+            policies: PolicyList::new(),
+            printed: AtomicU32::new(0),
+        }
     }
 
     /// The system that was passed to [`ProcessState::new`].

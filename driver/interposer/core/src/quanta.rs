@@ -330,6 +330,7 @@ impl<S: System> Device<'_, S> {
                 }
                 Permission::Tokens { number, rate } => match self.has_tokens(share, pipeline, rate, now) {
                     Err(pause) if !is_observing => {
+                        self.report_throttling();
                         waits.report(self, now);
                         // Collected soon, so that the node learns when the device is free.
                         let pause = if pipeline.is_empty() { pause } else { pause.min(pipeline.poll_ns()) };

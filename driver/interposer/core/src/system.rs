@@ -49,6 +49,10 @@ pub trait System: Sync {
     /// Calls `each` with every policy page that is mounted in the container, in any order.
     fn pages(&self, each: impl FnMut(MountedPolicy));
 
+    /// Prints a line on the program's standard error, or drops it if that would block the program, end
+    /// it, or write to one of its files.
+    fn print(&self, line: &[u8]);
+
     /// Returns the account page of the share with this policy. `None` if it is missing or not
     /// trusted.
     fn account(&self, policy: &Policy) -> Option<&'static AccountPage>;

@@ -57,6 +57,8 @@ impl System for Kernel {
 
     fn wake(&self, _word: &AtomicU32) {}
 
+    fn print(&self, _line: &[u8]) {}
+
     fn map(&self, bytes: usize, wiped: bool) -> *mut u8 {
         let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let advice = if wiped { libc::MADV_WIPEONFORK } else { libc::MADV_DONTFORK };

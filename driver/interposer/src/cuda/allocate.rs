@@ -51,16 +51,19 @@ pub(super) fn allocate_charged<T: Copy>(
 
 /// Charges `bytes` if the device has a share. If they do not fit, pools are trimmed first.
 pub(super) fn reserve(current: Option<Current>, bytes: u64) -> ChargeResult {
-    charge_or_trim(current, |device| device.reserve(bytes))
+    // An overcommitting share gets managed memory instead, if its limit allows that.
+    charge_or_trim(current, bytes, |device| !device.overcommits(), |device| device.reserve(bytes))
 }
 
 /// Like [`reserve`], for managed memory.
 pub(super) fn reserve_managed(current: Option<Current>, bytes: u64) -> ChargeResult {
-    charge_or_trim(current, |device| device.reserve_managed(bytes))
+    charge_or_trim(current, bytes, |_| true, |device| device.reserve_managed(bytes))
 }
 
 fn charge_or_trim(
     current: Option<Current>,
+    bytes: u64,
+    is_final: impl Fn(&share::Device) -> bool,
     charge: impl Fn(&share::Device) -> Result<Reservation<'static, crate::process::Kernel>, Refused>,
 ) -> ChargeResult {
     // Without a context, or for an invalid device, the driver refuses the call itself.
@@ -71,6 +74,11 @@ fn charge_or_trim(
             .or_else(|_| {
                 trim::trim_before_refusal(&device);
                 charge(&device)
+            })
+            .inspect_err(|_| {
+                if is_final(&device) {
+                    device.report_refusal(bytes);
+                }
             })
             .map(Some),
     }

@@ -182,7 +182,9 @@ fn run_on(handle: Handle, device: Ordinal, call: Call<'_>) -> CuResult {
             return answer;
         }
         drop(pool_call);
-        if !last {
+        if last {
+            share.report_refusal(bytes);
+        } else {
             trim::trim_before_refusal(&share);
         }
     }

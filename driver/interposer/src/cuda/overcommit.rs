@@ -38,7 +38,7 @@ pub(super) fn substitute(bytes: u64) -> Option<u64> {
     if bytes == 0 || !device.overcommits() {
         return None;
     }
-    let reservation = device.reserve_managed(bytes).ok()?;
+    let reservation = device.reserve_managed(bytes).inspect_err(|_| device.report_refusal(bytes)).ok()?;
     let allocate = real!(cuMemAllocManaged(*mut u64, usize, c_uint))?;
     let mut pointer = 0;
     // SAFETY: the driver writes an address; CU_MEM_ATTACH_GLOBAL.

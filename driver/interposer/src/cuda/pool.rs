@@ -62,6 +62,7 @@ unsafe fn allocate_from(
         pool_call = share.open_pool(what);
         let Some((reserved, used)) = driver::pool_memory(pool) else { return OUT_OF_MEMORY };
         if pool_call.reserve_growth(bytes as u64, reserved, used).is_err() {
+            share.report_refusal(bytes as u64);
             return OUT_OF_MEMORY;
         }
     }

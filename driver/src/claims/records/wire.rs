@@ -588,6 +588,9 @@ pub(super) struct Share {
     encoders: Option<u32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     decoders: Option<u32>,
+    /// Absent means true.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    messages: Option<bool>,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -607,7 +610,7 @@ enum Priority {
 impl From<ShareLimits> for Share {
     fn from(limits: ShareLimits) -> Self {
         let ShareSettings { injection, observe_only, priority, weight, ceiling, burst, .. } = limits.settings;
-        let ShareSettings { overcommit, encoders, decoders, .. } = limits.settings;
+        let ShareSettings { overcommit, encoders, decoders, messages, .. } = limits.settings;
         Self {
             memory: limits.memory,
             cores: limits.cores,
@@ -626,6 +629,7 @@ impl From<ShareLimits> for Share {
             overcommit: Some(overcommit).filter(|percent| *percent != 100),
             encoders,
             decoders,
+            messages: Some(messages).filter(|messages| !messages),
         }
     }
 }
@@ -648,6 +652,7 @@ impl From<Share> for ShareLimits {
             overcommit: share.overcommit.unwrap_or(100),
             encoders: share.encoders,
             decoders: share.decoders,
+            messages: share.messages.unwrap_or(true),
         };
         Self { memory: share.memory, cores: share.cores, settings }
     }

@@ -63,6 +63,8 @@ pub(super) struct FakeSystem {
     /// By address.
     mapped: Mutex<HashMap<usize, (AtomicPtr<u8>, usize)>>,
     none_left: AtomicBool,
+    /// The lines on standard error.
+    printed: Mutex<Vec<String>>,
     /// Number of wakes, and of waits that returned at once.
     wakes: AtomicU32,
     immediate_returns: AtomicU32,
@@ -124,6 +126,11 @@ impl FakeSystem {
         self.immediate_returns.load(SeqCst)
     }
 
+    /// The lines that were printed since the last call.
+    pub(super) fn printed(&self) -> Vec<String> {
+        std::mem::take(&mut *self.printed.lock().expect("no panic"))
+    }
+
     pub(super) fn wakes(&self) -> u32 {
         self.wakes.load(SeqCst)
     }
@@ -176,6 +183,10 @@ impl System for FakeSystem {
             self.immediate_returns.fetch_add(1, SeqCst);
             self.clock.fetch_add(1000, SeqCst);
         }
+    }
+
+    fn print(&self, line: &[u8]) {
+        self.printed.lock().expect("no panic").push(String::from_utf8_lossy(line).into_owned());
     }
 
     fn wake(&self, _word: &sync::AtomicU32) {
@@ -249,6 +260,7 @@ impl TestContainer {
             immediate_returns: AtomicU32::default(),
             closes: Mutex::default(),
             watched: Mutex::default(),
+            printed: Mutex::default(),
             clock: Arc::clone(&self.clock),
         }
     }

@@ -26,6 +26,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
 
 #[test]
 fn nothing_is_counted_without_pages() {
@@ -153,6 +154,32 @@ fn observe_only_counts_and_never_refuses() {
         assert_eq!(container.used(), [9 * MIB]);
         assert_eq!(device(&process).mem_info(60 * MIB, 80 * MIB), (0, 4 * MIB));
     }
+}
+
+#[test]
+fn first_refusal_prints_limit_usage_and_remedy() {
+    let container = TestContainer::new(&[PagesSpec::share(10 * GIB)]);
+    let (process, other) = (container.process(1), container.process(2));
+    allocate(device(&process), 6 * GIB, 0x1000);
+    allocate(device(&other), 3 * GIB, 0x1000);
+    assert_eq!(process.system().printed(), [""; 0]);
+    device(&process).report_refusal(2 * GIB);
+    let line = "divvy: allocation of 2.0 GiB refused: 9.0 GiB of 10.0 GiB used by 2 processes; free \
+                memory, or raise `memory` in the claim\n";
+    assert_eq!(process.system().printed(), [line]);
+    device(&process).report_refusal(GIB);
+    process.system().fork(3);
+    device(&process).report_refusal(GIB);
+    assert_eq!(process.system().printed(), [""; 0], "once, and not again in a forked child");
+}
+
+#[test]
+fn class_without_messages_prints_nothing() {
+    let flags = Flags::NO_MESSAGES;
+    let container = TestContainer::new(&[PagesSpec::With { limit: 4 * MIB, flags }]);
+    let process = container.process(1);
+    device(&process).report_refusal(9 * MIB);
+    assert_eq!(process.system().printed(), [""; 0]);
 }
 
 #[test]

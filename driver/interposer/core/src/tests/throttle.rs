@@ -245,6 +245,26 @@ fn share_without_a_limit_never_waits() {
 }
 
 #[test]
+fn first_throttled_launch_prints_the_limit() {
+    let check = |compute: Compute, expected: &[&str]| {
+        let container = TestContainer::new(&[PagesSpec::Compute { compute, flags: Flags::default() }]);
+        let process = container.process(1);
+        let gpu = Gpu::new(process.system());
+        (0..200).for_each(|_| launch(device(&process), &gpu, 0, 1, MS, true));
+        assert_eq!(process.system().printed(), expected);
+    };
+    let line = |percent| {
+        format!(
+            "divvy: launches are throttled to {percent} % of the GPU's compute time; to get more, raise \
+             `cores` in the claim\n"
+        )
+    };
+    check(Compute { cores: 10, ..Compute::default() }, &[&line(10)]);
+    check(Compute { cores: 10, ceiling: 40, ..Compute::default() }, &[&line(40)]);
+    check(Compute::default(), &[]);
+}
+
+#[test]
 fn observe_only_share_never_waits() {
     let compute = Compute { cores: 10, ..Compute::default() };
     let container = TestContainer::new(&[PagesSpec::Compute { compute, flags: Flags::OBSERVE_ONLY }]);

@@ -222,6 +222,7 @@ impl<S: System> Device<'_, S> {
                 }
                 Err(_) if self.is_observe_only() => break,
                 Err(pause) => {
+                    self.report_throttling();
                     // Report the wait as it passes. Otherwise the share would look idle, and its
                     // time would be lent away.
                     if let Some(since) = waited_since.replace(now) {

@@ -98,6 +98,7 @@ fn set(memory: u64) -> ShareLimits {
         encoders: None,
         decoders: None,
         burst: false,
+        messages: true,
     };
     ShareLimits { memory, cores: 30, settings }
 }
