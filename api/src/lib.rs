@@ -7,6 +7,7 @@ pub mod check;
 pub mod claim;
 pub mod config;
 pub mod control;
+pub mod foreign;
 pub mod mps;
 pub mod names;
 pub mod quantity;
