@@ -127,7 +127,9 @@ pub enum Refusal {
     Value { name: String, value: String, expected: &'static str },
     #[error("{first} and {second} exclude each other; remove one of them")]
     Both { first: String, second: String },
-    #[error("DeviceClass {class} of NVIDIA's driver has no counterpart in Divvy; keep NVIDIA's driver for it")]
+    #[error(
+        "DeviceClass {class} of NVIDIA's driver has no counterpart in Divvy; keep NVIDIA's driver for it"
+    )]
     Class { class: String },
     #[error("configuration {kind}: {cause}")]
     Config { kind: String, cause: ConfigError },
@@ -254,8 +256,7 @@ fn of_container(
     size: Option<&GpuSize>,
 ) -> Option<ContainerRequest> {
     let has = |name: &str| amount_of(container, name).is_some();
-    let divides =
-        |names: &Names| [names.memory, names.percentage, names.cores].iter().any(|name| has(name));
+    let divides = |names: &Names| [names.memory, names.percentage, names.cores].iter().any(|name| has(name));
     let (dialect, names) = if divides(&HAMI) {
         (Dialect::Hami, Some(&HAMI))
     } else if divides(&VOLCANO) || has(VOLCANO.number) {
@@ -278,9 +279,9 @@ fn of_container(
         }
         None => {
             let limits = resources_of(container);
-            let name = limits.iter().find(|name| {
-                [GPU, GPU_SHARED].contains(&name.as_str()) || name.starts_with(MIG_PREFIX)
-            })?;
+            let name = limits
+                .iter()
+                .find(|name| [GPU, GPU_SHARED].contains(&name.as_str()) || name.starts_with(MIG_PREFIX))?;
             (vec![name.clone()], of_device_plugin(container, name, size))
         }
     };
@@ -459,12 +460,26 @@ impl Ported {
         }
     }
 
+    /// A name for a template of this request: `share-3000mi-30`, `gpu-2`, `mig-1g.10gb`.
+    pub fn name(&self) -> String {
+        let kind = self.class.split('.').next().unwrap_or(REQUEST).to_owned();
+        let profile = self.profile.as_ref().map(|profile| profile.replace('+', "."));
+        let memory = self.memory.map(|memory| memory.to_string().to_ascii_lowercase());
+        let cores = self.cores.map(|cores| cores.to_string());
+        let count = (self.count > 1).then(|| format!("x{}", self.count));
+        let parts = [Some(kind), profile, memory, cores, count];
+        parts.into_iter().flatten().collect::<Vec<_>>().join("-")
+    }
+
     /// A template with that name.
     pub fn template(&self, name: &str) -> ResourceClaimTemplate {
         let spec = ResourceClaimSpec { devices: Some(self.devices()) };
         ResourceClaimTemplate {
             metadata: ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() },
-            spec: Some(ResourceClaimTemplateSpec { spec: Some(spec), ..ResourceClaimTemplateSpec::default() }),
+            spec: Some(ResourceClaimTemplateSpec {
+                spec: Some(spec),
+                ..ResourceClaimTemplateSpec::default()
+            }),
         }
     }
 }
@@ -477,7 +492,9 @@ pub fn rewrite(pod: &mut Value, requests: &[ContainerRequest], template: &dyn Fn
         let Ok(ported) = &request.ported else { continue };
         let template = template(ported);
         let claim = claim_name(pod);
-        if let Some(annotations) = pod["metadata"]["annotations"].as_object_mut() {
+        // Indexing would insert a null.
+        let annotations = pod.pointer_mut("/metadata/annotations");
+        if let Some(annotations) = annotations.and_then(Value::as_object_mut) {
             annotations.retain(|name, _| !request.annotations.contains(name));
             if annotations.is_empty()
                 && let Some(metadata) = pod["metadata"].as_object_mut()
@@ -495,7 +512,7 @@ pub fn rewrite(pod: &mut Value, requests: &[ContainerRequest], template: &dyn Fn
         let Some(container) = container_at(pod, &request.path) else { continue };
         let resources = &mut container["resources"];
         for list in ["limits", "requests"] {
-            if let Some(amounts) = resources[list].as_object_mut() {
+            if let Some(amounts) = resources.get_mut(list).and_then(Value::as_object_mut) {
                 amounts.retain(|name, _| !request.resources.contains(name));
                 if amounts.is_empty()
                     && let Some(resources) = resources.as_object_mut()
@@ -514,7 +531,10 @@ pub fn rewrite(pod: &mut Value, requests: &[ContainerRequest], template: &dyn Fn
             claims.push(json!({"name": claim}));
         }
         if let Some(spec) = pod["spec"].as_object_mut()
-            && spec.get("schedulerName").and_then(Value::as_str).is_some_and(|name| SCHEDULERS.contains(&name))
+            && spec
+                .get("schedulerName")
+                .and_then(Value::as_str)
+                .is_some_and(|name| SCHEDULERS.contains(&name))
         {
             spec.remove("schedulerName");
         }
@@ -710,7 +730,12 @@ mod tests {
         check(none(), json!(hami(Value::Null, 1.into(), 0.into())), None, "share.divvy.dev 1 1Mi - -");
         check(none(), json!(hami(1.into(), Value::Null, 30.into())), None, "share.divvy.dev 1 - 30 -");
         check(none(), json!(hami(1.into(), Value::Null, 100.into())), None, "gpu.divvy.dev 1 - - -");
-        check(none(), json!(hami(1.into(), "10Gi".into(), Value::Null)), None, "nvidia.com/gpumem is \"10Gi\"");
+        check(
+            none(),
+            json!(hami(1.into(), "10Gi".into(), Value::Null)),
+            None,
+            "nvidia.com/gpumem is \"10Gi\"",
+        );
         check(none(), json!(hami(1.into(), 1.into(), 130.into())), None, "nvidia.com/gpucores is \"130\"");
         let half = json!({"nvidia.com/gpu": 1, "nvidia.com/gpumem-percentage": 50});
         check(none(), half.clone(), Some(80), "share.divvy.dev 1 40Gi - -");
@@ -724,7 +749,12 @@ mod tests {
         check(json!({"gpu-fraction": "2"}), none(), Some(40), "gpu-fraction is \"2\", expected");
         let both = json!({"gpu-fraction": "0.5", "gpu-memory": "100"});
         check(both, none(), None, "gpu-memory and gpu-fraction exclude each other");
-        check(json!({"gpu-memory": "9"}), json!({"nvidia.com/gpu": 1}), None, "gpu-memory and nvidia.com/gpu");
+        check(
+            json!({"gpu-memory": "9"}),
+            json!({"nvidia.com/gpu": 1}),
+            None,
+            "gpu-memory and nvidia.com/gpu",
+        );
     }
 
     #[test]
