@@ -8,15 +8,24 @@
 
 mod capacity;
 mod claim;
+mod fields;
+mod manifest;
 mod mounts;
 mod pod;
+pub mod published;
 mod raw;
+mod required;
 mod types;
+mod units;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{DeviceClaim, DeviceClass, ResourceClaim, ResourceClaimTemplate};
+pub use manifest::manifest;
 use serde::Deserialize;
-pub use types::{Class, ClusterView, Finding, ONE_DAEMON_PER_CONTAINER, Objects, Severity};
+use serde_json::Value;
+pub use types::{
+    Class, ClusterView, Finding, GpuMemory, KnownGpus, ONE_DAEMON_PER_CONTAINER, Objects, Severity,
+};
 
 /// Checks an object as it was sent, so that duplicate keys are detected. Objects of other kinds
 /// have no findings.
@@ -52,6 +61,21 @@ pub fn object(json: &[u8], view: &dyn ClusterView) -> Result<Vec<Finding>, serde
         ("v1", "Pod") => pod(&serde_json::from_slice(json)?, view),
         _ => Vec::new(),
     })
+}
+
+/// A problem of an object as a whole.
+pub fn failed(message: impl std::fmt::Display, instead: Vec<Value>) -> Finding {
+    Finding::error("", message).with(instead)
+}
+
+/// Why a text is not a quantity, with the quantity that was meant; `None` if it is one.
+pub fn quantity_problem(name: &str, text: &str) -> Option<String> {
+    units::misspelt(name, text).map(|misspelt| misspelt.message)
+}
+
+/// Something to know about an object as a whole.
+pub fn hint(message: impl std::fmt::Display) -> Finding {
+    Finding::warning("", message)
 }
 
 /// Checks a ResourceClaim.

@@ -4,7 +4,8 @@
 
 use crate::classes::Classes;
 use crate::device_index::DeviceSummary;
-use divvy_api::check::Class;
+use divvy_api::Quantity;
+use divvy_api::check::{Class, GpuMemory, KnownGpus};
 use divvy_api::names::DRIVER;
 use divvy_api::sharing::Mode;
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, DeviceClass, DeviceClassSpec, DeviceSelector};
@@ -37,6 +38,25 @@ impl ClassIndex {
     /// The class of that name, or `None` if it is absent or its selectors cannot be evaluated.
     pub fn class(&self, name: &str) -> Option<Class> {
         self.classes.get(name).cloned()
+    }
+
+    /// The MIG profiles that nodes publish.
+    pub fn profiles(&self) -> BTreeSet<String> {
+        let texts = self.samples.iter().filter_map(|(_, device)| text(device, "profile"));
+        texts.map(str::to_owned).collect()
+    }
+
+    /// The whole GPUs that nodes publish, one for each product and size.
+    pub fn gpus(&self) -> KnownGpus {
+        let whole = self.samples.iter().filter(|(mode, _)| *mode == Mode::Whole);
+        let memory = |device: &Device| {
+            let memory = &device.capacity.as_ref()?.get("memory")?.value;
+            Quantity::try_from(memory).ok()?.as_bytes()
+        };
+        let models = whole.filter_map(|(_, device)| {
+            Some(GpuMemory { model: text(device, "productName")?.to_owned(), bytes: memory(device)? })
+        });
+        KnownGpus { models: models.collect(), complete: true }
     }
 
     /// Evaluates one class. A class that names our driver but selects no published device has
@@ -82,9 +102,14 @@ impl ClassIndex {
     }
 }
 
+/// A text attribute of the device.
+fn text<'a>(device: &'a Device, name: &str) -> Option<&'a str> {
+    device.attributes.as_ref()?.get(name)?.string.as_deref()
+}
+
 /// The mode by the device's `type` attribute.
 fn mode(device: &Device) -> Option<Mode> {
-    match device.attributes.as_ref()?.get("type")?.string.as_deref()? {
+    match text(device, "type")? {
         "gpu" => Some(Mode::Whole),
         "share" => Some(Mode::Share),
         "mig" => Some(Mode::Mig),

@@ -1,11 +1,15 @@
 //! Checks of claims, templates and classes: configuration, capacities and counts.
 
 use super::capacity;
-use super::types::{Class, ClusterView, Finding, ONE_DAEMON_PER_CONTAINER, ours};
+use super::published::nearest;
+use super::types::{
+    Class, ClusterView, Finding, ONE_DAEMON_PER_CONTAINER, class_names, class_of, meant_class, ours,
+};
 use crate::config::{
     AppliedConfig, ConfigError, ConfigMismatch, DeviceConfig, Source, effective, share_settings,
 };
-use crate::names::{OBSERVER_CLASS, OBSERVER_TAINT};
+use crate::foreign;
+use crate::names::{DRIVER, OBSERVER_CLASS, OBSERVER_TAINT};
 use crate::sharing::{Mode, Sharing};
 use k8s_openapi::api::resource::v1::{
     DeviceClaim, DeviceClass, DeviceSelector, DeviceToleration, OpaqueDeviceConfiguration,
@@ -21,7 +25,7 @@ pub(super) struct DeviceRequest<'a> {
     path: String,
     selectors: &'a [DeviceSelector],
     /// More than one device.
-    many: bool,
+    pub(super) many: bool,
     pub(super) admin: bool,
     amounts: Option<&'a BTreeMap<String, WireQuantity>>,
     class: Class,
@@ -55,7 +59,7 @@ pub(super) fn requested<'a>(
                        count,
                        admin,
                        amounts| {
-            let Some(class) = view.class(class).filter(|class| !class.modes.is_empty()) else { return };
+            let Some(class) = class_of(view, class).filter(|class| !class.modes.is_empty()) else { return };
             let selectors = selectors.as_deref().unwrap_or_default();
             let modes = view.filter_modes(class.modes.clone(), selectors);
             if !modes.is_empty() {
@@ -192,18 +196,138 @@ pub(super) fn check(
     let Some(claim) = claim else { return Vec::new() };
     let requested = requested(claim, path, view);
     let claim_configs = claim_configs(claim, path, texts);
-    let mut findings = configs(claim, &requested, &claim_configs, view);
+    let mut findings = classes(claim, path, view);
+    findings.extend(configs(claim, &requested, &claim_configs, view));
     findings.extend(observers(claim, path));
+    let gpus = view.gpus();
     for request in &requested {
+        for (index, one) in request.selectors.iter().enumerate() {
+            let Some(cel) = &one.cel else { continue };
+            let path = format!("{}.selectors[{index}].cel.expression", request.path);
+            findings.extend(selector(&cel.expression, &request.class.modes, &path, view));
+        }
         findings.extend(
             request
                 .amounts
                 .into_iter()
-                .flat_map(|amounts| capacity::check(amounts, &request.modes, &request.path)),
+                .flat_map(|amounts| capacity::check(amounts, &request.modes, &gpus, &request.path)),
         );
         findings.extend(sharing(claim, request, &claim_configs));
     }
     findings
+}
+
+/// The problems of a selector.
+fn selector(expression: &str, modes: &BTreeSet<Mode>, path: &str, view: &dyn ClusterView) -> Vec<Finding> {
+    let problems = view.selector_problems(expression, modes);
+    let finding = |problem: super::published::SelectorProblem| Finding {
+        severity: problem.severity,
+        ..Finding::error(path, problem.message)
+    };
+    problems.into_iter().map(finding).collect()
+}
+
+/// Classes of other drivers, and classes that do not exist.
+fn classes(claim: &DeviceClaim, path: &str, view: &dyn ClusterView) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let requests = claim.requests.iter().flatten().enumerate();
+    let names =
+        requests.flat_map(|(index, request)| class_names(request, &format!("{path}.requests[{index}]")));
+    let (mut theirs, mut others) = (None, Vec::new());
+    for (path, name) in names {
+        // A cluster that has the class has its driver.
+        if view.class(name).is_some() {
+            continue;
+        }
+        if foreign::counterpart(name).is_some() {
+            theirs.get_or_insert((path, name));
+        } else {
+            others.push((path, name));
+        }
+    }
+    let named = theirs.is_some();
+    let at = theirs.unwrap_or_else(|| (format!("{path}.config"), ""));
+    let is_ours = claim.requests.iter().flatten().any(|request| {
+        class_names(request, "")
+            .into_iter()
+            .any(|(_, name)| class_of(view, name).is_some_and(|class| !class.modes.is_empty()))
+    });
+    if named || (is_ours && foreign::is_foreign(claim)) {
+        let (path, name) = at;
+        let subject = match named {
+            true => format!("DeviceClass {name} is of another driver"),
+            false => "the configuration is for another driver".to_owned(),
+        };
+        let finding = match foreign::port_claim(claim) {
+            Ok(ported) => {
+                let instead = serde_json::json!({"devices": ported});
+                Finding::error(
+                    path,
+                    format!("{subject}, which Divvy does not serve; write the claim for Divvy"),
+                )
+                .with(vec![instead])
+            }
+            Err(refusal) => Finding::error(path, format!("{subject}: {refusal}")),
+        };
+        findings.push(Finding { severity: view.other_driver(), ..finding });
+    }
+    for (path, name) in others {
+        findings.extend(unknown_class(name, path, view));
+    }
+    findings.extend(profile_classes(claim, path, view));
+    findings
+}
+
+fn unknown_class(name: &str, path: String, view: &dyn ClusterView) -> Option<Finding> {
+    if name == OBSERVER_CLASS {
+        return None;
+    }
+    if let Some(near) = meant_class(view, name) {
+        return Some(Finding::error(path, format!("there is no DeviceClass {name}; did you mean {near}?")));
+    }
+    let own = name.strip_suffix(".divvy.dev")?;
+    let message = format!(
+        "Divvy has no DeviceClass {name}; use gpu.divvy.dev, share.divvy.dev, mig.divvy.dev, \
+         timeslice.divvy.dev or mps.divvy.dev, or define {own} as a class of your own"
+    );
+    Some(Finding::warning(path, message))
+}
+
+/// Classes of MIG profiles that no GPU has.
+fn profile_classes(claim: &DeviceClaim, path: &str, view: &dyn ClusterView) -> Vec<Finding> {
+    let profiles = view.profiles();
+    if profiles.is_empty() {
+        return Vec::new();
+    }
+    let requests = claim.requests.iter().flatten().enumerate();
+    let names =
+        requests.flat_map(|(index, request)| class_names(request, &format!("{path}.requests[{index}]")));
+    let unknown = names.filter_map(|(path, name)| {
+        let profile = name.strip_prefix("mig-")?.strip_suffix(".divvy.dev")?;
+        Finding::unknown_profile(&foreign::mig_profile(profile), &profiles, path, &|near| {
+            format!("mig-{}.divvy.dev", near.replace('+', "."))
+        })
+    });
+    unknown.collect()
+}
+
+impl Finding {
+    /// A profile that no GPU has; `write` gives the form in which the file names a profile.
+    pub(super) fn unknown_profile(
+        profile: &str,
+        profiles: &BTreeSet<String>,
+        path: String,
+        write: &dyn Fn(&str) -> String,
+    ) -> Option<Self> {
+        if profiles.is_empty() || profiles.contains(profile) {
+            return None;
+        }
+        let remedy = match nearest(profile, profiles.iter().map(String::as_str)) {
+            Some(near) => format!("did you mean {}?", write(near)),
+            None => "compare with `divvy template --gpus MODEL`".to_owned(),
+        };
+        Some(Self::error(path, format!("no known GPU has the MIG profile {profile}; {remedy}")))
+    }
 }
 
 /// Problems of configurations alone.
@@ -346,6 +470,22 @@ fn sharing(
         let message = format!("request {}: {misfit}", request.name);
         findings.push(if sure { Finding::error(path, message) } else { Finding::warning(path, message) });
     }
+    if let Ok(settings) = share_settings(&configs)
+        && let Some(cores) = request.amounts.and_then(capacity::cores)
+        && request.modes.iter().any(|mode| mode.has_shares())
+        && configs
+            .iter()
+            .any(|one| matches!(&one.config, DeviceConfig::ShareConfig(config) if config.ceiling.is_some()))
+        && i64::from(settings.ceiling) < cores
+    {
+        let ceiling = settings.ceiling;
+        let message = format!(
+            "request {}: the ceiling {ceiling} is below cores {cores}, so the share never gets more than \
+             {ceiling} percent; raise the ceiling, or request cores: {ceiling}",
+            request.name
+        );
+        findings.push(Finding::warning(&request.path, message));
+    }
     if request.class.needs_share && !request.amounts.is_some_and(capacity::requests_share) {
         let message = format!(
             "request {}: its DeviceClass is for part of a GPU; set memory or cores in capacity.requests, or \
@@ -373,6 +513,24 @@ pub(super) fn check_class(
     let mut findings = Vec::new();
     let known = class.metadata.name.as_deref().and_then(|name| view.class(name));
     let modes = known.map(|known| known.modes).unwrap_or_default();
+    let selectors = class.spec.iter().flat_map(|spec| spec.selectors.iter().flatten());
+    let mentions_ours =
+        selectors.clone().flat_map(|selector| &selector.cel).any(|cel| cel.expression.contains(DRIVER));
+    if !mentions_ours && foreign::is_foreign_class(class) {
+        let message = "the class is for another driver; use the class for Divvy instead";
+        let finding = match foreign::port_class(class) {
+            Ok(ported) => Finding::warning("spec", message).with(vec![serde_json::json!(ported)]),
+            Err(refusal) => Finding::warning("spec", refusal),
+        };
+        findings.push(finding);
+    } else if mentions_ours || class.metadata.name.as_deref().is_some_and(|name| name.ends_with(".divvy.dev"))
+    {
+        for (index, one) in selectors.enumerate() {
+            let Some(cel) = &one.cel else { continue };
+            let path = format!("spec.selectors[{index}].cel.expression");
+            findings.extend(selector(&cel.expression, &BTreeSet::new(), &path, view));
+        }
+    }
     for (index, config) in class.spec.iter().flat_map(|spec| spec.config.iter().flatten()).enumerate() {
         let Some(opaque) = ours(config.opaque.as_ref()) else { continue };
         let path = format!("spec.config[{index}]");

@@ -1,10 +1,14 @@
 //! Findings, classes and the view of other objects, for all checks.
 
+use super::published::{SelectorProblem, nearest};
 use crate::config::{ConfigError, DeviceConfig};
+use crate::foreign;
 use crate::names::DRIVER;
 use crate::sharing::Mode;
+use k8s_openapi::api::resource::v1::DeviceRequest;
 use k8s_openapi::api::resource::v1::{DeviceClaim, DeviceClass, DeviceSelector, OpaqueDeviceConfiguration};
 use serde::Serialize;
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -26,7 +30,7 @@ pub enum Severity {
 }
 
 /// A problem of an object.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     pub severity: Severity,
     /// The path of the field from the root of the object:
@@ -34,6 +38,25 @@ pub struct Finding {
     pub path: String,
     /// The cause and, after a semicolon, the remedy.
     pub message: String,
+    /// The objects, or parts of them, that the message says to use instead.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub instead: Vec<Value>,
+}
+
+/// A GPU model and the memory that it publishes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuMemory {
+    pub model: String,
+    pub bytes: u64,
+}
+
+/// The GPUs that claims can get.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KnownGpus {
+    /// Empty if no GPU is known.
+    pub models: Vec<GpuMemory>,
+    /// Whether the cluster has no other models.
+    pub complete: bool,
 }
 
 /// The relevant properties of a DeviceClass.
@@ -57,6 +80,22 @@ pub trait ClusterView {
     /// crate does not evaluate; by default all modes remain.
     fn filter_modes(&self, modes: BTreeSet<Mode>, _selectors: &[DeviceSelector]) -> BTreeSet<Mode> {
         modes
+    }
+    /// The problems of a selector for devices of these modes. This crate does not read CEL.
+    fn selector_problems(&self, _expression: &str, _modes: &BTreeSet<Mode>) -> Vec<SelectorProblem> {
+        Vec::new()
+    }
+    /// The names of MIG profiles that GPUs have; empty if unknown.
+    fn profiles(&self) -> BTreeSet<String> {
+        BTreeSet::new()
+    }
+    /// The GPUs that claims can get.
+    fn gpus(&self) -> KnownGpus {
+        KnownGpus::default()
+    }
+    /// How bad it is that an object is for another driver. In a cluster, that driver may be there.
+    fn other_driver(&self) -> Severity {
+        Severity::Error
     }
     /// The devices that a ResourceClaim requests.
     fn claim(&self, _namespace: &str, _name: &str) -> Option<DeviceClaim> {
@@ -86,6 +125,45 @@ impl ClusterView for Objects {
     fn template(&self, namespace: &str, name: &str) -> Option<DeviceClaim> {
         self.templates.get(&(namespace.to_owned(), name.to_owned())).cloned()
     }
+}
+
+/// Divvy's own classes that are not of a single profile.
+const OWN_CLASSES: [&str; 6] = [
+    "gpu.divvy.dev",
+    SHARE_CLASS,
+    "mig.divvy.dev",
+    "timeslice.divvy.dev",
+    "mps.divvy.dev",
+    crate::names::OBSERVER_CLASS,
+];
+
+/// The class that a name most likely means, if no class has the name.
+pub(super) fn meant_class(view: &dyn ClusterView, name: &str) -> Option<&'static str> {
+    let is_other =
+        view.class(name).is_some() || OWN_CLASSES.contains(&name) || foreign::counterpart(name).is_some();
+    if is_other || name.is_empty() {
+        return None;
+    }
+    // Names of an administrator's own classes are not alike in the domain.
+    let (_, domain) = name.split_once('.').unwrap_or((name, "divvy.dev"));
+    (strsim::jaro_winkler(domain, "divvy.dev") > 0.9).then(|| nearest(name, OWN_CLASSES)).flatten()
+}
+
+/// The class of a request, or the one that its name most likely means.
+pub(super) fn class_of(view: &dyn ClusterView, name: &str) -> Option<Class> {
+    view.class(name).or_else(|| view.class(meant_class(view, name)?))
+}
+
+/// The DeviceClass of each request and alternative, with the path of its name.
+pub(super) fn class_names<'a>(request: &'a DeviceRequest, path: &str) -> Vec<(String, &'a str)> {
+    let exact = request
+        .exactly
+        .iter()
+        .map(|one| (format!("{path}.exactly.deviceClassName"), one.device_class_name.as_str()));
+    let alternatives = request.first_available.iter().flatten().enumerate().map(|(index, one)| {
+        (format!("{path}.firstAvailable[{index}].deviceClassName"), one.device_class_name.as_str())
+    });
+    exact.chain(alternatives).collect()
 }
 
 impl Class {
@@ -122,11 +200,17 @@ pub(super) fn ours(opaque: Option<&OpaqueDeviceConfiguration>) -> Option<&Opaque
 
 impl Finding {
     pub(super) fn error(path: impl Into<String>, message: impl fmt::Display) -> Self {
-        Self { severity: Severity::Error, path: path.into(), message: message.to_string() }
+        let (path, message) = (path.into(), message.to_string());
+        Self { severity: Severity::Error, path, message, instead: Vec::new() }
     }
 
     pub(super) fn warning(path: impl Into<String>, message: impl fmt::Display) -> Self {
-        Self { severity: Severity::Warning, path: path.into(), message: message.to_string() }
+        Self { severity: Severity::Warning, ..Self::error(path, message) }
+    }
+
+    pub(super) fn with(mut self, instead: Vec<Value>) -> Self {
+        self.instead = instead;
+        self
     }
 }
 

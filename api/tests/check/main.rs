@@ -256,13 +256,18 @@ fn impossible_amounts_are_rejected() {
     check(mps, "threads", "101", Some(&format!("threads is 101, expected {threads}")));
     check(mps, "threads", "-1", Some(&format!("threads is -1, expected {threads}")));
     check(mps, "clients", "61", Some("clients is 61, expected a whole number from 1 to 60"));
-    check(mps, "memory", "1023Ki", Some("memory is 1023Ki, expected at least 1Mi"));
+    check(
+        mps,
+        "memory",
+        "1023Ki",
+        Some("memory is 1023Ki, expected at least 1Mi; write an amount such as 10Gi"),
+    );
     check(mps, "memory", "1500Ki", None);
     check(
         mps,
         "memory",
         "much",
-        Some("\"much\" is not a quantity: write a number with a suffix such as 500m, 10Gi or 1e3"),
+        Some("memory: \"much\" is not a quantity: write a number with a suffix such as 500m, 10Gi or 1e3"),
     );
     check(
         "gpu.divvy.dev",
@@ -285,17 +290,16 @@ fn impossible_amounts_are_rejected() {
             "share.divvy.dev",
             "memory",
             amount,
-            Some(&format!("memory is {amount}, expected at least 1Mi")),
+            Some(&format!("memory is {amount}, expected at least 1Mi; write an amount such as 10Gi")),
         );
     }
     for class in ["mig.divvy.dev", "share.divvy.dev"] {
-        for amount in ["101", "500m", "30500m"] {
+        for (amount, remedy) in [("101", ""), ("500m", "; write 50"), ("30500m", "")] {
             let expected = "per cent of the compute time, a whole number from 0 to 100";
-            check(class, "cores", amount, Some(&format!("cores is {amount}, expected {expected}")));
+            check(class, "cores", amount, Some(&format!("cores is {amount}, expected {expected}{remedy}")));
         }
     }
     for amount in ["1", "30", "100"] {
-        check("share.divvy.dev", "cores", amount, None);
         check(
             "gpu.divvy.dev",
             "cores",
@@ -307,6 +311,18 @@ fn impossible_amounts_are_rejected() {
     check("gpu.divvy.dev", "multiprocessors", "132", None);
     check("mig.divvy.dev", "multiprocessors", "16", None);
     check("unknown.example.com", "slots", "0", None);
+}
+
+#[test]
+fn cores_alone_takes_all_memory() {
+    let check = |amounts: Value, expected: &[&str]| {
+        let request = asking("r", "share.divvy.dev", json!({"capacity": {"requests": amounts}}));
+        check(&claim(json!({"requests": [request]})), expected);
+    };
+    let alone = "warning: spec.devices.requests[0].exactly.capacity.requests: cores without memory takes all \
+         memory of the GPU, so no other share fits; request memory too, such as memory: 10Gi";
+    check(json!({"cores": 30}), &[alone]);
+    check(json!({"cores": 30, "memory": "10Gi"}), &[]);
 }
 
 fn share(class: &str, memory: &str) -> Value {

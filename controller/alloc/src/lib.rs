@@ -27,6 +27,7 @@ mod taint;
 mod view;
 
 pub use allocate::{allocate, allocate_pod};
+pub use cel::types::check_selector;
 pub use class_selection::selected;
 pub use error::{AllocationError, Obstacle, RequestFailure};
 pub use release::Release;

@@ -204,3 +204,62 @@ proptest! {
         prop_assert!(cluster.allocate(&wanting(gpus_wanted(2))).is_ok(), "all devices must be free again");
     }
 }
+
+/// The tables of `divvy_api::check::published`, by which selectors are checked.
+#[test]
+fn selector_tables_have_every_published_value() {
+    use divvy_api::check::published::{ATTRIBUTES, CAPACITIES, Published, STANDARD_ATTRIBUTES, ValueType};
+    let mode = |device: &Value| match device["attributes"]["type"]["string"].as_str() {
+        Some("gpu") => Some(Mode::Whole),
+        Some("share") => Some(Mode::Share),
+        Some("mig") => Some(Mode::Mig),
+        Some("timeslice") => Some(Mode::Timeslice),
+        Some("mps") => Some(Mode::Mps),
+        _ => None,
+    };
+    let mut seen = std::collections::BTreeSet::new();
+    let mut compare =
+        |table: &'static [Published], name: &str, type_: ValueType, mode: Option<Mode>, text: &str| {
+            let found =
+                table.iter().find(|one| one.name == name).unwrap_or_else(|| panic!("no {name} in the table"));
+            assert_eq!(found.type_, type_, "{name}");
+            assert!(mode.is_none_or(|mode| found.modes.contains(&mode)), "{name} of {mode:?}");
+            assert!(found.values.is_empty() || found.values.contains(&text), "{name} is {text}");
+            seen.insert(found.name);
+        };
+    for model in divvy_catalogue::all() {
+        for mig_shares in [false, true] {
+            let mut gpu = gpus::in_mode(gpus::gpu(model.row(), 0), MigMode::On);
+            gpu.policy.mig_shares = mig_shares;
+            let pool = divvy_slices::pool(&gpus::node(vec![gpu]), &divvy_slices::PoolOptions::default());
+            for content in divvy_slices::slices(pool) {
+                for device in json!(content.devices).as_array().into_iter().flatten() {
+                    let mode = mode(device);
+                    for (name, value) in device["attributes"].as_object().into_iter().flatten() {
+                        let (field, value) =
+                            value.as_object().and_then(|value| value.iter().next()).expect("a value");
+                        let type_ = match field.as_str() {
+                            "string" => ValueType::Text,
+                            "int" => ValueType::Number,
+                            "version" => ValueType::Version,
+                            other => panic!("{name} is a {other}"),
+                        };
+                        let text = value.as_str().unwrap_or_default();
+                        match name.strip_prefix("resource.kubernetes.io/") {
+                            Some(name) => compare(STANDARD_ATTRIBUTES, name, type_, mode, text),
+                            None => compare(ATTRIBUTES, name, type_, mode, text),
+                        }
+                    }
+                    for name in device["capacity"].as_object().into_iter().flat_map(|all| all.keys()) {
+                        compare(CAPACITIES, name, ValueType::Quantity, mode, "");
+                    }
+                }
+            }
+        }
+    }
+    // These depend on more than the model of a GPU.
+    let optional = ["numaNode", "nvlinkGroup", "pcieRoot", "addressingMode"];
+    let tables = ATTRIBUTES.iter().chain(STANDARD_ATTRIBUTES).chain(CAPACITIES);
+    let unseen = tables.map(|one| one.name).filter(|name| !seen.contains(name) && !optional.contains(name));
+    assert_eq!(unseen.collect::<Vec<_>>(), [""; 0]);
+}

@@ -8,7 +8,8 @@
 use super::wire::{self, Request, Verdict};
 use crate::class_index::ClassIndex;
 use crate::metrics::Metrics;
-use divvy_api::check::{self, Class, ClusterView, Finding, Severity};
+use divvy_api::check::published::SelectorProblem;
+use divvy_api::check::{self, Class, ClusterView, Finding, KnownGpus, Severity};
 use divvy_api::sharing::Mode;
 use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::Pod;
@@ -72,6 +73,26 @@ impl ClusterView for ReferencedObjects {
             self.selector_skipped.set(true);
         }
         modes
+    }
+
+    fn selector_problems(&self, expression: &str, modes: &BTreeSet<Mode>) -> Vec<SelectorProblem> {
+        if self.evaluate {
+            return divvy_alloc::check_selector(expression, modes, &self.profiles());
+        }
+        self.selector_skipped.set(true);
+        Vec::new()
+    }
+
+    fn profiles(&self) -> BTreeSet<String> {
+        self.class_index.profiles()
+    }
+
+    fn gpus(&self) -> KnownGpus {
+        self.class_index.gpus()
+    }
+
+    fn other_driver(&self) -> Severity {
+        Severity::Warning
     }
 
     fn claim(&self, _: &str, name: &str) -> Option<DeviceClaim> {
@@ -211,7 +232,7 @@ fn validate(object: &str, referenced: &ReferencedObjects) -> Result<Verdict, ser
     let mut verdict = Verdict::default();
     let mut refusals = Vec::new();
     let mut add = |about: &str, findings: Vec<Finding>| {
-        for Finding { severity, path, message } in findings {
+        for Finding { severity, path, message, .. } in findings {
             let text = format!("{about}{path}: {message}");
             match severity {
                 Severity::Error => refusals.push(text),
@@ -256,6 +277,37 @@ mod tests {
             "containers": [], "resourceClaims": [{"name": "gpu", "resourceClaimName": "bad"}]}});
         let refusal = validate(&pod.to_string(), &referenced()).unwrap().refusal.unwrap();
         assert!(refusal.starts_with("ResourceClaim bad: spec.devices.config[0]"), "{refusal}");
+    }
+
+    #[test]
+    fn review_says_the_same_as_divvy_check() {
+        let claim = |class: &str, more: Value| {
+            let mut exactly = json!({"deviceClassName": class});
+            exactly.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c"},
+                "spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}}})
+        };
+        let share = |amounts: Value| claim("share.divvy.dev", json!({"capacity": {"requests": amounts}}));
+        let profile = "device.attributes['gpu.divvy.dev'].profil == '1g.10gb'";
+        let limits = json!({"nvidia.com/gpu": "500m"});
+        for object in [
+            claim("shares.divvy.dev", json!({"capacity": {"requests": {"memory": "1Gi"}}})),
+            claim("mig.divvy.dev", json!({"selectors": [{"cel": {"expression": profile}}]})),
+            share(json!({"memory": "10GB"})),
+            share(json!({"gpumem": 3000})),
+            share(json!({"cores": 30})),
+            json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": {"containers": [
+                {"name": "main", "resources": {"limits": limits, "claims": [{"name": "gpu"}]}}]}}),
+        ] {
+            let view = ReferencedObjects { evaluate: true, ..ReferencedObjects::default() };
+            let verdict = validate(&object.to_string(), &view).unwrap();
+            let said = [verdict.refusal.unwrap_or_default(), verdict.warnings.join("; ")].concat();
+            let found = check::manifest(&object, &view).unwrap();
+            assert!(!found.is_empty(), "{object:#}");
+            for finding in found {
+                assert!(said.contains(&finding.message), "{said}: {finding}");
+            }
+        }
     }
 
     #[test]

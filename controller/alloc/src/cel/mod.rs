@@ -8,6 +8,7 @@
 mod device;
 mod quantity;
 mod semver;
+pub(crate) mod types;
 
 use ::cel::common::ast::{ComprehensionExpr, Expr, IdedExpr, ListExpr, LiteralValue};
 use ::cel::parser::{Macro, MacroExprHelper, ParseError};
