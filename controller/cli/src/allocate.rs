@@ -11,12 +11,19 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{
     DeviceClass, DeviceRequestAllocationResult, ResourceClaim, ResourceSlice,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+const AFTER_HELP: &str = "\
+Examples:
+  kubectl get resourceslices,deviceclasses,resourceclaims -A -o yaml > all.yaml
+  divvy allocate --node node-1 all.yaml new-claims.yaml
+  divvy allocate --node template -o json node.yaml deviceclasses.yaml claims.yaml";
+
 /// See the command's help.
 #[derive(clap::Args)]
+#[command(after_help = AFTER_HELP)]
 pub(crate) struct AllocateArguments {
     /// Files with ResourceSlices, DeviceClasses and ResourceClaims, YAML or JSON; `-` is standard input
     #[arg(required = true, value_name = "FILE")]
@@ -27,6 +34,15 @@ pub(crate) struct AllocateArguments {
     /// The scheduler's Kubernetes version
     #[arg(long, default_value = "1.37", value_name = "VERSION", value_parser = release)]
     kubernetes: Release,
+    /// Format of the output; JSON has one object per line and device
+    #[arg(short, long, value_enum, default_value = "text")]
+    output: Output,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Text,
+    Json,
 }
 
 fn release(version: &str) -> Result<Release, String> {
@@ -74,14 +90,20 @@ pub(crate) fn run(arguments: &AllocateArguments) -> Result<ExitCode> {
                 for (claim, allocation) in claims.iter_mut().zip(allocations) {
                     let devices =
                         allocation.devices.iter().flat_map(|devices| devices.results.iter().flatten());
-                    devices.for_each(|result| println!("{}\t{}", name(claim), line(result)));
+                    devices.for_each(|result| match arguments.output {
+                        Output::Text => println!("{}\t{}", name(claim), line(result)),
+                        Output::Json => println!("{}", json!({"claim": name(claim), "allocated": result})),
+                    });
                     claim.status.get_or_insert_default().allocation = Some(allocation);
                 }
                 held.append(&mut claims);
             }
             Err(why) => {
                 refused += 1;
-                claims.iter().for_each(|claim| println!("{}\trefused\t{why}", name(claim)));
+                claims.iter().for_each(|claim| match arguments.output {
+                    Output::Text => println!("{}\trefused\t{why}", name(claim)),
+                    Output::Json => println!("{}", json!({"claim": name(claim), "refused": why.to_string()})),
+                });
             }
         }
     }
@@ -143,7 +165,6 @@ impl Objects {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn claims_are_grouped_by_their_pod() {

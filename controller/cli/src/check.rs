@@ -1,28 +1,56 @@
 //! `divvy check`: the errors of admission and of prepare, before anything is applied.
 //!
 //! The files are checked together: claims, templates and classes that an object refers to are
-//! looked up in all of them. References to anything else are not checked.
+//! looked up in all of them. References to anything else are not checked. The exit status is 0
+//! without errors, 1 with errors or with nothing to check, and 2 for wrong arguments.
 
 use crate::documents::{self, Document};
-use anyhow::Result;
-use divvy_api::check::{self, Class, Finding, Objects, Severity};
+use crate::import::other_tool;
+use anyhow::{Context, Result};
+use divvy_api::Quantity;
+use divvy_api::check::published::SelectorProblem;
+use divvy_api::check::{
+    self, Class, ClusterView, Finding, GpuMemory, KnownGpus, Objects, Severity, failed, hint,
+};
 use divvy_api::names::{CONFIG_API_VERSION, DRIVER};
 use divvy_api::sharing::Mode;
+use divvy_catalogue::{Model, parse_list};
 use divvy_model::NodeConfig;
 use divvy_model::nodeconfig::NodeConfigError;
-use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, DeviceClaim, DeviceClass};
+use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, DeviceClaim, DeviceClass, ResourceSlice};
 use serde::Serialize;
-use serde_json::{Value, json};
-use std::path::PathBuf;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+
+const AFTER_HELP: &str = "\
+Exit status: 0 without errors (there may be warnings), 1 with errors or nothing to check, 2 for
+wrong arguments.
+
+Examples:
+  divvy check claims.yaml pods.yaml
+  divvy check manifests/
+  helm template my-chart | divvy check -
+  divvy check --gpus 8xH100-SXM5-80GB claims.yaml
+  divvy check -o json claims.yaml | jq -r '.[].message'";
 
 /// See the command's help.
 #[derive(clap::Args)]
+#[command(after_help = AFTER_HELP)]
 pub(crate) struct CheckArguments {
     /// Files with ResourceClaims, ResourceClaimTemplates, DeviceClasses, Pods, workloads with a pod
-    /// template, and NodeConfigs, YAML or JSON; `-` is standard input
+    /// template, and NodeConfigs, YAML or JSON; directories of such files; `-` is standard input
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
+    /// GPUs of the cluster, such as 8xH100-SXM5-80GB, to find requests that are too large; by default
+    /// those of ResourceSlices in the files, else all models
+    #[arg(long, value_name = "GPUS")]
+    gpus: Option<String>,
+    /// Treat warnings as errors
+    #[arg(long)]
+    strict: bool,
     /// Format of the findings
     #[arg(short, long, value_enum, default_value = "text")]
     output: Output,
@@ -48,20 +76,65 @@ struct Line {
 pub(crate) fn run(arguments: &CheckArguments) -> Result<ExitCode> {
     let mut texts = Vec::new();
     for file in &arguments.files {
-        texts.push((file.display().to_string(), documents::text(file)?));
+        match file.is_dir() {
+            true => read_directory(file, &mut texts)?,
+            false => texts.push(Text::read(file)?),
+        }
     }
-    let (lines, checked) = check_all(&texts);
+    let gpus = match &arguments.gpus {
+        Some(list) => Some(parse_list(list).context("--gpus")?),
+        None => None,
+    };
+    let (lines, checked) = check_all(&texts, gpus.as_deref());
     let errors = lines.iter().filter(|line| line.finding.severity == Severity::Error).count();
     match arguments.output {
         Output::Json => println!("{}", serde_json::to_string_pretty(&lines)?),
         Output::Text => {
+            let colours = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
             for line in &lines {
-                println!("{}", format_line(line));
+                println!("{}", coloured(&format_line(line), line.finding.severity, colours));
+                print!("{}", format_instead(&line.finding)?);
             }
             eprintln!("checked: {checked}, errors: {errors}, warnings: {}", lines.len() - errors);
         }
     }
-    Ok(if errors == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let failed = errors > 0 || (arguments.strict && !lines.is_empty());
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// A file and its text.
+struct Text {
+    file: String,
+    text: String,
+    /// Whether the file was named itself, not its directory.
+    named: bool,
+}
+
+impl Text {
+    fn read(file: &Path) -> Result<Self> {
+        Ok(Self { file: file.display().to_string(), text: documents::text(file)?, named: true })
+    }
+}
+
+/// Reads the manifests of a directory and of those in it, in the order of their names.
+fn read_directory(directory: &Path, texts: &mut Vec<Text>) -> Result<()> {
+    let entries = std::fs::read_dir(directory).with_context(|| directory.display().to_string())?;
+    let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    paths.sort();
+    for path in paths {
+        let is_hidden = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'));
+        let is_manifest =
+            path.extension().is_some_and(|ending| ["yaml", "yml", "json"].iter().any(|one| ending == *one));
+        if is_hidden || path.is_symlink() && path.is_dir() {
+            continue;
+        }
+        if path.is_dir() {
+            read_directory(&path, texts)?;
+        } else if is_manifest {
+            texts.push(Text { named: false, ..Text::read(&path)? });
+        }
+    }
+    Ok(())
 }
 
 fn format_line(Line { file, object, finding }: &Line) -> String {
@@ -74,30 +147,142 @@ fn format_line(Line { file, object, finding }: &Line) -> String {
     }
 }
 
-/// All findings, and the number of checked objects.
-fn check_all(texts: &[(String, String)]) -> (Vec<Line>, usize) {
-    let (mut lines, mut read) = (Vec::new(), Vec::new());
-    for (file, text) in texts {
-        match documents::documents(text) {
-            Ok(documents) => read.extend(documents.into_iter().map(|document| (file, text, document))),
-            Err(message) => {
-                let finding = Finding { severity: Severity::Error, path: String::new(), message };
-                lines.push(Line { file: file.clone(), object: String::new(), finding });
-            }
+/// Red errors and yellow warnings.
+fn coloured(line: &str, severity: Severity, colours: bool) -> String {
+    let (code, word) = match severity {
+        Severity::Error => (31, ": error: "),
+        Severity::Warning => (33, ": warning: "),
+    };
+    match colours {
+        true => line.replacen(word, &format!(": \x1b[{code}m{severity}\x1b[0m: "), 1),
+        false => line.to_owned(),
+    }
+}
+
+/// The objects to use instead, indented.
+fn format_instead(finding: &Finding) -> Result<String> {
+    let text = documents::yaml(&finding.instead)?;
+    Ok(text.lines().map(|line| format!("    {line}\n")).collect())
+}
+
+/// The view of the files.
+struct Files {
+    objects: Objects,
+    gpus: KnownGpus,
+    profiles: BTreeSet<String>,
+}
+
+impl ClusterView for Files {
+    fn class(&self, name: &str) -> Option<Class> {
+        self.objects.class(name)
+    }
+    fn claim(&self, namespace: &str, name: &str) -> Option<DeviceClaim> {
+        self.objects.claim(namespace, name)
+    }
+    fn template(&self, namespace: &str, name: &str) -> Option<DeviceClaim> {
+        self.objects.template(namespace, name)
+    }
+    fn selector_problems(&self, expression: &str, modes: &BTreeSet<Mode>) -> Vec<SelectorProblem> {
+        divvy_alloc::check_selector(expression, modes, &self.profiles)
+    }
+    fn profiles(&self) -> BTreeSet<String> {
+        self.profiles.clone()
+    }
+    fn gpus(&self) -> KnownGpus {
+        self.gpus.clone()
+    }
+}
+
+/// The GPUs of the published slices; of the catalogue, if there are none.
+fn known_gpus(given: Option<&[Model]>, slices: &[ResourceSlice]) -> KnownGpus {
+    let of_model = |model: &Model| GpuMemory {
+        model: model.row().key.clone(),
+        bytes: model.row().memory_total_mib << 20,
+    };
+    if let Some(models) = given {
+        return KnownGpus { models: models.iter().map(of_model).collect(), complete: true };
+    }
+    let devices = slices.iter().filter(|slice| slice.spec.driver == DRIVER);
+    let devices = devices.flat_map(|slice| slice.spec.devices.iter().flatten());
+    let mut published = BTreeMap::new();
+    for device in devices {
+        let text = |name: &str| device.attributes.as_ref()?.get(name)?.string.as_deref();
+        let memory = device.capacity.as_ref().and_then(|capacity| capacity.get("memory"));
+        let bytes = memory.and_then(|memory| Quantity::try_from(&memory.value).ok()?.as_bytes());
+        if let (Some("gpu"), Some(product), Some(bytes)) = (text("type"), text("productName"), bytes) {
+            published.insert(product.to_owned(), bytes);
         }
+    }
+    let models: Vec<_> = published.into_iter().map(|(model, bytes)| GpuMemory { model, bytes }).collect();
+    match models.is_empty() {
+        false => KnownGpus { models, complete: true },
+        true => KnownGpus {
+            models: divvy_catalogue::all().map(|model| of_model(&model)).collect(),
+            complete: false,
+        },
+    }
+}
+
+/// The MIG profiles of the models of the catalogue, and those of the slices.
+fn known_profiles(slices: &[ResourceSlice]) -> BTreeSet<String> {
+    let all = divvy_catalogue::all();
+    let catalogue =
+        all.flat_map(|model| divvy_catalogue::node::profiles(model.row())).map(|profile| profile.name);
+    let devices = slices.iter().flat_map(|slice| slice.spec.devices.iter().flatten());
+    let published = devices.filter_map(|device| device.attributes.as_ref()?.get("profile")?.string.clone());
+    catalogue.chain(published).collect()
+}
+
+/// The findings of an object, beside the objects that it refers to.
+pub(crate) fn problems(object: &Value, all: &[Value]) -> Vec<Finding> {
+    let mut objects = Objects::default();
+    all.iter().for_each(|object| add_object(&mut objects, object));
+    let view = Files { objects, gpus: known_gpus(None, &[]), profiles: known_profiles(&[]) };
+    check::manifest(object, &view).unwrap_or_default()
+}
+
+/// All findings, and the number of checked objects.
+fn check_all(texts: &[Text], gpus: Option<&[Model]>) -> (Vec<Line>, usize) {
+    let (mut lines, mut read, mut slices) = (Vec::new(), Vec::new(), Vec::new());
+    for Text { file, text, named } in texts {
+        let (documents, faults) = documents::all_documents(text);
+        for fault in &faults {
+            let finding = match text.contains("{{") {
+                true => hint("a Helm template is not a manifest; check the output of `helm template`"),
+                false => failed(fault, Vec::new()),
+            };
+            lines.push(Line { file: file.clone(), object: String::new(), finding });
+        }
+        if *named && documents.is_empty() && faults.is_empty() {
+            let finding =
+                failed("the file is empty, so there is nothing to check; name another file", Vec::new());
+            lines.push(Line { file: file.clone(), object: String::new(), finding });
+        }
+        read.extend(documents.into_iter().map(|document| (file, text, document)));
     }
     let mut objects = Objects::default();
     for (.., document) in &read {
         add_object(&mut objects, &document.value);
+        if document.value["kind"] == "ResourceSlice" {
+            slices.extend(serde_json::from_value::<ResourceSlice>(document.value.clone()).ok());
+        }
     }
+    let view = Files { objects, gpus: known_gpus(gpus, &slices), profiles: known_profiles(&slices) };
     let mut checked = 0;
     for (file, text, document) in &read {
-        if let Some(findings) = findings(text, document, &objects) {
+        if let Some(findings) = findings(text, document, &view) {
             checked += 1;
             let object = object_name(&document.value);
             let line = |finding| Line { file: (*file).clone(), object: object.clone(), finding };
             lines.extend(findings.into_iter().map(line));
         }
+    }
+    if checked == 0 && lines.is_empty() {
+        let files: Vec<_> = texts.iter().map(|text| text.file.as_str()).collect();
+        let file = if files.len() == 1 { files.concat() } else { format!("{} files", files.len()) };
+        let message = "nothing to check: no claim, template, class, pod, workload or node configuration; \
+             name files with such objects";
+        lines.push(Line { file, object: String::new(), finding: failed(message, Vec::new()) });
     }
     (lines, checked)
 }
@@ -167,50 +352,56 @@ fn read_class(class: &DeviceClass) -> Option<Class> {
 }
 
 /// The findings of an object; `None` if its kind is not checked.
-fn findings(text: &str, document: &Document, objects: &Objects) -> Option<Vec<Finding>> {
+fn findings(text: &str, document: &Document, view: &Files) -> Option<Vec<Finding>> {
     let object = &document.value;
-    let failed = |message: String| vec![Finding { severity: Severity::Error, path: String::new(), message }];
-    let check = |object: &Value| {
-        check::object(object.to_string().as_bytes(), objects)
-            .unwrap_or_else(|cause| failed(cause.to_string()))
-    };
-    let (version, kind) = (object["apiVersion"].as_str()?, object["kind"].as_str()?);
+    if let Some(tool) = other_tool(object) {
+        return Some(vec![hint(tool.hint(&[]))]);
+    }
+    let (version, kind) = (object["apiVersion"].as_str(), object["kind"].as_str());
     match (version, kind) {
-        ("resource.k8s.io/v1", "ResourceClaim" | "ResourceClaimTemplate" | "DeviceClass") | ("v1", "Pod") => {
-            Some(check(object))
-        }
-        (older, "ResourceClaim" | "ResourceClaimTemplate" | "DeviceClass")
-            if older.starts_with("resource.k8s.io/") =>
-        {
-            Some(failed(format!("apiVersion {older} is not supported; use resource.k8s.io/v1")))
-        }
-        (CONFIG_API_VERSION, "NodeConfig") => Some(match node_config(text, document) {
+        (Some(CONFIG_API_VERSION), Some("NodeConfig")) => Some(match node_config(text, document) {
             Ok(_) => Vec::new(),
-            Err(cause) => failed(cause.to_string()),
+            Err(cause) => vec![failed(cause, Vec::new())],
         }),
-        (CONFIG_API_VERSION, _) => Some(failed(format!(
-            "kind {kind} is not an API object; put it into the config of a claim or DeviceClass, \
-             under opaque.parameters"
-        ))),
-        _ => {
-            let template = pod_template(object)?;
-            let pod = json!({
-                "apiVersion": "v1", "kind": "Pod", "spec": template["spec"],
-                "metadata": {"name": object["metadata"]["name"], "namespace": namespace(object)},
-            });
-            let base = if kind == "CronJob" { "spec.jobTemplate.spec.template." } else { "spec.template." };
-            let mut findings = check(&pod);
-            findings.iter_mut().for_each(|finding| finding.path.insert_str(0, base));
-            Some(findings)
-        }
+        (Some(CONFIG_API_VERSION), Some(kind)) => Some(vec![failed(
+            format!(
+                "kind {kind} is not an API object; put it into the config of a claim or DeviceClass, under \
+                 opaque.parameters"
+            ),
+            Vec::new(),
+        )]),
+        (_, Some("ConfigMap")) => of_config_map(object),
+        _ => check::manifest(object, view),
     }
 }
 
-/// The pod template of a Deployment, Job, CronJob and the like.
-fn pod_template(object: &Value) -> Option<&Value> {
-    let spec = &object["spec"];
-    let templates = [&spec["template"], &spec["jobTemplate"]["spec"]["template"]];
-    templates.into_iter().find(|template| template["spec"]["containers"].is_array())
+/// Configurations in a ConfigMap; `None` if it has none that is known.
+fn of_config_map(object: &Value) -> Option<Vec<Finding>> {
+    let mut known = false;
+    let mut findings = Vec::new();
+    let mut tools: Vec<(_, Vec<String>)> = Vec::new();
+    for (key, text) in documents::config_map(object) {
+        let Ok(inner) = documents::documents(&text) else { continue };
+        for document in &inner {
+            if let Some(tool) = other_tool(&document.value) {
+                known = true;
+                match tools.iter_mut().find(|(other, _)| *other == tool) {
+                    Some((_, keys)) => keys.push(key.clone()),
+                    None => tools.push((tool, vec![key.clone()])),
+                }
+            }
+            if document.value["apiVersion"] == CONFIG_API_VERSION && document.value["kind"] == "NodeConfig" {
+                known = true;
+                if let Err(cause) = node_config(&text, document) {
+                    findings.push(Finding { path: format!("data[{key}]"), ..failed(cause, Vec::new()) });
+                }
+            }
+        }
+    }
+    for (tool, keys) in tools {
+        findings.push(hint(tool.hint(&keys)));
+    }
+    known.then_some(findings)
 }
 
 /// Parses a node configuration from the text, so that errors have line numbers.
@@ -227,7 +418,8 @@ mod tests {
     use super::*;
 
     fn check(text: &str, expected: &[&str]) {
-        let (lines, _) = check_all(&[("f".to_owned(), text.to_owned())]);
+        let text = Text { file: "f".to_owned(), text: text.to_owned(), named: true };
+        let (lines, _) = check_all(&[text], None);
         assert_eq!(lines.iter().map(format_line).collect::<Vec<_>>(), expected);
     }
 
@@ -284,9 +476,9 @@ spec:
         let texts: Vec<_> = files("")
             .chain(files("kueue"))
             .filter(is_yaml)
-            .map(|file| (file.display().to_string(), std::fs::read_to_string(&file).expect("a text")))
+            .map(|file| Text::read(&file).expect("a text"))
             .collect();
-        let (lines, checked) = check_all(&texts);
+        let (lines, checked) = check_all(&texts, None);
         assert_eq!(lines, []);
         assert!(checked >= texts.len(), "{checked}");
     }

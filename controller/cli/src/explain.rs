@@ -10,13 +10,21 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{Device, ResourceSlice};
 use kube::Api;
 use kube::api::ListParams;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+const AFTER_HELP: &str = "\
+Examples:
+  divvy config explain --config node-config.yaml
+  divvy config explain --config node-config.yaml --gpus '8xNVIDIA H100 80GB HBM3'
+  divvy config explain --config node-config.yaml --node node-1";
+
 /// See the command's help.
 #[derive(clap::Args)]
+#[command(after_help = AFTER_HELP)]
 pub(crate) struct ExplainArguments {
     /// The node configuration; `-` is standard input
     #[arg(long, value_name = "FILE")]
@@ -37,6 +45,15 @@ pub(crate) struct ExplainArguments {
     /// The node daemons' --shares
     #[arg(long, value_name = "true|false", default_value_t = true, action = clap::ArgAction::Set)]
     shares: bool,
+    /// Format of the output
+    #[arg(short, long, value_enum, default_value = "text")]
+    output: Output,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Text,
+    Json,
 }
 
 /// A node and its GPUs, as number and product.
@@ -68,8 +85,16 @@ pub(crate) fn run(arguments: &ExplainArguments) -> Result<ExitCode> {
     };
     let (exclusive_ownership, shares) = (arguments.exclusive_ownership, arguments.shares);
     let defaults = GpuPolicy { exclusive_ownership, shares, ..GpuPolicy::default() };
-    let blocks: Vec<_> = nodes.iter().map(|node| explain_node(&config, &defaults, node)).collect();
-    print!("{}", blocks.join("\n"));
+    match arguments.output {
+        Output::Text => {
+            let blocks: Vec<_> = nodes.iter().map(|node| explain_node(&config, &defaults, node)).collect();
+            print!("{}", blocks.join("\n"));
+        }
+        Output::Json => {
+            let gpus: Vec<_> = nodes.iter().flat_map(|node| json_of(&config, &defaults, node)).collect();
+            println!("{}", serde_json::to_string_pretty(&gpus)?);
+        }
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -162,26 +187,45 @@ fn explain_node(config: &NodeConfig, defaults: &GpuPolicy, node: &NodeGpus) -> S
     }
     for (names, product, explained) in blocks {
         text.push_str(&format!("{} ({product})\n", names.join(" ")));
-        let modes: Vec<_> = explained.policy.modes.iter().map(|mode| mode.as_str()).collect();
-        let modes = if modes.is_empty() { "none".to_owned() } else { modes.join(" ") };
-        let policy = &explained.policy;
-        let mut row = |field: &str, value: String, said: ValueOrigin| {
+        for (field, value, said) in rows(&explained) {
             text.push_str(&format!("  {field:<19} {value:<25} {said}\n"));
-        };
-        row("modes", modes, explained.modes);
-        row("slots", policy.slots.to_string(), explained.slots);
-        row("interval", policy.interval.to_string(), explained.interval);
-        row("mpsClients", policy.mps_clients.to_string(), explained.mps_clients);
-        row("shares", policy.shares.to_string(), explained.shares);
-        row("migShares", policy.mig_shares.to_string(), explained.mig_shares);
-        row("exclusiveOwnership", policy.exclusive_ownership.to_string(), explained.exclusive_ownership);
-        let (effects, said) = (&policy.health, &explained.health);
-        row("health.degraded", effects.degraded.as_str().to_owned(), said.degraded);
-        row("health.needsReset", effects.needs_reset.as_str().to_owned(), said.needs_reset);
-        row("health.stuck", effects.stuck.as_str().to_owned(), said.stuck);
-        row("health.lost", effects.lost.as_str().to_owned(), said.lost);
+        }
     }
     text
+}
+
+/// The value and the origin of each field.
+fn rows(explained: &Explained) -> Vec<(&'static str, String, ValueOrigin)> {
+    let policy = &explained.policy;
+    let modes: Vec<_> = policy.modes.iter().map(|mode| mode.as_str()).collect();
+    let modes = if modes.is_empty() { "none".to_owned() } else { modes.join(" ") };
+    let (effects, said) = (&policy.health, &explained.health);
+    vec![
+        ("modes", modes, explained.modes),
+        ("slots", policy.slots.to_string(), explained.slots),
+        ("interval", policy.interval.to_string(), explained.interval),
+        ("mpsClients", policy.mps_clients.to_string(), explained.mps_clients),
+        ("shares", policy.shares.to_string(), explained.shares),
+        ("migShares", policy.mig_shares.to_string(), explained.mig_shares),
+        ("exclusiveOwnership", policy.exclusive_ownership.to_string(), explained.exclusive_ownership),
+        ("health.degraded", effects.degraded.as_str().to_owned(), said.degraded),
+        ("health.needsReset", effects.needs_reset.as_str().to_owned(), said.needs_reset),
+        ("health.stuck", effects.stuck.as_str().to_owned(), said.stuck),
+        ("health.lost", effects.lost.as_str().to_owned(), said.lost),
+    ]
+}
+
+/// The settings of each GPU, as JSON.
+fn json_of(config: &NodeConfig, defaults: &GpuPolicy, node: &NodeGpus) -> Vec<Value> {
+    let of_gpu = |(number, product): &(GpuNumber, String)| {
+        let explained = config.explain(defaults, Some(&node.labels), Subject { number: *number, product });
+        let setting = |(field, value, said): (&str, String, ValueOrigin)| {
+            (field.to_owned(), json!({"value": value, "origin": said.to_string()}))
+        };
+        let settings: serde_json::Map<_, _> = rows(&explained).into_iter().map(setting).collect();
+        json!({"node": node.name, "gpu": format!("gpu-{number}"), "product": product, "settings": settings})
+    };
+    node.gpus.iter().map(of_gpu).collect()
 }
 
 #[cfg(test)]

@@ -12,6 +12,8 @@ mod documents;
 mod explain;
 mod import;
 mod node;
+mod run;
+mod shell;
 mod template;
 mod top;
 
@@ -52,6 +54,14 @@ enum Command {
     Template(template::TemplateArguments),
     /// Show requests, limits, usage and throttling of the shares of a node
     Top(top::TopArguments),
+    /// Print or apply a pod with a claim for part of a GPU, a MIG instance or a whole GPU
+    Run(run::RunArguments),
+    /// Print the completions of a shell
+    Completions(shell::CompletionsArguments),
+    /// Print the manual page, or write one for each command
+    Man(shell::ManArguments),
+    /// Print the version, commit and platform
+    Version(shell::VersionArguments),
 }
 
 #[derive(Subcommand)]
@@ -64,9 +74,10 @@ enum ConfigCommand {
 const GROUPS: &[(&str, &[&str])] = &[
     #[cfg(feature = "demo")]
     ("Try it without a GPU", &["demo"]),
-    ("Before you apply a manifest", &["check", "allocate"]),
+    ("Before you apply a manifest", &["check", "allocate", "run"]),
     ("Set up a cluster", &["config", "template", "import"]),
     ("Inspect a node", &["top", "node"]),
+    ("About this program", &["completions", "man", "version"]),
 ];
 
 /// The command line with a grouped help text: clap groups only options.
@@ -77,7 +88,7 @@ fn command() -> clap::Command {
         help.push_str(&format!("\n{heading}:\n"));
         for subcommand in names.iter().filter_map(|name| command.find_subcommand(name)) {
             let about = subcommand.get_about().map(ToString::to_string).unwrap_or_default();
-            help.push_str(&format!("  {:<10}{about}\n", subcommand.get_name()));
+            help.push_str(&format!("  {:<13}{about}\n", subcommand.get_name()));
         }
     }
     help.push_str("\nOptions:\n{options}");
@@ -105,6 +116,10 @@ fn main() -> ExitCode {
         Command::Node(command) => node::run(&command),
         Command::Template(arguments) => template::run(&arguments),
         Command::Top(arguments) => top::run(&arguments),
+        Command::Run(arguments) => run::run(&arguments),
+        Command::Completions(arguments) => shell::completions(&arguments, command()),
+        Command::Man(arguments) => shell::man(&arguments, command()),
+        Command::Version(arguments) => shell::version(&arguments),
     };
     match outcome {
         Ok(code) => code,

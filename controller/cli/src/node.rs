@@ -12,14 +12,36 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
+const HEALTH_HELP: &str = "\
+Examples:
+  divvy node health
+  divvy node health --node node-1 -o json";
+const RELEASE_HELP: &str = "\
+Examples:
+  divvy node release gpu-3 --node node-1
+  divvy node release gpu-3 --node node-1 --take-back";
+const FORGET_HELP: &str = "\
+Example:
+  divvy node forget gpu-3 --node node-1";
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Output {
+    Text,
+    Json,
+}
+
 /// See the command's help.
 #[derive(clap::Subcommand)]
 pub(crate) enum NodeCommand {
     /// Show the state of each GPU, its causes and its claims
+    #[command(after_help = HEALTH_HELP)]
     Health {
         /// Print one JSON object per line and GPU
-        #[arg(long)]
+        #[arg(long, hide = true)]
         json: bool,
+        /// Format of the output; JSON has one object per line and GPU
+        #[arg(short, long, value_enum, default_value = "text", conflicts_with = "json")]
+        output: Output,
         #[command(flatten)]
         at: At,
     },
@@ -27,6 +49,7 @@ pub(crate) enum NodeCommand {
     ///
     /// The GPU takes no new claims in between. Delete the pods that use it first: `divvy node health`
     /// lists their claims.
+    #[command(after_help = RELEASE_HELP)]
     Release {
         /// Number or UUID: gpu-3, 3 or GPU-...
         gpu: String,
@@ -37,6 +60,7 @@ pub(crate) enum NodeCommand {
         at: At,
     },
     /// Forget a missing GPU at once: its number and its devices
+    #[command(after_help = FORGET_HELP)]
     Forget {
         /// Number or UUID: gpu-3, 3 or GPU-...
         gpu: String,
@@ -63,8 +87,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(40);
 /// Sends the request and prints the answer.
 pub(crate) fn run(command: &NodeCommand) -> Result<ExitCode> {
     let (request, at, words) = match command {
-        NodeCommand::Health { json, at } => {
-            let json = json.then(|| "--json".to_owned());
+        NodeCommand::Health { json, output, at } => {
+            let json = (*json || *output == Output::Json).then(|| "--json".to_owned());
             (Request::Health, at, ["health".to_owned()].into_iter().chain(json).collect::<Vec<_>>())
         }
         NodeCommand::Release { gpu, take_back: false, at } => {
@@ -85,7 +109,12 @@ pub(crate) fn run(command: &NodeCommand) -> Result<ExitCode> {
     }
     let mut out = io::stdout().lock();
     match ask(&at.run_dir, &request)? {
-        Answer::Health(gpus) if matches!(command, NodeCommand::Health { json: true, .. }) => {
+        Answer::Health(gpus)
+            if matches!(
+                command,
+                NodeCommand::Health { json: true, .. } | NodeCommand::Health { output: Output::Json, .. }
+            ) =>
+        {
             for gpu in gpus {
                 writeln!(out, "{}", serde_json::to_string(&gpu)?)?;
             }

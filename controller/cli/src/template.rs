@@ -21,7 +21,7 @@ const AFTER_HELP: &str = "\
 Facts of the GPU model are exact. UUIDs, PCI addresses and versions are placeholders, because they
 differ from node to node.
 
-Would these claims fit on a new node?
+Example: would these claims fit on a new node?
   divvy template --gpus 8xH100-SXM5-80GB > node.yaml
   divvy allocate --node template node.yaml deviceclasses.yaml claims.yaml";
 

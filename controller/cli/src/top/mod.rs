@@ -21,15 +21,25 @@ use std::time::Duration;
 use table::{NodeTime, Period, SortKey};
 use terminal::{Event, Terminal};
 
+const AFTER_HELP: &str = "\
+Examples:
+  divvy top
+  divvy top --node node-1
+  divvy top --once -o json | jq .claim";
+
 /// See the command's help.
 #[derive(clap::Args)]
+#[command(after_help = AFTER_HELP)]
 pub(crate) struct TopArguments {
     /// Print once instead of every second; the default if the output is not a terminal
     #[arg(long)]
     once: bool,
     /// Print one JSON object per line and share
-    #[arg(long)]
+    #[arg(long, hide = true)]
     json: bool,
+    /// Format of the output; JSON has one object per line and share
+    #[arg(short, long, value_enum, default_value = "text", conflicts_with = "json")]
+    output: Output,
     /// Show running totals of GPU time and hand-overs, since the node daemon first saw each share.
     /// JSON always has them
     #[arg(long, conflicts_with = "json")]
@@ -43,7 +53,17 @@ pub(crate) struct TopArguments {
     run_dir: PathBuf,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    Text,
+    Json,
+}
+
 impl TopArguments {
+    fn json(&self) -> bool {
+        self.json || self.output == Output::Json
+    }
+
     fn period(&self) -> Period {
         if self.totals { Period::Total } else { Period::LastSecond }
     }
@@ -60,7 +80,7 @@ pub(crate) fn run(arguments: &TopArguments) -> Result<ExitCode> {
     if arguments.once || !io::stdout().is_terminal() {
         return once(arguments);
     }
-    if arguments.json {
+    if arguments.json() {
         loop {
             once(arguments)?;
             std::thread::sleep(UPDATE_INTERVAL);
@@ -74,7 +94,7 @@ pub(crate) fn run(arguments: &TopArguments) -> Result<ExitCode> {
 /// Prints all shares once. Fails afterwards if a file cannot be read.
 fn once(arguments: &TopArguments) -> Result<ExitCode> {
     let snapshot = read_snapshot(&arguments.run_dir)?;
-    print(&mut io::stdout().lock(), &snapshot, arguments.json, arguments.period())?;
+    print(&mut io::stdout().lock(), &snapshot, arguments.json(), arguments.period())?;
     snapshot.unreadable.iter().for_each(|error| eprintln!("divvy: {error}"));
     Ok(if snapshot.unreadable.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

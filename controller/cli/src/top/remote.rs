@@ -14,7 +14,7 @@ const NO_KUBECTL: &str = "cannot start kubectl; --node needs it on the PATH";
 pub(super) fn run(node: &str, arguments: &TopArguments) -> Result<ExitCode> {
     let mut words = vec!["top".to_owned(), "--run-dir".to_owned(), arguments.run_dir.display().to_string()];
     words.extend(arguments.once.then(|| "--once".to_owned()));
-    words.extend(arguments.json.then(|| "--json".to_owned()));
+    words.extend(arguments.json().then(|| "--json".to_owned()));
     words.extend(arguments.totals.then(|| "--totals".to_owned()));
     divvy(node, &words)
 }

@@ -4,7 +4,7 @@
 //! their counts have no counterpart. The result is a node configuration, which restricts GPUs to
 //! MIG or to whole-GPU claims, and a claim template for each profile of the layout.
 
-use crate::documents;
+use super::{OtherTool, Output, configurations, plain, print, quoted};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,17 +12,17 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// See the command's help.
-#[derive(clap::Subcommand)]
-pub(crate) enum ImportCommand {
-    /// Convert layouts of mig-parted, for example from the ConfigMap of the GPU operator's MIG manager
-    MigParted(MigPartedArguments),
-}
+const AFTER_HELP: &str = "\
+Examples:
+  divvy import mig-parted config.yaml
+  divvy import mig-parted --part node-config --layout all-balanced config.yaml
+  kubectl get configmap -n gpu-operator custom-mig -o yaml | divvy import mig-parted -";
 
 /// See the command's help.
 #[derive(clap::Args)]
+#[command(after_help = AFTER_HELP)]
 pub(crate) struct MigPartedArguments {
-    /// mig-parted's config.yaml; `-` is standard input
+    /// mig-parted's config.yaml, or its ConfigMap as kubectl prints it; `-` is standard input
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Convert only this layout, for all nodes; by default each layout applies to the nodes with
@@ -32,6 +32,9 @@ pub(crate) struct MigPartedArguments {
     /// What to print
     #[arg(long, value_enum, default_value = "all")]
     part: Part,
+    /// Format of the output
+    #[arg(short, long, value_enum, default_value = "yaml")]
+    output: Output,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -80,17 +83,23 @@ enum Devices {
 const LABEL: &str = "nvidia.com/mig.config";
 
 /// Prints the converted layouts.
-pub(crate) fn run(command: &ImportCommand) -> Result<ExitCode> {
-    let ImportCommand::MigParted(arguments) = command;
-    let text = documents::text(&arguments.file)?;
-    print!("{}", mig_parted(&text, arguments).with_context(|| arguments.file.display().to_string())?);
+pub(super) fn run(arguments: &MigPartedArguments) -> Result<ExitCode> {
+    let all = configurations(&arguments.file, OtherTool::MigParted)?;
+    let text = mig_parted(&all, arguments).with_context(|| arguments.file.display().to_string())?;
+    print(&text, arguments.output)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn mig_parted(text: &str, arguments: &MigPartedArguments) -> Result<String> {
-    let mut layouts: Layouts = serde_norway::from_str(text).context("not a mig-parted file")?;
-    if layouts.version != "v1" {
-        bail!("version is {:?}, expected v1", layouts.version);
+fn mig_parted(all: &[(Option<String>, String)], arguments: &MigPartedArguments) -> Result<String> {
+    let mut layouts = Layouts { version: "v1".to_owned(), mig_configs: BTreeMap::new() };
+    for (key, text) in all {
+        let name = key.as_deref().map(|key| format!("{key}: ")).unwrap_or_default();
+        let read: Layouts =
+            serde_norway::from_str(text).with_context(|| format!("{name}not a mig-parted file"))?;
+        if read.version != "v1" {
+            bail!("{name}version is {:?}, expected v1", read.version);
+        }
+        layouts.mig_configs.extend(read.mig_configs);
     }
     if let Some(only) = &arguments.layout {
         layouts.mig_configs.retain(|name, _| name == only);
@@ -202,16 +211,6 @@ spec:
     )
 }
 
-/// The text without control characters, for a comment line.
-fn plain(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).collect()
-}
-
-/// A quoted YAML string: JSON strings are valid YAML.
-fn quoted(text: &str) -> String {
-    serde_json::Value::from(text).to_string()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -237,7 +236,9 @@ mig-configs:
 
     fn import(text: &str, layout: Option<&str>, part: Part) -> Result<String> {
         let layout = layout.map(str::to_owned);
-        mig_parted(text, &MigPartedArguments { file: PathBuf::new(), layout, part })
+        let all = crate::import::configurations_in(text, OtherTool::MigParted)?;
+        let arguments = MigPartedArguments { file: PathBuf::new(), layout, part, output: Output::Yaml };
+        mig_parted(&all, &arguments)
     }
 
     #[test]
