@@ -283,7 +283,10 @@ fn unknown_class(name: &str, path: String, view: &dyn ClusterView) -> Option<Fin
         return None;
     }
     if let Some(near) = meant_class(view, name) {
-        return Some(Finding::error(path, format!("there is no DeviceClass {name}; did you mean {near}?")));
+        let message = format!("there is no DeviceClass {name}; did you mean {near}?");
+        // A short name may be a class of the administrator.
+        let is_short = !name.contains('.');
+        return Some(if is_short { Finding::warning(path, message) } else { Finding::error(path, message) });
     }
     let own = name.strip_suffix(".divvy.dev")?;
     let message = format!(

@@ -152,7 +152,15 @@ fn complete(instead: &mut [Value], object: &Value) {
 
 /// The request or container of a path, or the path itself.
 fn about(path: &str) -> &str {
-    path.rfind(']').map_or(path, |end| &path[..=end])
+    let mut end = path.len();
+    while let Some(start) = path[..end].rfind('[') {
+        let close = path[start..].find(']').map_or(path.len(), |close| start + close);
+        if path[start + 1..close].bytes().all(|byte| byte.is_ascii_digit()) {
+            return &path[..path.len().min(close + 1)];
+        }
+        end = start;
+    }
+    path
 }
 
 /// The rules for the kind of a repaired object.

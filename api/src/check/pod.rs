@@ -96,6 +96,22 @@ fn claim_names(
     }
     for (index, claim) in spec.resource_claims.iter().flatten().enumerate() {
         let name = claim.name.as_str();
+        let remedy = match (&claim.resource_claim_name, &claim.resource_claim_template_name) {
+            (None, None) => {
+                Some("has neither resourceClaimName nor resourceClaimTemplateName; add one of them")
+            }
+            (Some(_), Some(_)) => {
+                Some("has resourceClaimName and resourceClaimTemplateName; remove one of them")
+            }
+            _ => None,
+        };
+        if let Some(remedy) = remedy {
+            findings.push(Finding::error(
+                format!("spec.resourceClaims[{index}]"),
+                format!("claim {name} {remedy}"),
+            ));
+            continue;
+        }
         let is_used = containers.iter().any(|(_, container)| used(container).any(|(used, _)| used == name));
         if !is_used && !meant.contains(name) && !name.is_empty() {
             let message = format!(
@@ -186,9 +202,20 @@ fn resource_names(container: &Container, path: &str, view: &dyn ClusterView) -> 
         "volcano.sh/vgpu-cores",
         "nvidia.com/mig-1g.10gb",
     ];
-    let limits = container.resources.iter().flat_map(|resources| resources.limits.iter().flatten());
+    let resources = container.resources.as_ref();
+    let limits = || resources.iter().flat_map(|resources| resources.limits.iter().flatten());
+    let requests = resources.iter().flat_map(|resources| resources.requests.iter().flatten());
     let mut findings = Vec::new();
-    for (name, _) in limits {
+    for (name, amount) in requests.filter(|(name, _)| name.starts_with("nvidia.com/")) {
+        if !limits().any(|(limited, limit)| limited == name && limit == amount) {
+            let message = format!(
+                "{name} is an extended resource, which needs an equal limit; set {name}: {} in limits",
+                amount.0
+            );
+            findings.push(Finding::error(format!("{path}.resources.requests[{name}]"), message));
+        }
+    }
+    for (name, _) in limits() {
         let path = format!("{path}.resources.limits[{name}]");
         if let Some(profile) = name.strip_prefix("nvidia.com/mig-") {
             let profile = foreign::mig_profile(profile);

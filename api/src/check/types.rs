@@ -146,7 +146,7 @@ pub(super) fn meant_class(view: &dyn ClusterView, name: &str) -> Option<&'static
     }
     // Names of an administrator's own classes are not alike in the domain.
     let (_, domain) = name.split_once('.').unwrap_or((name, "divvy.dev"));
-    (strsim::jaro_winkler(domain, "divvy.dev") > 0.9).then(|| nearest(name, OWN_CLASSES)).flatten()
+    (strsim::jaro_winkler(domain, "divvy.dev") > 0.8).then(|| nearest(name, OWN_CLASSES)).flatten()
 }
 
 /// The class of a request, or the one that its name most likely means.

@@ -509,6 +509,10 @@ spec:
                  or DeviceClass, under opaque.parameters"],
         );
         check("a: 1\nb: {c: 2, c: 3}\n", &["f: error: line 2: field b.c is given twice"]);
-        check("{apiVersion: v1, kind: Service}\n---\n---\n[1]\n", &[]);
+        check(
+            "{apiVersion: v1, kind: Service}\n---\n---\n[1]\n",
+            &["f: error: nothing to check: no claim, template, class, pod, workload or node configuration; \
+                 name files with such objects"],
+        );
     }
 }

@@ -212,6 +212,8 @@ fn unknown_names_have_a_suggestion() {
         &class("mig-1g.10g.divvy.dev"),
         &["error: the MIG profile 1g.10g; did you mean mig-1g.10gb.divvy.dev?"],
     );
+    check(&class("share.divvy.io"), &["error: did you mean share.divvy.dev?"]);
+    check(&class("share"), &["warning: did you mean share.divvy.dev?"]);
     check(&class("team-a.example.com"), &[]);
     check(&class("vfio.gpu.nvidia.com"), &["error: of NVIDIA's driver has no counterpart"]);
     let selected = |expression: &str| {
@@ -279,6 +281,14 @@ fn claims_and_containers_fit_together() {
     check(
         &(pod("", claims, &uses("{name: g, request: gg}")) + template),
         &["error: claim g has no request gg; did you mean g?", ceiling],
+    );
+    check(
+        &pod("", "resourceClaims: [{name: g}]", &uses("{name: g}")),
+        &["error: claim g has neither resourceClaimName nor resourceClaimTemplateName"],
+    );
+    check(
+        &pod("", "restartPolicy: Never", ", resources: {requests: {nvidia.com/gpu: 1}}"),
+        &["error: needs an equal limit; set nvidia.com/gpu: 1 in limits"],
     );
     let workload = "apiVersion: ray.io/v1\nkind: RayCluster\nmetadata: {name: r}\n\
          spec: {headGroupSpec: {template: {spec: {containers: [{name: head, image: x, resources: \

@@ -107,6 +107,28 @@ struct Checker<'a> {
     problems: Vec<SelectorProblem>,
 }
 
+/// Types, and the first parts of the names of functions.
+const NAMES: [&str; 18] = [
+    "int",
+    "uint",
+    "double",
+    "bool",
+    "string",
+    "bytes",
+    "list",
+    "map",
+    "null_type",
+    "type",
+    "dyn",
+    "cel",
+    "optional",
+    "math",
+    "sets",
+    "strings",
+    "lists",
+    "google",
+];
+
 /// Functions and methods of the API server's environment. Sources: cel-go `common/stdlib` and
 /// `ext`, Kubernetes `apiserver/pkg/cel/library`.
 const FUNCTIONS: &str = "size startsWith endsWith contains matches int uint double string bool bytes type \
@@ -154,7 +176,14 @@ impl Checker<'_> {
             Expr::Ident(name) => match self.variables.get(name) {
                 Some(type_) => type_.clone(),
                 None if name == "device" => Type::Device,
-                None => Type::Unknown,
+                None if NAMES.contains(&name.as_str()) || name.starts_with(['@', '#']) => Type::Unknown,
+                None => {
+                    let remedy = match nearest(name, ["device"]) {
+                        Some(near) => format!("did you mean {near}?"),
+                        None => "write a text in quotes".to_owned(),
+                    };
+                    self.wrong(at, format!("the name {name} is not declared; {remedy}"))
+                }
             },
             Expr::List(list) => {
                 let mut types: Vec<_> = list.elements.iter().map(|element| self.infer(element)).collect();
@@ -554,7 +583,7 @@ mod tests {
             "device.attributes['resource.kubernetes.io'].numaNode == 0",
             "device.attributes['vendor.example.com'].anything == 3",
             "['H100', 'H200'].exists(name, A.productName.contains(name))",
-            "C['memory'].isGreaterThan(quantity('10Gi'))",
+            "device.capacity['gpu.divvy.dev']['memory'].isGreaterThan(quantity('10Gi'))",
         ] {
             check(&[Mode::Whole], text, &[]);
         }
@@ -589,6 +618,8 @@ mod tests {
         check("A.productName.startWith('NVIDIA')", "did you mean startsWith?");
         check("A.profil == \"1g.10gb", "close the quotation mark");
         check("A.profile ==", "CEL at 1:");
+        check("A.productName == H100", "the name H100 is not declared; write a text in quotes");
+        check("devices.driver == 'gpu.divvy.dev'", "did you mean device?");
         check("A.productName in [1, 2]", "productName is a text and cannot be compared with a number");
     }
 
