@@ -145,6 +145,15 @@ pub enum ConfigMismatch {
     Ceiling { asked: u32, allowed: u32 },
 }
 
+/// All faults of the fields of a document of a known kind; [`DeviceConfig::parse`] stops at the first
+/// one.
+pub fn faults(document: &serde_json::Value) -> Vec<FieldError> {
+    let table = KINDS.iter().find(|table| document["kind"] == table.name);
+    table
+        .map(|table| crate::schema::faults(crate::schema::Shape::Object(table), document))
+        .unwrap_or_default()
+}
+
 fn for_kind(kind: &str) -> &'static str {
     if kind == GPU_CONFIG.name {
         "whole GPUs"

@@ -113,6 +113,49 @@ pub fn read<'de, D: Deserializer<'de>>(shape: Shape, document: D) -> Result<Valu
     Ok(document)
 }
 
+/// All faults of a value, in the order of its keys. [`read`] stops at the first one.
+pub fn faults(shape: Shape, value: &Value) -> Vec<FieldError> {
+    let mut found = Vec::new();
+    collect(shape, value, "", &mut found);
+    found
+}
+
+fn collect(shape: Shape, value: &Value, path: &str, found: &mut Vec<FieldError>) {
+    match (shape, value) {
+        (Shape::Object(object), Value::Object(map)) => {
+            for (key, value) in map {
+                let field = within(path, key);
+                match object.fields.iter().find(|field| field.name == key) {
+                    Some(known) => collect(known.shape, value, &field, found),
+                    None => {
+                        let near = nearest(key, object);
+                        found.push(FieldError::Unknown { field, object: object.name, near });
+                    }
+                }
+            }
+            let absent = |field: &&Field| field.required && map.get(field.name).is_none_or(Value::is_null);
+            let missing = object.fields.iter().filter(absent);
+            found.extend(missing.map(|field| FieldError::Missing {
+                field: within(path, field.name),
+                expected: field.shape.expected(),
+            }));
+        }
+        (Shape::Map(of), Value::Object(map)) => {
+            map.iter().for_each(|(key, value)| collect(*of, value, &within(path, key), found));
+        }
+        (Shape::List(of), Value::Array(items)) => {
+            for (index, item) in items.iter().enumerate() {
+                collect(*of, item, &format!("{path}[{index}]"), found);
+            }
+        }
+        _ if shape.accepts(value) => {}
+        _ => {
+            let field = if path.is_empty() { WHOLE_DOCUMENT.to_owned() } else { path.to_owned() };
+            found.push(FieldError::Wrong { field, found: described(value), expected: shape.expected() });
+        }
+    }
+}
+
 /// The path of the document itself.
 const WHOLE_DOCUMENT: &str = "(all)";
 

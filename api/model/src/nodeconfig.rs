@@ -135,6 +135,11 @@ impl NodeConfig {
         Ok(Self { rules: list(&value["rules"]).map(rule).collect() })
     }
 
+    /// All faults of a document; [`NodeConfig::read`] stops at the first one.
+    pub fn faults(document: &Value) -> Vec<FieldError> {
+        schema::faults(Shape::Object(&NODE_CONFIG), document)
+    }
+
     /// The policy of a GPU. `otherwise` has the values that no rule sets; `labels` are `None` until
     /// they are read.
     pub fn explain(&self, otherwise: &GpuPolicy, labels: Option<&Labels>, gpu: Subject<'_>) -> Explained {

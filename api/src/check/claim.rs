@@ -6,7 +6,7 @@ use super::types::{
     Class, ClusterView, Finding, ONE_DAEMON_PER_CONTAINER, class_names, class_of, meant_class, ours,
 };
 use crate::config::{
-    AppliedConfig, ConfigError, ConfigMismatch, DeviceConfig, Source, effective, share_settings,
+    self, AppliedConfig, ConfigError, ConfigMismatch, DeviceConfig, Source, effective, share_settings,
 };
 use crate::foreign;
 use crate::names::{DRIVER, OBSERVER_CLASS, OBSERVER_TAINT};
@@ -15,6 +15,7 @@ use k8s_openapi::api::resource::v1::{
     DeviceClaim, DeviceClass, DeviceSelector, DeviceToleration, OpaqueDeviceConfiguration,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as WireQuantity;
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A request, or one alternative of it, for devices that may be ours.
@@ -99,6 +100,7 @@ pub(super) fn requested<'a>(
 struct ClaimConfig<'a> {
     path: String,
     requests: &'a [String],
+    parameters: &'a Value,
     config: Result<DeviceConfig, ConfigError>,
 }
 
@@ -121,6 +123,7 @@ fn claim_configs<'a>(claim: &'a DeviceClaim, path: &str, texts: &[Option<&str>])
         Some(ClaimConfig {
             path: format!("{path}.config[{index}]"),
             requests: config.requests.as_deref().unwrap_or_default(),
+            parameters: &opaque.parameters.0,
             config: parse(opaque, texts.get(index).copied().flatten()),
         })
     });
@@ -362,7 +365,14 @@ fn configs(
             findings.push(Finding::error(format!("{}.requests", one.path), message));
         }
         match &one.config {
-            Err(cause) => findings.push(Finding::error(format!("{}.opaque.parameters", one.path), cause)),
+            Err(cause) => {
+                let path = format!("{}.opaque.parameters", one.path);
+                findings.push(Finding::error(&path, cause));
+                if let ConfigError::Field(first) = cause {
+                    let others = config::faults(one.parameters).into_iter().filter(|fault| fault != first);
+                    findings.extend(others.map(|fault| Finding::error(&path, fault)));
+                }
+            }
             Ok(config) => {
                 let useful = |request: &DeviceRequest<'_>| match one.applies(request) {
                     None => false,

@@ -314,6 +314,22 @@ fn impossible_amounts_are_rejected() {
 }
 
 #[test]
+fn all_faults_of_a_configuration_are_reported() {
+    let config =
+        config(share_config(json!({"ceilng": 20, "weight": "2", "schedule": [{"from": "1:00"}]})), &[]);
+    let devices = json!({"requests": [share("share.divvy.dev", "10Gi")], "config": [config]});
+    let at = "error: spec.devices.config[0].opaque.parameters:";
+    let faults = [
+        "field ceilng is unknown to ShareConfig; did you mean ceiling?",
+        "field schedule[0].from is \"1:00\", expected a time of day in UTC from 00:00 to 23:59, in quotes",
+        "field schedule[0].to is missing, expected a time of day in UTC from 00:00 to 23:59, in quotes",
+        "field weight is \"2\", expected a whole number from 1 to 10000",
+    ];
+    let faults: Vec<_> = faults.iter().map(|fault| format!("{at} {fault}")).collect();
+    check(&claim(devices), &faults.iter().map(String::as_str).collect::<Vec<_>>());
+}
+
+#[test]
 fn cores_alone_takes_all_memory() {
     let check = |amounts: Value, expected: &[&str]| {
         let request = asking("r", "share.divvy.dev", json!({"capacity": {"requests": amounts}}));

@@ -359,10 +359,7 @@ fn findings(text: &str, document: &Document, view: &Files) -> Option<Vec<Finding
     }
     let (version, kind) = (object["apiVersion"].as_str(), object["kind"].as_str());
     match (version, kind) {
-        (Some(CONFIG_API_VERSION), Some("NodeConfig")) => Some(match node_config(text, document) {
-            Ok(_) => Vec::new(),
-            Err(cause) => vec![failed(cause, Vec::new())],
-        }),
+        (Some(CONFIG_API_VERSION), Some("NodeConfig")) => Some(of_node_config(text, document)),
         (Some(CONFIG_API_VERSION), Some(kind)) => Some(vec![failed(
             format!(
                 "kind {kind} is not an API object; put it into the config of a claim or DeviceClass, under \
@@ -392,9 +389,8 @@ fn of_config_map(object: &Value) -> Option<Vec<Finding>> {
             }
             if document.value["apiVersion"] == CONFIG_API_VERSION && document.value["kind"] == "NodeConfig" {
                 known = true;
-                if let Err(cause) = node_config(&text, document) {
-                    findings.push(Finding { path: format!("data[{key}]"), ..failed(cause, Vec::new()) });
-                }
+                let inner = of_node_config(&text, document).into_iter();
+                findings.extend(inner.map(|finding| Finding { path: format!("data[{key}]"), ..finding }));
             }
         }
     }
@@ -402,6 +398,18 @@ fn of_config_map(object: &Value) -> Option<Vec<Finding>> {
         findings.push(hint(tool.hint(&keys)));
     }
     known.then_some(findings)
+}
+
+/// The faults of a node configuration. The first one has its line.
+fn of_node_config(text: &str, document: &Document) -> Vec<Finding> {
+    let Err(first) = node_config(text, document) else { return Vec::new() };
+    let others = NodeConfig::faults(&document.value).into_iter();
+    let others = others.filter(|fault| match &first {
+        NodeConfigError::Field { fault: reported, .. } => fault != reported,
+        NodeConfigError::NotYaml { .. } => true,
+    });
+    let others: Vec<_> = others.map(|fault| failed(fault, Vec::new())).collect();
+    [failed(&first, Vec::new())].into_iter().chain(others).collect()
 }
 
 /// Parses a node configuration from the text, so that errors have line numbers.
@@ -495,8 +503,11 @@ spec:
         check(&format!("{{kind: List, apiVersion: v1, items: [{claim}]}}"), &[refused.as_str()]);
         check(
             "apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules: [{}]\n---\n\
-             apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules:\n  - slot: 1\n",
-            &["f: error: NodeConfig: line 8: field rules[0].slot is unknown to Rule; did you mean slots?"],
+             apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules:\n  - slot: 1\n    modes: [gpu]\n",
+            &[
+                "f: error: NodeConfig: line 8: field rules[0].slot is unknown to Rule; did you mean slots?",
+                "f: error: NodeConfig: field rules[0].modes[0] is \"gpu\", expected whole, mig, timeslice or mps",
+            ],
         );
         check(
             "{apiVersion: resource.k8s.io/v1beta1, kind: DeviceClass, metadata: {name: x}}",
