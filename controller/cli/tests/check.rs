@@ -212,8 +212,8 @@ fn unknown_names_have_a_suggestion() {
         &class("mig-1g.10g.divvy.dev"),
         &["error: the MIG profile 1g.10g; did you mean mig-1g.10gb.divvy.dev?"],
     );
-    check(&class("share.divvy.io"), &["error: did you mean share.divvy.dev?"]);
-    check(&class("share"), &["warning: did you mean share.divvy.dev?"]);
+    check(&class("gpu.divvy.io"), &["error: did you mean gpu.divvy.dev?"]);
+    check(&class("gpu"), &["warning: did you mean gpu.divvy.dev?"]);
     check(&class("team-a.example.com"), &[]);
     check(&class("vfio.gpu.nvidia.com"), &["error: of NVIDIA's driver has no counterpart"]);
     let selected = |expression: &str| {
