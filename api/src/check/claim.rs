@@ -200,7 +200,7 @@ pub(super) fn check(
     let requested = requested(claim, path, view);
     let claim_configs = claim_configs(claim, path, texts);
     let mut findings = classes(claim, path, view);
-    findings.extend(configs(claim, &requested, &claim_configs, view));
+    findings.extend(configs(claim, path, &requested, &claim_configs, view));
     findings.extend(observers(claim, path));
     let gpus = view.gpus();
     for request in &requested {
@@ -339,6 +339,7 @@ impl Finding {
 /// Problems of configurations alone.
 fn configs(
     claim: &DeviceClaim,
+    path: &str,
     requested: &[DeviceRequest<'_>],
     claim_configs: &[ClaimConfig<'_>],
     view: &dyn ClusterView,
@@ -352,6 +353,19 @@ fn configs(
         exact.chain(alternatives.map(|one| &one.device_class_name))
     };
     let all_known = classes().all(|class| view.class(class).is_some());
+    for (index, config) in claim.config.iter().flatten().enumerate() {
+        let Some(opaque) = &config.opaque else { continue };
+        let version = opaque.parameters.0["apiVersion"].as_str().unwrap_or_default();
+        let is_near = strsim::jaro_winkler(&opaque.driver, DRIVER) > 0.9
+            && foreign::counterpart(&opaque.driver).is_none();
+        if opaque.driver != DRIVER && (is_near || version.starts_with("resource.divvy.dev/")) {
+            let message = format!(
+                "the configuration is for driver {}, so Divvy ignores it; did you mean {DRIVER}?",
+                opaque.driver
+            );
+            findings.push(Finding::error(format!("{path}.config[{index}].opaque.driver"), message));
+        }
+    }
     for one in claim_configs {
         let unknown = |name: &&String| {
             !requests().any(|request| {

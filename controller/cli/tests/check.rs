@@ -290,6 +290,11 @@ fn claims_and_containers_fit_together() {
         &pod("", "restartPolicy: Never", ", resources: {requests: {nvidia.com/gpu: 1}}"),
         &["error: needs an equal limit; set nvidia.com/gpu: 1 in limits"],
     );
+    let driver = template.replace("driver: gpu.divvy.dev", "driver: gpu.divy.dev");
+    check(
+        &(driver + "---\n" + &share("memory: 1Gi")),
+        &["error: so Divvy ignores it; did you mean gpu.divvy.dev?"],
+    );
     let workload = "apiVersion: ray.io/v1\nkind: RayCluster\nmetadata: {name: r}\n\
          spec: {headGroupSpec: {template: {spec: {containers: [{name: head, image: x, resources: \
          {claims: [{name: gpu}]}}]}}}}\n";

@@ -39,8 +39,12 @@ fn check(expression: &str, modes: &BTreeSet<Mode>, profiles: &BTreeSet<String>) 
             let Some(first) = errors.errors.first() else { return failed(format!("CEL: {errors}")) };
             let (line, column) = first.pos;
             let open = ['"', '\''].iter().any(|quote| expression.matches(*quote).count() % 2 == 1);
-            let remedy = if open { "close the quotation mark" } else { "correct the expression" };
             let cause = first.msg.trim().replace('\n', " ");
+            let remedy = match (open, cause.contains("'= ") || cause.contains("'='")) {
+                (true, _) => "close the quotation mark",
+                (false, true) => "write == to compare",
+                (false, false) => "correct the expression",
+            };
             return failed(format!("CEL at {line}:{column}: {cause}; {remedy}"));
         }
     };
@@ -376,7 +380,7 @@ impl Checker<'_> {
                         );
                     }
                     (Type::Version, Type::Text) => {
-                        let remedy = format!("write semver({})", shown(arg));
+                        let remedy = format!("write semver({})", shown_version(arg));
                         self.wrong(arg, format!("{name} of a version needs a version, not a text; {remedy}"));
                     }
                     (Type::Quantity, Type::Number) if name == "compareTo" => {
@@ -445,8 +449,8 @@ impl Checker<'_> {
             (Type::Quantity, Type::Number) | (Type::Number, Type::Quantity) => {
                 "write compareTo(quantity(\"10Gi\"))".to_owned()
             }
-            (Type::Version, _) => format!("write compareTo(semver({}))", shown(right)),
-            (_, Type::Version) => format!("write compareTo(semver({}))", shown(left)),
+            (Type::Version, _) => format!("write compareTo(semver({}))", shown_version(right)),
+            (_, Type::Version) => format!("write compareTo(semver({}))", shown_version(left)),
             (Type::Number, Type::Text) => match literal_text(right).and_then(|text| text.parse::<i64>().ok())
             {
                 Some(number) => format!("write {number} without quotes"),
@@ -522,6 +526,13 @@ fn literal_text(at: &IdedExpr) -> Option<&str> {
 /// A literal as written, for a remedy.
 fn shown(at: &IdedExpr) -> String {
     literal_text(at).map_or_else(|| "...".to_owned(), |text| format!("{text:?}"))
+}
+
+/// A version with three numbers, for a remedy.
+fn shown_version(at: &IdedExpr) -> String {
+    let Some(text) = literal_text(at) else { return "...".to_owned() };
+    let missing = 3_usize.saturating_sub(text.split('.').count());
+    format!("{:?}", text.to_owned() + &".0".repeat(missing))
 }
 
 /// The name of an attribute or capacity of a device, if the expression is one.
@@ -603,7 +614,8 @@ mod tests {
         check("C.memory >= quantity('16Gi')", "operators cannot order quantities; use compareTo");
         check("C.memory.compareTo('16Gi') > 0", "needs a quantity, not a text; write quantity(\"16Gi\")");
         check("C.memory.compareTo(quantity('16GB')) > 0", "\"16GB\" is not a quantity");
-        check("A.driverVersion >= '580'", "driverVersion is a version and cannot be compared with a text");
+        check("A.driverVersion >= '580'", "be compared with a text; write compareTo(semver(\"580.0.0\"))");
+        check("A.type = 'gpu'", "write == to compare");
         check("A.driverVersion.compareTo(semver('580')) >= 0", "\"580\" is not a semantic version");
         check("A.profil == '1g.10gb'", "no device has the attribute profil; did you mean profile?");
         check("A.nvlinkPeers == '2'", "write 2 without quotes");
