@@ -50,7 +50,7 @@ const HAMI_CHOICES: [&str; 4] = [
     "nvidia.com/nouse-gpuuuid",
 ];
 /// Schedulers that are only needed for these requests. A claim needs the default scheduler.
-const SCHEDULERS: [&str; 3] = ["hami-scheduler", "kai-scheduler", "4pd-scheduler"];
+pub const SCHEDULERS: [&str; 3] = ["hami-scheduler", "kai-scheduler", "4pd-scheduler"];
 
 /// The class of shares, and those of other devices.
 const SHARE_CLASS: &str = "share.divvy.dev";

@@ -122,6 +122,8 @@ pub struct RunArgs {
     pub removal_delay: Duration,
     #[command(flatten)]
     pub webhook: WebhookArgs,
+    #[command(flatten)]
+    pub foreign: ForeignArgs,
     /// Address of /metrics, /livez and /readyz, or "off"
     #[arg(
         long,
@@ -171,6 +173,46 @@ pub struct WebhookArgs {
     /// sets the CA bundle; without it the controller creates and rotates a certificate
     #[arg(long, env = "DIVVY_CERTIFICATE_DIR", value_name = "DIR", value_parser = absolute)]
     pub certificate_dir: Option<PathBuf>,
+}
+
+/// Pods with requests of other GPU schedulers.
+#[derive(Clone, Debug, ClapArgs)]
+#[command(next_help_heading = "Requests of other GPU schedulers")]
+pub struct ForeignArgs {
+    /// Whether pods with requests of HAMi (nvidia.com/gpumem, nvidia.com/gpucores) and KAI (gpu-memory)
+    /// get claims. Needs the mutating webhook and permission to write ResourceClaimTemplates
+    #[arg(
+        long,
+        env = "DIVVY_FOREIGN_REQUESTS",
+        value_name = "true|false",
+        default_value_t = false,
+        action = clap::ArgAction::Set
+    )]
+    pub foreign_requests: bool,
+    /// MutatingWebhookConfiguration whose CA bundle the controller sets
+    #[arg(
+        long,
+        env = "DIVVY_FOREIGN_WEBHOOK_CONFIGURATION",
+        value_name = "NAME",
+        default_value = "divvy-foreign-requests",
+        value_parser = object_name
+    )]
+    pub foreign_webhook_configuration: String,
+    /// Memory of every GPU, for requests of a percentage, such as 80Gi
+    #[arg(long, env = "DIVVY_FOREIGN_GPU_MEMORY", value_name = "SIZE")]
+    pub foreign_gpu_memory: Option<String>,
+    /// Memory and DeviceClass of the shares of a GPU model, for pods that name the model
+    #[arg(long, env = "DIVVY_FOREIGN_GPU_MODELS", value_name = "MODEL=SIZE[:CLASS]", value_delimiter = ',')]
+    pub foreign_gpu_model: Vec<String>,
+    /// How long a ResourceClaimTemplate stays after the last pod that uses it
+    #[arg(
+        long,
+        env = "DIVVY_TEMPLATE_HOLD_OFF",
+        value_name = "TIME",
+        default_value = "10m",
+        value_parser = time
+    )]
+    pub template_hold_off: Duration,
 }
 
 #[derive(Clone, Debug, ClapArgs)]

@@ -8,13 +8,14 @@
 
 use crate::args::DecommissionArgs;
 use crate::classes::is_ours;
+use crate::templates::is_managed;
 use anyhow::{Context, Result, bail};
 use divvy_api::names::DRIVER;
 use divvy_daemon::client;
 use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Pod, Secret};
-use k8s_openapi::api::resource::v1::{DeviceClass, DeviceTaintRule, ResourceClaim};
+use k8s_openapi::api::resource::v1::{DeviceClass, DeviceTaintRule, ResourceClaim, ResourceClaimTemplate};
 use kube::Client;
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use serde::de::DeserializeOwned;
@@ -236,6 +237,14 @@ impl Decommission<'_> {
         let ours = |class: DeviceClass| is_ours(&class).then_some(class.metadata.name).flatten();
         for name in list(&classes, ours).await.context("cannot list DeviceClasses")? {
             delete::<DeviceClass>(&classes, &name).await?;
+        }
+        let templates: Api<ResourceClaimTemplate> = Api::all(self.client.clone());
+        let ours = |template: ResourceClaimTemplate| {
+            is_managed(&template).then_some(template.metadata.namespace.zip(template.metadata.name)).flatten()
+        };
+        for (namespace, name) in list(&templates, ours).await.context("cannot list ResourceClaimTemplates")? {
+            let api: Api<ResourceClaimTemplate> = Api::namespaced(self.client.clone(), &namespace);
+            delete(&api, &name).await?;
         }
         let namespace = &self.args.cluster.namespace;
         delete::<Secret>(

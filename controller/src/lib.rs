@@ -1,9 +1,10 @@
-//! The cluster controller. It maintains one DeviceClass per MIG profile that a node offers,
-//! and its webhook rejects claims and pods that the node plugin could not prepare.
+//! The cluster controller. It maintains one DeviceClass per MIG profile that a node offers. Its
+//! webhook rejects claims and pods that the node plugin could not prepare. A second webhook ports the
+//! requests of other GPU schedulers.
 //!
 //! The [`slice_watch`] feeds [`device_index`]; DeviceClasses feed [`classes`] and [`class_index`].
-//! The leader writes classes and the webhook's [`certificate`], and decides the [`removal`] of devices
-//! whose mode is off. Every replica answers reviews.
+//! The leader writes classes, the [`templates`] of ported pods and the webhook's [`certificate`]. It
+//! decides the [`removal`] of devices whose mode is off. Every replica answers reviews.
 //! [`decommission`] reverts all of it before Divvy is uninstalled.
 
 pub mod args;
@@ -19,6 +20,7 @@ pub mod readiness;
 pub mod removal;
 pub mod run;
 pub mod slice_watch;
+pub mod templates;
 pub mod webhook;
 
 use args::{Args, Command};

@@ -42,6 +42,7 @@ struct Shared {
     slices: Gauge,
     profiles: Gauge,
     classes: Gauge,
+    templates: Gauge,
     taken: Gauge,
     expires: Gauge,
     ready: Gauge,
@@ -63,6 +64,7 @@ impl Default for Metrics {
             slices: Gauge::default(),
             profiles: Gauge::default(),
             classes: Gauge::default(),
+            templates: Gauge::default(),
             taken: Gauge::default(),
             expires: Gauge::default(),
             ready: Gauge::default(),
@@ -107,6 +109,11 @@ impl Shared {
                 "divvy_profile_classes",
                 "DeviceClasses of MIG profiles that the controller manages",
                 &self.classes,
+            ),
+            (
+                "divvy_ported_templates",
+                "ResourceClaimTemplates of pods with requests of other GPU schedulers",
+                &self.templates,
             ),
             (
                 "divvy_names_taken",
@@ -162,6 +169,11 @@ impl Metrics {
     /// Sets the number of managed DeviceClasses.
     pub fn classes(&self, count: usize) {
         self.shared.classes.set(count as i64);
+    }
+
+    /// Sets the number of ResourceClaimTemplates of ported pods.
+    pub fn templates(&self, count: usize) {
+        self.shared.templates.set(count as i64);
     }
 
     /// Sets the number of names that another owner uses.

@@ -9,7 +9,8 @@ use crate::metrics::Metrics;
 use crate::readiness::{ControllerReadiness, ReadyCondition};
 use crate::removal::RemovalReconciler;
 use crate::slice_watch;
-use crate::webhook::{self, Reviewer};
+use crate::templates::TemplateReconciler;
+use crate::webhook::{self, ForeignRequests, Reviewer};
 use anyhow::Context;
 use divvy_daemon::args::Listen;
 use divvy_daemon::http;
@@ -131,6 +132,16 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
     };
     stages.droppable("DeviceClasses", task.run());
 
+    if args.foreign.foreign_requests {
+        let task = TemplateReconciler {
+            client: client.clone(),
+            metrics: metrics.clone(),
+            leader: leader.clone(),
+            hold_off: args.foreign.template_hold_off,
+        };
+        stages.droppable("ResourceClaimTemplates", task.run());
+    }
+
     match args.webhook.webhook_address {
         Listen::Off => ready.set(ReadyCondition::Certificate, Ok(())),
         Listen::On(address) => {
@@ -148,7 +159,9 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
                         client: client.clone(),
                         namespace: args.cluster.namespace.clone(),
                         secret: args.cluster.certificate_secret.clone(),
-                        configuration: args.webhook.webhook_configuration.clone(),
+                        validating: args.webhook.webhook_configuration.clone(),
+                        mutating: (args.foreign.foreign_requests)
+                            .then(|| args.foreign.foreign_webhook_configuration.clone()),
                         host: certificate::host(&args.webhook.webhook_service, &args.cluster.namespace),
                         current: current.clone(),
                         leader,
@@ -158,7 +171,8 @@ async fn start(args: &RunArgs, stages: &mut Stages) -> anyhow::Result<()> {
                     stages.droppable("certificate", task.run());
                 }
             }
-            let reviewer = Reviewer::new(client, index, metrics);
+            let foreign = ForeignRequests::new(&args.foreign)?;
+            let reviewer = Reviewer::new(client, index, foreign, metrics);
             stages.task("webhook", |stop| {
                 Box::pin(async move { Ok(webhook::serve(listener, current, reviewer, stop).await?) })
             });

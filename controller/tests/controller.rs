@@ -4,12 +4,17 @@
 mod cluster;
 
 use cluster::{NAMESPACE, TestCluster, until};
-use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::admissionregistration::v1::{
+    MutatingWebhookConfiguration, ValidatingWebhookConfiguration,
+};
 use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Node, Secret};
+use k8s_openapi::api::core::v1::{Node, Pod, Secret};
 use k8s_openapi::api::events::v1::Event;
-use k8s_openapi::api::resource::v1::{DeviceClass, DeviceTaintRule, ResourceClaim, ResourceSlice};
+use k8s_openapi::api::resource::v1::{
+    DeviceClass, DeviceTaintRule, ResourceClaim, ResourceClaimTemplate, ResourceSlice,
+};
 use serde_json::{Value, json};
 
 const CLASS: &str = "mig-1g.10gb.divvy.dev";
@@ -185,6 +190,97 @@ async fn pod_is_reviewed_with_its_claims() {
 
     cluster.api.fail_next("get", "resourceclaimtemplates", 1, 403);
     assert_eq!(webhook.post(&pod("mps")).await.0, 503, "failurePolicy must decide");
+}
+
+/// A pod as HAMi's users write it.
+fn hami_pod(name: &str, memory_mib: u32) -> Value {
+    let limits = json!({"nvidia.com/gpu": 1, "nvidia.com/gpumem": memory_mib, "nvidia.com/gpucores": 30});
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": name},
+        "spec": {"schedulerName": "hami-scheduler",
+            "containers": [{"name": "main", "image": "x", "resources": {"limits": limits}}]},
+    })
+}
+
+/// Applies the patch of an answer, as the API server does.
+fn patched(mut pod: Value, answer: &Value) -> Value {
+    assert_eq!(answer["response"]["patchType"], json!("JSONPatch"), "{answer}");
+    let patch: ByteString = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
+    let operations: Vec<Value> = serde_json::from_slice(&patch.0).unwrap();
+    for operation in operations {
+        let (parent, field) = operation["path"].as_str().unwrap().rsplit_once('/').unwrap();
+        pod.pointer_mut(parent).unwrap()[field] = operation["value"].clone();
+    }
+    pod
+}
+
+#[tokio::test]
+async fn ported_pod_has_its_template_while_it_runs() {
+    let cluster = TestCluster::new().await;
+    let flags = ["--foreign-requests", "true", "--template-hold-off", "500ms", "--lease-duration", "5s"];
+    let controller = cluster.start(&flags);
+    let webhook = cluster.webhook(&controller).await.foreign_requests();
+    let mutating = || cluster.api.get::<MutatingWebhookConfiguration>("", "divvy-foreign-requests").unwrap();
+    let trusted = || mutating().webhooks.unwrap().remove(0).client_config.ca_bundle.is_some();
+    until("the mutating webhook is trusted", trusted).await;
+
+    let names = || {
+        let templates = cluster.api.list::<ResourceClaimTemplate>().into_iter();
+        templates.filter_map(|template| template.metadata.name).collect::<Vec<_>>()
+    };
+    let create = async |name: &str, memory| {
+        let pod = hami_pod(name, memory);
+        let (code, answer) = webhook.post(&cluster::review("", "Pod", pod.clone())).await;
+        assert_eq!((code, &answer["response"]["allowed"]), (200, &json!(true)), "{answer}");
+        assert_eq!(names(), [""; 0], "a review has no side effects");
+        let pod = patched(pod, &answer);
+        assert_eq!(pod["spec"]["schedulerName"], "default-scheduler");
+        cluster.api.put(pod.clone());
+        pod["spec"]["resourceClaims"][0]["resourceClaimTemplateName"].as_str().unwrap().to_owned()
+    };
+    let name = create("a", 10240).await;
+    until("the template exists", || names() == [name.as_str()]).await;
+    let template = cluster.api.get::<ResourceClaimTemplate>("ns", &name).unwrap();
+    let request = template.spec.unwrap().spec.unwrap().devices.unwrap().requests.unwrap().remove(0);
+    let request = request.exactly.unwrap();
+    let amounts = request.capacity.unwrap().requests.unwrap();
+    assert_eq!(
+        (request.device_class_name.as_str(), amounts["memory"].0.as_str()),
+        ("share.divvy.dev", "10Gi")
+    );
+    assert_eq!(template.metadata.labels.unwrap()["app.kubernetes.io/managed-by"], "divvy");
+
+    cluster.api.delete::<Pod>("ns", "a");
+    until("the template is deleted", || names().is_empty()).await;
+    assert_eq!(create("b", 10240).await, name, "the name is a hash of the request");
+    until("the template exists again", || names() == [name.as_str()]).await;
+    controller.kill();
+    let mut finished = serde_json::to_value(cluster.api.get::<Pod>("ns", "b").unwrap()).unwrap();
+    finished["status"] = json!({"phase": "Succeeded"});
+    (finished["apiVersion"], finished["kind"]) = (json!("v1"), json!("Pod"));
+    cluster.api.put(finished);
+    let _controller = cluster.start(&flags);
+    until("a finished pod releases it", || names().is_empty()).await;
+}
+
+#[tokio::test]
+async fn foreign_requests_are_refused_with_a_remedy() {
+    let cluster = TestCluster::new().await;
+    let controller = cluster.start(&["--foreign-requests", "true"]);
+    let webhook = cluster.webhook(&controller).await.foreign_requests();
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {"namespace": "ns", "name": "p", "annotations": {"gpu-fraction": "0.5"}},
+        "spec": {"containers": [{"name": "main", "image": "x"}]},
+    });
+    let (_, answer) = webhook.post(&cluster::review("", "Pod", pod)).await;
+    assert_eq!(answer["response"]["allowed"], json!(false));
+    let message = answer["response"]["status"]["message"].as_str().unwrap();
+    assert!(message.contains("gpu-fraction") && message.contains("foreignRequests.gpuMemory"), "{message}");
+    let other = cluster::review("", "Pod", hami_pod("p", 0));
+    let mut update = other.clone();
+    update["request"]["operation"] = json!("UPDATE");
+    assert_eq!(webhook.post(&update).await.1["response"], json!({"uid": "u", "allowed": true}));
 }
 
 #[tokio::test]

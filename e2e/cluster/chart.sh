@@ -56,6 +56,14 @@ install_chart() {
   helm_ install divvy "${chart[@]}" --values "{values}" --create-namespace --wait --timeout 3m > /dev/null
 }
 
+# The tests' image under the name of the examples' image, so that manifests/examples run without a registry.
+offer_examples() {
+  local node
+  for node in n1 n2; do
+    enter "$node" ctr -n k8s.io images tag --force localhost/glibc:1 docker.io/library/debian:stable-slim > /dev/null
+  done
+}
+
 driver_address() { # driver_address NODE: address of the node daemon's pod
   kubectl -n "$namespace" get pods --field-selector "spec.nodeName=$1,status.phase=Running" -l "$driver_selector" \
     -o jsonpath='{.items[*].status.podIP}'

@@ -12,6 +12,8 @@ mod documents;
 mod explain;
 mod import;
 mod node;
+mod playground;
+mod preflight;
 mod run;
 mod shell;
 mod template;
@@ -50,6 +52,11 @@ enum Command {
     /// Show the health of a node's GPUs, and release or forget one
     #[command(subcommand)]
     Node(node::NodeCommand),
+    /// Start, show or remove a Kubernetes cluster with simulated GPUs on this machine
+    #[command(subcommand)]
+    Playground(playground::PlaygroundCommand),
+    /// Check whether a cluster can run Divvy, and write values for the chart
+    Preflight(preflight::PreflightArguments),
     /// Print the ResourceSlices that a node of a type will publish, for autoscalers
     Template(template::TemplateArguments),
     /// Show requests, limits, usage and throttling of the shares of a node
@@ -73,9 +80,11 @@ enum ConfigCommand {
 /// The commands of the help text, in groups.
 const GROUPS: &[(&str, &[&str])] = &[
     #[cfg(feature = "demo")]
-    ("Try it without a GPU", &["demo"]),
+    ("Try it without a GPU", &["demo", "playground"]),
+    #[cfg(not(feature = "demo"))]
+    ("Try it without a GPU", &["playground"]),
     ("Before you apply a manifest", &["check", "allocate", "run"]),
-    ("Set up a cluster", &["config", "template", "import"]),
+    ("Set up a cluster", &["preflight", "config", "template", "import"]),
     ("Inspect a node", &["top", "node"]),
     ("About this program", &["completions", "man", "version"]),
 ];
@@ -114,6 +123,8 @@ fn main() -> ExitCode {
         Command::Config(ConfigCommand::Explain(arguments)) => explain::run(&arguments),
         Command::Import(command) => import::run(&command),
         Command::Node(command) => node::run(&command),
+        Command::Playground(command) => playground::run(&command),
+        Command::Preflight(arguments) => preflight::run(&arguments),
         Command::Template(arguments) => template::run(&arguments),
         Command::Top(arguments) => top::run(&arguments),
         Command::Run(arguments) => run::run(&arguments),

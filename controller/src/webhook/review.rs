@@ -5,6 +5,7 @@
 //! makes the API server convert older versions. A pod that names a claim or a template that does
 //! not exist yet is allowed; the node plugin checks it again when it prepares the claim.
 
+use super::foreign::ForeignRequests;
 use super::wire::{self, Request, Verdict};
 use crate::class_index::ClassIndex;
 use crate::metrics::Metrics;
@@ -31,6 +32,15 @@ const CLAIMS_MAX: usize = 64;
 /// Below the webhook's `timeoutSeconds` of 5 s.
 pub(super) const REVIEW_TIMEOUT: Duration = Duration::from_secs(4);
 
+/// The two questions of a review.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReviewKind {
+    /// Whether the object could be prepared.
+    Validate,
+    /// The patch that replaces requests of other GPU schedulers by claims.
+    PortRequests,
+}
+
 /// Why there is no verdict.
 #[derive(Debug)]
 pub(super) enum NoVerdict {
@@ -45,6 +55,7 @@ pub(super) enum NoVerdict {
 pub struct Reviewer {
     client: kube::Client,
     class_index: watch::Receiver<Arc<ClassIndex>>,
+    foreign: Arc<ForeignRequests>,
     metrics: Metrics,
 }
 
@@ -109,13 +120,14 @@ impl Reviewer {
     pub fn new(
         client: kube::Client,
         class_index: watch::Receiver<Arc<ClassIndex>>,
+        foreign: ForeignRequests,
         metrics: Metrics,
     ) -> Self {
-        Self { client, class_index, metrics }
+        Self { client, class_index, foreign: Arc::new(foreign), metrics }
     }
 
     /// Reviews an AdmissionReview and returns the encoded answer.
-    pub(super) async fn review(&self, body: Vec<u8>) -> Result<Vec<u8>, NoVerdict> {
+    pub(super) async fn review(&self, review: ReviewKind, body: Vec<u8>) -> Result<Vec<u8>, NoVerdict> {
         let began = Instant::now();
         let count = |kind, result| self.metrics.reviewed(kind, result, began.elapsed());
         let request = wire::read(&body).map_err(|why| {
@@ -123,7 +135,11 @@ impl Reviewer {
             NoVerdict::Malformed(why)
         })?;
         let kind = kind(&request);
-        let verdict = self.verdict(&request, kind).await.inspect_err(|why| {
+        let verdict = match review {
+            ReviewKind::Validate => self.verdict(&request, kind).await,
+            ReviewKind::PortRequests => self.ported(&request, kind),
+        };
+        let verdict = verdict.inspect_err(|why| {
             count(kind.unwrap_or("other"), "unread");
             tracing::warn!(
                 namespace = request.namespace,
@@ -142,6 +158,19 @@ impl Reviewer {
     /// Counts a review that exceeded its time limit.
     pub(super) fn timed_out(&self) {
         self.metrics.reviewed("other", "late", REVIEW_TIMEOUT);
+    }
+
+    /// The patch of a pod with foreign requests, or why they cannot be served.
+    fn ported(&self, request: &Request<'_>, kind: Option<&'static str>) -> Result<Verdict, NoVerdict> {
+        let applies = request.operation == "CREATE"
+            && request.sub_resource.is_none()
+            && request.namespace != EXEMPT_NAMESPACE;
+        let (Some("Pod"), Some(object), true) = (kind, request.object, applies) else {
+            return Ok(Verdict::default());
+        };
+        self.foreign
+            .review(object.get())
+            .map_err(|cause| NoVerdict::Malformed(format!("the object is not a Pod: {cause}")))
     }
 
     async fn verdict(&self, request: &Request<'_>, kind: Option<&'static str>) -> Result<Verdict, NoVerdict> {

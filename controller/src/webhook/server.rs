@@ -1,11 +1,11 @@
-//! The admission webhook's HTTPS server.
+//! The HTTPS server of the admission webhooks.
 //!
 //! Only the API server calls it, but no client is trusted: handshake, headers and body have
 //! timeouts and size limits, and a body that is not an AdmissionReview gets 400. If data that a
 //! review needs cannot be read in time, the answer is 503. The API server then applies the
 //! `failurePolicy` of the webhook configuration, so the administrator decides.
 
-use super::review::{NoVerdict, REVIEW_TIMEOUT, Reviewer};
+use super::review::{NoVerdict, REVIEW_TIMEOUT, ReviewKind, Reviewer};
 use crate::certificate::ServingCertificate;
 use axum::Router;
 use axum::body::{Body, to_bytes};
@@ -25,8 +25,10 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-/// The path in the webhook configuration.
+/// The path in the validating webhook configuration.
 pub const PATH: &str = "/review";
+/// The path in the mutating webhook configuration.
+pub const FOREIGN_REQUESTS_PATH: &str = "/foreign-requests";
 /// An API request has at most 3 MiB (`MaxRequestBodyBytes` of the API server), and the review
 /// of an update contains the object twice.
 const BODY_MAX_BYTES: usize = 8 << 20;
@@ -59,7 +61,10 @@ pub async fn serve(
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     let acceptor = TlsAcceptor::from(Arc::new(config));
     let server = Server { reviewer, review_permits: Arc::new(Semaphore::new(REVIEWS_MAX)) };
-    let router = Router::new().route(PATH, post(answer)).with_state(server);
+    let validate = |server, body| answer(ReviewKind::Validate, server, body);
+    let port = |server, body| answer(ReviewKind::PortRequests, server, body);
+    let router =
+        Router::new().route(PATH, post(validate)).route(FOREIGN_REQUESTS_PATH, post(port)).with_state(server);
     let (connections, graceful) = (TaskTracker::new(), Arc::new(GracefulShutdown::new()));
     let connection_permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
@@ -115,13 +120,13 @@ async fn handshake(
     }
 }
 
-async fn answer(State(server): State<Server>, body: Body) -> Response {
+async fn answer(kind: ReviewKind, State(server): State<Server>, body: Body) -> Response {
     let answer = async {
         let Ok(_permit) = server.review_permits.acquire().await else {
             return refuse(503, "the webhook is stopping");
         };
         match to_bytes(body, BODY_MAX_BYTES).await {
-            Ok(body) => reviewed(&server.reviewer, body.into()).await,
+            Ok(body) => reviewed(kind, &server.reviewer, body.into()).await,
             Err(_) => refuse(413, "the request body is too large or incomplete"),
         }
     };
@@ -134,8 +139,8 @@ async fn answer(State(server): State<Server>, body: Body) -> Response {
     }
 }
 
-async fn reviewed(reviewer: &Reviewer, body: Vec<u8>) -> Response {
-    match reviewer.review(body).await {
+async fn reviewed(kind: ReviewKind, reviewer: &Reviewer, body: Vec<u8>) -> Response {
+    match reviewer.review(kind, body).await {
         Ok(answer) => ([(header::CONTENT_TYPE, "application/json")], answer).into_response(),
         Err(NoVerdict::Malformed(why)) => refuse(400, &why),
         Err(NoVerdict::Unreadable(why)) => refuse(503, &why),

@@ -1,7 +1,9 @@
 //! The subset of `admission.k8s.io/v1` that the webhook uses. The object stays raw JSON text,
 //! because a duplicate key is visible only there.
 
+use k8s_openapi::ByteString;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use serde_json::value::RawValue;
 
 /// The supported version of the API.
@@ -62,6 +64,8 @@ pub(super) struct Verdict {
     /// Why the object is rejected; `None` allows it.
     pub(super) refusal: Option<String>,
     pub(super) warnings: Vec<String>,
+    /// Operations of a JSON patch (RFC 6902).
+    pub(super) patch: Option<Vec<Value>>,
 }
 
 #[derive(Serialize)]
@@ -73,9 +77,15 @@ struct Answer<'a> {
 }
 
 #[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
 struct Response<'a> {
     uid: &'a str,
     allowed: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    patch_type: Option<&'static str>,
+    /// In base64.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    patch: Option<ByteString>,
     #[serde(skip_serializing_if = "Option::is_none")]
     status: Option<Status<'a>>,
     #[serde(skip_serializing_if = "<[String]>::is_empty")]
@@ -92,9 +102,9 @@ struct Status<'a> {
 /// Encodes the answer to the request with that uid.
 pub(super) fn write(uid: &str, verdict: &Verdict) -> Result<Vec<u8>, serde_json::Error> {
     let status = verdict.refusal.as_deref().map(|message| Status { code: 422, reason: "Invalid", message });
-    serde_json::to_vec(&Answer {
-        api_version: API_VERSION,
-        kind: KIND,
-        response: Response { uid, allowed: status.is_none(), status, warnings: &verdict.warnings },
-    })
+    let patch = verdict.patch.as_ref().filter(|_| status.is_none()).map(serde_json::to_vec).transpose()?;
+    let (patch_type, allowed) = (patch.as_ref().map(|_| "JSONPatch"), status.is_none());
+    let patch = patch.map(ByteString);
+    let response = Response { uid, allowed, patch_type, patch, status, warnings: &verdict.warnings };
+    serde_json::to_vec(&Answer { api_version: API_VERSION, kind: KIND, response })
 }

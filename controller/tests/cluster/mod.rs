@@ -1,6 +1,7 @@
 //! A cluster for tests: a fake API server with the chart's objects, the controller as a process,
 //! and a TLS client that calls the webhook as the API server does.
 
+use divvy_controller::webhook::{FOREIGN_REQUESTS_PATH, PATH};
 use divvy_fakes::apiserver::{FakeApi, FakeApiOptions};
 use divvy_slices::kinds::{ANNOTATION, Facts, fingerprint};
 use k8s_openapi::api::admissionregistration::v1::ValidatingWebhookConfiguration;
@@ -31,14 +32,18 @@ impl TestCluster {
         let api = FakeApi::start(FakeApiOptions::default()).await.unwrap();
         let dir = tempfile::tempdir().unwrap();
         let kubeconfig = api.kubeconfig_path(dir.path()).unwrap();
-        api.put(json!({
-            "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
-            "metadata": {"name": "divvy"},
-            "webhooks": [{"name": "review.divvy.dev", "sideEffects": "None",
-                "admissionReviewVersions": ["v1"],
-                "clientConfig": {"service": {"namespace": NAMESPACE, "name": "divvy-webhook",
-                    "path": "/review"}}}],
-        }));
+        for (kind, name, path) in [
+            ("ValidatingWebhookConfiguration", "divvy", PATH),
+            ("MutatingWebhookConfiguration", "divvy-foreign-requests", FOREIGN_REQUESTS_PATH),
+        ] {
+            api.put(json!({
+                "apiVersion": "admissionregistration.k8s.io/v1", "kind": kind, "metadata": {"name": name},
+                "webhooks": [{"name": "review.divvy.dev", "sideEffects": "None",
+                    "admissionReviewVersions": ["v1"],
+                    "clientConfig": {"service": {"namespace": NAMESPACE, "name": "divvy-webhook",
+                        "path": path}}}],
+            }));
+        }
         Self { api, kubeconfig, dir }
     }
 
@@ -130,7 +135,7 @@ impl TestCluster {
         let config = config.with_safe_default_protocol_versions().unwrap();
         let config = Arc::new(config.with_root_certificates(roots).with_no_client_auth());
         until("the webhook listens", || controller.webhook_address().is_some()).await;
-        let webhook = Webhook { address: controller.webhook_address().unwrap(), config };
+        let webhook = Webhook { address: controller.webhook_address().unwrap(), config, path: PATH };
         until_async("the webhook answers", async || webhook.try_send(b"").await.is_ok()).await;
         webhook
     }
@@ -168,9 +173,15 @@ pub(crate) fn review(group: &str, kind: &str, object: Value) -> Value {
 pub(crate) struct Webhook {
     address: SocketAddr,
     config: Arc<rustls::ClientConfig>,
+    path: &'static str,
 }
 
 impl Webhook {
+    /// The webhook for requests of other GPU schedulers, of the same replica.
+    pub(crate) fn foreign_requests(self) -> Self {
+        Self { path: FOREIGN_REQUESTS_PATH, ..self }
+    }
+
     /// HTTP status and body.
     pub(crate) async fn send(&self, body: &[u8]) -> (u16, String) {
         self.try_send(body).await.unwrap()
@@ -188,7 +199,8 @@ impl Webhook {
         let connector = tokio_rustls::TlsConnector::from(self.config.clone());
         let mut stream = connector.connect(name, stream).await?;
         let head = format!(
-            "POST /review HTTP/1.1\r\nHost: webhook\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            "POST {} HTTP/1.1\r\nHost: webhook\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            self.path,
             body.len()
         );
         stream.write_all(head.as_bytes()).await?;

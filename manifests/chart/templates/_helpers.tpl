@@ -169,3 +169,13 @@ seccompProfile:
 {{ include "divvy.fullname" . }}-webhook
 {{- end }}
 {{- end }}
+
+{{/* GPU models as the controller reads them: MODEL=SIZE[:CLASS],... */}}
+{{- define "divvy.foreignModels" -}}
+{{- $models := list -}}
+{{- range $name, $model := . -}}
+{{- $class := $model.class | default "" -}}
+{{- $models = append $models (printf "%s=%s%s" $name $model.memory (empty $class | ternary "" (printf ":%s" $class))) -}}
+{{- end -}}
+{{ join "," $models }}
+{{- end }}

@@ -221,6 +221,18 @@ pub(crate) static KINDS: &[Kind] = &[
         fields: &[],
         decode: typed::<admission::ValidatingWebhookConfiguration>,
     },
+    Kind {
+        group: "admissionregistration.k8s.io",
+        version: "v1",
+        plural: "mutatingwebhookconfigurations",
+        singular: "mutatingwebhookconfiguration",
+        kind: "MutatingWebhookConfiguration",
+        short_names: &[],
+        namespaced: false,
+        has_status: false,
+        fields: &[],
+        decode: typed::<admission::MutatingWebhookConfiguration>,
+    },
 ];
 
 impl Kind {

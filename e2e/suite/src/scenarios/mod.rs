@@ -5,6 +5,7 @@ mod compute;
 mod degraded;
 mod examples;
 mod failures;
+mod foreign;
 mod hardware;
 mod install;
 mod kueue;
@@ -63,6 +64,7 @@ pub(crate) const ALL: &[Scenario] = scenarios![
     admission::node_daemon_writes_only_its_own_slices,
     admission::claim_status_lists_its_devices,
     admission::gpus_are_tainted_while_a_device_plugin_runs,
+    foreign::hami_and_kai_pods_get_shares,
     examples::every_example_runs,
     install::node_configuration_applies_without_restart,
     install::devices_of_a_mode_that_is_off_are_removed,
