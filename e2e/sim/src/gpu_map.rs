@@ -9,6 +9,9 @@ use std::fmt::Write;
 /// Width of a bar in characters, between its outer walls.
 const BAR_WIDTH: usize = 72;
 
+/// Number of GPUs that are all drawn with short titles.
+const ALL_GPUS_MAX: usize = 2;
+
 /// A GPU, or one of its GPU instances.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuPart<'a> {
@@ -69,12 +72,32 @@ pub fn draw_gpus(state: &State, colour: bool) -> String {
     text
 }
 
-/// Draws all GPUs with short titles. `holder` returns the holders of a part.
+/// Draws GPUs with short titles. `holder` returns the holders of a part.
+///
+/// Of more than [`ALL_GPUS_MAX`] GPUs, those that are whole and free are only counted.
 pub fn draw_gpus_with(state: &State, colour: bool, holder: &dyn Fn(GpuPart<'_>) -> Option<Held>) -> String {
+    let is_free = |slot: usize, gpu: &Gpu| {
+        let fails = gpu.missing || gpu.lost;
+        !fails && !gpu.mig.current && holder(GpuPart { slot, gpu, gi: None }).is_none()
+    };
+    let is_short = state.gpus.len() > ALL_GPUS_MAX;
     let mut text = String::new();
+    let mut free = 0;
     for (slot, gpu) in state.gpus.iter().enumerate() {
+        if is_short && is_free(slot, gpu) {
+            free += 1;
+            continue;
+        }
         let _ = writeln!(text, "GPU {slot}  {}{}", gpu.model().product, modes(gpu));
         bar(&mut text, slot, gpu, colour, holder);
+    }
+    match free {
+        0 => {}
+        1 => text.push_str("1 other GPU is whole and free\n"),
+        _ if free == state.gpus.len() => text.push_str("All GPUs are whole and free\n"),
+        _ => {
+            let _ = writeln!(text, "{free} other GPUs are whole and free");
+        }
     }
     text
 }

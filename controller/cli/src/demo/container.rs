@@ -135,6 +135,7 @@ impl CdiFile {
         let variables = all().flat_map(|edits| list(&edits["env"])).filter_map(Value::as_str);
         command.envs(variables.filter_map(|text| text.split_once('=')));
         command.env(cuda::LIBRARY, node.libcuda);
+        command.envs([super::node::parent()]);
         if has_library {
             command.env("LD_PRELOAD", LIBRARY);
         }
@@ -164,6 +165,7 @@ impl MpsClient {
         command.args(["client", "--name", name, "--pipe"]).arg(&access.pipe);
         // In a container the pipe directory has another path, and its only GPU needs no selection.
         command.envs(access.env.iter().cloned()).env_remove("CUDA_VISIBLE_DEVICES");
+        command.envs([super::node::parent()]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().context("cannot start an MPS client")?;
         let mut line = String::new();

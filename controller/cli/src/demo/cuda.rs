@@ -25,7 +25,7 @@ pub(crate) const LIBRARY: &str = "DIVVY_DEMO_LIBCUDA";
 const PTX: &CStr =
     c".version 6.0\n.target sm_50\n.address_size 64\n.visible .entry work_1ms()\n{\n ret;\n}\n";
 /// Kernels that are queued before the program waits for them.
-const QUEUE: usize = 4;
+const QUEUE: usize = 16;
 
 type Status = c_uint;
 

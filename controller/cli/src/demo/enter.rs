@@ -49,6 +49,8 @@ pub(crate) fn main() -> ExitCode {
         .and_then(|container| enter(&container));
     let error = match entered {
         Ok(()) => {
+            // Again, because a new user namespace clears the setting.
+            super::node::end_with_demo();
             let cause = Command::new(&program).args(arguments).exec();
             anyhow::Error::new(cause).context(format!("cannot execute {}", Path::new(&program).display()))
         }

@@ -221,8 +221,14 @@ fn link_programs(program: &Path, bin: &Path) -> Result<()> {
 fn spawn_logged(command: &mut Command, root: &Path, name: &str) -> Result<Child> {
     let log = std::fs::File::create(root.join(format!("{name}.log")))?;
     command.process_group(0).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-    command.env(PARENT, std::process::id().to_string());
+    let (variable, pid) = parent();
+    command.env(variable, pid);
     command.spawn().with_context(|| format!("cannot start {name}"))
+}
+
+/// The variable with which a process of the demo knows its parent.
+pub(crate) fn parent() -> (&'static str, String) {
+    (PARENT, std::process::id().to_string())
 }
 
 /// In a process that the demo started: asks the kernel for a signal when the demo's process ends.

@@ -51,6 +51,10 @@ impl Report {
         self.is_terminal && self.colours
     }
 
+    pub(crate) fn is_json(&self) -> bool {
+        self.format == Format::Json
+    }
+
     /// Cancelled when nothing reads the output any more.
     pub(crate) fn closed(&self) -> &CancellationToken {
         &self.closed

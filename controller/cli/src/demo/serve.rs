@@ -13,10 +13,15 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceClaimTe
 use kube::Api;
 use kube::api::ListParams;
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Interval of looking at pods.
 const INTERVAL: Duration = Duration::from_millis(200);
+/// Interval of attempts for a waiting pod.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Waiting pods by UID: why, and the last attempt.
+type Waiting = BTreeMap<String, (String, Instant)>;
 
 /// Serves pods until the demo is stopped.
 pub(crate) async fn run(session: &mut Session<'_>, stop: &Stop) -> Result<()> {
@@ -29,7 +34,7 @@ pub(crate) async fn run(session: &mut Session<'_>, stop: &Stop) -> Result<()> {
          Ctrl-C releases everything",
         session.node.kubeconfig.display()
     ));
-    let mut waiting = BTreeMap::new();
+    let mut waiting = Waiting::new();
     loop {
         tokio::select! {
             () = stop.stopped() => return Ok(()),
@@ -42,8 +47,8 @@ pub(crate) async fn run(session: &mut Session<'_>, stop: &Stop) -> Result<()> {
     }
 }
 
-/// Looks at all pods once. `waiting` has the reason of each waiting pod, by UID.
-async fn serve(session: &mut Session<'_>, waiting: &mut BTreeMap<String, String>) -> Result<()> {
+/// Looks at all pods once.
+async fn serve(session: &mut Session<'_>, waiting: &mut Waiting) -> Result<()> {
     let client = session.node.client.clone();
     let all = ListParams::default();
     let pods = Api::<Pod>::all(client.clone()).list(&all).await?.items;
@@ -59,7 +64,9 @@ async fn serve(session: &mut Session<'_>, waiting: &mut BTreeMap<String, String>
     let held: BTreeSet<String> = session.held.iter().flat_map(|held| held.pods.clone()).collect();
     let is_new = |pod: &&Pod| {
         let uid = pod.metadata.uid.as_ref();
-        !is_over(pod) && uid.is_some_and(|uid| !held.contains(uid))
+        let waits = |uid| waiting.get(uid).is_some_and(|(_, at)| at.elapsed() < RETRY_INTERVAL);
+        let is_running = pod.status.as_ref().and_then(|status| status.phase.as_deref()) == Some("Running");
+        !is_over(pod) && !is_running && uid.is_some_and(|uid| !held.contains(uid) && !waits(uid))
     };
     let new: Vec<&Pod> = pods.iter().filter(is_new).collect();
     if new.is_empty() {
@@ -73,8 +80,6 @@ async fn serve(session: &mut Session<'_>, waiting: &mut BTreeMap<String, String>
         let (uid, name) =
             (pod.metadata.uid.clone().unwrap_or_default(), pod.metadata.name.clone().unwrap_or_default());
         let failure = match workloads::claims_of(pod, known) {
-            // A pod without claims has nothing that this node serves.
-            Ok(claims) if claims.is_empty() => continue,
             Ok(claims) => {
                 let unit = Unit { pod: Some(pod.clone()), claims, must_be_refused: false };
                 session.serve(unit).await.err().map(|error| error.reason)
@@ -86,12 +91,21 @@ async fn serve(session: &mut Session<'_>, waiting: &mut BTreeMap<String, String>
                 waiting.remove(&uid);
                 session.show()?;
             }
-            Some(reason) if waiting.get(&uid) != Some(&reason) => {
-                session.report.refused(&format!("pod {name}"), &reason);
-                session.set_phase(pod, "Pending", Some(&reason)).await?;
-                waiting.insert(uid, reason);
+            Some(reason) => {
+                let is_known = waiting.get(&uid).is_some_and(|(known, _)| *known == reason);
+                if !is_known {
+                    session.report.refused(&format!("pod {name}"), &reason);
+                    session.set_phase(pod, "Pending", Some(&reason)).await?;
+                }
+                // Claims that were allocated and cannot be used are free again.
+                while let Some(at) = session.held.iter().position(|held| held.pods.contains(&uid)) {
+                    session.held[at].pods.remove(&uid);
+                    if session.held[at].pods.is_empty() {
+                        session.release(at).await?;
+                    }
+                }
+                waiting.insert(uid, (reason, Instant::now()));
             }
-            Some(_) => {}
         }
     }
     Ok(())

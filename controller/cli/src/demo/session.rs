@@ -355,7 +355,9 @@ impl<'a> Session<'a> {
         let holders = self.holders();
         let (dir, report) = (self.node.sim.root(), self.report);
         report.event(&json!({"event": "held", "directory": self.node.root, "holders": holders}));
-        report.drawing(&map::draw(dir, &holders, report.colours())?);
+        if !report.is_json() {
+            report.drawing(&map::draw(dir, &holders, report.colours())?);
+        }
         Ok(())
     }
 
@@ -371,13 +373,21 @@ impl<'a> Session<'a> {
             return Err(anyhow!("{name}: {why}"));
         }
         let api: Api<ResourceClaim> = Api::namespaced(self.node.client.clone(), &namespace);
-        let Some(mut found) = api.get_opt(&name).await? else { return Ok(name) };
         if is_own {
-            api.delete(&name, &DeleteParams::default()).await?;
+            if api.get_opt(&name).await?.is_some() {
+                api.delete(&name, &DeleteParams::default()).await?;
+            }
         } else {
-            found.status = None;
-            api.replace_status(&name, &PostParams::default(), &found).await?;
             self.created.push(Created::Claim { namespace, name: name.clone() });
+            // The driver writes the status too.
+            while let Some(mut found) = api.get_opt(&name).await? {
+                found.status = None;
+                match api.replace_status(&name, &PostParams::default(), &found).await {
+                    Err(kube::Error::Api(status)) if status.code == 409 => continue,
+                    written => drop(written?),
+                }
+                break;
+            }
         }
         Ok(name)
     }
