@@ -405,8 +405,7 @@ impl<'a> Session<'a> {
         for created in std::mem::take(&mut self.created) {
             let client = self.node.client.clone();
             let parameters = DeleteParams::default();
-            // An object that was deleted meanwhile is as it should be.
-            let _ = match created {
+            let deleted = match created {
                 Created::Pod { namespace, name } => {
                     Api::<Pod>::namespaced(client, &namespace).delete(&name, &parameters).await.map(drop)
                 }
@@ -415,6 +414,11 @@ impl<'a> Session<'a> {
                     api.delete(&name, &parameters).await.map(drop)
                 }
             };
+            match deleted {
+                // It was deleted meanwhile.
+                Err(kube::Error::Api(status)) if status.code == 404 => {}
+                deleted => deleted?,
+            }
         }
         while gpu_state(self.node)? != self.before && began.elapsed() < SETTLE_TIMEOUT {
             tokio::time::sleep(Duration::from_millis(20)).await;
