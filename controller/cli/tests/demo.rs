@@ -1,4 +1,4 @@
-//! `divvy demo` with claims that fit, claims that do not, and failing hardware: its exit code is
+//! `divvy demo` with claims that fit, claims that do not, and failing hardware. The exit code is
 //! right, the GPUs are in their initial state at the end, and nothing is left on the machine.
 
 use divvy_sim::Sim;
@@ -153,7 +153,10 @@ impl Kept {
         let share = "apiVersion: resource.k8s.io/v1
 kind: ResourceClaim
 metadata: {name: first}
-spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: share.divvy.dev, capacity: {requests: {memory: 2Gi}}}}]}}
+spec:
+  devices:
+    requests:
+    - {name: gpu, exactly: {deviceClassName: share.divvy.dev, capacity: {requests: {memory: 2Gi}}}}
 ";
         std::fs::write(&claims, share).expect("claims");
         let mut child = Command::new(env!("CARGO_BIN_EXE_divvy"))

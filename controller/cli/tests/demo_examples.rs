@@ -14,12 +14,12 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// GPUs of each node. MIG is on in every second one where it needs a reset.
-const GPUS: usize = 8;
+const GPUS: usize = 6;
 /// Demos at the same time: each mostly waits.
 const PARALLEL: usize = 6;
 const GIB: u64 = 1 << 30;
 
-/// What a file needs of a GPU model.
+/// The requirement of a file on the GPU model.
 #[derive(Clone, Copy)]
 enum Needs {
     AnyGpu,

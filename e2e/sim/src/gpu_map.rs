@@ -43,7 +43,7 @@ pub enum Held {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeldPart {
     pub name: String,
-    /// What it holds: `10 GiB`.
+    /// The part that it holds: `10 GiB`.
     pub what: String,
     pub size: u64,
 }
@@ -88,7 +88,8 @@ pub fn draw_gpus_with(state: &State, colour: bool, holder: &dyn Fn(GpuPart<'_>) 
             free += 1;
             continue;
         }
-        let _ = writeln!(text, "GPU {slot}  {}{}", gpu.model().product, modes(gpu));
+        let product = gpu.model().product.trim_start_matches("NVIDIA ");
+        let _ = writeln!(text, "GPU {slot}  {product}{}", modes(gpu));
         bar(&mut text, slot, gpu, colour, holder);
     }
     match free {

@@ -1,18 +1,17 @@
 //! A small CUDA program, and its handle in the demo. It uses the driver's API and knows nothing of
 //! shares, as applications.
 //!
-//! The program reads a command per line and prints one line as the answer: `alloc MIB` allocates
-//! memory, `work` and `pause` start and stop kernels of a millisecond on a thread, and `count`
-//! prints the number of kernels so far.
+//! The program reads a command per line and answers with a line. `alloc MIB` allocates memory.
+//! `work` starts kernels on a thread, and `count` prints the number of launched kernels.
 #![allow(unsafe_code, reason = "the CUDA driver is called through C")]
 
 use anyhow::{Context, Result, bail};
 use libloading::Library;
-use std::ffi::{CStr, CString, c_char, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::process::{ExitCode, Stdio};
 use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
@@ -22,10 +21,11 @@ pub(crate) const PREFIX: &str = "cuda-";
 /// Variable with the path of the driver's library.
 pub(crate) const LIBRARY: &str = "DIVVY_DEMO_LIBCUDA";
 /// A kernel's name is its run time on the simulated GPU.
+const KERNEL: &CStr = c"work_5ms";
 const PTX: &CStr =
-    c".version 6.0\n.target sm_50\n.address_size 64\n.visible .entry work_1ms()\n{\n ret;\n}\n";
+    c".version 6.0\n.target sm_50\n.address_size 64\n.visible .entry work_5ms()\n{\n ret;\n}\n";
 /// Kernels that are queued before the program waits for them.
-const QUEUE: usize = 16;
+const QUEUE: usize = 8;
 
 type Status = c_uint;
 
@@ -85,16 +85,15 @@ impl Driver {
         call!(self, b"cuMemAlloc_v2\0", &raw mut address => *mut u64, mib << 20 => usize)
     }
 
-    /// Launches kernels while `works` is set.
-    fn work(&self, works: &AtomicBool, count: &AtomicU64) -> Result<(), String> {
+    /// Launches kernels until one fails.
+    fn work(&self, count: &AtomicU64) -> Result<(), String> {
         self.start()?;
         let (mut module, mut function): (*mut c_void, *mut c_void) = (null_mut(), null_mut());
-        let name = CString::from(c"work_1ms");
         call!(self, b"cuModuleLoadData\0", &raw mut module => *mut *mut c_void,
             PTX.as_ptr().cast() => *const c_void)?;
         call!(self, b"cuModuleGetFunction\0", &raw mut function => *mut *mut c_void,
-            module => *mut c_void, name.as_ptr() => *const c_char)?;
-        while works.load(Ordering::Relaxed) {
+            module => *mut c_void, KERNEL.as_ptr() => *const c_char)?;
+        loop {
             for _ in 0..QUEUE {
                 call!(self, b"cuLaunchKernel\0", function => *mut c_void,
                     1000 => c_uint, 1 => c_uint, 1 => c_uint, 128 => c_uint, 1 => c_uint, 1 => c_uint,
@@ -104,7 +103,6 @@ impl Driver {
             }
             call!(self, b"cuCtxSynchronize\0",)?;
         }
-        Ok(())
     }
 }
 
@@ -118,7 +116,7 @@ pub(crate) fn main() -> ExitCode {
         }
     };
     println!("ready");
-    let (works, count) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let count = Arc::new(AtomicU64::new(0));
     for line in std::io::stdin().lines() {
         let Ok(line) = line else { break };
         let answer = match line.split_once(' ').unwrap_or((&line, "")) {
@@ -127,18 +125,13 @@ pub(crate) fn main() -> ExitCode {
                 Err(cause) => cause,
             },
             ("work", _) => {
-                works.store(true, Ordering::Relaxed);
-                let (driver, works, count) = (Arc::clone(&driver), Arc::clone(&works), Arc::clone(&count));
+                let (driver, count) = (Arc::clone(&driver), Arc::clone(&count));
                 std::thread::spawn(move || {
-                    if let Err(cause) = driver.work(&works, &count) {
+                    if let Err(cause) = driver.work(&count) {
                         eprintln!("{cause}");
                         std::process::exit(1);
                     }
                 });
-                "ok".to_owned()
-            }
-            ("pause", _) => {
-                works.store(false, Ordering::Relaxed);
                 "ok".to_owned()
             }
             ("count", _) => count.load(Ordering::Relaxed).to_string(),
