@@ -113,7 +113,7 @@ fn tour_fits_every_model_and_80_columns() {
         let wide = text.lines().find(|line| line.chars().count() > 80);
         assert_eq!(wide, None, "{model}\n{text}");
     };
-    for models in models.chunks(6) {
+    for models in models.chunks(8) {
         std::thread::scope(|scope| models.iter().for_each(|model| drop(scope.spawn(|| run(model)))));
     }
 }

@@ -8,7 +8,7 @@ use super::map::{self, HeldMode, Holder};
 use super::node::CUDA_PROGRAMS;
 use super::session::{Session, name_of};
 use anyhow::{Context, Result, ensure};
-use divvy_sim::usage::UsageMonitor;
+use divvy_sim::usage::{Place, UsageMonitor};
 use serde_json::json;
 use std::path::Path;
 use std::process::Stdio;
@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use tokio::process::Command;
 
 /// Time until the rates of both shares have settled. The chart shows it, and the means leave it out.
-const WARM_UP: Duration = Duration::from_millis(1500);
+const WARM_UP: Duration = Duration::from_millis(2000);
 /// Time of the measurement after that.
-const MEASURED: Duration = Duration::from_millis(3500);
+const MEASURED: Duration = Duration::from_millis(3000);
 /// Time of one column of the chart.
 const COLUMN: Duration = Duration::from_millis(100);
 /// Limit for the launches of the other share while one is refused memory.
@@ -120,6 +120,8 @@ async fn measure(session: &Session<'_>, small: &mut Tenant, large: &mut Tenant) 
     let monitor = UsageMonitor::new(usage)?;
     let began = Instant::now();
     let mut tenants = [small, large];
+    let place = place(session, &tenants[0].holder)?;
+    let mut changes = Changes::default();
     for tenant in &mut tenants {
         tenant.first = tenant.gpu_time(&monitor)?;
         tenant.last = tenant.first;
@@ -132,6 +134,11 @@ async fn measure(session: &Session<'_>, small: &mut Tenant, large: &mut Tenant) 
             if began.elapsed() < WARM_UP {
                 tenant.first = tenant.last;
             }
+        }
+        let times = monitor.times(place).context("no GPU")?;
+        changes.last = (times.switch_ns, times.at);
+        if began.elapsed() < WARM_UP {
+            changes.first = changes.last;
         }
         if session.report.is_live() {
             let lines: Vec<String> = tenants.iter().map(|tenant| tenant.line()).collect();
@@ -146,13 +153,31 @@ async fn measure(session: &Session<'_>, small: &mut Tenant, large: &mut Tenant) 
         let (claim, cores, percent) = (&tenant.holder.claim, tenant.cores(), tenant.mean());
         json!({"claim": claim, "cores": cores, "percent": (percent * 10.0).round() / 10.0})
     };
-    let event = json!({"event": "measured", "shares": tenants.iter().map(of).collect::<Vec<_>>()});
+    let shares = tenants.iter().map(of).collect::<Vec<_>>();
+    let changes = percent(changes.first, changes.last);
+    let event =
+        json!({"event": "measured", "shares": shares, "changesPercent": (changes * 10.0).round() / 10.0});
     let text = tenants.iter().map(|tenant| {
         format!("{} asked for {} % and got {:.1} %", tenant.holder.claim, tenant.cores(), tenant.mean())
     });
-    let text = format!("GPU time: {}", text.collect::<Vec<_>>().join("; "));
+    let text = text.collect::<Vec<_>>().join("; ");
+    let text = format!("GPU time: {text}; changes between them took {changes:.1} %");
     session.report.done(&text, began.elapsed(), event);
     Ok(())
+}
+
+/// GPU time of the changes between programs and the time of the measurement, in ns.
+#[derive(Clone, Copy, Debug, Default)]
+struct Changes {
+    first: (u64, u64),
+    last: (u64, u64),
+}
+
+/// The GPU of a share.
+fn place(session: &Session<'_>, holder: &Holder) -> Result<Place> {
+    let state = session.node.sim.read()?;
+    let slot = state.gpus.iter().position(|gpu| gpu.uuid == holder.gpu);
+    Ok(Place { slot: slot.context("the GPU of the share has gone")?, instance: None })
 }
 
 impl Tenant {
