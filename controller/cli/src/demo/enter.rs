@@ -2,7 +2,7 @@
 //! and executes a program there. This is a container without an image: the program sees the
 //! machine's files, but only the GPUs and the shares of its claim.
 //!
-//! Without root it needs user namespaces, as rootless container tools do.
+//! Without root, the demo enters a user namespace as rootless container tools do.
 
 use anyhow::{Context, Result, bail};
 use rustix::fs::{Mode, OFlags};
@@ -62,8 +62,6 @@ pub(crate) fn main() -> ExitCode {
 
 fn enter(container: &Container) -> Result<()> {
     unshare()?;
-    mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
-        .context("cannot make mounts private")?;
     // A node below /run is hidden by the next mount, and reached by its descriptor.
     let node = rustix::fs::open(&container.node, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
         .with_context(|| format!("cannot open {}", container.node.display()))?;
@@ -84,24 +82,40 @@ fn enter(container: &Container) -> Result<()> {
     Ok(())
 }
 
-/// New mount namespace, without root in a new user namespace, in which this user is root.
-fn unshare() -> Result<()> {
-    const REMEDY: &str = "programs of the demo run in namespaces of their own, and this machine forbids \
-                          them; run the demo as root, or allow user namespaces (on Ubuntu: sysctl \
-                          kernel.apparmor_restrict_unprivileged_userns=0)";
-    // Safe here: no file descriptors are shared with other threads.
-    if rustix::process::geteuid().is_root() && unshare_now(UnshareFlags::NEWNS).is_ok() {
-        return Ok(());
+/// Without root: enters a user namespace in which this user is root. The node daemon expects to be
+/// root, and reads the processes of containers only in its own user namespace.
+///
+/// It must be called before the process has a second thread. Where user namespaces are forbidden,
+/// the demo goes on, and its containers fail with the remedy.
+pub(crate) fn become_root() {
+    if !rustix::process::geteuid().is_root() {
+        // The containers report the error.
+        let _ = unshare_user(UnshareFlags::NEWUSER);
     }
+}
+
+/// Enters a new user namespace, and other ones.
+fn unshare_user(flags: UnshareFlags) -> Result<()> {
     let (user, group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-    unshare_now(UnshareFlags::NEWUSER | UnshareFlags::NEWNS).context(REMEDY)?;
+    unshare_now(flags)?;
     let files = [
         ("/proc/self/setgroups", "deny".to_owned()),
         ("/proc/self/uid_map", format!("0 {user} 1")),
         ("/proc/self/gid_map", format!("0 {group} 1")),
     ];
     for (file, text) in files {
-        fs::write(file, text).with_context(|| format!("cannot write {file}; {REMEDY}"))?;
+        fs::write(file, text).with_context(|| format!("cannot write {file}"))?;
+    }
+    Ok(())
+}
+
+/// New mount namespace, where needed in a new user namespace.
+fn unshare() -> Result<()> {
+    const REMEDY: &str = "programs of the demo run in namespaces of their own, and this machine forbids \
+                          them; run the demo as root, or allow user namespaces (on Ubuntu: sysctl \
+                          kernel.apparmor_restrict_unprivileged_userns=0)";
+    if unshare_now(UnshareFlags::NEWNS).is_err() {
+        unshare_user(UnshareFlags::NEWUSER | UnshareFlags::NEWNS).context(REMEDY)?;
     }
     if mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).is_err() {
         bail!(REMEDY);

@@ -105,6 +105,7 @@ pub(crate) fn run(arguments: &DemoArguments) -> Result<ExitCode> {
     };
     let files = arguments.claims.iter().map(read).collect::<Result<Vec<_>>>()?;
     let report = Report::new(arguments.output, arguments.verbose);
+    enter::become_root();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let outcome = runtime.block_on(async {
         let stop = Stop::install(&report)?;

@@ -123,10 +123,10 @@ fn why_no_mig(slices: &[ResourceSlice]) -> String {
     let product = devices(slices).find_map(|device| text(device, "productName")).unwrap_or_default();
     match has_mig {
         true => format!(
-            "MIG is left out: a {product} needs a reset for it, so the demo turns it on only on every \
+            "MIG is left out: {product} needs a reset for it, so the demo turns it on only on every \
              second GPU; try --gpus with two GPUs"
         ),
-        false => format!("MIG is left out: a {product} has no MIG"),
+        false => format!("MIG is left out: {product} has no MIG"),
     }
 }
 
