@@ -135,6 +135,7 @@ struct Shared {
     findings: Family<FindingLabels, Counter>,
     audit: Histogram,
     config_refused: Gauge,
+    without_shares: Gauge,
     in_sync: Gauge,
     degraded: Gauge,
     closing_modes: Gauge,
@@ -248,6 +249,7 @@ impl Default for Metrics {
             findings: Family::default(),
             audit: histogram(),
             config_refused: Gauge::default(),
+            without_shares: Gauge::default(),
             in_sync: Gauge::default(),
             degraded: Gauge::default(),
             closing_modes: Gauge::default(),
@@ -360,6 +362,11 @@ impl Shared {
             self.config_refused.clone(),
         );
         registry.register(
+            "divvy_node_gpus_without_shares",
+            "GPUs whose policy offers shares and that cannot offer them",
+            self.without_shares.clone(),
+        );
+        registry.register(
             "divvy_pool_in_sync",
             "1 while the ResourceSlices on the API server match the hardware",
             self.in_sync.clone(),
@@ -450,6 +457,11 @@ impl Metrics {
     /// Sets whether the node configuration file is refused.
     pub fn config_refused(&self, refused: bool) {
         self.shared.config_refused.set(refused.into());
+    }
+
+    /// Sets the number of GPUs that should offer shares and cannot.
+    pub fn gpus_without_shares(&self, count: usize) {
+        self.shared.without_shares.set(count as i64);
     }
 
     /// Sets the state of the published pool.

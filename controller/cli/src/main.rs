@@ -104,10 +104,25 @@ fn command() -> clap::Command {
     command.help_template(help)
 }
 
+/// Lets SIGPIPE end the program, as other command-line tools: `divvy template | head` is no error.
+/// Rust ignores the signal by default.
+#[allow(unsafe_code, reason = "no safe function sets the disposition of a signal")]
+fn end_at_closed_output() {
+    // SAFETY: the default disposition runs no code of this program.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+}
+
 fn main() -> ExitCode {
     #[cfg(feature = "demo")]
     if let Some(code) = demo::as_another_program() {
         return code;
+    }
+    #[cfg(feature = "demo")]
+    let handles_closed_output = std::env::args_os().nth(1).is_some_and(|command| command == "demo");
+    #[cfg(not(feature = "demo"))]
+    let handles_closed_output = false;
+    if !handles_closed_output {
+        end_at_closed_output();
     }
     let arguments = match Arguments::from_arg_matches(&command().get_matches()) {
         Ok(arguments) => arguments,

@@ -1,6 +1,7 @@
 //! The HTTP endpoints `/metrics`, `/livez` and `/readyz`.
 //!
-//! Each readiness condition has a name and, while it is not met, a reason; `/readyz` prints all.
+//! Each readiness condition has a name and, while it is not met, a reason; `/readyz` prints all. The
+//! program is also ready without its optional conditions.
 //! `/livez` only checks that the HTTP server answers, because a restart does not fix other hangs.
 
 use axum::Router;
@@ -20,6 +21,10 @@ pub trait Condition: Copy + Ord + Send + 'static {
     /// All conditions, in the order of the report.
     const ALL: &'static [Self];
     fn name(self) -> &'static str;
+    /// Whether the program is not ready while the condition is not met.
+    fn is_required(self) -> bool {
+        true
+    }
 }
 
 /// The state of all conditions. None is met at first. Clones share the state.
@@ -64,9 +69,9 @@ impl<C: Condition> Readiness<C> {
         }
     }
 
-    /// Whether all conditions are met.
+    /// Whether all required conditions are met.
     pub fn is_ready(&self) -> bool {
-        self.lock().is_empty()
+        !self.lock().keys().any(|condition| condition.is_required())
     }
 
     fn report(&self) -> String {
@@ -77,6 +82,7 @@ impl<C: Condition> Readiness<C> {
             // Writing to a string cannot fail.
             let _ = match unmet.get(condition) {
                 None => writeln!(out, "[+]{name} ok"),
+                Some(why) if !condition.is_required() => writeln!(out, "[!]{name} degraded: {why}"),
                 Some(why) => writeln!(out, "[-]{name} failed: {why}"),
             };
         }
@@ -154,28 +160,35 @@ mod tests {
     enum Part {
         One,
         Two,
+        Extra,
     }
 
     impl Condition for Part {
-        const ALL: &'static [Self] = &[Self::One, Self::Two];
+        const ALL: &'static [Self] = &[Self::One, Self::Two, Self::Extra];
         fn name(self) -> &'static str {
             match self {
                 Self::One => "one",
                 Self::Two => "two",
+                Self::Extra => "extra",
             }
+        }
+        fn is_required(self) -> bool {
+            self != Self::Extra
         }
     }
 
     #[test]
     fn readiness_requires_every_condition() {
         let readiness = Readiness::default();
-        for part in Part::ALL {
+        for part in [Part::One, Part::Two] {
             assert!(!readiness.is_ready());
-            readiness.set(*part, Ok(()));
+            readiness.set(part, Ok(()));
         }
         assert!(readiness.is_ready());
+        assert_eq!(readiness.report(), "[+]one ok\n[+]two ok\n[!]extra degraded: not yet\n");
+        readiness.set(Part::Extra, Ok(()));
         readiness.set(Part::Two, Err("no directory".to_owned()));
         assert!(!readiness.is_ready());
-        assert_eq!(readiness.report(), "[+]one ok\n[-]two failed: no directory\n");
+        assert_eq!(readiness.report(), "[+]one ok\n[-]two failed: no directory\n[+]extra ok\n");
     }
 }

@@ -55,6 +55,8 @@ pub enum Reason {
     /// The GPU driver is being replaced; NVML is closed.
     DriverUpgrade,
     PoolDegraded,
+    /// The policy of GPUs offers shares, and the node cannot enforce their limits.
+    SharesNotOffered,
     NotReady,
 }
 
@@ -77,7 +79,9 @@ impl Reason {
             | Self::MpsRestarted
             | Self::DriverUpgrade => "WatchGpus",
             Self::ShareLimitViolated | Self::ShareUnverified | Self::UnmanagedGpuProcess => "Audit",
-            Self::PoolDegraded | Self::StatusRefused | Self::DevicePlugin => "Publish",
+            Self::PoolDegraded | Self::SharesNotOffered | Self::StatusRefused | Self::DevicePlugin => {
+                "Publish"
+            }
             Self::NotReady => "Start",
             Self::ConfigRefused => "Configure",
         }

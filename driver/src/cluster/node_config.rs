@@ -10,6 +10,7 @@ use crate::cluster::events::{EventSender, Reason};
 use crate::gpu::Gpus;
 use crate::inotify::DirWatcher;
 use crate::metrics::Metrics;
+use divvy_api::GpuUuid;
 use divvy_model::inventory::Gpu;
 use divvy_model::nodeconfig::Labels;
 use divvy_model::numbers::GpuNumber;
@@ -63,6 +64,8 @@ pub struct Policies {
     /// Why the file is refused at the moment; `None` while it is valid.
     refused: watch::Sender<Option<String>>,
     labels: Option<Arc<Labels>>,
+    /// GPUs whose policy offers shares although the library is missing.
+    without_shares: watch::Sender<BTreeSet<GpuUuid>>,
     /// Whether a GPU keeps settings for its time-slices, so that the policy must be applied again.
     pending: Arc<AtomicBool>,
 }
@@ -80,6 +83,7 @@ impl Policies {
             config: None,
             refused: watch::Sender::default(),
             labels: None,
+            without_shares: watch::Sender::default(),
             pending: Arc::default(),
         };
         policies.read();
@@ -89,6 +93,11 @@ impl Policies {
     /// Why the file is refused, and changes of that; `None` while it is valid or not configured.
     pub fn refused(&self) -> watch::Receiver<Option<String>> {
         self.refused.subscribe()
+    }
+
+    /// GPUs whose policy offers shares although they cannot be offered. It may name removed GPUs.
+    pub fn without_shares(&self) -> watch::Receiver<BTreeSet<GpuUuid>> {
+        self.without_shares.subscribe()
     }
 
     /// Reads the file; returns whether the configuration changed.
@@ -136,12 +145,18 @@ impl Policies {
         let (config, labels) = (self.config.clone(), self.labels.clone());
         let (defaults, pending) = (self.defaults.clone(), Arc::clone(&self.pending));
         let (has_library, holders) = (self.has_library, holders.cloned());
+        let without_shares = self.without_shares.clone();
         let policy = move |gpu: &Gpu| {
             let mut wanted = match &config {
                 Some(config) => config.explain(&defaults, labels.as_deref(), gpu.into()).policy,
                 // Without a configuration, the GPU is offered in no mode.
                 None => GpuPolicy { modes: BTreeSet::new(), ..defaults.clone() },
             };
+            let lacks_shares = wanted.shares && !has_library;
+            without_shares.send_if_modified(|gpus| match lacks_shares {
+                true => gpus.insert(gpu.uuid.clone()),
+                false => gpus.remove(&gpu.uuid),
+            });
             wanted.shares &= has_library;
             let beside = wanted.clone().beside_timeslices(&gpu.policy);
             // Records are read from disk, so they are read only if they make a difference.

@@ -17,7 +17,7 @@ use crate::{cdi, shares};
 use divvy_api::names::DRIVER;
 use divvy_api::text::error_chain;
 use divvy_api::top::ShareUsage;
-use divvy_api::{ClaimRef, ClaimUid, ShareId};
+use divvy_api::{ClaimRef, ClaimUid, GpuUuid, ShareId};
 use divvy_daemon::http;
 use divvy_model::inventory::Presence;
 use divvy_model::{Finding, Gpu, HealthState, Inventory, Placement, TaintEffect, inventory};
@@ -25,9 +25,9 @@ use divvy_slices::Published;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::jiff::Timestamp;
 use kube::{Api, Client};
-use std::collections::BTreeMap;
 use std::collections::HashSet;
 use std::collections::hash_map::{Entry, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{broadcast, mpsc, watch};
@@ -44,6 +44,8 @@ pub enum Condition {
     NodeConfig,
     /// CDI files can be written, and the files that they refer to exist.
     Cdi,
+    /// Every GPU whose policy offers shares offers them. Optional: the other modes work without it.
+    Shares,
     /// The pool is published.
     Published,
     /// The kubelet has registered this instance.
@@ -51,8 +53,15 @@ pub enum Condition {
 }
 
 impl http::Condition for Condition {
-    const ALL: &'static [Self] =
-        &[Self::Recovered, Self::GpuDriver, Self::NodeConfig, Self::Cdi, Self::Published, Self::Registered];
+    const ALL: &'static [Self] = &[
+        Self::Recovered,
+        Self::GpuDriver,
+        Self::NodeConfig,
+        Self::Cdi,
+        Self::Shares,
+        Self::Published,
+        Self::Registered,
+    ];
 
     fn name(self) -> &'static str {
         match self {
@@ -60,9 +69,14 @@ impl http::Condition for Condition {
             Self::GpuDriver => "gpu-driver",
             Self::NodeConfig => "node-config",
             Self::Cdi => "cdi",
+            Self::Shares => "shares",
             Self::Published => "published",
             Self::Registered => "registered",
         }
+    }
+
+    fn is_required(self) -> bool {
+        self != Self::Shares
     }
 }
 
@@ -328,6 +342,47 @@ impl NodeConfigMonitor {
             let state = self.refused.borrow_and_update().clone().map_or(Ok(()), Err);
             self.readiness.set(Condition::NodeConfig, state);
             if self.refused.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+        }
+    }
+}
+
+/// Reports GPUs whose policy offers shares and that cannot offer them.
+pub struct ShareOfferMonitor {
+    /// See [`crate::cluster::node_config::Policies::without_shares`].
+    pub without: watch::Receiver<BTreeSet<GpuUuid>>,
+    /// Why no shares can be offered, with the remedy.
+    pub cause: String,
+    pub inventory: watch::Receiver<Arc<Inventory>>,
+    pub readiness: Readiness,
+    pub events: EventSender,
+    pub metrics: Metrics,
+}
+
+impl ShareOfferMonitor {
+    /// Runs until the inventory ends.
+    pub async fn run(mut self) {
+        let mut reported = 0;
+        loop {
+            let count = {
+                let (inventory, without) =
+                    (self.inventory.borrow_and_update(), self.without.borrow_and_update());
+                inventory.gpus.iter().filter(|gpu| without.contains(&gpu.uuid)).count()
+            };
+            self.metrics.gpus_without_shares(count);
+            let why = format!("{count} GPUs offer no shares: {}", self.cause);
+            if count != reported && count > 0 {
+                tracing::error!("no shares are offered: {}", self.cause);
+                self.events.node(Reason::SharesNotOffered, &why);
+            }
+            reported = count;
+            self.readiness.set(Condition::Shares, if count == 0 { Ok(()) } else { Err(why) });
+            let ended = tokio::select! {
+                changed = self.inventory.changed() => changed.is_err(),
+                changed = self.without.changed() => changed.is_err(),
+            };
+            if ended {
                 return std::future::pending().await;
             }
         }

@@ -215,7 +215,7 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
     let inventory = gpus.inventory();
     let library_dir = args.host.library_dir().context("--library-dir")?;
     let cdi = Cdi::new(&paths, args.host.hook().context("--hook")?, &library_dir);
-    let has_library = has_library(args, &cdi, &events);
+    let no_library = cdi.library().err().map(|error| divvy_api::text::error_chain(&error));
     let (drained, now_drained) = watch::channel(None);
     let watch = monitors::GpuMonitor {
         inventory: inventory.clone(),
@@ -244,9 +244,20 @@ async fn start(args: &Args, stages: &mut Stages) -> anyhow::Result<Option<Decomm
         node: args.cluster.node_name.clone(),
         exclusive_ownership: args.gpus.exclusive_ownership,
         shares: args.gpus.shares,
-        has_library,
+        has_library: no_library.is_none(),
     };
     let mut policies = Policies::new(options, &gpus);
+    let watch = monitors::ShareOfferMonitor {
+        without: policies.without_shares(),
+        cause: no_library.unwrap_or_default(),
+        inventory: inventory.clone(),
+        readiness: readiness.clone(),
+        events: events.clone(),
+        metrics: metrics.clone(),
+    };
+    if !args.cluster.decommission {
+        stages.droppable("share offer watch", watch.run());
+    }
     let watch = monitors::NodeConfigMonitor { refused: policies.refused(), readiness: readiness.clone() };
     stages.droppable("node configuration monitor", watch.run());
     policies.apply(None).await;
@@ -495,18 +506,6 @@ fn held_devices(engine: &Engine) -> Option<Held> {
         tracing::warn!(error, "the held devices are not known; the published devices stay");
     };
     devices().inspect_err(warn).ok()
-}
-
-/// Whether the library for shares is installed. Without it no shares are offered to the scheduler,
-/// because pods whose prepare fails would wait forever.
-fn has_library(args: &Args, cdi: &Cdi, events: &EventSender) -> bool {
-    let Err(error) = cdi.library() else { return true };
-    if args.gpus.shares && !args.cluster.decommission {
-        let why = format!("no shares are offered: {}", divvy_api::text::error_chain(&error));
-        tracing::error!("{why}");
-        events.node(Reason::NotReady, &why);
-    }
-    false
 }
 
 /// Reports the results of recovery by events.

@@ -63,6 +63,27 @@ async fn probes_and_metrics_report_node_state() {
 }
 
 #[tokio::test]
+async fn gpus_without_the_share_library_are_reported() {
+    let node = TestNode::new("2xL4").await;
+    let address = address();
+    let _daemon = node.start_daemon(&["--http-address", &address, "--library-dir", "/nonexistent"]).await;
+    let ready = wait_for(&address, "/readyz", "[!]shares degraded: 2 GPUs offer no shares").await;
+    assert!(ready.contains("set its directory with --library-dir"), "{ready}");
+    wait_for(&address, "/readyz", "200 OK").await;
+    wait_for(&address, "/metrics", "divvy_node_gpus_without_shares 2").await;
+}
+
+#[tokio::test]
+async fn unwanted_shares_are_not_reported_as_missing() {
+    let node = TestNode::new("2xL4").await;
+    let address = address();
+    let arguments = ["--http-address", &address, "--library-dir", "/nonexistent", "--shares=false"];
+    let _daemon = node.start_daemon(&arguments).await;
+    wait_for(&address, "/readyz", "[+]shares ok").await;
+    wait_for(&address, "/metrics", "divvy_node_gpus_without_shares 0").await;
+}
+
+#[tokio::test]
 async fn h2_node_is_not_ready_while_nvml_lacks_gpus() {
     let node = TestNode::new("2xL4").await;
     // Without the helper nothing creates the device nodes.

@@ -9,6 +9,9 @@ use std::fmt::Write;
 /// Width of a bar in characters, between its outer walls.
 const BAR_WIDTH: usize = 72;
 
+/// Number of GPUs that are all drawn with short titles.
+const ALL_GPUS_MAX: usize = 2;
+
 /// A GPU, or one of its GPU instances.
 #[derive(Clone, Copy, Debug)]
 pub struct GpuPart<'a> {
@@ -27,17 +30,75 @@ enum CellState {
     Failed,
 }
 
-/// Draws all GPUs with the names of the processes that run on them.
-pub fn draw_gpus(state: &State, colour: bool) -> String {
-    draw_gpus_with(state, colour, &process_names)
+/// The holders of a GPU or of an instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Held {
+    /// One name for all of it.
+    Whole(String),
+    /// Holders of parts. The sizes and `of`, the size of the whole, have one unit.
+    Parts { mode: String, parts: Vec<HeldPart>, of: u64 },
 }
 
-/// Draws all GPUs. `holder` returns the name of a part's holder.
-pub fn draw_gpus_with(state: &State, colour: bool, holder: &dyn Fn(GpuPart<'_>) -> Option<String>) -> String {
+/// A part of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeldPart {
+    pub name: String,
+    /// The part that it holds: `10 GiB`.
+    pub what: String,
+    pub size: u64,
+}
+
+impl Held {
+    /// All holders in one line.
+    fn line(&self) -> String {
+        match self {
+            Self::Whole(name) => name.clone(),
+            Self::Parts { mode, parts, .. } => {
+                let parts: Vec<String> =
+                    parts.iter().map(|part| format!("{} {}", part.name, part.what)).collect();
+                format!("{mode}: {}", parts.join(", "))
+            }
+        }
+    }
+}
+
+/// Draws all GPUs with the names of the processes that run on them.
+pub fn draw_gpus(state: &State, colour: bool) -> String {
     let mut text = String::new();
     for (slot, gpu) in state.gpus.iter().enumerate() {
         title(&mut text, state, slot, gpu);
+        bar(&mut text, slot, gpu, colour, &|part| process_names(part).map(Held::Whole));
+    }
+    text
+}
+
+/// Draws GPUs with short titles. `holder` returns the holders of a part.
+///
+/// Of more than [`ALL_GPUS_MAX`] GPUs, those that are whole and free are only counted.
+pub fn draw_gpus_with(state: &State, colour: bool, holder: &dyn Fn(GpuPart<'_>) -> Option<Held>) -> String {
+    let is_free = |slot: usize, gpu: &Gpu| {
+        let fails = gpu.missing || gpu.lost;
+        !fails && !gpu.mig.current && holder(GpuPart { slot, gpu, gi: None }).is_none()
+    };
+    let is_short = state.gpus.len() > ALL_GPUS_MAX;
+    let mut text = String::new();
+    let mut free = 0;
+    for (slot, gpu) in state.gpus.iter().enumerate() {
+        if is_short && is_free(slot, gpu) {
+            free += 1;
+            continue;
+        }
+        let product = gpu.model().product.trim_start_matches("NVIDIA ");
+        let _ = writeln!(text, "GPU {slot}  {product}{}", modes(gpu));
         bar(&mut text, slot, gpu, colour, holder);
+    }
+    match free {
+        0 => {}
+        1 => text.push_str("1 other GPU is whole and free\n"),
+        _ if free == state.gpus.len() => text.push_str("All GPUs are whole and free\n"),
+        _ => {
+            let _ = writeln!(text, "{free} other GPUs are whole and free");
+        }
     }
     text
 }
@@ -59,6 +120,13 @@ fn title(text: &mut String, state: &State, slot: usize, gpu: &Gpu) {
         Some(index) => format!("index {index}, minor {}", gpu.minor),
         None => "not listed".to_owned(),
     };
+    let (product, bdf, modes) = (&gpu.model().product, &gpu.bdf, modes(gpu));
+    // Writing to a String cannot fail. This also applies elsewhere.
+    let _ = writeln!(text, "GPU {slot}  {product}  {bdf}  ({place}{modes})");
+}
+
+/// The modes of a GPU that differ from the default, each after a comma.
+fn modes(gpu: &Gpu) -> String {
     let mig = match (gpu.model().mig.is_some(), gpu.mig.current, gpu.mig.pending) {
         (false, ..) => "",
         (_, true, true) => ", MIG on",
@@ -75,9 +143,7 @@ fn title(text: &mut String, state: &State, slot: usize, gpu: &Gpu) {
         0 => String::new(),
         level => format!(", time slice {}", timeslice(level)),
     };
-    let (product, bdf) = (&gpu.model().product, &gpu.bdf);
-    // Writing to a String cannot fail. This also applies below.
-    let _ = writeln!(text, "GPU {slot}  {product}  {bdf}  ({place}{mig}{mode}{slice})");
+    format!("{mig}{mode}{slice}")
 }
 
 /// A time slice as `nvidia-smi` names it.
@@ -95,10 +161,10 @@ fn bar(
     slot: usize,
     gpu: &Gpu,
     colour: bool,
-    holder: &dyn Fn(GpuPart<'_>) -> Option<String>,
+    holder: &dyn Fn(GpuPart<'_>) -> Option<Held>,
 ) {
     let part = |gi| GpuPart { slot, gpu, gi };
-    let mut cells: Vec<(u32, String, CellState)> = Vec::new();
+    let mut cells: Vec<(u64, String, CellState)> = Vec::new();
     let mut below = Vec::new();
     let whole = |label: &str, cell_state| vec![(1, label.to_owned(), cell_state)];
     if gpu.missing {
@@ -115,7 +181,7 @@ fn bar(
             let name = gpu.model().profile(gi.profile).map_or("?", |profile| &profile.name);
             let held = holder(part(Some(gi)));
             let cell_state = if held.is_some() { CellState::Held } else { CellState::Instance };
-            cells.push((gi.placement.size, name.to_owned(), cell_state));
+            cells.push((gi.placement.size.into(), name.to_owned(), cell_state));
             let cis = if gi.cis.len() == 1 {
                 String::new()
             } else {
@@ -125,14 +191,24 @@ fn bar(
                 "  {name} at {} is GPU instance {}{cis}: {}",
                 gi.placement,
                 gi.id,
-                held.as_deref().unwrap_or("idle")
+                held.map_or_else(|| "idle".to_owned(), |held| held.line())
             ));
         }
         cells.extend((next..mig.grid).map(|_| (1, String::new(), CellState::Free)));
     } else {
-        let held = holder(part(None));
-        let cell_state = if held.is_some() { CellState::Held } else { CellState::Free };
-        cells = whole(held.as_deref().unwrap_or("whole and free"), cell_state);
+        match holder(part(None)) {
+            None => cells = whole("whole and free", CellState::Free),
+            Some(Held::Whole(name)) => cells = whole(&name, CellState::Held),
+            Some(held @ Held::Parts { .. }) => {
+                below.push(format!("  {}", held.line()));
+                let Held::Parts { parts, of, .. } = held else { return };
+                let held: u64 = parts.iter().map(|part| part.size).sum();
+                cells = parts.into_iter().map(|part| (part.size, part.name, CellState::Held)).collect();
+                if held < of {
+                    cells.push((of - held, String::new(), CellState::Free));
+                }
+            }
+        }
     }
     draw_cells(text, &cells, colour);
     for line in below {
@@ -141,13 +217,17 @@ fn bar(
 }
 
 /// Draws one line of cells, with widths in proportion to their sizes.
-fn draw_cells(text: &mut String, cells: &[(u32, String, CellState)], colour: bool) {
-    let total: usize = cells.iter().map(|(size, ..)| *size as usize).sum();
-    let unit = BAR_WIDTH / total.max(1);
+fn draw_cells(text: &mut String, cells: &[(u64, String, CellState)], colour: bool) {
+    let total = cells.iter().map(|(size, ..)| *size).sum::<u64>().max(1);
+    let column = |size: u64| ((2 * size * BAR_WIDTH as u64 + total) / (2 * total)) as usize;
+    let (mut before, mut start) = (0, 0);
     text.push_str("  ");
     for (size, label, cell_state) in cells {
+        before += size;
         // One column of each cell is its wall.
-        let width = unit * *size as usize - 1;
+        let end = column(before).max(start + 2);
+        let width = end - start - 1;
+        start = end;
         let (fill, code) = match cell_state {
             CellState::Free => ('.', "2"),
             CellState::Instance => (' ', "36"),

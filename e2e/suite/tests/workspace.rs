@@ -62,6 +62,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
             "divvy-kubelet?",
             "divvy-sim?",
             "divvy-sim-nvml?",
+            "divvy-sim-cuda?",
             "divvy-fakes?",
         ],
     ),

@@ -145,7 +145,8 @@ pub(crate) fn update(
     Ok(updated)
 }
 
-/// Applies a merge patch. With `create_missing` (server-side apply) the object may be new.
+/// Applies a merge patch. With `create_missing` (server-side apply) the object may be new, except
+/// for its status alone.
 pub(crate) fn patch(
     store: &mut Store,
     gates: &Gates,
@@ -154,7 +155,7 @@ pub(crate) fn patch(
     create_missing: bool,
 ) -> Result<Arc<Value>, Failure> {
     let Some(stored) = store.get(&target.key()) else {
-        return match create_missing {
+        return match create_missing && !target.status {
             true => create(store, gates, target.clone(), patch),
             false => Err(target.missing()),
         };
