@@ -69,6 +69,11 @@ impl GrantLog {
         self.unknown_until = self.unknown_until.max(until);
     }
 
+    /// From `now` on the share works only with a grant.
+    pub(crate) fn learn(&mut self, now: u64) {
+        self.unknown_until = self.unknown_until.min(now);
+    }
+
     /// The time between `from` and `to` in which the share may have worked.
     pub(crate) fn within(&self, from: u64, to: u64) -> u64 {
         let known = from.max(self.unknown_until.min(to));

@@ -137,6 +137,9 @@ struct Seat {
     ends: Option<u64>,
     usage: QuantumUsage,
     log: GrantLog,
+    /// Work may be in flight that was launched without a quantum: the GPU time charged and the last
+    /// quantum at that moment. It is over when work that was launched later has completed.
+    earlier: Option<(u64, u32)>,
     /// When its quantum began, or it was charged last.
     charged_at: u64,
 }
@@ -322,7 +325,7 @@ impl DeviceQuanta {
         }
         let is_other_law = is_gated != std::mem::replace(&mut self.is_gated, is_gated);
         if is_other_law {
-            self.seats.iter_mut().for_each(|seat| seat.log = seat.new_log(now));
+            self.seats.iter_mut().for_each(|seat| seat.begin_log(now));
         }
         if is_other_law || has_changed {
             self.seats.iter().for_each(|seat| if is_gated { seat.gate() } else { seat.release() });
@@ -543,7 +546,7 @@ impl DeviceQuanta {
             Next::Tokens { at } => self.next = self.next.min(at),
             Next::Grant { index, length } => {
                 let is_contended = self.is_contended(index);
-                self.number = self.number.wrapping_add(1).max((now / 1_000_000) as u32).max(1);
+                self.number = self.number.wrapping_add(1).max(first_number(now)).max(1);
                 let ends = if is_contended { now + length } else { 0 };
                 let seat = &mut self.seats[index];
                 seat.usage.hand_overs += 1;
@@ -565,7 +568,7 @@ impl DeviceQuanta {
         }
         if self.renewed > 0 && now >= self.renewed + EXPIRE_NS {
             // Shares went by their own buckets since then, and kernels of that time may still run.
-            self.seats.iter_mut().for_each(|seat| seat.log.forget(now + EARLIER_KERNEL_NS));
+            self.seats.iter_mut().for_each(|seat| seat.expect_earlier_work(now));
         }
         self.renewed = now;
         for (seat, ledger) in self.seats.iter().zip(&self.law.ledgers) {
@@ -603,10 +606,11 @@ impl Seat {
             ends: None,
             usage: QuantumUsage::default(),
             log: GrantLog::default(),
+            earlier: None,
             charged_at: now,
         };
         seat.look(now);
-        seat.log = seat.new_log(now);
+        seat.begin_log(now);
         Ok(seat)
     }
 
@@ -616,9 +620,16 @@ impl Seat {
             && identity(&planned.policy).is_ok_and(|file| file == self.file)
     }
 
-    /// Without a process there is no work that was launched before.
-    fn new_log(&self, now: u64) -> GrantLog {
-        GrantLog::new(if self.seen.has_process { now + EARLIER_KERNEL_NS } else { now })
+    fn begin_log(&mut self, now: u64) {
+        self.log = GrantLog::new(now);
+        if self.seen.has_process {
+            self.expect_earlier_work(now);
+        }
+    }
+
+    fn expect_earlier_work(&mut self, now: u64) {
+        self.log.forget(now + EARLIER_KERNEL_NS);
+        self.earlier = Some((self.usage.used_ns, first_number(now)));
     }
 
     fn grants(&self, now: u64) -> ShareGrants {
@@ -691,8 +702,21 @@ impl Seat {
         if used > 0 {
             self.charged_at = now;
         }
+        let is_later = |(charged, number): &(u64, u32)| {
+            self.usage.used_ns > *charged || seen.begun > Some(*number) && seen.works.is_none()
+        };
+        if self.earlier.is_some_and(|earlier| is_later(&earlier)) {
+            self.earlier = None;
+            self.log.learn(now);
+        }
         used
     }
+}
+
+/// The lowest number of a quantum that begins now: in milliseconds of the clock, so that no earlier
+/// agent has used it.
+fn first_number(now: u64) -> u32 {
+    (now / 1_000_000) as u32
 }
 
 /// The doorbell of an account, and what its slots say.

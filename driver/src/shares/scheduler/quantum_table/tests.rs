@@ -407,3 +407,26 @@ fn work_during_a_stall_of_the_agent_is_no_work_without_a_grant() {
     assert!(!knows(&fixture, now) && !knows(&fixture, fixture.now + EARLIER_KERNEL_NS - 1));
     assert!(knows(&fixture, fixture.now + EARLIER_KERNEL_NS));
 }
+
+#[test]
+fn work_from_before_the_gate_ends_with_later_work() {
+    let knows = |fixture: &Fixture| {
+        let mut shares = fixture.table.grants(GPU, fixture.now).into_values().flatten();
+        shares.next().is_some_and(|share| share.log.knows(fixture.now))
+    };
+    let check = |name: &str, act: fn(&mut Fixture), expected: bool| {
+        let mut fixture = Fixture::new(&[of(50, 0), of(50, 0)]);
+        fixture.pass(START + 5 * MS);
+        fixture.waits(0);
+        fixture.works(0);
+        act(&mut fixture);
+        assert_eq!(knows(&fixture), expected, "{name}");
+    };
+    check("it works in its first quantum", |_| (), false);
+    check("its quantum has ended", |fixture| fixture.pauses(0), true);
+    let charge = |fixture: &mut Fixture| {
+        fixture.is_charged(0, MS);
+        fixture.works(0);
+    };
+    check("a batch has completed", charge, true);
+}
