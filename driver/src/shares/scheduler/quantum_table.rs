@@ -137,11 +137,20 @@ struct Seat {
     ends: Option<u64>,
     usage: QuantumUsage,
     log: GrantLog,
-    /// Work may be in flight that was launched without a quantum: the GPU time charged and the last
-    /// quantum at that moment. It is over when work that was launched later has completed.
-    earlier: Option<(u64, u32)>,
+    earlier: Option<EarlierWork>,
     /// When its quantum began, or it was charged last.
     charged_at: u64,
+}
+
+/// Work may be in flight that was launched without a quantum. It has completed when work that was
+/// launched later has completed.
+#[derive(Clone, Copy, Debug)]
+struct EarlierWork {
+    /// The GPU time charged until then, and the last quantum.
+    charged: u64,
+    number: u32,
+    /// It was seen to work in a later quantum.
+    has_worked: bool,
 }
 
 /// The content of an account. Tenants write it.
@@ -629,7 +638,8 @@ impl Seat {
 
     fn expect_earlier_work(&mut self, now: u64) {
         self.log.forget(now + EARLIER_KERNEL_NS);
-        self.earlier = Some((self.usage.used_ns, first_number(now)));
+        let (charged, number) = (self.usage.used_ns, first_number(now));
+        self.earlier = Some(EarlierWork { charged, number, has_worked: false });
     }
 
     fn grants(&self, now: u64) -> ShareGrants {
@@ -702,10 +712,13 @@ impl Seat {
         if used > 0 {
             self.charged_at = now;
         }
-        let is_later = |(charged, number): &(u64, u32)| {
-            self.usage.used_ns > *charged || seen.begun > Some(*number) && seen.works.is_none()
+        if let Some(earlier) = &mut self.earlier {
+            earlier.has_worked |= seen.works > Some(earlier.number);
+        }
+        let is_over = |earlier: EarlierWork| {
+            self.usage.used_ns > earlier.charged || earlier.has_worked && seen.works.is_none()
         };
-        if self.earlier.is_some_and(|earlier| is_later(&earlier)) {
+        if self.earlier.is_some_and(is_over) {
             self.earlier = None;
             self.log.learn(now);
         }

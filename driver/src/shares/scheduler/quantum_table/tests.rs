@@ -111,6 +111,8 @@ fn write_account(share: &Share, balance: i64, refilled_at: u64) {
     page[HEADER..HEADER + 8].copy_from_slice(&owner);
     page[HEADER + 128..HEADER + 136].copy_from_slice(&owner);
     page[HEADER + 152..HEADER + 156].copy_from_slice(&std::process::id().to_le_bytes());
+    // It has no work in flight, and its library knows quanta.
+    page[HEADER + 208..HEADER + 216].copy_from_slice(&(1_u64 << 32).to_le_bytes());
     share.account().write_all_at(&page, 0).unwrap();
 }
 
@@ -424,6 +426,7 @@ fn work_from_before_the_gate_ends_with_later_work() {
     };
     check("it works in its first quantum", |_| (), false);
     check("its quantum has ended", |fixture| fixture.pauses(0), true);
+    check("it waits for the next one", |fixture| fixture.says(0, 3, 0), true);
     let charge = |fixture: &mut Fixture| {
         fixture.is_charged(0, MS);
         fixture.works(0);
