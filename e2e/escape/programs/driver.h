@@ -42,6 +42,9 @@ void report_refused(const char *what);
 /* Replaces this process by this program with another attack. */
 void restart_as(const char *attack, char **environment);
 
+/* The driver's own function, found by walking the loader's tables. */
+void *raw_function(const char *name);
+
 /* Redirects calls of one function to another by overwriting its code. Returns 0 or -1. */
 int redirect(void *from, void *to);
 

@@ -76,6 +76,14 @@ static struct object *real_driver(void)
 	return &object;
 }
 
+void *raw_function(const char *name)
+{
+	void *found = in_tables(real_driver(), name);
+	if (!found)
+		skip("the driver has no such function");
+	return found;
+}
+
 static void raw_pointers(void)
 {
 	struct driver driver;

@@ -15,5 +15,7 @@ void have_waited(unsigned char *account);
 void have_charged_nothing(unsigned char *account);
 /* Makes both copies of a policy page allow 8 TiB and all compute time, with valid checksums. */
 void raise_limits(unsigned char *page);
+/* Makes a policy page say that the share has the device for hours. */
+void grant_for_ever(unsigned char *page);
 
 #endif

@@ -190,19 +190,32 @@ static void mismeasured(void)
 	work();
 }
 
-static void map_over(void)
+/* Replaces the policy page in this process by a changed copy. */
+static void map_over(void (*change)(unsigned char *page))
 {
 	unsigned char *mapped[16], page[4096];
 	begin();
 	for (int i = page_mapped("policy", mapped); i-- > 0;) {
 		memcpy(page, mapped[i], sizeof page);
-		raise_limits(page);
+		change(page);
 		void *over = mmap(mapped[i], 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 		if (over == MAP_FAILED)
 			report_refused("mmap over the policy page");
 		else
 			memcpy(over, page, sizeof page);
 	}
+	report_start();
+	work();
+}
+
+static void no_limits(void) { map_over(raise_limits); }
+static void forged_grant(void) { map_over(grant_for_ever); }
+
+/* Registers by the library, and launches by a pointer to the driver's own function. */
+static void raw_launches(void)
+{
+	begin();
+	*(void **)&cuda.cuLaunchKernel = raw_function("cuLaunchKernel");
 	report_start();
 	work();
 }
@@ -220,6 +233,8 @@ const struct attack time_attacks[] = {
 	{ "time-waits", claimed_waits },
 	{ "time-charges", forgotten_charges },
 	{ "time-mismeasured", mismeasured },
-	{ "time-policy-mapped-over", map_over },
+	{ "time-policy-mapped-over", no_limits },
+	{ "time-grant-forged", forged_grant },
+	{ "time-raw-launches", raw_launches },
 	{ NULL, NULL },
 };

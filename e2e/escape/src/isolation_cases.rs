@@ -491,6 +491,22 @@ pub const ISOLATION_CASES: &[IsolationCase] = &[
     .device(Device::Hopper)
     .time(ComputeSetup::BusyNeighbour)
     .reporting(OVER_COMPUTE_LIMIT),
+    bounded(
+        "time-grant-forged@shared",
+        "compute time, beside a busy share: maps a policy page with an endless quantum over its own",
+        TIME_SLICES_REPORTED,
+    )
+    .device(Device::Hopper)
+    .time(ComputeSetup::BusyNeighbour)
+    .reporting(OVER_COMPUTE_LIMIT),
+    bounded(
+        "time-raw-launches@shared",
+        "compute time, beside a busy share: launches by raw pointers, found by walking the loader's tables",
+        TIME_SLICES_REPORTED,
+    )
+    .device(Device::Hopper)
+    .time(ComputeSetup::BusyNeighbour)
+    .reporting(OVER_COMPUTE_LIMIT),
     prevented(
         "time-waits@shared",
         "compute time, beside a busy share: writes its own account page: its launches always wait",

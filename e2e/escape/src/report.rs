@@ -217,7 +217,8 @@ impl CaseResult {
         let as_expected = match (&self.verdict, self.case.expected) {
             (Ok(Verdict::Prevented), Expectation::Prevented) => true,
             (Ok(Verdict::Detected { kinds, .. }), Expectation::Detected(kind)) => kinds.contains(kind),
-            (Ok(Verdict::Bounded { kinds }), Expectation::Bounded(_)) => {
+            // An attack that the agent ends is better than one that only its bound limits.
+            (Ok(Verdict::Bounded { kinds } | Verdict::Detected { kinds, .. }), Expectation::Bounded(_)) => {
                 has_required_report(self.case, kinds)
             }
             (Ok(Verdict::HeldByDriver { kinds, killed: false }), Expectation::HeldByDriver(kind)) => {
@@ -242,9 +243,10 @@ impl CaseResult {
             {
                 format!("held by the GPU driver: `{kind}`; {}", remedy(*killed))
             }
-            (Ok(Verdict::Bounded { kinds }), Expectation::Bounded(bound))
-                if has_required_report(self.case, kinds) =>
-            {
+            (
+                Ok(Verdict::Bounded { kinds } | Verdict::Detected { kinds, .. }),
+                Expectation::Bounded(bound),
+            ) if has_required_report(self.case, kinds) => {
                 format!("bounded: {bound}")
             }
             (Ok(verdict), _) => verdict.to_string(),

@@ -59,7 +59,9 @@ pub(crate) fn compute(case: &IsolationCase) -> [Compute; 2] {
 impl CaseRun {
     /// Whether the programs exceed the gain threshold once they run.
     pub(crate) fn gains_time(&self, case: &IsolationCase) -> Result<bool> {
-        if !matches!(case.expected, Expectation::Detected(_)) {
+        // The agent may end an attack that it must report before a longer measurement is over.
+        let is_reported = matches!(case.expected, Expectation::Detected(_)) || case.reports.is_some();
+        if !is_reported {
             std::thread::sleep(WARM_UP);
             return Ok(self.measure_part(MEASUREMENT)? > GAIN_THRESHOLD);
         }

@@ -408,18 +408,19 @@ impl<S: System> Device<'_, S> {
     }
 
     /// Charges completed batches, and says in the slot when none is left.
-    fn collect(&self, share: &SharePages, page: &PolicyPage, pipeline: &Pipeline, timer: &impl Timer) {
+    fn collect(&self, share: &SharePages, policy: &PolicyPage, pipeline: &Pipeline, timer: &impl Timer) {
         let system = &self.process.system;
         let _locked = pipeline.lock(|| system.sleep(0));
-        let Some(account) = share.account() else { return };
+        let Some(page) = share.account() else { return };
+        let rate = share.rate(system.now());
+        let bucket = Bucket { page, rate, burst: share.burst_ns(rate) };
         let head = pipeline.head.load(Relaxed);
         pipeline.harvest(
             timer,
             || system.now(),
             |begin, end| {
-                let charged = account.charge_interval(begin, end);
-                let charged = i64::try_from(charged).unwrap_or(i64::MAX);
-                account.balance().fetch_sub(charged, Relaxed);
+                let charged = i64::try_from(bucket.page.charge_interval(begin, end)).unwrap_or(i64::MAX);
+                bucket.charge(charged, system.now());
                 self.update_slot(|slot| slot.add_gpu_time(charged, 0));
             },
         );
@@ -432,11 +433,11 @@ impl<S: System> Device<'_, S> {
             self.say(pipeline, QuantumState::Drained, pipeline.number.load(Relaxed));
             let now = system.now();
             // Another share waits, and the program may pause.
-            if page.quantum_ends() != 0
+            if policy.quantum_ends() != 0
                 && now.saturating_sub(pipeline.last_ring.load(Relaxed)) >= RING_INTERVAL_NS
             {
                 pipeline.last_ring.store(now, Relaxed);
-                ring(system, account);
+                ring(system, page);
             }
         }
     }

@@ -17,7 +17,9 @@ pub use crate::shares::snapshot::finding::{Finding, KillPolicy, Kind, Suspect};
 
 use crate::gpu::Gpus;
 use crate::paths::HostPaths;
-use crate::shares::enforcement::{checks, compute_limit, context_size, remediation, slot_corrections};
+use crate::shares::enforcement::{
+    checks, compute_limit, context_size, remediation, slot_corrections, ungranted,
+};
 use crate::shares::memory_pressure::{self, PressureState};
 use crate::shares::scheduler::fast_sampling::{self, FastSampling};
 use crate::shares::scheduler::grant_table::PlannedShare;
@@ -99,6 +101,7 @@ struct GpuState {
     balances: balance_check::BalanceHistory,
     device_totals: device_totals::DeviceTotals,
     compute_limit: compute_limit::ExcessHistory,
+    ungranted: ungranted::UngrantedTests,
     /// The smallest context seen on this GPU, in bytes.
     context_bytes: Option<u64>,
 }
@@ -444,7 +447,18 @@ impl Inner {
             forged.into_iter().filter_map(|(at, beyond)| Some((at, (beyond, granted_rate(at)?)))).collect();
         let (mut findings, compute_limit) =
             compute_limit::check(snapshot, &times, percent_by_pid, since, &forged, &state.compute_limit);
-        findings.extend(device_totals::findings(snapshot, &totals));
+        // Under quanta the charges are exact, and compared with the grants instead.
+        let grants = self.wakeup.grants(gpu);
+        let of_rates = totals.iter().filter(|(device, _)| !grants.contains_key(device));
+        let of_rates = of_rates.map(|(device, total)| (*device, total.clone())).collect();
+        findings.extend(device_totals::findings(snapshot, &of_rates));
+        let seen =
+            ungranted::Seen { percent_by_pid, is_per_process: state.attribution.is_per_process, until };
+        let (ungranted, unexplained) = state.ungranted.add(snapshot, seen, since, &grants, monotonic_ns());
+        findings.extend(ungranted);
+        for (device, unexplained) in unexplained {
+            self.wakeup.correct(&device, unexplained);
+        }
         (GpuState { usage, balances, device_totals: totals, compute_limit, ..state }, times, findings)
     }
 

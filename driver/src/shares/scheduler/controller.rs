@@ -16,57 +16,58 @@ pub(crate) const POINT: u64 = 2 * QUANTUM;
 const LEAST: f64 = 1e-4;
 /// And no more: that of a share that is granted half of a hundredth, while others have all the rest.
 const MOST: f64 = LONGER + 200.0;
-/// Where nobody cuts in, kernels look so much longer than they are at most.
+/// Maximum factor by which kernels look longer than they are while no other share preempts them.
 const LONGER: f64 = 2.0;
-/// Whose debt is more than what it may have in so many seconds is not believed.
+/// Credit limit, in seconds of the share's entitlement. Above it, the share's reports are ignored.
 const CREDIT: u64 = 4;
-/// Beside others a trim is raised by this power of what is missing at most, if NVML can tell what
-/// is missing of so much.
+/// Maximum exponent with which a trim beside others is raised to the shortfall, if NVML measures
+/// the shortfall.
 const STEPS: u8 = 3;
 const TOLD: u64 = NS_PER_SECOND / 10;
-/// Of a GPU that is at work for so much of the time whoever lacks something lacks what others have
-/// too much, who are cut for it. But for a [`POINT`] each, by which nobody has too much: together
-/// that may be a good part of what a small share is to have.
+/// Busy time of the GPU, in nanoseconds per second, above which one share's shortfall is another's
+/// excess. The other share is cut for it. An error of a [`POINT`] per share is tolerated, although
+/// the sum may be a good part of a small share.
 const FULL: u64 = NS_PER_SECOND / 100 * 99;
-/// What a share alone is off by more than this is more than chance, in nanoseconds a second; and a
-/// third too much is, of any.
+/// An error of a share that works alone is no noise above this, in nanoseconds per second. For any
+/// share, an excess of a third is no noise.
 const FAR: u64 = NS_PER_SECOND / 50;
 const THIRD: u64 = 3;
 /// This part of a debt is paid per second, at most half of the allowed time. Paying all at once
 /// would be a shortfall that others are cut for. Paying less would let the debts of false reports
 /// add up. Beside others, the same part of a credit is refunded, at most a hundredth of the GPU.
 const PAYS: u64 = 4;
-/// So much of what a look says is followed: of the first, alone and beside others, and at least.
+/// Weight of a new measurement in the average: of the first one, alone and beside others. It is
+/// also the minimum.
 const FOLLOWED: [f64; 2] = [1.0, 0.5];
 const LEAST_FOLLOWED: f64 = 0.25;
-/// What a share had too little by chance it has later: of what it is allowed. While it lacks
-/// something so much is remembered, though no more is had back.
+/// A random shortfall is returned later, up to this fraction of the allowed time. While the
+/// shortfall lasts, the debt stays this large, and no more is returned.
 const CHANCE: u64 = 10;
 const SET_OFF: u64 = 2;
-/// What a share had too little while it first worked for so long it does not get back.
+/// A shortfall in the first time of this length after a share begins is not returned.
 const START: u64 = NS_PER_SECOND / 10 * 15;
-/// What who does not use all of its rate is left of it: kernels look longer and shorter from second
-/// to second.
+/// Margin of a share that does not use all of its rate: kernel lengths vary from second to second.
 const SPARE: f64 = 1.125;
-/// For each time that so much of the GPU is idle one such step may be taken: more would go too far.
+/// For each part of this size of the GPU that is idle, a trim may take one step. More would
+/// overshoot.
 const ROOM: u64 = NS_PER_SECOND / 50;
-/// What a share that worked not at all may begin with, where it may have so much: a twentieth.
+/// Rate of a share that was idle, at most: a twentieth of the GPU.
 const WAKING: u64 = NS_PER_SECOND / 20;
-/// A share that was not held up is expected to want so much more than it had.
+/// A share that was not throttled is expected to want its usage multiplied by this.
 const MORE: f64 = 1.25;
 
-/// What was seen of a share in the last second.
+/// The measurements of a share in the last second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Seen {
-    /// What its processes had by NVML, in nanoseconds.
+    /// Time of its processes as NVML measures it, in nanoseconds.
     pub(crate) busy: u64,
-    /// What they believe to have had, and how long their launches waited for more, all threads
-    /// together; by their own word, in nanoseconds.
+    /// Time that its processes report as used, and as waited for more, summed over all threads, in
+    /// nanoseconds.
     pub(crate) charged: u64,
     pub(crate) waited: u64,
 }
 
-/// What is remembered of a share from one second to the next.
+/// State of a share that is kept from one second to the next.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ControllerState {
     /// Alone, and beside others.
@@ -75,7 +76,7 @@ pub(crate) struct ControllerState {
     /// (-1) or more (1).
     follows: [f64; 2],
     sides: [i8; 2],
-    /// What it was to have in the last second, and what it would have been to have without its
+    /// The time granted in the last second, and the time that would have been granted without its
     /// debt; 0 before the first.
     granted: u64,
     allowed: u64,
@@ -84,9 +85,9 @@ pub(crate) struct ControllerState {
     /// Nanoseconds that it had beyond its target since then, and has not given back; below 0: what
     /// it may have beyond it.
     debt: i64,
-    /// For so many looks it has lacked what it waited for.
+    /// Number of consecutive measurements in which the share had less than it waited for.
     lacked: u8,
-    /// For so many nanoseconds it has worked, up to [`START`].
+    /// Time since the share began to work, in nanoseconds, at most [`START`].
     worked: u64,
 }
 
@@ -118,15 +119,16 @@ impl Entitlement {
 }
 
 impl Seen {
-    /// It waited most of the time in which it did not work. Who has bursts of work waits too, but less.
+    /// It waited most of the time in which it did not work. A share with bursts of work waits too,
+    /// but less.
     fn is_held_up(self) -> bool {
         self.waited > 0 && self.waited >= NS_PER_SECOND.saturating_sub(self.busy) / 2
     }
 }
 
-/// What each share is to have of the time that comes, by what it is entitled to and wants; together
-/// no more than there is, as long as the guarantees are not. Who wants nothing has nothing, and its
-/// part is lent.
+/// The target of each share for the next second, by its entitlement and demand. The sum is at most
+/// the whole GPU unless the guarantees exceed it. A share without demand gets nothing, and its part
+/// is lent.
 pub(crate) fn targets(shares: &[(Entitlement, u64)]) -> Vec<u64> {
     let wants = |(terms, wants): &(Entitlement, u64)| (*wants).min(terms.ceiling);
     let mut targets: Vec<u64> = shares.iter().map(|share| share.0.guarantee.min(wants(share))).collect();
@@ -150,25 +152,24 @@ pub(crate) fn targets(shares: &[(Entitlement, u64)]) -> Vec<u64> {
 }
 
 impl ControllerState {
-    /// The rate of a share from now on, of the library's nanoseconds, and what is to be remembered.
-    /// Who wants nothing yet finds its guarantee when it does, or a little. The whole GPU is that
-    /// by any trim.
+    /// The next rate of a share, in nanoseconds of the library, and the state to keep. A share
+    /// without demand gets its guarantee when it begins to work, or a little. The whole GPU stays
+    /// the whole GPU with any trim.
     pub(crate) fn rate(mut self, terms: Entitlement, target: u64, is_beside: bool) -> (u64, Self) {
         self.allowed = target.max(terms.guarantee).max(terms.ceiling.min(WAKING));
         let back = if is_beside { POINT } else { 0 };
-        // What it lacks while it begins it does not get back then either: by what it had with that
-        // its trim would be too large.
+        // A shortfall at the start is not returned either, because its trim would become too large.
         let most = if self.worked < START { 0 } else { signed(self.allowed / CHANCE) };
         let debt = self.debt.max(-most);
         let part = (debt / signed(PAYS)).clamp(-signed(back), signed(self.allowed / 2));
-        // Nobody has all of the GPU by that: it would be held to nothing.
+        // No share is granted the whole GPU by this, because it would not be throttled.
         self.granted = self.allowed.saturating_add_signed(-part).min(self.allowed.max(FULL));
         let rate = (self.granted as f64 * self.trims[usize::from(is_beside)]) as u64;
         // 0 would be the record's.
         (if self.granted < NS_PER_SECOND { rate.clamp(1, UNBOUNDED - 1) } else { UNBOUNDED }, self)
     }
 
-    /// Of a share that is not held to anything.
+    /// The state of a share that is not throttled.
     pub(crate) fn free(self) -> Self {
         Self { granted: NS_PER_SECOND, allowed: NS_PER_SECOND, ..self }
     }
@@ -177,7 +178,8 @@ impl ControllerState {
         self.trims[usize::from(is_beside)]
     }
 
-    /// What it was granted, and what it would have been without its debt; nanoseconds a second.
+    /// The granted time, and the time that would have been granted without its debt, in nanoseconds
+    /// per second.
     pub(crate) fn granted(&self) -> (u64, u64) {
         (self.granted, self.allowed)
     }
@@ -187,33 +189,33 @@ impl ControllerState {
         Self { granted, allowed, ..self }
     }
 
-    /// Of a share of which NVML does not say what it had: by that trim beside others, and it owes
-    /// nothing. Who looked too cheap when it was alone is not given that back.
+    /// The state of a share that NVML does not measure: with this trim beside others, and without
+    /// debt. An undercharge from the time when it was alone is not carried over.
     pub(crate) fn by_word(self, trim: f64) -> Self {
         Self { trims: [self.trims[0].min(1.0), trim], debt: 0, lacked: 0, ..self }
     }
 
-    /// Whether it would have had more with a larger rate. Who waits for each of its launches waits
-    /// little for the next, though it has used all of its rate and the GPU idles.
+    /// Whether a larger rate would have given it more time. A share that waits for each launch
+    /// waits little for the next one, although it has used all of its rate and the GPU idles.
     pub(crate) fn is_held(&self, seen: Seen, company: CoRunners) -> bool {
         let rate = self.granted as f64 * self.trims[usize::from(company.is_beside)];
         let has_used_all = seen.waited >= POINT && seen.charged.saturating_add(QUANTUM) as f64 >= rate;
         seen.is_held_up() || has_used_all && seen.busy + company.between < FULL
     }
 
-    /// What the agent after this one is to know: the trims, which took longest to find.
+    /// The state to keep for the next agent: the trims, which take longest to find.
     pub(crate) fn kept(&self) -> [u64; 2] {
         self.trims.map(f64::to_bits)
     }
 
-    /// Of a share of which an agent before this one has kept that.
+    /// The state that an earlier agent has kept.
     pub(crate) fn inherited(kept: [u64; 2]) -> Self {
         let trim = |bits| Some(f64::from_bits(bits)).filter(|trim| (LEAST..=MOST).contains(trim));
         Self { trims: kept.map(|bits| trim(bits).unwrap_or(1.0)), worked: START, ..Self::default() }
     }
 }
 
-/// Beside whom a share was in the second that was seen.
+/// The other shares that were active in the measured second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct CoRunners {
     /// Others worked for most of it.
@@ -222,7 +224,7 @@ pub(crate) struct CoRunners {
     pub(crate) has_changed: bool,
     /// The share itself did.
     pub(crate) has_moved: bool,
-    /// What others had of it, in nanoseconds a second.
+    /// Time of the others, in nanoseconds per second.
     pub(crate) between: u64,
     /// How long that was, in nanoseconds.
     pub(crate) lasted: u64,
@@ -287,17 +289,17 @@ pub(crate) fn corrected(memory: ControllerState, seen: Seen, company: CoRunners)
     let CoRunners { is_beside, has_changed, has_moved, between, lasted, held } = company;
     let at = usize::from(is_beside);
     let (mut trim, mut follow) = (trims[at], follows[at]);
-    // What was seen came of this one.
+    // The measurement is a result of this trim.
     let held = held.unwrap_or(trim);
     if granted == 0 {
         return memory;
     }
     let is_granted = seen.busy.abs_diff(granted) <= QUANTUM;
-    // Nor does who has not got back what it lacked before lack anything now.
+    // A share whose earlier shortfall was not returned yet lacks nothing now.
     let is_exact = is_granted || (allowed..granted).contains(&(seen.busy + QUANTUM));
     let all = seen.busy + between;
     let is_held = memory.is_held(seen, company);
-    // Who worked for a part of it lacks nothing by that.
+    // A share that worked for a part of the second lacks nothing by that.
     let lacks = !is_exact && seen.busy < granted && is_held && !has_moved;
     let longer = if lacked > 0 || follow < 1.0 { LONGER } else { 1.0 };
     let most = |had: u64| longer * had as f64 + between as f64;
@@ -320,17 +322,17 @@ pub(crate) fn corrected(memory: ControllerState, seen: Seen, company: CoRunners)
     let worked = if seen.busy > 0 { worked.saturating_add(lasted).min(START) } else { worked };
     let debt = if worked == START && before < START { debt.max(0) } else { debt };
     let lacked = if lacks { lacked.saturating_add(1) } else { 0 };
-    // What the trim would be by this look alone.
+    // The trim by this measurement alone.
     let seen_trim = if has_changed {
-        // What was granted when and what was had when are not known so well that anything follows.
+        // The times of grant and use are not known exactly enough to conclude anything.
         None
     } else if is_exact {
         is_held.then_some(held)
     } else if seen.busy > granted {
         let less = held * granted as f64 / seen.busy as f64;
-        // Who does not use what its rate allows for is not cut by a rate that is a little less, and
-        // more than the whole cannot be seen. To have been charged less than it was only makes it
-        // less. Who is to have nearly all of it has not much more by having all.
+        // A share that does not use its rate is not cut by a slightly lower rate, and more than the
+        // whole GPU cannot be measured. An undercharge only lowers the value. A share with nearly
+        // all of the GPU gains little from all of it.
         let is_known = seen.charged > 0 && allowed < FULL;
         let spare = if seen.busy + QUANTUM >= NS_PER_SECOND { 1.0 } else { SPARE };
         Some(if is_known { less.min(spare * seen.charged as f64 / seen.busy as f64) } else { less })
@@ -359,7 +361,7 @@ pub(crate) fn corrected(memory: ControllerState, seen: Seen, company: CoRunners)
             1
         };
         let is_far = seen.busy > granted + granted / THIRD || seen.busy > granted + FAR && !is_held;
-        // Kernels look half as long again as they are, and nobody loses what it lacks.
+        // Kernels look half as long again as they are, and no other share loses the shortfall.
         let is_left = lacks && all + off < NS_PER_SECOND && seen.charged / 3 > seen.busy / 2;
         // Its rate alone holds it: it has used all of that, and waited whenever it did not work.
         let used_all = seen.charged.saturating_add(POINT) as f64 >= granted as f64 * trims[at];
@@ -381,7 +383,8 @@ pub(crate) fn corrected(memory: ControllerState, seen: Seen, company: CoRunners)
             sides[at] = side;
         }
     }
-    // What was found to hold is not forgotten when it lacks nothing, or for the first time.
+    // A value that was confirmed is kept when the share lacks nothing, and at the first
+    // measurement.
     let explained = LONGER * granted as f64 + between as f64;
     let most = if lacks { most(granted).max((trims[at] * granted as f64).min(explained)) } else { explained };
     (trims[at], follows[at]) = (trim.clamp(LEAST, most / granted as f64), follow);

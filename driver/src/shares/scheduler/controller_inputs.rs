@@ -48,7 +48,7 @@ pub(crate) fn share_statuses(
     let standing = |(share, metered): (&Share, &ShareTime)| {
         let (charged, waited) = metered.reported_ns.unwrap_or_default();
         let busy = metered.gpu_ns.unwrap_or(charged);
-        // Of an instance it is only known who has all of it.
+        // On an instance, only the time of a share that has it alone is known.
         let all = if share.policy.mig.is_none() { all } else { busy };
         // Not what its own processes had of each other: with many of them that would explain
         // anything. Nor does what others have explain why one has nothing.
@@ -62,7 +62,7 @@ pub(crate) fn share_statuses(
             (None, None) => (Attribution::SelfReported, 1.0),
         };
         let (wants, memory) = match had.get(&share.key()) {
-            // Who was kept out could not show what it wants.
+            // A share whose gate was closed could not show its demand.
             Some(had) => {
                 let company = CoRunners { between, ..had.company };
                 let wants = terms.wants(seen, had.memory.is_held(seen, company));
@@ -91,7 +91,7 @@ mod tests {
 
     const POINT: u64 = NS_PER_SECOND / 100;
 
-    /// A share of 30 % whose process 7 has counted so much.
+    /// A share of 30 % whose process 7 has counted these nanoseconds.
     fn snapshot(charged: u64, waited: u64) -> Snapshot {
         let mut fixture = Fixture::share(10_000);
         fixture.process(7).has(CONTEXT).slot(7, CONTEXT);
@@ -150,7 +150,7 @@ mod tests {
         };
         check(Some((24, 60)), 30);
         check(Some((45, 5)), 30);
-        // By a trim of one and a half.
+        // With a trim of one and a half.
         check(Some((24, 0)), 16);
         check(Some((90, 0)), 30);
         check(None, 0);
@@ -251,7 +251,7 @@ mod tests {
             snapshot.mig_busy_ns = [(MIG, busy * POINT)].into();
             snapshot
         };
-        // What NVML says of a process is not of an instance.
+        // NVML's time of a process is not that of an instance.
         let times = times(&[(8, 90)]);
         let begin = Instant::now();
         let (metered, _, memory) = measure(&at(0, 0), &times, None, UsageHistory::default(), begin);

@@ -16,15 +16,15 @@ use std::time::{Duration, Instant};
 
 pub(crate) type DeviceTotals = BTreeMap<Device, DeviceTotal>;
 
-/// For so long the words of shares are not taken that were no explanation, and at most.
+/// Initial and maximum back-off while self-reported usage is ignored.
 const DOUBT: Duration = Duration::from_secs(30);
 const LONGEST: Duration = Duration::from_secs(1800);
-/// The device may have had a part of so many more than they say, and a point.
+/// The device may be active for this fraction longer than the shares report, and for a point.
 const SLACK: u64 = 20;
-/// And beyond that so much in all, in nanoseconds: kernels are charged a guess until they were
-/// measured, and what that lacked later.
+/// Tolerated unexplained time in all, in nanoseconds: kernels are charged an estimate until they
+/// are measured, and the difference later.
 const UNTOLD: u64 = NS_PER_SECOND / 5;
-/// So much of it in doubt is no guess any more.
+/// During distrust, this unexplained time is no estimate any more.
 const TOO_MUCH: u64 = NS_PER_SECOND / 2;
 
 /// State of the shares of a device.
@@ -41,20 +41,20 @@ const TOO_MUCH: u64 = NS_PER_SECOND / 2;
 /// between processes counts as busy during the switches. GPUs before Hopper do not report active
 /// time, so nothing is distrusted there.
 ///
-/// *Varying kernels* are charged less than they used. What shares were spared explains the total as
-/// well, and is charged to them to that extent ([`super::under_charge`]).
+/// *Varying kernels* are charged less than they used. The undercharge explains the total as well,
+/// and is charged to the shares to that extent ([`super::under_charge`]).
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DeviceTotal {
     cuts: PreemptionInflation,
     spared: UnderCharge,
-    /// Nanoseconds that the device had and nobody has explained, and whether that was [`TOO_MUCH`]
-    /// in doubt and goes on; and what both were in the last snapshot, in nanoseconds a second.
+    /// Unexplained time in nanoseconds; whether it was [`TOO_MUCH`] during distrust and continues;
+    /// and both figures of the last snapshot, in nanoseconds per second.
     untold: u64,
     is_dark: bool,
     had: (u64, u64),
     doubted_until: Option<Instant>,
     lasts: Duration,
-    /// Of whom something was not explained.
+    /// The shares that were present when time was unexplained.
     doubted: BTreeSet<ShareKey>,
 }
 
@@ -82,8 +82,8 @@ impl DeviceTotal {
         !self.is_dark && self.doubted_until.is_some_and(|until| now < until)
     }
 
-    /// After a snapshot, `since` after the one before, at which the device had so much, and its
-    /// multiprocessors where that is known.
+    /// The state after a snapshot, `since` after the previous one, with the busy time of the device
+    /// and, where known, of its multiprocessors.
     fn after(
         mut self,
         (busy, active): (u64, Option<u64>),
@@ -115,11 +115,11 @@ impl DeviceTotal {
             (self.doubted_until, self.lasts) = (None, DOUBT);
             self.doubted.clear();
         }
-        // Of kernels that are charged otherwise from now on nothing is known.
+        // Kernels that are charged differently from now on have no history.
         let is_same = self.is_doubted(now) == was_doubted;
         (self.spared, self.cuts) = if is_same {
             let parts = spared.added(parts);
-            // What NVML's samples say that it had may be of a time before somebody began.
+            // The total in NVML's samples may be from a time before a share began.
             (spared, self.cuts.after(busy.max(active), &parts, since, was_doubted))
         } else {
             Default::default()
@@ -145,7 +145,7 @@ pub(crate) fn update(
     for (share, metered) in
         snapshot.shares.iter().zip(metered).filter(|(_, metered)| metered.gpu_ns.is_none())
     {
-        // Nothing is known of who has just come, nor of what those said who are gone.
+        // Shares that have just come, and reports of shares that left, are unknown.
         let part = metered.reported_ns.filter(|_| metered.has_same_processes).map(|(charged, _)| {
             // A share has no more than the instance, in whatever streams.
             let part = Part {
@@ -187,8 +187,8 @@ pub(crate) fn update(
     parts.into_iter().filter_map(joint).chain(left).collect()
 }
 
-/// What is to be told of the shares of devices on which somebody is not paced. Nothing where a
-/// process is on the device that is none of theirs: it may be that one.
+/// Findings about the shares of devices on which one share is not throttled. None if a process of
+/// no share is on the device, because it may be the cause.
 pub(crate) fn findings(snapshot: &Snapshot, joint: &DeviceTotals) -> Vec<Finding> {
     let is_of_shares = |device: &Device| {
         let processes = snapshot.uses.iter().filter(|usage| usage.device == *device);
@@ -219,7 +219,7 @@ mod tests {
     const MIG: GpuUuid = GpuUuid([7; 16]);
     const DEVICE: Device = Device { gpu: GpuUuid([1; 16]), mig: Some(MIG) };
 
-    /// Looks a second apart at which the device had so many points.
+    /// Snapshots a second apart, with the active time of the device in points.
     fn after(snapshots: &[(u64, Vec<Part>)]) -> (DeviceTotal, Instant) {
         let mut now = Instant::now();
         let mut joint = DeviceTotal::default();
@@ -242,7 +242,7 @@ mod tests {
             assert_eq!(joint.is_doubted(now), expected.is_some_and(|until| until > 0));
         };
         check(&[&odd; 3], None);
-        // What was not measured at once.
+        // Time that was measured with a delay.
         check(&[&odd, &odd, &odd, &even, &odd], None);
         check(&[&odd; 4], Some(30));
         check(&[&[&odd; 4][..], &[&even; 31], &[&odd; 4]].concat(), Some(60));

@@ -1,9 +1,9 @@
 //! Waiting for shares to ring.
 //!
-//! The doorbell is a word of the account page, on which `futex_waitv` (Linux 5.16) waits, of all
-//! shares at once. For that it has to be mapped, and a tenant can truncate the file of the page:
-//! whoever touches the mapping then is killed. So nothing here ever does. The kernel, which does,
-//! answers `EFAULT`; what the word says is read from the file.
+//! The doorbell is a word of the account page, on which `futex_waitv` (Linux 5.16) waits, for all
+//! shares at once. For that the page must be mapped, and a tenant can truncate its file: an access
+//! to the mapping would then kill the process. So this code never reads the mapping. The kernel
+//! does, and answers `EFAULT`; the word itself is read from the file.
 
 use divvy_pages::account::{BALANCE, DOORBELL, HEADER};
 use rustix::io::Errno;
@@ -21,15 +21,15 @@ use std::time::Duration;
 
 /// Of futex(2): `FUTEX_WAITV_MAX`, less one for our own word.
 pub(crate) const MOST: usize = 127;
-/// Where the kernel cannot wait for several, or for these, they are looked at again after so long.
+/// If the kernel cannot wait for several words, or for these, they are read again after this time.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// What a share says of its launches at this moment; tenants write it.
+/// The report of a share about its launches at this moment; tenants write it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct WakeEvent {
     /// Nanoseconds of GPU time.
     pub(crate) balance: i64,
-    /// Of the monotonic clock, in nanoseconds.
+    /// Time of the last refill by the monotonic clock, in nanoseconds.
     pub(crate) refilled: u64,
     pub(crate) doorbell: u32,
 }
@@ -53,7 +53,7 @@ pub(crate) struct Door {
     address: ptr::NonNull<u8>,
 }
 
-// SAFETY: an address that nobody reads.
+// SAFETY: an address that is never read.
 #[allow(unsafe_code)]
 unsafe impl Send for Door {}
 // SAFETY: as above.
@@ -63,12 +63,12 @@ unsafe impl Sync for Door {}
 #[allow(unsafe_code)]
 impl Door {
     pub(crate) fn of(account: &File) -> io::Result<Self> {
-        // To be written though nobody does: the kernel asks for such a page first, and where there
-        // is none looks a second time at each wait. Source: `get_futex_key` of its
-        // `kernel/futex/core.c`. So the file is to be open for writing.
+        // Writable although it is never written: the kernel asks for such a page first, and without
+        // one searches again at each wait. Source: `get_futex_key` in `kernel/futex/core.c`. So the
+        // file must be open for writing.
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice takes no memory from anybody, and nobody
-        // but the kernel looks at it.
+        // SAFETY: a new mapping at an address of the kernel's choice replaces no other mapping, and
+        // only the kernel reads it.
         let address = unsafe { mmap(ptr::null_mut(), HEADER, access, MapFlags::SHARED, account, 0)? };
         ptr::NonNull::new(address.cast())
             .map(|address| Self { address })
@@ -84,7 +84,7 @@ impl Drop for Door {
     }
 }
 
-/// Who may have rung.
+/// The shares that may have rung.
 #[derive(Debug)]
 pub(crate) enum WakeReason {
     Nobody,

@@ -2,8 +2,8 @@
 //!
 //! Kernel times depend on which shares are active, so a change needs new correction factors
 //! ([`super::controller`]), one step per snapshot. With one snapshot a second this would take
-//! seconds. So snapshots follow faster for a while. They only correct rates; findings are checked
-//! as often as ever.
+//! seconds. So snapshots follow faster for a while. They only correct rates; the interval between
+//! checks of findings stays.
 
 use divvy_pages::GpuUuid;
 use std::collections::BTreeMap;
@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 /// From the change to the first look, and from one to the next.
 pub(crate) const FIRST: Duration = Duration::from_millis(250);
 pub(crate) const PAUSE: Duration = Duration::from_millis(500);
-/// Looks follow each other fast for so long.
+/// Fast snapshots continue for this time.
 const LASTS: Duration = Duration::from_millis(2800);
-/// And not again within so long.
+/// Minimum time until the next series of fast snapshots.
 pub(crate) const REST: Duration = Duration::from_secs(5);
 
 /// Other shares of a GPU work than did.
@@ -39,13 +39,13 @@ pub(crate) struct ActivityChange {
 pub(crate) struct FastSampling(BTreeMap<GpuUuid, Instant>);
 
 impl FastSampling {
-    /// More or fewer work on these GPUs: whether a look is to come in [`FIRST`]. Not where one
-    /// comes soon in any case, which is put off for nobody.
+    /// Shares on these GPUs started or stopped. Returns whether a snapshot is due in [`FIRST`]; not
+    /// if one is due soon anyway, which is never postponed.
     pub(crate) fn begin(&mut self, moved: Vec<ActivityChange>, now: Instant) -> bool {
         let is_any = self.is_any(now);
         let mut has_begun = false;
         for ActivityChange { gpu, is_first } in moved {
-            // What changes together is one change.
+            // Simultaneous changes are one change.
             let rest = if is_first { PAUSE } else { REST };
             if self.0.get(&gpu).is_none_or(|since| now.duration_since(*since) >= rest) {
                 self.0.insert(gpu, now);
@@ -84,15 +84,15 @@ mod tests {
 
     const GPU: GpuUuid = GpuUuid([1; 16]);
     const OTHER: GpuUuid = GpuUuid([2; 16]);
-    /// What one change brings.
+    /// The snapshots after one change.
     const FEW: [u64; 6] = [250, 750, 1250, 1750, 2250, 2750];
 
     fn moved(gpu: GpuUuid) -> Vec<ActivityChange> {
         vec![ActivityChange { gpu, is_first: false }]
     }
 
-    /// The looks that changes so many milliseconds after the first bring, and those who begin for
-    /// the first time, in milliseconds.
+    /// The snapshots after changes at these milliseconds, and after shares that begin for the first
+    /// time, in milliseconds.
     fn looks(changes: &[u64], firsts: &[u64], until: u64) -> Vec<u64> {
         let begin = Instant::now();
         let at = |ms: u64| begin + Duration::from_millis(ms);

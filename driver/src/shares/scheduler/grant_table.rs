@@ -19,8 +19,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 const REST: u64 = super::fast_sampling::REST.as_nanos() as u64;
-/// Who works or rests for less than this comes and goes, and is met on the mean of what NVML tells
-/// from one audit to the next.
+/// A share that works or rests for less than this is intermittent. Its neighbours count it by its
+/// mean time between two audits.
 const STAYS: u64 = crate::shares::snapshot::AUDIT_INTERVAL.as_nanos() as u64;
 
 /// Doors, with what their doorbells said.
@@ -40,30 +40,30 @@ pub(crate) struct GrantTable {
 #[derive(Debug, Default)]
 struct Part {
     shares: Vec<ShareState>,
-    /// Of each, see [`grants::parts`].
+    /// The parts of the shares; see [`grants::parts`].
     parts: Vec<u64>,
     gate: Gate,
     turns: Option<Turns<ShareKey>>,
     /// Until when the gate is closed, if it is.
     shut: Option<u64>,
-    /// Others work, as far as is known, than when it was last asked, but for those who come and go.
+    /// Other shares are active than at the last query, not counting intermittent ones.
     has_moved: bool,
     /// One of them does for the first time.
     has_begun: bool,
     /// When it was last asked and had changed.
     told: u64,
-    /// When something is to be done though nobody rings.
+    /// The time of the next action without a ring.
     next: u64,
     /// The doors of those that are to ring, and how many of them are waited at, so that who rang is known.
     doors: Doors,
     heard: usize,
-    /// From when on a look is worth it, and when there is to be one in any case.
+    /// The earliest and the latest time of the next check.
     due: u64,
     late: u64,
 }
 
 impl GrantTable {
-    /// What each share had since this was last asked, up to then.
+    /// The grants of each share since the previous call, up to `until`.
     pub(crate) fn since(&mut self, gpu: GpuUuid, until: u64) -> BTreeMap<ShareKey, GrantSummary> {
         let parts = self.parts.iter_mut().filter(|(device, _)| device.gpu == gpu).map(|(_, part)| part);
         let seats = parts.flat_map(|part| &mut part.shares);
@@ -91,7 +91,7 @@ impl GrantTable {
             self.are_others |= part.plan(shares, now);
             next = next.min(part.late);
         }
-        // Of a whole GPU it stays known when it was told of last.
+        // For a whole GPU, the time of the last notification stays known.
         self.parts.retain(|device, part| device.mig.is_none() || !part.shares.is_empty());
         self.are_others || self.is_before(next)
     }
@@ -117,7 +117,7 @@ impl GrantTable {
         self.are_others |= self.parts.len() < before;
     }
 
-    /// Nobody is kept out by who is gone.
+    /// Opens all gates when the agent ends.
     pub(crate) fn leave(&mut self) {
         self.parts.values_mut().flat_map(|part| &mut part.shares).for_each(|seat| seat.close(None, 0));
     }
@@ -140,8 +140,8 @@ impl GrantTable {
         self.parts.values().any(|part| part.has_moved)
     }
 
-    /// Looks who rang and who rests, and does what follows. Of the other GPUs nothing is touched:
-    /// what is known of them is in no cache by then.
+    /// Checks the shares that rang or may rest, and acts on the result. The state of other GPUs is
+    /// not touched, because it is in no cache.
     pub(crate) fn tick(&mut self, now: u64, rang: &WakeReason) {
         let mut doors = self.doors.iter().zip(&self.owners);
         let rung = doors.find_map(|((door, _), owner)| rang.is(door).then_some(*owner));
@@ -167,7 +167,7 @@ impl GrantTable {
             }
             self.doors = Arc::new(doors);
         }
-        // Whose door is one too many has to be looked at.
+        // Doors beyond the maximum are checked by polling.
         for part in self.parts.values_mut().filter(|part| part.heard < part.doors.len()) {
             (part.due, part.late) = (part.due.min(now + TICK), part.late.min(now + TICK));
         }
@@ -189,7 +189,7 @@ impl Part {
             };
             match seat {
                 Ok(seat) => self.shares.push(seat),
-                // Just being made or removed, or somebody has a lease on it.
+                // The page is being created or removed, or a process has a lease on it.
                 Err(cause) => tracing::debug!(share = ?planned.key, %cause, "share not divided"),
             }
         }
@@ -201,7 +201,7 @@ impl Part {
     }
 
     fn look(&mut self, now: u64, rang: &WakeReason) {
-        // Sooner, where somebody looks in any case.
+        // Earlier, if a check is due anyway.
         let mut has_changed = self.next <= now + WAITS[0];
         let all = self.turns.is_some();
         let is_alone = self.shares.len() < 2;
@@ -218,11 +218,11 @@ impl Part {
         }
     }
 
-    /// Finds out who is to be waited for, and until when; true where these are others than before.
+    /// Collects the doors to wait for, and until when. Returns true if these have changed.
     fn arm(&mut self, now: u64) -> bool {
         let asked = || self.shares.iter().filter(|seat| seat.order.is_asked);
         let doors = || asked().filter(|seat| !seat.is_cut).map(|seat| (&seat.door, seat.doorbell));
-        // Whose door is none has to be looked at.
+        // A share without a valid door is checked by polling.
         let unheard = if asked().any(|seat| seat.is_cut) { now + TICK } else { u64::MAX };
         let is_alone = self.shares.len() < 2;
         let watched = || self.shares.iter().filter(|seat| !is_alone && seat.is_watched());
@@ -254,8 +254,8 @@ impl Part {
         if let Some(opened) = self.shut.take_if(|shut| *shut <= now) {
             self.gate.is_closed(false, opened);
         }
-        // A gate that opens by itself soon is left to that: whoever sleeps there need not be woken,
-        // nor this thread.
+        // A gate that opens by itself soon is left alone: neither the processes that sleep there
+        // nor this thread have to wake.
         let opens = self.shut.filter(|shut| !keeps_out && *shut <= now + PATIENCE && self.turns.is_none());
         let (is_shut, gate_changes) = self.gate.is_closed(keeps_out || opens.is_some(), now);
         let of_high = || shares.iter().filter(|seat| seat.standing.is_high && seat.standing.is_awake);
@@ -286,8 +286,8 @@ impl Part {
         self.shares.iter_mut().for_each(|seat| seat.is_moot = is_moot);
     }
 
-    /// Whether it matters to nobody when one of those at work comes to rest, which then may be
-    /// found late: nobody may have what it leaves, and nobody is alone by it.
+    /// Whether the end of a share's activity may be noticed late: no other share may use the time
+    /// that it leaves, and none is alone afterwards.
     fn is_moot(&self) -> bool {
         let is_fixed = |seat: &ShareState| seat.standing.terms.ceiling <= seat.standing.terms.guarantee;
         let is_held = |seat: &ShareState| is_fixed(seat) && !seat.standing.is_high;

@@ -7,17 +7,18 @@
 
 use super::controller::{self, Entitlement, NS_PER_SECOND};
 
-/// Who is kept out has so much of each second.
+/// Time per second for which the gate of a blocked share opens, in nanoseconds.
 const OPENING: u64 = 5_000_000;
-/// For so long a gate stays closed by itself, once who has precedence has worked for [`LONG`].
+/// A gate closes for this time, in nanoseconds, once the share with precedence has worked for
+/// [`LONG`].
 pub(crate) const CLOSED: u64 = 200_000_000;
 const LONG: u64 = 50_000_000;
-/// Before that: so long after it is known whether that goes on.
+/// Before that: the margin after the time at which the next check is due, in nanoseconds.
 pub(crate) const SPARE: u64 = 5_000_000;
-/// Who has launched nothing for so long in its turn may still have a kernel under way.
+/// A share that has not launched for this time in its turn may still have a kernel in flight.
 const RESTS: u64 = NS_PER_SECOND / 4;
 
-/// Who says what a share had.
+/// The source of the measurement of a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Attribution {
     /// NVML.
@@ -29,7 +30,7 @@ pub(crate) enum Attribution {
     SelfReported,
 }
 
-/// What is known of a share of a device.
+/// The state of a share of a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ShareStatus {
     pub(crate) terms: Entitlement,
@@ -46,14 +47,14 @@ pub(crate) struct ShareStatus {
     pub(crate) memory: controller::ControllerState,
 }
 
-/// Whose turn it is of those who take turns.
+/// The holder of the current turn among shares that take turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
     Own,
     Anothers,
 }
 
-/// What its page is to say.
+/// The next content of its page.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GrantUpdate {
     /// Nanoseconds a second, of the library's; none: its launches go straight to the driver.
@@ -79,12 +80,12 @@ impl ShareStatus {
     }
 }
 
-/// Whether some are to have precedence over others.
+/// Whether some shares have precedence over others.
 pub(crate) fn are_mixed(shares: &[ShareStatus]) -> bool {
     shares.iter().any(|share| share.is_high) && shares.iter().any(|share| !share.is_high)
 }
 
-/// Whether the others are to be kept out now.
+/// Whether the gates of the others must be closed now.
 pub(crate) fn is_high_at_work(shares: &[ShareStatus]) -> bool {
     let is_at_work =
         |share: &ShareStatus| share.is_high && share.is_awake && share.turn != Some(Turn::Anothers);
@@ -112,8 +113,8 @@ pub(crate) fn is_high_at_work(shares: &[ShareStatus]) -> bool {
 pub(crate) fn orders(shares: &[ShareStatus], parts: &[u64]) -> Vec<GrantUpdate> {
     let is_mixed = are_mixed(shares);
     let lends = shares.iter().any(|share| share.terms.ceiling > share.terms.guarantee);
-    // The driver's own turns divide a device among shares that are alike, and nobody would see what
-    // pacing costs them.
+    // The GPU driver's time slices divide a device among equal shares, and the cost of throttling
+    // them would be invisible.
     let free = |share: &ShareStatus| share.attribution == Attribution::SelfReported && !share.is_limited;
     let are_alike = shares.iter().all(|share| free(share) && share.terms == shares[0].terms);
     let is_shared = shares.len() > 1 && (is_mixed || lends && !are_alike);
@@ -125,16 +126,16 @@ pub(crate) fn orders(shares: &[ShareStatus], parts: &[u64]) -> Vec<GrantUpdate> 
         let is_doubted = match share.attribution {
             Attribution::PerProcess => false,
             Attribution::DeviceTotal { is_explained } => !is_explained,
-            // What is left out takes nobody beyond a ceiling that is not there.
+            // A share without a ceiling cannot exceed it by a correction.
             Attribution::SelfReported => share.terms.ceiling < NS_PER_SECOND,
         };
-        // Who takes turns is seen to use them.
+        // A share that takes turns is seen to use them.
         let is_paced = share.is_limited || is_shared || share.turn.is_some();
         let is_idle = share.turn.is_none() && share.wants == 0;
         let is_asleep = !share.is_awake && (is_idle || is_mixed && share.is_high);
         GrantUpdate {
             rate: is_paced.then_some(rate),
-            // What others are to have depends on it, and what kernels look like beside it.
+            // The targets of other shares, and the inflation of their kernels, depend on it.
             is_asked: shares.len() > 1 && is_asleep,
             is_beside,
             is_doubted,
@@ -183,12 +184,12 @@ fn by_class(shares: &[ShareStatus]) -> Vec<u64> {
 pub(crate) struct Gate {
     /// Since when they are kept out, but for their openings.
     since: Option<u64>,
-    /// Since when nobody keeps them out.
+    /// The time since when no share blocks them.
     free_since: Option<u64>,
 }
 
 impl Gate {
-    /// Whether it is closed, and until when that holds if who has precedence goes on.
+    /// Whether it is closed, and until when if the share with precedence continues.
     pub(crate) fn is_closed(&mut self, keeps_out: bool, now: u64) -> (bool, u64) {
         if !keeps_out {
             let free_since = *self.free_since.get_or_insert(now);
@@ -232,11 +233,11 @@ pub(crate) struct Turns<K> {
 }
 
 impl<K: PartialEq> Turns<K> {
-    /// Who takes turns, and for how long each. The turn that is under way goes on.
+    /// The shares that take turns, and the length of a turn. The current turn continues.
     pub(crate) fn new(order: Vec<K>, quantum: u64, before: Option<Self>, now: u64) -> Self {
         let going = before.and_then(|before| {
             if before.order == order {
-                // Somebody may be in it twice.
+                // A share may be in the list twice.
                 return Some((before.at, before.since));
             }
             let holder = before.order.get(before.at)?;
@@ -246,10 +247,10 @@ impl<K: PartialEq> Turns<K> {
         Self { order, quantum: quantum.max(8), at, since }
     }
 
-    /// Gives the turn on if it has ended; says when it ends if who has it goes on. `last` is when a
-    /// share was last seen to launch: whoever has nothing to do for an eighth of its turn, and no
-    /// less than [`RESTS`], gives it up. Not in its first third: its first launch waits for the
-    /// kernel of the one before, and for the memory that was pushed out.
+    /// Passes the turn on if it has ended, and returns when it ends if its share continues. `last`
+    /// is the time of a share's last launch: a share that is idle for an eighth of its turn, and at
+    /// least for [`RESTS`], gives it up. But not in the first third of the turn: its first launch
+    /// waits for the kernel of the previous share, and for evicted memory.
     pub(crate) fn go_on(&mut self, last: impl Fn(&K) -> u64, now: u64) -> u64 {
         let holder = self.order.get(self.at);
         let idle_since = holder.map_or(0, &last).clamp(self.since, now.max(self.since));

@@ -10,6 +10,7 @@ pub(crate) mod controller;
 pub(crate) mod controller_inputs;
 pub(crate) mod device_totals;
 pub(crate) mod doorbell;
+pub(crate) mod explained;
 pub(crate) mod fast_sampling;
 pub(crate) mod grant_table;
 pub(crate) mod grants;

@@ -16,14 +16,14 @@ use std::time::Duration;
 /// Where kernels are cut for less than this part of the time by chance, nothing follows from how
 /// much they were.
 const LEAST_CUT: f64 = 0.001;
-/// Half of what is believed of the last looks was so long ago.
+/// Half-life of earlier measurements.
 const HALF: Duration = Duration::from_millis(1000);
 /// And of what part of its kernels is long: of a small share few looks see any.
 const MIX: Duration = Duration::from_secs(10);
-/// A device that is at work for so much of the time, in nanoseconds a second, has nothing left.
+/// A device that is busy for this time, in nanoseconds per second, has no idle time left.
 const FULL: u64 = NS_PER_SECOND / 100 * 97;
-/// What looks lack by no more than chance, of the device's time: a kernel that began before one
-/// ends in it. So where kernels are cut for less they tell little of how much.
+/// Random shortfall of a measurement, as a part of the device's time: a kernel that began before
+/// the interval ends in it. Where kernels are preempted for less, the measurement says little.
 const LUMPS: f64 = 0.02;
 /// This part of what is believed of kernels that are cut is kept there for each [`HALF`].
 const KEPT: f64 = 0.8;
@@ -32,8 +32,8 @@ const KEPT: f64 = 0.8;
 /// for seconds.
 const STEP: f64 = 0.12;
 
-/// What shares lack while they begin, and their kernels are not known, is none of what they lack
-/// later: that begins with this look.
+/// A shortfall at the start of a share, while its kernels are unknown, does not count. It counts
+/// from this measurement on.
 const SETTLED: usize = 5;
 
 /// State of the shares of a device.
@@ -67,12 +67,12 @@ pub(crate) struct PreemptionInflation {
     /// How many times as much as by chance kernels are cut, where none is long.
     times: f64,
     looks: usize,
-    /// What those whose kernels are cut lack together, in seconds a second.
+    /// The common shortfall of the shares whose kernels are preempted, in seconds per second.
     lack: f64,
 }
 
-/// Of a share: by what factor its kernels look longer, from 1 on, and seconds, those longer ago
-/// counting for less.
+/// The factor by which a share's kernels look longer, at least 1, and the measured seconds,
+/// weighted by age.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Known {
     trim: f64,
@@ -104,8 +104,8 @@ impl PreemptionInflation {
         self.shares.get(share).map_or(1.0, |known| known.trim)
     }
 
-    /// After a time in which the instance had so much, in nanoseconds a second; in doubt all
-    /// kernels are charged what they look like.
+    /// The state after a measurement of the instance's busy time, in nanoseconds per second. During
+    /// distrust all kernels are charged their measured length.
     pub(crate) fn after(
         mut self,
         busy: u64,
@@ -113,7 +113,7 @@ impl PreemptionInflation {
         since: Duration,
         is_doubted: bool,
     ) -> Self {
-        // Of shares beside which others work now, what was before says nothing.
+        // Measurements of a share with other co-runners do not apply any more.
         let is_known = |(share, _): &(ShareKey, Part)| self.shares.contains_key(share);
         let is_first = self.shares.len() != parts.len() || !parts.iter().all(is_known);
         if is_first {
@@ -142,7 +142,7 @@ impl PreemptionInflation {
         let missing = under_way.iter().sum::<f64>() - self.busy / self.time;
         let most = parts.len() as f64;
         let times = if are_all {
-            // Of a device that has nothing left what is missing is no reason to raise rates.
+            // On a device without idle time, a shortfall is no reason to raise rates.
             let falls = self.times * KEPT.powf(since.as_secs_f64() / HALF.as_secs_f64());
             let most = if busy < FULL || is_doubted { most } else { falls };
             self.times = times(missing, by_chance(&long), LEAST_CUT).clamp(0.0, most);
@@ -163,7 +163,7 @@ impl PreemptionInflation {
         let wished = processor_sharing_model::had_of_parts(&wishes);
         let trim = |at: usize| {
             let ((share, part), known) = (&parts[at], shares[at]);
-            // Who had next to nothing tells nothing.
+            // A share with almost no time gives no information.
             if part.charged < QUANTUM {
                 return (share.clone(), known);
             }
@@ -177,7 +177,7 @@ impl PreemptionInflation {
         self
     }
 
-    /// What was known of a share, with what it said since.
+    /// The state of a share, with its latest report.
     fn lately(&self, share: &ShareKey, part: &Part, since: Duration) -> Known {
         let nothing = Known { trim: 1.0, charged: 0.0, long: 0.0, under_way: 0.0, wish: 0.0 };
         let before = self.shares.get(share).copied().unwrap_or(nothing);
@@ -208,13 +208,13 @@ impl Known {
     }
 }
 
-/// How many times as much as by chance kernels are cut, if that much of the device's time is
-/// missing; so much is expected to be by chance alone.
+/// The factor by which kernels are preempted more often than by chance, if this part of the
+/// device's time is missing and `expected` is missing by chance alone.
 fn times(missing: f64, by_chance: f64, expected: f64) -> f64 {
     (missing + expected) / (by_chance + expected)
 }
 
-/// Of that time, at so many nanoseconds a second.
+/// This time in seconds, for a rate in nanoseconds per second.
 fn seconds(nanoseconds: u64, since: Duration) -> f64 {
     rate(nanoseconds) * since.as_secs_f64()
 }

@@ -15,10 +15,10 @@ const POINTS: [(f64, f64); 5] = [
     (7.085_810_005_858_837, 0.003_611_758_679_922_049_3),
     (12.640_800_844_275_782, 0.000_023_369_972_385_776_23),
 ];
-/// After so many steps the odds are found, or as near as they need be.
+/// Number of steps after which the odds are exact enough.
 const STEPS: usize = 32;
-/// Nobody has a kernel under way for more of the time, nor is the device at work for more: odds
-/// would have no end.
+/// Maximum part of the time in which a share has a kernel in flight, or the device is busy: above
+/// it the odds would diverge.
 const MOST: f64 = 0.98;
 
 /// For one process: the weight of all sets of the others, if each set counts once for every order of
@@ -30,7 +30,7 @@ struct Others {
 }
 
 impl Others {
-    /// What part of the device it has while it has a kernel under way.
+    /// Its part of the device while it has a kernel in flight.
     fn had(self) -> f64 {
         self.without / self.with
     }
@@ -49,8 +49,8 @@ fn others(odds: &[f64]) -> Vec<Others> {
     all
 }
 
-/// Of those that have a kernel under way for such parts of the time: what part of the device each
-/// has meanwhile.
+/// The part of the device that each share has while its kernel is in flight, by the parts of the
+/// time in which shares have kernels in flight.
 pub(crate) fn had(under_way: &[f64]) -> Vec<f64> {
     let alone = |part: &f64| part.min(MOST) / (1.0 - part.min(MOST));
     let alone: Vec<f64> = under_way.iter().map(alone).collect();
@@ -62,8 +62,8 @@ pub(crate) fn had(under_way: &[f64]) -> Vec<f64> {
     others(&odds).into_iter().map(Others::had).collect()
 }
 
-/// Of those that are to have such parts of the device, whatever of the time they need for it: the
-/// same. Of all of the device and more nearly all is distributed.
+/// The same by the parts of the device that shares must get, whatever time they need for them. If
+/// the sum is all of the device or more, nearly all is distributed.
 pub(crate) fn had_of_parts(parts: &[f64]) -> Vec<f64> {
     let fits = (MOST / parts.iter().sum::<f64>()).min(1.0);
     let idle = 1.0 - parts.iter().sum::<f64>() * fits;
@@ -101,7 +101,7 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 40) as f64 / (1_u64 << 24) as f64
         };
-        // Kernels of mean length 1, which come so often while there is none.
+        // Kernels of mean length 1, which arrive at this rate while there is none.
         let mut there = vec![false; odds.len()];
         let (mut under_way, mut had, mut time) = (vec![0.0; odds.len()], vec![0.0; odds.len()], 0.0);
         for _ in 0..2_000_000 {

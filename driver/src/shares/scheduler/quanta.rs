@@ -25,6 +25,17 @@ const ACTIVE_NS: u64 = 50_000_000;
 const STARVED_NS: u64 = NS_PER_SECOND;
 /// Tokens that a share saves while it is idle, if its policy does not say.
 const BURST_NS: u64 = 20_000_000;
+/// Largest debt that a new agent reads from the page of a share, whose processes write it. A kernel
+/// of this length is paid in full.
+const DEBT_MAX_NS: i64 = NS_PER_SECOND as i64;
+
+/// The bucket of a share as its account page has it: nanoseconds left, and the time of the last refill
+/// by the monotonic clock. A fresh page has zeros, so its bucket is full.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Bucket {
+    pub(crate) balance: i64,
+    pub(crate) refilled_at: u64,
+}
 
 /// The balances of a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,31 +74,39 @@ pub(crate) fn divides(policies: impl IntoIterator<Item = Compute>) -> bool {
 }
 
 impl Ledger {
-    pub(crate) fn new(compute: Compute, now: u64) -> Self {
+    /// Continues the bucket of the page, so a new agent grants no second burst.
+    pub(crate) fn new(compute: Compute, bucket: Bucket, now: u64) -> Self {
         let entitlement = Entitlement::of(compute);
         let burst = if compute.burst_us == 0 { BURST_NS } else { compute.burst_us.saturating_mul(1000) };
         let burst = i64::try_from(burst).unwrap_or(i64::MAX);
-        Self {
+        let mut ledger = Self {
             entitlement,
             priority: compute.priority,
             burst,
-            tokens: burst,
-            filled_at: now,
+            tokens: bucket.balance.clamp(-DEBT_MAX_NS, burst),
+            filled_at: bucket.refilled_at.min(now),
             virtual_ns: 0,
             active_until: 0,
             waits_since: None,
-        }
+        };
+        ledger.fill(0, now);
+        ledger
     }
 
     /// Applies a changed policy; the balances stay.
     pub(crate) fn with_policy(self, compute: Compute) -> Self {
-        let Self { entitlement, priority, burst, .. } = Self::new(compute, self.filled_at);
+        let Self { entitlement, priority, burst, .. } = Self::new(compute, Bucket::default(), self.filled_at);
         Self { entitlement, priority, burst, tokens: self.tokens.min(burst), ..self }
     }
 
     /// The ceiling, in nanoseconds of GPU time per second.
     pub(crate) fn ceiling(&self) -> u64 {
         self.entitlement.ceiling
+    }
+
+    #[cfg(test)]
+    pub(crate) fn virtual_ns(&self) -> u64 {
+        self.virtual_ns
     }
 
     fn is_limited(&self) -> bool {
@@ -234,6 +253,7 @@ mod tests {
     use proptest::prelude::*;
 
     const MS: u64 = 1_000_000;
+    const FULL: Bucket = Bucket { balance: i64::MAX, refilled_at: 0 };
 
     fn of(cores: u32, ceiling: u32, weight: u32, priority: u32) -> Compute {
         Compute { cores, ceiling, weight, priority, ..Compute::default() }
@@ -254,7 +274,7 @@ mod tests {
     /// GPU time of each tenant between two times, in points, on a device whose hand-overs take
     /// `cost`. Quanta end with the batch that is in flight.
     fn run(tenants: &[Tenant], cost: u64, [from, to]: [u64; 2]) -> Vec<f64> {
-        let ledgers = tenants.iter().map(|tenant| Ledger::new(tenant.compute, 0)).collect();
+        let ledgers = tenants.iter().map(|tenant| Ledger::new(tenant.compute, FULL, 0)).collect();
         let mut law = Law { ledgers, virtual_ns: 0 };
         let (mut now, mut last) = (1, None);
         let mut used = vec![0; tenants.len()];
@@ -322,10 +342,29 @@ mod tests {
         let had = run(&[always(of(0, 0, 0, 1), MS), always(of(0, 0, 0, 0), MS)], 0, [1000 * MS, 11_000 * MS]);
         assert!(had[1] > 0.1 && had[1] < 1.0, "{had:?}");
         let law = Law {
-            ledgers: vec![Ledger::new(of(0, 0, 0, 1), 0), Ledger::new(of(0, 0, 0, 0), 0)],
+            ledgers: vec![Ledger::new(of(0, 0, 0, 1), FULL, 0), Ledger::new(of(0, 0, 0, 0), FULL, 0)],
             virtual_ns: 0,
         };
         assert_eq!([law.outranks(0, 1, 5), law.outranks(1, 0, 5)], [true, false]);
+    }
+
+    #[test]
+    fn new_agent_continues_the_bucket() {
+        let check = |balance: i64, refilled_at: u64, expected: i64| {
+            let bucket = Bucket { balance, refilled_at };
+            let ledger = Ledger::new(of(50, 0, 0, 0), bucket, 1000 * MS);
+            assert_eq!(ledger.tokens, expected * MS as i64, "{bucket:?}");
+        };
+        let ms = |ms: i64| ms * MS as i64;
+        check(0, 0, 20);
+        check(ms(20), 1000 * MS, 20);
+        check(ms(3), 1000 * MS, 3);
+        check(ms(3), 990 * MS, 8);
+        check(ms(-400), 1000 * MS, -400);
+        // Values that no honest process writes.
+        check(i64::MAX, 1000 * MS, 20);
+        check(i64::MIN, 1000 * MS, -1000);
+        check(0, u64::MAX, 0);
     }
 
     #[test]

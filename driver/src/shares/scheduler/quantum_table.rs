@@ -8,8 +8,9 @@
 //! no share.
 
 use super::doorbell::{Door, WakeReason};
+use super::explained::{GrantLog, PENDING_MAX_NS, ShareLevel, Unexplained};
 use super::grant_table::{Doors, PlannedShare};
-use super::quanta::{Law, Ledger, Next, QUANTUM_MIN_NS, divides};
+use super::quanta::{Bucket, Law, Ledger, Next, QUANTUM_MIN_NS, divides};
 use crate::shares::MappedPolicy;
 use crate::shares::snapshot::{Device, ShareKey};
 use divvy_api::ClaimUid;
@@ -39,6 +40,20 @@ const PAUSE_NS: u64 = 300_000;
 const EXPIRE_NS: u64 = 500_000_000;
 /// They are written again after this time.
 const RENEW_NS: u64 = EXPIRE_NS / 3;
+
+/// A process that was there when its share was planned may have such a long kernel in flight, which
+/// it launched without a quantum.
+const EARLIER_KERNEL_NS: u64 = 10_000_000_000;
+/// An audit corrects the charges of a device for this long. The next audit does so again.
+const CORRECTION_NS: u64 = 3_000_000_000;
+
+/// The grants and charges of a share under quanta.
+#[derive(Clone, Debug)]
+pub(crate) struct ShareGrants {
+    pub(crate) key: ShareKey,
+    pub(crate) log: GrantLog,
+    pub(crate) level: ShareLevel,
+}
 
 /// Counters of a share since it was planned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,6 +95,8 @@ struct DeviceQuanta {
     /// The time of the next check, also without a ring.
     next: u64,
     renewed: u64,
+    /// Active time that charges do not explain, and until when they are corrected for it.
+    unexplained: Option<(Unexplained, u64)>,
 }
 
 /// The share that has the device.
@@ -94,6 +111,8 @@ struct Holder {
     paused: Option<u64>,
     /// GPU time that it had been charged before, in nanoseconds.
     charged: u64,
+    /// GPU time that it used by its page in this quantum, in nanoseconds.
+    used: u64,
 }
 
 #[derive(Debug)]
@@ -105,6 +124,7 @@ struct Seat {
     door: Arc<Door>,
     doorbell: u32,
     compute: Compute,
+    joined: u64,
     /// The content of its account when it was last read.
     seen: Seen,
     /// It waited before that.
@@ -116,6 +136,21 @@ struct Seat {
     /// When its quantum ends, if it has one.
     ends: Option<u64>,
     usage: QuantumUsage,
+    log: GrantLog,
+    earlier: Option<EarlierWork>,
+    /// When its quantum began, or it was charged last.
+    charged_at: u64,
+}
+
+/// Work may be in flight that was launched without a quantum. It has completed when work that was
+/// launched later has completed.
+#[derive(Clone, Copy, Debug)]
+struct EarlierWork {
+    /// The GPU time charged until then, and the last quantum.
+    charged: u64,
+    number: u32,
+    /// It was seen to work in a later quantum.
+    has_worked: bool,
 }
 
 /// The content of an account. Tenants write it.
@@ -130,8 +165,10 @@ struct Seen {
     begun: Option<u32>,
     /// A process that works is known to live.
     is_alive: bool,
+    has_process: bool,
     /// GPU time charged so far, in nanoseconds.
     charged: u64,
+    bucket: Bucket,
     /// The file was cut short, so nothing is known.
     is_cut: bool,
 }
@@ -201,6 +238,21 @@ impl QuantumTable {
         devices.flat_map(|(_, of)| of.usage(now)).collect()
     }
 
+    /// The grants and charges of the shares that launch under quanta, by device.
+    pub(crate) fn grants(&self, gpu: GpuUuid, now: u64) -> BTreeMap<Device, Vec<ShareGrants>> {
+        let devices = self.devices.iter().filter(|(device, of)| device.gpu == gpu && of.is_gated);
+        devices
+            .map(|(device, of)| (*device, of.seats.iter().map(|seat| seat.grants(now)).collect()))
+            .collect()
+    }
+
+    /// Charges do not explain the active time of a device: they are corrected until the next audits.
+    pub(crate) fn correct(&mut self, device: &Device, unexplained: Unexplained, now: u64) {
+        if let Some(of) = self.devices.get_mut(device) {
+            of.unexplained = Some((unexplained, now + CORRECTION_NS));
+        }
+    }
+
     /// Does what is due, and what follows from rings.
     pub(crate) fn tick(&mut self, now: u64, rang: &WakeReason) {
         let held = if self.has_gangs { self.held() } else { Vec::new() };
@@ -255,7 +307,9 @@ impl DeviceQuanta {
                 }
                 None => {
                     has_changed = true;
-                    (Seat::new(&planned), Ledger::new(planned.compute, now))
+                    let seat = Seat::new(&planned, now);
+                    let bucket = seat.as_ref().map_or(Bucket::default(), |seat| seat.seen.bucket);
+                    (seat, Ledger::new(planned.compute, bucket, now))
                 }
             };
             match seat {
@@ -278,7 +332,11 @@ impl DeviceQuanta {
         if !is_gated && let Some(holder) = self.holder.take() {
             self.seats[holder.index].usage.granted_ns += now.saturating_sub(holder.began);
         }
-        if is_gated != std::mem::replace(&mut self.is_gated, is_gated) || has_changed {
+        let is_other_law = is_gated != std::mem::replace(&mut self.is_gated, is_gated);
+        if is_other_law {
+            self.seats.iter_mut().for_each(|seat| seat.begin_log(now));
+        }
+        if is_other_law || has_changed {
             self.seats.iter().for_each(|seat| if is_gated { seat.gate() } else { seat.release() });
             (self.renewed, self.next) = (0, now);
             if is_gated {
@@ -317,9 +375,7 @@ impl DeviceQuanta {
             let seat = &mut self.seats[index];
             if holds || has_rung(seat) || seat.late.is_some() || seat.seen.is_cut {
                 let used = seat.look(now);
-                // The GPU divides its time between the holder and those that are late.
-                let used = used / (1 + self.late_beside(index));
-                self.law.charge(index, used, now);
+                self.charge(index, used, now);
             }
             let seat = &mut self.seats[index];
             if seat.late.is_some_and(|late| seat.seen.works != Some(late)) {
@@ -344,6 +400,30 @@ impl DeviceQuanta {
         if self.holder.is_none() {
             self.choose(held, now);
         }
+        for (index, seat) in self.seats.iter_mut().enumerate() {
+            let holds = self.holder.is_some_and(|holder| holder.index == index);
+            seat.log.set(holds || seat.late.is_some(), now);
+        }
+    }
+
+    /// Charges a share for the time that its page shows. Beside shares that are late, and beside a
+    /// process that works without a grant, the GPU divides its time, so the holder had half of it.
+    fn charge(&mut self, index: usize, used: u64, now: u64) {
+        let beside = self.late_beside(index) + u64::from(self.is_beside_ungranted(now));
+        if let Some(holder) = self.holder.as_mut().filter(|holder| holder.index == index) {
+            holder.used = holder.used.saturating_add(used);
+        }
+        self.law.charge(index, used / (1 + beside), now);
+    }
+
+    fn is_beside_ungranted(&self, now: u64) -> bool {
+        matches!(self.unexplained, Some((Unexplained::Ungranted, until)) if now < until)
+    }
+
+    /// Whether the page of a share shows less than the share uses.
+    fn has_low_charges(&self, index: usize, now: u64) -> bool {
+        let Some((Unexplained::LowCharges(low), until)) = &self.unexplained else { return false };
+        now < *until && low.contains(&self.seats[index].key)
     }
 
     /// Makes the current quantum a short one if the share, which has begun to wait, precedes the holder.
@@ -444,8 +524,11 @@ impl DeviceQuanta {
             if seat.seen.works == Some(holder.number) && seat.late.is_none() {
                 seat.late = Some(holder.number);
             }
-            let used = used / (1 + self.late_beside(holder.index));
-            self.law.charge(holder.index, used, now);
+            self.charge(holder.index, used, now);
+            if self.has_low_charges(holder.index, now) {
+                let shown = holder.used.saturating_add(used);
+                self.charge(holder.index, now.saturating_sub(holder.began).saturating_sub(shown), now);
+            }
         }
     }
 
@@ -472,14 +555,16 @@ impl DeviceQuanta {
             Next::Tokens { at } => self.next = self.next.min(at),
             Next::Grant { index, length } => {
                 let is_contended = self.is_contended(index);
-                self.number = self.number.wrapping_add(1).max((now / 1_000_000) as u32).max(1);
+                self.number = self.number.wrapping_add(1).max(first_number(now)).max(1);
                 let ends = if is_contended { now + length } else { 0 };
                 let seat = &mut self.seats[index];
                 seat.usage.hand_overs += 1;
                 seat.grant(self.number, ends);
                 let charged = seat.seen.charged;
+                seat.charged_at = now;
+                let number = self.number;
                 self.holder =
-                    Some(Holder { index, number: self.number, began: now, ends, paused: None, charged });
+                    Some(Holder { index, number, began: now, ends, paused: None, charged, used: 0 });
                 self.next = self.next.min(if is_contended { ends + PAUSE_NS } else { now + LATE_NS });
             }
         }
@@ -489,6 +574,10 @@ impl DeviceQuanta {
     fn renew(&mut self, now: u64) {
         if now < self.renewed + RENEW_NS {
             return;
+        }
+        if self.renewed > 0 && now >= self.renewed + EXPIRE_NS {
+            // Shares went by their own buckets since then, and kernels of that time may still run.
+            self.seats.iter_mut().for_each(|seat| seat.expect_earlier_work(now));
         }
         self.renewed = now;
         for (seat, ledger) in self.seats.iter().zip(&self.law.ledgers) {
@@ -506,7 +595,7 @@ impl DeviceQuanta {
 }
 
 impl Seat {
-    fn new(planned: &PlannedShare) -> io::Result<Self> {
+    fn new(planned: &PlannedShare, now: u64) -> io::Result<Self> {
         let file = identity(&planned.policy)?;
         let page = MappedPolicy::open(&planned.policy)?;
         page.page().ok_or(io::ErrorKind::InvalidData)?;
@@ -518,14 +607,19 @@ impl Seat {
             door: Arc::new(Door::of(&planned.account)?),
             doorbell: 0,
             compute: planned.compute,
+            joined: now,
             seen: Seen::default(),
             waited: false,
             slept_at: None,
             late: None,
             ends: None,
             usage: QuantumUsage::default(),
+            log: GrantLog::default(),
+            earlier: None,
+            charged_at: now,
         };
-        seat.look(0);
+        seat.look(now);
+        seat.begin_log(now);
         Ok(seat)
     }
 
@@ -533,6 +627,26 @@ impl Seat {
         self.key == planned.key
             && Arc::ptr_eq(&self.account, &planned.account)
             && identity(&planned.policy).is_ok_and(|file| file == self.file)
+    }
+
+    fn begin_log(&mut self, now: u64) {
+        self.log = GrantLog::new(now);
+        if self.seen.has_process {
+            self.expect_earlier_work(now);
+        }
+    }
+
+    fn expect_earlier_work(&mut self, now: u64) {
+        self.log.forget(now + EARLIER_KERNEL_NS);
+        let (charged, number) = (self.usage.used_ns, first_number(now));
+        self.earlier = Some(EarlierWork { charged, number, has_worked: false });
+    }
+
+    fn grants(&self, now: u64) -> ShareGrants {
+        let works = self.log.is_open() && self.seen.works.is_some();
+        let pending = if works { now.saturating_sub(self.charged_at).min(PENDING_MAX_NS) } else { 0 };
+        let level = ShareLevel { charged: self.usage.used_ns, pending, granted: self.log.total(now) };
+        ShareGrants { key: self.key.clone(), log: self.log.clone(), level }
     }
 
     /// It has a quantum and still waits for it. A process that has worked in it may wait for the next one by
@@ -592,9 +706,30 @@ impl Seat {
         self.slept_at = self.slept_at.filter(|slept_at| *slept_at == doorbell);
         self.seen.waits &= self.slept_at.is_none();
         let used = if before.is_cut { 0 } else { seen.charged.saturating_sub(before.charged) };
+        // The GPU cannot have served it for longer, and a forged charge must not become a debt.
+        let used = used.min(now.saturating_sub(self.joined).saturating_sub(self.usage.used_ns));
         self.usage.used_ns += used;
+        if used > 0 {
+            self.charged_at = now;
+        }
+        if let Some(earlier) = &mut self.earlier {
+            earlier.has_worked |= seen.works > Some(earlier.number);
+        }
+        let is_over = |earlier: EarlierWork| {
+            self.usage.used_ns > earlier.charged || earlier.has_worked && seen.works.is_none()
+        };
+        if self.earlier.is_some_and(is_over) {
+            self.earlier = None;
+            self.log.learn(now);
+        }
         used
     }
+}
+
+/// The lowest number of a quantum that begins now: in milliseconds of the clock, so that no earlier
+/// agent has used it.
+fn first_number(now: u64) -> u32 {
+    (now / 1_000_000) as u32
 }
 
 /// The doorbell of an account, and what its slots say.
@@ -609,11 +744,13 @@ fn read(account: &File, is_late: bool) -> Option<(u32, Seen)> {
         page.truncate(length);
     }
     let snapshot = Snapshot::new(&page).ok()?;
-    let mut seen = Seen { charged: snapshot.charged_ns(), ..Seen::default() };
+    let bucket = Bucket { balance: snapshot.balance(), refilled_at: snapshot.refilled_at() };
+    let mut seen = Seen { charged: snapshot.charged_ns(), bucket, ..Seen::default() };
     for slot in snapshot.slots() {
         let Some((state, number)) = slot.quantum.filter(|_| slot.owner.state() == SlotState::Live) else {
             continue;
         };
+        seen.has_process = true;
         seen.begun = seen.begun.max(Some(number));
         match state {
             QuantumState::Working => {

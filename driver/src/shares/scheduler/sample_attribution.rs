@@ -15,14 +15,15 @@ use std::time::{Duration, Instant};
 /// A share that was active within this time may still be. A share with a third of the time that
 /// reports nothing may be named by none of five samples a second for a second or two.
 const LATELY: Duration = Duration::from_secs(5);
-/// What is remembered of a GPU.
+/// The state of a GPU.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct AttributionState {
     /// NVML's samples were seen to be per process. Until then they may name one process each, as on
     /// most GPUs. All five samples of a second may name the share with most of the time, so taking
     /// them as each share's own time would be wrong by half.
     pub(crate) is_per_process: bool,
-    /// When a share was last seen to work, by its word or by samples; `None`: somebody without one.
+    /// When a share was last seen to work, by its report or by samples; `None`: a process without a
+    /// share.
     worked: BTreeMap<Option<ShareKey>, Instant>,
 }
 
@@ -64,7 +65,7 @@ pub(crate) fn attribute(
     Some(times.values().map(|percent| percent_to_ns(*percent)).sum::<u64>().min(NS_PER_SECOND))
 }
 
-/// Whoever has ended is of none either.
+/// Whether a process belongs to no share. A process that has ended belongs to none.
 fn is_of_none(snapshot: &Snapshot, pid: u32) -> bool {
     snapshot.processes.get(&pid).is_none_or(|process| snapshot.shares_of(process).is_empty())
 }
@@ -96,7 +97,7 @@ mod tests {
             ..ShareTime::default()
         };
         let now = Instant::now();
-        // Of the shares what each is told to have had and says it had, and of whom samples tell.
+        // For each share its measured and its reported time, and the processes that samples name.
         let check = |is_per_process: Option<bool>,
                      all: [(u64, u64); 2],
                      told: &[(u32, u32)],
@@ -117,10 +118,10 @@ mod tests {
         check(Some(true), both, &[(7, 80)], None);
         // Nothing was seen of it yet.
         check(None, both, &[(7, 80)], Some(80));
-        // One works alone, or beside somebody without a share.
+        // One share works alone, or beside a process without a share.
         check(Some(false), [(30, 30), (0, 0)], &[(7, 30)], None);
         check(Some(false), [(30, 30), (0, 0)], &[(7, 30), (8, 40)], Some(70));
-        // What was seen once holds.
+        // A result is kept.
         for is_per_process in [true, false] {
             let mut memory = AttributionState::default();
             let mut metered = one.map(|(busy, charged)| says(busy, charged));
@@ -136,7 +137,8 @@ mod tests {
             let whole = attribute(&snapshot, &times(&[(7, 80)]), None, &mut metered, &mut memory, now);
             assert_eq!(whole.is_none(), is_per_process);
         }
-        // Nobody named the other one for a second, which says nothing: it may have had as much all the same.
+        // No sample named the other share for a second, which proves nothing: it may have used as
+        // much time.
         let mut memory = AttributionState::default();
         let mut metered = one.map(|(busy, charged)| says(busy, charged));
         attribute(&snapshot, &times(&[(7, 60), (8, 20)]), Some(false), &mut metered, &mut memory, now);

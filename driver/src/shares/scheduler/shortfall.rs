@@ -8,29 +8,30 @@
 
 use std::time::Duration;
 
-/// Half of what is made up for is forgotten in so long.
+/// Half-life of the correction.
 const HALF: Duration = Duration::from_millis(4000);
-/// So much of what is lacking is made up for in a second.
+/// Part of the shortfall that is corrected per second.
 const FOLLOWED: f64 = 1.0;
 /// NVML tells whole per cent, so that less than this is nothing; in seconds a second, as all of these.
 const SLACK: f64 = 0.005;
-/// What each is given at most.
+/// Maximum correction of a share.
 const MOST: f64 = 0.01;
-/// Who is to have less than this is given nothing.
+/// A share with a smaller target is not corrected.
 pub(crate) const LEAST: f64 = 1e-4;
 
-/// What is made up for after a look, at which shares were to have so much together and the device had that.
+/// The correction after a measurement, by the sum of the targets and the time that the device was
+/// busy.
 pub(crate) fn after(before: f64, due: f64, had: f64, since: Duration) -> f64 {
     let lacks = FOLLOWED * since.as_secs_f64() * (due - had - SLACK);
     (before * kept(since, HALF) + lacks).clamp(0.0, 1.0)
 }
 
-/// By what factor a share is given more that is to have so much, where all are given such a part.
+/// The factor by which a share with this target is granted more, by the common correction.
 pub(crate) fn more(part: f64, due: f64) -> f64 {
     if due < LEAST { 1.0 } else { 1.0 + part.min(MOST / due) }
 }
 
-/// What of something is left after so long, if after that time it is a half.
+/// The part that remains after this time with this half-life.
 pub(crate) fn kept(since: Duration, half: Duration) -> f64 {
     0.5_f64.powf(since.as_secs_f64() / half.as_secs_f64())
 }
@@ -42,7 +43,7 @@ mod tests {
 
     const LOOK: Duration = Duration::from_secs(1);
 
-    /// What shares have, in points, that are to have so many and without this would have others.
+    /// The final part of shares, in points, by their target and their part without the correction.
     fn settles(due: f64, without: f64, looks: usize) -> f64 {
         let had = |lack: f64| without / 100.0 * (1.0 + lack / (due / 100.0));
         let lack = (0..looks).fold(0.0, |lack, _| after(lack, due / 100.0, had(lack), LOOK));

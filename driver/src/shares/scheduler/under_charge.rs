@@ -13,7 +13,7 @@ use crate::shares::snapshot::ShareKey;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Half of what is believed of the last looks was so long ago.
+/// Half-life of earlier measurements.
 const HALF: Duration = Duration::from_millis(700);
 
 /// The time of the device and its shares in the last snapshots, weighted by age, and the factor by
@@ -28,7 +28,7 @@ pub(crate) struct UnderCharge {
     shares: BTreeMap<ShareKey, Sums>,
 }
 
-/// Of a share: nanoseconds, and the factor, from 1 on.
+/// Sums of a share in nanoseconds, and its factor, at least 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Sums {
     charged: f64,
@@ -41,11 +41,11 @@ impl UnderCharge {
         self.shares.get(share).map_or(1.0, |sums| sums.more)
     }
 
-    /// After a time in which the device was at work for so many nanoseconds a second; where nobody
-    /// knows, all stays as it was.
+    /// The state after a measurement of the device's active time, in nanoseconds per second.
+    /// Without a measurement the state stays.
     pub(crate) fn after(&self, active: Option<u64>, parts: &[(ShareKey, Part)], since: Duration) -> Self {
         let Some(active) = active else { return self.clone() };
-        // Of shares beside which others work now, what was before says nothing.
+        // Measurements of a share with other co-runners do not apply any more.
         let are_same = self.shares.len() == parts.len()
             && parts.iter().all(|(share, _)| self.shares.contains_key(share));
         let kept = if are_same { kept(since, HALF) } else { 0.0 };
@@ -60,14 +60,14 @@ impl UnderCharge {
         let mut shares: BTreeMap<ShareKey, Sums> = parts.iter().map(sums).collect();
         let (time, active) = (self.time * kept + seconds, self.active * kept + active as f64 * seconds);
         let factor = factor(active, shares.values());
-        // Who had next to nothing tells nothing.
+        // A share with almost no time gives no information.
         for sums in shares.values_mut().filter(|sums| sums.charged >= QUANTUM as f64 * time) {
             sums.more = factor.min(sums.most());
         }
         Self { time, active, shares }
     }
 
-    /// What each had by that.
+    /// The corrected time of each share.
     pub(crate) fn added(&self, parts: Vec<(ShareKey, Part)>) -> Vec<(ShareKey, Part)> {
         let add = |(share, part): (ShareKey, Part)| {
             let charged = (part.charged as f64 * self.more(&share)) as u64;
@@ -84,7 +84,7 @@ impl Sums {
     }
 }
 
-/// The factor, the same for all as far as each may have had so much, that explains what the device had.
+/// The common factor that explains the device's time, limited by the maximum of each share.
 fn factor<'a>(active: f64, shares: impl Iterator<Item = &'a Sums>) -> f64 {
     let mut by_most: Vec<&Sums> = shares.collect();
     by_most.sort_by(|one, other| one.most().total_cmp(&other.most()));
@@ -107,12 +107,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// That was charged and spared so many points.
+    /// A share with these charged and undercharged points.
     fn spared(charged: u64, spared: u64) -> Part {
         Part { spared: spared * POINT, ..part(charged, 0) }
     }
 
-    /// What is known after ten looks of a second at which the device had so much.
+    /// The state after ten measurements of a second with this active time of the device.
     fn after(active: u64, parts: &[Part]) -> Vec<f64> {
         let parts: Vec<_> = parts.iter().enumerate().map(|(number, part)| (key(number), *part)).collect();
         let look = |spared: UnderCharge, _| spared.after(Some(active), &parts, Duration::from_secs(1));
@@ -134,7 +134,7 @@ mod tests {
         // The kernels of one do not vary.
         check(85, &[spared(30, 0), spared(50, 20)], &[1.0, 1.1]);
         check(90, &[spared(40, 2), spared(20, 10), spared(20, 10)], &[1.05, 1.2, 1.2]);
-        // What nobody explains is nobody's.
+        // Unexplained time is charged to no share.
         check(99, &[spared(30, 3), spared(50, 5)], &[1.1, 1.1]);
         check(99, &[spared(0, 50), spared(50, 50)], &[1.0, 1.98]);
     }
@@ -155,7 +155,7 @@ mod tests {
         check(&after(&first, None, 700), 1.2);
         // Two thirds of what counts are of the second look.
         check(&after(&first, Some(54), 700), 1.12);
-        // What was too little in one look makes up for too much in another.
+        // A deficit in one measurement offsets an excess in another.
         check(&after(&after(&UnderCharge::default(), Some(45), 700), Some(55), 700), 1.033);
     }
 

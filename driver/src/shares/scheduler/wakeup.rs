@@ -8,10 +8,11 @@
 
 use super::TimeLaw;
 use super::doorbell::{self, WakeReason};
+use super::explained::Unexplained;
 use super::fast_sampling::ActivityChange;
 use super::grant_table::{GrantSummary, GrantTable, PlannedShare};
-use super::quantum_table::{QuantumTable, QuantumUsage};
-use crate::shares::snapshot::{ShareKey, monotonic_ns};
+use super::quantum_table::{QuantumTable, QuantumUsage, ShareGrants};
+use crate::shares::snapshot::{Device, ShareKey, monotonic_ns};
 use divvy_pages::GpuUuid;
 use rustix::process::setpriority_process;
 use rustix::thread::futex::{self, Flags};
@@ -26,9 +27,9 @@ use tokio::sync::Notify;
 /// A wait that has no end of its own ends by then, in nanoseconds.
 const LONGEST: u64 = 3_600_000_000_000;
 const NAME: &str = "share-bell";
-/// It goes before other work of the node: what it does is short, and whoever precedes others waits
-/// for it, as do these after that. Put off behind who computes it is interrupted at each fifth
-/// turn. Source: setpriority(2).
+/// It runs before other work of the node: its work is short, and shares of high priority wait for
+/// it, and then all others. At normal priority, other programs delay it at each fifth turn. Source:
+/// setpriority(2).
 const NICE: i32 = -10;
 
 /// The thread, and what it shares with audits. It ends when this is dropped.
@@ -55,7 +56,7 @@ impl WakeupThread {
         Self { common: Arc::new(Common { law, ..Common::default() }), thread: Mutex::default() }
     }
 
-    /// What the shares of a GPU were granted since this was last asked, up to so long ago.
+    /// The grants of the shares of a GPU since the previous call, up to `ago` before now.
     pub(crate) fn since(&self, gpu: GpuUuid, ago: Duration) -> BTreeMap<ShareKey, GrantSummary> {
         self.common.desk().since(gpu, monotonic_ns().saturating_sub(ago.as_nanos() as u64))
     }
@@ -100,6 +101,16 @@ impl WakeupThread {
         self.common.quanta().usage(gpu, monotonic_ns())
     }
 
+    /// The grants and charges of the shares of that GPU that launch under quanta, by device.
+    pub(crate) fn grants(&self, gpu: GpuUuid) -> BTreeMap<Device, Vec<ShareGrants>> {
+        self.common.quanta().grants(gpu, monotonic_ns())
+    }
+
+    /// Corrects the charges of a device, which do not explain its active time.
+    pub(crate) fn correct(&self, device: &Device, unexplained: Unexplained) {
+        self.common.quanta().correct(device, unexplained, monotonic_ns());
+    }
+
     /// The shares of devices on which all can be granted exclusive quanta, and the others.
     fn by_law(&self, shares: Vec<PlannedShare>) -> (Vec<PlannedShare>, Vec<PlannedShare>) {
         let is_paced = |share: &PlannedShare| self.common.law == TimeLaw::Rates || !share.suits_quanta;
@@ -114,8 +125,8 @@ impl WakeupThread {
         self.common.quanta().keep(&are_there);
     }
 
-    /// Has these shares of a GPU take turns of so many nanoseconds, or, where there are none, work
-    /// side by side.
+    /// The shares of a GPU take turns of `quantum` nanoseconds, or run concurrently if the list is
+    /// empty.
     pub(crate) fn set_turns(&self, gpu: GpuUuid, order: Vec<ShareKey>, quantum: u64) {
         if self.common.desk().turns(gpu, order, quantum, monotonic_ns()) {
             self.start();

@@ -3,8 +3,11 @@
 use super::fixture::{Process, TestContainer, device};
 use super::throttle::{CALL, Gpu, MS, On, PROGRAMS, SECOND, US, compute_share, launch, vary};
 use crate::System;
+use crate::throttle::Bucket;
 use divvy_pages::account::QuantumState;
-use divvy_pages::policy::UNBOUNDED;
+use divvy_pages::policy::{UNBOUNDED, accrued};
+use divvy_pages::sync::Ordering::Relaxed;
+use proptest::prelude::*;
 
 /// A share with this number of per cent, whose launches need a quantum, as long as the test lasts.
 fn exclusive_share(cores: u32) -> TestContainer {
@@ -125,6 +128,56 @@ fn processes_of_a_share_are_charged_the_union() {
     let account = container.pages().1;
     assert_eq!(account.charge_interval(100, 300), 200);
     assert_eq!(account.charge_interval(200, 400), 100);
+}
+
+#[test]
+fn share_that_gets_a_ceiling_does_not_pay_for_earlier_time() {
+    let container = exclusive_share(0);
+    let (policy, account) = container.pages();
+    policy.grant_quantum(1, 0);
+    let process = container.process(1);
+    let gpu = Gpu::new(process.system());
+    let work_until = |end: u64| {
+        while process.system().now() < end {
+            launch(device(&process), &gpu, 0, 1, MS, true);
+        }
+    };
+    work_until(20 * SECOND);
+    let debt = -account.balance().load(Relaxed);
+    assert!(debt <= 20 * MS as i64, "{debt} ns");
+    policy.grant(30 * SECOND / 100, u64::MAX);
+    let got = |from: u64, to: u64| gpu.busy_ns(from, to) as f64 / (to - from) as f64 * 100.0;
+    work_until(26 * SECOND);
+    let (soon, later) = (got(20 * SECOND, 21 * SECOND), got(21 * SECOND, 26 * SECOND));
+    assert!((25.0..=35.0).contains(&soon) && (later - 30.0).abs() < 1.0, "{soon} {later}");
+}
+
+proptest! {
+    /// Whatever a share is charged, and however its ceiling changes: without a ceiling it owes at most
+    /// its burst, and with one at most what it used beyond the rate. It never has more than its burst
+    /// and one hand-over.
+    #[test]
+    fn debts_are_bounded(
+        steps in prop::collection::vec((0..3 * SECOND, 0..2 * SECOND, prop::option::of(1..SECOND)), 1..80),
+    ) {
+        let container = exclusive_share(0);
+        let page = container.pages().1;
+        let burst = 20 * MS;
+        let (mut now, mut owed) = (SECOND, 0_i64);
+        page.refilled_at().store(now, Relaxed);
+        for (pause, charged, rate) in steps {
+            now += pause;
+            let (rate, charged) = (rate.unwrap_or(UNBOUNDED), charged as i64);
+            let filled = now - page.refilled_at().load(Relaxed) < 2 * US;
+            owed = (owed - if filled { 0 } else { accrued(rate, pause) }).max(0) + charged;
+            if rate == UNBOUNDED {
+                owed = owed.min(burst as i64);
+            }
+            Bucket { page, rate, burst }.charge(charged, now);
+            let balance = page.balance().load(Relaxed);
+            prop_assert!(balance >= -owed && balance <= 2 * burst as i64, "{balance}, {owed}");
+        }
+    }
 }
 
 #[test]

@@ -25,6 +25,9 @@ const BATCH_NS: u64 = 2_000_000;
 const BATCH_PERIODS_PER_SECOND: u64 = 64;
 /// Extra tokens taken with each grant, in nanoseconds, so that many launches share one page access.
 const GRANT_EXTRA_NS: i64 = 500_000;
+/// Tokens that a share saves beyond its burst while another share has the device, in nanoseconds: one
+/// quantum, as the node saves them.
+const HAND_OVER_NS: u64 = 20_000_000;
 /// Minimum interval between refills, in nanoseconds, to limit writes to the shared page.
 const REFILL_INTERVAL_NS: u64 = 2_000;
 
@@ -41,6 +44,10 @@ pub(crate) struct Bucket<'a> {
 impl Bucket<'_> {
     /// Adds the tokens accrued until `now`.
     fn fill(&self, now: u64) {
+        self.fill_up_to(self.burst, now);
+    }
+
+    fn fill_up_to(&self, most: u64, now: u64) {
         let last = self.page.refilled_at().load(Acquire);
         let since = now.saturating_sub(last);
         // A refill time in the future is invalid; refilling restarts at `now`.
@@ -50,7 +57,7 @@ impl Bucket<'_> {
             return;
         }
         // A share without a limit saves no unused time.
-        let most = if self.rate == UNBOUNDED { 0 } else { i64::try_from(self.burst).unwrap_or(i64::MAX) };
+        let most = if self.rate == UNBOUNDED { 0 } else { i64::try_from(most).unwrap_or(i64::MAX) };
         let accrued = accrued(self.rate, since);
         let more = |balance: i64| Some(balance.saturating_add(accrued).min(most));
         let _ = self.page.balance().fetch_update(AcqRel, Acquire, more);
@@ -65,6 +72,21 @@ impl Bucket<'_> {
         let need = i64::try_from(need).unwrap_or(i64::MAX);
         let balance = self.page.balance().load(Acquire).saturating_sub(need);
         if balance > 0 { Ok(()) } else { Err(self.pause(balance)) }
+    }
+
+    /// Charges work that has completed. The tokens that accrued meanwhile are added first, and a share
+    /// that waited for its quantum keeps those of one hand-over beyond the burst.
+    ///
+    /// A share without a limit owes at most its burst: it may get a ceiling at any time, and must not
+    /// pay then for the time before.
+    pub(crate) fn charge(&self, charged: i64, now: u64) {
+        self.fill_up_to(self.burst.saturating_add(HAND_OVER_NS), now);
+        let least = match self.rate {
+            UNBOUNDED => i64::try_from(self.burst).map_or(i64::MIN, |burst| -burst),
+            _ => i64::MIN,
+        };
+        let left = |balance: i64| Some(balance.saturating_sub(charged).max(least));
+        let _ = self.page.balance().fetch_update(AcqRel, Acquire, left);
     }
 
     /// Takes at least `need` nanoseconds if the balance is positive. At the rate of the whole

@@ -26,7 +26,7 @@ fn wanted(terms: Entitlement, seen: Seen) -> u64 {
     terms.wants(seen, seen.is_held_up())
 }
 
-/// What NVML tells of so many nanoseconds: whole per cent.
+/// This time as NVML reports it: in whole per cent.
 fn told(busy: u64) -> u64 {
     (busy + POINT / 2) / POINT * POINT
 }
@@ -72,7 +72,7 @@ fn seen() -> impl Strategy<Value = Seen> {
     (0..=NS_PER_SECOND, waited).prop_map(|(busy, waited)| Seen { busy, charged: busy, waited })
 }
 
-/// What a tenant may have written.
+/// A value that a tenant may have written.
 fn word() -> impl Strategy<Value = u64> {
     prop_oneof![any::<u64>(), Just(u64::MAX)]
 }
@@ -111,7 +111,7 @@ proptest! {
     ) {
         let mut share = Share::new(fixed(percent));
         let had: Vec<u64> = (0..6).map(|_| share.busy_second(model)).collect();
-        // Who has too little at first may just have begun.
+        // A share with too little time at first may just have begun.
         for had in &had[if model > 1.0 { 2 } else { 3 }..] {
             // NVML's rounding, once when it is corrected and once when that is paid back.
             prop_assert!(had.abs_diff(percent * POINT) <= POINT * 3 / 2, "{had:?}");
@@ -257,8 +257,8 @@ fn waking_share_has_its_guarantee() {
     assert_eq!(woken(Entitlement { guarantee: 0, ceiling: NS_PER_SECOND, weight: 1 }), 5);
 }
 
-/// The memory of a share of 50 % beside others that had so many points in so many milliseconds, and
-/// waited or not.
+/// The state of a share of 50 % beside others that used these points in this time, and waited or
+/// not.
 fn after(memory: ControllerState, busy: u64, charged: u64, waits: bool, ms: u64) -> ControllerState {
     let waited = if waits { NS_PER_SECOND } else { 0 };
     let seen = Seen { busy: busy * POINT, charged: charged * POINT, waited };
@@ -283,7 +283,7 @@ fn granted(trim: f64) -> ControllerState {
 fn unused_rate_is_cut_at_once() {
     let trim = |waits| after(granted(1.75), 55, 55, waits, 1000).trims[1];
     assert_eq!(trim(false), SPARE);
-    // Who waits may have had more by chance.
+    // A share that waits may have had more by chance.
     assert_eq!(trim(true), (1.75 + SPARE) / 2.0);
     let honest = after(granted(1.75), 55, 96, true, 1000).trims[1];
     assert!((1.6..1.7).contains(&honest), "{honest}");
@@ -384,7 +384,8 @@ fn earlier_shortfall_offsets_later_excess() {
     let lacked = after(granted(1.0), 30, 50, true, 1000);
     assert_eq!(lacked.debt, -20 * signed(POINT));
     assert_eq!(after(lacked, 65, 100, true, 1000).debt, -5 * signed(POINT));
-    // But who does not wait for it lacks nothing, nor who was never believed.
+    // A share that does not wait lacks nothing, and neither does one whose reports were never
+    // believed.
     assert_eq!(after(granted(1.0), 30, 30, false, 1000).debt, -5 * signed(POINT));
     assert_eq!(after(ControllerState { believed: false, ..granted(1.0) }, 30, 30, false, 1000).debt, 0);
 }

@@ -16,7 +16,7 @@ const MOST: usize = 1024;
 /// PercentByPid in nanoseconds of any one clock.
 #[derive(Debug)]
 pub(crate) struct GrantHistory {
-    /// What was before has been told.
+    /// The begin of the current summary.
     began: u64,
     spells: VecDeque<Spell>,
     /// When it came to rest or began.
@@ -26,7 +26,7 @@ pub(crate) struct GrantHistory {
     has_moved: bool,
 }
 
-/// What held from a moment on.
+/// The grant that held from a moment on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Spell {
     from: u64,
@@ -47,7 +47,7 @@ impl GrantHistory {
         }
     }
 
-    /// From then on, whatever was to be later: that, or nothing at all if it is kept out.
+    /// Replaces all later entries by this grant, or by none if its gate is closed.
     pub(crate) fn holds(
         &mut self,
         memory: &controller::ControllerState,
@@ -75,7 +75,7 @@ impl GrantHistory {
         }
     }
 
-    /// By the mean of the time since this was last asked: what was granted and allowed; and beside whom.
+    /// Means over the time since the previous call: granted and allowed time, and the co-runners.
     pub(crate) fn until(&mut self, until: u64) -> ((u64, u64), CoRunners) {
         let began = self.began;
         self.began = began.max(until);
@@ -103,7 +103,7 @@ impl GrantHistory {
         let changes =
             turns.filter(|(one, next)| one.is_beside != next.is_beside && within(next.from)).count();
         let moves = self.moves.iter().filter(|at| within(**at)).count();
-        // Who begins and rests again and again, and who is beside such a one, is met on the mean.
+        // Intermittent shares, and shares beside them, are counted by their means.
         let had_changed = std::mem::replace(&mut self.has_changed, changes > 0);
         let had_moved = std::mem::replace(&mut self.has_moved, moves > 0);
         let company = CoRunners {
@@ -133,7 +133,7 @@ mod tests {
     const MS: u64 = 1_000_000;
     const POINT: u64 = NS_PER_SECOND / 100;
 
-    /// So many points, by that trim beside others.
+    /// This grant in points, with this trim beside others.
     fn granted(points: u64, trim: f64) -> ControllerState {
         let terms = Entitlement { guarantee: points * POINT, ceiling: points * POINT, weight: 1 };
         ControllerState::inherited([1.0, trim].map(f64::to_bits)).rate(terms, points * POINT, true).1

@@ -18,40 +18,40 @@ use std::sync::Arc;
 
 /// Between two looks at who is awake and in debt, or cannot be heard, in nanoseconds.
 pub(crate) const TICK: u64 = 10_000_000;
-/// For so long a rate holds: an audit may come late, and two may be lost.
+/// Validity of a rate in nanoseconds: an audit may be late, and two may be lost.
 pub(crate) const GRANT: u64 = 3_500_000_000;
-/// Rates that ended so long ago tell nothing any more.
+/// Rates that ended this long ago are ignored, in nanoseconds.
 const STALE: u64 = 60_000_000_000;
-/// Who has so little left, in nanoseconds of GPU time, may be waiting for more.
+/// A share with at most this balance, in nanoseconds of GPU time, may be waiting for more.
 const SCARCE: i64 = 500_000;
-/// So long after it rang a share was seen by an audit, all of it.
+/// An audit this long after a ring has seen the share at work, in nanoseconds.
 const SEEN: u64 = 1_100_000_000;
-/// Who launched last so long ago does not work any more: of who keeps others out, and of the rest,
-/// to whom it matters less and who sleep longer between launches.
+/// Idle timeouts in nanoseconds: of shares that block others, and of all other shares. The latter
+/// sleep longer between launches, and their delay matters less.
 pub(crate) const HOLD: u64 = 15_000_000;
 pub(crate) const RESTS: u64 = 75_000_000;
-/// Who rings again so soon after it came to rest comes and goes: the next time it is given twice as
-/// long, up to the most. It is met on the mean of a second, and to lend what it leaves for a moment
-/// would have the pages of all others change.
+/// A share that rings again within this time is intermittent: its next idle timeout is twice as
+/// long, up to [`MOST`]. Lending its time for a moment would change the pages of all other shares.
 const SOON: u64 = 2 * RESTS;
 pub(crate) const MOST: u64 = 4 * RESTS;
 /// A share that was active for long gets a longer idle timeout: its active time divided by this, up
 /// to [`MOST`]. So a larger part of its time is never lost.
 pub(crate) const STEADY: u64 = 32;
-/// Who has just rung is taken to launch for so long: a look that goes by the first launch alone
-/// would be too soon.
+/// A share that has just rung is expected to launch for this time, in nanoseconds. A check of the
+/// first launch alone would be too early.
 pub(crate) const BURST: u64 = 5_000_000;
-/// For so long a look waits for something else that wakes the thread: at those who are awake, and
-/// at the rest.
+/// A check waits for this time for another event that wakes the thread: for active shares, and for
+/// others.
 pub(crate) const WAITS: [u64; 2] = [6_000_000, 15_000_000];
 /// Between two looks at one of the rest, in nanoseconds.
 const LOOK: u64 = 20_000_000;
-/// One of them is looked at so much sooner where somebody looks at its neighbours.
+/// A share is checked earlier by this time if a neighbour is checked, in nanoseconds.
 const SOONER: u64 = 5_000_000;
-/// A gate that opens by itself within so long is left to that.
+/// A gate that opens by itself within this time is left alone, in nanoseconds.
 pub(crate) const PATIENCE: u64 = HOLD;
 
-/// Until when a gate is closed, and when that is to be said anew; never, if it opens then.
+/// The time until which a gate is closed, and the time of its next renewal; never, if it opens
+/// then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Out {
     pub(crate) until: u64,
@@ -79,16 +79,16 @@ pub(crate) struct PlannedShare {
     pub(crate) standing: ShareStatus,
 }
 
-/// What a share was granted since the last audit.
+/// The grants of a share since the last audit.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct GrantSummary {
     /// By the mean.
     pub(crate) memory: controller::ControllerState,
-    /// What it wanted then, if it was kept out meanwhile.
+    /// Its demand before its gate was closed in the meantime.
     pub(crate) wanted: Option<u64>,
     /// The highest rate that its page has told since then, of the library's nanoseconds a second; 0: none.
     pub(crate) highest: u64,
-    /// Beside whom; what they had is for NVML to say.
+    /// Its co-runners; their usage is measured by NVML.
     pub(crate) company: CoRunners,
 }
 
@@ -126,7 +126,7 @@ pub(crate) struct ShareState {
     /// Since when, and how long it is to launch nothing before that is so.
     rested: u64,
     patience: u64,
-    /// It matters to nobody when it comes to rest.
+    /// The end of its activity may be noticed late.
     pub(crate) is_moot: bool,
     /// It worked, as far as is known.
     pub(crate) has_worked: bool,
@@ -145,7 +145,7 @@ impl ShareState {
         let page = MappedPolicy::open(&planned.policy)?;
         let mut standing = planned.standing;
         let words = page.page().ok_or(io::ErrorKind::InvalidData)?;
-        // Of an agent before this one.
+        // The grant of an earlier agent.
         if words.granted(now.saturating_sub(STALE)).is_some() {
             standing.memory = controller::ControllerState::inherited(words.agent_state());
         }
@@ -200,13 +200,13 @@ impl ShareState {
         Self { standing, says: None, ..self }
     }
 
-    /// Whether it is to be looked at for what it may have come to, where somebody looks at its GPU.
+    /// Whether its activity must be checked when its GPU is checked.
     pub(crate) fn is_due(&self, now: u64) -> bool {
         let soon = if self.standing.is_awake { 0 } else { SOONER };
         self.is_watched() && self.due() <= now.saturating_add(soon)
     }
 
-    /// It works and may come to rest. Who is kept out cannot show what it wants.
+    /// It works and may become idle. A share whose gate is closed cannot show its demand.
     pub(crate) fn is_watched(&self) -> bool {
         self.is_at_work() && self.is_seen() && !self.is_out
     }
@@ -217,18 +217,18 @@ impl ShareState {
             true if self.has_just_rung() => (0, BURST + BURST / 2),
             true => {
                 let rests = self.works.max(self.woke.saturating_add(BURST)).saturating_add(HOLD);
-                // Who is in debt does not rest by then.
+                // A share in debt is not idle by then.
                 (rests, if rests > self.looked { 0 } else { TICK })
             }
             false => (self.works.max(self.woke).saturating_add(self.patience()), LOOK),
         };
-        // Who was kept out has not shown yet whether it goes on.
+        // A share whose gate was closed has not shown yet whether it continues.
         rests.max(self.looked + pause).max(self.opened + TICK)
     }
 
-    /// It keeps others out, and has not been looked at since it rang. The first look at such a one
-    /// comes sooner: what is short is over by then, and the gates open by themselves if it does not
-    /// ring again.
+    /// It blocks others, and was not checked since it rang. The first check of such a share is
+    /// earlier: short work has ended by then, and the gates open by themselves unless it rings
+    /// again.
     fn has_just_rung(&self) -> bool {
         self.standing.is_high && self.looked == self.woke
     }
@@ -240,7 +240,7 @@ impl ShareState {
         if self.is_moot { MOST } else { self.patience.max(MOST.min(worked / STEADY)) }
     }
 
-    /// When it is looked at for that though nobody else is.
+    /// The time of this check if no other share is checked.
     pub(crate) fn late(&self) -> u64 {
         if self.standing.is_awake && self.has_just_rung() {
             return self.woke.saturating_add(BURST + HOLD - SPARE);
@@ -294,7 +294,7 @@ impl ShareState {
             }
         }
         self.doorbell = pulse.doorbell;
-        // Who begins for the first time has not been seen to rest, if that was soon.
+        // A share that begins for the first time was not seen idle if that was recent.
         if self.rests != was.1 || self.standing.is_awake && !self.has_worked {
             self.past.moves(now);
         }
@@ -327,7 +327,8 @@ impl ShareState {
             if had.is_asked && !order.is_asked {
                 page.request_wakeup(false, 0);
             }
-            // Who sleeps by the rate that was may have more by now; a little is not worth to be woken.
+            // A share that sleeps by the earlier rate may have more time by now; a small gain is
+            // not worth a wake.
             if had.rate.is_some_and(|had| order.rate > Some(had.saturating_add(had / 2))) {
                 wake(page);
             }
@@ -344,7 +345,7 @@ impl ShareState {
         }
     }
 
-    /// What the doorbell says is read before: a launch that comes in between rings.
+    /// The doorbell is read before: a launch in between rings.
     fn ask(&mut self, now: u64) {
         // Of this very look it is known.
         if self.looked != now || self.is_cut {
@@ -355,7 +356,7 @@ impl ShareState {
             };
             self.doorbell = pulse.doorbell;
         }
-        // Of the clock, so that no agent's number is one that an earlier one has used.
+        // From the clock, so that no earlier agent has used the number.
         self.call = ((now / 1_000_000) as u32).max(self.call + 1) & (u32::MAX >> 2);
         if let Some(page) = self.words() {
             page.request_wakeup(true, self.call);
@@ -389,7 +390,7 @@ impl ShareState {
         }
     }
 
-    /// What its launches are paced by: without a grant by its record, if at all.
+    /// The rate of its launches: without a grant the one of its record, if any.
     fn rate_of(&self, order: GrantUpdate) -> u64 {
         let of_record = if self.standing.is_limited { self.standing.terms.ceiling } else { UNBOUNDED };
         order.rate.unwrap_or(of_record)

@@ -54,7 +54,7 @@ impl Share {
         Self { key: (name.into(), "0".into()), policy: path, account: Arc::new(account), compute, page }
     }
 
-    /// As an audit finds it that wants so many points.
+    /// The plan of an audit in which the share demands these points.
     pub(crate) fn planned(&self, wants: u64) -> PlannedShare {
         let standing = ShareStatus {
             terms: Entitlement::of(self.compute),
@@ -231,7 +231,7 @@ fn correction_for_co_runners_holds_while_there_are_any() {
     let shares = shares(dir.path(), &[of(30, 0, 0), of(60, 0, 0)]);
     let [first, other] = &shares[..] else { panic!("two") };
     let now = 1000 * NS_PER_SECOND;
-    // Of the agent before: kernels look half as long again.
+    // From the earlier agent: kernels look half as long again.
     first.page().grant(45 * POINT, now + NS_PER_SECOND);
     first.page().set_agent_state([1.0, 1.5].map(f64::to_bits));
     let mut desk = GrantTable::default();
@@ -311,7 +311,7 @@ fn first_activity_is_reported_as_a_change() {
     let (mut desk, now) = (GrantTable::default(), 1000 * NS_PER_SECOND);
     desk.plan(GPU, planned(&shares, &[0, 60]), now);
     assert_eq!(desk.moved(now), [ActivityChange { gpu: GPU, is_first: true }], "the other one works");
-    // It has not been idle for so long that it would be seen to rest.
+    // It has not been idle for as long as the idle timeout.
     shares[0].rings(now + 10 * MS);
     desk.tick(now + 10 * MS, &WakeReason::Anybody);
     assert_eq!(desk.moved(now), [ActivityChange { gpu: GPU, is_first: true }]);
@@ -361,7 +361,7 @@ fn new_agent_continues_from_the_page_state() {
     let mut desk = GrantTable::default();
     desk.plan(GPU, planned(&shares, &[30, 100, 0]), now);
     let rates: Vec<_> = shares.iter().map(|share| share.rate(now)).collect();
-    // Of what each is to have now: 30, what that leaves, and what is its own when it wants it.
+    // The targets: 30, the remainder, and the own part of each on demand.
     assert_eq!(rates, [Some(45), Some(87), Some(25)]);
     assert!(shares[2].page().wakeup_request() > 7);
     drop(desk);

@@ -10,12 +10,12 @@ use proptest::prelude::*;
 const POINT: u64 = NS_PER_SECOND / 100;
 const MS: u64 = 1_000_000;
 
-/// What pages are to say, with the parts of these very shares.
+/// The page contents, with the parts of exactly these shares.
 pub(crate) fn orders(shares: &[ShareStatus]) -> Vec<GrantUpdate> {
     super::orders(shares, &parts(shares))
 }
 
-/// A share with that guarantee, ceiling and weight that wants so many points.
+/// A share with this guarantee, ceiling and weight that demands these points.
 fn share(cores: u32, ceiling: u32, weight: u32, wants: u64) -> ShareStatus {
     let compute = Compute { cores, ceiling, weight, ..Compute::default() };
     ShareStatus {
@@ -143,7 +143,7 @@ fn share_waiting_for_its_turn_closes_no_gate() {
         "it precedes who takes none"
     );
     assert!(is_high_at_work(&[first, take(Turn::Own, low), take(Turn::Anothers, low)]), "nor is it in it");
-    // Of one that sleeps the node is told when it wakes, whoever has the turn.
+    // A sleeping share notifies the node when it wakes, whichever share has the turn.
     let asleep = high(share(0, 0, 1, 8));
     for turn in [Turn::Own, Turn::Anothers] {
         assert!(orders(&[take(turn, asleep), low])[0].is_asked);
@@ -151,8 +151,7 @@ fn share_waiting_for_its_turn_closes_no_gate() {
 }
 
 proptest! {
-    /// What the gates of shares that take turns go by: there is always one that is not kept out by
-    /// who waits itself.
+    /// The gates of shares that take turns: there is always one that no waiting share blocks.
     #[test]
     fn turns_and_priority_never_close_all_gates(
         all in vec((any_share(), any::<bool>()), 2..6), holder in any::<prop::sample::Index>(),
@@ -169,7 +168,7 @@ proptest! {
         prop_assert!(orders[holder].rate.is_none_or(|rate| rate > 1 || !shares[holder].is_high));
     }
 
-    /// Though the list is made anew at each look, and whoever is in it twice.
+    /// Although the list is made again at each check, and a share is in it twice.
     #[test]
     fn every_share_has_a_turn_in_each_round(
         order in vec(0..4_u8, 2..8),

@@ -4,7 +4,7 @@ use super::super::controller::POINT;
 use super::*;
 use proptest::prelude::*;
 
-/// That was charged so many points, of which so many for long kernels.
+/// A share that was charged these points, and of them these for long kernels.
 pub(crate) fn part(charged: u64, long: u64) -> Part {
     Part { charged: charged * POINT, long: long * POINT, spared: 0, due: 0, ceiling: NS_PER_SECOND }
 }
@@ -13,7 +13,7 @@ pub(crate) fn key(number: usize) -> ShareKey {
     (format!("c{number}").into(), "0".into())
 }
 
-/// What is known after so many looks of a second that all say the same.
+/// The state after identical measurements of a second each.
 fn after_looks(before: PreemptionInflation, looks: usize, busy: u64, parts: &[Part]) -> PreemptionInflation {
     let parts: Vec<_> = parts.iter().enumerate().map(|(number, part)| (key(number), *part)).collect();
     (0..looks).fold(before, |cuts, _| cuts.after(busy * POINT, &parts, Duration::from_secs(1), false))
@@ -50,7 +50,7 @@ fn missing_time_belongs_to_preempted_kernels() {
     check(61, &[part(30, 16), part(50, 26)], &[1.45, 1.23]);
     // As often as there are shares, at most; by their own word, which may be anything.
     check(1, &[part(90, 90), part(50, u64::MAX / POINT)], &[1.85, 1.75]);
-    // Who has more neighbours loses more.
+    // A share with more neighbours loses more.
     let parts = [part(30, 30), part(30, 0), part(20, 20)];
     let trims = mean_trims(after_looks(PreemptionInflation::default(), 20, 70, &parts), 70, &parts);
     assert!(trims[2] > trims[0] + 0.02 && trims[0] > 1.2 && trims[1] < 1.01, "{trims:?}");
@@ -62,7 +62,7 @@ fn shortfall_is_given_to_all_preempted_shares() {
         let parts = [45, 20].map(|charged| Part { due: due * POINT, ..part(charged, long) });
         mean_trims(after_looks(PreemptionInflation::default(), 20, 50, &parts), 50, &parts)
     };
-    // In points, of what each is to have.
+    // The target of each share, in points.
     let check = |long: u64, due: u64, expected: std::ops::Range<f64>| {
         for (trim, without) in trims(long, due).into_iter().zip(trims(long, 0)) {
             let more = (trim / without - 1.0) * due as f64;
@@ -92,7 +92,7 @@ fn short_kernels_raise_no_rates_on_a_full_device() {
     check(&raised, true);
     check(&after(PreemptionInflation::default(), 99, 30), true);
     check(&after(PreemptionInflation::default(), 99, 0), false);
-    // What was found before that is forgotten.
+    // Earlier measurements are forgotten.
     check(&after(raised, 99, 0), false);
     // One kernel looked long: of the others nothing follows.
     let looks_long = Part { long: POINT / 4, ..part(10, 0) };
@@ -153,7 +153,7 @@ fn room_is_bounded_by_the_ceilings() {
 
 #[test]
 fn rates_rise_until_no_time_is_missing() {
-    // They meet so many times as often as by chance.
+    // They meet more often than by chance, by this factor.
     let check = |asked: [f64; 2], times: f64| {
         let (mut cuts, mut before) = (PreemptionInflation::default(), asked);
         for look in 0..30 {

@@ -21,17 +21,7 @@ impl Fixture {
         let named = policies.iter().enumerate();
         let shares: Vec<Share> =
             named.map(|(at, compute)| Share::new(dir.path(), &format!("s{at}"), *compute)).collect();
-        for share in &shares {
-            let mut page = account::fresh().to_vec();
-            page.resize(HEADER + SLOT, 0);
-            page[256] = 1;
-            // A living owner with this test's PID on the host.
-            let owner = (7_u64 | 2 << 48).to_le_bytes();
-            page[HEADER..HEADER + 8].copy_from_slice(&owner);
-            page[HEADER + 128..HEADER + 136].copy_from_slice(&owner);
-            page[HEADER + 152..HEADER + 156].copy_from_slice(&std::process::id().to_le_bytes());
-            share.account().write_all_at(&page, 0).unwrap();
-        }
+        shares.iter().for_each(|share| write_account(share, 0, 0));
         let mut fixture = Self { _dir: dir, shares, table: QuantumTable::default(), now: START };
         fixture.plan();
         fixture
@@ -107,6 +97,23 @@ impl Fixture {
     fn usage(&self) -> Vec<QuantumUsage> {
         self.table.usage(GPU, self.now).into_values().collect()
     }
+}
+
+/// An account with this bucket and one process.
+fn write_account(share: &Share, balance: i64, refilled_at: u64) {
+    let mut page = account::fresh().to_vec();
+    page.resize(HEADER + SLOT, 0);
+    page[BALANCE as usize..][..8].copy_from_slice(&balance.to_le_bytes());
+    page[BALANCE as usize + 8..][..8].copy_from_slice(&refilled_at.to_le_bytes());
+    page[256] = 1;
+    // A living owner with this test's PID on the host.
+    let owner = (7_u64 | 2 << 48).to_le_bytes();
+    page[HEADER..HEADER + 8].copy_from_slice(&owner);
+    page[HEADER + 128..HEADER + 136].copy_from_slice(&owner);
+    page[HEADER + 152..HEADER + 156].copy_from_slice(&std::process::id().to_le_bytes());
+    // It has no work in flight, and its library knows quanta.
+    page[HEADER + 208..HEADER + 216].copy_from_slice(&(1_u64 << 32).to_le_bytes());
+    share.account().write_all_at(&page, 0).unwrap();
 }
 
 fn of(cores: u32, priority: u32) -> Compute {
@@ -304,4 +311,125 @@ fn share_that_was_just_granted_the_device_has_time_to_wake() {
     let granted = fixture.now;
     fixture.waits(1);
     assert_eq!((fixture.holders(), fixture.ends(0)), (vec![0], granted + QUANTUM_MIN_NS));
+}
+
+#[test]
+fn new_agent_continues_the_bucket_of_the_page() {
+    let check = |balance_ms: i64, expected: Vec<usize>| {
+        let dir = tempfile::tempdir().unwrap();
+        let share = Share::new(dir.path(), "s", of(30, 0));
+        write_account(&share, balance_ms * MS as i64, START);
+        let mut fixture =
+            Fixture { _dir: dir, shares: vec![share], table: QuantumTable::default(), now: START };
+        fixture.plan();
+        fixture.waits(0);
+        assert_eq!(fixture.holders(), expected, "{balance_ms} ms");
+    };
+    check(20, vec![0]);
+    check(-50, vec![]);
+}
+
+#[test]
+fn forged_charge_is_no_debt_without_bound() {
+    let mut fixture = Fixture::new(&[of(50, 0), of(50, 0)]);
+    fixture.waits(0);
+    fixture.works(0);
+    fixture.is_charged(0, u64::MAX);
+    fixture.waits(1);
+    fixture.pass(START + 100 * MS);
+    assert!(fixture.usage()[0].used_ns <= 100 * MS, "{:?}", fixture.usage());
+}
+
+/// The virtual time of a share, relative to the other one.
+fn charged_ms(fixture: &Fixture, index: usize) -> u64 {
+    let device = fixture.table.devices.values().next().expect("a device");
+    device.law.ledgers[index].virtual_ns() / MS
+}
+
+#[test]
+fn charges_are_corrected_while_active_time_is_unexplained() {
+    let check = |unexplained: Option<Unexplained>, used_ms: u64, expected: u64| {
+        let mut fixture = Fixture::new(&[of(50, 0), of(50, 0)]);
+        fixture.waits(0);
+        fixture.works(0);
+        fixture.waits(1);
+        let device = *fixture.table.devices.keys().next().expect("a device");
+        if let Some(unexplained) = unexplained {
+            fixture.table.correct(&device, unexplained, fixture.now);
+        }
+        let before = charged_ms(&fixture, 0);
+        fixture.now += 10 * MS;
+        fixture.is_charged(0, used_ms * MS);
+        fixture.waits(0);
+        assert_eq!(fixture.holders(), [1]);
+        assert_eq!((charged_ms(&fixture, 0) - before).div_ceil(2), expected, "{used_ms}");
+    };
+    let low = |fixture: &Fixture| {
+        Unexplained::LowCharges(vec![fixture.table.usage(GPU, 0).into_keys().next().unwrap()])
+    };
+    let first = low(&Fixture::new(&[of(50, 0), of(50, 0)]));
+    check(None, 8, 8);
+    check(Some(Unexplained::Ungranted), 8, 4);
+    check(Some(first.clone()), 0, 10);
+    check(Some(first), 8, 10);
+}
+
+#[test]
+fn log_has_quanta_and_the_time_of_late_work() {
+    let mut fixture = Fixture::new(&[of(30, 0), of(50, 0)]);
+    let granted = |fixture: &Fixture| -> Vec<u64> {
+        let grants = fixture.table.grants(GPU, fixture.now);
+        grants.into_values().flatten().map(|share| share.level.granted).collect()
+    };
+    fixture.waits(0);
+    let began = fixture.now;
+    fixture.works(0);
+    fixture.waits(1);
+    let late = fixture.ends(0) + LATE_NS;
+    fixture.pass(late + 5 * MS);
+    assert_eq!(fixture.holders(), [1]);
+    assert_eq!(granted(&fixture), [fixture.now - began, fixture.now - late]);
+    fixture.waits(0);
+    let drained = fixture.now;
+    fixture.pass(drained + MS);
+    assert_eq!(granted(&fixture)[0], drained - began);
+}
+
+#[test]
+fn work_during_a_stall_of_the_agent_is_no_work_without_a_grant() {
+    let mut fixture = Fixture::new(&[of(30, 0), of(50, 0)]);
+    let knows = |fixture: &Fixture, from: u64| {
+        fixture.table.grants(GPU, fixture.now).into_values().flatten().all(|share| share.log.knows(from))
+    };
+    fixture.pass(START + 60_000 * MS);
+    let now = fixture.now;
+    assert!(knows(&fixture, now - MS));
+    fixture.now += EXPIRE_NS + RENEW_NS;
+    fixture.tick();
+    assert!(!knows(&fixture, now) && !knows(&fixture, fixture.now + EARLIER_KERNEL_NS - 1));
+    assert!(knows(&fixture, fixture.now + EARLIER_KERNEL_NS));
+}
+
+#[test]
+fn work_from_before_the_gate_ends_with_later_work() {
+    let knows = |fixture: &Fixture| {
+        let mut shares = fixture.table.grants(GPU, fixture.now).into_values().flatten();
+        shares.next().is_some_and(|share| share.log.knows(fixture.now))
+    };
+    let check = |name: &str, act: fn(&mut Fixture), expected: bool| {
+        let mut fixture = Fixture::new(&[of(50, 0), of(50, 0)]);
+        fixture.pass(START + 5 * MS);
+        fixture.waits(0);
+        fixture.works(0);
+        act(&mut fixture);
+        assert_eq!(knows(&fixture), expected, "{name}");
+    };
+    check("it works in its first quantum", |_| (), false);
+    check("its quantum has ended", |fixture| fixture.pauses(0), true);
+    check("it waits for the next one", |fixture| fixture.says(0, 3, 0), true);
+    let charge = |fixture: &mut Fixture| {
+        fixture.is_charged(0, MS);
+        fixture.works(0);
+    };
+    check("a batch has completed", charge, true);
 }

@@ -1,4 +1,4 @@
-//! Who is waited at, and who is looked at when somebody rang.
+//! Which doors are waited at, and which shares are checked after a ring.
 
 use super::*;
 
@@ -41,7 +41,7 @@ fn truncated_page_is_skipped_until_it_is_repaired() {
     check(0, 0, None);
     check(100, 0, None);
     check(account::SIZE, 1, rests);
-    // It rings with another number than it was asked at, or none: it is looked at whoever rang.
+    // It rings with another number than it was asked at, or with none: each ring causes a check.
     check(0, 0, None);
     shares[1].account.set_len(account::SIZE as u64).unwrap();
     shares[1].rings(at + TICK);
@@ -56,8 +56,8 @@ fn intermittent_share_gets_a_longer_idle_timeout() {
     let [borrower, owner] = &shares[..] else { panic!("two") };
     let (mut desk, mut at) = (GrantTable::default(), 1000 * NS_PER_SECOND);
     desk.plan(GPU, planned(&shares, &[100, 60]), at);
-    // How long after its last launch the owner's part is lent, in milliseconds. It launches again
-    // so long after that.
+    // The time after the owner's last launch at which its part is lent, in milliseconds. It
+    // launches again after that time.
     let mut lent_after = |pause: u64| {
         borrower.launches(at);
         owner.rings(at);

@@ -43,8 +43,8 @@ fn gate_stays_closed_despite_late_checks() {
     }
 }
 
-/// Nobody rings, and the thread wakes when its wait ends: until when the gate is closed in the end,
-/// and how often it woke.
+/// No share rings, and the thread wakes when its wait ends. Returns the time until which the gate
+/// is closed in the end, and the number of wakes.
 fn opens(desk: &mut GrantTable, low: &Share, mut at: u64) -> (u64, usize) {
     for wakes in 0.. {
         let (until, opens) = (desk.doors(at).1, low.page().gate_closed_until());
@@ -208,8 +208,8 @@ proptest! {
                 }
             }
             let rests = at - launched;
-            // Nobody is kept out for so long here that he is let through: of so few pauses each
-            // would be 31 ms at most.
+            // No gate is closed long enough here to force an opening: with these pauses, each would
+            // be 31 ms at most.
             if rests < HOLD {
                 prop_assert!(low.is_closed(at), "open {} ms after a launch", rests / MS);
             }
