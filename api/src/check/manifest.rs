@@ -26,9 +26,9 @@ pub fn manifest(object: &Value, view: &dyn ClusterView) -> Option<Vec<Finding>> 
     {
         findings.push(finding);
     }
-    let (unrepaired, mut problems) = checked_fields(&known, &mut object);
+    let (unrepaired, mut problems) = checked_fields(known, &mut object);
     findings.append(&mut problems);
-    let mut rules = rules(&object, &known, view);
+    let mut rules = rules(&object, known, view);
     rules.retain(|finding| !unrepaired.iter().any(|about| finding.path.starts_with(about.as_str())));
     rules.iter_mut().for_each(|finding| complete(&mut finding.instead, &object));
     findings.append(&mut rules);

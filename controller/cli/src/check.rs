@@ -503,10 +503,12 @@ spec:
         check(&format!("{{kind: List, apiVersion: v1, items: [{claim}]}}"), &[refused.as_str()]);
         check(
             "apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules: [{}]\n---\n\
-             apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules:\n  - slot: 1\n    modes: [gpu]\n",
+             apiVersion: resource.divvy.dev/v1alpha1\nkind: NodeConfig\nrules:\n  - slot: 1\n    \
+             modes: [gpu]\n",
             &[
                 "f: error: NodeConfig: line 8: field rules[0].slot is unknown to Rule; did you mean slots?",
-                "f: error: NodeConfig: field rules[0].modes[0] is \"gpu\", expected whole, mig, timeslice or mps",
+                "f: error: NodeConfig: field rules[0].modes[0] is \"gpu\", expected whole, mig, timeslice or \
+                 mps",
             ],
         );
         check(
