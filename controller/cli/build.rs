@@ -1,7 +1,8 @@
-//! Builds the libraries that enforce the limits of shares, which the demo installs on its simulated
-//! node. The script of the image builds them, so the demo runs the files that a cluster gets.
+//! Sets the version, and builds the libraries that enforce the limits of shares, which the demo
+//! installs on its simulated node. The script of the image builds them, so the demo runs the files
+//! that a cluster gets.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
@@ -23,10 +24,11 @@ const SOURCES: &[&str] = &[
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-env-changed=CC");
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..");
+    set_version(&root);
     if env::var_os("CARGO_FEATURE_DEMO").is_none() {
         return;
     }
-    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..");
     for source in SOURCES {
         println!("cargo::rerun-if-changed={}", root.join(source).display());
     }
@@ -61,4 +63,20 @@ fn main() {
         Ok(built) => failed(&String::from_utf8_lossy(&built.stderr)),
         Err(cause) => failed(&cause.to_string()),
     }
+}
+
+/// Sets the commit and the target that `divvy version` prints. Outside a clone the commit is unknown.
+fn set_version(root: &Path) {
+    let git = |arguments: &[&str]| {
+        let out = Command::new("git").args(arguments).current_dir(root).output().ok()?;
+        out.status.success().then(|| String::from_utf8_lossy(&out.stdout).trim().to_owned())
+    };
+    let commit = git(&["rev-parse", "--short=12", "HEAD"]).unwrap_or_else(|| "unknown".to_owned());
+    // Each commit and each checkout appends a line to this log.
+    let log = git(&["rev-parse", "--git-path", "logs/HEAD"]).map(|log| root.join(log));
+    if let Some(log) = log.filter(|log| log.exists()) {
+        println!("cargo::rerun-if-changed={}", log.display());
+    }
+    println!("cargo::rustc-env=DIVVY_COMMIT={commit}");
+    println!("cargo::rustc-env=DIVVY_TARGET={}", env::var("TARGET").unwrap_or_default());
 }
