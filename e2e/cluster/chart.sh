@@ -60,7 +60,8 @@ install_chart() {
 offer_examples() {
   local node
   for node in n1 n2; do
-    enter "$node" ctr -n k8s.io images tag --force localhost/glibc:1 docker.io/library/debian:stable-slim > /dev/null
+    enter "$node" ctr -n k8s.io images tag --force localhost/glibc:1 docker.io/library/debian:stable-slim \
+      >> "$cluster/$node/import.log" 2>&1
   done
 }
 

@@ -14,13 +14,16 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
-const AFTER_HELP: &str = "\
+const UP_HELP: &str = "\
 Needs root, Go, a C compiler and a clone of the repository. The first start builds Kubernetes from
 source and takes minutes; a second one takes less than a minute.
 
-  divvy playground up
+  sudo -E divvy playground up
+  sudo -E divvy playground up --backend kind";
+const DOWN_HELP: &str = "  sudo -E divvy playground down";
+const STATUS_HELP: &str = "\
   divvy playground status
-  divvy playground down";
+  divvy playground status -o json";
 
 /// Directories of clusters; each script names its own by a prefix.
 const CLUSTERS_DIR: &str = "/var/tmp";
@@ -31,9 +34,9 @@ const DOCKER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// See the command's help.
 #[derive(clap::Subcommand)]
-#[command(after_help = AFTER_HELP)]
 pub(crate) enum PlaygroundCommand {
     /// Start a cluster with simulated GPUs, install Divvy, and print how to use it
+    #[command(after_help = UP_HELP)]
     Up {
         /// How the nodes run
         #[arg(long, value_enum, default_value = "auto")]
@@ -42,11 +45,13 @@ pub(crate) enum PlaygroundCommand {
         at: Place,
     },
     /// Remove the cluster and everything that it changed on this machine
+    #[command(after_help = DOWN_HELP)]
     Down {
         #[command(flatten)]
         at: Place,
     },
     /// Show whether a cluster runs, and how to use it
+    #[command(after_help = STATUS_HELP)]
     Status {
         /// Print one JSON object
         #[arg(short, long, value_enum, default_value = "text")]
@@ -106,7 +111,7 @@ impl Backend {
         }
     }
 
-    /// A file of every repository that has the script.
+    /// Whether a directory is a clone with the script.
     fn is_in(self, repository: &Path) -> bool {
         repository.join(self.script()).is_file()
     }

@@ -394,7 +394,7 @@ fn quota(facts: &Facts) -> Check {
     }
     match is_gke(facts) && namespace != "kube-system" {
         true => pass(name, "GKE admits system-node-critical only with a quota, which the chart installs"),
-        false => pass(name, format!("no quota in namespace {namespace}")),
+        false => pass(name, format!("no other quota in namespace {namespace}")),
     }
 }
 
