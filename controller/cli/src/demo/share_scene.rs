@@ -221,7 +221,12 @@ impl Tenant {
         let columns = ((WARM_UP + MEASURED).as_millis() / COLUMN.as_millis()) as usize;
         let skipped = self.columns.len().saturating_sub(columns);
         let chart: String = self.columns.iter().skip(skipped).map(|percent| block(*percent)).collect();
-        format!("{:<6}{:>3} %  {chart:<columns$}  {:>5.1} %", self.holder.claim, self.cores(), self.mean())
+        // Until the mean begins, the last column.
+        let shown = match self.first == self.last {
+            true => self.columns.last().copied().unwrap_or_default(),
+            false => self.mean(),
+        };
+        format!("{:<6}{:>3} %  {chart:<columns$}  {shown:>5.1} %", self.holder.claim, self.cores())
     }
 }
 
