@@ -465,7 +465,7 @@ mod tests {
                 ShareLevel { charged: level.charged + charged, granted: level.granted + charged, pending: 0 };
             test.add(active, SECOND, [(key(0), level), (key(1), ShareLevel::default())].into()).is_some()
         };
-        assert!((0..100).map(|_| add(SECOND, SECOND / 2)).any(|found| found));
+        assert!((0..100).any(|_| add(SECOND, SECOND / 2)));
         assert!(!add(SECOND / 2, SECOND / 2));
         // A share that comes says nothing yet.
         let levels = (0..3).map(|at| (key(at), ShareLevel::default())).collect();
