@@ -97,7 +97,8 @@ pub struct IsolationCase {
     pub injection: Injection,
     /// There is no other share of the same device.
     pub alone: bool,
-    /// For `Expectation::Bounded`: the kind of finding that the agent must report.
+    /// For `Expectation::Bounded`: the kind of finding that the agent must report. For
+    /// `Expectation::Prevented`: the kind for which it may end the attack instead.
     pub reports: Option<&'static str>,
 }
 
@@ -491,10 +492,9 @@ pub const ISOLATION_CASES: &[IsolationCase] = &[
     .device(Device::Hopper)
     .time(ComputeSetup::BusyNeighbour)
     .reporting(OVER_COMPUTE_LIMIT),
-    bounded(
+    prevented(
         "time-grant-forged@shared",
         "compute time, beside a busy share: maps a policy page with an endless quantum over its own",
-        TIME_SLICES_REPORTED,
     )
     .device(Device::Hopper)
     .time(ComputeSetup::BusyNeighbour)

@@ -217,6 +217,9 @@ impl CaseResult {
         let as_expected = match (&self.verdict, self.case.expected) {
             (Ok(Verdict::Prevented), Expectation::Prevented) => true,
             (Ok(Verdict::Detected { kinds, .. }), Expectation::Detected(kind)) => kinds.contains(kind),
+            (Ok(Verdict::Detected { kinds, killed: true }), Expectation::Prevented) => {
+                self.case.reports.is_some_and(|kind| kinds.contains(kind))
+            }
             // An attack that the agent ends is better than one that only its bound limits.
             (Ok(Verdict::Bounded { kinds } | Verdict::Detected { kinds, .. }), Expectation::Bounded(_)) => {
                 has_required_report(self.case, kinds)

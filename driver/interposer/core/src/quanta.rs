@@ -420,7 +420,7 @@ impl<S: System> Device<'_, S> {
             || system.now(),
             |begin, end| {
                 let charged = i64::try_from(bucket.page.charge_interval(begin, end)).unwrap_or(i64::MAX);
-                bucket.charge(charged, system.now());
+                bucket.charge(charged, policy.quantum_ends() != 0, system.now());
                 self.update_slot(|slot| slot.add_gpu_time(charged, 0));
             },
         );

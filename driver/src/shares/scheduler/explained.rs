@@ -181,6 +181,12 @@ pub(crate) struct ShareLevel {
     pub(crate) granted: u64,
 }
 
+impl ShareLevel {
+    fn explained(&self) -> u64 {
+        self.charged.saturating_add(self.pending)
+    }
+}
+
 /// Why the active time of a device exceeds the charges.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Unexplained {
@@ -194,6 +200,9 @@ pub(crate) enum Unexplained {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct ActiveTimeTest {
     levels: BTreeMap<ShareKey, ShareLevel>,
+    /// The highest level of charged and pending time of each share. A pending kernel whose charge is
+    /// missing later explains nothing twice.
+    highest: BTreeMap<ShareKey, u64>,
     /// Granted time of each share for which it was not charged yet.
     unused: BTreeMap<ShareKey, u64>,
     unexplained: u64,
@@ -209,15 +218,21 @@ impl ActiveTimeTest {
         levels: BTreeMap<ShareKey, ShareLevel>,
     ) -> Option<Unexplained> {
         let before = std::mem::replace(&mut self.levels, levels);
-        let are_same = before.keys().eq(self.levels.keys());
+        let is_later = |(now, was): (&ShareLevel, &ShareLevel)| now.granted >= was.granted;
+        let are_same =
+            before.keys().eq(self.levels.keys()) && self.levels.values().zip(before.values()).all(is_later);
         if !are_same {
+            let level = |(key, level): (&ShareKey, &ShareLevel)| (key.clone(), level.explained());
+            self.highest = self.levels.iter().map(level).collect();
             (self.unexplained, self.unused) = (0, BTreeMap::new());
             return None;
         }
         let (mut explained, mut low, mut missing) = (0_u64, Vec::new(), 0_u64);
         for ((share, now), was) in self.levels.iter().zip(before.values()) {
             let granted = now.granted.saturating_sub(was.granted);
-            let charged = (now.charged + now.pending).saturating_sub(was.charged + was.pending);
+            let highest = self.highest.entry(share.clone()).or_default();
+            let charged = now.explained().saturating_sub(*highest);
+            *highest = now.explained().max(*highest);
             // A share cannot have worked for longer than it was granted, whatever its page shows.
             let unused = self.unused.entry(share.clone()).or_default();
             *unused = unused.saturating_add(granted).min(PENDING_MAX_NS);
@@ -431,6 +446,17 @@ mod tests {
     }
 
     #[test]
+    fn uncharged_kernels_explain_nothing_again_and_again() {
+        let mut test = ActiveTimeTest::default();
+        let found = (0..6).find(|second| {
+            let pending = if second % 2 == 0 { 0 } else { 300 * MS };
+            let level = ShareLevel { charged: 0, pending, granted: second * SECOND };
+            test.add(SECOND, SECOND, [(key(0), level)].into()).is_some()
+        });
+        assert!(found.is_some_and(|second| second <= 2), "{found:?}");
+    }
+
+    #[test]
     fn finding_ends_with_its_cause() {
         let mut test = ActiveTimeTest::default();
         let mut level = ShareLevel::default();
@@ -439,7 +465,7 @@ mod tests {
                 ShareLevel { charged: level.charged + charged, granted: level.granted + charged, pending: 0 };
             test.add(active, SECOND, [(key(0), level), (key(1), ShareLevel::default())].into()).is_some()
         };
-        assert!((0..100).map(|_| add(SECOND, SECOND / 2)).any(|found| found));
+        assert!((0..100).any(|_| add(SECOND, SECOND / 2)));
         assert!(!add(SECOND / 2, SECOND / 2));
         // A share that comes says nothing yet.
         let levels = (0..3).map(|at| (key(at), ShareLevel::default())).collect();

@@ -136,6 +136,8 @@ struct Seat {
     /// When its quantum ends, if it has one.
     ends: Option<u64>,
     usage: QuantumUsage,
+    /// Charged GPU time, without that of late shares beside it, in nanoseconds.
+    served_ns: u64,
     log: GrantLog,
     earlier: Option<EarlierWork>,
     /// When its quantum began, or it was charged last.
@@ -409,7 +411,9 @@ impl DeviceQuanta {
     /// Charges a share for the time that its page shows. Beside shares that are late, and beside a
     /// process that works without a grant, the GPU divides its time, so the holder had half of it.
     fn charge(&mut self, index: usize, used: u64, now: u64) {
-        let beside = self.late_beside(index) + u64::from(self.is_beside_ungranted(now));
+        let late = self.late_beside(index);
+        self.seats[index].served_ns += used / (1 + late);
+        let beside = late + u64::from(self.is_beside_ungranted(now));
         if let Some(holder) = self.holder.as_mut().filter(|holder| holder.index == index) {
             holder.used = holder.used.saturating_add(used);
         }
@@ -527,7 +531,8 @@ impl DeviceQuanta {
             self.charge(holder.index, used, now);
             if self.has_low_charges(holder.index, now) {
                 let shown = holder.used.saturating_add(used);
-                self.charge(holder.index, now.saturating_sub(holder.began).saturating_sub(shown), now);
+                let missing = now.saturating_sub(holder.began).saturating_sub(shown);
+                self.law.charge(holder.index, missing / (1 + self.late_beside(holder.index)), now);
             }
         }
     }
@@ -614,6 +619,7 @@ impl Seat {
             late: None,
             ends: None,
             usage: QuantumUsage::default(),
+            served_ns: 0,
             log: GrantLog::default(),
             earlier: None,
             charged_at: now,
@@ -645,7 +651,7 @@ impl Seat {
     fn grants(&self, now: u64) -> ShareGrants {
         let works = self.log.is_open() && self.seen.works.is_some();
         let pending = if works { now.saturating_sub(self.charged_at).min(PENDING_MAX_NS) } else { 0 };
-        let level = ShareLevel { charged: self.usage.used_ns, pending, granted: self.log.total(now) };
+        let level = ShareLevel { charged: self.served_ns, pending, granted: self.log.total(now) };
         ShareGrants { key: self.key.clone(), log: self.log.clone(), level }
     }
 

@@ -158,22 +158,28 @@ proptest! {
     /// and one hand-over.
     #[test]
     fn debts_are_bounded(
-        steps in prop::collection::vec((0..3 * SECOND, 0..2 * SECOND, prop::option::of(1..SECOND)), 1..80),
+        steps in prop::collection::vec(
+            (0..3 * SECOND, 0..2 * SECOND, prop::option::of(1..SECOND), any::<bool>()),
+            1..80,
+        ),
     ) {
         let container = exclusive_share(0);
         let page = container.pages().1;
         let burst = 20 * MS;
         let (mut now, mut owed) = (SECOND, 0_i64);
         page.refilled_at().store(now, Relaxed);
-        for (pause, charged, rate) in steps {
+        for (pause, charged, rate, by_node) in steps {
             now += pause;
             let (rate, charged) = (rate.unwrap_or(UNBOUNDED), charged as i64);
             let filled = now - page.refilled_at().load(Relaxed) < 2 * US;
-            owed = (owed - if filled { 0 } else { accrued(rate, pause) }).max(0) + charged;
+            let before = (owed - if filled { 0 } else { accrued(rate, pause) }).max(0);
+            owed = before + charged;
             if rate == UNBOUNDED {
                 owed = owed.min(burst as i64);
+            } else if by_node {
+                owed = owed.min(before.max(2 * burst as i64));
             }
-            Bucket { page, rate, burst }.charge(charged, now);
+            Bucket { page, rate, burst }.charge(charged, by_node, now);
             let balance = page.balance().load(Relaxed);
             prop_assert!(balance >= -owed && balance <= 2 * burst as i64, "{balance}, {owed}");
         }

@@ -78,14 +78,19 @@ impl Bucket<'_> {
     /// that waited for its quantum keeps those of one hand-over beyond the burst.
     ///
     /// A share without a limit owes at most its burst: it may get a ceiling at any time, and must not
-    /// pay then for the time before.
-    pub(crate) fn charge(&self, charged: i64, now: u64) {
-        self.fill_up_to(self.burst.saturating_add(HAND_OVER_NS), now);
+    /// pay then for the time before. With `by_node` another share waits, and the node's ledger holds
+    /// the share to its ceiling. The ledger charges less beside late work, so the bucket then gets no
+    /// debt beyond its burst and one hand-over.
+    pub(crate) fn charge(&self, charged: i64, by_node: bool, now: u64) {
+        let saved = self.burst.saturating_add(HAND_OVER_NS);
+        self.fill_up_to(saved, now);
         let least = match self.rate {
             UNBOUNDED => i64::try_from(self.burst).map_or(i64::MIN, |burst| -burst),
+            _ if by_node => i64::try_from(saved).map_or(i64::MIN, |saved| -saved),
             _ => i64::MIN,
         };
-        let left = |balance: i64| Some(balance.saturating_sub(charged).max(least));
+        let floor = |balance: i64| if self.rate == UNBOUNDED { least } else { least.min(balance) };
+        let left = |balance: i64| Some(balance.saturating_sub(charged).max(floor(balance)));
         let _ = self.page.balance().fetch_update(AcqRel, Acquire, left);
     }
 
