@@ -8,12 +8,21 @@ use crate::pages::SharePages;
 use crate::process_state::Device;
 use crate::system::System;
 use divvy_pages::account::SlotState;
-use divvy_pages::sync::Ordering::Relaxed;
+use divvy_pages::sync::{AtomicU32, Ordering::Relaxed};
 use divvy_pages::{Compute, Flags};
 
-/// The kinds of messages, as bits of the word of those that were printed.
-const MEMORY: u32 = 1;
-const COMPUTE: u32 = 1 << 1;
+/// Whether each kind of message was printed: nonzero if it was.
+#[derive(Debug)]
+pub(crate) struct Printed {
+    refusal: AtomicU32,
+    throttling: AtomicU32,
+}
+
+impl Printed {
+    pub(crate) const fn new() -> Self {
+        Self { refusal: AtomicU32::new(0), throttling: AtomicU32::new(0) }
+    }
+}
 
 /// Maximum length of a line, in bytes: above the longest with 20 digits per number. A write of at
 /// most 512 bytes to a pipe is atomic (POSIX `PIPE_BUF`).
@@ -68,7 +77,7 @@ impl<S: System> Device<'_, S> {
     #[cold]
     #[inline(never)]
     pub fn report_refusal(&self, bytes: u64) {
-        if !self.may_print(MEMORY) {
+        if !self.may_print(&self.process.printed.refusal) {
             return;
         }
         let usage = self.memory_usage();
@@ -91,7 +100,7 @@ impl<S: System> Device<'_, S> {
     #[cold]
     #[inline(never)]
     pub(crate) fn report_throttling(&self) {
-        if !self.may_print(COMPUTE) {
+        if !self.may_print(&self.process.printed.throttling) {
             return;
         }
         let limits = self.pages.shares().filter_map(SharePages::policy);
@@ -104,8 +113,8 @@ impl<S: System> Device<'_, S> {
     }
 
     /// Whether this message may be printed now. Marks it as printed.
-    fn may_print(&self, kind: u32) -> bool {
-        !self.has(Flags::NO_MESSAGES) && self.process.printed.fetch_or(kind, Relaxed) & kind == 0
+    fn may_print(&self, printed: &AtomicU32) -> bool {
+        !self.has(Flags::NO_MESSAGES) && printed.swap(1, Relaxed) == 0
     }
 
     /// Number of live processes of the share with the most.

@@ -7,6 +7,7 @@
 //! form one [`Device`], in the order of their share names; every process has the same order, which
 //! charging several pages needs.
 
+use crate::messages::Printed;
 use crate::pages::{DevicePages, SharePages, UuidMatch, match_uuids};
 use crate::peers::{LimitedPeers, PEER_WAIT_TIMEOUT_NS, PeerProcesses};
 use crate::policies::PolicyList;
@@ -60,7 +61,7 @@ pub struct ProcessState<S> {
     local: AtomicPtr<LocalState>,
     policies: PolicyList,
     /// See [`crate::messages`]. A forked child inherits it.
-    pub(crate) printed: AtomicU32,
+    pub(crate) printed: Printed,
 }
 
 /// The state that a forked child must not inherit. Fields that are used at start come first, on few
@@ -114,7 +115,7 @@ impl<S: System> ProcessState<S> {
             system,
             local: AtomicPtr::new(core::ptr::null_mut()),
             policies: PolicyList::new(),
-            printed: AtomicU32::new(0),
+            printed: Printed::new(),
         }
     }
 
