@@ -125,7 +125,7 @@ pub enum ConfigMismatch {
     /// It names a request whose device is of another kind.
     #[error(
         "{kind} is for {}, but the device is {}; {}",
-        for_kind(kind), of_mode(*mode), remedy(kind, *mode)
+        for_kind(kind), mode.device(), remedy(kind, *mode)
     )]
     Kind {
         kind: &'static str,
@@ -161,16 +161,6 @@ fn for_kind(kind: &str) -> &'static str {
         "MIG instances"
     } else {
         "shares"
-    }
-}
-
-fn of_mode(mode: Mode) -> &'static str {
-    match mode {
-        Mode::Whole => "a whole GPU",
-        Mode::Share => "a share",
-        Mode::Mig => "a MIG instance",
-        Mode::Timeslice => "a time-slice",
-        Mode::Mps => "an MPS share",
     }
 }
 

@@ -46,6 +46,17 @@ impl Mode {
         self == Self::Whole || self.has_shares()
     }
 
+    /// A device of this mode in words, for messages.
+    pub(crate) fn device(self) -> &'static str {
+        match self {
+            Self::Whole => "a whole GPU",
+            Self::Share => "a share",
+            Self::Mig => "a MIG instance",
+            Self::Timeslice => "a time-slice",
+            Self::Mps => "an MPS share",
+        }
+    }
+
     /// The name in all output.
     pub fn as_str(self) -> &'static str {
         match self {

@@ -136,7 +136,7 @@ pub fn find(
     if modes.is_empty() || modes.iter().any(has) {
         return Ok(found);
     }
-    let device = modes.first().map_or("the device", |mode| device_of(*mode));
+    let device = modes.first().map_or("the device", |mode| mode.device());
     let remedy = match name {
         "memoryMiB" => format!("use device.capacity[\"{DRIVER}\"].memory"),
         "memory" | "multiprocessors" | "copyEngines" | "decoders" | "encoders" | "jpegEngines"
@@ -148,21 +148,11 @@ pub fn find(
             }
         }
         _ => {
-            let modes: Vec<_> = found.modes.iter().map(|mode| device_of(*mode)).collect();
+            let modes: Vec<_> = found.modes.iter().map(|mode| mode.device()).collect();
             format!("only {} has it", modes.join(" or "))
         }
     };
     Err(format!("{device} has no {kind} {name}; {remedy}"))
-}
-
-fn device_of(mode: Mode) -> &'static str {
-    match mode {
-        Mode::Whole => "a whole GPU",
-        Mode::Share => "a share",
-        Mode::Mig => "a MIG instance",
-        Mode::Timeslice => "a time-slice",
-        Mode::Mps => "an MPS share",
-    }
 }
 
 /// The name that was probably meant.

@@ -11,19 +11,6 @@ use divvy_pages::account::SlotState;
 use divvy_pages::sync::{AtomicU32, Ordering::Relaxed};
 use divvy_pages::{Compute, Flags};
 
-/// Whether each kind of message was printed: nonzero if it was.
-#[derive(Debug)]
-pub(crate) struct Printed {
-    refusal: AtomicU32,
-    throttling: AtomicU32,
-}
-
-impl Printed {
-    pub(crate) const fn new() -> Self {
-        Self { refusal: AtomicU32::new(0), throttling: AtomicU32::new(0) }
-    }
-}
-
 /// Maximum length of a line, in bytes: above the longest with 20 digits per number. A write of at
 /// most 512 bytes to a pipe is atomic (POSIX `PIPE_BUF`).
 const LINE_BYTES_MAX: usize = 256;
@@ -77,7 +64,7 @@ impl<S: System> Device<'_, S> {
     #[cold]
     #[inline(never)]
     pub fn report_refusal(&self, bytes: u64) {
-        if !self.may_print(&self.process.printed.refusal) {
+        if !self.may_print(&self.process.printed_refusal) {
             return;
         }
         let usage = self.memory_usage();
@@ -100,7 +87,7 @@ impl<S: System> Device<'_, S> {
     #[cold]
     #[inline(never)]
     pub(crate) fn report_throttling(&self) {
-        if !self.may_print(&self.process.printed.throttling) {
+        if !self.may_print(&self.process.printed_throttling) {
             return;
         }
         let limits = self.pages.shares().filter_map(SharePages::policy);

@@ -7,7 +7,6 @@
 //! form one [`Device`], in the order of their share names; every process has the same order, which
 //! charging several pages needs.
 
-use crate::messages::Printed;
 use crate::pages::{DevicePages, SharePages, UuidMatch, match_uuids};
 use crate::peers::{LimitedPeers, PEER_WAIT_TIMEOUT_NS, PeerProcesses};
 use crate::policies::PolicyList;
@@ -60,8 +59,9 @@ pub struct ProcessState<S> {
     pub(crate) system: S,
     local: AtomicPtr<LocalState>,
     policies: PolicyList,
-    /// See [`crate::messages`]. A forked child inherits it.
-    pub(crate) printed: Printed,
+    /// Nonzero after the message was printed ([`crate::messages`]). A forked child inherits both.
+    pub(crate) printed_refusal: AtomicU32,
+    pub(crate) printed_throttling: AtomicU32,
 }
 
 /// The state that a forked child must not inherit. Fields that are used at start come first, on few
@@ -115,7 +115,8 @@ impl<S: System> ProcessState<S> {
             system,
             local: AtomicPtr::new(core::ptr::null_mut()),
             policies: PolicyList::new(),
-            printed: Printed::new(),
+            printed_refusal: AtomicU32::new(0),
+            printed_throttling: AtomicU32::new(0),
         }
     }
 
